@@ -1,0 +1,59 @@
+"""torch tensors and numpy arrays over the same memory: the core speaks numpy only."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import ml_dtypes
+import numpy as np
+import numpy.typing as npt
+import torch
+
+from commlib.errors import UsageError
+
+Array = npt.NDArray[Any]
+
+
+def dtype_name(dtype: torch.dtype) -> str:
+    """Return the name under which the core knows a dtype, such as "float32" or "bfloat16"."""
+    return str(dtype).removeprefix("torch.")
+
+
+def check(tensor: torch.Tensor) -> None:
+    """Raise UsageError unless the core can reach the memory of `tensor`."""
+    if not isinstance(tensor, torch.Tensor):
+        raise UsageError(f"expected a torch tensor, got {type(tensor).__name__}")
+    if tensor.layout != torch.strided:
+        raise UsageError(f"tensors of layout {tensor.layout} are not supported: call .to_dense() first")
+    if tensor.device.type != "cpu":
+        raise UsageError(f"tensors on device {tensor.device} are not supported yet: call .cpu() first")
+
+
+def to_array(tensor: torch.Tensor) -> Array:
+    """Return a numpy array with the shape, strides and memory of a CPU tensor. Nothing is copied.
+
+    bfloat16 becomes ml_dtypes.bfloat16. Raises UsageError for other devices, sparse layouts and dtypes without a
+    numpy counterpart.
+    """
+    check(tensor)
+    tensor = tensor.detach()
+    if tensor.dtype == torch.bfloat16:
+        return tensor.view(torch.int16).numpy().view(ml_dtypes.bfloat16)
+    try:
+        return tensor.numpy()
+    except (TypeError, RuntimeError) as error:
+        raise UsageError(f"no array over a tensor of {tensor.dtype}: {error}") from error
+
+
+def to_tensor(array: Array) -> torch.Tensor:
+    """Return a tensor with the shape, strides and memory of a numpy array, which it keeps alive. Nothing is copied."""
+    array = np.asarray(array)
+    if array.dtype == ml_dtypes.bfloat16:
+        return torch.from_numpy(array.view(np.int16)).view(torch.bfloat16)
+    return torch.from_numpy(array)
+
+
+def packed(tensor: torch.Tensor) -> torch.Tensor:
+    """Return `tensor` itself, detached, if its memory is contiguous and literal, else a copy that is."""
+    check(tensor)
+    return tensor.detach().resolve_conj().resolve_neg().contiguous()

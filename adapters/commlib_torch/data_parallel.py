@@ -1,0 +1,127 @@
+"""DataParallel: a module whose gradients are reduced over all ranks."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any
+
+import torch
+from torch import nn
+
+import commlib
+from commlib.communicator import Communicator
+from commlib.data_parallel import BUCKET_CAP_MIB, FIRST_BUCKET_MIB, Statistics
+from commlib_torch._gradients import Gradients, unique_parameters
+from commlib_torch.broadcast import broadcast_parameters
+
+_INNER = "module."
+
+
+class DataParallel(nn.Module):
+    """Wrap `module` so that backward reduces its gradients over all ranks. Collective.
+
+    Parameters and buffers are broadcast from rank 0 at construction; buffers (running statistics) are not kept equal
+    afterwards: `broadcast_parameters(model.named_buffers())` does that where it matters. Any optimizer may be used on
+    `parameters()`, but not a DistributedOptimizer, which does the same work. In a step in which a rank runs no
+    backward, it must call `synchronize()` instead.
+
+    Names are those of the wrapped module, in `state_dict()`, `load_state_dict()` and `named_parameters()`: checkpoints
+    are interchangeable with those of a program that runs in one process. Attributes that this class lacks are looked
+    up in `module`. A copy or pickle of it computes the same, but reduces nothing.
+
+    `op` is "mean" or "sum"; buckets hold up to `bucket_cap_mib` MiB, the first one `first_bucket_mib`; with
+    `overlap=False` nothing is sent before backward ends; `comm` is the group to reduce over, by default all ranks.
+
+    Raises UsageError for parameters that cannot be managed, MismatchError on every rank if ranks hold different ones.
+    """
+
+    def __init__(
+        self,
+        module: nn.Module,
+        *,
+        op: str = "mean",
+        bucket_cap_mib: float = BUCKET_CAP_MIB,
+        first_bucket_mib: float = FIRST_BUCKET_MIB,
+        overlap: bool = True,
+        comm: Communicator | None = None,
+    ) -> None:
+        super().__init__()
+        self.module = module
+        comm = comm or commlib.init()
+        self._gradients: Gradients | None = Gradients(
+            unique_parameters(module.named_parameters()),
+            comm,
+            op=op,
+            bucket_cap_mib=bucket_cap_mib,
+            first_bucket_mib=first_bucket_mib,
+            overlap=overlap,
+        )
+        broadcast_parameters([*module.named_parameters(), *module.named_buffers()], comm=comm)
+        self.register_state_dict_post_hook(_strip_prefix)
+        self.register_load_state_dict_pre_hook(_add_prefix)
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        """Call the wrapped module."""
+        return self.module(*args, **kwargs)
+
+    def synchronize(self) -> None:
+        """Take part in the reduction of this step on a rank that runs no backward in it. Collective."""
+        if self._gradients is not None:
+            self._gradients.stepped()
+            self._gradients.synchronize()
+
+    def no_sync(self) -> AbstractContextManager[None]:
+        """Let backward passes within this context accumulate gradients on this rank only."""
+        return nullcontext() if self._gradients is None else self._gradients.no_sync()
+
+    @property
+    def exposed_seconds(self) -> float:
+        """Seconds that the training thread has waited for communication so far."""
+        return self.statistics.exposed_seconds
+
+    @property
+    def statistics(self) -> Statistics:
+        """What was reduced so far."""
+        return Statistics() if self._gradients is None else self._gradients.statistics
+
+    def named_parameters(
+        self, prefix: str = "", recurse: bool = True, remove_duplicate: bool = True
+    ) -> Iterator[tuple[str, nn.Parameter]]:
+        """Yield the parameters of the wrapped module, under its names."""
+        return self.module.named_parameters(prefix, recurse, remove_duplicate)
+
+    def named_buffers(
+        self, prefix: str = "", recurse: bool = True, remove_duplicate: bool = True
+    ) -> Iterator[tuple[str, torch.Tensor]]:
+        """Yield the buffers of the wrapped module, under its names."""
+        return self.module.named_buffers(prefix, recurse, remove_duplicate)
+
+    def __getattr__(self, name: str) -> Any:
+        try:
+            return super().__getattr__(name)
+        except AttributeError:
+            if name == "module":
+                raise
+            return getattr(self.module, name)
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {**self.__dict__, "_gradients": None}  # a communicator belongs to this process
+
+
+def _strip_prefix(module: nn.Module, state: dict[str, Any], prefix: str, local_metadata: Any) -> None:
+    _rename(state, prefix + _INNER, prefix)
+    versions = getattr(state, "_metadata", {})  # of the formats of modules, by name
+    for key in [key for key in versions if f"{key}.".startswith(prefix + _INNER)]:
+        versions[(prefix + f"{key}."[len(prefix + _INNER) :])[:-1]] = versions[key]
+
+
+def _add_prefix(module: nn.Module, state: dict[str, Any], prefix: str, *_: Any) -> None:
+    _rename(state, prefix, prefix + _INNER)
+
+
+def _rename(state: dict[str, Any], old: str, new: str) -> None:
+    """Replace a prefix of keys, keeping their order."""
+    renamed = [(new + key[len(old) :] if key.startswith(old) else key, value) for key, value in state.items()]
+    state.clear()
+    state.update(renamed)

@@ -1,0 +1,58 @@
+"""commlib: MPI-style communication for training neural networks, with thin adapters for PyTorch and TensorFlow.
+
+    import commlib
+
+    comm = commlib.init()
+    mean = comm.all_reduce(gradient, "mean")
+
+Importing it loads neither MPI nor a framework; `init` does.
+"""
+
+from __future__ import annotations
+
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
+from commlib.errors import (
+    CommlibError,
+    MismatchError,
+    PeerError,
+    ShutdownError,
+    StallError,
+    TransportError,
+    UsageError,
+)
+from commlib.world import init, is_initialized, shutdown, world
+
+if TYPE_CHECKING:
+    from commlib.communicator import Communicator
+    from commlib.plan import Plan
+    from commlib.work import Work
+
+__version__ = "0.1.0.dev0"
+
+__all__ = [
+    "CommlibError",
+    "Communicator",
+    "MismatchError",
+    "PeerError",
+    "Plan",
+    "ShutdownError",
+    "StallError",
+    "TransportError",
+    "UsageError",
+    "Work",
+    "init",
+    "is_initialized",
+    "shutdown",
+    "world",
+]
+
+# Loaded when first asked for: they bring numpy and numba.
+_LAZY = {"Communicator": "commlib.communicator", "Plan": "commlib.plan", "Work": "commlib.work"}
+
+
+def __getattr__(name: str) -> Any:
+    if name in _LAZY:
+        return getattr(import_module(_LAZY[name]), name)
+    raise AttributeError(f"module 'commlib' has no attribute {name!r}")

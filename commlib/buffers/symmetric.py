@@ -1,0 +1,79 @@
+"""Symmetric memory: arrays that every rank of a node maps, at the same place in the same segment.
+
+A segment is allocated by all ranks together and holds one array on each rank. It is released, together, when the
+arrays of all ranks in it are gone; because ranks drop theirs at different times, that is settled at the next
+allocation, which is collective anyway.
+"""
+
+from __future__ import annotations
+
+import bisect
+import ctypes
+import weakref
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+
+from commlib.typing import SharedMemory
+
+
+class _Segment:
+    __slots__ = ("bases", "identity", "memory", "owner", "start")
+
+    def __init__(self, identity: int, memory: SharedMemory, rank: int) -> None:
+        self.identity, self.memory, self.bases = identity, memory, list(memory.bases)
+        self.start = self.bases[rank]
+        # Views keep this object alive through `base`, so its end is the end of the last array in the segment.
+        self.owner: Any = None
+
+
+class SymmetricMemory:
+    """The symmetric segments of one group on one node. `share` makes shared memory, `agree` gathers one object."""
+
+    def __init__(self, rank: int, share: Callable[[int], SharedMemory], agree: Callable[[Any], list[Any]]) -> None:
+        self._rank, self._share, self._agree = rank, share, agree
+        self._segments: dict[int, _Segment] = {}
+        self._starts: list[tuple[int, int]] = []  # (start, identity), sorted
+        self._made = 0
+
+    def allocate(self, nbytes: int) -> Any:
+        """Return a zeroed uint8 array of `nbytes`. Collective."""
+        self._release_dead()
+        memory = self._share(max(nbytes, 1))
+        self._made += 1
+        segment = _Segment(self._made, memory, self._rank)
+        owner = (ctypes.c_uint8 * nbytes).from_address(segment.start)
+        segment.owner = weakref.ref(owner)
+        self._segments[segment.identity] = segment
+        bisect.insort(self._starts, (segment.start, segment.identity))
+        return np.frombuffer(owner, np.uint8) if nbytes else np.empty(0, np.uint8)
+
+    def _release_dead(self) -> None:
+        dead = {identity for identity, segment in self._segments.items() if segment.owner() is None}
+        for identity in sorted(set.intersection(*map(set, self._agree(dead)))):
+            segment = self._segments.pop(identity)
+            self._starts.remove((segment.start, identity))
+            segment.memory.close()
+
+    def find(self, address: int, nbytes: int) -> tuple[int, list[int]] | None:
+        """Return the symmetric place of an array of this rank, or None if it is not in symmetric memory.
+
+        The place is (a number that is the same on all ranks exactly if their arrays correspond, the addresses of the
+        corresponding arrays of all ranks in this process).
+        """
+        index = bisect.bisect_right(self._starts, (address, self._made + 1)) - 1
+        if index < 0:
+            return None
+        segment = self._segments[self._starts[index][1]]
+        offset = address - segment.start
+        if offset + nbytes > segment.memory.nbytes:
+            return None
+        return segment.identity << 44 | offset, [base + offset for base in segment.bases]
+
+    def close(self) -> None:
+        """Release everything, in use or not. Collective."""
+        for identity in sorted(self._segments):
+            self._segments[identity].memory.close()
+        self._segments.clear()
+        self._starts.clear()

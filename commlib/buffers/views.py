@@ -1,0 +1,112 @@
+"""Views: any framework's host array as a numpy array over the same memory, without a copy.
+
+numpy reads most arrays by itself (buffer protocol, `__array_interface__`). It refuses bfloat16 through DLPack, so that
+protocol is read here: a capsule with a pointer, a dtype code and strides (https://dmlc.github.io/dlpack).
+"""
+
+from __future__ import annotations
+
+import ctypes
+import logging
+from typing import Any
+
+import numpy as np
+
+from commlib.dtypes import NUMPY, name_of
+from commlib.errors import UsageError
+
+log = logging.getLogger("commlib")
+
+_CODES = {0: "int", 1: "uint", 2: "float", 4: "bfloat", 5: "complex", 6: "bool"}
+_HOST_DEVICES = {1, 3, 11}  # CPU, CUDA pinned, ROCm pinned
+
+
+class _DLTensor(ctypes.Structure):
+    _fields_ = [  # noqa: RUF012
+        ("data", ctypes.c_void_p),
+        ("device_type", ctypes.c_int32),
+        ("device_id", ctypes.c_int32),
+        ("ndim", ctypes.c_int32),
+        ("code", ctypes.c_uint8),
+        ("bits", ctypes.c_uint8),
+        ("lanes", ctypes.c_uint16),
+        ("shape", ctypes.POINTER(ctypes.c_int64)),
+        ("strides", ctypes.POINTER(ctypes.c_int64)),
+        ("byte_offset", ctypes.c_uint64),
+    ]
+
+
+_get_pointer = ctypes.pythonapi.PyCapsule_GetPointer
+_get_pointer.restype, _get_pointer.argtypes = ctypes.c_void_p, [ctypes.py_object, ctypes.c_char_p]
+
+
+class _Holder:
+    """What numpy's view refers to: it keeps the foreign array, and the capsule that pins it, alive."""
+
+    def __init__(self, interface: dict[str, Any], *keep: Any) -> None:
+        self.__array_interface__ = interface
+        self._keep = keep
+
+
+def _from_dlpack(x: Any) -> np.ndarray[Any, Any]:
+    capsule = x.__dlpack__()
+    tensor = _DLTensor.from_address(_get_pointer(capsule, b"dltensor"))
+    if tensor.device_type not in _HOST_DEVICES:
+        raise UsageError(f"array on DLPack device type {tensor.device_type}: only host arrays are supported here")
+    kind = _CODES.get(tensor.code, f"code {tensor.code} of ")
+    name = "bool" if kind == "bool" else f"{kind}{tensor.bits}"
+    dtype = NUMPY[name_of(name)]
+    shape = tuple(tensor.shape[i] for i in range(tensor.ndim))
+    strides = tuple(tensor.strides[i] * dtype.itemsize for i in range(tensor.ndim)) if tensor.strides else None
+    if 0 in shape:
+        return np.empty(shape, dtype)
+    stored = f"<V{dtype.itemsize}" if name == "bfloat16" else dtype.str
+    pointer = (tensor.data or 0) + tensor.byte_offset
+    interface = {"shape": shape, "strides": strides, "typestr": stored, "data": (pointer, False), "version": 3}
+    return np.asarray(_Holder(interface, x, capsule)).view(dtype)
+
+
+def as_host(x: Any, verb: str, what: str = "x") -> np.ndarray[Any, Any]:
+    """Return `x` as a numpy array over the same memory.
+
+    Takes numpy arrays and whatever offers the buffer protocol, `__array_interface__` or `__dlpack__` on the host.
+    Raises UsageError for anything else and for a dtype that commlib has not.
+    """
+    if isinstance(x, np.ndarray):
+        array = x
+    elif hasattr(x, "__cuda_array_interface__"):
+        raise UsageError(f"{verb}: {what} is a {type(x).__module__} array on a GPU: copy it to the host first")
+    elif hasattr(x, "__array_interface__") or isinstance(x, (memoryview, bytearray)):
+        array = np.asarray(x)
+    elif hasattr(x, "__dlpack__"):
+        try:
+            array = _from_dlpack(x)
+        except UsageError as error:
+            raise UsageError(f"{verb}: {what}: {error}") from None
+        except Exception as error:  # each framework raises its own, for example for tensors that need a gradient
+            raise UsageError(f"{verb}: {what} of type {type(x).__name__} cannot be viewed on the host: {error}") from error
+    else:
+        raise UsageError(
+            f"{verb}: {what} is a {type(x).__name__}: expected an array (numpy, or anything with the buffer protocol, "
+            "__array_interface__ or __dlpack__); wrap a number as numpy.array(value)"
+        )
+    try:
+        name_of(array.dtype)
+    except UsageError as error:
+        raise UsageError(f"{verb}: {what}: {error}") from None
+    return array
+
+
+def contiguous(array: np.ndarray[Any, Any], verb: str) -> np.ndarray[Any, Any]:
+    """Return `array`, or a C-contiguous copy of it (staged; said at debug level)."""
+    if array.flags.c_contiguous:
+        return array
+    log.debug("%s: array of shape %s with strides %s is staged through a copy", verb, array.shape, array.strides)
+    return np.ascontiguousarray(array).reshape(array.shape)
+
+
+def writable(array: np.ndarray[Any, Any], verb: str, what: str) -> np.ndarray[Any, Any]:
+    """Return `array`. Raises UsageError if it is read-only."""
+    if not array.flags.writeable:
+        raise UsageError(f"{verb}: {what} is read-only, but the result is written to it: pass a writable array")
+    return array

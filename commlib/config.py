@@ -1,0 +1,69 @@
+"""Every COMMLIB_* setting, in one table: name, type, default, meaning.
+
+Settings are read from the environment once, at `commlib.init`, and must be the same on all ranks unless noted.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping
+from dataclasses import dataclass, field, fields
+from typing import Any
+
+from commlib.errors import UsageError
+
+
+def _setting(default: Any, meaning: str, choices: tuple[str, ...] = ()) -> Any:
+    return field(default=default, metadata={"meaning": meaning, "choices": choices})
+
+
+@dataclass(frozen=True, slots=True)
+class Config:
+    """The settings. Field `x` is read from the environment variable `COMMLIB_X`."""
+
+    check: str = _setting(
+        "auto",
+        "compare the calls of all ranks: 'auto' always within a node, in a group's first calls across nodes, "
+        "and whenever a wait is long; 'always'; 'never'",
+        ("auto", "always", "never"),
+    )
+    check_first: int = _setting(64, "calls of a group across nodes that 'auto' compares before any data is sent")
+    stall_warning: float = _setting(60.0, "seconds of waiting after which the late ranks are named in the log")
+    timeout: float = _setting(0.0, "seconds after which a wait raises StallError; 0 waits for ever")
+    exit_timeout: float = _setting(5.0, "seconds that shutdown and interpreter exit wait for work in flight")
+    node_path: bool = _setting(True, "use shared memory between the ranks of a node")
+    slot_kib: int = _setting(512, "KiB of each rank's two shared slots through which ordinary arrays are reduced")
+    native_kib: int = _setting(1024, "KiB of each piece in which a large array is handed to MPI's own all-reduce")
+    spins: int = _setting(-1, "polls before a waiting rank yields its core; -1 chooses by cores per rank (per rank)")
+    log_level: str = _setting(
+        "warning", "level of the 'commlib' logger (per rank)", ("debug", "info", "warning", "error")
+    )
+
+
+_TRUE, _FALSE = ("1", "true", "yes", "on"), ("0", "false", "no", "off")
+
+
+def _parse(name: str, kind: str, choices: tuple[str, ...], text: str) -> Any:
+    try:
+        if kind == "bool":
+            return {**dict.fromkeys(_TRUE, True), **dict.fromkeys(_FALSE, False)}[text.lower()]
+        if kind in ("int", "float"):
+            return {"int": int, "float": float}[kind](text)
+    except (KeyError, ValueError):
+        raise UsageError(f"environment variable {name}={text!r}: expected {kind}") from None
+    if choices and text not in choices:
+        raise UsageError(f"environment variable {name}={text!r}: expected one of {', '.join(choices)}")
+    return text
+
+
+def load(environment: Mapping[str, str] = os.environ) -> Config:
+    """Return the settings of `environment`. Raises UsageError for a bad value or an unknown COMMLIB_ name."""
+    known = {f"COMMLIB_{f.name.upper()}": f for f in fields(Config)}
+    given = {name: text for name, text in environment.items() if name.startswith("COMMLIB_")}
+    if unknown := sorted(given.keys() - known.keys()):
+        raise UsageError(f"unknown setting {', '.join(unknown)}; known are {', '.join(sorted(known))}")
+    values = {
+        known[name].name: _parse(name, str(known[name].type), known[name].metadata["choices"], text)
+        for name, text in given.items()
+    }
+    return Config(**values)

@@ -1,0 +1,145 @@
+"""Buckets in symmetric memory and the collectives that reduce them: what every framework's adapter shares.
+
+The adapter writes gradients into `slot(parameter)` and calls `launch(bucket)` in index order (a `Tracker` says when);
+then `wait` and `used`. Nothing is copied here, and no framework is known: slots are numpy arrays.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Collection, Sequence
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import numpy as np
+import numpy.typing as npt
+
+from commlib.data_parallel.agreement import Gathers
+from commlib.data_parallel.buckets import Bucket
+
+Array = npt.NDArray[Any]
+
+
+class Pending(Protocol):
+    """A launched reduction, as `commlib.work.Work` is one."""
+
+    def done(self) -> bool: ...
+
+    def wait(self, timeout: float | None = None) -> Any: ...
+
+
+class Plan(Protocol):
+    """A prepared all-reduce: call it to run it here and now, or start it on the progress thread."""
+
+    def __call__(self) -> Any: ...
+
+    def start(self) -> Pending: ...
+
+
+class Reducer(Gathers, Protocol):
+    """What the engine needs of a communicator."""
+
+    def empty(self, shape: Any, dtype: Any = ...) -> Array: ...
+
+    def plan_all_reduce(self, x: Any, op: str = ..., *, out: Any = ...) -> Plan: ...
+
+
+@dataclass(slots=True)
+class Statistics:
+    """What was reduced so far, and what it cost the thread that trains."""
+
+    exposed_seconds: float = 0.0
+    """Time the training thread waited for, or spent in, reductions: what overlap could not hide."""
+    nbytes: int = 0
+    """Bytes of gradients (padding and flags included) that this rank put into reductions."""
+    reductions: int = 0
+    """How often all buckets were reduced."""
+    early_launches: int = 0
+    """Buckets that were launched while backward was still running."""
+
+
+class Engine:
+    """Owns the buckets of one set of parameters on one rank. Construction is collective.
+
+    With one rank it reduces nothing, and every answer is still right.
+    """
+
+    def __init__(self, comm: Reducer, buckets: Sequence[Bucket]) -> None:
+        self.buckets = tuple(buckets)
+        self.statistics = Statistics()
+        self._arrays = [comm.empty((bucket.count,), bucket.dtype) for bucket in self.buckets]
+        self._slots: dict[int, Array] = {}
+        self._flags: dict[int, Array] = {}
+        for bucket, array in zip(self.buckets, self._arrays, strict=True):
+            for slot in bucket.slots:
+                self._slots[slot.parameter] = array[slot.offset : slot.offset + slot.count]
+                self._flags[slot.parameter] = array[slot.flag : slot.flag + 1]
+        self._plans: list[Plan] = []
+        if comm.size > 1:
+            self._plans = [
+                comm.plan_all_reduce(array, bucket.reduction, out=array)
+                for bucket, array in zip(self.buckets, self._arrays, strict=True)
+            ]
+        self._pending: list[Pending] = []
+
+    @property
+    def in_flight(self) -> bool:
+        """Buckets were launched and not waited for: their slots must not be touched."""
+        return bool(self._pending)
+
+    def slot(self, parameter: int) -> Array:
+        """Return the 1-D array, in symmetric memory, that holds the gradient of `parameter`."""
+        return self._slots[parameter]
+
+    def launch(self, index: int) -> None:
+        """Start reducing a bucket whose gradients are all in their slots, while backward goes on."""
+        self._prepare(index, ())
+        self.statistics.early_launches += 1
+        if self._plans:
+            self._pending.append(self._plans[index].start())
+
+    def finish(self, remaining: Collection[int], unused: Collection[int] = ()) -> None:
+        """Reduce the `remaining` buckets and wait for all of them. Parameters in `unused` count as zeros.
+
+        Raises what the collectives raise. Nothing is in flight afterwards, whether it raises or not.
+        """
+        started = time.perf_counter()
+        for index in remaining:
+            self._prepare(index, unused)
+        try:
+            if self._plans:
+                self._reduce(remaining)
+        finally:
+            self._pending.clear()
+            self.statistics.reductions += 1
+            self.statistics.exposed_seconds += time.perf_counter() - started
+
+    def used(self, parameter: int) -> bool:
+        """Tell whether any rank had a gradient of `parameter` in the reduction that just finished."""
+        return bool(self._flags[parameter][0] > 0)
+
+    def _prepare(self, index: int, unused: Collection[int]) -> None:
+        bucket, array = self.buckets[index], self._arrays[index]
+        self.statistics.nbytes += bucket.nbytes
+        array[bucket.flags : bucket.flags + len(bucket.slots)] = 1
+        for slot in bucket.slots if unused else ():
+            if slot.parameter in unused:
+                self._slots[slot.parameter].fill(0)
+                array[slot.flag] = 0
+
+    def _reduce(self, remaining: Collection[int]) -> None:
+        if not all(work.done() for work in self._pending):
+            self._pending.extend(self._plans[index].start() for index in remaining)
+            remaining = ()
+        failure: Exception | None = None
+        for work in self._pending:
+            # All are waited for even if one fails: what is still in flight would write into slots later.
+            try:
+                work.wait()
+            except Exception as error:
+                failure = failure or error
+        if failure is not None:
+            raise failure
+        # Nothing is left to keep in order with, and this thread has nothing else to do: waking another costs time.
+        for index in remaining:
+            self._plans[index]()

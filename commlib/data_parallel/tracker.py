@@ -1,0 +1,129 @@
+"""When to reduce what: events of training in, launches out. [pure]
+
+    idle --begin--> backward --ready, ready, ...--> backward --end--> idle --stepped--> idle
+
+A reducing backward launches every bucket exactly once and in index order, whatever the order in which gradients become
+ready: ranks whose autograd graphs differ still launch the same sequence. Whether a backward reduces depends on counts
+alone (`no_sync`, passes per step), never on what this rank's graph held.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+
+class Tracker:
+    """The state of one training loop's gradients, on one rank.
+
+    `buckets[b]` are the parameters (numbered from 0) of bucket b; every parameter is in exactly one bucket.
+    """
+
+    def __init__(self, buckets: Sequence[Sequence[int]], *, passes_per_step: int = 1) -> None:
+        if passes_per_step < 1:
+            raise ValueError(f"backward_passes_per_step must be at least 1, got {passes_per_step}")
+        self._members = tuple(tuple(bucket) for bucket in buckets)
+        self._bucket_of = {parameter: index for index, bucket in enumerate(self._members) for parameter in bucket}
+        if len(self._bucket_of) != sum(len(bucket) for bucket in self._members):
+            raise ValueError("a parameter may be in one bucket only")
+        self.passes_per_step = passes_per_step
+        self._passes = 0
+        """Backward passes since gradients were last reduced, those under `no_sync` not counted."""
+        self._local = False
+        """Gradients were accumulated that no reduction has seen."""
+        self._reduced = False
+        """At least one reduction since the last step."""
+        self._active = False
+        self._reducing = False
+        self._eager = True
+        self._ready: set[int] = set()
+        self._unready: list[int] = []
+        self._next = 0
+
+    @property
+    def active(self) -> bool:
+        """A backward has begun and not ended."""
+        return self._active
+
+    @property
+    def reducing(self) -> bool:
+        """The backward in progress reduces gradients."""
+        return self._reducing
+
+    @property
+    def must_reduce(self) -> bool:
+        """A step taken now would use gradients that were not reduced.
+
+        Also true where there was no backward at all: a rank that had no loss must join the reduction of the others.
+        """
+        return self._local or not self._reduced
+
+    def begin(self, *, sync: bool = True, eager: bool = True) -> bool:
+        """Note that a backward begins; return whether it reduces.
+
+        `sync` is False under `no_sync`. With `eager` False all launches wait for `end`. Raises RuntimeError if a
+        backward is in progress.
+        """
+        if self._active:
+            raise RuntimeError("a backward is already in progress")
+        self._passes += sync
+        self._start(reducing=sync and self._passes >= self.passes_per_step, eager=eager)
+        return self._reducing
+
+    def begin_step(self) -> None:
+        """Note that gradients are reduced outside any backward, because a step `must_reduce` them."""
+        if self._active:
+            raise RuntimeError("a backward is already in progress")
+        self._start(reducing=True, eager=False)
+
+    def ready(self, parameter: int) -> range:
+        """Note that the gradient of `parameter` is complete; return the buckets to launch now, in order.
+
+        Raises RuntimeError outside a backward, and if that parameter was already ready in this one.
+        """
+        if not self._active:
+            raise RuntimeError("a gradient became ready outside a backward")
+        if parameter in self._ready:
+            raise RuntimeError("a gradient became ready twice in one backward")
+        self._ready.add(parameter)
+        if not self._reducing:
+            return range(0)
+        self._unready[self._bucket_of[parameter]] -= 1
+        start = self._next
+        if self._eager:
+            while self._next < len(self._unready) and not self._unready[self._next]:
+                self._next += 1
+        return range(start, self._next)
+
+    def missing(self) -> list[int]:
+        """Return the parameters whose gradient is not ready, in launch order."""
+        return [parameter for bucket in self._members for parameter in bucket if parameter not in self._ready]
+
+    def end(self) -> range:
+        """Note that the backward ends; return the buckets still to launch, in order."""
+        if not self._active:
+            raise RuntimeError("no backward is in progress")
+        remaining = range(self._next, len(self._members)) if self._reducing else range(0)
+        if self._reducing:
+            self._passes, self._local, self._reduced = 0, False, True
+        else:
+            self._local = True
+        self._active = self._reducing = False
+        return remaining
+
+    def stepped(self) -> None:
+        """Note that the optimizer stepped: the next step needs gradients of its own."""
+        self._reduced = False
+
+    def cleared(self) -> None:
+        """Note that gradients were cleared: what was accumulated is given up, and passes count from 0.
+
+        So is a backward that raised half-way, unless it reduces: then the other ranks wait for its end.
+        """
+        self._active = self._reducing
+        self._passes, self._local, self._reduced = 0, False, False
+
+    def _start(self, *, reducing: bool, eager: bool) -> None:
+        self._active, self._reducing, self._eager = True, reducing, eager
+        self._ready.clear()
+        self._unready = [len(bucket) for bucket in self._members]
+        self._next = 0

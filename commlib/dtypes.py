@@ -1,0 +1,54 @@
+"""The dtypes that commlib moves and reduces, by name, and which operations each of them has."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import ml_dtypes
+import numpy as np
+import numpy.typing as npt
+
+from commlib.errors import UsageError
+
+INTEGERS = tuple(f"{sign}int{bits}" for sign in ("", "u") for bits in (8, 16, 32, 64))
+FLOATS = ("float16", "bfloat16", "float32", "float64")
+COMPLEX = ("complex64", "complex128")
+DTYPES = (*FLOATS, *INTEGERS, "bool", *COMPLEX)
+OPERATIONS = ("sum", "mean", "min", "max", "prod")
+
+NUMPY = {name: np.dtype(ml_dtypes.bfloat16 if name == "bfloat16" else name) for name in DTYPES}
+_NAMES = {dtype: name for name, dtype in NUMPY.items()}
+
+# On truth values a sum is "any" and a product is "all".
+_LOGICAL = {"sum": "or", "max": "or", "prod": "and", "min": "and"}
+
+
+def name_of(dtype: Any) -> str:
+    """Return commlib's name of a numpy dtype (or anything that numpy takes for one). Raises UsageError."""
+    if isinstance(dtype, str) and dtype in NUMPY:
+        return dtype
+    try:
+        return _NAMES[np.dtype(dtype)]
+    except (KeyError, TypeError):
+        raise UsageError(f"dtype {dtype!r} is not supported; supported are {', '.join(DTYPES)}") from None
+
+
+def numpy_dtype(dtype: Any) -> np.dtype[Any]:
+    """Return the numpy dtype (ml_dtypes' for bfloat16) of a name or dtype. Raises UsageError."""
+    return NUMPY[name_of(dtype)]
+
+
+def kernel_operation(dtype: str, operation: str) -> str:
+    """Return what the kernels call `operation` on `dtype`. Raises UsageError where it has no meaning."""
+    if operation not in OPERATIONS:
+        raise UsageError(f"unknown operation {operation!r}; known are {', '.join(OPERATIONS)}")
+    if dtype == "bool":
+        if operation == "mean":
+            raise UsageError("the mean of bool arrays is not defined: cast them, or use 'max' (any) or 'min' (all)")
+        return _LOGICAL[operation]
+    if dtype in COMPLEX and operation in ("min", "max"):
+        raise UsageError(f"operation {operation!r} is not defined for {dtype}: complex numbers have no order")
+    return operation
+
+
+Array = npt.NDArray[Any]

@@ -1,0 +1,40 @@
+"""What can go wrong, typed by whose fault it is.
+
+CommlibError                    catch this to catch everything commlib raises
+├── UsageError                  this call, on this rank, is wrong: fix the call
+├── MismatchError               the ranks of a group called different things: fix the program
+├── PeerError                   a rank of the group died, raised or left: look at that rank
+├── StallError                  a rank of the group did not come in time: look at that rank
+├── ShutdownError               commlib was shut down before the operation ran
+└── TransportError              MPI, shared memory or the network failed: look at the system
+"""
+
+from __future__ import annotations
+
+
+class CommlibError(Exception):
+    """Base of every error that commlib raises."""
+
+
+class UsageError(CommlibError, ValueError):
+    """This call is wrong on this rank, whatever the other ranks do. Nothing was sent."""
+
+
+class MismatchError(CommlibError):
+    """The ranks of a group made different calls at the same place. Raised on all of them."""
+
+
+class PeerError(CommlibError):
+    """A rank of the group died, raised, or left while others still waited for it."""
+
+
+class StallError(CommlibError, TimeoutError):
+    """A rank of the group did not come within the time that was allowed."""
+
+
+class ShutdownError(CommlibError):
+    """The operation was still pending, or was asked for, after `shutdown`."""
+
+
+class TransportError(CommlibError):
+    """MPI, shared memory or the network failed, or lacks something that commlib needs."""

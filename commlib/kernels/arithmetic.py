@@ -1,0 +1,187 @@
+"""The arithmetic of reductions: one small compiled function for each (dtype, operation), made when first asked for.
+
+    reduce(inputs, n_inputs, outputs, n_outputs, offset, count, divisor)
+
+reads `count` elements at byte `offset` behind each of the `n_inputs` addresses in the table `inputs`, combines them in
+the order of the table, divides by `divisor` if the operation is a mean, and stores the result behind each address in
+`outputs`. An output may be one of the inputs. float16 and bfloat16 are combined in float32 and rounded once, at the end.
+
+The functions are C callbacks, so the node's collectives (`node`) and the executor call them by address: the protocols
+are compiled once, not once for each dtype.
+"""
+
+from __future__ import annotations
+
+from functools import lru_cache
+from typing import Any
+
+import numba as nb
+import numpy as np
+from numba.core import types
+from numba.extending import overload
+
+from commlib.kernels import intrinsics as ins
+
+# numba has no type for these; their bits are stored as integers.
+_STORED = {"float16": "uint16", "bfloat16": "uint16", "bool": "uint8"}
+
+# Elements that are combined before the result is stored: the accumulator (4 to 32 KiB) stays in the L1 cache.
+BLOCK = 1024
+
+SIGNATURE = types.void(*([types.intp] * 7))
+
+
+def accumulator_dtype(dtype: str, operation: str) -> str:
+    """Return the dtype in which `operation` on `dtype` is combined before it is rounded, once, to `dtype`.
+
+    Half precision accumulates in float32, the mean of integers in 64 bits (so that their sum cannot wrap around).
+    """
+    if dtype in ("float16", "bfloat16"):
+        return "float32"
+    if operation == "mean" and "int" in dtype:
+        return "uint64" if dtype.startswith("u") else "int64"
+    return dtype
+
+
+def widen(kind: str, bits: Any) -> Any:
+    """Turn a stored element into the type it is combined in."""
+
+
+def narrow(kind: str, value: Any) -> Any:
+    """Turn a combined value into the type it is stored in."""
+
+
+def combine(operation: str, a: Any, b: Any) -> Any:
+    """Combine two values, the lower rank's first."""
+
+
+def finish(operation: str, value: Any, divisor: int) -> Any:
+    """Divide by the number of ranks if the operation is a mean: integers truncate toward zero."""
+
+
+@overload(widen, prefer_literal=True, strict=False)
+def _widen(kind: Any, bits: Any) -> Any:
+    if not isinstance(kind, types.StringLiteral):
+        return None
+    if kind.literal_value == "float16":
+        return lambda kind, bits: ins.half_to_float(bits)
+    if kind.literal_value == "bfloat16":
+        return lambda kind, bits: ins.bfloat_to_float(bits)
+    return lambda kind, bits: bits
+
+
+@overload(narrow, prefer_literal=True, strict=False)
+def _narrow(kind: Any, value: Any) -> Any:
+    if not isinstance(kind, types.StringLiteral):
+        return None
+    if kind.literal_value == "float16":
+        return lambda kind, value: ins.float_to_half(value)
+    if kind.literal_value == "bfloat16":
+        return lambda kind, value: ins.float_to_bfloat(value)
+    return lambda kind, value: value
+
+
+# NaN wins a minimum or maximum, as in numpy: "not a < b and not a == a" picks a NaN on either side.
+_MIN = (lambda operation, a, b: a if (a <= b or a != a) else b, lambda operation, a, b: a if a <= b else b)
+_MAX = (lambda operation, a, b: a if (a >= b or a != a) else b, lambda operation, a, b: a if a >= b else b)
+_COMBINE = {
+    "sum": lambda operation, a, b: a + b,
+    "mean": lambda operation, a, b: a + b,
+    "prod": lambda operation, a, b: a * b,
+    "or": lambda operation, a, b: a | b,
+    "and": lambda operation, a, b: a & b,
+}
+
+
+@overload(combine, prefer_literal=True, strict=False)
+def _combine(operation: Any, a: Any, b: Any) -> Any:
+    if not isinstance(operation, types.StringLiteral):
+        return None
+    name = operation.literal_value
+    if name in ("min", "max"):
+        return (_MIN if name == "min" else _MAX)[0 if isinstance(a, types.Float) else 1]
+    return _COMBINE[name]
+
+
+@overload(finish, prefer_literal=True, strict=False)
+def _finish(operation: Any, value: Any, divisor: Any) -> Any:
+    if not isinstance(operation, types.StringLiteral):
+        return None
+    if operation.literal_value != "mean":
+        return lambda operation, value, divisor: value
+    if isinstance(value, types.Integer):
+        wide = nb.int64 if value.signed else nb.uint64
+        # numba's // rounds down; the quotient of magnitudes truncates.
+        if value.signed:
+            return lambda operation, value, divisor: (
+                -(wide(-value) // divisor) if value < 0 else wide(value) // divisor
+            )
+        return lambda operation, value, divisor: wide(value) // wide(divisor)
+    # The divisor in the value's own type: a wider one would widen the whole loop.
+    own = nb.float32 if value in (types.float32, types.complex64) else nb.float64
+    return lambda operation, value, divisor: value / own(divisor)
+
+
+@lru_cache(maxsize=None)
+def reduce_function(dtype: str, operation: str) -> Any:
+    """Return the compiled C callback for one dtype and one of sum, mean, prod, min, max (or, and: bool only).
+
+    Its `address` is what the protocol kernels call. Compiled once and cached on disk.
+    """
+    kind = dtype
+    stored = getattr(np, _STORED.get(dtype, dtype))
+    combined = getattr(np, _STORED.get(accumulator := accumulator_dtype(dtype, operation), accumulator))
+    size = np.dtype(stored).itemsize
+
+    # Everything that the closure holds is a string or a type: numba keys its disk cache by their pickles.
+    @nb.cfunc(SIGNATURE, cache=True, nogil=True)  # type: ignore[untyped-decorator]
+    def reduce(
+        inputs: int, n_inputs: int, outputs: int, n_outputs: int, offset: int, count: int, divisor: int
+    ) -> None:
+        sources = nb.carray(ins.as_pointer(inputs), n_inputs, np.int64)
+        targets = nb.carray(ins.as_pointer(outputs), n_outputs, np.int64)
+        if n_inputs == 2 and n_outputs <= 2:
+            # The loop is vectorised only if LLVM sees that what is written is what was read, or is apart from it.
+            x = nb.carray(ins.as_pointer(sources[0] + offset), count, stored)
+            y = nb.carray(ins.as_pointer(sources[1] + offset), count, stored)
+            z = nb.carray(ins.as_pointer(targets[0] + offset), count, stored)
+            if n_outputs == 2:
+                if targets[0] == sources[0] and targets[1] == sources[1]:
+                    for i in range(count):
+                        total = combine(operation, widen(kind, x[i]), widen(kind, y[i]))
+                        x[i] = y[i] = narrow(kind, finish(operation, total, divisor))
+                    return
+            elif targets[0] == sources[0]:
+                for i in range(count):
+                    total = combine(operation, widen(kind, x[i]), widen(kind, y[i]))
+                    x[i] = narrow(kind, finish(operation, total, divisor))
+                return
+            elif targets[0] == sources[1]:
+                for i in range(count):
+                    total = combine(operation, widen(kind, x[i]), widen(kind, y[i]))
+                    y[i] = narrow(kind, finish(operation, total, divisor))
+                return
+            else:
+                for i in range(count):
+                    total = combine(operation, widen(kind, x[i]), widen(kind, y[i]))
+                    z[i] = narrow(kind, finish(operation, total, divisor))
+                return
+        totals = np.empty(BLOCK, combined)
+        for start in range(0, count, BLOCK):
+            length = min(BLOCK, count - start)
+            here = offset + start * size
+            block = totals[:length]
+            first = nb.carray(ins.as_pointer(sources[0] + here), length, stored)
+            for i in range(length):
+                block[i] = widen(kind, first[i])
+            for k in range(1, n_inputs):
+                other = nb.carray(ins.as_pointer(sources[k] + here), length, stored)
+                for i in range(length):
+                    block[i] = combine(operation, block[i], widen(kind, other[i]))
+            result = nb.carray(ins.as_pointer(targets[0] + here), length, stored)
+            for i in range(length):
+                result[i] = narrow(kind, finish(operation, block[i], divisor))
+            for k in range(1, n_outputs):
+                ins.memcpy(targets[k] + here, targets[0] + here, length * size)
+
+    return reduce

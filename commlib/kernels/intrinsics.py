@@ -1,0 +1,148 @@
+"""What numba cannot say by itself: raw pointers, ordered loads and stores, giving the core away, half precision.
+
+All of it is LLVM IR through llvmlite (inline assembly would not survive numba's disk cache on another CPU).
+"""
+
+from __future__ import annotations
+
+import platform
+from typing import Any
+
+import numba as nb
+from llvmlite import ir
+from numba.core import cgutils, types
+from numba.extending import intrinsic
+
+sched_yield = types.ExternalFunction("sched_yield", types.int32())
+usleep = types.ExternalFunction("usleep", types.int32(types.uint32))
+memcpy = types.ExternalFunction("memcpy", types.intp(types.intp, types.intp, types.intp))
+
+_PAUSE = {"x86_64": ("llvm.x86.sse2.pause", ()), "aarch64": ("llvm.aarch64.hint", (1,))}.get(platform.machine())
+
+
+@intrinsic
+def as_pointer(typingctx: Any, address: Any) -> Any:
+    """Return the integer `address` as a void pointer, for `numba.carray`."""
+
+    def codegen(context: Any, builder: Any, signature: Any, args: Any) -> Any:
+        return builder.inttoptr(args[0], cgutils.voidptr_t)
+
+    return types.voidptr(address), codegen
+
+
+@intrinsic
+def load_acquire(typingctx: Any, address: Any) -> Any:
+    """Read the int64 at `address`; nothing after it in the program is read before it."""
+
+    def codegen(context: Any, builder: Any, signature: Any, args: Any) -> Any:
+        pointer = builder.inttoptr(args[0], ir.IntType(64).as_pointer())
+        return builder.load_atomic(pointer, "acquire", 8)
+
+    return types.int64(types.intp), codegen
+
+
+@intrinsic
+def store_release(typingctx: Any, address: Any, value: Any) -> Any:
+    """Write the int64 `value` to `address`; everything before it in the program is visible by then."""
+
+    def codegen(context: Any, builder: Any, signature: Any, args: Any) -> Any:
+        pointer = builder.inttoptr(args[0], ir.IntType(64).as_pointer())
+        builder.store_atomic(args[1], pointer, "release", 8)
+        return context.get_dummy_value()
+
+    return types.void(types.intp, types.int64), codegen
+
+
+@intrinsic
+def pause(typingctx: Any) -> Any:
+    """Tell the CPU that this is a spin loop (nothing on machines without such a hint)."""
+
+    def codegen(context: Any, builder: Any, signature: Any, args: Any) -> Any:
+        if _PAUSE is not None:
+            name, values = _PAUSE
+            i32 = ir.IntType(32)
+            function_type = ir.FunctionType(ir.VoidType(), [i32] * len(values))
+            function = cgutils.get_or_insert_function(builder.module, function_type, name)
+            builder.call(function, [ir.Constant(i32, value) for value in values])
+        return context.get_dummy_value()
+
+    return types.void(), codegen
+
+
+@intrinsic
+def call_reduce(
+    typingctx: Any,
+    function: Any,
+    inputs: Any,
+    n_inputs: Any,
+    outputs: Any,
+    n_outputs: Any,
+    offset: Any,
+    count: Any,
+    divisor: Any,
+) -> Any:
+    """Call the reduction (see `arithmetic`) at the address `function` with the other arguments."""
+
+    def codegen(context: Any, builder: Any, signature: Any, args: Any) -> Any:
+        function_type = ir.FunctionType(ir.VoidType(), [ir.IntType(64)] * 7)
+        builder.call(builder.inttoptr(args[0], function_type.as_pointer()), args[1:])
+        return context.get_dummy_value()
+
+    return types.void(*([types.intp] * 8)), codegen
+
+
+@intrinsic
+def half_to_float(typingctx: Any, bits: Any) -> Any:
+    """Widen float16 (as uint16 bits) to float32."""
+
+    def codegen(context: Any, builder: Any, signature: Any, args: Any) -> Any:
+        return builder.fpext(builder.bitcast(args[0], ir.HalfType()), ir.FloatType())
+
+    return types.float32(types.uint16), codegen
+
+
+@intrinsic
+def float_to_half(typingctx: Any, value: Any) -> Any:
+    """Round float32 to float16 (as uint16 bits), to nearest even."""
+
+    def codegen(context: Any, builder: Any, signature: Any, args: Any) -> Any:
+        return builder.bitcast(builder.fptrunc(args[0], ir.HalfType()), ir.IntType(16))
+
+    return types.uint16(types.float32), codegen
+
+
+@intrinsic
+def float_bits(typingctx: Any, value: Any) -> Any:
+    """Return the bits of a float32 as uint32."""
+
+    def codegen(context: Any, builder: Any, signature: Any, args: Any) -> Any:
+        return builder.bitcast(args[0], ir.IntType(32))
+
+    return types.uint32(types.float32), codegen
+
+
+@intrinsic
+def bits_float(typingctx: Any, bits: Any) -> Any:
+    """Return the float32 with the bits of a uint32."""
+
+    def codegen(context: Any, builder: Any, signature: Any, args: Any) -> Any:
+        return builder.bitcast(args[0], ir.FloatType())
+
+    return types.float32(types.uint32), codegen
+
+
+@nb.njit(inline="always")  # type: ignore[untyped-decorator]
+def bfloat_to_float(bits: int) -> Any:
+    """Widen bfloat16 (as uint16 bits) to float32."""
+    return bits_float(nb.uint32(nb.uint32(bits) << nb.uint32(16)))
+
+
+@nb.njit(inline="always")  # type: ignore[untyped-decorator]
+def float_to_bfloat(value: float) -> Any:
+    """Round float32 to bfloat16 (as uint16 bits), to nearest even; NaN stays a NaN, infinity stays infinite."""
+    bits = float_bits(value)
+    rounded = nb.uint32(bits + nb.uint32(0x7FFF) + ((bits >> nb.uint32(16)) & nb.uint32(1)))
+    # A NaN would round up into infinity or wrap around: keep its sign and upper payload, and make it quiet.
+    quiet = nb.uint32(bits | nb.uint32(0x00400000))
+    is_nan = nb.uint32(bits & nb.uint32(0x7FFFFFFF)) > nb.uint32(0x7F800000)
+    return nb.uint16((quiet if is_nan else rounded) >> nb.uint32(16))

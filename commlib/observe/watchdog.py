@@ -1,0 +1,62 @@
+"""The watchdog: looks around during a long wait, and says who is late, on what."""
+
+from __future__ import annotations
+
+import logging
+import time
+
+from commlib.errors import PeerError, ShutdownError, StallError
+from commlib.runtime import Runtime
+from commlib.transport.shared import NodeBoard
+
+log = logging.getLogger("commlib")
+
+# A peer that left may have sent what we wait for just before; a dead one cannot send any more.
+_GRACE = 0.5
+
+
+class Watchdog:
+    """The `idle` callback of one wait. Raises PeerError, StallError or ShutdownError to end it."""
+
+    __slots__ = ("_absent_since", "_board", "_next_look", "_rank", "_runtime", "_since", "_text", "_warned")
+
+    def __init__(self, runtime: Runtime, board: NodeBoard | None, rank: int, text: str) -> None:
+        self._runtime, self._board, self._rank, self._text = runtime, board, rank, text
+        self._since = time.monotonic()
+        self._next_look = self._since + 0.05
+        self._absent_since = 0.0
+        self._warned = False
+
+    def __call__(self) -> None:
+        now = time.monotonic()
+        if now < self._next_look:
+            return
+        self._next_look = now + 0.1
+        waited = now - self._since
+        if self._runtime.closing:
+            raise ShutdownError(f"{self._text}: rank {self._rank}: given up, because commlib is shutting down")
+        if self._board is not None:
+            self._look_for_absent(now)
+        if 0 < self._runtime.config.timeout < waited:
+            raise StallError(
+                f"{self._text}: rank {self._rank}: gave up after {waited:.1f} s (COMMLIB_TIMEOUT){self._late()}; "
+                "look at what the late ranks are doing"
+            )
+        if not self._warned and self._runtime.config.stall_warning < waited:
+            self._warned = True
+            log.warning("%s: rank %d has waited %.0f s%s", self._text, self._rank, waited, self._late())
+
+    def _look_for_absent(self, now: float) -> None:
+        assert self._board is not None
+        absent = self._board.absent()
+        if not absent:
+            return
+        if not self._absent_since:
+            self._absent_since = now
+        elif now - self._absent_since > _GRACE:
+            who = "; ".join(f"rank {rank} {reason}" for rank, reason in absent.items())
+            raise PeerError(f"{self._text}: rank {self._rank}: waited for a rank that will not come: {who}")
+
+    def _late(self) -> str:
+        late = self._board.late() if self._board is not None else []
+        return f"; not there yet: rank {', '.join(map(str, late))}" if late else ""

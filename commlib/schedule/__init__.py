@@ -1,0 +1,60 @@
+"""Collective algorithms as data: written down as rounds of sends and receives, then checked, costed and drawn."""
+
+from __future__ import annotations
+
+# Importing a verb registers its algorithms.
+from commlib.schedule import (
+    all_gather,
+    all_reduce,
+    all_to_all,
+    barrier,
+    broadcast,
+    gather,
+    reduce,
+    reduce_scatter,
+    scatter,
+)
+from commlib.schedule.ir import EMPTY, Copy, Program, Recv, Round, Send, Span
+from commlib.schedule.layout import Layout, even, segmented, uneven
+from commlib.schedule.registry import Algorithm, Claims, algorithm, algorithms, find, program, verbs
+from commlib.schedule.render import render
+from commlib.schedule.simulate import Link, Result, estimate, nodes, simulate
+from commlib.schedule.verify import ScheduleError, verify
+
+__all__ = [
+    "EMPTY",
+    "Algorithm",
+    "Claims",
+    "Copy",
+    "Layout",
+    "Link",
+    "Program",
+    "Recv",
+    "Result",
+    "Round",
+    "ScheduleError",
+    "Send",
+    "Span",
+    "algorithm",
+    "algorithms",
+    "all_gather",
+    "all_reduce",
+    "all_to_all",
+    "barrier",
+    "broadcast",
+    "estimate",
+    "even",
+    "find",
+    "gather",
+    "nodes",
+    "program",
+    "reduce",
+    "reduce_scatter",
+    "render",
+    "scatter",
+    "segmented",
+    "simulate",
+    "uneven",
+    "verbs",
+    "verify",
+]

@@ -1,0 +1,59 @@
+"""What each verb is: which chunks hold a rank's input at the start, and what must be where at the end."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+from commlib.errors import UsageError
+from commlib.schedule.ir import Program
+
+
+@dataclass(frozen=True, slots=True)
+class Promise:
+    """At the end, `chunk` holds the input chunk `source` of rank `owner`; if None, its sum over all ranks."""
+
+    chunk: int
+    owner: int | None
+    source: int
+
+
+def inputs(program: Program) -> Sequence[int]:
+    """Return the chunks that hold this rank's input at the start; the others hold nothing."""
+    data = range(program.regions[0] if program.regions else 0)
+    match program.verb:
+        case "broadcast" | "scatter":
+            return data if program.rank == program.root else ()
+        case "all_gather" | "gather":
+            return (program.rank,)
+        case _:
+            return data
+
+
+def promises(program: Program) -> Iterator[Promise]:
+    """Give what this rank must hold at the end. (A barrier promises no data: all must have heard of all.)"""
+    rank, size, root = program.rank, program.size, program.root
+    data = range(program.regions[0] if program.regions else 0)
+    at_root = rank == root
+    match program.verb:
+        case "all_reduce":
+            yield from (Promise(chunk, None, chunk) for chunk in data)
+        case "reduce":
+            yield from (Promise(chunk, None, chunk) for chunk in data if at_root)
+        case "reduce_scatter":
+            yield Promise(rank, None, rank)
+        case "broadcast":
+            yield from (Promise(chunk, root, chunk) for chunk in data)
+        case "all_gather":
+            yield from (Promise(chunk, chunk, chunk) for chunk in data)
+        case "gather":
+            yield from (Promise(chunk, chunk, chunk) for chunk in data if at_root)
+        case "scatter":
+            yield Promise(rank, root, rank)
+        case "all_to_all":  # and the input is left as it was
+            yield from (Promise(chunk, rank, chunk) for chunk in data)
+            yield from (Promise(size + source, source, rank) for source in data)
+        case "barrier":
+            return
+        case unknown:
+            raise UsageError(f"what {unknown!r} promises is not written down in commlib.schedule.contract")

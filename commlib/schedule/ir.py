@@ -1,0 +1,95 @@
+"""The words in which a collective algorithm is written down.
+
+An algorithm is a generator of `Round`s for ONE rank. It speaks of chunks, which are numbers; `layout` turns
+them into elements and the executor into bytes, so one schedule serves every size, dtype and uneven count.
+
+What a round means, exactly:
+
+1. its copies run, in order;
+2. all its receives and all its sends are posted at once, and the round ends when all are complete. Nothing is
+   assumed to be buffered: a send completes only when its receiver has posted the matching receive;
+3. a receive with `reduce=True` lands in scratch memory and is combined with the chunks already there after the
+   round's sends have left, so a rank may send and reduce into the same chunks in one round (recursive doubling).
+   A plain receive must not touch chunks that the same round sends.
+
+Messages between two ranks match in the order in which they were posted. The operand order of a combination is fixed
+(the lower rank's operand first), so the result is the same on every rank and in every run.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True, slots=True)
+class Span:
+    """The chunks `start`, ..., `stop - 1`. Empty (`start == stop`) for a message that only says "I am here"."""
+
+    start: int
+    stop: int
+
+    def __len__(self) -> int:
+        return self.stop - self.start
+
+    def overlaps(self, other: Span) -> bool:
+        return self.start < other.stop and other.start < self.stop
+
+    def __str__(self) -> str:
+        if len(self) == 1:
+            return str(self.start)
+        return f"{self.start}-{self.stop - 1}" if len(self) else "·"
+
+
+EMPTY = Span(0, 0)
+
+
+@dataclass(frozen=True, slots=True)
+class Send:
+    """Send the chunks of `span` to rank `peer`."""
+
+    peer: int
+    span: Span
+
+
+@dataclass(frozen=True, slots=True)
+class Recv:
+    """Receive from rank `peer` into `span`: overwrite it, or combine with it if `reduce`."""
+
+    peer: int
+    span: Span
+    reduce: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class Copy:
+    """Copy chunks within this rank. Both spans have the same length in elements."""
+
+    source: Span
+    target: Span
+
+
+@dataclass(frozen=True, slots=True)
+class Round:
+    """One step of one rank; see the module's text for what it means."""
+
+    sends: tuple[Send, ...] = ()
+    recvs: tuple[Recv, ...] = ()
+    copies: tuple[Copy, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class Program:
+    """Everything that one rank does in one collective.
+
+    `regions` gives the number of chunks of each memory region, in order: chunk numbers run on from one region to
+    the next, and a span lies within one region. Most verbs have one region, the data itself. all_to_all has
+    (input, output) and, for Bruck, scratch regions that the executor allocates.
+    """
+
+    verb: str
+    algorithm: str
+    rank: int
+    size: int
+    root: int
+    regions: tuple[int, ...]
+    rounds: tuple[Round, ...]

@@ -1,0 +1,143 @@
+"""The table of algorithms: who is registered under which name, what it promises, and the programs it makes.
+
+Adding an algorithm is one generator and one decorator:
+
+    @algorithm("all_reduce", "ring", regions=per_rank, rounds=..., sent=...)
+    def ring(rank: int, size: int) -> Iterator[Round]: ...
+
+Verification, simulation, tests, benches and the chooser all run over this table.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from fractions import Fraction
+from functools import lru_cache
+
+from commlib.errors import UsageError
+from commlib.schedule.ir import Program, Round
+
+Generate = Callable[..., Iterator[Round]]
+Regions = Callable[[int, int], tuple[int, ...]]
+
+
+@dataclass(frozen=True, slots=True)
+class Claims:
+    """What a docstring promises, in a form that a test can check; both are functions of (size, segments).
+
+    rounds: how many messages follow one another when every rank has one send port and one receive port: the time
+        in the simulation at alpha = 1, beta = gamma = 0.
+    sent: the most that any rank sends, as a fraction of the data (the bytes of the first region).
+    at_most: `rounds` is a bound; `sent` is always exact.
+    """
+
+    rounds: Callable[[int, int], int]
+    sent: Callable[[int, int], Fraction | int]
+    at_most: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class Algorithm:
+    """One way to do one collective.
+
+    rooted: it takes `root`. segmented: it takes `segments`, the number of pieces in its pipeline.
+    even_only: data passes through chunks of other ranks, so all chunks must have the same size.
+    """
+
+    verb: str
+    name: str
+    generate: Generate
+    regions: Regions
+    claims: Claims
+    rooted: bool
+    segmented: bool
+    even_only: bool
+
+    @property
+    def description(self) -> str:
+        """The docstring: one line, then rounds and bytes, then the source."""
+        return inspect.cleandoc(self.generate.__doc__ or "")
+
+    def rounds(self, rank: int, size: int, *, root: int = 0, segments: int = 1) -> Iterator[Round]:
+        """Make the rounds of one rank one by one, uncached and unchecked (for simulations of many ranks)."""
+        options: dict[str, int] = {}
+        if self.rooted:
+            options["root"] = root
+        if self.segmented:
+            options["segments"] = segments
+        return self.generate(rank, size, **options)
+
+
+_table: dict[tuple[str, str], Algorithm] = {}
+
+
+def algorithm(
+    verb: str,
+    name: str,
+    *,
+    regions: Regions,
+    rounds: Callable[[int, int], int],
+    sent: Callable[[int, int], Fraction | int],
+    at_most: bool = False,
+    rooted: bool = False,
+    segmented: bool = False,
+    even_only: bool = False,
+) -> Callable[[Generate], Generate]:
+    """Register a generator under `verb` and `name`, and hand it back unchanged so that others can build on it."""
+
+    def register(generate: Generate) -> Generate:
+        claims = Claims(rounds, sent, at_most)
+        _table[verb, name] = Algorithm(verb, name, generate, regions, claims, rooted, segmented, even_only)
+        return generate
+
+    return register
+
+
+def verbs() -> tuple[str, ...]:
+    """Return the collectives that have at least one algorithm."""
+    return tuple(dict.fromkeys(verb for verb, _ in _table))
+
+
+def algorithms(verb: str) -> tuple[str, ...]:
+    """Return the names of the algorithms of one collective. Raises UsageError for an unknown one."""
+    names = tuple(name for known, name in _table if known == verb)
+    if not names:
+        raise UsageError(f"no collective is called {verb!r}; known are {', '.join(verbs())}")
+    return names
+
+
+def find(verb: str, name: str) -> Algorithm:
+    """Return one entry of the table. Raises UsageError, with the known names, if there is none."""
+    known = algorithms(verb)
+    if name not in known:
+        raise UsageError(f"{verb} has no algorithm {name!r}; known are {', '.join(known)}")
+    return _table[verb, name]
+
+
+def program(verb: str, name: str, rank: int, size: int, *, root: int = 0, segments: int = 1) -> Program:
+    """Return what `rank` of `size` ranks does. Cached. Raises UsageError for arguments that make no sense."""
+    chosen = find(verb, name)
+    what = f"{verb} {name}"
+    if size < 1:
+        raise UsageError(f"{what}: size must be at least 1, got {size}")
+    if not 0 <= rank < size:
+        raise UsageError(f"{what}: rank must be in 0..{size - 1}, got {rank}")
+    if not 0 <= root < size:
+        raise UsageError(f"{what}: root must be in 0..{size - 1}, got {root}")
+    if root and not chosen.rooted:
+        raise UsageError(f"{what}: {verb} has no root, got root={root}")
+    if segments < 1:
+        raise UsageError(f"{what}: segments must be at least 1, got {segments}")
+    if segments > 1 and not chosen.segmented:
+        able = ", ".join(n for n in algorithms(verb) if _table[verb, n].segmented) or "none"
+        raise UsageError(f"{what} is not pipelined, got segments={segments}; algorithms of {verb} that are: {able}")
+    return _build(verb, name, rank, size, root, segments)
+
+
+@lru_cache(maxsize=1024)
+def _build(verb: str, name: str, rank: int, size: int, root: int, segments: int) -> Program:
+    chosen = _table[verb, name]
+    rounds = tuple(chosen.rounds(rank, size, root=root, segments=segments))
+    return Program(verb, name, rank, size, root, chosen.regions(size, segments), rounds)

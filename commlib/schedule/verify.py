@@ -1,0 +1,230 @@
+"""Prove that the programs of all ranks together do what their verb promises.
+
+All ranks are replayed with symbols for data. A value is a number that stands for one chunk of one rank's input, or
+for the combination of two values in a fixed operand order; equal numbers mean bitwise equal results. The inputs that
+are in a value are kept as a bitmask.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import accumulate, pairwise
+
+from commlib.errors import CommlibError
+from commlib.schedule.contract import Promise, inputs, promises
+from commlib.schedule.ir import Program, Recv, Round, Send, Span
+from commlib.schedule.replay import Step, replay
+
+NOTHING = -1
+
+
+class ScheduleError(CommlibError):
+    """The programs of an algorithm are wrong: a bug in the algorithm, not in the call."""
+
+
+def verify(programs: Sequence[Program]) -> None:
+    """Check the programs of all ranks, given in rank order. Raises ScheduleError naming rank and round."""
+    for rank, program in enumerate(programs):
+        expected = (rank, len(programs), *_shared(programs[0]))
+        got = (program.rank, program.size, *_shared(program))
+        if got != expected:
+            raise ScheduleError(f"program {rank} of {len(programs)} does not fit the others: {got}, not {expected}")
+    _Replay(programs).run()
+
+
+def _shared(program: Program) -> tuple[object, ...]:
+    return program.verb, program.algorithm, program.root, program.regions
+
+
+class _Values:
+    """Every value that occurs, numbered. Combining the same two values in the same order gives the same number."""
+
+    def __init__(self) -> None:
+        self.inputs: list[int] = []
+        self.chunk: list[int] = []
+        self._pairs: dict[tuple[int, int], int] = {}
+        self._parts: dict[int, tuple[int, int]] = {}
+
+    def leaf(self, rank: int, chunk: int) -> int:
+        self.inputs.append(1 << rank)
+        self.chunk.append(chunk)
+        return len(self.inputs) - 1
+
+    def combine(self, left: int, right: int) -> int:
+        known = self._pairs.get((left, right))
+        if known is None:
+            known = self._pairs[left, right] = len(self.inputs)
+            self._parts[known] = left, right
+            self.inputs.append(self.inputs[left] | self.inputs[right])
+            self.chunk.append(self.chunk[left])
+        return known
+
+    def order(self, value: int) -> str:
+        """Spell out how a sum was put together, such as ((0+1)+2)."""
+        if value not in self._parts:
+            return str(self.inputs[value].bit_length() - 1)
+        left, right = self._parts[value]
+        return f"({self.order(left)}+{self.order(right)})"
+
+
+@dataclass(frozen=True, slots=True)
+class _Payload:
+    """What a step's sends carry, read when it was posted; and whom its rank had heard of by then."""
+
+    values: tuple[tuple[int, ...], ...]
+    heard: int
+
+
+class _Replay:
+    def __init__(self, programs: Sequence[Program]) -> None:
+        first = programs[0]
+        self.programs = programs
+        self.size = len(programs)
+        self.name = f"{first.verb} {first.algorithm} on {self.size} ranks"
+        self.edges = (0, *accumulate(first.regions))
+        self.values = _Values()
+        self.leaves: list[dict[int, int]] = []
+        self.memory: list[list[int]] = []
+        for rank in range(self.size):
+            leaves = {chunk: self.values.leaf(rank, chunk) for chunk in inputs(programs[rank])}
+            self.leaves.append(leaves)
+            self.memory.append([leaves.get(chunk, NOTHING) for chunk in range(self.edges[-1])])
+        self.heard = [1 << rank for rank in range(self.size)]
+        self.payloads: dict[Step, _Payload] = {}
+        self.sums: dict[int, tuple[int, int]] = {}  # of a chunk: (the first rank that has it, its value)
+
+    def run(self) -> None:
+        stuck = replay([program.rounds for program in self.programs], self.posted, self.ended)
+        if stuck:
+            where = {step.rank: f"which waits in round {step.index}" for step in stuck}
+            gone = "which has finished"
+            lines = [
+                f"  rank {step.rank}, round {step.index}: waits to {_tell(end)}, {where.get(end.peer, gone)}"
+                for step in sorted(stuck, key=lambda step: step.rank)
+                for end in step.waits
+            ]
+            raise ScheduleError("\n".join([f"{self.name}: deadlock", *lines]))
+        for rank in range(self.size):
+            self._check_result(rank)
+
+    def posted(self, step: Step) -> None:
+        """Run the copies, look for hazards within the round, and read what is sent."""
+        memory = self.memory[step.rank]
+        for copy in step.round.copies:
+            self._check_span(step, copy.source)
+            self._check_span(step, copy.target)
+            if len(copy.source) != len(copy.target):
+                raise self._error(step, f"copies {len(copy.source)} chunks over {len(copy.target)}")
+            if copy.source.overlaps(copy.target):
+                raise self._error(step, f"copies the chunks {copy.source} over themselves, {copy.target}")
+            source = self._read(step, copy.source, "copies")
+            memory[copy.target.start : copy.target.stop] = source
+        self._check_round(step, step.round)
+        sent = tuple(self._read(step, send.span, "sends") for send in step.round.sends)
+        if step.round.sends:
+            self.payloads[step] = _Payload(sent, self.heard[step.rank])
+
+    def ended(self, step: Step) -> None:
+        """Put what arrived into memory, in the order of the receives."""
+        memory = self.memory[step.rank]
+        for recv, origin in zip(step.round.recvs, step.inbox, strict=True):
+            assert origin is not None
+            sender, index = origin
+            payload = self.payloads[sender]
+            arrived = payload.values[index]
+            self.heard[step.rank] |= payload.heard
+            if len(arrived) != len(recv.span):
+                what = f"receives {len(recv.span)} chunks ({recv.span}) from rank {recv.peer}, whose round "
+                what += f"{sender.index} sends {len(arrived)} ({sender.round.sends[index].span})"
+                raise self._error(step, what)
+            if recv.reduce:
+                for chunk, value in enumerate(arrived, recv.span.start):
+                    memory[chunk] = self._combine(step, recv.peer, chunk, value)
+            else:
+                memory[recv.span.start : recv.span.stop] = arrived
+
+    def _combine(self, step: Step, peer: int, chunk: int, arrived: int) -> int:
+        own = self.memory[step.rank][chunk]
+        values = self.values
+        if own == NOTHING:
+            raise self._error(step, f"adds what rank {peer} sent to chunk {chunk}, which holds nothing yet")
+        if values.chunk[own] != values.chunk[arrived]:
+            what = f"adds chunk {values.chunk[arrived]} from rank {peer} to chunk {values.chunk[own]}"
+            raise self._error(step, what)
+        twice = values.inputs[own] & values.inputs[arrived]
+        if twice:
+            what = f"adds what rank {peer} sent to chunk {chunk} and so counts the input of {_ranks(twice)} twice"
+            raise self._error(step, what)
+        return values.combine(arrived, own) if peer < step.rank else values.combine(own, arrived)
+
+    def _check_round(self, step: Step, round: Round) -> None:
+        ends: list[Send | Recv] = [*round.sends, *round.recvs]
+        for end in ends:
+            self._check_span(step, end.span)
+            if end.peer == step.rank or not 0 <= end.peer < self.size:
+                raise self._error(step, f"cannot {_tell(end)}")
+        for place, recv in enumerate(round.recvs):
+            for other in round.recvs[:place]:
+                if recv.span.overlaps(other.span) and not (recv.reduce and other.reduce):
+                    raise self._error(step, f"into the same chunks it would {_tell(other)} and {_tell(recv)}")
+            for send in round.sends:
+                if not recv.reduce and recv.span.overlaps(send.span):
+                    raise self._error(step, f"while it is to {_tell(send)} it would {_tell(recv)}")
+
+    def _check_span(self, step: Step, span: Span) -> None:
+        if span.start == span.stop == 0:
+            return
+        inside = any(start <= span.start and span.stop <= stop for start, stop in pairwise(self.edges))
+        if not inside or span.start > span.stop:
+            raise self._error(step, f"the chunks {span.start}..{span.stop} are not within one region of {self.edges}")
+
+    def _read(self, step: Step, span: Span, what: str) -> tuple[int, ...]:
+        values = tuple(self.memory[step.rank][span.start : span.stop])
+        if NOTHING in values:
+            raise self._error(step, f"{what} chunk {span.start + values.index(NOTHING)}, which holds nothing yet")
+        return values
+
+    def _check_result(self, rank: int) -> None:
+        everyone = (1 << self.size) - 1
+        if self.programs[rank].verb == "barrier" and self.heard[rank] != everyone:
+            raise self._at_end(rank, f"it has not heard of {_ranks(everyone ^ self.heard[rank])}")
+        for promise in promises(self.programs[rank]):
+            got = self.memory[rank][promise.chunk]
+            if promise.owner is None:
+                self._check_sum(rank, promise, got)
+            elif got != self.leaves[promise.owner][promise.source]:
+                what = f"chunk {promise.chunk} must hold chunk {promise.source} of rank {promise.owner}"
+                raise self._at_end(rank, f"{what}, but holds {self._describe(got)}")
+
+    def _check_sum(self, rank: int, promise: Promise, got: int) -> None:
+        complete = got != NOTHING and self.values.inputs[got] == (1 << self.size) - 1
+        if not complete or self.values.chunk[got] != promise.source:
+            what = f"chunk {promise.chunk} must hold the sum of chunk {promise.source} over all ranks"
+            raise self._at_end(rank, f"{what}, but holds {self._describe(got)}")
+        first = self.sums.setdefault(promise.chunk, (rank, got))
+        if first[1] != got:
+            what = f"chunk {promise.chunk} was added up in another order than on rank {first[0]}"
+            raise self._at_end(rank, f"{what}: {self.values.order(got)}, not {self.values.order(first[1])}")
+
+    def _describe(self, value: int) -> str:
+        if value == NOTHING:
+            return "nothing"
+        return f"chunk {self.values.chunk[value]} of {_ranks(self.values.inputs[value])}"
+
+    def _error(self, step: Step, what: str) -> ScheduleError:
+        return ScheduleError(f"{self.name}: rank {step.rank}, round {step.index}: {what}")
+
+    def _at_end(self, rank: int, what: str) -> ScheduleError:
+        return ScheduleError(f"{self.name}: rank {rank}, after round {len(self.programs[rank].rounds) - 1}: {what}")
+
+
+def _tell(end: Send | Recv) -> str:
+    if isinstance(end, Send):
+        return f"send {end.span} to rank {end.peer}"
+    return f"{'add' if end.reduce else 'receive'} {end.span} from rank {end.peer}"
+
+
+def _ranks(mask: int) -> str:
+    ranks = [str(rank) for rank in range(mask.bit_length()) if mask >> rank & 1]
+    return f"rank{'s' * (len(ranks) > 1)} {', '.join(ranks)}"

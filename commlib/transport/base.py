@@ -1,0 +1,71 @@
+"""The seam between the collectives and whatever moves bytes.
+
+A `Transport` is one rank's end of one group. It knows nothing of dtypes, verbs or schedules.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any, Protocol
+
+from commlib.typing import SharedMemory
+
+Idle = Callable[[], None]
+"""Called now and then while a wait lasts; whatever it raises ends the wait."""
+
+
+class Request(Protocol):
+    """One posted send or receive."""
+
+    def test(self) -> bool:
+        """Make progress; True once complete. Raises TransportError."""
+        ...
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes that arrived (receives) or left (sends); valid once `test` said True."""
+        ...
+
+    def cancel(self) -> None:
+        """Give the operation up, as far as the transport can. Never blocks."""
+        ...
+
+
+class Transport(Protocol):
+    """Nonblocking point-to-point messages between the ranks of one group, plus what a node shares."""
+
+    rank: int
+    size: int
+
+    def send(self, peer: int, tag: int, data: memoryview) -> Request:
+        """Post a send of `data` (bytes, contiguous), which must stay unchanged until the request is complete."""
+        ...
+
+    def recv(self, peer: int, tag: int, into: memoryview) -> Request:
+        """Post a receive into `into` (bytes, contiguous, writable). A longer message is a TransportError."""
+        ...
+
+    def wait(self, requests: Sequence[Request], idle: Idle) -> None:
+        """Block until all are complete, with the GIL released, calling `idle` at least every 20 ms or so."""
+        ...
+
+    def split(self, color: int, key: int) -> Transport | None:
+        """Collective: the group of the ranks that gave the same `color`, ordered by `key`; None if color < 0."""
+        ...
+
+    def split_node(self) -> Transport:
+        """Collective: the group of the ranks that can share memory with this one."""
+        ...
+
+    def share(self, nbytes: int) -> SharedMemory:
+        """Collective over a group that lies on one node: `nbytes` of zeroed shared memory for each rank."""
+        ...
+
+    def close(self) -> None:
+        """Release the group. Collective."""
+        ...
+
+    @property
+    def native(self) -> Any:
+        """The mpi4py communicator underneath, or None where there is no MPI."""
+        ...

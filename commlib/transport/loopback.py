@@ -1,0 +1,159 @@
+"""Ranks as threads of one process: every collective can be tested without MPI.
+
+Strict where MPI may be lenient: a send is complete only when its receive has been posted, so a schedule that relies
+on buffering hangs here (and is stopped by its timeout) instead of on somebody's cluster.
+"""
+
+from __future__ import annotations
+
+import itertools
+import threading
+from collections import defaultdict, deque
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+
+from commlib.errors import TransportError
+from commlib.transport.base import Idle, Request
+from commlib.typing import SharedMemory
+
+
+class _Message:
+    """A posted send or receive, until its partner is found."""
+
+    __slots__ = ("buffer", "done", "error", "key", "nbytes", "network", "queue")
+
+    def __init__(self, network: Network, queue: str, key: tuple[int, ...], buffer: memoryview) -> None:
+        self.network, self.queue, self.key, self.buffer = network, queue, key, buffer
+        self.done, self.error, self.nbytes = False, "", 0
+
+    def test(self) -> bool:
+        if self.error:
+            raise TransportError(self.error)
+        return self.done
+
+    def cancel(self) -> None:
+        with self.network.changed:
+            waiting = self.network.posted[self.queue][self.key]
+            if self in waiting:
+                waiting.remove(self)
+
+
+class Network:
+    """What the threads share: posted messages, and meeting points for collective set-up."""
+
+    def __init__(self, nodes: Sequence[int]) -> None:
+        self.nodes = tuple(nodes)  # the node of each world rank
+        self.changed = threading.Condition()
+        self.posted: dict[str, dict[tuple[int, ...], deque[_Message]]] = {
+            "send": defaultdict(deque),
+            "recv": defaultdict(deque),
+        }
+        self._meetings: dict[tuple[Any, ...], dict[int, Any]] = {}
+        self._contexts = itertools.count(1)
+
+    def post(self, queue: str, key: tuple[int, ...], buffer: memoryview) -> _Message:
+        message = _Message(self, queue, key, buffer)
+        with self.changed:
+            partners = self.posted["recv" if queue == "send" else "send"][key]
+            if not partners:
+                self.posted[queue][key].append(message)
+                return message
+            partner = partners.popleft()
+            sent, received = (message, partner) if queue == "send" else (partner, message)
+            if len(sent.buffer) > len(received.buffer):
+                received.error = f"message of {len(sent.buffer)} bytes for a receive of {len(received.buffer)} bytes"
+            else:
+                received.buffer[: len(sent.buffer)] = sent.buffer
+            sent.nbytes = received.nbytes = len(sent.buffer)
+            sent.done = received.done = True
+            self.changed.notify_all()
+        return message
+
+    def meet(self, key: tuple[Any, ...], rank: int, size: int, value: Any) -> list[Any]:
+        """Exchange one value among all ranks of a group."""
+        with self.changed:
+            values = self._meetings.setdefault(key, {})
+            values[rank] = value
+            self.changed.notify_all()
+            if not self.changed.wait_for(lambda: len(values) == size, timeout=60):
+                raise TransportError(f"loopback: only ranks {sorted(values)} of {size} came to {key}")
+            return [values[rank] for rank in range(size)]
+
+    def new_context(self) -> int:
+        return next(self._contexts)
+
+
+class LoopbackSharedMemory:
+    """One process: sharing is holding the same addresses."""
+
+    def __init__(self, own: Any, bases: list[int], nbytes: int) -> None:
+        self._own, self.bases, self.nbytes = own, bases, nbytes
+
+    def close(self) -> None:
+        pass
+
+
+class LoopbackTransport:
+    """One thread's end of a group of threads. `members` are the world ranks of the group, in order."""
+
+    native = None
+
+    def __init__(self, network: Network, context: int, members: Sequence[int], rank: int) -> None:
+        self._network, self._context, self._members = network, context, tuple(members)
+        self.rank, self.size = rank, len(members)
+        self._meetings = 0
+
+    def send(self, peer: int, tag: int, data: memoryview) -> Request:
+        return self._network.post("send", (self._context, self.rank, peer, tag), data)
+
+    def recv(self, peer: int, tag: int, into: memoryview) -> Request:
+        return self._network.post("recv", (self._context, peer, self.rank, tag), into)
+
+    def wait(self, requests: Sequence[Request], idle: Idle) -> None:
+        def complete() -> bool:
+            return all([request.test() for request in requests])
+
+        changed = self._network.changed
+        with changed:
+            done = complete()
+        while not done:
+            idle()
+            with changed:
+                done = changed.wait_for(complete, timeout=0.02)
+
+    def _meet(self, value: Any) -> list[Any]:
+        self._meetings += 1
+        return self._network.meet((self._context, self._meetings), self.rank, self.size, value)
+
+    def split(self, color: int, key: int) -> LoopbackTransport | None:
+        wishes = self._meet((color, key, self.rank, self._network.new_context()))
+        group = sorted((k, r) for c, k, r, _ in wishes if c == color)
+        if color < 0:
+            return None
+        ranks = [rank for _, rank in group]
+        context = min(number for c, _, _, number in wishes if c == color)
+        members = [self._members[rank] for rank in ranks]
+        return LoopbackTransport(self._network, context, members, ranks.index(self.rank))
+
+    def split_node(self) -> LoopbackTransport:
+        node = self.split(self._network.nodes[self._members[self.rank]], self.rank)
+        assert node is not None
+        return node
+
+    def share(self, nbytes: int) -> SharedMemory:
+        own = np.zeros(nbytes + 64, np.uint8)
+        base = (own.ctypes.data + 63) // 64 * 64
+        parts = self._meet((own, base))
+        return LoopbackSharedMemory([part for part, _ in parts], [base for _, base in parts], nbytes)
+
+    def close(self) -> None:
+        pass
+
+
+def transports(size: int, nodes: Sequence[int] | None = None) -> list[LoopbackTransport]:
+    """Return the `size` ends of one group. `nodes[r]` is the node that rank r pretends to be on (default: all on 0)."""
+    network = Network(nodes or [0] * size)
+    context = network.new_context()
+    return [LoopbackTransport(network, context, range(size), rank) for rank in range(size)]

@@ -1,0 +1,132 @@
+"""The board: where the ranks of one node meet, compare their calls, and leave word for each other.
+
+The protocols are compiled (`kernels.node`); this is the memory they work on and the Python around a long wait.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import os
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from commlib.kernels import node as kernels
+from commlib.transport.base import Idle, Transport
+
+Call = Any  # an int64 array of kernels.CALL_FIELDS fields
+Kernel = Callable[[Call], int]
+
+_TEXT_BYTES = 1024
+_PRESENT, _LEFT = 1, 2
+
+# How long one kernel call waits before it comes back to Python to look around: spins, yields, then 20 ms of naps.
+_YIELDS, _NAPS, _NAP_MICROSECONDS = 2000, 400, 50
+
+
+def _as_array(address: int, nbytes: int) -> Any:
+    return np.frombuffer((ctypes.c_uint8 * nbytes).from_address(address), np.uint8)
+
+
+def _process_alive(process: int) -> bool:
+    try:
+        return Path(f"/proc/{process}/stat").read_text().rpartition(")")[2].split()[0] not in ("Z", "X")
+    except OSError:
+        return False
+
+
+class NodeBoard:
+    """The meeting place of the ranks of one group that lies on one node.
+
+    `spins` is how often a rank polls before it yields its core. `slot_bytes` is the size of each rank's two slots.
+    """
+
+    def __init__(self, transport: Transport, *, slot_bytes: int, spins: int) -> None:
+        self.rank, self.size, self.spins = transport.rank, transport.size, spins
+        lines = self.size * kernels.LINE_BYTES  # those of rank 0's part are the board
+        status = lines
+        text = status + 64
+        slots = text + _TEXT_BYTES
+        self._memory = transport.share(slots + 2 * slot_bytes)
+        bases = self._memory.bases
+        self._status = [_as_array(base + status, 64).view(np.int64) for base in bases]
+        self._texts = [_as_array(base + text, _TEXT_BYTES) for base in bases]
+        self._arrived = _as_array(bases[0], lines).view(np.int64)[:: kernels.LINE_BYTES // 8]
+        self._slots = np.array([base + slots for base in bases], np.int64)
+        self._control = np.zeros(kernels.CONTROL_FIELDS, np.int64)
+        self._control[kernels.RANK] = self.rank
+        self._control[kernels.SIZE] = self.size
+        self._control[kernels.BOARD] = bases[0]
+        self._control[kernels.SLOTS] = self._slots.ctypes.data
+        self._control[kernels.SLOT_BYTES] = slot_bytes
+        self._meeting = self.new_call()
+        self._status[self.rank][:2] = _PRESENT, os.getpid()
+        self.meet(kernels.DONE, _no_idle)
+        # Ranks in another PID namespace cannot be seen, so their absence would mean nothing.
+        self._watched = [_process_alive(int(status[1])) for status in self._status]
+
+    def new_call(self) -> Call:
+        """Return a blank call for the kernels."""
+        call = np.zeros(kernels.CALL_FIELDS, np.int64)
+        call[kernels.CONTROL] = self._control.ctypes.data
+        call[kernels.SPINS] = self.spins
+        call[kernels.YIELDS] = _YIELDS
+        call[kernels.NAPS] = _NAPS
+        call[kernels.NAP_MICROSECONDS] = _NAP_MICROSECONDS
+        return call
+
+    def resume(self, kernel: Kernel, call: Call, status: int, idle: Idle) -> int:
+        """Go on with a kernel that returned `status`, calling `idle` between its waits; return its last status."""
+        if status == kernels.WAITING:
+            spins, yields = call[kernels.SPINS], call[kernels.YIELDS]
+            call[kernels.SPINS] = call[kernels.YIELDS] = 0  # a long wait must not burn the core
+            while status == kernels.WAITING:
+                idle()
+                status = kernel(call)
+            call[kernels.SPINS], call[kernels.YIELDS] = spins, yields
+        return status
+
+    def meet(self, signature: int, idle: Idle) -> bool:
+        """Wait for all ranks; return whether they all came with the same signature."""
+        call = self._meeting
+        call[kernels.SIGNATURE] = signature
+        return self.resume(kernels.barrier, call, kernels.barrier(call), idle) == kernels.DONE
+
+    def exchange_texts(self, text: str, idle: Idle) -> list[str]:
+        """Return every rank's text (cut at 1 kB). All ranks call it, at the same epoch."""
+        data = text.encode()[: _TEXT_BYTES - 1]
+        self._texts[self.rank][: len(data) + 1] = np.frombuffer(data + b"\0", np.uint8)
+        self.meet(kernels.DONE, idle)
+        texts = [bytes(text).partition(b"\0")[0].decode(errors="replace") for text in self._texts]
+        self.meet(kernels.DONE, idle)
+        return texts
+
+    def late(self) -> list[int]:
+        """Return the ranks that have not reached this rank's epoch."""
+        return [int(rank) for rank in np.flatnonzero(self._arrived < self._control[kernels.EPOCH])]
+
+    def leave(self) -> None:
+        """Tell the others that this rank comes to no meeting any more. Never blocks."""
+        self._status[self.rank][0] = _LEFT
+
+    def absent(self) -> dict[int, str]:
+        """Return the ranks that will never come, each with the reason."""
+        gone = {}
+        for rank, status in enumerate(self._status):
+            if status[0] == _LEFT:
+                gone[rank] = "has shut commlib down or left the program"
+            elif self._watched[rank] and not _process_alive(int(status[1])):
+                gone[rank] = f"is dead (its process {int(status[1])} is gone)"
+        return gone
+
+    def close(self) -> None:
+        """Release the memory. Collective."""
+        self._status, self._texts = [], []
+        self._arrived = np.zeros(0, np.int64)
+        self._memory.close()
+
+
+def _no_idle() -> None:
+    pass

@@ -1,0 +1,17 @@
+"""Protocols that more than one layer needs."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Protocol
+
+
+class SharedMemory(Protocol):
+    """Memory that every rank of a node maps. `bases[r]` is where rank r's part begins in THIS rank's address space."""
+
+    bases: Sequence[int]
+    nbytes: int
+
+    def close(self) -> None:
+        """Unmap it. Collective: every rank of the group calls it."""
+        ...

@@ -1,0 +1,1 @@
+"""What each verb does: from a call's arguments to an operation that one rank runs."""

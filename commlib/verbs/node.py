@@ -1,0 +1,83 @@
+"""all_reduce among the ranks of a node: one compiled call, prepared once and run as often as wanted."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from commlib.dtypes import Array, kernel_operation, name_of
+from commlib.kernels import node as kernels
+from commlib.kernels.arithmetic import reduce_function
+from commlib.verbs.operation import describe, signature
+
+if TYPE_CHECKING:
+    from commlib.communicator import Communicator
+
+# Up to here one meeting and P reads beat two meetings and one share each.
+_EXCHANGE_BYTES = 4096
+
+# On the progress thread a wait must leave the core to the training thread.
+_BACKGROUND_SPINS, _BACKGROUND_YIELDS = 50, 20
+
+
+class NodeAllReduce:
+    """A prepared all-reduce of `count` elements from one address to another, in which all ranks of a node join.
+
+    It holds addresses only: whoever keeps it keeps the arrays alive.
+    """
+
+    __slots__ = ("_call", "_comm", "_kernel", "_progress", "_tables", "text")
+
+    def __init__(self, comm: Communicator, x: Array, target: Array, op: str, algorithm: str) -> None:
+        board = comm.board
+        assert board is not None
+        dtype = name_of(x.dtype)
+        operation = kernel_operation(dtype, op)
+        details = [f"op={op}", f"algorithm={algorithm}"]
+        places = [comm.symmetric_place(array) for array in (x, target)] if x.nbytes > _EXCHANGE_BYTES else [None]
+        call = board.new_call()
+        if places[0] is not None and places[-1] is not None:
+            self._kernel = kernels.all_reduce_symmetric
+            tables = [addresses for _, addresses in places]  # type: ignore[misc]  # neither is None
+            details.append("symmetric at " + " and ".join(f"{number:x}" for number, _ in places))  # type: ignore[misc]
+        else:
+            small = x.nbytes <= _EXCHANGE_BYTES
+            self._kernel = kernels.all_reduce_exchange if small else kernels.all_reduce_staged
+            tables = [[0] * board.size, [0]]
+            call[kernels.SOURCE], call[kernels.TARGET] = x.ctypes.data, target.ctypes.data
+        self._tables = [np.array(table, np.int64) for table in tables]
+        call[kernels.INPUTS], call[kernels.OUTPUTS] = (table.ctypes.data for table in self._tables)
+        call[kernels.REDUCE] = reduce_function(dtype, operation).address
+        call[kernels.COUNT], call[kernels.ITEM_BYTES] = x.size, x.itemsize
+        call[kernels.DIVISOR] = board.size
+        self.text = describe("all_reduce", x, *details)
+        call[kernels.SIGNATURE] = signature(self.text)
+        self._call, self._comm, self._progress = call, comm, comm.runtime.progress
+
+    def __call__(self) -> None:
+        """Run it in this thread, after everything that was launched before."""
+        progress = self._progress
+        if not progress.enter():
+            progress.start(self.text, self.run).wait()
+            return
+        try:
+            if self._comm.failure is not None:
+                raise self._comm.failure
+            if status := self._kernel(self._call):
+                self._comm.settle(self._kernel, self._call, status, self.text)
+        finally:
+            progress.leave()
+
+    def run(self) -> None:
+        """Run it in the progress thread."""
+        call = self._call
+        spins, yields = call[kernels.SPINS], call[kernels.YIELDS]
+        call[kernels.SPINS], call[kernels.YIELDS] = min(spins, _BACKGROUND_SPINS), _BACKGROUND_YIELDS
+        try:
+            if self._comm.failure is not None:
+                raise self._comm.failure
+            if status := self._kernel(call):
+                self._comm.settle(self._kernel, call, status, self.text)
+        finally:
+            call[kernels.SPINS], call[kernels.YIELDS] = spins, yields

@@ -1,0 +1,84 @@
+"""One call of one verb on one rank, checked and ready to run."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import lru_cache
+from typing import Any
+
+import numpy as np
+
+from commlib.buffers.views import as_host, contiguous, writable
+from commlib.dtypes import Array, name_of
+from commlib.errors import UsageError
+
+
+@dataclass(frozen=True, slots=True)
+class Operation:
+    """`text` says what is called; ranks that call the same thing have the same text. `run` does it."""
+
+    text: str
+    run: Callable[[], Any]
+
+
+@lru_cache(maxsize=4096)
+def signature(text: str) -> int:
+    """Return a positive 62-bit number for `text`, the same in every process."""
+    return int.from_bytes(hashlib.blake2b(text.encode(), digest_size=8).digest(), "little") >> 2 | 1
+
+
+@dataclass(frozen=True, slots=True)
+class Result:
+    """Where a verb's result goes: `flat` is contiguous and 1-D, `deliver` gives the user what was asked for."""
+
+    array: Array
+    flat: Array
+    given: Any  # the user's `out`, to be returned as it came
+
+    def deliver(self) -> Any:
+        if self.given is None:
+            return self.array
+        if not np.may_share_memory(self.flat, self.array):  # out was not contiguous
+            self.array[...] = self.flat.reshape(self.array.shape)
+        return self.given
+
+
+def source(x: Any, verb: str) -> Array:
+    """Return the array to read from: contiguous, any shape. Raises UsageError."""
+    return contiguous(as_host(x, verb), verb)
+
+
+def result(out: Any, shape: tuple[int, ...], dtype: Any, verb: str) -> Result:
+    """Return where to put a result of this shape and dtype: `out`, or a new array. Raises UsageError."""
+    if out is None:
+        array = np.empty(shape, dtype)
+        return Result(array, array.reshape(-1), None)
+    array = writable(as_host(out, verb, "out"), verb, "out")
+    if array.shape != shape or array.dtype != dtype:
+        raise UsageError(
+            f"{verb}: out has shape {array.shape} and dtype {name_of(array.dtype)}; "
+            f"the result has shape {shape} and dtype {name_of(dtype)}"
+        )
+    flat = array if array.flags.c_contiguous else contiguous(array, verb)
+    return Result(array, flat.reshape(-1), out)
+
+
+def apart(x: Array, target: Array) -> Array:
+    """Return `x`, or a copy of it if it overlaps `target` without being the same memory."""
+    same = x.ctypes.data == target.ctypes.data and x.nbytes == target.nbytes
+    return x if same or not np.may_share_memory(x, target) else x.copy()
+
+
+def rows(array: Array, verb: str) -> tuple[int, int]:
+    """Return (length of dimension 0, elements in each row). Raises UsageError for a 0-d array."""
+    if array.ndim == 0:
+        raise UsageError(f"{verb}: x is 0-dimensional, but {verb} splits dimension 0: reshape it to (1,)")
+    return array.shape[0], int(np.prod(array.shape[1:], dtype=np.int64))
+
+
+def describe(verb: str, array: Array, *details: str, shape: bool = False) -> str:
+    """Return the text that ranks compare: verb, count or shape, dtype, and what else must agree."""
+    what = f"shape {array.shape}" if shape else f"{array.size} x"
+    return ", ".join([f"{verb} of {what} {name_of(array.dtype)}", *details])

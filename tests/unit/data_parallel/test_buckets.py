@@ -1,0 +1,88 @@
+"""Buckets: everything in exactly one slot, nothing overlaps, caps hold, order follows backward."""
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from commlib.data_parallel.buckets import ALIGNMENT, Bucket, Parameter, make_buckets
+
+MIB = 2**20
+ITEMSIZE = {"float16": 2, "bfloat16": 2, "float32": 4, "float64": 8}
+
+
+@st.composite
+def parameters(draw: st.DrawFn) -> list[Parameter]:
+    dtypes = draw(st.lists(st.sampled_from(sorted(ITEMSIZE)), max_size=30))
+    return [
+        Parameter(f"p{i}", draw(st.integers(0, 5000)), dtype, ITEMSIZE[dtype], draw(st.sampled_from(["mean", "sum"])))
+        for i, dtype in enumerate(dtypes)
+    ]
+
+
+caps = st.floats(1e-5, 0.05)
+
+
+@given(parameters(), caps, caps)
+def test_layout(specs: list[Parameter], first: float, cap: float) -> None:
+    buckets = make_buckets(specs, first_bucket_mib=first, bucket_cap_mib=cap)
+    assert sorted(p for bucket in buckets for p in bucket.parameters) == list(range(len(specs)))
+    for index, bucket in enumerate(buckets):
+        assert bucket.index == index
+        taken: set[int] = set()
+        for slot in bucket.slots:
+            spec = specs[slot.parameter]
+            assert (spec.dtype, spec.reduction, spec.count) == (bucket.dtype, bucket.reduction, slot.count)
+            assert slot.offset * bucket.itemsize % ALIGNMENT == 0
+            cells = {*range(slot.offset, slot.offset + slot.count), slot.flag}
+            assert len(cells) == slot.count + 1
+            assert not cells & taken
+            taken |= cells
+        assert max(taken) < bucket.count
+        assert [slot.flag for slot in bucket.slots] == list(range(bucket.flags, bucket.flags + len(bucket.slots)))
+
+
+@given(parameters(), caps, caps)
+def test_caps(specs: list[Parameter], first: float, cap: float) -> None:
+    seen = set()
+    for bucket in make_buckets(specs, first_bucket_mib=first, bucket_cap_mib=cap):
+        kind = (bucket.dtype, bucket.reduction)
+        limit = min(first, cap) if kind not in seen else cap
+        seen.add(kind)
+        assert bucket.flags * bucket.itemsize <= int(limit * MIB) or len(bucket.slots) == 1
+
+
+@given(parameters(), caps, caps)
+def test_order_is_that_of_backward(specs: list[Parameter], first: float, cap: float) -> None:
+    buckets = make_buckets(specs, first_bucket_mib=first, bucket_cap_mib=cap)
+    completed = [min(bucket.parameters) for bucket in buckets]
+    assert completed == sorted(completed, reverse=True)
+    for bucket in buckets:
+        assert list(bucket.parameters) == sorted(bucket.parameters, reverse=True)
+
+
+def test_first_bucket_is_small_then_full_ones() -> None:
+    specs = [Parameter(f"p{i}", MIB // 8, "float32", 4) for i in range(12)]  # half a MiB each
+    assert [len(b.slots) for b in make_buckets(specs, first_bucket_mib=1, bucket_cap_mib=2)] == [2, 4, 4, 2]
+
+
+def test_a_parameter_larger_than_the_cap_has_a_bucket_of_its_own() -> None:
+    specs = [Parameter(name, count, "float32", 4) for name, count in [("a", 10), ("big", MIB), ("z", 10)]]
+    buckets = make_buckets(specs, first_bucket_mib=1, bucket_cap_mib=1)
+    assert [bucket.parameters for bucket in buckets] == [(2,), (1,), (0,)]
+
+
+def test_dtypes_do_not_mix_and_do_not_cut_each_other() -> None:
+    specs = [Parameter(f"p{i}", 10, "float32" if i % 2 else "float64", 4 if i % 2 else 8) for i in range(6)]
+    assert [bucket.parameters for bucket in make_buckets(specs)] == [(5, 3, 1), (4, 2, 0)]
+
+
+def test_sizes_in_bytes() -> None:
+    (bucket,) = make_buckets([Parameter("a", 3, "float16", 2), Parameter("b", 33, "float16", 2)])
+    assert bucket == Bucket(0, "float16", 2, "mean", bucket.slots, flags=96, count=128)
+    assert bucket.nbytes == 256
+
+
+@pytest.mark.parametrize("caps", [(0, 1), (1, 0), (-1, 1)])
+def test_caps_must_be_positive(caps: tuple[float, float]) -> None:
+    with pytest.raises(ValueError, match="positive"):
+        make_buckets([], first_bucket_mib=caps[0], bucket_cap_mib=caps[1])

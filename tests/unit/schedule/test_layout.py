@@ -1,0 +1,58 @@
+"""Layouts: every element is in exactly one chunk."""
+
+from __future__ import annotations
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from commlib.errors import UsageError
+from commlib.schedule import Span, even, segmented, uneven
+
+counts = st.integers(0, 10_000)
+chunks = st.integers(1, 300)
+
+
+@given(counts, chunks)
+def test_even(count: int, chunks: int) -> None:
+    layout = even(count, chunks)
+    assert layout.chunks == chunks and layout.count == count == sum(layout.counts)
+    assert max(layout.counts) - min(layout.counts) <= 1
+    assert list(layout.counts) == sorted(layout.counts, reverse=True)
+    assert layout.is_even == (count % chunks == 0)
+
+
+@given(st.lists(st.integers(0, 50), max_size=40))
+def test_uneven(sizes: list[int]) -> None:
+    layout = uneven(sizes)
+    assert list(layout.counts) == sizes
+    assert layout.count == sum(sizes)
+
+
+@given(st.lists(st.integers(0, 50), min_size=1, max_size=40), st.data())
+def test_slices_join(sizes: list[int], data: st.DataObject) -> None:
+    layout = uneven(sizes)
+    a, b, c = sorted(data.draw(st.integers(0, len(sizes))) for _ in range(3))
+    left, right = layout.slice(Span(a, b)), layout.slice(Span(b, c))
+    assert left[1] == right[0]
+    assert layout.slice(Span(a, c)) == (left[0], right[1])
+    assert layout.length(Span(a, c)) == layout.length(Span(a, b)) + layout.length(Span(b, c)) == sum(sizes[a:c])
+
+
+@given(counts, chunks, st.integers(1, 1000))
+def test_segmented(count: int, chunks: int, limit: int) -> None:
+    blocks = segmented(count, chunks, limit)
+    position = 0
+    for start, layout in blocks:
+        assert start == position
+        assert layout.chunks == chunks
+        assert max(layout.counts) <= limit
+        position += layout.count
+    assert position == count
+    assert len(blocks) == max(1, -(-count // (chunks * limit))), "no more blocks than needed"
+
+
+def test_refuses_nonsense() -> None:
+    for wrong in (lambda: even(-1, 2), lambda: even(1, 0), lambda: uneven([1, -1]), lambda: segmented(1, 1, 0)):
+        with pytest.raises(UsageError):
+            wrong()

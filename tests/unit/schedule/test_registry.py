@@ -1,0 +1,93 @@
+"""The table of algorithms and its messages."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+
+import pytest
+
+from commlib.errors import UsageError
+from commlib.schedule import (
+    Program,
+    Round,
+    ScheduleError,
+    algorithm,
+    algorithms,
+    find,
+    program,
+    registry,
+    verbs,
+    verify,
+)
+
+
+def test_the_designed_algorithms_are_there() -> None:
+    expected = {
+        "all_reduce": {"ring", "recursive_doubling", "halving_doubling", "bruck", "binomial_tree", "double_tree"},
+        "reduce_scatter": {"ring", "recursive_halving", "bruck"},
+        "all_gather": {"ring", "recursive_doubling", "bruck"},
+        "all_to_all": {"pairwise", "bruck"},
+        "broadcast": {"binomial_tree", "chain"},
+        "reduce": {"binomial_tree", "chain"},
+        "gather": {"direct", "binomial_tree"},
+        "scatter": {"direct", "binomial_tree"},
+        "barrier": {"dissemination"},
+    }
+    assert {verb: set(algorithms(verb)) for verb in verbs()} == expected
+
+
+def test_programs_are_cached() -> None:
+    assert program("all_reduce", "ring", 1, 4) is program("all_reduce", "ring", 1, 4)
+
+
+def test_a_program_knows_what_it_is() -> None:
+    made = program("broadcast", "chain", 1, 4, root=2, segments=3)
+    assert (made.verb, made.algorithm, made.rank, made.size, made.root) == ("broadcast", "chain", 1, 4, 2)
+    assert made.regions == (3,)
+
+
+@pytest.mark.parametrize(
+    ("call", "message"),
+    [
+        (lambda: program("all_reduce", "star", 0, 2), "no algorithm 'star'; known are ring, recursive_doubling"),
+        (lambda: program("all_shrink", "ring", 0, 2), "no collective is called 'all_shrink'; known are .*all_reduce"),
+        (lambda: program("all_reduce", "ring", 0, 0), "size must be at least 1, got 0"),
+        (lambda: program("all_reduce", "ring", 2, 2), r"rank must be in 0\.\.1, got 2"),
+        (lambda: program("all_reduce", "ring", -1, 2), r"rank must be in 0\.\.1, got -1"),
+        (lambda: program("broadcast", "chain", 0, 2, root=2), r"root must be in 0\.\.1, got 2"),
+        (lambda: program("all_reduce", "ring", 0, 2, root=1), "all_reduce has no root, got root=1"),
+        (lambda: program("broadcast", "chain", 0, 2, segments=0), "segments must be at least 1, got 0"),
+        (lambda: program("all_reduce", "ring", 0, 2, segments=2), "not pipelined.* are: binomial_tree, double_tree"),
+        (lambda: program("barrier", "dissemination", 0, 2, segments=2), "barrier that are: none"),
+    ],
+)
+def test_wrong_calls_say_why(call: Callable[[], Program], message: str) -> None:
+    with pytest.raises(UsageError, match=message):
+        call()
+
+
+def test_adding_an_algorithm_takes_one_decorator(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(registry, "_table", dict(registry._table))
+
+    @algorithm("barrier", "lazy", regions=lambda size, segments: (), rounds=lambda p, s: 0, sent=lambda p, s: 0)
+    def lazy(rank: int, size: int) -> Iterator[Round]:
+        """Do nothing."""
+        return iter(())
+
+    assert "lazy" in algorithms("barrier")
+    assert find("barrier", "lazy").description == "Do nothing."
+    with pytest.raises(ScheduleError, match="has not heard of rank 1"):
+        verify([program("barrier", "lazy", rank, 2) for rank in range(2)])
+
+
+def test_an_unknown_verb_cannot_be_verified() -> None:
+    with pytest.raises(UsageError, match="'all_shrink' promises is not written down"):
+        verify([Program("all_shrink", "ring", 0, 1, 0, (1,), ())])
+
+
+def test_importing_brings_no_heavy_module() -> None:
+    code = "import sys, commlib.schedule; print(*(m for m in ('numpy', 'mpi4py', 'threading') if m in sys.modules))"
+    out = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert out.stdout.strip() == ""

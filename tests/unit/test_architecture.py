@@ -1,0 +1,236 @@
+"""Who may import whom: DESIGN's rules, read off the syntax trees (nothing is imported, so lazy imports count too)."""
+
+from __future__ import annotations
+
+import ast
+import subprocess
+import sys
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[2]
+
+# Standard library, each other and commlib.errors only; no clock, no thread, no other process.
+PURE = (
+    "commlib.schedule",
+    "commlib.mesh",
+    "commlib.topology",
+    "commlib.data_parallel.buckets",
+    "commlib.data_parallel.tracker",
+    "commlib.pipeline.ir",
+    "commlib.pipeline.plans",
+    "commlib.pipeline.lower",
+    "commlib.pipeline.verify",
+    "commlib.pipeline.simulate",
+    "commlib.pipeline.render",
+    "commlib.tensor",
+    "commlib.tune.model",
+)
+IMPURE_STANDARD_LIBRARY = {
+    "_thread", "asyncio", "concurrent", "datetime", "multiprocessing", "socket", "subprocess", "threading", "time",
+}  # fmt: skip
+
+# A module may import its own row and those above it. The longest name that fits decides.
+LAYERS = (
+    ("commlib.errors", "commlib.typing", "commlib.config", "commlib.dtypes", *PURE),
+    ("commlib.kernels", "commlib.buffers"),
+    ("commlib.transport",),
+    ("commlib.executor", "commlib.agreement", "commlib.progress", "commlib.runtime", "commlib.work", "commlib.world",
+     "commlib.communicator", "commlib.plan", "commlib.verbs", "commlib.observe", "commlib.tune"),
+    ("commlib.compress", "commlib.coordinator", "commlib.data_parallel", "commlib.pipeline", "commlib.expert"),
+    ("commlib",),  # the public names
+    ("commlib.cli", "commlib_torch", "commlib_tensorflow"),
+)  # fmt: skip
+
+FRAMEWORKS = {"torch", "tensorflow", "keras", "jax", "commlib_torch", "commlib_tensorflow"}
+FRAMEWORKS_OF = {
+    "commlib_torch": {"torch", "commlib_torch"},
+    "commlib_tensorflow": FRAMEWORKS - {"torch", "commlib_torch"},
+}
+CUPY_ALLOWED = ("commlib.kernels.cuda", "commlib.buffers")  # and there inside functions only
+
+
+@dataclass(frozen=True, slots=True)
+class Import:
+    """One imported module, where it stands, and how."""
+
+    importer: str
+    target: str
+    where: str  # file:line
+    lazy: bool  # inside a function
+    for_types: bool  # under TYPE_CHECKING
+
+
+def find_modules(root: Path) -> dict[str, Path]:
+    """Name every module of the core and the adapters."""
+    modules = {}
+    for base, package in ((root, "commlib"), (root / "adapters", "commlib_*")):
+        for path in sorted(base.glob(f"{package}/**/*.py")):
+            parts = path.relative_to(base).with_suffix("").parts
+            modules[".".join(parts[:-1] if parts[-1] == "__init__" else parts)] = path
+    return modules
+
+
+def find_imports(root: Path) -> Iterator[Import]:
+    modules = find_modules(root)
+    for name, path in modules.items():
+        package = name if path.name == "__init__.py" else name.rpartition(".")[0]
+        tree = ast.parse(path.read_text(), str(path))
+        for node, lazy, for_types in walk(tree):
+            for target in targets(node, package, modules):
+                yield Import(name, target, f"{path.relative_to(root)}:{node.lineno}", lazy, for_types)
+
+
+def walk(node: ast.AST, lazy: bool = False, for_types: bool = False) -> Iterator[tuple[ast.stmt, bool, bool]]:
+    """Yield the import statements below a node, and whether they are inside a function or for type checkers only."""
+    for child in ast.iter_child_nodes(node):
+        if isinstance(child, ast.Import | ast.ImportFrom):
+            yield child, lazy, for_types
+        elif isinstance(child, ast.If) and "TYPE_CHECKING" in ast.unparse(child.test):
+            yield from walk(child, lazy, True)
+        else:
+            yield from walk(child, lazy or isinstance(child, ast.FunctionDef | ast.AsyncFunctionDef), for_types)
+
+
+def targets(node: ast.stmt, package: str, modules: dict[str, Path]) -> Iterator[str]:
+    """Yield the absolute names of the modules that an import statement imports."""
+    if isinstance(node, ast.Import):
+        yield from (alias.name for alias in node.names)
+    elif isinstance(node, ast.ImportFrom):
+        base = node.module or ""
+        if node.level:
+            parents = package.split(".")[: len(package.split(".")) - node.level + 1]
+            base = ".".join([*parents, *filter(None, [base])])
+        for alias in node.names:
+            submodule = f"{base}.{alias.name}"
+            yield submodule if submodule in modules else base
+
+
+def is_in(module: str, names: tuple[str, ...]) -> bool:
+    return any(module == name or module.startswith(name + ".") for name in names)
+
+
+def layer(module: str) -> int | None:
+    """Return the row of LAYERS that the longest fitting name stands in."""
+    fits = [(len(name), row) for row, names in enumerate(LAYERS) for name in names if is_in(module, (name,))]
+    length, row = max(fits, default=(0, None))
+    is_unplaced = length == len("commlib") and module != "commlib"
+    return None if is_unplaced else row
+
+
+def breaches(root: Path) -> list[str]:
+    """Return what breaks the rules, each as `file:line: what`."""
+    found = [f"{path.relative_to(root)}:1: {name} has no row in LAYERS" for name, path in find_modules(root).items()
+             if layer(name) is None]  # fmt: skip
+    for item in find_imports(root):
+        if problem := breach(item):
+            found.append(f"{item.where}: {item.importer} imports {item.target}: {problem}")
+    for folder in ("commlib", "adapters", "tests", "examples", "benchmarks"):
+        for path in sorted((root / folder).rglob("*")):
+            if path.is_dir() and path.name in ("torch", "tensorflow"):
+                found.append(f"{path.relative_to(root)}: a folder of this name shadows the framework")
+    return found
+
+
+def breach(item: Import) -> str | None:
+    importer, target = item.importer, item.target
+    top, from_top = target.partition(".")[0], importer.partition(".")[0]
+    if top in FRAMEWORKS - FRAMEWORKS_OF.get(from_top, set()):
+        return "the core knows no framework" if from_top == "commlib" else "an adapter knows only its own framework"
+    if top == "cupy" and from_top == "commlib" and not (item.lazy and is_in(importer, CUPY_ALLOWED)):
+        return f"cupy is imported only inside functions of {', '.join(CUPY_ALLOWED)}"
+    if is_in(importer, PURE) and not is_in(target, (*PURE, "commlib.errors")):
+        if top not in sys.stdlib_module_names:
+            return "a pure module imports the standard library, pure modules and commlib.errors only"
+        if top in IMPURE_STANDARD_LIBRARY:
+            return "a pure module has no clock, thread or other process"
+    mine, theirs = layer(importer), layer(target)
+    if mine is not None and theirs is not None and theirs > mine and not item.for_types:
+        return "imports point the other way"
+    return None
+
+
+def test_imports_follow_the_rules() -> None:
+    assert len(find_modules(ROOT)) > 5
+    found = breaches(ROOT)
+    assert not found, "\n".join(found)
+
+
+@pytest.mark.parametrize(
+    ("path", "text", "expected"),
+    [
+        (
+            "commlib/schedule/ring.py",
+            "import os\nimport numpy as np\n",
+            ":2: commlib.schedule.ring imports numpy: a pure",
+        ),
+        ("commlib/schedule/ring.py", "from time import sleep\n", ":1: commlib.schedule.ring imports time: a pure"),
+        ("commlib/schedule/ring.py", "from ..kernels import host\n", "imports commlib.kernels.host: a pure"),
+        (
+            "commlib/kernels/host.py",
+            "def f():\n    from commlib import transport\n",
+            ":2: commlib.kernels.host imports",
+        ),
+        ("commlib/transport/mpi.py", "from commlib.communicator import X\n", "imports point the other way"),
+        ("commlib/communicator.py", "from commlib import Work\n", "imports commlib: imports point the other way"),
+        ("commlib/communicator.py", "def f():\n    import torch.nn\n", ":2: commlib.communicator imports torch.nn"),
+        ("commlib/buffers/view.py", "import cupy\n", "cupy is imported only inside functions"),
+        ("commlib/work.py", "def f():\n    import cupy\n", "cupy is imported only inside functions"),
+        ("adapters/commlib_torch/a.py", "import keras\n", "an adapter knows only its own framework"),
+        (
+            "adapters/commlib_tensorflow/a.py",
+            "from commlib_torch import x\n",
+            "an adapter knows only its own framework",
+        ),
+        ("commlib/novelty.py", "", "commlib.novelty has no row"),
+        ("tests/torch/test_a.py", "", "tests/torch: a folder of this name shadows"),
+    ],
+)
+def test_a_breach_is_found(tmp_path: Path, path: str, text: str, expected: str) -> None:
+    for name in ("commlib/__init__.py", "commlib/kernels/__init__.py", "commlib/transport/__init__.py", path):
+        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / name).write_text("")
+    (tmp_path / "commlib/kernels/host.py").write_text("")
+    (tmp_path / path).write_text(text)
+    found = breaches(tmp_path)
+    assert len(found) == 1
+    assert found[0].startswith(path) or path.startswith(found[0].partition(":")[0])
+    assert expected in found[0]
+
+
+def test_what_is_allowed_is_not_found(tmp_path: Path) -> None:
+    allowed = {
+        "commlib/__init__.py": "from commlib.communicator import Communicator\n",
+        "commlib/communicator.py": "import numpy\nfrom .transport import base\n",
+        "commlib/transport/base.py": "if TYPE_CHECKING:\n    from commlib.communicator import Communicator\n",
+        "commlib/schedule/ring.py": "import math\nfrom commlib.errors import UsageError\nfrom . import ir\n",
+        "commlib/schedule/ir.py": "",
+        "commlib/errors.py": "",
+        "commlib/buffers/view.py": "def f():\n    import cupy\n",
+        "adapters/commlib_torch/optimizer.py": "import torch\nimport commlib\n",
+    }
+    for name, text in allowed.items():
+        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / name).write_text(text)
+    assert breaches(tmp_path) == []
+
+
+def test_importing_commlib_is_fast_and_imports_nothing_heavy() -> None:
+    program = """
+import sys, time
+start = time.perf_counter()
+import commlib
+seconds = time.perf_counter() - start
+heavy = {"mpi4py", "numba", "llvmlite", "cupy", "torch", "tensorflow", "keras"} & set(sys.modules)
+print(seconds, *sorted(heavy))
+"""
+    seconds = []
+    for _ in range(5):
+        done = subprocess.run([sys.executable, "-c", program], cwd=ROOT, check=True, capture_output=True, text=True)
+        measured, *heavy = done.stdout.split()
+        assert heavy == []
+        seconds.append(float(measured))
+    assert min(seconds) < 0.2  # the best, because another process may have slowed down the others
