@@ -28,7 +28,7 @@ from commlib.transport.base import Transport
 from commlib.transport.shared import Call, Kernel, NodeBoard
 from commlib.verbs import messages, movement, reduction
 from commlib.verbs.node import NodeAllReduce
-from commlib.verbs.operation import Operation, apart, result, signature, source
+from commlib.verbs.operation import Operation, Result, apart, result, signature, source
 from commlib.work import Work
 
 Regions = Callable[..., list[Region]]
@@ -132,22 +132,28 @@ class Communicator:
                 if reference() is x and op == known_op and algorithm == "auto" and x.dtype is dtype and x.size == size:
                     call()
                     return x
-        prepared_call = self._all_reduce_on_node(x, op, out, algorithm)
-        if prepared_call is not None:
-            prepared_call[0]()
-            return prepared_call[1]()
-        return self._run(self._all_reduce(x, op, out, algorithm))
+        on_node = self._all_reduce_on_node(x, op, out, algorithm)
+        if on_node is None:
+            return self._run(self._all_reduce(x, op, out, algorithm))
+        call, target, _ = on_node
+        call()
+        return target.deliver()
 
     def all_reduce_async(self, x: Any, op: str = "sum", *, out: Any = None, algorithm: str = "auto") -> Work:
         """Start `all_reduce`."""
-        prepared_call = self._all_reduce_on_node(x, op, out, algorithm)
-        if prepared_call is None:
+        on_node = self._all_reduce_on_node(x, op, out, algorithm)
+        if on_node is None:
             return self._start(self._all_reduce(x, op, out, algorithm))
-        call, deliver, keep = prepared_call
-        return Plan(self.runtime.progress, call.text, call, call.run, deliver, keep).start()
+        call, target, keep = on_node
+
+        def run(keep: Any = keep) -> Any:
+            call.run()
+            return target.deliver()
+
+        return self.runtime.progress.start(call.text, run)
 
     def plan_all_reduce(self, x: Any, op: str = "sum", *, out: Any = None, algorithm: str = "auto") -> Plan:
-        """Prepare an `all_reduce` that will be run many times on the same memory.
+        """Prepare an `all_reduce` that will be run many times on the same, contiguous, memory.
 
         `plan()` runs it now, `plan.start()` on the progress thread. Not collective; running it is.
         """
@@ -156,14 +162,10 @@ class Communicator:
                 raise UsageError(f"plan_all_reduce: {what} must be contiguous: a copy of it would not follow it")
         on_node = self._all_reduce_on_node(x, op, out, algorithm)
         if on_node is not None:
-            call, deliver, keep = on_node
-            return Plan(self.runtime.progress, call.text, call, call.run, deliver, keep)
+            call, target, keep = on_node
+            return Plan.on_node(self.runtime.progress, call, target.deliver(), keep)
         operation = self._all_reduce(x, op, out, algorithm)
-
-        def run() -> Any:
-            return self._execute(operation)
-
-        return Plan(self.runtime.progress, operation.text, None, run, None, (x, out))
+        return Plan(self.runtime.progress, Operation(operation.text, lambda: self._execute(operation)), (x, out))
 
     def _all_reduce(self, x: Any, op: str, out: Any, algorithm: str) -> Operation:
         if algorithm == "native":
@@ -172,7 +174,8 @@ class Communicator:
 
     def _all_reduce_on_node(
         self, x: Any, op: str, out: Any, algorithm: str
-    ) -> tuple[NodeAllReduce, Callable[[], Any], Any] | None:
+    ) -> tuple[NodeAllReduce, Result, Any] | None:
+        """Return (the compiled call, its result, what must stay alive), or None where the node path does not apply."""
         if algorithm not in ("auto", "node"):
             return None
         if self.board is None:
@@ -189,7 +192,7 @@ class Communicator:
             key, prepared = id(x), self._prepared
             reference = weakref.ref(x, lambda _: prepared.pop(key, None))
             prepared[key] = (reference, op, x.dtype, x.size, call)
-        return call, target.deliver, (x, out, array, target)
+        return call, target, (x, out, array)
 
     def reduce_scatter(self, x: Any, op: str = "sum", *, out: Any = None, algorithm: str = "auto") -> Any:
         """Combine `x` of all ranks and give each rank its part of the result along dimension 0.
@@ -411,6 +414,8 @@ class Communicator:
     def settle(self, kernel: Kernel, call: Call, status: int, text: str) -> None:
         """Finish a kernel that did not end well at once: go on waiting, or say who called what."""
         assert self.board is not None
+        if self.failure is not None:
+            raise self.failure
         watch = self.watch(text)
         try:
             if self.board.resume(kernel, call, status, watch) == MISMATCH:
@@ -418,8 +423,13 @@ class Communicator:
         except MismatchError:
             raise
         except CommlibError as error:
-            self.failure = error
+            self._fail(error)
             raise
+
+    def _fail(self, error: CommlibError) -> None:
+        self.failure = error
+        if self.board is not None:
+            self.board.fail()
 
     def _compare(self, text: str) -> None:
         check = self.config.check
@@ -444,7 +454,7 @@ class Communicator:
         except (MismatchError, UsageError):
             raise
         except CommlibError as error:
-            self.failure = error
+            self._fail(error)
             raise
 
     def _run(self, operation: Operation) -> Any:

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any
 
 from commlib.progress import Progress
+from commlib.verbs.node import NodeAllReduce
+from commlib.verbs.operation import Operation
 from commlib.work import Work
 
 
@@ -15,38 +16,37 @@ class Plan:
     `plan()` runs it now and returns the result array, `plan.start()` runs it on the progress thread and returns a Work.
     """
 
-    __slots__ = ("_call", "_deliver", "_keep", "_progress", "_run", "text")
+    __slots__ = ("_call", "_keep", "_progress", "_run", "_value", "text")
 
-    def __init__(
-        self,
-        progress: Progress,
-        text: str,
-        call: Callable[[], Any] | None,
-        run: Callable[[], Any],
-        deliver: Callable[[], Any] | None,
-        keep: Any,
-    ) -> None:
-        """`call` runs it in this thread, in turn; `run` runs it without asking whose turn it is.
+    def __init__(self, progress: Progress, operation: Operation, keep: Any) -> None:
+        """Run `operation`; `keep` is kept alive."""
+        self.text = operation.text
+        self._progress, self._run, self._keep = progress, operation.run, keep
+        self._call: NodeAllReduce | None = None
+        self._value: Any = None
 
-        `deliver` returns the result (without it, `run` does); `keep` is kept alive.
-        """
-        self.text = text
-        self._progress, self._call, self._run, self._deliver, self._keep = progress, call, run, deliver, keep
+    @classmethod
+    def on_node(cls, progress: Progress, call: NodeAllReduce, value: Any, keep: Any) -> Plan:
+        """Return the plan of a compiled call, whose result is always `value`."""
+
+        def run() -> Any:
+            call.run()
+            return value
+
+        plan = cls(progress, Operation(call.text, run), keep)
+        plan._call, plan._value = call, value
+        return plan
 
     def __repr__(self) -> str:
         return f"<Plan {self.text}>"
 
     def __call__(self) -> Any:
         """Run it now, after everything that was launched before, and return its result."""
-        if self._call is None or self._deliver is None:
-            return self._progress.run(self.text, self._run)
-        self._call()
-        return self._deliver()
+        if self._call is not None:
+            self._call()
+            return self._value
+        return self._progress.run(self.text, self._run)
 
     def start(self) -> Work:
         """Run it on the progress thread, after everything that was launched before."""
-        return self._progress.start(self.text, self._finish)
-
-    def _finish(self) -> Any:
-        result = self._run()
-        return result if self._deliver is None else self._deliver()
+        return self._progress.start(self.text, self._run)

@@ -35,28 +35,20 @@ class Progress:
         self._queue: deque[tuple[Work, Run]] = deque()
         self._watched: list[Watched] = []
         self._changed = threading.Condition(threading.Lock())
-        self._running = threading.Lock()
-        self._pending = 0  # queued or running on the thread
+        self.running = threading.Lock()  # held by whoever runs an operation
+        self.pending = 0  # operations queued for, or running on, the thread
         self._thread: threading.Thread | None = None
         self._closed = False
         self.current = ""  # what is running on the thread, for messages
 
     def run(self, description: str, run: Run) -> Any:
         """Run one operation and return its result, after everything that was launched before it."""
-        if not self.enter():
+        if self.pending or not self.running.acquire(False):
             return self.start(description, run).wait()
         try:
             return run()
         finally:
-            self.leave()
-
-    def enter(self) -> bool:
-        """Return whether the calling thread may run an operation itself, now; it must `leave` afterwards."""
-        return not self._pending and self._running.acquire(False)
-
-    def leave(self) -> None:
-        """End what `enter` began."""
-        self._running.release()
+            self.running.release()
 
     def start(self, description: str, run: Run) -> Work:
         """Queue one operation and return its Work."""
@@ -65,7 +57,7 @@ class Progress:
             if self._closed:
                 raise ShutdownError(f"{description}: commlib has been shut down")
             self._queue.append((work, run))
-            self._pending += 1
+            self.pending += 1
             self._start_thread()
             self._changed.notify_all()
         return work
@@ -106,13 +98,13 @@ class Progress:
             work, run = job
             result, error = None, None
             try:
-                with self._running:
+                with self.running:
                     result = run()
             except BaseException as caught:  # it belongs to whoever waits for the work
                 error = caught
             # The next blocking call may run inline as soon as its thread knows that this one is done.
             with self._changed:
-                self._pending -= 1
+                self.pending -= 1
                 self.current = ""
                 self._changed.notify_all()
             work.finish(result, error)
@@ -121,7 +113,7 @@ class Progress:
     def drain(self, timeout: float) -> str:
         """Wait until nothing is pending; return "" or, if that takes longer than `timeout` s, what is running."""
         with self._changed:
-            if self._changed.wait_for(lambda: self._pending == 0 and not self._watched, timeout):
+            if self._changed.wait_for(lambda: self.pending == 0 and not self._watched, timeout):
                 return ""
             return self.current or next((work.description for work in self._watched), "a queued operation")
 
@@ -129,10 +121,10 @@ class Progress:
         """Accept nothing more; what is queued and has not begun ends with ShutdownError."""
         with self._changed:
             self._closed = True
-            self._pending += 1  # for ever: nothing may run in its caller's thread either
+            self.pending += 1  # for ever: nothing may run in its caller's thread either
             dropped = list(self._queue)
             self._queue.clear()
-            self._pending -= len(dropped)
+            self.pending -= len(dropped)
             self._changed.notify_all()
         for work, _ in dropped:
             work.finish(error=ShutdownError(f"{work.description}: commlib was shut down before it began"))

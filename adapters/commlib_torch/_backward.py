@@ -50,7 +50,7 @@ class BackwardPasses:
         if graph in self._armed:
             return
         self._armed.add(graph)
-        Variable._execution_engine.queue_callback(self._end)  # type: ignore[no-untyped-call]
+        Variable._execution_engine.queue_callback(self._end)
 
     def _end(self) -> None:
         node = torch._C._current_autograd_node()

@@ -17,7 +17,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from commlib.data_parallel import Engine, Parameter, Statistics, Tracker, check_agreement, make_buckets
+from commlib.data_parallel import Engine, Parameter, Statistics, Tracker, check_agreement, make_buckets, overlap_pays
 from commlib.errors import UsageError
 from commlib_torch._backward import backward_passes
 from commlib_torch._bridge import check, dtype_name, to_tensor
@@ -42,7 +42,7 @@ class Gradients:
         bucket_cap_mib: float,
         first_bucket_mib: float,
         passes_per_step: int = 1,
-        overlap: bool = True,
+        overlap: bool | None = None,
     ) -> None:
         if op not in REDUCTIONS:
             raise UsageError(f"op must be one of {', '.join(REDUCTIONS)}, got {op!r}")
@@ -58,7 +58,7 @@ class Gradients:
         self._scale_before_adding = op == "sum" and comm.size > 1
         self._holds_sum = [False] * len(parameters)
         """`grad` is a sum over ranks already. Each rank then adds to 1/size of it, so that it is counted once."""
-        self._overlap = overlap
+        self._overlap = overlap_pays(comm) if overlap is None else overlap
         self._sync = True
         specs = [_spec(name, parameter, op) for name, parameter in parameters]
         try:
@@ -163,7 +163,7 @@ class Gradients:
         for index, parameter in enumerate(self._parameters):
             hooks.append(parameter.register_post_accumulate_grad_hook(after_accumulation(index)))
             if self._scale_before_adding:
-                hooks.append(parameter.register_hook(before_accumulation(index)))  # type: ignore[no-untyped-call]
+                hooks.append(parameter.register_hook(before_accumulation(index)))
         return hooks
 
     def _on_gradient(self, index: int, parameter: Tensor) -> None:

@@ -30,8 +30,9 @@ class DataParallel(nn.Module):
     are interchangeable with those of a program that runs in one process. Attributes that this class lacks are looked
     up in `module`. A copy or pickle of it computes the same, but reduces nothing.
 
-    `op` is "mean" or "sum"; buckets hold up to `bucket_cap_mib` MiB, the first one `first_bucket_mib`; with
-    `overlap=False` nothing is sent before backward ends; `comm` is the group to reduce over, by default all ranks.
+    `op` is "mean" or "sum"; buckets hold up to `bucket_cap_mib` MiB, the first one `first_bucket_mib`. With
+    `overlap` they are sent while backward runs, else when it ends; by default where the group spans several nodes.
+    `comm` is the group to reduce over, by default all ranks.
 
     Raises UsageError for parameters that cannot be managed, MismatchError on every rank if ranks hold different ones.
     """
@@ -43,7 +44,7 @@ class DataParallel(nn.Module):
         op: str = "mean",
         bucket_cap_mib: float = BUCKET_CAP_MIB,
         first_bucket_mib: float = FIRST_BUCKET_MIB,
-        overlap: bool = True,
+        overlap: bool | None = None,
         comm: Communicator | None = None,
     ) -> None:
         super().__init__()
@@ -58,8 +59,8 @@ class DataParallel(nn.Module):
             overlap=overlap,
         )
         broadcast_parameters([*module.named_parameters(), *module.named_buffers()], comm=comm)
-        self.register_state_dict_post_hook(_strip_prefix)
-        self.register_load_state_dict_pre_hook(_add_prefix)
+        self.register_state_dict_post_hook(_strip_prefix)  # type: ignore[no-untyped-call]
+        self.register_load_state_dict_pre_hook(_add_prefix)  # type: ignore[no-untyped-call]
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """Call the wrapped module."""

@@ -27,7 +27,7 @@ def DistributedOptimizer(
     backward_passes_per_step: int = 1,
     bucket_cap_mib: float = BUCKET_CAP_MIB,
     first_bucket_mib: float = FIRST_BUCKET_MIB,
-    overlap: bool = True,
+    overlap: bool | None = None,
     comm: Communicator | None = None,
 ) -> OptimizerT:
     """Make `optimizer` step with gradients that are reduced over all ranks, and return it. Collective.
@@ -44,8 +44,8 @@ def DistributedOptimizer(
     `named_parameters`, such as `model.named_parameters()`, gives names for messages and the order of buckets; it must
     cover the optimizer's parameters. `op` is "mean" or "sum". With `backward_passes_per_step=k` only every k-th
     backward reduces; gradients of the k passes are added up, not averaged. Buckets hold up to `bucket_cap_mib` MiB,
-    the first one `first_bucket_mib`. With `overlap=False` nothing is sent before backward ends. `comm` is the group
-    to reduce over, by default all ranks.
+    the first one `first_bucket_mib`. With `overlap` they are sent while backward runs, else when it ends; by default
+    where the group spans several nodes. `comm` is the group to reduce over, by default all ranks.
 
     A closure given to `step` returns the loss reduced over the ranks, so that all of them take the same decisions.
     `step()` takes part in the reduction even where no backward ran. `add_param_group` is collective.
@@ -129,8 +129,9 @@ class Distributed:
 
     def __reduce_ex__(self, protocol: Any) -> Any:
         """Pickle and copy as the plain optimizer: a communicator belongs to this process."""
-        function, arguments, *rest = super().__reduce_ex__(protocol)
-        return (function, tuple(self._plain if item is type(self) else item for item in arguments), *rest)
+        reduced: Any = super().__reduce_ex__(protocol)
+        arguments = tuple(self._plain if item is type(self) else item for item in reduced[1])
+        return (reduced[0], arguments, *reduced[2:])
 
 
 def _before_step(optimizer: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:

@@ -22,13 +22,14 @@ import numpy as np
 from commlib.kernels import intrinsics as ins
 
 # What a kernel returns.
-DONE, WAITING, MISMATCH = 0, 1, 2
+DONE, WAITING, MISMATCH, BROKEN = range(4)
 
 # The board: one line per rank, two cache lines wide because CPUs prefetch in pairs. Byte offsets in a line:
 LINE_BYTES, ARRIVED, SIGNATURES = 128, 0, 16
 
 # Fields of the control array, one for each communicator and rank. SLOTS is the address of a table of P addresses.
-EPOCH, RANK, SIZE, BOARD, SLOTS, SLOT_BYTES, CONTROL_FIELDS = range(7)
+# FAILED is set once the ranks are out of step; every kernel then returns BROKEN at once.
+EPOCH, RANK, SIZE, BOARD, SLOTS, SLOT_BYTES, FAILED, CONTROL_FIELDS = range(8)
 
 # Fields of a call.
 (
@@ -96,6 +97,8 @@ def _await_peers(call: Any, control: Any) -> int:
 def barrier(call: Any) -> int:
     """Wait for everybody."""
     control = _control(call)
+    if control[FAILED] != 0:
+        return BROKEN
     if call[STATE] == 0:
         _arrive(control, call[SIGNATURE])
         call[STATE] = 1
@@ -117,6 +120,8 @@ def _own_share(count: int, item_bytes: int, rank: int, size: int) -> Any:
 def all_reduce_symmetric(call: Any) -> int:
     """All-reduce in symmetric memory: reduce my share from all ranks' buffers straight into all ranks' buffers."""
     control = _control(call)
+    if control[FAILED] != 0:
+        return BROKEN
     if call[STATE] == 0:
         _arrive(control, call[SIGNATURE])
         call[STATE] = 1
@@ -149,6 +154,8 @@ def all_reduce_exchange(call: Any) -> int:
     One meeting for each piece, P reads of each element: best for two ranks, and for small arrays.
     """
     control = _control(call)
+    if control[FAILED] != 0:
+        return BROKEN
     rank, size, item = control[RANK], control[SIZE], call[ITEM_BYTES]
     slots = nb.carray(ins.as_pointer(control[SLOTS]), size, np.int64)
     inputs = nb.carray(ins.as_pointer(call[INPUTS]), size, np.int64)
@@ -187,6 +194,8 @@ def all_reduce_staged(call: Any) -> int:
     Two meetings for each piece, but each rank reduces only its share: best for large arrays on more than two ranks.
     """
     control = _control(call)
+    if control[FAILED] != 0:
+        return BROKEN
     rank, size, item = control[RANK], control[SIZE], call[ITEM_BYTES]
     slots = nb.carray(ins.as_pointer(control[SLOTS]), size, np.int64)
     inputs = nb.carray(ins.as_pointer(call[INPUTS]), size, np.int64)

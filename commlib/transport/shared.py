@@ -107,6 +107,10 @@ class NodeBoard:
         """Return the ranks that have not reached this rank's epoch."""
         return [int(rank) for rank in np.flatnonzero(self._arrived < self._control[kernels.EPOCH])]
 
+    def fail(self) -> None:
+        """Let every later kernel return BROKEN: this rank is out of step with the others."""
+        self._control[kernels.FAILED] = 1
+
     def leave(self) -> None:
         """Tell the others that this rank comes to no meeting any more. Never blocks."""
         self._status[self.rank][0] = _LEFT

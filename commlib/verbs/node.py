@@ -27,7 +27,7 @@ class NodeAllReduce:
     It holds addresses only: whoever keeps it keeps the arrays alive.
     """
 
-    __slots__ = ("_call", "_comm", "_kernel", "_progress", "_tables", "text")
+    __slots__ = ("_acquire", "_call", "_comm", "_kernel", "_progress", "_release", "_tables", "text")
 
     def __init__(self, comm: Communicator, x: Array, target: Array, op: str, algorithm: str) -> None:
         board = comm.board
@@ -54,20 +54,19 @@ class NodeAllReduce:
         self.text = describe("all_reduce", x, *details)
         call[kernels.SIGNATURE] = signature(self.text)
         self._call, self._comm, self._progress = call, comm, comm.runtime.progress
+        self._acquire, self._release = self._progress.running.acquire, self._progress.running.release
 
     def __call__(self) -> None:
         """Run it in this thread, after everything that was launched before."""
-        progress = self._progress
-        if not progress.enter():
-            progress.start(self.text, self.run).wait()
+        # Progress.run, written out: a call by name costs as much as the meeting of two ranks.
+        if self._progress.pending or not self._acquire(False):
+            self._progress.start(self.text, self.run).wait()
             return
         try:
-            if self._comm.failure is not None:
-                raise self._comm.failure
             if status := self._kernel(self._call):
                 self._comm.settle(self._kernel, self._call, status, self.text)
         finally:
-            progress.leave()
+            self._release()
 
     def run(self) -> None:
         """Run it in the progress thread."""
@@ -75,8 +74,6 @@ class NodeAllReduce:
         spins, yields = call[kernels.SPINS], call[kernels.YIELDS]
         call[kernels.SPINS], call[kernels.YIELDS] = min(spins, _BACKGROUND_SPINS), _BACKGROUND_YIELDS
         try:
-            if self._comm.failure is not None:
-                raise self._comm.failure
             if status := self._kernel(call):
                 self._comm.settle(self._kernel, call, status, self.text)
         finally:

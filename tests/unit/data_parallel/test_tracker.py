@@ -1,6 +1,6 @@
 """The tracker: whatever the order of gradients, ranks launch the same buckets in the same order."""
 
-from itertools import permutations
+from itertools import pairwise, permutations
 
 import pytest
 from hypothesis import given
@@ -14,7 +14,7 @@ def partitions(draw: st.DrawFn) -> list[list[int]]:
     order = draw(st.permutations(range(draw(st.integers(1, 12)))))
     cuts = sorted(draw(st.sets(st.integers(1, max(1, len(order) - 1)))))
     bounds = [0, *[cut for cut in cuts if cut < len(order)], len(order)]
-    return [list(order[a:b]) for a, b in zip(bounds, bounds[1:], strict=False)]
+    return [list(order[a:b]) for a, b in pairwise(bounds)]
 
 
 def run_backward(tracker: Tracker, order: list[int], *, sync: bool = True, eager: bool = True) -> tuple[list[int], int]:

@@ -1,0 +1,218 @@
+"""Step time of data-parallel training on CPUs, ours against what people use today.
+
+    mpiexec -n 2 python benchmarks/data_parallel.py [--out result.json] [--rounds 20] [--steps 5] [--width 1152]
+
+A multilayer perceptron 784-width x 4-10 is trained by SGD with momentum on random data, 64 rows and one thread per
+rank. The contenders run in turn inside one process per rank, in rounds whose order rotates, each on a model of its
+own: so they meet the same machine in the same mood. A round's figure is its slowest rank's mean step time; the table
+shows median and spread over rounds, and the median over rounds of the ratio to no communication at all.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import platform
+import statistics
+import tempfile
+import time
+from collections.abc import Callable
+from contextlib import ExitStack
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+import commlib
+from commlib_torch import DistributedOptimizer
+from commlib_torch._backward import backward_passes
+
+ROWS = 64
+Step = Callable[[Tensor, Tensor], None]
+
+
+def make_model(width: int) -> nn.Module:
+    """A perceptron, the same on every rank."""
+    torch.manual_seed(0)
+    sizes = [784, width, width, width, width, 10]
+    layers: list[nn.Module] = []
+    for inputs, outputs in zip(sizes, sizes[1:], strict=False):
+        layers += [nn.Linear(inputs, outputs), nn.ReLU()]
+    return nn.Sequential(*layers[:-1])
+
+
+def make_optimizer(model: nn.Module) -> torch.optim.Optimizer:
+    return torch.optim.SGD(model.parameters(), lr=0.01, momentum=0.9)
+
+
+def plain_step(model: nn.Module, optimizer: torch.optim.Optimizer, between: Callable[[], None] | None = None) -> Step:
+    """A training step; `between` runs between backward and the optimizer."""
+
+    def step(inputs: Tensor, labels: Tensor) -> None:
+        optimizer.zero_grad()
+        nn.functional.cross_entropy(model(inputs), labels).backward()
+        if between is not None:
+            between()
+        optimizer.step()
+
+    return step
+
+
+def without_communication(comm: Any, model: nn.Module, arguments: argparse.Namespace) -> Step:
+    return plain_step(model, make_optimizer(model))
+
+
+def ours(comm: Any, model: nn.Module, arguments: argparse.Namespace, **options: Any) -> Step:
+    optimizer: Any = DistributedOptimizer(make_optimizer(model), model.named_parameters(), **options)
+    train = plain_step(model, optimizer)
+    backward_passes.leave(optimizer._gradients)
+
+    def step(inputs: Tensor, labels: Tensor) -> None:
+        # Several reducers in one process launch nothing before backward ends. Each contender is to be the only one.
+        backward_passes.join(optimizer._gradients)
+        train(inputs, labels)
+        backward_passes.leave(optimizer._gradients)
+
+    return step
+
+
+def flat_mpi(comm: Any, model: nn.Module, arguments: argparse.Namespace) -> Step:
+    """One MPI_Allreduce of all gradients, copied into one buffer; the optimizer reads them there."""
+    from mpi4py import MPI
+
+    parameters = list(model.parameters())
+    flat = torch.zeros(sum(parameter.numel() for parameter in parameters))
+    views = [part.view_as(p) for part, p in zip(flat.split([p.numel() for p in parameters]), parameters, strict=True)]
+    world = MPI.COMM_WORLD.Dup()
+
+    def reduce() -> None:
+        torch._foreach_copy_(views, [parameter.grad for parameter in parameters])
+        world.Allreduce(MPI.IN_PLACE, flat.numpy())
+        flat.mul_(1 / world.size)
+        for parameter, view in zip(parameters, views, strict=True):
+            parameter.grad = view
+
+    return plain_step(model, make_optimizer(model), reduce)
+
+
+def ddp_gloo(comm: Any, model: nn.Module, arguments: argparse.Namespace) -> Step:
+    """torch's DistributedDataParallel with its defaults, on gloo."""
+    wrapped = nn.parallel.DistributedDataParallel(model)
+    return plain_step(wrapped, make_optimizer(model))
+
+
+def start_gloo(comm: Any, stack: ExitStack) -> None:
+    """Let torch.distributed meet in a file."""
+    folder = stack.enter_context(tempfile.TemporaryDirectory()) if comm.rank == 0 else None
+    folder = comm.broadcast_object(folder)
+    os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
+    torch.distributed.init_process_group(
+        "gloo", init_method=f"file://{folder}/store", rank=comm.rank, world_size=comm.size
+    )
+    stack.callback(torch.distributed.destroy_process_group)
+
+
+CONTENDERS: dict[str, Callable[..., Step]] = {
+    "no communication": without_communication,
+    "ours": ours,
+    "flat MPI_Allreduce": flat_mpi,
+    "torch DDP, gloo": ddp_gloo,
+}
+# How the defaults were chosen: --sweep measures these too.
+SWEEP: dict[str, dict[str, Any]] = {
+    "ours, overlap": {"overlap": True},
+    "ours, overlap, 4 MiB": {"overlap": True, "bucket_cap_mib": 4},
+    "ours, overlap, 100 MiB": {"overlap": True, "bucket_cap_mib": 100, "first_bucket_mib": 100},
+    "ours, no overlap, 4 MiB": {"overlap": False, "bucket_cap_mib": 4},
+    "ours, no overlap, 100 MiB": {"overlap": False, "bucket_cap_mib": 100, "first_bucket_mib": 100},
+}
+
+
+def measure(comm: Any, steps: dict[str, Step], arguments: argparse.Namespace) -> dict[str, list[float]]:
+    """Return the seconds per step of every contender in every round."""
+    generator = torch.Generator().manual_seed(comm.rank)
+    inputs = torch.randn(ROWS, 784, generator=generator)
+    labels = torch.randint(10, (ROWS,), generator=generator)
+    names = list(steps)
+    seconds: dict[str, list[float]] = {name: [] for name in names}
+    for turn in range(arguments.warm_up + arguments.rounds):
+        for position in range(len(names)):
+            name = names[(position + turn) % len(names)]
+            comm.barrier()
+            started = time.perf_counter()
+            for _ in range(arguments.steps):
+                steps[name](inputs, labels)
+            slowest = max(comm.all_gather_object((time.perf_counter() - started) / arguments.steps))
+            if turn >= arguments.warm_up:
+                seconds[name].append(slowest)
+    return seconds
+
+
+def show(seconds: dict[str, list[float]], title: str) -> None:
+    from rich.console import Console
+    from rich.table import Table
+
+    table = Table(title=title)
+    for column in ("contender", "median ms", "10% ms", "90% ms", "ratio", "spread of ratio"):
+        table.add_column(column, justify="left" if column == "contender" else "right")
+    reference = seconds["no communication"]
+    for name, values in seconds.items():
+        ratios = [value / base for value, base in zip(values, reference, strict=True)]
+        cells = [1e3 * statistics.median(values), 1e3 * quantile(values, 0.1), 1e3 * quantile(values, 0.9)]
+        table.add_row(
+            name,
+            *(f"{cell:.2f}" for cell in cells),
+            f"{statistics.median(ratios):.3f}",
+            f"{quantile(ratios, 0.1):.2f} to {quantile(ratios, 0.9):.2f}",
+        )
+    Console(width=120).print(table)
+
+
+def quantile(values: list[float], fraction: float) -> float:
+    return sorted(values)[round(fraction * (len(values) - 1))]
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--width", type=int, default=1152, help="of the hidden layers")
+    parser.add_argument("--rounds", type=int, default=20)
+    parser.add_argument("--warm-up", type=int, default=2, help="rounds that are not counted")
+    parser.add_argument("--steps", type=int, default=5, help="per round and contender")
+    parser.add_argument("--sweep", action="store_true", help="measure bucket sizes and overlap too")
+    parser.add_argument("--out", type=Path, help="write raw figures as JSON")
+    arguments = parser.parse_args()
+
+    torch.set_num_threads(1)
+    comm = commlib.init()
+    contenders: dict[str, Callable[..., Step]] = dict(CONTENDERS)
+    options = dict(SWEEP) if arguments.sweep else {}
+    with ExitStack() as stack:
+        start_gloo(comm, stack)
+        steps = {name: make(comm, make_model(arguments.width), arguments) for name, make in contenders.items()}
+        for name, chosen in options.items():
+            steps[name] = ours(comm, make_model(arguments.width), arguments, **chosen)
+        seconds = measure(comm, steps, arguments)
+        count = sum(parameter.numel() for parameter in make_model(arguments.width).parameters())
+    if comm.rank:
+        return
+    title = f"{count / 1e6:.2f} M parameters, {comm.size} ranks, {os.cpu_count()} cores, {ROWS} rows per rank"
+    show(seconds, title)
+    if arguments.out:
+        record = {
+            "benchmark": "data_parallel",
+            "ranks": comm.size,
+            "cores": os.cpu_count(),
+            "parameters": count,
+            "rows_per_rank": ROWS,
+            "steps_per_round": arguments.steps,
+            "torch": torch.__version__,
+            "python": platform.python_version(),
+            "seconds_per_step": seconds,
+        }
+        arguments.out.write_text(json.dumps(record, indent=1))
+
+
+if __name__ == "__main__":
+    main()
