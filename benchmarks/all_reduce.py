@@ -81,14 +81,16 @@ def gloo_contender(x: Any) -> dict[str, Call]:
     if not dist.is_initialized():
         world = MPI.COMM_WORLD
         folder = world.bcast(tempfile.mkdtemp() if world.rank == 0 else None)
-        store = dist.FileStore(f"{folder}/store", world.size)
+        store = dist.FileStore(  # type: ignore[attr-defined]
+            f"{folder}/store", world.size
+        )
         dist.init_process_group("gloo", store=store, rank=world.rank, world_size=world.size)
     half = x.dtype == ml_dtypes.bfloat16
     tensor = torch.from_numpy(x.view(np.int16)).view(torch.bfloat16) if half else torch.from_numpy(x)
     return {"gloo": lambda: dist.all_reduce(tensor)}
 
 
-def burst(call: Call, calls: int) -> float:
+def burst(call: Call, calls: int) -> Any:
     """Seconds per call of the slowest rank."""
     MPI.COMM_WORLD.Barrier()
     start = time.perf_counter()
@@ -97,7 +99,7 @@ def burst(call: Call, calls: int) -> float:
     return MPI.COMM_WORLD.allreduce((time.perf_counter() - start) / calls, MPI.MAX)
 
 
-def fresh_burst(call: Call, calls: int, x: Any) -> float:
+def fresh_burst(call: Call, calls: int, x: Any) -> Any:
     """The same, of calls on data that this rank has just written."""
     spent = 0.0
     for _ in range(calls):
@@ -109,7 +111,7 @@ def fresh_burst(call: Call, calls: int, x: Any) -> float:
     return MPI.COMM_WORLD.allreduce(spent / calls, MPI.MAX)
 
 
-def wrong(call: Call, x: Any) -> int:
+def wrong(call: Call, x: Any) -> Any:
     """How many elements are not the sum, over all ranks."""
     world = MPI.COMM_WORLD
     x[:] = (np.arange(len(x)) % 17 + world.rank).astype(x.dtype)
@@ -162,9 +164,7 @@ def print_row(row: dict[str, Any], dtype: str, ranks: int, *, header: bool) -> N
     ours = medians.pop("commlib")
     if header:
         peers = "".join(f"{name + ' us':>22}" for name in ("mpi", "pieces", "gloo"))
-        print(
-            f"{'size':>10}{'count':>10}{'type':>10}{'time us':>12}{'algbw':>8}{'busbw GB/s':>12}{'wrong':>7}{peers}"
-        )
+        print(f"{'size':>10}{'count':>10}{'type':>10}{'time us':>12}{'algbw':>8}{'busbw GB/s':>12}{'wrong':>7}{peers}")
     algbw = row["size"] / ours / 1e9
     cells = "".join(
         f"{medians[name] * 1e6:>13.2f} ({medians[name] / ours:5.1f}x)" if name in medians else " " * 22

@@ -11,6 +11,7 @@ shows median and spread over rounds, and the median over rounds of the ratio to 
 from __future__ import annotations
 
 import argparse
+import itertools
 import json
 import os
 import platform
@@ -38,7 +39,7 @@ def make_model(width: int) -> nn.Module:
     torch.manual_seed(0)
     sizes = [784, width, width, width, width, 10]
     layers: list[nn.Module] = []
-    for inputs, outputs in zip(sizes, sizes[1:], strict=False):
+    for inputs, outputs in itertools.pairwise(sizes):
         layers += [nn.Linear(inputs, outputs), nn.ReLU()]
     return nn.Sequential(*layers[:-1])
 

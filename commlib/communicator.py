@@ -13,7 +13,6 @@ import numpy as np
 from commlib.agreement import compare_messages, mismatch
 from commlib.buffers.symmetric import SymmetricMemory
 from commlib.buffers.views import as_host
-from commlib.config import Config
 from commlib.dtypes import Array, name_of, numpy_dtype
 from commlib.errors import CommlibError, MismatchError, UsageError
 from commlib.executor import Reducer, Region, execute
@@ -94,7 +93,7 @@ class Communicator:
                 return Communicator(self._node_transport, self.runtime, f"{self.name}.node")
 
             self._node = self._run(Operation("node", run))
-        return self._node  # type: ignore[return-value]
+        return self._node
 
     def empty(self, shape: int | Sequence[int], dtype: Any = "float32") -> Array:
         """Return a zeroed array in symmetric memory: memory that all ranks of the node map.

@@ -9,8 +9,11 @@ from typing import Protocol
 class SharedMemory(Protocol):
     """Memory that every rank of a node maps. `bases[r]` is where rank r's part begins in THIS rank's address space."""
 
-    bases: Sequence[int]
-    nbytes: int
+    @property
+    def bases(self) -> Sequence[int]: ...
+
+    @property
+    def nbytes(self) -> int: ...
 
     def close(self) -> None:
         """Unmap it. Collective: every rank of the group calls it."""

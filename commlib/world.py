@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 import atexit
-import logging
 import os
 import sys
-import traceback
 from typing import TYPE_CHECKING, Any
 
 from commlib import config
@@ -14,8 +12,6 @@ from commlib.errors import TransportError, UsageError
 
 if TYPE_CHECKING:
     from commlib.communicator import Communicator
-
-log = logging.getLogger("commlib")
 
 _world: Communicator | None = None
 _hooked = False
@@ -76,7 +72,9 @@ def shutdown() -> None:
     comm, _world = _world, None
     unfinished = _close(comm)
     if unfinished:
-        log.warning("shutdown: rank %d gave up an unfinished %s", comm.rank, unfinished)
+        import logging
+
+        logging.getLogger("commlib").warning("shutdown: rank %d gave up an unfinished %s", comm.rank, unfinished)
 
 
 def _close(comm: Communicator) -> str:
@@ -128,6 +126,9 @@ def _check_launcher() -> None:
 
 
 def _set_up_logging(level: str) -> None:
+    import logging
+
+    log = logging.getLogger("commlib")
     if not log.handlers:
         handler = logging.StreamHandler()
         handler.setFormatter(logging.Formatter("commlib %(levelname)s: %(message)s"))
@@ -148,7 +149,7 @@ def _hook_exits() -> None:
     def abort_after(kind: type[BaseException], error: BaseException, trace: Any) -> None:
         previous(kind, error, trace)
         if _world is not None and _world.size > 1:
-            _abort(f"ended by an uncaught {''.join(traceback.format_exception_only(kind, error)).strip()}")
+            _abort(f"ended by an uncaught {kind.__name__}: {error}")
 
     sys.excepthook = abort_after
 

@@ -25,13 +25,13 @@ def values(dtype: str, shape: int | tuple[int, ...], seed: int, low: int = -3, h
     """Return small whole numbers: their sums and products are exact in every dtype, in any order."""
     random = np.random.default_rng(seed)
     if dtype == "bool":
-        return random.integers(0, 2, shape).astype(bool)
+        return np.array(random.integers(0, 2, shape), bool)
     if dtype.startswith("u"):
         low = 0
     numbers = random.integers(low, high + 1, shape)
     if dtype in COMPLEX:
-        return (numbers + 1j * random.integers(low, high + 1, shape)).astype(dtype)
-    return numbers.astype(NUMPY[dtype])
+        return np.array(numbers + 1j * random.integers(low, high + 1, shape), dtype)  # never a scalar
+    return np.array(numbers, NUMPY[dtype])
 
 
 def truncated_quotient(total: Any, divisor: int) -> Any:
@@ -43,8 +43,8 @@ def truncated_quotient(total: Any, divisor: int) -> Any:
 def combined(arrays: Sequence[Any], op: str) -> Any:
     """Combine arrays in order as commlib promises to: half precision in float32, rounded once; means in 64 bits."""
     dtype = arrays[0].dtype
-    if dtype == bool:
-        return reduce(_LOGICAL[op], arrays)
+    if dtype.kind == "b":
+        return np.asarray(reduce(_LOGICAL[op], arrays))
     wide = dtype
     if dtype in (NUMPY["float16"], NUMPY["bfloat16"]):
         wide = np.dtype(np.float32)
@@ -54,8 +54,12 @@ def combined(arrays: Sequence[Any], op: str) -> Any:
         total = reduce(_UFUNCS[op], [array.astype(wide) for array in arrays])
         if op == "mean" and dtype.kind in "iu":
             total = truncated_quotient(total, len(arrays))
+        elif op == "mean" and dtype.kind == "c":  # numpy multiplies by the reciprocal, which rounds twice
+            total = (total.real / total.real.dtype.type(len(arrays))) + 1j * (
+                total.imag / total.imag.dtype.type(len(arrays))
+            )
         elif op == "mean":
-            total = total / np.dtype(wide).type(len(arrays))
+            total = total / wide.type(len(arrays))
         return np.asarray(total).astype(dtype)
 
 

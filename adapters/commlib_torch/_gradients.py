@@ -132,7 +132,11 @@ class Gradients:
             return
         with torch.no_grad():
             unused = {index for index in self._tracker.missing() if not self._attach_old(index)}
-            self._engine.finish(self._tracker.end(), unused)
+            remaining = self._tracker.end()
+            self._engine.finish(remaining, unused)
+            for bucket in self._engine.buckets[: remaining.start]:
+                for index in bucket.parameters:
+                    self._parameters[index].grad = self._views[index]
             for index in unused:
                 # A gradient that no rank had stays None, as it would in one process; else all ranks take the result.
                 if self._engine.used(index):
@@ -187,6 +191,9 @@ class Gradients:
         self._attach(index, parameter)
         for bucket in launches:
             self._engine.launch(bucket)
+            for launched in self._engine.buckets[bucket].parameters:
+                # In flight: whoever accumulates now, by mistake, must not do it there.
+                self._parameters[launched].grad = None
 
     def _attach(self, index: int, parameter: Tensor) -> None:
         """Make `grad` the view of its slot, with the value it has."""

@@ -129,7 +129,7 @@ class Distributed:
 
     def __reduce_ex__(self, protocol: Any) -> Any:
         """Pickle and copy as the plain optimizer: a communicator belongs to this process."""
-        reduced: Any = super().__reduce_ex__(protocol)
+        reduced: Any = super().__reduce_ex__(0)  # later protocols insist on the class that the object has
         arguments = tuple(self._plain if item is type(self) else item for item in reduced[1])
         return (reduced[0], arguments, *reduced[2:])
 
@@ -163,7 +163,8 @@ def _averaging(optimizer: Any, closure: Callable[[], Any]) -> Callable[[], Any]:
             gradients.reduce()
         if comm.size == 1:
             return loss
-        losses = [value for value in comm.all_gather_object(None if loss is None else float(loss)) if value is not None]
+        mine = loss.item() if isinstance(loss, Tensor) else loss
+        losses = [value for value in comm.all_gather_object(mine) if value is not None]
         if not losses:
             return None
         total = sum(losses) / (comm.size if op == "mean" else 1)

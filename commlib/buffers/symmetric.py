@@ -43,7 +43,7 @@ class SymmetricMemory:
         memory = self._share(max(nbytes, 1))
         self._made += 1
         segment = _Segment(self._made, memory, self._rank)
-        owner = (ctypes.c_uint8 * nbytes).from_address(segment.start)
+        owner: Any = (ctypes.c_uint8 * nbytes).from_address(segment.start)
         segment.owner = weakref.ref(owner)
         self._segments[segment.identity] = segment
         bisect.insort(self._starts, (segment.start, segment.identity))

@@ -22,7 +22,7 @@ _HOST_DEVICES = {1, 3, 11}  # CPU, CUDA pinned, ROCm pinned
 
 
 class _DLTensor(ctypes.Structure):
-    _fields_ = [  # noqa: RUF012
+    _fields_ = [
         ("data", ctypes.c_void_p),
         ("device_type", ctypes.c_int32),
         ("device_id", ctypes.c_int32),
@@ -84,7 +84,9 @@ def as_host(x: Any, verb: str, what: str = "x") -> np.ndarray[Any, Any]:
         except UsageError as error:
             raise UsageError(f"{verb}: {what}: {error}") from None
         except Exception as error:  # each framework raises its own, for example for tensors that need a gradient
-            raise UsageError(f"{verb}: {what} of type {type(x).__name__} cannot be viewed on the host: {error}") from error
+            raise UsageError(
+                f"{verb}: {what} of type {type(x).__name__} cannot be viewed on the host: {error}"
+            ) from error
     else:
         raise UsageError(
             f"{verb}: {what} is a {type(x).__name__}: expected an array (numpy, or anything with the buffer protocol, "

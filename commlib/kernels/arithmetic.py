@@ -4,7 +4,8 @@
 
 reads `count` elements at byte `offset` behind each of the `n_inputs` addresses in the table `inputs`, combines them in
 the order of the table, divides by `divisor` if the operation is a mean, and stores the result behind each address in
-`outputs`. An output may be one of the inputs. float16 and bfloat16 are combined in float32 and rounded once, at the end.
+`outputs`. An output may be one of the inputs. float16 and bfloat16 are combined in float32 and rounded once, at the
+end.
 
 The functions are C callbacks, so the node's collectives (`node`) and the executor call them by address: the protocols
 are compiled once, not once for each dtype.
@@ -12,7 +13,7 @@ are compiled once, not once for each dtype.
 
 from __future__ import annotations
 
-from functools import lru_cache
+from functools import cache
 from typing import Any
 
 import numba as nb
@@ -27,6 +28,9 @@ _STORED = {"float16": "uint16", "bfloat16": "uint16", "bool": "uint8"}
 
 # Elements that are combined before the result is stored: the accumulator (4 to 32 KiB) stays in the L1 cache.
 BLOCK = 1024
+
+# Where the two bfloat16 of a 32-bit word are.
+LOW, HIGH = nb.uint32(16), nb.uint32(0xFFFF0000)
 
 SIGNATURE = types.void(*([types.intp] * 7))
 
@@ -51,6 +55,10 @@ def narrow(kind: str, value: Any) -> Any:
     """Turn a combined value into the type it is stored in."""
 
 
+def fuse(kind: str, operation: str, a: Any, b: Any, divisor: int) -> Any:
+    """Reduce two stored elements to one; for bfloat16, two words of two elements each."""
+
+
 def combine(operation: str, a: Any, b: Any) -> Any:
     """Combine two values, the lower rank's first."""
 
@@ -67,6 +75,8 @@ def _widen(kind: Any, bits: Any) -> Any:
         return lambda kind, bits: ins.half_to_float(bits)
     if kind.literal_value == "bfloat16":
         return lambda kind, bits: ins.bfloat_to_float(bits)
+    if kind.literal_value == "bool":
+        return lambda kind, bits: nb.uint8(bits != 0)  # any byte but 0 is true
     return lambda kind, bits: bits
 
 
@@ -111,18 +121,41 @@ def _finish(operation: Any, value: Any, divisor: Any) -> Any:
         return lambda operation, value, divisor: value
     if isinstance(value, types.Integer):
         wide = nb.int64 if value.signed else nb.uint64
-        # numba's // rounds down; the quotient of magnitudes truncates.
         if value.signed:
-            return lambda operation, value, divisor: (
-                -(wide(-value) // divisor) if value < 0 else wide(value) // divisor
-            )
+
+            def truncate(operation: Any, value: Any, divisor: Any) -> Any:
+                quotient = wide(value) // divisor  # rounds down
+                return quotient + 1 if value < 0 and quotient * divisor != value else quotient
+
+            return truncate
         return lambda operation, value, divisor: wide(value) // wide(divisor)
     # The divisor in the value's own type: a wider one would widen the whole loop.
     own = nb.float32 if value in (types.float32, types.complex64) else nb.float64
     return lambda operation, value, divisor: value / own(divisor)
 
 
-@lru_cache(maxsize=None)
+@overload(fuse, prefer_literal=True, strict=False)
+def _fuse(kind: Any, operation: Any, a: Any, b: Any, divisor: Any) -> Any:
+    if not isinstance(kind, types.StringLiteral) or not isinstance(operation, types.StringLiteral):
+        return None
+    name, op = kind.literal_value, operation.literal_value
+    if name != "bfloat16":
+        return lambda kind, operation, a, b, divisor: narrow(
+            name, finish(op, combine(op, widen(name, a), widen(name, b)), divisor)
+        )
+
+    def fuse_words(kind: Any, operation: Any, a: Any, b: Any, divisor: Any) -> Any:
+        # Two bfloat16 in a word are the upper halves of two float32: faster than to unpack and pack the lanes.
+        low = combine(op, ins.bits_float(nb.uint32(a << LOW)), ins.bits_float(nb.uint32(b << LOW)))
+        high = combine(op, ins.bits_float(nb.uint32(a & HIGH)), ins.bits_float(nb.uint32(b & HIGH)))
+        low_bits = ins.round_to_bfloat(finish(op, low, divisor))
+        high_bits = ins.round_to_bfloat(finish(op, high, divisor))
+        return nb.uint32(low_bits >> LOW) | nb.uint32(high_bits & HIGH)
+
+    return fuse_words
+
+
+@cache
 def reduce_function(dtype: str, operation: str) -> Any:
     """Return the compiled C callback for one dtype and one of sum, mean, prod, min, max (or, and: bool only).
 
@@ -132,42 +165,41 @@ def reduce_function(dtype: str, operation: str) -> Any:
     stored = getattr(np, _STORED.get(dtype, dtype))
     combined = getattr(np, _STORED.get(accumulator := accumulator_dtype(dtype, operation), accumulator))
     size = np.dtype(stored).itemsize
+    unit, per_unit = (np.uint32, 2) if dtype == "bfloat16" else (stored, 1)
 
-    # Everything that the closure holds is a string or a type: numba keys its disk cache by their pickles.
+    # Everything that the closure holds is a string, a number or a type: numba keys its disk cache by their pickles.
     @nb.cfunc(SIGNATURE, cache=True, nogil=True)  # type: ignore[untyped-decorator]
     def reduce(
         inputs: int, n_inputs: int, outputs: int, n_outputs: int, offset: int, count: int, divisor: int
     ) -> None:
         sources = nb.carray(ins.as_pointer(inputs), n_inputs, np.int64)
         targets = nb.carray(ins.as_pointer(outputs), n_outputs, np.int64)
-        if n_inputs == 2 and n_outputs <= 2:
-            # The loop is vectorised only if LLVM sees that what is written is what was read, or is apart from it.
-            x = nb.carray(ins.as_pointer(sources[0] + offset), count, stored)
-            y = nb.carray(ins.as_pointer(sources[1] + offset), count, stored)
-            z = nb.carray(ins.as_pointer(targets[0] + offset), count, stored)
-            if n_outputs == 2:
-                if targets[0] == sources[0] and targets[1] == sources[1]:
-                    for i in range(count):
-                        total = combine(operation, widen(kind, x[i]), widen(kind, y[i]))
-                        x[i] = y[i] = narrow(kind, finish(operation, total, divisor))
-                    return
+        in_place = n_outputs == 2 and n_inputs == 2 and targets[0] == sources[0] and targets[1] == sources[1]
+        done = 0
+        if n_inputs == 2 and (n_outputs == 1 or in_place):
+            # Two operands at once. A loop is vectorised only if LLVM sees that what it writes is what it has read, or
+            # is apart from it: so one loop for each case.
+            units = count // per_unit
+            done = units * per_unit
+            x = nb.carray(ins.as_pointer(sources[0] + offset), units, unit)
+            y = nb.carray(ins.as_pointer(sources[1] + offset), units, unit)
+            z = nb.carray(ins.as_pointer(targets[0] + offset), units, unit)
+            if in_place:
+                for i in range(units):
+                    x[i] = y[i] = fuse(kind, operation, x[i], y[i], divisor)
             elif targets[0] == sources[0]:
-                for i in range(count):
-                    total = combine(operation, widen(kind, x[i]), widen(kind, y[i]))
-                    x[i] = narrow(kind, finish(operation, total, divisor))
-                return
+                for i in range(units):
+                    x[i] = fuse(kind, operation, x[i], y[i], divisor)
             elif targets[0] == sources[1]:
-                for i in range(count):
-                    total = combine(operation, widen(kind, x[i]), widen(kind, y[i]))
-                    y[i] = narrow(kind, finish(operation, total, divisor))
-                return
+                for i in range(units):
+                    y[i] = fuse(kind, operation, x[i], y[i], divisor)
             else:
-                for i in range(count):
-                    total = combine(operation, widen(kind, x[i]), widen(kind, y[i]))
-                    z[i] = narrow(kind, finish(operation, total, divisor))
-                return
+                for i in range(units):
+                    z[i] = fuse(kind, operation, x[i], y[i], divisor)
+        if done == count:
+            return
         totals = np.empty(BLOCK, combined)
-        for start in range(0, count, BLOCK):
+        for start in range(done, count, BLOCK):
             length = min(BLOCK, count - start)
             here = offset + start * size
             block = totals[:length]

@@ -138,11 +138,17 @@ def bfloat_to_float(bits: int) -> Any:
 
 
 @nb.njit(inline="always")  # type: ignore[untyped-decorator]
-def float_to_bfloat(value: float) -> Any:
-    """Round float32 to bfloat16 (as uint16 bits), to nearest even; NaN stays a NaN, infinity stays infinite."""
+def round_to_bfloat(value: float) -> Any:
+    """Return the bits of a float32 rounded to bfloat16, to nearest even, in the upper half (the lower is rubbish).
+
+    For results of arithmetic on bfloat16. Their NaNs are an operand's or the machine's own, so their lower half is
+    zero, and the rounding cannot carry them into infinity: they need no case of their own.
+    """
     bits = float_bits(value)
-    rounded = nb.uint32(bits + nb.uint32(0x7FFF) + ((bits >> nb.uint32(16)) & nb.uint32(1)))
-    # A NaN would round up into infinity or wrap around: keep its sign and upper payload, and make it quiet.
-    quiet = nb.uint32(bits | nb.uint32(0x00400000))
-    is_nan = nb.uint32(bits & nb.uint32(0x7FFFFFFF)) > nb.uint32(0x7F800000)
-    return nb.uint16((quiet if is_nan else rounded) >> nb.uint32(16))
+    return nb.uint32(bits + nb.uint32(0x7FFF) + ((bits >> nb.uint32(16)) & nb.uint32(1)))
+
+
+@nb.njit(inline="always")  # type: ignore[untyped-decorator]
+def float_to_bfloat(value: float) -> Any:
+    """Round the result of arithmetic on bfloat16 to bfloat16 (as uint16 bits); see `round_to_bfloat`."""
+    return nb.uint16(round_to_bfloat(value) >> nb.uint32(16))

@@ -1,4 +1,4 @@
-"""Whole collectives among the ranks of a node, each ONE compiled call without the GIL, over memory that all of them map.
+"""Whole collectives among the ranks of a node, each ONE compiled call without the GIL, over memory that all map.
 
 Ranks meet at *epochs*: each rank's line of the board holds the number of the last epoch it has reached, written with
 release and read with acquire order. A call that publishes data writes it, then its epoch; a call that reads waits
@@ -136,9 +136,7 @@ def all_reduce_symmetric(call: Any) -> int:
         start, stop = _own_share(call[COUNT], call[ITEM_BYTES], control[RANK], size)
         offset = start * call[ITEM_BYTES]
         if stop > start:
-            ins.call_reduce(
-                call[REDUCE], call[INPUTS], size, call[OUTPUTS], size, offset, stop - start, call[DIVISOR]
-            )
+            ins.call_reduce(call[REDUCE], call[INPUTS], size, call[OUTPUTS], size, offset, stop - start, call[DIVISOR])
         _arrive(control, call[SIGNATURE])
         call[STATE] = 2
     status = _await_peers(call, control)

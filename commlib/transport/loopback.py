@@ -113,7 +113,7 @@ class LoopbackTransport:
 
     def wait(self, requests: Sequence[Request], idle: Idle) -> None:
         def complete() -> bool:
-            return all([request.test() for request in requests])
+            return all(request.test() for request in requests)
 
         changed = self._network.changed
         with changed:

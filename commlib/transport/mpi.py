@@ -71,7 +71,8 @@ class MpiSharedMemory:
             ) from error
         finally:
             info.Free()
-        parts = [np.frombuffer(self._window.Shared_query(rank)[0], np.uint8) for rank in range(comm.size)]
+        memories: list[Any] = [self._window.Shared_query(rank)[0] for rank in range(comm.size)]
+        parts = [np.frombuffer(memory, np.uint8) for memory in memories]
         # The distance to the cache line is the owner's: virtual addresses differ, but pages map alike.
         self.bases = [(part.ctypes.data + 63) // 64 * 64 for part in parts]
         self.nbytes = nbytes
@@ -89,7 +90,7 @@ class MpiTransport:
         self._comm = comm
         self.rank: int = comm.Get_rank()
         self.size: int = comm.Get_size()
-        self._top_tag: int = MPI.COMM_WORLD.Get_attr(MPI.TAG_UB)
+        self._top_tag: Any = MPI.COMM_WORLD.Get_attr(MPI.TAG_UB)  # an MPI has it on this communicator only
 
     @property
     def native(self) -> Any:

@@ -27,7 +27,8 @@ _YIELDS, _NAPS, _NAP_MICROSECONDS = 2000, 400, 50
 
 
 def _as_array(address: int, nbytes: int) -> Any:
-    return np.frombuffer((ctypes.c_uint8 * nbytes).from_address(address), np.uint8)
+    memory: Any = (ctypes.c_uint8 * nbytes).from_address(address)
+    return np.frombuffer(memory, np.uint8)
 
 
 def _process_alive(process: int) -> bool:

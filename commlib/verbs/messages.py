@@ -50,7 +50,7 @@ class Messages(Work):
         if super().done():
             return
         try:
-            if all([request.test() for request in self._requests]):
+            if all(request.test() for request in self._requests):
                 self.finish(self._collect[0]())
                 self._collect = None
         except (TransportError, MismatchError) as error:

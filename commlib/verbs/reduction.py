@@ -88,9 +88,7 @@ def native_all_reduce(comm: Communicator, x: Any, op: str, out: Any) -> Operatio
         raise UsageError(f"all_reduce: algorithm 'native': MPI cannot reduce {dtype} by {op} without losing digits")
     from mpi4py import MPI
 
-    mpi_op = {
-        "sum": MPI.SUM, "mean": MPI.SUM, "prod": MPI.PROD, "min": MPI.MIN, "max": MPI.MAX, "or": MPI.LOR, "and": MPI.LAND
-    }[operation]  # fmt: skip
+    mpi_op = {"mean": MPI.SUM, "or": MPI.LOR, "and": MPI.LAND}.get(operation) or getattr(MPI, operation.upper())
     piece = max(1, comm.config.native_kib * 1024 // array.itemsize)
     flat = apart(array.reshape(-1), target.flat)
 

@@ -201,5 +201,5 @@ def test_sparse_gradients_are_refused(comm: Any) -> None:
         loss.backward()
         optimizer.step()
         return
-    with pytest.raises(UsageError, match="weight has a sparse gradient|parameter 0 has a sparse gradient"):
+    with pytest.raises(UsageError, match="parameter 0 has a sparse gradient"):
         loss.backward()

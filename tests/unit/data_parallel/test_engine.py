@@ -1,9 +1,11 @@
 """The engine over ranks that are threads: values, flags, order, errors."""
 
+from types import SimpleNamespace
+
 import numpy as np
 import pytest
 
-from commlib.data_parallel import Engine, Parameter, make_buckets
+from commlib.data_parallel import Engine, Parameter, make_buckets, overlap_pays
 
 from .fake import FakeComm, FakeWorld
 
@@ -102,3 +104,9 @@ def test_sum_is_a_reduction_too() -> None:
         assert engine.slot(0).dtype == np.float32
 
     FakeWorld(3).run(rank)
+
+
+@pytest.mark.parametrize(("on_node", "overlap"), [(4, False), (2, True), (1, True)])
+def test_overlap_pays_across_nodes(on_node: int, overlap: bool) -> None:
+    comm = SimpleNamespace(size=4, node=lambda: SimpleNamespace(size=on_node))
+    assert overlap_pays(comm) is overlap
