@@ -89,7 +89,7 @@ def flat_mpi(comm: Any, model: nn.Module, arguments: argparse.Namespace) -> Step
     world = MPI.COMM_WORLD.Dup()
 
     def reduce() -> None:
-        torch._foreach_copy_(views, [parameter.grad for parameter in parameters])
+        torch._foreach_copy_(views, [p.grad for p in parameters if p.grad is not None])
         world.Allreduce(MPI.IN_PLACE, flat.numpy())
         flat.mul_(1 / world.size)
         for parameter, view in zip(parameters, views, strict=True):

@@ -11,7 +11,7 @@ from typing import Any
 
 import numpy as np
 
-from commlib.errors import MismatchError
+from commlib.errors import MismatchError, PeerError
 from commlib.executor import Region, execute
 from commlib.schedule import program
 from commlib.schedule.layout import even
@@ -54,3 +54,70 @@ def compare_messages(transport: Transport, sequence: int, text: str, idle: Idle)
     data = text.encode()[:_TEXT_BYTES]
     own[: len(data)] = np.frombuffer(data, np.uint8)
     return [bytes(row).rstrip(b"\0").decode(errors="replace") for row in gather(own, "texts")]
+
+
+# How many past calls a rank still answers for, and what it says once it makes none any more.
+_REMEMBERED = 16
+_GONE = "(left the program, or shut commlib down)"
+
+
+class LateCheck:
+    """Compares calls once a wait is long, for groups whose ranks do not share memory.
+
+    A rank that has waited long sends each other rank its last calls, by number, and posts a receive for theirs. Ranks
+    that disagree are stuck, or will be, so both sides come to this sooner or later; a rank that leaves says so in the
+    same way. Nothing is sent as long as nobody waits long.
+    """
+
+    def __init__(self, transport: Transport, group: str) -> None:
+        self._transport, self._group = transport, group
+        self._calls: dict[int, str] = {}
+        self._posted: dict[int, list[tuple[int, Any, Any, Any]]] = {}  # number -> peer, receive, its array, send
+
+    def note(self, sequence: int, text: str) -> None:
+        """Remember a call."""
+        self._calls[sequence] = text
+        self._calls.pop(sequence - _REMEMBERED, None)
+        self._posted.pop(sequence - 2 * _REMEMBERED, None)
+
+    def leave(self) -> None:
+        """Tell those who wait, or will, that this rank makes no further call."""
+        last = max(self._calls, default=0)
+        self._calls[last + 1] = _GONE
+        self._post()
+
+    def look(self) -> None:
+        """Raise MismatchError if a rank made another call than this one, PeerError if it left instead."""
+        self._post()
+        for sequence, exchanges in self._posted.items():
+            for peer, request, array, _ in exchanges:
+                if sequence in self._calls and request.test():
+                    self._compare(sequence, peer, bytes(array).rstrip(b"\0").decode(errors="replace"))
+
+    def _post(self) -> None:
+        for sequence in sorted(self._calls.keys() - self._posted.keys()):
+            own = np.zeros(_TEXT_BYTES, np.uint8)
+            data = self._calls[sequence].encode()[:_TEXT_BYTES]
+            own[: len(data)] = np.frombuffer(data, np.uint8)
+            self._posted[sequence] = exchanges = []
+            for peer in range(self._transport.size):
+                if peer != self._transport.rank:
+                    theirs = np.zeros(_TEXT_BYTES, np.uint8)
+                    request = self._transport.recv(peer, sequence, theirs.data)
+                    exchanges.append((peer, request, theirs, self._transport.send(peer, sequence, own.data)))
+
+    def _compare(self, sequence: int, peer: int, theirs: str) -> None:
+        mine, rank = self._calls[sequence], self._transport.rank
+        if theirs == mine:
+            return
+        if theirs == _GONE:
+            raise PeerError(
+                f"{self._group}: {mine}: rank {rank}: waited for a rank that will not come: "
+                f"rank {peer} has shut commlib down or left the program"
+            )
+        raise MismatchError(
+            f"{self._group}: the ranks do not make the same call (call number {sequence}; found after a long wait):\n"
+            f"  rank {rank}: {mine}\n  rank {peer}: {theirs}\n"
+            "All ranks of a group must make the same calls in the same order. The group cannot be used any more: its "
+            "messages are out of step. COMMLIB_CHECK=always finds this before anything is sent."
+        )

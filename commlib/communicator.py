@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
+import ctypes
 import itertools
+import operator
 import pickle
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from typing import Any
 
 import numpy as np
 
-from commlib.agreement import compare_messages, mismatch
+from commlib.agreement import LateCheck, compare_messages, mismatch
 from commlib.buffers.symmetric import SymmetricMemory
 from commlib.buffers.views import as_host
 from commlib.dtypes import Array, name_of, numpy_dtype
@@ -22,7 +24,7 @@ from commlib.plan import Plan
 from commlib.runtime import Runtime
 from commlib.schedule import program
 from commlib.schedule.ir import Program
-from commlib.schedule.layout import Layout, even
+from commlib.schedule.layout import even
 from commlib.transport.base import Transport
 from commlib.transport.shared import Call, Kernel, NodeBoard
 from commlib.verbs import messages, movement, reduction
@@ -52,7 +54,7 @@ class Communicator:
         self.failure: CommlibError | None = None  # after it the group's ranks are out of step
         self._transport = transport
         self._sequence = 0
-        self._prepared: dict[int, tuple[Any, str, Any, int, NodeAllReduce]] = {}
+        self._prepared: dict[int, tuple[Any, str, Any, int, Any, int, NodeAllReduce]] = {}
         self._children = itertools.count(1)
         node_transport = transport.split_node()
         self._one_node = node_transport.size == self.size
@@ -63,6 +65,12 @@ class Communicator:
         if self._one_node and self.size > 1 and self.config.node_path:
             slot_bytes = self.config.slot_kib * 1024
             self.board = NodeBoard(node_transport, slot_bytes=slot_bytes, spins=runtime.spins)
+        self._late_check: LateCheck | None = None
+        if self.board is None and self.size > 1 and self.config.check != "never":
+            aside = transport.split(0, self.rank)
+            assert aside is not None
+            self._late_check = LateCheck(aside, name)
+        runtime.groups.add(self)
         self._symmetric = SymmetricMemory(node_transport.rank, node_transport.share, self._gather_quietly)
 
     def __repr__(self) -> str:
@@ -102,7 +110,7 @@ class Communicator:
         is given back at a later call of `empty`, once the arrays of all ranks are gone.
         """
         kind = numpy_dtype(dtype)
-        dimensions = (shape,) if isinstance(shape, int) else tuple(int(n) for n in shape)
+        dimensions = tuple(map(operator.index, shape)) if isinstance(shape, Sequence) else (operator.index(shape),)
         if min(dimensions, default=0) < 0:
             raise UsageError(f"empty: shape {dimensions} has a negative length")
         nbytes = int(np.prod(dimensions, dtype=np.int64)) * kind.itemsize
@@ -127,8 +135,16 @@ class Communicator:
             # The usual call of a training loop: the same array again. Everything is known but what is in it.
             prepared = self._prepared.get(id(x))
             if prepared is not None:
-                reference, known_op, dtype, size, call = prepared
-                if reference() is x and op == known_op and algorithm == "auto" and x.dtype is dtype and x.size == size:
+                reference, known_op, dtype, size, pointer, address, call = prepared
+                if (
+                    reference() is x
+                    and op == known_op
+                    and algorithm == "auto"
+                    and x.dtype is dtype
+                    and x.size == size
+                    and pointer.value == address
+                    and x.flags.writeable
+                ):
                     call()
                     return x
         on_node = self._all_reduce_on_node(x, op, out, algorithm)
@@ -179,7 +195,10 @@ class Communicator:
             return None
         if self.board is None:
             if algorithm == "node" and self.size > 1:
-                raise UsageError(f"all_reduce: algorithm 'node': {self} has no shared memory (or COMMLIB_NODE_PATH=0)")
+                raise UsageError(
+                    f"all_reduce: algorithm 'node': the ranks of {self.name} do not share memory "
+                    "(they are on several nodes, or COMMLIB_NODE_PATH=0)"
+                )
             return None
         array = source(x, "all_reduce")
         target = result(out, array.shape, array.dtype, "all_reduce")
@@ -190,7 +209,10 @@ class Communicator:
         if out is x and isinstance(x, np.ndarray) and target.flat.ctypes.data == x.ctypes.data and algorithm == "auto":
             key, prepared = id(x), self._prepared
             reference = weakref.ref(x, lambda _: prepared.pop(key, None))
-            prepared[key] = (reference, op, x.dtype, x.size, call)
+            # An array may move its memory (ndarray.resize). Asking numpy where it is takes longer than the reduction,
+            # so look into the object: the pointer comes first in numpy's C struct, after the object's head.
+            pointer = ctypes.c_void_p.from_address(key + object.__basicsize__)
+            prepared[key] = (reference, op, x.dtype, x.size, pointer, x.ctypes.data, call)
         return call, target, (x, out, array)
 
     def reduce_scatter(self, x: Any, op: str = "sum", *, out: Any = None, algorithm: str = "auto") -> Any:
@@ -330,7 +352,8 @@ class Communicator:
     def _broadcast_object(self, value: Any, root: int) -> Operation:
         self.check_root("broadcast_object", root)
         text = f"broadcast_object, root={root}"
-        return Operation(text, lambda: self.exchange_object(value, root, text))
+        data = pickle.dumps(value) if self.rank == root else b""
+        return Operation(text, lambda: pickle.loads(self.exchange_bytes(data, root, text)))
 
     def all_gather_object(self, value: Any) -> list[Any]:
         """Return the picklable objects of all ranks, in rank order. Unpickling runs code: trust your ranks."""
@@ -381,9 +404,10 @@ class Communicator:
         """Return the place of a contiguous array in this group's symmetric memory, or None."""
         return self._symmetric.find(array.ctypes.data, array.nbytes)
 
-    def watch(self, text: str) -> Watchdog:
-        """Return the watchdog for one wait."""
-        return Watchdog(self.runtime, self.board, self.rank, f"{self.name}: {text}")
+    def watch(self, text: str, peers: Collection[int] | None = None) -> Watchdog:
+        """Return the watchdog for one wait: for `peers`, or for all ranks in a collective."""
+        look = self._late_check.look if self._late_check is not None and peers is None else None
+        return Watchdog(self.runtime, self.board, self.rank, f"{self.name}: {text}", peers=peers, look=look)
 
     def execute(
         self, program: Program, regions: Regions, text: str, reducer: Reducer | None = None, *, part: int = 0
@@ -398,17 +422,15 @@ class Communicator:
             reducer=reducer,
         )
 
-    def exchange_object(self, value: Any, root: int, text: str) -> Any:
-        """Broadcast a pickled object within an operation, and return it."""
+    def exchange_bytes(self, data: bytes, root: int, text: str) -> bytes:
+        """Broadcast bytes, whose number only `root` knows, within an operation."""
         at_root = self.rank == root
-        data = np.frombuffer(pickle.dumps(value), np.uint8).copy() if at_root else np.empty(0, np.uint8)
         length = np.array([len(data)], np.int64)
         tree = self.programs("broadcast", "binomial_tree", root=root)
-        self.execute(tree, lambda chunks: [Region(length, _whole(length, chunks))], text, part=0)
-        if not at_root:
-            data = np.empty(int(length[0]), np.uint8)
-        self.execute(tree, lambda chunks: [Region(data, _whole(data, chunks))], text, part=1)
-        return pickle.loads(data.tobytes())
+        self.execute(tree, lambda chunks: [Region(length, even(1, chunks))], text, part=0)
+        array = np.frombuffer(data, np.uint8) if at_root else np.empty(int(length[0]), np.uint8)
+        self.execute(tree, lambda chunks: [Region(array, even(len(array), chunks))], text, part=1)
+        return array.tobytes()
 
     def settle(self, kernel: Kernel, call: Call, status: int, text: str) -> None:
         """Finish a kernel that did not end well at once: go on waiting, or say who called what."""
@@ -447,10 +469,18 @@ class Communicator:
         if self.failure is not None:
             raise self.failure
         self._sequence += 1
+        if self._late_check is not None:
+            self._late_check.note(self._sequence, operation.text)
         try:
             self._compare(operation.text)
+        except MismatchError:
+            raise  # all ranks have it, and nothing was sent
+        except CommlibError as error:
+            self._fail(error)
+            raise
+        try:
             return operation.run()
-        except (MismatchError, UsageError):
+        except UsageError:
             raise
         except CommlibError as error:
             self._fail(error)
@@ -466,6 +496,8 @@ class Communicator:
         """Tell the other ranks that this one comes no more. Never blocks."""
         if self.board is not None:
             self.board.leave()
+        if self._late_check is not None and self.failure is None:
+            self._late_check.leave()
 
     def close(self) -> None:
         """Release everything. Collective, and only when no rank uses it any more."""
@@ -480,7 +512,3 @@ class Communicator:
         if self.mail is not None:
             self.mail.close()
         self._transport.close()
-
-
-def _whole(array: Array, chunks: int) -> Layout:
-    return even(len(array), chunks)

@@ -5,6 +5,7 @@ Settings are read from the environment once, at `commlib.init`, and must be the 
 
 from __future__ import annotations
 
+import math
 import os
 from collections.abc import Mapping
 from dataclasses import dataclass, field, fields
@@ -13,8 +14,8 @@ from typing import Any
 from commlib.errors import UsageError
 
 
-def _setting(default: Any, meaning: str, choices: tuple[str, ...] = ()) -> Any:
-    return field(default=default, metadata={"meaning": meaning, "choices": choices})
+def _setting(default: Any, meaning: str, choices: tuple[str, ...] = (), *, least: float = 0) -> Any:
+    return field(default=default, metadata={"meaning": meaning, "choices": choices, "least": least})
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,9 +33,15 @@ class Config:
     timeout: float = _setting(0.0, "seconds after which a wait raises StallError; 0 waits for ever")
     exit_timeout: float = _setting(5.0, "seconds that shutdown and interpreter exit wait for work in flight")
     node_path: bool = _setting(True, "use shared memory between the ranks of a node")
-    slot_kib: int = _setting(512, "KiB of each rank's two shared slots through which ordinary arrays are reduced")
-    native_kib: int = _setting(1024, "KiB of each piece in which a large array is handed to MPI's own all-reduce")
-    spins: int = _setting(-1, "polls before a waiting rank yields its core; -1 chooses by cores per rank (per rank)")
+    slot_kib: int = _setting(
+        512, "KiB of each rank's two shared slots through which ordinary arrays are reduced", least=1
+    )
+    native_kib: int = _setting(
+        1024, "KiB of each piece in which a large array is handed to MPI's own all-reduce", least=1
+    )
+    spins: int = _setting(
+        -1, "polls before a waiting rank yields its core; -1 chooses by cores per rank (per rank)", least=-1
+    )
     log_level: str = _setting(
         "warning", "level of the 'commlib' logger (per rank)", ("debug", "info", "warning", "error")
     )
@@ -43,14 +50,18 @@ class Config:
 _TRUE, _FALSE = ("1", "true", "yes", "on"), ("0", "false", "no", "off")
 
 
-def _parse(name: str, kind: str, choices: tuple[str, ...], text: str) -> Any:
+def _parse(name: str, kind: str, choices: tuple[str, ...], least: float, text: str) -> Any:
     try:
         if kind == "bool":
             return {**dict.fromkeys(_TRUE, True), **dict.fromkeys(_FALSE, False)}[text.lower()]
         if kind in ("int", "float"):
-            return {"int": int, "float": float}[kind](text)
+            value = {"int": int, "float": float}[kind](text)
+            if not least <= value < math.inf:
+                raise ValueError
+            return value
     except (KeyError, ValueError):
-        raise UsageError(f"environment variable {name}={text!r}: expected {kind}") from None
+        bound = "" if kind == "bool" else f" of at least {least}"
+        raise UsageError(f"environment variable {name}={text!r}: expected {kind}{bound}") from None
     if choices and text not in choices:
         raise UsageError(f"environment variable {name}={text!r}: expected one of {', '.join(choices)}")
     return text
@@ -63,7 +74,9 @@ def load(environment: Mapping[str, str] = os.environ) -> Config:
     if unknown := sorted(given.keys() - known.keys()):
         raise UsageError(f"unknown setting {', '.join(unknown)}; known are {', '.join(sorted(known))}")
     values = {
-        known[name].name: _parse(name, str(known[name].type), known[name].metadata["choices"], text)
+        known[name].name: _parse(
+            name, str(known[name].type), known[name].metadata["choices"], known[name].metadata["least"], text
+        )
         for name, text in given.items()
     }
     return Config(**values)

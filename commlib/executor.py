@@ -8,6 +8,7 @@ from typing import Any
 
 import numpy as np
 
+from commlib.errors import TransportError
 from commlib.kernels.arithmetic import reduce_function
 from commlib.schedule.ir import Program, Span
 from commlib.schedule.layout import Layout
@@ -95,7 +96,13 @@ def execute(
             for request in (*receives, *sends):
                 request.cancel()
             raise
-        for recv, incoming in zip(round_.recvs, landed, strict=True):
+        for recv, incoming, request in zip(round_.recvs, landed, receives, strict=True):
+            if request.nbytes != incoming.nbytes:
+                raise TransportError(
+                    f"{program.verb} {program.algorithm} on rank {program.rank}: expected {incoming.nbytes} bytes from "
+                    f"rank {recv.peer}, got {request.nbytes if request.nbytes >= 0 else 'more'}: do the ranks call "
+                    "the same thing? COMMLIB_CHECK=always compares every call"
+                )
             if recv.reduce and len(incoming):
                 assert reducer is not None
                 target = memory[recv.span]

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import os
+import weakref
 from dataclasses import dataclass, field
+from typing import Any
 
 from commlib.config import Config
 from commlib.progress import Progress
@@ -17,6 +19,7 @@ class Runtime:
     progress: Progress = field(default_factory=Progress)
     ranks_on_node: int = 1
     closing: bool = False  # waits that still last must end
+    groups: weakref.WeakSet[Any] = field(default_factory=weakref.WeakSet)  # all communicators, to be told of the end
 
     @property
     def spins(self) -> int:

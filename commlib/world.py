@@ -82,7 +82,8 @@ def _close(comm: Communicator) -> str:
     runtime = comm.runtime
     unfinished = runtime.progress.drain(runtime.config.exit_timeout)
     runtime.progress.close()
-    comm.leave()
+    for group in list(runtime.groups):
+        group.leave()
     runtime.closing = True
     if unfinished:
         runtime.progress.drain(1.0)  # waits look at `closing` every 0.1 s

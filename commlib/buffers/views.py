@@ -66,18 +66,29 @@ def _from_dlpack(x: Any) -> np.ndarray[Any, Any]:
     return np.asarray(_Holder(interface, x, capsule)).view(dtype)
 
 
+def _buffer(x: Any) -> memoryview | None:
+    try:
+        return memoryview(x)
+    except TypeError:
+        return None
+
+
 def as_host(x: Any, verb: str, what: str = "x") -> np.ndarray[Any, Any]:
     """Return `x` as a numpy array over the same memory.
 
     Takes numpy arrays and whatever offers the buffer protocol, `__array_interface__` or `__dlpack__` on the host.
     Raises UsageError for anything else and for a dtype that commlib has not.
     """
+    buffer = None
     if isinstance(x, np.ndarray):
         array = x
     elif hasattr(x, "__cuda_array_interface__"):
         raise UsageError(f"{verb}: {what} is a {type(x).__module__} array on a GPU: copy it to the host first")
-    elif hasattr(x, "__array_interface__") or isinstance(x, (memoryview, bytearray)):
+    elif isinstance(x, np.generic):
         array = np.asarray(x)
+        array.flags.writeable = False  # it is a copy: a result written there would be lost
+    elif hasattr(x, "__array_interface__") or (buffer := _buffer(x)) is not None:
+        array = np.asarray(x if buffer is None else buffer)
     elif hasattr(x, "__dlpack__"):
         try:
             array = _from_dlpack(x)

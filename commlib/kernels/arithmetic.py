@@ -169,9 +169,7 @@ def reduce_function(dtype: str, operation: str) -> Any:
 
     # Everything that the closure holds is a string, a number or a type: numba keys its disk cache by their pickles.
     @nb.cfunc(SIGNATURE, cache=True, nogil=True)  # type: ignore[untyped-decorator]
-    def reduce(
-        inputs: int, n_inputs: int, outputs: int, n_outputs: int, offset: int, count: int, divisor: int
-    ) -> None:
+    def reduce(inputs: int, n_inputs: int, outputs: int, n_outputs: int, offset: int, count: int, divisor: int) -> None:
         sources = nb.carray(ins.as_pointer(inputs), n_inputs, np.int64)
         targets = nb.carray(ins.as_pointer(outputs), n_outputs, np.int64)
         in_place = n_outputs == 2 and n_inputs == 2 and targets[0] == sources[0] and targets[1] == sources[1]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import time
+from collections.abc import Callable, Collection
 
 from commlib.errors import PeerError, ShutdownError, StallError
 from commlib.runtime import Runtime
@@ -14,14 +15,40 @@ log = logging.getLogger("commlib")
 # A peer that left may have sent what we wait for just before; a dead one cannot send any more.
 _GRACE = 0.5
 
+_LONG = 1.0
+
 
 class Watchdog:
-    """The `idle` callback of one wait. Raises PeerError, StallError or ShutdownError to end it."""
+    """The `idle` callback of one wait. Raises PeerError, StallError or ShutdownError to end it.
 
-    __slots__ = ("_absent_since", "_board", "_next_look", "_rank", "_runtime", "_since", "_text", "_warned")
+    `peers` are the ranks that are waited for (default: all). `look` is called too once a wait is long, and may raise.
+    """
 
-    def __init__(self, runtime: Runtime, board: NodeBoard | None, rank: int, text: str) -> None:
+    __slots__ = (
+        "_absent_since",
+        "_board",
+        "_look",
+        "_next_look",
+        "_peers",
+        "_rank",
+        "_runtime",
+        "_since",
+        "_text",
+        "_warned",
+    )
+
+    def __init__(
+        self,
+        runtime: Runtime,
+        board: NodeBoard | None,
+        rank: int,
+        text: str,
+        *,
+        peers: Collection[int] | None = None,
+        look: Callable[[], None] | None = None,
+    ) -> None:
         self._runtime, self._board, self._rank, self._text = runtime, board, rank, text
+        self._peers, self._look = peers, look
         self._since = time.monotonic()
         self._next_look = self._since + 0.05
         self._absent_since = 0.0
@@ -37,6 +64,8 @@ class Watchdog:
             raise ShutdownError(f"{self._text}: rank {self._rank}: given up, because commlib is shutting down")
         if self._board is not None:
             self._look_for_absent(now)
+        if self._look is not None and waited > _LONG:
+            self._look()
         if 0 < self._runtime.config.timeout < waited:
             raise StallError(
                 f"{self._text}: rank {self._rank}: gave up after {waited:.1f} s (COMMLIB_TIMEOUT){self._late()}; "
@@ -48,7 +77,9 @@ class Watchdog:
 
     def _look_for_absent(self, now: float) -> None:
         assert self._board is not None
-        absent = self._board.absent()
+        absent = {
+            rank: reason for rank, reason in self._board.absent().items() if self._peers is None or rank in self._peers
+        }
         if not absent:
             return
         if not self._absent_since:

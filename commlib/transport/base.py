@@ -23,7 +23,7 @@ class Request(Protocol):
 
     @property
     def nbytes(self) -> int:
-        """Bytes that arrived (receives) or left (sends); valid once `test` said True."""
+        """Bytes that arrived (receives) or left (sends), valid once `test` said True; -1 if more came than fitted."""
         ...
 
     def cancel(self) -> None:
@@ -42,7 +42,7 @@ class Transport(Protocol):
         ...
 
     def recv(self, peer: int, tag: int, into: memoryview) -> Request:
-        """Post a receive into `into` (bytes, contiguous, writable). A longer message is a TransportError."""
+        """Post a receive into `into` (bytes, contiguous, writable)."""
         ...
 
     def wait(self, requests: Sequence[Request], idle: Idle) -> None:

@@ -22,15 +22,13 @@ from commlib.typing import SharedMemory
 class _Message:
     """A posted send or receive, until its partner is found."""
 
-    __slots__ = ("buffer", "done", "error", "key", "nbytes", "network", "queue")
+    __slots__ = ("buffer", "done", "key", "nbytes", "network", "queue")
 
     def __init__(self, network: Network, queue: str, key: tuple[int, ...], buffer: memoryview) -> None:
         self.network, self.queue, self.key, self.buffer = network, queue, key, buffer
-        self.done, self.error, self.nbytes = False, "", 0
+        self.done, self.nbytes = False, 0
 
     def test(self) -> bool:
-        if self.error:
-            raise TransportError(self.error)
         return self.done
 
     def cancel(self) -> None:
@@ -62,11 +60,11 @@ class Network:
                 return message
             partner = partners.popleft()
             sent, received = (message, partner) if queue == "send" else (partner, message)
+            sent.nbytes = received.nbytes = len(sent.buffer)
             if len(sent.buffer) > len(received.buffer):
-                received.error = f"message of {len(sent.buffer)} bytes for a receive of {len(received.buffer)} bytes"
+                received.nbytes = -1
             else:
                 received.buffer[: len(sent.buffer)] = sent.buffer
-            sent.nbytes = received.nbytes = len(sent.buffer)
             sent.done = received.done = True
             self.changed.notify_all()
         return message

@@ -43,8 +43,11 @@ class _MpiRequest:
                 self.nbytes += status.Get_count(MPI.BYTE)
                 self._requests.pop(0)
         except MPI.Exception as error:
-            raise TransportError(f"MPI: {error}") from error
-        return True
+            if error.Get_error_class() != MPI.ERR_TRUNCATE:
+                raise TransportError(f"MPI: {error}") from error
+            self._requests.pop(0)
+            self.nbytes = -1
+        return not self._requests
 
     def cancel(self) -> None:
         for request in self._requests:

@@ -17,7 +17,7 @@ from commlib.kernels import node as kernels
 from commlib.transport.base import Idle, Transport
 
 Call = Any  # an int64 array of kernels.CALL_FIELDS fields
-Kernel = Callable[[Call], int]
+Kernel = Callable[[int], int]  # takes the address of a call
 
 _TEXT_BYTES = 1024
 _PRESENT, _LEFT = 1, 2
@@ -62,7 +62,9 @@ class NodeBoard:
         self._control[kernels.BOARD] = bases[0]
         self._control[kernels.SLOTS] = self._slots.ctypes.data
         self._control[kernels.SLOT_BYTES] = slot_bytes
+        self._barrier = kernels.entry_point(kernels.barrier)
         self._meeting = self.new_call()
+        self._meeting_address = self._meeting.ctypes.data
         self._status[self.rank][:2] = _PRESENT, os.getpid()
         self.meet(kernels.DONE, _no_idle)
         # Ranks in another PID namespace cannot be seen, so their absence would mean nothing.
@@ -85,7 +87,7 @@ class NodeBoard:
             call[kernels.SPINS] = call[kernels.YIELDS] = 0  # a long wait must not burn the core
             while status == kernels.WAITING:
                 idle()
-                status = kernel(call)
+                status = kernel(call.ctypes.data)
             call[kernels.SPINS], call[kernels.YIELDS] = spins, yields
         return status
 
@@ -93,7 +95,8 @@ class NodeBoard:
         """Wait for all ranks; return whether they all came with the same signature."""
         call = self._meeting
         call[kernels.SIGNATURE] = signature
-        return self.resume(kernels.barrier, call, kernels.barrier(call), idle) == kernels.DONE
+        status = self._barrier(self._meeting_address)
+        return status == kernels.DONE or self.resume(self._barrier, call, status, idle) == kernels.DONE
 
     def exchange_texts(self, text: str, idle: Idle) -> list[str]:
         """Return every rank's text (cut at 1 kB). All ranks call it, at the same epoch."""

@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable
+import time
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 from commlib.buffers.views import as_host, contiguous, writable
 from commlib.dtypes import Array
-from commlib.errors import MismatchError, ShutdownError, StallError, TransportError, UsageError
+from commlib.errors import CommlibError, MismatchError, ShutdownError, StallError, UsageError
 from commlib.transport.base import Request
 from commlib.work import Work
 
@@ -20,54 +21,71 @@ if TYPE_CHECKING:
 _MOST_TAGS = 32767  # what every MPI allows
 
 
-class _OutOfTime(Exception):
-    """A wait's own time is up; the message is still under way."""
+@dataclass(frozen=True, slots=True)
+class _Message:
+    """One half of a call, checked and not yet posted. `array` is the user's, `flat` what is sent or filled."""
+
+    peer: int
+    tag: int
+    array: Array
+    flat: Array
+    incoming: bool
+
+    def post(self, comm: Communicator) -> Request:
+        assert comm.mail is not None
+        data = self.flat.view(np.uint8).data
+        return comm.mail.recv(self.peer, self.tag, data) if self.incoming else comm.mail.send(self.peer, self.tag, data)
+
+    def collect(self, comm: Communicator, request: Request) -> None:
+        """Check what has arrived, and give it to the user."""
+        if not self.incoming:
+            return
+        if request.nbytes != self.flat.nbytes:
+            came = "more" if request.nbytes < 0 else str(request.nbytes)
+            raise MismatchError(
+                f"{comm.name}: recv from rank {self.peer}, tag {self.tag}, on rank {comm.rank}: "
+                f"expected {self.flat.nbytes} bytes, got {came}: send and receive the same count and dtype"
+            )
+        if not np.may_share_memory(self.flat, self.array):
+            self.array[...] = self.flat.reshape(self.array.shape)
 
 
 class Messages(Work):
-    """Some posted sends and receives. They move when somebody waits, and when the progress thread looks at them."""
+    """Some posted messages. They move when somebody waits, and when the progress thread looks after them."""
 
-    __slots__ = ("_collect", "_comm", "_lock", "_requests")
+    __slots__ = ("_comm", "_lock", "_messages", "_peers", "_requests", "_value")
 
-    def __init__(
-        self, comm: Communicator, text: str, requests: list[Request], collect: Callable[[], Any], *keep: Any
-    ) -> None:
+    def __init__(self, comm: Communicator, text: str, messages: list[_Message], value: Any) -> None:
         super().__init__(text)
-        self._comm, self._requests = comm, requests
-        self._collect: Any = (collect, keep)
+        if comm.runtime.closing:
+            raise ShutdownError(f"{text}: commlib has been shut down")
+        self._comm, self._messages, self._value = comm, messages, value
+        self._peers = [message.peer for message in messages]
         self._lock = threading.Lock()  # MPI allows one thread at a time to ask for a request
+        self._requests = [message.post(comm) for message in messages]
 
     def done(self) -> bool:
         """Make progress, and return whether all of them have arrived. Never blocks."""
         if not super().done() and self._lock.acquire(blocking=False):
             try:
                 self._advance()
+            except CommlibError as error:
+                self._end(error)
             finally:
                 self._lock.release()
         return super().done()
 
-    def _advance(self) -> None:
-        if super().done():
-            return
-        try:
-            if all(request.test() for request in self._requests):
-                self.finish(self._collect[0]())
-                self._collect = None
-        except (TransportError, MismatchError) as error:
-            self._fail(error)
-
-    def _fail(self, error: BaseException) -> None:
-        for request in self._requests:
-            request.cancel()
-        self._collect = None
-        self.finish(error=error)
-
     def wait(self, timeout: float | None = None) -> Any:
         """Block until all have arrived, at most `timeout` seconds; see `Work.wait`."""
-        watch = self._comm.watch(self.description)
+        deadline = None if timeout is None else time.monotonic() + timeout
+        late = StallError(f"{self.description}: not done after {timeout} s; it goes on, wait again to collect it")
         if not super().done():
-            with self._lock:
-                self._wait_for_requests(watch, timeout)
+            if not self._lock.acquire(timeout=-1 if timeout is None else timeout):
+                raise late
+            try:
+                self._wait_for_requests(deadline, late)
+            finally:
+                self._lock.release()
         return super().wait(0)
 
     def exception(self) -> BaseException | None:
@@ -78,79 +96,67 @@ class Messages(Work):
             return error
         return None
 
-    def _wait_for_requests(self, watch: Callable[[], None], timeout: float | None) -> None:
-        import time
+    def _advance(self) -> None:
+        if not super().done() and all(request.test() for request in self._requests):
+            for message, request in zip(self._messages, self._requests, strict=True):
+                message.collect(self._comm, request)
+            self._end()
 
-        deadline = None if timeout is None else time.monotonic() + timeout
+    def _wait_for_requests(self, deadline: float | None, late: StallError) -> None:
+        if super().done():
+            return
+        assert self._comm.mail is not None
+        watch = self._comm.watch(self.description, self._peers)
 
         def idle() -> None:
             watch()
             if deadline is not None and time.monotonic() > deadline:
-                raise _OutOfTime
+                raise late
 
-        assert self._comm.mail is not None
         try:
-            if not super().done():
-                self._comm.mail.wait(self._requests, idle)
-                self._advance()
-        except _OutOfTime:
-            raise StallError(f"{self.description}: not done after {timeout} s; it goes on, wait again") from None
-        except Exception as error:
-            self._fail(error)
+            self._comm.mail.wait(self._requests, idle)
+            self._advance()
+        except CommlibError as error:
+            if error is late:
+                raise
+            self._end(error)
+
+    def _end(self, error: CommlibError | None = None) -> None:
+        if error is not None:
+            for request in self._requests:
+                request.cancel()
+        value, self._value = self._value, None
+        self._messages = []  # it no longer keeps the arrays alive
+        self.finish(value, error)
 
 
-def _check(comm: Communicator, verb: str, peer: int, tag: int) -> None:
+def _message(
+    comm: Communicator, verb: str, x: Any, peer: int, tag: int, *, incoming: bool, what: str = "x"
+) -> _Message:
+    array = as_host(x, verb, what)
+    if incoming:
+        writable(array, verb, what)
     if not 0 <= peer < comm.size:
         raise UsageError(f"{verb}: peer is {peer}, but {comm.name} has the ranks 0 to {comm.size - 1}")
     if not 0 <= tag <= _MOST_TAGS:
         raise UsageError(f"{verb}: tag is {tag}, expected 0 to {_MOST_TAGS}")
-
-
-def _post_send(comm: Communicator, verb: str, x: Any, peer: int, tag: int) -> tuple[Request, Array]:
-    flat = contiguous(as_host(x, verb), verb).reshape(-1)
-    _check(comm, verb, peer, tag)
-    assert comm.mail is not None
-    return comm.mail.send(peer, tag, flat.view(np.uint8).data), flat
-
-
-def _post_recv(comm: Communicator, verb: str, x: Any, peer: int, tag: int) -> tuple[Request, Callable[[], Any]]:
-    array = writable(as_host(x, verb), verb, "x")
-    _check(comm, verb, peer, tag)
-    flat = contiguous(array, verb).reshape(-1)
-    assert comm.mail is not None
-    request = comm.mail.recv(peer, tag, flat.view(np.uint8).data)
-
-    def collect() -> Any:
-        if request.nbytes != flat.nbytes:
-            raise MismatchError(
-                f"{comm.name}: {verb} from rank {peer}, tag {tag}, on rank {comm.rank}: expected {flat.nbytes} bytes, "
-                f"got {request.nbytes}: send and receive the same count and dtype"
-            )
-        if not np.may_share_memory(flat, array):
-            array[...] = flat.reshape(array.shape)
-        return x
-
-    return request, collect
-
-
-def _work(comm: Communicator, text: str, requests: list[Request], collect: Callable[[], Any], *keep: Any) -> Messages:
-    if comm.runtime.closing:
-        raise ShutdownError(f"{text}: commlib has been shut down")
-    return Messages(comm, text, requests, collect, *keep)
+    return _Message(peer, tag, array, contiguous(array, verb).reshape(-1), incoming)
 
 
 def send(comm: Communicator, x: Any, peer: int, tag: int) -> Messages:
-    request, flat = _post_send(comm, "send", x, peer, tag)
-    return _work(comm, f"send to rank {peer}, tag {tag}", [request], lambda: None, flat)
+    message = _message(comm, "send", x, peer, tag, incoming=False)
+    return Messages(comm, f"send to rank {peer}, tag {tag}", [message], None)
 
 
 def recv(comm: Communicator, x: Any, peer: int, tag: int) -> Messages:
-    request, collect = _post_recv(comm, "recv", x, peer, tag)
-    return _work(comm, f"recv from rank {peer}, tag {tag}", [request], collect)
+    message = _message(comm, "recv", x, peer, tag, incoming=True)
+    return Messages(comm, f"recv from rank {peer}, tag {tag}", [message], x)
 
 
 def send_recv(comm: Communicator, x: Any, peer: int, out: Any, source: int, tag: int) -> Messages:
-    arriving, collect = _post_recv(comm, "send_recv", out, source, tag)
-    request, flat = _post_send(comm, "send_recv", x, peer, tag)
+    arriving = _message(comm, "send_recv", out, source, tag, incoming=True, what="out")
+    leaving = _message(comm, "send_recv", x, peer, tag, incoming=False)
+    if np.may_share_memory(arriving.flat, leaving.flat):
+        raise UsageError("send_recv: x and out overlap: receive into another array")
     text = f"send_recv to rank {peer} and from rank {source}, tag {tag}"
-    return _work(comm, text, [arriving, request], collect, flat)
+    return Messages(comm, text, [arriving, leaving], out)

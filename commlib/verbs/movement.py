@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import pickle
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -12,7 +13,7 @@ from commlib.dtypes import numpy_dtype
 from commlib.errors import UsageError
 from commlib.executor import Region
 from commlib.schedule.layout import even, uneven
-from commlib.verbs.operation import Operation, apart, describe, result, rows, source
+from commlib.verbs.operation import Operation, describe, result, rows, source
 from commlib.verbs.reduction import pipeline_segments
 
 if TYPE_CHECKING:
@@ -123,14 +124,20 @@ def scatter(comm: Communicator, x: Any, root: int, out: Any, algorithm: str) -> 
 
     def run() -> Any:
         # Only the root knows what it scatters, so that the others need not pass an array.
-        meta = comm.exchange_object((array.shape, array.dtype.name) if array is not None else None, root, text)
-        shape, dtype = (meta[0][0] // comm.size, *meta[0][1:]), numpy_dtype(meta[1])
-        target = result(out, shape, dtype, "scatter")
+        meta = pickle.dumps((array.shape, array.dtype.name) if array is not None else None)
+        whole, name = pickle.loads(comm.exchange_bytes(meta, root, text))
+        shape, dtype = (whole[0] // comm.size, *whole[1:]), numpy_dtype(name)
+        try:
+            target, refused = result(out, shape, dtype, "scatter"), None
+        except UsageError as error:  # the others do not know: take part, then say so
+            target, refused = result(None, shape, dtype, "scatter"), error
         layout = uneven([target.flat.size] * comm.size)
         flat = array.reshape(-1) if array is not None else np.empty(layout.count, dtype)
         comm.execute(programs, lambda chunks: [Region(flat, layout)], text, part=2)
         start, stop = layout.offsets[comm.rank : comm.rank + 2]
         target.flat[...] = flat[start:stop]
+        if refused is not None:
+            raise refused
         return target.deliver()
 
     text = f"scatter, root={root}, algorithm={algorithm}"
@@ -192,9 +199,3 @@ def all_to_all_v(comm: Communicator, x: Any, splits: Sequence[int]) -> Operation
 
     text = describe("all_to_all_v", array[:0], shape=True)
     return Operation(text, run)
-
-
-def check_apart(x: Any, out: Any, verb: str) -> None:
-    """Raise UsageError if a point-to-point call would send from the memory it receives into."""
-    if apart(x, out) is not x:
-        raise UsageError(f"{verb}: x and out overlap")

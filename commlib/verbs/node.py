@@ -27,7 +27,7 @@ class NodeAllReduce:
     It holds addresses only: whoever keeps it keeps the arrays alive.
     """
 
-    __slots__ = ("_acquire", "_call", "_comm", "_kernel", "_progress", "_release", "_tables", "text")
+    __slots__ = ("_acquire", "_address", "_call", "_comm", "_kernel", "_progress", "_release", "_tables", "text")
 
     def __init__(self, comm: Communicator, x: Array, target: Array, op: str, algorithm: str) -> None:
         board = comm.board
@@ -38,12 +38,12 @@ class NodeAllReduce:
         places = [comm.symmetric_place(array) for array in (x, target)] if x.nbytes > _EXCHANGE_BYTES else [None]
         call = board.new_call()
         if places[0] is not None and places[-1] is not None:
-            self._kernel = kernels.all_reduce_symmetric
+            kernel = kernels.all_reduce_symmetric
             tables = [addresses for _, addresses in places]  # type: ignore[misc]  # neither is None
             details.append("symmetric at " + " and ".join(f"{number:x}" for number, _ in places))  # type: ignore[misc]
         else:
             small = x.nbytes <= _EXCHANGE_BYTES
-            self._kernel = kernels.all_reduce_exchange if small else kernels.all_reduce_staged
+            kernel = kernels.all_reduce_exchange if small else kernels.all_reduce_staged
             tables = [[0] * board.size, [0]]
             call[kernels.SOURCE], call[kernels.TARGET] = x.ctypes.data, target.ctypes.data
         self._tables = [np.array(table, np.int64) for table in tables]
@@ -53,6 +53,7 @@ class NodeAllReduce:
         call[kernels.DIVISOR] = board.size
         self.text = describe("all_reduce", x, *details)
         call[kernels.SIGNATURE] = signature(self.text)
+        self._kernel, self._address = kernels.entry_point(kernel), call.ctypes.data
         self._call, self._comm, self._progress = call, comm, comm.runtime.progress
         self._acquire, self._release = self._progress.running.acquire, self._progress.running.release
 
@@ -63,7 +64,7 @@ class NodeAllReduce:
             self._progress.start(self.text, self.run).wait()
             return
         try:
-            if status := self._kernel(self._call):
+            if status := self._kernel(self._address):
                 self._comm.settle(self._kernel, self._call, status, self.text)
         finally:
             self._release()
@@ -74,7 +75,7 @@ class NodeAllReduce:
         spins, yields = call[kernels.SPINS], call[kernels.YIELDS]
         call[kernels.SPINS], call[kernels.YIELDS] = min(spins, _BACKGROUND_SPINS), _BACKGROUND_YIELDS
         try:
-            if status := self._kernel(call):
+            if status := self._kernel(self._address):
                 self._comm.settle(self._kernel, call, status, self.text)
         finally:
             call[kernels.SPINS], call[kernels.YIELDS] = spins, yields

@@ -10,6 +10,7 @@ from commlib.dtypes import NUMPY, Array, kernel_operation, name_of
 from commlib.errors import UsageError
 from commlib.executor import Reducer, Region
 from commlib.kernels.arithmetic import accumulator_dtype
+from commlib.schedule import algorithms
 from commlib.schedule.layout import Layout, even, uneven
 from commlib.verbs.operation import Operation, Result, apart, describe, result, rows, source
 
@@ -62,6 +63,11 @@ def all_reduce(comm: Communicator, x: Any, op: str, out: Any, algorithm: str) ->
         name = "recursive_doubling" if array.nbytes <= _SMALL else "ring"
         if _SMALL < array.nbytes <= _LARGE:
             name = "halving_doubling"
+    elif algorithm == "node":
+        name = "ring"  # of one rank: with more, the node path has taken the call
+    elif algorithm not in algorithms("all_reduce"):
+        known = ("auto", "node", "native", *algorithms("all_reduce"))
+        raise UsageError(f"all_reduce has no algorithm {algorithm!r}; known are {', '.join(known)}")
     programs = comm.programs("all_reduce", name)
     flat = apart(array.reshape(-1), target.flat)
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -59,7 +59,7 @@ def assert_close(got: Any, expected: Any, tolerance: float = 1e-12) -> None:
         torch.testing.assert_close(got, expected, rtol=tolerance, atol=tolerance)
 
 
-def assert_same_everywhere(comm: Any, tensors: list[Tensor | None]) -> None:
+def assert_same_everywhere(comm: Any, tensors: Sequence[Tensor | None]) -> None:
     """Every rank has the same bits."""
     bits = [None if t is None else t.detach().contiguous().view(torch.uint8).numpy().tobytes() for t in tensors]
     for other in comm.all_gather_object(bits):

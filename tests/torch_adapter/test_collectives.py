@@ -202,7 +202,7 @@ def test_a_group(comm: Any) -> None:
 
 def test_symmetric_memory_is_reduced_where_it_is(comm: Any) -> None:
     array = comm.empty(5000, "bfloat16")
-    tensor = ct._bridge.to_tensor(array)  # type: ignore[attr-defined]
+    tensor = ct._bridge.to_tensor(array)
     tensor.fill_(comm.rank + 1)
     ct.all_reduce_(tensor)
     assert tensor.dtype == torch.bfloat16

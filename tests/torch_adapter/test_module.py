@@ -34,11 +34,11 @@ KEYS = list(Net().state_dict())
 
 def test_parameters_and_buffers_come_from_rank_0(comm: Any) -> None:
     net = Net(comm.rank)
-    net.norm.running_mean.fill_(comm.rank)  # type: ignore[union-attr,operator]
+    net.norm.running_mean.fill_(comm.rank)  # type: ignore[union-attr]
     DataParallel(net)
     assert_same_everywhere(comm, [tensor.reshape(-1) for tensor in net.state_dict().values()])
     assert net.count == 7
-    assert net.norm.running_mean.sum() == 0  # type: ignore[union-attr,operator]
+    assert net.norm.running_mean.sum() == 0  # type: ignore[union-attr]
 
 
 def test_calls_and_attributes_reach_the_module(comm: Any) -> None:
@@ -91,7 +91,7 @@ def test_a_copy_computes_but_reduces_nothing(comm: Any, duplicate: Any) -> None:
     inputs = torch.full((2, 3), comm.rank + 1.0)
     assert torch.equal(clone(inputs), wrapped(inputs))
     clone(inputs).sum().backward()
-    local = copy.deepcopy(wrapped.module)
+    local: Any = copy.deepcopy(wrapped.module)
     local.zero_grad()
     local(inputs).sum().backward()
     assert_close(clone.linear.weight.grad, local.linear.weight.grad, 0)

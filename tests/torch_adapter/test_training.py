@@ -43,7 +43,7 @@ def train_alone(comm: Any, make: Any, dtype: torch.dtype, steps: int) -> tuple[l
 def test_distributed_optimizer(comm: Any, kind: str, dtype: torch.dtype, cap: float, overlap: bool | None) -> None:
     expected_losses, expected = train_alone(comm, OPTIMIZERS[kind], dtype, 20)
     network = model(dtype=dtype)
-    optimizer = DistributedOptimizer(
+    optimizer: Any = DistributedOptimizer(
         OPTIMIZERS[kind](network.parameters()),
         network.named_parameters(),
         bucket_cap_mib=cap,
@@ -98,12 +98,12 @@ def test_gradients_are_final_when_backward_returns(comm: Any, overlap: bool) -> 
     loss_of(alone, batch(comm)).backward()
     norm = nn.utils.clip_grad_norm_(alone.parameters(), 0.05)
     network = model()
-    optimizer = DistributedOptimizer(
+    optimizer: Any = DistributedOptimizer(
         torch.optim.SGD(network.parameters(), lr=1.0), first_bucket_mib=TINY, bucket_cap_mib=TINY, overlap=overlap
     )
     loss_of(network, mine(comm, batch(comm))).backward()
     assert nn.utils.clip_grad_norm_(network.parameters(), 0.05).item() == pytest.approx(norm.item(), rel=1e-12)
-    gradients = [parameter.grad for parameter in network.parameters()]
+    gradients: list[Any] = [parameter.grad for parameter in network.parameters()]
     assert_close(gradients, [parameter.grad for parameter in alone.parameters()])
     before = parameters_of(network)
     optimizer.step()
@@ -118,7 +118,7 @@ def test_gradients_are_final_when_backward_returns(comm: Any, overlap: bool) -> 
 def test_gradient_lies_in_symmetric_memory_and_is_not_moved_again(comm: Any) -> None:
     """With zero_grad(set_to_none=False) gradients are accumulated where they are reduced."""
     network = model()
-    optimizer = DistributedOptimizer(torch.optim.SGD(network.parameters(), lr=0.1))
+    optimizer: Any = DistributedOptimizer(torch.optim.SGD(network.parameters(), lr=0.1))
     alone = model()
     reference = torch.optim.SGD(alone.parameters(), lr=0.1)
     addresses = []
@@ -222,7 +222,7 @@ def test_channels_last_parameters(comm: Any) -> None:
             optimizer.step()
 
     network, alone = make(), make()
-    optimizer = DistributedOptimizer(torch.optim.SGD(network.parameters(), lr=0.1, momentum=0.9))
+    optimizer: Any = DistributedOptimizer(torch.optim.SGD(network.parameters(), lr=0.1, momentum=0.9))
     run(network, optimizer, slice(2 * comm.rank, 2 * comm.rank + 2))
     run(alone, torch.optim.SGD(alone.parameters(), lr=0.1, momentum=0.9), slice(None))
     assert_close(parameters_of(network), parameters_of(alone))
@@ -230,7 +230,7 @@ def test_channels_last_parameters(comm: Any) -> None:
 
 def test_create_graph_and_grad_mode(comm: Any) -> None:
     network, alone = model(), model()
-    optimizer = DistributedOptimizer(torch.optim.SGD(network.parameters(), lr=0.1))
+    optimizer: Any = DistributedOptimizer(torch.optim.SGD(network.parameters(), lr=0.1))
     for someone, data in ((network, mine(comm, batch(comm))), (alone, batch(comm))):
         loss = loss_of(someone, data)
         with torch.no_grad():
@@ -282,7 +282,7 @@ def test_activation_checkpointing(comm: Any, reentrant: bool) -> None:
             optimizer.step()
 
     network, alone = model(), model()
-    optimizer = DistributedOptimizer(torch.optim.Adam(network.parameters()), bucket_cap_mib=TINY, overlap=True)
+    optimizer: Any = DistributedOptimizer(torch.optim.Adam(network.parameters()), bucket_cap_mib=TINY, overlap=True)
     run(network, optimizer, lambda data: mine(comm, data))
     run(alone, torch.optim.Adam(alone.parameters()), lambda data: data)
     assert_close(parameters_of(network), parameters_of(alone), 1e-10)

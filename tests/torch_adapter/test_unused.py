@@ -27,7 +27,8 @@ class Branches(nn.Module):
 
     def forward(self, inputs: Tensor, used: list[int]) -> Tensor:
         hidden = self.trunk(inputs)
-        return sum((self.heads[number](hidden).square().mean() for number in used), start=hidden.square().mean())
+        losses = [hidden.square().mean(), *(self.heads[number](hidden).square().mean() for number in used)]
+        return torch.stack(losses).sum()
 
 
 def inputs_of(rank: int, step: int) -> Tensor:
@@ -70,7 +71,7 @@ def test_unused_parameters(comm: Any, case: str, wrapper: str, overlap: bool) ->
     expected, history = alone(comm.size, 4, USES[case], make)
     network = Branches()
     module: nn.Module = network
-    optimizer = make(network.parameters())
+    optimizer: Any = make(network.parameters())
     if wrapper == "optimizer":
         optimizer = DistributedOptimizer(optimizer, bucket_cap_mib=TINY, overlap=overlap)
     else:
@@ -96,7 +97,7 @@ def test_a_rank_without_a_loss_joins_in_step(comm: Any) -> None:
             optimizer.step()
 
     network, reference = Branches(), Branches()
-    optimizer = DistributedOptimizer(torch.optim.Adam(network.parameters()))
+    optimizer: Any = DistributedOptimizer(torch.optim.Adam(network.parameters()))
     run(optimizer, network, [comm.rank], 1)
     run(torch.optim.Adam(reference.parameters()), reference, list(range(comm.size)), comm.size)
     assert_close(parameters_of(network), parameters_of(reference), 1e-10)
@@ -130,7 +131,7 @@ def test_a_rank_without_a_loss_can_join_before_clipping(comm: Any, wrapper: str)
 def test_step_without_any_gradient_anywhere(comm: Any) -> None:
     network = Branches()
     before = parameters_of(network)
-    optimizer = DistributedOptimizer(torch.optim.SGD(network.parameters(), lr=0.1, weight_decay=1.0))
+    optimizer: Any = DistributedOptimizer(torch.optim.SGD(network.parameters(), lr=0.1, weight_decay=1.0))
     optimizer.step()
     assert gradients_of(network) == [None] * 8
     assert_close(parameters_of(network), before, 0)
@@ -151,7 +152,9 @@ def test_shared_parameters(comm: Any) -> None:
 
     network, reference = Tied(), Tied()
     named = network.named_parameters(remove_duplicate=False)  # the same tensor under two names
-    optimizer = DistributedOptimizer(torch.optim.Adam(network.parameters()), named, bucket_cap_mib=TINY, overlap=True)
+    optimizer: Any = DistributedOptimizer(
+        torch.optim.Adam(network.parameters()), named, bucket_cap_mib=TINY, overlap=True
+    )
     plain = torch.optim.Adam(reference.parameters())
     for step in range(3):
         optimizer.zero_grad()
@@ -167,7 +170,7 @@ def test_frozen_parameters_are_left_alone(comm: Any) -> None:
     network, reference = Branches(), Branches()
     for someone in (network, reference):
         someone.heads[0].requires_grad_(False)
-    optimizer = DistributedOptimizer(torch.optim.SGD(network.parameters(), lr=0.1, weight_decay=0.1))
+    optimizer: Any = DistributedOptimizer(torch.optim.SGD(network.parameters(), lr=0.1, weight_decay=0.1))
     plain = torch.optim.SGD(reference.parameters(), lr=0.1, weight_decay=0.1)
     for step in range(3):
         if step == 1:  # frozen later: its gradient stays None, and nobody waits for it
@@ -186,7 +189,7 @@ def test_frozen_parameters_are_left_alone(comm: Any) -> None:
 def test_unfrozen_later(comm: Any) -> None:
     network = Branches()
     network.heads[0].requires_grad_(False)
-    optimizer = DistributedOptimizer(torch.optim.SGD(network.parameters(), lr=0.1))
+    optimizer: Any = DistributedOptimizer(torch.optim.SGD(network.parameters(), lr=0.1))
     network.heads[0].requires_grad_(True)
     network(inputs_of(comm.rank, 0), [0]).backward()
     with pytest.raises(UsageError, match="not reduced"):
@@ -195,7 +198,7 @@ def test_unfrozen_later(comm: Any) -> None:
 
 def test_sparse_gradients_are_refused(comm: Any) -> None:
     table = nn.Embedding(10, 3, sparse=True)
-    optimizer = DistributedOptimizer(torch.optim.SGD(table.parameters(), lr=0.1))
+    optimizer: Any = DistributedOptimizer(torch.optim.SGD(table.parameters(), lr=0.1))
     loss = table(torch.tensor([1, 2])).sum()
     if comm.size == 1:
         loss.backward()

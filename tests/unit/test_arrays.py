@@ -1,4 +1,4 @@
-"""What arrays a verb takes: contiguous or not, overlapping, read-only, of the wrong shape; and which memory it writes."""
+"""What arrays a verb takes: contiguous or not, overlapping, read-only, of a wrong shape; which memory it writes."""
 
 from __future__ import annotations
 
@@ -122,7 +122,7 @@ def test_read_only_results_are_refused(nodes, verb):
     def check(comm):
         out = np.zeros(6)
         out.flags.writeable = False
-        with pytest.raises(UsageError, match=rf"^{verb.split()[0]}.*read-only.*writable"):
+        with pytest.raises(UsageError, match=rf"{verb.split()[0].removeprefix('plan_')}.*read-only.*writable"):
             WRITING[verb](comm, out)
         comm.barrier()  # nothing was sent: the group goes on
 
@@ -282,9 +282,9 @@ def test_unknown_operations_algorithms_and_dtypes_are_refused(nodes):
     def check(comm):
         with pytest.raises(UsageError, match="unknown operation 'avg'; known are sum, mean, min, max, prod"):
             comm.all_reduce(np.ones(3), "avg")
-        with pytest.raises(UsageError, match="no algorithm 'rign'; known are .*ring"):
+        with pytest.raises(UsageError, match=r"no algorithm 'rign'; known are .*ring"):
             comm.all_reduce(np.ones(3), algorithm="rign")
-        with pytest.raises(UsageError, match="native.*needs MPI"):
+        with pytest.raises(UsageError, match=r"native.*needs MPI"):
             comm.all_reduce(np.ones(3), algorithm="native")
         for x in (np.array(["a"]), np.array([None]), np.ones(2, ">f4"), np.ones(2, "datetime64[s]")):
             with pytest.raises(UsageError, match=r"all_reduce: x: dtype .* is not supported; supported are float16"):
