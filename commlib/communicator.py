@@ -86,7 +86,7 @@ class Communicator:
         number = next(self._children)
 
         def run() -> Communicator | None:
-            group = self._transport.split(color, key * self.size + self.rank)
+            group = self._transport.split(color, key)
             return None if group is None else Communicator(group, self.runtime, f"{self.name}.split{number}({color})")
 
         return self._run(Operation("split", run))  # type: ignore[no-any-return]
@@ -172,9 +172,11 @@ class Communicator:
 
         `plan()` runs it now, `plan.start()` on the progress thread. Not collective; running it is.
         """
-        for array, what in ((x, "x"), (x if out is None else out, "out")):
-            if not as_host(array, "plan_all_reduce", what).flags.c_contiguous:
-                raise UsageError(f"plan_all_reduce: {what} must be contiguous: a copy of it would not follow it")
+        before, after = as_host(x, "plan_all_reduce"), as_host(x if out is None else out, "plan_all_reduce", "out")
+        if not before.flags.c_contiguous or not after.flags.c_contiguous:
+            raise UsageError("plan_all_reduce: x and out must be contiguous: a copy of them would not follow them")
+        if apart(before, after) is not before:
+            raise UsageError("plan_all_reduce: x and out overlap: they must be the same array, or apart")
         on_node = self._all_reduce_on_node(x, op, out, algorithm)
         if on_node is not None:
             call, target, keep = on_node
@@ -196,8 +198,8 @@ class Communicator:
         if self.board is None:
             if algorithm == "node" and self.size > 1:
                 raise UsageError(
-                    f"all_reduce: algorithm 'node': the ranks of {self.name} do not share memory "
-                    "(they are on several nodes, or COMMLIB_NODE_PATH=0)"
+                    f"all_reduce: algorithm 'node': {self.name} has no shared memory: "
+                    "its ranks are on several nodes, or COMMLIB_NODE_PATH=0"
                 )
             return None
         array = source(x, "all_reduce")
@@ -417,7 +419,7 @@ class Communicator:
             program,
             regions(*program.regions),
             self._transport,
-            tag=signature(text) + self._sequence * 0x9E3779B1 + part,
+            tag=signature(text) + self._call_number * 0x9E3779B1 + part,
             idle=self.watch(text),
             reducer=reducer,
         )
@@ -432,6 +434,11 @@ class Communicator:
         self.execute(tree, lambda chunks: [Region(array, even(len(array), chunks))], text, part=1)
         return array.tobytes()
 
+    @property
+    def _call_number(self) -> int:
+        """What all ranks count alike, mismatches included: on a node its meetings, else calls."""
+        return self._sequence if self.board is None else self.board.epoch
+
     def settle(self, kernel: Kernel, call: Call, status: int, text: str) -> None:
         """Finish a kernel that did not end well at once: go on waiting, or say who called what."""
         assert self.board is not None
@@ -440,7 +447,7 @@ class Communicator:
         watch = self.watch(text)
         try:
             if self.board.resume(kernel, call, status, watch) == MISMATCH:
-                raise mismatch(self.name, self._sequence, self.rank, self.board.exchange_texts(text, watch))
+                raise mismatch(self.name, self._call_number, self.rank, self.board.exchange_texts(text, watch))
         except MismatchError:
             raise
         except CommlibError as error:
@@ -463,7 +470,7 @@ class Communicator:
         elif check == "always" or self._sequence <= self.config.check_first:
             texts = compare_messages(self._transport, self._sequence, text, self.watch(text))
         if texts is not None:
-            raise mismatch(self.name, self._sequence, self.rank, texts)
+            raise mismatch(self.name, self._call_number, self.rank, texts)
 
     def _execute(self, operation: Operation) -> Any:
         if self.failure is not None:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import ctypes
 import logging
+from functools import lru_cache
 from typing import Any
 
 import numpy as np
@@ -110,11 +111,17 @@ def as_host(x: Any, verb: str, what: str = "x") -> np.ndarray[Any, Any]:
     return array
 
 
+@lru_cache(maxsize=1024)
+def _say_staged(verb: str, shape: tuple[int, ...], strides: tuple[int, ...]) -> None:
+    """Say once for each kind of call that it copies."""
+    log.debug("%s: array of shape %s with strides %s is staged through a copy", verb, shape, strides)
+
+
 def contiguous(array: np.ndarray[Any, Any], verb: str) -> np.ndarray[Any, Any]:
     """Return `array`, or a C-contiguous copy of it (staged; said at debug level)."""
     if array.flags.c_contiguous:
         return array
-    log.debug("%s: array of shape %s with strides %s is staged through a copy", verb, array.shape, array.strides)
+    _say_staged(verb, array.shape, array.strides)
     return np.ascontiguousarray(array).reshape(array.shape)
 
 

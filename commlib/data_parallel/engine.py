@@ -46,8 +46,9 @@ class Reducer(Gathers, Protocol):
 def overlap_pays(comm: Any) -> bool:
     """Tell whether buckets should be launched while backward runs: where a network is waited for.
 
-    Within a node a reduction waits for memory and for cores, and those are what backward uses: measured with as many
-    ranks as cores, overlap costs 2 to 8 % of a step and hides nothing. Collective when first called.
+    Within a node a reduction needs memory bandwidth and cores, which is what backward needs. With as many ranks as
+    cores, `benchmarks/data_parallel.py --sweep` shows overlap to lengthen a step where nothing else runs, and to make
+    no difference on a busy machine. Collective when first called.
     """
     return bool(comm.node().size < comm.size)
 

@@ -10,7 +10,8 @@ What a round means, exactly:
    assumed to be buffered: a send completes only when its receiver has posted the matching receive;
 3. a receive with `reduce=True` lands in scratch memory and is combined with the chunks already there after the
    round's sends have left, so a rank may send and reduce into the same chunks in one round (recursive doubling).
-   A plain receive must not touch chunks that the same round sends.
+   Several reducing receives of one round are combined in the order of `recvs`. A plain receive must not touch chunks
+   that the same round sends.
 
 Messages between two ranks match in the order in which they were posted. The operand order of a combination is fixed
 (the lower rank's operand first), so the result is the same on every rank and in every run.

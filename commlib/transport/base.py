@@ -23,7 +23,7 @@ class Request(Protocol):
 
     @property
     def nbytes(self) -> int:
-        """Bytes that arrived (receives) or left (sends), valid once `test` said True; -1 if more came than fitted."""
+        """Bytes that arrived (receives) or left (sends), valid once `test` said True; -1 if too many came."""
         ...
 
     def cancel(self) -> None:
@@ -42,11 +42,19 @@ class Transport(Protocol):
         ...
 
     def recv(self, peer: int, tag: int, into: memoryview) -> Request:
-        """Post a receive into `into` (bytes, contiguous, writable)."""
+        """Post a receive into `into` (bytes, contiguous, writable) of a message that is no longer than that."""
+        ...
+
+    def recv_unsure(self, peer: int, tag: int, into: memoryview) -> Request:
+        """Like `recv`, for a message that may be longer: it is then dropped, and `nbytes` is -1."""
         ...
 
     def wait(self, requests: Sequence[Request], idle: Idle) -> None:
         """Block until all are complete, with the GIL released, calling `idle` at least every 20 ms or so."""
+        ...
+
+    def progress(self) -> None:
+        """Let messages that are under way move on. Never blocks."""
         ...
 
     def split(self, color: int, key: int) -> Transport | None:

@@ -7,7 +7,9 @@ Every group has its own duplicated MPI communicator, so commlib's messages never
 from __future__ import annotations
 
 import os
+import threading
 import time
+from collections import defaultdict, deque
 from collections.abc import Sequence
 from typing import Any
 
@@ -43,11 +45,8 @@ class _MpiRequest:
                 self.nbytes += status.Get_count(MPI.BYTE)
                 self._requests.pop(0)
         except MPI.Exception as error:
-            if error.Get_error_class() != MPI.ERR_TRUNCATE:
-                raise TransportError(f"MPI: {error}") from error
-            self._requests.pop(0)
-            self.nbytes = -1
-        return not self._requests
+            raise TransportError(f"MPI: {error}") from error
+        return True
 
     def cancel(self) -> None:
         for request in self._requests:
@@ -56,6 +55,60 @@ class _MpiRequest:
                 request.Free()
             except MPI.Exception:
                 _LEFT_BEHIND.append((request, self._buffer))
+
+
+class _UnsureReceive:
+    """A receive that looks at a message's length before it takes it.
+
+    A posted receive that is too short may crash both processes (Open MPI 5.0 overwrites memory when a large message is
+    truncated). Receives of one peer and tag take their messages in the order in which they were made.
+    """
+
+    __slots__ = ("_buffer", "_key", "_pieces", "_transport", "nbytes")
+
+    def __init__(self, transport: MpiTransport, peer: int, tag: int, buffer: memoryview) -> None:
+        self._transport, self._key, self._buffer = transport, (peer, tag), buffer
+        self._pieces: list[tuple[_MpiRequest, int]] = []  # what was taken, and the room that there was for it
+        self.nbytes = 0
+        transport.unmatched[self._key].append(self)
+
+    def test(self) -> bool:
+        with self._transport.matching:  # the progress thread and a waiting thread may both be here
+            waiting = self._transport.unmatched[self._key]
+            while waiting and self in waiting and waiting[0]._match():
+                waiting.popleft()
+            matched = self not in waiting
+        if not matched or not all(request.test() for request, _ in self._pieces):
+            return False
+        fits = all(request.nbytes <= room for request, room in self._pieces)
+        self.nbytes = sum(request.nbytes for request, _ in self._pieces) if fits else -1
+        return True
+
+    def _match(self) -> bool:
+        """Take what has come; return whether that was the last piece."""
+        try:
+            while True:
+                status = MPI.Status()
+                message = self._transport.native.Improbe(*self._key, status)
+                if message is None:
+                    return False
+                length = status.Get_count(MPI.BYTE)
+                start = len(self._pieces) * _LONGEST
+                room = self._buffer[start : start + _LONGEST]
+                into = room if length <= len(room) else memoryview(bytearray(length))
+                self._pieces.append((_MpiRequest([message.Irecv([into[:length], MPI.BYTE])], into), len(room)))
+                if length < _LONGEST or start + _LONGEST >= len(self._buffer):
+                    return True
+        except MPI.Exception as error:
+            raise TransportError(f"MPI: {error}") from error
+
+    def cancel(self) -> None:
+        with self._transport.matching:
+            waiting = self._transport.unmatched[self._key]
+            if self in waiting:
+                waiting.remove(self)
+        for request, _ in self._pieces:
+            request.cancel()
 
 
 class MpiSharedMemory:
@@ -93,6 +146,8 @@ class MpiTransport:
         self._comm = comm
         self.rank: int = comm.Get_rank()
         self.size: int = comm.Get_size()
+        self.matching = threading.RLock()
+        self.unmatched: defaultdict[tuple[int, int], deque[_UnsureReceive]] = defaultdict(deque)
         self._top_tag: Any = MPI.COMM_WORLD.Get_attr(MPI.TAG_UB)  # an MPI has it on this communicator only
 
     @property
@@ -113,6 +168,9 @@ class MpiTransport:
     def recv(self, peer: int, tag: int, into: memoryview) -> Request:
         return self._post(self._comm.Irecv, peer, tag, into)
 
+    def recv_unsure(self, peer: int, tag: int, into: memoryview) -> Request:
+        return _UnsureReceive(self, peer, tag, into)
+
     def wait(self, requests: Sequence[Request], idle: Idle) -> None:
         pending = list(requests)
         polls, checked = 0, time.monotonic()
@@ -130,6 +188,9 @@ class MpiTransport:
             if time.monotonic() - checked > 0.02:
                 idle()
                 checked = time.monotonic()
+
+    def progress(self) -> None:
+        self._comm.Iprobe()
 
     def split(self, color: int, key: int) -> MpiTransport | None:
         comm = self._comm.Split(MPI.UNDEFINED if color < 0 else color, key)

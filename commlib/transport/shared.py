@@ -22,8 +22,8 @@ Kernel = Callable[[int], int]  # takes the address of a call
 _TEXT_BYTES = 1024
 _PRESENT, _LEFT = 1, 2
 
-# How long one kernel call waits before it comes back to Python to look around: spins, yields, then 20 ms of naps.
-_YIELDS, _NAPS, _NAP_MICROSECONDS = 2000, 400, 50
+# How long one kernel call waits before it comes back to Python to look around: spins, yields, then 1 ms of naps.
+_YIELDS, _NAPS, _NAP_MICROSECONDS = 2000, 20, 50
 
 
 def _as_array(address: int, nbytes: int) -> Any:
@@ -45,6 +45,7 @@ class NodeBoard:
     """
 
     def __init__(self, transport: Transport, *, slot_bytes: int, spins: int) -> None:
+        self._transport = transport
         self.rank, self.size, self.spins = transport.rank, transport.size, spins
         lines = self.size * kernels.LINE_BYTES  # those of rank 0's part are the board
         status = lines
@@ -70,6 +71,11 @@ class NodeBoard:
         # Ranks in another PID namespace cannot be seen, so their absence would mean nothing.
         self._watched = [_process_alive(int(status[1])) for status in self._status]
 
+    @property
+    def epoch(self) -> int:
+        """How often the ranks have met."""
+        return int(self._control[kernels.EPOCH])
+
     def new_call(self) -> Call:
         """Return a blank call for the kernels."""
         call = np.zeros(kernels.CALL_FIELDS, np.int64)
@@ -87,6 +93,7 @@ class NodeBoard:
             call[kernels.SPINS] = call[kernels.YIELDS] = 0  # a long wait must not burn the core
             while status == kernels.WAITING:
                 idle()
+                self._transport.progress()  # a rank that comes later may first wait for a message with this one
                 status = kernel(call.ctypes.data)
             call[kernels.SPINS], call[kernels.YIELDS] = spins, yields
         return status

@@ -34,7 +34,8 @@ class _Message:
     def post(self, comm: Communicator) -> Request:
         assert comm.mail is not None
         data = self.flat.view(np.uint8).data
-        return comm.mail.recv(self.peer, self.tag, data) if self.incoming else comm.mail.send(self.peer, self.tag, data)
+        post = comm.mail.recv_unsure if self.incoming else comm.mail.send
+        return post(self.peer, self.tag, data)
 
     def collect(self, comm: Communicator, request: Request) -> None:
         """Check what has arrived, and give it to the user."""

@@ -12,9 +12,11 @@ pair = pytest.mark.ranks(min=2)
 
 def ping(comm, function):
     """Run `function(first)` on ranks 0 and 1; the others wait."""
-    if comm.rank < 2:
-        function(comm.rank == 0)
-    comm.barrier()
+    try:
+        if comm.rank < 2:
+            function(comm.rank == 0)
+    finally:
+        comm.barrier()  # in step, whatever failed
 
 
 @pair
@@ -76,14 +78,15 @@ def test_all_exchange_at_once(comm):
 
 @pair
 @pytest.mark.parametrize("count", [2, 6], ids=["shorter", "longer"])
-@pytest.mark.parametrize("large", [1, 100_000])
-def test_another_length_is_a_mismatch(comm, count, large):
+def test_another_length_is_a_mismatch(comm, count):
+    """Large ones are in tests/launch: Open MPI may crash on them."""
+
     def check(first):
         if first:
-            comm.send_async(np.ones(count * large), 1).exception()
+            comm.send(np.ones(count), 1)
         else:
-            with pytest.raises(MismatchError, match=rf"recv from rank 0.*on rank 1: expected {32 * large} bytes"):
-                comm.recv(np.ones(4 * large), 0)
+            with pytest.raises(MismatchError, match=r"recv from rank 0.*on rank 1: expected 32 bytes"):
+                comm.recv(np.ones(4), 0)
 
     ping(comm, check)
     ping(comm, lambda first: comm.send(np.ones(1), 1) if first else comm.recv(np.ones(1), 0))

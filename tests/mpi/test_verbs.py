@@ -126,9 +126,9 @@ def test_user_traffic_never_collides(comm):
     world, size = MPI.COMM_WORLD, comm.size
     right, left = (comm.rank + 1) % size, (comm.rank - 1) % size
     for step in range(20):
-        theirs = np.full(1000, -1)
+        theirs, mine = np.full(1000, -1), np.array([comm.rank])
         receive = world.Irecv(theirs, left, tag=0)
-        pending = world.Iallreduce(np.array([comm.rank]), total := np.zeros(1, int))
+        pending = world.Iallreduce(mine, total := np.zeros(1, int))
         work = comm.all_reduce_async(np.full(5000, step))
         out = np.zeros(1000)
         message = comm.recv_async(out, left, tag=0)

@@ -10,7 +10,7 @@ from torch import nn
 import commlib_torch
 from commlib_torch import DataParallel, DistributedOptimizer
 
-from .oracle import assert_close, assert_same_everywhere, batch, loss_of, mine, model, parameters_of
+from .oracle import FEATURES, ROWS, assert_close, assert_same_everywhere, batch, loss_of, mine, model, parameters_of
 
 OPTIMIZERS: dict[str, Callable[[Any], torch.optim.Optimizer]] = {
     "momentum": lambda p: torch.optim.SGD(p, lr=0.1, momentum=0.9, weight_decay=0.01),
@@ -228,6 +228,7 @@ def test_channels_last_parameters(comm: Any) -> None:
     assert_close(parameters_of(network), parameters_of(alone))
 
 
+@pytest.mark.filterwarnings("ignore:Using backward.. with create_graph")
 def test_create_graph_and_grad_mode(comm: Any) -> None:
     network, alone = model(), model()
     optimizer: Any = DistributedOptimizer(torch.optim.SGD(network.parameters(), lr=0.1))
@@ -264,6 +265,32 @@ def test_two_optimizers_and_a_loss_through_both(comm: Any) -> None:
     together = run(DistributedOptimizer, lambda data: mine(comm, data))
     assert_close(together, run(lambda optimizer: optimizer, lambda data: data), 1e-9)
     assert_same_everywhere(comm, together)
+
+
+def test_two_optimizers_that_backward_reaches_in_another_order_on_each_rank(comm: Any) -> None:
+    """What is launched while backward runs would differ among ranks: with two reducers nothing is."""
+
+    def make() -> list[nn.Module]:
+        with torch.random.fork_rng():
+            torch.manual_seed(0)
+            return [nn.Linear(FEATURES, FEATURES).double() for _ in range(2)]
+
+    def loss(parts: list[nn.Module], rank: int) -> torch.Tensor:
+        rows = batch(comm)[0][ROWS * rank : ROWS * (rank + 1)]
+        first, second = parts if rank % 2 else parts[::-1]
+        return second(torch.tanh(first(rows))).square().mean()  # type: ignore[no-any-return]
+
+    together, alone = make(), make()
+    optimizers = [
+        DistributedOptimizer(torch.optim.SGD(part.parameters(), lr=0.1), bucket_cap_mib=TINY, overlap=True)
+        for part in together
+    ]
+    loss(together, comm.rank).backward()
+    torch.stack([loss(alone, rank) for rank in range(comm.size)]).mean().backward()
+    for part, reference in zip(together, alone, strict=True):
+        assert_close([p.grad for p in part.parameters()], [p.grad for p in reference.parameters()])
+    for optimizer in optimizers:
+        optimizer.step()
 
 
 @pytest.mark.parametrize("reentrant", [True, False])

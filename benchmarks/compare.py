@@ -1,0 +1,72 @@
+"""The all-reduce benchmark in several process starts, against MPI as it comes and as it is tuned.
+
+    python benchmarks/compare.py [--ranks 2] [--starts 3] [--out FOLDER] [-- OPTIONS OF all_reduce.py]
+
+One process may be slower than the next for its whole life, so a single start proves nothing; and Open MPI's segmented
+ring, its best algorithm for large arrays, is chosen when the job starts. This runs all_reduce.py so many times with
+each setting, alternating, and prints for each size the median time, and for each peer the median, least and greatest of
+the ratios (peer's time / commlib's, both of the same process).
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import statistics
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+from typing import Any
+
+WORKER = Path(__file__).with_name("all_reduce.py")
+RING = {
+    "OMPI_MCA_coll_tuned_use_dynamic_rules": "1",
+    "OMPI_MCA_coll_tuned_allreduce_algorithm": "5",
+    "OMPI_MCA_coll_tuned_allreduce_algorithm_segmentsize": str(1 << 20),
+}
+# name of the setting -> environment; in the second, "mpi" is the tuned ring
+SETTINGS = {"default": {}, "tuned ring": RING}
+
+
+def start(ranks: int, environment: dict[str, str], options: list[str], file: Path) -> dict[str, Any]:
+    """Run all_reduce.py once and return what it measured."""
+    command = ["mpiexec", "-n", str(ranks), sys.executable, str(WORKER), "--out", str(file), *options]
+    subprocess.run(command, env={**os.environ, **environment}, check=True, stdout=subprocess.DEVNULL)
+    return json.loads(file.read_text())  # type: ignore[no-any-return]
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--ranks", type=int, default=2)
+    parser.add_argument("--starts", type=int, default=3)
+    parser.add_argument("--out", type=Path, help="keep the raw JSON files in this folder")
+    parser.add_argument("options", nargs="*", help="after --: options of all_reduce.py")
+    arguments = parser.parse_args()
+    folder = arguments.out or Path(tempfile.mkdtemp())
+    folder.mkdir(parents=True, exist_ok=True)
+    ratios: dict[int, dict[str, list[float]]] = {}
+    ours: dict[int, list[float]] = {}
+    for number in range(arguments.starts):
+        for setting, environment in SETTINGS.items():
+            file = folder / f"{setting.replace(' ', '-')}-{number}.json"
+            for row in start(arguments.ranks, environment, arguments.options, file)["rows"]:
+                medians = {name: statistics.median(values) for name, values in row["seconds"].items()}
+                mine = medians.pop("commlib")
+                ours.setdefault(row["size"], []).append(mine)
+                for name, time in medians.items():
+                    if setting == "default" or name == "mpi":
+                        label = name if setting == "default" else setting
+                        ratios.setdefault(row["size"], {}).setdefault(label, []).append(time / mine)
+    print(f"{'size':>10}{'time us':>11}  how many times as long the peer takes: median (least-greatest)")
+    for size, times in ours.items():
+        cells = "   ".join(
+            f"{name} {statistics.median(values):.2f} ({min(values):.2f}-{max(values):.2f})"
+            for name, values in ratios[size].items()
+        )
+        print(f"{size:>10}{statistics.median(times) * 1e6:>11.2f}  {cells}")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,320 @@
+"""How jobs end: ranks that raise, die, leave or hang must not leave the others waiting, and say who it was."""
+
+from __future__ import annotations
+
+import re
+import time
+
+import pytest
+
+SOON = 10.0  # seconds from the event to the end of the job
+START = 10.0  # seconds that mpiexec, Python and numba may take before it (twice what they need on two busy cores)
+
+# By commlib or by the launcher: MPICH, Open MPI when it sees a signal, and when it sees an exit code.
+NAMES_RANK_1 = r"rank 1\b|RANK 1\b|Process name: \[.*,1\]"
+
+HEAD = """
+import os, signal, sys, time
+import numpy as np
+import commlib
+comm = commlib.init()
+x = np.ones(5000)
+comm.all_reduce(x)
+def event():
+    sys.stderr.write(f"event at {time.time()}\\n"); sys.stderr.flush()
+"""
+
+
+def end(mpirun, n, program, *, env=None, head=HEAD):
+    """Run a program; return its exit code and output, having checked that it ended soon after its event."""
+    done = mpirun(n, head + program, env=env, timeout=START + SOON + 5)
+    ended = time.time()
+    times = [float(text) for text in re.findall(r"event at ([\d.]+)", done.stderr)]
+    assert times, done.stderr
+    assert ended - min(times) < SOON, f"ended {ended - min(times):.1f} s after the event\n{done.stderr}"
+    return done.returncode, done.stdout, done.stderr
+
+
+WAITS = {
+    "node all_reduce": "comm.all_reduce(x)",
+    "ring": "comm.all_reduce(x, algorithm='ring')",
+    "recv": "comm.recv(x, 1)",
+    "async": "comm.barrier_async().wait()",
+    "group": "group.all_reduce(x)",
+}
+
+
+@pytest.mark.parametrize("wait", ["node all_reduce", "recv", "group"])
+def test_an_uncaught_exception_ends_the_job(mpirun, wait):
+    code, _, err = end(
+        mpirun,
+        2,
+        f"""
+group = comm.split(0)
+if comm.rank == 1:
+    event()
+    raise ValueError("out of luck")
+{WAITS[wait]}
+""",
+    )
+    assert code != 0
+    assert "ValueError: out of luck" in err
+    assert re.search(r"commlib: rank 1 of 2 on \S+ ended by an uncaught ValueError: out of luck", err)
+
+
+@pytest.mark.parametrize("wait", ["node all_reduce", "recv"])
+def test_sigkill_ends_the_job(mpirun, wait):
+    code, _, err = end(
+        mpirun,
+        2,
+        f"""
+if comm.rank == 1:
+    time.sleep(0.5)
+    event()
+    os.kill(os.getpid(), signal.SIGKILL)
+{WAITS[wait]}
+""",
+    )
+    assert code != 0
+    assert re.search(NAMES_RANK_1, err)
+
+
+@pytest.mark.parametrize("status", [0, 7])
+def test_os_exit_ends_the_job(mpirun, status):
+    code, _, err = end(mpirun, 2, f"\nif comm.rank == 1:\n    event()\n    os._exit({status})\ncomm.all_reduce(x)\n")
+    assert code != 0
+    assert re.search(NAMES_RANK_1, err)
+
+
+def test_sys_exit_on_one_rank_ends_the_job(mpirun):
+    code, _, err = end(mpirun, 2, "\nif comm.rank == 1:\n    event()\n    sys.exit(3)\ncomm.all_reduce(x)\n")
+    assert code != 0
+    assert "PeerError" in err and re.search(r"rank 1 has shut commlib down or left the program", err)
+
+
+@pytest.mark.parametrize("wait", WAITS)
+def test_a_rank_that_ends_early_is_named_to_those_who_wait(mpirun, wait):
+    code, out, err = end(
+        mpirun,
+        2,
+        f"""
+group = comm.split(0)
+if comm.rank == 1:
+    event()
+else:
+    try:
+        {WAITS[wait]}
+    except commlib.PeerError as error:
+        print(f"rank {{comm.rank}} got {{error}}", flush=True)
+        raise
+""",
+    )
+    assert code != 0
+    lines = re.findall("rank 0 got .*", out)
+    assert lines
+    for line in lines:
+        assert "will not come: rank 1 has shut commlib down or left the program" in line
+    assert "PeerError" in err
+
+
+def test_a_rank_that_ends_early_across_nodes(mpirun):
+    """Without shared memory nobody can look whether the other is still there."""
+    code, _, err = end(
+        mpirun,
+        2,
+        "\nif comm.rank == 1:\n    event()\n    sys.exit(0)\ncomm.all_reduce(x)\n",
+        env={"COMMLIB_NODE_PATH": "0"},
+    )
+    assert code != 0
+    assert re.search(r"PeerError.*rank 1", err)
+
+
+def test_who_needs_nobody_ends_well_after_a_rank_has_left(mpirun):
+    code, out, err = end(
+        mpirun,
+        3,
+        """
+event()
+if comm.rank == 0:
+    time.sleep(1.5)
+    comm.send(x, 1)
+elif comm.rank == 1:
+    print(comm.recv(np.zeros(5000), 0).sum())
+""",
+    )
+    assert (code, out) == (0, "5000.0\n"), err
+
+
+@pytest.mark.parametrize("stuck", ["True", "comm.rank == 0"], ids=["all ranks", "one rank"])
+def test_exit_with_work_that_cannot_end(mpirun, stuck):
+    code, _, err = end(
+        mpirun,
+        2,
+        f"""
+event()
+if {stuck}:
+    work = comm.recv_async(np.zeros(3), 1 - comm.rank, tag=4)
+""",
+        env={"COMMLIB_EXIT_TIMEOUT": "2"},
+    )
+    assert code != 0
+    assert re.search(r"commlib: rank \d of 2 on \S+ left the program with an unfinished recv from rank \d, tag 4", err)
+
+
+def test_exit_with_a_collective_that_one_rank_only_has_launched(mpirun):
+    code, _, err = end(mpirun, 2, "\nevent()\nif comm.rank == 0:\n    work = comm.all_reduce_async(x)\n")
+    assert code != 0
+    assert re.search(r"rank 0 of 2.*unfinished all_reduce|PeerError.*rank 1", err, re.DOTALL)
+
+
+def test_exit_finishes_work_that_can_end(mpirun):
+    """Launched everywhere, waited for nowhere: it is finished at exit, and nothing is said."""
+    code, _, err = end(
+        mpirun,
+        2,
+        """
+event()
+works = [comm.all_reduce_async(np.ones(200_000)) for _ in range(20)]
+works.append(comm.send_async(np.ones(3), (comm.rank + 1) % comm.size))
+works.append(comm.recv_async(np.ones(3), (comm.rank - 1) % comm.size))
+""",
+    )
+    assert code == 0, err
+    assert "unfinished" not in err and "Error" not in err
+
+
+def test_shutdown_with_work_in_flight(mpirun):
+    code, out, err = end(
+        mpirun,
+        2,
+        """
+event()
+if comm.rank == 0:
+    stuck = comm.all_reduce_async(x)
+    queued = comm.all_reduce_async(x)
+start = time.monotonic()
+commlib.shutdown()
+assert time.monotonic() - start < 5
+if comm.rank == 0:
+    for work in (stuck, queued):
+        error = work.exception()
+        assert isinstance(error, (commlib.ShutdownError, commlib.PeerError)), repr(error)
+print("well", flush=True)
+""",
+        env={"COMMLIB_EXIT_TIMEOUT": "1"},
+    )
+    assert (code, out) == (0, "well\nwell\n"), err
+
+
+def test_shutdown_finishes_what_all_ranks_launched(mpirun):
+    code, out, err = end(
+        mpirun,
+        2,
+        """
+event()
+works = [comm.all_reduce_async(np.full(200_000, step)) for step in range(20)]
+commlib.shutdown()
+print([int(work.wait()[0]) for work in works] == [2 * step for step in range(20)], flush=True)
+""",
+    )
+    assert (code, out) == (0, "True\nTrue\n"), err
+
+
+def test_calls_after_shutdown_and_a_new_start(mpirun):
+    code, out, err = end(
+        mpirun,
+        2,
+        """
+event()
+group = comm.split(0)
+commlib.shutdown()
+commlib.shutdown()
+assert not commlib.is_initialized()
+try:
+    commlib.world()
+except commlib.UsageError as error:
+    assert "call commlib.init() first" in str(error)
+else:
+    raise AssertionError("world() after shutdown")
+calls = {
+    "all_reduce": lambda c: c.all_reduce(x), "in place": lambda c: c.all_reduce(x, out=x),
+    "ring": lambda c: c.all_reduce(x, algorithm="ring"), "barrier": lambda c: c.barrier(),
+    "async": lambda c: c.all_gather_async(x), "send": lambda c: c.send(x, 0), "recv": lambda c: c.recv(x, 0),
+    "split": lambda c: c.split(0), "empty": lambda c: c.empty(3), "object": lambda c: c.all_gather_object(3),
+}
+for old in (comm, group):
+    for name, call in calls.items():
+        try:
+            call(old)
+        except commlib.ShutdownError as error:
+            assert "shut down" in str(error)
+        else:
+            raise AssertionError(name)
+for _ in range(3):
+    again = commlib.init()
+    assert again is not comm and commlib.init() is again and commlib.world() is again
+    assert again.all_reduce(np.ones(3)).tolist() == [2, 2, 2]
+    commlib.shutdown()
+print("well", flush=True)
+""",
+    )
+    assert (code, out) == (0, "well\nwell\n"), err
+
+
+def test_a_large_message_for_a_short_receive(mpirun):
+    """Open MPI 5.0.11 corrupts memory if such a receive is posted: commlib must look first."""
+    code, out, err = end(
+        mpirun,
+        2,
+        """
+event()
+for count in (20_000, 600_000):
+    if comm.rank == 0:
+        comm.send(np.ones(count), 1)
+        comm.send(np.ones(3), 1)
+    else:
+        try:
+            comm.recv(np.ones(4), 0)
+        except commlib.MismatchError as error:
+            print(error, flush=True)
+        assert comm.recv(np.zeros(3), 0).sum() == 3
+""",
+    )
+    assert code == 0, err
+    assert out.count("expected 32 bytes") == 2
+
+
+@pytest.mark.parametrize("level", ["funneled", "serialized"])
+def test_a_low_thread_level_is_an_error(mpirun, level):
+    head = f"""
+import sys, time
+import mpi4py
+mpi4py.rc.thread_level = "{level}"
+sys.stderr.write(f"event at {{time.time()}}\\n")
+import commlib
+"""
+    code, _, err = end(mpirun, 2, "commlib.init()", head=head)
+    assert code != 0
+    assert re.search(r"TransportError: this MPI runs at MPI_THREAD_\w+, but .* needs MPI_THREAD_MULTIPLE: leave", err)
+
+
+SETTINGS = {
+    "unknown": ({"COMMLIB_TIMEOUTS": "3"}, r"UsageError: unknown setting COMMLIB_TIMEOUTS; known are .*_TIMEOUT\b"),
+    "range": ({"COMMLIB_SLOT_KIB": "0"}, r"UsageError: .*COMMLIB_SLOT_KIB"),
+    "slurm": ({"SLURM_STEP_ID": "0", "SLURM_STEP_NUM_TASKS": "4"}, r"TransportError: Slurm started 4 tasks, but MPI"),
+}
+
+
+@pytest.mark.parametrize("case", SETTINGS)
+def test_a_wrong_environment_is_an_error(mpirun, case):
+    env, message = SETTINGS[case]
+    head = "import sys, time\nsys.stderr.write(f'event at {time.time()}\\n')\nimport commlib\n"
+    code, out, err = end(mpirun, 1, "commlib.init()\nprint('started')", head=head, env=env)
+    assert code != 0 and not out
+    assert re.search(message, err), err
+
+
+def test_one_process_under_slurm_is_fine(mpirun):
+    env = {"SLURM_STEP_ID": "0", "SLURM_STEP_NUM_TASKS": "1"}
+    code, out, err = end(mpirun, 1, "event()\nprint(int(comm.all_reduce(x)[0]))", env=env)
+    assert (code, out) == (0, "1\n"), err

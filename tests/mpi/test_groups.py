@@ -1,0 +1,116 @@
+"""split and node: who is in which group, in which order, nested, and all at once."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+from commlib.errors import UsageError
+from tests import checks
+
+
+def exercise(group):
+    checks.all_reduce(group, "float32", (5,))
+    checks.all_reduce(group, "bfloat16", (5000,), "mean")
+    checks.all_gather(group, "int16", (5,))
+    checks.broadcast(group, "int16", (5,), root=group.size - 1)
+    checks.send_recv(group, "int16", (5,))
+    checks.objects(group)
+    group.barrier()
+
+
+def test_split_in_two(comm):
+    group = comm.split(comm.rank % 2)
+    assert (group.size, group.rank) == (len(range(comm.rank % 2, comm.size, 2)), comm.rank // 2)
+    exercise(group)
+    exercise(comm)
+
+
+def test_order_by_key_then_rank(comm):
+    assert comm.split(0, key=-comm.rank).rank == comm.size - 1 - comm.rank
+    assert comm.split(0, key=7).rank == comm.rank
+    assert comm.split(0, key=comm.rank // 2).rank == comm.rank
+    assert comm.split(0, key=2**31 - 1 - comm.rank).rank == comm.size - 1 - comm.rank
+
+
+def test_negative_color_joins_nothing(comm):
+    group = comm.split(-1 if comm.rank else 3)
+    assert (group is None) == (comm.rank > 0)
+    if group is not None:
+        assert group.size == 1
+        exercise(group)
+    assert comm.split(-5) is None
+
+
+def test_group_of_one(comm):
+    group = comm.split(comm.rank)
+    assert (group.rank, group.size) == (0, 1)
+    exercise(group)
+    x = np.arange(3)
+    assert group.all_reduce(x, algorithm="node").tolist() == [0, 1, 2]
+
+
+def test_node(comm):
+    node = comm.node()
+    assert node.size == comm.size  # these tests run on one
+    assert comm.node() is node
+    exercise(node)
+
+
+def test_nested_groups(comm):
+    group, level = comm, 0
+    while group.size > 1:
+        half = group.split(group.rank * 2 // group.size)
+        assert half.size < group.size
+        exercise(half)
+        group, level = half, level + 1
+    assert group.name.count("split") == level
+    exercise(comm)
+
+
+def test_groups_work_at_the_same_time(comm):
+    rows, columns = comm.split(comm.rank // 2), comm.split(comm.rank % 2)
+    works = [
+        group.all_reduce_async(np.full(length, float(comm.rank)))
+        for length in (3, 3000)
+        for group in (rows, columns, comm)
+    ]
+    members = [
+        [rank for rank in range(comm.size) if rank // 2 == comm.rank // 2],
+        list(range(comm.rank % 2, comm.size, 2)),
+        list(range(comm.size)),
+    ]
+    for work, ranks in zip(works, members * 2, strict=True):
+        assert (work.wait() == sum(ranks)).all()
+
+
+def test_groups_keep_their_messages_apart(comm):
+    """The same peers and tags in two groups and the world."""
+    groups = [comm, comm.split(0), comm.split(0)]
+    right, left = (comm.rank + 1) % comm.size, (comm.rank - 1) % comm.size
+    outs = [np.zeros(1) for _ in groups]
+    receives = [group.recv_async(out, left) for group, out in zip(groups, outs, strict=True)]
+    sends = [groups[i].send_async(np.array([float(i)]), right) for i in (2, 0, 1)]
+    assert [float(receive.wait()[0]) for receive in receives] == [0, 1, 2]
+    assert [send.wait() for send in sends] == [None] * 3
+
+
+@pytest.mark.ranks(max=3)
+def test_many_groups(comm):
+    for step in range(25):
+        group = comm.split(0)
+        assert int(group.all_reduce(np.array([step]))[0]) == step * comm.size
+
+
+def test_split_async_order(comm):
+    """split runs after what was launched before it."""
+    work = comm.all_reduce_async(np.ones(3000))
+    group = comm.split(0)
+    assert work.done()
+    assert group.size == comm.size
+
+
+def test_a_root_outside_the_group_is_refused(comm):
+    group = comm.split(comm.rank)
+    with pytest.raises(UsageError, match=r"root is 1, but world\.split.* has the ranks 0 to 0"):
+        group.broadcast(np.ones(1), 1)

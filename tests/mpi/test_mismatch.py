@@ -1,0 +1,120 @@
+"""Ranks that call different things: MismatchError on all of them, who and what in it, and the group goes on."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+from commlib.errors import MismatchError
+from tests import checks
+
+pytestmark = pytest.mark.ranks(min=2)
+
+X = np.ones(6)
+
+# (what most ranks call, what the last rank calls, a word of each in the message)
+CASES = {
+    "count": (lambda c: c.all_reduce(np.ones(3)), lambda c: c.all_reduce(np.ones(4)), "3 x", "4 x"),
+    "large count": (lambda c: c.all_reduce(np.ones(3000)), lambda c: c.all_reduce(np.ones(9000)), "3000 x", "9000 x"),
+    "small and large": (lambda c: c.all_reduce(np.ones(3)), lambda c: c.all_reduce(np.ones(9000)), "3 x", "9000 x"),
+    "dtype": (lambda c: c.all_reduce(X), lambda c: c.all_reduce(X.astype("f4")), "float64", "float32"),
+    "same width": (
+        lambda c: c.all_reduce(X.astype("float16")),
+        lambda c: c.all_reduce(X.astype("int16")),
+        "float16",
+        "int16",
+    ),
+    "op": (lambda c: c.all_reduce(X), lambda c: c.all_reduce(X, "max"), "op=sum", "op=max"),
+    "algorithm": (
+        lambda c: c.all_reduce(X, algorithm="ring"),
+        lambda c: c.all_reduce(X, algorithm="bruck"),
+        "ring",
+        "bruck",
+    ),
+    "node and schedule": (lambda c: c.all_reduce(X), lambda c: c.all_reduce(X, algorithm="ring"), "auto", "ring"),
+    "verb": (lambda c: c.all_reduce(X), lambda c: c.broadcast(X.copy()), "all_reduce", "broadcast"),
+    "barrier": (lambda c: c.barrier(), lambda c: c.all_reduce(X), "barrier", "all_reduce"),
+    "root": (lambda c: c.broadcast(X.copy(), 0), lambda c: c.broadcast(X.copy(), 1), "root=0", "root=1"),
+    "reduce root": (lambda c: c.reduce(X, root=0), lambda c: c.reduce(X, root=1), "root=0", "root=1"),
+    "all_gather shape": (lambda c: c.all_gather(X), lambda c: c.all_gather(X.reshape(2, 3)), "(6,)", "(2, 3)"),
+    "all_gather_v row": (
+        lambda c: c.all_gather_v(np.ones((2, 3))),
+        lambda c: c.all_gather_v(np.ones((3, 2))),
+        "3)",
+        "2)",
+    ),
+    "all_to_all": (
+        lambda c: c.all_to_all(np.ones(c.size)),
+        lambda c: c.all_to_all(np.ones(2 * c.size)),
+        "all_to_all",
+        "float64",
+    ),
+    "empty shape": (lambda c: c.empty(3), lambda c: c.empty(4), "(3,)", "(4,)"),
+    "objects": (lambda c: c.broadcast_object(1), lambda c: c.all_gather_object(1), "broadcast_object", "all_gather"),
+    "split": (lambda c: c.split(0), lambda c: c.barrier(), "split", "barrier"),
+    "async": (lambda c: c.all_reduce_async(X).wait(), lambda c: c.barrier_async().wait(), "all_reduce", "barrier"),
+}
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_mismatch(comm, case):
+    usual, odd, first, second = CASES[case]
+    last = comm.size - 1
+    for _ in range(2):
+        with pytest.raises(MismatchError) as caught:
+            (odd if comm.rank == last else usual)(comm)
+        text = str(caught.value)
+        assert first in text and second in text
+        assert f"this is rank {comm.rank}" in text and f"rank {last}: " in text
+        assert "same calls in the same order" in text
+        # Usable afterwards, by every path.
+        checks.all_reduce(comm, "float32", (5,))
+        checks.all_reduce(comm, "float32", (5000,))
+        checks.all_gather(comm, "int8", (3,))
+
+
+def test_every_rank_calls_something_else(comm):
+    with pytest.raises(MismatchError) as caught:
+        comm.all_reduce(np.ones(1 + comm.rank))
+    for rank in range(comm.size):
+        assert f"rank {rank}: all_reduce of {1 + rank} x float64" in str(caught.value)
+    checks.all_reduce(comm, "float32", (5,))
+
+
+def test_symmetric_and_ordinary_memory_do_not_mix(comm):
+    x = comm.empty(5000)
+    y = x if comm.rank else np.zeros(5000, np.float32)
+    with pytest.raises(MismatchError, match="symmetric at"):
+        comm.all_reduce(y, out=y)
+    checks.all_reduce(comm, "float32", (5000,))
+
+
+def test_different_places_of_symmetric_memory_do_not_mix(comm):
+    x = comm.empty(9000)
+    part = x[:5000] if comm.rank else x[1000:6000]
+    with pytest.raises(MismatchError, match="symmetric at"):
+        comm.all_reduce(part, out=part)
+    assert not x.any()
+
+
+def test_nothing_is_written_by_a_mismatch(comm):
+    x = np.full(9000 - comm.rank, 7.0)
+    with pytest.raises(MismatchError):
+        comm.all_reduce(x, out=x)
+    assert (x == 7).all()
+
+
+def test_a_mismatch_among_works_in_flight_ends_only_that_one(comm):
+    x = np.ones(100)
+    works = [comm.all_reduce_async(x) for _ in range(3)]
+    odd = comm.all_reduce_async(x, "max" if comm.rank == 0 else "min")
+    works += [comm.all_reduce_async(x) for _ in range(3)]
+    assert isinstance(odd.exception(), MismatchError)
+    assert all((work.wait() == comm.size).all() for work in works)
+
+
+def test_a_mismatch_in_a_group_names_the_group(comm):
+    group = comm.split(0)
+    with pytest.raises(MismatchError, match=r"world\.split\d+\(0\): the ranks do not make the same call"):
+        group.all_reduce(np.ones(1 + comm.rank))
+    comm.barrier()

@@ -1,0 +1,205 @@
+"""The board and its kernels: mixed calls, more ranks than cores, mismatches, late ranks."""
+
+from __future__ import annotations
+
+import ctypes
+import threading
+import time
+from typing import Any
+
+import numpy as np
+import pytest
+
+from commlib.config import Config
+from commlib.errors import MismatchError, StallError
+from commlib.kernels import node as kernels
+from commlib.kernels.arithmetic import reduce_function
+from commlib.transport.loopback import transports
+from commlib.transport.shared import NodeBoard
+from tests.loopback import run
+
+CONFIG = Config(timeout=10, slot_kib=1)
+
+
+@pytest.mark.parametrize("size", [2, 3, 8])
+def test_many_calls_of_mixed_sizes(size):
+    """8 threads share the cores of any laptop, so ranks are descheduled in every place."""
+    lengths = np.random.default_rng(0).choice([0, 1, 7, 128, 129, 500, 513, 1025, 4000], 150)
+
+    def check(comm):
+        symmetric = comm.empty(4000, "float64")
+        for step, length in enumerate(map(int, lengths)):
+            x = np.full(length, float(step + comm.rank))
+            expected = step * size + sum(range(size))
+            if step % 3 == 0:
+                comm.all_reduce(x, out=x)
+                assert (x == expected).all()
+            elif step % 3 == 1:
+                symmetric[:length] = x
+                comm.all_reduce(symmetric[:length], out=symmetric[:length])
+                assert (symmetric[:length] == expected).all()
+            else:
+                assert (comm.all_reduce_async(x).wait() == expected).all()
+            if step % 10 == 0:
+                comm.barrier()
+
+    run(size, check, config=CONFIG)
+
+
+@pytest.mark.parametrize("size", [2, 5])
+@pytest.mark.parametrize("length", [3, 2000])
+def test_a_mismatch_is_seen_by_all_and_the_board_stays_usable(size, length):
+    def check(comm):
+        for odd in range(size):
+            x = np.ones(length, np.int64 if comm.rank == odd else np.float64)
+            with pytest.raises(MismatchError) as caught:
+                comm.all_reduce(x, out=x)
+            assert f"rank {odd}: all_reduce of {length} x int64" in str(caught.value)
+            assert (x == 1).all()
+            for n in (3, 2000):
+                assert (comm.all_reduce(np.ones(n)) == size).all()
+            comm.barrier()
+
+    run(size, check, config=CONFIG)
+
+
+@pytest.mark.parametrize("length", [3, 300, 2000])
+def test_a_late_rank_is_waited_for(length):
+    """Long enough that the kernels give up (WAITING) and are called again, in the middle of a call as well."""
+
+    def check(comm):
+        for late in range(3):
+            x = np.full(length, float(comm.rank))
+            if comm.rank == late:
+                time.sleep(0.15)
+            comm.all_reduce(x, out=x)
+            assert (x == 3).all()
+            work = None if comm.rank == late else comm.all_reduce_async(x)
+            if comm.rank == late:
+                time.sleep(0.15)
+                work = comm.all_reduce_async(x)
+            assert (work.wait() == 9).all()
+
+    run(3, check, config=CONFIG)
+
+
+def test_a_rank_that_never_comes_is_named():
+    def check(comm):
+        if comm.rank == 2:
+            return
+        with pytest.raises(StallError, match=r"world: all_reduce of 3 x .*rank \d: gave up .*not there yet: rank 2;"):
+            comm.all_reduce(np.ones(3))
+        with pytest.raises(StallError):  # out of step for good
+            comm.barrier()
+
+    run(3, check, config=Config(timeout=0.5))
+
+
+# The kernels themselves
+
+
+def boards(size: int, slot_bytes: int = 1024) -> list[NodeBoard]:
+    ends, made = transports(size), [None] * size
+
+    def make(rank: int) -> None:
+        made[rank] = NodeBoard(ends[rank].split_node(), slot_bytes=slot_bytes, spins=20)
+
+    together(make, size)
+    return made  # type: ignore[return-value]
+
+
+def together(function: Any, size: int) -> None:
+    threads = [threading.Thread(target=function, args=(rank,), daemon=True) for rank in range(size)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(10)
+    assert not any(thread.is_alive() for thread in threads)
+
+
+def all_reduce(board: NodeBoard, kernel: Any, x: Any, reduce_address: int) -> Any:
+    """Run one kernel over ordinary float64 arrays, with any reduction."""
+    out, inputs, outputs = np.zeros_like(x), np.zeros(board.size, np.int64), np.zeros(1, np.int64)
+    call = board.new_call()
+    call[kernels.SOURCE], call[kernels.TARGET] = x.ctypes.data, out.ctypes.data
+    call[kernels.INPUTS], call[kernels.OUTPUTS] = inputs.ctypes.data, outputs.ctypes.data
+    call[kernels.REDUCE], call[kernels.COUNT], call[kernels.ITEM_BYTES] = reduce_address, x.size, x.itemsize
+    call[kernels.SIGNATURE] = 7
+    status = board.resume(kernel, call, kernel(call), lambda: None)
+    assert status == kernels.DONE
+    return out
+
+
+KERNELS = {"exchange": kernels.all_reduce_exchange, "staged": kernels.all_reduce_staged}
+
+
+@pytest.mark.parametrize("epochs", range(4))
+@pytest.mark.parametrize("second", KERNELS)
+@pytest.mark.parametrize("first", KERNELS)
+def test_a_fast_rank_does_not_overwrite_what_a_slow_one_reads(first, second, epochs):
+    """A small call was followed by a large one, which wrote into the slot that the slow rank was still reading."""
+    real = reduce_function("float64", "sum")
+
+    def slow(*arguments: int) -> None:
+        time.sleep(0.05)
+        real.ctypes(*arguments)
+
+    slow_function = ctypes.CFUNCTYPE(None, *[ctypes.c_ssize_t] * 7)(slow)
+    slow_address = ctypes.cast(slow_function, ctypes.c_void_p).value or 0
+    both = boards(2)
+    outs: list[Any] = [None, None]
+
+    def use(rank: int) -> None:
+        board = both[rank]
+        for _ in range(epochs):
+            board.meet(0, lambda: None)
+        own = slow_address if rank == 1 else real.address
+        for first_length, second_length in ((100, 300), (300, 100)):
+            x = np.full(first_length, 1.0 + rank)
+            outs[rank] = all_reduce(board, KERNELS[first], x, own)
+            assert (all_reduce(board, KERNELS[second], np.full(second_length, 1000.0), real.address) == 2000).all()
+            assert (outs[rank] == 3).all()
+            outs[rank] = None
+
+    failures: list[BaseException] = []
+
+    def guarded(rank: int) -> None:
+        try:
+            use(rank)
+        except BaseException as error:
+            failures.append(error)
+
+    together(guarded, 2)
+    assert not failures, failures
+
+
+def test_shares_cover_everything_once_in_whole_cache_lines():
+    share = kernels._own_share
+    for count in (0, 1, 7, 8, 63, 64, 65, 1000, 4097):
+        for item in (1, 2, 4, 8, 16):
+            for size in (1, 2, 3, 5, 8):
+                parts = [share(count, item, rank, size) for rank in range(size)]
+                assert parts[0][0] == 0 and parts[-1][1] == count
+                assert all(a[1] == b[0] for a, b in zip(parts, parts[1:], strict=False))
+                assert all(start * item % 64 == 0 for start, stop in parts if stop > start)
+
+
+def test_the_board_says_who_is_late_and_who_has_left():
+    both = boards(2)
+    assert both[0].late() == [] and both[0].absent() == {}
+    both[1].leave()
+    assert list(both[0].absent()) == [1] and "left the program" in both[0].absent()[1]
+
+
+def test_texts_are_exchanged_whole_or_cut():
+    three = boards(3)
+    got: list[Any] = [None] * 3
+    texts = ["short", "é" * 400, "x" * 5000]
+
+    def use(rank: int) -> None:
+        got[rank] = three[rank].exchange_texts(texts[rank], lambda: None)
+
+    together(use, 3)
+    assert got[0] == got[1] == got[2]
+    assert got[0][:2] == texts[:2]
+    assert set(got[0][2]) == {"x"} and len(got[0][2]) > 900

@@ -1,0 +1,179 @@
+"""The progress thread: launch order, inline runs, closing, watching."""
+
+from __future__ import annotations
+
+import gc
+import threading
+import time
+import weakref
+
+import pytest
+
+from commlib.errors import ShutdownError
+from commlib.progress import Progress
+
+
+@pytest.fixture
+def progress():
+    made = Progress()
+    yield made
+    made.close()
+
+
+class Gate:
+    """An operation that runs until it is opened."""
+
+    def __init__(self):
+        self.began, self.opened = threading.Event(), threading.Event()
+
+    def __call__(self):
+        self.began.set()
+        assert self.opened.wait(10)
+
+
+def test_operations_run_in_launch_order_off_the_callers_thread(progress):
+    ran = []
+    works = [progress.start(str(n), lambda n=n: ran.append((n, threading.current_thread()))) for n in range(100)]
+    works[-1].wait(10)
+    assert [n for n, _ in ran] == list(range(100))
+    assert {thread.name for _, thread in ran} == {"commlib-progress"}
+
+
+def test_a_blocking_call_runs_in_its_own_thread_when_nothing_is_pending(progress):
+    assert progress.run("inline", threading.current_thread) is threading.current_thread()
+    progress.start("first", lambda: None).wait(10)
+    assert progress.run("inline", threading.current_thread) is threading.current_thread()
+
+
+def test_a_blocking_call_queues_behind_what_is_pending(progress):
+    gate, ran = Gate(), []
+    progress.start("gate", gate)
+    progress.start("second", lambda: ran.append("second"))
+    blocking = threading.Thread(target=lambda: progress.run("third", lambda: ran.append("third")))
+    blocking.start()
+    time.sleep(0.05)
+    assert ran == []
+    gate.opened.set()
+    blocking.join(10)
+    assert ran == ["second", "third"]
+
+
+def test_one_operation_at_a_time_whatever_the_thread(progress):
+    inside, most = [0], [0]
+
+    def run():
+        inside[0] += 1
+        most[0] = max(most[0], inside[0])
+        time.sleep(0.001)
+        inside[0] -= 1
+
+    def use():
+        for _ in range(15):
+            progress.run("blocking", run)
+            progress.start("async", run)
+
+    threads = [threading.Thread(target=use) for _ in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(20)
+    assert progress.drain(10) == ""
+    assert most[0] == 1
+
+
+def test_an_error_belongs_to_its_work_and_the_next_one_runs(progress):
+    failing = progress.start("failing", lambda: 1 / 0)
+    after = progress.start("after", lambda: 7)
+    with pytest.raises(ZeroDivisionError):
+        failing.wait(10)
+    assert after.wait(10) == 7
+    with pytest.raises(ZeroDivisionError):
+        progress.run("inline", lambda: 1 / 0)
+    assert progress.run("inline", lambda: 8) == 8
+
+
+def test_close_drops_what_has_not_begun(progress):
+    gate = Gate()
+    running, queued = progress.start("running", gate), progress.start("queued", lambda: None)
+    assert gate.began.wait(10)
+    progress.close()
+    with pytest.raises(ShutdownError, match="queued: commlib was shut down before it began"):
+        queued.wait(10)
+    for call in (progress.run, progress.start):
+        with pytest.raises(ShutdownError, match="late: commlib has been shut down"):
+            call("late", lambda: None)
+    assert not running.done()
+    gate.opened.set()
+    assert running.wait(10) is None
+
+
+def test_the_thread_ends_after_close():
+    progress = Progress()
+    progress.start("only", lambda: None).wait(10)
+    thread = next(t for t in threading.enumerate() if t.name == "commlib-progress" and t is progress._thread)
+    assert thread.daemon
+    progress.close()
+    thread.join(5)
+    assert not thread.is_alive()
+
+
+def test_no_thread_without_async_work(progress):
+    progress.run("inline", lambda: None)
+    assert progress._thread is None
+
+
+def test_drain_waits_and_names_what_does_not_end(progress):
+    assert progress.drain(0) == ""
+    gate = Gate()
+    progress.start("slow one", gate)
+    assert gate.began.wait(10)
+    assert progress.drain(0.05) == "slow one"
+    gate.opened.set()
+    assert progress.drain(10) == ""
+
+
+class Counted:
+    description = "counted"
+
+    def __init__(self, needed):
+        self.needed, self.asked = needed, 0
+
+    def done(self):
+        self.asked += 1
+        return self.asked >= self.needed
+
+
+def test_watched_work_is_asked_until_it_is_done(progress):
+    watched = [Counted(5), Counted(50)]
+    for work in watched:
+        progress.watch(work)
+    assert progress.drain(10) == ""
+    asked = [work.asked for work in watched]
+    assert asked == [5, 50]
+    time.sleep(0.05)
+    assert [work.asked for work in watched] == asked
+
+
+def test_watched_work_does_not_delay_operations(progress):
+    progress.watch(Counted(10**9))
+    start = time.monotonic()
+    for _ in range(20):
+        progress.start("quick", lambda: None).wait(10)
+    assert time.monotonic() - start < 2
+    assert progress.drain(0.05) == "counted"
+
+
+def test_an_idle_thread_keeps_nothing_alive(progress):
+    class Array:
+        pass
+
+    array = Array()
+    gone = weakref.ref(array)
+    work = progress.start("use", lambda array=array: None)
+    work.wait(10)
+    del array
+    deadline = time.monotonic() + 5
+    while gone() is not None and time.monotonic() < deadline:
+        gc.collect()
+        time.sleep(0.01)
+    assert gone() is None

@@ -1,0 +1,94 @@
+"""Work, and the works of messages: waiting, timeouts, several waiters, errors."""
+
+from __future__ import annotations
+
+import threading
+import time
+
+import numpy as np
+import pytest
+
+from commlib.config import Config
+from commlib.errors import StallError, UsageError
+from commlib.work import Work
+from tests.loopback import run
+
+
+def test_a_result():
+    work = Work("adding")
+    assert not work.done()
+    assert repr(work) == "<Work adding: pending>"
+    work.finish(5)
+    assert work.done() and work.wait() == work.wait(0) == work.result() == 5
+    assert work.exception() is None
+    assert repr(work) == "<Work adding: done>"
+
+
+def test_an_error():
+    work, error = Work("adding"), UsageError("no")
+    work.finish(error=error)
+    assert work.done() and work.exception() is error
+    for collect in (work.wait, work.result):
+        with pytest.raises(UsageError) as caught:
+            collect()
+        assert caught.value is error
+    assert repr(work) == "<Work adding: failed>"
+
+
+def test_a_timeout_leaves_the_work_going():
+    work = Work("adding")
+    start = time.monotonic()
+    with pytest.raises(StallError, match=r"adding: not done after 0.05 s; it goes on, wait again"):
+        work.wait(0.05)
+    assert 0.04 < time.monotonic() - start < 2
+    with pytest.raises(TimeoutError):  # StallError is one
+        work.wait(0)
+    work.finish(1)
+    assert work.wait(0) == 1
+
+
+def test_many_waiters_get_the_same():
+    work, results = Work("adding"), []
+    threads = [threading.Thread(target=lambda: results.append(work.wait(10))) for _ in range(8)]
+    for thread in threads:
+        thread.start()
+    work.finish(result := object())
+    for thread in threads:
+        thread.join(10)
+    assert len(results) == 8 and all(found is result for found in results)
+
+
+def test_waiters_of_a_message_each_have_their_own_timeout():
+    """One waiter once held the lock that the others' timeouts should have counted for."""
+
+    def check(comm):
+        if comm.rank:
+            comm.barrier()
+            comm.send(np.ones(1), 0)
+            return
+        work = comm.recv_async(out := np.zeros(1), 1)
+        patient = threading.Thread(target=work.wait)
+        patient.start()
+        time.sleep(0.05)
+        start = time.monotonic()
+        with pytest.raises(StallError, match=r"not done after 0.1 s"):
+            work.wait(0.1)
+        assert time.monotonic() - start < 1.5
+        assert not work.done()
+        comm.barrier()
+        patient.join(10)
+        assert work.wait() is out and out[0] == 1 and work.exception() is None
+
+    run(2, check, config=Config(timeout=5))
+
+
+def test_a_message_moves_without_being_waited_for():
+    def check(comm):
+        works = [comm.send_async(np.full(3, comm.rank), 1 - comm.rank), comm.recv_async(out := np.zeros(3, int), 1 - comm.rank)]
+        deadline = time.monotonic() + 5
+        while not all(Work.done(work) for work in works) and time.monotonic() < deadline:
+            time.sleep(0.01)
+        assert all(Work.done(work) for work in works)
+        assert (out == 1 - comm.rank).all()
+
+    run(2, check)
