@@ -83,6 +83,9 @@ class Communicator:
 
         A negative `color` takes part but joins no group and gets None.
         """
+        for name, value in (("color", color), ("key", key)):
+            if not -(2**31) <= value < 2**31:
+                raise UsageError(f"split: {name} is {value}, expected a 32-bit integer")
         number = next(self._children)
 
         def run() -> Communicator | None:

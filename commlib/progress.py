@@ -34,6 +34,7 @@ class Progress:
     def __init__(self) -> None:
         self._queue: deque[tuple[Work, Run]] = deque()
         self._watched: list[Watched] = []
+        self._failed: list[Work] = []  # to tell at the end of errors that nobody has asked for
         self._changed = threading.Condition(threading.Lock())
         self.running = threading.Lock()  # held by whoever runs an operation
         self.pending = 0  # operations queued for, or running on, the thread
@@ -108,6 +109,8 @@ class Progress:
                 self.current = ""
                 self._changed.notify_all()
             work.finish(result, error)
+            if error is not None:
+                self._failed.append(work)
             del job, work, run, result, error  # an idle thread must not keep arrays alive
 
     def drain(self, timeout: float) -> str:
@@ -115,7 +118,17 @@ class Progress:
         with self._changed:
             if self._changed.wait_for(lambda: self.pending == 0 and not self._watched, timeout):
                 return ""
-            return self.current or next((work.description for work in self._watched), "a queued operation")
+            return "unfinished " + self._what_is_pending()
+
+    def unseen_failure(self) -> str:
+        """Return the first failed work whose error nobody has asked for, or ""."""
+        for work in self._failed:
+            if (error := work.unseen_error) is not None:
+                return f"failed {work.description} ({type(error).__name__}: {error})"
+        return ""
+
+    def _what_is_pending(self) -> str:
+        return self.current or next((work.description for work in self._watched), "a queued operation")
 
     def close(self) -> None:
         """Accept nothing more; what is queued and has not begun ends with ShutdownError."""

@@ -15,10 +15,11 @@ class Work:
     raises what it raised.
     """
 
-    __slots__ = ("_error", "_event", "_result", "description")
+    __slots__ = ("_error", "_event", "_result", "description", "seen")
 
     def __init__(self, description: str) -> None:
         self.description = description
+        self.seen = False  # somebody has asked how it ended
         self._event = threading.Event()
         self._result: Any = None
         self._error: BaseException | None = None
@@ -38,6 +39,7 @@ class Work:
         """
         if not self._event.wait(timeout):
             raise StallError(f"{self.description}: not done after {timeout} s; it goes on, wait again to collect it")
+        self.seen = True
         if self._error is not None:
             raise self._error
         return self._result
@@ -49,7 +51,13 @@ class Work:
     def exception(self) -> BaseException | None:
         """Return what the operation raised, or None; waits until it has ended."""
         self._event.wait()
+        self.seen = True
         return self._error
+
+    @property
+    def unseen_error(self) -> BaseException | None:
+        """What went wrong, if it has ended badly and nobody has asked."""
+        return None if self.seen else self._error
 
     def finish(self, result: Any = None, error: BaseException | None = None) -> None:
         """End it. Called once, by whoever runs the operation."""

@@ -70,15 +70,15 @@ def shutdown() -> None:
     if _world is None:
         return
     comm, _world = _world, None
-    unfinished = _close(comm)
-    if unfinished:
+    left_over = _close(comm)
+    if left_over:
         import logging
 
-        logging.getLogger("commlib").warning("shutdown: rank %d gave up an unfinished %s", comm.rank, unfinished)
+        logging.getLogger("commlib").warning("shutdown: rank %d leaves behind %s", comm.rank, left_over)
 
 
 def _close(comm: Communicator) -> str:
-    """End all work on this rank without ever hanging; return the name of what did not end by itself."""
+    """End all work on this rank without ever hanging; return what did not end well, and nobody knows of, or ""."""
     runtime = comm.runtime
     unfinished = runtime.progress.drain(runtime.config.exit_timeout)
     runtime.progress.close()
@@ -87,7 +87,7 @@ def _close(comm: Communicator) -> str:
     runtime.closing = True
     if unfinished:
         runtime.progress.drain(1.0)  # waits look at `closing` every 0.1 s
-    return unfinished
+    return unfinished or runtime.progress.unseen_failure()
 
 
 def _load_mpi() -> Any:
@@ -174,7 +174,7 @@ def _at_exit() -> None:
     global _world
     if _world is None or MPI.Is_finalized():
         return
-    unfinished = _close(_world)
-    if unfinished and _world.size > 1:
-        _abort(f"left the program with an unfinished {unfinished}")
+    left_over = _close(_world)
+    if left_over and _world.size > 1:
+        _abort(f"left the program with {left_over}")
     _world = None

@@ -84,7 +84,10 @@ def test_waiters_of_a_message_each_have_their_own_timeout():
 
 def test_a_message_moves_without_being_waited_for():
     def check(comm):
-        works = [comm.send_async(np.full(3, comm.rank), 1 - comm.rank), comm.recv_async(out := np.zeros(3, int), 1 - comm.rank)]
+        works = [
+            comm.send_async(np.full(3, comm.rank), 1 - comm.rank),
+            comm.recv_async(out := np.zeros(3, int), 1 - comm.rank),
+        ]
         deadline = time.monotonic() + 5
         while not all(Work.done(work) for work in works) and time.monotonic() < deadline:
             time.sleep(0.01)
