@@ -121,7 +121,7 @@ CONTENDERS: dict[str, Callable[..., Step]] = {
     "flat MPI_Allreduce": flat_mpi,
     "torch DDP, gloo": ddp_gloo,
 }
-# How the defaults were chosen: --sweep measures these too.
+# What --sweep measures too: other bucket sizes, with and without overlap.
 SWEEP: dict[str, dict[str, Any]] = {
     "ours, overlap": {"overlap": True},
     "ours, overlap, 4 MiB": {"overlap": True, "bucket_cap_mib": 4},

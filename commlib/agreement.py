@@ -7,6 +7,7 @@ message's tag, so that different calls can never take each other's data.
 
 from __future__ import annotations
 
+import time
 from typing import Any
 
 import numpy as np
@@ -58,6 +59,7 @@ def compare_messages(transport: Transport, sequence: int, text: str, idle: Idle)
 
 # How many past calls a rank still answers for, and what it says once it makes none any more.
 _REMEMBERED = 16
+_PARTING_SECONDS = 0.2
 _GONE = "(left the program, or shut commlib down)"
 
 
@@ -81,20 +83,29 @@ class LateCheck:
         self._posted.pop(sequence - 2 * _REMEMBERED, None)
 
     def leave(self) -> None:
-        """Tell those who wait, or will, that this rank makes no further call."""
+        """Tell those who wait, or will, that this rank makes no further call. Never blocks for long."""
         last = max(self._calls, default=0)
         self._calls[last + 1] = _GONE
-        self._post()
+        self._post(listen=False)
+        # MPI may outlive this process's memory: it must neither write to it nor read from it any more.
+        deadline = time.monotonic() + _PARTING_SECONDS
+        for exchanges in self._posted.values():
+            for _, receive, _, send in exchanges:
+                if receive is not None:
+                    receive.cancel()
+                while not send.test() and time.monotonic() < deadline:
+                    time.sleep(1e-3)
+        self._posted.clear()
 
     def look(self) -> None:
         """Raise MismatchError if a rank made another call than this one, PeerError if it left instead."""
         self._post()
         for sequence, exchanges in self._posted.items():
             for peer, request, array, _ in exchanges:
-                if sequence in self._calls and request.test():
+                if sequence in self._calls and request is not None and request.test():
                     self._compare(sequence, peer, bytes(array).rstrip(b"\0").decode(errors="replace"))
 
-    def _post(self) -> None:
+    def _post(self, *, listen: bool = True) -> None:
         for sequence in sorted(self._calls.keys() - self._posted.keys()):
             own = np.zeros(_TEXT_BYTES, np.uint8)
             data = self._calls[sequence].encode()[:_TEXT_BYTES]
@@ -103,7 +114,7 @@ class LateCheck:
             for peer in range(self._transport.size):
                 if peer != self._transport.rank:
                     theirs = np.zeros(_TEXT_BYTES, np.uint8)
-                    request = self._transport.recv(peer, sequence, theirs.data)
+                    request = self._transport.recv(peer, sequence, theirs.data) if listen else None
                     exchanges.append((peer, request, theirs, self._transport.send(peer, sequence, own.data)))
 
     def _compare(self, sequence: int, peer: int, theirs: str) -> None:

@@ -46,9 +46,10 @@ class Reducer(Gathers, Protocol):
 def overlap_pays(comm: Any) -> bool:
     """Tell whether buckets should be launched while backward runs: where a network is waited for.
 
-    Within a node a reduction needs memory bandwidth and cores, which is what backward needs. With as many ranks as
-    cores, `benchmarks/data_parallel.py --sweep` shows overlap to lengthen a step where nothing else runs, and to make
-    no difference on a busy machine. Collective when first called.
+    Within a node a reduction needs memory bandwidth and cores, which is what backward needs too. The measurements
+    behind this are few and noisy (`benchmarks/data_parallel.py --sweep`): with as many ranks as cores, overlap
+    lengthened the fastest steps and made no clear difference to the others. Across nodes it is an expectation, not
+    measured. Collective when first called.
     """
     return bool(comm.node().size < comm.size)
 

@@ -55,19 +55,24 @@ def test_non_contiguous_arrays_in_and_out(nodes, dtype):
     run(SIZE, check, nodes=nodes, config=CONFIG)
 
 
-@LAYOUTS
-def test_staging_is_said_once_at_debug_level(nodes, caplog):
+@pytest.mark.parametrize("nodes, width", [([0, 0, 0], 50), ([0, 0, 1], 51)], ids=["one node", "two nodes"])
+def test_staging_is_said_once_at_debug_level(nodes, width, caplog):
+    """Once for each kind of call in a process: a training loop makes it thousands of times. (All ranks are here.)"""
+
     def check(comm):
-        x = np.ones((50, 50), np.float32)
+        x = np.ones((50, width), np.float32)
         comm.all_reduce(x)
-        comm.all_reduce(x[::2])
+        for _ in range(5):
+            comm.all_reduce(x[::2])
 
     logging.getLogger("commlib").propagate = True
     with caplog.at_level(logging.DEBUG, "commlib"):
         run(SIZE, check, nodes=nodes, config=CONFIG)
-    staged = [record for record in caplog.records if "staged" in record.message]
-    assert len(staged) == SIZE  # once for each call
-    assert all(r.levelno == logging.DEBUG and "all_reduce" in r.message and "(25, 50)" in r.message for r in staged)
+    staged = [record for record in caplog.records if "staged" in record.getMessage()]
+    assert 1 <= len(staged) <= SIZE  # threads may be between the look and the note
+    for record in staged:
+        assert record.levelno == logging.DEBUG
+        assert "all_reduce" in record.getMessage() and f"(25, {width})" in record.getMessage()
 
 
 @LAYOUTS
@@ -230,9 +235,9 @@ def test_a_plan_on_overlapping_arrays_is_refused_or_follows_them(nodes):
 @LAYOUTS
 def test_a_plan_needs_contiguous_memory(nodes):
     def check(comm):
-        with pytest.raises(UsageError, match="plan_all_reduce: x must be contiguous"):
+        with pytest.raises(UsageError, match=r"plan_all_reduce: x .*must be contiguous"):
             comm.plan_all_reduce(np.ones(6)[::2])
-        with pytest.raises(UsageError, match="plan_all_reduce: out must be contiguous"):
+        with pytest.raises(UsageError, match=r"plan_all_reduce: .*out must be contiguous"):
             comm.plan_all_reduce(np.ones(3), out=np.ones(6)[::2])
 
     run(SIZE, check, nodes=nodes, config=CONFIG)

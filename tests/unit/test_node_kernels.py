@@ -5,6 +5,7 @@ from __future__ import annotations
 import ctypes
 import threading
 import time
+from itertools import pairwise
 from typing import Any
 
 import numpy as np
@@ -125,7 +126,7 @@ def all_reduce(board: NodeBoard, kernel: Any, x: Any, reduce_address: int) -> An
     call[kernels.INPUTS], call[kernels.OUTPUTS] = inputs.ctypes.data, outputs.ctypes.data
     call[kernels.REDUCE], call[kernels.COUNT], call[kernels.ITEM_BYTES] = reduce_address, x.size, x.itemsize
     call[kernels.SIGNATURE] = 7
-    status = board.resume(kernel, call, kernel(call), lambda: None)
+    status = board.resume(kernel, call, kernel(call.ctypes.data), lambda: None)
     assert status == kernels.DONE
     return out
 
@@ -180,7 +181,7 @@ def test_shares_cover_everything_once_in_whole_cache_lines():
             for size in (1, 2, 3, 5, 8):
                 parts = [share(count, item, rank, size) for rank in range(size)]
                 assert parts[0][0] == 0 and parts[-1][1] == count
-                assert all(a[1] == b[0] for a, b in zip(parts, parts[1:], strict=False))
+                assert all(a[1] == b[0] for a, b in pairwise(parts))
                 assert all(start * item % 64 == 0 for start, stop in parts if stop > start)
 
 

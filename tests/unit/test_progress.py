@@ -127,7 +127,7 @@ def test_drain_waits_and_names_what_does_not_end(progress):
     gate = Gate()
     progress.start("slow one", gate)
     assert gate.began.wait(10)
-    assert progress.drain(0.05) == "slow one"
+    assert "slow one" in progress.drain(0.05)
     gate.opened.set()
     assert progress.drain(10) == ""
 
@@ -160,7 +160,7 @@ def test_watched_work_does_not_delay_operations(progress):
     for _ in range(20):
         progress.start("quick", lambda: None).wait(10)
     assert time.monotonic() - start < 2
-    assert progress.drain(0.05) == "counted"
+    assert "counted" in progress.drain(0.05)
 
 
 def test_an_idle_thread_keeps_nothing_alive(progress):

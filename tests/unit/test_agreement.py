@@ -1,0 +1,124 @@
+"""Comparing calls across nodes, where no board helps."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+from commlib.agreement import compare_messages, mismatch
+from commlib.config import Config
+from commlib.errors import MismatchError
+from commlib.transport.loopback import transports
+from tests import checks
+from tests.loopback import run
+
+NODES = pytest.mark.parametrize(
+    "nodes", [[0, 1], [0, 0, 1], [0, 1, 0, 1, 2]], ids=lambda nodes: "".join(map(str, nodes))
+)
+
+ODD = {
+    "count": (lambda c: c.all_reduce(np.ones(3)), lambda c: c.all_reduce(np.ones(4))),
+    "dtype": (lambda c: c.all_reduce(np.ones(3)), lambda c: c.all_reduce(np.ones(3, np.float32))),
+    "op": (lambda c: c.all_reduce(np.ones(3)), lambda c: c.all_reduce(np.ones(3), "max")),
+    "verb": (lambda c: c.all_reduce(np.ones(3)), lambda c: c.all_gather(np.ones(3))),
+    "barrier": (lambda c: c.barrier(), lambda c: c.all_reduce(np.ones(3))),
+    "root": (lambda c: c.broadcast(np.ones(3), 0), lambda c: c.broadcast(np.ones(3), 1)),
+    "object": (lambda c: c.barrier(), lambda c: c.broadcast_object(3)),
+    "large": (lambda c: c.all_reduce(np.ones(300_000)), lambda c: c.all_reduce(np.ones(300_001))),
+}
+
+
+@NODES
+@pytest.mark.parametrize("case", ODD)
+def test_a_mismatch_is_seen_by_all_and_the_group_stays_usable(nodes, case):
+    usual, odd = ODD[case]
+
+    def check(comm):
+        for who in (0, comm.size - 1):
+            with pytest.raises(MismatchError, match=rf"this is rank {comm.rank}\)[\s\S]*rank {who}: "):
+                (odd if comm.rank == who else usual)(comm)
+            checks.all_reduce(comm, "float32", (5000,))
+            checks.all_gather(comm, "int8", (3,))
+
+    run(len(nodes), check, nodes=nodes, config=Config(timeout=10))
+
+
+@pytest.mark.parametrize("case", ODD)
+def test_a_mismatch_on_one_node_leaves_scheduled_verbs_in_step(case):
+    usual, odd = ODD[case]
+
+    def check(comm):
+        for _ in range(2):
+            with pytest.raises(MismatchError):
+                (odd if comm.rank == 1 else usual)(comm)
+            checks.all_reduce(comm, "float32", (50,), algorithm="ring")
+            checks.all_gather(comm, "int8", (3,))
+
+    run(3, check, config=Config(timeout=6))
+
+
+@NODES
+@pytest.mark.parametrize("case", ODD)
+def test_a_mismatch_after_the_first_calls_is_no_hang(nodes, case):
+    """'auto' compares a group's first calls only, and again when a wait gets long."""
+    usual, odd = ODD[case]
+
+    def check(comm):
+        for _ in range(4):
+            comm.barrier()
+        with pytest.raises(MismatchError):
+            (odd if comm.rank == 1 else usual)(comm)
+            comm.barrier()  # a rank whose messages all came learns of it at its next wait
+
+    run(len(nodes), check, nodes=nodes, config=Config(timeout=10, check_first=2))
+
+
+def test_a_late_rank_is_no_mismatch():
+    """A long wait makes the others compare; the late rank then does the same, and all goes on."""
+    import time
+
+    def check(comm):
+        for step in range(3):
+            if comm.rank == step % 2:
+                time.sleep(1.5)
+            assert (comm.all_reduce(np.full(2000, step)) == 3 * step).all()
+
+    run(3, check, nodes=[0, 0, 1], config=Config(timeout=20, check_first=0))
+
+
+def test_always_compares_for_ever():
+    def check(comm):
+        for _ in range(80):
+            comm.barrier()
+        with pytest.raises(MismatchError):
+            comm.all_reduce(np.ones(3 + comm.rank))
+        comm.barrier()
+
+    run(2, check, nodes=[0, 1], config=Config(timeout=10, check="always"))
+
+
+def test_the_error_groups_ranks_by_what_they_call():
+    text = str(mismatch("world", 7, 2, ["a", "b", "a", "c"]))
+    assert "call number 7; this is rank 2" in text
+    assert "  ranks 0, 2: a\n  rank 1: b\n  rank 3: c\n" in text
+
+
+def test_compare_messages():
+    import threading
+
+    results: dict[tuple[int, int], list[str] | None] = {}
+
+    def use(end):
+        results[end.rank, 1] = compare_messages(end, 1, "same", lambda: None)
+        results[end.rank, 2] = compare_messages(end, 2, f"call {end.rank} é" + "x" * 2000, lambda: None)
+        results[end.rank, 3] = compare_messages(end, 3, "same", lambda: None)
+
+    threads = [threading.Thread(target=use, args=(end,), daemon=True) for end in transports(3, [0, 1, 2])]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(10)
+    for rank in range(3):
+        assert results[rank, 1] is None and results[rank, 3] is None
+        texts = results[rank, 2]
+        assert texts is not None and [text[:8] for text in texts] == ["call 0 é", "call 1 é", "call 2 é"]

@@ -1,0 +1,132 @@
+"""The executor: programs over a transport that records, fails, or delivers late."""
+
+from __future__ import annotations
+
+import threading
+
+import numpy as np
+import pytest
+
+from commlib.executor import Reducer, Region, execute
+from commlib.schedule import program
+from commlib.schedule.ir import EMPTY, Copy, Program, Recv, Round, Send, Span
+from commlib.schedule.layout import even, uneven
+from commlib.transport.loopback import transports
+
+
+def idle():
+    pass
+
+
+def one_rank(rounds, regions):
+    return Program("test", "test", 0, 1, 0, tuple(region.layout.chunks for region in regions), tuple(rounds))
+
+
+def test_copies_run_in_order_between_regions():
+    first, second = Region(np.arange(4.0), even(4, 2)), Region(np.zeros(4), even(4, 2))
+    copies = (Copy(Span(0, 1), Span(3, 4)), Copy(Span(3, 4), Span(1, 2)))
+    execute(one_rank([Round(copies=copies)], [first, second]), [first, second], transports(1)[0], tag=1, idle=idle)
+    assert first.array.tolist() == [0, 1, 0, 1] and second.array.tolist() == [0, 0, 0, 1]
+
+
+def test_a_rank_may_send_to_itself_and_send_nothing():
+    region = Region(np.arange(4.0), even(4, 2))
+    rounds = [Round((Send(0, Span(0, 1)), Send(0, EMPTY)), (Recv(0, Span(1, 2)), Recv(0, EMPTY)))]
+    execute(one_rank(rounds, [region]), [region], transports(1)[0], tag=1, idle=idle)
+    assert region.array.tolist() == [0, 1, 0, 1]
+
+
+def test_a_span_that_crosses_regions_is_no_memory():
+    regions = [Region(np.zeros(2), even(2, 2)), Region(np.zeros(2), even(2, 2))]
+    rounds = [Round(copies=(Copy(Span(0, 2), Span(1, 3)),))]
+    with pytest.raises(Exception):  # noqa: B017  # whatever it is, it must not write beyond
+        execute(one_rank(rounds, regions), regions, transports(1)[0], tag=1, idle=idle)
+    assert not regions[0].array.any() and not regions[1].array.any()
+
+
+def test_the_wrong_number_of_regions_is_an_error():
+    region = Region(np.zeros(2), even(2, 2))
+    with pytest.raises(ValueError, match="zip"):
+        execute(one_rank([], [region]), [region, region], transports(1)[0], tag=1, idle=idle)
+
+
+def all_ranks(size, function):
+    failures = []
+
+    def use(end):
+        try:
+            function(end)
+        except BaseException as error:
+            failures.append(error)
+
+    threads = [threading.Thread(target=use, args=(end,), daemon=True) for end in transports(size)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(10)
+    assert not any(thread.is_alive() for thread in threads)
+    if failures:
+        raise failures[0]
+
+
+def test_the_operands_order_is_by_rank_so_all_ranks_get_the_same_bits():
+    terms = np.random.default_rng(0).normal(size=(5, 1000)).astype(np.float32)
+    results = {}
+
+    def use(end):
+        data = terms[end.rank].copy()
+        steps = program("all_reduce", "recursive_doubling", end.rank, 5)
+        region = [Region(data, even(1000, chunks)) for chunks in steps.regions]
+        execute(steps, region, end, tag=3, idle=idle, reducer=Reducer("float32", "sum"))
+        results[end.rank] = data.tobytes()
+
+    all_ranks(5, use)
+    assert len(set(results.values())) == 1
+
+
+def test_uneven_chunks_some_of_them_empty():
+    def use(end):
+        data = np.full(6, -1)
+        layout = uneven([0, 5, 0, 1])
+        start, stop = layout.offsets[end.rank : end.rank + 2]
+        data[start:stop] = end.rank
+        execute(program("all_gather", "ring", end.rank, 4), [Region(data, layout)], end, tag=3, idle=idle)
+        assert data.tolist() == [1, 1, 1, 1, 1, 3]
+
+    all_ranks(4, use)
+
+
+def test_what_idle_raises_ends_the_wait_and_cancels_what_was_posted():
+    end, _ = transports(2)
+
+    def give_up():
+        raise TimeoutError("enough")
+
+    region = Region(np.zeros(4), even(4, 2))
+    steps = program("all_reduce", "recursive_doubling", 0, 2)
+    with pytest.raises(TimeoutError, match="enough"):
+        execute(steps, [Region(region.array, even(4, n)) for n in steps.regions], end, tag=3, idle=give_up)
+    network = end._network
+    assert not any(network.posted["send"].values()) and not any(network.posted["recv"].values())
+
+
+@pytest.mark.parametrize("tag", [0, 7, 2**61])
+def test_tags_keep_programs_apart(tag):
+    """Two programs in flight between the same ranks, in opposite orders."""
+
+    def use(end):
+        arrays = [np.full(1, 10.0 * end.rank), np.full(1, 10.0 * end.rank + 1)]
+
+        def go(which):
+            steps = program("all_reduce", "recursive_doubling", end.rank, 2)
+            region = [Region(arrays[which], even(1, n)) for n in steps.regions]
+            execute(steps, region, end, tag=tag + which, idle=idle, reducer=Reducer("float64", "sum"))
+
+        threads = [threading.Thread(target=go, args=(which,)) for which in ((0, 1) if end.rank else (1, 0))]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join(10)
+        assert [float(array[0]) for array in arrays] == [10, 12]
+
+    all_ranks(2, use)

@@ -1,0 +1,121 @@
+"""Symmetric memory: finding places, keeping memory alive, giving it back together."""
+
+from __future__ import annotations
+
+import gc
+from typing import Any
+
+import numpy as np
+import pytest
+
+from commlib.buffers.symmetric import SymmetricMemory
+from tests.loopback import run
+
+
+class Memory:
+    """Shared memory of two ranks in one process, of which this is rank 1."""
+
+    closed = False
+
+    def __init__(self, nbytes: int) -> None:
+        self.nbytes, self.parts = nbytes, [np.zeros(nbytes + 64, np.uint8) for _ in range(2)]
+        self.bases = [(part.ctypes.data + 63) // 64 * 64 for part in self.parts]
+
+    def close(self) -> None:
+        self.closed = True
+
+
+class Group:
+    """What rank 1 sees; `others_dead` is what rank 0 says when it is asked which arrays are gone."""
+
+    def __init__(self) -> None:
+        self.memories: list[Memory] = []
+        self.others_dead: set[int] | None = None  # None: the same as this rank
+
+        def share(nbytes: int) -> Memory:
+            self.memories.append(Memory(nbytes))
+            return self.memories[-1]
+
+        def agree(dead: Any) -> list[Any]:
+            return [dead if self.others_dead is None else self.others_dead, dead]
+
+        self.symmetric = SymmetricMemory(1, share, agree)
+
+
+def place(group: Group, array: Any) -> Any:
+    return group.symmetric.find(array.ctypes.data, array.nbytes)
+
+
+def test_find():
+    group = Group()
+    first, second = group.symmetric.allocate(1000), group.symmetric.allocate(500)
+    for array, memory in ((first, group.memories[0]), (second, group.memories[1])):
+        number, addresses = place(group, array)
+        assert addresses == memory.bases and addresses[1] == array.ctypes.data
+        assert place(group, array[100:300]) == (number + 100, [base + 100 for base in memory.bases])
+        assert place(group, array[len(array) - 1 :])[1] == [base + len(array) - 1 for base in memory.bases]
+    assert place(group, first)[0] != place(group, second)[0]
+
+
+def test_what_is_not_in_symmetric_memory_is_not_found():
+    group = Group()
+    assert place(group, np.zeros(10)) is None
+    x = group.symmetric.allocate(1000)
+    assert place(group, np.zeros(10)) is None
+    start = x.ctypes.data
+    for address, nbytes in ((start - 1, 10), (start - 1, 1), (start + 991, 10), (start, 1001), (start + 1000, 1)):
+        assert group.symmetric.find(address, nbytes) is None, (address - start, nbytes)
+
+
+def test_a_view_keeps_the_segment():
+    group = Group()
+    view = group.symmetric.allocate(1000)[10:20].view(np.int16)[1:]
+    gc.collect()
+    group.symmetric.allocate(1)
+    assert not group.memories[0].closed
+    assert place(group, view) is not None
+    del view
+    gc.collect()
+    group.symmetric.allocate(1)
+    assert group.memories[0].closed
+
+
+def test_a_segment_is_released_only_when_all_ranks_have_dropped_it():
+    group = Group()
+    group.symmetric.allocate(1000)
+    gc.collect()
+    group.others_dead = set()
+    group.symmetric.allocate(1)
+    assert not group.memories[0].closed
+    group.others_dead = None
+    gc.collect()
+    group.symmetric.allocate(1)
+    assert group.memories[0].closed
+
+
+def test_close_releases_everything():
+    group = Group()
+    x = group.symmetric.allocate(1000)
+    assert place(group, x) is not None
+    group.symmetric.close()
+    assert group.memories[0].closed
+    assert place(group, x) is None
+
+
+def test_nothing():
+    group = Group()
+    assert group.symmetric.allocate(0).shape == (0,)
+
+
+@pytest.mark.parametrize("nodes", [[0, 0, 0], [0, 0, 1]])
+def test_of_a_communicator(nodes):
+    def check(comm):
+        x = comm.empty((30, 100), "float32")
+        assert x.shape == (30, 100) and not x.any() and x.ctypes.data % 64 == 0
+        x[:] = comm.rank
+        comm.all_reduce(x, out=x)
+        assert (x == 3).all()
+        assert comm.empty((), "int8").shape == () and comm.empty(0).shape == (0,)
+        assert comm.empty(np.int64(3)).shape == comm.empty(3).shape == (3,)
+
+    run(3, check, nodes=nodes)
