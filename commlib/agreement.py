@@ -80,7 +80,9 @@ class LateCheck:
         """Remember a call."""
         self._calls[sequence] = text
         self._calls.pop(sequence - _REMEMBERED, None)
-        self._posted.pop(sequence - 2 * _REMEMBERED, None)
+        for _, receive, _, _ in self._posted.pop(sequence - 2 * _REMEMBERED, []):
+            if receive is not None:
+                receive.cancel()  # before its array goes
 
     def leave(self) -> None:
         """Tell those who wait, or will, that this rank makes no further call. Never blocks for long."""

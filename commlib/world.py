@@ -29,6 +29,7 @@ def init(comm: Any = None) -> Communicator:
         if comm is not None:
             raise UsageError("init: commlib is initialised already; use world().split for other groups")
         return _world
+    _hook_exits()  # first: an error on one rank must end the others' wait for it
     settings = config.load()
     _set_up_logging(settings.log_level)
     MPI = _load_mpi()
@@ -44,7 +45,6 @@ def init(comm: Any = None) -> Communicator:
     runtime = Runtime(settings, ranks_on_node=node.Get_size())
     node.Free()
     _world = Communicator(MpiTransport(base), runtime)
-    _hook_exits()
     return _world
 
 
@@ -149,7 +149,8 @@ def _hook_exits() -> None:
 
     def abort_after(kind: type[BaseException], error: BaseException, trace: Any) -> None:
         previous(kind, error, trace)
-        if _world is not None and _world.size > 1:
+        mpi: Any = sys.modules.get("mpi4py.MPI")
+        if mpi is not None and mpi.Is_initialized() and not mpi.Is_finalized() and mpi.COMM_WORLD.size > 1:
             _abort(f"ended by an uncaught {kind.__name__}: {error}")
 
     sys.excepthook = abort_after
@@ -158,8 +159,7 @@ def _hook_exits() -> None:
 def _abort(reason: str) -> None:
     from mpi4py import MPI
 
-    comm = _world
-    assert comm is not None
+    comm = MPI.COMM_WORLD if _world is None else _world
     host = MPI.Get_processor_name()
     sys.stdout.flush()
     sys.stderr.write(f"commlib: rank {comm.rank} of {comm.size} on {host} {reason}; aborting the job\n")

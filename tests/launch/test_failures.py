@@ -2,16 +2,27 @@
 
 from __future__ import annotations
 
+import os
 import re
+import shutil
+import subprocess
+import sys
 import time
+from pathlib import Path
 
 import pytest
 
 SOON = 10.0  # seconds from the event to the end of the job
 START = 10.0  # seconds that mpiexec, Python and numba may take before it (twice what they need on two busy cores)
 
-# By commlib or by the launcher: MPICH, Open MPI when it sees a signal, and when it sees an exit code.
-NAMES_RANK_1 = r"rank 1\b|RANK 1\b|Process name: \[.*,1\]"
+# By commlib, by Open MPI (for a signal, for an exit code), or by MPICH's launcher, which knows ranks by process only.
+NAMES_RANK_1 = r"rank 1\b|RANK 1\b|Process name: \[.*,1\]|PID {process} RUNNING AT"
+
+
+def names_rank_1(out, err):
+    process = re.findall(r"event in process (\d+)", err)[0]
+    return re.search(NAMES_RANK_1.format(process=process), out + err)
+
 
 HEAD = """
 import os, signal, sys, time
@@ -21,8 +32,16 @@ comm = commlib.init()
 x = np.ones(5000)
 comm.all_reduce(x)
 def event():
-    sys.stderr.write(f"event at {time.time()}\\n"); sys.stderr.flush()
+    sys.stderr.write(f"event in process {os.getpid()}\\nevent at {time.time()}\\n"); sys.stderr.flush()
 """
+
+
+@pytest.fixture(scope="session")
+def hydra():
+    """Whether mpiexec is MPICH's."""
+    mpiexec = shutil.which("mpiexec", path=f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}")
+    assert mpiexec is not None
+    return "HYDRA" in subprocess.run([mpiexec, "--version"], capture_output=True, text=True).stdout
 
 
 def end(mpirun, n, program, *, env=None, head=HEAD):
@@ -64,7 +83,7 @@ if comm.rank == 1:
 
 @pytest.mark.parametrize("wait", ["node all_reduce", "recv"])
 def test_sigkill_ends_the_job(mpirun, wait):
-    code, _, err = end(
+    code, out, err = end(
         mpirun,
         2,
         f"""
@@ -76,14 +95,17 @@ if comm.rank == 1:
 """,
     )
     assert code != 0
-    assert re.search(NAMES_RANK_1, err)
+    assert names_rank_1(out, err), out + err
 
 
 @pytest.mark.parametrize("status", [0, 7])
-def test_os_exit_ends_the_job(mpirun, status):
-    code, _, err = end(mpirun, 2, f"\nif comm.rank == 1:\n    event()\n    os._exit({status})\ncomm.all_reduce(x)\n")
+def test_os_exit_ends_the_job(mpirun, status, hydra):
+    code, out, err = end(mpirun, 2, f"\nif comm.rank == 1:\n    event()\n    os._exit({status})\ncomm.all_reduce(x)\n")
+    if hydra:
+        assert code == status
+        pytest.xfail("MPICH's launcher kills the others before they can speak, says nothing, and passes 0 on")
     assert code != 0
-    assert re.search(NAMES_RANK_1, err)
+    assert names_rank_1(out, err), out + err
 
 
 def test_sys_exit_on_one_rank_ends_the_job(mpirun):
@@ -158,7 +180,7 @@ if {stuck}:
         env={"COMMLIB_EXIT_TIMEOUT": "2"},
     )
     assert code != 0
-    assert re.search(r"commlib: rank \d of 2 on \S+ left the program with an unfinished recv from rank \d, tag 4", err)
+    assert re.search(r"commlib: rank \d of 2 on \S+ left the program with .*unfinished.*recv from rank \d, tag 4", err)
 
 
 def test_exit_with_a_collective_that_one_rank_only_has_launched(mpirun):
@@ -312,6 +334,21 @@ def test_a_wrong_environment_is_an_error(mpirun, case):
     code, out, err = end(mpirun, 1, "commlib.init()\nprint('started')", head=head, env=env)
     assert code != 0 and not out
     assert re.search(message, err), err
+
+
+def test_an_error_of_init_on_one_rank_ends_the_job(mpirun):
+    """MPI has started by then: a rank that merely ended would wait for the others in MPI_Finalize, and they for it."""
+    head = """
+import os, sys, time
+from mpi4py import MPI
+sys.stderr.write(f"event at {time.time()}\\n")
+if MPI.COMM_WORLD.rank == 1:
+    os.environ["COMMLIB_CHECK"] = "maybe"
+import commlib
+"""
+    code, _, err = end(mpirun, 2, "commlib.init()", head=head)
+    assert code != 0
+    assert "COMMLIB_CHECK='maybe'" in err and "rank 1" in err
 
 
 def test_one_process_under_slurm_is_fine(mpirun):

@@ -294,9 +294,9 @@ def test_unknown_operations_algorithms_and_dtypes_are_refused(nodes):
         for x in (np.array(["a"]), np.array([None]), np.ones(2, ">f4"), np.ones(2, "datetime64[s]")):
             with pytest.raises(UsageError, match=r"all_reduce: x: dtype .* is not supported; supported are float16"):
                 comm.all_reduce(x)
-        for x in (None, 1.0, [1.0], "text", object()):
+        for value in (None, 1.0, [1.0], "text", object()):
             with pytest.raises(UsageError, match=r"all_reduce: x is a .*: expected an array.*numpy.array\(value\)"):
-                comm.all_reduce(x)
+                comm.all_reduce(value)
         comm.barrier()
 
     run(SIZE, check, nodes=nodes, config=CONFIG)
