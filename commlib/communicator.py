@@ -2,40 +2,27 @@
 
 from __future__ import annotations
 
-import ctypes
 import itertools
 import operator
-import pickle
-import weakref
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
 
-from commlib.agreement import LateCheck, compare_messages, mismatch
-from commlib.buffers.symmetric import SymmetricMemory
 from commlib.buffers.views import as_host
 from commlib.dtypes import Array, name_of, numpy_dtype
-from commlib.errors import CommlibError, MismatchError, UsageError
-from commlib.executor import Reducer, Region, execute
-from commlib.kernels.node import MISMATCH
-from commlib.observe.watchdog import Watchdog
+from commlib.errors import UsageError
+from commlib.group import Group
 from commlib.plan import Plan
 from commlib.runtime import Runtime
-from commlib.schedule import program
-from commlib.schedule.ir import Program
-from commlib.schedule.layout import even
 from commlib.transport.base import Transport
-from commlib.transport.shared import Call, Kernel, NodeBoard
-from commlib.verbs import messages, movement, reduction
-from commlib.verbs.node import NodeAllReduce
-from commlib.verbs.operation import Operation, Result, apart, result, signature, source
+from commlib.verbs import messages, movement, objects, reduction
+from commlib.verbs.node import Prepared
+from commlib.verbs.operation import Operation, apart
 from commlib.work import Work
 
-Regions = Callable[..., list[Region]]
 
-
-class Communicator:
+class Communicator(Group):
     """A group of ranks.
 
     The verbs are collective unless they name a peer: every rank of the group calls the same verbs with the same
@@ -49,32 +36,11 @@ class Communicator:
     """
 
     def __init__(self, transport: Transport, runtime: Runtime, name: str = "world") -> None:
-        self.rank, self.size, self.name = transport.rank, transport.size, name
-        self.runtime, self.config = runtime, runtime.config
-        self.failure: CommlibError | None = None  # after it the group's ranks are out of step
-        self._transport = transport
-        self._sequence = 0
-        self._prepared: dict[int, tuple[Any, str, Any, int, Any, int, NodeAllReduce]] = {}
+        super().__init__(transport, runtime, name)
+        self._prepared = Prepared(self)
+        self._find_prepared = self._prepared.find
         self._children = itertools.count(1)
-        node_transport = transport.split_node()
-        self._one_node = node_transport.size == self.size
         self._node: Communicator | None = None
-        self._node_transport = node_transport
-        self.mail = transport.split(0, self.rank)  # messages between two ranks, apart from the collectives'
-        self.board: NodeBoard | None = None
-        if self._one_node and self.size > 1 and self.config.node_path:
-            slot_bytes = self.config.slot_kib * 1024
-            self.board = NodeBoard(node_transport, slot_bytes=slot_bytes, spins=runtime.spins)
-        self._late_check: LateCheck | None = None
-        if self.board is None and self.size > 1 and self.config.check != "never":
-            aside = transport.split(0, self.rank)
-            assert aside is not None
-            self._late_check = LateCheck(aside, name)
-        runtime.groups.add(self)
-        self._symmetric = SymmetricMemory(node_transport.rank, node_transport.share, self._gather_quietly)
-
-    def __repr__(self) -> str:
-        return f"<Communicator {self.name}: rank {self.rank} of {self.size}>"
 
     # Groups
 
@@ -96,12 +62,14 @@ class Communicator:
 
     def node(self) -> Communicator:
         """Return the communicator of the ranks of this group on this node (made by the first call)."""
-        if self._one_node:
+        if self.one_node:
             return self
         if self._node is None:
 
             def run() -> Communicator:
-                return Communicator(self._node_transport, self.runtime, f"{self.name}.node")
+                own = self._node_transport.split(0, self.rank)
+                assert own is not None
+                return Communicator(own, self.runtime, f"{self.name}.node")
 
             self._node = self._run(Operation("node", run))
         return self._node
@@ -117,7 +85,7 @@ class Communicator:
         if min(dimensions, default=0) < 0:
             raise UsageError(f"empty: shape {dimensions} has a negative length")
         nbytes = int(np.prod(dimensions, dtype=np.int64)) * kind.itemsize
-        if not self._one_node:
+        if not self.one_node:
             return self.node().empty(dimensions, kind)
 
         def run() -> Array:
@@ -135,22 +103,12 @@ class Communicator:
         algorithm: "auto", "node" (shared memory), "native" (MPI's own), or a schedule ("ring", "double_tree", ...).
         """
         if out is x:
-            # The usual call of a training loop: the same array again. Everything is known but what is in it.
-            prepared = self._prepared.get(id(x))
-            if prepared is not None:
-                reference, known_op, dtype, size, pointer, address, call = prepared
-                if (
-                    reference() is x
-                    and op == known_op
-                    and algorithm == "auto"
-                    and x.dtype is dtype
-                    and x.size == size
-                    and pointer.value == address
-                    and x.flags.writeable
-                ):
-                    call()
-                    return x
-        on_node = self._all_reduce_on_node(x, op, out, algorithm)
+            # The usual call of a training loop: the same array again.
+            again = self._find_prepared(x, op, algorithm)
+            if again is not None:
+                again()
+                return x
+        on_node = self._prepared.make(x, op, out, algorithm)
         if on_node is None:
             return self._run(self._all_reduce(x, op, out, algorithm))
         call, target, _ = on_node
@@ -159,7 +117,7 @@ class Communicator:
 
     def all_reduce_async(self, x: Any, op: str = "sum", *, out: Any = None, algorithm: str = "auto") -> Work:
         """Start `all_reduce`."""
-        on_node = self._all_reduce_on_node(x, op, out, algorithm)
+        on_node = self._prepared.make(x, op, out, algorithm)
         if on_node is None:
             return self._start(self._all_reduce(x, op, out, algorithm))
         call, target, keep = on_node
@@ -180,7 +138,7 @@ class Communicator:
             raise UsageError("plan_all_reduce: x and out must be contiguous: a copy of them would not follow them")
         if apart(before, after) is not before:
             raise UsageError("plan_all_reduce: x and out overlap: they must be the same array, or apart")
-        on_node = self._all_reduce_on_node(x, op, out, algorithm)
+        on_node = self._prepared.make(x, op, out, algorithm)
         if on_node is not None:
             call, target, keep = on_node
             return Plan.on_node(self.runtime.progress, call, target.deliver(), keep)
@@ -191,34 +149,6 @@ class Communicator:
         if algorithm == "native":
             return reduction.native_all_reduce(self, x, op, out)
         return reduction.all_reduce(self, x, op, out, algorithm)
-
-    def _all_reduce_on_node(
-        self, x: Any, op: str, out: Any, algorithm: str
-    ) -> tuple[NodeAllReduce, Result, Any] | None:
-        """Return (the compiled call, its result, what must stay alive), or None where the node path does not apply."""
-        if algorithm not in ("auto", "node"):
-            return None
-        if self.board is None:
-            if algorithm == "node" and self.size > 1:
-                raise UsageError(
-                    f"all_reduce: algorithm 'node': {self.name} has no shared memory: "
-                    "its ranks are on several nodes, or COMMLIB_NODE_PATH=0"
-                )
-            return None
-        array = source(x, "all_reduce")
-        target = result(out, array.shape, array.dtype, "all_reduce")
-        flat = array.reshape(-1)
-        if apart(flat, target.flat) is not flat:
-            return None  # overlapping arrays: rare enough for the general way
-        call = NodeAllReduce(self, flat, target.flat, op, algorithm)
-        if out is x and isinstance(x, np.ndarray) and target.flat.ctypes.data == x.ctypes.data and algorithm == "auto":
-            key, prepared = id(x), self._prepared
-            reference = weakref.ref(x, lambda _: prepared.pop(key, None))
-            # An array may move its memory (ndarray.resize). Asking numpy where it is takes longer than the reduction,
-            # so look into the object: the pointer comes first in numpy's C struct, after the object's head.
-            pointer = ctypes.c_void_p.from_address(key + object.__basicsize__)
-            prepared[key] = (reference, op, x.dtype, x.size, pointer, x.ctypes.data, call)
-        return call, target, (x, out, array)
 
     def reduce_scatter(self, x: Any, op: str = "sum", *, out: Any = None, algorithm: str = "auto") -> Any:
         """Combine `x` of all ranks and give each rank its part of the result along dimension 0.
@@ -348,177 +278,23 @@ class Communicator:
 
     def broadcast_object(self, value: Any, root: int = 0) -> Any:
         """Return rank `root`'s picklable object on all ranks. Unpickling runs code: trust your ranks."""
-        return self._run(self._broadcast_object(value, root))
+        return self._run(objects.broadcast_object(self, value, root))
 
     def broadcast_object_async(self, value: Any, root: int = 0) -> Work:
         """Start `broadcast_object`."""
-        return self._start(self._broadcast_object(value, root))
-
-    def _broadcast_object(self, value: Any, root: int) -> Operation:
-        self.check_root("broadcast_object", root)
-        text = f"broadcast_object, root={root}"
-        data = pickle.dumps(value) if self.rank == root else b""
-        return Operation(text, lambda: pickle.loads(self.exchange_bytes(data, root, text)))
+        return self._start(objects.broadcast_object(self, value, root))
 
     def all_gather_object(self, value: Any) -> list[Any]:
         """Return the picklable objects of all ranks, in rank order. Unpickling runs code: trust your ranks."""
-        return self._run(self._all_gather_object(value))  # type: ignore[no-any-return]
+        return self._run(objects.all_gather_object(self, value))  # type: ignore[no-any-return]
 
     def all_gather_object_async(self, value: Any) -> Work:
         """Start `all_gather_object`."""
-        return self._start(self._all_gather_object(value))
-
-    def _all_gather_object(self, value: Any) -> Operation:
-        data = np.frombuffer(pickle.dumps(value), np.uint8)
-        gathering = movement.all_gather_v(self, data)
-        lengths = movement.all_gather(self, np.array([len(data)], np.int64), None, "auto")
-
-        def run() -> list[Any]:
-            stops = np.cumsum(lengths.run())
-            everything = gathering.run()
-            parts = np.split(everything, stops[:-1])
-            return [pickle.loads(part.tobytes()) for part in parts]
-
-        return Operation("all_gather_object", run)
-
-    def _gather_quietly(self, value: Any) -> list[Any]:
-        return self._all_gather_object(value).run()  # type: ignore[no-any-return]  # within an operation
-
-    # What the verbs are made of
-
-    @property
-    def native(self) -> Any:
-        """The mpi4py communicator underneath, or None where there is no MPI."""
-        return self._transport.native
-
-    @property
-    def transport(self) -> Transport:
-        """What moves this group's bytes."""
-        return self._transport
-
-    def check_root(self, verb: str, root: int) -> None:
-        """Raise UsageError unless `root` is a rank of this group."""
-        if not 0 <= root < self.size:
-            raise UsageError(f"{verb}: root is {root}, but {self.name} has the ranks 0 to {self.size - 1}")
-
-    def programs(self, verb: str, name: str, *, root: int = 0, segments: int = 1) -> Program:
-        """Return this rank's program of an algorithm. Raises UsageError for an unknown one."""
-        return program(verb, name, self.rank, self.size, root=root, segments=segments)
-
-    def symmetric_place(self, array: Array) -> tuple[int, list[int]] | None:
-        """Return the place of a contiguous array in this group's symmetric memory, or None."""
-        return self._symmetric.find(array.ctypes.data, array.nbytes)
-
-    def watch(self, text: str, peers: Collection[int] | None = None) -> Watchdog:
-        """Return the watchdog for one wait: for `peers`, or for all ranks in a collective."""
-        look = self._late_check.look if self._late_check is not None and peers is None else None
-        return Watchdog(self.runtime, self.board, self.rank, f"{self.name}: {text}", peers=peers, look=look)
-
-    def execute(
-        self, program: Program, regions: Regions, text: str, reducer: Reducer | None = None, *, part: int = 0
-    ) -> None:
-        """Run a program; `regions` maps its chunk counts to memory. `part` numbers the programs of one call."""
-        execute(
-            program,
-            regions(*program.regions),
-            self._transport,
-            tag=signature(text) + self._call_number * 0x9E3779B1 + part,
-            idle=self.watch(text),
-            reducer=reducer,
-        )
-
-    def exchange_bytes(self, data: bytes, root: int, text: str) -> bytes:
-        """Broadcast bytes, whose number only `root` knows, within an operation."""
-        at_root = self.rank == root
-        length = np.array([len(data)], np.int64)
-        tree = self.programs("broadcast", "binomial_tree", root=root)
-        self.execute(tree, lambda chunks: [Region(length, even(1, chunks))], text, part=0)
-        array = np.frombuffer(data, np.uint8) if at_root else np.empty(int(length[0]), np.uint8)
-        self.execute(tree, lambda chunks: [Region(array, even(len(array), chunks))], text, part=1)
-        return array.tobytes()
-
-    @property
-    def _call_number(self) -> int:
-        """What all ranks count alike, mismatches included: on a node its meetings, else calls."""
-        return self._sequence if self.board is None else self.board.epoch
-
-    def settle(self, kernel: Kernel, call: Call, status: int, text: str) -> None:
-        """Finish a kernel that did not end well at once: go on waiting, or say who called what."""
-        assert self.board is not None
-        if self.failure is not None:
-            raise self.failure
-        watch = self.watch(text)
-        try:
-            if self.board.resume(kernel, call, status, watch) == MISMATCH:
-                raise mismatch(self.name, self._call_number, self.rank, self.board.exchange_texts(text, watch))
-        except MismatchError:
-            raise
-        except CommlibError as error:
-            self._fail(error)
-            raise
-
-    def _fail(self, error: CommlibError) -> None:
-        self.failure = error
-        if self.board is not None:
-            self.board.fail()
-
-    def _compare(self, text: str) -> None:
-        check = self.config.check
-        if check == "never" or self.size == 1:
-            return
-        texts = None
-        if self.board is not None:
-            if not self.board.meet(signature(text), watch := self.watch(text)):
-                texts = self.board.exchange_texts(text, watch)
-        elif check == "always" or self._sequence <= self.config.check_first:
-            texts = compare_messages(self._transport, self._sequence, text, self.watch(text))
-        if texts is not None:
-            raise mismatch(self.name, self._call_number, self.rank, texts)
-
-    def _execute(self, operation: Operation) -> Any:
-        if self.failure is not None:
-            raise self.failure
-        self._sequence += 1
-        if self._late_check is not None:
-            self._late_check.note(self._sequence, operation.text)
-        try:
-            self._compare(operation.text)
-        except MismatchError:
-            raise  # all ranks have it, and nothing was sent
-        except CommlibError as error:
-            self._fail(error)
-            raise
-        try:
-            return operation.run()
-        except UsageError:
-            raise
-        except CommlibError as error:
-            self._fail(error)
-            raise
-
-    def _run(self, operation: Operation) -> Any:
-        return self.runtime.progress.run(operation.text, lambda: self._execute(operation))
-
-    def _start(self, operation: Operation) -> Work:
-        return self.runtime.progress.start(operation.text, lambda: self._execute(operation))
-
-    def leave(self) -> None:
-        """Tell the other ranks that this one comes no more. Never blocks."""
-        if self.board is not None:
-            self.board.leave()
-        if self._late_check is not None and self.failure is None:
-            self._late_check.leave()
+        return self._start(objects.all_gather_object(self, value))
 
     def close(self) -> None:
         """Release everything. Collective, and only when no rank uses it any more."""
         self._prepared.clear()
-        self._symmetric.close()
-        if self.board is not None:
-            self.board.close()
         if self._node is not None:
             self._node.close()
-        else:
-            self._node_transport.close()
-        if self.mail is not None:
-            self.mail.close()
-        self._transport.close()
+        super().close()

@@ -16,7 +16,7 @@ from commlib.transport.base import Request
 from commlib.work import Work
 
 if TYPE_CHECKING:
-    from commlib.communicator import Communicator
+    from commlib.group import Group
 
 _MOST_TAGS = 32767  # what every MPI allows
 
@@ -31,13 +31,13 @@ class _Message:
     flat: Array
     incoming: bool
 
-    def post(self, comm: Communicator) -> Request:
+    def post(self, comm: Group) -> Request:
         assert comm.mail is not None
         data = self.flat.view(np.uint8).data
         post = comm.mail.recv_unsure if self.incoming else comm.mail.send
         return post(self.peer, self.tag, data)
 
-    def collect(self, comm: Communicator, request: Request) -> None:
+    def collect(self, comm: Group, request: Request) -> None:
         """Check what has arrived, and give it to the user."""
         if not self.incoming:
             return
@@ -56,7 +56,7 @@ class Messages(Work):
 
     __slots__ = ("_comm", "_lock", "_messages", "_peers", "_requests", "_value")
 
-    def __init__(self, comm: Communicator, text: str, messages: list[_Message], value: Any) -> None:
+    def __init__(self, comm: Group, text: str, messages: list[_Message], value: Any) -> None:
         super().__init__(text)
         if comm.runtime.closing:
             raise ShutdownError(f"{text}: commlib has been shut down")
@@ -131,9 +131,7 @@ class Messages(Work):
         self.finish(value, error)
 
 
-def _message(
-    comm: Communicator, verb: str, x: Any, peer: int, tag: int, *, incoming: bool, what: str = "x"
-) -> _Message:
+def _message(comm: Group, verb: str, x: Any, peer: int, tag: int, *, incoming: bool, what: str = "x") -> _Message:
     array = as_host(x, verb, what)
     if incoming:
         writable(array, verb, what)
@@ -144,17 +142,17 @@ def _message(
     return _Message(peer, tag, array, contiguous(array, verb).reshape(-1), incoming)
 
 
-def send(comm: Communicator, x: Any, peer: int, tag: int) -> Messages:
+def send(comm: Group, x: Any, peer: int, tag: int) -> Messages:
     message = _message(comm, "send", x, peer, tag, incoming=False)
     return Messages(comm, f"send to rank {peer}, tag {tag}", [message], None)
 
 
-def recv(comm: Communicator, x: Any, peer: int, tag: int) -> Messages:
+def recv(comm: Group, x: Any, peer: int, tag: int) -> Messages:
     message = _message(comm, "recv", x, peer, tag, incoming=True)
     return Messages(comm, f"recv from rank {peer}, tag {tag}", [message], x)
 
 
-def send_recv(comm: Communicator, x: Any, peer: int, out: Any, source: int, tag: int) -> Messages:
+def send_recv(comm: Group, x: Any, peer: int, out: Any, source: int, tag: int) -> Messages:
     arriving = _message(comm, "send_recv", out, source, tag, incoming=True, what="out")
     leaving = _message(comm, "send_recv", x, peer, tag, incoming=False)
     if np.may_share_memory(arriving.flat, leaving.flat):

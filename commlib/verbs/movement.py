@@ -17,13 +17,13 @@ from commlib.verbs.operation import Operation, describe, result, rows, source
 from commlib.verbs.reduction import pipeline_segments
 
 if TYPE_CHECKING:
-    from commlib.communicator import Communicator
+    from commlib.group import Group
 
 _SMALL = 16 << 10
 _LARGE = 256 << 10
 
 
-def broadcast(comm: Communicator, x: Any, root: int, algorithm: str) -> Operation:
+def broadcast(comm: Group, x: Any, root: int, algorithm: str) -> Operation:
     array = as_host(x, "broadcast")
     comm.check_root("broadcast", root)
     at_root = comm.rank == root
@@ -48,7 +48,7 @@ def broadcast(comm: Communicator, x: Any, root: int, algorithm: str) -> Operatio
     return Operation(text, run)
 
 
-def all_gather(comm: Communicator, x: Any, out: Any, algorithm: str) -> Operation:
+def all_gather(comm: Group, x: Any, out: Any, algorithm: str) -> Operation:
     array = source(x, "all_gather")
     shape = (comm.size * array.shape[0], *array.shape[1:]) if array.ndim else (comm.size,)
     target = result(out, shape, array.dtype, "all_gather")
@@ -69,7 +69,7 @@ def all_gather(comm: Communicator, x: Any, out: Any, algorithm: str) -> Operatio
     return Operation(text, run)
 
 
-def all_gather_v(comm: Communicator, x: Any) -> Operation:
+def all_gather_v(comm: Group, x: Any) -> Operation:
     array = source(x, "all_gather_v")
     length, row = rows(array, "all_gather_v")
     programs = comm.programs("all_gather", "ring")
@@ -91,7 +91,7 @@ def all_gather_v(comm: Communicator, x: Any) -> Operation:
     return Operation(text, run)
 
 
-def gather(comm: Communicator, x: Any, root: int, out: Any, algorithm: str) -> Operation:
+def gather(comm: Group, x: Any, root: int, out: Any, algorithm: str) -> Operation:
     array = source(x, "gather")
     comm.check_root("gather", root)
     shape = (comm.size * array.shape[0], *array.shape[1:]) if array.ndim else (comm.size,)
@@ -110,7 +110,7 @@ def gather(comm: Communicator, x: Any, root: int, out: Any, algorithm: str) -> O
     return Operation(text, run)
 
 
-def scatter(comm: Communicator, x: Any, root: int, out: Any, algorithm: str) -> Operation:
+def scatter(comm: Group, x: Any, root: int, out: Any, algorithm: str) -> Operation:
     comm.check_root("scatter", root)
     array = None
     if comm.rank == root:
@@ -144,7 +144,7 @@ def scatter(comm: Communicator, x: Any, root: int, out: Any, algorithm: str) -> 
     return Operation(text, run)
 
 
-def all_to_all(comm: Communicator, x: Any, out: Any, algorithm: str) -> Operation:
+def all_to_all(comm: Group, x: Any, out: Any, algorithm: str) -> Operation:
     array = source(x, "all_to_all")
     length, _ = rows(array, "all_to_all")
     if length % comm.size:
@@ -174,7 +174,7 @@ def all_to_all(comm: Communicator, x: Any, out: Any, algorithm: str) -> Operatio
     return Operation(text, run)
 
 
-def all_to_all_v(comm: Communicator, x: Any, splits: Sequence[int]) -> Operation:
+def all_to_all_v(comm: Group, x: Any, splits: Sequence[int]) -> Operation:
     array = source(x, "all_to_all_v")
     length, row = rows(array, "all_to_all_v")
     sending = [int(n) for n in splits]

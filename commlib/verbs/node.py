@@ -2,17 +2,20 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+import ctypes
+import weakref
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 from commlib.dtypes import Array, kernel_operation, name_of
+from commlib.errors import UsageError
 from commlib.kernels import node as kernels
 from commlib.kernels.arithmetic import reduce_function
-from commlib.verbs.operation import describe, signature
+from commlib.verbs.operation import Result, apart, describe, result, signature, source
 
 if TYPE_CHECKING:
-    from commlib.communicator import Communicator
+    from commlib.group import Group
 
 # Up to here one meeting and P reads beat two meetings and one share each.
 _EXCHANGE_BYTES = 4096
@@ -29,7 +32,7 @@ class NodeAllReduce:
 
     __slots__ = ("_acquire", "_address", "_call", "_comm", "_kernel", "_progress", "_release", "_tables", "text")
 
-    def __init__(self, comm: Communicator, x: Array, target: Array, op: str, algorithm: str) -> None:
+    def __init__(self, comm: Group, x: Array, target: Array, op: str, algorithm: str) -> None:
         board = comm.board
         assert board is not None
         dtype = name_of(x.dtype)
@@ -79,3 +82,63 @@ class NodeAllReduce:
                 self._comm.settle(self._kernel, call, status, self.text)
         finally:
             call[kernels.SPINS], call[kernels.YIELDS] = spins, yields
+
+
+class Prepared:
+    """The node's all-reduces of one group, remembered for arrays that are reduced in place again and again."""
+
+    def __init__(self, group: Group) -> None:
+        self._group = group
+        self._known: dict[int, tuple[Any, str, Any, int, Any, int, NodeAllReduce]] = {}
+
+    def find(self, x: Any, op: str, algorithm: str) -> NodeAllReduce | None:
+        """Return the call for `x` in place if it was made before and still holds: this is what a small call costs."""
+        entry = self._known.get(id(x))
+        if entry is None:
+            return None
+        reference, known_op, dtype, size, pointer, address, call = entry
+        if (
+            reference() is x
+            and op == known_op
+            and algorithm == "auto"
+            and x.dtype is dtype
+            and x.size == size
+            and pointer.value == address
+            and x.flags.writeable
+        ):
+            return call
+        return None
+
+    def make(self, x: Any, op: str, out: Any, algorithm: str) -> tuple[NodeAllReduce, Result, Any] | None:
+        """Return (the compiled call, its result, what must stay alive), or None where the node path does not apply."""
+        if algorithm not in ("auto", "node"):
+            return None
+        group = self._group
+        if group.board is None:
+            if algorithm == "node" and group.size > 1:
+                raise UsageError(
+                    f"all_reduce: algorithm 'node': {group.name} has no shared memory: "
+                    "its ranks are on several nodes, or COMMLIB_NODE_PATH=0"
+                )
+            return None
+        array = source(x, "all_reduce")
+        target = result(out, array.shape, array.dtype, "all_reduce")
+        flat = array.reshape(-1)
+        if apart(flat, target.flat) is not flat:
+            return None  # overlapping arrays: rare enough for the general way
+        call = NodeAllReduce(group, flat, target.flat, op, algorithm)
+        if out is x and isinstance(x, np.ndarray) and target.flat.ctypes.data == x.ctypes.data and algorithm == "auto":
+            self._remember(x, op, call)
+        return call, target, (x, out, array)
+
+    def _remember(self, x: Array, op: str, call: NodeAllReduce) -> None:
+        key, known = id(x), self._known
+        reference = weakref.ref(x, lambda _: known.pop(key, None))
+        # An array may move its memory (ndarray.resize). Asking numpy where it is takes longer than the reduction, so
+        # look into the object: the pointer comes first in numpy's C struct, after the object's head.
+        pointer = ctypes.c_void_p.from_address(key + object.__basicsize__)
+        known[key] = (reference, op, x.dtype, x.size, pointer, x.ctypes.data, call)
+
+    def clear(self) -> None:
+        """Forget all."""
+        self._known.clear()

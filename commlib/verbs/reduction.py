@@ -15,7 +15,7 @@ from commlib.schedule.layout import Layout, even, uneven
 from commlib.verbs.operation import Operation, Result, apart, describe, result, rows, source
 
 if TYPE_CHECKING:
-    from commlib.communicator import Communicator
+    from commlib.group import Group
 
 _SMALL, _LARGE = 16 << 10, 512 << 10
 _SEGMENT = 128 << 10
@@ -54,7 +54,7 @@ def _working_copy(x: Array, target: Result, op: str, size: int) -> _Accumulation
     return accumulation
 
 
-def all_reduce(comm: Communicator, x: Any, op: str, out: Any, algorithm: str) -> Operation:
+def all_reduce(comm: Group, x: Any, op: str, out: Any, algorithm: str) -> Operation:
     array = source(x, "all_reduce")
     target = result(out, array.shape, array.dtype, "all_reduce")
     kernel_operation(name_of(array.dtype), op)
@@ -82,7 +82,7 @@ def all_reduce(comm: Communicator, x: Any, op: str, out: Any, algorithm: str) ->
     return Operation(text, run)
 
 
-def native_all_reduce(comm: Communicator, x: Any, op: str, out: Any) -> Operation:
+def native_all_reduce(comm: Group, x: Any, op: str, out: Any) -> Operation:
     """MPI_Allreduce, in pieces: MPI libraries are several times faster in pieces than on one large array."""
     array = source(x, "all_reduce")
     target = result(out, array.shape, array.dtype, "all_reduce")
@@ -113,7 +113,7 @@ def _row_layout(length: int, row: int, size: int) -> Layout:
     return uneven(count * row for count in even(length, size).counts)
 
 
-def reduce_scatter(comm: Communicator, x: Any, op: str, out: Any, algorithm: str) -> Operation:
+def reduce_scatter(comm: Group, x: Any, op: str, out: Any, algorithm: str) -> Operation:
     array = source(x, "reduce_scatter")
     length, row = rows(array, "reduce_scatter")
     kernel_operation(name_of(array.dtype), op)
@@ -137,7 +137,7 @@ def reduce_scatter(comm: Communicator, x: Any, op: str, out: Any, algorithm: str
     return Operation(text, run)
 
 
-def reduce(comm: Communicator, x: Any, op: str, root: int, out: Any, algorithm: str) -> Operation:
+def reduce(comm: Group, x: Any, op: str, root: int, out: Any, algorithm: str) -> Operation:
     array = source(x, "reduce")
     comm.check_root("reduce", root)
     kernel_operation(name_of(array.dtype), op)
