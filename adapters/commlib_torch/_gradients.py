@@ -17,7 +17,16 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from commlib.data_parallel import Engine, Parameter, Statistics, Tracker, check_agreement, make_buckets, overlap_pays
+from commlib.data_parallel import (
+    Engine,
+    Parameter,
+    Statistics,
+    Tracker,
+    check_agreement,
+    cores_per_rank,
+    make_buckets,
+    overlap_pays,
+)
 from commlib.errors import UsageError
 from commlib_torch._backward import backward_passes
 from commlib_torch._bridge import check, dtype_name, to_tensor
@@ -58,7 +67,9 @@ class Gradients:
         self._scale_before_adding = op == "sum" and comm.size > 1
         self._holds_sum = [False] * len(parameters)
         """`grad` is a sum over ranks already. Each rank then adds to 1/size of it, so that it is counted once."""
-        self._overlap = overlap_pays(comm) if overlap is None else overlap
+        if overlap is None:
+            overlap = overlap_pays(comm, threads=torch.get_num_threads(), cores=cores_per_rank(comm))
+        self._overlap = overlap
         self._sync = True
         specs = [_spec(name, parameter, op) for name, parameter in parameters]
         try:

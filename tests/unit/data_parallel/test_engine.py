@@ -106,7 +106,12 @@ def test_sum_is_a_reduction_too() -> None:
     FakeWorld(3).run(rank)
 
 
-@pytest.mark.parametrize(("on_node", "overlap"), [(4, False), (2, True), (1, True)])
-def test_overlap_pays_across_nodes(on_node: int, overlap: bool) -> None:
+@pytest.mark.parametrize(
+    ("on_node", "threads", "cores", "overlap"),
+    [(4, 1, 1, False), (2, 1, 1, True), (1, 1, 1, True), (4, 2, 2, False), (4, 1, 2, True)],
+)
+def test_overlap_pays_across_nodes_and_with_cores_to_spare(
+    on_node: int, threads: int, cores: int, overlap: bool
+) -> None:
     comm = SimpleNamespace(size=4, node=lambda: SimpleNamespace(size=on_node))
-    assert overlap_pays(comm) is overlap
+    assert overlap_pays(comm, threads=threads, cores=cores) is overlap
