@@ -45,7 +45,8 @@ def DistributedOptimizer(
     cover the optimizer's parameters. `op` is "mean" or "sum". With `backward_passes_per_step=k` only every k-th
     backward reduces; gradients of the k passes are added up, not averaged. Buckets hold up to `bucket_cap_mib` MiB,
     the first one `first_bucket_mib`. With `overlap` they are sent while backward runs, else when it ends; by default
-    where the group spans several nodes, or each rank has more cores than torch has threads. `comm` is the group to reduce over, by default all ranks.
+    where the group spans several nodes, or each rank has more cores than torch has threads. `comm` is the group to
+    reduce over, by default all ranks.
 
     A closure given to `step` returns the loss reduced over the ranks, so that all of them take the same decisions.
     `step()` takes part in the reduction even where no backward ran. `add_param_group` is collective.
