@@ -30,6 +30,7 @@ from commlib.data_parallel import (
 from commlib.errors import UsageError
 from commlib_torch._backward import backward_passes
 from commlib_torch._bridge import check, dtype_name, to_tensor
+from commlib_torch._memory import keep_freed_memory
 
 REDUCTIONS = ("mean", "sum")
 Named = tuple[str, Tensor]
@@ -80,7 +81,10 @@ class Gradients:
         self._engine = Engine(comm, buckets)
         self._views = [_view(self._engine, index, parameter) for index, parameter in enumerate(self._parameters)]
         self.serial = backward_passes.join(self)
-        self._hooks = self._register() if comm.size > 1 else []  # one rank: gradients are final as they are
+        self._hooks: list[Any] = []
+        if comm.size > 1:  # one rank: gradients are final as they are
+            keep_freed_memory()
+            self._hooks = self._register()
 
     @property
     def statistics(self) -> Statistics:
