@@ -141,3 +141,13 @@ class Progress:
             self._changed.notify_all()
         for work, _ in dropped:
             work.finish(error=ShutdownError(f"{work.description}: commlib was shut down before it began"))
+
+    def join(self, timeout: float) -> None:
+        """Wait until the thread has ended after `close`, at most `timeout` s.
+
+        A thread that still drops its last references while the interpreter is finalised is killed in the middle of
+        foreign destructors, and the process with it.
+        """
+        thread = self._thread
+        if thread is not None and thread is not threading.current_thread():
+            thread.join(timeout)

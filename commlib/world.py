@@ -85,8 +85,7 @@ def _close(comm: Communicator) -> str:
     for group in list(runtime.groups):
         group.leave()
     runtime.closing = True
-    if unfinished:
-        runtime.progress.drain(1.0)  # waits look at `closing` every 0.1 s
+    runtime.progress.join(1.0)  # waits look at `closing` every 0.1 s
     return unfinished or runtime.progress.unseen_failure()
 
 

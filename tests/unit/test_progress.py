@@ -177,3 +177,23 @@ def test_an_idle_thread_keeps_nothing_alive(progress):
         gc.collect()
         time.sleep(0.01)
     assert gone() is None
+
+
+def test_join_waits_until_the_thread_has_dropped_everything():
+    """At exit the daemon thread was still freeing a tensor when the interpreter ended: the process aborted."""
+    progress, dropped = Progress(), threading.Event()
+
+    class Slow:
+        def __del__(self):
+            time.sleep(0.2)
+            dropped.set()
+
+    def run(held=Slow()):  # noqa: B008
+        return None
+
+    progress.start("slow to drop", run).wait()
+    del run
+    progress.close()
+    progress.join(5)
+    assert dropped.is_set()
+    assert progress._thread is not None and not progress._thread.is_alive()
