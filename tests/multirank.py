@@ -37,6 +37,28 @@ class Outcome(NamedTuple):
     brief: str = ""  # one line for the summary, if it failed
 
 
+class Crash(NamedTuple):
+    """Where pytest's summary looks for its line about a failure."""
+
+    message: str
+
+
+class Failure(NamedTuple):
+    """What pytest shows of a failed test: the text once, and one line in the summary.
+
+    A plain string would do for both, but where the variable CI is set pytest prints it whole in the summary, too.
+    """
+
+    text: str
+    reprcrash: Crash
+
+    def toterminal(self, out: Any) -> None:
+        out.line(str(self))
+
+    def __str__(self) -> str:
+        return f"{self.reprcrash.message}\n{self.text}"
+
+
 @pytest.fixture(scope="session")
 def comm() -> Communicator:
     """The communicator of all ranks."""
@@ -146,10 +168,10 @@ class MultiRank:
         if "failed" in kinds:
             texts = [outcome.text if outcome.kind == "failed" else "" for outcome in everyone]
             brief = next(outcome.brief for outcome in everyone if outcome.kind == "failed")
-            _fail(report, f"{brief}\n{_by_rank(texts)}" if self.size > 1 else None)
+            _fail(report, Failure(_by_rank(texts), Crash(brief)) if self.size > 1 else None)
         elif len(kinds) > 1:
             texts = [f"{outcome.kind} {outcome.text}" for outcome in everyone]
-            _fail(report, f"the ranks disagree\n{_by_rank(texts)}")
+            _fail(report, Failure(_by_rank(texts), Crash("the ranks disagree")))
         return report
 
     @pytest.hookimpl(trylast=True)
@@ -179,12 +201,12 @@ def _outcome(report: pytest.TestReport) -> Outcome:
     return Outcome("failed", "\n".join([report.longreprtext, *captured]), brief)
 
 
-def _fail(report: pytest.TestReport, text: str | None) -> None:
+def _fail(report: pytest.TestReport, failure: Failure | None) -> None:
     report.outcome = "failed"
     if hasattr(report, "wasxfail"):
         del report.wasxfail
-    if text is not None:
-        report.longrepr = text
+    if failure is not None:
+        report.longrepr = failure  # type: ignore[assignment]  # pytest asks for toterminal and reprcrash alone
         report.sections.clear()  # they are in the text
 
 

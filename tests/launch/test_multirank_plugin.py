@@ -24,7 +24,7 @@ RunSuite = Callable[..., subprocess.CompletedProcess[str]]
 def run_suite(tmp_path: Path, mpirun: RunSuite) -> RunSuite:
     """Run the text of a test module on `n` ranks."""
 
-    def run(text: str, n: int = 2, seconds: int = 20) -> subprocess.CompletedProcess[str]:
+    def run(text: str, n: int = 2, seconds: int = 20, ci: str = "") -> subprocess.CompletedProcess[str]:
         suite = tmp_path / "suite"
         suite.mkdir()
         (suite / "pytest.ini").write_text(
@@ -32,7 +32,8 @@ def run_suite(tmp_path: Path, mpirun: RunSuite) -> RunSuite:
         )
         (suite / "conftest.py").write_text('pytest_plugins = ["tests.multirank"]\n')
         (suite / "test_it.py").write_text(PREAMBLE + text)
-        return mpirun(n, ["-m", "pytest", "--color=no", "-p", "no:cacheprovider", str(suite)])
+        arguments = ["-m", "pytest", "--color=no", "-p", "no:cacheprovider", str(suite)]
+        return mpirun(n, arguments, env={"CI": ci, "BUILD_NUMBER": ""})  # pytest shortens its summary without them
 
     return run
 
@@ -48,8 +49,10 @@ def test_all_pass_and_rank_0_alone_prints(run_suite):
     assert "ranks: 2" in done.stdout
 
 
-def test_a_failure_on_rank_1_alone_is_shown_once(run_suite):
-    done = run_suite("def test_a():\n    print('seen', 'there')\n    assert rank == 0\ndef test_b(): pass\n")
+@pytest.mark.parametrize("ci", ["", "true"])
+def test_a_failure_on_rank_1_alone_is_shown_once(run_suite, ci):
+    text = "def test_a():\n    print('seen', 'there')\n    assert rank == 0\ndef test_b(): pass\n"
+    done = run_suite(text, ci=ci)
     assert done.returncode != 0
     assert "1 failed, 1 passed" in last_line(done)
     assert done.stdout.count("--- rank 1:") == 1
@@ -65,8 +68,9 @@ def test_a_failure_in_set_up_on_rank_1_keeps_rank_0_from_the_test(run_suite):
     assert "1 error" in last_line(done)
 
 
-def test_the_same_failure_everywhere_is_shown_once(run_suite):
-    done = run_suite("def test_a(): assert 1 == 2\n")
+@pytest.mark.parametrize("ci", ["", "true"])
+def test_the_same_failure_everywhere_is_shown_once(run_suite, ci):
+    done = run_suite("def test_a(): assert 1 == 2\n", ci=ci)
     assert done.returncode != 0
     assert done.stdout.count("--- ranks 0, 1:") == 1
     assert done.stdout.count(">   def test_a(): assert 1 == 2") == 1
