@@ -29,6 +29,9 @@ DONE, WAITING, MISMATCH, BROKEN = range(4)
 # The board: one line per rank, two cache lines wide because CPUs prefetch in pairs. Byte offsets in a line:
 LINE_BYTES, ARRIVED, SIGNATURES = 128, 0, 16
 
+# How much of each buffer is reduced at once: far less than the L2 cache, far more than a call costs.
+TILE_BYTES = 1 << 16
+
 # Fields of the control array, one for each communicator and rank. SLOTS is the address of a table of P addresses.
 # FAILED is set once the ranks are out of step; every kernel then returns BROKEN at once.
 EPOCH, RANK, SIZE, BOARD, SLOTS, SLOT_BYTES, FAILED, CONTROL_FIELDS = range(8)
@@ -52,8 +55,9 @@ EPOCH, RANK, SIZE, BOARD, SLOTS, SLOT_BYTES, FAILED, CONTROL_FIELDS = range(8)
     NAP_MICROSECONDS,
     SOURCE,  # address of this rank's own array, and of the result, where they are not shared
     TARGET,
+    BACKWARD,  # whether all_reduce_symmetric begins at the end of its share; it alternates
     CALL_FIELDS,
-) = range(18)
+) = range(19)
 
 
 def entry_point(kernel: Any) -> Callable[[int], int]:
@@ -134,6 +138,23 @@ def _own_share(count: int, item_bytes: int, rank: int, size: int) -> Any:
     return min(count, units * rank // size * unit), min(count, units * (rank + 1) // size * unit)
 
 
+@nb.njit(inline="always")  # type: ignore[untyped-decorator]
+def _reduce_share(call: Any, size: int, start: int, stop: int) -> None:
+    """Reduce the elements [start, stop), tile by tile, and the next time from the other end.
+
+    What a sweep touched last is still in the cache when the next one begins there; a sweep from the same end would find
+    nothing of what a buffer larger than the cache has left.
+    """
+    item = call[ITEM_BYTES]
+    tile = TILE_BYTES // item
+    tiles = (stop - start + tile - 1) // tile
+    for step in range(tiles):
+        first = start + tile * (tiles - 1 - step if call[BACKWARD] else step)
+        length = min(tile, stop - first)
+        ins.call_reduce(call[REDUCE], call[INPUTS], size, call[OUTPUTS], size, first * item, length, call[DIVISOR])
+    call[BACKWARD] ^= 1
+
+
 @nb.njit(cache=True, nogil=True)  # type: ignore[untyped-decorator]
 def all_reduce_symmetric(address: int) -> int:
     """All-reduce in symmetric memory: reduce my share from all ranks' buffers straight into all ranks' buffers."""
@@ -153,9 +174,8 @@ def all_reduce_symmetric(address: int) -> int:
             return MISMATCH
         size = control[SIZE]
         start, stop = _own_share(call[COUNT], call[ITEM_BYTES], control[RANK], size)
-        offset = start * call[ITEM_BYTES]
         if stop > start:
-            ins.call_reduce(call[REDUCE], call[INPUTS], size, call[OUTPUTS], size, offset, stop - start, call[DIVISOR])
+            _reduce_share(call, size, start, stop)
         _arrive(control, call[SIGNATURE])
         call[STATE] = 2
     status = _await_peers(call, control)

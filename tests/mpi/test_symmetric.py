@@ -7,8 +7,9 @@ import gc
 import numpy as np
 import pytest
 
-from commlib.dtypes import DTYPES
+from commlib.dtypes import DTYPES, numpy_dtype
 from commlib.errors import UsageError
+from commlib.kernels.node import TILE_BYTES
 from tests import checks
 from tests.oracle import REDUCIBLE, assert_same, combined
 
@@ -25,6 +26,22 @@ def test_all_reduce_of_symmetric_arrays(comm, dtype, op):
         assert_same(comm.all_reduce(x, op), combined(xs, op))  # into an ordinary array
         assert comm.all_reduce(x, op, out=x) is x
         assert_same(x, combined(xs, op))
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("count", [200_003, 4 * TILE_BYTES])
+def test_large_buffers_are_right_in_both_directions(comm, dtype, count):
+    """A share of several tiles is swept forth and back, by turns; the last tile is a short one or a whole one."""
+    dtype = numpy_dtype(dtype)
+    x, out = comm.empty(count, dtype), comm.empty(count, dtype)
+    pattern = (np.arange(count) % 13).astype(dtype)
+    for call in range(3):
+        x[:] = pattern + dtype.type(comm.rank + call)
+        comm.all_reduce(x, out=x)
+        comm.all_reduce(x, "max", out=out)
+        expected = pattern.astype(np.float32) * comm.size + sum(range(comm.size)) + call * comm.size
+        assert (x == expected.astype(dtype)).all()
+        assert (out == x).all()
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
