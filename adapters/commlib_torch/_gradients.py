@@ -222,7 +222,10 @@ class Gradients:
                 "For an embedding, pass sparse=False"
             )
         # Autograd made a new tensor: zero_grad() dropped the view, or somebody put another one in its place.
-        view.copy_(grad.detach())
+        if _is_plain(grad) and grad.dtype == view.dtype:
+            self._engine.write(index, grad.data_ptr())
+        else:
+            view.copy_(grad.detach())
         parameter.grad = view
 
     def _attach_old(self, index: int) -> bool:
@@ -277,6 +280,11 @@ def _check_unmanaged(parameters: Sequence[Named]) -> None:
                     f"the gradient of {name} is already reduced by another DistributedOptimizer or DataParallel: "
                     "use one of them"
                 )
+
+
+def _is_plain(tensor: Tensor) -> bool:
+    """Tell whether the bytes behind `tensor` are its elements, in order."""
+    return type(tensor) is Tensor and tensor.is_contiguous() and not tensor.is_conj() and not tensor.is_neg()
 
 
 def _describe(name: str, parameter: Tensor) -> str:

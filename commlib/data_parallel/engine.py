@@ -1,11 +1,12 @@
 """Buckets in symmetric memory and the collectives that reduce them: what every framework's adapter shares.
 
-The adapter writes gradients into `slot(parameter)` and calls `launch(bucket)` in index order (a `Tracker` says when);
-then `wait` and `used`. Nothing is copied here, and no framework is known: slots are numpy arrays.
+The adapter puts gradients into their slots (`write`, or into the array `slot` itself) and calls `launch(bucket)` in
+index order (a `Tracker` says when); then `finish` and `used`. No framework is known here: slots are numpy arrays.
 """
 
 from __future__ import annotations
 
+import ctypes
 import os
 import time
 from collections.abc import Collection, Sequence
@@ -16,8 +17,12 @@ import numpy.typing as npt
 
 from commlib.data_parallel.agreement import Gathers
 from commlib.data_parallel.buckets import Bucket
+from commlib.kernels.stream import stream_copy
 
 Array = npt.NDArray[Any]
+
+# More gradients than this do not stay in a core's caches until they are reduced.
+_CACHED_BYTES = 16 << 20
 
 
 class Pending(Protocol):
@@ -86,10 +91,13 @@ class Engine:
         self.statistics = Statistics()
         self._arrays = [comm.empty((bucket.count,), bucket.dtype) for bucket in self.buckets]
         self._slots: dict[int, Array] = {}
+        self._places: dict[int, tuple[int, int]] = {}  # address and bytes of each slot
         self._flags: dict[int, Array] = {}
         for bucket, array in zip(self.buckets, self._arrays, strict=True):
             for slot in bucket.slots:
-                self._slots[slot.parameter] = array[slot.offset : slot.offset + slot.count]
+                values = array[slot.offset : slot.offset + slot.count]
+                self._slots[slot.parameter] = values
+                self._places[slot.parameter] = values.ctypes.data, values.nbytes
                 self._flags[slot.parameter] = array[slot.flag : slot.flag + 1]
         self._plans: list[Plan] = []
         if comm.size > 1:
@@ -98,6 +106,8 @@ class Engine:
                 for bucket, array in zip(self.buckets, self._arrays, strict=True)
             ]
         self._pending: list[Pending] = []
+        nbytes = sum(bucket.nbytes for bucket in self.buckets)
+        self._copy = stream_copy if nbytes > _CACHED_BYTES else ctypes.memmove
 
     @property
     def in_flight(self) -> bool:
@@ -107,6 +117,11 @@ class Engine:
     def slot(self, parameter: int) -> Array:
         """Return the 1-D array, in symmetric memory, that holds the gradient of `parameter`."""
         return self._slots[parameter]
+
+    def write(self, parameter: int, address: int) -> None:
+        """Copy the gradient at `address`, contiguous and of its slot's dtype, into the slot of `parameter`."""
+        target, nbytes = self._places[parameter]
+        self._copy(target, address, nbytes)
 
     def launch(self, index: int) -> None:
         """Start reducing a bucket whose gradients are all in their slots, while backward goes on."""

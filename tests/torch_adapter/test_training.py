@@ -315,3 +315,27 @@ def test_activation_checkpointing(comm: Any, reentrant: bool) -> None:
     assert_close(parameters_of(network), parameters_of(alone), 1e-10)
     if comm.size > 1:
         assert optimizer.statistics.reductions == 3
+
+
+@pytest.mark.parametrize("form", ["transposed", "conjugate", "negated", "subclass", "offset"])
+def test_gradients_of_any_form_reach_their_bucket(comm: Any, form: str) -> None:
+    """Autograd, hooks and users may leave gradients whose bytes in memory are not their elements in order."""
+    dtype = torch.complex64 if form == "conjugate" else torch.float32
+    parameter = nn.Parameter(torch.zeros(3, 3, dtype=dtype))
+    optimizer: Any = DistributedOptimizer(torch.optim.SGD([parameter], lr=1.0), [("w", parameter)])
+    values = torch.arange(9.0).reshape(3, 3) + comm.rank
+    complex_values = torch.complex(values, -values)
+    gradient = {
+        "transposed": values.t(),
+        "conjugate": complex_values.conj(),
+        "negated": complex_values.conj().imag,  # values, as a view with the negative bit
+        "subclass": nn.Parameter(values),
+        "offset": torch.cat([torch.zeros(1), values.reshape(-1)])[1:].view(3, 3),
+    }[form]
+    assert form != "negated" or gradient.is_neg()
+    parameter.grad = gradient
+    optimizer.synchronize()
+    mean = torch.arange(9.0).reshape(3, 3) + (comm.size - 1) / 2
+    expected = {"transposed": mean.t(), "conjugate": torch.complex(mean, mean)}.get(form, mean)
+    assert parameter.grad is not None
+    torch.testing.assert_close(parameter.grad.resolve_conj(), expected)

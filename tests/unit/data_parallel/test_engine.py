@@ -39,6 +39,23 @@ def test_mean_of_slots(size: int, early: int) -> None:
     FakeWorld(size).run(rank)
 
 
+@pytest.mark.parametrize("cached_bytes", [0, 1 << 20])
+def test_write_copies_into_the_slot_whichever_way(cached_bytes: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("commlib.data_parallel.engine._CACHED_BYTES", cached_bytes)
+
+    def rank(comm: FakeComm) -> None:
+        engine = Engine(comm, make_buckets(SPECS, first_bucket_mib=TINY, bucket_cap_mib=TINY))
+        for parameter, spec in enumerate(SPECS):
+            gradient = np.arange(spec.count) + 10.0 * parameter + comm.rank
+            engine.write(parameter, gradient.ctypes.data)
+        for parameter, spec in enumerate(SPECS):
+            assert engine.slot(parameter).tolist() == [10.0 * parameter + comm.rank + i for i in range(spec.count)]
+        engine.finish(range(3))
+        assert engine.slot(1).tolist() == [10.5, 11.5, 12.5]
+
+    FakeWorld(2).run(rank)
+
+
 @pytest.mark.parametrize("size", [1, 2, 3])
 def test_unused_contributes_zeros_and_flags_tell_who_used_what(size: int) -> None:
     def rank(comm: FakeComm) -> None:
