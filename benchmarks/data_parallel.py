@@ -48,11 +48,16 @@ def make_optimizer(model: nn.Module) -> torch.optim.Optimizer:
     return torch.optim.SGD(model.parameters(), lr=0.01, momentum=0.9)
 
 
-def plain_step(model: nn.Module, optimizer: torch.optim.Optimizer, between: Callable[[], None] | None = None) -> Step:
+def plain_step(
+    model: nn.Module,
+    optimizer: torch.optim.Optimizer,
+    arguments: argparse.Namespace,
+    between: Callable[[], None] | None = None,
+) -> Step:
     """A training step; `between` runs between backward and the optimizer."""
 
     def step(inputs: Tensor, labels: Tensor) -> None:
-        optimizer.zero_grad()
+        optimizer.zero_grad(set_to_none=not arguments.keep_gradients)
         nn.functional.cross_entropy(model(inputs), labels).backward()
         if between is not None:
             between()
@@ -62,12 +67,12 @@ def plain_step(model: nn.Module, optimizer: torch.optim.Optimizer, between: Call
 
 
 def without_communication(comm: Any, model: nn.Module, arguments: argparse.Namespace) -> Step:
-    return plain_step(model, make_optimizer(model))
+    return plain_step(model, make_optimizer(model), arguments)
 
 
 def ours(comm: Any, model: nn.Module, arguments: argparse.Namespace, **options: Any) -> Step:
     optimizer: Any = DistributedOptimizer(make_optimizer(model), model.named_parameters(), **options)
-    train = plain_step(model, optimizer)
+    train = plain_step(model, optimizer, arguments)
     backward_passes.leave(optimizer._gradients)
 
     def step(inputs: Tensor, labels: Tensor) -> None:
@@ -89,19 +94,20 @@ def flat_mpi(comm: Any, model: nn.Module, arguments: argparse.Namespace) -> Step
     world = MPI.COMM_WORLD.Dup()
 
     def reduce() -> None:
-        torch._foreach_copy_(views, [p.grad for p in parameters if p.grad is not None])
+        if parameters[0].grad is not views[0]:
+            torch._foreach_copy_(views, [p.grad for p in parameters if p.grad is not None])
         world.Allreduce(MPI.IN_PLACE, flat.numpy())
         flat.mul_(1 / world.size)
         for parameter, view in zip(parameters, views, strict=True):
             parameter.grad = view
 
-    return plain_step(model, make_optimizer(model), reduce)
+    return plain_step(model, make_optimizer(model), arguments, reduce)
 
 
 def ddp_gloo(comm: Any, model: nn.Module, arguments: argparse.Namespace) -> Step:
     """torch's DistributedDataParallel with its defaults, on gloo."""
     wrapped = nn.parallel.DistributedDataParallel(model)
-    return plain_step(wrapped, make_optimizer(model))
+    return plain_step(wrapped, make_optimizer(model), arguments)
 
 
 def start_gloo(comm: Any, stack: ExitStack) -> None:
@@ -181,6 +187,11 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=20)
     parser.add_argument("--warm-up", type=int, default=2, help="rounds that are not counted")
     parser.add_argument("--steps", type=int, default=5, help="per round and contender")
+    parser.add_argument(
+        "--keep-gradients",
+        action="store_true",
+        help="zero gradients in place, zero_grad(set_to_none=False), instead of letting autograd make new ones",
+    )
     parser.add_argument("--sweep", action="store_true", help="measure bucket sizes and overlap too")
     parser.add_argument("--out", type=Path, help="write raw figures as JSON")
     arguments = parser.parse_args()
@@ -208,6 +219,7 @@ def main() -> None:
             "parameters": count,
             "rows_per_rank": ROWS,
             "steps_per_round": arguments.steps,
+            "keep_gradients": arguments.keep_gradients,
             "torch": torch.__version__,
             "python": platform.python_version(),
             "seconds_per_step": seconds,
