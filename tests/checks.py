@@ -183,3 +183,23 @@ def objects(comm: Any, root: int = 0) -> None:
     assert [len(value["text"]) for value in everyone] == [100 * rank for rank in range(comm.size)]
     received = comm.broadcast_object(mine if comm.rank == root else None, root)
     assert received["rank"] == root and len(received["array"]) == root
+
+
+def async_twins(comm: Any) -> None:
+    """Every verb once through its `_async` twin."""
+    twins = Twins(comm)
+    last = comm.size - 1
+    all_reduce(twins, "bfloat16", (5000,), "mean")
+    all_reduce(twins, "float32", (5,), "max", "ring")
+    reduce_scatter(twins, "int8", (7, 3), "mean")
+    reduce(twins, "uint64", (7,), "prod", root=last)
+    broadcast(twins, "bool", (7,), root=last)
+    all_gather(twins, "bfloat16", (7,))
+    gather(twins, "float16", (7,))
+    scatter(twins, "complex64", (2, 3))
+    all_to_all(twins, "int32", (2, 3))
+    all_gather_v(twins, "int32", list(range(comm.size)))
+    all_to_all_v(twins, "int32", [[1] * comm.size] * comm.size)
+    send_recv(twins, "bfloat16", (7,))
+    objects(twins, root=last)
+    assert twins.barrier() is None

@@ -10,7 +10,6 @@ from mpi4py import MPI
 from commlib.dtypes import DTYPES
 from commlib.schedule import algorithms
 from tests import checks
-from tests.checks import Twins
 from tests.oracle import REDUCIBLE
 
 SHAPES = ((), (0,), (5, 3), (3000,))
@@ -79,20 +78,7 @@ def test_small_and_large_calls_in_turn(comm):
 
 
 def test_async_twins(comm):
-    twins = Twins(comm)
-    checks.all_reduce(twins, "bfloat16", (5000,), "mean")
-    checks.reduce_scatter(twins, "int8", (7, 3), "mean")
-    checks.reduce(twins, "uint64", (7,), "prod", root=comm.size - 1)
-    checks.broadcast(twins, "bool", (7,), root=comm.size - 1)
-    checks.all_gather(twins, "bfloat16", (7,))
-    checks.gather(twins, "float16", (7,))
-    checks.scatter(twins, "complex64", (2, 3))
-    checks.all_to_all(twins, "int32", (2, 3))
-    checks.all_gather_v(twins, "int32", list(range(comm.size)))
-    checks.all_to_all_v(twins, "int32", [[1] * comm.size] * comm.size)
-    checks.send_recv(twins, "bfloat16", (7,))
-    checks.objects(twins)
-    assert twins.barrier() is None
+    checks.async_twins(comm)
 
 
 def test_objects(comm):

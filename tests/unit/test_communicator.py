@@ -13,7 +13,6 @@ from commlib.dtypes import DTYPES
 from commlib.errors import UsageError
 from commlib.schedule import algorithms
 from tests import checks
-from tests.checks import Twins
 from tests.loopback import run
 from tests.oracle import REDUCIBLE
 
@@ -137,24 +136,7 @@ def test_unrooted_movement_algorithms(nodes, verb):
 
 @layouts
 def test_async_twins(nodes):
-    def check(comm):
-        twins = Twins(comm)
-        checks.all_reduce(twins, "bfloat16", (5000,), "mean")
-        checks.all_reduce(twins, "float32", (5,), "max", "ring")
-        checks.reduce_scatter(twins, "int8", (7, 3), "mean")
-        checks.reduce(twins, "uint64", (7,), "prod", root=comm.size - 1)
-        checks.broadcast(twins, "bool", (7,), root=comm.size - 1)
-        checks.all_gather(twins, "bfloat16", (7,))
-        checks.gather(twins, "float16", (7,))
-        checks.scatter(twins, "complex64", (2, 3))
-        checks.all_to_all(twins, "int32", (2, 3))
-        checks.all_gather_v(twins, "int32", list(range(comm.size)))
-        checks.all_to_all_v(twins, "int32", [[1] * comm.size] * comm.size)
-        checks.send_recv(twins, "bfloat16", (7,))
-        checks.objects(twins, root=comm.size - 1)
-        assert twins.barrier() is None
-
-    spread(nodes, check)
+    spread(nodes, checks.async_twins)
 
 
 @layouts
