@@ -5,6 +5,7 @@ from __future__ import annotations
 import atexit
 import os
 import sys
+import time
 from typing import TYPE_CHECKING, Any
 
 from commlib import config
@@ -12,6 +13,9 @@ from commlib.errors import TransportError, UsageError
 
 if TYPE_CHECKING:
     from commlib.communicator import Communicator
+
+# Seconds between the last line of a rank and the abort: MPICH's launcher does not read on once it is told to abort.
+LAST_WORDS = 0.1
 
 _world: Communicator | None = None
 _hooked = False
@@ -163,6 +167,7 @@ def _abort(reason: str) -> None:
     sys.stdout.flush()
     sys.stderr.write(f"commlib: rank {comm.rank} of {comm.size} on {host} {reason}; aborting the job\n")
     sys.stderr.flush()
+    time.sleep(LAST_WORDS)
     MPI.COMM_WORLD.Abort(1)
 
 

@@ -28,6 +28,8 @@ def launch_environment() -> dict[str, str]:
     command = 'source "$0" && env -0'
     done = subprocess.run(["bash", "-c", command, str(ROOT / "ci/env.sh")], check=True, capture_output=True, text=True)
     environment = dict(entry.split("=", 1) for entry in done.stdout.split("\0") if entry)
+    # Unbuffered, print writes a line and its end apart, and those of two ranks mix.
+    environment.pop("PYTHONUNBUFFERED", None)
     # The checkout's packages, also when they are not installed.
     paths = [str(ROOT), str(ROOT / "adapters"), environment.get("PYTHONPATH", "")]
     return {**environment, "PYTHONPATH": os.pathsep.join(filter(None, paths))}
