@@ -59,6 +59,14 @@ def fuse(kind: str, operation: str, a: Any, b: Any, divisor: int) -> Any:
     """Reduce two stored elements to one; for bfloat16, two words of two elements each."""
 
 
+def reduce_pair(kind: str, operation: str, sources: Any, targets: Any, count: int, divisor: int) -> Any:
+    """Reduce two arrays into one, or into each of two; all are given by their addresses.
+
+    Returns how many elements are done. The rest is left to the general way: what does not fill a vector, or everything
+    in cases that do not occur often enough.
+    """
+
+
 def combine(operation: str, a: Any, b: Any) -> Any:
     """Combine two values, the lower rank's first."""
 
@@ -155,6 +163,54 @@ def _fuse(kind: Any, operation: Any, a: Any, b: Any, divisor: Any) -> Any:
     return fuse_words
 
 
+@overload(reduce_pair, prefer_literal=True, strict=False)
+def _reduce_pair(kind: Any, operation: Any, sources: Any, targets: Any, count: Any, divisor: Any) -> Any:
+    if not isinstance(kind, types.StringLiteral) or not isinstance(operation, types.StringLiteral):
+        return None
+    name, op = kind.literal_value, operation.literal_value
+    stored = getattr(nb, _STORED.get(name, name))
+    unit, per_unit = (nb.uint32, 2) if name == "bfloat16" else (stored, 1)
+
+    def loops(kind: Any, operation: Any, sources: Any, targets: Any, count: Any, divisor: Any) -> Any:
+        units = count // per_unit
+        x = nb.carray(ins.as_pointer(sources[0]), units, unit)
+        y = nb.carray(ins.as_pointer(sources[1]), units, unit)
+        z = nb.carray(ins.as_pointer(targets[0]), units, unit)
+        # A loop is vectorised only if LLVM sees that what it writes is what it has read, or is apart from it: so one
+        # loop for each case.
+        if targets[0] == sources[0] and targets[1] == sources[1]:
+            for i in range(units):
+                x[i] = y[i] = fuse(name, op, x[i], y[i], divisor)
+        elif targets[0] != targets[1]:
+            return 0  # into two other arrays
+        elif targets[0] == sources[0]:
+            for i in range(units):
+                x[i] = fuse(name, op, x[i], y[i], divisor)
+        elif targets[0] == sources[1]:
+            for i in range(units):
+                y[i] = fuse(name, op, x[i], y[i], divisor)
+        else:
+            for i in range(units):
+                z[i] = fuse(name, op, x[i], y[i], divisor)
+        return units * per_unit
+
+    def vectors(kind: Any, operation: Any, sources: Any, targets: Any, count: Any, divisor: Any) -> Any:
+        if divisor & (divisor - 1) != 0:
+            return 0
+        done = count - count % ins.HALVES
+        for at in range(0, 2 * done, 2 * ins.HALVES):
+            ins.fuse_halves(op, sources[0] + at, sources[1] + at, targets[0] + at, targets[1] + at, divisor)
+        x = nb.carray(ins.as_pointer(sources[0]), count, stored)
+        y = nb.carray(ins.as_pointer(sources[1]), count, stored)
+        z = nb.carray(ins.as_pointer(targets[0]), count, stored)
+        other_z = nb.carray(ins.as_pointer(targets[1]), count, stored)
+        for i in range(done, count):
+            z[i] = other_z[i] = fuse(name, op, x[i], y[i], divisor)
+        return count
+
+    return vectors if name == "float16" else loops
+
+
 @cache
 def reduce_function(dtype: str, operation: str) -> Any:
     """Return the compiled C callback for one dtype and one of sum, mean, prod, min, max (or, and: bool only).
@@ -165,35 +221,17 @@ def reduce_function(dtype: str, operation: str) -> Any:
     stored = getattr(np, _STORED.get(dtype, dtype))
     combined = getattr(np, _STORED.get(accumulator := accumulator_dtype(dtype, operation), accumulator))
     size = np.dtype(stored).itemsize
-    unit, per_unit = (np.uint32, 2) if dtype == "bfloat16" else (stored, 1)
 
     # Everything that the closure holds is a string, a number or a type: numba keys its disk cache by their pickles.
     @nb.cfunc(SIGNATURE, cache=True, nogil=True)  # type: ignore[untyped-decorator]
     def reduce(inputs: int, n_inputs: int, outputs: int, n_outputs: int, offset: int, count: int, divisor: int) -> None:
         sources = nb.carray(ins.as_pointer(inputs), n_inputs, np.int64)
         targets = nb.carray(ins.as_pointer(outputs), n_outputs, np.int64)
-        in_place = n_outputs == 2 and n_inputs == 2 and targets[0] == sources[0] and targets[1] == sources[1]
         done = 0
-        if n_inputs == 2 and (n_outputs == 1 or in_place):
-            # Two operands at once. A loop is vectorised only if LLVM sees that what it writes is what it has read, or
-            # is apart from it: so one loop for each case.
-            units = count // per_unit
-            done = units * per_unit
-            x = nb.carray(ins.as_pointer(sources[0] + offset), units, unit)
-            y = nb.carray(ins.as_pointer(sources[1] + offset), units, unit)
-            z = nb.carray(ins.as_pointer(targets[0] + offset), units, unit)
-            if in_place:
-                for i in range(units):
-                    x[i] = y[i] = fuse(kind, operation, x[i], y[i], divisor)
-            elif targets[0] == sources[0]:
-                for i in range(units):
-                    x[i] = fuse(kind, operation, x[i], y[i], divisor)
-            elif targets[0] == sources[1]:
-                for i in range(units):
-                    y[i] = fuse(kind, operation, x[i], y[i], divisor)
-            else:
-                for i in range(units):
-                    z[i] = fuse(kind, operation, x[i], y[i], divisor)
+        if n_inputs == 2 and n_outputs <= 2:
+            pair = (sources[0] + offset, sources[1] + offset)
+            results = (targets[0] + offset, targets[n_outputs - 1] + offset)
+            done = reduce_pair(kind, operation, pair, results, count, divisor)
         if done == count:
             return
         totals = np.empty(BLOCK, combined)

@@ -19,14 +19,22 @@ HALVES = {"float16": np.float16, "bfloat16": ml_dtypes.bfloat16}
 
 
 def reduce(
-    dtype: str, op: str, inputs: list[Any], outputs: list[Any], offset: int = 0, count: int | None = None
+    dtype: str,
+    op: str,
+    inputs: list[Any],
+    outputs: list[Any],
+    offset: int = 0,
+    count: int | None = None,
+    divisor: int | None = None,
 ) -> None:
     """Call the kernel on arrays, as the node's collectives do."""
     tables = [np.array([array.ctypes.data for array in arrays], np.int64) for arrays in (inputs, outputs)]
     if count is None:
         count = len(inputs[0])
     function = reduce_function(dtype, kernel_operation(dtype, op)).ctypes
-    function(tables[0].ctypes.data, len(inputs), tables[1].ctypes.data, len(outputs), offset, count, len(inputs))
+    if divisor is None:
+        divisor = len(inputs)
+    function(tables[0].ctypes.data, len(inputs), tables[1].ctypes.data, len(outputs), offset, count, divisor)
 
 
 @pytest.mark.parametrize("dtype, op", REDUCIBLE)
@@ -75,6 +83,19 @@ def test_offset_and_count_leave_the_rest_alone():
     reduce("int16", "sum", inputs, [out], offset=2 * 30, count=20)
     assert_same(out[30:50], expected[30:50])
     assert (out[:30] == -99).all() and (out[50:] == -99).all()
+
+
+@pytest.mark.parametrize("divisor", [1, 2, 4, 7, 13])
+def test_a_mean_of_halves_divides(divisor):
+    """Each quotient lies between two neighbours; by 7 and 13, to multiply by the reciprocal would miss hundreds."""
+    quotients = 1 + (2 * np.arange(1024) + 1) * 2.0**-11
+    total = divisor * quotients
+    first = total.astype(np.float16)
+    inputs = [first, (total - first).astype(np.float16)]
+    expected = quotients.astype(np.float16)
+    reduce("float16", "mean", inputs, inputs, divisor=divisor)
+    for out in inputs:
+        assert_same(out, expected)
 
 
 def test_pair_and_finish():
