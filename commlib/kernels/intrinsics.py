@@ -111,7 +111,7 @@ def float_to_half(typingctx: Any, value: Any) -> Any:
     return types.uint16(types.float32), codegen
 
 
-# float16 elements that `fuse_halves` combines as one vector. 8 are 5 % faster in the caches, but beyond them, at 64 MiB,
+# float16 elements that `fuse_halves` combines as one vector. 8 are 5 % faster in the caches, but beyond them (64 MiB)
 # took three times as long in every other start.
 HALVES = 16
 
