@@ -1,0 +1,17 @@
+"""The table of the command's verbs."""
+
+from __future__ import annotations
+
+import typer
+
+app = typer.Typer(
+    name="commlib",
+    help="Collectives for training on clusters: measure them, look at them, choose among them.",
+    no_args_is_help=True,
+    add_completion=False,
+)
+
+
+@app.callback()
+def _commlib() -> None:
+    """Keep verbs as sub-commands even while there is only one."""
