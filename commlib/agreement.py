@@ -8,6 +8,7 @@ message's tag, so that different calls can never take each other's data.
 from __future__ import annotations
 
 import time
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
@@ -22,10 +23,12 @@ from commlib.verbs.operation import signature
 _TEXT_BYTES = 1024
 
 
-def mismatch(group: str, sequence: int, rank: int, texts: list[str]) -> MismatchError:
-    """Return the error that says who called what."""
+def mismatch(
+    group: str, sequence: int, rank: int, texts: Sequence[str], members: Sequence[int] | None = None
+) -> MismatchError:
+    """Return the error that says who called what. `texts[i]` is that of rank `members[i]` (default: of rank i)."""
     callers: dict[str, list[int]] = {}
-    for caller, text in enumerate(texts):
+    for caller, text in zip(members or range(len(texts)), texts, strict=True):
         callers.setdefault(text, []).append(caller)
     lines = [
         f"  rank{'s' if len(ranks) > 1 else ''} {', '.join(map(str, ranks))}: {text}" for text, ranks in callers.items()
@@ -45,7 +48,7 @@ def compare_messages(transport: Transport, sequence: int, text: str, idle: Idle)
         gathered[transport.rank] = own
         region = Region(gathered.reshape(-1), even(gathered.size, transport.size))
         bruck = program("all_gather", "bruck", transport.rank, transport.size)
-        execute(bruck, [region], transport, tag=signature(f"{tag} {sequence}"), idle=idle)
+        execute(bruck, [[region]], transport, tag=signature(f"{tag} {sequence}"), idle=idle)
         return gathered
 
     numbers = gather(np.array([signature(text)], np.int64), "compare")
@@ -83,6 +86,10 @@ class LateCheck:
         for _, receive, _, _ in self._posted.pop(sequence - 2 * _REMEMBERED, []):
             if receive is not None:
                 receive.cancel()  # before its array goes
+
+    def tell(self) -> None:
+        """Tell the others what this rank called, and listen no more: it knows of a mismatch that they may not see."""
+        self._post(listen=False)
 
     def leave(self) -> None:
         """Tell those who wait, or will, that this rank makes no further call. Never blocks for long."""

@@ -9,16 +9,16 @@ from typing import Any
 
 import numpy as np
 
-from commlib.buffers.views import as_host
+from commlib.buffers.views import address_of, as_host
 from commlib.dtypes import Array, name_of, numpy_dtype
 from commlib.errors import UsageError
 from commlib.group import Group
 from commlib.plan import Plan
 from commlib.runtime import Runtime
 from commlib.transport.base import Transport
-from commlib.verbs import messages, movement, objects, reduction
-from commlib.verbs.node import Prepared
-from commlib.verbs.operation import Operation, apart
+from commlib.verbs import hierarchy, messages, movement, objects, reduction
+from commlib.verbs.node import NodeCall
+from commlib.verbs.operation import Operation, Result, apart, result, source
 from commlib.work import Work
 
 
@@ -37,8 +37,7 @@ class Communicator(Group):
 
     def __init__(self, transport: Transport, runtime: Runtime, name: str = "world") -> None:
         super().__init__(transport, runtime, name)
-        self._prepared = Prepared(self)
-        self._find_prepared = self._prepared.find
+        self._find_known = self.node_path.find
         self._children = itertools.count(1)
         self._node: Communicator | None = None
 
@@ -85,8 +84,6 @@ class Communicator(Group):
         if min(dimensions, default=0) < 0:
             raise UsageError(f"empty: shape {dimensions} has a negative length")
         nbytes = int(np.prod(dimensions, dtype=np.int64)) * kind.itemsize
-        if not self.one_node:
-            return self.node().empty(dimensions, kind)
 
         def run() -> Array:
             return self._symmetric.allocate(nbytes).view(kind).reshape(dimensions)  # type: ignore[no-any-return]
@@ -104,29 +101,35 @@ class Communicator(Group):
         """
         if out is x:
             # The usual call of a training loop: the same array again.
-            again = self._find_prepared(x, op, algorithm)
-            if again is not None:
-                again()
+            known = self._find_known(x, op, algorithm)
+            if known is not None:
+                known()
                 return x
-        on_node = self._prepared.make(x, op, out, algorithm)
-        if on_node is None:
-            return self._run(self._all_reduce(x, op, out, algorithm))
-        call, target, _ = on_node
-        call()
-        return target.deliver()
+        if self.on_board and algorithm in ("auto", "node"):
+            call, target, _ = self._on_board(x, op, out, algorithm)
+            call()
+            return target.deliver()
+        return self._run(self._all_reduce(x, op, out, algorithm))
 
     def all_reduce_async(self, x: Any, op: str = "sum", *, out: Any = None, algorithm: str = "auto") -> Work:
         """Start `all_reduce`."""
-        on_node = self._prepared.make(x, op, out, algorithm)
-        if on_node is None:
-            return self._start(self._all_reduce(x, op, out, algorithm))
-        call, target, keep = on_node
+        if self.on_board and algorithm in ("auto", "node"):
+            known = self._find_known(x, op, algorithm) if out is x else None
+            if known is not None and known.can_begin:
 
-        def run(keep: Any = keep) -> Any:
-            call.run()
-            return target.deliver()
+                def finish_known() -> Any:
+                    known.run()
+                    return x
 
-        return self.runtime.progress.start(call.text, run)
+                return self.progress.begin(known.text, known.begin, finish_known, x)
+            call, target, keep = self._on_board(x, op, out, algorithm)
+
+            def finish(keep: Any = keep) -> Any:
+                call.run()
+                return target.deliver()
+
+            return self.progress.start(call.text, finish)
+        return self._start(self._all_reduce(x, op, out, algorithm))
 
     def plan_all_reduce(self, x: Any, op: str = "sum", *, out: Any = None, algorithm: str = "auto") -> Plan:
         """Prepare an `all_reduce` that will be run many times on the same, contiguous, memory.
@@ -138,12 +141,22 @@ class Communicator(Group):
             raise UsageError("plan_all_reduce: x and out must be contiguous: a copy of them would not follow them")
         if apart(before, after) is not before:
             raise UsageError("plan_all_reduce: x and out overlap: they must be the same array, or apart")
-        on_node = self._prepared.make(x, op, out, algorithm)
-        if on_node is not None:
-            call, target, keep = on_node
-            return Plan.on_node(self.runtime.progress, call, target.deliver(), keep)
+        if self.on_board and algorithm in ("auto", "node"):
+            call, target, keep = self._on_board(x, op, out, algorithm)
+            return Plan.on_node(self.progress, call, target.deliver(), keep)
         operation = self._all_reduce(x, op, out, algorithm)
-        return Plan(self.runtime.progress, Operation(operation.text, lambda: self._execute(operation)), (x, out))
+        return Plan(self.progress, Operation(operation.text, lambda: self._execute(operation)), (x, out))
+
+    def _on_board(self, x: Any, op: str, out: Any, algorithm: str) -> tuple[NodeCall, Result, Any]:
+        """Return (a compiled all-reduce, its result, what must stay alive)."""
+        array = source(x, "all_reduce")
+        target = result(out, array.shape, array.dtype, "all_reduce")
+        flat = apart(array.reshape(-1), target.flat)
+        call = self.node_path.bound_all_reduce(flat, target.flat, op, algorithm)
+        in_place = out is x and address_of(target.flat) == address_of(flat)
+        if in_place and isinstance(x, np.ndarray) and algorithm == "auto" and x.flags.carray:
+            self.node_path.remember(x, op, call)
+        return call, target, (x, out, flat)
 
     def _all_reduce(self, x: Any, op: str, out: Any, algorithm: str) -> Operation:
         if algorithm == "native":
@@ -254,7 +267,7 @@ class Communicator(Group):
         return self._look_after(messages.send_recv(self, x, peer, out, source, tag))
 
     def _look_after(self, work: Work) -> Work:
-        self.runtime.progress.watch(work)
+        self.progress.watch(work)
         return work
 
     # Synchronisation and objects
@@ -269,11 +282,12 @@ class Communicator(Group):
 
     def _barrier(self) -> Operation:
         def run() -> None:
-            self.execute(self.programs("barrier", "dissemination"), list, "barrier")
+            self.execute(self.programs("barrier", "dissemination"), [[]], "barrier")
 
-        # On a node, comparing the calls is a barrier.
-        if self.board is not None and self.config.check != "never":
-            return Operation("barrier", lambda: None)
+        if self.on_board:
+            return Operation("barrier", self.meet, compares=True)
+        if self.is_hierarchical:
+            return Operation("barrier", lambda: hierarchy.barrier(self, "barrier"))
         return Operation("barrier", run)
 
     def broadcast_object(self, value: Any, root: int = 0) -> Any:
@@ -294,7 +308,6 @@ class Communicator(Group):
 
     def close(self) -> None:
         """Release everything. Collective, and only when no rank uses it any more."""
-        self._prepared.clear()
         if self._node is not None:
             self._node.close()
         super().close()

@@ -84,13 +84,9 @@ def shutdown() -> None:
 def _close(comm: Communicator) -> str:
     """End all work on this rank without ever hanging; return what did not end well, and nobody knows of, or ""."""
     runtime = comm.runtime
-    unfinished = runtime.progress.drain(runtime.config.exit_timeout)
-    runtime.progress.close()
-    for group in list(runtime.groups):
-        group.leave()
-    runtime.closing = True
-    runtime.progress.join(1.0)  # waits look at `closing` every 0.1 s
-    return unfinished or runtime.progress.unseen_failure()
+    unfinished = runtime.drain(runtime.config.exit_timeout)
+    failure = runtime.end()
+    return unfinished or failure
 
 
 def _load_mpi() -> Any:

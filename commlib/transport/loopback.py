@@ -9,7 +9,7 @@ from __future__ import annotations
 import itertools
 import threading
 from collections import defaultdict, deque
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import numpy as np
@@ -112,9 +112,12 @@ class LoopbackTransport:
     recv_unsure = recv  # nothing is written before both lengths are known
 
     def wait(self, requests: Sequence[Request], idle: Idle) -> None:
-        def complete() -> bool:
-            return all(request.test() for request in requests)
+        self._wait_for(lambda: all(request.test() for request in requests), idle)
 
+    def wait_any(self, requests: Sequence[Request], idle: Idle) -> None:
+        self._wait_for(lambda: any(request.test() for request in requests), idle)
+
+    def _wait_for(self, complete: Callable[[], bool], idle: Idle) -> None:
         changed = self._network.changed
         with changed:
             done = complete()

@@ -172,12 +172,17 @@ class MpiTransport:
         return _UnsureReceive(self, peer, tag, into)
 
     def wait(self, requests: Sequence[Request], idle: Idle) -> None:
-        pending = list(requests)
-        polls, checked = 0, time.monotonic()
-        while True:
+        pending = [request for request in requests if not request.test()]
+        while pending:
+            self.wait_any(pending, idle)
             pending = [request for request in pending if not request.test()]
-            if not pending:
-                return
+
+    def wait_any(self, requests: Sequence[Request], idle: Idle) -> None:
+        polls, checked = 0, 0.0
+        while True:
+            for request in requests:
+                if request.test():
+                    return
             polls += 1
             if polls < _EAGER_POLLS:
                 continue
@@ -185,9 +190,11 @@ class MpiTransport:
                 os.sched_yield()
             else:
                 time.sleep(_NAP)
-            if time.monotonic() - checked > 0.02:
-                idle()
-                checked = time.monotonic()
+            now = time.monotonic()
+            if now - checked > 0.02:
+                if checked:
+                    idle()
+                checked = now
 
     def progress(self) -> None:
         self._comm.Iprobe()

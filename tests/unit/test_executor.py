@@ -25,14 +25,14 @@ def one_rank(rounds, regions):
 def test_copies_run_in_order_between_regions():
     first, second = Region(np.arange(4.0), even(4, 2)), Region(np.zeros(4), even(4, 2))
     copies = (Copy(Span(0, 1), Span(3, 4)), Copy(Span(3, 4), Span(1, 2)))
-    execute(one_rank([Round(copies=copies)], [first, second]), [first, second], transports(1)[0], tag=1, idle=idle)
+    execute(one_rank([Round(copies=copies)], [first, second]), [[first, second]], transports(1)[0], tag=1, idle=idle)
     assert first.array.tolist() == [0, 1, 0, 1] and second.array.tolist() == [0, 0, 0, 1]
 
 
 def test_a_rank_may_send_to_itself_and_send_nothing():
     region = Region(np.arange(4.0), even(4, 2))
     rounds = [Round((Send(0, Span(0, 1)), Send(0, EMPTY)), (Recv(0, Span(1, 2)), Recv(0, EMPTY)))]
-    execute(one_rank(rounds, [region]), [region], transports(1)[0], tag=1, idle=idle)
+    execute(one_rank(rounds, [region]), [[region]], transports(1)[0], tag=1, idle=idle)
     assert region.array.tolist() == [0, 1, 0, 1]
 
 
@@ -40,14 +40,14 @@ def test_a_span_that_crosses_regions_is_no_memory():
     regions = [Region(np.zeros(2), even(2, 2)), Region(np.zeros(2), even(2, 2))]
     rounds = [Round(copies=(Copy(Span(0, 2), Span(1, 3)),))]
     with pytest.raises(Exception):  # noqa: B017  # whatever it is, it must not write beyond
-        execute(one_rank(rounds, regions), regions, transports(1)[0], tag=1, idle=idle)
+        execute(one_rank(rounds, regions), [regions], transports(1)[0], tag=1, idle=idle)
     assert not regions[0].array.any() and not regions[1].array.any()
 
 
 def test_the_wrong_number_of_regions_is_an_error():
     region = Region(np.zeros(2), even(2, 2))
     with pytest.raises(ValueError, match="zip"):
-        execute(one_rank([], [region]), [region, region], transports(1)[0], tag=1, idle=idle)
+        execute(one_rank([], [region]), [[region, region]], transports(1)[0], tag=1, idle=idle)
 
 
 def all_ranks(size, function):
@@ -77,7 +77,7 @@ def test_the_operands_order_is_by_rank_so_all_ranks_get_the_same_bits():
         data = terms[end.rank].copy()
         steps = program("all_reduce", "recursive_doubling", end.rank, 5)
         region = [Region(data, even(1000, chunks)) for chunks in steps.regions]
-        execute(steps, region, end, tag=3, idle=idle, reducer=Reducer("float32", "sum"))
+        execute(steps, [region], end, tag=3, idle=idle, reducer=Reducer("float32", "sum"))
         results[end.rank] = data.tobytes()
 
     all_ranks(5, use)
@@ -90,7 +90,7 @@ def test_uneven_chunks_some_of_them_empty():
         layout = uneven([0, 5, 0, 1])
         start, stop = layout.offsets[end.rank : end.rank + 2]
         data[start:stop] = end.rank
-        execute(program("all_gather", "ring", end.rank, 4), [Region(data, layout)], end, tag=3, idle=idle)
+        execute(program("all_gather", "ring", end.rank, 4), [[Region(data, layout)]], end, tag=3, idle=idle)
         assert data.tolist() == [1, 1, 1, 1, 1, 3]
 
     all_ranks(4, use)
@@ -105,7 +105,7 @@ def test_what_idle_raises_ends_the_wait_and_cancels_what_was_posted():
     region = Region(np.zeros(4), even(4, 2))
     steps = program("all_reduce", "recursive_doubling", 0, 2)
     with pytest.raises(TimeoutError, match="enough"):
-        execute(steps, [Region(region.array, even(4, n)) for n in steps.regions], end, tag=3, idle=give_up)
+        execute(steps, [[Region(region.array, even(4, n)) for n in steps.regions]], end, tag=3, idle=give_up)
     network = end._network
     assert not any(network.posted["send"].values()) and not any(network.posted["recv"].values())
 
@@ -120,7 +120,7 @@ def test_tags_keep_programs_apart(tag):
         def go(which):
             steps = program("all_reduce", "recursive_doubling", end.rank, 2)
             region = [Region(arrays[which], even(1, n)) for n in steps.regions]
-            execute(steps, region, end, tag=tag + which, idle=idle, reducer=Reducer("float64", "sum"))
+            execute(steps, [region], end, tag=tag + which, idle=idle, reducer=Reducer("float64", "sum"))
 
         threads = [threading.Thread(target=go, args=(which,)) for which in ((0, 1) if end.rank else (1, 0))]
         for thread in threads:
