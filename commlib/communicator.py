@@ -17,8 +17,7 @@ from commlib.plan import Plan
 from commlib.runtime import Runtime
 from commlib.transport.base import Transport
 from commlib.verbs import hierarchy, messages, movement, objects, reduction
-from commlib.verbs.node import NodeCall
-from commlib.verbs.operation import Operation, Result, apart, result, source
+from commlib.verbs.operation import Operation, apart, result
 from commlib.work import Work
 
 
@@ -37,7 +36,7 @@ class Communicator(Group):
 
     def __init__(self, transport: Transport, runtime: Runtime, name: str = "world") -> None:
         super().__init__(transport, runtime, name)
-        self._find_known = self.node_path.find
+        self._quick_all_reduce = self.node_path.quick_all_reduce
         self._children = itertools.count(1)
         self._node: Communicator | None = None
 
@@ -86,6 +85,7 @@ class Communicator(Group):
         nbytes = int(np.prod(dimensions, dtype=np.int64)) * kind.itemsize
 
         def run() -> Array:
+            self.node_path.forget_places()
             return self._symmetric.allocate(nbytes).view(kind).reshape(dimensions)  # type: ignore[no-any-return]
 
         return self._run(Operation(f"empty of shape {dimensions} {name_of(kind)}", run))  # type: ignore[no-any-return]
@@ -99,37 +99,18 @@ class Communicator(Group):
         truncates toward zero. float16 and bfloat16 are combined in float32 and rounded once, to nearest even.
         algorithm: "auto", "node" (shared memory), "native" (MPI's own), or a schedule ("ring", "double_tree", ...).
         """
-        if out is x:
-            # The usual call of a training loop: the same array again.
-            known = self._find_known(x, op, algorithm)
-            if known is not None:
-                known()
-                return x
-        if self.on_board and algorithm in ("auto", "node"):
-            call, target, _ = self._on_board(x, op, out, algorithm)
-            call()
-            return target.deliver()
-        return self._run(self._all_reduce(x, op, out, algorithm))
+        if algorithm == "auto" and (quick := self._quick_all_reduce(x, op, out)) is not None:
+            call, array = quick
+            call.at(address_of(x), address_of(array))
+            return array
+        return self._run(reduction.all_reduce(self, x, op, out, algorithm))
 
     def all_reduce_async(self, x: Any, op: str = "sum", *, out: Any = None, algorithm: str = "auto") -> Work:
         """Start `all_reduce`."""
-        if self.on_board and algorithm in ("auto", "node"):
-            known = self._find_known(x, op, algorithm) if out is x else None
-            if known is not None and known.can_begin:
-
-                def finish_known() -> Any:
-                    known.run()
-                    return x
-
-                return self.progress.begin(known.text, known.begin, finish_known, x)
-            call, target, keep = self._on_board(x, op, out, algorithm)
-
-            def finish(keep: Any = keep) -> Any:
-                call.run()
-                return target.deliver()
-
-            return self.progress.start(call.text, finish)
-        return self._start(self._all_reduce(x, op, out, algorithm))
+        if algorithm == "auto" and (quick := self._quick_all_reduce(x, op, out)) is not None:
+            call, array = quick
+            return call.start_at(address_of(x), address_of(array), array, x)
+        return self._start(reduction.all_reduce(self, x, op, out, algorithm))
 
     def plan_all_reduce(self, x: Any, op: str = "sum", *, out: Any = None, algorithm: str = "auto") -> Plan:
         """Prepare an `all_reduce` that will be run many times on the same, contiguous, memory.
@@ -141,27 +122,12 @@ class Communicator(Group):
             raise UsageError("plan_all_reduce: x and out must be contiguous: a copy of them would not follow them")
         if apart(before, after) is not before:
             raise UsageError("plan_all_reduce: x and out overlap: they must be the same array, or apart")
-        if self.on_board and algorithm in ("auto", "node"):
-            call, target, keep = self._on_board(x, op, out, algorithm)
-            return Plan.on_node(self.progress, call, target.deliver(), keep)
-        operation = self._all_reduce(x, op, out, algorithm)
+        if self.takes_node_path("all_reduce", algorithm):
+            target = result(out, before.shape, before.dtype, "all_reduce")
+            call = self.node_path.bound_all_reduce(before.reshape(-1), target.flat, op, algorithm)
+            return Plan.on_node(self.progress, call, target.deliver(), (before, x))
+        operation = reduction.all_reduce(self, x, op, out, algorithm)
         return Plan(self.progress, Operation(operation.text, lambda: self._execute(operation)), (x, out))
-
-    def _on_board(self, x: Any, op: str, out: Any, algorithm: str) -> tuple[NodeCall, Result, Any]:
-        """Return (a compiled all-reduce, its result, what must stay alive)."""
-        array = source(x, "all_reduce")
-        target = result(out, array.shape, array.dtype, "all_reduce")
-        flat = apart(array.reshape(-1), target.flat)
-        call = self.node_path.bound_all_reduce(flat, target.flat, op, algorithm)
-        in_place = out is x and address_of(target.flat) == address_of(flat)
-        if in_place and isinstance(x, np.ndarray) and algorithm == "auto" and x.flags.carray:
-            self.node_path.remember(x, op, call)
-        return call, target, (x, out, flat)
-
-    def _all_reduce(self, x: Any, op: str, out: Any, algorithm: str) -> Operation:
-        if algorithm == "native":
-            return reduction.native_all_reduce(self, x, op, out)
-        return reduction.all_reduce(self, x, op, out, algorithm)
 
     def reduce_scatter(self, x: Any, op: str = "sum", *, out: Any = None, algorithm: str = "auto") -> Any:
         """Combine `x` of all ranks and give each rank its part of the result along dimension 0.

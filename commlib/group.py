@@ -188,19 +188,22 @@ class Group:
         at_root = self.rank == root
         length = np.array([len(data)], np.int64)
         if self.on_board:
-            for array in (length, np.frombuffer(data, np.uint8) if at_root else None):
-                if array is None:
-                    array = np.empty(int(length[0]), np.uint8)
-                whole = [(0, array.nbytes)]
-                takes = [whole[0] if rank == root and not at_root else (0, 0) for rank in range(self.size)]
-                sends = whole if at_root else [(0, 0)]
-                self.exchange(text, Exchange(sends, takes, array.nbytes), address_of(array), address_of(array))
+            self._broadcast_on_board(length, root, text)
+            array = np.frombuffer(data, np.uint8) if at_root else np.empty(int(length[0]), np.uint8)
+            self._broadcast_on_board(array, root, text)
             return array.tobytes()
         tree = self.programs("broadcast", "binomial_tree", root=root)
         self.execute(tree, [[Region(length, even(1, 1))]], text, part=0)
         array = np.frombuffer(data, np.uint8) if at_root else np.empty(int(length[0]), np.uint8)
         self.execute(tree, [[Region(array, even(len(array), 1))]], text, part=1)
         return array.tobytes()
+
+    def _broadcast_on_board(self, array: Array, root: int, text: str) -> None:
+        whole, nothing = (0, array.nbytes), (0, 0)
+        at_root = self.rank == root
+        takes = [whole if rank == root and not at_root else nothing for rank in range(self.size)]
+        exchange = Exchange([whole if at_root else nothing], takes, array.nbytes)
+        self.exchange(text, exchange, address_of(array), address_of(array))
 
     @property
     def call_number(self) -> int:

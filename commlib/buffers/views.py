@@ -132,11 +132,6 @@ def writable(array: np.ndarray[Any, Any], verb: str, what: str) -> np.ndarray[An
     return array
 
 
-def pointer_of(array: np.ndarray[Any, Any]) -> Any:
-    """Return numpy's own record of where an array's memory is; its `value` follows the array."""
-    return _pointer_at(id(array) + object.__basicsize__)
-
-
 def _read_pointer(array: np.ndarray[Any, Any]) -> int:
     return _pointer_at(id(array) + object.__basicsize__).value or 0
 

@@ -20,6 +20,7 @@ costs least, and the kernel can return in the middle of a wait (WAITING) and be 
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import cache
 from typing import Any
 
 import numba as nb
@@ -74,6 +75,7 @@ EPOCH, RANK, SIZE, BOARD, SLOTS, SLOT_BYTES, FAILED, CONTROL_FIELDS = range(8)
 ) = range(28)
 
 
+@cache
 def entry_point(kernel: Any) -> Callable[[int], int]:
     """Return the compiled function behind a kernel, which takes the address of a call and returns a status.
 

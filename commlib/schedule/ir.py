@@ -98,11 +98,10 @@ class Program:
     @property
     def sends_single_chunks(self) -> bool:
         """Whether no message or copy has more than one chunk, so that every chunk may be cut into slices."""
-        return all(
-            len(span) <= 1
-            for step in self.rounds
-            for span in (
-                *(message.span for message in (*step.sends, *step.recvs)),
-                *(span for copy in step.copies for span in (copy.source, copy.target)),
-            )
-        )
+        for step in self.rounds:
+            spans = [send.span for send in step.sends] + [recv.span for recv in step.recvs]
+            for copy in step.copies:
+                spans += [copy.source, copy.target]
+            if any(len(span) > 1 for span in spans):
+                return False
+        return True

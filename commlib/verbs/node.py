@@ -6,19 +6,19 @@ and holds no array: whoever runs it says where the data is, and keeps it alive.
 
 from __future__ import annotations
 
-import weakref
 from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from commlib.buffers.views import address_of, pointer_of
+from commlib.buffers.views import address_of
 from commlib.dtypes import Array, kernel_operation, name_of
 from commlib.kernels import node as kernels
 from commlib.kernels.arithmetic import reduce_function
 from commlib.schedule.layout import Layout
 from commlib.verbs.operation import Operation, Result, describe, signature
+from commlib.work import Work
 
 if TYPE_CHECKING:
     from commlib.group import Group
@@ -45,6 +45,8 @@ _RUNNING = [
     kernels.YIELDS,
     kernels.NAPS,
 ]
+
+_SOURCE, _TARGET = kernels.SOURCE, kernels.TARGET
 
 Range = tuple[int, int]  # (offset, length) in bytes
 
@@ -203,7 +205,7 @@ class NodeCall:
         return symmetric
 
     def __call__(self) -> None:
-        """Run it in this thread, after everything that was launched before."""
+        """Run it where it is bound to, in this thread, after everything that was launched before."""
         # Progress.run, written out: a call by name costs a good part of what the meeting of two ranks does.
         if self._acquire(False):
             try:
@@ -215,6 +217,31 @@ class NodeCall:
                 self._release()
         self._progress.start(self.text, self.run).wait()
 
+    def at(self, source: int, target: int) -> None:
+        """Run it on the arrays at these addresses, in this thread, after everything that was launched before."""
+        if self._acquire(False):
+            try:
+                if not self._progress.pending:
+                    call = self._call
+                    call[_SOURCE], call[_TARGET] = source, target
+                    if status := self._kernel(self._address):
+                        self._go_on(status)
+                    return
+            finally:
+                self._release()
+        self._progress.start(self.text, lambda: self.run_at(source, target)).wait()
+
+    def start_at(self, source: int, target: int, result: Any, keep: Any) -> Work:
+        """Start it on the arrays at these addresses, after everything that was launched before."""
+
+        def run(keep: Any = keep) -> Any:
+            self.run_at(source, target)
+            return result
+
+        if self.can_begin:
+            return self._progress.begin(self.text, lambda: self.begin_at(source, target), run, result)
+        return self._progress.start(self.text, run)
+
     def run(self) -> None:
         """Run it where it is bound to, within an operation."""
         if self._progress.in_background:
@@ -225,8 +252,30 @@ class NodeCall:
     def run_at(self, source: int, target: int) -> None:
         """Run it on the arrays at these addresses, within an operation."""
         call = self._call
-        call[kernels.SOURCE], call[kernels.TARGET] = source, target
+        call[_SOURCE], call[_TARGET] = source, target
         self.run()
+
+    def begin_at(self, source: int, target: int) -> bool:
+        """Begin it on the arrays at these addresses; see `begin`."""
+        call = self._call
+        call[_SOURCE], call[_TARGET] = source, target
+        return self.begin()
+
+    def begin(self) -> bool:
+        """Publish this rank's data, and return whether the call is done; if not, `run` goes on with it.
+
+        Only where `can_begin`: what the peers need of this rank is then there, whenever it goes on.
+        """
+        call = self._call
+        spins, yields, naps = call[kernels.SPINS], call[kernels.YIELDS], call[kernels.NAPS]
+        call[kernels.SPINS], call[kernels.YIELDS], call[kernels.NAPS] = _STARTING_SPINS, 0, 0
+        try:
+            status = self._kernel(self._address)
+        finally:
+            call[kernels.SPINS], call[kernels.YIELDS], call[kernels.NAPS] = spins, yields, naps
+        if status not in (kernels.DONE, kernels.WAITING):
+            self._go_on(status)
+        return status != kernels.WAITING
 
     def _go_on(self, status: int) -> None:
         if self._group.settle(self._kernel, self._call, status, self.text) == kernels.APART:
@@ -242,22 +291,6 @@ class NodeCall:
                 self._go_on(status)
         finally:
             call[kernels.SPINS], call[kernels.YIELDS] = spins, yields
-
-    def begin(self) -> bool:
-        """Publish this rank's data, and return whether the call is done; if not, `run` goes on with it.
-
-        Only for calls of one piece: what the peers need of this rank is then there, whenever it goes on.
-        """
-        call = self._call
-        spins, yields, naps = call[kernels.SPINS], call[kernels.YIELDS], call[kernels.NAPS]
-        call[kernels.SPINS], call[kernels.YIELDS], call[kernels.NAPS] = _STARTING_SPINS, 0, 0
-        try:
-            status = self._kernel(self._address)
-        finally:
-            call[kernels.SPINS], call[kernels.YIELDS], call[kernels.NAPS] = spins, yields, naps
-        if status not in (kernels.DONE, kernels.WAITING):
-            self._go_on(status)
-        return status != kernels.WAITING
 
     def operation(
         self, x: Array, target: Result | None, offsets: Sequence[int], *, own: Array | None = None
@@ -284,12 +317,12 @@ class NodeCall:
 
 
 class NodePath:
-    """The calls of one group whose ranks are all on one node: templates by kind, and those bound to known arrays."""
+    """The calls of one group whose ranks are all on one node: by kind, and those on symmetric memory by place."""
 
     def __init__(self, group: Group) -> None:
         self._group = group
         self._templates: dict[Hashable, NodeCall] = {}
-        self._known: dict[int, tuple[Any, str, Any, int, Any, int, NodeCall]] = {}
+        self._symmetric: dict[tuple[NodeCall, int, int], NodeCall] = {}
 
     def template(self, key: Hashable, make: Callable[[], NodeCall]) -> NodeCall:
         """Return the template remembered under `key`, which says all that distinguishes calls; made if need be."""
@@ -313,46 +346,57 @@ class NodePath:
     def bound_all_reduce(self, x: Array, target: Array, op: str, algorithm: str) -> NodeCall:
         """Return an all-reduce of a contiguous array into another, or itself."""
         template = self.all_reduce(x.dtype, x.size, op, algorithm)
-        source, into = address_of(x), address_of(target)
-        if x.nbytes > SMALL_BYTES:
-            place, inputs, outputs = self._group.symmetric_places(x, target)
-            if place:
-                return template.on_symmetric(place, source, into, inputs, outputs)
-        return template.bind(source, into)
+        placed = self._placed(template, x, target)
+        return placed if placed is not template else template.bind(address_of(x), address_of(target))
 
-    def find(self, x: Any, op: str, algorithm: str) -> NodeCall | None:
-        """Return the call for `x` in place if it was made before and still holds: this is what a small call costs."""
-        entry = self._known.get(id(x))
-        if entry is None:
+    def quick_all_reduce(self, x: Any, op: str, out: Any) -> tuple[NodeCall, Array] | None:
+        """Return (the call for them, the result) for plain arrays of a kind that was reduced before, else None.
+
+        What a small call costs is mostly what Python does before it: no view, no text, no object is made here.
+        """
+        if type(x) is not np.ndarray:
             return None
-        reference, known_op, dtype, size, pointer, address, call = entry
-        if (
-            reference() is x
-            and op == known_op
-            and algorithm == "auto"
-            and x.dtype is dtype
-            and x.size == size
-            and pointer.value == address
-            and x.flags.carray
+        template = self._templates.get(("all_reduce", x.dtype, x.size, op, "auto"))
+        if template is None:
+            return None
+        if out is x:
+            if not x.flags.carray:
+                return None
+        elif not x.flags.c_contiguous:
+            return None
+        elif out is None:
+            out = np.empty(x.shape, x.dtype)
+        elif (
+            type(out) is not np.ndarray
+            or out.dtype is not x.dtype
+            or out.shape != x.shape
+            or not out.flags.carray
+            or np.may_share_memory(x, out)
         ):
-            return call
-        return None
+            return None
+        return (template if x.nbytes <= SMALL_BYTES else self._placed(template, x, out)), out
 
-    def remember(self, x: Array, op: str, call: NodeCall) -> None:
-        """Keep the call of an array that is reduced in place, as a training loop does again and again."""
-        key, known = id(x), self._known
-        reference = weakref.ref(x, lambda _: known.pop(key, None))
-        known[key] = (
-            reference,
-            op,
-            x.dtype,
-            x.size,
-            pointer_of(x),
-            address_of(x),
-            call,
-        )  # it may move (ndarray.resize)
+    def _placed(self, template: NodeCall, x: Array, target: Array) -> NodeCall:
+        """Return the call for symmetric arrays, made once for each place, or `template` for ordinary ones."""
+        if x.nbytes <= SMALL_BYTES:
+            return template
+        source, into = address_of(x), address_of(target)
+        key = (template, source, into)
+        found = self._symmetric.get(key)
+        if found is None:
+            place, inputs, outputs = self._group.symmetric_places(x, target)
+            if not place:
+                return template
+            if len(self._symmetric) >= _MOST_TEMPLATES:
+                self._symmetric.clear()
+            found = self._symmetric[key] = template.on_symmetric(place, source, into, inputs, outputs)
+        return found
+
+    def forget_places(self) -> None:
+        """Forget all symmetric arrays: memory is about to be released."""
+        self._symmetric.clear()
 
     def clear(self) -> None:
         """Forget all."""
-        self._known.clear()
+        self._symmetric.clear()
         self._templates.clear()

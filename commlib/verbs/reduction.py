@@ -78,6 +78,8 @@ def _choose(comm: Group, verb: str, algorithm: str, nbytes: int, dtype: Any, op:
 
 
 def all_reduce(comm: Group, x: Any, op: str, out: Any, algorithm: str) -> Operation:
+    if algorithm == "native":
+        return native_all_reduce(comm, x, op, out)
     array = source(x, "all_reduce")
     target = result(out, array.shape, array.dtype, "all_reduce")
     kernel_operation(name_of(array.dtype), op)
@@ -86,7 +88,7 @@ def all_reduce(comm: Group, x: Any, op: str, out: Any, algorithm: str) -> Operat
         call = comm.node_path.bound_all_reduce(flat, target.flat, op, algorithm)
 
         def run_on_node(keep: Any = (flat, x)) -> Any:
-            call.run_in_background()
+            call.run()
             return target.deliver()
 
         return Operation(call.text, run_on_node, compares=True)

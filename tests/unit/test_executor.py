@@ -7,10 +7,10 @@ import threading
 import numpy as np
 import pytest
 
-from commlib.executor import Reducer, Region, execute
+from commlib.executor import WINDOW, Reducer, Region, execute
 from commlib.schedule import program
 from commlib.schedule.ir import EMPTY, Copy, Program, Recv, Round, Send, Span
-from commlib.schedule.layout import even, uneven
+from commlib.schedule.layout import blocks, cut, even, uneven
 from commlib.transport.loopback import transports
 
 
@@ -130,3 +130,76 @@ def test_tags_keep_programs_apart(tag):
         assert [float(array[0]) for array in arrays] == [10, 12]
 
     all_ranks(2, use)
+
+
+@pytest.mark.parametrize("number", [1, 2, 3, 9])
+@pytest.mark.parametrize("name", ["ring", "halving_doubling", "direct", "recursive_doubling"])
+def test_blocks_run_at_once_and_give_what_one_gives(name, number):
+    terms = np.random.default_rng(1).integers(0, 100, size=(3, 1001)).astype(np.float32)
+
+    def use(end):
+        data = terms[end.rank].copy()
+        steps = program("all_reduce", name, end.rank, 3)
+        regions = [[Region(data, layout)] for layout in blocks(len(data), steps.regions[0], number)]
+        execute(steps, regions, end, tag=3, idle=idle, reducer=Reducer("float32", "sum"))
+        assert (data == terms.sum(axis=0)).all()
+
+    all_ranks(3, use)
+
+
+def test_no_more_blocks_are_under_way_than_the_window_allows():
+    """Each takes memory for what arrives; and a window of one would not overlap anything."""
+    most = [0]
+
+    class Counting:
+        def __init__(self, end):
+            self.end, self.rank, self.size = end, end.rank, end.size
+
+        def send(self, peer, tag, data):
+            return self.end.send(peer, tag, data)
+
+        def recv(self, peer, tag, into):
+            return self.end.recv(peer, tag, into)
+
+        def wait_any(self, requests, idle):
+            if self.rank == 0:
+                most[0] = max(most[0], len(requests) // 2)
+            self.end.wait_any(requests, idle)
+
+    def use(end):
+        data = np.full(4000, float(end.rank))
+        steps = program("all_reduce", "ring", end.rank, 4)
+        regions = [[Region(data, layout)] for layout in blocks(len(data), 4, 20)]
+        execute(steps, regions, Counting(end), tag=3, idle=idle, reducer=Reducer("float64", "sum"))
+        assert (data == 6).all()
+
+    all_ranks(4, use)
+    assert 1 < most[0] <= WINDOW
+
+
+def test_slices_of_uneven_chunks():
+    def use(end):
+        layout = uneven([7, 0, 5, 100])
+        data = np.zeros(112)
+        start, stop = layout.slice_of(end.rank)
+        data[start:stop] = end.rank + 1
+        steps = program("all_gather", "ring", end.rank, 4)
+        assert steps.sends_single_chunks
+        execute(steps, [[Region(data, piece)] for piece in cut(layout, 3)], end, tag=3, idle=idle)
+        assert data.tolist() == [1.0] * 7 + [3.0] * 5 + [4.0] * 100
+
+    all_ranks(4, use)
+    assert not program("all_gather", "bruck", 0, 4).sends_single_chunks
+
+
+def test_many_operands_are_combined_at_once_and_rounded_once():
+    """Half precision may travel as it is where no partial sum does: 2048 + 1 + 1 is 2050 in float16, not 2048."""
+    terms = np.array([[2048], [1], [1]], np.float16)
+
+    def use(end):
+        data = np.repeat(terms[end.rank], 6)
+        steps = program("all_reduce", "direct", end.rank, 3)
+        execute(steps, [[Region(data, even(6, 3))]], end, tag=3, idle=idle, reducer=Reducer("float16", "sum"))
+        assert (data == 2050).all()
+
+    all_ranks(3, use)
