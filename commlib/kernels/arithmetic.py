@@ -22,6 +22,7 @@ from numba.core import types
 from numba.extending import overload
 
 from commlib.kernels import intrinsics as ins
+from commlib.kernels.cache import CACHED
 
 # numba has no type for these; their bits are stored as integers.
 _STORED = {"float16": "uint16", "bfloat16": "uint16", "bool": "uint8"}
@@ -223,7 +224,7 @@ def reduce_function(dtype: str, operation: str) -> Any:
     size = np.dtype(stored).itemsize
 
     # Everything that the closure holds is a string, a number or a type: numba keys its disk cache by their pickles.
-    @nb.cfunc(SIGNATURE, cache=True, nogil=True)  # type: ignore[untyped-decorator]
+    @nb.cfunc(SIGNATURE, cache=CACHED, nogil=True)  # type: ignore[untyped-decorator]
     def reduce(inputs: int, n_inputs: int, outputs: int, n_outputs: int, offset: int, count: int, divisor: int) -> None:
         sources = nb.carray(ins.as_pointer(inputs), n_inputs, np.int64)
         targets = nb.carray(ins.as_pointer(outputs), n_outputs, np.int64)

@@ -28,6 +28,7 @@ import numpy as np
 from numba.core import types
 
 from commlib.kernels import intrinsics as ins
+from commlib.kernels.cache import CACHED
 
 # What a kernel returns.
 DONE, WAITING, MISMATCH, BROKEN, APART = range(5)
@@ -100,7 +101,7 @@ def _table(address: int, length: int) -> Any:
     return nb.carray(ins.as_pointer(address), length, np.int64)
 
 
-@nb.njit(cache=True, nogil=True)  # type: ignore[untyped-decorator]
+@nb.njit(cache=CACHED, nogil=True)  # type: ignore[untyped-decorator]
 def _arrive(call: Any, control: Any) -> None:
     """Reach the next epoch, and say so."""
     control[EPOCH] += 1
@@ -111,7 +112,7 @@ def _arrive(call: Any, control: Any) -> None:
     ins.store_release(line + ARRIVED, epoch)
 
 
-@nb.njit(cache=True, nogil=True)  # type: ignore[untyped-decorator]
+@nb.njit(cache=CACHED, nogil=True)  # type: ignore[untyped-decorator]
 def _await_peers(call: Any, control: Any) -> int:
     """Wait until every rank has reached this rank's epoch with the same signature."""
     epoch, size, board = control[EPOCH], control[SIZE], control[BOARD]
@@ -139,7 +140,7 @@ def _await_peers(call: Any, control: Any) -> int:
     return verdict
 
 
-@nb.njit(cache=True, nogil=True)  # type: ignore[untyped-decorator]
+@nb.njit(cache=CACHED, nogil=True)  # type: ignore[untyped-decorator]
 def barrier(address: int) -> int:
     """Wait for everybody."""
     call = _call(address)
@@ -180,7 +181,7 @@ def _reduce_share(call: Any, size: int, n_outputs: int, start: int, stop: int) -
     call[BACKWARD] ^= 1
 
 
-@nb.njit(cache=True, nogil=True)  # type: ignore[untyped-decorator]
+@nb.njit(cache=CACHED, nogil=True)  # type: ignore[untyped-decorator]
 def all_reduce_symmetric(address: int) -> int:
     """All-reduce in symmetric memory: reduce my share from all ranks' buffers straight into all ranks' buffers."""
     call = _call(address)
@@ -209,7 +210,7 @@ def all_reduce_symmetric(address: int) -> int:
     return status
 
 
-@nb.njit(cache=True, nogil=True)  # type: ignore[untyped-decorator]
+@nb.njit(cache=CACHED, nogil=True)  # type: ignore[untyped-decorator]
 def all_reduce_staged(address: int) -> int:
     """All-reduce of ordinary arrays, piece by piece, through slots that are then reduced like symmetric memory.
 
@@ -266,7 +267,7 @@ def _move(target: int, source: int, length: int) -> None:
         ins.memcpy(target, source, length)
 
 
-@nb.njit(cache=True, nogil=True)  # type: ignore[untyped-decorator]
+@nb.njit(cache=CACHED, nogil=True)  # type: ignore[untyped-decorator]
 def exchange_symmetric(address: int) -> int:
     """Exchange among symmetric arrays: take my part straight out of everybody's array.
 
@@ -305,7 +306,7 @@ def exchange_symmetric(address: int) -> int:
     return status
 
 
-@nb.njit(cache=True, nogil=True)  # type: ignore[untyped-decorator]
+@nb.njit(cache=CACHED, nogil=True)  # type: ignore[untyped-decorator]
 def exchange_staged(address: int) -> int:
     """Exchange among ordinary arrays, piece by piece: publish a piece of each of my parts, then take everybody's.
 

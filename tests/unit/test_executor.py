@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+from typing import Any
 
 import numpy as np
 import pytest
@@ -170,7 +171,8 @@ def test_no_more_blocks_are_under_way_than_the_window_allows():
         data = np.full(4000, float(end.rank))
         steps = program("all_reduce", "ring", end.rank, 4)
         regions = [[Region(data, layout)] for layout in blocks(len(data), 4, 20)]
-        execute(steps, regions, Counting(end), tag=3, idle=idle, reducer=Reducer("float64", "sum"))
+        counting: Any = Counting(end)
+        execute(steps, regions, counting, tag=3, idle=idle, reducer=Reducer("float64", "sum"))
         assert (data == 6).all()
 
     all_ranks(4, use)
