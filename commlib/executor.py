@@ -28,14 +28,15 @@ class Reducer:
     """One operation on one dtype, for contiguous 1-D arrays on the host; `divisor` is that of a mean."""
 
     def __init__(self, dtype: str, operation: str, divisor: int = 0) -> None:
-        self._call = reduce_function(dtype, operation).ctypes
+        self._kind = dtype, operation
         self._divisor = divisor
 
     def combine(self, operands: Sequence[Any], target: Any) -> None:
         """target = the first (operation) the second ...; the target may be one of them."""
+        reduce = reduce_function(*self._kind).ctypes  # compiled when first needed
         inputs = np.array([address_of(operand) for operand in operands], np.int64)
         output = np.array([address_of(target)], np.int64)
-        self._call(address_of(inputs), len(inputs), address_of(output), 1, 0, len(target), self._divisor)
+        reduce(address_of(inputs), len(inputs), address_of(output), 1, 0, len(target), self._divisor)
 
 
 @dataclass(slots=True)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Hashable, Sequence
 from typing import Any
 
 import numpy as np
@@ -16,6 +16,7 @@ from commlib.errors import CommlibError, MismatchError, UsageError
 from commlib.executor import Reducer, Region, execute
 from commlib.kernels.node import MISMATCH
 from commlib.observe.watchdog import Watchdog
+from commlib.prepared import SmallAllReduce
 from commlib.progress import Progress
 from commlib.runtime import Runtime
 from commlib.schedule import program
@@ -29,6 +30,8 @@ from commlib.verbs.choice import Choice, choose
 from commlib.verbs.node import Arithmetic, Exchange, NodeCall, NodePath
 from commlib.verbs.operation import Operation, signature
 from commlib.work import Work
+
+_MOST_PREPARED = 256
 
 
 class Group:
@@ -64,6 +67,7 @@ class Group:
             self._late_check = LateCheck(aside, name)
         runtime.groups.add(self)
         self.node_path = NodePath(self)
+        self._prepared: dict[Hashable, SmallAllReduce] = {}
         self._symmetric = SymmetricMemory(node_transport.rank, node_transport.share, self._gather_quietly)
 
     def __repr__(self) -> str:
@@ -176,6 +180,20 @@ class Group:
             raise self.failure
         if not self.board.meet(signature("barrier"), watch := self.watch("barrier")):
             raise mismatch(self.name, self.call_number, self.rank, self.board.exchange_texts("barrier", watch))
+
+    def small_all_reduce(
+        self, text: str, x: Array, target: Array, op: str, program: Program, transport: Transport | None = None
+    ) -> None:
+        """All-reduce a few flat elements by messages, set up when a call like this (`text`) is first made."""
+        key = ("messages", text, program.algorithm)
+        prepared = self._prepared.get(key)
+        if prepared is None:
+            if len(self._prepared) >= _MOST_PREPARED:
+                self._prepared.clear()
+            where = transport or self._transport
+            prepared = SmallAllReduce(program, where, signature(text), len(x), target.dtype, op, self.size)
+            self._prepared[key] = prepared
+        prepared.run(x, target, self.watch(text))
 
     def exchange(
         self, text: str, exchange: Exchange, source: int, target: int, arithmetic: Arithmetic | None = None
@@ -297,6 +315,7 @@ class Group:
         """Release everything. Collective, and only when no rank uses it any more."""
         self.progress.close()
         self.node_path.clear()
+        self._prepared.clear()
         self._symmetric.close()
         if self.board is not None:
             self.board.close()

@@ -11,6 +11,7 @@ from commlib.dtypes import NUMPY, Array, kernel_operation, name_of
 from commlib.errors import UsageError
 from commlib.executor import Reducer, Region
 from commlib.kernels.arithmetic import accumulator_dtype
+from commlib.prepared import PREPARED_BYTES
 from commlib.schedule import find
 from commlib.schedule.layout import Layout, blocks, cut, even, uneven
 from commlib.verbs import hierarchy
@@ -38,7 +39,7 @@ class Accumulation:
             self._finisher = None
         else:
             self.reducer = Reducer(wide, "sum" if operation == "mean" else operation)
-            self._finisher = Reducer(wide, operation, size) if operation == "mean" else None
+            self._finisher = Reducer(wide, operation, size) if operation == "mean" and size > 1 else None
         self.arithmetic = Arithmetic(wide, "sum" if operation == "mean" else operation, self.x.itemsize, 0)
 
     def work_in(self, target: Array) -> Array:
@@ -105,6 +106,14 @@ def all_reduce(comm: Group, x: Any, op: str, out: Any, algorithm: str) -> Operat
     name, segments = _choose(comm, "all_reduce", algorithm, array.nbytes, array.dtype, op)
     pipelined = find("all_reduce", name).segmented
     program = comm.programs("all_reduce", name, segments=segments if pipelined else 1)
+
+    if array.nbytes <= PREPARED_BYTES:
+
+        def run_prepared() -> Any:
+            comm.small_all_reduce(text, flat, target.flat, op, program)
+            return target.deliver()
+
+        return Operation(text, run_prepared)
 
     def run() -> Any:
         accumulation = Accumulation(flat, op, comm.size, once=name == "direct")

@@ -39,7 +39,8 @@ LAYERS = (
     ("commlib.kernels", "commlib.buffers"),
     ("commlib.transport",),
     ("commlib.executor", "commlib.agreement", "commlib.progress", "commlib.runtime", "commlib.work", "commlib.world",
-     "commlib.communicator", "commlib.group", "commlib.plan", "commlib.verbs", "commlib.observe", "commlib.tune"),
+     "commlib.communicator", "commlib.group", "commlib.plan", "commlib.prepared", "commlib.verbs", "commlib.observe",
+     "commlib.tune"),
     ("commlib.compress", "commlib.coordinator", "commlib.data_parallel", "commlib.pipeline", "commlib.expert"),
     ("commlib",),  # the public names
     ("commlib.cli", "commlib_torch", "commlib_tensorflow"),
