@@ -27,7 +27,15 @@ PURE = (
     "commlib.pipeline.simulate",
     "commlib.pipeline.render",
     "commlib.tensor",
+    "commlib.tune.lockstep",
+    "commlib.tune.pipelines",
     "commlib.tune.model",
+    "commlib.tune.flat",
+    "commlib.tune.hierarchy",
+    "commlib.tune.fit",
+    "commlib.tune.entries",
+    "commlib.tune.table",  # reads and writes a file, and is otherwise as pure
+    "commlib.tune.chooser",
 )
 IMPURE_STANDARD_LIBRARY = {
     "_thread", "asyncio", "concurrent", "datetime", "multiprocessing", "socket", "subprocess", "threading", "time",
