@@ -19,14 +19,14 @@ from commlib.observe.watchdog import Watchdog
 from commlib.prepared import SmallAllReduce
 from commlib.progress import Progress
 from commlib.runtime import Runtime
-from commlib.schedule import program
+from commlib.schedule import find, program
 from commlib.schedule.ir import Program
 from commlib.schedule.layout import even
 from commlib.topology import Topology
 from commlib.transport.base import Transport
 from commlib.transport.shared import Call, Kernel, NodeBoard
+from commlib.tune.chooser import Choice, Kind
 from commlib.verbs import objects
-from commlib.verbs.choice import Choice, choose
 from commlib.verbs.node import Arithmetic, Exchange, NodeCall, NodePath
 from commlib.verbs.operation import Operation, signature
 from commlib.work import Work
@@ -121,8 +121,15 @@ class Group:
         return algorithm in ("auto", "hierarchical") and self.is_hierarchical
 
     def choose(self, verb: str, algorithm: str, size: int, nbytes: int, *, sharing: int = 1) -> Choice:
-        """Return by which algorithm `size` ranks do a verb on `nbytes`, and in how many segments."""
-        return choose(verb, algorithm, size, nbytes)
+        """Return by which algorithm `size` ranks do a verb on `nbytes`, and in how many segments.
+
+        sharing: how many such groups share a node's way to the network. Raises UsageError for an unknown algorithm.
+        """
+        among = None
+        if algorithm not in ("auto", "node", "hierarchical"):
+            among = (find(verb, algorithm).name,)
+        kind: Kind = "node" if self.one_node else "network"
+        return self.runtime.chooser.choose(verb, size, nbytes, kind=kind, sharing=sharing, among=among)
 
     def programs(self, verb: str, name: str, *, root: int = 0, segments: int = 1) -> Program:
         """Return this rank's program of an algorithm. Raises UsageError for an unknown one."""
@@ -182,7 +189,7 @@ class Group:
             raise mismatch(self.name, self.call_number, self.rank, self.board.exchange_texts("barrier", watch))
 
     def small_all_reduce(
-        self, text: str, x: Array, target: Array, op: str, program: Program, transport: Transport | None = None
+        self, text: str, x: Array, target: Array, operation: str, program: Program, transport: Transport | None = None
     ) -> None:
         """All-reduce a few flat elements by messages, set up when a call like this (`text`) is first made."""
         key = ("messages", text, program.algorithm)
@@ -191,7 +198,7 @@ class Group:
             if len(self._prepared) >= _MOST_PREPARED:
                 self._prepared.clear()
             where = transport or self._transport
-            prepared = SmallAllReduce(program, where, signature(text), len(x), target.dtype, op, self.size)
+            prepared = SmallAllReduce(program, where, signature(text), len(x), target.dtype, operation, self.size)
             self._prepared[key] = prepared
         prepared.run(x, target, self.watch(text))
 

@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 
 from commlib.buffers.views import address_of
-from commlib.dtypes import NUMPY, Array, kernel_operation, name_of
+from commlib.dtypes import NUMPY, Array, name_of
 from commlib.kernels.arithmetic import accumulator_dtype, reduce_function
 from commlib.schedule.ir import Program, Span
 from commlib.schedule.layout import even
@@ -79,14 +79,15 @@ class PreparedProgram:
 
 
 class SmallAllReduce:
-    """An all-reduce of `count` elements of one kind among the ranks of a transport; `divisor` is that of a mean."""
+    """An all-reduce of `count` elements among the ranks of a transport.
+
+    `operation` is what the kernels call it, `divisor` that of a mean.
+    """
 
     def __init__(
-        self, program: Program, transport: Transport, tag: int, count: int, dtype: Any, op: str, divisor: int
+        self, program: Program, transport: Transport, tag: int, count: int, dtype: Any, operation: str, divisor: int
     ) -> None:
-        name = name_of(dtype)
-        operation = kernel_operation(name, op)
-        wide = accumulator_dtype(name, operation)
+        wide = accumulator_dtype(name_of(dtype), operation)
         self._buffer = np.empty(count, NUMPY[wide])
         alone = transport.size == 1  # nothing is combined then, and nothing need be compiled
         combine = None if alone else reduce_function(wide, "sum" if operation == "mean" else operation).ctypes

@@ -9,6 +9,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from commlib.config import Config
+from commlib.tune.chooser import Chooser
 
 
 @dataclass(slots=True)
@@ -17,6 +18,7 @@ class Runtime:
 
     config: Config = field(default_factory=Config)
     ranks_on_node: int = 1
+    chooser: Chooser = field(default_factory=Chooser)  # alike on all ranks
     closing: bool = False  # waits that still last must end
     groups: weakref.WeakSet[Any] = field(default_factory=weakref.WeakSet)  # all communicators, to be told of the end
 

@@ -13,6 +13,7 @@ are compiled once, not once for each dtype.
 
 from __future__ import annotations
 
+import threading
 from functools import cache
 from typing import Any
 
@@ -212,12 +213,20 @@ def _reduce_pair(kind: Any, operation: Any, sources: Any, targets: Any, count: A
     return vectors if name == "float16" else loops
 
 
-@cache
+_compiling = threading.Lock()
+
+
 def reduce_function(dtype: str, operation: str) -> Any:
     """Return the compiled C callback for one dtype and one of sum, mean, prod, min, max (or, and: bool only).
 
-    Its `address` is what the protocol kernels call. Compiled once and cached on disk.
+    Its `address` is what the protocol kernels call. Compiled once, whichever thread asks first, and kept on disk.
     """
+    with _compiling:
+        return _compile(dtype, operation)
+
+
+@cache
+def _compile(dtype: str, operation: str) -> Any:
     kind = dtype
     stored = getattr(np, _STORED.get(dtype, dtype))
     combined = getattr(np, _STORED.get(accumulator := accumulator_dtype(dtype, operation), accumulator))

@@ -19,6 +19,7 @@ import numpy as np
 from commlib.buffers.views import address_of
 from commlib.dtypes import Array
 from commlib.executor import Reducer, Region
+from commlib.prepared import PREPARED_BYTES
 from commlib.schedule import find, program
 from commlib.schedule.layout import Layout, blocks, cut, even, uneven
 from commlib.verbs.node import SMALL_BYTES, Arithmetic, Exchange, NodeCall, Range, ranges
@@ -45,7 +46,7 @@ class _Node:
         self.place = self.ranks.index(group.rank)
         self.columns = max(1, min(topology.columns, nbytes // _COLUMN_BYTES))
         self.on_network = self.place < self.columns
-        self._part = 0
+        self._part = self._step = 0
 
     def in_column(self, node: int, column: int) -> tuple[int, ...]:
         """Return the ranks of a node whose data goes through a column."""
@@ -70,7 +71,10 @@ class _Node:
             if length and address_of(source) + begin != address_of(target) + to:
                 target.view(np.uint8)[to : to + length] = source.view(np.uint8)[begin : begin + length]
             return
-        call = NodeCall.exchange(group, self.text, exchange, arithmetic)
+        self._step += 1
+        # The text says all that distinguishes this call from others, so the tables can be kept.
+        key = ("hierarchy", self.text, self._step)
+        call = group.node_path.template(key, lambda: NodeCall.exchange(group, self.text, exchange, arithmetic))
         place = group.symmetric_place(source) if offsets is not None and exchange.longest > SMALL_BYTES else None
         if place is None or offsets is None:
             call.run_at(address_of(source), address_of(target))
@@ -110,6 +114,14 @@ class _Node:
             regions = [[Region(a, s[piece]) for a, s in zip(arrays, slices, strict=True)] for piece in range(pieces)]
         self.group.execute(run, regions, self.text, reducer, part=self._part, transport=column)
 
+    def small_all_reduce(self, part: Array, accumulation: Accumulation) -> None:
+        """All-reduce a few elements among this rank's column, by messages that are set up once."""
+        column = self.group.column
+        assert column is not None
+        choice = self.group.choose("all_reduce", "auto", column.size, part.nbytes, sharing=self.columns)
+        run = program("all_reduce", choice.algorithm, column.rank, column.size)
+        self.group.small_all_reduce(self.text, part, part, accumulation.arithmetic.operation, run, column)
+
     def gather_shares(self, target: Array, shares: Sequence[Range]) -> None:
         """Give every rank the shares that the columns have."""
         own = shares[self.place] if self.on_network else _NOTHING
@@ -133,7 +145,10 @@ def all_reduce(group: Group, accumulation: Accumulation, target: Array, text: st
     if node.on_network:
         start, stop = layout.slice_of(node.place)
         part = work[start:stop]
-        node.network("all_reduce", [part], [even(len(part), 1)], reducer=accumulation.reducer)
+        if part.nbytes <= PREPARED_BYTES:
+            node.small_all_reduce(part, accumulation)
+        else:
+            node.network("all_reduce", [part], [even(len(part), 1)], reducer=accumulation.reducer)
         accumulation.finish(part, target[start:stop])
     node.gather_shares(target, ranges(layout, target.itemsize))
 

@@ -83,7 +83,7 @@ def all_reduce(comm: Group, x: Any, op: str, out: Any, algorithm: str) -> Operat
         return native_all_reduce(comm, x, op, out)
     array = source(x, "all_reduce")
     target = result(out, array.shape, array.dtype, "all_reduce")
-    kernel_operation(name_of(array.dtype), op)
+    operation = kernel_operation(name_of(array.dtype), op)
     flat = apart(array.reshape(-1), target.flat)
     if comm.takes_node_path("all_reduce", algorithm):
         call = comm.node_path.bound_all_reduce(flat, target.flat, op, algorithm)
@@ -110,7 +110,7 @@ def all_reduce(comm: Group, x: Any, op: str, out: Any, algorithm: str) -> Operat
     if array.nbytes <= PREPARED_BYTES:
 
         def run_prepared() -> Any:
-            comm.small_all_reduce(text, flat, target.flat, op, program)
+            comm.small_all_reduce(text, flat, target.flat, operation, program)
             return target.deliver()
 
         return Operation(text, run_prepared)
