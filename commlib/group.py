@@ -180,14 +180,6 @@ class Group:
             reducer=reducer,
         )
 
-    def meet(self) -> None:
-        """Meet the other ranks on the board."""
-        assert self.board is not None
-        if self.failure is not None:
-            raise self.failure
-        if not self.board.meet(signature("barrier"), watch := self.watch("barrier")):
-            raise mismatch(self.name, self.call_number, self.rank, self.board.exchange_texts("barrier", watch))
-
     def small_all_reduce(
         self, text: str, x: Array, target: Array, operation: str, program: Program, transport: Transport | None = None
     ) -> None:

@@ -112,20 +112,20 @@ class Progress:
         if not self.claim():
             return self.start(description, finish)
         try:
+            if begin():
+                return Work.ended(description, result)
             work = Begun(description, self)
-            try:
-                if begin():
-                    work.finish(result)
-                else:
-                    with self._changed:
-                        self._begun = work, finish
-                        self.pending += 1
-            except BaseException as error:  # it belongs to whoever waits for the work
-                work.finish(error=error)
-                self._note_failure(work)
+            with self._changed:
+                self._begun = work, finish
+                self.pending += 1
+            return work
+        except BaseException as error:  # it belongs to whoever waits for the work
+            failed = Work(description)
+            failed.finish(error=error)
+            self._note_failure(failed)
+            return failed
         finally:
             self.running.release()
-        return work
 
     def hand_over(self) -> None:
         """Let the thread finish what has been begun."""

@@ -68,6 +68,14 @@ class Work:
         """What went wrong, if it has ended badly and nobody has asked."""
         return None if self.seen else self._error
 
+    @classmethod
+    def ended(cls, description: str, result: Any) -> Work:
+        """Return one that is done."""
+        work = cls.__new__(cls)
+        work.description, work._result = description, result
+        work._done, work._error, work.seen = True, None, True
+        return work
+
     def finish(self, result: Any = None, error: BaseException | None = None) -> None:
         """End it. Called once, by whoever runs the operation."""
         self._result, self._error = result, error

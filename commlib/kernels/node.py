@@ -19,6 +19,7 @@ costs least, and the kernel can return in the middle of a wait (WAITING) and be 
 
 from __future__ import annotations
 
+import ctypes
 from collections.abc import Callable
 from functools import cache
 from typing import Any
@@ -38,6 +39,9 @@ LINE_BYTES, ARRIVED, SIGNATURES, PLACES = 128, 0, 16, 32
 
 # How much of each buffer is reduced at once: far less than the L2 cache, far more than a call costs.
 TILE_BYTES = 1 << 16
+
+# How often a rank that only begins a call polls for its peers.
+BEGINNING_SPINS = 200
 
 # Fields of the control array, one for each communicator and rank. SLOTS is the address of a table of P addresses.
 # FAILED is set once the ranks are out of step; every kernel then returns BROKEN at once.
@@ -77,13 +81,14 @@ EPOCH, RANK, SIZE, BOARD, SLOTS, SLOT_BYTES, FAILED, CONTROL_FIELDS = range(8)
 
 
 @cache
-def entry_point(kernel: Any) -> Callable[[int], int]:
+def entry_point(kernel: Any, n_arguments: int = 1) -> Callable[..., int]:
     """Return the compiled function behind a kernel, which takes the address of a call and returns a status.
 
     Called by itself it costs half of what the dispatcher does, which looks up types that never change here.
     """
-    kernel.compile((types.int64,))
-    return kernel.overloads[(types.int64,)].entry_point
+    signature = (types.int64,) * n_arguments
+    kernel.compile(signature)
+    return kernel.overloads[signature].entry_point
 
 
 @nb.njit(inline="always")  # type: ignore[untyped-decorator]
@@ -357,3 +362,43 @@ def exchange_staged(address: int) -> int:
         if call[POSITION] >= call[LONGEST]:
             call[POSITION] = 0
             return DONE
+
+
+# Where numpy's arrays keep the address of their data: it comes first in the C struct, after the object's head.
+_DATA = object.__basicsize__
+
+
+@nb.njit(inline="always")  # type: ignore[untyped-decorator]
+def _set_arrays(call: Any, source: int, target: int) -> None:
+    call[SOURCE], call[TARGET] = ins.load_acquire(source + _DATA), ins.load_acquire(target + _DATA)
+
+
+@nb.njit(cache=CACHED, nogil=True)  # type: ignore[untyped-decorator]
+def exchange_arrays(address: int, source: int, target: int) -> int:
+    """Do `exchange_staged` on two numpy arrays, given by their `id`: in Python, asking for addresses costs as much."""
+    _set_arrays(_call(address), source, target)
+    return exchange_staged(address)
+
+
+@nb.njit(cache=CACHED, nogil=True)  # type: ignore[untyped-decorator]
+def begin_exchange(address: int) -> int:
+    """Do `exchange_staged`, but return WAITING soon: this rank's first piece is then published."""
+    call = _call(address)
+    spins, yields, naps = call[SPINS], call[YIELDS], call[NAPS]
+    call[SPINS], call[YIELDS], call[NAPS] = min(spins, BEGINNING_SPINS), 0, 0
+    status = exchange_staged(address)
+    call[SPINS], call[YIELDS], call[NAPS] = spins, yields, naps
+    return status
+
+
+@nb.njit(cache=CACHED, nogil=True)  # type: ignore[untyped-decorator]
+def begin_exchange_of_arrays(address: int, source: int, target: int) -> int:
+    """Do `begin_exchange` on two numpy arrays, given by their `id`."""
+    _set_arrays(_call(address), source, target)
+    return begin_exchange(address)
+
+
+def arrays_are_where_expected() -> bool:
+    """Return whether numpy's arrays are laid out as `exchange_arrays` needs it."""
+    probe = np.zeros(3)[1:]
+    return bool(ctypes.c_int64.from_address(id(probe) + _DATA).value == probe.ctypes.data)

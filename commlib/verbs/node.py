@@ -29,9 +29,6 @@ SMALL_BYTES = 4096
 # On the progress thread a wait must leave the core to the training thread.
 _BACKGROUND_SPINS, _BACKGROUND_YIELDS = 50, 20
 
-# How long a rank that only starts a small call looks whether its peers are there.
-_STARTING_SPINS = 200
-
 # Templates of more kinds of calls than this are not kept.
 _MOST_TEMPLATES = 1024
 
@@ -46,6 +43,10 @@ _RUNNING = [
     kernels.NAPS,
 ]
 
+_ARRAYS_ARE_WHERE_EXPECTED = kernels.arrays_are_where_expected()
+_exchange_arrays = kernels.entry_point(kernels.exchange_arrays, 3)
+_begin_exchange = kernels.entry_point(kernels.begin_exchange)
+_begin_exchange_of_arrays = kernels.entry_point(kernels.begin_exchange_of_arrays, 3)
 _SOURCE, _TARGET = kernels.SOURCE, kernels.TARGET
 
 Range = tuple[int, int]  # (offset, length) in bytes
@@ -217,6 +218,18 @@ class NodeCall:
                 self._release()
         self._progress.start(self.text, self.run).wait()
 
+    def between(self, x: Array, target: Array) -> None:
+        """Run it, where it is `can_begin`, on contiguous numpy arrays, in this thread, like `__call__`."""
+        if self._acquire(False):
+            try:
+                if not self._progress.pending:
+                    if status := _exchange_arrays(self._address, id(x), id(target)):
+                        self._go_on(status)
+                    return
+            finally:
+                self._release()
+        self._progress.start(self.text, lambda: self.run_at(address_of(x), address_of(target))).wait()
+
     def at(self, source: int, target: int) -> None:
         """Run it on the arrays at these addresses, in this thread, after everything that was launched before."""
         if self._acquire(False):
@@ -231,15 +244,25 @@ class NodeCall:
                 self._release()
         self._progress.start(self.text, lambda: self.run_at(source, target)).wait()
 
-    def start_at(self, source: int, target: int, result: Any, keep: Any) -> Work:
-        """Start it on the arrays at these addresses, after everything that was launched before."""
+    def start_between(self, x: Array, target: Array) -> Work:
+        """Begin it, where it is `can_begin`, on contiguous numpy arrays, after everything that was launched before."""
 
-        def run(keep: Any = keep) -> Any:
-            self.run_at(source, target)
-            return result
+        def begin() -> bool:
+            return self._has_ended(_begin_exchange_of_arrays(self._address, id(x), id(target)))
 
-        if self.can_begin:
-            return self._progress.begin(self.text, lambda: self.begin_at(source, target), run, result)
+        def finish() -> Any:
+            self.run_at(address_of(x), address_of(target))
+            return target
+
+        return self._progress.begin(self.text, begin, finish, target)
+
+    def start_at(self, x: Array, target: Array) -> Work:
+        """Start it on contiguous arrays, after everything that was launched before."""
+
+        def run() -> Any:
+            self.run_at(address_of(x), address_of(target))
+            return target
+
         return self._progress.start(self.text, run)
 
     def run(self) -> None:
@@ -255,24 +278,14 @@ class NodeCall:
         call[_SOURCE], call[_TARGET] = source, target
         self.run()
 
-    def begin_at(self, source: int, target: int) -> bool:
-        """Begin it on the arrays at these addresses; see `begin`."""
-        call = self._call
-        call[_SOURCE], call[_TARGET] = source, target
-        return self.begin()
-
     def begin(self) -> bool:
         """Publish this rank's data, and return whether the call is done; if not, `run` goes on with it.
 
         Only where `can_begin`: what the peers need of this rank is then there, whenever it goes on.
         """
-        call = self._call
-        spins, yields, naps = call[kernels.SPINS], call[kernels.YIELDS], call[kernels.NAPS]
-        call[kernels.SPINS], call[kernels.YIELDS], call[kernels.NAPS] = _STARTING_SPINS, 0, 0
-        try:
-            status = self._kernel(self._address)
-        finally:
-            call[kernels.SPINS], call[kernels.YIELDS], call[kernels.NAPS] = spins, yields, naps
+        return self._has_ended(_begin_exchange(self._address))
+
+    def _has_ended(self, status: int) -> bool:
         if status not in (kernels.DONE, kernels.WAITING):
             self._go_on(status)
         return status != kernels.WAITING
@@ -322,6 +335,8 @@ class NodePath:
     def __init__(self, group: Group) -> None:
         self._group = group
         self._templates: dict[Hashable, NodeCall] = {}
+        self.small: dict[tuple[Any, int, str], NodeCall] = {}
+        """The all-reduces that `NodeCall.between` may run, by (dtype, count, op)."""
         self._symmetric: dict[tuple[NodeCall, int, int], NodeCall] = {}
 
     def template(self, key: Hashable, make: Callable[[], NodeCall]) -> NodeCall:
@@ -330,6 +345,7 @@ class NodePath:
         if found is None:
             if len(self._templates) >= _MOST_TEMPLATES:
                 self._templates.clear()
+                self.small.clear()
             found = self._templates[key] = make()
         return found
 
@@ -341,7 +357,10 @@ class NodePath:
             return found
         arithmetic = Arithmetic.of(dtype, op, self._group.size)
         text = describe("all_reduce", count, dtype, f"op={op}", f"algorithm={algorithm}")
-        return self.template(key, lambda: NodeCall.all_reduce(self._group, text, count, arithmetic))
+        made = self.template(key, lambda: NodeCall.all_reduce(self._group, text, count, arithmetic))
+        if made.can_begin and algorithm == "auto" and _ARRAYS_ARE_WHERE_EXPECTED:
+            self.small[dtype, count, op] = made
+        return made
 
     def bound_all_reduce(self, x: Array, target: Array, op: str, algorithm: str) -> NodeCall:
         """Return an all-reduce of a contiguous array into another, or itself."""
@@ -349,32 +368,25 @@ class NodePath:
         placed = self._placed(template, x, target)
         return placed if placed is not template else template.bind(address_of(x), address_of(target))
 
-    def quick_all_reduce(self, x: Any, op: str, out: Any) -> tuple[NodeCall, Array] | None:
-        """Return (the call for them, the result) for plain arrays of a kind that was reduced before, else None.
-
-        What a small call costs is mostly what Python does before it: no view, no text, no object is made here.
-        """
-        if type(x) is not np.ndarray:
+    def plain_all_reduce(self, x: Any, op: str, out: Any) -> tuple[NodeCall, Array] | None:
+        """Return (the call for them, the result) for plain arrays of a kind that was reduced before, else None."""
+        if type(x) is not np.ndarray or not x.flags.c_contiguous:
             return None
         template = self._templates.get(("all_reduce", x.dtype, x.size, op, "auto"))
         if template is None:
             return None
-        if out is x:
-            if not x.flags.carray:
-                return None
-        elif not x.flags.c_contiguous:
-            return None
-        elif out is None:
+        if out is None:
             out = np.empty(x.shape, x.dtype)
-        elif (
+        elif out is not x and (
             type(out) is not np.ndarray
             or out.dtype is not x.dtype
             or out.shape != x.shape
-            or not out.flags.carray
             or np.may_share_memory(x, out)
         ):
             return None
-        return (template if x.nbytes <= SMALL_BYTES else self._placed(template, x, out)), out
+        if not out.flags.carray:
+            return None
+        return self._placed(template, x, out), out
 
     def _placed(self, template: NodeCall, x: Array, target: Array) -> NodeCall:
         """Return the call for symmetric arrays, made once for each place, or `template` for ordinary ones."""
@@ -399,4 +411,5 @@ class NodePath:
     def clear(self) -> None:
         """Forget all."""
         self._symmetric.clear()
+        self.small.clear()
         self._templates.clear()

@@ -10,12 +10,12 @@ from typing import Any
 
 import numpy as np
 
-from commlib.buffers.views import as_host, contiguous, writable
+from commlib.buffers.views import address_of, as_host, contiguous, writable
 from commlib.dtypes import Array, name_of
 from commlib.errors import UsageError
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)  # not frozen: that would triple the price of making one, for each call
 class Operation:
     """`text` says what is called; ranks that call the same thing have the same text. `run` does it.
 
@@ -33,7 +33,7 @@ def signature(text: str) -> int:
     return int.from_bytes(hashlib.blake2b(text.encode(), digest_size=8).digest(), "little") >> 2 | 1
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class Result:
     """Where a verb's result goes: `flat` is contiguous and 1-D, `deliver` gives the user what was asked for."""
 
@@ -72,7 +72,7 @@ def result(out: Any, shape: tuple[int, ...], dtype: Any, verb: str) -> Result:
 
 def apart(x: Array, target: Array) -> Array:
     """Return `x`, or a copy of it if it overlaps `target` without being the same memory."""
-    same = x.ctypes.data == target.ctypes.data and x.nbytes == target.nbytes
+    same = address_of(x) == address_of(target) and x.nbytes == target.nbytes
     return x if same or not np.may_share_memory(x, target) else x.copy()
 
 
