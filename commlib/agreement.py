@@ -94,16 +94,18 @@ class LateCheck:
     def leave(self) -> None:
         """Tell those who wait, or will, that this rank makes no further call. Never blocks for long."""
         last = max(self._calls, default=0)
-        self._calls[last + 1] = _GONE
-        self._post(listen=False)
-        # MPI may outlive this process's memory: it must neither write to it nor read from it any more.
+        self._calls = {last + 1: _GONE}
+        self._post()
+        # Ranks that leave together take each other's word, so that no message is left behind, of which some MPI
+        # libraries complain. And MPI may outlive this process's memory: it must not touch it any more.
         deadline = time.monotonic() + _PARTING_SECONDS
         for exchanges in self._posted.values():
             for _, receive, _, send in exchanges:
-                if receive is not None:
+                for request in (send, receive):
+                    while request is not None and not request.test() and time.monotonic() < deadline:
+                        time.sleep(1e-4)
+                if receive is not None and not receive.test():
                     receive.cancel()
-                while not send.test() and time.monotonic() < deadline:
-                    time.sleep(1e-3)
         self._posted.clear()
 
     def look(self) -> None:
