@@ -312,6 +312,7 @@ class Group:
 
     def close(self) -> None:
         """Release everything. Collective, and only when no rank uses it any more."""
+        self.runtime.groups.discard(self)
         self.progress.close()
         self.node_path.clear()
         self._prepared.clear()
