@@ -125,18 +125,12 @@ def test_a_job_that_fails(world):
         assert_gone(mark)
 
 
-def test_a_job_that_hangs(world):
-    with world.script("--timeout", "5", "--", sys.executable, "-c", READY.format(60)) as (it, mark):
+def test_a_job_that_hangs_ignores_signals_and_has_left_its_session(world):
+    program = "import os, signal; signal.signal(15, signal.SIG_IGN); os.fork() or os.setsid(); " + READY.format(60)
+    with world.script("--timeout", "5", "--", sys.executable, "-c", program) as (it, mark):
         assert it.wait(20) == 124
         assert_gone(mark)
         assert "not done after 5 s" in it.stderr.read()
-
-
-def test_a_job_that_ignores_signals_and_leaves_its_session(world):
-    stubborn = "import os, signal; signal.signal(15, signal.SIG_IGN); os.fork() or os.setsid(); "
-    with world.script("--timeout", "5", "--", sys.executable, "-c", stubborn + READY.format(60)) as (it, mark):
-        assert it.wait(20) == 124
-        assert_gone(mark)
 
 
 def test_hosts_that_cannot_be_made(monkeypatch, tmp_path):

@@ -12,6 +12,7 @@ import pytest
 from tests.multihost.hosts import Hosts
 
 ACROSS = "tests/multihost/across.py"
+BETWEEN = "tests/multihost/between.py"
 # What was written for one host and holds for several: order, groups, messages.
 SHARED = ["tests/mpi/test_async.py", "tests/mpi/test_groups.py", "tests/mpi/test_messages.py"]
 # What does not, as it says itself.
@@ -42,12 +43,12 @@ def run_tests(ranks_per_host, tests, *, seconds=110, env=None):
 
 
 @pytest.mark.parametrize("ranks_per_host", [(2, 2), (1, 1, 1, 1), (3, 1), (2, 2, 1)], ids=str)
-def test_across(ranks_per_host):
+def test_every_layout(ranks_per_host):
     run_tests(ranks_per_host, [ACROSS])
 
 
-def test_order_groups_and_messages():
-    run_tests([2, 2], SHARED)
+def test_dtypes_order_groups_messages_and_waits():
+    run_tests([2, 2], [BETWEEN, *SHARED])
 
 
 def test_mismatches():
