@@ -19,7 +19,7 @@ from commlib.bench.cases import Case
 
 Call = Callable[[], Any]
 Burst = Callable[[], float]  # runs one burst and returns its figure, in seconds
-BURST_SECONDS, FEWEST, MOST = 0.03, 2, 2000
+BURST_SECONDS, TOO_LONG, FEWEST, MOST = 0.03, 10, 2, 2000
 
 
 def settle(call: Call, calls: int) -> None:
@@ -57,11 +57,22 @@ def run_fresh_burst(world: Any, call: Call, calls: int, rewrite: Call) -> float:
 
 def burst_of(world: Any, call: Call, rewrite: Call | None = None) -> Burst:
     """Return the bursts of a contender, as long as a first estimate demands. With `rewrite`, run before each call."""
-    estimate = max(run_burst(world, call, FEWEST), 1e-7)
-    calls = max(FEWEST, min(MOST, int(BURST_SECONDS / estimate)))
-    if rewrite is not None:
-        return partial(run_fresh_burst, world, call, calls, rewrite)
-    return partial(run_burst, world, call, calls)
+    run = run_burst if rewrite is None else partial(run_fresh_burst, rewrite=rewrite)
+    calls = _burst_length(run_burst(world, call, FEWEST))
+
+    def burst() -> float:
+        nonlocal calls
+        seconds = run(world, call, calls)
+        if seconds * calls > TOO_LONG * BURST_SECONDS:  # the estimate was wrong: other ranks want these cores
+            calls = _burst_length(seconds)
+        return seconds
+
+    return burst
+
+
+def _burst_length(seconds: float) -> int:
+    """Return how many calls of `seconds` make a burst."""
+    return max(FEWEST, min(MOST, int(BURST_SECONDS / max(seconds, 1e-7))))
 
 
 def rounds(bursts: Mapping[str, Burst], number: int) -> Iterator[dict[str, float]]:

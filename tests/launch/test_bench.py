@@ -21,7 +21,7 @@ def lines(done):
 
 def test_two_ranks_and_the_files(mpirun, tmp_path):
     out = tmp_path / "results" / "today"
-    done = mpirun(2, [*BENCH, "all_reduce", "--end", "4K", "--peer", "mpi", "--out", str(out), *QUICK])
+    done = mpirun(2, [*BENCH, "all_reduce", "--end", "4K", "--peer", "mpi", "--out", str(out), *QUICK], timeout=120)
     printed = lines(done)
     assert printed[0].startswith("# all_reduce, 2 ranks on ")
     titles = [line for line in printed if "busbw" in line]
@@ -56,7 +56,7 @@ def test_one_process(mpirun, launch_environment, tmp_path, launched):
 
 
 def test_a_barrier_has_one_line(mpirun):
-    printed = lines(mpirun(3, [*BENCH, "barrier", "--peer", "mpi", *QUICK]))
+    printed = lines(mpirun(3, [*BENCH, "barrier", "--peer", "mpi", *QUICK], timeout=120))
     assert [line.split() for line in printed if "time us" in line] == [["time", "us", "mpi", "us", "ratio"]]
     assert len(printed[-2].split()) == 3
 
@@ -111,7 +111,7 @@ main()
 def test_a_wrong_element_is_shown_and_ends_with_1(mpirun, tmp_path):
     program = tmp_path / "broken.py"
     program.write_text(BROKEN)
-    done = mpirun(2, program)
+    done = mpirun(2, program, timeout=120)
     assert done.returncode == 1, done.stdout + done.stderr
     rows = [line.split() for line in done.stdout.splitlines() if line[:1] == " "][1:]
     assert [row[8] for row in rows] == ["2", "2"]  # one before the bursts, one after
