@@ -2,15 +2,46 @@
 
 from __future__ import annotations
 
+import os
+import sys
+from typing import Any
+
+# Set by Open MPI's launcher and srun --mpi=pmix; by MPICH's and srun --mpi=pmi2.
+_LAUNCHED = ("PMIX_RANK", "PMI_RANK")
+
 
 def main() -> None:
-    """Run the command. What it needs beyond the library is the extra 'cli'."""
+    """Run the command. What it needs beyond the library is the extra 'cli'.
+
+    Wrong usage ends it with exit code 2; under a launcher rank 0 alone says what is wrong.
+    """
     try:
         from commlib.cli.app import app
+        from commlib.cli.bench import bench  # noqa: F401
     except ModuleNotFoundError as error:
         if error.name not in ("typer", "rich"):
             raise
         raise SystemExit(
             f"commlib: the command needs {error.name}: install this project with its extra 'cli'"
         ) from None
-    app()
+    try:
+        code = app(standalone_mode=False)
+    except Exception as error:
+        if not hasattr(error, "show"):  # click's errors have it, wherever typer keeps click
+            raise
+        refuse(error)
+    sys.exit(code)
+
+
+def refuse(error: Any) -> None:
+    """Say what is wrong with the command line, once, and end with exit code 2. On all ranks together."""
+    if not any(name in os.environ for name in _LAUNCHED):
+        error.show()
+        sys.exit(2)
+    from mpi4py import MPI
+
+    if MPI.COMM_WORLD.rank == 0:
+        error.show()
+        sys.stderr.flush()
+    MPI.COMM_WORLD.Barrier()  # a launcher ends the job when the first rank ends badly: rank 0 must have spoken
+    sys.exit(2)

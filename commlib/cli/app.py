@@ -9,6 +9,7 @@ app = typer.Typer(
     help="Collectives for training on clusters: measure them, look at them, choose among them.",
     no_args_is_help=True,
     add_completion=False,
+    pretty_exceptions_enable=False,  # boxes of several ranks would mix
 )
 
 

@@ -1,0 +1,8 @@
+"""`python -m commlib`: the command, where its script is not on the PATH."""
+
+from __future__ import annotations
+
+from commlib.cli import main
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,96 @@
+"""Times that can be compared: contenders in turn inside one process, in bursts, of the slowest rank.
+
+A burst is as many calls as take about 30 ms; its figure is the mean of one call, on the rank where that is greatest.
+What is reported is the median over rounds, in each of which every contender has one burst, so that a slow spell of the
+machine hits all of them. All ranks have the same numbers, because each is the greatest of all ranks.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator, Mapping
+from functools import partial
+from typing import Any
+
+import numpy as np
+from mpi4py import MPI
+
+from commlib.bench.cases import Case
+
+Call = Callable[[], Any]
+Burst = Callable[[], float]  # runs one burst and returns its figure, in seconds
+BURST_SECONDS, TOO_LONG, FEWEST, MOST = 0.03, 10, 2, 2000
+
+
+def settle(call: Call, calls: int) -> None:
+    """Run half a burst that does not count.
+
+    A contender that sleeps in its waits, as gloo does, may leave both ranks on one core; the kernel takes milliseconds
+    to part them, which would be charged to whoever comes next.
+    """
+    for _ in range(calls // 2):
+        call()
+
+
+def run_burst(world: Any, call: Call, calls: int) -> float:
+    """Return the seconds per call of the slowest rank."""
+    settle(call, calls)
+    world.Barrier()
+    start = time.perf_counter()
+    for _ in range(calls):
+        call()
+    return float(world.allreduce((time.perf_counter() - start) / calls, MPI.MAX))
+
+
+def run_fresh_burst(world: Any, call: Call, calls: int, rewrite: Call) -> float:
+    """Return the same of calls on data that this rank has just written."""
+    spent = 0.0
+    settle(call, calls)
+    for _ in range(calls):
+        rewrite()
+        world.Barrier()
+        start = time.perf_counter()
+        call()
+        spent += time.perf_counter() - start
+    return float(world.allreduce(spent / calls, MPI.MAX))
+
+
+def burst_of(world: Any, call: Call, rewrite: Call | None = None) -> Burst:
+    """Return the bursts of a contender, as long as a first estimate demands. With `rewrite`, run before each call."""
+    run = run_burst if rewrite is None else partial(run_fresh_burst, rewrite=rewrite)
+    calls = _burst_length(run_burst(world, call, FEWEST))
+
+    def burst() -> float:
+        nonlocal calls
+        seconds = run(world, call, calls)
+        if seconds * calls > TOO_LONG * BURST_SECONDS:  # the estimate was wrong: other ranks want these cores
+            calls = _burst_length(seconds)
+        return seconds
+
+    return burst
+
+
+def _burst_length(seconds: float) -> int:
+    """Return how many calls of `seconds` make a burst."""
+    return max(FEWEST, min(MOST, int(BURST_SECONDS / max(seconds, 1e-7))))
+
+
+def rounds(bursts: Mapping[str, Burst], number: int) -> Iterator[dict[str, float]]:
+    """Yield round after round each contender's figure."""
+    for _ in range(number):
+        yield {name: burst() for name, burst in bursts.items()}
+
+
+def copy_of(nbytes: int) -> Call:
+    """Return a copy of `nbytes` from private memory to private memory, as numpy does it."""
+    source, target = np.ones(nbytes, np.uint8), np.zeros(nbytes, np.uint8)
+    target[...] = 2  # else its pages would not exist before the first copy
+    return partial(np.copyto, target, source)
+
+
+def wrong_elements(world: Any, case: Case, call: Call) -> int:
+    """Return how many elements of the result of one call are wrong, over all ranks. It leaves the data as it is."""
+    case.fill()
+    world.Barrier()  # a contender that writes to its peers must not be overwritten by what they still fill in
+    call()
+    return int(world.allreduce(case.wrong()))

@@ -1,0 +1,112 @@
+"""The contenders 'mpi' and 'pieces': MPI's own collectives through mpi4py, on the same arrays.
+
+MPI has no mean: the result is divided afterwards, and that counts. For float16 and bfloat16 it has no arithmetic, or
+none that is fast: a user-defined operation in numpy does it.
+"""
+
+from __future__ import annotations
+
+from functools import lru_cache, partial
+from typing import Any
+
+import numpy as np
+from mpi4py import MPI
+
+from commlib.bench.cases import Case
+from commlib.bench.measure import Call
+from commlib.dtypes import NUMPY, Array
+
+PIECE_BYTES = 1 << 20
+_HALVES = ("float16", "bfloat16")
+_UFUNCS = {"sum": np.add, "mean": np.add, "min": np.minimum, "max": np.maximum, "prod": np.multiply}
+_OPERATIONS = {"sum": MPI.SUM, "mean": MPI.SUM, "min": MPI.MIN, "max": MPI.MAX, "prod": MPI.PROD}
+_LOGICAL = {"sum": MPI.LOR, "max": MPI.LOR, "min": MPI.LAND, "prod": MPI.LAND}
+
+
+class NoPeer(Exception):
+    """A peer has no such collective; the text says why."""
+
+
+@lru_cache  # mpi4py has room for 16 user-defined operations
+def _user_operation(dtype: str, op: str) -> MPI.Op:
+    ufunc, kind = _UFUNCS[op], NUMPY[dtype]
+
+    def combine(given: Any, result: Any, _: Any) -> None:
+        target = np.frombuffer(result, kind)
+        ufunc(np.frombuffer(given, kind), target, out=target)
+
+    return MPI.Op.Create(combine, commute=True)
+
+
+def _operation(case: Case) -> MPI.Op:
+    if case.dtype in _HALVES:
+        return _user_operation(case.dtype, "sum" if case.op == "mean" else case.op)
+    return (_LOGICAL if case.dtype == "bool" else _OPERATIONS)[case.op]
+
+
+def _view(case: Case, array: Array | None) -> Array | None:
+    """Return the array with a dtype that MPI knows."""
+    return array.view(np.uint16) if array is not None and case.dtype in _HALVES else array
+
+
+def _and_divide(run: Call, case: Case) -> Call:
+    """Return `run`, and the division that makes a mean of its sum."""
+    if case.op != "mean" or case.out is None:
+        return run
+    out = case.out.view(case.out.real.dtype)  # complex: both parts, because numpy would multiply by a reciprocal
+    divide = np.floor_divide if out.dtype.kind in "iu" else np.true_divide
+    size = out.dtype.type(case.size)
+
+    def run_and_divide() -> None:
+        run()
+        divide(out, size, out)
+
+    return run_and_divide
+
+
+def call(world: Any, case: Case) -> Call:
+    """Return what runs MPI's collective once. Raises NoPeer if there is none that does the same."""
+    x, out, name, root = _view(case, case.x), _view(case, case.out), case.verb.name, case.root
+    here = case.rank == root
+    if case.verb.reduces:
+        op = _operation(case)
+        if name == "all_reduce":
+            run = partial(world.Allreduce, MPI.IN_PLACE if case.in_place else x, out, op)
+        elif name == "reduce":
+            run = partial(world.Reduce, MPI.IN_PLACE if case.in_place and here else x, out, op, root)
+        elif case.in_place:
+            raise NoPeer("in place, MPI leaves the part of each rank at the front of its buffer")
+        else:
+            run = partial(world.Reduce_scatter, x, out, [case.count] * case.size, op)
+        return _and_divide(run, case)
+    if name == "all_gather":
+        return partial(world.Allgather, MPI.IN_PLACE if case.in_place else x, out)
+    if name == "broadcast":
+        return partial(world.Bcast, x, root)
+    if name == "all_to_all":
+        return partial(world.Alltoall, MPI.IN_PLACE if case.in_place else x, out)
+    if name == "gather":
+        return partial(world.Gather, x, out, root)
+    if name == "scatter":
+        return partial(world.Scatter, x, out, root)
+    if name == "send_recv":
+        right, left = (case.rank + 1) % case.size, (case.rank - 1) % case.size
+        return partial(world.Sendrecv, x, right, recvbuf=out, source=left)
+    return world.Barrier  # type: ignore[no-any-return]
+
+
+def pieces(world: Any, case: Case) -> Call:
+    """Return what runs MPI_Allreduce on 1 MiB at a time: MPI libraries are faster so on large arrays."""
+    if case.nbytes <= PIECE_BYTES:
+        raise NoPeer("up to 1 MiB there is one piece: the same as mpi")
+    x, out, op = _view(case, case.x), _view(case, case.out), _operation(case)
+    assert x is not None and out is not None
+    step = PIECE_BYTES // out.itemsize
+    slices = [slice(start, start + step) for start in range(0, len(out), step)]
+    parts = [(MPI.IN_PLACE if case.in_place else x[piece], out[piece]) for piece in slices]
+
+    def run() -> None:
+        for source, target in parts:
+            world.Allreduce(source, target, op)
+
+    return _and_divide(run, case)

@@ -1,0 +1,153 @@
+"""What to measure, checked: everything that can be said without the other ranks is said here."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from commlib.bench.verbs import VERBS, Verb
+from commlib.dtypes import DTYPES, kernel_operation
+from commlib.errors import UsageError
+
+PEERS = ("mpi", "pieces", "gloo")
+_UNITS = {"": 1, "K": 1 << 10, "M": 1 << 20, "G": 1 << 30}
+
+
+class Refused(UsageError):
+    """The options make no sense. Raised on all ranks together, before anything is measured."""
+
+
+def parse_size(text: str) -> int:
+    """Return a number of bytes: digits, perhaps with K, M or G (powers of 1024). Raises Refused."""
+    match = re.fullmatch(r"(\d+)([KMG]?)", text.strip().upper())
+    if match is None or int(match[1]) == 0:
+        raise Refused(f"size {text!r}: expected a positive whole number of bytes, perhaps with K, M or G, such as 64K")
+    return int(match[1]) * _UNITS[match[2]]
+
+
+def sizes_between(begin: int, end: int, factor: int) -> tuple[int, ...]:
+    """Return begin, begin * factor, ... up to end. Raises Refused."""
+    if factor < 2:
+        raise Refused(f"--factor is {factor}: expected at least 2")
+    if begin > end:
+        raise Refused(f"--begin {begin} is more than --end {end}")
+    sizes = [begin]
+    while sizes[-1] * factor <= end:
+        sizes.append(sizes[-1] * factor)
+    return tuple(sizes)
+
+
+@dataclass(frozen=True, slots=True)
+class Options:
+    """One run. What is None is what the verb is mostly used with (see `check`)."""
+
+    verb: str
+    sizes: tuple[int, ...] | None = None
+    dtypes: tuple[str, ...] | None = None
+    ops: tuple[str, ...] | None = None
+    peers: tuple[str, ...] = ()
+    in_place: bool | None = None
+    symmetric: bool | None = None
+    asynchronous: bool = False
+    plan: bool = False
+    algorithm: str | None = None
+    root: int | None = None
+    rounds: int = 9
+    check: bool = True
+    fresh: bool = False
+    out: Path | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Settings:
+    """The same, complete."""
+
+    verb: Verb
+    sizes: tuple[int, ...]
+    dtypes: tuple[str, ...]
+    ops: tuple[str, ...]
+    peers: tuple[str, ...]
+    in_place: bool
+    symmetric: bool
+    asynchronous: bool
+    plan: bool
+    algorithm: str
+    root: int
+    rounds: int
+    check: bool
+    fresh: bool
+    out: Path | None
+
+
+DEFAULT_SIZES = sizes_between(4, 64 << 20, 4)
+
+
+def check(options: Options, ranks: int) -> Settings:
+    """Return complete settings. Raises Refused for what is unknown, contradictory, or without effect on the verb."""
+    verb = _known("verb", [options.verb], VERBS)[0]
+    kind = VERBS[verb]
+    _refuse_what_has_no_effect(options, kind)
+    dtypes = _known("--dtype", options.dtypes or ("float32",), DTYPES)
+    ops = tuple(dict.fromkeys(options.ops or ("sum",)))
+    peers = _known("--peer", options.peers, PEERS)
+    if kind.reduces:
+        for dtype in dtypes:
+            for op in ops:
+                try:
+                    kernel_operation(dtype, op)
+                except UsageError as error:
+                    raise Refused(str(error)) from None
+    if "pieces" in peers and verb != "all_reduce":
+        raise Refused(f"--peer pieces is MPI_Allreduce in pieces: {verb} has no such peer")
+    root = options.root or 0
+    if not 0 <= root < ranks:
+        raise Refused(f"--root is {root}, but there are the ranks 0 to {ranks - 1}")
+    if options.rounds < 1:
+        raise Refused(f"--rounds is {options.rounds}: expected at least 1")
+    sizes = (0,) if verb == "barrier" else tuple(dict.fromkeys(options.sizes or DEFAULT_SIZES))
+    in_place = kind.in_place in ("usual", "only") if options.in_place is None else options.in_place
+    return Settings(
+        verb=kind,
+        sizes=sizes,
+        dtypes=dtypes,
+        ops=ops if kind.reduces else ("",),
+        peers=peers,
+        in_place=in_place,
+        symmetric=options.symmetric is not False and verb != "barrier",
+        asynchronous=options.asynchronous,
+        plan=options.plan,
+        algorithm=options.algorithm or "auto",
+        root=root,
+        rounds=options.rounds,
+        check=options.check,
+        fresh=options.fresh,
+        out=options.out,
+    )
+
+
+def _known(what: str, given: Sequence[str], known: Sequence[str] | dict[str, Verb]) -> tuple[str, ...]:
+    for name in given:
+        if name not in known:
+            raise Refused(f"{what} {name!r} is unknown; known are {', '.join(known)}")
+    return tuple(dict.fromkeys(given))
+
+
+def _refuse_what_has_no_effect(options: Options, verb: Verb) -> None:
+    moves_data = verb.name != "barrier"
+    useless = {
+        "--size, --begin, --end and --factor": options.sizes is not None and not moves_data,
+        "--dtype": options.dtypes is not None and not moves_data,
+        "--symmetric and --ordinary": options.symmetric is not None and not moves_data,
+        "--fresh": options.fresh and not moves_data,
+        "--op": options.ops is not None and not verb.reduces,
+        "--root": options.root is not None and not verb.rooted,
+        "--algorithm": options.algorithm is not None and not verb.has_algorithms,
+        "--plan": options.plan and verb.name != "all_reduce",
+        "--in-place": options.in_place is True and verb.in_place == "not",
+        "--out-of-place": options.in_place is False and verb.in_place == "only",
+    }
+    for what, is_useless in useless.items():
+        if is_useless:
+            raise Refused(f"{verb.name} has no {what}: leave it out")

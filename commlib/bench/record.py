@@ -1,0 +1,96 @@
+"""The record of a run: where and with what it was measured, and everything that was measured, as JSON."""
+
+from __future__ import annotations
+
+import json
+import os
+import platform
+import sys
+from collections.abc import Mapping, Sequence
+from dataclasses import fields
+from datetime import UTC, datetime
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+from typing import Any
+
+import commlib
+from commlib.bench.options import Settings
+from commlib.bench.rows import Row
+
+_PACKAGES = ("numpy", "numba", "ml_dtypes", "mpi4py", "torch")
+_ENVIRONMENT = ("COMMLIB_", "OMPI_MCA_", "MPIR_CVAR_", "I_MPI_", "UCX_", "FI_", "GLOO_", "OMP_NUM_THREADS")
+
+
+def gather_facts(world: Any, *, one_node: bool) -> dict[str, Any]:
+    """Return what a reader needs to judge the figures. Collective; the same on all ranks."""
+    from mpi4py import MPI
+
+    hosts = world.allgather(MPI.Get_processor_name())
+    return {
+        "date": datetime.now(UTC).isoformat(timespec="seconds"),
+        "ranks": world.size,
+        "one_node": one_node,
+        "hosts": hosts,
+        "cores": os.cpu_count(),
+        "cores_of_rank": len(os.sched_getaffinity(0)),
+        "cpu": _cpu(),
+        "load": os.getloadavg()[0],
+        "mpi": name_of_library(MPI.Get_library_version()),
+        "mpi_build": MPI.Get_library_version().strip("\0 \n"),
+        "versions": {"commlib": commlib.__version__, "python": platform.python_version(), **_versions()},
+        "environment": settings_of(os.environ),
+        "command": sys.argv[1:],
+    }
+
+
+def name_of_library(text: str) -> str:
+    """Return the name and version at the beginning of what an MPI library says about itself."""
+    return " ".join(text.splitlines()[0].partition(",")[0].replace("Version:", "").split())
+
+
+def settings_of(environment: Mapping[str, str]) -> dict[str, str]:
+    """Return the variables that tune commlib, MPI and the transports."""
+    return {name: value for name, value in sorted(environment.items()) if name.startswith(_ENVIRONMENT)}
+
+
+def _versions() -> dict[str, str]:
+    found = {}
+    for package in _PACKAGES:
+        try:
+            found[package] = version(package)
+        except PackageNotFoundError:
+            continue
+    return found
+
+
+def _cpu() -> str:
+    try:
+        lines = Path("/proc/cpuinfo").read_text().splitlines()
+    except OSError:
+        return platform.machine()
+    names = (line.partition(":")[2].strip() for line in lines if line.startswith("model name"))
+    return next(names, platform.machine())
+
+
+def options_of(settings: Settings) -> dict[str, Any]:
+    """Return the settings of a run for JSON."""
+    values = {field.name: getattr(settings, field.name) for field in fields(settings)}
+    return {**values, "verb": settings.verb.name, "out": None if settings.out is None else str(settings.out)}
+
+
+def stem(settings: Settings, facts: Mapping[str, Any]) -> str:
+    """Return the name of the files of a run, without ending: verb, ranks and date."""
+    moment = facts["date"].split("+")[0].replace("-", "").replace(":", "")
+    return f"{settings.verb.name}-{facts['ranks']}-ranks-{moment}"
+
+
+def write(path: Path, settings: Settings, facts: Mapping[str, Any], rows: Sequence[Row], notes: Sequence[str]) -> None:
+    """Write everything to a JSON file. Times are in seconds, bandwidths in GB/s, sizes in bytes."""
+    content = {
+        "benchmark": f"commlib bench {settings.verb.name}",
+        "facts": dict(facts),
+        "options": options_of(settings),
+        "notes": list(notes),
+        "rows": [row.figures() for row in rows],
+    }
+    path.write_text(json.dumps(content, indent=1) + "\n")

@@ -1,0 +1,99 @@
+"""What a run says while it goes on: facts, the table line by line, progress. Rank 0 prints, the others are silent."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from types import TracebackType
+from typing import Any
+
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+
+from commlib.bench import table
+from commlib.bench.cases import Case
+from commlib.bench.options import Settings
+from commlib.bench.rows import OURS, Row
+
+
+class Report:
+    """A context manager: while it is open, a progress bar stands below what is printed."""
+
+    def __init__(self, settings: Settings, *, rounds: int, bound: bool, console: Console | None) -> None:
+        """rounds: how many there will be in all. bound: whether rows have one. No console: nothing is printed."""
+        self._settings = settings
+        self._columns = table.columns(settings.verb, settings.peers, bound=bound)
+        self._console = console or Console(quiet=True)
+        self._has_title = False
+        self._progress = Progress(
+            TextColumn("{task.description}"),
+            BarColumn(),
+            MofNCompleteColumn(),
+            TimeRemainingColumn(),
+            console=self._console,
+            transient=True,
+            auto_refresh=False,  # a thread that draws ten times a second would be measured too
+            disable=not self._console.is_terminal or self._console.quiet,
+        )
+        self._task = self._progress.add_task("", total=rounds)
+
+    @classmethod
+    def on_rank(cls, rank: int, settings: Settings, *, rounds: int, bound: bool) -> Report:
+        """Return the report of one rank: on standard output, or silent."""
+        return cls(settings, rounds=rounds, bound=bound, console=table.console() if rank == 0 else None)
+
+    def __enter__(self) -> Report:
+        self._progress.start()
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._progress.stop()
+
+    def facts(self, facts: Mapping[str, Any]) -> None:
+        """Say what is measured where."""
+        hosts = list(dict.fromkeys(facts["hosts"]))
+        ranks = f"{facts['ranks']} rank{'s' * (facts['ranks'] > 1)}"
+        self.note(f"{self._settings.verb.name}, {ranks} on {', '.join(hosts)}, {facts['mpi']}")
+        self.note(f"{facts['cpu']}, {facts['cores']} cores, load {facts['load']:.1f} at the start")
+        self.note(describe(self._settings))
+
+    def note(self, text: str) -> None:
+        """Say one thing on a line of its own."""
+        self._print(f"# {text}", "dim")
+
+    def progress(self, case: Case, done: int) -> None:
+        """Show what is being measured, of which so many rounds are done."""
+        size = f"{case.nbytes} B" if case.nbytes else case.verb.name
+        what = " ".join(filter(None, [case.dtype if case.nbytes else "", case.op, size]))
+        self._progress.update(self._task, description=what, advance=1 if done else 0, refresh=True)
+
+    def row(self, row: Row) -> None:
+        """Print one line of the table, and its title before the first."""
+        if not self._has_title:
+            self._print(table.line(self._columns, [column.title for column in self._columns]), "bold")
+            self._has_title = True
+        is_wrong = row.wrong is not None and row.wrong[OURS] > 0
+        self._print(
+            table.line(self._columns, [column.cell(row) for column in self._columns]), "red" if is_wrong else ""
+        )
+
+    def _print(self, text: str, style: str) -> None:
+        self._console.print(text, style=style, markup=False, soft_wrap=True)
+
+
+def describe(settings: Settings) -> str:
+    """Return in one line how the verb is called."""
+    has_data = settings.verb.name != "barrier"
+    how = {
+        "in place": has_data and settings.in_place,
+        "out of place": has_data and not settings.in_place,
+        "symmetric buffers": has_data and settings.symmetric,
+        "ordinary arrays": has_data and not settings.symmetric,
+        f"algorithm {settings.algorithm}": settings.algorithm != "auto",
+        "through a plan": settings.plan,
+        "on the progress thread": settings.asynchronous,
+        "rewritten before each call": settings.fresh,
+        f"median of {settings.rounds} rounds": True,
+    }
+    return ", ".join(text for text, is_so in how.items() if is_so)

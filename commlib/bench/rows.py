@@ -1,0 +1,71 @@
+"""Row: what was measured at one size, and the figures that follow from it."""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+from commlib.bench.verbs import VERBS
+
+OURS = "commlib"
+BOUND_FROM = 64 << 10  # bytes; below, the price of a call is the bound and not memory
+
+
+@dataclass(frozen=True, slots=True)
+class Row:
+    """One verb, dtype, operation and size. The dicts are by contender; one without a figure is not in them.
+
+    seconds: of one call, one figure per round. wrong: elements, over all ranks; None if unchecked.
+    copy_seconds: of what `Verb.bound_bytes` says, copied by all ranks at once, one figure per round.
+    """
+
+    verb: str
+    ranks: int
+    dtype: str
+    op: str
+    root: int | None
+    size: int
+    count: int
+    seconds: dict[str, list[float]]
+    wrong: dict[str, int] | None
+    copy_seconds: list[float]
+
+    def time(self, contender: str = OURS) -> float:
+        """Return the median of the rounds, in seconds."""
+        return statistics.median(self.seconds[contender])
+
+    def ratio(self, peer: str) -> float:
+        """Return how many times as long as commlib the peer takes."""
+        return self.time(peer) / self.time()
+
+    def algbw(self, contender: str = OURS) -> float:
+        """Return size / time in GB/s (10^9 bytes)."""
+        return self.size / self.time(contender) / 1e9
+
+    def busbw(self, contender: str = OURS) -> float:
+        """Return algbw times the verb's factor, in GB/s."""
+        return self.algbw(contender) * float(VERBS[self.verb].factor(self.ranks))
+
+    def of_bound(self) -> float | None:
+        """Return the time that memory needs at the least / the measured time, or None where that says nothing."""
+        if not self.copy_seconds or self.size < BOUND_FROM:
+            return None
+        return min(self.copy_seconds) / self.time()
+
+    def figures(self) -> dict[str, object]:
+        """Return everything, measured and derived, for JSON."""
+        derived = {
+            name: {"time_us": self.time(name) * 1e6, "algbw": self.algbw(name), "busbw": self.busbw(name)}
+            for name in self.seconds
+        }
+        return {
+            **{name: getattr(self, name) for name in self.__slots__},
+            "of_bound": self.of_bound(),
+            "figures": derived,
+        }
+
+
+def mistakes(rows: Iterable[Row]) -> int:
+    """Return how many elements of commlib's results were wrong."""
+    return sum(row.wrong[OURS] for row in rows if row.wrong is not None)

@@ -1,0 +1,72 @@
+"""One run of the command on all ranks: refuse what cannot be, measure, print, write the files."""
+
+from __future__ import annotations
+
+import os
+from contextlib import ExitStack
+from typing import Any
+
+from mpi4py import MPI
+
+import commlib
+from commlib.bench import gloo_peer, plot, record
+from commlib.bench.options import Options, Settings, check
+from commlib.bench.report import Report
+from commlib.bench.rows import Row, mistakes
+from commlib.bench.session import Session, agree
+
+
+def run(options: Options) -> bool:
+    """Measure, print and write; return whether every element of commlib's results was right.
+
+    Collective: all ranks pass the same options. Raises Refused on all of them for options that make no sense.
+    """
+    comm, world = commlib.init(), MPI.COMM_WORLD
+    settings = check(options, comm.size)
+    agree(world, _problem(settings, comm.rank))
+    with ExitStack() as stack:
+        if "gloo" in settings.peers:
+            stack.enter_context(gloo_peer.joined(world, one_node=comm.one_node))
+        session = Session(comm, world, settings)
+        session.probe()
+        facts = record.gather_facts(world, one_node=comm.one_node)
+        rounds = len(session.plan()) * settings.rounds
+        with Report.on_rank(comm.rank, settings, rounds=rounds, bound=session.has_bound) as report:
+            report.facts(facts)
+            for note in session.notes:
+                report.note(note)
+            rows = []
+            for row in session.rows(report.progress):
+                rows.append(row)
+                report.row(row)
+        report.note(f"wrong elements: {mistakes(rows)}" if settings.check else "results were not checked (--no-check)")
+        if settings.out is not None and comm.rank == 0:
+            for text in write_files(settings, facts, rows, session.notes):
+                report.note(text)
+    return mistakes(rows) == 0
+
+
+def _problem(settings: Settings, rank: int) -> str | None:
+    """Return what keeps this rank from doing what was asked for."""
+    if "gloo" in settings.peers and (problem := gloo_peer.problem()):
+        return problem
+    if settings.out is not None and rank == 0:
+        try:
+            settings.out.mkdir(parents=True, exist_ok=True)
+        except OSError as error:
+            return f"--out {settings.out}: cannot make this folder: {error.strerror}"
+        if not os.access(settings.out, os.W_OK):
+            return f"--out {settings.out}: cannot write to this folder"
+    return None
+
+
+def write_files(settings: Settings, facts: dict[str, Any], rows: list[Row], notes: list[str]) -> list[str]:
+    """Write the JSON and the PNG to the folder, and return what to say about them."""
+    assert settings.out is not None
+    path = settings.out / record.stem(settings, facts)
+    data, picture = path.with_suffix(".json"), path.with_suffix(".png")
+    record.write(data, settings, facts, rows, notes)
+    if not plot.can_plot():
+        return [f"wrote {data}", plot.MISSING]
+    plot.write(picture, rows, f"{settings.verb.name}, {facts['ranks']} ranks, {facts['mpi']}")
+    return [f"wrote {data}", f"wrote {picture}"]

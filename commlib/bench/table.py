@@ -1,0 +1,94 @@
+"""The table: the columns of nccl-tests, one line at a time as they are measured, then each peer and its ratio."""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+
+from rich.console import Console
+
+from commlib.bench.rows import Row
+from commlib.bench.verbs import Verb
+
+
+@dataclass(frozen=True, slots=True)
+class Column:
+    """A title, a width and what stands there; an empty text where there is nothing to say."""
+
+    title: str
+    width: int
+    cell: Callable[[Row], str]
+
+
+def columns(verb: Verb, peers: Sequence[str], *, bound: bool) -> list[Column]:
+    """Return the columns for a verb. bound: whether the ranks are on one node, whose memory is the bound."""
+    chosen: list[Column] = []
+    if verb.name != "barrier":
+        chosen += [
+            Column("size B", 11, lambda row: str(row.size)),
+            Column("count", 11, lambda row: str(row.count)),
+            Column("type", 10, lambda row: row.dtype),
+        ]
+    if verb.reduces:
+        chosen.append(Column("redop", 5, lambda row: row.op))
+    if verb.rooted:
+        chosen.append(Column("root", 4, lambda row: str(row.root)))
+    chosen.append(Column("time us", 11, lambda row: _microseconds(row.time())))
+    if verb.name != "barrier":
+        chosen += [
+            Column("algbw GB/s", 10, lambda row: f"{row.algbw():.2f}"),
+            Column("busbw GB/s", 10, lambda row: f"{row.busbw():.2f}"),
+        ]
+        if bound:
+            chosen.append(Column("of bound", 8, _of_bound))
+        chosen.append(Column("#wrong", 7, lambda row: "-" if row.wrong is None else str(row.wrong["commlib"])))
+    for peer in peers:
+        chosen += [
+            Column(f"{peer} us", 11, lambda row, peer=peer: _peer_time(row, peer)),  # type: ignore[misc]
+            Column("ratio", 7, lambda row, peer=peer: f"{row.ratio(peer):.2f}" if peer in row.seconds else "-"),  # type: ignore[misc]
+        ]
+    return chosen
+
+
+def _microseconds(seconds: float) -> str:
+    return f"{seconds * 1e6:.2f}" if seconds < 1e-2 else f"{seconds * 1e6:.0f}"
+
+
+def _of_bound(row: Row) -> str:
+    share = row.of_bound()
+    return "-" if share is None else f"{share:.0%}"
+
+
+def _peer_time(row: Row, peer: str) -> str:
+    if row.wrong is not None and row.wrong.get(peer):
+        return f"{row.wrong[peer]} wrong"
+    return _microseconds(row.time(peer)) if peer in row.seconds else "-"
+
+
+def line(columns: Sequence[Column], cells: Sequence[str]) -> str:
+    """Return one line of the table, aligned to the right as in nccl-tests."""
+    return "".join(f" {cell:>{column.width}}" for column, cell in zip(columns, cells, strict=True))
+
+
+def console() -> Console:
+    """Return where rank 0 prints: with colours and a progress bar on a terminal, plain text elsewhere."""
+    terminal = is_terminal()
+    return Console(force_terminal=terminal, no_color=not terminal, highlight=False)
+
+
+def is_terminal(environment: Mapping[str, str] = os.environ) -> bool:
+    """Return whether somebody looks at the output.
+
+    Open MPI gives ranks a terminal of their own, also when mpirun writes to a file: look at what mpirun writes to.
+    """
+    if not sys.stdout.isatty():
+        return False
+    if "OMPI_COMM_WORLD_RANK" not in environment:
+        return True
+    try:
+        target = os.readlink(f"/proc/{os.getppid()}/fd/1")
+    except OSError:
+        return False
+    return target.startswith(("/dev/pts/", "/dev/tty"))

@@ -1,0 +1,107 @@
+"""What is measured: each verb's buffers, its bus bandwidth, and the bytes that it cannot help moving.
+
+Sizes are those of nccl-tests (doc/PERFORMANCE.md): n bytes is the buffer of all_reduce, broadcast, reduce and
+send_recv, and the whole array, of which each rank has one of P parts on one side or on both, of the others.
+algbw = n / time, and busbw = algbw * factor, which can be compared with the speed of a link whatever P is.
+
+The bound: the ranks of a node cannot do with less than reading once each byte that a rank gives, and writing once each
+byte of each result that is not in its place already. Summed over the ranks and shared evenly among them, that is per
+rank, for a total of n bytes:
+
+    verb            given      results     read        written
+    all_reduce      P x n      P x n       n           n
+    reduce_scatter  P x n      P x n/P     n           n/P
+    all_gather      P x n/P    P x n       n/P         n            in place: (P-1)/P n written
+    broadcast       n          (P-1) x n   n/P         (P-1)/P n
+    reduce          P x n      n           n           n/P
+    all_to_all      P x n      P x n       n           n            in place: (P-1)/P n both
+    gather          P x n/P    n           n/P         n/P
+    scatter         n          P x n/P     n/P         n/P
+    send_recv       P x n      P x n       n           n
+
+A copy of m bytes reads m and writes m. So the time of the bound is that of a copy of (read + written) / 2 bytes by
+every rank at once. It is a bound from below: where receivers fetch (all_gather, broadcast), each reads all that it
+writes, and the caches may or may not spare memory that.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from fractions import Fraction
+
+# Shares of the total n, as functions of P.
+Share = Callable[[int], Fraction]
+
+
+def _all(ranks: int) -> Fraction:
+    return Fraction(1)
+
+
+def _part(ranks: int) -> Fraction:
+    return Fraction(1, ranks)
+
+
+def _others(ranks: int) -> Fraction:
+    return Fraction(ranks - 1, ranks)
+
+
+def _twice_others(ranks: int) -> Fraction:
+    return 2 * _others(ranks)
+
+
+@dataclass(frozen=True, slots=True)
+class Verb:
+    """One verb.
+
+    gives, gets: what a rank passes and what it receives: "whole", "part" (one of P) or "" (nothing).
+    giver, getter: "all", or only the "root".
+    in_place: "only", "usual" (the default), "able" or "not". A part is in place where it stands in the whole.
+    """
+
+    name: str
+    gives: str
+    gets: str
+    factor: Share
+    read: Share
+    written: Share
+    giver: str = "all"
+    getter: str = "all"
+    reduces: bool = False
+    in_place: str = "not"
+    has_algorithms: bool = True
+
+    @property
+    def rooted(self) -> bool:
+        return self.name == "broadcast" or "root" in (self.giver, self.getter)
+
+    @property
+    def split(self) -> bool:
+        """Whether the total is P equal parts."""
+        return "part" in (self.gives, self.gets) or self.name == "all_to_all"
+
+    def bound_bytes(self, nbytes: int, ranks: int, *, in_place: bool) -> int:
+        """Return the bytes of the copy that takes each rank as long as what this verb must move at the least."""
+        read, written = self.read(ranks), self.written(ranks)
+        if in_place and self.name in ("all_gather", "all_to_all"):
+            written -= _part(ranks)
+        if in_place and self.name == "all_to_all":
+            read -= _part(ranks)
+        return int(nbytes * (read + written) / 2)
+
+
+VERBS = {
+    verb.name: verb
+    for verb in (
+        Verb("all_reduce", "whole", "whole", _twice_others, _all, _all, reduces=True, in_place="usual"),
+        Verb("reduce_scatter", "whole", "part", _others, _all, _part, reduces=True, in_place="able"),
+        Verb("all_gather", "part", "whole", _others, _part, _all, in_place="able"),
+        Verb("broadcast", "whole", "whole", _all, _part, _others, giver="root", in_place="only"),
+        Verb("reduce", "whole", "whole", _all, _all, _part, getter="root", reduces=True, in_place="able"),
+        Verb("all_to_all", "whole", "whole", _others, _all, _all, in_place="able"),
+        Verb("gather", "part", "whole", _others, _part, _part, getter="root"),
+        Verb("scatter", "whole", "part", _others, _part, _part, giver="root"),
+        Verb("send_recv", "whole", "whole", _all, _all, _all, has_algorithms=False),
+        Verb("barrier", "", "", _all, _all, _all, has_algorithms=False),
+    )
+}

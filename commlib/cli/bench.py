@@ -1,0 +1,115 @@
+"""`commlib bench`: time a collective beside its peers, with the columns of nccl-tests."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from commlib.cli.app import app
+
+
+@app.command(no_args_is_help=True)
+def bench(
+    verb: Annotated[
+        str,
+        typer.Argument(
+            help="all_reduce, reduce_scatter, all_gather, broadcast, reduce, all_to_all, gather, scatter, "
+            "send_recv (each rank to the next one) or barrier"
+        ),
+    ],
+    peer: Annotated[
+        list[str] | None,
+        typer.Option(help="measure this too, in turn: mpi, gloo (torch), pieces (MPI_Allreduce of 1 MiB at a time)"),
+    ] = None,
+    dtype: Annotated[list[str] | None, typer.Option(help="repeatable (default: float32)")] = None,
+    op: Annotated[list[str] | None, typer.Option(help="sum, mean, min, max or prod; repeatable (default: sum)")] = None,
+    begin: Annotated[str | None, typer.Option(help="smallest size in bytes; K, M, G (default: 4)")] = None,
+    end: Annotated[str | None, typer.Option(help="largest size (default: 64M)")] = None,
+    factor: Annotated[int | None, typer.Option(help="from one size to the next (default: 4)")] = None,
+    size: Annotated[list[str] | None, typer.Option(help="this size instead; repeatable")] = None,
+    in_place: Annotated[
+        bool | None,
+        typer.Option("--in-place/--out-of-place", help="default: in place for all_reduce and broadcast"),
+    ] = None,
+    symmetric: Annotated[
+        bool | None,
+        typer.Option("--symmetric/--ordinary", help="arrays from comm.empty, or of numpy (default: symmetric)"),
+    ] = None,
+    asynchronous: Annotated[
+        bool, typer.Option("--async", help="start each call on the progress thread, and wait for it")
+    ] = False,
+    plan: Annotated[bool, typer.Option("--plan", help="prepare the call once (all_reduce)")] = False,
+    algorithm: Annotated[str | None, typer.Option(help="commlib's algorithm (default: auto)")] = None,
+    root: Annotated[int | None, typer.Option(help="of rooted verbs (default: 0)")] = None,
+    rounds: Annotated[int, typer.Option(help="bursts of each contender")] = 9,
+    check: Annotated[bool, typer.Option(help="count wrong elements, of every contender, before and after")] = True,
+    fresh: Annotated[bool, typer.Option("--fresh", help="rewrite the data before each call")] = False,
+    out: Annotated[Path | None, typer.Option(help="folder for a JSON file and a PNG (extra 'plot')")] = None,
+) -> None:
+    """Time a collective beside its peers, in turn, and check every element.
+
+    Run it under mpirun or srun, or alone:
+
+        mpirun -n 2 commlib bench all_reduce --peer mpi --out results
+
+    Columns, as in nccl-tests:
+
+    size: bytes of the buffer, or of the whole array if ranks have parts.
+
+    count: elements of the buffer, or of one part.
+
+    time: median over rounds of a burst's mean call, on the slowest rank.
+
+    algbw: size / time. busbw: algbw x a factor, to compare with a link's.
+
+    of bound: what a copy of the bytes that must be moved takes here, made by
+    all ranks at once / time; on one node, from 64 KiB.
+
+    #wrong: elements of commlib's results, over all ranks. ratio: the peer's
+    time / commlib's. The exit code is 1 if an element of commlib is wrong.
+    """
+    from commlib.bench.options import Options, Refused
+    from commlib.bench.run import run
+
+    try:
+        options = Options(
+            verb=verb,
+            sizes=_sizes(begin, end, factor, size),
+            dtypes=_tuple(dtype),
+            ops=_tuple(op),
+            peers=_tuple(peer) or (),
+            in_place=in_place,
+            symmetric=symmetric,
+            asynchronous=asynchronous,
+            plan=plan,
+            algorithm=algorithm,
+            root=root,
+            rounds=rounds,
+            check=check,
+            fresh=fresh,
+            out=out,
+        )
+        is_right = run(options)
+    except Refused as error:  # on all ranks together
+        raise typer.BadParameter(str(error)) from None
+    raise typer.Exit(0 if is_right else 1)
+
+
+def _tuple(values: list[str] | None) -> tuple[str, ...] | None:
+    return tuple(values) if values else None
+
+
+def _sizes(begin: str | None, end: str | None, factor: int | None, size: list[str] | None) -> tuple[int, ...] | None:
+    """Return the sizes in bytes, or None if nothing was said about them. Raises Refused."""
+    from commlib.bench.options import Refused, parse_size, sizes_between
+
+    is_range = any(value is not None for value in (begin, end, factor))
+    if size and is_range:
+        raise Refused("give either --size, or --begin, --end and --factor")
+    if size:
+        return tuple(map(parse_size, size))
+    if not is_range:
+        return None
+    return sizes_between(parse_size(begin or "4"), parse_size(end or "64M"), 4 if factor is None else factor)

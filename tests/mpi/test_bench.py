@@ -1,0 +1,236 @@
+"""`commlib bench`: every contender is right in every verb, and one that is not is reported."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pytest
+from mpi4py import MPI
+
+from commlib.bench import cases, gloo_peer, measure
+from commlib.bench.measure import burst_of, copy_of, wrong_elements
+from commlib.bench.options import Options, Refused, check
+from commlib.bench.rows import OURS, mistakes
+from commlib.bench.session import Session
+from commlib.bench.verbs import VERBS
+from commlib.dtypes import DTYPES
+from commlib.errors import UsageError
+from tests.oracle import REDUCIBLE
+
+WORLD = MPI.COMM_WORLD
+MIXED = ("float32", "bfloat16", "int8", "bool", "complex64")
+
+
+@pytest.fixture(autouse=True)
+def short_bursts(monkeypatch):
+    """No test here is about speed."""
+    monkeypatch.setattr(measure, "BURST_SECONDS", 0.001)
+
+
+@pytest.fixture(scope="module")
+def gloo(comm):
+    pytest.importorskip("torch")
+    with gloo_peer.joined(WORLD, one_node=True):
+        yield
+
+
+def session(comm, verb, **options):
+    options = {"sizes": (1, 5000), "rounds": 1, **options}
+    if verb == "barrier":
+        options.pop("sizes")
+    made = Session(comm, WORLD, check(Options(verb, **options), comm.size))
+    made.probe()
+    return made
+
+
+def wrong_of_all(session):
+    """What each contender gets wrong, by row, without measuring anything."""
+    for dtype, op, nbytes in session.plan():
+        case = session.case(dtype, op, nbytes)
+        for name, call in session.contenders(case).items():
+            yield (name, dtype, op, case.nbytes), wrong_elements(WORLD, case, call)
+
+
+def assert_right(session, *contenders):
+    wrong = dict(wrong_of_all(session))
+    assert {name for name, *_ in wrong} == {OURS, *contenders}, session.notes
+    assert set(wrong.values()) == {0}, wrong
+
+
+@pytest.mark.parametrize("dtype, op", REDUCIBLE)
+def test_reductions(comm, dtype, op):
+    for verb in ("all_reduce", "reduce_scatter", "reduce"):
+        assert_right(session(comm, verb, dtypes=(dtype,), ops=(op,), symmetric=False, peers=("mpi",)), "mpi")
+
+
+@pytest.mark.parametrize("verb", ["all_gather", "broadcast", "all_to_all", "gather", "scatter", "send_recv"])
+def test_movement(comm, verb):
+    assert_right(session(comm, verb, dtypes=DTYPES, symmetric=False, peers=("mpi",)), "mpi")
+
+
+@pytest.mark.parametrize("verb", VERBS)
+def test_symmetric_buffers(comm, verb):
+    assert_right(session(comm, verb, peers=("mpi",)), "mpi")
+
+
+@pytest.mark.parametrize("verb", [name for name, verb in VERBS.items() if verb.rooted])
+def test_another_root(comm, verb):
+    for symmetric in (True, False):
+        assert_right(session(comm, verb, root=comm.size - 1, symmetric=symmetric, peers=("mpi",)), "mpi")
+
+
+@pytest.mark.parametrize("verb", [name for name, verb in VERBS.items() if verb.in_place in ("able", "usual")])
+def test_the_other_place(comm, verb):
+    other = VERBS[verb].in_place == "able"
+    made = session(comm, verb, in_place=other, dtypes=MIXED, symmetric=False, peers=("mpi",))
+    if verb == "reduce_scatter":
+        assert_right(made)
+        assert all("the front of its buffer" in note for note in made.notes) and len(made.notes) == len(MIXED)
+    else:
+        assert_right(made, "mpi")
+
+
+def test_pieces_and_gloo_and_mpi_of_a_large_all_reduce(comm, gloo):
+    peers, sizes = ("mpi", "pieces", "gloo"), (1 << 20, 3_000_000)
+    made = session(comm, "all_reduce", dtypes=MIXED, sizes=sizes, peers=peers)
+    small, large = (set(made.contenders(made.case("int8", "sum", size))) for size in sizes)
+    assert small == {OURS, "mpi", "gloo"} and large == {OURS, *peers}  # up to 1 MiB is one piece
+    assert_right(made, *peers)
+    options: Any = {"dtypes": ("float16",), "ops": ("mean",), "in_place": False}
+    assert_right(session(comm, "all_reduce", sizes=sizes, peers=peers, **options), *peers)
+
+
+@pytest.mark.parametrize("verb", [verb for verb in VERBS if verb not in ("send_recv", "barrier")])
+def test_gloo(comm, gloo, verb):
+    reduces = VERBS[verb].reduces
+    for ops in (("sum", "max"), ("mean", "prod")) if reduces else (None,):
+        dtypes = ("float32", "bfloat16", "int8") if reduces else ("float64", "bfloat16", "bool")
+        assert_right(session(comm, verb, dtypes=dtypes, ops=ops, symmetric=False, peers=("gloo",)), "gloo")
+
+
+@pytest.mark.ranks(min=2)
+def test_gloo_sends_to_others(comm, gloo):
+    assert_right(session(comm, "send_recv", peers=("gloo",)), "gloo")
+
+
+def test_what_gloo_has_not_is_said_and_left_out(comm, gloo):
+    made = session(comm, "all_reduce", dtypes=("int16", "float32"), peers=("gloo",))
+    assert len(made.notes) == 1 and made.notes[0].startswith("gloo: no int16 sum here: ")
+    int16, float32 = list(made.rows())[:2], list(made.rows())[2:]
+    assert all(set(row.seconds) == {OURS} for row in int16)
+    assert all(set(row.seconds) == {OURS, "gloo"} and row.wrong == {OURS: 0, "gloo": 0} for row in float32)
+
+
+WAYS: dict[str, dict[str, Any]] = {
+    "async": {"asynchronous": True},
+    "plan": {"plan": True},
+    "plan, async": {"plan": True, "asynchronous": True},
+    "ring": {"algorithm": "ring"},
+    "native": {"algorithm": "native"},
+    "ordinary": {"symmetric": False},
+    "fresh": {"fresh": True},
+}
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_ways_to_call(comm, way):
+    rows = list(session(comm, "all_reduce", **WAYS[way], rounds=2).rows())
+    assert [row.size for row in rows] == [4, 5000]
+    assert mistakes(rows) == 0
+    assert all(len(row.seconds[OURS]) == 2 and min(row.seconds[OURS]) > 0 for row in rows)
+
+
+@pytest.mark.parametrize("verb", VERBS)
+def test_every_verb_on_the_progress_thread(comm, verb):
+    rows = list(session(comm, verb, asynchronous=True, peers=("mpi",)).rows())
+    assert mistakes(rows) == 0
+    assert all(set(row.seconds) == {OURS, "mpi"} for row in rows)
+
+
+def test_all_ranks_have_the_same_figures(comm):
+    rows = list(session(comm, "all_gather", sizes=(5000, 100_000), peers=("mpi",), rounds=2).rows())
+    figures = [(row.size, row.count, row.seconds, row.wrong, row.copy_seconds) for row in rows]
+    assert all(other == figures for other in comm.all_gather_object(figures))
+    assert [len(row.copy_seconds) for row in rows] == ([0, 2] if comm.size > 1 else [0, 0])  # 64 KiB and more
+
+
+def test_sizes_below_one_element_for_each_rank_are_measured_once(comm):
+    made = session(comm, "all_gather", sizes=(1, 2, 4, 8 * comm.size), dtypes=("float64", "int8"))
+    assert len([row for row in made.plan() if row[0] == "float64"]) == 1
+    assert made.plan()[-1] == ("int8", "", 8 * comm.size)
+
+
+BROKEN = {
+    "does nothing": lambda comm, case: None,
+    "keeps its own": lambda comm, case: np.copyto(case.out, case.x),
+    "adds twice": lambda comm, case: [comm.all_reduce(case.x, out=case.out), np.add(case.out, case.x, case.out)],
+    "forgets the last element": lambda comm, case: comm.all_reduce(case.x[:-1], out=case.out[:-1]),
+    "is off by one place": lambda comm, case: np.copyto(case.out, np.roll(comm.all_reduce(case.x), 1)),
+    "is wrong on one rank": lambda comm, case: np.copyto(case.out, comm.all_reduce(case.x) * (comm.rank != 1)),
+}
+
+
+@pytest.mark.ranks(min=2)
+@pytest.mark.parametrize("way", BROKEN)
+def test_a_broken_contender_is_reported(comm, way):
+    made = session(comm, "all_reduce", in_place=False, sizes=(5000,))
+    made.makers["broken"] = lambda case: lambda: BROKEN[way](comm, case)
+    [row] = made.rows()
+    assert row.wrong is not None and row.wrong[OURS] == 0
+    if way == "forgets the last element":
+        assert row.wrong["broken"] == 2 * comm.size  # before and after
+    else:
+        assert row.wrong["broken"] >= 1250  # of the elements of one rank
+    made.makers[OURS] = made.makers["broken"]
+    assert mistakes(made.rows()) > 0  # what the exit code is made of
+
+
+@pytest.mark.ranks(min=2)
+def test_a_result_that_goes_bad_in_the_burst_is_seen(comm):
+    """A first call that is right proves little: the check is made again afterwards."""
+    made = session(comm, "all_reduce", sizes=(5000,))
+    calls = []
+
+    def make(case):
+        def call():
+            calls.append(1)
+            comm.all_reduce(case.x, out=case.x)
+            if len(calls) > 3:
+                case.x[7] = -1
+
+        return call
+
+    made.makers["tiring"] = make
+    [row] = made.rows()
+    assert row.wrong is not None and row.wrong["tiring"] == comm.size
+
+
+def test_without_checks_nothing_is_claimed(comm):
+    rows = list(session(comm, "all_reduce", check=False).rows())
+    assert [row.wrong for row in rows] == [None, None]
+
+
+def test_what_commlib_cannot_do_is_refused_on_all_ranks(comm):
+    with pytest.raises(Refused, match="no algorithm 'rnig'; known are"):
+        session(comm, "all_reduce", algorithm="rnig")
+    with pytest.raises(UsageError, match="without losing digits"):
+        session(comm, "all_reduce", algorithm="native", dtypes=("bfloat16",))
+
+
+def test_bursts_of_copies(comm):
+    """The copy behind the bound copies; its burst has a figure on which all ranks agree."""
+    copy: Any = copy_of(1000)
+    target, source = copy.args
+    assert not np.shares_memory(target, source) and (target != source).all()
+    seconds = burst_of(WORLD, copy)()
+    assert (target == source).all()
+    assert comm.all_gather_object(seconds) == [seconds] * comm.size
+
+
+def test_symmetric_arrays_are_symmetric(comm):
+    case = session(comm, "all_gather").case("float32", "", 5000)
+    assert comm.symmetric_place(case.x) is not None and comm.symmetric_place(case.out) is not None
+    ordinary = session(comm, "all_gather", symmetric=False).case("float32", "", 5000)
+    assert comm.symmetric_place(ordinary.x) is None
+    assert isinstance(case, cases.Case)

@@ -1,0 +1,156 @@
+"""Cases of all ranks side by side: what a correct collective does to them is right, and nothing else is."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pytest
+
+from commlib.bench import cases
+from commlib.bench.verbs import VERBS
+from commlib.dtypes import NUMPY
+from tests.oracle import combined
+
+RANKS, ROOT = 3, 1
+DATA = [verb for verb in VERBS if verb != "barrier"]
+
+
+def make(verb, nbytes=3000, dtype="float32", in_place=None, op="sum"):
+    """The cases of all ranks, filled."""
+    place = VERBS[verb].in_place in ("usual", "only") if in_place is None else in_place
+    made = [
+        cases.make(
+            verb, rank=rank, size=RANKS, allocate=np.empty, nbytes=nbytes, dtype=dtype, op=op, root=ROOT, in_place=place
+        )
+        for rank in range(RANKS)
+    ]
+    for case in made:
+        case.fill()
+    return made
+
+
+def collective(verb, made):
+    """Do it, in numpy, on all ranks at once."""
+    xs: Any = [None if case.x is None else case.x.copy() for case in made]
+    for rank, case in enumerate(made):
+        if case.out is None:
+            continue
+        if verb in ("all_reduce", "reduce"):
+            result = combined(xs, case.op)
+        elif verb == "reduce_scatter":
+            result = np.split(combined(xs, case.op), RANKS)[rank]
+        elif verb in ("all_gather", "gather"):
+            result = np.concatenate(xs)
+        elif verb == "broadcast":
+            result = xs[ROOT]
+        elif verb == "scatter":
+            result = np.split(xs[ROOT], RANKS)[rank]
+        elif verb == "all_to_all":
+            result = np.concatenate([np.split(x, RANKS)[rank] for x in xs])
+        else:
+            result = xs[(rank - 1) % RANKS]
+        case.out[...] = result
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16", "bool", "complex128"])
+@pytest.mark.parametrize("verb", DATA)
+@pytest.mark.parametrize("nbytes", [1, 3000, 70_000])
+def test_a_correct_collective_leaves_nothing_wrong(verb, dtype, nbytes):
+    made = make(verb, nbytes, dtype)
+    collective(verb, made)
+    assert [case.wrong() for case in made] == [0] * RANKS
+
+
+@pytest.mark.parametrize("verb", [name for name in DATA if VERBS[name].in_place == "able"])
+def test_in_place(verb):
+    made = make(verb, in_place=True)
+    for case in made:
+        assert case.out is None or np.shares_memory(case.x, case.out)
+    collective(verb, made)
+    assert [case.wrong() for case in made] == [0] * RANKS
+
+
+@pytest.mark.parametrize("verb", DATA)
+def test_a_collective_that_does_nothing_is_wrong_everywhere(verb):
+    """What an earlier contender has left in the result must not pass for one's own."""
+    made = make(verb)
+    collective(verb, made)
+    for case in made:
+        case.fill()
+    if VERBS[verb].in_place == "usual":
+        assert all(case.wrong() > len(case.out) // 2 for case in made)
+        return
+    for case in made:
+        if case.out is None or (verb == "broadcast" and case.rank == ROOT):
+            assert case.wrong() == 0
+        else:
+            assert case.wrong() == len(case.out)
+
+
+@pytest.mark.parametrize("verb", DATA)
+def test_single_wrong_elements_are_counted(verb):
+    made = make(verb)
+    collective(verb, made)
+    for case in made:
+        if case.out is not None:
+            case.out[0] += 1
+            case.out[-1] = np.nan
+            assert case.wrong() == 2
+
+
+def test_a_shifted_or_swapped_block_is_wrong():
+    made = make("all_to_all")
+    collective("all_to_all", made)
+    for case in made:
+        shifted = np.roll(case.out, 64)
+        case.out[...] = shifted
+        assert case.wrong() > len(shifted) // 2
+    made = make("all_gather")
+    collective("all_gather", made)
+    for case in made:
+        blocks = np.split(case.out.copy(), RANKS)
+        case.out[...] = np.concatenate([blocks[1], blocks[0], blocks[2]])
+        assert case.wrong() > len(case.out) // 2
+
+
+def test_sizes_and_counts_are_those_of_nccl_tests():
+    for verb in ("all_reduce", "broadcast", "reduce", "send_recv"):
+        case = make(verb, 1000)[0]
+        assert (case.count, case.nbytes) == (250, 1000)
+    for verb in ("reduce_scatter", "all_gather", "all_to_all", "gather", "scatter"):
+        case = make(verb, 1000)[0]
+        assert (case.count, case.nbytes) == (83, 83 * RANKS * 4)  # the count is that of one part
+    assert make("all_gather", 1)[0].nbytes == RANKS * 4  # never nothing
+    lengths = {"gather": (83, 249), "scatter": (249, 83), "reduce_scatter": (249, 83), "all_to_all": (249, 249)}
+    for verb, (given, got) in lengths.items():
+        at_root = make(verb, 1000)[ROOT]
+        assert (len(at_root.x), len(at_root.out)) == (given, got)
+
+
+def test_only_the_root_has_what_only_the_root_needs():
+    assert [case.out is None for case in make("gather")] == [True, False, True]
+    assert [case.out is None for case in make("reduce")] == [True, False, True]
+    assert [case.x is None for case in make("scatter")] == [True, False, True]
+    assert [case.given is None for case in make("broadcast")] == [True, False, True]
+
+
+def test_clearing_and_rewriting():
+    case = make("all_gather", dtype="bfloat16")[0]
+    case.clear()
+    assert not case.x.any() and not case.out.any()
+    assert case.x.dtype == NUMPY["bfloat16"]
+    case.x[...] = case.out[...] = 1
+    case.rewrite()
+    assert not case.x.any() and case.out.all()
+    other = make("broadcast")[0]
+    other.x[...] = 1
+    other.rewrite()
+    assert other.x.all()  # it is the root's data that is new
+
+
+def test_a_barrier_has_no_data():
+    case = cases.make("barrier", rank=0, size=2, allocate=lambda count, dtype: pytest.fail("no arrays"))
+    case.fill()
+    case.clear()
+    assert (case.wrong(), case.nbytes, case.count) == (0, 0, 0)

@@ -1,0 +1,104 @@
+"""How long a burst is, and what its figure is. The clock and the other rank are made up: nothing here takes time."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+
+import pytest
+
+from commlib.bench import measure
+
+
+class Clock:
+    """A clock that only calls move."""
+
+    def __init__(self):
+        self.now = 0.0
+
+    def call(self, seconds):
+        return Call(self, seconds)
+
+
+class Call:
+    """It takes so long, and counts how often it was called."""
+
+    def __init__(self, clock, seconds):
+        self.clock, self.seconds, self.number = clock, seconds, 0
+
+    def __call__(self):
+        self.number += 1
+        self.clock.now += self.seconds
+
+
+@pytest.fixture
+def clock(monkeypatch):
+    made = Clock()
+    monkeypatch.setattr(measure, "time", SimpleNamespace(perf_counter=lambda: made.now))
+    return made
+
+
+class World:
+    """One rank beside another that takes `other` seconds for each call."""
+
+    def __init__(self, other=0.0):
+        self.other, self.barriers = other, 0
+
+    def Barrier(self):
+        self.barriers += 1
+
+    def allreduce(self, mine, op):
+        return max(mine, self.other)
+
+
+def test_the_figure_is_that_of_the_slowest_rank(clock):
+    assert measure.run_burst(World(other=0.5), clock.call(0.25), 4) == 0.5
+    assert measure.run_burst(World(other=0.125), clock.call(0.25), 4) == 0.25
+
+
+def test_half_a_burst_settles_and_does_not_count(clock):
+    call, world = clock.call(1), World()
+    assert measure.run_burst(world, call, 10) == 1
+    assert (call.number, world.barriers, clock.now) == (15, 1, 15)
+
+
+@pytest.mark.parametrize("seconds, expected", [(1.0, 2), (2e-3, 15), (1e-6, 2000), (0.0, 2000)])
+def test_a_burst_takes_about_30_ms(clock, seconds, expected):
+    call = clock.call(seconds)
+    burst = measure.burst_of(World(), call)
+    call.number = 0
+    assert burst() == pytest.approx(seconds)
+    assert call.number == expected + expected // 2
+
+
+def test_a_burst_that_took_much_too_long_is_shortened(clock):
+    """Ranks that share cores: the first two calls may be a thousand times faster than the rest."""
+    call = clock.call(1e-5)
+    burst = measure.burst_of(World(), call)
+    call.seconds = 2e-3
+    burst()
+    call.number = 0
+    assert burst() == pytest.approx(2e-3)
+    assert call.number == 15 + 7
+
+
+def test_fresh_data_is_written_before_each_call_and_outside_the_time(clock):
+    write, call, world = clock.call(100), clock.call(1e-3), World()
+    assert measure.run_fresh_burst(world, call, 4, write) == pytest.approx(1e-3)
+    assert (write.number, call.number, world.barriers) == (4, 4 + 2, 4)  # two to settle
+    assert measure.burst_of(world, call, write)() == pytest.approx(1e-3)
+    assert write.number == 4 + 30
+
+
+def test_rounds_are_in_turn():
+    order = []
+
+    def burst(name):
+        def run():
+            order.append(name)
+            return float(len(order))
+
+        return run
+
+    figures = list(measure.rounds({"a": burst("a"), "b": burst("b")}, 2))
+    assert order == ["a", "b", "a", "b"]
+    assert figures == [{"a": 1.0, "b": 2.0}, {"a": 3.0, "b": 4.0}]
