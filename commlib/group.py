@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 import weakref
 from collections.abc import Collection, Hashable, Sequence
 from typing import Any
@@ -23,7 +24,7 @@ from commlib.schedule import find, program
 from commlib.schedule.ir import Program
 from commlib.schedule.layout import even
 from commlib.topology import Topology
-from commlib.transport.base import Transport
+from commlib.transport.base import Idle, Transport
 from commlib.transport.shared import Call, Kernel, NodeBoard
 from commlib.tune.chooser import Choice, Kind
 from commlib.verbs import objects
@@ -68,6 +69,8 @@ class Group:
         runtime.groups.add(self)
         self.node_path = NodePath(self)
         self._prepared: dict[Hashable, SmallAllReduce] = {}
+        self.known_small: dict[tuple[Any, int, str], tuple[str, SmallAllReduce]] = {}
+        """Texts and all-reduces by messages of kinds that were called before, by (dtype, count, op)."""
         self._symmetric = SymmetricMemory(node_transport.rank, node_transport.share, self._gather_quietly)
 
     def __repr__(self) -> str:
@@ -181,18 +184,34 @@ class Group:
         )
 
     def small_all_reduce(
-        self, text: str, x: Array, target: Array, operation: str, program: Program, transport: Transport | None = None
-    ) -> None:
-        """All-reduce a few flat elements by messages, set up when a call like this (`text`) is first made."""
+        self, text: str, count: int, dtype: Any, operation: str, program: Program, transport: Transport | None = None
+    ) -> SmallAllReduce:
+        """Return the all-reduce of a few elements by messages, set up when a call like this (`text`) is first made."""
         key = ("messages", text, program.algorithm)
         prepared = self._prepared.get(key)
         if prepared is None:
             if len(self._prepared) >= _MOST_PREPARED:
                 self._prepared.clear()
+                self.known_small.clear()
             where = transport or self._transport
-            prepared = SmallAllReduce(program, where, signature(text), len(x), target.dtype, operation, self.size)
+            idle = self.idle(text)
+            prepared = SmallAllReduce(program, where, signature(text), idle, count, dtype, operation, self.size)
             self._prepared[key] = prepared
-        prepared.run(x, target, self.watch(text))
+        return prepared
+
+    def idle(self, text: str) -> Idle:
+        """Return a callback for many waits, which watches each anew: what a wait that does not last can do without."""
+        watch, last = None, 0.0
+
+        def look() -> None:
+            nonlocal watch, last
+            now = time.monotonic()
+            if watch is None or now - last > 1.0:  # in a wait it is called every 20 ms or so
+                watch = self.watch(text)
+            last = now
+            watch()
+
+        return look
 
     def exchange(
         self, text: str, exchange: Exchange, source: int, target: int, arithmetic: Arithmetic | None = None
@@ -316,6 +335,7 @@ class Group:
         self.progress.close()
         self.node_path.clear()
         self._prepared.clear()
+        self.known_small.clear()
         self._symmetric.close()
         if self.board is not None:
             self.board.close()

@@ -85,8 +85,17 @@ class SmallAllReduce:
     """
 
     def __init__(
-        self, program: Program, transport: Transport, tag: int, count: int, dtype: Any, operation: str, divisor: int
+        self,
+        program: Program,
+        transport: Transport,
+        tag: int,
+        idle: Idle,
+        count: int,
+        dtype: Any,
+        operation: str,
+        divisor: int,
     ) -> None:
+        self._idle = idle
         wide = accumulator_dtype(name_of(dtype), operation)
         self._buffer = np.empty(count, NUMPY[wide])
         alone = transport.size == 1  # nothing is combined then, and nothing need be compiled
@@ -96,10 +105,10 @@ class SmallAllReduce:
         self._divisor = divisor
         self._table = np.array([address_of(self._buffer)], np.int64)
 
-    def run(self, x: Array, target: Array, idle: Idle) -> None:
-        """Reduce `x` into `target` (both flat)."""
+    def run(self, x: Array, target: Array) -> None:
+        """Reduce `x` into `target`, both of one dimension, or none."""
         self._buffer[:] = x
-        self._program.run(idle)
+        self._program.run(self._idle)
         if self._divide is not None:
             table = address_of(self._table)
             self._divide(table, 1, table, 1, 0, len(self._buffer), self._divisor)

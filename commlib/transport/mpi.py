@@ -24,7 +24,7 @@ from commlib.typing import SharedMemory
 _LONGEST = 1 << 30
 
 # How often a wait polls at once, and then giving the core away, before it sleeps between polls, and how long (seconds).
-_EAGER_POLLS, _YIELDING_POLLS, _NAP = 200, 2000, 50e-6
+_EAGER_POLLS, _YIELDING_POLLS, _NAP = 20, 4000, 50e-6
 
 _LEFT_BEHIND: list[Any] = []  # sends that were given up: MPI may still read their buffers
 

@@ -120,7 +120,8 @@ class _Node:
         assert column is not None
         choice = self.group.choose("all_reduce", "auto", column.size, part.nbytes, sharing=self.columns)
         run = program("all_reduce", choice.algorithm, column.rank, column.size)
-        self.group.small_all_reduce(self.text, part, part, accumulation.arithmetic.operation, run, column)
+        operation = accumulation.arithmetic.operation
+        self.group.small_all_reduce(self.text, len(part), part.dtype, operation, run, column).run(part, part)
 
     def gather_shares(self, target: Array, shares: Sequence[Range]) -> None:
         """Give every rank the shares that the columns have."""

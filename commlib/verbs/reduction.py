@@ -110,7 +110,10 @@ def all_reduce(comm: Group, x: Any, op: str, out: Any, algorithm: str) -> Operat
     if array.nbytes <= PREPARED_BYTES:
 
         def run_prepared() -> Any:
-            comm.small_all_reduce(text, flat, target.flat, operation, program)
+            prepared = comm.small_all_reduce(text, array.size, array.dtype, operation, program)
+            if algorithm == "auto":
+                comm.known_small[array.dtype, array.size, op] = text, prepared
+            prepared.run(flat, target.flat)
             return target.deliver()
 
         return Operation(text, run_prepared)
