@@ -91,7 +91,7 @@ def call(world: Any, case: Case) -> Call:
         return partial(world.Scatter, x, out, root)
     if name == "send_recv":
         right, left = (case.rank + 1) % case.size, (case.rank - 1) % case.size
-        return partial(world.Sendrecv, x, right, recvbuf=out, source=left)
+        return partial(world.Sendrecv, x, right, 0, out, left)
     return world.Barrier  # type: ignore[no-any-return]
 
 
