@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
-from numpy import ndarray
+from numpy import empty, ndarray
 
 from commlib.buffers.views import address_of, as_host
 from commlib.dtypes import Array, name_of, numpy_dtype
@@ -22,6 +22,15 @@ from commlib.verbs import hierarchy, messages, movement, objects, reduction
 from commlib.verbs.node import NodeCall
 from commlib.verbs.operation import Operation, apart, result
 from commlib.work import Work
+
+
+def _are_plain(x: Any, out: Any) -> bool:
+    """Return whether a result of `x`, a numpy array, may be written to `out` as it is; None is a new array."""
+    if out is x:
+        return bool(x.flags.carray)
+    return bool(x.flags.c_contiguous) and (
+        out is None or (type(out) is ndarray and out.dtype is x.dtype and out.shape == x.shape and out.flags.carray)
+    )
 
 
 class Communicator(Group):
@@ -106,15 +115,14 @@ class Communicator(Group):
         if type(x) is ndarray and algorithm == "auto":
             # What a small call costs is mostly what Python does before it: no view, no text, no object is made here.
             small = self._small_all_reduces.get((x.dtype, x.size, op))
-            if small is not None and out is x and x.flags.carray:
-                small.between(x, x)
-                return x
+            if small is not None and _are_plain(x, out):
+                if out is None:
+                    out = empty(x.shape, x.dtype)
+                small.between(x, out)
+                return out
             if (plain := self.node_path.plain_all_reduce(x, op, out)) is not None:
                 call, array = plain
-                if small is not None:
-                    small.between(x, array)
-                else:
-                    call.at(address_of(x), address_of(array))
+                call.at(address_of(x), address_of(array))
                 return array
             known = self.known_small.get((x.dtype, x.size, op))
             if known is not None and x.ndim == 1 and out is x and x.flags.carray:
@@ -127,11 +135,11 @@ class Communicator(Group):
         """Start `all_reduce`."""
         if type(x) is ndarray and algorithm == "auto":
             small = self._small_all_reduces.get((x.dtype, x.size, op))
-            if small is not None and out is x and x.flags.carray:
-                return small.start_between(x, x)
+            if small is not None and _are_plain(x, out):
+                return small.start_between(x, empty(x.shape, x.dtype) if out is None else out)
             if (plain := self.node_path.plain_all_reduce(x, op, out)) is not None:
                 call, array = plain
-                return small.start_between(x, array) if small is not None else call.start_at(x, array)
+                return call.start_at(x, array)
         return self._start(reduction.all_reduce(self, x, op, out, algorithm))
 
     def plan_all_reduce(self, x: Any, op: str = "sum", *, out: Any = None, algorithm: str = "auto") -> Plan:

@@ -344,7 +344,8 @@ def exchange_staged(address: int) -> int:
             call[POSITION] = 0
             return status
         shift = (control[EPOCH] & 1) * control[SLOT_BYTES] + take * room
-        own = call[SOURCE] + from_offsets[take] + position
+        # What has been published is safe from a result that overlaps the source.
+        own = slots[rank] + shift if parts == 1 else call[SOURCE] + from_offsets[take] + position
         if call[REDUCE] == 0:
             for step in range(size):
                 peer = (rank + step) % size
