@@ -20,8 +20,9 @@ from commlib.schedule.ir import Program, Recv, Round, Span
 from commlib.schedule.layout import Layout, Slices
 from commlib.transport.base import Idle, Request, Transport
 
-# Blocks under way at once: one that is sent, one that arrives, one that is combined, and one for the jitter.
-WINDOW = 4
+# Blocks under way at once: one that is sent, one that arrives, one that is combined, and as many more for the jitter of
+# hosts that share their cores (on links of 1 Gbit/s 4 reached 72 to 87 % of the rate, 8 reached 85 to 96 %).
+WINDOW = 8
 
 
 class Reducer:

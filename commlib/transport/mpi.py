@@ -23,8 +23,9 @@ from commlib.typing import SharedMemory
 # MPI counts are C ints before MPI 4: longer messages are cut, on both sides alike.
 _LONGEST = 1 << 30
 
-# How often a wait polls at once, and then giving the core away, before it sleeps between polls, and how long (seconds).
-_EAGER_POLLS, _YIELDING_POLLS, _NAP = 20, 4000, 50e-6
+# How often a wait polls at once; then for how many seconds it polls giving the core away, in the main thread and in
+# others, whose core and interpreter the main thread may want; and how long it then sleeps between polls.
+_EAGER_POLLS, _YIELDING, _YIELDING_ASIDE, _NAP = 20, 20e-3, 0.5e-3, 50e-6
 
 _LEFT_BEHIND: list[Any] = []  # sends that were given up: MPI may still read their buffers
 
@@ -141,19 +142,20 @@ class MpiSharedMemory:
 
 def _poll(done: Callable[[], bool], idle: Idle) -> None:
     """Ask until it is `done`: first at once, then giving the core away, then with short sleeps."""
-    polls, checked = 0, 0.0
+    for _ in range(_EAGER_POLLS):
+        if done():
+            return
+    main = threading.current_thread() is threading.main_thread()
+    now = time.monotonic()
+    checked, patient = now, now + (_YIELDING if main else _YIELDING_ASIDE)
     while not done():
-        polls += 1
-        if polls < _EAGER_POLLS:
-            continue
-        if polls < _YIELDING_POLLS:
+        if now < patient:
             os.sched_yield()
         else:
             time.sleep(_NAP)
         now = time.monotonic()
         if now - checked > 0.02:
-            if checked:
-                idle()
+            idle()
             checked = now
 
 

@@ -29,7 +29,7 @@ FEW_MESSAGES = 64  # about half a millisecond of simulation
 
 # A segment below 64 KiB takes about as long as the message costs that carries it. One above 4 MiB, or the piece that
 # it is combined with, no longer stays in a core's cache, and every segment under way needs that much staging memory.
-LEAST_SEGMENT, LARGEST_SEGMENT = 64 << 10, 4 << 20
+LEAST_SEGMENT, LARGEST_SEGMENT = 64 << 10, 1 << 20
 
 # Of these every part of the data is treated alike, so they run over blocks of it. Of the others each chunk is cut, and
 # the pieces of several chunks do not lie side by side: where a message has several, nothing is cut.
