@@ -27,8 +27,9 @@ APPROXIMATE = lockstep.APPROXIMATE | pipelines.APPROXIMATE
 
 FEW_MESSAGES = 64  # about half a millisecond of simulation
 
-# A segment below 64 KiB takes about as long as the message costs that carries it. One above 4 MiB, or the piece that
-# it is combined with, no longer stays in a core's cache, and every segment under way needs that much staging memory.
+# A segment below 64 KiB takes about as long as the message costs that carries it. One above 1 MiB, or the piece that
+# it is combined with, no longer stays in a core's cache; every segment under way needs that much staging memory; and
+# the executor needs many of them to keep a link busy while hosts take turns.
 LEAST_SEGMENT, LARGEST_SEGMENT = 64 << 10, 1 << 20
 
 # Of these every part of the data is treated alike, so they run over blocks of it. Of the others each chunk is cut, and
