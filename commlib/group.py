@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 import weakref
-from collections.abc import Collection, Hashable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from typing import Any
 
 import numpy as np
@@ -68,9 +68,9 @@ class Group:
             self._late_check = LateCheck(aside, name)
         runtime.groups.add(self)
         self.node_path = NodePath(self)
-        self._prepared: dict[Hashable, SmallAllReduce] = {}
+        self._prepared: dict[str, SmallAllReduce] = {}
         self.known_small: dict[tuple[Any, int, str], tuple[str, SmallAllReduce]] = {}
-        """Texts and all-reduces by messages of kinds that were called before, by (dtype, count, op)."""
+        """Texts and all-reduces of kinds that were called before, by (dtype, count, op)."""
         self._symmetric = SymmetricMemory(node_transport.rank, node_transport.share, self._gather_quietly)
 
     def __repr__(self) -> str:
@@ -183,21 +183,17 @@ class Group:
             reducer=reducer,
         )
 
-    def small_all_reduce(
-        self, text: str, count: int, dtype: Any, operation: str, program: Program, transport: Transport | None = None
-    ) -> SmallAllReduce:
-        """Return the all-reduce of a few elements by messages, set up when a call like this (`text`) is first made."""
-        key = ("messages", text, program.algorithm)
-        prepared = self._prepared.get(key)
-        if prepared is None:
+    def prepared(self, text: str, op: str, dtype: Any, make: Callable[[], SmallAllReduce]) -> SmallAllReduce:
+        """Return the small all-reduce of calls with this text; made when the first is run."""
+        found = self._prepared.get(text)
+        if found is None:
             if len(self._prepared) >= _MOST_PREPARED:
                 self._prepared.clear()
                 self.known_small.clear()
-            where = transport or self._transport
-            idle = self.idle(text)
-            prepared = SmallAllReduce(program, where, signature(text), idle, count, dtype, operation, self.size)
-            self._prepared[key] = prepared
-        return prepared
+            found = self._prepared[text] = make()
+            if text.endswith("algorithm=auto"):
+                self.known_small[dtype, len(found.buffer), op] = text, found
+        return found
 
     def idle(self, text: str) -> Idle:
         """Return a callback for many waits, which watches each anew: what a wait that does not last can do without."""

@@ -79,41 +79,42 @@ class PreparedProgram:
 
 
 class SmallAllReduce:
-    """An all-reduce of `count` elements among the ranks of a transport.
+    """An all-reduce of `count` elements in steps that work on one buffer, in the dtype that sums are kept in.
 
     `operation` is what the kernels call it, `divisor` that of a mean.
     """
 
-    def __init__(
-        self,
-        program: Program,
-        transport: Transport,
-        tag: int,
-        idle: Idle,
-        count: int,
-        dtype: Any,
-        operation: str,
-        divisor: int,
-    ) -> None:
-        self._idle = idle
-        wide = accumulator_dtype(name_of(dtype), operation)
-        self._buffer = np.empty(count, NUMPY[wide])
+    def __init__(self, dtype: Any, operation: str, count: int, divisor: int) -> None:
+        self.wide = accumulator_dtype(name_of(dtype), operation)
+        self.combines = "sum" if operation == "mean" else operation
+        self.buffer = np.empty(count, NUMPY[self.wide])
+        self._steps: list[Callable[[], Any]] = []
+        self._operation, self._divisor = operation, divisor
+
+    def then(self, step: Callable[[], Any]) -> None:
+        """Add a step."""
+        self._steps.append(step)
+
+    def then_messages(self, program: Program, transport: Transport, tag: int, idle: Idle) -> None:
+        """Add the steps that combine the buffers of a transport's ranks, and divide if the operation is a mean."""
         alone = transport.size == 1  # nothing is combined then, and nothing need be compiled
-        combine = None if alone else reduce_function(wide, "sum" if operation == "mean" else operation).ctypes
-        self._program = PreparedProgram(program, self._buffer, transport, tag, combine)
-        self._divide = reduce_function(wide, operation).ctypes if operation == "mean" and divisor > 1 else None
-        self._divisor = divisor
-        self._table = np.array([address_of(self._buffer)], np.int64)
+        combine = None if alone else reduce_function(self.wide, self.combines).ctypes
+        messages = PreparedProgram(program, self.buffer, transport, tag, combine)
+        self.then(lambda: messages.run(idle))
+        if self._operation == "mean" and self._divisor > 1:
+            divide = reduce_function(self.wide, self._operation).ctypes
+            table = np.array([address_of(self.buffer)], np.int64)
+            arguments = (address_of(table), 1, address_of(table), 1, 0, len(self.buffer), self._divisor)
+            self.then(lambda table=table: divide(*arguments))  # type: ignore[misc]
 
     def run(self, x: Array, target: Array) -> None:
-        """Reduce `x` into `target`, both of one dimension, or none."""
-        self._buffer[:] = x
-        self._program.run(self._idle)
-        if self._divide is not None:
-            table = address_of(self._table)
-            self._divide(table, 1, table, 1, 0, len(self._buffer), self._divisor)
-        if self._buffer.dtype == target.dtype:
-            target[...] = self._buffer
+        """Reduce `x` into `target`, both of one dimension."""
+        buffer = self.buffer
+        buffer[:] = x
+        for step in self._steps:
+            step()
+        if buffer.dtype == target.dtype:
+            target[:] = buffer
         else:
             with np.errstate(over="ignore", invalid="ignore"):  # overflow is what rounding to a narrow float means
-                target[...] = self._buffer
+                target[:] = buffer

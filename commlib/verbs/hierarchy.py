@@ -12,17 +12,18 @@ Everything runs within one operation. `x` and `target` are contiguous, 1-D.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 from commlib.buffers.views import address_of
 from commlib.dtypes import Array
 from commlib.executor import Reducer, Region
-from commlib.prepared import PREPARED_BYTES
+from commlib.prepared import SmallAllReduce
 from commlib.schedule import find, program
 from commlib.schedule.layout import Layout, blocks, cut, even, uneven
 from commlib.verbs.node import SMALL_BYTES, Arithmetic, Exchange, NodeCall, Range, ranges
+from commlib.verbs.operation import signature
 
 if TYPE_CHECKING:
     from commlib.group import Group
@@ -114,15 +115,6 @@ class _Node:
             regions = [[Region(a, s[piece]) for a, s in zip(arrays, slices, strict=True)] for piece in range(pieces)]
         self.group.execute(run, regions, self.text, reducer, part=self._part, transport=column)
 
-    def small_all_reduce(self, part: Array, accumulation: Accumulation) -> None:
-        """All-reduce a few elements among this rank's column, by messages that are set up once."""
-        column = self.group.column
-        assert column is not None
-        choice = self.group.choose("all_reduce", "auto", column.size, part.nbytes, sharing=self.columns)
-        run = program("all_reduce", choice.algorithm, column.rank, column.size)
-        operation = accumulation.arithmetic.operation
-        self.group.small_all_reduce(self.text, len(part), part.dtype, operation, run, column).run(part, part)
-
     def gather_shares(self, target: Array, shares: Sequence[Range]) -> None:
         """Give every rank the shares that the columns have."""
         own = shares[self.place] if self.on_network else _NOTHING
@@ -146,12 +138,33 @@ def all_reduce(group: Group, accumulation: Accumulation, target: Array, text: st
     if node.on_network:
         start, stop = layout.slice_of(node.place)
         part = work[start:stop]
-        if part.nbytes <= PREPARED_BYTES:
-            node.small_all_reduce(part, accumulation)
-        else:
-            node.network("all_reduce", [part], [even(len(part), 1)], reducer=accumulation.reducer)
+        node.network("all_reduce", [part], [even(len(part), 1)], reducer=accumulation.reducer)
         accumulation.finish(part, target[start:stop])
     node.gather_shares(target, ranges(layout, target.itemsize))
+
+
+def small_all_reduce(group: Group, dtype: Any, operation: str, count: int, text: str) -> SmallAllReduce:
+    """Return the same through one column, set up once: each node's first rank combines, exchanges and hands out."""
+    small = SmallAllReduce(dtype, operation, count, group.size)
+    place, size = group.topology.nodes[group.topology.node(group.rank)].index(group.rank), 1
+    at, everything = address_of(small.buffer), (0, small.buffer.nbytes)
+    if group.board is not None:
+        size = group.board.size
+        sum_up = Exchange([everything], [everything if place == 0 else _NOTHING] * size, everything[1])
+        arithmetic = Arithmetic(small.wide, small.combines, small.buffer.itemsize, 0)
+        combine = NodeCall.exchange(group, text, sum_up, arithmetic)
+        small.then(lambda: combine.run_at(at, at))
+    if place == 0:
+        assert group.column is not None
+        choice = group.choose("all_reduce", "auto", group.column.size, everything[1])
+        steps = program("all_reduce", choice.algorithm, group.column.rank, group.column.size)
+        small.then_messages(steps, group.column, signature(text), group.idle(text))
+    if size > 1:
+        takes = [everything if other == 0 and place != 0 else _NOTHING for other in range(size)]
+        sends = [everything if place == 0 else _NOTHING]
+        spread = NodeCall.exchange(group, text, Exchange(sends, takes, everything[1]))
+        small.then(lambda: spread.run_at(at, at))
+    return small
 
 
 def broadcast(group: Group, x: Array, root: int, text: str) -> None:

@@ -11,12 +11,12 @@ from commlib.dtypes import NUMPY, Array, kernel_operation, name_of
 from commlib.errors import UsageError
 from commlib.executor import Reducer, Region
 from commlib.kernels.arithmetic import accumulator_dtype
-from commlib.prepared import PREPARED_BYTES
+from commlib.prepared import PREPARED_BYTES, SmallAllReduce
 from commlib.schedule import find
 from commlib.schedule.layout import Layout, blocks, cut, even, uneven
 from commlib.verbs import hierarchy
 from commlib.verbs.node import Arithmetic, Exchange, NodeCall, ranges
-from commlib.verbs.operation import Operation, apart, describe, result, rows, source
+from commlib.verbs.operation import Operation, apart, describe, result, rows, signature, source
 
 if TYPE_CHECKING:
     from commlib.group import Group
@@ -98,6 +98,13 @@ def all_reduce(comm: Group, x: Any, op: str, out: Any, algorithm: str) -> Operat
     if comm.takes_hierarchy("all_reduce", algorithm):
 
         def run_in_hierarchy() -> Any:
+            if array.nbytes <= PREPARED_BYTES:
+
+                def prepare() -> SmallAllReduce:
+                    return hierarchy.small_all_reduce(comm, array.dtype, operation, array.size, text)
+
+                comm.prepared(text, op, array.dtype, prepare).run(flat, target.flat)
+                return target.deliver()
             hierarchy.all_reduce(comm, Accumulation(flat, op, comm.size), target.flat, text)
             return target.deliver()
 
@@ -109,11 +116,13 @@ def all_reduce(comm: Group, x: Any, op: str, out: Any, algorithm: str) -> Operat
 
     if array.nbytes <= PREPARED_BYTES:
 
+        def prepare() -> SmallAllReduce:
+            small = SmallAllReduce(array.dtype, operation, array.size, comm.size)
+            small.then_messages(program, comm.transport, signature(text), comm.idle(text))
+            return small
+
         def run_prepared() -> Any:
-            prepared = comm.small_all_reduce(text, array.size, array.dtype, operation, program)
-            if algorithm == "auto":
-                comm.known_small[array.dtype, array.size, op] = text, prepared
-            prepared.run(flat, target.flat)
+            comm.prepared(text, op, array.dtype, prepare).run(flat, target.flat)
             return target.deliver()
 
         return Operation(text, run_prepared)
