@@ -24,9 +24,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable
-from contextlib import nullcontext
 from dataclasses import dataclass, field
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -37,6 +35,7 @@ SIZES = [4, 1 << 10, 64 << 10, 4 << 20, 16 << 20, 64 << 20]
 BURST_SECONDS, MOST = 0.1, 500
 LARGE = 4 << 20  # bytes; from here on a third of the rounds
 SENT = Path("/sys/class/net/eth0/statistics/tx_bytes")
+GLOO_ADDRESS = "tcp://h0:29400"
 
 
 @dataclass
@@ -87,30 +86,23 @@ def launch(options: argparse.Namespace) -> int:
 
 
 def contenders(comm: Any, x: Any, peers: list[str]) -> dict[str, Call]:
-    from mpi4py import MPI
+    from benchmarks.all_reduce import gloo_contender, mpi_contenders
 
     calls: dict[str, Call] = {"commlib": lambda: comm.all_reduce(x, out=x)}
     if "mpi" in peers:
-        calls["mpi"] = partial(MPI.COMM_WORLD.Allreduce, MPI.IN_PLACE, x, MPI.SUM)
+        calls["mpi"] = mpi_contenders(x)["mpi"]
     if "gloo" in peers:
-        import torch
-        import torch.distributed as dist
-
-        calls["gloo"] = partial(dist.all_reduce, torch.from_numpy(x))
+        calls |= gloo_contender(x)
     return calls
 
 
-def wrong(call: Call, x: Any) -> int:
-    """Return how many elements are not the sum, over all ranks."""
-    import numpy as np
-    from mpi4py import MPI
-
-    world = MPI.COMM_WORLD
-    pattern = np.arange(len(x), dtype=np.float32) % 17
-    x[:] = pattern + world.rank
-    world.Barrier()  # a contender that writes to its peers must not be overwritten by what they still fill in
-    call()
-    return int(world.allreduce(int((x != pattern * world.size + sum(range(world.size))).sum())))
+def start_gloo(rank: int, size: int) -> None:
+    """Let gloo's processes find each other on h0; nothing where torch is not installed."""
+    try:
+        import torch.distributed as dist
+    except ImportError:
+        return
+    dist.init_process_group("gloo", init_method=GLOO_ADDRESS, rank=rank, world_size=size)
 
 
 def burst(call: Call, calls: int) -> tuple[float, float]:
@@ -133,6 +125,8 @@ def burst(call: Call, calls: int) -> tuple[float, float]:
 
 def measure(calls: dict[str, Call], x: Any, rounds: int) -> dict[str, Figures]:
     """Measure all contenders in turn."""
+    from benchmarks.all_reduce import wrong
+
     names = list(calls)
     mistakes = {name: wrong(call, x) for name, call in calls.items()}
     x[:] = 0
@@ -155,26 +149,26 @@ def work(options: argparse.Namespace) -> int:
     from mpi4py import MPI
 
     import commlib
-    from commlib.bench import gloo_peer
+    from benchmarks.all_reduce import leave_gloo
 
     comm, world = commlib.init(), MPI.COMM_WORLD
-    if gloo_peer.problem() is not None:
-        options.peers = [peer for peer in options.peers if peer != "gloo"]
-    library = MPI.Get_library_version().splitlines()[0].split(",")[0].strip()
+    if "gloo" in options.peers:
+        start_gloo(world.rank, world.size)
+    library = " ".join(MPI.Get_library_version().splitlines()[0].split(",")[0].split())
     if world.rank == 0:
         print(
             f"{options.hosts} hosts x {options.ranks_per_host}, {options.rate}, float32, {options.buffers}, {library}"
         )
     rows = []
-    with gloo_peer.joined(world, one_node=False) if "gloo" in options.peers else nullcontext():
-        for size in options.sizes:
-            count = size // 4
-            x = comm.empty(count) if options.buffers == "symmetric" else np.zeros(count, np.float32)
-            rounds = options.rounds if size < LARGE else max(1, options.rounds // 3)
-            figures = measure(contenders(comm, x, options.peers), x, rounds)
-            rows.append((4 * count, figures))
-            if world.rank == 0:
-                print_row(*rows[-1], options, header=len(rows) == 1)
+    for size in options.sizes:
+        count = size // 4
+        x = comm.empty(count) if options.buffers == "symmetric" else np.zeros(count, np.float32)
+        rounds = options.rounds if size < LARGE else max(1, options.rounds // 3)
+        figures = measure(contenders(comm, x, options.peers), x, rounds)
+        rows.append((4 * count, figures))
+        if world.rank == 0:
+            print_row(*rows[-1], options, header=len(rows) == 1)
+    leave_gloo()
     if world.rank == 0 and options.out:
         facts = {**vars(options), "out": str(options.out), "library": library}
         raw = [{"size": size, **{name: vars(of) for name, of in figures.items()}} for size, figures in rows]

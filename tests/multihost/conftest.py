@@ -30,5 +30,7 @@ def launch_environment(rights: None) -> Iterator[None]:
             patch.setenv(name, value)
         for path in (ROOT / "adapters", ROOT):
             patch.setenv("PYTHONPATH", str(path), prepend=os.pathsep)
+        # Unbuffered, print writes a line and its end apart, and those of two ranks mix.
+        patch.delenv("PYTHONUNBUFFERED", raising=False)
         patch.chdir(ROOT)
         yield

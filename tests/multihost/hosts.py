@@ -106,6 +106,7 @@ class Hosts:
         self.names = [f"h{number}" for number in range(count)]
         self._shaping = [] if rate is None else [f"{bits_per_second(rate):.0f}bit", str(burst_bytes(rate))]
         self._hub: subprocess.Popen[str] | None = None
+        self._agent = ""  # what the launcher takes for ssh
 
     def __enter__(self) -> Hosts:
         folder = tempfile.mkdtemp(prefix=f"hosts-{os.getpid()}-")  # the hub removes it
@@ -146,7 +147,9 @@ class Hosts:
     def command(self, arguments: Sequence[str], host: str = "h0") -> list[str]:
         """Return the command that runs `arguments` on a host, in this working directory."""
         if self._hub is None:
-            raise HostsError("these hosts are gone: a job that took too long takes them along")
+            raise HostsError(
+                "these hosts are not there: make them by `with`; a job that takes too long takes them along"
+            )
         namespaces = f"/proc/{self._hub.pid}/ns"
         enter = ["nsenter", f"--pid={namespaces}/pid_for_children", f"--mount={namespaces}/mnt"]
         return [*enter, "env", "-C", os.getcwd(), self._agent, host, shlex.join(arguments)]

@@ -149,7 +149,7 @@ def test_a_job_that_takes_too_long_takes_the_hosts_along(monkeypatch, tmp_path):
             hosts.run([sys.executable, "-c", READY.format(60)], timeout=5, capture=True)
         assert caught.value.output.count("running") == 2
         assert list(tmp_path.iterdir()) == []
-        with pytest.raises(HostsError, match="these hosts are gone"):
+        with pytest.raises(HostsError, match="these hosts are not there"):
             hosts.run(["true"], timeout=5)
 
 
