@@ -8,6 +8,7 @@ message's tag, so that different calls can never take each other's data.
 from __future__ import annotations
 
 import time
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
@@ -22,10 +23,12 @@ from commlib.verbs.operation import signature
 _TEXT_BYTES = 1024
 
 
-def mismatch(group: str, sequence: int, rank: int, texts: list[str]) -> MismatchError:
-    """Return the error that says who called what."""
+def mismatch(
+    group: str, sequence: int, rank: int, texts: Sequence[str], members: Sequence[int] | None = None
+) -> MismatchError:
+    """Return the error that says who called what. `texts[i]` is that of rank `members[i]` (default: of rank i)."""
     callers: dict[str, list[int]] = {}
-    for caller, text in enumerate(texts):
+    for caller, text in zip(members or range(len(texts)), texts, strict=True):
         callers.setdefault(text, []).append(caller)
     lines = [
         f"  rank{'s' if len(ranks) > 1 else ''} {', '.join(map(str, ranks))}: {text}" for text, ranks in callers.items()
@@ -45,7 +48,7 @@ def compare_messages(transport: Transport, sequence: int, text: str, idle: Idle)
         gathered[transport.rank] = own
         region = Region(gathered.reshape(-1), even(gathered.size, transport.size))
         bruck = program("all_gather", "bruck", transport.rank, transport.size)
-        execute(bruck, [region], transport, tag=signature(f"{tag} {sequence}"), idle=idle)
+        execute(bruck, [[region]], transport, tag=signature(f"{tag} {sequence}"), idle=idle)
         return gathered
 
     numbers = gather(np.array([signature(text)], np.int64), "compare")
@@ -84,19 +87,25 @@ class LateCheck:
             if receive is not None:
                 receive.cancel()  # before its array goes
 
+    def tell(self) -> None:
+        """Tell the others what this rank called, and listen no more: it knows of a mismatch that they may not see."""
+        self._post(listen=False)
+
     def leave(self) -> None:
         """Tell those who wait, or will, that this rank makes no further call. Never blocks for long."""
         last = max(self._calls, default=0)
-        self._calls[last + 1] = _GONE
-        self._post(listen=False)
-        # MPI may outlive this process's memory: it must neither write to it nor read from it any more.
+        self._calls = {last + 1: _GONE}
+        self._post()
+        # Ranks that leave together take each other's word, so that no message is left behind, of which some MPI
+        # libraries complain. And MPI may outlive this process's memory: it must not touch it any more.
         deadline = time.monotonic() + _PARTING_SECONDS
         for exchanges in self._posted.values():
             for _, receive, _, send in exchanges:
-                if receive is not None:
+                for request in (send, receive):
+                    while request is not None and not request.test() and time.monotonic() < deadline:
+                        time.sleep(1e-4)
+                if receive is not None and not receive.test():
                     receive.cancel()
-                while not send.test() and time.monotonic() < deadline:
-                    time.sleep(1e-3)
         self._posted.clear()
 
     def look(self) -> None:

@@ -8,18 +8,29 @@ from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
+from numpy import empty, ndarray
 
-from commlib.buffers.views import as_host
+from commlib.buffers.views import address_of, as_host
 from commlib.dtypes import Array, name_of, numpy_dtype
 from commlib.errors import UsageError
 from commlib.group import Group
+from commlib.kernels import node as kernels
 from commlib.plan import Plan
 from commlib.runtime import Runtime
 from commlib.transport.base import Transport
-from commlib.verbs import messages, movement, objects, reduction
-from commlib.verbs.node import Prepared
-from commlib.verbs.operation import Operation, apart
+from commlib.verbs import hierarchy, messages, movement, objects, reduction
+from commlib.verbs.node import NodeCall
+from commlib.verbs.operation import Operation, apart, result
 from commlib.work import Work
+
+
+def _are_plain(x: Any, out: Any) -> bool:
+    """Return whether a result of `x`, a numpy array, may be written to `out` as it is; None is a new array."""
+    if out is x:
+        return bool(x.flags.carray)
+    return bool(x.flags.c_contiguous) and (
+        out is None or (type(out) is ndarray and out.dtype is x.dtype and out.shape == x.shape and out.flags.carray)
+    )
 
 
 class Communicator(Group):
@@ -37,8 +48,8 @@ class Communicator(Group):
 
     def __init__(self, transport: Transport, runtime: Runtime, name: str = "world") -> None:
         super().__init__(transport, runtime, name)
-        self._prepared = Prepared(self)
-        self._find_prepared = self._prepared.find
+        self._small_all_reduces = self.node_path.small
+        self._meeting = NodeCall(self, "barrier", kernels.barrier) if self.on_board else None
         self._children = itertools.count(1)
         self._node: Communicator | None = None
 
@@ -85,10 +96,9 @@ class Communicator(Group):
         if min(dimensions, default=0) < 0:
             raise UsageError(f"empty: shape {dimensions} has a negative length")
         nbytes = int(np.prod(dimensions, dtype=np.int64)) * kind.itemsize
-        if not self.one_node:
-            return self.node().empty(dimensions, kind)
 
         def run() -> Array:
+            self.node_path.forget_places()
             return self._symmetric.allocate(nbytes).view(kind).reshape(dimensions)  # type: ignore[no-any-return]
 
         return self._run(Operation(f"empty of shape {dimensions} {name_of(kind)}", run))  # type: ignore[no-any-return]
@@ -102,31 +112,35 @@ class Communicator(Group):
         truncates toward zero. float16 and bfloat16 are combined in float32 and rounded once, to nearest even.
         algorithm: "auto", "node" (shared memory), "native" (MPI's own), or a schedule ("ring", "double_tree", ...).
         """
-        if out is x:
-            # The usual call of a training loop: the same array again.
-            again = self._find_prepared(x, op, algorithm)
-            if again is not None:
-                again()
+        if type(x) is ndarray and algorithm == "auto":
+            # What a small call costs is mostly what Python does before it: no view, no text, no object is made here.
+            small = self._small_all_reduces.get((x.dtype, x.size, op))
+            if small is not None and _are_plain(x, out):
+                if out is None:
+                    out = empty(x.shape, x.dtype)
+                small.between(x, out)
+                return out
+            if (plain := self.node_path.plain_all_reduce(x, op, out)) is not None:
+                call, array = plain
+                call.at(address_of(x), address_of(array))
+                return array
+            known = self.known_small.get((x.dtype, x.size, op))
+            if known is not None and x.ndim == 1 and out is x and x.flags.carray:
+                text, prepared = known
+                self._run(Operation(text, lambda: prepared.run(x, x)))
                 return x
-        on_node = self._prepared.make(x, op, out, algorithm)
-        if on_node is None:
-            return self._run(self._all_reduce(x, op, out, algorithm))
-        call, target, _ = on_node
-        call()
-        return target.deliver()
+        return self._run(reduction.all_reduce(self, x, op, out, algorithm))
 
     def all_reduce_async(self, x: Any, op: str = "sum", *, out: Any = None, algorithm: str = "auto") -> Work:
         """Start `all_reduce`."""
-        on_node = self._prepared.make(x, op, out, algorithm)
-        if on_node is None:
-            return self._start(self._all_reduce(x, op, out, algorithm))
-        call, target, keep = on_node
-
-        def run(keep: Any = keep) -> Any:
-            call.run()
-            return target.deliver()
-
-        return self.runtime.progress.start(call.text, run)
+        if type(x) is ndarray and algorithm == "auto":
+            small = self._small_all_reduces.get((x.dtype, x.size, op))
+            if small is not None and _are_plain(x, out):
+                return small.start_between(x, empty(x.shape, x.dtype) if out is None else out)
+            if (plain := self.node_path.plain_all_reduce(x, op, out)) is not None:
+                call, array = plain
+                return call.start_at(x, array)
+        return self._start(reduction.all_reduce(self, x, op, out, algorithm))
 
     def plan_all_reduce(self, x: Any, op: str = "sum", *, out: Any = None, algorithm: str = "auto") -> Plan:
         """Prepare an `all_reduce` that will be run many times on the same, contiguous, memory.
@@ -138,17 +152,12 @@ class Communicator(Group):
             raise UsageError("plan_all_reduce: x and out must be contiguous: a copy of them would not follow them")
         if apart(before, after) is not before:
             raise UsageError("plan_all_reduce: x and out overlap: they must be the same array, or apart")
-        on_node = self._prepared.make(x, op, out, algorithm)
-        if on_node is not None:
-            call, target, keep = on_node
-            return Plan.on_node(self.runtime.progress, call, target.deliver(), keep)
-        operation = self._all_reduce(x, op, out, algorithm)
-        return Plan(self.runtime.progress, Operation(operation.text, lambda: self._execute(operation)), (x, out))
-
-    def _all_reduce(self, x: Any, op: str, out: Any, algorithm: str) -> Operation:
-        if algorithm == "native":
-            return reduction.native_all_reduce(self, x, op, out)
-        return reduction.all_reduce(self, x, op, out, algorithm)
+        if self.takes_node_path("all_reduce", algorithm):
+            target = result(out, before.shape, before.dtype, "all_reduce")
+            call = self.node_path.bound_all_reduce(before.reshape(-1), target.flat, op, algorithm)
+            return Plan.on_node(self.progress, call, target.deliver(), (before, x))
+        operation = reduction.all_reduce(self, x, op, out, algorithm)
+        return Plan(self.progress, Operation(operation.text, lambda: self._execute(operation)), (x, out))
 
     def reduce_scatter(self, x: Any, op: str = "sum", *, out: Any = None, algorithm: str = "auto") -> Any:
         """Combine `x` of all ranks and give each rank its part of the result along dimension 0.
@@ -254,14 +263,17 @@ class Communicator(Group):
         return self._look_after(messages.send_recv(self, x, peer, out, source, tag))
 
     def _look_after(self, work: Work) -> Work:
-        self.runtime.progress.watch(work)
+        self.progress.watch(work)
         return work
 
     # Synchronisation and objects
 
     def barrier(self) -> None:
         """Wait until all ranks are here."""
-        self._run(self._barrier())
+        if self._meeting is not None:
+            self._meeting()
+        else:
+            self._run(self._barrier())
 
     def barrier_async(self) -> Work:
         """Start `barrier`; the work is done when all ranks have come."""
@@ -269,11 +281,12 @@ class Communicator(Group):
 
     def _barrier(self) -> Operation:
         def run() -> None:
-            self.execute(self.programs("barrier", "dissemination"), list, "barrier")
+            self.execute(self.programs("barrier", "dissemination"), [[]], "barrier")
 
-        # On a node, comparing the calls is a barrier.
-        if self.board is not None and self.config.check != "never":
-            return Operation("barrier", lambda: None)
+        if self._meeting is not None:
+            return Operation("barrier", self._meeting.run, compares=True)
+        if self.is_hierarchical:
+            return Operation("barrier", lambda: hierarchy.barrier(self, "barrier"))
         return Operation("barrier", run)
 
     def broadcast_object(self, value: Any, root: int = 0) -> Any:
@@ -294,7 +307,6 @@ class Communicator(Group):
 
     def close(self) -> None:
         """Release everything. Collective, and only when no rank uses it any more."""
-        self._prepared.clear()
         if self._node is not None:
             self._node.close()
         super().close()

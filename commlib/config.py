@@ -42,6 +42,11 @@ class Config:
     spins: int = _setting(
         -1, "polls before a waiting rank yields its core; -1 chooses by cores per rank (per rank)", least=-1
     )
+    tuning_file: str = _setting(
+        "",
+        "file of measured times ('commlib tune' writes it) that algorithms are chosen by; empty is "
+        "commlib/tuning.json in the user's cache folder, 'none' is the cost model alone (read by rank 0)",
+    )
     log_level: str = _setting(
         "warning", "level of the 'commlib' logger (per rank)", ("debug", "info", "warning", "error")
     )

@@ -1,38 +1,43 @@
-"""Runs one rank's program over one transport: the only interpreter of programs."""
+"""Runs one rank's program over one transport: the only interpreter of programs.
+
+Large data is cut into blocks, and the program runs over several of them at once, each at its own round: while one
+block's messages are under way, another's are combined and the next one's leave.
+"""
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 
+from commlib.buffers.views import address_of
 from commlib.errors import TransportError
 from commlib.kernels.arithmetic import reduce_function
-from commlib.schedule.ir import Program, Span
-from commlib.schedule.layout import Layout
+from commlib.schedule.ir import Program, Recv, Round, Span
+from commlib.schedule.layout import Layout, Slices
 from commlib.transport.base import Idle, Request, Transport
+
+# Blocks under way at once: one that is sent, one that arrives, one that is combined, and as many more for the jitter of
+# hosts that share their cores (on links of 1 Gbit/s 4 reached 72 to 87 % of the rate, 8 reached 85 to 96 %).
+WINDOW = 8
 
 
 class Reducer:
-    """One operation on one dtype, for contiguous 1-D arrays on the host."""
+    """One operation on one dtype, for contiguous 1-D arrays on the host; `divisor` is that of a mean."""
 
-    def __init__(self, dtype: str, operation: str) -> None:
-        self._call = reduce_function(dtype, operation).ctypes
-        self._inputs, self._output = np.zeros(2, np.int64), np.zeros(1, np.int64)
-        self._addresses = self._inputs.ctypes.data, self._output.ctypes.data
+    def __init__(self, dtype: str, operation: str, divisor: int = 0) -> None:
+        self._kind = dtype, operation
+        self._divisor = divisor
 
-    def pair(self, first: Any, second: Any, target: Any) -> None:
-        """target = first (operation) second; the target may be one of them."""
-        self._inputs[:] = first.ctypes.data, second.ctypes.data
-        self._output[0] = target.ctypes.data
-        self._call(self._addresses[0], 2, self._addresses[1], 1, 0, len(target), 0)
-
-    def finish(self, array: Any, divisor: int) -> None:
-        """Divide a sum in place, if the operation is a mean."""
-        self._inputs[0] = self._output[0] = array.ctypes.data
-        self._call(self._addresses[0], 1, self._addresses[1], 1, 0, len(array), divisor)
+    def combine(self, operands: Sequence[Any], target: Any) -> None:
+        """target = the first (operation) the second ...; the target may be one of them."""
+        reduce = reduce_function(*self._kind).ctypes  # compiled when first needed
+        inputs = np.array([address_of(operand) for operand in operands], np.int64)
+        output = np.array([address_of(target)], np.int64)
+        reduce(address_of(inputs), len(inputs), address_of(output), 1, 0, len(target), self._divisor)
 
 
 @dataclass(slots=True)
@@ -40,7 +45,7 @@ class Region:
     """One region of a program's chunks: a contiguous 1-D array, and where each chunk lies in it."""
 
     array: Any
-    layout: Layout
+    layout: Layout | Slices
 
 
 class _Memory:
@@ -61,50 +66,122 @@ class _Memory:
         return np.empty(0, np.uint8)  # an empty span of a program without data
 
 
+class _Landing:
+    """Memory for what arrives to be combined, used again by block after block."""
+
+    def __init__(self) -> None:
+        self._free: list[Any] = []
+
+    def take(self, like: Any) -> Any:
+        for index, memory in enumerate(self._free):
+            if memory.nbytes >= like.nbytes:
+                del self._free[index]
+                break
+        else:
+            memory = np.empty(like.nbytes, np.uint8)
+        return memory[: like.nbytes].view(like.dtype)
+
+    def give_back(self, array: Any) -> None:
+        self._free.append(array.base if array.base is not None else array)
+
+
 def _bytes(array: Any) -> memoryview:
     return array.view(np.uint8).data  # type: ignore[no-any-return]  # bfloat16 has no buffer format of its own
 
 
+class _Block:
+    """One block of the data on its way through the program."""
+
+    def __init__(
+        self, program: Program, regions: Sequence[Region], transport: Transport, tag: int, reducer: Reducer | None
+    ) -> None:
+        self._program, self._transport, self._tag, self._reducer = program, transport, tag, reducer
+        self._memory = _Memory(program, regions)
+        self._rounds = iter(program.rounds)
+        self._arrivals: list[tuple[Recv, Any, Request]] = []
+        self.pending: list[Request] = []
+
+    def advance(self, landing: _Landing) -> bool:
+        """Combine what has arrived and post the next round; return whether there is one to wait for."""
+        self._combine(landing)
+        for step in self._rounds:
+            self._post(step, landing)
+            if self.pending:
+                return True
+        return False
+
+    def _post(self, step: Round, landing: _Landing) -> None:
+        memory, transport, tag = self._memory, self._transport, self._tag
+        for copy in step.copies:
+            memory[copy.target][:] = memory[copy.source]
+        for recv in step.recvs:
+            place = memory[recv.span]
+            if recv.reduce:
+                place = landing.take(place)
+            self._arrivals.append((recv, place, transport.recv(recv.peer, tag, _bytes(place))))
+        sends = [transport.send(send.peer, tag, _bytes(memory[send.span])) for send in step.sends]
+        self.pending = [*(request for _, _, request in self._arrivals), *sends]
+
+    def _combine(self, landing: _Landing) -> None:
+        operands: dict[Span, list[tuple[int, Any]]] = {}
+        for recv, incoming, request in self._arrivals:
+            if request.nbytes != incoming.nbytes:
+                raise TransportError(
+                    f"{self._program.verb} {self._program.algorithm} on rank {self._program.rank}: expected "
+                    f"{incoming.nbytes} bytes from rank {recv.peer}, got "
+                    f"{request.nbytes if request.nbytes >= 0 else 'more'}: do the ranks call the same thing? "
+                    "COMMLIB_CHECK=always compares every call"
+                )
+            if recv.reduce and len(incoming):
+                operands.setdefault(recv.span, []).append((recv.peer, incoming))
+        for span, incoming_ones in operands.items():
+            assert self._reducer is not None
+            target = self._memory[span]
+            # By rank, so that the same numbers are added in the same order wherever it is done.
+            ordered = sorted([*incoming_ones, (self._program.rank, target)], key=lambda operand: operand[0])
+            self._reducer.combine([array for _, array in ordered], target)
+        for recv, incoming, _ in self._arrivals:
+            if recv.reduce:
+                landing.give_back(incoming)
+        self._arrivals.clear()
+
+    def cancel(self) -> None:
+        for request in self.pending:
+            request.cancel()
+
+
 def execute(
     program: Program,
-    regions: Sequence[Region],
+    blocks: Sequence[Sequence[Region]],
     transport: Transport,
     *,
     tag: int,
     idle: Idle,
     reducer: Reducer | None = None,
 ) -> None:
-    """Run `program` on this rank's `regions`.
+    """Run `program` over this rank's `blocks`: for each the regions that hold its chunks.
 
-    All messages carry `tag`; `reducer` combines what arrives for a reducing receive (the lower rank's operand first,
-    so that every rank computes the same bits). `idle` is called during long waits and may raise to give up.
+    All messages of block i carry `tag + i`; `reducer` combines what arrives for reducing receives with what is there
+    (the lowest rank's operand first, so that every rank computes the same bits). `idle` is called during long waits
+    and may raise to give up.
     """
-    memory = _Memory(program, regions)
-    for round_ in program.rounds:
-        for copy in round_.copies:
-            memory[copy.target][:] = memory[copy.source]
-        receives: list[Request] = []
-        landed: list[Any] = []
-        for recv in round_.recvs:
-            target = memory[recv.span]
-            landed.append(np.empty_like(target) if recv.reduce else target)
-            receives.append(transport.recv(recv.peer, tag, _bytes(landed[-1])))
-        sends = [transport.send(send.peer, tag, _bytes(memory[send.span])) for send in round_.sends]
-        try:
-            transport.wait([*receives, *sends], idle)
-        except BaseException:
-            for request in (*receives, *sends):
-                request.cancel()
-            raise
-        for recv, incoming, request in zip(round_.recvs, landed, receives, strict=True):
-            if request.nbytes != incoming.nbytes:
-                raise TransportError(
-                    f"{program.verb} {program.algorithm} on rank {program.rank}: expected {incoming.nbytes} bytes from "
-                    f"rank {recv.peer}, got {request.nbytes if request.nbytes >= 0 else 'more'}: do the ranks call "
-                    "the same thing? COMMLIB_CHECK=always compares every call"
-                )
-            if recv.reduce and len(incoming):
-                assert reducer is not None
-                target = memory[recv.span]
-                first, second = (incoming, target) if recv.peer < program.rank else (target, incoming)
-                reducer.pair(first, second, target)
+    landing = _Landing()
+    waiting = deque(enumerate(blocks))
+    running: list[_Block] = []
+    try:
+        while waiting or running:
+            while waiting and len(running) < WINDOW:
+                number, regions = waiting.popleft()
+                block = _Block(program, regions, transport, tag + number, reducer)
+                running.append(block)
+                if not block.advance(landing):
+                    running.pop()
+            if running:
+                transport.wait_any([request for block in running for request in block.pending], idle)
+            for block in running:
+                block.pending = [request for request in block.pending if not request.test()]
+            running = [block for block in running if block.pending or block.advance(landing)]
+    except BaseException:
+        for block in running:
+            block.cancel()
+        raise

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from commlib.progress import Progress
-from commlib.verbs.node import NodeAllReduce
+from commlib.verbs.node import NodeCall
 from commlib.verbs.operation import Operation
 from commlib.work import Work
 
@@ -13,7 +13,7 @@ from commlib.work import Work
 class Plan:
     """A collective on fixed memory. Every rank of the group runs its plan as often as the others.
 
-    `plan()` runs it now and returns the result array, `plan.start()` runs it on the progress thread and returns a Work.
+    `plan()` runs it now and returns the result array, `plan.start()` starts it and returns a Work.
     """
 
     __slots__ = ("_call", "_keep", "_progress", "_run", "_value", "text")
@@ -22,11 +22,11 @@ class Plan:
         """Run `operation`; `keep` is kept alive."""
         self.text = operation.text
         self._progress, self._run, self._keep = progress, operation.run, keep
-        self._call: NodeAllReduce | None = None
+        self._call: NodeCall | None = None
         self._value: Any = None
 
     @classmethod
-    def on_node(cls, progress: Progress, call: NodeAllReduce, value: Any, keep: Any) -> Plan:
+    def on_node(cls, progress: Progress, call: NodeCall, value: Any, keep: Any) -> Plan:
         """Return the plan of a compiled call, whose result is always `value`."""
 
         def run() -> Any:
@@ -48,5 +48,7 @@ class Plan:
         return self._progress.run(self.text, self._run)
 
     def start(self) -> Work:
-        """Run it on the progress thread, after everything that was launched before."""
+        """Start it, to run after everything that was launched before."""
+        if self._call is not None and self._call.can_begin:
+            return self._progress.begin(self.text, self._call.begin, self._run, self._value)
         return self._progress.start(self.text, self._run)

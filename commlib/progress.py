@@ -1,7 +1,11 @@
-"""The progress thread: runs queued operations in launch order, off the callers' threads.
+"""Progress: runs the operations of one group in launch order, on a thread of its own where that is needed.
 
 A blocking call runs in its caller's thread when nothing is queued (no hand-over, a microsecond instead of twenty), and
-queues behind what is pending otherwise, so that the order of launches is the order of execution on every rank.
+queues behind what is pending otherwise, so that the order of launches is the order of execution on every rank. Groups
+do not wait for each other: threads that use different ones may take turns differently on each rank.
+
+A small asynchronous call is *begun* in its caller's thread: it publishes its data, which is all that other ranks need
+of this one. If they are not there yet, whoever waits for it finishes it, or the thread before anything that follows.
 """
 
 from __future__ import annotations
@@ -28,23 +32,59 @@ class Watched(Protocol):
     def done(self) -> bool: ...
 
 
+class Begun(Work):
+    """An operation that has been begun, and is finished by who waits for it."""
+
+    __slots__ = ("_progress",)
+
+    def __init__(self, description: str, progress: Progress) -> None:
+        super().__init__(description)
+        self._progress = progress
+
+    def done(self) -> bool:
+        """Return whether it has ended; if not, let the progress thread see to it."""
+        if not self._done:
+            self._progress.hand_over()
+        return self._done
+
+    def wait(self, timeout: float | None = None) -> Any:
+        """Block until it has ended; see `Work.wait`."""
+        if not self._done:
+            if timeout is None:
+                self._progress.finish_begun(self)
+            else:
+                self._progress.hand_over()
+        return super().wait(timeout)
+
+
 class Progress:
     """One queue and one thread (started with the first queued operation; asleep while there is nothing to do)."""
 
     def __init__(self) -> None:
         self._queue: deque[tuple[Work, Run]] = deque()
+        self._begun: tuple[Work, Run] | None = None
         self._watched: list[Watched] = []
         self._failed: list[Work] = []  # to tell at the end of errors that nobody has asked for
         self._changed = threading.Condition(threading.Lock())
         self.running = threading.Lock()  # held by whoever runs an operation
-        self.pending = 0  # operations queued for, or running on, the thread
+        self.pending = 0  # operations begun, queued for, or running on, the thread; looked at while `running` is held
         self._thread: threading.Thread | None = None
         self._closed = False
         self.current = ""  # what is running on the thread, for messages
+        self.in_background = False  # what runs now runs on the thread
+
+    def claim(self) -> bool:
+        """Return whether an operation may run now, in this thread; `running` is then held."""
+        if not self.running.acquire(False):
+            return False
+        if self.pending:
+            self.running.release()
+            return False
+        return True
 
     def run(self, description: str, run: Run) -> Any:
         """Run one operation and return its result, after everything that was launched before it."""
-        if self.pending or not self.running.acquire(False):
+        if not self.claim():
             return self.start(description, run).wait()
         try:
             return run()
@@ -57,11 +97,81 @@ class Progress:
         with self._changed:
             if self._closed:
                 raise ShutdownError(f"{description}: commlib has been shut down")
+            self._queue_begun()
             self._queue.append((work, run))
             self.pending += 1
             self._start_thread()
             self._changed.notify_all()
         return work
+
+    def begin(self, description: str, begin: Callable[[], bool], finish: Run, result: Any) -> Work:
+        """Begin one operation here if nothing is pending, else queue it.
+
+        `begin` returns whether it is done already; if not, `finish` does the rest. It may also do all of it.
+        """
+        if not self.claim():
+            return self.start(description, finish)
+        try:
+            if begin():
+                return Work.ended(description, result)
+            work = Begun(description, self)
+            with self._changed:
+                self._begun = work, finish
+                self.pending += 1
+            return work
+        except BaseException as error:  # it belongs to whoever waits for the work
+            failed = Work(description)
+            failed.finish(error=error)
+            self._note_failure(failed)
+            return failed
+        finally:
+            self.running.release()
+
+    def hand_over(self) -> None:
+        """Let the thread finish what has been begun."""
+        with self._changed:
+            if self._begun is not None:
+                self._queue_begun()
+                self._start_thread()
+                self._changed.notify_all()
+
+    def _queue_begun(self) -> None:
+        if self._begun is not None:  # then the queue is empty
+            self._queue.append(self._begun)
+            self._begun = None
+
+    def finish_begun(self, work: Work) -> None:
+        """Finish `work` in this thread, unless somebody else does."""
+        with self._changed:
+            if self._begun is None or self._begun[0] is not work:
+                return
+            _, run = self._begun
+            self._begun = None
+        self._run_one(work, run)
+
+    def _run_one(self, work: Work, run: Run, *, in_background: bool = False) -> None:
+        result, error = None, None
+        try:
+            with self.running:
+                self.in_background = in_background
+                try:
+                    result = run()
+                finally:
+                    self.in_background = False
+        except BaseException as caught:  # it belongs to whoever waits for the work
+            error = caught
+        # The next blocking call may run inline as soon as its thread knows that this one is done.
+        with self._changed:
+            self.pending -= 1
+            self.current = ""
+            self._changed.notify_all()
+        work.finish(result, error)
+        if error is not None:
+            self._note_failure(work)
+
+    def _note_failure(self, work: Work) -> None:
+        self._failed = [other for other in self._failed if other.unseen_error is not None]
+        self._failed.append(work)
 
     def watch(self, work: Watched) -> None:
         """Look after `work` until it is done, whenever nothing is queued."""
@@ -96,25 +206,12 @@ class Progress:
 
     def _loop(self) -> None:
         while (job := self._next()) is not None:
-            work, run = job
-            result, error = None, None
-            try:
-                with self.running:
-                    result = run()
-            except BaseException as caught:  # it belongs to whoever waits for the work
-                error = caught
-            # The next blocking call may run inline as soon as its thread knows that this one is done.
-            with self._changed:
-                self.pending -= 1
-                self.current = ""
-                self._changed.notify_all()
-            work.finish(result, error)
-            if error is not None:
-                self._failed.append(work)
-            del job, work, run, result, error  # an idle thread must not keep arrays alive
+            self._run_one(*job, in_background=True)
+            del job  # an idle thread must not keep arrays alive
 
     def drain(self, timeout: float) -> str:
         """Wait until nothing is pending; return "" or, if that takes longer than `timeout` s, what is running."""
+        self.hand_over()
         with self._changed:
             if self._changed.wait_for(lambda: self.pending == 0 and not self._watched, timeout):
                 return ""
@@ -135,6 +232,7 @@ class Progress:
         with self._changed:
             self._closed = True
             self.pending += 1  # for ever: nothing may run in its caller's thread either
+            self._queue_begun()
             dropped = list(self._queue)
             self._queue.clear()
             self.pending -= len(dropped)

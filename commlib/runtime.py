@@ -3,21 +3,22 @@
 from __future__ import annotations
 
 import os
+import time
 import weakref
 from dataclasses import dataclass, field
 from typing import Any
 
 from commlib.config import Config
-from commlib.progress import Progress
+from commlib.tune.chooser import Chooser
 
 
 @dataclass(slots=True)
 class Runtime:
-    """Settings, the progress thread, and the state of the process. One for each process (each thread in loopback)."""
+    """Settings, all groups, and the state of the process. One for each process (each thread in loopback)."""
 
     config: Config = field(default_factory=Config)
-    progress: Progress = field(default_factory=Progress)
     ranks_on_node: int = 1
+    chooser: Chooser = field(default_factory=Chooser)  # alike on all ranks
     closing: bool = False  # waits that still last must end
     groups: weakref.WeakSet[Any] = field(default_factory=weakref.WeakSet)  # all communicators, to be told of the end
 
@@ -28,3 +29,22 @@ class Runtime:
             return self.config.spins
         # The peer that is waited for may need this very core; then every poll delays it.
         return 2000 if self.ranks_on_node <= (os.cpu_count() or 1) else 20
+
+    def drain(self, timeout: float) -> str:
+        """Wait until no group has anything pending; return "" or, after `timeout` s, what is still running."""
+        deadline = time.monotonic() + timeout
+        left_over = [group.progress.drain(max(0.0, deadline - time.monotonic())) for group in list(self.groups)]
+        return next(filter(None, left_over), "")
+
+    def end(self) -> str:
+        """End all groups without ever hanging; return the first failure that nobody has asked for, or ""."""
+        groups = list(self.groups)
+        for group in groups:
+            group.progress.close()
+        for group in groups:
+            group.leave()
+        self.closing = True
+        deadline = time.monotonic() + 1.0  # waits look at `closing` every 0.1 s
+        for group in groups:
+            group.progress.join(max(0.0, deadline - time.monotonic()))
+        return next(filter(None, [group.progress.unseen_failure() for group in groups]), "")

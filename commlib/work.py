@@ -15,30 +15,36 @@ class Work:
     raises what it raised.
     """
 
-    __slots__ = ("_error", "_event", "_result", "description", "seen")
+    __slots__ = ("_done", "_error", "_result", "_running", "description", "seen")
 
     def __init__(self, description: str) -> None:
         self.description = description
         self.seen = False  # somebody has asked how it ended
-        self._event = threading.Event()
+        self._done = False
+        self._running = threading.Lock()  # held until it is done: a fortieth of the price of an Event
+        self._running.acquire()
         self._result: Any = None
         self._error: BaseException | None = None
 
     def __repr__(self) -> str:
-        state = "failed" if self._error else "done" if self.done() else "pending"
+        state = "pending" if not self._done else "failed" if self._error else "done"
         return f"<Work {self.description}: {state}>"
 
     def done(self) -> bool:
         """Return whether it has ended, well or not. Never blocks."""
-        return self._event.is_set()
+        return self._done
 
     def wait(self, timeout: float | None = None) -> Any:
         """Block until it has ended, at most `timeout` seconds, and return its result.
 
         Raises what the operation raised; StallError if the time is up (the operation goes on).
         """
-        if not self._event.wait(timeout):
-            raise StallError(f"{self.description}: not done after {timeout} s; it goes on, wait again to collect it")
+        if not self._done:
+            if not self._running.acquire(timeout=-1 if timeout is None else max(timeout, 0)):
+                raise StallError(
+                    f"{self.description}: not done after {timeout} s; it goes on, wait again to collect it"
+                )
+            self._running.release()  # for others who wait
         self.seen = True
         if self._error is not None:
             raise self._error
@@ -50,8 +56,11 @@ class Work:
 
     def exception(self) -> BaseException | None:
         """Return what the operation raised, or None; waits until it has ended."""
-        self._event.wait()
-        self.seen = True
+        try:
+            self.wait()
+        except BaseException as error:
+            if error is not self._error:
+                raise
         return self._error
 
     @property
@@ -59,7 +68,16 @@ class Work:
         """What went wrong, if it has ended badly and nobody has asked."""
         return None if self.seen else self._error
 
+    @classmethod
+    def ended(cls, description: str, result: Any) -> Work:
+        """Return one that is done."""
+        work = cls.__new__(cls)
+        work.description, work._result = description, result
+        work._done, work._error, work.seen = True, None, True
+        return work
+
     def finish(self, result: Any = None, error: BaseException | None = None) -> None:
         """End it. Called once, by whoever runs the operation."""
         self._result, self._error = result, error
-        self._event.set()
+        self._done = True
+        self._running.release()

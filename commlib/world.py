@@ -13,6 +13,7 @@ from commlib.errors import TransportError, UsageError
 
 if TYPE_CHECKING:
     from commlib.communicator import Communicator
+    from commlib.tune.chooser import Chooser
 
 # Seconds between the last line of a rank and the abort: MPICH's launcher does not read on once it is told to abort.
 LAST_WORDS = 0.1
@@ -46,7 +47,7 @@ def init(comm: Any = None) -> Communicator:
     from commlib.transport.mpi import MpiTransport
 
     node = base.Split_type(MPI.COMM_TYPE_SHARED)
-    runtime = Runtime(settings, ranks_on_node=node.Get_size())
+    runtime = Runtime(settings, node.Get_size(), _agreed_chooser(base, settings))
     node.Free()
     _world = Communicator(MpiTransport(base), runtime)
     return _world
@@ -84,13 +85,26 @@ def shutdown() -> None:
 def _close(comm: Communicator) -> str:
     """End all work on this rank without ever hanging; return what did not end well, and nobody knows of, or ""."""
     runtime = comm.runtime
-    unfinished = runtime.progress.drain(runtime.config.exit_timeout)
-    runtime.progress.close()
-    for group in list(runtime.groups):
-        group.leave()
-    runtime.closing = True
-    runtime.progress.join(1.0)  # waits look at `closing` every 0.1 s
-    return unfinished or runtime.progress.unseen_failure()
+    unfinished = runtime.drain(runtime.config.exit_timeout)
+    failure = runtime.end()
+    return unfinished or failure
+
+
+def _agreed_chooser(base: Any, settings: config.Config) -> Chooser:
+    """Return the chooser of rank 0's tuning. Raises its error everywhere if its file cannot be read."""
+    from commlib.tune.chooser import Chooser, Tuning
+
+    data, error = b"", ""
+    if base.rank == 0:
+        try:
+            data = Tuning.load(settings).to_bytes()
+        except UsageError as caught:
+            error = str(caught)
+    data, error = base.bcast((data, error))
+    if error:
+        raise UsageError(error)
+    tuning = Tuning.from_bytes(data)
+    return Chooser(tuning.machine, tuning.table)
 
 
 def _load_mpi() -> Any:

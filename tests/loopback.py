@@ -59,7 +59,8 @@ def run(
     stacks = "\n".join(_stack(thread) for thread in stuck)
     for runtime in runtimes:
         runtime.closing = True  # whoever waits in commlib gives up
-        runtime.progress.close()
+        for group in list(runtime.groups):
+            group.progress.close()
     for thread in threads:
         thread.join(_CLEAN_UP)
     if failures and not stuck:

@@ -16,3 +16,6 @@ app = typer.Typer(
 @app.callback()
 def _commlib() -> None:
     """Keep verbs as sub-commands even while there is only one."""
+
+
+from commlib.cli import show, tune  # noqa: E402, F401  # each adds its verb to the table

@@ -13,6 +13,7 @@ are compiled once, not once for each dtype.
 
 from __future__ import annotations
 
+import threading
 from functools import cache
 from typing import Any
 
@@ -22,6 +23,7 @@ from numba.core import types
 from numba.extending import overload
 
 from commlib.kernels import intrinsics as ins
+from commlib.kernels.cache import CACHED
 
 # numba has no type for these; their bits are stored as integers.
 _STORED = {"float16": "uint16", "bfloat16": "uint16", "bool": "uint8"}
@@ -211,19 +213,27 @@ def _reduce_pair(kind: Any, operation: Any, sources: Any, targets: Any, count: A
     return vectors if name == "float16" else loops
 
 
-@cache
+_compiling = threading.Lock()
+
+
 def reduce_function(dtype: str, operation: str) -> Any:
     """Return the compiled C callback for one dtype and one of sum, mean, prod, min, max (or, and: bool only).
 
-    Its `address` is what the protocol kernels call. Compiled once and cached on disk.
+    Its `address` is what the protocol kernels call. Compiled once, whichever thread asks first, and kept on disk.
     """
+    with _compiling:
+        return _compile(dtype, operation)
+
+
+@cache
+def _compile(dtype: str, operation: str) -> Any:
     kind = dtype
     stored = getattr(np, _STORED.get(dtype, dtype))
     combined = getattr(np, _STORED.get(accumulator := accumulator_dtype(dtype, operation), accumulator))
     size = np.dtype(stored).itemsize
 
     # Everything that the closure holds is a string, a number or a type: numba keys its disk cache by their pickles.
-    @nb.cfunc(SIGNATURE, cache=True, nogil=True)  # type: ignore[untyped-decorator]
+    @nb.cfunc(SIGNATURE, cache=CACHED, nogil=True)  # type: ignore[untyped-decorator]
     def reduce(inputs: int, n_inputs: int, outputs: int, n_outputs: int, offset: int, count: int, divisor: int) -> None:
         sources = nb.carray(ins.as_pointer(inputs), n_inputs, np.int64)
         targets = nb.carray(ins.as_pointer(outputs), n_outputs, np.int64)

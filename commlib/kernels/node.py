@@ -6,7 +6,12 @@ until the peers' lines show that epoch. Two slots of each kind (even and odd epo
 e + 2 has seen all peers at e + 1, so all have finished reading what was published at e.
 
 A rank's line also carries the call's signature (a hash of verb, dtype, count, operation, ...). Peers compare it with
-their own before they touch any data, so a mismatch costs nothing to detect and corrupts nothing.
+their own before they touch any data, so a mismatch costs nothing to detect and corrupts nothing. Beside it stands the
+place of the call's arrays in symmetric memory, 0 for ordinary ones. If ranks call the same thing on memory that does
+not correspond, all of them see that (APART), and all of them fall back to the slots.
+
+Besides all_reduce, which has kernels of its own, every verb is an *exchange*: a rank publishes parts of its array, and
+takes from each peer, or combines, the part that is meant for it. Tables say where parts begin and how long they are.
 
 Everything a kernel needs is in one int64 array, the *call*, whose fields are the constants below: passing its address
 costs least, and the kernel can return in the middle of a wait (WAITING) and be called again to go on from there.
@@ -14,7 +19,9 @@ costs least, and the kernel can return in the middle of a wait (WAITING) and be 
 
 from __future__ import annotations
 
+import ctypes
 from collections.abc import Callable
+from functools import cache
 from typing import Any
 
 import numba as nb
@@ -22,15 +29,19 @@ import numpy as np
 from numba.core import types
 
 from commlib.kernels import intrinsics as ins
+from commlib.kernels.cache import CACHED
 
 # What a kernel returns.
-DONE, WAITING, MISMATCH, BROKEN = range(4)
+DONE, WAITING, MISMATCH, BROKEN, APART = range(5)
 
 # The board: one line per rank, two cache lines wide because CPUs prefetch in pairs. Byte offsets in a line:
-LINE_BYTES, ARRIVED, SIGNATURES = 128, 0, 16
+LINE_BYTES, ARRIVED, SIGNATURES, PLACES = 128, 0, 16, 32
 
 # How much of each buffer is reduced at once: far less than the L2 cache, far more than a call costs.
 TILE_BYTES = 1 << 16
+
+# How often a rank that only begins a call polls for its peers.
+BEGINNING_SPINS = 200
 
 # Fields of the control array, one for each communicator and rank. SLOTS is the address of a table of P addresses.
 # FAILED is set once the ranks are out of step; every kernel then returns BROKEN at once.
@@ -40,10 +51,11 @@ EPOCH, RANK, SIZE, BOARD, SLOTS, SLOT_BYTES, FAILED, CONTROL_FIELDS = range(8)
 (
     CONTROL,  # address of the control array
     STATE,  # where a kernel that returned WAITING goes on; 0 to begin
-    POSITION,  # elements done, for kernels that work piece by piece
+    POSITION,  # elements (in an exchange: bytes of each part) done, for kernels that work piece by piece
     PARITY,  # which slot the first piece of all_reduce_staged uses
     SIGNATURE,
-    REDUCE,  # address of the arithmetic
+    PLACE,
+    REDUCE,  # address of the arithmetic; 0 in an exchange that only moves data
     INPUTS,  # address of a table of P addresses, in rank order
     OUTPUTS,
     COUNT,  # elements
@@ -53,20 +65,30 @@ EPOCH, RANK, SIZE, BOARD, SLOTS, SLOT_BYTES, FAILED, CONTROL_FIELDS = range(8)
     YIELDS,  # yields before the first nap
     NAPS,  # naps before WAITING is returned
     NAP_MICROSECONDS,
-    SOURCE,  # address of this rank's own array, and of the result, where they are not shared
+    SOURCE,  # address of this rank's own array, and of the result
     TARGET,
-    BACKWARD,  # whether all_reduce_symmetric begins at the end of its share; it alternates
+    BACKWARD,  # whether the next sweep over this rank's share begins at its end; it alternates
+    PARTS,  # of an exchange: into how many parts each rank's array is cut: one that all take, or one for each rank
+    PART_BYTES,  # room for each part in a slot
+    TAKE,  # which part of everybody's array this rank takes
+    LONGEST,  # bytes of the longest part of any rank: all ranks go through as many pieces
+    SEND_OFFSETS,  # addresses of tables: bytes from SOURCE to each part, and its length
+    SEND_LENGTHS,
+    RECV_OFFSETS,  # bytes from TARGET to where what each peer has for this rank goes, and its length
+    RECV_LENGTHS,
     CALL_FIELDS,
-) = range(19)
+) = range(28)
 
 
-def entry_point(kernel: Any) -> Callable[[int], int]:
+@cache
+def entry_point(kernel: Any, n_arguments: int = 1) -> Callable[..., int]:
     """Return the compiled function behind a kernel, which takes the address of a call and returns a status.
 
     Called by itself it costs half of what the dispatcher does, which looks up types that never change here.
     """
-    kernel.compile((types.int64,))
-    return kernel.overloads[(types.int64,)].entry_point
+    signature = (types.int64,) * n_arguments
+    kernel.compile(signature)
+    return kernel.overloads[signature].entry_point
 
 
 @nb.njit(inline="always")  # type: ignore[untyped-decorator]
@@ -79,17 +101,23 @@ def _control(call: Any) -> Any:
     return nb.carray(ins.as_pointer(call[CONTROL]), CONTROL_FIELDS, np.int64)
 
 
-@nb.njit(cache=True, nogil=True)  # type: ignore[untyped-decorator]
-def _arrive(control: Any, signature: int) -> None:
+@nb.njit(inline="always")  # type: ignore[untyped-decorator]
+def _table(address: int, length: int) -> Any:
+    return nb.carray(ins.as_pointer(address), length, np.int64)
+
+
+@nb.njit(cache=CACHED, nogil=True)  # type: ignore[untyped-decorator]
+def _arrive(call: Any, control: Any) -> None:
     """Reach the next epoch, and say so."""
     control[EPOCH] += 1
     epoch = control[EPOCH]
     line = control[BOARD] + control[RANK] * LINE_BYTES
-    ins.store_release(line + SIGNATURES + 8 * (epoch & 1), signature)
+    ins.store_release(line + SIGNATURES + 8 * (epoch & 1), call[SIGNATURE])
+    ins.store_release(line + PLACES + 8 * (epoch & 1), call[PLACE])
     ins.store_release(line + ARRIVED, epoch)
 
 
-@nb.njit(cache=True, nogil=True)  # type: ignore[untyped-decorator]
+@nb.njit(cache=CACHED, nogil=True)  # type: ignore[untyped-decorator]
 def _await_peers(call: Any, control: Any) -> int:
     """Wait until every rank has reached this rank's epoch with the same signature."""
     epoch, size, board = control[EPOCH], control[SIZE], control[BOARD]
@@ -109,12 +137,15 @@ def _await_peers(call: Any, control: Any) -> int:
                 ins.usleep(call[NAP_MICROSECONDS])
             else:
                 return WAITING
+        # Whatever the verdict, wait for the others too: all ranks leave at the same epoch.
         if ins.load_acquire(line + SIGNATURES + 8 * (epoch & 1)) != call[SIGNATURE]:
-            verdict = MISMATCH  # but wait for the others too, so that all ranks leave at the same epoch
+            verdict = MISMATCH
+        elif verdict == DONE and ins.load_acquire(line + PLACES + 8 * (epoch & 1)) != call[PLACE]:
+            verdict = APART
     return verdict
 
 
-@nb.njit(cache=True, nogil=True)  # type: ignore[untyped-decorator]
+@nb.njit(cache=CACHED, nogil=True)  # type: ignore[untyped-decorator]
 def barrier(address: int) -> int:
     """Wait for everybody."""
     call = _call(address)
@@ -122,7 +153,7 @@ def barrier(address: int) -> int:
     if control[FAILED] != 0:
         return BROKEN
     if call[STATE] == 0:
-        _arrive(control, call[SIGNATURE])
+        _arrive(call, control)
         call[STATE] = 1
     status = _await_peers(call, control)
     if status != WAITING:
@@ -139,8 +170,8 @@ def _own_share(count: int, item_bytes: int, rank: int, size: int) -> Any:
 
 
 @nb.njit(inline="always")  # type: ignore[untyped-decorator]
-def _reduce_share(call: Any, size: int, start: int, stop: int) -> None:
-    """Reduce the elements [start, stop), tile by tile, and the next time from the other end.
+def _reduce_share(call: Any, size: int, n_outputs: int, start: int, stop: int) -> None:
+    """Reduce the elements [start, stop) of INPUTS into OUTPUTS, tile by tile, and the next time from the other end.
 
     What a sweep touched last is still in the cache when the next one begins there; a sweep from the same end would find
     nothing of what a buffer larger than the cache has left.
@@ -151,11 +182,11 @@ def _reduce_share(call: Any, size: int, start: int, stop: int) -> None:
     for step in range(tiles):
         first = start + tile * (tiles - 1 - step if call[BACKWARD] else step)
         length = min(tile, stop - first)
-        ins.call_reduce(call[REDUCE], call[INPUTS], size, call[OUTPUTS], size, first * item, length, call[DIVISOR])
+        ins.call_reduce(call[REDUCE], call[INPUTS], size, call[OUTPUTS], n_outputs, first * item, length, call[DIVISOR])
     call[BACKWARD] ^= 1
 
 
-@nb.njit(cache=True, nogil=True)  # type: ignore[untyped-decorator]
+@nb.njit(cache=CACHED, nogil=True)  # type: ignore[untyped-decorator]
 def all_reduce_symmetric(address: int) -> int:
     """All-reduce in symmetric memory: reduce my share from all ranks' buffers straight into all ranks' buffers."""
     call = _call(address)
@@ -163,20 +194,20 @@ def all_reduce_symmetric(address: int) -> int:
     if control[FAILED] != 0:
         return BROKEN
     if call[STATE] == 0:
-        _arrive(control, call[SIGNATURE])
+        _arrive(call, control)
         call[STATE] = 1
     if call[STATE] == 1:
         status = _await_peers(call, control)
         if status == WAITING:
             return WAITING
-        if status == MISMATCH:
+        if status != DONE:
             call[STATE] = 0
-            return MISMATCH
+            return status
         size = control[SIZE]
         start, stop = _own_share(call[COUNT], call[ITEM_BYTES], control[RANK], size)
         if stop > start:
-            _reduce_share(call, size, start, stop)
-        _arrive(control, call[SIGNATURE])
+            _reduce_share(call, size, size, start, stop)
+        _arrive(call, control)
         call[STATE] = 2
     status = _await_peers(call, control)
     if status != WAITING:
@@ -184,48 +215,7 @@ def all_reduce_symmetric(address: int) -> int:
     return status
 
 
-@nb.njit(cache=True, nogil=True)  # type: ignore[untyped-decorator]
-def all_reduce_exchange(address: int) -> int:
-    """All-reduce of ordinary arrays, piece by piece: publish my piece, then reduce everybody's into my result.
-
-    One meeting for each piece, P reads of each element: best for two ranks, and for small arrays.
-    """
-    call = _call(address)
-    control = _control(call)
-    if control[FAILED] != 0:
-        return BROKEN
-    rank, size, item = control[RANK], control[SIZE], call[ITEM_BYTES]
-    slots = nb.carray(ins.as_pointer(control[SLOTS]), size, np.int64)
-    inputs = nb.carray(ins.as_pointer(call[INPUTS]), size, np.int64)
-    outputs = nb.carray(ins.as_pointer(call[OUTPUTS]), 1, np.int64)
-    piece = control[SLOT_BYTES] // item
-    while True:
-        position = call[POSITION]
-        length = min(piece, call[COUNT] - position)
-        if call[STATE] == 0:
-            slot = slots[rank] + ((control[EPOCH] + 1) & 1) * control[SLOT_BYTES]
-            ins.memcpy(slot, call[SOURCE] + position * item, length * item)
-            _arrive(control, call[SIGNATURE])
-            call[STATE] = 1
-        status = _await_peers(call, control)
-        if status == WAITING:
-            return WAITING
-        call[STATE] = 0
-        if status == MISMATCH:
-            call[POSITION] = 0
-            return MISMATCH
-        for peer in range(size):
-            inputs[peer] = slots[peer] + (control[EPOCH] & 1) * control[SLOT_BYTES]
-        inputs[rank] = call[SOURCE] + position * item
-        outputs[0] = call[TARGET] + position * item
-        ins.call_reduce(call[REDUCE], call[INPUTS], size, call[OUTPUTS], 1, 0, length, call[DIVISOR])
-        call[POSITION] = position + length
-        if call[POSITION] >= call[COUNT]:
-            call[POSITION] = 0
-            return DONE
-
-
-@nb.njit(cache=True, nogil=True)  # type: ignore[untyped-decorator]
+@nb.njit(cache=CACHED, nogil=True)  # type: ignore[untyped-decorator]
 def all_reduce_staged(address: int) -> int:
     """All-reduce of ordinary arrays, piece by piece, through slots that are then reduced like symmetric memory.
 
@@ -236,8 +226,7 @@ def all_reduce_staged(address: int) -> int:
     if control[FAILED] != 0:
         return BROKEN
     rank, size, item = control[RANK], control[SIZE], call[ITEM_BYTES]
-    slots = nb.carray(ins.as_pointer(control[SLOTS]), size, np.int64)
-    inputs = nb.carray(ins.as_pointer(call[INPUTS]), size, np.int64)
+    slots, inputs = _table(control[SLOTS], size), _table(call[INPUTS], size)
     piece = control[SLOT_BYTES] // item
     while True:
         position = call[POSITION]
@@ -250,22 +239,22 @@ def all_reduce_staged(address: int) -> int:
             for peer in range(size):
                 inputs[peer] = slots[peer] + slot * control[SLOT_BYTES]
             ins.memcpy(inputs[rank], call[SOURCE] + position * item, length * item)
-            _arrive(control, call[SIGNATURE])
+            _arrive(call, control)
             call[STATE] = 1
         if call[STATE] == 1:
             status = _await_peers(call, control)
             if status == WAITING:
                 return WAITING
-            if status == MISMATCH:
+            if status != DONE:
                 call[STATE] = 0
                 call[POSITION] = 0
-                return MISMATCH
+                return status
             start, stop = _own_share(length, item, rank, size)
             if stop > start:
                 ins.call_reduce(
                     call[REDUCE], call[INPUTS], size, call[INPUTS], size, start * item, stop - start, call[DIVISOR]
                 )
-            _arrive(control, call[SIGNATURE])
+            _arrive(call, control)
             call[STATE] = 2
         if _await_peers(call, control) == WAITING:
             return WAITING
@@ -275,3 +264,142 @@ def all_reduce_staged(address: int) -> int:
         if call[POSITION] >= call[COUNT]:
             call[POSITION] = 0
             return DONE
+
+
+@nb.njit(inline="always")  # type: ignore[untyped-decorator]
+def _move(target: int, source: int, length: int) -> None:
+    if length > 0 and target != source:  # in place, some data is where it belongs
+        ins.memcpy(target, source, length)
+
+
+@nb.njit(cache=CACHED, nogil=True)  # type: ignore[untyped-decorator]
+def exchange_symmetric(address: int) -> int:
+    """Exchange among symmetric arrays: take my part straight out of everybody's array.
+
+    INPUTS holds where the part that this rank takes begins in each rank's array. One meeting before anything is read,
+    one after all have read.
+    """
+    call = _call(address)
+    control = _control(call)
+    if control[FAILED] != 0:
+        return BROKEN
+    if call[STATE] == 0:
+        _arrive(call, control)
+        call[STATE] = 1
+    if call[STATE] == 1:
+        status = _await_peers(call, control)
+        if status == WAITING:
+            return WAITING
+        if status != DONE:
+            call[STATE] = 0
+            return status
+        rank, size = control[RANK], control[SIZE]
+        offsets, lengths = _table(call[RECV_OFFSETS], size), _table(call[RECV_LENGTHS], size)
+        if call[REDUCE] == 0:
+            inputs = _table(call[INPUTS], size)
+            for step in range(size):  # every rank begins with another one
+                peer = (rank + step) % size
+                _move(call[TARGET] + offsets[peer], inputs[peer], lengths[peer])
+        elif lengths[rank] > 0:
+            _table(call[OUTPUTS], 1)[0] = call[TARGET] + offsets[rank]
+            _reduce_share(call, size, 1, 0, lengths[rank] // call[ITEM_BYTES])
+        _arrive(call, control)
+        call[STATE] = 2
+    status = _await_peers(call, control)
+    if status != WAITING:
+        call[STATE] = 0
+    return status
+
+
+@nb.njit(cache=CACHED, nogil=True)  # type: ignore[untyped-decorator]
+def exchange_staged(address: int) -> int:
+    """Exchange among ordinary arrays, piece by piece: publish a piece of each of my parts, then take everybody's.
+
+    One meeting for each piece: while some still read one slot, others fill the next.
+    """
+    call = _call(address)
+    control = _control(call)
+    if control[FAILED] != 0:
+        return BROKEN
+    rank, size, item = control[RANK], control[SIZE], call[ITEM_BYTES]
+    parts, room, take = call[PARTS], call[PART_BYTES], call[TAKE]
+    slots = _table(control[SLOTS], size)
+    from_offsets, from_lengths = _table(call[SEND_OFFSETS], parts), _table(call[SEND_LENGTHS], parts)
+    to_offsets, to_lengths = _table(call[RECV_OFFSETS], size), _table(call[RECV_LENGTHS], size)
+    while True:
+        position = call[POSITION]
+        if call[STATE] == 0:
+            slot = slots[rank] + ((control[EPOCH] + 1) & 1) * control[SLOT_BYTES]
+            for part in range(parts):
+                if parts == 1 or part != take:  # what nobody else takes need not be published
+                    length = min(room, from_lengths[part] - position)
+                    _move(slot + part * room, call[SOURCE] + from_offsets[part] + position, length)
+            _arrive(call, control)
+            call[STATE] = 1
+        status = _await_peers(call, control)
+        if status == WAITING:
+            return WAITING
+        call[STATE] = 0
+        if status != DONE:
+            call[POSITION] = 0
+            return status
+        shift = (control[EPOCH] & 1) * control[SLOT_BYTES] + take * room
+        # What has been published is safe from a result that overlaps the source.
+        own = slots[rank] + shift if parts == 1 else call[SOURCE] + from_offsets[take] + position
+        if call[REDUCE] == 0:
+            for step in range(size):
+                peer = (rank + step) % size
+                piece = own if peer == rank else slots[peer] + shift
+                _move(call[TARGET] + to_offsets[peer] + position, piece, min(room, to_lengths[peer] - position))
+        elif to_lengths[rank] > position:
+            inputs = _table(call[INPUTS], size)
+            for peer in range(size):
+                inputs[peer] = slots[peer] + shift
+            inputs[rank] = own
+            _table(call[OUTPUTS], 1)[0] = call[TARGET] + to_offsets[rank] + position
+            count = min(room, to_lengths[rank] - position) // item
+            ins.call_reduce(call[REDUCE], call[INPUTS], size, call[OUTPUTS], 1, 0, count, call[DIVISOR])
+        call[POSITION] = position + room
+        if call[POSITION] >= call[LONGEST]:
+            call[POSITION] = 0
+            return DONE
+
+
+# Where numpy's arrays keep the address of their data: it comes first in the C struct, after the object's head.
+_DATA = object.__basicsize__
+
+
+@nb.njit(inline="always")  # type: ignore[untyped-decorator]
+def _set_arrays(call: Any, source: int, target: int) -> None:
+    call[SOURCE], call[TARGET] = ins.load_acquire(source + _DATA), ins.load_acquire(target + _DATA)
+
+
+@nb.njit(cache=CACHED, nogil=True)  # type: ignore[untyped-decorator]
+def exchange_arrays(address: int, source: int, target: int) -> int:
+    """Do `exchange_staged` on two numpy arrays, given by their `id`: in Python, asking for addresses costs as much."""
+    _set_arrays(_call(address), source, target)
+    return exchange_staged(address)
+
+
+@nb.njit(cache=CACHED, nogil=True)  # type: ignore[untyped-decorator]
+def begin_exchange(address: int) -> int:
+    """Do `exchange_staged`, but return WAITING soon: this rank's first piece is then published."""
+    call = _call(address)
+    spins, yields, naps = call[SPINS], call[YIELDS], call[NAPS]
+    call[SPINS], call[YIELDS], call[NAPS] = min(spins, BEGINNING_SPINS), 0, 0
+    status = exchange_staged(address)
+    call[SPINS], call[YIELDS], call[NAPS] = spins, yields, naps
+    return status
+
+
+@nb.njit(cache=CACHED, nogil=True)  # type: ignore[untyped-decorator]
+def begin_exchange_of_arrays(address: int, source: int, target: int) -> int:
+    """Do `begin_exchange` on two numpy arrays, given by their `id`."""
+    _set_arrays(_call(address), source, target)
+    return begin_exchange(address)
+
+
+def arrays_are_where_expected() -> bool:
+    """Return whether numpy's arrays are laid out as `exchange_arrays` needs it."""
+    probe = np.zeros(3)[1:]
+    return bool(ctypes.c_int64.from_address(id(probe) + _DATA).value == probe.ctypes.data)

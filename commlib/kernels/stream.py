@@ -14,6 +14,7 @@ from numba.core import cgutils, types
 from numba.extending import intrinsic
 
 from commlib.kernels import intrinsics as ins
+from commlib.kernels.cache import CACHED
 
 # One cache line. LLVM splits it into as many registers as the CPU needs.
 _LINE_BYTES = 64
@@ -39,7 +40,7 @@ def _stream_lines(typingctx: Any, target: Any, source: Any, lines: Any) -> Any:
     return types.void(types.intp, types.intp, types.intp), codegen
 
 
-@nb.njit(cache=True, nogil=True)  # type: ignore[untyped-decorator]
+@nb.njit(cache=CACHED, nogil=True)  # type: ignore[untyped-decorator]
 def stream_copy(target: int, source: int, nbytes: int) -> None:
     """Copy `nbytes` bytes from one address to another; they must not overlap."""
     head = min(nbytes, -target % _LINE_BYTES)

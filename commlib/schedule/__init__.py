@@ -15,7 +15,7 @@ from commlib.schedule import (
     scatter,
 )
 from commlib.schedule.ir import EMPTY, Copy, Program, Recv, Round, Send, Span
-from commlib.schedule.layout import Layout, even, segmented, uneven
+from commlib.schedule.layout import Layout, Slices, blocks, cut, even, uneven
 from commlib.schedule.registry import Algorithm, Claims, algorithm, algorithms, find, program, verbs
 from commlib.schedule.render import render
 from commlib.schedule.simulate import Link, Result, estimate, nodes, simulate
@@ -34,6 +34,7 @@ __all__ = [
     "Round",
     "ScheduleError",
     "Send",
+    "Slices",
     "Span",
     "algorithm",
     "algorithms",
@@ -41,7 +42,9 @@ __all__ = [
     "all_reduce",
     "all_to_all",
     "barrier",
+    "blocks",
     "broadcast",
+    "cut",
     "estimate",
     "even",
     "find",
@@ -52,7 +55,6 @@ __all__ = [
     "reduce_scatter",
     "render",
     "scatter",
-    "segmented",
     "simulate",
     "uneven",
     "verbs",

@@ -79,3 +79,27 @@ def bruck(rank: int, size: int) -> Iterator[Round]:
             recvs=tuple(Recv(source, span) for span in circular(source, length, size)),
         )
         distance *= 2
+
+
+@algorithm(
+    "all_gather",
+    "direct",
+    regions=per_rank,
+    rounds=lambda size, segments: 3 * (size - 1) // 2 + 1,
+    sent=lambda size, segments: Fraction(size - 1, size),
+    at_most=True,
+)
+def direct(rank: int, size: int) -> Iterator[Round]:
+    """Send one's chunk straight to everybody.
+
+    Rounds: P - 1 if the messages find each other in order, at most 3/2 as many; all are posted at once.
+    Bytes sent per rank: (P - 1)/P n.
+    Source: Thakur, Rabenseifner & Gropp 2005, "Optimization of collective communication operations in MPICH" (pairwise
+    exchange, posted at once).
+    """
+    others = [(rank + distance) % size for distance in range(1, size)]
+    if others:
+        yield Round(
+            sends=tuple(Send(peer, chunk(rank)) for peer in others),
+            recvs=tuple(Recv(peer, chunk(peer)) for peer in reversed(others)),
+        )

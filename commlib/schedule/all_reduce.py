@@ -136,3 +136,24 @@ def double_tree(rank: int, size: int, segments: int = 1) -> Iterator[Round]:
         spans = [chunk(index) for index in range(half * segments, (half + 1) * segments)]
         flows += [up(tree, spans), down(tree, spans)]
     yield from overlay(*flows)
+
+
+@algorithm(
+    "all_reduce",
+    "direct",
+    regions=per_rank,
+    rounds=lambda size, segments: 3 * (size - 1),
+    sent=lambda size, segments: Fraction(2 * (size - 1), size),
+    at_most=True,
+)
+def direct(rank: int, size: int) -> Iterator[Round]:
+    """Send every chunk straight to its owner, who combines all at once and sends the result straight to all.
+
+    No partial sum ever travels: see the reduce-scatter of this name.
+    Rounds: 2 (P - 1) if the messages find each other in order, at most 3 (P - 1); two posts.
+    Bytes sent per rank: 2 (P - 1)/P n; n (P - 1)/P of memory for what arrives.
+    Source: Thakur, Rabenseifner & Gropp 2005, "Optimization of collective communication operations in MPICH" (pairwise
+    exchange, posted at once).
+    """
+    yield from reduce_scatter.direct(rank, size)
+    yield from all_gather.direct(rank, size)

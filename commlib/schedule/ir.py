@@ -10,11 +10,11 @@ What a round means, exactly:
    assumed to be buffered: a send completes only when its receiver has posted the matching receive;
 3. a receive with `reduce=True` lands in scratch memory and is combined with the chunks already there after the
    round's sends have left, so a rank may send and reduce into the same chunks in one round (recursive doubling).
-   Several reducing receives of one round are combined in the order of `recvs`. A plain receive must not touch chunks
-   that the same round sends.
+   Several reducing receives of one round into the same chunks are combined at once. A plain receive must not touch
+   chunks that the same round sends.
 
 Messages between two ranks match in the order in which they were posted. The operand order of a combination is fixed
-(the lower rank's operand first), so the result is the same on every rank and in every run.
+(by rank, the lowest first), so the result is the same on every rank and in every run.
 """
 
 from __future__ import annotations
@@ -94,3 +94,14 @@ class Program:
     root: int
     regions: tuple[int, ...]
     rounds: tuple[Round, ...]
+
+    @property
+    def sends_single_chunks(self) -> bool:
+        """Whether no message or copy has more than one chunk, so that every chunk may be cut into slices."""
+        for step in self.rounds:
+            spans = [send.span for send in step.sends] + [recv.span for recv in step.recvs]
+            for copy in step.copies:
+                spans += [copy.source, copy.target]
+            if any(len(span) > 1 for span in spans):
+                return False
+        return True

@@ -38,6 +38,10 @@ class Layout:
         """Return the first element of a span and the one after its last."""
         return self.offsets[span.start], self.offsets[span.stop]
 
+    def slice_of(self, chunk: int) -> tuple[int, int]:
+        """Return the first element of one chunk and the one after its last."""
+        return self.offsets[chunk], self.offsets[chunk + 1]
+
     def length(self, span: Span) -> int:
         """Return the number of elements of a span."""
         return self.offsets[span.stop] - self.offsets[span.start]
@@ -59,12 +63,38 @@ def uneven(counts: Iterable[int]) -> Layout:
     return Layout(tuple(accumulate(sizes, initial=0)))
 
 
-def segmented(count: int, chunks: int, limit: int) -> list[tuple[int, Layout]]:
-    """Split a large buffer into blocks to run a program over one after another, no chunk above `limit` elements.
+@dataclass(frozen=True, slots=True)
+class Slices:
+    """One slice of every chunk of a layout: chunk i holds the elements `starts[i]`, ..., `stops[i] - 1`."""
 
-    Returns (first element, layout) of each block, at least one. The blocks differ by at most one element.
+    starts: tuple[int, ...]
+    stops: tuple[int, ...]
+
+    def slice(self, span: Span) -> tuple[int, int]:
+        """Return the first element of a span of one chunk, or none, and the one after its last."""
+        if len(span) > 1:
+            raise UsageError(f"slices of chunks {span} do not lie side by side")
+        return (self.starts[span.start], self.stops[span.start]) if len(span) else (0, 0)
+
+
+def cut(layout: Layout, pieces: int) -> list[Layout] | list[Slices]:
+    """Cut every chunk into as many pieces; return the layouts of the first slices, of the second, ...
+
+    For programs that send no two chunks in one message.
     """
-    if limit < 1:
-        raise UsageError(f"a chunk needs room for at least one element, got limit={limit}")
-    blocks = even(count, max(1, -(-count // (chunks * limit))))
-    return [(start, even(size, chunks)) for start, size in zip(blocks.offsets[:-1], blocks.counts, strict=True)]
+    if pieces == 1:
+        return [layout]
+    edges = [
+        tuple(start + (stop - start) * index // pieces for start, stop in pairwise(layout.offsets))
+        for index in range(pieces + 1)
+    ]
+    return [Slices(starts, stops) for starts, stops in pairwise(edges)]
+
+
+def blocks(count: int, chunks: int, number: int) -> list[Layout]:
+    """Split `count` elements into as many blocks, side by side, of `chunks` chunks each."""
+    whole = even(count, number)
+    return [
+        Layout(tuple(first + offset for offset in even(size, chunks).offsets))
+        for first, size in zip(whole.offsets, whole.counts, strict=False)
+    ]

@@ -31,6 +31,14 @@ class Request(Protocol):
         ...
 
 
+class PreparedRound(Protocol):
+    """Messages that are sent and received again and again, from and into the same memory."""
+
+    def run(self, idle: Idle) -> None:
+        """Post them all and wait until all are complete, as `Transport.wait` does."""
+        ...
+
+
 class Transport(Protocol):
     """Nonblocking point-to-point messages between the ranks of one group, plus what a node shares."""
 
@@ -51,6 +59,16 @@ class Transport(Protocol):
 
     def wait(self, requests: Sequence[Request], idle: Idle) -> None:
         """Block until all are complete, with the GIL released, calling `idle` at least every 20 ms or so."""
+        ...
+
+    def wait_any(self, requests: Sequence[Request], idle: Idle) -> None:
+        """Block like `wait` until at least one of them, of which none was complete before, is complete."""
+        ...
+
+    def prepare(
+        self, sends: Sequence[tuple[int, memoryview]], recvs: Sequence[tuple[int, memoryview]], tag: int
+    ) -> PreparedRound:
+        """Set up messages (peer, bytes) that all carry `tag`. Those received must be as long as is said here."""
         ...
 
     def progress(self) -> None:

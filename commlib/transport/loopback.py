@@ -9,13 +9,13 @@ from __future__ import annotations
 import itertools
 import threading
 from collections import defaultdict, deque
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import numpy as np
 
 from commlib.errors import TransportError
-from commlib.transport.base import Idle, Request
+from commlib.transport.base import Idle, PreparedRound, Request
 from commlib.typing import SharedMemory
 
 
@@ -93,6 +93,22 @@ class LoopbackSharedMemory:
         pass
 
 
+class _PreparedRound:
+    def __init__(self, transport: LoopbackTransport, sends: Any, recvs: Any, tag: int) -> None:
+        self._transport, self._sends, self._recvs, self._tag = transport, sends, recvs, tag
+
+    def run(self, idle: Idle) -> None:
+        transport, tag = self._transport, self._tag
+        requests = [transport.recv(peer, tag, into) for peer, into in self._recvs]
+        requests += [transport.send(peer, tag, data) for peer, data in self._sends]
+        try:
+            transport.wait(requests, idle)
+        except BaseException:
+            for request in requests:
+                request.cancel()
+            raise
+
+
 class LoopbackTransport:
     """One thread's end of a group of threads. `members` are the world ranks of the group, in order."""
 
@@ -112,9 +128,12 @@ class LoopbackTransport:
     recv_unsure = recv  # nothing is written before both lengths are known
 
     def wait(self, requests: Sequence[Request], idle: Idle) -> None:
-        def complete() -> bool:
-            return all(request.test() for request in requests)
+        self._wait_for(lambda: all(request.test() for request in requests), idle)
 
+    def wait_any(self, requests: Sequence[Request], idle: Idle) -> None:
+        self._wait_for(lambda: any(request.test() for request in requests), idle)
+
+    def _wait_for(self, complete: Callable[[], bool], idle: Idle) -> None:
         changed = self._network.changed
         with changed:
             done = complete()
@@ -122,6 +141,11 @@ class LoopbackTransport:
             idle()
             with changed:
                 done = changed.wait_for(complete, timeout=0.02)
+
+    def prepare(
+        self, sends: Sequence[tuple[int, memoryview]], recvs: Sequence[tuple[int, memoryview]], tag: int
+    ) -> PreparedRound:
+        return _PreparedRound(self, sends, recvs, tag)
 
     def progress(self) -> None:
         pass

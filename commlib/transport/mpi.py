@@ -10,21 +10,22 @@ import os
 import threading
 import time
 from collections import defaultdict, deque
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import numpy as np
 from mpi4py import MPI
 
 from commlib.errors import TransportError
-from commlib.transport.base import Idle, Request
+from commlib.transport.base import Idle, PreparedRound, Request
 from commlib.typing import SharedMemory
 
 # MPI counts are C ints before MPI 4: longer messages are cut, on both sides alike.
 _LONGEST = 1 << 30
 
-# How a wait polls: first at once, then giving the core away, then with short sleeps.
-_EAGER_POLLS, _YIELDING_POLLS, _NAP = 200, 2000, 50e-6
+# How often a wait polls at once; then for how many seconds it polls giving the core away, in the main thread and in
+# others, whose core and interpreter the main thread may want; and how long it then sleeps between polls.
+_EAGER_POLLS, _YIELDING, _YIELDING_ASIDE, _NAP = 20, 20e-3, 0.5e-3, 50e-6
 
 _LEFT_BEHIND: list[Any] = []  # sends that were given up: MPI may still read their buffers
 
@@ -139,6 +140,48 @@ class MpiSharedMemory:
         self._window.Free()
 
 
+def _poll(done: Callable[[], bool], idle: Idle) -> None:
+    """Ask until it is `done`: first at once, then giving the core away, then with short sleeps."""
+    for _ in range(_EAGER_POLLS):
+        if done():
+            return
+    main = threading.current_thread() is threading.main_thread()
+    now = time.monotonic()
+    checked, patient = now, now + (_YIELDING if main else _YIELDING_ASIDE)
+    while not done():
+        if now < patient:
+            os.sched_yield()
+        else:
+            time.sleep(_NAP)
+        now = time.monotonic()
+        if now - checked > 0.02:
+            idle()
+            checked = now
+
+
+class _MpiRound:
+    """Persistent requests."""
+
+    __slots__ = ("_requests",)
+
+    def __init__(self, requests: list[Any]) -> None:
+        self._requests = requests
+
+    def run(self, idle: Idle) -> None:
+        requests = self._requests
+        try:
+            MPI.Prequest.Startall(requests)
+            if not MPI.Request.Testall(requests):
+                _poll(lambda: MPI.Request.Testall(requests), idle)
+        except MPI.Exception as error:
+            raise TransportError(f"MPI: {error}") from error
+
+    def __del__(self) -> None:
+        if not MPI.Is_finalized():
+            for request in self._requests:
+                request.Free()
+
+
 class MpiTransport:
     """One rank's end of a group of MPI processes. Owns the communicator that it is given."""
 
@@ -172,22 +215,21 @@ class MpiTransport:
         return _UnsureReceive(self, peer, tag, into)
 
     def wait(self, requests: Sequence[Request], idle: Idle) -> None:
-        pending = list(requests)
-        polls, checked = 0, time.monotonic()
-        while True:
+        pending = [request for request in requests if not request.test()]
+        while pending:
+            self.wait_any(pending, idle)
             pending = [request for request in pending if not request.test()]
-            if not pending:
-                return
-            polls += 1
-            if polls < _EAGER_POLLS:
-                continue
-            if polls < _YIELDING_POLLS:
-                os.sched_yield()
-            else:
-                time.sleep(_NAP)
-            if time.monotonic() - checked > 0.02:
-                idle()
-                checked = time.monotonic()
+
+    def wait_any(self, requests: Sequence[Request], idle: Idle) -> None:
+        _poll(lambda: any(request.test() for request in requests), idle)
+
+    def prepare(
+        self, sends: Sequence[tuple[int, memoryview]], recvs: Sequence[tuple[int, memoryview]], tag: int
+    ) -> PreparedRound:
+        tag %= self._top_tag
+        requests = [self._comm.Recv_init([into, MPI.BYTE], peer, tag) for peer, into in recvs]
+        requests += [self._comm.Send_init([data, MPI.BYTE], peer, tag) for peer, data in sends]
+        return _MpiRound(requests)
 
     def progress(self) -> None:
         self._comm.Iprobe()

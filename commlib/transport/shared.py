@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import ctypes
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -39,13 +39,18 @@ def _process_alive(process: int) -> bool:
 
 
 class NodeBoard:
-    """The meeting place of the ranks of one group that lies on one node.
+    """The meeting place of the ranks of one group that are on one node.
 
     `spins` is how often a rank polls before it yields its core. `slot_bytes` is the size of each rank's two slots.
+    `members` are their ranks in the group, by which `late` and `absent` call them (default: all of the group).
     """
 
-    def __init__(self, transport: Transport, *, slot_bytes: int, spins: int) -> None:
+    def __init__(
+        self, transport: Transport, *, slot_bytes: int, spins: int, members: Sequence[int] | None = None
+    ) -> None:
         self._transport = transport
+        self.members = tuple(members or range(transport.size))
+        self.slot_bytes = slot_bytes
         self.rank, self.size, self.spins = transport.rank, transport.size, spins
         lines = self.size * kernels.LINE_BYTES  # those of rank 0's part are the board
         status = lines
@@ -116,7 +121,7 @@ class NodeBoard:
 
     def late(self) -> list[int]:
         """Return the ranks that have not reached this rank's epoch."""
-        return [int(rank) for rank in np.flatnonzero(self._arrived < self._control[kernels.EPOCH])]
+        return [self.members[rank] for rank in np.flatnonzero(self._arrived < self._control[kernels.EPOCH])]
 
     def fail(self) -> None:
         """Let every later kernel return BROKEN: this rank is out of step with the others."""
@@ -129,11 +134,11 @@ class NodeBoard:
     def absent(self) -> dict[int, str]:
         """Return the ranks that will never come, each with the reason."""
         gone = {}
-        for rank, status in enumerate(self._status):
+        for member, status, watched in zip(self.members, self._status, self._watched, strict=True):
             if status[0] == _LEFT:
-                gone[rank] = "has shut commlib down or left the program"
-            elif self._watched[rank] and not _process_alive(int(status[1])):
-                gone[rank] = f"is dead (its process {int(status[1])} is gone)"
+                gone[member] = "has shut commlib down or left the program"
+            elif watched and not _process_alive(int(status[1])):
+                gone[member] = f"is dead (its process {int(status[1])} is gone)"
         return gone
 
     def close(self) -> None:

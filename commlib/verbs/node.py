@@ -1,144 +1,415 @@
-"""all_reduce among the ranks of a node: one compiled call, prepared once and run as often as wanted."""
+"""What the ranks of a node do together: compiled calls, prepared once and run as often as wanted.
+
+A `NodeCall` is one collective of one group on arrays of one size. It is made once for each kind of call, checks nothing
+and holds no array: whoever runs it says where the data is, and keeps it alive.
+"""
 
 from __future__ import annotations
 
-import ctypes
-import weakref
+from collections.abc import Callable, Hashable, Sequence
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from commlib.buffers.views import address_of
 from commlib.dtypes import Array, kernel_operation, name_of
-from commlib.errors import UsageError
 from commlib.kernels import node as kernels
 from commlib.kernels.arithmetic import reduce_function
-from commlib.verbs.operation import Result, apart, describe, result, signature, source
+from commlib.schedule.layout import Layout
+from commlib.verbs.operation import Operation, Result, describe, signature
+from commlib.work import Work
 
 if TYPE_CHECKING:
     from commlib.group import Group
 
 # Up to here one meeting and P reads beat two meetings and one share each.
-_EXCHANGE_BYTES = 4096
+SMALL_BYTES = 4096
 
 # On the progress thread a wait must leave the core to the training thread.
 _BACKGROUND_SPINS, _BACKGROUND_YIELDS = 50, 20
 
+# Templates of more kinds of calls than this are not kept.
+_MOST_TEMPLATES = 1024
 
-class NodeAllReduce:
-    """A prepared all-reduce of `count` elements from one address to another, in which all ranks of a node join.
+# What a call changes while it runs.
+_RUNNING = [
+    kernels.STATE,
+    kernels.POSITION,
+    kernels.PARITY,
+    kernels.BACKWARD,
+    kernels.SPINS,
+    kernels.YIELDS,
+    kernels.NAPS,
+]
 
-    It holds addresses only: whoever keeps it keeps the arrays alive.
+_ARRAYS_ARE_WHERE_EXPECTED = kernels.arrays_are_where_expected()
+_exchange_arrays = kernels.entry_point(kernels.exchange_arrays, 3)
+_begin_exchange = kernels.entry_point(kernels.begin_exchange)
+_begin_exchange_of_arrays = kernels.entry_point(kernels.begin_exchange_of_arrays, 3)
+_SOURCE, _TARGET = kernels.SOURCE, kernels.TARGET
+
+Range = tuple[int, int]  # (offset, length) in bytes
+
+
+def ranges(layout: Layout, item_bytes: int) -> list[Range]:
+    """Return where each chunk of a layout is, in bytes."""
+    return [
+        (offset * item_bytes, count * item_bytes) for offset, count in zip(layout.offsets, layout.counts, strict=False)
+    ]
+
+
+@dataclass(frozen=True, slots=True)
+class Exchange:
+    """What one rank publishes of its array, and where in its result what it takes from each rank goes.
+
+    sends: one part that all ranks take, or one for each rank. takes: what this rank takes from each, in rank order;
+    in a reduction only its own entry counts, for all have the same. longest: bytes of the longest part of any rank.
     """
 
-    __slots__ = ("_acquire", "_address", "_call", "_comm", "_kernel", "_progress", "_release", "_tables", "text")
+    sends: Sequence[Range]
+    takes: Sequence[Range]
+    longest: int
 
-    def __init__(self, comm: Group, x: Array, target: Array, op: str, algorithm: str) -> None:
-        board = comm.board
+
+@dataclass(frozen=True, slots=True)
+class Arithmetic:
+    """How an exchange, or an all-reduce, combines what it takes: the function of `kernels.arithmetic` for it."""
+
+    dtype: str
+    operation: str
+    item_bytes: int
+    divisor: int
+
+    @classmethod
+    def of(cls, dtype: Any, op: str, divisor: int) -> Arithmetic:
+        """Return that of a verb's `op`. Raises UsageError if the dtype has no such operation."""
+        name = name_of(dtype)
+        return cls(name, kernel_operation(name, op), dtype.itemsize, divisor)
+
+
+class NodeCall:
+    """A compiled call. `bind` makes one for fixed addresses out of one for any."""
+
+    __slots__ = (
+        "_acquire",
+        "_address",
+        "_call",
+        "_fallback",
+        "_group",
+        "_keep",
+        "_kernel",
+        "_progress",
+        "_release",
+        "can_begin",
+        "text",
+    )
+
+    def __init__(self, group: Group, text: str, kernel: Any) -> None:
+        assert group.board is not None
+        self._group, self.text = group, text
+        self._call = group.board.new_call()
+        self._call[kernels.SIGNATURE] = signature(text)
+        self._kernel, self._address = kernels.entry_point(kernel), self._call.ctypes.data
+        self._progress = group.progress
+        self._acquire, self._release = group.progress.running.acquire, group.progress.running.release
+        self.can_begin = False  # it is of one piece
+        self._fallback: NodeCall | None = None
+        self._keep: list[Any] = []
+
+    def _set(self, **fields: int) -> None:
+        for name, value in fields.items():
+            self._call[getattr(kernels, name)] = value
+
+    def _set_tables(self, **tables: Sequence[int]) -> None:
+        for name, values in tables.items():
+            table = np.array(values, np.int64)
+            self._keep.append(table)
+            self._call[getattr(kernels, name)] = table.ctypes.data
+
+    def _set_arithmetic(self, arithmetic: Arithmetic | None) -> None:
+        if arithmetic is not None:
+            function = reduce_function(arithmetic.dtype, arithmetic.operation)
+            self._set(REDUCE=function.address, ITEM_BYTES=arithmetic.item_bytes, DIVISOR=arithmetic.divisor)
+
+    @classmethod
+    def exchange(cls, group: Group, text: str, exchange: Exchange, arithmetic: Arithmetic | None = None) -> NodeCall:
+        """Return an exchange through the slots."""
+        call = cls(group, text, kernels.exchange_staged)
+        call._set_exchange(exchange, arithmetic)
+        return call
+
+    def _set_exchange(self, exchange: Exchange, arithmetic: Arithmetic | None) -> None:
+        board = self._group.board
         assert board is not None
-        dtype = name_of(x.dtype)
-        operation = kernel_operation(dtype, op)
-        details = [f"op={op}", f"algorithm={algorithm}"]
-        places = [comm.symmetric_place(array) for array in (x, target)] if x.nbytes > _EXCHANGE_BYTES else [None]
-        call = board.new_call()
-        if places[0] is not None and places[-1] is not None:
-            kernel = kernels.all_reduce_symmetric
-            tables = [addresses for _, addresses in places]  # type: ignore[misc]  # neither is None
-            details.append("symmetric at " + " and ".join(f"{number:x}" for number, _ in places))  # type: ignore[misc]
-        else:
-            small = x.nbytes <= _EXCHANGE_BYTES
-            kernel = kernels.all_reduce_exchange if small else kernels.all_reduce_staged
-            tables = [[0] * board.size, [0]]
-            call[kernels.SOURCE], call[kernels.TARGET] = x.ctypes.data, target.ctypes.data
-        self._tables = [np.array(table, np.int64) for table in tables]
-        call[kernels.INPUTS], call[kernels.OUTPUTS] = (table.ctypes.data for table in self._tables)
-        call[kernels.REDUCE] = reduce_function(dtype, operation).address
-        call[kernels.COUNT], call[kernels.ITEM_BYTES] = x.size, x.itemsize
-        call[kernels.DIVISOR] = board.size
-        self.text = describe("all_reduce", x, *details)
-        call[kernels.SIGNATURE] = signature(self.text)
-        self._kernel, self._address = kernels.entry_point(kernel), call.ctypes.data
-        self._call, self._comm, self._progress = call, comm, comm.runtime.progress
-        self._acquire, self._release = self._progress.running.acquire, self._progress.running.release
+        parts = len(exchange.sends)
+        self._set_tables(
+            SEND_OFFSETS=[offset for offset, _ in exchange.sends],
+            SEND_LENGTHS=[length for _, length in exchange.sends],
+            RECV_OFFSETS=[offset for offset, _ in exchange.takes],
+            RECV_LENGTHS=[length for _, length in exchange.takes],
+            INPUTS=[0] * board.size,
+            OUTPUTS=[0],
+        )
+        self._set(
+            PARTS=parts,
+            PART_BYTES=board.slot_bytes // parts // 64 * 64,
+            TAKE=0 if parts == 1 else board.rank,
+            LONGEST=exchange.longest,
+            ITEM_BYTES=1,
+        )
+        self._set_arithmetic(arithmetic)
+
+    @classmethod
+    def all_reduce(cls, group: Group, text: str, count: int, arithmetic: Arithmetic) -> NodeCall:
+        """Return an all-reduce of ordinary arrays of `count` elements."""
+        nbytes = count * arithmetic.item_bytes
+        assert group.board is not None
+        if nbytes <= SMALL_BYTES:
+            own = [(0, nbytes)] * group.board.size
+            call = cls.exchange(group, text, Exchange([(0, nbytes)], own, nbytes), arithmetic)
+            call.can_begin = nbytes <= group.board.slot_bytes
+            return call
+        call = cls(group, text, kernels.all_reduce_staged)
+        call._set_tables(INPUTS=[0] * group.board.size)
+        call._set(COUNT=count)
+        call._set_arithmetic(arithmetic)
+        return call
+
+    def bind(self, source: int, target: int) -> NodeCall:
+        """Return a call that is always run at these addresses."""
+        bound = NodeCall(self._group, self.text, kernels.barrier)
+        bound._kernel, bound._keep, bound.can_begin = self._kernel, self._keep, self.can_begin
+        fresh = bound._call[_RUNNING].copy()
+        bound._call[:] = self._call
+        bound._call[_RUNNING] = fresh  # this one may be running now
+        bound._call[kernels.SOURCE], bound._call[kernels.TARGET] = source, target
+        return bound
+
+    def on_symmetric(
+        self, place: int, source: int, target: int, inputs: Sequence[int], outputs: Sequence[int] = (0,)
+    ) -> NodeCall:
+        """Return a call on symmetric memory, which runs this one instead should the ranks' places differ.
+
+        `inputs` are the addresses of all ranks' arrays (in an exchange: of the part in each that this rank takes);
+        `outputs`, in an all-reduce, those of all ranks' results. `place` must be the same where they correspond.
+        """
+        bound = self.bind(source, target)
+        symmetric = bound.bind(source, target)
+        staged = self._kernel is kernels.entry_point(kernels.all_reduce_staged)
+        kernel = kernels.all_reduce_symmetric if staged else kernels.exchange_symmetric
+        symmetric._kernel = kernels.entry_point(kernel)
+        symmetric._keep = list(self._keep)
+        symmetric._set_tables(INPUTS=inputs, OUTPUTS=outputs)
+        symmetric._set(PLACE=place)
+        symmetric._fallback = bound
+        return symmetric
 
     def __call__(self) -> None:
-        """Run it in this thread, after everything that was launched before."""
-        # Progress.run, written out: a call by name costs as much as the meeting of two ranks.
-        if self._progress.pending or not self._acquire(False):
-            self._progress.start(self.text, self.run).wait()
-            return
-        try:
-            if status := self._kernel(self._address):
-                self._comm.settle(self._kernel, self._call, status, self.text)
-        finally:
-            self._release()
+        """Run it where it is bound to, in this thread, after everything that was launched before."""
+        # Progress.run, written out: a call by name costs a good part of what the meeting of two ranks does.
+        if self._acquire(False):
+            try:
+                if not self._progress.pending:
+                    if status := self._kernel(self._address):
+                        self._go_on(status)
+                    return
+            finally:
+                self._release()
+        self._progress.start(self.text, self.run).wait()
+
+    def between(self, x: Array, target: Array) -> None:
+        """Run it, where it is `can_begin`, on contiguous numpy arrays, in this thread, like `__call__`."""
+        if self._acquire(False):
+            try:
+                if not self._progress.pending:
+                    if status := _exchange_arrays(self._address, id(x), id(target)):
+                        self._go_on(status)
+                    return
+            finally:
+                self._release()
+        self._progress.start(self.text, lambda: self.run_at(address_of(x), address_of(target))).wait()
+
+    def at(self, source: int, target: int) -> None:
+        """Run it on the arrays at these addresses, in this thread, after everything that was launched before."""
+        if self._acquire(False):
+            try:
+                if not self._progress.pending:
+                    call = self._call
+                    call[_SOURCE], call[_TARGET] = source, target
+                    if status := self._kernel(self._address):
+                        self._go_on(status)
+                    return
+            finally:
+                self._release()
+        self._progress.start(self.text, lambda: self.run_at(source, target)).wait()
+
+    def start_between(self, x: Array, target: Array) -> Work:
+        """Begin it, where it is `can_begin`, on contiguous numpy arrays, after everything that was launched before."""
+
+        def begin() -> bool:
+            return self._has_ended(_begin_exchange_of_arrays(self._address, id(x), id(target)))
+
+        def finish() -> Any:
+            self.run_at(address_of(x), address_of(target))
+            return target
+
+        return self._progress.begin(self.text, begin, finish, target)
+
+    def start_at(self, x: Array, target: Array) -> Work:
+        """Start it on contiguous arrays, after everything that was launched before."""
+
+        def run() -> Any:
+            self.run_at(address_of(x), address_of(target))
+            return target
+
+        return self._progress.start(self.text, run)
 
     def run(self) -> None:
-        """Run it in the progress thread."""
+        """Run it where it is bound to, within an operation."""
+        if self._progress.in_background:
+            self._run_in_background()
+        elif status := self._kernel(self._address):
+            self._go_on(status)
+
+    def run_at(self, source: int, target: int) -> None:
+        """Run it on the arrays at these addresses, within an operation."""
+        call = self._call
+        call[_SOURCE], call[_TARGET] = source, target
+        self.run()
+
+    def begin(self) -> bool:
+        """Publish this rank's data, and return whether the call is done; if not, `run` goes on with it.
+
+        Only where `can_begin`: what the peers need of this rank is then there, whenever it goes on.
+        """
+        return self._has_ended(_begin_exchange(self._address))
+
+    def _has_ended(self, status: int) -> bool:
+        if status not in (kernels.DONE, kernels.WAITING):
+            self._go_on(status)
+        return status != kernels.WAITING
+
+    def _go_on(self, status: int) -> None:
+        if self._group.settle(self._kernel, self._call, status, self.text) == kernels.APART:
+            # Another rank's array is not in symmetric memory, or elsewhere in it: all ranks have seen that.
+            (self._fallback or self).run()
+
+    def _run_in_background(self) -> None:
         call = self._call
         spins, yields = call[kernels.SPINS], call[kernels.YIELDS]
         call[kernels.SPINS], call[kernels.YIELDS] = min(spins, _BACKGROUND_SPINS), _BACKGROUND_YIELDS
         try:
             if status := self._kernel(self._address):
-                self._comm.settle(self._kernel, call, status, self.text)
+                self._go_on(status)
         finally:
             call[kernels.SPINS], call[kernels.YIELDS] = spins, yields
 
+    def operation(
+        self, x: Array, target: Result | None, offsets: Sequence[int], *, own: Array | None = None
+    ) -> Operation:
+        """Return the operation that runs an exchange from `x` into `target` (None: this rank gets nothing).
 
-class Prepared:
-    """The node's all-reduces of one group, remembered for arrays that are reduced in place again and again."""
+        If `x` is symmetric, the part that this rank takes begins `offsets[r]` bytes behind rank r's array. `own` is
+        what this rank publishes where it is not (default: `x`).
+        """
+
+        def run() -> Any:
+            source = address_of(x if own is None else own)
+            into = address_of(x if target is None else target.flat)
+            place = self._group.symmetric_place(x) if x.nbytes > SMALL_BYTES else None
+            if place is None:
+                self.run_at(source, into)
+            else:
+                number, bases = place
+                inputs = [base + offset for base, offset in zip(bases, offsets, strict=True)]
+                self.on_symmetric(number, source, into, inputs).run()
+            return None if target is None else target.deliver()
+
+        return Operation(self.text, run, compares=True)
+
+
+class NodePath:
+    """The calls of one group whose ranks are all on one node: by kind, and those on symmetric memory by place."""
 
     def __init__(self, group: Group) -> None:
         self._group = group
-        self._known: dict[int, tuple[Any, str, Any, int, Any, int, NodeAllReduce]] = {}
+        self._templates: dict[Hashable, NodeCall] = {}
+        self.small: dict[tuple[Any, int, str], NodeCall] = {}
+        """The all-reduces that `NodeCall.between` may run, by (dtype, count, op)."""
+        self._symmetric: dict[tuple[NodeCall, int, int], NodeCall] = {}
 
-    def find(self, x: Any, op: str, algorithm: str) -> NodeAllReduce | None:
-        """Return the call for `x` in place if it was made before and still holds: this is what a small call costs."""
-        entry = self._known.get(id(x))
-        if entry is None:
+    def template(self, key: Hashable, make: Callable[[], NodeCall]) -> NodeCall:
+        """Return the template remembered under `key`, which says all that distinguishes calls; made if need be."""
+        found = self._templates.get(key)
+        if found is None:
+            if len(self._templates) >= _MOST_TEMPLATES:
+                self._templates.clear()
+                self.small.clear()
+            found = self._templates[key] = make()
+        return found
+
+    def all_reduce(self, dtype: Any, count: int, op: str, algorithm: str) -> NodeCall:
+        """Return the template of an all-reduce. Raises UsageError for an operation that the dtype has not."""
+        key = ("all_reduce", dtype, count, op, algorithm)
+        found = self._templates.get(key)
+        if found is not None:
+            return found
+        arithmetic = Arithmetic.of(dtype, op, self._group.size)
+        text = describe("all_reduce", count, dtype, f"op={op}", f"algorithm={algorithm}")
+        made = self.template(key, lambda: NodeCall.all_reduce(self._group, text, count, arithmetic))
+        if made.can_begin and algorithm == "auto" and _ARRAYS_ARE_WHERE_EXPECTED:
+            self.small[dtype, count, op] = made
+        return made
+
+    def bound_all_reduce(self, x: Array, target: Array, op: str, algorithm: str) -> NodeCall:
+        """Return an all-reduce of a contiguous array into another, or itself."""
+        template = self.all_reduce(x.dtype, x.size, op, algorithm)
+        placed = self._placed(template, x, target)
+        return placed if placed is not template else template.bind(address_of(x), address_of(target))
+
+    def plain_all_reduce(self, x: Any, op: str, out: Any) -> tuple[NodeCall, Array] | None:
+        """Return (the call for them, the result) for plain arrays of a kind that was reduced before, else None."""
+        if type(x) is not np.ndarray or not x.flags.c_contiguous:
             return None
-        reference, known_op, dtype, size, pointer, address, call = entry
-        if (
-            reference() is x
-            and op == known_op
-            and algorithm == "auto"
-            and x.dtype is dtype
-            and x.size == size
-            and pointer.value == address
-            and x.flags.writeable
+        template = self._templates.get(("all_reduce", x.dtype, x.size, op, "auto"))
+        if template is None:
+            return None
+        if out is None:
+            out = np.empty(x.shape, x.dtype)
+        elif out is not x and (
+            type(out) is not np.ndarray
+            or out.dtype is not x.dtype
+            or out.shape != x.shape
+            or np.may_share_memory(x, out)
         ):
-            return call
-        return None
-
-    def make(self, x: Any, op: str, out: Any, algorithm: str) -> tuple[NodeAllReduce, Result, Any] | None:
-        """Return (the compiled call, its result, what must stay alive), or None where the node path does not apply."""
-        if algorithm not in ("auto", "node"):
             return None
-        group = self._group
-        if group.board is None:
-            if algorithm == "node" and group.size > 1:
-                raise UsageError(
-                    f"all_reduce: algorithm 'node': {group.name} has no shared memory: "
-                    "its ranks are on several nodes, or COMMLIB_NODE_PATH=0"
-                )
+        if not out.flags.carray:
             return None
-        array = source(x, "all_reduce")
-        target = result(out, array.shape, array.dtype, "all_reduce")
-        flat = array.reshape(-1)
-        if apart(flat, target.flat) is not flat:
-            return None  # overlapping arrays: rare enough for the general way
-        call = NodeAllReduce(group, flat, target.flat, op, algorithm)
-        if out is x and isinstance(x, np.ndarray) and target.flat.ctypes.data == x.ctypes.data and algorithm == "auto":
-            self._remember(x, op, call)
-        return call, target, (x, out, array)
+        return self._placed(template, x, out), out
 
-    def _remember(self, x: Array, op: str, call: NodeAllReduce) -> None:
-        key, known = id(x), self._known
-        reference = weakref.ref(x, lambda _: known.pop(key, None))
-        # An array may move its memory (ndarray.resize). Asking numpy where it is takes longer than the reduction, so
-        # look into the object: the pointer comes first in numpy's C struct, after the object's head.
-        pointer = ctypes.c_void_p.from_address(key + object.__basicsize__)
-        known[key] = (reference, op, x.dtype, x.size, pointer, x.ctypes.data, call)
+    def _placed(self, template: NodeCall, x: Array, target: Array) -> NodeCall:
+        """Return the call for symmetric arrays, made once for each place, or `template` for ordinary ones."""
+        if x.nbytes <= SMALL_BYTES:
+            return template
+        source, into = address_of(x), address_of(target)
+        key = (template, source, into)
+        found = self._symmetric.get(key)
+        if found is None:
+            place, inputs, outputs = self._group.symmetric_places(x, target)
+            if not place:
+                return template
+            if len(self._symmetric) >= _MOST_TEMPLATES:
+                self._symmetric.clear()
+            found = self._symmetric[key] = template.on_symmetric(place, source, into, inputs, outputs)
+        return found
+
+    def forget_places(self) -> None:
+        """Forget all symmetric arrays: memory is about to be released."""
+        self._symmetric.clear()
 
     def clear(self) -> None:
         """Forget all."""
-        self._known.clear()
+        self._symmetric.clear()
+        self.small.clear()
+        self._templates.clear()

@@ -10,17 +10,21 @@ from typing import Any
 
 import numpy as np
 
-from commlib.buffers.views import as_host, contiguous, writable
+from commlib.buffers.views import address_of, as_host, contiguous, writable
 from commlib.dtypes import Array, name_of
 from commlib.errors import UsageError
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)  # not frozen: that would triple the price of making one, for each call
 class Operation:
-    """`text` says what is called; ranks that call the same thing have the same text. `run` does it."""
+    """`text` says what is called; ranks that call the same thing have the same text. `run` does it.
+
+    compares: `run` itself finds out whether all ranks call the same thing, before any data moves.
+    """
 
     text: str
     run: Callable[[], Any]
+    compares: bool = False
 
 
 @lru_cache(maxsize=4096)
@@ -29,18 +33,19 @@ def signature(text: str) -> int:
     return int.from_bytes(hashlib.blake2b(text.encode(), digest_size=8).digest(), "little") >> 2 | 1
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class Result:
     """Where a verb's result goes: `flat` is contiguous and 1-D, `deliver` gives the user what was asked for."""
 
     array: Array
     flat: Array
     given: Any  # the user's `out`, to be returned as it came
+    staged: bool = False  # `array` is not contiguous, so `flat` is a copy
 
     def deliver(self) -> Any:
         if self.given is None:
             return self.array
-        if not np.may_share_memory(self.flat, self.array):  # out was not contiguous
+        if self.staged:
             self.array[...] = self.flat.reshape(self.array.shape)
         return self.given
 
@@ -61,13 +66,13 @@ def result(out: Any, shape: tuple[int, ...], dtype: Any, verb: str) -> Result:
             f"{verb}: out has shape {array.shape} and dtype {name_of(array.dtype)}; "
             f"the result has shape {shape} and dtype {name_of(dtype)}"
         )
-    flat = array if array.flags.c_contiguous else contiguous(array, verb)
-    return Result(array, flat.reshape(-1), out)
+    flat = contiguous(array, verb)
+    return Result(array, flat.reshape(-1), out, staged=flat is not array)
 
 
 def apart(x: Array, target: Array) -> Array:
     """Return `x`, or a copy of it if it overlaps `target` without being the same memory."""
-    same = x.ctypes.data == target.ctypes.data and x.nbytes == target.nbytes
+    same = address_of(x) == address_of(target) and x.nbytes == target.nbytes
     return x if same or not np.may_share_memory(x, target) else x.copy()
 
 
@@ -78,7 +83,7 @@ def rows(array: Array, verb: str) -> tuple[int, int]:
     return array.shape[0], int(np.prod(array.shape[1:], dtype=np.int64))
 
 
-def describe(verb: str, array: Array, *details: str, shape: bool = False) -> str:
+def describe(verb: str, size: int | tuple[int, ...], dtype: Any, *details: str) -> str:
     """Return the text that ranks compare: verb, count or shape, dtype, and what else must agree."""
-    what = f"shape {array.shape}" if shape else f"{array.size} x"
-    return ", ".join([f"{verb} of {what} {name_of(array.dtype)}", *details])
+    what = f"{size} x" if isinstance(size, int) else f"shape {size}"
+    return ", ".join([f"{verb} of {what} {name_of(dtype)}", *details])

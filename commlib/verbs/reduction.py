@@ -1,4 +1,4 @@
-"""all_reduce, reduce_scatter and reduce by schedules, and MPI's own all-reduce."""
+"""all_reduce, reduce_scatter and reduce: on a node's board, in a hierarchy, by schedules, and MPI's own all-reduce."""
 
 from __future__ import annotations
 
@@ -6,79 +6,126 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from commlib.buffers.views import address_of
 from commlib.dtypes import NUMPY, Array, kernel_operation, name_of
 from commlib.errors import UsageError
 from commlib.executor import Reducer, Region
 from commlib.kernels.arithmetic import accumulator_dtype
-from commlib.schedule import algorithms
-from commlib.schedule.layout import Layout, even, uneven
-from commlib.verbs.operation import Operation, Result, apart, describe, result, rows, source
+from commlib.prepared import PREPARED_BYTES
+from commlib.schedule import find
+from commlib.schedule.layout import Layout, blocks, cut, even, uneven
+from commlib.verbs import hierarchy
+from commlib.verbs.node import Arithmetic, Exchange, NodeCall, ranges
+from commlib.verbs.operation import Operation, apart, describe, result, rows, source
 
 if TYPE_CHECKING:
     from commlib.group import Group
 
-_SMALL, _LARGE = 16 << 10, 512 << 10
-_SEGMENT = 128 << 10
 
+class Accumulation:
+    """What a reduction by messages works with: the array itself, or a wider copy of it that is rounded once at the end.
 
-class _Accumulation:
-    """A reduction's working memory: the array itself, or a wider copy of it that is rounded once at the end."""
+    once: nothing is combined twice on its way, so no copy needs to be wider.
+    """
 
-    def __init__(self, x: Array, op: str, size: int) -> None:
-        self._dtype = name_of(x.dtype)
-        operation = kernel_operation(self._dtype, op)
-        wide = accumulator_dtype(self._dtype, operation)
-        self._divisor = size if operation == "mean" else 0
-        self.widened = wide != self._dtype
-        self.work = x.astype(NUMPY[wide]) if self.widened else x
-        self.reducer = Reducer(wide, "sum" if operation == "mean" else operation)
-        self._finisher = Reducer(wide, operation) if self._divisor else None
+    def __init__(self, x: Array, op: str, size: int, *, once: bool = False) -> None:
+        dtype = name_of(x.dtype)
+        operation = kernel_operation(dtype, op)
+        wide = dtype if once else accumulator_dtype(dtype, operation)
+        self.widened = wide != dtype
+        self.x = x.astype(NUMPY[wide]) if self.widened else x
+        if once:
+            self.reducer = Reducer(dtype, operation, size)
+            self._finisher = None
+        else:
+            self.reducer = Reducer(wide, "sum" if operation == "mean" else operation)
+            self._finisher = Reducer(wide, operation, size) if operation == "mean" and size > 1 else None
+        self.arithmetic = Arithmetic(wide, "sum" if operation == "mean" else operation, self.x.itemsize, 0)
+
+    def work_in(self, target: Array) -> Array:
+        """Return an array with the input that may be overwritten: `target` where its dtype allows."""
+        if self.widened:
+            return self.x
+        if address_of(self.x) != address_of(target):
+            target[...] = self.x
+        return target
 
     def finish(self, part: Array, target: Array) -> None:
         """Write a reduced part of the working memory to `target`: divide, then round."""
         if self._finisher is not None and len(part):
-            self._finisher.finish(part, self._divisor)
-        if part.ctypes.data != target.ctypes.data:
+            self._finisher.combine([part], part)
+        if address_of(part) != address_of(target):
             # Overflow to infinity is what rounding to a narrow float means, not something to warn of.
             with np.errstate(over="ignore", invalid="ignore"):
                 target[...] = part.astype(target.dtype) if self.widened else part
 
 
-def _working_copy(x: Array, target: Result, op: str, size: int) -> _Accumulation:
-    """Return an accumulation of `x` that works in the result's memory where its dtype allows."""
-    accumulation = _Accumulation(x, op, size)
-    if not accumulation.widened:
-        accumulation.work = target.flat
-        if x.ctypes.data != target.flat.ctypes.data:
-            target.flat[...] = x
-    return accumulation
+def _is_widened(dtype: Any, op: str) -> bool:
+    name = name_of(dtype)
+    return accumulator_dtype(name, kernel_operation(name, op)) != name
+
+
+def _choose(comm: Group, verb: str, algorithm: str, nbytes: int, dtype: Any, op: str) -> tuple[str, int]:
+    """Return an algorithm among all ranks of the group, and into how many segments to cut the data."""
+    if algorithm == "auto" and _is_widened(dtype, op):
+        # On most ways partial sums travel, in a wider dtype; they may travel a better way, but twice the bytes.
+        wide = NUMPY[accumulator_dtype(name_of(dtype), kernel_operation(name_of(dtype), op))].itemsize
+        narrow = comm.choose(verb, "direct", comm.size, nbytes)
+        others = comm.choose(verb, "auto", comm.size, nbytes * wide // dtype.itemsize)
+        best = min(narrow, others, key=lambda choice: choice.seconds)
+    else:
+        best = comm.choose(verb, algorithm, comm.size, nbytes)
+    return best.algorithm, best.segments
 
 
 def all_reduce(comm: Group, x: Any, op: str, out: Any, algorithm: str) -> Operation:
+    if algorithm == "native":
+        return native_all_reduce(comm, x, op, out)
     array = source(x, "all_reduce")
     target = result(out, array.shape, array.dtype, "all_reduce")
-    kernel_operation(name_of(array.dtype), op)
-    name = algorithm
-    if algorithm == "auto":
-        name = "recursive_doubling" if array.nbytes <= _SMALL else "ring"
-        if _SMALL < array.nbytes <= _LARGE:
-            name = "halving_doubling"
-    elif algorithm == "node":
-        name = "ring"  # of one rank: with more, the node path has taken the call
-    elif algorithm not in algorithms("all_reduce"):
-        known = ("auto", "node", "native", *algorithms("all_reduce"))
-        raise UsageError(f"all_reduce has no algorithm {algorithm!r}; known are {', '.join(known)}")
-    programs = comm.programs("all_reduce", name)
+    operation = kernel_operation(name_of(array.dtype), op)
     flat = apart(array.reshape(-1), target.flat)
+    if comm.takes_node_path("all_reduce", algorithm):
+        call = comm.node_path.bound_all_reduce(flat, target.flat, op, algorithm)
+
+        def run_on_node(keep: Any = (flat, x)) -> Any:
+            call.run()
+            return target.deliver()
+
+        return Operation(call.text, run_on_node, compares=True)
+
+    text = describe("all_reduce", array.size, array.dtype, f"op={op}", f"algorithm={algorithm}")
+    if comm.takes_hierarchy("all_reduce", algorithm):
+
+        def run_in_hierarchy() -> Any:
+            hierarchy.all_reduce(comm, Accumulation(flat, op, comm.size), target.flat, text)
+            return target.deliver()
+
+        return Operation(text, run_in_hierarchy)
+
+    name, segments = _choose(comm, "all_reduce", algorithm, array.nbytes, array.dtype, op)
+    pipelined = find("all_reduce", name).segmented
+    program = comm.programs("all_reduce", name, segments=segments if pipelined else 1)
+
+    if array.nbytes <= PREPARED_BYTES:
+
+        def run_prepared() -> Any:
+            prepared = comm.small_all_reduce(text, array.size, array.dtype, operation, program)
+            if algorithm == "auto":
+                comm.known_small[array.dtype, array.size, op] = text, prepared
+            prepared.run(flat, target.flat)
+            return target.deliver()
+
+        return Operation(text, run_prepared)
 
     def run() -> Any:
-        accumulation = _working_copy(flat, target, op, comm.size)
-        work = accumulation.work
-        comm.execute(programs, lambda chunks: [Region(work, even(len(work), chunks))], text, accumulation.reducer)
+        accumulation = Accumulation(flat, op, comm.size, once=name == "direct")
+        work = accumulation.work_in(target.flat)
+        layouts = blocks(len(work), program.regions[0], 1 if pipelined else segments)
+        comm.execute(program, [[Region(work, layout)] for layout in layouts], text, accumulation.reducer)
         accumulation.finish(work, target.flat)
         return target.deliver()
 
-    text = describe("all_reduce", array, f"op={op}", f"algorithm={algorithm}")
     return Operation(text, run)
 
 
@@ -99,14 +146,14 @@ def native_all_reduce(comm: Group, x: Any, op: str, out: Any) -> Operation:
     flat = apart(array.reshape(-1), target.flat)
 
     def run() -> Any:
-        accumulation = _working_copy(flat, target, op, comm.size)
-        work = accumulation.work
+        accumulation = Accumulation(flat, op, comm.size)
+        work = accumulation.work_in(target.flat)
         for start in range(0, len(work), piece):
             comm.native.Allreduce(MPI.IN_PLACE, work[start : start + piece], mpi_op)
         accumulation.finish(work, target.flat)
         return target.deliver()
 
-    return Operation(describe("all_reduce", array, f"op={op}", "algorithm=native"), run)
+    return Operation(describe("all_reduce", array.size, array.dtype, f"op={op}", "algorithm=native"), run)
 
 
 def _row_layout(length: int, row: int, size: int) -> Layout:
@@ -120,20 +167,46 @@ def reduce_scatter(comm: Group, x: Any, op: str, out: Any, algorithm: str) -> Op
     layout = _row_layout(length, row, comm.size)
     own = even(length, comm.size).counts[comm.rank]
     target = result(out, (own, *array.shape[1:]), array.dtype, "reduce_scatter")
-    name = algorithm
-    if algorithm == "auto":
-        name = "recursive_halving" if array.nbytes <= _LARGE else "ring"
-    programs = comm.programs("reduce_scatter", name)
+    flat = array.reshape(-1)
+    start, stop = layout.slice_of(comm.rank)
+    if np.may_share_memory(flat, target.flat) and address_of(target.flat) != address_of(flat[start:stop]):
+        flat = flat.copy()  # where others still read
+    if comm.takes_node_path("reduce_scatter", algorithm):
+        call = comm.node_path.template(
+            ("reduce_scatter", array.dtype, array.shape, op, algorithm),
+            lambda: NodeCall.exchange(
+                comm,
+                describe("reduce_scatter", array.shape, array.dtype, f"op={op}", f"algorithm={algorithm}"),
+                Exchange(
+                    ranges(layout, array.itemsize),
+                    [(0, (stop - start) * array.itemsize)] * comm.size,
+                    max(layout.counts) * array.itemsize,
+                ),
+                Arithmetic.of(array.dtype, op, comm.size),
+            ),
+        )
+        return call.operation(flat, target, [start * array.itemsize] * comm.size)
+
+    text = describe("reduce_scatter", array.shape, array.dtype, f"op={op}", f"algorithm={algorithm}")
+    if comm.takes_hierarchy("reduce_scatter", algorithm):
+
+        def run_in_hierarchy() -> Any:
+            hierarchy.reduce_scatter(comm, Accumulation(flat, op, comm.size), layout, target.flat, text)
+            return target.deliver()
+
+        return Operation(text, run_in_hierarchy)
+
+    name, segments = _choose(comm, "reduce_scatter", algorithm, array.nbytes, array.dtype, op)
+    program = comm.programs("reduce_scatter", name)
 
     def run() -> Any:
-        accumulation = _Accumulation(array.reshape(-1), op, comm.size)
-        work = accumulation.work if accumulation.widened else accumulation.work.copy()  # the input stays as it is
-        comm.execute(programs, lambda chunks: [Region(work, layout)], text, accumulation.reducer)
-        start, stop = layout.offsets[comm.rank : comm.rank + 2]
+        accumulation = Accumulation(flat, op, comm.size, once=name == "direct")
+        work = accumulation.x if accumulation.widened else flat.copy()  # the input stays as it is
+        regions = [[Region(work, piece)] for piece in cut(layout, segments if program.sends_single_chunks else 1)]
+        comm.execute(program, regions, text, accumulation.reducer)
         accumulation.finish(work[start:stop], target.flat)
         return target.deliver()
 
-    text = describe("reduce_scatter", array, f"op={op}", f"algorithm={algorithm}", shape=True)
     return Operation(text, run)
 
 
@@ -143,26 +216,33 @@ def reduce(comm: Group, x: Any, op: str, root: int, out: Any, algorithm: str) ->
     kernel_operation(name_of(array.dtype), op)
     at_root = comm.rank == root
     target = result(out, array.shape, array.dtype, "reduce") if at_root else None
-    name, segments = algorithm, 1
-    if algorithm == "auto":
-        name = "binomial_tree" if array.nbytes <= _LARGE else "chain"
-    if name == "chain":
-        segments = pipeline_segments(array.nbytes)
-    programs = comm.programs("reduce", name, root=root, segments=segments)
+    flat = array.reshape(-1) if target is None else apart(array.reshape(-1), target.flat)
+    if comm.takes_node_path("reduce", algorithm):
+        nbytes = array.nbytes
+        call = comm.node_path.template(
+            ("reduce", array.dtype, array.size, op, root, algorithm),
+            lambda: NodeCall.exchange(
+                comm,
+                describe("reduce", array.size, array.dtype, f"op={op}", f"root={root}", f"algorithm={algorithm}"),
+                Exchange([(0, nbytes)], [(0, nbytes if at_root else 0)] * comm.size, nbytes),
+                Arithmetic.of(array.dtype, op, comm.size),
+            ),
+        )
+        return call.operation(flat, target, [0] * comm.size)
+
+    text = describe("reduce", array.size, array.dtype, f"op={op}", f"root={root}", f"algorithm={algorithm}")
+    choice = comm.choose("reduce", algorithm, comm.size, array.nbytes)
+    pipelined = find("reduce", choice.algorithm).segmented
+    program = comm.programs("reduce", choice.algorithm, root=root, segments=choice.segments if pipelined else 1)
 
     def run() -> Any:
-        accumulation = _Accumulation(array.reshape(-1), op, comm.size)
-        work = accumulation.work if accumulation.widened else accumulation.work.copy()
-        comm.execute(programs, lambda chunks: [Region(work, even(len(work), chunks))], text, accumulation.reducer)
+        accumulation = Accumulation(flat, op, comm.size)
+        work = accumulation.x if accumulation.widened else flat.copy()
+        layouts = blocks(len(work), program.regions[0], 1 if pipelined else choice.segments)
+        comm.execute(program, [[Region(work, layout)] for layout in layouts], text, accumulation.reducer)
         if target is None:
             return None
         accumulation.finish(work, target.flat)
         return target.deliver()
 
-    text = describe("reduce", array, f"op={op}", f"root={root}", f"algorithm={algorithm}")
     return Operation(text, run)
-
-
-def pipeline_segments(nbytes: int) -> int:
-    """Return into how many segments a pipelined chain cuts its data."""
-    return min(64, max(1, nbytes // _SEGMENT))

@@ -81,20 +81,37 @@ def test_every_rank_calls_something_else(comm):
     checks.all_reduce(comm, "float32", (5,))
 
 
-def test_symmetric_and_ordinary_memory_do_not_mix(comm):
-    x = comm.empty(5000)
-    y = x if comm.rank else np.zeros(5000, np.float32)
-    with pytest.raises(MismatchError, match="symmetric at"):
-        comm.all_reduce(y, out=y)
-    checks.all_reduce(comm, "float32", (5000,))
+def _mixed_memory(comm, count):
+    """Arrays of which some ranks' are symmetric, others' ordinary; and symmetric ones that do not correspond."""
+    x = comm.empty(count + 1000)
+    yield x[:count] if comm.rank else np.zeros(count, np.float32)
+    yield np.zeros(count, np.float32) if comm.rank == comm.size - 1 else x[:count]
+    yield x[:count] if comm.rank else x[1000:]
 
 
-def test_different_places_of_symmetric_memory_do_not_mix(comm):
-    x = comm.empty(9000)
-    part = x[:5000] if comm.rank else x[1000:6000]
-    with pytest.raises(MismatchError, match="symmetric at"):
-        comm.all_reduce(part, out=part)
-    assert not x.any()
+def test_all_reduce_in_memory_that_does_not_correspond(comm):
+    """All ranks see that their arrays are in different places, and all go through the slots instead."""
+    for x in _mixed_memory(comm, 200_000):
+        for _ in range(3):
+            x[:] = comm.rank + 1
+            comm.all_reduce(x, out=x)
+            assert (x == comm.size * (comm.size + 1) // 2).all()
+            work = comm.all_reduce_async(x, "mean", out=x)
+            assert (work.wait() == comm.size * (comm.size + 1) // 2).all()
+
+
+def test_other_verbs_in_memory_that_does_not_correspond(comm):
+    size = comm.size
+    for x in _mixed_memory(comm, 30_000 * size):
+        x[:] = comm.rank + 1
+        expected = np.repeat(np.arange(1, size + 1), 30_000)
+        assert (comm.all_gather(x[:30_000]) == expected).all()
+        assert (comm.all_to_all(x) == expected).all()
+        assert (comm.reduce_scatter(x, "max") == size).all()
+        total = comm.reduce(x, root=size - 1)
+        assert total is None or (total == size * (size + 1) // 2).all()
+        comm.broadcast(x, size - 1)
+        assert (x == size).all()
 
 
 def test_nothing_is_written_by_a_mismatch(comm):

@@ -27,7 +27,15 @@ PURE = (
     "commlib.pipeline.simulate",
     "commlib.pipeline.render",
     "commlib.tensor",
+    "commlib.tune.lockstep",
+    "commlib.tune.pipelines",
     "commlib.tune.model",
+    "commlib.tune.flat",
+    "commlib.tune.hierarchy",
+    "commlib.tune.fit",
+    "commlib.tune.entries",
+    "commlib.tune.table",  # reads and writes a file, and is otherwise as pure
+    "commlib.tune.chooser",
 )
 IMPURE_STANDARD_LIBRARY = {
     "_thread", "asyncio", "concurrent", "datetime", "multiprocessing", "socket", "subprocess", "threading", "time",
@@ -39,7 +47,8 @@ LAYERS = (
     ("commlib.kernels", "commlib.buffers"),
     ("commlib.transport",),
     ("commlib.executor", "commlib.agreement", "commlib.progress", "commlib.runtime", "commlib.work", "commlib.world",
-     "commlib.communicator", "commlib.group", "commlib.plan", "commlib.verbs", "commlib.observe", "commlib.tune"),
+     "commlib.communicator", "commlib.group", "commlib.plan", "commlib.prepared", "commlib.verbs", "commlib.observe",
+     "commlib.tune"),
     ("commlib.compress", "commlib.coordinator", "commlib.data_parallel", "commlib.pipeline", "commlib.expert"),
     ("commlib",),  # the public names
     ("commlib.bench", "commlib.cli", "commlib.__main__", "commlib_torch", "commlib_tensorflow"),

@@ -98,11 +98,14 @@ def test_a_mean_of_halves_divides(divisor):
         assert_same(out, expected)
 
 
-def test_pair_and_finish():
+def test_a_reducer_combines_any_number_of_operands():
     first, second = np.arange(5, dtype=np.float32), np.full(5, 2, np.float32)
-    Reducer("float32", "sum").pair(first, second, second)
+    Reducer("float32", "sum").combine([first, second], second)
     assert_same(second, np.arange(5, dtype=np.float32) + 2)
-    Reducer("float32", "mean").finish(second, 4)
+    third = np.empty(5, np.float32)
+    Reducer("float32", "max").combine([first, np.full(5, 3, np.float32), np.zeros(5, np.float32)], third)
+    assert_same(third, np.maximum(first, 3))
+    Reducer("float32", "mean", 4).combine([second], second)
     assert_same(second, (np.arange(5, dtype=np.float32) + 2) / np.float32(4))
 
 

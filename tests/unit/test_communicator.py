@@ -9,8 +9,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from commlib.config import Config
-from commlib.dtypes import DTYPES
+from commlib.dtypes import DTYPES, kernel_operation
 from commlib.errors import UsageError
+from commlib.kernels.arithmetic import reduce_function
 from commlib.schedule import algorithms
 from tests import checks
 from tests.loopback import run
@@ -28,6 +29,13 @@ layouts = pytest.mark.parametrize("nodes", LAYOUTS, ids=lambda nodes: "".join(ma
 
 def each(verb: str) -> pytest.MarkDecorator:
     return pytest.mark.parametrize("algorithm", algorithms(verb))
+
+
+@pytest.fixture(scope="module", autouse=True)
+def compiled():
+    """Compile all reductions here: on a fresh machine it takes longer than ranks are given to end."""
+    for dtype, op in REDUCIBLE:
+        reduce_function(dtype, kernel_operation(dtype, op))
 
 
 def spread(nodes: list[int], function: Any) -> None:

@@ -120,7 +120,7 @@ def test_a_group_learns_that_a_rank_has_left():
 def test_shutdown():
     def check(comm):
         work = comm.recv_async(np.zeros(2), 1 - comm.rank)
-        comm.runtime.progress.close()
+        comm.progress.close()
         comm.runtime.closing = True
         with pytest.raises(ShutdownError, match="recv from rank"):
             work.wait()

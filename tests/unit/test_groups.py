@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -73,5 +74,19 @@ def test_an_object_is_taken_as_it_is_at_the_call():
         value.append(99)
         assert works[0].wait() == [0]
         assert works[1].wait() == [[0], [1]]
+
+    run(2, check)
+
+
+def test_a_closed_group_is_left_alone_by_the_end():
+    """Shutting down after a close told the closed group's board that the rank leaves, and raised IndexError."""
+
+    def check(comm):
+        group = comm.split(0)
+        group.all_reduce(np.ones(3))
+        group.barrier()
+        group.close()
+        comm.barrier()
+        assert comm.runtime.drain(5) == "" and comm.runtime.end() == ""
 
     run(2, check)

@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from commlib.errors import UsageError
-from commlib.schedule import Span, even, segmented, uneven
+from commlib.schedule import Span, blocks, cut, even, uneven
 
 counts = st.integers(0, 10_000)
 chunks = st.integers(1, 300)
@@ -39,20 +39,37 @@ def test_slices_join(sizes: list[int], data: st.DataObject) -> None:
     assert layout.length(Span(a, c)) == layout.length(Span(a, b)) + layout.length(Span(b, c)) == sum(sizes[a:c])
 
 
-@given(counts, chunks, st.integers(1, 1000))
-def test_segmented(count: int, chunks: int, limit: int) -> None:
-    blocks = segmented(count, chunks, limit)
+@given(counts, chunks, st.integers(1, 50))
+def test_blocks_lie_side_by_side(count: int, chunks: int, number: int) -> None:
     position = 0
-    for start, layout in blocks:
-        assert start == position
+    for layout in blocks(count, chunks, number):
         assert layout.chunks == chunks
-        assert max(layout.counts) <= limit
-        position += layout.count
+        assert layout.offsets[0] == position
+        assert max(layout.counts) - min(layout.counts) <= 1
+        position = layout.offsets[-1]
     assert position == count
-    assert len(blocks) == max(1, -(-count // (chunks * limit))), "no more blocks than needed"
+
+
+@given(st.lists(st.integers(0, 50), min_size=1, max_size=20), st.integers(1, 9))
+def test_slices_cover_every_chunk_once(sizes: list[int], pieces: int) -> None:
+    layout = uneven(sizes)
+    cuts = cut(layout, pieces)
+    assert len(cuts) == pieces
+    for number in range(len(sizes)):
+        position, end = layout.slice_of(number)
+        for piece in cuts:
+            start, stop = piece.slice(Span(number, number + 1))
+            assert start == position <= stop
+            position = stop
+        assert position == end
+
+
+def test_slices_of_several_chunks_are_refused() -> None:
+    with pytest.raises(UsageError, match="side by side"):
+        cut(even(10, 3), 2)[0].slice(Span(0, 2))
 
 
 def test_refuses_nonsense() -> None:
-    for wrong in (lambda: even(-1, 2), lambda: even(1, 0), lambda: uneven([1, -1]), lambda: segmented(1, 1, 0)):
+    for wrong in (lambda: even(-1, 2), lambda: even(1, 0), lambda: uneven([1, -1])):
         with pytest.raises(UsageError):
             wrong()

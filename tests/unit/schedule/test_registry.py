@@ -25,9 +25,17 @@ from commlib.schedule import (
 
 def test_the_designed_algorithms_are_there() -> None:
     expected = {
-        "all_reduce": {"ring", "recursive_doubling", "halving_doubling", "bruck", "binomial_tree", "double_tree"},
-        "reduce_scatter": {"ring", "recursive_halving", "bruck"},
-        "all_gather": {"ring", "recursive_doubling", "bruck"},
+        "all_reduce": {
+            "ring",
+            "recursive_doubling",
+            "halving_doubling",
+            "bruck",
+            "binomial_tree",
+            "double_tree",
+            "direct",
+        },
+        "reduce_scatter": {"ring", "recursive_halving", "bruck", "direct"},
+        "all_gather": {"ring", "recursive_doubling", "bruck", "direct"},
         "all_to_all": {"pairwise", "bruck"},
         "broadcast": {"binomial_tree", "chain"},
         "reduce": {"binomial_tree", "chain"},

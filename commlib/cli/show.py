@@ -1,0 +1,105 @@
+"""`commlib show`: what the algorithms are, what each rank does, and how long it would take. Needs no MPI."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import asdict
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+from commlib.cli.app import app
+from commlib.cli.prediction import SIZES, described, load_machine, predict_all
+from commlib.cli.text import columns, parse_bytes
+from commlib.errors import UsageError
+from commlib.schedule import algorithms, find, program, render
+
+MOST_COLUMNS = 128
+
+
+@app.command()
+def show(
+    verb: Annotated[str, typer.Argument(help="all_reduce, broadcast, all_to_all, ...")],
+    algorithm: Annotated[
+        str | None, typer.Option(help="Draw this algorithm; without it, list those of the verb.")
+    ] = None,
+    ranks: Annotated[
+        int | None, typer.Option(min=1, max=MOST_COLUMNS, help="Draw for this many ranks. [default: 8]")
+    ] = None,
+    root: Annotated[int | None, typer.Option(min=0, help="The root, of verbs that have one. [default: 0]")] = None,
+    segments: Annotated[int | None, typer.Option(min=1, help="Pieces in a pipeline. [default: 1]")] = None,
+    predict: Annotated[bool, typer.Option("--predict", help="Predict times on a described cluster.")] = False,
+    nodes: Annotated[int | None, typer.Option(min=1, help="Predict: nodes. [default: 2]")] = None,
+    ranks_per_node: Annotated[int | None, typer.Option(min=1, help="Predict: ranks on each. [default: 8]")] = None,
+    sizes: Annotated[list[str] | None, typer.Option("--bytes", help="Predict: sizes such as 4K, 64M, 1G.")] = None,
+    alpha_us: Annotated[float | None, typer.Option(min=0, help="Network: microseconds a message.")] = None,
+    bandwidth_gbs: Annotated[float | None, typer.Option(min=1e-6, help="Network: GB/s of a node's card.")] = None,
+    node_alpha_us: Annotated[float | None, typer.Option(min=0, help="In a node: microseconds a message.")] = None,
+    node_bandwidth_gbs: Annotated[float | None, typer.Option(min=1e-6, help="In a node: GB/s of a message.")] = None,
+    gamma_gbs: Annotated[float | None, typer.Option(min=1e-6, help="GB/s at which a rank combines.")] = None,
+    tuning: Annotated[
+        Path | None, typer.Option(help="Take these numbers from a file that 'commlib tune' wrote.")
+    ] = None,
+    as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
+) -> None:
+    """Show the algorithms of a verb, what each rank does in one, or with --predict what they would cost."""
+    drawing = {"--ranks": ranks, "--root": root, "--segments": segments}
+    numbers = {
+        "alpha_us": alpha_us,
+        "bandwidth_gbs": bandwidth_gbs,
+        "node_alpha_us": node_alpha_us,
+        "node_bandwidth_gbs": node_bandwidth_gbs,
+        "gamma_gbs": gamma_gbs,
+    }
+    cluster: dict[str, Any] = {
+        "--nodes": nodes,
+        "--ranks-per-node": ranks_per_node,
+        "--bytes": sizes,
+        "--tuning": tuning,
+    }
+    cluster |= {"--" + name.replace("_", "-"): value for name, value in numbers.items()}
+    try:
+        if predict:
+            _refuse(drawing, "is not for --predict: give --nodes and --ranks-per-node")
+            wanted = tuple(map(parse_bytes, sizes or ())) or SIZES
+            machine = described(load_machine(tuning) if tuning else None, **numbers)
+            made = predict_all(verb, nodes or 2, ranks_per_node or 8, wanted, machine, algorithm)
+            _print(made.to_dict() if as_json else str(made))
+            return
+        _refuse(cluster, "is for --predict")
+        if algorithm is None:
+            _refuse(drawing, "is for drawing: give --algorithm")
+            _print(_listed(verb) if as_json else _list(verb))
+        else:
+            _draw(verb, algorithm, ranks or 8, root or 0, segments or 1, as_json)
+    except UsageError as error:
+        raise typer.BadParameter(str(error)) from error
+
+
+def _refuse(options: dict[str, Any], why: str) -> None:
+    given = [name for name, value in options.items() if value not in (None, [])]
+    if given:
+        raise typer.BadParameter(f"{given[0]} {why}")
+
+
+def _print(what: Any) -> None:
+    typer.echo(what if isinstance(what, str) else json.dumps(what, indent=1))
+
+
+def _listed(verb: str) -> list[dict[str, Any]]:
+    found = (find(verb, name) for name in algorithms(verb))
+    return [{"name": a.name, "description": a.description, "rooted": a.rooted, "segmented": a.segmented} for a in found]
+
+
+def _list(verb: str) -> str:
+    rows = [[item["name"], item["description"].split("\n")[0]] for item in _listed(verb)]
+    return f"{columns(rows, left=2)}\n\ncommlib show {verb} --algorithm NAME draws one."
+
+
+def _draw(verb: str, algorithm: str, ranks: int, root: int, segments: int, as_json: bool) -> None:
+    programs = [program(verb, algorithm, rank, ranks, root=root, segments=segments) for rank in range(ranks)]
+    if as_json:
+        _print([asdict(made) for made in programs])
+    else:
+        _print(f"{find(verb, algorithm).description}\n\n{render(programs)}".rstrip())

@@ -1,0 +1,149 @@
+"""`commlib tune`: measure this cluster, so that algorithms are chosen by what they took here."""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from functools import partial
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from commlib.cli.app import app
+from commlib.cli.prediction import rate
+from commlib.cli.text import bytes_text, columns, seconds_text
+from commlib.errors import CommlibError, UsageError
+from commlib.schedule import algorithms
+from commlib.tune.chooser import Chooser
+from commlib.tune.entries import Entry
+from commlib.tune.table import Table, default_path
+
+if TYPE_CHECKING:
+    from commlib.communicator import Communicator
+
+
+@app.command()
+def tune(
+    seconds: Annotated[float, typer.Option(min=0.1, help="About how long to measure.")] = 60.0,
+    out: Annotated[
+        Path | None, typer.Option(help="File to write. [default: COMMLIB_TUNING_FILE, or in ~/.cache]")
+    ] = None,
+) -> None:
+    """Measure this cluster: mpirun -n 8 commlib tune.
+
+    Run it on as many nodes and ranks as the programs that are to gain from it. What the file knows of other numbers
+    of nodes and ranks, or of other MPI libraries, stays.
+    """
+    asked = os.environ.get("COMMLIB_TUNING_FILE", "")
+    path = out or Path(asked if asked not in ("", "none") else default_path())
+    os.environ["COMMLIB_TUNING_FILE"] = "none"  # it need not exist yet, and must not decide what is measured
+    os.environ.setdefault("COMMLIB_CHECK_FIRST", "0")  # comparing calls would be measured as well
+    try:
+        _tune(path, seconds)
+    except CommlibError as error:
+        typer.echo(f"commlib tune: {error}", err=True)
+        raise typer.Exit(2 if isinstance(error, UsageError) else 1) from error
+
+
+def _tune(path: Path, seconds: float) -> None:
+    import commlib
+    from commlib.tune.measure import measure
+
+    comm = commlib.init()
+    known = Table()
+
+    def load() -> None:
+        nonlocal known
+        known = _open(path)
+
+    if not _on_first_rank(comm, load):
+        raise typer.Exit(2)
+    if comm.rank == 0:
+        nodes = len(comm.topology.nodes)
+        where = f"{comm.size} ranks on {nodes} node{'s' * (nodes > 1)}"
+        typer.echo(f"commlib tune: measuring {where} for about {seconds:g} s", err=True)
+    with _progress_bar(comm.rank == 0) as progress:
+        table = measure(comm, seconds, progress)
+    saved = _on_first_rank(comm, lambda: known.updated(table).save(path))
+    if comm.rank == 0:
+        typer.echo(summary(table) + (f"\n\nwritten to {path}" if saved else ""))
+    commlib.shutdown()
+    if not saved:
+        raise typer.Exit(2)
+
+
+def _on_first_rank(comm: Communicator, do: Callable[[], None]) -> bool:
+    """Do it on rank 0 alone; print what is wrong there, and return on all ranks whether nothing was."""
+    good = True
+    if comm.rank == 0:
+        try:
+            do()
+        except UsageError as error:
+            typer.echo(f"commlib tune: {error}", err=True)
+            good = False
+    return bool(comm.broadcast_object(good))
+
+
+def _open(path: Path) -> Table:
+    """Return what a file knows already, nothing if there is none. Raises UsageError if it could not be written."""
+    folder = next(parent for parent in path.absolute().parents if parent.exists())
+    if not (folder.is_dir() and os.access(folder, os.W_OK)):
+        raise UsageError(f"cannot write {path}: {folder} is not a folder to write in")
+    return Table.load(path) if path.exists() else Table()
+
+
+@contextmanager
+def _progress_bar(shown: bool) -> Iterator[Callable[[float, str], None]]:
+    """Show a bar on stderr, if that is a terminal."""
+    from rich.console import Console
+    from rich.progress import Progress
+
+    with Progress(console=Console(stderr=True), disable=not (shown and sys.stderr.isatty())) as bar:
+        task = bar.add_task("", total=1.0)
+        yield lambda done, what: bar.update(task, completed=done, description=what)
+
+
+def summary(table: Table) -> str:
+    """Return what was measured, and what the model makes of the same machine."""
+    fitted = table.machines[0]
+    rows = [["link", "alpha", "bandwidth"]]
+    for name, link in (("node", fitted.node), ("network", fitted.network)):
+        rows.append([name, *((seconds_text(link.alpha), rate(link.beta)) if link else ("not measured", ""))])
+    rows.append(["combining", "", rate(fitted.gamma)])
+    parts = [f"measured with {fitted.library}\n\n{columns(rows)}"]
+    chooser = Chooser(fitted.machine)
+    for place in dict.fromkeys((entry.nodes, entry.ranks_per_node) for entry in table.entries):
+        parts.append(_place_text(*place))
+        entries = (entry for entry in table.entries if (entry.nodes, entry.ranks_per_node) == place)
+        parts += [columns(_entry_rows(entry, chooser), left=2) for entry in entries]
+    return "\n\n".join(parts)
+
+
+def _place_text(nodes: int, ranks_per_node: int) -> str:
+    if nodes == 1:
+        return f"among the {ranks_per_node} ranks of a node"
+    times = f", {ranks_per_node} times side by side" if ranks_per_node > 1 else ""
+    return f"between {nodes} nodes, one rank of each{times}"
+
+
+def _entry_rows(entry: Entry, chooser: Chooser) -> list[list[str]]:
+    on_node = entry.nodes == 1
+    ask = partial(
+        chooser.choose,
+        entry.verb,
+        entry.ranks_per_node if on_node else entry.nodes,
+        kind="node" if on_node else "network",
+        sharing=1 if on_node else entry.ranks_per_node,
+    )
+    rows = [[entry.verb, "fastest", "took", "predicted", "by the model", "predicted"]]
+    for up_to in dict.fromkeys(time.up_to for time in entry.times):
+        winner, nbytes = entry.competitors(up_to)[0], up_to // 2  # what was measured
+        same = ask(nbytes, among=(winner.algorithm,)) if winner.algorithm in algorithms(entry.verb) else None
+        choice = ask(nbytes)
+        predicted = seconds_text(same.seconds) if same else "-"
+        measured = [bytes_text(nbytes), winner.algorithm, seconds_text(winner.seconds), predicted]
+        rows.append([*measured, choice.algorithm, seconds_text(choice.seconds)])
+    return rows

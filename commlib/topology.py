@@ -1,0 +1,47 @@
+"""Which ranks of a group share a node."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from commlib.errors import UsageError
+
+
+@dataclass(frozen=True, slots=True)
+class Topology:
+    """The ranks of each node, ascending; the nodes in the order of their first ranks.
+
+    Between nodes data moves in *columns*: column c joins the c-th rank of every node, so there are as many columns as
+    the smallest node has ranks. Ranks beyond that (on larger nodes) leave the network to the others of their node.
+    """
+
+    nodes: tuple[tuple[int, ...], ...]
+
+    @classmethod
+    def of(cls, labels: Sequence[int]) -> Topology:
+        """Return the topology of ranks 0, 1, ... that carry the labels of their nodes."""
+        if not labels:
+            raise UsageError("a topology needs at least one rank")
+        nodes: dict[int, list[int]] = {}
+        for rank, label in enumerate(labels):
+            nodes.setdefault(label, []).append(rank)
+        return cls(tuple(tuple(ranks) for ranks in nodes.values()))
+
+    @property
+    def columns(self) -> int:
+        """The number of columns."""
+        return min(len(ranks) for ranks in self.nodes)
+
+    @property
+    def is_flat(self) -> bool:
+        """Whether no two ranks share a node."""
+        return all(len(ranks) == 1 for ranks in self.nodes)
+
+    def node(self, rank: int) -> int:
+        """Return the index of a rank's node."""
+        return next(index for index, ranks in enumerate(self.nodes) if rank in ranks)
+
+    def column(self, number: int) -> tuple[int, ...]:
+        """Return the ranks of one column, one of each node."""
+        return tuple(ranks[number] for ranks in self.nodes)

@@ -1,0 +1,59 @@
+"""Times on which all ranks agree, within a budget that rank 0 keeps."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+
+from commlib.communicator import Communicator
+
+Call = Callable[[], Any]
+MOST_REPETITIONS = 500
+
+
+class Stopwatch:
+    """Takes times of calls that all ranks of `comm` make together (or some of them, while the others look on).
+
+    Every rank gets the same numbers, so every rank decides alike; only the clock of rank 0 ends the budget.
+    """
+
+    def __init__(self, comm: Communicator, seconds: float) -> None:
+        self._comm = comm
+        self._seconds = seconds
+        self._end = time.perf_counter() + seconds
+
+    @property
+    def left(self) -> float:
+        """The seconds that are left on rank 0's clock. Collective."""
+        return float(self._comm.broadcast_object(self._end - time.perf_counter()))
+
+    @property
+    def done(self) -> float:
+        """The fraction of the budget that is spent, on this rank's clock."""
+        return min(1.0, max(0.0, 1 - (self._end - time.perf_counter()) / self._seconds))
+
+    def times(self, call: Call | None, repetitions: int) -> list[float]:
+        """Return the slowest rank's seconds of each repetition. Each begins at a barrier. Collective.
+
+        call: None on a rank that takes no part.
+        """
+        spent = np.zeros(repetitions)
+        for index in range(repetitions):
+            self._comm.barrier()
+            if call is not None:
+                start = time.perf_counter()
+                call()
+                spent[index] = time.perf_counter() - start
+        return list(map(float, self._comm.all_reduce(spent, "max")))
+
+    def measure(self, call: Call | None, share: float) -> list[float]:
+        """Return the times of a call, repeated as often as `share` seconds allow, and at least once. Collective."""
+        self.times(call, 1)  # makes what is only made once: buffers, connections, programs
+        before = self.left
+        once = self.times(call, 1)
+        each = before - self.left
+        repetitions = min(int(share / max(each, 1e-9)) - 2, MOST_REPETITIONS)
+        return once if repetitions < 1 else once + self.times(call, repetitions)

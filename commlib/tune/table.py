@@ -1,0 +1,117 @@
+"""Times that were measured on a cluster, and the file they are kept in.
+
+    {"format": 1,
+     "machines": [{"library": "Open MPI 5.0",
+                   "node": {"alpha": 5e-06, "beta": 2e-10}, "network": null, "gamma": 1.2e-10}],
+     "entries":  [{"verb": "all_reduce", "nodes": 1, "ranks_per_node": 8, "library": "Open MPI 5.0", "item_size": "any",
+                   "times": [{"up_to": 32768, "algorithm": "ring", "segments": 0, "seconds": 1.2e-05}, ...]}]}
+
+`nodes` are the ranks that exchange messages, one of each node, and `ranks_per_node` such groups side by side share its
+network card; on one node, `ranks_per_node` ranks exchange messages. All times of an entry that have the same `up_to`
+compete. segments: 0 leaves the number to the model.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+from collections.abc import Mapping
+from contextlib import suppress
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+from commlib.errors import UsageError
+from commlib.tune.entries import Entry, Fitted, items, mapping, read_entry, read_fitted
+
+FORMAT = 1
+
+
+@dataclass(frozen=True, slots=True)
+class Table:
+    """Everything that was measured: entries and fitted machines, one for each key."""
+
+    entries: tuple[Entry, ...] = ()
+    machines: tuple[Fitted, ...] = ()
+
+    def find(self, verb: str, nodes: int, ranks_per_node: int, item_size: int | None = None) -> Entry | None:
+        """Return the entry of a place: that of the item size, else that of any."""
+        fits = [e for e in self.entries if (e.verb, e.nodes, e.ranks_per_node) == (verb, nodes, ranks_per_node)]
+        return next((e for size in (item_size, "any") for e in fits if e.item_size == size), None)
+
+    def of_library(self, library: str) -> Table:
+        """Return what was measured with one MPI library."""
+        return Table(
+            tuple(entry for entry in self.entries if entry.library == library),
+            tuple(machine for machine in self.machines if machine.library == library),
+        )
+
+    def updated(self, newer: Table) -> Table:
+        """Return both, the newer where they speak of the same; a link that it did not measure stays."""
+        machines = {old.library: old for old in self.machines}
+        for new in newer.machines:
+            old = machines.get(new.library, new)
+            machines[new.library] = Fitted(new.library, new.node or old.node, new.network or old.network, new.gamma)
+        entries = {entry.key: entry for entry in (*self.entries, *newer.entries)}
+        return Table(tuple(entries.values()), tuple(machines.values()))
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return what `from_dict` takes, made of what JSON knows."""
+        return {
+            "format": FORMAT,
+            "machines": [asdict(machine) for machine in self.machines],
+            "entries": [asdict(entry) | {"times": list(map(asdict, entry.times))} for entry in self.entries],
+        }
+
+    @classmethod
+    def from_dict(cls, data: Any, where: str = "tuning table") -> Table:
+        """Check and return a table. Raises UsageError that names the place."""
+        version = mapping(data, where).get("format")
+        if version != FORMAT:
+            raise UsageError(f"{where} has format {version!r}, this version reads {FORMAT}: run 'commlib tune' again")
+        return cls(
+            tuple(read_entry(item, f"{where}: entries[{i}]") for i, item in enumerate(items(data, "entries", where))),
+            tuple(
+                read_fitted(item, f"{where}: machines[{i}]") for i, item in enumerate(items(data, "machines", where))
+            ),
+        )
+
+    @classmethod
+    def load(cls, path: str | os.PathLike[str]) -> Table:
+        """Read a file. Raises UsageError if it cannot be read or is no table."""
+        try:
+            data = json.loads(Path(path).read_text(encoding="utf-8"))
+        except (OSError, ValueError) as error:
+            raise UsageError(
+                f"cannot read the tuning table {path} ({error}): run 'commlib tune', or set COMMLIB_TUNING_FILE=none"
+            ) from error
+        return cls.from_dict(data, f"tuning table {path}")
+
+    def save(self, path: str | os.PathLike[str]) -> None:
+        """Write a file, whole or not at all. Raises UsageError if it cannot be written."""
+        target = Path(path)
+        beside = target.with_name(f"{target.name}.{os.getpid()}")
+        try:
+            target.parent.mkdir(parents=True, exist_ok=True)
+            beside.write_text(json.dumps(self.to_dict(), indent=1) + "\n", encoding="utf-8")
+            beside.replace(target)
+        except OSError as error:
+            with suppress(OSError):
+                beside.unlink()
+            raise UsageError(f"cannot write the tuning table {path} ({error})") from error
+
+
+def default_path(environment: Mapping[str, str] = os.environ) -> Path:
+    """Return where tables are kept unless a setting says otherwise: commlib/tuning.json in the user's cache folder."""
+    cache = environment.get("XDG_CACHE_HOME") or "~/.cache"
+    return Path(cache).expanduser() / "commlib" / "tuning.json"
+
+
+def mpi_library() -> str:
+    """Return name and version (major.minor) of the MPI library that this process has loaded, "" if none."""
+    mpi: Any = sys.modules.get("mpi4py.MPI")
+    if mpi is None:
+        return ""
+    name, version = mpi.get_vendor()
+    return f"{name} {'.'.join(map(str, version[:2]))}"

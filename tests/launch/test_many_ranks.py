@@ -1,0 +1,32 @@
+"""Far more ranks on a node than it has cores."""
+
+from __future__ import annotations
+
+PROGRAM = """
+import commlib
+from tests import checks
+
+comm = commlib.init()
+for count in (5, 30_000):
+    checks.all_reduce(comm, "float32", (count,), "mean")
+    checks.all_reduce(comm, "bfloat16", (count,))
+    checks.reduce_scatter(comm, "float32", (count,))
+    checks.all_gather(comm, "int64", (count,))
+    checks.broadcast(comm, "float32", (count,), root=comm.size - 1)
+    checks.all_to_all(comm, "float16", (count // 5,))
+    checks.reduce(comm, "float64", (count,), "max", root=3)
+    x = comm.empty(count)
+    x[:] = comm.rank
+    comm.all_reduce(x, out=x)
+    assert (x == comm.size * (comm.size - 1) // 2).all()
+for _ in range(100):
+    comm.barrier()
+if comm.rank == 0:
+    print("all", comm.size)
+"""
+
+
+def test_sixteen_ranks(mpirun):
+    done = mpirun(16, PROGRAM, timeout=110)
+    assert done.returncode == 0, done.stderr
+    assert "all 16" in done.stdout

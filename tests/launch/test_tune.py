@@ -1,0 +1,67 @@
+"""`commlib tune` as a job of its own."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+from commlib.tune.entries import Entry, Measured
+from commlib.tune.table import Table
+from tests.launch.conftest import MpiRun
+
+COMMAND = ["-c", "from commlib.cli import main; main()"]
+
+
+def test_tune_writes_a_table_that_init_and_show_read(mpirun: MpiRun, tmp_path: Path) -> None:
+    """The file need not exist when COMMLIB_TUNING_FILE names it."""
+    file = tmp_path / "folder" / "tuning.json"
+    named = {"COMMLIB_TUNING_FILE": str(file)}
+    done = mpirun(2, [*COMMAND, "tune", "--seconds", "0.2"], env=named, timeout=90)
+    assert done.returncode == 0, done.stderr
+    assert f"written to {file}" in done.stdout
+    for word in ("alpha", "combining", "among the 2 ranks of a node", "all_to_all", "predicted"):
+        assert word in done.stdout
+    assert {(entry.nodes, entry.ranks_per_node) for entry in Table.load(file).entries} == {(1, 2)}
+
+    done = mpirun(2, "import commlib; commlib.init()", env=named)
+    assert done.returncode == 0, done.stderr
+    show = [sys.executable, *COMMAND, "show", "all_reduce", "--predict", "--tuning", str(file), "--json"]
+    shown = subprocess.run(show, capture_output=True, text=True, check=True)
+    (machine,) = Table.load(file).machines
+    assert json.loads(shown.stdout)["machine"]["gamma"] == machine.gamma
+
+
+def test_tune_adds_to_what_a_file_knows(mpirun: MpiRun, tmp_path: Path) -> None:
+    file = tmp_path / "tuning.json"
+    elsewhere = Entry("all_reduce", 4, 8, "Some MPI 1.0", "any", (Measured(1024, "ring", 0, 1e-5),))
+    Table((elsewhere,)).save(file)
+    done = mpirun(3, [*COMMAND, "tune", "--seconds", "0.2", "--out", str(file)], timeout=90)
+    assert done.returncode == 0, done.stderr
+    entries = Table.load(file).entries
+    assert elsewhere in entries
+    assert {(entry.nodes, entry.ranks_per_node) for entry in entries} == {(4, 8), (1, 3)}
+
+
+def test_tune_says_what_is_wrong_before_it_measures(mpirun: MpiRun, tmp_path: Path) -> None:
+    broken = tmp_path / "broken.json"
+    broken.write_text("{")
+    for arguments, message in (
+        (["--out", str(broken)], "cannot read the tuning table"),
+        (["--out", str(broken / "below.json")], "is not a folder to write in"),
+    ):
+        done = mpirun(2, [*COMMAND, "tune", *arguments])
+        assert done.returncode == 2, (done.stdout, done.stderr)
+        assert done.stderr.count(message) == 1, done.stderr  # rank 0 alone speaks
+        assert "fastest" not in done.stdout
+    assert broken.read_text() == "{"
+
+
+def test_one_rank_measures_nothing(tmp_path: Path) -> None:
+    environment = {**os.environ, "XDG_CACHE_HOME": str(tmp_path)}
+    done = subprocess.run([sys.executable, *COMMAND, "tune"], env=environment, capture_output=True, text=True)
+    assert done.returncode == 2
+    assert "one rank sends no messages: start more" in done.stderr
+    assert not list(tmp_path.iterdir())

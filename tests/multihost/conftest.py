@@ -1,0 +1,34 @@
+"""Set-up for tests on emulated hosts; all are skipped where hosts cannot be made, and say why."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from tests.multihost.hosts import missing_rights
+
+ROOT = Path(__file__).parents[2]
+
+
+@pytest.fixture(scope="session", autouse=True)
+def rights() -> None:
+    if reason := missing_rights():
+        pytest.skip(f"no emulated hosts here: {reason}")
+
+
+@pytest.fixture(scope="session", autouse=True)
+def launch_environment(rights: None) -> Iterator[None]:
+    """What ci/env.sh adds, so that plain `pytest tests/multihost` works too, and the checkout's packages."""
+    command = 'source "$0" && env -0'
+    done = subprocess.run(["bash", "-c", command, str(ROOT / "ci/env.sh")], check=True, capture_output=True, text=True)
+    with pytest.MonkeyPatch.context() as patch:
+        for name, value in (entry.split("=", 1) for entry in done.stdout.split("\0") if entry):
+            patch.setenv(name, value)
+        for path in (ROOT / "adapters", ROOT):
+            patch.setenv("PYTHONPATH", str(path), prepend=os.pathsep)
+        patch.chdir(ROOT)
+        yield

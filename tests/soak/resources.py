@@ -1,0 +1,78 @@
+"""What this process holds, and whether it holds more and more."""
+
+from __future__ import annotations
+
+import ctypes
+import gc
+import os
+import sys
+from dataclasses import dataclass, fields
+from pathlib import Path
+
+
+@dataclass(frozen=True, slots=True)
+class Usage:
+    """Beyond the arrays that last: private memory and shared mappings in MiB, and numbers of things.
+
+    `blocks` are Python's small allocations: they tell of objects that are too few to be seen in the memory.
+    """
+
+    private: float
+    shared: float
+    descriptors: int
+    threads: int
+    blocks: int
+
+    def __str__(self) -> str:
+        return ", ".join(f"{field.name} {getattr(self, field.name):.0f}" for field in fields(self))
+
+
+# How much more a process may hold at the end than after the warm-up. Measured over 20,000 operations: private 5 MiB
+# (buffers of MPI, fragments of the heap), blocks 7,000 (plans, and caches without a bound), the others nothing. So of
+# 100,000 operations that leak one object or 200 bytes each either is seen.
+ALLOWANCE = Usage(private=16, shared=1, descriptors=4, threads=1, blocks=30_000)
+
+_M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD = -1, -3  # of glibc's mallopt
+_KEEP = 1 << 16
+
+
+def keep_no_free_memory() -> None:
+    """Let glibc give freed arrays back to the system at once: the tens of MiB that it keeps would hide a leak."""
+    libc = ctypes.CDLL(None)
+    for option in (_M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD):
+        libc.mallopt(option, _KEEP)
+
+
+def measure(ordinary: int, symmetric: int) -> Usage:
+    """Measure this process, while it rests; the given bytes of ordinary and symmetric arrays are known to be in use."""
+    gc.collect()
+    ctypes.CDLL(None).malloc_trim(0)
+    status = dict(line.split(":", 1) for line in Path("/proc/self/status").read_text().splitlines())
+    return Usage(
+        (int(status["RssAnon"].split()[0]) * 1024 - ordinary) / 2**20,
+        (_shared_bytes() - symmetric) / 2**20,
+        len(os.listdir("/proc/self/fd")),
+        int(status["Threads"]),
+        sys.getallocatedblocks(),
+    )
+
+
+def _shared_bytes() -> int:
+    """Return the size of all shared mappings. A window's file loses its name at once: it is in nothing else."""
+    total = 0
+    for line in Path("/proc/self/maps").read_text().splitlines():
+        addresses, permissions = line.split()[:2]
+        if permissions.endswith("s"):
+            start, stop = addresses.split("-")
+            total += int(stop, 16) - int(start, 16)
+    return total
+
+
+def growth(before: Usage, after: Usage) -> list[str]:
+    """Return what grew by more than its allowance."""
+    grown = []
+    for field in fields(Usage):
+        first, last, allowed = (getattr(usage, field.name) for usage in (before, after, ALLOWANCE))
+        if last - first > allowed:
+            grown.append(f"{field.name} grew from {first:.0f} to {last:.0f}, {allowed:.0f} more are allowed")
+    return grown

@@ -1,0 +1,156 @@
+"""What is chosen: by the table where it speaks, else by the model, and the same everywhere."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+
+from commlib.config import Config
+from commlib.errors import UsageError
+from commlib.schedule import Link, algorithms, verbs
+from commlib.tune.chooser import Choice, Chooser, Kind, Tuning
+from commlib.tune.entries import Entry, Fitted, Measured
+from commlib.tune.model import DEFAULT, Machine, best
+from commlib.tune.table import Table
+
+SLOW = Machine(Link(1e-6, 1e-9), Link(1e-4, 1e-8), 1e-9)
+
+
+@pytest.mark.parametrize("verb", verbs())
+@pytest.mark.parametrize(("kind", "sharing"), [("node", 1), ("network", 1), ("network", 8)])
+def test_the_model_s_choice_is_the_fastest_it_predicts(verb: str, kind: Kind, sharing: int) -> None:
+    chooser = Chooser(DEFAULT)
+    link = DEFAULT.node if kind == "node" else Link(DEFAULT.network.alpha, DEFAULT.network.beta * sharing)
+    for size in (1, 2, 7, 16):
+        for nbytes in (1, 4096, 1 << 20, 1 << 26):  # powers of two: nothing is rounded
+            choice = chooser.choose(verb, size, nbytes, kind=kind, sharing=sharing)
+            times = {name: best(verb, name, size, nbytes, link, DEFAULT.gamma) for name in algorithms(verb)}
+            assert choice.source == "model"
+            assert (choice.segments, choice.seconds) == times[choice.algorithm]
+            assert choice.seconds <= min(seconds for _, seconds in times.values()) * (1 + 1e-9)
+
+
+def test_small_data_wants_few_messages_and_large_data_few_bytes() -> None:
+    chooser = Chooser(DEFAULT)
+    assert chooser.choose("all_reduce", 12, 8, kind="network").algorithm == "recursive_doubling"
+    assert chooser.choose("all_reduce", 12, 1 << 28, kind="network").algorithm in ("ring", "bruck")
+    assert chooser.choose("all_to_all", 12, 12, kind="network").algorithm == "bruck"
+    assert chooser.choose("all_to_all", 12, 1 << 28, kind="network").algorithm == "pairwise"
+
+
+def test_ties_go_to_the_first_that_was_registered() -> None:
+    """Between two ranks all all-gathers are one exchange."""
+    assert Chooser(DEFAULT).choose("all_gather", 2, 1 << 20, kind="node").algorithm == algorithms("all_gather")[0]
+
+
+def test_algorithms_are_ranked_by_the_power_of_two_and_segments_by_the_size() -> None:
+    chooser = Chooser(DEFAULT)
+    for nbytes in ((1 << 25) + 1, 3 << 24, 1 << 26):
+        choice = chooser.choose("all_reduce", 6, nbytes, kind="node", among=("ring",))
+        assert (choice.segments, choice.seconds) == best("all_reduce", "ring", 6, nbytes, DEFAULT.node, DEFAULT.gamma)
+
+
+def test_only_what_is_allowed_is_chosen() -> None:
+    chooser = Chooser(DEFAULT)
+    assert chooser.choose("all_reduce", 8, 8, kind="node", among=("ring", "native")).algorithm == "ring"
+    with pytest.raises(UsageError, match="none of native is an algorithm of all_reduce that has a schedule; those are"):
+        chooser.choose("all_reduce", 8, 8, kind="node", among=("native",))
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ({"kind": "moon"}, "kind must be 'node' or 'network', got 'moon'"),
+        ({"sharing": 0}, "sharing must be at least 1, got 0"),
+        ({"verb": "all_shrink"}, "no collective is called"),
+        ({"size": 0}, "size must be at least 1"),
+        ({"nbytes": -1}, "nbytes must be at least 0"),
+    ],
+)
+def test_wrong_arguments(arguments: dict[str, object], message: str) -> None:
+    given = {"verb": "all_reduce", "size": 2, "nbytes": 8, "kind": "network", **arguments}
+    with pytest.raises(UsageError, match=message):
+        Chooser(DEFAULT).choose(**given)  # type: ignore[arg-type]
+
+
+# The table
+
+TIMES = (
+    Measured(1024, "node", 0, 1e-6),
+    Measured(1024, "ring", 3, 2e-6),
+    Measured(1 << 26, "double_tree", 0, 1e-3),
+)
+TABLE = Table(
+    (
+        Entry("all_reduce", 1, 4, "", "any", TIMES),
+        Entry("all_reduce", 4, 2, "", "any", (Measured(1024, "bruck", 0, 5e-6),)),
+    ),
+    (Fitted("", SLOW.node, SLOW.network, SLOW.gamma),),
+)
+
+
+def test_the_table_wins_where_it_was_measured() -> None:
+    chooser = Chooser(SLOW, TABLE)
+    assert chooser.choose("all_reduce", 4, 1000, kind="node") == Choice("ring", 3, 2e-6, "table")
+    assert chooser.choose("all_reduce", 4, 1000, kind="network", sharing=2) == Choice("bruck", 1, 5e-6, "table")
+    elsewhere = [
+        chooser.choose("all_reduce", 5, 1000, kind="node"),
+        chooser.choose("all_reduce", 4, 1000, kind="network"),
+        chooser.choose("all_reduce", 4, 1 << 27, kind="node"),
+        chooser.choose("broadcast", 4, 1000, kind="node"),
+        chooser.choose("all_reduce", 4, 1000, kind="node", among=("bruck",)),
+    ]
+    assert {choice.source for choice in elsewhere} == {"model"}
+
+
+def test_what_has_no_schedule_must_be_allowed_by_name() -> None:
+    chooser = Chooser(SLOW, TABLE)
+    choice = chooser.choose("all_reduce", 4, 1000, kind="node", among=("bruck", "ring", "node"))
+    assert choice == Choice("node", 1, 1e-6, "table")
+
+
+def test_segments_that_the_table_leaves_open_are_the_model_s() -> None:
+    choice = Chooser(SLOW, TABLE).choose("all_reduce", 4, 1 << 24, kind="node")
+    segments, _ = best("all_reduce", "double_tree", 4, 1 << 24, SLOW.node, SLOW.gamma)
+    assert segments > 1
+    assert choice == Choice("double_tree", segments, 1e-3, "table")
+
+
+# What is sent to all ranks
+
+
+@dataclass
+class Settings:
+    tuning_file: str
+
+
+def test_a_tuning_travels_unchanged() -> None:
+    for tuning in (Tuning(), Tuning(Machine(Link(0.1, 1 / 3), Link(2 / 3, 1e-300), 1 / 7), TABLE)):
+        assert Tuning.from_bytes(tuning.to_bytes()) == tuning
+
+
+def test_loading(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The machine is the one that was fitted; entries of other MPI libraries than the one that is loaded are left."""
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    monkeypatch.setattr("commlib.tune.chooser.mpi_library", lambda: "")
+    assert Tuning.load(Settings("")) == Tuning()
+    foreign = Entry("all_reduce", 1, 8, "Some MPI 1.0", "any", TIMES)
+    mixed = Table((*TABLE.entries, foreign), (Fitted("Some MPI 1.0", None, None, 1.0), *TABLE.machines))
+    mixed.save(tmp_path / "commlib" / "tuning.json")
+    assert Tuning.load(Settings("")) == Tuning(SLOW, TABLE)
+    assert Tuning.load(Config()) == Tuning(SLOW, TABLE)
+    assert Tuning.load(Settings("none")) == Tuning()
+    monkeypatch.setattr("commlib.tune.chooser.mpi_library", lambda: "Third MPI 1.0")
+    assert Tuning.load(Settings("")) == Tuning(DEFAULT, Table())
+    with pytest.raises(UsageError, match=r"missing\.json"):
+        Tuning.load(Settings(str(tmp_path / "missing.json")))
+
+
+def test_choosing_needs_nothing_heavy() -> None:
+    code = "import sys, commlib.tune.chooser; print(*(m for m in ('numpy', 'mpi4py', 'threading') if m in sys.modules))"
+    out = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert out.stdout.strip() == ""

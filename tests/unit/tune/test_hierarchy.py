@@ -1,0 +1,64 @@
+"""Hierarchical predictions, written out once for each verb."""
+
+from __future__ import annotations
+
+import pytest
+
+from commlib.errors import UsageError
+from commlib.schedule import Link, algorithms, verbs
+from commlib.tune.hierarchy import COLUMN_BYTES, HIERARCHICAL, predict_hierarchical
+from commlib.tune.model import Machine, best
+
+MACHINE = Machine(Link(2e-6, 1e-10), Link(1e-5, 2e-10), 3e-11)
+N = 8 * COLUMN_BYTES  # enough for 8 columns
+
+
+@pytest.mark.parametrize(
+    ("verb", "name", "across", "in_node"),
+    [
+        ("all_reduce", "ring", 1 / 8, 7 / 8 + 7 / 8),
+        ("reduce_scatter", "ring", 1 / 8, 7 / 8 + 1 / 32),
+        ("all_gather", "bruck", 1 / 8, 1 / 32 + 7 / 8),
+        ("broadcast", "chain", 1 / 8, 1 / 8 + 7 / 8),
+        ("all_to_all", "pairwise", 1, 1 + 1),
+    ],
+)
+def test_four_nodes_of_eight_ranks(verb: str, name: str, across: float, in_node: float) -> None:
+    """Eight columns share each card; in the node the ranks meet twice."""
+    _, network = best(verb, name, 4, across * N, Link(1e-5, 8 * 2e-10), 3e-11)
+    expected = 2 * 2e-6 + in_node * N * 3e-11 + network
+    assert predict_hierarchical(verb, name, 4, 8, N, MACHINE) == pytest.approx(expected)
+
+
+def test_small_data_goes_through_one_column() -> None:
+    """Then that rank combines all, nobody shares the card, and the others copy everything."""
+    _, network = best("all_reduce", "recursive_doubling", 4, 4096, MACHINE.network, 3e-11)
+    expected = 2 * 2e-6 + (7 + 1) * 4096 * 3e-11 + network
+    assert predict_hierarchical("all_reduce", "recursive_doubling", 4, 8, 4096, MACHINE) == pytest.approx(expected)
+
+
+def test_a_barrier_has_no_data() -> None:
+    _, network = best("barrier", "dissemination", 4, 0, MACHINE.network, 0)
+    for nbytes in (0, 1 << 30):
+        predicted = predict_hierarchical("barrier", "dissemination", 4, 8, nbytes, MACHINE)
+        assert predicted == pytest.approx(network + 2 * 2e-6)
+
+
+@pytest.mark.parametrize("verb", HIERARCHICAL)
+def test_one_rank_per_node_has_no_hierarchy(verb: str) -> None:
+    for name in algorithms(verb):
+        _, flat = best(verb, name, 6, N, MACHINE.network, MACHINE.gamma)
+        assert predict_hierarchical(verb, name, 6, 1, N, MACHINE) == pytest.approx(flat)
+
+
+def test_verbs_without_a_hierarchy() -> None:
+    for verb in set(verbs()) - set(HIERARCHICAL):
+        with pytest.raises(UsageError, match=f"{verb} has no hierarchical form; those that have are all_reduce"):
+            predict_hierarchical(verb, algorithms(verb)[0], 2, 2, 1, MACHINE)
+
+
+def test_wrong_arguments() -> None:
+    with pytest.raises(UsageError, match="ranks_per_node must be at least 1"):
+        predict_hierarchical("all_reduce", "ring", 2, 0, 1, MACHINE)
+    with pytest.raises(UsageError, match="no algorithm 'star'"):
+        predict_hierarchical("all_reduce", "star", 2, 2, 1, MACHINE)

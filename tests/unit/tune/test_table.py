@@ -1,0 +1,134 @@
+"""The file of measured times: what it keeps, and what it says about a broken one."""
+
+from __future__ import annotations
+
+import copy
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from commlib.errors import UsageError
+from commlib.schedule import Link
+from commlib.tune.entries import Entry, Fitted, Measured
+from commlib.tune.model import DEFAULT
+from commlib.tune.table import Table, default_path
+
+TIMES = (
+    Measured(2048, "ring", 0, 1e-5),
+    Measured(2048, "native", 0, 2e-5),
+    Measured(8192, "double_tree", 4, 3e-5),
+)
+ENTRY = Entry("all_reduce", 4, 8, "Open MPI 5.0", "any", TIMES)
+FITTED = Fitted("Open MPI 5.0", Link(5e-6, 1 / 3e9), None, 1.1e-10)
+TABLE = Table((ENTRY,), (FITTED,))
+
+
+def test_a_file_gives_back_what_was_written(tmp_path: Path) -> None:
+    path = tmp_path / "new" / "folder" / "tuning.json"
+    TABLE.save(path)
+    assert Table.load(path) == TABLE
+    assert [file.name for file in path.parent.iterdir()] == ["tuning.json"]
+
+
+def test_the_size_decides_who_competes() -> None:
+    assert ENTRY.competitors(0) == ENTRY.competitors(2048) == TIMES[:2]
+    assert ENTRY.competitors(2049) == ENTRY.competitors(8192) == TIMES[2:]
+    assert ENTRY.competitors(8193) == ()  # never measured: not for the table to say
+
+
+def test_times_are_sorted_when_they_are_read() -> None:
+    data = TABLE.to_dict()
+    data["entries"][0]["times"].reverse()
+    assert Table.from_dict(data) == TABLE
+
+
+def test_an_entry_is_found_by_its_place_and_item_size() -> None:
+    halves = Entry("all_reduce", 4, 8, "Open MPI 5.0", 2, TIMES)
+    table = Table((halves, ENTRY))
+    assert table.find("all_reduce", 4, 8, 2) is halves
+    assert table.find("all_reduce", 4, 8) is table.find("all_reduce", 4, 8, 4) is ENTRY
+    assert table.find("all_reduce", 8, 4) is table.find("broadcast", 4, 8) is None
+
+
+def test_new_measurements_replace_those_of_the_same_place_only() -> None:
+    other_library = Entry("all_reduce", 4, 8, "MPICH 5.0", "any", TIMES)
+    other_place = Entry("all_reduce", 1, 8, "Open MPI 5.0", "any", TIMES)
+    again = Entry("all_reduce", 4, 8, "Open MPI 5.0", "any", TIMES[:1])
+    old = Table((ENTRY, other_library), (Fitted("Open MPI 5.0", Link(1, 1), Link(2, 2), 3.0),))
+    both = old.updated(Table((again, other_place), (FITTED,)))
+    assert set(both.entries) == {again, other_library, other_place}
+    # A run on one node cannot measure the network: what is known of it stays.
+    assert both.machines == (Fitted("Open MPI 5.0", FITTED.node, Link(2, 2), FITTED.gamma),)
+    assert both.of_library("MPICH 5.0") == Table((other_library,), ())
+
+
+def test_what_was_not_measured_is_as_usual() -> None:
+    assert FITTED.node is not None
+    assert (FITTED.machine.node, FITTED.machine.network, FITTED.machine.gamma) == (
+        FITTED.node,
+        DEFAULT.network,
+        1.1e-10,
+    )
+
+
+def test_the_default_path_is_in_the_cache_folder() -> None:
+    assert default_path({"XDG_CACHE_HOME": "/c"}) == Path("/c/commlib/tuning.json")
+    assert default_path({}) == Path.home() / ".cache/commlib/tuning.json"
+
+
+def change(path: str, value: Any) -> dict[str, Any]:
+    """Return the table's JSON with one thing in it changed."""
+    data: Any = copy.deepcopy(TABLE.to_dict())
+    *way, last = [int(step) if step.isdigit() else step for step in path.split(".")]
+    place = data
+    for step in way:
+        place = place[step]
+    place[last] = value
+    return data  # type: ignore[no-any-return]
+
+
+@pytest.mark.parametrize(
+    ("path", "value", "message"),
+    [
+        ("format", 2, "has format 2, this version reads 1: run 'commlib tune' again"),
+        ("entries", {}, "expected a list 'entries', got {}"),
+        ("entries.0", 7, r"entries\[0\]: expected an object, got 7"),
+        ("entries.0.verb", "all_shrink", "no collective is called 'all_shrink'"),
+        ("entries.0.nodes", 0, "nodes must be a number .int. of at least 1, got 0"),
+        ("entries.0.nodes", 1.5, "nodes must be a number .int. of at least 1, got 1.5"),
+        ("entries.0.library", None, "library must be a string, got None"),
+        ("entries.0.item_size", "some", "item_size must be a number"),
+        ("entries.0.times.1.algorithm", "star", r"times\[1\]: unknown algorithm 'star'; known are ring, .*native"),
+        ("entries.0.times.0.segments", -1, r"times\[0\]: segments must be a number .int. of at least 0, got -1"),
+        ("entries.0.times.0.seconds", "1", "seconds must be a number .float. of at least 0, got '1'"),
+        ("entries.0.times.0.seconds", float("nan"), "seconds must be a number"),
+        ("entries.0.times.0.up_to", True, "up_to must be a number"),
+        ("machines.0.gamma", float("inf"), "gamma must be a number"),
+        ("machines.0.node.beta", -1.0, r"machines\[0\]: node: beta must be a number"),
+        ("machines.0.network", 3, r"machines\[0\]: network: expected an object"),
+    ],
+)
+def test_a_broken_file_says_where(tmp_path: Path, path: str, value: Any, message: str) -> None:
+    file = tmp_path / "broken.json"
+    file.write_text(json.dumps(change(path, value)))
+    with pytest.raises(UsageError, match=message) as caught:
+        Table.load(file)
+    assert str(file) in str(caught.value) or "all_shrink" in str(caught.value)
+
+
+@pytest.mark.parametrize("content", [b"", b"{", b"\xff\xfe", b"[]", b"7"])
+def test_what_is_no_table_is_refused(tmp_path: Path, content: bytes) -> None:
+    file = tmp_path / "broken.json"
+    file.write_bytes(content)
+    with pytest.raises(UsageError, match=r"broken\.json"):
+        Table.load(file)
+
+
+def test_a_file_that_cannot_be_read_or_written(tmp_path: Path) -> None:
+    with pytest.raises(UsageError, match=r"cannot read .*missing.json.*run 'commlib tune'"):
+        Table.load(tmp_path / "missing.json")
+    (tmp_path / "file").write_text("")
+    with pytest.raises(UsageError, match="cannot write"):
+        TABLE.save(tmp_path / "file" / "below.json")
