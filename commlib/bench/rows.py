@@ -17,7 +17,7 @@ class Row:
     """One verb, dtype, operation and size. The dicts are by contender; one without a figure is not in them.
 
     seconds: of one call, one figure per round. wrong: elements, over all ranks; None if unchecked.
-    copy_seconds: of what `Verb.bound_bytes` says, copied by all ranks at once, one figure per round.
+    bound_seconds: of the pass over memory that `Verb.bound` tells, by all ranks at once, one figure per round.
     """
 
     verb: str
@@ -29,7 +29,7 @@ class Row:
     count: int
     seconds: dict[str, list[float]]
     wrong: dict[str, int] | None
-    copy_seconds: list[float]
+    bound_seconds: list[float]
 
     def time(self, contender: str = OURS) -> float:
         """Return the median of the rounds, in seconds."""
@@ -49,9 +49,9 @@ class Row:
 
     def of_bound(self) -> float | None:
         """Return the time that memory needs at the least / the measured time, or None where that says nothing."""
-        if not self.copy_seconds or self.size < BOUND_FROM:
+        if not self.bound_seconds or self.size < BOUND_FROM:
             return None
-        return min(self.copy_seconds) / self.time()
+        return min(self.bound_seconds) / self.time()
 
     def figures(self) -> dict[str, object]:
         """Return everything, measured and derived, for JSON."""

@@ -12,7 +12,7 @@ from mpi4py import MPI
 
 from commlib.bench import cases, gloo_peer, mpi_peer, ours
 from commlib.bench.cases import Case
-from commlib.bench.measure import Call, burst_of, copy_of, rounds, wrong_elements
+from commlib.bench.measure import Call, burst_of, memory_pass, rounds, wrong_elements
 from commlib.bench.mpi_peer import NoPeer
 from commlib.bench.options import Refused, Settings
 from commlib.bench.rows import BOUND_FROM, OURS, Row
@@ -38,7 +38,7 @@ class Session:
     """What is measured, in order. All ranks make one, with the same settings, and iterate over it alike."""
 
     def __init__(self, comm: Any, world: Any, settings: Settings, *, bound: bool = True) -> None:
-        """bound: measure the copies that give the bound, too."""
+        """bound: measure the passes over memory that give the bound, too."""
         self.comm, self.world, self.settings = comm, world, settings
         self.notes: list[str] = []  # what a peer cannot do, and why
         self.has_bound = bound and comm.one_node and comm.size > 1
@@ -129,8 +129,8 @@ class Session:
         rewrite = case.rewrite if self.settings.fresh else None
         bursts = {name: burst_of(self.world, call, rewrite) for name, call in calls.items()}
         if self.has_bound and case.nbytes >= BOUND_FROM:
-            nbytes = case.verb.bound_bytes(case.nbytes, case.size, in_place=case.in_place)
-            bursts["copy"] = burst_of(self.world, copy_of(nbytes))
+            bound = case.verb.bound(case.nbytes, case.size, in_place=case.in_place)
+            bursts["bound"] = burst_of(self.world, memory_pass(*bound))
         times: dict[str, list[float]] = {name: [] for name in bursts}
         for number, figures in enumerate(rounds(bursts, self.settings.rounds), 1):
             for name, seconds in figures.items():
@@ -148,7 +148,7 @@ class Session:
             count=case.count,
             seconds={name: times[name] for name in calls},
             wrong=wrong if self.settings.check else None,
-            copy_seconds=times.get("copy", []),
+            bound_seconds=times.get("bound", []),
         )
 
     def _wrong(self, case: Case, call: Call) -> int:

@@ -19,9 +19,12 @@ rank, for a total of n bytes:
     scatter         n          P x n/P     n/P         n/P
     send_recv       P x n      P x n       n           n
 
-A copy of m bytes reads m and writes m. So the time of the bound is that of a copy of (read + written) / 2 bytes by
-every rank at once. It is a bound from below: where receivers fetch (all_gather, broadcast), each reads all that it
-writes, and the caches may or may not spare memory that.
+The time of the bound is that of one plain pass over so much memory (`measure.memory_pass`), by every rank at once: a
+copy of n bytes where n are read and n are written; an update of n bytes in place, which memory does faster, where
+results replace what was read (reductions and all_to_all in place). So the bound of all_reduce out of place is one copy
+of n, and in place one update of n. It is a bound from below: where receivers fetch (all_gather, broadcast), each reads
+all that it writes. And it is memory's: what stays in the caches from call to call is not in it, so that a call which
+reads first what the last one wrote last may take less.
 """
 
 from __future__ import annotations
@@ -80,14 +83,14 @@ class Verb:
         """Whether the total is P equal parts."""
         return "part" in (self.gives, self.gets) or self.name == "all_to_all"
 
-    def bound_bytes(self, nbytes: int, ranks: int, *, in_place: bool) -> int:
-        """Return the bytes of the copy that takes each rank as long as what this verb must move at the least."""
+    def bound(self, nbytes: int, ranks: int, *, in_place: bool) -> tuple[int, int, bool]:
+        """Return the bytes that a rank must read and write, and whether the written ones replace read ones."""
         read, written = self.read(ranks), self.written(ranks)
         if in_place and self.name in ("all_gather", "all_to_all"):
             written -= _part(ranks)
         if in_place and self.name == "all_to_all":
             read -= _part(ranks)
-        return int(nbytes * (read + written) / 2)
+        return int(nbytes * read), int(nbytes * written), in_place and (self.reduces or self.name == "all_to_all")
 
 
 VERBS = {

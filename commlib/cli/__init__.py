@@ -17,7 +17,6 @@ def main() -> None:
     """
     try:
         from commlib.cli.app import app
-        from commlib.cli.bench import bench  # noqa: F401
     except ModuleNotFoundError as error:
         if error.name not in ("typer", "rich"):
             raise

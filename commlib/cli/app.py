@@ -18,4 +18,4 @@ def _commlib() -> None:
     """Keep verbs as sub-commands even while there is only one."""
 
 
-from commlib.cli import show, tune  # noqa: E402, F401  # each adds its verb to the table
+from commlib.cli import bench, show, tune  # noqa: E402, F401  # each adds its verb to the table

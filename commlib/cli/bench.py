@@ -64,8 +64,9 @@ def bench(
 
     algbw: size / time. busbw: algbw x a factor, to compare with a link's.
 
-    of bound: what a copy of the bytes that must be moved takes here, made by
-    all ranks at once / time; on one node, from 64 KiB.
+    of bound: what one plain pass of all ranks over the memory that must be
+    read and written takes here / time; on one node, from 64 KiB. More than
+    100% if caches keep data from call to call: see --fresh.
 
     #wrong: elements of commlib's results, over all ranks. ratio: the peer's
     time / commlib's. The exit code is 1 if an element of commlib is wrong.

@@ -9,7 +9,7 @@ import pytest
 from mpi4py import MPI
 
 from commlib.bench import cases, gloo_peer, measure
-from commlib.bench.measure import burst_of, copy_of, wrong_elements
+from commlib.bench.measure import burst_of, memory_pass, wrong_elements
 from commlib.bench.options import Options, Refused, check
 from commlib.bench.rows import OURS, mistakes
 from commlib.bench.session import Session
@@ -150,9 +150,9 @@ def test_every_verb_on_the_progress_thread(comm, verb):
 
 def test_all_ranks_have_the_same_figures(comm):
     rows = list(session(comm, "all_gather", sizes=(5000, 100_000), peers=("mpi",), rounds=2).rows())
-    figures = [(row.size, row.count, row.seconds, row.wrong, row.copy_seconds) for row in rows]
+    figures = [(row.size, row.count, row.seconds, row.wrong, row.bound_seconds) for row in rows]
     assert all(other == figures for other in comm.all_gather_object(figures))
-    assert [len(row.copy_seconds) for row in rows] == ([0, 2] if comm.size > 1 else [0, 0])  # 64 KiB and more
+    assert [len(row.bound_seconds) for row in rows] == ([0, 2] if comm.size > 1 else [0, 0])  # 64 KiB and more
 
 
 def test_sizes_below_one_element_for_each_rank_are_measured_once(comm):
@@ -218,13 +218,9 @@ def test_what_commlib_cannot_do_is_refused_on_all_ranks(comm):
         session(comm, "all_reduce", algorithm="native", dtypes=("bfloat16",))
 
 
-def test_bursts_of_copies(comm):
-    """The copy behind the bound copies; its burst has a figure on which all ranks agree."""
-    copy: Any = copy_of(1000)
-    target, source = copy.args
-    assert not np.shares_memory(target, source) and (target != source).all()
-    seconds = burst_of(WORLD, copy)()
-    assert (target == source).all()
+def test_bursts_of_passes_over_memory(comm):
+    """Their figure is one on which all ranks agree."""
+    seconds = burst_of(WORLD, memory_pass(1000, 600, True))()
     assert comm.all_gather_object(seconds) == [seconds] * comm.size
 
 

@@ -29,7 +29,7 @@ def test_files(tmp_path):
     assert read["options"]["out"] == str(tmp_path)
     assert [(one["size"], one["dtype"]) for one in read["rows"]] == [(one.size, one.dtype) for one in rows]
     first = read["rows"][0]
-    assert first["seconds"] == rows[0].seconds and first["copy_seconds"] == rows[0].copy_seconds
+    assert first["seconds"] == rows[0].seconds and first["bound_seconds"] == rows[0].bound_seconds
     assert first["wrong"] == {"commlib": 0, "mpi": 0}
     assert first["of_bound"] == pytest.approx(0.8)
     assert first["figures"]["mpi"]["time_us"] == pytest.approx(250)

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 from types import SimpleNamespace
+from typing import Any
 
+import numpy as np
 import pytest
 
 from commlib.bench import measure
@@ -102,3 +104,38 @@ def test_rounds_are_in_turn():
     figures = list(measure.rounds({"a": burst("a"), "b": burst("b")}, 2))
     assert order == ["a", "b", "a", "b"]
     assert figures == [{"a": 1.0, "b": 2.0}, {"a": 3.0, "b": 4.0}]
+
+
+PASSES = {
+    "a copy": (800, 800, False, {"copyto": [800]}),
+    "an update in place": (800, 800, True, {"invert": [800]}),
+    "more read than written": (800, 200, False, {"copyto": [200], "max": [600]}),
+    "the same, in place": (800, 200, True, {"invert": [200], "max": [600]}),
+    "more written than read": (320, 800, False, {"copyto": [320, 320, 160]}),
+}
+
+
+@pytest.mark.parametrize("case", PASSES)
+def test_a_pass_over_memory_touches_each_byte_once(monkeypatch, case):
+    read, written, replaces, expected = PASSES[case]
+    done: dict[str, list[int]] = {}
+
+    class Watched(np.ndarray):
+        def max(self, *arguments: Any, **options: Any) -> Any:
+            done.setdefault("max", []).append(self.nbytes)
+
+    def note(name):
+        def run(first, second=None, out=None):
+            assert name == "invert" or not np.shares_memory(first, second)
+            assert name == "copyto" or first is out
+            done.setdefault(name, []).append(first.nbytes)
+
+        return run
+
+    ones = np.ones
+    monkeypatch.setattr(np, "ones", lambda *arguments: ones(*arguments).view(Watched))
+    run = measure.memory_pass(read, written, replaces)
+    for name in ("copyto", "invert"):
+        monkeypatch.setattr(np, name, note(name))
+    run()
+    assert done == expected

@@ -48,7 +48,7 @@ def test_each_verb_has_the_columns_that_apply(verb):
 
 def test_cells_without_a_figure():
     assert cells(row(wrong=None))["#wrong"] == "-"
-    assert cells(row(copy_seconds=[]))["of bound"] == "-"
+    assert cells(row(bound_seconds=[]))["of bound"] == "-"
     assert cells(row(root=2, verb="broadcast"))["root"] == "2"
     assert cells(row(seconds={"commlib": [0.5]}))["time us"] == "500000"
 
