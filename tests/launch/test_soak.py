@@ -10,10 +10,11 @@ HEAD = """
 import sys, time
 import numpy as np
 from commlib.communicator import Communicator
+from tests.soak import __main__ as soak
 from tests.soak import script
-from tests.soak.__main__ import main
 
 script.WEIGHTS = {"all_gather": 1, "barrier": 1, "broadcast": 1}
+soak.compile_everything = lambda comm: None  # nothing is reduced
 
 def replace(verb):
     def decorate(make):
@@ -38,7 +39,7 @@ def late(honest):
     def barrier(self):
         if self.name == "world" and self.rank == 1:
             time.sleep(100)  # here
-        honest(self)
+        return honest(self)
     return barrier
 """
 
@@ -57,7 +58,7 @@ def keeping(honest):
 def soak(mpirun):
     def run(defect):
         arguments = ["--operations", "600", "--threads", "1", "--seed", "7", "--patience", "4"]
-        return mpirun(2, f"{HEAD}{defect}\nsys.exit(main({arguments}))\n")
+        return mpirun(2, f"{HEAD}{defect}\nsys.exit(soak.main({arguments}))\n")
 
     return run
 
@@ -88,4 +89,4 @@ def test_a_hang_ends_and_prints_the_stuck_line(soak):
 def test_a_leak_is_found(soak):
     done = soak(LEAK)
     assert done.returncode != 0
-    assert re.search(r"soak: rank \d, --seed 7: LEAKS: private grew from \d+ to \d+, 16 more are allowed", done.stderr)
+    assert re.search(r"soak: rank \d, --seed 7: LEAKS: private grew from \d+ to \d+, 8 more are allowed", done.stderr)

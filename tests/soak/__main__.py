@@ -126,7 +126,7 @@ class Soak:
         """Compare what the ranks hold with what they held after the warm-up."""
         faulthandler.cancel_dump_traceback_later()
         before, after = self.usage[WARM_UP - 1], self.usage[-1]
-        grown = growth(before, after)
+        grown = growth(before, after, self.options.operations)
         for text in grown:
             print(f"soak: rank {self.rank}, --seed {self.options.seed}: LEAKS: {text}", file=sys.stderr, flush=True)
         failed = bool(MPI.COMM_WORLD.allreduce(bool(grown), MPI.LOR))
@@ -164,7 +164,7 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--operations", type=int, default=3000, help="collectives and messages of all threads together")
     parser.add_argument("--seed", type=int, default=1)
     parser.add_argument("--threads", type=int, default=3)
-    parser.add_argument("--novelty", type=float, default=0.05, help="share of calls of new kinds, which fill caches")
+    parser.add_argument("--novelty", type=float, default=0.02, help="share of calls of new kinds, which fill caches")
     parser.add_argument("--patience", type=float, default=120, help="seconds without a step after which it hangs")
     parser.add_argument("--every", type=float, default=10, help="seconds between two lines of progress, at most")
     options = parser.parse_args(arguments)

@@ -51,7 +51,7 @@ NATIVE = [
 SYMMETRIC = (2, 3)  # these slots of each team are symmetric memory,
 SLOTS = (0, 1, *SYMMETRIC)  # the others are ordinary arrays that are used again and again
 
-KINDS = 5  # of each verb of a team, and of each verb on each kind of slot
+KINDS = 3  # of each verb of a team, and of each verb on each kind of slot
 
 # Elements, at most, and how often. Beyond 4 KiB, 16 KiB, 256 KiB and 512 KiB other protocols and algorithms take over.
 SIZES = {1: 4, 1_000: 50, 16_000: 30, 100_000: 12, 300_000: 4}
@@ -120,7 +120,7 @@ class Script:
     novelty: the share of calls of a kind that need not have been there before.
     """
 
-    def __init__(self, seed: int, thread: int, teams: list[Team], novelty: float = 0.05) -> None:
+    def __init__(self, seed: int, thread: int, teams: list[Team], novelty: float = 0.02) -> None:
         self._random = random.Random(f"soak {seed}, thread {thread}")
         self._teams, self._novelty = teams, novelty
         # A team of one rank has little to tell.
@@ -155,7 +155,7 @@ class Script:
     def _kind(self, team: Team, verb: str, whole: Kind | None) -> Kind:
         """Return the kind of a call, on a slot if `whole` says what is there."""
         known = self._kinds[team.number, verb, whole]
-        if self._random.random() < self._novelty:
+        if self._random.random() < self._novelty and verb != "allocate":  # a new kind of slot makes all on it new
             return self._new_kind(team, verb, whole)
         if len(known) < KINDS:
             known.append(self._new_kind(team, verb, whole))
