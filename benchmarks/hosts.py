@@ -24,7 +24,9 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable
+from contextlib import nullcontext
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -35,7 +37,6 @@ SIZES = [4, 1 << 10, 64 << 10, 4 << 20, 16 << 20, 64 << 20]
 BURST_SECONDS, MOST = 0.1, 500
 LARGE = 4 << 20  # bytes; from here on a third of the rounds
 SENT = Path("/sys/class/net/eth0/statistics/tx_bytes")
-GLOO_ADDRESS = "tcp://h0:29400"
 
 
 @dataclass
@@ -86,23 +87,30 @@ def launch(options: argparse.Namespace) -> int:
 
 
 def contenders(comm: Any, x: Any, peers: list[str]) -> dict[str, Call]:
-    from benchmarks.all_reduce import gloo_contender, mpi_contenders
+    from mpi4py import MPI
 
     calls: dict[str, Call] = {"commlib": lambda: comm.all_reduce(x, out=x)}
     if "mpi" in peers:
-        calls["mpi"] = mpi_contenders(x)["mpi"]
+        calls["mpi"] = partial(MPI.COMM_WORLD.Allreduce, MPI.IN_PLACE, x, MPI.SUM)
     if "gloo" in peers:
-        calls |= gloo_contender(x)
+        import torch
+        import torch.distributed as dist
+
+        calls["gloo"] = partial(dist.all_reduce, torch.from_numpy(x))
     return calls
 
 
-def start_gloo(rank: int, size: int) -> None:
-    """Let gloo's processes find each other on h0; nothing where torch is not installed."""
-    try:
-        import torch.distributed as dist
-    except ImportError:
-        return
-    dist.init_process_group("gloo", init_method=GLOO_ADDRESS, rank=rank, world_size=size)
+def wrong(call: Call, x: Any) -> int:
+    """Return how many elements are not the sum, over all ranks."""
+    import numpy as np
+    from mpi4py import MPI
+
+    world = MPI.COMM_WORLD
+    pattern = np.arange(len(x), dtype=np.float32) % 17
+    x[:] = pattern + world.rank
+    world.Barrier()  # a contender that writes to its peers must not be overwritten by what they still fill in
+    call()
+    return int(world.allreduce(int((x != pattern * world.size + sum(range(world.size))).sum())))
 
 
 def burst(call: Call, calls: int) -> tuple[float, float]:
@@ -125,8 +133,6 @@ def burst(call: Call, calls: int) -> tuple[float, float]:
 
 def measure(calls: dict[str, Call], x: Any, rounds: int) -> dict[str, Figures]:
     """Measure all contenders in turn."""
-    from benchmarks.all_reduce import wrong
-
     names = list(calls)
     mistakes = {name: wrong(call, x) for name, call in calls.items()}
     x[:] = 0
@@ -149,26 +155,26 @@ def work(options: argparse.Namespace) -> int:
     from mpi4py import MPI
 
     import commlib
-    from benchmarks.all_reduce import leave_gloo
+    from commlib.bench import gloo_peer
 
     comm, world = commlib.init(), MPI.COMM_WORLD
-    if "gloo" in options.peers:
-        start_gloo(world.rank, world.size)
+    if gloo_peer.problem() is not None:
+        options.peers = [peer for peer in options.peers if peer != "gloo"]
     library = " ".join(MPI.Get_library_version().splitlines()[0].split(",")[0].split())
     if world.rank == 0:
         print(
             f"{options.hosts} hosts x {options.ranks_per_host}, {options.rate}, float32, {options.buffers}, {library}"
         )
     rows = []
-    for size in options.sizes:
-        count = size // 4
-        x = comm.empty(count) if options.buffers == "symmetric" else np.zeros(count, np.float32)
-        rounds = options.rounds if size < LARGE else max(1, options.rounds // 3)
-        figures = measure(contenders(comm, x, options.peers), x, rounds)
-        rows.append((4 * count, figures))
-        if world.rank == 0:
-            print_row(*rows[-1], options, header=len(rows) == 1)
-    leave_gloo()
+    with gloo_peer.joined(world, one_node=False) if "gloo" in options.peers else nullcontext():
+        for size in options.sizes:
+            count = size // 4
+            x = comm.empty(count) if options.buffers == "symmetric" else np.zeros(count, np.float32)
+            rounds = options.rounds if size < LARGE else max(1, options.rounds // 3)
+            figures = measure(contenders(comm, x, options.peers), x, rounds)
+            rows.append((4 * count, figures))
+            if world.rank == 0:
+                print_row(*rows[-1], options, header=len(rows) == 1)
     if world.rank == 0 and options.out:
         facts = {**vars(options), "out": str(options.out), "library": library}
         raw = [{"size": size, **{name: vars(of) for name, of in figures.items()}} for size, figures in rows]
