@@ -32,7 +32,7 @@ from commlib.verbs.node import Arithmetic, Exchange, NodeCall, NodePath
 from commlib.verbs.operation import Operation, signature
 from commlib.work import Work
 
-_MOST_PREPARED = 256
+_MOST_PREPARED = 64
 
 
 class Group:

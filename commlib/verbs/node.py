@@ -30,7 +30,7 @@ SMALL_BYTES = 4096
 _BACKGROUND_SPINS, _BACKGROUND_YIELDS = 50, 20
 
 # Templates of more kinds of calls than this are not kept.
-_MOST_TEMPLATES = 1024
+_MOST_TEMPLATES = 256
 
 # What a call changes while it runs.
 _RUNNING = [
