@@ -135,6 +135,8 @@ def _pipeline_options(algorithm: Algorithm, size: int, nbytes: float) -> list[in
     options = [1]
     while nbytes / (2 * options[-1] * pieces) >= LEAST_SEGMENT:
         options.append(2 * options[-1])
+    if algorithm.verb == "broadcast":  # nothing is combined, so nothing is staged
+        return options
     return [s for s in options if nbytes / (s * pieces) <= LARGEST_SEGMENT] or options[-1:]
 
 
