@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import faulthandler
 import os
 import subprocess
 from collections.abc import Iterator
@@ -34,3 +35,9 @@ def launch_environment(rights: None) -> Iterator[None]:
         patch.delenv("PYTHONUNBUFFERED", raising=False)
         patch.chdir(ROOT)
         yield
+
+
+@pytest.fixture(autouse=True)
+def limits_of_their_own() -> None:
+    """Let jobs take longer than one test may: each is a suite, whose tests are limited, and so is the job."""
+    faulthandler.cancel_dump_traceback_later()

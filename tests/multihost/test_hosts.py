@@ -24,7 +24,7 @@ ONE_HOST = [
 ]
 
 
-def run_tests(ranks_per_host, tests, *, seconds=110, env=None):
+def run_tests(ranks_per_host, tests, *, seconds=240, env=None):
     """Run pytest on ranks on several hosts; fail with what it printed unless all tests passed there."""
     layout = ",".join(map(str, ranks_per_host))
     command = [sys.executable, "-m", "pytest", "-q", "--color=no", "--tb=short", "-p", "no:cacheprovider"]
