@@ -49,6 +49,7 @@ class Communicator(Group):
     def __init__(self, transport: Transport, runtime: Runtime, name: str = "world") -> None:
         super().__init__(transport, runtime, name)
         self._small_all_reduces = self.node_path.small
+        self._placed_all_reduces = self.node_path.in_place
         self._meeting = NodeCall(self, "barrier", kernels.barrier) if self.on_board else None
         self._children = itertools.count(1)
         self._node: Communicator | None = None
@@ -115,11 +116,16 @@ class Communicator(Group):
         if type(x) is ndarray and algorithm == "auto":
             # What a small call costs is mostly what Python does before it: no view, no text, no object is made here.
             small = self._small_all_reduces.get((x.dtype, x.size, op))
-            if small is not None and _are_plain(x, out):
+            if small is not None and (x.flags.carray if out is x else _are_plain(x, out)):
                 if out is None:
                     out = empty(x.shape, x.dtype)
                 small.between(x, out)
                 return out
+            if out is x and small is None:
+                placed = self._placed_all_reduces.get((address_of(x), x.size, x.dtype, op))
+                if placed is not None and x.flags.carray:
+                    placed()
+                    return x
             if (plain := self.node_path.plain_all_reduce(x, op, out)) is not None:
                 call, array = plain
                 call.at(address_of(x), address_of(array))

@@ -337,6 +337,8 @@ class NodePath:
         self._templates: dict[Hashable, NodeCall] = {}
         self.small: dict[tuple[Any, int, str], NodeCall] = {}
         """The all-reduces that `NodeCall.between` may run, by (dtype, count, op)."""
+        self.in_place: dict[tuple[int, int, Any, str], NodeCall] = {}
+        """Those of symmetric arrays that are reduced in place, by (address, count, dtype, op)."""
         self._symmetric: dict[tuple[NodeCall, int, int], NodeCall] = {}
 
     def template(self, key: Hashable, make: Callable[[], NodeCall]) -> NodeCall:
@@ -386,7 +388,10 @@ class NodePath:
             return None
         if not out.flags.carray:
             return None
-        return self._placed(template, x, out), out
+        call = self._placed(template, x, out)
+        if out is x and call is not template:
+            self.in_place[address_of(x), x.size, x.dtype, op] = call
+        return call, out
 
     def _placed(self, template: NodeCall, x: Array, target: Array) -> NodeCall:
         """Return the call for symmetric arrays, made once for each place, or `template` for ordinary ones."""
@@ -400,16 +405,17 @@ class NodePath:
             if not place:
                 return template
             if len(self._symmetric) >= _MOST_TEMPLATES:
-                self._symmetric.clear()
+                self.forget_places()
             found = self._symmetric[key] = template.on_symmetric(place, source, into, inputs, outputs)
         return found
 
     def forget_places(self) -> None:
         """Forget all symmetric arrays: memory is about to be released."""
         self._symmetric.clear()
+        self.in_place.clear()
 
     def clear(self) -> None:
         """Forget all."""
-        self._symmetric.clear()
+        self.forget_places()
         self.small.clear()
         self._templates.clear()
