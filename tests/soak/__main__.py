@@ -26,9 +26,7 @@ from tests.soak.script import SLOTS, Script, Team, splits, teams
 
 PHASES = 20  # how often everything rests, and is measured
 WARM_UP = 4  # phases, after which nothing may grow any more
-SPEECH = (
-    3.0  # seconds between the first rank's last words and the end of the job: the others have something to say, too
-)
+SPEECH = 3.0  # seconds between the first rank's last words and the end of the job: the others may have some, too
 
 
 class Soak:
