@@ -269,7 +269,7 @@ class Communicator(Group):
         return self._look_after(messages.send_recv(self, x, peer, out, source, tag))
 
     def _look_after(self, work: Work) -> Work:
-        self.progress.watch(work)
+        self.runtime.attendant.attend(work, self)
         return work
 
     # Synchronisation and objects

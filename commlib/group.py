@@ -329,6 +329,7 @@ class Group:
         """Release everything. Collective, and only when no rank uses it any more."""
         self.runtime.groups.discard(self)
         self.progress.close()
+        self.runtime.attendant.forget(self)
         self.node_path.clear()
         self._prepared.clear()
         self.known_small.clear()

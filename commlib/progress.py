@@ -13,23 +13,12 @@ from __future__ import annotations
 import threading
 from collections import deque
 from collections.abc import Callable
-from typing import Any, Protocol
+from typing import Any
 
 from commlib.errors import ShutdownError
 from commlib.work import Work
 
 Run = Callable[[], Any]
-
-# While messages are under way the thread looks after them this often (seconds): at first, and at most.
-_SOONEST, _LATEST = 50e-6, 5e-3
-
-
-class Watched(Protocol):
-    """Something that makes progress when it is asked whether it is done."""
-
-    description: str
-
-    def done(self) -> bool: ...
 
 
 class Begun(Work):
@@ -63,7 +52,6 @@ class Progress:
     def __init__(self) -> None:
         self._queue: deque[tuple[Work, Run]] = deque()
         self._begun: tuple[Work, Run] | None = None
-        self._watched: list[Watched] = []
         self._failed: list[Work] = []  # to tell at the end of errors that nobody has asked for
         self._changed = threading.Condition(threading.Lock())
         self.running = threading.Lock()  # held by whoever runs an operation
@@ -173,36 +161,19 @@ class Progress:
         self._failed = [other for other in self._failed if other.unseen_error is not None]
         self._failed.append(work)
 
-    def watch(self, work: Watched) -> None:
-        """Look after `work` until it is done, whenever nothing is queued."""
-        with self._changed:
-            self._watched.append(work)
-            self._start_thread()
-            self._changed.notify_all()
-
     def _start_thread(self) -> None:
         if self._thread is None:
             self._thread = threading.Thread(target=self._loop, name="commlib-progress", daemon=True)
             self._thread.start()
 
     def _next(self) -> tuple[Work, Run] | None:
-        """Return what to run next, looking after messages meanwhile; None to end."""
-        nap = _SOONEST
-        while True:
-            with self._changed:
-                if not self._queue and not self._closed:
-                    self._changed.wait(nap if self._watched else None)
-                if self._queue:
-                    self.current = self._queue[0][0].description
-                    return self._queue.popleft()
-                if self._closed:
-                    return None
-                watched = list(self._watched)
-            ended = [work for work in watched if work.done()]
-            nap = _SOONEST if ended else min(2 * nap, _LATEST)
-            with self._changed:
-                self._watched = [work for work in self._watched if work not in ended]
-                self._changed.notify_all()
+        """Wait for something to run, and return it; None to end."""
+        with self._changed:
+            self._changed.wait_for(lambda: self._queue or self._closed)
+            if not self._queue:
+                return None
+            self.current = self._queue[0][0].description
+            return self._queue.popleft()
 
     def _loop(self) -> None:
         while (job := self._next()) is not None:
@@ -213,9 +184,9 @@ class Progress:
         """Wait until nothing is pending; return "" or, if that takes longer than `timeout` s, what is running."""
         self.hand_over()
         with self._changed:
-            if self._changed.wait_for(lambda: self.pending == 0 and not self._watched, timeout):
+            if self._changed.wait_for(lambda: self.pending == 0, timeout):
                 return ""
-            return "unfinished " + self._what_is_pending()
+            return f"unfinished {self.current or 'queued operation'}"
 
     def unseen_failure(self) -> str:
         """Return the first failed work whose error nobody has asked for, or ""."""
@@ -223,9 +194,6 @@ class Progress:
             if (error := work.unseen_error) is not None:
                 return f"failed {work.description} ({type(error).__name__}: {error})"
         return ""
-
-    def _what_is_pending(self) -> str:
-        return self.current or next((work.description for work in self._watched), "a queued operation")
 
     def close(self) -> None:
         """Accept nothing more; what is queued and has not begun ends with ShutdownError."""

@@ -8,6 +8,7 @@ import weakref
 from dataclasses import dataclass, field
 from typing import Any
 
+from commlib.attendant import Attendant
 from commlib.config import Config
 from commlib.tune.chooser import Chooser
 
@@ -19,6 +20,7 @@ class Runtime:
     config: Config = field(default_factory=Config)
     ranks_on_node: int = 1
     chooser: Chooser = field(default_factory=Chooser)  # alike on all ranks
+    attendant: Attendant = field(default_factory=Attendant)  # of the messages of all groups
     closing: bool = False  # waits that still last must end
     groups: weakref.WeakSet[Any] = field(default_factory=weakref.WeakSet)  # all communicators, to be told of the end
 
@@ -31,9 +33,10 @@ class Runtime:
         return 2000 if self.ranks_on_node <= (os.cpu_count() or 1) else 20
 
     def drain(self, timeout: float) -> str:
-        """Wait until no group has anything pending; return "" or, after `timeout` s, what is still running."""
+        """Wait until nothing is pending in any group; return "" or, after `timeout` s, what is still running."""
         deadline = time.monotonic() + timeout
-        left_over = [group.progress.drain(max(0.0, deadline - time.monotonic())) for group in list(self.groups)]
+        drains = [self.attendant.drain, *(group.progress.drain for group in list(self.groups))]
+        left_over = [drain(max(0.0, deadline - time.monotonic())) for drain in drains]
         return next(filter(None, left_over), "")
 
     def end(self) -> str:
@@ -41,10 +44,11 @@ class Runtime:
         groups = list(self.groups)
         for group in groups:
             group.progress.close()
+        self.attendant.close()
         for group in groups:
             group.leave()
         self.closing = True
         deadline = time.monotonic() + 1.0  # waits look at `closing` every 0.1 s
-        for group in groups:
-            group.progress.join(max(0.0, deadline - time.monotonic()))
+        for threaded in (self.attendant, *(group.progress for group in groups)):
+            threaded.join(max(0.0, deadline - time.monotonic()))
         return next(filter(None, [group.progress.unseen_failure() for group in groups]), "")

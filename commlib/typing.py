@@ -16,5 +16,5 @@ class SharedMemory(Protocol):
     def nbytes(self) -> int: ...
 
     def close(self) -> None:
-        """Unmap it. Collective: every rank of the group calls it."""
+        """Unmap it, or let who else holds it do so. Every rank closes its own, when it likes."""
         ...

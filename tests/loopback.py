@@ -59,6 +59,7 @@ def run(
     stacks = "\n".join(_stack(thread) for thread in stuck)
     for runtime in runtimes:
         runtime.closing = True  # whoever waits in commlib gives up
+        runtime.attendant.close()
         for group in list(runtime.groups):
             group.progress.close()
     for thread in threads:

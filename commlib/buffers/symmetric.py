@@ -44,6 +44,7 @@ class SymmetricMemory:
         self._made += 1
         segment = _Segment(self._made, memory, self._rank)
         owner: Any = (ctypes.c_uint8 * nbytes).from_address(segment.start)
+        owner.memory = memory  # an array may outlive the group
         segment.owner = weakref.ref(owner)
         self._segments[segment.identity] = segment
         bisect.insort(self._starts, (segment.start, segment.identity))
@@ -72,7 +73,7 @@ class SymmetricMemory:
         return segment.identity << 44 | offset, [base + offset for base in segment.bases]
 
     def close(self) -> None:
-        """Release everything, in use or not. Collective."""
+        """Release everything; what is still in use, once it is not."""
         for identity in sorted(self._segments):
             self._segments[identity].memory.close()
         self._segments.clear()

@@ -1,4 +1,4 @@
-"""Messages and shared windows over MPI.
+"""Messages over MPI.
 
 Every group has its own duplicated MPI communicator, so commlib's messages never match the user's. Waiting polls
 (MPI_Testall) instead of blocking inside MPI, so that a wait can be watched, timed out and given up.
@@ -13,10 +13,10 @@ from collections import defaultdict, deque
 from collections.abc import Callable, Sequence
 from typing import Any
 
-import numpy as np
 from mpi4py import MPI
 
 from commlib.errors import TransportError
+from commlib.transport import segment
 from commlib.transport.base import Idle, PreparedRound, Request
 from commlib.typing import SharedMemory
 
@@ -110,34 +110,6 @@ class _UnsureReceive:
                 waiting.remove(self)
         for request, _ in self._pieces:
             request.cancel()
-
-
-class MpiSharedMemory:
-    """An MPI shared window: `nbytes` for each rank."""
-
-    def __init__(self, comm: Any, nbytes: int) -> None:
-        info = MPI.Info.Create()
-        info.Set("alloc_shared_noncontig", "true")  # each part on its own pages, near the rank that touches it first
-        try:
-            # 64 bytes more, so that the part can begin at a cache line whatever MPI's alignment is.
-            self._window = MPI.Win.Allocate_shared(nbytes + 64, 1, info=info, comm=comm)
-        except MPI.Exception as error:
-            raise TransportError(
-                f"cannot allocate {nbytes} bytes of shared memory on each of {comm.size} ranks ({error}): "
-                "is /dev/shm (or MPI's session folder) large enough?"
-            ) from error
-        finally:
-            info.Free()
-        memories: list[Any] = [self._window.Shared_query(rank)[0] for rank in range(comm.size)]
-        parts = [np.frombuffer(memory, np.uint8) for memory in memories]
-        # The distance to the cache line is the owner's: virtual addresses differ, but pages map alike.
-        self.bases = [(part.ctypes.data + 63) // 64 * 64 for part in parts]
-        self.nbytes = nbytes
-        parts[comm.rank][:] = 0
-        comm.Barrier()
-
-    def close(self) -> None:
-        self._window.Free()
 
 
 def _poll(done: Callable[[], bool], idle: Idle) -> None:
@@ -242,7 +214,10 @@ class MpiTransport:
         return MpiTransport(self._comm.Split_type(MPI.COMM_TYPE_SHARED, self.rank))
 
     def share(self, nbytes: int) -> SharedMemory:
-        return MpiSharedMemory(self._comm, nbytes)
+        try:
+            return segment.share(self.rank, nbytes, self._comm.allgather)
+        except MPI.Exception as error:
+            raise TransportError(f"MPI: {error}") from error
 
     def close(self) -> None:
         self._comm.Free()

@@ -126,6 +126,21 @@ def test_a_refused_exchange_leaves_no_receive_behind(comm):
     ping(comm, check)
 
 
+@pair
+def test_messages_move_while_the_groups_thread_waits_in_a_collective(comm):
+    """Rank 0 comes to the barrier after its large message has been taken; nobody waits for that on rank 1."""
+    into = np.empty(100_000)
+    if comm.rank == 1:
+        receive = comm.recv_async(into, 0)
+        comm.barrier_async().wait(60)
+        receive.wait(60)
+        assert (into == 7).all()
+    else:
+        if comm.rank == 0:
+            comm.send(np.full(100_000, 7.0), 1)
+        comm.barrier()
+
+
 def test_overlapping_exchange_is_refused(comm):
     """MPI gives no meaning to sending from the memory that is received into."""
     memory = np.arange(10.0)

@@ -1,4 +1,4 @@
-"""Symmetric buffers in MPI's shared windows."""
+"""Symmetric buffers in shared memory."""
 
 from __future__ import annotations
 

@@ -46,8 +46,9 @@ LAYERS = (
     ("commlib.errors", "commlib.typing", "commlib.config", "commlib.dtypes", *PURE),
     ("commlib.kernels", "commlib.buffers"),
     ("commlib.transport",),
-    ("commlib.executor", "commlib.agreement", "commlib.progress", "commlib.runtime", "commlib.work", "commlib.world",
-     "commlib.communicator", "commlib.group", "commlib.plan", "commlib.prepared", "commlib.verbs", "commlib.observe",
+    ("commlib.executor", "commlib.agreement", "commlib.attendant", "commlib.progress", "commlib.runtime",
+     "commlib.work", "commlib.world", "commlib.communicator", "commlib.group", "commlib.plan", "commlib.prepared",
+     "commlib.verbs", "commlib.observe",
      "commlib.tune"),
     ("commlib.compress", "commlib.coordinator", "commlib.data_parallel", "commlib.pipeline", "commlib.expert"),
     ("commlib",),  # the public names

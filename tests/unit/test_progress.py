@@ -1,4 +1,4 @@
-"""The progress thread: launch order, inline runs, closing, watching."""
+"""The progress thread: launch order, inline runs, closing."""
 
 from __future__ import annotations
 
@@ -130,37 +130,6 @@ def test_drain_waits_and_names_what_does_not_end(progress):
     assert "slow one" in progress.drain(0.05)
     gate.opened.set()
     assert progress.drain(10) == ""
-
-
-class Counted:
-    description = "counted"
-
-    def __init__(self, needed):
-        self.needed, self.asked = needed, 0
-
-    def done(self):
-        self.asked += 1
-        return self.asked >= self.needed
-
-
-def test_watched_work_is_asked_until_it_is_done(progress):
-    watched = [Counted(5), Counted(50)]
-    for work in watched:
-        progress.watch(work)
-    assert progress.drain(10) == ""
-    asked = [work.asked for work in watched]
-    assert asked == [5, 50]
-    time.sleep(0.05)
-    assert [work.asked for work in watched] == asked
-
-
-def test_watched_work_does_not_delay_operations(progress):
-    progress.watch(Counted(10**9))
-    start = time.monotonic()
-    for _ in range(20):
-        progress.start("quick", lambda: None).wait(10)
-    assert time.monotonic() - start < 2
-    assert "counted" in progress.drain(0.05)
 
 
 def test_an_idle_thread_keeps_nothing_alive(progress):
