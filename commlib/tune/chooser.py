@@ -10,7 +10,7 @@ from typing import Any, Literal, Protocol
 
 from commlib.errors import UsageError
 from commlib.schedule import Link, algorithms
-from commlib.tune.model import DEFAULT, Machine, best
+from commlib.tune.model import DEFAULT, ETHERNET, Machine, best
 from commlib.tune.table import Table, default_path, mpi_library
 
 Kind = Literal["node", "network"]
@@ -105,6 +105,15 @@ class Chooser:
         return None
 
 
+# Where Linux lists the cards of InfiniBand, RoCE, Omni-Path and EFA, and those of Slingshot.
+_FABRICS = (Path("/sys/class/infiniband"), Path("/sys/class/cxi"))
+
+
+def usual_machine() -> Machine:
+    """Return what is assumed of this cluster while nothing has been measured: by the kind of its network."""
+    return DEFAULT if any(folder.is_dir() and any(folder.iterdir()) for folder in _FABRICS) else ETHERNET
+
+
 class Settings(Protocol):
     """What a `Tuning` asks of the settings (`commlib.config.Config` has it)."""
 
@@ -128,9 +137,9 @@ class Tuning:
         """
         path = Path(settings.tuning_file or default_path())
         if settings.tuning_file == "none" or not (settings.tuning_file or path.exists()):
-            return cls()
+            return cls(usual_machine())
         table = Table.load(path).of_library(mpi_library())
-        return cls(table.machines[0].machine if table.machines else DEFAULT, table)
+        return cls(table.machines[0].machine if table.machines else usual_machine(), table)
 
     def to_bytes(self) -> bytes:
         """Return it for sending. Exact: JSON keeps every digit of a float."""

@@ -12,9 +12,9 @@ import pytest
 from commlib.config import Config
 from commlib.errors import UsageError
 from commlib.schedule import Link, algorithms, verbs
-from commlib.tune.chooser import Choice, Chooser, Kind, Tuning
+from commlib.tune.chooser import Choice, Chooser, Kind, Tuning, usual_machine
 from commlib.tune.entries import Entry, Fitted, Measured
-from commlib.tune.model import DEFAULT, Machine, best
+from commlib.tune.model import DEFAULT, ETHERNET, Machine, best
 from commlib.tune.table import Table
 
 SLOW = Machine(Link(1e-6, 1e-9), Link(1e-4, 1e-8), 1e-9)
@@ -137,6 +137,7 @@ def test_loading(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The machine is the one that was fitted; entries of other MPI libraries than the one that is loaded are left."""
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     monkeypatch.setattr("commlib.tune.chooser.mpi_library", lambda: "")
+    monkeypatch.setattr("commlib.tune.chooser.usual_machine", lambda: DEFAULT)
     assert Tuning.load(Settings("")) == Tuning()
     foreign = Entry("all_reduce", 1, 8, "Some MPI 1.0", "any", TIMES)
     mixed = Table((*TABLE.entries, foreign), (Fitted("Some MPI 1.0", None, None, 1.0), *TABLE.machines))
@@ -148,6 +149,16 @@ def test_loading(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     assert Tuning.load(Settings("")) == Tuning(DEFAULT, Table())
     with pytest.raises(UsageError, match=r"missing\.json"):
         Tuning.load(Settings(str(tmp_path / "missing.json")))
+
+
+def test_the_kind_of_network_is_known_by_its_cards(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    cards = tmp_path / "infiniband"
+    monkeypatch.setattr("commlib.tune.chooser._FABRICS", (tmp_path / "cxi", cards))
+    assert usual_machine() == ETHERNET
+    cards.mkdir()
+    assert usual_machine() == ETHERNET  # the driver is there, and no card
+    (cards / "mlx5_0").touch()
+    assert usual_machine() == DEFAULT
 
 
 def test_choosing_needs_nothing_heavy() -> None:
