@@ -83,9 +83,10 @@ class LateCheck:
         """Remember a call."""
         self._calls[sequence] = text
         self._calls.pop(sequence - _REMEMBERED, None)
-        for _, receive, _, _ in self._posted.pop(sequence - 2 * _REMEMBERED, []):
-            if receive is not None:
-                receive.cancel()  # before its array goes
+        if self._posted:
+            for _, receive, _, _ in self._posted.pop(sequence - 2 * _REMEMBERED, []):
+                if receive is not None:
+                    receive.cancel()  # before its array goes
 
     def tell(self) -> None:
         """Tell the others what this rank called, and listen no more: it knows of a mismatch that they may not see."""

@@ -115,11 +115,18 @@ class Communicator(Group):
         """
         if type(x) is ndarray and algorithm == "auto":
             # What a small call costs is mostly what Python does before it: no view, no text, no object is made here.
-            small = self._small_all_reduces.get((x.dtype, x.size, op))
+            kind = x.dtype, x.size, op
+            small = self._small_all_reduces.get(kind)
             if small is not None and (x.flags.carray if out is x else _are_plain(x, out)):
                 if out is None:
                     out = empty(x.shape, x.dtype)
                 small.between(x, out)
+                return out
+            known = self.known_small.get(kind)
+            if known is not None and (x.flags.carray if out is x else _are_plain(x, out)):
+                if out is None:
+                    out = empty(x.shape, x.dtype)
+                self.run_small(*known, x, out)
                 return out
             if out is x and small is None:
                 placed = self._placed_all_reduces.get((address_of(x), x.size, x.dtype, op))
@@ -130,11 +137,6 @@ class Communicator(Group):
                 call, array = plain
                 call.at(address_of(x), address_of(array))
                 return array
-            known = self.known_small.get((x.dtype, x.size, op))
-            if known is not None and x.ndim == 1 and out is x and x.flags.carray:
-                text, prepared = known
-                self._run(Operation(text, lambda: prepared.run(x, x)))
-                return x
         return self._run(reduction.all_reduce(self, x, op, out, algorithm))
 
     def all_reduce_async(self, x: Any, op: str = "sum", *, out: Any = None, algorithm: str = "auto") -> Work:
@@ -158,12 +160,24 @@ class Communicator(Group):
             raise UsageError("plan_all_reduce: x and out must be contiguous: a copy of them would not follow them")
         if apart(before, after) is not before:
             raise UsageError("plan_all_reduce: x and out overlap: they must be the same array, or apart")
+        target = result(out, before.shape, before.dtype, "all_reduce")
         if self.takes_node_path("all_reduce", algorithm):
-            target = result(out, before.shape, before.dtype, "all_reduce")
             call = self.node_path.bound_all_reduce(before.reshape(-1), target.flat, op, algorithm)
             return Plan.on_node(self.progress, call, target.deliver(), (before, x))
-        operation = reduction.all_reduce(self, x, op, out, algorithm)
-        return Plan(self.progress, Operation(operation.text, lambda: self._execute(operation)), (x, out))
+        operation = reduction.all_reduce(self, before, op, target.array, algorithm)
+
+        def execute() -> Any:
+            self._execute(operation)
+            return target.deliver()
+
+        def now() -> None:
+            small = self.find_prepared(operation.text)
+            if small is None:
+                self._run(operation)
+            else:
+                self.run_small(operation.text, small, before, target.array)
+
+        return Plan(self.progress, Operation(operation.text, execute), now, target.deliver(), (x, out))
 
     def reduce_scatter(self, x: Any, op: str = "sum", *, out: Any = None, algorithm: str = "auto") -> Any:
         """Combine `x` of all ranks and give each rank its part of the result along dimension 0.

@@ -176,10 +176,11 @@ def execute(
                 running.append(block)
                 if not block.advance(landing):
                     running.pop()
+            ended: list[Request] = []
             if running:
-                transport.wait_any([request for block in running for request in block.pending], idle)
+                ended = transport.wait_any([request for block in running for request in block.pending], idle)
             for block in running:
-                block.pending = [request for request in block.pending if not request.test()]
+                block.pending = [request for request in block.pending if request not in ended]
             running = [block for block in running if block.pending or block.advance(landing)]
     except BaseException:
         for block in running:

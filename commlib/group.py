@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 import weakref
 from collections.abc import Callable, Collection, Sequence
+from math import inf
 from typing import Any
 
 import numpy as np
@@ -46,6 +47,8 @@ class Group:
         weakref.finalize(self, self.progress.close).atexit = False  # its thread must not outlive the group
         self._transport = transport
         self._sequence = 0
+        self._comparing = {"never": 0.0, "auto": self.config.check_first, "always": inf}[self.config.check]
+        """Up to which call the ranks compare their calls by messages before they send data."""
         node_transport = transport.split_node()
         self._node_transport = node_transport
         self.one_node = node_transport.size == self.size
@@ -195,6 +198,26 @@ class Group:
                 self.known_small[dtype, len(found.buffer), op] = text, found
         return found
 
+    def find_prepared(self, text: str) -> SmallAllReduce | None:
+        """Return the small all-reduce of calls with this text, if there is one already."""
+        return self._prepared.get(text)
+
+    def run_small(self, text: str, small: SmallAllReduce, x: Array, target: Array) -> None:
+        """Run a prepared all-reduce of contiguous arrays: `_run` and `_execute`, written out: they are many."""
+        if self.failure is not None or self._sequence < self._comparing or not self.progress.claim():
+            self._run(Operation(text, lambda: small.run(x, target)))
+            return
+        try:
+            self._sequence = sequence = self._sequence + 1
+            if self._late_check is not None:
+                self._late_check.note(sequence, text)
+            small.run(x, target)
+        except CommlibError as error:
+            self._fail(error)
+            raise
+        finally:
+            self.progress.running.release()
+
     def idle(self, text: str) -> Idle:
         """Return a callback for many waits, which watches each anew: what a wait that does not last can do without."""
         watch, last = None, 0.0
@@ -270,15 +293,14 @@ class Group:
             self.board.fail()
 
     def _compare(self, text: str) -> None:
-        check = self.config.check
-        if check == "never" or self.size == 1:
+        if self.config.check == "never" or self.size == 1:
             return
         texts = None
         if self.on_board:
             assert self.board is not None
             if not self.board.meet(signature(text), watch := self.watch(text)):
                 texts = self.board.exchange_texts(text, watch)
-        elif check == "always" or self._sequence <= self.config.check_first:
+        elif self._sequence <= self._comparing:
             texts = compare_messages(self._transport, self._sequence, text, self.watch(text))
         if texts is not None:
             raise mismatch(self.name, self.call_number, self.rank, texts)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 from commlib.progress import Progress
@@ -16,25 +17,25 @@ class Plan:
     `plan()` runs it now and returns the result array, `plan.start()` starts it and returns a Work.
     """
 
-    __slots__ = ("_call", "_keep", "_progress", "_run", "_value", "text")
+    __slots__ = ("_begin", "_keep", "_now", "_progress", "_run", "_value", "text")
 
-    def __init__(self, progress: Progress, operation: Operation, keep: Any) -> None:
-        """Run `operation`; `keep` is kept alive."""
+    def __init__(self, progress: Progress, operation: Operation, now: Callable[[], Any], value: Any, keep: Any) -> None:
+        """`now` runs it in this thread, `operation` within the queue; its result is always `value`."""
         self.text = operation.text
-        self._progress, self._run, self._keep = progress, operation.run, keep
-        self._call: NodeCall | None = None
-        self._value: Any = None
+        self._progress, self._run, self._now, self._value, self._keep = progress, operation.run, now, value, keep
+        self._begin: Callable[[], bool] | None = None
 
     @classmethod
     def on_node(cls, progress: Progress, call: NodeCall, value: Any, keep: Any) -> Plan:
-        """Return the plan of a compiled call, whose result is always `value`."""
+        """Return the plan of a compiled call."""
 
         def run() -> Any:
             call.run()
             return value
 
-        plan = cls(progress, Operation(call.text, run), keep)
-        plan._call, plan._value = call, value
+        plan = cls(progress, Operation(call.text, run), call, value, keep)
+        if call.can_begin:
+            plan._begin = call.begin
         return plan
 
     def __repr__(self) -> str:
@@ -42,13 +43,11 @@ class Plan:
 
     def __call__(self) -> Any:
         """Run it now, after everything that was launched before, and return its result."""
-        if self._call is not None:
-            self._call()
-            return self._value
-        return self._progress.run(self.text, self._run)
+        self._now()
+        return self._value
 
     def start(self) -> Work:
         """Start it, to run after everything that was launched before."""
-        if self._call is not None and self._call.can_begin:
-            return self._progress.begin(self.text, self._call.begin, self._run, self._value)
+        if self._begin is not None:
+            return self._progress.begin(self.text, self._begin, self._run, self._value)
         return self._progress.start(self.text, self._run)

@@ -7,14 +7,16 @@ written down.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any
 
 import numpy as np
 
 from commlib.buffers.views import address_of
 from commlib.dtypes import NUMPY, Array, name_of
-from commlib.kernels.arithmetic import accumulator_dtype, reduce_function
+from commlib.kernels.arithmetic import accumulator_dtype, reduce_as_written, reduce_function
+from commlib.kernels.node import arrays_are_where_expected, copy_from_array, copy_to_array, entry_point
 from commlib.schedule.ir import Program, Span
 from commlib.schedule.layout import even
 from commlib.transport.base import Idle, PreparedRound, Transport
@@ -22,23 +24,40 @@ from commlib.transport.base import Idle, PreparedRound, Transport
 # Above this what Python costs is no longer what counts.
 PREPARED_BYTES = 16 << 10
 
+_combine = entry_point(reduce_as_written)
+_copy_from_array, _copy_to_array = entry_point(copy_from_array, 3), entry_point(copy_to_array, 3)
+_ARRAYS_ARE_WHERE_EXPECTED = arrays_are_where_expected()
+
+
+class _Combination:
+    """One call of a compiled reduction, written down: `function` of some arrays of one length into another."""
+
+    __slots__ = ("_keep", "address")
+
+    def __init__(self, function: Any, operands: Sequence[Array], target: Array, divisor: int = 0) -> None:
+        inputs = np.array([address_of(operand) for operand in operands], np.int64)
+        output = np.array([address_of(target)], np.int64)
+        arguments = address_of(inputs), len(inputs), address_of(output), 1, 0, len(target), divisor
+        written = np.array([function.address, *arguments], np.int64)
+        self.address = address_of(written)
+        self._keep = operands, target, inputs, output, written
+
 
 class _Step:
     """One round: its messages, and what is combined when they are there."""
 
-    __slots__ = ("combinations", "keep", "messages")
+    __slots__ = ("addresses", "keep", "messages")
 
-    def __init__(self, messages: PreparedRound, combinations: list[tuple[int, ...]], keep: list[Any]) -> None:
-        self.messages, self.combinations, self.keep = messages, combinations, keep
+    def __init__(self, messages: PreparedRound, combinations: list[_Combination], keep: list[Any]) -> None:
+        self.messages, self.addresses = messages, [combination.address for combination in combinations]
+        self.keep = combinations, keep
 
 
 class PreparedProgram:
     """A program of one region over `buffer` (1-D, contiguous), combined by the compiled function `reduce`."""
 
-    def __init__(
-        self, program: Program, buffer: Array, transport: Transport, tag: int, reduce: Callable[..., Any] | None
-    ) -> None:
-        self._reduce, self._transport = reduce, transport
+    def __init__(self, program: Program, buffer: Array, transport: Transport, tag: int, reduce: Any | None) -> None:
+        self._transport = transport
         layout = even(len(buffer), program.regions[0]) if program.regions else None
 
         def part(span: Span) -> Any:
@@ -59,23 +78,19 @@ class PreparedProgram:
                 receives.append((recv.peer, place.view(np.uint8).data))
                 keep.append(place)
             sends = [(send.peer, part(send.span).view(np.uint8).data) for send in step.sends]
-            combinations: list[tuple[int, ...]] = []
+            combinations = []
             for span, arrivals in operands.items():
                 target = part(span)
                 ordered = sorted([*arrivals, (program.rank, target)], key=lambda operand: operand[0])
-                inputs = np.array([address_of(array) for _, array in ordered], np.int64)
-                output = np.array([address_of(target)], np.int64)
-                keep += [inputs, output]
-                combinations.append((address_of(inputs), len(inputs), address_of(output), 1, 0, len(target), 0))
+                combinations.append(_Combination(reduce, [array for _, array in ordered], target))
             self._steps.append(_Step(transport.prepare(sends, receives, tag), combinations, keep))
 
     def run(self, idle: Idle) -> None:
         """Run it once. `idle` is called during long waits, and may raise to give up; it cannot run again then."""
-        reduce = self._reduce
         for step in self._steps:
             step.messages.run(idle)
-            for combination in step.combinations:
-                reduce(*combination)  # type: ignore[misc]
+            for address in step.addresses:
+                _combine(address)
 
 
 class SmallAllReduce:
@@ -90,6 +105,8 @@ class SmallAllReduce:
         self.buffer = np.empty(count, NUMPY[self.wide])
         self._steps: list[Callable[[], Any]] = []
         self._operation, self._divisor = operation, divisor
+        self._at, self._nbytes = address_of(self.buffer), self.buffer.nbytes
+        self._copies_bytes = _ARRAYS_ARE_WHERE_EXPECTED and self.wide == name_of(dtype)
 
     def then(self, step: Callable[[], Any]) -> None:
         """Add a step."""
@@ -98,23 +115,25 @@ class SmallAllReduce:
     def then_messages(self, program: Program, transport: Transport, tag: int, idle: Idle) -> None:
         """Add the steps that combine the buffers of a transport's ranks, and divide if the operation is a mean."""
         alone = transport.size == 1  # nothing is combined then, and nothing need be compiled
-        combine = None if alone else reduce_function(self.wide, self.combines).ctypes
+        combine = None if alone else reduce_function(self.wide, self.combines)
         messages = PreparedProgram(program, self.buffer, transport, tag, combine)
-        self.then(lambda: messages.run(idle))
+        self.then(partial(messages.run, idle))
         if self._operation == "mean" and self._divisor > 1:
-            divide = reduce_function(self.wide, self._operation).ctypes
-            table = np.array([address_of(self.buffer)], np.int64)
-            arguments = (address_of(table), 1, address_of(table), 1, 0, len(self.buffer), self._divisor)
-            self.then(lambda table=table: divide(*arguments))  # type: ignore[misc]
+            divide = _Combination(
+                reduce_function(self.wide, self._operation), [self.buffer], self.buffer, self._divisor
+            )
+            self.then(lambda: _combine(divide.address))
 
     def run(self, x: Array, target: Array) -> None:
-        """Reduce `x` into `target`, both of one dimension."""
-        buffer = self.buffer
-        buffer[:] = x
-        for step in self._steps:
-            step()
-        if buffer.dtype == target.dtype:
-            target[:] = buffer
+        """Reduce `x` into `target`, both contiguous."""
+        if self._copies_bytes:
+            _copy_from_array(self._at, id(x), self._nbytes)
+            for step in self._steps:
+                step()
+            _copy_to_array(id(target), self._at, self._nbytes)
         else:
+            self.buffer[:] = x.reshape(-1)
+            for step in self._steps:
+                step()
             with np.errstate(over="ignore", invalid="ignore"):  # overflow is what rounding to a narrow float means
-                target[:] = buffer
+                target.reshape(-1)[:] = self.buffer

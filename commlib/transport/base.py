@@ -61,8 +61,8 @@ class Transport(Protocol):
         """Block until all are complete, with the GIL released, calling `idle` at least every 20 ms or so."""
         ...
 
-    def wait_any(self, requests: Sequence[Request], idle: Idle) -> None:
-        """Block like `wait` until at least one of them, of which none was complete before, is complete."""
+    def wait_any(self, requests: Sequence[Request], idle: Idle) -> list[Request]:
+        """Block like `wait` until at least one of these, which `send` or `recv` made, is complete; return those."""
         ...
 
     def prepare(

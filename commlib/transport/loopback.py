@@ -130,8 +130,9 @@ class LoopbackTransport:
     def wait(self, requests: Sequence[Request], idle: Idle) -> None:
         self._wait_for(lambda: all(request.test() for request in requests), idle)
 
-    def wait_any(self, requests: Sequence[Request], idle: Idle) -> None:
+    def wait_any(self, requests: Sequence[Request], idle: Idle) -> list[Request]:
         self._wait_for(lambda: any(request.test() for request in requests), idle)
+        return [request for request in requests if request.test()]
 
     def _wait_for(self, complete: Callable[[], bool], idle: Idle) -> None:
         changed = self._network.changed

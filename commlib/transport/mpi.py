@@ -43,11 +43,21 @@ class _MpiRequest:
                 status = MPI.Status()
                 if not self._requests[0].Test(status):
                     return False
-                self.nbytes += status.Get_count(MPI.BYTE)
-                self._requests.pop(0)
+                self.take(status)
         except MPI.Exception as error:
             raise TransportError(f"MPI: {error}") from error
         return True
+
+    @property
+    def native(self) -> Any:
+        """The MPI request of its first piece that is under way."""
+        return self._requests[0]
+
+    def take(self, status: Any) -> bool:
+        """Note that this piece is complete; return whether it was the last one."""
+        self.nbytes += status.Get_count(MPI.BYTE)
+        self._requests.pop(0)
+        return not self._requests
 
     def cancel(self) -> None:
         for request in self._requests:
@@ -131,6 +141,9 @@ def _poll(done: Callable[[], bool], idle: Idle) -> None:
             checked = now
 
 
+_start_all, _test_all = MPI.Prequest.Startall, MPI.Request.Testall  # to look them up takes half as long as to call them
+
+
 class _MpiRound:
     """Persistent requests."""
 
@@ -142,9 +155,11 @@ class _MpiRound:
     def run(self, idle: Idle) -> None:
         requests = self._requests
         try:
-            MPI.Prequest.Startall(requests)
-            if not MPI.Request.Testall(requests):
-                _poll(lambda: MPI.Request.Testall(requests), idle)
+            _start_all(requests)
+            for _ in range(_EAGER_POLLS):
+                if _test_all(requests):
+                    return
+            _poll(lambda: _test_all(requests), idle)
         except MPI.Exception as error:
             raise TransportError(f"MPI: {error}") from error
 
@@ -187,13 +202,30 @@ class MpiTransport:
         return _UnsureReceive(self, peer, tag, into)
 
     def wait(self, requests: Sequence[Request], idle: Idle) -> None:
-        pending = [request for request in requests if not request.test()]
-        while pending:
-            self.wait_any(pending, idle)
-            pending = [request for request in pending if not request.test()]
+        for request in requests:
+            if not request.test():
+                _poll(request.test, idle)
 
-    def wait_any(self, requests: Sequence[Request], idle: Idle) -> None:
-        _poll(lambda: any(request.test() for request in requests), idle)
+    def wait_any(self, requests: Sequence[Request], idle: Idle) -> list[Request]:
+        # One call for all: each makes MPI look for what has arrived, which may be a system call.
+        natives = [request.native for request in requests]  # type: ignore[attr-defined]
+        statuses: list[Any] = []
+        ended: list[Request] = []
+
+        def some() -> bool:
+            for status, index in zip(statuses, MPI.Request.Testsome(natives, statuses) or (), strict=False):
+                request: Any = requests[index]
+                if request.take(status):
+                    ended.append(request)
+                else:
+                    natives[index] = request.native
+            return bool(ended)
+
+        try:
+            _poll(some, idle)
+        except MPI.Exception as error:
+            raise TransportError(f"MPI: {error}") from error
+        return ended
 
     def prepare(
         self, sends: Sequence[tuple[int, memoryview]], recvs: Sequence[tuple[int, memoryview]], tag: int

@@ -32,9 +32,10 @@ FEW_MESSAGES = 64  # about half a millisecond of simulation
 # the executor needs many of them to keep a link busy while hosts take turns.
 LEAST_SEGMENT, LARGEST_SEGMENT = 64 << 10, 1 << 20
 
-# On a slow link smaller ones cost nothing, and keep it busier: Open MPI lets the large messages that are under way over
-# TCP take turns, so that all arrive, and are combined, at once (1 Gbit/s: 1 MiB 86 %, 512 KiB 89 %, 256 KiB 95 %).
-_SEGMENT_SECONDS, _LARGEST_ON_A_SLOW_LINK = 200e-6, 256 << 10
+# On a slow link a segment travels at once, without asking the receiver first: Open MPI sends up to 64 KiB of TCP so,
+# headers included. Else the question and its answer queue behind what is under way (with 62 KiB 95 % of 1 Gbit/s were
+# reached, with 256 KiB and 1 MiB 80 to 90 %). Slow is where such a segment takes longer than Python does for it.
+_AT_ONCE, _SLOW_SECONDS = 60 << 10, 40e-6
 
 # Of these every part of the data is treated alike, so they run over blocks of it. Of the others each chunk is cut, and
 # the pieces of several chunks do not lie side by side: where a message has several, nothing is cut.
@@ -100,9 +101,7 @@ def _messages(algorithm: Algorithm, size: int, segments: int) -> int:
 
 def largest_segment(link: Link) -> int:
     """Return the bytes of the largest segment that is to travel over a link."""
-    if link.beta * LARGEST_SEGMENT <= _SEGMENT_SECONDS:
-        return LARGEST_SEGMENT
-    return max(_LARGEST_ON_A_SLOW_LINK, int(_SEGMENT_SECONDS / link.beta))
+    return _AT_ONCE if link.beta * _AT_ONCE > _SLOW_SECONDS else LARGEST_SEGMENT
 
 
 def segments_for(chunk_bytes: float, rounds: int, link: Link, gamma: float) -> int:
@@ -147,7 +146,7 @@ def _pipeline_options(algorithm: Algorithm, size: int, nbytes: float, largest: i
     """Return the powers of two that cut `nbytes` into pieces of a sensible size."""
     pieces = algorithm.regions(size, 1)[0]
     options = [1]
-    while nbytes / (2 * options[-1] * pieces) >= LEAST_SEGMENT:
+    while nbytes / (2 * options[-1] * pieces) >= min(LEAST_SEGMENT, largest / 2):
         options.append(2 * options[-1])
     if algorithm.verb == "broadcast":  # nothing is combined, so nothing is staged
         return options

@@ -165,7 +165,7 @@ def test_no_more_blocks_are_under_way_than_the_window_allows():
         def wait_any(self, requests, idle):
             if self.rank == 0:
                 most[0] = max(most[0], len(requests) // 2)
-            self.end.wait_any(requests, idle)
+            return self.end.wait_any(requests, idle)
 
     def use(end):
         data = np.full(4000, float(end.rank))
