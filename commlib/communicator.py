@@ -184,6 +184,10 @@ class Communicator(Group):
 
         If the length of dimension 0 is no multiple of the size, the first ranks get one row more.
         """
+        if type(x) is ndarray:
+            known = self.node_path.plain(("reduce_scatter", x.dtype, x.shape, op, algorithm), x, out)
+            if known is not None:
+                return known
         return self._run(reduction.reduce_scatter(self, x, op, out, algorithm))
 
     def reduce_scatter_async(self, x: Any, op: str = "sum", *, out: Any = None, algorithm: str = "auto") -> Work:
@@ -202,6 +206,10 @@ class Communicator(Group):
 
     def broadcast(self, x: Any, root: int = 0, *, algorithm: str = "auto") -> Any:
         """Overwrite `x` on all ranks with that of rank `root`, and return it."""
+        if type(x) is ndarray:
+            known = self.node_path.plain(("broadcast", x.dtype, x.shape, root, algorithm), x, x)
+            if known is not None:
+                return known
         return self._run(movement.broadcast(self, x, root, algorithm))
 
     def broadcast_async(self, x: Any, root: int = 0, *, algorithm: str = "auto") -> Work:
@@ -210,6 +218,10 @@ class Communicator(Group):
 
     def all_gather(self, x: Any, *, out: Any = None, algorithm: str = "auto") -> Any:
         """Return `x` of all ranks, one after another along dimension 0. Shapes must agree (0-d: one element each)."""
+        if type(x) is ndarray:
+            known = self.node_path.plain(("all_gather", x.dtype, x.shape, algorithm), x, out)
+            if known is not None:
+                return known
         return self._run(movement.all_gather(self, x, out, algorithm))
 
     def all_gather_async(self, x: Any, *, out: Any = None, algorithm: str = "auto") -> Work:
@@ -242,6 +254,10 @@ class Communicator(Group):
 
     def all_to_all(self, x: Any, *, out: Any = None, algorithm: str = "auto") -> Any:
         """Send the i-th of `size` equal parts of `x` along dimension 0 to rank i; return what the ranks sent here."""
+        if type(x) is ndarray:
+            known = self.node_path.plain(("all_to_all", x.dtype, x.shape, algorithm), x, out)
+            if known is not None:
+                return known
         return self._run(movement.all_to_all(self, x, out, algorithm))
 
     def all_to_all_async(self, x: Any, *, out: Any = None, algorithm: str = "auto") -> Work:

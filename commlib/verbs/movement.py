@@ -33,8 +33,10 @@ def broadcast(comm: Group, x: Any, root: int, algorithm: str) -> Operation:
     target = Result(array, flat, x, staged=contiguous is not array and not at_root)
     if comm.takes_node_path("broadcast", algorithm):
         nbytes = array.nbytes
-        call = comm.node_path.template(
-            ("broadcast", array.dtype, array.size, root, algorithm),
+        call = comm.node_path.verb(
+            ("broadcast", array.dtype, array.shape, root, algorithm),
+            [0] * comm.size,
+            (),
             lambda: NodeCall.exchange(
                 comm,
                 describe("broadcast", array.size, array.dtype, f"root={root}", f"algorithm={algorithm}"),
@@ -45,7 +47,7 @@ def broadcast(comm: Group, x: Any, root: int, algorithm: str) -> Operation:
                 ),
             ),
         )
-        return call.operation(flat, target, [0] * comm.size)
+        return call.operation(flat, target)
 
     text = describe("broadcast", array.size, array.dtype, f"root={root}", f"algorithm={algorithm}")
     if comm.takes_hierarchy("broadcast", algorithm):
@@ -83,17 +85,18 @@ def all_gather(comm: Group, x: Any, out: Any, algorithm: str) -> Operation:
         flat = flat.copy()  # it would be overwritten before all have read it
     if comm.takes_node_path("all_gather", algorithm):
         nbytes = array.nbytes
-        call = comm.node_path.template(
-            ("all_gather", array.dtype, array.shape, algorithm),
+        in_place = address_of(flat) == address_of(target.flat[start:stop])  # each rank's lies in its own slice
+        call = comm.node_path.verb(
+            ("all_gather", array.dtype, array.shape, algorithm, *["in place"] * in_place),
+            [nbytes * rank * in_place for rank in range(comm.size)],
+            target.array.shape,
             lambda: NodeCall.exchange(
                 comm,
                 describe("all_gather", array.shape, array.dtype, f"algorithm={algorithm}"),
                 Exchange([(0, nbytes)], ranges(layout, array.itemsize), nbytes),
             ),
         )
-        if address_of(flat) == address_of(target.flat[start:stop]):  # in place: each rank's lies in its own slice
-            return call.operation(target.flat, target, [nbytes * rank for rank in range(comm.size)], own=flat)
-        return call.operation(flat, target, [0] * comm.size)
+        return call.operation(target.flat, target, own=flat) if in_place else call.operation(flat, target)
 
     text = describe("all_gather", array.shape, array.dtype, f"algorithm={algorithm}")
     if comm.takes_hierarchy("all_gather", algorithm):
@@ -152,15 +155,17 @@ def gather(comm: Group, x: Any, root: int, out: Any, algorithm: str) -> Operatio
         flat = flat.copy()
     if comm.takes_node_path("gather", algorithm):
         nbytes = array.nbytes
-        call = comm.node_path.template(
+        call = comm.node_path.verb(
             ("gather", array.dtype, array.shape, root, algorithm),
+            [0] * comm.size,
+            _stacked(comm.size, array),
             lambda: NodeCall.exchange(
                 comm,
                 describe("gather", array.shape, array.dtype, f"root={root}", f"algorithm={algorithm}"),
                 Exchange([(0, nbytes)], ranges(layout, array.itemsize) if at_root else [(0, 0)] * comm.size, nbytes),
             ),
         )
-        return call.operation(flat, target, [0] * comm.size)
+        return call.operation(flat, target)
 
     text = describe("gather", array.shape, array.dtype, f"root={root}", f"algorithm={algorithm}")
     program = comm.programs("gather", "binomial_tree" if algorithm == "auto" else algorithm, root=root)
@@ -239,15 +244,17 @@ def all_to_all(comm: Group, x: Any, out: Any, algorithm: str) -> Operation:
     flat = apart_from(array.reshape(-1), target.flat)  # every chunk may be overwritten before it has been sent
     if comm.takes_node_path("all_to_all", algorithm):
         nbytes = chunk * array.itemsize
-        call = comm.node_path.template(
+        call = comm.node_path.verb(
             ("all_to_all", array.dtype, array.shape, algorithm),
+            [comm.rank * nbytes] * comm.size,
+            array.shape,
             lambda: NodeCall.exchange(
                 comm,
                 describe("all_to_all", array.shape, array.dtype, f"algorithm={algorithm}"),
                 Exchange(ranges(layout, array.itemsize), ranges(layout, array.itemsize), nbytes),
             ),
         )
-        return call.operation(flat, target, [comm.rank * nbytes] * comm.size)
+        return call.operation(flat, target)
 
     text = describe("all_to_all", array.shape, array.dtype, f"algorithm={algorithm}")
     if comm.takes_hierarchy("all_to_all", algorithm):

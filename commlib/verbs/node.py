@@ -305,28 +305,37 @@ class NodeCall:
         finally:
             call[kernels.SPINS], call[kernels.YIELDS] = spins, yields
 
-    def operation(
-        self, x: Array, target: Result | None, offsets: Sequence[int], *, own: Array | None = None
-    ) -> Operation:
-        """Return the operation that runs an exchange from `x` into `target` (None: this rank gets nothing).
 
-        If `x` is symmetric, the part that this rank takes begins `offsets[r]` bytes behind rank r's array. `own` is
-        what this rank publishes where it is not (default: `x`).
+@dataclass(frozen=True, slots=True)
+class VerbCall:
+    """A verb on contiguous arrays of one kind: an exchange.
+
+    offsets: bytes behind each rank's array to the part in it that this rank takes. shape: of a new result; () if the
+    result is `x` itself.
+    """
+
+    path: NodePath
+    call: NodeCall
+    offsets: Sequence[int]
+    shape: tuple[int, ...]
+
+    def operation(self, x: Array, target: Result | None, *, own: Array | None = None) -> Operation:
+        """Return the operation that exchanges `x` into `target` (None: this rank gets nothing).
+
+        `own` is what this rank publishes where `x` is not symmetric (default: `x`).
         """
 
         def run() -> Any:
             source = address_of(x if own is None else own)
             into = address_of(x if target is None else target.flat)
-            place = self._group.symmetric_place(x) if x.nbytes > SMALL_BYTES else None
-            if place is None:
-                self.run_at(source, into)
+            placed = self.path.placed_exchange(self, x, source, into)
+            if placed is None:
+                self.call.run_at(source, into)
             else:
-                number, bases = place
-                inputs = [base + offset for base, offset in zip(bases, offsets, strict=True)]
-                self.on_symmetric(number, source, into, inputs).run()
+                placed.run()
             return None if target is None else target.deliver()
 
-        return Operation(self.text, run, compares=True)
+        return Operation(self.call.text, run, compares=True)
 
 
 class NodePath:
@@ -340,6 +349,60 @@ class NodePath:
         self.in_place: dict[tuple[int, int, Any, str], NodeCall] = {}
         """Those of symmetric arrays that are reduced in place, by (address, count, dtype, op)."""
         self._symmetric: dict[tuple[NodeCall, int, int], NodeCall] = {}
+        self._verbs: dict[Hashable, VerbCall] = {}
+
+    def verb(
+        self, key: Hashable, offsets: Sequence[int], shape: tuple[int, ...], make: Callable[[], NodeCall]
+    ) -> VerbCall:
+        """Return the call of a verb, by which `plain` finds it from then on: key is (verb, dtype, shape, ...)."""
+        found = self._verbs.get(key)
+        if found is None:
+            if len(self._verbs) >= _MOST_TEMPLATES:
+                self._verbs.clear()
+            found = self._verbs[key] = VerbCall(self, make(), offsets, shape)
+        return found
+
+    def plain(self, key: Hashable, x: Array, out: Any) -> Array | None:
+        """Run the verb on plain arrays, in this thread, and return the result; None if it was not called so before."""
+        known = self._verbs.get(key)
+        if known is None or not x.flags.c_contiguous:
+            return None
+        if out is None:
+            out = np.empty(known.shape, x.dtype)
+        elif out is x:
+            if known.shape or not x.flags.carray:
+                return None
+        elif (
+            type(out) is not np.ndarray
+            or out.dtype is not x.dtype
+            or out.shape != known.shape
+            or not out.flags.carray
+            or np.may_share_memory(x, out)
+        ):
+            return None
+        source, into = address_of(x), address_of(out)
+        if (placed := self.placed_exchange(known, x, source, into)) is not None:
+            placed()
+        else:
+            known.call.at(source, into)
+        return out  # type: ignore[no-any-return]
+
+    def placed_exchange(self, verb: VerbCall, x: Array, source: int, into: int) -> NodeCall | None:
+        """Return the call for symmetric `x`, made once for each place, or None for an ordinary one."""
+        if x.nbytes <= SMALL_BYTES:
+            return None
+        key = (verb.call, source, into)
+        found = self._symmetric.get(key)
+        if found is None:
+            place = self._group.symmetric_place(x)
+            if place is None:
+                return None
+            number, bases = place
+            inputs = [base + offset for base, offset in zip(bases, verb.offsets, strict=True)]
+            if len(self._symmetric) >= _MOST_TEMPLATES:
+                self.forget_places()
+            found = self._symmetric[key] = verb.call.on_symmetric(number, source, into, inputs)
+        return found
 
     def template(self, key: Hashable, make: Callable[[], NodeCall]) -> NodeCall:
         """Return the template remembered under `key`, which says all that distinguishes calls; made if need be."""
@@ -417,5 +480,6 @@ class NodePath:
     def clear(self) -> None:
         """Forget all."""
         self.forget_places()
+        self._verbs.clear()
         self.small.clear()
         self._templates.clear()

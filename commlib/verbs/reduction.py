@@ -181,8 +181,10 @@ def reduce_scatter(comm: Group, x: Any, op: str, out: Any, algorithm: str) -> Op
     if np.may_share_memory(flat, target.flat) and address_of(target.flat) != address_of(flat[start:stop]):
         flat = flat.copy()  # where others still read
     if comm.takes_node_path("reduce_scatter", algorithm):
-        call = comm.node_path.template(
+        call = comm.node_path.verb(
             ("reduce_scatter", array.dtype, array.shape, op, algorithm),
+            [start * array.itemsize] * comm.size,
+            target.array.shape,
             lambda: NodeCall.exchange(
                 comm,
                 describe("reduce_scatter", array.shape, array.dtype, f"op={op}", f"algorithm={algorithm}"),
@@ -194,7 +196,7 @@ def reduce_scatter(comm: Group, x: Any, op: str, out: Any, algorithm: str) -> Op
                 Arithmetic.of(array.dtype, op, comm.size),
             ),
         )
-        return call.operation(flat, target, [start * array.itemsize] * comm.size)
+        return call.operation(flat, target)
 
     text = describe("reduce_scatter", array.shape, array.dtype, f"op={op}", f"algorithm={algorithm}")
     if comm.takes_hierarchy("reduce_scatter", algorithm):
@@ -228,8 +230,10 @@ def reduce(comm: Group, x: Any, op: str, root: int, out: Any, algorithm: str) ->
     flat = array.reshape(-1) if target is None else apart(array.reshape(-1), target.flat)
     if comm.takes_node_path("reduce", algorithm):
         nbytes = array.nbytes
-        call = comm.node_path.template(
-            ("reduce", array.dtype, array.size, op, root, algorithm),
+        call = comm.node_path.verb(
+            ("reduce", array.dtype, array.shape, op, root, algorithm),
+            [0] * comm.size,
+            array.shape,
             lambda: NodeCall.exchange(
                 comm,
                 describe("reduce", array.size, array.dtype, f"op={op}", f"root={root}", f"algorithm={algorithm}"),
@@ -237,7 +241,7 @@ def reduce(comm: Group, x: Any, op: str, root: int, out: Any, algorithm: str) ->
                 Arithmetic.of(array.dtype, op, comm.size),
             ),
         )
-        return call.operation(flat, target, [0] * comm.size)
+        return call.operation(flat, target)
 
     text = describe("reduce", array.size, array.dtype, f"op={op}", f"root={root}", f"algorithm={algorithm}")
     choice = comm.choose("reduce", algorithm, comm.size, array.nbytes)
