@@ -15,7 +15,7 @@ from commlib.buffers.symmetric import SymmetricMemory
 from commlib.buffers.views import address_of
 from commlib.dtypes import Array
 from commlib.errors import CommlibError, MismatchError, UsageError
-from commlib.executor import Reducer, Region, execute
+from commlib.executor import Hook, Reducer, Region, execute, nothing
 from commlib.kernels.node import MISMATCH
 from commlib.observe.watchdog import Watchdog
 from commlib.prepared import SmallAllReduce
@@ -47,8 +47,6 @@ class Group:
         weakref.finalize(self, self.progress.close).atexit = False  # its thread must not outlive the group
         self._transport = transport
         self._sequence = 0
-        self._comparing = {"never": 0.0, "auto": self.config.check_first, "always": inf}[self.config.check]
-        """Up to which call the ranks compare their calls by messages before they send data."""
         node_transport = transport.split_node()
         self._node_transport = node_transport
         self.one_node = node_transport.size == self.size
@@ -59,6 +57,10 @@ class Group:
             members = self.topology.nodes[self.topology.node(self.rank)]
             slot_bytes = self.config.slot_kib * 1024
             self.board = NodeBoard(node_transport, slot_bytes=slot_bytes, spins=runtime.spins, members=members)
+        self._comparing = {"never": 0.0, "auto": self.config.check_first, "always": inf}[self.config.check]
+        """Up to which call the ranks compare their calls before they send data: always, where they meet on a board."""
+        if self.on_board and self.config.check != "never":
+            self._comparing = inf
         self.column: Transport | None = None  # the ranks that this one stands for its node with, on the network
         if self.is_hierarchical:
             place = node_transport.rank
@@ -172,8 +174,10 @@ class Group:
         *,
         part: int = 0,
         transport: Transport | None = None,
+        before: Hook = nothing,
+        after: Hook = nothing,
     ) -> None:
-        """Run a program over blocks of the data, by messages of the group or of `transport`.
+        """Run a program over blocks of the data, by messages of the group or of `transport`: see `executor.execute`.
 
         `part` numbers the programs of one call.
         """
@@ -184,6 +188,8 @@ class Group:
             tag=signature(text) + self.call_number * 0x9E3779B1 + part * 0x85EBCA6B,
             idle=self.watch(text),
             reducer=reducer,
+            before=before,
+            after=after,
         )
 
     def prepared(self, text: str, op: str, dtype: Any, make: Callable[[], SmallAllReduce]) -> SmallAllReduce:

@@ -11,7 +11,9 @@ Everything runs within one operation. `x` and `target` are contiguous, 1-D.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import itertools
+from collections.abc import Hashable, Sequence
+from math import ceil
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -22,7 +24,7 @@ from commlib.executor import Reducer, Region
 from commlib.prepared import SmallAllReduce
 from commlib.schedule import find, program
 from commlib.schedule.layout import Layout, blocks, cut, even, uneven
-from commlib.verbs.node import SMALL_BYTES, Arithmetic, Exchange, NodeCall, Range, ranges
+from commlib.verbs.node import Arithmetic, Exchange, NodeCall, Range, ranges
 from commlib.verbs.operation import signature
 
 if TYPE_CHECKING:
@@ -31,6 +33,9 @@ if TYPE_CHECKING:
 
 # With less than this for each column, one column does it all: latency counts, and only one rank then needs a core.
 _COLUMN_BYTES = 64 << 10
+
+# Of an all-reduce, what a column reduces while its node combines the next part: several blocks for the executor.
+_PART_BYTES = 1 << 20
 
 _NOTHING: Range = (0, 0)
 
@@ -61,10 +66,12 @@ class _Node:
         *,
         arithmetic: Arithmetic | None = None,
         offsets: Sequence[int] | None = None,
+        kind: Hashable = None,
     ) -> None:
         """Exchange among the node's ranks; straight out of symmetric `source` arrays where `offsets` are given.
 
-        They say where what this rank takes begins in each rank's array.
+        They say where what this rank takes begins in each rank's array. `kind` is the same for those exchanges of one
+        verb that may share their tables.
         """
         group, size = self.group, len(self.ranks)
         if size == 1:
@@ -74,14 +81,15 @@ class _Node:
             return
         self._step += 1
         # The text says all that distinguishes this call from others, so the tables can be kept.
-        key = ("hierarchy", self.text, self._step)
+        key = ("hierarchy", self.text, self._step if kind is None else kind)
         call = group.node_path.template(key, lambda: NodeCall.exchange(group, self.text, exchange, arithmetic))
-        place = group.symmetric_place(source) if offsets is not None and exchange.longest > SMALL_BYTES else None
-        if place is None or offsets is None:
-            call.run_at(address_of(source), address_of(target))
+        begin, into, placed = address_of(source), address_of(target), None
+        if offsets is not None:
+            placed = group.node_path.placed_exchange(call, source, begin, into, offsets)
+        if placed is not None:
+            placed.run()
         else:
-            inputs = [base + offset for base, offset in zip(place[1], offsets, strict=True)]
-            call.on_symmetric(place[0], address_of(source), address_of(target), inputs).run()
+            call.run_at(begin, into)
 
     def padded(self, parts: Sequence[Range]) -> list[Range]:
         """Return the parts for the first places, and nothing for the others."""
@@ -115,32 +123,97 @@ class _Node:
             regions = [[Region(a, s[piece]) for a, s in zip(arrays, slices, strict=True)] for piece in range(pieces)]
         self.group.execute(run, regions, self.text, reducer, part=self._part, transport=column)
 
-    def gather_shares(self, target: Array, shares: Sequence[Range]) -> None:
+    def gather_shares(self, target: Array, shares: Sequence[Range], kind: Hashable = None) -> None:
         """Give every rank the shares that the columns have."""
         own = shares[self.place] if self.on_network else _NOTHING
         exchange = Exchange([own], self.padded(shares), max(length for _, length in shares))
         offsets = [offset for offset, _ in self.padded(shares)]
-        self.exchange(exchange, target, target, offsets=offsets)
+        self.exchange(exchange, target, target, offsets=offsets, kind=kind)
 
 
 def all_reduce(group: Group, accumulation: Accumulation, target: Array, text: str) -> None:
-    """Reduce-scatter in the node, all-reduce in each column, all-gather in the node."""
+    """Reduce-scatter in the node, all-reduce in each column, all-gather in the node, each of some part of the data.
+
+    While one part is on the network, the node combines the next one and gathers the last.
+    """
     x = accumulation.x
     node = _Node(group, text, x.nbytes)
     # The columns' slices; in the node's shared memory the work may be anywhere, so it is where the result goes.
     work = x if accumulation.widened else target
-    layout = even(len(x), node.columns)
-    shares = ranges(layout, x.itemsize)
-    own = shares[node.place] if node.on_network else _NOTHING
-    sends = node.padded(shares) if len(node.ranks) > 1 else [shares[0]]
-    exchange = Exchange(sends, [own] * len(node.ranks), max(length for _, length in shares))
-    node.exchange(exchange, x, work, arithmetic=accumulation.arithmetic, offsets=[own[0]] * len(node.ranks))
-    if node.on_network:
-        start, stop = layout.slice_of(node.place)
-        part = work[start:stop]
-        node.network("all_reduce", [part], [even(len(part), 1)], reducer=accumulation.reducer)
-        accumulation.finish(part, target[start:stop])
-    node.gather_shares(target, ranges(layout, target.itemsize))
+    parts = _Parts(node, x)
+
+    def combine(number: int) -> None:
+        where, shares = parts.ranges[number], parts.shares(number, x.itemsize)
+        own = shares[node.place] if node.on_network else _NOTHING
+        sends = node.padded(shares) if len(node.ranks) > 1 else [shares[0]]
+        exchange = Exchange(sends, [own] * len(node.ranks), max(length for _, length in shares))
+        node.exchange(
+            exchange,
+            x[where],
+            work[where],
+            arithmetic=accumulation.arithmetic,
+            offsets=[own[0]] * len(node.ranks),
+            kind=("combine", where.stop - where.start),
+        )
+
+    def gather(number: int) -> None:
+        where, shares = parts.ranges[number], parts.shares(number, target.itemsize)
+        if node.on_network:
+            mine = parts.slice(number)
+            accumulation.finish(work[mine], target[mine])
+        node.gather_shares(target[where], shares, ("gather", where.stop - where.start))
+
+    group.execute(
+        parts.program,
+        [[Region(work, layout)] for number in range(len(parts.ranges)) for layout in parts.blocks(number)],
+        text,
+        accumulation.reducer,
+        part=1,
+        transport=group.column if node.on_network else group.transport,
+        before=lambda block: combine(block // parts.pieces) if block % parts.pieces == 0 else None,
+        after=lambda block: gather(block // parts.pieces) if (block + 1) % parts.pieces == 0 else None,
+    )
+
+
+class _Parts:
+    """How an all-reduce goes through the nodes and the network part by part: the same number of blocks on all ranks.
+
+    `ranges` are the parts' elements in the whole, `pieces` the blocks in which a column reduces its slice of a part.
+    """
+
+    def __init__(self, node: _Node, x: Array) -> None:
+        self._node, group, nodes = node, node.group, len(node.nodes)
+        self._whole = even(len(x), max(1, x.nbytes // (node.columns * _PART_BYTES)))
+        starts = self._whole.offsets
+        self.ranges = [slice(start, stop) for start, stop in itertools.pairwise(starts)]
+        # Of the longest slice of any column: its number of blocks is that of all.
+        nbytes = even(len(x), node.columns).counts[0] * x.itemsize
+        choice = group.choose("all_reduce", "auto", nodes, nbytes, sharing=node.columns)
+        each = ceil(choice.segments / len(self.ranges))
+        pipelined = find("all_reduce", choice.algorithm).segmented
+        self.pieces = 1 if pipelined else each
+        rank, size = (node.number, nodes) if node.on_network else (0, 1)  # alone there is nothing to send
+        self.program = program("all_reduce", choice.algorithm, rank, size, segments=each if pipelined else 1)
+
+    def _layout(self, number: int) -> Layout:
+        where = self.ranges[number]
+        return even(where.stop - where.start, self._node.columns)
+
+    def shares(self, number: int, item_bytes: int) -> list[Range]:
+        """Return what each column reduces of a part, in bytes from the beginning of the part."""
+        return ranges(self._layout(number), item_bytes)
+
+    def slice(self, number: int) -> slice:
+        """Return what this rank's column reduces of a part, in elements of the whole."""
+        start, stop = self._layout(number).slice_of(self._node.place)
+        first = self.ranges[number].start
+        return slice(first + start, first + stop)
+
+    def blocks(self, number: int) -> list[Layout]:
+        """Return the blocks of this rank's slice of a part, for the program; without elements if it is on no column."""
+        mine = self.slice(number) if self._node.on_network else slice(0, 0)
+        cuts = blocks(mine.stop - mine.start, self.program.regions[0], self.pieces)
+        return [Layout(tuple(mine.start + offset for offset in layout.offsets)) for layout in cuts]
 
 
 def small_all_reduce(group: Group, dtype: Any, operation: str, count: int, text: str) -> SmallAllReduce:

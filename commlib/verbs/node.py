@@ -328,7 +328,7 @@ class VerbCall:
         def run() -> Any:
             source = address_of(x if own is None else own)
             into = address_of(x if target is None else target.flat)
-            placed = self.path.placed_exchange(self, x, source, into)
+            placed = self.path.placed_exchange(self.call, x, source, into, self.offsets)
             if placed is None:
                 self.call.run_at(source, into)
             else:
@@ -381,27 +381,32 @@ class NodePath:
         ):
             return None
         source, into = address_of(x), address_of(out)
-        if (placed := self.placed_exchange(known, x, source, into)) is not None:
+        if (placed := self.placed_exchange(known.call, x, source, into, known.offsets)) is not None:
             placed()
         else:
             known.call.at(source, into)
         return out  # type: ignore[no-any-return]
 
-    def placed_exchange(self, verb: VerbCall, x: Array, source: int, into: int) -> NodeCall | None:
-        """Return the call for symmetric `x`, made once for each place, or None for an ordinary one."""
+    def placed_exchange(
+        self, call: NodeCall, x: Array, source: int, into: int, offsets: Sequence[int]
+    ) -> NodeCall | None:
+        """Return the exchange for symmetric `x`, made once for each place, or None for an ordinary one.
+
+        What this rank takes begins `offsets[r]` bytes behind rank r's array; it depends on the call alone.
+        """
         if x.nbytes <= SMALL_BYTES:
             return None
-        key = (verb.call, source, into)
+        key = (call, source, into)
         found = self._symmetric.get(key)
         if found is None:
             place = self._group.symmetric_place(x)
             if place is None:
                 return None
             number, bases = place
-            inputs = [base + offset for base, offset in zip(bases, verb.offsets, strict=True)]
+            inputs = [base + offset for base, offset in zip(bases, offsets, strict=True)]
             if len(self._symmetric) >= _MOST_TEMPLATES:
                 self.forget_places()
-            found = self._symmetric[key] = verb.call.on_symmetric(number, source, into, inputs)
+            found = self._symmetric[key] = call.on_symmetric(number, source, into, inputs)
         return found
 
     def template(self, key: Hashable, make: Callable[[], NodeCall]) -> NodeCall:

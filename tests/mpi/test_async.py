@@ -144,3 +144,16 @@ def test_plans_run_in_turn_with_other_calls(comm):
     plan()
     assert all(work.done() for work in works)
     assert (x == float(comm.size) ** 4).all()
+
+
+@pytest.mark.parametrize("algorithm", ["auto", "recursive_doubling"])
+def test_a_plan_is_the_same_call_wherever_it_runs(comm, algorithm):
+    """In the caller's thread it left out, after 64 calls, the comparison that the progress thread still waited for."""
+    x = np.ones(50, np.int64)
+    plan = comm.plan_all_reduce(x, "max", out=x, algorithm=algorithm)
+    for step in range(80):
+        if (step + comm.rank) % 2:
+            plan()
+        else:
+            plan.start().wait(30)
+    assert (x == 1).all()

@@ -7,6 +7,9 @@ import pytest
 
 from commlib.config import Config
 from commlib.errors import MismatchError, UsageError
+from commlib.tune import model
+from commlib.tune.chooser import Chooser
+from commlib.tune.model import DEFAULT, ETHERNET
 from commlib.verbs import hierarchy
 from tests import checks
 from tests.loopback import run
@@ -48,6 +51,29 @@ def test_small_arrays_go_through_one_column(nodes, dtype, count):
 def test_large_arrays_go_through_all_columns(nodes, dtype, monkeypatch):
     monkeypatch.setattr(hierarchy, "_COLUMN_BYTES", 1000)
     run(len(nodes), lambda comm: everything(comm, dtype, 20_011), nodes=nodes)
+
+
+@clusters
+@pytest.mark.parametrize("network", [DEFAULT, ETHERNET], ids=["fabric", "ethernet"])
+@pytest.mark.parametrize("count", [20_011, 130_000])
+def test_an_all_reduce_goes_part_by_part(nodes, network, count, monkeypatch):
+    """Parts of 5 to 10 KiB, some of one block and some of several, of ordinary and of symmetric arrays."""
+    monkeypatch.setattr(hierarchy, "_COLUMN_BYTES", 1000)
+    monkeypatch.setattr(hierarchy, "_PART_BYTES", 10_000)
+    monkeypatch.setattr(model, "_AT_ONCE", 4000)
+
+    def check(comm):
+        comm.runtime.chooser = Chooser(network)
+        for op in ("sum", "mean"):
+            for dtype in ("float32", "bfloat16"):
+                checks.all_reduce(comm, dtype, (count,), op, "hierarchical")
+        x = comm.empty(count)
+        for _ in range(2):
+            x[:] = np.arange(count) % 13 + comm.rank
+            comm.all_reduce(x, out=x)
+            assert (x == (np.arange(count) % 13) * comm.size + sum(range(comm.size))).all()
+
+    run(len(nodes), check, nodes=nodes)
 
 
 @clusters
