@@ -76,8 +76,9 @@ EPOCH, RANK, SIZE, BOARD, SLOTS, SLOT_BYTES, FAILED, CONTROL_FIELDS = range(8)
     SEND_LENGTHS,
     RECV_OFFSETS,  # bytes from TARGET to where what each peer has for this rank goes, and its length
     RECV_LENGTHS,
+    ROOT,  # of a broadcast
     CALL_FIELDS,
-) = range(28)
+) = range(29)
 
 
 @cache
@@ -303,6 +304,43 @@ def exchange_symmetric(address: int) -> int:
         elif lengths[rank] > 0:
             _table(call[OUTPUTS], 1)[0] = call[TARGET] + offsets[rank]
             _reduce_share(call, size, 1, 0, lengths[rank] // call[ITEM_BYTES])
+        _arrive(call, control)
+        call[STATE] = 2
+    status = _await_peers(call, control)
+    if status != WAITING:
+        call[STATE] = 0
+    return status
+
+
+@nb.njit(cache=CACHED, nogil=True)  # type: ignore[untyped-decorator]
+def broadcast_symmetric(address: int) -> int:
+    """Broadcast COUNT bytes in symmetric memory: every rank, also the root, copies its share to all.
+
+    INPUTS holds where each rank's array begins. If each took everything for itself, the root's core would have nothing
+    to do, and the root's memory would be read once for every rank.
+    """
+    call = _call(address)
+    control = _control(call)
+    if control[FAILED] != 0:
+        return BROKEN
+    if call[STATE] == 0:
+        _arrive(call, control)
+        call[STATE] = 1
+    if call[STATE] == 1:
+        status = _await_peers(call, control)
+        if status == WAITING:
+            return WAITING
+        if status != DONE:
+            call[STATE] = 0
+            return status
+        size, root = control[SIZE], call[ROOT]
+        inputs = _table(call[INPUTS], size)
+        start, stop = _own_share(call[COUNT], 1, control[RANK], size)
+        for first in range(start, stop, TILE_BYTES):
+            length = min(TILE_BYTES, stop - first)
+            for peer in range(size):
+                if peer != root:
+                    ins.memcpy(inputs[peer] + first, inputs[root] + first, length)
         _arrive(call, control)
         call[STATE] = 2
     status = _await_peers(call, control)

@@ -32,19 +32,15 @@ def broadcast(comm: Group, x: Any, root: int, algorithm: str) -> Operation:
     flat = contiguous.reshape(-1)
     target = Result(array, flat, x, staged=contiguous is not array and not at_root)
     if comm.takes_node_path("broadcast", algorithm):
-        nbytes = array.nbytes
         call = comm.node_path.verb(
             ("broadcast", array.dtype, array.shape, root, algorithm),
             [0] * comm.size,
             (),
-            lambda: NodeCall.exchange(
+            lambda: NodeCall.broadcast(
                 comm,
                 describe("broadcast", array.size, array.dtype, f"root={root}", f"algorithm={algorithm}"),
-                Exchange(
-                    [(0, nbytes if at_root else 0)],
-                    [(0, nbytes if rank == root and not at_root else 0) for rank in range(comm.size)],
-                    nbytes,
-                ),
+                array.nbytes,
+                root,
             ),
         )
         return call.operation(flat, target)

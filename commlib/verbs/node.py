@@ -101,6 +101,7 @@ class NodeCall:
         "_kernel",
         "_progress",
         "_release",
+        "_symmetric_kernel",
         "can_begin",
         "text",
     )
@@ -113,6 +114,7 @@ class NodeCall:
         self._kernel, self._address = kernels.entry_point(kernel), self._call.ctypes.data
         self._progress = group.progress
         self._acquire, self._release = group.progress.running.acquire, group.progress.running.release
+        self._symmetric_kernel: Any = kernels.exchange_symmetric  # what does the same on symmetric memory
         self.can_begin = False  # it is of one piece
         self._fallback: NodeCall | None = None
         self._keep: list[Any] = []
@@ -161,6 +163,16 @@ class NodeCall:
         self._set_arithmetic(arithmetic)
 
     @classmethod
+    def broadcast(cls, group: Group, text: str, nbytes: int, root: int) -> NodeCall:
+        """Return a broadcast of ordinary arrays of `nbytes`."""
+        rank, size = group.rank, group.size
+        takes = [(0, nbytes if peer == root and peer != rank else 0) for peer in range(size)]
+        call = cls.exchange(group, text, Exchange([(0, nbytes if rank == root else 0)], takes, nbytes))
+        call._symmetric_kernel = kernels.broadcast_symmetric
+        call._set(COUNT=nbytes, ROOT=root)
+        return call
+
+    @classmethod
     def all_reduce(cls, group: Group, text: str, count: int, arithmetic: Arithmetic) -> NodeCall:
         """Return an all-reduce of ordinary arrays of `count` elements."""
         nbytes = count * arithmetic.item_bytes
@@ -171,6 +183,7 @@ class NodeCall:
             call.can_begin = nbytes <= group.board.slot_bytes
             return call
         call = cls(group, text, kernels.all_reduce_staged)
+        call._symmetric_kernel = kernels.all_reduce_symmetric
         call._set_tables(INPUTS=[0] * group.board.size)
         call._set(COUNT=count)
         call._set_arithmetic(arithmetic)
@@ -196,9 +209,7 @@ class NodeCall:
         """
         bound = self.bind(source, target)
         symmetric = bound.bind(source, target)
-        staged = self._kernel is kernels.entry_point(kernels.all_reduce_staged)
-        kernel = kernels.all_reduce_symmetric if staged else kernels.exchange_symmetric
-        symmetric._kernel = kernels.entry_point(kernel)
+        symmetric._kernel = kernels.entry_point(self._symmetric_kernel)
         symmetric._keep = list(self._keep)
         symmetric._set_tables(INPUTS=inputs, OUTPUTS=outputs)
         symmetric._set(PLACE=place)

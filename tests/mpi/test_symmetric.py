@@ -126,6 +126,22 @@ def test_symmetric_arrays_in_the_other_verbs(comm):
     assert (comm.reduce_scatter(everything) == np.array_split(everything * comm.size, comm.size)[comm.rank]).all()
 
 
+@pytest.mark.parametrize("dtype", ["uint8", "float32"])
+@pytest.mark.parametrize("count", [4097, 70_001, 3 * TILE_BYTES + 5])
+def test_all_ranks_help_to_broadcast(comm, dtype, count):
+    """Each copies its share of the root's array to all, from every root, and again from the same place."""
+    x, beyond = comm.empty(count + 64, dtype)[:count], comm.empty(1)
+    for root in (*range(comm.size), 0):
+        x[:] = np.arange(count) % 7 + comm.rank + root
+        assert comm.broadcast(x, root) is x
+        assert (x == np.arange(count) % 7 + 2 * root).all()
+    part = x[3 : count - 1]  # not at a cache line
+    part[:] = comm.rank
+    comm.broadcast(part, comm.size - 1)
+    assert (part == comm.size - 1).all()
+    assert (x[:3] == np.arange(3)).all() and not beyond.any()
+
+
 @pytest.mark.ranks(min=2)
 def test_groups_have_symmetric_memory_of_their_own(comm):
     group = comm.split(comm.rank % 2)
