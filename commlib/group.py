@@ -29,7 +29,8 @@ from commlib.transport.base import Idle, Transport
 from commlib.transport.shared import Call, Kernel, NodeBoard
 from commlib.tune.chooser import Choice, Kind
 from commlib.verbs import objects
-from commlib.verbs.node import Arithmetic, Exchange, NodeCall, NodePath
+from commlib.verbs.node import Arithmetic, Exchange, NodeCall
+from commlib.verbs.node_path import NodePath
 from commlib.verbs.operation import Operation, signature
 from commlib.work import Work
 

@@ -10,7 +10,7 @@ HIERARCHICAL = ("all_reduce", "reduce_scatter", "all_gather", "broadcast", "all_
 """The verbs that have a hierarchical form."""
 
 COLUMN_BYTES = 64 << 10
-"""With less than this for each column, fewer columns carry the data (see `verbs.hierarchy`)."""
+"""With less than this for each column, fewer columns carry the data (see `verbs.columns`)."""
 
 
 def predict_hierarchical(

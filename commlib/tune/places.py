@@ -56,7 +56,7 @@ def survey(comm: Communicator) -> Cluster:
         group = comm.split(column if column < topology.columns else -1, comm.rank)
         one = group if column == 0 else None
         several = topology.columns > 1
-        # Smaller data goes through one column (`verbs.hierarchy`), so there is no need to measure it in several.
+        # Smaller data goes through one column (`verbs.columns`), so there is no need to measure it in several.
         places.append(Place(len(others) + 1, 1, one, largest=COLUMN_BYTES if several else inf))
         if several:
             places.append(Place(len(others) + 1, topology.columns, group, smallest=COLUMN_BYTES))

@@ -12,7 +12,7 @@ Everything runs within one operation. `x` and `target` are contiguous, 1-D.
 from __future__ import annotations
 
 import itertools
-from collections.abc import Hashable, Sequence
+from collections.abc import Sequence
 from math import ceil
 from typing import TYPE_CHECKING, Any
 
@@ -20,10 +20,11 @@ import numpy as np
 
 from commlib.buffers.views import address_of
 from commlib.dtypes import Array
-from commlib.executor import Reducer, Region
+from commlib.executor import Region
 from commlib.prepared import SmallAllReduce
 from commlib.schedule import find, program
-from commlib.schedule.layout import Layout, blocks, cut, even, uneven
+from commlib.schedule.layout import Layout, blocks, even, uneven
+from commlib.verbs.columns import NOTHING, Node
 from commlib.verbs.node import Arithmetic, Exchange, NodeCall, Range, ranges
 from commlib.verbs.operation import signature
 
@@ -31,104 +32,8 @@ if TYPE_CHECKING:
     from commlib.group import Group
     from commlib.verbs.reduction import Accumulation
 
-# With less than this for each column, one column does it all: latency counts, and only one rank then needs a core.
-_COLUMN_BYTES = 64 << 10
-
 # Of an all-reduce, what a column reduces while its node combines the next part: several blocks for the executor.
 _PART_BYTES = 1 << 20
-
-_NOTHING: Range = (0, 0)
-
-
-class _Node:
-    """This rank's node in one call: who is on it, and how its ranks exchange."""
-
-    def __init__(self, group: Group, text: str, nbytes: int) -> None:
-        topology = group.topology
-        self.group, self.text = group, text
-        self.number = topology.node(group.rank)
-        self.ranks = topology.nodes[self.number]
-        self.nodes = topology.nodes
-        self.place = self.ranks.index(group.rank)
-        self.columns = max(1, min(topology.columns, nbytes // _COLUMN_BYTES))
-        self.on_network = self.place < self.columns
-        self._part = self._step = 0
-
-    def in_column(self, node: int, column: int) -> tuple[int, ...]:
-        """Return the ranks of a node whose data goes through a column."""
-        return self.nodes[node][column :: self.columns]
-
-    def exchange(
-        self,
-        exchange: Exchange,
-        source: Array,
-        target: Array,
-        *,
-        arithmetic: Arithmetic | None = None,
-        offsets: Sequence[int] | None = None,
-        kind: Hashable = None,
-    ) -> None:
-        """Exchange among the node's ranks; straight out of symmetric `source` arrays where `offsets` are given.
-
-        They say where what this rank takes begins in each rank's array. `kind` is the same for those exchanges of one
-        verb that may share their tables.
-        """
-        group, size = self.group, len(self.ranks)
-        if size == 1:
-            (begin, length), (to, _) = exchange.sends[0], exchange.takes[0]
-            if length and address_of(source) + begin != address_of(target) + to:
-                target.view(np.uint8)[to : to + length] = source.view(np.uint8)[begin : begin + length]
-            return
-        self._step += 1
-        # The text says all that distinguishes this call from others, so the tables can be kept.
-        key = ("hierarchy", self.text, self._step if kind is None else kind)
-        call = group.node_path.template(key, lambda: NodeCall.exchange(group, self.text, exchange, arithmetic))
-        begin, into, placed = address_of(source), address_of(target), None
-        if offsets is not None:
-            placed = group.node_path.placed_exchange(call, source, begin, into, offsets)
-        if placed is not None:
-            placed.run()
-        else:
-            call.run_at(begin, into)
-
-    def padded(self, parts: Sequence[Range]) -> list[Range]:
-        """Return the parts for the first places, and nothing for the others."""
-        return [*parts, *[_NOTHING] * (len(self.ranks) - len(parts))]
-
-    def network(
-        self,
-        verb: str,
-        arrays: Sequence[Array],
-        layouts: Sequence[Layout],
-        *,
-        root: int = 0,
-        reducer: Reducer | None = None,
-    ) -> None:
-        """Run a verb among this rank's column, one chunk (or one array, split evenly) for each node."""
-        column = self.group.column
-        assert column is not None
-        self._part += 1
-        nbytes = layouts[0].count * arrays[0].itemsize
-        choice = self.group.choose(verb, "auto", column.size, nbytes, sharing=self.columns)
-        pipelined = find(verb, choice.algorithm).segmented
-        segments = choice.segments if pipelined else 1
-        run = program(verb, choice.algorithm, column.rank, column.size, root=root, segments=segments)
-        pieces = 1 if pipelined else choice.segments
-        if verb in ("all_reduce", "broadcast"):
-            regions = [[Region(arrays[0], layout)] for layout in blocks(len(arrays[0]), run.regions[0], pieces)]
-        else:
-            if not run.sends_single_chunks:
-                pieces = 1
-            slices = [cut(layout, pieces) for layout in layouts]
-            regions = [[Region(a, s[piece]) for a, s in zip(arrays, slices, strict=True)] for piece in range(pieces)]
-        self.group.execute(run, regions, self.text, reducer, part=self._part, transport=column)
-
-    def gather_shares(self, target: Array, shares: Sequence[Range], kind: Hashable = None) -> None:
-        """Give every rank the shares that the columns have."""
-        own = shares[self.place] if self.on_network else _NOTHING
-        exchange = Exchange([own], self.padded(shares), max(length for _, length in shares))
-        offsets = [offset for offset, _ in self.padded(shares)]
-        self.exchange(exchange, target, target, offsets=offsets, kind=kind)
 
 
 def all_reduce(group: Group, accumulation: Accumulation, target: Array, text: str) -> None:
@@ -137,14 +42,14 @@ def all_reduce(group: Group, accumulation: Accumulation, target: Array, text: st
     While one part is on the network, the node combines the next one and gathers the last.
     """
     x = accumulation.x
-    node = _Node(group, text, x.nbytes)
+    node = Node(group, text, x.nbytes)
     # The columns' slices; in the node's shared memory the work may be anywhere, so it is where the result goes.
     work = x if accumulation.widened else target
     parts = _Parts(node, x)
 
     def combine(number: int) -> None:
         where, shares = parts.ranges[number], parts.shares(number, x.itemsize)
-        own = shares[node.place] if node.on_network else _NOTHING
+        own = shares[node.place] if node.on_network else NOTHING
         sends = node.padded(shares) if len(node.ranks) > 1 else [shares[0]]
         exchange = Exchange(sends, [own] * len(node.ranks), max(length for _, length in shares))
         node.exchange(
@@ -181,7 +86,7 @@ class _Parts:
     `ranges` are the parts' elements in the whole, `pieces` the blocks in which a column reduces its slice of a part.
     """
 
-    def __init__(self, node: _Node, x: Array) -> None:
+    def __init__(self, node: Node, x: Array) -> None:
         self._node, group, nodes = node, node.group, len(node.nodes)
         self._whole = even(len(x), max(1, x.nbytes // (node.columns * _PART_BYTES)))
         starts = self._whole.offsets
@@ -223,7 +128,7 @@ def small_all_reduce(group: Group, dtype: Any, operation: str, count: int, text:
     at, everything = address_of(small.buffer), (0, small.buffer.nbytes)
     if group.board is not None:
         size = group.board.size
-        sum_up = Exchange([everything], [everything if place == 0 else _NOTHING] * size, everything[1])
+        sum_up = Exchange([everything], [everything if place == 0 else NOTHING] * size, everything[1])
         arithmetic = Arithmetic(small.wide, small.combines, small.buffer.itemsize, 0)
         combine = NodeCall.exchange(group, text, sum_up, arithmetic)
         small.then(lambda: combine.run_at(at, at))
@@ -233,8 +138,8 @@ def small_all_reduce(group: Group, dtype: Any, operation: str, count: int, text:
         steps = program("all_reduce", choice.algorithm, group.column.rank, group.column.size)
         small.then_messages(steps, group.column, signature(text), group.idle(text))
     if size > 1:
-        takes = [everything if other == 0 and place != 0 else _NOTHING for other in range(size)]
-        sends = [everything if place == 0 else _NOTHING]
+        takes = [everything if other == 0 and place != 0 else NOTHING for other in range(size)]
+        sends = [everything if place == 0 else NOTHING]
         spread = NodeCall.exchange(group, text, Exchange(sends, takes, everything[1]))
         small.then(lambda: spread.run_at(at, at))
     return small
@@ -242,15 +147,15 @@ def small_all_reduce(group: Group, dtype: Any, operation: str, count: int, text:
 
 def broadcast(group: Group, x: Array, root: int, text: str) -> None:
     """Scatter in the root's node, broadcast in each column, all-gather in the nodes."""
-    node = _Node(group, text, x.nbytes)
+    node = Node(group, text, x.nbytes)
     layout = even(len(x), node.columns)
     shares = ranges(layout, x.itemsize)
     home = group.topology.node(root)
     if node.number == home:
         source = node.ranks.index(root)
-        own = shares[node.place] if node.on_network and group.rank != root else _NOTHING
-        takes = [own if place == source else _NOTHING for place in range(len(node.ranks))]
-        sends = node.padded(shares) if group.rank == root else [_NOTHING] * len(node.ranks)
+        own = shares[node.place] if node.on_network and group.rank != root else NOTHING
+        takes = [own if place == source else NOTHING for place in range(len(node.ranks))]
+        sends = node.padded(shares) if group.rank == root else [NOTHING] * len(node.ranks)
         if len(node.ranks) > 1:
             node.exchange(Exchange(sends, takes, max(length for _, length in shares)), x, x)
     if node.on_network:
@@ -260,13 +165,13 @@ def broadcast(group: Group, x: Array, root: int, text: str) -> None:
     node.gather_shares(x, shares)
 
 
-def _column_layout(node: _Node, column: int, counts: Sequence[int]) -> Layout:
+def _column_layout(node: Node, column: int, counts: Sequence[int]) -> Layout:
     """Return where each rank's chunk of one column lies in it, node by node; `counts[r]` elements for rank r."""
     members = [rank for number in range(len(node.nodes)) for rank in node.in_column(number, column)]
     return uneven(counts[rank] for rank in members)
 
 
-def _by_node(node: _Node, column: int, counts: Sequence[int]) -> Layout:
+def _by_node(node: Node, column: int, counts: Sequence[int]) -> Layout:
     """Return the same column in one chunk for each node."""
     return uneven(sum(counts[rank] for rank in node.in_column(number, column)) for number in range(len(node.nodes)))
 
@@ -274,7 +179,7 @@ def _by_node(node: _Node, column: int, counts: Sequence[int]) -> Layout:
 def reduce_scatter(group: Group, accumulation: Accumulation, layout: Layout, target: Array, text: str) -> None:
     """Reduce in the node what each column stands for, reduce-scatter in each column, hand on in the node."""
     x, counts = accumulation.x, layout.counts
-    node = _Node(group, text, x.nbytes)
+    node = Node(group, text, x.nbytes)
     size, item, chunks = len(node.ranks), x.itemsize, ranges(layout, x.itemsize)
     longest = max(counts) * item
     column = node.place if node.on_network else 0
@@ -311,23 +216,23 @@ def reduce_scatter(group: Group, accumulation: Accumulation, layout: Layout, tar
     _hand_on(node, reduced, counts, target)
 
 
-def _hand_on(node: _Node, held: Array, counts: Sequence[int], target: Array) -> None:
+def _hand_on(node: Node, held: Array, counts: Sequence[int], target: Array) -> None:
     """Give each rank of the node its chunk, which the rank of its column has."""
     item = target.itemsize
-    sends = [_NOTHING] * len(node.ranks)
+    sends = [NOTHING] * len(node.ranks)
     if node.on_network:
         position = 0
         for rank in node.in_column(node.number, node.place):
             sends[node.ranks.index(rank)] = (position * item, counts[rank] * item)
             position += counts[rank]
     giver = node.place % node.columns
-    takes = [(0, target.nbytes) if place == giver else _NOTHING for place in range(len(node.ranks))]
+    takes = [(0, target.nbytes) if place == giver else NOTHING for place in range(len(node.ranks))]
     node.exchange(Exchange(sends, takes, max(counts) * item), held, target)
 
 
 def all_gather(group: Group, x: Array, target: Array, text: str) -> None:
     """Collect in the node what each column stands for, all-gather in each column, gather in the node."""
-    node = _Node(group, text, x.nbytes * group.size)
+    node = Node(group, text, x.nbytes * group.size)
     size, nbytes, count = len(node.ranks), x.nbytes, len(x)
     counts = [count] * group.size
     column = node.place if node.on_network else 0
@@ -335,8 +240,8 @@ def all_gather(group: Group, x: Array, target: Array, text: str) -> None:
     scratch = np.empty(own_column.count if node.on_network else 0, x.dtype)
     begin = own_column.offsets[node.number] * x.itemsize
     giver = node.place % node.columns
-    sends = [(0, nbytes) if place == giver else _NOTHING for place in range(size)]
-    takes = [_NOTHING] * size
+    sends = [(0, nbytes) if place == giver else NOTHING for place in range(size)]
+    takes = [NOTHING] * size
     if node.on_network:
         for index, rank in enumerate(node.in_column(node.number, node.place)):
             takes[node.ranks.index(rank)] = (begin + index * nbytes, nbytes)
@@ -348,7 +253,7 @@ def all_gather(group: Group, x: Array, target: Array, text: str) -> None:
         for layer in range(0, len(ranks), node.columns):
             members = ranks[layer : layer + node.columns]
             has_one = node.on_network and node.place < len(members)
-            send = (position, nbytes) if has_one else _NOTHING
+            send = (position, nbytes) if has_one else NOTHING
             position += send[1]
             node.exchange(
                 Exchange([send], node.padded([(rank * nbytes, nbytes) for rank in members]), nbytes), scratch, target
@@ -357,7 +262,7 @@ def all_gather(group: Group, x: Array, target: Array, text: str) -> None:
 
 def all_to_all(group: Group, x: Array, target: Array, text: str) -> None:
     """Collect in the node what goes through each column, exchange in each column, hand on in the node."""
-    node = _Node(group, text, x.nbytes)
+    node = Node(group, text, x.nbytes)
     size, item, chunk = len(node.ranks), x.itemsize, len(x) // group.size
     nbytes = chunk * item
     # For each node: the chunks of all ranks here for its ranks in my column, receiver by receiver.
@@ -370,7 +275,7 @@ def all_to_all(group: Group, x: Array, target: Array, text: str) -> None:
         for layer in range(0, len(ranks), node.columns):
             members = ranks[layer : layer + node.columns]
             sends = node.padded([(rank * nbytes, nbytes) for rank in members])
-            takes = [_NOTHING] * size
+            takes = [NOTHING] * size
             if node.on_network and node.place < len(members):
                 takes = [(position + place * nbytes, nbytes) for place in range(size)]
                 position += size * nbytes
@@ -393,8 +298,8 @@ def all_to_all(group: Group, x: Array, target: Array, text: str) -> None:
 
 def barrier(group: Group, text: str) -> None:
     """Meet in the node, then between the nodes, then in the node again."""
-    node = _Node(group, text, 0)
-    meeting = Exchange([_NOTHING], [_NOTHING] * len(node.ranks), 0)
+    node = Node(group, text, 0)
+    meeting = Exchange([NOTHING], [NOTHING] * len(node.ranks), 0)
     nothing = np.empty(0, np.uint8)
     node.exchange(meeting, nothing, nothing)
     if node.on_network:

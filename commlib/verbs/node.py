@@ -6,7 +6,7 @@ and holds no array: whoever runs it says where the data is, and keeps it alive.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -17,7 +17,7 @@ from commlib.dtypes import Array, kernel_operation, name_of
 from commlib.kernels import node as kernels
 from commlib.kernels.arithmetic import reduce_function
 from commlib.schedule.layout import Layout
-from commlib.verbs.operation import Operation, Result, describe, signature
+from commlib.verbs.operation import signature
 from commlib.work import Work
 
 if TYPE_CHECKING:
@@ -28,9 +28,6 @@ SMALL_BYTES = 4096
 
 # On the progress thread a wait must leave the core to the training thread.
 _BACKGROUND_SPINS, _BACKGROUND_YIELDS = 50, 20
-
-# Templates of more kinds of calls than this are not kept.
-_MOST_TEMPLATES = 256
 
 # What a call changes while it runs.
 _RUNNING = [
@@ -43,7 +40,6 @@ _RUNNING = [
     kernels.NAPS,
 ]
 
-_ARRAYS_ARE_WHERE_EXPECTED = kernels.arrays_are_where_expected()
 _exchange_arrays = kernels.entry_point(kernels.exchange_arrays, 3)
 _begin_exchange = kernels.entry_point(kernels.begin_exchange)
 _begin_exchange_of_arrays = kernels.entry_point(kernels.begin_exchange_of_arrays, 3)
@@ -315,187 +311,3 @@ class NodeCall:
                 self._go_on(status)
         finally:
             call[kernels.SPINS], call[kernels.YIELDS] = spins, yields
-
-
-@dataclass(frozen=True, slots=True)
-class VerbCall:
-    """A verb on contiguous arrays of one kind: an exchange.
-
-    offsets: bytes behind each rank's array to the part in it that this rank takes. shape: of a new result; () if the
-    result is `x` itself.
-    """
-
-    path: NodePath
-    call: NodeCall
-    offsets: Sequence[int]
-    shape: tuple[int, ...]
-
-    def operation(self, x: Array, target: Result | None, *, own: Array | None = None) -> Operation:
-        """Return the operation that exchanges `x` into `target` (None: this rank gets nothing).
-
-        `own` is what this rank publishes where `x` is not symmetric (default: `x`).
-        """
-
-        def run() -> Any:
-            source = address_of(x if own is None else own)
-            into = address_of(x if target is None else target.flat)
-            placed = self.path.placed_exchange(self.call, x, source, into, self.offsets)
-            if placed is None:
-                self.call.run_at(source, into)
-            else:
-                placed.run()
-            return None if target is None else target.deliver()
-
-        return Operation(self.call.text, run, compares=True)
-
-
-class NodePath:
-    """The calls of one group whose ranks are all on one node: by kind, and those on symmetric memory by place."""
-
-    def __init__(self, group: Group) -> None:
-        self._group = group
-        self._templates: dict[Hashable, NodeCall] = {}
-        self.small: dict[tuple[Any, int, str], NodeCall] = {}
-        """The all-reduces that `NodeCall.between` may run, by (dtype, count, op)."""
-        self.in_place: dict[tuple[int, int, Any, str], NodeCall] = {}
-        """Those of symmetric arrays that are reduced in place, by (address, count, dtype, op)."""
-        self._symmetric: dict[tuple[NodeCall, int, int], NodeCall] = {}
-        self._verbs: dict[Hashable, VerbCall] = {}
-
-    def verb(
-        self, key: Hashable, offsets: Sequence[int], shape: tuple[int, ...], make: Callable[[], NodeCall]
-    ) -> VerbCall:
-        """Return the call of a verb, by which `plain` finds it from then on: key is (verb, dtype, shape, ...)."""
-        found = self._verbs.get(key)
-        if found is None:
-            if len(self._verbs) >= _MOST_TEMPLATES:
-                self._verbs.clear()
-            found = self._verbs[key] = VerbCall(self, make(), offsets, shape)
-        return found
-
-    def plain(self, key: Hashable, x: Array, out: Any) -> Array | None:
-        """Run the verb on plain arrays, in this thread, and return the result; None if it was not called so before."""
-        known = self._verbs.get(key)
-        if known is None or not x.flags.c_contiguous:
-            return None
-        if out is None:
-            out = np.empty(known.shape, x.dtype)
-        elif out is x:
-            if known.shape or not x.flags.carray:
-                return None
-        elif (
-            type(out) is not np.ndarray
-            or out.dtype is not x.dtype
-            or out.shape != known.shape
-            or not out.flags.carray
-            or np.may_share_memory(x, out)
-        ):
-            return None
-        source, into = address_of(x), address_of(out)
-        if (placed := self.placed_exchange(known.call, x, source, into, known.offsets)) is not None:
-            placed()
-        else:
-            known.call.at(source, into)
-        return out  # type: ignore[no-any-return]
-
-    def placed_exchange(
-        self, call: NodeCall, x: Array, source: int, into: int, offsets: Sequence[int]
-    ) -> NodeCall | None:
-        """Return the exchange for symmetric `x`, made once for each place, or None for an ordinary one.
-
-        What this rank takes begins `offsets[r]` bytes behind rank r's array; it depends on the call alone.
-        """
-        if x.nbytes <= SMALL_BYTES:
-            return None
-        key = (call, source, into)
-        found = self._symmetric.get(key)
-        if found is None:
-            place = self._group.symmetric_place(x)
-            if place is None:
-                return None
-            number, bases = place
-            inputs = [base + offset for base, offset in zip(bases, offsets, strict=True)]
-            if len(self._symmetric) >= _MOST_TEMPLATES:
-                self.forget_places()
-            found = self._symmetric[key] = call.on_symmetric(number, source, into, inputs)
-        return found
-
-    def template(self, key: Hashable, make: Callable[[], NodeCall]) -> NodeCall:
-        """Return the template remembered under `key`, which says all that distinguishes calls; made if need be."""
-        found = self._templates.get(key)
-        if found is None:
-            if len(self._templates) >= _MOST_TEMPLATES:
-                self._templates.clear()
-                self.small.clear()
-            found = self._templates[key] = make()
-        return found
-
-    def all_reduce(self, dtype: Any, count: int, op: str, algorithm: str) -> NodeCall:
-        """Return the template of an all-reduce. Raises UsageError for an operation that the dtype has not."""
-        key = ("all_reduce", dtype, count, op, algorithm)
-        found = self._templates.get(key)
-        if found is not None:
-            return found
-        arithmetic = Arithmetic.of(dtype, op, self._group.size)
-        text = describe("all_reduce", count, dtype, f"op={op}", f"algorithm={algorithm}")
-        made = self.template(key, lambda: NodeCall.all_reduce(self._group, text, count, arithmetic))
-        if made.can_begin and algorithm == "auto" and _ARRAYS_ARE_WHERE_EXPECTED:
-            self.small[dtype, count, op] = made
-        return made
-
-    def bound_all_reduce(self, x: Array, target: Array, op: str, algorithm: str) -> NodeCall:
-        """Return an all-reduce of a contiguous array into another, or itself."""
-        template = self.all_reduce(x.dtype, x.size, op, algorithm)
-        placed = self._placed(template, x, target)
-        return placed if placed is not template else template.bind(address_of(x), address_of(target))
-
-    def plain_all_reduce(self, x: Any, op: str, out: Any) -> tuple[NodeCall, Array] | None:
-        """Return (the call for them, the result) for plain arrays of a kind that was reduced before, else None."""
-        if type(x) is not np.ndarray or not x.flags.c_contiguous:
-            return None
-        template = self._templates.get(("all_reduce", x.dtype, x.size, op, "auto"))
-        if template is None:
-            return None
-        if out is None:
-            out = np.empty(x.shape, x.dtype)
-        elif out is not x and (
-            type(out) is not np.ndarray
-            or out.dtype is not x.dtype
-            or out.shape != x.shape
-            or np.may_share_memory(x, out)
-        ):
-            return None
-        if not out.flags.carray:
-            return None
-        call = self._placed(template, x, out)
-        if out is x and call is not template:
-            self.in_place[address_of(x), x.size, x.dtype, op] = call
-        return call, out
-
-    def _placed(self, template: NodeCall, x: Array, target: Array) -> NodeCall:
-        """Return the call for symmetric arrays, made once for each place, or `template` for ordinary ones."""
-        if x.nbytes <= SMALL_BYTES:
-            return template
-        source, into = address_of(x), address_of(target)
-        key = (template, source, into)
-        found = self._symmetric.get(key)
-        if found is None:
-            place, inputs, outputs = self._group.symmetric_places(x, target)
-            if not place:
-                return template
-            if len(self._symmetric) >= _MOST_TEMPLATES:
-                self.forget_places()
-            found = self._symmetric[key] = template.on_symmetric(place, source, into, inputs, outputs)
-        return found
-
-    def forget_places(self) -> None:
-        """Forget all symmetric arrays: memory is about to be released."""
-        self._symmetric.clear()
-        self.in_place.clear()
-
-    def clear(self) -> None:
-        """Forget all."""
-        self.forget_places()
-        self._verbs.clear()
-        self.small.clear()
-        self._templates.clear()

@@ -16,12 +16,7 @@ BETWEEN = "tests/multihost/between.py"
 # What was written for one host and holds for several: order, groups, messages.
 SHARED = ["tests/mpi/test_async.py", "tests/mpi/test_groups.py", "tests/mpi/test_messages.py"]
 # What does not, as it says itself.
-ONE_HOST = [
-    "tests/mpi/test_groups.py::test_node",
-    "tests/mpi/test_mismatch.py::test_mismatch[empty shape]",  # memory of a node: its ranks alone must agree
-    "tests/mpi/test_mismatch.py::test_symmetric_and_ordinary_memory_do_not_mix",
-    "tests/mpi/test_mismatch.py::test_different_places_of_symmetric_memory_do_not_mix",
-]
+ONE_HOST = ["tests/mpi/test_groups.py::test_node"]
 
 
 def run_tests(ranks_per_host, tests, *, seconds=240, env=None):
