@@ -33,6 +33,7 @@ from commlib.kernels.cache import CACHED
 
 # What a kernel returns.
 DONE, WAITING, MISMATCH, BROKEN, APART = range(5)
+_PASSED = -1  # within a kernel: this rank has done its part
 
 # The board: one line per rank, two cache lines wide because CPUs prefetch in pairs. Byte offsets in a line:
 LINE_BYTES, ARRIVED, SIGNATURES, PLACES = 128, 0, 16, 32
@@ -162,6 +163,36 @@ def barrier(address: int) -> int:
     return status
 
 
+@nb.njit(cache=CACHED, nogil=True)  # type: ignore[untyped-decorator]
+def _meet_before(call: Any, control: Any) -> int:
+    """Meet before symmetric memory is touched. DONE: do your part; _PASSED: it is done; else return that."""
+    if control[FAILED] != 0:
+        return BROKEN
+    if call[STATE] == 2:
+        return _PASSED
+    if call[STATE] == 0:
+        _arrive(call, control)
+        call[STATE] = 1
+    status = _await_peers(call, control)
+    if status not in (DONE, WAITING):
+        call[STATE] = 0
+    return status
+
+
+@nb.njit(cache=CACHED, nogil=True)  # type: ignore[untyped-decorator]
+def _meet_after(call: Any, control: Any, status: int) -> int:
+    """Meet again if `_meet_before` returned DONE and this rank has done its part: nobody leaves before all have."""
+    if status == DONE:
+        _arrive(call, control)
+        call[STATE] = 2
+    elif status != _PASSED:
+        return status
+    status = _await_peers(call, control)
+    if status != WAITING:
+        call[STATE] = 0
+    return status
+
+
 @nb.njit(inline="always")  # type: ignore[untyped-decorator]
 def _own_share(count: int, item_bytes: int, rank: int, size: int) -> Any:
     """Return the part [start, stop) of `count` elements that `rank` reduces: whole cache lines, nearly equal."""
@@ -192,28 +223,13 @@ def all_reduce_symmetric(address: int) -> int:
     """All-reduce in symmetric memory: reduce my share from all ranks' buffers straight into all ranks' buffers."""
     call = _call(address)
     control = _control(call)
-    if control[FAILED] != 0:
-        return BROKEN
-    if call[STATE] == 0:
-        _arrive(call, control)
-        call[STATE] = 1
-    if call[STATE] == 1:
-        status = _await_peers(call, control)
-        if status == WAITING:
-            return WAITING
-        if status != DONE:
-            call[STATE] = 0
-            return status
+    status = _meet_before(call, control)
+    if status == DONE:
         size = control[SIZE]
         start, stop = _own_share(call[COUNT], call[ITEM_BYTES], control[RANK], size)
         if stop > start:
             _reduce_share(call, size, size, start, stop)
-        _arrive(call, control)
-        call[STATE] = 2
-    status = _await_peers(call, control)
-    if status != WAITING:
-        call[STATE] = 0
-    return status
+    return _meet_after(call, control, status)
 
 
 @nb.njit(cache=CACHED, nogil=True)  # type: ignore[untyped-decorator]
@@ -282,18 +298,8 @@ def exchange_symmetric(address: int) -> int:
     """
     call = _call(address)
     control = _control(call)
-    if control[FAILED] != 0:
-        return BROKEN
-    if call[STATE] == 0:
-        _arrive(call, control)
-        call[STATE] = 1
-    if call[STATE] == 1:
-        status = _await_peers(call, control)
-        if status == WAITING:
-            return WAITING
-        if status != DONE:
-            call[STATE] = 0
-            return status
+    status = _meet_before(call, control)
+    if status == DONE:
         rank, size = control[RANK], control[SIZE]
         offsets, lengths = _table(call[RECV_OFFSETS], size), _table(call[RECV_LENGTHS], size)
         if call[REDUCE] == 0:
@@ -304,12 +310,7 @@ def exchange_symmetric(address: int) -> int:
         elif lengths[rank] > 0:
             _table(call[OUTPUTS], 1)[0] = call[TARGET] + offsets[rank]
             _reduce_share(call, size, 1, 0, lengths[rank] // call[ITEM_BYTES])
-        _arrive(call, control)
-        call[STATE] = 2
-    status = _await_peers(call, control)
-    if status != WAITING:
-        call[STATE] = 0
-    return status
+    return _meet_after(call, control, status)
 
 
 @nb.njit(cache=CACHED, nogil=True)  # type: ignore[untyped-decorator]
@@ -321,18 +322,8 @@ def broadcast_symmetric(address: int) -> int:
     """
     call = _call(address)
     control = _control(call)
-    if control[FAILED] != 0:
-        return BROKEN
-    if call[STATE] == 0:
-        _arrive(call, control)
-        call[STATE] = 1
-    if call[STATE] == 1:
-        status = _await_peers(call, control)
-        if status == WAITING:
-            return WAITING
-        if status != DONE:
-            call[STATE] = 0
-            return status
+    status = _meet_before(call, control)
+    if status == DONE:
         size, root = control[SIZE], call[ROOT]
         inputs = _table(call[INPUTS], size)
         start, stop = _own_share(call[COUNT], 1, control[RANK], size)
@@ -341,12 +332,7 @@ def broadcast_symmetric(address: int) -> int:
             for peer in range(size):
                 if peer != root:
                     ins.memcpy(inputs[peer] + first, inputs[root] + first, length)
-        _arrive(call, control)
-        call[STATE] = 2
-    status = _await_peers(call, control)
-    if status != WAITING:
-        call[STATE] = 0
-    return status
+    return _meet_after(call, control, status)
 
 
 @nb.njit(cache=CACHED, nogil=True)  # type: ignore[untyped-decorator]
