@@ -355,3 +355,32 @@ def test_one_process_under_slurm_is_fine(mpirun):
     env = {"SLURM_STEP_ID": "0", "SLURM_STEP_NUM_TASKS": "1"}
     code, out, err = end(mpirun, 1, "event()\nprint(int(comm.all_reduce(x)[0]))", env=env)
     assert (code, out) == (0, "1\n"), err
+
+
+def test_memory_that_was_shared_in_another_order_elsewhere_ends_with_the_job(mpirun):
+    """Open MPI hung in MPI_Finalize: it freed the windows of one rank in another order than those of the others."""
+    done = mpirun(
+        2,
+        """
+import threading
+import commlib
+
+comm = commlib.init()
+groups = [comm.split(0) for _ in range(8)]
+kept = {}
+
+def share(number):
+    for _ in range(4):
+        kept[number] = groups[number].empty(1000)
+
+numbers = range(8) if comm.rank else range(7, -1, -1)
+threads = [threading.Thread(target=share, args=(number,)) for number in numbers]
+for thread in threads:
+    thread.start()
+for thread in threads:
+    thread.join()
+print("shared", len(kept))
+""",
+    )
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.split("\n").count("shared 8") == 2
