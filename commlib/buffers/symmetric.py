@@ -73,8 +73,9 @@ class SymmetricMemory:
         return segment.identity << 44 | offset, [base + offset for base in segment.bases]
 
     def close(self) -> None:
-        """Release everything; what is still in use, once it is not."""
-        for identity in sorted(self._segments):
-            self._segments[identity].memory.close()
+        """Release everything. An array that is still in use keeps its own segment mapped."""
+        for segment in self._segments.values():
+            if segment.owner() is None:
+                segment.memory.close()
         self._segments.clear()
         self._starts.clear()

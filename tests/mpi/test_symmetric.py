@@ -108,6 +108,15 @@ def test_memory_is_given_back_once_all_ranks_have_dropped_it(comm):
     assert segments() == before
 
 
+def test_an_array_outlives_its_group(comm):
+    group = comm.split(0)
+    x = group.empty(100_000)
+    x[:] = comm.rank
+    group.close()
+    x += 1
+    assert (x == comm.rank + 1).all()
+
+
 def test_many_allocations(comm):
     for step in range(60):
         x = comm.empty(3000, "int64")
