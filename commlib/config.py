@@ -47,6 +47,12 @@ class Config:
         "file of measured times ('commlib tune' writes it) that algorithms are chosen by; empty is "
         "commlib/tuning.json in the user's cache folder, 'none' is the cost model alone (read by rank 0)",
     )
+    fusion_mib: int = _setting(
+        64, "MiB up to which named tensors that are ready together are reduced as one array", least=1
+    )
+    known_names: int = _setting(
+        4096, "names of operations that ranks remember, to ask for them again by a bit each", least=1
+    )
     log_level: str = _setting(
         "warning", "level of the 'commlib' logger (per rank)", ("debug", "info", "warning", "error")
     )

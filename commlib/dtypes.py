@@ -15,6 +15,7 @@ FLOATS = ("float16", "bfloat16", "float32", "float64")
 COMPLEX = ("complex64", "complex128")
 DTYPES = (*FLOATS, *INTEGERS, "bool", *COMPLEX)
 OPERATIONS = ("sum", "mean", "min", "max", "prod")
+BITWISE = ("and", "or")  # of integers, beside those
 
 NUMPY = {name: np.dtype(ml_dtypes.bfloat16 if name == "bfloat16" else name) for name in DTYPES}
 _NAMES = {dtype: name for name, dtype in NUMPY.items()}
@@ -40,6 +41,8 @@ def numpy_dtype(dtype: Any) -> np.dtype[Any]:
 
 def kernel_operation(dtype: str, operation: str) -> str:
     """Return what the kernels call `operation` on `dtype`. Raises UsageError where it has no meaning."""
+    if operation in BITWISE and dtype in INTEGERS:
+        return operation
     if operation not in OPERATIONS:
         raise UsageError(f"unknown operation {operation!r}; known are {', '.join(OPERATIONS)}")
     if dtype == "bool":

@@ -12,7 +12,7 @@ CommlibError                    catch this to catch everything commlib raises
 from __future__ import annotations
 
 
-class CommlibError(Exception):
+class CommlibError(RuntimeError):
     """Base of every error that commlib raises."""
 
 

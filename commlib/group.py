@@ -44,6 +44,7 @@ class Group:
         self.rank, self.size, self.name = transport.rank, transport.size, name
         self.runtime, self.config = runtime, runtime.config
         self.failure: CommlibError | None = None  # after it the group's ranks are out of step
+        self.explain: Callable[[], str] | None = None  # says more where a wait is long
         self.progress = Progress()
         weakref.finalize(self, self.progress.close).atexit = False  # its thread must not outlive the group
         self._transport = transport
@@ -164,7 +165,9 @@ class Group:
     def watch(self, text: str, peers: Collection[int] | None = None) -> Watchdog:
         """Return the watchdog for one wait: for `peers`, or for all ranks in a collective."""
         look = self._late_check.look if self._late_check is not None and peers is None else None
-        return Watchdog(self.runtime, self.board, self.rank, f"{self.name}: {text}", peers=peers, look=look)
+        return Watchdog(
+            self.runtime, self.board, self.rank, f"{self.name}: {text}", peers=peers, look=look, explain=self.explain
+        )
 
     def execute(
         self,
@@ -224,6 +227,17 @@ class Group:
             raise
         finally:
             self.progress.running.release()
+
+    def is_awaited(self) -> bool:
+        """Return whether some rank has begun a collective that this one has not come to.
+
+        It may not see it: between nodes only the ranks that get a message first do. Never blocks.
+        """
+        if self.board is not None and self.board.is_ahead():
+            return True
+        return (not self.one_node and self._transport.progress()) or (
+            self.column is not None and self.column.progress()
+        )
 
     def idle(self, text: str) -> Idle:
         """Return a callback for many waits, which watches each anew: what a wait that does not last can do without."""

@@ -22,6 +22,7 @@ class Runtime:
     chooser: Chooser = field(default_factory=Chooser)  # alike on all ranks
     attendant: Attendant = field(default_factory=Attendant)  # of the messages of all groups
     closing: bool = False  # waits that still last must end
+    named: Any = None  # the process sets, where named operations are used: `commlib.horovod.process_sets.Registry`
     groups: weakref.WeakSet[Any] = field(default_factory=weakref.WeakSet)  # all communicators, to be told of the end
 
     @property
@@ -36,12 +37,17 @@ class Runtime:
         """Wait until nothing is pending in any group; return "" or, after `timeout` s, what is still running."""
         deadline = time.monotonic() + timeout
         drains = [self.attendant.drain, *(group.progress.drain for group in list(self.groups))]
+        if self.named is not None:
+            drains.insert(0, self.named.drain)
         left_over = [drain(max(0.0, deadline - time.monotonic())) for drain in drains]
         return next(filter(None, left_over), "")
 
     def end(self) -> str:
         """End all groups without ever hanging; return the first failure that nobody has asked for, or ""."""
         groups = list(self.groups)
+        if self.named is not None:
+            self.named.close()
+            self.named = None
         for group in groups:
             group.progress.close()
         self.attendant.close()

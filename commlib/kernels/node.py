@@ -390,12 +390,12 @@ def exchange_staged(address: int) -> int:
 
 
 # Where numpy's arrays keep the address of their data: it comes first in the C struct, after the object's head.
-_DATA = object.__basicsize__
+DATA = object.__basicsize__
 
 
 @nb.njit(inline="always")  # type: ignore[untyped-decorator]
 def _set_arrays(call: Any, source: int, target: int) -> None:
-    call[SOURCE], call[TARGET] = ins.load_acquire(source + _DATA), ins.load_acquire(target + _DATA)
+    call[SOURCE], call[TARGET] = ins.load_acquire(source + DATA), ins.load_acquire(target + DATA)
 
 
 @nb.njit(cache=CACHED, nogil=True)  # type: ignore[untyped-decorator]
@@ -426,16 +426,16 @@ def begin_exchange_of_arrays(address: int, source: int, target: int) -> int:
 @nb.njit(cache=CACHED)  # type: ignore[untyped-decorator]
 def copy_from_array(target: int, array: int, nbytes: int) -> int:
     """Copy a contiguous numpy array, given by its `id`, to an address. For little data: numpy takes thrice as long."""
-    return ins.memcpy(target, _table(array + _DATA, 1)[0], nbytes)
+    return ins.memcpy(target, _table(array + DATA, 1)[0], nbytes)
 
 
 @nb.njit(cache=CACHED)  # type: ignore[untyped-decorator]
 def copy_to_array(array: int, source: int, nbytes: int) -> int:
     """Copy what is at an address into a contiguous numpy array, given by its `id`."""
-    return ins.memcpy(_table(array + _DATA, 1)[0], source, nbytes)
+    return ins.memcpy(_table(array + DATA, 1)[0], source, nbytes)
 
 
 def arrays_are_where_expected() -> bool:
     """Return whether numpy's arrays are laid out as the kernels need it that are given arrays by their `id`."""
     probe = np.zeros(3)[1:]
-    return bool(ctypes.c_int64.from_address(id(probe) + _DATA).value == probe.ctypes.data)
+    return bool(ctypes.c_int64.from_address(id(probe) + DATA).value == probe.ctypes.data)

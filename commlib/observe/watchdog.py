@@ -22,11 +22,13 @@ class Watchdog:
     """The `idle` callback of one wait. Raises PeerError, StallError or ShutdownError to end it.
 
     `peers` are the ranks that are waited for (default: all). `look` is called too once a wait is long, and may raise.
+    `explain` says more for a message about it.
     """
 
     __slots__ = (
         "_absent_since",
         "_board",
+        "_explain",
         "_look",
         "_next_look",
         "_peers",
@@ -46,9 +48,10 @@ class Watchdog:
         *,
         peers: Collection[int] | None = None,
         look: Callable[[], None] | None = None,
+        explain: Callable[[], str] | None = None,
     ) -> None:
         self._runtime, self._board, self._rank, self._text = runtime, board, rank, text
-        self._peers, self._look = peers, look
+        self._peers, self._look, self._explain = peers, look, explain
         self._since = time.monotonic()
         self._next_look = self._since + 0.05
         self._absent_since = 0.0
@@ -90,4 +93,5 @@ class Watchdog:
 
     def _late(self) -> str:
         late = self._board.late() if self._board is not None else []
-        return f"; not there yet: rank {', '.join(map(str, late))}" if late else ""
+        who = f"; not there yet: rank {', '.join(map(str, late))}" if late else ""
+        return who + (self._explain() if self._explain is not None else "")

@@ -71,8 +71,11 @@ class Transport(Protocol):
         """Set up messages (peer, bytes) that all carry `tag`. Those received must be as long as is said here."""
         ...
 
-    def progress(self) -> None:
-        """Let messages that are under way move on. Never blocks."""
+    def progress(self) -> bool:
+        """Let messages that are under way move on; return whether one is there that nobody receives yet.
+
+        Never blocks.
+        """
         ...
 
     def split(self, color: int, key: int) -> Transport | None:

@@ -148,8 +148,10 @@ class LoopbackTransport:
     ) -> PreparedRound:
         return _PreparedRound(self, sends, recvs, tag)
 
-    def progress(self) -> None:
-        pass
+    def progress(self) -> bool:
+        with self._network.changed:
+            sends = self._network.posted["send"].items()
+            return any(key[0] == self._context and key[2] == self.rank and waiting for key, waiting in sends)
 
     def _meet(self, value: Any) -> list[Any]:
         self._meetings += 1

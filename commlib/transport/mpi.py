@@ -235,8 +235,8 @@ class MpiTransport:
         requests += [self._comm.Send_init([data, MPI.BYTE], peer, tag) for peer, data in sends]
         return _MpiRound(requests)
 
-    def progress(self) -> None:
-        self._comm.Iprobe()
+    def progress(self) -> bool:
+        return bool(self._comm.Iprobe())
 
     def split(self, color: int, key: int) -> MpiTransport | None:
         comm = self._comm.Split(MPI.UNDEFINED if color < 0 else color, key)

@@ -25,6 +25,9 @@ _PRESENT, _LEFT = 1, 2
 # How long one kernel call waits before it comes back to Python to look around: spins, yields, then 1 ms of naps.
 _YIELDS, _NAPS, _NAP_MICROSECONDS = 2000, 20, 50
 
+# After so many of those, some 0.2 s, naps are longer: whoever is waited for is busy with something else.
+_MANY_WAITS, _LONG_NAP_MICROSECONDS = 200, 500
+
 
 def _as_array(address: int, nbytes: int) -> Any:
     memory: Any = (ctypes.c_uint8 * nbytes).from_address(address)
@@ -94,13 +97,18 @@ class NodeBoard:
     def resume(self, kernel: Kernel, call: Call, status: int, idle: Idle) -> int:
         """Go on with a kernel that returned `status`, calling `idle` between its waits; return its last status."""
         if status == kernels.WAITING:
-            spins, yields = call[kernels.SPINS], call[kernels.YIELDS]
+            usual = call.copy()
             call[kernels.SPINS] = call[kernels.YIELDS] = 0  # a long wait must not burn the core
+            waits = 0
             while status == kernels.WAITING:
                 idle()
                 self._transport.progress()  # a rank that comes later may first wait for a message with this one
+                waits += 1
+                if waits == _MANY_WAITS:
+                    call[kernels.NAP_MICROSECONDS] = _LONG_NAP_MICROSECONDS
                 status = kernel(call.ctypes.data)
-            call[kernels.SPINS], call[kernels.YIELDS] = spins, yields
+            for field in (kernels.SPINS, kernels.YIELDS, kernels.NAP_MICROSECONDS):
+                call[field] = usual[field]
         return status
 
     def meet(self, signature: int, idle: Idle) -> bool:
@@ -122,6 +130,10 @@ class NodeBoard:
     def late(self) -> list[int]:
         """Return the ranks that have not reached this rank's epoch."""
         return [self.members[rank] for rank in np.flatnonzero(self._arrived < self._control[kernels.EPOCH])]
+
+    def is_ahead(self) -> bool:
+        """Return whether a rank has come to a meeting that this rank has not come to."""
+        return bool(self._arrived.max() > self._control[kernels.EPOCH])
 
     def fail(self) -> None:
         """Let every later kernel return BROKEN: this rank is out of step with the others."""

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from commlib.buffers.views import address_of
-from commlib.dtypes import NUMPY, Array, kernel_operation, name_of
+from commlib.dtypes import BITWISE, NUMPY, Array, kernel_operation, name_of
 from commlib.errors import UsageError
 from commlib.executor import Reducer, Region
 from commlib.kernels.arithmetic import accumulator_dtype
@@ -150,7 +150,10 @@ def native_all_reduce(comm: Group, x: Any, op: str, out: Any) -> Operation:
         raise UsageError(f"all_reduce: algorithm 'native': MPI cannot reduce {dtype} by {op} without losing digits")
     from mpi4py import MPI
 
-    mpi_op = {"mean": MPI.SUM, "or": MPI.LOR, "and": MPI.LAND}.get(operation) or getattr(MPI, operation.upper())
+    if operation in BITWISE:
+        mpi_op = getattr(MPI, f"{'L' if dtype == 'bool' else 'B'}{operation.upper()}")
+    else:
+        mpi_op = MPI.SUM if operation == "mean" else getattr(MPI, operation.upper())
     piece = max(1, comm.config.native_kib * 1024 // array.itemsize)
     flat = apart(array.reshape(-1), target.flat)
 

@@ -18,6 +18,9 @@ PURE = (
     "commlib.schedule",
     "commlib.mesh",
     "commlib.topology",
+    "commlib.coordinator.request",
+    "commlib.coordinator.names",
+    "commlib.coordinator.negotiation",
     "commlib.data_parallel.buckets",
     "commlib.data_parallel.tracker",
     "commlib.pipeline.ir",
@@ -52,6 +55,7 @@ LAYERS = (
      "commlib.tune"),
     ("commlib.compress", "commlib.coordinator", "commlib.data_parallel", "commlib.pipeline", "commlib.expert"),
     ("commlib",),  # the public names
+    ("commlib.horovod",),
     ("commlib.bench", "commlib.cli", "commlib.__main__", "commlib_torch", "commlib_tensorflow"),
 )  # fmt: skip
 

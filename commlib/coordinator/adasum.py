@@ -1,0 +1,53 @@
+"""Adasum: gradients of ranks are added where they are orthogonal and averaged where they are parallel.
+
+    adasum(a, b) = (1 - a.b / 2|a|^2) a + (1 - a.b / 2|b|^2) b
+
+Maleki et al., "Scaling Distributed Training with Adaptive Summation", MLSys 2021. Applied pairwise, to ranks whose
+numbers differ in one bit, the lowest first; so it takes log2(size) exchanges of the whole array (bytes per rank:
+log2(size) times those of the array). Beyond the largest power of two, rank p + i is first combined with rank i.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+
+from commlib.dtypes import Array
+
+
+def combine(a: Array, b: Array) -> Array:
+    """Return adasum(a, b) of two float64 vectors; a vector of zeros leaves the other what it is."""
+    dot, aa, bb = float(a @ b), float(a @ a), float(b @ b)
+    first = 1 - dot / (2 * aa) if aa else 1.0
+    second = 1 - dot / (2 * bb) if bb else 1.0
+    result: Array = first * a + second * b
+    return result
+
+
+def adasum(comm: Any, array: Array) -> None:
+    """Combine a contiguous 1-D array of floats of all ranks, in place; every rank gets the same bits.
+
+    Arithmetic is in float64, whatever the dtype. Collective.
+    """
+    mine = array.astype(np.float64)
+    power = 1 << (comm.size.bit_length() - 1)
+    extra = comm.size - power
+    if comm.rank >= power:
+        comm.send(mine, comm.rank - power)
+        comm.recv(mine, comm.rank - power)
+    else:
+        theirs = np.empty_like(mine)
+        if comm.rank < extra:
+            comm.recv(theirs, comm.rank + power)
+            mine = combine(mine, theirs)
+        bit = 1
+        while bit < power:
+            peer = comm.rank ^ bit
+            comm.send_recv(mine, peer, theirs, peer)
+            mine = combine(mine, theirs) if comm.rank < peer else combine(theirs, mine)
+            bit *= 2
+        if comm.rank < extra:
+            comm.send(mine, comm.rank + power)
+    with np.errstate(over="ignore", invalid="ignore"):
+        array[...] = mine.astype(array.dtype)

@@ -1,0 +1,305 @@
+"""Coordinator: named operations of one group, asked for in any order on any rank.
+
+A cycle is one small exchange (`Negotiation` says of what) and then the operations that it agreed on. A rank takes part
+in a cycle while it waits for something: nothing can be agreed without it, and with nothing to wait for it need not
+know. So no cycle is run by the clock, and an idle job does nothing at all.
+
+Cycles are run by whoever waits for an operation, else by a thread that is started with the first one that nobody waits
+for. Every rank runs the same cycles in the same order on a group of the coordinator's own.
+"""
+
+from __future__ import annotations
+
+import itertools
+import logging
+import threading
+import time
+from collections import defaultdict
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import numpy as np
+
+from commlib.coordinator.execution import Execution, Job
+from commlib.coordinator.negotiation import Failure, Joined, Launch, Negotiation, News, Verdict
+from commlib.coordinator.pending import Pending
+from commlib.coordinator.request import Request
+from commlib.errors import CommlibError, MismatchError, ShutdownError, StallError, UsageError
+from commlib.observe.timeline import Timeline
+
+log = logging.getLogger("commlib")
+
+# Flags of an announcement, in a word before the bits. They say what a rank has *not*: ranks combine them by "and".
+_NO_NEWS, _NO_QUESTION = 1, 2
+
+# With nothing new to tell, a rank looks this often (seconds) whether others have, and comes to a cycle at the latest.
+_SHORTEST_NAP, _LONGEST_NAP = 20e-6, 2e-3
+_SHORTEST_PAUSE, _LONGEST_PAUSE = 1e-3, 50e-3
+
+
+class Coordinator:
+    """One rank's side. `comm` is a group that nobody else uses; `members` are what its ranks are called."""
+
+    def __init__(self, comm: Any, members: Sequence[int]) -> None:
+        self.comm = comm
+        self.members = tuple(members)
+        self.counters: defaultdict[str, itertools.count[int]] = defaultdict(itertools.count)
+        """Of operations without names, by verb."""
+        self.timeline: Timeline | None = None
+        config = comm.config
+        self._warning, self._timeout = config.stall_warning, config.timeout
+        self._negotiation = Negotiation(comm.rank, self.members, capacity=config.known_names)
+        self._execution = Execution(comm, self.members, config.fusion_mib << 20)
+        self._pending: dict[str, Pending] = {}
+        self._changed = threading.Condition()  # of the negotiation and what is pending
+        self._driving = threading.Lock()  # held by whoever runs cycles
+        self._thread: threading.Thread | None = None
+        self._closed = False
+        self._last = ("nothing yet", time.monotonic())
+        self._pause = _SHORTEST_PAUSE
+        self._napping = False  # whoever runs cycles has nothing to tell
+        self.cycles = 0
+        """How many exchanges there were."""
+        comm.explain = self._explain
+
+    def __repr__(self) -> str:
+        return f"<Coordinator of {self.comm.name}: {len(self._pending)} pending, {self.cycles} cycles>"
+
+    def submit(
+        self,
+        request: Request,
+        inputs: Sequence[Any] = (),
+        outputs: Sequence[Any] = (),
+        extra: Any = None,
+        *,
+        blocking: bool = False,
+    ) -> Pending:
+        """Ask for an operation and return at once. Raises UsageError if one of its name is pending here.
+
+        blocking: the caller is about to wait for it, so no thread needs to be woken.
+        """
+        pending = Pending(self, request, inputs, outputs, extra)
+        with self._changed:
+            if self._closed:
+                raise ShutdownError(f"{request}: commlib has been shut down")
+            if self.comm.failure is not None:
+                raise self.comm.failure
+            if "join" in self._pending and request.verb != "join":
+                raise UsageError(f"{request}: this rank has joined, and takes no further part until all have")
+            try:
+                self._negotiation.submit(request)
+            except ValueError as error:
+                raise UsageError(f"{self.comm.name}: {error}") from None
+            self._pending[request.name] = pending
+            if self.timeline is not None:
+                self.timeline.begin(request.name, f"NEGOTIATE_{request.verb.upper()}")
+            if self._napping:
+                self._changed.notify_all()
+            elif not blocking and not self._driving.locked():
+                self._wake_thread()
+        return pending
+
+    def wake(self) -> None:
+        """See to it that cycles are run although nobody waits for an operation."""
+        with self._changed:
+            if self._pending:
+                self._wake_thread()
+
+    def drive(self, done: Callable[[], bool]) -> None:
+        """Run cycles in this thread until `done()` or nothing is pending; return at once if another thread does."""
+        if not self._driving.acquire(blocking=False):
+            return
+        try:
+            while not done() and self._pending and not self._closed:
+                self._await_reason()
+                self._cycle()
+        except BaseException as error:
+            self._fail_all(error)
+            if not isinstance(error, CommlibError):
+                raise
+        finally:
+            self._driving.release()
+            self.wake()
+
+    # One cycle
+
+    def _await_reason(self) -> None:
+        """Wait for something to tell, for another rank that has, or for a while."""
+        nap, until = _SHORTEST_NAP, time.monotonic() + self._pause
+        with self._changed:
+            while not self._negotiation.has_news and not self._closed:
+                if self.comm.is_awaited() or time.monotonic() > until:
+                    break
+                self._napping = True
+                self._changed.wait(nap)
+                self._napping = False
+                nap = min(2 * nap, _LONGEST_NAP)
+
+    def _cycle(self) -> None:
+        with self._changed:
+            overdue = self._overdue()
+            words = self._announcement(question=bool(overdue))
+        self.cycles += 1
+        if self.timeline is not None and self.timeline.mark_cycles:
+            self.timeline.mark("CYCLE_START")
+        self.comm.all_reduce(words, "and", out=words)
+        everyone: list[News] = []
+        if words[0] != _NO_NEWS | _NO_QUESTION:
+            with self._changed:
+                question = not words[0] & _NO_QUESTION
+                expired = [name for name, too_late in overdue.items() if too_late]
+                news = self._negotiation.tell(expired=expired, in_full=bool(question))
+            everyone = self.comm.all_gather_object(news)
+        with self._changed:
+            verdicts = self._negotiation.agree(_set_bits(words[1:]), everyone)
+            jobs = self._take(verdicts)
+            for name in overdue:
+                if name in self._pending:
+                    self._warn(self._pending[name], everyone)
+        self._pause = _SHORTEST_PAUSE if verdicts else min(2 * self._pause, _LONGEST_PAUSE)
+        if jobs:
+            self._run(jobs)
+
+    def _run(self, jobs: Sequence[Job]) -> None:
+        timeline = self.timeline
+        if timeline is None:
+            self._execution.run(jobs, _finish)
+            return
+        for job in jobs:
+            timeline.begin(job.launch.request.name, job.launch.request.verb.upper())
+
+        def finish(job: Job, value: Any, error: BaseException | None) -> None:
+            timeline.end(job.launch.request.name)
+            _finish(job, value, error)
+
+        self._execution.run(jobs, finish)
+
+    def _announcement(self, *, question: bool) -> Any:
+        """Return what this rank announces: a word of flags and the bits, as few different lengths as can be."""
+        negotiation = self._negotiation
+        width = -(-negotiation.width // 64)
+        words = 1 << (width - 1).bit_length() if width else 0
+        told_all = not negotiation.has_words
+        flags = (_NO_NEWS if told_all else 0) | (0 if question else _NO_QUESTION)
+        data = negotiation.announce() << 64 | flags
+        return np.frombuffer(bytearray(data.to_bytes(8 * (1 + words), "little")), np.uint64)
+
+    def _take(self, verdicts: Sequence[Verdict]) -> list[Job]:
+        """Fail what cannot run; return what can."""
+        jobs = []
+        for verdict in verdicts:
+            pending = self._pending.pop(verdict.request.name, None)
+            if pending is not None and self.timeline is not None:
+                self.timeline.end(verdict.request.name)
+            if isinstance(verdict, Launch):
+                jobs.append(Job(verdict, pending))
+                self._last = str(verdict.request), time.monotonic()
+            elif pending is None:
+                continue
+            elif isinstance(verdict, Joined):
+                pending.finish(verdict.last)
+            else:
+                pending.finish(error=self._error(verdict))
+        return jobs
+
+    def _error(self, failure: Failure) -> CommlibError:
+        rank = self.members[self.comm.rank]
+        text = f"{self.comm.name}: {failure.request}: rank {rank}: {failure.reason}"
+        if failure.late:
+            return StallError(f"{text} (COMMLIB_TIMEOUT={self._timeout:g}); other operations go on")
+        return MismatchError(f"{text}. Nothing was sent; the group stays usable")
+
+    # Those who wait long
+
+    def _overdue(self) -> dict[str, bool]:
+        """Return the names of operations that have waited long and were not told of; True: too long."""
+        now = time.monotonic()
+        found = {}
+        for name, pending in self._pending.items():
+            waited = now - pending.since
+            if 0 < self._timeout < waited:
+                found[name] = True
+            elif waited > self._warning and not pending.warned:
+                found[name] = False
+            elif waited < min(self._warning, self._timeout or self._warning):
+                break  # those behind it are younger
+        return found
+
+    def _warn(self, pending: Pending, everyone: Sequence[News]) -> None:
+        reason = self._negotiation.explain(pending.request.name, everyone)
+        if not reason or pending.warned:
+            return
+        pending.warned = True
+        waited = time.monotonic() - pending.since
+        rank = self.members[self.comm.rank]
+        log.warning("%s: %s: rank %d has waited %.0f s: %s", self.comm.name, pending.request, rank, waited, reason)
+
+    def _explain(self) -> str:
+        """Return what is waited for, for messages about ranks that do not even come to a cycle."""
+        names = list(self._pending)
+        more = f" and {len(names) - 5} more" if len(names) > 5 else ""
+        what, when = self._last
+        return (
+            f"; this rank waits for {', '.join(map(repr, names[:5]))}{more}; the last operation of all ranks was "
+            f"{what}, {time.monotonic() - when:.0f} s ago, and those not there yet have asked for nothing since"
+        )
+
+    # The thread, and the end
+
+    def _wake_thread(self) -> None:
+        if self._thread is None:
+            self._thread = threading.Thread(target=self._loop, name="commlib-coordinator", daemon=True)
+            self._thread.start()
+        self._changed.notify_all()
+
+    def _loop(self) -> None:
+        """Run cycles while something is pending and nobody else does."""
+        while True:
+            with self._changed:
+                self._changed.wait_for(lambda: self._closed or (self._pending and not self._driving.locked()))
+                if self._closed:
+                    return
+            try:
+                self.drive(lambda: False)
+            except BaseException:
+                return  # whoever waits has it
+
+    def _fail_all(self, error: BaseException) -> None:
+        with self._changed:
+            failed = list(self._pending.values())
+            self._pending.clear()
+            self._closed = self._closed or not isinstance(error, CommlibError)
+        for pending in failed:
+            pending.finish(error=error)
+
+    def drain(self, timeout: float) -> str:
+        """Wait until nothing is pending; return "" or, if that takes longer than `timeout` s, what is."""
+        deadline = time.monotonic() + timeout
+        for pending in list(self._pending.values()):
+            try:
+                pending.wait(max(0.0, deadline - time.monotonic()))
+            except StallError:
+                if not pending.done():
+                    return f"unfinished {pending.request}"
+            except CommlibError:
+                pending.seen = False  # whoever asked for it has not been told
+        return ""
+
+    def close(self) -> None:
+        """Accept nothing more; what has not run ends with ShutdownError. Never blocks."""
+        with self._changed:
+            self._closed = True
+            left = list(self._pending.values())
+            self._pending.clear()
+            self._changed.notify_all()
+        for pending in left:
+            pending.finish(error=ShutdownError(f"{pending.request}: commlib was shut down before all ranks had asked"))
+
+
+def _finish(job: Job, value: Any, error: BaseException | None) -> None:
+    if job.pending is not None:
+        job.pending.finish(value, error)
+
+
+def _set_bits(words: Any) -> list[int]:
+    return [int(bit) for bit in np.flatnonzero(np.unpackbits(words.view(np.uint8), bitorder="little"))]

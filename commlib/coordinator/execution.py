@@ -1,0 +1,253 @@
+"""Agreed operations become collectives of one group: those that can be are fused, all in the same order on all ranks.
+
+A rank that has joined gets no pending operation, and does its part with nothing: the neutral element in a reduction, no
+rows in a gather or an exchange. What it receives is dropped.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from commlib.buffers.views import address_of
+from commlib.coordinator.adasum import adasum
+from commlib.coordinator.negotiation import Launch
+from commlib.coordinator.pending import Pending
+from commlib.coordinator.request import Request
+from commlib.coordinator.scaling import neutral, scale
+from commlib.dtypes import INTEGERS, NUMPY, Array
+from commlib.errors import UsageError
+from commlib.kernels.pack import pack, unpack
+
+
+class Job(NamedTuple):
+    """One agreed operation on this rank; `pending` is None where this rank has joined."""
+
+    launch: Launch
+    pending: Pending | None
+
+
+class Kind(NamedTuple):
+    """Tensors of one kind can be reduced as one array."""
+
+    dtype: str
+    op: str
+    prescale: float
+    postscale: float
+
+
+class Item(NamedTuple):
+    """One tensor of an all-reduce; both arrays are None where this rank has joined."""
+
+    size: int
+    source: Array | None
+    target: Array | None
+
+
+class Execution:
+    """Runs agreed operations on `comm`, whose ranks are called `members`.
+
+    fusion_bytes: how much is reduced as one array at most.
+    """
+
+    def __init__(self, comm: Any, members: Sequence[int], fusion_bytes: int) -> None:
+        self._comm, self._members = comm, tuple(members)
+        self._fusion_bytes = fusion_bytes
+        self._buffer: Array = np.empty(0, np.uint8)
+        self._verbs: dict[str, Callable[[Job], Any]] = {
+            "allgather": self._all_gather,
+            "broadcast": self._broadcast,
+            "alltoall": self._all_to_all,
+            "reducescatter": self._reduce_scatter,
+            "barrier": lambda job: None,  # agreeing was meeting
+            "broadcast_object": self._broadcast_object,
+            "allgather_object": self._all_gather_object,
+            "process_set": self._split,
+        }
+
+    def run(self, jobs: Sequence[Job], done: Callable[[Job, Any, BaseException | None], None]) -> None:
+        """Run operations, telling how each has ended. Raises nothing that belongs to one of them alone."""
+        reductions = [job for job in jobs if job.launch.request.verb == "allreduce"]
+        self._guarded(reductions, done, self._all_reduce)
+        for job in jobs:
+            if job.launch.request.verb != "allreduce":
+                self._guarded([job], done, self._run_one)
+
+    def _guarded(
+        self,
+        jobs: Sequence[Job],
+        done: Callable[[Job, Any, BaseException | None], None],
+        run: Callable[[Sequence[Job]], Iterable[tuple[Job, Any]]],
+    ) -> None:
+        left = dict.fromkeys(range(len(jobs)))
+        places = {id(job): place for place, job in enumerate(jobs)}
+        try:
+            for job, value in run(jobs):
+                del left[places[id(job)]]
+                done(job, value, None)
+        except Exception as error:  # it belongs to whoever waits for them
+            for place in left:
+                done(jobs[place], None, error)
+
+    def _run_one(self, jobs: Sequence[Job]) -> Iterable[tuple[Job, Any]]:
+        yield jobs[0], self._verbs[jobs[0].launch.request.verb](jobs[0])
+
+    # Reductions
+
+    def _all_reduce(self, jobs: Sequence[Job]) -> Iterable[tuple[Job, Any]]:
+        kinds: dict[Kind, list[Item]] = {}
+        for job in jobs:
+            for kind, item in _items(job):
+                kinds.setdefault(kind, []).append(item)
+        for kind, items in kinds.items():
+            self._reduce_kind(kind, items)
+        return [(job, None if job.pending is None else job.pending.outputs) for job in jobs]
+
+    def _reduce_kind(self, kind: Kind, items: Sequence[Item]) -> None:
+        itemsize = NUMPY[kind.dtype].itemsize
+        batch: list[Item] = []
+        nbytes = 0
+        for item in items:
+            if batch and nbytes + item.size * itemsize > self._fusion_bytes:
+                self._reduce_batch(kind, batch)
+                batch, nbytes = [], 0
+            batch.append(item)
+            nbytes += item.size * itemsize
+        self._reduce_batch(kind, batch)
+
+    def _reduce_batch(self, kind: Kind, batch: Sequence[Item]) -> None:
+        if len(batch) == 1 or kind.op == "adasum":
+            for item in batch:
+                self._reduce_alone(kind, item)
+            return
+        dtype = NUMPY[kind.dtype]
+        counts = [item.size for item in batch]
+        total = sum(counts)
+        if not total:
+            return
+        buffer = self._room(total * dtype.itemsize).view(dtype)
+        nbytes = np.array(counts, np.int64) * dtype.itemsize
+        sources = [item.source for item in batch if item.source is not None]
+        if sources:
+            pack(sources, nbytes, address_of(buffer))
+        else:
+            buffer[...] = neutral(kind.dtype, kind.op)
+        self._reduce_in_place(kind, buffer)
+        if sources:
+            unpack(address_of(buffer), [item.target for item in batch], nbytes)
+
+    def _reduce_alone(self, kind: Kind, item: Item) -> None:
+        if item.size == 0:
+            return
+        source, target = item.source, item.target
+        if source is None or target is None:
+            source = target = np.full(item.size, neutral(kind.dtype, kind.op), NUMPY[kind.dtype])
+        if kind.op != "adasum" and kind.prescale == kind.postscale == 1:
+            self._comm.all_reduce(source, kind.op, out=target)
+            return
+        if source is not target:
+            target[...] = source
+        self._reduce_in_place(kind, target.reshape(-1))
+
+    def _reduce_in_place(self, kind: Kind, array: Array) -> None:
+        op, postscale = kind.op, kind.postscale
+        if op == "mean" and postscale != 1 and kind.dtype in INTEGERS:
+            op, postscale = "sum", postscale / self._comm.size  # truncated once, not twice
+        scale(array, kind.prescale)
+        if op == "adasum":
+            adasum(self._comm, array)
+        else:
+            self._comm.all_reduce(array, op, out=array)
+        scale(array, postscale)
+
+    def _room(self, nbytes: int) -> Array:
+        """Return so many bytes of symmetric memory. All ranks ask for the same, in the same order."""
+        if len(self._buffer) < nbytes:
+            self._buffer = np.empty(0, np.uint8)  # may be released
+            self._buffer = self._comm.empty(1 << max(16, (nbytes - 1).bit_length()), "uint8")
+        return self._buffer[:nbytes]
+
+    def _reduce_scatter(self, job: Job) -> Any:
+        request = job.launch.request
+        op, prescale, postscale = _options(request)
+        results = []
+        for index, (dtype, shape) in enumerate(request.tensors):
+            if job.pending is None:
+                array = np.full([length or 0 for length in shape], neutral(dtype, op), NUMPY[dtype])
+            else:
+                array = job.pending.inputs[index]
+            if prescale != 1:
+                array = array.copy()
+                scale(array, prescale)
+            factor = postscale
+            how = op
+            if op == "mean" and postscale != 1 and dtype in INTEGERS:
+                how, factor = "sum", postscale / self._comm.size
+            part = self._comm.reduce_scatter(array, how)
+            scale(part, factor)
+            results.append(part)
+        return results
+
+    # Movement
+
+    def _all_gather(self, job: Job) -> Any:
+        return [self._comm.all_gather_v(array) for array in _inputs(job)]
+
+    def _broadcast(self, job: Job) -> Any:
+        root = self._root(job)
+        for array in _inputs(job):
+            if array.size:
+                self._comm.broadcast(array, root)
+        return None if job.pending is None else job.pending.outputs
+
+    def _all_to_all(self, job: Job) -> Any:
+        (array,) = _inputs(job)
+        splits = [0] * self._comm.size if job.pending is None else job.pending.extra
+        return self._comm.all_to_all_v(array, splits)
+
+    def _broadcast_object(self, job: Job) -> Any:
+        return self._comm.broadcast_object(None if job.pending is None else job.pending.extra, self._root(job))
+
+    def _root(self, job: Job) -> int:
+        return self._members.index(int(job.launch.request.option("root", 0)))
+
+    def _all_gather_object(self, job: Job) -> Any:
+        return self._comm.all_gather_object(None if job.pending is None else job.pending.extra)
+
+    def _split(self, job: Job) -> Any:
+        if job.pending is None or job.launch.joined:
+            raise UsageError(f"{job.launch.request}: not while a rank has joined: it takes no part in making groups")
+        return job.pending.extra(self._comm)
+
+
+def _options(request: Request) -> tuple[str, float, float]:
+    return (
+        str(request.option("op", "sum")),
+        float(request.option("prescale_factor", 1.0)),
+        float(request.option("postscale_factor", 1.0)),
+    )
+
+
+def _items(job: Job) -> Iterable[tuple[Kind, Item]]:
+    request, pending = job.launch.request, job.pending
+    op, prescale, postscale = _options(request)
+    for index, (dtype, shape) in enumerate(request.tensors):
+        kind = Kind(dtype, op, prescale, postscale)
+        if pending is None:
+            count = 1
+            for length in shape:
+                count *= length or 0
+            yield kind, Item(count, None, None)
+        else:
+            source = pending.inputs[index]
+            yield kind, Item(source.size, source, pending.outputs[index])
+
+
+def _inputs(job: Job) -> Sequence[Array]:
+    """Return the arrays of an operation; where this rank has joined, arrays without rows, or to be overwritten."""
+    if job.pending is not None:
+        return job.pending.inputs
+    shapes = [(NUMPY[dtype], [length or 0 for length in shape]) for dtype, shape in job.launch.request.tensors]
+    return [np.zeros(shape, dtype) for dtype, shape in shapes]

@@ -1,0 +1,74 @@
+"""Names that were agreed before, each with a bit: to ask for one again a rank sends that bit. [pure]
+
+All ranks see the same agreements in the same order, so they give out, keep and take back the same bits without a word.
+"""
+
+from __future__ import annotations
+
+import heapq
+
+from commlib.coordinator.request import Request
+
+
+class KnownNames:
+    """Up to `capacity` requests by name and by bit; the one that was agreed on longest ago goes first."""
+
+    def __init__(self, capacity: int) -> None:
+        self._capacity = capacity
+        self._bits: dict[str, int] = {}  # in the order of the last agreement
+        self._requests: dict[int, Request] = {}
+        self._free: list[int] = []
+        self.highest = 0
+        """More than the highest bit that was ever given out."""
+        self.all_bits = 0
+        """The bits that are in use, as a number."""
+
+    def __len__(self) -> int:
+        return len(self._bits)
+
+    def __contains__(self, name: str) -> bool:
+        return name in self._bits
+
+    def bit(self, request: Request) -> int | None:
+        """Return the bit that stands for this very request, or None."""
+        bit = self._bits.get(request.name)
+        if bit is None:
+            return None
+        known = self._requests[bit]
+        return bit if known is request or known == request else None
+
+    def request(self, bit: int) -> Request:
+        """Return the request that a bit stands for."""
+        return self._requests[bit]
+
+    def renew(self, name: str) -> None:
+        """Note that a name was agreed on again."""
+        self._bits[name] = self._bits.pop(name)
+
+    @property
+    def is_full(self) -> bool:
+        """Whether another name needs the place of one of these."""
+        return len(self._bits) >= self._capacity
+
+    @property
+    def oldest(self) -> str:
+        """The name that was agreed on longest ago."""
+        return next(iter(self._bits))
+
+    def add(self, request: Request) -> None:
+        """Give a request a bit, the lowest that is free."""
+        if self._free:
+            bit = heapq.heappop(self._free)
+        else:
+            bit, self.highest = self.highest, self.highest + 1
+        self._bits[request.name] = bit
+        self._requests[bit] = request
+        self.all_bits |= 1 << bit
+
+    def remove(self, name: str) -> int:
+        """Forget a name; return the bit it had."""
+        bit = self._bits.pop(name)
+        del self._requests[bit]
+        self.all_bits &= ~(1 << bit)
+        heapq.heappush(self._free, bit)
+        return bit

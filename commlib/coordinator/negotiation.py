@@ -1,0 +1,226 @@
+"""Which named operations are agreed: events in, verdicts out. [pure]
+
+    submit --> [to tell] --announce--> told --agree--> launched, or failed
+
+Each rank submits operations by name, in any order and at any time. In every cycle all ranks announce: one bit for each
+operation that was agreed on before (`KnownNames`), the whole request for any other. The bits are combined by "and", the
+requests are gathered, and every rank puts the same answer through `agree`, so all of them launch the same operations in
+the same order. An operation is launched in the cycle in which the last rank has announced it.
+
+A rank that has joined has no data left. It counts as having announced everything, and takes part with nothing.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from typing import NamedTuple
+
+from commlib.coordinator.names import KnownNames
+from commlib.coordinator.request import Request, describe_difference, ranks
+
+JOIN = "join"
+
+
+class Launch(NamedTuple):
+    """All ranks but those that have joined have asked for it: run it now."""
+
+    request: Request
+    joined: frozenset[int] = frozenset()
+
+
+class Failure(NamedTuple):
+    """It can never run. `late`: because ranks did not come in time, not because they disagree."""
+
+    request: Request
+    reason: str
+    late: bool = False
+
+
+class Joined(NamedTuple):
+    """All ranks have joined, `last` at the end."""
+
+    request: Request
+    last: int
+
+
+Verdict = Launch | Failure | Joined
+
+
+class News(NamedTuple):
+    """What a rank tells in words: requests whose names are not known, and, when asked, what it waits for."""
+
+    requests: tuple[Request, ...] = ()
+    expired: tuple[str, ...] = ()
+    """Names of operations that this rank will not wait for any longer."""
+    waits_for: tuple[str, ...] = ()
+    """Names of all operations that this rank waits for, where some rank has waited long."""
+
+
+class Negotiation:
+    """One rank's side of it.
+
+    members: what the ranks 0, 1, ... of the group are called in messages and as roots. capacity: how many names are
+    remembered. Both are the same on all ranks.
+    """
+
+    def __init__(self, rank: int, members: Sequence[int], *, capacity: int = 4096) -> None:
+        self._rank, self._members, self._size = rank, tuple(members), len(members)
+        self._names = KnownNames(capacity)
+        self._waiting: dict[str, Request] = {}  # of this rank: submitted, no verdict yet
+        self._to_tell: dict[str, Request] = {}  # of those, what has to be told in words
+        self._bits = 0  # of those, what has a bit
+        self._has_new_bits = False
+        self._told: dict[str, dict[int, Request]] = {}  # by name and rank
+        self._joined: list[int] = []  # in the order in which they have
+
+    @property
+    def waiting(self) -> dict[str, Request]:
+        """What this rank has submitted and got no verdict of, by name."""
+        return self._waiting
+
+    @property
+    def has_news(self) -> bool:
+        """Whether the others do not know of everything that was submitted here."""
+        return self._has_new_bits or bool(self._to_tell)
+
+    @property
+    def has_words(self) -> bool:
+        """Whether something has to be told in words."""
+        return bool(self._to_tell)
+
+    @property
+    def width(self) -> int:
+        """How many bits an announcement has. The same on all ranks at the same cycle."""
+        return self._names.highest
+
+    def submit(self, request: Request) -> None:
+        """Ask for an operation. Raises ValueError if one of that name is waiting here."""
+        name = request.name
+        if name in self._waiting:
+            raise ValueError(
+                f"{request}: an operation of this name is waiting already ({self._waiting[name]}): give each of those "
+                "that are in flight together a name of its own, or wait for the first"
+            )
+        self._waiting[name] = request
+        bit = self._names.bit(request)
+        if bit is None:
+            self._to_tell[name] = request
+        else:
+            self._bits |= 1 << bit
+            self._has_new_bits = True
+
+    def announce(self) -> int:
+        """Return this rank's bits in this cycle; a rank that has joined has all."""
+        self._has_new_bits = False
+        return self._names.all_bits if self._rank in self._joined else self._bits
+
+    def tell(self, *, expired: Iterable[str] = (), in_full: bool = False) -> News:
+        """Return what this rank has to say in words in this cycle, and note that it has been said."""
+        news = News(tuple(self._to_tell.values()), tuple(expired), tuple(self._waiting) if in_full else ())
+        self._to_tell.clear()
+        return news
+
+    def agree(self, bits: Iterable[int], everyone: Sequence[News] = ()) -> list[Verdict]:
+        """Take in what all ranks announced; return what follows, in the same order on all ranks.
+
+        bits: those that all ranks have. everyone: the news of each rank, by rank, if any rank had some.
+        """
+        verdicts: list[Verdict] = []
+        for bit in bits:
+            request = self._names.request(bit)
+            self._names.renew(request.name)
+            self._bits &= ~(1 << bit)
+            verdicts.append(self._launched(request))
+        if not everyone:
+            return verdicts
+        for name in self._take_in(everyone):
+            if (verdict := self._verdict(name)) is not None:
+                verdicts.append(verdict)
+        decided = {verdict.request.name for verdict in verdicts}
+        expired = {name for news in everyone for name in news.expired} - decided
+        verdicts += filter(None, [self._give_up(name, everyone) for name in sorted(expired)])
+        if len(self._joined) == self._size:
+            self._waiting.pop(JOIN, None)
+            verdicts.append(Joined(Request(JOIN, JOIN), self._members[self._joined[-1]]))
+            self._joined.clear()
+        return verdicts
+
+    def _take_in(self, everyone: Sequence[News]) -> list[str]:
+        """Note what was told; return the names that a verdict may be due for."""
+        changed: dict[str, None] = {}
+        some_joined = False
+        for rank, news in enumerate(everyone):
+            for request in news.requests:
+                if request.verb == JOIN:
+                    self._joined.append(rank)
+                    some_joined = True
+                    continue
+                self._told.setdefault(request.name, {})[rank] = request
+                changed[request.name] = None
+        for name in changed:
+            if name in self._names:  # some rank asks for something else under it
+                self._forget(name)
+        # A rank that joins may be the last that others waited for.
+        return list(self._told) if some_joined else list(changed)
+
+    def _verdict(self, name: str) -> Verdict | None:
+        told = self._told[name]
+        if len(told) + sum(rank not in told for rank in self._joined) < self._size:
+            return None
+        del self._told[name]
+        request = next(iter(told.values()))
+        if difference := describe_difference({self._members[rank]: said for rank, said in told.items()}):
+            return self._failed(Failure(request, f"the ranks disagree: {difference}"))
+        if request.repeats:
+            if self._names.is_full:
+                self._forget(self._names.oldest)
+            self._names.add(request)
+        return self._launched(request)
+
+    def _launched(self, request: Request) -> Verdict:
+        root = request.option("root", -1)
+        if root in [self._members[rank] for rank in self._joined]:
+            return self._failed(Failure(request, f"its root, rank {root}, has joined: it has no data to give"))
+        self._waiting.pop(request.name, None)
+        return Launch(request, frozenset(self._joined))
+
+    def _failed(self, failure: Failure) -> Failure:
+        self._waiting.pop(failure.request.name, None)
+        return failure
+
+    def _give_up(self, name: str, everyone: Sequence[News]) -> Failure | None:
+        """Fail what some rank will not wait for, on all ranks that wait for it."""
+        late = self._late(name, everyone)
+        if not late:
+            return None  # the last rank has just come
+        request = self._waiting.pop(name, Request("operation", name))
+        self._to_tell.pop(name, None)
+        self._told.pop(name, None)
+        if name in self._names:
+            self._forget(name)
+        return Failure(request, self._explain(late, everyone), late=True)
+
+    def explain(self, name: str, everyone: Sequence[News]) -> str:
+        """Return which ranks have not asked for an operation, and what those wait for instead; "" if all have."""
+        late = self._late(name, everyone)
+        return self._explain(late, everyone) if late else ""
+
+    def _late(self, name: str, everyone: Sequence[News]) -> list[int]:
+        joined = set(self._joined)
+        return [rank for rank, news in enumerate(everyone) if name not in news.waits_for and rank not in joined]
+
+    def _explain(self, late: Sequence[int], everyone: Sequence[News]) -> str:
+        waits = [f"rank {self._members[rank]} waits for {_few(everyone[rank].waits_for)}" for rank in late]
+        return f"not asked for by {ranks([self._members[rank] for rank in late])}; {'; '.join(waits)}"
+
+    def _forget(self, name: str) -> None:
+        """Take a name's bit back. What this rank has announced by it, it has to tell in words."""
+        bit = self._names.remove(name)
+        self._bits &= ~(1 << bit)
+        if name in self._waiting and self._rank not in self._told.get(name, {}):
+            self._to_tell[name] = self._waiting[name]
+
+
+def _few(names: Sequence[str], most: int = 5) -> str:
+    more = f" and {len(names) - most} more" if len(names) > most else ""
+    return ", ".join(map(repr, names[:most])) + more if names else "nothing"

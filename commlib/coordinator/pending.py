@@ -1,0 +1,48 @@
+"""Pending: a named operation that was asked for here, and what it works on."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
+
+from commlib.coordinator.request import Request
+from commlib.work import Work
+
+if TYPE_CHECKING:
+    from commlib.coordinator.coordinator import Coordinator
+
+Array = Any
+
+
+class Pending(Work):
+    """One named operation. Its arrays must not be touched until it is done."""
+
+    __slots__ = ("_coordinator", "extra", "inputs", "outputs", "request", "since", "warned")
+
+    def __init__(
+        self, coordinator: Coordinator, request: Request, inputs: Sequence[Array], outputs: Sequence[Array], extra: Any
+    ) -> None:
+        super().__init__(request.name)
+        self._coordinator, self.request = coordinator, request
+        self.inputs, self.outputs, self.extra = inputs, outputs, extra
+        self.since = time.monotonic()
+        self.warned = False
+
+    def wait(self, timeout: float | None = None) -> Any:
+        """Block until it has ended, at most `timeout` seconds, and return its result; see `Work.wait`.
+
+        Whoever waits negotiates: no other thread has to be woken for an operation that is waited for at once.
+        """
+        if not self._done:
+            if timeout is None:
+                self._coordinator.drive(self.done)
+            else:
+                self._coordinator.wake()
+        return super().wait(timeout)
+
+    def finish(self, result: Any = None, error: BaseException | None = None) -> None:
+        """End it, and let go of its arrays."""
+        self.inputs = self.outputs = ()
+        self.extra = None
+        super().finish(result, error)

@@ -1,0 +1,37 @@
+"""Scales of reductions, and what adds nothing to one."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+
+from commlib.dtypes import COMPLEX, INTEGERS, NUMPY, Array, name_of
+
+
+def scale(array: Array, factor: float) -> None:
+    """Multiply an array in place: half precision in float32, rounded once; integers in float64, truncated to zero."""
+    if factor == 1 or not array.size:
+        return
+    name = name_of(array.dtype)
+    if name in INTEGERS:
+        array[...] = np.trunc(array.astype(np.float64) * factor).astype(array.dtype)
+    elif name in ("float16", "bfloat16"):
+        with np.errstate(over="ignore", invalid="ignore"):
+            array[...] = (array.astype(np.float32) * np.float32(factor)).astype(array.dtype)
+    else:
+        np.multiply(array, array.dtype.type(factor), out=array)
+
+
+def neutral(dtype: str, op: str) -> Any:
+    """Return the value with which a reduction leaves the others' values what they are."""
+    if op == "prod":
+        return True if dtype == "bool" else 1
+    if op in ("min", "max") and dtype not in COMPLEX:
+        if dtype == "bool":
+            return op == "min"
+        if dtype in INTEGERS:
+            limits = np.iinfo(NUMPY[dtype])
+            return limits.max if op == "min" else limits.min
+        return np.inf if op == "min" else -np.inf
+    return 0

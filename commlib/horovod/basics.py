@@ -1,0 +1,186 @@
+"""init, ranks and what is built in: Horovod's module-level functions."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+import commlib
+from commlib.errors import UsageError
+from commlib.horovod.process_sets import ProcessSet, add_process_set, registry
+
+
+def init(comm: Any = None, process_sets: Iterable[ProcessSet] | str | None = None) -> Any:
+    """Join the other processes, and return their Communicator. Collective and idempotent.
+
+    comm: ranks of MPI's world that join each other (the others must not call this with these ranks), or an mpi4py
+    communicator. process_sets: those to register; "dynamic" is accepted, because they may always be added later.
+    Raises UsageError for a set whose ranks are registered already; commlib is then initialised nevertheless.
+    """
+    if commlib.is_initialized():
+        world = commlib.world()
+        if comm is not None:
+            _check_same(comm, world)
+    else:
+        world = commlib.init(_native(comm))
+    registry()
+    if process_sets is not None and not isinstance(process_sets, str):
+        for process_set in process_sets:
+            if process_set.process_set_id != 0:
+                add_process_set(process_set)
+    elif isinstance(process_sets, str) and process_sets != "dynamic":
+        raise UsageError(f'init: process_sets is {process_sets!r}: expected "dynamic" or a list of ProcessSet')
+    return world
+
+
+def shutdown() -> None:
+    """Finish what is in flight, and leave the other processes. `init` may be called again."""
+    commlib.shutdown()
+
+
+def is_initialized() -> bool:
+    """Return whether commlib is running."""
+    return commlib.is_initialized()
+
+
+def rank() -> int:
+    """Return this process's number among all, from 0. Raises UsageError (a ValueError) before `init`."""
+    return commlib.world().rank
+
+
+def size() -> int:
+    """Return the number of ranks."""
+    return commlib.world().size
+
+
+def local_rank() -> int:
+    """Return this process's number among those of its node, from 0."""
+    return _node(commlib.world().rank).index(commlib.world().rank)
+
+
+def local_size() -> int:
+    """Return the number of ranks on this node."""
+    return len(_node(commlib.world().rank))
+
+
+def cross_rank() -> int:
+    """Return the number of this node among those that have a rank of this local rank."""
+    return _peers().index(commlib.world().rank)
+
+
+def cross_size() -> int:
+    """Return the number of nodes that have a rank of this local rank."""
+    return len(_peers())
+
+
+def is_homogeneous() -> bool:
+    """Return whether all nodes have as many ranks."""
+    return len({len(ranks) for ranks in commlib.world().topology.nodes}) == 1
+
+
+def _node(number: int) -> tuple[int, ...]:
+    topology = commlib.world().topology
+    return topology.nodes[topology.node(number)]
+
+
+def _peers() -> list[int]:
+    place = local_rank()
+    return [ranks[place] for ranks in commlib.world().topology.nodes if len(ranks) > place]
+
+
+def mpi_threads_supported() -> bool:
+    """Return True: commlib starts on no other MPI. Raises UsageError before `init`."""
+    commlib.world()
+    return True
+
+
+def mpi_enabled() -> bool:
+    """Return True: MPI is the way between processes."""
+    return True
+
+
+def mpi_built() -> bool:
+    """Return True: MPI is the way between processes."""
+    return True
+
+
+def gloo_enabled() -> bool:
+    """Return False: there is no gloo."""
+    return False
+
+
+def gloo_built() -> bool:
+    """Return False: there is no gloo."""
+    return False
+
+
+def nccl_built() -> int:
+    """Return 0: there is no NCCL yet."""
+    return 0
+
+
+def ddl_built() -> bool:
+    """Return False: there is no DDL."""
+    return False
+
+
+def ccl_built() -> bool:
+    """Return False: there is no oneCCL."""
+    return False
+
+
+def cuda_built() -> bool:
+    """Return False: tensors on a GPU are staged through the host."""
+    return False
+
+
+def rocm_built() -> bool:
+    """Return False: there is no ROCm."""
+    return False
+
+
+def start_timeline(file_path: str, mark_cycles: bool = False) -> None:
+    """Write what operations do, from now on, to a Chrome trace (chrome://tracing, Perfetto). Rank 0 writes.
+
+    mark_cycles: also say when ranks negotiate. Raises UsageError if one is being written.
+    """
+    registry().start_timeline(file_path, mark_cycles)
+
+
+def stop_timeline() -> None:
+    """Finish the trace that `start_timeline` began."""
+    registry().stop_timeline()
+
+
+def _native(comm: Any) -> Any:
+    """Return the mpi4py communicator that `init` is to use, or None for all."""
+    if comm is None or hasattr(comm, "Get_group"):
+        return comm
+    if not isinstance(comm, Sequence) or isinstance(comm, str):
+        raise UsageError(f"init: comm is a {type(comm).__name__}: expected a list of ranks or an mpi4py communicator")
+    if not comm:
+        return None
+    from mpi4py import MPI
+
+    ranks = [int(number) for number in comm]
+    if not MPI.Is_initialized():
+        MPI.Init_thread(MPI.THREAD_MULTIPLE)
+    everyone = MPI.COMM_WORLD
+    if everyone.rank not in ranks or len(set(ranks)) < len(ranks) or not 0 <= min(ranks) <= max(ranks) < everyone.size:
+        raise UsageError(
+            f"init: comm is {ranks}: expected different ranks of the {everyone.size} of MPI's world, among them this "
+            f"one, {everyone.rank}"
+        )
+    return everyone.Create_group(everyone.Get_group().Incl(ranks))
+
+
+def _check_same(comm: Any, world: Any) -> None:
+    """Raise UsageError unless `comm` means the ranks that are there already."""
+    from mpi4py import MPI
+
+    if hasattr(comm, "Get_group"):
+        group = comm.Get_group()
+    else:
+        group = MPI.COMM_WORLD.Get_group().Incl([int(number) for number in comm]) if comm else world.native.Get_group()
+    if MPI.Group.Compare(group, world.native.Get_group()) != MPI.IDENT:
+        raise UsageError("init: commlib is initialised already, with other ranks: call shutdown first")

@@ -1,0 +1,119 @@
+"""State that is committed and restored in memory, and the loop that does so when an operation fails.
+
+The ranks of a job stay what they are so far: what Horovod calls elastic, joining and leaving hosts, is not there.
+"""
+
+from __future__ import annotations
+
+import copy
+import functools
+import logging
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from commlib.errors import MismatchError, StallError
+from commlib.horovod.exceptions import HostsUpdatedInterrupt
+from commlib.horovod.operations import broadcast_object
+
+log = logging.getLogger("commlib")
+
+# Errors after which the ranks are still in step: nothing was sent.
+RECOVERABLE = (MismatchError, StallError)
+
+
+class State:
+    """What a training loop needs to go on from where it was. Subclasses say what `save`, `restore` and `sync` do."""
+
+    def __init__(self, **kwargs: Any) -> None:
+        self._reset_callbacks: list[Callable[[], Any]] = []
+
+    def register_reset_callbacks(self, callbacks: Sequence[Callable[[], Any]]) -> None:
+        """Call these when training starts again after a failure, such as to set the learning rate anew."""
+        self._reset_callbacks.extend(callbacks)
+
+    def on_reset(self) -> None:
+        """Call what was registered."""
+        self.reset()
+        for callback in self._reset_callbacks:
+            callback()
+
+    def on_hosts_updated(self, timestamp: float, update_res: Any) -> None:
+        """Take note of other hosts. Nothing calls it so far."""
+
+    def commit(self) -> None:
+        """Save this state, to come back to it when an operation fails."""
+        self.save()
+        self.check_host_updates()
+
+    def check_host_updates(self) -> None:
+        """Look whether hosts have come or gone. They never have, so far."""
+
+    def reset(self) -> None:
+        """Do what is needed before training starts again."""
+
+    def save(self) -> None:
+        """Keep a copy in memory."""
+        raise NotImplementedError
+
+    def restore(self) -> None:
+        """Go back to the copy."""
+        raise NotImplementedError
+
+    def sync(self) -> None:
+        """Give all ranks the state of rank 0, and save it. Collective."""
+        raise NotImplementedError
+
+
+class ObjectState(State):
+    """Attributes of any picklable kind: `ObjectState(epoch=0, batch=0)`; then `state.epoch` and so on."""
+
+    def __init__(self, bcast_object: Callable[[Any], Any] = broadcast_object, **kwargs: Any) -> None:
+        super().__init__()
+        self._bcast_object = bcast_object
+        self._saved: dict[str, Any] = dict(kwargs)
+        for name, value in kwargs.items():
+            setattr(self, name, value)
+        self._saved = copy.deepcopy(self._saved)
+
+    def save(self) -> None:
+        """Keep copies of the attributes."""
+        self._saved = copy.deepcopy({name: getattr(self, name) for name in self._saved})
+
+    def restore(self) -> None:
+        """Set the attributes to what they were when they were saved."""
+        for name, value in copy.deepcopy(self._saved).items():
+            setattr(self, name, value)
+
+    def sync(self) -> None:
+        """Take the attributes of rank 0. Collective."""
+        if self._saved:
+            self._saved = self._bcast_object({name: getattr(self, name) for name in self._saved})
+            self.restore()
+
+
+def run(func: Callable[..., Any], *, attempts: int = 3) -> Callable[..., Any]:
+    """Decorate `func(state, ...)`: before it runs, the ranks take the state of rank 0.
+
+    When an operation fails in a way that leaves the ranks in step (MismatchError, StallError of one operation) the last
+    commit is restored and `func` called again, `attempts` times without a commit's worth of progress at most; other
+    errors, such as a rank that died, end it.
+    """
+
+    @functools.wraps(func)
+    def wrapper(state: State, *args: Any, **kwargs: Any) -> Any:
+        failures = 0
+        while True:
+            state.sync()
+            try:
+                return func(state, *args, **kwargs)
+            except HostsUpdatedInterrupt:
+                state.on_reset()
+            except RECOVERABLE as error:
+                failures += 1
+                if failures >= attempts:
+                    raise
+                log.warning("elastic: back to the last commit (attempt %d of %d): %s", failures + 1, attempts, error)
+                state.restore()
+                state.on_reset()
+
+    return wrapper

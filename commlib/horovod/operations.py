@@ -1,0 +1,288 @@
+"""Named operations on arrays, with Horovod's meaning: what both adapters convert tensors for.
+
+Every `start_*` asks for an operation and returns a `Pending` at once; it runs when all ranks of the process set have
+asked for it under the same name, in whatever order. `name=None` makes a name of a counter of the process set and the
+verb, so operations without names match in the order in which they are asked for. Arrays are contiguous and must not be
+touched until the operation is done. `device` is the kind of device, "cpu" or "gpu", on which the user's tensors are.
+`blocking` says that the caller is about to wait.
+
+All raise UsageError (a ValueError) for a bad argument here, such as a name that is pending already; MismatchError from
+`wait`, on every rank, where ranks disagree; the operations after it are not disturbed.
+"""
+
+from __future__ import annotations
+
+import operator
+import pickle
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+
+from commlib.coordinator import Coordinator, Pending, Request
+from commlib.coordinator.request import Shape
+from commlib.dtypes import FLOATS, NUMPY, Array, kernel_operation, name_of
+from commlib.errors import UsageError
+from commlib.horovod.process_sets import ProcessSet, process_set_of
+from commlib.horovod.reductions import ReduceOp, resolve_op
+
+_ALIGNMENT = 64
+Options = tuple[tuple[str, str | int | float], ...]
+
+
+def empty(shape: Sequence[int], dtype: Any) -> Array:
+    """Return a new array with undefined values whose memory begins at a multiple of 64 bytes.
+
+    TensorFlow takes such memory over without a copy.
+    """
+    kind = np.dtype(dtype)
+    nbytes = int(np.prod(shape, dtype=np.int64)) * kind.itemsize
+    memory = np.empty(nbytes + _ALIGNMENT, np.uint8)
+    start = -memory.ctypes.data % _ALIGNMENT
+    array: Array = memory[start : start + nbytes].view(kind).reshape(tuple(shape))
+    return array
+
+
+def start_allreduce(
+    inputs: Sequence[Array],
+    outputs: Sequence[Array],
+    name: str | None = None,
+    *,
+    op: Any = ReduceOp.AVERAGE,
+    prescale_factor: float = 1.0,
+    postscale_factor: float = 1.0,
+    process_set: ProcessSet | None = None,
+    device: str = "cpu",
+    blocking: bool = False,
+) -> Pending:
+    """Combine arrays of all ranks element by element; the result is `outputs`, which may be the inputs themselves.
+
+    Several arrays are one group: it runs when all ranks have asked for all of it. Their dtypes may differ.
+    The factors multiply before and after: half precision in float32, integers in float64, truncated.
+    """
+    coordinator, name = _prepare("allreduce", name, process_set)
+    if len(inputs) != len(outputs):
+        raise UsageError(f"allreduce {name!r}: {len(inputs)} inputs but {len(outputs)} outputs")
+    options = _reduction("allreduce", name, inputs, resolve_op(op), prescale_factor, postscale_factor, device)
+    request = _known(coordinator, "allreduce", name, inputs, options, free_rows=False)
+    return coordinator.submit(request, inputs, outputs, blocking=blocking)
+
+
+def start_allgather(
+    inputs: Sequence[Array],
+    name: str | None = None,
+    *,
+    process_set: ProcessSet | None = None,
+    device: str = "cpu",
+    blocking: bool = False,
+) -> Pending:
+    """Gather arrays of all ranks, one after another along dimension 0, whose lengths may differ: new arrays."""
+    coordinator, name = _prepare("allgather", name, process_set)
+    _check_rows("allgather", name, inputs)
+    request = _known(coordinator, "allgather", name, inputs, (("device", device),), free_rows=True)
+    return coordinator.submit(request, inputs, blocking=blocking)
+
+
+def start_broadcast(
+    arrays: Sequence[Array],
+    root_rank: int,
+    name: str | None = None,
+    *,
+    process_set: ProcessSet | None = None,
+    device: str = "cpu",
+    blocking: bool = False,
+) -> Pending:
+    """Overwrite arrays by those of the root, which is a rank of the world, also in a process set."""
+    coordinator, name = _prepare("broadcast", name, process_set)
+    root = _root("broadcast", name, root_rank, process_set)
+    request = _known(coordinator, "broadcast", name, arrays, (("root", root), ("device", device)), free_rows=False)
+    return coordinator.submit(request, arrays, arrays, blocking=blocking)
+
+
+def start_alltoall(
+    array: Array,
+    splits: Any = None,
+    name: str | None = None,
+    *,
+    process_set: ProcessSet | None = None,
+    device: str = "cpu",
+    blocking: bool = False,
+) -> Pending:
+    """Send `splits[i]` rows to the i-th rank of the set; without splits, equal parts.
+
+    The result is (what the ranks sent here, in a new array; how many rows each of them sent, int64).
+    """
+    coordinator, name = _prepare("alltoall", name, process_set)
+    _check_rows("alltoall", name, [array])
+    rows, size = array.shape[0], coordinator.comm.size
+    if splits is None:
+        if rows % size:
+            raise UsageError(
+                f"alltoall {name!r}: dimension 0 has length {rows}, which {size} ranks cannot share: give splits"
+            )
+        numbers = [rows // size] * size
+    else:
+        given = np.asarray(splits)
+        if given.ndim != 1 or given.dtype.kind not in "iu" or len(given) != size:
+            raise UsageError(
+                f"alltoall {name!r}: splits must be {size} integers, one for each rank; got {given.dtype} of shape "
+                f"{given.shape}"
+            )
+        numbers = [int(number) for number in given]
+        if min(numbers) < 0 or sum(numbers) > rows:
+            raise UsageError(
+                f"alltoall {name!r}: splits {numbers} must not be negative, nor more than the {rows} rows together"
+            )
+        array = array[: sum(numbers)]
+    request = _known(coordinator, "alltoall", name, [array], (("device", device),), free_rows=True)
+    return coordinator.submit(request, [array], extra=numbers, blocking=blocking)
+
+
+def start_reducescatter(
+    inputs: Sequence[Array],
+    name: str | None = None,
+    *,
+    op: Any = ReduceOp.AVERAGE,
+    prescale_factor: float = 1.0,
+    postscale_factor: float = 1.0,
+    process_set: ProcessSet | None = None,
+    device: str = "cpu",
+    blocking: bool = False,
+) -> Pending:
+    """Combine arrays of all ranks, and give each rank its rows of the results: new arrays.
+
+    If the rows cannot be shared equally, the first ranks get one more. Average and Sum only.
+    """
+    coordinator, name = _prepare("reducescatter", name, process_set)
+    _check_rows("reducescatter", name, inputs)
+    operation = resolve_op(op)
+    if operation not in (ReduceOp.AVERAGE, ReduceOp.SUM):
+        raise UsageError(f"reducescatter {name!r}: op is {operation.name.title()}; expected Average or Sum")
+    options = _reduction("reducescatter", name, inputs, operation, prescale_factor, postscale_factor, device)
+    request = _known(coordinator, "reducescatter", name, inputs, options, free_rows=False)
+    return coordinator.submit(request, inputs, blocking=blocking)
+
+
+def start_barrier(process_set: ProcessSet | None = None, name: str | None = None, *, blocking: bool = False) -> Pending:
+    """Meet all ranks of the set. It may overtake operations that are still waiting for ranks."""
+    coordinator, name = _prepare("barrier", name, process_set)
+    return coordinator.submit(Request("barrier", name, repeats=_repeats(name)), blocking=blocking)
+
+
+def start_join(process_set: ProcessSet | None = None, *, blocking: bool = False) -> Pending:
+    """Say that this rank has no more data; done when all ranks have. The result is the rank that did so last.
+
+    Until then it takes part in what the others ask for, with nothing: it adds zeros to a sum (an Average still divides
+    by all ranks), leaves a minimum, maximum or product what it is, gives no rows to a gather or an exchange and drops
+    what it gets. A broadcast from a rank that has joined is an error on all ranks.
+    """
+    coordinator = process_set_of(process_set).coordinator("join")
+    return coordinator.submit(Request("join", "join", repeats=False), blocking=blocking)
+
+
+def broadcast_object(
+    obj: Any, root_rank: int = 0, name: str | None = None, process_set: ProcessSet | None = None
+) -> Any:
+    """Return the root's picklable object on all ranks of the set. Unpickling runs code: trust your ranks."""
+    coordinator, name = _prepare("broadcast_object", name, process_set)
+    root = _root("broadcast_object", name, root_rank, process_set)
+    here = root == coordinator.members[coordinator.comm.rank]
+    data = pickle.dumps(obj) if here else None  # what cannot be pickled must fail before ranks meet
+    request = Request("broadcast_object", name, (), (("root", root),), repeats=_repeats(name))
+    received = coordinator.submit(request, extra=data, blocking=True).wait()
+    return obj if here else pickle.loads(received)
+
+
+def allgather_object(obj: Any, name: str | None = None, process_set: ProcessSet | None = None) -> list[Any]:
+    """Return the picklable objects of all ranks of the set, in rank order; of ranks that have joined, none.
+
+    Unpickling runs code: trust your ranks.
+    """
+    coordinator, name = _prepare("allgather_object", name, process_set)
+    request = Request("allgather_object", name, repeats=_repeats(name))
+    received = coordinator.submit(request, extra=pickle.dumps(obj), blocking=True).wait()
+    return [pickle.loads(data) for data in received if data is not None]
+
+
+# What they share
+
+
+_UNNAMED = ".noname."
+
+
+def _prepare(verb: str, name: str | None, process_set: ProcessSet | None) -> tuple[Coordinator, str]:
+    coordinator = process_set_of(process_set).coordinator(verb)
+    if name is None:
+        name = f"{verb}{_UNNAMED}{next(coordinator.counters[verb])}"
+    elif not isinstance(name, str):
+        raise UsageError(f"{verb}: name is a {type(name).__name__}: expected a string")
+    return coordinator, name
+
+
+def _repeats(name: str) -> bool:
+    return _UNNAMED not in name
+
+
+def _root(verb: str, name: str, root_rank: int, process_set: ProcessSet | None) -> int:
+    members = process_set_of(process_set).ranks
+    try:
+        root = operator.index(root_rank)
+    except TypeError:
+        raise UsageError(f"{verb} {name!r}: root_rank is a {type(root_rank).__name__}: expected a rank") from None
+    if members is None or root not in members:
+        raise UsageError(f"{verb} {name!r}: root_rank is {root}, which is none of the ranks {members}")
+    return root
+
+
+def _reduction(
+    verb: str, name: str, arrays: Sequence[Array], op: ReduceOp, prescale: float, postscale: float, device: str
+) -> Options:
+    """Check a reduction's arguments; return those that ranks must agree on."""
+    for array in arrays:
+        dtype = name_of(array.dtype)
+        if op is ReduceOp.ADASUM:
+            if dtype not in FLOATS:
+                raise UsageError(f"{verb} {name!r}: Adasum needs floats, got {dtype}")
+        else:
+            try:
+                kernel_operation(dtype, op.core)
+            except UsageError as error:
+                raise UsageError(f"{verb} {name!r}: {error}") from None
+        if (prescale != 1 or postscale != 1) and dtype == "bool":
+            raise UsageError(f"{verb} {name!r}: bool cannot be scaled (prescale {prescale}, postscale {postscale})")
+    return (
+        ("op", op.core),
+        ("prescale_factor", float(prescale)),
+        ("postscale_factor", float(postscale)),
+        ("device", device),
+    )
+
+
+def _check_rows(verb: str, name: str, arrays: Sequence[Array]) -> None:
+    for array in arrays:
+        if array.ndim == 0:
+            raise UsageError(f"{verb} {name!r}: a 0-dimensional tensor has no rows: reshape it to (1,)")
+
+
+_NAMES = {dtype: name for name, dtype in NUMPY.items()}
+
+
+def _known(
+    coordinator: Coordinator, verb: str, name: str, arrays: Sequence[Array], options: Options, *, free_rows: bool
+) -> Request:
+    """Return the request for arrays; the very one of last time if nothing has changed, which is quick to compare."""
+    if not arrays:
+        raise UsageError(f"{verb} {name!r}: no tensors were given")
+    for array in arrays:
+        if not array.flags.c_contiguous:
+            raise UsageError(f"{verb} {name!r}: the array of shape {array.shape} is not contiguous")
+    try:
+        tensors = tuple([(_NAMES[array.dtype], _shape(array.shape) if free_rows else array.shape) for array in arrays])
+    except KeyError:
+        tensors = tuple((name_of(array.dtype), array.shape) for array in arrays)  # raises, and says what is supported
+    request = Request(verb, name, tensors, options, _repeats(name))
+    return request
+
+
+def _shape(shape: tuple[int, ...]) -> Shape:
+    return (None, *shape[1:])
