@@ -15,7 +15,7 @@ import logging
 import threading
 import time
 from collections import defaultdict
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Hashable, Sequence
 from typing import Any
 
 import numpy as np
@@ -45,19 +45,23 @@ class Coordinator:
         self.members = tuple(members)
         self.counters: defaultdict[str, itertools.count[int]] = defaultdict(itertools.count)
         """Of operations without names, by verb."""
+        self.requests: dict[Hashable, Request] = {}
+        """Requests that were made before, by what they are made of: to check and to compare them anew takes longer."""
         self.timeline: Timeline | None = None
         config = comm.config
         self._warning, self._timeout = config.stall_warning, config.timeout
         self._negotiation = Negotiation(comm.rank, self.members, capacity=config.known_names)
         self._execution = Execution(comm, self.members, config.fusion_mib << 20)
         self._pending: dict[str, Pending] = {}
-        self._changed = threading.Condition()  # of the negotiation and what is pending
+        self._lock = threading.Lock()  # of the negotiation and what is pending
+        self._changed = threading.Condition(self._lock)
         self._driving = threading.Lock()  # held by whoever runs cycles
         self._thread: threading.Thread | None = None
         self._closed = False
-        self._last = ("nothing yet", time.monotonic())
+        self._last: tuple[Any, float] = "nothing yet", time.monotonic()  # what all ranks asked for, and when
         self._pause = _SHORTEST_PAUSE
         self._napping = False  # whoever runs cycles has nothing to tell
+        self._woken = False  # the thread has been told, and has not come to it yet
         self.cycles = 0
         """How many exchanges there were."""
         comm.explain = self._explain
@@ -79,7 +83,7 @@ class Coordinator:
         blocking: the caller is about to wait for it, so no thread needs to be woken.
         """
         pending = Pending(self, request, inputs, outputs, extra)
-        with self._changed:
+        with self._lock:
             if self._closed:
                 raise ShutdownError(f"{request}: commlib has been shut down")
             if self.comm.failure is not None:
@@ -101,7 +105,7 @@ class Coordinator:
 
     def wake(self) -> None:
         """See to it that cycles are run although nobody waits for an operation."""
-        with self._changed:
+        with self._lock:
             if self._pending:
                 self._wake_thread()
 
@@ -126,7 +130,7 @@ class Coordinator:
     def _await_reason(self) -> None:
         """Wait for something to tell, for another rank that has, or for a while."""
         nap, until = _SHORTEST_NAP, time.monotonic() + self._pause
-        with self._changed:
+        with self._lock:
             while not self._negotiation.has_news and not self._closed:
                 if self.comm.is_awaited() or time.monotonic() > until:
                     break
@@ -136,7 +140,7 @@ class Coordinator:
                 nap = min(2 * nap, _LONGEST_NAP)
 
     def _cycle(self) -> None:
-        with self._changed:
+        with self._lock:
             overdue = self._overdue()
             words = self._announcement(question=bool(overdue))
         self.cycles += 1
@@ -145,12 +149,12 @@ class Coordinator:
         self.comm.all_reduce(words, "and", out=words)
         everyone: list[News] = []
         if words[0] != _NO_NEWS | _NO_QUESTION:
-            with self._changed:
+            with self._lock:
                 question = not words[0] & _NO_QUESTION
                 expired = [name for name, too_late in overdue.items() if too_late]
                 news = self._negotiation.tell(expired=expired, in_full=bool(question))
             everyone = self.comm.all_gather_object(news)
-        with self._changed:
+        with self._lock:
             verdicts = self._negotiation.agree(_set_bits(words[1:]), everyone)
             jobs = self._take(verdicts)
             for name in overdue:
@@ -193,13 +197,14 @@ class Coordinator:
                 self.timeline.end(verdict.request.name)
             if isinstance(verdict, Launch):
                 jobs.append(Job(verdict, pending))
-                self._last = str(verdict.request), time.monotonic()
             elif pending is None:
                 continue
             elif isinstance(verdict, Joined):
                 pending.finish(verdict.last)
             else:
                 pending.finish(error=self._error(verdict))
+        if jobs:
+            self._last = jobs[-1].launch.request, time.monotonic()
         return jobs
 
     def _error(self, failure: Failure) -> CommlibError:
@@ -250,13 +255,15 @@ class Coordinator:
         if self._thread is None:
             self._thread = threading.Thread(target=self._loop, name="commlib-coordinator", daemon=True)
             self._thread.start()
-        self._changed.notify_all()
+        if not self._woken:
+            self._woken = True
+            self._changed.notify_all()
 
     def _loop(self) -> None:
         """Run cycles while something is pending and nobody else does."""
         while True:
-            with self._changed:
-                self._changed.wait_for(lambda: self._closed or (self._pending and not self._driving.locked()))
+            with self._lock:
+                self._changed.wait_for(self._is_due)
                 if self._closed:
                     return
             try:
@@ -264,8 +271,12 @@ class Coordinator:
             except BaseException:
                 return  # whoever waits has it
 
+    def _is_due(self) -> bool:
+        self._woken = False
+        return self._closed or (bool(self._pending) and not self._driving.locked())
+
     def _fail_all(self, error: BaseException) -> None:
-        with self._changed:
+        with self._lock:
             failed = list(self._pending.values())
             self._pending.clear()
             self._closed = self._closed or not isinstance(error, CommlibError)
@@ -287,7 +298,7 @@ class Coordinator:
 
     def close(self) -> None:
         """Accept nothing more; what has not run ends with ShutdownError. Never blocks."""
-        with self._changed:
+        with self._lock:
             self._closed = True
             left = list(self._pending.values())
             self._pending.clear()

@@ -6,6 +6,7 @@ rows in a gather or an exchange. What it receives is dropped.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any, NamedTuple
 
@@ -20,6 +21,8 @@ from commlib.coordinator.scaling import neutral, scale
 from commlib.dtypes import INTEGERS, NUMPY, Array
 from commlib.errors import UsageError
 from commlib.kernels.pack import pack, unpack
+
+_MOST_KEPT = 1 << 14  # what was worked out about requests
 
 
 class Job(NamedTuple):
@@ -56,6 +59,7 @@ class Execution:
         self._comm, self._members = comm, tuple(members)
         self._fusion_bytes = fusion_bytes
         self._buffer: Array = np.empty(0, np.uint8)
+        self._kinds: dict[str, tuple[Request, list[tuple[Kind, int]]]] = {}
         self._verbs: dict[str, Callable[[Job], Any]] = {
             "allgather": self._all_gather,
             "broadcast": self._broadcast,
@@ -81,15 +85,14 @@ class Execution:
         done: Callable[[Job, Any, BaseException | None], None],
         run: Callable[[Sequence[Job]], Iterable[tuple[Job, Any]]],
     ) -> None:
-        left = dict.fromkeys(range(len(jobs)))
-        places = {id(job): place for place, job in enumerate(jobs)}
+        ended = 0
         try:
-            for job, value in run(jobs):
-                del left[places[id(job)]]
+            for job, value in run(jobs):  # in order
+                ended += 1
                 done(job, value, None)
         except Exception as error:  # it belongs to whoever waits for them
-            for place in left:
-                done(jobs[place], None, error)
+            for job in jobs[ended:]:
+                done(job, None, error)
 
     def _run_one(self, jobs: Sequence[Job]) -> Iterable[tuple[Job, Any]]:
         yield jobs[0], self._verbs[jobs[0].launch.request.verb](jobs[0])
@@ -99,11 +102,27 @@ class Execution:
     def _all_reduce(self, jobs: Sequence[Job]) -> Iterable[tuple[Job, Any]]:
         kinds: dict[Kind, list[Item]] = {}
         for job in jobs:
-            for kind, item in _items(job):
-                kinds.setdefault(kind, []).append(item)
+            pending = job.pending
+            for index, (kind, size) in enumerate(self._kinds_of(job.launch.request)):
+                source, target = (None, None) if pending is None else (pending.inputs[index], pending.outputs[index])
+                kinds.setdefault(kind, []).append(Item(size, source, target))
         for kind, items in kinds.items():
             self._reduce_kind(kind, items)
         return [(job, None if job.pending is None else job.pending.outputs) for job in jobs]
+
+    def _kinds_of(self, request: Request) -> Sequence[tuple[Kind, int]]:
+        """Return the kind and the number of elements of each tensor of an all-reduce."""
+        known = self._kinds.get(request.name)
+        if known is not None and known[0] is request:
+            return known[1]
+        options = _options(request)
+        sizes = [math.prod(length or 0 for length in shape) for _, shape in request.tensors]
+        found = [(Kind(dtype, *options), size) for (dtype, _), size in zip(request.tensors, sizes, strict=True)]
+        if request.repeats:
+            if len(self._kinds) >= _MOST_KEPT:
+                self._kinds.clear()
+            self._kinds[request.name] = request, found
+        return found
 
     def _reduce_kind(self, kind: Kind, items: Sequence[Item]) -> None:
         itemsize = NUMPY[kind.dtype].itemsize
@@ -228,21 +247,6 @@ def _options(request: Request) -> tuple[str, float, float]:
         float(request.option("prescale_factor", 1.0)),
         float(request.option("postscale_factor", 1.0)),
     )
-
-
-def _items(job: Job) -> Iterable[tuple[Kind, Item]]:
-    request, pending = job.launch.request, job.pending
-    op, prescale, postscale = _options(request)
-    for index, (dtype, shape) in enumerate(request.tensors):
-        kind = Kind(dtype, op, prescale, postscale)
-        if pending is None:
-            count = 1
-            for length in shape:
-                count *= length or 0
-            yield kind, Item(count, None, None)
-        else:
-            source = pending.inputs[index]
-            yield kind, Item(source.size, source, pending.outputs[index])
 
 
 def _inputs(job: Job) -> Sequence[Array]:

@@ -178,10 +178,12 @@ class Negotiation:
         return self._launched(request)
 
     def _launched(self, request: Request) -> Verdict:
+        self._waiting.pop(request.name, None)
+        if not self._joined:
+            return Launch(request)
         root = request.option("root", -1)
         if root in [self._members[rank] for rank in self._joined]:
-            return self._failed(Failure(request, f"its root, rank {root}, has joined: it has no data to give"))
-        self._waiting.pop(request.name, None)
+            return Failure(request, f"its root, rank {root}, has joined: it has no data to give")
         return Launch(request, frozenset(self._joined))
 
     def _failed(self, failure: Failure) -> Failure:

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Sequence
+from threading import Lock
+from time import monotonic
 from typing import TYPE_CHECKING, Any
 
 from commlib.coordinator.request import Request
@@ -23,11 +24,14 @@ class Pending(Work):
     def __init__(
         self, coordinator: Coordinator, request: Request, inputs: Sequence[Array], outputs: Sequence[Array], extra: Any
     ) -> None:
-        super().__init__(request.name)
+        self.description = request.name  # and not Work.__init__: there are many of these, and each call counts
+        self.seen = self._done = self.warned = False
+        self._error = self._result = None
+        self._running = Lock()
+        self._running.acquire()
         self._coordinator, self.request = coordinator, request
         self.inputs, self.outputs, self.extra = inputs, outputs, extra
-        self.since = time.monotonic()
-        self.warned = False
+        self.since = monotonic()
 
     def wait(self, timeout: float | None = None) -> Any:
         """Block until it has ended, at most `timeout` seconds, and return its result; see `Work.wait`.

@@ -14,16 +14,16 @@ from __future__ import annotations
 
 import operator
 import pickle
-from collections.abc import Sequence
+from collections.abc import Hashable, Sequence
 from typing import Any
 
 import numpy as np
 
 from commlib.coordinator import Coordinator, Pending, Request
 from commlib.coordinator.request import Shape
-from commlib.dtypes import FLOATS, NUMPY, Array, kernel_operation, name_of
+from commlib.dtypes import FLOATS, Array, kernel_operation, name_of
 from commlib.errors import UsageError
-from commlib.horovod.process_sets import ProcessSet, process_set_of
+from commlib.horovod.process_sets import ProcessSet, coordinator_of, process_set_of
 from commlib.horovod.reductions import ReduceOp, resolve_op
 
 _ALIGNMENT = 64
@@ -60,12 +60,32 @@ def start_allreduce(
     Several arrays are one group: it runs when all ranks have asked for all of it. Their dtypes may differ.
     The factors multiply before and after: half precision in float32, integers in float64, truncated.
     """
-    coordinator, name = _prepare("allreduce", name, process_set)
-    if len(inputs) != len(outputs):
-        raise UsageError(f"allreduce {name!r}: {len(inputs)} inputs but {len(outputs)} outputs")
-    options = _reduction("allreduce", name, inputs, resolve_op(op), prescale_factor, postscale_factor, device)
-    request = _known(coordinator, "allreduce", name, inputs, options, free_rows=False)
+    coordinator = coordinator_of(process_set, "allreduce")
+    key = (name, op, prescale_factor, postscale_factor, device, *[(array.dtype, array.shape) for array in inputs])
+    request = coordinator.requests.get(key)
+    if request is None:
+        request = _allreduce(coordinator, name, inputs, op, prescale_factor, postscale_factor, device)
+        _keep(coordinator, key, request)
+    if len(outputs) != len(inputs):
+        raise UsageError(f"{request}: {len(inputs)} inputs but {len(outputs)} outputs")
+    for array in inputs:
+        if not array.flags.c_contiguous:
+            raise UsageError(f"{request}: the array of shape {array.shape} is not contiguous")
     return coordinator.submit(request, inputs, outputs, blocking=blocking)
+
+
+def _allreduce(
+    coordinator: Coordinator,
+    name: str | None,
+    inputs: Sequence[Array],
+    op: Any,
+    prescale: float,
+    postscale: float,
+    device: str,
+) -> Request:
+    name = _named(coordinator, "allreduce", name)
+    options = _reduction("allreduce", name, inputs, resolve_op(op), prescale, postscale, device)
+    return _request("allreduce", name, inputs, options, free_rows=False)
 
 
 def start_allgather(
@@ -79,7 +99,7 @@ def start_allgather(
     """Gather arrays of all ranks, one after another along dimension 0, whose lengths may differ: new arrays."""
     coordinator, name = _prepare("allgather", name, process_set)
     _check_rows("allgather", name, inputs)
-    request = _known(coordinator, "allgather", name, inputs, (("device", device),), free_rows=True)
+    request = _request("allgather", name, inputs, (("device", device),), free_rows=True)
     return coordinator.submit(request, inputs, blocking=blocking)
 
 
@@ -95,7 +115,7 @@ def start_broadcast(
     """Overwrite arrays by those of the root, which is a rank of the world, also in a process set."""
     coordinator, name = _prepare("broadcast", name, process_set)
     root = _root("broadcast", name, root_rank, process_set)
-    request = _known(coordinator, "broadcast", name, arrays, (("root", root), ("device", device)), free_rows=False)
+    request = _request("broadcast", name, arrays, (("root", root), ("device", device)), free_rows=False)
     return coordinator.submit(request, arrays, arrays, blocking=blocking)
 
 
@@ -134,7 +154,7 @@ def start_alltoall(
                 f"alltoall {name!r}: splits {numbers} must not be negative, nor more than the {rows} rows together"
             )
         array = array[: sum(numbers)]
-    request = _known(coordinator, "alltoall", name, [array], (("device", device),), free_rows=True)
+    request = _request("alltoall", name, [array], (("device", device),), free_rows=True)
     return coordinator.submit(request, [array], extra=numbers, blocking=blocking)
 
 
@@ -159,7 +179,7 @@ def start_reducescatter(
     if operation not in (ReduceOp.AVERAGE, ReduceOp.SUM):
         raise UsageError(f"reducescatter {name!r}: op is {operation.name.title()}; expected Average or Sum")
     options = _reduction("reducescatter", name, inputs, operation, prescale_factor, postscale_factor, device)
-    request = _known(coordinator, "reducescatter", name, inputs, options, free_rows=False)
+    request = _request("reducescatter", name, inputs, options, free_rows=False)
     return coordinator.submit(request, inputs, blocking=blocking)
 
 
@@ -176,7 +196,7 @@ def start_join(process_set: ProcessSet | None = None, *, blocking: bool = False)
     by all ranks), leaves a minimum, maximum or product what it is, gives no rows to a gather or an exchange and drops
     what it gets. A broadcast from a rank that has joined is an error on all ranks.
     """
-    coordinator = process_set_of(process_set).coordinator("join")
+    coordinator = coordinator_of(process_set, "join")
     return coordinator.submit(Request("join", "join", repeats=False), blocking=blocking)
 
 
@@ -208,15 +228,27 @@ def allgather_object(obj: Any, name: str | None = None, process_set: ProcessSet 
 
 
 _UNNAMED = ".noname."
+_MOST_KEPT = 1 << 14  # requests of a process set
 
 
 def _prepare(verb: str, name: str | None, process_set: ProcessSet | None) -> tuple[Coordinator, str]:
-    coordinator = process_set_of(process_set).coordinator(verb)
+    coordinator = coordinator_of(process_set, verb)
+    return coordinator, _named(coordinator, verb, name)
+
+
+def _named(coordinator: Coordinator, verb: str, name: str | None) -> str:
     if name is None:
-        name = f"{verb}{_UNNAMED}{next(coordinator.counters[verb])}"
-    elif not isinstance(name, str):
+        return f"{verb}{_UNNAMED}{next(coordinator.counters[verb])}"
+    if not isinstance(name, str):
         raise UsageError(f"{verb}: name is a {type(name).__name__}: expected a string")
-    return coordinator, name
+    return name
+
+
+def _keep(coordinator: Coordinator, key: Hashable, request: Request) -> None:
+    if request.repeats:
+        if len(coordinator.requests) >= _MOST_KEPT:
+            coordinator.requests.clear()
+        coordinator.requests[key] = request
 
 
 def _repeats(name: str) -> bool:
@@ -264,24 +296,14 @@ def _check_rows(verb: str, name: str, arrays: Sequence[Array]) -> None:
             raise UsageError(f"{verb} {name!r}: a 0-dimensional tensor has no rows: reshape it to (1,)")
 
 
-_NAMES = {dtype: name for name, dtype in NUMPY.items()}
-
-
-def _known(
-    coordinator: Coordinator, verb: str, name: str, arrays: Sequence[Array], options: Options, *, free_rows: bool
-) -> Request:
-    """Return the request for arrays; the very one of last time if nothing has changed, which is quick to compare."""
+def _request(verb: str, name: str, arrays: Sequence[Array], options: Options, *, free_rows: bool) -> Request:
     if not arrays:
         raise UsageError(f"{verb} {name!r}: no tensors were given")
     for array in arrays:
         if not array.flags.c_contiguous:
             raise UsageError(f"{verb} {name!r}: the array of shape {array.shape} is not contiguous")
-    try:
-        tensors = tuple([(_NAMES[array.dtype], _shape(array.shape) if free_rows else array.shape) for array in arrays])
-    except KeyError:
-        tensors = tuple((name_of(array.dtype), array.shape) for array in arrays)  # raises, and says what is supported
-    request = Request(verb, name, tensors, options, _repeats(name))
-    return request
+    tensors = tuple((name_of(array.dtype), _shape(array.shape) if free_rows else array.shape) for array in arrays)
+    return Request(verb, name, tensors, options, _repeats(name))
 
 
 def _shape(shape: tuple[int, ...]) -> Shape:

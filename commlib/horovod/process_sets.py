@@ -211,6 +211,14 @@ def process_set_of(process_set: Any = None) -> ProcessSet:
     raise UsageError(f"process_set is a {type(process_set).__name__}: expected a ProcessSet, or None for all ranks")
 
 
+def coordinator_of(process_set: ProcessSet | None, verb: str) -> Coordinator:
+    """Return what runs the operations of a set, None being all ranks. Raises UsageError as `process_set_of` does."""
+    if process_set is None:
+        process_set = global_process_set
+    found = process_set._coordinator if isinstance(process_set, ProcessSet) else None
+    return process_set_of(process_set).coordinator(verb) if found is None else found
+
+
 def _ranks_of(comm: Any, world: Any) -> list[int]:
     """Return the ranks in the world of the ranks of an mpi4py communicator."""
     if world.native is None:

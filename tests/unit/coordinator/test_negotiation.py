@@ -1,0 +1,267 @@
+"""Negotiation: whatever the order in which ranks ask, all of them launch the same operations in the same order."""
+
+from __future__ import annotations
+
+import random
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from commlib.coordinator.negotiation import Failure, Joined, Launch, Negotiation
+from commlib.coordinator.request import Request
+
+
+def request(name, verb="allreduce", shape=(2,), dtype="float32", repeats=True, **options):
+    return Request(verb, name, ((dtype, shape),), tuple(options.items()), repeats)
+
+
+JOIN = Request("join", "join", repeats=False)
+
+
+class Ranks:
+    """All ranks of a group, with a perfect network."""
+
+    def __init__(self, size, capacity=4096):
+        self.ranks = [Negotiation(rank, range(size), capacity=capacity) for rank in range(size)]
+
+    def submit(self, rank, *requests):
+        for each in requests:
+            self.ranks[rank].submit(each)
+
+    def cycle(self, expired=None):
+        """Run one cycle; return the verdicts, which all ranks must have alike."""
+        widths = {each.width for each in self.ranks}
+        assert len(widths) == 1
+        common = -1
+        for each in self.ranks:
+            common &= each.announce()
+        everyone = ()
+        self.gathered = any(each.has_words for each in self.ranks) or expired is not None
+        if self.gathered:
+            expired = expired or {}
+            question = bool(expired)
+            everyone = [
+                each.tell(expired=expired.get(rank, ()), in_full=question) for rank, each in enumerate(self.ranks)
+            ]
+        bits = [bit for bit in range(widths.pop()) if common >> bit & 1]
+        verdicts = [each.agree(bits, everyone) for each in self.ranks]
+        seen = [[(type(v), v.request.name, *v[1:]) for v in each] for each in verdicts]
+        assert all(each == seen[0] for each in seen)
+        return verdicts[0]
+
+    def launched(self, **options):
+        verdicts = self.cycle(**options)
+        assert all(isinstance(verdict, Launch) for verdict in verdicts), verdicts
+        return [verdict.request.name for verdict in verdicts]
+
+
+def test_it_is_launched_when_the_last_rank_has_asked():
+    ranks = Ranks(3)
+    ranks.submit(0, request("a"))
+    ranks.submit(2, request("a"))
+    assert ranks.launched() == []
+    assert ranks.ranks[0].waiting and not ranks.ranks[1].waiting
+    ranks.submit(1, request("a"))
+    assert ranks.launched() == ["a"]
+    assert not ranks.ranks[0].waiting
+
+
+def test_a_name_that_was_agreed_on_costs_a_bit():
+    ranks = Ranks(2)
+    for again in range(3):
+        for rank in range(2):
+            assert not ranks.ranks[rank].has_news
+            ranks.submit(rank, request("a"))
+            assert ranks.ranks[rank].has_news
+        assert ranks.launched() == ["a"]
+        assert ranks.gathered == (again == 0)
+
+
+def test_a_bit_waits_for_the_others_too():
+    ranks = Ranks(2)
+    for rank in range(2):
+        ranks.submit(rank, request("a"))
+    ranks.cycle()
+    ranks.submit(0, request("a"))
+    assert ranks.launched() == [] == ranks.launched()
+    assert not ranks.ranks[0].has_news  # it has been told once, and that is enough
+    ranks.submit(1, request("a"))
+    assert ranks.launched() == ["a"]
+
+
+def test_names_without_repetition_get_no_bit():
+    ranks = Ranks(2)
+    for rank in range(2):
+        ranks.submit(rank, request("once", repeats=False))
+    assert ranks.launched() == ["once"]
+    assert ranks.ranks[0].width == 0
+
+
+def test_a_name_asked_for_in_another_way_is_negotiated_anew():
+    ranks = Ranks(2)
+    for rank in range(2):
+        ranks.submit(rank, request("a"))
+    ranks.cycle()
+    ranks.submit(0, request("a"))  # by its bit
+    ranks.submit(1, request("a", shape=(3,)))  # in words
+    assert ranks.launched() == []
+    assert ranks.ranks[0].has_news  # its bit is no more
+    (verdict,) = ranks.cycle()
+    assert isinstance(verdict, Failure)
+    assert verdict.reason == "the ranks disagree: shape is (2,) on rank 0 but (3,) on rank 1"
+    for rank in range(2):  # usable: the same change on all ranks
+        ranks.submit(rank, request("a", shape=(3,)))
+    assert ranks.launched() == ["a"]
+
+
+@pytest.mark.parametrize(
+    "other, expected",
+    [
+        ({"verb": "allgather"}, "verb is allreduce on ranks 0, 2 but allgather on rank 1"),
+        ({"dtype": "int64"}, "dtype is float32 on ranks 0, 2 but int64 on rank 1"),
+        ({"shape": ()}, "shape is (2,) on ranks 0, 2 but () on rank 1"),
+        ({"shape": (None, 2)}, "shape is (2,) on ranks 0, 2 but (any, 2) on rank 1"),
+        ({"op": "max"}, "op is sum on ranks 0, 2 but max on rank 1"),
+        ({"scale": 0.5}, "scale is 1.0 on ranks 0, 2 but 0.5 on rank 1"),
+        ({"scale": 0.5, "op": "max"}, "op is sum on ranks 0, 2 but max on rank 1; scale is 1.0"),
+    ],
+)
+def test_a_difference_is_named_with_values_and_ranks(other, expected):
+    ranks = Ranks(3)
+    usual = {"op": "sum", "scale": 1.0}
+    for rank in range(3):
+        ranks.submit(rank, request("x", **{**usual, **(other if rank == 1 else {})}), request("y"))
+    verdicts = ranks.cycle()
+    assert [type(verdict) for verdict in verdicts] == [Failure, Launch]
+    assert expected in verdicts[0].reason
+
+
+def test_names_of_ranks_are_those_of_the_members():
+    both = [Negotiation(rank, [3, 7]) for rank in range(2)]
+    for rank, each in enumerate(both):
+        each.submit(request("x", shape=(rank,)))
+    news = [each.tell() for each in both]
+    (verdict,) = both[0].agree([], news)
+    assert verdict.reason == "the ranks disagree: shape is (0,) on rank 3 but (1,) on rank 7"
+
+
+def test_a_name_that_waits_may_not_be_asked_for_again():
+    ranks = Ranks(1)
+    ranks.submit(0, request("x"))
+    with pytest.raises(ValueError, match="allgather 'x': an operation of this name is waiting already"):
+        ranks.submit(0, request("x", verb="allgather"))
+    assert ranks.launched() == ["x"]
+    ranks.submit(0, request("x"))
+
+
+def test_a_name_that_makes_room_is_told_in_words_again():
+    ranks = Ranks(2, capacity=2)
+    for name in ("a", "b"):
+        for rank in range(2):
+            ranks.submit(rank, request(name))
+    assert ranks.launched() == ["a", "b"]
+    ranks.submit(0, request("a"))  # a bit, which is about to be given to c
+    for rank in range(2):
+        ranks.submit(rank, request("c"))
+    assert ranks.launched() == ["c"]
+    assert ranks.ranks[0].width == 2
+    ranks.submit(1, request("a"))
+    assert ranks.launched() == ["a"]
+
+
+def test_joined_ranks_count_as_having_asked_for_everything():
+    ranks = Ranks(3)
+    for rank in range(3):
+        ranks.submit(rank, request("known"))
+    ranks.cycle()
+    ranks.submit(0, request("early"))
+    ranks.submit(1, request("early"))
+    assert ranks.launched() == []
+    ranks.submit(2, JOIN)
+    assert [(v.request.name, v.joined) for v in ranks.cycle()] == [("early", {2})]
+    for rank in range(2):
+        ranks.submit(rank, request("known"), request("new"))
+    assert [(v.request.name, v.joined) for v in ranks.cycle()] == [("known", {2}), ("new", {2})]
+    for rank, root in ((0, 2), (1, 2)):
+        ranks.submit(rank, request("from it", root=root))
+    (verdict,) = ranks.cycle()
+    assert verdict.reason == "its root, rank 2, has joined: it has no data to give"
+    ranks.submit(1, JOIN)
+    assert ranks.cycle() == []
+    ranks.submit(0, JOIN)
+    (verdict,) = ranks.cycle()
+    assert isinstance(verdict, Joined) and verdict.last == 0
+    for rank in range(3):  # and on it goes
+        ranks.submit(rank, request("known"))
+    assert [(v.request.name, v.joined) for v in ranks.cycle()] == [("known", frozenset())]
+
+
+def test_ranks_that_join_at_once_launch_nothing():
+    ranks = Ranks(2)
+    for rank in range(2):
+        ranks.submit(rank, request("known"))
+    ranks.cycle()
+    for rank in range(2):
+        ranks.submit(rank, JOIN)
+    (verdict,) = ranks.cycle()
+    assert isinstance(verdict, Joined) and verdict.last == 1
+
+
+@pytest.mark.parametrize("known", [False, True])
+def test_what_is_given_up_fails_wherever_it_waits(known):
+    ranks = Ranks(3)
+    if known:
+        for rank in range(3):
+            ranks.submit(rank, request("x"))
+        ranks.cycle()
+    ranks.submit(0, request("x"))
+    ranks.submit(1, request("x"))
+    ranks.submit(2, request("other"))
+    assert ranks.launched() == []
+    (verdict,) = ranks.cycle(expired={0: ["x"]})
+    assert verdict.late and verdict.reason == "not asked for by rank 2; rank 2 waits for 'other'"
+    assert [list(each.waiting) for each in ranks.ranks] == [[], [], ["other"]]
+    for rank in range(3):
+        ranks.submit(rank, request("x"))
+    assert ranks.launched() == ["x"]
+
+
+def test_what_comes_at_the_last_moment_is_not_given_up():
+    ranks = Ranks(2)
+    ranks.submit(0, request("x"))
+    ranks.cycle()
+    ranks.submit(1, request("x"))
+    assert ranks.launched(expired={0: ["x"]}) == ["x"]
+
+
+@settings(max_examples=150, deadline=None)
+@given(
+    seed=st.integers(0, 2**32), size=st.integers(1, 5), capacity=st.sampled_from([1, 3, 1000]), names=st.integers(1, 20)
+)
+def test_any_order_at_any_time(seed, size, capacity, names):
+    """Each rank asks for every name three times, in an order of its own, whenever it can; shapes change."""
+    rng = random.Random(seed)
+    ranks = Ranks(size, capacity)
+    plan = [(name, again) for again in range(3) for name in range(names)]
+    shapes = {(name, again): rng.randrange(1, 3) for name, again in plan}
+    repeats = {name: rng.random() < 0.8 for name in range(names)}
+    left = [rng.sample(range(names), names) for _ in range(size)]
+    turns = [dict.fromkeys(range(names), 0) for _ in range(size)]
+    counts = dict.fromkeys(map(str, range(names)), 0)
+    for _ in range(100 * names * size):
+        for rank in range(size):
+            for name in list(left[rank]):
+                again = turns[rank][name]
+                if str(name) not in ranks.ranks[rank].waiting and rng.random() < 0.5:
+                    ranks.submit(rank, request(str(name), shape=(shapes[name, again],), repeats=repeats[name]))
+                    turns[rank][name] += 1
+                    if turns[rank][name] == 3:
+                        left[rank].remove(name)
+                    else:
+                        rng.shuffle(left[rank])
+        for launched in ranks.launched():
+            counts[launched] += 1
+        if not any(left) and not any(each.waiting for each in ranks.ranks):
+            break
+    assert set(counts.values()) == {3}
