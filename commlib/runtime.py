@@ -45,8 +45,9 @@ class Runtime:
     def end(self) -> str:
         """End all groups without ever hanging; return the first failure that nobody has asked for, or ""."""
         groups = list(self.groups)
+        failure = ""
         if self.named is not None:
-            self.named.close()
+            failure = self.named.close()
             self.named = None
         for group in groups:
             group.progress.close()
@@ -57,4 +58,4 @@ class Runtime:
         deadline = time.monotonic() + 1.0  # waits look at `closing` every 0.1 s
         for threaded in (self.attendant, *(group.progress for group in groups)):
             threaded.join(max(0.0, deadline - time.monotonic()))
-        return next(filter(None, [group.progress.unseen_failure() for group in groups]), "")
+        return failure or next(filter(None, [group.progress.unseen_failure() for group in groups]), "")

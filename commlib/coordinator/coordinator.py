@@ -14,7 +14,7 @@ import itertools
 import logging
 import threading
 import time
-from collections import defaultdict
+from collections import defaultdict, deque
 from collections.abc import Callable, Hashable, Sequence
 from typing import Any
 
@@ -45,6 +45,8 @@ class Coordinator:
         self.members = tuple(members)
         self.counters: defaultdict[str, itertools.count[int]] = defaultdict(itertools.count)
         """Of operations without names, by verb."""
+        self.failed: deque[Pending] = deque(maxlen=100)
+        """Of which somebody may never ask; the last ones."""
         self.requests: dict[Hashable, Request] = {}
         """Requests that were made before, by what they are made of: to check and to compare them anew takes longer."""
         self.timeline: Timeline | None = None
@@ -294,6 +296,13 @@ class Coordinator:
                     return f"unfinished {pending.request}"
             except CommlibError:
                 pending.seen = False  # whoever asked for it has not been told
+        return ""
+
+    def unseen_failure(self) -> str:
+        """Return the first failed operation whose error nobody has asked for, or ""."""
+        for pending in self.failed:
+            if (error := pending.unseen_error) is not None:
+                return f"failed {pending.request} ({type(error).__name__}: {error})"
         return ""
 
     def close(self) -> None:

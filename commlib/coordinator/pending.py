@@ -50,3 +50,5 @@ class Pending(Work):
         self.inputs = self.outputs = ()
         self.extra = None
         super().finish(result, error)
+        if error is not None:
+            self._coordinator.failed.append(self)

@@ -26,6 +26,8 @@ class State:
 
     def __init__(self, **kwargs: Any) -> None:
         self._reset_callbacks: list[Callable[[], Any]] = []
+        self.commits = 0
+        """How often it was committed."""
 
     def register_reset_callbacks(self, callbacks: Sequence[Callable[[], Any]]) -> None:
         """Call these when training starts again after a failure, such as to set the learning rate anew."""
@@ -43,6 +45,7 @@ class State:
     def commit(self) -> None:
         """Save this state, to come back to it when an operation fails."""
         self.save()
+        self.commits += 1
         self.check_host_updates()
 
     def check_host_updates(self) -> None:
@@ -95,13 +98,12 @@ def run(func: Callable[..., Any], *, attempts: int = 3) -> Callable[..., Any]:
     """Decorate `func(state, ...)`: before it runs, the ranks take the state of rank 0.
 
     When an operation fails in a way that leaves the ranks in step (MismatchError, StallError of one operation) the last
-    commit is restored and `func` called again, `attempts` times without a commit's worth of progress at most; other
-    errors, such as a rank that died, end it.
+    commit is restored and `func` called again, `attempts` times at most from one commit; other errors, such as a rank that died, end it.
     """
 
     @functools.wraps(func)
     def wrapper(state: State, *args: Any, **kwargs: Any) -> Any:
-        failures = 0
+        failures, commits = 0, state.commits
         while True:
             state.sync()
             try:
@@ -109,6 +111,8 @@ def run(func: Callable[..., Any], *, attempts: int = 3) -> Callable[..., Any]:
             except HostsUpdatedInterrupt:
                 state.on_reset()
             except RECOVERABLE as error:
+                if state.commits > commits:
+                    failures, commits = 0, state.commits
                 failures += 1
                 if failures >= attempts:
                     raise

@@ -120,13 +120,19 @@ class Registry:
         if process_set is global_process_set:
             process_set.ranks = None
 
-    def close(self) -> None:
-        """End all operations; what has not run ends with ShutdownError."""
+    def close(self) -> str:
+        """End all operations; what has not run ends with ShutdownError.
+
+        Returns the first failure that nobody has asked for, or "".
+        """
         self.stop_timeline()
+        failures = []
         for process_set in list(self.sets.values()):
             if process_set._coordinator is not None:
+                failures.append(process_set._coordinator.unseen_failure())
                 process_set._coordinator.close()
             self.forget(process_set)
+        return next(filter(None, failures), "")
 
     def drain(self, timeout: float) -> str:
         """Wait until nothing is pending; return "" or what is after `timeout` s."""
