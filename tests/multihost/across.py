@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import itertools
 import os
+import random
 import socket
 from pathlib import Path
 
@@ -14,6 +15,7 @@ import numpy as np
 import pytest
 from mpi4py import MPI
 
+from commlib import horovod as hvd
 from commlib.errors import MismatchError
 from tests import checks
 from tests.oracle import assert_same, combined
@@ -174,3 +176,26 @@ def test_a_mismatch_across_hosts_names_the_ranks(comm):
         text = str(caught.value)
         assert f"{others}: all_reduce of 3 x float64" in text and f"rank {last}: all_reduce of 4 x float64" in text
         checks.all_reduce(group, "float32", (3000,))
+
+
+# Named operations
+
+
+def test_named_operations_in_any_order(comm, names):
+    hvd.init()
+    local = names[: comm.rank].count(names[comm.rank])
+    assert (hvd.local_rank(), hvd.local_size()) == (local, names.count(names[comm.rank]))
+    assert hvd.cross_size() == sum(ranks > local for ranks in LAYOUT)
+    peers = [rank for rank, name in enumerate(names) if names[:rank].count(name) == local]
+    assert hvd.cross_rank() == peers.index(comm.rank)
+    arrays = {f"t{n}": np.full(1 + 97 * n, float(comm.rank + n)) for n in range(40)}
+    for again in range(3):
+        order = list(arrays)
+        random.Random(10 * again + comm.rank).shuffle(order)
+        works = [hvd.start_allreduce([arrays[name]], [arrays[name].copy()], name, op=hvd.Sum) for name in order]
+        for name, work in zip(order, works, strict=True):
+            assert (work.wait()[0] == sum(range(comm.size)) + comm.size * int(name[1:])).all()
+    with pytest.raises(MismatchError, match="shape is"):
+        x = np.ones(3 if comm.rank else 4)
+        hvd.start_allreduce([x], [x], "bad").wait()
+    assert hvd.allgather_object(comm.rank) == list(range(comm.size))
