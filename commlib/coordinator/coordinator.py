@@ -18,8 +18,7 @@ from collections import defaultdict, deque
 from collections.abc import Callable, Hashable, Sequence
 from typing import Any
 
-import numpy as np
-
+from commlib.coordinator.exchange import Exchange
 from commlib.coordinator.execution import Execution, Job
 from commlib.coordinator.negotiation import Failure, Joined, Launch, Negotiation, News, Verdict
 from commlib.coordinator.pending import Pending
@@ -28,9 +27,6 @@ from commlib.errors import CommlibError, MismatchError, ShutdownError, StallErro
 from commlib.observe.timeline import Timeline
 
 log = logging.getLogger("commlib")
-
-# Flags of an announcement, in a word before the bits. They say what a rank has *not*: ranks combine them by "and".
-_NO_NEWS, _NO_QUESTION = 1, 2
 
 # With nothing new to tell, a rank looks this often (seconds) whether others have, and comes to a cycle at the latest.
 _SHORTEST_NAP, _LONGEST_NAP = 20e-6, 2e-3
@@ -53,6 +49,7 @@ class Coordinator:
         config = comm.config
         self._warning, self._timeout = config.stall_warning, config.timeout
         self._negotiation = Negotiation(comm.rank, self.members, capacity=config.known_names)
+        self._exchange = Exchange(comm)
         self._execution = Execution(comm, self.members, config.fusion_mib << 20)
         self._pending: dict[str, Pending] = {}
         self._lock = threading.Lock()  # of the negotiation and what is pending
@@ -144,20 +141,19 @@ class Coordinator:
     def _cycle(self) -> None:
         with self._lock:
             overdue = self._overdue()
-            words = self._announcement(question=bool(overdue))
+            announcement = self._negotiation.announce()
         self.cycles += 1
         if self.timeline is not None and self.timeline.mark_cycles:
             self.timeline.mark("CYCLE_START")
-        self.comm.all_reduce(words, "and", out=words)
-        everyone: list[News] = []
-        if words[0] != _NO_NEWS | _NO_QUESTION:
+
+        def in_full() -> News:
             with self._lock:
-                question = not words[0] & _NO_QUESTION
-                expired = [name for name, too_late in overdue.items() if too_late]
-                news = self._negotiation.tell(expired=expired, in_full=bool(question))
-            everyone = self.comm.all_gather_object(news)
+                expired = tuple(name for name, too_late in overdue.items() if too_late)
+                return News(announcement.requests, expired, tuple(self._negotiation.waiting))
+
+        bits, everyone = self._exchange.run(announcement, bool(overdue), in_full)
         with self._lock:
-            verdicts = self._negotiation.agree(_set_bits(words[1:]), everyone)
+            verdicts = self._negotiation.agree(bits, everyone)
             jobs = self._take(verdicts)
             for name in overdue:
                 if name in self._pending:
@@ -179,16 +175,6 @@ class Coordinator:
             _finish(job, value, error)
 
         self._execution.run(jobs, finish)
-
-    def _announcement(self, *, question: bool) -> Any:
-        """Return what this rank announces: a word of flags and the bits, as few different lengths as can be."""
-        negotiation = self._negotiation
-        width = -(-negotiation.width // 64)
-        words = 1 << (width - 1).bit_length() if width else 0
-        told_all = not negotiation.has_words
-        flags = (_NO_NEWS if told_all else 0) | (0 if question else _NO_QUESTION)
-        data = negotiation.announce() << 64 | flags
-        return np.frombuffer(bytearray(data.to_bytes(8 * (1 + words), "little")), np.uint64)
 
     def _take(self, verdicts: Sequence[Verdict]) -> list[Job]:
         """Fail what cannot run; return what can."""
@@ -319,7 +305,3 @@ class Coordinator:
 def _finish(job: Job, value: Any, error: BaseException | None) -> None:
     if job.pending is not None:
         job.pending.finish(value, error)
-
-
-def _set_bits(words: Any) -> list[int]:
-    return [int(bit) for bit in np.flatnonzero(np.unpackbits(words.view(np.uint8), bitorder="little"))]

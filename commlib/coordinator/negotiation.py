@@ -56,6 +56,17 @@ class News(NamedTuple):
     """Names of all operations that this rank waits for, where some rank has waited long."""
 
 
+class Announcement(NamedTuple):
+    """What a rank says in a cycle."""
+
+    bits: int
+    """Those of the known names that it waits for."""
+    width: int
+    """How many bits there are, the same on all ranks."""
+    requests: tuple[Request, ...]
+    """What it has to tell in words."""
+
+
 class Negotiation:
     """One rank's side of it.
 
@@ -83,16 +94,6 @@ class Negotiation:
         """Whether the others do not know of everything that was submitted here."""
         return self._has_new_bits or bool(self._to_tell)
 
-    @property
-    def has_words(self) -> bool:
-        """Whether something has to be told in words."""
-        return bool(self._to_tell)
-
-    @property
-    def width(self) -> int:
-        """How many bits an announcement has. The same on all ranks at the same cycle."""
-        return self._names.highest
-
     def submit(self, request: Request) -> None:
         """Ask for an operation. Raises ValueError if one of that name is waiting here."""
         name = request.name
@@ -109,16 +110,16 @@ class Negotiation:
             self._bits |= 1 << bit
             self._has_new_bits = True
 
-    def announce(self) -> int:
-        """Return this rank's bits in this cycle; a rank that has joined has all."""
-        self._has_new_bits = False
-        return self._names.all_bits if self._rank in self._joined else self._bits
+    def announce(self) -> Announcement:
+        """Return what this rank says in this cycle, and note that it has been said.
 
-    def tell(self, *, expired: Iterable[str] = (), in_full: bool = False) -> News:
-        """Return what this rank has to say in words in this cycle, and note that it has been said."""
-        news = News(tuple(self._to_tell.values()), tuple(expired), tuple(self._waiting) if in_full else ())
+        A rank that has joined has all bits.
+        """
+        requests = tuple(self._to_tell.values())
         self._to_tell.clear()
-        return news
+        self._has_new_bits = False
+        bits = self._names.all_bits if self._rank in self._joined else self._bits
+        return Announcement(bits, self._names.highest, requests)
 
     def agree(self, bits: Iterable[int], everyone: Sequence[News] = ()) -> list[Verdict]:
         """Take in what all ranks announced; return what follows, in the same order on all ranks.

@@ -98,7 +98,8 @@ def run(func: Callable[..., Any], *, attempts: int = 3) -> Callable[..., Any]:
     """Decorate `func(state, ...)`: before it runs, the ranks take the state of rank 0.
 
     When an operation fails in a way that leaves the ranks in step (MismatchError, StallError of one operation) the last
-    commit is restored and `func` called again, `attempts` times at most from one commit; other errors, such as a rank that died, end it.
+    commit is restored and `func` called again, `attempts` times at most from one commit. Other errors, such as a rank
+    that died, end it.
     """
 
     @functools.wraps(func)

@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from commlib.coordinator.negotiation import Failure, Joined, Launch, Negotiation
+from commlib.coordinator.negotiation import Failure, Joined, Launch, Negotiation, News
 from commlib.coordinator.request import Request
 
 
@@ -31,20 +31,18 @@ class Ranks:
 
     def cycle(self, expired=None):
         """Run one cycle; return the verdicts, which all ranks must have alike."""
-        widths = {each.width for each in self.ranks}
-        assert len(widths) == 1
+        told = [each.announce() for each in self.ranks]
+        assert len({each.width for each in told}) == 1
         common = -1
-        for each in self.ranks:
-            common &= each.announce()
+        for each in told:
+            common &= each.bits
+        self.gathered = any(each.requests for each in told)
         everyone = ()
-        self.gathered = any(each.has_words for each in self.ranks) or expired is not None
-        if self.gathered:
-            expired = expired or {}
-            question = bool(expired)
-            everyone = [
-                each.tell(expired=expired.get(rank, ()), in_full=question) for rank, each in enumerate(self.ranks)
-            ]
-        bits = [bit for bit in range(widths.pop()) if common >> bit & 1]
+        if self.gathered or expired is not None:
+            waits = [tuple(each.waiting) if expired else () for each in self.ranks]
+            given_up = [tuple((expired or {}).get(rank, ())) for rank in range(len(told))]
+            everyone = [News(*each) for each in zip([each.requests for each in told], given_up, waits, strict=True)]
+        bits = [bit for bit in range(told[0].width) if common >> bit & 1]
         verdicts = [each.agree(bits, everyone) for each in self.ranks]
         seen = [[(type(v), v.request.name, *v[1:]) for v in each] for each in verdicts]
         assert all(each == seen[0] for each in seen)
@@ -95,7 +93,7 @@ def test_names_without_repetition_get_no_bit():
     for rank in range(2):
         ranks.submit(rank, request("once", repeats=False))
     assert ranks.launched() == ["once"]
-    assert ranks.ranks[0].width == 0
+    assert ranks.ranks[0]._names.highest == 0
 
 
 def test_a_name_asked_for_in_another_way_is_negotiated_anew():
@@ -141,7 +139,7 @@ def test_names_of_ranks_are_those_of_the_members():
     both = [Negotiation(rank, [3, 7]) for rank in range(2)]
     for rank, each in enumerate(both):
         each.submit(request("x", shape=(rank,)))
-    news = [each.tell() for each in both]
+    news = [News(each.announce().requests) for each in both]
     (verdict,) = both[0].agree([], news)
     assert verdict.reason == "the ranks disagree: shape is (0,) on rank 3 but (1,) on rank 7"
 
@@ -165,7 +163,7 @@ def test_a_name_that_makes_room_is_told_in_words_again():
     for rank in range(2):
         ranks.submit(rank, request("c"))
     assert ranks.launched() == ["c"]
-    assert ranks.ranks[0].width == 2
+    assert ranks.ranks[0]._names.highest == 2
     ranks.submit(1, request("a"))
     assert ranks.launched() == ["a"]
 
