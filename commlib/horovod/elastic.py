@@ -9,7 +9,7 @@ import copy
 import functools
 import logging
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from commlib.errors import MismatchError, StallError
 from commlib.horovod.exceptions import HostsUpdatedInterrupt
@@ -77,6 +77,10 @@ class ObjectState(State):
         for name, value in kwargs.items():
             setattr(self, name, value)
         self._saved = copy.deepcopy(self._saved)
+
+    if TYPE_CHECKING:
+
+        def __getattr__(self, name: str) -> Any: ...  # those that were given
 
     def save(self) -> None:
         """Keep copies of the attributes."""

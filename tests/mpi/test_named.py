@@ -200,7 +200,7 @@ def test_refused_here_and_now(comm: Any) -> None:
         ("float8|not supported", lambda: hvd.start_allgather([np.array(["a"])])),
     ]:
         with pytest.raises(UsageError, match=match):
-            call()  # type: ignore[no-untyped-call]
+            call()
     with pytest.raises(ValueError, match="of this name is waiting already"):
         first = hvd.start_allreduce([x], [x.copy()], "twice")
         hvd.start_allreduce([x], [x.copy()], "twice")
@@ -276,8 +276,8 @@ def test_process_sets(comm: Any) -> None:
             assert total[0] == sum(r + 1 for r in process_set.ranks or ())
             assert hvd.allgather_object(rank, process_set=process_set) == process_set.ranks
             value = np.full(2, rank)
-            hvd.start_broadcast([value], process_set.ranks[-1], process_set=process_set).wait()  # type: ignore[index]
-            assert value[0] == process_set.ranks[-1]  # type: ignore[index]
+            hvd.start_broadcast([value], process_set.ranks[-1], process_set=process_set).wait()
+            assert value[0] == process_set.ranks[-1]
             with pytest.raises(UsageError, match="none of the ranks"):
                 hvd.start_broadcast([value], 3 - sum(process_set.ranks or ()), process_set=process_set)
         else:

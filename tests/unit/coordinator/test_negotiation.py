@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from typing import Any
 
 import pytest
 from hypothesis import given, settings
@@ -29,7 +30,7 @@ class Ranks:
         for each in requests:
             self.ranks[rank].submit(each)
 
-    def cycle(self, expired=None):
+    def cycle(self, expired=None) -> list[Any]:
         """Run one cycle; return the verdicts, which all ranks must have alike."""
         told = [each.announce() for each in self.ranks]
         assert len({each.width for each in told}) == 1
@@ -37,7 +38,7 @@ class Ranks:
         for each in told:
             common &= each.bits
         self.gathered = any(each.requests for each in told)
-        everyone = ()
+        everyone: list[News] = []
         if self.gathered or expired is not None:
             waits = [tuple(each.waiting) if expired else () for each in self.ranks]
             given_up = [tuple((expired or {}).get(rank, ())) for rank in range(len(told))]
@@ -141,6 +142,7 @@ def test_names_of_ranks_are_those_of_the_members():
         each.submit(request("x", shape=(rank,)))
     news = [News(each.announce().requests) for each in both]
     (verdict,) = both[0].agree([], news)
+    assert isinstance(verdict, Failure)
     assert verdict.reason == "the ranks disagree: shape is (0,) on rank 3 but (1,) on rank 7"
 
 

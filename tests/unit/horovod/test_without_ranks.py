@@ -1,0 +1,124 @@
+"""What of Horovod's API can be told without other ranks: operations by number, sets, state."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+from commlib import horovod as hvd
+from commlib.errors import CommlibError, MismatchError, TransportError, UsageError
+
+
+def test_operations_have_horovods_numbers():
+    ops = [hvd.Average, hvd.Sum, hvd.Adasum, hvd.Min, hvd.Max, hvd.Product]
+    assert [int(op) for op in ops] == [0, 1, 2, 3, 4, 5]
+    assert [op.core for op in ops] == ["mean", "sum", "adasum", "min", "max", "prod"]
+
+
+@pytest.mark.parametrize(
+    "arguments, expected",
+    [
+        ((), hvd.Average),
+        ((None, None, hvd.Sum), hvd.Sum),
+        ((hvd.Max,), hvd.Max),
+        ((1,), hvd.Sum),
+        (("prod",), hvd.Product),
+        ((None, True), hvd.Average),
+        ((None, False), hvd.Sum),
+    ],
+)
+def test_resolve_op(arguments, expected):
+    assert hvd.resolve_op(*arguments) is expected
+
+
+@pytest.mark.parametrize("op", [7, "average", 1.5])
+def test_unknown_operations(op):
+    with pytest.raises(UsageError, match="expected Average, Sum"):
+        hvd.resolve_op(op)
+
+
+def test_a_set_that_is_not_registered_knows_its_ranks_only():
+    process_set = hvd.ProcessSet([2, 0])
+    assert process_set.ranks == [0, 2]
+    assert (process_set.process_set_id, process_set.size(), process_set.rank(), process_set.included()) == (None,) * 4
+    assert str(process_set) == "ProcessSet(process_set_id=None, ranks=[0, 2], mpi_comm=None)"
+    assert process_set == hvd.ProcessSet(range(0, 3, 2)) and process_set != hvd.ProcessSet([0])
+    with pytest.raises(UsageError, match="different and not negative"):
+        hvd.ProcessSet([1, 1])
+    with pytest.raises(UsageError, match="different and not negative"):
+        hvd.ProcessSet([-1])
+
+
+def test_errors_are_what_scripts_catch():
+    assert hvd.HorovodInternalError is CommlibError
+    assert issubclass(MismatchError, RuntimeError) and issubclass(UsageError, ValueError)
+
+
+@pytest.mark.parametrize("shape", [(), (3,), (5, 7)])
+def test_new_arrays_are_aligned(shape):
+    for dtype in ("float32", "int8", "complex64"):
+        array = hvd.empty(shape, dtype)
+        assert array.ctypes.data % 64 == 0
+        assert (array.shape, array.dtype) == (shape, np.dtype(dtype))
+        assert array.flags.c_contiguous and array.flags.writeable
+    assert hvd.empty((0, 2), "float32").shape == (0, 2)
+
+
+def state(**values):
+    return hvd.elastic.ObjectState(bcast_object=lambda value: value, **values)
+
+
+def test_state_goes_back_to_the_last_commit():
+    kept = state(epoch=1, order=[1, 2])
+    kept.epoch, kept.order[0] = 2, 9
+    kept.restore()
+    assert (kept.epoch, kept.order) == (1, [1, 2])
+    kept.epoch, kept.order[0] = 3, 7
+    kept.commit()
+    kept.order.append(5)
+    kept.restore()
+    assert (kept.epoch, kept.order) == (3, [7, 2])
+
+
+def test_a_loop_starts_again_where_it_was_committed():
+    kept, tried, resets = state(step=0), [], []
+    kept.register_reset_callbacks([lambda: resets.append(kept.step)])
+
+    @hvd.elastic.run
+    def train(kept, last):
+        while kept.step < last:
+            kept.step += 1
+            tried.append(kept.step)
+            if tried in ([1, 2, 3], [1, 2, 3, 3]):
+                raise MismatchError("once more")
+            kept.commit()
+        return kept.step
+
+    assert train(kept, 4) == 4
+    assert tried == [1, 2, 3, 3, 3, 4] and resets == [2, 2]
+
+
+def test_a_loop_gives_up():
+    kept, tried = state(step=0), []
+
+    @hvd.elastic.run
+    def train(kept):
+        tried.append(kept.step)
+        raise MismatchError("always")
+
+    with pytest.raises(MismatchError, match="always"):
+        train(kept)
+    assert tried == [0, 0, 0]
+
+
+def test_a_loop_does_not_go_on_without_its_ranks():
+    tried = []
+
+    @hvd.elastic.run
+    def train(kept):
+        tried.append(1)
+        raise TransportError("gone")
+
+    with pytest.raises(TransportError):
+        train(state())
+    assert tried == [1]
