@@ -25,8 +25,9 @@ _PRESENT, _LEFT = 1, 2
 # How long one kernel call waits before it comes back to Python to look around: spins, yields, then 1 ms of naps.
 _YIELDS, _NAPS, _NAP_MICROSECONDS = 2000, 20, 50
 
-# After so many of those, some 0.2 s, naps are longer: whoever is waited for is busy with something else.
-_MANY_WAITS, _LONG_NAP_MICROSECONDS = 200, 500
+# After so many of those, some 0.2 s, naps are fewer and longer: whoever is waited for is busy with something else, and
+# a nap costs 15 us of a core.
+_MANY_WAITS, _LONG_NAPS, _LONG_NAP_MICROSECONDS = 150, 5, 2000
 
 
 def _as_array(address: int, nbytes: int) -> Any:
@@ -105,9 +106,9 @@ class NodeBoard:
                 self._transport.progress()  # a rank that comes later may first wait for a message with this one
                 waits += 1
                 if waits == _MANY_WAITS:
-                    call[kernels.NAP_MICROSECONDS] = _LONG_NAP_MICROSECONDS
+                    call[kernels.NAPS], call[kernels.NAP_MICROSECONDS] = _LONG_NAPS, _LONG_NAP_MICROSECONDS
                 status = kernel(call.ctypes.data)
-            for field in (kernels.SPINS, kernels.YIELDS, kernels.NAP_MICROSECONDS):
+            for field in (kernels.SPINS, kernels.YIELDS, kernels.NAPS, kernels.NAP_MICROSECONDS):
                 call[field] = usual[field]
         return status
 
