@@ -179,17 +179,19 @@ class Coordinator:
     def _take(self, verdicts: Sequence[Verdict]) -> list[Job]:
         """Fail what cannot run; return what can."""
         jobs = []
+        pop, timeline = self._pending.pop, self.timeline
         for verdict in verdicts:
-            pending = self._pending.pop(verdict.request.name, None)
-            if pending is not None and self.timeline is not None:
-                self.timeline.end(verdict.request.name)
-            if isinstance(verdict, Launch):
+            pending = pop(verdict.request.name, None)
+            if pending is not None and timeline is not None:
+                timeline.end(verdict.request.name)
+            if type(verdict) is Launch:
                 jobs.append(Job(verdict, pending))
             elif pending is None:
                 continue
             elif isinstance(verdict, Joined):
                 pending.finish(verdict.last)
             else:
+                assert isinstance(verdict, Failure)
                 pending.finish(error=self._error(verdict))
         if jobs:
             self._last = jobs[-1].launch.request, time.monotonic()

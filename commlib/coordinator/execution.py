@@ -102,9 +102,10 @@ class Execution:
     def _all_reduce(self, jobs: Sequence[Job]) -> Iterable[tuple[Job, Any]]:
         kinds: dict[Kind, list[Item]] = {}
         for job in jobs:
-            pending = job.pending
-            for index, (kind, size) in enumerate(self._kinds_of(job.launch.request)):
-                source, target = (None, None) if pending is None else (pending.inputs[index], pending.outputs[index])
+            pending, parts = job.pending, self._kinds_of(job.launch.request)
+            nothing = [None] * len(parts)
+            sources, targets = (nothing, nothing) if pending is None else (pending.inputs, pending.outputs)
+            for (kind, size), source, target in zip(parts, sources, targets, strict=True):
                 kinds.setdefault(kind, []).append(Item(size, source, target))
         for kind, items in kinds.items():
             self._reduce_kind(kind, items)

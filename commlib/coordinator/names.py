@@ -11,11 +11,11 @@ from commlib.coordinator.request import Request
 
 
 class KnownNames:
-    """Up to `capacity` requests by name and by bit; the one that was agreed on longest ago goes first."""
+    """Up to `capacity` requests by name and by bit; the one that was told longest ago goes first."""
 
     def __init__(self, capacity: int) -> None:
         self._capacity = capacity
-        self._bits: dict[str, int] = {}  # in the order of the last agreement
+        self._bits: dict[str, int] = {}  # in the order in which they were told
         self._requests: dict[int, Request] = {}
         self._free: list[int] = []
         self.highest = 0
@@ -41,10 +41,6 @@ class KnownNames:
         """Return the request that a bit stands for."""
         return self._requests[bit]
 
-    def renew(self, name: str) -> None:
-        """Note that a name was agreed on again."""
-        self._bits[name] = self._bits.pop(name)
-
     @property
     def is_full(self) -> bool:
         """Whether another name needs the place of one of these."""
@@ -52,7 +48,7 @@ class KnownNames:
 
     @property
     def oldest(self) -> str:
-        """The name that was agreed on longest ago."""
+        """The name that was told longest ago."""
         return next(iter(self._bits))
 
     def add(self, request: Request) -> None:

@@ -12,7 +12,7 @@ A rank that has joined has no data left. It counts as having announced everythin
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from typing import NamedTuple
 
 from commlib.coordinator.names import KnownNames
@@ -121,17 +121,15 @@ class Negotiation:
         bits = self._names.all_bits if self._rank in self._joined else self._bits
         return Announcement(bits, self._names.highest, requests)
 
-    def agree(self, bits: Iterable[int], everyone: Sequence[News] = ()) -> list[Verdict]:
+    def agree(self, bits: Sequence[int], everyone: Sequence[News] = ()) -> list[Verdict]:
         """Take in what all ranks announced; return what follows, in the same order on all ranks.
 
         bits: those that all ranks have. everyone: the news of each rank, by rank, if any rank had some.
         """
-        verdicts: list[Verdict] = []
-        for bit in bits:
-            request = self._names.request(bit)
-            self._names.renew(request.name)
-            self._bits &= ~(1 << bit)
-            verdicts.append(self._launched(request))
+        launched = [self._names.request(bit) for bit in bits]
+        if launched:
+            self._bits &= ~sum(1 << bit for bit in bits)
+        verdicts: list[Verdict] = [self._launched(request) for request in launched]
         if not everyone:
             return verdicts
         for name in self._take_in(everyone):

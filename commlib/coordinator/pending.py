@@ -49,6 +49,8 @@ class Pending(Work):
         """End it, and let go of its arrays."""
         self.inputs = self.outputs = ()
         self.extra = None
-        super().finish(result, error)
+        self._result, self._error = result, error
+        self._done = True
+        self._running.release()
         if error is not None:
             self._coordinator.failed.append(self)

@@ -61,7 +61,11 @@ def start_allreduce(
     The factors multiply before and after: half precision in float32, integers in float64, truncated.
     """
     coordinator = coordinator_of(process_set, "allreduce")
-    key = (name, op, prescale_factor, postscale_factor, device, *[(array.dtype, array.shape) for array in inputs])
+    if len(inputs) == 1:
+        kind: Any = inputs[0].dtype, inputs[0].shape
+    else:
+        kind = [(array.dtype, array.shape) for array in inputs]
+    key = (name, op, prescale_factor, postscale_factor, device, *kind)
     request = coordinator.requests.get(key)
     if request is None:
         request = _allreduce(coordinator, name, inputs, op, prescale_factor, postscale_factor, device)

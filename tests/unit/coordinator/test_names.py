@@ -28,11 +28,12 @@ def test_the_same_name_for_something_else_is_not_known():
     assert names.bit(request("b")) is None
 
 
-def test_what_was_renewed_longest_ago_goes_first():
+def test_what_was_told_longest_ago_goes_first():
     names = KnownNames(2)
     names.add(request("a"))
     assert not names.is_full
     names.add(request("b"))
     assert names.is_full and names.oldest == "a"
-    names.renew("a")
+    names.remove("a")
+    names.add(request("a"))
     assert names.oldest == "b"
