@@ -45,8 +45,9 @@ class Runtime:
     def end(self) -> str:
         """End all groups without ever hanging; return the first failure that nobody has asked for, or ""."""
         groups = list(self.groups)
-        failure = ""
+        failure, threads = "", [self.attendant, *(group.progress for group in groups)]
         if self.named is not None:
+            threads += self.named.coordinators()
             failure = self.named.close()
             self.named = None
         for group in groups:
@@ -56,6 +57,6 @@ class Runtime:
             group.leave()
         self.closing = True
         deadline = time.monotonic() + 1.0  # waits look at `closing` every 0.1 s
-        for threaded in (self.attendant, *(group.progress for group in groups)):
+        for threaded in threads:
             threaded.join(max(0.0, deadline - time.monotonic()))
         return failure or next(filter(None, [group.progress.unseen_failure() for group in groups]), "")

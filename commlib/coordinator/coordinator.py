@@ -286,6 +286,11 @@ class Coordinator:
                 pending.seen = False  # whoever asked for it has not been told
         return ""
 
+    def join(self, timeout: float) -> None:
+        """Wait until the thread has ended after `close`, at most `timeout` s: see `Progress.join`."""
+        if self._thread is not None and self._thread is not threading.current_thread():
+            self._thread.join(timeout)
+
     def unseen_failure(self) -> str:
         """Return the first failed operation whose error nobody has asked for, or ""."""
         for pending in self.failed:

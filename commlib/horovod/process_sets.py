@@ -126,18 +126,21 @@ class Registry:
         Returns the first failure that nobody has asked for, or "".
         """
         self.stop_timeline()
-        failures = []
+        failures = [coordinator.unseen_failure() for coordinator in self.coordinators()]
+        for coordinator in self.coordinators():
+            coordinator.close()
         for process_set in list(self.sets.values()):
-            if process_set._coordinator is not None:
-                failures.append(process_set._coordinator.unseen_failure())
-                process_set._coordinator.close()
             self.forget(process_set)
         return next(filter(None, failures), "")
 
     def drain(self, timeout: float) -> str:
         """Wait until nothing is pending; return "" or what is after `timeout` s."""
-        coordinators = [process_set._coordinator for process_set in self.sets.values()]
-        return next(filter(None, [each.drain(timeout) for each in coordinators if each is not None]), "")
+        return next(filter(None, [each.drain(timeout) for each in self.coordinators()]), "")
+
+    def coordinators(self) -> list[Coordinator]:
+        """Return those of the sets that this process is in."""
+        found = [process_set._coordinator for process_set in self.sets.values()]
+        return [coordinator for coordinator in found if coordinator is not None]
 
     def start_timeline(self, path: str, mark_cycles: bool) -> None:
         """Trace the operations of all sets, on rank 0."""
@@ -155,9 +158,8 @@ class Registry:
             timeline.close()
 
     def _share_timeline(self) -> None:
-        for process_set in self.sets.values():
-            if process_set._coordinator is not None:
-                process_set._coordinator.timeline = self.timeline
+        for coordinator in self.coordinators():
+            coordinator.timeline = self.timeline
 
     def _agreed(self, what: str, ranks: Sequence[int], run: Any) -> Any:
         """Run something in turn with the operations of all ranks, once all have asked for it for these ranks."""

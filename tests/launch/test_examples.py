@@ -1,0 +1,32 @@
+"""The examples run, and say themselves whether what they trained is right."""
+
+from __future__ import annotations
+
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+EXAMPLES = Path(__file__).parents[2] / "examples"
+SCRIPTS = sorted(path.name for path in EXAMPLES.glob("*.py"))
+
+
+def test_they_are_all_here():
+    assert len(SCRIPTS) >= 7
+
+
+@pytest.mark.parametrize("script", SCRIPTS)
+def test_an_example(mpirun, script):
+    done = mpirun(2, EXAMPLES / script, timeout=110)
+    assert done.returncode == 0, done.stdout + done.stderr
+
+
+def test_two_frameworks_train_one_model(launch_environment):
+    beside = Path(sys.executable).parent / "mpiexec"
+    mpiexec = str(beside) if beside.exists() else shutil.which("mpiexec")
+    halves = [["-n", "1", sys.executable, str(EXAMPLES / "mixed" / f"{half}_half.py")] for half in ("torch", "tf")]
+    command = [str(mpiexec), *halves[0], ":", *halves[1]]
+    done = subprocess.run(command, env=launch_environment, capture_output=True, text=True, timeout=110)
+    assert done.returncode == 0, done.stdout + done.stderr
