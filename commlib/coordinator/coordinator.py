@@ -286,6 +286,12 @@ class Coordinator:
                 pending.seen = False  # whoever asked for it has not been told
         return ""
 
+    def close_group(self) -> None:
+        """Close, and release the group. Collective, with nothing pending."""
+        self.close()
+        with self._driving:
+            self.comm.close()
+
     def join(self, timeout: float) -> None:
         """Wait until the thread has ended after `close`, at most `timeout` s: see `Progress.join`."""
         if self._thread is not None and self._thread is not threading.current_thread():

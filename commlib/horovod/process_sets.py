@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Iterable, Sequence
 from typing import Any
 
@@ -96,17 +97,21 @@ class Registry:
         self._register(process_set, ranks, group)
 
     def remove(self, process_set: ProcessSet) -> bool:
-        """Remove a set; return False if it is not registered, or all ranks. Collective over all ranks."""
+        """Remove a set once its operations are done; return False if it is not registered, or all ranks.
+
+        Collective over all ranks.
+        """
         number = process_set.process_set_id
         if number is None or number == 0 or self.sets.get(number) is not process_set:
             return False
         assert process_set.ranks is not None
         coordinator = process_set._coordinator
+        if coordinator is not None:
+            coordinator.drain(threading.TIMEOUT_MAX)
 
         def close(comm: Any) -> None:
             if coordinator is not None:
-                coordinator.close()
-                coordinator.comm.close()
+                coordinator.close_group()
 
         self._agreed("remove_process_set", process_set.ranks, close)
         self.forget(process_set)

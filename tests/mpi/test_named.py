@@ -296,7 +296,11 @@ def test_process_sets(comm: Any) -> None:
     assert not hvd.remove_process_set(ends) and not hvd.remove_process_set(hvd.global_process_set)
     again = hvd.add_process_set(ends)
     assert again is ends and ends.process_set_id == 1  # ids are used again
+    works = []
+    if ends.included():
+        works = [hvd.start_allgather([np.ones(2)], f"{n}", process_set=ends) for n in range(50)]
     assert hvd.remove_process_set(ends) and hvd.remove_process_set(low)
+    assert all(len(work.wait()[0]) == 4 for work in works)  # they were waited for
     with pytest.raises(MismatchError, match="add_process_set"):
         hvd.add_process_set([0, 1 + min(rank, 1)])
 
