@@ -1,6 +1,143 @@
-"""The TensorFlow adapter: not there yet. The core works on numpy arrays; `commlib_torch` is the adapter for PyTorch."""
+"""commlib for TensorFlow and Keras 3: Horovod's API.
 
-raise ImportError(
-    "commlib_tensorflow is not there yet: commlib has no TensorFlow adapter in this version. "
-    "The core (import commlib) works on numpy arrays, and commlib_torch is the adapter for PyTorch"
+import commlib_tensorflow as hvd
+
+hvd.init()
+hvd.broadcast_variables(model.variables, root_rank=0)
+with tf.GradientTape() as tape:
+    ...
+tape = hvd.DistributedGradientTape(tape)
+"""
+
+from commlib.horovod import (
+    Adasum,
+    Average,
+    HorovodInternalError,
+    HorovodVersionMismatchError,
+    HostsUpdatedInterrupt,
+    Max,
+    Min,
+    ProcessSet,
+    Product,
+    ReduceOp,
+    Sum,
+    add_process_set,
+    ccl_built,
+    cross_rank,
+    cross_size,
+    cuda_built,
+    ddl_built,
+    global_process_set,
+    gloo_built,
+    gloo_enabled,
+    init,
+    is_homogeneous,
+    is_initialized,
+    local_rank,
+    local_size,
+    mpi_built,
+    mpi_enabled,
+    mpi_threads_supported,
+    nccl_built,
+    rank,
+    remove_process_set,
+    rocm_built,
+    shutdown,
+    size,
+    start_timeline,
+    stop_timeline,
 )
+from commlib_tensorflow import elastic
+from commlib_tensorflow.collectives import (
+    allgather,
+    allreduce,
+    alltoall,
+    barrier,
+    broadcast,
+    broadcast_,
+    grouped_allgather,
+    grouped_allreduce,
+    grouped_reducescatter,
+    join,
+    reducescatter,
+)
+from commlib_tensorflow.compression import Compression
+from commlib_tensorflow.functions import (
+    BroadcastGlobalVariablesHook,
+    allgather_object,
+    broadcast_global_variables,
+    broadcast_object,
+    broadcast_object_fn,
+    broadcast_variables,
+)
+from commlib_tensorflow.gradient_tape import DistributedGradientTape, PartialDistributedGradientTape
+from commlib_tensorflow.optimizer import DistributedOptimizer
+from commlib_tensorflow.queries import local_rank_op, local_size_op, process_set_included_op, rank_op, size_op
+from commlib_tensorflow.sync_batch_norm import SyncBatchNormalization
+
+__all__ = [
+    "init",
+    "shutdown",
+    "is_initialized",
+    "rank",
+    "size",
+    "local_rank",
+    "local_size",
+    "cross_rank",
+    "cross_size",
+    "is_homogeneous",
+    "rank_op",
+    "size_op",
+    "local_rank_op",
+    "local_size_op",
+    "process_set_included_op",
+    "mpi_threads_supported",
+    "mpi_enabled",
+    "mpi_built",
+    "gloo_enabled",
+    "gloo_built",
+    "nccl_built",
+    "ddl_built",
+    "ccl_built",
+    "cuda_built",
+    "rocm_built",
+    "start_timeline",
+    "stop_timeline",
+    "ProcessSet",
+    "add_process_set",
+    "remove_process_set",
+    "global_process_set",
+    "ReduceOp",
+    "Average",
+    "Sum",
+    "Adasum",
+    "Min",
+    "Max",
+    "Product",
+    "Compression",
+    "allreduce",
+    "grouped_allreduce",
+    "allgather",
+    "grouped_allgather",
+    "broadcast",
+    "broadcast_",
+    "alltoall",
+    "reducescatter",
+    "grouped_reducescatter",
+    "join",
+    "barrier",
+    "broadcast_variables",
+    "broadcast_global_variables",
+    "BroadcastGlobalVariablesHook",
+    "broadcast_object",
+    "broadcast_object_fn",
+    "allgather_object",
+    "DistributedOptimizer",
+    "DistributedGradientTape",
+    "PartialDistributedGradientTape",
+    "SyncBatchNormalization",
+    "elastic",
+    "HorovodInternalError",
+    "HostsUpdatedInterrupt",
+    "HorovodVersionMismatchError",
+]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import ml_dtypes
@@ -19,12 +20,19 @@ def dtype_name(dtype: torch.dtype) -> str:
     return str(dtype).removeprefix("torch.")
 
 
-def check(tensor: torch.Tensor) -> None:
-    """Raise UsageError unless the core can reach the memory of `tensor`."""
+def check_dense(tensor: torch.Tensor) -> None:
+    """Raise UsageError unless `tensor` is a dense tensor with values, wherever they are."""
     if not isinstance(tensor, torch.Tensor):
         raise UsageError(f"expected a torch tensor, got {type(tensor).__name__}")
     if tensor.layout != torch.strided:
         raise UsageError(f"tensors of layout {tensor.layout} are not supported: call .to_dense() first")
+    if tensor.device.type == "meta":
+        raise UsageError("a tensor on device meta has no values: move it to a real device first")
+
+
+def check(tensor: torch.Tensor) -> None:
+    """Raise UsageError unless the core can reach the memory of `tensor`."""
+    check_dense(tensor)
     if tensor.device.type != "cpu":
         raise UsageError(f"tensors on device {tensor.device} are not supported yet: call .cpu() first")
 
@@ -57,3 +65,21 @@ def packed(tensor: torch.Tensor) -> torch.Tensor:
     """Return `tensor` itself, detached, if its memory is contiguous and literal, else a copy that is."""
     check(tensor)
     return tensor.detach().resolve_conj().resolve_neg().contiguous()
+
+
+def on_host(tensor: torch.Tensor) -> torch.Tensor:
+    """Return `tensor` itself, detached, if it is contiguous and literal on the host, else a copy that is.
+
+    From a GPU it is copied behind what the current stream still computes, and this waits for that.
+    """
+    check_dense(tensor)
+    return tensor.detach().cpu().resolve_conj().resolve_neg().contiguous()
+
+
+def device_kind(tensors: Sequence[torch.Tensor]) -> str:
+    """Return "cpu" or "gpu". Raises UsageError where some tensors are on the host and some on a GPU."""
+    kinds = {"cpu" if tensor.device.type == "cpu" else "gpu" for tensor in tensors}
+    if len(kinds) > 1:
+        where = ", ".join(str(tensor.device) for tensor in tensors)
+        raise UsageError(f"the tensors of one group must be all on the host or all on GPUs, got {where}")
+    return kinds.pop() if kinds else "cpu"

@@ -76,17 +76,20 @@ def read(tensor: Tensor) -> Array:
 
 
 class InPlace:
-    """A tensor that an operation writes to: `array` is its memory, or stands in for it until `finish`."""
+    """A tensor that an operation writes to: `array` is its memory, or stands in for it until `finish`.
 
-    def __init__(self, tensor: Tensor) -> None:
+    `stage` makes the stand-in: `packed`, or `on_host` where the tensor may be on a GPU.
+    """
+
+    def __init__(self, tensor: Tensor, stage: Callable[[Tensor], Tensor] = packed) -> None:
         self._tensor = tensor
-        self._staged = packed(tensor)
+        self._staged = stage(tensor)
         self.array = to_array(self._staged)
 
     def finish(self, _: Any) -> Tensor:
         """Return the tensor, with the values of `array`."""
         tensor, staged = self._tensor, self._staged
-        if staged.data_ptr() != tensor.data_ptr():
+        if staged.data_ptr() != tensor.data_ptr() or staged.device != tensor.device:
             with torch.no_grad():
                 tensor.copy_(staged)
         elif not tensor.is_inference():

@@ -1,21 +1,27 @@
-"""Give every rank the parameters and the optimizer state of one of them: after start-up, or after a restart."""
+"""Give every rank the parameters and the optimizer state of one of them: after start-up, or after a restart.
+
+With `comm=` in order, among that group's ranks; without it by name, so it fits in between other operations by name, and
+`root_rank` is a number among all ranks.
+"""
 
 from __future__ import annotations
 
 import itertools
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Protocol
 
 import numpy as np
 import torch
 from torch import Tensor
 
-import commlib
+from commlib import horovod as core
 from commlib.communicator import Communicator
 from commlib.data_parallel import check_agreement
 from commlib.errors import UsageError
-from commlib_torch._bridge import check, packed, to_array
+from commlib_torch._bridge import check_dense, on_host, to_array
+from commlib_torch._named import ProcessSets
+from commlib_torch.movement import check_ordered, choose_root
 
 Parameters = Mapping[str, Tensor] | Iterable[tuple[str, Tensor]] | Iterable[Tensor]
 
@@ -23,48 +29,108 @@ PACK_BYTES = 8 * 2**20
 """Smaller tensors travel together in messages of up to this size."""
 
 
-def broadcast_parameters(params: Parameters, root: int = 0, *, comm: Communicator | None = None) -> None:
-    """Overwrite tensors on every rank by those of `root`, in place. Collective.
+class Ranks(Protocol):
+    """Those that get the tensors, and what is done among them."""
+
+    @property
+    def rank(self) -> int: ...
+
+    @property
+    def size(self) -> int: ...
+
+    def all_gather_object(self, obj: Any) -> list[Any]: ...
+
+    def broadcast_object(self, obj: Any, root: int = 0) -> Any: ...
+
+    def broadcast(self, x: Any, root: int = 0) -> Any: ...
+
+
+class NamedRanks:
+    """The ranks of a process set, and operations by name; roots are numbers among all ranks."""
+
+    def __init__(self, name: str, process_set: ProcessSets) -> None:
+        self._name, self._process_set = name, core.process_set_of(process_set)
+        self._process_set.coordinator(name)  # raises on ranks that are not in it
+        self.rank: int = core.rank()
+        self.size: int = self._process_set.size() or 1
+
+    def all_gather_object(self, obj: Any) -> list[Any]:
+        return core.allgather_object(obj, f"{self._name}.agreement", self._process_set)
+
+    def broadcast_object(self, obj: Any, root: int = 0) -> Any:
+        return core.broadcast_object(obj, root, f"{self._name}.object", self._process_set)
+
+    def broadcast(self, x: Any, root: int = 0) -> Any:
+        name = f"{self._name}.values"
+        return core.start_broadcast([x], root, name, process_set=self._process_set, blocking=True).wait()
+
+
+def broadcast_parameters(
+    params: Parameters,
+    root_rank: int | None = None,
+    process_set: ProcessSets = None,
+    *,
+    root: int | None = None,
+    comm: Communicator | None = None,
+) -> None:
+    """Overwrite tensors on every rank by those of `root_rank`, in place. Collective.
 
     `params` is `model.state_dict()`, `model.named_parameters()`, or an iterable of tensors; any shapes and dtypes.
     Raises MismatchError on every rank if ranks give different names, shapes or dtypes; UsageError for what is no
     tensor.
     """
-    comm = comm or commlib.init()
+    ranks, source = _ranks("broadcast_parameters", root_rank, root, process_set, comm)
     tensors: list[Tensor] = []
     lines: list[str] = []
     for name, tensor in _named(params):
         if not isinstance(tensor, Tensor):
             raise UsageError(f"{name} is no tensor but a {type(tensor).__name__}: use broadcast_object for it")
         try:
-            check(tensor)
+            check_dense(tensor)
         except UsageError as error:
             raise UsageError(f"{name}: {error}") from error
         tensors.append(tensor)
         lines.append(f"{name}: {tensor.dtype}{list(tensor.shape)}")
-    check_agreement(comm, "tensors to broadcast", [f"root {root}", *lines])
-    _broadcast_tensors(tensors, root, comm)
+    check_agreement(ranks, "tensors to broadcast", [f"root {source}", *lines])
+    _broadcast_tensors(tensors, source, ranks)
 
 
 def broadcast_optimizer_state(
-    optimizer: torch.optim.Optimizer, root: int = 0, *, comm: Communicator | None = None
+    optimizer: torch.optim.Optimizer,
+    root_rank: int | None = None,
+    model: torch.nn.Module | None = None,
+    process_set: ProcessSets = None,
+    *,
+    root: int | None = None,
+    comm: Communicator | None = None,
 ) -> None:
-    """Give every rank the state and the hyperparameters of `root`'s optimizer. Collective.
+    """Give every rank the state and the hyperparameters of the optimizer of `root_rank`. Collective.
 
-    Works whether or not an optimizer has stepped yet: ranks without state take root's, and if root has none all end
-    up without. No step is run. Raises MismatchError on every rank if parameter groups differ.
+    Works whether or not an optimizer has stepped yet: ranks without state take the root's, and if it has none all end
+    up without. No step is run, so `model`, which Horovod wants for some optimizers, is not used. Raises MismatchError
+    on every rank if parameter groups differ.
     """
-    comm = comm or commlib.init()
+    ranks, source = _ranks("broadcast_optimizer_state", root_rank, root, process_set, comm)
     groups = [str([str(list(p.shape)) for p in group["params"]]) for group in optimizer.param_groups]
-    check_agreement(comm, "optimizer parameter groups", [f"root {root}", *groups])
+    check_agreement(ranks, "optimizer parameter groups", [f"root {source}", *groups])
     tensors: list[Tensor] = []
-    structure = _extract(optimizer.state_dict(), tensors) if comm.rank == root else None
-    structure = comm.broadcast_object(structure, root)
-    if comm.rank != root:
+    structure = _extract(optimizer.state_dict(), tensors) if ranks.rank == source else None
+    structure = ranks.broadcast_object(structure, source)
+    if ranks.rank != source:
         tensors = [torch.empty(place.shape, dtype=place.dtype) for place in _places(structure)]
-    _broadcast_tensors(tensors, root, comm)
-    # Root loads its own state too: what loading does to it (casts, say) must happen on every rank.
+    _broadcast_tensors(tensors, source, ranks)
+    # The root loads its own state too: what loading does to it (casts, say) must happen on every rank.
     optimizer.load_state_dict(_insert(structure, iter(tensors)))
+
+
+def _ranks(
+    what: str, root_rank: int | None, root: int | None, process_set: ProcessSets, comm: Communicator | None
+) -> tuple[Ranks, int]:
+    source = choose_root(root_rank, root)
+    if comm is None:
+        return NamedRanks(what, process_set), source
+    check_ordered(None, process_set)
+    return comm, source
 
 
 @dataclass(frozen=True, slots=True)
@@ -85,7 +151,7 @@ def _named(params: Parameters) -> Iterable[tuple[str, Any]]:
 def _extract(value: Any, tensors: list[Tensor]) -> Any:
     """Return `value` with a `_Place` for each tensor in it; the tensors are appended to `tensors`."""
     if isinstance(value, Tensor):
-        tensor = packed(value)
+        tensor = on_host(value)
         tensors.append(tensor)
         return _Place(tuple(tensor.shape), tensor.dtype)
     if type(value) is dict:
@@ -114,7 +180,7 @@ def _insert(value: Any, tensors: Iterator[Tensor]) -> Any:
     return value
 
 
-def _broadcast_tensors(tensors: Sequence[Tensor], root: int, comm: Communicator) -> None:
+def _broadcast_tensors(tensors: Sequence[Tensor], root: int, comm: Ranks) -> None:
     """Broadcast tensors that have the same shapes and dtypes on every rank, as bytes, many small ones at a time."""
     if comm.size == 1:
         return
@@ -130,8 +196,8 @@ def _broadcast_tensors(tensors: Sequence[Tensor], root: int, comm: Communicator)
         _broadcast_pack(pack, root, comm)
 
 
-def _broadcast_pack(pack: Sequence[Tensor], root: int, comm: Communicator) -> None:
-    sources = [packed(tensor) for tensor in pack]
+def _broadcast_pack(pack: Sequence[Tensor], root: int, comm: Ranks) -> None:
+    sources = [on_host(tensor) for tensor in pack]
     views = [to_array(source).reshape(-1).view(np.uint8) for source in sources]
     if len(views) == 1:
         comm.broadcast(views[0], root)
@@ -145,7 +211,7 @@ def _broadcast_pack(pack: Sequence[Tensor], root: int, comm: Communicator) -> No
         return
     with torch.no_grad():
         for tensor, source in zip(pack, sources, strict=True):
-            if source.data_ptr() == tensor.data_ptr():
+            if source.data_ptr() == tensor.data_ptr() and source.device == tensor.device:
                 torch.autograd.graph.increment_version(tensor)  # autograd did not see the write
             else:
                 tensor.copy_(source)

@@ -14,46 +14,10 @@ from typing import Any
 
 from torch import Tensor
 
-import commlib
 from commlib.communicator import Communicator
 from commlib_torch._call import Call, InPlace, Work, as_is, new, new_or_none, read
 
 Comm = Communicator | None
-
-
-def init() -> Communicator:
-    """Start commlib if it is not running, and return the communicator of all ranks."""
-    return commlib.init()
-
-
-def shutdown() -> None:
-    """End commlib in this process. Collective."""
-    commlib.shutdown()
-
-
-def is_initialized() -> bool:
-    """Return whether commlib is running."""
-    return commlib.is_initialized()
-
-
-def rank() -> int:
-    """Return this process's number among all, from 0."""
-    return commlib.world().rank
-
-
-def size() -> int:
-    """Return the number of ranks."""
-    return commlib.world().size
-
-
-def local_rank() -> int:
-    """Return this process's number among those of its node, from 0. Collective when first called."""
-    return commlib.world().node().rank
-
-
-def local_size() -> int:
-    """Return the number of ranks on this node. Collective when first called."""
-    return commlib.world().node().size
 
 
 # Reductions

@@ -13,6 +13,7 @@ import commlib
 from commlib.communicator import Communicator
 from commlib.data_parallel import BUCKET_CAP_MIB, FIRST_BUCKET_MIB, Statistics
 from commlib_torch._gradients import Gradients, unique_parameters
+from commlib_torch._options import Options
 from commlib_torch.broadcast import broadcast_parameters
 
 _INNER = "module."
@@ -54,10 +55,7 @@ class DataParallel(nn.Module):
         self._gradients: Gradients | None = Gradients(
             unique_parameters(module.named_parameters()),
             comm,
-            op=op,
-            bucket_cap_mib=bucket_cap_mib,
-            first_bucket_mib=first_bucket_mib,
-            overlap=overlap,
+            Options(op=op, bucket_cap_mib=bucket_cap_mib, first_bucket_mib=first_bucket_mib, overlap=overlap),
         )
         broadcast_parameters([*module.named_parameters(), *module.named_buffers()], comm=comm)
         self.register_state_dict_post_hook(_strip_prefix)  # type: ignore[no-untyped-call]

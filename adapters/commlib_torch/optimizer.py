@@ -2,19 +2,25 @@
 
 from __future__ import annotations
 
-import functools
-from collections.abc import Callable, Iterable
-from contextlib import AbstractContextManager
+import warnings
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import AbstractContextManager, contextmanager
 from typing import Any, TypeVar, cast
 
 import torch
 from torch import Tensor
 
 import commlib
+from commlib import horovod as core
 from commlib.communicator import Communicator
 from commlib.data_parallel import BUCKET_CAP_MIB, FIRST_BUCKET_MIB
 from commlib.errors import UsageError
 from commlib_torch._gradients import Gradients, Named, unique_parameters
+from commlib_torch._layout import Groups
+from commlib_torch._named import ProcessSets
+from commlib_torch._options import Options, communicator_of, reduction_name
+from commlib_torch.adasum import AdasumDistributed
+from commlib_torch.compression import Compression, Compressors
 
 OptimizerT = TypeVar("OptimizerT", bound=torch.optim.Optimizer)
 
@@ -22,9 +28,15 @@ OptimizerT = TypeVar("OptimizerT", bound=torch.optim.Optimizer)
 def DistributedOptimizer(
     optimizer: OptimizerT,
     named_parameters: Iterable[Named] | None = None,
-    *,
-    op: str = "mean",
+    compression: Compressors = Compression.none,
     backward_passes_per_step: int = 1,
+    op: Any = core.Average,
+    gradient_predivide_factor: float = 1.0,
+    num_groups: int = 0,
+    groups: Groups = None,
+    sparse_as_dense: bool = False,
+    process_set: ProcessSets = None,
+    *,
     bucket_cap_mib: float = BUCKET_CAP_MIB,
     first_bucket_mib: float = FIRST_BUCKET_MIB,
     overlap: bool | None = None,
@@ -38,49 +50,82 @@ def DistributedOptimizer(
 
     - `synchronize()`: reduce now what `step()` would have to, e.g. on a rank that had no loss in this step and wants
       to clip like the others;
+    - `skip_synchronize()`: a context in which `step()` reduces nothing. It never reduces what is reduced already;
     - `no_sync()`: a context in which backward accumulates on this rank only;
+    - `set_backward_passes_per_step(k)`;
     - `exposed_seconds`: the time this thread waited for communication so far; `statistics` has more.
 
     `named_parameters`, such as `model.named_parameters()`, gives names for messages and the order of buckets; it must
-    cover the optimizer's parameters. `op` is "mean" or "sum". With `backward_passes_per_step=k` only every k-th
-    backward reduces; gradients of the k passes are added up, not averaged. Buckets hold up to `bucket_cap_mib` MiB,
-    the first one `first_bucket_mib`. With `overlap` they are sent while backward runs, else when it ends; by default
-    where the group spans several nodes, or each rank has more cores than torch has threads. `comm` is the group to
-    reduce over, by default all ranks.
+    cover the optimizer's parameters. `op` is Average ("mean") or Sum ("sum"), or Adasum, which lets every rank step by
+    itself and combines the steps. With `backward_passes_per_step=k` only every k-th backward reduces; gradients of the
+    k passes are added up, not averaged. An average is over all ranks, also those that have joined.
+
+    `compression=Compression.fp16` or `.bf16` sends gradients in half precision; sums are taken in float32. An object
+    with `compress(tensor) -> (tensor, ctx)` and `decompress(tensor, ctx)` is called at the end of backward.
+    `gradient_predivide_factor=f` divides by f before adding, and multiplies by f / size afterwards. `groups` are
+    lists of parameters that travel together, or a number of such lists to make. Sparse gradients are gathered, unless
+    `sparse_as_dense`. `process_set` are the ranks to reduce over, by default all; or `comm`, a communicator.
+
+    Buckets hold up to `bucket_cap_mib` MiB, the first one `first_bucket_mib`. With `overlap` they are sent while
+    backward runs, else when it ends; by default where the group spans several nodes, or each rank has more cores than
+    torch has threads.
 
     A closure given to `step` returns the loss reduced over the ranks, so that all of them take the same decisions.
     `step()` takes part in the reduction even where no backward ran. `add_param_group` is collective.
 
-    Raises UsageError for parameters that cannot be managed, MismatchError on every rank if ranks hold different ones.
+    Raises UsageError, a ValueError, for parameters that cannot be managed, and on a rank that is not in the process
+    set; MismatchError on every rank if ranks hold different ones.
     """
-    if isinstance(optimizer, Distributed):
+    if isinstance(optimizer, Distributed | AdasumDistributed):
         raise UsageError("this optimizer is a DistributedOptimizer already")
     if not isinstance(optimizer, torch.optim.Optimizer):
         raise UsageError(f"expected a torch optimizer, got {type(optimizer).__name__}")
-    comm = comm or commlib.init()
+    if comm is not None and process_set is not None:
+        raise UsageError("process_set and comm both say over which ranks to reduce: give one of them")
+    commlib.init()
+    if num_groups:
+        warnings.warn("num_groups is deprecated, in Horovod too: use groups", DeprecationWarning, stacklevel=2)
+        groups = num_groups if groups is None else groups
     named = None if named_parameters is None else list(named_parameters)
-    make = functools.partial(
-        Gradients,
-        comm=comm,
-        op=op,
+    chosen = _name_parameters(optimizer, named)
+    if op == core.Adasum or op == "adasum":
+        if gradient_predivide_factor != 1 or comm is not None:
+            raise UsageError("op=Adasum takes neither gradient_predivide_factor nor comm=; give process_set=")
+        core.process_set_of(process_set).coordinator("DistributedOptimizer")  # raises on ranks that are not in it
+        wrapped: Any = _change_class(optimizer, AdasumDistributed)
+        wrapped._start_adasum(chosen, compression, process_set)
+        return optimizer
+    options = Options(
+        op=reduction_name(op),
         bucket_cap_mib=bucket_cap_mib,
         first_bucket_mib=first_bucket_mib,
         passes_per_step=backward_passes_per_step,
         overlap=overlap,
+        compression=compression,
+        predivide=gradient_predivide_factor,
+        groups=groups,
+        sparse_as_dense=sparse_as_dense,
+        process_set=process_set,
     )
-    gradients = make(_name_parameters(optimizer, named))
-    # The object itself changes class, instead of a copy being made: whoever refers to it already goes on using it.
-    plain = type(optimizer)
-    names = {"__module__": plain.__module__, "__qualname__": plain.__qualname__, "_plain": plain}
-    optimizer.__class__ = type(plain.__name__, (Distributed, plain), names)
-    distributed = cast(Any, optimizer)
+    if options.compressor is not None and comm is not None:
+        raise UsageError("a compressor of your own needs process_set= instead of comm=: it reduces by name")
+    comm = comm or communicator_of(process_set, "DistributedOptimizer")
+    gradients = Gradients(chosen, comm, options, known=_parameter_ids(optimizer))
+    distributed: Any = _change_class(optimizer, Distributed)
     distributed._gradients = gradients
-    distributed._make_gradients = make
     distributed._named = named
-    distributed._closure_comm = (comm, op)
+    distributed._skip = False
     # Hooks, not an override of step(): a scheduler made earlier has replaced step on the instance.
     optimizer.register_step_pre_hook(_before_step)
     optimizer.register_step_post_hook(_after_step)
+    return optimizer
+
+
+def _change_class(optimizer: torch.optim.Optimizer, mixin: type) -> Any:
+    """Change the class of the object itself, instead of making a copy: whoever refers to it goes on using it."""
+    plain = type(optimizer)
+    names = {"__module__": plain.__module__, "__qualname__": plain.__qualname__, "_plain": plain}
+    optimizer.__class__ = type(plain.__name__, (mixin, plain), names)
     return optimizer
 
 
@@ -89,9 +134,8 @@ class Distributed:
 
     _plain: type
     _gradients: Gradients
-    _make_gradients: Callable[[list[Named]], Gradients]
     _named: list[Named] | None
-    _closure_comm: tuple[Communicator, str]
+    _skip: bool
 
     def synchronize(self) -> None:
         """Reduce gradients now if `step()` would have to. Nothing to do after a backward that reduced them.
@@ -99,6 +143,21 @@ class Distributed:
         Without any backward on this rank it contributes zeros, and takes the result of the others.
         """
         self._gradients.synchronize()
+
+    @contextmanager
+    def skip_synchronize(self) -> Iterator[None]:
+        """Let `step()` within use gradients as they are: for after `synchronize()`, and what was done to them then."""
+        self._skip = True
+        try:
+            yield
+        finally:
+            self._skip = False
+
+    def set_backward_passes_per_step(self, passes: int) -> None:
+        """Let every `passes`-th backward reduce from now on."""
+        if passes < 1:
+            raise UsageError(f"backward_passes_per_step must be at least 1, got {passes}")
+        self._gradients.set_passes_per_step(passes)
 
     def no_sync(self) -> AbstractContextManager[None]:
         """Let backward passes within this context accumulate gradients on this rank only."""
@@ -125,7 +184,8 @@ class Distributed:
         if "_gradients" in self.__dict__:
             self._gradients.close()
             old = self._gradients
-            self._gradients = self._make_gradients(_name_parameters(cast(Any, self), self._named, strict=False))
+            named = _name_parameters(cast(Any, self), self._named, strict=False)
+            self._gradients = Gradients(named, old.comm, old.options, known=_parameter_ids(cast(Any, self)))
             self._gradients.statistics = old.statistics
 
     def __reduce_ex__(self, protocol: Any) -> Any:
@@ -137,6 +197,8 @@ class Distributed:
 
 def _before_step(optimizer: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     _refuse_unmanaged(optimizer)
+    if optimizer._skip:
+        return None
     closure = args[1] if len(args) > 1 else kwargs.get("closure")
     if closure is None:
         optimizer.synchronize()
@@ -154,7 +216,7 @@ def _averaging(optimizer: Any, closure: Callable[[], Any]) -> Callable[[], Any]:
 
     LBFGS decides by the loss how far to go, and when to stop evaluating: with losses of their own, ranks would part.
     """
-    comm, op = optimizer._closure_comm
+    comm, op = optimizer._gradients.comm, optimizer._gradients.options.op
 
     def wrapper() -> Any:
         gradients = optimizer._gradients
@@ -195,6 +257,10 @@ def _name_parameters(
         for number, group in enumerate(optimizer.param_groups)
         for position, parameter in enumerate(group["params"])
     }
+    for item in named or ():
+        if not (isinstance(item, tuple) and len(item) == 2 and isinstance(item[0], str)):
+            raise UsageError("named_parameters must be pairs of a name and a parameter, as of model.named_parameters()")
+    unique_parameters(named or ())  # raises where a name occurs twice
     chosen: list[Named] = []
     for name, parameter in named or ():
         if mine.pop(id(parameter), None) is not None:
@@ -204,3 +270,7 @@ def _name_parameters(
     if named is not None and missing and strict:
         raise UsageError(f"named_parameters lacks parameters of the optimizer: {'; '.join(missing)}")
     return unique_parameters([*chosen, *left])
+
+
+def _parameter_ids(optimizer: torch.optim.Optimizer) -> set[int]:
+    return {id(parameter) for group in optimizer.param_groups for parameter in group["params"]}

@@ -194,15 +194,3 @@ def test_unfrozen_later(comm: Any) -> None:
     network(inputs_of(comm.rank, 0), [0]).backward()
     with pytest.raises(UsageError, match="not reduced"):
         optimizer.step()
-
-
-def test_sparse_gradients_are_refused(comm: Any) -> None:
-    table = nn.Embedding(10, 3, sparse=True)
-    optimizer: Any = DistributedOptimizer(torch.optim.SGD(table.parameters(), lr=0.1))
-    loss = table(torch.tensor([1, 2])).sum()
-    if comm.size == 1:
-        loss.backward()
-        optimizer.step()
-        return
-    with pytest.raises(UsageError, match="parameter 0 has a sparse gradient"):
-        loss.backward()

@@ -1,0 +1,154 @@
+"""One way to call a function of the host on tensors: at once if TensorFlow runs eagerly, else as one node of the graph.
+
+A node is one `tf.numpy_function`, however many tensors go in and out: a call costs about 30 us, a further tensor 8 us.
+It is stateful, so a traced function runs its nodes in the order in which they were made, the same on every rank.
+"""
+
+from __future__ import annotations
+
+import re
+import threading
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple, TypeVar, cast
+
+import numpy as np
+import tensorflow as tf
+
+from commlib.errors import CommlibError, UsageError
+from commlib_tensorflow._bridge import Array, to_array, to_tensor
+
+try:
+    from tensorflow.python.eager.record import could_possibly_record as _some_tape_records
+except ImportError:  # it is not public
+
+    def _some_tape_records() -> bool:
+        return True
+
+
+Host = Callable[..., Sequence[Array]]
+FunctionT = TypeVar("FunctionT", bound=Callable[..., Any])
+
+
+def as_written(function: FunctionT) -> FunctionT:
+    """Decorate a function that AutoGraph must not rewrite when a user's traced function calls it."""
+    return cast(FunctionT, tf.autograph.experimental.do_not_convert(function))
+
+
+class Spec(NamedTuple):
+    """What one output will be: its dtype, and its shape as far as that is known when a function is traced."""
+
+    dtype: Any
+    shape: Any
+
+    @classmethod
+    def like(cls, tensor: Any) -> Spec:
+        """Return the dtype and shape of a tensor."""
+        return cls(tensor.dtype, tensor.shape)
+
+    @classmethod
+    def rows_of(cls, tensor: Any) -> Spec:
+        """Return the dtype and shape of a tensor with another number of rows."""
+        return cls(tensor.dtype, _any_rows(tensor.shape))
+
+
+class GraphErrors:
+    """Remembers what functions of the host raised within graphs, where TensorFlow keeps only the text.
+
+    `original` finds the exception behind an error of TensorFlow, so that it can be handled by its type.
+    """
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._last: CommlibError | None = None
+
+    def note(self, error: CommlibError) -> None:
+        """Remember an error that is about to pass through TensorFlow."""
+        with self._lock:
+            self._last = error
+
+    def original(self, error: BaseException) -> CommlibError | None:
+        """Return the exception whose text `error` carries, None if it is another one."""
+        with self._lock:
+            last = self._last
+        return last if last is not None and isinstance(error, tf.errors.OpError) and str(last) in str(error) else None
+
+
+graph_errors = GraphErrors()
+"""A graph runs in threads of TensorFlow, and may run without anybody of us on the stack: so this is one per process."""
+
+
+def call(host: Host, inputs: Sequence[Any], outputs: Sequence[Spec]) -> list[Any]:
+    """Return, as tensors, what `host` makes of `inputs`, which it gets as arrays that it must not change.
+
+    `host` returns one new array for each of `outputs`, at least one, which TensorFlow may adopt. What it raises is
+    raised here; in a graph when that runs, as the tf.errors.OpError that TensorFlow makes of it, with the same text.
+    """
+    if tf.executing_eagerly():
+        return [to_tensor(array) for array in host(*map(to_array, inputs))]
+    _refuse_xla()
+
+    def guarded(*arrays: Any) -> list[Array]:
+        try:
+            # TensorFlow gives a scalar of numpy for a tensor without dimensions.
+            return list(host(*(np.asarray(array) for array in arrays)))
+        except CommlibError as error:
+            graph_errors.note(error)
+            raise
+
+    results = tf.numpy_function(guarded, list(inputs), [spec.dtype for spec in outputs])
+    for result, spec in zip(results, outputs, strict=True):
+        result.set_shape(spec.shape)
+    return list(results)
+
+
+def records() -> bool:
+    """Return whether gradients may be asked for of what is computed now; that alone costs 0.2 ms to make possible."""
+    return not tf.executing_eagerly() or bool(_some_tape_records())
+
+
+def operation_name(verb: str, name: str | None, tensor: Any = None, *, ignore_name_scope: bool = False) -> str | None:
+    """Return the name under which an operation meets those of the other ranks.
+
+    A name that the user gave is taken as it is in eager mode, else within the name scope unless that is to be ignored.
+    Without one, None in eager mode (the core counts), and in a graph what Horovod makes of the verb and the tensor's
+    name, such as "HorovodAllreduce_x_0": fixed when the function is traced.
+    """
+    if tf.executing_eagerly():
+        return name
+    graph = tf.compat.v1.get_default_graph()
+    if name is None:
+        source = re.sub("[^a-zA-Z0-9_]", "_", tensor.name) if tensor is not None else ""
+        return str(graph.unique_name(f"Horovod{verb}_{source}" if source else f"Horovod{verb}"))
+    scope = "" if ignore_name_scope else graph.get_name_scope()
+    return f"{scope}/{name}" if scope else name
+
+
+def gradient_name(name: str | None) -> str | None:
+    """Return a name for the operation that is the gradient of the one called `name`."""
+    if name is None or tf.executing_eagerly():
+        return None if name is None else f"{name}_grad"
+    return str(tf.compat.v1.get_default_graph().unique_name(f"{name}_grad"))
+
+
+def _any_rows(shape: Any) -> Any:
+    if shape.rank is None:
+        return shape
+    if shape.rank == 0:
+        raise UsageError("a tensor without dimensions has no rows to gather or scatter: reshape it to [1]")
+    return tf.TensorShape([None, *shape[1:]])
+
+
+def _refuse_xla() -> None:
+    """Raise UsageError if the graph being traced is to be compiled by XLA, which cannot call functions of the host."""
+    graph = tf.compat.v1.get_default_graph()
+    while graph is not None:
+        context = getattr(graph, "_control_flow_context", None)
+        while context is not None:
+            if type(context).__name__ == "XLAControlFlowContext":
+                raise UsageError(
+                    "a collective operation was called in a function that XLA compiles (jit_compile=True), where no "
+                    "function of the host can run: pass jit_compile=False to tf.function or to compile(), or compile "
+                    "only the functions for forward and backward and call collectives outside of them"
+                )
+            context = getattr(context, "outer_context", None)
+        graph = getattr(graph, "outer_graph", None)

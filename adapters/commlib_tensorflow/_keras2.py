@@ -1,0 +1,131 @@
+"""Distributed optimizers of Keras 2 (tf_keras) and of TensorFlow 1.
+
+Keras 2 has a method that is meant to combine gradients of several devices, and its LossScaleOptimizer calls that
+before it looks for infinities: so ranks agree without any more. Optimizers of TensorFlow 1 have none; theirs are
+reduced when they compute gradients, as in `minimize`.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import tensorflow as tf
+
+from commlib.errors import UsageError
+from commlib_tensorflow._keras_reduction import Distributed, Reduction, become
+
+
+class Aggregates(Distributed):
+    """Reduces in `aggregate_gradients`, which new optimizers of Keras 2 call in each `apply_gradients`."""
+
+    _commlib_passes: Passes | None
+
+    def aggregate_gradients(self, grads_and_vars: Any) -> list[tuple[Any, Any]]:
+        """Return pairs of reduced gradients and variables."""
+        if self._commlib_passes is not None and getattr(self, "_is_wrapped_by_loss_scale_optimizer", False):
+            raise UsageError(
+                "backward_passes_per_step does not go with the LossScaleOptimizer of Keras 2, which decides in each "
+                "pass: use Keras 3, or leave it at 1"
+            )
+        return _reduced(self._commlib, grads_and_vars)
+
+    def apply_gradients(
+        self, grads_and_vars: Any, name: str | None = None, skip_gradients_aggregation: bool = False, **kwargs: Any
+    ) -> Any:
+        """Update variables with reduced gradients, in every k-th pass, as Keras does."""
+        if self._commlib_passes is None:
+            return super().apply_gradients(  # type: ignore[misc]
+                grads_and_vars, name=name, skip_gradients_aggregation=skip_gradients_aggregation, **kwargs
+            )
+        self_: Any = self
+        pairs = [(gradient, variable) for gradient, variable in grads_and_vars if gradient is not None]
+        with tf.init_scope():  # variables cannot be made within a branch
+            self_.build([variable for _, variable in pairs])
+        apply_gradients = super().apply_gradients  # type: ignore[misc]
+
+        def step(gradients: list[Any]) -> Any:
+            pairs_ = zip(gradients, [variable for _, variable in pairs], strict=True)
+            apply_gradients(pairs_, name, skip_gradients_aggregation=skip_gradients_aggregation, **kwargs)
+            return tf.identity(self_.iterations)
+
+        def no_step() -> Any:
+            return tf.identity(self_.iterations.assign_add(1))  # as Keras 3, and Horovod, count
+
+        self._commlib_passes.add(pairs, step, no_step)
+        return self_.iterations
+
+
+class AggregatesLegacy(Distributed):
+    """Reduces in `_aggregate_gradients`, which `tf_keras.optimizers.legacy` and others of that kind call."""
+
+    def _aggregate_gradients(self, grads_and_vars: Any) -> list[tuple[Any, Any]]:
+        return _reduced(self._commlib, grads_and_vars)
+
+
+class Computes(Distributed):
+    """Reduces in `compute_gradients`: `tf.compat.v1.train.Optimizer`."""
+
+    def compute_gradients(self, *args: Any, **kwargs: Any) -> list[tuple[Any, Any]]:
+        """Return pairs of reduced gradients and variables."""
+        return _reduced(self._commlib, super().compute_gradients(*args, **kwargs))  # type: ignore[misc]
+
+
+class Passes:
+    """Adds up the gradients of `count` passes before a step."""
+
+    def __init__(self, count: int, *, average: bool) -> None:
+        self._count, self._average = count, average
+        self._sums: dict[Any, tf.Variable] = {}
+        self._passes: tf.Variable | None = None
+
+    def add(self, pairs: list[tuple[Any, Any]], step: Any, no_step: Any) -> None:
+        """Add gradients; call `step` with the sums if it was the last pass, else `no_step`."""
+        with tf.init_scope():
+            if self._passes is None:
+                self._passes = tf.Variable(0, dtype=tf.int64, trainable=False)
+            for _, variable in pairs:
+                if variable.ref() not in self._sums:
+                    zeros = tf.zeros(variable.shape, variable.dtype)
+                    self._sums[variable.ref()] = tf.Variable(zeros, trainable=False)
+        sums = [self._sums[variable.ref()] for _, variable in pairs]
+        for total, (gradient, _) in zip(sums, pairs, strict=True):
+            total.assign_add(tf.cast(tf.convert_to_tensor(gradient), total.dtype))
+        passes = self._passes.assign_add(1)
+
+        def last() -> Any:
+            divisor = self._count if self._average else 1
+            result = step([total.read_value() / tf.cast(divisor, total.dtype) for total in sums])
+            for total in sums:
+                total.assign(tf.zeros_like(total))
+            return result
+
+        tf.cond(passes % self._count == 0, last, no_step)
+
+
+def distribute(optimizer: Any, reduction: Reduction, backward_passes_per_step: int, *, average: bool) -> None:
+    """Make an optimizer of Keras 2, or the one within a LossScaleOptimizer, or one of TensorFlow 1, reduce."""
+    inner = getattr(optimizer, "inner_optimizer", optimizer)
+    if isinstance(inner, Distributed):
+        raise UsageError("this optimizer is a DistributedOptimizer already")
+    mixin = hook_of(inner)
+    if backward_passes_per_step > 1 and mixin is not Aggregates:
+        raise UsageError(
+            f"backward_passes_per_step={backward_passes_per_step} is for optimizers of Keras 3 and for those of "
+            f"tf_keras.optimizers, not for {type(inner).__module__}.{type(inner).__name__}"
+        )
+    become(inner, mixin, reduction)
+    passes = Passes(backward_passes_per_step, average=average) if backward_passes_per_step > 1 else None
+    object.__setattr__(inner, "_commlib_passes", passes)
+
+
+def hook_of(optimizer: Any) -> type[Distributed]:
+    """Return how this optimizer is made to reduce."""
+    if isinstance(optimizer, tf.compat.v1.train.Optimizer):
+        return Computes
+    return Aggregates if hasattr(optimizer, "aggregate_gradients") else AggregatesLegacy
+
+
+def _reduced(reduction: Reduction, grads_and_vars: Any) -> list[tuple[Any, Any]]:
+    pairs = list(grads_and_vars)
+    variables = [variable for _, variable in pairs]
+    return list(zip(reduction.reduce([gradient for gradient, _ in pairs], variables), variables, strict=True))

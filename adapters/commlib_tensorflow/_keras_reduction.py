@@ -1,0 +1,149 @@
+"""What a distributed optimizer of Keras does with gradients, whichever Keras it is of.
+
+The reduction itself is `GradientReducer`'s. Here is which gradients take part, under which names, and by what they are
+scaled: variables of this rank alone are left out, and gradients that Keras averaged over passes may be a sum again.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any
+
+import tensorflow as tf
+
+from commlib import horovod as core
+from commlib.errors import UsageError
+from commlib_tensorflow.collectives import allreduce
+from commlib_tensorflow.gradients import GradientReducer
+
+
+class Distributed:
+    """What all optimizers that reduce their gradients are. Not for direct use: see DistributedOptimizer."""
+
+    _commlib: Reduction
+
+    def register_local_var(self, variable: Any) -> None:
+        """Leave the gradient of `variable` on this rank: it is not reduced, only scaled. Before the first step."""
+        self._commlib.register_local_var(variable)
+
+
+class Reduction:
+    """Reduces the gradients of one optimizer. `undo_division` is by what they are multiplied afterwards."""
+
+    def __init__(
+        self,
+        name: str,
+        *,
+        groups: int | Sequence[Sequence[Any]] | None,
+        undo_division: int,
+        scale_local_gradients: bool,
+        local_layers: Sequence[Any],
+        **settings: Any,
+    ) -> None:
+        self.name = name
+        self.expected: list[Any] = []
+        """The variables whose gradients the optimizer is about to hand over."""
+        self.ran = False
+        self._undo_division = undo_division
+        self._scale_local = scale_local_gradients
+        self._local: set[Any] = set()
+        self._local_layers = list(local_layers)
+        self._places: dict[Any, int] = {}
+        if groups is not None and not isinstance(groups, int):
+            groups = [[self._name_of(variable) for variable in group] for group in groups]
+        self._reducer = GradientReducer(name, groups=groups, **settings)
+        self._process_set = self._reducer.process_set
+
+    @property
+    def size(self) -> int:
+        """The number of ranks that reduce together."""
+        size = self._process_set.size()
+        return self._process_set.coordinator(self.name).comm.size if size is None else size  # which raises
+
+    def register_local_var(self, variable: Any) -> None:
+        """Leave the gradient of `variable` on this rank."""
+        self._local.add(key_of(variable))
+
+    def reduce(self, gradients: Sequence[Any], variables: Sequence[Any]) -> list[Any]:
+        """Return the reduced gradients of `variables`. None stays None. In a graph or eagerly."""
+        self.ran = True
+        local = self._local_keys()
+        shared = [number for number, variable in enumerate(variables) if key_of(variable) not in local]
+        # As if it were averaged with zeros of the others.
+        factor = 1 / self.size if self._scale_local else 1.0
+        results = [scaled(gradient, factor) for gradient in gradients]
+        if shared:
+            names = [self._name_of(variables[number]) for number in shared]
+            reduced = self._reducer([gradients[number] for number in shared], names)
+            for number, gradient in zip(shared, reduced, strict=True):
+                results[number] = gradient
+        return [scaled(gradient, float(self._undo_division)) for gradient in results]
+
+    def agree_finite(self, finite: Any) -> Any:
+        """Return whether `finite` holds on all ranks. In a graph or eagerly."""
+        if self.size == 1:
+            return finite
+        name = f"{self.name}.finite"
+        flag = tf.cast(finite, tf.int32)
+        agreed = allreduce(flag, op=core.Min, name=name, process_set=self._process_set, ignore_name_scope=True)
+        return tf.cast(agreed, tf.bool)
+
+    def _name_of(self, variable: Any) -> str:
+        # Numbers, in the order in which variables were seen: Keras' own names differ between ranks as soon as one of
+        # them, for example, loaded its model from a file.
+        return f"variable {self._places.setdefault(key_of(variable), len(self._places))}"
+
+    def _local_keys(self) -> set[Any]:
+        return self._local | {key_of(v) for layer in self._local_layers for v in layer.trainable_weights}
+
+
+def key_of(variable: Any) -> Any:
+    """Return what stands for a variable in sets, whether it is one of TensorFlow or wrapped by Keras 3."""
+    return (variable if hasattr(variable, "ref") else variable.value).ref()
+
+
+def scaled(gradient: Any, factor: float) -> Any:
+    """Return a gradient, which may be sparse or None, times `factor`."""
+    if gradient is None or factor == 1.0:
+        return gradient
+    if isinstance(gradient, tf.IndexedSlices):
+        return tf.IndexedSlices(scaled(gradient.values, factor), gradient.indices, gradient.dense_shape)
+    return gradient * tf.cast(factor, gradient.dtype)
+
+
+def become(optimizer: Any, mixin: type, reduction: Reduction) -> None:
+    """Make `optimizer` an instance of `mixin` and of its own class.
+
+    The object itself changes class, instead of a copy being made: whoever refers to it goes on using it. For those who
+    ask for its `__class__`, as Keras does when it saves, it is what it was: files need nothing of commlib to be read.
+    """
+    plain = type(optimizer)
+    names = {
+        "__module__": plain.__module__,
+        "__qualname__": plain.__qualname__,
+        "__doc__": plain.__doc__,
+        "__class__": property(lambda self: plain),
+    }
+    optimizer.__class__ = type(plain.__name__, (mixin, plain), names)
+    object.__setattr__(optimizer, "_commlib", reduction)  # past Keras, which keeps track of what it is given
+
+
+def replace(owner: Any, name: str, make: Callable[[Any], Any]) -> None:
+    """Replace attribute `name` of a class of Keras, once, by what `make` makes of it."""
+    original = vars(owner)[name]
+    getter = original.fget if isinstance(original, property) else original
+    if not hasattr(getter, "_commlib"):
+        replacement: Any = make(original)
+        marked: Any = replacement.fget if isinstance(replacement, property) else replacement
+        marked._commlib = True
+        setattr(owner, name, replacement)
+
+
+def check_variables(variables: Iterable[Any]) -> None:
+    """Raise UsageError for variables that are overwritten by their gradient: Keras does so for float8."""
+    for variable in variables:
+        if getattr(variable, "overwrite_with_gradient", False):
+            raise UsageError(
+                f"variable {variable.path} is overwritten by its gradient (float8 training), which ranks cannot share: "
+                "train without float8"
+            )

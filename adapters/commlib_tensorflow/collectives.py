@@ -1,0 +1,416 @@
+"""Horovod's operations on tensors, eagerly and in traced functions.
+
+Every operation meets those of the same name on the other ranks of its process set, whatever else is called between,
+and takes tensors, variables and whatever else `tf.convert_to_tensor` does, of any dtype that the core has (bfloat16
+included). Where it is named here as differentiable, gradients flow through it. The `device_...` arguments are for
+Horovod's callers: data of a GPU travels through the memory of the host wherever the operation is placed.
+
+All raise what the core raises: UsageError (a ValueError) for a call that is wrong on this rank, MismatchError on every
+rank where ranks ask for different things under one name. Within a traced function TensorFlow makes its own errors of
+them when the function runs (InvalidArgumentError and UnknownError), with the same text.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import numpy as np
+import tensorflow as tf
+
+from commlib import horovod as core
+from commlib.errors import UsageError
+from commlib_tensorflow._bridge import Array, as_tensor
+from commlib_tensorflow._graph import Spec, as_written, call, gradient_name, operation_name, records
+from commlib_tensorflow.compression import Compression, Compressor
+
+Compressing = type[Compressor] | Compressor
+
+
+@as_written
+def allreduce(
+    tensor: Any,
+    average: bool | None = None,
+    device_dense: str = "",
+    device_sparse: str = "",
+    compression: Compressing = Compression.none,
+    op: Any = None,
+    prescale_factor: float = 1.0,
+    postscale_factor: float = 1.0,
+    name: str | None = None,
+    process_set: core.ProcessSet | None = None,
+    ignore_name_scope: bool = False,
+) -> Any:
+    """Return a new tensor: `tensor` of all ranks combined element by element, by default their average. Differentiable.
+
+    tf.IndexedSlices are gathered from all ranks, and their values divided for an average: the sum that they stand for
+    is then the combined one; only Sum and Average exist for them, and no scales (NotImplementedError).
+    """
+    op = core.resolve_op(op, average)
+    if isinstance(tensor, tf.IndexedSlices):
+        if op not in (core.Average, core.Sum):
+            raise NotImplementedError(
+                f"op={op.name.capitalize()} does not exist for tf.IndexedSlices: make them dense with "
+                "tf.convert_to_tensor, or pass sparse_as_dense=True to DistributedOptimizer or DistributedGradientTape"
+            )
+        if prescale_factor != 1.0 or postscale_factor != 1.0:
+            raise NotImplementedError("prescale_factor and postscale_factor do not exist for tf.IndexedSlices")
+        return _allreduce_slices(tensor, op, name, process_set, ignore_name_scope)
+    tensor = as_tensor(tensor)
+    name = operation_name("Allreduce", name, tensor, ignore_name_scope=ignore_name_scope)
+    compressed, context = compression.compress(tensor)
+    scales = prescale_factor, postscale_factor
+    (reduced,) = _allreduce_tensors([compressed], name, op, scales, core.process_set_of(process_set))
+    return compression.decompress(reduced, context)
+
+
+@as_written
+def grouped_allreduce(
+    tensors: Sequence[Any],
+    average: bool | None = None,
+    device_dense: str = "",
+    device_sparse: str = "",
+    compression: Compressing = Compression.none,
+    op: Any = None,
+    prescale_factor: float = 1.0,
+    postscale_factor: float = 1.0,
+    process_set: core.ProcessSet | None = None,
+    ignore_name_scope: bool = False,
+    name: str | None = None,
+) -> list[Any]:
+    """Return new tensors: `allreduce` of each, in one operation that all ranks begin together. Differentiable."""
+    op = core.resolve_op(op, average)
+    given = _tensors(tensors)
+    if not given:
+        return []
+    name = operation_name("GroupedAllreduce", name, given[0], ignore_name_scope=ignore_name_scope)
+    compressed, contexts = zip(*(compression.compress(tensor) for tensor in given), strict=True)
+    scales = prescale_factor, postscale_factor
+    reduced = _allreduce_tensors(compressed, name, op, scales, core.process_set_of(process_set))
+    return [compression.decompress(tensor, context) for tensor, context in zip(reduced, contexts, strict=True)]
+
+
+@as_written
+def allgather(
+    tensor: Any,
+    name: str | None = None,
+    ignore_name_scope: bool = False,
+    process_set: core.ProcessSet | None = None,
+) -> Any:
+    """Return `tensor` of all ranks, one after another along dimension 0, whose lengths may differ. Differentiable.
+
+    Its gradient is this rank's rows of the average over ranks, as in Horovod.
+    """
+    tensor = as_tensor(tensor)
+    name = operation_name("Allgather", name, tensor, ignore_name_scope=ignore_name_scope)
+    return _allgather_tensors([tensor], name, core.process_set_of(process_set))[0]
+
+
+@as_written
+def grouped_allgather(
+    tensors: Sequence[Any],
+    name: str | None = None,
+    ignore_name_scope: bool = False,
+    process_set: core.ProcessSet | None = None,
+) -> list[Any]:
+    """Return `allgather` of each tensor, in one operation that all ranks begin together. Differentiable."""
+    given = _tensors(tensors)
+    if not given:
+        return []
+    name = operation_name("GroupedAllgather", name, given[0], ignore_name_scope=ignore_name_scope)
+    return _allgather_tensors(given, name, core.process_set_of(process_set))
+
+
+@as_written
+def broadcast(
+    tensor: Any,
+    root_rank: int,
+    name: str | None = None,
+    ignore_name_scope: bool = False,
+    process_set: core.ProcessSet | None = None,
+) -> Any:
+    """Return a new tensor with the values of rank `root_rank`'s, a rank among all. Differentiable.
+
+    Its gradient is the average over ranks on the root and zeros elsewhere, as in Horovod.
+    """
+    tensor = as_tensor(tensor)
+    name = operation_name("Broadcast", name, tensor, ignore_name_scope=ignore_name_scope)
+    group = core.process_set_of(process_set)
+
+    def backward(xs: Sequence[Any], dys: Sequence[Any]) -> list[Any]:
+        averaged = _allreduce_tensors(dys, gradient_name(name), core.Average, (1.0, 1.0), group)
+        return averaged if core.rank() == root_rank else [tf.zeros_like(dy) for dy in averaged]
+
+    return _differentiable(lambda xs: broadcast_tensors(xs, root_rank, name, group), backward, [tensor])[0]
+
+
+@as_written
+def broadcast_(
+    variables: Sequence[Any],
+    root_rank: int,
+    name: str | None = None,
+    process_set: core.ProcessSet | None = None,
+) -> list[Any]:
+    """Give variables, tf.Variable or keras.Variable, the values of rank `root_rank`'s, and return them.
+
+    All travel in one operation.
+    """
+    variables = list(variables)
+    if not variables:
+        return []
+    for position, variable in enumerate(variables):
+        if not hasattr(variable, "assign"):
+            raise UsageError(f"broadcast_: entry {position} is no variable but a {type(variable).__name__}")
+    tensors = _tensors(variables)
+    name = operation_name("Broadcast", name)
+    for variable, value in zip(
+        variables, broadcast_tensors(tensors, root_rank, name, core.process_set_of(process_set)), strict=True
+    ):
+        variable.assign(value)
+    return variables
+
+
+@as_written
+def alltoall(
+    tensor: Any,
+    splits: Any = None,
+    name: str | None = None,
+    ignore_name_scope: bool = False,
+    process_set: core.ProcessSet | None = None,
+) -> Any:
+    """Send splits[i] rows of `tensor` to rank i of the process set, and return what arrived here. Differentiable.
+
+    Without `splits` each rank gets an equal part. With them the result is (what arrived, rows from each rank).
+    """
+    tensor = as_tensor(tensor)
+    name = operation_name("Alltoall", name, tensor, ignore_name_scope=ignore_name_scope)
+    group = core.process_set_of(process_set)
+    if splits is None:
+        return _alltoall(tensor, None, name, group)[0]
+    splits = tf.convert_to_tensor(splits)
+    if not splits.dtype.is_integer:
+        raise UsageError(f"alltoall: splits must be integers, got {splits.dtype.name}")
+    output, received = _alltoall(tensor, splits, name, group)
+    return output, tf.cast(received, splits.dtype)
+
+
+@as_written
+def reducescatter(
+    tensor: Any,
+    device_dense: str = "",
+    compression: Compressing = Compression.none,
+    op: Any = core.Average,
+    name: str | None = None,
+    process_set: core.ProcessSet | None = None,
+    prescale_factor: float = 1.0,
+    postscale_factor: float = 1.0,
+    ignore_name_scope: bool = False,
+) -> Any:
+    """Combine `tensor` of all ranks and return this rank's part along dimension 0. Differentiable for Average and Sum.
+
+    If the length of dimension 0 is no multiple of the size, the first ranks get one row more.
+    """
+    tensor = as_tensor(tensor)
+    name = operation_name("Reducescatter", name, tensor, ignore_name_scope=ignore_name_scope)
+    compressed, context = compression.compress(tensor)
+    scales = prescale_factor, postscale_factor
+    (part,) = _reducescatter_tensors([compressed], name, core.resolve_op(op), scales, core.process_set_of(process_set))
+    return compression.decompress(part, context)
+
+
+@as_written
+def grouped_reducescatter(
+    tensors: Sequence[Any],
+    device_dense: str = "",
+    compression: Compressing = Compression.none,
+    op: Any = core.Average,
+    process_set: core.ProcessSet | None = None,
+    prescale_factor: float = 1.0,
+    postscale_factor: float = 1.0,
+    name: str | None = None,
+    ignore_name_scope: bool = False,
+) -> list[Any]:
+    """Return `reducescatter` of each tensor, in one operation that all ranks begin together. Differentiable as that."""
+    given = _tensors(tensors)
+    if not given:
+        return []
+    name = operation_name("GroupedReducescatter", name, given[0], ignore_name_scope=ignore_name_scope)
+    compressed, contexts = zip(*(compression.compress(tensor) for tensor in given), strict=True)
+    scales = prescale_factor, postscale_factor
+    parts = _reducescatter_tensors(compressed, name, core.resolve_op(op), scales, core.process_set_of(process_set))
+    return [compression.decompress(tensor, context) for tensor, context in zip(parts, contexts, strict=True)]
+
+
+@as_written
+def join() -> Any:
+    """Take part in the others' all-reduces with zeros until all ranks have joined; return the rank that came last.
+
+    For a rank that has run out of data. The result is an int32 tensor.
+    """
+    return call(lambda: [np.array(core.start_join(blocking=True).wait(), np.int32)], [], [Spec(tf.int32, ())])[0]
+
+
+@as_written
+def barrier(process_set: core.ProcessSet | None = None, name: str | None = None) -> None:
+    """Wait until all ranks of the process set are here. In a traced function, when that runs."""
+    group = core.process_set_of(process_set)
+    name = operation_name("Barrier", name)
+
+    def meet() -> list[Array]:
+        core.start_barrier(group, name, blocking=True).wait()
+        return [np.zeros((), np.int32)]
+
+    call(meet, [], [Spec(tf.int32, ())])
+
+
+# Gradients: what is below takes tensors and names as they are
+
+
+def _allreduce_tensors(
+    tensors: Sequence[Any], name: str | None, op: core.ReduceOp, scales: tuple[float, float], group: core.ProcessSet
+) -> list[Any]:
+    prescale, postscale = scales
+
+    def host(*arrays: Array) -> Sequence[Array]:
+        outputs = [core.empty(array.shape, array.dtype) for array in arrays]
+        core.start_allreduce(
+            arrays,
+            outputs,
+            name,
+            op=op,
+            prescale_factor=prescale,
+            postscale_factor=postscale,
+            process_set=group,
+            blocking=True,
+        ).wait()
+        return outputs
+
+    def backward(xs: Sequence[Any], dys: Sequence[Any]) -> list[Any]:
+        if op not in (core.Average, core.Sum):
+            raise UsageError(f"allreduce with op={op.name.capitalize()} has no gradient: only Average and Sum have one")
+        return _allreduce_tensors(dys, gradient_name(name), op, scales, group)
+
+    return _differentiable(lambda xs: call(host, xs, [Spec.like(x) for x in xs]), backward, tensors)
+
+
+def _allgather_tensors(tensors: Sequence[Any], name: str | None, group: core.ProcessSet) -> list[Any]:
+    def host(*arrays: Array) -> Sequence[Array]:
+        return list(core.start_allgather(arrays, name, process_set=group, blocking=True).wait())
+
+    def backward(xs: Sequence[Any], dys: Sequence[Any]) -> list[Any]:
+        below = gradient_name(name)
+        averaged = _allreduce_tensors(dys, below, core.Average, (1.0, 1.0), group)
+        rows = tf.stack([tf.shape(x, tf.int64)[0] for x in xs])
+        (everyone,) = _allgather_tensors([rows[tf.newaxis]], None if below is None else f"{below}_rows", group)
+        before = tf.reduce_sum(everyone[: group.rank()], axis=0)
+        return [dy[before[i] : before[i] + rows[i]] for i, dy in enumerate(averaged)]
+
+    return _differentiable(lambda xs: call(host, xs, [Spec.rows_of(x) for x in xs]), backward, tensors)
+
+
+def _reducescatter_tensors(
+    tensors: Sequence[Any], name: str | None, op: core.ReduceOp, scales: tuple[float, float], group: core.ProcessSet
+) -> list[Any]:
+    prescale, postscale = scales
+
+    def host(*arrays: Array) -> Sequence[Array]:
+        return list(
+            core.start_reducescatter(
+                arrays,
+                name,
+                op=op,
+                prescale_factor=prescale,
+                postscale_factor=postscale,
+                process_set=group,
+                blocking=True,
+            ).wait()
+        )
+
+    def backward(xs: Sequence[Any], dys: Sequence[Any]) -> list[Any]:
+        if op not in (core.Average, core.Sum):
+            raise UsageError(f"reducescatter with op={op.name.capitalize()} has no gradient: only Average and Sum have")
+        gathered = _allgather_tensors(dys, gradient_name(name), group)
+        # Horovod's rule: the gradient of the sum over ranks of their losses, or of the average.
+        factor = prescale * postscale * ((group.size() or 1) if op == core.Sum else 1)
+        return [dy if factor == 1 else dy * tf.cast(factor, dy.dtype) for dy in gathered]
+
+    return _differentiable(lambda xs: call(host, xs, [Spec.rows_of(x) for x in xs]), backward, tensors)
+
+
+def _alltoall(tensor: Any, splits: Any, name: str | None, group: core.ProcessSet) -> tuple[Any, Any]:
+    def host(array: Array, *given: Array) -> Sequence[Array]:
+        return list(
+            core.start_alltoall(array, given[0] if given else None, name, process_set=group, blocking=True).wait()
+        )
+
+    def forward(x: Any) -> tuple[tuple[Any, Any], Callable[..., Any]]:
+        inputs = [x] if splits is None else [x, splits]
+        output, received = call(host, inputs, [Spec.rows_of(x), Spec(tf.int64, (group.size(),))])
+
+        def backward(dy: Any, _: Any = None) -> Any:
+            return _alltoall(dy, received, gradient_name(name), group)[0]
+
+        return (output, received), backward
+
+    output, received = tf.custom_gradient(forward)(tensor) if records() else forward(tensor)[0]
+    return output, received
+
+
+def broadcast_tensors(tensors: Sequence[Any], root_rank: int, name: str | None, group: core.ProcessSet) -> list[Any]:
+    """Return the values of rank `root_rank` for each tensor, in one operation. No gradient flows through."""
+
+    def host(*arrays: Array) -> Sequence[Array]:
+        copies = [core.empty(array.shape, array.dtype) for array in arrays]
+        if core.rank() == root_rank:
+            for copy, array in zip(copies, arrays, strict=True):
+                copy[...] = array
+        return list(core.start_broadcast(copies, root_rank, name, process_set=group, blocking=True).wait())
+
+    return call(host, tensors, [Spec.like(tensor) for tensor in tensors])
+
+
+def _differentiable(
+    operation: Callable[[list[Any]], list[Any]],
+    backward: Callable[[list[Any], list[Any]], list[Any]],
+    tensors: Sequence[Any],
+) -> list[Any]:
+    """Return `operation(tensors)`, whose gradients are what `backward` makes of tensors and gradients.
+
+    Only tensors that can have gradients take part in it: that depends on their dtypes, so it is the same on all ranks.
+    """
+    smooth = [index for index, t in enumerate(tensors) if t.dtype.is_floating or t.dtype.is_complex]
+    if not smooth or not records():
+        return operation(list(tensors))
+
+    def forward(*xs: Any) -> tuple[list[Any], Callable[..., list[Any]]]:
+        def gradients(*dys: Any) -> list[Any]:
+            answer: list[Any] = [None] * len(xs)
+            found = backward([xs[index] for index in smooth], [dys[index] for index in smooth])
+            for index, gradient in zip(smooth, found, strict=True):
+                answer[index] = gradient
+            return answer
+
+        return operation(list(xs)), gradients
+
+    return list(tf.custom_gradient(forward)(*tensors))
+
+
+def _tensors(values: Sequence[Any]) -> list[Any]:
+    tensors = []
+    for position, value in enumerate(values):
+        try:
+            tensors.append(as_tensor(value))
+        except UsageError as error:
+            raise UsageError(f"entry {position}: {error}") from error
+    return tensors
+
+
+def _allreduce_slices(
+    slices: tf.IndexedSlices, op: core.ReduceOp, name: str | None, process_set: Any, ignore_name_scope: bool
+) -> tf.IndexedSlices:
+    name = operation_name("Allreduce", name, slices.values, ignore_name_scope=ignore_name_scope)
+    group = core.process_set_of(process_set)
+    values, indices = _allgather_tensors([as_tensor(slices.values), as_tensor(slices.indices)], name, group)
+    if op == core.Average:
+        values = values / tf.cast(group.size(), values.dtype)
+    return tf.IndexedSlices(values, indices, slices.dense_shape)

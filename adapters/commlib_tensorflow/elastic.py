@@ -1,0 +1,93 @@
+"""State that is committed and restored in memory: variables of TensorFlow, models and optimizers of Keras."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Iterable
+from typing import Any
+
+import numpy as np
+import tensorflow as tf
+
+from commlib.horovod.elastic import ObjectState, State
+from commlib.horovod.elastic import run as run_core
+from commlib_tensorflow._graph import graph_errors
+from commlib_tensorflow.functions import broadcast_object, broadcast_variables
+
+__all__ = ["ObjectState", "State", "TensorFlowKerasState", "TensorFlowState", "run"]
+
+
+class TensorFlowState(ObjectState):
+    """Variables, and attributes of any picklable kind: `TensorFlowState(model.variables, epoch=0)`."""
+
+    def __init__(self, variables: Iterable[Any] | None = None, **kwargs: Any) -> None:
+        self.variables = [] if variables is None else list(variables)
+        self._values: list[Any] = []
+        super().__init__(bcast_object=broadcast_object, **kwargs)
+        self._keep()
+
+    def save(self) -> None:
+        """Keep copies of the variables and attributes."""
+        self._keep()
+        super().save()
+
+    def restore(self) -> None:
+        """Set the variables and attributes to what they were when they were saved."""
+        for variable, value in zip(self._current(), self._values, strict=False):
+            variable.assign(value)
+        super().restore()
+
+    def sync(self) -> None:
+        """Take the variables and attributes of rank 0, and save them. Collective."""
+        broadcast_variables(self._current(), root_rank=0)
+        self._keep()
+        super().sync()
+
+    def _current(self) -> list[Any]:
+        return self.variables
+
+    def _keep(self) -> None:
+        self._values = [np.array(tf.convert_to_tensor(variable)) for variable in self._current()]
+
+
+class TensorFlowKerasState(TensorFlowState):
+    """A model of Keras, its optimizer (by default the one that it was compiled with), and further attributes."""
+
+    def __init__(self, model: Any, optimizer: Any = None, **kwargs: Any) -> None:
+        self.model = model
+        self.optimizer = optimizer if optimizer is not None else getattr(model, "optimizer", None)
+        if self.optimizer is not None and not self.optimizer.built:
+            # Its variables would else appear later, and on some ranks only be there after others have saved.
+            self.optimizer.build(model.trainable_variables)
+        super().__init__(None, **kwargs)
+
+    def _current(self) -> list[Any]:
+        return [*self.model.variables, *(self.optimizer.variables if self.optimizer is not None else ())]
+
+    def restore(self) -> None:
+        """Set the model, optimizer and attributes to what they were when they were saved."""
+        if len(self._values) != len(self._current()):
+            raise RuntimeError(
+                f"the model and optimizer have {len(self._current())} variables but had {len(self._values)} when they "
+                "were saved: build the model before the state, and commit after adding variables"
+            )
+        super().restore()
+
+
+def run(func: Callable[..., Any]) -> Callable[..., Any]:
+    """Decorate `func(state, ...)`: before it runs, the ranks take the state of rank 0; see `commlib.horovod.elastic`.
+
+    An operation that fails within a traced function counts as what it raised there, not as TensorFlow's error for it.
+    """
+
+    @functools.wraps(func)
+    def converted(*arguments: Any, **options: Any) -> Any:
+        try:
+            return func(*arguments, **options)
+        except tf.errors.OpError as error:
+            original = graph_errors.original(error)
+            if original is None:
+                raise
+            raise original from error
+
+    return run_core(converted)

@@ -1,0 +1,381 @@
+"""Gradients of many variables reduced in few operations: what `DistributedGradientTape` and the optimizer share.
+
+Dense gradients travel in buckets, each one grouped operation by name; sparse ones (tf.IndexedSlices) are gathered in
+one. In a graph each bucket may be started as soon as its gradients are there, while backward goes on:
+
+    gradients of the last variables -> start 0 --+
+    gradients of earlier ones       -> start 1 --+-> finish -> reduced gradients
+
+Buckets are in reverse order of variables, because backward makes gradients roughly so, and because a traced function
+runs its stateful nodes in the order in which they were made: a start whose gradients come late holds up those behind.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import tensorflow as tf
+
+import commlib
+from commlib import horovod as core
+from commlib.data_parallel import Parameter, cores_per_rank, make_buckets
+from commlib.errors import MismatchError, UsageError
+from commlib_tensorflow._bridge import Array, as_tensor, dtype_name
+from commlib_tensorflow._graph import Spec, as_written, call
+from commlib_tensorflow._pool import Pool
+from commlib_tensorflow.compression import Compression, Compressor
+
+Groups = int | Sequence[Sequence[str]] | None
+
+
+@dataclass(frozen=True, slots=True)
+class Layout:
+    """Which gradient travels where. Made from the first gradients that came under these names, and kept."""
+
+    specs: tuple[tuple[Any, Any] | None, ...]
+    """The dtype and shape of each gradient, as far as it was known."""
+    lines: tuple[str, ...]
+    """What each gradient is, for ranks to compare."""
+    buckets: tuple[tuple[int, ...], ...]
+    """Indices of dense gradients, in launch order."""
+    sparse: tuple[int, ...]
+    """Indices of gradients that are gathered."""
+
+
+class GradientReducer:
+    """Combines gradients over the ranks of a process set. Collective when called, under operations named `name`.
+
+    op and compression are those of `allreduce`. gradient_predivide_factor: with op Average, gradients are divided by
+    it before they are added and by size / factor after. sparse_as_dense: tf.IndexedSlices are made dense first; else
+    each is gathered from all ranks. groups: a number of groups, or lists of variables' names that travel together; by
+    default gradients travel in buckets of up to 25 MiB, the first one of 1 MiB. overlap: whether a traced function
+    starts each bucket as soon as it is complete; None decides by where the ranks are and the cores they have.
+    """
+
+    def __init__(
+        self,
+        name: str,
+        *,
+        op: core.ReduceOp = core.Average,
+        compression: type[Compressor] | Compressor = Compression.none,
+        gradient_predivide_factor: float = 1.0,
+        sparse_as_dense: bool = False,
+        groups: Groups = None,
+        process_set: core.ProcessSet | None = None,
+        overlap: bool | None = None,
+    ) -> None:
+        op = core.resolve_op(op)
+        if gradient_predivide_factor <= 0:
+            raise UsageError(f"gradient_predivide_factor must be positive, got {gradient_predivide_factor}")
+        if gradient_predivide_factor != 1.0 and op != core.Average:
+            raise UsageError(f"gradient_predivide_factor is for op=Average only, got op={op.name.capitalize()}")
+        self.name = name
+        self.op = op
+        self.compression = compression
+        self.sparse_as_dense = sparse_as_dense
+        self.groups = _checked(groups)
+        self.process_set = core.process_set_of(process_set)
+        self.options: dict[str, Any] = {
+            "op": op,
+            "prescale_factor": 1.0 / gradient_predivide_factor,
+            "postscale_factor": gradient_predivide_factor,
+            "process_set": self.process_set,
+        }
+        self.pool = Pool()
+        self._overlap = overlap
+        self._layouts: dict[tuple[str, ...], list[Layout]] = {}
+        self._agreed: set[tuple[str, ...]] = set()
+
+    @property
+    def size(self) -> int:
+        """The number of ranks."""
+        return self.process_set.size() or 1
+
+    @as_written
+    def __call__(self, gradients: Sequence[Any], names: Sequence[str]) -> list[Any]:
+        """Return the gradients combined over all ranks, in the same order. Eagerly or in a traced function.
+
+        None stays None: it must be None on all ranks. Raises MismatchError on every rank where ranks have different
+        gradients; UsageError for what is no gradient.
+        """
+        if len(gradients) != len(names):
+            raise UsageError(f"{self.name}: {len(gradients)} gradients but {len(names)} names")
+        given = [self._checked(gradient, name) for gradient, name in zip(gradients, names, strict=True)]
+        if self.size == 1:
+            return given
+        layout = self._layout(given, names)
+        dense = {index for bucket in layout.buckets for index in bucket}
+        # A gradient keeps the place that it had at first, whatever it is now.
+        given = [_as_dense(g) if index in dense else _as_slices(g) for index, g in enumerate(given)]
+        return _Reduction(self, layout, given).run()
+
+    def agree(self, layout: Layout) -> None:
+        """Compare this rank's layout with the others', once. Collective then.
+
+        With different layouts ranks would start different operations, and wait for each other for ever.
+        """
+        if layout.lines in self._agreed:
+            return
+        lines = [self.name, *layout.lines, f"groups {self.groups}"]
+        digest = int.from_bytes(hashlib.sha256("\n".join(lines).encode()).digest()[:7], "big")
+        # Shapes are compared, and a rank that has joined takes part: so the digest travels as the shape of nothing.
+        nothing = np.empty((0, digest), np.uint8)
+        name = f"{self.name}.agreement"
+        try:
+            work = core.start_allreduce(
+                [nothing], [nothing], name, op=core.Sum, process_set=self.process_set, blocking=True
+            )
+            work.wait()
+        except MismatchError as error:
+            everyone = core.allgather_object((core.rank(), lines), name, self.process_set)
+            raise MismatchError(f"{self.name}: {_first_difference(everyone)}") from error
+        self._agreed.add(layout.lines)
+
+    def overlaps(self) -> bool:
+        """Return whether buckets should be started while backward runs."""
+        if self._overlap is None:
+            cores = cores_per_rank(commlib.world())
+            threads = tf.config.threading.get_intra_op_parallelism_threads() or cores
+            # As commlib.data_parallel.overlap_pays, which is collective: ranks may trace at different times.
+            self._overlap = core.local_size() < core.size() or cores > threads
+        return self._overlap
+
+    def _layout(self, given: Sequence[Any], names: Sequence[str]) -> Layout:
+        """Return the layout for gradients of these names, dtypes and shapes."""
+        specs = [_spec(gradient) for gradient in given]
+        known = self._layouts.setdefault(tuple(names), [])
+        for layout in known:
+            if all(map(_compatible, layout.specs, specs)):
+                return layout
+        known.append(make_layout(given, names, self.groups))
+        return known[-1]
+
+    def _checked(self, gradient: Any, name: str) -> Any:
+        if gradient is None:
+            return None
+        try:
+            if isinstance(gradient, tf.IndexedSlices):
+                dtype_name(gradient.values.dtype)
+                return _as_dense(gradient) if self.sparse_as_dense else gradient
+            return as_tensor(gradient)
+        except UsageError as error:
+            raise UsageError(f"{self.name}: the gradient of {name}: {error}") from error
+
+
+class _Reduction:
+    """One call of a reducer; in a graph what each run of that call does."""
+
+    def __init__(self, reducer: GradientReducer, layout: Layout, given: list[Any]) -> None:
+        self._reducer, self._layout = reducer, layout
+        self._given = given
+        self._buckets = [[i for i in bucket if given[i] is not None] for bucket in layout.buckets]
+        self._sparse = [i for i in layout.sparse if given[i] is not None]
+        self._pending: dict[int, Any] = {}
+
+    def run(self) -> list[Any]:
+        """Return the reduced gradients."""
+        reducer, given = self._reducer, self._given
+        sent, contexts = {}, {}
+        for index in (i for bucket in self._buckets for i in bucket):
+            sent[index], contexts[index] = reducer.compression.compress(given[index])
+        slices: list[Any] = []
+        specs = [Spec.like(sent[index]) for bucket in self._buckets for index in bucket]
+        for index in self._sparse:
+            slices += [given[index].values, given[index].indices]
+            specs += [Spec.rows_of(given[index].values), Spec.rows_of(given[index].indices)]
+        if not specs:  # nothing but None: TensorFlow wants an output all the same
+            specs = [Spec(tf.int64, ())]
+        if not tf.executing_eagerly() and len(self._buckets) > 1 and reducer.overlaps():
+            results = call(self._finish_after_starts, [*self._starts(sent), *slices], specs)
+        else:
+            dense = [sent[index] for bucket in self._buckets for index in bucket]
+            results = call(self._all_at_once, [*dense, *slices], specs)
+        reduced: list[Any] = [None] * len(given)
+        answers = iter(results)
+        for index in (i for bucket in self._buckets for i in bucket):
+            reduced[index] = reducer.compression.decompress(next(answers), contexts[index])
+        for index in self._sparse:
+            values, indices = next(answers), next(answers)
+            if reducer.op == core.Average:
+                values = values / tf.cast(reducer.size, values.dtype)
+            reduced[index] = tf.IndexedSlices(values, indices, given[index].dense_shape)
+        return reduced
+
+    # In the graph
+
+    def _starts(self, sent: dict[int, Any]) -> list[Any]:
+        """Make a node per bucket that starts its reduction; return tensors that `finish` takes, so as to come after."""
+        tokens: list[Any] = []
+        for number, bucket in enumerate(self._buckets):
+            tokens += call(self._starter(number), [sent[index] for index in bucket], [Spec(tf.int64, ())])
+        return tokens
+
+    # On the host
+
+    def _starter(self, number: int) -> Any:
+        def start(*arrays: Array) -> list[Array]:
+            # TensorFlow may use the memory of its tensors again as soon as this returns.
+            copies = [self._reducer.pool.empty(array.shape, array.dtype) for array in arrays]
+            for copy, array in zip(copies, arrays, strict=True):
+                copy[...] = array
+            self._launch(number, copies, copies, blocking=False)
+            return [np.zeros((), np.int64)]
+
+        return start
+
+    def _finish_after_starts(self, *arrays: Array) -> list[Array]:
+        return self._finish(arrays[len(self._buckets) :])
+
+    def _all_at_once(self, *arrays: Array) -> list[Array]:
+        first = 0
+        for number, bucket in enumerate(self._buckets):
+            inputs = arrays[first : first + len(bucket)]
+            first += len(bucket)
+            self._launch(
+                number, inputs, [self._reducer.pool.empty(array.shape, array.dtype) for array in inputs], blocking=True
+            )
+        return self._finish(arrays[first:])
+
+    def _launch(self, number: int, inputs: Sequence[Array], outputs: Sequence[Array], *, blocking: bool) -> None:
+        reducer = self._reducer
+        reducer.agree(self._layout)
+        # None is an empty array in its place, so that ranks which disagree about it are told.
+        places = [index in self._buckets[number] for index in self._layout.buckets[number]]
+        work = core.start_allreduce(
+            _with_markers(inputs, places),
+            _with_markers(outputs, places),
+            f"{reducer.name}.{number}",
+            blocking=blocking,
+            **reducer.options,
+        )
+        self._pending[number] = work, outputs
+
+    def _finish(self, slices: Sequence[Array]) -> list[Array]:
+        reducer = self._reducer
+        gathering = None
+        if self._layout.sparse:
+            reducer.agree(self._layout)
+            places = [index in self._sparse for index in self._layout.sparse for _ in range(2)]
+            gathering = core.start_allgather(
+                _with_markers(slices, places), f"{reducer.name}.sparse", process_set=reducer.process_set, blocking=True
+            )
+        pending, self._pending = self._pending, {}
+        failure: Exception | None = None
+        results: list[Array] = []
+        for number in range(len(self._buckets)):
+            work, outputs = pending[number]
+            try:
+                work.wait()
+                results += outputs
+            except Exception as error:  # the others are under way on all ranks: their names must be free afterwards
+                failure = failure or error
+        if gathering is not None:
+            try:
+                gathered = gathering.wait()
+                results += [array for array, place in zip(gathered, places, strict=True) if place]
+            except Exception as error:
+                failure = failure or error
+        if failure is not None:
+            raise failure
+        return results or [np.zeros((), np.int64)]
+
+
+def make_layout(gradients: Sequence[Any], names: Sequence[str], groups: Groups) -> Layout:
+    """Return where each gradient travels. What is None at first has its place among the dense ones."""
+    sparse = tuple(index for index, g in enumerate(gradients) if isinstance(g, tf.IndexedSlices))
+    dense = [index for index, g in enumerate(gradients) if g is not None and index not in sparse]
+    none = [index for index, g in enumerate(gradients) if g is None]
+    grouped = _grouped(dense, names, groups)
+    rest = [index for index in dense if not any(index in group for group in grouped)]
+    specs = [_parameter(gradients[index], names[index]) for index in rest]
+    buckets = [tuple(rest[place] for place in bucket.parameters) for bucket in make_buckets(specs)]
+    # A group is complete when its lowest gradient is: the later that one stands, the sooner.
+    buckets = sorted([*buckets, *grouped], key=lambda members: -min(members))
+    if none:
+        buckets[-1:] = [(*(buckets[-1] if buckets else ()), *none)]
+    lines = [f"the gradient of {name} is {_describe(g)}" for name, g in zip(names, gradients, strict=True)]
+    return Layout(tuple(_spec(gradient) for gradient in gradients), tuple(lines), tuple(buckets), sparse)
+
+
+def _grouped(dense: Sequence[int], names: Sequence[str], groups: Groups) -> list[tuple[int, ...]]:
+    if groups is None:
+        return []
+    if isinstance(groups, int):
+        count = min(groups, len(dense))
+        parts = [dense[len(dense) * k // count : len(dense) * (k + 1) // count] for k in range(count)]
+        return [tuple(reversed(part)) for part in parts]
+    members = [tuple(index for index in reversed(dense) if names[index] in group) for group in groups]
+    return [group for group in members if group]
+
+
+def _checked(groups: Groups) -> Groups:
+    if groups is None or groups == 0:
+        return None
+    if isinstance(groups, int):
+        if groups < 0:
+            raise UsageError(f"groups must be a number of groups or lists of variables, got {groups}")
+        return groups
+    lists = tuple(tuple(group) for group in groups)
+    names = [name for group in lists for name in group]
+    twice = sorted({name for name in names if names.count(name) > 1})
+    if twice:
+        raise UsageError(f"{', '.join(twice)}: a variable can only be in one of the groups")
+    return lists
+
+
+def _parameter(gradient: Any, name: str) -> Parameter:
+    count = gradient.shape.num_elements() or 0  # the number of elements may be unknown in a graph
+    return Parameter(name, count, dtype_name(gradient.dtype), gradient.dtype.size)
+
+
+def _spec(gradient: Any) -> tuple[Any, Any] | None:
+    if gradient is None:
+        return None
+    if isinstance(gradient, tf.IndexedSlices):
+        return gradient.values.dtype, tf.TensorShape([None, *gradient.values.shape[1:]])
+    return gradient.dtype, gradient.shape
+
+
+def _compatible(one: tuple[Any, Any] | None, other: tuple[Any, Any] | None) -> bool:
+    """Tell whether two gradients may be those of one variable, at different times."""
+    return one is None or other is None or (one[0] == other[0] and bool(one[1].is_compatible_with(other[1])))
+
+
+def _describe(gradient: Any) -> str:
+    if gradient is None:
+        return "None"
+    if isinstance(gradient, tf.IndexedSlices):
+        return f"sparse {gradient.values.dtype.name}"
+    return f"{gradient.dtype.name} {gradient.shape}"
+
+
+def _as_dense(gradient: Any) -> Any:
+    return tf.convert_to_tensor(gradient) if isinstance(gradient, tf.IndexedSlices) else gradient
+
+
+def _as_slices(gradient: Any) -> Any:
+    if gradient is None or isinstance(gradient, tf.IndexedSlices):
+        return gradient
+    shape = tf.shape(gradient)
+    return tf.IndexedSlices(gradient, tf.range(shape[0], dtype=tf.int64), shape)
+
+
+def _with_markers(arrays: Sequence[Array], places: Sequence[bool]) -> list[Array]:
+    """Return one array per place: the next of `arrays` if there is one for it, else an empty one."""
+    given = iter(arrays)
+    return [next(given) if place else np.empty((0,), np.uint8) for place in places]
+
+
+def _first_difference(everyone: Sequence[tuple[int, Sequence[str]]]) -> str:
+    reference, first = everyone[0]
+    for rank, lines in everyone:
+        for expected, got in zip(first, lines, strict=False):
+            if expected != got:
+                return f"on rank {reference} {expected}, but on rank {rank} {got}"
+        if len(lines) != len(first):
+            return f"rank {reference} has {len(first) - 2} gradients, but rank {rank} has {len(lines) - 2}"
+    return "ranks disagreed about their gradients, and do not any more"

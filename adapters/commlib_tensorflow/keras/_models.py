@@ -1,0 +1,124 @@
+"""DistributedOptimizer with the arguments of `horovod.keras`, and models that are loaded with one."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, TypeVar
+
+import tensorflow as tf
+
+from commlib import horovod as core
+from commlib_tensorflow.compression import Compression
+from commlib_tensorflow.optimizer import distribute
+
+OptimizerT = TypeVar("OptimizerT")
+
+
+def DistributedOptimizer(
+    optimizer: OptimizerT,
+    name: str | None = None,
+    device_dense: str = "",
+    device_sparse: str = "",
+    compression: Any = Compression.none,
+    sparse_as_dense: bool = False,
+    gradient_predivide_factor: float = 1.0,
+    op: Any = core.Average,
+    backward_passes_per_step: int = 1,
+    average_aggregated_gradients: bool = False,
+    num_groups: int = 0,
+    groups: int | Sequence[Sequence[Any]] | None = None,
+    process_set: Any = core.global_process_set,
+    scale_local_gradients: bool = True,
+) -> OptimizerT:
+    """Make `optimizer` step with gradients that are reduced over all ranks, and return it.
+
+    The same as `commlib_tensorflow.DistributedOptimizer`, with the arguments in the order that `horovod.keras` has.
+    """
+    return PartialDistributedOptimizer(
+        optimizer,
+        name,
+        device_dense,
+        device_sparse,
+        compression,
+        sparse_as_dense,
+        gradient_predivide_factor,
+        op,
+        backward_passes_per_step,
+        average_aggregated_gradients,
+        num_groups,
+        groups,
+        process_set,
+        None,
+        scale_local_gradients,
+    )
+
+
+def PartialDistributedOptimizer(
+    optimizer: OptimizerT,
+    name: str | None = None,
+    device_dense: str = "",
+    device_sparse: str = "",
+    compression: Any = Compression.none,
+    sparse_as_dense: bool = False,
+    gradient_predivide_factor: float = 1.0,
+    op: Any = core.Average,
+    backward_passes_per_step: int = 1,
+    average_aggregated_gradients: bool = False,
+    num_groups: int = 0,
+    groups: int | Sequence[Sequence[Any]] | None = None,
+    process_set: Any = core.global_process_set,
+    local_layers: Any = None,
+    scale_local_gradients: bool = True,
+) -> OptimizerT:
+    """Like DistributedOptimizer, but gradients of `local_layers` (a layer or several) stay on their rank.
+
+    They are divided by the number of ranks unless `scale_local_gradients` is False.
+    """
+    del device_dense, device_sparse
+    if local_layers is None:
+        local_layers = ()
+    elif not isinstance(local_layers, list | tuple | set | frozenset):
+        local_layers = (local_layers,)
+    return distribute(
+        optimizer,
+        name=name,
+        op=op,
+        compression=compression,
+        sparse_as_dense=sparse_as_dense,
+        gradient_predivide_factor=gradient_predivide_factor,
+        groups=groups if groups is not None else num_groups or None,
+        process_set=process_set,
+        scale_local_gradients=scale_local_gradients,
+        local_layers=local_layers,
+        backward_passes_per_step=backward_passes_per_step,
+        average_aggregated_gradients=average_aggregated_gradients,
+    )
+
+
+def load_model(
+    filepath: Any,
+    custom_optimizers: Sequence[type] | None = None,
+    custom_objects: dict[str, Any] | None = None,
+    compression: Any = Compression.none,
+    legacy_opts: bool = False,
+) -> Any:
+    """Load a model that Keras saved, and make its optimizer, if it has one, distributed, with the state it had.
+
+    `custom_optimizers` are optimizers that are not of Keras, `custom_objects` whatever else the file refers to by
+    name. `legacy_opts` is accepted for Horovod's sake: the file says of which kind its optimizer is.
+    """
+    del legacy_opts
+    objects = {optimizer.__name__: optimizer for optimizer in custom_optimizers or ()}
+    model = tf.keras.models.load_model(filepath, custom_objects={**objects, **(custom_objects or {})})
+    return distribute_model(model, compression=compression)
+
+
+def distribute_model(model: Any, **settings: Any) -> Any:
+    """Make the optimizer of a compiled model distributed, and return the model."""
+    optimizer = getattr(model, "optimizer", None)
+    if optimizer is not None:
+        DistributedOptimizer(optimizer, **settings)
+        if getattr(model, "jit_compile", False):  # "auto" was resolved, or saved, when the optimizer was a plain one
+            model.jit_compile = False
+            model.train_function = model.test_function = None
+    return model

@@ -1,0 +1,73 @@
+"""Operations on values, such as numbers and arrays, as `horovod.keras` has them. Results are numpy's."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import tensorflow as tf
+
+from commlib import horovod as core
+from commlib.errors import UsageError
+from commlib_tensorflow import collectives, functions
+from commlib_tensorflow.compression import Compression
+
+
+def allreduce(
+    value: Any,
+    name: str | None = None,
+    average: bool | None = None,
+    prescale_factor: float = 1.0,
+    postscale_factor: float = 1.0,
+    op: Any = None,
+    compression: Any = Compression.none,
+    process_set: Any = core.global_process_set,
+) -> Any:
+    """Return `value`, which is like a tensor, of all ranks combined, by default their average."""
+    _eagerly("allreduce")
+    result = collectives.allreduce(
+        tf.convert_to_tensor(value),
+        average=average,
+        compression=compression,
+        op=op,
+        prescale_factor=prescale_factor,
+        postscale_factor=postscale_factor,
+        name=name,
+        process_set=process_set,
+    )
+    return result.numpy()
+
+
+def allgather(value: Any, name: str | None = None, process_set: Any = core.global_process_set) -> Any:
+    """Return `value`, which is like a tensor, of all ranks, one after another along dimension 0."""
+    _eagerly("allgather")
+    return collectives.allgather(tf.convert_to_tensor(value), name=name, process_set=process_set).numpy()
+
+
+def broadcast(value: Any, root_rank: int, name: str | None = None, process_set: Any = core.global_process_set) -> Any:
+    """Return `value`, which is like a tensor, of rank `root_rank`."""
+    _eagerly("broadcast")
+    return collectives.broadcast(tf.convert_to_tensor(value), root_rank, name=name, process_set=process_set).numpy()
+
+
+def reducescatter(
+    value: Any, name: str | None = None, op: Any = core.Average, process_set: Any = core.global_process_set
+) -> Any:
+    """Return this rank's share, along dimension 0, of `value` of all ranks combined."""
+    _eagerly("reducescatter")
+    return collectives.reducescatter(tf.convert_to_tensor(value), op=op, name=name, process_set=process_set).numpy()
+
+
+def broadcast_global_variables(root_rank: int) -> Any:
+    """Return an operation that broadcasts all variables of a graph of TensorFlow 1; RuntimeError in eager mode.
+
+    For models of Keras there is BroadcastGlobalVariablesCallback.
+    """
+    return functions.broadcast_global_variables(root_rank)
+
+
+def _eagerly(verb: str) -> None:
+    if not tf.executing_eagerly():
+        raise UsageError(
+            f"commlib_tensorflow.keras.{verb} returns a value, which a traced function does not have: use "
+            f"commlib_tensorflow.{verb} there"
+        )

@@ -1,0 +1,22 @@
+"""Elastic training with Keras: `KerasState`, `run`, and the callbacks that keep a state up to date."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from commlib_tensorflow.elastic import TensorFlowKerasState, run
+from commlib_tensorflow.keras.callbacks import _made
+
+CommitStateCallback = _made.CommitStateCallback
+UpdateBatchStateCallback = _made.UpdateBatchStateCallback
+UpdateEpochStateCallback = _made.UpdateEpochStateCallback
+
+
+class KerasState(TensorFlowKerasState):
+    """A model of Keras, its optimizer, and attributes of any picklable kind: `KerasState(model, batch=0, epoch=0)`."""
+
+    def __init__(self, model: Any, optimizer: Any = None, **kwargs: Any) -> None:
+        super().__init__(model, optimizer=optimizer, **kwargs)
+
+
+__all__ = ["CommitStateCallback", "KerasState", "UpdateBatchStateCallback", "UpdateEpochStateCallback", "run"]

@@ -1,0 +1,112 @@
+"""DistributedOptimizer: any optimizer of Keras, stepping with gradients reduced over all ranks."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Sequence
+from typing import Any, TypeVar
+
+import tensorflow as tf
+
+from commlib import horovod as core
+from commlib.errors import UsageError
+from commlib_tensorflow._keras_reduction import Distributed, Reduction
+from commlib_tensorflow.compression import Compression
+
+OptimizerT = TypeVar("OptimizerT")
+
+
+def DistributedOptimizer(
+    optimizer: OptimizerT,
+    name: str | None = None,
+    use_locking: bool = False,
+    device_dense: str = "",
+    device_sparse: str = "",
+    compression: Any = Compression.none,
+    sparse_as_dense: bool = False,
+    backward_passes_per_step: int = 1,
+    op: core.ReduceOp = core.Average,
+    gradient_predivide_factor: float = 1.0,
+    average_aggregated_gradients: bool = False,
+    num_groups: int = 0,
+    groups: int | Sequence[Sequence[Any]] | None = None,
+    process_set: Any = core.global_process_set,
+    scale_local_gradients: bool = True,
+) -> OptimizerT:
+    """Make `optimizer` step with gradients that are reduced over all ranks, and return it.
+
+    The same object is returned, as an instance of a subclass of its own class, with everything it had. `fit`, a
+    `train_step` of your own and `apply` or `apply_gradients` in a loop of your own work as before; a saved model names
+    the plain optimizer and is loaded without commlib. Gradients are reduced after Keras has accumulated them and
+    before it clips them. Within a LossScaleOptimizer, on either side of it, ranks agree whether to take a step.
+    Works with optimizers of Keras 3 and tf_keras, and with `minimize` of `tf.compat.v1.train`. Make an optimizer
+    distributed before a tf.function that uses it is traced, and compile models without `jit_compile=True`.
+
+    `op` is Average or Sum. With `backward_passes_per_step=k` only every k-th step reduces and updates; gradients of the
+    k passes are added up, or averaged with `average_aggregated_gradients`. Keras 3 does that by the optimizer's own
+    `gradient_accumulation_steps`, which may be given instead and averages. `groups` is a number of messages, or lists
+    of variables that travel together. `compression`, `sparse_as_dense` and `gradient_predivide_factor` are those of
+    Horovod. `register_local_var(variable)` of the result leaves a gradient on this rank; it is divided by the number
+    of ranks unless `scale_local_gradients` is False. `name` is under what messages meet those of the other ranks, by
+    default that of the class. `use_locking` and the devices are accepted for Horovod's sake, and mean nothing here.
+
+    Raises UsageError for what is no such optimizer, is distributed already, or cannot be reduced as told.
+    """
+    del use_locking, device_dense, device_sparse
+    return distribute(
+        optimizer,
+        name=name,
+        op=op,
+        compression=compression,
+        sparse_as_dense=sparse_as_dense,
+        gradient_predivide_factor=gradient_predivide_factor,
+        groups=groups if groups is not None else num_groups or None,
+        process_set=process_set,
+        scale_local_gradients=scale_local_gradients,
+        local_layers=(),
+        backward_passes_per_step=backward_passes_per_step,
+        average_aggregated_gradients=average_aggregated_gradients,
+    )
+
+
+def distribute(
+    optimizer: OptimizerT,
+    *,
+    name: str | None,
+    backward_passes_per_step: int,
+    average_aggregated_gradients: bool,
+    op: Any,
+    **settings: Any,
+) -> OptimizerT:
+    """Make `optimizer` reduce its gradients, and return it: what all DistributedOptimizers come to."""
+    op = core.resolve_op(op)
+    if op not in (core.Average, core.Sum):
+        raise UsageError(f"op must be Average or Sum for a DistributedOptimizer, got {op.name.capitalize()}")
+    if backward_passes_per_step < 1:
+        raise UsageError(f"backward_passes_per_step must be at least 1, got {backward_passes_per_step}")
+    keras2 = sys.modules.get("tf_keras")  # who has an optimizer of either Keras has imported that
+    keras3 = sys.modules.get("keras")
+    name = name or f"Distributed{type(getattr(optimizer, 'inner_optimizer', optimizer)).__name__}"
+    if keras3 is not None and isinstance(optimizer, keras3.optimizers.Optimizer):
+        if keras3.backend.backend() != "tensorflow":
+            raise UsageError(f"Keras runs on {keras3.backend.backend()} here: commlib_tensorflow needs TensorFlow")
+        from commlib_tensorflow import _keras3
+
+        undo = 1 if average_aggregated_gradients else backward_passes_per_step
+        reduction = Reduction(name, op=op, undo_division=undo, **settings)
+        _keras3.distribute(optimizer, reduction, backward_passes_per_step)
+    elif isinstance(optimizer, tf.compat.v1.train.Optimizer) or (
+        keras2 is not None and isinstance(optimizer, (keras2.optimizers.Optimizer, keras2.optimizers.legacy.Optimizer))
+    ):
+        from commlib_tensorflow import _keras2
+
+        reduction = Reduction(name, op=op, undo_division=1, **settings)
+        _keras2.distribute(optimizer, reduction, backward_passes_per_step, average=average_aggregated_gradients)
+    else:
+        raise UsageError(
+            f"expected an optimizer of Keras 3, tf_keras or tf.compat.v1.train, got {type(optimizer).__name__}"
+        )
+    return optimizer
+
+
+__all__ = ["Distributed", "DistributedOptimizer", "distribute"]

@@ -1,0 +1,106 @@
+"""Batch normalisation with the moments of all ranks' batches together."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import keras
+import numpy as np
+import tensorflow as tf
+
+from commlib import horovod as core
+from commlib_tensorflow._bridge import Array
+from commlib_tensorflow._graph import Spec, as_written, call, gradient_name, operation_name
+from commlib_tensorflow.collectives import allreduce
+
+
+@keras.saving.register_keras_serializable(package="commlib_tensorflow")
+class SyncBatchNormalization(keras.layers.BatchNormalization):  # type: ignore[misc]  # Keras has no types
+    """Normalise as `keras.layers.BatchNormalization` does on the batches of all ranks put together.
+
+    Ranks may have different numbers of examples. Outputs, moving statistics and gradients are those of the whole
+    batch, the latter of the sum over ranks of their losses. Training is collective over `process_set`, by default all
+    ranks: one message forward and one backward a layer. Inference is not. All other arguments are those of Keras.
+    """
+
+    def __init__(self, *arguments: Any, process_set: core.ProcessSet | None = None, **options: Any) -> None:
+        super().__init__(*arguments, **options)
+        self.supports_jit = False  # XLA cannot call functions of the host; with this Keras does not choose it by itself
+        self._process_set = process_set
+
+    def _moments(self, inputs: Any, mask: Any) -> tuple[Any, Any]:
+        group = core.process_set_of(self._process_set)
+        if group.size() == 1:
+            return super()._moments(inputs, mask)  # type: ignore[no-any-return]
+        weights = tf.ones_like(inputs[..., :1])
+        if mask is not None:
+            weights = tf.cast(tf.cast(tf.expand_dims(mask, -1), tf.bool), inputs.dtype)
+        weights = tf.broadcast_to(weights, tf.shape(inputs))
+        return _moments_of_all(inputs, weights, list(self._reduction_axes), group)
+
+
+@as_written
+def _moments_of_all(
+    inputs: tf.Tensor, weights: tf.Tensor, axes: list[int], group: core.ProcessSet
+) -> tuple[tf.Tensor, tf.Tensor]:
+    """Return mean and variance per channel, over `axes` and all ranks, of what has weight 1 rather than 0."""
+    channels = tf.TensorShape([size for axis, size in enumerate(inputs.shape) if axis not in axes])
+    name = operation_name("SyncBatchNorm", None)
+
+    def forward(x: Any) -> tuple[tuple[Any, Any], Callable[..., Any]]:
+        count = tf.reduce_sum(weights, axes)
+        mean = tf.math.divide_no_nan(tf.reduce_sum(x * weights, axes), count)
+        centred = (x - _spread(mean, x, axes)) * weights
+        squares = tf.reduce_sum(tf.square(centred), axes)
+
+        def host(count: Array, mean: Array, squares: Array) -> list[Array]:
+            mine = np.stack([count, mean, squares])[np.newaxis]
+            (everyone,) = core.start_allgather([mine], name, process_set=group, blocking=True).wait()
+            return combine(everyone)
+
+        total, mean, variance = call(host, [count, mean, squares], [Spec(x.dtype, channels)] * 3)
+
+        def backward(dmean: Any, dvariance: Any) -> Any:
+            # Every rank's loss depends on the moments, and they on every rank's inputs.
+            both = allreduce(
+                tf.stack([dmean, dvariance]),
+                op=core.Sum,
+                name=gradient_name(name),
+                process_set=group,
+                ignore_name_scope=True,
+            )
+            dmean, dvariance = both[0] / total, both[1] / total
+            centred = x - _spread(mean, x, axes)
+            return weights * (_spread(dmean, x, axes) + 2 * centred * _spread(dvariance, x, axes))
+
+        return (mean, variance), backward
+
+    mean, variance = tf.custom_gradient(forward)(inputs)
+    return mean, variance
+
+
+def combine(everyone: Array) -> list[Array]:
+    """Return count, mean and variance of all from [ranks, (count, mean, sum of squared differences), channels].
+
+    Differences from each rank's own mean are small, so nothing cancels as it would in E(x^2) - E(x)^2 (Chan et al.,
+    1979). Without any element mean and variance are 0.
+    """
+    counts, means, squares = np.moveaxis(everyone.astype(np.float64), 1, 0)
+    total = counts.sum(0)
+    divisor = np.maximum(total, 1)
+    mean = (counts * means).sum(0) / divisor
+    variance = (squares + counts * np.square(means - mean)).sum(0) / divisor
+    return [_aligned(array, everyone.dtype) for array in (divisor, mean, variance)]
+
+
+def _aligned(array: Array, dtype: Any) -> Array:
+    result = core.empty(array.shape, dtype)
+    result[...] = array
+    return result
+
+
+def _spread(per_channel: tf.Tensor, like: tf.Tensor, axes: list[int]) -> tf.Tensor:
+    """Return a tensor per channel in a shape that broadcasts against `like`."""
+    shape = tf.tensor_scatter_nd_update(tf.shape(like), [[axis] for axis in axes], [1] * len(axes))
+    return tf.reshape(per_channel, shape)

@@ -1,0 +1,85 @@
+"""DistributedOptimizer with op=Adasum: every rank steps by itself, and the steps are combined."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from contextlib import AbstractContextManager
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from commlib import horovod as core
+from commlib.errors import UsageError
+from commlib_torch._named import ProcessSets, Reduction, start_allreduce
+from commlib_torch.compression import Compressors
+
+
+class AdasumDistributed:
+    """What an optimizer wrapped with op=Adasum has beyond its own class.
+
+    Gradients stay this rank's own. `step()` does what the plain optimizer would, then moves every parameter from where
+    it was by the Adasum of the ranks' moves: their sum where they are orthogonal, their mean where they are parallel.
+    """
+
+    _plain: type
+    _managed: list[tuple[str, Tensor]]
+    _compression: Compressors
+    _process_set: ProcessSets
+    _starts: list[Tensor]
+
+    def _start_adasum(
+        self, named: Sequence[tuple[str, Tensor]], compression: Compressors, process_set: ProcessSets
+    ) -> None:
+        self._managed, self._compression, self._process_set = list(named), compression, process_set
+        self._starts = []
+        optimizer: Any = self
+        optimizer.register_step_pre_hook(_remember)
+        optimizer.register_step_post_hook(_combine)
+
+    def synchronize(self) -> None:
+        """Do nothing: gradients are not reduced, steps are."""
+
+    def skip_synchronize(self) -> AbstractContextManager[None]:
+        """Raise UsageError: without what `step()` reduces, ranks would part."""
+        raise UsageError("skip_synchronize: with op=Adasum it is step() that reduces, and must not be kept from it")
+
+    def set_backward_passes_per_step(self, passes: int) -> None:
+        """Do nothing: gradients add up on this rank, and every `step()` combines."""
+
+    def add_param_group(self, param_group: dict[str, Any]) -> None:
+        """Add parameters, as torch does. To be called on all ranks."""
+        super().add_param_group(param_group)  # type: ignore[misc]
+        if "_managed" in self.__dict__:
+            known = {id(parameter) for _, parameter in self._managed}
+            groups: list[dict[str, Any]] = self.param_groups  # type: ignore[attr-defined]
+            for position, parameter in enumerate(groups[-1]["params"]):
+                if id(parameter) not in known and parameter.requires_grad:
+                    self._managed.append((f"group {len(groups) - 1}, parameter {position}", parameter))
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        """Pickle and copy as the plain optimizer."""
+        reduced: Any = super().__reduce_ex__(0)  # later protocols insist on the class that the object has
+        arguments = tuple(self._plain if item is type(self) else item for item in reduced[1])
+        return (reduced[0], arguments, *reduced[2:])
+
+
+def _remember(optimizer: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    optimizer._starts = [parameter.detach().clone() for _, parameter in optimizer._managed]
+
+
+@torch.no_grad()
+def _combine(optimizer: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    named, starts = optimizer._managed, optimizer._starts
+    optimizer._starts = []
+    if not named:
+        return
+    packed = [
+        optimizer._compression.compress(parameter.detach() - start)
+        for (_, parameter), start in zip(named, starts, strict=True)
+    ]
+    name = f"steps of {named[0][0]} and {len(named) - 1} more"
+    how = Reduction(core.Adasum, name, process_set=optimizer._process_set)
+    moves = start_allreduce([tensor for tensor, _ in packed], how, in_place=True, blocking=True).wait()
+    for (_, parameter), start, move, (_, ctx) in zip(named, starts, moves, packed, strict=True):
+        parameter.copy_(start + optimizer._compression.decompress(move, ctx))

@@ -1,0 +1,46 @@
+"""join: a rank that has run out of data lets the others go on."""
+
+from __future__ import annotations
+
+import gc
+from concurrent.futures import ThreadPoolExecutor
+
+from commlib import horovod as core
+from commlib.errors import UsageError
+from commlib_torch._backward import backward_passes
+from commlib_torch._gradients import Gradients
+
+
+def join(device: int = -1) -> int:
+    """Wait until all ranks have called this; return the rank that did so last. `device` is not used.
+
+    Until then this rank takes part with nothing in what the others do by name, and in the reductions of every
+    DistributedOptimizer and DataParallel: it adds zeros, and an average is still over all ranks. Its own parameters
+    stay what they are; broadcast them from the rank that is returned. Ordered verbs (`all_reduce` and so on) are not
+    covered.
+
+    Raises UsageError if two optimizers reduce over the same communicator: it could not be known which one is next.
+    """
+    gc.collect()  # optimizers that are no more, but in a cycle with their scheduler, must not wait for anybody
+    reducers: list[Gradients] = backward_passes.members
+    _check_apart(reducers)
+    pending = core.start_join()
+    if len(reducers) == 1:
+        reducers[0].stand_in()
+    elif reducers:
+        with ThreadPoolExecutor(len(reducers), "commlib-join") as pool:
+            for ended in [pool.submit(reducer.stand_in) for reducer in reducers]:
+                ended.result()
+    last: int = pending.wait()
+    # Ranks have counted different numbers of operations without names; from here on they count alike again.
+    core.process_set_of(None).coordinator("join").counters.clear()
+    return last
+
+
+def _check_apart(reducers: list[Gradients]) -> None:
+    shared = [reducer.comm for reducer in reducers]
+    if len({id(comm) for comm in shared}) < len(shared):
+        raise UsageError(
+            f"join: {len(shared)} DistributedOptimizers or DataParallels reduce over fewer communicators; give each "
+            "its own by comm=commlib.world().split(0), or a process set"
+        )

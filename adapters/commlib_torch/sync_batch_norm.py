@@ -1,0 +1,205 @@
+"""Batch normalisation over the batches of all ranks, as if they were one.
+
+Ranks gather (count, mean, sum of squared deviations) and combine them by the formula of Chan, Golub and LeVeque (1979).
+One all-reduce of sums and sums of squares would send less, but a variance that is the difference of two large numbers
+loses all its digits where the mean is large against it; and two all-reduces, of the mean and then of the deviations
+from it, would wait twice. Statistics are taken in float32 at least, and combined in float64.
+"""
+
+from __future__ import annotations
+
+import copy
+import itertools
+import weakref
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.autograd.function import once_differentiable
+from torch.nn.modules.batchnorm import _BatchNorm
+
+from commlib import horovod as core
+from commlib_torch._named import ProcessSets, Reduction, first, start_allgather, start_allreduce
+
+# Numbers for the layers of each process set, in the order of their making, which is the same on all its ranks.
+_numbers: weakref.WeakKeyDictionary[core.ProcessSet, itertools.count[int]] = weakref.WeakKeyDictionary()
+
+
+class SyncBatchNorm(_BatchNorm):
+    """nn.BatchNorm whose statistics in training are those of the batches of all ranks. Works on any device.
+
+    Takes inputs of 2 or more dimensions, channels in dimension 1, as nn.SyncBatchNorm does. Batches may differ among
+    ranks in all other dimensions, and be empty; every rank must call it, forward and backward. Operations are known by
+    a number, so ranks must make their layers in the same order. `process_set` are the ranks that share a batch.
+
+    Raises ValueError on every rank if there is only one value per channel on all ranks together.
+    """
+
+    def __init__(
+        self,
+        num_features: int,
+        eps: float = 1e-5,
+        momentum: float | None = 0.1,
+        affine: bool = True,
+        track_running_stats: bool = True,
+        process_set: ProcessSets = None,
+        device: Any = None,
+        dtype: Any = None,
+    ) -> None:
+        super().__init__(num_features, eps, momentum, affine, track_running_stats, device=device, dtype=dtype)
+        self._process_set = process_set
+        everyone = core.global_process_set if process_set is None else process_set
+        self._number = next(_numbers.setdefault(everyone, itertools.count()))
+
+    def _check_input_dim(self, input: Tensor) -> None:
+        if input.dim() < 2:
+            raise ValueError(f"expected an input of at least 2 dimensions, got {input.dim()}")
+
+    def forward(self, input: Tensor) -> Tensor:
+        """Normalise `input` by the statistics of all ranks' inputs; in evaluation do what nn.BatchNorm does, alone."""
+        process_set = core.process_set_of(self._process_set)
+        if not self.training or process_set.size() == 1:
+            return super().forward(input)
+        self._check_input_dim(input)
+        if input.size(1) != self.num_features:
+            raise ValueError(f"expected {self.num_features} channels in dimension 1, got {input.size(1)}")
+        output, mean, variance, count = _Normalise.apply(  # type: ignore[no-untyped-call]
+            input, self.weight, self.bias, self.eps, f"SyncBatchNorm.{self._number}", process_set
+        )
+        if self.track_running_stats:
+            self._track(mean, variance, int(count))
+        return output  # type: ignore[no-any-return]
+
+    @torch.no_grad()
+    def _track(self, mean: Tensor, variance: Tensor, count: int) -> None:
+        assert self.running_mean is not None and self.running_var is not None
+        factor = self.momentum
+        if self.num_batches_tracked is not None:
+            self.num_batches_tracked.add_(1)
+            if factor is None:  # the plain average of all batches
+                factor = 1.0 / float(self.num_batches_tracked)
+        assert factor is not None
+        unbiased = variance * (count / (count - 1))
+        self.running_mean.lerp_(mean.to(self.running_mean.dtype), factor)
+        self.running_var.lerp_(unbiased.to(self.running_var.dtype), factor)
+
+    def extra_repr(self) -> str:
+        """Describe the layer, as torch does."""
+        described: str = super().extra_repr()  # type: ignore[no-untyped-call]
+        return described if self._process_set is None else f"{described}, process_set={self._process_set}"
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> SyncBatchNorm:
+        """Copy the layer. The process set is shared: it is a place among ranks, which cannot be copied."""
+        copied = self.__new__(type(self))
+        memo[id(self)] = copied
+        memo[id(self._process_set)] = self._process_set
+        copied.__dict__ = copy.deepcopy(self.__dict__, memo)
+        return copied
+
+
+def convert_sync_batchnorm(module: nn.Module, process_set: ProcessSets = None) -> nn.Module:
+    """Return `module` with every nn.BatchNorm in it replaced by SyncBatchNorm, with the same parameters and statistics.
+
+    `module` itself is changed, unless it is an nn.BatchNorm. Optimizers go on working: parameters are the same objects.
+    """
+    result = module
+    if isinstance(module, _BatchNorm) and not isinstance(module, SyncBatchNorm):
+        layer = SyncBatchNorm(
+            module.num_features, module.eps, module.momentum, module.affine, module.track_running_stats, process_set
+        )
+        layer.weight, layer.bias = module.weight, module.bias
+        layer.running_mean, layer.running_var = module.running_mean, module.running_var
+        layer.num_batches_tracked = module.num_batches_tracked
+        result = layer.train(module.training)
+    for name, child in module.named_children():
+        converted = convert_sync_batchnorm(child, process_set)
+        if converted is not child:
+            result.add_module(name, converted)
+    return result
+
+
+class _Normalise(torch.autograd.Function):
+    """Returns (output, mean, biased variance, count) of all ranks; the output is differentiable."""
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        x: Tensor,
+        weight: Tensor | None,
+        bias: Tensor | None,
+        eps: float,
+        name: str,
+        process_set: core.ProcessSet,
+    ) -> tuple[Tensor, Tensor, Tensor, int]:
+        mean, variance, count = _statistics(x.to(_working_dtype(x)), f"{name}.forward", process_set)
+        centred, inverse = _centred(x, mean), _inverse(x, variance, eps)
+        output = centred * _wide(inverse if weight is None else inverse * weight, x)
+        if bias is not None:
+            output += _wide(bias, x)
+        ctx.save_for_backward(x, weight, mean, variance)
+        ctx.bias, ctx.eps, ctx.count, ctx.name, ctx.process_set = bias is not None, eps, count, name, process_set
+        ctx.mark_non_differentiable(mean, variance)
+        return output.to(x.dtype), mean, variance, count
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, gradient: Tensor, *_: Any) -> tuple[Tensor | None, ...]:
+        x, weight, mean, variance = ctx.saved_tensors
+        gradient = gradient.to(_working_dtype(x))
+        centred, inverse = _centred(x, mean), _inverse(x, variance, ctx.eps)
+        sums = torch.stack([gradient.sum(_others(x)), (gradient * centred).sum(_others(x))])
+        of_x = of_weight = of_bias = None
+        if weight is not None:
+            of_weight = (sums[1] * inverse).to(weight.dtype)
+        if ctx.bias:
+            of_bias = sums[0].to(weight.dtype)
+        if ctx.needs_input_grad[0]:
+            how = Reduction(core.Sum, f"{ctx.name}.backward", process_set=ctx.process_set)
+            means = first(start_allreduce([sums.double()], how, blocking=True).wait()) / ctx.count
+            along = (means[1].to(inverse) * inverse.square()).to(inverse)
+            of_x = gradient - _wide(means[0].to(inverse), x) - centred * _wide(along, x)
+            of_x = (of_x * _wide(inverse if weight is None else inverse * weight, x)).to(x.dtype)
+        return of_x, of_weight, of_bias, None, None, None
+
+
+def _statistics(x: Tensor, name: str, process_set: core.ProcessSet) -> tuple[Tensor, Tensor, int]:
+    """Return the mean and the biased variance per channel of the inputs of all ranks, in float64, and their number."""
+    channels = x.size(1)
+    count = x.numel() // channels if channels else 0
+    mine = x.new_zeros(2 * channels + 1, dtype=torch.float64)
+    if count:
+        variance, mean = torch.var_mean(x, _others(x), correction=0)
+        mine[0], mine[1 : channels + 1], mine[channels + 1 :] = count, mean, variance.double() * count
+    everyone = first(start_allgather([mine.unsqueeze(0)], name, process_set, blocking=True).wait())
+    counts, means, deviations = everyone.split([1, channels, channels], 1)
+    total = int(counts.sum())
+    if total <= 1:
+        raise ValueError(
+            f"{name}: expected more than 1 value per channel in training, but all ranks together have {total}"
+        )
+    mean = (counts * means).sum(0) / total
+    variance = (deviations.sum(0) + (counts * (means - mean).square()).sum(0)) / total
+    return mean, variance, total
+
+
+def _working_dtype(x: Tensor) -> torch.dtype:
+    return torch.float64 if x.dtype == torch.float64 else torch.float32
+
+
+def _centred(x: Tensor, mean: Tensor) -> Tensor:
+    working = _working_dtype(x)
+    return x.to(working) - _wide(mean.to(working), x)
+
+
+def _inverse(x: Tensor, variance: Tensor, eps: float) -> Tensor:
+    return torch.rsqrt(variance + eps).to(_working_dtype(x))
+
+
+def _others(x: Tensor) -> list[int]:
+    """Return the dimensions that are not channels."""
+    return [dimension for dimension in range(x.dim()) if dimension != 1]
+
+
+def _wide(values: Tensor, x: Tensor) -> Tensor:
+    """Return values per channel in a shape that goes with `x`."""
+    return values.view(1, -1, *[1] * (x.dim() - 2))

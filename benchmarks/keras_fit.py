@@ -1,0 +1,128 @@
+"""Time of a step of Keras' `fit` with a DistributedOptimizer, against the same without communication.
+
+    mpiexec -n 2 python benchmarks/keras_fit.py [--out result.json] [--rounds 20] [--steps 20] [--width 1072]
+
+A multilayer perceptron 784-width x 2-10, by default of 2 million parameters, is trained by SGD with momentum on random
+data, 64 rows and one thread per rank. The contenders run in turn inside one process per rank, each on a model of its
+own, in rounds whose order rotates: so they meet the same machine in the same mood. A round's figure is its slowest
+rank's mean time from the end of one batch to that of the next; the table shows median and spread over rounds, and the
+median over rounds of the ratio to no communication.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import platform
+import statistics
+import time
+from pathlib import Path
+from typing import Any
+
+os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "2")  # before TensorFlow is imported
+
+import keras
+import numpy as np
+import tensorflow as tf
+
+import commlib_tensorflow.keras as hvd
+
+ROWS = 64
+REFERENCE = "no communication"
+
+
+class Clock(keras.callbacks.Callback):  # type: ignore[misc]  # Keras has no types
+    """Notes when each batch ends."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.ends: list[float] = []
+
+    def on_train_begin(self, logs: Any = None) -> None:
+        self.ends.clear()
+
+    def on_train_batch_end(self, batch: int, logs: Any = None) -> None:
+        self.ends.append(time.perf_counter())
+
+
+def compiled(width: int, *, distributed: bool, **settings: Any) -> Any:
+    """A perceptron, the same on every rank."""
+    keras.utils.set_random_seed(0)
+    layers = [keras.layers.Dense(width, activation="relu") for _ in range(2)]
+    model = keras.Sequential([keras.layers.Input((784,)), *layers, keras.layers.Dense(10)])
+    optimizer = keras.optimizers.SGD(0.01, momentum=0.9)
+    loss = keras.losses.SparseCategoricalCrossentropy(from_logits=True)
+    model.compile(hvd.DistributedOptimizer(optimizer, **settings) if distributed else optimizer, loss)
+    return model
+
+
+def measure(models: dict[str, Any], arguments: argparse.Namespace) -> dict[str, list[float]]:
+    """Return the seconds per step of every contender in every round."""
+    generator = np.random.default_rng(hvd.rank())
+    inputs = generator.normal(size=(ROWS, 784)).astype(np.float32)
+    labels = generator.integers(10, size=ROWS)
+    data = tf.data.Dataset.from_tensors((inputs, labels)).repeat()
+    clock, names = Clock(), list(models)
+    seconds: dict[str, list[float]] = {name: [] for name in names}
+    for turn in range(arguments.warm_up + arguments.rounds):
+        for position in range(len(names)):
+            name = names[(position + turn) % len(names)]
+            hvd.allreduce(0.0, name="barrier")
+            models[name].fit(
+                data, epochs=1, steps_per_epoch=arguments.steps + 1, shuffle=False, verbose=0, callbacks=[clock]
+            )
+            mine = (clock.ends[-1] - clock.ends[0]) / arguments.steps
+            slowest = max(hvd.allgather_object(mine))
+            if turn >= arguments.warm_up:
+                seconds[name].append(slowest)
+    return seconds
+
+
+def show(seconds: dict[str, list[float]], title: str) -> None:
+    print(f"{title}\n{'contender':20} {'median ms':>10} {'10% ms':>8} {'90% ms':>8} {'ratio':>7}   spread of ratio")
+    for name, values in seconds.items():
+        ratios = [value / base for value, base in zip(values, seconds[REFERENCE], strict=True)]
+        cells = [1e3 * quantile(values, share) for share in (0.1, 0.9)]
+        spread = f"{quantile(ratios, 0.1):.2f} to {quantile(ratios, 0.9):.2f}"
+        print(
+            f"{name:20} {1e3 * statistics.median(values):10.2f} {cells[0]:8.2f} {cells[1]:8.2f} "
+            f"{statistics.median(ratios):7.3f}   {spread}"
+        )
+
+
+def quantile(values: list[float], fraction: float) -> float:
+    return sorted(values)[round(fraction * (len(values) - 1))]
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--width", type=int, default=1072, help="of the hidden layers")
+    parser.add_argument("--rounds", type=int, default=20)
+    parser.add_argument("--warm-up", type=int, default=2, help="rounds that are not counted")
+    parser.add_argument("--steps", type=int, default=20, help="per round and contender")
+    parser.add_argument("--threads", type=int, default=1, help="of TensorFlow within an operation, per rank")
+    parser.add_argument("--out", type=Path, help="write raw figures as JSON")
+    arguments = parser.parse_args()
+
+    tf.config.threading.set_intra_op_parallelism_threads(arguments.threads)
+    tf.config.threading.set_inter_op_parallelism_threads(2)
+    hvd.init()
+    models = {
+        REFERENCE: compiled(arguments.width, distributed=False),
+        "ours": compiled(arguments.width, distributed=True),
+        "ours, bfloat16": compiled(arguments.width, distributed=True, compression=hvd.Compression.bf16),
+    }
+    seconds = measure(models, arguments)
+    if hvd.rank() == 0:
+        show(
+            seconds, f"{hvd.size()} ranks, {models['ours'].count_params()} parameters, {arguments.threads} thread each"
+        )
+        if arguments.out:
+            about = {"ranks": hvd.size(), "machine": platform.platform(), "tensorflow": tf.__version__}
+            settings = {name: str(value) for name, value in vars(arguments).items()}
+            arguments.out.write_text(json.dumps({**about, "settings": settings, "seconds": seconds}, indent=1))
+
+
+if __name__ == "__main__":
+    main()

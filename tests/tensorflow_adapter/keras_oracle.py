@@ -1,0 +1,99 @@
+"""What the tests of the Keras part compare with: plain Keras in one process on the whole batch."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import keras
+import numpy as np
+import tensorflow as tf
+
+from commlib import horovod as core
+
+ROWS = 4  # of a batch, per rank
+FEATURES = 3
+Data = tuple[Any, Any]
+
+
+def network(of: Any = keras, dtype: str = "float64", **arguments: Any) -> Any:
+    """A small model of Keras 3 or tf_keras, the same on every rank. `arguments` are for the class of the model."""
+    inputs = of.layers.Input((FEATURES,))
+    hidden = of.layers.Dense(4, activation="tanh", dtype=dtype)(inputs)
+    outputs = of.layers.Dense(2, dtype=dtype)(hidden)
+    made = arguments.pop("model", of.Model)(inputs, outputs, **arguments)
+    generator = np.random.default_rng(0)
+    made.set_weights([generator.normal(size=weight.shape) for weight in made.get_weights()])
+    return made
+
+
+def batch(comm: Any, step: int = 0) -> Data:
+    """The rows of all ranks: inputs and targets. In float32, because that is what `fit` makes of them."""
+    generator = np.random.default_rng(1000 + step)
+    rows = ROWS * comm.size
+    return tuple(generator.normal(size=(rows, columns)).astype(np.float32) for columns in (FEATURES, 2))  # type: ignore[return-value]
+
+
+def mine(comm: Any, data: Data) -> Data:
+    """This rank's rows."""
+    rows = slice(comm.rank * ROWS, (comm.rank + 1) * ROWS)
+    return data[0][rows], data[1][rows]
+
+
+def error(predicted: Any, expected: Any) -> Any:
+    """Return the mean square error, in the precision of the prediction. `fit` has it in float32 otherwise."""
+    return tf.reduce_mean(tf.square(predicted - tf.cast(expected, predicted.dtype)))
+
+
+def step(model: Any, optimizer: Any, data: Data, scale: float = 1.0) -> None:
+    """Take a step with `scale` times the gradients of the mean square error, as a loop of the user's own does."""
+    with tf.GradientTape() as tape:
+        loss = optimizer.scale_loss(error(model(data[0], training=True), data[1]) * scale)
+    gradients = tape.gradient(loss, model.trainable_variables)
+    optimizer.apply_gradients(zip(gradients, model.trainable_variables, strict=True))
+
+
+def weights(model: Any) -> list[Any]:
+    return [np.asarray(weight) for weight in model.get_weights()]
+
+
+def state_of(optimizer: Any) -> list[Any]:
+    """The variables of an optimizer that are the same on all ranks: not what it accumulates between updates."""
+    return [variable.numpy() for variable in optimizer.variables if "gradient_accumulator" not in variable.name]
+
+
+def assert_close(got: Any, expected: Any, tolerance: float = 1e-12) -> None:
+    """Compare the weights of two models, or lists of arrays."""
+    got = got if isinstance(got, list) else weights(got)
+    expected = expected if isinstance(expected, list) else weights(expected)
+    assert len(got) == len(expected)
+    for one, other in zip(got, expected, strict=True):
+        np.testing.assert_allclose(one, other, rtol=tolerance, atol=tolerance)
+
+
+def assert_changed(model: Any, before: list[Any]) -> None:
+    assert all(np.abs(now - then).max() > 1e-3 for now, then in zip(weights(model), before, strict=True))
+
+
+def assert_same_everywhere(values: Any) -> None:
+    """Compare arrays (or the weights of a model) bit for bit with those of rank 0."""
+    values = values if isinstance(values, list) else weights(values)
+    for number, theirs in enumerate(core.allgather_object([np.asarray(value).tobytes() for value in values])):
+        assert theirs == [np.asarray(value).tobytes() for value in values], f"rank {number} has others"
+
+
+@contextmanager
+def counted_reductions(monkeypatch: Any) -> Iterator[list[str]]:
+    """Give the list of the names of gradient reductions that begin within."""
+    begun: list[str] = []
+    start = core.start_allreduce
+
+    def counting(inputs: Any, outputs: Any, name: str | None = None, **options: Any) -> Any:
+        if name is not None and not name.endswith((".agreement", ".finite")):
+            begun.append(name)
+        return start(inputs, outputs, name, **options)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(core, "start_allreduce", counting)
+        yield begun

@@ -1,0 +1,135 @@
+"""Variables and objects given to all ranks, and elastic state."""
+
+from typing import Any
+
+import keras
+import numpy as np
+import pytest
+import tensorflow as tf
+
+import commlib_tensorflow as hvd
+from commlib.errors import UsageError
+from tests.tensorflow_adapter.oracle import MODES, assert_same_everywhere, check, in_mode
+
+both = pytest.mark.parametrize("mode", MODES)
+
+
+def some_variables(comm: Any) -> list[Any]:
+    dtypes = [tf.float32, tf.bfloat16, tf.int64, tf.bool]
+    found: list[Any] = [tf.Variable(tf.cast(tf.fill([3, 2], comm.rank), dtype)) for dtype in dtypes]
+    found.append(tf.Variable(float(comm.rank)))
+    found.append(keras.Variable(np.full((40, 40), comm.rank, np.float32), name="of_keras"))
+    return found
+
+
+@both
+def test_broadcast_variables(comm: Any, mode: str) -> None:
+    root = comm.size - 1
+    first, second = some_variables(comm), some_variables(comm)
+
+    def run() -> None:
+        hvd.broadcast_variables(first, root)
+        hvd.broadcast_(second, root)
+
+    in_mode(mode, run)()
+    for variable in (*first, *second):
+        value = tf.convert_to_tensor(variable)
+        check(value, tf.cast(tf.fill(value.shape, root), value.dtype))
+
+
+def test_variables_do_not_share_memory_afterwards(comm: Any) -> None:
+    """An assigned variable may adopt the memory that it is given; two of them, or the next broadcast, must not."""
+    variables = [tf.Variable(tf.fill([5000], float(comm.rank))) for _ in range(2)]
+    hvd.broadcast_variables(variables, 0)
+    variables[0].assign_add(tf.ones(5000))
+    before = [variable.numpy() for variable in variables]
+    hvd.broadcast_variables([tf.Variable(tf.fill([5000], 77.0)) for _ in range(2)], 0)
+    for variable, value, expected in zip(variables, before, (1.0, 0.0), strict=True):
+        assert np.all(value == expected)
+        check(variable.read_value(), value)
+
+
+def test_what_is_no_variable(comm: Any) -> None:
+    with pytest.raises(UsageError, match="entry 0 is no variable"):
+        hvd.broadcast_variables([tf.ones(2)], 0)
+    with pytest.raises(UsageError, match=r"words.*: .*string"):
+        hvd.broadcast_variables([tf.Variable("text", name="words")], 0)
+    with pytest.raises(RuntimeError, match="broadcast_variables"):
+        hvd.broadcast_global_variables(0)
+    assert hvd.broadcast_variables([], 0) is None
+
+
+def test_broadcast_in_a_graph_of_tensorflow_1(comm: Any) -> None:
+    v1 = tf.compat.v1
+    with tf.Graph().as_default(), v1.Session() as session:
+        variable = v1.get_variable("v", initializer=[float(comm.rank)], use_resource=True)
+        update = hvd.broadcast_global_variables(comm.size - 1)
+        session.run(v1.global_variables_initializer())
+        session.run(update)
+        assert session.run(variable) == [comm.size - 1.0]
+
+
+def test_the_hook_of_monitored_sessions(comm: Any) -> None:
+    v1 = tf.compat.v1
+    with tf.Graph().as_default():
+        variable = v1.get_variable("v", initializer=[float(comm.rank)], use_resource=True)
+        with v1.train.MonitoredSession(hooks=[hvd.BroadcastGlobalVariablesHook(comm.size - 1)]) as session:
+            assert session.run(variable) == [comm.size - 1.0]
+
+
+def test_objects(comm: Any) -> None:
+    root = comm.size - 1
+    assert hvd.broadcast_object({"rank": comm.rank}, root) == {"rank": root}
+    assert hvd.broadcast_object_fn(root)(comm.rank) == root
+    assert hvd.allgather_object(comm.rank) == list(range(comm.size))
+
+
+def small_model(seed: int) -> Any:
+    keras.utils.set_random_seed(seed)
+    model = keras.Sequential([keras.Input((3,)), keras.layers.Dense(4), keras.layers.Dense(1)])
+    model.compile(optimizer=keras.optimizers.Adam(0.1), loss="mse")
+    return model
+
+
+def test_elastic_state_of_a_model(comm: Any) -> None:
+    model = small_model(seed=comm.rank)
+    state: Any = hvd.elastic.TensorFlowKerasState(model, epoch=comm.rank)
+    state.sync()
+    assert state.epoch == 0
+    assert_same_everywhere(comm, model.variables)
+    saved = [v.numpy() for v in (*model.variables, *model.optimizer.variables)]
+    x, y = np.ones((4, 3), np.float32), np.ones((4, 1), np.float32)
+    model.train_on_batch(x, y)
+    state.epoch = 5
+    assert not np.array_equal(saved[0], model.variables[0].numpy())
+    state.restore()
+    assert state.epoch == 0
+    for variable, value in zip((*model.variables, *model.optimizer.variables), saved, strict=True):
+        np.testing.assert_array_equal(variable.numpy(), value)
+    model.train_on_batch(x, y)
+    state.epoch = 1
+    state.commit()
+    trained = model.variables[0].numpy()
+    model.train_on_batch(x, y)
+    state.restore()
+    assert state.epoch == 1
+    np.testing.assert_array_equal(model.variables[0].numpy(), trained)
+
+
+@both
+@pytest.mark.ranks(min=2)
+def test_elastic_run_restores_and_tries_again(comm: Any, mode: str) -> None:
+    variable = tf.Variable([float(comm.rank)])
+    state = hvd.elastic.TensorFlowState([variable], attempts=0)
+    reduce = in_mode(mode, lambda x: hvd.allreduce(x, op=hvd.Sum, name="elastic"))
+    attempts = []
+
+    @hvd.elastic.run
+    def train(state: Any) -> tf.Tensor:
+        attempts.append(float(variable[0]))
+        variable.assign_add([10.0])
+        return reduce(tf.ones(2 if len(attempts) > 1 else comm.rank + 1))
+
+    check(train(state), tf.ones(2) * comm.size)
+    assert attempts == [0.0, 0.0]
+    check(variable.read_value(), tf.constant([10.0]))

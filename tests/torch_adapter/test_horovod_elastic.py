@@ -1,0 +1,166 @@
+"""State that is committed and restored, and samplers that know what was processed."""
+
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import commlib_torch as hvd
+from commlib.errors import MismatchError
+from commlib_torch.elastic import ElasticSampler, TorchState, run
+
+from .oracle import assert_close, assert_same_everywhere, batch, loss_of, mine, model, parameters_of
+
+
+def make(comm: Any, seed: int = 0) -> tuple[nn.Module, Any, Any]:
+    network = model(seed)
+    optimizer: Any = hvd.DistributedOptimizer(torch.optim.Adam(network.parameters(), lr=0.05 * (seed + 1)))
+    return network, optimizer, torch.optim.lr_scheduler.StepLR(optimizer, 2, 0.5)
+
+
+def train(comm: Any, network: nn.Module, optimizer: Any, scheduler: Any, step: int) -> None:
+    optimizer.zero_grad()
+    loss_of(network, mine(comm, batch(comm, step))).backward()
+    optimizer.step()
+    scheduler.step()
+
+
+def test_restore_goes_back_to_the_commit(comm: Any) -> None:
+    network, optimizer, scheduler = make(comm)
+    state: Any = TorchState(model=network, optimizer=optimizer, scheduler=scheduler, epoch=0, seen=[1])
+    assert state.model is network and state.optimizer is optimizer and state.epoch == 0
+    for step in range(3):
+        train(comm, network, optimizer, scheduler, step)
+    state.epoch = 3
+    state.seen.append(2)
+    state.commit()
+    committed = parameters_of(network)
+    ends = []
+    for _ in range(2):  # twice: what is restored must not be what training then changes
+        for step in range(3, 6):
+            train(comm, network, optimizer, scheduler, step)
+        ends.append(parameters_of(network))
+        state.epoch, state.seen[:] = 6, [9]
+        state.restore()
+        assert (state.epoch, state.seen) == (3, [1, 2])
+        assert_close(parameters_of(network), committed, 0)
+        assert optimizer.param_groups[0]["lr"] == 0.025 and scheduler.last_epoch == 3
+    assert_close(ends[0], ends[1], 0)
+
+
+def test_sync_takes_everything_of_rank_0(comm: Any) -> None:
+    network, optimizer, scheduler = make(comm, seed=comm.rank)
+    state: Any = TorchState(network, optimizer, scheduler=scheduler, epoch=comm.rank + 5)
+    state.sync()
+    assert state.epoch == 5
+    assert optimizer.param_groups[0]["lr"] == 0.05
+    assert_close(parameters_of(network), parameters_of(model()), 0)
+    train(comm, network, optimizer, scheduler, 0)
+    assert_same_everywhere(comm, parameters_of(network))
+    state.restore()  # what was synchronised counts as committed
+    assert_close(parameters_of(network), parameters_of(model()), 0)
+
+
+def test_another_model_under_the_name(comm: Any) -> None:
+    state: Any = TorchState(model=model())
+    other = model(seed=3)
+    state.model = other
+    with torch.no_grad():
+        next(other.parameters()).zero_()
+    state.restore()
+    assert_close(parameters_of(other), parameters_of(model(seed=3)), 0)
+    with pytest.raises(TypeError, match="model is a int"):
+        state.model = 3
+    assert state.optimizer is None
+
+
+@pytest.mark.ranks(min=2)
+def test_run_restores_after_a_failed_operation(comm: Any) -> None:
+    network, optimizer, scheduler = make(comm, seed=comm.rank)
+    state: Any = TorchState(model=network, optimizer=optimizer, scheduler=scheduler, step=0)
+    calls: list[str] = []
+    state.register_reset_callbacks([lambda: calls.append("reset")])
+
+    @run
+    def training(state: Any) -> str:
+        calls.append("called")
+        while state.step < 5:
+            train(comm, network, optimizer, scheduler, state.step)
+            state.step += 1
+            if state.step == 3 and calls.count("called") == 1:
+                hvd.allreduce(torch.ones(2 + comm.rank), name="fails")
+            if state.step % 2 == 0:
+                state.commit()
+        return "done"
+
+    assert training(state) == "done"
+    assert calls == ["called", "reset", "called"]
+    alone = model()
+    plain: Any = torch.optim.Adam(alone.parameters(), lr=0.05)
+    schedule = torch.optim.lr_scheduler.StepLR(plain, 2, 0.5)
+    for step in range(5):
+        plain.zero_grad()
+        loss_of(alone, batch(comm, step)).backward()
+        plain.step()
+        schedule.step()
+    assert_close(parameters_of(network), parameters_of(alone), 1e-9)
+    with pytest.raises(MismatchError):  # one that always fails ends it
+        run(lambda state: hvd.allreduce(torch.ones(2 + comm.rank), name="always fails"))(state)
+    optimizer._gradients.close()  # errors may keep it alive, and a join in another test would wait for it
+
+
+@pytest.mark.parametrize("shuffle", [True, False])
+@pytest.mark.parametrize("length", [12, 13, 1, 0])
+def test_sampler_shares_everything(comm: Any, length: int, shuffle: bool) -> None:
+    sampler = ElasticSampler(range(length), shuffle=shuffle, seed=4)
+    shares = hvd.allgather_object(list(sampler))
+    assert {len(share) for share in shares} == {len(sampler)} == {-(-length // comm.size)}
+    assert {index for share in shares for index in share} == set(range(length))
+    assert list(sampler) == shares[comm.rank]  # once more, the same
+    if not shuffle:
+        assert shares[0] == list(range(0, length, comm.size))
+    elif length == 12:
+        first = list(sampler)
+        sampler.set_epoch(1)
+        assert list(sampler) != first
+
+
+def test_sampler_goes_on_with_the_rest(comm: Any) -> None:
+    """Every rank processes another number of batches; after a restore, all share what nobody has processed."""
+    sampler = ElasticSampler(range(40), seed=1)
+    state: Any = TorchState(sampler=sampler, batch=0)
+    taken = list(sampler)
+    done = set()
+    for number in range(1 + comm.rank % 2):
+        done |= set(taken[2 * number : 2 * number + 2])
+        sampler.record_batch(number, 2)
+    state.commit()
+    sampler.record_indices(taken[-1:])  # not committed
+    everything = set().union(*hvd.allgather_object(done))
+    state.restore()
+    state.on_reset()
+    rest = {index for share in hvd.allgather_object(list(sampler)) for index in share}
+    assert rest == set(range(40)) - everything
+    saved = sampler.state_dict()
+    sampler.set_epoch(1)
+    assert len(sampler) == -(-40 // comm.size)
+    sampler.load_state_dict(saved)
+    assert {index for share in hvd.allgather_object(list(sampler)) for index in share} == rest
+    if comm.rank != 0:
+        sampler.set_epoch(7)
+    state.sync()
+    assert sampler.epoch == 0
+    assert {index for share in hvd.allgather_object(list(sampler)) for index in share} == rest
+
+
+def test_sampler_in_a_loader(comm: Any) -> None:
+    data = torch.arange(20)
+    sampler = ElasticSampler(data)
+    loader: Any = torch.utils.data.DataLoader(data, batch_size=3, sampler=sampler)  # type: ignore[arg-type]
+    seen = torch.cat(list(loader))
+    everyones = hvd.allgather(seen)
+    assert set(everyones.tolist()) == set(range(20))
+    for number, _ in enumerate(loader):
+        sampler.record_batch(number, 3)
+    assert sampler.processed_indices == set(seen.tolist())
