@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import weakref
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -10,10 +9,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-import commlib
 from commlib import horovod as core
 from commlib.communicator import Communicator
-from commlib.coordinator import Coordinator, Request
 from commlib.data_parallel import BUCKET_CAP_MIB, FIRST_BUCKET_MIB
 from commlib.errors import UsageError
 from commlib_torch._bridge import dtype_name
@@ -83,22 +80,7 @@ def reduction_name(op: Any) -> str:
         raise UsageError(f"op must be one of {', '.join(REDUCTIONS)}, got {op!r}") from None
 
 
-_communicators: weakref.WeakKeyDictionary[Coordinator, Communicator] = weakref.WeakKeyDictionary()
-
-
 def communicator_of(process_set: ProcessSets, what: str) -> Communicator:
-    """Return a communicator of the ranks of a process set, for collectives in a fixed order.
-
-    Collective over those ranks when first called. Raises UsageError on other ranks.
-    """
-    chosen = core.process_set_of(process_set)
-    coordinator = chosen.coordinator(what)
-    if chosen.process_set_id == 0:
-        return commlib.world()
-    found = _communicators.get(coordinator)
-    if found is None:
-        # Made from the group of the operations by name, so in turn with them.
-        request = Request("process_set", "communicator", repeats=False)
-        pending = coordinator.submit(request, extra=lambda comm: comm.split(0), blocking=True)
-        found = _communicators[coordinator] = pending.wait()
+    """Return a communicator of the ranks of a process set: see `ProcessSet.communicator`."""
+    found: Communicator = core.process_set_of(process_set).communicator(what)
     return found

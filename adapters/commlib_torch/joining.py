@@ -32,8 +32,6 @@ def join(device: int = -1) -> int:
             for ended in [pool.submit(reducer.stand_in) for reducer in reducers]:
                 ended.result()
     last: int = pending.wait()
-    # Ranks have counted different numbers of operations without names; from here on they count alike again.
-    core.process_set_of(None).coordinator("join").counters.clear()
     return last
 
 

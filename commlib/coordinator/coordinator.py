@@ -28,6 +28,9 @@ from commlib.observe.timeline import Timeline
 
 log = logging.getLogger("commlib")
 
+# Operations that the user gives no name; so many can be in flight at once, more of them queue up.
+_UNNAMED, _UNNAMED_NAMES = ".noname.", 64
+
 # With nothing new to tell, a rank looks this often (seconds) whether others have, and comes to a cycle at the latest.
 _SHORTEST_NAP, _LONGEST_NAP = 20e-6, 2e-3
 _SHORTEST_PAUSE, _LONGEST_PAUSE = 1e-3, 50e-3
@@ -39,10 +42,12 @@ class Coordinator:
     def __init__(self, comm: Any, members: Sequence[int]) -> None:
         self.comm = comm
         self.members = tuple(members)
-        self.counters: defaultdict[str, itertools.count[int]] = defaultdict(itertools.count)
-        """Of operations without names, by verb."""
-        self.failed: deque[Pending] = deque(maxlen=100)
-        """Of which somebody may never ask; the last ones."""
+        self._counters: defaultdict[str, itertools.count[int]] = defaultdict(
+            itertools.count
+        )  # of unnamed ones, by verb
+        self._later: defaultdict[str, deque[Pending]] = defaultdict(deque)  # unnamed, until their name is free
+        self.failed: dict[Pending, None] = {}
+        """Those that nobody has asked for since."""
         self.requests: dict[Hashable, Request] = {}
         """Requests that were made before, by what they are made of: to check and to compare them anew takes longer."""
         self.timeline: Timeline | None = None
@@ -68,6 +73,13 @@ class Coordinator:
     def __repr__(self) -> str:
         return f"<Coordinator of {self.comm.name}: {len(self._pending)} pending, {self.cycles} cycles>"
 
+    def next_name(self, verb: str) -> str:
+        """Return the name of this rank's next operation of a verb that the user gives none.
+
+        Names come round again, so that an operation in a loop soon has one that ranks know.
+        """
+        return f"{verb}{_UNNAMED}{next(self._counters[verb]) % _UNNAMED_NAMES}"
+
     def submit(
         self,
         request: Request,
@@ -89,11 +101,10 @@ class Coordinator:
                 raise self.comm.failure
             if "join" in self._pending and request.verb != "join":
                 raise UsageError(f"{request}: this rank has joined, and takes no further part until all have")
-            try:
-                self._negotiation.submit(request)
-            except ValueError as error:
-                raise UsageError(f"{self.comm.name}: {error}") from None
-            self._pending[request.name] = pending
+            if request.name in self._pending and _UNNAMED in request.name:
+                self._later[request.name].append(pending)
+            else:
+                self._ask(pending)
             if self.timeline is not None:
                 self.timeline.begin(request.name, f"NEGOTIATE_{request.verb.upper()}")
             if self._napping:
@@ -101,6 +112,14 @@ class Coordinator:
             elif not blocking and not self._driving.locked():
                 self._wake_thread()
         return pending
+
+    def _ask(self, pending: Pending) -> None:
+        request = pending.request
+        try:
+            self._negotiation.submit(request)
+        except ValueError as error:
+            raise UsageError(f"{self.comm.name}: {error}") from None
+        self._pending[request.name] = pending
 
     def wake(self) -> None:
         """See to it that cycles are run although nobody waits for an operation."""
@@ -189,10 +208,15 @@ class Coordinator:
             elif pending is None:
                 continue
             elif isinstance(verdict, Joined):
+                self._counters.clear()  # ranks have counted different numbers; from here on they count alike again
                 pending.finish(verdict.last)
             else:
                 assert isinstance(verdict, Failure)
                 pending.finish(error=self._error(verdict))
+        for name in [name for name in self._later if name not in self._pending]:
+            self._ask(self._later[name].popleft())
+            if not self._later[name]:
+                del self._later[name]
         if jobs:
             self._last = jobs[-1].launch.request, time.monotonic()
         return jobs
@@ -267,16 +291,22 @@ class Coordinator:
 
     def _fail_all(self, error: BaseException) -> None:
         with self._lock:
-            failed = list(self._pending.values())
-            self._pending.clear()
+            failed = self._give_up()
             self._closed = self._closed or not isinstance(error, CommlibError)
         for pending in failed:
             pending.finish(error=error)
 
+    def _give_up(self) -> list[Pending]:
+        """Forget all that is pending, and return it."""
+        found = [*self._pending.values(), *(pending for queue in self._later.values() for pending in queue)]
+        self._pending.clear()
+        self._later.clear()
+        return found
+
     def drain(self, timeout: float) -> str:
         """Wait until nothing is pending; return "" or, if that takes longer than `timeout` s, what is."""
         deadline = time.monotonic() + timeout
-        for pending in list(self._pending.values()):
+        for pending in [*self._pending.values(), *(later for queue in self._later.values() for later in queue)]:
             try:
                 pending.wait(max(0.0, deadline - time.monotonic()))
             except StallError:
@@ -299,7 +329,7 @@ class Coordinator:
 
     def unseen_failure(self) -> str:
         """Return the first failed operation whose error nobody has asked for, or ""."""
-        for pending in self.failed:
+        for pending in list(self.failed):
             if (error := pending.unseen_error) is not None:
                 return f"failed {pending.request} ({type(error).__name__}: {error})"
         return ""
@@ -308,8 +338,7 @@ class Coordinator:
         """Accept nothing more; what has not run ends with ShutdownError. Never blocks."""
         with self._lock:
             self._closed = True
-            left = list(self._pending.values())
-            self._pending.clear()
+            left = self._give_up()
             self._changed.notify_all()
         for pending in left:
             pending.finish(error=ShutdownError(f"{pending.request}: commlib was shut down before all ranks had asked"))

@@ -43,7 +43,11 @@ class Pending(Work):
                 self._coordinator.drive(self.done)
             else:
                 self._coordinator.wake()
-        return super().wait(timeout)
+        try:
+            return super().wait(timeout)
+        finally:
+            if self.seen and self._error is not None:
+                self._coordinator.failed.pop(self, None)  # it would keep the traceback's frames alive
 
     def finish(self, result: Any = None, error: BaseException | None = None) -> None:
         """End it, and let go of its arrays."""
@@ -53,4 +57,4 @@ class Pending(Work):
         self._done = True
         self._running.release()
         if error is not None:
-            self._coordinator.failed.append(self)
+            self._coordinator.failed[self] = None

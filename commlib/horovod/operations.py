@@ -60,7 +60,7 @@ def start_allreduce(
     Several arrays are one group: it runs when all ranks have asked for all of it. Their dtypes may differ.
     The factors multiply before and after: half precision in float32, integers in float64, truncated.
     """
-    coordinator = coordinator_of(process_set, "allreduce")
+    coordinator, name = _prepare("allreduce", name, process_set)
     if len(inputs) == 1:
         kind: Any = inputs[0].dtype, inputs[0].shape
     else:
@@ -68,7 +68,7 @@ def start_allreduce(
     key = (name, op, prescale_factor, postscale_factor, device, *kind)
     request = coordinator.requests.get(key)
     if request is None:
-        request = _allreduce(coordinator, name, inputs, op, prescale_factor, postscale_factor, device)
+        request = _allreduce(name, inputs, op, prescale_factor, postscale_factor, device)
         _keep(coordinator, key, request)
     if len(outputs) != len(inputs):
         raise UsageError(f"{request}: {len(inputs)} inputs but {len(outputs)} outputs")
@@ -79,15 +79,13 @@ def start_allreduce(
 
 
 def _allreduce(
-    coordinator: Coordinator,
-    name: str | None,
+    name: str,
     inputs: Sequence[Array],
     op: Any,
     prescale: float,
     postscale: float,
     device: str,
 ) -> Request:
-    name = _named(coordinator, "allreduce", name)
     options = _reduction("allreduce", name, inputs, resolve_op(op), prescale, postscale, device)
     return _request("allreduce", name, inputs, options, free_rows=False)
 
@@ -190,7 +188,7 @@ def start_reducescatter(
 def start_barrier(process_set: ProcessSet | None = None, name: str | None = None, *, blocking: bool = False) -> Pending:
     """Meet all ranks of the set. It may overtake operations that are still waiting for ranks."""
     coordinator, name = _prepare("barrier", name, process_set)
-    return coordinator.submit(Request("barrier", name, repeats=_repeats(name)), blocking=blocking)
+    return coordinator.submit(Request("barrier", name), blocking=blocking)
 
 
 def start_join(process_set: ProcessSet | None = None, *, blocking: bool = False) -> Pending:
@@ -212,7 +210,7 @@ def broadcast_object(
     root = _root("broadcast_object", name, root_rank, process_set)
     here = root == coordinator.members[coordinator.comm.rank]
     data = pickle.dumps(obj) if here else None  # what cannot be pickled must fail before ranks meet
-    request = Request("broadcast_object", name, (), (("root", root),), repeats=_repeats(name))
+    request = Request("broadcast_object", name, (), (("root", root),))
     received = coordinator.submit(request, extra=data, blocking=True).wait()
     return obj if here else pickle.loads(received)
 
@@ -223,7 +221,7 @@ def allgather_object(obj: Any, name: str | None = None, process_set: ProcessSet 
     Unpickling runs code: trust your ranks.
     """
     coordinator, name = _prepare("allgather_object", name, process_set)
-    request = Request("allgather_object", name, repeats=_repeats(name))
+    request = Request("allgather_object", name)
     received = coordinator.submit(request, extra=pickle.dumps(obj), blocking=True).wait()
     return [pickle.loads(data) for data in received if data is not None]
 
@@ -231,32 +229,22 @@ def allgather_object(obj: Any, name: str | None = None, process_set: ProcessSet 
 # What they share
 
 
-_UNNAMED = ".noname."
 _MOST_KEPT = 1 << 14  # requests of a process set
 
 
 def _prepare(verb: str, name: str | None, process_set: ProcessSet | None) -> tuple[Coordinator, str]:
     coordinator = coordinator_of(process_set, verb)
-    return coordinator, _named(coordinator, verb, name)
-
-
-def _named(coordinator: Coordinator, verb: str, name: str | None) -> str:
     if name is None:
-        return f"{verb}{_UNNAMED}{next(coordinator.counters[verb])}"
+        return coordinator, coordinator.next_name(verb)
     if not isinstance(name, str):
         raise UsageError(f"{verb}: name is a {type(name).__name__}: expected a string")
-    return name
+    return coordinator, name
 
 
 def _keep(coordinator: Coordinator, key: Hashable, request: Request) -> None:
-    if request.repeats:
-        if len(coordinator.requests) >= _MOST_KEPT:
-            coordinator.requests.clear()
-        coordinator.requests[key] = request
-
-
-def _repeats(name: str) -> bool:
-    return _UNNAMED not in name
+    if len(coordinator.requests) >= _MOST_KEPT:
+        coordinator.requests.clear()
+    coordinator.requests[key] = request
 
 
 def _root(verb: str, name: str, root_rank: int, process_set: ProcessSet | None) -> int:
@@ -307,7 +295,7 @@ def _request(verb: str, name: str, arrays: Sequence[Array], options: Options, *,
         if not array.flags.c_contiguous:
             raise UsageError(f"{verb} {name!r}: the array of shape {array.shape} is not contiguous")
     tensors = tuple((name_of(array.dtype), _shape(array.shape) if free_rows else array.shape) for array in arrays)
-    return Request(verb, name, tensors, options, _repeats(name))
+    return Request(verb, name, tensors, options)
 
 
 def _shape(shape: tuple[int, ...]) -> Shape:

@@ -30,6 +30,7 @@ class ProcessSet:
                 raise UsageError(f"ProcessSet: ranks {numbers} must be different and not negative")
         self.process_set_id: int | None = None
         self._coordinator: Coordinator | None = None
+        self._communicator: Any = None
 
     def size(self) -> int | None:
         """Return the number of ranks, or None while it is not registered."""
@@ -57,6 +58,29 @@ class ProcessSet:
                 raise UsageError(f"{verb}: {self} is not registered: call add_process_set, or give it to init")
             raise UsageError(f"{verb}: rank {commlib.world().rank} is not in {self}: only its ranks may call this")
         return self._coordinator
+
+    def communicator(self, verb: str) -> Any:
+        """Return a Communicator of the ranks of the set, for collectives in a fixed order; of all ranks the world.
+
+        Collective over those ranks when first called. Raises UsageError on other ranks.
+        """
+        coordinator = self.coordinator(verb)
+        if self.process_set_id == 0:
+            return commlib.world()
+        if self._communicator is None:
+            # Made from the group of the operations by name, so in turn with them.
+            request = Request("process_set", "communicator", repeats=False)
+            split = coordinator.submit(request, extra=lambda comm: comm.split(0), blocking=True)
+            self._communicator = split.wait()
+        return self._communicator
+
+    def __deepcopy__(self, memo: Any) -> ProcessSet:
+        """Return the set itself: it stands for ranks, and a copy of what refers to it means the same ones."""
+        return self
+
+    def __reduce__(self) -> Any:
+        """Pickle the ranks; what comes of it is not registered."""
+        return ProcessSet, (self.ranks or [],)
 
     def __repr__(self) -> str:
         return f"ProcessSet(process_set_id={self.process_set_id}, ranks={self.ranks}, mpi_comm={self.mpi_comm})"
@@ -121,7 +145,7 @@ class Registry:
         """Make a set what it was before it was registered."""
         assert process_set.process_set_id is not None
         del self.sets[process_set.process_set_id]
-        process_set.process_set_id, process_set._coordinator = None, None
+        process_set.process_set_id, process_set._coordinator, process_set._communicator = None, None, None
         if process_set is global_process_set:
             process_set.ranks = None
 

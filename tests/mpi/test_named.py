@@ -212,6 +212,7 @@ def test_join_covers_every_verb(comm: Any) -> None:
     """Rank r has r + 1 batches. Whoever has none left adds nothing, and gets nothing."""
     rank, size = comm.rank, comm.size
     for batch in range(rank + 1):
+        reduced(np.ones(1))
         alive = range(batch, size)
         x = np.full((2, 3), rank + 1.0, np.float32)
         total = sum(r + 1 for r in alive)
@@ -242,6 +243,7 @@ def test_join_covers_every_verb(comm: Any) -> None:
         if rank < size - 1:
             hvd.start_allreduce([np.ones(1)], [np.ones(1)], "after")
     assert join.wait() == size - 1
+    assert reduced(np.ones(1), op=hvd.Sum)[0] == size  # without a name, of which ranks had counted different numbers
     assert reduced(np.ones(1), "sum again", op=hvd.Sum)[0] == size
 
 
@@ -249,6 +251,24 @@ def _nothing() -> Any:
     from contextlib import nullcontext
 
     return nullcontext()
+
+
+def test_many_without_names() -> None:
+    """More than there are names for, at once; they match in the order in which they are asked for."""
+    size = hvd.size()
+    for shape in ((3,), (4,)):
+        arrays = [np.full(shape, n, np.float32) for n in range(300)]
+        works = [hvd.start_allreduce([array], [array], op=hvd.Sum) for array in arrays]
+        for n, work in enumerate(works):
+            assert (work.wait()[0] == size * n).all()
+
+
+def test_without_names_but_not_alike(comm: Any) -> None:
+    if comm.size == 1:
+        return
+    with pytest.raises(MismatchError, match="shape is"):
+        reduced(np.ones(2 + comm.rank))
+    assert reduced(np.ones(2), op=hvd.Sum)[0] == comm.size
 
 
 def test_a_barrier_overtakes(comm: Any) -> None:

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import copy
+import pickle
+
 import numpy as np
 import pytest
 
@@ -47,6 +50,12 @@ def test_a_set_that_is_not_registered_knows_its_ranks_only():
         hvd.ProcessSet([1, 1])
     with pytest.raises(UsageError, match="different and not negative"):
         hvd.ProcessSet([-1])
+
+
+def test_a_set_in_copies_and_pickles():
+    process_set = hvd.ProcessSet([0, 1])
+    assert copy.deepcopy([process_set])[0] is process_set
+    assert pickle.loads(pickle.dumps(process_set)).ranks == [0, 1]
 
 
 def test_errors_are_what_scripts_catch():
