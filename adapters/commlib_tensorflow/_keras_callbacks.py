@@ -326,11 +326,11 @@ def derive(body: type, base: type, name: str) -> type:
     return type(name, (body, base), {"__doc__": body.__doc__, "__module__": "commlib_tensorflow.keras.callbacks"})
 
 
-def build(model: Any) -> bool:
-    """Make the variables of the model's optimizer if possible; say whether all variables are there."""
+def build(model: Any, optimizer: Any = None) -> bool:
+    """Make the variables of an optimizer, by default the model's, if possible; say whether all variables are there."""
     if not model.built:
         return False
-    optimizer = getattr(model, "optimizer", None)
+    optimizer = optimizer if optimizer is not None else getattr(model, "optimizer", None)
     if optimizer is None or getattr(optimizer, "built", False):
         return True
     variables = model.trainable_variables

@@ -12,6 +12,7 @@ import tensorflow as tf
 from commlib.horovod.elastic import ObjectState, State
 from commlib.horovod.elastic import run as run_core
 from commlib_tensorflow._graph import graph_errors
+from commlib_tensorflow._keras_callbacks import build, variables_of
 from commlib_tensorflow.functions import broadcast_object, broadcast_variables
 
 __all__ = ["ObjectState", "State", "TensorFlowKerasState", "TensorFlowState", "run"]
@@ -56,13 +57,13 @@ class TensorFlowKerasState(TensorFlowState):
     def __init__(self, model: Any, optimizer: Any = None, **kwargs: Any) -> None:
         self.model = model
         self.optimizer = optimizer if optimizer is not None else getattr(model, "optimizer", None)
-        if self.optimizer is not None and not self.optimizer.built:
-            # Its variables would else appear later, and on some ranks only be there after others have saved.
-            self.optimizer.build(model.trainable_variables)
+        # Its variables would else appear later, and on some ranks only be there after others have saved.
+        build(model, self.optimizer)
         super().__init__(None, **kwargs)
 
     def _current(self) -> list[Any]:
-        return [*self.model.variables, *(self.optimizer.variables if self.optimizer is not None else ())]
+        # Not the model's other variables: ranks need seeds and metrics of their own.
+        return [*self.model.weights, *variables_of(self.optimizer)]
 
     def restore(self) -> None:
         """Set the model, optimizer and attributes to what they were when they were saved."""

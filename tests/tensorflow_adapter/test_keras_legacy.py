@@ -10,9 +10,11 @@ import keras
 import numpy as np
 import pytest
 import tensorflow as tf
+import tf_keras
 
 import commlib_tensorflow as hvd
 from commlib.errors import UsageError
+from commlib_tensorflow.keras import elastic as keras_elastic
 from commlib_tensorflow.keras._models import distribute_model
 from commlib_tensorflow.keras.callbacks import of
 from commlib_tensorflow.optimizer import DistributedOptimizer
@@ -30,7 +32,6 @@ from .keras_oracle import (
     weights,
 )
 
-tf_keras: Any = pytest.importorskip("tf_keras")
 callbacks = of(tf_keras)
 
 
@@ -213,3 +214,20 @@ def test_metrics_and_warmup_in_fit(comm: Any) -> None:
     assert_same_everywhere(model)
     assert hvd.allgather_object(history) == [history] * comm.size
     assert history["lr"][-1] == pytest.approx(0.1 * comm.size)
+
+
+@pytest.mark.parametrize("optimizer", ["new", "legacy", "none"])
+def test_elastic_state(comm: Any, optimizer: str) -> None:
+    model = tf_keras.Sequential([tf_keras.layers.Input((3,)), tf_keras.layers.Dropout(0.5), tf_keras.layers.Dense(2)])
+    makes = {"new": tf_keras.optimizers.Adam, "legacy": tf_keras.optimizers.legacy.Adam}
+    if optimizer in makes:
+        model.compile(DistributedOptimizer(makes[optimizer]()), loss="mse")
+    state: Any = keras_elastic.KerasState(model, epoch=comm.rank)
+    state.sync()
+    assert state.epoch == 0
+    assert_same_everywhere(model.get_weights())
+    saved = model.get_weights()
+    model.set_weights([weight + 1 for weight in saved])
+    state.restore()
+    for got, expected in zip(model.get_weights(), saved, strict=True):
+        np.testing.assert_array_equal(got, expected)

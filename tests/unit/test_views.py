@@ -145,7 +145,7 @@ def test_torch_tensors_that_need_a_gradient_are_refused():
         as_host(torch.ones(3, device="meta"), "verb")
 
 
-@pytest.mark.parametrize("x", [None, 1.0, [1.0], (1,), "text", {1: 2}, object()], ids=repr)
+@pytest.mark.parametrize("x", [None, 1.0, [1.0], (1,), "text", {1: 2}, object()], ids=lambda x: type(x).__name__)
 def test_what_is_no_array_is_refused(x):
     with pytest.raises(
         UsageError, match=rf"^verb: x is a {type(x).__name__}: expected an array .*numpy.array\(value\)"
