@@ -101,10 +101,10 @@ class Coordinator:
                 raise self.comm.failure
             if "join" in self._pending and request.verb != "join":
                 raise UsageError(f"{request}: this rank has joined, and takes no further part until all have")
-            if request.name in self._pending and _UNNAMED in request.name:
-                self._later[request.name].append(pending)
-            else:
+            if request.name not in self._pending or _UNNAMED not in request.name:
                 self._ask(pending)
+            else:
+                self._later[request.name].append(pending)
             if self.timeline is not None:
                 self.timeline.begin(request.name, f"NEGOTIATE_{request.verb.upper()}")
             if self._napping:

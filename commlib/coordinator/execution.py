@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -32,7 +33,8 @@ class Job(NamedTuple):
     pending: Pending | None
 
 
-class Kind(NamedTuple):
+@dataclass(frozen=True, slots=True, eq=False)  # one object for each kind, so that it is found by its identity
+class Kind:
     """Tensors of one kind can be reduced as one array."""
 
     dtype: str
@@ -41,12 +43,8 @@ class Kind(NamedTuple):
     postscale: float
 
 
-class Item(NamedTuple):
-    """One tensor of an all-reduce; both arrays are None where this rank has joined."""
-
-    size: int
-    source: Array | None
-    target: Array | None
+Item = tuple[int, Array | None, Array | None]
+"""One tensor of an all-reduce: elements, source and target; both are None where this rank has joined."""
 
 
 class Execution:
@@ -59,7 +57,8 @@ class Execution:
         self._comm, self._members = comm, tuple(members)
         self._fusion_bytes = fusion_bytes
         self._buffer: Array = np.empty(0, np.uint8)
-        self._kinds: dict[str, tuple[Request, list[tuple[Kind, int]]]] = {}
+        self._kinds: dict[tuple[str, str, float, float], Kind] = {}
+        self._parts: dict[str, tuple[Request, list[tuple[Kind, int]]]] = {}
         self._verbs: dict[str, Callable[[Job], Any]] = {
             "allgather": self._all_gather,
             "broadcast": self._broadcast,
@@ -101,69 +100,69 @@ class Execution:
 
     def _all_reduce(self, jobs: Sequence[Job]) -> Iterable[tuple[Job, Any]]:
         kinds: dict[Kind, list[Item]] = {}
-        for job in jobs:
-            pending, parts = job.pending, self._kinds_of(job.launch.request)
-            nothing = [None] * len(parts)
-            sources, targets = (nothing, nothing) if pending is None else (pending.inputs, pending.outputs)
-            for (kind, size), source, target in zip(parts, sources, targets, strict=True):
-                kinds.setdefault(kind, []).append(Item(size, source, target))
+        for launch, pending in jobs:
+            parts = self._parts_of(launch.request)
+            if pending is None:
+                for kind, size in parts:
+                    kinds.setdefault(kind, []).append((size, None, None))
+            else:
+                for (kind, size), source, target in zip(parts, pending.inputs, pending.outputs, strict=True):
+                    kinds.setdefault(kind, []).append((size, source, target))
         for kind, items in kinds.items():
             self._reduce_kind(kind, items)
         return [(job, None if job.pending is None else job.pending.outputs) for job in jobs]
 
-    def _kinds_of(self, request: Request) -> Sequence[tuple[Kind, int]]:
+    def _parts_of(self, request: Request) -> Sequence[tuple[Kind, int]]:
         """Return the kind and the number of elements of each tensor of an all-reduce."""
-        known = self._kinds.get(request.name)
+        known = self._parts.get(request.name)
         if known is not None and known[0] is request:
             return known[1]
         options = _options(request)
-        sizes = [math.prod(length or 0 for length in shape) for _, shape in request.tensors]
-        found = [(Kind(dtype, *options), size) for (dtype, _), size in zip(request.tensors, sizes, strict=True)]
-        if request.repeats:
-            if len(self._kinds) >= _MOST_KEPT:
-                self._kinds.clear()
-            self._kinds[request.name] = request, found
+        found = []
+        for dtype, shape in request.tensors:
+            kind = self._kinds.setdefault((dtype, *options), Kind(dtype, *options))
+            found.append((kind, math.prod(length or 0 for length in shape)))
+        if len(self._parts) >= _MOST_KEPT:
+            self._parts.clear()
+        self._parts[request.name] = request, found
         return found
 
     def _reduce_kind(self, kind: Kind, items: Sequence[Item]) -> None:
         itemsize = NUMPY[kind.dtype].itemsize
-        batch: list[Item] = []
-        nbytes = 0
-        for item in items:
-            if batch and nbytes + item.size * itemsize > self._fusion_bytes:
-                self._reduce_batch(kind, batch)
-                batch, nbytes = [], 0
-            batch.append(item)
-            nbytes += item.size * itemsize
-        self._reduce_batch(kind, batch)
+        start, nbytes = 0, 0
+        for place, (size, _, _) in enumerate(items):
+            if place > start and nbytes + size * itemsize > self._fusion_bytes:
+                self._reduce_batch(kind, items[start:place])
+                start, nbytes = place, 0
+            nbytes += size * itemsize
+        self._reduce_batch(kind, items[start:])
 
     def _reduce_batch(self, kind: Kind, batch: Sequence[Item]) -> None:
         if len(batch) == 1 or kind.op == "adasum":
             for item in batch:
-                self._reduce_alone(kind, item)
+                self._reduce_alone(kind, *item)
             return
-        dtype = NUMPY[kind.dtype]
-        counts = [item.size for item in batch]
-        total = sum(counts)
+        sizes, sources, targets = zip(*batch, strict=True)
+        total = sum(sizes)
         if not total:
             return
+        dtype = NUMPY[kind.dtype]
         buffer = self._room(total * dtype.itemsize).view(dtype)
-        nbytes = np.array(counts, np.int64) * dtype.itemsize
-        sources = [item.source for item in batch if item.source is not None]
-        if sources:
-            pack(sources, nbytes, address_of(buffer))
-        else:
+        nbytes = np.array(sizes, np.int64) * dtype.itemsize
+        joined = sources[0] is None
+        if joined:
             buffer[...] = neutral(kind.dtype, kind.op)
+        else:
+            pack(sources, nbytes, address_of(buffer))
         self._reduce_in_place(kind, buffer)
-        if sources:
-            unpack(address_of(buffer), [item.target for item in batch], nbytes)
+        if not joined:
+            unpack(address_of(buffer), targets, nbytes)
 
-    def _reduce_alone(self, kind: Kind, item: Item) -> None:
-        if item.size == 0:
+    def _reduce_alone(self, kind: Kind, size: int, source: Array | None, target: Array | None) -> None:
+        if size == 0:
             return
-        source, target = item.source, item.target
         if source is None or target is None:
-            source = target = np.full(item.size, neutral(kind.dtype, kind.op), NUMPY[kind.dtype])
+            source = target = np.full(size, neutral(kind.dtype, kind.op), NUMPY[kind.dtype])
         if kind.op != "adasum" and kind.prescale == kind.postscale == 1:
             self._comm.all_reduce(source, kind.op, out=target)
             return

@@ -37,10 +37,6 @@ class KnownNames:
         known = self._requests[bit]
         return bit if known is request or known == request else None
 
-    def request(self, bit: int) -> Request:
-        """Return the request that a bit stands for."""
-        return self._requests[bit]
-
     @property
     def is_full(self) -> bool:
         """Whether another name needs the place of one of these."""
@@ -51,8 +47,8 @@ class KnownNames:
         """The name that was told longest ago."""
         return next(iter(self._bits))
 
-    def add(self, request: Request) -> None:
-        """Give a request a bit, the lowest that is free."""
+    def add(self, request: Request) -> int:
+        """Give a request a bit, the lowest that is free, and return it."""
         if self._free:
             bit = heapq.heappop(self._free)
         else:
@@ -60,6 +56,7 @@ class KnownNames:
         self._bits[request.name] = bit
         self._requests[bit] = request
         self.all_bits |= 1 << bit
+        return bit
 
     def remove(self, name: str) -> int:
         """Forget a name; return the bit it had."""

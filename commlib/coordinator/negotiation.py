@@ -77,6 +77,7 @@ class Negotiation:
     def __init__(self, rank: int, members: Sequence[int], *, capacity: int = 4096) -> None:
         self._rank, self._members, self._size = rank, tuple(members), len(members)
         self._names = KnownNames(capacity)
+        self._launches: dict[int, Launch] = {}  # by bit, made once: there are many of these
         self._waiting: dict[str, Request] = {}  # of this rank: submitted, no verdict yet
         self._to_tell: dict[str, Request] = {}  # of those, what has to be told in words
         self._bits = 0  # of those, what has a bit
@@ -126,10 +127,16 @@ class Negotiation:
 
         bits: those that all ranks have. everyone: the news of each rank, by rank, if any rank had some.
         """
-        launched = [self._names.request(bit) for bit in bits]
-        if launched:
+        verdicts: list[Verdict] = []
+        if bits:
             self._bits &= ~sum(1 << bit for bit in bits)
-        verdicts: list[Verdict] = [self._launched(request) for request in launched]
+            launches = [self._launches[bit] for bit in bits]
+            if self._joined:
+                verdicts += [self._launched(launch.request) for launch in launches]
+            else:
+                verdicts += launches
+                for launch in launches:
+                    self._waiting.pop(launch.request.name, None)
         if not everyone:
             return verdicts
         for name in self._take_in(everyone):
@@ -173,7 +180,7 @@ class Negotiation:
         if request.repeats:
             if self._names.is_full:
                 self._forget(self._names.oldest)
-            self._names.add(request)
+            self._launches[self._names.add(request)] = Launch(request)
         return self._launched(request)
 
     def _launched(self, request: Request) -> Verdict:

@@ -17,7 +17,6 @@ def test_bits_are_the_lowest_that_are_free():
     names.add(request("d"))
     assert names.bit(request("d")) == 0
     assert names.all_bits == 0b101 and names.highest == 3 and len(names) == 2
-    assert names.request(2) == request("c")
 
 
 def test_the_same_name_for_something_else_is_not_known():
