@@ -48,7 +48,10 @@ class Config:
         "commlib/tuning.json in the user's cache folder, 'none' is the cost model alone (read by rank 0)",
     )
     fusion_mib: int = _setting(
-        64, "MiB up to which named tensors that are ready together are reduced as one array", least=1
+        64,
+        "MiB up to which small named tensors that are ready together are reduced as one array between nodes "
+        "(on a node 1 at most)",
+        least=1,
     )
     known_names: int = _setting(
         4096, "names of operations that ranks remember, to ask for them again by a bit each", least=1

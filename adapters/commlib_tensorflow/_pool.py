@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import sys
 import threading
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import numpy as np
@@ -38,14 +38,22 @@ class Pool:
     def _unused(self, nbytes: int) -> Array:
         with self._lock:
             blocks = self._blocks.setdefault(nbytes, [])
-            for block in blocks:
-                # Arrays, and tensors by way of them, refer to the block that they are in. Here it has three references:
-                # from the list, from `block`, and from the argument of the call.
-                if sys.getrefcount(block) == 3:
+            # Arrays, and tensors by way of them, refer to the block that they are in.
+            for block, references in _references(blocks):
+                if references == _IDLE:
                     return block
             blocks.append(_new(nbytes))
             return blocks[-1]
 
 
+def _references(blocks: list[Array]) -> Iterator[tuple[Array, int]]:
+    for block in blocks:
+        yield block, sys.getrefcount(block)
+
+
 def _new(nbytes: int) -> Array:
     return np.empty(nbytes + ALIGNMENT, np.uint8)
+
+
+((_, _IDLE),) = _references([_new(0)])
+"""References to a block that nobody uses, as they are counted here: how many that is depends on the interpreter."""
