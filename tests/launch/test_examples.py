@@ -23,6 +23,11 @@ def test_an_example(mpirun, script):
     assert done.returncode == 0, done.stdout + done.stderr
 
 
+def test_a_script_for_keras_on_keras_2(mpirun):
+    done = mpirun(2, EXAMPLES / "horovod_keras.py", env={"TF_USE_LEGACY_KERAS": "1"}, timeout=110)
+    assert done.returncode == 0, done.stdout + done.stderr
+
+
 def test_two_frameworks_train_one_model(launch_environment):
     beside = Path(sys.executable).parent / "mpiexec"
     mpiexec = str(beside) if beside.exists() else shutil.which("mpiexec")

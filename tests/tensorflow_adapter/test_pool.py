@@ -1,0 +1,46 @@
+"""Memory of results comes back when nobody holds what was in it, and never before."""
+
+from __future__ import annotations
+
+import numpy as np
+import tensorflow as tf
+
+from commlib_tensorflow._bridge import to_tensor
+from commlib_tensorflow._pool import Pool
+
+COUNT = 1 << 18
+
+
+def test_memory_is_used_again_once_it_is_free() -> None:
+    pool = Pool()
+    first = pool.empty((COUNT,), "float32")
+    place = first.ctypes.data
+    second = pool.empty((COUNT,), "float32")
+    assert place % 64 == 0 and second.ctypes.data != place
+    del first
+    assert pool.empty((COUNT // 2, 4), "float16").ctypes.data == place
+
+
+def test_a_tensor_or_a_variable_keeps_its_memory() -> None:
+    pool = Pool()
+    array = pool.empty((COUNT,), "float32")
+    array[...] = 1
+    tensor = to_tensor(array)
+    variable = tf.Variable(tensor)
+    variable.assign(tensor)
+    part = tensor[:5]
+    place = array.ctypes.data
+    del array
+    for holder in (tensor, variable):
+        again = pool.empty((COUNT,), "float32")
+        assert again.ctypes.data != place
+        again[...] = 2
+        np.testing.assert_array_equal(holder, 1)
+    np.testing.assert_array_equal(part, 1)
+
+
+def test_small_arrays_are_simply_new() -> None:
+    pool = Pool()
+    assert pool.empty((0, 3), "int8").shape == (0, 3)
+    assert pool.empty((), "float64").shape == ()
+    assert not pool._blocks
