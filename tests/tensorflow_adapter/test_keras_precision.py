@@ -105,3 +105,21 @@ def test_other_loss_scale_optimizers_do_not_communicate(monkeypatch: Any) -> Non
     np.testing.assert_allclose(variable.numpy(), [0.5, 0.0])
     plain.apply([tf.constant([1.0, np.inf])], [variable])
     np.testing.assert_allclose(variable.numpy(), [0.5, 0.0])
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "mixed_bfloat16"])
+def test_fit_in_bfloat16(comm: Any, dtype: str) -> None:
+    """Weights of up to 2 round to 2**-8 in each of 8 steps, and so may their gradients: 8 * 2 * 2**-8 = 0.06."""
+    model, alone = network(dtype=dtype), network(dtype=dtype)
+    data = [batch(comm, number) for number in range(4)]
+    shares = [np.concatenate(parts) for parts in zip(*(mine(comm, one) for one in data), strict=True)]
+    before = [weight.astype(np.float32) for weight in weights(model)]
+    model.compile(DistributedOptimizer(keras.optimizers.SGD(0.1)), "mse")
+    model.fit(*shares, batch_size=ROWS, epochs=2, shuffle=False, verbose=0)
+    alone.compile(keras.optimizers.SGD(0.1), "mse", jit_compile=False)
+    alone.fit(*(np.concatenate(parts) for parts in zip(*data, strict=True)),
+              batch_size=ROWS * comm.size, epochs=2, shuffle=False, verbose=0)  # fmt: skip
+    got, expected = ([weight.astype(np.float32) for weight in weights(one)] for one in (model, alone))
+    assert max(np.abs(now - then).max() for now, then in zip(expected, before, strict=True)) > 0.2
+    assert_close(got, expected, 0.06)
+    assert_same_everywhere(model)
