@@ -21,7 +21,8 @@ def join(device: int = -1) -> int:
 
     Raises UsageError if two optimizers reduce over the same communicator: it could not be known which one is next.
     """
-    gc.collect()  # optimizers that are no more, but in a cycle with their scheduler, must not wait for anybody
+    if backward_passes.members:
+        gc.collect()  # optimizers that are no more, but in a cycle with their scheduler, must not wait for anybody
     reducers: list[Gradients] = backward_passes.members
     _check_apart(reducers)
     pending = core.start_join()

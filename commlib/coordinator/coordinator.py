@@ -314,6 +314,7 @@ class Coordinator:
                     return f"unfinished {pending.request}"
             except CommlibError:
                 pending.seen = False  # whoever asked for it has not been told
+                self.failed[pending] = None
         return ""
 
     def close_group(self) -> None:

@@ -1,4 +1,4 @@
-"""The examples run, and say themselves whether what they trained is right."""
+"""The examples run, and say themselves whether what they trained is right. (`ci/demo` runs digits_*.py.)"""
 
 from __future__ import annotations
 
@@ -10,11 +10,11 @@ from pathlib import Path
 import pytest
 
 EXAMPLES = Path(__file__).parents[2] / "examples"
-SCRIPTS = sorted(path.name for path in EXAMPLES.glob("*.py"))
+SCRIPTS = sorted(path.name for path in EXAMPLES.glob("*.py") if not path.name.startswith("digits"))
 
 
 def test_they_are_all_here():
-    assert len(SCRIPTS) >= 7
+    assert len(SCRIPTS) >= 4
 
 
 @pytest.mark.parametrize("script", SCRIPTS)

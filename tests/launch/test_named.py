@@ -32,15 +32,15 @@ def share(seconds):
     return (time.process_time() - start) / seconds
 
 hvd.start_barrier().wait()
-idle = share(2.0)
+idle = share(1.0)
 hvd.start_barrier().wait()
 work = reduce("late") if hvd.rank() == 0 else None  # rank 1 asks for nothing for a while
-waiting = share(2.0)
+waiting = share(1.5)
 work = work or reduce("late")
 work.wait()
 hvd.start_barrier().wait()
 works = [reduce(name) for name in (("a", "b") if hvd.rank() == 0 else ("b",))]  # both wait, for different things
-crossed = share(2.0)
+crossed = share(1.5)
 if hvd.rank() == 1:
     works.append(reduce("a"))
 [work.wait() for work in works]
