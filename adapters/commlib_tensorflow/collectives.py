@@ -243,9 +243,9 @@ def grouped_reducescatter(
 
 @as_written
 def join() -> Any:
-    """Take part in the others' all-reduces with zeros until all ranks have joined; return the rank that came last.
+    """Take part with nothing in what the others do, until all ranks have joined; return the rank that came last.
 
-    For a rank that has run out of data. The result is an int32 tensor.
+    For a rank that has run out of data: see `commlib.horovod.start_join`. The result is an int32 tensor.
     """
     return call(lambda: [np.array(core.start_join(blocking=True).wait(), np.int32)], [], [Spec(tf.int32, ())])[0]
 
@@ -348,7 +348,11 @@ def _alltoall(tensor: Any, splits: Any, name: str | None, group: core.ProcessSet
         output, received = call(host, inputs, [Spec.rows_of(x), Spec(tf.int64, (group.size(),))])
 
         def backward(dy: Any, _: Any = None) -> Any:
-            return _alltoall(dy, received, gradient_name(name), group)[0]
+            back = _alltoall(dy, received, gradient_name(name), group)[0]
+            # Splits may leave out rows at the end; those had no part in the result.
+            unsent = tf.shape(x)[:1] - tf.shape(back)[:1]
+            zeros = tf.zeros(tf.concat([unsent, tf.shape(back)[1:]], 0), back.dtype)
+            return back if splits is None else tf.concat([back, zeros], 0)
 
         return (output, received), backward
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any, Protocol
+from typing import Any, ClassVar, Protocol
 
 import tensorflow as tf
 
@@ -22,49 +22,33 @@ class Compressor(Protocol):
 
 
 class NoneCompressor:
-    """Leaves tensors as they are."""
+    """Leaves tensors as they are. What casts them instead says to which dtype, in `wire`."""
 
-    @staticmethod
-    def compress(tensor: Any) -> tuple[Any, Any]:
-        """Return the tensor itself."""
-        return tensor, None
+    wire: ClassVar[Any] = None
+
+    @classmethod
+    def compress(cls, tensor: Any) -> tuple[Any, Any]:
+        """Return what is sent for the tensor, and its dtype if that is another one."""
+        if cls.wire is None or not tensor.dtype.is_floating or tensor.dtype.size <= cls.wire.size:
+            return tensor, None
+        return tf.cast(tensor, cls.wire), tensor.dtype
 
     @staticmethod
     def decompress(tensor: Any, ctx: Any) -> Any:
-        """Return the tensor itself."""
-        return tensor
+        """Return the tensor in its former dtype."""
+        return tensor if ctx is None else tf.cast(tensor, ctx)
 
 
-def _wider_than_16_bits(tensor: Any) -> bool:
-    return bool(tensor.dtype.is_floating and tensor.dtype.size > 2)
-
-
-class FP16Compressor:
+class FP16Compressor(NoneCompressor):
     """Casts wider floating tensors to float16."""
 
-    @staticmethod
-    def compress(tensor: Any) -> tuple[Any, Any]:
-        """Return the tensor as float16, and its dtype if that was another one."""
-        return (tf.cast(tensor, tf.float16), tensor.dtype) if _wider_than_16_bits(tensor) else (tensor, None)
-
-    @staticmethod
-    def decompress(tensor: Any, ctx: Any) -> Any:
-        """Return the tensor in its former dtype."""
-        return tensor if ctx is None else tf.cast(tensor, ctx)
+    wire = tf.float16
 
 
-class BF16Compressor:
+class BF16Compressor(NoneCompressor):
     """Casts wider floating tensors to bfloat16: less precise than float16, but with the range of float32."""
 
-    @staticmethod
-    def compress(tensor: Any) -> tuple[Any, Any]:
-        """Return the tensor as bfloat16, and its dtype if that was another one."""
-        return (tf.cast(tensor, tf.bfloat16), tensor.dtype) if _wider_than_16_bits(tensor) else (tensor, None)
-
-    @staticmethod
-    def decompress(tensor: Any, ctx: Any) -> Any:
-        """Return the tensor in its former dtype."""
-        return tensor if ctx is None else tf.cast(tensor, ctx)
+    wire = tf.bfloat16
 
 
 class Compression:

@@ -242,15 +242,16 @@ def test_gradient_of_broadcast(comm: Any, mode: str) -> None:
 
 
 @both
-def test_gradient_of_all_to_all(comm: Any, mode: str) -> None:
+@pytest.mark.parametrize("unsent", [0, 2])
+def test_gradient_of_all_to_all(comm: Any, mode: str, unsent: int) -> None:
     splits = [rank + 1 for rank in range(comm.size)]
-    (result,) = gradients(mode, lambda x: [hvd.alltoall(x, splits)[0]], values(tf.float64, 0, (sum(splits),)))
+    (result,) = gradients(mode, lambda x: [hvd.alltoall(x, splits)[0]], values(tf.float64, 0, (sum(splits) + unsent,)))
     # Rank r got r + 1 elements from each rank, one rank after another, and weighed them.
     expected = [
         all_weights(comm, (comm.size * (rank + 1),))[rank][comm.rank * (rank + 1) : (comm.rank + 1) * (rank + 1)]
         for rank in range(comm.size)
     ]
-    assert_close(result, np.concatenate(expected))
+    assert_close(result, np.concatenate([*expected, np.zeros(unsent)]))
 
 
 @both
