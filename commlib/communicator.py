@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 import operator
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import numpy as np
@@ -178,6 +178,17 @@ class Communicator(Group):
                 self.run_small(operation.text, small, before, target.array)
 
         return Plan(self.progress, Operation(operation.text, execute), now, target.deliver(), (x, out))
+
+    def plan_program(self, text: str, run: Callable[[], Any]) -> Plan:
+        """Prepare what uses other groups, and must have one place in the order of this one, as one operation.
+
+        All ranks must give the same `text`. `run` may not use this group. Not collective; running it is.
+        """
+
+        def execute() -> Any:
+            return self._execute(Operation(text, run))
+
+        return Plan(self.progress, Operation(text, execute), lambda: self._run(Operation(text, run)), None, None)
 
     def reduce_scatter(self, x: Any, op: str = "sum", *, out: Any = None, algorithm: str = "auto") -> Any:
         """Combine `x` of all ranks and give each rank its part of the result along dimension 0.

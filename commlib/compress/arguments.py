@@ -1,0 +1,72 @@
+"""What codecs check before compiled code reads and writes the memory they were given."""
+
+from __future__ import annotations
+
+from dataclasses import fields
+from typing import Any
+
+import numpy as np
+
+from commlib.buffers.views import address_of
+from commlib.dtypes import Array
+from commlib.errors import UsageError
+
+_FLOAT32, _UINT8 = np.dtype(np.float32), np.dtype(np.uint8)
+
+
+def _check(array: Array, what: str, dtype: Any, *, written: bool) -> None:
+    flags = array.flags
+    if array.dtype != dtype or array.ndim != 1 or not flags.c_contiguous or (written and not flags.writeable):
+        access = "writable" if written else "contiguous"
+        raise UsageError(
+            f"{what} must be a {access} 1-D {dtype} array, not {array.dtype} of shape {array.shape} with strides "
+            f"{array.strides}{'' if flags.writeable else ', read-only'}: pass numpy.ravel(x) as {dtype}"
+        )
+
+
+def _check_room(payload: Array, needed: int, count: int) -> None:
+    if len(payload) < needed:
+        raise UsageError(
+            f"the payload of {count} elements takes {needed} bytes, but only {len(payload)} were given: "
+            "allocate codec.payload_bytes(count)"
+        )
+
+
+def check_encode(x: Array, payload: Array, needed: int, residual: tuple[Array, Array] | None) -> tuple[int, int]:
+    """Return the addresses of what was lost before and of what is lost now, 0 without. Raises UsageError."""
+    _check(x, "x", _FLOAT32, written=False)
+    _check(payload, "payload", _UINT8, written=True)
+    _check_room(payload, needed, len(x))
+    if residual is None:
+        return 0, 0
+    before, after = residual
+    _check(before, "the residual before", _FLOAT32, written=False)
+    _check(after, "the residual after", _FLOAT32, written=True)
+    if not len(before) == len(after) == len(x):
+        raise UsageError(
+            f"residuals must be as long as x: it has {len(x)} elements, they have {len(before)} and {len(after)}"
+        )
+    return address_of(before), address_of(after)
+
+
+def check_decode(payload: Array, out: Array, needed: int) -> None:
+    """Raise UsageError if the arrays cannot be a payload and what it decodes to."""
+    _check(payload, "payload", _UINT8, written=False)
+    _check(out, "out", _FLOAT32, written=True)
+    _check_room(payload, needed, len(out))
+
+
+def check_block(block: int, what: str = "block") -> None:
+    """Raise UsageError if this is not a length that blocks can have."""
+    if block < 8 or block % 8 or block > 1 << 20:
+        raise UsageError(f"{what} must be a multiple of 8 elements from 8 to 2^20, not {block}")
+
+
+def described(name: str, codec: Any) -> str:
+    """Return the name of a codec with those of its fields that are not what they are by default."""
+    changed = [
+        f"{field.name}={getattr(codec, field.name)}"
+        for field in fields(codec)
+        if field.name not in ("dtype", "format", "bits") and getattr(codec, field.name) != field.default
+    ]
+    return name + (":" + ",".join(changed) if changed else "")

@@ -1,0 +1,105 @@
+"""compression="auto": compress only where it pays, by what the link and the codecs are measured to do here.
+
+A reduction of n float32 between H hosts takes about
+
+    none      latency + pace * 2(H-1)/H * 4n
+    a codec   latency + pace * 2(H-1)/H * payload(n) + n * (encode + decode of an element)
+
+Pace (seconds for each byte that a rank sends) and latency are those of float32 all-reduces between the hosts, timed
+when training begins; the slowest rank counts, so that all choose alike.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from commlib.compress.cast import Cast
+from commlib.compress.codec import Codec
+from commlib.compress.exchange import Exchanged
+from commlib.compress.quantise import Blocks
+from commlib.compress.scheme import Lane, Part, Reducer, Scheme
+from commlib.errors import UsageError
+
+_SMALL, _LARGE, _SAMPLE = 1 << 10, 1 << 18, 1 << 16
+"""Elements: of the timed reductions, and of what a codec is timed on."""
+
+_GAIN = 0.9
+"""A codec must take less than this share of the time without: it loses digits, and predictions are rough."""
+
+
+@dataclass(frozen=True, slots=True)
+class Auto:
+    """Choose among no compression and codecs, in this order of preference. Neither loses much: bfloat16 and int8."""
+
+    codecs: tuple[Codec, ...] = (Cast("bfloat16"), Blocks(8))
+
+    @property
+    def name(self) -> str:
+        return "auto of " + ", ".join(codec.name for codec in self.codecs)
+
+    @property
+    def divisible(self) -> bool:
+        return True
+
+    def reducer(self, lane: Lane, parts: Sequence[Part], *, key: str = "") -> Reducer:
+        """Raise UsageError: what is chosen depends on measurements, which `decide` makes first."""
+        raise UsageError("compression 'auto' must be decided before buckets are made: see `GradientCompression`")
+
+
+def decide(auto: Auto, count: int, hosts: int, measured: Sequence[float]) -> tuple[Scheme | None, str]:
+    """Return what to use for buckets of `count` float32 elements, and why.
+
+    measured: latency (s) and pace (s per byte sent) of the link, then for each codec the seconds to encode and to
+    decode an element, all of the slowest rank.
+    """
+    latency, pace, *costs = measured
+    share = 2 * (hosts - 1) / hosts
+    plain = latency + 4 * count * share * pace
+    best, best_seconds, texts = None, plain * _GAIN, [f"none {plain * 1e3:.2f} ms"]
+    for codec, encode, decode in zip(auto.codecs, costs[::2], costs[1::2], strict=True):
+        travels = codec.payload_bytes(count) * share * pace
+        # Everything is encoded, and a host's share once more; everything is decoded, once as it comes and once summed.
+        works = count * ((1 + 1 / hosts) * encode + 2 * decode)
+        seconds = latency + travels + works
+        texts.append(f"{codec.name} {seconds * 1e3:.2f} ms")
+        if seconds < best_seconds:
+            best, best_seconds = codec, seconds
+    why = (
+        f"{'none' if best is None else best.name}: between {hosts} hosts a rank sends {1e-6 / pace:.1f} MB/s, so that "
+        f"{count} float32 should take {', '.join(texts)}"
+    )
+    return None if best is None else Exchanged(best), why
+
+
+def measure_link(lane: Lane) -> tuple[float, float]:
+    """Return seconds of latency and seconds per byte sent of float32 all-reduces over the lane. Collective."""
+    x = np.zeros(_LARGE, np.float32)
+    small = _median(lambda: lane.all_reduce(x[:_SMALL], out=x[:_SMALL]))
+    large = _median(lambda: lane.all_reduce(x, out=x))
+    share = 2 * (lane.size - 1) / lane.size
+    pace = max(large - small, 1e-9) / (4 * (_LARGE - _SMALL) * share)
+    return max(0.0, small - 4 * _SMALL * share * pace), pace
+
+
+def measure_cost(codec: Codec) -> tuple[float, float]:
+    """Return seconds to encode and to decode one element on this rank."""
+    x = np.random.default_rng(0).standard_normal(_SAMPLE, np.float32)
+    payload = np.zeros(codec.payload_bytes(_SAMPLE), np.uint8)
+    out = np.zeros_like(x)
+    residual = (np.zeros_like(x), np.zeros_like(x)) if codec.feedback else None
+    encode = _median(lambda: codec.encode(x, payload, residual=residual))
+    return encode / _SAMPLE, _median(lambda: codec.decode(payload, out, add=True)) / _SAMPLE
+
+
+def _median(call: Callable[[], object], times: int = 5) -> float:
+    call()  # compiles, connects, finds its buffers
+    seconds = []
+    for _ in range(times):
+        start = time.perf_counter()
+        call()
+        seconds.append(time.perf_counter() - start)
+    return sorted(seconds)[times // 2]

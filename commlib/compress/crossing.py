@@ -1,0 +1,167 @@
+"""Crossing: which part of a group's data crosses the slow link on this rank, and how it gets there and back.
+
+    several nodes, several ranks each     one rank on each node     one node, asked to     one node
+    sum in the node (shared memory)
+    this rank's share over its column     everything over all       everything over all    nothing is compressed
+    shares to all ranks of the node
+
+Within a node memory is faster than any codec, so there nothing is compressed unless that is asked for.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from itertools import pairwise
+from typing import Any
+
+from commlib.buffers.views import address_of
+from commlib.communicator import Communicator
+from commlib.compress.feedback import is_finite
+from commlib.compress.scheme import Part, Reducer, Scheme
+from commlib.dtypes import Array
+from commlib.schedule.layout import even
+from commlib.verbs.node import Exchange
+from commlib.verbs.operation import Operation
+
+_ALIGNMENT = 256
+"""Elements: shares begin at multiples of it, so that few blocks of a codec are cut."""
+
+
+class Crossing:
+    """The private groups over which compressed reductions of `comm` go. Collective to make.
+
+    within_node: compress between all ranks, also those of one node.
+    """
+
+    def __init__(self, comm: Communicator, *, within_node: bool = False) -> None:
+        self.comm = comm
+        self.node: Communicator | None = None
+        self.lane: Communicator | None = None
+        self.columns = self.place = 0
+        topology = comm.topology
+        if within_node or topology.is_flat:
+            self.columns, self.lane = 1, comm.split(0, comm.rank)
+        elif len(topology.nodes) > 1:
+            number = topology.node(comm.rank)
+            self.columns, self.place = topology.columns, topology.nodes[number].index(comm.rank)
+            self.node = comm.split(number, comm.rank)
+            self.lane = comm.split(self.place if self.place < self.columns else -1, comm.rank)
+
+    @property
+    def compresses(self) -> bool:
+        """Whether anything is compressed at all: the same on all ranks."""
+        return self.columns > 0 and self.comm.size > 1
+
+    @property
+    def hosts(self) -> int:
+        """The number of ranks between which a share travels."""
+        return self.comm.size if self.node is None else len(self.comm.topology.nodes)
+
+    def shares(self, parts: Sequence[Part], count: int, *, divisible: bool) -> list[tuple[int, int]]:
+        """Return (first element, end) of what each column reduces of a bucket with so many elements.
+
+        Parameters are cut only if they are divisible. The last share ends at `count`.
+        """
+        ideal = even(-(-count // _ALIGNMENT), self.columns).offsets
+        bounds = [min(offset * _ALIGNMENT, count) for offset in ideal]
+        if not divisible:
+            starts = [0, *sorted(part.start for part in parts), count]
+            bounds = [min(starts, key=lambda start: abs(start - bound)) for bound in bounds]
+        bounds[0], bounds[-1] = 0, count
+        return list(pairwise(bounds))
+
+
+def parts_within(parts: Sequence[Part], first: int, end: int) -> list[Part]:
+    """Return what a share has of the parts, counted from its beginning; a piece of one says in its name which."""
+    found = []
+    for part in parts:
+        start, stop = max(part.start, first), min(part.stop, end)
+        if start >= stop:
+            continue
+        if stop - start == part.count:
+            found.append(Part(part.name, start - first, part.shape))
+        else:
+            name = f"{part.name}[{start - part.start}:{stop - part.start}]"
+            found.append(Part(name, start - first, (stop - start,)))
+    return found
+
+
+class BucketReduction:
+    """Reduces one bucket of a group by a scheme, as one operation of that group: a plan, as an all-reduce has one.
+
+    `array` holds float32 values, and flags from element `flags` on: exact, and positive afterwards if they were on any
+    rank. `op` is "sum" or "mean". `finite` says whether the result was, the same on all ranks.
+    """
+
+    def __init__(
+        self, crossing: Crossing, scheme: Scheme, array: Array, parts: Sequence[Part], flags: int, op: str, key: str
+    ) -> None:
+        self._crossing, self._array, self._flags = crossing, array, flags
+        self.finite = True
+        shares = crossing.shares(parts, flags, divisible=scheme.divisible)
+        self._shares = [*shares[:-1], (shares[-1][0], len(array))]  # flags go with the last one
+        self._values = array[:flags]
+        self._scale = 1 / crossing.comm.size if op == "mean" else 1.0
+        self._gaps = _gaps(parts, flags)
+        self.reducer: Reducer | None = None
+        if crossing.lane is not None:
+            first, end = shares[crossing.place]
+            self._mine = array[first:end]
+            self.reducer = scheme.reducer(crossing.lane, parts_within(parts, first, end), key=f"{key}.{first}")
+        text = f"compressed all_reduce {key} of {len(array)} x float32, op={op}, {scheme.name}"
+        self._text = text
+        plan = crossing.comm.plan_program(text, self._run)
+        self._now, self.start = plan, plan.start
+        self.uncompressed_bytes = 2 * (crossing.hosts - 1) * array.nbytes // (crossing.hosts * crossing.columns)
+
+    @property
+    def sent_bytes(self) -> int:
+        """Bytes that this rank handed to messages across the slow link in the last reduction."""
+        return 0 if self.reducer is None else self.reducer.sent_bytes
+
+    def __call__(self) -> Any:
+        """Run it here and now."""
+        return self._now()
+
+    def _run(self) -> None:
+        crossing, array = self._crossing, self._array
+        if self._scale != 1:
+            self._values *= self._scale
+        if crossing.node is not None:
+            crossing.node.all_reduce(array, out=array)
+        if self.reducer is not None:
+            self.finite = self.reducer.reduce(self._mine, array[self._flags :])
+        if crossing.node is not None:
+            self._spread(crossing.node)
+            self.finite = is_finite(self._values)
+        if not self.finite:
+            for start, stop in self._gaps:  # else what is not finite would stay there
+                self._values[start:stop] = 0
+
+    def _spread(self, node: Communicator) -> None:
+        """Give all ranks of the node the shares of its columns."""
+        shares = [(first * 4, (end - first) * 4) for first, end in self._shares]
+        place, others = self._crossing.place, [(0, 0)] * (node.size - len(shares))
+        own = shares[place] if place < len(shares) else (0, 0)
+        exchange = Exchange([own], [*shares, *others], max(length for _, length in shares))
+        at = address_of(self._array)
+
+        def run() -> None:
+            node.exchange(self._text, exchange, at, at)
+
+        if node.board is not None:
+            node._run(Operation(self._text, run))
+        elif node.size > 1:
+            self._spread_by_messages(node)
+
+    def _spread_by_messages(self, node: Communicator) -> None:
+        for root, (first, end) in enumerate(self._shares):
+            node.broadcast(self._array[first:end], root)
+
+
+def _gaps(parts: Sequence[Part], count: int) -> list[tuple[int, int]]:
+    """Return what lies between the parts, as (first element, end)."""
+    ordered = sorted(parts, key=lambda part: part.start)
+    ends = [0, *(part.stop for part in ordered)]
+    starts = [*(part.start for part in ordered), count]
+    return [(end, start) for end, start in zip(ends, starts, strict=True) if end < start]

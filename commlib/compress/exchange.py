@@ -1,0 +1,145 @@
+"""Reduction of payloads that cannot be added while they travel: casts to few bits, quantised values, signs.
+
+    values of rank r       c0    c1    c2       cut into a chunk for each rank
+    all-to-all             q(c)  q(c)  q(c)     rank i gets chunk i of all ranks, encoded
+    reduce                 sum of what they decode to, in float32 and in rank order
+    all-gather             q(sum 0)  q(sum 1)  q(sum 2)     encoded once more; all decode the same bytes
+
+Each value is encoded twice, however many ranks there are, and 2(P-1)/P of the payload are sent: as a ring would, but
+without an encoding in every hop. Both encodings have error feedback. Source: the compressed all-reduce of 1-bit Adam
+(Tang et al. 2021); QSGD's and ZeRO++'s differ in the second half.
+"""
+
+from __future__ import annotations
+
+import zlib
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from commlib.compress.codec import Codec
+from commlib.compress.feedback import Residual, gather_state, is_finite, spread_state
+from commlib.compress.scheme import Lane, Part, State
+from commlib.dtypes import Array
+
+# Payloads start on a cache line.
+_ALIGNMENT = 64
+
+# Chunks of so many blocks are cut between blocks; in smaller ones the odd block costs less than uneven chunks.
+_WORTH = 8
+
+
+@dataclass(frozen=True, slots=True)
+class Exchanged:
+    """The scheme for codecs of fixed length. feedback: keep residuals; None leaves it to the codec."""
+
+    codec: Codec
+    feedback: bool | None = None
+
+    @property
+    def name(self) -> str:
+        wanted = self.codec.feedback if self.feedback is None else self.feedback
+        return self.codec.name + ("" if wanted == self.codec.feedback else f" feedback={wanted}")
+
+    @property
+    def divisible(self) -> bool:
+        return True
+
+    def reducer(self, lane: Lane, parts: Sequence[Part], *, key: str = "") -> ExchangeReducer:
+        """Return the reducer of a bucket with these parts."""
+        wanted = self.codec.feedback if self.feedback is None else self.feedback
+        return ExchangeReducer(lane, parts, self.codec, wanted, key)
+
+
+class ExchangeReducer:
+    """Reduces one bucket by the exchange above. All arrays are made once."""
+
+    def __init__(self, lane: Lane, parts: Sequence[Part], codec: Codec, feedback: bool, key: str) -> None:
+        self._lane, self._parts, self._codec = lane, tuple(parts), codec
+        self._count = max((part.stop for part in parts), default=0)
+        step = -(-self._count // lane.size)
+        if step >= _WORTH * codec.align:
+            step += -step % codec.align
+        self._bounds = [min(rank * step, self._count) for rank in range(lane.size + 1)]
+        self._room = codec.payload_bytes(step)
+        self._key = zlib.crc32(key.encode())
+        self._steps = 0
+        self._rows: Array | None = None  # made when the number of flags is known
+        self._arrived: Array = np.empty(0, np.uint8)
+        self._gathered: Array = np.empty(0, np.uint8)
+        own = self._bounds[lane.rank + 1] - self._bounds[lane.rank]
+        self._total = np.empty(own, np.float32)
+        # What this rank loses of its own values, and of the sum of the chunk that it reduces.
+        self._worker = Residual(self._count) if feedback else None
+        self._server = Residual(own) if feedback else None
+
+    @property
+    def sent_bytes(self) -> int:
+        return 0 if self._rows is None else 2 * (self._lane.size - 1) * self._rows.shape[1]
+
+    def reduce(self, values: Array, flags: Array) -> bool:
+        """Replace values and flags by their sums over the lane. See `Reducer`."""
+        lane, codec, bounds, room = self._lane, self._codec, self._bounds, self._room
+        if lane.size == 1:
+            return is_finite(values[: self._count])
+        rows = self._buffers(len(flags))
+        self._steps += 1
+        seed = self._key << 24 ^ self._steps << 12 ^ lane.rank
+        worker = None if self._worker is None else self._worker.begin()
+        for rank in range(lane.size):
+            row: Array = rows[rank]
+            start, stop = bounds[rank], bounds[rank + 1]
+            residual = None if worker is None else (worker[0][start:stop], worker[1][start:stop])
+            codec.encode(values[start:stop], row[:room], seed=seed + start, residual=residual)
+            row[room : room + -(-len(flags) // 8)] = np.packbits(flags > 0)
+        lane.all_to_all(rows, out=self._arrived)
+        for rank, arrived in enumerate(self._arrived):
+            codec.decode(arrived[:room], self._total, add=rank > 0)
+        flags[...] = np.unpackbits(self._arrived[:, room:], axis=1, count=len(flags)).any(axis=0)
+        own: Array = rows[0]
+        server = None if self._server is None else self._server.begin()
+        codec.encode(self._total, own[:room], seed=~(seed + bounds[lane.rank]), residual=server)
+        lane.all_gather(own, out=self._gathered)
+        for rank, summed in enumerate(self._gathered.reshape(lane.size, -1)):
+            codec.decode(summed[:room], values[bounds[rank] : bounds[rank + 1]])
+        return is_finite(values[: self._count])
+
+    def keep(self) -> None:
+        """Let the last reduction count."""
+        for residual in (self._worker, self._server):
+            if residual is not None:
+                residual.keep()
+
+    def discard(self) -> None:
+        """Let the last reduction count as not done."""
+        for residual in (self._worker, self._server):
+            if residual is not None:
+                residual.discard()
+
+    def state(self) -> State:
+        """Return {"residual": own values' loss, "residual_of_sum": zeros but in the chunk that this rank reduces}."""
+        if self._worker is None or self._server is None:
+            return {}
+        state = gather_state(self._parts, "residual", self._worker.values)
+        start = self._bounds[self._lane.rank]
+        for name, more in gather_state(self._parts, "residual_of_sum", self._server.values, start).items():
+            state[name].update(more)
+        return state
+
+    def load(self, state: Mapping[str, Mapping[str, Array]]) -> None:
+        """Take over residuals by parameter names."""
+        if self._worker is None or self._server is None:
+            return
+        spread_state(self._parts, "residual", self._worker.values, state)
+        start = self._bounds[self._lane.rank]
+        spread_state(self._parts, "residual_of_sum", self._server.values, state, start)
+
+    def _buffers(self, flags: int) -> Array:
+        length = self._room + -(-flags // 8)
+        length += -length % _ALIGNMENT
+        if self._rows is None or self._rows.shape[1] != length:
+            self._rows = np.zeros((self._lane.size, length), np.uint8)
+            self._arrived = np.zeros_like(self._rows)
+            self._gathered = np.zeros(self._rows.size, np.uint8)
+        return self._rows

@@ -1,0 +1,119 @@
+"""Reduction of sparse payloads, whose lengths and places differ from rank to rank: all get all, and add them up.
+
+Every rank sends one message, in one all-gather, and decodes the messages of all ranks in rank order; so all have the
+same bits. Bytes grow with the number of ranks P: P - 1 messages come in, where a ring would bring 2(P-1)/P arrays, so
+it pays while ratio times P is small. Where all ranks choose the same places by chance, only the values travel, and an
+all-reduce adds them up on the way. Source: Strom 2015; Stich et al. 2018.
+"""
+
+from __future__ import annotations
+
+import zlib
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+from commlib.compress.codec import Codec
+from commlib.compress.feedback import Residual, gather_state, is_finite, spread_state
+from commlib.compress.messages import Messages, Values
+from commlib.compress.scheme import Lane, Part, State
+from commlib.compress.sparse import RandomK
+from commlib.dtypes import Array
+
+DENSE_BELOW = 1024
+"""Elements: smaller parameters travel as they are. Biases and norms; they are few bytes, and matter."""
+
+
+@dataclass(frozen=True, slots=True)
+class Gathered:
+    """The scheme for codecs of varying length, such as TopK and RandomK. Each parameter is encoded by itself.
+
+    feedback: keep residuals; None leaves it to the codec. dense_below: parameters with fewer elements travel as they
+    are, in the same message.
+    """
+
+    codec: Codec
+    feedback: bool | None = None
+    dense_below: int = DENSE_BELOW
+
+    @property
+    def name(self) -> str:
+        words = [self.codec.name]
+        if self._wanted != self.codec.feedback:
+            words.append(f"feedback={self._wanted}")
+        if self.dense_below != DENSE_BELOW:
+            words.append(f"dense_below={self.dense_below}")
+        return " ".join(words)
+
+    @property
+    def divisible(self) -> bool:
+        return True
+
+    @property
+    def _wanted(self) -> bool:
+        return self.codec.feedback if self.feedback is None else self.feedback
+
+    def reducer(self, lane: Lane, parts: Sequence[Part], *, key: str = "") -> GatherReducer:
+        """Return the reducer of a bucket with these parts."""
+        return GatherReducer(lane, parts, self.codec, self._wanted, self.dense_below, key)
+
+
+class GatherReducer:
+    """Reduces one bucket, by messages or, if all ranks choose the same places, by an all-reduce of the values there."""
+
+    def __init__(
+        self, lane: Lane, parts: Sequence[Part], codec: Codec, feedback: bool, dense_below: int, key: str
+    ) -> None:
+        self._lane, self._codec = lane, codec
+        self._count = max((part.stop for part in parts), default=0)
+        self._sparse = [part for part in parts if part.count >= dense_below]
+        dense = [part for part in parts if part.count < dense_below]
+        self._residual = Residual(self._count) if feedback else None
+        self._seeds = [zlib.crc32(f"{key}/{part.name}".encode()) << 24 for part in self._sparse]
+        self._steps = 0
+        if isinstance(codec, RandomK):
+            self._values: Values | None = Values(lane, dense, self._sparse, codec)
+        else:
+            self._values, self._messages = None, Messages(lane, dense, self._sparse, codec.payload_bytes, codec.decode)
+
+    @property
+    def sent_bytes(self) -> int:
+        return (self._messages if self._values is None else self._values).sent_bytes
+
+    def reduce(self, values: Array, flags: Array) -> bool:
+        """Replace values and flags by their sums over the lane. See `Reducer`."""
+        if self._lane.size == 1:
+            return is_finite(values[: self._count])
+        self._steps += 1  # all ranks count alike, so they draw alike
+        seeds = [seed + self._steps for seed in self._seeds]
+        residual = None if self._residual is None else self._residual.begin()
+        pieces = [
+            None if residual is None else (residual[0][part.start : part.stop], residual[1][part.start : part.stop])
+            for part in self._sparse
+        ]
+        if self._values is not None:
+            return self._values.reduce(values, flags, seeds, pieces)
+
+        def encode(number: int, x: Array, room: Array) -> int:
+            return self._codec.encode(x, room, seed=seeds[number], residual=pieces[number])
+
+        return self._messages.reduce(values, flags, encode)
+
+    def keep(self) -> None:
+        """Let the last reduction count."""
+        if self._residual is not None:
+            self._residual.keep()
+
+    def discard(self) -> None:
+        """Let the last reduction count as not done."""
+        if self._residual is not None:
+            self._residual.discard()
+
+    def state(self) -> State:
+        """Return {"residual": what this rank has not sent yet} of the parameters that are encoded."""
+        return {} if self._residual is None else gather_state(self._sparse, "residual", self._residual.values)
+
+    def load(self, state: Mapping[str, Mapping[str, Array]]) -> None:
+        """Take over residuals by parameter names."""
+        if self._residual is not None:
+            self._residual.keep()
+            spread_state(self._sparse, "residual", self._residual.values, state)

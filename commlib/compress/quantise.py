@@ -1,0 +1,117 @@
+"""Quantisation to integers of 8 or 4 bits, scaled by block, as codecs."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from commlib.buffers.views import address_of
+from commlib.compress.arguments import check_block, check_decode, check_encode, described
+from commlib.dtypes import Array
+from commlib.errors import UsageError
+from commlib.kernels import quantise
+
+_KINDS = {8: (quantise.INT8, 127.0), 4: (quantise.INT4, 7.0)}
+_ROUNDINGS = ("nearest", "stochastic")
+
+
+@dataclass(frozen=True, slots=True)
+class Blocks:
+    """Multiples of a block's greatest magnitude divided by 127 (8 bits) or 7 (4 bits); Dettmers 2015 and ZeRO++ 2023.
+
+    rounding: "nearest" or "stochastic"; with the latter the expectation of what is decoded is the value. A block that
+    has an infinity or NaN decodes to NaN. Raises UsageError for other bits, blocks or roundings.
+    """
+
+    bits: int = 8
+    block: int = 256
+    rounding: str = "nearest"
+
+    def __post_init__(self) -> None:
+        if self.bits not in _KINDS:
+            raise UsageError(f"blocks are quantised to 8 or 4 bits, not {self.bits}")
+        if self.rounding not in _ROUNDINGS:
+            raise UsageError(f"rounding is one of {', '.join(_ROUNDINGS)}, not {self.rounding!r}")
+        check_block(self.block)
+
+    @property
+    def name(self) -> str:
+        return described(f"int{self.bits}", self)
+
+    @property
+    def align(self) -> int:
+        return self.block
+
+    @property
+    def feedback(self) -> bool:
+        return True
+
+    @property
+    def fixed(self) -> bool:
+        return True
+
+    def payload_bytes(self, count: int) -> int:
+        return 4 * -(-count // self.block) + -(-count * self.bits // 8)
+
+    def encode(self, x: Array, payload: Array, *, seed: int = 0, residual: tuple[Array, Array] | None = None) -> int:
+        """See `Codec.encode`."""
+        needed = self.payload_bytes(len(x))
+        before, after = check_encode(x, payload, needed, residual)
+        kind, top = _KINDS[self.bits]
+        to, at_random = address_of(payload), self.rounding == "stochastic"
+        quantise.encode(address_of(x), before, after, to, len(x), self.block, kind, top, False, at_random, seed)
+        return needed
+
+    def decode(self, payload: Array, out: Array, *, add: bool = False) -> None:
+        """See `Codec.decode`."""
+        check_decode(payload, out, self.payload_bytes(len(out)))
+        kind, _ = _KINDS[self.bits]
+        quantise.decode(address_of(payload), address_of(out), len(out), self.block, kind, add)
+
+
+@dataclass(frozen=True, slots=True)
+class QSGD:
+    """Multiples of a block's Euclidean norm divided by `levels`, rounded at random without bias; Alistarh et al. 2017.
+
+    bucket: the paper's word for the elements that share a norm. Codes take 8 bits each, whatever the levels (1 to 127).
+    A block with an infinity or NaN decodes to NaN. Raises UsageError for other levels or buckets.
+    """
+
+    levels: int = 127
+    bucket: int = 512
+
+    def __post_init__(self) -> None:
+        if not 1 <= self.levels <= 127:
+            raise UsageError(f"levels must be from 1 to 127, so that a code fits in 8 bits, not {self.levels}")
+        check_block(self.bucket, "bucket")
+
+    @property
+    def name(self) -> str:
+        return described("qsgd", self)
+
+    @property
+    def align(self) -> int:
+        return self.bucket
+
+    @property
+    def feedback(self) -> bool:
+        return False
+
+    @property
+    def fixed(self) -> bool:
+        return True
+
+    def payload_bytes(self, count: int) -> int:
+        return 4 * -(-count // self.bucket) + count
+
+    def encode(self, x: Array, payload: Array, *, seed: int = 0, residual: tuple[Array, Array] | None = None) -> int:
+        """See `Codec.encode`."""
+        needed = self.payload_bytes(len(x))
+        before, after = check_encode(x, payload, needed, residual)
+        to, top = address_of(payload), float(self.levels)
+        quantise.encode(address_of(x), before, after, to, len(x), self.bucket, quantise.INT8, top, True, True, seed)
+        return needed
+
+    def decode(self, payload: Array, out: Array, *, add: bool = False) -> None:
+        """See `Codec.decode`."""
+        check_decode(payload, out, self.payload_bytes(len(out)))
+        quantise.decode(address_of(payload), address_of(out), len(out), self.bucket, quantise.INT8, add)

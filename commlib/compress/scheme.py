@@ -1,0 +1,100 @@
+"""Scheme: how the gradients of a bucket are reduced in fewer bytes, with what is remembered from step to step."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from math import prod
+from typing import Any, Protocol, runtime_checkable
+
+from commlib.dtypes import Array
+
+State = dict[str, dict[str, Array]]
+"""What is remembered of each parameter, by its name and by what it is: {"layer.weight": {"residual": ...}}."""
+
+
+@dataclass(frozen=True, slots=True)
+class Part:
+    """One parameter's place in the values of a bucket. Units: elements."""
+
+    name: str
+    start: int
+    shape: tuple[int, ...]
+
+    @property
+    def count(self) -> int:
+        return prod(self.shape)
+
+    @property
+    def stop(self) -> int:
+        return self.start + self.count
+
+
+class Lane(Protocol):
+    """The ranks between which compressed data travels. A Communicator is one."""
+
+    @property
+    def rank(self) -> int: ...
+
+    @property
+    def size(self) -> int: ...
+
+    def all_reduce(self, x: Any, op: str = "sum", *, out: Any = None) -> Any: ...
+
+    def all_gather(self, x: Any, *, out: Any = None) -> Any: ...
+
+    def all_gather_v(self, x: Any) -> Any: ...
+
+    def all_to_all(self, x: Any, *, out: Any = None) -> Any: ...
+
+
+class Reducer(Protocol):
+    """The reduction of one bucket on one rank, with its state."""
+
+    @property
+    def sent_bytes(self) -> int:
+        """Bytes that this rank handed to messages in the last `reduce`."""
+        ...
+
+    def reduce(self, values: Array, flags: Array) -> bool:
+        """Replace `values` by their sum over the lane, and `flags` too; return whether the sum is finite. Collective.
+
+        Both are float32 and 1-D. The sum is an approximation, the same bits on all ranks; what lies between the parts
+        may become anything. Flags, 0 or positive, are exact: positive afterwards if they were on any rank.
+        """
+        ...
+
+    def keep(self) -> None:
+        """Note that the step which used the last reduction was taken."""
+        ...
+
+    def discard(self) -> None:
+        """Note that the step was skipped: what is remembered is what it was before the last `reduce`."""
+        ...
+
+    def state(self) -> State:
+        """Return copies of what is remembered, in the shapes of the parameters."""
+        ...
+
+    def load(self, state: Mapping[str, Mapping[str, Array]]) -> None:
+        """Take over what is known of this bucket's parameters."""
+        ...
+
+
+@runtime_checkable
+class Scheme(Protocol):
+    """A description of how to compress: what users give as `compression=`. Immutable."""
+
+    @property
+    def name(self) -> str:
+        """What all ranks must agree on."""
+        ...
+
+    @property
+    def divisible(self) -> bool:
+        """Whether a parameter may be cut into pieces that are compressed apart."""
+        ...
+
+    def reducer(self, lane: Lane, parts: Sequence[Part], *, key: str = "") -> Reducer:
+        """Return the reducer of a bucket with these parts. `key` tells buckets apart where chance plays a role."""
+        ...

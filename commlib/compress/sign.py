@@ -1,0 +1,56 @@
+"""One bit for each element as a codec."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from commlib.buffers.views import address_of
+from commlib.compress.arguments import check_block, check_decode, check_encode, described
+from commlib.dtypes import Array
+from commlib.kernels import signs
+
+
+@dataclass(frozen=True, slots=True)
+class Sign:
+    """Signs, times the mean magnitude of their block.
+
+    EF-signSGD (Karimireddy et al. 2019); 1-bit Adam (Tang et al. 2021) has one magnitude for all. A zero decodes
+    to the mean with the zero's own sign, unless its whole block is zero: only feedback makes that good. A block with an
+    infinity or NaN decodes to NaN. Raises UsageError for another block.
+    """
+
+    block: int = 1024
+
+    def __post_init__(self) -> None:
+        check_block(self.block)
+
+    @property
+    def name(self) -> str:
+        return described("sign", self)
+
+    @property
+    def align(self) -> int:
+        return self.block
+
+    @property
+    def feedback(self) -> bool:
+        return True
+
+    @property
+    def fixed(self) -> bool:
+        return True
+
+    def payload_bytes(self, count: int) -> int:
+        return 4 * -(-count // self.block) + -(-count // 8)
+
+    def encode(self, x: Array, payload: Array, *, seed: int = 0, residual: tuple[Array, Array] | None = None) -> int:
+        """See `Codec.encode`. Nothing depends on the seed."""
+        needed = self.payload_bytes(len(x))
+        before, after = check_encode(x, payload, needed, residual)
+        signs.encode(address_of(x), before, after, address_of(payload), len(x), self.block)
+        return needed
+
+    def decode(self, payload: Array, out: Array, *, add: bool = False) -> None:
+        """See `Codec.decode`."""
+        check_decode(payload, out, self.payload_bytes(len(out)))
+        signs.decode(address_of(payload), address_of(out), len(out), self.block, add)

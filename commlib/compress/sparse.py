@@ -1,0 +1,167 @@
+"""Sparse codecs: a few elements of an array and where they are; all others count as zero.
+
+Places travel as gaps, in a byte each where one element in a hundred is sent. Both codecs want error feedback: what is
+not sent is then only late (Stich et al. 2018).
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+
+from commlib.buffers.views import address_of
+from commlib.compress.arguments import check_decode, check_encode
+from commlib.dtypes import Array
+from commlib.errors import UsageError
+from commlib.kernels import draw, sparse, sparsify
+
+KINDS = {"float32": sparse.FLOAT32, "float16": sparse.FLOAT16, "bfloat16": sparse.BFLOAT16}
+"""In what values may travel, and the kernels' numbers for it."""
+
+
+@dataclass(frozen=True, slots=True)
+class TopK:
+    """Send the elements of largest magnitude, `ratio` of all, at least one; of equal ones the first.
+
+    They are found exactly. Zeros are not sent. What is infinite or NaN counts as the largest, and if there is any then
+    nothing else is sent: it arrives as it is, and its residual stays what it was. values: float32, float16 or bfloat16;
+    what is rounded off stays in the residual; what overflows arrives as infinite and stays there too. Source: Strom
+    2015; Aji and Heafield 2017.
+    """
+
+    ratio: float = 0.01
+    values: str = "float32"
+
+    def __post_init__(self) -> None:
+        check_ratio("TopK", self.ratio)
+        check_values("TopK", self.values)
+
+    @property
+    def name(self) -> str:
+        return f"topk:ratio={self.ratio}" + (f",values={self.values}" if self.values != "float32" else "")
+
+    @property
+    def align(self) -> int:
+        return 1
+
+    @property
+    def feedback(self) -> bool:
+        return True
+
+    @property
+    def fixed(self) -> bool:
+        return False
+
+    def sent(self, count: int) -> int:
+        """Return how many of `count` elements are sent."""
+        return sent(self.ratio, count)
+
+    def payload_bytes(self, count: int) -> int:
+        """Return the length of the longest payload."""
+        return sparse.most(count, self.sent(count), KINDS[self.values])
+
+    def encode(self, x: Array, payload: Array, *, seed: int = 0, residual: tuple[Array, Array] | None = None) -> int:
+        """Write the largest elements to `payload`. See `Codec`."""
+        before, after = check_encode(x, payload, self.payload_bytes(len(x)), residual)
+        k, kind = self.sent(len(x)), KINDS[self.values]
+        return int(sparsify.encode_largest(address_of(x), before, after, len(x), k, kind, address_of(payload)))
+
+    def decode(self, payload: Array, out: Array, *, add: bool = False) -> None:
+        """Write what `payload` stands for to `out`, or add it. See `Codec`."""
+        read(payload, KINDS[self.values], out, add)
+
+
+@dataclass(frozen=True, slots=True)
+class RandomK:
+    """Send elements that the seed chooses, `ratio` of all, at least one: the same places on all ranks.
+
+    One is drawn from each of so many stretches of equal length, which begin anywhere: all have the same chance.
+    unbiased: multiply by count / number sent, so that the expectation is the array (and feedback is not needed). If
+    anything is infinite or NaN then NaNs are sent; its residual stays what it was. Source: Stich et al. 2018; Wangni
+    et al. 2018.
+    """
+
+    ratio: float = 0.01
+    unbiased: bool = False
+
+    def __post_init__(self) -> None:
+        check_ratio("RandomK", self.ratio)
+
+    @property
+    def name(self) -> str:
+        return f"randomk:ratio={self.ratio}" + (",unbiased=true" if self.unbiased else "")
+
+    @property
+    def align(self) -> int:
+        return 1
+
+    @property
+    def feedback(self) -> bool:
+        return not self.unbiased
+
+    @property
+    def fixed(self) -> bool:
+        return False
+
+    def sent(self, count: int) -> int:
+        """Return how many of `count` elements are sent."""
+        return sent(self.ratio, count)
+
+    def payload_bytes(self, count: int) -> int:
+        """Return the length of the longest payload."""
+        return sparse.most(count, self.sent(count), sparse.FLOAT32)
+
+    def encode(self, x: Array, payload: Array, *, seed: int = 0, residual: tuple[Array, Array] | None = None) -> int:
+        """Write the elements that `seed` chooses to `payload`. See `Codec`."""
+        before, after = check_encode(x, payload, self.payload_bytes(len(x)), residual)
+        k, scale, to = self.sent(len(x)), self._scale(len(x)), address_of(payload)
+        return int(draw.encode_random(address_of(x), before, after, len(x), k, seed, scale, to))
+
+    def decode(self, payload: Array, out: Array, *, add: bool = False) -> None:
+        """Write what `payload` stands for to `out`, or add it. See `Codec`."""
+        read(payload, sparse.FLOAT32, out, add)
+
+    def choose(self, count: int, seed: int) -> Array:
+        """Return the places that `seed` chooses, ascending (uint32)."""
+        places = np.empty(self.sent(count), np.uint32)
+        draw.draw(count, seed, places)
+        return places
+
+    def take(self, x: Array, places: Array, values: Array, residual: tuple[Array, Array] | None = None) -> None:
+        """Write what `encode` sends of these places to `values` (float32). `residual` as there."""
+        before, after = (0, 0) if residual is None else map(address_of, residual)
+        draw.take(address_of(x), before, after, len(x), places, self._scale(len(x)), values)
+
+    def _scale(self, count: int) -> float:
+        return count / self.sent(count) if self.unbiased and count else 1.0
+
+
+def sent(ratio: float, count: int) -> int:
+    """Return how many elements are `ratio` of `count`: at least one, unless there is none."""
+    return min(count, max(1, round(ratio * count)))
+
+
+def read(payload: Array, kind: int, out: Array, add: bool) -> None:
+    """Decode a sparse payload. Raises UsageError if it is none, or one of a longer array."""
+    check_decode(payload, out, sparse.HEADER)
+    wrong = sparse.read(address_of(payload), len(payload), kind, address_of(out), len(out), add)
+    if wrong:
+        what = {
+            sparse.TOO_SHORT: f"is cut off after {len(payload)} bytes",
+            sparse.OUTSIDE: f"is of an array longer than {len(out)} elements",
+            sparse.OTHER_KIND: "was not written by this codec with these options",
+        }
+        raise UsageError(f"decode: the payload {what[wrong]}")
+
+
+def check_ratio(what: str, ratio: float) -> None:
+    """Raise UsageError unless 0 < ratio <= 1."""
+    if not 0 < ratio <= 1:
+        raise UsageError(f"{what}: ratio is {ratio}, expected more than 0 and at most 1")
+
+
+def check_values(what: str, values: str) -> None:
+    """Raise UsageError if values cannot travel in this dtype."""
+    if values not in KINDS:
+        raise UsageError(f"{what}: values={values!r}, expected one of {', '.join(KINDS)}")

@@ -1,0 +1,105 @@
+"""What crosses the slow link: hierarchies on pretended nodes."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+from commlib.compress.crossing import BucketReduction, Crossing, parts_within
+from commlib.compress.exchange import Exchanged
+from commlib.compress.scheme import Part
+from tests.loopback import run
+from tests.unit.compress.codecs import Exact
+
+PARTS = [Part("a", 0, (40, 50)), Part("b", 2016, (700,)), Part("c", 2720, (1,))]
+FLAGS = 2736
+COUNT = FLAGS + 16
+
+
+def bucket(comm):
+    array = comm.empty(COUNT)
+    for part in PARTS:
+        array[part.start : part.stop] = np.arange(part.count) % 11 + comm.rank
+    array[FLAGS] = 1  # used everywhere
+    array[FLAGS + 1] = comm.rank == comm.size - 1
+    return array
+
+
+@pytest.mark.parametrize("nodes", [[0, 1], [0, 1, 2], [0, 0, 1, 1], [0, 1, 0, 1, 0], [0, 0, 0, 1]])
+@pytest.mark.parametrize("op", ["sum", "mean"])
+def test_sums_over_nodes_are_exact_with_an_exact_codec(nodes, op):
+    def reduce(comm):
+        crossing = Crossing(comm)
+        assert crossing.compresses
+        array = bucket(comm)
+        plan = BucketReduction(crossing, Exchanged(Exact()), array, PARTS, FLAGS, op, "bucket 0")
+        plan()
+        assert plan.finite
+        first = array.copy()
+        array[:] = bucket(comm)
+        plan.start().wait()
+        np.testing.assert_array_equal(array, first)
+        return first
+
+    size = len(nodes)
+    for result in run(size, reduce, nodes=nodes):
+        for part in PARTS:
+            each = np.arange(part.count) % 11
+            expected = each * size + sum(range(size))
+            # With a mean, 1/size of each value is added: three roundings of at most half a unit in the last place each.
+            if op == "sum":
+                np.testing.assert_array_equal(result[part.start : part.stop], expected)
+            else:
+                np.testing.assert_allclose(result[part.start : part.stop], expected / size, rtol=4e-7)
+        assert result[FLAGS] > 0
+        assert result[FLAGS + 1] > 0
+        assert not result[FLAGS + 2 :].any()
+
+
+def test_on_one_node_nothing_is_compressed_unless_asked():
+    def look(comm):
+        assert not Crossing(comm).compresses
+        assert Crossing(comm, within_node=True).compresses
+
+    run(3, look)
+
+
+def test_only_what_leaves_the_node_is_counted():
+    def reduce(comm):
+        plan = BucketReduction(Crossing(comm), Exchanged(Exact()), bucket(comm), PARTS, FLAGS, "sum", "bucket")
+        plan()
+        return plan.sent_bytes, plan.uncompressed_bytes
+
+    results = run(4, reduce, nodes=[0, 0, 1, 1])
+    assert all(uncompressed == COUNT * 4 // 2 for _, uncompressed in results)
+    for node in (results[:2], results[2:]):
+        sent = sum(sent for sent, _ in node)
+        assert FLAGS * 4 <= sent <= FLAGS * 4 + 2 * 2 * (64 + 4)  # two rows in each column have flags and padding
+
+
+def test_parameters_that_must_stay_whole_are_not_cut():
+    def look(comm):
+        crossing = Crossing(comm)
+        assert crossing.columns == 2
+        assert crossing.shares(PARTS, FLAGS, divisible=False) == [(0, 2016), (2016, FLAGS)]
+        assert crossing.shares(PARTS, FLAGS, divisible=True) == [(0, 1536), (1536, FLAGS)]
+
+    run(4, look, nodes=[0, 0, 1, 1])
+
+
+def test_pieces_of_a_parameter_say_which():
+    assert parts_within(PARTS, 2048, FLAGS) == [Part("b[32:700]", 0, (668,)), Part("c", 672, (1,))]
+    assert parts_within(PARTS, 0, 2048) == [PARTS[0], Part("b[0:32]", 2016, (32,))]
+
+
+def test_what_is_not_finite_does_not_stay_between_parameters():
+    def reduce(comm):
+        array = bucket(comm)
+        array[2005] = np.nan  # padding
+        plan = BucketReduction(Crossing(comm), Exchanged(Exact()), array, PARTS, FLAGS, "sum", "bucket")
+        plan()
+        assert not plan.finite
+        plan()
+        assert plan.finite
+
+    run(2, reduce, nodes=[0, 1])

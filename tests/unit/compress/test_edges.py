@@ -1,0 +1,52 @@
+"""Encoded messages of activations."""
+
+from __future__ import annotations
+
+import ml_dtypes
+import numpy as np
+import pytest
+
+from commlib.compress import edges
+from commlib.errors import UsageError
+from tests.loopback import run
+from tests.unit.compress.codecs import Exact
+
+
+@pytest.mark.parametrize("dtype", [np.float32, np.float64, np.float16, ml_dtypes.bfloat16])
+def test_an_activation_arrives(dtype):
+    def pipe(comm):
+        x = np.arange(12).reshape(3, 4).astype(dtype)
+        if comm.rank == 0:
+            edges.send(comm, Exact(), x, 1, tag=3)
+        else:
+            out = np.zeros((3, 4), dtype)
+            assert edges.recv(comm, Exact(), out, 0, tag=3) is out
+            np.testing.assert_array_equal(out, x)
+
+    run(2, pipe)
+
+
+@pytest.mark.parametrize("row", [(), (3,), (2, 2), (0,)])
+def test_tokens_are_exchanged(row):
+    def exchange(comm):
+        splits = [(comm.rank + peer) % 3 for peer in range(comm.size)]
+        x = np.full((sum(splits), *row), comm.rank, np.float32)
+        rows, counts = edges.all_to_all_v(comm, Exact(), x, splits)
+        assert counts.tolist() == [(comm.rank + peer) % 3 for peer in range(comm.size)]
+        expected = np.repeat(np.arange(comm.size, dtype=np.float32), counts)
+        assert rows.shape == (len(expected), *row)
+        assert np.all(expected == rows.T)
+
+    run(3, exchange)
+
+
+def test_integers_and_wrong_splits_are_refused():
+    def refuse(comm):
+        with pytest.raises(UsageError, match="codecs are for float16"):
+            edges.send(comm, Exact(), np.arange(3), 0)
+        with pytest.raises(UsageError, match="must be 1 lengths"):
+            edges.all_to_all_v(comm, Exact(), np.zeros(3, np.float32), [2])
+        with pytest.raises(UsageError, match="no fixed length"):
+            edges.send(comm, Exact(fixed=False), np.zeros(3, np.float32), 0)
+
+    run(1, refuse)

@@ -1,0 +1,58 @@
+"""Schemes by name."""
+
+from __future__ import annotations
+
+import pytest
+
+from commlib.compress.exchange import Exchanged
+from commlib.compress.gather import Gathered
+from commlib.compress.names import CODECS, SCHEMES, codec_of, scheme_of
+from commlib.compress.power_sgd import PowerSGD
+from commlib.compress.quantise import Blocks
+from commlib.compress.scheme import Scheme
+from commlib.compress.sparse import TopK
+from commlib.errors import UsageError
+
+
+@pytest.mark.parametrize("name", [*CODECS, *SCHEMES])
+def test_every_name_gives_a_scheme(name):
+    scheme = scheme_of(name)
+    assert isinstance(scheme, Scheme)
+    assert scheme.name
+    assert scheme == scheme_of(name)
+
+
+@pytest.mark.parametrize("name", list(CODECS))
+def test_the_name_of_a_codec_gives_the_codec_again(name):
+    codec = codec_of(name)
+    assert codec_of(codec.name) == codec
+    assert codec_of(codec) is codec
+
+
+def test_options_follow_a_colon():
+    assert codec_of("int4:block=64,rounding=stochastic") == Blocks(4, block=64, rounding="stochastic")
+    assert codec_of(Blocks(4, block=64, rounding="stochastic").name) == Blocks(4, block=64, rounding="stochastic")
+    assert scheme_of("powersgd:rank=2,warm_start=false") == PowerSGD(rank=2, warm_start=False)
+    assert scheme_of("topk:ratio=0.05") == Gathered(TopK(0.05))
+    assert scheme_of(Blocks(8)) == Exchanged(Blocks(8))
+    assert scheme_of("none") is None
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("int7", "unknown compression 'int7'; known are none, fp16, bf16"),
+        ("int8:size=3", "unknown option 'size'; known are block"),
+        ("int8:block=many", "block='many': expected int"),
+        ("int8:block", "expected option=value after the colon, got 'block'"),
+        (8, "must be a name, a codec or a scheme, got 8"),
+    ],
+)
+def test_mistakes_are_named(text, message):
+    with pytest.raises(UsageError, match=message):
+        scheme_of(text)
+
+
+def test_what_is_for_gradients_only_is_no_codec():
+    with pytest.raises(UsageError, match="unknown codec 'powersgd'"):
+        codec_of("powersgd")
