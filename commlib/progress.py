@@ -11,6 +11,7 @@ of this one. If they are not there yet, whoever waits for it finishes it, or the
 from __future__ import annotations
 
 import threading
+import time
 from collections import deque
 from collections.abc import Callable
 from typing import Any
@@ -142,9 +143,11 @@ class Progress:
         try:
             with self.running:
                 self.in_background = in_background
+                started = time.perf_counter()
                 try:
                     result = run()
                 finally:
+                    work.seconds = time.perf_counter() - started
                     self.in_background = False
         except BaseException as caught:  # it belongs to whoever waits for the work
             error = caught

@@ -15,11 +15,12 @@ class Work:
     raises what it raised.
     """
 
-    __slots__ = ("_done", "_error", "_result", "_running", "description", "seen")
+    __slots__ = ("_done", "_error", "_result", "_running", "description", "seconds", "seen")
 
     def __init__(self, description: str) -> None:
         self.description = description
         self.seen = False  # somebody has asked how it ended
+        self.seconds = 0.0  # in which it ran, once it is done; 0 if it ran in the call that started it
         self._done = False
         self._running = threading.Lock()  # held until it is done: a fortieth of the price of an Event
         self._running.acquire()
@@ -72,7 +73,7 @@ class Work:
     def ended(cls, description: str, result: Any) -> Work:
         """Return one that is done."""
         work = cls.__new__(cls)
-        work.description, work._result = description, result
+        work.description, work._result, work.seconds = description, result, 0.0
         work._done, work._error, work.seen = True, None, True
         return work
 

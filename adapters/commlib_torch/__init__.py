@@ -53,6 +53,7 @@ from commlib.horovod import (
 from commlib_torch import elastic
 from commlib_torch._call import Work
 from commlib_torch.broadcast import broadcast_optimizer_state, broadcast_parameters
+from commlib_torch.clip import clip_grad_norm_
 from commlib_torch.collectives import (
     all_gather,
     all_gather_async,
@@ -131,6 +132,7 @@ __all__ = [
     "convert_sync_batchnorm",
     "broadcast_optimizer_state",
     "broadcast_parameters",
+    "clip_grad_norm_",
     "Compression",
     "elastic",
     # who is there

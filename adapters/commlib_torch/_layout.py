@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -19,19 +19,35 @@ Groups = int | Sequence[Sequence[Tensor]] | None
 
 
 def lay_out(
-    specs: Sequence[Parameter], groups: Sequence[Sequence[int]], flags: int, *, first_mib: float, cap_mib: float
+    specs: Sequence[Parameter],
+    groups: Sequence[Sequence[int]],
+    flags: int,
+    *,
+    first_mib: float,
+    cap_mib: float,
+    order: Sequence[int] | None = None,
 ) -> tuple[Bucket, ...]:
-    """Return the buckets in launch order. Parameters of one of `groups` share a bucket, one for each dtype.
+    """Return the buckets in launch order. Parameters of one of `groups` share a bucket, one for each kind.
 
-    The last bucket, which is complete when backward ends, gets `flags` slots without elements: their "used" elements
-    carry what else the ranks tell each other, at no extra message. They are numbered after the parameters.
+    `order` are the numbers of all parameters as their gradients become ready, by default reverse module order. The last
+    bucket, which is complete when backward ends, gets `flags` slots without elements: their "used" elements carry what
+    else the ranks tell each other, at no extra message. They are numbered after the parameters.
     """
+    order = range(len(specs) - 1, -1, -1) if order is None else order
+    place = {parameter: position for position, parameter in enumerate(order)}
+
+    def packed(members: Sequence[int], first: float, cap: float) -> Iterator[Bucket]:
+        ready = sorted(range(len(members)), key=lambda number: place[members[number]])
+        own = [specs[member] for member in members]
+        for bucket in make_buckets(own, order=ready, first_bucket_mib=first, bucket_cap_mib=cap):
+            slots = tuple(replace(slot, parameter=members[slot.parameter]) for slot in bucket.slots)
+            yield replace(bucket, slots=slots)
+
     grouped = {index for group in groups for index in group}
-    rest = [index for index in range(len(specs)) if index not in grouped]
-    buckets = list(_buckets(specs, rest, first_mib, cap_mib))
+    buckets = list(packed([index for index in range(len(specs)) if index not in grouped], first_mib, cap_mib))
     for group in groups:
-        buckets.extend(_buckets(specs, sorted(group), _NO_CAP_MIB, _NO_CAP_MIB))
-    buckets.sort(key=lambda bucket: -min(bucket.parameters))
+        buckets.extend(packed(sorted(group), _NO_CAP_MIB, _NO_CAP_MIB))
+    buckets.sort(key=lambda bucket: max(place[parameter] for parameter in bucket.parameters))
     if buckets:
         buckets[-1] = _with_flags(buckets[-1], range(len(specs), len(specs) + flags))
     return tuple(replace(bucket, index=index) for index, bucket in enumerate(buckets))
@@ -71,11 +87,6 @@ def find_groups(groups: Groups, parameters: Sequence[Tensor], known: Iterable[An
         if members:
             found.append(members)
     return found
-
-
-def _buckets(specs: Sequence[Parameter], members: Sequence[int], first: float, cap: float) -> Iterable[Bucket]:
-    for bucket in make_buckets([specs[index] for index in members], first_bucket_mib=first, bucket_cap_mib=cap):
-        yield replace(bucket, slots=tuple(replace(slot, parameter=members[slot.parameter]) for slot in bucket.slots))
 
 
 def _with_flags(bucket: Bucket, numbers: Iterable[int]) -> Bucket:

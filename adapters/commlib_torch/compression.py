@@ -7,6 +7,8 @@ from typing import Any, ClassVar, Protocol
 import torch
 from torch import Tensor
 
+from commlib.compress import Codec, Scheme
+
 
 class Compressor(Protocol):
     """What `compression=` takes. Ranks must compress equal shapes to equal shapes, which can be added up."""
@@ -66,3 +68,7 @@ class Compression:
 
 
 Compressors = Compressor | type[Cast]
+"""What the verbs take as `compression=`."""
+
+Compressing = str | Codec | Scheme | Compressors
+"""What optimizers take: also names such as "int8", codecs and schemes, which keep what is lost for the next step."""

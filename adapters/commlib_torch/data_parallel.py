@@ -12,9 +12,11 @@ from torch import nn
 import commlib
 from commlib.communicator import Communicator
 from commlib.data_parallel import BUCKET_CAP_MIB, FIRST_BUCKET_MIB, Statistics
-from commlib_torch._gradients import Gradients, unique_parameters
+from commlib_torch._gradients import Gradients
 from commlib_torch._options import Options
+from commlib_torch._parameters import unique_parameters
 from commlib_torch.broadcast import broadcast_parameters
+from commlib_torch.compression import Compressing, Compression
 
 _INNER = "module."
 
@@ -33,7 +35,8 @@ class DataParallel(nn.Module):
 
     `op` is "mean" or "sum"; buckets hold up to `bucket_cap_mib` MiB, the first one `first_bucket_mib`. With
     `overlap` they are sent while backward runs, else when it ends; by default where
-    there are several nodes, or cores to spare.
+    there are several nodes, or cores to spare. `compression` and `compress_within_node` are those of
+    `DistributedOptimizer`; a compressor of your own is not for this class.
     `comm` is the group to reduce over, by default all ranks.
 
     Raises UsageError for parameters that cannot be managed, MismatchError on every rank if ranks hold different ones.
@@ -47,6 +50,8 @@ class DataParallel(nn.Module):
         bucket_cap_mib: float = BUCKET_CAP_MIB,
         first_bucket_mib: float = FIRST_BUCKET_MIB,
         overlap: bool | None = None,
+        compression: Compressing = Compression.none,
+        compress_within_node: bool = False,
         comm: Communicator | None = None,
     ) -> None:
         super().__init__()
@@ -55,7 +60,14 @@ class DataParallel(nn.Module):
         self._gradients: Gradients | None = Gradients(
             unique_parameters(module.named_parameters()),
             comm,
-            Options(op=op, bucket_cap_mib=bucket_cap_mib, first_bucket_mib=first_bucket_mib, overlap=overlap),
+            Options(
+                op=op,
+                bucket_cap_mib=bucket_cap_mib,
+                first_bucket_mib=first_bucket_mib,
+                overlap=overlap,
+                compression=compression,
+                within_node=compress_within_node,
+            ),
         )
         broadcast_parameters([*module.named_parameters(), *module.named_buffers()], comm=comm)
         self.register_state_dict_post_hook(_strip_prefix)  # type: ignore[no-untyped-call]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 
 from commlib import horovod as core
@@ -26,14 +27,24 @@ def join(device: int = -1) -> int:
     reducers: list[Gradients] = backward_passes.members
     _check_apart(reducers)
     pending = core.start_join()
-    if len(reducers) == 1:
-        reducers[0].stand_in()
-    elif reducers:
+    if len(reducers) <= 1:
+        stood_in = [reducer.stand_in() for reducer in reducers]
+    else:
         with ThreadPoolExecutor(len(reducers), "commlib-join") as pool:
-            for ended in [pool.submit(reducer.stand_in) for reducer in reducers]:
-                ended.result()
-    last: int = pending.wait()
-    return last
+            stood_in = [ended.result() for ended in [pool.submit(reducer.stand_in) for reducer in reducers]]
+    by_name: int = pending.wait()
+    times = [number for number in stood_in if number is not None]
+    return _last(by_name, core.allgather_object(sum(times) if times else None, "join.stood_in"))
+
+
+def _last(by_name: int, stood_in: Sequence[int | None]) -> int:
+    """Return the rank that came last: who stood in for others least often, if reducers tell.
+
+    Named operations alone cannot: ranks that only reduce gradients hear of all joins at once, when the last one comes.
+    """
+    times = {rank: number for rank, number in enumerate(stood_in) if number is not None}
+    last = [rank for rank, number in times.items() if number == min(times.values())]
+    return by_name if by_name in last or not last else last[-1]
 
 
 def _check_apart(reducers: list[Gradients]) -> None:

@@ -13,14 +13,17 @@ from torch import Tensor
 import commlib
 from commlib import horovod as core
 from commlib.communicator import Communicator
-from commlib.data_parallel import BUCKET_CAP_MIB, FIRST_BUCKET_MIB
+from commlib.data_parallel import BUCKET_CAP_MIB, FIRST_BUCKET_MIB, Statistics, StepReport
 from commlib.errors import UsageError
-from commlib_torch._gradients import Gradients, Named, unique_parameters
+from commlib_torch._gradients import Gradients
 from commlib_torch._layout import Groups
 from commlib_torch._named import ProcessSets
 from commlib_torch._options import Options, communicator_of, reduction_name
+from commlib_torch._parameters import Named, unique_parameters
+from commlib_torch._residuals import KEY, load_compression, save_compression
 from commlib_torch.adasum import AdasumDistributed
-from commlib_torch.compression import Compression, Compressors
+from commlib_torch.clip import clip_grad_norm_
+from commlib_torch.compression import Compressing, Compression
 
 OptimizerT = TypeVar("OptimizerT", bound=torch.optim.Optimizer)
 
@@ -28,7 +31,7 @@ OptimizerT = TypeVar("OptimizerT", bound=torch.optim.Optimizer)
 def DistributedOptimizer(
     optimizer: OptimizerT,
     named_parameters: Iterable[Named] | None = None,
-    compression: Compressors = Compression.none,
+    compression: Compressing = Compression.none,
     backward_passes_per_step: int = 1,
     op: Any = core.Average,
     gradient_predivide_factor: float = 1.0,
@@ -40,6 +43,7 @@ def DistributedOptimizer(
     bucket_cap_mib: float = BUCKET_CAP_MIB,
     first_bucket_mib: float = FIRST_BUCKET_MIB,
     overlap: bool | None = None,
+    compress_within_node: bool = False,
     comm: Communicator | None = None,
 ) -> OptimizerT:
     """Make `optimizer` step with gradients that are reduced over all ranks, and return it. Collective.
@@ -53,15 +57,21 @@ def DistributedOptimizer(
     - `skip_synchronize()`: a context in which `step()` reduces nothing. It never reduces what is reduced already;
     - `no_sync()`: a context in which backward accumulates on this rank only;
     - `set_backward_passes_per_step(k)`;
-    - `exposed_seconds`: the time this thread waited for communication so far; `statistics` has more.
+    - `clip_grad_norm(max_norm)`: clip by the norm of all gradients, with the same bits on all ranks;
+    - `report`: what communication cost in the last step, a `commlib.data_parallel.StepReport`; `statistics` are its
+      sums so far, and `exposed_seconds` is the time this thread waited for communication so far.
 
     `named_parameters`, such as `model.named_parameters()`, gives names for messages and the order of buckets; it must
     cover the optimizer's parameters. `op` is Average ("mean") or Sum ("sum"), or Adasum, which lets every rank step by
     itself and combines the steps. With `backward_passes_per_step=k` only every k-th backward reduces; gradients of the
     k passes are added up, not averaged. An average is over all ranks, also those that have joined.
 
-    `compression=Compression.fp16` or `.bf16` sends gradients in half precision; sums are taken in float32. An object
-    with `compress(tensor) -> (tensor, ctx)` and `decompress(tensor, ctx)` is called at the end of backward.
+    `compression=Compression.fp16` or `.bf16` (or their names) sends gradients in half precision; sums are taken in
+    float32. Other names, such as "int8", "topk:ratio=0.01", "powersgd:rank=4" or "auto", and codecs and schemes of
+    `commlib.compress` send fewer bytes between nodes, from the second step on; with `compress_within_node` also
+    between the ranks of a node. What they lose is added to the next step's gradients: it is in `state_dict()`, for this
+    rank, and `compression_choice` says what "auto" chose and why. An object with `compress(tensor) -> (tensor, ctx)`
+    and `decompress(tensor, ctx)` is called at the end of backward.
     `gradient_predivide_factor=f` divides by f before adding, and multiplies by f / size afterwards. `groups` are
     lists of parameters that travel together, or a number of such lists to make. Sparse gradients are gathered, unless
     `sparse_as_dense`. `process_set` are the ranks to reduce over, by default all; or `comm`, a communicator.
@@ -102,6 +112,7 @@ def DistributedOptimizer(
         passes_per_step=backward_passes_per_step,
         overlap=overlap,
         compression=compression,
+        within_node=compress_within_node,
         predivide=gradient_predivide_factor,
         groups=groups,
         sparse_as_dense=sparse_as_dense,
@@ -163,14 +174,48 @@ class Distributed:
         """Let backward passes within this context accumulate gradients on this rank only."""
         return self._gradients.no_sync()
 
+    def clip_grad_norm(self, max_norm: float) -> Tensor:
+        """Scale gradients so that the 2-norm of all of them is `max_norm` at most; return what it was. Collective.
+
+        Gradients are reduced first if `step()` would have to. See `clip_grad_norm_`.
+        """
+        gradients = self._gradients
+        if not self._skip:
+            gradients.synchronize()
+        return clip_grad_norm_(gradients.parameters, max_norm, comm=gradients.comm)
+
+    @property
+    def report(self) -> StepReport | None:
+        """What communication cost in the last step; None before the first one."""
+        return self._gradients.report
+
+    @property
+    def compression_choice(self) -> str:
+        """How gradients are compressed, and why so."""
+        gradients = self._gradients
+        wire = gradients.options.wire_dtype(torch.float32)
+        return gradients.compression.why if wire == torch.float32 else f"{wire} on the wire: as asked"
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return the optimizer's state, as torch does, and what compression remembers on this rank."""
+        state: dict[str, Any] = super().state_dict()  # type: ignore[misc]
+        remembered = save_compression(self._gradients)
+        return {**state, KEY: remembered} if remembered else state
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Load the optimizer's state, as torch does, and what compression remembered if it was on this rank."""
+        super().load_state_dict({key: value for key, value in state_dict.items() if key != KEY})  # type: ignore[misc]
+        if KEY in state_dict:
+            load_compression(self._gradients, state_dict[KEY])
+
     @property
     def exposed_seconds(self) -> float:
         """Seconds that the training thread has waited for communication so far."""
         return self._gradients.statistics.exposed_seconds
 
     @property
-    def statistics(self) -> Any:
-        """What was reduced so far: `commlib.data_parallel.Statistics`."""
+    def statistics(self) -> Statistics:
+        """What was reduced so far, and what it cost."""
         return self._gradients.statistics
 
     def zero_grad(self, set_to_none: bool = True) -> None:
@@ -186,7 +231,8 @@ class Distributed:
             old = self._gradients
             named = _name_parameters(cast(Any, self), self._named, strict=False)
             self._gradients = Gradients(named, old.comm, old.options, known=_parameter_ids(cast(Any, self)))
-            self._gradients.statistics = old.statistics
+            self._gradients.count_on(old)
+            self._gradients.compression.load(old.compression.state())
 
     def __reduce_ex__(self, protocol: Any) -> Any:
         """Pickle and copy as the plain optimizer: a communicator belongs to this process."""

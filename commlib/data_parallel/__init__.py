@@ -1,8 +1,19 @@
 """Data parallelism without a framework: buckets of gradients, when to reduce them, and the engine that does."""
 
 from commlib.data_parallel.agreement import check_agreement
-from commlib.data_parallel.buckets import BUCKET_CAP_MIB, FIRST_BUCKET_MIB, Bucket, Parameter, Slot, make_buckets
-from commlib.data_parallel.engine import Engine, Reducer, Statistics, cores_per_rank, overlap_pays
+from commlib.data_parallel.buckets import (
+    BUCKET_CAP_MIB,
+    FIRST_BUCKET_MIB,
+    Bucket,
+    Parameter,
+    Slot,
+    complete_order,
+    make_buckets,
+)
+from commlib.data_parallel.clip import clip_factor, global_norm
+from commlib.data_parallel.engine import Engine, MakePlan, Plan, Reducer
+from commlib.data_parallel.overlap import cores_per_rank, overlap_pays
+from commlib.data_parallel.report import Statistics, StepClock, StepReport
 from commlib.data_parallel.tracker import Tracker
 
 __all__ = [
@@ -10,13 +21,20 @@ __all__ = [
     "FIRST_BUCKET_MIB",
     "Bucket",
     "Engine",
+    "MakePlan",
     "Parameter",
+    "Plan",
     "Reducer",
     "Slot",
     "Statistics",
+    "StepClock",
+    "StepReport",
     "Tracker",
     "check_agreement",
-    "make_buckets",
+    "clip_factor",
+    "complete_order",
     "cores_per_rank",
+    "global_norm",
+    "make_buckets",
     "overlap_pays",
 ]

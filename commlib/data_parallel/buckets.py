@@ -1,8 +1,8 @@
 """Which gradient goes where: parameters packed into buckets. [pure]
 
-Backward makes gradients roughly in reverse module order, so parameters are packed in reverse: the first bucket is
-complete early, and is kept small so that communication starts early. Every rank computes the same buckets from the
-same parameters; `agreement` checks that they have the same parameters.
+Backward makes gradients roughly in reverse module order, so parameters are packed in reverse until the real order is
+known: the first bucket is complete early, and is kept small so that communication starts early. Every rank computes the
+same buckets from the same parameters and order; `agreement` checks that they have the same parameters.
 
     bucket   | slot: gradient of w | slot: b | pad | slot: v ........ | flags: w b v | pad |
                                                                         one element each, > 0 if used somewhere
@@ -13,7 +13,7 @@ or weight decay treats "no gradient" and "a gradient of zeros" differently.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
 ALIGNMENT = 64
@@ -23,19 +23,35 @@ FIRST_BUCKET_MIB = 1.0
 BUCKET_CAP_MIB = 25.0
 
 
+Kind = tuple[str, int, str, str, str, float]
+
+
 @dataclass(frozen=True, slots=True)
 class Parameter:
-    """One gradient to reduce: `count` elements of `dtype`, which has `itemsize` bytes."""
+    """One gradient to reduce: `count` elements that travel as `dtype`, which has `itemsize` bytes."""
 
     name: str
     count: int
     dtype: str
     itemsize: int
     reduction: str = "mean"
+    device: str = "cpu"
+    """The kind of device that it is on, the same on all ranks."""
+    group: str = ""
+    """The name of the ranks that it is reduced over; "" are all that train together."""
+    scale: float = 1.0
+    """What the result is multiplied by."""
+    native_itemsize: int = 0
+    """Bytes of an element before it was cast to `dtype`; 0 if it was not."""
 
     @property
     def nbytes(self) -> int:
         return self.count * self.itemsize
+
+    @property
+    def kind(self) -> Kind:
+        """What parameters that share a bucket have in common."""
+        return self.dtype, self.itemsize, self.reduction, self.device, self.group, self.scale
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,6 +79,11 @@ class Bucket:
     flags: int
     """Where the "used" elements start, one per slot in slot order."""
     count: int
+    device: str = "cpu"
+    group: str = ""
+    scale: float = 1.0
+    saved_nbytes: int = 0
+    """Bytes that its gradients had more before they were cast."""
 
     @property
     def nbytes(self) -> int:
@@ -76,34 +97,46 @@ class Bucket:
 def make_buckets(
     parameters: Sequence[Parameter],
     *,
+    order: Sequence[int] | None = None,
     first_bucket_mib: float = FIRST_BUCKET_MIB,
     bucket_cap_mib: float = BUCKET_CAP_MIB,
 ) -> tuple[Bucket, ...]:
     """Pack `parameters`, given in module order, into buckets in launch order.
 
-    A bucket holds one dtype and one reduction. It stays within its cap in MiB (the first of each kind within
-    `first_bucket_mib`) unless a single parameter is larger than that. Buckets are ordered by when backward completes
-    them. Raises ValueError for caps that are not positive.
+    `order` are the numbers of all parameters as their gradients become ready, by default reverse module order. A bucket
+    holds one kind: dtype, reduction, device, group and scale. It stays within its cap in MiB (the first of each kind
+    within `first_bucket_mib`) unless a single parameter is larger than that. Buckets are ordered by when backward
+    completes them. Raises ValueError for caps that are not positive, and for an order that is none of them all.
     """
     if first_bucket_mib <= 0 or bucket_cap_mib <= 0:
         raise ValueError(f"bucket caps must be positive, got {first_bucket_mib} and {bucket_cap_mib} MiB")
+    if order is None:
+        order = range(len(parameters) - 1, -1, -1)
+    if sorted(order) != list(range(len(parameters))):
+        raise ValueError(f"the order must name each of {len(parameters)} parameters once, got {list(order)}")
     cap = int(bucket_cap_mib * 2**20)
     first_cap = min(cap, int(first_bucket_mib * 2**20))
-    groups = _pack(parameters, first_cap, cap)
-    # A bucket is complete when its lowest parameter is: the later that one stands in the module, the sooner.
-    ordered = sorted(groups, key=lambda members: -members[-1])
+    # A bucket is complete when its last parameter is ready.
+    place = {parameter: position for position, parameter in enumerate(order)}
+    ordered = sorted(_pack(parameters, order, first_cap, cap), key=lambda members: place[members[-1]])
     return tuple(_bucket(index, members, parameters) for index, members in enumerate(ordered))
 
 
-def _pack(parameters: Sequence[Parameter], first_cap: int, cap: int) -> Iterator[list[int]]:
-    """Yield groups of parameter indices, each descending."""
-    open_groups: dict[tuple[str, int, str], list[int]] = {}
-    sizes: dict[tuple[str, int, str], int] = {}
-    limits: dict[tuple[str, int, str], int] = {}
-    for index in range(len(parameters) - 1, -1, -1):
-        parameter = parameters[index]
-        kind = (parameter.dtype, parameter.itemsize, parameter.reduction)
-        size = _align(parameter.nbytes)
+def complete_order(ready: Iterable[int], count: int) -> list[int]:
+    """Return all of `count` parameters: those that were `ready`, in that order, then the others in reverse."""
+    order = dict.fromkeys(ready)
+    order.update(dict.fromkeys(range(count - 1, -1, -1)))
+    return [parameter for parameter in order if parameter < count]
+
+
+def _pack(parameters: Sequence[Parameter], order: Sequence[int], first_cap: int, cap: int) -> Iterator[list[int]]:
+    """Yield groups of parameter indices, each in order."""
+    open_groups: dict[Kind, list[int]] = {}
+    sizes: dict[Kind, int] = {}
+    limits: dict[Kind, int] = {}
+    for index in order:
+        kind = parameters[index].kind
+        size = _align(parameters[index].nbytes)
         group = open_groups.setdefault(kind, [])
         if group and sizes[kind] + size > limits.setdefault(kind, first_cap):
             yield group
@@ -116,16 +149,28 @@ def _pack(parameters: Sequence[Parameter], first_cap: int, cap: int) -> Iterator
 
 def _bucket(index: int, members: Sequence[int], parameters: Sequence[Parameter]) -> Bucket:
     kind = parameters[members[0]]
-    offsets, end = [], 0
-    for member in members:
+    offsets, end, saved = [], 0, 0
+    for parameter in (parameters[member] for member in members):
         offsets.append(end)
-        end += _align(parameters[member].nbytes) // kind.itemsize
+        end += _align(parameter.nbytes) // kind.itemsize
+        saved += parameter.count * ((parameter.native_itemsize or kind.itemsize) - kind.itemsize)
     slots = tuple(
         Slot(member, offset, parameters[member].count, end + position)
         for position, (member, offset) in enumerate(zip(members, offsets, strict=True))
     )
-    count = _align((end + len(members)) * kind.itemsize) // kind.itemsize
-    return Bucket(index, kind.dtype, kind.itemsize, kind.reduction, slots, end, count)
+    return Bucket(
+        index,
+        kind.dtype,
+        kind.itemsize,
+        kind.reduction,
+        slots,
+        flags=end,
+        count=_align((end + len(members)) * kind.itemsize) // kind.itemsize,
+        device=kind.device,
+        group=kind.group,
+        scale=kind.scale,
+        saved_nbytes=saved,
+    )
 
 
 def _align(nbytes: int) -> int:

@@ -2,24 +2,27 @@
 
 The adapter puts gradients into their slots (`write`, or into the array `slot` itself) and calls `launch(bucket)` in
 index order (a `Tracker` says when); then `finish` and `used`. No framework is known here: slots are numpy arrays.
+
+    backward: launch 0, launch 1, ... | finish | optimizer's step: prefetch(...) | forward: fetched(0), fetched(1), ...
+
+Buckets may be reduced over different groups of ranks; they are launched in one order all the same, so that ranks which
+share several groups come to them alike.
 """
 
 from __future__ import annotations
 
 import ctypes
-import os
 import time
-from collections.abc import Collection, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from typing import Any, Protocol
 
-import numpy.typing as npt
+import numpy as np
 
 from commlib.data_parallel.agreement import Gathers
 from commlib.data_parallel.buckets import Bucket
+from commlib.data_parallel.report import Statistics, all_reduce_bytes
+from commlib.dtypes import Array
 from commlib.kernels.stream import stream_copy
-
-Array = npt.NDArray[Any]
 
 # More gradients than this do not stay in a core's caches until they are reduced.
 _CACHED_BYTES = 16 << 20
@@ -34,7 +37,10 @@ class Pending(Protocol):
 
 
 class Plan(Protocol):
-    """A prepared all-reduce: call it to run it here and now, or start it on the progress thread."""
+    """A prepared all-reduce: call it to run it here and now, or start it on the progress thread.
+
+    One that knows what it sends has the attributes `sent_bytes` and `uncompressed_bytes`, of its last run.
+    """
 
     def __call__(self) -> Any: ...
 
@@ -49,47 +55,23 @@ class Reducer(Gathers, Protocol):
     def plan_all_reduce(self, x: Any, op: str = ..., *, out: Any = ...) -> Plan: ...
 
 
-def overlap_pays(comm: Any, *, threads: int, cores: int) -> bool:
-    """Tell whether buckets should be launched while backward runs. Collective when first called.
-
-    They should where a network is waited for, and where each rank has more `cores` than `threads` that train. With
-    every core busy a reduction within a node takes cores and memory from backward itself: it was measured to cost 2 to
-    8 % of a step then, and to hide nothing.
-    """
-    ranks = comm.node().size
-    return bool(ranks < comm.size or cores > threads)
-
-
-def cores_per_rank(comm: Any) -> int:
-    """Return how many cores this rank has for itself: those it is bound to, or its share of the node's."""
-    mine, all_cores = len(os.sched_getaffinity(0)), os.cpu_count() or 1
-    return mine if mine < all_cores else all_cores // int(comm.runtime.ranks_on_node)
-
-
-@dataclass(slots=True)
-class Statistics:
-    """What was reduced so far, and what it cost the thread that trains."""
-
-    exposed_seconds: float = 0.0
-    """Time the training thread waited for, or spent in, reductions: what overlap could not hide."""
-    nbytes: int = 0
-    """Bytes of gradients (padding and flags included) that this rank put into reductions."""
-    reductions: int = 0
-    """How often all buckets were reduced."""
-    early_launches: int = 0
-    """Buckets that were launched while backward was still running."""
+MakePlan = Callable[[Bucket, Array], Plan]
+Groups = Mapping[str, Reducer] | Callable[[str], Reducer]
 
 
 class Engine:
     """Owns the buckets of one set of parameters on one rank. Construction is collective.
 
-    With one rank it reduces nothing, and every answer is still right.
+    `comm` is what all buckets are reduced over, or a mapping or function from the names of groups. `plan` makes what
+    reduces a bucket in its array, by default an all-reduce of the array as it is; it is asked for buckets with more
+    than one rank, in launch order. With one rank nothing is reduced, and every answer is still right.
     """
 
-    def __init__(self, comm: Reducer, buckets: Sequence[Bucket]) -> None:
+    def __init__(self, comm: Reducer | Groups, buckets: Sequence[Bucket], plan: MakePlan | None = None) -> None:
         self.buckets = tuple(buckets)
         self.statistics = Statistics()
-        self._arrays = [comm.empty((bucket.count,), bucket.dtype) for bucket in self.buckets]
+        comms = [_group(comm, bucket.group) for bucket in self.buckets]
+        self._arrays = [own.empty((b.count,), b.dtype) for own, b in zip(comms, self.buckets, strict=True)]
         self._slots: dict[int, Array] = {}
         self._places: dict[int, tuple[int, int]] = {}  # address and bytes of each slot
         self._flags: dict[int, Array] = {}
@@ -99,13 +81,16 @@ class Engine:
                 self._slots[slot.parameter] = values
                 self._places[slot.parameter] = values.ctypes.data, values.nbytes
                 self._flags[slot.parameter] = array[slot.flag : slot.flag + 1]
-        self._plans: list[Plan] = []
-        if comm.size > 1:
-            self._plans = [
-                comm.plan_all_reduce(array, bucket.reduction, out=array)
-                for bucket, array in zip(self.buckets, self._arrays, strict=True)
-            ]
+        self._plans: list[Plan | None] = []
+        self._traffic: list[tuple[int, int]] = []  # of each bucket as it is: what is sent, what would be if not cast
+        for own, bucket, array in zip(comms, self.buckets, self._arrays, strict=True):
+            make = plan or _plain(own)
+            self._plans.append(make(bucket, array) if own.size > 1 else None)
+            uncast = bucket.nbytes + bucket.saved_nbytes
+            self._traffic.append((all_reduce_bytes(own.size, bucket.nbytes), all_reduce_bytes(own.size, uncast)))
+        self._launched: list[int] = []
         self._pending: list[Pending] = []
+        self._fetching: list[Pending | None] = []
         nbytes = sum(bucket.nbytes for bucket in self.buckets)
         self._copy = stream_copy if nbytes > _CACHED_BYTES else ctypes.memmove
 
@@ -113,6 +98,11 @@ class Engine:
     def in_flight(self) -> bool:
         """Buckets were launched and not waited for: their slots must not be touched."""
         return bool(self._pending)
+
+    @property
+    def plans(self) -> Sequence[Plan | None]:
+        """What reduces each bucket, in launch order; None where there is one rank."""
+        return self._plans
 
     def slot(self, parameter: int) -> Array:
         """Return the 1-D array, in symmetric memory, that holds the gradient of `parameter`."""
@@ -125,10 +115,12 @@ class Engine:
 
     def launch(self, index: int) -> None:
         """Start reducing a bucket whose gradients are all in their slots, while backward goes on."""
+        started = time.perf_counter()
         self._prepare(index, ())
         self.statistics.early_launches += 1
-        if self._plans:
-            self._pending.append(self._plans[index].start())
+        self._launched.append(index)
+        self._start(index)
+        self.statistics.exposed_seconds += time.perf_counter() - started
 
     def finish(self, remaining: Collection[int], unused: Collection[int] = ()) -> None:
         """Reduce the `remaining` buckets and wait for all of them. Parameters in `unused` count as zeros.
@@ -139,16 +131,42 @@ class Engine:
         for index in remaining:
             self._prepare(index, unused)
         try:
-            if self._plans:
-                self._reduce(remaining)
+            self._reduce(remaining)
+            for index in (*self._launched, *remaining):
+                self._scale(index)
+                self._count(index)
         finally:
             self._pending.clear()
+            self._launched.clear()
             self.statistics.reductions += 1
             self.statistics.exposed_seconds += time.perf_counter() - started
 
     def used(self, parameter: int) -> bool:
         """Tell whether any rank had a gradient of `parameter` in the reduction that just finished."""
         return bool(self._flags[parameter][0] > 0)
+
+    def prefetch(self, plans: Iterable[Plan]) -> None:
+        """Start plans behind everything launched so far, in this order: gathers of parameters after a step, say.
+
+        Every rank starts the same ones. Whoever needs what plan i brings calls `fetched(i)` first; the next reduction
+        waits for all of them.
+        """
+        self.fetched()
+        self._fetching = [plan.start() for plan in plans]
+
+    def fetched(self, index: int | None = None) -> None:
+        """Wait until the plan of this index in the last `prefetch` has run, or all of them. Raises what they raise."""
+        wanted = range(len(self._fetching)) if index is None else (index,)
+        works = [work for place in wanted if (work := self._fetching[place]) is not None]
+        if not works:
+            return
+        started = time.perf_counter()
+        for place in wanted:
+            self._fetching[place] = None
+        try:
+            self._wait(works)
+        finally:
+            self.statistics.exposed_seconds += time.perf_counter() - started
 
     def _prepare(self, index: int, unused: Collection[int]) -> None:
         bucket, array = self.buckets[index], self._arrays[index]
@@ -159,19 +177,58 @@ class Engine:
                 self._slots[slot.parameter].fill(0)
                 array[slot.flag] = 0
 
+    def _start(self, index: int) -> None:
+        plan = self._plans[index]
+        if plan is not None:
+            self._pending.append(plan.start())
+
     def _reduce(self, remaining: Collection[int]) -> None:
+        fetching = [work for work in self._fetching if work is not None]
+        self._fetching = []
         if not all(work.done() for work in self._pending):
-            self._pending.extend(self._plans[index].start() for index in remaining)
+            for index in remaining:
+                self._start(index)
             remaining = ()
+        self._wait([*fetching, *self._pending])
+        # Nothing is left to keep in order with, and this thread has nothing else to do: waking another costs time.
+        for index in remaining:
+            plan = self._plans[index]
+            if plan is not None:
+                plan()
+
+    def _wait(self, works: Sequence[Pending]) -> None:
+        """Wait for all of them, and note how long they ran while nobody waited."""
+        started = time.perf_counter()
         failure: Exception | None = None
-        for work in self._pending:
+        for work in works:
             # All are waited for even if one fails: what is still in flight would write into slots later.
             try:
                 work.wait()
             except Exception as error:
                 failure = failure or error
+        ran = sum(getattr(work, "seconds", 0.0) for work in works)
+        self.statistics.hidden_seconds += max(0.0, ran - (time.perf_counter() - started))
         if failure is not None:
             raise failure
-        # Nothing is left to keep in order with, and this thread has nothing else to do: waking another costs time.
-        for index in remaining:
-            self._plans[index]()
+
+    def _scale(self, index: int) -> None:
+        bucket = self.buckets[index]
+        if bucket.scale != 1:
+            values = self._arrays[index][: bucket.flags]
+            np.multiply(values, values.dtype.type(bucket.scale), out=values)
+
+    def _count(self, index: int) -> None:
+        sent, uncompressed = self._traffic[index]
+        plan = self._plans[index]
+        self.statistics.sent_bytes += getattr(plan, "sent_bytes", sent)
+        self.statistics.uncompressed_bytes += getattr(plan, "uncompressed_bytes", uncompressed)
+
+
+def _group(comm: Reducer | Groups, name: str) -> Reducer:
+    if isinstance(comm, Mapping):
+        return comm[name]
+    return comm(name) if callable(comm) else comm
+
+
+def _plain(comm: Reducer) -> MakePlan:
+    return lambda bucket, array: comm.plan_all_reduce(array, bucket.reduction, out=array)

@@ -21,10 +21,8 @@ class Tracker:
     def __init__(self, buckets: Sequence[Sequence[int]], *, passes_per_step: int = 1) -> None:
         if passes_per_step < 1:
             raise ValueError(f"backward_passes_per_step must be at least 1, got {passes_per_step}")
-        self._members = tuple(tuple(bucket) for bucket in buckets)
-        self._bucket_of = {parameter: index for index, bucket in enumerate(self._members) for parameter in bucket}
-        if len(self._bucket_of) != sum(len(bucket) for bucket in self._members):
-            raise ValueError("a parameter may be in one bucket only")
+        self._active = False
+        self.use(buckets)
         self.passes_per_step = passes_per_step
         self._passes = 0
         """Backward passes since gradients were last reduced, those under `no_sync` not counted."""
@@ -32,10 +30,9 @@ class Tracker:
         """Gradients were accumulated that no reduction has seen."""
         self._reduced = False
         """At least one reduction since the last step."""
-        self._active = False
         self._reducing = False
         self._eager = True
-        self._ready: set[int] = set()
+        self._ready: dict[int, None] = {}  # a set that keeps its order
         self._unready: list[int] = []
         self._next = 0
 
@@ -56,6 +53,20 @@ class Tracker:
         Also true where there was no backward at all: a rank that had no loss must join the reduction of the others.
         """
         return self._local or not self._reduced
+
+    @property
+    def order(self) -> list[int]:
+        """The parameters whose gradients became ready in the backward in progress, else in the last one, in order."""
+        return list(self._ready)
+
+    def use(self, buckets: Sequence[Sequence[int]]) -> None:
+        """Take other buckets, for the same parameters. Raises RuntimeError if a backward is in progress."""
+        if self._active:
+            raise RuntimeError("the buckets cannot change while a backward is in progress")
+        self._members = tuple(tuple(bucket) for bucket in buckets)
+        self._bucket_of = {parameter: index for index, bucket in enumerate(self._members) for parameter in bucket}
+        if len(self._bucket_of) != sum(len(bucket) for bucket in self._members):
+            raise ValueError("a parameter may be in one bucket only")
 
     def begin(self, *, sync: bool = True, eager: bool = True) -> bool:
         """Note that a backward begins; return whether it reduces.
@@ -84,7 +95,7 @@ class Tracker:
             raise RuntimeError("a gradient became ready outside a backward")
         if parameter in self._ready:
             raise RuntimeError("a gradient became ready twice in one backward")
-        self._ready.add(parameter)
+        self._ready[parameter] = None
         if not self._reducing:
             return range(0)
         self._unready[self._bucket_of[parameter]] -= 1

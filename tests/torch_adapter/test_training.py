@@ -339,3 +339,24 @@ def test_gradients_of_any_form_reach_their_bucket(comm: Any, form: str) -> None:
     expected = {"transposed": mean.t(), "conjugate": torch.complex(mean, mean)}.get(form, mean)
     assert parameter.grad is not None
     torch.testing.assert_close(parameter.grad.resolve_conj(), expected)
+
+
+@pytest.mark.ranks(min=2)
+def test_predivide_keeps_large_gradients_within_float16(comm: Any) -> None:
+    """98304 = 3 x 2^15 is beyond float16, whose largest number is 65504; half of it is in it, exactly."""
+    large = 98304.0
+    results = {}
+    for factor in (1.0, 2.0):
+        parameter = nn.Parameter(torch.zeros(3))
+        optimizer: Any = DistributedOptimizer(
+            torch.optim.SGD([parameter], lr=1.0),
+            [("w", parameter)],
+            compression=commlib_torch.Compression.fp16,
+            gradient_predivide_factor=factor,
+        )
+        (parameter * torch.tensor([large, 8.0, -large])).sum().backward()
+        assert parameter.grad is not None
+        results[factor] = parameter.grad.tolist()
+        optimizer.step()
+    assert results[1.0] == [float("inf"), 8, float("-inf")]
+    assert results[2.0] == [large, 8, -large]

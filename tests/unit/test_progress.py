@@ -166,3 +166,18 @@ def test_join_waits_until_the_thread_has_dropped_everything():
     progress.join(5)
     assert dropped.is_set()
     assert progress._thread is not None and not progress._thread.is_alive()
+
+
+def test_a_work_says_how_long_it_ran(progress):
+    slow = progress.start("slow", lambda: time.sleep(0.02))
+
+    def divide():
+        time.sleep(0.01)
+        return 1 / 0
+
+    fails = progress.start("fails", divide)
+    slow.wait()
+    with pytest.raises(ZeroDivisionError):
+        fails.wait()
+    assert slow.seconds >= 0.02
+    assert fails.seconds >= 0.01

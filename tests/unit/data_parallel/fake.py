@@ -16,6 +16,7 @@ TIMEOUT = 20.0
 class FakeWork:
     def __init__(self) -> None:
         self.future: Future[Any] = Future()
+        self.seconds = 100.0  # as if it had run that long
 
     def done(self) -> bool:
         return False  # as if slow: what follows queues up behind it

@@ -1,10 +1,12 @@
 """Buckets: everything in exactly one slot, nothing overlaps, caps hold, order follows backward."""
 
+from typing import Any
+
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from commlib.data_parallel.buckets import ALIGNMENT, Bucket, Parameter, make_buckets
+from commlib.data_parallel.buckets import ALIGNMENT, Bucket, Parameter, complete_order, make_buckets
 
 MIB = 2**20
 ITEMSIZE = {"float16": 2, "bfloat16": 2, "float32": 4, "float64": 8}
@@ -86,3 +88,52 @@ def test_sizes_in_bytes() -> None:
 def test_caps_must_be_positive(caps: tuple[float, float]) -> None:
     with pytest.raises(ValueError, match="positive"):
         make_buckets([], first_bucket_mib=caps[0], bucket_cap_mib=caps[1])
+
+
+@given(st.data(), caps, caps)
+def test_order_of_readiness(data: st.DataObject, first: float, cap: float) -> None:
+    """Buckets are filled, and complete, in the order in which gradients become ready."""
+    specs = data.draw(parameters())
+    order = data.draw(st.permutations(range(len(specs))))
+    buckets = make_buckets(specs, order=order, first_bucket_mib=first, bucket_cap_mib=cap)
+    assert sorted(p for bucket in buckets for p in bucket.parameters) == list(range(len(specs)))
+    places = [[order.index(parameter) for parameter in bucket.parameters] for bucket in buckets]
+    assert all(place == sorted(place) for place in places)
+    completed = [place[-1] for place in places]
+    assert completed == sorted(completed)
+
+
+def test_by_default_gradients_become_ready_in_reverse() -> None:
+    specs = [Parameter(f"p{i}", 40, "float32", 4) for i in range(6)]
+    options: Any = {"first_bucket_mib": 2e-4, "bucket_cap_mib": 4e-4}
+    assert make_buckets(specs, **options) == make_buckets(specs, order=[5, 4, 3, 2, 1, 0], **options)
+
+
+@pytest.mark.parametrize("order", [[0], [0, 0], [0, 2], [0, 1, 2]])
+def test_an_order_names_every_parameter_once(order: list[int]) -> None:
+    with pytest.raises(ValueError, match="each of 2 parameters once"):
+        make_buckets([Parameter("a", 1, "float32", 4), Parameter("b", 1, "float32", 4)], order=order)
+
+
+def test_what_was_not_ready_comes_last_in_reverse() -> None:
+    assert complete_order([2, 0], 5) == [2, 0, 4, 3, 1]
+    assert complete_order([], 3) == [2, 1, 0]
+    assert complete_order([1, 7, 0], 2) == [1, 0]  # 7 is a flag
+
+
+def test_kinds_do_not_mix_and_are_told() -> None:
+    """Devices, groups and scales are as good a reason for a bucket of its own as a dtype."""
+    kinds = [("cpu", "", 1.0), ("cuda", "", 1.0), ("cpu", "experts", 1.0), ("cpu", "experts", 0.5)]
+    specs = [
+        Parameter(f"p{i}", 10, "float32", 4, device=device, group=group, scale=scale)
+        for i, (device, group, scale) in enumerate(kinds * 2)
+    ]
+    buckets = make_buckets(specs)
+    assert [bucket.parameters for bucket in buckets] == [(7, 3), (6, 2), (5, 1), (4, 0)]
+    assert [(bucket.device, bucket.group, bucket.scale) for bucket in buckets] == kinds[::-1]
+
+
+def test_bytes_that_casting_saved() -> None:
+    specs = [Parameter("cast", 10, "float16", 2, native_itemsize=4), Parameter("as it is", 7, "float16", 2)]
+    (bucket,) = make_buckets(specs)
+    assert bucket.saved_nbytes == 20

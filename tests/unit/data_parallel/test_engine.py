@@ -1,13 +1,17 @@
 """The engine over ranks that are threads: values, flags, order, errors."""
 
 from types import SimpleNamespace
+from typing import Any
 
 import numpy as np
 import pytest
 
+from commlib.communicator import Communicator
 from commlib.data_parallel import Engine, Parameter, make_buckets, overlap_pays
+from commlib.data_parallel.buckets import Bucket
+from tests import loopback
 
-from .fake import FakeComm, FakeWorld
+from .fake import FakeComm, FakePlan, FakeWorld
 
 SPECS = [Parameter(name, count, "float64", 8) for name, count in [("a", 5), ("b", 3), ("c", 9)]]
 TINY = 64 / 2**20
@@ -132,3 +136,156 @@ def test_overlap_pays_across_nodes_and_with_cores_to_spare(
 ) -> None:
     comm = SimpleNamespace(size=4, node=lambda: SimpleNamespace(size=on_node))
     assert overlap_pays(comm, threads=threads, cores=cores) is overlap
+
+
+def split(comm: Communicator, color: int) -> Communicator:
+    group = comm.split(color)
+    assert group is not None
+    return group
+
+
+@pytest.mark.parametrize("kind", ["mapping", "function"])
+def test_groups_of_ranks(kind: str) -> None:
+    """Buckets of several groups, in one order of launches: each is reduced over its own ranks."""
+    specs = [
+        Parameter("expert", 6, "float32", 4, group="pairs"),
+        Parameter("dense", 5, "float32", 4),
+        Parameter("mine", 4, "float32", 4, group="alone", scale=0.25),
+    ]
+
+    def rank(comm: Communicator) -> None:
+        groups = {"": comm, "pairs": split(comm, comm.rank // 2), "alone": split(comm, comm.rank)}
+        engine = Engine(groups if kind == "mapping" else groups.__getitem__, make_buckets(specs))
+        assert [bucket.group for bucket in engine.buckets] == ["alone", "", "pairs"]
+        assert [plan is None for plan in engine.plans] == [True, False, comm.rank == 2]
+        for early in (0, 2):
+            for parameter in range(3):
+                engine.slot(parameter)[:] = comm.rank
+            for bucket in range(early):
+                engine.launch(bucket)
+            engine.finish(range(early, 3), {0} if comm.rank == 0 else ())
+            pair = comm.rank // 2 * 2
+            ranks = [other for other in (pair, pair + 1) if other < comm.size]
+            assert set(engine.slot(0)) == {sum(ranks) / len(ranks)}
+            assert set(engine.slot(1)) == {(comm.size - 1) / 2}
+            assert set(engine.slot(2)) == {comm.rank / 4}
+
+    loopback.run(3, rank)
+
+
+@pytest.mark.parametrize("size", [1, 2])
+def test_scale_is_for_values_and_not_for_flags(size: int) -> None:
+    def rank(comm: FakeComm) -> None:
+        specs = [Parameter("a", 3, "float64", 8, scale=-2.0), Parameter("b", 2, "float64", 8, scale=-2.0)]
+        engine = Engine(comm, make_buckets(specs))
+        engine.slot(0)[:] = 1.5
+        engine.finish(range(1), {1})
+        assert set(engine.slot(0)) == {-3.0}
+        assert engine.used(0)
+        assert not engine.used(1)
+
+    FakeWorld(size).run(rank)
+
+
+class Compressed(FakePlan):
+    """Says of itself what it sends, differently each time."""
+
+    sent_bytes, uncompressed_bytes = 0, 1000
+
+    def _run(self) -> np.ndarray:
+        self.sent_bytes += 7
+        return super()._run()
+
+
+@pytest.mark.parametrize("early", [0, 1, 2])
+def test_plans_of_the_callers(early: int) -> None:
+    """A function makes what reduces a bucket; what it says about bytes is believed."""
+
+    def rank(comm: FakeComm) -> None:
+        def make(bucket: Bucket, array: Any) -> FakePlan:
+            plain = bucket.parameters == (0,)
+            return (FakePlan if plain else Compressed)(comm, array, "sum")
+
+        engine = Engine(comm, make_buckets(SPECS[:2], first_bucket_mib=TINY, bucket_cap_mib=TINY), make)
+        for turn in (1, 2):
+            for parameter in range(2):
+                engine.slot(parameter)[:] = 1
+            for bucket in range(early):
+                engine.launch(bucket)
+            engine.finish(range(early, 2))
+            assert set(engine.slot(0)) == set(engine.slot(1)) == {2.0}
+            nbytes = engine.buckets[1].nbytes  # over 2 ranks each sends half, twice
+            assert engine.statistics.sent_bytes == turn * nbytes + sum(7 * number for number in range(1, turn + 1))
+            assert engine.statistics.uncompressed_bytes == turn * (nbytes + 1000)
+
+    FakeWorld(2).run(rank)
+
+
+@pytest.mark.parametrize("size", [1, 2, 3, 4])
+def test_bytes_that_are_sent(size: int) -> None:
+    def rank(comm: FakeComm) -> None:
+        engine = Engine(comm, make_buckets([Parameter("a", 250, "float16", 2, native_itemsize=4)]))
+        assert engine.buckets[0].nbytes == 576  # 512 for the values, 64 for the flag
+        engine.finish(range(1))
+        assert engine.statistics.sent_bytes == {1: 0, 2: 576, 3: 768, 4: 864}[size]
+        assert engine.statistics.uncompressed_bytes == {1: 0, 2: 1076, 3: 1434, 4: 1614}[size]
+
+    FakeWorld(size).run(rank)
+
+
+def test_what_ran_while_nobody_waited_is_hidden() -> None:
+    def rank(comm: FakeComm) -> None:
+        engine = Engine(comm, make_buckets(SPECS, first_bucket_mib=TINY, bucket_cap_mib=TINY))
+        engine.finish(range(3))
+        assert engine.statistics.hidden_seconds == 0  # in this thread
+        engine.launch(0)
+        engine.launch(1)
+        engine.finish(range(2, 3))  # the fake says of three works that each ran 100 s
+        assert 300 - engine.statistics.exposed_seconds <= engine.statistics.hidden_seconds <= 300
+
+    FakeWorld(2).run(rank)
+
+
+@pytest.mark.parametrize("size", [1, 3])
+def test_prefetch_runs_behind_the_reductions_and_is_waited_for(size: int) -> None:
+    """As for parameters that are gathered after a step: in launch order, each awaited by who needs it first."""
+
+    def rank(comm: Communicator) -> None:
+        engine = Engine(comm, make_buckets(SPECS, first_bucket_mib=TINY, bucket_cap_mib=TINY))
+        arrays = [comm.empty((3000,), "float64") for _ in range(3)]
+        plans = [comm.plan_all_reduce(array, "sum", out=array) for array in arrays]
+        for turn in range(3):
+            for number, array in enumerate(arrays):
+                array[:] = number + 1
+            engine.slot(0)[:] = comm.rank
+            engine.launch(0)
+            engine.prefetch(plans)
+            if turn == 0:
+                engine.fetched(1)
+                assert set(arrays[1]) == {2.0 * size}
+                engine.fetched(1)  # no matter
+            if turn == 1:
+                engine.fetched()
+                assert [array[5] for array in arrays] == [size, 2.0 * size, 3.0 * size]
+            engine.finish(range(1, 3))  # waits for those that nobody needed
+            assert [set(array) for array in arrays] == [{size}, {2.0 * size}, {3.0 * size}]
+            assert set(engine.slot(0)) == {(size - 1) / 2}
+
+    loopback.run(size, rank)
+
+
+def test_a_failed_prefetch_is_raised_once() -> None:
+    def rank(comm: FakeComm) -> None:
+        engine = Engine(comm, make_buckets(SPECS))
+        odd = [FakePlan(comm, np.zeros(2 + comm.rank), "sum"), FakePlan(comm, np.ones(2), "sum")]
+        engine.prefetch(odd)
+        with pytest.raises(RuntimeError, match="different buckets"):
+            engine.fetched(0)
+        engine.fetched()
+        assert odd[1].x.tolist() == [2.0, 2.0]
+        engine.prefetch(odd)
+        with pytest.raises(RuntimeError, match="different buckets"):
+            engine.finish(range(1))
+        engine.finish(range(1))
+
+    FakeWorld(2).run(rank)

@@ -147,3 +147,33 @@ def test_clearing_gives_up_a_local_backward_that_raised_but_not_a_reducing_one()
     tracker.cleared()
     assert tracker.active
     assert list(tracker.end()) == [0]
+
+
+def test_the_order_of_the_last_backward_is_remembered() -> None:
+    tracker = Tracker([[3, 2], [1, 0]])
+    run_backward(tracker, [1, 3, 0])
+    assert tracker.order == [1, 3, 0]
+    tracker.begin_step()
+    assert tracker.order == []  # reduced without a backward
+
+
+@given(partitions(), st.data())
+def test_other_buckets_from_one_backward_to_the_next(buckets: list[list[int]], data: st.DataObject) -> None:
+    everything = sorted(parameter for bucket in buckets for parameter in bucket)
+    tracker = Tracker([everything])
+    order = data.draw(st.permutations(everything))
+    run_backward(tracker, list(order))
+    tracker.use(buckets)
+    launches, early = run_backward(tracker, list(order))
+    assert launches == list(range(len(buckets)))
+    assert early == len(buckets)
+
+
+def test_buckets_do_not_change_under_a_backward() -> None:
+    tracker = Tracker([[0], [1]])
+    tracker.begin()
+    with pytest.raises(RuntimeError, match="in progress"):
+        tracker.use([[1], [0]])
+    tracker.end()
+    tracker.use([[1], [0]])
+    assert tracker.missing() == [1, 0]

@@ -1,0 +1,216 @@
+"""Compressed gradients in PyTorch: what travels, what is remembered, and what a skipped step leaves behind."""
+
+from __future__ import annotations
+
+import io
+import logging
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from commlib.compress import Blocks, Exchanged
+from commlib.errors import UsageError
+from commlib_torch import DataParallel, DistributedOptimizer, join
+
+NAMES = [
+    "fp8",
+    "int8",
+    "int4:rounding=stochastic",
+    "qsgd",
+    "sign",
+    "topk:ratio=0.1",
+    "randomk:ratio=0.1",
+    "powersgd:rank=2",
+]
+
+
+def network() -> nn.Module:
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(40, 64), nn.Tanh(), nn.Linear(64, 20))
+
+
+def wrap(model: nn.Module, compression: Any, **options: Any) -> Any:
+    plain = torch.optim.SGD(model.parameters(), lr=0.05)
+    options = {"compress_within_node": True, **options}
+    return DistributedOptimizer(plain, model.named_parameters(), compression=compression, **options)
+
+
+def loss_of(comm: Any, model: nn.Module, step: int) -> Tensor:
+    inputs = torch.randn(8, 40, generator=torch.Generator().manual_seed(1000 * step + comm.rank))
+    return (model(inputs) - inputs[:, :20]).square().mean()
+
+
+def train(comm: Any, model: nn.Module, optimizer: Any, steps: range) -> float:
+    for step in steps:
+        optimizer.zero_grad()
+        loss = loss_of(comm, model, step)
+        loss.backward()
+        optimizer.step()
+    return loss.item()
+
+
+def weights(model: nn.Module) -> list[bytes]:
+    return [parameter.detach().numpy().tobytes() for parameter in model.parameters()]
+
+
+@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("overlap", [True, False])
+def test_ranks_stay_equal_to_the_last_bit(comm: Any, name: str, overlap: bool) -> None:
+    model = network()
+    optimizer = wrap(model, name, overlap=overlap, first_bucket_mib=0.002, bucket_cap_mib=0.008)
+    before = [parameter.detach().clone() for parameter in model.parameters()]
+    train(comm, model, optimizer, range(6))
+    assert all(not torch.equal(old, new) for old, new in zip(before, model.parameters(), strict=True))
+    everyone = comm.all_gather_object(weights(model))
+    assert all(theirs == everyone[0] for theirs in everyone)
+    if comm.size > 1:
+        assert 0 < optimizer.report.sent_bytes < 0.5 * optimizer.report.uncompressed_bytes
+        assert optimizer.compression_choice.endswith(": as asked")
+
+
+@pytest.mark.ranks(min=2)
+def test_int8_is_close_to_training_without(comm: Any) -> None:
+    exact, coarse = network(), network()
+    train(comm, exact, wrap(exact, "none"), range(20))
+    train(comm, coarse, wrap(coarse, "int8"), range(20))
+    for one, other in zip(exact.parameters(), coarse.parameters(), strict=True):
+        # 19 steps of lr 0.05 move a weight by the sum of gradients; what feedback holds back of it at the end is less
+        # than one step's greatest gradient / 127 for each of two encodings.
+        assert (one - other).abs().max() < 2e-4
+        assert not torch.equal(one, other)
+
+
+@pytest.mark.ranks(min=2)
+def test_within_a_node_nothing_is_compressed_unless_asked(comm: Any) -> None:
+    exact, model = network(), network()
+    train(comm, exact, wrap(exact, "none"), range(4))
+    optimizer = wrap(model, "int8", compress_within_node=False)
+    train(comm, model, optimizer, range(4))
+    assert optimizer.compression_choice.startswith("none: all ranks are on one node")
+    assert weights(exact) == weights(model)
+
+
+@pytest.mark.ranks(min=2)
+def test_a_skipped_step_leaves_no_residual(comm: Any) -> None:
+    model = network()
+    optimizer = wrap(model, "int4")
+    train(comm, model, optimizer, range(3))
+    before = optimizer._gradients.compression.state()
+    for skip in ("overflow", "cleared"):
+        optimizer.zero_grad()
+        loss = loss_of(comm, model, 3)
+        if skip == "overflow" and comm.rank == comm.size - 1:
+            loss = loss * float("inf")  # as a loss scale that is too high, on one rank
+        loss.backward()
+        finite = all(torch.isfinite(parameter.grad).all() for parameter in model.parameters())  # type: ignore[arg-type]
+        assert finite == (skip == "cleared")
+        optimizer.zero_grad()  # no step
+        after = optimizer._gradients.compression.state()
+        for name, known in before.items():
+            for what, array in known.items():
+                assert (array == after[name][what]).all(), (skip, name, what)
+    train(comm, model, optimizer, range(3, 5))
+    after = optimizer._gradients.compression.state()
+    assert any((known["residual"] != after[name]["residual"]).any() for name, known in before.items())
+    assert all(torch.isfinite(parameter).all() for parameter in model.parameters())
+
+
+@pytest.mark.ranks(min=2)
+@pytest.mark.parametrize("name", ["int4", "topk:ratio=0.1", "powersgd:rank=2"])
+def test_training_goes_on_from_a_saved_state_as_if_it_had_not_stopped(comm: Any, name: str) -> None:
+    straight, stopped = network(), network()
+    train(comm, straight, wrap(straight, name), range(8))
+    optimizer = wrap(stopped, name)
+    train(comm, stopped, optimizer, range(5))
+    file = io.BytesIO()
+    torch.save({"model": stopped.state_dict(), "optimizer": optimizer.state_dict()}, file)
+    file.seek(0)
+    saved = torch.load(file)
+    resumed = network()
+    resumed.load_state_dict(saved["model"])
+    again = wrap(resumed, name)
+    again.load_state_dict(saved["optimizer"])
+    # The first step after a start is not compressed, so residuals wait: let it be one that changes nothing.
+    again.zero_grad()
+    (loss_of(comm, resumed, 5) * 0).backward()
+    again.step()
+    train(comm, resumed, again, range(5, 8))
+    for one, other in zip(straight.parameters(), resumed.parameters(), strict=True):
+        assert (one - other).abs().max() <= 1e-6
+
+
+@pytest.mark.ranks(min=2)
+def test_residuals_of_another_rank_are_left_aside(comm: Any, caplog: Any) -> None:
+    caplog.set_level(logging.WARNING, "commlib")
+    model = network()
+    optimizer = wrap(model, "int8")
+    train(comm, model, optimizer, range(3))
+    state = comm.broadcast_object(optimizer.state_dict())  # rank 0's checkpoint, read by all
+    other = network()
+    loading = wrap(other, "int8")
+    loading.load_state_dict(state)
+    said = any("starts without residuals" in message for message in caplog.messages)
+    assert said == (comm.rank != 0)
+    train(comm, other, loading, range(3))
+    plain = torch.optim.SGD(other.parameters(), lr=0.1)
+    plain.load_state_dict(state)  # for who does not use commlib any more
+    assert plain.param_groups[0]["lr"] == 0.05
+
+
+@pytest.mark.ranks(min=2)
+def test_a_parameter_that_no_rank_used_has_no_gradient(comm: Any) -> None:
+    model = network()
+    model.register_parameter("unused", nn.Parameter(torch.ones(5)))
+    model.register_parameter("rare", nn.Parameter(torch.ones(5)))
+    optimizer = wrap(model, "int8")
+    for step in range(4):
+        optimizer.zero_grad()
+        loss = loss_of(comm, model, step)
+        if comm.rank == 0:
+            loss = loss + model.rare.sum()  # type: ignore[operator]
+        loss.backward()
+        assert model.unused.grad is None
+        torch.testing.assert_close(model.rare.grad, torch.full((5,), 1 / comm.size), rtol=0.02, atol=0)
+        optimizer.step()
+
+
+@pytest.mark.ranks(min=2)
+def test_a_rank_without_data_stands_in(comm: Any) -> None:
+    model = network()
+    optimizer = wrap(model, Exchanged(Blocks(8)))
+    train(comm, model, optimizer, range(3 if comm.rank == 0 else 5))
+    join()
+    everyone = comm.all_gather_object(weights(model))
+    assert all(theirs == everyone[-1] for theirs in everyone[1:])
+    optimizer._gradients.close()
+
+
+@pytest.mark.ranks(min=2)
+def test_data_parallel_compresses_too(comm: Any) -> None:
+    model = DataParallel(network(), compression="int8", compress_within_node=True)
+    optimizer = torch.optim.Adam(model.parameters(), lr=0.01)
+    first = train(comm, model, optimizer, range(1))
+    assert train(comm, model, optimizer, range(1, 30)) < first
+    everyone = comm.all_gather_object(weights(model))
+    assert all(theirs == everyone[0] for theirs in everyone)
+
+
+def test_other_dtypes_are_compressed_from_float32(comm: Any) -> None:
+    model = network().double()
+    optimizer = wrap(model, "int8")
+    for _ in range(3):
+        optimizer.zero_grad()
+        model(torch.ones(4, 40, dtype=torch.float64)).sum().backward()
+        optimizer.step()
+    assert all(parameter.grad is not None and parameter.grad.dtype == torch.float64 for parameter in model.parameters())
+
+
+def test_mistakes_are_refused_before_anything_is_sent(comm: Any) -> None:
+    for wrong, message in (("int5", "unknown compression 'int5'"), (3, "compression must be a name such as 'int8'")):
+        with pytest.raises(UsageError, match=message):
+            wrap(network(), wrong)
+    if comm.size == 1:
+        with pytest.raises(UsageError, match="carries the momentum"):
+            wrap(network(), "dgc")

@@ -1,0 +1,33 @@
+"""What is counted, cut into steps."""
+
+import time
+
+import pytest
+
+from commlib.data_parallel import Statistics, StepClock, StepReport
+
+
+def test_reports_are_differences() -> None:
+    moments = iter([10.0, 13.0, 20.0])
+    clock = StepClock(lambda: next(moments))
+    now = Statistics(exposed_seconds=1.0, hidden_seconds=0.5, sent_bytes=40, uncompressed_bytes=80)
+    assert clock.step(now) == StepReport(1, 3.0, 2.0, 1.0, 0.5, 40, 80)
+    now.exposed_seconds += 2.0
+    now.sent_bytes += 1
+    assert clock.step(now) == StepReport(2, 7.0, 5.0, 2.0, 0.0, 1, 0)
+
+
+def test_more_exposed_than_there_was_time_leaves_nothing_to_compute() -> None:
+    """What was exposed before the clock began, as by a reduction before the first step, is not negative computing."""
+    moments = iter([0.0, 1.0])
+    assert StepClock(lambda: next(moments)).step(Statistics(exposed_seconds=4.0)).compute_seconds == 0
+
+
+def test_time_within_is_exposed_once() -> None:
+    statistics = Statistics(exposed_seconds=5.0)
+    started = time.perf_counter()
+    with pytest.raises(KeyError), statistics.exposing():
+        time.sleep(0.01)
+        statistics.exposed_seconds += 100.0  # a part that counts itself
+        raise KeyError
+    assert 5.01 <= statistics.exposed_seconds <= 5 + time.perf_counter() - started

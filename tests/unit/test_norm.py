@@ -1,0 +1,48 @@
+"""Sums of squares: exact where they can be, wide, and not blind to what is not finite."""
+
+import math
+from typing import Any
+
+import ml_dtypes
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from commlib.errors import UsageError
+from commlib.kernels.norm import sum_of_squares
+
+DTYPES = [np.float16, ml_dtypes.bfloat16, np.float32, np.float64]
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@settings(max_examples=30, deadline=None)
+@given(values=st.lists(st.integers(-128, 128), max_size=100), start=st.integers(0, 3))
+def test_integers_are_exact(dtype: type, values: list[int], start: int) -> None:
+    """bfloat16 has 8 bits, and squares of those add up exactly in float64; slices start anywhere."""
+    array: Any = np.array(values, dtype)[start:]
+    assert sum_of_squares(array) == sum(value * value for value in values[start:])
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_squares_beyond_the_dtypes_range(dtype: type) -> None:
+    largest = 1e100 if dtype is np.float64 else float(ml_dtypes.finfo(dtype).max)
+    squares = sum_of_squares(np.full(8, largest, dtype))
+    assert squares == pytest.approx(8 * float(np.array(largest, dtype)) ** 2, rel=1e-14)
+    smallest = 1e-100 if dtype is np.float64 else float(ml_dtypes.finfo(dtype).smallest_subnormal)
+    assert sum_of_squares(np.full(8, smallest, dtype)) == 8 * smallest**2
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("place", [0, 17, 40])
+def test_what_is_not_finite(dtype: type, place: int) -> None:
+    array: Any = np.ones(41, dtype)
+    array[place] = -math.inf
+    assert sum_of_squares(array) == math.inf
+    array[place] = math.nan
+    assert math.isnan(sum_of_squares(array))
+
+
+def test_other_dtypes() -> None:
+    with pytest.raises(UsageError, match="floats, got int32"):
+        sum_of_squares(np.ones(3, np.int32))
