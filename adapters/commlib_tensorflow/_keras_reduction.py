@@ -26,6 +26,14 @@ class Distributed:
         """Leave the gradient of `variable` on this rank: it is not reduced, only scaled. Before the first step."""
         self._commlib.register_local_var(variable)
 
+    def compression_state(self) -> dict[str, Any]:
+        """Return what compression remembers of earlier steps on this rank."""
+        return self._commlib.reducer.compression_state()
+
+    def load_compression_state(self, state: dict[str, Any]) -> None:
+        """Take over what `compression_state` returned on this rank."""
+        self._commlib.reducer.load_compression_state(state)
+
 
 class Reduction:
     """Reduces the gradients of one optimizer. `undo_division` is by what they are multiplied afterwards."""
@@ -51,8 +59,8 @@ class Reduction:
         self._places: dict[Any, int] = {}
         if groups is not None and not isinstance(groups, int):
             groups = [[self._name_of(variable) for variable in group] for group in groups]
-        self._reducer = GradientReducer(name, groups=groups, **settings)
-        self._process_set = self._reducer.process_set
+        self.reducer = GradientReducer(name, groups=groups, **settings)
+        self._process_set = self.reducer.process_set
 
     @property
     def size(self) -> int:
@@ -74,7 +82,7 @@ class Reduction:
         results = [scaled(gradient, factor) for gradient in gradients]
         if shared:
             names = [self._name_of(variables[number]) for number in shared]
-            reduced = self._reducer([gradients[number] for number in shared], names)
+            reduced = self.reducer([gradients[number] for number in shared], names)
             for number, gradient in zip(shared, reduced, strict=True):
                 results[number] = gradient
         return [scaled(gradient, float(self._undo_division)) for gradient in results]

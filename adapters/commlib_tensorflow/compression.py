@@ -6,6 +6,9 @@ from typing import Any, ClassVar, Protocol
 
 import tensorflow as tf
 
+from commlib.compress import Codec, Scheme, scheme_of
+from commlib.errors import UsageError
+
 
 class Compressor(Protocol):
     """What `compression=` takes: an object or class with these two."""
@@ -57,3 +60,32 @@ class Compression:
     none = NoneCompressor
     fp16 = FP16Compressor
     bf16 = BF16Compressor
+
+
+GradientCompressing = str | Codec | Scheme | Compressor | type[Compressor]
+"""What optimizers and tapes take as `compression=`."""
+
+_CASTS = {"none": Compression.none, "fp16": Compression.fp16, "bf16": Compression.bf16}
+
+
+def resolve(compression: GradientCompressing) -> tuple[Any, str]:
+    """Return (what casts tensors in the graph, the name of the scheme by which buckets are compressed, or "").
+
+    Raises UsageError for what is neither. A scheme must be what `scheme_of` makes of its name: by that, ranks which
+    have joined know it.
+    """
+    if isinstance(compression, str) and compression in _CASTS:
+        return _CASTS[compression], ""
+    if not isinstance(compression, str | Codec | Scheme):
+        if not hasattr(compression, "decompress"):
+            raise UsageError(
+                "compression must be a name such as 'int8', a codec or scheme of commlib.compress, one of Compression, "
+                f"or have compress and decompress, got {compression!r}"
+            )
+        return compression, ""
+    scheme = scheme_of(compression)
+    if scheme is None:
+        return Compression.none, ""
+    if scheme_of(scheme.name) != scheme:
+        raise UsageError(f"compression {scheme.name!r} must be known to commlib.compress.scheme_of by its name")
+    return Compression.none, scheme.name

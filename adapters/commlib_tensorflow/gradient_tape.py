@@ -11,8 +11,7 @@ import tensorflow as tf
 from commlib import horovod as core
 from commlib.errors import UsageError
 from commlib_tensorflow._graph import as_written
-from commlib_tensorflow.collectives import Compressing
-from commlib_tensorflow.compression import Compression
+from commlib_tensorflow.compression import Compression, GradientCompressing
 from commlib_tensorflow.gradients import GradientReducer
 
 _shared_reducer: Callable[..., GradientReducer] = functools.lru_cache(maxsize=64)(GradientReducer)
@@ -104,7 +103,7 @@ def DistributedGradientTape(
     gradtape: tf.GradientTape,
     device_dense: str = "",
     device_sparse: str = "",
-    compression: Compressing = Compression.none,
+    compression: GradientCompressing = Compression.none,
     sparse_as_dense: bool = False,
     op: Any = core.Average,
     gradient_predivide_factor: float = 1.0,
@@ -112,6 +111,7 @@ def DistributedGradientTape(
     groups: int | Sequence[Sequence[Any]] | None = None,
     process_set: core.ProcessSet | None = None,
     scale_local_gradients: bool = True,
+    compress_within_node: bool = False,
 ) -> DistributedTape:
     """Return a tape that records as `gradtape` does and whose `gradient` is combined over all ranks.
 
@@ -125,6 +125,7 @@ def DistributedGradientTape(
         "DistributedGradientTape",
         op=core.resolve_op(op),
         compression=compression,
+        compress_within_node=compress_within_node,
         gradient_predivide_factor=gradient_predivide_factor,
         sparse_as_dense=sparse_as_dense,
         groups=_by_name(groups) if groups is not None else num_groups or None,
@@ -138,7 +139,7 @@ def PartialDistributedGradientTape(
     gradtape: tf.GradientTape,
     device_dense: str = "",
     device_sparse: str = "",
-    compression: Compressing = Compression.none,
+    compression: GradientCompressing = Compression.none,
     sparse_as_dense: bool = False,
     op: Any = core.Average,
     gradient_predivide_factor: float = 1.0,
@@ -147,6 +148,7 @@ def PartialDistributedGradientTape(
     process_set: core.ProcessSet | None = None,
     local_layers: Any = None,
     scale_local_gradients: bool = True,
+    compress_within_node: bool = False,
 ) -> DistributedTape:
     """Return a `DistributedGradientTape` for which all weights of `local_layers`, a layer or several, are local."""
     tape = DistributedGradientTape(
@@ -161,6 +163,7 @@ def PartialDistributedGradientTape(
         groups,
         process_set,
         scale_local_gradients,
+        compress_within_node,
     )
     for layer in _layers(local_layers):
         for weight in layer.trainable_weights:

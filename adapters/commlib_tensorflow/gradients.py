@@ -13,8 +13,9 @@ runs its stateful nodes in the order in which they were made: a start whose grad
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -27,7 +28,7 @@ from commlib.errors import MismatchError, UsageError
 from commlib_tensorflow._bridge import Array, as_tensor, dtype_name
 from commlib_tensorflow._graph import Spec, as_written, call
 from commlib_tensorflow._pool import Pool
-from commlib_tensorflow.compression import Compression, Compressor
+from commlib_tensorflow.compression import Compression, GradientCompressing, resolve
 
 Groups = int | Sequence[Sequence[str]] | None
 
@@ -49,11 +50,15 @@ class Layout:
 class GradientReducer:
     """Combines gradients over the ranks of a process set. Collective when called, under operations named `name`.
 
-    op and compression are those of `allreduce`. gradient_predivide_factor: with op Average, gradients are divided by
-    it before they are added and by size / factor after. sparse_as_dense: tf.IndexedSlices are made dense first; else
-    each is gathered from all ranks. groups: a number of groups, or lists of variables' names that travel together; by
-    default gradients travel in buckets of up to 25 MiB, the first one of 1 MiB. overlap: whether a traced function
-    starts each bucket as soon as it is complete; None decides by where the ranks are and the cores they have.
+    op is that of `allreduce`, and so may compression be. It may also be a name such as "int8" or "powersgd:rank=4", or
+    a codec or scheme of `commlib.compress`: then buckets are compressed between nodes (with compress_within_node
+    between all ranks), and what is lost is added to the next step's gradients.
+
+    gradient_predivide_factor: with op Average, gradients are divided by it before they are added and by size / factor
+    after. sparse_as_dense: tf.IndexedSlices are made dense first; else each is gathered from all ranks. groups: a
+    number of groups, or lists of variables' names that travel together; by default gradients travel in buckets of up to
+    25 MiB, the first one of 1 MiB. overlap: whether a traced function starts each bucket as soon as it is complete;
+    None decides by where the ranks are and the cores they have.
     """
 
     def __init__(
@@ -61,7 +66,8 @@ class GradientReducer:
         name: str,
         *,
         op: core.ReduceOp = core.Average,
-        compression: type[Compressor] | Compressor = Compression.none,
+        compression: GradientCompressing = Compression.none,
+        compress_within_node: bool = False,
         gradient_predivide_factor: float = 1.0,
         sparse_as_dense: bool = False,
         groups: Groups = None,
@@ -75,7 +81,8 @@ class GradientReducer:
             raise UsageError(f"gradient_predivide_factor is for op=Average only, got op={op.name.capitalize()}")
         self.name = name
         self.op = op
-        self.compression = compression
+        self.compression, self.scheme = resolve(compression)
+        self.within_node = compress_within_node
         self.sparse_as_dense = sparse_as_dense
         self.groups = _checked(groups)
         self.process_set = core.process_set_of(process_set)
@@ -134,6 +141,21 @@ class GradientReducer:
             everyone = core.allgather_object((core.rank(), lines), name, self.process_set)
             raise MismatchError(f"{self.name}: {_first_difference(everyone)}") from error
         self._agreed.add(layout.lines)
+
+    def compression_state(self) -> dict[str, Any]:
+        """Return what compression remembers on this rank, by bucket and by the place of each gradient in it."""
+        remembered = self._remembered()
+        buckets = max((len(layout.buckets) for known in self._layouts.values() for layout in known), default=0)
+        names = (f"{self.name}.{number}" for number in range(buckets))
+        return {name: state for name in names if (state := remembered.state(name))}
+
+    def load_compression_state(self, state: Mapping[str, Any]) -> None:
+        """Take over what `compression_state` returned on this rank."""
+        for name, known in state.items():
+            self._remembered().load(name, known)
+
+    def _remembered(self) -> Any:
+        return self.process_set.coordinator(self.name).compressed
 
     def overlaps(self) -> bool:
         """Return whether buckets should be started while backward runs."""
@@ -245,9 +267,15 @@ class _Reduction:
         reducer.agree(self._layout)
         # None is an empty array in its place, so that ranks which disagree about it are told.
         places = [index in self._buckets[number] for index in self._layout.buckets[number]]
-        work = core.start_allreduce(
-            _with_markers(inputs, places),
-            _with_markers(outputs, places),
+        start, marker = core.start_allreduce, np.dtype(np.uint8)
+        if reducer.scheme:
+            marker = np.dtype(np.float32)  # codecs are for floats
+            start = partial(
+                core.start_compressed_allreduce, compression=reducer.scheme, within_node=reducer.within_node
+            )
+        work = start(
+            _with_markers(inputs, places, marker),
+            _with_markers(outputs, places, marker),
             f"{reducer.name}.{number}",
             blocking=blocking,
             **reducer.options,
@@ -364,10 +392,10 @@ def _as_slices(gradient: Any) -> Any:
     return tf.IndexedSlices(gradient, tf.range(shape[0], dtype=tf.int64), shape)
 
 
-def _with_markers(arrays: Sequence[Array], places: Sequence[bool]) -> list[Array]:
+def _with_markers(arrays: Sequence[Array], places: Sequence[bool], marker: Any = np.uint8) -> list[Array]:
     """Return one array per place: the next of `arrays` if there is one for it, else an empty one."""
     given = iter(arrays)
-    return [next(given) if place else np.empty((0,), np.uint8) for place in places]
+    return [next(given) if place else np.empty((0,), marker) for place in places]
 
 
 def _first_difference(everyone: Sequence[tuple[int, Sequence[str]]]) -> str:

@@ -32,6 +32,7 @@ def DistributedOptimizer(
     groups: int | Sequence[Sequence[Any]] | None = None,
     process_set: Any = core.global_process_set,
     scale_local_gradients: bool = True,
+    compress_within_node: bool = False,
 ) -> OptimizerT:
     """Make `optimizer` step with gradients that are reduced over all ranks, and return it.
 
@@ -50,6 +51,11 @@ def DistributedOptimizer(
     of ranks unless `scale_local_gradients` is False. `name` is under what messages meet those of the other ranks, by
     default that of the class. `use_locking` and the devices are accepted for Horovod's sake, and mean nothing here.
 
+    `compression` may also be a name such as "int8", "topk:ratio=0.01", "powersgd:rank=4" or "auto", or a codec or
+    scheme of `commlib.compress`: fewer bytes between nodes, or with `compress_within_node` between all ranks. What is
+    lost is added to the next step's gradients; `compression_state()` of the result returns it, and
+    `load_compression_state(state)` takes it back, on each rank its own.
+
     Raises UsageError for what is no such optimizer, is distributed already, or cannot be reduced as told.
     """
     del use_locking, device_dense, device_sparse
@@ -58,6 +64,7 @@ def DistributedOptimizer(
         name=name,
         op=op,
         compression=compression,
+        compress_within_node=compress_within_node,
         sparse_as_dense=sparse_as_dense,
         gradient_predivide_factor=gradient_predivide_factor,
         groups=groups if groups is not None else num_groups or None,

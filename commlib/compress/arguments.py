@@ -70,3 +70,13 @@ def described(name: str, codec: Any) -> str:
         if field.name not in ("dtype", "format", "bits") and getattr(codec, field.name) != field.default
     ]
     return name + (":" + ",".join(changed) if changed else "")
+
+
+def with_options(name: str, scheme: Any, kind: Any) -> str:
+    """Return the name of a scheme of a codec: the codec's with those of its own options that are not by default."""
+    changed = [
+        f"{field.name}={getattr(scheme, field.name)}".lower()
+        for field in fields(kind)
+        if field.name != "codec" and getattr(scheme, field.name) != field.default
+    ]
+    return ("," if ":" in name else ":").join([name, ",".join(changed)]) if changed else name

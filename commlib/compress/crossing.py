@@ -123,6 +123,11 @@ class BucketReduction:
         """Run it here and now."""
         return self._now()
 
+    def settle(self) -> None:
+        """Note that this bucket is all that was reduced: see `GradientCompression.settle`."""
+        if not self.finite and self.reducer is not None:
+            self.reducer.discard()
+
     def _run(self) -> None:
         crossing, array = self._crossing, self._array
         if self._scale != 1:

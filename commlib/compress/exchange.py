@@ -18,6 +18,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from commlib.compress.arguments import with_options
 from commlib.compress.codec import Codec
 from commlib.compress.feedback import Residual, gather_state, is_finite, spread_state
 from commlib.compress.scheme import Lane, Part, State
@@ -39,8 +40,7 @@ class Exchanged:
 
     @property
     def name(self) -> str:
-        wanted = self.codec.feedback if self.feedback is None else self.feedback
-        return self.codec.name + ("" if wanted == self.codec.feedback else f" feedback={wanted}")
+        return with_options(self.codec.name, self, Exchanged)
 
     @property
     def divisible(self) -> bool:

@@ -12,6 +12,7 @@ import zlib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
+from commlib.compress.arguments import with_options
 from commlib.compress.codec import Codec
 from commlib.compress.feedback import Residual, gather_state, is_finite, spread_state
 from commlib.compress.messages import Messages, Values
@@ -37,12 +38,7 @@ class Gathered:
 
     @property
     def name(self) -> str:
-        words = [self.codec.name]
-        if self._wanted != self.codec.feedback:
-            words.append(f"feedback={self._wanted}")
-        if self.dense_below != DENSE_BELOW:
-            words.append(f"dense_below={self.dense_below}")
-        return " ".join(words)
+        return with_options(self.codec.name, self, Gathered)
 
     @property
     def divisible(self) -> bool:

@@ -38,6 +38,9 @@ CODECS: Mapping[str, Callable[..., Codec]] = {
 SCHEMES: Mapping[str, Callable[..., Scheme]] = {"powersgd": PowerSGD, "dgc": DGC, "auto": Auto}
 """What is for gradients only."""
 
+_OF_SCHEMES: Mapping[Any, set[str]] = {Exchanged: {"feedback"}, Gathered: {"feedback", "dense_below"}}
+"""Options that a codec's name may have beside its own: those of what reduces with it."""
+
 Compression = str | Codec | Scheme
 """What `compression=` takes: a name, with options after a colon, or an object."""
 
@@ -64,7 +67,9 @@ def scheme_of(given: Compression) -> Scheme | None:
             return _make(SCHEMES[name], given, options)  # type: ignore[no-any-return]
         if name not in CODECS:
             raise UsageError(f"unknown compression {name!r}; known are none, {', '.join((*CODECS, *SCHEMES))}")
-        given = codec_of(given)
+        kind = Exchanged if _make(CODECS[name], given, {}).fixed else Gathered
+        own = {key: options.pop(key) for key in _OF_SCHEMES[kind] & options.keys()}
+        return _make(partial(kind, _make(CODECS[name], given, options)), given, own)  # type: ignore[no-any-return]
     if isinstance(given, Scheme):
         return given
     if isinstance(given, Codec):

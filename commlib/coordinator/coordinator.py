@@ -18,6 +18,7 @@ from collections import defaultdict, deque
 from collections.abc import Callable, Hashable, Sequence
 from typing import Any
 
+from commlib.coordinator.compressed import CompressedReductions
 from commlib.coordinator.exchange import Exchange
 from commlib.coordinator.execution import Execution, Job
 from commlib.coordinator.negotiation import Failure, Joined, Launch, Negotiation, News, Verdict
@@ -69,6 +70,11 @@ class Coordinator:
         self.cycles = 0
         """How many exchanges there were."""
         comm.explain = self._explain
+
+    @property
+    def compressed(self) -> CompressedReductions:
+        """The all-reduces whose tensors are compressed, and what is remembered of them."""
+        return self._execution.compressed
 
     def __repr__(self) -> str:
         return f"<Coordinator of {self.comm.name}: {len(self._pending)} pending, {self.cycles} cycles>"

@@ -15,6 +15,8 @@ import numpy as np
 
 from commlib.buffers.views import address_of
 from commlib.coordinator.adasum import adasum
+from commlib.coordinator.compressed import VERB as COMPRESSED
+from commlib.coordinator.compressed import CompressedReductions
 from commlib.coordinator.negotiation import Launch
 from commlib.coordinator.pending import Pending
 from commlib.coordinator.request import Request
@@ -63,9 +65,11 @@ class Execution:
         self._batch_bytes = min(fusion_bytes, _NODE_BATCH) if comm.one_node else fusion_bytes
         self._alone_bytes = _ALONE_ON_NODE if comm.one_node else _ALONE_BETWEEN
         self._buffer: Array = np.empty(0, np.uint8)
+        self.compressed = CompressedReductions(comm)
         self._kinds: dict[tuple[str, str, float, float], Kind] = {}
         self._parts: dict[str, tuple[Request, list[tuple[Kind, int]]]] = {}
         self._verbs: dict[str, Callable[[Job], Any]] = {
+            COMPRESSED: self._compressed_all_reduce,
             "allgather": self._all_gather,
             "broadcast": self._broadcast,
             "alltoall": self._all_to_all,
@@ -220,6 +224,16 @@ class Execution:
             scale(part, factor)
             results.append(part)
         return results
+
+    def _compressed_all_reduce(self, job: Job) -> Any:
+        request, pending = job.launch.request, job.pending
+        if self.compressed.compression(request).scheme is None:
+            return next(iter(self._all_reduce([job])))[1]
+        if pending is None:
+            self.compressed.run(request, None, ())
+            return None
+        self.compressed.run(request, pending.inputs, pending.outputs)
+        return pending.outputs
 
     # Movement
 

@@ -35,6 +35,7 @@ from commlib.horovod.operations import (
     start_alltoall,
     start_barrier,
     start_broadcast,
+    start_compressed_allreduce,
     start_join,
     start_reducescatter,
 )
@@ -93,6 +94,7 @@ __all__ = [
     "start_alltoall",
     "start_barrier",
     "start_broadcast",
+    "start_compressed_allreduce",
     "start_join",
     "start_reducescatter",
     "start_timeline",

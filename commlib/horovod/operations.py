@@ -20,6 +20,7 @@ from typing import Any
 import numpy as np
 
 from commlib.coordinator import Coordinator, Pending, Request
+from commlib.coordinator.compressed import VERB as COMPRESSED
 from commlib.coordinator.request import Shape
 from commlib.dtypes import FLOATS, Array, kernel_operation, name_of
 from commlib.errors import UsageError
@@ -88,6 +89,41 @@ def _allreduce(
 ) -> Request:
     options = _reduction("allreduce", name, inputs, resolve_op(op), prescale, postscale, device)
     return _request("allreduce", name, inputs, options, free_rows=False)
+
+
+def start_compressed_allreduce(
+    inputs: Sequence[Array],
+    outputs: Sequence[Array],
+    name: str,
+    *,
+    compression: str,
+    within_node: bool = False,
+    op: Any = ReduceOp.AVERAGE,
+    prescale_factor: float = 1.0,
+    postscale_factor: float = 1.0,
+    process_set: ProcessSet | None = None,
+    device: str = "cpu",
+    blocking: bool = False,
+) -> Pending:
+    """Combine floating-point arrays as one group, compressed as `commlib.compress.scheme_of(compression)` says.
+
+    What is lost is added to what is given next under this name. Within a node nothing is compressed unless
+    `within_node`. Average and Sum only.
+    """
+    coordinator, name = _prepare(COMPRESSED, name, process_set)
+    operation = resolve_op(op)
+    if operation not in (ReduceOp.AVERAGE, ReduceOp.SUM):
+        raise UsageError(f"{COMPRESSED} {name!r}: op is {operation.name.title()}; expected Average or Sum")
+    for array in inputs:
+        if name_of(array.dtype) not in FLOATS:
+            raise UsageError(f"{COMPRESSED} {name!r}: codecs are for {', '.join(FLOATS)}, got {name_of(array.dtype)}")
+    options = (
+        *_reduction(COMPRESSED, name, inputs, operation, prescale_factor, postscale_factor, device),
+        ("compression", compression),
+        ("within_node", int(within_node)),
+    )
+    request = _request(COMPRESSED, name, inputs, options, free_rows=False)
+    return coordinator.submit(request, inputs, outputs, blocking=blocking)
 
 
 def start_allgather(

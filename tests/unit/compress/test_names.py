@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 
+from commlib.compress.dgc import DGC
 from commlib.compress.exchange import Exchanged
 from commlib.compress.gather import Gathered
 from commlib.compress.names import CODECS, SCHEMES, codec_of, scheme_of
@@ -36,6 +37,21 @@ def test_options_follow_a_colon():
     assert scheme_of("topk:ratio=0.05") == Gathered(TopK(0.05))
     assert scheme_of(Blocks(8)) == Exchanged(Blocks(8))
     assert scheme_of("none") is None
+
+
+@pytest.mark.parametrize(
+    "scheme",
+    [
+        Exchanged(Blocks(8), feedback=False),
+        Exchanged(Blocks(4, rounding="stochastic"), feedback=True),
+        Gathered(TopK(0.05), feedback=False, dense_below=0),
+        DGC(0.01, momentum=0.8, warmup=()),
+        PowerSGD(rank=1, feedback=False),
+    ],
+    ids=lambda scheme: scheme.name,
+)
+def test_the_name_of_a_scheme_gives_the_scheme_again(scheme):
+    assert scheme_of(scheme.name) == scheme
 
 
 @pytest.mark.parametrize(

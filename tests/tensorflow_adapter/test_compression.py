@@ -1,0 +1,115 @@
+"""Compressed gradients in TensorFlow: by tape and by Keras, eagerly and in graphs."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import keras
+import numpy as np
+import pytest
+import tensorflow as tf
+
+import commlib_tensorflow as hvd
+from commlib.compress import Blocks, Exchanged
+from commlib.errors import UsageError
+from commlib_tensorflow.optimizer import DistributedOptimizer
+from tests.tensorflow_adapter.oracle import MODES, in_mode
+
+
+def network() -> Any:
+    keras.utils.set_random_seed(0)
+    return keras.Sequential([keras.Input((40,)), keras.layers.Dense(64, activation="tanh"), keras.layers.Dense(20)])
+
+
+def data(comm: Any, step: int) -> Any:
+    x = np.random.default_rng(100 * step + comm.rank).standard_normal((8, 40)).astype(np.float32)
+    return tf.constant(x)
+
+
+def train(comm: Any, model: Any, optimizer: Any, steps: range, mode: str = "eager") -> float:
+    def step(x: Any) -> Any:
+        with tf.GradientTape() as tape:
+            loss = tf.reduce_mean((model(x) - x[:, :20]) ** 2)
+        gradients = tape.gradient(loss, model.trainable_variables)
+        optimizer.apply_gradients(zip(gradients, model.trainable_variables, strict=True))
+        return loss
+
+    optimizer.build(model.trainable_variables)
+    run = in_mode(mode, step)
+    for number in steps:
+        loss = run(data(comm, number))
+    return float(loss)
+
+
+def weights(model: Any) -> list[bytes]:
+    return [np.asarray(variable).tobytes() for variable in model.trainable_variables]
+
+
+def assert_equal_everywhere(comm: Any, model: Any) -> None:
+    everyone = comm.all_gather_object(weights(model))
+    assert all(theirs == everyone[0] for theirs in everyone)
+
+
+@pytest.mark.parametrize("name", ["int8", "sign", "topk:ratio=0.1", "powersgd:rank=2"])
+@pytest.mark.parametrize("mode", MODES)
+def test_keras_trains_and_ranks_stay_equal(comm: Any, name: str, mode: str) -> None:
+    model = network()
+    optimizer = DistributedOptimizer(
+        keras.optimizers.SGD(0.05), name=f"{name} {mode}", compression=name, compress_within_node=True
+    )
+    first = train(comm, model, optimizer, range(1), mode)
+    assert train(comm, model, optimizer, range(1, 20), mode) < first
+    assert_equal_everywhere(comm, model)
+    if comm.size > 1:
+        (state,) = optimizer.compression_state().values()
+        assert {what for known in state.values() for what in known} >= {"residual"}
+
+
+@pytest.mark.ranks(min=2)
+def test_int8_is_close_to_training_without(comm: Any) -> None:
+    exact, coarse = network(), network()
+    train(comm, exact, DistributedOptimizer(keras.optimizers.SGD(0.05), name="exact", compression="none"), range(20))
+    compressed = DistributedOptimizer(
+        keras.optimizers.SGD(0.05), name="coarse", compression=Exchanged(Blocks(8)), compress_within_node=True
+    )
+    train(comm, coarse, compressed, range(20))
+    for one, other in zip(exact.trainable_variables, coarse.trainable_variables, strict=True):
+        # What feedback holds back at the end is less than one step's greatest gradient / 127, for two encodings.
+        assert np.abs(np.asarray(one) - np.asarray(other)).max() < 2e-4
+    assert weights(exact) != weights(coarse)
+
+
+@pytest.mark.ranks(min=2)
+def test_training_goes_on_from_a_saved_state(comm: Any) -> None:
+    def make(name: str) -> Any:
+        return DistributedOptimizer(
+            keras.optimizers.SGD(0.05), name=name, compression="int4", compress_within_node=True
+        )
+
+    straight, stopped = network(), network()
+    train(comm, straight, make("straight"), range(8))
+    optimizer = make("stopped")
+    train(comm, stopped, optimizer, range(5))
+    state = optimizer.compression_state()
+    again = make("stopped again")
+    again.load_compression_state({name.replace("stopped", "stopped again"): known for name, known in state.items()})
+    train(comm, stopped, again, range(5, 8))
+    assert weights(straight) == weights(stopped)
+
+
+@pytest.mark.ranks(min=2)
+def test_a_tape_compresses_too(comm: Any) -> None:
+    variable = tf.Variable(tf.ones((30, 40)))
+    with tf.GradientTape() as tape:
+        loss = tf.reduce_sum(variable) * float(comm.rank + 1)
+    tape = hvd.DistributedGradientTape(tape, compression="int8", compress_within_node=True)
+    gradient = tape.gradient(loss, [variable])[0]
+    # The same value everywhere in a block is its greatest, which int8 has exactly but for the rounding of its scale.
+    np.testing.assert_allclose(gradient, np.full((30, 40), (comm.size + 1) / 2), rtol=1e-6)
+
+
+def test_what_cannot_be_known_by_name_is_refused() -> None:
+    with pytest.raises(UsageError, match="unknown compression 'int3'"):
+        DistributedOptimizer(keras.optimizers.SGD(0.05), compression="int3")
+    with pytest.raises(UsageError, match="compression must be a name such as 'int8'"):
+        DistributedOptimizer(keras.optimizers.SGD(0.05), compression=8)
