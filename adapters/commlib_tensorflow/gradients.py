@@ -267,9 +267,10 @@ class _Reduction:
         reducer.agree(self._layout)
         # None is an empty array in its place, so that ranks which disagree about it are told.
         places = [index in self._buckets[number] for index in self._layout.buckets[number]]
-        start, marker = core.start_allreduce, np.dtype(np.uint8)
+        start: Any = core.start_allreduce
+        marker: Any = np.uint8
         if reducer.scheme:
-            marker = np.dtype(np.float32)  # codecs are for floats
+            marker = np.float32  # codecs are for floats
             start = partial(
                 core.start_compressed_allreduce, compression=reducer.scheme, within_node=reducer.within_node
             )

@@ -16,6 +16,7 @@ import pytest
 from mpi4py import MPI
 
 from commlib import horovod as hvd
+from commlib.compress import GradientCompression, Part, scheme_of
 from commlib.errors import MismatchError
 from tests import checks
 from tests.oracle import assert_same, combined
@@ -162,6 +163,37 @@ def test_groups_that_share_ranks_and_links_at_once(comm, names):
     sums = [sum(group.all_gather_object(comm.rank)) for group in groups]
     for work, expected in zip(works, sums * 3, strict=True):
         assert (work.wait() == expected).all()
+
+
+# Compressed gradients
+
+
+@pytest.mark.parametrize("name", ["bf16", "int8", "topk:ratio=0.01", "powersgd:rank=4"])
+def test_only_compressed_bytes_cross_the_links(comm, names, name):
+    parts = [Part("w", 0, (512, 600)), Part("b", 512 * 600, (600,))]
+    flags = parts[-1].stop
+    compression = GradientCompression(comm, scheme_of(name))
+    array = comm.empty(flags + 8)
+    reduction = compression.reduction("bucket", array, parts, flags, "mean")
+    for step in range(3):  # connects, and finds its buffers
+        array[:flags] = np.random.default_rng(100 * step + comm.rank).standard_normal(flags, np.float32)
+        array[flags:] = [comm.rank == 0, 0, 1, 0, 0, 0, 0, 0]
+        mean = comm.all_reduce(array[:flags], "mean")
+        comm.barrier()
+        before = bytes_sent()
+        reduction()
+        comm.barrier()
+        sent = dict(comm.all_gather_object((names[comm.rank], bytes_sent() - before)))
+        assert len(set(comm.all_gather_object(array.tobytes()))) == 1
+        assert (array[flags:] > 0).tolist() == [True, False, True, False, False, False, False, False]
+        if name in ("bf16", "int8") and step == 0:  # later steps have the residuals of earlier ones in them
+            # Encoded twice: two halves of a unit of the greatest (int8) or of each (bf16) of up to 5 hosts' sums.
+            error = np.abs(array[:flags] - mean).max()
+            assert error < (np.abs(array[:flags]).max() + 5) * (1 / 127 if name == "int8" else 2**-8)
+    least = 2 * (len(LAYOUT) - 1) * 4 * flags  # float32, over all hosts
+    share = {"bf16": 0.5, "int8": 0.26, "topk:ratio=0.01": 0.04, "powersgd:rank=4": 0.03}[name]
+    assert 0 < sum(sent.values()) < (share + 0.02) * 1.1 * least  # headers of packets and acknowledgements
+    assert 0 <= sum(comm.all_gather_object(reduction.sent_bytes)) < (share + 0.02) * least
 
 
 # Ranks that disagree
