@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import atexit
+import io
 import os
 import sys
 import time
@@ -168,6 +169,10 @@ def _hook_exits() -> None:
         previous(kind, error, trace)
         mpi: Any = sys.modules.get("mpi4py.MPI")
         if mpi is not None and mpi.Is_initialized() and not mpi.Is_finalized() and mpi.COMM_WORLD.size > 1:
+            if isinstance(sys.stderr, io.StringIO) and sys.__stderr__ is not None:
+                # torch.distributed's hook, which calls this one, prints what is in its buffer later: too late.
+                said, sys.stderr = sys.stderr.getvalue(), sys.__stderr__
+                sys.stderr.write(said)
             _abort(f"ended by an uncaught {kind.__name__}: {error}")
 
     sys.excepthook = abort_after

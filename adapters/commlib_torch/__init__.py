@@ -106,6 +106,7 @@ from commlib_torch.movement import (
     poll,
     synchronize,
 )
+from commlib_torch.one_bit import OneBitAdam, OneBitLAMB
 from commlib_torch.optimizer import DistributedOptimizer
 from commlib_torch.reductions import (
     allreduce,
@@ -127,6 +128,8 @@ from commlib_torch.sync_batch_norm import SyncBatchNorm, convert_sync_batchnorm
 __all__ = [
     # data parallelism
     "DataParallel",
+    "OneBitAdam",
+    "OneBitLAMB",
     "DistributedOptimizer",
     "SyncBatchNorm",
     "convert_sync_batchnorm",

@@ -90,6 +90,8 @@ def DistributedOptimizer(
         raise UsageError("this optimizer is a DistributedOptimizer already")
     if not isinstance(optimizer, torch.optim.Optimizer):
         raise UsageError(f"expected a torch optimizer, got {type(optimizer).__name__}")
+    if getattr(optimizer, "averages_by_itself", False):
+        raise UsageError(f"{type(optimizer).__name__} averages over the ranks by itself: use it as it is")
     if comm is not None and process_set is not None:
         raise UsageError("process_set and comm both say over which ranks to reduce: give one of them")
     commlib.init()

@@ -37,6 +37,11 @@ LEAST_SEGMENT, LARGEST_SEGMENT = 64 << 10, 1 << 20
 # reached, with 256 KiB and 1 MiB 80 to 90 %). Slow is where such a segment takes longer than Python does for it.
 _AT_ONCE, _SLOW_SECONDS = 60 << 10, 40e-6
 
+# Larger messages took up to twice as long there (4 hosts at 0.1 and 1 Gbit/s: an all-gather by recursive doubling 1.6
+# to 2 times a ring's in small segments). What cannot be cut is ranked as if it took this many times as long, because
+# the model has to be outvoted: it counts an alpha for each segment, though those of segments under way overlap.
+_ASKING = 3.0
+
 # Of these every part of the data is treated alike, so they run over blocks of it. Of the others each chunk is cut, and
 # the pieces of several chunks do not lie side by side: where a message has several, nothing is cut.
 _IN_BLOCKS = ("all_reduce", "reduce", "broadcast")
@@ -101,7 +106,21 @@ def _messages(algorithm: Algorithm, size: int, segments: int) -> int:
 
 def largest_segment(link: Link) -> int:
     """Return the bytes of the largest segment that is to travel over a link."""
-    return _AT_ONCE if link.beta * _AT_ONCE > _SLOW_SECONDS else LARGEST_SEGMENT
+    return _AT_ONCE if _is_slow(link) else LARGEST_SEGMENT
+
+
+def _is_slow(link: Link) -> bool:
+    return link.beta * _AT_ONCE > _SLOW_SECONDS
+
+
+def _largest_message(verb: str, algorithm: str, size: int, nbytes: float, segments: int) -> float:
+    """Return the bytes of the largest message of an algorithm that is no pipeline; 0 for one that is."""
+    chosen = find(verb, algorithm)
+    if chosen.segmented or not chosen.regions(size, 1):
+        return 0.0
+    chunk = nbytes / chosen.regions(size, 1)[0]
+    steps = [step for walk in walks(verb, algorithm, size, 1) for step in walk if step.messages]
+    return max((step.chunks / step.messages for step in steps), default=0.0) * chunk / segments
 
 
 def segments_for(chunk_bytes: float, rounds: int, link: Link, gamma: float) -> int:
@@ -121,7 +140,9 @@ def segments_for(chunk_bytes: float, rounds: int, link: Link, gamma: float) -> i
 def best(verb: str, algorithm: str, size: int, nbytes: float, link: Link, gamma: float) -> tuple[int, float]:
     """Return the best number of segments, and the seconds that are predicted with it."""
     segments = best_segments(verb, algorithm, size, nbytes, link, gamma)
-    return segments, predict(verb, algorithm, size, nbytes, link, gamma, segments=segments)
+    seconds = predict(verb, algorithm, size, nbytes, link, gamma, segments=segments)
+    asks = _is_slow(link) and _largest_message(verb, algorithm, size, nbytes, segments) > _AT_ONCE
+    return segments, seconds * _ASKING if asks else seconds
 
 
 def best_segments(verb: str, algorithm: str, size: int, nbytes: float, link: Link, gamma: float) -> int:
@@ -133,13 +154,16 @@ def best_segments(verb: str, algorithm: str, size: int, nbytes: float, link: Lin
         return min(options, key=lambda s: predict(verb, algorithm, size, nbytes, link, gamma, segments=s))
     steps = walks(verb, algorithm, size, 1)[-1]  # of the rank that combines most
     cost = costs(verb, algorithm, size, 1)[-1]
+    at_once = ceil(_largest_message(verb, algorithm, size, nbytes, 1) / _AT_ONCE) if _is_slow(link) else 1
+    if not cost.combined and all(step.chunks <= step.messages for step in steps):
+        return max(1, at_once)
     if not cost.combined or (verb not in _IN_BLOCKS and any(step.chunks > step.messages for step in steps)):
         return 1
     chunk = nbytes / chosen.regions(size, 1)[0]
     # Rounds differ, and those without combining pay alpha as well: so the mean over all messages.
     segments = segments_for(cost.combined * chunk / cost.messages, cost.messages, link, gamma)
     largest = max(step.combined / step.messages for step in steps if step.messages) * chunk
-    return max(segments, ceil(largest / largest_segment(link)))
+    return max(segments, at_once, ceil(largest / largest_segment(link)))
 
 
 def _pipeline_options(algorithm: Algorithm, size: int, nbytes: float, largest: int) -> list[int]:

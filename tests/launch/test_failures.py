@@ -81,6 +81,33 @@ if comm.rank == 1:
     assert re.search(r"commlib: rank 1 of 2 on \S+ ended by an uncaught ValueError: out of luck", err)
 
 
+def test_last_words_are_not_lost_in_the_buffer_of_another_hook(mpirun):
+    """torch.distributed installs such a hook; the job used to end without a word."""
+    code, _, err = end(
+        mpirun,
+        2,
+        """
+import io
+before = sys.excepthook
+def hook(*args):
+    stderr, sys.stderr = sys.stderr, io.StringIO()
+    try:
+        before(*args)
+    finally:
+        said, sys.stderr = sys.stderr.getvalue(), stderr
+    sys.stderr.write(said)
+sys.excepthook = hook
+if comm.rank == 1:
+    event()
+    raise ValueError("out of luck")
+comm.all_reduce(x)
+""",
+    )
+    assert code != 0
+    assert re.search(r"^ValueError: out of luck", err, re.MULTILINE)
+    assert re.search(r"commlib: rank 1 of 2 on \S+ ended by an uncaught ValueError: out of luck", err)
+
+
 @pytest.mark.parametrize("wait", ["node all_reduce", "recv"])
 def test_sigkill_ends_the_job(mpirun, wait):
     code, out, err = end(

@@ -58,10 +58,13 @@ from commlib_tensorflow.keras._values import (
     broadcast_global_variables,
     reducescatter,
 )
+from commlib_tensorflow.one_bit import OneBitAdam, OneBitLAMB
 
 __all__ = [
     "DistributedOptimizer",
     "PartialDistributedOptimizer",
+    "OneBitAdam",
+    "OneBitLAMB",
     "load_model",
     "callbacks",
     "elastic",

@@ -9,6 +9,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from commlib.compress.names import scheme_of
 from commlib.compress.power_sgd import PowerSGD
 from commlib.compress.scheme import Part
 from commlib.errors import UsageError
@@ -406,7 +407,9 @@ def test_what_is_compressed(shape, options, rank):
 
 def test_name_says_what_differs():
     assert PowerSGD().name == "powersgd:rank=4"
-    assert PowerSGD(2, start=10, feedback=False).name == "powersgd:rank=2,start=10,feedback=False"
+    scheme = PowerSGD(2, start=10, feedback=False)
+    assert scheme.name == "powersgd:rank=2,start=10,feedback=False"
+    assert scheme_of(scheme.name) == scheme
 
 
 @pytest.mark.parametrize("options", [{"rank": 0}, {"min_compression_rate": 0}, {"start": -1}, {"epsilon": 1}])

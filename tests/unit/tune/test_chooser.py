@@ -165,3 +165,16 @@ def test_choosing_needs_nothing_heavy() -> None:
     code = "import sys, commlib.tune.chooser; print(*(m for m in ('numpy', 'mpi4py', 'threading') if m in sys.modules))"
     out = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert out.stdout.strip() == ""
+
+
+@pytest.mark.parametrize("verb, best", [("all_gather", "ring"), ("all_to_all", "pairwise"), ("all_reduce", "ring")])
+def test_on_a_slow_link_messages_travel_at_once(verb, best):
+    """Open MPI asks before it sends more than 64 KiB of TCP, which took up to twice as long."""
+    nbytes, size = 3 << 20, 4
+    choice = Chooser(ETHERNET).choose(verb, size, nbytes, kind="network")
+    assert choice.algorithm == best
+    assert nbytes / size / choice.segments <= 60 << 10
+    if verb != "all_reduce":  # nothing is combined, so on a fabric there is nothing to cut for
+        assert Chooser(DEFAULT).choose(verb, size, nbytes, kind="network", among=(best,)).segments == 1
+    direct = Chooser(ETHERNET).choose("all_reduce", size, nbytes, kind="network", among=("direct",))
+    assert nbytes / size / direct.segments <= 60 << 10
