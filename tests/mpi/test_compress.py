@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+from typing import Any
 
 import numpy as np
 import pytest
@@ -78,7 +79,7 @@ def test_ranks_agree_bit_for_bit_and_the_mean_over_steps_comes_near(name):
 )
 def test_by_name_with_ranks_that_have_joined(name):
     comm = commlib.init()
-    tensors = [np.full((40, 50), comm.rank + 1.0, np.float32), np.full(7, 2.0, np.float64)]
+    tensors: list[Any] = [np.full((40, 50), comm.rank + 1.0, np.float32), np.full(7, 2.0, np.float64)]
     results = [np.empty_like(tensor) for tensor in tensors]
     for _ in range(2 if comm.rank == 0 else 4):
         hvd.start_compressed_allreduce(

@@ -39,7 +39,8 @@ def wrap(model: nn.Module, compression: Any, **options: Any) -> Any:
 
 def loss_of(comm: Any, model: nn.Module, step: int) -> Tensor:
     inputs = torch.randn(8, 40, generator=torch.Generator().manual_seed(1000 * step + comm.rank))
-    return (model(inputs) - inputs[:, :20]).square().mean()
+    loss: Tensor = (model(inputs) - inputs[:, :20]).square().mean()
+    return loss
 
 
 def train(comm: Any, model: nn.Module, optimizer: Any, steps: range) -> float:
