@@ -86,6 +86,7 @@ def resolve(compression: GradientCompressing) -> tuple[Any, str]:
     scheme = scheme_of(compression)
     if scheme is None:
         return Compression.none, ""
-    if scheme_of(scheme.name) != scheme:
+    known = scheme_of(scheme.name)
+    if type(known) is not type(scheme) or known.name != scheme.name:
         raise UsageError(f"compression {scheme.name!r} must be known to commlib.compress.scheme_of by its name")
     return Compression.none, scheme.name

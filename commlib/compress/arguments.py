@@ -73,10 +73,15 @@ def described(name: str, codec: Any) -> str:
 
 
 def with_options(name: str, scheme: Any, kind: Any) -> str:
-    """Return the name of a scheme of a codec: the codec's with those of its own options that are not by default."""
+    """Return the name of a scheme of a codec: the codec's with those of its own options that are not by default.
+
+    Feedback is by default what the codec wants, whether that was said or not.
+    """
     changed = [
         f"{field.name}={getattr(scheme, field.name)}".lower()
         for field in fields(kind)
-        if field.name != "codec" and getattr(scheme, field.name) != field.default
+        if field.name != "codec"
+        and getattr(scheme, field.name) != field.default
+        and not (field.name == "feedback" and scheme.feedback == scheme.codec.feedback)
     ]
     return ("," if ":" in name else ":").join([name, ",".join(changed)]) if changed else name

@@ -43,7 +43,7 @@ def test_options_follow_a_colon():
     "scheme",
     [
         Exchanged(Blocks(8), feedback=False),
-        Exchanged(Blocks(4, rounding="stochastic"), feedback=True),
+        Exchanged(Blocks(4, rounding="stochastic")),
         Gathered(TopK(0.05), feedback=False, dense_below=0),
         DGC(0.01, momentum=0.8, warmup=()),
         PowerSGD(rank=1, feedback=False),
