@@ -223,5 +223,7 @@ def test_without_feedback_nothing_is_remembered():
 def test_names_say_what_ranks_must_agree_on():
     assert Gathered(TopK()).name == "topk:ratio=0.01"
     assert Gathered(TopK(), feedback=True).name == "topk:ratio=0.01"
-    assert Gathered(TopK(), feedback=False, dense_below=5).name == "topk:ratio=0.01 feedback=False dense_below=5"
+    assert (
+        Gathered(TopK(), feedback=False, dense_below=5).name == "topk:ratio=0.01,feedback=false,dense_below=5"
+    )  # what scheme_of reads
     assert isinstance(Gathered(TopK()), Scheme) and Gathered(TopK()).divisible
