@@ -23,6 +23,7 @@ import tensorflow as tf
 
 import commlib
 from commlib import horovod as core
+from commlib.compress.crossing import split_piece
 from commlib.data_parallel import Parameter, cores_per_rank, make_buckets
 from commlib.errors import MismatchError, UsageError
 from commlib_tensorflow._bridge import Array, as_tensor, dtype_name
@@ -96,6 +97,7 @@ class GradientReducer:
         self._overlap = overlap
         self._layouts: dict[tuple[str, ...], list[Layout]] = {}
         self._agreed: set[tuple[str, ...]] = set()
+        self._loaded: dict[str, Any] = {}
 
     @property
     def size(self) -> int:
@@ -143,16 +145,35 @@ class GradientReducer:
         self._agreed.add(layout.lines)
 
     def compression_state(self) -> dict[str, Any]:
-        """Return what compression remembers on this rank, by bucket and by the place of each gradient in it."""
-        remembered = self._remembered()
-        buckets = max((len(layout.buckets) for known in self._layouts.values() for layout in known), default=0)
-        names = (f"{self.name}.{number}" for number in range(buckets))
-        return {name: state for name in names if (state := remembered.state(name))}
+        """Return what compression remembers on this rank, by the names of variables."""
+        state: dict[str, Any] = dict(self._loaded)
+        for names, layouts in self._layouts.items():
+            for number, bucket in enumerate(layouts[0].buckets):
+                for part, known in self._remembered().state(f"{self.name}.{number}").items():
+                    place, piece = split_piece(part)
+                    state[names[bucket[int(place)]] + piece] = known
+        return state
 
     def load_compression_state(self, state: Mapping[str, Any]) -> None:
-        """Take over what `compression_state` returned on this rank."""
-        for name, known in state.items():
-            self._remembered().load(name, known)
+        """Take over what `compression_state` returned on this rank. Before the first step, or between two."""
+        self._loaded = dict(state)
+        for names, layouts in self._layouts.items():
+            self._recall(names, layouts[0])
+
+    def _recall(self, names: Sequence[str], layout: Layout) -> None:
+        """Give what was loaded to the buckets in which its variables travel."""
+        pieces: dict[str, list[str]] = {}
+        for key in self._loaded:
+            name, piece = split_piece(key)
+            pieces.setdefault(name, []).append(piece)
+        for number, bucket in enumerate(layout.buckets):
+            known = {
+                f"{place}{piece}": self._loaded[names[index] + piece]
+                for place, index in enumerate(bucket)
+                for piece in pieces.get(names[index], ())
+            }
+            if known:
+                self._remembered().load(f"{self.name}.{number}", known)
 
     def _remembered(self) -> Any:
         return self.process_set.coordinator(self.name).compressed
@@ -174,6 +195,8 @@ class GradientReducer:
             if all(map(_compatible, layout.specs, specs)):
                 return layout
         known.append(make_layout(given, names, self.groups))
+        if self._loaded and len(known) == 1:
+            self._recall(names, known[0])
         return known[-1]
 
     def _checked(self, gradient: Any, name: str) -> Any:

@@ -10,6 +10,7 @@ Within a node memory is faster than any codec, so there nothing is compressed un
 
 from __future__ import annotations
 
+import re
 from collections.abc import Sequence
 from itertools import pairwise
 from typing import Any
@@ -84,6 +85,13 @@ def parts_within(parts: Sequence[Part], first: int, end: int) -> list[Part]:
             name = f"{part.name}[{start - part.start}:{stop - part.start}]"
             found.append(Part(name, start - first, (stop - start,)))
     return found
+
+
+def split_piece(name: str) -> tuple[str, str]:
+    """Return the parameter of a part's name, and which piece of it the part is: "" for all of it."""
+    found = re.fullmatch(r"(.*?)(\[\d+:\d+\])?", name, re.DOTALL)
+    assert found is not None
+    return found[1], found[2] or ""
 
 
 class BucketReduction:

@@ -61,8 +61,10 @@ def test_keras_trains_and_ranks_stay_equal(comm: Any, name: str, mode: str) -> N
     assert train(comm, model, optimizer, range(1, 20), mode) < first
     assert_equal_everywhere(comm, model)
     if comm.size > 1:
-        (state,) = optimizer.compression_state().values()
-        assert {what for known in state.values() for what in known} >= {"residual"}
+        state = optimizer.compression_state()
+        # In Keras' order of variables; with top-k the biases, which are small, travel as they are.
+        assert sorted(state) == [f"variable {number}" for number in (range(4) if name == "int8" else (0, 2))]
+        assert state["variable 0"]["residual"].shape == (40, 64)
 
 
 @pytest.mark.ranks(min=2)
@@ -92,7 +94,7 @@ def test_training_goes_on_from_a_saved_state(comm: Any) -> None:
     train(comm, stopped, optimizer, range(5))
     state = optimizer.compression_state()
     again = make("stopped again")
-    again.load_compression_state({name.replace("stopped", "stopped again"): known for name, known in state.items()})
+    again.load_compression_state(state)
     train(comm, stopped, again, range(5, 8))
     assert weights(straight) == weights(stopped)
 

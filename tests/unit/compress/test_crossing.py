@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from commlib.compress.crossing import BucketReduction, Crossing, parts_within
+from commlib.compress.crossing import BucketReduction, Crossing, parts_within, split_piece
 from commlib.compress.exchange import Exchanged
 from commlib.compress.scheme import Part
 from tests.loopback import run
@@ -90,6 +90,12 @@ def test_parameters_that_must_stay_whole_are_not_cut():
 def test_pieces_of_a_parameter_say_which():
     assert parts_within(PARTS, 2048, FLAGS) == [Part("b[32:700]", 0, (668,)), Part("c", 672, (1,))]
     assert parts_within(PARTS, 0, 2048) == [PARTS[0], Part("b[0:32]", 2016, (32,))]
+
+
+def test_names_of_pieces_are_read_again():
+    for part in parts_within([Part("layer[0:1].w", 0, (10,))], 3, 10):
+        assert split_piece(part.name) == ("layer[0:1].w", "[3:10]")
+    assert split_piece("layer[a].w") == ("layer[a].w", "")
 
 
 def test_what_is_not_finite_does_not_stay_between_parameters():
