@@ -84,12 +84,18 @@ class Node:
         *,
         root: int = 0,
         reducer: Reducer | None = None,
+        nbytes: int | None = None,
     ) -> None:
-        """Run a verb among this rank's column, one chunk (or one array, split evenly) for each node."""
+        """Run a verb among this rank's column, one chunk (or one array, split evenly) for each node.
+
+        nbytes: by what to choose the algorithm, the same on all ranks of the column; by default what the first array
+        has, where that is.
+        """
         column = self.group.column
         assert column is not None
         self._part += 1
-        nbytes = layouts[0].count * arrays[0].itemsize
+        if nbytes is None:
+            nbytes = layouts[0].count * arrays[0].itemsize
         choice = self.group.choose(verb, "auto", column.size, nbytes, sharing=self.columns)
         pipelined = find(verb, choice.algorithm).segmented
         segments = choice.segments if pipelined else 1

@@ -284,7 +284,9 @@ def all_to_all(group: Group, x: Array, target: Array, text: str) -> None:
     incoming = uneven(here * len(ranks) * chunk for ranks in node.nodes)
     arrived = np.empty(incoming.count, x.dtype)
     if node.on_network:
-        node.network("all_to_all", [leaving, arrived], [outgoing, incoming])
+        # Where nodes differ, ranks have different amounts to send.
+        most = max(receivers) * max(map(len, node.nodes)) * len(node.nodes) * nbytes
+        node.network("all_to_all", [leaving, arrived], [outgoing, incoming], nbytes=most)
     # From each node: for each of my column's ranks here, the chunks of all ranks there.
     for number, ranks in enumerate(node.nodes):
         sent = len(ranks) * chunk
