@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import ClassVar
 
 from commlib.buffers.views import address_of
 from commlib.compress.arguments import check_block, check_decode, check_encode, described
@@ -23,6 +24,9 @@ class Cast:
     """
 
     dtype: str = "float16"
+    align: ClassVar[int] = 1
+    feedback: ClassVar[bool] = False
+    fixed: ClassVar[bool] = True
 
     def __post_init__(self) -> None:
         if self.dtype not in _NAMES:
@@ -31,18 +35,6 @@ class Cast:
     @property
     def name(self) -> str:
         return _NAMES[self.dtype]
-
-    @property
-    def align(self) -> int:
-        return 1
-
-    @property
-    def feedback(self) -> bool:
-        return False
-
-    @property
-    def fixed(self) -> bool:
-        return True
 
     def payload_bytes(self, count: int) -> int:
         return 2 * count
@@ -74,6 +66,8 @@ class Float8:
 
     format: str = "e4m3"
     block: int = 1024
+    feedback: ClassVar[bool] = True
+    fixed: ClassVar[bool] = True
 
     def __post_init__(self) -> None:
         if self.format not in _FORMATS:
@@ -87,14 +81,6 @@ class Float8:
     @property
     def align(self) -> int:
         return self.block
-
-    @property
-    def feedback(self) -> bool:
-        return True
-
-    @property
-    def fixed(self) -> bool:
-        return True
 
     def payload_bytes(self, count: int) -> int:
         return 4 * -(-count // self.block) + count

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import ClassVar
 
 from commlib.buffers.views import address_of
 from commlib.compress.arguments import check_block, check_decode, check_encode, described
@@ -25,6 +26,8 @@ class Blocks:
     bits: int = 8
     block: int = 256
     rounding: str = "nearest"
+    feedback: ClassVar[bool] = True
+    fixed: ClassVar[bool] = True
 
     def __post_init__(self) -> None:
         if self.bits not in _KINDS:
@@ -40,14 +43,6 @@ class Blocks:
     @property
     def align(self) -> int:
         return self.block
-
-    @property
-    def feedback(self) -> bool:
-        return True
-
-    @property
-    def fixed(self) -> bool:
-        return True
 
     def payload_bytes(self, count: int) -> int:
         return 4 * -(-count // self.block) + -(-count * self.bits // 8)
@@ -78,6 +73,8 @@ class QSGD:
 
     levels: int = 127
     bucket: int = 512
+    feedback: ClassVar[bool] = False
+    fixed: ClassVar[bool] = True
 
     def __post_init__(self) -> None:
         if not 1 <= self.levels <= 127:
@@ -91,14 +88,6 @@ class QSGD:
     @property
     def align(self) -> int:
         return self.bucket
-
-    @property
-    def feedback(self) -> bool:
-        return False
-
-    @property
-    def fixed(self) -> bool:
-        return True
 
     def payload_bytes(self, count: int) -> int:
         return 4 * -(-count // self.bucket) + count

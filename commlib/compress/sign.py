@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import ClassVar
 
 from commlib.buffers.views import address_of
 from commlib.compress.arguments import check_block, check_decode, check_encode, described
@@ -20,6 +21,8 @@ class Sign:
     """
 
     block: int = 1024
+    feedback: ClassVar[bool] = True
+    fixed: ClassVar[bool] = True
 
     def __post_init__(self) -> None:
         check_block(self.block)
@@ -31,14 +34,6 @@ class Sign:
     @property
     def align(self) -> int:
         return self.block
-
-    @property
-    def feedback(self) -> bool:
-        return True
-
-    @property
-    def fixed(self) -> bool:
-        return True
 
     def payload_bytes(self, count: int) -> int:
         return 4 * -(-count // self.block) + -(-count // 8)

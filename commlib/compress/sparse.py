@@ -7,6 +7,7 @@ not sent is then only late (Stich et al. 2018).
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import ClassVar
 
 import numpy as np
 
@@ -32,6 +33,9 @@ class TopK:
 
     ratio: float = 0.01
     values: str = "float32"
+    align: ClassVar[int] = 1
+    feedback: ClassVar[bool] = True
+    fixed: ClassVar[bool] = False
 
     def __post_init__(self) -> None:
         check_ratio("TopK", self.ratio)
@@ -40,18 +44,6 @@ class TopK:
     @property
     def name(self) -> str:
         return f"topk:ratio={self.ratio}" + (f",values={self.values}" if self.values != "float32" else "")
-
-    @property
-    def align(self) -> int:
-        return 1
-
-    @property
-    def feedback(self) -> bool:
-        return True
-
-    @property
-    def fixed(self) -> bool:
-        return False
 
     def sent(self, count: int) -> int:
         """Return how many of `count` elements are sent."""
@@ -84,6 +76,8 @@ class RandomK:
 
     ratio: float = 0.01
     unbiased: bool = False
+    align: ClassVar[int] = 1
+    fixed: ClassVar[bool] = False
 
     def __post_init__(self) -> None:
         check_ratio("RandomK", self.ratio)
@@ -93,16 +87,8 @@ class RandomK:
         return f"randomk:ratio={self.ratio}" + (",unbiased=true" if self.unbiased else "")
 
     @property
-    def align(self) -> int:
-        return 1
-
-    @property
     def feedback(self) -> bool:
         return not self.unbiased
-
-    @property
-    def fixed(self) -> bool:
-        return False
 
     def sent(self, count: int) -> int:
         """Return how many of `count` elements are sent."""
