@@ -14,7 +14,6 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
@@ -24,28 +23,13 @@ import tensorflow as tf
 import commlib
 from commlib import horovod as core
 from commlib.compress.crossing import split_piece
-from commlib.data_parallel import Parameter, cores_per_rank, make_buckets
+from commlib.data_parallel import cores_per_rank
 from commlib.errors import MismatchError, UsageError
 from commlib_tensorflow._bridge import Array, as_tensor, dtype_name
 from commlib_tensorflow._graph import Spec, as_written, call
+from commlib_tensorflow._layout import Groups, Layout, checked_groups, compatible, make_layout, spec_of
 from commlib_tensorflow._pool import Pool
 from commlib_tensorflow.compression import Compression, GradientCompressing, resolve
-
-Groups = int | Sequence[Sequence[str]] | None
-
-
-@dataclass(frozen=True, slots=True)
-class Layout:
-    """Which gradient travels where. Made from the first gradients that came under these names, and kept."""
-
-    specs: tuple[tuple[Any, Any] | None, ...]
-    """The dtype and shape of each gradient, as far as it was known."""
-    lines: tuple[str, ...]
-    """What each gradient is, for ranks to compare."""
-    buckets: tuple[tuple[int, ...], ...]
-    """Indices of dense gradients, in launch order."""
-    sparse: tuple[int, ...]
-    """Indices of gradients that are gathered."""
 
 
 class GradientReducer:
@@ -85,7 +69,7 @@ class GradientReducer:
         self.compression, self.scheme = resolve(compression)
         self.within_node = compress_within_node
         self.sparse_as_dense = sparse_as_dense
-        self.groups = _checked(groups)
+        self.groups = checked_groups(groups)
         self.process_set = core.process_set_of(process_set)
         self.options: dict[str, Any] = {
             "op": op,
@@ -189,10 +173,10 @@ class GradientReducer:
 
     def _layout(self, given: Sequence[Any], names: Sequence[str]) -> Layout:
         """Return the layout for gradients of these names, dtypes and shapes."""
-        specs = [_spec(gradient) for gradient in given]
+        specs = [spec_of(gradient) for gradient in given]
         known = self._layouts.setdefault(tuple(names), [])
         for layout in known:
-            if all(map(_compatible, layout.specs, specs)):
+            if all(map(compatible, layout.specs, specs)):
                 return layout
         known.append(make_layout(given, names, self.groups))
         if self._loaded and len(known) == 1:
@@ -334,75 +318,6 @@ class _Reduction:
         if failure is not None:
             raise failure
         return results or [np.zeros((), np.int64)]
-
-
-def make_layout(gradients: Sequence[Any], names: Sequence[str], groups: Groups) -> Layout:
-    """Return where each gradient travels. What is None at first has its place among the dense ones."""
-    sparse = tuple(index for index, g in enumerate(gradients) if isinstance(g, tf.IndexedSlices))
-    dense = [index for index, g in enumerate(gradients) if g is not None and index not in sparse]
-    none = [index for index, g in enumerate(gradients) if g is None]
-    grouped = _grouped(dense, names, groups)
-    rest = [index for index in dense if not any(index in group for group in grouped)]
-    specs = [_parameter(gradients[index], names[index]) for index in rest]
-    buckets = [tuple(rest[place] for place in bucket.parameters) for bucket in make_buckets(specs)]
-    # A group is complete when its lowest gradient is: the later that one stands, the sooner.
-    buckets = sorted([*buckets, *grouped], key=lambda members: -min(members))
-    if none:
-        buckets[-1:] = [(*(buckets[-1] if buckets else ()), *none)]
-    lines = [f"the gradient of {name} is {_describe(g)}" for name, g in zip(names, gradients, strict=True)]
-    return Layout(tuple(_spec(gradient) for gradient in gradients), tuple(lines), tuple(buckets), sparse)
-
-
-def _grouped(dense: Sequence[int], names: Sequence[str], groups: Groups) -> list[tuple[int, ...]]:
-    if groups is None:
-        return []
-    if isinstance(groups, int):
-        count = min(groups, len(dense))
-        parts = [dense[len(dense) * k // count : len(dense) * (k + 1) // count] for k in range(count)]
-        return [tuple(reversed(part)) for part in parts]
-    members = [tuple(index for index in reversed(dense) if names[index] in group) for group in groups]
-    return [group for group in members if group]
-
-
-def _checked(groups: Groups) -> Groups:
-    if groups is None or groups == 0:
-        return None
-    if isinstance(groups, int):
-        if groups < 0:
-            raise UsageError(f"groups must be a number of groups or lists of variables, got {groups}")
-        return groups
-    lists = tuple(tuple(group) for group in groups)
-    names = [name for group in lists for name in group]
-    twice = sorted({name for name in names if names.count(name) > 1})
-    if twice:
-        raise UsageError(f"{', '.join(twice)}: a variable can only be in one of the groups")
-    return lists
-
-
-def _parameter(gradient: Any, name: str) -> Parameter:
-    count = gradient.shape.num_elements() or 0  # the number of elements may be unknown in a graph
-    return Parameter(name, count, dtype_name(gradient.dtype), gradient.dtype.size)
-
-
-def _spec(gradient: Any) -> tuple[Any, Any] | None:
-    if gradient is None:
-        return None
-    if isinstance(gradient, tf.IndexedSlices):
-        return gradient.values.dtype, tf.TensorShape([None, *gradient.values.shape[1:]])
-    return gradient.dtype, gradient.shape
-
-
-def _compatible(one: tuple[Any, Any] | None, other: tuple[Any, Any] | None) -> bool:
-    """Tell whether two gradients may be those of one variable, at different times."""
-    return one is None or other is None or (one[0] == other[0] and bool(one[1].is_compatible_with(other[1])))
-
-
-def _describe(gradient: Any) -> str:
-    if gradient is None:
-        return "None"
-    if isinstance(gradient, tf.IndexedSlices):
-        return f"sparse {gradient.values.dtype.name}"
-    return f"{gradient.dtype.name} {gradient.shape}"
 
 
 def _as_dense(gradient: Any) -> Any:

@@ -2,45 +2,32 @@
 
 from __future__ import annotations
 
+from functools import cache
 from typing import Any
 
 import numba as nb
 import numpy as np
 
-from commlib.dtypes import Array, name_of
+from commlib.dtypes import FLOATS, Array, name_of
 from commlib.errors import UsageError
-from commlib.kernels import intrinsics as ins
+from commlib.kernels.arithmetic import widen
 from commlib.kernels.cache import CACHED
 
 # Only the order of additions is left to the compiler, which else could not use vectors; infinities and NaNs count.
 _FREE_ORDER = {"reassoc"}
 
 
-@nb.njit(cache=CACHED, nogil=True, fastmath=_FREE_ORDER)  # type: ignore[untyped-decorator]
-def _squares_of_floats(x: Any) -> float:
-    total = 0.0
-    for i in range(len(x)):
-        value = nb.float64(x[i])
-        total += value * value
-    return total
+@cache
+def _compiled(kind: str) -> Any:
+    @nb.njit(cache=CACHED, nogil=True, fastmath=_FREE_ORDER)  # type: ignore[untyped-decorator]
+    def squares(x: Any) -> float:
+        total = 0.0
+        for i in range(len(x)):
+            value = nb.float64(widen(kind, x[i]))
+            total += value * value
+        return total
 
-
-@nb.njit(cache=CACHED, nogil=True, fastmath=_FREE_ORDER)  # type: ignore[untyped-decorator]
-def _squares_of_halves(x: Any) -> float:
-    total = 0.0
-    for i in range(len(x)):
-        value = nb.float64(ins.half_to_float(x[i]))
-        total += value * value
-    return total
-
-
-@nb.njit(cache=CACHED, nogil=True, fastmath=_FREE_ORDER)  # type: ignore[untyped-decorator]
-def _squares_of_bfloats(x: Any) -> float:
-    total = 0.0
-    for i in range(len(x)):
-        value = nb.float64(ins.bfloat_to_float(x[i]))
-        total += value * value
-    return total
+    return squares
 
 
 def sum_of_squares(x: Array) -> float:
@@ -49,10 +36,6 @@ def sum_of_squares(x: Array) -> float:
     The same array gives the same bits on the same kind of CPU. Raises UsageError for other dtypes.
     """
     kind = name_of(x.dtype)
-    if kind == "float16":
-        return float(_squares_of_halves(x.view(np.uint16)))
-    if kind == "bfloat16":
-        return float(_squares_of_bfloats(x.view(np.uint16)))
-    if kind not in ("float32", "float64"):
+    if kind not in FLOATS:
         raise UsageError(f"sum_of_squares: expected an array of floats, got {kind}")
-    return float(_squares_of_floats(x))
+    return float(_compiled(kind)(x.view(np.uint16) if x.itemsize == 2 else x))

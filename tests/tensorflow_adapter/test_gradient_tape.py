@@ -12,7 +12,8 @@ import commlib_tensorflow as hvd
 from commlib import horovod as core
 from commlib.errors import MismatchError, UsageError
 from commlib_tensorflow import gradients
-from commlib_tensorflow.gradients import GradientReducer, make_layout
+from commlib_tensorflow._layout import make_layout
+from commlib_tensorflow.gradients import GradientReducer
 from tests.tensorflow_adapter.oracle import (
     MODES,
     assert_close,
