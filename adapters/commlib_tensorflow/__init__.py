@@ -48,6 +48,7 @@ from commlib.horovod import (
     stop_timeline,
 )
 from commlib_tensorflow import elastic
+from commlib_tensorflow.clip import clip_by_global_norm
 from commlib_tensorflow.collectives import (
     allgather,
     allreduce,
@@ -133,6 +134,7 @@ __all__ = [
     "broadcast_object_fn",
     "allgather_object",
     "DistributedOptimizer",
+    "clip_by_global_norm",
     "DistributedGradientTape",
     "PartialDistributedGradientTape",
     "SyncBatchNormalization",

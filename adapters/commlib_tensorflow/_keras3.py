@@ -55,8 +55,11 @@ class ReducesBeforeClipping(Distributed):
         gradients: list[Any] = [None] * len(everything)
         for place, gradient in zip(places, grads, strict=True):
             gradients[place] = gradient
-        reduced = self._commlib.reduce(gradients, everything)
-        return super()._clip_gradients([reduced[place] for place in places])  # type: ignore[misc]
+        everything_reduced = self._commlib.reduce(gradients, everything)
+        reduced = [everything_reduced[place] for place in places]
+        if self_.global_clipnorm and self._commlib.size > 1:
+            return self._commlib.clip(reduced, self._commlib.expected, self_.global_clipnorm)
+        return super()._clip_gradients(reduced)  # type: ignore[misc]
 
 
 class ReducesBeforeApplying(Distributed):

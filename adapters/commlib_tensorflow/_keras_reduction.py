@@ -12,7 +12,9 @@ from typing import Any
 import tensorflow as tf
 
 from commlib import horovod as core
+from commlib.data_parallel import Statistics, StepReport
 from commlib.errors import UsageError
+from commlib_tensorflow.clip import clip_by_global_norm
 from commlib_tensorflow.collectives import allreduce
 from commlib_tensorflow.gradients import GradientReducer
 
@@ -33,6 +35,16 @@ class Distributed:
     def load_compression_state(self, state: dict[str, Any]) -> None:
         """Take over what `compression_state` returned on this rank."""
         self._commlib.reducer.load_compression_state(state)
+
+    @property
+    def report(self) -> StepReport | None:
+        """What communication cost in the last step; None before the first one, and on a single rank."""
+        return self._commlib.reducer.report
+
+    @property
+    def statistics(self) -> Statistics:
+        """What all reductions cost since the start."""
+        return self._commlib.reducer.statistics
 
 
 class Reduction:
@@ -86,6 +98,22 @@ class Reduction:
             for number, gradient in zip(shared, reduced, strict=True):
                 results[number] = gradient
         return [scaled(gradient, float(self._undo_division)) for gradient in results]
+
+    def clip(self, gradients: Sequence[Any], variables: Sequence[Any], clip_norm: float) -> list[Any]:
+        """Return reduced gradients, clipped by their norm, with the same bits on all ranks.
+
+        Those of this rank's own variables are clipped by a norm of their own: in that of all, ranks would differ.
+        """
+        local = self._local_keys()
+        results: list[Any] = [None] * len(gradients)
+        for here in (False, True):
+            places = [number for number, variable in enumerate(variables) if (key_of(variable) in local) == here]
+            if not places:
+                continue
+            clipped, _ = clip_by_global_norm([gradients[place] for place in places], clip_norm)
+            for place, gradient in zip(places, clipped, strict=True):
+                results[place] = gradient
+        return results
 
     def agree_finite(self, finite: Any) -> Any:
         """Return whether `finite` holds on all ranks. In a graph or eagerly."""

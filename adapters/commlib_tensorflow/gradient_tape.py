@@ -9,6 +9,7 @@ from typing import Any
 import tensorflow as tf
 
 from commlib import horovod as core
+from commlib.data_parallel import Statistics, StepReport
 from commlib.errors import UsageError
 from commlib_tensorflow._graph import as_written
 from commlib_tensorflow.compression import Compression, GradientCompressing
@@ -27,6 +28,16 @@ class DistributedTape(tf.GradientTape):  # type: ignore[misc]  # TensorFlow has 
         self._reducer = reducer
         self._scale_local_gradients = scale_local_gradients
         self._local: dict[int, Any] = {}
+
+    @property
+    def report(self) -> StepReport | None:
+        """What communication cost in the last step of such tapes; None before the first one, and on a single rank."""
+        return self._reducer.report
+
+    @property
+    def statistics(self) -> Statistics:
+        """What all reductions of such tapes cost since the start."""
+        return self._reducer.statistics
 
     def register_local_source(self, source: Any) -> None:
         """Note that a variable is this rank's own: its gradient is not combined with those of other ranks."""

@@ -13,6 +13,7 @@ runs its stateful nodes in the order in which they were made: a start whose grad
 from __future__ import annotations
 
 import hashlib
+import time
 from collections.abc import Mapping, Sequence
 from functools import partial
 from typing import Any
@@ -23,7 +24,8 @@ import tensorflow as tf
 import commlib
 from commlib import horovod as core
 from commlib.compress.crossing import split_piece
-from commlib.data_parallel import cores_per_rank
+from commlib.data_parallel import Statistics, StepClock, StepReport, cores_per_rank
+from commlib.data_parallel.report import all_reduce_bytes
 from commlib.errors import MismatchError, UsageError
 from commlib_tensorflow._bridge import Array, as_tensor, dtype_name
 from commlib_tensorflow._graph import Spec, as_written, call
@@ -78,6 +80,10 @@ class GradientReducer:
             "process_set": self.process_set,
         }
         self.pool = Pool()
+        self.statistics = Statistics()
+        self.report: StepReport | None = None
+        """What the last step cost, a step being from the end of one reduction to that of the next."""
+        self._clock = StepClock()
         self._overlap = overlap
         self._layouts: dict[tuple[str, ...], list[Layout]] = {}
         self._agreed: set[tuple[str, ...]] = set()
@@ -105,6 +111,11 @@ class GradientReducer:
         # A gradient keeps the place that it had at first, whatever it is now.
         given = [_as_dense(g) if index in dense else _as_slices(g) for index, g in enumerate(given)]
         return _Reduction(self, layout, given).run()
+
+    def stepped(self) -> None:
+        """Note that all gradients of a step were reduced."""
+        self.statistics.reductions += 1
+        self.report = self._clock.step(self.statistics)
 
     def agree(self, layout: Layout) -> None:
         """Compare this rank's layout with the others', once. Collective then.
@@ -158,6 +169,10 @@ class GradientReducer:
             }
             if known:
                 self._remembered().load(f"{self.name}.{number}", known)
+
+    def sent_bytes(self, number: int) -> tuple[int, int]:
+        """Return what this rank last sent of a compressed bucket, and what float32 would have taken; 0, 0 if none."""
+        return self._remembered().sent_bytes(f"{self.name}.{number}") if self.scheme else (0, 0)
 
     def _remembered(self) -> Any:
         return self.process_set.coordinator(self.name).compressed
@@ -247,27 +262,34 @@ class _Reduction:
 
     def _starter(self, number: int) -> Any:
         def start(*arrays: Array) -> list[Array]:
-            # TensorFlow may use the memory of its tensors again as soon as this returns.
-            copies = [self._reducer.pool.empty(array.shape, array.dtype) for array in arrays]
-            for copy, array in zip(copies, arrays, strict=True):
-                copy[...] = array
-            self._launch(number, copies, copies, blocking=False)
+            with self._reducer.statistics.exposing():
+                # TensorFlow may use the memory of its tensors again as soon as this returns.
+                copies = [self._reducer.pool.empty(array.shape, array.dtype) for array in arrays]
+                for copy, array in zip(copies, arrays, strict=True):
+                    copy[...] = array
+                self._launch(number, copies, copies, blocking=False)
+            self._reducer.statistics.early_launches += 1
             return [np.zeros((), np.int64)]
 
         return start
 
     def _finish_after_starts(self, *arrays: Array) -> list[Array]:
-        return self._finish(arrays[len(self._buckets) :])
+        with self._reducer.statistics.exposing():
+            results = self._finish(arrays[len(self._buckets) :])
+        self._reducer.stepped()
+        return results
 
     def _all_at_once(self, *arrays: Array) -> list[Array]:
-        first = 0
-        for number, bucket in enumerate(self._buckets):
-            inputs = arrays[first : first + len(bucket)]
-            first += len(bucket)
-            self._launch(
-                number, inputs, [self._reducer.pool.empty(array.shape, array.dtype) for array in inputs], blocking=True
-            )
-        return self._finish(arrays[first:])
+        with self._reducer.statistics.exposing():
+            first = 0
+            for number, bucket in enumerate(self._buckets):
+                inputs = arrays[first : first + len(bucket)]
+                first += len(bucket)
+                outputs = [self._reducer.pool.empty(array.shape, array.dtype) for array in inputs]
+                self._launch(number, inputs, outputs, blocking=True)
+            results = self._finish(arrays[first:])
+        self._reducer.stepped()
+        return results
 
     def _launch(self, number: int, inputs: Sequence[Array], outputs: Sequence[Array], *, blocking: bool) -> None:
         reducer = self._reducer
@@ -299,6 +321,7 @@ class _Reduction:
             gathering = core.start_allgather(
                 _with_markers(slices, places), f"{reducer.name}.sparse", process_set=reducer.process_set, blocking=True
             )
+        started = time.perf_counter()
         pending, self._pending = self._pending, {}
         failure: Exception | None = None
         results: list[Array] = []
@@ -317,7 +340,30 @@ class _Reduction:
                 failure = failure or error
         if failure is not None:
             raise failure
+        ran = sum(work.seconds for work, _ in pending.values())
+        reducer.statistics.hidden_seconds += max(0.0, ran - (time.perf_counter() - started))
+        for number, (_, outputs) in pending.items():
+            self._count(number, outputs)
+        for array in slices:
+            self._count_bytes(array.nbytes, (reducer.size - 1) * array.nbytes, (reducer.size - 1) * array.nbytes)
         return results or [np.zeros((), np.int64)]
+
+    def _count(self, number: int, arrays: Sequence[Array]) -> None:
+        """Count the bytes of a bucket that was reduced."""
+        reducer = self._reducer
+        sent, uncompressed = reducer.sent_bytes(number)
+        nbytes = sum(array.nbytes for array in arrays)
+        if not uncompressed:  # it travelled as an ordinary all-reduce
+            given = (self._given[index].dtype.size for index in self._buckets[number])
+            whole = sum(array.size * itemsize for array, itemsize in zip(arrays, given, strict=True))
+            sent, uncompressed = (all_reduce_bytes(reducer.size, count) for count in (nbytes, whole))
+        self._count_bytes(nbytes, sent, uncompressed)
+
+    def _count_bytes(self, nbytes: int, sent: int, uncompressed: int) -> None:
+        statistics = self._reducer.statistics
+        statistics.nbytes += nbytes
+        statistics.sent_bytes += sent
+        statistics.uncompressed_bytes += uncompressed
 
 
 def _as_dense(gradient: Any) -> Any:

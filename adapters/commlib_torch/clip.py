@@ -2,45 +2,39 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable
-from typing import Any
 
 import torch
 from torch import Tensor
 
-import commlib
-from commlib.communicator import Communicator
-from commlib.data_parallel import clip_factor, global_norm
 from commlib.errors import UsageError
 from commlib.kernels.norm import sum_of_squares
 from commlib_torch._bridge import to_array
 
+# Added to the norm before it divides, as torch does.
+_EPSILON = 1e-6
+
 
 @torch.no_grad()
-def clip_grad_norm_(
-    parameters: Tensor | Iterable[Tensor], max_norm: float, *, comm: Communicator | None = None
-) -> Tensor:
-    """Scale gradients that all ranks of `comm` have alike, so that their 2-norm is `max_norm` at most. Collective.
+def clip_grad_norm_(parameters: Tensor | Iterable[Tensor], max_norm: float) -> Tensor:
+    """Scale gradients, after they were reduced, so that their 2-norm is `max_norm` at most.
 
-    Returns the norm that they had, as a tensor of float64 or, without any gradient of float64, float32. Its bits are
-    the same on all ranks, so parameters stay the same even where CPUs differ, and each rank reads 1/P of the elements.
-    Otherwise as torch.nn.utils.clip_grad_norm_: a norm that is infinite or NaN scales by 0 or NaN.
+    Returns the norm that they had, as a tensor of float64 or, without any gradient of float64, float32. The same
+    gradients on the CPU give the same bits on every CPU, so ranks' parameters stay the same even where their CPUs
+    differ, which torch.nn.utils.clip_grad_norm_ does not promise; else it does what that does: a norm that is infinite
+    or NaN scales by 0 or NaN. No rank waits for another one here.
 
-    Raises UsageError for a `max_norm` that is negative or NaN, MismatchError on every rank if ranks have gradients of
-    different sizes.
+    Raises UsageError for a `max_norm` that is negative or NaN.
     """
     if not max_norm >= 0:
         raise UsageError(f"clip_grad_norm_: max_norm must be a number that is not negative, got {max_norm}")
     parameters = [parameters] if isinstance(parameters, Tensor) else parameters
     gradients = [parameter.grad for parameter in parameters if parameter.grad is not None]
     values = [_values(gradient) for gradient in gradients]
-
-    def squares(index: int, start: int, stop: int) -> float:
-        return _squares(values[index][start:stop])
-
-    norm = global_norm(comm or commlib.init(), [value.numel() for value in values], squares)
-    factor = clip_factor(norm, float(max_norm))
-    if factor != 1:  # NaN too
+    norm = math.sqrt(sum(map(_squares, values)))
+    factor = float(max_norm) / (norm + _EPSILON)
+    if not factor >= 1:  # NaN too
         for gradient in gradients:
             gradient.mul_(factor)
     double = any(value.dtype == torch.float64 for value in values)
@@ -60,8 +54,4 @@ def _values(gradient: Tensor) -> Tensor:
 def _squares(values: Tensor) -> float:
     if values.device.type == "cpu" and values.dtype in (torch.float16, torch.bfloat16, torch.float32, torch.float64):
         return sum_of_squares(to_array(values))
-    return _squares_by_torch(values)
-
-
-def _squares_by_torch(values: Any) -> float:
     return float(torch.linalg.vector_norm(values, dtype=torch.float64).square())

@@ -177,14 +177,14 @@ class Distributed:
         return self._gradients.no_sync()
 
     def clip_grad_norm(self, max_norm: float) -> Tensor:
-        """Scale gradients so that the 2-norm of all of them is `max_norm` at most; return what it was. Collective.
+        """Scale gradients so that the 2-norm of all of them is `max_norm` at most; return what it was.
 
-        Gradients are reduced first if `step()` would have to. See `clip_grad_norm_`.
+        Gradients are reduced first if `step()` would have to; then it is collective. See `clip_grad_norm_`.
         """
         gradients = self._gradients
         if not self._skip:
             gradients.synchronize()
-        return clip_grad_norm_(gradients.parameters, max_norm, comm=gradients.comm)
+        return clip_grad_norm_(gradients.parameters, max_norm)
 
     @property
     def report(self) -> StepReport | None:

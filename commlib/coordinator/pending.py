@@ -27,6 +27,7 @@ class Pending(Work):
         self.description = request.name  # and not Work.__init__: there are many of these, and each call counts
         self.seen = self._done = self.warned = False
         self._error = self._result = None
+        self.seconds = 0.0
         self._running = Lock()
         self._running.acquire()
         self._coordinator, self.request = coordinator, request

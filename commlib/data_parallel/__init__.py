@@ -10,7 +10,6 @@ from commlib.data_parallel.buckets import (
     complete_order,
     make_buckets,
 )
-from commlib.data_parallel.clip import clip_factor, global_norm
 from commlib.data_parallel.engine import Engine, MakePlan, Plan, Reducer
 from commlib.data_parallel.overlap import cores_per_rank, overlap_pays
 from commlib.data_parallel.report import Statistics, StepClock, StepReport
@@ -31,10 +30,8 @@ __all__ = [
     "StepReport",
     "Tracker",
     "check_agreement",
-    "clip_factor",
     "complete_order",
     "cores_per_rank",
-    "global_norm",
     "make_buckets",
     "overlap_pays",
 ]

@@ -13,18 +13,24 @@ from commlib.errors import UsageError
 from commlib.kernels.arithmetic import widen
 from commlib.kernels.cache import CACHED
 
-# Only the order of additions is left to the compiler, which else could not use vectors; infinities and NaNs count.
-_FREE_ORDER = {"reassoc"}
+# Sums are kept apart for each place in a block and added up at the end. A compiler may use vectors of any length for
+# that without another order of additions, so the bits do not depend on the CPU.
+_BLOCK = 512
 
 
 @cache
 def _compiled(kind: str) -> Any:
-    @nb.njit(cache=CACHED, nogil=True, fastmath=_FREE_ORDER)  # type: ignore[untyped-decorator]
+    @nb.njit(cache=CACHED, nogil=True)  # type: ignore[untyped-decorator]
     def squares(x: Any) -> float:
+        sums = np.zeros(_BLOCK)
+        for start in range(0, len(x), _BLOCK):
+            block = x[start : start + _BLOCK]
+            for i in range(len(block)):
+                value = nb.float64(widen(kind, block[i]))
+                sums[i] += value * value
         total = 0.0
-        for i in range(len(x)):
-            value = nb.float64(widen(kind, x[i]))
-            total += value * value
+        for i in range(_BLOCK):
+            total += sums[i]
         return total
 
     return squares
@@ -33,7 +39,7 @@ def _compiled(kind: str) -> Any:
 def sum_of_squares(x: Array) -> float:
     """Return the sum of squares of a contiguous 1-D array of float16, bfloat16, float32 or float64.
 
-    The same array gives the same bits on the same kind of CPU. Raises UsageError for other dtypes.
+    The same array gives the same bits on every CPU. Raises UsageError for other dtypes.
     """
     kind = name_of(x.dtype)
     if kind not in FLOATS:

@@ -43,6 +43,17 @@ def test_what_is_not_finite(dtype: type, place: int) -> None:
     assert math.isnan(sum_of_squares(array))
 
 
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("count", [0, 1, 511, 512, 513, 5000])
+def test_the_order_of_additions_is_the_same_on_every_cpu(dtype: type, count: int) -> None:
+    """Bit for bit what one number after the other gives, whatever vectors the compiler used."""
+    values: Any = np.random.default_rng(count).standard_normal(count).astype(dtype)
+    sums = [0.0] * 512
+    for i, value in enumerate(values.tolist()):
+        sums[i % 512] += float(value) * float(value)
+    assert sum_of_squares(values) == sum(sums)
+
+
 def test_other_dtypes() -> None:
     with pytest.raises(UsageError, match="floats, got int32"):
         sum_of_squares(np.ones(3, np.int32))

@@ -1,0 +1,68 @@
+"""Clipping by the norm of all gradients together, with the same bits on all ranks."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+import tensorflow as tf
+
+from commlib.dtypes import FLOATS, name_of
+from commlib.errors import UsageError
+from commlib.kernels.norm import sum_of_squares
+from commlib_tensorflow._bridge import Array, as_tensor
+from commlib_tensorflow._graph import Spec, as_written, call
+
+
+@as_written
+def clip_by_global_norm(t_list: Sequence[Any], clip_norm: float) -> tuple[list[Any], Any]:
+    """Return (the tensors of `t_list`, scaled so that the 2-norm of all of them is `clip_norm` at most; that norm).
+
+    For gradients that were reduced. They may be of different floating dtypes, tf.IndexedSlices, or None, which stays
+    None; the norm is a scalar of float32, or of float64 if one of them is. The same gradients give the same bits on
+    every CPU, so ranks' weights stay the same even where their CPUs differ, which tf.clip_by_global_norm does not
+    promise; else it does what that does: with a norm that is infinite or NaN everything becomes NaN. Eagerly or in a
+    traced function; no rank waits for another one here.
+
+    Raises UsageError for a `clip_norm` that is negative or NaN, or for what is no tensor of floats.
+    """
+    if not clip_norm >= 0:
+        raise UsageError(f"clip_by_global_norm: clip_norm must be a number that is not negative, got {clip_norm}")
+    values = [_values(gradient) for gradient in t_list]
+    given = [value for value in values if value is not None]
+
+    def measure(*arrays: Array) -> list[Array]:
+        norm = math.sqrt(sum(sum_of_squares(array.reshape(-1)) for array in arrays))
+        return [np.array(norm), np.array(_factor(norm, clip_norm))]
+
+    scalar = Spec(tf.float64, ())
+    norm, factor = call(measure, given, [scalar, scalar])
+    clipped = [
+        None if v is None else _like(g, v * tf.cast(factor, v.dtype)) for g, v in zip(t_list, values, strict=True)
+    ]
+    double = any(value.dtype == tf.float64 for value in given)
+    return clipped, tf.cast(norm, tf.float64 if double else tf.float32)
+
+
+def _factor(norm: float, clip_norm: float) -> float:
+    if not math.isfinite(norm):
+        return math.nan
+    return clip_norm / norm if norm > clip_norm else 1.0
+
+
+def _values(gradient: Any) -> Any:
+    """Return the tensor that a gradient's squares are in."""
+    if gradient is None:
+        return None
+    values = as_tensor(gradient.values if isinstance(gradient, tf.IndexedSlices) else gradient)
+    if name_of(values.dtype.as_numpy_dtype) not in FLOATS:
+        raise UsageError(f"clip_by_global_norm: expected tensors of floats, got {values.dtype.name}")
+    return values
+
+
+def _like(gradient: Any, values: Any) -> Any:
+    if isinstance(gradient, tf.IndexedSlices):
+        return tf.IndexedSlices(values, gradient.indices, gradient.dense_shape)
+    return values
