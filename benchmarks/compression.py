@@ -29,7 +29,6 @@ import json
 import os
 import platform
 import statistics
-import subprocess
 import sys
 import time
 from collections.abc import Sequence
@@ -38,7 +37,8 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.compression_contenders import CONTENDERS, RATES, Training, contender
-from tests.multihost.hosts import Hosts, HostsError, bits_per_second, find_mpiexec, launch_settings
+from benchmarks.launching import job_of, start_job
+from tests.multihost.hosts import bits_per_second
 
 SENT = Path("/sys/class/net/eth0/statistics/tx_bytes")
 REFERENCE = "none"  # what others are compared with
@@ -90,25 +90,6 @@ def parse() -> argparse.Namespace:
     except ValueError as error:
         parser.error(str(error))
     return options
-
-
-def launch(options: argparse.Namespace) -> int:
-    """Start the job, on hosts made for it if there are several; return its exit code."""
-    command = [sys.executable, str(Path(__file__).resolve()), "--worker", *sys.argv[1:]]
-    environment = {"TORCH_CPP_LOG_LEVEL": "ERROR"}  # gloo warns of names it cannot look up
-    try:
-        if options.hosts == 1:
-            command = [find_mpiexec(), "-n", str(options.ranks_per_host), *command]
-            environment = {**launch_settings(options.ranks_per_host), **os.environ, **environment}
-            return subprocess.run(command, env=environment, timeout=options.timeout).returncode
-        with Hosts(options.hosts, options.rate) as hosts:
-            environment["GLOO_SOCKET_IFNAME"] = "eth0"
-            return hosts.run(command, options.ranks_per_host, timeout=options.timeout, env=environment).returncode
-    except HostsError as error:
-        print(f"compression.py: {error}", file=sys.stderr)
-    except subprocess.TimeoutExpired:
-        print(f"compression.py: the job was not done after {options.timeout:g} s: see --timeout", file=sys.stderr)
-    return 1
 
 
 class Measurement:
@@ -268,7 +249,7 @@ def main() -> None:
     for name in ("out", "plot"):
         if getattr(options, name):
             setattr(options, name, Path(os.path.abspath(getattr(options, name))))
-    sys.exit(work(options) if options.worker else launch(options))
+    sys.exit(work(options) if options.worker else start_job(__file__, **job_of(options)))
 
 
 if __name__ == "__main__":

@@ -2,10 +2,10 @@
 
     mpiexec -n 2 python benchmarks/data_parallel.py [--out result.json] [--rounds 20] [--steps 5] [--width 1152]
 
-A multilayer perceptron 784-width x 4-10 is trained by SGD with momentum on random data, 64 rows and one thread per
-rank. The contenders run in turn inside one process per rank, in rounds whose order rotates, each on a model of its
-own: so they meet the same machine in the same mood. A round's figure is its slowest rank's mean step time; the table
-shows median and spread over rounds, and the median over rounds of the ratio to no communication at all.
+A multilayer perceptron 784-width x 4-10 is trained by SGD with momentum on random data, by default 64 rows and one
+thread per rank. The contenders run in turn inside one process per rank, in rounds whose order rotates, each on a model
+of its own: so they meet the same machine in the same mood. A round's figure is its slowest rank's mean step time; the
+table shows median and spread over rounds, and the median over rounds of the ratio to no communication at all.
 """
 
 from __future__ import annotations
@@ -30,7 +30,6 @@ import commlib
 from commlib_torch import DistributedOptimizer
 from commlib_torch._backward import backward_passes
 
-ROWS = 64
 Step = Callable[[Tensor, Tensor], None]
 
 
@@ -70,7 +69,17 @@ def without_communication(comm: Any, model: nn.Module, arguments: argparse.Names
     return plain_step(model, make_optimizer(model), arguments)
 
 
+def only_meeting(comm: Any, model: nn.Module, arguments: argparse.Namespace) -> Step:
+    """Ranks wait for each other in every step, and exchange nothing: what no synchronous training can avoid."""
+    return plain_step(model, make_optimizer(model), arguments, comm.barrier)
+
+
 def ours(comm: Any, model: nn.Module, arguments: argparse.Namespace, **options: Any) -> Step:
+    return with_optimizer(comm, model, arguments, **options)[0]
+
+
+def with_optimizer(comm: Any, model: nn.Module, arguments: argparse.Namespace, **options: Any) -> tuple[Step, Any]:
+    """Return our step and its DistributedOptimizer."""
     optimizer: Any = DistributedOptimizer(make_optimizer(model), model.named_parameters(), **options)
     train = plain_step(model, optimizer, arguments)
     backward_passes.leave(optimizer._gradients)
@@ -81,7 +90,7 @@ def ours(comm: Any, model: nn.Module, arguments: argparse.Namespace, **options: 
         train(inputs, labels)
         backward_passes.leave(optimizer._gradients)
 
-    return step
+    return step, optimizer
 
 
 def flat_mpi(comm: Any, model: nn.Module, arguments: argparse.Namespace) -> Step:
@@ -123,6 +132,7 @@ def start_gloo(comm: Any, stack: ExitStack) -> None:
 
 CONTENDERS: dict[str, Callable[..., Step]] = {
     "no communication": without_communication,
+    "only meeting": only_meeting,
     "ours": ours,
     "flat MPI_Allreduce": flat_mpi,
     "torch DDP, gloo": ddp_gloo,
@@ -140,8 +150,8 @@ SWEEP: dict[str, dict[str, Any]] = {
 def measure(comm: Any, steps: dict[str, Step], arguments: argparse.Namespace) -> dict[str, list[float]]:
     """Return the seconds per step of every contender in every round."""
     generator = torch.Generator().manual_seed(comm.rank)
-    inputs = torch.randn(ROWS, 784, generator=generator)
-    labels = torch.randint(10, (ROWS,), generator=generator)
+    inputs = torch.randn(arguments.rows, 784, generator=generator)
+    labels = torch.randint(10, (arguments.rows,), generator=generator)
     names = list(steps)
     seconds: dict[str, list[float]] = {name: [] for name in names}
     for turn in range(arguments.warm_up + arguments.rounds):
@@ -184,6 +194,7 @@ def quantile(values: list[float], fraction: float) -> float:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--width", type=int, default=1152, help="of the hidden layers")
+    parser.add_argument("--rows", type=int, default=64, help="of a batch, per rank")
     parser.add_argument("--rounds", type=int, default=20)
     parser.add_argument("--warm-up", type=int, default=2, help="rounds that are not counted")
     parser.add_argument("--steps", type=int, default=5, help="per round and contender")
@@ -209,7 +220,7 @@ def main() -> None:
         count = sum(parameter.numel() for parameter in make_model(arguments.width).parameters())
     if comm.rank:
         return
-    title = f"{count / 1e6:.2f} M parameters, {comm.size} ranks, {os.cpu_count()} cores, {ROWS} rows per rank"
+    title = f"{count / 1e6:.2f} M parameters, {comm.size} ranks, {os.cpu_count()} cores, {arguments.rows} rows per rank"
     show(seconds, title)
     if arguments.out:
         record = {
@@ -217,7 +228,7 @@ def main() -> None:
             "ranks": comm.size,
             "cores": os.cpu_count(),
             "parameters": count,
-            "rows_per_rank": ROWS,
+            "rows_per_rank": arguments.rows,
             "steps_per_round": arguments.steps,
             "keep_gradients": arguments.keep_gradients,
             "torch": torch.__version__,

@@ -20,7 +20,6 @@ import argparse
 import json
 import os
 import statistics
-import subprocess
 import sys
 import time
 from collections.abc import Callable
@@ -30,7 +29,8 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from tests.multihost.hosts import Hosts, HostsError, bits_per_second
+from benchmarks.launching import job_of, start_job
+from tests.multihost.hosts import bits_per_second
 
 Call = Callable[[], Any]
 SIZES = [4, 1 << 10, 64 << 10, 4 << 20, 16 << 20, 64 << 20]
@@ -69,21 +69,6 @@ def parse() -> argparse.Namespace:
     except ValueError as error:
         parser.error(str(error))
     return options
-
-
-def launch(options: argparse.Namespace) -> int:
-    """Start the job on hosts made for it; return its exit code."""
-    environment = {"GLOO_SOCKET_IFNAME": "eth0", "TORCH_CPP_LOG_LEVEL": "ERROR"}  # it warns of names it cannot look up
-    command = [sys.executable, str(Path(__file__).resolve()), "--worker", *sys.argv[1:]]
-    try:
-        with Hosts(options.hosts, options.rate) as hosts:
-            done = hosts.run(command, options.ranks_per_host, timeout=options.timeout, env=environment)
-        return done.returncode
-    except HostsError as error:
-        print(f"hosts.py: {error}", file=sys.stderr)
-    except subprocess.TimeoutExpired:
-        print(f"hosts.py: the job was not done after {options.timeout:g} s: see --timeout", file=sys.stderr)
-    return 1
 
 
 def contenders(comm: Any, x: Any, peers: list[str]) -> dict[str, Call]:
@@ -201,7 +186,7 @@ def main() -> None:
     options = parse()
     if options.out:
         options.out = Path(os.path.abspath(options.out))
-    sys.exit(work(options) if options.worker else launch(options))
+    sys.exit(work(options) if options.worker else start_job(__file__, **job_of(options)))
 
 
 if __name__ == "__main__":

@@ -1,20 +1,23 @@
 """Time of a step of Keras' `fit` with a DistributedOptimizer, against the same without communication.
 
-    mpiexec -n 2 python benchmarks/keras_fit.py [--out result.json] [--rounds 20] [--steps 20] [--width 1072]
+    mpiexec -n 2 python benchmarks/keras_fit.py [--out result.json] [--rounds 20] [--steps 20] [--width 1024]
 
-A multilayer perceptron 784-width x 2-10, by default of 2 million parameters, is trained by SGD with momentum on random
-data, 64 rows and one thread per rank. The contenders run in turn inside one process per rank, each on a model of its
-own, in rounds whose order rotates: so they meet the same machine in the same mood. A round's figure is its slowest
-rank's mean time from the end of one batch to that of the next; the table shows median and spread over rounds, and the
-median over rounds of the ratio to no communication.
+A multilayer perceptron 784-width x layers-10, by default of 4 million parameters, is trained by SGD on random data, by
+default 64 rows and one thread per rank. The contenders run in turn inside one process per rank, each on a model of its
+own, in rounds whose order rotates: so they meet the same machine in the same mood. With --legacy all use tf_keras
+instead of Keras 3, and TensorFlow's own MultiWorkerMirroredStrategy, which Keras 3 cannot use, is one of them. A
+round's figure is its slowest rank's mean time from the end of one batch to that of the next; the table shows median and
+spread over rounds, and the median over rounds of the ratio to no communication.
 """
 
 from __future__ import annotations
 
 import argparse
+import importlib
 import json
 import os
 import platform
+import socket
 import statistics
 import time
 from pathlib import Path
@@ -22,58 +25,62 @@ from typing import Any
 
 os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "2")  # before TensorFlow is imported
 
-import keras
 import numpy as np
 import tensorflow as tf
 
+import commlib
 import commlib_tensorflow.keras as hvd
 
-ROWS = 64
 REFERENCE = "no communication"
 
 
-class Clock(keras.callbacks.Callback):  # type: ignore[misc]  # Keras has no types
-    """Notes when each batch ends."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.ends: list[float] = []
-
-    def on_train_begin(self, logs: Any = None) -> None:
-        self.ends.clear()
-
-    def on_train_batch_end(self, batch: int, logs: Any = None) -> None:
-        self.ends.append(time.perf_counter())
-
-
-def compiled(width: int, *, distributed: bool, **settings: Any) -> Any:
+def compiled(arguments: argparse.Namespace, *, distributed: bool, **settings: Any) -> Any:
     """A perceptron, the same on every rank."""
+    keras = arguments.keras
     keras.utils.set_random_seed(0)
-    layers = [keras.layers.Dense(width, activation="relu") for _ in range(2)]
+    layers = [keras.layers.Dense(arguments.width, activation="relu") for _ in range(arguments.layers)]
     model = keras.Sequential([keras.layers.Input((784,)), *layers, keras.layers.Dense(10)])
-    optimizer = keras.optimizers.SGD(0.01, momentum=0.9)
+    optimizer = keras.optimizers.SGD(0.01, momentum=arguments.momentum)
     loss = keras.losses.SparseCategoricalCrossentropy(from_logits=True)
     model.compile(hvd.DistributedOptimizer(optimizer, **settings) if distributed else optimizer, loss)
     return model
 
 
+def multi_worker() -> Any:
+    """TensorFlow's own data parallelism over the same ranks, by gRPC on this machine."""
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        address = f"127.0.0.1:{probe.getsockname()[1]}"
+    workers = commlib.world().all_gather_object(address)
+    task = {"type": "worker", "index": hvd.rank()}
+    os.environ["TF_CONFIG"] = json.dumps({"cluster": {"worker": workers}, "task": task})
+    return tf.distribute.MultiWorkerMirroredStrategy()
+
+
 def measure(models: dict[str, Any], arguments: argparse.Namespace) -> dict[str, list[float]]:
     """Return the seconds per step of every contender in every round."""
     generator = np.random.default_rng(hvd.rank())
-    inputs = generator.normal(size=(ROWS, 784)).astype(np.float32)
-    labels = generator.integers(10, size=ROWS)
+    inputs = generator.normal(size=(arguments.rows, 784)).astype(np.float32)
+    labels = generator.integers(10, size=arguments.rows)
     data = tf.data.Dataset.from_tensors((inputs, labels)).repeat()
-    clock, names = Clock(), list(models)
+    options = tf.data.Options()
+    options.experimental_distribute.auto_shard_policy = tf.data.experimental.AutoShardPolicy.OFF
+    data = data.with_options(options)
+    names, ends = list(models), list[float]()
+    clock = arguments.keras.callbacks.LambdaCallback(
+        on_train_batch_end=lambda *_, **__: ends.append(time.perf_counter())
+    )
     seconds: dict[str, list[float]] = {name: [] for name in names}
     for turn in range(arguments.warm_up + arguments.rounds):
         for position in range(len(names)):
             name = names[(position + turn) % len(names)]
-            hvd.allreduce(0.0, name="barrier")
+            commlib.world().barrier()
+            ends.clear()
             models[name].fit(
                 data, epochs=1, steps_per_epoch=arguments.steps + 1, shuffle=False, verbose=0, callbacks=[clock]
             )
-            mine = (clock.ends[-1] - clock.ends[0]) / arguments.steps
-            slowest = max(hvd.allgather_object(mine))
+            mine = (ends[-1] - ends[0]) / arguments.steps
+            slowest = max(commlib.world().all_gather_object(mine))
             if turn >= arguments.warm_up:
                 seconds[name].append(slowest)
     return seconds
@@ -97,7 +104,11 @@ def quantile(values: list[float], fraction: float) -> float:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--width", type=int, default=1072, help="of the hidden layers")
+    parser.add_argument("--width", type=int, default=1024, help="of the hidden layers")
+    parser.add_argument("--layers", type=int, default=4, help="how many hidden layers")
+    parser.add_argument("--momentum", type=float, default=0.0)
+    parser.add_argument("--legacy", action="store_true", help="use tf_keras; measure MultiWorkerMirroredStrategy too")
+    parser.add_argument("--rows", type=int, default=64, help="of a batch, per rank")
     parser.add_argument("--rounds", type=int, default=20)
     parser.add_argument("--warm-up", type=int, default=2, help="rounds that are not counted")
     parser.add_argument("--steps", type=int, default=20, help="per round and contender")
@@ -108,11 +119,16 @@ def main() -> None:
     tf.config.threading.set_intra_op_parallelism_threads(arguments.threads)
     tf.config.threading.set_inter_op_parallelism_threads(2)
     hvd.init()
+    strategy = multi_worker() if arguments.legacy else None  # has to come before anything else of TensorFlow
+    arguments.keras = importlib.import_module("tf_keras" if arguments.legacy else "keras")
     models = {
-        REFERENCE: compiled(arguments.width, distributed=False),
-        "ours": compiled(arguments.width, distributed=True),
-        "ours, bfloat16": compiled(arguments.width, distributed=True, compression=hvd.Compression.bf16),
+        REFERENCE: compiled(arguments, distributed=False),
+        "ours": compiled(arguments, distributed=True),
+        "ours, bfloat16": compiled(arguments, distributed=True, compression=hvd.Compression.bf16),
     }
+    if strategy is not None:
+        with strategy.scope():
+            models["MultiWorkerMirrored"] = compiled(arguments, distributed=False)
     seconds = measure(models, arguments)
     if hvd.rank() == 0:
         show(

@@ -33,6 +33,7 @@ def DistributedOptimizer(
     process_set: Any = core.global_process_set,
     scale_local_gradients: bool = True,
     compress_within_node: bool = False,
+    overlap: bool | None = None,
 ) -> OptimizerT:
     """Make `optimizer` step with gradients that are reduced over all ranks, and return it.
 
@@ -54,7 +55,10 @@ def DistributedOptimizer(
     `compression` may also be a name such as "int8", "topk:ratio=0.01", "powersgd:rank=4" or "auto", or a codec or
     scheme of `commlib.compress`: fewer bytes between nodes, or with `compress_within_node` between all ranks. What is
     lost is added to the next step's gradients; `compression_state()` of the result returns it, and
-    `load_compression_state(state)` takes it back, on each rank its own.
+    `load_compression_state(state)` takes it back, on each rank its own. `overlap` says whether a traced function starts
+    to reduce while backward goes on; None decides by where the ranks are and the cores they have. `report` of the
+    result says what communication cost in the last step. A `global_clipnorm` of Keras 3's optimizers has the same bits
+    on all ranks.
 
     Raises UsageError for what is no such optimizer, is distributed already, or cannot be reduced as told.
     """
@@ -65,6 +69,7 @@ def DistributedOptimizer(
         op=op,
         compression=compression,
         compress_within_node=compress_within_node,
+        overlap=overlap,
         sparse_as_dense=sparse_as_dense,
         gradient_predivide_factor=gradient_predivide_factor,
         groups=groups if groups is not None else num_groups or None,

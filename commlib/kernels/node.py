@@ -232,30 +232,41 @@ def all_reduce_symmetric(address: int) -> int:
     return _meet_after(call, control, status)
 
 
+@nb.njit(inline="always")  # type: ignore[untyped-decorator]
+def _copy_but(target: int, source: int, start: int, stop: int, length: int) -> None:
+    """Copy `length` bytes but those in [start, stop)."""
+    ins.memcpy(target, source, start)
+    ins.memcpy(target + stop, source + stop, length - stop)
+
+
 @nb.njit(cache=CACHED, nogil=True)  # type: ignore[untyped-decorator]
 def all_reduce_staged(address: int) -> int:
     """All-reduce of ordinary arrays, piece by piece, through slots that are then reduced like symmetric memory.
 
     Two meetings for each piece, but each rank reduces only its share: best for large arrays on more than two ranks.
+    Its own share goes from its source straight into its target: nobody else needs that in its slot.
     """
     call = _call(address)
     control = _control(call)
     if control[FAILED] != 0:
         return BROKEN
     rank, size, item = control[RANK], control[SIZE], call[ITEM_BYTES]
-    slots, inputs = _table(control[SLOTS], size), _table(call[INPUTS], size)
+    slots, inputs, outputs = _table(control[SLOTS], size), _table(call[INPUTS], size), _table(call[OUTPUTS], size)
     piece = control[SLOT_BYTES] // item
     while True:
         position = call[POSITION]
         length = min(piece, call[COUNT] - position)
+        start, stop = _own_share(length, item, rank, size)
+        source, target = call[SOURCE] + position * item, call[TARGET] + position * item
         if call[STATE] == 0:
             if position == 0:
                 call[PARITY] = (control[EPOCH] + 1) & 1  # a peer may still read what was published at this epoch
             # The two meetings of a piece leave the epoch's parity as it was: count pieces instead.
-            slot = (call[PARITY] + position // piece) & 1
+            slot = ((call[PARITY] + position // piece) & 1) * control[SLOT_BYTES]
             for peer in range(size):
-                inputs[peer] = slots[peer] + slot * control[SLOT_BYTES]
-            ins.memcpy(inputs[rank], call[SOURCE] + position * item, length * item)
+                inputs[peer] = outputs[peer] = slots[peer] + slot
+            _copy_but(inputs[rank], source, start * item, stop * item, length * item)
+            inputs[rank], outputs[rank] = source, target
             _arrive(call, control)
             call[STATE] = 1
         if call[STATE] == 1:
@@ -266,16 +277,16 @@ def all_reduce_staged(address: int) -> int:
                 call[STATE] = 0
                 call[POSITION] = 0
                 return status
-            start, stop = _own_share(length, item, rank, size)
             if stop > start:
                 ins.call_reduce(
-                    call[REDUCE], call[INPUTS], size, call[INPUTS], size, start * item, stop - start, call[DIVISOR]
+                    call[REDUCE], call[INPUTS], size, call[OUTPUTS], size, start * item, stop - start, call[DIVISOR]
                 )
             _arrive(call, control)
             call[STATE] = 2
         if _await_peers(call, control) == WAITING:
             return WAITING
-        ins.memcpy(call[TARGET] + position * item, inputs[rank], length * item)
+        slot = ((call[PARITY] + position // piece) & 1) * control[SLOT_BYTES]
+        _copy_but(target, slots[rank] + slot, start * item, stop * item, length * item)
         call[STATE] = 0
         call[POSITION] = position + length
         if call[POSITION] >= call[COUNT]:

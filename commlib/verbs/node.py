@@ -180,7 +180,7 @@ class NodeCall:
             return call
         call = cls(group, text, kernels.all_reduce_staged)
         call._symmetric_kernel = kernels.all_reduce_symmetric
-        call._set_tables(INPUTS=[0] * group.board.size)
+        call._set_tables(INPUTS=[0] * group.board.size, OUTPUTS=[0] * group.board.size)
         call._set(COUNT=count)
         call._set_arithmetic(arithmetic)
         return call

@@ -29,10 +29,12 @@ def DistributedOptimizer(
     groups: int | Sequence[Sequence[Any]] | None = None,
     process_set: Any = core.global_process_set,
     scale_local_gradients: bool = True,
+    **more: Any,
 ) -> OptimizerT:
     """Make `optimizer` step with gradients that are reduced over all ranks, and return it.
 
-    The same as `commlib_tensorflow.DistributedOptimizer`, with the arguments in the order that `horovod.keras` has.
+    The same as `commlib_tensorflow.DistributedOptimizer`, with the arguments in the order that `horovod.keras` has;
+    `more` are `compress_within_node` and `overlap`.
     """
     return PartialDistributedOptimizer(
         optimizer,
@@ -50,6 +52,7 @@ def DistributedOptimizer(
         process_set,
         None,
         scale_local_gradients,
+        **more,
     )
 
 
@@ -69,6 +72,8 @@ def PartialDistributedOptimizer(
     process_set: Any = core.global_process_set,
     local_layers: Any = None,
     scale_local_gradients: bool = True,
+    compress_within_node: bool = False,
+    overlap: bool | None = None,
 ) -> OptimizerT:
     """Like DistributedOptimizer, but gradients of `local_layers` (a layer or several) stay on their rank.
 
@@ -84,6 +89,8 @@ def PartialDistributedOptimizer(
         name=name,
         op=op,
         compression=compression,
+        compress_within_node=compress_within_node,
+        overlap=overlap,
         sparse_as_dense=sparse_as_dense,
         gradient_predivide_factor=gradient_predivide_factor,
         groups=groups if groups is not None else num_groups or None,

@@ -1,0 +1,39 @@
+"""How a benchmark starts itself as a job: on this node, or on hosts that are made for it."""
+
+from __future__ import annotations
+
+import argparse
+import os
+import subprocess
+import sys
+from typing import Any
+
+from tests.multihost.hosts import Hosts, HostsError, find_mpiexec, launch_settings
+
+
+def start_job(script: str, *, hosts: int, ranks_per_host: int, rate: str, timeout: float) -> int:
+    """Run `script --worker` with this program's arguments on every rank; return the job's exit code.
+
+    One host is this node as it is; several are emulated (root only), with links of `rate`.
+    """
+    name = os.path.basename(script)
+    command = [sys.executable, os.path.abspath(script), "--worker", *sys.argv[1:]]
+    environment = {"TORCH_CPP_LOG_LEVEL": "ERROR"}  # gloo warns of names it cannot look up
+    try:
+        if hosts == 1:
+            command = [find_mpiexec(), "-n", str(ranks_per_host), *command]
+            environment = {**launch_settings(ranks_per_host), **os.environ, **environment}
+            return subprocess.run(command, env=environment, timeout=timeout).returncode
+        with Hosts(hosts, rate) as made:
+            environment["GLOO_SOCKET_IFNAME"] = "eth0"
+            return made.run(command, ranks_per_host, timeout=timeout, env=environment).returncode
+    except HostsError as error:
+        print(f"{name}: {error}", file=sys.stderr)
+    except subprocess.TimeoutExpired:
+        print(f"{name}: the job was not done after {timeout:g} s: see --timeout", file=sys.stderr)
+    return 1
+
+
+def job_of(options: argparse.Namespace) -> dict[str, Any]:
+    """Return what options of this benchmark say about its job."""
+    return {name: getattr(options, name) for name in ("hosts", "ranks_per_host", "rate", "timeout")}
