@@ -113,9 +113,9 @@ def flat_mpi(comm: Any, model: nn.Module, arguments: argparse.Namespace) -> Step
     return plain_step(model, make_optimizer(model), arguments, reduce)
 
 
-def ddp_gloo(comm: Any, model: nn.Module, arguments: argparse.Namespace) -> Step:
-    """torch's DistributedDataParallel with its defaults, on gloo."""
-    wrapped = nn.parallel.DistributedDataParallel(model)
+def ddp_gloo(comm: Any, model: nn.Module, arguments: argparse.Namespace, **options: Any) -> Step:
+    """torch's DistributedDataParallel, by default with its defaults, on gloo."""
+    wrapped = nn.parallel.DistributedDataParallel(model, **options)
     return plain_step(wrapped, make_optimizer(model), arguments)
 
 
@@ -140,9 +140,9 @@ CONTENDERS: dict[str, Callable[..., Step]] = {
 # What --sweep measures too: other bucket sizes, with and without overlap.
 SWEEP: dict[str, dict[str, Any]] = {
     "ours, overlap": {"overlap": True},
-    "ours, overlap, 4 MiB": {"overlap": True, "bucket_cap_mib": 4},
+    "ours, overlap, 25 MiB": {"overlap": True, "bucket_cap_mib": 25},
     "ours, overlap, 100 MiB": {"overlap": True, "bucket_cap_mib": 100, "first_bucket_mib": 100},
-    "ours, no overlap, 4 MiB": {"overlap": False, "bucket_cap_mib": 4},
+    "ours, no overlap, 25 MiB": {"overlap": False, "bucket_cap_mib": 25},
     "ours, no overlap, 100 MiB": {"overlap": False, "bucket_cap_mib": 100, "first_bucket_mib": 100},
 }
 

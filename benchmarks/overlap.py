@@ -67,6 +67,7 @@ def in_torch(options: argparse.Namespace) -> Measured:
             REFERENCE: training.without_communication(comm, make(), options),
             **{name: step for name, (step, _) in ours.items()},
             "torch DDP, gloo": training.ddp_gloo(comm, make(), options),
+            "... with 4 MiB buckets": training.ddp_gloo(comm, make(), options, bucket_cap_mb=4),
         }
         seconds = training.measure(comm, steps, options)
     return seconds, {name: optimizer.statistics for name, (_, optimizer) in ours.items()}
@@ -91,7 +92,7 @@ def in_tensorflow(options: argparse.Namespace) -> Measured:
 
 
 def show(seconds: dict[str, list[float]], statistics_of: dict[str, Any]) -> None:
-    print(f"{'contender':<20}{'step ms':>10}{'ratio':>8}{'exposed':>10}{'hidden':>10}")
+    print(f"{'contender':<24}{'step ms':>10}{'ratio':>8}{'exposed':>10}{'hidden':>10}")
     reference = statistics.median(seconds[REFERENCE])
     for name, values in seconds.items():
         step = statistics.median(values)
@@ -99,7 +100,7 @@ def show(seconds: dict[str, list[float]], statistics_of: dict[str, Any]) -> None
         if (known := statistics_of.get(name)) is not None:
             for total in (known.exposed_seconds, known.hidden_seconds):
                 cells += f"{total / known.reductions * 1e3:>10.1f}"
-        print(f"{name:<20}{cells}")
+        print(f"{name:<24}{cells}")
 
 
 def work(options: argparse.Namespace) -> int:

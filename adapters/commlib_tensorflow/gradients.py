@@ -44,7 +44,7 @@ class GradientReducer:
     gradient_predivide_factor: with op Average, gradients are divided by it before they are added and by size / factor
     after. sparse_as_dense: tf.IndexedSlices are made dense first; else each is gathered from all ranks. groups: a
     number of groups, or lists of variables' names that travel together; by default gradients travel in buckets of up to
-    25 MiB, the first one of 1 MiB. overlap: whether a traced function starts each bucket as soon as it is complete;
+    4 MiB, the first one of 1 MiB. overlap: whether a traced function starts each bucket as soon as it is complete;
     None decides by where the ranks are and the cores they have.
     """
 
