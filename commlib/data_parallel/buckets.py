@@ -21,7 +21,7 @@ ALIGNMENT = 64
 
 FIRST_BUCKET_MIB = 1.0
 BUCKET_CAP_MIB = 4.0
-"""Small: what is still to be sent when backward ends is the last bucket, and a link of 1 Gbit/s takes 33 ms for 4 MiB."""
+"""Small: the last bucket cannot be hidden behind backward, and a link of 1 Gbit/s takes 33 ms for 4 MiB."""
 
 
 Kind = tuple[str, int, str, str, str, float]

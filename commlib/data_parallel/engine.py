@@ -24,8 +24,8 @@ from commlib.data_parallel.report import Statistics, all_reduce_bytes
 from commlib.dtypes import Array
 from commlib.kernels.stream import stream_copy
 
-# More gradients than this do not stay in a core's caches until they are reduced.
-_CACHED_BYTES = 16 << 20
+# More gradients than this do not stay in a core's caches until they are reduced: the model itself needs them too.
+_CACHED_BYTES = 4 << 20
 
 
 class Pending(Protocol):

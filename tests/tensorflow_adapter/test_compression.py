@@ -10,6 +10,7 @@ import pytest
 import tensorflow as tf
 
 import commlib_tensorflow as hvd
+import commlib_tensorflow.keras as hvd_keras
 from commlib.compress import Blocks, Exchanged
 from commlib.errors import UsageError
 from commlib_tensorflow.optimizer import DistributedOptimizer
@@ -65,6 +66,25 @@ def test_keras_trains_and_ranks_stay_equal(comm: Any, name: str, mode: str) -> N
         # In Keras' order of variables; with top-k the biases, which are small, travel as they are.
         assert sorted(state) == [f"variable {number}" for number in (range(4) if name == "int8" else (0, 2))]
         assert state["variable 0"]["residual"].shape == (40, 64)
+
+
+@pytest.mark.ranks(min=2)
+@pytest.mark.parametrize("overlap", [False, True])
+def test_the_optimizer_of_the_keras_module(comm: Any, overlap: bool) -> None:
+    """It has the arguments of horovod.keras, and these."""
+    model = network()
+    optimizer: Any = hvd_keras.DistributedOptimizer(
+        keras.optimizers.SGD(0.05),
+        name=f"of keras {overlap}",
+        compression="int8",
+        compress_within_node=True,
+        overlap=overlap,
+        num_groups=2,
+    )
+    train(comm, model, optimizer, range(2), "graph")
+    assert_equal_everywhere(comm, model)
+    assert 3 * optimizer.report.sent_bytes < optimizer.report.uncompressed_bytes
+    assert optimizer.statistics.early_launches == (4 if overlap else 0)
 
 
 @pytest.mark.ranks(min=2)
