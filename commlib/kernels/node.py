@@ -30,6 +30,7 @@ from numba.core import types
 
 from commlib.kernels import intrinsics as ins
 from commlib.kernels.cache import CACHED
+from commlib.kernels.stream import stream_copy
 
 # What a kernel returns.
 DONE, WAITING, MISMATCH, BROKEN, APART = range(5)
@@ -40,6 +41,9 @@ LINE_BYTES, ARRIVED, SIGNATURES, PLACES = 128, 0, 16, 32
 
 # How much of each buffer is reduced at once: far less than the L2 cache, far more than a call costs.
 TILE_BYTES = 1 << 16
+
+# Ordinary arrays from here on get what others reduced past the caches, which it would drive other data out of.
+STREAMED_BYTES = 4 << 20
 
 # How often a rank that only begins a call polls for its peers.
 BEGINNING_SPINS = 200
@@ -286,7 +290,12 @@ def all_reduce_staged(address: int) -> int:
         if _await_peers(call, control) == WAITING:
             return WAITING
         slot = ((call[PARITY] + position // piece) & 1) * control[SLOT_BYTES]
-        _copy_but(target, slots[rank] + slot, start * item, stop * item, length * item)
+        published = slots[rank] + slot
+        if call[COUNT] * item < STREAMED_BYTES:
+            _copy_but(target, published, start * item, stop * item, length * item)
+        else:
+            stream_copy(target, published, start * item)
+            stream_copy(target + stop * item, published + stop * item, (length - stop) * item)
         call[STATE] = 0
         call[POSITION] = position + length
         if call[POSITION] >= call[COUNT]:
