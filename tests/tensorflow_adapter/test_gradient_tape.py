@@ -11,7 +11,7 @@ import tensorflow as tf
 import commlib_tensorflow as hvd
 from commlib import horovod as core
 from commlib.errors import MismatchError, UsageError
-from commlib_tensorflow import gradients
+from commlib_tensorflow import _one_reduction
 from commlib_tensorflow._layout import make_layout
 from commlib_tensorflow.gradients import GradientReducer
 from tests.tensorflow_adapter.oracle import (
@@ -278,7 +278,7 @@ def test_buckets_start_while_backward_runs(comm: Any, overlap: bool, monkeypatch
         seen.append(launched.wait(20.0 if overlap else 0.2))
         return gradient
 
-    monkeypatch.setattr(gradients, "core", SimpleNamespace(**{**vars(core), "start_allreduce": start}))
+    monkeypatch.setattr(_one_reduction, "core", SimpleNamespace(**{**vars(core), "start_allreduce": start}))
 
     @tf.custom_gradient
     def hold_up(x: Any) -> Any:
