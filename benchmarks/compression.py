@@ -37,7 +37,7 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.compression_contenders import CONTENDERS, RATES, Training, contender
-from benchmarks.launching import job_of, start_job
+from benchmarks.launching import run
 from tests.multihost.hosts import bits_per_second
 
 SENT = Path("/sys/class/net/eth0/statistics/tx_bytes")
@@ -244,13 +244,5 @@ def ratio(value: float | None, reference: float | None) -> str:
     return f"{value / reference:.3f}" if value is not None and reference else "-"
 
 
-def main() -> None:
-    options = parse()
-    for name in ("out", "plot"):
-        if getattr(options, name):
-            setattr(options, name, Path(os.path.abspath(getattr(options, name))))
-    sys.exit(work(options) if options.worker else start_job(__file__, **job_of(options)))
-
-
 if __name__ == "__main__":
-    main()
+    sys.exit(run(__file__, parse(), work))

@@ -18,7 +18,6 @@ from __future__ import annotations
 
 import argparse
 import json
-import os
 import statistics
 import sys
 import time
@@ -29,7 +28,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from benchmarks.launching import job_of, start_job
+from benchmarks.launching import run
 from tests.multihost.hosts import bits_per_second
 
 Call = Callable[[], Any]
@@ -182,12 +181,5 @@ def print_row(size: int, figures: dict[str, Figures], options: argparse.Namespac
     print(f"{size:>10}{bound * 1e3:>10.3f}{cells}{sum(of.wrong for of in figures.values()):>7}", flush=True)
 
 
-def main() -> None:
-    options = parse()
-    if options.out:
-        options.out = Path(os.path.abspath(options.out))
-    sys.exit(work(options) if options.worker else start_job(__file__, **job_of(options)))
-
-
 if __name__ == "__main__":
-    main()
+    sys.exit(run(__file__, parse(), work))

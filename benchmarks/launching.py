@@ -6,7 +6,8 @@ import argparse
 import os
 import subprocess
 import sys
-from typing import Any
+from collections.abc import Callable
+from pathlib import Path
 
 from tests.multihost.hosts import Hosts, HostsError, find_mpiexec, launch_settings
 
@@ -34,6 +35,12 @@ def start_job(script: str, *, hosts: int, ranks_per_host: int, rate: str, timeou
     return 1
 
 
-def job_of(options: argparse.Namespace) -> dict[str, Any]:
-    """Return what options of this benchmark say about its job."""
-    return {name: getattr(options, name) for name in ("hosts", "ranks_per_host", "rate", "timeout")}
+def run(script: str, options: argparse.Namespace, work: Callable[[argparse.Namespace], int]) -> int:
+    """Do `work` if this is a rank of the job, else start the job, as `options` say; return the exit code."""
+    for name in ("out", "plot"):
+        if getattr(options, name, None):
+            setattr(options, name, Path(os.path.abspath(getattr(options, name))))
+    if options.worker:
+        return work(options)
+    job = {name: getattr(options, name) for name in ("hosts", "ranks_per_host", "rate", "timeout")}
+    return start_job(script, **job)

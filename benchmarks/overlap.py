@@ -13,14 +13,13 @@ from __future__ import annotations
 
 import argparse
 import json
-import os
 import statistics
 import sys
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from benchmarks.launching import job_of, start_job
+from benchmarks.launching import run
 
 REFERENCE = "no communication"
 OURS = {"no overlap": False, "overlap": True}
@@ -118,12 +117,5 @@ def work(options: argparse.Namespace) -> int:
     return 0
 
 
-def main() -> None:
-    options = parse()
-    if options.out:
-        options.out = Path(os.path.abspath(options.out))
-    sys.exit(work(options) if options.worker else start_job(__file__, **job_of(options)))
-
-
 if __name__ == "__main__":
-    main()
+    sys.exit(run(__file__, parse(), work))

@@ -157,12 +157,13 @@ class OneReduction:
                 failure = failure or error
         if failure is not None:
             raise failure
-        ran = sum(work.seconds for work, _ in pending.values())
-        reducer.statistics.hidden_seconds += max(0.0, ran - (time.perf_counter() - started))
+        statistics = reducer.statistics
+        statistics.hide((work for work, _ in pending.values()), time.perf_counter() - started)
         for number, (_, outputs) in pending.items():
             self._count(number, outputs)
         for array in slices:
-            self._count_bytes(array.nbytes, (reducer.size - 1) * array.nbytes, (reducer.size - 1) * array.nbytes)
+            statistics.nbytes += array.nbytes
+            statistics.count((reducer.size - 1) * array.nbytes, (reducer.size - 1) * array.nbytes)
         return results or [np.zeros((), np.int64)]
 
     def _count(self, number: int, arrays: Sequence[Array]) -> None:
@@ -174,13 +175,8 @@ class OneReduction:
             given = (self._given[index].dtype.size for index in self._buckets[number])
             whole = sum(array.size * itemsize for array, itemsize in zip(arrays, given, strict=True))
             sent, uncompressed = (all_reduce_bytes(reducer.size, count) for count in (nbytes, whole))
-        self._count_bytes(nbytes, sent, uncompressed)
-
-    def _count_bytes(self, nbytes: int, sent: int, uncompressed: int) -> None:
-        statistics = self._reducer.statistics
-        statistics.nbytes += nbytes
-        statistics.sent_bytes += sent
-        statistics.uncompressed_bytes += uncompressed
+        reducer.statistics.nbytes += nbytes
+        reducer.statistics.count(sent, uncompressed)
 
 
 def _with_markers(arrays: Sequence[Array], places: Sequence[bool], marker: Any = np.uint8) -> list[Array]:

@@ -123,6 +123,7 @@ def DistributedGradientTape(
     process_set: core.ProcessSet | None = None,
     scale_local_gradients: bool = True,
     compress_within_node: bool = False,
+    overlap: bool | None = None,
 ) -> DistributedTape:
     """Return a tape that records as `gradtape` does and whose `gradient` is combined over all ranks.
 
@@ -137,6 +138,7 @@ def DistributedGradientTape(
         op=core.resolve_op(op),
         compression=compression,
         compress_within_node=compress_within_node,
+        overlap=overlap,
         gradient_predivide_factor=gradient_predivide_factor,
         sparse_as_dense=sparse_as_dense,
         groups=_by_name(groups) if groups is not None else num_groups or None,
@@ -160,6 +162,7 @@ def PartialDistributedGradientTape(
     local_layers: Any = None,
     scale_local_gradients: bool = True,
     compress_within_node: bool = False,
+    overlap: bool | None = None,
 ) -> DistributedTape:
     """Return a `DistributedGradientTape` for which all weights of `local_layers`, a layer or several, are local."""
     tape = DistributedGradientTape(
@@ -175,6 +178,7 @@ def PartialDistributedGradientTape(
         process_set,
         scale_local_gradients,
         compress_within_node,
+        overlap,
     )
     for layer in _layers(local_layers):
         for weight in layer.trainable_weights:

@@ -70,7 +70,7 @@ class Aside:
                 grad = None if standing_in else parameters[index].grad
                 wire = options.wire_dtype(parameters[index].dtype)
                 total, nbytes = gather_rows(self._comm, self._names[index], parameters[index], grad, wire=wire)
-                _count(statistics, nbytes * (size - 1), nbytes * (size - 1))
+                statistics.count(nbytes * (size - 1), nbytes * (size - 1))
                 if not standing_in:
                     parameters[index].grad = total / size if options.op == "mean" else total
         if options.compressor is not None and not standing_in:  # a rank that has joined needs no standing in
@@ -79,7 +79,7 @@ class Aside:
                 named = [(self._names[index], parameters[index]) for index in packed]
                 gradients, nbytes = reduce_compressed(options, named)
                 whole = sum(parameter.nbytes for _, parameter in named)
-                _count(statistics, all_reduce_bytes(size, nbytes), all_reduce_bytes(size, whole))
+                statistics.count(all_reduce_bytes(size, nbytes), all_reduce_bytes(size, whole))
                 for index, gradient in zip(packed, gradients, strict=True):
                     parameters[index].grad = gradient
         return bool(found)
@@ -155,8 +155,3 @@ def reduce_compressed(options: Options, named: Sequence[Named]) -> tuple[list[Te
     results = start_allreduce(packed, how, in_place=True, blocking=True).wait()
     gradients = [compressor.decompress(result, context) for result, context in zip(results, contexts, strict=True)]
     return gradients, nbytes
-
-
-def _count(statistics: Statistics, sent: int, uncompressed: int) -> None:
-    statistics.sent_bytes += sent
-    statistics.uncompressed_bytes += uncompressed

@@ -206,8 +206,7 @@ class Engine:
                 work.wait()
             except Exception as error:
                 failure = failure or error
-        ran = sum(getattr(work, "seconds", 0.0) for work in works)
-        self.statistics.hidden_seconds += max(0.0, ran - (time.perf_counter() - started))
+        self.statistics.hide(works, time.perf_counter() - started)
         if failure is not None:
             raise failure
 
@@ -220,8 +219,7 @@ class Engine:
     def _count(self, index: int) -> None:
         sent, uncompressed = self._traffic[index]
         plan = self._plans[index]
-        self.statistics.sent_bytes += getattr(plan, "sent_bytes", sent)
-        self.statistics.uncompressed_bytes += getattr(plan, "uncompressed_bytes", uncompressed)
+        self.statistics.count(getattr(plan, "sent_bytes", sent), getattr(plan, "uncompressed_bytes", uncompressed))
 
 
 def _group(comm: Reducer | Groups, name: str) -> Reducer:

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
+from typing import Any
 
 
 @dataclass(slots=True)
@@ -26,6 +27,16 @@ class Statistics:
     """How often all buckets were reduced."""
     early_launches: int = 0
     """Buckets that were launched while backward was still running."""
+
+    def count(self, sent: int, uncompressed: int) -> None:
+        """Count bytes that a reduction sent, and would have sent uncompressed."""
+        self.sent_bytes += sent
+        self.uncompressed_bytes += uncompressed
+
+    def hide(self, works: Iterable[Any], waited: float) -> None:
+        """Count how long works ran, all of which are done, but for the seconds that they were waited for."""
+        ran = sum(getattr(work, "seconds", 0.0) for work in works)
+        self.hidden_seconds += max(0.0, ran - waited)
 
     @contextmanager
     def exposing(self) -> Iterator[None]:

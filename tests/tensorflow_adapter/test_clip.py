@@ -41,7 +41,8 @@ def test_as_tensorflow_does(comm: Any, mode: str, dtype: Any, clip_norm: float) 
             assert one.dtype == dtype
             # The factor is rounded to the dtype, and the product is.
             tolerance = 2 * ml_dtypes.finfo(dtype.as_numpy_dtype).eps
-            np.testing.assert_allclose(tf.cast(one, tf.float64), other, rtol=float(tolerance), atol=1e-7)
+            smallest = float(ml_dtypes.finfo(dtype.as_numpy_dtype).smallest_subnormal)
+            np.testing.assert_allclose(tf.cast(one, tf.float64), other, rtol=float(tolerance), atol=smallest)
     everyone = comm.all_gather_object([np.asarray(t.numpy()).tobytes() for t in (norm, *clipped[:-1])])
     assert all(theirs == everyone[0] for theirs in everyone)
 
