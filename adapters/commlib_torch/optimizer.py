@@ -57,7 +57,7 @@ def DistributedOptimizer(
     - `skip_synchronize()`: a context in which `step()` reduces nothing. It never reduces what is reduced already;
     - `no_sync()`: a context in which backward accumulates on this rank only;
     - `set_backward_passes_per_step(k)`;
-    - `clip_grad_norm(max_norm)`: clip by the norm of all gradients, with the same bits on all ranks;
+    - `clip_grad_norm(max_norm)`: clip by the norm of all gradients, with the same bits on all ranks, whatever CPUs;
     - `report`: what communication cost in the last step, a `commlib.data_parallel.StepReport`; `statistics` are its
       sums so far, and `exposed_seconds` is the time this thread waited for communication so far.
 
