@@ -7,17 +7,20 @@ message's tag, so that different calls can never take each other's data.
 
 from __future__ import annotations
 
+import itertools
 import time
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 
+from commlib.dtypes import Array
 from commlib.errors import MismatchError, PeerError
 from commlib.executor import Region, execute
 from commlib.schedule import program
 from commlib.schedule.layout import even
-from commlib.transport.base import Idle, Transport
+from commlib.transport.base import Idle, Request, Transport
 from commlib.verbs.operation import signature
 
 _TEXT_BYTES = 1024
@@ -60,87 +63,163 @@ def compare_messages(transport: Transport, sequence: int, text: str, idle: Idle)
     return [bytes(row).rstrip(b"\0").decode(errors="replace") for row in gather(own, "texts")]
 
 
-# How many past calls a rank still answers for, and what it says once it makes none any more.
+# How many past calls a rank still answers for, and how long it waits for the last words of ranks that leave with it.
 _REMEMBERED = 16
 _PARTING_SECONDS = 0.2
-_GONE = "(left the program, or shut commlib down)"
+_LAST_WORDS = 0  # the tag of them; those of calls are their numbers, from 1 on
+
+
+@dataclass(slots=True)
+class _Exchange:
+    """A text that goes to another rank, and one that comes from it; `send` or `receive` is None where none does."""
+
+    peer: int
+    send: Request | None
+    receive: Request | None
+    theirs: Array
+
+    def text(self) -> str | None:
+        """Return what has come, or None."""
+        if self.receive is None or not self.receive.test():
+            return None
+        return bytes(self.theirs).rstrip(b"\0").decode(errors="replace")
 
 
 class LateCheck:
     """Compares calls once a wait is long, for groups whose ranks do not share memory.
 
     A rank that has waited long sends each other rank its last calls, by number, and posts a receive for theirs. Ranks
-    that disagree are stuck, or will be, so both sides come to this sooner or later; a rank that leaves says so in the
-    same way. Nothing is sent as long as nobody waits long.
+    that disagree are stuck, or will be, so both sides come to this sooner or later. A rank that leaves, or whose group
+    has failed, says so in last words. Nothing is sent as long as nobody waits long.
     """
 
     def __init__(self, transport: Transport, group: str) -> None:
         self._transport, self._group = transport, group
         self._calls: dict[int, str] = {}
-        self._posted: dict[int, list[tuple[int, Any, Any, Any]]] = {}  # number -> peer, receive, its array, send
+        self._posted: dict[int, list[_Exchange]] = {}  # by number
+        self._parting: list[_Exchange] = []
 
     def note(self, sequence: int, text: str) -> None:
         """Remember a call."""
         self._calls[sequence] = text
         self._calls.pop(sequence - _REMEMBERED, None)
         if self._posted:
-            for _, receive, _, _ in self._posted.pop(sequence - 2 * _REMEMBERED, []):
-                if receive is not None:
-                    receive.cancel()  # before its array goes
+            for exchange in self._posted.pop(sequence - 2 * _REMEMBERED, []):
+                if exchange.receive is not None:
+                    exchange.receive.cancel()  # before its array goes
 
-    def tell(self) -> None:
-        """Tell the others what this rank called, and listen no more: it knows of a mismatch that they may not see."""
-        self._post(listen=False)
+    def tell(self, reason: str = "") -> None:
+        """Tell the others what this rank called, and listen no more: it knows of a mismatch that they may not see.
 
-    def leave(self) -> None:
-        """Tell those who wait, or will, that this rank makes no further call. Never blocks for long."""
+        reason: why it makes no further call, where it is not a mismatch.
+        """
+        if reason:
+            self._say(f"has given up this group ({reason})", done=max(self._calls, default=0) - 1)
+        else:
+            self._post(listen=False)
+
+    def leave(self, history: int) -> str:
+        """Tell those who wait, or will, that this rank makes no further call. Never blocks for long.
+
+        Returns which ranks left as well after as many calls, but others, as their `history` shows, or "".
+        """
         last = max(self._calls, default=0)
-        self._calls = {last + 1: _GONE}
-        self._post()
+        self._say("has shut commlib down or left the program", done=last, history=history)
         # Ranks that leave together take each other's word, so that no message is left behind, of which some MPI
         # libraries complain. And MPI may outlive this process's memory: it must not touch it any more.
         deadline = time.monotonic() + _PARTING_SECONDS
-        for exchanges in self._posted.values():
-            for _, receive, _, send in exchanges:
-                for request in (send, receive):
-                    while request is not None and not request.test() and time.monotonic() < deadline:
-                        time.sleep(1e-4)
-                if receive is not None and not receive.test():
-                    receive.cancel()
+        exchanges = [*self._parting, *itertools.chain.from_iterable(self._posted.values())]
+        for exchange in exchanges:
+            for request in (exchange.send, exchange.receive):
+                while request is not None and not request.test() and time.monotonic() < deadline:
+                    time.sleep(1e-4)
+        words = {exchange.peer: _Words.read(text) for exchange in self._parting if (text := exchange.text())}
+        for exchange in exchanges:
+            if exchange.receive is not None and not exchange.receive.test():
+                exchange.receive.cancel()
         self._posted.clear()
+        self._parting.clear()
+        odd = [peer for peer, said in words.items() if said.done == last and said.history not in (history, -1)]
+        return f"rank {', '.join(map(str, odd))}" if odd else ""
 
     def look(self) -> None:
         """Raise MismatchError if a rank made another call than this one, PeerError if it left instead."""
         self._post()
+        self._listen()
         for sequence, exchanges in self._posted.items():
-            for peer, request, array, _ in exchanges:
-                if sequence in self._calls and request is not None and request.test():
-                    self._compare(sequence, peer, bytes(array).rstrip(b"\0").decode(errors="replace"))
+            for exchange in exchanges:
+                if sequence in self._calls and (theirs := exchange.text()) is not None:
+                    self._compare(sequence, exchange.peer, theirs)
+        for exchange in self._parting:
+            if (text := exchange.text()) is not None and (words := _Words.read(text)).done < max(
+                self._calls, default=0
+            ):
+                raise PeerError(
+                    f"{self._group}: {self._calls[max(self._calls)]}: rank {self._transport.rank}: waited for a rank "
+                    f"that will not come: rank {exchange.peer} {words.why}"
+                )
+
+    def late(self) -> list[int]:
+        """Return the ranks that have not said that they wait in this rank's call too, though it has waited long."""
+        waited_for = self._posted.get(max(self._calls, default=0), [])
+        return [exchange.peer for exchange in waited_for if exchange.text() is None]
 
     def _post(self, *, listen: bool = True) -> None:
         for sequence in sorted(self._calls.keys() - self._posted.keys()):
-            own = np.zeros(_TEXT_BYTES, np.uint8)
-            data = self._calls[sequence].encode()[:_TEXT_BYTES]
-            own[: len(data)] = np.frombuffer(data, np.uint8)
-            self._posted[sequence] = exchanges = []
-            for peer in range(self._transport.size):
-                if peer != self._transport.rank:
-                    theirs = np.zeros(_TEXT_BYTES, np.uint8)
-                    request = self._transport.recv(peer, sequence, theirs.data) if listen else None
-                    exchanges.append((peer, request, theirs, self._transport.send(peer, sequence, own.data)))
+            self._posted[sequence] = self._to_all(sequence, self._calls[sequence], listen=listen)
+
+    def _say(self, why: str, done: int, history: int = -1) -> None:
+        """Say last words: this rank has done so many calls, and does no other."""
+        if any(exchange.send is not None for exchange in self._parting):
+            return
+        receives = {exchange.peer: exchange for exchange in self._parting}
+        spoken = self._to_all(_LAST_WORDS, _Words(done, history, why).written(), listen=not receives)
+        for exchange in spoken:
+            if (before := receives.get(exchange.peer)) is not None:
+                exchange.receive, exchange.theirs = before.receive, before.theirs
+        self._parting = spoken
+
+    def _listen(self) -> None:
+        if not self._parting:
+            self._parting = self._to_all(_LAST_WORDS, None)
+
+    def _to_all(self, tag: int, text: str | None, *, listen: bool = True) -> list[_Exchange]:
+        own = np.zeros(_TEXT_BYTES, np.uint8)
+        data = (text or "").encode()[:_TEXT_BYTES]
+        own[: len(data)] = np.frombuffer(data, np.uint8)
+        exchanges = []
+        for peer in range(self._transport.size):
+            if peer != self._transport.rank:
+                theirs = np.zeros(_TEXT_BYTES, np.uint8)
+                receive = self._transport.recv(peer, tag, theirs.data) if listen else None
+                send = None if text is None else self._transport.send(peer, tag, own.data)
+                exchanges.append(_Exchange(peer, send, receive, theirs))
+        return exchanges
 
     def _compare(self, sequence: int, peer: int, theirs: str) -> None:
         mine, rank = self._calls[sequence], self._transport.rank
         if theirs == mine:
             return
-        if theirs == _GONE:
-            raise PeerError(
-                f"{self._group}: {mine}: rank {rank}: waited for a rank that will not come: "
-                f"rank {peer} has shut commlib down or left the program"
-            )
         raise MismatchError(
             f"{self._group}: the ranks do not make the same call (call number {sequence}; found after a long wait):\n"
             f"  rank {rank}: {mine}\n  rank {peer}: {theirs}\n"
             "All ranks of a group must make the same calls in the same order. The group cannot be used any more: its "
             "messages are out of step. COMMLIB_CHECK=always finds this before anything is sent."
         )
+
+
+@dataclass(frozen=True, slots=True)
+class _Words:
+    """Last words: how many calls a rank has done, a hash of them or -1, and why it does no other."""
+
+    done: int
+    history: int
+    why: str
+
+    def written(self) -> str:
+        return f"{self.done} {self.history} {self.why}"
+
+    @classmethod
+    def read(cls, text: str) -> _Words:
+        done, history, why = text.split(" ", 2)
+        return cls(int(done), int(history), why)

@@ -70,7 +70,7 @@ class Communicator(Group):
             group = self._transport.split(color, key)
             return None if group is None else Communicator(group, self.runtime, f"{self.name}.split{number}({color})")
 
-        return self._run(Operation("split", run))  # type: ignore[no-any-return]
+        return self._run(Operation("split", run, meets=True))  # type: ignore[no-any-return]
 
     def node(self) -> Communicator:
         """Return the communicator of the ranks of this group on this node (made by the first call)."""
@@ -83,7 +83,7 @@ class Communicator(Group):
                 assert own is not None
                 return Communicator(own, self.runtime, f"{self.name}.node")
 
-            self._node = self._run(Operation("node", run))
+            self._node = self._run(Operation("node", run, meets=True))
         return self._node
 
     def empty(self, shape: int | Sequence[int], dtype: Any = "float32") -> Array:
@@ -102,7 +102,7 @@ class Communicator(Group):
             self.node_path.forget_places()
             return self._symmetric.allocate(nbytes).view(kind).reshape(dimensions)  # type: ignore[no-any-return]
 
-        return self._run(Operation(f"empty of shape {dimensions} {name_of(kind)}", run))  # type: ignore[no-any-return]
+        return self._run(Operation(f"empty of shape {dimensions} {name_of(kind)}", run, meets=True))  # type: ignore[no-any-return]
 
     # Reductions
 
@@ -131,11 +131,11 @@ class Communicator(Group):
             if out is x and small is None:
                 placed = self._placed_all_reduces.get((address_of(x), x.size, x.dtype, op))
                 if placed is not None and x.flags.carray:
-                    placed()
+                    placed(x)
                     return x
             if (plain := self.node_path.plain_all_reduce(x, op, out)) is not None:
                 call, array = plain
-                call.at(address_of(x), address_of(array))
+                call.at(x, array)
                 return array
         return self._run(reduction.all_reduce(self, x, op, out, algorithm))
 
@@ -170,7 +170,7 @@ class Communicator(Group):
             self._execute(operation)
             return target.deliver()
 
-        def now() -> None:
+        def now(_: Any) -> None:
             small = self.find_prepared(operation.text)
             if small is None:
                 self._run(operation)
@@ -188,7 +188,7 @@ class Communicator(Group):
         def execute() -> Any:
             return self._execute(Operation(text, run))
 
-        return Plan(self.progress, Operation(text, execute), lambda: self._run(Operation(text, run)), None, None)
+        return Plan(self.progress, Operation(text, execute), lambda _: self._run(Operation(text, run)), None, None)
 
     def reduce_scatter(self, x: Any, op: str = "sum", *, out: Any = None, algorithm: str = "auto") -> Any:
         """Combine `x` of all ranks and give each rank its part of the result along dimension 0.
@@ -318,7 +318,7 @@ class Communicator(Group):
     def barrier(self) -> None:
         """Wait until all ranks are here."""
         if self._meeting is not None:
-            self._meeting()
+            self._meeting(None)
         else:
             self._run(self._barrier())
 

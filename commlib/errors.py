@@ -4,6 +4,7 @@ CommlibError                    catch this to catch everything commlib raises
 ├── UsageError                  this call, on this rank, is wrong: fix the call
 ├── MismatchError               the ranks of a group called different things: fix the program
 ├── PeerError                   a rank of the group died, raised or left: look at that rank
+├── InterruptedCallError        an exception on this rank ended a call half-way: make new groups
 ├── StallError                  a rank of the group did not come in time: look at that rank
 ├── ShutdownError               commlib was shut down before the operation ran
 └── TransportError              MPI, shared memory or the network failed: look at the system
@@ -26,6 +27,10 @@ class MismatchError(CommlibError):
 
 class PeerError(CommlibError):
     """A rank of the group died, raised, or left while others still waited for it."""
+
+
+class InterruptedCallError(CommlibError):
+    """An exception of this rank's program (Ctrl-C, a signal handler's) ended an earlier call of the group half-way."""
 
 
 class StallError(CommlibError, TimeoutError):

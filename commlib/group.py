@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import logging
 import time
 import weakref
 from collections.abc import Callable, Collection, Sequence
 from math import inf
-from typing import Any
+from typing import Any, NoReturn
 
 import numpy as np
 
@@ -14,9 +15,9 @@ from commlib.agreement import LateCheck, compare_messages, mismatch
 from commlib.buffers.symmetric import SymmetricMemory
 from commlib.buffers.views import address_of
 from commlib.dtypes import Array
-from commlib.errors import CommlibError, MismatchError, UsageError
+from commlib.errors import CommlibError, InterruptedCallError, MismatchError, UsageError
 from commlib.executor import Hook, Reducer, Region, execute, nothing
-from commlib.kernels.node import MISMATCH
+from commlib.kernels.node import BROKEN, MISMATCH
 from commlib.observe.watchdog import Watchdog
 from commlib.prepared import SmallAllReduce
 from commlib.progress import Progress
@@ -31,10 +32,14 @@ from commlib.tune.chooser import Choice, Kind
 from commlib.verbs import objects
 from commlib.verbs.node import Arithmetic, Exchange, NodeCall
 from commlib.verbs.node_path import NodePath
-from commlib.verbs.operation import Operation, signature
+from commlib.verbs.operation import Operation, follow, signature
 from commlib.work import Work
 
+log = logging.getLogger("commlib")
+
 _MOST_PREPARED = 64
+
+_EXPLAINING = 5.0  # seconds in which to learn from the others what they called instead
 
 
 class Group:
@@ -45,10 +50,13 @@ class Group:
         self.runtime, self.config = runtime, runtime.config
         self.failure: CommlibError | None = None  # after it the group's ranks are out of step
         self.explain: Callable[[], str] | None = None  # says more where a wait is long
-        self.progress = Progress()
+        self.progress = Progress(_weakly(self.abandon))  # its thread must not keep the group alive
         weakref.finalize(self, self.progress.close).atexit = False  # its thread must not outlive the group
         self._transport = transport
         self._sequence = 0
+        self._history = 0
+        """A hash of all calls so far whose data travels by messages. Every message carries it, in its tag or beside its
+        data, so that ranks which once called different things never take each other's data for what they expect."""
         node_transport = transport.split_node()
         self._node_transport = node_transport
         self.one_node = node_transport.size == self.size
@@ -164,9 +172,9 @@ class Group:
 
     def watch(self, text: str, peers: Collection[int] | None = None) -> Watchdog:
         """Return the watchdog for one wait: for `peers`, or for all ranks in a collective."""
-        look = self._late_check.look if self._late_check is not None and peers is None else None
+        late_check = self._late_check if peers is None else None
         return Watchdog(
-            self.runtime, self.board, self.rank, f"{self.name}: {text}", peers=peers, look=look, explain=self.explain
+            self.runtime, self.board, self.rank, f"{self.name}: {text}", peers, late_check, explain=self.explain
         )
 
     def execute(
@@ -189,24 +197,12 @@ class Group:
             program,
             blocks,
             transport or self._transport,
-            tag=signature(text) + self.call_number * 0x9E3779B1 + part * 0x85EBCA6B,
+            tag=self._history + signature(text) + part * 0x85EBCA6B,
             idle=self.watch(text),
             reducer=reducer,
             before=before,
             after=after,
         )
-
-    def prepared(self, text: str, op: str, dtype: Any, make: Callable[[], SmallAllReduce]) -> SmallAllReduce:
-        """Return the small all-reduce of calls with this text; made when the first is run."""
-        found = self._prepared.get(text)
-        if found is None:
-            if len(self._prepared) >= _MOST_PREPARED:
-                self._prepared.clear()
-                self.known_small.clear()
-            found = self._prepared[text] = make()
-            if text.endswith("algorithm=auto"):
-                self.known_small[dtype, len(found.buffer), op] = text, found
-        return found
 
     def find_prepared(self, text: str) -> SmallAllReduce | None:
         """Return the small all-reduce of calls with this text, if there is one already."""
@@ -214,19 +210,59 @@ class Group:
 
     def run_small(self, text: str, small: SmallAllReduce, x: Array, target: Array) -> None:
         """Run a prepared all-reduce of contiguous arrays: `_run` and `_execute`, written out: they are many."""
-        if self.failure is not None or self._sequence < self._comparing or not self.progress.claim():
-            self._run(Operation(text, lambda: small.run(x, target)))
-            return
+        with self.progress.running:
+            if self.failure is None and self._sequence >= self._comparing and not self.progress.pending:
+                try:
+                    self._sequence = sequence = self._sequence + 1
+                    if self._late_check is not None:
+                        self._late_check.note(sequence, text)
+                    self._history = follow(self._history, text)
+                    self._run_prepared(text, small, x, target)
+                except CommlibError as error:
+                    self._fail(error)
+                    raise
+                except BaseException as error:
+                    self.abandon(text, error)
+                    raise
+                return
+        self._run(Operation(text, lambda: self._run_prepared(text, small, x, target)))
+
+    def run_prepared(self, text: str, op: str, x: Array, target: Array, make: Callable[[], SmallAllReduce]) -> None:
+        """Run the small all-reduce of calls with this text, within an operation; made when the first is run."""
+        small = self._prepared.get(text)
+        if small is None:
+            if len(self._prepared) >= _MOST_PREPARED:
+                self._prepared.clear()
+                self.known_small.clear()
+            small = self._prepared[text] = make()
+            if text.endswith("algorithm=auto"):
+                self.known_small[x.dtype, len(small.buffer), op] = text, small
+        self._run_prepared(text, small, x, target)
+
+    def _run_prepared(self, text: str, small: SmallAllReduce, x: Array, target: Array) -> None:
+        if not small.run(x, target, self._history):
+            raise self._explain_difference(text)
+
+    def _explain_difference(self, text: str) -> MismatchError:
+        """Return the error of ranks whose calls so far were not the same, as a message with another history told."""
+        general = MismatchError(
+            f"{self.name}: {text}: rank {self.rank}: another rank has called something else in this group, now or "
+            f"before (this is call number {self.call_number}). All ranks of a group must make the same calls in the "
+            "same order. The group cannot be used any more; COMMLIB_CHECK=always finds the call that differs before "
+            "anything is sent."
+        )
+        if self._late_check is None:
+            return general
+        deadline = time.monotonic() + _EXPLAINING
         try:
-            self._sequence = sequence = self._sequence + 1
-            if self._late_check is not None:
-                self._late_check.note(sequence, text)
-            small.run(x, target)
-        except CommlibError as error:
-            self._fail(error)
-            raise
-        finally:
-            self.progress.running.release()
+            while time.monotonic() < deadline:  # until the other rank comes to compare its calls too
+                self._late_check.look()
+                time.sleep(0.01)
+        except MismatchError as error:
+            return error
+        except CommlibError:
+            pass
+        return general
 
     def is_awaited(self) -> bool:
         """Return whether some rank has begun a collective that this one has not come to.
@@ -290,9 +326,9 @@ class Group:
         """Finish a kernel that did not end well at once: go on waiting, or say who called what. Return its status."""
         assert self.board is not None
         if self.failure is not None:
-            raise self.failure
-        watch = self.watch(text)
+            self.raise_failure(text)
         try:
+            watch = self.watch(text)
             status = self.board.resume(kernel, call, status, watch)
             if status == MISMATCH:
                 texts = self.board.exchange_texts(text, watch)
@@ -304,69 +340,110 @@ class Group:
         except CommlibError as error:
             self._fail(error)
             raise
+        except BaseException as error:
+            self.abandon(text, error)
+            raise
+        if status == BROKEN:  # another thread's call has failed meanwhile
+            self.raise_failure(text)
         return status
 
     def _fail(self, error: CommlibError) -> None:
+        """Let no call of this group run any more, and tell the other ranks: they are out of step."""
         self.failure = error
-        if self._late_check is not None and isinstance(error, MismatchError):
-            self._late_check.tell()
+        reason = "" if isinstance(error, MismatchError) else f"{type(error).__name__}: {error}"
+        if self._late_check is not None:
+            self._late_check.tell(reason)
         if self.board is not None:
-            self.board.fail()
+            self.board.fail(reason)
 
-    def _compare(self, text: str) -> None:
-        if self.config.check == "never" or self.size == 1:
+    def abandon(self, text: str, error: BaseException) -> None:
+        """Mark the group as failed: `error`, none of ours, came out of the call `text` before it had run to its end.
+
+        Or so it may be: nobody can tell at which instruction a signal handler has raised.
+        """
+        if self.failure is not None or isinstance(error, CommlibError):
             return
-        texts = None
+        what = f"{self.name}: {text}: rank {self.rank}: ended half-way by {type(error).__name__}"
+        self._fail(InterruptedCallError(what))
+        error.add_note(
+            f"commlib: {what}; the other ranks are told, and the group runs no more calls: "
+            "make a new one (commlib.shutdown and commlib.init, or split) on all ranks"
+        )
+
+    def raise_failure(self, text: str) -> NoReturn:
+        """Raise an error that says why the call `text` does not run: what the group failed with before."""
+        failure = self.failure
+        assert failure is not None
+        raise type(failure)(
+            f"{self.name}: {text}: rank {self.rank}: not run, because an earlier call of the group failed: {failure}"
+        ) from failure
+
+    def _compare(self, operation: Operation) -> None:
+        if self.size == 1 or (self.config.check == "never" and not operation.meets):
+            return
+        text, texts = operation.text, None
         if self.on_board:
             assert self.board is not None
             if not self.board.meet(signature(text), watch := self.watch(text)):
                 texts = self.board.exchange_texts(text, watch)
-        elif self._sequence <= self._comparing:
+        elif operation.meets or self._sequence <= self._comparing:
             texts = compare_messages(self._transport, self._sequence, text, self.watch(text))
         if texts is not None:
             raise mismatch(self.name, self.call_number, self.rank, texts)
 
     def _execute(self, operation: Operation) -> Any:
         if self.failure is not None:
-            raise self.failure
-        self._sequence += 1
-        if self._late_check is not None:
-            self._late_check.note(self._sequence, operation.text)
-        if not operation.compares:
-            try:
-                self._compare(operation.text)
-            except MismatchError:
-                raise  # all ranks have it, and nothing was sent
-            except CommlibError as error:
-                self._fail(error)
-                raise
+            self.raise_failure(operation.text)
+        sending = False
         try:
-            return operation.run()
-        except UsageError:
-            raise
-        except MismatchError as error:
+            self._sequence += 1
+            if self._late_check is not None:
+                self._late_check.note(self._sequence, operation.text)
             if not operation.compares:
-                self._fail(error)  # in the middle of it
+                self._compare(operation)
+                sending = True
+                self._history = follow(self._history, operation.text)
+            return operation.run()
+        except MismatchError as error:
+            if sending:
+                self._fail(error)  # in the middle of it; else all ranks have it, and nothing was sent
             raise
         except CommlibError as error:
             self._fail(error)
             raise
+        except BaseException as error:
+            self.abandon(operation.text, error)
+            raise
 
     def _run(self, operation: Operation) -> Any:
-        return self.progress.run(operation.text, lambda: self._execute(operation))
+        run = self.progress.run_through if operation.meets and self.size > 1 else self.progress.run
+        value = run(operation.text, lambda: self._execute(operation))
+        return value if operation.finish is None else operation.finish(value)
 
     def _start(self, operation: Operation) -> Work:
-        return self.progress.start(operation.text, lambda: self._execute(operation))
+        def run() -> Any:
+            value = self._execute(operation)
+            return value if operation.finish is None else operation.finish(value)
+
+        return self.progress.start(operation.text, run)
 
     def _gather_quietly(self, value: Any) -> list[Any]:
-        return objects.all_gather_object(self, value).run()  # type: ignore[no-any-return]  # within an operation
+        gathering = objects.all_gather_object(self, value)  # within an operation
+        assert gathering.finish is not None
+        return gathering.finish(gathering.run())  # type: ignore[no-any-return]
 
     def leave(self) -> None:
         """Tell the other ranks that this one comes no more. Never blocks."""
         if self.board is not None:
             self.board.leave()
-        if self._late_check is not None and self.failure is None:
-            self._late_check.leave()
+        if self._late_check is not None and self.failure is None and (odd := self._late_check.leave(self._history)):
+            log.error(
+                "%s: rank %d and %s made different calls, which no later one brought to light: results may be wrong; "
+                "COMMLIB_CHECK=always finds the call that differs",
+                self.name,
+                self.rank,
+                odd,
+            )
 
     def close(self) -> None:
         """Release everything. Collective, and only when no rank uses it any more."""
@@ -382,6 +459,17 @@ class Group:
         for transport in (self.column, self._node_transport, self.mail, self._transport):
             if transport is not None:
                 transport.close()
+
+
+def _weakly(method: Callable[[str, BaseException], None]) -> Callable[[str, BaseException], None]:
+    """Return the same without a reference to the method's object."""
+    weak = weakref.WeakMethod(method)
+
+    def call(text: str, error: BaseException) -> None:
+        if (found := weak()) is not None:
+            found(text, error)
+
+    return call
 
 
 def _gather_integers(transport: Transport, value: int) -> list[int]:

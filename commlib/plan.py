@@ -17,23 +17,27 @@ class Plan:
     `plan()` runs it now and returns the result array, `plan.start()` starts it and returns a Work.
     """
 
-    __slots__ = ("_begin", "_keep", "_now", "_progress", "_run", "_value", "text")
+    __slots__ = ("_arrays", "_begin", "_now", "_progress", "_run", "_value", "text")
 
-    def __init__(self, progress: Progress, operation: Operation, now: Callable[[], Any], value: Any, keep: Any) -> None:
-        """`now` runs it in this thread, `operation` within the queue; its result is always `value`."""
+    def __init__(
+        self, progress: Progress, operation: Operation, now: Callable[[Any], Any], value: Any, arrays: Any
+    ) -> None:
+        """`now(arrays)` runs it in this thread, `operation` within the queue; its result is always `value`."""
         self.text = operation.text
-        self._progress, self._run, self._now, self._value, self._keep = progress, operation.run, now, value, keep
+        self._progress, self._run, self._now, self._value, self._arrays = progress, operation.run, now, value, arrays
         self._begin: Callable[[], bool] | None = None
 
     @classmethod
-    def on_node(cls, progress: Progress, call: NodeCall, value: Any, keep: Any) -> Plan:
-        """Return the plan of a compiled call."""
+    def on_node(cls, progress: Progress, call: NodeCall, value: Any, source: Any) -> Plan:
+        """Return the plan of a compiled call that is bound to `source` and `value`."""
+        arrays = source, value
+        run_call = call.running_on(arrays)
 
         def run() -> Any:
-            call.run()
+            run_call()
             return value
 
-        plan = cls(progress, Operation(call.text, run), call, value, keep)
+        plan = cls(progress, Operation(call.text, run), call, value, arrays)
         if call.can_begin:
             plan._begin = call.begin
         return plan
@@ -43,7 +47,7 @@ class Plan:
 
     def __call__(self) -> Any:
         """Run it now, after everything that was launched before, and return its result."""
-        self._now()
+        self._now(self._arrays)
         return self._value
 
     def start(self) -> Work:

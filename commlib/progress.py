@@ -16,10 +16,15 @@ from collections import deque
 from collections.abc import Callable
 from typing import Any
 
-from commlib.errors import ShutdownError
+from commlib.errors import CommlibError, ShutdownError
 from commlib.work import Work
 
 Run = Callable[[], Any]
+Interrupted = Callable[[str, BaseException], None]
+
+
+def _ignore(description: str, error: BaseException) -> None:
+    pass
 
 
 class Begun(Work):
@@ -48,13 +53,23 @@ class Begun(Work):
 
 
 class Progress:
-    """One queue and one thread (started with the first queued operation; asleep while there is nothing to do)."""
+    """One queue and one thread (started with the first queued operation; asleep while there is nothing to do).
 
-    def __init__(self) -> None:
+    What an operation reads and writes must stay where it is until it has run, whoever still wants its result: `run`
+    holds those arrays, and the queue holds `run`.
+
+    interrupted: told of what has come out of a call before its operation had run to its end, or may have. Where that is
+    no error of ours, a signal handler's exception perhaps, other ranks may count on what this one has left half-way.
+    """
+
+    def __init__(self, interrupted: Interrupted = _ignore) -> None:
+        self._interrupted = interrupted
         self._queue: deque[tuple[Work, Run]] = deque()
         self._begun: tuple[Work, Run] | None = None
         self._failed: list[Work] = []  # to tell at the end of errors that nobody has asked for
-        self._changed = threading.Condition(threading.Lock())
+        # Taken itself rather than through the condition, whose `with` a signal handler could leave locked for ever.
+        self._lock = threading.Lock()
+        self._changed = threading.Condition(self._lock)
         self.running = threading.Lock()  # held by whoever runs an operation
         self.pending = 0  # operations begun, queued for, or running on, the thread; looked at while `running` is held
         self._thread: threading.Thread | None = None
@@ -62,35 +77,55 @@ class Progress:
         self.current = ""  # what is running on the thread, for messages
         self.in_background = False  # what runs now runs on the thread
 
-    def claim(self) -> bool:
-        """Return whether an operation may run now, in this thread; `running` is then held."""
-        if not self.running.acquire(False):
-            return False
-        if self.pending:
-            self.running.release()
-            return False
-        return True
-
     def run(self, description: str, run: Run) -> Any:
         """Run one operation and return its result, after everything that was launched before it."""
-        if not self.claim():
-            return self.start(description, run).wait()
+        # A signal handler may raise after any call, but not between `with` and the lock.
         try:
-            return run()
-        finally:
-            self.running.release()
+            with self.running:
+                if not self.pending:
+                    return run()
+        except BaseException as error:
+            self._interrupted(description, error)
+            raise
+        return self.run_queued(description, run)
+
+    def run_queued(self, description: str, run: Run) -> Any:
+        """Queue one operation, wait for it and return its result."""
+        work = self.start(description, run)
+        try:
+            return work.wait()
+        except BaseException as error:
+            work.seen = True  # its caller knows that something is wrong
+            self._interrupted(description, error)
+            raise
+
+    def run_through(self, description: str, run: Run) -> Any:
+        """Like `run_queued`, but what interrupts the wait is raised when the operation has ended, or at once if twice.
+
+        For what blocks in MPI, which nothing can end: the thread does it, as no signal handler raises there.
+        """
+        work = self.start(description, run)
+        try:
+            return work.wait()
+        except BaseException:
+            work.exception()  # waits for its end
+            raise
 
     def start(self, description: str, run: Run) -> Work:
         """Queue one operation and return its Work."""
         work = Work(description)
-        with self._changed:
-            if self._closed:
-                raise ShutdownError(f"{description}: commlib has been shut down")
-            self._queue_begun()
-            self._queue.append((work, run))
-            self.pending += 1
-            self._start_thread()
-            self._changed.notify_all()
+        try:
+            with self._lock:
+                if self._closed:
+                    raise ShutdownError(f"{description}: commlib has been shut down")
+                self._queue_begun()
+                self.pending += 1
+                self._queue.append((work, run))
+                self._start_thread()
+                self._changed.notify_all()
+        except BaseException as error:
+            self._interrupted(description, error)
+            raise
         return work
 
     def begin(self, description: str, begin: Callable[[], bool], finish: Run, result: Any) -> Work:
@@ -98,27 +133,32 @@ class Progress:
 
         `begin` returns whether it is done already; if not, `finish` does the rest. It may also do all of it.
         """
-        if not self.claim():
-            return self.start(description, finish)
+        with self.running:
+            if not self.pending:
+                return self._begin(description, begin, finish, result)
+        return self.start(description, finish)
+
+    def _begin(self, description: str, begin: Callable[[], bool], finish: Run, result: Any) -> Work:
         try:
             if begin():
                 return Work.ended(description, result)
             work = Begun(description, self)
-            with self._changed:
+            with self._lock:
                 self._begun = work, finish
                 self.pending += 1
             return work
-        except BaseException as error:  # it belongs to whoever waits for the work
+        except CommlibError as error:  # it belongs to whoever waits for the work
             failed = Work(description)
             failed.finish(error=error)
             self._note_failure(failed)
             return failed
-        finally:
-            self.running.release()
+        except BaseException as error:
+            self._interrupted(description, error)
+            raise
 
     def hand_over(self) -> None:
         """Let the thread finish what has been begun."""
-        with self._changed:
+        with self._lock:
             if self._begun is not None:
                 self._queue_begun()
                 self._start_thread()
@@ -131,12 +171,16 @@ class Progress:
 
     def finish_begun(self, work: Work) -> None:
         """Finish `work` in this thread, unless somebody else does."""
-        with self._changed:
-            if self._begun is None or self._begun[0] is not work:
-                return
-            _, run = self._begun
-            self._begun = None
-        self._run_one(work, run)
+        try:
+            with self._lock:
+                if self._begun is None or self._begun[0] is not work:
+                    return
+                _, run = self._begun
+                self._begun = None
+            self._run_one(work, run)
+        except BaseException as error:
+            self._interrupted(work.description, error)
+            raise
 
     def _run_one(self, work: Work, run: Run, *, in_background: bool = False) -> None:
         result, error = None, None
@@ -152,7 +196,7 @@ class Progress:
         except BaseException as caught:  # it belongs to whoever waits for the work
             error = caught
         # The next blocking call may run inline as soon as its thread knows that this one is done.
-        with self._changed:
+        with self._lock:
             self.pending -= 1
             self.current = ""
             self._changed.notify_all()
@@ -171,7 +215,7 @@ class Progress:
 
     def _next(self) -> tuple[Work, Run] | None:
         """Wait for something to run, and return it; None to end."""
-        with self._changed:
+        with self._lock:
             self._changed.wait_for(lambda: self._queue or self._closed)
             if not self._queue:
                 return None
@@ -186,7 +230,7 @@ class Progress:
     def drain(self, timeout: float) -> str:
         """Wait until nothing is pending; return "" or, if that takes longer than `timeout` s, what is running."""
         self.hand_over()
-        with self._changed:
+        with self._lock:
             if self._changed.wait_for(lambda: self.pending == 0, timeout):
                 return ""
             return f"unfinished {self.current or 'queued operation'}"
@@ -200,7 +244,7 @@ class Progress:
 
     def close(self) -> None:
         """Accept nothing more; what is queued and has not begun ends with ShutdownError."""
-        with self._changed:
+        with self._lock:
             self._closed = True
             self.pending += 1  # for ever: nothing may run in its caller's thread either
             self._queue_begun()

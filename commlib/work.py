@@ -41,11 +41,15 @@ class Work:
         Raises what the operation raised; StallError if the time is up (the operation goes on).
         """
         if not self._done:
-            if not self._running.acquire(timeout=-1 if timeout is None else max(timeout, 0)):
+            if timeout is None:
+                with self._running:  # others may wait too; a signal handler may raise in here
+                    pass
+            elif self._running.acquire(timeout=max(timeout, 0)):
+                self._running.release()
+            else:
                 raise StallError(
                     f"{self.description}: not done after {timeout} s; it goes on, wait again to collect it"
                 )
-            self._running.release()  # for others who wait
         self.seen = True
         if self._error is not None:
             raise self._error

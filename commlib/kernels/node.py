@@ -455,6 +455,17 @@ def copy_to_array(array: int, source: int, nbytes: int) -> int:
     return ins.memcpy(_table(array + DATA, 1)[0], source, nbytes)
 
 
+@nb.njit(cache=CACHED)  # type: ignore[untyped-decorator]
+def all_equal(address: int) -> int:
+    """Return whether int64 numbers are all the same as another one: (their address, how many, its address)."""
+    written = _table(address, 3)
+    numbers, expected = _table(written[0], written[1]), _table(written[2], 1)[0]
+    for number in numbers:  # numba has no generators
+        if number != expected:
+            return 0
+    return 1
+
+
 def arrays_are_where_expected() -> bool:
     """Return whether numpy's arrays are laid out as the kernels need it that are given arrays by their `id`."""
     probe = np.zeros(3)[1:]

@@ -6,6 +6,7 @@ import logging
 import time
 from collections.abc import Callable, Collection
 
+from commlib.agreement import LateCheck
 from commlib.errors import PeerError, ShutdownError, StallError
 from commlib.runtime import Runtime
 from commlib.transport.shared import NodeBoard
@@ -21,15 +22,16 @@ _LONG = 1.0
 class Watchdog:
     """The `idle` callback of one wait. Raises PeerError, StallError or ShutdownError to end it.
 
-    `peers` are the ranks that are waited for (default: all). `look` is called too once a wait is long, and may raise.
-    `explain` says more for a message about it.
+    `peers` are the ranks that are waited for (default: all). `late_check` compares calls once a wait is long, where
+    ranks do not share memory. `explain` says more for a message about it.
     """
 
     __slots__ = (
         "_absent_since",
         "_board",
         "_explain",
-        "_look",
+        "_late_check",
+        "_long",
         "_next_look",
         "_peers",
         "_rank",
@@ -45,13 +47,16 @@ class Watchdog:
         board: NodeBoard | None,
         rank: int,
         text: str,
-        *,
         peers: Collection[int] | None = None,
-        look: Callable[[], None] | None = None,
+        late_check: LateCheck | None = None,
+        *,
         explain: Callable[[], str] | None = None,
     ) -> None:
         self._runtime, self._board, self._rank, self._text = runtime, board, rank, text
-        self._peers, self._look, self._explain = peers, look, explain
+        self._peers, self._late_check, self._explain = peers, late_check, explain
+        # Sooner where a message is due sooner: it names the ranks that have not come.
+        limits = [runtime.config.timeout or _LONG, runtime.config.stall_warning or _LONG]
+        self._long = min(_LONG, *(limit / 2 for limit in limits))
         self._since = time.monotonic()
         self._next_look = self._since + 0.05
         self._absent_since = 0.0
@@ -67,8 +72,8 @@ class Watchdog:
             raise ShutdownError(f"{self._text}: rank {self._rank}: given up, because commlib is shutting down")
         if self._board is not None:
             self._look_for_absent(now)
-        if self._look is not None and waited > _LONG:
-            self._look()
+        if self._late_check is not None and waited > self._long:
+            self._late_check.look()
         if 0 < self._runtime.config.timeout < waited:
             raise StallError(
                 f"{self._text}: rank {self._rank}: gave up after {waited:.1f} s (COMMLIB_TIMEOUT){self._late()}; "
@@ -91,7 +96,10 @@ class Watchdog:
             who = "; ".join(f"rank {rank} {reason}" for rank, reason in absent.items())
             raise PeerError(f"{self._text}: rank {self._rank}: waited for a rank that will not come: {who}")
 
+    def _late_elsewhere(self) -> list[int]:
+        return self._late_check.late() if self._late_check is not None else []
+
     def _late(self) -> str:
-        late = self._board.late() if self._board is not None else []
+        late = sorted({*(self._board.late() if self._board else []), *self._late_elsewhere()})
         who = f"; not there yet: rank {', '.join(map(str, late))}" if late else ""
         return who + (self._explain() if self._explain is not None else "")

@@ -14,6 +14,10 @@ Idle = Callable[[], None]
 """Called now and then while a wait lasts; whatever it raises ends the wait."""
 
 
+Pieces = tuple[int, Sequence[memoryview]]
+"""A peer, and the pieces of memory that one message to or from it is gathered from, or scattered to."""
+
+
 class Request(Protocol):
     """One posted send or receive."""
 
@@ -65,10 +69,8 @@ class Transport(Protocol):
         """Block like `wait` until at least one of these, which `send` or `recv` made, is complete; return those."""
         ...
 
-    def prepare(
-        self, sends: Sequence[tuple[int, memoryview]], recvs: Sequence[tuple[int, memoryview]], tag: int
-    ) -> PreparedRound:
-        """Set up messages (peer, bytes) that all carry `tag`. Those received must be as long as is said here."""
+    def prepare(self, sends: Sequence[Pieces], recvs: Sequence[Pieces], tag: int) -> PreparedRound:
+        """Set up messages that all carry `tag`. Those received must be as long as is said here."""
         ...
 
     def progress(self) -> bool:

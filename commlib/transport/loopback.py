@@ -15,7 +15,7 @@ from typing import Any
 import numpy as np
 
 from commlib.errors import TransportError
-from commlib.transport.base import Idle, PreparedRound, Request
+from commlib.transport.base import Idle, Pieces, PreparedRound, Request
 from commlib.typing import SharedMemory
 
 
@@ -99,14 +99,18 @@ class _PreparedRound:
 
     def run(self, idle: Idle) -> None:
         transport, tag = self._transport, self._tag
-        requests = [transport.recv(peer, tag, into) for peer, into in self._recvs]
-        requests += [transport.send(peer, tag, data) for peer, data in self._sends]
+        landed = [memoryview(bytearray(sum(map(len, pieces)))) for _, pieces in self._recvs]
+        requests = [transport.recv(peer, tag, into) for (peer, _), into in zip(self._recvs, landed, strict=True)]
+        requests += [transport.send(peer, tag, memoryview(b"".join(pieces))) for peer, pieces in self._sends]
         try:
             transport.wait(requests, idle)
         except BaseException:
             for request in requests:
                 request.cancel()
             raise
+        for (_, pieces), message in zip(self._recvs, landed, strict=True):
+            for piece in pieces:
+                piece[:], message = message[: len(piece)], message[len(piece) :]
 
 
 class LoopbackTransport:
@@ -143,9 +147,7 @@ class LoopbackTransport:
             with changed:
                 done = changed.wait_for(complete, timeout=0.02)
 
-    def prepare(
-        self, sends: Sequence[tuple[int, memoryview]], recvs: Sequence[tuple[int, memoryview]], tag: int
-    ) -> PreparedRound:
+    def prepare(self, sends: Sequence[Pieces], recvs: Sequence[Pieces], tag: int) -> PreparedRound:
         return _PreparedRound(self, sends, recvs, tag)
 
     def progress(self) -> bool:

@@ -17,7 +17,7 @@ from mpi4py import MPI
 
 from commlib.errors import TransportError
 from commlib.transport import segment
-from commlib.transport.base import Idle, PreparedRound, Request
+from commlib.transport.base import Idle, Pieces, PreparedRound, Request
 from commlib.typing import SharedMemory
 
 # MPI counts are C ints before MPI 4: longer messages are cut, on both sides alike.
@@ -145,12 +145,12 @@ _start_all, _test_all = MPI.Prequest.Startall, MPI.Request.Testall  # to look th
 
 
 class _MpiRound:
-    """Persistent requests."""
+    """Persistent requests, and the memory that they are for."""
 
-    __slots__ = ("_requests",)
+    __slots__ = ("_memory", "_requests")
 
-    def __init__(self, requests: list[Any]) -> None:
-        self._requests = requests
+    def __init__(self, requests: list[Any], memory: Any) -> None:
+        self._requests, self._memory = requests, memory
 
     def run(self, idle: Idle) -> None:
         requests = self._requests
@@ -162,6 +162,9 @@ class _MpiRound:
             _poll(lambda: _test_all(requests), idle)
         except MPI.Exception as error:
             raise TransportError(f"MPI: {error}") from error
+        except BaseException:
+            _LEFT_BEHIND.append(self)
+            raise
 
     def __del__(self) -> None:
         if not MPI.Is_finalized():
@@ -227,13 +230,20 @@ class MpiTransport:
             raise TransportError(f"MPI: {error}") from error
         return ended
 
-    def prepare(
-        self, sends: Sequence[tuple[int, memoryview]], recvs: Sequence[tuple[int, memoryview]], tag: int
-    ) -> PreparedRound:
+    def prepare(self, sends: Sequence[Pieces], recvs: Sequence[Pieces], tag: int) -> PreparedRound:
         tag %= self._top_tag
-        requests = [self._comm.Recv_init([into, MPI.BYTE], peer, tag) for peer, into in recvs]
-        requests += [self._comm.Send_init([data, MPI.BYTE], peer, tag) for peer, data in sends]
-        return _MpiRound(requests)
+        requests = [self._prepare(self._comm.Recv_init, pieces, peer, tag) for peer, pieces in recvs]
+        requests += [self._prepare(self._comm.Send_init, pieces, peer, tag) for peer, pieces in sends]
+        return _MpiRound(requests, (sends, recvs))
+
+    def _prepare(self, init: Any, pieces: Sequence[memoryview], peer: int, tag: int) -> Any:
+        pieces = [piece for piece in pieces if len(piece)]
+        addresses = [MPI.Get_address(piece) for piece in pieces]
+        kind = MPI.BYTE.Create_hindexed([len(piece) for piece in pieces], addresses).Commit()
+        try:
+            return init([MPI.BOTTOM, 1, kind], peer, tag)
+        finally:
+            kind.Free()  # the request keeps it for as long as it needs it
 
     def progress(self) -> bool:
         return bool(self._comm.Iprobe())

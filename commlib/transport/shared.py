@@ -20,7 +20,7 @@ Call = Any  # an int64 array of kernels.CALL_FIELDS fields
 Kernel = Callable[[int], int]  # takes the address of a call
 
 _TEXT_BYTES = 1024
-_PRESENT, _LEFT = 1, 2
+_PRESENT, _LEFT, _GAVE_UP = 1, 2, 3
 
 # How long one kernel call waits before it comes back to Python to look around: spins, yields, then 1 ms of naps.
 _YIELDS, _NAPS, _NAP_MICROSECONDS = 2000, 20, 50
@@ -121,12 +121,18 @@ class NodeBoard:
 
     def exchange_texts(self, text: str, idle: Idle) -> list[str]:
         """Return every rank's text (cut at 1 kB). All ranks call it, at the same epoch."""
-        data = text.encode()[: _TEXT_BYTES - 1]
-        self._texts[self.rank][: len(data) + 1] = np.frombuffer(data + b"\0", np.uint8)
+        self._write_text(text)
         self.meet(kernels.DONE, idle)
-        texts = [bytes(text).partition(b"\0")[0].decode(errors="replace") for text in self._texts]
+        texts = [self._read_text(rank) for rank in range(self.size)]
         self.meet(kernels.DONE, idle)
         return texts
+
+    def _write_text(self, text: str) -> None:
+        data = text.encode()[: _TEXT_BYTES - 1]
+        self._texts[self.rank][: len(data) + 1] = np.frombuffer(data + b"\0", np.uint8)
+
+    def _read_text(self, rank: int) -> str:
+        return bytes(self._texts[rank]).partition(b"\0")[0].decode(errors="replace")
 
     def late(self) -> list[int]:
         """Return the ranks that have not reached this rank's epoch."""
@@ -136,9 +142,15 @@ class NodeBoard:
         """Return whether a rank has come to a meeting that this rank has not come to."""
         return bool(self._arrived.max() > self._control[kernels.EPOCH])
 
-    def fail(self) -> None:
-        """Let every later kernel return BROKEN: this rank is out of step with the others."""
+    def fail(self, reason: str) -> None:
+        """Let every later kernel return BROKEN: this rank is out of step with the others, whom it tells the reason.
+
+        "" if they know it as well.
+        """
         self._control[kernels.FAILED] = 1
+        if reason and self._status[self.rank][0] == _PRESENT:
+            self._write_text(reason)
+            self._status[self.rank][0] = _GAVE_UP
 
     def leave(self) -> None:
         """Tell the others that this rank comes to no meeting any more. Never blocks."""
@@ -147,9 +159,12 @@ class NodeBoard:
     def absent(self) -> dict[int, str]:
         """Return the ranks that will never come, each with the reason."""
         gone = {}
-        for member, status, watched in zip(self.members, self._status, self._watched, strict=True):
+        for rank, (status, watched) in enumerate(zip(self._status, self._watched, strict=True)):
+            member = self.members[rank]
             if status[0] == _LEFT:
                 gone[member] = "has shut commlib down or left the program"
+            elif status[0] == _GAVE_UP:
+                gone[member] = f"has given up this group ({self._read_text(rank)})"
             elif watched and not _process_alive(int(status[1])):
                 gone[member] = f"is dead (its process {int(status[1])} is gone)"
         return gone

@@ -214,11 +214,15 @@ def scatter(comm: Group, x: Any, root: int, out: Any, algorithm: str) -> Operati
             comm.execute(program, [[Region(flat, layout)]], text, part=2)
             start, stop = layout.slice_of(comm.rank)
             target.flat[...] = flat[start:stop]
+        return target, refused
+
+    def finish(answer: tuple[Result, UsageError | None]) -> Any:
+        target, refused = answer
         if refused is not None:
             raise refused
         return target.deliver()
 
-    return Operation(text, run)
+    return Operation(text, run, finish=finish)
 
 
 def apart_from(x: Array, target: Array) -> Array:

@@ -1,12 +1,12 @@
 """What the ranks of a node do together: compiled calls, prepared once and run as often as wanted.
 
 A `NodeCall` is one collective of one group on arrays of one size. It is made once for each kind of call, checks nothing
-and holds no array: whoever runs it says where the data is, and keeps it alive.
+and holds no array: whoever runs it gives it the arrays, which it keeps alive until it has run, also in the queue.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -88,7 +88,6 @@ class NodeCall:
     """A compiled call. `bind` makes one for fixed addresses out of one for any."""
 
     __slots__ = (
-        "_acquire",
         "_address",
         "_call",
         "_fallback",
@@ -96,7 +95,7 @@ class NodeCall:
         "_keep",
         "_kernel",
         "_progress",
-        "_release",
+        "_running",
         "_symmetric_kernel",
         "can_begin",
         "text",
@@ -109,7 +108,7 @@ class NodeCall:
         self._call[kernels.SIGNATURE] = signature(text)
         self._kernel, self._address = kernels.entry_point(kernel), self._call.ctypes.data
         self._progress = group.progress
-        self._acquire, self._release = group.progress.running.acquire, group.progress.running.release
+        self._running = group.progress.running
         self._symmetric_kernel: Any = kernels.exchange_symmetric  # what does the same on symmetric memory
         self.can_begin = False  # it is of one piece
         self._fallback: NodeCall | None = None
@@ -212,44 +211,47 @@ class NodeCall:
         symmetric._fallback = bound
         return symmetric
 
-    def __call__(self) -> None:
-        """Run it where it is bound to, in this thread, after everything that was launched before."""
+    def __call__(self, arrays: Any) -> None:
+        """Run it where it is bound to, on `arrays`, in this thread, after everything that was launched before."""
         # Progress.run, written out: a call by name costs a good part of what the meeting of two ranks does.
-        if self._acquire(False):
-            try:
+        try:
+            with self._running:
                 if not self._progress.pending:
                     if status := self._kernel(self._address):
                         self._go_on(status)
                     return
-            finally:
-                self._release()
-        self._progress.start(self.text, self.run).wait()
+        except BaseException as error:
+            self._group.abandon(self.text, error)
+            raise
+        self._progress.run_queued(self.text, self.running_on(arrays))
 
     def between(self, x: Array, target: Array) -> None:
         """Run it, where it is `can_begin`, on contiguous numpy arrays, in this thread, like `__call__`."""
-        if self._acquire(False):
-            try:
+        try:
+            with self._running:
                 if not self._progress.pending:
                     if status := _exchange_arrays(self._address, id(x), id(target)):
                         self._go_on(status)
                     return
-            finally:
-                self._release()
-        self._progress.start(self.text, lambda: self.run_at(address_of(x), address_of(target))).wait()
+        except BaseException as error:
+            self._group.abandon(self.text, error)
+            raise
+        self._progress.run_queued(self.text, lambda: self.run_at(address_of(x), address_of(target)))
 
-    def at(self, source: int, target: int) -> None:
-        """Run it on the arrays at these addresses, in this thread, after everything that was launched before."""
-        if self._acquire(False):
-            try:
+    def at(self, x: Array, target: Array) -> None:
+        """Run it on contiguous numpy arrays, in this thread, after everything that was launched before."""
+        try:
+            with self._running:
                 if not self._progress.pending:
                     call = self._call
-                    call[_SOURCE], call[_TARGET] = source, target
+                    call[_SOURCE], call[_TARGET] = address_of(x), address_of(target)
                     if status := self._kernel(self._address):
                         self._go_on(status)
                     return
-            finally:
-                self._release()
-        self._progress.start(self.text, lambda: self.run_at(source, target)).wait()
+        except BaseException as error:
+            self._group.abandon(self.text, error)
+            raise
+        self._progress.run_queued(self.text, lambda: self.run_at(address_of(x), address_of(target)))
 
     def start_between(self, x: Array, target: Array) -> Work:
         """Begin it, where it is `can_begin`, on contiguous numpy arrays, after everything that was launched before."""
@@ -272,12 +274,24 @@ class NodeCall:
 
         return self._progress.start(self.text, run)
 
+    def running_on(self, arrays: Any) -> Callable[[], None]:
+        """Return what runs it where it is bound to, within an operation, and keeps `arrays` alive."""
+
+        def run(arrays: Any = arrays) -> None:
+            self.run()
+
+        return run
+
     def run(self) -> None:
         """Run it where it is bound to, within an operation."""
-        if self._progress.in_background:
-            self._run_in_background()
-        elif status := self._kernel(self._address):
-            self._go_on(status)
+        try:
+            if self._progress.in_background:
+                self._run_in_background()
+            elif status := self._kernel(self._address):
+                self._go_on(status)
+        except BaseException as error:
+            self._group.abandon(self.text, error)
+            raise
 
     def run_at(self, source: int, target: int) -> None:
         """Run it on the arrays at these addresses, within an operation."""

@@ -97,11 +97,11 @@ class NodePath:
             or np.may_share_memory(x, out)
         ):
             return None
-        source, into = address_of(x), address_of(out)
-        if (placed := self.placed_exchange(known.call, x, source, into, known.offsets)) is not None:
-            placed()
+        placed = self.placed_exchange(known.call, x, address_of(x), address_of(out), known.offsets)
+        if placed is not None:
+            placed((x, out))
         else:
-            known.call.at(source, into)
+            known.call.at(x, out)
         return out  # type: ignore[no-any-return]
 
     def placed_exchange(

@@ -18,7 +18,7 @@ def broadcast_object(group: Group, value: Any, root: int) -> Operation:
     group.check_root("broadcast_object", root)
     text = f"broadcast_object, root={root}"
     data = pickle.dumps(value) if group.rank == root else b""  # what cannot be pickled must fail before ranks meet
-    return Operation(text, lambda: pickle.loads(group.exchange_bytes(data, root, text)))
+    return Operation(text, lambda: group.exchange_bytes(data, root, text), finish=pickle.loads)
 
 
 def all_gather_object(group: Group, value: Any) -> Operation:
@@ -28,7 +28,9 @@ def all_gather_object(group: Group, value: Any) -> Operation:
 
     def run() -> list[Any]:
         stops = np.cumsum(lengths.run())
-        parts = np.split(gathering.run(), stops[:-1])
+        return np.split(gathering.run(), stops[:-1])
+
+    def load(parts: list[Any]) -> list[Any]:
         return [pickle.loads(part.tobytes()) for part in parts]
 
-    return Operation("all_gather_object", run)
+    return Operation("all_gather_object", run, finish=load)

@@ -19,18 +19,30 @@ from commlib.errors import UsageError
 class Operation:
     """`text` says what is called; ranks that call the same thing have the same text. `run` does it.
 
+    It holds the arrays that it reads and writes, so that they stay alive while it is queued.
+
     compares: `run` itself finds out whether all ranks call the same thing, before any data moves.
+    meets: ranks compare it always, because `run` blocks in MPI: none goes there before all have come, and all that
+    have come do.
+    finish: makes of `run`'s value what is returned. What it raises concerns this rank alone: its part is done.
     """
 
     text: str
     run: Callable[[], Any]
     compares: bool = False
+    meets: bool = False
+    finish: Callable[[Any], Any] | None = None
 
 
 @lru_cache(maxsize=4096)
 def signature(text: str) -> int:
     """Return a positive 62-bit number for `text`, the same in every process."""
     return int.from_bytes(hashlib.blake2b(text.encode(), digest_size=8).digest(), "little") >> 2 | 1
+
+
+def follow(history: int, text: str) -> int:
+    """Return the positive 62-bit number of a history of calls, and this call after it."""
+    return (history * 0x9E3779B97F4A7C15 + signature(text)) & (1 << 62) - 1
 
 
 @dataclass(slots=True)

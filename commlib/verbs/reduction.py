@@ -103,7 +103,7 @@ def all_reduce(comm: Group, x: Any, op: str, out: Any, algorithm: str) -> Operat
                 def prepare() -> SmallAllReduce:
                     return hierarchy.small_all_reduce(comm, array.dtype, operation, array.size, text)
 
-                comm.prepared(text, op, array.dtype, prepare).run(flat, target.flat)
+                comm.run_prepared(text, op, flat, target.flat, prepare)
                 return target.deliver()
             hierarchy.all_reduce(comm, Accumulation(flat, op, comm.size), target.flat, text)
             return target.deliver()
@@ -122,7 +122,7 @@ def all_reduce(comm: Group, x: Any, op: str, out: Any, algorithm: str) -> Operat
             return small
 
         def run_prepared() -> Any:
-            comm.prepared(text, op, array.dtype, prepare).run(flat, target.flat)
+            comm.run_prepared(text, op, flat, target.flat, prepare)
             return target.deliver()
 
         return Operation(text, run_prepared)
@@ -165,7 +165,8 @@ def native_all_reduce(comm: Group, x: Any, op: str, out: Any) -> Operation:
         accumulation.finish(work, target.flat)
         return target.deliver()
 
-    return Operation(describe("all_reduce", array.size, array.dtype, f"op={op}", "algorithm=native"), run)
+    text = describe("all_reduce", array.size, array.dtype, f"op={op}", "algorithm=native")
+    return Operation(text, run, meets=True)
 
 
 def _row_layout(length: int, row: int, size: int) -> Layout:

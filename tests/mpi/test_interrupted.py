@@ -1,0 +1,187 @@
+"""A signal handler that raises in the middle of a call: the group says that it failed, and never goes on half-way."""
+
+from __future__ import annotations
+
+import contextlib
+import random
+import signal
+import time
+
+import numpy as np
+import pytest
+
+from commlib.errors import InterruptedCallError, PeerError
+from tests.poison import poisoned
+
+pytestmark = pytest.mark.ranks(min=2)
+
+
+class Alarm(Exception):
+    pass
+
+
+@contextlib.contextmanager
+def alarm(seconds):
+    """Raise Alarm in this thread after so many seconds, and again, should Python have ignored it in a destructor."""
+
+    def ring(*_):
+        raise Alarm
+
+    before = signal.signal(signal.SIGALRM, ring)
+    try:
+        signal.setitimer(signal.ITIMER_REAL, seconds + 1e-4, 0.05)
+        yield
+    finally:
+        signal.setitimer(signal.ITIMER_REAL, 0)
+        signal.signal(signal.SIGALRM, before)
+
+
+CALLS = {
+    "small": lambda c: c.all_reduce(np.ones(3)),
+    "large": lambda c: c.all_reduce(np.ones(300_000)),
+    "broadcast": lambda c: c.broadcast(np.ones(5000), c.size - 1),
+    "all_gather_v": lambda c: c.all_gather_v(np.ones(100)),
+    "barrier": lambda c: c.barrier(),
+    "objects": lambda c: c.all_gather_object("here"),
+    "by a schedule": lambda c: c.all_reduce(np.ones(5000), algorithm="ring"),
+    "small by a schedule": lambda c: c.all_reduce(np.ones(5), algorithm="recursive_doubling"),
+    "plan": lambda c: c.plan_all_reduce(np.ones(5000))(),
+    "begun": lambda c: c.all_reduce_async(np.ones(3)).wait(),
+}
+
+# These block in MPI.
+UNSTOPPABLE = {
+    "native": lambda c: c.all_reduce(np.ones(5), algorithm="native"),
+    "split": lambda c: c.split(0),
+    "empty": lambda c: c.empty(100),
+}
+
+
+class Meanwhile:
+    """Lets the other ranks of a group come only once rank 0 has been interrupted."""
+
+    def __init__(self, comm):
+        self.comm = comm
+
+    def interrupt(self, group, call):
+        """Run a call that nobody else makes, and raise Alarm in the middle of it."""
+        busy = 0
+
+        def ring(*_):
+            nonlocal busy
+            busy += group.progress.running.locked() or bool(group.progress.pending)
+            if busy == 5:
+                raise Alarm
+
+        before = signal.signal(signal.SIGALRM, ring)
+        signal.setitimer(signal.ITIMER_REAL, 0.02, 0.02)
+        try:
+            with pytest.raises(Alarm) as caught:
+                call()
+        finally:
+            signal.setitimer(signal.ITIMER_REAL, 0)
+            signal.signal(signal.SIGALRM, before)
+        self.comm.barrier()
+        return caught.value
+
+
+@pytest.mark.parametrize("name", CALLS)
+def test_an_interrupted_wait_fails_the_group_on_all_ranks(comm, name):
+    """The next call gave 1001 instead of 2, or hung, because the interrupted one was still half-way."""
+    group = comm.split(0)
+    CALLS[name](group)
+    comm.barrier()
+    if group.rank == 0:
+        error = Meanwhile(comm).interrupt(group, lambda: CALLS[name](group))
+        assert any("the group runs no more calls" in note for note in error.__notes__)
+        for _ in range(2):
+            with pytest.raises(InterruptedCallError, match=r"rank 0: not run, .* ended half-way by Alarm") as caught:
+                group.all_reduce(np.ones(3))
+            assert len(caught.traceback) < 12
+    else:
+        comm.barrier()
+        with pytest.raises(PeerError, match=r"rank 0 has given up this group .*ended half-way by Alarm"):
+            for _ in range(2):  # what the interrupted rank had sent may be enough for the first one
+                CALLS[name](group)
+    comm.barrier()
+
+
+@pytest.mark.parametrize("name", UNSTOPPABLE)
+def test_what_blocks_in_mpi_is_interrupted_when_it_has_ended(comm, name):
+    group = comm.split(0)
+    comm.barrier()
+    if group.rank == 0:
+        start = time.monotonic()
+        with alarm(0.3), pytest.raises(Alarm):
+            UNSTOPPABLE[name](group)
+        assert time.monotonic() - start > 0.9
+    else:
+        time.sleep(1)
+        UNSTOPPABLE[name](group)
+    assert (group.all_reduce(np.ones(3)) == comm.size).all()
+
+
+def test_an_interrupted_call_behind_others_in_the_queue(comm):
+    """Its arrays were freed, and the queue went on with them: SIGSEGV."""
+    group = comm.split(0)
+    x = np.full(100_000, 1.0)
+    group.all_reduce(x)
+    comm.barrier()
+    if group.rank == 0:
+        work = group.all_reduce_async(x)
+        Meanwhile(comm).interrupt(group, lambda: group.all_reduce(poisoned(x), out=poisoned(x)))
+        if work.exception() is None:  # the others came before it saw that the group had failed
+            assert (work.wait() == comm.size).all()
+        else:
+            assert isinstance(work.exception(), InterruptedCallError)
+    else:
+        comm.barrier()
+        with pytest.raises(PeerError):
+            for _ in range(3):
+                group.all_reduce(x)
+    comm.barrier()
+
+
+def test_a_wait_for_a_work_may_be_interrupted_and_repeated(comm):
+    x = np.full(5000, 1.0)
+    comm.barrier()
+    if comm.rank == 0:
+        work = comm.all_reduce_async(x)
+        with alarm(0.1), pytest.raises(Alarm):
+            work.wait()
+    else:
+        time.sleep(0.3)
+        work = comm.all_reduce_async(x)
+    assert (work.wait() == comm.size).all()
+
+
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
+@pytest.mark.parametrize("count", [1, 2000])
+@pytest.mark.parametrize("algorithm", ["auto", "recursive_doubling"])
+def test_alarms_at_any_time(comm, count, algorithm):
+    """Rank 0 is interrupted again and again; its calls give what the others' do, or the group has failed."""
+    chance = random.Random(count)
+    group, step, failed = comm.split(0), 0, 0
+    for _ in range(6):
+        # Rank 0 adds nothing, so the sum tells which call it was that it took part in.
+        if comm.rank == 0:
+            with contextlib.suppress(Alarm), alarm(chance.random() * 5e-3):
+                while True:
+                    total = group.all_reduce(np.zeros(count), algorithm=algorithm)
+                    now = int(total[0]) // (comm.size - 1)
+                    assert (total == now * (comm.size - 1)).all() and now - step in (1, 2), (now, step)
+                    step = now
+            if group.failure is None:
+                group.all_reduce(np.full(count, -1e9), algorithm=algorithm)
+        else:
+            try:
+                while True:
+                    step += 1
+                    if (group.all_reduce(np.full(count, float(step)), algorithm=algorithm) < 0).all():
+                        break
+            except PeerError as error:
+                assert "ended half-way by Alarm" in str(error)
+        if not all(comm.all_gather_object(group.failure is None)):
+            group, failed = comm.split(0), failed + 1
+        step = comm.broadcast_object(step, comm.size - 1)
+    assert failed
