@@ -287,7 +287,7 @@ class Communicator(Group):
 
     def send(self, x: Any, peer: int, tag: int = 0) -> None:
         """Send `x` to rank `peer`. Returns when `x` may be changed, perhaps before it has been received."""
-        messages.send(self, x, peer, tag).wait()
+        messages.send(self, x, peer, tag).complete()
 
     def send_async(self, x: Any, peer: int, tag: int = 0) -> Work:
         """Start `send`."""
@@ -295,7 +295,7 @@ class Communicator(Group):
 
     def recv(self, x: Any, peer: int, tag: int = 0) -> Any:
         """Receive into `x` what rank `peer` sends with this tag, and return `x`. The byte counts must agree."""
-        return messages.recv(self, x, peer, tag).wait()
+        return messages.recv(self, x, peer, tag).complete()
 
     def recv_async(self, x: Any, peer: int, tag: int = 0) -> Work:
         """Start `recv`."""
@@ -303,7 +303,7 @@ class Communicator(Group):
 
     def send_recv(self, x: Any, peer: int, out: Any, source: int, tag: int = 0) -> Any:
         """Send `x` to rank `peer` while receiving into `out` from rank `source`; return `out`."""
-        return messages.send_recv(self, x, peer, out, source, tag).wait()
+        return messages.send_recv(self, x, peer, out, source, tag).complete()
 
     def send_recv_async(self, x: Any, peer: int, out: Any, source: int, tag: int = 0) -> Work:
         """Start `send_recv`."""

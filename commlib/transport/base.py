@@ -35,6 +35,14 @@ class Request(Protocol):
         ...
 
 
+class UnsureReceive(Request, Protocol):
+    """A posted receive of a message whose length is not known."""
+
+    def withdraw(self) -> bool:
+        """Take it back, as if it had never been posted, and return True; False if a part of its message has come."""
+        ...
+
+
 class PreparedRound(Protocol):
     """Messages that are sent and received again and again, from and into the same memory."""
 
@@ -57,7 +65,7 @@ class Transport(Protocol):
         """Post a receive into `into` (bytes, contiguous, writable) of a message that is no longer than that."""
         ...
 
-    def recv_unsure(self, peer: int, tag: int, into: memoryview) -> Request:
+    def recv_unsure(self, peer: int, tag: int, into: memoryview) -> UnsureReceive:
         """Like `recv`, for a message that may be longer: it is then dropped, and `nbytes` is -1."""
         ...
 

@@ -15,7 +15,7 @@ from typing import Any
 import numpy as np
 
 from commlib.errors import TransportError
-from commlib.transport.base import Idle, Pieces, PreparedRound, Request
+from commlib.transport.base import Idle, Pieces, PreparedRound, Request, UnsureReceive
 from commlib.typing import SharedMemory
 
 
@@ -32,10 +32,15 @@ class _Message:
         return self.done
 
     def cancel(self) -> None:
+        self.withdraw()
+
+    def withdraw(self) -> bool:
         with self.network.changed:
             waiting = self.network.posted[self.queue][self.key]
             if self in waiting:
                 waiting.remove(self)
+                return True
+            return False
 
 
 class Network:
@@ -129,7 +134,9 @@ class LoopbackTransport:
     def recv(self, peer: int, tag: int, into: memoryview) -> Request:
         return self._network.post("recv", (self._context, peer, self.rank, tag), into)
 
-    recv_unsure = recv  # nothing is written before both lengths are known
+    def recv_unsure(self, peer: int, tag: int, into: memoryview) -> UnsureReceive:
+        # Nothing is written before both lengths are known.
+        return self._network.post("recv", (self._context, peer, self.rank, tag), into)
 
     def wait(self, requests: Sequence[Request], idle: Idle) -> None:
         self._wait_for(lambda: all(request.test() for request in requests), idle)

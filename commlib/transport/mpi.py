@@ -17,17 +17,19 @@ from mpi4py import MPI
 
 from commlib.errors import TransportError
 from commlib.transport import segment
-from commlib.transport.base import Idle, Pieces, PreparedRound, Request
+from commlib.transport.base import Idle, Pieces, PreparedRound, Request, UnsureReceive
 from commlib.typing import SharedMemory
 
-# MPI counts are C ints before MPI 4: longer messages are cut, on both sides alike.
-_LONGEST = 1 << 30
+# MPI counts are C ints before MPI 4: longer messages are cut, on both sides alike. The last piece is shorter than the
+# others, empty if need be: so a receiver that does not know the length sees where the message ends.
+LONGEST = 1 << 30
 
 # How often a wait polls at once; then for how many seconds it polls giving the core away, in the main thread and in
 # others, whose core and interpreter the main thread may want; and how long it then sleeps between polls.
 _EAGER_POLLS, _YIELDING, _YIELDING_ASIDE, _NAP = 20, 20e-3, 0.5e-3, 50e-6
 
-_LEFT_BEHIND: list[Any] = []  # sends that were given up: MPI may still read their buffers
+# What was given up while MPI may still read or write its memory, which must stay.
+_LEFT_BEHIND: list[Any] = []
 
 
 class _MpiRequest:
@@ -63,8 +65,10 @@ class _MpiRequest:
         for request in self._requests:
             try:
                 request.Cancel()
-                request.Free()
+                ended = request.Test()
             except MPI.Exception:
+                ended = False
+            if not ended:  # no send can be cancelled, nor a receive whose message is on its way
                 _LEFT_BEHIND.append((request, self._buffer))
 
 
@@ -97,6 +101,7 @@ class _UnsureReceive:
 
     def _match(self) -> bool:
         """Take what has come; return whether that was the last piece."""
+        longest = self._transport.longest
         try:
             while True:
                 status = MPI.Status()
@@ -104,14 +109,23 @@ class _UnsureReceive:
                 if message is None:
                     return False
                 length = status.Get_count(MPI.BYTE)
-                start = len(self._pieces) * _LONGEST
-                room = self._buffer[start : start + _LONGEST]
+                start = len(self._pieces) * longest
+                room = self._buffer[start : start + longest]
                 into = room if length <= len(room) else memoryview(bytearray(length))
                 self._pieces.append((_MpiRequest([message.Irecv([into[:length], MPI.BYTE])], into), len(room)))
-                if length < _LONGEST or start + _LONGEST >= len(self._buffer):
+                if length < longest:
                     return True
         except MPI.Exception as error:
             raise TransportError(f"MPI: {error}") from error
+
+    def withdraw(self) -> bool:
+        """Take it back, as if it had never been posted, and return True; False if a part of its message has come."""
+        with self._transport.matching:
+            waiting = self._transport.unmatched[self._key]
+            if self._pieces or self not in waiting:
+                return False
+            waiting.remove(self)
+            return True
 
     def cancel(self) -> None:
         with self._transport.matching:
@@ -173,10 +187,13 @@ class _MpiRound:
 
 
 class MpiTransport:
-    """One rank's end of a group of MPI processes. Owns the communicator that it is given."""
+    """One rank's end of a group of MPI processes. Owns the communicator that it is given.
 
-    def __init__(self, comm: Any) -> None:
-        self._comm = comm
+    longest: bytes of the longest message; longer ones are cut into pieces. The same on all ranks.
+    """
+
+    def __init__(self, comm: Any, longest: int = LONGEST) -> None:
+        self._comm, self.longest = comm, longest
         self.rank: int = comm.Get_rank()
         self.size: int = comm.Get_size()
         self.matching = threading.RLock()
@@ -188,11 +205,15 @@ class MpiTransport:
         return self._comm
 
     def _post(self, operation: Any, peer: int, tag: int, buffer: memoryview) -> _MpiRequest:
-        pieces = range(0, max(1, len(buffer)), _LONGEST)
+        longest = self.longest
+        pieces = range(0, len(buffer) + 1, longest)
         try:
-            requests = [operation([buffer[i : i + _LONGEST], MPI.BYTE], peer, tag % self._top_tag) for i in pieces]
+            requests = [operation([buffer[i : i + longest], MPI.BYTE], peer, tag % self._top_tag) for i in pieces]
         except MPI.Exception as error:
             raise TransportError(f"MPI: {error}") from error
+        except BaseException:  # a signal handler's: it may have been posted
+            _LEFT_BEHIND.append(buffer)
+            raise
         return _MpiRequest(requests, buffer)
 
     def send(self, peer: int, tag: int, data: memoryview) -> Request:
@@ -201,7 +222,7 @@ class MpiTransport:
     def recv(self, peer: int, tag: int, into: memoryview) -> Request:
         return self._post(self._comm.Irecv, peer, tag, into)
 
-    def recv_unsure(self, peer: int, tag: int, into: memoryview) -> Request:
+    def recv_unsure(self, peer: int, tag: int, into: memoryview) -> UnsureReceive:
         return _UnsureReceive(self, peer, tag, into)
 
     def wait(self, requests: Sequence[Request], idle: Idle) -> None:
@@ -250,10 +271,10 @@ class MpiTransport:
 
     def split(self, color: int, key: int) -> MpiTransport | None:
         comm = self._comm.Split(MPI.UNDEFINED if color < 0 else color, key)
-        return None if comm == MPI.COMM_NULL else MpiTransport(comm)
+        return None if comm == MPI.COMM_NULL else MpiTransport(comm, self.longest)
 
     def split_node(self) -> MpiTransport:
-        return MpiTransport(self._comm.Split_type(MPI.COMM_TYPE_SHARED, self.rank))
+        return MpiTransport(self._comm.Split_type(MPI.COMM_TYPE_SHARED, self.rank), self.longest)
 
     def share(self, nbytes: int) -> SharedMemory:
         try:

@@ -5,14 +5,14 @@ from __future__ import annotations
 import threading
 import time
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 
 import numpy as np
 
 from commlib.buffers.views import as_host, contiguous, writable
 from commlib.dtypes import Array
-from commlib.errors import CommlibError, MismatchError, ShutdownError, StallError, UsageError
-from commlib.transport.base import Request
+from commlib.errors import CommlibError, InterruptedCallError, MismatchError, ShutdownError, StallError, UsageError
+from commlib.transport.base import Request, UnsureReceive
 from commlib.work import Work
 
 if TYPE_CHECKING:
@@ -60,10 +60,18 @@ class Messages(Work):
         super().__init__(text)
         if comm.runtime.closing:
             raise ShutdownError(f"{text}: commlib has been shut down")
+        if comm.failure is not None:
+            comm.raise_failure(text)
         self._comm, self._messages, self._value = comm, messages, value
         self._peers = [message.peer for message in messages]
         self._lock = threading.Lock()  # MPI allows one thread at a time to ask for a request
-        self._requests = [message.post(comm) for message in messages]
+        self._requests: list[Request] = []
+        try:
+            for message in messages:
+                self._requests.append(message.post(comm))
+        except BaseException as error:
+            comm.abandon(text, error)
+            raise
 
     def done(self) -> bool:
         """Make progress, and return whether all of them have arrived. Never blocks."""
@@ -81,13 +89,37 @@ class Messages(Work):
         deadline = None if timeout is None else time.monotonic() + timeout
         late = StallError(f"{self.description}: not done after {timeout} s; it goes on, wait again to collect it")
         if not super().done():
-            if not self._lock.acquire(timeout=-1 if timeout is None else timeout):
+            if timeout is None:
+                with self._lock:  # a signal handler may raise in here
+                    self._wait_for_requests(deadline, late)
+            elif self._lock.acquire(timeout=timeout):
+                try:
+                    self._wait_for_requests(deadline, late)
+                finally:
+                    self._lock.release()
+            else:
                 raise late
-            try:
-                self._wait_for_requests(deadline, late)
-            finally:
-                self._lock.release()
         return super().wait(0)
+
+    def complete(self) -> Any:
+        """Wait like `wait`, where nobody can wait again: what interrupts it takes it back, or fails the group."""
+        try:
+            return self.wait()
+        except CommlibError:
+            raise
+        except BaseException as error:
+            with self._lock:
+                if not super().done():
+                    if not self._withdraw():
+                        self._comm.abandon(self.description, error)
+                    self._end(InterruptedCallError(f"{self.description}: interrupted by {type(error).__name__}"))
+                    self.seen = True
+            raise
+
+    def _withdraw(self) -> bool:
+        """Take a receive back of which nothing has come; a send cannot be."""
+        requests = zip(self._messages, self._requests, strict=True)
+        return len(self._messages) == 1 and all(m.incoming and cast(UnsureReceive, r).withdraw() for m, r in requests)
 
     def exception(self) -> BaseException | None:
         """Return what went wrong, or None; waits until they have arrived."""

@@ -21,7 +21,7 @@ class Alarm(Exception):
 
 
 @contextlib.contextmanager
-def alarm(seconds):
+def alarm(seconds, again=0.05):
     """Raise Alarm in this thread after so many seconds, and again, should Python have ignored it in a destructor."""
 
     def ring(*_):
@@ -29,7 +29,7 @@ def alarm(seconds):
 
     before = signal.signal(signal.SIGALRM, ring)
     try:
-        signal.setitimer(signal.ITIMER_REAL, seconds + 1e-4, 0.05)
+        signal.setitimer(signal.ITIMER_REAL, seconds + 1e-4, again)
         yield
     finally:
         signal.setitimer(signal.ITIMER_REAL, 0)
@@ -112,7 +112,7 @@ def test_what_blocks_in_mpi_is_interrupted_when_it_has_ended(comm, name):
     comm.barrier()
     if group.rank == 0:
         start = time.monotonic()
-        with alarm(0.3), pytest.raises(Alarm):
+        with alarm(0.3, again=0), pytest.raises(Alarm):
             UNSTOPPABLE[name](group)
         assert time.monotonic() - start > 0.9
     else:
@@ -185,3 +185,33 @@ def test_alarms_at_any_time(comm, count, algorithm):
             group, failed = comm.split(0), failed + 1
         step = comm.broadcast_object(step, comm.size - 1)
     assert failed
+
+
+def test_an_interrupted_recv_takes_no_later_message(comm):
+    """It stayed posted, and the next message went into its array."""
+    comm.barrier()
+    if comm.rank == 0:
+        lost, kept = np.zeros(5), np.zeros(5)
+        with alarm(0.1, again=0), pytest.raises(Alarm):
+            comm.recv(lost, 1)
+        comm.barrier()
+        comm.recv(kept, 1)
+        assert (kept == 7).all() and (lost == 0).all()
+    else:
+        comm.barrier()
+        if comm.rank == 1:
+            comm.send(np.full(5, 7.0), 0)
+    comm.barrier()
+
+
+def test_an_interrupted_send_fails_the_group(comm):
+    """The other rank may have some of it already."""
+    group = comm.split(0)
+    if comm.rank == 0:
+        x = poisoned(np.ones(3_000_000))
+        with alarm(0.2, again=0), pytest.raises(Alarm):
+            group.send(x, 1)
+        del x
+        with pytest.raises(InterruptedCallError, match="send to rank 1"):
+            group.send(np.ones(3), 1)
+    comm.barrier()

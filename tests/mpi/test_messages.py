@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 
 from commlib.errors import MismatchError, StallError, UsageError
+from commlib.transport.mpi import MpiTransport
 
 pair = pytest.mark.ranks(min=2)
 
@@ -148,3 +149,37 @@ def test_overlapping_exchange_is_refused(comm):
         with pytest.raises(UsageError, match="overlap"):
             comm.send_recv(x, comm.rank, out, comm.rank)
     comm.barrier()
+
+
+@pair
+@pytest.mark.parametrize("sent", [0, 5, 63, 64, 65, 127, 128, 129, 192, 640])
+@pytest.mark.parametrize("wanted", [64, 128, 100])
+def test_messages_that_are_cut_into_pieces(comm, sent, wanted):
+    """A recv of exactly one piece (1 GiB) took a message of two, and the next recv got what was left of it."""
+    pieces = MpiTransport(comm.native.Dup(), longest=64)
+    if comm.rank == 0:
+        requests = [pieces.send(1, 5, memoryview(bytes(range(256)) * 3)[:sent]), pieces.send(1, 5, memoryview(b"next"))]
+        pieces.wait(requests, lambda: None)
+    elif comm.rank == 1:
+        first, second = bytearray(wanted), bytearray(4)
+        requests = [pieces.recv_unsure(0, 5, memoryview(first)), pieces.recv_unsure(0, 5, memoryview(second))]
+        pieces.wait(requests, lambda: None)
+        assert requests[0].nbytes == (sent if sent <= wanted else -1)
+        assert second == b"next" and requests[1].nbytes == 4
+        assert sent > wanted or first[:sent] == (bytes(range(256)) * 3)[:sent]
+    comm.barrier()
+    pieces.close()
+
+
+@pair
+@pytest.mark.parametrize("nbytes", [63, 64, 128, 200])
+def test_pieces_of_known_length(comm, nbytes):
+    pieces = MpiTransport(comm.native.Dup(), longest=64)
+    if comm.rank == 0:
+        pieces.wait([pieces.send(1, 5, memoryview(bytes(range(nbytes))))], lambda: None)
+    elif comm.rank == 1:
+        into = bytearray(nbytes)
+        ended = pieces.wait_any([pieces.recv(0, 5, memoryview(into))], lambda: None)
+        assert into == bytes(range(nbytes)) and ended[0].nbytes == nbytes
+    comm.barrier()
+    pieces.close()
