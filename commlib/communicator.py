@@ -10,6 +10,7 @@ from typing import Any
 import numpy as np
 from numpy import empty, ndarray
 
+from commlib import forks
 from commlib.buffers.views import address_of, as_host
 from commlib.dtypes import Array, name_of, numpy_dtype
 from commlib.errors import UsageError
@@ -354,6 +355,7 @@ class Communicator(Group):
 
     def close(self) -> None:
         """Release everything. Collective, and only when no rank uses it any more."""
+        forks.check(f"close of {self.name}")
         if self._node is not None:
             self._node.close()
         super().close()

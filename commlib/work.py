@@ -5,6 +5,7 @@ from __future__ import annotations
 import threading
 from typing import Any
 
+from commlib import forks
 from commlib.errors import StallError
 
 
@@ -41,6 +42,7 @@ class Work:
         Raises what the operation raised; StallError if the time is up (the operation goes on).
         """
         if not self._done:
+            forks.check(self.description)
             if not self._running.acquire(timeout=-1 if timeout is None else max(timeout, 0)):
                 raise StallError(
                     f"{self.description}: not done after {timeout} s; it goes on, wait again to collect it"

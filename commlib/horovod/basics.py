@@ -8,6 +8,7 @@ from typing import Any
 import commlib
 from commlib.errors import UsageError
 from commlib.horovod.process_sets import ProcessSet, add_process_set, registry
+from commlib.launch import load_mpi
 
 
 def init(comm: Any = None, process_sets: Iterable[ProcessSet] | str | None = None) -> Any:
@@ -18,7 +19,7 @@ def init(comm: Any = None, process_sets: Iterable[ProcessSet] | str | None = Non
     Raises UsageError for a set whose ranks are registered already; commlib is then initialised nevertheless.
     """
     if commlib.is_initialized():
-        world = commlib.world()
+        world = commlib.init()
         if comm is not None:
             _check_same(comm, world)
     else:
@@ -160,11 +161,8 @@ def _native(comm: Any) -> Any:
         raise UsageError(f"init: comm is a {type(comm).__name__}: expected a list of ranks or an mpi4py communicator")
     if not comm:
         return None
-    from mpi4py import MPI
-
+    MPI = load_mpi()
     ranks = [int(number) for number in comm]
-    if not MPI.Is_initialized():
-        MPI.Init_thread(MPI.THREAD_MULTIPLE)
     everyone = MPI.COMM_WORLD
     if everyone.rank not in ranks or len(set(ranks)) < len(ranks) or not 0 <= min(ranks) <= max(ranks) < everyone.size:
         raise UsageError(

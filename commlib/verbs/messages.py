@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from commlib import forks
 from commlib.buffers.views import as_host, contiguous, writable
 from commlib.dtypes import Array
 from commlib.errors import CommlibError, MismatchError, ShutdownError, StallError, UsageError
@@ -58,6 +59,7 @@ class Messages(Work):
 
     def __init__(self, comm: Group, text: str, messages: list[_Message], value: Any) -> None:
         super().__init__(text)
+        forks.check(text)
         if comm.runtime.closing:
             raise ShutdownError(f"{text}: commlib has been shut down")
         self._comm, self._messages, self._value = comm, messages, value
@@ -67,7 +69,7 @@ class Messages(Work):
 
     def done(self) -> bool:
         """Make progress, and return whether all of them have arrived. Never blocks."""
-        if not super().done() and self._lock.acquire(blocking=False):
+        if not super().done() and not forks.is_child() and self._lock.acquire(blocking=False):
             try:
                 self._advance()
             except CommlibError as error:
@@ -81,6 +83,7 @@ class Messages(Work):
         deadline = None if timeout is None else time.monotonic() + timeout
         late = StallError(f"{self.description}: not done after {timeout} s; it goes on, wait again to collect it")
         if not super().done():
+            forks.check(self.description)
             if not self._lock.acquire(timeout=-1 if timeout is None else timeout):
                 raise late
             try:
