@@ -48,13 +48,7 @@ def _join(comm: Any) -> Communicator:
     except UsageError as error:
         settings, bad = config.Config(), str(error)  # the others must be told, so MPI is started nevertheless
     _set_up_logging(settings.log_level)
-    with interrupts_held_back():
-        MPI = load_mpi()
-        # With numba, which takes a second, and in which an interrupt may be taken for a module that cannot be imported.
-        from commlib.communicator import Communicator
-        from commlib.runtime import Runtime
-        from commlib.transport import segment
-        from commlib.transport.mpi import MpiTransport
+    MPI = load_mpi()
     if comm is None:
         check_launcher(MPI)
     base = (MPI.COMM_WORLD if comm is None else comm).Dup()
@@ -63,6 +57,12 @@ def _join(comm: Any) -> Communicator:
     except CommlibError:  # on all ranks
         base.Free()
         raise
+
+    with interrupts_held_back():  # numba takes an interrupt for a module that cannot be imported, and goes on
+        from commlib.communicator import Communicator
+        from commlib.runtime import Runtime
+        from commlib.transport import segment
+        from commlib.transport.mpi import MpiTransport
 
     node = base.Split_type(MPI.COMM_TYPE_SHARED)
     if node.Get_rank() == 0:

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from commlib import forks
+from commlib.arguments import integer
 from commlib.buffers.views import as_host, contiguous, writable
 from commlib.dtypes import Array
 from commlib.errors import CommlibError, MismatchError, ShutdownError, StallError, UsageError
@@ -138,9 +139,9 @@ def _message(comm: Group, verb: str, x: Any, peer: int, tag: int, *, incoming: b
     array = as_host(x, verb, what)
     if incoming:
         writable(array, verb, what)
-    if not 0 <= peer < comm.size:
+    if not 0 <= integer(verb, "peer", peer) < comm.size:
         raise UsageError(f"{verb}: peer is {peer}, but {comm.name} has the ranks 0 to {comm.size - 1}")
-    if not 0 <= tag <= _MOST_TAGS:
+    if not 0 <= integer(verb, "tag", tag) <= _MOST_TAGS:
         raise UsageError(f"{verb}: tag is {tag}, expected 0 to {_MOST_TAGS}")
     return _Message(peer, tag, array, contiguous(array, verb).reshape(-1), incoming)
 

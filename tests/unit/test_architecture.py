@@ -46,7 +46,8 @@ IMPURE_STANDARD_LIBRARY = {
 
 # A module may import its own row and those above it. The longest name that fits decides.
 LAYERS = (
-    ("commlib.errors", "commlib.typing", "commlib.config", "commlib.dtypes", "commlib.extras", "commlib.forks", *PURE),
+    ("commlib.arguments", "commlib.errors", "commlib.typing", "commlib.config", "commlib.dtypes", "commlib.extras",
+     "commlib.forks", *PURE),
     ("commlib.kernels", "commlib.buffers"),
     ("commlib.transport",),
     ("commlib.executor", "commlib.agreement", "commlib.attendant", "commlib.exits", "commlib.launch",
