@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import ctypes
 import os
 import shlex
 import signal
@@ -24,9 +23,6 @@ _LAUNCHERS = (
     ("MVAPICH's launcher", "MV2_COMM_WORLD_SIZE", "MV2_COMM_WORLD_RANK"),
     ("A launcher that speaks PMIx", "", "PMIX_RANK"),
 )
-
-# Debian's MPICH has another name than every other library that keeps MPICH's ABI, and mpi4py does not look for it.
-_OTHER_NAMES = ("libmpich.so.12",)
 
 _finalizes = False  # MPI ends with this process's exit hook, not by mpi4py, which would end it in forked children too
 
@@ -82,14 +78,13 @@ def _import_mpi() -> Any:
         try:
             from mpi4py import MPI
         except RuntimeError:
-            path = _other_library()
-            if not path:
+            if not _found_by_another_name():
                 raise
-            os.environ["MPI4PY_LIBMPI"] = path
+            os.environ["MPI4PY_MPIABI"] = "mpich"
             try:
                 from mpi4py import MPI
             finally:
-                del os.environ["MPI4PY_LIBMPI"]
+                del os.environ["MPI4PY_MPIABI"]
     except (ImportError, RuntimeError) as error:
         # mpi4py names every file that it has tried; one is enough, and its traceback says nothing.
         reason = "; ".join(str(error).splitlines()[:2])
@@ -100,17 +95,17 @@ def _import_mpi() -> Any:
     return MPI
 
 
-def _other_library() -> str:
-    """Return an MPI library that mpi4py does not look for, or ""; the user's word is the last."""
-    if "MPI4PY_LIBMPI" in os.environ:
-        return ""
-    for name in _OTHER_NAMES:
-        try:
-            ctypes.CDLL(name)
-        except OSError:
-            continue
-        return name
-    return ""
+def _found_by_another_name() -> bool:
+    """Load Debian's MPICH, which mpi4py does not look for, if it is there. What the user says to load comes first."""
+    if {"MPI4PY_LIBMPI", "MPI4PY_MPIABI"} & os.environ.keys():
+        return False
+    from commlib.library_name import load_as
+
+    try:
+        load_as("libmpi.so.12", "libmpich.so.12")  # another name than every other library of MPICH's ABI
+    except OSError:
+        return False
+    return True
 
 
 @contextmanager

