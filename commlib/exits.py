@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import atexit
 import io
+import os
+import signal
 import sys
 import time
 from collections.abc import Callable
@@ -48,6 +50,7 @@ def hook(world: Callable[[], Any], leave: Callable[[], str], become_child: Calla
                 said, sys.stderr = sys.stderr.getvalue(), sys.__stderr__
                 sys.stderr.write(said)
             _abort(MPI, world() or MPI.COMM_WORLD, f"ended by an uncaught {kind.__name__}: {_first_line(error)}")
+        _end_unstarted()
 
     sys.excepthook = abort_after
 
@@ -64,7 +67,21 @@ def give_up(text: str, code: int = 1) -> NoReturn:
     if (MPI := launch.started_mpi()) is not None and MPI.COMM_WORLD.size > 1:
         time.sleep(LAST_WORDS)
         MPI.COMM_WORLD.Abort(code)
+    _end_unstarted()
     sys.exit(code)
+
+
+def _end_unstarted() -> None:
+    """End this process by a signal if it was launched, and has not started MPI.
+
+    MPICH's launcher does not mind the exit code of such a process, and the others would wait for it in MPI_Init.
+    """
+    if launch.is_launched() and not launch.was_started():
+        sys.stdout.flush()
+        sys.stderr.flush()
+        time.sleep(LAST_WORDS)
+        signal.signal(signal.SIGTERM, signal.SIG_DFL)
+        os.kill(os.getpid(), signal.SIGTERM)
 
 
 def _is_to_speak() -> bool:

@@ -54,6 +54,12 @@ def _start(MPI: Any) -> None:
         MPI.Init_thread(getattr(MPI, f"THREAD_{rc.thread_level}".upper()) if rc.threads else MPI.THREAD_SINGLE)
 
 
+def was_started() -> bool:
+    """Return whether MPI has been started in this process, whatever has become of it."""
+    MPI: Any = sys.modules.get("mpi4py.MPI")
+    return MPI is not None and bool(MPI.Is_initialized())
+
+
 def started_mpi() -> Any:
     """Return mpi4py's module MPI if MPI has been started in this process and has not ended, else None."""
     MPI: Any = sys.modules.get("mpi4py.MPI")
@@ -110,7 +116,11 @@ def _found_by_another_name() -> bool:
 
 @contextmanager
 def interrupts_held_back() -> Iterator[None]:
-    """Deliver SIGINT afterwards: raised while modules are imported it may be lost, or MPI_Init's module with it."""
+    """Deliver SIGINT afterwards.
+
+    Raised in the middle of an import it is lost where numba takes it for a module that is not there; and raised in that
+    of mpi4py, MPI has started and nobody knows of it who could end the job.
+    """
     before = signal.getsignal(signal.SIGINT)
     if threading.current_thread() is not threading.main_thread() or before is None:
         yield

@@ -33,7 +33,8 @@ def init(comm: Any = None) -> Communicator:
     exits.hook(lambda: _world, _leave, _become_child)  # first: an error on one rank must end the others' wait for it
     _joining = True
     try:
-        _world = _join(comm)
+        with interrupts_held_back():
+            _world = _join(comm)
     except CommlibError as error:  # the others have it too
         error.at_start, _joining = True, False
         raise
@@ -58,11 +59,10 @@ def _join(comm: Any) -> Communicator:
         base.Free()
         raise
 
-    with interrupts_held_back():  # numba takes an interrupt for a module that cannot be imported, and goes on
-        from commlib.communicator import Communicator
-        from commlib.runtime import Runtime
-        from commlib.transport import segment
-        from commlib.transport.mpi import MpiTransport
+    from commlib.communicator import Communicator
+    from commlib.runtime import Runtime
+    from commlib.transport import segment
+    from commlib.transport.mpi import MpiTransport
 
     node = base.Split_type(MPI.COMM_TYPE_SHARED)
     if node.Get_rank() == 0:

@@ -200,7 +200,7 @@ def test_the_mpich_of_debian_is_found(bare_python, launch_environment):
     assert (done.returncode, done.stdout) == (0, "started\nMPICH False\n"), done.stderr
 
 
-SLEEPER = "import commlib, numpy as np\ncomm = commlib.init()\nwhile True:\n    comm.all_reduce(np.ones(3))\n"
+SLEEPER = "import commlib\ncomm = commlib.init()\nwhile True:\n    comm.barrier()\n"
 
 
 @pytest.mark.parametrize("number", range(6))
@@ -215,6 +215,18 @@ if rank == {number % 2} and os.fork() == 0:
     os._exit(0)
 {SLEEPER}"""
     assert mpirun(2, program, timeout=30).returncode != 0
+
+
+def test_a_rank_that_cannot_load_mpi_ends_the_job(mpirun):
+    """MPICH's launcher let the others wait in MPI_Init for a process that had ended with an exit code."""
+    program = f"""{RANK}
+import sys
+if rank == 1:
+    sys.modules["mpi4py"] = None
+{INIT}"""
+    done = mpirun(2, program, timeout=30)
+    assert done.returncode != 0 and not done.stdout
+    assert "TransportError: mpi4py cannot load an MPI library" in done.stderr
 
 
 def test_who_leaves_in_the_middle_of_init_ends_the_job(mpirun):
