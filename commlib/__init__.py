@@ -42,6 +42,7 @@ __all__ = [
     "TransportError",
     "UsageError",
     "Work",
+    "__version__",
     "init",
     "is_initialized",
     "shutdown",

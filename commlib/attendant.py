@@ -75,6 +75,11 @@ class Attendant:
                 return ""
             return f"unfinished {self._works[0][0].description}"
 
+    def abandon(self) -> None:
+        """Forget everything in a forked child, whose copies of the locks may be held by threads that it lacks."""
+        self._works, self._thread = [], None
+        self._changed, self._asking = threading.Condition(threading.Lock()), threading.Lock()
+
     def close(self) -> None:
         """Ask nobody any more."""
         with self._changed:

@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import itertools
-import operator
+import math
+import sys
 from collections.abc import Callable, Sequence
 from typing import Any
 
-import numpy as np
 from numpy import empty, ndarray
 
+from commlib import forks
+from commlib.arguments import integer
 from commlib.buffers.views import address_of, as_host
 from commlib.dtypes import Array, name_of, numpy_dtype
 from commlib.errors import UsageError
@@ -62,7 +64,7 @@ class Communicator(Group):
         A negative `color` takes part but joins no group and gets None.
         """
         for name, value in (("color", color), ("key", key)):
-            if not -(2**31) <= value < 2**31:
+            if not -(2**31) <= integer("split", name, value) < 2**31:
                 raise UsageError(f"split: {name} is {value}, expected a 32-bit integer")
         number = next(self._children)
 
@@ -93,10 +95,13 @@ class Communicator(Group):
         is given back at a later call of `empty`, once the arrays of all ranks are gone.
         """
         kind = numpy_dtype(dtype)
-        dimensions = tuple(map(operator.index, shape)) if isinstance(shape, Sequence) else (operator.index(shape),)
+        lengths = shape if isinstance(shape, Sequence) else (shape,)
+        dimensions = tuple(integer("empty", "a length of the shape", length) for length in lengths)
         if min(dimensions, default=0) < 0:
             raise UsageError(f"empty: shape {dimensions} has a negative length")
-        nbytes = int(np.prod(dimensions, dtype=np.int64)) * kind.itemsize
+        if math.prod(length or 1 for length in dimensions) * kind.itemsize > sys.maxsize:
+            raise UsageError(f"empty: shape {dimensions} of {name_of(kind)} is more than can have addresses")
+        nbytes = math.prod(dimensions) * kind.itemsize
 
         def run() -> Array:
             self.node_path.forget_places()
@@ -217,7 +222,7 @@ class Communicator(Group):
 
     def broadcast(self, x: Any, root: int = 0, *, algorithm: str = "auto") -> Any:
         """Overwrite `x` on all ranks with that of rank `root`, and return it."""
-        if type(x) is ndarray:
+        if type(x) is ndarray and type(root) is int:
             known = self.node_path.plain(("broadcast", x.dtype, x.shape, root, algorithm), x, x)
             if known is not None:
                 return known
@@ -354,6 +359,7 @@ class Communicator(Group):
 
     def close(self) -> None:
         """Release everything. Collective, and only when no rank uses it any more."""
+        forks.check(f"close of {self.name}")
         if self._node is not None:
             self._node.close()
         super().close()

@@ -1,21 +1,36 @@
 """Every COMMLIB_* setting, in one table: name, type, default, meaning.
 
-Settings are read from the environment once, at `commlib.init`, and must be the same on all ranks unless noted.
+Settings are read from the environment once, at `commlib.init`. `compare` says which of them the ranks do not share,
+except for those that may differ.
 """
 
 from __future__ import annotations
 
-import math
 import os
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, fields
 from typing import Any
 
-from commlib.errors import UsageError
+from commlib.errors import MismatchError, UsageError
+
+# Environment variables of others that all ranks must have alike, as they are written.
+ALSO_COMPARED: tuple[str, ...] = ()
+
+_PER_RANK, _RANK_0 = "per rank", "read by rank 0"
 
 
-def _setting(default: Any, meaning: str, choices: tuple[str, ...] = (), *, least: float = 0) -> Any:
-    return field(default=default, metadata={"meaning": meaning, "choices": choices, "least": least})
+def _setting(
+    default: Any,
+    meaning: str,
+    choices: tuple[str, ...] = (),
+    *,
+    least: float = 0,
+    most: float = 1_000_000_000,
+    differs: str = "",
+) -> Any:
+    """Describe a setting. `differs` says in which sense ranks may have different ones; "": they may not."""
+    limits = {"choices": choices, "least": least, "most": most}
+    return field(default=default, metadata={"meaning": meaning, "differs": differs, **limits})
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,63 +49,122 @@ class Config:
     exit_timeout: float = _setting(5.0, "seconds that shutdown and interpreter exit wait for work in flight")
     node_path: bool = _setting(True, "use shared memory between the ranks of a node")
     slot_kib: int = _setting(
-        512, "KiB of each rank's two shared slots through which ordinary arrays are reduced", least=1
+        512, "KiB of each rank's two shared slots through which ordinary arrays are reduced", least=1, most=1 << 20
     )
     native_kib: int = _setting(
-        1024, "KiB of each piece in which a large array is handed to MPI's own all-reduce", least=1
+        1024, "KiB of each piece in which a large array is handed to MPI's own all-reduce", least=1, most=1 << 20
     )
     spins: int = _setting(
-        -1, "polls before a waiting rank yields its core; -1 chooses by cores per rank (per rank)", least=-1
+        -1, "polls before a waiting rank yields its core; -1 chooses by cores per rank", least=-1, differs=_PER_RANK
     )
     tuning_file: str = _setting(
         "",
         "file of measured times ('commlib tune' writes it) that algorithms are chosen by; empty is "
-        "commlib/tuning.json in the user's cache folder, 'none' is the cost model alone (read by rank 0)",
+        "commlib/tuning.json in the user's cache folder, 'none' is the cost model alone",
+        differs=_RANK_0,
     )
     fusion_mib: int = _setting(
         64,
         "MiB up to which small named tensors that are ready together are reduced as one array between nodes "
         "(on a node 1 at most)",
         least=1,
+        most=1 << 20,
     )
     known_names: int = _setting(
-        4096, "names of operations that ranks remember, to ask for them again by a bit each", least=1
+        4096, "names of operations that ranks remember, to ask for them again by a bit each", least=1, most=1 << 20
     )
     log_level: str = _setting(
-        "warning", "level of the 'commlib' logger (per rank)", ("debug", "info", "warning", "error")
+        "warning", "level of the 'commlib' logger", ("debug", "info", "warning", "error"), differs=_PER_RANK
     )
 
 
 _TRUE, _FALSE = ("1", "true", "yes", "on"), ("0", "false", "no", "off")
 
 
-def _parse(name: str, kind: str, choices: tuple[str, ...], least: float, text: str) -> Any:
+def _parse(name: str, kind: str, limits: Mapping[str, Any], text: str) -> Any:
+    choices, least, most = limits["choices"], limits["least"], limits["most"]
     try:
         if kind == "bool":
             return {**dict.fromkeys(_TRUE, True), **dict.fromkeys(_FALSE, False)}[text.lower()]
         if kind in ("int", "float"):
             value = {"int": int, "float": float}[kind](text)
-            if not least <= value < math.inf:
+            if not least <= value <= most:
                 raise ValueError
             return value
     except (KeyError, ValueError):
-        bound = "" if kind == "bool" else f" of at least {least}"
-        raise UsageError(f"environment variable {name}={text!r}: expected {kind}{bound}") from None
-    if choices and text not in choices:
+        bounds = "" if kind == "bool" else f" from {least} to {most}"
+        raise UsageError(f"environment variable {name}={text!r}: expected {kind}{bounds}") from None
+    if choices and text.lower() not in choices:
         raise UsageError(f"environment variable {name}={text!r}: expected one of {', '.join(choices)}")
-    return text
+    return text.lower() if choices else text
 
 
 def load(environment: Mapping[str, str] = os.environ) -> Config:
     """Return the settings of `environment`. Raises UsageError for a bad value or an unknown COMMLIB_ name."""
-    known = {f"COMMLIB_{f.name.upper()}": f for f in fields(Config)}
+    known = {_variable(f.name): f for f in fields(Config)}
     given = {name: text for name, text in environment.items() if name.startswith("COMMLIB_")}
     if unknown := sorted(given.keys() - known.keys()):
         raise UsageError(f"unknown setting {', '.join(unknown)}; known are {', '.join(sorted(known))}")
     values = {
-        known[name].name: _parse(
-            name, str(known[name].type), known[name].metadata["choices"], known[name].metadata["least"], text
-        )
+        known[name].name: _parse(name, str(known[name].type), known[name].metadata, text)
         for name, text in given.items()
     }
     return Config(**values)
+
+
+def _variable(name: str) -> str:
+    return f"COMMLIB_{name.upper()}"
+
+
+def compared(config: Config, environment: Mapping[str, str] = os.environ) -> dict[str, str]:
+    """Return what all ranks must have alike, by the names of the environment variables."""
+    own = {f.name: getattr(config, f.name) for f in fields(Config) if not f.metadata["differs"]}
+    texts = {
+        _variable(name): str(int(value) if value is True or value is False else value) for name, value in own.items()
+    }
+    return texts | {name: environment.get(name, "unset") for name in ALSO_COMPARED}
+
+
+def compare(everyone: Sequence[tuple[str, Mapping[str, str]]]) -> None:
+    """Compare what the ranks, in their order, have found: what is wrong with their own settings or "", and `compared`.
+
+    Raises UsageError for wrong ones, MismatchError for those that differ; it names them all, with their ranks.
+    """
+    wrong = _by_value(text for text, _ in everyone)
+    wrong.pop("", None)
+    if wrong:
+        raise UsageError("; ".join(f"{text} ({ranks_text(ranks)})" for text, ranks in wrong.items()))
+    lines = []
+    for name in everyone[0][1]:
+        values = _by_value(settings[name] for _, settings in everyone)
+        if len(values) > 1:
+            lines.append(f"  {name}: " + "; ".join(f"{value} on {ranks_text(on)}" for value, on in values.items()))
+    if lines:
+        raise MismatchError(
+            "commlib.init: these settings must be the same on all ranks:\n" + "\n".join(lines) + "\nGive the "
+            "environment variable to all of them (Open MPI: mpirun -x NAME=VALUE; MPICH: mpiexec -genv NAME VALUE)"
+        )
+
+
+def _by_value(values: Iterable[str]) -> dict[str, list[int]]:
+    ranks: dict[str, list[int]] = {}
+    for rank, value in enumerate(values):
+        ranks.setdefault(value, []).append(rank)
+    return ranks
+
+
+_MOST_RANGES = 8
+
+
+def ranks_text(ranks: Sequence[int]) -> str:
+    """Return ascending ranks in words: "rank 3", "ranks 0-5, 7", and of very many the first."""
+    ranges: list[list[int]] = []
+    for rank in ranks:
+        if ranges and ranges[-1][1] == rank - 1:
+            ranges[-1][1] = rank
+        else:
+            ranges.append([rank, rank])
+    shown = ranges[:_MOST_RANGES]
+    text = ", ".join(f"{first}" if first == last else f"{first}-{last}" for first, last in shown)
+    more = len(ranks) - sum(last - first + 1 for first, last in shown)
+    return f"rank{'s' * (len(ranks) > 1)} {text}{f' and {more} more' if more else ''}"

@@ -16,6 +16,9 @@ from __future__ import annotations
 class CommlibError(RuntimeError):
     """Base of every error that commlib raises."""
 
+    at_start = False
+    """Raised by `init`: the other ranks have no other one, and the first can say it for all."""
+
 
 class UsageError(CommlibError, ValueError):
     """This call is wrong on this rank, whatever the other ranks do. Nothing was sent."""

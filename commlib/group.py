@@ -12,6 +12,7 @@ from typing import Any, NoReturn
 import numpy as np
 
 from commlib.agreement import LateCheck, compare_messages, mismatch
+from commlib.arguments import integer
 from commlib.buffers.symmetric import SymmetricMemory
 from commlib.buffers.views import address_of
 from commlib.dtypes import Array
@@ -117,7 +118,7 @@ class Group:
 
     def check_root(self, verb: str, root: int) -> None:
         """Raise UsageError unless `root` is a rank of this group."""
-        if not 0 <= root < self.size:
+        if not 0 <= integer(verb, "root", root) < self.size:
             raise UsageError(f"{verb}: root is {root}, but {self.name} has the ranks 0 to {self.size - 1}")
 
     def takes_node_path(self, verb: str, algorithm: str) -> bool:

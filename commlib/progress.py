@@ -16,6 +16,7 @@ from collections import deque
 from collections.abc import Callable
 from typing import Any
 
+from commlib import forks
 from commlib.errors import CommlibError, ShutdownError
 from commlib.work import Work
 
@@ -113,6 +114,7 @@ class Progress:
 
     def start(self, description: str, run: Run) -> Work:
         """Queue one operation and return its Work."""
+        forks.check(description)
         work = Work(description)
         try:
             with self._lock:
@@ -254,6 +256,16 @@ class Progress:
             self._changed.notify_all()
         for work, _ in dropped:
             work.finish(error=ShutdownError(f"{work.description}: commlib was shut down before it began"))
+
+    def abandon(self) -> None:
+        """Let nothing run in this forked child, whose copies of the locks may be held by threads that it lacks."""
+        self._lock = threading.Lock()
+        self._changed = threading.Condition(self._lock)
+        self._queue.clear()
+        self._begun = self._thread = None
+        self.pending += 1  # for ever: so every call comes to `start`
+        if self.running.locked():
+            self.running.release()
 
     def join(self, timeout: float) -> None:
         """Wait until the thread has ended after `close`, at most `timeout` s.

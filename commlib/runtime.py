@@ -8,6 +8,7 @@ import weakref
 from dataclasses import dataclass, field
 from typing import Any
 
+from commlib import forks
 from commlib.attendant import Attendant
 from commlib.config import Config
 from commlib.tune.chooser import Chooser
@@ -41,6 +42,17 @@ class Runtime:
             drains.insert(0, self.named.drain)
         left_over = [drain(max(0.0, deadline - time.monotonic())) for drain in drains]
         return next(filter(None, left_over), "")
+
+    def abandon(self) -> None:
+        """Give everything up in a forked child, where no thread runs on and MPI is not to be touched: no call works."""
+        self.closing = True
+        self.attendant.abandon()
+        if self.named is not None:
+            for coordinator in self.named.coordinators():
+                coordinator.abandon()
+        for group in list(self.groups):
+            group.failure = forks.refusal(group.name)
+            group.progress.abandon()
 
     def end(self) -> str:
         """End all groups without ever hanging; return the first failure that nobody has asked for, or ""."""

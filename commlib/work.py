@@ -5,6 +5,7 @@ from __future__ import annotations
 import threading
 from typing import Any
 
+from commlib import forks
 from commlib.errors import StallError
 
 
@@ -41,6 +42,7 @@ class Work:
         Raises what the operation raised; StallError if the time is up (the operation goes on).
         """
         if not self._done:
+            forks.check(self.description)
             if timeout is None:
                 with self._running:  # others may wait too; a signal handler may raise in here
                     pass

@@ -9,6 +9,7 @@ with tf.GradientTape() as tape:
 tape = hvd.DistributedGradientTape(tape)
 """
 
+from commlib import __version__
 from commlib.horovod import (
     Adasum,
     Average,
@@ -77,6 +78,7 @@ from commlib_tensorflow.queries import local_rank_op, local_size_op, process_set
 from commlib_tensorflow.sync_batch_norm import SyncBatchNormalization
 
 __all__ = [
+    "__version__",
     "init",
     "shutdown",
     "is_initialized",

@@ -12,6 +12,7 @@ in MPI texts (`all_reduce`) run in the order in which they are called, which mus
 are spelt as in Horovod (`allreduce`) have names, and run in any order.
 """
 
+from commlib import __version__
 from commlib.horovod import (
     Adasum,
     Average,
@@ -126,6 +127,7 @@ from commlib_torch.sparse import sparse_allreduce_async
 from commlib_torch.sync_batch_norm import SyncBatchNorm, convert_sync_batchnorm
 
 __all__ = [
+    "__version__",
     # data parallelism
     "DataParallel",
     "OneBitAdam",

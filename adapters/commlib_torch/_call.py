@@ -8,7 +8,7 @@ from typing import Any, Generic, TypeVar
 import torch
 from torch import Tensor
 
-import commlib
+from commlib import horovod as core
 from commlib.communicator import Communicator
 from commlib_torch._bridge import Array, packed, to_array, to_tensor
 
@@ -56,7 +56,7 @@ class Call(Generic[R]):
     def __init__(
         self, comm: Communicator | None, verb: str, finish: Callable[[Any], R], *arguments: Any, **options: Any
     ) -> None:
-        self._comm = comm or commlib.init()
+        self._comm = comm or core.running()
         self._verb, self._finish = verb, finish
         self._arguments, self._options = arguments, options
 

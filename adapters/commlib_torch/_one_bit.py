@@ -10,7 +10,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-import commlib
+from commlib import horovod as core
 from commlib.communicator import Communicator
 from commlib.compress.one_bit import Hyper, Moments
 from commlib.compress.scheme import Scheme
@@ -63,7 +63,7 @@ class OneBit(torch.optim.Optimizer):
                 f"weight_decay={defaults['weight_decay']}, betas={(beta1, beta2)}"
             )
         super().__init__(params, defaults)
-        commlib.init()
+        core.running()
         self.freeze_step = freeze_step
         self.comm = comm or communicator_of(process_set, type(self).__name__)
         self._options: dict[str, Any] = {

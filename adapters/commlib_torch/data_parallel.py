@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import nn
 
-import commlib
+from commlib import horovod as core
 from commlib.communicator import Communicator
 from commlib.data_parallel import BUCKET_CAP_MIB, FIRST_BUCKET_MIB, Statistics
 from commlib_torch._gradients import Gradients
@@ -56,7 +56,7 @@ class DataParallel(nn.Module):
     ) -> None:
         super().__init__()
         self.module = module
-        comm = comm or commlib.init()
+        comm = comm or core.running()
         self._gradients: Gradients | None = Gradients(
             unique_parameters(module.named_parameters()),
             comm,

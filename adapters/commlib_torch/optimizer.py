@@ -10,7 +10,6 @@ from typing import Any, TypeVar, cast
 import torch
 from torch import Tensor
 
-import commlib
 from commlib import horovod as core
 from commlib.communicator import Communicator
 from commlib.data_parallel import BUCKET_CAP_MIB, FIRST_BUCKET_MIB, Statistics, StepReport
@@ -94,7 +93,7 @@ def DistributedOptimizer(
         raise UsageError(f"{type(optimizer).__name__} averages over the ranks by itself: use it as it is")
     if comm is not None and process_set is not None:
         raise UsageError("process_set and comm both say over which ranks to reduce: give one of them")
-    commlib.init()
+    core.running()
     if num_groups:
         warnings.warn("num_groups is deprecated, in Horovod too: use groups", DeprecationWarning, stacklevel=2)
         groups = num_groups if groups is None else groups

@@ -16,6 +16,7 @@ from commlib.bench.cases import Case
 from commlib.bench.measure import Call
 from commlib.bench.mpi_peer import NoPeer
 from commlib.dtypes import Array
+from commlib.extras import install
 
 _OPERATIONS = {"sum": "SUM", "mean": "SUM", "min": "MIN", "max": "MAX", "prod": "PRODUCT"}
 
@@ -25,7 +26,7 @@ def problem() -> str | None:
     try:
         import torch.distributed as dist
     except ImportError as error:
-        return f"--peer gloo needs PyTorch: install this project with its extra 'torch' ({error})"
+        return f"--peer gloo needs PyTorch: {install('torch')} ({error})"
     return (
         None if dist.is_available() and dist.is_gloo_available() else "--peer gloo: this PyTorch was built without it"
     )

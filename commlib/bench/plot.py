@@ -7,8 +7,9 @@ from pathlib import Path
 from typing import Any
 
 from commlib.bench.rows import OURS, Row
+from commlib.extras import install
 
-MISSING = "no picture: matplotlib is not installed (install this project with its extra 'plot')"
+MISSING = f"no picture: matplotlib is not installed ({install('plot')})"
 _MARKS = {OURS: ("-", "o"), "mpi": ("--", "s"), "pieces": ("-.", "^"), "gloo": (":", "D")}
 _UNITS = ("", "Ki", "Mi", "Gi", "Ti")
 

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import os
 import sys
 from typing import Any
 
-# Set by Open MPI's launcher and srun --mpi=pmix; by MPICH's and srun --mpi=pmi2.
-_LAUNCHED = ("PMIX_RANK", "PMI_RANK")
+from commlib import exits, is_initialized, launch
+from commlib.errors import CommlibError, UsageError
+from commlib.extras import install
 
 
 def main() -> None:
@@ -20,11 +20,13 @@ def main() -> None:
     except ModuleNotFoundError as error:
         if error.name not in ("typer", "rich"):
             raise
-        raise SystemExit(
-            f"commlib: the command needs {error.name}: install this project with its extra 'cli'"
-        ) from None
+        raise SystemExit(f"commlib: the command needs {error.name}: {install('cli')}") from None
     try:
         code = app(standalone_mode=False)
+    except CommlibError as error:
+        if not error.at_start:
+            raise
+        exits.give_up(f"commlib: {error}", 2 if isinstance(error, UsageError) else 1)
     except Exception as error:
         if not hasattr(error, "show"):  # click's errors have it, wherever typer keeps click
             raise
@@ -34,13 +36,14 @@ def main() -> None:
 
 def refuse(error: Any) -> None:
     """Say what is wrong with the command line, once, and end with exit code 2. On all ranks together."""
-    if not any(name in os.environ for name in _LAUNCHED):
+    if not launch.is_launched():
         error.show()
         sys.exit(2)
-    from mpi4py import MPI
-
+    MPI = launch.load_mpi()
     if MPI.COMM_WORLD.rank == 0:
         error.show()
         sys.stderr.flush()
     MPI.COMM_WORLD.Barrier()  # a launcher ends the job when the first rank ends badly: rank 0 must have spoken
+    if not is_initialized():
+        launch.finalize()  # else that is done at exit, after the world
     sys.exit(2)

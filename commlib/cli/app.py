@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+from typing import Annotated
+
 import typer
+
+from commlib import __version__
 
 app = typer.Typer(
     name="commlib",
@@ -13,9 +17,19 @@ app = typer.Typer(
 )
 
 
+def _print_version(wanted: bool) -> None:
+    if wanted:
+        typer.echo(f"commlib {__version__}")
+        raise typer.Exit
+
+
 @app.callback()
-def _commlib() -> None:
-    """Keep verbs as sub-commands even while there is only one."""
+def _commlib(
+    version: Annotated[
+        bool, typer.Option("--version", help="Print the version.", callback=_print_version, is_eager=True)
+    ] = False,
+) -> None:
+    pass
 
 
 from commlib.cli import bench, show, tune  # noqa: E402, F401  # each adds its verb to the table

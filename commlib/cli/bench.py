@@ -7,6 +7,7 @@ from typing import Annotated
 
 import typer
 
+import commlib
 from commlib.cli.app import app
 
 
@@ -72,7 +73,6 @@ def bench(
     time / commlib's. The exit code is 1 if an element of commlib is wrong.
     """
     from commlib.bench.options import Options, Refused
-    from commlib.bench.run import run
 
     try:
         options = Options(
@@ -92,6 +92,9 @@ def bench(
             fresh=fresh,
             out=out,
         )
+        commlib.init()  # says what is wrong with MPI, where the next import would only fail
+        from commlib.bench.run import run
+
         is_right = run(options)
     except Refused as error:  # on all ranks together
         raise typer.BadParameter(str(error)) from None

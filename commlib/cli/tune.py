@@ -44,6 +44,8 @@ def tune(
     try:
         _tune(path, seconds)
     except CommlibError as error:
+        if error.at_start:
+            raise
         typer.echo(f"commlib tune: {error}", err=True)
         raise typer.Exit(2 if isinstance(error, UsageError) else 1) from error
 

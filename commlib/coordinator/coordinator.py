@@ -18,6 +18,7 @@ from collections import defaultdict, deque
 from collections.abc import Callable, Hashable, Sequence
 from typing import Any
 
+from commlib import forks
 from commlib.coordinator.compressed import CompressedReductions
 from commlib.coordinator.exchange import Exchange
 from commlib.coordinator.execution import Execution, Job
@@ -99,6 +100,8 @@ class Coordinator:
 
         blocking: the caller is about to wait for it, so no thread needs to be woken.
         """
+        if forks.is_child():
+            raise forks.refusal(str(request))
         pending = Pending(self, request, inputs, outputs, extra)
         with self._lock:
             if self._closed:
@@ -327,6 +330,14 @@ class Coordinator:
                 pending.seen = False  # whoever asked for it has not been told
                 self.failed[pending] = None
         return ""
+
+    def abandon(self) -> None:
+        """Let nothing run in this forked child, whose copies of the locks may be held by threads that it lacks."""
+        self._lock = threading.Lock()
+        self._changed = threading.Condition(self._lock)
+        self._driving.acquire(blocking=False)  # for ever: whoever waits is told at once
+        self._pending.clear()
+        self._thread = None
 
     def close_group(self) -> None:
         """Close, and release the group. Collective, with nothing pending."""

@@ -45,6 +45,7 @@ from commlib.horovod.process_sets import (
     global_process_set,
     process_set_of,
     remove_process_set,
+    running,
 )
 from commlib.horovod.reductions import Adasum, Average, Max, Min, Product, ReduceOp, Sum, resolve_op
 
@@ -87,6 +88,7 @@ __all__ = [
     "remove_process_set",
     "resolve_op",
     "rocm_built",
+    "running",
     "shutdown",
     "size",
     "start_allgather",

@@ -7,7 +7,8 @@ from typing import Any
 
 import commlib
 from commlib.errors import UsageError
-from commlib.horovod.process_sets import ProcessSet, add_process_set, registry
+from commlib.horovod.process_sets import ProcessSet, add_process_set, registry, running
+from commlib.launch import load_mpi
 
 
 def init(comm: Any = None, process_sets: Iterable[ProcessSet] | str | None = None) -> Any:
@@ -18,7 +19,7 @@ def init(comm: Any = None, process_sets: Iterable[ProcessSet] | str | None = Non
     Raises UsageError for a set whose ranks are registered already; commlib is then initialised nevertheless.
     """
     if commlib.is_initialized():
-        world = commlib.world()
+        world = commlib.init()
         if comm is not None:
             _check_same(comm, world)
     else:
@@ -45,27 +46,27 @@ def is_initialized() -> bool:
 
 def rank() -> int:
     """Return this process's number among all, from 0. Raises UsageError (a ValueError) before `init`."""
-    return commlib.world().rank
+    return running().rank
 
 
 def size() -> int:
     """Return the number of ranks."""
-    return commlib.world().size
+    return running().size
 
 
 def local_rank() -> int:
     """Return this process's number among those of its node, from 0."""
-    return _node(commlib.world().rank).index(commlib.world().rank)
+    return _node(running().rank).index(running().rank)
 
 
 def local_size() -> int:
     """Return the number of ranks on this node."""
-    return len(_node(commlib.world().rank))
+    return len(_node(running().rank))
 
 
 def cross_rank() -> int:
     """Return the number of this node among those that have a rank of this local rank."""
-    return _peers().index(commlib.world().rank)
+    return _peers().index(running().rank)
 
 
 def cross_size() -> int:
@@ -75,22 +76,22 @@ def cross_size() -> int:
 
 def is_homogeneous() -> bool:
     """Return whether all nodes have as many ranks."""
-    return len({len(ranks) for ranks in commlib.world().topology.nodes}) == 1
+    return len({len(ranks) for ranks in running().topology.nodes}) == 1
 
 
 def _node(number: int) -> tuple[int, ...]:
-    topology = commlib.world().topology
+    topology = running().topology
     return topology.nodes[topology.node(number)]
 
 
 def _peers() -> list[int]:
     place = local_rank()
-    return [ranks[place] for ranks in commlib.world().topology.nodes if len(ranks) > place]
+    return [ranks[place] for ranks in running().topology.nodes if len(ranks) > place]
 
 
 def mpi_threads_supported() -> bool:
     """Return True: commlib starts on no other MPI. Raises UsageError before `init`."""
-    commlib.world()
+    running()
     return True
 
 
@@ -160,11 +161,8 @@ def _native(comm: Any) -> Any:
         raise UsageError(f"init: comm is a {type(comm).__name__}: expected a list of ranks or an mpi4py communicator")
     if not comm:
         return None
-    from mpi4py import MPI
-
+    MPI = load_mpi()
     ranks = [int(number) for number in comm]
-    if not MPI.Is_initialized():
-        MPI.Init_thread(MPI.THREAD_MULTIPLE)
     everyone = MPI.COMM_WORLD
     if everyone.rank not in ranks or len(set(ranks)) < len(ranks) or not 0 <= min(ranks) <= max(ranks) < everyone.size:
         raise UsageError(

@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Iterable, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import commlib
 from commlib.coordinator import Coordinator, Request
 from commlib.errors import UsageError
 from commlib.observe.timeline import Timeline
+
+if TYPE_CHECKING:
+    from commlib.communicator import Communicator
 
 
 class ProcessSet:
@@ -44,19 +47,19 @@ class ProcessSet:
         if self.process_set_id is None or self.ranks is None:
             return None
         if not self.included():
-            raise UsageError(f"{self}: rank {commlib.world().rank} is not in it")
-        return self.ranks.index(commlib.world().rank)
+            raise UsageError(f"{self}: rank {running().rank} is not in it")
+        return self.ranks.index(running().rank)
 
     def included(self) -> bool | None:
         """Return whether this process is one of the ranks, or None while it is not registered."""
-        return None if self.process_set_id is None or self.ranks is None else commlib.world().rank in self.ranks
+        return None if self.process_set_id is None or self.ranks is None else running().rank in self.ranks
 
     def coordinator(self, verb: str) -> Coordinator:
         """Return what runs the operations of this set. Raises UsageError unless this process is in it."""
         if self._coordinator is None:
             if self.process_set_id is None:
                 raise UsageError(f"{verb}: {self} is not registered: call add_process_set, or give it to init")
-            raise UsageError(f"{verb}: rank {commlib.world().rank} is not in {self}: only its ranks may call this")
+            raise UsageError(f"{verb}: rank {running().rank} is not in {self}: only its ranks may call this")
         return self._coordinator
 
     def communicator(self, verb: str) -> Any:
@@ -66,7 +69,7 @@ class ProcessSet:
         """
         coordinator = self.coordinator(verb)
         if self.process_set_id == 0:
-            return commlib.world()
+            return running()
         if self._communicator is None:
             # Made from the group of the operations by name, so in turn with them.
             request = Request("process_set", "communicator", repeats=False)
@@ -211,9 +214,16 @@ global_process_set.ranks = None
 """All ranks."""
 
 
+def running() -> Communicator:
+    """Return the Communicator of all ranks. Raises UsageError (a ValueError) before `init` and after `shutdown`."""
+    if not commlib.is_initialized():
+        raise UsageError("commlib is not initialised: call hvd.init() first (hvd: commlib_torch or commlib_tensorflow)")
+    return commlib.world()
+
+
 def registry() -> Registry:
-    """Return the process sets of the world; made, collectively, when first asked for."""
-    world = commlib.init()
+    """Return the process sets of the world; made, collectively, when first asked for. Raises as `running` does."""
+    world = running()
     if world.runtime.named is None:
         world.runtime.named = Registry(world)
     found: Registry = world.runtime.named

@@ -15,6 +15,7 @@ from typing import Any
 
 from mpi4py import MPI
 
+from commlib import forks
 from commlib.errors import TransportError
 from commlib.transport import segment
 from commlib.transport.base import Idle, Pieces, PreparedRound, Request, UnsureReceive
@@ -181,7 +182,7 @@ class _MpiRound:
             raise
 
     def __del__(self) -> None:
-        if not MPI.Is_finalized():
+        if not MPI.Is_finalized() and not forks.is_child():
             for request in self._requests:
                 request.Free()
 

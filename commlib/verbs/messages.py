@@ -9,6 +9,8 @@ from typing import TYPE_CHECKING, Any, cast
 
 import numpy as np
 
+from commlib import forks
+from commlib.arguments import integer
 from commlib.buffers.views import as_host, contiguous, writable
 from commlib.dtypes import Array
 from commlib.errors import CommlibError, InterruptedCallError, MismatchError, ShutdownError, StallError, UsageError
@@ -58,6 +60,7 @@ class Messages(Work):
 
     def __init__(self, comm: Group, text: str, messages: list[_Message], value: Any) -> None:
         super().__init__(text)
+        forks.check(text)
         if comm.runtime.closing:
             raise ShutdownError(f"{text}: commlib has been shut down")
         if comm.failure is not None:
@@ -75,7 +78,7 @@ class Messages(Work):
 
     def done(self) -> bool:
         """Make progress, and return whether all of them have arrived. Never blocks."""
-        if not super().done() and self._lock.acquire(blocking=False):
+        if not super().done() and not forks.is_child() and self._lock.acquire(blocking=False):
             try:
                 self._advance()
             except CommlibError as error:
@@ -89,6 +92,7 @@ class Messages(Work):
         deadline = None if timeout is None else time.monotonic() + timeout
         late = StallError(f"{self.description}: not done after {timeout} s; it goes on, wait again to collect it")
         if not super().done():
+            forks.check(self.description)
             if timeout is None:
                 with self._lock:  # a signal handler may raise in here
                     self._wait_for_requests(deadline, late)
@@ -167,9 +171,9 @@ def _message(comm: Group, verb: str, x: Any, peer: int, tag: int, *, incoming: b
     array = as_host(x, verb, what)
     if incoming:
         writable(array, verb, what)
-    if not 0 <= peer < comm.size:
+    if not 0 <= integer(verb, "peer", peer) < comm.size:
         raise UsageError(f"{verb}: peer is {peer}, but {comm.name} has the ranks 0 to {comm.size - 1}")
-    if not 0 <= tag <= _MOST_TAGS:
+    if not 0 <= integer(verb, "tag", tag) <= _MOST_TAGS:
         raise UsageError(f"{verb}: tag is {tag}, expected 0 to {_MOST_TAGS}")
     return _Message(peer, tag, array, contiguous(array, verb).reshape(-1), incoming)
 

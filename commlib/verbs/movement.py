@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from commlib.arguments import integer
 from commlib.buffers.views import address_of, as_host, writable
 from commlib.dtypes import Array, numpy_dtype
 from commlib.errors import UsageError
@@ -285,7 +286,7 @@ def all_to_all(comm: Group, x: Any, out: Any, algorithm: str) -> Operation:
 def all_to_all_v(comm: Group, x: Any, splits: Sequence[int]) -> Operation:
     array = source(x, "all_to_all_v")
     length, row = rows(array, "all_to_all_v")
-    sending = [int(n) for n in splits]
+    sending = [integer("all_to_all_v", "a split", n) for n in splits]
     if len(sending) != comm.size or min(sending) < 0 or sum(sending) != length:
         raise UsageError(
             f"all_to_all_v: splits {sending} must be {comm.size} lengths, none negative, "

@@ -3,6 +3,7 @@ import os
 os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "3")  # before TensorFlow is imported
 os.environ.setdefault("CUDA_VISIBLE_DEVICES", "-1")
 
+import pytest
 import tensorflow as tf
 
 # Ranks are the parallelism here, and every thread more is one that 4 ranks compete with.
@@ -10,3 +11,8 @@ tf.config.threading.set_intra_op_parallelism_threads(1)
 tf.config.threading.set_inter_op_parallelism_threads(2)
 
 pytest_plugins = ["tests.multirank"]
+
+
+@pytest.fixture(scope="session", autouse=True)
+def initialised(comm):
+    """Call init before anything else, as every script does."""

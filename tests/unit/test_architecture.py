@@ -46,13 +46,14 @@ IMPURE_STANDARD_LIBRARY = {
 
 # A module may import its own row and those above it. The longest name that fits decides.
 LAYERS = (
-    ("commlib.errors", "commlib.typing", "commlib.config", "commlib.dtypes", *PURE),
+    ("commlib.arguments", "commlib.errors", "commlib.typing", "commlib.config", "commlib.dtypes", "commlib.extras",
+     "commlib.forks", *PURE),
     ("commlib.kernels", "commlib.buffers"),
     ("commlib.transport",),
-    ("commlib.executor", "commlib.agreement", "commlib.attendant", "commlib.progress", "commlib.runtime",
-     "commlib.work", "commlib.world", "commlib.communicator", "commlib.group", "commlib.plan", "commlib.prepared",
-     "commlib.verbs", "commlib.observe",
-     "commlib.tune"),
+    ("commlib.executor", "commlib.agreement", "commlib.attendant", "commlib.exits", "commlib.launch",
+     "commlib.library_name",
+     "commlib.progress", "commlib.runtime", "commlib.work", "commlib.world", "commlib.communicator", "commlib.group",
+     "commlib.plan", "commlib.prepared", "commlib.verbs", "commlib.observe", "commlib.tune"),
     ("commlib.compress", "commlib.coordinator", "commlib.data_parallel", "commlib.pipeline", "commlib.expert"),
     ("commlib",),  # the public names
     ("commlib.horovod",),

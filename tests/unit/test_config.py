@@ -6,8 +6,8 @@ from dataclasses import fields
 
 import pytest
 
-from commlib.config import Config, load
-from commlib.errors import UsageError
+from commlib.config import Config, compare, compared, load, ranks_text
+from commlib.errors import MismatchError, UsageError
 
 
 def test_defaults():
@@ -81,3 +81,75 @@ def test_unknown_settings_are_named_with_the_known_ones():
         load({"COMMLIB_TIMEOUTS": "1", "COMMLIB_A": "", "COMMLIB_TIMEOUT": "1"})
     text = str(caught.value)
     assert "COMMLIB_A, COMMLIB_TIMEOUTS" in text and "COMMLIB_SLOT_KIB" in text
+
+
+@pytest.mark.parametrize(
+    "name, text",
+    [
+        ("SLOT_KIB", str(2**62)),  # once an OverflowError
+        ("SLOT_KIB", "1048577"),
+        ("SPINS", str(2**63)),
+        ("NATIVE_KIB", "1e3"),
+        ("FUSION_MIB", str(2**40)),
+        ("KNOWN_NAMES", str(2**40)),
+        ("CHECK_FIRST", str(10**10)),
+        ("TIMEOUT", "inf"),
+        ("EXIT_TIMEOUT", "1e12"),  # more than a lock can wait
+    ],
+)
+def test_values_beyond_all_reason(name, text):
+    with pytest.raises(UsageError, match=f"COMMLIB_{name}.*expected (int|float) from"):
+        load({f"COMMLIB_{name}": text})
+
+
+def test_words_are_known_in_capitals():
+    assert load({"COMMLIB_LOG_LEVEL": "INFO", "COMMLIB_CHECK": "Never"}) == Config(log_level="info", check="never")
+
+
+def test_every_setting_is_compared_unless_it_says_why_not():
+    free = {field.name for field in fields(Config) if field.metadata["differs"]}
+    assert free == {"spins", "log_level", "tuning_file"}
+    names = {f"COMMLIB_{field.name.upper()}" for field in fields(Config) if field.name not in free}
+    assert set(compared(Config(), {})) == names
+
+
+def test_variables_of_others_are_compared_as_they_are_written(monkeypatch):
+    monkeypatch.setattr("commlib.config.ALSO_COMPARED", ("OTHER_SETTING",))
+    ours, theirs = compared(Config(), {"OTHER_SETTING": "1"}), compared(Config(), {})
+    compare([("", ours), ("", ours)])
+    with pytest.raises(MismatchError, match="OTHER_SETTING: 1 on rank 0; unset on rank 1"):
+        compare([("", ours), ("", theirs)])
+
+
+def test_all_differences_are_in_one_error():
+    usual, odd = compared(Config()), compared(Config(slot_kib=4, node_path=False, timeout=2.5, spins=7))
+    with pytest.raises(MismatchError) as caught:
+        compare([("", odd if rank in (1, 700) else usual) for rank in range(4096)])
+    lines = str(caught.value).splitlines()
+    assert lines[0] == "commlib.init: these settings must be the same on all ranks:"
+    assert sorted(lines[1:-1]) == [
+        "  COMMLIB_NODE_PATH: 1 on ranks 0, 2-699, 701-4095; 0 on ranks 1, 700",
+        "  COMMLIB_SLOT_KIB: 512 on ranks 0, 2-699, 701-4095; 4 on ranks 1, 700",
+        "  COMMLIB_TIMEOUT: 0.0 on ranks 0, 2-699, 701-4095; 2.5 on ranks 1, 700",
+    ]
+
+
+def test_bad_settings_come_before_different_ones():
+    ours, theirs = compared(Config()), compared(Config(slot_kib=4))
+    with pytest.raises(UsageError) as caught:
+        compare([("", ours), ("no number", theirs), ("no number", ours), ("no word", ours)])
+    assert str(caught.value) == "no number (ranks 1-2); no word (rank 3)"
+
+
+@pytest.mark.parametrize(
+    "ranks, text",
+    [
+        ([3], "rank 3"),
+        ([0, 1], "ranks 0-1"),
+        ([0, 2, 3, 4, 9], "ranks 0, 2-4, 9"),
+        (range(4096), "ranks 0-4095"),
+        (range(0, 40, 2), "ranks 0, 2, 4, 6, 8, 10, 12, 14 and 12 more"),
+    ],
+)
+def test_ranks_in_words(ranks, text):
+    assert ranks_text(ranks) == text

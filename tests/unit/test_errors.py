@@ -145,3 +145,45 @@ def test_a_long_wait_is_reported_once_with_the_late_ranks(caplog):
     for rank, message in enumerate(messages):
         assert message.startswith("world: all_reduce of 3 x float64") and "not there yet: rank 2" in message
         assert f"rank {rank} has waited" in message
+
+
+def test_whole_numbers_are_asked_for():
+    """root="0" was a TypeError, split(1.5) was taken for split(1)."""
+    x = np.ones(4)
+    for wrong in ("0", 1.5, None, True, np.float64(0), [0]):
+        calls = {
+            "reduce: root": lambda comm, wrong=wrong: comm.reduce(x, root=wrong),
+            "broadcast: root": lambda comm, wrong=wrong: comm.broadcast(x, wrong),
+            "gather: root": lambda comm, wrong=wrong: comm.gather(x, wrong),
+            "scatter: root": lambda comm, wrong=wrong: comm.scatter(x, wrong),
+            "broadcast_object: root": lambda comm, wrong=wrong: comm.broadcast_object(x, wrong),
+            "split: color": lambda comm, wrong=wrong: comm.split(wrong),
+            "split: key": lambda comm, wrong=wrong: comm.split(0, wrong),
+            "send: peer": lambda comm, wrong=wrong: comm.send(x, wrong),
+            "recv: tag": lambda comm, wrong=wrong: comm.recv(x, 0, wrong),
+            "empty: a length of the shape": lambda comm, wrong=wrong: comm.empty((2, wrong)),
+            "all_to_all_v: a split": lambda comm, wrong=wrong: comm.all_to_all_v(x, [2, wrong]),
+        }
+
+        def check(comm, calls=calls, wrong=wrong):
+            for said, call in calls.items():
+                with pytest.raises(UsageError) as caught:
+                    call(comm)
+                assert str(caught.value) == f"{said} is {wrong!r} ({type(wrong).__name__}), expected an integer"
+            assert comm.split(np.int64(0), np.uint8(1)).broadcast(x, np.int32(1)).sum() == 4
+
+        run(2, check)
+
+
+@pytest.mark.parametrize(
+    "shape", [2**62, (2**40, 2**40), (2**32, 2**32), (0, 2**64), (0, 2**40, 2**40)], ids=lambda shape: str(shape)
+)
+def test_arrays_that_no_memory_could_hold(shape):
+    """They were an OverflowError, or "cannot reshape"."""
+
+    def check(comm):
+        with pytest.raises(UsageError, match=r"empty: shape .* of float32 is more than can have addresses"):
+            comm.empty(shape)
+        assert comm.empty((0, 2**40)).shape == (0, 2**40)
+
+    run(2, check)

