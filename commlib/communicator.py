@@ -69,6 +69,7 @@ class Communicator(Group):
         number = next(self._children)
 
         def run() -> Communicator | None:
+            self.runtime.retired.free(self._gather_quietly)  # now that all ranks are here
             group = self._transport.split(color, key)
             return None if group is None else Communicator(group, self.runtime, f"{self.name}.split{number}({color})")
 

@@ -58,6 +58,7 @@ class Group:
         self._history = 0
         """A hash of all calls so far whose data travels by messages. Every message carries it, in its tag or beside its
         data, so that ranks which once called different things never take each other's data for what they expect."""
+        made_of: list[Transport] = []
         node_transport = transport.split_node()
         self._node_transport = node_transport
         self.one_node = node_transport.size == self.size
@@ -82,7 +83,11 @@ class Group:
             aside = transport.split(0, self.rank)
             assert aside is not None
             self._late_check = LateCheck(aside, name)
+            made_of.append(aside)
         runtime.groups.add(self)
+        made_of += [part for part in (self.column, node_transport, self.mail, transport) if part is not None]
+        self._retire = weakref.finalize(self, runtime.retired.note, (f"{runtime.token}.{name}", self.size), made_of)
+        self._retire.atexit = False
         self.node_path = NodePath(self)
         self._prepared: dict[str, SmallAllReduce] = {}
         self.known_small: dict[tuple[Any, int, str], tuple[str, SmallAllReduce]] = {}
@@ -457,9 +462,14 @@ class Group:
         self._symmetric.close()
         if self.board is not None:
             self.board.close()
-        for transport in (self.column, self._node_transport, self.mail, self._transport):
-            if transport is not None:
+        if (retirement := self._retire.detach()) is not None:
+            for transport in retirement[2][1]:
                 transport.close()
+
+    def retire(self) -> None:
+        """Note that this group is used no more: what it is made of is freed once all its ranks have noted it."""
+        if self.failure is None:  # else messages may be under way for ever
+            self._retire()
 
 
 def _weakly(method: Callable[[str, BaseException], None]) -> Callable[[str, BaseException], None]:

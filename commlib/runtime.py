@@ -11,6 +11,7 @@ from typing import Any
 from commlib import forks
 from commlib.attendant import Attendant
 from commlib.config import Config
+from commlib.retired import Retired
 from commlib.tune.chooser import Chooser
 
 
@@ -24,6 +25,8 @@ class Runtime:
     attendant: Attendant = field(default_factory=Attendant)  # of the messages of all groups
     closing: bool = False  # waits that still last must end
     named: Any = None  # the process sets, where named operations are used: `commlib.horovod.process_sets.Registry`
+    token: str = ""  # the same on all ranks, and another one after each `init`
+    retired: Retired = field(default_factory=Retired)  # groups that are used no more
     groups: weakref.WeakSet[Any] = field(default_factory=weakref.WeakSet)  # all communicators, to be told of the end
 
     @property
@@ -67,6 +70,7 @@ class Runtime:
         self.attendant.close()
         for group in groups:
             group.leave()
+            group.retire()
         self.closing = True
         deadline = time.monotonic() + 1.0  # waits look at `closing` every 0.1 s
         for threaded in threads:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import secrets
 from typing import TYPE_CHECKING, Any
 
 from commlib import config, exits, forks
@@ -10,9 +11,11 @@ from commlib.launch import check_launcher, interrupts_held_back, load_mpi
 
 if TYPE_CHECKING:
     from commlib.communicator import Communicator
+    from commlib.runtime import Runtime
     from commlib.tune.chooser import Chooser
 
 _world: Communicator | None = None
+_before: Runtime | None = None  # the last world's, of what is left to be freed together
 _joining = False  # the others may wait for this rank in `init`
 
 
@@ -67,8 +70,11 @@ def _join(comm: Any) -> Communicator:
     node = base.Split_type(MPI.COMM_TYPE_SHARED)
     if node.Get_rank() == 0:
         segment.sweep()
-    runtime = Runtime(settings, node.Get_size(), chooser)
+    runtime = Runtime(settings, node.Get_size(), chooser, token=base.bcast(secrets.token_hex(4)))
     node.Free()
+    if _before is not None:
+        runtime.retired.take(_before.retired)
+    runtime.retired.free(base.allgather)
     return Communicator(MpiTransport(base), runtime)
 
 
@@ -105,7 +111,8 @@ def shutdown() -> None:
 
 def _close(comm: Communicator) -> str:
     """End all work on this rank without ever hanging; return what did not end well, and nobody knows of, or ""."""
-    runtime = comm.runtime
+    global _before
+    runtime = _before = comm.runtime
     unfinished = runtime.drain(runtime.config.exit_timeout)
     failure = runtime.end()
     return unfinished or failure

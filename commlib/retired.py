@@ -1,0 +1,50 @@
+"""Groups that this process no longer uses, until all their ranks say so: only then can MPI free what they are made of.
+
+Freeing a communicator is collective, but ranks drop their groups at different times. So a rank notes what it has
+dropped, and at the next collective moment, when a group is made of others, its ranks compare their notes.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections import Counter
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from commlib.transport.base import Transport
+
+Key = tuple[str, int]
+"""A group's name, which no other group of the job has, and its number of ranks."""
+
+
+class Retired:
+    """What one process has dropped. Its methods may be called in any thread, `note` also by the garbage collector."""
+
+    def __init__(self) -> None:
+        self._groups: dict[Key, Sequence[Transport]] = {}
+        self._lock = threading.RLock()
+
+    def note(self, key: Key, transports: Sequence[Transport]) -> None:
+        """Note a group that is used no more."""
+        with self._lock:
+            self._groups[key] = transports
+
+    def take(self, other: Retired) -> None:
+        """Note what another one has noted."""
+        with self._lock:
+            self._groups.update(other._groups)
+
+    def free(self, gather: Callable[[Any], list[Any]]) -> None:
+        """Free the groups whose ranks have all dropped them. Collective; `gather` tells every rank's notes to all.
+
+        All ranks free them in the same order, so that none waits for one that waits for it.
+        """
+        with self._lock:
+            mine = sorted(self._groups)
+        dropped = Counter(key for notes in gather(mine) for key in notes)
+        for key in mine:
+            if dropped[key] == key[1]:
+                with self._lock:
+                    transports = self._groups.pop(key)
+                for transport in transports:
+                    transport.close()
