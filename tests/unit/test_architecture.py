@@ -37,7 +37,8 @@ PURE = (
     "commlib.tune.hierarchy",
     "commlib.tune.fit",
     "commlib.tune.entries",
-    "commlib.tune.table",  # reads and writes a file, and is otherwise as pure
+    "commlib.folders",  # looks at folders, reads and writes files, and is otherwise as pure
+    "commlib.tune.table",  # so does this
     "commlib.tune.chooser",
 )
 IMPURE_STANDARD_LIBRARY = {
