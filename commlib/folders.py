@@ -28,7 +28,10 @@ class NotPrivateError(PermissionError):
 def user_cache(environment: Mapping[str, str] = os.environ) -> Path:
     """Return commlib's folder in the user's cache folder: in XDG_CACHE_HOME, else in ~/.cache. It need not exist."""
     given = environment.get("XDG_CACHE_HOME", "")
-    return (Path(given) if os.path.isabs(given) else Path("~/.cache").expanduser()) / "commlib"
+    if not os.path.isabs(given):
+        home = os.path.expanduser("~")
+        given = os.path.join("/" if home == "~" else home, ".cache")  # "~": a user whom this container does not know
+    return Path(given) / "commlib"
 
 
 @contextmanager
@@ -41,13 +44,14 @@ def private(path: str | os.PathLike[str], *, create: bool = False) -> Iterator[i
     here = os.open("/", _FOLDER)
     try:
         way = Path(os.path.realpath(path))  # links are as safe as where they lead
-        trusted = {os.geteuid(), 0, os.fstat(here).st_uid}  # who owns / owns everything; in containers not always root
+        ours = {os.geteuid(), 0}
+        above = ours | {os.fstat(here).st_uid}  # who owns / owns everything; in containers that is not always root
         for folder in (*reversed(way.parents), way):
             if folder.name:  # all but /, which is open
                 below = _enter(folder.name, here, create)
                 os.close(here)
                 here = below
-            _check(folder, here, trusted, may_be_shared=folder != way)
+            _check(folder, here, ours if folder == way else above, may_be_shared=folder != way)
         yield here
     finally:
         os.close(here)
@@ -56,11 +60,14 @@ def private(path: str | os.PathLike[str], *, create: bool = False) -> Iterator[i
 def read_private(name: str, folder: int) -> bytes:
     """Return what is in a file of an opened folder. Raises NotPrivateError if another user can change it, OSError."""
     descriptor = os.open(name, _FILE, dir_fd=folder)
-    with open(descriptor, "rb") as file:
+    try:
         if not stat.S_ISREG(os.fstat(descriptor).st_mode):
             raise NotPrivateError(f"{name} is not a file")
         _check(Path(name), descriptor, {os.geteuid(), 0}, may_be_shared=False)
-        return file.read()
+        with open(descriptor, "rb", closefd=False) as file:
+            return file.read()
+    finally:
+        os.close(descriptor)
 
 
 def write_private(name: str, folder: int, data: bytes) -> None:
@@ -91,8 +98,6 @@ def _enter(name: str, folder: int, create: bool) -> int:
 def _check(path: Path, descriptor: int, trusted: set[int], *, may_be_shared: bool) -> None:
     """may_be_shared: such as /tmp, where the sticky bit keeps all but the owner from renaming what lies there."""
     status = os.fstat(descriptor)
-    if not may_be_shared:
-        trusted = {os.geteuid(), 0}
     if status.st_uid not in trusted:
         raise NotPrivateError(f"{path} belongs to {_user(status.st_uid)}")
     if may_be_shared and status.st_mode & stat.S_ISVTX:

@@ -12,6 +12,7 @@ import logging
 import os
 import platform
 import shutil
+import sys
 import sysconfig
 import tempfile
 import time
@@ -20,6 +21,7 @@ from contextlib import suppress
 from functools import cache
 from importlib import resources
 from pathlib import Path
+from typing import Any
 
 import llvmlite
 import numba
@@ -29,9 +31,7 @@ from commlib import folders
 
 log = logging.getLogger("commlib")
 
-LOCKS = "locks"
-"""The file in the folder whose bytes are the locks of `turns`."""
-
+_MARK = "in-use"  # a file that is in every folder of kernels; opening it tells whether the folder can be written to
 _PREFIX = "kernels-"
 _DAY = 24 * 3600.0
 _UNUSED = 30 * _DAY  # after that a folder of another version is removed
@@ -62,8 +62,20 @@ def _candidates() -> Iterator[Path]:
     if numba.config.CACHE_DIR:
         yield Path(numba.config.CACHE_DIR) / "commlib"
     yield folders.user_cache()
+    yield from node_folders()
+
+
+def node_folders() -> Iterator[Path]:
+    """Give the folders of this user that are there on every node, and as a rule of this node alone."""
     for shared in (tempfile.gettempdir(), "/dev/shm"):
         yield Path(shared) / f"commlib-{os.geteuid()}"
+
+
+def said_once() -> int:
+    """Return the level at which to log what holds for all ranks: for rank 0, and outside MPI, that of a warning."""
+    mpi: Any = sys.modules.get("mpi4py.MPI")
+    is_first = mpi is None or not mpi.Is_initialized() or mpi.Is_finalized() or mpi.COMM_WORLD.rank == 0
+    return logging.WARNING if is_first else logging.INFO
 
 
 @cache
@@ -74,8 +86,8 @@ def folder() -> Path | None:
         path = candidate / f"{_PREFIX}{stamp()}"
         try:
             with folders.private(path, create=True) as here:
-                is_new = LOCKS not in os.listdir(path)
-                os.close(open_locks(here))  # so it can be written to
+                is_new = _MARK not in os.listdir(path)
+                os.close(open_own(_MARK, here))
             if is_new or time.time() - path.stat().st_mtime > _DAY:
                 with suppress(OSError):  # another process was faster
                     _clean_up(path)
@@ -85,7 +97,8 @@ def folder() -> Path | None:
         if refused:
             log.info("compiled kernels are kept in %s; elsewhere they cannot be: %s", path, "; ".join(refused))
         return path
-    log.warning(
+    log.log(
+        said_once(),
         "compiled kernels cannot be kept, so every process compiles its own: %s. Set XDG_CACHE_HOME to a folder that "
         "you alone can write to, in folders that are yours or root's",
         "; ".join(refused),
@@ -93,9 +106,9 @@ def folder() -> Path | None:
     return None
 
 
-def open_locks(folder: int) -> int:
-    """Open the file of locks in an opened folder, and make it if there is none. Raises OSError."""
-    return os.open(LOCKS, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600, dir_fd=folder)
+def open_own(name: str, folder: int) -> int:
+    """Open a file in an opened folder to write to it, and make it if there is none. Raises OSError."""
+    return os.open(name, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600, dir_fd=folder)
 
 
 def _reason(path: Path, error: OSError) -> str:
@@ -148,7 +161,7 @@ def _checksum(name: str, data: bytes) -> bytes:
 
 @cache
 def _say_once(text: str) -> None:
-    log.warning(text)
+    log.log(said_once(), text)
 
 
 def _clean_up(path: Path) -> None:

@@ -84,7 +84,7 @@ def test_a_file_that_is_somebody_elses_is_not_read(cache: Path) -> None:
         read(cache)
 
 
-def test_neither_a_link_nor_a_pipe_nor_a_shared_file_is_read(cache: Path) -> None:
+def test_neither_a_shared_file_nor_what_is_no_file_is_read(cache: Path) -> None:
     (cache / "table").chmod(0o666)
     with pytest.raises(NotPrivateError, match="table may be written by everyone"):
         read(cache)
@@ -94,6 +94,10 @@ def test_neither_a_link_nor_a_pipe_nor_a_shared_file_is_read(cache: Path) -> Non
         read(cache)
     (cache / "table").unlink()
     os.mkfifo(cache / "table")
+    with pytest.raises(NotPrivateError, match="table is not a file"):
+        read(cache)
+    (cache / "table").unlink()
+    (cache / "table").mkdir()
     with pytest.raises(NotPrivateError, match="table is not a file"):
         read(cache)
 
@@ -139,3 +143,9 @@ def test_a_file_is_written_whole_or_not_at_all(cache: Path, monkeypatch: pytest.
 def test_the_users_cache_is_where_the_desktop_standard_says() -> None:
     assert user_cache({"XDG_CACHE_HOME": "/c"}) == Path("/c/commlib")
     assert user_cache({"XDG_CACHE_HOME": "relative"}) == user_cache({}) == Path.home() / ".cache/commlib"
+
+
+def test_a_user_without_a_home_has_a_cache_that_cannot_be_written(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where a container does not know the user, asking for the home raised RuntimeError at the start."""
+    monkeypatch.setattr(os.path, "expanduser", lambda path: path)
+    assert user_cache({}) == Path("/.cache/commlib")
