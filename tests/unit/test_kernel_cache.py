@@ -184,6 +184,12 @@ def kept_here(tmp_path, monkeypatch):
         cached.cache_clear()
 
 
+def place():
+    folder = cache.folder()
+    assert folder is not None
+    return folder
+
+
 DAMAGES = {
     "truncated": lambda content: content[:40],
     "empty": lambda content: b"",
@@ -195,7 +201,7 @@ DAMAGES = {
 @pytest.mark.parametrize("damage", DAMAGES)
 def test_what_is_damaged_is_removed_and_said_once(kept_here, caplog, damage):
     cache.write("a", b"some code")
-    file = cache.folder() / "a"
+    file = place() / "a"
     file.write_bytes(DAMAGES[damage](file.read_bytes()))
     assert cache.read("a") is cache.read("a") is None
     (record,) = caplog.records
@@ -208,9 +214,9 @@ def test_kernels_that_were_exchanged_are_not_taken_for_each_other(kept_here, cap
     """numba looked at an index, and ran whatever the file held that it names."""
     cache.write("a", b"code of a")
     cache.write("b", b"code of b")
-    shutil.copyfile(cache.folder() / "a", cache.folder() / "b")
+    shutil.copyfile(place() / "a", place() / "b")
     assert (cache.read("a"), cache.read("b")) == (b"code of a", None)
-    assert f"{cache.folder() / 'b'} is damaged" in caplog.text
+    assert f"{place() / 'b'} is damaged" in caplog.text
 
 
 def test_folders_are_looked_at_at_each_load(kept_here, caplog):
