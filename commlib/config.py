@@ -60,7 +60,8 @@ class Config:
     tuning_file: str = _setting(
         "",
         "file of measured times ('commlib tune' writes it) that algorithms are chosen by; empty is "
-        "commlib/tuning.json in the user's cache folder, 'none' is the cost model alone",
+        "commlib/tuning.json in the user's cache folder, unless other users can change it, 'none' is the cost model "
+        "alone",
         differs=_RANK_0,
     )
     fusion_mib: int = _setting(

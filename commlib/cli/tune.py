@@ -5,13 +5,14 @@ from __future__ import annotations
 import os
 import sys
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from commlib import folders
 from commlib.cli.app import app
 from commlib.cli.prediction import rate
 from commlib.cli.text import bytes_text, columns, seconds_text
@@ -38,11 +39,11 @@ def tune(
     of nodes and ranks, or of other MPI libraries, stays.
     """
     asked = os.environ.get("COMMLIB_TUNING_FILE", "")
-    path = out or Path(asked if asked not in ("", "none") else default_path())
+    named = out or (Path(asked) if asked not in ("", "none") else None)
     os.environ["COMMLIB_TUNING_FILE"] = "none"  # it need not exist yet, and must not decide what is measured
     os.environ.setdefault("COMMLIB_CHECK_FIRST", "0")  # comparing calls would be measured as well
     try:
-        _tune(path, seconds)
+        _tune(named, seconds)
     except CommlibError as error:
         if error.at_start:
             raise
@@ -50,16 +51,17 @@ def tune(
         raise typer.Exit(2 if isinstance(error, UsageError) else 1) from error
 
 
-def _tune(path: Path, seconds: float) -> None:
+def _tune(named: Path | None, seconds: float) -> None:
     import commlib
     from commlib.tune.measure import measure
 
     comm = commlib.init()
+    path, private = named or default_path(), named is None
     known = Table()
 
     def load() -> None:
         nonlocal known
-        known = _open(path)
+        known = _open(path, private)
 
     if not _on_first_rank(comm, load):
         raise typer.Exit(2)
@@ -69,7 +71,7 @@ def _tune(path: Path, seconds: float) -> None:
         typer.echo(f"commlib tune: measuring {where} for about {seconds:g} s", err=True)
     with _progress_bar(comm.rank == 0) as progress:
         table = measure(comm, seconds, progress)
-    saved = _on_first_rank(comm, lambda: known.updated(table).save(path))
+    saved = _on_first_rank(comm, lambda: known.updated(table).save(path, private=private))
     if comm.rank == 0:
         typer.echo(summary(table) + (f"\n\nwritten to {path}" if saved else ""))
     commlib.shutdown()
@@ -89,12 +91,21 @@ def _on_first_rank(comm: Communicator, do: Callable[[], None]) -> bool:
     return bool(comm.broadcast_object(good))
 
 
-def _open(path: Path) -> Table:
-    """Return what a file knows already, nothing if there is none. Raises UsageError if it could not be written."""
-    folder = next(parent for parent in path.absolute().parents if parent.exists())
-    if not (folder.is_dir() and os.access(folder, os.W_OK)):
-        raise UsageError(f"cannot write {path}: {folder} is not a folder to write in")
-    return Table.load(path) if path.exists() else Table()
+def _open(path: Path, private: bool) -> Table:
+    """Return what a file knows already, nothing if there is none. Raises UsageError if it could not be written.
+
+    private: only this user may be able to change it and its folder.
+    """
+    try:
+        if private:
+            with suppress(FileNotFoundError), folders.private(path.parent):
+                pass
+        folder = next(parent for parent in path.absolute().parents if parent.exists())
+        if not (folder.is_dir() and os.access(folder, os.W_OK)):
+            raise UsageError(f"cannot write {path}: {folder} is not a folder to write in")
+        return Table.load(path, private=private) if path.exists() else Table()
+    except OSError as error:
+        raise UsageError(f"cannot use the tuning table {path} ({error}): name another file with --out") from error
 
 
 @contextmanager

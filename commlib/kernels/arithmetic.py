@@ -23,7 +23,7 @@ from numba.core import types
 from numba.extending import overload
 
 from commlib.kernels import intrinsics as ins
-from commlib.kernels.cache import CACHED
+from commlib.kernels.compiled import callback, kernel
 
 # numba has no type for these; their bits are stored as integers.
 _STORED = {"float16": "uint16", "bfloat16": "uint16", "bool": "uint8"}
@@ -37,7 +37,7 @@ LOW, HIGH = nb.uint32(16), nb.uint32(0xFFFF0000)
 SIGNATURE = types.void(*([types.intp] * 7))
 
 
-@nb.njit(cache=CACHED)  # type: ignore[untyped-decorator]
+@kernel()
 def reduce_as_written(address: int) -> int:
     """Call a reduction of little data: at the address are eight int64, its own and its arguments.
 
@@ -244,7 +244,7 @@ def _compile(dtype: str, operation: str) -> Any:
     size = np.dtype(stored).itemsize
 
     # Everything that the closure holds is a string, a number or a type: numba keys its disk cache by their pickles.
-    @nb.cfunc(SIGNATURE, cache=CACHED, nogil=True)  # type: ignore[untyped-decorator]
+    @callback(SIGNATURE, nogil=True)
     def reduce(inputs: int, n_inputs: int, outputs: int, n_outputs: int, offset: int, count: int, divisor: int) -> None:
         sources = nb.carray(ins.as_pointer(inputs), n_inputs, np.int64)
         targets = nb.carray(ins.as_pointer(outputs), n_outputs, np.int64)

@@ -15,7 +15,7 @@ import numpy.typing as npt
 from commlib.buffers.views import address_of
 from commlib.errors import UsageError
 from commlib.kernels import intrinsics as ins
-from commlib.kernels.cache import CACHED
+from commlib.kernels.compiled import kernel
 
 _FLOAT32, _FLOAT16, _BFLOAT16 = np.dtype(np.float32), np.dtype(np.float16), np.dtype(ml_dtypes.bfloat16)
 
@@ -36,7 +36,7 @@ def _to_bfloat(value: float) -> Any:
     return nb.uint16((nan if (bits & _MAGNITUDE) > _INFINITY else ins.round_to_bfloat(value)) >> nb.uint32(16))
 
 
-@nb.njit(cache=CACHED, nogil=True)  # type: ignore[untyped-decorator]
+@kernel(nogil=True)
 def narrow(source: int, target: int, count: int, bfloat: bool) -> None:
     """Round `count` float32 at one address to float16, or to bfloat16, at another."""
     x = nb.carray(ins.as_pointer(source), count, np.float32)
@@ -49,7 +49,7 @@ def narrow(source: int, target: int, count: int, bfloat: bool) -> None:
             y[i] = ins.float_to_half(x[i])
 
 
-@nb.njit(cache=CACHED, nogil=True)  # type: ignore[untyped-decorator]
+@kernel(nogil=True)
 def widen(source: int, target: int, count: int, bfloat: bool, add: bool) -> None:
     """Write `count` float16, or bfloat16, at one address to the float32 at another, or add them."""
     x = nb.carray(ins.as_pointer(source), count, np.uint16)
@@ -74,7 +74,7 @@ def _loss(value: float, kept: float, before: float) -> Any:
     return before if (ins.float_bits(kept) & _MAGNITUDE) >= _INFINITY else value - kept
 
 
-@nb.njit(cache=CACHED, nogil=True)  # type: ignore[untyped-decorator]
+@kernel(nogil=True)
 def narrow_sum(source: int, before: int, after: int, target: int, count: int, bfloat: bool) -> None:
     """Round source + before, and write what is lost to `after`, which may be `before`; elsewhere see `narrow`.
 

@@ -7,7 +7,7 @@ from typing import Any
 import numba as nb
 import numpy as np
 
-from commlib.kernels.cache import CACHED
+from commlib.kernels.compiled import kernel
 from commlib.kernels.sparse import FLOAT32, write
 from commlib.kernels.sparsify import BLOCK, feed, floats, is_finite
 
@@ -28,7 +28,7 @@ def _below(limit: int, number: int) -> Any:
     return np.int64(((number >> nb.uint64(32)) * nb.uint64(limit)) >> nb.uint64(32))
 
 
-@nb.njit(cache=CACHED, nogil=True)  # type: ignore[untyped-decorator]
+@kernel(nogil=True)
 def draw(count: int, seed: int, indices: Any) -> None:
     """Fill `indices` (uint32) with so many different numbers below `count`, ascending, by chance.
 
@@ -51,7 +51,7 @@ def draw(count: int, seed: int, indices: Any) -> None:
         indices[turned + j] = places[j]
 
 
-@nb.njit(cache=CACHED, nogil=True)  # type: ignore[untyped-decorator]
+@kernel(nogil=True)
 def _broken(x: Any) -> int:
     """Return how many elements are not finite."""
     found = 0
@@ -60,7 +60,7 @@ def _broken(x: Any) -> int:
     return found
 
 
-@nb.njit(cache=CACHED, nogil=True)  # type: ignore[untyped-decorator]
+@kernel(nogil=True)
 def take(source: int, before: int, after: int, count: int, indices: Any, scale: float, values: Any) -> None:
     """Write what x, or x + before, has at the indices to `values`, times `scale`, and what is lost to `after`.
 
@@ -85,7 +85,7 @@ def take(source: int, before: int, after: int, count: int, indices: Any, scale: 
             summed[indices[i]] = lost
 
 
-@nb.njit(cache=CACHED, nogil=True)  # type: ignore[untyped-decorator]
+@kernel(nogil=True)
 def encode_random(
     source: int, before: int, after: int, count: int, k: int, seed: int, scale: float, payload: int
 ) -> int:

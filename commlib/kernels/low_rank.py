@@ -13,7 +13,7 @@ from typing import Any
 import numba as nb
 import numpy as np
 
-from commlib.kernels.cache import CACHED
+from commlib.kernels.compiled import kernel
 
 _f4 = nb.float32
 
@@ -25,14 +25,14 @@ _TILE = 1024
 # to read and to compile. What is written there is not read, or stays zero.
 
 
-@nb.njit(cache=CACHED, nogil=True)
+@kernel(nogil=True)
 def _piece(matrix: Any, row: int, rows: int, cols: int, start: int, stop: int, zeros: Any) -> Any:
     if row < rows:
         return matrix[row * cols + start : row * cols + stop]
     return zeros[: stop - start]
 
 
-@nb.njit(cache=CACHED, nogil=True)
+@kernel(nogil=True)
 def _pieces(factor: Any, k: int, rank: int, cols: int, start: int, stop: int, zeros: Any) -> Any:
     return (
         _piece(factor, k, rank, cols, start, stop, zeros),
@@ -42,14 +42,14 @@ def _pieces(factor: Any, k: int, rank: int, cols: int, start: int, stop: int, ze
     )
 
 
-@nb.njit(cache=CACHED, nogil=True)
+@kernel(nogil=True)
 def _add(x: Any, y: Any) -> None:
     for j in range(len(x)):
         x[j] += y[j]
 
 
 # What only this rank sees may be added up in any order (reassoc) and fused (contract).
-@nb.njit(cache=CACHED, nogil=True, fastmath={"reassoc", "contract"})
+@kernel(nogil=True, fastmath={"reassoc", "contract"})
 def _dots(x: Any, z: Any, a: Any, b: Any, c: Any, d: Any) -> Any:
     xa, xb, xc, xd = _f4(0), _f4(0), _f4(0), _f4(0)
     za, zb, zc, zd = _f4(0), _f4(0), _f4(0), _f4(0)
@@ -66,7 +66,7 @@ def _dots(x: Any, z: Any, a: Any, b: Any, c: Any, d: Any) -> Any:
     return (xa, xb, xc, xd), (za, zb, zc, zd)
 
 
-@nb.njit(cache=CACHED, nogil=True)
+@kernel(nogil=True)
 def project(matrix: Any, before: Any, rows: int, cols: int, right: Any, left: Any, rank: int) -> None:
     """Add `before` to the matrix (unless it is empty), and write left = right matrix^T."""
     left[:] = _f4(0)
@@ -88,7 +88,7 @@ def project(matrix: Any, before: Any, rows: int, cols: int, right: Any, left: An
                         left[(k + f) * rows + i + 1] += second[f]
 
 
-@nb.njit(cache=CACHED, nogil=True, fastmath={"contract"})
+@kernel(nogil=True, fastmath={"contract"})
 def _combine(x: Any, y: Any, z: Any, w: Any, a: Any, b: Any, p: Any, q: Any) -> None:
     p0, p1, p2, p3 = p
     q0, q1, q2, q3 = q
@@ -97,7 +97,7 @@ def _combine(x: Any, y: Any, z: Any, w: Any, a: Any, b: Any, p: Any, q: Any) -> 
         b[j] += q0 * x[j] + q1 * y[j] + q2 * z[j] + q3 * w[j]
 
 
-@nb.njit(cache=CACHED, nogil=True)
+@kernel(nogil=True)
 def _four(left: Any, k: int, rank: int, i: int, rows: int) -> Any:
     at = k * rows + i
     if k >= rank:
@@ -110,7 +110,7 @@ def _four(left: Any, k: int, rank: int, i: int, rows: int) -> Any:
     )
 
 
-@nb.njit(cache=CACHED, nogil=True)
+@kernel(nogil=True)
 def project_back(matrix: Any, rows: int, cols: int, left: Any, right: Any, rank: int) -> None:
     """Write right = left matrix."""
     right[:] = _f4(0)
@@ -126,7 +126,7 @@ def project_back(matrix: Any, rows: int, cols: int, left: Any, right: Any, rank:
 
 
 # x and z are what is lost or made of two rows; the first four factors write them, further ones change them.
-@nb.njit(cache=CACHED, nogil=True)
+@kernel(nogil=True)
 def _lose(x: Any, z: Any, from_x: Any, from_z: Any, a: Any, b: Any, c: Any, d: Any, p: Any, q: Any) -> None:
     p0, p1, p2, p3 = p
     q0, q1, q2, q3 = q
@@ -136,7 +136,7 @@ def _lose(x: Any, z: Any, from_x: Any, from_z: Any, a: Any, b: Any, c: Any, d: A
         z[j] = from_z[j] - (((q0 * f + q1 * g) + q2 * h) + q3 * k)
 
 
-@nb.njit(cache=CACHED, nogil=True)
+@kernel(nogil=True)
 def _make(x: Any, z: Any, a: Any, b: Any, c: Any, d: Any, p: Any, q: Any) -> None:
     p0, p1, p2, p3 = p
     q0, q1, q2, q3 = q
@@ -146,7 +146,7 @@ def _make(x: Any, z: Any, a: Any, b: Any, c: Any, d: Any, p: Any, q: Any) -> Non
         z[j] = ((q0 * f + q1 * g) + q2 * h) + q3 * k
 
 
-@nb.njit(cache=CACHED, nogil=True)
+@kernel(nogil=True)
 def _add_products(x: Any, z: Any, a: Any, b: Any, c: Any, d: Any, p: Any, q: Any) -> None:
     p0, p1, p2, p3 = p
     q0, q1, q2, q3 = q
@@ -156,7 +156,7 @@ def _add_products(x: Any, z: Any, a: Any, b: Any, c: Any, d: Any, p: Any, q: Any
         z[j] += ((q0 * f + q1 * g) + q2 * h) + q3 * k
 
 
-@nb.njit(cache=CACHED, nogil=True)
+@kernel(nogil=True)
 def _down(left: Any, k: int, rank: int, i: int, rows: int, sign: Any) -> Any:
     at = k * rows + i
     if i >= rows:
@@ -169,7 +169,7 @@ def _down(left: Any, k: int, rank: int, i: int, rows: int, sign: Any) -> Any:
     )
 
 
-@nb.njit(cache=CACHED, nogil=True)
+@kernel(nogil=True)
 def expand(matrix: Any, after: Any, rows: int, cols: int, left: Any, right: Any, own_right: Any, rank: int) -> None:
     """Write after = matrix - left^T own_right (unless it is empty), then matrix = left^T right."""
     zeros, more, spare = np.zeros(_TILE, np.float32), np.zeros(_TILE, np.float32), np.zeros(_TILE, np.float32)

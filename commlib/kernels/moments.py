@@ -10,7 +10,7 @@ from typing import Any
 import numba as nb
 import numpy as np
 
-from commlib.kernels.cache import CACHED
+from commlib.kernels.compiled import kernel
 
 _f4 = nb.float32
 
@@ -21,7 +21,7 @@ _BLOCK = 1024
 _NUMPY = "numpy"
 
 
-@nb.njit(cache=CACHED, nogil=True)
+@kernel(nogil=True)
 def accumulate(gradient: Any, first: Any, second: Any, parameter: Any, decay: Any, beta1: Any, beta2: Any) -> None:
     """Let the moments follow the gradient + decay * parameter."""
     rest1, rest2 = _f4(1 - beta1), _f4(1 - beta2)
@@ -32,7 +32,7 @@ def accumulate(gradient: Any, first: Any, second: Any, parameter: Any, decay: An
         second[i] = beta2 * second[i] + rest2 * g * g
 
 
-@nb.njit(cache=CACHED, nogil=True)
+@kernel(nogil=True)
 def blend(gradient: Any, first: Any, parameter: Any, decay: Any, beta1: Any, scale: Any) -> None:
     """Replace the gradient by scale times what the first moment becomes with gradient + decay * parameter."""
     rest, decay, scale = _f4(1 - beta1), _f4(decay), _f4(scale)
@@ -41,7 +41,7 @@ def blend(gradient: Any, first: Any, parameter: Any, decay: Any, beta1: Any, sca
         gradient[i] = scale * (first[i] + rest * (g - first[i]))
 
 
-@nb.njit(cache=CACHED, nogil=True, error_model=_NUMPY)
+@kernel(nogil=True, error_model=_NUMPY)
 def directions(out: Any, first: Any, second: Any, correct_first: Any, correct_second: Any, eps: Any) -> None:
     """Write first / (sqrt(second) + eps), and 0 where the second moment is 0."""
     correct_first, root, eps = _f4(correct_first), _f4(np.sqrt(correct_second)), _f4(eps)
@@ -50,7 +50,7 @@ def directions(out: Any, first: Any, second: Any, correct_first: Any, correct_se
         out[i] = step if second[i] != _f4(0) else _f4(0)
 
 
-@nb.njit(cache=CACHED, nogil=True, error_model=_NUMPY)
+@kernel(nogil=True, error_model=_NUMPY)
 def advance(
     parameter: Any, first: Any, second: Any, shrink: Any, rate: Any, correct_first: Any, correct_second: Any, eps: Any
 ) -> None:
@@ -62,7 +62,7 @@ def advance(
         parameter[i] = shrink * parameter[i] - rate * (step if second[i] != _f4(0) else _f4(0))
 
 
-@nb.njit(cache=CACHED, nogil=True)
+@kernel(nogil=True)
 def add(x: Any, factor: Any, y: Any) -> None:
     """Add factor * y to x."""
     factor = _f4(factor)
@@ -70,7 +70,7 @@ def add(x: Any, factor: Any, y: Any) -> None:
         x[i] += factor * y[i]
 
 
-@nb.njit(cache=CACHED, nogil=True, error_model=_NUMPY)
+@kernel(nogil=True, error_model=_NUMPY)
 def follow(fresh: Any, first: Any, before: Any, beta1: Any, beta2: Any) -> None:
     """Let the second moment `fresh` follow the gradient that made the first moment what it is of what it was before."""
     rest1, rest2, beta1, beta2 = _f4(1 - beta1), _f4(1 - beta2), _f4(beta1), _f4(beta2)
@@ -79,14 +79,14 @@ def follow(fresh: Any, first: Any, before: Any, beta1: Any, beta2: Any) -> None:
         fresh[i] = beta2 * fresh[i] + rest2 * g * g
 
 
-@nb.njit(cache=CACHED, nogil=True, error_model=_NUMPY)
+@kernel(nogil=True, error_model=_NUMPY)
 def _ratios(out: Any, second: Any, fresh: Any, root: Any, fresh_root: Any, eps: Any) -> None:
     for i in range(len(out)):
         ratio = (np.sqrt(second[i]) / root + eps) / (np.sqrt(fresh[i]) / fresh_root + eps)
         out[i] = ratio if second[i] != _f4(0) else _f4(0)
 
 
-@nb.njit(cache=CACHED, nogil=True)
+@kernel(nogil=True)
 def _greatest(x: Any) -> int:
     found = nb.int32(0)
     for i in range(len(x)):
@@ -94,7 +94,7 @@ def _greatest(x: Any) -> int:
     return found
 
 
-@nb.njit(cache=CACHED, nogil=True)
+@kernel(nogil=True)
 def largest_ratio(second: Any, fresh: Any, correct_second: Any, correct_fresh: Any, eps: Any) -> float:
     """Return the largest (sqrt(second) + eps) / (sqrt(fresh) + eps) of elements whose second moment is not 0."""
     root, fresh_root, eps = _f4(np.sqrt(correct_second)), _f4(np.sqrt(correct_fresh)), _f4(eps)
@@ -109,7 +109,7 @@ def largest_ratio(second: Any, fresh: Any, correct_second: Any, correct_fresh: A
     return nb.float64(largest.view(np.float32)[0])
 
 
-@nb.njit(cache=CACHED, nogil=True)
+@kernel(nogil=True)
 def raise_to(second: Any, share: Any) -> None:
     """Raise elements to share times the mean of all that are not 0; those stay 0."""
     total, count = 0.0, 0

@@ -29,7 +29,7 @@ import numpy as np
 from numba.core import types
 
 from commlib.kernels import intrinsics as ins
-from commlib.kernels.cache import CACHED
+from commlib.kernels.compiled import kernel
 from commlib.kernels.stream import stream_copy
 
 # What a kernel returns.
@@ -112,7 +112,7 @@ def _table(address: int, length: int) -> Any:
     return nb.carray(ins.as_pointer(address), length, np.int64)
 
 
-@nb.njit(cache=CACHED, nogil=True)  # type: ignore[untyped-decorator]
+@kernel(nogil=True)
 def _arrive(call: Any, control: Any) -> None:
     """Reach the next epoch, and say so."""
     control[EPOCH] += 1
@@ -123,7 +123,7 @@ def _arrive(call: Any, control: Any) -> None:
     ins.store_release(line + ARRIVED, epoch)
 
 
-@nb.njit(cache=CACHED, nogil=True)  # type: ignore[untyped-decorator]
+@kernel(nogil=True)
 def _await_peers(call: Any, control: Any) -> int:
     """Wait until every rank has reached this rank's epoch with the same signature."""
     epoch, size, board = control[EPOCH], control[SIZE], control[BOARD]
@@ -151,7 +151,7 @@ def _await_peers(call: Any, control: Any) -> int:
     return verdict
 
 
-@nb.njit(cache=CACHED, nogil=True)  # type: ignore[untyped-decorator]
+@kernel(nogil=True)
 def barrier(address: int) -> int:
     """Wait for everybody."""
     call = _call(address)
@@ -167,7 +167,7 @@ def barrier(address: int) -> int:
     return status
 
 
-@nb.njit(cache=CACHED, nogil=True)  # type: ignore[untyped-decorator]
+@kernel(nogil=True)
 def _meet_before(call: Any, control: Any) -> int:
     """Meet before symmetric memory is touched. DONE: do your part; _PASSED: it is done; else return that."""
     if control[FAILED] != 0:
@@ -183,7 +183,7 @@ def _meet_before(call: Any, control: Any) -> int:
     return status
 
 
-@nb.njit(cache=CACHED, nogil=True)  # type: ignore[untyped-decorator]
+@kernel(nogil=True)
 def _meet_after(call: Any, control: Any, status: int) -> int:
     """Meet again if `_meet_before` returned DONE and this rank has done its part: nobody leaves before all have."""
     if status == DONE:
@@ -222,7 +222,7 @@ def _reduce_share(call: Any, size: int, n_outputs: int, start: int, stop: int) -
     call[BACKWARD] ^= 1
 
 
-@nb.njit(cache=CACHED, nogil=True)  # type: ignore[untyped-decorator]
+@kernel(nogil=True)
 def all_reduce_symmetric(address: int) -> int:
     """All-reduce in symmetric memory: reduce my share from all ranks' buffers straight into all ranks' buffers."""
     call = _call(address)
@@ -243,7 +243,7 @@ def _copy_but(target: int, source: int, start: int, stop: int, length: int) -> N
     ins.memcpy(target + stop, source + stop, length - stop)
 
 
-@nb.njit(cache=CACHED, nogil=True)  # type: ignore[untyped-decorator]
+@kernel(nogil=True)
 def all_reduce_staged(address: int) -> int:
     """All-reduce of ordinary arrays, piece by piece, through slots that are then reduced like symmetric memory.
 
@@ -309,7 +309,7 @@ def _move(target: int, source: int, length: int) -> None:
         ins.memcpy(target, source, length)
 
 
-@nb.njit(cache=CACHED, nogil=True)  # type: ignore[untyped-decorator]
+@kernel(nogil=True)
 def exchange_symmetric(address: int) -> int:
     """Exchange among symmetric arrays: take my part straight out of everybody's array.
 
@@ -333,7 +333,7 @@ def exchange_symmetric(address: int) -> int:
     return _meet_after(call, control, status)
 
 
-@nb.njit(cache=CACHED, nogil=True)  # type: ignore[untyped-decorator]
+@kernel(nogil=True)
 def broadcast_symmetric(address: int) -> int:
     """Broadcast COUNT bytes in symmetric memory: every rank, also the root, copies its share to all.
 
@@ -355,7 +355,7 @@ def broadcast_symmetric(address: int) -> int:
     return _meet_after(call, control, status)
 
 
-@nb.njit(cache=CACHED, nogil=True)  # type: ignore[untyped-decorator]
+@kernel(nogil=True)
 def exchange_staged(address: int) -> int:
     """Exchange among ordinary arrays, piece by piece: publish a piece of each of my parts, then take everybody's.
 
@@ -418,14 +418,14 @@ def _set_arrays(call: Any, source: int, target: int) -> None:
     call[SOURCE], call[TARGET] = ins.load_acquire(source + DATA), ins.load_acquire(target + DATA)
 
 
-@nb.njit(cache=CACHED, nogil=True)  # type: ignore[untyped-decorator]
+@kernel(nogil=True)
 def exchange_arrays(address: int, source: int, target: int) -> int:
     """Do `exchange_staged` on two numpy arrays, given by their `id`: in Python, asking for addresses costs as much."""
     _set_arrays(_call(address), source, target)
     return exchange_staged(address)
 
 
-@nb.njit(cache=CACHED, nogil=True)  # type: ignore[untyped-decorator]
+@kernel(nogil=True)
 def begin_exchange(address: int) -> int:
     """Do `exchange_staged`, but return WAITING soon: this rank's first piece is then published."""
     call = _call(address)
@@ -436,26 +436,26 @@ def begin_exchange(address: int) -> int:
     return status
 
 
-@nb.njit(cache=CACHED, nogil=True)  # type: ignore[untyped-decorator]
+@kernel(nogil=True)
 def begin_exchange_of_arrays(address: int, source: int, target: int) -> int:
     """Do `begin_exchange` on two numpy arrays, given by their `id`."""
     _set_arrays(_call(address), source, target)
     return begin_exchange(address)
 
 
-@nb.njit(cache=CACHED)  # type: ignore[untyped-decorator]
+@kernel()
 def copy_from_array(target: int, array: int, nbytes: int) -> int:
     """Copy a contiguous numpy array, given by its `id`, to an address. For little data: numpy takes thrice as long."""
     return ins.memcpy(target, _table(array + DATA, 1)[0], nbytes)
 
 
-@nb.njit(cache=CACHED)  # type: ignore[untyped-decorator]
+@kernel()
 def copy_to_array(array: int, source: int, nbytes: int) -> int:
     """Copy what is at an address into a contiguous numpy array, given by its `id`."""
     return ins.memcpy(_table(array + DATA, 1)[0], source, nbytes)
 
 
-@nb.njit(cache=CACHED)  # type: ignore[untyped-decorator]
+@kernel()
 def all_equal(address: int) -> int:
     """Return whether int64 numbers are all the same as another one: (their address, how many, its address)."""
     written = _table(address, 3)

@@ -11,7 +11,7 @@ import numpy as np
 from commlib.dtypes import FLOATS, Array, name_of
 from commlib.errors import UsageError
 from commlib.kernels.arithmetic import widen
-from commlib.kernels.cache import CACHED
+from commlib.kernels.compiled import kernel
 
 # Sums are kept apart for each place in a block and added up at the end. A compiler may use vectors of any length for
 # that without another order of additions, so the bits do not depend on the CPU.
@@ -20,7 +20,7 @@ _BLOCK = 512
 
 @cache
 def _compiled(kind: str) -> Any:
-    @nb.njit(cache=CACHED, nogil=True)  # type: ignore[untyped-decorator]
+    @kernel(nogil=True)
     def squares(x: Any) -> float:
         sums = np.zeros(_BLOCK)
         for start in range(0, len(x), _BLOCK):

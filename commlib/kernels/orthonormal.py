@@ -7,12 +7,12 @@ from typing import Any
 import numba as nb
 import numpy as np
 
-from commlib.kernels.cache import CACHED
+from commlib.kernels.compiled import kernel
 
 _f8 = nb.float64
 
 
-@nb.njit(cache=CACHED, nogil=True)
+@kernel(nogil=True)
 def dot(x: Any, y: Any) -> float:
     """Return the sum of x * y of two 1-D arrays: in float64, in an order that depends on their length alone."""
     # Eight sums side by side: one alone would wait for each addition.
@@ -32,13 +32,13 @@ def dot(x: Any, y: Any) -> float:
     return ((s0 + s1) + (s2 + s3)) + ((s4 + s5) + (s6 + s7))
 
 
-@nb.njit(cache=CACHED, nogil=True)
+@kernel(nogil=True)
 def _subtract(x: Any, factor: float, y: Any) -> None:
     for j in range(len(x)):
         x[j] -= factor * y[j]
 
 
-@nb.njit(cache=CACHED, nogil=True)
+@kernel(nogil=True)
 def orthonormalise(vectors: Any, rank: int, epsilon: float) -> int:
     """Make `rank` float32 vectors, one after another in `vectors`, orthonormal in place.
 

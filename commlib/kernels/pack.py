@@ -9,13 +9,13 @@ import numba as nb
 import numpy as np
 
 from commlib.kernels import intrinsics as ins
-from commlib.kernels.cache import CACHED
+from commlib.kernels.compiled import kernel
 from commlib.kernels.node import DATA
 
 Arrays = Sequence[Any]  # contiguous numpy arrays
 
 
-@nb.njit(cache=CACHED, nogil=True)  # type: ignore[untyped-decorator]
+@kernel(nogil=True)
 def _copy_all(objects: Any, lengths: Any, buffer: int, into_buffer: bool) -> None:
     at = buffer
     for i in range(len(objects)):

@@ -18,7 +18,7 @@ import numpy as np
 
 from commlib.kernels import blocks
 from commlib.kernels import intrinsics as ins
-from commlib.kernels.cache import CACHED
+from commlib.kernels.compiled import kernel
 from commlib.kernels.noise import keys, uniform
 
 # What codes are: integers of 8 or 4 bits, floats with 4 bits of exponent and 3 of mantissa, or with 5 and 2.
@@ -163,7 +163,7 @@ def _read_codes(codes: Any, unit: float, target: Any, kind: int) -> None:
             target[i] = ins.bits_float(nb.uint32((small if size < least else normal) | sign)) * unit
 
 
-@nb.njit(cache=CACHED, nogil=True)  # type: ignore[untyped-decorator]
+@kernel(nogil=True)
 def encode(
     source: int,
     before: int,
@@ -219,7 +219,7 @@ def encode(
             _subtract(v, r, unit, new[first:stop])
 
 
-@nb.njit(cache=CACHED, nogil=True)  # type: ignore[untyped-decorator]
+@kernel(nogil=True)
 def decode(payload: int, target: int, count: int, block: int, kind: int, add: bool) -> None:
     """Write what a payload stands for to the `count` float32 at the address `target`, or add it."""
     blocks_in_all = (count + block - 1) // block

@@ -15,7 +15,7 @@ from llvmlite import ir
 from numba.core import types
 from numba.extending import intrinsic
 
-from commlib.kernels.cache import CACHED
+from commlib.kernels.compiled import kernel
 
 MAGNITUDE = 0x7FFFFFFF  # all bits of a float32 but its sign
 INFINITY = 0x7F800000  # magnitudes from here on are not finite
@@ -52,7 +52,7 @@ def _lowest(typingctx: Any, mask: Any) -> Any:
     return types.int64(types.uint64), codegen
 
 
-@nb.njit(cache=CACHED, nogil=True)  # type: ignore[untyped-decorator]
+@kernel(nogil=True)
 def keep_largest(indices: Any, bits: Any, count: int, k: int) -> int:
     """Reduce `count` > k > 0 candidates to the k of largest magnitude, in their order; of equals the first ones.
 
@@ -91,7 +91,7 @@ def room(count: int, k: int) -> Any:
     return min(count, 2 * k + 256) + LANES
 
 
-@nb.njit(cache=CACHED, nogil=True)  # type: ignore[untyped-decorator]
+@kernel(nogil=True)
 def collect(y: Any, base: int, k: int, indices: Any, bits: Any, count: int, threshold: int) -> Any:
     """Add to `count` candidates those of the next elements, y, which begin at `base`; return (count, threshold)."""
     whole = len(y) - len(y) % LANES
@@ -117,7 +117,7 @@ def collect(y: Any, base: int, k: int, indices: Any, bits: Any, count: int, thre
     return count, threshold
 
 
-@nb.njit(cache=CACHED, nogil=True)  # type: ignore[untyped-decorator]
+@kernel(nogil=True)
 def finish(k: int, indices: Any, bits: Any, count: int) -> int:
     """Return to how many the candidates are reduced in the end: at most k; if some are not finite, these alone."""
     if count > k:

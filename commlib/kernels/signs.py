@@ -16,7 +16,7 @@ import numpy as np
 
 from commlib.kernels import blocks
 from commlib.kernels import intrinsics as ins
-from commlib.kernels.cache import CACHED
+from commlib.kernels.compiled import kernel
 
 
 @nb.njit(nogil=True)  # type: ignore[untyped-decorator]
@@ -47,7 +47,7 @@ def _subtract(v: Any, magnitude: float, lost: Any) -> None:
         lost[i] = v[i] - ins.bits_float(nb.uint32(bits | (ins.float_bits(v[i]) & blocks.SIGN)))
 
 
-@nb.njit(cache=CACHED, nogil=True)  # type: ignore[untyped-decorator]
+@kernel(nogil=True)
 def encode(source: int, before: int, after: int, payload: int, count: int, block: int) -> None:
     """Encode `count` float32 at the address `source`, plus those at `before`, and write what is lost to `after`.
 
@@ -83,7 +83,7 @@ def encode(source: int, before: int, after: int, payload: int, count: int, block
             _subtract(v, magnitude, new[first:stop])
 
 
-@nb.njit(cache=CACHED, nogil=True)  # type: ignore[untyped-decorator]
+@kernel(nogil=True)
 def decode(payload: int, target: int, count: int, block: int, add: bool) -> None:
     """Write what a payload stands for to the `count` float32 at the address `target`, or add it."""
     blocks_in_all = (count + block - 1) // block

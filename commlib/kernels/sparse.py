@@ -14,7 +14,7 @@ import numba as nb
 import numpy as np
 
 from commlib.kernels import intrinsics as ins
-from commlib.kernels.cache import CACHED
+from commlib.kernels.compiled import kernel
 
 HEADER = 8  # bytes
 FLOAT32, FLOAT16, BFLOAT16 = 0, 1, 2  # kinds of values
@@ -33,7 +33,7 @@ def most(count: int, k: int, kind: int) -> int:
     return int(HEADER + k * value_bytes.py_func(kind) + min(k + count // 255, 2 * (k + count // 65535)))
 
 
-@nb.njit(cache=CACHED, nogil=True)  # type: ignore[untyped-decorator]
+@kernel(nogil=True)
 def _half(kind: int, value: float) -> Any:
     """Round to the bits of float16 or bfloat16."""
     if kind == FLOAT16:
@@ -43,19 +43,19 @@ def _half(kind: int, value: float) -> Any:
     return ins.float_to_bfloat(value)
 
 
-@nb.njit(cache=CACHED, nogil=True)  # type: ignore[untyped-decorator]
+@kernel(nogil=True)
 def _full(kind: int, bits: int) -> Any:
     return ins.half_to_float(bits) if kind == FLOAT16 else ins.bfloat_to_float(bits)
 
 
-@nb.njit(cache=CACHED, nogil=True)  # type: ignore[untyped-decorator]
+@kernel(nogil=True)
 def loss(kind: int, bits: int) -> Any:
     """Return a value, given by its bits, minus what it decodes to. Not finite if either is not."""
     value = ins.bits_float(bits)
     return value - value if kind == FLOAT32 else value - _full(kind, _half(kind, value))
 
 
-@nb.njit(cache=CACHED, nogil=True)  # type: ignore[untyped-decorator]
+@kernel(nogil=True)
 def write(indices: Any, bits: Any, count: int, kind: int, payload: int) -> int:
     """Write the first `count` of the elements with these indices, ascending, and bits to the address `payload`.
 
@@ -100,7 +100,7 @@ def write(indices: Any, bits: Any, count: int, kind: int, payload: int) -> int:
     return start + width * units - payload
 
 
-@nb.njit(cache=CACHED, nogil=True)  # type: ignore[untyped-decorator]
+@kernel(nogil=True)
 def read(payload: int, length: int, kind: int, output: int, count: int, add: bool) -> int:
     """Write what the payload of `length` bytes at an address stands for to `count` float32, or add it.
 

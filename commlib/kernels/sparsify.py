@@ -12,7 +12,7 @@ import numba as nb
 import numpy as np
 
 from commlib.kernels import intrinsics as ins
-from commlib.kernels.cache import CACHED
+from commlib.kernels.compiled import kernel
 from commlib.kernels.select import collect, finish, room
 from commlib.kernels.sparse import loss, write
 
@@ -32,7 +32,7 @@ def is_finite(value: float) -> Any:
     return abs(value) <= _LARGEST
 
 
-@nb.njit(cache=CACHED, nogil=True)  # type: ignore[untyped-decorator]
+@kernel(nogil=True)
 def either(new: Any, old: Any, out: Any, tested: Any) -> None:
     """Write `new` where `tested` is finite, else `old`; `out` may be `old`."""
     # Loops are vectorised only where everything is loaded in any case, and LLVM sees what is the same memory.
@@ -46,7 +46,7 @@ def either(new: Any, old: Any, out: Any, tested: Any) -> None:
             out[i] = yes if is_finite(tested[i]) else no
 
 
-@nb.njit(cache=CACHED, nogil=True)  # type: ignore[untyped-decorator]
+@kernel(nogil=True)
 def feed(x: Any, before: Any, after: Any, total: Any) -> None:
     """Write x + before to `total`, and to `after` where it is finite; elsewhere `after` is `before`."""
     for i in range(len(x)):
@@ -54,7 +54,7 @@ def feed(x: Any, before: Any, after: Any, total: Any) -> None:
     either(total, before, after, total)
 
 
-@nb.njit(cache=CACHED, nogil=True)  # type: ignore[untyped-decorator]
+@kernel(nogil=True)
 def encode_largest(source: int, before: int, after: int, count: int, k: int, kind: int, payload: int) -> int:
     """Write the k largest of x, or of x + before, to the payload and what is lost to `after`; return the length."""
     indices, bits = np.empty(room(count, k), np.uint32), np.empty(room(count, k), np.uint32)
@@ -77,7 +77,7 @@ def encode_largest(source: int, before: int, after: int, count: int, k: int, kin
     return write(indices, bits, found, kind, payload)
 
 
-@nb.njit(cache=CACHED, nogil=True)  # type: ignore[untyped-decorator]
+@kernel(nogil=True)
 def encode_accumulated(
     gradient: int,
     u: int,

@@ -8,13 +8,12 @@ from __future__ import annotations
 
 from typing import Any
 
-import numba as nb
 from llvmlite import ir
 from numba.core import cgutils, types
 from numba.extending import intrinsic
 
 from commlib.kernels import intrinsics as ins
-from commlib.kernels.cache import CACHED
+from commlib.kernels.compiled import kernel
 
 # One cache line. LLVM splits it into as many registers as the CPU needs.
 _LINE_BYTES = 64
@@ -40,7 +39,7 @@ def _stream_lines(typingctx: Any, target: Any, source: Any, lines: Any) -> Any:
     return types.void(types.intp, types.intp, types.intp), codegen
 
 
-@nb.njit(cache=CACHED, nogil=True)  # type: ignore[untyped-decorator]
+@kernel(nogil=True)
 def stream_copy(target: int, source: int, nbytes: int) -> None:
     """Copy `nbytes` bytes from one address to another; they must not overlap."""
     head = min(nbytes, -target % _LINE_BYTES)

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import json
+import os
 from dataclasses import asdict, dataclass
 from functools import lru_cache
 from pathlib import Path
 from typing import Any, Literal, Protocol
 
 from commlib.errors import UsageError
+from commlib.folders import NotPrivateError
 from commlib.schedule import Link, algorithms
 from commlib.tune.model import DEFAULT, ETHERNET, Machine, best
 from commlib.tune.table import Table, default_path, mpi_library
@@ -101,7 +103,8 @@ class Chooser:
                 if not segments and time.algorithm in algorithms(verb):
                     link = self._link(kind, sharing)
                     segments, _ = best(verb, time.algorithm, size, nbytes, link, self.machine.gamma)
-                return Choice(time.algorithm, max(1, segments), time.seconds, "table")
+                # The entry stands for all smaller data as well, and a segment has at least a byte.
+                return Choice(time.algorithm, max(1, min(segments, nbytes)), time.seconds, "table")
         return None
 
 
@@ -132,13 +135,24 @@ class Tuning:
     def load(cls, settings: Settings) -> Tuning:
         """Read the table that the settings name, as far as it was measured with the MPI library that is loaded.
 
-        "" is the default path, where there need not be any; "none" is no table. Raises UsageError for a file that is
-        asked for and missing, or broken.
+        "" is the default path, where there need not be any, and nobody but this user may have written; "none" is no
+        table. Raises UsageError for a file that is asked for and missing, or broken.
         """
-        path = Path(settings.tuning_file or default_path())
-        if settings.tuning_file == "none" or not (settings.tuning_file or path.exists()):
+        named, default = settings.tuning_file, default_path()
+        if named == "none" or not (named or os.path.exists(default)):
             return cls(usual_machine())
-        table = Table.load(path).of_library(mpi_library())
+        try:
+            table = Table.load(named or default, private=not named).of_library(mpi_library())
+        except NotPrivateError as error:
+            import logging
+
+            logging.getLogger("commlib").warning(
+                "the tuning table %s is not used: %s. COMMLIB_TUNING_FILE=%s uses it all the same, and =none uses none",
+                default,
+                error,
+                default,
+            )
+            return cls(usual_machine())
         return cls(table.machines[0].machine if table.machines else usual_machine(), table)
 
     def to_bytes(self) -> bytes:

@@ -13,6 +13,11 @@ from commlib.tune.model import DEFAULT, Machine
 BEYOND_SCHEDULES = ("node", "native", "nccl", "hierarchical")
 """Names of algorithms that have no schedule."""
 
+# What no cluster has, far beyond what is of use. A program of so many segments takes seconds to make; the number of a
+# rank is a C int in MPI.
+MOST_SEGMENTS = 1 << 16
+_MOST_BYTES, _MOST_RANKS, _MOST_SECONDS, _MOST_SECONDS_PER_BYTE = (1 << 63) - 1, (1 << 31) - 1, 1e6, 1.0
+
 T = TypeVar("T", int, float)
 
 
@@ -82,11 +87,13 @@ def items(data: dict[str, Any], name: str, where: str) -> list[Any]:
     return found
 
 
-def _number(data: dict[str, Any], name: str, where: str, *, least: float, kind: type[T]) -> T:
+def _number(data: dict[str, Any], name: str, where: str, *, least: float, most: float, kind: type[T]) -> T:
     value: Any = data.get(name)
     fits = isinstance(value, int | kind) and not isinstance(value, bool)
     if not (fits and least <= value < float("inf")):
         raise UsageError(f"{where}: {name} must be a number ({kind.__name__}) of at least {least}, got {value!r:.60}")
+    if value > most:
+        raise UsageError(f"{where}: {name} must be at most {most}, got {value!r:.60}")
     return kind(value)
 
 
@@ -106,10 +113,10 @@ def read_entry(data: Any, where: str) -> Entry:
     size = data.get("item_size")
     return Entry(
         verb,
-        _number(data, "nodes", where, least=1, kind=int),
-        _number(data, "ranks_per_node", where, least=1, kind=int),
+        _number(data, "nodes", where, least=1, most=_MOST_RANKS, kind=int),
+        _number(data, "ranks_per_node", where, least=1, most=_MOST_RANKS, kind=int),
         _text(data, "library", where),
-        "any" if size == "any" else _number(data, "item_size", where, least=1, kind=int),
+        "any" if size == "any" else _number(data, "item_size", where, least=1, most=_MOST_BYTES, kind=int),
         tuple(sorted(times, key=lambda time: (time.up_to, time.seconds))),
     )
 
@@ -120,10 +127,10 @@ def _measured(data: Any, known: tuple[str, ...], where: str) -> Measured:
     if name not in known:
         raise UsageError(f"{where}: unknown algorithm {name!r}; known are {', '.join(known)}")
     return Measured(
-        _number(data, "up_to", where, least=0, kind=int),
+        _number(data, "up_to", where, least=0, most=_MOST_BYTES, kind=int),
         name,
-        _number(data, "segments", where, least=0, kind=int),
-        _number(data, "seconds", where, least=0, kind=float),
+        _number(data, "segments", where, least=0, most=MOST_SEGMENTS, kind=int),
+        _number(data, "seconds", where, least=0, most=_MOST_SECONDS, kind=float),
     )
 
 
@@ -131,7 +138,8 @@ def _link(data: Any, where: str) -> Link | None:
     if data is None:
         return None
     data = mapping(data, where)
-    return Link(*(_number(data, field.name, where, least=0, kind=float) for field in fields(Link)))
+    most = {"alpha": _MOST_SECONDS, "beta": _MOST_SECONDS_PER_BYTE}
+    return Link(*(_number(data, f.name, where, least=0, most=most[f.name], kind=float) for f in fields(Link)))
 
 
 def read_fitted(data: Any, where: str) -> Fitted:
@@ -141,5 +149,5 @@ def read_fitted(data: Any, where: str) -> Fitted:
         _text(data, "library", where),
         _link(data.get("node"), f"{where}: node"),
         _link(data.get("network"), f"{where}: network"),
-        _number(data, "gamma", where, least=0, kind=float),
+        _number(data, "gamma", where, least=0, most=_MOST_SECONDS_PER_BYTE, kind=float),
     )

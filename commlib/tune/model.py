@@ -133,8 +133,8 @@ def segments_for(chunk_bytes: float, rounds: int, link: Link, gamma: float) -> i
         return 1
     most = int(chunk_bytes // LEAST_SEGMENT)
     least = ceil(chunk_bytes / largest_segment(link))
-    best = round(sqrt(gamma * chunk_bytes / link.alpha)) if link.alpha > 0 else most
-    return max(least, min(best, most))
+    best = sqrt(gamma * chunk_bytes / link.alpha) if link.alpha > 0 else inf
+    return max(least, round(min(best, most)))
 
 
 def best(verb: str, algorithm: str, size: int, nbytes: float, link: Link, gamma: float) -> tuple[int, float]:

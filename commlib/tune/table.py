@@ -22,10 +22,13 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
+from commlib import folders
 from commlib.errors import UsageError
+from commlib.folders import NotPrivateError
 from commlib.tune.entries import Entry, Fitted, items, mapping, read_entry, read_fitted
 
 FORMAT = 1
+_MOST_BYTES = 64 << 20  # a thousand places are 3 MiB
 
 
 @dataclass(frozen=True, slots=True)
@@ -78,23 +81,36 @@ class Table:
         )
 
     @classmethod
-    def load(cls, path: str | os.PathLike[str]) -> Table:
-        """Read a file. Raises UsageError if it cannot be read or is no table."""
+    def load(cls, path: str | os.PathLike[str], *, private: bool = False) -> Table:
+        """Read a file. Raises UsageError if it cannot be read or is no table.
+
+        private: not if another user can have changed it: raises NotPrivateError then.
+        """
         try:
-            data = json.loads(Path(path).read_text(encoding="utf-8"))
-        except (OSError, ValueError) as error:
+            data = json.loads(_read_private(Path(path)) if private else _read(path))
+        except NotPrivateError:
+            raise
+        except (OSError, ValueError, RecursionError) as error:
             raise UsageError(
                 f"cannot read the tuning table {path} ({error}): run 'commlib tune', or set COMMLIB_TUNING_FILE=none"
             ) from error
         return cls.from_dict(data, f"tuning table {path}")
 
-    def save(self, path: str | os.PathLike[str]) -> None:
-        """Write a file, whole or not at all. Raises UsageError if it cannot be written."""
+    def save(self, path: str | os.PathLike[str], *, private: bool = False) -> None:
+        """Write a file, whole or not at all. Raises UsageError if it cannot be written.
+
+        private: not into a folder that another user can change, and readable for this user alone.
+        """
         target = Path(path)
+        content = json.dumps(self.to_dict(), indent=1) + "\n"
         beside = target.with_name(f"{target.name}.{os.getpid()}")
         try:
+            if private:
+                with folders.private(target.parent, create=True) as here:
+                    folders.write_private(target.name, here, content.encode())
+                return
             target.parent.mkdir(parents=True, exist_ok=True)
-            beside.write_text(json.dumps(self.to_dict(), indent=1) + "\n", encoding="utf-8")
+            beside.write_text(content, encoding="utf-8")
             beside.replace(target)
         except OSError as error:
             with suppress(OSError):
@@ -102,10 +118,22 @@ class Table:
             raise UsageError(f"cannot write the tuning table {path} ({error})") from error
 
 
+def _read(path: str | os.PathLike[str]) -> str:
+    with open(path, "rb") as file:
+        data = file.read(_MOST_BYTES + 1)
+    if len(data) > _MOST_BYTES:
+        raise ValueError(f"it has more than {_MOST_BYTES >> 20} MiB")
+    return data.decode()
+
+
+def _read_private(path: Path) -> str:
+    with folders.private(path.parent) as here:
+        return folders.read_private(path.name, here).decode()
+
+
 def default_path(environment: Mapping[str, str] = os.environ) -> Path:
     """Return where tables are kept unless a setting says otherwise: commlib/tuning.json in the user's cache folder."""
-    cache = environment.get("XDG_CACHE_HOME") or "~/.cache"
-    return Path(cache).expanduser() / "commlib" / "tuning.json"
+    return folders.user_cache(environment) / "tuning.json"
 
 
 def mpi_library() -> str:

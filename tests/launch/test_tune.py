@@ -59,9 +59,30 @@ def test_tune_says_what_is_wrong_before_it_measures(mpirun: MpiRun, tmp_path: Pa
     assert broken.read_text() == "{"
 
 
+def test_a_table_that_no_cluster_has_is_refused_at_the_start(mpirun: MpiRun, tmp_path: Path) -> None:
+    """The first collective by a table with 10^9 segments went on for ever."""
+    file = tmp_path / "tuning.json"
+    absurd = Entry("all_reduce", 1, 2, "", "any", (Measured(1 << 30, "double_tree", 10**9, 1e-9),))
+    Table((absurd,)).save(file)
+    done = mpirun(2, "import commlib; commlib.init()", env={"COMMLIB_TUNING_FILE": str(file)})
+    assert done.returncode != 0
+    assert f"tuning table {file}: entries[0]: times[0]: segments must be at most 65536, got 1000000000" in done.stderr
+
+
+def test_tune_does_not_write_where_others_may(mpirun: MpiRun, tmp_path: Path) -> None:
+    (tmp_path / "cache").mkdir()
+    (tmp_path / "cache").chmod(0o777)
+    environment = {"XDG_CACHE_HOME": str(tmp_path / "cache"), "COMMLIB_TUNING_FILE": ""}
+    done = mpirun(2, [*COMMAND, "tune", "--seconds", "0.2"], env=environment)
+    assert done.returncode == 2, (done.stdout, done.stderr)
+    assert f"{tmp_path / 'cache'} may be written by everyone" in done.stderr
+    assert "name another file with --out" in done.stderr
+    assert not list((tmp_path / "cache").iterdir())
+
+
 def test_one_rank_measures_nothing(tmp_path: Path) -> None:
     environment = {**os.environ, "XDG_CACHE_HOME": str(tmp_path)}
     done = subprocess.run([sys.executable, *COMMAND, "tune"], env=environment, capture_output=True, text=True)
     assert done.returncode == 2
     assert "one rank sends no messages: start more" in done.stderr
-    assert not list(tmp_path.iterdir())
+    assert not list(tmp_path.rglob("tuning.json"))

@@ -37,7 +37,8 @@ PURE = (
     "commlib.tune.hierarchy",
     "commlib.tune.fit",
     "commlib.tune.entries",
-    "commlib.tune.table",  # reads and writes a file, and is otherwise as pure
+    "commlib.folders",  # looks at folders, reads and writes files, and is otherwise as pure
+    "commlib.tune.table",  # so does this
     "commlib.tune.chooser",
 )
 IMPURE_STANDARD_LIBRARY = {
@@ -52,7 +53,7 @@ LAYERS = (
     ("commlib.transport",),
     ("commlib.executor", "commlib.agreement", "commlib.attendant", "commlib.exits", "commlib.launch",
      "commlib.library_name",
-     "commlib.progress", "commlib.runtime", "commlib.work", "commlib.world", "commlib.communicator", "commlib.group",
+     "commlib.progress", "commlib.retired", "commlib.runtime", "commlib.work", "commlib.world", "commlib.communicator", "commlib.group",
      "commlib.plan", "commlib.prepared", "commlib.verbs", "commlib.observe", "commlib.tune"),
     ("commlib.compress", "commlib.coordinator", "commlib.data_parallel", "commlib.pipeline", "commlib.expert"),
     ("commlib",),  # the public names

@@ -13,7 +13,7 @@ from commlib.config import Config
 from commlib.errors import UsageError
 from commlib.schedule import Link, algorithms, verbs
 from commlib.tune.chooser import Choice, Chooser, Kind, Tuning, usual_machine
-from commlib.tune.entries import Entry, Fitted, Measured
+from commlib.tune.entries import MOST_SEGMENTS, Entry, Fitted, Measured
 from commlib.tune.model import DEFAULT, ETHERNET, Machine, best
 from commlib.tune.table import Table
 
@@ -120,6 +120,25 @@ def test_segments_that_the_table_leaves_open_are_the_model_s() -> None:
     assert choice == Choice("double_tree", segments, 1e-3, "table")
 
 
+def test_no_segment_of_a_table_is_empty() -> None:
+    """An entry stands for all smaller data too; in a pipeline of 10^9 segments 8 bytes took for ever."""
+    entry = Entry("all_reduce", 1, 4, "", "any", (Measured(1 << 20, "double_tree", MOST_SEGMENTS, 1e-3),))
+    chooser = Chooser(SLOW, Table((entry,)))
+    assert chooser.choose("all_reduce", 4, 8, kind="node").segments == 8
+    assert chooser.choose("all_reduce", 4, 1 << 20, kind="node").segments == MOST_SEGMENTS
+
+
+@pytest.mark.parametrize("alpha", [0.0, 5e-324, 1e6])
+@pytest.mark.parametrize("beta", [0.0, 5e-324, 1.0])
+@pytest.mark.parametrize("gamma", [0.0, 5e-324, 1.0])
+def test_every_machine_that_a_table_may_hold_has_a_fastest_algorithm(alpha: float, beta: float, gamma: float) -> None:
+    """sqrt(gamma c / alpha) was rounded before it was bounded: OverflowError."""
+    chooser = Chooser(Machine(Link(alpha, beta), Link(alpha, beta), gamma))
+    for verb in ("all_reduce", "all_gather", "broadcast"):
+        for nbytes in (0, 1, 1 << 34):
+            assert chooser.choose(verb, 4, nbytes, kind="network").algorithm
+
+
 # What is sent to all ranks
 
 
@@ -149,6 +168,33 @@ def test_loading(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     assert Tuning.load(Settings("")) == Tuning(DEFAULT, Table())
     with pytest.raises(UsageError, match=r"missing\.json"):
         Tuning.load(Settings(str(tmp_path / "missing.json")))
+
+
+def test_a_table_that_others_can_change_is_used_only_where_it_is_named(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Nobody looked at who may write to the folder that the table is taken from unasked."""
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    monkeypatch.setattr("commlib.tune.chooser.mpi_library", lambda: "")
+    file = tmp_path / "cache" / "commlib" / "tuning.json"
+    TABLE.save(file)
+    (tmp_path / "cache").chmod(0o777)
+    assert Tuning.load(Settings("")) == Tuning(usual_machine())
+    (record,) = caplog.records
+    reason = f"{tmp_path / 'cache'} may be written by everyone (chmod go-w {tmp_path / 'cache'})"
+    assert f"the tuning table {file} is not used: {reason}. COMMLIB_TUNING_FILE={file} uses" in record.getMessage()
+    assert Tuning.load(Settings(str(file))) == Tuning(SLOW, TABLE)
+    (tmp_path / "cache").chmod(0o755)
+    assert Tuning.load(Settings("")) == Tuning(SLOW, TABLE)
+
+
+def test_no_table_is_no_reason_to_look_at_folders(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    tmp_path.chmod(0o777)
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    assert Tuning.load(Settings("")) == Tuning(usual_machine())
+    assert not caplog.records
 
 
 def test_the_kind_of_network_is_known_by_its_cards(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

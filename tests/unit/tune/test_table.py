@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 
 from commlib.errors import UsageError
+from commlib.folders import NotPrivateError
 from commlib.schedule import Link
 from commlib.tune.entries import Entry, Fitted, Measured
 from commlib.tune.model import DEFAULT
@@ -107,6 +108,15 @@ def change(path: str, value: Any) -> dict[str, Any]:
         ("entries.0.times.0.up_to", True, "up_to must be a number"),
         ("machines.0.gamma", float("inf"), "gamma must be a number"),
         ("machines.0.node.beta", -1.0, r"machines\[0\]: node: beta must be a number"),
+        ("entries.0.times.2.segments", 10**9, r"times\[2\]: segments must be at most 65536, got 1000000000"),
+        ("entries.0.times.0.up_to", 2**63, "up_to must be at most 9223372036854775807, got 9223372036854775808"),
+        ("entries.0.times.0.seconds", 10**400, "seconds must be at most 1000000.0, got 1000"),
+        ("entries.0.nodes", 2**31, r"entries\[0\]: nodes must be at most 2147483647, got 2147483648"),
+        ("entries.0.ranks_per_node", 10**12, "ranks_per_node must be at most 2147483647, got 1000000000000"),
+        ("entries.0.item_size", 2**70, "item_size must be at most"),
+        ("machines.0.node.alpha", 1e300, r"machines\[0\]: node: alpha must be at most 1000000.0, got 1e.300"),
+        ("machines.0.node.beta", 1e300, r"machines\[0\]: node: beta must be at most 1.0, got 1e.300"),
+        ("machines.0.gamma", 2, r"machines\[0\]: gamma must be at most 1.0, got 2"),
         ("machines.0.network", 3, r"machines\[0\]: network: expected an object"),
     ],
 )
@@ -118,7 +128,7 @@ def test_a_broken_file_says_where(tmp_path: Path, path: str, value: Any, message
     assert str(file) in str(caught.value) or "all_shrink" in str(caught.value)
 
 
-@pytest.mark.parametrize("content", [b"", b"{", b"\xff\xfe", b"[]", b"7"])
+@pytest.mark.parametrize("content", [b"", b"{", b"\xff\xfe", b"[]", b"7", b"[" * 200_000])
 def test_what_is_no_table_is_refused(tmp_path: Path, content: bytes) -> None:
     file = tmp_path / "broken.json"
     file.write_bytes(content)
@@ -132,3 +142,21 @@ def test_a_file_that_cannot_be_read_or_written(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
     with pytest.raises(UsageError, match="cannot write"):
         TABLE.save(tmp_path / "file" / "below.json")
+
+
+def test_a_file_without_end_is_refused() -> None:
+    with pytest.raises(UsageError, match=r"cannot read the tuning table /dev/zero .it has more than 64 MiB"):
+        Table.load("/dev/zero")
+
+
+def test_a_private_table_is_for_this_user_alone(tmp_path: Path) -> None:
+    file = tmp_path / "commlib" / "tuning.json"
+    TABLE.save(file, private=True)
+    assert (file.stat().st_mode & 0o777, file.parent.stat().st_mode & 0o777) == (0o600, 0o700)
+    assert Table.load(file, private=True) == TABLE
+    file.parent.chmod(0o777)
+    with pytest.raises(NotPrivateError, match=f"{file.parent} may be written by everyone"):
+        Table.load(file, private=True)
+    with pytest.raises(UsageError, match=f"cannot write .*{file.parent} may be written by everyone"):
+        TABLE.save(file, private=True)
+    assert Table.load(file) == TABLE

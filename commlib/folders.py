@@ -1,0 +1,132 @@
+"""Where commlib keeps files of its own, and whether only this user can change what lies there.
+
+What is read back from such a folder decides what a job runs. So, as SSH does with its keys (StrictModes), the whole
+way to it is looked at: who owns a folder above, or may write to it, can put another one in its place. The way is
+walked from the root by descriptors, each folder opened within the one before it, and files are opened within the last.
+So what was checked is what is used, whatever is renamed meanwhile.
+"""
+
+from __future__ import annotations
+
+import grp
+import os
+import pwd
+import stat
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager, suppress
+from functools import cache
+from pathlib import Path
+
+_FOLDER = os.O_PATH | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC  # O_PATH: a home may be passed, but not listed
+_FILE = os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC  # a pipe must not be waited for
+
+
+class NotPrivateError(PermissionError):
+    """A folder or file that somebody else can change."""
+
+
+def user_cache(environment: Mapping[str, str] = os.environ) -> Path:
+    """Return commlib's folder in the user's cache folder: in XDG_CACHE_HOME, else in ~/.cache. It need not exist."""
+    given = environment.get("XDG_CACHE_HOME", "")
+    if not os.path.isabs(given):
+        home = os.path.expanduser("~")
+        given = os.path.join("/" if home == "~" else home, ".cache")  # "~": a user whom this container does not know
+    return Path(given) / "commlib"
+
+
+@contextmanager
+def private(path: str | os.PathLike[str], *, create: bool = False) -> Iterator[int]:
+    """Open a folder that only this user (and root) can change, and give its descriptor, for use as `dir_fd`.
+
+    create: make what is missing of the path, for this user alone. Raises NotPrivateError that says which folder on the
+    way is not safe and why, and OSError as `os.open` does.
+    """
+    here = os.open("/", _FOLDER)
+    try:
+        way = Path(os.path.realpath(path))  # links are as safe as where they lead
+        ours = {os.geteuid(), 0}
+        above = ours | {os.fstat(here).st_uid}  # who owns / owns everything; in containers that is not always root
+        for folder in (*reversed(way.parents), way):
+            if folder.name:  # all but /, which is open
+                below = _enter(folder.name, here, create)
+                os.close(here)
+                here = below
+            _check(folder, here, ours if folder == way else above, may_be_shared=folder != way)
+        yield here
+    finally:
+        os.close(here)
+
+
+def read_private(name: str, folder: int) -> bytes:
+    """Return what is in a file of an opened folder. Raises NotPrivateError if another user can change it, OSError."""
+    descriptor = os.open(name, _FILE, dir_fd=folder)
+    try:
+        if not stat.S_ISREG(os.fstat(descriptor).st_mode):
+            raise NotPrivateError(f"{name} is not a file")
+        _check(Path(name), descriptor, {os.geteuid(), 0}, may_be_shared=False)
+        with open(descriptor, "rb", closefd=False) as file:
+            return file.read()
+    finally:
+        os.close(descriptor)
+
+
+def write_private(name: str, folder: int, data: bytes) -> None:
+    """Write a file into an opened folder, for this user alone, whole or not at all. Raises OSError."""
+    beside = f"{name}.{os.getpid()}.{os.urandom(4).hex()}.new"
+    descriptor = os.open(beside, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600, dir_fd=folder)
+    try:
+        with open(descriptor, "wb") as file:
+            file.write(data)
+        os.replace(beside, name, src_dir_fd=folder, dst_dir_fd=folder)
+    except BaseException:
+        with suppress(OSError):
+            os.unlink(beside, dir_fd=folder)
+        raise
+
+
+def _enter(name: str, folder: int, create: bool) -> int:
+    try:
+        return os.open(name, _FOLDER, dir_fd=folder)
+    except FileNotFoundError:
+        if not create:
+            raise
+    with suppress(FileExistsError):  # another process was faster
+        os.mkdir(name, 0o700, dir_fd=folder)
+    return os.open(name, _FOLDER, dir_fd=folder)
+
+
+def _check(path: Path, descriptor: int, trusted: set[int], *, may_be_shared: bool) -> None:
+    """may_be_shared: such as /tmp, where the sticky bit keeps all but the owner from renaming what lies there."""
+    status = os.fstat(descriptor)
+    if status.st_uid not in trusted:
+        raise NotPrivateError(f"{path} belongs to {_user(status.st_uid)}")
+    if may_be_shared and status.st_mode & stat.S_ISVTX:
+        return
+    if status.st_mode & stat.S_IWOTH:
+        raise NotPrivateError(f"{path} may be written by everyone (chmod go-w {path})")
+    if status.st_mode & stat.S_IWGRP and not _is_own_group(status.st_gid, descriptor):
+        raise NotPrivateError(f"{path} may be written by its group (chmod go-w {path})")
+
+
+def _is_own_group(gid: int, descriptor: int) -> bool:
+    """Return whether the group of a file is this user alone, as with the umask 002 that goes with such groups."""
+    with suppress(OSError):  # no access lists there
+        if "system.posix_acl_access" in os.listxattr(f"/proc/self/fd/{descriptor}"):
+            return False  # then these bits of the mode speak of others as well
+    return _is_group_of_one(gid, os.geteuid())
+
+
+@cache
+def _is_group_of_one(gid: int, uid: int) -> bool:
+    try:
+        user, group = pwd.getpwuid(uid), grp.getgrgid(gid)
+    except KeyError:
+        return False
+    return (user.pw_gid, user.pw_name) == (gid, group.gr_name) and set(group.gr_mem) <= {user.pw_name}
+
+
+def _user(uid: int) -> str:
+    try:
+        return f"{pwd.getpwuid(uid).pw_name} (uid {uid})"
+    except KeyError:
+        return f"uid {uid}"

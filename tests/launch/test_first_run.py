@@ -1,0 +1,63 @@
+"""The first run of all: nothing is compiled yet."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from tests.launch.conftest import MpiRun
+
+PROGRAM = """
+import numpy as np
+import commlib
+
+comm = commlib.init()
+for dtype in ("float32", "float64", "int32", "float16"):
+    for count in (3, 3000):
+        x = np.full(count, 2, dtype)
+        comm.all_reduce(x, out=x)
+        assert (x == 2 * comm.size).all()
+comm.broadcast(x)
+comm.all_gather(x)
+"""
+
+LINE = "compiling kernels for this kind of CPU, once"
+
+KILLED = (
+    """
+import os, signal
+import commlib
+from commlib.kernels import cache
+
+write = cache.write
+def die(name, data):  # while it holds the kernel's lock, and the others wait for it
+    os.kill(os.getpid(), signal.SIGKILL)
+cache.write = die
+"""
+    + PROGRAM
+)
+
+
+@pytest.fixture
+def empty(tmp_path: Path) -> dict[str, str]:
+    """The setting of a cache in which nothing is, and that numba's own is not used."""
+    return {"XDG_CACHE_HOME": str(tmp_path / "cache"), "NUMBA_CACHE_DIR": ""}
+
+
+@pytest.mark.parametrize("ranks", [2, 4])
+def test_ranks_compile_together_and_one_of_them_says_so(mpirun: MpiRun, empty: dict[str, str], ranks: int) -> None:
+    """Every rank compiled every kernel, and none said what it was doing."""
+    first = mpirun(ranks, PROGRAM, env=empty, timeout=100)
+    assert first.returncode == 0, first.stderr
+    assert first.stderr.count(LINE) == 1, first.stderr
+    then = mpirun(ranks, PROGRAM, env=empty)
+    assert (then.returncode, then.stderr) == (0, "")
+
+
+def test_a_rank_that_is_killed_while_it_compiles_ends_the_job_and_not_the_next(
+    mpirun: MpiRun, empty: dict[str, str]
+) -> None:
+    assert mpirun(2, KILLED, env=empty).returncode != 0
+    after = mpirun(2, PROGRAM, env=empty, timeout=100)
+    assert after.returncode == 0, after.stderr

@@ -1,0 +1,156 @@
+"""One process compiles a kernel, the others wait for it, but never for ever."""
+
+from __future__ import annotations
+
+import errno
+import fcntl
+import os
+import signal
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import numba
+import pytest
+
+from commlib.kernels import cache, turns
+
+HOLDER = """
+import time
+from commlib.kernels import turns
+with turns.turn("kernel", lambda: False):
+    print("compiling", flush=True)
+    time.sleep(600)
+"""
+
+
+@pytest.fixture
+def shared(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
+    """A folder of kernels for this process and those that it starts."""
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    monkeypatch.setenv("TMPDIR", str(tmp_path))
+    monkeypatch.setattr(tempfile, "tempdir", None)  # to look for it again
+    monkeypatch.delenv("NUMBA_CACHE_DIR", raising=False)
+    monkeypatch.setattr(numba.config, "CACHE_DIR", "")
+    monkeypatch.setattr(turns, "_POLL", 0.01)
+    cached = (cache.folder, turns._locks, turns._delay)
+    for function in cached:
+        function.cache_clear()
+    folder = cache.folder()
+    assert folder is not None and tmp_path in folder.parents
+    yield folder
+    if (locks := turns._locks()) is not None:
+        os.close(locks)
+    for function in cached:
+        function.cache_clear()
+
+
+@pytest.fixture
+def holder(shared: Path) -> Iterator[subprocess.Popen[str]]:
+    """A process that compiles "kernel", and never ends."""
+    with subprocess.Popen([sys.executable, "-c", HOLDER], stdout=subprocess.PIPE, text=True) as process:
+        assert process.stdout is not None
+        assert process.stdout.readline() == "compiling\n"
+        yield process
+        process.kill()
+
+
+def test_who_waits_goes_on_when_the_kernel_is_there(holder: subprocess.Popen[str]) -> None:
+    asked = iter([False, False, False, True])
+    with turns.turn("kernel", lambda: next(asked)):
+        pass
+    assert next(asked, None) is None and holder.poll() is None
+
+
+def test_what_is_there_needs_no_lock(shared: Path) -> None:
+    with turns.turn("kernel", lambda: True):
+        assert turns._locks.cache_info().currsize == 0
+
+
+def test_another_kernel_is_not_waited_for(holder: subprocess.Popen[str]) -> None:
+    with turns.turn("another", lambda: False):
+        assert holder.poll() is None
+
+
+def test_a_process_that_is_killed_while_it_compiles_is_not_waited_for(holder: subprocess.Popen[str]) -> None:
+    threading.Timer(0.5, holder.send_signal, [signal.SIGKILL]).start()
+    start = time.monotonic()
+    with turns.turn("kernel", lambda: False):
+        assert holder.wait(10) == -signal.SIGKILL
+    assert 0.4 < time.monotonic() - start < 30
+
+
+def test_a_process_that_is_stopped_is_waited_for_so_long_and_no_longer(
+    holder: subprocess.Popen[str], monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(turns, "LONGEST_WAIT", 0.6)
+    monkeypatch.setattr(turns, "_SILENT", 0.2)
+    holder.send_signal(signal.SIGSTOP)
+    with turns.turn("kernel", lambda: False):
+        pass
+    waiting, ended = (record.getMessage() for record in caplog.records)
+    assert waiting.startswith("compiling kernels for this kind of CPU, once: ")
+    assert ended.startswith("another process has compiled kernel for ")
+
+
+def test_an_error_gives_the_turn_to_the_next(shared: Path) -> None:
+    with pytest.raises(ZeroDivisionError), turns.turn("kernel", lambda: False):
+        raise ZeroDivisionError
+    with subprocess.Popen([sys.executable, "-c", HOLDER], stdout=subprocess.PIPE, text=True) as process:
+        assert process.stdout is not None
+        assert process.stdout.readline() == "compiling\n"
+        process.kill()
+
+
+def test_a_file_system_without_locks_lets_each_compile(
+    shared: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    def refuse(*args: object) -> None:
+        raise OSError(errno.ENOLCK, "No locks available")
+
+    caplog.set_level("INFO", logger="commlib")
+    monkeypatch.setattr(fcntl, "lockf", refuse)
+    with turns.turn("kernel", lambda: False):
+        pass
+    (record,) = caplog.records
+    assert "no locks on this node (No locks available)" in record.getMessage()
+
+
+def test_locks_are_of_the_node_whatever_the_cache_is_on(shared: Path) -> None:
+    """On a network file system locks may have no answer, and all nodes would ask at once."""
+    assert turns._locks() is not None
+    assert (shared.parents[1] / f"commlib-{os.geteuid()}" / "locks").exists()
+    assert not (shared / "locks").exists()
+
+
+def test_without_a_folder_nobody_waits(shared: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(turns, "folder", lambda: None)
+    with turns.turn("kernel", lambda: False):
+        assert turns._locks() is None
+
+
+def test_what_takes_long_is_said_once(
+    shared: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    def compile_three() -> None:
+        for name in ("a", "b", "c"):
+            with turns.turn(name, lambda: False):
+                time.sleep(0.1)
+
+    compile_three()
+    assert not caplog.records  # it was short
+    monkeypatch.setattr(turns, "_SILENT", 0.05)
+    compile_three()
+    (record,) = caplog.records
+    assert record.getMessage().startswith("compiling kernels for this kind of CPU, once: ")
+    assert str(shared) in record.getMessage()
+
+
+def test_kernels_within_a_kernel_count_once(shared: Path) -> None:
+    with turns.turn("outer", lambda: False), turns.turn("inner", lambda: False):
+        time.sleep(0.2)
+    assert 0.2 <= turns._delay().before < 0.4
