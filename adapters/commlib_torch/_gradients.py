@@ -154,6 +154,8 @@ class Gradients:
         """Reduce gradients now, whether or not that is needed. Collective."""
         if self._size > 1:
             self._tracker.begin_step()
+            with torch.no_grad():  # autograd adds to no gradient now
+                self._slots.free()
             self.end_backward()
 
     def stepped(self) -> None:
@@ -204,6 +206,7 @@ class Gradients:
         if self._size == 1 or not self._engine.buckets:
             return None
         self._slots.detach()
+        self._slots.free()
         everything = set(range(self._news + 1))
         times = 0
         while True:
@@ -225,7 +228,8 @@ class Gradients:
         if not tracker.active:
             # Several reducers at once: the order in which backward reaches them may differ among ranks.
             alone = len(backward_passes.members) == 1
-            tracker.begin(sync=self._sync, eager=self._overlap and alone)
+            if tracker.begin(sync=self._sync, eager=self._overlap and alone):
+                self._slots.free()
         if self._aside.is_new(index, parameter.grad):
             return  # not ready: its bucket must wait for what the ranks say about it
         try:
