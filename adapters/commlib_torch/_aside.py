@@ -5,7 +5,7 @@ They have a slot without elements, whose flag tells all ranks whether any of the
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import torch
@@ -36,6 +36,15 @@ class Aside:
 
     def __contains__(self, index: object) -> bool:
         return index in self._sparse or self._everything
+
+    @property
+    def sparse(self) -> frozenset[int]:
+        """Parameters that all ranks know to have sparse gradients."""
+        return frozenset(self._sparse)
+
+    def restore(self, sparse: Iterable[int]) -> None:
+        """Take parameters for known to have sparse gradients. The same on all ranks."""
+        self._sparse.update(sparse)
 
     @property
     def has_news(self) -> bool:

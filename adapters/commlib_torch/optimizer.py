@@ -70,7 +70,8 @@ def DistributedOptimizer(
     float32. Other names, such as "int8", "topk:ratio=0.01", "powersgd:rank=4" or "auto", and codecs and schemes of
     `commlib.compress` send fewer bytes between nodes, from the second step on; with `compress_within_node` also
     between the ranks of a node. What they lose is added to the next step's gradients: it is in `state_dict()`, for this
-    rank, and `compression_choice` says what "auto" chose and why. An object with `compress(tensor) -> (tensor, ctx)`
+    rank; with its own state loaded on every rank before the first step, a new run goes on with the same bits.
+    `compression_choice` says what "auto" chose and why. An object with `compress(tensor) -> (tensor, ctx)`
     and `decompress(tensor, ctx)` is called at the end of backward.
     `gradient_predivide_factor=f` divides by f before adding, and multiplies by f / size afterwards. `groups` are
     lists of parameters that travel together, or a number of such lists to make. Sparse gradients are gathered, unless
@@ -199,7 +200,10 @@ class Distributed:
         return gradients.compression.why if wire == torch.float32 else f"{wire} on the wire: as asked"
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the optimizer's state, as torch does, and what compression remembers on this rank."""
+        """Return the optimizer's state, as torch does, and what compression remembers on this rank.
+
+        Saved on every rank, and loaded there before the first step, it makes a new run go on with the same bits.
+        """
         state: dict[str, Any] = super().state_dict()  # type: ignore[misc]
         remembered = save_compression(self._gradients)
         return {**state, KEY: remembered} if remembered else state
@@ -233,8 +237,7 @@ class Distributed:
             old = self._gradients
             named = _name_parameters(cast(Any, self), self._named, strict=False)
             self._gradients = Gradients(named, old.comm, old.options, known=_parameter_ids(cast(Any, self)))
-            self._gradients.count_on(old)
-            self._gradients.compression.load(old.compression.state())
+            self._gradients.take_over(old)
 
     def __reduce_ex__(self, protocol: Any) -> Any:
         """Pickle and copy as the plain optimizer: a communicator belongs to this process."""
