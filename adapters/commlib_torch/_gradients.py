@@ -69,7 +69,7 @@ class Gradients:
         """`grad` is a sum over ranks already. Each rank then adds to 1/size of it, so that it is counted once."""
         overlap = options.overlap
         if overlap is None:
-            overlap = overlap_pays(comm, threads=torch.get_num_threads(), cores=cores_per_rank(comm))
+            overlap = comm.size > 1 and overlap_pays(comm, threads=torch.get_num_threads(), cores=cores_per_rank(comm))
         self._overlap = overlap
         self._sync = True
         self._somebody, self._news = len(parameters), len(parameters) + 1
