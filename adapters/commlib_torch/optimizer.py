@@ -74,9 +74,9 @@ def DistributedOptimizer(
     `compression_choice` says what "auto" chose and why. An object with `compress(tensor) -> (tensor, ctx)`
     and `decompress(tensor, ctx)` is called at the end of backward.
     `gradient_predivide_factor=f` divides by f before adding, and multiplies by f / size afterwards. `groups` are
-    lists of parameters that travel together, or a number of such lists to make. Sparse gradients are gathered, unless
-    `sparse_as_dense`. `process_set` are the ranks to reduce over, by default all; other ranks step by themselves. Or
-    give `comm`, a communicator.
+    lists of parameters that travel together, or a number of such lists to make. Sparse gradients are gathered; with
+    `sparse_as_dense` they travel dense, and are sparse again afterwards. `process_set` are the ranks to reduce over, by
+    default all; other ranks step by themselves. Or give `comm`, a communicator.
 
     Buckets hold up to `bucket_cap_mib` MiB, the first one `first_bucket_mib`. With `overlap` they are sent while
     backward runs, else when it ends; by default where the group spans several nodes, or each rank has more cores than
