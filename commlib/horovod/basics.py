@@ -7,15 +7,17 @@ from typing import Any
 
 import commlib
 from commlib.errors import UsageError
-from commlib.horovod.process_sets import ProcessSet, add_process_set, registry
+from commlib.horovod.process_sets import ProcessSet, global_process_set, registry
 
 
 def init(comm: Any = None, process_sets: Iterable[ProcessSet] | str | None = None) -> Any:
     """Join the other processes, and return their Communicator. Collective and idempotent.
 
     comm: ranks of MPI's world that join each other (the others must not call this with these ranks), or an mpi4py
-    communicator. process_sets: those to register; "dynamic" is accepted, because they may always be added later.
-    Raises UsageError for a set whose ranks are registered already; commlib is then initialised nevertheless.
+    communicator. process_sets: those to register, all or, if one is refused, none; of communicators that a split made
+    each rank gives its own. "dynamic" is accepted, because they may always be added later. Sets whose ranks are
+    registered already stand for those. Raises UsageError for ranks that there are not, MismatchError where ranks give
+    different sets; commlib is then initialised nevertheless.
     """
     if commlib.is_initialized():
         world = commlib.world()
@@ -24,10 +26,10 @@ def init(comm: Any = None, process_sets: Iterable[ProcessSet] | str | None = Non
     else:
         world = commlib.init(_native(comm))
     registry()
+    if hasattr(comm, "Get_group"):
+        global_process_set.mpi_comm = comm
     if process_sets is not None and not isinstance(process_sets, str):
-        for process_set in process_sets:
-            if process_set.process_set_id != 0:
-                add_process_set(process_set)
+        registry().add_missing(list(process_sets), "init")
     elif isinstance(process_sets, str) and process_sets != "dynamic":
         raise UsageError(f'init: process_sets is {process_sets!r}: expected "dynamic" or a list of ProcessSet')
     return world
