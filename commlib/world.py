@@ -7,6 +7,7 @@ import io
 import os
 import sys
 import time
+from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
 from commlib import config
@@ -23,12 +24,12 @@ _world: Communicator | None = None
 _hooked = False
 
 
-def init(comm: Any = None) -> Communicator:
+def init(comm: Any = None, *, defaults: Mapping[str, str] | None = None) -> Communicator:
     """Join the other processes and return the Communicator of them all. Idempotent.
 
     Collective. `comm` is an mpi4py communicator to use instead of MPI.COMM_WORLD; it is duplicated. Settings are read
-    from the COMMLIB_* environment variables. Raises TransportError if there is no usable MPI, UsageError for a bad
-    setting.
+    from the COMMLIB_* environment variables, and from `defaults` where those are not set. Raises TransportError if
+    there is no usable MPI, UsageError for a bad setting.
     """
     global _world
     if _world is not None:
@@ -36,7 +37,7 @@ def init(comm: Any = None) -> Communicator:
             raise UsageError("init: commlib is initialised already; use world().split for other groups")
         return _world
     _hook_exits()  # first: an error on one rank must end the others' wait for it
-    settings = config.load()
+    settings = config.load({**(defaults or {}), **os.environ})
     _set_up_logging(settings.log_level)
     MPI = _load_mpi()
     base = (MPI.COMM_WORLD if comm is None else comm).Dup()

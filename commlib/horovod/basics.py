@@ -2,12 +2,18 @@
 
 from __future__ import annotations
 
+import logging
+import os
 from collections.abc import Iterable, Sequence
+from functools import cache
 from typing import Any
 
 import commlib
-from commlib.errors import UsageError
+from commlib.errors import TransportError, UsageError
+from commlib.horovod import environment
 from commlib.horovod.process_sets import ProcessSet, global_process_set, registry
+
+log = logging.getLogger("commlib")
 
 
 def init(comm: Any = None, process_sets: Iterable[ProcessSet] | str | None = None) -> Any:
@@ -17,15 +23,16 @@ def init(comm: Any = None, process_sets: Iterable[ProcessSet] | str | None = Non
     communicator. process_sets: those to register, all or, if one is refused, none; of communicators that a split made
     each rank gives its own. "dynamic" is accepted, because they may always be added later. Sets whose ranks are
     registered already stand for those. Raises UsageError for ranks that there are not, MismatchError where ranks give
-    different sets; commlib is then initialised nevertheless.
+    different sets; commlib is then initialised nevertheless. Of the HOROVOD_* environment variables those are taken
+    that have a meaning here, when commlib is initialised: see `environment`.
     """
     if commlib.is_initialized():
         world = commlib.world()
         if comm is not None:
             _check_same(comm, world)
+        registry()
     else:
-        world = commlib.init(_native(comm))
-    registry()
+        world = _start(comm)
     if hasattr(comm, "Get_group"):
         global_process_set.mpi_comm = comm
     if process_sets is not None and not isinstance(process_sets, str):
@@ -33,6 +40,29 @@ def init(comm: Any = None, process_sets: Iterable[ProcessSet] | str | None = Non
     elif isinstance(process_sets, str) and process_sets != "dynamic":
         raise UsageError(f'init: process_sets is {process_sets!r}: expected "dynamic" or a list of ProcessSet')
     return world
+
+
+def _start(comm: Any) -> Any:
+    said = environment.read(os.environ)
+    world = commlib.init(_native(comm), defaults=said.settings)
+    try:
+        environment.check_launcher(os.environ, world.size)
+    except TransportError:
+        commlib.shutdown()
+        raise
+    if said.ignored and world.rank == 0:
+        _say_ignored(said.ignored)
+    if said.timeline:
+        registry().start_timeline(said.timeline, said.mark_cycles)
+    else:
+        registry()
+    return world
+
+
+@cache
+def _say_ignored(names: tuple[str, ...]) -> None:
+    """Warn once, however often commlib is initialised."""
+    log.warning("these variables mean nothing to commlib, and are ignored: %s", ", ".join(names))
 
 
 def shutdown() -> None:

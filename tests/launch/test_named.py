@@ -236,3 +236,42 @@ print("fine")
     )
     assert done.returncode == 0, done.stderr
     assert done.stdout.count("fine") == 3
+
+
+def test_horovods_environment(mpirun, tmp_path):
+    """It was ignored in silence. A setting of commlib's own wins; what means nothing is named, once."""
+    done = mpirun(
+        2,
+        HEAD
+        + """
+import os
+hvd.init()
+hvd.init()
+settings = commlib.world().runtime.config
+assert (settings.fusion_mib, settings.stall_warning, settings.known_names) == (32, 7.0, 99), settings
+reduce("traced").wait()
+hvd.shutdown()
+assert os.path.getsize(os.environ["HOROVOD_TIMELINE"]) > 100
+hvd.init()
+print("fine")
+""",
+        env={
+            "HOROVOD_FUSION_THRESHOLD": str(32 << 20),
+            "HOROVOD_STALL_CHECK_TIME_SECONDS": "7",
+            "HOROVOD_CACHE_CAPACITY": "1000",
+            "COMMLIB_KNOWN_NAMES": "99",
+            "HOROVOD_TIMELINE": str(tmp_path / "trace.json"),
+            "HOROVOD_CYCLE_TIME": "5",
+            "HOROVOD_AUTOTUNE": "1",
+        },
+    )
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.count("fine") == 2
+    said = "these variables mean nothing to commlib, and are ignored: HOROVOD_AUTOTUNE, HOROVOD_CYCLE_TIME"
+    assert done.stderr.count(said) == 1, done.stderr
+
+
+def test_processes_that_horovods_launcher_started_without_mpi(mpirun):
+    done = mpirun(1, HEAD + "\nhvd.init()\n", env={"HOROVOD_SIZE": "2", "HOROVOD_RANK": "1"})
+    assert done.returncode != 0
+    assert "started 2 processes (HOROVOD_SIZE), but MPI sees one" in done.stderr, done.stderr
