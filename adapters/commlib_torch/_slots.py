@@ -82,10 +82,11 @@ class Slots:
             self._becoming[index] = grad.detach()
             view.copy_(grad.detach() / self._predivide if self._predivide != 1 else grad.detach())
             return
-        if grad.data_ptr() != self._addresses[index] or not _is_plain(grad):
+        address, plain = grad.data_ptr(), _is_plain(grad)
+        if address != self._addresses[index] or not plain:
             # Autograd made a new tensor: zero_grad() dropped the old one, or somebody put another one in its place.
-            if _is_plain(grad) and grad.dtype == view.dtype:
-                self._engine.write(index, grad.data_ptr())
+            if plain and grad.dtype == view.dtype:
+                self._engine.write(index, address)
             else:
                 view.copy_(grad.detach())
             parameter.grad = grad = self._lend(index)
@@ -143,8 +144,8 @@ class Slots:
 
     def _lend(self, number: int) -> Tensor:
         """Return a slot as a gradient, which keeps the array that was lent alive, as all do that share its memory."""
-        tensor, dtype = torch.from_numpy(self._lent[number]), self._parameters[number].dtype
-        return tensor if tensor.dtype == dtype else tensor.view(dtype)
+        tensor = torch.from_numpy(self._lent[number])
+        return tensor.view(torch.bfloat16) if tensor.dtype == torch.int16 else tensor
 
     def _adds_up(self, number: int) -> bool:
         """Tell whether a gradient lies in its slot, and autograd adds to it there: who keeps it expects no other."""
