@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import os
 import secrets
+from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
 from commlib import config, exits, forks
@@ -19,13 +21,13 @@ _before: Runtime | None = None  # the last world's, of what is left to be freed 
 _joining = False  # the others may wait for this rank in `init`
 
 
-def init(comm: Any = None) -> Communicator:
+def init(comm: Any = None, *, defaults: Mapping[str, str] | None = None) -> Communicator:
     """Join the other processes and return the Communicator of them all. Idempotent.
 
     Collective. `comm` is an mpi4py communicator to use instead of MPI.COMM_WORLD; it is duplicated. Settings are read
-    from the COMMLIB_* environment variables. Raises, on all ranks alike, UsageError for a bad setting on one of them
-    and MismatchError for settings that differ; TransportError if there is no usable MPI, or if its launcher is that of
-    another MPI; UsageError in a forked child.
+    from the COMMLIB_* environment variables, and from `defaults` where those are not set. Raises, on all ranks alike,
+    UsageError for a bad setting on one of them and MismatchError for settings that differ; TransportError if there is
+    no usable MPI, or if its launcher is that of another MPI; UsageError in a forked child.
     """
     global _world, _joining
     forks.check("commlib.init")
@@ -37,7 +39,7 @@ def init(comm: Any = None) -> Communicator:
     _joining = True
     try:
         with interrupts_held_back():
-            _world = _join(comm)
+            _world = _join(comm, defaults or {})
     except CommlibError as error:  # the others have it too
         error.at_start, _joining = True, False
         raise
@@ -45,10 +47,10 @@ def init(comm: Any = None) -> Communicator:
     return _world
 
 
-def _join(comm: Any) -> Communicator:
+def _join(comm: Any, defaults: Mapping[str, str]) -> Communicator:
     bad = ""
     try:
-        settings = config.load()
+        settings = config.load({**defaults, **os.environ})
     except UsageError as error:
         settings, bad = config.Config(), str(error)  # the others must be told, so MPI is started nevertheless
     _set_up_logging(settings.log_level)

@@ -56,6 +56,15 @@ class Arrangement:
         except ValueError as error:
             raise UsageError(str(error)) from error
 
+    @property
+    def order(self) -> list[int] | None:
+        """The order of gradients that ranks have agreed on; None for reverse module order."""
+        return self._order
+
+    def restore(self, order: Sequence[int] | None) -> None:
+        """Take an order for agreed on. The same on all ranks."""
+        self._order, self.is_settled = None if order is None else list(order), True
+
     def learn_order(self, seen: Sequence[int], *, overlap: bool) -> bool:
         """Agree on the order in which gradients become ready; return whether one was agreed on now. Collective.
 

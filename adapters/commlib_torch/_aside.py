@@ -5,7 +5,7 @@ They have a slot without elements, whose flag tells all ranks whether any of the
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import torch
@@ -30,12 +30,23 @@ class Aside:
         self._parameters = [parameter for _, parameter in named]
         self._everything = options.compressor is not None
         self._sparse: set[int] = set()
-        """Parameters that all ranks know to have sparse gradients."""
-        self._found: set[int] = set()
+        """Parameters that all ranks know to have sparse gradients, which travel aside."""
+        self._sparse_again: dict[int, int] = {}
+        """Those that all ranks know to have sparse gradients, which travel dense; with their sparse dimensions."""
+        self._found: dict[int, int] = {}
         """Those that this rank found since ranks last spoke about it."""
 
     def __contains__(self, index: object) -> bool:
         return index in self._sparse or self._everything
+
+    @property
+    def sparse(self) -> frozenset[int]:
+        """Parameters that all ranks know to have sparse gradients."""
+        return frozenset(self._sparse)
+
+    def restore(self, sparse: Iterable[int]) -> None:
+        """Take parameters for known to have sparse gradients. The same on all ranks."""
+        self._sparse.update(sparse)
 
     @property
     def has_news(self) -> bool:
@@ -43,16 +54,21 @@ class Aside:
         return bool(self._found)
 
     def is_new(self, index: int, grad: Tensor | None) -> bool:
-        """Note a sparse gradient of a parameter that not all ranks know to have such; return whether it is one."""
-        if grad is None or grad.layout == torch.strided or index in self._sparse or self._options.sparse_as_dense:
+        """Note a sparse gradient of a parameter that not all ranks know to have such.
+
+        Returns whether it cannot travel before they do.
+        """
+        if grad is None or grad.layout == torch.strided or index in self._sparse or index in self._sparse_again:
             return False
-        self._found.add(index)
-        return True
+        self._found[index] = grad.sparse_dim() if grad.layout == torch.sparse_coo else grad.dim()
+        return not self._options.sparse_as_dense
 
     def prepare(self, index: int, grad: Tensor) -> None:
         """Make the gradient of a parameter that is known to have sparse ones sparse, if it is not."""
         if index in self._sparse and grad.layout == torch.strided:
             self._parameters[index].grad = grad.detach().to_sparse(1)
+        elif index not in self._sparse and grad.layout != torch.strided:
+            self._parameters[index].grad = grad.detach().to_dense()
 
     def finish(
         self, used: Callable[[int], bool], statistics: Statistics, *, news: bool, standing_in: bool = False
@@ -82,12 +98,27 @@ class Aside:
                 statistics.count(all_reduce_bytes(size, nbytes), all_reduce_bytes(size, whole))
                 for index, gradient in zip(packed, gradients, strict=True):
                     parameters[index].grad = gradient
+        if not standing_in:
+            self._make_sparse_again(used)
         return bool(found)
 
+    def _make_sparse_again(self, used: Callable[[int], bool]) -> None:
+        """Give back as sparse what travelled dense for that: optimizers such as SparseAdam take nothing else."""
+        for index, dimensions in self._sparse_again.items():
+            parameter = self._parameters[index]
+            if used(index) and parameter.grad is not None and parameter.grad.layout == torch.strided:
+                parameter.grad = parameter.grad.detach().to_sparse(dimensions)
+
     def _learn(self, used: Callable[[int], bool]) -> set[int]:
-        """Tell the other ranks which parameters have sparse gradients; return those that were not known to."""
-        found = set().union(*self._comm.all_gather_object(self._found))
+        """Tell the other ranks which parameters have sparse gradients; return those that now travel aside."""
+        everyone: dict[int, int] = {}
+        for theirs in self._comm.all_gather_object(self._found):
+            everyone |= theirs
         self._found.clear()
+        if self._options.sparse_as_dense:
+            self._sparse_again |= everyone
+            return set()
+        found = set(everyone)
         self._sparse |= found
         for index in sorted(found):
             if used(index):

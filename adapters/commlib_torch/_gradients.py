@@ -35,6 +35,7 @@ from commlib.errors import UsageError
 from commlib_torch._arrangement import Arrangement
 from commlib_torch._aside import Aside
 from commlib_torch._backward import backward_passes
+from commlib_torch._course import Course, agree
 from commlib_torch._hooks import listen
 from commlib_torch._memory import keep_freed_memory
 from commlib_torch._options import Options
@@ -68,7 +69,7 @@ class Gradients:
         """`grad` is a sum over ranks already. Each rank then adds to 1/size of it, so that it is counted once."""
         overlap = options.overlap
         if overlap is None:
-            overlap = overlap_pays(comm, threads=torch.get_num_threads(), cores=cores_per_rank(comm))
+            overlap = comm.size > 1 and overlap_pays(comm, threads=torch.get_num_threads(), cores=cores_per_rank(comm))
         self._overlap = overlap
         self._sync = True
         self._somebody, self._news = len(parameters), len(parameters) + 1
@@ -80,6 +81,10 @@ class Gradients:
         )
         self._plans = CompressedPlans(comm, self._compression, [shape_of(*named) for named in parameters])
         self._is_compressing = False
+        self._is_undecided = self._compression.scheme is not None
+        """Nothing was reduced so far, so ranks have not said yet whether all of them resume one saved run."""
+        self._resumed: Course | None = None
+        self._compressed_steps = 0
         self._arrangement = Arrangement(comm, options, parameters, self._groups, self._aside)
         buckets = self._arrangement.buckets()
         try:
@@ -114,9 +119,25 @@ class Gradients:
     def __contains__(self, parameter: Tensor) -> bool:
         return id(parameter) in self._ids
 
-    def count_on(self, before: Gradients) -> None:
-        """Go on with the statistics and steps of another one."""
+    @property
+    def course(self) -> Course | None:
+        """How compression goes on from here; None before it has begun."""
+        scheme = self._compression.scheme
+        if scheme is None or not self._is_compressing:
+            return self._resumed
+        order = None if self._arrangement.order is None else tuple(self._arrangement.order)
+        return Course(scheme.name, order, tuple(sorted(self._aside.sparse)), self._compressed_steps)
+
+    def resume(self, course: Course) -> None:
+        """Begin with compression where a saved run was, if all ranks say the same before anything is reduced."""
+        if self._is_undecided:
+            self._resumed = course
+
+    def take_over(self, before: Gradients) -> None:
+        """Go on with the statistics, steps and residuals of another one. To be called on all ranks."""
         self._engine.statistics = before.statistics
+        self._compression.load(before.compression.state())
+        self._is_undecided = self._is_undecided and before._is_undecided
         self._clock, self.report = before._clock, before.report
 
     def close(self) -> None:
@@ -154,6 +175,8 @@ class Gradients:
         """Reduce gradients now, whether or not that is needed. Collective."""
         if self._size > 1:
             self._tracker.begin_step()
+            with torch.no_grad():  # autograd adds to no gradient now
+                self._slots.free()
             self.end_backward()
 
     def stepped(self) -> None:
@@ -174,6 +197,11 @@ class Gradients:
         if not self._tracker.reducing:
             self._tracker.end()
             return
+        seen = self._tracker.order
+        if self._is_undecided:
+            self._tracker.end()
+            self._decide()
+            self._tracker.begin_step()
         with torch.no_grad(), self.statistics.exposing():
             missing = [index for index in self._tracker.missing() if index < len(self._parameters)]
             unused = {index for index in missing if not self._put_old(index)}
@@ -189,7 +217,7 @@ class Gradients:
                         self._slots.take(index)
             finally:
                 self._slots.forget()
-            self._finish_aside()
+            self._finish_aside(seen)
         if self._scale_before_adding:
             self._holds_sum = [True] * len(self._parameters)
 
@@ -204,14 +232,17 @@ class Gradients:
         if self._size == 1 or not self._engine.buckets:
             return None
         self._slots.detach()
+        self._slots.free()
         everything = set(range(self._news + 1))
         times = 0
+        if self._is_undecided:
+            self._decide()
         while True:
             self._engine.finish(range(len(self._engine.buckets)), everything)
             if not self._engine.used(self._somebody):
                 return times
             with torch.no_grad():
-                self._finish_aside(standing_in=True)
+                self._finish_aside((), standing_in=True)
             times += 1
 
     def before_gradient(self, index: int) -> None:
@@ -225,7 +256,8 @@ class Gradients:
         if not tracker.active:
             # Several reducers at once: the order in which backward reaches them may differ among ranks.
             alone = len(backward_passes.members) == 1
-            tracker.begin(sync=self._sync, eager=self._overlap and alone)
+            if tracker.begin(sync=self._sync, eager=self._overlap and alone and not self._is_undecided):
+                self._slots.free()
         if self._aside.is_new(index, parameter.grad):
             return  # not ready: its bucket must wait for what the ranks say about it
         try:
@@ -237,8 +269,8 @@ class Gradients:
                 "wait for this one), or the parameter is used in two segments of re-entrant checkpointing (then pass "
                 "use_reentrant=False)"
             ) from error
-        if not tracker.reducing:
-            return  # it stays where autograd put it until a pass that reduces
+        if not tracker.reducing or self._is_undecided:
+            return  # it stays where autograd put it until a pass that reduces, or until the buckets are known
         started = time.perf_counter()
         self._put(index, parameter)
         self.statistics.exposed_seconds += time.perf_counter() - started
@@ -273,13 +305,29 @@ class Gradients:
                 with torch.no_grad():
                     grad.mul_(1 / self._size)
 
-    def _finish_aside(self, *, standing_in: bool = False) -> None:
-        """Reduce what is not in the buckets, and make the buckets anew if there is a reason to. Collective."""
+    def _decide(self) -> None:
+        """Agree on whether to go on with a saved run. Collective, once."""
+        self._is_undecided = False
+        course = agree(self.comm, self._resumed)
+        if course is None:
+            self._compression.forget_common()
+            return
+        self._arrangement.restore(course.order)
+        self._aside.restore(course.sparse)
+        self._is_compressing, self._compressed_steps = True, course.steps
+        self._rebuild(anyway=True)
+
+    def _finish_aside(self, seen: Sequence[int], *, standing_in: bool = False) -> None:
+        """Reduce what is not in the buckets, and make the buckets anew if there is a reason to. Collective.
+
+        `seen` are the parameters that the backward made gradients of, in order.
+        """
+        self._compressed_steps += self._is_compressing
         engine = self._engine
         news = engine.used(self._news) if engine.buckets else False
         more = self._aside.finish(engine.used, engine.statistics, news=news, standing_in=standing_in)
         # What has just left the buckets was not ready in time: the next backward's order is the better one.
-        if more or self._arrangement.learn_order(self._tracker.order, overlap=self._overlap):
+        if more or self._arrangement.learn_order(seen, overlap=self._overlap):
             self._rebuild()
         if not self._is_compressing and self._compression.scheme is not None and self._arrangement.is_settled:
             self._is_compressing = True

@@ -33,6 +33,8 @@ class AdasumDistributed:
     ) -> None:
         self._managed, self._compression, self._process_set = list(named), compression, process_set
         self._starts = []
+        if core.process_set_of(process_set).included() is False:
+            return  # this rank steps by itself
         optimizer: Any = self
         optimizer.register_step_pre_hook(_remember)
         optimizer.register_step_post_hook(_combine)

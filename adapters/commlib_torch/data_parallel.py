@@ -15,6 +15,7 @@ from commlib.data_parallel import BUCKET_CAP_MIB, FIRST_BUCKET_MIB, Statistics
 from commlib_torch._gradients import Gradients
 from commlib_torch._options import Options
 from commlib_torch._parameters import unique_parameters
+from commlib_torch._residuals import load_compression, save_compression
 from commlib_torch.broadcast import broadcast_parameters
 from commlib_torch.compression import Compressing, Compression
 
@@ -86,6 +87,18 @@ class DataParallel(nn.Module):
     def no_sync(self) -> AbstractContextManager[None]:
         """Let backward passes within this context accumulate gradients on this rank only."""
         return nullcontext() if self._gradients is None else self._gradients.no_sync()
+
+    def compression_state(self) -> dict[str, Any]:
+        """Return what compression remembers on this rank, for `load_compression_state` there; {} if nothing.
+
+        It is not in `state_dict()`, which is that of the wrapped module.
+        """
+        return {} if self._gradients is None else save_compression(self._gradients)
+
+    def load_compression_state(self, state: dict[str, Any]) -> None:
+        """Take over what `compression_state` returned: with the same bits if before the first step, on every rank."""
+        if self._gradients is not None and state:
+            load_compression(self._gradients, state)
 
     @property
     def exposed_seconds(self) -> float:

@@ -37,30 +37,44 @@ class ElasticSampler(Sampler[int]):
         self.dataset, self.shuffle, self.seed = dataset, shuffle, seed
         self.epoch = 0
         self.processed_indices: set[int] = set()
+        self.processed_num = 0
+        """Samples processed in this epoch by all ranks: until they are put together, as many as by this one each."""
         self.reset()
 
     def set_epoch(self, epoch: int) -> None:
         """Begin an epoch: nothing is processed, and there is another order."""
         self.epoch = epoch
-        self.processed_indices = set()
+        self.processed_indices, self.processed_num = set(), 0
         self.reset()
 
     def record_batch(self, batch_idx: int, batch_size: int) -> None:
-        """Note that this rank has processed its `batch_idx`-th batch of `batch_size` since the last reset."""
-        self.record_indices(self._mine[batch_idx * batch_size : (batch_idx + 1) * batch_size])
+        """Note that this rank has processed the next `batch_size` of its indices.
+
+        `batch_idx` does not matter: after a restart some count on from where they were, and others from 0.
+        """
+        batch = self._mine[self._recorded : self._recorded + batch_size]
+        self._recorded += batch_size
+        self.record_indices(batch)
 
     def record_indices(self, indices: Iterable[int]) -> None:
         """Note that this rank has processed these indices of the dataset."""
-        self.processed_indices.update(int(index) for index in indices)
+        numbers = [int(index) for index in indices]
+        self.processed_indices.update(numbers)
+        self.processed_num += len(numbers) * self.num_replicas
 
     def state_dict(self) -> dict[str, Any]:
         """Return what a restart needs to know."""
-        return {"epoch": self.epoch, "processed_indices": set(self.processed_indices)}
+        return {
+            "epoch": self.epoch,
+            "processed_indices": set(self.processed_indices),
+            "processed_num": self.processed_num,
+        }
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Take what `state_dict` returned, and share what is left anew."""
         self.epoch = state_dict["epoch"]
         self.processed_indices = set(state_dict["processed_indices"])
+        self.processed_num = state_dict.get("processed_num", len(self.processed_indices))
         self.reset()
 
     def reset(self) -> None:
@@ -76,6 +90,7 @@ class ElasticSampler(Sampler[int]):
         while 0 < len(padded) < self.total_size:
             padded += self.remaining_indices[: self.total_size - len(padded)]
         self._mine = padded[self.rank :: self.num_replicas]
+        self._recorded = 0
 
     def __iter__(self) -> Iterator[int]:
         return iter(list(self._mine))
@@ -190,6 +205,7 @@ class _SamplerKeeper(_Keeper):
     def _put_together(self) -> None:
         """Count as processed what any rank has processed. The shares of this epoch stay what they are until `reset`."""
         self.value.processed_indices = set().union(*core.allgather_object(self.value.processed_indices))
+        self.value.processed_num = len(self.value.processed_indices)
 
 
 def _keeper_of(value: Any) -> _Keeper | None:

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from commlib import horovod as core
 from commlib.communicator import Communicator
-from commlib.data_parallel import BUCKET_CAP_MIB, FIRST_BUCKET_MIB, Statistics, StepReport
+from commlib.data_parallel import BUCKET_CAP_MIB, FIRST_BUCKET_MIB, Alone, Statistics, StepReport
 from commlib.errors import UsageError
 from commlib_torch._gradients import Gradients
 from commlib_torch._layout import Groups
@@ -69,11 +69,13 @@ def DistributedOptimizer(
     float32. Other names, such as "int8", "topk:ratio=0.01", "powersgd:rank=4" or "auto", and codecs and schemes of
     `commlib.compress` send fewer bytes between nodes, from the second step on; with `compress_within_node` also
     between the ranks of a node. What they lose is added to the next step's gradients: it is in `state_dict()`, for this
-    rank, and `compression_choice` says what "auto" chose and why. An object with `compress(tensor) -> (tensor, ctx)`
+    rank; with its own state loaded on every rank before the first step, a new run goes on with the same bits.
+    `compression_choice` says what "auto" chose and why. An object with `compress(tensor) -> (tensor, ctx)`
     and `decompress(tensor, ctx)` is called at the end of backward.
     `gradient_predivide_factor=f` divides by f before adding, and multiplies by f / size afterwards. `groups` are
-    lists of parameters that travel together, or a number of such lists to make. Sparse gradients are gathered, unless
-    `sparse_as_dense`. `process_set` are the ranks to reduce over, by default all; or `comm`, a communicator.
+    lists of parameters that travel together, or a number of such lists to make. Sparse gradients are gathered; with
+    `sparse_as_dense` they travel dense, and are sparse again afterwards. `process_set` are the ranks to reduce over, by
+    default all; other ranks step by themselves. Or give `comm`, a communicator.
 
     Buckets hold up to `bucket_cap_mib` MiB, the first one `first_bucket_mib`. With `overlap` they are sent while
     backward runs, else when it ends; by default where the group spans several nodes, or each rank has more cores than
@@ -82,8 +84,8 @@ def DistributedOptimizer(
     A closure given to `step` returns the loss reduced over the ranks, so that all of them take the same decisions.
     `step()` takes part in the reduction even where no backward ran. `add_param_group` is collective.
 
-    Raises UsageError, a ValueError, for parameters that cannot be managed, and on a rank that is not in the process
-    set; MismatchError on every rank if ranks hold different ones.
+    Raises UsageError, a ValueError, for parameters that cannot be managed, and for a process set that is not
+    registered; MismatchError on every rank if ranks hold different ones.
     """
     if isinstance(optimizer, Distributed | AdasumDistributed):
         raise UsageError("this optimizer is a DistributedOptimizer already")
@@ -99,10 +101,12 @@ def DistributedOptimizer(
         groups = num_groups if groups is None else groups
     named = None if named_parameters is None else list(named_parameters)
     chosen = _name_parameters(optimizer, named)
+    outside = core.process_set_of(process_set).included() is False
     if op == core.Adasum or op == "adasum":
         if gradient_predivide_factor != 1 or comm is not None:
             raise UsageError("op=Adasum takes neither gradient_predivide_factor nor comm=; give process_set=")
-        core.process_set_of(process_set).coordinator("DistributedOptimizer")  # raises on ranks that are not in it
+        if not outside:
+            core.process_set_of(process_set).coordinator("DistributedOptimizer")  # raises if it is not registered
         wrapped: Any = _change_class(optimizer, AdasumDistributed)
         wrapped._start_adasum(chosen, compression, process_set)
         return optimizer
@@ -121,8 +125,9 @@ def DistributedOptimizer(
     )
     if options.compressor is not None and comm is not None:
         raise UsageError("a compressor of your own needs process_set= instead of comm=: it reduces by name")
-    comm = comm or communicator_of(process_set, "DistributedOptimizer")
-    gradients = Gradients(chosen, comm, options, known=_parameter_ids(optimizer))
+    if comm is None and not outside:
+        comm = communicator_of(process_set, "DistributedOptimizer")
+    gradients = Gradients(chosen, comm or Alone(), options, known=_parameter_ids(optimizer))
     distributed: Any = _change_class(optimizer, Distributed)
     distributed._gradients = gradients
     distributed._named = named
@@ -198,7 +203,10 @@ class Distributed:
         return gradients.compression.why if wire == torch.float32 else f"{wire} on the wire: as asked"
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the optimizer's state, as torch does, and what compression remembers on this rank."""
+        """Return the optimizer's state, as torch does, and what compression remembers on this rank.
+
+        Saved on every rank, and loaded there before the first step, it makes a new run go on with the same bits.
+        """
         state: dict[str, Any] = super().state_dict()  # type: ignore[misc]
         remembered = save_compression(self._gradients)
         return {**state, KEY: remembered} if remembered else state
@@ -232,8 +240,7 @@ class Distributed:
             old = self._gradients
             named = _name_parameters(cast(Any, self), self._named, strict=False)
             self._gradients = Gradients(named, old.comm, old.options, known=_parameter_ids(cast(Any, self)))
-            self._gradients.count_on(old)
-            self._gradients.compression.load(old.compression.state())
+            self._gradients.take_over(old)
 
     def __reduce_ex__(self, protocol: Any) -> Any:
         """Pickle and copy as the plain optimizer: a communicator belongs to this process."""

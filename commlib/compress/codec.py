@@ -7,6 +7,11 @@ from typing import Protocol, runtime_checkable
 from commlib.dtypes import Array
 
 
+def draws(codec: Codec) -> bool:
+    """Tell whether what a codec sends depends on the seed."""
+    return bool(getattr(codec, "draws", False))
+
+
 @runtime_checkable
 class Codec(Protocol):
     """Turns contiguous 1-D float32 arrays into bytes and back. Immutable and stateless: one object serves all.
@@ -43,7 +48,8 @@ class Codec(Protocol):
         """Write `x` (float32) to `payload` (uint8) and return how many bytes were used.
 
         With `residual=(before, after)`, arrays like `x` that may be the same one, x + before is encoded, and what was
-        lost, (x + before) - decoded, goes to `after`. Codecs that round or choose at random do so by `seed`.
+        lost, (x + before) - decoded, goes to `after`. Codecs that round or choose at random do so by `seed`, and say
+        so by an attribute `draws` that is true.
         """
         ...
 

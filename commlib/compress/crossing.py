@@ -104,23 +104,29 @@ class BucketReduction:
     def __init__(
         self, crossing: Crossing, scheme: Scheme, array: Array, parts: Sequence[Part], flags: int, op: str, key: str
     ) -> None:
-        self._crossing, self._array, self._flags = crossing, array, flags
+        self._crossing, self._flags = crossing, flags
         self.finite = True
         shares = crossing.shares(parts, flags, divisible=scheme.divisible)
         self._shares = [*shares[:-1], (shares[-1][0], len(array))]  # flags go with the last one
-        self._values = array[:flags]
         self._scale = 1 / crossing.comm.size if op == "mean" else 1.0
         self._gaps = _gaps(parts, flags)
         self.reducer: Reducer | None = None
         if crossing.lane is not None:
             first, end = shares[crossing.place]
-            self._mine = array[first:end]
             self.reducer = scheme.reducer(crossing.lane, parts_within(parts, first, end), key=f"{key}.{first}")
+        self.use(array)
         text = f"compressed all_reduce {key} of {len(array)} x float32, op={op}, {scheme.name}"
         self._text = text
         plan = crossing.comm.plan_program(text, self._run)
         self._now, self.start = plan, plan.start
         self.uncompressed_bytes = 2 * (crossing.hosts - 1) * array.nbytes // (crossing.hosts * crossing.columns)
+
+    def use(self, array: Array) -> None:
+        """Reduce in another array of the same length from now on."""
+        self._array, self._values = array, array[: self._flags]
+        if self._crossing.lane is not None:
+            first, end = self._shares[self._crossing.place]
+            self._mine = array[first : min(end, self._flags)]
 
     @property
     def sent_bytes(self) -> int:

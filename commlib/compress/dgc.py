@@ -18,7 +18,7 @@ from math import isfinite, sqrt
 import numpy as np
 
 from commlib.buffers.views import address_of
-from commlib.compress.feedback import Residual, gather_state, spread_state
+from commlib.compress.feedback import Residual, add_counter, counter, gather_state, spread_state
 from commlib.compress.gather import DENSE_BELOW
 from commlib.compress.messages import Messages
 from commlib.compress.scheme import Lane, Part, State
@@ -138,16 +138,15 @@ class DGCReducer:
         """Return {"momentum", "accumulated", "step"} of each parameter, on this rank."""
         state = gather_state(self._parts, "momentum", self._momentum.values)
         for name, more in gather_state(self._parts, "accumulated", self._accumulated.values).items():
-            state[name] |= more | {"step": np.array(self._step)}
-        return state
+            state[name] |= more
+        return add_counter(self._parts, "step", self._step, state)
 
     def load(self, state: Mapping[str, Mapping[str, Array]]) -> None:
         """Take over what is known by parameter names; the step is that of the one that is furthest."""
         self.keep()
         spread_state(self._parts, "momentum", self._momentum.values, state)
         spread_state(self._parts, "accumulated", self._accumulated.values, state)
-        steps = [int(state[part.name]["step"]) for part in self._parts if "step" in state.get(part.name, {})]
-        self._step = max(steps, default=self._step)
+        self._step = counter(self._parts, "step", state, self._step)
 
     def _scale(self, gradient: Array) -> float:
         """Return what to multiply a gradient by so that it is clipped. One that is not finite stays what it is."""

@@ -19,8 +19,8 @@ from dataclasses import dataclass
 import numpy as np
 
 from commlib.compress.arguments import with_options
-from commlib.compress.codec import Codec
-from commlib.compress.feedback import Residual, gather_state, is_finite, spread_state
+from commlib.compress.codec import Codec, draws
+from commlib.compress.feedback import Residual, add_counter, counter, gather_state, is_finite, spread_state
 from commlib.compress.scheme import Lane, Part, State
 from commlib.dtypes import Array
 
@@ -64,7 +64,7 @@ class ExchangeReducer:
         self._bounds = [min(rank * step, self._count) for rank in range(lane.size + 1)]
         self._room = codec.payload_bytes(step)
         self._key = zlib.crc32(key.encode())
-        self._steps = 0
+        self._draws, self._has_draws = 0, draws(codec)
         self._rows: Array | None = None  # made when the number of flags is known
         self._arrived: Array = np.empty(0, np.uint8)
         self._gathered: Array = np.empty(0, np.uint8)
@@ -84,8 +84,8 @@ class ExchangeReducer:
         if lane.size == 1:
             return is_finite(values[: self._count])
         rows = self._buffers(len(flags))
-        self._steps += 1
-        seed = self._key << 24 ^ self._steps << 12 ^ lane.rank
+        self._draws += 1
+        seed = self._key << 24 ^ self._draws << 12 ^ lane.rank
         worker = None if self._worker is None else self._worker.begin()
         for rank in range(lane.size):
             row: Array = rows[rank]
@@ -118,17 +118,21 @@ class ExchangeReducer:
                 residual.discard()
 
     def state(self) -> State:
-        """Return {"residual": own values' loss, "residual_of_sum": zeros but in the chunk that this rank reduces}."""
-        if self._worker is None or self._server is None:
-            return {}
-        state = gather_state(self._parts, "residual", self._worker.values)
-        start = self._bounds[self._lane.rank]
-        for name, more in gather_state(self._parts, "residual_of_sum", self._server.values, start).items():
-            state[name].update(more)
-        return state
+        """Return {"residual": own values' loss, "residual_of_sum": zeros but in the chunk that this rank reduces}.
+
+        Where chance plays a role, also {"draws": how often there was one}.
+        """
+        state: State = {}
+        if self._worker is not None and self._server is not None:
+            state = gather_state(self._parts, "residual", self._worker.values)
+            start = self._bounds[self._lane.rank]
+            for name, more in gather_state(self._parts, "residual_of_sum", self._server.values, start).items():
+                state[name].update(more)
+        return add_counter(self._parts, "draws", self._draws, state) if self._has_draws else state
 
     def load(self, state: Mapping[str, Mapping[str, Array]]) -> None:
-        """Take over residuals by parameter names."""
+        """Take over what is known by parameter names."""
+        self._draws = counter(self._parts, "draws", state, self._draws)
         if self._worker is None or self._server is None:
             return
         spread_state(self._parts, "residual", self._worker.values, state)

@@ -76,6 +76,19 @@ def spread_state(
             values[first - start : last - start] = known.reshape(-1)[first - part.start : last - part.start]
 
 
+def add_counter(parts: Sequence[Part], what: str, count: int, state: State) -> State:
+    """Add a number that is the bucket's to what is known of each of its parts."""
+    for part in parts:
+        state.setdefault(part.name, {})[what] = np.array(count, np.int64)
+    return state
+
+
+def counter(parts: Sequence[Part], what: str, state: Mapping[str, Mapping[str, Array]], otherwise: int) -> int:
+    """Return the number of the part that is furthest; undoes `add_counter`."""
+    found = [int(state[part.name][what]) for part in parts if what in state.get(part.name, {})]
+    return max(found, default=otherwise)
+
+
 def is_finite(values: Array) -> bool:
     """Return whether no value is infinite or NaN; one pass over the memory, without a temporary array."""
     with np.errstate(all="ignore"):

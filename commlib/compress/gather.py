@@ -13,8 +13,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from commlib.compress.arguments import with_options
-from commlib.compress.codec import Codec
-from commlib.compress.feedback import Residual, gather_state, is_finite, spread_state
+from commlib.compress.codec import Codec, draws
+from commlib.compress.feedback import Residual, add_counter, counter, gather_state, is_finite, spread_state
 from commlib.compress.messages import Messages, Values
 from commlib.compress.scheme import Lane, Part, State
 from commlib.compress.sparse import RandomK
@@ -65,7 +65,8 @@ class GatherReducer:
         dense = [part for part in parts if part.count < dense_below]
         self._residual = Residual(self._count) if feedback else None
         self._seeds = [zlib.crc32(f"{key}/{part.name}".encode()) << 24 for part in self._sparse]
-        self._steps = 0
+        self._draws = 0  # of steps that were skipped too: all ranks count alike, also those that cannot know
+        self._has_draws = draws(codec)
         if isinstance(codec, RandomK):
             self._values: Values | None = Values(lane, dense, self._sparse, codec)
         else:
@@ -79,8 +80,8 @@ class GatherReducer:
         """Replace values and flags by their sums over the lane. See `Reducer`."""
         if self._lane.size == 1:
             return is_finite(values[: self._count])
-        self._steps += 1  # all ranks count alike, so they draw alike
-        seeds = [seed + self._steps for seed in self._seeds]
+        self._draws += 1
+        seeds = [seed + self._draws for seed in self._seeds]
         residual = None if self._residual is None else self._residual.begin()
         pieces = [
             None if residual is None else (residual[0][part.start : part.stop], residual[1][part.start : part.stop])
@@ -105,11 +106,16 @@ class GatherReducer:
             self._residual.discard()
 
     def state(self) -> State:
-        """Return {"residual": what this rank has not sent yet} of the parameters that are encoded."""
-        return {} if self._residual is None else gather_state(self._sparse, "residual", self._residual.values)
+        """Return {"residual": what this rank has not sent yet} of the parameters that are encoded.
+
+        Where chance plays a role, also {"draws": how often there was one}.
+        """
+        state = {} if self._residual is None else gather_state(self._sparse, "residual", self._residual.values)
+        return add_counter(self._sparse, "draws", self._draws, state) if self._has_draws else state
 
     def load(self, state: Mapping[str, Mapping[str, Array]]) -> None:
-        """Take over residuals by parameter names."""
+        """Take over what is known by parameter names."""
+        self._draws = counter(self._sparse, "draws", state, self._draws)
         if self._residual is not None:
             self._residual.keep()
             spread_state(self._sparse, "residual", self._residual.values, state)

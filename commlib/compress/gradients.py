@@ -12,7 +12,7 @@ from commlib.communicator import Communicator
 from commlib.compress.auto import Auto, decide, measure_cost, measure_link
 from commlib.compress.crossing import BucketReduction, Crossing
 from commlib.compress.dgc import DGC
-from commlib.compress.scheme import Part, Scheme, State
+from commlib.compress.scheme import COMMON, Part, Scheme, State
 from commlib.dtypes import Array
 from commlib.errors import UsageError
 
@@ -104,6 +104,16 @@ class GradientCompression:
         self._loaded = {name: {what: np.asarray(value) for what, value in of.items()} for name, of in state.items()}
         for reducer in self._reducers():
             reducer.load(self._loaded)
+
+    def forget_common(self) -> None:
+        """Forget what must be the same on all ranks, where not all of them have loaded it; before the first reduction.
+
+        What is each rank's own stays: a sum that lacks it is only later complete.
+        """
+        self._loaded = {
+            name: {what: value for what, value in known.items() if what not in COMMON}
+            for name, known in self._loaded.items()
+        }
 
     def _reducers(self) -> Any:
         return [reduction.reducer for reduction in self._reductions.values() if reduction.reducer is not None]

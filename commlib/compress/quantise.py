@@ -44,6 +44,10 @@ class Blocks:
     def align(self) -> int:
         return self.block
 
+    @property
+    def draws(self) -> bool:
+        return self.rounding == "stochastic"
+
     def payload_bytes(self, count: int) -> int:
         return 4 * -(-count // self.block) + -(-count * self.bits // 8)
 
@@ -75,6 +79,7 @@ class QSGD:
     bucket: int = 512
     feedback: ClassVar[bool] = False
     fixed: ClassVar[bool] = True
+    draws: ClassVar[bool] = True
 
     def __post_init__(self) -> None:
         if not 1 <= self.levels <= 127:

@@ -12,6 +12,9 @@ from commlib.dtypes import Array
 State = dict[str, dict[str, Array]]
 """What is remembered of each parameter, by its name and by what it is: {"layer.weight": {"residual": ...}}."""
 
+COMMON = frozenset({"draws", "q", "step"})
+"""What of it is the same on all ranks that reduce together, and must be: the rest is each rank's own."""
+
 
 @dataclass(frozen=True, slots=True)
 class Part:

@@ -78,6 +78,7 @@ class RandomK:
     unbiased: bool = False
     align: ClassVar[int] = 1
     fixed: ClassVar[bool] = False
+    draws: ClassVar[bool] = True
 
     def __post_init__(self) -> None:
         check_ratio("RandomK", self.ratio)

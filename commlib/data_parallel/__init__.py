@@ -1,6 +1,7 @@
 """Data parallelism without a framework: buckets of gradients, when to reduce them, and the engine that does."""
 
 from commlib.data_parallel.agreement import check_agreement
+from commlib.data_parallel.alone import Alone
 from commlib.data_parallel.buckets import (
     BUCKET_CAP_MIB,
     FIRST_BUCKET_MIB,
@@ -18,6 +19,7 @@ from commlib.data_parallel.tracker import Tracker
 __all__ = [
     "BUCKET_CAP_MIB",
     "FIRST_BUCKET_MIB",
+    "Alone",
     "Bucket",
     "Engine",
     "MakePlan",

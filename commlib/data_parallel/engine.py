@@ -64,28 +64,24 @@ class Engine:
 
     `comm` is what all buckets are reduced over, or a mapping or function from the names of groups. `plan` makes what
     reduces a bucket in its array, by default an all-reduce of the array as it is; it is asked for buckets with more
-    than one rank, in launch order. With one rank nothing is reduced, and every answer is still right.
+    than one rank, in launch order, and again for one that moved. With one rank nothing is reduced, and every answer is
+    still right.
     """
 
     def __init__(self, comm: Reducer | Groups, buckets: Sequence[Bucket], plan: MakePlan | None = None) -> None:
         self.buckets = tuple(buckets)
         self.statistics = Statistics()
         comms = [_group(comm, bucket.group) for bucket in self.buckets]
-        self._arrays = [own.empty((b.count,), b.dtype) for own, b in zip(comms, self.buckets, strict=True)]
+        self._symmetric = [own.empty((b.count,), b.dtype) for own, b in zip(comms, self.buckets, strict=True)]
+        self._arrays = list(self._symmetric)
         self._slots: dict[int, Array] = {}
         self._places: dict[int, tuple[int, int]] = {}  # address and bytes of each slot
         self._flags: dict[int, Array] = {}
-        for bucket, array in zip(self.buckets, self._arrays, strict=True):
-            for slot in bucket.slots:
-                values = array[slot.offset : slot.offset + slot.count]
-                self._slots[slot.parameter] = values
-                self._places[slot.parameter] = values.ctypes.data, values.nbytes
-                self._flags[slot.parameter] = array[slot.flag : slot.flag + 1]
-        self._plans: list[Plan | None] = []
+        self._makers = [None if own.size == 1 else plan or _plain(own) for own in comms]
+        self._plans: list[Plan | None] = [None] * len(self.buckets)
         self._traffic: list[tuple[int, int]] = []  # of each bucket as it is: what is sent, what would be if not cast
-        for own, bucket, array in zip(comms, self.buckets, self._arrays, strict=True):
-            make = plan or _plain(own)
-            self._plans.append(make(bucket, array) if own.size > 1 else None)
+        for index, (own, bucket) in enumerate(zip(comms, self.buckets, strict=True)):
+            self._place(index)
             uncast = bucket.nbytes + bucket.saved_nbytes
             self._traffic.append((all_reduce_bytes(own.size, bucket.nbytes), all_reduce_bytes(own.size, uncast)))
         self._launched: list[int] = []
@@ -112,6 +108,20 @@ class Engine:
         """Copy the gradient at `address`, contiguous and of its slot's dtype, into the slot of `parameter`."""
         target, nbytes = self._places[parameter]
         self._copy(target, address, nbytes)
+
+    def move(self, index: int, *, aside: bool) -> None:
+        """Give a bucket other memory, which this rank alone has, or (not `aside`) its symmetric memory again.
+
+        What it has so far is written no more: it belongs to whoever still looks at it. Not collective: where only some
+        ranks have a bucket aside, its reduction copies it, and has the same result. Not while anything is in flight.
+        """
+        symmetric = self._symmetric[index]
+        self._arrays[index] = np.zeros_like(symmetric) if aside else symmetric
+        self._place(index)
+
+    def is_aside(self, index: int) -> bool:
+        """Tell whether a bucket is in memory of this rank alone."""
+        return self._arrays[index] is not self._symmetric[index]
 
     def launch(self, index: int) -> None:
         """Start reducing a bucket whose gradients are all in their slots, while backward goes on."""
@@ -167,6 +177,17 @@ class Engine:
             self._wait(works)
         finally:
             self.statistics.exposed_seconds += time.perf_counter() - started
+
+    def _place(self, index: int) -> None:
+        """Find the slots of a bucket in its memory, and make the plan that reduces it there."""
+        bucket, array, make = self.buckets[index], self._arrays[index], self._makers[index]
+        for slot in bucket.slots:
+            values = array[slot.offset : slot.offset + slot.count]
+            self._slots[slot.parameter] = values
+            self._places[slot.parameter] = values.ctypes.data, values.nbytes
+            self._flags[slot.parameter] = array[slot.flag : slot.flag + 1]
+        if make is not None:
+            self._plans[index] = make(bucket, array)
 
     def _prepare(self, index: int, unused: Collection[int]) -> None:
         bucket, array = self.buckets[index], self._arrays[index]

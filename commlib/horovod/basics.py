@@ -2,36 +2,68 @@
 
 from __future__ import annotations
 
+import logging
+import os
 from collections.abc import Iterable, Sequence
+from functools import cache
 from typing import Any
 
 import commlib
-from commlib.errors import UsageError
-from commlib.horovod.process_sets import ProcessSet, add_process_set, registry, running
+from commlib.errors import TransportError, UsageError
+from commlib.horovod import environment
+from commlib.horovod.process_sets import ProcessSet, global_process_set, registry, running
 from commlib.launch import load_mpi
+
+log = logging.getLogger("commlib")
 
 
 def init(comm: Any = None, process_sets: Iterable[ProcessSet] | str | None = None) -> Any:
     """Join the other processes, and return their Communicator. Collective and idempotent.
 
     comm: ranks of MPI's world that join each other (the others must not call this with these ranks), or an mpi4py
-    communicator. process_sets: those to register; "dynamic" is accepted, because they may always be added later.
-    Raises UsageError for a set whose ranks are registered already; commlib is then initialised nevertheless.
+    communicator. process_sets: those to register, all or, if one is refused, none; of communicators that a split made
+    each rank gives its own. "dynamic" is accepted, because they may always be added later. Sets whose ranks are
+    registered already stand for those. Raises UsageError for ranks that there are not, MismatchError where ranks give
+    different sets; commlib is then initialised nevertheless. Of the HOROVOD_* environment variables those are taken
+    that have a meaning here, when commlib is initialised: see `environment`.
     """
     if commlib.is_initialized():
         world = commlib.init()
         if comm is not None:
             _check_same(comm, world)
+        registry()
     else:
-        world = commlib.init(_native(comm))
-    registry()
+        world = _start(comm)
+    if hasattr(comm, "Get_group"):
+        global_process_set.mpi_comm = comm
     if process_sets is not None and not isinstance(process_sets, str):
-        for process_set in process_sets:
-            if process_set.process_set_id != 0:
-                add_process_set(process_set)
+        registry().add_missing(list(process_sets), "init")
     elif isinstance(process_sets, str) and process_sets != "dynamic":
         raise UsageError(f'init: process_sets is {process_sets!r}: expected "dynamic" or a list of ProcessSet')
     return world
+
+
+def _start(comm: Any) -> Any:
+    said = environment.read(os.environ)
+    world = commlib.init(_native(comm), defaults=said.settings)
+    try:
+        environment.check_launcher(os.environ, world.size)
+    except TransportError:
+        commlib.shutdown()
+        raise
+    if said.ignored and world.rank == 0:
+        _say_ignored(said.ignored)
+    if said.timeline:
+        registry().start_timeline(said.timeline, said.mark_cycles)
+    else:
+        registry()
+    return world
+
+
+@cache
+def _say_ignored(names: tuple[str, ...]) -> None:
+    """Warn once, however often commlib is initialised."""
+    log.warning("these variables mean nothing to commlib, and are ignored: %s", ", ".join(names))
 
 
 def shutdown() -> None:

@@ -8,7 +8,8 @@ from typing import TYPE_CHECKING, Any
 
 import commlib
 from commlib.coordinator import Coordinator, Request
-from commlib.errors import UsageError
+from commlib.errors import MismatchError, UsageError
+from commlib.horovod.memberships import Ranks, all_sets, who_differs
 from commlib.observe.timeline import Timeline
 
 if TYPE_CHECKING:
@@ -18,7 +19,8 @@ if TYPE_CHECKING:
 class ProcessSet:
     """Some ranks. It has operations of its own once it is registered, by `init` or `add_process_set`.
 
-    Made of ranks of the world, or of an mpi4py communicator over them. Registered sets have a `process_set_id`.
+    Made of ranks of the world, or of an mpi4py communicator over them, `mpi_comm`. Registered sets have a
+    `process_set_id`; several objects may be given to `init` that stand for one set.
     """
 
     def __init__(self, ranks_or_comm: Iterable[int] | Any) -> None:
@@ -34,6 +36,7 @@ class ProcessSet:
         self.process_set_id: int | None = None
         self._coordinator: Coordinator | None = None
         self._communicator: Any = None
+        self._first: ProcessSet | None = None  # what was registered with these ranks before this
 
     def size(self) -> int | None:
         """Return the number of ranks, or None while it is not registered."""
@@ -70,12 +73,19 @@ class ProcessSet:
         coordinator = self.coordinator(verb)
         if self.process_set_id == 0:
             return running()
+        if self._first is not None:
+            return self._first.communicator(verb)
         if self._communicator is None:
             # Made from the group of the operations by name, so in turn with them.
             request = Request("process_set", "communicator", repeats=False)
             split = coordinator.submit(request, extra=lambda comm: comm.split(0), blocking=True)
             self._communicator = split.wait()
         return self._communicator
+
+    @property
+    def is_nothing(self) -> bool:
+        """Made of no communicator: that of a rank that a split left out."""
+        return self.mpi_comm is not None and not self.mpi_comm
 
     def __deepcopy__(self, memo: Any) -> ProcessSet:
         """Return the set itself: it stands for ranks, and a copy of what refers to it means the same ones."""
@@ -104,30 +114,63 @@ class Registry:
         self.world = world
         self.sets: dict[int, ProcessSet] = {}
         self.timeline: Timeline | None = None
-        self._register(global_process_set, list(range(world.size)), world.split(0))
+        self._others: dict[int, list[ProcessSet]] = {}
+        """Objects beside those in `sets` that stand for the same ones."""
+        self._register(global_process_set, tuple(range(world.size)), world.split(0))
 
     def add(self, process_set: ProcessSet) -> None:
         """Register a set. Collective over all ranks. Raises UsageError if its ranks are registered already."""
         if process_set.process_set_id is not None:
             raise UsageError(f"add_process_set: {process_set} is registered already")
-        ranks = process_set.ranks
-        if ranks is None:
-            ranks = _ranks_of(process_set.mpi_comm, self.world)
-        elif ranks and ranks[-1] >= self.world.size:
-            raise UsageError(f"add_process_set: ranks {ranks}, but there are the ranks 0 to {self.world.size - 1}")
-        if not ranks:
-            raise UsageError("add_process_set: a process set needs at least one rank")
-        for other in self.sets.values():
-            if other.ranks == ranks:
-                raise UsageError(f"add_process_set: {other} has these ranks already")
-        group = self._agreed("add_process_set", ranks, lambda comm: comm.split(0 if self.world.rank in ranks else -1))
+        ranks = self._ranks_of(process_set, "add_process_set")
+        known = self._find(ranks)
+        if known is not None:
+            raise UsageError(f"add_process_set: {known} has these ranks already")
+        group = self._agreed("add_process_set", list(ranks), lambda comm: _split(comm, ranks))
         self._register(process_set, ranks, group)
+
+    def add_missing(self, process_sets: Sequence[ProcessSet], what: str) -> None:
+        """Register sets, or let them stand for those that are registered with their ranks: all of them, or none.
+
+        Collective. Ranks must give the same sets, but of those made of communicators each only its own. Raises
+        UsageError for ranks that are none of the world's, MismatchError on every rank where ranks differ.
+        """
+        given: list[tuple[Ranks, ProcessSet]] = []
+        refused = ""
+        try:
+            # Where a split left this rank out, there is no communicator.
+            given = [(self._ranks_of(each, what), each) for each in process_sets if not each.is_nothing]
+        except UsageError as error:
+            refused = str(error)
+        mine = refused, [(members, each.mpi_comm is not None) for members, each in given]
+
+        def run(comm: Any) -> Any:
+            refusals, everyone = zip(*comm.all_gather_object(mine), strict=True)
+            refusal = next(filter(None, refusals), "")
+            wrong = refusal or who_differs(everyone)
+            new = [] if wrong else [each for each in dict.fromkeys(all_sets(everyone)) if self._find(each) is None]
+            return refusal, wrong, [(each, _split(comm, each)) for each in new]
+
+        refusal, wrong, groups = self._agreed(what, "", run)
+        if refusal:
+            raise UsageError(refused or refusal)
+        if wrong:
+            raise MismatchError(f"{what}: {wrong} (this is rank {self.world.rank} of {self.world.size})")
+        unnumbered = [(members, each) for members, each in given if each.process_set_id is None]
+        own = dict(reversed(unnumbered))  # of equal ones the first
+        for members, group in groups:
+            self._register(own.get(members) or ProcessSet(members), members, group)
+        for members, process_set in unnumbered:
+            known = self._find(members)
+            if known is not None and known is not process_set:
+                self._stand_for(process_set, known)
 
     def remove(self, process_set: ProcessSet) -> bool:
         """Remove a set once its operations are done; return False if it is not registered, or all ranks.
 
         Collective over all ranks.
         """
+        process_set = process_set._first or process_set
         number = process_set.process_set_id
         if number is None or number == 0 or self.sets.get(number) is not process_set:
             return False
@@ -145,12 +188,13 @@ class Registry:
         return True
 
     def forget(self, process_set: ProcessSet) -> None:
-        """Make a set what it was before it was registered."""
+        """Make a set what it was before it was registered, and whatever stands for it."""
         assert process_set.process_set_id is not None
         del self.sets[process_set.process_set_id]
-        process_set.process_set_id, process_set._coordinator, process_set._communicator = None, None, None
+        for each in (process_set, *self._others.pop(process_set.process_set_id, ())):
+            each.process_set_id = each._coordinator = each._communicator = each._first = None
         if process_set is global_process_set:
-            process_set.ranks = None
+            process_set.ranks = process_set.mpi_comm = None
 
     def close(self) -> str:
         """End all operations; what has not run ends with ShutdownError.
@@ -193,20 +237,41 @@ class Registry:
         for coordinator in self.coordinators():
             coordinator.timeline = self.timeline
 
-    def _agreed(self, what: str, ranks: Sequence[int], run: Any) -> Any:
+    def _agreed(self, what: str, ranks: Any, run: Any) -> Any:
         """Run something in turn with the operations of all ranks, once all have asked for it for these ranks."""
-        request = Request("process_set", what, (), (("ranks", str(list(ranks))),), repeats=False)
+        request = Request("process_set", what, (), (("ranks", str(ranks)),), repeats=False)
         return global_process_set.coordinator(what).submit(request, extra=run, blocking=True).wait()
 
-    def _register(self, process_set: ProcessSet, ranks: list[int], group: Any) -> None:
+    def _ranks_of(self, process_set: ProcessSet, what: str) -> Ranks:
+        """Return the ranks of a set that is not registered. Raises UsageError unless they are some of the world's."""
+        size = self.world.size
+        if process_set.ranks is None:
+            ranks = _ranks_of(process_set.mpi_comm, self.world) if process_set.mpi_comm else ()
+        else:
+            ranks = tuple(process_set.ranks)
+        if not ranks:
+            raise UsageError(f"{what}: a process set needs at least one rank")
+        if ranks[-1] >= size or ranks[0] < 0:
+            raise UsageError(f"{what}: ranks {list(ranks)}, but there are the ranks 0 to {size - 1}")
+        return ranks
+
+    def _find(self, ranks: Ranks) -> ProcessSet | None:
+        return next((known for known in self.sets.values() if tuple(known.ranks or ()) == ranks), None)
+
+    def _stand_for(self, process_set: ProcessSet, known: ProcessSet) -> None:
+        assert known.process_set_id is not None
+        process_set.ranks, process_set.process_set_id = known.ranks, known.process_set_id
+        process_set._coordinator, process_set._first = known._coordinator, known
+        self._others.setdefault(known.process_set_id, []).append(process_set)
+
+    def _register(self, process_set: ProcessSet, ranks: Ranks, group: Any) -> None:
         number = next(number for number in range(len(self.sets) + 1) if number not in self.sets)
-        process_set.ranks, process_set.process_set_id = ranks, number
+        process_set.ranks, process_set.process_set_id = list(ranks), number
         self.sets[number] = process_set
         if group is not None:
             group.name = f"process set {number}"
             process_set._coordinator = Coordinator(group, ranks)
             process_set._coordinator.timeline = self.timeline
-            process_set.mpi_comm = group.native
 
 
 global_process_set = ProcessSet([])
@@ -266,9 +331,14 @@ def coordinator_of(process_set: ProcessSet | None, verb: str) -> Coordinator:
     return process_set_of(process_set).coordinator(verb) if found is None else found
 
 
-def _ranks_of(comm: Any, world: Any) -> list[int]:
-    """Return the ranks in the world of the ranks of an mpi4py communicator."""
+def _split(comm: Any, members: Ranks) -> Any:
+    """Return a group of these ranks on each of them, else None. Collective over all."""
+    return comm.split(0 if comm.rank in members else -1)
+
+
+def _ranks_of(comm: Any, world: Any) -> Ranks:
+    """Return the ranks in the world of the ranks of an mpi4py communicator; negative where one is not in it."""
     if world.native is None:
-        raise UsageError("add_process_set: an MPI communicator was given, but there is no MPI here")
+        raise UsageError("ProcessSet: an MPI communicator was given, but there is no MPI here")
     group = comm.Get_group()
-    return sorted(group.Translate_ranks(list(range(group.Get_size())), world.native.Get_group()))
+    return tuple(sorted(group.Translate_ranks(list(range(group.Get_size())), world.native.Get_group())))

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-# More groups than MPICH has communicators for. Open MPI's limit is far: there it is the order of freeing that is tested.
+# More groups than MPICH has communicators for. Open MPI's limit is far: there the order of freeing is tested.
 HEAD = """
 import commlib, gc, numpy as np
 from mpi4py import MPI

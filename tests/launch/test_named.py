@@ -169,3 +169,109 @@ print("fine")
     )
     assert done.returncode == 0, done.stderr
     assert done.stdout.count("fine") == 3
+
+
+def test_process_sets_of_communicators_that_a_split_made(mpirun):
+    """As Horovod's documents show it: each rank gives its own, which was a mismatch of [0, 2] and [1]."""
+    done = mpirun(
+        3,
+        HEAD
+        + """
+from mpi4py import MPI
+from commlib.errors import MismatchError, UsageError
+
+def total(name, process_set):
+    work = hvd.start_allreduce([np.ones(3)], [np.ones(3)], name, op=hvd.Sum, process_set=process_set)
+    return work.wait()[0][0]
+
+comm = MPI.COMM_WORLD
+half = comm.Split(color=comm.rank % 2, key=-comm.rank)
+some = comm.Split(color=0 if comm.rank else MPI.UNDEFINED, key=comm.rank)
+mine, low, tail = hvd.ProcessSet(half), hvd.ProcessSet([0, 1]), hvd.ProcessSet(some)
+hvd.init(comm, process_sets=[mine, low, tail])
+assert mine.ranks == ([1] if comm.rank == 1 else [0, 2]) and mine.included()
+assert mine.process_set_id == (2 if comm.rank == 1 else 1) and low.process_set_id == 3
+assert mine.mpi_comm is half and low.mpi_comm is None and hvd.global_process_set.mpi_comm is comm
+assert tail.process_set_id == (4 if comm.rank else None) and bool(tail.included()) == (comm.rank > 0)
+assert total("x", mine) == mine.size()
+if low.included():
+    assert total("x", low) == 2
+
+# Equal sets again, of either kind, stand for those that there are.
+again, everybody = hvd.ProcessSet(half), hvd.ProcessSet([2, 1, 0])
+hvd.init(process_sets=[again, everybody, low, hvd.ProcessSet([1, 0])])
+assert everybody.process_set_id == 0 and total("y", everybody) == 3
+assert again == mine and total("z", again) == mine.size()
+
+# One that is refused, on one rank or on all, leaves nothing behind.
+fine, bad = hvd.ProcessSet([1, 2]), hvd.ProcessSet([0, 7] if comm.rank == 1 else [0])
+new = hvd.ProcessSet([2])
+try:
+    hvd.init(process_sets=[new, bad])
+except UsageError as error:
+    assert "ranks [0, 7], but there are the ranks 0 to 2" in str(error), error
+else:
+    sys.exit("not refused")
+try:
+    hvd.init(process_sets=[new, hvd.ProcessSet([comm.rank])])
+except MismatchError as error:
+    assert "rank 0 gives a process set of the ranks [0], but rank 1 gives none of them" in str(error), error
+else:
+    sys.exit("not refused")
+assert new.process_set_id is None
+hvd.init(process_sets=[new])
+assert new.process_set_id == 5
+
+# What stands for a set goes with it.
+other = hvd.ProcessSet([0, 1])
+hvd.init(process_sets=[other])
+assert other.process_set_id == 3 and (not other.included() or other.communicator("test") is low.communicator("test"))
+assert hvd.remove_process_set(other) and low.process_set_id is None and other.process_set_id is None
+hvd.shutdown()
+assert hvd.global_process_set.mpi_comm is None
+hvd.init(process_sets=[mine])
+assert mine.process_set_id == (2 if comm.rank == 1 else 1) and hvd.global_process_set.mpi_comm is None
+print("fine")
+""",
+    )
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.count("fine") == 3
+
+
+def test_horovods_environment(mpirun, tmp_path):
+    """It was ignored in silence. A setting of commlib's own wins; what means nothing is named, once."""
+    done = mpirun(
+        2,
+        HEAD
+        + """
+import os
+hvd.init()
+hvd.init()
+settings = commlib.world().runtime.config
+assert (settings.fusion_mib, settings.stall_warning, settings.known_names) == (32, 7.0, 99), settings
+reduce("traced").wait()
+hvd.shutdown()
+assert os.path.getsize(os.environ["HOROVOD_TIMELINE"]) > 100
+hvd.init()
+print("fine")
+""",
+        env={
+            "HOROVOD_FUSION_THRESHOLD": str(32 << 20),
+            "HOROVOD_STALL_CHECK_TIME_SECONDS": "7",
+            "HOROVOD_CACHE_CAPACITY": "1000",
+            "COMMLIB_KNOWN_NAMES": "99",
+            "HOROVOD_TIMELINE": str(tmp_path / "trace.json"),
+            "HOROVOD_CYCLE_TIME": "5",
+            "HOROVOD_AUTOTUNE": "1",
+        },
+    )
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.count("fine") == 2
+    said = "these variables mean nothing to commlib, and are ignored: HOROVOD_AUTOTUNE, HOROVOD_CYCLE_TIME"
+    assert done.stderr.count(said) == 1, done.stderr
+
+
+def test_processes_that_horovods_launcher_started_without_mpi(mpirun):
+    done = mpirun(1, HEAD + "\nhvd.init()\n", env={"HOROVOD_SIZE": "2", "HOROVOD_RANK": "1"})
+    assert done.returncode != 0
+    assert "started 2 processes (HOROVOD_SIZE), but MPI sees one" in done.stderr, done.stderr

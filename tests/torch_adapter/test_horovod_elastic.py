@@ -155,6 +155,33 @@ def test_sampler_goes_on_with_the_rest(comm: Any) -> None:
     assert {index for share in hvd.allgather_object(list(sampler)) for index in share} == rest
 
 
+@pytest.mark.parametrize("start", [0, 3])
+def test_sampler_records_batches_after_a_restart_however_they_are_counted(comm: Any, start: int) -> None:
+    """A loop that goes on counting from the committed batch recorded others than it had processed, or none."""
+    sampler = ElasticSampler(range(12 * comm.size), seed=1)
+    state: Any = TorchState(sampler=sampler, batch=0)
+    processed: set[int] = set()
+    for number in range(3):
+        processed.update(list(sampler)[2 * number : 2 * number + 2])
+        sampler.record_batch(number, 2)
+    assert sampler.processed_num == 6 * comm.size
+    state.commit()
+    assert sampler.processed_num == 6 * comm.size == len(sampler.processed_indices)
+    sampler.record_batch(3, 2)
+    state.restore()
+    assert sampler.processed_num == 6 * comm.size and len(sampler) == 6
+    for number, index in enumerate(list(sampler)[:4:2]):
+        processed.update(list(sampler)[2 * number : 2 * number + 2])
+        assert index in processed
+        sampler.record_batch(start + number, 2)
+    assert sampler.processed_num == 10 * comm.size
+    state.commit()
+    assert sampler.processed_indices == set().union(*hvd.allgather_object(processed))
+    assert sampler.state_dict()["processed_num"] == 10 * comm.size
+    sampler.set_epoch(1)
+    assert sampler.processed_num == 0
+
+
 def test_sampler_in_a_loader(comm: Any) -> None:
     data = torch.arange(20)
     sampler = ElasticSampler(data)

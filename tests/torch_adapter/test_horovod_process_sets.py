@@ -64,7 +64,7 @@ def test_every_verb(comm: Any, pair: hvd.ProcessSet) -> None:
 
 @pytest.mark.ranks(min=3)
 def test_optimizer(comm: Any, pair: hvd.ProcessSet) -> None:
-    """Ranks of the set train together, twice, one after another; the others are refused and train alone."""
+    """Ranks of the set train together, again and again; the others step by themselves, where they were refused."""
 
     class Copies:
         def compress(self, tensor: Tensor) -> tuple[Tensor, None]:
@@ -73,18 +73,15 @@ def test_optimizer(comm: Any, pair: hvd.ProcessSet) -> None:
         def decompress(self, tensor: Tensor, ctx: None) -> Tensor:
             return tensor
 
-    for options in ({}, {"compression": Copies()}, {"op": hvd.Adasum}):
+    everything: list[dict[str, Any]] = [{}, {"compression": Copies()}, {"op": hvd.Adasum}, {"compression": "int8"}]
+    for options in everything:
         network, alone = model(), model()
         plain = torch.optim.SGD(alone.parameters(), lr=0.1)
         optimizer: Any = torch.optim.SGD(network.parameters(), lr=0.1)
-        if comm.rank not in RANKS:
-            with pytest.raises(UsageError, match=f"rank {comm.rank} is not in"):
-                hvd.DistributedOptimizer(optimizer, process_set=pair, **options)
-            continue
         optimizer = hvd.DistributedOptimizer(optimizer, network.named_parameters(), process_set=pair, **options)
         for step in range(3):
             inputs, targets = batch(comm, step)
-            rows = [slice(4 * rank, 4 * rank + 4) for rank in RANKS]
+            rows = [slice(4 * rank, 4 * rank + 4) for rank in (RANKS if comm.rank in RANKS else [comm.rank])]
             optimizer.zero_grad()
             own = slice(4 * comm.rank, 4 * comm.rank + 4)
             loss_of(network, (inputs[own], targets[own])).backward()
@@ -93,8 +90,52 @@ def test_optimizer(comm: Any, pair: hvd.ProcessSet) -> None:
             torch.stack([loss_of(alone, (inputs[row], targets[row])) for row in rows]).mean().backward()
             plain.step()
         assert optimizer.param_groups
-        if "op" not in options:
+        if comm.rank not in RANKS or (options.keys() <= {"compression"} and options.get("compression") != "int8"):
             assert_close(parameters_of(network), parameters_of(alone))
+
+
+@pytest.mark.ranks(min=2)
+def test_a_rank_outside_the_set_has_an_optimizer_like_the_others(comm: Any) -> None:
+    """Closures, clipping, accumulation, saving: one script for all ranks."""
+    first = hvd.add_process_set([0])
+    network, alone = model(), model()
+    plain = torch.optim.Adam(alone.parameters(), lr=0.1)
+    optimizer: Any = hvd.DistributedOptimizer(
+        torch.optim.Adam(network.parameters(), lr=0.1),
+        network.named_parameters(),
+        process_set=first,
+        backward_passes_per_step=2,
+    )
+    data = mine(comm, batch(comm))
+    for its, mod in ((optimizer, network), (plain, alone)):
+        for _ in range(2):
+            its.zero_grad()
+            for _ in range(2):
+                loss_of(mod, data).backward()
+            if its is optimizer:
+                its.synchronize()
+                norm = its.clip_grad_norm(0.5)
+                with its.skip_synchronize():
+                    its.step()
+            else:
+                expected = nn.utils.clip_grad_norm_(mod.parameters(), 0.5)
+                its.step()
+    assert_close(parameters_of(network), parameters_of(alone))
+    torch.testing.assert_close(norm.double(), expected.double())
+    optimizer.load_state_dict(optimizer.state_dict())
+    optimizer.add_param_group({"params": [nn.Parameter(torch.ones(2))]})
+    assert optimizer.report.sent_bytes == 0
+    optimizer._gradients.close()
+    assert hvd.remove_process_set(first)
+
+
+def test_a_set_that_is_not_registered_is_refused(comm: Any) -> None:
+    everything: list[dict[str, Any]] = [{}, {"op": hvd.Adasum}]
+    for options in everything:
+        optimizer = torch.optim.SGD(model().parameters(), lr=0.1)
+        with pytest.raises(UsageError, match="is not registered"):
+            hvd.DistributedOptimizer(optimizer, process_set=hvd.ProcessSet([0]), **options)
+        assert type(optimizer) is torch.optim.SGD
 
 
 @pytest.mark.ranks(min=3)

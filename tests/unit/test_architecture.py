@@ -52,9 +52,9 @@ LAYERS = (
     ("commlib.kernels", "commlib.buffers"),
     ("commlib.transport",),
     ("commlib.executor", "commlib.agreement", "commlib.attendant", "commlib.exits", "commlib.launch",
-     "commlib.library_name",
-     "commlib.progress", "commlib.retired", "commlib.runtime", "commlib.work", "commlib.world", "commlib.communicator", "commlib.group",
-     "commlib.plan", "commlib.prepared", "commlib.verbs", "commlib.observe", "commlib.tune"),
+     "commlib.library_name", "commlib.progress", "commlib.retired", "commlib.runtime", "commlib.work", "commlib.world",
+     "commlib.communicator", "commlib.group", "commlib.plan", "commlib.prepared", "commlib.verbs", "commlib.observe",
+     "commlib.tune"),
     ("commlib.compress", "commlib.coordinator", "commlib.data_parallel", "commlib.pipeline", "commlib.expert"),
     ("commlib",),  # the public names
     ("commlib.horovod",),

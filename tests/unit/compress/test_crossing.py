@@ -9,7 +9,7 @@ from commlib.compress.crossing import BucketReduction, Crossing, parts_within, s
 from commlib.compress.exchange import Exchanged
 from commlib.compress.scheme import Part
 from tests.loopback import run
-from tests.unit.compress.codecs import Exact
+from tests.unit.compress.codecs import Exact, Whole
 
 PARTS = [Part("a", 0, (40, 50)), Part("b", 2016, (700,)), Part("c", 2720, (1,))]
 FLAGS = 2736
@@ -54,6 +54,30 @@ def test_sums_over_nodes_are_exact_with_an_exact_codec(nodes, op):
         assert result[FLAGS] > 0
         assert result[FLAGS + 1] > 0
         assert not result[FLAGS + 2 :].any()
+
+
+@pytest.mark.parametrize("nodes", [[0, 1], [0, 0, 1, 1], [0, 0, 0, 1]])
+def test_another_array_is_reduced_with_what_is_remembered(nodes):
+    """One rank's bucket may move to memory of its own: sums and residuals are what they would have been."""
+
+    def reduce(comm):
+        crossing, ends = Crossing(comm), []
+        for moves in (False, True):
+            array = bucket(comm)
+            plan = BucketReduction(crossing, Exchanged(Whole()), array, PARTS, FLAGS, "sum", "bucket")
+            for step in range(4):
+                if moves and comm.rank == step % 2:
+                    array = np.zeros(COUNT, np.float32)
+                    plan.use(array)
+                array[:] = bucket(comm)
+                array[:FLAGS] *= 0.3
+                before = array.copy()
+                plan()
+                ends.append(array.tobytes())
+                assert not np.array_equal(array, before)
+        assert ends[:4] == ends[4:]
+
+    run(len(nodes), reduce, nodes=nodes)
 
 
 def test_on_one_node_nothing_is_compressed_unless_asked():

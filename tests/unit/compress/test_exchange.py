@@ -10,6 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from commlib.compress.exchange import Exchanged
+from commlib.compress.quantise import QSGD, Blocks
 from commlib.compress.scheme import Part
 from tests.loopback import run
 from tests.unit.compress.codecs import Exact, Whole
@@ -93,6 +94,30 @@ def test_a_step_that_was_skipped_leaves_no_trace():
         assert before.keys() == after.keys() == {"residual", "residual_of_sum"}
         for what, array in before.items():
             np.testing.assert_array_equal(after[what], array)
+
+    run(2, train)
+
+
+@pytest.mark.parametrize("codec", [Blocks(4, rounding="stochastic"), QSGD()])
+def test_draws_go_on_from_a_state(codec):
+    """A reducer that is given the state of another rounds as that one would have rounded next."""
+
+    def train(comm):
+        def make():
+            return Exchanged(codec).reducer(comm, [Part("w", 0, (300,))], key="b")
+
+        first = make()
+        for step in range(3):
+            first.reduce(values_of(comm.rank + step, 300) / 7, np.zeros(0, np.float32))
+            first.keep()
+        second, new = make(), make()
+        second.load(first.state())
+        for step in range(3, 6):
+            one, other, third = (values_of(comm.rank + step, 300) / 7 for _ in range(3))
+            for reducer, values in ((first, one), (second, other), (new, third)):
+                assert reducer.reduce(values, np.zeros(0, np.float32))
+            np.testing.assert_array_equal(one, other)
+            assert not np.array_equal(one, third)
 
     run(2, train)
 

@@ -206,6 +206,28 @@ def test_state_goes_to_another_bucket_by_name():
     run(2, train)
 
 
+@pytest.mark.parametrize("unbiased", [False, True])
+def test_draws_go_on_from_a_state(unbiased):
+    """A reducer that is given the state of another chooses what that one would have chosen next."""
+
+    def train(comm):
+        def make():
+            return Gathered(RandomK(0.1, unbiased), dense_below=0).reducer(comm, [Part("w", 0, (200,))], key="b")
+
+        first = make()
+        for step in range(3):
+            first.reduce(whole_numbers(comm.rank, step, 200), NO_FLAGS)
+            first.keep()
+        second = make()
+        second.load(first.state())
+        for step in range(3, 6):
+            one, other = (whole_numbers(comm.rank, step, 200) for _ in range(2))
+            assert first.reduce(one, NO_FLAGS) and second.reduce(other, NO_FLAGS)
+            np.testing.assert_array_equal(one, other)
+
+    run(2, train)
+
+
 def test_without_feedback_nothing_is_remembered():
     def train(comm):
         reducer = Gathered(TopK(0.1), feedback=False, dense_below=0).reducer(comm, [Part("w", 0, (20,))])

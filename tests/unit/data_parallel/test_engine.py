@@ -221,6 +221,31 @@ def test_plans_of_the_callers(early: int) -> None:
     FakeWorld(2).run(rank)
 
 
+@pytest.mark.parametrize("size", [1, 2])
+def test_a_bucket_moves_and_what_it_had_stays_where_it_was(size: int) -> None:
+    """Whoever still looks at old gradients sees no new ones; one rank may move what the others do not."""
+
+    def rank(comm: FakeComm) -> None:
+        engine = Engine(comm, make_buckets(SPECS, first_bucket_mib=TINY, bucket_cap_mib=TINY))
+        bucket = next(bucket.index for bucket in engine.buckets if 1 in bucket.parameters)
+        home, kept = engine.slot(1).ctypes.data, []
+        for turn in range(4):
+            if comm.rank == 0:
+                engine.move(bucket, aside=turn < 3)
+                assert engine.is_aside(bucket) == (turn < 3)
+            kept.append(engine.slot(1))
+            for parameter in range(3):
+                engine.slot(parameter)[:] = turn + comm.rank
+            engine.finish(range(3), {2} if turn == 1 else ())
+            assert set(engine.slot(1)) == {turn + (size - 1) / 2}
+            assert engine.used(1) and engine.used(2) == (turn != 1)
+        if comm.rank == 0:
+            assert [set(values) for values in kept] == [{turn + (size - 1) / 2} for turn in range(4)]
+            assert kept[3].ctypes.data == home
+
+    FakeWorld(size).run(rank)
+
+
 @pytest.mark.parametrize("size", [1, 2, 3, 4])
 def test_bytes_that_are_sent(size: int) -> None:
     def rank(comm: FakeComm) -> None:

@@ -1,0 +1,24 @@
+"""A rank that trains by itself while others train together, such as one outside their process set."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+
+from commlib.dtypes import Array, numpy_dtype
+
+
+class Alone:
+    """What is needed of a communicator where there is nobody to reduce with. Making it is not collective."""
+
+    rank, size = 0, 1
+    is_hierarchical = False
+
+    def empty(self, shape: Any, dtype: Any = "float32") -> Array:
+        """Return a zeroed array."""
+        return np.zeros(shape, numpy_dtype(dtype))
+
+    def all_gather_object(self, obj: Any) -> list[Any]:
+        """Return what all ranks have."""
+        return [obj]

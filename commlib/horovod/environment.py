@@ -1,0 +1,141 @@
+"""Horovod's environment variables: those that have a meaning here, and what it is.
+
+    HOROVOD_FUSION_THRESHOLD=33554432    is    COMMLIB_FUSION_MIB=32
+
+They are read by `init`. A COMMLIB_* variable wins over the one of Horovod that it stands for. Those that mean nothing
+here are named in one warning; who sets them expects something of them.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+
+from commlib.errors import TransportError, UsageError
+
+_NEVER = "1e9"
+"""Seconds: 31 years."""
+
+_LEVELS = {
+    "trace": "debug",
+    "debug": "debug",
+    "info": "info",
+    "warning": "warning",
+    "error": "error",
+    "fatal": "error",
+}
+
+_TAKEN_BY_INIT = ("HOROVOD_TIMELINE", "HOROVOD_TIMELINE_MARK_CYCLES", "HOROVOD_STALL_CHECK_DISABLE")
+
+# What a launcher of Horovod's tells the processes that it starts. Ranks come from MPI here.
+_OF_LAUNCHERS = (
+    "HOROVOD_RANK",
+    "HOROVOD_SIZE",
+    "HOROVOD_LOCAL_RANK",
+    "HOROVOD_LOCAL_SIZE",
+    "HOROVOD_CROSS_RANK",
+    "HOROVOD_CROSS_SIZE",
+    "HOROVOD_HOSTNAME",
+    "HOROVOD_SECRET_KEY",
+    "HOROVOD_GLOO_",
+)
+
+# What is so here anyway, with these values; an empty one stands for all.
+_IS_SO = {
+    "HOROVOD_CONTROLLER": ("mpi",),
+    "HOROVOD_CPU_OPERATIONS": ("mpi",),
+    "HOROVOD_DYNAMIC_PROCESS_SETS": ("",),
+    "HOROVOD_LOG_HIDE_TIME": ("",),
+    "HOROVOD_MPI_THREADS_DISABLE": ("0",),
+    "HOROVOD_ELASTIC": ("0",),
+    "HOROVOD_AUTOTUNE": ("0",),
+    "HOROVOD_HIERARCHICAL_ALLREDUCE": ("0",),
+    "HOROVOD_HIERARCHICAL_ALLGATHER": ("0",),
+    "HOROVOD_TORUS_ALLREDUCE": ("0",),
+    "HOROVOD_ENABLE_XLA_OPS": ("0",),
+    "HOROVOD_ENABLE_ASYNC_COMPLETION": ("0",),
+}
+
+
+def _mib(text: str) -> str:
+    return str(max(1, math.ceil(float(text) / 2**20)))  # 0 is no fusion in Horovod; here 1 MiB is the least
+
+
+def _names(text: str) -> str:
+    return str(max(1, int(text)))  # 0 is no cache in Horovod
+
+
+def _seconds(text: str) -> str:
+    return str(float(text))
+
+
+def _level(text: str) -> str:
+    return _LEVELS[text.lower()]
+
+
+_SETTINGS: dict[str, tuple[str, Callable[[str], str], str]] = {
+    "HOROVOD_FUSION_THRESHOLD": ("COMMLIB_FUSION_MIB", _mib, "a number of bytes"),
+    "HOROVOD_CACHE_CAPACITY": ("COMMLIB_KNOWN_NAMES", _names, "a number of names"),
+    "HOROVOD_STALL_CHECK_TIME_SECONDS": ("COMMLIB_STALL_WARNING", _seconds, "a number of seconds"),
+    "HOROVOD_STALL_SHUTDOWN_TIME_SECONDS": ("COMMLIB_TIMEOUT", _seconds, "a number of seconds"),
+    "HOROVOD_LOG_LEVEL": ("COMMLIB_LOG_LEVEL", _level, f"one of {', '.join(_LEVELS)}"),
+}
+
+
+@dataclass(frozen=True, slots=True)
+class Environment:
+    """What Horovod's variables say."""
+
+    settings: Mapping[str, str]
+    """COMMLIB_* variables, where they are not set themselves."""
+    timeline: str
+    """Where to write a trace to; "" for nowhere."""
+    mark_cycles: bool
+    ignored: tuple[str, ...]
+    """Variables that mean nothing here."""
+
+
+def read(environment: Mapping[str, str]) -> Environment:
+    """Return what Horovod's variables of `environment` say. Raises UsageError for values that they cannot have."""
+    given = {name: text.strip() for name, text in environment.items() if name.startswith("HOROVOD_")}
+    settings: dict[str, str] = {}
+    for name, (setting, convert, expected) in _SETTINGS.items():
+        if not given.get(name):
+            continue
+        try:
+            settings[setting] = convert(given[name])
+        except (KeyError, ValueError, OverflowError):
+            raise UsageError(f"environment variable {name}={given[name]!r}: expected {expected}") from None
+    if _is_on(given, "HOROVOD_STALL_CHECK_DISABLE"):  # then there is no shutdown either
+        settings |= {"COMMLIB_STALL_WARNING": _NEVER, "COMMLIB_TIMEOUT": "0"}
+    timeline = given.get("HOROVOD_TIMELINE", "")
+    return Environment(
+        settings,
+        "" if timeline == "DYNAMIC" else timeline,  # which only allows start_timeline
+        _is_on(given, "HOROVOD_TIMELINE_MARK_CYCLES"),
+        tuple(sorted(name for name, text in given.items() if not _means_something(name, text))),
+    )
+
+
+def check_launcher(environment: Mapping[str, str], size: int) -> None:
+    """Raise TransportError where a launcher that knows no MPI started several processes, each a world of its own."""
+    started = environment.get("HOROVOD_SIZE", "")
+    if started.isdecimal() and int(started) > 1 and size == 1:
+        raise TransportError(
+            f"a launcher of Horovod started {started} processes (HOROVOD_SIZE), but MPI sees one: start them by "
+            f"mpirun -n {started}, srun or horovodrun --mpi, not through gloo"
+        )
+
+
+def _is_on(given: Mapping[str, str], name: str) -> bool:
+    """Tell whether a flag is a positive number, as Horovod reads them."""
+    text = given.get(name, "")
+    return text.isdecimal() and int(text) > 0
+
+
+def _means_something(name: str, text: str) -> bool:
+    if not text or name in _SETTINGS or name in _TAKEN_BY_INIT or name.startswith(_OF_LAUNCHERS):
+        return True
+    values = _IS_SO.get(name, ())
+    return "" in values or text.lower() in values

@@ -1,0 +1,48 @@
+"""A compressed run in Keras that is saved and goes on in new objects."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import keras
+import pytest
+
+from commlib import horovod as core
+from commlib_tensorflow.optimizer import DistributedOptimizer
+
+from .test_compression import network, train, weights
+
+
+def make(name: str) -> Any:
+    """Return an optimizer as a new process has it: nothing is remembered under its name."""
+    compressed = core.process_set_of().coordinator("test").compressed
+    compressed._buckets.clear()
+    compressed._loaded.clear()
+    return DistributedOptimizer(keras.optimizers.SGD(0.05), name="resumed", compression=name, compress_within_node=True)
+
+
+@pytest.mark.ranks(min=2)
+@pytest.mark.parametrize(
+    "name",
+    [
+        "int8",
+        "int4:rounding=stochastic",
+        "qsgd",
+        "sign",
+        "topk:ratio=0.1",
+        "randomk:ratio=0.1",
+        "powersgd:rank=2",
+        "dgc:ratio=0.1",
+    ],
+)
+def test_a_resumed_run_is_the_same_to_the_last_bit(comm: Any, name: str) -> None:
+    """Draws of codecs that round or choose at random began anew."""
+    straight, stopped = network(), network()
+    train(comm, straight, make(name), range(8))
+    optimizer = make(name)
+    train(comm, stopped, optimizer, range(5))
+    state = optimizer.compression_state()
+    again = make(name)
+    again.load_compression_state(state)
+    train(comm, stopped, again, range(5, 8))
+    assert weights(straight) == weights(stopped)

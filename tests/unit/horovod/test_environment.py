@@ -1,0 +1,87 @@
+"""Horovod's environment variables, as settings of commlib."""
+
+from __future__ import annotations
+
+import pytest
+
+from commlib.config import load
+from commlib.errors import TransportError, UsageError
+from commlib.horovod.environment import check_launcher, read
+
+
+@pytest.mark.parametrize(
+    "name, text, setting, value",
+    [
+        ("FUSION_THRESHOLD", str(32 << 20), "fusion_mib", 32),
+        ("FUSION_THRESHOLD", "1", "fusion_mib", 1),
+        ("FUSION_THRESHOLD", "0", "fusion_mib", 1),
+        ("FUSION_THRESHOLD", str((5 << 20) + 1), "fusion_mib", 6),
+        ("CACHE_CAPACITY", "2048", "known_names", 2048),
+        ("CACHE_CAPACITY", "0", "known_names", 1),
+        ("STALL_CHECK_TIME_SECONDS", "90", "stall_warning", 90.0),
+        ("STALL_SHUTDOWN_TIME_SECONDS", "600", "timeout", 600.0),
+        ("STALL_SHUTDOWN_TIME_SECONDS", "0", "timeout", 0.0),
+        ("STALL_CHECK_DISABLE", "1", "stall_warning", 1e9),
+        ("STALL_CHECK_DISABLE", "0", "stall_warning", 60.0),
+        ("LOG_LEVEL", "TRACE", "log_level", "debug"),
+        ("LOG_LEVEL", "fatal", "log_level", "error"),
+        ("LOG_LEVEL", "Info", "log_level", "info"),
+        ("LOG_LEVEL", "", "log_level", "warning"),
+    ],
+)
+def test_what_has_a_meaning(name, text, setting, value):
+    said = read({f"HOROVOD_{name}": text, "PATH": "/bin"})
+    assert getattr(load(said.settings), setting) == value
+    assert said.ignored == ()
+
+
+def test_without_the_check_there_is_no_shutdown_either():
+    said = read({"HOROVOD_STALL_CHECK_DISABLE": "1", "HOROVOD_STALL_SHUTDOWN_TIME_SECONDS": "5"})
+    assert load(said.settings).timeout == 0
+
+
+@pytest.mark.parametrize("name", ["FUSION_THRESHOLD", "CACHE_CAPACITY", "STALL_CHECK_TIME_SECONDS", "LOG_LEVEL"])
+def test_values_that_make_no_sense(name):
+    with pytest.raises(UsageError, match=f"HOROVOD_{name}='much': expected"):
+        read({f"HOROVOD_{name}": "much"})
+
+
+def test_timeline():
+    said = read({"HOROVOD_TIMELINE": "/tmp/t.json", "HOROVOD_TIMELINE_MARK_CYCLES": "1"})
+    assert (said.timeline, said.mark_cycles, said.ignored) == ("/tmp/t.json", True, ())
+    assert read({"HOROVOD_TIMELINE": "DYNAMIC"}).timeline == ""
+    assert read({}).timeline == "" and not read({}).mark_cycles
+
+
+def test_what_means_nothing_is_named_and_what_is_so_anyway_is_not():
+    said = read(
+        {
+            "HOROVOD_CYCLE_TIME": "3.5",
+            "HOROVOD_AUTOTUNE": "1",
+            "HOROVOD_GPU_OPERATIONS": "NCCL",
+            "HOROVOD_CONTROLLER": "gloo",
+            "HOROVOD_NEWS": "x",
+            "HOROVOD_CPU_OPERATIONS": "MPI",
+            "HOROVOD_HIERARCHICAL_ALLREDUCE": "0",
+            "HOROVOD_DYNAMIC_PROCESS_SETS": "1",
+            "HOROVOD_RANK": "0",
+            "HOROVOD_GLOO_RENDEZVOUS_ADDR": "127.0.0.1",
+            "HOROVOD_THREAD_AFFINITY": "",
+        }
+    )
+    assert said.ignored == (
+        "HOROVOD_AUTOTUNE",
+        "HOROVOD_CONTROLLER",
+        "HOROVOD_CYCLE_TIME",
+        "HOROVOD_GPU_OPERATIONS",
+        "HOROVOD_NEWS",
+    )
+    assert not said.settings
+
+
+def test_a_launcher_without_mpi_is_found_out():
+    """Each process would train by itself, and look fine."""
+    with pytest.raises(TransportError, match=r"started 4 processes .* but MPI sees one"):
+        check_launcher({"HOROVOD_SIZE": "4"}, 1)
+    for environment, size in (({"HOROVOD_SIZE": "4"}, 4), ({"HOROVOD_SIZE": "1"}, 1), ({}, 1)):
+        check_launcher(environment, size)
