@@ -1,7 +1,8 @@
 """One way to call a function of the host on tensors: at once if TensorFlow runs eagerly, else as one node of the graph.
 
 A node is one `tf.numpy_function`, however many tensors go in and out: a call costs about 30 us, a further tensor 8 us.
-It is stateful, so a traced function runs its nodes in the order in which they were made, the same on every rank.
+It is stateful, so a traced function runs its nodes in the order in which they were made, the same on every rank. In
+graphs of TensorFlow 1, where nothing orders them, nodes keep no thread while they wait: see `_aside`.
 """
 
 from __future__ import annotations
@@ -15,6 +16,7 @@ import numpy as np
 import tensorflow as tf
 
 from commlib.errors import CommlibError, UsageError
+from commlib_tensorflow._aside import call_aside
 from commlib_tensorflow._bridge import Array, to_array, to_tensor
 
 try:
@@ -95,10 +97,19 @@ def call(host: Host, inputs: Sequence[Any], outputs: Sequence[Spec]) -> list[Any
             graph_errors.note(error)
             raise
 
-    results = tf.numpy_function(guarded, list(inputs), [spec.dtype for spec in outputs])
+    make_node = tf.numpy_function if ordered() else call_aside
+    results = make_node(guarded, list(inputs), [spec.dtype for spec in outputs])
     for result, spec in zip(results, outputs, strict=True):
         result.set_shape(spec.shape)
     return list(results)
+
+
+def ordered() -> bool:
+    """Return whether nodes run in the order in which they are made: traced functions do so, graphs of TensorFlow 1 not.
+
+    A traced function that a graph of TensorFlow 1 calls is within that, and may run beside another one.
+    """
+    return bool(tf.compat.v1.executing_eagerly_outside_functions())
 
 
 def records() -> bool:
