@@ -22,10 +22,11 @@ def call_aside(function: Callable[..., Any], inputs: Sequence[Any], dtypes: Sequ
     given = list(inputs) or [tf.constant(0)]  # a dataset has elements
     count = len(inputs)
 
-    @tf.function(input_signature=[tf.TensorSpec(tensor.shape, tensor.dtype) for tensor in given], autograph=False)
-    def mapped(*tensors: Any) -> Any:
+    def node(*tensors: Any) -> Any:
         return tf.numpy_function(function, tensors[:count], list(dtypes))
 
+    signature = [tf.TensorSpec(tensor.shape, tensor.dtype) for tensor in given]
+    mapped = tf.function(node, input_signature=signature, autograph=False)
     outputs: dict[str, Any] = {"output_types": list(dtypes), "output_shapes": [tf.TensorShape(None) for _ in dtypes]}
     with tf.device("cpu:0"):  # there are no datasets elsewhere
         dataset = tf.raw_ops.TensorDataset(components=given, output_shapes=[tensor.shape for tensor in given])

@@ -7,8 +7,8 @@ graphs of TensorFlow 1, where nothing orders them, nodes keep no thread while th
 
 from __future__ import annotations
 
+import functools
 import re
-import threading
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple, TypeVar, cast
 
@@ -18,6 +18,8 @@ import tensorflow as tf
 from commlib.errors import CommlibError, UsageError
 from commlib_tensorflow._aside import call_aside
 from commlib_tensorflow._bridge import Array, to_array, to_tensor
+from commlib_tensorflow._graph_errors import graph_errors as graph_errors
+from commlib_tensorflow.errors import as_tensorflows
 
 try:
     from tensorflow.python.eager.record import could_possibly_record as _some_tape_records
@@ -32,8 +34,20 @@ FunctionT = TypeVar("FunctionT", bound=Callable[..., Any])
 
 
 def as_written(function: FunctionT) -> FunctionT:
-    """Decorate a function that AutoGraph must not rewrite when a user's traced function calls it."""
-    return cast(FunctionT, tf.autograph.experimental.do_not_convert(function))
+    """Decorate a function that AutoGraph must not rewrite when a user's traced function calls it.
+
+    What it raises is one of `commlib_tensorflow.errors`.
+    """
+
+    @functools.wraps(function)
+    def guarded(*arguments: Any, **options: Any) -> Any:
+        try:
+            return function(*arguments, **options)
+        except CommlibError as error:
+            same = as_tensorflows(error)
+            raise same from same.__cause__
+
+    return cast(FunctionT, tf.autograph.experimental.do_not_convert(guarded))
 
 
 class Spec(NamedTuple):
@@ -53,37 +67,11 @@ class Spec(NamedTuple):
         return cls(tensor.dtype, _any_rows(tensor.shape))
 
 
-class GraphErrors:
-    """Remembers what functions of the host raised within graphs, where TensorFlow keeps only the text.
-
-    `original` finds the exception behind an error of TensorFlow, so that it can be handled by its type.
-    """
-
-    def __init__(self) -> None:
-        self._lock = threading.Lock()
-        self._last: CommlibError | None = None
-
-    def note(self, error: CommlibError) -> None:
-        """Remember an error that is about to pass through TensorFlow."""
-        with self._lock:
-            self._last = error
-
-    def original(self, error: BaseException) -> CommlibError | None:
-        """Return the exception whose text `error` carries, None if it is another one."""
-        with self._lock:
-            last = self._last
-        return last if last is not None and isinstance(error, tf.errors.OpError) and str(last) in str(error) else None
-
-
-graph_errors = GraphErrors()
-"""A graph runs in threads of TensorFlow, and may run without anybody of us on the stack: so this is one per process."""
-
-
 def call(host: Host, inputs: Sequence[Any], outputs: Sequence[Spec]) -> list[Any]:
     """Return, as tensors, what `host` makes of `inputs`, which it gets as arrays that it must not change.
 
     `host` returns one new array for each of `outputs`, at least one, which TensorFlow may adopt. What it raises is
-    raised here; in a graph when that runs, as the tf.errors.OpError that TensorFlow makes of it, with the same text.
+    raised here; in a graph when that runs, by TensorFlow, as an error of the same kind and text: see `_graph_errors`.
     """
     if tf.executing_eagerly():
         return [to_tensor(array) for array in host(*map(to_array, inputs))]

@@ -6,8 +6,8 @@ included). Where it is named here as differentiable, gradients flow through it. 
 Horovod's callers: data of a GPU travels through the memory of the host wherever the operation is placed.
 
 All raise what the core raises: UsageError (a ValueError) for a call that is wrong on this rank, MismatchError on every
-rank where ranks ask for different things under one name. Within a traced function TensorFlow makes its own errors of
-them when the function runs (InvalidArgumentError and UnknownError), with the same text.
+rank where ranks ask for different things under one name. Each is one of tf.errors too, eagerly, in traced functions
+and in sessions: see `commlib_tensorflow.errors`.
 """
 
 from __future__ import annotations

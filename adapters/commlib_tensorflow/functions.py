@@ -79,6 +79,7 @@ class BroadcastGlobalVariablesHook(tf.compat.v1.train.SessionRunHook):  # type: 
         session.run(self._broadcast)
 
 
+@as_written
 def broadcast_object(
     obj: Any,
     root_rank: int = 0,
@@ -100,6 +101,7 @@ def broadcast_object_fn(
     return lambda obj: broadcast_object(obj, root_rank, session, name, process_set)
 
 
+@as_written
 def allgather_object(
     obj: Any, session: Any = None, name: str | None = None, process_set: core.ProcessSet | None = None
 ) -> list[Any]:

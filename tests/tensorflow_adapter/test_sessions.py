@@ -1,4 +1,4 @@
-"""Graphs of TensorFlow 1: operations that nothing orders run together, whatever the order in which ranks come to them."""
+"""Graphs of TensorFlow 1: operations that nothing orders run together, in whatever order ranks come to them."""
 
 import time
 from typing import Any
@@ -101,7 +101,7 @@ def test_every_verb_at_once_on_one_thread(comm: Any) -> None:
     np.testing.assert_array_equal(results[2], [part[0] for part in mine])
     np.testing.assert_array_equal(results[3], last)
     np.testing.assert_array_equal(results[4], np.concatenate([part[both] for part in mine]))
-    np.testing.assert_array_equal(results[5], sum(mine)[both])
+    np.testing.assert_array_equal(results[5], np.sum(mine, axis=0)[both])
     np.testing.assert_array_equal(results[6][1], np.concatenate([part[:2] for part in mine]))
     assert results[7] == [comm.rank, comm.size]
 
@@ -109,6 +109,7 @@ def test_every_verb_at_once_on_one_thread(comm: Any) -> None:
 @few_threads
 def test_operations_in_a_loop_and_in_a_branch(comm: Any, threads: int) -> None:
     with tf.Graph().as_default():
+
         def step(count: Any, total: Any) -> Any:
             return count + 1, hvd.allreduce(total, op=hvd.Sum, name="in a loop")
 
