@@ -150,7 +150,7 @@ class Reduction:
 
     def agree_finite(self, finite: Any) -> Any:
         """Return whether `finite` holds on all ranks. In a graph or eagerly."""
-        if self.size == 1:
+        if self.reducer.alone:
             return finite
         name = f"{self.name}.finite"
         flag = tf.cast(finite, tf.int32)
