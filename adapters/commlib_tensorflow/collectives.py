@@ -21,7 +21,7 @@ import tensorflow as tf
 from commlib import horovod as core
 from commlib.errors import UsageError
 from commlib_tensorflow._bridge import Array, as_tensor
-from commlib_tensorflow._graph import Spec, as_written, call, gradient_name, operation_name, records
+from commlib_tensorflow._graph import Spec, as_written, call, gradient_name, operation_name, ordered, records
 from commlib_tensorflow.compression import Compression, Compressor
 
 Compressing = type[Compressor] | Compressor
@@ -157,7 +157,7 @@ def broadcast_(
 ) -> list[Any]:
     """Give variables, tf.Variable or keras.Variable, the values of rank `root_rank`'s, and return them.
 
-    All travel in one operation.
+    All travel in one operation. In a graph of TensorFlow 1 what is returned are their new values, to be run.
     """
     variables = list(variables)
     if not variables:
@@ -167,11 +167,9 @@ def broadcast_(
             raise UsageError(f"broadcast_: entry {position} is no variable but a {type(variable).__name__}")
     tensors = _tensors(variables)
     name = operation_name("Broadcast", name)
-    for variable, value in zip(
-        variables, broadcast_tensors(tensors, root_rank, name, core.process_set_of(process_set)), strict=True
-    ):
-        variable.assign(value)
-    return variables
+    values = broadcast_tensors(tensors, root_rank, name, core.process_set_of(process_set))
+    assigned = [variable.assign(value) for variable, value in zip(variables, values, strict=True)]
+    return variables if ordered() else assigned
 
 
 @as_written
@@ -255,8 +253,11 @@ def join() -> Any:
 
 
 @as_written
-def barrier(process_set: core.ProcessSet | None = None, name: str | None = None) -> None:
-    """Wait until all ranks of the process set are here. In a traced function, when that runs."""
+def barrier(process_set: core.ProcessSet | None = None, name: str | None = None) -> Any:
+    """Wait until all ranks of the process set are here. In a traced function, when that runs.
+
+    Returns an operation in a graph of TensorFlow 1, None otherwise.
+    """
     group = core.process_set_of(process_set)
     name = operation_name("Barrier", name)
 
@@ -264,7 +265,8 @@ def barrier(process_set: core.ProcessSet | None = None, name: str | None = None)
         core.start_barrier(group, name, blocking=True).wait()
         return [np.zeros((), np.int32)]
 
-    call(meet, [], [Spec(tf.int32, ())])
+    (met,) = call(meet, [], [Spec(tf.int32, ())])
+    return None if ordered() else met.op
 
 
 # Gradients: what is below takes tensors and names as they are

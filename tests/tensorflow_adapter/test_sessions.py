@@ -174,3 +174,28 @@ def test_an_optimizer_that_starts_its_groups_as_they_come(comm: Any, threads: in
             results = run.run(variables)
     mean = (comm.size - 1) / 2
     np.testing.assert_array_equal(results, [[number - 2 * mean] * 3 for number in range(COUNT)])
+
+
+def test_broadcast_in_place(comm: Any) -> None:
+    """What was returned were the variables, and to run them ran nothing."""
+    with tf.Graph().as_default():
+        variables = [tf.Variable(tf.ones(count) * float(comm.rank)) for count in (2, 3)]
+        results = hvd.broadcast_(variables, comm.size - 1)
+        with session(2) as run:
+            run.run(tf.compat.v1.global_variables_initializer())
+            for count, result in zip((2, 3), run.run(results), strict=True):
+                np.testing.assert_array_equal(result, [comm.size - 1] * count)
+            for count, value in zip((2, 3), run.run(variables), strict=True):
+                np.testing.assert_array_equal(value, [comm.size - 1] * count)
+
+
+def test_a_barrier_is_an_operation(comm: Any) -> None:
+    """Nothing was returned, so nothing could be run."""
+    began: list[float] = []
+    with tf.Graph().as_default():
+        met = hvd.barrier()
+        with session(1) as run:
+            time.sleep(0.05 * comm.rank)
+            began.append(time.monotonic())
+            run.run(met)
+    assert time.monotonic() >= max(comm.all_gather_object(began[0]))
