@@ -1,12 +1,12 @@
-"""A node for the graphs of TensorFlow 1 that calls a function of the host without keeping a thread of TensorFlow's.
+"""A node for graphs in which nothing orders it: it calls a function of the host and keeps no thread of TensorFlow's.
 
-A session runs its nodes on few threads, in whatever order it likes. A function that waits for other ranks must not sit
-on one of them: ranks may begin different operations, and the threads are used up before the ones that all have begun.
+Such a graph's nodes run on few threads, in whatever order. A function that waits for other ranks must not sit on one of
+them: ranks may begin different operations, and the threads are used up before there is one that all have begun.
 TensorFlow has no node for that which Python could fulfil, except one that is made for input pipelines: taking the one
 element of a dataset is asynchronous and happens on a thread of the node's own, and so does, without "inter-op
 parallelism", what maps the element. So the tensors become a dataset of one element, which the function maps.
 
-A run of such a node costs about 50 us more than one of `tf.numpy_function`, and a thread as long as the session lives.
+A run of such a node costs about 50 us more than one of `tf.numpy_function`, and a thread while its graph is in use.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
 """One way to call a function of the host on tensors: at once if TensorFlow runs eagerly, else as one node of the graph.
 
 A node is one `tf.numpy_function`, however many tensors go in and out: a call costs about 30 us, a further tensor 8 us.
-It is stateful, so a traced function runs its nodes in the order in which they were made, the same on every rank. In
-graphs of TensorFlow 1, where nothing orders them, nodes keep no thread while they wait: see `_aside`.
+It is stateful, so a traced function runs its nodes in the order in which they were made, the same on every rank. Where
+nothing orders them, as in graphs of TensorFlow 1, nodes keep no thread while they wait: see `_aside`.
 """
 
 from __future__ import annotations
@@ -93,10 +93,18 @@ def call(host: Host, inputs: Sequence[Any], outputs: Sequence[Spec]) -> list[Any
 
 
 def ordered() -> bool:
-    """Return whether nodes run in the order in which they are made: traced functions do so, graphs of TensorFlow 1 not.
+    """Return whether nodes run in the order in which they are made, as they do eagerly and in traced functions.
 
-    A traced function that a graph of TensorFlow 1 calls is within that, and may run beside another one.
+    In graphs of TensorFlow 1 they do not, nor in what TensorFlow makes of a traced function to have its gradients
+    outside of it. A traced function within such a graph may run beside another one.
     """
+    if tf.executing_eagerly():
+        return True
+    graph = tf.compat.v1.get_default_graph()
+    while hasattr(graph, "outer_graph"):  # a function
+        if not getattr(graph, "_add_control_dependencies", True):
+            return False
+        graph = graph.outer_graph
     return bool(tf.compat.v1.executing_eagerly_outside_functions())
 
 

@@ -1,4 +1,4 @@
-"""Graphs of TensorFlow 1: operations that nothing orders run together, in whatever order ranks come to them."""
+"""Graphs, as those of TensorFlow 1: operations that nothing orders run together, in whatever order ranks begin them."""
 
 import time
 from typing import Any
@@ -28,7 +28,7 @@ def late(x: Any, seconds: float) -> Any:
         time.sleep(seconds)
         return array
 
-    result = tf.numpy_function(wait, [x], x.dtype)
+    result = tf.numpy_function(wait, [x], x.dtype, stateful=False)  # so that nothing orders these either
     result.set_shape(x.shape)
     return result
 
@@ -73,6 +73,39 @@ def test_gradients_of_many_independent_operations(comm: Any, threads: int) -> No
     factor = 2.0 * sum(range(1, comm.size + 1))
     expected = [[factor * (1.0 + number), factor * (2.0 + comm.rank)] for number in range(COUNT)]
     np.testing.assert_array_equal(results, expected)
+
+
+def test_gradients_outside_of_a_traced_function(comm: Any) -> None:
+    """TensorFlow orders nothing in the function that it makes for them: it hung as sessions did."""
+    order = another_order(comm)
+
+    @tf.function
+    def forward(*xs: Any) -> Any:
+        reduced = [hvd.allreduce(x * x, op=hvd.Sum, name=f"outside {number}") for number, x in enumerate(xs)]
+        return [slow_backward(y, 0.02 * order.index(number)) for number, y in enumerate(reduced)]
+
+    xs = [tf.Variable([1.0 + number, 2.0]) for number in range(COUNT)]
+    with tf.GradientTape() as tape:
+        ys = forward(*xs)
+    for number, gradient in enumerate(tape.gradient(ys, xs)):
+        np.testing.assert_array_equal(gradient, 2.0 * comm.size * np.array([1.0 + number, 2.0]))
+
+
+def slow_backward(x: Any, seconds: float) -> Any:
+    """The same tensor, whose gradient takes a while."""
+    return tf.custom_gradient(lambda x: (tf.identity(x), lambda dy: late(dy, seconds)))(x)
+
+
+def test_a_wrapped_graph_of_tensorflow_1(comm: Any) -> None:
+    def build(x: Any) -> Any:
+        found: list[Any] = [None] * COUNT
+        for number in another_order(comm):
+            found[number] = hvd.allreduce(x * float(number), op=hvd.Sum, name=f"wrapped {number}")
+        return found
+
+    wrapped = tf.compat.v1.wrap_function(build, [tf.TensorSpec([2])])
+    for number, result in enumerate(wrapped(tf.ones(2))):
+        np.testing.assert_array_equal(result, [number * comm.size] * 2)
 
 
 def test_every_verb_at_once_on_one_thread(comm: Any) -> None:
