@@ -1,13 +1,14 @@
 """One way to call a function of the host on tensors: at once if TensorFlow runs eagerly, else as one node of the graph.
 
 A node is one `tf.numpy_function`, however many tensors go in and out: a call costs about 30 us, a further tensor 8 us.
-It is stateful, so a traced function runs its nodes in the order in which they were made, the same on every rank.
+It is stateful, so a traced function runs its nodes in the order in which they were made, the same on every rank. Where
+nothing orders them, as in graphs of TensorFlow 1, nodes keep no thread while they wait: see `_aside`.
 """
 
 from __future__ import annotations
 
+import functools
 import re
-import threading
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple, TypeVar, cast
 
@@ -15,7 +16,10 @@ import numpy as np
 import tensorflow as tf
 
 from commlib.errors import CommlibError, UsageError
+from commlib_tensorflow._aside import call_aside
 from commlib_tensorflow._bridge import Array, to_array, to_tensor
+from commlib_tensorflow._graph_errors import graph_errors as graph_errors
+from commlib_tensorflow.errors import as_tensorflows
 
 try:
     from tensorflow.python.eager.record import could_possibly_record as _some_tape_records
@@ -30,8 +34,20 @@ FunctionT = TypeVar("FunctionT", bound=Callable[..., Any])
 
 
 def as_written(function: FunctionT) -> FunctionT:
-    """Decorate a function that AutoGraph must not rewrite when a user's traced function calls it."""
-    return cast(FunctionT, tf.autograph.experimental.do_not_convert(function))
+    """Decorate a function that AutoGraph must not rewrite when a user's traced function calls it.
+
+    What it raises is one of `commlib_tensorflow.errors`.
+    """
+
+    @functools.wraps(function)
+    def guarded(*arguments: Any, **options: Any) -> Any:
+        try:
+            return function(*arguments, **options)
+        except CommlibError as error:
+            same = as_tensorflows(error)
+            raise same from same.__cause__
+
+    return cast(FunctionT, tf.autograph.experimental.do_not_convert(guarded))
 
 
 class Spec(NamedTuple):
@@ -51,37 +67,11 @@ class Spec(NamedTuple):
         return cls(tensor.dtype, _any_rows(tensor.shape))
 
 
-class GraphErrors:
-    """Remembers what functions of the host raised within graphs, where TensorFlow keeps only the text.
-
-    `original` finds the exception behind an error of TensorFlow, so that it can be handled by its type.
-    """
-
-    def __init__(self) -> None:
-        self._lock = threading.Lock()
-        self._last: CommlibError | None = None
-
-    def note(self, error: CommlibError) -> None:
-        """Remember an error that is about to pass through TensorFlow."""
-        with self._lock:
-            self._last = error
-
-    def original(self, error: BaseException) -> CommlibError | None:
-        """Return the exception whose text `error` carries, None if it is another one."""
-        with self._lock:
-            last = self._last
-        return last if last is not None and isinstance(error, tf.errors.OpError) and str(last) in str(error) else None
-
-
-graph_errors = GraphErrors()
-"""A graph runs in threads of TensorFlow, and may run without anybody of us on the stack: so this is one per process."""
-
-
 def call(host: Host, inputs: Sequence[Any], outputs: Sequence[Spec]) -> list[Any]:
     """Return, as tensors, what `host` makes of `inputs`, which it gets as arrays that it must not change.
 
     `host` returns one new array for each of `outputs`, at least one, which TensorFlow may adopt. What it raises is
-    raised here; in a graph when that runs, as the tf.errors.OpError that TensorFlow makes of it, with the same text.
+    raised here; in a graph when that runs, by TensorFlow, as an error of the same kind and text: see `_graph_errors`.
     """
     if tf.executing_eagerly():
         return [to_tensor(array) for array in host(*map(to_array, inputs))]
@@ -95,10 +85,27 @@ def call(host: Host, inputs: Sequence[Any], outputs: Sequence[Spec]) -> list[Any
             graph_errors.note(error)
             raise
 
-    results = tf.numpy_function(guarded, list(inputs), [spec.dtype for spec in outputs])
+    make_node = tf.numpy_function if ordered() else call_aside
+    results = make_node(guarded, list(inputs), [spec.dtype for spec in outputs])
     for result, spec in zip(results, outputs, strict=True):
         result.set_shape(spec.shape)
     return list(results)
+
+
+def ordered() -> bool:
+    """Return whether nodes run in the order in which they are made, as they do eagerly and in traced functions.
+
+    In graphs of TensorFlow 1 they do not, nor in what TensorFlow makes of a traced function to have its gradients
+    outside of it. A traced function within such a graph may run beside another one.
+    """
+    if tf.executing_eagerly():
+        return True
+    graph = tf.compat.v1.get_default_graph()
+    while hasattr(graph, "outer_graph"):  # a function
+        if not getattr(graph, "_add_control_dependencies", True):
+            return False
+        graph = graph.outer_graph
+    return bool(tf.compat.v1.executing_eagerly_outside_functions())
 
 
 def records() -> bool:

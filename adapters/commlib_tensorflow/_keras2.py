@@ -12,13 +12,24 @@ from typing import Any
 import tensorflow as tf
 
 from commlib.errors import UsageError
-from commlib_tensorflow._keras_reduction import Distributed, Reduction, become
+from commlib_tensorflow._computed_gradients import gradients_of
+from commlib_tensorflow._keras_reduction import Distributed, DistributedKeras, Reduction, become
 
 
-class Aggregates(Distributed):
+class Aggregates(DistributedKeras):
     """Reduces in `aggregate_gradients`, which new optimizers of Keras 2 call in each `apply_gradients`."""
 
     _commlib_passes: Passes | None
+
+    def compute_gradients(self, loss: Any, var_list: Any, tape: Any = None) -> list[tuple[Any, Any]]:
+        """Return pairs of gradients and variables: reduced, but within a LossScaleOptimizer, which unscales them."""
+        if getattr(self, "_is_wrapped_by_loss_scale_optimizer", False):
+            return gradients_of(loss, var_list, tape)
+        return super().compute_gradients(loss, var_list, tape)
+
+    def minimize(self, loss: Any, var_list: Any, tape: Any = None) -> None:
+        """Make a step as Keras does: gradients are reduced when they are applied."""
+        self.apply_gradients(gradients_of(loss, var_list, tape))
 
     def aggregate_gradients(self, grads_and_vars: Any) -> list[tuple[Any, Any]]:
         """Return pairs of reduced gradients and variables."""
@@ -55,7 +66,7 @@ class Aggregates(Distributed):
         return self_.iterations
 
 
-class AggregatesLegacy(Distributed):
+class AggregatesLegacy(DistributedKeras):
     """Reduces in `_aggregate_gradients`, which `tf_keras.optimizers.legacy` and others of that kind call."""
 
     def _aggregate_gradients(self, grads_and_vars: Any) -> list[tuple[Any, Any]]:
@@ -127,5 +138,7 @@ def hook_of(optimizer: Any) -> type[Distributed]:
 
 def _reduced(reduction: Reduction, grads_and_vars: Any) -> list[tuple[Any, Any]]:
     pairs = list(grads_and_vars)
+    if reduction.are_reduced([gradient for gradient, _ in pairs]):
+        return pairs
     variables = [variable for _, variable in pairs]
     return list(zip(reduction.reduce([gradient for gradient, _ in pairs], variables), variables, strict=True))

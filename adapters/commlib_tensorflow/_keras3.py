@@ -20,7 +20,14 @@ import keras
 import tensorflow as tf
 
 from commlib.errors import UsageError
-from commlib_tensorflow._keras_reduction import Distributed, Reduction, become, check_variables, replace
+from commlib_tensorflow._keras_reduction import (
+    Distributed,
+    DistributedKeras,
+    Reduction,
+    become,
+    check_variables,
+    replace,
+)
 
 NO_XLA = (
     "jit_compile=True does not go with a DistributedOptimizer: a function that XLA compiles cannot call the host, "
@@ -28,7 +35,7 @@ NO_XLA = (
 )
 
 
-class ReducesBeforeClipping(Distributed):
+class ReducesBeforeClipping(DistributedKeras):
     """Reduces what `_clip_gradients` gets: once for each real update."""
 
     def apply(self, grads: Any, trainable_variables: Any = None) -> None:
@@ -39,7 +46,7 @@ class ReducesBeforeClipping(Distributed):
         reduction.expected = with_gradients(self, grads, trainable_variables)
         if reduction.size > 1:
             check_variables(reduction.expected)
-        reduction.ran = False
+        reduction.ran = reduction.given_reduced = reduction.are_reduced(grads)
         super().apply(grads, trainable_variables)  # type: ignore[misc]
         if not reduction.ran and reduction.expected and not (_accumulates(self) and tf.executing_eagerly()):
             raise UsageError(
@@ -49,6 +56,13 @@ class ReducesBeforeClipping(Distributed):
 
     def _clip_gradients(self, grads: Any) -> Any:
         self_: Any = self
+        reduced = grads if self._commlib.given_reduced else self._reduced(grads)
+        if self_.global_clipnorm and self._commlib.size > 1:
+            return self._commlib.clip(reduced, self._commlib.expected, self_.global_clipnorm)
+        return super()._clip_gradients(reduced)  # type: ignore[misc]
+
+    def _reduced(self, grads: Any) -> list[Any]:
+        self_: Any = self
         everything = self_._trainable_variables
         places = [self_._get_variable_index(variable) for variable in self._commlib.expected]
         # With the variables that have no gradient: another rank may have one for them.
@@ -56,20 +70,19 @@ class ReducesBeforeClipping(Distributed):
         for place, gradient in zip(places, grads, strict=True):
             gradients[place] = gradient
         everything_reduced = self._commlib.reduce(gradients, everything)
-        reduced = [everything_reduced[place] for place in places]
-        if self_.global_clipnorm and self._commlib.size > 1:
-            return self._commlib.clip(reduced, self._commlib.expected, self_.global_clipnorm)
-        return super()._clip_gradients(reduced)  # type: ignore[misc]
+        return [everything_reduced[place] for place in places]
 
 
-class ReducesBeforeApplying(Distributed):
+class ReducesBeforeApplying(DistributedKeras):
     """Reduces what `apply` gets, in every pass."""
 
     def apply(self, grads: Any, trainable_variables: Any = None) -> None:
         """Update variables with reduced gradients, as Keras does."""
         self_: Any = self
         variables = list(self_._trainable_variables if trainable_variables is None else trainable_variables)
-        super().apply(self._commlib.reduce(list(grads), variables), trainable_variables)  # type: ignore[misc]
+        grads = list(grads)
+        reduced = grads if self._commlib.are_reduced(grads) else self._commlib.reduce(grads, variables)
+        super().apply(reduced, trainable_variables)  # type: ignore[misc]
 
 
 def distribute(optimizer: Any, reduction: Reduction, backward_passes_per_step: int) -> None:

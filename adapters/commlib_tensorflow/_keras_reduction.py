@@ -14,6 +14,7 @@ import tensorflow as tf
 from commlib import horovod as core
 from commlib.data_parallel import Statistics, StepReport
 from commlib.errors import UsageError
+from commlib_tensorflow._computed_gradients import ComputedGradients, gradients_of
 from commlib_tensorflow.clip import clip_by_global_norm
 from commlib_tensorflow.collectives import allreduce
 from commlib_tensorflow.gradients import GradientReducer
@@ -47,6 +48,23 @@ class Distributed:
         return self._commlib.reducer.statistics
 
 
+class DistributedKeras(Distributed):
+    """What those of Keras are, besides."""
+
+    def compute_gradients(self, loss: Any, var_list: Any, tape: Any = None) -> list[tuple[Any, Any]]:
+        """Return pairs of gradients, reduced over all ranks, and variables: for `apply_gradients`. Collective.
+
+        loss: a function without arguments, or a tensor that `tape` has recorded. var_list: variables, or a function
+        that returns them. Raises UsageError for an optimizer that adds up several passes.
+        """
+        if getattr(self, "gradient_accumulation_steps", None) or getattr(self, "_commlib_passes", None) is not None:
+            raise UsageError(
+                "compute_gradients() does not go with several passes per step, which are added up before they are "
+                "reduced: take the gradients of a pass from a tf.GradientTape, and apply them"
+            )
+        return self._commlib.compute(gradients_of(loss, var_list, tape))
+
+
 class Reduction:
     """Reduces the gradients of one optimizer. `undo_division` is by what they are multiplied afterwards."""
 
@@ -64,6 +82,9 @@ class Reduction:
         self.expected: list[Any] = []
         """The variables whose gradients the optimizer is about to hand over."""
         self.ran = False
+        self.given_reduced = False
+        """They are reduced already."""
+        self._computed = ComputedGradients()
         self._undo_division = undo_division
         self._scale_local = scale_local_gradients
         self._local: set[Any] = set()
@@ -99,6 +120,18 @@ class Reduction:
                 results[number] = gradient
         return [scaled(gradient, float(self._undo_division)) for gradient in results]
 
+    def compute(self, pairs: Sequence[tuple[Any, Any]]) -> list[tuple[Any, Any]]:
+        """Return pairs of reduced gradients and variables, which are not reduced again when they are applied."""
+        variables = [variable for _, variable in pairs]
+        reduced = self.reduce([gradient for gradient, _ in pairs], variables)
+        self._computed.note(reduced)
+        return list(zip(reduced, variables, strict=True))
+
+    def are_reduced(self, gradients: Sequence[Any]) -> bool:
+        """Return whether gradients that are to be applied are those that `compute` returned. Asked once for them."""
+        averaged = self.reducer.op == core.Average and self._undo_division == 1 and not self._local_keys()
+        return self._computed.are(gradients, else_averaged=averaged and not self.reducer.scheme)
+
     def clip(self, gradients: Sequence[Any], variables: Sequence[Any], clip_norm: float) -> list[Any]:
         """Return reduced gradients, clipped by their norm, with the same bits on all ranks.
 
@@ -117,7 +150,7 @@ class Reduction:
 
     def agree_finite(self, finite: Any) -> Any:
         """Return whether `finite` holds on all ranks. In a graph or eagerly."""
-        if self.size == 1:
+        if self.reducer.alone:
             return finite
         name = f"{self.name}.finite"
         flag = tf.cast(finite, tf.int32)

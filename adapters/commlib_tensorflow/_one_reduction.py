@@ -20,7 +20,7 @@ import tensorflow as tf
 from commlib import horovod as core
 from commlib.data_parallel.report import all_reduce_bytes
 from commlib_tensorflow._bridge import Array
-from commlib_tensorflow._graph import Spec, call
+from commlib_tensorflow._graph import Spec, call, ordered
 from commlib_tensorflow._layout import Layout
 
 if TYPE_CHECKING:
@@ -70,15 +70,22 @@ class OneReduction:
 
     def _starts(self, sent: dict[int, Any]) -> list[Any]:
         """Make a node per bucket that starts its reduction; return tensors that `finish` takes, so as to come after."""
+        # Where nothing orders the nodes they would all want to agree first: that is one before them then.
+        first = [] if ordered() else call(self._agree, [], [Spec(tf.int64, ())])
         tokens: list[Any] = []
         for number, bucket in enumerate(self._buckets):
-            tokens += call(self._starter(number), [sent[index] for index in bucket], [Spec(tf.int64, ())])
+            tokens += call(self._starter(number), [*(sent[index] for index in bucket), *first], [Spec(tf.int64, ())])
         return tokens
 
     # On the host
 
+    def _agree(self) -> list[Array]:
+        self._reducer.agree(self._layout)
+        return [np.zeros((), np.int64)]
+
     def _starter(self, number: int) -> Any:
-        def start(*arrays: Array) -> list[Array]:
+        def start(*given: Array) -> list[Array]:
+            arrays = given[: len(self._buckets[number])]
             with self._reducer.statistics.exposing():
                 # TensorFlow may use the memory of its tensors again as soon as this returns.
                 copies = [self._reducer.pool.empty(array.shape, array.dtype) for array in arrays]

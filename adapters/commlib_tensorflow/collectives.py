@@ -6,13 +6,13 @@ included). Where it is named here as differentiable, gradients flow through it. 
 Horovod's callers: data of a GPU travels through the memory of the host wherever the operation is placed.
 
 All raise what the core raises: UsageError (a ValueError) for a call that is wrong on this rank, MismatchError on every
-rank where ranks ask for different things under one name. Within a traced function TensorFlow makes its own errors of
-them when the function runs (InvalidArgumentError and UnknownError), with the same text.
+rank where ranks ask for different things under one name. Each is one of tf.errors too, eagerly, in traced functions
+and in sessions: see `commlib_tensorflow.errors`.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import numpy as np
@@ -21,7 +21,7 @@ import tensorflow as tf
 from commlib import horovod as core
 from commlib.errors import UsageError
 from commlib_tensorflow._bridge import Array, as_tensor
-from commlib_tensorflow._graph import Spec, as_written, call, gradient_name, operation_name, records
+from commlib_tensorflow._graph import Spec, as_written, call, gradient_name, operation_name, ordered, records
 from commlib_tensorflow.compression import Compression, Compressor
 
 Compressing = type[Compressor] | Compressor
@@ -47,19 +47,13 @@ def allreduce(
     is then the combined one; only Sum and Average exist for them, and no scales (NotImplementedError).
     """
     op = core.resolve_op(op, average)
+    scales = prescale_factor, postscale_factor
     if isinstance(tensor, tf.IndexedSlices):
-        if op not in (core.Average, core.Sum):
-            raise NotImplementedError(
-                f"op={op.name.capitalize()} does not exist for tf.IndexedSlices: make them dense with "
-                "tf.convert_to_tensor, or pass sparse_as_dense=True to DistributedOptimizer or DistributedGradientTape"
-            )
-        if prescale_factor != 1.0 or postscale_factor != 1.0:
-            raise NotImplementedError("prescale_factor and postscale_factor do not exist for tf.IndexedSlices")
-        return _allreduce_slices(tensor, op, name, process_set, ignore_name_scope)
+        name = operation_name("Allreduce", name, tensor.values, ignore_name_scope=ignore_name_scope)
+        return _allreduce_slices([tensor], name, op, scales, core.process_set_of(process_set))[0]
     tensor = as_tensor(tensor)
     name = operation_name("Allreduce", name, tensor, ignore_name_scope=ignore_name_scope)
     compressed, context = compression.compress(tensor)
-    scales = prescale_factor, postscale_factor
     (reduced,) = _allreduce_tensors([compressed], name, op, scales, core.process_set_of(process_set))
     return compression.decompress(reduced, context)
 
@@ -78,16 +72,26 @@ def grouped_allreduce(
     ignore_name_scope: bool = False,
     name: str | None = None,
 ) -> list[Any]:
-    """Return new tensors: `allreduce` of each, in one operation that all ranks begin together. Differentiable."""
+    """Return new tensors: `allreduce` of each, in one operation that all ranks begin together. Differentiable.
+
+    tf.IndexedSlices among them, with the limits of `allreduce`, are gathered in another one.
+    """
     op = core.resolve_op(op, average)
-    given = _tensors(tensors)
+    given = list(tensors)
+    slices = [tensor for tensor in given if isinstance(tensor, tf.IndexedSlices)]
+    dense = _tensors(given, but=tf.IndexedSlices)
     if not given:
         return []
-    name = operation_name("GroupedAllreduce", name, given[0], ignore_name_scope=ignore_name_scope)
-    compressed, contexts = zip(*(compression.compress(tensor) for tensor in given), strict=True)
-    scales = prescale_factor, postscale_factor
-    reduced = _allreduce_tensors(compressed, name, op, scales, core.process_set_of(process_set))
-    return [compression.decompress(tensor, context) for tensor, context in zip(reduced, contexts, strict=True)]
+    scales, group = (prescale_factor, postscale_factor), core.process_set_of(process_set)
+    first = dense[0] if dense else slices[0].values
+    name = operation_name("GroupedAllreduce", name, first, ignore_name_scope=ignore_name_scope)
+    gathered = iter(_allreduce_slices(slices, None if name is None else f"{name}_slices", op, scales, group))
+    reduced: Iterator[Any] = iter(())
+    if dense:
+        compressed, contexts = zip(*(compression.compress(tensor) for tensor in dense), strict=True)
+        answers = _allreduce_tensors(compressed, name, op, scales, group)
+        reduced = (compression.decompress(*answer) for answer in zip(answers, contexts, strict=True))
+    return [next(gathered if isinstance(tensor, tf.IndexedSlices) else reduced) for tensor in given]
 
 
 @as_written
@@ -153,7 +157,7 @@ def broadcast_(
 ) -> list[Any]:
     """Give variables, tf.Variable or keras.Variable, the values of rank `root_rank`'s, and return them.
 
-    All travel in one operation.
+    All travel in one operation. In a graph of TensorFlow 1 what is returned are their new values, to be run.
     """
     variables = list(variables)
     if not variables:
@@ -163,11 +167,9 @@ def broadcast_(
             raise UsageError(f"broadcast_: entry {position} is no variable but a {type(variable).__name__}")
     tensors = _tensors(variables)
     name = operation_name("Broadcast", name)
-    for variable, value in zip(
-        variables, broadcast_tensors(tensors, root_rank, name, core.process_set_of(process_set)), strict=True
-    ):
-        variable.assign(value)
-    return variables
+    values = broadcast_tensors(tensors, root_rank, name, core.process_set_of(process_set))
+    assigned = [variable.assign(value) for variable, value in zip(variables, values, strict=True)]
+    return variables if ordered() else assigned
 
 
 @as_written
@@ -251,8 +253,11 @@ def join() -> Any:
 
 
 @as_written
-def barrier(process_set: core.ProcessSet | None = None, name: str | None = None) -> None:
-    """Wait until all ranks of the process set are here. In a traced function, when that runs."""
+def barrier(process_set: core.ProcessSet | None = None, name: str | None = None) -> Any:
+    """Wait until all ranks of the process set are here. In a traced function, when that runs.
+
+    Returns an operation in a graph of TensorFlow 1, None otherwise.
+    """
     group = core.process_set_of(process_set)
     name = operation_name("Barrier", name)
 
@@ -260,7 +265,8 @@ def barrier(process_set: core.ProcessSet | None = None, name: str | None = None)
         core.start_barrier(group, name, blocking=True).wait()
         return [np.zeros((), np.int32)]
 
-    call(meet, [], [Spec(tf.int32, ())])
+    (met,) = call(meet, [], [Spec(tf.int32, ())])
+    return None if ordered() else met.op
 
 
 # Gradients: what is below takes tensors and names as they are
@@ -399,9 +405,12 @@ def _differentiable(
     return list(tf.custom_gradient(forward)(*tensors))
 
 
-def _tensors(values: Sequence[Any]) -> list[Any]:
+def _tensors(values: Sequence[Any], but: type | tuple[()] = ()) -> list[Any]:
+    """Return values as tensors, leaving out those of the class `but`."""
     tensors = []
     for position, value in enumerate(values):
+        if isinstance(value, but):
+            continue
         try:
             tensors.append(as_tensor(value))
         except UsageError as error:
@@ -410,11 +419,26 @@ def _tensors(values: Sequence[Any]) -> list[Any]:
 
 
 def _allreduce_slices(
-    slices: tf.IndexedSlices, op: core.ReduceOp, name: str | None, process_set: Any, ignore_name_scope: bool
-) -> tf.IndexedSlices:
-    name = operation_name("Allreduce", name, slices.values, ignore_name_scope=ignore_name_scope)
-    group = core.process_set_of(process_set)
-    values, indices = _allgather_tensors([as_tensor(slices.values), as_tensor(slices.indices)], name, group)
-    if op == core.Average:
-        values = values / tf.cast(group.size(), values.dtype)
-    return tf.IndexedSlices(values, indices, slices.dense_shape)
+    slices: Sequence[tf.IndexedSlices],
+    name: str | None,
+    op: core.ReduceOp,
+    scales: tuple[float, float],
+    group: core.ProcessSet,
+) -> list[tf.IndexedSlices]:
+    """Return the slices of all ranks, which all travel in one operation, divided for an average."""
+    if not slices:
+        return []
+    if op not in (core.Average, core.Sum):
+        raise NotImplementedError(
+            f"op={op.name.capitalize()} does not exist for tf.IndexedSlices: make them dense with "
+            "tf.convert_to_tensor, or pass sparse_as_dense=True to DistributedOptimizer or DistributedGradientTape"
+        )
+    if scales != (1.0, 1.0):
+        raise NotImplementedError("prescale_factor and postscale_factor do not exist for tf.IndexedSlices")
+    parts = [as_tensor(part) for one in slices for part in (one.values, one.indices)]
+    gathered = _allgather_tensors(parts, name, group)
+    results = []
+    for one, values, indices in zip(slices, gathered[::2], gathered[1::2], strict=True):
+        mean = values / tf.cast(group.size(), values.dtype) if op == core.Average else values
+        results.append(tf.IndexedSlices(mean, indices, one.dense_shape))
+    return results

@@ -10,7 +10,7 @@ import tensorflow as tf
 from commlib import horovod as core
 from commlib.errors import UsageError
 from commlib_tensorflow._bridge import as_tensor
-from commlib_tensorflow._graph import as_written, operation_name
+from commlib_tensorflow._graph import as_written, operation_name, ordered
 from commlib_tensorflow.collectives import broadcast_tensors
 
 
@@ -41,9 +41,7 @@ def broadcast_variables(
     name = operation_name("BroadcastVariables", None)
     values = broadcast_tensors(tensors, root_rank, name, core.process_set_of(process_set))
     updates = [variable.assign(value) for variable, value in zip(found, values, strict=True)]
-    if tf.compat.v1.executing_eagerly_outside_functions():
-        return None
-    return tf.group(*updates)
+    return None if ordered() else tf.group(*updates)
 
 
 @as_written
@@ -52,7 +50,7 @@ def broadcast_global_variables(root_rank: int) -> Any:
 
     Raises RuntimeError in eager mode, where there is no list of all variables.
     """
-    if tf.compat.v1.executing_eagerly_outside_functions():
+    if ordered():
         raise RuntimeError(
             "broadcast_global_variables does not work in eager mode, where TensorFlow keeps no list of all variables: "
             "use broadcast_variables(model.variables, root_rank), and the same for optimizer.variables"
@@ -79,6 +77,7 @@ class BroadcastGlobalVariablesHook(tf.compat.v1.train.SessionRunHook):  # type: 
         session.run(self._broadcast)
 
 
+@as_written
 def broadcast_object(
     obj: Any,
     root_rank: int = 0,
@@ -100,6 +99,7 @@ def broadcast_object_fn(
     return lambda obj: broadcast_object(obj, root_rank, session, name, process_set)
 
 
+@as_written
 def allgather_object(
     obj: Any, session: Any = None, name: str | None = None, process_set: core.ProcessSet | None = None
 ) -> list[Any]:

@@ -50,21 +50,39 @@ class DistributedTape(tf.GradientTape):  # type: ignore[misc]  # TensorFlow has 
         sources: Any,
         output_gradients: Any = None,
         unconnected_gradients: Any = tf.UnconnectedGradients.NONE,
+        use_generic_names: bool = False,
     ) -> Any:
         """Return the gradients with respect to `sources`, combined over all ranks. Collective.
 
         Those of local sources are this rank's own, divided by the number of ranks unless scale_local_gradients=False.
+        use_generic_names: variables are compared among ranks by their places in `sources`, and not by their names.
         """
+        if use_generic_names and isinstance(self._reducer.groups, tuple):
+            raise UsageError("use_generic_names does not go with groups of variables, which are found by their names")
         gradients = self._wrapped.gradient(target, sources, output_gradients, unconnected_gradients)
         flat_sources = tf.nest.flatten(sources)
         flat = tf.nest.flatten(gradients)
-        shared = [index for index, source in enumerate(flat_sources) if _identity(source) not in self._local]
-        names = [label(flat_sources[index], index) for index in shared]
+        shared = [index for index, source in enumerate(flat_sources) if not self._is_local(source)]
+        names = [f"source {i}" if use_generic_names else label(flat_sources[i], i) for i in shared]
         reduced = self._reducer([flat[index] for index in shared], names)
         answer = [self._scaled(gradient) for gradient in flat]
         for index, gradient in zip(shared, reduced, strict=True):
             answer[index] = gradient
         return tf.nest.pack_sequence_as(sources, answer)
+
+    def get_local_and_global_gradients(
+        self, target: Any, sources: Any, output_gradients: Any = None, use_generic_names: bool = False
+    ) -> tuple[list[tuple[Any, Any]], list[tuple[Any, Any]]]:
+        """Return what `gradient` does as pairs (source, gradient): those of local sources, and all others. Collective.
+
+        Each in the order of `sources`, flat.
+        """
+        gradients = self.gradient(target, sources, output_gradients, use_generic_names=use_generic_names)
+        pairs = list(zip(tf.nest.flatten(sources), tf.nest.flatten(gradients), strict=True))
+        return [p for p in pairs if self._is_local(p[0])], [p for p in pairs if not self._is_local(p[0])]
+
+    def _is_local(self, source: Any) -> bool:
+        return _identity(source) in self._local
 
     def _scaled(self, gradient: Any) -> Any:
         if gradient is None or not self._scale_local_gradients:

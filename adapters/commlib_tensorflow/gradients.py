@@ -86,6 +86,11 @@ class GradientReducer:
         """The number of ranks."""
         return self.process_set.size() or 1
 
+    @property
+    def alone(self) -> bool:
+        """Whether this rank reduces with no other one, as one that is not in the process set, like Horovod's."""
+        return self.size == 1 or self.process_set.included() is False
+
     @as_written
     def __call__(self, gradients: Sequence[Any], names: Sequence[str]) -> list[Any]:
         """Return the gradients combined over all ranks, in the same order. Eagerly or in a traced function.
@@ -96,7 +101,7 @@ class GradientReducer:
         if len(gradients) != len(names):
             raise UsageError(f"{self.name}: {len(gradients)} gradients but {len(names)} names")
         given = [self._checked(gradient, name) for gradient, name in zip(gradients, names, strict=True)]
-        if self.size == 1:
+        if self.alone:
             return given
         layout = self._layout(given, names)
         dense = {index for bucket in layout.buckets for index in bucket}

@@ -335,3 +335,49 @@ def test_slices_have_no_other_reductions(comm: Any) -> None:
         hvd.allreduce(slices, op=hvd.Max)
     with pytest.raises(NotImplementedError, match="scale"):
         hvd.allreduce(slices, prescale_factor=2.0)
+
+
+@both
+@pytest.mark.parametrize("op", ["Sum", "Average"])
+def test_slices_in_a_group(comm: Any, op: str, mode: str) -> None:
+    """They were refused there, though `allreduce` takes them, and so does Horovod's group."""
+
+    def reduce(rows: Any) -> Any:
+        one = tf.IndexedSlices(tf.ones([rows, 2]) * (comm.rank + 1.0), tf.range(rows), tf.constant([5, 2]))
+        other = tf.IndexedSlices(tf.ones([1], tf.float64), tf.constant([comm.rank], tf.int64), tf.constant([8]))
+        given = [one, tf.ones(3) * comm.rank, other, 2]
+        results = hvd.grouped_allreduce(given, op=getattr(hvd, op), compression=hvd.Compression.fp16)
+        assert [isinstance(result, tf.IndexedSlices) for result in results] == [True, False, True, False]
+        return [tf.convert_to_tensor(result) for result in results]
+
+    results = in_mode(mode, reduce)(tf.constant(comm.rank + 1))
+    divisor = comm.size if op == "Average" else 1
+    one = np.zeros((5, 2), np.float32)
+    for rank in range(comm.size):
+        one[: rank + 1] += rank + 1
+    other = np.where(np.arange(8) < comm.size, 1.0 / divisor, 0.0)
+    assert_close(results[0], tf.constant(one / divisor), 1e-6)
+    check(results[1], tf.ones(3) * (sum(range(comm.size)) / divisor))
+    check(results[2], tf.constant(other, tf.float64))
+    check(results[3], tf.constant(2 * comm.size // divisor))
+
+
+def test_slices_alone_in_a_group_and_what_is_refused_there(comm: Any) -> None:
+    slices = tf.IndexedSlices(tf.ones([1, 2]), [0], [5, 2])
+    (result,) = hvd.grouped_allreduce([slices], op=hvd.Sum)
+    check(tf.convert_to_tensor(result)[0], tf.ones(2) * comm.size)
+    with pytest.raises(NotImplementedError, match="sparse_as_dense"):
+        hvd.grouped_allreduce([tf.ones(2), slices], op=hvd.Max)
+    with pytest.raises(NotImplementedError, match="scale"):
+        hvd.grouped_allreduce([slices], postscale_factor=2.0)
+    with pytest.raises(UsageError, match="entry 1"):
+        hvd.grouped_allreduce([slices, None])
+
+
+def test_a_gradient_through_slices_in_a_group(comm: Any) -> None:
+    values = tf.Variable(tf.ones([1, 2]))
+    with tf.GradientTape() as tape:
+        slices = tf.IndexedSlices(values * 3.0, [comm.rank], [comm.size, 2])
+        (result,) = hvd.grouped_allreduce([slices], op=hvd.Sum)
+        loss = tf.reduce_sum(tf.convert_to_tensor(result)) * (comm.rank + 1.0)
+    check(tape.gradient(loss, values), tf.ones([1, 2]) * 3.0 * (comm.size + 1) / 2)

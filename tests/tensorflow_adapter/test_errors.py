@@ -1,13 +1,19 @@
 """What is wrong is said on every rank, eagerly and in traced functions, and the next call works."""
 
+import pickle
+import subprocess
+import sys
 from typing import Any
 
+import keras
+import numpy as np
 import pytest
 import tensorflow as tf
 
 import commlib_tensorflow as hvd
-from commlib.errors import MismatchError, UsageError
-from commlib_tensorflow._graph import graph_errors
+from commlib.errors import CommlibError, MismatchError, PeerError, ShutdownError, StallError, TransportError, UsageError
+from commlib_tensorflow import errors
+from commlib_tensorflow._graph import Spec, as_written, call, graph_errors
 from tests.tensorflow_adapter.oracle import MODES, check, in_mode
 
 both = pytest.mark.parametrize("mode", MODES)
@@ -79,3 +85,104 @@ def test_a_compiled_function_within_one_that_communicates(comm: Any) -> None:
     double = tf.function(lambda x: 2.0 * x, jit_compile=True)
     run = tf.function(lambda x: hvd.allreduce(double(x), op=hvd.Sum))
     check(run(tf.ones(2)), tf.ones(2) * 2.0 * comm.size)
+
+
+# What they can be caught as
+
+KINDS = {
+    UsageError: [tf.errors.InvalidArgumentError, ValueError],
+    MismatchError: [tf.errors.FailedPreconditionError, tf.errors.UnknownError],
+    ShutdownError: [tf.errors.FailedPreconditionError, tf.errors.UnknownError],
+    StallError: [tf.errors.DeadlineExceededError, tf.errors.UnknownError, TimeoutError],
+    PeerError: [tf.errors.UnknownError],
+    TransportError: [tf.errors.UnknownError],
+}
+
+
+def failing(error: Exception) -> Any:
+    """An operation that raises."""
+
+    def host(array: Any) -> Any:
+        raise error
+
+    return as_written(lambda x: call(host, [x], [Spec.like(x)])[0])
+
+
+@pytest.mark.parametrize("where", ["eager", "graph", "nested", "session", "dataset"])
+@pytest.mark.parametrize("kind", KINDS, ids=lambda kind: str(kind.__name__))
+def test_errors_are_commlibs_and_tensorflows_at_once(comm: Any, kind: type[CommlibError], where: str) -> None:
+    """Within graphs they were TensorFlow's alone, and eagerly commlib's alone: no `except` caught both."""
+    fail = failing(kind(f"a text of {kind.__name__} {where}"))
+    with pytest.raises(hvd.HorovodInternalError, match=f"a text of {kind.__name__} {where}") as caught:
+        if where == "eager":
+            fail(tf.ones(2))
+        elif where == "graph":
+            tf.function(fail)(tf.ones(2))
+        elif where == "nested":
+            tf.function(lambda x: tf.function(fail)(x) + 1.0)(tf.ones(2))
+        elif where == "session":
+            with tf.Graph().as_default(), tf.compat.v1.Session() as session:
+                session.run(fail(tf.ones(2)))
+        else:
+            list(tf.data.Dataset.from_tensors(tf.ones(2)).map(fail))
+    for base in [kind, *KINDS[kind]]:
+        assert isinstance(caught.value, base)
+    assert isinstance(caught.value, tf.errors.OpError)
+    assert caught.value.error_code == getattr(errors, kind.__name__).code
+    copy = pickle.loads(pickle.dumps(caught.value)) if caught.value.op is None else caught.value
+    assert type(copy) is type(caught.value) and str(copy) == str(caught.value)
+
+
+def test_errors_of_others_stay_what_they_are(comm: Any) -> None:
+    with pytest.raises(MismatchError):
+        tf.function(failing(MismatchError("of ours")))(tf.ones(2))
+
+    def other(array: Any) -> Any:
+        raise RuntimeError("not of ours")  # though its text is within this one
+
+    with pytest.raises(tf.errors.UnknownError, match="not of ours") as theirs:
+        tf.function(lambda x: tf.numpy_function(other, [x], tf.float32))(tf.ones(2))
+    assert type(theirs.value) is tf.errors.UnknownError
+    with pytest.raises(tf.errors.InvalidArgumentError) as theirs:
+        tf.ones([2, 2]) @ tf.ones([3, 3])
+    assert type(theirs.value) is tf.errors.InvalidArgumentError
+    assert str(tf.errors.UnknownError(None, None, "text")) == "text"
+    assert type(tf.errors.InvalidArgumentError(None, None, "text", {})) is tf.errors.InvalidArgumentError
+
+
+def test_an_error_while_a_function_is_traced(comm: Any) -> None:
+    @tf.function
+    def run(x: Any) -> Any:
+        return hvd.allreduce(x)
+
+    with pytest.raises(tf.errors.InvalidArgumentError, match="dtype string") as caught:
+        run(tf.constant("text"))
+    assert isinstance(caught.value, UsageError)
+
+
+@pytest.mark.ranks(min=2)
+def test_a_step_of_keras_that_fails(comm: Any) -> None:
+    """Whoever catches HorovodInternalError around `fit` catches it."""
+    model = keras.Sequential([keras.Input([2]), keras.layers.Dense(1 + comm.rank)])
+    model.compile(hvd.DistributedOptimizer(keras.optimizers.SGD(), name="fails"), "mse")
+    try:
+        model.fit(np.ones([2, 2]), np.ones([2, 1 + comm.rank]), verbose=0)
+    except hvd.HorovodInternalError as error:
+        caught: Any = error
+    assert isinstance(caught, MismatchError) and isinstance(caught, tf.errors.FailedPreconditionError)
+    check(hvd.allreduce(tf.ones(2), op=hvd.Sum), tf.ones(2) * comm.size)
+
+
+def test_before_init(comm: Any) -> None:
+    program = """
+import tensorflow as tf
+import commlib_tensorflow as hvd
+for function in (hvd.rank_op, tf.function(lambda: hvd.rank_op())):
+    try:
+        function()
+    except tf.errors.FailedPreconditionError as error:
+        assert isinstance(error, ValueError) and isinstance(error, hvd.HorovodInternalError), type(error)
+        print("caught")
+"""
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=False)
+    assert done.stdout == "caught\ncaught\n", done.stderr

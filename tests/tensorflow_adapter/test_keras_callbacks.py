@@ -395,3 +395,16 @@ def test_values(comm: Any) -> None:
         hvd.broadcast_global_variables(0)
     with pytest.raises(UsageError, match="traced function"):
         tf.function(lambda: hvd.allreduce(1.0), autograph=False)()
+
+
+def test_operations_on_values_return_tensors(comm: Any) -> None:
+    """They returned arrays, which lack what scripts call on the tensors that Horovod returns."""
+    value = np.ones(comm.size, np.float32)
+    results = [
+        hvd.allreduce(value),
+        hvd.allgather(value),
+        hvd.broadcast(value, 0),
+        hvd.reducescatter(value),
+    ]
+    assert all(isinstance(result, tf.Tensor) for result in results)
+    assert [tuple(result.numpy().shape) for result in results] == [(comm.size,), (comm.size**2,), (comm.size,), (1,)]

@@ -3,6 +3,7 @@
 from collections.abc import Iterator
 from typing import Any
 
+import keras
 import numpy as np
 import pytest
 import tensorflow as tf
@@ -72,6 +73,28 @@ def test_variables_objects_and_gradients_of_some_ranks(comm: Any, ends: Any) -> 
         loss = tf.reduce_sum(variable * (comm.rank + 1.0))
     (gradient,) = hvd.DistributedGradientTape(tape, process_set=ends).gradient(loss, [variable])
     check(gradient, tf.constant([1 + last / 2]))
+
+
+@both
+@pytest.mark.ranks(min=3)
+def test_gradients_of_a_rank_that_is_not_in_the_set(comm: Any, ends: Any, mode: str) -> None:
+    """They are its own, as with Horovod, so that one script may train differently in every set; it raised."""
+    variable = tf.Variable([1.0])
+    optimizer = hvd.DistributedOptimizer(keras.optimizers.SGD(1.0), process_set=ends, name=f"ends {mode}")
+
+    def run() -> Any:
+        with tf.GradientTape() as tape:
+            loss = tf.reduce_sum(variable * (comm.rank + 1.0))
+        plain = tape.gradient(loss, [variable])
+        with tf.GradientTape() as tape:
+            loss = tf.reduce_sum(variable * (comm.rank + 1.0))
+        gradients = hvd.DistributedGradientTape(tape, process_set=ends).gradient(loss, [variable])
+        optimizer.apply(plain, [variable])
+        return gradients[0]
+
+    expected = 1.0 + (comm.size - 1) / 2 if ends.included() else comm.rank + 1.0
+    check(in_mode(mode, run)(), tf.constant([expected]))
+    check(variable.read_value(), tf.constant([1.0 - expected]))
 
 
 @both

@@ -1,4 +1,4 @@
-"""Operations on values, such as numbers and arrays, as `horovod.keras` has them. Results are numpy's."""
+"""Operations on values, such as numbers and arrays, as `horovod.keras` has them. Results are tensors."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ def allreduce(
 ) -> Any:
     """Return `value`, which is like a tensor, of all ranks combined, by default their average."""
     _eagerly("allreduce")
-    result = collectives.allreduce(
+    return collectives.allreduce(
         tf.convert_to_tensor(value),
         average=average,
         compression=compression,
@@ -34,19 +34,18 @@ def allreduce(
         name=name,
         process_set=process_set,
     )
-    return result.numpy()
 
 
 def allgather(value: Any, name: str | None = None, process_set: Any = core.global_process_set) -> Any:
     """Return `value`, which is like a tensor, of all ranks, one after another along dimension 0."""
     _eagerly("allgather")
-    return collectives.allgather(tf.convert_to_tensor(value), name=name, process_set=process_set).numpy()
+    return collectives.allgather(tf.convert_to_tensor(value), name=name, process_set=process_set)
 
 
 def broadcast(value: Any, root_rank: int, name: str | None = None, process_set: Any = core.global_process_set) -> Any:
     """Return `value`, which is like a tensor, of rank `root_rank`."""
     _eagerly("broadcast")
-    return collectives.broadcast(tf.convert_to_tensor(value), root_rank, name=name, process_set=process_set).numpy()
+    return collectives.broadcast(tf.convert_to_tensor(value), root_rank, name=name, process_set=process_set)
 
 
 def reducescatter(
@@ -54,7 +53,7 @@ def reducescatter(
 ) -> Any:
     """Return this rank's share, along dimension 0, of `value` of all ranks combined."""
     _eagerly("reducescatter")
-    return collectives.reducescatter(tf.convert_to_tensor(value), op=op, name=name, process_set=process_set).numpy()
+    return collectives.reducescatter(tf.convert_to_tensor(value), op=op, name=name, process_set=process_set)
 
 
 def broadcast_global_variables(root_rank: int) -> Any:
@@ -68,6 +67,6 @@ def broadcast_global_variables(root_rank: int) -> Any:
 def _eagerly(verb: str) -> None:
     if not tf.executing_eagerly():
         raise UsageError(
-            f"commlib_tensorflow.keras.{verb} returns a value, which a traced function does not have: use "
+            f"commlib_tensorflow.keras.{verb} takes and returns values, which a traced function does not have: use "
             f"commlib_tensorflow.{verb} there"
         )
