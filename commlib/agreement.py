@@ -134,10 +134,12 @@ class LateCheck:
         if theirs == mine:
             return
         if theirs == _GONE:
-            raise PeerError(
+            error = PeerError(
                 f"{self._group}: {mine}: rank {rank}: waited for a rank that will not come: "
                 f"rank {peer} has shut commlib down or left the program"
             )
+            error.missing = {peer: "has shut commlib down or left the program"}
+            raise error
         raise MismatchError(
             f"{self._group}: the ranks do not make the same call (call number {sequence}; found after a long wait):\n"
             f"  rank {rank}: {mine}\n  rank {peer}: {theirs}\n"

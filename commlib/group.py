@@ -44,7 +44,7 @@ class Group:
         self.rank, self.size, self.name = transport.rank, transport.size, name
         self.runtime, self.config = runtime, runtime.config
         self.failure: CommlibError | None = None  # after it the group's ranks are out of step
-        self.explain: Callable[[], str] | None = None  # says more where a wait is long
+        self.explain: Callable[[float, list[int]], str] | None = None  # words the warning about a long wait
         self.progress = Progress()
         weakref.finalize(self, self.progress.close).atexit = False  # its thread must not outlive the group
         self._transport = transport
@@ -361,10 +361,10 @@ class Group:
     def _gather_quietly(self, value: Any) -> list[Any]:
         return objects.all_gather_object(self, value).run()  # type: ignore[no-any-return]  # within an operation
 
-    def leave(self) -> None:
-        """Tell the other ranks that this one comes no more. Never blocks."""
+    def leave(self, reason: str = "") -> None:
+        """Tell the other ranks that this one comes no more, on its node with a reason. Never blocks."""
         if self.board is not None:
-            self.board.leave()
+            self.board.leave(reason)
         if self._late_check is not None and self.failure is None:
             self._late_check.leave()
 

@@ -22,7 +22,7 @@ from commlib.coordinator.pending import Pending
 from commlib.coordinator.request import Request
 from commlib.coordinator.scaling import neutral, scale
 from commlib.dtypes import INTEGERS, NUMPY, Array
-from commlib.errors import UsageError
+from commlib.errors import CommlibError, UsageError
 from commlib.kernels.pack import pack, unpack
 
 # On a node packing pays for small arrays, in batches that stay in the caches until they are unpacked (1,000 arrays of
@@ -81,7 +81,10 @@ class Execution:
         }
 
     def run(self, jobs: Sequence[Job], done: Callable[[Job, Any, BaseException | None], None]) -> None:
-        """Run operations, telling how each has ended. Raises nothing that belongs to one of them alone."""
+        """Run operations, telling how each has ended. Raises nothing that belongs to one of them alone.
+
+        What it raises has left this rank out of step with the others.
+        """
         reductions = [job for job in jobs if job.launch.request.verb == "allreduce"]
         self._guarded(reductions, done, self._all_reduce)
         for job in jobs:
@@ -99,7 +102,9 @@ class Execution:
             for job, value in run(jobs):  # in order
                 ended += 1
                 done(job, value, None)
-        except Exception as error:  # it belongs to whoever waits for them
+        except CommlibError as error:
+            if self._comm.failure is not None:
+                raise
             for job in jobs[ended:]:
                 done(job, None, error)
 

@@ -59,3 +59,10 @@ class Pending(Work):
         self._running.release()
         if error is not None:
             self._coordinator.failed[self] = None
+
+    def fail(self, error: BaseException) -> None:
+        """End it badly, unless it has ended; also where `finish` was interrupted on its way."""
+        if not self._done:
+            self.finish(error=error)
+        elif self._running.locked():
+            self._running.release()

@@ -22,7 +22,7 @@ class Watchdog:
     """The `idle` callback of one wait. Raises PeerError, StallError or ShutdownError to end it.
 
     `peers` are the ranks that are waited for (default: all). `look` is called too once a wait is long, and may raise.
-    `explain` says more for a message about it.
+    `explain` words the warning about it: from seconds and late ranks; errors carry who was missing.
     """
 
     __slots__ = (
@@ -48,7 +48,7 @@ class Watchdog:
         *,
         peers: Collection[int] | None = None,
         look: Callable[[], None] | None = None,
-        explain: Callable[[], str] | None = None,
+        explain: Callable[[float, list[int]], str] | None = None,
     ) -> None:
         self._runtime, self._board, self._rank, self._text = runtime, board, rank, text
         self._peers, self._look, self._explain = peers, look, explain
@@ -70,13 +70,20 @@ class Watchdog:
         if self._look is not None and waited > _LONG:
             self._look()
         if 0 < self._runtime.config.timeout < waited:
-            raise StallError(
-                f"{self._text}: rank {self._rank}: gave up after {waited:.1f} s (COMMLIB_TIMEOUT){self._late()}; "
+            late = self._late()
+            error = StallError(
+                f"{self._text}: rank {self._rank}: gave up after {waited:.1f} s (COMMLIB_TIMEOUT){_named(late)}; "
                 "look at what the late ranks are doing"
             )
+            error.missing = dict.fromkeys(late, "")
+            raise error
         if not self._warned and self._runtime.config.stall_warning < waited:
             self._warned = True
-            log.warning("%s: rank %d has waited %.0f s%s", self._text, self._rank, waited, self._late())
+            late = self._late()
+            if self._explain is not None:
+                log.warning("%s", self._explain(waited, late))
+            else:
+                log.warning("%s: rank %d has waited %.0f s%s", self._text, self._rank, waited, _named(late))
 
     def _look_for_absent(self, now: float) -> None:
         assert self._board is not None
@@ -89,9 +96,13 @@ class Watchdog:
             self._absent_since = now
         elif now - self._absent_since > _GRACE:
             who = "; ".join(f"rank {rank} {reason}" for rank, reason in absent.items())
-            raise PeerError(f"{self._text}: rank {self._rank}: waited for a rank that will not come: {who}")
+            error = PeerError(f"{self._text}: rank {self._rank}: waited for a rank that will not come: {who}")
+            error.missing = absent
+            raise error
 
-    def _late(self) -> str:
-        late = self._board.late() if self._board is not None else []
-        who = f"; not there yet: rank {', '.join(map(str, late))}" if late else ""
-        return who + (self._explain() if self._explain is not None else "")
+    def _late(self) -> list[int]:
+        return self._board.late() if self._board is not None else []
+
+
+def _named(late: list[int]) -> str:
+    return f"; not there yet: rank {', '.join(map(str, late))}" if late else ""

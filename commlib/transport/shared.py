@@ -121,12 +121,15 @@ class NodeBoard:
 
     def exchange_texts(self, text: str, idle: Idle) -> list[str]:
         """Return every rank's text (cut at 1 kB). All ranks call it, at the same epoch."""
-        data = text.encode()[: _TEXT_BYTES - 1]
-        self._texts[self.rank][: len(data) + 1] = np.frombuffer(data + b"\0", np.uint8)
+        self._write(text)
         self.meet(kernels.DONE, idle)
-        texts = [bytes(text).partition(b"\0")[0].decode(errors="replace") for text in self._texts]
+        texts = [_read(text) for text in self._texts]
         self.meet(kernels.DONE, idle)
         return texts
+
+    def _write(self, text: str) -> None:
+        data = text.encode()[: _TEXT_BYTES - 1]
+        self._texts[self.rank][: len(data) + 1] = np.frombuffer(data + b"\0", np.uint8)
 
     def late(self) -> list[int]:
         """Return the ranks that have not reached this rank's epoch."""
@@ -140,16 +143,19 @@ class NodeBoard:
         """Let every later kernel return BROKEN: this rank is out of step with the others."""
         self._control[kernels.FAILED] = 1
 
-    def leave(self) -> None:
-        """Tell the others that this rank comes to no meeting any more. Never blocks."""
-        self._status[self.rank][0] = _LEFT
+    def leave(self, reason: str = "") -> None:
+        """Tell the others that this rank comes to no meeting any more; its first reason counts. Never blocks."""
+        status = self._status[self.rank]
+        if status[0] != _LEFT:
+            self._write(reason or "has shut commlib down or left the program")
+            status[0] = _LEFT
 
     def absent(self) -> dict[int, str]:
         """Return the ranks that will never come, each with the reason."""
         gone = {}
-        for member, status, watched in zip(self.members, self._status, self._watched, strict=True):
+        for member, status, text, watched in zip(self.members, self._status, self._texts, self._watched, strict=True):
             if status[0] == _LEFT:
-                gone[member] = "has shut commlib down or left the program"
+                gone[member] = _read(text)
             elif watched and not _process_alive(int(status[1])):
                 gone[member] = f"is dead (its process {int(status[1])} is gone)"
         return gone
@@ -159,6 +165,10 @@ class NodeBoard:
         self._status, self._texts = [], []
         self._arrived = np.zeros(0, np.int64)
         self._memory.close()
+
+
+def _read(text: Any) -> str:
+    return bytes(text).partition(b"\0")[0].decode(errors="replace")
 
 
 def _no_idle() -> None:

@@ -215,3 +215,27 @@ def test_an_error_of_one_operation_is_that_operations_alone():
         assert good.wait()[0].tolist() == [2, 2]
 
     coordinated(2, work)
+
+
+def test_a_rank_that_asked_for_something_else_and_does_not_come_back():
+    """What was told in words is known: it need not be asked for again."""
+
+    def rank_main(comm):
+        coordinator = Coordinator(comm, [3, 5, 8])
+        if comm.rank == 1:
+            time.sleep(0.2)
+        pending = start(coordinator, "b" if comm.rank == 2 else "a", np.ones(2, np.float32))
+        if comm.rank == 2:
+            assert coordinator._driving.acquire()  # its thread is stuck after some cycles, as it were
+            while coordinator.cycles < 8:
+                coordinator._await_reason()
+                coordinator._cycle()
+            return
+        with pytest.raises(StallError) as caught:
+            pending.wait()
+        said = str(caught.value)
+        assert f"allreduce 'a': rank {coordinator.members[comm.rank]}: gave up after 0.8 s" in said
+        assert "not there yet: rank 8; this rank waits for 'a'; 'a' has been asked for by rank" in said
+        assert "rank 8 has asked for 'b', and not come back; no operation of all ranks has run yet; look" in said
+
+    run(3, rank_main, config=Config(timeout=0.8))
