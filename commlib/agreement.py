@@ -63,7 +63,7 @@ def compare_messages(transport: Transport, sequence: int, text: str, idle: Idle)
 # How many past calls a rank still answers for, and what it says once it makes none any more.
 _REMEMBERED = 16
 _PARTING_SECONDS = 0.2
-_GONE = "(left the program, or shut commlib down)"
+_PARTING = -2 * _REMEMBERED  # the number of no call, not even of one long past
 
 
 class LateCheck:
@@ -78,6 +78,7 @@ class LateCheck:
         self._transport, self._group = transport, group
         self._calls: dict[int, str] = {}
         self._posted: dict[int, list[tuple[int, Any, Any, Any]]] = {}  # number -> peer, receive, its array, send
+        self._left = False
 
     def note(self, sequence: int, text: str) -> None:
         """Remember a call."""
@@ -92,10 +93,15 @@ class LateCheck:
         """Tell the others what this rank called, and listen no more: it knows of a mismatch that they may not see."""
         self._post(listen=False)
 
-    def leave(self) -> None:
-        """Tell those who wait, or will, that this rank makes no further call. Never blocks for long."""
-        last = max(self._calls, default=0)
-        self._calls = {last + 1: _GONE}
+    def leave(self, reason: str, *, finished: bool) -> None:
+        """Tell those who wait, or will, that this rank makes no further call, and why. Never blocks for long.
+
+        finished: it has also done its part in its last one.
+        """
+        if self._left:
+            return
+        self._left = True
+        self._calls = {_PARTING: f"{max(self._calls, default=0) - (not finished)} {reason}"}
         self._post()
         # Ranks that leave together take each other's word, so that no message is left behind, of which some MPI
         # libraries complain. And MPI may outlive this process's memory: it must not touch it any more.
@@ -112,34 +118,49 @@ class LateCheck:
     def look(self) -> None:
         """Raise MismatchError if a rank made another call than this one, PeerError if it left instead."""
         self._post()
+        missing = {}
         for sequence, exchanges in self._posted.items():
             for peer, request, array, _ in exchanges:
-                if sequence in self._calls and request is not None and request.test():
-                    self._compare(sequence, peer, bytes(array).rstrip(b"\0").decode(errors="replace"))
+                if request is not None and request.test():
+                    text = bytes(array).rstrip(b"\0").decode(errors="replace")
+                    if sequence == _PARTING:
+                        finished, _, reason = text.partition(" ")
+                        if max(self._calls, default=0) > int(finished):
+                            missing[peer] = reason
+                    elif sequence in self._calls:
+                        self._compare(sequence, peer, text)
+        if missing:
+            mine, rank = self._calls[max(self._calls)], self._transport.rank
+            who = "; ".join(f"rank {peer} {reason}" for peer, reason in missing.items())
+            error = PeerError(f"{self._group}: {mine}: rank {rank}: waited for a rank that will not come: {who}")
+            error.missing = missing
+            raise error
 
     def _post(self, *, listen: bool = True) -> None:
-        for sequence in sorted(self._calls.keys() - self._posted.keys()):
-            own = np.zeros(_TEXT_BYTES, np.uint8)
-            data = self._calls[sequence].encode()[:_TEXT_BYTES]
-            own[: len(data)] = np.frombuffer(data, np.uint8)
-            self._posted[sequence] = exchanges = []
-            for peer in range(self._transport.size):
-                if peer != self._transport.rank:
-                    theirs = np.zeros(_TEXT_BYTES, np.uint8)
-                    request = self._transport.recv(peer, sequence, theirs.data) if listen else None
-                    exchanges.append((peer, request, theirs, self._transport.send(peer, sequence, own.data)))
+        """Send what is not sent yet, and listen to what the others send of the same."""
+        for sequence in sorted({_PARTING, *self._calls} - self._posted.keys()):
+            self._posted[sequence] = [
+                (peer, *(self._hear(peer, sequence) if listen else (None, None)), None)
+                for peer in range(self._transport.size)
+                if peer != self._transport.rank
+            ]
+        for sequence, text in self._calls.items():
+            data = text.encode()[:_TEXT_BYTES]
+            for index, (peer, receive, array, send) in enumerate(self._posted[sequence]):
+                if send is None:
+                    own = np.zeros(_TEXT_BYTES, np.uint8)
+                    own[: len(data)] = np.frombuffer(data, np.uint8)
+                    sending = self._transport.send(peer, sequence, own.data)
+                    self._posted[sequence][index] = peer, receive, array, sending
+
+    def _hear(self, peer: int, sequence: int) -> tuple[Any, Any]:
+        theirs = np.zeros(_TEXT_BYTES, np.uint8)
+        return self._transport.recv(peer, sequence, theirs.data), theirs
 
     def _compare(self, sequence: int, peer: int, theirs: str) -> None:
         mine, rank = self._calls[sequence], self._transport.rank
         if theirs == mine:
             return
-        if theirs == _GONE:
-            error = PeerError(
-                f"{self._group}: {mine}: rank {rank}: waited for a rank that will not come: "
-                f"rank {peer} has shut commlib down or left the program"
-            )
-            error.missing = {peer: "has shut commlib down or left the program"}
-            raise error
         raise MismatchError(
             f"{self._group}: the ranks do not make the same call (call number {sequence}; found after a long wait):\n"
             f"  rank {rank}: {mine}\n  rank {peer}: {theirs}\n"

@@ -26,7 +26,7 @@ from commlib.schedule.ir import Program
 from commlib.schedule.layout import even
 from commlib.topology import Topology
 from commlib.transport.base import Idle, Transport
-from commlib.transport.shared import Call, Kernel, NodeBoard
+from commlib.transport.shared import LEFT, Call, Kernel, NodeBoard
 from commlib.tune.chooser import Choice, Kind
 from commlib.verbs import objects
 from commlib.verbs.node import Arithmetic, Exchange, NodeCall
@@ -362,11 +362,12 @@ class Group:
         return objects.all_gather_object(self, value).run()  # type: ignore[no-any-return]  # within an operation
 
     def leave(self, reason: str = "") -> None:
-        """Tell the other ranks that this one comes no more, on its node with a reason. Never blocks."""
+        """Tell the other ranks that this one comes no more: it has left, or, with a reason, failed. Never blocks."""
+        why = reason or LEFT
         if self.board is not None:
-            self.board.leave(reason)
-        if self._late_check is not None and self.failure is None:
-            self._late_check.leave()
+            self.board.leave(why)
+        if self._late_check is not None:
+            self._late_check.leave(why, finished=not reason and self.failure is None)
 
     def close(self) -> None:
         """Release everything. Collective, and only when no rank uses it any more."""

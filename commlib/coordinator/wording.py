@@ -58,8 +58,9 @@ class Wording:
                 state = self.state(left or None, running, waiting)
                 return PeerError, f"waited for a rank that will not come: {_listed(missing)}{state}"
             case CommlibError():
-                return type(error), f"{error}{state}"
+                return type(error), f"{error}{self.state(None, running, waiting)}"
             case _:
+                state = self.state(None, running, waiting)
                 return PeerError, f"interrupted by {_brief(error)}, and out of step with the other ranks since{state}"
 
     def parting(self, error: BaseException, waiting: Sequence[Request]) -> str:

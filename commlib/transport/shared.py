@@ -21,6 +21,7 @@ Kernel = Callable[[int], int]  # takes the address of a call
 
 _TEXT_BYTES = 1024
 _PRESENT, _LEFT = 1, 2
+LEFT = "has shut commlib down or left the program"
 
 # How long one kernel call waits before it comes back to Python to look around: spins, yields, then 1 ms of naps.
 _YIELDS, _NAPS, _NAP_MICROSECONDS = 2000, 20, 50
@@ -143,11 +144,11 @@ class NodeBoard:
         """Let every later kernel return BROKEN: this rank is out of step with the others."""
         self._control[kernels.FAILED] = 1
 
-    def leave(self, reason: str = "") -> None:
+    def leave(self, reason: str = LEFT) -> None:
         """Tell the others that this rank comes to no meeting any more; its first reason counts. Never blocks."""
         status = self._status[self.rank]
         if status[0] != _LEFT:
-            self._write(reason or "has shut commlib down or left the program")
+            self._write(reason)
             status[0] = _LEFT
 
     def absent(self) -> dict[int, str]:
