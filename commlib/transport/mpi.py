@@ -27,7 +27,7 @@ _LONGEST = 1 << 30
 # others, whose core and interpreter the main thread may want; and how long it then sleeps between polls.
 _EAGER_POLLS, _YIELDING, _YIELDING_ASIDE, _NAP = 20, 20e-3, 0.5e-3, 50e-6
 
-_LEFT_BEHIND: list[Any] = []  # sends that were given up: MPI may still read their buffers
+_LEFT_BEHIND: list[Any] = []  # requests that were given up: MPI may still read their buffers
 
 
 class _MpiRequest:
@@ -145,15 +145,18 @@ _start_all, _test_all = MPI.Prequest.Startall, MPI.Request.Testall  # to look th
 
 
 class _MpiRound:
-    """Persistent requests."""
+    """Persistent requests, the first of which are `receives` receives."""
 
-    __slots__ = ("_requests",)
+    __slots__ = ("_receives", "_requests")
 
-    def __init__(self, requests: list[Any]) -> None:
-        self._requests = requests
+    def __init__(self, requests: list[Any], receives: int) -> None:
+        self._requests: list[Any] | None = requests
+        self._receives = receives
 
     def run(self, idle: Idle) -> None:
         requests = self._requests
+        if requests is None:
+            raise TransportError("MPI: these messages were given up on their way, and cannot be sent again")
         try:
             _start_all(requests)
             for _ in range(_EAGER_POLLS):
@@ -162,10 +165,22 @@ class _MpiRound:
             _poll(lambda: _test_all(requests), idle)
         except MPI.Exception as error:
             raise TransportError(f"MPI: {error}") from error
+        except BaseException:
+            self._give_up(requests)
+            raise
+
+    def _give_up(self, requests: list[Any]) -> None:
+        """Let go of messages that are under way: nothing may be written to their memory any more."""
+        self._requests = None
+        for request in requests[: self._receives]:
+            if not request.Test():
+                request.Cancel()
+                request.Test()  # it ends at once, unless its message has begun to come
+        _LEFT_BEHIND.append(requests)
 
     def __del__(self) -> None:
         if not MPI.Is_finalized():
-            for request in self._requests:
+            for request in self._requests or ():
                 request.Free()
 
 
@@ -233,7 +248,7 @@ class MpiTransport:
         tag %= self._top_tag
         requests = [self._comm.Recv_init([into, MPI.BYTE], peer, tag) for peer, into in recvs]
         requests += [self._comm.Send_init([data, MPI.BYTE], peer, tag) for peer, data in sends]
-        return _MpiRound(requests)
+        return _MpiRound(requests, len(recvs))
 
     def progress(self) -> bool:
         return bool(self._comm.Iprobe())
