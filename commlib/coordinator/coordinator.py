@@ -273,9 +273,8 @@ class Coordinator:
         return MismatchError(f"{text}. Nothing was sent; the group stays usable")
 
     def _reworded(self, request: Request, error: BaseException) -> CommlibError:
-        """Return what one operation ended with, the rest being what it was: one for each, of those that ran as one."""
-        kind = type(error) if isinstance(error, CommlibError) else CommlibError
-        worded = kind(f"{self._wording.begin([request])}: {error}")
+        """Return what one operation was refused with: an error for each, of those that ran as one."""
+        worded = UsageError(f"{self._wording.begin([request])}: {error}")
         worded.__cause__ = error
         return worded
 

@@ -22,7 +22,7 @@ from commlib.coordinator.pending import Pending
 from commlib.coordinator.request import Request
 from commlib.coordinator.scaling import neutral, scale
 from commlib.dtypes import INTEGERS, NUMPY, Array
-from commlib.errors import CommlibError, UsageError
+from commlib.errors import UsageError
 from commlib.kernels.pack import pack, unpack
 
 # On a node packing pays for small arrays, in batches that stay in the caches until they are unpacked (1,000 arrays of
@@ -102,9 +102,7 @@ class Execution:
             for job, value in run(jobs):  # in order
                 ended += 1
                 done(job, value, None)
-        except CommlibError as error:
-            if self._comm.failure is not None:
-                raise
+        except UsageError as error:  # refused before anything was sent, on all ranks alike
             for job in jobs[ended:]:
                 done(job, None, error)
 

@@ -11,7 +11,7 @@ from typing import Any
 
 from commlib.coordinator.negotiation import Negotiation
 from commlib.coordinator.request import Request, few, ranks
-from commlib.errors import CommlibError, PeerError, ShutdownError, StallError
+from commlib.errors import CommlibError, MismatchError, PeerError, ShutdownError, StallError
 
 _GIVEN_UP = "has given up"
 
@@ -57,6 +57,8 @@ class Wording:
                 left = [rank for rank, why in missing.items() if not why.startswith(_GIVEN_UP)]
                 state = self.state(left or None, running, waiting)
                 return PeerError, f"waited for a rank that will not come: {_listed(missing)}{state}"
+            case MismatchError():
+                return MismatchError, f"the ranks are out of step{self.state(None, running, waiting)}"
             case CommlibError():
                 return type(error), f"{error}{self.state(None, running, waiting)}"
             case _:
@@ -69,6 +71,8 @@ class Wording:
             why = f"waited too long for {few([request.name for request in waiting])} (COMMLIB_TIMEOUT)"
         elif isinstance(error, PeerError) and error.missing:
             why = f"waited for {ranks(self._called(error.missing))} in vain"
+        elif isinstance(error, MismatchError):
+            why = "found itself out of step"
         else:
             why = f"was interrupted by {_brief(error)}"
         return f"{_GIVEN_UP} {self._comm.name}: it {why}"
