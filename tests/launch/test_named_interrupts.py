@@ -153,3 +153,23 @@ print(f"\\n{rank} ends: {sum(fine for fine, _ in outcomes)} fine, {sum(n for _, 
     assert done.returncode == 0, done.stderr
     assert done.stdout.count("ends") == 2, done.stdout
     assert re.search(r"1 ends: \d+ fine, [1-9]\d* interrupts", done.stdout), done.stdout
+
+
+def test_whoever_caught_the_interruption_may_leave(mpirun):
+    """The job was aborted at its end, because of a failed operation that nobody had asked for."""
+    done = mpirun(
+        2,
+        HEAD
+        + """
+if rank == last:
+    signal.setitimer(signal.ITIMER_REAL, 0.3)
+else:
+    time.sleep(1)
+try:
+    start("x", blocking=True).wait()
+except (Alarm, commlib.PeerError) as error:
+    print(f"\\n{type(error).__name__} on {rank}", flush=True)
+""",
+    )
+    assert done.returncode == 0, done.stderr
+    assert "Alarm on 1" in done.stdout and "PeerError on 0" in done.stdout, done.stdout
