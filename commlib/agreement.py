@@ -98,6 +98,7 @@ class LateCheck:
         self._calls: dict[int, str] = {}
         self._posted: dict[int, list[_Exchange]] = {}  # by number
         self._parting: list[_Exchange] = []
+        self._left = False
 
     def note(self, sequence: int, text: str) -> None:
         """Remember a call."""
@@ -108,23 +109,21 @@ class LateCheck:
                 if exchange.receive is not None:
                     exchange.receive.cancel()  # before its array goes
 
-    def tell(self, reason: str = "") -> None:
-        """Tell the others what this rank called, and listen no more: it knows of a mismatch that they may not see.
+    def tell(self) -> None:
+        """Tell the others what this rank called, and listen no more: it knows of a mismatch that they may not see."""
+        self._post(listen=False)
 
-        reason: why it makes no further call, where it is not a mismatch.
+    def leave(self, reason: str, *, finished: bool, history: int = -1) -> str:
+        """Tell those who wait, or will, that this rank makes no further call, and why. Never blocks for long.
+
+        finished: it has also done its part in its last one. Returns which ranks left as well after as many calls, but
+        others, as their `history` shows where it is given, or "".
         """
-        if reason:
-            self._say(f"has given up this group ({reason})", done=max(self._calls, default=0) - 1)
-        else:
-            self._post(listen=False)
-
-    def leave(self, history: int) -> str:
-        """Tell those who wait, or will, that this rank makes no further call. Never blocks for long.
-
-        Returns which ranks left as well after as many calls, but others, as their `history` shows, or "".
-        """
-        last = max(self._calls, default=0)
-        self._say("has shut commlib down or left the program", done=last, history=history)
+        if self._left:
+            return ""  # the first reason counts
+        self._left = True
+        last = max(self._calls, default=0) - (not finished)
+        self._say(_Words(last, history, reason))
         # Ranks that leave together take each other's word, so that no message is left behind, of which some MPI
         # libraries complain. And MPI may outlive this process's memory: it must not touch it any more.
         deadline = time.monotonic() + _PARTING_SECONDS
@@ -139,7 +138,7 @@ class LateCheck:
                 exchange.receive.cancel()
         self._posted.clear()
         self._parting.clear()
-        odd = [peer for peer, said in words.items() if said.done == last and said.history not in (history, -1)]
+        odd = [peer for peer, said in words.items() if said.done == last and -1 != said.history != history != -1]
         return f"rank {', '.join(map(str, odd))}" if odd else ""
 
     def look(self) -> None:
@@ -150,14 +149,16 @@ class LateCheck:
             for exchange in exchanges:
                 if sequence in self._calls and (theirs := exchange.text()) is not None:
                     self._compare(sequence, exchange.peer, theirs)
-        for exchange in self._parting:
-            if (text := exchange.text()) is not None and (words := _Words.read(text)).done < max(
-                self._calls, default=0
-            ):
-                raise PeerError(
-                    f"{self._group}: {self._calls[max(self._calls)]}: rank {self._transport.rank}: waited for a rank "
-                    f"that will not come: rank {exchange.peer} {words.why}"
-                )
+        said = {exchange.peer: _Words.read(text) for exchange in self._parting if (text := exchange.text())}
+        current = max(self._calls, default=0)
+        if missing := {peer: words.why for peer, words in said.items() if words.done < current}:
+            who = "; ".join(f"rank {peer} {why}" for peer, why in missing.items())
+            error = PeerError(
+                f"{self._group}: {self._calls[current]}: rank {self._transport.rank}: waited for a rank that will not "
+                f"come: {who}"
+            )
+            error.missing = missing
+            raise error
 
     def late(self) -> list[int]:
         """Return the ranks that have not said that they wait in this rank's call too, though it has waited long."""
@@ -168,12 +169,9 @@ class LateCheck:
         for sequence in sorted(self._calls.keys() - self._posted.keys()):
             self._posted[sequence] = self._to_all(sequence, self._calls[sequence], listen=listen)
 
-    def _say(self, why: str, done: int, history: int = -1) -> None:
-        """Say last words: this rank has done so many calls, and does no other."""
-        if any(exchange.send is not None for exchange in self._parting):
-            return
+    def _say(self, words: _Words) -> None:
         receives = {exchange.peer: exchange for exchange in self._parting}
-        spoken = self._to_all(_LAST_WORDS, _Words(done, history, why).written(), listen=not receives)
+        spoken = self._to_all(_LAST_WORDS, words.written(), listen=not receives)
         for exchange in spoken:
             if (before := receives.get(exchange.peer)) is not None:
                 exchange.receive, exchange.theirs = before.receive, before.theirs

@@ -12,9 +12,14 @@ CommlibError                    catch this to catch everything commlib raises
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+
 
 class CommlibError(RuntimeError):
     """Base of every error that commlib raises."""
+
+    missing: Mapping[int, str] = {}
+    """The ranks of the group that were waited for, each with why it will not come, or "": for who words it anew."""
 
     at_start = False
     """Raised by `init`: the other ranks have no other one, and the first can say it for all."""

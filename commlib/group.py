@@ -28,7 +28,7 @@ from commlib.schedule.ir import Program
 from commlib.schedule.layout import even
 from commlib.topology import Topology
 from commlib.transport.base import Idle, Transport
-from commlib.transport.shared import Call, Kernel, NodeBoard
+from commlib.transport.shared import LEFT, Call, Kernel, NodeBoard
 from commlib.tune.chooser import Choice, Kind
 from commlib.verbs import objects
 from commlib.verbs.node import Arithmetic, Exchange, NodeCall
@@ -50,7 +50,9 @@ class Group:
         self.rank, self.size, self.name = transport.rank, transport.size, name
         self.runtime, self.config = runtime, runtime.config
         self.failure: CommlibError | None = None  # after it the group's ranks are out of step
-        self.explain: Callable[[], str] | None = None  # says more where a wait is long
+        self.explain: Callable[[float, list[int]], str] | None = None
+        """Words the warning about a long wait, for a group whose calls are not its user's; `leave` then tells the other
+        ranks of a failure, in words of its caller's."""
         self.progress = Progress(_weakly(self.abandon))  # its thread must not keep the group alive
         weakref.finalize(self, self.progress.close).atexit = False  # its thread must not outlive the group
         self._transport = transport
@@ -356,11 +358,13 @@ class Group:
     def _fail(self, error: CommlibError) -> None:
         """Let no call of this group run any more, and tell the other ranks: they are out of step."""
         self.failure = error
-        reason = "" if isinstance(error, MismatchError) else f"{type(error).__name__}: {error}"
-        if self._late_check is not None:
-            self._late_check.tell(reason)
         if self.board is not None:
-            self.board.fail(reason)
+            self.board.fail()
+        if isinstance(error, MismatchError):
+            if self._late_check is not None:
+                self._late_check.tell()
+        elif self.explain is None:
+            self.leave(f"has given up this group ({type(error).__name__}: {error})")
 
     def abandon(self, text: str, error: BaseException) -> None:
         """Mark the group as failed: `error`, none of ours, came out of the call `text` before it had run to its end.
@@ -371,10 +375,11 @@ class Group:
             return
         what = f"{self.name}: {text}: rank {self.rank}: ended half-way by {type(error).__name__}"
         self._fail(InterruptedCallError(what))
-        error.add_note(
-            f"commlib: {what}; the other ranks are told, and the group runs no more calls: "
-            "make a new one (commlib.shutdown and commlib.init, or split) on all ranks"
-        )
+        if self.explain is None:
+            error.add_note(
+                f"commlib: {what}; the other ranks are told, and the group runs no more calls: "
+                "make a new one (commlib.shutdown and commlib.init, or split) on all ranks"
+            )
 
     def raise_failure(self, text: str) -> NoReturn:
         """Raise an error that says why the call `text` does not run: what the group failed with before."""
@@ -438,11 +443,15 @@ class Group:
         assert gathering.finish is not None
         return gathering.finish(gathering.run())  # type: ignore[no-any-return]
 
-    def leave(self) -> None:
-        """Tell the other ranks that this one comes no more. Never blocks."""
+    def leave(self, reason: str = "") -> None:
+        """Tell the other ranks that this one comes no more: it has left, or, with a reason, failed. Never blocks."""
         if self.board is not None:
-            self.board.leave()
-        if self._late_check is not None and self.failure is None and (odd := self._late_check.leave(self._history)):
+            self.board.leave(reason or LEFT)
+        if self._late_check is None:
+            return
+        finished = not reason and self.failure is None
+        history = self._history if finished else -1
+        if odd := self._late_check.leave(reason or LEFT, finished=finished, history=history):
             log.error(
                 "%s: rank %d and %s made different calls, which no later one brought to light: results may be wrong; "
                 "COMMLIB_CHECK=always finds the call that differs",

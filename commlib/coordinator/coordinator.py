@@ -25,7 +25,8 @@ from commlib.coordinator.execution import Execution, Job
 from commlib.coordinator.negotiation import Failure, Joined, Launch, Negotiation, News, Verdict
 from commlib.coordinator.pending import Pending
 from commlib.coordinator.request import Request
-from commlib.errors import CommlibError, MismatchError, ShutdownError, StallError, UsageError
+from commlib.coordinator.wording import Wording
+from commlib.errors import CommlibError, MismatchError, PeerError, ShutdownError, StallError, UsageError
 from commlib.observe.timeline import Timeline
 
 log = logging.getLogger("commlib")
@@ -64,12 +65,16 @@ class Coordinator:
         self._driving = threading.Lock()  # held by whoever runs cycles
         self._thread: threading.Thread | None = None
         self._closed = False
-        self._last: tuple[Any, float] = "nothing yet", time.monotonic()  # what all ranks asked for, and when
+        self._driver: object = None  # who took `_driving` last: set first, so that whoever leaves knows its own
+        self._running: list[Job] = []  # agreed on, not ended
+        self._midway = False  # in a cycle: to leave it now is to be out of step
+        self._failure: tuple[type[CommlibError], str, BaseException] | None = None  # type and words of later errors
         self._pause = _SHORTEST_PAUSE
         self._napping = False  # whoever runs cycles has nothing to tell
         self._woken = False  # the thread has been told, and has not come to it yet
         self.cycles = 0
         """How many exchanges there were."""
+        self._wording = Wording(comm, self.members, self._negotiation)
         comm.explain = self._explain
 
     @property
@@ -106,14 +111,14 @@ class Coordinator:
         with self._lock:
             if self._closed:
                 raise ShutdownError(f"{request}: commlib has been shut down")
-            if self.comm.failure is not None:
-                raise self.comm.failure
+            if self._failure is not None:
+                raise self._failed(request)
             if "join" in self._pending and request.verb != "join":
                 raise UsageError(f"{request}: this rank has joined, and takes no further part until all have")
-            if request.name not in self._pending or _UNNAMED not in request.name:
-                self._ask(pending)
-            else:
+            if request.name in self._pending and _UNNAMED in request.name:
                 self._later[request.name].append(pending)
+            else:
+                self._ask(pending)
             if self.timeline is not None:
                 self.timeline.begin(request.name, f"NEGOTIATE_{request.verb.upper()}")
             if self._napping:
@@ -124,11 +129,15 @@ class Coordinator:
 
     def _ask(self, pending: Pending) -> None:
         request = pending.request
+        if request.name in self._pending:
+            raise UsageError(f"{self.comm.name}: {self._negotiation.refusal(request)}")
         try:
             self._negotiation.submit(request)
-        except ValueError as error:
-            raise UsageError(f"{self.comm.name}: {error}") from None
-        self._pending[request.name] = pending
+            self._pending[request.name] = pending
+        except BaseException:  # of a signal's handler: nobody has been told yet
+            self._negotiation.withdraw(request)
+            self._pending.pop(request.name, None)
+            raise
 
     def wake(self) -> None:
         """See to it that cycles are run although nobody waits for an operation."""
@@ -137,20 +146,35 @@ class Coordinator:
                 self._wake_thread()
 
     def drive(self, done: Callable[[], bool]) -> None:
-        """Run cycles in this thread until `done()` or nothing is pending; return at once if another thread does."""
-        if not self._driving.acquire(blocking=False):
-            return
+        """Run cycles in this thread until `done()` or nothing is pending; return at once if another thread does.
+
+        Raises what the handler of a signal raises, anywhere in here. Between cycles that changes nothing: what is
+        pending stays so. Within one, this rank is out of step with the others, and the group has failed.
+        """
+        me = object()
         try:
+            with self._lock:
+                if self._driving.locked():
+                    return
+                self._driver = me
+                self._driving.acquire()
             while not done() and self._pending and not self._closed:
                 self._await_reason()
                 self._cycle()
+        except CommlibError as error:
+            self._fail(error)
         except BaseException as error:
-            self._fail_all(error)
-            if not isinstance(error, CommlibError):
-                raise
+            if self._driver is me and self._midway:
+                self._fail(error)
+            raise
         finally:
-            self._driving.release()
-            self.wake()
+            if self._driver is me:
+                try:
+                    self._driving.release()
+                except RuntimeError:
+                    pass  # not even taken
+                finally:
+                    self.wake()
 
     # One cycle
 
@@ -162,11 +186,14 @@ class Coordinator:
                 if self.comm.is_awaited() or time.monotonic() > until:
                     break
                 self._napping = True
-                self._changed.wait(nap)
-                self._napping = False
+                try:
+                    self._changed.wait(nap)
+                finally:
+                    self._napping = False
                 nap = min(2 * nap, _LONGEST_NAP)
 
     def _cycle(self) -> None:
+        self._midway = True
         with self._lock:
             overdue = self._overdue()
             announcement = self._negotiation.announce()
@@ -189,6 +216,7 @@ class Coordinator:
         self._pause = _SHORTEST_PAUSE if verdicts else min(2 * self._pause, _LONGEST_PAUSE)
         if jobs:
             self._run(jobs)
+        self._midway = False
 
     def _run(self, jobs: Sequence[Job]) -> None:
         timeline = self.timeline
@@ -205,18 +233,20 @@ class Coordinator:
                 # Several that ran as one end together: the first of them has the time of all.
                 now = time.perf_counter()
                 job.pending.seconds, before = now - before, now
-                job.pending.finish(value, error)
+                job.pending.finish(value, None if error is None else self._reworded(job.pending.request, error))
 
         self._execution.run(jobs, finish)
+        self._running = []
 
     def _take(self, verdicts: Sequence[Verdict]) -> list[Job]:
         """Fail what cannot run; return what can."""
-        jobs = []
-        pop, timeline = self._pending.pop, self.timeline
+        self._running = jobs = []  # first there, then no longer pending: one of both at any time
+        find, timeline = self._pending.get, self.timeline
         for verdict in verdicts:
-            pending = pop(verdict.request.name, None)
+            name = verdict.request.name
+            pending = find(name)
             if pending is not None and timeline is not None:
-                timeline.end(verdict.request.name)
+                timeline.end(name)
             if type(verdict) is Launch:
                 jobs.append(Job(verdict, pending))
             elif pending is None:
@@ -227,20 +257,55 @@ class Coordinator:
             else:
                 assert isinstance(verdict, Failure)
                 pending.finish(error=self._error(verdict))
+            if pending is not None:
+                del self._pending[name]
         for name in [name for name in self._later if name not in self._pending]:
             self._ask(self._later[name].popleft())
             if not self._later[name]:
                 del self._later[name]
         if jobs:
-            self._last = jobs[-1].launch.request, time.monotonic()
+            self._wording.last, self._wording.when = jobs[-1].launch.request, time.monotonic()
         return jobs
 
+    # Errors
+
     def _error(self, failure: Failure) -> CommlibError:
-        rank = self.members[self.comm.rank]
-        text = f"{self.comm.name}: {failure.request}: rank {rank}: {failure.reason}"
+        text = f"{self._wording.begin([failure.request])}: {failure.reason}"
         if failure.late:
             return StallError(f"{text} (COMMLIB_TIMEOUT={self._timeout:g}); other operations go on")
         return MismatchError(f"{text}. Nothing was sent; the group stays usable")
+
+    def _reworded(self, request: Request, error: BaseException) -> CommlibError:
+        """Return what one operation was refused with: an error for each, of those that ran as one."""
+        worded = UsageError(f"{self._wording.begin([request])}: {error}")
+        worded.__cause__ = error
+        return worded
+
+    def _failed(self, request: Request) -> CommlibError:
+        """Return the error of one operation in a group that can run none any more: each time a new one."""
+        assert self._failure is not None
+        kind, reason, cause = self._failure
+        error = kind(f"{self._wording.begin([request])}: {reason}; {self.comm.name} cannot be used any more")
+        if not isinstance(cause, PeerError | StallError | ShutdownError):  # of which everything has been said
+            error.__cause__ = cause
+        return error
+
+    def _fail(self, error: BaseException) -> None:
+        """End all that is pending: this rank is out of step with the others, who are told."""
+        with self._lock:
+            running, waiting = self._requests()
+            if self._failure is None:
+                self._failure = (*self._wording.reason(error, running, waiting, self._timeout), error)
+            left = self._give_up(self._running)
+        if not isinstance(error, ShutdownError):
+            self.comm.leave(self._wording.parting(error, [*running, *waiting]))
+        for pending in left:
+            pending.fail(self._failed(pending.request))
+
+    def _requests(self) -> tuple[list[Request], list[Request]]:
+        """Return what is running and what is waiting."""
+        running = [job.launch.request for job in self._running if job.pending is not None and not job.pending.done()]
+        return running, [pending.request for pending in self._pending.values() if pending.request not in running]
 
     # Those who wait long
 
@@ -264,18 +329,13 @@ class Coordinator:
             return
         pending.warned = True
         waited = time.monotonic() - pending.since
-        rank = self.members[self.comm.rank]
-        log.warning("%s: %s: rank %d has waited %.0f s: %s", self.comm.name, pending.request, rank, waited, reason)
+        log.warning("%s has waited %.0f s: %s", self._wording.begin([pending.request]), waited, reason)
 
-    def _explain(self) -> str:
-        """Return what is waited for, for messages about ranks that do not even come to a cycle."""
-        names = list(self._pending)
-        more = f" and {len(names) - 5} more" if len(names) > 5 else ""
-        what, when = self._last
-        return (
-            f"; this rank waits for {', '.join(map(repr, names[:5]))}{more}; the last operation of all ranks was "
-            f"{what}, {time.monotonic() - when:.0f} s ago, and those not there yet have asked for nothing since"
-        )
+    def _explain(self, waited: float, late: list[int]) -> str:
+        """Return the warning about a long wait within a cycle."""
+        with self._lock:
+            running, waiting = self._requests()
+        return self._wording.long_wait(waited, late, running, waiting)
 
     # The thread, and the end
 
@@ -296,26 +356,21 @@ class Coordinator:
                     return
             try:
                 self.drive(lambda: False)
-            except BaseException:
-                return  # whoever waits has it
+            except BaseException as error:
+                self._fail(error)  # where it has not
 
     def _is_due(self) -> bool:
         self._woken = False
         return self._closed or (bool(self._pending) and not self._driving.locked())
 
-    def _fail_all(self, error: BaseException) -> None:
-        with self._lock:
-            failed = self._give_up()
-            self._closed = self._closed or not isinstance(error, CommlibError)
-        for pending in failed:
-            pending.finish(error=error)
-
-    def _give_up(self) -> list[Pending]:
-        """Forget all that is pending, and return it."""
-        found = [*self._pending.values(), *(pending for queue in self._later.values() for pending in queue)]
+    def _give_up(self, jobs: Sequence[Job]) -> list[Pending]:
+        """Forget all that is pending, and return it and what the jobs are for."""
+        running = [job.pending for job in jobs if job.pending is not None]
+        later = [pending for queue in self._later.values() for pending in queue]
+        found = dict.fromkeys([*running, *self._pending.values(), *later])
         self._pending.clear()
         self._later.clear()
-        return found
+        return list(found)
 
     def drain(self, timeout: float) -> str:
         """Wait until nothing is pending; return "" or, if that takes longer than `timeout` s, what is."""
@@ -361,7 +416,8 @@ class Coordinator:
         """Accept nothing more; what has not run ends with ShutdownError. Never blocks."""
         with self._lock:
             self._closed = True
-            left = self._give_up()
+            left = self._give_up([])  # what runs is given up by whoever runs it
             self._changed.notify_all()
         for pending in left:
-            pending.finish(error=ShutdownError(f"{pending.request}: commlib was shut down before all ranks had asked"))
+            begin = self._wording.begin([pending.request])
+            pending.fail(ShutdownError(f"{begin}: commlib was shut down before all ranks had asked for it"))

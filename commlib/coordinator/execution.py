@@ -81,7 +81,10 @@ class Execution:
         }
 
     def run(self, jobs: Sequence[Job], done: Callable[[Job, Any, BaseException | None], None]) -> None:
-        """Run operations, telling how each has ended. Raises nothing that belongs to one of them alone."""
+        """Run operations, telling how each has ended. Raises nothing that belongs to one of them alone.
+
+        What it raises has left this rank out of step with the others.
+        """
         reductions = [job for job in jobs if job.launch.request.verb == "allreduce"]
         self._guarded(reductions, done, self._all_reduce)
         for job in jobs:
@@ -99,7 +102,7 @@ class Execution:
             for job, value in run(jobs):  # in order
                 ended += 1
                 done(job, value, None)
-        except Exception as error:  # it belongs to whoever waits for them
+        except UsageError as error:  # refused before anything was sent, on all ranks alike
             for job in jobs[ended:]:
                 done(job, None, error)
 

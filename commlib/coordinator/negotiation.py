@@ -12,11 +12,11 @@ A rank that has joined has no data left. It counts as having announced everythin
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
 from commlib.coordinator.names import KnownNames
-from commlib.coordinator.request import Request, describe_difference, ranks
+from commlib.coordinator.request import Request, describe_difference, few, ranks
 
 JOIN = "join"
 
@@ -91,6 +91,11 @@ class Negotiation:
         return self._waiting
 
     @property
+    def told(self) -> Mapping[str, Mapping[int, Request]]:
+        """What was asked for in words and got no verdict yet, by name and rank of the group."""
+        return self._told
+
+    @property
     def has_news(self) -> bool:
         """Whether the others do not know of everything that was submitted here."""
         return self._has_new_bits or bool(self._to_tell)
@@ -99,10 +104,7 @@ class Negotiation:
         """Ask for an operation. Raises ValueError if one of that name is waiting here."""
         name = request.name
         if name in self._waiting:
-            raise ValueError(
-                f"{request}: an operation of this name is waiting already ({self._waiting[name]}): give each of those "
-                "that are in flight together a name of its own, or wait for the first"
-            )
+            raise ValueError(self.refusal(request))
         self._waiting[name] = request
         bit = self._names.bit(request)
         if bit is None:
@@ -110,6 +112,21 @@ class Negotiation:
         else:
             self._bits |= 1 << bit
             self._has_new_bits = True
+
+    def refusal(self, request: Request) -> str:
+        """Return why a request cannot be submitted whose name is waiting here."""
+        return (
+            f"{request}: an operation of this name is waiting already ({self._waiting[request.name]}): give each of "
+            "those that are in flight together a name of its own, or wait for the first"
+        )
+
+    def withdraw(self, request: Request) -> None:
+        """Take back what was submitted and not yet announced."""
+        if self._waiting.pop(request.name, None) is not None:
+            self._to_tell.pop(request.name, None)
+            bit = self._names.bit(request)
+            if bit is not None:
+                self._bits &= ~(1 << bit)
 
     def announce(self) -> Announcement:
         """Return what this rank says in this cycle, and note that it has been said.
@@ -218,7 +235,7 @@ class Negotiation:
         return [rank for rank, news in enumerate(everyone) if name not in news.waits_for and rank not in joined]
 
     def _explain(self, late: Sequence[int], everyone: Sequence[News]) -> str:
-        waits = [f"rank {self._members[rank]} waits for {_few(everyone[rank].waits_for)}" for rank in late]
+        waits = [f"rank {self._members[rank]} waits for {few(everyone[rank].waits_for)}" for rank in late]
         return f"not asked for by {ranks([self._members[rank] for rank in late])}; {'; '.join(waits)}"
 
     def _forget(self, name: str) -> None:
@@ -227,8 +244,3 @@ class Negotiation:
         self._bits &= ~(1 << bit)
         if name in self._waiting and self._rank not in self._told.get(name, {}):
             self._to_tell[name] = self._waiting[name]
-
-
-def _few(names: Sequence[str], most: int = 5) -> str:
-    more = f" and {len(names) - most} more" if len(names) > most else ""
-    return ", ".join(map(repr, names[:most])) + more if names else "nothing"

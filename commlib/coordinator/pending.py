@@ -41,14 +41,23 @@ class Pending(Work):
         """
         if not self._done:
             if timeout is None:
-                self._coordinator.drive(self.done)
+                try:
+                    self._coordinator.drive(self.done)
+                except BaseException:
+                    self.seen = self._done  # whoever waits has what ended it
+                    self._forget_failure()
+                    raise
             else:
                 self._coordinator.wake()
         try:
             return super().wait(timeout)
         finally:
-            if self.seen and self._error is not None:
-                self._coordinator.failed.pop(self, None)  # it would keep the traceback's frames alive
+            if self._error is not None:
+                self._forget_failure()
+
+    def _forget_failure(self) -> None:
+        if self.seen:
+            self._coordinator.failed.pop(self, None)  # it would keep the traceback's frames alive
 
     def finish(self, result: Any = None, error: BaseException | None = None) -> None:
         """End it, and let go of its arrays."""
@@ -59,3 +68,10 @@ class Pending(Work):
         self._running.release()
         if error is not None:
             self._coordinator.failed[self] = None
+
+    def fail(self, error: BaseException) -> None:
+        """End it badly, unless it has ended; also where `finish` was interrupted on its way."""
+        if not self._done:
+            self.finish(error=error)
+        elif self._running.locked():
+            self._running.release()

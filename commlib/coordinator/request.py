@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
 Shape = tuple[int | None, ...]
@@ -65,6 +65,12 @@ def describe_difference(said: Mapping[int, Request]) -> str:
 def ranks(numbers: list[int]) -> str:
     """Return "rank 1" or "ranks 1, 2"."""
     return f"rank{'s' if len(numbers) > 1 else ''} {', '.join(map(str, numbers))}"
+
+
+def few(names: Sequence[str], most: int = 5) -> str:
+    """Return the first names, quoted, and how many more there are; "nothing" for none."""
+    more = f" and {len(names) - most} more" if len(names) > most else ""
+    return ", ".join(map(repr, names[:most])) + more if names else "nothing"
 
 
 def _listed(texts: object) -> str:

@@ -71,11 +71,10 @@ def start_allreduce(
     if request is None:
         request = _allreduce(name, inputs, op, prescale_factor, postscale_factor, device)
         _keep(coordinator, key, request)
-    if len(outputs) != len(inputs):
-        raise UsageError(f"{request}: {len(inputs)} inputs but {len(outputs)} outputs")
     for array in inputs:
         if not array.flags.c_contiguous:
             raise UsageError(f"{request}: the array of shape {array.shape} is not contiguous")
+    _check_outputs(request, inputs, outputs)
     return coordinator.submit(request, inputs, outputs, blocking=blocking)
 
 
@@ -123,6 +122,7 @@ def start_compressed_allreduce(
         ("within_node", int(within_node)),
     )
     request = _request(COMPRESSED, name, inputs, options, free_rows=False)
+    _check_outputs(request, inputs, outputs)
     return coordinator.submit(request, inputs, outputs, blocking=blocking)
 
 
@@ -154,6 +154,7 @@ def start_broadcast(
     coordinator, name = _prepare("broadcast", name, process_set)
     root = _root("broadcast", name, root_rank, process_set)
     request = _request("broadcast", name, arrays, (("root", root), ("device", device)), free_rows=False)
+    _check_outputs(request, arrays, arrays)
     return coordinator.submit(request, arrays, arrays, blocking=blocking)
 
 
@@ -322,6 +323,25 @@ def _check_rows(verb: str, name: str, arrays: Sequence[Array]) -> None:
     for array in arrays:
         if array.ndim == 0:
             raise UsageError(f"{verb} {name!r}: a 0-dimensional tensor has no rows: reshape it to (1,)")
+
+
+def _check_outputs(request: Request, inputs: Sequence[Array], outputs: Sequence[Array]) -> None:
+    """Raise UsageError unless results fit: found later, on one rank, it would put the ranks out of step."""
+    if len(outputs) != len(inputs):
+        raise UsageError(f"{request}: {len(inputs)} inputs but {len(outputs)} outputs")
+    for array, output in zip(inputs, outputs, strict=True):
+        flags = output.flags
+        if not flags.writeable:
+            raise UsageError(f"{request}: the output of shape {output.shape} is read-only: pass a writable array")
+        if output is array:
+            continue
+        if output.shape != array.shape or output.dtype != array.dtype:
+            raise UsageError(
+                f"{request}: an output has shape {output.shape} and dtype {output.dtype}; its input has shape "
+                f"{array.shape} and dtype {array.dtype}"
+            )
+        if not flags.c_contiguous:
+            raise UsageError(f"{request}: the output of shape {output.shape} is not contiguous")
 
 
 def _request(verb: str, name: str, arrays: Sequence[Array], options: Options, *, free_rows: bool) -> Request:

@@ -23,7 +23,8 @@ class Watchdog:
     """The `idle` callback of one wait. Raises PeerError, StallError or ShutdownError to end it.
 
     `peers` are the ranks that are waited for (default: all). `late_check` compares calls once a wait is long, where
-    ranks do not share memory. `explain` says more for a message about it.
+    ranks do not share memory. `explain` words the warning about it: from seconds and late ranks; errors
+    carry who was missing.
     """
 
     __slots__ = (
@@ -50,7 +51,7 @@ class Watchdog:
         peers: Collection[int] | None = None,
         late_check: LateCheck | None = None,
         *,
-        explain: Callable[[], str] | None = None,
+        explain: Callable[[float, list[int]], str] | None = None,
     ) -> None:
         self._runtime, self._board, self._rank, self._text = runtime, board, rank, text
         self._peers, self._late_check, self._explain = peers, late_check, explain
@@ -75,13 +76,20 @@ class Watchdog:
         if self._late_check is not None and waited > self._long:
             self._late_check.look()
         if 0 < self._runtime.config.timeout < waited:
-            raise StallError(
-                f"{self._text}: rank {self._rank}: gave up after {waited:.1f} s (COMMLIB_TIMEOUT){self._late()}; "
+            late = self._late()
+            error = StallError(
+                f"{self._text}: rank {self._rank}: gave up after {waited:.1f} s (COMMLIB_TIMEOUT){_named(late)}; "
                 "look at what the late ranks are doing"
             )
+            error.missing = dict.fromkeys(late, "")
+            raise error
         if not self._warned and self._runtime.config.stall_warning < waited:
             self._warned = True
-            log.warning("%s: rank %d has waited %.0f s%s", self._text, self._rank, waited, self._late())
+            late = self._late()
+            if self._explain is not None:
+                log.warning("%s", self._explain(waited, late))
+            else:
+                log.warning("%s: rank %d has waited %.0f s%s", self._text, self._rank, waited, _named(late))
 
     def _look_for_absent(self, now: float) -> None:
         assert self._board is not None
@@ -94,12 +102,15 @@ class Watchdog:
             self._absent_since = now
         elif now - self._absent_since > _GRACE:
             who = "; ".join(f"rank {rank} {reason}" for rank, reason in absent.items())
-            raise PeerError(f"{self._text}: rank {self._rank}: waited for a rank that will not come: {who}")
+            error = PeerError(f"{self._text}: rank {self._rank}: waited for a rank that will not come: {who}")
+            error.missing = absent
+            raise error
 
-    def _late_elsewhere(self) -> list[int]:
-        return self._late_check.late() if self._late_check is not None else []
+    def _late(self) -> list[int]:
+        here = self._board.late() if self._board is not None else []
+        elsewhere = self._late_check.late() if self._late_check is not None else []
+        return sorted({*here, *elsewhere})
 
-    def _late(self) -> str:
-        late = sorted({*(self._board.late() if self._board else []), *self._late_elsewhere()})
-        who = f"; not there yet: rank {', '.join(map(str, late))}" if late else ""
-        return who + (self._explain() if self._explain is not None else "")
+
+def _named(late: list[int]) -> str:
+    return f"; not there yet: rank {', '.join(map(str, late))}" if late else ""

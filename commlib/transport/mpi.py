@@ -160,15 +160,18 @@ _start_all, _test_all = MPI.Prequest.Startall, MPI.Request.Testall  # to look th
 
 
 class _MpiRound:
-    """Persistent requests, and the memory that they are for."""
+    """Persistent requests, the first of which are `receives` receives, and the memory that they are for."""
 
-    __slots__ = ("_memory", "_requests")
+    __slots__ = ("_memory", "_receives", "_requests")
 
-    def __init__(self, requests: list[Any], memory: Any) -> None:
-        self._requests, self._memory = requests, memory
+    def __init__(self, requests: list[Any], receives: int, memory: Any) -> None:
+        self._requests: list[Any] | None = requests
+        self._receives, self._memory = receives, memory
 
     def run(self, idle: Idle) -> None:
         requests = self._requests
+        if requests is None:
+            raise TransportError("MPI: these messages were given up on their way, and cannot be sent again")
         try:
             _start_all(requests)
             for _ in range(_EAGER_POLLS):
@@ -178,12 +181,21 @@ class _MpiRound:
         except MPI.Exception as error:
             raise TransportError(f"MPI: {error}") from error
         except BaseException:
-            _LEFT_BEHIND.append(self)
+            self._give_up(requests)
             raise
+
+    def _give_up(self, requests: list[Any]) -> None:
+        """Let go of messages that are under way: nobody may take what was meant for somebody else."""
+        self._requests = None
+        _LEFT_BEHIND.append((requests, self._memory))
+        for request in requests[: self._receives]:
+            if not request.Test():
+                request.Cancel()
+                request.Test()  # it ends at once, unless its message has begun to come
 
     def __del__(self) -> None:
         if not MPI.Is_finalized() and not forks.is_child():
-            for request in self._requests:
+            for request in self._requests or ():
                 request.Free()
 
 
@@ -256,7 +268,7 @@ class MpiTransport:
         tag %= self._top_tag
         requests = [self._prepare(self._comm.Recv_init, pieces, peer, tag) for peer, pieces in recvs]
         requests += [self._prepare(self._comm.Send_init, pieces, peer, tag) for peer, pieces in sends]
-        return _MpiRound(requests, (sends, recvs))
+        return _MpiRound(requests, len(recvs), (sends, recvs))
 
     def _prepare(self, init: Any, pieces: Sequence[memoryview], peer: int, tag: int) -> Any:
         pieces = [piece for piece in pieces if len(piece)]

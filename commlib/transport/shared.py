@@ -20,7 +20,8 @@ Call = Any  # an int64 array of kernels.CALL_FIELDS fields
 Kernel = Callable[[int], int]  # takes the address of a call
 
 _TEXT_BYTES = 1024
-_PRESENT, _LEFT, _GAVE_UP = 1, 2, 3
+_PRESENT, _LEFT = 1, 2
+LEFT = "has shut commlib down or left the program"
 
 # How long one kernel call waits before it comes back to Python to look around: spins, yields, then 1 ms of naps.
 _YIELDS, _NAPS, _NAP_MICROSECONDS = 2000, 20, 50
@@ -142,19 +143,15 @@ class NodeBoard:
         """Return whether a rank has come to a meeting that this rank has not come to."""
         return bool(self._arrived.max() > self._control[kernels.EPOCH])
 
-    def fail(self, reason: str) -> None:
-        """Let every later kernel return BROKEN: this rank is out of step with the others, whom it tells the reason.
-
-        "" if they know it as well.
-        """
+    def fail(self) -> None:
+        """Let every later kernel return BROKEN: this rank is out of step with the others."""
         self._control[kernels.FAILED] = 1
-        if reason and self._status[self.rank][0] == _PRESENT:
-            self._write_text(reason)
-            self._status[self.rank][0] = _GAVE_UP
 
-    def leave(self) -> None:
-        """Tell the others that this rank comes to no meeting any more. Never blocks."""
-        self._status[self.rank][0] = _LEFT
+    def leave(self, reason: str = LEFT) -> None:
+        """Tell the others that this rank comes to no meeting any more; its first reason counts. Never blocks."""
+        if self._status[self.rank][0] != _LEFT:
+            self._write_text(reason)
+            self._status[self.rank][0] = _LEFT
 
     def absent(self) -> dict[int, str]:
         """Return the ranks that will never come, each with the reason."""
@@ -162,9 +159,7 @@ class NodeBoard:
         for rank, (status, watched) in enumerate(zip(self._status, self._watched, strict=True)):
             member = self.members[rank]
             if status[0] == _LEFT:
-                gone[member] = "has shut commlib down or left the program"
-            elif status[0] == _GAVE_UP:
-                gone[member] = f"has given up this group ({self._read_text(rank)})"
+                gone[member] = self._read_text(rank)
             elif watched and not _process_alive(int(status[1])):
                 gone[member] = f"is dead (its process {int(status[1])} is gone)"
         return gone

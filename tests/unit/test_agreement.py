@@ -7,7 +7,7 @@ import pytest
 
 from commlib.agreement import compare_messages, mismatch
 from commlib.config import Config
-from commlib.errors import MismatchError
+from commlib.errors import MismatchError, PeerError
 from commlib.transport.loopback import transports
 from tests import checks
 from tests.loopback import run
@@ -122,3 +122,28 @@ def test_compare_messages():
         assert results[rank, 1] is None and results[rank, 3] is None
         texts = results[rank, 2]
         assert texts is not None and [text[:8] for text in texts] == ["call 0 é", "call 1 é", "call 2 é"]
+
+
+@pytest.mark.parametrize("calls", [0, 1, 40])
+@pytest.mark.parametrize("waited", [0.0, 1.5])
+def test_a_rank_that_gives_up_in_a_call_is_not_waited_for(calls, waited):
+    """It told only those who came to its next call; those in the same one waited for ever."""
+    import time
+
+    def check(comm):
+        for _ in range(calls):
+            comm.barrier()
+        if comm.rank == 2:
+            comm._late_check.note(calls + 1, "barrier")  # as if it had come to it
+            if waited:
+                comm._late_check.look()
+            comm.leave("has had enough")
+            return
+        time.sleep(waited)
+        with pytest.raises(
+            PeerError, match=r"barrier.*: waited for a rank that will not come: .*rank 2 has had enough"
+        ):
+            comm.barrier()
+        comm.leave("waited in vain")
+
+    run(3, check, nodes=[0, 1, 2], config=Config(timeout=10))

@@ -11,7 +11,7 @@ import pytest
 
 from commlib.config import Config
 from commlib.coordinator import Coordinator, Request
-from commlib.errors import CommlibError, MismatchError, ShutdownError, StallError, UsageError
+from commlib.errors import CommlibError, MismatchError, PeerError, ShutdownError, StallError, UsageError
 from tests.loopback import run
 
 
@@ -215,3 +215,88 @@ def test_an_error_of_one_operation_is_that_operations_alone():
         assert good.wait()[0].tolist() == [2, 2]
 
     coordinated(2, work)
+
+
+def test_a_rank_that_asked_for_something_else_and_does_not_come_back():
+    """What was told in words is known: it need not be asked for again."""
+
+    def rank_main(comm):
+        coordinator = Coordinator(comm, [3, 5, 8])
+        if comm.rank == 1:
+            time.sleep(0.2)
+        pending = start(coordinator, "b" if comm.rank == 2 else "a", np.ones(2, np.float32))
+        if comm.rank == 2:
+            assert coordinator._driving.acquire()  # its thread is stuck after some cycles, as it were
+            while coordinator.cycles < 8:
+                coordinator._await_reason()
+                coordinator._cycle()
+            return
+        with pytest.raises(StallError) as caught:
+            pending.wait()
+        said = str(caught.value)
+        assert f"allreduce 'a': rank {coordinator.members[comm.rank]}: gave up after 0.8 s" in said
+        assert "not there yet: rank 8; this rank waits for 'a'; 'a' has been asked for by rank" in said
+        assert "rank 8 has asked for 'b', and not come back; no operation of all ranks has run yet; look" in said
+
+    run(3, rank_main, config=Config(timeout=0.8))
+
+
+@pytest.mark.parametrize("known", [False, True])
+def test_an_interrupted_submit_is_taken_back(known):
+    """Told to the others but not pending here, it ran as that of a rank that has joined: with zeros."""
+
+    def work(coordinator, rank):
+        if known:
+            start(coordinator, "x", np.ones(2, np.float32)).wait()
+        negotiation = coordinator._negotiation
+        if rank == 1:
+            submit = negotiation.submit
+
+            def interrupted(request):
+                submit(request)
+                negotiation.submit = submit
+                raise KeyboardInterrupt
+
+            negotiation.submit = interrupted
+            with pytest.raises(KeyboardInterrupt):
+                start(coordinator, "x", np.ones(2, np.float32))
+            assert not negotiation.waiting and negotiation.announce()[0::2] == (0, ())
+        assert start(coordinator, "x", np.ones(2, np.float32)).wait()[0].tolist() == [2, 2]
+
+    coordinated(2, work)
+
+
+@pytest.mark.parametrize("nodes", [[0, 0], [0, 1]])
+def test_an_error_of_one_rank_alone_ends_the_set_on_all(nodes):
+    """It ended that operation alone: the others waited in it, or took the next exchange for it."""
+
+    def rank_main(comm):
+        coordinator = Coordinator(comm, [4, 7])
+        start(coordinator, "x", np.ones(2, np.float32)).wait()
+        array = np.ones(2, np.float32)
+        pending = [start(coordinator, name, array.copy()) for name in "ab"]
+        if comm.rank == 1:
+
+            def no_room(kind, items):
+                raise MemoryError("no room")
+
+            coordinator._execution._reduce_kind = no_room  # type: ignore[method-assign]
+        begin = f"allreduce 'a': rank {coordinator.members[comm.rank]}: "
+        expected = "interrupted by MemoryError: no room" if comm.rank == 1 else "waited for a rank that will not come: "
+        expected += "" if comm.rank == 1 else "rank 7 has given up world: it was interrupted by MemoryError: no room"
+        for _ in range(100):
+            with pytest.raises((PeerError, MemoryError)) as caught:
+                pending[0].wait()
+            if not isinstance(caught.value, MemoryError):
+                break  # of the thread that ran it, once
+        assert begin + expected in str(caught.value)
+        with pytest.raises(PeerError, match="allreduce 'b': rank"):
+            pending[1].wait()
+        with pytest.raises(PeerError, match=r"allreduce 'c': rank .*cannot be used any more") as first:
+            start(coordinator, "c", array)
+        with pytest.raises(PeerError) as second:
+            start(coordinator, "c", array)
+        assert first.value is not second.value
+        time.sleep(1.5)
+
+    run(2, rank_main, nodes=nodes, config=Config(timeout=6))

@@ -1,0 +1,134 @@
+"""What ends a wait for named operations speaks of them: of names, process sets, and ranks as users know them."""
+
+from __future__ import annotations
+
+import re
+
+import pytest
+
+HEAD = """
+import sys, time
+import numpy as np
+import commlib
+from commlib import horovod as hvd
+
+def start(name=None, rows=3, **options):
+    return hvd.start_allreduce([np.ones(rows)], [np.ones(rows)], name, op=hvd.Sum, **options)
+
+def tell(wait):
+    try:
+        wait()
+    except commlib.CommlibError as error:
+        print(f"\\n{type(error).__name__} on {hvd.rank()}: {error}", flush=True)
+    else:
+        print(f"\\nfine on {hvd.rank()}", flush=True)
+
+hvd.init()
+late = hvd.size() - 1
+"""
+
+# Of the coordinator's own exchanges, which no user has called.
+INTERNAL = r"uint64|uint8|op=and|all_gather|all_reduce|call number|split\d"
+
+
+@pytest.mark.parametrize("ranks, node_path", [(2, "1"), (3, "1"), (3, "0"), (4, "0")])
+def test_a_rank_that_left(mpirun, ranks, node_path):
+    """It was "all_reduce of 1 x uint64, op=and", of "world.split1(0)" between nodes."""
+    done = mpirun(
+        ranks,
+        HEAD
+        + """
+start("before").wait()
+if hvd.rank() != late:
+    tell(start("a").wait)
+    tell(lambda: start("next"))
+    time.sleep(1)
+""",
+        env={"COMMLIB_NODE_PATH": node_path},
+    )
+    assert done.returncode == 0, done.stderr
+    assert not re.search(INTERNAL, done.stdout + done.stderr), done.stdout + done.stderr
+    gone = (
+        r"waited for a rank that will not come: (rank \d has given up process set 0: it waited for rank \d in vain; )*"
+    )
+    gone += rf"rank {ranks - 1} has shut commlib down or left the program"
+    last = rf"the last operation of all ranks was allreduce 'before', \d+ s ago, and rank {ranks - 1} has asked for"
+    for rank in range(ranks - 1):
+        for name in ("a", "next"):
+            said = rf"PeerError on {rank}: process set 0: allreduce '{name}': rank {rank}: {gone}; this rank waits "
+            said += rf"for 'a'; ('a' has been asked for .*too; )?{last} nothing since; process set 0 cannot be used"
+            assert re.search(said, done.stdout), done.stdout
+
+
+@pytest.mark.parametrize("ranks", [2, 3])
+def test_a_rank_that_is_late(mpirun, ranks):
+    """It learns that the others have given up, too, and need not wait for them in turn."""
+    done = mpirun(
+        ranks,
+        HEAD
+        + """
+if hvd.rank() == late:
+    time.sleep(4)
+tell(start("a").wait)
+time.sleep(3)
+""",
+        env={"COMMLIB_STALL_WARNING": "0.7", "COMMLIB_TIMEOUT": "2"},
+    )
+    assert done.returncode == 0, done.stderr
+    assert not re.search(INTERNAL, done.stdout + done.stderr), done.stdout + done.stderr
+    state = rf"; not there yet: rank {ranks - 1}; this rank waits for 'a'; no operation of all ranks has run yet, and "
+    state += rf"rank {ranks - 1} has asked for nothing"
+    for rank in range(ranks - 1):
+        begin = rf"process set 0: allreduce 'a': rank {rank}"
+        assert re.search(rf"WARNING: {begin} has waited [12] s{state}\n", done.stderr), done.stderr
+        stalled = rf"StallError on {rank}: {begin}: gave up after 2 s \(COMMLIB_TIMEOUT\){state}; look at what the late"
+        assert re.search(stalled, done.stdout), done.stdout
+    gave_up = r"will not come: rank 0 has given up process set 0: it waited too long for 'a' \(COMMLIB_TIMEOUT\)"
+    assert re.search(rf"PeerError on {ranks - 1}: process set 0: allreduce 'a': .*{gave_up}", done.stdout), done.stdout
+
+
+def test_ranks_of_a_process_set_are_called_as_in_the_world(mpirun):
+    """Rank 2 was called 1, its place in the set."""
+    done = mpirun(
+        3,
+        HEAD
+        + """
+ends = hvd.add_process_set([1, 2])
+if hvd.rank() == 1:
+    tell(start("a", process_set=ends).wait)
+elif hvd.rank() == 2:
+    time.sleep(3)
+""",
+        env={"COMMLIB_STALL_WARNING": "0.7", "COMMLIB_TIMEOUT": "2"},
+    )
+    assert done.returncode == 0, done.stderr
+    assert "process set 1: allreduce 'a': rank 1 has waited 1 s; not there yet: rank 2;" in done.stderr, done.stderr
+    assert re.search(r"StallError on 1: process set 1: allreduce 'a': rank 1: .* not there yet: rank 2;", done.stdout)
+
+
+def test_each_of_many_pending_operations_has_an_error_of_its_own(mpirun):
+    """All of them raised one and the same exception, whose traceback grew with each."""
+    done = mpirun(
+        2,
+        HEAD
+        + """
+if hvd.rank() == 1:
+    time.sleep(2.5)
+    sys.exit()
+pair = [np.ones(3), np.ones(4)]
+works = [start(f"n{i}") for i in range(6)] + [start(), hvd.start_barrier()]
+works.append(hvd.start_allreduce(pair, pair, "group", op=hvd.Sum))
+works.append(hvd.start_join())
+errors = [work.exception() for work in works]
+for error in errors:
+    tell(lambda: (_ for _ in ()).throw(error))
+assert len(set(map(id, errors))) == len(errors)
+""",
+        env={"COMMLIB_TIMEOUT": "1.5"},
+    )
+    assert done.returncode == 0, done.stderr
+    names = [*(f"n{i}" for i in range(6)), "allreduce.noname.0", "barrier.noname.0", "group", "join"]
+    for name in names:
+        said = rf"StallError on 0: process set 0: \w+ '{name}': rank 0: gave up .* not there yet: rank 1; "
+        said += r"this rank waits for 'n0', 'n1', 'n2', 'n3', 'n4' and 5 more; no operation"
+        assert re.search(said, done.stdout), (name, done.stdout)

@@ -1,0 +1,52 @@
+"""Named operations between hosts: whoever left, or has given up, is named in words of the user's operations."""
+
+from __future__ import annotations
+
+import re
+import sys
+
+import pytest
+
+from tests.multihost.hosts import Hosts
+
+PROGRAM = """
+import sys, time
+import numpy as np
+import commlib
+from commlib import horovod as hvd
+
+hvd.init()
+
+def start(name):
+    return hvd.start_allreduce([np.ones(3)], [np.empty(3)], name, op=hvd.Sum)
+
+start("before").wait()
+if hvd.rank() == 3:
+    if "left" in sys.argv:
+        sys.exit()
+    hvd.global_process_set.coordinator("test")._execution.run = lambda jobs, done: 1 / 0
+try:
+    start("a").wait()
+except (commlib.PeerError, ZeroDivisionError) as error:
+    print(f"\\n{type(error).__name__} on {hvd.rank()}: {error}", flush=True)
+time.sleep(3)
+"""
+
+
+@pytest.mark.parametrize(
+    "how, why",
+    [
+        ("left", "has shut commlib down or left the program"),
+        ("failed", "has given up process set 0: it was interrupted by ZeroDivisionError: division by zero"),
+    ],
+)
+def test_a_rank_on_another_host_is_named(tmp_path, how, why):
+    script = tmp_path / "program.py"
+    script.write_text(PROGRAM)
+    with Hosts(2) as hosts:
+        done = hosts.run([sys.executable, str(script), how], 2, timeout=60, env={"COMMLIB_TIMEOUT": "20"}, capture=True)
+    assert done.returncode == 0, done.stderr
+    for rank in range(3):
+        said = rf"PeerError on {rank}: process set 0: allreduce 'a': rank {rank}: waited for a rank that will not come"
+        assert re.search(rf"{said}: (.*; )?rank 3 {why}", done.stdout), done.stdout
+    assert not re.search(r"uint64|op=and|call number|split\d", done.stdout + done.stderr), done.stdout + done.stderr
