@@ -93,7 +93,7 @@ def _is_to_speak() -> bool:
         return True
     time.sleep(AFTER_YOU)
     MPI = launch.started_mpi()
-    return (MPI is not None and MPI.COMM_WORLD.size > 1) or launch.ends_with_the_first()
+    return MPI is None or MPI.COMM_WORLD.size > 1 or launch.ends_with_the_first()
 
 
 def _abort(MPI: Any, comm: Any, reason: str) -> None:

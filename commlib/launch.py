@@ -131,10 +131,13 @@ def interrupts_held_back() -> Iterator[None]:
         nonlocal came
         came = True
 
+    # Blocked as well, where it is not taken by another thread, so that no system call of MPI is interrupted.
+    mask = signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGINT])
     signal.signal(signal.SIGINT, note)
     try:
         yield
     finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, mask)
         signal.signal(signal.SIGINT, before)
         if came:
             signal.raise_signal(signal.SIGINT)
