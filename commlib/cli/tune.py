@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import os
-import sys
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
@@ -14,6 +12,7 @@ import typer
 
 from commlib.cli.app import app
 from commlib.cli.prediction import rate
+from commlib.cli.progress import shown
 from commlib.cli.text import bytes_text, columns, seconds_text
 from commlib.errors import CommlibError, UsageError
 from commlib.schedule import algorithms
@@ -27,7 +26,7 @@ if TYPE_CHECKING:
 
 @app.command()
 def tune(
-    seconds: Annotated[float, typer.Option(min=0.1, help="About how long to measure.")] = 60.0,
+    seconds: Annotated[float, typer.Option(min=0.1, help="How long to measure.")] = 60.0,
     out: Annotated[
         Path | None, typer.Option(help="File to write. [default: COMMLIB_TUNING_FILE, or in ~/.cache]")
     ] = None,
@@ -36,6 +35,8 @@ def tune(
 
     Run it on as many nodes and ranks as the programs that are to gain from it. What the file knows of other numbers
     of nodes and ranks, or of other MPI libraries, stays.
+
+    The time includes what is compiled and connected at the first use; the smallest size is measured in any case.
     """
     asked = os.environ.get("COMMLIB_TUNING_FILE", "")
     path = out or Path(asked if asked not in ("", "none") else default_path())
@@ -64,8 +65,8 @@ def _tune(path: Path, seconds: float) -> None:
     if comm.rank == 0:
         nodes = len(comm.topology.nodes)
         where = f"{comm.size} ranks on {nodes} node{'s' * (nodes > 1)}"
-        typer.echo(f"commlib tune: measuring {where} for about {seconds:g} s", err=True)
-    with _progress_bar(comm.rank == 0) as progress:
+        typer.echo(f"commlib tune: measuring {where} for {seconds:g} s", err=True)
+    with shown("commlib tune", seconds, silent=comm.rank != 0) as progress:
         table = measure(comm, seconds, progress)
     saved = _on_first_rank(comm, lambda: known.updated(table).save(path))
     if comm.rank == 0:
@@ -95,17 +96,6 @@ def _open(path: Path) -> Table:
     return Table.load(path) if path.exists() else Table()
 
 
-@contextmanager
-def _progress_bar(shown: bool) -> Iterator[Callable[[float, str], None]]:
-    """Show a bar on stderr, if that is a terminal."""
-    from rich.console import Console
-    from rich.progress import Progress
-
-    with Progress(console=Console(stderr=True), disable=not (shown and sys.stderr.isatty())) as bar:
-        task = bar.add_task("", total=1.0)
-        yield lambda done, what: bar.update(task, completed=done, description=what)
-
-
 def summary(table: Table) -> str:
     """Return what was measured, and what the model makes of the same machine."""
     fitted = table.machines[0]
@@ -119,7 +109,23 @@ def summary(table: Table) -> str:
         parts.append(_place_text(*place))
         entries = (entry for entry in table.entries if (entry.nodes, entry.ranks_per_node) == place)
         parts += [columns(_entry_rows(entry, chooser), left=2) for entry in entries]
-    return "\n\n".join(parts)
+    return "\n\n".join([*parts, *_left_out(table)])
+
+
+def _left_out(table: Table) -> list[str]:
+    """Say for which sizes there was no time."""
+    from commlib.tune.measure import SIZES
+
+    verbs_of: dict[int, list[str]] = {}
+    for entry in table.entries:
+        nbytes = max(time.up_to for time in entry.times) // 2
+        if nbytes < SIZES[-1]:
+            verbs = verbs_of.setdefault(nbytes, [])
+            verbs += [] if entry.verb in verbs else [entry.verb]
+    short = [f"{', '.join(verbs)} beyond {bytes_text(nbytes)}" for nbytes, verbs in verbs_of.items()]
+    if not short:
+        return []
+    return [f"there was no time for {'; '.join(short)}\nthe model decides there: more --seconds measure it"]
 
 
 def _place_text(nodes: int, ranks_per_node: int) -> str:

@@ -18,17 +18,20 @@ from commlib.tune.stopwatch import Call, Stopwatch
 MESSAGES = tuple(8 << 2 * power for power in range(10))  # 8 B to 2 MiB
 COMBINED = (256 << 10, 1 << 20, 4 << 20)
 FEWEST_ROUNDS, MOST_ROUNDS, ROUNDS_BYTES = 4, 100, 4 << 20
+FEWEST_SIZES = 2  # a line needs two points
 
 
 def measure_link(comm: Communicator, pair: tuple[int, int], watch: Stopwatch, share: float) -> Link:
-    """Return alpha and beta between two ranks of `comm`. Collective; takes about `share` seconds.
+    """Return alpha and beta between two ranks of `comm`. Collective; takes about `share` seconds of the watch's time.
 
     In a round both send and receive at once, as they do in most algorithms, through the executor that runs those: so
     alpha contains what a round costs in Python.
     """
     group = comm.split(0 if comm.rank in pair else -1, comm.rank)
-    samples = []
+    samples: list[tuple[float, float]] = []
     for nbytes in MESSAGES:
+        if len(samples) >= FEWEST_SIZES and watch.left <= 0:
+            break
         rounds = max(FEWEST_ROUNDS, min(MOST_ROUNDS, ROUNDS_BYTES // nbytes))
         call = None if group is None else _exchange(group, nbytes, rounds)
         samples.append((nbytes, min(watch.measure(call, share / len(MESSAGES))) / rounds))
@@ -47,8 +50,10 @@ def _exchange(group: Communicator, nbytes: int, rounds: int) -> Call:
 def measure_gamma(watch: Stopwatch, share: float) -> float:
     """Return gamma, of float32 sums, while all ranks combine at the same time and share the memory. Collective."""
     reducer = Reducer("float32", "sum")
-    samples = []
+    samples: list[tuple[float, float]] = []
     for nbytes in COMBINED:
+        if len(samples) >= FEWEST_SIZES and watch.left <= 0:
+            break
         first, second = np.zeros(nbytes // 4, np.float32), np.zeros(nbytes // 4, np.float32)
         call = partial(reducer.combine, [first, second], first)
         samples.append((nbytes, min(watch.measure(call, share / len(COMBINED)))))

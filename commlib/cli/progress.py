@@ -1,0 +1,52 @@
+"""How far a long run is, on standard error: a bar on a terminal, and lines where a launcher stands in between.
+
+Launchers pass on whole lines, so a bar that is redrawn in its place would be seen at the end only.
+"""
+
+from __future__ import annotations
+
+import sys
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+
+import typer
+
+Tell = Callable[[float, str], None]
+SECONDS = 2.0  # from line to line, at least
+
+
+@contextmanager
+def shown(title: str, seconds: float, *, silent: bool = False) -> Iterator[Tell]:
+    """Yield what is called with the fraction that is done of `seconds`, and with what is being done."""
+    if silent:
+        yield lambda done, what: None
+    elif sys.stderr.isatty():
+        with _bar(title) as tell:
+            yield tell
+    else:
+        yield _lines(title, seconds)
+
+
+@contextmanager
+def _bar(title: str) -> Iterator[Tell]:
+    from rich.console import Console
+    from rich.progress import Progress
+
+    with Progress(console=Console(stderr=True)) as bar:
+        task = bar.add_task(title, total=1.0)
+        yield lambda done, what: bar.update(task, completed=done, description=what)
+
+
+def _lines(title: str, seconds: float) -> Tell:
+    began = time.monotonic()
+    said = float("-inf")
+
+    def tell(done: float, what: str) -> None:
+        nonlocal said
+        now = time.monotonic()
+        if now - said >= SECONDS or done >= 1.0:
+            typer.echo(f"{title}: {done:4.0%}  {now - began:5.1f} of {seconds:g} s  {what}", err=True)
+            said = now
+
+    return tell
