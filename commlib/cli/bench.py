@@ -25,9 +25,11 @@ def bench(
     ] = None,
     dtype: Annotated[list[str] | None, typer.Option(help="repeatable (default: float32)")] = None,
     op: Annotated[list[str] | None, typer.Option(help="sum, mean, min, max or prod; repeatable (default: sum)")] = None,
-    begin: Annotated[str | None, typer.Option(help="smallest size in bytes; K, M, G (default: 4)")] = None,
-    end: Annotated[str | None, typer.Option(help="largest size (default: 64M)")] = None,
-    factor: Annotated[int | None, typer.Option(help="from one size to the next (default: 4)")] = None,
+    begin: Annotated[
+        str | None, typer.Option("--begin", "-b", help="smallest size in bytes; K, M, G (default: 4)")
+    ] = None,
+    end: Annotated[str | None, typer.Option("--end", "-e", help="largest size (default: 64M)")] = None,
+    factor: Annotated[int | None, typer.Option("--factor", "-f", help="from one size to the next (default: 4)")] = None,
     size: Annotated[list[str] | None, typer.Option(help="this size instead; repeatable")] = None,
     in_place: Annotated[
         bool | None,
@@ -44,6 +46,22 @@ def bench(
     algorithm: Annotated[str | None, typer.Option(help="commlib's algorithm (default: auto)")] = None,
     root: Annotated[int | None, typer.Option(help="of rooted verbs (default: 0)")] = None,
     rounds: Annotated[int, typer.Option(help="bursts of each contender")] = 9,
+    iters: Annotated[
+        int | None, typer.Option("--iters", "-n", "-i", help="calls in each burst (default: as many as take 30 ms)")
+    ] = None,
+    warmup_iters: Annotated[
+        int | None,
+        typer.Option(
+            "--warmup-iters", "--warmup_iters", "-w", "-x", help="calls before each burst (default: half as many)"
+        ),
+    ] = None,
+    percentiles: Annotated[
+        bool, typer.Option("--percentiles", help="time each call by itself, and add p50, p95 and p99")
+    ] = False,
+    side_by_side: Annotated[
+        bool, typer.Option("--side-by-side", help="out of place and in place in one line, as nccl-tests does")
+    ] = False,
+    csv: Annotated[bool, typer.Option("--csv", help="comma-separated values; remarks go to standard error")] = False,
     check: Annotated[bool, typer.Option(help="count wrong elements, of every contender, before and after")] = True,
     fresh: Annotated[bool, typer.Option("--fresh", help="rewrite the data before each call")] = False,
     out: Annotated[Path | None, typer.Option(help="folder for a JSON file and a PNG (extra 'plot')")] = None,
@@ -91,6 +109,11 @@ def bench(
             check=check,
             fresh=fresh,
             out=out,
+            iters=iters,
+            warmup_iters=warmup_iters,
+            percentiles=percentiles,
+            side_by_side=side_by_side,
+            csv=csv,
         )
         is_right = run(options)
     except Refused as error:  # on all ranks together
