@@ -94,8 +94,13 @@ def options_of(settings: Settings) -> dict[str, Any]:
 
 def stem(settings: Settings, facts: Mapping[str, Any]) -> str:
     """Return the name of the files of a run, without ending: verb, ranks and date."""
+    return file_name(settings.verb.name, facts)
+
+
+def file_name(what: str, facts: Mapping[str, Any]) -> str:
+    """Return the name of the files of a run of `what`, without ending."""
     moment = facts["date"].split("+")[0].replace("-", "").replace(":", "")
-    return f"{settings.verb.name}-{facts['ranks']}-ranks-{moment}"
+    return f"{what}-{facts['ranks']}-ranks-{moment}"
 
 
 def heading(settings: Settings, facts: Mapping[str, Any]) -> str:

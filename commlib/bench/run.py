@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 from contextlib import ExitStack
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 from mpi4py import MPI
@@ -53,14 +54,18 @@ def _problem(settings: Settings, rank: int) -> str | None:
     """Return what keeps this rank from doing what was asked for."""
     if "gloo" in settings.peers and (problem := gloo_peer.problem()):
         return problem
-    if settings.out is not None and rank == 0:
-        try:
-            settings.out.mkdir(parents=True, exist_ok=True)
-        except OSError as error:
-            return f"--out {settings.out}: cannot make this folder: {error.strerror}"
-        if not os.access(settings.out, os.W_OK):
-            return f"--out {settings.out}: cannot write to this folder"
-    return None
+    return folder_problem(settings.out) if rank == 0 else None
+
+
+def folder_problem(out: Path | None) -> str | None:
+    """Make the folder of --out, if there is one; return what is wrong with it."""
+    if out is None:
+        return None
+    try:
+        out.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        return f"--out {out}: cannot make this folder: {error.strerror}"
+    return None if os.access(out, os.W_OK) else f"--out {out}: cannot write to this folder"
 
 
 def write_files(settings: Settings, facts: dict[str, Any], rows: list[Row], notes: list[str]) -> list[str]:

@@ -16,7 +16,7 @@ def bench(
         str,
         typer.Argument(
             help="all_reduce, reduce_scatter, all_gather, broadcast, reduce, all_to_all, gather, scatter, "
-            "send_recv (each rank to the next one) or barrier"
+            "send_recv (each rank to the next one) or barrier; or pairs: latency and bandwidth between every two ranks"
         ),
     ],
     peer: Annotated[
@@ -88,10 +88,18 @@ def bench(
 
     #wrong: elements of commlib's results, over all ranks. ratio: the peer's
     time / commlib's. The exit code is 1 if an element of commlib is wrong.
-    """
-    from commlib.bench.options import Options, Refused
-    from commlib.bench.run import run
 
+    p50, p95, p99: of single calls, each on the rank where it took longest.
+
+    pairs: a matrix for each --size (8 and 4M by default), us up to 64 KiB
+    and GB/s beyond, its extremes, and the slowest pair. One pair at a time,
+    so 64 ranks take some minutes.
+    """
+    from commlib.bench import pairs_run
+    from commlib.bench import run as verbs_run
+    from commlib.bench.options import Options, Refused
+
+    run = pairs_run.run if verb == "pairs" else verbs_run.run
     try:
         options = Options(
             verb=verb,

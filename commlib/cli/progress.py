@@ -17,8 +17,8 @@ SECONDS = 2.0  # from line to line, at least
 
 
 @contextmanager
-def shown(title: str, seconds: float, *, silent: bool = False) -> Iterator[Tell]:
-    """Yield what is called with the fraction that is done of `seconds`, and with what is being done."""
+def shown(title: str, seconds: float | None = None, *, silent: bool = False) -> Iterator[Tell]:
+    """Yield what is called with the fraction that is done, and with what is being done. seconds: in all, if known."""
     if silent:
         yield lambda done, what: None
     elif sys.stderr.isatty():
@@ -38,15 +38,16 @@ def _bar(title: str) -> Iterator[Tell]:
         yield lambda done, what: bar.update(task, completed=done, description=what)
 
 
-def _lines(title: str, seconds: float) -> Tell:
+def _lines(title: str, seconds: float | None) -> Tell:
     began = time.monotonic()
+    limit = "" if seconds is None else f" of {seconds:g}"
     said = float("-inf")
 
     def tell(done: float, what: str) -> None:
         nonlocal said
         now = time.monotonic()
         if now - said >= SECONDS or done >= 1.0:
-            typer.echo(f"{title}: {done:4.0%}  {now - began:5.1f} of {seconds:g} s  {what}", err=True)
+            typer.echo(f"{title}: {done:4.0%}  {now - began:5.1f}{limit} s  {what}", err=True)
             said = now
 
     return tell

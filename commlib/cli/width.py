@@ -18,9 +18,10 @@ def reader_width() -> int | None:
     if not sys.stdout.isatty():
         return None
     try:
-        return max(NARROWEST, os.get_terminal_size(sys.stdout.fileno()).columns)
+        columns = os.get_terminal_size(sys.stdout.fileno()).columns
     except OSError:
         return None
+    return max(NARROWEST, columns) if columns else None  # 0: Open MPI's ranks have a terminal without a size
 
 
 def wrapped(text: str, width: int | None, *, indent: int = 0) -> str:

@@ -105,6 +105,9 @@ def test_the_width_is_that_of_columns_or_of_the_terminal(monkeypatch: pytest.Mon
     monkeypatch.setattr("sys.stdout", Terminal())
     monkeypatch.setattr(os, "get_terminal_size", lambda fileno: os.terminal_size((97, 30)))
     assert reader_width() == 97
+    monkeypatch.setattr(os, "get_terminal_size", lambda fileno: os.terminal_size((0, 0)))
+    assert reader_width() is None  # a rank of Open MPI
+    monkeypatch.setattr(os, "get_terminal_size", lambda fileno: os.terminal_size((97, 30)))
     monkeypatch.setenv("COLUMNS", "120")
     assert reader_width() == 120
     monkeypatch.setenv("COLUMNS", "wide")
