@@ -3,11 +3,15 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
 from commlib.cli.app import app
+from commlib.cli.joining import joining
+
+if TYPE_CHECKING:
+    from commlib.bench.options import Options
 
 
 @app.command(no_args_is_help=True)
@@ -95,11 +99,8 @@ def bench(
     and GB/s beyond, its extremes, and the slowest pair. One pair at a time,
     so 64 ranks take some minutes.
     """
-    from commlib.bench import pairs_run
-    from commlib.bench import run as verbs_run
     from commlib.bench.options import Options, Refused
 
-    run = pairs_run.run if verb == "pairs" else verbs_run.run
     try:
         options = Options(
             verb=verb,
@@ -123,10 +124,17 @@ def bench(
             side_by_side=side_by_side,
             csv=csv,
         )
-        is_right = run(options)
+        is_right = _run(verb, options)
     except Refused as error:  # on all ranks together
         raise typer.BadParameter(str(error)) from None
     raise typer.Exit(0 if is_right else 1)
+
+
+def _run(verb: str, options: Options) -> bool:
+    from commlib.bench import pairs_run, run
+
+    with joining("commlib bench"):
+        return pairs_run.run(options) if verb == "pairs" else run.run(options)
 
 
 def _tuple(values: list[str] | None) -> tuple[str, ...] | None:

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from commlib.cli.app import app
+from commlib.cli.joining import one_line
 from commlib.cli.prediction import rate
 from commlib.cli.progress import shown
 from commlib.cli.text import bytes_text, columns, seconds_text
@@ -45,7 +46,7 @@ def tune(
     try:
         _tune(path, seconds)
     except CommlibError as error:
-        typer.echo(f"commlib tune: {error}", err=True)
+        typer.echo(f"commlib tune: {one_line(error)}", err=True)
         raise typer.Exit(2 if isinstance(error, UsageError) else 1) from error
 
 
