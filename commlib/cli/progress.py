@@ -25,7 +25,8 @@ def shown(title: str, seconds: float | None = None, *, silent: bool = False) -> 
         with _bar(title) as tell:
             yield tell
     else:
-        yield _lines(title, seconds)
+        with _lines(title, seconds) as tell:
+            yield tell
 
 
 @contextmanager
@@ -38,16 +39,20 @@ def _bar(title: str) -> Iterator[Tell]:
         yield lambda done, what: bar.update(task, completed=done, description=what)
 
 
-def _lines(title: str, seconds: float | None) -> Tell:
+@contextmanager
+def _lines(title: str, seconds: float | None) -> Iterator[Tell]:
     began = time.monotonic()
     limit = "" if seconds is None else f" of {seconds:g}"
-    said = float("-inf")
+    said, unsaid = float("-inf"), ""
 
     def tell(done: float, what: str) -> None:
-        nonlocal said
+        nonlocal said, unsaid
         now = time.monotonic()
-        if now - said >= SECONDS or done >= 1.0:
-            typer.echo(f"{title}: {done:4.0%}  {now - began:5.1f}{limit} s  {what}", err=True)
-            said = now
+        unsaid = f"{title}: {done:4.0%}  {now - began:5.1f}{limit} s  {what}"
+        if now - said >= SECONDS:
+            typer.echo(unsaid, err=True)
+            said, unsaid = now, ""
 
-    return tell
+    yield tell
+    if unsaid:
+        typer.echo(unsaid, err=True)

@@ -19,6 +19,7 @@ from commlib.errors import CommlibError, UsageError
 from commlib.schedule import algorithms
 from commlib.tune.chooser import Chooser
 from commlib.tune.entries import Entry
+from commlib.tune.hierarchy import COLUMN_BYTES
 from commlib.tune.table import Table, default_path
 
 if TYPE_CHECKING:
@@ -117,16 +118,19 @@ def _left_out(table: Table) -> list[str]:
     """Say for which sizes there was no time."""
     from commlib.tune.measure import SIZES
 
-    verbs_of: dict[int, list[str]] = {}
+    in_columns = {entry.nodes for entry in table.entries if entry.nodes > 1 and entry.ranks_per_node > 1}
+    reached: dict[tuple[int, int], int] = {}
     for entry in table.entries:
+        place = entry.nodes, entry.ranks_per_node
         nbytes = max(time.up_to for time in entry.times) // 2
-        if nbytes < SIZES[-1]:
-            verbs = verbs_of.setdefault(nbytes, [])
-            verbs += [] if entry.verb in verbs else [entry.verb]
-    short = [f"{', '.join(verbs)} beyond {bytes_text(nbytes)}" for nbytes, verbs in verbs_of.items()]
-    if not short:
+        # One column carries small data only, where there are several.
+        whole = COLUMN_BYTES if entry.ranks_per_node == 1 and entry.nodes in in_columns else SIZES[-1]
+        if nbytes < whole:
+            reached[place] = min(nbytes, reached.get(place, nbytes))
+    if not reached:
         return []
-    return [f"there was no time for {'; '.join(short)}\nthe model decides there: more --seconds measure it"]
+    lines = [f"{_place_text(*place)}: no time for all beyond {bytes_text(nbytes)}" for place, nbytes in reached.items()]
+    return ["\n".join([*lines, "the model decides there: more --seconds measure it"])]
 
 
 def _place_text(nodes: int, ranks_per_node: int) -> str:

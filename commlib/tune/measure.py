@@ -12,7 +12,7 @@ import numpy as np
 
 from commlib.communicator import Communicator
 from commlib.errors import UsageError
-from commlib.schedule import algorithms
+from commlib.schedule import Link, algorithms
 from commlib.tune.entries import BEYOND_SCHEDULES, Entry, Fitted, Measured
 from commlib.tune.links import measure_gamma, measure_link
 from commlib.tune.places import Cluster, Place, survey
@@ -62,8 +62,7 @@ def measure(comm: Communicator, seconds: float = 60.0, progress: Progress = lamb
         for verb in VERBS:
             progress(watch.done, f"warming up {verb}")
             contests.append(_Contest(place, verb, _accepted(comm, place, verb)))
-    progress(watch.done, "links")
-    fitted = _measure_machine(comm, cluster, watch, max(0.0, watch.left) * LINKS_SHARE)
+    fitted = _measure_machine(comm, cluster, watch, progress)
     for size, contest, name in _run(contests, watch):
         progress(watch.done, f"{contest.verb} {name} of {size} bytes")
     progress(1.0, "done")
@@ -83,12 +82,16 @@ def _accepted(comm: Communicator, place: Place, verb: str) -> tuple[str, ...]:
     return tuple(comm.broadcast_object(accepted))  # rank 0 never looks on
 
 
-def _measure_machine(comm: Communicator, cluster: Cluster, watch: Stopwatch, share: float) -> Fitted:
-    gamma = measure_gamma(watch, share / 3)
-    node, network = (
-        measure_link(comm, pair, watch, share / 3) if pair else None for pair in (cluster.neighbours, cluster.across)
-    )
-    return Fitted(mpi_library(), node, network, gamma)
+def _measure_machine(comm: Communicator, cluster: Cluster, watch: Stopwatch, progress: Progress) -> Fitted:
+    share = max(0.0, watch.left) * LINKS_SHARE / 3
+    progress(watch.done, "combining")
+    gamma = measure_gamma(watch, share)
+
+    def link(where: str, pair: tuple[int, int] | None) -> Link | None:
+        progress(watch.done, f"the link {where}")
+        return measure_link(comm, pair, watch, share) if pair else None
+
+    return Fitted(mpi_library(), link("in a node", cluster.neighbours), link("between nodes", cluster.across), gamma)
 
 
 def _run(contests: list[_Contest], watch: Stopwatch) -> Iterator[tuple[int, _Contest, str]]:

@@ -26,6 +26,14 @@ def test_through_a_launcher_there_are_lines_now_and_then(
     assert lines[1] == "commlib tune:  20%    2.0 of 10 s  step 2"
 
 
+def test_the_last_line_is_never_left_out_nor_repeated(capsys: pytest.CaptureFixture[str]) -> None:
+    """Beyond its time, each of a hundred steps had a line."""
+    with progress.shown("commlib tune", 10) as tell:
+        for step in range(5):
+            tell(1.0, f"step {step}")
+    assert [line.split()[-1] for line in capsys.readouterr().err.splitlines()] == ["0", "4"]
+
+
 def test_on_a_terminal_there_is_a_bar(monkeypatch: pytest.MonkeyPatch) -> None:
     class Terminal(io.StringIO):
         def isatty(self) -> bool:

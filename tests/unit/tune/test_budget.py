@@ -22,6 +22,7 @@ class World:
         self.rank, self.size = 0, 2
         self.now = 0.0
         self.spent: list[float] = []
+        self.slow_down = 1.0
         self._seconds_of = seconds_of
 
     def take(self, seconds: float) -> None:
@@ -38,7 +39,7 @@ class World:
         return self
 
     def execute(self, program: Any, regions: Any, name: str) -> None:
-        self.take(1e-6 + regions[0][0].array.nbytes * 1e-9)
+        self.take(len(program.rounds) * self.slow_down * (1e-6 + regions[0][0].array.nbytes * 1e-9))
 
     def collective(self, x: Any, *_: Any, out: Any = None, algorithm: str = "") -> Any:
         if algorithm:  # else it is the stopwatch's own
@@ -109,6 +110,16 @@ def test_what_is_measured_is_told_before_it_is(run: Any) -> None:
     done = [share for share, _ in told]
     assert done == sorted(done) and done[-1] == 1.0
     assert [what for _, what in told[:3]] == ["warming up", "warming up all_reduce", "warming up reduce_scatter"]
+
+
+def test_a_slow_link_leaves_time_for_the_algorithms(run: Any) -> None:
+    """Its largest messages took all the time there was, though smaller ones tell as much."""
+    world, table, _ = run(8.0, lambda nbytes: 1e-4)
+    assert len({time.up_to for time in table.entries[0].times}) > 1
+    world.slow_down, before = 100.0, world.now
+    measured = links.measure_link(world, (0, 1), Stopwatch(world, 10.0), 0.3)
+    assert world.now - before < 3  # of all sizes it is 10
+    assert measured.alpha == pytest.approx(1e-4, rel=0.01) and measured.beta == pytest.approx(2e-7, rel=0.01)
 
 
 def test_calls_that_become_slower_do_not_take_more_than_their_share(monkeypatch: pytest.MonkeyPatch) -> None:
