@@ -6,6 +6,9 @@ import os
 import sys
 from typing import Any
 
+from commlib import is_initialized
+from commlib.errors import CommlibError
+
 # Set by Open MPI's launcher and srun --mpi=pmix; by MPICH's and srun --mpi=pmi2.
 _LAUNCHED = ("PMIX_RANK", "PMI_RANK")
 
@@ -25,11 +28,21 @@ def main() -> None:
         ) from None
     try:
         code = app(standalone_mode=False)
+    except CommlibError as error:
+        if is_initialized() or _has_others():
+            raise
+        raise SystemExit(f"commlib: {' '.join(str(error).split())}") from None
     except Exception as error:
         if not hasattr(error, "show"):  # click's errors have it, wherever typer keeps click
             raise
         refuse(error)
     sys.exit(code)
+
+
+def _has_others() -> bool:
+    """Return whether other processes wait for this one: its end must be the job's then."""
+    mpi: Any = sys.modules.get("mpi4py.MPI")
+    return mpi is not None and mpi.Is_initialized() and not mpi.Is_finalized() and mpi.COMM_WORLD.size > 1
 
 
 def refuse(error: Any) -> None:

@@ -7,8 +7,8 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+import commlib
 from commlib.cli.app import app
-from commlib.cli.joining import joining
 
 if TYPE_CHECKING:
     from commlib.bench.options import Options
@@ -131,10 +131,10 @@ def bench(
 
 
 def _run(verb: str, options: Options) -> bool:
+    commlib.init()  # says what is wrong with MPI, where the next import would only fail
     from commlib.bench import pairs_run, run
 
-    with joining("commlib bench"):
-        return pairs_run.run(options) if verb == "pairs" else run.run(options)
+    return pairs_run.run(options) if verb == "pairs" else run.run(options)
 
 
 def _tuple(values: list[str] | None) -> tuple[str, ...] | None:

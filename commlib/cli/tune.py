@@ -11,7 +11,6 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from commlib.cli.app import app
-from commlib.cli.joining import one_line
 from commlib.cli.prediction import rate
 from commlib.cli.progress import shown
 from commlib.cli.text import bytes_text, columns, seconds_text
@@ -47,15 +46,16 @@ def tune(
     try:
         _tune(path, seconds)
     except CommlibError as error:
-        typer.echo(f"commlib tune: {one_line(error)}", err=True)
+        typer.echo(f"commlib tune: {error}", err=True)
         raise typer.Exit(2 if isinstance(error, UsageError) else 1) from error
 
 
 def _tune(path: Path, seconds: float) -> None:
     import commlib
+
+    comm = commlib.init()  # says what is wrong with MPI, where the next import would only fail
     from commlib.tune.measure import measure
 
-    comm = commlib.init()
     known = Table()
 
     def load() -> None:
