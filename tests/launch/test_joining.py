@@ -29,7 +29,7 @@ def test_where_others_wait_it_ends_the_job(mpirun):
 import sys
 from mpi4py import MPI
 import commlib
-def failing(base, settings):
+def failing(base, *_):
     if base.rank == 1:
         raise commlib.UsageError("out of luck")
     base.barrier()
@@ -40,4 +40,4 @@ main()
 """
     done = mpirun(2, program)
     assert done.returncode != 0
-    assert "UsageError: out of luck" in done.stderr
+    assert "out of luck" in done.stderr
