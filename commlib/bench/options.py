@@ -58,6 +58,11 @@ class Options:
     check: bool = True
     fresh: bool = False
     out: Path | None = None
+    iters: int | None = None
+    warmup_iters: int | None = None
+    percentiles: bool = False
+    side_by_side: bool = False
+    csv: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -79,6 +84,16 @@ class Settings:
     check: bool
     fresh: bool
     out: Path | None
+    iters: int | None = None
+    warmup_iters: int | None = None
+    percentiles: bool = False
+    side_by_side: bool = False
+    csv: bool = False
+
+    @property
+    def places(self) -> tuple[bool, ...]:
+        """For each figure of a row whether it is measured in place."""
+        return (False, True) if self.side_by_side else (self.in_place,)
 
 
 DEFAULT_SIZES = sizes_between(4, 64 << 20, 4)
@@ -106,6 +121,12 @@ def check(options: Options, ranks: int) -> Settings:
         raise Refused(f"--root is {root}, but there are the ranks 0 to {ranks - 1}")
     if options.rounds < 1:
         raise Refused(f"--rounds is {options.rounds}: expected at least 1")
+    if options.iters is not None and options.iters < 1:
+        raise Refused(f"--iters is {options.iters}: expected at least 1")
+    if options.warmup_iters is not None and options.warmup_iters < 0:
+        raise Refused(f"--warmup-iters is {options.warmup_iters}: expected at least 0")
+    if options.side_by_side and options.in_place is not None:
+        raise Refused("--side-by-side measures out of place and in place: leave out --in-place and --out-of-place")
     sizes = (0,) if verb == "barrier" else tuple(dict.fromkeys(options.sizes or DEFAULT_SIZES))
     in_place = kind.in_place in ("usual", "only") if options.in_place is None else options.in_place
     return Settings(
@@ -124,6 +145,11 @@ def check(options: Options, ranks: int) -> Settings:
         check=options.check,
         fresh=options.fresh,
         out=options.out,
+        iters=options.iters,
+        warmup_iters=options.warmup_iters,
+        percentiles=options.percentiles,
+        side_by_side=options.side_by_side,
+        csv=options.csv,
     )
 
 
@@ -146,6 +172,7 @@ def _refuse_what_has_no_effect(options: Options, verb: Verb) -> None:
         "--algorithm": options.algorithm is not None and not verb.has_algorithms,
         "--plan": options.plan and verb.name != "all_reduce",
         "--in-place": options.in_place is True and verb.in_place == "not",
+        "--side-by-side": options.side_by_side and verb.in_place not in ("usual", "able"),
         "--out-of-place": options.in_place is False and verb.in_place == "only",
     }
     for what, is_useless in useless.items():

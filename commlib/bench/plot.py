@@ -35,27 +35,35 @@ def write(path: Path, rows: Sequence[Row], title: str) -> None:
         bandwidth, time = figure.subplots(1, 2)
         _lines(bandwidth, rows, "bus bandwidth, GB/s", lambda row, name: row.busbw(name))
         _lines(time, rows, "time of a call, us", lambda row, name: row.time(name) * 1e6)
-        time.set_yscale("log")
-        bandwidth.legend(fontsize="small")
+        time.legend(fontsize="small")
     figure.suptitle(title, fontsize="medium")
     figure.savefig(path, dpi=120)
 
 
 def _lines(axes: Any, rows: Sequence[Row], label: str, figure_of: Any) -> None:
-    kinds = list(dict.fromkeys((row.dtype, row.op) for row in rows))
+    several = len({row.in_place for row in rows}) > 1
+    kinds = list(dict.fromkeys(_kind(row, several) for row in rows))
     for number, kind in enumerate(kinds):
-        same = [row for row in rows if (row.dtype, row.op) == kind]
+        same = [row for row in rows if _kind(row, several) == kind]
         for position, (name, (style, marker)) in enumerate(_MARKS.items()):
             points = [(row.size, figure_of(row, name)) for row in same if name in row.seconds]
+            points = [(size, figure) for size, figure in points if figure > 0]  # one rank has no bus
             if points:
                 what = " ".join(filter(None, [name, *(kind if len(kinds) > 1 else ())]))
                 colour = f"C{number if len(kinds) > 1 else position}"
                 axes.plot(*zip(*points, strict=True), style, color=colour, marker=marker, ms=4, label=what)
     axes.set_xscale("log", base=2)
+    axes.set_yscale("log")  # of bandwidths, too: else all small sizes lie on the axis
     axes.xaxis.set_major_formatter(lambda size, _: name_of_size(size))
     axes.set_xlabel("size, bytes")
     axes.set_ylabel(label)
-    axes.grid(alpha=0.3)
+    axes.yaxis.set_major_formatter(lambda value, _: f"{value:g}")
+    axes.grid(alpha=0.3, which="both")
+
+
+def _kind(row: Row, several: bool) -> tuple[str, ...]:
+    """Return what is one line of each contender. several: whether there are rows in place and others."""
+    return (row.dtype, row.op, *((("in place" if row.in_place else "out of place"),) if several else ()))
 
 
 def name_of_size(nbytes: float) -> str:

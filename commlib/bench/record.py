@@ -19,6 +19,12 @@ from commlib.bench.rows import Row
 
 _PACKAGES = ("numpy", "numba", "ml_dtypes", "mpi4py", "torch")
 _ENVIRONMENT = ("COMMLIB_", "OMPI_MCA_", "MPIR_CVAR_", "I_MPI_", "UCX_", "FI_", "GLOO_", "OMP_NUM_THREADS")
+_SLURM = (
+    *("SLURM_JOB_ID", "SLURM_STEP_ID", "SLURM_ARRAY_JOB_ID", "SLURM_ARRAY_TASK_ID", "SLURM_JOB_NAME"),
+    *("SLURM_CLUSTER_NAME", "SLURM_JOB_PARTITION", "SLURM_JOB_NODELIST", "SLURM_STEP_NODELIST", "SLURM_JOB_NUM_NODES"),
+    *("SLURM_NTASKS", "SLURM_TASKS_PER_NODE", "SLURM_CPUS_PER_TASK", "SLURM_MPI_TYPE", "SLURM_CPU_BIND"),
+)
+_MOST_HOSTS = 3  # that are named in a heading
 
 
 def gather_facts(world: Any, *, one_node: bool) -> dict[str, Any]:
@@ -39,6 +45,7 @@ def gather_facts(world: Any, *, one_node: bool) -> dict[str, Any]:
         "mpi_build": MPI.Get_library_version().strip("\0 \n"),
         "versions": {"commlib": commlib.__version__, "python": platform.python_version(), **_versions()},
         "environment": settings_of(os.environ),
+        "slurm": slurm_job(os.environ),
         "command": sys.argv[1:],
     }
 
@@ -51,6 +58,13 @@ def name_of_library(text: str) -> str:
 def settings_of(environment: Mapping[str, str]) -> dict[str, str]:
     """Return the variables that tune commlib, MPI and the transports."""
     return {name: value for name, value in sorted(environment.items()) if name.startswith(_ENVIRONMENT)}
+
+
+def slurm_job(environment: Mapping[str, str]) -> dict[str, str] | None:
+    """Return Slurm's variables that say which job and step this is, and what they were given; None outside of Slurm."""
+    if "SLURM_JOB_ID" not in environment:
+        return None
+    return {name: environment[name] for name in _SLURM if name in environment}
 
 
 def _versions() -> dict[str, str]:
@@ -80,8 +94,28 @@ def options_of(settings: Settings) -> dict[str, Any]:
 
 def stem(settings: Settings, facts: Mapping[str, Any]) -> str:
     """Return the name of the files of a run, without ending: verb, ranks and date."""
+    return file_name(settings.verb.name, facts)
+
+
+def file_name(what: str, facts: Mapping[str, Any]) -> str:
+    """Return the name of the files of a run of `what`, without ending."""
     moment = facts["date"].split("+")[0].replace("-", "").replace(":", "")
-    return f"{settings.verb.name}-{facts['ranks']}-ranks-{moment}"
+    return f"{what}-{facts['ranks']}-ranks-{moment}"
+
+
+def heading(settings: Settings, facts: Mapping[str, Any]) -> str:
+    """Return what stands above a picture of the run: what was measured, and where, when and beside what else."""
+    hosts = list(dict.fromkeys(facts["hosts"]))
+    named = ", ".join(hosts[:_MOST_HOSTS]) + (f", ... ({len(hosts)} hosts)" if len(hosts) > _MOST_HOSTS else "")
+    job = facts.get("slurm")
+    second = [
+        named,
+        facts["date"].replace("T", " ").replace("+00:00", " UTC"),
+        f"load {facts['load']:.1f} on {facts['cores']} cores at the start" if "load" in facts else "",
+        f"Slurm job {job['SLURM_JOB_ID']}" if job else "",
+    ]
+    first = f"{settings.verb.name}, {facts['ranks']} ranks, {facts['mpi']}"
+    return first + "\n" + "; ".join(filter(None, second))
 
 
 def write(path: Path, settings: Settings, facts: Mapping[str, Any], rows: Sequence[Row], notes: Sequence[str]) -> None:

@@ -9,10 +9,10 @@ from typing import Any
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
-from commlib.bench import table
+from commlib.bench import comma, table
 from commlib.bench.cases import Case
 from commlib.bench.options import Settings
-from commlib.bench.rows import OURS, Row
+from commlib.bench.rows import Row, mistakes
 
 
 class Report:
@@ -21,8 +21,12 @@ class Report:
     def __init__(self, settings: Settings, *, rounds: int, bound: bool, console: Console | None) -> None:
         """rounds: how many there will be in all. bound: whether rows have one. No console: nothing is printed."""
         self._settings = settings
-        self._columns = table.columns(settings.verb, settings.peers, bound=bound)
-        self._console = console or Console(quiet=True)
+        self._table = table.Table(
+            settings.verb, settings.peers, bound=bound, percentiles=settings.percentiles, places=settings.places
+        )
+        self._console = self._rows_to = console or Console(quiet=True)
+        if settings.csv and console is not None:
+            self._console = Console(stderr=True, force_terminal=console.is_terminal, highlight=False)
         self._has_title = False
         self._progress = Progress(
             TextColumn("{task.description}"),
@@ -56,6 +60,8 @@ class Report:
         ranks = f"{facts['ranks']} rank{'s' * (facts['ranks'] > 1)}"
         self.note(f"{self._settings.verb.name}, {ranks} on {', '.join(hosts)}, {facts['mpi']}")
         self.note(f"{facts['cpu']}, {facts['cores']} cores, load {facts['load']:.1f} at the start")
+        if job := facts.get("slurm"):
+            self.note(f"Slurm job {job.get('SLURM_JOB_ID')}, step {job.get('SLURM_STEP_ID', '-')}")
         self.note(describe(self._settings))
 
     def note(self, text: str) -> None:
@@ -68,32 +74,39 @@ class Report:
         what = " ".join(filter(None, [case.dtype if case.nbytes else "", case.op, size]))
         self._progress.update(self._task, description=what, advance=1 if done else 0, refresh=True)
 
-    def row(self, row: Row) -> None:
-        """Print one line of the table, and its title before the first."""
+    def row(self, *rows: Row) -> None:
+        """Print one line of the table, and its title before the first. rows: one for each place of the settings."""
+        csv = self._settings.csv
         if not self._has_title:
-            self._print(table.line(self._columns, [column.title for column in self._columns]), "bold")
+            for title in [comma.TITLE] if csv else self._table.titles():
+                self._print_row(title, "bold")
             self._has_title = True
-        is_wrong = row.wrong is not None and row.wrong[OURS] > 0
-        self._print(
-            table.line(self._columns, [column.cell(row) for column in self._columns]), "red" if is_wrong else ""
-        )
+        is_wrong = mistakes(rows) > 0
+        for text in comma.lines(rows) if csv else [self._table.line(*rows)]:
+            self._print_row(text, "red" if is_wrong else "")
 
     def _print(self, text: str, style: str) -> None:
         self._console.print(text, style=style, markup=False, soft_wrap=True)
+
+    def _print_row(self, text: str, style: str) -> None:
+        self._rows_to.print(text, style=style, markup=False, soft_wrap=True)
 
 
 def describe(settings: Settings) -> str:
     """Return in one line how the verb is called."""
     has_data = settings.verb.name != "barrier"
     how = {
-        "in place": has_data and settings.in_place,
-        "out of place": has_data and not settings.in_place,
+        "out of place and in place": has_data and settings.side_by_side,
+        "in place": has_data and settings.in_place and not settings.side_by_side,
+        "out of place": has_data and not settings.in_place and not settings.side_by_side,
         "symmetric buffers": has_data and settings.symmetric,
         "ordinary arrays": has_data and not settings.symmetric,
         f"algorithm {settings.algorithm}": settings.algorithm != "auto",
         "through a plan": settings.plan,
         "on the progress thread": settings.asynchronous,
         "rewritten before each call": settings.fresh,
+        f"{settings.iters} calls a round": settings.iters is not None,
+        f"{settings.warmup_iters} to warm up": settings.warmup_iters is not None,
         f"median of {settings.rounds} rounds": True,
     }
     return ", ".join(text for text, is_so in how.items() if is_so)

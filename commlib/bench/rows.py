@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import statistics
-from collections.abc import Iterable
-from dataclasses import dataclass
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
+
+import numpy as np
 
 from commlib.bench.verbs import VERBS
 
 OURS = "commlib"
+PERCENTILES = (50, 95, 99)
 BOUND_FROM = 64 << 10  # bytes; below, the price of a call is the bound and not memory
 
 
@@ -18,6 +21,7 @@ class Row:
 
     seconds: of one call, one figure per round. wrong: elements, over all ranks; None if unchecked.
     bound_seconds: of the pass over memory that `Verb.bound` tells, by all ranks at once, one figure per round.
+    percentiles: "p50", "p95" and "p99" of single calls in seconds, where they were asked for.
     """
 
     verb: str
@@ -30,6 +34,8 @@ class Row:
     seconds: dict[str, list[float]]
     wrong: dict[str, int] | None
     bound_seconds: list[float]
+    in_place: bool | None = None
+    percentiles: dict[str, dict[str, float]] = field(default_factory=dict)
 
     def time(self, contender: str = OURS) -> float:
         """Return the median of the rounds, in seconds."""
@@ -64,6 +70,11 @@ class Row:
             "of_bound": self.of_bound(),
             "figures": derived,
         }
+
+
+def percentiles(seconds: Sequence[float]) -> dict[str, float]:
+    """Return the times that 50, 95 and 99 of 100 calls do not exceed."""
+    return {f"p{share}": float(np.percentile(seconds, share)) for share in PERCENTILES}
 
 
 def mistakes(rows: Iterable[Row]) -> int:

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import os
 from contextlib import ExitStack
+from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 from mpi4py import MPI
@@ -27,21 +29,23 @@ def run(options: Options) -> bool:
     with ExitStack() as stack:
         if "gloo" in settings.peers:
             stack.enter_context(gloo_peer.joined(world, one_node=comm.one_node))
-        session = Session(comm, world, settings)
-        session.probe()
+        sessions = [Session(comm, world, replace(settings, in_place=place)) for place in settings.places]
+        for session in sessions:
+            session.probe()
+        notes = list(dict.fromkeys(note for session in sessions for note in session.notes))
         facts = record.gather_facts(world, one_node=comm.one_node)
-        rounds = len(session.plan()) * settings.rounds
-        with Report.on_rank(comm.rank, settings, rounds=rounds, bound=session.has_bound) as report:
+        rounds = sum(len(session.plan()) for session in sessions) * settings.rounds
+        with Report.on_rank(comm.rank, settings, rounds=rounds, bound=sessions[0].has_bound) as report:
             report.facts(facts)
-            for note in session.notes:
+            for note in notes:
                 report.note(note)
-            rows = []
-            for row in session.rows(report.progress):
-                rows.append(row)
-                report.row(row)
+            rows: list[Row] = []
+            for beside in zip(*(session.rows(report.progress) for session in sessions), strict=True):
+                rows += beside
+                report.row(*beside)
         report.note(f"wrong elements: {mistakes(rows)}" if settings.check else "results were not checked (--no-check)")
         if settings.out is not None and comm.rank == 0:
-            for text in write_files(settings, facts, rows, session.notes):
+            for text in write_files(settings, facts, rows, notes):
                 report.note(text)
     return mistakes(rows) == 0
 
@@ -50,14 +54,18 @@ def _problem(settings: Settings, rank: int) -> str | None:
     """Return what keeps this rank from doing what was asked for."""
     if "gloo" in settings.peers and (problem := gloo_peer.problem()):
         return problem
-    if settings.out is not None and rank == 0:
-        try:
-            settings.out.mkdir(parents=True, exist_ok=True)
-        except OSError as error:
-            return f"--out {settings.out}: cannot make this folder: {error.strerror}"
-        if not os.access(settings.out, os.W_OK):
-            return f"--out {settings.out}: cannot write to this folder"
-    return None
+    return folder_problem(settings.out) if rank == 0 else None
+
+
+def folder_problem(out: Path | None) -> str | None:
+    """Make the folder of --out, if there is one; return what is wrong with it."""
+    if out is None:
+        return None
+    try:
+        out.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        return f"--out {out}: cannot make this folder: {error.strerror}"
+    return None if os.access(out, os.W_OK) else f"--out {out}: cannot write to this folder"
 
 
 def write_files(settings: Settings, facts: dict[str, Any], rows: list[Row], notes: list[str]) -> list[str]:
@@ -68,5 +76,5 @@ def write_files(settings: Settings, facts: dict[str, Any], rows: list[Row], note
     record.write(data, settings, facts, rows, notes)
     if not plot.can_plot():
         return [f"wrote {data}", plot.MISSING]
-    plot.write(picture, rows, f"{settings.verb.name}, {facts['ranks']} ranks, {facts['mpi']}")
+    plot.write(picture, rows, record.heading(settings, facts))
     return [f"wrote {data}", f"wrote {picture}"]

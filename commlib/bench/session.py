@@ -15,7 +15,7 @@ from commlib.bench.cases import Case
 from commlib.bench.measure import Call, burst_of, memory_pass, rounds, wrong_elements
 from commlib.bench.mpi_peer import NoPeer
 from commlib.bench.options import Refused, Settings
-from commlib.bench.rows import BOUND_FROM, OURS, Row
+from commlib.bench.rows import BOUND_FROM, OURS, Row, percentiles
 from commlib.errors import UsageError
 
 Make = Callable[[Case], Call]
@@ -127,7 +127,18 @@ class Session:
         wrong = {name: self._wrong(case, call) for name, call in calls.items()}
         case.clear()
         rewrite = case.rewrite if self.settings.fresh else None
-        bursts = {name: burst_of(self.world, call, rewrite) for name, call in calls.items()}
+        single: dict[str, list[float]] = {name: [] for name in calls}
+        bursts = {
+            name: burst_of(
+                self.world,
+                call,
+                rewrite,
+                iters=self.settings.iters,
+                warm_up=self.settings.warmup_iters,
+                single=single[name] if self.settings.percentiles else None,
+            )
+            for name, call in calls.items()
+        }
         if self.has_bound and case.nbytes >= BOUND_FROM:
             bound = case.verb.bound(case.nbytes, case.size, in_place=case.in_place)
             bursts["bound"] = burst_of(self.world, memory_pass(*bound))
@@ -149,6 +160,8 @@ class Session:
             seconds={name: times[name] for name in calls},
             wrong=wrong if self.settings.check else None,
             bound_seconds=times.get("bound", []),
+            in_place=case.in_place if case.nbytes else None,
+            percentiles={name: percentiles(found) for name, found in single.items() if found},
         )
 
     def _wrong(self, case: Case, call: Call) -> int:

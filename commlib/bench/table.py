@@ -9,7 +9,7 @@ from dataclasses import dataclass
 
 from rich.console import Console
 
-from commlib.bench.rows import Row
+from commlib.bench.rows import OURS, PERCENTILES, Row
 from commlib.bench.verbs import Verb
 
 
@@ -22,8 +22,13 @@ class Column:
     cell: Callable[[Row], str]
 
 
-def columns(verb: Verb, peers: Sequence[str], *, bound: bool) -> list[Column]:
+def columns(verb: Verb, peers: Sequence[str], *, bound: bool, percentiles: bool = False) -> list[Column]:
     """Return the columns for a verb. bound: whether the ranks are on one node, whose memory is the bound."""
+    return _what(verb) + figures(verb, peers, bound=bound, percentiles=percentiles)
+
+
+def _what(verb: Verb) -> list[Column]:
+    """Return the columns that say what was measured."""
     chosen: list[Column] = []
     if verb.name != "barrier":
         chosen += [
@@ -35,7 +40,17 @@ def columns(verb: Verb, peers: Sequence[str], *, bound: bool) -> list[Column]:
         chosen.append(Column("redop", 5, lambda row: row.op))
     if verb.rooted:
         chosen.append(Column("root", 4, lambda row: str(row.root)))
-    chosen.append(Column("time us", 11, lambda row: _microseconds(row.time())))
+    return chosen
+
+
+def figures(verb: Verb, peers: Sequence[str], *, bound: bool, percentiles: bool = False) -> list[Column]:
+    """Return the columns of what was found."""
+    chosen = [Column("time us", 11, lambda row: _microseconds(row.time()))]
+    if percentiles:
+        chosen += [
+            Column(f"p{share} us", 9, lambda row, share=share: _microseconds(row.percentiles[OURS][f"p{share}"]))  # type: ignore[misc]
+            for share in PERCENTILES
+        ]
     if verb.name != "barrier":
         chosen += [
             Column("algbw GB/s", 10, lambda row: f"{row.algbw():.2f}"),
@@ -43,13 +58,41 @@ def columns(verb: Verb, peers: Sequence[str], *, bound: bool) -> list[Column]:
         ]
         if bound:
             chosen.append(Column("of bound", 8, _of_bound))
-        chosen.append(Column("#wrong", 7, lambda row: "-" if row.wrong is None else str(row.wrong["commlib"])))
+        chosen.append(Column("#wrong", 7, lambda row: "-" if row.wrong is None else str(row.wrong[OURS])))
     for peer in peers:
         chosen += [
             Column(f"{peer} us", 11, lambda row, peer=peer: _peer_time(row, peer)),  # type: ignore[misc]
             Column("ratio", 7, lambda row, peer=peer: f"{row.ratio(peer):.2f}" if peer in row.seconds else "-"),  # type: ignore[misc]
         ]
     return chosen
+
+
+class Table:
+    """The lines of a run. Rows that were measured in several places stand side by side, as in nccl-tests."""
+
+    def __init__(
+        self, verb: Verb, peers: Sequence[str], *, bound: bool, percentiles: bool = False, places: Sequence[bool] = ()
+    ) -> None:
+        """places: for each row of a line whether it is in place; named above the columns if there are two."""
+        self._what = _what(verb)
+        self._figures = figures(verb, peers, bound=bound, percentiles=percentiles)
+        self._places = places if len(places) > 1 else (False,)
+
+    def titles(self) -> list[str]:
+        """Return the lines above the first one."""
+        chosen = self._what + self._figures * len(self._places)
+        title = line(chosen, [column.title for column in chosen])
+        if len(self._places) == 1:
+            return [title]
+        width = len(line(self._figures, [""] * len(self._figures)))
+        names = ("in-place" if place else "out-of-place" for place in self._places)
+        indent = " " * len(line(self._what, [""] * len(self._what)))
+        return [(indent + "".join(f"{name:^{width}}" for name in names)).rstrip(), title]
+
+    def line(self, *rows: Row) -> str:
+        """Return one line, with the figures of each of the rows."""
+        text = line(self._what, [column.cell(rows[0]) for column in self._what])
+        return text + "".join(line(self._figures, [column.cell(row) for column in self._figures]) for row in rows)
 
 
 def _microseconds(seconds: float) -> str:

@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
 import commlib
 from commlib.cli.app import app
+
+if TYPE_CHECKING:
+    from commlib.bench.options import Options
 
 
 @app.command(no_args_is_help=True)
@@ -17,7 +20,7 @@ def bench(
         str,
         typer.Argument(
             help="all_reduce, reduce_scatter, all_gather, broadcast, reduce, all_to_all, gather, scatter, "
-            "send_recv (each rank to the next one) or barrier"
+            "send_recv (each rank to the next one) or barrier; or pairs: latency and bandwidth between every two ranks"
         ),
     ],
     peer: Annotated[
@@ -26,9 +29,11 @@ def bench(
     ] = None,
     dtype: Annotated[list[str] | None, typer.Option(help="repeatable (default: float32)")] = None,
     op: Annotated[list[str] | None, typer.Option(help="sum, mean, min, max or prod; repeatable (default: sum)")] = None,
-    begin: Annotated[str | None, typer.Option(help="smallest size in bytes; K, M, G (default: 4)")] = None,
-    end: Annotated[str | None, typer.Option(help="largest size (default: 64M)")] = None,
-    factor: Annotated[int | None, typer.Option(help="from one size to the next (default: 4)")] = None,
+    begin: Annotated[
+        str | None, typer.Option("--begin", "-b", help="smallest size in bytes; K, M, G (default: 4)")
+    ] = None,
+    end: Annotated[str | None, typer.Option("--end", "-e", help="largest size (default: 64M)")] = None,
+    factor: Annotated[int | None, typer.Option("--factor", "-f", help="from one size to the next (default: 4)")] = None,
     size: Annotated[list[str] | None, typer.Option(help="this size instead; repeatable")] = None,
     in_place: Annotated[
         bool | None,
@@ -45,6 +50,22 @@ def bench(
     algorithm: Annotated[str | None, typer.Option(help="commlib's algorithm (default: auto)")] = None,
     root: Annotated[int | None, typer.Option(help="of rooted verbs (default: 0)")] = None,
     rounds: Annotated[int, typer.Option(help="bursts of each contender")] = 9,
+    iters: Annotated[
+        int | None, typer.Option("--iters", "-n", "-i", help="calls in each burst (default: as many as take 30 ms)")
+    ] = None,
+    warmup_iters: Annotated[
+        int | None,
+        typer.Option(
+            "--warmup-iters", "--warmup_iters", "-w", "-x", help="calls before each burst (default: half as many)"
+        ),
+    ] = None,
+    percentiles: Annotated[
+        bool, typer.Option("--percentiles", help="time each call by itself, and add p50, p95 and p99")
+    ] = False,
+    side_by_side: Annotated[
+        bool, typer.Option("--side-by-side", help="out of place and in place in one line, as nccl-tests does")
+    ] = False,
+    csv: Annotated[bool, typer.Option("--csv", help="comma-separated values; remarks go to standard error")] = False,
     check: Annotated[bool, typer.Option(help="count wrong elements, of every contender, before and after")] = True,
     fresh: Annotated[bool, typer.Option("--fresh", help="rewrite the data before each call")] = False,
     out: Annotated[Path | None, typer.Option(help="folder for a JSON file and a PNG (extra 'plot')")] = None,
@@ -71,6 +92,12 @@ def bench(
 
     #wrong: elements of commlib's results, over all ranks. ratio: the peer's
     time / commlib's. The exit code is 1 if an element of commlib is wrong.
+
+    p50, p95, p99: of single calls, each on the rank where it took longest.
+
+    pairs: a matrix for each --size (8 and 4M by default), us up to 64 KiB
+    and GB/s beyond, its extremes, and the slowest pair. One pair at a time,
+    so 64 ranks take some minutes.
     """
     from commlib.bench.options import Options, Refused
 
@@ -91,14 +118,23 @@ def bench(
             check=check,
             fresh=fresh,
             out=out,
+            iters=iters,
+            warmup_iters=warmup_iters,
+            percentiles=percentiles,
+            side_by_side=side_by_side,
+            csv=csv,
         )
-        commlib.init()  # says what is wrong with MPI, where the next import would only fail
-        from commlib.bench.run import run
-
-        is_right = run(options)
+        is_right = _run(verb, options)
     except Refused as error:  # on all ranks together
         raise typer.BadParameter(str(error)) from None
     raise typer.Exit(0 if is_right else 1)
+
+
+def _run(verb: str, options: Options) -> bool:
+    commlib.init()  # says what is wrong with MPI, where the next import would only fail
+    from commlib.bench import pairs_run, run
+
+    return pairs_run.run(options) if verb == "pairs" else run.run(options)
 
 
 def _tuple(values: list[str] | None) -> tuple[str, ...] | None:

@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from commlib.cli.text import bytes_text, columns, digits, seconds_text
+from commlib.cli.width import wrapped
 from commlib.errors import UsageError
 from commlib.schedule import Link, algorithms
 from commlib.tune.flat import predict_flat
@@ -45,6 +46,10 @@ class Prediction:
         }
 
     def __str__(self) -> str:
+        return self.text()
+
+    def text(self, width: int | None = None) -> str:
+        """Return the table for a reader who has so many columns."""
         names = list(next(iter(self.rows.values())))
         lines = [["bytes", *names]]
         for size, row in self.rows.items():
@@ -56,7 +61,7 @@ class Prediction:
         title += "\n" + describe(self.machine)
         if any(name.startswith(HIERARCHICAL_MARK) for name in names):
             title += f"\n{HIERARCHICAL_MARK} hierarchical: shared memory within a node, the algorithm between nodes"
-        return f"{title}\n\n{columns(lines)}"
+        return f"{wrapped(title, width, indent=2)}\n\n{columns(lines, width=width)}"
 
 
 def predict_all(

@@ -10,8 +10,10 @@ from typing import Annotated, Any
 import typer
 
 from commlib.cli.app import app
+from commlib.cli.legend import legend as explain
 from commlib.cli.prediction import SIZES, described, load_machine, predict_all
 from commlib.cli.text import columns, parse_bytes
+from commlib.cli.width import folded, reader_width, wrapped
 from commlib.errors import UsageError
 from commlib.schedule import algorithms, find, program, render
 
@@ -41,9 +43,16 @@ def show(
     tuning: Annotated[
         Path | None, typer.Option(help="Take these numbers from a file that 'commlib tune' wrote.")
     ] = None,
+    legend: Annotated[
+        bool | None,
+        typer.Option("--legend/--no-legend", help="Explain the signs of a picture. [default: on a terminal]"),
+    ] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
 ) -> None:
-    """Show the algorithms of a verb, what each rank does in one, or with --predict what they would cost."""
+    """Show the algorithms of a verb, what each rank does in one, or with --predict what they would cost.
+
+    Tables and pictures are as wide as the terminal (or COLUMNS); what is written to a file is not broken.
+    """
     drawing = {"--ranks": ranks, "--root": root, "--segments": segments}
     numbers = {
         "alpha_us": alpha_us,
@@ -65,14 +74,14 @@ def show(
             wanted = tuple(map(parse_bytes, sizes or ())) or SIZES
             machine = described(load_machine(tuning) if tuning else None, **numbers)
             made = predict_all(verb, nodes or 2, ranks_per_node or 8, wanted, machine, algorithm)
-            _print(made.to_dict() if as_json else str(made))
+            _print(made.to_dict() if as_json else made.text(reader_width()))
             return
         _refuse(cluster, "is for --predict")
         if algorithm is None:
             _refuse(drawing, "is for drawing: give --algorithm")
             _print(_listed(verb) if as_json else _list(verb))
         else:
-            _draw(verb, algorithm, ranks or 8, root or 0, segments or 1, as_json)
+            _draw(verb, algorithm, ranks or 8, root or 0, segments or 1, as_json, legend)
     except UsageError as error:
         raise typer.BadParameter(str(error)) from error
 
@@ -94,12 +103,20 @@ def _listed(verb: str) -> list[dict[str, Any]]:
 
 def _list(verb: str) -> str:
     rows = [[item["name"], item["description"].split("\n")[0]] for item in _listed(verb)]
-    return f"{columns(rows, left=2)}\n\ncommlib show {verb} --algorithm NAME draws one."
+    indent = max(len(name) for name, _ in rows) + 2
+    table = wrapped(columns(rows, left=2), reader_width(), indent=indent)
+    return f"{table}\n\ncommlib show {verb} --algorithm NAME draws one."
 
 
-def _draw(verb: str, algorithm: str, ranks: int, root: int, segments: int, as_json: bool) -> None:
+def _draw(
+    verb: str, algorithm: str, ranks: int, root: int, segments: int, as_json: bool, with_legend: bool | None
+) -> None:
     programs = [program(verb, algorithm, rank, ranks, root=root, segments=segments) for rank in range(ranks)]
     if as_json:
         _print([asdict(made) for made in programs])
-    else:
-        _print(f"{find(verb, algorithm).description}\n\n{render(programs)}".rstrip())
+        return
+    width, picture = reader_width(), render(programs)
+    parts = [wrapped(find(verb, algorithm).description, width), folded(picture, width)]
+    if with_legend or (with_legend is None and width is not None):
+        parts.append(explain(picture, width))
+    _print("\n\n".join(parts).rstrip())

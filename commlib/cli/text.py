@@ -6,6 +6,8 @@ from collections.abc import Sequence
 
 import typer
 
+from commlib.cli.width import blocks
+
 _PREFIXES = "KMG"
 
 
@@ -39,13 +41,16 @@ def digits(value: float) -> str:
     return f"{value:.{2 if abs(value) < 10 else 1 if abs(value) < 100 else 0}f}"
 
 
-def columns(rows: Sequence[Sequence[str]], *, left: int = 1) -> str:
-    """Return rows of text in columns: the first `left` of them aligned to the left, the others to the right."""
+def columns(rows: Sequence[Sequence[str]], *, left: int = 1, width: int | None = None) -> str:
+    """Return rows of text in columns: the first `left` of them aligned to the left, the others to the right.
+
+    width: where the rows are longer, the columns stand in blocks below each other, the first one repeated.
+    """
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
-    return "\n".join(
-        "  ".join(
-            cell.ljust(width) if index < left else cell.rjust(width)
-            for index, (cell, width) in enumerate(zip(row, widths, strict=True))
-        ).rstrip()
-        for row in rows
-    )
+
+    def line(row: Sequence[str], chosen: Sequence[int]) -> str:
+        cells = (row[i].ljust(widths[i]) if i < left else row[i].rjust(widths[i]) for i in chosen)
+        return "  ".join(cells).rstrip()
+
+    parts = ([0, *block] for block in blocks(widths, 2, width))
+    return "\n\n".join("\n".join(line(row, chosen) for row in rows) for chosen in parts)

@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import os
-import sys
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager, suppress
+from collections.abc import Callable
+from contextlib import suppress
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
@@ -15,11 +14,13 @@ import typer
 from commlib import folders
 from commlib.cli.app import app
 from commlib.cli.prediction import rate
+from commlib.cli.progress import shown
 from commlib.cli.text import bytes_text, columns, seconds_text
 from commlib.errors import CommlibError, UsageError
 from commlib.schedule import algorithms
 from commlib.tune.chooser import Chooser
 from commlib.tune.entries import Entry
+from commlib.tune.hierarchy import COLUMN_BYTES
 from commlib.tune.table import Table, default_path
 
 if TYPE_CHECKING:
@@ -28,7 +29,7 @@ if TYPE_CHECKING:
 
 @app.command()
 def tune(
-    seconds: Annotated[float, typer.Option(min=0.1, help="About how long to measure.")] = 60.0,
+    seconds: Annotated[float, typer.Option(min=0.1, help="How long to measure.")] = 60.0,
     out: Annotated[
         Path | None, typer.Option(help="File to write. [default: COMMLIB_TUNING_FILE, or in ~/.cache]")
     ] = None,
@@ -37,6 +38,8 @@ def tune(
 
     Run it on as many nodes and ranks as the programs that are to gain from it. What the file knows of other numbers
     of nodes and ranks, or of other MPI libraries, stays.
+
+    The time includes what is compiled and connected at the first use; the smallest size is measured in any case.
     """
     asked = os.environ.get("COMMLIB_TUNING_FILE", "")
     named = out or (Path(asked) if asked not in ("", "none") else None)
@@ -53,9 +56,10 @@ def tune(
 
 def _tune(named: Path | None, seconds: float) -> None:
     import commlib
+
+    comm = commlib.init()  # says what is wrong with MPI, where the next import would only fail
     from commlib.tune.measure import measure
 
-    comm = commlib.init()
     path, private = named or default_path(), named is None
     known = Table()
 
@@ -68,8 +72,8 @@ def _tune(named: Path | None, seconds: float) -> None:
     if comm.rank == 0:
         nodes = len(comm.topology.nodes)
         where = f"{comm.size} ranks on {nodes} node{'s' * (nodes > 1)}"
-        typer.echo(f"commlib tune: measuring {where} for about {seconds:g} s", err=True)
-    with _progress_bar(comm.rank == 0) as progress:
+        typer.echo(f"commlib tune: measuring {where} for {seconds:g} s", err=True)
+    with shown("commlib tune", seconds, silent=comm.rank != 0) as progress:
         table = measure(comm, seconds, progress)
     saved = _on_first_rank(comm, lambda: known.updated(table).save(path, private=private))
     if comm.rank == 0:
@@ -108,17 +112,6 @@ def _open(path: Path, private: bool) -> Table:
         raise UsageError(f"cannot use the tuning table {path} ({error}): name another file with --out") from error
 
 
-@contextmanager
-def _progress_bar(shown: bool) -> Iterator[Callable[[float, str], None]]:
-    """Show a bar on stderr, if that is a terminal."""
-    from rich.console import Console
-    from rich.progress import Progress
-
-    with Progress(console=Console(stderr=True), disable=not (shown and sys.stderr.isatty())) as bar:
-        task = bar.add_task("", total=1.0)
-        yield lambda done, what: bar.update(task, completed=done, description=what)
-
-
 def summary(table: Table) -> str:
     """Return what was measured, and what the model makes of the same machine."""
     fitted = table.machines[0]
@@ -132,7 +125,26 @@ def summary(table: Table) -> str:
         parts.append(_place_text(*place))
         entries = (entry for entry in table.entries if (entry.nodes, entry.ranks_per_node) == place)
         parts += [columns(_entry_rows(entry, chooser), left=2) for entry in entries]
-    return "\n\n".join(parts)
+    return "\n\n".join([*parts, *_left_out(table)])
+
+
+def _left_out(table: Table) -> list[str]:
+    """Say for which sizes there was no time."""
+    from commlib.tune.measure import SIZES
+
+    in_columns = {entry.nodes for entry in table.entries if entry.nodes > 1 and entry.ranks_per_node > 1}
+    reached: dict[tuple[int, int], int] = {}
+    for entry in table.entries:
+        place = entry.nodes, entry.ranks_per_node
+        nbytes = max(time.up_to for time in entry.times) // 2
+        # One column carries small data only, where there are several.
+        whole = COLUMN_BYTES if entry.ranks_per_node == 1 and entry.nodes in in_columns else SIZES[-1]
+        if nbytes < whole:
+            reached[place] = min(nbytes, reached.get(place, nbytes))
+    if not reached:
+        return []
+    lines = [f"{_place_text(*place)}: no time for all beyond {bytes_text(nbytes)}" for place, nbytes in reached.items()]
+    return ["\n".join([*lines, "the model decides there: more --seconds measure it"])]
 
 
 def _place_text(nodes: int, ranks_per_node: int) -> str:

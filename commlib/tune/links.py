@@ -15,9 +15,11 @@ from commlib.schedule import Link, Program, Recv, Round, Send, Span, even
 from commlib.tune.fit import fit_gamma, fit_link
 from commlib.tune.stopwatch import Call, Stopwatch
 
-MESSAGES = tuple(8 << 2 * power for power in range(10))  # 8 B to 2 MiB
+# 8 B to 2 MiB. The first two make a line; the last ones take seconds on a slow link, and there is not always time.
+MESSAGES = tuple(8 << 2 * power for power in (0, 7, 4, 6, 2, 5, 1, 3, 8, 9))
 COMBINED = (256 << 10, 1 << 20, 4 << 20)
 FEWEST_ROUNDS, MOST_ROUNDS, ROUNDS_BYTES = 4, 100, 4 << 20
+FEWEST_SIZES = 2  # a line needs two points
 
 
 def measure_link(comm: Communicator, pair: tuple[int, int], watch: Stopwatch, share: float) -> Link:
@@ -27,8 +29,11 @@ def measure_link(comm: Communicator, pair: tuple[int, int], watch: Stopwatch, sh
     alpha contains what a round costs in Python.
     """
     group = comm.split(0 if comm.rank in pair else -1, comm.rank)
-    samples = []
+    samples: list[tuple[float, float]] = []
+    end = watch.left - share
     for nbytes in MESSAGES:
+        if len(samples) >= FEWEST_SIZES and watch.left <= end:
+            break
         rounds = max(FEWEST_ROUNDS, min(MOST_ROUNDS, ROUNDS_BYTES // nbytes))
         call = None if group is None else _exchange(group, nbytes, rounds)
         samples.append((nbytes, min(watch.measure(call, share / len(MESSAGES))) / rounds))
@@ -47,8 +52,11 @@ def _exchange(group: Communicator, nbytes: int, rounds: int) -> Call:
 def measure_gamma(watch: Stopwatch, share: float) -> float:
     """Return gamma, of float32 sums, while all ranks combine at the same time and share the memory. Collective."""
     reducer = Reducer("float32", "sum")
-    samples = []
+    samples: list[tuple[float, float]] = []
+    end = watch.left - share
     for nbytes in COMBINED:
+        if len(samples) >= FEWEST_SIZES and watch.left <= end:
+            break
         first, second = np.zeros(nbytes // 4, np.float32), np.zeros(nbytes // 4, np.float32)
         call = partial(reducer.combine, [first, second], first)
         samples.append((nbytes, min(watch.measure(call, share / len(COMBINED)))))

@@ -5,13 +5,14 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from functools import partial
+from math import inf
 from statistics import median
 
 import numpy as np
 
 from commlib.communicator import Communicator
 from commlib.errors import UsageError
-from commlib.schedule import algorithms
+from commlib.schedule import Link, algorithms
 from commlib.tune.entries import BEYOND_SCHEDULES, Entry, Fitted, Measured
 from commlib.tune.links import measure_gamma, measure_link
 from commlib.tune.places import Cluster, Place, survey
@@ -28,31 +29,40 @@ Progress = Callable[[float, str], None]
 
 @dataclass(slots=True)
 class _Contest:
-    """The algorithms of one verb in one place, and the times they took."""
+    """The algorithms of one verb in one place, and the times they took.
+
+    forecast: the seconds that the next size needs at least, each algorithm being called twice.
+    """
 
     place: Place
     verb: str
     names: tuple[str, ...]
     times: list[Measured] = field(default_factory=list)
+    forecast: float = 0.0
 
 
 def measure(comm: Communicator, seconds: float = 60.0, progress: Progress = lambda done, what: None) -> Table:
-    """Measure for about `seconds` and return a table, the same on all ranks. Collective.
+    """Measure for `seconds` and return a table, the same on all ranks. Collective.
 
     Sizes are measured in ascending order, each for a fair part of the time that is left: where there is little, calls
-    are repeated less often, then the largest sizes are left out, but no algorithm that the communicator knows. What is
-    compiled or connected at the first use is not counted. progress(done, what): called with the fraction done.
+    are repeated less often, then the largest sizes are left out, but no algorithm that the communicator knows. All
+    counts from here on, what is compiled or connected at the first use as well, and the last measurement at most goes
+    beyond the time; but the links and the smallest size are always measured. progress(done, what): called with the
+    fraction of the time that is over, before each step.
     """
     if not seconds > 0:
         raise UsageError(f"measure: seconds must be positive, got {seconds}")
     if comm.size == 1:
         raise UsageError("measure: one rank sends no messages: start more, as in 'mpirun -n 8 commlib tune'")
+    watch = Stopwatch(comm, seconds)
     progress(0.0, "warming up")
     cluster = survey(comm)
-    contests = [_Contest(place, verb, _accepted(comm, place, verb)) for place in cluster.places for verb in VERBS]
-    watch = Stopwatch(comm, seconds)
-    progress(0.0, "links")
-    fitted = _measure_machine(comm, cluster, watch, seconds * LINKS_SHARE)
+    contests = []
+    for place in cluster.places:
+        for verb in VERBS:
+            progress(watch.done, f"warming up {verb}")
+            contests.append(_Contest(place, verb, _accepted(comm, place, verb)))
+    fitted = _measure_machine(comm, cluster, watch, progress)
     for size, contest, name in _run(contests, watch):
         progress(watch.done, f"{contest.verb} {name} of {size} bytes")
     progress(1.0, "done")
@@ -72,32 +82,45 @@ def _accepted(comm: Communicator, place: Place, verb: str) -> tuple[str, ...]:
     return tuple(comm.broadcast_object(accepted))  # rank 0 never looks on
 
 
-def _measure_machine(comm: Communicator, cluster: Cluster, watch: Stopwatch, share: float) -> Fitted:
-    gamma = measure_gamma(watch, share / 3)
-    node, network = (
-        measure_link(comm, pair, watch, share / 3) if pair else None for pair in (cluster.neighbours, cluster.across)
-    )
-    return Fitted(mpi_library(), node, network, gamma)
+def _measure_machine(comm: Communicator, cluster: Cluster, watch: Stopwatch, progress: Progress) -> Fitted:
+    share = max(0.0, watch.left) * LINKS_SHARE / 3
+    progress(watch.done, "combining")
+    gamma = measure_gamma(watch, share)
+
+    def link(where: str, pair: tuple[int, int] | None) -> Link | None:
+        progress(watch.done, f"the link {where}")
+        return measure_link(comm, pair, watch, share) if pair else None
+
+    return Fitted(mpi_library(), link("in a node", cluster.neighbours), link("between nodes", cluster.across), gamma)
 
 
 def _run(contests: list[_Contest], watch: Stopwatch) -> Iterator[tuple[int, _Contest, str]]:
     """Measure all contests, size by size, and say before each time what it is of."""
-    forecast = 0.0
     for index, nbytes in enumerate(SIZES):
-        left = watch.left
-        if index and left < forecast:
-            return
         taking_part = [contest for contest in contests if contest.place.smallest <= nbytes <= contest.place.largest]
-        share = left / (len(SIZES) - index) / sum(len(contest.names) for contest in taking_part)
-        once = 0.0
+        share = watch.left / (len(SIZES) - index) / sum(len(contest.names) for contest in taking_part)
         for contest in taking_part:
-            for name in contest.names:
-                yield nbytes, contest, name
-                seconds = median(watch.measure(_call(contest.place, contest.verb, name, nbytes), share))
-                # It stands for all sizes that are nearer to this one than to the next, 4 times as large.
-                contest.times.append(Measured(2 * nbytes, name, 0, seconds))
-                once += seconds
-        forecast = 2 * STEP * once  # of the next size, each called twice
+            if not index or watch.left > contest.forecast:
+                yield from _compete(contest, nbytes, watch, share, must=not index)
+            else:
+                contest.forecast = inf  # of larger sizes, too
+
+
+def _compete(
+    contest: _Contest, nbytes: int, watch: Stopwatch, share: float, *, must: bool
+) -> Iterator[tuple[int, _Contest, str]]:
+    """Measure all algorithms of a contest, or have none of them measured: half a contest would have a wrong winner."""
+    times = []
+    for name in contest.names:
+        if not must and watch.left <= 0:
+            contest.forecast = inf
+            return
+        yield nbytes, contest, name
+        seconds = median(watch.measure(_call(contest.place, contest.verb, name, nbytes), share))
+        # It stands for all sizes that are nearer to this one than to the next, 4 times as large.
+        times.append(Measured(2 * nbytes, name, 0, seconds))
+    contest.times += times
+    contest.forecast = 2 * STEP * sum(time.seconds for time in times)
 
 
 def _call(place: Place, verb: str, name: str, nbytes: int) -> Call | None:

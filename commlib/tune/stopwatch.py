@@ -50,10 +50,20 @@ class Stopwatch:
         return list(map(float, self._comm.all_reduce(spent, "max")))
 
     def measure(self, call: Call | None, share: float) -> list[float]:
-        """Return the times of a call, repeated as often as `share` seconds allow, and at least once. Collective."""
+        """Return the times of a call, repeated for as long as `share` seconds and the budget allow. Collective.
+
+        It is called at least twice, and at least one time is returned.
+        """
+        begun = self.left
+        end = begun - min(share, begun)  # of the budget
         self.times(call, 1)  # makes what is only made once: buffers, connections, programs
         before = self.left
-        once = self.times(call, 1)
-        each = before - self.left
-        repetitions = min(int(share / max(each, 1e-9)) - 2, MOST_REPETITIONS)
-        return once if repetitions < 1 else once + self.times(call, repetitions)
+        found = self.times(call, 1)
+        while len(found) < MOST_REPETITIONS and (left := self.left) > end:
+            each = (before - left) / len(found)
+            # Not all at once: the first call may have been faster than the others will be.
+            repetitions = min(int((left - end) / max(each, 1e-9)), 2 * len(found), MOST_REPETITIONS - len(found))
+            if repetitions < 1:
+                break
+            found += self.times(call, repetitions)
+        return found

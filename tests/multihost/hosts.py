@@ -31,6 +31,7 @@ from types import TracebackType
 
 NETWORK = "10.77.0"  # h0 is .1; another run has the same addresses in other namespaces
 TOOLS = ("ip", "tc", "nsenter", "unshare", "mount")
+SBIN = ("/usr/local/sbin", "/usr/sbin", "/sbin")  # where distributions put some of them, and not everybody looks
 
 # Arguments: a folder, the number of hosts, then nothing or the rate and burst of the links. Process 1 of its namespace.
 HUB = """
@@ -114,8 +115,8 @@ class Hosts:
         arguments = ["hosts", folder, str(len(self.names)), *self._shaping]
         self._agent = f"{folder}/agent"
         self._hub = subprocess.Popen(
-            ["unshare", *options, "sh", "-c", HUB, *arguments],
-            env={**os.environ, "HOST": HOST, "AGENT": AGENT, "NETWORK": NETWORK},
+            [find_tool("unshare"), *options, "sh", "-c", HUB, *arguments],
+            env={**os.environ, "PATH": tool_path(), "HOST": HOST, "AGENT": AGENT, "NETWORK": NETWORK},
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             stderr=subprocess.PIPE,
@@ -151,7 +152,7 @@ class Hosts:
                 "these hosts are not there: make them by `with`; a job that takes too long takes them along"
             )
         namespaces = f"/proc/{self._hub.pid}/ns"
-        enter = ["nsenter", f"--pid={namespaces}/pid_for_children", f"--mount={namespaces}/mnt"]
+        enter = [find_tool("nsenter"), f"--pid={namespaces}/pid_for_children", f"--mount={namespaces}/mnt"]
         return [*enter, "env", "-C", os.getcwd(), self._agent, host, shlex.join(arguments)]
 
     def run(
@@ -191,6 +192,16 @@ class Hosts:
                     raise subprocess.TimeoutExpired(list(command), timeout, out, err) from None
                 raise
         return subprocess.CompletedProcess(list(command), job.returncode, out, err)
+
+
+def tool_path() -> str:
+    """Return PATH and where system tools are beside it."""
+    return os.pathsep.join([os.environ.get("PATH", os.defpath), *SBIN])
+
+
+def find_tool(name: str) -> str:
+    """Return where a tool is, or its name if it is nowhere."""
+    return shutil.which(name, path=tool_path()) or name
 
 
 def launch_settings(ranks: int) -> dict[str, str]:
@@ -241,7 +252,7 @@ def burst_bytes(rate: str) -> int:
 
 def missing_rights() -> str | None:
     """Return why hosts cannot be made here, or None if they can: it makes one."""
-    if missing := [tool for tool in TOOLS if shutil.which(tool) is None]:
+    if missing := [tool for tool in TOOLS if shutil.which(tool, path=tool_path()) is None]:
         return f"hosts are emulated by {', '.join(missing)}, not installed here"
     if os.geteuid() != 0:
         return "only root may make network namespaces"

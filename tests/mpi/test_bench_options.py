@@ -1,0 +1,46 @@
+"""`commlib bench` as asked: so many calls, single calls timed, both places."""
+
+from __future__ import annotations
+
+from mpi4py import MPI
+
+from commlib.bench.options import Options, check
+from commlib.bench.rows import mistakes
+from commlib.bench.session import Session
+
+
+def rows(comm, verb, **options):
+    session = Session(comm, MPI.COMM_WORLD, check(Options(verb, sizes=(4000,), rounds=2, **options), comm.size))
+    session.probe()
+    return list(session.rows())
+
+
+def test_single_calls_of_every_contender_are_timed_and_all_ranks_know_them(comm):
+    [row] = rows(comm, "all_reduce", peers=("mpi",), iters=7, warmup_iters=1, percentiles=True)
+    assert set(row.percentiles) == {"commlib", "mpi"}
+    for shares in row.percentiles.values():
+        assert 0 < shares["p50"] <= shares["p95"] <= shares["p99"]
+    assert comm.all_gather_object(row.percentiles) == [row.percentiles] * comm.size
+    assert mistakes([row]) == 0
+
+
+def test_no_calls_are_timed_that_nobody_asked_for(comm):
+    [row] = rows(comm, "all_gather", iters=3)
+    assert row.percentiles == {} and row.in_place is False
+
+
+def test_as_many_calls_as_asked_for(comm):
+    session = Session(comm, MPI.COMM_WORLD, check(Options("barrier", rounds=2, iters=5, warmup_iters=3), comm.size))
+    number = 0
+
+    def make(case):
+        def call():
+            nonlocal number
+            number += 1
+            comm.barrier()
+
+        return call
+
+    session.makers = {"commlib": make}
+    list(session.rows())
+    assert number == 2 * (5 + 3) + 2  # two checks of the result

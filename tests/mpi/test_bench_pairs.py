@@ -1,0 +1,48 @@
+"""`commlib bench pairs`: every two ranks play, and what does not come back as it went is counted."""
+
+from __future__ import annotations
+
+from itertools import combinations
+
+import pytest
+from mpi4py import MPI
+
+from commlib.bench import pairs
+from commlib.bench.options import Options
+
+pytestmark = pytest.mark.ranks(min=2)
+
+
+def test_every_pair_is_measured_and_all_ranks_know_it(comm):
+    told = []
+    options = Options("pairs", sizes=(1, 70_000), rounds=1, iters=2, warmup_iters=0)
+    matrices, wrong = pairs.measure(comm, MPI.COMM_WORLD, options, lambda *what: told.append(what))
+    expected = list(combinations(range(comm.size), 2))
+    assert [matrix.nbytes for matrix in matrices] == [1, 70_000]
+    assert all(list(matrix.seconds) == expected and min(matrix.seconds.values()) > 0 for matrix in matrices)
+    assert wrong == 0 and len(told) == 2 * len(expected)
+    assert comm.all_gather_object(matrices) == [matrices] * comm.size
+
+
+def test_bytes_that_come_back_wrong_are_counted(comm, monkeypatch):
+    class Spoiling:
+        """Rank 1 changes one byte of what it sends."""
+
+        rank, size = comm.rank, comm.size
+
+        def send(self, x, peer):
+            if comm.rank == 1:
+                x = x.copy()
+                x[3] ^= 1
+            comm.send(x, peer)
+
+        def recv(self, x, peer):
+            return comm.recv(x, peer)
+
+    options = Options("pairs", sizes=(10,), rounds=1, iters=1, warmup_iters=0)
+    _, wrong = pairs.measure(Spoiling(), MPI.COMM_WORLD, options, lambda *what: None)
+    assert wrong == comm.size - 1  # in each pair of rank 1; with a higher rank it sent, and got back, a changed byte
+    _, unchecked = pairs.measure(
+        Spoiling(), MPI.COMM_WORLD, Options("pairs", sizes=(10,), rounds=1, iters=1, check=False), lambda *what: None
+    )
+    assert unchecked == 0

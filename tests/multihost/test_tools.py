@@ -1,0 +1,24 @@
+"""The tools that emulate hosts are found where distributions put them."""
+
+from __future__ import annotations
+
+import os
+import sys
+
+from tests.multihost.hosts import SBIN, TOOLS, Hosts, missing_rights
+
+
+def test_tools_beside_path(monkeypatch, tmp_path):
+    """All tests of hosts were skipped where tc is in /usr/sbin and PATH has no such folder, as for users of Debian."""
+    folders = [folder for folder in os.environ["PATH"].split(os.pathsep) if folder not in SBIN]
+    monkeypatch.setenv("PATH", os.pathsep.join(folders))
+    assert missing_rights() is None
+    with Hosts(2, "1gbit") as hosts:
+        done = hosts.run([sys.executable, "-c", "print('here')"], timeout=60, capture=True)
+    assert (done.returncode, done.stdout.split()) == (0, ["here", "here"]), done.stderr
+
+
+def test_what_is_missing_is_named(monkeypatch, tmp_path):
+    monkeypatch.setattr("tests.multihost.hosts.SBIN", ())
+    monkeypatch.setenv("PATH", str(tmp_path))
+    assert missing_rights() == f"hosts are emulated by {', '.join(TOOLS)}, not installed here"

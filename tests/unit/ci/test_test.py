@@ -1,0 +1,136 @@
+"""ci/test: which parts it has, how each went, and what its last lines say. Tools and launchers are stand-ins."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+CI = Path(__file__).parents[3] / "ci"
+FOLDERS = ("unit", "mpi", "torch_adapter", "tensorflow_adapter", "launch", "multihost")
+# What pytest says of each folder is in a file of that name; everything else is well.
+PYTHON = f"""#!/bin/sh
+case "$1$2" in
+*while_moving.py*) exec {sys.executable} "$@" ;;
+-mpytest)
+    for last; do :; done
+    cat "said/$(basename "$last")"
+    exit $(cat "said/$(basename "$last").code")
+esac
+"""
+MPIEXEC = """#!/bin/sh
+shift 2
+exec "$@"
+"""
+
+
+@pytest.fixture
+def run(tmp_path, monkeypatch):
+    """Run a copy of ci/test there; what pytest says of a folder can be given. Returns (exit code, output)."""
+    shutil.copytree(CI, tmp_path / "ci")
+    for folder in FOLDERS:
+        (tmp_path / "tests" / folder).mkdir(parents=True)
+    for venv in ("one", "two"):
+        (tmp_path / venv / "bin").mkdir(parents=True)
+        stand_ins = {
+            "python": PYTHON,
+            "mpiexec": MPIEXEC,
+            **dict.fromkeys(("ruff", "mypy", "codespell"), "#!/bin/sh\n"),
+        }
+        for name, text in stand_ins.items():
+            (tmp_path / venv / "bin" / name).write_text(text)
+            (tmp_path / venv / "bin" / name).chmod(0o755)
+    (tmp_path / "said").mkdir()
+
+    def call(*arguments, **said):
+        for folder in FOLDERS:
+            text, code = said.get(folder, ("...\n3 passed in 0.10s\n", 0))
+            (tmp_path / "said" / folder).write_text(text)
+            (tmp_path / "said" / f"{folder}.code").write_text(str(code))
+        environment = {**os.environ, "VENV": str(tmp_path / "one"), "VENV_MPICH": str(tmp_path / "two")}
+        done = subprocess.run(
+            [tmp_path / "ci" / "test", *arguments],
+            env=environment, capture_output=True, text=True, timeout=120, check=False,
+        )  # fmt: skip
+        assert done.stderr == ""
+        return done.returncode, done.stdout
+
+    return call
+
+
+def parts(output):
+    """Name and verdict of each part, from the summary."""
+    lines = output.split("=== summary")[1].split("\n\n")[0].splitlines()[1:]
+    return {line[:40].strip(): line[47:].strip() for line in lines}
+
+
+ALL_SKIPPED = (
+    "ss\n=== short test summary info ===\n"
+    "\033[33mSKIPPED\033[0m [2] tests/multihost/conftest.py:21: no emulated hosts here: no tc\n"
+    "\033[33m\033[33m2 skipped\033[0m\033[33m in 0.05s\033[0m\033[0m\n"
+)
+
+
+def test_a_green_run_names_the_suites_that_were_skipped_in_its_last_lines(run):
+    """Tests on hosts were skipped for months on machines without tc, and the run was green."""
+    code, output = run("openmpi", multihost=(ALL_SKIPPED, 0))
+    assert code == 0
+    assert output.splitlines()[-2:] == [
+        "=== not tested at all",
+        "openmpi: tests/multihost: no emulated hosts here: no tc",
+    ]
+    assert parts(output)["openmpi: tests/multihost"] == "SKIPPED: no emulated hosts here: no tc"
+
+
+def test_single_skipped_tests_are_counted_and_the_rest_is_not_hidden(run):
+    code, output = run("openmpi", launch=("..s\n2 passed, 1 skipped in 61.05s (0:01:01)\n", 0))
+    assert code == 0 and "not tested at all" not in output
+    assert parts(output)["openmpi: tests/launch"] == "ok, 1 skipped"
+    assert set(parts(output).values()) == {"ok", "ok, 1 skipped"}
+
+
+def test_a_failure_is_one_whatever_comes_after_it(run):
+    code, output = run(unit=("F\n1 failed, 2 skipped in 0.10s\n", 1))
+    assert code == 1
+    found = parts(output)
+    assert found.pop("tests/unit") == "FAILED" and set(found.values()) == {"ok"}
+    assert [name for name in found if "tests/mpi" in name] == [
+        *(f"openmpi: tests/mpi on {ranks}" for ranks in (1, 2, 3, 4)),
+        *(f"mpich: tests/mpi on {ranks}" for ranks in (2, 3)),
+    ]
+
+
+def test_quick_is_style_unit_tests_and_two_ranks(run):
+    code, output = run("quick")
+    assert code == 0
+    assert list(parts(output)) == [
+        *("ruff check", "ruff format", "mypy", "codespell", "tests/unit"),
+        *("openmpi: two ranks meet", "openmpi: tests/mpi on 2"),
+    ]
+
+
+def test_full_is_everything_under_each_mpi(run):
+    code, output = run("full")
+    assert code == 0
+    names = list(parts(output))
+    for mpi in ("openmpi", "mpich"):
+        assert [f"{mpi}: tests/mpi on {ranks}" in names for ranks in (1, 2, 3, 4)] == [True] * 4
+        assert [f"{mpi}: tests/torch_adapter on {ranks}" in names for ranks in (1, 2, 3)] == [True] * 3
+
+
+def test_a_part_that_falls_silent_is_ended(run, monkeypatch, tmp_path):
+    (tmp_path / "one" / "bin" / "mypy").write_text("#!/bin/sh\necho begun\nexec sleep 100\n")
+    monkeypatch.setenv("SILENCE", "1")
+    code, output = run("quick")
+    assert code == 1
+    found = parts(output)
+    assert found.pop("mypy").startswith("FAILED (printed nothing for 1 s") and set(found.values()) == {"ok"}
+
+
+def test_unknown_words_are_refused(tmp_path):
+    done = subprocess.run([CI / "test", "fast"], capture_output=True, text=True, timeout=60)
+    assert done.returncode == 2 and "got 'fast'" in done.stderr

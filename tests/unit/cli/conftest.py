@@ -1,0 +1,10 @@
+"""Tests of the command's output see no terminal, and none that is claimed: pytest-xdist sets COLUMNS in its workers."""
+
+from __future__ import annotations
+
+import pytest
+
+
+@pytest.fixture(autouse=True)
+def no_terminal(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("COLUMNS", raising=False)

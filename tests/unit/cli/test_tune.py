@@ -1,0 +1,31 @@
+"""What `commlib tune` says at the end."""
+
+from __future__ import annotations
+
+from commlib.cli.tune import summary
+from commlib.schedule import Link
+from commlib.tune.entries import Entry, Fitted, Measured
+from commlib.tune.hierarchy import COLUMN_BYTES
+from commlib.tune.measure import SIZES
+from commlib.tune.table import Table
+
+
+def table(*reached: tuple[str, int, int, int]) -> Table:
+    """What was measured: verb, nodes, ranks per node, and up to which size."""
+    entries = (Entry(v, n, r, "Some MPI", "any", (Measured(2 * size, "ring", 0, 1e-5),)) for v, n, r, size in reached)
+    return Table(tuple(entries), (Fitted("Some MPI", Link(1e-6, 1e-10), None, 1e-10),))
+
+
+def test_sizes_for_which_there_was_no_time_are_named() -> None:
+    text = summary(table(("all_reduce", 1, 2, 1 << 20), ("all_gather", 1, 2, 1 << 16), ("all_reduce", 4, 1, 1024)))
+    assert text.split("\n\n")[-1].splitlines() == [
+        "among the 2 ranks of a node: no time for all beyond 64K",
+        "between 4 nodes, one rank of each: no time for all beyond 1K",
+        "the model decides there: more --seconds measure it",
+    ]
+
+
+def test_nothing_is_said_of_a_complete_table() -> None:
+    """One column among several carries small data only: it is measured with no more."""
+    whole = [("all_reduce", 1, 2, SIZES[-1]), ("all_reduce", 4, 1, COLUMN_BYTES), ("all_reduce", 4, 2, SIZES[-1])]
+    assert "no time" not in summary(table(*whole))
