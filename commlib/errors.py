@@ -4,9 +4,8 @@ CommlibError                    catch this to catch everything commlib raises
 ├── UsageError                  this call, on this rank, is wrong: fix the call
 ├── MismatchError               the ranks of a group called different things: fix the program
 ├── PeerError                   a rank of the group died, raised or left: look at that rank
-├── InterruptedCallError        an exception on this rank ended a call half-way: make new groups
 ├── StallError                  a rank of the group did not come in time: look at that rank
-├── ShutdownError               commlib was shut down before the operation ran
+├── ShutdownError               commlib was shut down, or the group given up, before the operation ran
 └── TransportError              MPI, shared memory or the network failed: look at the system
 """
 
@@ -37,16 +36,15 @@ class PeerError(CommlibError):
     """A rank of the group died, raised, or left while others still waited for it."""
 
 
-class InterruptedCallError(CommlibError):
-    """An exception of this rank's program (Ctrl-C, a signal handler's) ended an earlier call of the group half-way."""
-
-
 class StallError(CommlibError, TimeoutError):
     """A rank of the group did not come within the time that was allowed."""
 
 
 class ShutdownError(CommlibError):
-    """The operation was still pending, or was asked for, after `shutdown`."""
+    """The operation was still pending, or was asked for, after `shutdown`, or after its group was given up.
+
+    A group is given up if an exception of the program (Ctrl-C, a signal handler's) ends one of its calls half-way.
+    """
 
 
 class TransportError(CommlibError):

@@ -16,7 +16,7 @@ from commlib.arguments import integer
 from commlib.buffers.symmetric import SymmetricMemory
 from commlib.buffers.views import address_of
 from commlib.dtypes import Array
-from commlib.errors import CommlibError, InterruptedCallError, MismatchError, UsageError
+from commlib.errors import CommlibError, MismatchError, ShutdownError, UsageError
 from commlib.executor import Hook, Reducer, Region, execute, nothing
 from commlib.kernels.node import BROKEN, MISMATCH
 from commlib.observe.watchdog import Watchdog
@@ -218,21 +218,22 @@ class Group:
 
     def run_small(self, text: str, small: SmallAllReduce, x: Array, target: Array) -> None:
         """Run a prepared all-reduce of contiguous arrays: `_run` and `_execute`, written out: they are many."""
-        with self.progress.running:
-            if self.failure is None and self._sequence >= self._comparing and not self.progress.pending:
-                try:
-                    self._sequence = sequence = self._sequence + 1
-                    if self._late_check is not None:
-                        self._late_check.note(sequence, text)
-                    self._history = follow(self._history, text)
-                    self._run_prepared(text, small, x, target)
-                except CommlibError as error:
-                    self._fail(error)
-                    raise
-                except BaseException as error:
-                    self.abandon(text, error)
-                    raise
-                return
+        try:
+            if not self.progress.pending and self.failure is None and self._sequence >= self._comparing:
+                with self.progress.running:
+                    if not self.progress.pending:
+                        self._sequence = sequence = self._sequence + 1
+                        if self._late_check is not None:
+                            self._late_check.note(sequence, text)
+                        self._history = follow(self._history, text)
+                        self._run_prepared(text, small, x, target)
+                        return
+        except CommlibError as error:
+            self._fail(error)
+            raise
+        except BaseException as error:
+            self.abandon(text, error)
+            raise
         self._run(Operation(text, lambda: self._run_prepared(text, small, x, target)))
 
     def run_prepared(self, text: str, op: str, x: Array, target: Array, make: Callable[[], SmallAllReduce]) -> None:
@@ -374,7 +375,7 @@ class Group:
         if self.failure is not None or isinstance(error, CommlibError):
             return
         what = f"{self.name}: {text}: rank {self.rank}: ended half-way by {type(error).__name__}"
-        self._fail(InterruptedCallError(what))
+        self._fail(ShutdownError(f"{what}; the group runs no more calls"))
         if self.explain is None:
             error.add_note(
                 f"commlib: {what}; the other ranks are told, and the group runs no more calls: "
@@ -385,9 +386,12 @@ class Group:
         """Raise an error that says why the call `text` does not run: what the group failed with before."""
         failure = self.failure
         assert failure is not None
-        raise type(failure)(
-            f"{self.name}: {text}: rank {self.rank}: not run, because an earlier call of the group failed: {failure}"
-        ) from failure
+        error = type(failure)(str(failure))  # a new one: each would add its traceback to the same
+        error.missing = failure.missing
+        error.add_note(
+            f"commlib: {self.name}: {text}: not run on rank {self.rank}: an earlier call of the group failed"
+        )
+        raise error
 
     def _compare(self, operation: Operation) -> None:
         if self.size == 1 or (self.config.check == "never" and not operation.meets):

@@ -6,7 +6,6 @@ import os
 import shlex
 import signal
 import sys
-import threading
 import warnings
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
@@ -121,6 +120,8 @@ def interrupts_held_back() -> Iterator[None]:
     Raised in the middle of an import it is lost where numba takes it for a module that is not there; and raised in that
     of mpi4py, MPI has started and nobody knows of it who could end the job.
     """
+    import threading  # `import commlib` brings none
+
     before = signal.getsignal(signal.SIGINT)
     if threading.current_thread() is not threading.main_thread() or before is None:
         yield

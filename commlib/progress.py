@@ -82,9 +82,10 @@ class Progress:
         """Run one operation and return its result, after everything that was launched before it."""
         # A signal handler may raise after any call, but not between `with` and the lock.
         try:
-            with self.running:
-                if not self.pending:
-                    return run()
+            if not self.pending:  # it may change while the lock is waited for
+                with self.running:
+                    if not self.pending:
+                        return run()
         except BaseException as error:
             self._interrupted(description, error)
             raise
@@ -135,9 +136,10 @@ class Progress:
 
         `begin` returns whether it is done already; if not, `finish` does the rest. It may also do all of it.
         """
-        with self.running:
-            if not self.pending:
-                return self._begin(description, begin, finish, result)
+        if not self.pending:
+            with self.running:
+                if not self.pending:
+                    return self._begin(description, begin, finish, result)
         return self.start(description, finish)
 
     def _begin(self, description: str, begin: Callable[[], bool], finish: Run, result: Any) -> Work:

@@ -13,7 +13,7 @@ from commlib import forks
 from commlib.arguments import integer
 from commlib.buffers.views import as_host, contiguous, writable
 from commlib.dtypes import Array
-from commlib.errors import CommlibError, InterruptedCallError, MismatchError, ShutdownError, StallError, UsageError
+from commlib.errors import CommlibError, MismatchError, ShutdownError, StallError, UsageError
 from commlib.transport.base import Request, UnsureReceive
 from commlib.work import Work
 
@@ -116,7 +116,7 @@ class Messages(Work):
                 if not super().done():
                     if not self._withdraw():
                         self._comm.abandon(self.description, error)
-                    self._end(InterruptedCallError(f"{self.description}: interrupted by {type(error).__name__}"))
+                    self._end(ShutdownError(f"{self.description}: interrupted by {type(error).__name__}"))
                     self.seen = True
             raise
 

@@ -211,15 +211,16 @@ class NodeCall:
         symmetric._fallback = bound
         return symmetric
 
-    def __call__(self, arrays: Any) -> None:
+    def __call__(self, arrays: Any = None) -> None:
         """Run it where it is bound to, on `arrays`, in this thread, after everything that was launched before."""
         # Progress.run, written out: a call by name costs a good part of what the meeting of two ranks does.
         try:
-            with self._running:
-                if not self._progress.pending:
-                    if status := self._kernel(self._address):
-                        self._go_on(status)
-                    return
+            if not self._progress.pending:  # it may change while the lock is waited for
+                with self._running:
+                    if not self._progress.pending:
+                        if status := self._kernel(self._address):
+                            self._go_on(status)
+                        return
         except BaseException as error:
             self._group.abandon(self.text, error)
             raise
@@ -228,11 +229,12 @@ class NodeCall:
     def between(self, x: Array, target: Array) -> None:
         """Run it, where it is `can_begin`, on contiguous numpy arrays, in this thread, like `__call__`."""
         try:
-            with self._running:
-                if not self._progress.pending:
-                    if status := _exchange_arrays(self._address, id(x), id(target)):
-                        self._go_on(status)
-                    return
+            if not self._progress.pending:  # it may change while the lock is waited for
+                with self._running:
+                    if not self._progress.pending:
+                        if status := _exchange_arrays(self._address, id(x), id(target)):
+                            self._go_on(status)
+                        return
         except BaseException as error:
             self._group.abandon(self.text, error)
             raise
@@ -241,13 +243,14 @@ class NodeCall:
     def at(self, x: Array, target: Array) -> None:
         """Run it on contiguous numpy arrays, in this thread, after everything that was launched before."""
         try:
-            with self._running:
-                if not self._progress.pending:
-                    call = self._call
-                    call[_SOURCE], call[_TARGET] = address_of(x), address_of(target)
-                    if status := self._kernel(self._address):
-                        self._go_on(status)
-                    return
+            if not self._progress.pending:  # it may change while the lock is waited for
+                with self._running:
+                    if not self._progress.pending:
+                        call = self._call
+                        call[_SOURCE], call[_TARGET] = address_of(x), address_of(target)
+                        if status := self._kernel(self._address):
+                            self._go_on(status)
+                        return
         except BaseException as error:
             self._group.abandon(self.text, error)
             raise
