@@ -176,14 +176,14 @@ class Communicator(Group):
             self._execute(operation)
             return target.deliver()
 
-        def now(_: Any) -> None:
+        def now() -> None:
             small = self.find_prepared(operation.text)
             if small is None:
                 self._run(operation)
             else:
                 self.run_small(operation.text, small, before, target.array)
 
-        return Plan(self.progress, Operation(operation.text, execute), now, target.deliver(), (x, out))
+        return Plan(self.progress, Operation(operation.text, execute), now, target.deliver())
 
     def plan_program(self, text: str, run: Callable[[], Any]) -> Plan:
         """Prepare what uses other groups, and must have one place in the order of this one, as one operation.
@@ -194,7 +194,7 @@ class Communicator(Group):
         def execute() -> Any:
             return self._execute(Operation(text, run))
 
-        return Plan(self.progress, Operation(text, execute), lambda _: self._run(Operation(text, run)), None, None)
+        return Plan(self.progress, Operation(text, execute), lambda: self._run(Operation(text, run)), None)
 
     def reduce_scatter(self, x: Any, op: str = "sum", *, out: Any = None, algorithm: str = "auto") -> Any:
         """Combine `x` of all ranks and give each rank its part of the result along dimension 0.

@@ -218,21 +218,20 @@ class Group:
 
     def run_small(self, text: str, small: SmallAllReduce, x: Array, target: Array) -> None:
         """Run a prepared all-reduce of contiguous arrays: `_run` and `_execute`, written out: they are many."""
+        self.progress.refuse_nested(text)
         try:
-            if not self.progress.pending and self.failure is None and self._sequence >= self._comparing:
-                with self.progress.running:
-                    if not self.progress.pending:
-                        self._sequence = sequence = self._sequence + 1
-                        if self._late_check is not None:
-                            self._late_check.note(sequence, text)
-                        self._history = follow(self._history, text)
-                        self._run_prepared(text, small, x, target)
-                        return
-        except CommlibError as error:
-            self._fail(error)
-            raise
+            if self.failure is None and self._sequence >= self._comparing and self.progress.claim():
+                self._sequence = sequence = self._sequence + 1
+                if self._late_check is not None:
+                    self._late_check.note(sequence, text)
+                self._history = follow(self._history, text)
+                self._run_prepared(text, small, x, target)
+                self.progress.running.release()
+                return
         except BaseException as error:
-            self.abandon(text, error)
+            if isinstance(error, CommlibError) and not isinstance(error, UsageError):
+                self._fail(error)
+            self.progress.break_off(text, error)
             raise
         self._run(Operation(text, lambda: self._run_prepared(text, small, x, target)))
 
@@ -337,11 +336,12 @@ class Group:
         if self.failure is not None:
             self.raise_failure(text)
         try:
-            watch = self.watch(text)
-            status = self.board.resume(kernel, call, status, watch)
-            if status == MISMATCH:
-                texts = self.board.exchange_texts(text, watch)
-                raise mismatch(self.name, self.call_number, self.rank, texts, self.board.members)
+            with self.progress.set_aside():
+                watch = self.watch(text)
+                status = self.board.resume(kernel, call, status, watch)
+                if status == MISMATCH:
+                    texts = self.board.exchange_texts(text, watch)
+                    raise mismatch(self.name, self.call_number, self.rank, texts, self.board.members)
         except MismatchError as error:
             if not self.on_board:
                 self._fail(error)  # the other nodes do not know

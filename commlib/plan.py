@@ -17,27 +17,28 @@ class Plan:
     `plan()` runs it now and returns the result array, `plan.start()` starts it and returns a Work.
     """
 
-    __slots__ = ("_arrays", "_begin", "_now", "_progress", "_run", "_value", "text")
+    __slots__ = ("_begin", "_now", "_progress", "_run", "_value", "text")
 
-    def __init__(
-        self, progress: Progress, operation: Operation, now: Callable[[Any], Any], value: Any, arrays: Any
-    ) -> None:
-        """`now(arrays)` runs it in this thread, `operation` within the queue; its result is always `value`."""
+    def __init__(self, progress: Progress, operation: Operation, now: Callable[[], Any], value: Any) -> None:
+        """`now` runs it in this thread, `operation` within the queue, on arrays that they keep alive.
+
+        Its result is always `value`.
+        """
         self.text = operation.text
-        self._progress, self._run, self._now, self._value, self._arrays = progress, operation.run, now, value, arrays
+        self._progress, self._run, self._now, self._value = progress, operation.run, now, value
         self._begin: Callable[[], bool] | None = None
 
     @classmethod
     def on_node(cls, progress: Progress, call: NodeCall, value: Any, source: Any) -> Plan:
         """Return the plan of a compiled call that is bound to `source` and `value`."""
-        arrays = source, value
-        run_call = call.running_on(arrays)
+        call = call.holding((source, value))
+        run_call = call.running_on((source, value))
 
         def run() -> Any:
             run_call()
             return value
 
-        plan = cls(progress, Operation(call.text, run), call, value, arrays)
+        plan = cls(progress, Operation(call.text, run), call, value)
         if call.can_begin:
             plan._begin = call.begin
         return plan
@@ -47,7 +48,7 @@ class Plan:
 
     def __call__(self) -> Any:
         """Run it now, after everything that was launched before, and return its result."""
-        self._now(self._arrays)
+        self._now()
         return self._value
 
     def start(self) -> Work:

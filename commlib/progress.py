@@ -13,12 +13,16 @@ from __future__ import annotations
 import threading
 import time
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
 from commlib import forks
-from commlib.errors import CommlibError, ShutdownError
+from commlib.errors import CommlibError, ShutdownError, UsageError
 from commlib.work import Work
+
+# How often, in seconds, the thread looks whether the operation before its own can still end.
+_TURN = 0.1
 
 Run = Callable[[], Any]
 Interrupted = Callable[[str, BaseException], None]
@@ -72,27 +76,82 @@ class Progress:
         self._lock = threading.Lock()
         self._changed = threading.Condition(self._lock)
         self.running = threading.Lock()  # held by whoever runs an operation
+        self._busy = 0  # the thread in which an operation waits, or may
+        self._broken = False  # an interrupted thread may have left `running` held; then every operation fails at once
         self.pending = 0  # operations begun, queued for, or running on, the thread; looked at while `running` is held
         self._thread: threading.Thread | None = None
         self._closed = False
         self.current = ""  # what is running on the thread, for messages
         self.in_background = False  # what runs now runs on the thread
 
+    def refuse_nested(self, description: str) -> None:
+        """Raise UsageError if this thread is in the middle of an operation, which would have to end first."""
+        if self._busy == threading.get_ident():
+            raise UsageError(
+                f"{description}: called in the middle of another call of the same group, in the same thread: by a "
+                "signal handler? Let the handler set a flag, and call this after the other call has ended"
+            )
+
+    def claim(self) -> bool:
+        """Return whether an operation may run now, in this thread; `running` is then held.
+
+        Call it within a `try` whose `except` calls `break_off`: a signal handler may raise after any instruction.
+        """
+        if not self.running.acquire(False):
+            return False
+        if self.pending:
+            self.running.release()
+            return False
+        return True
+
+    def break_off(self, description: str, error: BaseException) -> None:
+        """Let go of `running` after what has come out of an operation that this thread had claimed, or may have."""
+        if isinstance(error, CommlibError):  # it came out of the middle of one
+            self.running.release()
+        else:
+            self._broken = True
+            self._interrupted(description, error)
+
+    @contextmanager
+    def set_aside(self) -> Iterator[None]:
+        """Let no other call run while one does in this thread, not even one of a signal handler's."""
+        with self._lock:
+            self.pending += 1
+        self._busy = threading.get_ident()
+        try:
+            yield
+        finally:
+            self._busy = 0
+            with self._lock:
+                self.pending -= 1
+                self._changed.notify_all()
+
     def run(self, description: str, run: Run) -> Any:
         """Run one operation and return its result, after everything that was launched before it."""
-        # A signal handler may raise after any call, but not between `with` and the lock.
+        self.refuse_nested(description)
         try:
-            if not self.pending:  # it may change while the lock is waited for
-                with self.running:
-                    if not self.pending:
-                        return run()
+            if self.claim():
+                return self._run_here(run)
+        except CommlibError:
+            raise
         except BaseException as error:
+            self._broken = self.running.locked()
             self._interrupted(description, error)
             raise
         return self.run_queued(description, run)
 
+    def _run_here(self, run: Run) -> Any:
+        try:
+            with self.set_aside():
+                return run()
+        finally:
+            self.running.release()
+
     def run_queued(self, description: str, run: Run) -> Any:
         """Queue one operation, wait for it and return its result."""
+        self.refuse_nested(description)
+        if self._broken:
+            return run()
         work = self.start(description, run)
         try:
             return work.wait()
@@ -136,29 +195,29 @@ class Progress:
 
         `begin` returns whether it is done already; if not, `finish` does the rest. It may also do all of it.
         """
-        if not self.pending:
-            with self.running:
-                if not self.pending:
-                    return self._begin(description, begin, finish, result)
-        return self.start(description, finish)
-
-    def _begin(self, description: str, begin: Callable[[], bool], finish: Run, result: Any) -> Work:
+        self.refuse_nested(description)
         try:
-            if begin():
-                return Work.ended(description, result)
-            work = Begun(description, self)
-            with self._lock:
-                self._begun = work, finish
-                self.pending += 1
-            return work
+            if self.claim():
+                work = Work.ended(description, result) if begin() else self._begun_work(description, finish)
+                self.running.release()
+                return work
         except CommlibError as error:  # it belongs to whoever waits for the work
+            self.break_off(description, error)
             failed = Work(description)
             failed.finish(error=error)
             self._note_failure(failed)
             return failed
         except BaseException as error:
-            self._interrupted(description, error)
+            self.break_off(description, error)
             raise
+        return self.start(description, finish)
+
+    def _begun_work(self, description: str, finish: Run) -> Work:
+        work = Begun(description, self)
+        with self._lock:
+            self._begun = work, finish
+            self.pending += 1
+        return work
 
     def hand_over(self) -> None:
         """Let the thread finish what has been begun."""
@@ -189,14 +248,16 @@ class Progress:
     def _run_one(self, work: Work, run: Run, *, in_background: bool = False) -> None:
         result, error = None, None
         try:
-            with self.running:
-                self.in_background = in_background
-                started = time.perf_counter()
-                try:
-                    result = run()
-                finally:
-                    work.seconds = time.perf_counter() - started
-                    self.in_background = False
+            claimed = self._await_turn()
+            self.in_background = in_background
+            started = time.perf_counter()
+            try:
+                result = run()
+            finally:
+                work.seconds = time.perf_counter() - started
+                self.in_background = False
+                if claimed:
+                    self.running.release()
         except BaseException as caught:  # it belongs to whoever waits for the work
             error = caught
         # The next blocking call may run inline as soon as its thread knows that this one is done.
@@ -207,6 +268,13 @@ class Progress:
         work.finish(result, error)
         if error is not None:
             self._note_failure(work)
+
+    def _await_turn(self) -> bool:
+        """Wait for `running`; return False without it if nobody may ever release it: then operations only fail."""
+        while not self.running.acquire(timeout=0 if self._broken else _TURN):
+            if self._broken:
+                return False
+        return True
 
     def _note_failure(self, work: Work) -> None:
         self._failed = [other for other in self._failed if other.unseen_error is not None]
@@ -266,8 +334,6 @@ class Progress:
         self._queue.clear()
         self._begun = self._thread = None
         self.pending += 1  # for ever: so every call comes to `start`
-        if self.running.locked():
-            self.running.release()
 
     def join(self, timeout: float) -> None:
         """Wait until the thread has ended after `close`, at most `timeout` s.

@@ -6,6 +6,7 @@ and holds no array: whoever runs it gives it the arrays, which it keeps alive un
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
@@ -88,14 +89,16 @@ class NodeCall:
     """A compiled call. `bind` makes one for fixed addresses out of one for any."""
 
     __slots__ = (
+        "_acquire",
         "_address",
+        "_arrays",
         "_call",
         "_fallback",
         "_group",
         "_keep",
         "_kernel",
         "_progress",
-        "_running",
+        "_release",
         "_symmetric_kernel",
         "can_begin",
         "text",
@@ -108,11 +111,12 @@ class NodeCall:
         self._call[kernels.SIGNATURE] = signature(text)
         self._kernel, self._address = kernels.entry_point(kernel), self._call.ctypes.data
         self._progress = group.progress
-        self._running = group.progress.running
+        self._acquire, self._release = group.progress.running.acquire, group.progress.running.release
         self._symmetric_kernel: Any = kernels.exchange_symmetric  # what does the same on symmetric memory
         self.can_begin = False  # it is of one piece
         self._fallback: NodeCall | None = None
         self._keep: list[Any] = []
+        self._arrays: Any = None
 
     def _set(self, **fields: int) -> None:
         for name, value in fields.items():
@@ -212,47 +216,53 @@ class NodeCall:
         return symmetric
 
     def __call__(self, arrays: Any = None) -> None:
-        """Run it where it is bound to, on `arrays`, in this thread, after everything that was launched before."""
+        """Run it where it is bound to, in this thread, after everything that was launched before.
+
+        `arrays` are what it works on, unless it is `holding` them.
+        """
         # Progress.run, written out: a call by name costs a good part of what the meeting of two ranks does.
         try:
-            if not self._progress.pending:  # it may change while the lock is waited for
-                with self._running:
-                    if not self._progress.pending:
-                        if status := self._kernel(self._address):
-                            self._go_on(status)
-                        return
+            if self._acquire(False):
+                if not self._progress.pending:
+                    if status := self._kernel(self._address):
+                        self._go_on(status)
+                    self._release()
+                    return
+                self._release()
         except BaseException as error:
-            self._group.abandon(self.text, error)
+            self._progress.break_off(self.text, error)
             raise
-        self._progress.run_queued(self.text, self.running_on(arrays))
+        self._progress.run_queued(self.text, self.running_on(self._arrays if arrays is None else arrays))
 
     def between(self, x: Array, target: Array) -> None:
         """Run it, where it is `can_begin`, on contiguous numpy arrays, in this thread, like `__call__`."""
         try:
-            if not self._progress.pending:  # it may change while the lock is waited for
-                with self._running:
-                    if not self._progress.pending:
-                        if status := _exchange_arrays(self._address, id(x), id(target)):
-                            self._go_on(status)
-                        return
+            if self._acquire(False):
+                if not self._progress.pending:
+                    if status := _exchange_arrays(self._address, id(x), id(target)):
+                        self._go_on(status)
+                    self._release()
+                    return
+                self._release()
         except BaseException as error:
-            self._group.abandon(self.text, error)
+            self._progress.break_off(self.text, error)
             raise
         self._progress.run_queued(self.text, lambda: self.run_at(address_of(x), address_of(target)))
 
     def at(self, x: Array, target: Array) -> None:
         """Run it on contiguous numpy arrays, in this thread, after everything that was launched before."""
         try:
-            if not self._progress.pending:  # it may change while the lock is waited for
-                with self._running:
-                    if not self._progress.pending:
-                        call = self._call
-                        call[_SOURCE], call[_TARGET] = address_of(x), address_of(target)
-                        if status := self._kernel(self._address):
-                            self._go_on(status)
-                        return
+            if self._acquire(False):
+                if not self._progress.pending:
+                    call = self._call
+                    call[_SOURCE], call[_TARGET] = address_of(x), address_of(target)
+                    if status := self._kernel(self._address):
+                        self._go_on(status)
+                    self._release()
+                    return
+                self._release()
         except BaseException as error:
-            self._group.abandon(self.text, error)
+            self._progress.break_off(self.text, error)
             raise
         self._progress.run_queued(self.text, lambda: self.run_at(address_of(x), address_of(target)))
 
@@ -276,6 +286,12 @@ class NodeCall:
             return target
 
         return self._progress.start(self.text, run)
+
+    def holding(self, arrays: Any) -> NodeCall:
+        """Return the same call for one who always runs it on these arrays, which it keeps alive."""
+        same = copy.copy(self)
+        same._arrays = arrays
+        return same
 
     def running_on(self, arrays: Any) -> Callable[[], None]:
         """Return what runs it where it is bound to, within an operation, and keeps `arrays` alive."""
