@@ -95,14 +95,14 @@ def test_an_interrupted_wait_fails_the_group_on_all_ranks(comm, name):
         error = Meanwhile(comm).interrupt(group, lambda: CALLS[name](group))
         assert any("the group runs no more calls" in note for note in error.__notes__)
         depths = set()
-        for _ in range(3):
+        for _ in range(20):
             with pytest.raises(ShutdownError, match=r"rank 0: ended half-way by Alarm") as caught:
                 group.all_reduce(np.ones(3))
             assert any(
                 "all_reduce of 3 x float64" in note and "not run on rank 0" in note for note in caught.value.__notes__
             )
             depths.add(len(caught.traceback))
-        assert len(depths) == 1  # not one error again and again, whose traceback grows
+        assert max(depths) < 16  # not one error again and again, whose traceback grows
     else:
         comm.barrier()
         with pytest.raises(PeerError, match=r"rank 0 has given up this group .*ended half-way by Alarm"):
