@@ -52,7 +52,7 @@ class Communicator(Group):
         super().__init__(transport, runtime, name)
         self._small_all_reduces = self.node_path.small
         self._placed_all_reduces = self.node_path.in_place
-        self._meeting = NodeCall(self, "barrier", kernels.barrier) if self.on_board else None
+        self._meeting = NodeCall(self, "barrier", kernels.barrier).counted() if self.on_board else None
         self._children = itertools.count(1)
         self._node: Communicator | None = None
 

@@ -327,8 +327,8 @@ class Group:
 
     @property
     def call_number(self) -> int:
-        """What all ranks count alike, mismatches included: on a board its meetings, else calls."""
-        return self.board.epoch if self.on_board and self.board is not None else self._sequence
+        """The number of the last call, from 1: all ranks count alike, mismatches included."""
+        return self.board.calls if self.on_board and self.board is not None else self._sequence
 
     def settle(self, kernel: Kernel, call: Call, status: int, text: str) -> int:
         """Finish a kernel that did not end well at once: go on waiting, or say who called what. Return its status."""
@@ -409,9 +409,10 @@ class Group:
     def _execute(self, operation: Operation) -> Any:
         if self.failure is not None:
             self.raise_failure(operation.text)
-        sending = False
+        sending, number = False, self.call_number + 1
         try:
             self._sequence += 1
+            self._count(operation, number)
             if self._late_check is not None:
                 self._late_check.note(self._sequence, operation.text)
             if not operation.compares:
@@ -429,6 +430,12 @@ class Group:
         except BaseException as error:
             self.abandon(operation.text, error)
             raise
+        finally:
+            self._count(operation, number)  # whatever its parts have counted
+
+    def _count(self, operation: Operation, number: int) -> None:
+        if self.board is not None and not operation.compares:  # else its kernel counts
+            self.board.calls = number
 
     def _run(self, operation: Operation) -> Any:
         run = self.progress.run_through if operation.meets and self.size > 1 else self.progress.run

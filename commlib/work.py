@@ -16,7 +16,7 @@ class Work:
     raises what it raised.
     """
 
-    __slots__ = ("_done", "_error", "_result", "_running", "description", "seconds", "seen")
+    __slots__ = ("_done", "_error", "_result", "_running", "_trace", "description", "seconds", "seen")
 
     def __init__(self, description: str) -> None:
         self.description = description
@@ -54,7 +54,7 @@ class Work:
                 )
         self.seen = True
         if self._error is not None:
-            raise self._error
+            raise self._error.with_traceback(self._trace)  # each wait would add its own to it
         return self._result
 
     def result(self) -> Any:
@@ -86,5 +86,6 @@ class Work:
     def finish(self, result: Any = None, error: BaseException | None = None) -> None:
         """End it. Called once, by whoever runs the operation."""
         self._result, self._error = result, error
+        self._trace = None if error is None else error.__traceback__
         self._done = True
         self._running.release()

@@ -49,8 +49,8 @@ STREAMED_BYTES = 4 << 20
 BEGINNING_SPINS = 200
 
 # Fields of the control array, one for each communicator and rank. SLOTS is the address of a table of P addresses.
-# FAILED is set once the ranks are out of step; every kernel then returns BROKEN at once.
-EPOCH, RANK, SIZE, BOARD, SLOTS, SLOT_BYTES, FAILED, CONTROL_FIELDS = range(8)
+# FAILED is set once the ranks are out of step; every kernel then returns BROKEN at once. CALLS are those of the user.
+EPOCH, RANK, SIZE, BOARD, SLOTS, SLOT_BYTES, FAILED, CALLS, CONTROL_FIELDS = range(9)
 
 # Fields of a call.
 (
@@ -82,8 +82,9 @@ EPOCH, RANK, SIZE, BOARD, SLOTS, SLOT_BYTES, FAILED, CONTROL_FIELDS = range(8)
     RECV_OFFSETS,  # bytes from TARGET to where what each peer has for this rank goes, and its length
     RECV_LENGTHS,
     ROOT,  # of a broadcast
+    COUNTS,  # 1 for a call of the user's, 0 for a part of one
     CALL_FIELDS,
-) = range(29)
+) = range(30)
 
 
 @cache
@@ -110,6 +111,13 @@ def _control(call: Any) -> Any:
 @nb.njit(inline="always")  # type: ignore[untyped-decorator]
 def _table(address: int, length: int) -> Any:
     return nb.carray(ins.as_pointer(address), length, np.int64)
+
+
+@nb.njit(inline="always")  # type: ignore[untyped-decorator]
+def _count(call: Any, control: Any) -> None:
+    """Count a call that begins."""
+    if call[STATE] == 0:
+        control[CALLS] += call[COUNTS]
 
 
 @kernel(nogil=True)
@@ -158,6 +166,7 @@ def barrier(address: int) -> int:
     control = _control(call)
     if control[FAILED] != 0:
         return BROKEN
+    _count(call, control)
     if call[STATE] == 0:
         _arrive(call, control)
         call[STATE] = 1
@@ -172,6 +181,7 @@ def _meet_before(call: Any, control: Any) -> int:
     """Meet before symmetric memory is touched. DONE: do your part; _PASSED: it is done; else return that."""
     if control[FAILED] != 0:
         return BROKEN
+    _count(call, control)
     if call[STATE] == 2:
         return _PASSED
     if call[STATE] == 0:
@@ -254,6 +264,7 @@ def all_reduce_staged(address: int) -> int:
     control = _control(call)
     if control[FAILED] != 0:
         return BROKEN
+    _count(call, control)
     rank, size, item = control[RANK], control[SIZE], call[ITEM_BYTES]
     slots, inputs, outputs = _table(control[SLOTS], size), _table(call[INPUTS], size), _table(call[OUTPUTS], size)
     piece = control[SLOT_BYTES] // item
@@ -365,6 +376,7 @@ def exchange_staged(address: int) -> int:
     control = _control(call)
     if control[FAILED] != 0:
         return BROKEN
+    _count(call, control)
     rank, size, item = control[RANK], control[SIZE], call[ITEM_BYTES]
     parts, room, take = call[PARTS], call[PART_BYTES], call[TAKE]
     slots = _table(control[SLOTS], size)

@@ -86,6 +86,15 @@ class NodeBoard:
         """How often the ranks have met."""
         return int(self._control[kernels.EPOCH])
 
+    @property
+    def calls(self) -> int:
+        """The number of the user's last call, the same on all ranks."""
+        return int(self._control[kernels.CALLS])
+
+    @calls.setter
+    def calls(self, number: int) -> None:
+        self._control[kernels.CALLS] = number
+
     def new_call(self) -> Call:
         """Return a blank call for the kernels."""
         call = np.zeros(kernels.CALL_FIELDS, np.int64)

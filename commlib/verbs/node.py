@@ -208,6 +208,7 @@ class NodeCall:
         """
         bound = self.bind(source, target)
         symmetric = bound.bind(source, target)
+        bound._set(COUNTS=0)
         symmetric._kernel = kernels.entry_point(self._symmetric_kernel)
         symmetric._keep = list(self._keep)
         symmetric._set_tables(INPUTS=inputs, OUTPUTS=outputs)
@@ -286,6 +287,11 @@ class NodeCall:
             return target
 
         return self._progress.start(self.text, run)
+
+    def counted(self) -> NodeCall:
+        """Return this one, which is now a call of the user's, and no part of one."""
+        self._set(COUNTS=1)
+        return self
 
     def holding(self, arrays: Any) -> NodeCall:
         """Return the same call for one who always runs it on these arrays, which it keeps alive."""

@@ -76,7 +76,7 @@ class NodePath:
         if found is None:
             if len(self._verbs) >= _MOST_TEMPLATES:
                 self._verbs.clear()
-            found = self._verbs[key] = VerbCall(self, make(), offsets, shape)
+            found = self._verbs[key] = VerbCall(self, make().counted(), offsets, shape)
         return found
 
     def plain(self, key: Hashable, x: Array, out: Any) -> Array | None:
@@ -144,7 +144,7 @@ class NodePath:
             return found
         arithmetic = Arithmetic.of(dtype, op, self._group.size)
         text = describe("all_reduce", count, dtype, f"op={op}", f"algorithm={algorithm}")
-        made = self.template(key, lambda: NodeCall.all_reduce(self._group, text, count, arithmetic))
+        made = self.template(key, lambda: NodeCall.all_reduce(self._group, text, count, arithmetic).counted())
         if made.can_begin and algorithm == "auto" and _ARRAYS_ARE_WHERE_EXPECTED:
             self.small[dtype, count, op] = made
         return made

@@ -135,3 +135,25 @@ def test_a_mismatch_in_a_group_names_the_group(comm):
     with pytest.raises(MismatchError, match=r"world\.split\d+\(0\): the ranks do not make the same call"):
         group.all_reduce(np.ones(1 + comm.rank))
     comm.barrier()
+
+
+def test_calls_are_counted_as_the_user_makes_them(comm):
+    """A script's first collective was "call number 4": meetings were counted."""
+    group = comm.split(0)
+    calls = [
+        lambda: group.all_reduce(X),
+        lambda: group.all_reduce(X),
+        lambda: group.all_reduce(np.ones(300_000)),
+        lambda: group.all_gather_v(X),
+        lambda: group.broadcast_object("x"),
+        lambda: group.barrier(),
+        lambda: group.all_reduce(X, algorithm="ring"),
+        lambda: group.plan_all_reduce(np.ones(5))(),
+        lambda: group.all_reduce_async(X).wait(),
+        lambda: group.split(0),
+    ]
+    for number in range(len(calls) + 1):
+        if number:
+            calls[number - 1]()
+        with pytest.raises(MismatchError, match=rf"call number {2 * number + 1}; this is rank {comm.rank}"):
+            group.all_reduce(np.ones(1 + comm.rank))

@@ -95,3 +95,17 @@ def test_a_message_moves_without_being_waited_for():
         assert (out == 1 - comm.rank).all()
 
     run(2, check)
+
+
+def test_waiting_again_does_not_lengthen_the_traceback():
+    """Each wait added its frames to those of the one error."""
+    work, lengths = Work("fails"), []
+    try:
+        raise ValueError("once")
+    except ValueError as error:
+        work.finish(error=error)
+    for _ in range(5):
+        with pytest.raises(ValueError, match="once") as caught:
+            work.wait()
+        lengths.append(len(caught.traceback))
+    assert len(set(lengths)) == 1
