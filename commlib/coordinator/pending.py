@@ -63,9 +63,7 @@ class Pending(Work):
         """End it, and let go of its arrays."""
         self.inputs = self.outputs = ()
         self.extra = None
-        self._result, self._error = result, error
-        self._done = True
-        self._running.release()
+        super().finish(result, error)
         if error is not None:
             self._coordinator.failed[self] = None
 
