@@ -117,11 +117,11 @@ class Progress:
         """Let no other call run while one does in this thread, not even one of a signal handler's."""
         with self._lock:
             self.pending += 1
-        self._busy = threading.get_ident()
+        before, self._busy = self._busy, threading.get_ident()
         try:
             yield
         finally:
-            self._busy = 0
+            self._busy = before
             with self._lock:
                 self.pending -= 1
                 self._changed.notify_all()
