@@ -105,11 +105,10 @@ class Coordinator:
 
         blocking: the caller is about to wait for it, so no thread needs to be woken.
         """
-        if forks.is_child():
-            raise forks.refusal(str(request))
         pending = Pending(self, request, inputs, outputs, extra)
         with self._lock:
             if self._closed:
+                forks.check(str(request))
                 raise ShutdownError(f"{request}: commlib has been shut down")
             if self._failure is not None:
                 raise self._failed(request)
@@ -174,7 +173,8 @@ class Coordinator:
                 except RuntimeError:
                     pass  # not even taken
                 finally:
-                    self.wake()
+                    if self._pending:  # whoever asks later sees that nobody drives
+                        self.wake()
 
     # One cycle
 
@@ -391,6 +391,7 @@ class Coordinator:
         self._lock = threading.Lock()
         self._changed = threading.Condition(self._lock)
         self._driving.acquire(blocking=False)  # for ever: whoever waits is told at once
+        self._closed = True
         self._pending.clear()
         self._thread = None
 

@@ -63,9 +63,12 @@ class Pending(Work):
         """End it, and let go of its arrays."""
         self.inputs = self.outputs = ()
         self.extra = None
-        super().finish(result, error)
+        self._result, self._error = result, error  # `Work.finish`, written out: they are many
         if error is not None:
+            self._trace = error.__traceback__
             self._coordinator.failed[self] = None
+        self._done = True
+        self._running.release()
 
     def fail(self, error: BaseException) -> None:
         """End it badly, unless it has ended; also where `finish` was interrupted on its way."""

@@ -49,7 +49,8 @@ if hvd.rank() != late:
     assert done.returncode == 0, done.stderr
     assert not re.search(INTERNAL, done.stdout + done.stderr), done.stdout + done.stderr
     gone = (
-        r"waited for a rank that will not come: (rank \d has given up process set 0: it waited for ranks? [\d, ]+ in vain; )*"
+        r"waited for a rank that will not come: "
+        r"(rank \d has given up process set 0: it waited for ranks? [\d, ]+ in vain; )*"
     )
     gone += rf"rank {ranks - 1} has shut commlib down or left the program"
     last = rf"the last operation of all ranks was allreduce 'before', \d+ s ago, and rank {ranks - 1} has asked for"
