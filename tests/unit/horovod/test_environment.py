@@ -47,8 +47,8 @@ def test_values_that_make_no_sense(name):
 
 
 def test_timeline():
-    said = read({"HOROVOD_TIMELINE": "/tmp/t.json", "HOROVOD_TIMELINE_MARK_CYCLES": "1"})
-    assert (said.timeline, said.mark_cycles, said.ignored) == ("/tmp/t.json", True, ())
+    said = read({"HOROVOD_TIMELINE": "trace.json", "HOROVOD_TIMELINE_MARK_CYCLES": "1"})
+    assert (said.timeline, said.mark_cycles, said.ignored) == ("trace.json", True, ())
     assert read({"HOROVOD_TIMELINE": "DYNAMIC"}).timeline == ""
     assert read({}).timeline == "" and not read({}).mark_cycles
 
