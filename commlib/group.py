@@ -229,7 +229,7 @@ class Group:
                 self.progress.running.release()
                 return
         except BaseException as error:
-            if isinstance(error, CommlibError) and not isinstance(error, UsageError):
+            if isinstance(error, CommlibError):
                 self._fail(error)
             self.progress.break_off(text, error)
             raise
