@@ -30,9 +30,10 @@ class Retired:
             self._groups[key] = transports
 
     def take(self, other: Retired) -> None:
-        """Note what another one has noted."""
-        with self._lock:
+        """Note what another one has noted, which forgets it: nothing may be freed twice."""
+        with self._lock, other._lock:
             self._groups.update(other._groups)
+            other._groups.clear()
 
     def free(self, gather: Callable[[Any], list[Any]]) -> None:
         """Free the groups whose ranks have all dropped them. Collective; `gather` tells every rank's notes to all.
