@@ -13,21 +13,13 @@ from __future__ import annotations
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
-from commlib.errors import (
-    CommlibError,
-    MismatchError,
-    PeerError,
-    ShutdownError,
-    StallError,
-    TransportError,
-    UsageError,
-)
+from commlib.errors import CommlibError, MismatchError, PeerError, ShutdownError, StallError, TransportError, UsageError
 from commlib.world import init, is_initialized, shutdown, world
 
 if TYPE_CHECKING:
+    from commlib.collectives.plan import Plan
     from commlib.communicator import Communicator
-    from commlib.plan import Plan
-    from commlib.work import Work
+    from commlib.runtime.work import Work
 
 __version__ = "0.1.0.dev0"
 
@@ -50,7 +42,7 @@ __all__ = [
 ]
 
 # Loaded when first asked for: they bring numpy and numba.
-_LAZY = {"Communicator": "commlib.communicator", "Plan": "commlib.plan", "Work": "commlib.work"}
+_LAZY = {"Communicator": "commlib.communicator", "Plan": "commlib.collectives.plan", "Work": "commlib.runtime.work"}
 
 
 def __getattr__(name: str) -> Any:

@@ -13,17 +13,20 @@ from numpy import empty, ndarray
 from commlib import forks
 from commlib.arguments import integer
 from commlib.buffers.views import address_of, as_host
+from commlib.collectives import hierarchical as hierarchy
+from commlib.collectives import movement, objects
+from commlib.collectives import reductions as reduction
+from commlib.collectives.plan import Plan
 from commlib.dtypes import Array, name_of, numpy_dtype
 from commlib.errors import UsageError
-from commlib.group import Group
-from commlib.kernels import node as kernels
-from commlib.plan import Plan
-from commlib.runtime import Runtime
+from commlib.group.group import Group
+from commlib.group.operation import Operation, apart, result
+from commlib.kernels.host import node as kernels
+from commlib.node.call import NodeCollective
+from commlib.p2p import messages
+from commlib.runtime.process import Runtime
+from commlib.runtime.work import Work
 from commlib.transport.base import Transport
-from commlib.verbs import hierarchy, messages, movement, objects, reduction
-from commlib.verbs.node import NodeCall
-from commlib.verbs.operation import Operation, apart, result
-from commlib.work import Work
 
 
 def _are_plain(x: Any, out: Any) -> bool:
@@ -50,9 +53,9 @@ class Communicator(Group):
 
     def __init__(self, transport: Transport, runtime: Runtime, name: str = "world") -> None:
         super().__init__(transport, runtime, name)
-        self._small_all_reduces = self.node_path.small
-        self._placed_all_reduces = self.node_path.in_place
-        self._meeting = NodeCall(self, "barrier", kernels.barrier).counted() if self.on_board else None
+        self._small_all_reduces = self.node_calls.small
+        self._placed_all_reduces = self.node_calls.in_place
+        self._meeting = NodeCollective(self, "barrier", kernels.barrier).counted() if self.on_board else None
         self._children = itertools.count(1)
         self._node: Communicator | None = None
 
@@ -105,7 +108,7 @@ class Communicator(Group):
         nbytes = math.prod(dimensions) * kind.itemsize
 
         def run() -> Array:
-            self.node_path.forget_places()
+            self.node_calls.forget_places()
             return self._symmetric.allocate(nbytes).view(kind).reshape(dimensions)  # type: ignore[no-any-return]
 
         return self._run(Operation(f"empty of shape {dimensions} {name_of(kind)}", run, meets=True))  # type: ignore[no-any-return]
@@ -139,7 +142,7 @@ class Communicator(Group):
                 if placed is not None and x.flags.carray:
                     placed(x)
                     return x
-            if (plain := self.node_path.plain_all_reduce(x, op, out)) is not None:
+            if (plain := self.node_calls.plain_all_reduce(x, op, out)) is not None:
                 call, array = plain
                 call.at(x, array)
                 return array
@@ -151,7 +154,7 @@ class Communicator(Group):
             small = self._small_all_reduces.get((x.dtype, x.size, op))
             if small is not None and _are_plain(x, out):
                 return small.start_between(x, empty(x.shape, x.dtype) if out is None else out)
-            if (plain := self.node_path.plain_all_reduce(x, op, out)) is not None:
+            if (plain := self.node_calls.plain_all_reduce(x, op, out)) is not None:
                 call, array = plain
                 return call.start_at(x, array)
         return self._start(reduction.all_reduce(self, x, op, out, algorithm))
@@ -168,7 +171,7 @@ class Communicator(Group):
             raise UsageError("plan_all_reduce: x and out overlap: they must be the same array, or apart")
         target = result(out, before.shape, before.dtype, "all_reduce")
         if self.takes_node_path("all_reduce", algorithm):
-            call = self.node_path.bound_all_reduce(before.reshape(-1), target.flat, op, algorithm)
+            call = self.node_calls.bound_all_reduce(before.reshape(-1), target.flat, op, algorithm)
             return Plan.on_node(self.progress, call, target.deliver(), (before, x))
         operation = reduction.all_reduce(self, before, op, target.array, algorithm)
 
@@ -202,7 +205,7 @@ class Communicator(Group):
         If the length of dimension 0 is no multiple of the size, the first ranks get one row more.
         """
         if type(x) is ndarray:
-            known = self.node_path.plain(("reduce_scatter", x.dtype, x.shape, op, algorithm), x, out)
+            known = self.node_calls.plain(("reduce_scatter", x.dtype, x.shape, op, algorithm), x, out)
             if known is not None:
                 return known
         return self._run(reduction.reduce_scatter(self, x, op, out, algorithm))
@@ -224,7 +227,7 @@ class Communicator(Group):
     def broadcast(self, x: Any, root: int = 0, *, algorithm: str = "auto") -> Any:
         """Overwrite `x` on all ranks with that of rank `root`, and return it."""
         if type(x) is ndarray and type(root) is int:
-            known = self.node_path.plain(("broadcast", x.dtype, x.shape, root, algorithm), x, x)
+            known = self.node_calls.plain(("broadcast", x.dtype, x.shape, root, algorithm), x, x)
             if known is not None:
                 return known
         return self._run(movement.broadcast(self, x, root, algorithm))
@@ -236,7 +239,7 @@ class Communicator(Group):
     def all_gather(self, x: Any, *, out: Any = None, algorithm: str = "auto") -> Any:
         """Return `x` of all ranks, one after another along dimension 0. Shapes must agree (0-d: one element each)."""
         if type(x) is ndarray:
-            known = self.node_path.plain(("all_gather", x.dtype, x.shape, algorithm), x, out)
+            known = self.node_calls.plain(("all_gather", x.dtype, x.shape, algorithm), x, out)
             if known is not None:
                 return known
         return self._run(movement.all_gather(self, x, out, algorithm))
@@ -272,7 +275,7 @@ class Communicator(Group):
     def all_to_all(self, x: Any, *, out: Any = None, algorithm: str = "auto") -> Any:
         """Send the i-th of `size` equal parts of `x` along dimension 0 to rank i; return what the ranks sent here."""
         if type(x) is ndarray:
-            known = self.node_path.plain(("all_to_all", x.dtype, x.shape, algorithm), x, out)
+            known = self.node_calls.plain(("all_to_all", x.dtype, x.shape, algorithm), x, out)
             if known is not None:
                 return known
         return self._run(movement.all_to_all(self, x, out, algorithm))
@@ -316,7 +319,7 @@ class Communicator(Group):
         return self._look_after(messages.send_recv(self, x, peer, out, source, tag))
 
     def _look_after(self, work: Work) -> Work:
-        self.runtime.attendant.attend(work, self)
+        self.runtime.poller.watch(work, self)
         return work
 
     # Synchronisation and objects

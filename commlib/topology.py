@@ -12,7 +12,7 @@ from commlib.errors import UsageError
 class Topology:
     """The ranks of each node, ascending; the nodes in the order of their first ranks.
 
-    Between nodes data moves in *columns*: column c joins the c-th rank of every node, so there are as many columns as
+    Between nodes data moves in *rails*: rail c joins the c-th rank of every node, so there are as many rails as
     the smallest node has ranks. Ranks beyond that (on larger nodes) leave the network to the others of their node.
     """
 
@@ -29,8 +29,8 @@ class Topology:
         return cls(tuple(tuple(ranks) for ranks in nodes.values()))
 
     @property
-    def columns(self) -> int:
-        """The number of columns."""
+    def rails(self) -> int:
+        """The number of rails."""
         return min(len(ranks) for ranks in self.nodes)
 
     @property
@@ -42,6 +42,6 @@ class Topology:
         """Return the index of a rank's node."""
         return next(index for index, ranks in enumerate(self.nodes) if rank in ranks)
 
-    def column(self, number: int) -> tuple[int, ...]:
-        """Return the ranks of one column, one of each node."""
+    def rail(self, number: int) -> tuple[int, ...]:
+        """Return the ranks of one rail, one of each node."""
         return tuple(ranks[number] for ranks in self.nodes)

@@ -13,8 +13,8 @@ from commlib.launch import check_launcher, interrupts_held_back, load_mpi
 
 if TYPE_CHECKING:
     from commlib.communicator import Communicator
-    from commlib.runtime import Runtime
-    from commlib.tune.chooser import Chooser
+    from commlib.cost.chooser import Chooser
+    from commlib.runtime.process import Runtime
 
 _world: Communicator | None = None
 _before: Runtime | None = None  # the last world's, of what is left to be freed together
@@ -64,9 +64,9 @@ def _join(comm: Any, defaults: Mapping[str, str]) -> Communicator:
         base.Free()
         raise
 
+    from commlib.buffers import shared_memory as segment
     from commlib.communicator import Communicator
-    from commlib.runtime import Runtime
-    from commlib.transport import segment
+    from commlib.runtime.process import Runtime
     from commlib.transport.mpi import MpiTransport
 
     node = base.Split_type(MPI.COMM_TYPE_SHARED)
@@ -139,7 +139,7 @@ def _agreed_chooser(base: Any, settings: config.Config, bad: str) -> Chooser:
 
     bad: what is wrong with this rank's own settings, or "".
     """
-    from commlib.tune.chooser import Chooser, Tuning
+    from commlib.cost.chooser import Chooser, Tuning
 
     everyone = base.gather((bad, config.compared(settings)))
     data, error = b"", None

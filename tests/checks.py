@@ -12,7 +12,7 @@ import numpy as np
 
 from commlib.communicator import Communicator
 from commlib.dtypes import NUMPY
-from commlib.work import Work
+from commlib.runtime.work import Work
 from tests.oracle import assert_same, combined, values
 
 

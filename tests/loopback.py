@@ -11,7 +11,7 @@ from typing import TypeVar
 
 from commlib.communicator import Communicator
 from commlib.config import Config
-from commlib.runtime import Runtime
+from commlib.runtime.process import Runtime
 from commlib.transport.loopback import LoopbackTransport, transports
 
 T = TypeVar("T")
@@ -59,7 +59,7 @@ def run(
     stacks = "\n".join(_stack(thread) for thread in stuck)
     for runtime in runtimes:
         runtime.closing = True  # whoever waits in commlib gives up
-        runtime.attendant.close()
+        runtime.poller.close()
         for group in list(runtime.groups):
             group.progress.close()
     for thread in threads:

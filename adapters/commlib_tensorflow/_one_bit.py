@@ -14,8 +14,8 @@ import numpy as np
 import tensorflow as tf
 
 from commlib import horovod as core
-from commlib.compress.one_bit import Hyper, Moments
 from commlib.errors import UsageError
+from commlib.optim.one_bit_adam import Hyper, Moments
 from commlib_tensorflow._bridge import Array
 from commlib_tensorflow._graph import Spec, as_written, call
 from commlib_tensorflow._keras3 import _replace_in_keras

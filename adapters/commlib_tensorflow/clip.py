@@ -11,7 +11,7 @@ import tensorflow as tf
 
 from commlib.dtypes import FLOATS, name_of
 from commlib.errors import UsageError
-from commlib.kernels.norm import sum_of_squares
+from commlib.kernels.host.norm import sum_of_squares
 from commlib_tensorflow._bridge import Array, as_tensor
 from commlib_tensorflow._graph import Spec, as_written, call
 

@@ -9,10 +9,10 @@ from typing import Any
 import keras
 
 from commlib import horovod as core
-from commlib.compress.one_bit import Moments
-from commlib.compress.one_bit import OneBitAdam as AdamUpdate
-from commlib.compress.one_bit_lamb import Limits
-from commlib.compress.one_bit_lamb import OneBitLAMB as LAMBUpdate
+from commlib.optim.one_bit_adam import Moments
+from commlib.optim.one_bit_adam import OneBitAdam as AdamUpdate
+from commlib.optim.one_bit_lamb import Limits
+from commlib.optim.one_bit_lamb import OneBitLAMB as LAMBUpdate
 from commlib_tensorflow._bridge import Array
 from commlib_tensorflow._one_bit import OneBit
 
@@ -78,7 +78,7 @@ class OneBitLAMB(OneBit):
     """LAMB whose gradients travel in full for `freeze_step` steps, and then as one bit each.
 
     The same as `OneBitAdam` in all but the update, which scales each layer's step by how large its weights are. These
-    coefficients are averaged while gradients travel in full, and adapted later: see `commlib.compress.one_bit_lamb`
+    coefficients are averaged while gradients travel in full, and adapted later: see `commlib.optim.one_bit_lamb`
     for `max_coeff`, `min_coeff`, `coeff_beta`, `factor_max`, `factor_min` and `factor_threshold`. Source: Li et al.:
     1-bit LAMB (2021).
     """

@@ -12,10 +12,10 @@ from torch import Tensor
 
 from commlib import horovod as core
 from commlib.communicator import Communicator
-from commlib.compress.one_bit import Hyper, Moments
 from commlib.compress.scheme import Scheme
 from commlib.dtypes import Array
 from commlib.errors import UsageError
+from commlib.optim.one_bit_adam import Hyper, Moments
 from commlib_torch._bridge import check, dtype_name, to_array, to_tensor
 from commlib_torch._named import ProcessSets
 from commlib_torch._options import communicator_of

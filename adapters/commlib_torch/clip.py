@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from commlib.errors import UsageError
-from commlib.kernels.norm import sum_of_squares
+from commlib.kernels.host.norm import sum_of_squares
 from commlib_torch._bridge import to_array
 
 # Added to the norm before it divides, as torch does.

@@ -7,12 +7,12 @@ from typing import Any
 from torch import Tensor
 
 from commlib.communicator import Communicator
-from commlib.compress.one_bit import Moments
-from commlib.compress.one_bit import OneBitAdam as AdamUpdate
-from commlib.compress.one_bit_lamb import Layer, Limits
-from commlib.compress.one_bit_lamb import OneBitLAMB as LAMBUpdate
 from commlib.compress.scheme import Scheme
 from commlib.dtypes import Array
+from commlib.optim.one_bit_adam import Moments
+from commlib.optim.one_bit_adam import OneBitAdam as AdamUpdate
+from commlib.optim.one_bit_lamb import Layer, Limits
+from commlib.optim.one_bit_lamb import OneBitLAMB as LAMBUpdate
 from commlib_torch._named import ProcessSets
 from commlib_torch._one_bit import OneBit
 
@@ -66,7 +66,7 @@ class OneBitLAMB(OneBit):
     """LAMB whose gradients travel in full for `freeze_step` steps, and then as one bit each. Collective.
 
     The same as `OneBitAdam` in all but the update, which scales each layer's step by how large its weights are. These
-    coefficients are averaged while gradients travel in full, and adapted later: see `commlib.compress.one_bit_lamb`
+    coefficients are averaged while gradients travel in full, and adapted later: see `commlib.optim.one_bit_lamb`
     for `max_coeff`, `min_coeff`, `coeff_beta`, `factor_max`, `factor_min` and `factor_threshold`. Weights decay as part
     of the scaled step. Source: Li et al. 2021.
     """

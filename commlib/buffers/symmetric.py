@@ -15,7 +15,7 @@ from typing import Any
 
 import numpy as np
 
-from commlib.typing import SharedMemory
+from commlib.protocols import SharedMemory
 
 
 class _Segment:

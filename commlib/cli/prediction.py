@@ -8,12 +8,12 @@ from typing import Any
 
 from commlib.cli.text import bytes_text, columns, digits, seconds_text
 from commlib.cli.width import wrapped
+from commlib.cost.flat import predict_flat
+from commlib.cost.hierarchical import HIERARCHICAL, predict_hierarchical
+from commlib.cost.model import DEFAULT, Machine
+from commlib.cost.table import Table
 from commlib.errors import UsageError
 from commlib.schedule import Link, algorithms
-from commlib.tune.flat import predict_flat
-from commlib.tune.hierarchy import HIERARCHICAL, predict_hierarchical
-from commlib.tune.model import DEFAULT, Machine
-from commlib.tune.table import Table
 
 MOST_RANKS = 16384
 SIZES = tuple(4096 << 4 * power for power in range(6))  # 4 KiB to 4 GiB

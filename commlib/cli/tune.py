@@ -16,12 +16,12 @@ from commlib.cli.app import app
 from commlib.cli.prediction import rate
 from commlib.cli.progress import shown
 from commlib.cli.text import bytes_text, columns, seconds_text
+from commlib.cost.chooser import Chooser
+from commlib.cost.hierarchical import RAIL_BYTES
+from commlib.cost.records import Entry
+from commlib.cost.table import Table, default_path
 from commlib.errors import CommlibError, UsageError
 from commlib.schedule import algorithms
-from commlib.tune.chooser import Chooser
-from commlib.tune.entries import Entry
-from commlib.tune.hierarchy import COLUMN_BYTES
-from commlib.tune.table import Table, default_path
 
 if TYPE_CHECKING:
     from commlib.communicator import Communicator
@@ -132,13 +132,13 @@ def _left_out(table: Table) -> list[str]:
     """Say for which sizes there was no time."""
     from commlib.tune.measure import SIZES
 
-    in_columns = {entry.nodes for entry in table.entries if entry.nodes > 1 and entry.ranks_per_node > 1}
+    in_rails = {entry.nodes for entry in table.entries if entry.nodes > 1 and entry.ranks_per_node > 1}
     reached: dict[tuple[int, int], int] = {}
     for entry in table.entries:
         place = entry.nodes, entry.ranks_per_node
         nbytes = max(time.up_to for time in entry.times) // 2
-        # One column carries small data only, where there are several.
-        whole = COLUMN_BYTES if entry.ranks_per_node == 1 and entry.nodes in in_columns else SIZES[-1]
+        # One rail carries small data only, where there are several.
+        whole = RAIL_BYTES if entry.ranks_per_node == 1 and entry.nodes in in_rails else SIZES[-1]
         if nbytes < whole:
             reached[place] = min(nbytes, reached.get(place, nbytes))
     if not reached:

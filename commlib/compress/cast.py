@@ -9,7 +9,7 @@ from commlib.buffers.views import address_of
 from commlib.compress.arguments import check_block, check_decode, check_encode, described
 from commlib.dtypes import Array
 from commlib.errors import UsageError
-from commlib.kernels import convert, quantise
+from commlib.kernels.host import convert, quantise
 
 _NAMES = {"float16": "fp16", "bfloat16": "bf16"}
 _FORMATS = {"e4m3": (quantise.E4M3, 448.0), "e5m2": (quantise.E5M2, 57344.0)}

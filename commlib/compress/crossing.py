@@ -2,7 +2,7 @@
 
     several nodes, several ranks each     one rank on each node     one node, asked to     one node
     sum in the node (shared memory)
-    this rank's share over its column     everything over all       everything over all    nothing is compressed
+    this rank's share over its rail     everything over all       everything over all    nothing is compressed
     shares to all ranks of the node
 
 Within a node memory is faster than any codec, so there nothing is compressed unless that is asked for.
@@ -20,9 +20,9 @@ from commlib.communicator import Communicator
 from commlib.compress.feedback import is_finite
 from commlib.compress.scheme import Part, Reducer, Scheme
 from commlib.dtypes import Array
+from commlib.group.operation import Operation
+from commlib.node.call import Exchange
 from commlib.schedule.layout import even
-from commlib.verbs.node import Exchange
-from commlib.verbs.operation import Operation
 
 _ALIGNMENT = 256
 """Elements: shares begin at multiples of it, so that few blocks of a codec are cut."""
@@ -38,20 +38,20 @@ class Crossing:
         self.comm = comm
         self.node: Communicator | None = None
         self.lane: Communicator | None = None
-        self.columns = self.place = 0
+        self.rails = self.place = 0
         topology = comm.topology
         if within_node or topology.is_flat:
-            self.columns, self.lane = 1, comm.split(0, comm.rank)
+            self.rails, self.lane = 1, comm.split(0, comm.rank)
         elif len(topology.nodes) > 1:
             number = topology.node(comm.rank)
-            self.columns, self.place = topology.columns, topology.nodes[number].index(comm.rank)
+            self.rails, self.place = topology.rails, topology.nodes[number].index(comm.rank)
             self.node = comm.split(number, comm.rank)
-            self.lane = comm.split(self.place if self.place < self.columns else -1, comm.rank)
+            self.lane = comm.split(self.place if self.place < self.rails else -1, comm.rank)
 
     @property
     def compresses(self) -> bool:
         """Whether anything is compressed at all: the same on all ranks."""
-        return self.columns > 0 and self.comm.size > 1
+        return self.rails > 0 and self.comm.size > 1
 
     @property
     def hosts(self) -> int:
@@ -59,11 +59,11 @@ class Crossing:
         return self.comm.size if self.node is None else len(self.comm.topology.nodes)
 
     def shares(self, parts: Sequence[Part], count: int, *, divisible: bool) -> list[tuple[int, int]]:
-        """Return (first element, end) of what each column reduces of a bucket with so many elements.
+        """Return (first element, end) of what each rail reduces of a bucket with so many elements.
 
         Parameters are cut only if they are divisible. The last share ends at `count`.
         """
-        ideal = even(-(-count // _ALIGNMENT), self.columns).offsets
+        ideal = even(-(-count // _ALIGNMENT), self.rails).offsets
         bounds = [min(offset * _ALIGNMENT, count) for offset in ideal]
         if not divisible:
             starts = [0, *sorted(part.start for part in parts), count]
@@ -119,7 +119,7 @@ class BucketReduction:
         self._text = text
         plan = crossing.comm.plan_program(text, self._run)
         self._now, self.start = plan, plan.start
-        self.uncompressed_bytes = 2 * (crossing.hosts - 1) * array.nbytes // (crossing.hosts * crossing.columns)
+        self.uncompressed_bytes = 2 * (crossing.hosts - 1) * array.nbytes // (crossing.hosts * crossing.rails)
 
     def use(self, array: Array) -> None:
         """Reduce in another array of the same length from now on."""
@@ -158,7 +158,7 @@ class BucketReduction:
                 self._values[start:stop] = 0
 
     def _spread(self, node: Communicator) -> None:
-        """Give all ranks of the node the shares of its columns."""
+        """Give all ranks of the node the shares of its rails."""
         shares = [(first * 4, (end - first) * 4) for first, end in self._shares]
         place, others = self._crossing.place, [(0, 0)] * (node.size - len(shares))
         own = shares[place] if place < len(shares) else (0, 0)

@@ -25,8 +25,8 @@ from commlib.compress.scheme import Lane, Part, State
 from commlib.compress.sparse import KINDS, TopK, check_ratio, check_values, sent
 from commlib.dtypes import Array
 from commlib.errors import UsageError
-from commlib.kernels.norm import sum_of_squares
-from commlib.kernels.sparsify import encode_accumulated
+from commlib.kernels.host.norm import sum_of_squares
+from commlib.kernels.host.sparsify import encode_accumulated
 
 
 @dataclass(frozen=True, slots=True)

@@ -55,7 +55,7 @@ class GradientCompression:
         def slowest(values: Array) -> Array:
             return np.asarray(comm.all_reduce(values, "max"))
 
-        # Ranks without a column only learn what the others find.
+        # Ranks without a rail only learn what the others find.
         found = np.zeros(2 + 2 * len(auto.codecs))
         if lane is not None:
             found[:2] = measure_link(lane)

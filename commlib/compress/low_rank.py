@@ -9,8 +9,8 @@ import numpy as np
 from commlib.compress.feedback import is_finite
 from commlib.compress.scheme import Part
 from commlib.dtypes import Array
-from commlib.kernels import low_rank as kernels
-from commlib.kernels.orthonormal import orthonormalise
+from commlib.kernels.host import low_rank as kernels
+from commlib.kernels.host.orthonormal import orthonormalise
 
 # Well below the largest float32, 3.4e38: sums that stay below it cannot overflow, in whichever order they are taken.
 _SAFE = 1e38

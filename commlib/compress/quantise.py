@@ -9,7 +9,7 @@ from commlib.buffers.views import address_of
 from commlib.compress.arguments import check_block, check_decode, check_encode, described
 from commlib.dtypes import Array
 from commlib.errors import UsageError
-from commlib.kernels import quantise
+from commlib.kernels.host import quantise
 
 _KINDS = {8: (quantise.INT8, 127.0), 4: (quantise.INT4, 7.0)}
 _ROUNDINGS = ("nearest", "stochastic")

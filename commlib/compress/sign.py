@@ -8,7 +8,7 @@ from typing import ClassVar
 from commlib.buffers.views import address_of
 from commlib.compress.arguments import check_block, check_decode, check_encode, described
 from commlib.dtypes import Array
-from commlib.kernels import signs
+from commlib.kernels.host import signs
 
 
 @dataclass(frozen=True, slots=True)

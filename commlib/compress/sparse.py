@@ -15,7 +15,7 @@ from commlib.buffers.views import address_of
 from commlib.compress.arguments import check_decode, check_encode
 from commlib.dtypes import Array
 from commlib.errors import UsageError
-from commlib.kernels import draw, sparse, sparsify
+from commlib.kernels.host import draw, sparse, sparsify
 
 KINDS = {"float32": sparse.FLOAT32, "float16": sparse.FLOAT16, "bfloat16": sparse.BFLOAT16}
 """In what values may travel, and the kernels' numbers for it."""

@@ -16,7 +16,7 @@ from commlib.compress.scheme import State
 from commlib.coordinator.request import Request
 from commlib.coordinator.scaling import scale
 from commlib.dtypes import Array
-from commlib.kernels.pack import pack, unpack
+from commlib.kernels.host.pack import pack, unpack
 
 VERB = "compressed_allreduce"
 

@@ -23,7 +23,7 @@ from commlib.coordinator.request import Request
 from commlib.coordinator.scaling import neutral, scale
 from commlib.dtypes import INTEGERS, NUMPY, Array
 from commlib.errors import UsageError
-from commlib.kernels.pack import pack, unpack
+from commlib.kernels.host.pack import pack, unpack
 
 # On a node packing pays for small arrays, in batches that stay in the caches until they are unpacked (1,000 arrays of
 # 4 KiB: 1.35 ms, in one batch 1.6); larger ones go through the node's slots as they are (8 MiB in arrays of 256 KiB and

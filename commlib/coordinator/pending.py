@@ -8,7 +8,7 @@ from time import monotonic
 from typing import TYPE_CHECKING, Any
 
 from commlib.coordinator.request import Request
-from commlib.work import Work
+from commlib.runtime.work import Work
 
 if TYPE_CHECKING:
     from commlib.coordinator.coordinator import Coordinator

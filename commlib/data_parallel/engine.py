@@ -22,14 +22,14 @@ from commlib.data_parallel.agreement import Gathers
 from commlib.data_parallel.buckets import Bucket
 from commlib.data_parallel.report import Statistics, all_reduce_bytes
 from commlib.dtypes import Array
-from commlib.kernels.stream import stream_copy
+from commlib.kernels.host.stream import stream_copy
 
 # More gradients than this do not stay in a core's caches until they are reduced: the model itself needs them too.
 _CACHED_BYTES = 4 << 20
 
 
 class Pending(Protocol):
-    """A launched reduction, as `commlib.work.Work` is one."""
+    """A launched reduction, as `commlib.runtime.work.Work` is one."""
 
     def done(self) -> bool: ...
 

@@ -289,9 +289,9 @@ def running() -> Communicator:
 def registry() -> Registry:
     """Return the process sets of the world; made, collectively, when first asked for. Raises as `running` does."""
     world = running()
-    if world.runtime.named is None:
-        world.runtime.named = Registry(world)
-    found: Registry = world.runtime.named
+    if world.runtime.services is None:
+        world.runtime.services = Registry(world)
+    found: Registry = world.runtime.services
     return found
 
 

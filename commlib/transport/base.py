@@ -8,9 +8,9 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import Any, Protocol
 
-from commlib.typing import SharedMemory
+from commlib.protocols import SharedMemory
 
-Idle = Callable[[], None]
+WaitHook = Callable[[], None]
 """Called now and then while a wait lasts; whatever it raises ends the wait."""
 
 
@@ -35,7 +35,7 @@ class Request(Protocol):
         ...
 
 
-class UnsureReceive(Request, Protocol):
+class ProbedReceive(Request, Protocol):
     """A posted receive of a message whose length is not known."""
 
     def withdraw(self) -> bool:
@@ -43,10 +43,10 @@ class UnsureReceive(Request, Protocol):
         ...
 
 
-class PreparedRound(Protocol):
+class PersistentRound(Protocol):
     """Messages that are sent and received again and again, from and into the same memory."""
 
-    def run(self, idle: Idle) -> None:
+    def run(self, on_wait: WaitHook) -> None:
         """Post them all and wait until all are complete, as `Transport.wait` does."""
         ...
 
@@ -65,19 +65,19 @@ class Transport(Protocol):
         """Post a receive into `into` (bytes, contiguous, writable) of a message that is no longer than that."""
         ...
 
-    def recv_unsure(self, peer: int, tag: int, into: memoryview) -> UnsureReceive:
+    def recv_probed(self, peer: int, tag: int, into: memoryview) -> ProbedReceive:
         """Like `recv`, for a message that may be longer: it is then dropped, and `nbytes` is -1."""
         ...
 
-    def wait(self, requests: Sequence[Request], idle: Idle) -> None:
-        """Block until all are complete, with the GIL released, calling `idle` at least every 20 ms or so."""
+    def wait(self, requests: Sequence[Request], on_wait: WaitHook) -> None:
+        """Block until all are complete, with the GIL released, calling `on_wait` at least every 20 ms or so."""
         ...
 
-    def wait_any(self, requests: Sequence[Request], idle: Idle) -> list[Request]:
+    def wait_any(self, requests: Sequence[Request], on_wait: WaitHook) -> list[Request]:
         """Block like `wait` until at least one of these, which `send` or `recv` made, is complete; return those."""
         ...
 
-    def prepare(self, sends: Sequence[Pieces], recvs: Sequence[Pieces], tag: int) -> PreparedRound:
+    def persistent_round(self, sends: Sequence[Pieces], recvs: Sequence[Pieces], tag: int) -> PersistentRound:
         """Set up messages that all carry `tag`. Those received must be as long as is said here."""
         ...
 

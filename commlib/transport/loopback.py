@@ -15,8 +15,8 @@ from typing import Any
 import numpy as np
 
 from commlib.errors import TransportError
-from commlib.transport.base import Idle, Pieces, PreparedRound, Request, UnsureReceive
-from commlib.typing import SharedMemory
+from commlib.protocols import SharedMemory
+from commlib.transport.base import PersistentRound, Pieces, ProbedReceive, Request, WaitHook
 
 
 class _Message:
@@ -102,13 +102,13 @@ class _PreparedRound:
     def __init__(self, transport: LoopbackTransport, sends: Any, recvs: Any, tag: int) -> None:
         self._transport, self._sends, self._recvs, self._tag = transport, sends, recvs, tag
 
-    def run(self, idle: Idle) -> None:
+    def run(self, on_wait: WaitHook) -> None:
         transport, tag = self._transport, self._tag
         landed = [memoryview(bytearray(sum(map(len, pieces)))) for _, pieces in self._recvs]
         requests = [transport.recv(peer, tag, into) for (peer, _), into in zip(self._recvs, landed, strict=True)]
         requests += [transport.send(peer, tag, memoryview(b"".join(pieces))) for peer, pieces in self._sends]
         try:
-            transport.wait(requests, idle)
+            transport.wait(requests, on_wait)
         except BaseException:
             for request in requests:
                 request.cancel()
@@ -134,27 +134,27 @@ class LoopbackTransport:
     def recv(self, peer: int, tag: int, into: memoryview) -> Request:
         return self._network.post("recv", (self._context, peer, self.rank, tag), into)
 
-    def recv_unsure(self, peer: int, tag: int, into: memoryview) -> UnsureReceive:
+    def recv_probed(self, peer: int, tag: int, into: memoryview) -> ProbedReceive:
         # Nothing is written before both lengths are known.
         return self._network.post("recv", (self._context, peer, self.rank, tag), into)
 
-    def wait(self, requests: Sequence[Request], idle: Idle) -> None:
-        self._wait_for(lambda: all(request.test() for request in requests), idle)
+    def wait(self, requests: Sequence[Request], on_wait: WaitHook) -> None:
+        self._wait_for(lambda: all(request.test() for request in requests), on_wait)
 
-    def wait_any(self, requests: Sequence[Request], idle: Idle) -> list[Request]:
-        self._wait_for(lambda: any(request.test() for request in requests), idle)
+    def wait_any(self, requests: Sequence[Request], on_wait: WaitHook) -> list[Request]:
+        self._wait_for(lambda: any(request.test() for request in requests), on_wait)
         return [request for request in requests if request.test()]
 
-    def _wait_for(self, complete: Callable[[], bool], idle: Idle) -> None:
+    def _wait_for(self, complete: Callable[[], bool], on_wait: WaitHook) -> None:
         changed = self._network.changed
         with changed:
             done = complete()
         while not done:
-            idle()
+            on_wait()
             with changed:
                 done = changed.wait_for(complete, timeout=0.02)
 
-    def prepare(self, sends: Sequence[Pieces], recvs: Sequence[Pieces], tag: int) -> PreparedRound:
+    def persistent_round(self, sends: Sequence[Pieces], recvs: Sequence[Pieces], tag: int) -> PersistentRound:
         return _PreparedRound(self, sends, recvs, tag)
 
     def progress(self) -> bool:

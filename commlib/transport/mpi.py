@@ -16,10 +16,10 @@ from typing import Any
 from mpi4py import MPI
 
 from commlib import forks
+from commlib.buffers import shared_memory as segment
 from commlib.errors import TransportError
-from commlib.transport import segment
-from commlib.transport.base import Idle, Pieces, PreparedRound, Request, UnsureReceive
-from commlib.typing import SharedMemory
+from commlib.protocols import SharedMemory
+from commlib.transport.base import PersistentRound, Pieces, ProbedReceive, Request, WaitHook
 
 # MPI counts are C ints before MPI 4: longer messages are cut, on both sides alike. The last piece is shorter than the
 # others, empty if need be: so a receiver that does not know the length sees where the message ends.
@@ -73,7 +73,7 @@ class _MpiRequest:
                 _LEFT_BEHIND.append((request, self._buffer))
 
 
-class _UnsureReceive:
+class _ProbedReceive:
     """A receive that looks at a message's length before it takes it.
 
     A posted receive that is too short may crash both processes (Open MPI 5.0 overwrites memory when a large message is
@@ -137,7 +137,7 @@ class _UnsureReceive:
             request.cancel()
 
 
-def _poll(done: Callable[[], bool], idle: Idle) -> None:
+def _poll(done: Callable[[], bool], on_wait: WaitHook) -> None:
     """Ask until it is `done`: first at once, then giving the core away, then with short sleeps."""
     for _ in range(_EAGER_POLLS):
         if done():
@@ -152,7 +152,7 @@ def _poll(done: Callable[[], bool], idle: Idle) -> None:
             time.sleep(_NAP)
         now = time.monotonic()
         if now - checked > 0.02:
-            idle()
+            on_wait()
             checked = now
 
 
@@ -168,7 +168,7 @@ class _MpiRound:
         self._requests: list[Any] | None = requests
         self._receives, self._memory = receives, memory
 
-    def run(self, idle: Idle) -> None:
+    def run(self, on_wait: WaitHook) -> None:
         requests = self._requests
         if requests is None:
             raise TransportError("MPI: these messages were given up on their way, and cannot be sent again")
@@ -177,7 +177,7 @@ class _MpiRound:
             for _ in range(_EAGER_POLLS):
                 if _test_all(requests):
                     return
-            _poll(lambda: _test_all(requests), idle)
+            _poll(lambda: _test_all(requests), on_wait)
         except MPI.Exception as error:
             raise TransportError(f"MPI: {error}") from error
         except BaseException:
@@ -210,7 +210,7 @@ class MpiTransport:
         self.rank: int = comm.Get_rank()
         self.size: int = comm.Get_size()
         self.matching = threading.RLock()
-        self.unmatched: defaultdict[tuple[int, int], deque[_UnsureReceive]] = defaultdict(deque)
+        self.unmatched: defaultdict[tuple[int, int], deque[_ProbedReceive]] = defaultdict(deque)
         self._top_tag: Any = MPI.COMM_WORLD.Get_attr(MPI.TAG_UB)  # an MPI has it on this communicator only
 
     @property
@@ -235,15 +235,15 @@ class MpiTransport:
     def recv(self, peer: int, tag: int, into: memoryview) -> Request:
         return self._post(self._comm.Irecv, peer, tag, into)
 
-    def recv_unsure(self, peer: int, tag: int, into: memoryview) -> UnsureReceive:
-        return _UnsureReceive(self, peer, tag, into)
+    def recv_probed(self, peer: int, tag: int, into: memoryview) -> ProbedReceive:
+        return _ProbedReceive(self, peer, tag, into)
 
-    def wait(self, requests: Sequence[Request], idle: Idle) -> None:
+    def wait(self, requests: Sequence[Request], on_wait: WaitHook) -> None:
         for request in requests:
             if not request.test():
-                _poll(request.test, idle)
+                _poll(request.test, on_wait)
 
-    def wait_any(self, requests: Sequence[Request], idle: Idle) -> list[Request]:
+    def wait_any(self, requests: Sequence[Request], on_wait: WaitHook) -> list[Request]:
         # One call for all: each makes MPI look for what has arrived, which may be a system call.
         natives = [request.native for request in requests]  # type: ignore[attr-defined]
         statuses: list[Any] = []
@@ -259,12 +259,12 @@ class MpiTransport:
             return bool(ended)
 
         try:
-            _poll(some, idle)
+            _poll(some, on_wait)
         except MPI.Exception as error:
             raise TransportError(f"MPI: {error}") from error
         return ended
 
-    def prepare(self, sends: Sequence[Pieces], recvs: Sequence[Pieces], tag: int) -> PreparedRound:
+    def persistent_round(self, sends: Sequence[Pieces], recvs: Sequence[Pieces], tag: int) -> PersistentRound:
         tag %= self._top_tag
         requests = [self._prepare(self._comm.Recv_init, pieces, peer, tag) for peer, pieces in recvs]
         requests += [self._prepare(self._comm.Send_init, pieces, peer, tag) for peer, pieces in sends]

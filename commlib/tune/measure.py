@@ -11,13 +11,13 @@ from statistics import median
 import numpy as np
 
 from commlib.communicator import Communicator
+from commlib.cost.records import BEYOND_SCHEDULES, Entry, Fitted, Measured
+from commlib.cost.table import Table, mpi_library
 from commlib.errors import UsageError
 from commlib.schedule import Link, algorithms
-from commlib.tune.entries import BEYOND_SCHEDULES, Entry, Fitted, Measured
-from commlib.tune.links import measure_gamma, measure_link
-from commlib.tune.places import Cluster, Place, survey
+from commlib.tune.probe import measure_gamma, measure_link
+from commlib.tune.scopes import Cluster, Place, survey
 from commlib.tune.stopwatch import Call, Stopwatch
-from commlib.tune.table import Table, mpi_library
 
 VERBS = ("all_reduce", "reduce_scatter", "all_gather", "broadcast", "all_to_all")
 STEP = 4  # from size to size

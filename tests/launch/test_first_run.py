@@ -28,7 +28,7 @@ KILLED = (
     """
 import os, signal
 import commlib
-from commlib.kernels import cache
+from commlib.kernels.host import cache
 
 write = cache.write
 def die(name, data):  # while it holds the kernel's lock, and the others wait for it

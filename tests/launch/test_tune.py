@@ -8,8 +8,8 @@ import subprocess
 import sys
 from pathlib import Path
 
-from commlib.tune.entries import Entry, Measured
-from commlib.tune.table import Table
+from commlib.cost.records import Entry, Measured
+from commlib.cost.table import Table
 from tests.launch.conftest import MpiRun
 
 COMMAND = ["-c", "from commlib.cli import main; main()"]

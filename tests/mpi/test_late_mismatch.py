@@ -10,7 +10,7 @@ import pytest
 from commlib.communicator import Communicator
 from commlib.config import Config
 from commlib.errors import CommlibError, MismatchError, PeerError, StallError
-from commlib.runtime import Runtime
+from commlib.runtime.process import Runtime
 from commlib.transport.mpi import MpiTransport
 
 pytestmark = pytest.mark.ranks(min=2)

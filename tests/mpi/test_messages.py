@@ -162,7 +162,7 @@ def test_messages_that_are_cut_into_pieces(comm, sent, wanted):
         pieces.wait(requests, lambda: None)
     elif comm.rank == 1:
         first, second = bytearray(wanted), bytearray(4)
-        requests = [pieces.recv_unsure(0, 5, memoryview(first)), pieces.recv_unsure(0, 5, memoryview(second))]
+        requests = [pieces.recv_probed(0, 5, memoryview(first)), pieces.recv_probed(0, 5, memoryview(second))]
         pieces.wait(requests, lambda: None)
         assert requests[0].nbytes == (sent if sent <= wanted else -1)
         assert second == b"next" and requests[1].nbytes == 4

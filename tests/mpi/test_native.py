@@ -7,7 +7,7 @@ import pytest
 from mpi4py import MPI
 
 from commlib.errors import UsageError
-from commlib.kernels.arithmetic import accumulator_dtype
+from commlib.kernels.host.reduce import accumulator_dtype
 from tests import checks
 from tests.oracle import REDUCIBLE, values
 

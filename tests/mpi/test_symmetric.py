@@ -9,7 +9,7 @@ import pytest
 
 from commlib.dtypes import DTYPES, numpy_dtype
 from commlib.errors import UsageError
-from commlib.kernels.node import TILE_BYTES
+from commlib.kernels.host.node import TILE_BYTES
 from tests import checks
 from tests.oracle import REDUCIBLE, assert_same, combined
 

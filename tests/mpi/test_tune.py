@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import pytest
 
+from commlib.cost.chooser import Chooser, Tuning
+from commlib.cost.table import Table, mpi_library
 from commlib.schedule import algorithms
-from commlib.tune.chooser import Chooser, Tuning
 from commlib.tune.measure import VERBS, measure
-from commlib.tune.table import Table, mpi_library
 
 
 @pytest.mark.ranks(min=2)

@@ -16,7 +16,7 @@ from mpi4py import MPI
 import commlib
 from commlib import Communicator
 from commlib.dtypes import kernel_operation
-from commlib.kernels.arithmetic import reduce_function
+from commlib.kernels.host.reduce import reduce_function
 from tests import checks
 from tests.oracle import REDUCIBLE
 from tests.soak.calls import Seat

@@ -5,9 +5,9 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from commlib.agreement import compare_messages, mismatch
 from commlib.config import Config
 from commlib.errors import MismatchError, PeerError
+from commlib.group.call_check import compare_messages, mismatch
 from commlib.transport.loopback import transports
 from tests import checks
 from tests.loopback import run
@@ -134,9 +134,9 @@ def test_a_rank_that_gives_up_in_a_call_is_not_waited_for(calls, waited):
         for _ in range(calls):
             comm.barrier()
         if comm.rank == 2:
-            comm._late_check.note(calls + 1, "barrier")  # as if it had come to it
+            comm._stall_check.note(calls + 1, "barrier")  # as if it had come to it
             if waited:
-                comm._late_check.look()
+                comm._stall_check.look()
             comm.leave("has had enough")
             return
         time.sleep(waited)

@@ -30,16 +30,17 @@ PURE = (
     "commlib.pipeline.simulate",
     "commlib.pipeline.render",
     "commlib.tensor",
-    "commlib.tune.lockstep",
-    "commlib.tune.pipelines",
-    "commlib.tune.model",
-    "commlib.tune.flat",
-    "commlib.tune.hierarchy",
+    "commlib.cost.rounds",
+    "commlib.cost.segmented",
+    "commlib.cost.model",
+    "commlib.cost.flat",
+    "commlib.cost.hierarchical",
     "commlib.tune.fit",
-    "commlib.tune.entries",
+    "commlib.cost.records",
     "commlib.folders",  # looks at folders, reads and writes files, and is otherwise as pure
-    "commlib.tune.table",  # so does this
-    "commlib.tune.chooser",
+    "commlib.cost.table",  # so does this
+    "commlib.cost.chooser",
+    "commlib.cost",
 )
 IMPURE_STANDARD_LIBRARY = {
     "_thread", "asyncio", "concurrent", "datetime", "multiprocessing", "socket", "subprocess", "threading", "time",
@@ -47,15 +48,15 @@ IMPURE_STANDARD_LIBRARY = {
 
 # A module may import its own row and those above it. The longest name that fits decides.
 LAYERS = (
-    ("commlib.arguments", "commlib.errors", "commlib.typing", "commlib.config", "commlib.dtypes", "commlib.extras",
+    ("commlib.arguments", "commlib.errors", "commlib.protocols", "commlib.config", "commlib.dtypes", "commlib.extras",
      "commlib.forks", *PURE),
     ("commlib.kernels", "commlib.buffers"),
     ("commlib.transport",),
-    ("commlib.executor", "commlib.agreement", "commlib.attendant", "commlib.exits", "commlib.launch",
-     "commlib.library_name", "commlib.progress", "commlib.retired", "commlib.runtime", "commlib.work", "commlib.world",
-     "commlib.communicator", "commlib.group", "commlib.plan", "commlib.prepared", "commlib.verbs", "commlib.observe",
+    ("commlib.execution", "commlib.group", "commlib.runtime", "commlib.exits", "commlib.launch", "commlib.library_name",
+     "commlib.world", "commlib.communicator", "commlib.node", "commlib.collectives", "commlib.p2p", "commlib.observe",
      "commlib.tune"),
-    ("commlib.compress", "commlib.coordinator", "commlib.data_parallel", "commlib.pipeline", "commlib.expert"),
+    ("commlib.compress", "commlib.optim", "commlib.coordinator", "commlib.data_parallel", "commlib.pipeline",
+     "commlib.expert"),
     ("commlib",),  # the public names
     ("commlib.horovod",),
     ("commlib.bench", "commlib.cli", "commlib.__main__", "commlib_torch", "commlib_tensorflow"),
@@ -197,7 +198,7 @@ def test_imports_follow_the_rules() -> None:
         ("commlib/bench/gloo_peer.py", "import torch\n", "the core knows no framework"),
         ("commlib/bench/mpi_peer.py", "def f():\n    import torch\n", "the core knows no framework"),
         ("commlib/buffers/view.py", "import cupy\n", "cupy is imported only inside functions"),
-        ("commlib/work.py", "def f():\n    import cupy\n", "cupy is imported only inside functions"),
+        ("commlib/runtime/work.py", "def f():\n    import cupy\n", "cupy is imported only inside functions"),
         ("adapters/commlib_torch/a.py", "import keras\n", "an adapter knows only its own framework"),
         (
             "adapters/commlib_tensorflow/a.py",

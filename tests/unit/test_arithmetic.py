@@ -10,8 +10,8 @@ import pytest
 
 from commlib.dtypes import NUMPY, kernel_operation
 from commlib.errors import UsageError
-from commlib.executor import Reducer
-from commlib.kernels.arithmetic import BLOCK, reduce_function
+from commlib.execution.streaming import Reducer
+from commlib.kernels.host.reduce import BLOCK, reduce_function
 from tests.oracle import REDUCIBLE, assert_same, combined, values
 
 LENGTHS = (0, 1, BLOCK - 1, BLOCK, BLOCK + 1, 2 * BLOCK + 3)

@@ -12,7 +12,7 @@ import pytest
 
 from commlib.config import Config
 from commlib.errors import MismatchError, ShutdownError, StallError
-from commlib.progress import Begun
+from commlib.runtime.progress import Begun
 from tests.loopback import run
 
 
@@ -82,12 +82,12 @@ def test_done_and_a_timeout_do_not_block():
             assert not work.done()
             with pytest.raises(StallError, match="not done after"):
                 work.wait(0.05)
-            comm.mail.send(1, 5, memoryview(b"go"))
+            comm.p2p.send(1, 5, memoryview(b"go"))
             while not work.done():
                 time.sleep(0.001)
             assert (work.result() == 2).all() and work.exception() is None
         else:
-            comm.mail.wait([comm.mail.recv(0, 5, memoryview(bytearray(2)))], lambda: None)
+            comm.p2p.wait([comm.p2p.recv(0, 5, memoryview(bytearray(2)))], lambda: None)
             comm.all_reduce(x, out=x)
 
     run(2, check)

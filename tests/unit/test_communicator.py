@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from commlib.config import Config
 from commlib.dtypes import DTYPES, kernel_operation
 from commlib.errors import UsageError
-from commlib.kernels.arithmetic import reduce_function
+from commlib.kernels.host.reduce import reduce_function
 from commlib.schedule import algorithms
 from tests import checks
 from tests.loopback import run

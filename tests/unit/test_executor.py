@@ -8,14 +8,14 @@ from typing import Any
 import numpy as np
 import pytest
 
-from commlib.executor import WINDOW, Reducer, Region, execute
+from commlib.execution.streaming import WINDOW, Reducer, Region, execute
 from commlib.schedule import program
 from commlib.schedule.ir import EMPTY, Copy, Program, Recv, Round, Send, Span
 from commlib.schedule.layout import blocks, cut, even, uneven
 from commlib.transport.loopback import transports
 
 
-def idle():
+def on_wait():
     pass
 
 
@@ -26,14 +26,16 @@ def one_rank(rounds, regions):
 def test_copies_run_in_order_between_regions():
     first, second = Region(np.arange(4.0), even(4, 2)), Region(np.zeros(4), even(4, 2))
     copies = (Copy(Span(0, 1), Span(3, 4)), Copy(Span(3, 4), Span(1, 2)))
-    execute(one_rank([Round(copies=copies)], [first, second]), [[first, second]], transports(1)[0], tag=1, idle=idle)
+    execute(
+        one_rank([Round(copies=copies)], [first, second]), [[first, second]], transports(1)[0], tag=1, on_wait=on_wait
+    )
     assert first.array.tolist() == [0, 1, 0, 1] and second.array.tolist() == [0, 0, 0, 1]
 
 
 def test_a_rank_may_send_to_itself_and_send_nothing():
     region = Region(np.arange(4.0), even(4, 2))
     rounds = [Round((Send(0, Span(0, 1)), Send(0, EMPTY)), (Recv(0, Span(1, 2)), Recv(0, EMPTY)))]
-    execute(one_rank(rounds, [region]), [[region]], transports(1)[0], tag=1, idle=idle)
+    execute(one_rank(rounds, [region]), [[region]], transports(1)[0], tag=1, on_wait=on_wait)
     assert region.array.tolist() == [0, 1, 0, 1]
 
 
@@ -41,14 +43,14 @@ def test_a_span_that_crosses_regions_is_no_memory():
     regions = [Region(np.zeros(2), even(2, 2)), Region(np.zeros(2), even(2, 2))]
     rounds = [Round(copies=(Copy(Span(0, 2), Span(1, 3)),))]
     with pytest.raises(Exception):  # noqa: B017  # whatever it is, it must not write beyond
-        execute(one_rank(rounds, regions), [regions], transports(1)[0], tag=1, idle=idle)
+        execute(one_rank(rounds, regions), [regions], transports(1)[0], tag=1, on_wait=on_wait)
     assert not regions[0].array.any() and not regions[1].array.any()
 
 
 def test_the_wrong_number_of_regions_is_an_error():
     region = Region(np.zeros(2), even(2, 2))
     with pytest.raises(ValueError, match="zip"):
-        execute(one_rank([], [region]), [[region, region]], transports(1)[0], tag=1, idle=idle)
+        execute(one_rank([], [region]), [[region, region]], transports(1)[0], tag=1, on_wait=on_wait)
 
 
 def all_ranks(size, function):
@@ -78,7 +80,7 @@ def test_the_operands_order_is_by_rank_so_all_ranks_get_the_same_bits():
         data = terms[end.rank].copy()
         steps = program("all_reduce", "recursive_doubling", end.rank, 5)
         region = [Region(data, even(1000, chunks)) for chunks in steps.regions]
-        execute(steps, [region], end, tag=3, idle=idle, reducer=Reducer("float32", "sum"))
+        execute(steps, [region], end, tag=3, on_wait=on_wait, reducer=Reducer("float32", "sum"))
         results[end.rank] = data.tobytes()
 
     all_ranks(5, use)
@@ -91,7 +93,7 @@ def test_uneven_chunks_some_of_them_empty():
         layout = uneven([0, 5, 0, 1])
         start, stop = layout.offsets[end.rank : end.rank + 2]
         data[start:stop] = end.rank
-        execute(program("all_gather", "ring", end.rank, 4), [[Region(data, layout)]], end, tag=3, idle=idle)
+        execute(program("all_gather", "ring", end.rank, 4), [[Region(data, layout)]], end, tag=3, on_wait=on_wait)
         assert data.tolist() == [1, 1, 1, 1, 1, 3]
 
     all_ranks(4, use)
@@ -106,7 +108,7 @@ def test_what_idle_raises_ends_the_wait_and_cancels_what_was_posted():
     region = Region(np.zeros(4), even(4, 2))
     steps = program("all_reduce", "recursive_doubling", 0, 2)
     with pytest.raises(TimeoutError, match="enough"):
-        execute(steps, [[Region(region.array, even(4, n)) for n in steps.regions]], end, tag=3, idle=give_up)
+        execute(steps, [[Region(region.array, even(4, n)) for n in steps.regions]], end, tag=3, on_wait=give_up)
     network = end._network
     assert not any(network.posted["send"].values()) and not any(network.posted["recv"].values())
 
@@ -121,7 +123,7 @@ def test_tags_keep_programs_apart(tag):
         def go(which):
             steps = program("all_reduce", "recursive_doubling", end.rank, 2)
             region = [Region(arrays[which], even(1, n)) for n in steps.regions]
-            execute(steps, [region], end, tag=tag + which, idle=idle, reducer=Reducer("float64", "sum"))
+            execute(steps, [region], end, tag=tag + which, on_wait=on_wait, reducer=Reducer("float64", "sum"))
 
         threads = [threading.Thread(target=go, args=(which,)) for which in ((0, 1) if end.rank else (1, 0))]
         for thread in threads:
@@ -142,7 +144,7 @@ def test_blocks_run_at_once_and_give_what_one_gives(name, number):
         data = terms[end.rank].copy()
         steps = program("all_reduce", name, end.rank, 3)
         regions = [[Region(data, layout)] for layout in blocks(len(data), steps.regions[0], number)]
-        execute(steps, regions, end, tag=3, idle=idle, reducer=Reducer("float32", "sum"))
+        execute(steps, regions, end, tag=3, on_wait=on_wait, reducer=Reducer("float32", "sum"))
         assert (data == terms.sum(axis=0)).all()
 
     all_ranks(3, use)
@@ -162,17 +164,17 @@ def test_no_more_blocks_are_under_way_than_the_window_allows():
         def recv(self, peer, tag, into):
             return self.end.recv(peer, tag, into)
 
-        def wait_any(self, requests, idle):
+        def wait_any(self, requests, on_wait):
             if self.rank == 0:
                 most[0] = max(most[0], len(requests) // 2)
-            return self.end.wait_any(requests, idle)
+            return self.end.wait_any(requests, on_wait)
 
     def use(end):
         data = np.full(4000, float(end.rank))
         steps = program("all_reduce", "ring", end.rank, 4)
         regions = [[Region(data, layout)] for layout in blocks(len(data), 4, 20)]
         counting: Any = Counting(end)
-        execute(steps, regions, counting, tag=3, idle=idle, reducer=Reducer("float64", "sum"))
+        execute(steps, regions, counting, tag=3, on_wait=on_wait, reducer=Reducer("float64", "sum"))
         assert (data == 6).all()
 
     all_ranks(4, use)
@@ -187,7 +189,7 @@ def test_slices_of_uneven_chunks():
         data[start:stop] = end.rank + 1
         steps = program("all_gather", "ring", end.rank, 4)
         assert steps.sends_single_chunks
-        execute(steps, [[Region(data, piece)] for piece in cut(layout, 3)], end, tag=3, idle=idle)
+        execute(steps, [[Region(data, piece)] for piece in cut(layout, 3)], end, tag=3, on_wait=on_wait)
         assert data.tolist() == [1.0] * 7 + [3.0] * 5 + [4.0] * 100
 
     all_ranks(4, use)
@@ -201,7 +203,7 @@ def test_many_operands_are_combined_at_once_and_rounded_once():
     def use(end):
         data = np.repeat(terms[end.rank], 6)
         steps = program("all_reduce", "direct", end.rank, 3)
-        execute(steps, [[Region(data, even(6, 3))]], end, tag=3, idle=idle, reducer=Reducer("float16", "sum"))
+        execute(steps, [[Region(data, even(6, 3))]], end, tag=3, on_wait=on_wait, reducer=Reducer("float16", "sum"))
         assert (data == 2050).all()
 
     all_ranks(3, use)

@@ -1,16 +1,17 @@
-"""Verbs in nodes and between them: every shape of cluster, one column and several, all against numpy."""
+"""Verbs in nodes and between them: every shape of cluster, one rail and several, all against numpy."""
 
 from __future__ import annotations
 
 import numpy as np
 import pytest
 
+from commlib.collectives import hierarchical as hierarchy
+from commlib.collectives import rails
 from commlib.config import Config
+from commlib.cost import model
+from commlib.cost.chooser import Chooser
+from commlib.cost.model import DEFAULT, ETHERNET
 from commlib.errors import MismatchError, UsageError
-from commlib.tune import model
-from commlib.tune.chooser import Chooser
-from commlib.tune.model import DEFAULT, ETHERNET
-from commlib.verbs import columns, hierarchy
 from tests import checks
 from tests.loopback import run
 from tests.oracle import assert_same, combined
@@ -42,14 +43,14 @@ def everything(comm, dtype, count):
 @clusters
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16", "int64"])
 @pytest.mark.parametrize("count", [0, 1, 7, 1000])
-def test_small_arrays_go_through_one_column(nodes, dtype, count):
+def test_small_arrays_go_through_one_rail(nodes, dtype, count):
     run(len(nodes), lambda comm: everything(comm, dtype, count), nodes=nodes)
 
 
 @clusters
 @pytest.mark.parametrize("dtype", ["float32", "float16"])
-def test_large_arrays_go_through_all_columns(nodes, dtype, monkeypatch):
-    monkeypatch.setattr(columns, "COLUMN_BYTES", 1000)
+def test_large_arrays_go_through_all_rails(nodes, dtype, monkeypatch):
+    monkeypatch.setattr(rails, "RAIL_BYTES", 1000)
     run(len(nodes), lambda comm: everything(comm, dtype, 20_011), nodes=nodes)
 
 
@@ -58,7 +59,7 @@ def test_large_arrays_go_through_all_columns(nodes, dtype, monkeypatch):
 @pytest.mark.parametrize("count", [20_011, 130_000])
 def test_an_all_reduce_goes_part_by_part(nodes, network, count, monkeypatch):
     """Parts of 5 to 10 KiB, some of one block and some of several, of ordinary and of symmetric arrays."""
-    monkeypatch.setattr(columns, "COLUMN_BYTES", 1000)
+    monkeypatch.setattr(rails, "RAIL_BYTES", 1000)
     monkeypatch.setattr(hierarchy, "_PART_BYTES", 10_000)
     monkeypatch.setattr(model, "_AT_ONCE", 4000)
 
@@ -78,7 +79,7 @@ def test_an_all_reduce_goes_part_by_part(nodes, network, count, monkeypatch):
 
 @clusters
 def test_symmetric_arrays(nodes, monkeypatch):
-    monkeypatch.setattr(columns, "COLUMN_BYTES", 1000)
+    monkeypatch.setattr(rails, "RAIL_BYTES", 1000)
 
     def check(comm):
         for op in ("sum", "mean"):

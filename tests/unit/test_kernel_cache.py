@@ -16,13 +16,13 @@ import pytest
 
 import commlib
 from commlib import folders
-from commlib.kernels import cache
+from commlib.kernels.host import cache
 
 PROGRAM = """
 import sys
 import numpy as np
-from commlib.executor import Reducer
-from commlib.kernels import cache
+from commlib.execution.streaming import Reducer
+from commlib.kernels.host import cache
 
 for dtype in sys.argv[2:]:
     first, second = np.full(100, int(sys.argv[1]), dtype), np.full(100, 1, dtype)
@@ -99,7 +99,7 @@ def test_a_change_of_any_kernel_source_makes_all_of_it_stale(package):
     """numba looks at the function's own file alone, and would go on with old code of what it includes."""
     kept, _ = run(package, 3, "int32")
     files = kernels_in(kept)
-    with open(package[0] / "commlib/kernels/intrinsics.py", "a") as file:
+    with open(package[0] / "commlib/kernels/host/intrinsics.py", "a") as file:
         file.write("# changed\n")
     changed, _ = run(package, 3, "int32")
     assert changed != kept and kernels_in(changed)
@@ -139,7 +139,7 @@ def test_many_processes_compile_one_thing_once(package):
     """Every rank compiled every kernel on a first run."""
     counting = """
 import sys
-from commlib.kernels import cache
+from commlib.kernels.host import cache
 write = cache.write
 cache.write = lambda name, data: (print("compiled", name, file=sys.stderr), write(name, data))
 """
@@ -147,7 +147,7 @@ cache.write = lambda name, data: (print("compiled", name, file=sys.stderr), writ
     pipe = subprocess.PIPE
     started = [subprocess.Popen(command, env=package[1], stdout=pipe, stderr=pipe, text=True) for _ in range(4)]
     said = [finish(process)[1] for process in started]
-    assert sum(text.count("compiled arithmetic.reduce") for text in said) == 2, said
+    assert sum(text.count("compiled reduce.reduce") for text in said) == 2, said
 
 
 def test_a_damaged_kernel_is_named_and_compiled_anew(package):

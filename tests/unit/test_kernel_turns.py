@@ -17,11 +17,11 @@ from pathlib import Path
 import numba
 import pytest
 
-from commlib.kernels import cache, turns
+from commlib.kernels.host import cache, turns
 
 HOLDER = """
 import time
-from commlib.kernels import turns
+from commlib.kernels.host import turns
 with turns.turn("kernel", lambda: False):
     print("compiling", flush=True)
     time.sleep(600)

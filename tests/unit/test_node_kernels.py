@@ -13,10 +13,10 @@ import pytest
 
 from commlib.config import Config
 from commlib.errors import MismatchError, StallError
-from commlib.kernels import node as kernels
-from commlib.kernels.arithmetic import reduce_function
+from commlib.kernels.host import node as kernels
+from commlib.kernels.host.reduce import reduce_function
+from commlib.node.board import NodeBoard
 from commlib.transport.loopback import transports
-from commlib.transport.shared import NodeBoard
 from tests.loopback import run
 
 CONFIG = Config(timeout=10, slot_kib=1)
@@ -135,7 +135,7 @@ def test_a_fast_rank_does_not_overwrite_what_a_slow_one_reads(first, second, epo
             comm.board.meet(0, lambda: None)
         for _ in range(2):
             out = np.full(first, 1.0 + comm.rank)
-            call = comm.node_path.bound_all_reduce(out, out, "sum", "auto")
+            call = comm.node_calls.bound_all_reduce(out, out, "sum", "auto")
             if comm.rank == 1:
                 call._call[kernels.REDUCE] = ctypes.cast(slow_function, ctypes.c_void_p).value
             call()

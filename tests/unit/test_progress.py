@@ -10,7 +10,7 @@ import weakref
 import pytest
 
 from commlib.errors import ShutdownError
-from commlib.progress import Progress
+from commlib.runtime.progress import Progress
 
 
 @pytest.fixture

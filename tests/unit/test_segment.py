@@ -16,8 +16,9 @@ from typing import Any
 
 import numpy as np
 
+from commlib.buffers import available as memory
+from commlib.buffers import shared_memory as segment
 from commlib.errors import TransportError
-from commlib.transport import memory, segment
 
 
 def everywhere(size, function):

@@ -7,7 +7,7 @@ import numpy as np
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from commlib.kernels.stream import stream_copy
+from commlib.kernels.host.stream import stream_copy
 
 MARGIN = 70
 

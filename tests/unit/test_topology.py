@@ -1,4 +1,4 @@
-"""Which ranks share a node, and the columns between nodes."""
+"""Which ranks share a node, and the rails between nodes."""
 
 from __future__ import annotations
 
@@ -16,10 +16,10 @@ def test_ranks_are_grouped_by_node_in_the_order_of_their_first_ranks():
 
 def test_there_are_as_many_columns_as_the_smallest_node_has_ranks():
     topology = Topology.of([0, 0, 0, 1, 1])
-    assert topology.columns == 2
-    assert [topology.column(number) for number in range(2)] == [(0, 3), (1, 4)]
+    assert topology.rails == 2
+    assert [topology.rail(number) for number in range(2)] == [(0, 3), (1, 4)]
     assert not topology.is_flat
-    assert Topology.of([0, 1, 2]).is_flat and Topology.of([0, 1, 2]).columns == 1
+    assert Topology.of([0, 1, 2]).is_flat and Topology.of([0, 1, 2]).rails == 1
 
 
 def test_no_ranks_have_no_topology():

@@ -10,7 +10,7 @@ import pytest
 
 from commlib.config import Config
 from commlib.errors import StallError, UsageError
-from commlib.work import Work
+from commlib.runtime.work import Work
 from tests.loopback import run
 
 

@@ -15,12 +15,12 @@ from typer.testing import CliRunner
 from commlib.cli.app import app
 from commlib.cli.prediction import described
 from commlib.cli.text import bytes_text, columns, parse_bytes, seconds_text
+from commlib.cost.flat import predict_flat
+from commlib.cost.hierarchical import HIERARCHICAL, predict_hierarchical
+from commlib.cost.model import DEFAULT
+from commlib.cost.records import Fitted
+from commlib.cost.table import Table
 from commlib.schedule import Link, algorithms, find, program, render, verbs
-from commlib.tune.entries import Fitted
-from commlib.tune.flat import predict_flat
-from commlib.tune.hierarchy import HIERARCHICAL, predict_hierarchical
-from commlib.tune.model import DEFAULT
-from commlib.tune.table import Table
 
 GOLDEN = Path(__file__).parents[2] / "golden" / "cli"
 

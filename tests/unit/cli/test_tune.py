@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 from commlib.cli.tune import summary
+from commlib.cost.hierarchical import RAIL_BYTES
+from commlib.cost.records import Entry, Fitted, Measured
+from commlib.cost.table import Table
 from commlib.schedule import Link
-from commlib.tune.entries import Entry, Fitted, Measured
-from commlib.tune.hierarchy import COLUMN_BYTES
 from commlib.tune.measure import SIZES
-from commlib.tune.table import Table
 
 
 def table(*reached: tuple[str, int, int, int]) -> Table:
@@ -26,6 +26,6 @@ def test_sizes_for_which_there_was_no_time_are_named() -> None:
 
 
 def test_nothing_is_said_of_a_complete_table() -> None:
-    """One column among several carries small data only: it is measured with no more."""
-    whole = [("all_reduce", 1, 2, SIZES[-1]), ("all_reduce", 4, 1, COLUMN_BYTES), ("all_reduce", 4, 2, SIZES[-1])]
+    """One rail among several carries small data only: it is measured with no more."""
+    whole = [("all_reduce", 1, 2, SIZES[-1]), ("all_reduce", 4, 1, RAIL_BYTES), ("all_reduce", 4, 2, SIZES[-1])]
     assert "no time" not in summary(table(*whole))

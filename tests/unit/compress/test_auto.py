@@ -11,7 +11,7 @@ from commlib.compress.exchange import Exchanged
 from commlib.compress.gradients import GradientCompression
 from commlib.compress.quantise import Blocks
 from commlib.errors import UsageError
-from commlib.kernels.arithmetic import reduce_function
+from commlib.kernels.host.reduce import reduce_function
 from tests.loopback import run
 
 COSTS = (0.5e-9, 0.3e-9) * 2  # seconds per element to encode and to decode: bfloat16, int8
@@ -54,7 +54,7 @@ def test_it_measures_between_nodes_and_all_ranks_agree(caplog):
         compression = GradientCompression(comm, Auto(), count=1 << 20)
         return compression.scheme, compression.why
 
-    results = run(3, look, nodes=[0, 0, 1])  # the second rank of the first node stands on no column
+    results = run(3, look, nodes=[0, 0, 1])  # the second rank of the first node stands on no rail
     assert len({why for _, why in results}) == 1
     assert "between 2 hosts a rank sends" in results[0][1]
     assert f"compression {results[0][1]}" in caplog.messages

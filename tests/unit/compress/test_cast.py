@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from commlib.compress.cast import Cast, Float8
 from commlib.compress.codec import Codec
 from commlib.errors import UsageError
-from commlib.kernels.convert import convert
+from commlib.kernels.host.convert import convert
 from tests.unit.compress import contract
 
 HALVES = {"float16": np.dtype(np.float16), "bfloat16": np.dtype(ml_dtypes.bfloat16)}

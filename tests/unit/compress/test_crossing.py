@@ -98,13 +98,13 @@ def test_only_what_leaves_the_node_is_counted():
     assert all(uncompressed == COUNT * 4 // 2 for _, uncompressed in results)
     for node in (results[:2], results[2:]):
         sent = sum(sent for sent, _ in node)
-        assert FLAGS * 4 <= sent <= FLAGS * 4 + 2 * 2 * (64 + 4)  # two rows in each column have flags and padding
+        assert FLAGS * 4 <= sent <= FLAGS * 4 + 2 * 2 * (64 + 4)  # two rows in each rail have flags and padding
 
 
 def test_parameters_that_must_stay_whole_are_not_cut():
     def look(comm):
         crossing = Crossing(comm)
-        assert crossing.columns == 2
+        assert crossing.rails == 2
         assert crossing.shares(PARTS, FLAGS, divisible=False) == [(0, 2016), (2016, FLAGS)]
         assert crossing.shares(PARTS, FLAGS, divisible=True) == [(0, 1536), (1536, FLAGS)]
 

@@ -9,9 +9,9 @@ import numpy as np
 import pytest
 
 from commlib.compress.exchange import Exchanged
-from commlib.compress.one_bit import Hyper, Moments, OneBitAdam
-from commlib.compress.one_bit_lamb import Limits, OneBitLAMB
 from commlib.errors import MismatchError, UsageError
+from commlib.optim.one_bit_adam import Hyper, Moments, OneBitAdam
+from commlib.optim.one_bit_lamb import Limits, OneBitLAMB
 from tests.loopback import run
 from tests.unit.compress.codecs import Exact
 

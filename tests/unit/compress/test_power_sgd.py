@@ -13,8 +13,8 @@ from commlib.compress.names import scheme_of
 from commlib.compress.power_sgd import PowerSGD
 from commlib.compress.scheme import Part
 from commlib.errors import UsageError
-from commlib.kernels import low_rank
-from commlib.kernels.orthonormal import orthonormalise
+from commlib.kernels.host import low_rank
+from commlib.kernels.host.orthonormal import orthonormalise
 from tests.loopback import run
 
 ROUND = 2.0**-24  # what rounding to float32 changes at most, as a share

@@ -13,8 +13,8 @@ from hypothesis import strategies as st
 from commlib.compress.codec import Codec
 from commlib.compress.sparse import RandomK, TopK
 from commlib.errors import UsageError
-from commlib.kernels import sparse
-from commlib.kernels.select import keep_largest
+from commlib.kernels.host import sparse
+from commlib.kernels.host.select import keep_largest
 
 DTYPES = {"float16": np.float16, "bfloat16": ml_dtypes.bfloat16, "float32": np.float32}
 FULL_NAN = np.array(0x7FFFFFFF, np.uint32).view(np.float32)[()]  # to round it as a number would make it -0

@@ -9,9 +9,10 @@ import numpy as np
 import pytest
 
 from commlib.schedule import algorithms
-from commlib.tune import links, measure, stopwatch
+from commlib.tune import measure, stopwatch
+from commlib.tune import probe as links
 from commlib.tune.measure import SIZES, VERBS
-from commlib.tune.places import Cluster, Place
+from commlib.tune.scopes import Cluster, Place
 from commlib.tune.stopwatch import Stopwatch
 
 

@@ -10,12 +10,12 @@ from pathlib import Path
 import pytest
 
 from commlib.config import Config
+from commlib.cost.chooser import Choice, Chooser, Kind, Tuning, usual_machine
+from commlib.cost.model import DEFAULT, ETHERNET, Machine, best
+from commlib.cost.records import MOST_SEGMENTS, Entry, Fitted, Measured
+from commlib.cost.table import Table
 from commlib.errors import UsageError
 from commlib.schedule import Link, algorithms, verbs
-from commlib.tune.chooser import Choice, Chooser, Kind, Tuning, usual_machine
-from commlib.tune.entries import MOST_SEGMENTS, Entry, Fitted, Measured
-from commlib.tune.model import DEFAULT, ETHERNET, Machine, best
-from commlib.tune.table import Table
 
 SLOW = Machine(Link(1e-6, 1e-9), Link(1e-4, 1e-8), 1e-9)
 
@@ -155,8 +155,8 @@ def test_a_tuning_travels_unchanged() -> None:
 def test_loading(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The machine is the one that was fitted; entries of other MPI libraries than the one that is loaded are left."""
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
-    monkeypatch.setattr("commlib.tune.chooser.mpi_library", lambda: "")
-    monkeypatch.setattr("commlib.tune.chooser.usual_machine", lambda: DEFAULT)
+    monkeypatch.setattr("commlib.cost.chooser.mpi_library", lambda: "")
+    monkeypatch.setattr("commlib.cost.chooser.usual_machine", lambda: DEFAULT)
     assert Tuning.load(Settings("")) == Tuning()
     foreign = Entry("all_reduce", 1, 8, "Some MPI 1.0", "any", TIMES)
     mixed = Table((*TABLE.entries, foreign), (Fitted("Some MPI 1.0", None, None, 1.0), *TABLE.machines))
@@ -164,7 +164,7 @@ def test_loading(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     assert Tuning.load(Settings("")) == Tuning(SLOW, TABLE)
     assert Tuning.load(Config()) == Tuning(SLOW, TABLE)
     assert Tuning.load(Settings("none")) == Tuning()
-    monkeypatch.setattr("commlib.tune.chooser.mpi_library", lambda: "Third MPI 1.0")
+    monkeypatch.setattr("commlib.cost.chooser.mpi_library", lambda: "Third MPI 1.0")
     assert Tuning.load(Settings("")) == Tuning(DEFAULT, Table())
     with pytest.raises(UsageError, match=r"missing\.json"):
         Tuning.load(Settings(str(tmp_path / "missing.json")))
@@ -175,7 +175,7 @@ def test_a_table_that_others_can_change_is_used_only_where_it_is_named(
 ) -> None:
     """Nobody looked at who may write to the folder that the table is taken from unasked."""
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
-    monkeypatch.setattr("commlib.tune.chooser.mpi_library", lambda: "")
+    monkeypatch.setattr("commlib.cost.chooser.mpi_library", lambda: "")
     file = tmp_path / "cache" / "commlib" / "tuning.json"
     TABLE.save(file)
     (tmp_path / "cache").chmod(0o777)
@@ -199,7 +199,7 @@ def test_no_table_is_no_reason_to_look_at_folders(
 
 def test_the_kind_of_network_is_known_by_its_cards(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     cards = tmp_path / "infiniband"
-    monkeypatch.setattr("commlib.tune.chooser._FABRICS", (tmp_path / "cxi", cards))
+    monkeypatch.setattr("commlib.cost.chooser._FABRICS", (tmp_path / "cxi", cards))
     assert usual_machine() == ETHERNET
     cards.mkdir()
     assert usual_machine() == ETHERNET  # the driver is there, and no card
@@ -208,7 +208,7 @@ def test_the_kind_of_network_is_known_by_its_cards(tmp_path: Path, monkeypatch: 
 
 
 def test_choosing_needs_nothing_heavy() -> None:
-    code = "import sys, commlib.tune.chooser; print(*(m for m in ('numpy', 'mpi4py', 'threading') if m in sys.modules))"
+    code = "import sys, commlib.cost.chooser; print(*(m for m in ('numpy', 'mpi4py', 'threading') if m in sys.modules))"
     out = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert out.stdout.strip() == ""
 

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import pytest
 
+from commlib.cost.flat import predict_flat
+from commlib.cost.model import Machine, best, predict
 from commlib.schedule import Link, algorithms, estimate, find, nodes, verbs
-from commlib.tune.flat import predict_flat
-from commlib.tune.model import Machine, best, predict
 
 MACHINE = Machine(Link(2e-6, 1e-10), Link(2e-5, 2e-10), 1e-10)
 N = 1 << 14

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import pytest
 
+from commlib.cost.hierarchical import HIERARCHICAL, RAIL_BYTES, predict_hierarchical
+from commlib.cost.model import Machine, best
 from commlib.errors import UsageError
 from commlib.schedule import Link, algorithms, verbs
-from commlib.tune.hierarchy import COLUMN_BYTES, HIERARCHICAL, predict_hierarchical
-from commlib.tune.model import Machine, best
 
 MACHINE = Machine(Link(2e-6, 1e-10), Link(1e-5, 2e-10), 3e-11)
-N = 8 * COLUMN_BYTES  # enough for 8 columns
+N = 8 * RAIL_BYTES  # enough for 8 rails
 
 
 @pytest.mark.parametrize(
@@ -24,13 +24,13 @@ N = 8 * COLUMN_BYTES  # enough for 8 columns
     ],
 )
 def test_four_nodes_of_eight_ranks(verb: str, name: str, across: float, in_node: float) -> None:
-    """Eight columns share each card; in the node the ranks meet twice."""
+    """Eight rails share each card; in the node the ranks meet twice."""
     _, network = best(verb, name, 4, across * N, Link(1e-5, 8 * 2e-10), 3e-11)
     expected = 2 * 2e-6 + in_node * N * 3e-11 + network
     assert predict_hierarchical(verb, name, 4, 8, N, MACHINE) == pytest.approx(expected)
 
 
-def test_small_data_goes_through_one_column() -> None:
+def test_small_data_goes_through_one_rail() -> None:
     """Then that rank combines all, nobody shares the card, and the others copy everything."""
     _, network = best("all_reduce", "recursive_doubling", 4, 4096, MACHINE.network, 3e-11)
     expected = 2 * 2e-6 + (7 + 1) * 4096 * 3e-11 + network

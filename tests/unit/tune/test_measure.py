@@ -5,16 +5,16 @@ from __future__ import annotations
 import pytest
 
 from commlib.communicator import Communicator
+from commlib.cost.chooser import Chooser
+from commlib.cost.hierarchical import RAIL_BYTES
+from commlib.cost.table import Table
 from commlib.errors import UsageError
 from commlib.schedule import algorithms
 from commlib.tune import measure as module
 from commlib.tune import stopwatch
-from commlib.tune.chooser import Chooser
-from commlib.tune.hierarchy import COLUMN_BYTES
 from commlib.tune.measure import VERBS, measure
-from commlib.tune.places import survey
+from commlib.tune.scopes import survey
 from commlib.tune.stopwatch import Stopwatch
-from commlib.tune.table import Table
 from tests import loopback
 
 
@@ -38,7 +38,7 @@ def test_places_of_single_ranks() -> None:
 
 @pytest.mark.parametrize("nodes", [[0, 0, 1, 1], [0, 1, 0, 1]])
 def test_places_of_nodes(nodes: list[int]) -> None:
-    """The node; the column of its first rank; and both columns at once."""
+    """The node; the rail of its first rank; and both rails at once."""
     seen = places(nodes)
     for rank, node in enumerate(nodes):
         is_first = node not in nodes[:rank]
@@ -46,14 +46,14 @@ def test_places_of_nodes(nodes: list[int]) -> None:
 
 
 def test_of_uneven_nodes_the_first_stands_for_the_others() -> None:
-    """There are as many columns as the smallest node has ranks."""
+    """There are as many rails as the smallest node has ranks."""
     first, second, beyond = [(1, 2, 2), (2, 1, 2), (2, 2, 2)], [(1, 2, 2), (2, 1, 0), (2, 2, 2)], (1, 2, 0)
     others = [[beyond, *first[1:]], [beyond, *second[1:]], [beyond, (2, 1, 0), (2, 2, 0)]]
     assert places([0, 0, 1, 1, 1]) == [first, second, *others]
 
 
-def test_small_data_is_measured_in_one_column_and_large_data_in_all(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(module, "SIZES", (COLUMN_BYTES // 4, COLUMN_BYTES, COLUMN_BYTES * 4))
+def test_small_data_is_measured_in_one_rail_and_large_data_in_all(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(module, "SIZES", (RAIL_BYTES // 4, RAIL_BYTES, RAIL_BYTES * 4))
     monkeypatch.setattr(stopwatch, "MOST_REPETITIONS", 0)
     monkeypatch.setattr(module, "VERBS", ("broadcast",))
     table = loopback.run(4, lambda comm: measure(comm, 1000.0), nodes=[0, 0, 1, 1])[0]

@@ -8,10 +8,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from commlib.errors import UsageError
-from commlib.schedule import Link, algorithms, estimate, find, verbs
-from commlib.tune import lockstep
-from commlib.tune.model import (
+from commlib.cost import rounds as lockstep
+from commlib.cost.model import (
     APPROXIMATE,
     DEFAULT,
     ETHERNET,
@@ -25,6 +23,8 @@ from commlib.tune.model import (
     predict,
     segments_for,
 )
+from commlib.errors import UsageError
+from commlib.schedule import Link, algorithms, estimate, find, verbs
 
 ALL = [(verb, name) for verb in verbs() for name in algorithms(verb)]
 every_algorithm = pytest.mark.parametrize(("verb", "name"), ALL, ids=[f"{verb}-{name}" for verb, name in ALL])

@@ -9,12 +9,12 @@ from typing import Any
 
 import pytest
 
+from commlib.cost.model import DEFAULT
+from commlib.cost.records import Entry, Fitted, Measured
+from commlib.cost.table import Table, default_path
 from commlib.errors import UsageError
 from commlib.folders import NotPrivateError
 from commlib.schedule import Link
-from commlib.tune.entries import Entry, Fitted, Measured
-from commlib.tune.model import DEFAULT
-from commlib.tune.table import Table, default_path
 
 TIMES = (
     Measured(2048, "ring", 0, 1e-5),

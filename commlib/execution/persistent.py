@@ -1,0 +1,166 @@
+"""Small collectives by messages, set up once: what repeats is then only to start messages and to combine.
+
+The same programs as in `executor`, on a buffer of their own. Posting a message anew costs Python more than a fast
+network takes to deliver it, so each round's messages are persistent requests, and each combination's addresses are
+written down. Their tags cannot change from call to call, so every message ends in a *mark*: the history of calls of the
+rank that sends it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from functools import partial
+from typing import Any
+
+import numpy as np
+
+from commlib.buffers.views import address_of
+from commlib.dtypes import NUMPY, Array, name_of
+from commlib.kernels.host.node import all_equal, arrays_are_where_expected, copy_from_array, copy_to_array, entry_point
+from commlib.kernels.host.reduce import accumulator_dtype, reduce_as_written, reduce_function
+from commlib.schedule.ir import Program, Span
+from commlib.schedule.layout import even
+from commlib.transport.base import PersistentRound, Transport, WaitHook
+
+# Above this what Python costs is no longer what counts.
+PERSISTENT_BYTES = 16 << 10
+
+_combine, _are_equal = entry_point(reduce_as_written), entry_point(all_equal)
+_copy_from_array, _copy_to_array = entry_point(copy_from_array, 3), entry_point(copy_to_array, 3)
+_ARRAYS_ARE_WHERE_EXPECTED = arrays_are_where_expected()
+
+
+def _bytes(array: Array) -> memoryview:
+    return array.view(np.uint8).data
+
+
+class _Combination:
+    """One call of a compiled reduction, written down: `function` of some arrays of one length into another."""
+
+    __slots__ = ("_keep", "address")
+
+    def __init__(self, function: Any, operands: Sequence[Array], target: Array, divisor: int = 0) -> None:
+        inputs = np.array([address_of(operand) for operand in operands], np.int64)
+        output = np.array([address_of(target)], np.int64)
+        arguments = address_of(inputs), len(inputs), address_of(output), 1, 0, len(target), divisor
+        written = np.array([function.address, *arguments], np.int64)
+        self.address = address_of(written)
+        self._keep = operands, target, inputs, output, written
+
+
+class _Step:
+    """One round: its messages, and what is combined when they are there."""
+
+    __slots__ = ("addresses", "keep", "messages")
+
+    def __init__(self, messages: PersistentRound, combinations: list[_Combination], keep: list[Any]) -> None:
+        self.messages, self.addresses = messages, [combination.address for combination in combinations]
+        self.keep = combinations, keep
+
+
+class PersistentProgram:
+    """A program of one region over `buffer` (1-D, contiguous), combined by the compiled function `reduce`.
+
+    mark: one int64 that every message carries.
+    """
+
+    def __init__(
+        self, program: Program, buffer: Array, transport: Transport, tag: int, reduce: Any | None, mark: Array
+    ) -> None:
+        own_mark = _bytes(mark)
+        self._marks = np.zeros(max(1, sum(len(step.recvs) for step in program.rounds)), np.int64)
+        self._marks_written = np.array([address_of(self._marks), len(self._marks), address_of(mark)], np.int64)
+        self._marks_at, self._mark = address_of(self._marks_written), mark
+        marks = iter(range(len(self._marks)))
+        layout = even(len(buffer), program.regions[0]) if program.regions else None
+
+        def part(span: Span) -> Any:
+            if layout is None:
+                return buffer[:0]
+            start, stop = layout.slice(span)
+            return buffer[start:stop]
+
+        self._receives = any(step.recvs for step in program.rounds)
+        self._steps = []
+        for step in program.rounds:
+            assert not step.copies
+            receives, keep, operands = [], [], {}  # type: ignore[var-annotated]
+            for recv in step.recvs:
+                place = part(recv.span)
+                if recv.reduce:
+                    place = np.empty_like(place)
+                    operands.setdefault(recv.span, []).append((recv.peer, place))
+                here = next(marks)
+                receives.append((recv.peer, (_bytes(place), _bytes(self._marks[here : here + 1]))))
+                keep.append(place)
+            sends = [(send.peer, (_bytes(part(send.span)), own_mark)) for send in step.sends]
+            combinations = []
+            for span, arrivals in operands.items():
+                target = part(span)
+                ordered = sorted([*arrivals, (program.rank, target)], key=lambda operand: operand[0])
+                combinations.append(_Combination(reduce, [array for _, array in ordered], target))
+            self._steps.append(_Step(transport.persistent_round(sends, receives, tag), combinations, keep))
+
+    def run(self, on_wait: WaitHook) -> bool:
+        """Run it once, and return whether all messages carried this rank's own mark.
+
+        `on_wait` is called during long waits, and may raise to give up; it cannot run again then.
+        """
+        for step in self._steps:
+            step.messages.run(on_wait)
+            for address in step.addresses:
+                _combine(address)
+        return not self._receives or bool(_are_equal(self._marks_at))
+
+
+class PersistentAllReduce:
+    """An all-reduce of `count` elements in steps that work on one buffer, in the dtype that sums are kept in.
+
+    `operation` is what the kernels call it, `divisor` that of a mean.
+    """
+
+    def __init__(self, dtype: Any, operation: str, count: int, divisor: int) -> None:
+        self.wide = accumulator_dtype(name_of(dtype), operation)
+        self.combines = "sum" if operation == "mean" else operation
+        self.buffer = np.empty(count, NUMPY[self.wide])
+        self._mark = np.zeros(1, np.int64)
+        self._steps: list[Callable[[], Any]] = []
+        self._operation, self._divisor = operation, divisor
+        self._at, self._nbytes = address_of(self.buffer), self.buffer.nbytes
+        self._copies_bytes = _ARRAYS_ARE_WHERE_EXPECTED and self.wide == name_of(dtype)
+
+    def then(self, step: Callable[[], Any]) -> None:
+        """Add a step. One that returns False ends them all: its messages were not those of this call."""
+        self._steps.append(step)
+
+    def then_messages(self, program: Program, transport: Transport, tag: int, on_wait: WaitHook) -> None:
+        """Add the steps that combine the buffers of a transport's ranks, and divide if the operation is a mean."""
+        alone = transport.size == 1  # nothing is combined then, and nothing need be compiled
+        combine = None if alone else reduce_function(self.wide, self.combines)
+        messages = PersistentProgram(program, self.buffer, transport, tag, combine, self._mark)
+        self.then(partial(messages.run, on_wait))
+        if self._operation == "mean" and self._divisor > 1:
+            divide = _Combination(
+                reduce_function(self.wide, self._operation), [self.buffer], self.buffer, self._divisor
+            )
+            self.then(lambda: _combine(divide.address))
+
+    def run(self, x: Array, target: Array, mark: int) -> bool:
+        """Reduce `x` into `target`, both contiguous, and return True; False, and leave `target`, if marks differ.
+
+        mark: the same on all ranks if they have made the same calls.
+        """
+        self._mark[0] = mark
+        if self._copies_bytes:
+            _copy_from_array(self._at, id(x), self._nbytes)
+        else:
+            self.buffer[:] = x.reshape(-1)
+        for step in self._steps:
+            if step() is False:
+                return False
+        if self._copies_bytes:
+            _copy_to_array(id(target), self._at, self._nbytes)
+        else:
+            with np.errstate(over="ignore", invalid="ignore"):  # overflow is what rounding to a narrow float means
+                target.reshape(-1)[:] = self.buffer
+        return True

@@ -1,0 +1,100 @@
+"""The decorators that compile kernels: numba's, with a cache of ours behind them.
+
+numba's own cache keeps one index for each function and takes its word for it, so that two processes which change it at
+once may take each other's code; it counts code as fresh though a module that the function includes has changed; it runs
+what lies in a folder that others can write to; and a damaged file ends the job. So only numba's way to make bytes of
+compiled code is used, through the three methods that its dispatchers call.
+"""
+
+from __future__ import annotations
+
+import functools
+import pickle
+from collections.abc import Callable
+from contextlib import AbstractContextManager
+from typing import Any
+
+import numba as nb
+from numba.core import sigutils
+from numba.core.caching import NullCache
+from numba.core.ccallback import CFunc
+from numba.core.compiler import CompileResult
+from numba.core.compiler_lock import global_compiler_lock
+from numba.core.serialize import dumps
+
+from commlib.kernels.host import cache
+from commlib.kernels.host.turns import turn
+
+
+def kernel(**options: Any) -> Callable[[Any], Any]:
+    """Compile a function as `numba.njit(**options)` does, once on this kind of CPU: later processes load the code.
+
+    Whatever the function's closure holds must be a string, a number or a type: the code is kept by their names.
+    """
+
+    def decorate(function: Any) -> Any:
+        dispatcher = nb.njit(**options)(function)
+        dispatcher._cache = kept = _Kept(function)
+        compile_here = dispatcher.compile
+
+        @functools.wraps(compile_here)
+        def compile_once(signature: Any) -> Any:
+            with global_compiler_lock:
+                if tuple(sigutils.normalize_signature(signature)[0]) in dispatcher.overloads:
+                    return compile_here(signature)
+                with kept.turn(signature, dispatcher.targetctx):
+                    return compile_here(signature)
+
+        dispatcher.compile = compile_once
+        return dispatcher
+
+    return decorate
+
+
+def callback(signature: Any, **options: Any) -> Callable[[Any], Any]:
+    """Compile a function as `numba.cfunc(signature, **options)` does, once on this kind of CPU, as `kernel` does."""
+
+    def decorate(function: Any) -> Any:
+        compiled = CFunc(function, sigutils.normalize_signature(signature), locals={}, options=options)
+        compiled._cache = kept = _Kept(function)
+        with global_compiler_lock, kept.turn(compiled._sig, compiled._targetdescr.target_context):
+            compiled.compile()
+        return compiled
+
+    return decorate
+
+
+class _Kept(NullCache):  # type: ignore[misc]
+    """What numba asks for the code of one function, and hands what it has compiled."""
+
+    def __init__(self, function: Any) -> None:
+        self._function = function
+
+    def turn(self, signature: Any, context: Any) -> AbstractContextManager[None]:
+        name = self._name(signature, context.codegen())
+        return turn(name, lambda: cache.read(name) is not None)
+
+    def load_overload(self, signature: Any, context: Any) -> Any:
+        context.refresh()  # what the code refers to must be there
+        name = self._name(signature, context.codegen())
+        if (data := cache.read(name)) is None:
+            return None
+        try:
+            return CompileResult._rebuild(context, *pickle.loads(data))
+        except Exception as error:  # whole, but for another numba than its version says
+            cache.discard(name, f"cannot be loaded ({type(error).__name__}: {error})")
+            return None
+
+    def save_overload(self, signature: Any, result: Any) -> None:
+        if not result.library.has_dynamic_globals:  # addresses of this process
+            cache.write(self._name(signature, result.library.codegen), dumps(result._reduce()))
+
+    def _name(self, signature: Any, codegen: Any) -> str:
+        """Name the code of one specialisation: of these arguments, what the closure holds, on this kind of CPU."""
+        function = self._function
+        arguments, result = sigutils.normalize_signature(signature)
+        cells = [str(cell.cell_contents) for cell in function.__closure__ or ()]
+        line = str(function.__code__.co_firstlineno)
+        texts = (line, str(arguments), str(result), *map(str, codegen.magic_tuple()), *cells)
+        module = function.__module__.rpartition(".")[2]
+        return f"{module}.{function.__name__}-{cache.digest(*map(str.encode, texts))}"

@@ -1,0 +1,155 @@
+"""1-bit LAMB: an optimizer for large batches that sends one bit for each parameter.
+
+LAMB scales Adam's step for each layer by |parameter| / |step|, which changes quickly while the second moment is fixed
+and the moments are signs. So these coefficients are averaged while gradients travel in full precision, and afterwards
+change only by a factor: how much larger the second moment, had it not been fixed, would make the steps. That moment
+follows a gradient which every rank reconstructs from the averaged first moment. Sources: You et al.: LAMB (ICLR 2020);
+Li et al.: 1-bit LAMB (2021).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from math import sqrt
+
+import numpy as np
+
+from commlib.dtypes import Array
+from commlib.errors import UsageError
+from commlib.kernels.host import moments as kernels
+from commlib.kernels.host.orthonormal import dot
+from commlib.optim.one_bit_adam import Hyper, Moments, Parameter
+
+
+@dataclass(frozen=True, slots=True)
+class Limits:
+    """How far the coefficients of layers may go. Raises UsageError for empty ranges.
+
+    `max_coeff`, `min_coeff`: of the coefficients before they are frozen; `coeff_beta`: of their moving average.
+    `factor_max`, `factor_min`: of what they are multiplied by afterwards; in one step that changes by a share of
+    `factor_threshold` at most.
+    """
+
+    max_coeff: float = 10.0
+    min_coeff: float = 0.01
+    coeff_beta: float = 0.9
+    factor_max: float = 4.0
+    factor_min: float = 0.5
+    factor_threshold: float = 0.1
+
+    def __post_init__(self) -> None:
+        if not (0 < self.min_coeff <= self.max_coeff and 0 < self.factor_min <= self.factor_max):
+            raise UsageError(
+                f"OneBitLAMB: expected 0 < min <= max, got coefficients from {self.min_coeff} to {self.max_coeff} and "
+                f"factors from {self.factor_min} to {self.factor_max}"
+            )
+        if not 0 <= self.coeff_beta < 1 or not 0 < self.factor_threshold < 1:
+            raise UsageError(
+                f"OneBitLAMB: coeff_beta and factor_threshold must be between 0 and 1, got {self.coeff_beta} and "
+                f"{self.factor_threshold}"
+            )
+
+
+class Layer:
+    """What LAMB remembers of one parameter, beside its moments."""
+
+    def __init__(self, count: int) -> None:
+        self.fresh: Array = np.zeros(count, np.float32)
+        """The second moment as it would be, had it not been frozen."""
+        self.average = 0.0
+        """Of the coefficients, with weights that add up to `weight`."""
+        self.weight = 0.0
+        self.factor = 1.0
+        self.scale = 1.0
+        """What the first moment is multiplied by while it travels, so that all layers are about as large."""
+
+    @property
+    def coefficient(self) -> float:
+        """The averaged coefficient; 1 if there was none, because the parameter or its steps were zero."""
+        return self.average / self.weight if self.weight else 1.0
+
+    def scalars(self) -> dict[str, float]:
+        """Return all but the array."""
+        return {name: getattr(self, name) for name in ("average", "weight", "factor", "scale")}
+
+    def load(self, scalars: Mapping[str, float]) -> None:
+        """Take over what `scalars` returned."""
+        for name, value in scalars.items():
+            setattr(self, name, float(value))
+
+
+class OneBitLAMB:
+    """The update of 1-bit LAMB. Every rank gets the same parameters, to the last bit."""
+
+    def __init__(self, moments: Moments, limits: Limits) -> None:
+        self.moments, self.limits = moments, limits
+        self.layers = [Layer(len(parameter.first)) for parameter in moments.parameters]
+
+    def step(self, values: Sequence[Array], hypers: Sequence[Hyper], *, skip: bool = False) -> bool:
+        """Update `values`. See `OneBitAdam.step`; weights decay as in LAMB, whether `decoupled` is said or not."""
+        moments = self.moments
+        frozen = moments.frozen
+        everything = list(zip(moments.parameters, values, hypers, self.layers, strict=True))
+        if frozen:
+            for parameter, value, hyper, layer in everything:
+                kernels.blend(parameter.gradient, parameter.first, value, 0.0, hyper.beta1, layer.scale)
+        if not moments.average(check=skip) and skip:
+            return False
+        for (parameter, value, hyper, layer), used in zip(everything, moments.used, strict=True):
+            if used and frozen:
+                self._step_frozen(parameter, value, hyper, layer)
+            elif used:
+                self._step_freely(parameter, value, hyper, layer)
+        moments.count_step()
+        if moments.steps == moments.freeze_step:
+            self._freeze()
+        return True
+
+    def _step_freely(self, parameter: Parameter, value: Array, hyper: Hyper, layer: Layer) -> None:
+        limits, out, step = self.limits, parameter.gradient, self.moments.steps + 1
+        kernels.accumulate(out, parameter.first, parameter.second, value, 0.0, hyper.beta1, hyper.beta2)
+        corrections = 1 - hyper.beta1**step, 1 - hyper.beta2**step
+        kernels.directions(out, parameter.first, parameter.second, *corrections, hyper.eps)
+        kernels.add(out, hyper.weight_decay, value)
+        value_norm, out_norm = sqrt(dot(value, value)), sqrt(dot(out, out))
+        coefficient = 1.0
+        if value_norm > 0 and out_norm > 0:
+            coefficient = min(max(value_norm / out_norm, limits.min_coeff), limits.max_coeff)
+            layer.average = limits.coeff_beta * layer.average + (1 - limits.coeff_beta) * coefficient
+            layer.weight = limits.coeff_beta * layer.weight + (1 - limits.coeff_beta)
+        kernels.add(value, -hyper.lr * coefficient, out)
+
+    def _step_frozen(self, parameter: Parameter, value: Array, hyper: Hyper, layer: Layer) -> None:
+        out, step, frozen_at = parameter.gradient, self.moments.steps + 1, self.moments.freeze_step
+        np.divide(out, np.float32(layer.scale), out=out)
+        kernels.follow(layer.fresh, out, parameter.first, hyper.beta1, hyper.beta2)
+        parameter.first[...] = out
+        correct_first = 1 - hyper.beta1**step
+        correct_second, correct_fresh = 1 - hyper.beta2**frozen_at, 1 - hyper.beta2**step
+        kernels.directions(out, parameter.first, parameter.second, correct_first, correct_second, hyper.eps)
+        factor = kernels.largest_ratio(parameter.second, layer.fresh, correct_second, correct_fresh, hyper.eps)
+        if hyper.weight_decay:
+            alone = sqrt(dot(out, out))
+            kernels.add(out, hyper.weight_decay, value)
+            whole = sqrt(dot(out, out))
+            share = min(1.0, alone / whole) if whole > 0 else 1.0
+            factor = factor * share + (1 - share)
+        layer.factor = self._limited(factor, layer.factor)
+        kernels.add(value, -hyper.lr * layer.coefficient * layer.factor, out)
+
+    def _limited(self, factor: float, last: float) -> float:
+        limits = self.limits
+        factor = min(max(factor, limits.factor_min), limits.factor_max)
+        return min(max(factor, last * (1 - limits.factor_threshold)), last * (1 + limits.factor_threshold))
+
+    def _freeze(self) -> None:
+        """Note what the frozen phase begins with, when the last step of the other one was taken."""
+        sizes = []
+        for parameter, layer in zip(self.moments.parameters, self.layers, strict=True):
+            layer.fresh[...] = parameter.second
+            count = max(1, np.count_nonzero(parameter.second))
+            sizes.append(sqrt(dot(parameter.first, parameter.first) / count))
+        heard = [size for size in sizes if size > 0]
+        for layer, size in zip(self.layers, sizes, strict=True):
+            layer.scale = sum(heard) / len(heard) / size if size > 0 else 1.0

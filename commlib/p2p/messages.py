@@ -1,0 +1,197 @@
+"""send, recv and send_recv: messages between two ranks, outside the order of the collectives."""
+
+from __future__ import annotations
+
+import threading
+import time
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, cast
+
+import numpy as np
+
+from commlib import forks
+from commlib.arguments import integer
+from commlib.buffers.views import as_host, contiguous, writable
+from commlib.dtypes import Array
+from commlib.errors import CommlibError, MismatchError, ShutdownError, StallError, UsageError
+from commlib.runtime.work import Work
+from commlib.transport.base import ProbedReceive, Request
+
+if TYPE_CHECKING:
+    from commlib.group.group import Group
+
+_MOST_TAGS = 32767  # what every MPI allows
+
+
+@dataclass(frozen=True, slots=True)
+class _Message:
+    """One half of a call, checked and not yet posted. `array` is the user's, `flat` what is sent or filled."""
+
+    peer: int
+    tag: int
+    array: Array
+    flat: Array
+    incoming: bool
+
+    def post(self, comm: Group) -> Request:
+        assert comm.p2p is not None
+        data = self.flat.view(np.uint8).data
+        post = comm.p2p.recv_probed if self.incoming else comm.p2p.send
+        return post(self.peer, self.tag, data)
+
+    def collect(self, comm: Group, request: Request) -> None:
+        """Check what has arrived, and give it to the user."""
+        if not self.incoming:
+            return
+        if request.nbytes != self.flat.nbytes:
+            came = "more" if request.nbytes < 0 else str(request.nbytes)
+            raise MismatchError(
+                f"{comm.name}: recv from rank {self.peer}, tag {self.tag}, on rank {comm.rank}: "
+                f"expected {self.flat.nbytes} bytes, got {came}: send and receive the same count and dtype"
+            )
+        if not np.may_share_memory(self.flat, self.array):
+            self.array[...] = self.flat.reshape(self.array.shape)
+
+
+class Messages(Work):
+    """Some posted messages. They move when somebody waits, and when the progress thread looks after them."""
+
+    __slots__ = ("_comm", "_lock", "_messages", "_peers", "_requests", "_value")
+
+    def __init__(self, comm: Group, text: str, messages: list[_Message], value: Any) -> None:
+        super().__init__(text)
+        forks.check(text)
+        if comm.runtime.closing:
+            raise ShutdownError(f"{text}: commlib has been shut down")
+        if comm.failure is not None:
+            comm.raise_failure(text)
+        self._comm, self._messages, self._value = comm, messages, value
+        self._peers = [message.peer for message in messages]
+        self._lock = threading.Lock()  # MPI allows one thread at a time to ask for a request
+        self._requests: list[Request] = []
+        try:
+            for message in messages:
+                self._requests.append(message.post(comm))
+        except BaseException as error:
+            comm.abandon(text, error)
+            raise
+
+    def done(self) -> bool:
+        """Make progress, and return whether all of them have arrived. Never blocks."""
+        if not super().done() and not forks.is_child() and self._lock.acquire(blocking=False):
+            try:
+                self._advance()
+            except CommlibError as error:
+                self._end(error)
+            finally:
+                self._lock.release()
+        return super().done()
+
+    def wait(self, timeout: float | None = None) -> Any:
+        """Block until all have arrived, at most `timeout` seconds; see `Work.wait`."""
+        deadline = None if timeout is None else time.monotonic() + timeout
+        late = StallError(f"{self.description}: not done after {timeout} s; it goes on, wait again to collect it")
+        if not super().done():
+            forks.check(self.description)
+            if timeout is None:
+                with self._lock:  # a signal handler may raise in here
+                    self._wait_for_requests(deadline, late)
+            elif self._lock.acquire(timeout=timeout):
+                try:
+                    self._wait_for_requests(deadline, late)
+                finally:
+                    self._lock.release()
+            else:
+                raise late
+        return super().wait(0)
+
+    def complete(self) -> Any:
+        """Wait like `wait`, where nobody can wait again: what interrupts it takes it back, or fails the group."""
+        try:
+            return self.wait()
+        except CommlibError:
+            raise
+        except BaseException as error:
+            with self._lock:
+                if not super().done():
+                    if not self._withdraw():
+                        self._comm.abandon(self.description, error)
+                    self._end(ShutdownError(f"{self.description}: interrupted by {type(error).__name__}"))
+                    self.seen = True
+            raise
+
+    def _withdraw(self) -> bool:
+        """Take a receive back of which nothing has come; a send cannot be."""
+        requests = zip(self._messages, self._requests, strict=True)
+        return len(self._messages) == 1 and all(m.incoming and cast(ProbedReceive, r).withdraw() for m, r in requests)
+
+    def exception(self) -> BaseException | None:
+        """Return what went wrong, or None; waits until they have arrived."""
+        try:
+            self.wait()
+        except Exception as error:
+            return error
+        return None
+
+    def _advance(self) -> None:
+        if not super().done() and all(request.test() for request in self._requests):
+            for message, request in zip(self._messages, self._requests, strict=True):
+                message.collect(self._comm, request)
+            self._end()
+
+    def _wait_for_requests(self, deadline: float | None, late: StallError) -> None:
+        if super().done():
+            return
+        assert self._comm.p2p is not None
+        watch = self._comm.watch(self.description, self._peers)
+
+        def on_wait() -> None:
+            watch()
+            if deadline is not None and time.monotonic() > deadline:
+                raise late
+
+        try:
+            self._comm.p2p.wait(self._requests, on_wait)
+            self._advance()
+        except CommlibError as error:
+            if error is late:
+                raise
+            self._end(error)
+
+    def _end(self, error: CommlibError | None = None) -> None:
+        if error is not None:
+            for request in self._requests:
+                request.cancel()
+        value, self._value = self._value, None
+        self._messages = []  # it no longer keeps the arrays alive
+        self.finish(value, error)
+
+
+def _message(comm: Group, verb: str, x: Any, peer: int, tag: int, *, incoming: bool, what: str = "x") -> _Message:
+    array = as_host(x, verb, what)
+    if incoming:
+        writable(array, verb, what)
+    if not 0 <= integer(verb, "peer", peer) < comm.size:
+        raise UsageError(f"{verb}: peer is {peer}, but {comm.name} has the ranks 0 to {comm.size - 1}")
+    if not 0 <= integer(verb, "tag", tag) <= _MOST_TAGS:
+        raise UsageError(f"{verb}: tag is {tag}, expected 0 to {_MOST_TAGS}")
+    return _Message(peer, tag, array, contiguous(array, verb).reshape(-1), incoming)
+
+
+def send(comm: Group, x: Any, peer: int, tag: int) -> Messages:
+    message = _message(comm, "send", x, peer, tag, incoming=False)
+    return Messages(comm, f"send to rank {peer}, tag {tag}", [message], None)
+
+
+def recv(comm: Group, x: Any, peer: int, tag: int) -> Messages:
+    message = _message(comm, "recv", x, peer, tag, incoming=True)
+    return Messages(comm, f"recv from rank {peer}, tag {tag}", [message], x)
+
+
+def send_recv(comm: Group, x: Any, peer: int, out: Any, source: int, tag: int) -> Messages:
+    arriving = _message(comm, "send_recv", out, source, tag, incoming=True, what="out")
+    leaving = _message(comm, "send_recv", x, peer, tag, incoming=False)
+    if np.may_share_memory(arriving.flat, leaving.flat):
+        raise UsageError("send_recv: x and out overlap: receive into another array")
+    text = f"send_recv to rank {peer} and from rank {source}, tag {tag}"
+    return Messages(comm, text, [arriving, leaving], out)

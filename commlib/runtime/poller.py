@@ -1,0 +1,92 @@
+"""Poll messages that are under way while nobody waits for them.
+
+It has a thread of its own, apart from the groups': one of those may be in a collective that another rank comes to only
+after it has exchanged a message with this one.
+"""
+
+from __future__ import annotations
+
+import threading
+from typing import Protocol
+
+# While messages are under way the thread asks for them this often (seconds): at first, and at most.
+_SOONEST, _LATEST = 50e-6, 5e-3
+
+
+class Polled(Protocol):
+    """Something that makes progress when it is asked whether it is done. Never blocks."""
+
+    description: str
+
+    def done(self) -> bool: ...
+
+
+class MessagePoller:
+    """One thread for all groups of a process, started with the first message; asleep while there is none."""
+
+    def __init__(self) -> None:
+        self._works: list[tuple[Polled, object]] = []  # each with its owner
+        self._changed = threading.Condition(threading.Lock())
+        self._asking = threading.Lock()  # held while works are asked
+        self._thread: threading.Thread | None = None
+        self._closed = False
+
+    def watch(self, work: Polled, owner: object) -> None:
+        """Ask `work` now and then, until it is done or its owner is forgotten."""
+        with self._changed:
+            self._works.append((work, owner))
+            if self._thread is None:
+                self._thread = threading.Thread(target=self._loop, name="commlib-messages", daemon=True)
+                self._thread.start()
+            self._changed.notify_all()
+
+    def forget(self, owner: object) -> None:
+        """Ask no work of `owner` any more, from now on."""
+        with self._asking, self._changed:
+            self._works = [pair for pair in self._works if pair[1] is not owner]
+            self._changed.notify_all()
+
+    def _loop(self) -> None:
+        nap = _SOONEST
+        while True:
+            with self._changed:
+                # Woken early by a new work, which may be done soon.
+                nap = _SOONEST if self._changed.wait(nap if self._works else None) else min(2 * nap, _LATEST)
+                if self._closed:
+                    return
+            if self._ask():
+                nap = _SOONEST
+
+    def _ask(self) -> bool:
+        """Ask all; return whether any of them has ended. An idle thread keeps none of them alive."""
+        with self._asking:
+            with self._changed:
+                works = list(self._works)
+            ended = [pair for pair in works if pair[0].done()]
+            with self._changed:
+                self._works = [pair for pair in self._works if pair not in ended]
+                self._changed.notify_all()
+        return bool(ended)
+
+    def drain(self, timeout: float) -> str:
+        """Wait until all works are done; return "" or, if that takes longer than `timeout` s, one that is not."""
+        with self._changed:
+            if self._changed.wait_for(lambda: not self._works, timeout):
+                return ""
+            return f"unfinished {self._works[0][0].description}"
+
+    def abandon(self) -> None:
+        """Forget everything in a forked child, whose copies of the locks may be held by threads that it lacks."""
+        self._works, self._thread = [], None
+        self._changed, self._asking = threading.Condition(threading.Lock()), threading.Lock()
+
+    def close(self) -> None:
+        """Ask nobody any more."""
+        with self._changed:
+            self._closed = True
+            self._changed.notify_all()
+
+    def join(self, timeout: float) -> None:
+        """Wait until the thread has ended after `close`, at most `timeout` s: see `Progress.join`."""
+        if self._thread is not None and self._thread is not threading.current_thread():
+            self._thread.join(timeout)

@@ -1,0 +1,346 @@
+"""Progress: runs the operations of one group in launch order, on a thread of its own where that is needed.
+
+A blocking call runs in its caller's thread when nothing is queued (no hand-over, a microsecond instead of twenty), and
+queues behind what is pending otherwise, so that the order of launches is the order of execution on every rank. Groups
+do not wait for each other: threads that use different ones may take turns differently on each rank.
+
+A small asynchronous call is *begun* in its caller's thread: it publishes its data, which is all that other ranks need
+of this one. If they are not there yet, whoever waits for it finishes it, or the thread before anything that follows.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections import deque
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+from commlib import forks
+from commlib.errors import CommlibError, ShutdownError, UsageError
+from commlib.runtime.work import Work
+
+# How often, in seconds, the thread looks whether the operation before its own can still end.
+_TURN = 0.1
+
+Run = Callable[[], Any]
+Interrupted = Callable[[str, BaseException], None]
+
+
+def _ignore(description: str, error: BaseException) -> None:
+    pass
+
+
+class Begun(Work):
+    """An operation that has been begun, and is finished by who waits for it."""
+
+    __slots__ = ("_progress",)
+
+    def __init__(self, description: str, progress: Progress) -> None:
+        super().__init__(description)
+        self._progress = progress
+
+    def done(self) -> bool:
+        """Return whether it has ended; if not, let the progress thread see to it."""
+        if not self._done:
+            self._progress.hand_over()
+        return self._done
+
+    def wait(self, timeout: float | None = None) -> Any:
+        """Block until it has ended; see `Work.wait`."""
+        if not self._done:
+            if timeout is None:
+                self._progress.finish_begun(self)
+            else:
+                self._progress.hand_over()
+        return super().wait(timeout)
+
+
+class Progress:
+    """One queue and one thread (started with the first queued operation; asleep while there is nothing to do).
+
+    What an operation reads and writes must stay where it is until it has run, whoever still wants its result: `run`
+    holds those arrays, and the queue holds `run`.
+
+    interrupted: told of what has come out of a call before its operation had run to its end, or may have. Where that is
+    no error of ours, a signal handler's exception perhaps, other ranks may count on what this one has left half-way.
+    """
+
+    def __init__(self, interrupted: Interrupted = _ignore) -> None:
+        self._interrupted = interrupted
+        self._queue: deque[tuple[Work, Run]] = deque()
+        self._begun: tuple[Work, Run] | None = None
+        self._failed: list[Work] = []  # to tell at the end of errors that nobody has asked for
+        # Taken itself rather than through the condition, whose `with` a signal handler could leave locked for ever.
+        self._lock = threading.Lock()
+        self._changed = threading.Condition(self._lock)
+        self.running = threading.Lock()  # held by whoever runs an operation
+        self._busy = 0  # the thread in which an operation waits, or may
+        self._broken = False  # an interrupted thread may have left `running` held; then every operation fails at once
+        self.pending = 0  # operations begun, queued for, or running on, the thread; looked at while `running` is held
+        self._thread: threading.Thread | None = None
+        self._closed = False
+        self.current = ""  # what is running on the thread, for messages
+        self.in_background = False  # what runs now runs on the thread
+
+    def refuse_nested(self, description: str) -> None:
+        """Raise UsageError if this thread is in the middle of an operation, which would have to end first."""
+        if self._busy == threading.get_ident():
+            raise UsageError(
+                f"{description}: called in the middle of another call of the same group, in the same thread: by a "
+                "signal handler? Let the handler set a flag, and call this after the other call has ended"
+            )
+
+    def claim(self) -> bool:
+        """Return whether an operation may run now, in this thread; `running` is then held.
+
+        Call it within a `try` whose `except` calls `break_off`: a signal handler may raise after any instruction.
+        """
+        if not self.running.acquire(False):
+            return False
+        if self.pending:
+            self.running.release()
+            return False
+        return True
+
+    def break_off(self, description: str, error: BaseException) -> None:
+        """Let go of `running` after what has come out of an operation that this thread had claimed, or may have."""
+        if isinstance(error, CommlibError):  # it came out of the middle of one
+            self.running.release()
+        else:
+            self._broken = True
+            self._interrupted(description, error)
+
+    @contextmanager
+    def set_aside(self) -> Iterator[None]:
+        """Let no other call run while one does in this thread, not even one of a signal handler's."""
+        with self._lock:
+            self.pending += 1
+        before, self._busy = self._busy, threading.get_ident()
+        try:
+            yield
+        finally:
+            self._busy = before
+            with self._lock:
+                self.pending -= 1
+                self._changed.notify_all()
+
+    def run(self, description: str, run: Run) -> Any:
+        """Run one operation and return its result, after everything that was launched before it."""
+        self.refuse_nested(description)
+        try:
+            if self.claim():
+                return self._run_here(run)
+        except CommlibError:
+            raise
+        except BaseException as error:
+            self._broken = self.running.locked()
+            self._interrupted(description, error)
+            raise
+        return self.run_queued(description, run)
+
+    def _run_here(self, run: Run) -> Any:
+        try:
+            with self.set_aside():
+                return run()
+        finally:
+            self.running.release()
+
+    def run_queued(self, description: str, run: Run) -> Any:
+        """Queue one operation, wait for it and return its result."""
+        self.refuse_nested(description)
+        if self._broken:
+            return run()
+        work = self.start(description, run)
+        try:
+            return work.wait()
+        except BaseException as error:
+            work.seen = True  # its caller knows that something is wrong
+            self._interrupted(description, error)
+            raise
+
+    def run_through(self, description: str, run: Run) -> Any:
+        """Like `run_queued`, but what interrupts the wait is raised when the operation has ended, or at once if twice.
+
+        For what blocks in MPI, which nothing can end: the thread does it, as no signal handler raises there.
+        """
+        work = self.start(description, run)
+        try:
+            return work.wait()
+        except BaseException:
+            work.exception()  # waits for its end
+            raise
+
+    def start(self, description: str, run: Run) -> Work:
+        """Queue one operation and return its Work."""
+        forks.check(description)
+        work = Work(description)
+        try:
+            with self._lock:
+                if self._closed:
+                    raise ShutdownError(f"{description}: commlib has been shut down")
+                self._queue_begun()
+                self.pending += 1
+                self._queue.append((work, run))
+                self._start_thread()
+                self._changed.notify_all()
+        except BaseException as error:
+            self._interrupted(description, error)
+            raise
+        return work
+
+    def begin(self, description: str, begin: Callable[[], bool], finish: Run, result: Any) -> Work:
+        """Begin one operation here if nothing is pending, else queue it.
+
+        `begin` returns whether it is done already; if not, `finish` does the rest. It may also do all of it.
+        """
+        self.refuse_nested(description)
+        try:
+            if self.claim():
+                work = Work.ended(description, result) if begin() else self._begun_work(description, finish)
+                self.running.release()
+                return work
+        except CommlibError as error:  # it belongs to whoever waits for the work
+            self.break_off(description, error)
+            failed = Work(description)
+            failed.finish(error=error)
+            self._note_failure(failed)
+            return failed
+        except BaseException as error:
+            self.break_off(description, error)
+            raise
+        return self.start(description, finish)
+
+    def _begun_work(self, description: str, finish: Run) -> Work:
+        work = Begun(description, self)
+        with self._lock:
+            self._begun = work, finish
+            self.pending += 1
+        return work
+
+    def hand_over(self) -> None:
+        """Let the thread finish what has been begun."""
+        with self._lock:
+            if self._begun is not None:
+                self._queue_begun()
+                self._start_thread()
+                self._changed.notify_all()
+
+    def _queue_begun(self) -> None:
+        if self._begun is not None:  # then the queue is empty
+            self._queue.append(self._begun)
+            self._begun = None
+
+    def finish_begun(self, work: Work) -> None:
+        """Finish `work` in this thread, unless somebody else does."""
+        try:
+            with self._lock:
+                if self._begun is None or self._begun[0] is not work:
+                    return
+                _, run = self._begun
+                self._begun = None
+            self._run_one(work, run)
+        except BaseException as error:
+            self._interrupted(work.description, error)
+            raise
+
+    def _run_one(self, work: Work, run: Run, *, in_background: bool = False) -> None:
+        result, error = None, None
+        try:
+            claimed = self._await_turn()
+            self.in_background = in_background
+            started = time.perf_counter()
+            try:
+                result = run()
+            finally:
+                work.seconds = time.perf_counter() - started
+                self.in_background = False
+                if claimed:
+                    self.running.release()
+        except BaseException as caught:  # it belongs to whoever waits for the work
+            error = caught
+        # The next blocking call may run inline as soon as its thread knows that this one is done.
+        with self._lock:
+            self.pending -= 1
+            self.current = ""
+            self._changed.notify_all()
+        work.finish(result, error)
+        if error is not None:
+            self._note_failure(work)
+
+    def _await_turn(self) -> bool:
+        """Wait for `running`; return False without it if nobody may ever release it: then operations only fail."""
+        while not self.running.acquire(timeout=0 if self._broken else _TURN):
+            if self._broken:
+                return False
+        return True
+
+    def _note_failure(self, work: Work) -> None:
+        self._failed = [other for other in self._failed if other.unseen_error is not None]
+        self._failed.append(work)
+
+    def _start_thread(self) -> None:
+        if self._thread is None:
+            self._thread = threading.Thread(target=self._loop, name="commlib-progress", daemon=True)
+            self._thread.start()
+
+    def _next(self) -> tuple[Work, Run] | None:
+        """Wait for something to run, and return it; None to end."""
+        with self._lock:
+            self._changed.wait_for(lambda: self._queue or self._closed)
+            if not self._queue:
+                return None
+            self.current = self._queue[0][0].description
+            return self._queue.popleft()
+
+    def _loop(self) -> None:
+        while (job := self._next()) is not None:
+            self._run_one(*job, in_background=True)
+            del job  # an idle thread must not keep arrays alive
+
+    def drain(self, timeout: float) -> str:
+        """Wait until nothing is pending; return "" or, if that takes longer than `timeout` s, what is running."""
+        self.hand_over()
+        with self._lock:
+            if self._changed.wait_for(lambda: self.pending == 0, timeout):
+                return ""
+            return f"unfinished {self.current or 'queued operation'}"
+
+    def unseen_failure(self) -> str:
+        """Return the first failed work whose error nobody has asked for, or ""."""
+        for work in self._failed:
+            if (error := work.unseen_error) is not None:
+                return f"failed {work.description} ({type(error).__name__}: {error})"
+        return ""
+
+    def close(self) -> None:
+        """Accept nothing more; what is queued and has not begun ends with ShutdownError."""
+        with self._lock:
+            self._closed = True
+            self.pending += 1  # for ever: nothing may run in its caller's thread either
+            self._queue_begun()
+            dropped = list(self._queue)
+            self._queue.clear()
+            self.pending -= len(dropped)
+            self._changed.notify_all()
+        for work, _ in dropped:
+            work.finish(error=ShutdownError(f"{work.description}: commlib was shut down before it began"))
+
+    def abandon(self) -> None:
+        """Let nothing run in this forked child, whose copies of the locks may be held by threads that it lacks."""
+        self._lock = threading.Lock()
+        self._changed = threading.Condition(self._lock)
+        self._queue.clear()
+        self._begun = self._thread = None
+        self.pending += 1  # for ever: so every call comes to `start`
+
+    def join(self, timeout: float) -> None:
+        """Wait until the thread has ended after `close`, at most `timeout` s.
+
+        A thread that still drops its last references while the interpreter is finalised is killed in the middle of
+        foreign destructors, and the process with it.
+        """
+        thread = self._thread
+        if thread is not None and thread is not threading.current_thread():
+            thread.join(timeout)

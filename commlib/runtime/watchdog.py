@@ -1,0 +1,116 @@
+"""The watchdog: looks around during a long wait, and says who is late, on what."""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Callable, Collection
+
+from commlib.errors import PeerError, ShutdownError, StallError
+from commlib.group.call_check import StallCheck
+from commlib.node.board import NodeBoard
+from commlib.runtime.process import Runtime
+
+log = logging.getLogger("commlib")
+
+# A peer that left may have sent what we wait for just before; a dead one cannot send any more.
+_GRACE = 0.5
+
+_LONG = 1.0
+
+
+class Watchdog:
+    """The `on_wait` callback of one wait. Raises PeerError, StallError or ShutdownError to end it.
+
+    `peers` are the ranks that are waited for (default: all). `stall_check` compares calls once a wait is long, where
+    ranks do not share memory. `explain` words the warning about it: from seconds and late ranks; errors
+    carry who was missing.
+    """
+
+    __slots__ = (
+        "_absent_since",
+        "_board",
+        "_explain",
+        "_long",
+        "_next_look",
+        "_peers",
+        "_rank",
+        "_runtime",
+        "_since",
+        "_stall_check",
+        "_text",
+        "_warned",
+    )
+
+    def __init__(
+        self,
+        runtime: Runtime,
+        board: NodeBoard | None,
+        rank: int,
+        text: str,
+        peers: Collection[int] | None = None,
+        stall_check: StallCheck | None = None,
+        *,
+        explain: Callable[[float, list[int]], str] | None = None,
+    ) -> None:
+        self._runtime, self._board, self._rank, self._text = runtime, board, rank, text
+        self._peers, self._stall_check, self._explain = peers, stall_check, explain
+        # Sooner where a message is due sooner: it names the ranks that have not come.
+        limits = [runtime.config.timeout or _LONG, runtime.config.stall_warning or _LONG]
+        self._long = min(_LONG, *(limit / 2 for limit in limits))
+        self._since = time.monotonic()
+        self._next_look = self._since + 0.05
+        self._absent_since = 0.0
+        self._warned = False
+
+    def __call__(self) -> None:
+        now = time.monotonic()
+        if now < self._next_look:
+            return
+        self._next_look = now + 0.1
+        waited = now - self._since
+        if self._runtime.closing:
+            raise ShutdownError(f"{self._text}: rank {self._rank}: given up, because commlib is shutting down")
+        if self._board is not None:
+            self._look_for_absent(now)
+        if self._stall_check is not None and waited > self._long:
+            self._stall_check.look()
+        if 0 < self._runtime.config.timeout < waited:
+            late = self._late()
+            error = StallError(
+                f"{self._text}: rank {self._rank}: gave up after {waited:.1f} s (COMMLIB_TIMEOUT){_named(late)}; "
+                "look at what the late ranks are doing"
+            )
+            error.missing = dict.fromkeys(late, "")
+            raise error
+        if not self._warned and self._runtime.config.stall_warning < waited:
+            self._warned = True
+            late = self._late()
+            if self._explain is not None:
+                log.warning("%s", self._explain(waited, late))
+            else:
+                log.warning("%s: rank %d has waited %.0f s%s", self._text, self._rank, waited, _named(late))
+
+    def _look_for_absent(self, now: float) -> None:
+        assert self._board is not None
+        absent = {
+            rank: reason for rank, reason in self._board.absent().items() if self._peers is None or rank in self._peers
+        }
+        if not absent:
+            return
+        if not self._absent_since:
+            self._absent_since = now
+        elif now - self._absent_since > _GRACE:
+            who = "; ".join(f"rank {rank} {reason}" for rank, reason in absent.items())
+            error = PeerError(f"{self._text}: rank {self._rank}: waited for a rank that will not come: {who}")
+            error.missing = absent
+            raise error
+
+    def _late(self) -> list[int]:
+        here = self._board.late() if self._board is not None else []
+        elsewhere = self._stall_check.late() if self._stall_check is not None else []
+        return sorted({*here, *elsewhere})
+
+
+def _named(late: list[int]) -> str:
+    return f"; not there yet: rank {', '.join(map(str, late))}" if late else ""

@@ -1,0 +1,67 @@
+"""Where algorithms are measured: among the ranks of a node, and between nodes."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from math import inf
+
+from commlib.communicator import Communicator
+from commlib.cost.hierarchical import RAIL_BYTES
+
+
+@dataclass(frozen=True, slots=True)
+class Place:
+    """Groups that exchange messages at the same time; `group` is this rank's, None if it looks on.
+
+    On one node `nodes` is 1 and the group has `ranks_per_node` ranks; between nodes the group has one rank of each
+    node, and `ranks_per_node` groups share the network cards. Data of `smallest` to `largest` bytes is what they are
+    used for.
+    """
+
+    nodes: int
+    ranks_per_node: int
+    group: Communicator | None
+    smallest: float = 0
+    largest: float = inf
+
+    @property
+    def size(self) -> int:
+        """Ranks in each group."""
+        return self.nodes if self.nodes > 1 else self.ranks_per_node
+
+
+@dataclass(frozen=True, slots=True)
+class Cluster:
+    """The places of a communicator, and two ranks for each kind of link (None if there are no two)."""
+
+    places: tuple[Place, ...]
+    neighbours: tuple[int, int] | None
+    across: tuple[int, int] | None
+
+
+def survey(comm: Communicator) -> Cluster:
+    """Make the groups that a collective of `comm` uses: nodes, one rail, and all rails at once. Collective.
+
+    Nodes that have not as many ranks as the first look on where the first is measured.
+    """
+    topology = comm.topology
+    first, *others = topology.nodes
+    node = topology.nodes[topology.node(comm.rank)]
+    places = []
+    if len(first) > 1:
+        here = comm.node()
+        places.append(Place(1, len(first), here if here.size == len(first) else None))
+    if others:
+        rail = node.index(comm.rank)
+        group = comm.split(rail if rail < topology.rails else -1, comm.rank)
+        one = group if rail == 0 else None
+        several = topology.rails > 1
+        # Smaller data goes through one rail (`collectives.rails`), so there is no need to measure it in several.
+        places.append(Place(len(others) + 1, 1, one, largest=RAIL_BYTES if several else inf))
+        if several:
+            places.append(Place(len(others) + 1, topology.rails, group, smallest=RAIL_BYTES))
+    return Cluster(
+        tuple(places),
+        (first[0], first[1]) if len(first) > 1 else None,
+        (first[0], others[0][0]) if others else None,
+    )

@@ -1,1 +1,0 @@
-"""What each verb does: from a call's arguments to an operation that one rank runs."""

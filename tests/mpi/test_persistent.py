@@ -1,0 +1,40 @@
+"""Messages that are set up once, and given up on the way."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pytest
+
+
+class GiveUp(Exception):
+    pass
+
+
+def give_up() -> None:
+    raise GiveUp
+
+
+@pytest.mark.ranks(min=2)
+@pytest.mark.parametrize("count", [10, 1_000_000])
+def test_what_was_given_up_writes_nothing_any_more(comm: Any, count: int) -> None:
+    """A message that came late was written into memory that had been freed: Open MPI crashed at the end of the job."""
+    transport = comm.transport.split(0, comm.rank)
+    if comm.rank == 0:
+        landing, outgoing = np.zeros(count, np.uint8), np.zeros(4, np.uint8)
+        prepared = transport.persistent_round([(1, [outgoing.data])], [(1, [landing.data])], 7)
+        with pytest.raises(GiveUp):
+            prepared.run(give_up)
+        del prepared
+        comm.barrier()
+        arrived = np.zeros(count, np.uint8)
+        transport.wait([transport.recv(1, 7, arrived.data)], lambda: None)
+        assert (arrived == 9).all() and not landing.any()
+    else:
+        comm.barrier()
+        if comm.rank == 1:
+            transport.wait([transport.send(0, 7, np.full(count, 9, np.uint8).data)], lambda: None)
+            transport.wait([transport.recv(0, 7, np.zeros(4, np.uint8).data)], lambda: None)
+    comm.barrier()
+    transport.close()
