@@ -17,8 +17,8 @@ from commlib.errors import CommlibError, MismatchError, PeerError, ShutdownError
 from commlib.world import init, is_initialized, shutdown, world
 
 if TYPE_CHECKING:
-    from commlib.collectives.plan import Plan
     from commlib.communicator import Communicator
+    from commlib.runtime.compiled import Plan
     from commlib.runtime.work import Work
 
 __version__ = "0.1.0.dev0"
@@ -42,7 +42,7 @@ __all__ = [
 ]
 
 # Loaded when first asked for: they bring numpy and numba.
-_LAZY = {"Communicator": "commlib.communicator", "Plan": "commlib.collectives.plan", "Work": "commlib.runtime.work"}
+_LAZY = {"Communicator": "commlib.communicator", "Plan": "commlib.runtime.compiled", "Work": "commlib.runtime.work"}
 
 
 def __getattr__(name: str) -> Any:

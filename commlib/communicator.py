@@ -6,26 +6,36 @@ import itertools
 import math
 import sys
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 from numpy import empty, ndarray
 
 from commlib import forks
 from commlib.arguments import integer
-from commlib.buffers.views import address_of, as_host
-from commlib.collectives import hierarchical as hierarchy
-from commlib.collectives import movement, objects
-from commlib.collectives import reductions as reduction
-from commlib.collectives.plan import Plan
+from commlib.collectives import objects
+from commlib.collectives.all_gather import all_gather, all_gather_v
+from commlib.collectives.all_reduce import all_reduce
+from commlib.collectives.all_to_all import all_to_all, all_to_all_v
+from commlib.collectives.barrier import barrier
+from commlib.collectives.broadcast import broadcast
+from commlib.collectives.gather import gather
+from commlib.collectives.program import program
+from commlib.collectives.ready import Calls
+from commlib.collectives.reduce import reduce
+from commlib.collectives.reduce_scatter import reduce_scatter
+from commlib.collectives.scatter import scatter
+from commlib.config import Config
 from commlib.dtypes import Array, name_of, numpy_dtype
 from commlib.errors import UsageError
 from commlib.group.group import Group
-from commlib.group.operation import Operation, apart, result
-from commlib.kernels.host import node as kernels
-from commlib.node.call import NodeCollective
+from commlib.group.operation import Operation
 from commlib.p2p import messages
+from commlib.runtime.compiled import Plan
 from commlib.runtime.process import Runtime
 from commlib.runtime.work import Work
+from commlib.topology import Topology
 from commlib.transport.base import Transport
 
 
@@ -38,7 +48,16 @@ def _are_plain(x: Any, out: Any) -> bool:
     )
 
 
-class Communicator(Group):
+@dataclass(frozen=True, slots=True)
+class Parts:
+    """This rank's node, its rail, and its number in the node, which is that of the rail if it is on one."""
+
+    node: Communicator
+    rail: Communicator | None
+    place: int
+
+
+class Communicator:
     """A group of ranks.
 
     The verbs are collective unless they name a peer: every rank of the group calls the same verbs with the same
@@ -51,13 +70,49 @@ class Communicator(Group):
     different things, PeerError if a rank is gone, StallError after COMMLIB_TIMEOUT, ShutdownError after `shutdown`.
     """
 
-    def __init__(self, transport: Transport, runtime: Runtime, name: str = "world") -> None:
-        super().__init__(transport, runtime, name)
-        self._small_all_reduces = self.node_calls.small
-        self._placed_all_reduces = self.node_calls.in_place
-        self._meeting = NodeCollective(self, "barrier", kernels.barrier).counted() if self.on_board else None
+    def __init__(
+        self, transport: Transport, runtime: Runtime, name: str = "world", *, group: Group | None = None
+    ) -> None:
+        self.group = Group(transport, runtime, name) if group is None else group
+        self.rank, self.size, self.name = self.group.rank, self.group.size, self.group.name
+        self._calls = Calls(self.group)
+        self._all_reduces = self._calls.all_reduces
         self._children = itertools.count(1)
         self._node: Communicator | None = None
+        self._parts: Parts | None = None
+
+    def __repr__(self) -> str:
+        return f"<Communicator {self.name}: rank {self.rank} of {self.size}>"
+
+    @property
+    def topology(self) -> Topology:
+        """Which ranks share a node."""
+        return self.group.topology
+
+    @property
+    def one_node(self) -> bool:
+        """Whether all ranks are on one node."""
+        return self.group.one_node
+
+    @property
+    def native(self) -> Any:
+        """The mpi4py communicator underneath, or None where there is no MPI."""
+        return self.group.native
+
+    @property
+    def runtime(self) -> Runtime:
+        """What all communicators of this process share."""
+        return self.group.runtime
+
+    @property
+    def config(self) -> Config:
+        """The settings in force."""
+        return self.group.config
+
+    @property
+    def is_hierarchical(self) -> bool:
+        """Whether some of its nodes have several ranks, which share memory."""
+        return self.group.is_hierarchical
 
     # Groups
 
@@ -69,27 +124,57 @@ class Communicator(Group):
         for name, value in (("color", color), ("key", key)):
             if not -(2**31) <= integer("split", name, value) < 2**31:
                 raise UsageError(f"split: {name} is {value}, expected a 32-bit integer")
-        number = next(self._children)
+        return self.split_all([(color, key, "")])[0]
 
-        def run() -> Communicator | None:
-            self.runtime.retired.free(self._gather_quietly)  # now that all ranks are here
-            group = self._transport.split(color, key)
-            return None if group is None else Communicator(group, self.runtime, f"{self.name}.split{number}({color})")
+    def split_all(self, requests: Sequence[tuple[int, int, str]]) -> list[Communicator | None]:
+        """Return the communicators of several splits, each by (color, key, name), made in one meeting of all ranks.
 
-        return self._run(Operation("split", run, meets=True))  # type: ignore[no-any-return]
+        name: the same on all ranks; "" numbers them.
+        """
+        names = [name or f"{self.name}.split{next(self._children)}({color})" for color, _, name in requests]
+
+        def run() -> list[Communicator | None]:
+            self.runtime.retired.free(self.group.gather_objects)  # now that all ranks are here
+            return [self._child(color, key, name) for (color, key, _), name in zip(requests, names, strict=True)]
+
+        text = ", ".join(["split", *(name for _, _, name in requests if name)])
+        return self.group.run(Operation(text, run, meets=True))  # type: ignore[no-any-return]
+
+    def _child(self, color: int, key: int, name: str) -> Communicator | None:
+        transport = self.group.transport.split(color, key)
+        if transport is None:
+            return None
+        return Communicator(transport, self.runtime, group=self.group.child(transport, name))
+
+    def parts(self) -> Parts:
+        """Return private communicators of this rank's node and rail. Not collective.
+
+        For what runs within an operation of this group, as `plan_program` has it, or while no other one runs.
+        """
+        if self._parts is None:
+            made = self.group.hierarchy
+            node = self._private(made.node, "node")
+            rail = None if made.rail is None else self._private(made.rail, "rail")
+            self._parts = Parts(node, rail, made.place)
+        return self._parts
+
+    def private(self) -> Communicator:
+        """Return a communicator of the same ranks, for parts of this one's operations as in `parts`."""
+        return self._private(self.group.transport, "inner")
+
+    def _private(self, transport: Transport, name: str) -> Communicator:
+        group = self.group.child(transport, f"{self.name}.{name}", private=True)
+        return Communicator(transport, self.runtime, group=group)
 
     def node(self) -> Communicator:
         """Return the communicator of the ranks of this group on this node (made by the first call)."""
         if self.one_node:
             return self
         if self._node is None:
-
-            def run() -> Communicator:
-                own = self._node_transport.split(0, self.rank)
-                assert own is not None
-                return Communicator(own, self.runtime, f"{self.name}.node")
-
-            self._node = self._run(Operation("node", run, meets=True))
+            number = self.topology.node(self.rank)
+            run = partial(self._child, number, self.rank, f"{self.name}.node")
+            self._node = self.group.run(Operation("node", run, meets=True))
+        assert self._node is not None
         return self._node
 
     def empty(self, shape: int | Sequence[int], dtype: Any = "float32") -> Array:
@@ -108,10 +193,9 @@ class Communicator(Group):
         nbytes = math.prod(dimensions) * kind.itemsize
 
         def run() -> Array:
-            self.node_calls.forget_places()
-            return self._symmetric.allocate(nbytes).view(kind).reshape(dimensions)  # type: ignore[no-any-return]
+            return self.group.symmetric.allocate(nbytes).view(kind).reshape(dimensions)  # type: ignore[no-any-return]
 
-        return self._run(Operation(f"empty of shape {dimensions} {name_of(kind)}", run, meets=True))  # type: ignore[no-any-return]
+        return self.group.run(Operation(f"empty of shape {dimensions} {name_of(kind)}", run, meets=True))  # type: ignore[no-any-return]
 
     # Reductions
 
@@ -122,82 +206,36 @@ class Communicator(Group):
         truncates toward zero. float16 and bfloat16 are combined in float32 and rounded once, to nearest even.
         algorithm: "auto", "node" (shared memory), "native" (MPI's own), or a schedule ("ring", "double_tree", ...).
         """
-        if type(x) is ndarray and algorithm == "auto":
+        if type(x) is ndarray:
             # What a small call costs is mostly what Python does before it: no view, no text, no object is made here.
-            kind = x.dtype, x.size, op
-            small = self._small_all_reduces.get(kind)
-            if small is not None and (x.flags.carray if out is x else _are_plain(x, out)):
-                if out is None:
-                    out = empty(x.shape, x.dtype)
-                small.between(x, out)
-                return out
-            known = self.known_small.get(kind)
+            known = self._all_reduces.get((x.dtype, x.size, op, algorithm))
             if known is not None and (x.flags.carray if out is x else _are_plain(x, out)):
-                if out is None:
-                    out = empty(x.shape, x.dtype)
-                self.run_small(*known, x, out)
-                return out
-            if out is x and small is None:
-                placed = self._placed_all_reduces.get((address_of(x), x.size, x.dtype, op))
-                if placed is not None and x.flags.carray:
-                    placed(x)
-                    return x
-            if (plain := self.node_calls.plain_all_reduce(x, op, out)) is not None:
-                call, array = plain
-                call.at(x, array)
-                return array
-        return self._run(reduction.all_reduce(self, x, op, out, algorithm))
+                return known.now(x, empty(x.shape, x.dtype) if out is None else out)
+        return all_reduce(self._calls, x, op, out, algorithm).run()
 
     def all_reduce_async(self, x: Any, op: str = "sum", *, out: Any = None, algorithm: str = "auto") -> Work:
         """Start `all_reduce`."""
-        if type(x) is ndarray and algorithm == "auto":
-            small = self._small_all_reduces.get((x.dtype, x.size, op))
-            if small is not None and _are_plain(x, out):
-                return small.start_between(x, empty(x.shape, x.dtype) if out is None else out)
-            if (plain := self.node_calls.plain_all_reduce(x, op, out)) is not None:
-                call, array = plain
-                return call.start_at(x, array)
-        return self._start(reduction.all_reduce(self, x, op, out, algorithm))
+        if type(x) is ndarray:
+            known = self._all_reduces.get((x.dtype, x.size, op, algorithm))
+            if known is not None and _are_plain(x, out):
+                target = empty(x.shape, x.dtype) if out is None else out
+                return known.start(x, target, value=target)
+        return all_reduce(self._calls, x, op, out, algorithm).start()
 
     def plan_all_reduce(self, x: Any, op: str = "sum", *, out: Any = None, algorithm: str = "auto") -> Plan:
         """Prepare an `all_reduce` that will be run many times on the same, contiguous, memory.
 
-        `plan()` runs it now, `plan.start()` on the progress thread. Not collective; running it is.
+        `plan()` runs it now, `plan.start()` on the progress thread. Not collective; running it is. So for every
+        `plan_*` below: x and out are as for the verb, and must be contiguous.
         """
-        before, after = as_host(x, "plan_all_reduce"), as_host(x if out is None else out, "plan_all_reduce", "out")
-        if not before.flags.c_contiguous or not after.flags.c_contiguous:
-            raise UsageError("plan_all_reduce: x and out must be contiguous: a copy of them would not follow them")
-        if apart(before, after) is not before:
-            raise UsageError("plan_all_reduce: x and out overlap: they must be the same array, or apart")
-        target = result(out, before.shape, before.dtype, "all_reduce")
-        if self.takes_node_path("all_reduce", algorithm):
-            call = self.node_calls.bound_all_reduce(before.reshape(-1), target.flat, op, algorithm)
-            return Plan.on_node(self.progress, call, target.deliver(), (before, x))
-        operation = reduction.all_reduce(self, before, op, target.array, algorithm)
-
-        def execute() -> Any:
-            self._execute(operation)
-            return target.deliver()
-
-        def now() -> None:
-            small = self.find_prepared(operation.text)
-            if small is None:
-                self._run(operation)
-            else:
-                self.run_small(operation.text, small, before, target.array)
-
-        return Plan(self.progress, Operation(operation.text, execute), now, target.deliver())
+        return all_reduce(self._calls, x, op, out, algorithm).plan("all_reduce")
 
     def plan_program(self, text: str, run: Callable[[], Any]) -> Plan:
         """Prepare what uses other groups, and must have one place in the order of this one, as one operation.
 
         All ranks must give the same `text`. `run` may not use this group. Not collective; running it is.
         """
-
-        def execute() -> Any:
-            return self._execute(Operation(text, run))
-
-        return Plan(self.progress, Operation(text, execute), lambda: self._run(Operation(text, run)), None)
+        return program(self._calls, text, run).plan("program")
 
     def reduce_scatter(self, x: Any, op: str = "sum", *, out: Any = None, algorithm: str = "auto") -> Any:
         """Combine `x` of all ranks and give each rank its part of the result along dimension 0.
@@ -205,165 +243,197 @@ class Communicator(Group):
         If the length of dimension 0 is no multiple of the size, the first ranks get one row more.
         """
         if type(x) is ndarray:
-            known = self.node_calls.plain(("reduce_scatter", x.dtype, x.shape, op, algorithm), x, out)
+            known = self._calls.plain("reduce_scatter", (x.dtype, x.shape, op, algorithm), x, out)
             if known is not None:
                 return known
-        return self._run(reduction.reduce_scatter(self, x, op, out, algorithm))
+        return reduce_scatter(self._calls, x, op, out, algorithm).run()
 
     def reduce_scatter_async(self, x: Any, op: str = "sum", *, out: Any = None, algorithm: str = "auto") -> Work:
         """Start `reduce_scatter`."""
-        return self._start(reduction.reduce_scatter(self, x, op, out, algorithm))
+        return reduce_scatter(self._calls, x, op, out, algorithm).start()
+
+    def plan_reduce_scatter(self, x: Any, op: str = "sum", *, out: Any = None, algorithm: str = "auto") -> Plan:
+        """Prepare `reduce_scatter`."""
+        return reduce_scatter(self._calls, x, op, out, algorithm).plan("reduce_scatter")
 
     def reduce(self, x: Any, op: str = "sum", root: int = 0, *, out: Any = None, algorithm: str = "auto") -> Any:
         """Combine `x` of all ranks; rank `root` gets the result, the others None."""
-        return self._run(reduction.reduce(self, x, op, root, out, algorithm))
+        return reduce(self._calls, x, op, root, out, algorithm).run()
 
     def reduce_async(self, x: Any, op: str = "sum", root: int = 0, *, out: Any = None, algorithm: str = "auto") -> Work:
         """Start `reduce`."""
-        return self._start(reduction.reduce(self, x, op, root, out, algorithm))
+        return reduce(self._calls, x, op, root, out, algorithm).start()
+
+    def plan_reduce(self, x: Any, op: str = "sum", root: int = 0, *, out: Any = None, algorithm: str = "auto") -> Plan:
+        """Prepare `reduce`."""
+        return reduce(self._calls, x, op, root, out, algorithm).plan("reduce")
 
     # Movement
 
     def broadcast(self, x: Any, root: int = 0, *, algorithm: str = "auto") -> Any:
         """Overwrite `x` on all ranks with that of rank `root`, and return it."""
         if type(x) is ndarray and type(root) is int:
-            known = self.node_calls.plain(("broadcast", x.dtype, x.shape, root, algorithm), x, x)
+            known = self._calls.plain("broadcast", (x.dtype, x.shape, root, algorithm), x, x)
             if known is not None:
                 return known
-        return self._run(movement.broadcast(self, x, root, algorithm))
+        return broadcast(self._calls, x, root, algorithm).run()
 
     def broadcast_async(self, x: Any, root: int = 0, *, algorithm: str = "auto") -> Work:
         """Start `broadcast`."""
-        return self._start(movement.broadcast(self, x, root, algorithm))
+        return broadcast(self._calls, x, root, algorithm).start()
+
+    def plan_broadcast(self, x: Any, root: int = 0, *, algorithm: str = "auto") -> Plan:
+        """Prepare `broadcast`."""
+        return broadcast(self._calls, x, root, algorithm).plan("broadcast")
 
     def all_gather(self, x: Any, *, out: Any = None, algorithm: str = "auto") -> Any:
         """Return `x` of all ranks, one after another along dimension 0. Shapes must agree (0-d: one element each)."""
         if type(x) is ndarray:
-            known = self.node_calls.plain(("all_gather", x.dtype, x.shape, algorithm), x, out)
+            known = self._calls.plain("all_gather", (x.dtype, x.shape, algorithm), x, out)
             if known is not None:
                 return known
-        return self._run(movement.all_gather(self, x, out, algorithm))
+        return all_gather(self._calls, x, out, algorithm).run()
 
     def all_gather_async(self, x: Any, *, out: Any = None, algorithm: str = "auto") -> Work:
         """Start `all_gather`."""
-        return self._start(movement.all_gather(self, x, out, algorithm))
+        return all_gather(self._calls, x, out, algorithm).start()
+
+    def plan_all_gather(self, x: Any, *, out: Any = None, algorithm: str = "auto") -> Plan:
+        """Prepare `all_gather`."""
+        return all_gather(self._calls, x, out, algorithm).plan("all_gather")
 
     def all_gather_v(self, x: Any) -> Any:
         """Return `x` of all ranks, one after another along dimension 0, whose lengths may differ."""
-        return self._run(movement.all_gather_v(self, x))
+        return all_gather_v(self._calls, x).run()
 
     def all_gather_v_async(self, x: Any) -> Work:
         """Start `all_gather_v`."""
-        return self._start(movement.all_gather_v(self, x))
+        return all_gather_v(self._calls, x).start()
+
+    def plan_all_gather_v(self, x: Any) -> Plan:
+        """Prepare `all_gather_v`."""
+        return all_gather_v(self._calls, x).plan("all_gather_v")
 
     def gather(self, x: Any, root: int = 0, *, out: Any = None, algorithm: str = "auto") -> Any:
         """Like `all_gather`, but only rank `root` gets the result, the others None."""
-        return self._run(movement.gather(self, x, root, out, algorithm))
+        return gather(self._calls, x, root, out, algorithm).run()
 
     def gather_async(self, x: Any, root: int = 0, *, out: Any = None, algorithm: str = "auto") -> Work:
         """Start `gather`."""
-        return self._start(movement.gather(self, x, root, out, algorithm))
+        return gather(self._calls, x, root, out, algorithm).start()
+
+    def plan_gather(self, x: Any, root: int = 0, *, out: Any = None, algorithm: str = "auto") -> Plan:
+        """Prepare `gather`."""
+        return gather(self._calls, x, root, out, algorithm).plan("gather")
 
     def scatter(self, x: Any = None, root: int = 0, *, out: Any = None, algorithm: str = "auto") -> Any:
         """Return this rank's equal part of rank `root`'s `x` along dimension 0. The other ranks' `x` is ignored."""
-        return self._run(movement.scatter(self, x, root, out, algorithm))
+        return scatter(self._calls, x, root, out, algorithm).run()
 
     def scatter_async(self, x: Any = None, root: int = 0, *, out: Any = None, algorithm: str = "auto") -> Work:
         """Start `scatter`."""
-        return self._start(movement.scatter(self, x, root, out, algorithm))
+        return scatter(self._calls, x, root, out, algorithm).start()
+
+    def plan_scatter(self, x: Any = None, root: int = 0, *, out: Any = None, algorithm: str = "auto") -> Plan:
+        """Prepare `scatter`."""
+        return scatter(self._calls, x, root, out, algorithm).plan("scatter")
 
     def all_to_all(self, x: Any, *, out: Any = None, algorithm: str = "auto") -> Any:
         """Send the i-th of `size` equal parts of `x` along dimension 0 to rank i; return what the ranks sent here."""
         if type(x) is ndarray:
-            known = self.node_calls.plain(("all_to_all", x.dtype, x.shape, algorithm), x, out)
+            known = self._calls.plain("all_to_all", (x.dtype, x.shape, algorithm), x, out)
             if known is not None:
                 return known
-        return self._run(movement.all_to_all(self, x, out, algorithm))
+        return all_to_all(self._calls, x, out, algorithm).run()
 
     def all_to_all_async(self, x: Any, *, out: Any = None, algorithm: str = "auto") -> Work:
         """Start `all_to_all`."""
-        return self._start(movement.all_to_all(self, x, out, algorithm))
+        return all_to_all(self._calls, x, out, algorithm).start()
+
+    def plan_all_to_all(self, x: Any, *, out: Any = None, algorithm: str = "auto") -> Plan:
+        """Prepare `all_to_all`."""
+        return all_to_all(self._calls, x, out, algorithm).plan("all_to_all")
 
     def all_to_all_v(self, x: Any, splits: Sequence[int]) -> Any:
         """Send `splits[i]` rows of `x` to rank i; return (what the ranks sent here, int64 rows from each rank)."""
-        return self._run(movement.all_to_all_v(self, x, splits))
+        return all_to_all_v(self._calls, x, splits).run()
 
     def all_to_all_v_async(self, x: Any, splits: Sequence[int]) -> Work:
         """Start `all_to_all_v`."""
-        return self._start(movement.all_to_all_v(self, x, splits))
+        return all_to_all_v(self._calls, x, splits).start()
+
+    def plan_all_to_all_v(self, x: Any, splits: Sequence[int]) -> Plan:
+        """Prepare `all_to_all_v`."""
+        return all_to_all_v(self._calls, x, splits).plan("all_to_all_v")
 
     # Messages between two ranks. They match by (peer, tag), in order, and do not queue behind collectives.
 
     def send(self, x: Any, peer: int, tag: int = 0) -> None:
         """Send `x` to rank `peer`. Returns when `x` may be changed, perhaps before it has been received."""
-        messages.send(self, x, peer, tag).complete()
+        messages.send(self.group, x, peer, tag).complete()
 
     def send_async(self, x: Any, peer: int, tag: int = 0) -> Work:
         """Start `send`."""
-        return self._look_after(messages.send(self, x, peer, tag))
+        return self._look_after(messages.send(self.group, x, peer, tag))
 
     def recv(self, x: Any, peer: int, tag: int = 0) -> Any:
         """Receive into `x` what rank `peer` sends with this tag, and return `x`. The byte counts must agree."""
-        return messages.recv(self, x, peer, tag).complete()
+        return messages.recv(self.group, x, peer, tag).complete()
 
     def recv_async(self, x: Any, peer: int, tag: int = 0) -> Work:
         """Start `recv`."""
-        return self._look_after(messages.recv(self, x, peer, tag))
+        return self._look_after(messages.recv(self.group, x, peer, tag))
 
     def send_recv(self, x: Any, peer: int, out: Any, source: int, tag: int = 0) -> Any:
         """Send `x` to rank `peer` while receiving into `out` from rank `source`; return `out`."""
-        return messages.send_recv(self, x, peer, out, source, tag).complete()
+        return messages.send_recv(self.group, x, peer, out, source, tag).complete()
 
     def send_recv_async(self, x: Any, peer: int, out: Any, source: int, tag: int = 0) -> Work:
         """Start `send_recv`."""
-        return self._look_after(messages.send_recv(self, x, peer, out, source, tag))
+        return self._look_after(messages.send_recv(self.group, x, peer, out, source, tag))
 
     def _look_after(self, work: Work) -> Work:
-        self.runtime.poller.watch(work, self)
+        self.runtime.poller.watch(work, self.group)
         return work
 
     # Synchronisation and objects
 
     def barrier(self) -> None:
         """Wait until all ranks are here."""
-        if self._meeting is not None:
-            self._meeting(None)
-        else:
-            self._run(self._barrier())
+        barrier(self._calls).run()
 
     def barrier_async(self) -> Work:
         """Start `barrier`; the work is done when all ranks have come."""
-        return self._start(self._barrier())
+        return barrier(self._calls).start()
 
-    def _barrier(self) -> Operation:
-        def run() -> None:
-            self.execute(self.programs("barrier", "dissemination"), [[]], "barrier")
-
-        if self._meeting is not None:
-            return Operation("barrier", self._meeting.run, compares=True)
-        if self.is_hierarchical:
-            return Operation("barrier", lambda: hierarchy.barrier(self, "barrier"))
-        return Operation("barrier", run)
+    def plan_barrier(self) -> Plan:
+        """Prepare `barrier`."""
+        return barrier(self._calls).plan("barrier")
 
     def broadcast_object(self, value: Any, root: int = 0) -> Any:
         """Return rank `root`'s picklable object on all ranks. Unpickling runs code: trust your ranks."""
-        return self._run(objects.broadcast_object(self, value, root))
+        return self.group.run(objects.broadcast_object(self.group, value, root))
 
     def broadcast_object_async(self, value: Any, root: int = 0) -> Work:
         """Start `broadcast_object`."""
-        return self._start(objects.broadcast_object(self, value, root))
+        return self.group.start(objects.broadcast_object(self.group, value, root))
 
     def all_gather_object(self, value: Any) -> list[Any]:
         """Return the picklable objects of all ranks, in rank order. Unpickling runs code: trust your ranks."""
-        return self._run(objects.all_gather_object(self, value))  # type: ignore[no-any-return]
+        return self.group.run(objects.all_gather_object(self.group, value))  # type: ignore[no-any-return]
 
     def all_gather_object_async(self, value: Any) -> Work:
         """Start `all_gather_object`."""
-        return self._start(objects.all_gather_object(self, value))
+        return self.group.start(objects.all_gather_object(self.group, value))
 
     def close(self) -> None:
         """Release everything. Collective, and only when no rank uses it any more."""
         forks.check(f"close of {self.name}")
         if self._node is not None:
             self._node.close()
-        super().close()
+        if self._parts is not None:
+            self._parts.node.close()
+            if self._parts.rail is not None:
+                self._parts.rail.close()
+        self._calls.clear()
+        self.group.close()

@@ -77,7 +77,9 @@ def _join(comm: Any, defaults: Mapping[str, str]) -> Communicator:
     if _before is not None:
         runtime.retired.take(_before.retired)
     runtime.retired.free(base.allgather)
-    return Communicator(MpiTransport(base), runtime)
+    made = Communicator(MpiTransport(base), runtime)
+    made.group.prepare()
+    return made
 
 
 def world() -> Communicator:

@@ -41,7 +41,9 @@ def run(
     def rank_main(transport: LoopbackTransport) -> None:
         rank = transport.rank
         try:
-            results[rank] = function(Communicator(transport, runtimes[rank]))
+            comm = Communicator(transport, runtimes[rank])
+            comm.group.prepare()  # as `commlib.init` does
+            results[rank] = function(comm)
         except BaseException as error:
             failures.append((rank, error))
             failed.set()

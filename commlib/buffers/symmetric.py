@@ -15,6 +15,7 @@ from typing import Any
 
 import numpy as np
 
+from commlib.buffers.views import address_of
 from commlib.protocols import SharedMemory
 
 
@@ -36,6 +37,22 @@ class SymmetricMemory:
         self._segments: dict[int, _Segment] = {}
         self._starts: list[tuple[int, int]] = []  # (start, identity), sorted
         self._made = 0
+        self._places, self._rows = np.zeros(2, np.int64), np.zeros(0, np.int64)
+
+    @property
+    def places(self) -> int:
+        """The address of the places of all segments, as `kernels.host.placed` reads them; it never changes."""
+        return address_of(self._places)
+
+    def _write_places(self) -> None:
+        segments = [self._segments[identity] for _, identity in self._starts]
+        rows = [(s.start, s.start + s.memory.nbytes, s.identity, *s.bases) for s in segments]
+        self._rows = np.array(rows, np.int64).reshape(-1)
+        self._places[:] = address_of(self._rows), len(rows)
+
+    def __len__(self) -> int:
+        """Return the number of segments that are mapped."""
+        return len(self._segments)
 
     def allocate(self, nbytes: int) -> Any:
         """Return a zeroed uint8 array of `nbytes`. Collective."""
@@ -48,6 +65,7 @@ class SymmetricMemory:
         segment.owner = weakref.ref(owner)
         self._segments[segment.identity] = segment
         bisect.insort(self._starts, (segment.start, segment.identity))
+        self._write_places()
         return np.frombuffer(owner, np.uint8) if nbytes else np.empty(0, np.uint8)
 
     def _release_dead(self) -> None:
@@ -55,6 +73,7 @@ class SymmetricMemory:
         for identity in sorted(set.intersection(*map(set, self._agree(dead)))):
             segment = self._segments.pop(identity)
             self._starts.remove((segment.start, identity))
+            self._write_places()  # before the memory goes
             segment.memory.close()
 
     def find(self, address: int, nbytes: int) -> tuple[int, list[int]] | None:
@@ -79,3 +98,4 @@ class SymmetricMemory:
                 segment.memory.close()
         self._segments.clear()
         self._starts.clear()
+        self._write_places()

@@ -12,37 +12,81 @@ Everything runs within one operation. `x` and `target` are contiguous, 1-D.
 from __future__ import annotations
 
 import itertools
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from functools import partial
 from math import ceil
-from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 from commlib.buffers.views import address_of
-from commlib.collectives.rails import NOTHING, Node
-from commlib.dtypes import Array
-from commlib.execution.persistent import PersistentAllReduce
+from commlib.collectives.by_messages import MessageCall
+from commlib.collectives.call import Call
+from commlib.collectives.operands import row_layout
+from commlib.collectives.paths import Move, Verb
+from commlib.collectives.rails import Rails
+from commlib.collectives.scheduled import choose, persistent
+from commlib.dtypes import NUMPY, Array
+from commlib.execution.accumulation import Accumulation, wide_dtype
+from commlib.execution.persistent import PERSISTENT_BYTES, PersistentAllReduce
+from commlib.execution.reduce_op import ReduceOp
 from commlib.execution.streaming import Region
-from commlib.group.operation import signature
-from commlib.node.call import Arithmetic, Exchange, NodeCollective, Range, ranges
+from commlib.group.group import Group
+from commlib.node.collective import NOTHING, Exchange, NodeCollective, Range, ranges
+from commlib.runtime.compiled import Compiled
 from commlib.schedule import find, program
 from commlib.schedule.layout import Layout, blocks, even, uneven
-
-if TYPE_CHECKING:
-    from commlib.collectives.reductions import Accumulation
-    from commlib.group.group import Group
+from commlib.signature import signature
 
 # Of an all-reduce, what a rail reduces while its node combines the next part: several blocks for the executor.
 _PART_BYTES = 1 << 20
 
 
-def all_reduce(group: Group, accumulation: Accumulation, target: Array, text: str) -> None:
-    """Reduce-scatter in the node, all-reduce in each rail, all-gather in the node, each of some part of the data.
+class Hierarchical:
+    """See `paths.Path`."""
 
-    While one part is on the network, the node combines the next one and gathers the last.
-    """
+    name, is_automatic = "hierarchical", True
+
+    def refusal(self, group: Group, verb: Verb, call: Call) -> str:
+        if not group.is_hierarchical:
+            return f"{group.name} is on one node, has one rank on each, or COMMLIB_NODE_PATH=0"
+        return "" if verb.hierarchical is not None else "it has no hierarchical form"
+
+    def compile(self, group: Group, verb: Verb, call: Call) -> Compiled:
+        assert verb.hierarchical is not None
+        return MessageCall(group, call.text, verb.hierarchical(group, call))
+
+
+Run = Callable[[Call, Rails, Array, Array], None]
+
+
+def _move(group: Group, call: Call, nbytes: int, run: Run) -> Move:
+    """Return what does `run` on the rails that a call of so many bytes uses; they are found when it first runs."""
+    made: list[Rails] = []
+
+    def move(x: Array, target: Array) -> None:
+        if not made:
+            made.append(Rails(group, call.text, nbytes))
+        made[0].begin()
+        run(call, made[0], x, target)
+
+    return move
+
+
+def _wide_bytes(call: Call) -> int:
+    return call.count * NUMPY[wide_dtype(call.dtype, call.op)].itemsize
+
+
+def all_reduce(group: Group, call: Call) -> Move:
+    """Reduce-scatter in the node, all-reduce in each rail, all-gather in the node, each of some part of the data."""
+    if call.nbytes <= PERSISTENT_BYTES:
+        return persistent(group, call.text, partial(_small_all_reduce, group, call))
+    return _move(group, call, _wide_bytes(call), _all_reduce)
+
+
+def _all_reduce(call: Call, node: Rails, source: Array, target: Array) -> None:
+    """While one part is on the network, the node combines the next one and gathers the last."""
+    accumulation = Accumulation(source, call.op, node.group.size)
     x = accumulation.x
-    node = Node(group, text, x.nbytes)
     # The rails' slices; in the node's shared memory the work may be anywhere, so it is where the result goes.
     work = x if accumulation.widened else target
     parts = _Parts(node, x)
@@ -51,15 +95,11 @@ def all_reduce(group: Group, accumulation: Accumulation, target: Array, text: st
         where, shares = parts.ranges[number], parts.shares(number, x.itemsize)
         own = shares[node.place] if node.on_rail else NOTHING
         sends = node.padded(shares) if len(node.ranks) > 1 else [shares[0]]
-        exchange = Exchange(sends, [own] * len(node.ranks), max(length for _, length in shares))
-        node.exchange(
-            exchange,
-            x[where],
-            work[where],
-            arithmetic=accumulation.arithmetic,
-            offsets=[own[0]] * len(node.ranks),
-            kind=("combine", where.stop - where.start),
-        )
+        size = len(node.ranks)
+        longest = max(length for _, length in shares)
+        exchange = Exchange(sends, [own] * size, longest, [own[0]] * size, x[where].nbytes)
+        kind = "combine", where.stop - where.start
+        node.exchange(exchange, x[where], work[where], op=accumulation.reduce_op, kind=kind)
 
     def gather(number: int) -> None:
         where, shares = parts.ranges[number], parts.shares(number, target.itemsize)
@@ -68,13 +108,13 @@ def all_reduce(group: Group, accumulation: Accumulation, target: Array, text: st
             accumulation.finish(work[mine], target[mine])
         node.gather_shares(target[where], shares, ("gather", where.stop - where.start))
 
-    group.execute(
+    node.group.execute(
         parts.program,
         [[Region(work, layout)] for number in range(len(parts.ranges)) for layout in parts.blocks(number)],
-        text,
-        accumulation.reducer,
+        call.text,
+        accumulation.reduce_op,
         part=1,
-        transport=group.rail if node.on_rail else group.transport,
+        transport=node.hierarchy.rail if node.on_rail else None,
         before=lambda block: combine(block // parts.pieces) if block % parts.pieces == 0 else None,
         after=lambda block: gather(block // parts.pieces) if (block + 1) % parts.pieces == 0 else None,
     )
@@ -86,14 +126,14 @@ class _Parts:
     `ranges` are the parts' elements in the whole, `pieces` the blocks in which a rail reduces its slice of a part.
     """
 
-    def __init__(self, node: Node, x: Array) -> None:
+    def __init__(self, node: Rails, x: Array) -> None:
         self._node, group, nodes = node, node.group, len(node.nodes)
         self._whole = even(len(x), max(1, x.nbytes // (node.rails * _PART_BYTES)))
         starts = self._whole.offsets
         self.ranges = [slice(start, stop) for start, stop in itertools.pairwise(starts)]
         # Of the longest slice of any rail: its number of blocks is that of all.
         nbytes = even(len(x), node.rails).counts[0] * x.itemsize
-        choice = group.choose("all_reduce", "auto", nodes, nbytes, sharing=node.rails)
+        choice = choose(group, "all_reduce", "auto", nodes, nbytes, sharing=node.rails)
         each = ceil(choice.segments / len(self.ranges))
         pipelined = find("all_reduce", choice.algorithm).segmented
         self.pieces = 1 if pipelined else each
@@ -121,33 +161,38 @@ class _Parts:
         return [Layout(tuple(mine.start + offset for offset in layout.offsets)) for layout in cuts]
 
 
-def small_all_reduce(group: Group, dtype: Any, operation: str, count: int, text: str) -> PersistentAllReduce:
-    """Return the same through one rail, set up once: each node's first rank combines, exchanges and hands out."""
-    small = PersistentAllReduce(dtype, operation, count, group.size)
-    place, size = group.topology.nodes[group.topology.node(group.rank)].index(group.rank), 1
+def _small_all_reduce(group: Group, call: Call) -> PersistentAllReduce:
+    """Return the same over one rail, set up once: each node's first rank combines, exchanges and hands out."""
+    hierarchy, text = group.hierarchy, call.text
+    small = PersistentAllReduce(ReduceOp.of(call.dtype, call.op, group.size), call.count)
+    size, is_first = len(hierarchy.ranks), hierarchy.place == 0
     at, everything = address_of(small.buffer), (0, small.buffer.nbytes)
-    if group.board is not None:
-        size = group.board.size
-        sum_up = Exchange([everything], [everything if place == 0 else NOTHING] * size, everything[1])
-        arithmetic = Arithmetic(small.wide, small.combines, small.buffer.itemsize, 0)
-        combine = NodeCollective.exchange(group, text, sum_up, arithmetic)
-        small.then(lambda: combine.run_at(at, at))
-    if place == 0:
-        assert group.rail is not None
-        choice = group.choose("all_reduce", "auto", group.rail.size, everything[1])
-        steps = program("all_reduce", choice.algorithm, group.rail.rank, group.rail.size)
-        small.then_messages(steps, group.rail, signature(text), group.on_wait(text))
     if size > 1:
-        takes = [everything if other == 0 and place != 0 else NOTHING for other in range(size)]
-        sends = [everything if place == 0 else NOTHING]
-        spread = NodeCollective.exchange(group, text, Exchange(sends, takes, everything[1]))
+        sum_up = Exchange([everything], [everything if is_first else NOTHING] * size, everything[1])
+        combine = NodeCollective.exchange(group.open(), text, sum_up, small.combine)
+        small.then(lambda: combine.run_at(at, at))
+    if is_first:
+        rail = hierarchy.rail
+        assert rail is not None
+        choice = choose(group, "all_reduce", "auto", rail.size, everything[1])
+        steps = program("all_reduce", choice.algorithm, rail.rank, rail.size)
+        small.then_messages(steps, rail, signature(text), group.on_wait(text))
+    if size > 1:
+        takes = [everything if other == 0 and not is_first else NOTHING for other in range(size)]
+        spread = NodeCollective.exchange(
+            group.open(), text, Exchange([everything if is_first else NOTHING], takes, everything[1])
+        )
         small.then(lambda: spread.run_at(at, at))
     return small
 
 
-def broadcast(group: Group, x: Array, root: int, text: str) -> None:
+def broadcast(group: Group, call: Call) -> Move:
     """Scatter in the root's node, broadcast in each rail, all-gather in the nodes."""
-    node = Node(group, text, x.nbytes)
+    return _move(group, call, call.nbytes, _broadcast)
+
+
+def _broadcast(call: Call, node: Rails, x: Array, target: Array) -> None:
+    group, root = node.group, call.root
     layout = even(len(x), node.rails)
     shares = ranges(layout, x.itemsize)
     home = group.topology.node(root)
@@ -165,21 +210,27 @@ def broadcast(group: Group, x: Array, root: int, text: str) -> None:
     node.gather_shares(x, shares)
 
 
-def _rail_layout(node: Node, rail: int, counts: Sequence[int]) -> Layout:
+def _rail_layout(node: Rails, rail: int, counts: Sequence[int]) -> Layout:
     """Return where each rank's chunk of one rail lies in it, node by node; `counts[r]` elements for rank r."""
-    members = [rank for number in range(len(node.nodes)) for rank in node.in_rail(number, rail)]
+    members = [rank for number in range(len(node.nodes)) for rank in node.on_same_rail(number, rail)]
     return uneven(counts[rank] for rank in members)
 
 
-def _by_node(node: Node, rail: int, counts: Sequence[int]) -> Layout:
+def _by_node(node: Rails, rail: int, counts: Sequence[int]) -> Layout:
     """Return the same rail in one chunk for each node."""
-    return uneven(sum(counts[rank] for rank in node.in_rail(number, rail)) for number in range(len(node.nodes)))
+    return uneven(sum(counts[rank] for rank in node.on_same_rail(number, rail)) for number in range(len(node.nodes)))
 
 
-def reduce_scatter(group: Group, accumulation: Accumulation, layout: Layout, target: Array, text: str) -> None:
+def reduce_scatter(group: Group, call: Call) -> Move:
     """Reduce in the node what each rail stands for, reduce-scatter in each rail, hand on in the node."""
+    return _move(group, call, _wide_bytes(call), _reduce_scatter)
+
+
+def _reduce_scatter(call: Call, node: Rails, source: Array, target: Array) -> None:
+    assert isinstance(call.size, tuple)
+    layout = row_layout(call.size, node.group.size)
+    accumulation = Accumulation(source, call.op, node.group.size)
     x, counts = accumulation.x, layout.counts
-    node = Node(group, text, x.nbytes)
     size, item, chunks = len(node.ranks), x.itemsize, ranges(layout, x.itemsize)
     longest = max(counts) * item
     rail = node.place if node.on_rail else 0
@@ -196,17 +247,12 @@ def reduce_scatter(group: Group, accumulation: Accumulation, layout: Layout, tar
             start = chunks[receivers[node.place]][0] if takes_part else 0
             if size == 1:
                 sends = sends[:1]
-            node.exchange(
-                Exchange(sends, [take] * size, longest),
-                x,
-                scratch,
-                arithmetic=accumulation.arithmetic,
-                offsets=[start] * size,
-            )
+            exchange = Exchange(sends, [take] * size, longest, [start] * size, x.nbytes)
+            node.exchange(exchange, x, scratch, op=accumulation.reduce_op)
             position += length
     if node.on_rail:
         own = _by_node(node, rail, counts)
-        node.network("reduce_scatter", [scratch], [own], reducer=accumulation.reducer)
+        node.network("reduce_scatter", [scratch], [own], op=accumulation.reduce_op)
         start, stop = own.slice_of(node.number)
         part = scratch[start:stop]
         reduced = np.empty(len(part), target.dtype)
@@ -216,13 +262,13 @@ def reduce_scatter(group: Group, accumulation: Accumulation, layout: Layout, tar
     _hand_on(node, reduced, counts, target)
 
 
-def _hand_on(node: Node, held: Array, counts: Sequence[int], target: Array) -> None:
+def _hand_on(node: Rails, held: Array, counts: Sequence[int], target: Array) -> None:
     """Give each rank of the node its chunk, which the rank of its rail has."""
     item = target.itemsize
     sends = [NOTHING] * len(node.ranks)
     if node.on_rail:
         position = 0
-        for rank in node.in_rail(node.number, node.place):
+        for rank in node.on_same_rail(node.number, node.place):
             sends[node.ranks.index(rank)] = (position * item, counts[rank] * item)
             position += counts[rank]
     giver = node.place % node.rails
@@ -230,9 +276,13 @@ def _hand_on(node: Node, held: Array, counts: Sequence[int], target: Array) -> N
     node.exchange(Exchange(sends, takes, max(counts) * item), held, target)
 
 
-def all_gather(group: Group, x: Array, target: Array, text: str) -> None:
+def all_gather(group: Group, call: Call) -> Move:
     """Collect in the node what each rail stands for, all-gather in each rail, gather in the node."""
-    node = Node(group, text, x.nbytes * group.size)
+    return _move(group, call, call.nbytes * group.size, _all_gather)
+
+
+def _all_gather(call: Call, node: Rails, x: Array, target: Array) -> None:
+    group = node.group
     size, nbytes, count = len(node.ranks), x.nbytes, len(x)
     counts = [count] * group.size
     rail = node.place if node.on_rail else 0
@@ -243,7 +293,7 @@ def all_gather(group: Group, x: Array, target: Array, text: str) -> None:
     sends = [(0, nbytes) if place == giver else NOTHING for place in range(size)]
     takes = [NOTHING] * size
     if node.on_rail:
-        for index, rank in enumerate(node.in_rail(node.number, node.place)):
+        for index, rank in enumerate(node.on_same_rail(node.number, node.place)):
             takes[node.ranks.index(rank)] = (begin + index * nbytes, nbytes)
     node.exchange(Exchange(sends, takes, nbytes), x, scratch)
     if node.on_rail:
@@ -260,14 +310,18 @@ def all_gather(group: Group, x: Array, target: Array, text: str) -> None:
             )
 
 
-def all_to_all(group: Group, x: Array, target: Array, text: str) -> None:
-    """Collect in the node what goes through each rail, exchange in each rail, hand on in the node."""
-    node = Node(group, text, x.nbytes)
+def all_to_all(group: Group, call: Call) -> Move:
+    """Collect in the node what goes over each rail, exchange in each rail, hand on in the node."""
+    return _move(group, call, call.nbytes, _all_to_all)
+
+
+def _all_to_all(call: Call, node: Rails, x: Array, target: Array) -> None:
+    group = node.group
     size, item, chunk = len(node.ranks), x.itemsize, len(x) // group.size
     nbytes = chunk * item
     # For each node: the chunks of all ranks here for its ranks in my rail, receiver by receiver.
     rail = node.place if node.on_rail else 0
-    receivers = [len(node.in_rail(number, rail)) if node.on_rail else 0 for number in range(len(node.nodes))]
+    receivers = [len(node.on_same_rail(number, rail)) if node.on_rail else 0 for number in range(len(node.nodes))]
     outgoing = uneven(number * size * chunk for number in receivers)
     leaving = np.empty(outgoing.count, x.dtype)
     position = 0
@@ -298,14 +352,17 @@ def all_to_all(group: Group, x: Array, target: Array, text: str) -> None:
             target[rank * chunk : (rank + 1) * chunk] = landed[index * chunk : (index + 1) * chunk]
 
 
-def barrier(group: Group, text: str) -> None:
+def barrier(group: Group, call: Call) -> Move:
     """Meet in the node, then between the nodes, then in the node again."""
-    node = Node(group, text, 0)
+    return _move(group, call, 0, _barrier)
+
+
+def _barrier(call: Call, node: Rails, x: Array, target: Array) -> None:
     meeting = Exchange([NOTHING], [NOTHING] * len(node.ranks), 0)
-    nothing = np.empty(0, np.uint8)
-    node.exchange(meeting, nothing, nothing)
+    node.exchange(meeting, x, target)
     if node.on_rail:
-        assert group.rail is not None
-        steps = program("barrier", "dissemination", group.rail.rank, group.rail.size)
-        group.execute(steps, [[]], text, transport=group.rail)
-    node.exchange(meeting, nothing, nothing)
+        rail = node.hierarchy.rail
+        assert rail is not None
+        steps = program("barrier", "dissemination", rail.rank, rail.size)
+        node.group.execute(steps, [[]], call.text, transport=rail)
+    node.exchange(meeting, x, target)

@@ -1,42 +1,46 @@
-"""This rank's node in one call of a hierarchy: who is on it, its rails, exchanges in it and verbs between nodes."""
+"""This rank's node in one kind of hierarchical call: exchanges in it, and verbs between the nodes.
+
+What a call needs again each time it runs, tables and compiled exchanges, is made once and found by its number.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Hashable, Sequence
-from typing import TYPE_CHECKING
 
 import numpy as np
 
 from commlib.buffers.views import address_of
+from commlib.collectives.scheduled import choose
 from commlib.cost.hierarchical import RAIL_BYTES
 from commlib.dtypes import Array
-from commlib.execution.streaming import Reducer, Region
-from commlib.node.call import Arithmetic, Exchange, NodeCollective, Range
+from commlib.execution.reduce_op import ReduceOp
+from commlib.execution.streaming import Region
+from commlib.group.group import Group
+from commlib.node.collective import NOTHING, Exchange, NodeCollective, Range
 from commlib.schedule import find, program
 from commlib.schedule.layout import Layout, blocks, cut
 
-if TYPE_CHECKING:
-    from commlib.group.group import Group
 
-NOTHING: Range = (0, 0)
-
-
-class Node:
-    """This rank's node in one call: who is on it, and how its ranks exchange."""
+class Rails:
+    """This rank's node, and the rails that a call of so many bytes uses."""
 
     def __init__(self, group: Group, text: str, nbytes: int) -> None:
-        topology = group.topology
         self.group, self.text = group, text
-        self.number = topology.node(group.rank)
-        self.ranks = topology.nodes[self.number]
-        self.nodes = topology.nodes
-        self.place = self.ranks.index(group.rank)
-        self.rails = max(1, min(topology.rails, nbytes // RAIL_BYTES))
+        self.hierarchy = group.hierarchy
+        self.number, self.place, self.ranks = self.hierarchy.number, self.hierarchy.place, self.hierarchy.ranks
+        self.nodes = group.topology.nodes
+        self.rails = max(1, min(group.topology.rails, nbytes // RAIL_BYTES))
         self.on_rail = self.place < self.rails
+        self._context = group.open() if len(self.ranks) > 1 else None
+        self._exchanges: dict[Hashable, NodeCollective] = {}
         self._part = self._step = 0
 
-    def in_rail(self, node: int, rail: int) -> tuple[int, ...]:
-        """Return the ranks of a node whose data goes through a rail."""
+    def begin(self) -> None:
+        """Count exchanges and parts anew: the call begins."""
+        self._part = self._step = 0
+
+    def on_same_rail(self, node: int, rail: int) -> tuple[int, ...]:
+        """Return the ranks of a node whose data goes over a rail."""
         return self.nodes[node][rail :: self.rails]
 
     def exchange(
@@ -45,32 +49,21 @@ class Node:
         source: Array,
         target: Array,
         *,
-        arithmetic: Arithmetic | None = None,
-        offsets: Sequence[int] | None = None,
+        op: ReduceOp | None = None,
         kind: Hashable = None,
     ) -> None:
-        """Exchange among the node's ranks; straight out of symmetric `source` arrays where `offsets` are given.
-
-        They say where what this rank takes begins in each rank's array. `kind` is the same for those exchanges of one
-        verb that may share their tables.
-        """
-        group, size = self.group, len(self.ranks)
-        if size == 1:
+        """Exchange among the node's ranks. `kind` is the same for those exchanges that may share their tables."""
+        if self._context is None:
             (begin, length), (to, _) = exchange.sends[0], exchange.takes[0]
             if length and address_of(source) + begin != address_of(target) + to:
                 target.view(np.uint8)[to : to + length] = source.view(np.uint8)[begin : begin + length]
             return
         self._step += 1
-        # The text says all that distinguishes this call from others, so the tables can be kept.
-        key = ("hierarchy", self.text, self._step if kind is None else kind)
-        call = group.node_calls.template(key, lambda: NodeCollective.exchange(group, self.text, exchange, arithmetic))
-        begin, into, placed = address_of(source), address_of(target), None
-        if offsets is not None:
-            placed = group.node_calls.placed_exchange(call, source, begin, into, offsets)
-        if placed is not None:
-            placed.run()
-        else:
-            call.run_at(begin, into)
+        key = self._step if kind is None else kind
+        call = self._exchanges.get(key)
+        if call is None:
+            call = self._exchanges[key] = NodeCollective.exchange(self._context, self.text, exchange, op)
+        call.run_at(address_of(source), address_of(target))
 
     def padded(self, parts: Sequence[Range]) -> list[Range]:
         """Return the parts for the first places, and nothing for the others."""
@@ -83,7 +76,7 @@ class Node:
         layouts: Sequence[Layout],
         *,
         root: int = 0,
-        reducer: Reducer | None = None,
+        op: ReduceOp | None = None,
         nbytes: int | None = None,
     ) -> None:
         """Run a verb among this rank's rail, one chunk (or one array, split evenly) for each node.
@@ -91,12 +84,12 @@ class Node:
         nbytes: by what to choose the algorithm, the same on all ranks of the rail; by default what the first array
         has, where that is.
         """
-        rail = self.group.rail
+        rail = self.hierarchy.rail
         assert rail is not None
         self._part += 1
         if nbytes is None:
             nbytes = layouts[0].count * arrays[0].itemsize
-        choice = self.group.choose(verb, "auto", rail.size, nbytes, sharing=self.rails)
+        choice = choose(self.group, verb, "auto", rail.size, nbytes, sharing=self.rails)
         pipelined = find(verb, choice.algorithm).segmented
         segments = choice.segments if pipelined else 1
         run = program(verb, choice.algorithm, rail.rank, rail.size, root=root, segments=segments)
@@ -108,11 +101,12 @@ class Node:
                 pieces = 1
             slices = [cut(layout, pieces) for layout in layouts]
             regions = [[Region(a, s[piece]) for a, s in zip(arrays, slices, strict=True)] for piece in range(pieces)]
-        self.group.execute(run, regions, self.text, reducer, part=self._part, transport=rail)
+        self.group.execute(run, regions, self.text, op, part=self._part, transport=rail)
 
     def gather_shares(self, target: Array, shares: Sequence[Range], kind: Hashable = None) -> None:
         """Give every rank the shares that the rails have."""
         own = shares[self.place] if self.on_rail else NOTHING
-        exchange = Exchange([own], self.padded(shares), max(length for _, length in shares))
-        offsets = [offset for offset, _ in self.padded(shares)]
-        self.exchange(exchange, target, target, offsets=offsets, kind=kind)
+        takes = self.padded(shares)
+        offsets = [offset for offset, _ in takes]
+        exchange = Exchange([own], takes, max(length for _, length in shares), offsets, target.nbytes)
+        self.exchange(exchange, target, target, kind=kind)

@@ -21,7 +21,7 @@ from commlib.compress.feedback import is_finite
 from commlib.compress.scheme import Part, Reducer, Scheme
 from commlib.dtypes import Array
 from commlib.group.operation import Operation
-from commlib.node.call import Exchange
+from commlib.node.collective import Exchange, NodeCollective
 from commlib.schedule.layout import even
 
 _ALIGNMENT = 256
@@ -41,12 +41,10 @@ class Crossing:
         self.rails = self.place = 0
         topology = comm.topology
         if within_node or topology.is_flat:
-            self.rails, self.lane = 1, comm.split(0, comm.rank)
+            self.rails, self.lane = 1, comm.private()
         elif len(topology.nodes) > 1:
-            number = topology.node(comm.rank)
-            self.rails, self.place = topology.rails, topology.nodes[number].index(comm.rank)
-            self.node = comm.split(number, comm.rank)
-            self.lane = comm.split(self.place if self.place < self.rails else -1, comm.rank)
+            parts = comm.parts()
+            self.rails, self.place, self.node, self.lane = topology.rails, parts.place, parts.node, parts.rail
 
     @property
     def compresses(self) -> bool:
@@ -166,10 +164,10 @@ class BucketReduction:
         at = address_of(self._array)
 
         def run() -> None:
-            node.exchange(self._text, exchange, at, at)
+            NodeCollective.exchange(node.group.open(), self._text, exchange).run_at(at, at)
 
-        if node.board is not None:
-            node._run(Operation(self._text, run))
+        if node.group.shares_memory:
+            node.group.run(Operation(self._text, run))
         elif node.size > 1:
             self._spread_by_messages(node)
 

@@ -75,7 +75,7 @@ class Coordinator:
         self.cycles = 0
         """How many exchanges there were."""
         self._wording = Wording(comm, self.members, self._negotiation)
-        comm.explain = self._explain
+        comm.group.explain = self._explain
 
     @property
     def compressed(self) -> CompressedReductions:
@@ -183,7 +183,7 @@ class Coordinator:
         nap, until = _SHORTEST_NAP, time.monotonic() + self._pause
         with self._lock:
             while not self._negotiation.has_news and not self._closed:
-                if self.comm.is_awaited() or time.monotonic() > until:
+                if self.comm.group.is_awaited() or time.monotonic() > until:
                     break
                 self._napping = True
                 try:
@@ -298,7 +298,7 @@ class Coordinator:
                 self._failure = (*self._wording.reason(error, running, waiting, self._timeout), error)
             left = self._give_up(self._running)
         if not isinstance(error, ShutdownError):
-            self.comm.leave(self._wording.parting(error, [*running, *waiting]))
+            self.comm.group.leave(self._wording.parting(error, [*running, *waiting]))
         for pending in left:
             pending.fail(self._failed(pending.request))
 

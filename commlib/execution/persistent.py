@@ -1,6 +1,6 @@
 """Small collectives by messages, set up once: what repeats is then only to start messages and to combine.
 
-The same programs as in `executor`, on a buffer of their own. Posting a message anew costs Python more than a fast
+The same programs as in `streaming`, on a buffer of their own. Posting a message anew costs Python more than a fast
 network takes to deliver it, so each round's messages are persistent requests, and each combination's addresses are
 written down. Their tags cannot change from call to call, so every message ends in a *mark*: the history of calls of the
 rank that sends it.
@@ -8,16 +8,17 @@ rank that sends it.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from functools import partial
 from typing import Any
 
 import numpy as np
 
 from commlib.buffers.views import address_of
-from commlib.dtypes import NUMPY, Array, name_of
+from commlib.dtypes import NUMPY, Array
+from commlib.execution.reduce_op import Combination, ReduceOp
 from commlib.kernels.host.node import all_equal, arrays_are_where_expected, copy_from_array, copy_to_array, entry_point
-from commlib.kernels.host.reduce import accumulator_dtype, reduce_as_written, reduce_function
+from commlib.kernels.host.reduce import accumulator_dtype, reduce_as_written
 from commlib.schedule.ir import Program, Span
 from commlib.schedule.layout import even
 from commlib.transport.base import PersistentRound, Transport, WaitHook
@@ -34,38 +35,24 @@ def _bytes(array: Array) -> memoryview:
     return array.view(np.uint8).data
 
 
-class _Combination:
-    """One call of a compiled reduction, written down: `function` of some arrays of one length into another."""
-
-    __slots__ = ("_keep", "address")
-
-    def __init__(self, function: Any, operands: Sequence[Array], target: Array, divisor: int = 0) -> None:
-        inputs = np.array([address_of(operand) for operand in operands], np.int64)
-        output = np.array([address_of(target)], np.int64)
-        arguments = address_of(inputs), len(inputs), address_of(output), 1, 0, len(target), divisor
-        written = np.array([function.address, *arguments], np.int64)
-        self.address = address_of(written)
-        self._keep = operands, target, inputs, output, written
-
-
 class _Step:
     """One round: its messages, and what is combined when they are there."""
 
     __slots__ = ("addresses", "keep", "messages")
 
-    def __init__(self, messages: PersistentRound, combinations: list[_Combination], keep: list[Any]) -> None:
+    def __init__(self, messages: PersistentRound, combinations: list[Combination], keep: list[Any]) -> None:
         self.messages, self.addresses = messages, [combination.address for combination in combinations]
         self.keep = combinations, keep
 
 
 class PersistentProgram:
-    """A program of one region over `buffer` (1-D, contiguous), combined by the compiled function `reduce`.
+    """A program of one region over `buffer` (1-D, contiguous), combined by `reduce_op`.
 
     mark: one int64 that every message carries.
     """
 
     def __init__(
-        self, program: Program, buffer: Array, transport: Transport, tag: int, reduce: Any | None, mark: Array
+        self, program: Program, buffer: Array, transport: Transport, tag: int, reduce_op: ReduceOp, mark: Array
     ) -> None:
         own_mark = _bytes(mark)
         self._marks = np.zeros(max(1, sum(len(step.recvs) for step in program.rounds)), np.int64)
@@ -98,7 +85,7 @@ class PersistentProgram:
             for span, arrivals in operands.items():
                 target = part(span)
                 ordered = sorted([*arrivals, (program.rank, target)], key=lambda operand: operand[0])
-                combinations.append(_Combination(reduce, [array for _, array in ordered], target))
+                combinations.append(reduce_op.bind([array for _, array in ordered], target))
             self._steps.append(_Step(transport.persistent_round(sends, receives, tag), combinations, keep))
 
     def run(self, on_wait: WaitHook) -> bool:
@@ -114,20 +101,18 @@ class PersistentProgram:
 
 
 class PersistentAllReduce:
-    """An all-reduce of `count` elements in steps that work on one buffer, in the dtype that sums are kept in.
+    """An all-reduce of `count` elements in steps that work on one buffer, in the dtype that sums are kept in."""
 
-    `operation` is what the kernels call it, `divisor` that of a mean.
-    """
-
-    def __init__(self, dtype: Any, operation: str, count: int, divisor: int) -> None:
-        self.wide = accumulator_dtype(name_of(dtype), operation)
-        self.combines = "sum" if operation == "mean" else operation
-        self.buffer = np.empty(count, NUMPY[self.wide])
+    def __init__(self, reduce_op: ReduceOp, count: int) -> None:
+        operation = reduce_op.operation
+        wide = accumulator_dtype(reduce_op.dtype, operation)
+        self.combine = ReduceOp(wide, "sum" if operation == "mean" else operation)
+        self._divide = ReduceOp(wide, operation, reduce_op.divisor) if operation == "mean" else None
+        self.buffer = np.empty(count, NUMPY[wide])
         self._mark = np.zeros(1, np.int64)
         self._steps: list[Callable[[], Any]] = []
-        self._operation, self._divisor = operation, divisor
         self._at, self._nbytes = address_of(self.buffer), self.buffer.nbytes
-        self._copies_bytes = _ARRAYS_ARE_WHERE_EXPECTED and self.wide == name_of(dtype)
+        self._copies_bytes = _ARRAYS_ARE_WHERE_EXPECTED and wide == reduce_op.dtype
 
     def then(self, step: Callable[[], Any]) -> None:
         """Add a step. One that returns False ends them all: its messages were not those of this call."""
@@ -135,14 +120,10 @@ class PersistentAllReduce:
 
     def then_messages(self, program: Program, transport: Transport, tag: int, on_wait: WaitHook) -> None:
         """Add the steps that combine the buffers of a transport's ranks, and divide if the operation is a mean."""
-        alone = transport.size == 1  # nothing is combined then, and nothing need be compiled
-        combine = None if alone else reduce_function(self.wide, self.combines)
-        messages = PersistentProgram(program, self.buffer, transport, tag, combine, self._mark)
+        messages = PersistentProgram(program, self.buffer, transport, tag, self.combine, self._mark)
         self.then(partial(messages.run, on_wait))
-        if self._operation == "mean" and self._divisor > 1:
-            divide = _Combination(
-                reduce_function(self.wide, self._operation), [self.buffer], self.buffer, self._divisor
-            )
+        if self._divide is not None and self._divide.divisor > 1:
+            divide = self._divide.bind([self.buffer], self.buffer)
             self.then(lambda: _combine(divide.address))
 
     def run(self, x: Array, target: Array, mark: int) -> bool:

@@ -1,4 +1,4 @@
-"""Runs one rank's program over one transport: the only interpreter of programs.
+"""Run one rank's program over one transport, on data of any size.
 
 Large data is cut into blocks, and the program runs over several of them at once, each at its own round: while one
 block's messages are under way, another's are combined and the next one's leave.
@@ -12,9 +12,8 @@ from typing import Any
 
 import numpy as np
 
-from commlib.buffers.views import address_of
 from commlib.errors import TransportError
-from commlib.kernels.host.reduce import reduce_function
+from commlib.execution.reduce_op import ReduceOp
 from commlib.schedule.ir import Program, Recv, Round, Span
 from commlib.schedule.layout import Layout, Slices
 from commlib.transport.base import Request, Transport, WaitHook
@@ -29,21 +28,6 @@ Hook = Callable[[int], None]
 
 def nothing(number: int) -> None:
     pass
-
-
-class Reducer:
-    """One operation on one dtype, for contiguous 1-D arrays on the host; `divisor` is that of a mean."""
-
-    def __init__(self, dtype: str, operation: str, divisor: int = 0) -> None:
-        self._kind = dtype, operation
-        self._divisor = divisor
-
-    def combine(self, operands: Sequence[Any], target: Any) -> None:
-        """target = the first (operation) the second ...; the target may be one of them."""
-        reduce = reduce_function(*self._kind).ctypes  # compiled when first needed
-        inputs = np.array([address_of(operand) for operand in operands], np.int64)
-        output = np.array([address_of(target)], np.int64)
-        reduce(address_of(inputs), len(inputs), address_of(output), 1, 0, len(target), self._divisor)
 
 
 @dataclass(slots=True)
@@ -99,9 +83,9 @@ class _Block:
     """One block of the data on its way through the program."""
 
     def __init__(
-        self, program: Program, regions: Sequence[Region], transport: Transport, tag: int, reducer: Reducer | None
+        self, program: Program, regions: Sequence[Region], transport: Transport, tag: int, reduce_op: ReduceOp | None
     ) -> None:
-        self._program, self._transport, self._tag, self._reducer = program, transport, tag, reducer
+        self._program, self._transport, self._tag, self._reduce_op = program, transport, tag, reduce_op
         self._memory = _Memory(program, regions)
         self._rounds = iter(program.rounds)
         self._arrivals: list[tuple[Recv, Any, Request]] = []
@@ -141,11 +125,11 @@ class _Block:
             if recv.reduce and len(incoming):
                 operands.setdefault(recv.span, []).append((recv.peer, incoming))
         for span, incoming_ones in operands.items():
-            assert self._reducer is not None
+            assert self._reduce_op is not None
             target = self._memory[span]
             # By rank, so that the same numbers are added in the same order wherever it is done.
             ordered = sorted([*incoming_ones, (self._program.rank, target)], key=lambda operand: operand[0])
-            self._reducer.combine([array for _, array in ordered], target)
+            self._reduce_op.combine([array for _, array in ordered], target)
         for recv, incoming, _ in self._arrivals:
             if recv.reduce:
                 landing.give_back(incoming)
@@ -163,13 +147,13 @@ def execute(
     *,
     tag: int,
     on_wait: WaitHook,
-    reducer: Reducer | None = None,
+    reduce_op: ReduceOp | None = None,
     before: Hook = nothing,
     after: Hook = nothing,
 ) -> None:
     """Run `program` over this rank's `blocks`: for each the regions that hold its chunks.
 
-    All messages of block i carry `tag + i`; `reducer` combines what arrives for reducing receives with what is there
+    All messages of block i carry `tag + i`; `reduce_op` combines what arrives for reducing receives with what is there
     (the lowest rank's operand first, so that every rank computes the same bits). `on_wait` is called during long waits
     and may raise to give up. `before(i)` is called before block i begins, `after(i)` when it and all before it have
     ended, both in an order that depends on the number of blocks alone: before(0) ... before(WINDOW - 1), after(0),
@@ -182,7 +166,7 @@ def execute(
         while ended < len(blocks):
             if begun < len(blocks) and begun < ended + WINDOW:
                 before(begun)
-                block = _Block(program, blocks[begun], transport, tag + begun, reducer)
+                block = _Block(program, blocks[begun], transport, tag + begun, reduce_op)
                 running[begun] = block
                 if not block.advance(landing):
                     del running[begun]

@@ -16,11 +16,11 @@ from typing import Any
 import numpy as np
 
 from commlib.dtypes import Array
-from commlib.errors import MismatchError, PeerError
+from commlib.errors import CommlibError, MismatchError, PeerError
 from commlib.execution.streaming import Region, execute
-from commlib.group.operation import signature
 from commlib.schedule import program
 from commlib.schedule.layout import even
+from commlib.signature import signature
 from commlib.transport.base import Request, Transport, WaitHook
 
 _TEXT_BYTES = 1024
@@ -61,6 +61,32 @@ def compare_messages(transport: Transport, sequence: int, text: str, on_wait: Wa
     data = text.encode()[:_TEXT_BYTES]
     own[: len(data)] = np.frombuffer(data, np.uint8)
     return [bytes(row).rstrip(b"\0").decode(errors="replace") for row in gather(own, "texts")]
+
+
+_EXPLAINING = 5.0  # seconds in which to learn from the others what they called instead
+
+
+def explain_difference(
+    group: str, text: str, rank: int, sequence: int, stall_check: StallCheck | None
+) -> MismatchError:
+    """Return the error of ranks whose calls so far were not the same, as a message with another history told."""
+    general = MismatchError(
+        f"{group}: {text}: rank {rank}: another rank has called something else in this group, now or before (this is "
+        f"call number {sequence}). All ranks of a group must make the same calls in the same order. The group cannot "
+        "be used any more; COMMLIB_CHECK=always finds the call that differs before anything is sent."
+    )
+    if stall_check is None:
+        return general
+    deadline = time.monotonic() + _EXPLAINING
+    try:
+        while time.monotonic() < deadline:  # until the other rank comes to compare its calls too
+            stall_check.look()
+            time.sleep(0.01)
+    except MismatchError as error:
+        return error
+    except CommlibError:
+        pass
+    return general
 
 
 # How many past calls a rank still answers for, and how long it waits for the last words of ranks that leave with it.

@@ -14,10 +14,12 @@ from typing import Any
 import numpy as np
 
 from commlib.kernels.host import node as kernels
-from commlib.transport.base import Transport, WaitHook
+from commlib.transport.base import Gather, Transport, WaitHook
 
 Call = Any  # an int64 array of kernels.CALL_FIELDS fields
-Kernel = Callable[[int], int]  # takes the address of a call
+Kernel = Callable[[int], int]  # takes the address of what it works on
+
+_PATIENCE = [kernels.SPINS, kernels.YIELDS, kernels.NAPS, kernels.NAP_MICROSECONDS]  # what a wait depends on
 
 _TEXT_BYTES = 1024
 _PRESENT, _LEFT = 1, 2
@@ -48,10 +50,17 @@ class NodeBoard:
 
     `spins` is how often a rank polls before it yields its core. `slot_bytes` is the size of each rank's two slots.
     `members` are their ranks in the group, by which `late` and `absent` call them (default: all of the group).
+    Collective to make, `gather` tells a rank's value to all of the node; then all ranks `enter`.
     """
 
     def __init__(
-        self, transport: Transport, *, slot_bytes: int, spins: int, members: Sequence[int] | None = None
+        self,
+        transport: Transport,
+        gather: Gather,
+        *,
+        slot_bytes: int,
+        spins: int,
+        members: Sequence[int] | None = None,
     ) -> None:
         self._transport = transport
         self.members = tuple(members or range(transport.size))
@@ -61,7 +70,7 @@ class NodeBoard:
         status = lines
         text = status + 64
         slots = text + _TEXT_BYTES
-        self._memory = transport.share(slots + 2 * slot_bytes)
+        self._memory = transport.share(slots + 2 * slot_bytes, gather)
         bases = self._memory.bases
         self._status = [_as_array(base + status, 64).view(np.int64) for base in bases]
         self._texts = [_as_array(base + text, _TEXT_BYTES) for base in bases]
@@ -74,10 +83,14 @@ class NodeBoard:
         self._control[kernels.SLOTS] = self._slots.ctypes.data
         self._control[kernels.SLOT_BYTES] = slot_bytes
         self._barrier = kernels.entry_point(kernels.barrier)
-        self._meeting = self.new_call()
+        self._meeting = self.new_call()[np.newaxis]
         self._meeting_address = self._meeting.ctypes.data
         self._status[self.rank][:2] = _PRESENT, os.getpid()
-        self.meet(kernels.DONE, _do_nothing)
+        self._watched = [False] * self.size
+
+    def enter(self, on_wait: WaitHook) -> None:
+        """Wait until all ranks have made theirs. Collective."""
+        self.meet(kernels.DONE, on_wait)
         # Ranks in another PID namespace cannot be seen, so their absence would mean nothing.
         self._watched = [_process_alive(int(status[1])) for status in self._status]
 
@@ -105,29 +118,32 @@ class NodeBoard:
         call[kernels.NAP_MICROSECONDS] = _NAP_MICROSECONDS
         return call
 
-    def resume(self, kernel: Kernel, call: Call, status: int, on_wait: WaitHook) -> int:
-        """Go on with a kernel that returned `status`, calling `on_wait` between its waits; return its last status."""
+    def resume(self, kernel: Kernel, argument: int, calls: Call, status: int, on_wait: WaitHook) -> int:
+        """Go on with a kernel that returned `status`, calling `on_wait` between its waits; return its last status.
+
+        calls: one or several, a row each, that the kernel works on.
+        """
         if status == kernels.WAITING:
-            usual = call.copy()
-            call[kernels.SPINS] = call[kernels.YIELDS] = 0  # a long wait must not burn the core
+            patience = calls[:, _PATIENCE]
+            calls[:, _PATIENCE[:2]] = 0  # a long wait must not burn the core
             waits = 0
             while status == kernels.WAITING:
                 on_wait()
                 self._transport.progress()  # a rank that comes later may first wait for a message with this one
                 waits += 1
                 if waits == _MANY_WAITS:
-                    call[kernels.NAPS], call[kernels.NAP_MICROSECONDS] = _LONG_NAPS, _LONG_NAP_MICROSECONDS
-                status = kernel(call.ctypes.data)
-            for field in (kernels.SPINS, kernels.YIELDS, kernels.NAPS, kernels.NAP_MICROSECONDS):
-                call[field] = usual[field]
+                    calls[:, _PATIENCE[2:]] = _LONG_NAPS, _LONG_NAP_MICROSECONDS
+                status = kernel(argument)
+            calls[:, _PATIENCE] = patience
         return status
 
     def meet(self, signature: int, on_wait: WaitHook) -> bool:
         """Wait for all ranks; return whether they all came with the same signature."""
-        call = self._meeting
-        call[kernels.SIGNATURE] = signature
+        self._meeting[0, kernels.SIGNATURE] = signature
         status = self._barrier(self._meeting_address)
-        return status == kernels.DONE or self.resume(self._barrier, call, status, on_wait) == kernels.DONE
+        if status != kernels.DONE:
+            status = self.resume(self._barrier, self._meeting_address, self._meeting, status, on_wait)
+        return status == kernels.DONE
 
     def exchange_texts(self, text: str, on_wait: WaitHook) -> list[str]:
         """Return every rank's text (cut at 1 kB). All ranks call it, at the same epoch."""
@@ -178,7 +194,3 @@ class NodeBoard:
         self._status, self._texts = [], []
         self._arrived = np.zeros(0, np.int64)
         self._memory.close()
-
-
-def _do_nothing() -> None:
-    pass

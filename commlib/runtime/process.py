@@ -11,8 +11,8 @@ from typing import Any
 from commlib import forks
 from commlib.config import Config
 from commlib.cost.chooser import Chooser
-from commlib.group.retired import Retired
 from commlib.runtime.poller import MessagePoller
+from commlib.runtime.retired import Retired
 
 
 @dataclass(slots=True)

@@ -77,6 +77,7 @@ class Progress:
         self._changed = threading.Condition(self._lock)
         self.running = threading.Lock()  # held by whoever runs an operation
         self._busy = 0  # the thread in which an operation waits, or may
+        self.raised: BaseException | None = None  # what has come out of the operation that is running here
         self._broken = False  # an interrupted thread may have left `running` held; then every operation fails at once
         self.pending = 0  # operations begun, queued for, or running on, the thread; looked at while `running` is held
         self._thread: threading.Thread | None = None
@@ -92,24 +93,15 @@ class Progress:
                 "signal handler? Let the handler set a flag, and call this after the other call has ended"
             )
 
-    def claim(self) -> bool:
-        """Return whether an operation may run now, in this thread; `running` is then held.
-
-        Call it within a `try` whose `except` calls `break_off`: a signal handler may raise after any instruction.
-        """
-        if not self.running.acquire(False):
-            return False
-        if self.pending:
-            self.running.release()
-            return False
-        return True
-
     def break_off(self, description: str, error: BaseException) -> None:
         """Let go of `running` after what has come out of an operation that this thread had claimed, or may have."""
-        if isinstance(error, CommlibError):  # it came out of the middle of one
+        ours = isinstance(error, CommlibError)
+        if ours or error is self.raised:  # it came out of the middle of one
             self.running.release()
         else:
             self._broken = True
+        self.raised = None
+        if not ours:
             self._interrupted(description, error)
 
     @contextmanager
@@ -125,27 +117,6 @@ class Progress:
             with self._lock:
                 self.pending -= 1
                 self._changed.notify_all()
-
-    def run(self, description: str, run: Run) -> Any:
-        """Run one operation and return its result, after everything that was launched before it."""
-        self.refuse_nested(description)
-        try:
-            if self.claim():
-                return self._run_here(run)
-        except CommlibError:
-            raise
-        except BaseException as error:
-            self._broken = self.running.locked()
-            self._interrupted(description, error)
-            raise
-        return self.run_queued(description, run)
-
-    def _run_here(self, run: Run) -> Any:
-        try:
-            with self.set_aside():
-                return run()
-        finally:
-            self.running.release()
 
     def run_queued(self, description: str, run: Run) -> Any:
         """Queue one operation, wait for it and return its result."""
@@ -190,29 +161,15 @@ class Progress:
             raise
         return work
 
-    def begin(self, description: str, begin: Callable[[], bool], finish: Run, result: Any) -> Work:
-        """Begin one operation here if nothing is pending, else queue it.
+    def failed(self, description: str, error: CommlibError) -> Work:
+        """Return the work of an operation that has failed as it was begun: the error is for whoever waits for it."""
+        work = Work(description)
+        work.finish(error=error)
+        self._note_failure(work)
+        return work
 
-        `begin` returns whether it is done already; if not, `finish` does the rest. It may also do all of it.
-        """
-        self.refuse_nested(description)
-        try:
-            if self.claim():
-                work = Work.ended(description, result) if begin() else self._begun_work(description, finish)
-                self.running.release()
-                return work
-        except CommlibError as error:  # it belongs to whoever waits for the work
-            self.break_off(description, error)
-            failed = Work(description)
-            failed.finish(error=error)
-            self._note_failure(failed)
-            return failed
-        except BaseException as error:
-            self.break_off(description, error)
-            raise
-        return self.start(description, finish)
-
-    def _begun_work(self, description: str, finish: Run) -> Work:
+    def begun(self, description: str, finish: Run) -> Work:
+        """Return the work of an operation that has been begun in its caller's thread; `finish` does the rest of it."""
         work = Begun(description, self)
         with self._lock:
             self._begun = work, finish

@@ -1,14 +1,13 @@
-"""The watchdog: looks around during a long wait, and says who is late, on what."""
+"""Look around during a long wait, and say who is late, on what."""
 
 from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Mapping
+from typing import Protocol
 
 from commlib.errors import PeerError, ShutdownError, StallError
-from commlib.group.call_check import StallCheck
-from commlib.node.board import NodeBoard
 from commlib.runtime.process import Runtime
 
 log = logging.getLogger("commlib")
@@ -17,6 +16,30 @@ log = logging.getLogger("commlib")
 _GRACE = 0.5
 
 _LONG = 1.0
+
+
+class Presence(Protocol):
+    """What is known of the other ranks without asking them."""
+
+    def absent(self) -> Mapping[int, str]:
+        """Return the ranks that will never come, each with the reason."""
+        ...
+
+    def late(self) -> list[int]:
+        """Return the ranks that have not come to where this rank waits."""
+        ...
+
+
+class StallCheck(Protocol):
+    """Who asks the other ranks what they wait for."""
+
+    def look(self) -> None:
+        """Raise MismatchError if a rank made another call, PeerError if it left instead."""
+        ...
+
+    def late(self) -> list[int]:
+        """Return the ranks that have not said that they wait too."""
+        ...
 
 
 class Watchdog:
@@ -29,11 +52,11 @@ class Watchdog:
 
     __slots__ = (
         "_absent_since",
-        "_board",
         "_explain",
         "_long",
         "_next_look",
         "_peers",
+        "_presence",
         "_rank",
         "_runtime",
         "_since",
@@ -45,7 +68,7 @@ class Watchdog:
     def __init__(
         self,
         runtime: Runtime,
-        board: NodeBoard | None,
+        presence: Presence | None,
         rank: int,
         text: str,
         peers: Collection[int] | None = None,
@@ -53,7 +76,7 @@ class Watchdog:
         *,
         explain: Callable[[float, list[int]], str] | None = None,
     ) -> None:
-        self._runtime, self._board, self._rank, self._text = runtime, board, rank, text
+        self._runtime, self._presence, self._rank, self._text = runtime, presence, rank, text
         self._peers, self._stall_check, self._explain = peers, stall_check, explain
         # Sooner where a message is due sooner: it names the ranks that have not come.
         limits = [runtime.config.timeout or _LONG, runtime.config.stall_warning or _LONG]
@@ -71,7 +94,7 @@ class Watchdog:
         waited = now - self._since
         if self._runtime.closing:
             raise ShutdownError(f"{self._text}: rank {self._rank}: given up, because commlib is shutting down")
-        if self._board is not None:
+        if self._presence is not None:
             self._look_for_absent(now)
         if self._stall_check is not None and waited > self._long:
             self._stall_check.look()
@@ -92,10 +115,9 @@ class Watchdog:
                 log.warning("%s: rank %d has waited %.0f s%s", self._text, self._rank, waited, _named(late))
 
     def _look_for_absent(self, now: float) -> None:
-        assert self._board is not None
-        absent = {
-            rank: reason for rank, reason in self._board.absent().items() if self._peers is None or rank in self._peers
-        }
+        assert self._presence is not None
+        gone = self._presence.absent()
+        absent = {rank: reason for rank, reason in gone.items() if self._peers is None or rank in self._peers}
         if not absent:
             return
         if not self._absent_since:
@@ -107,7 +129,7 @@ class Watchdog:
             raise error
 
     def _late(self) -> list[int]:
-        here = self._board.late() if self._board is not None else []
+        here = self._presence.late() if self._presence is not None else []
         elsewhere = self._stall_check.late() if self._stall_check is not None else []
         return sorted({*here, *elsewhere})
 

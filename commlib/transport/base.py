@@ -6,6 +6,7 @@ A `Transport` is one rank's end of one group. It knows nothing of dtypes, verbs 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from enum import IntEnum
 from typing import Any, Protocol
 
 from commlib.protocols import SharedMemory
@@ -13,6 +14,14 @@ from commlib.protocols import SharedMemory
 WaitHook = Callable[[], None]
 """Called now and then while a wait lasts; whatever it raises ends the wait."""
 
+
+class Space(IntEnum):
+    """What messages are for. Those of different spaces never match each other, whatever their tags."""
+
+    COLLECTIVES, MESSAGES, CHECKS, CHANNELS = range(4)
+
+
+Gather = Callable[[Any], list[Any]]
 
 Pieces = tuple[int, Sequence[memoryview]]
 """A peer, and the pieces of memory that one message to or from it is gathered from, or scattered to."""
@@ -57,6 +66,11 @@ class Transport(Protocol):
     rank: int
     size: int
 
+    @property
+    def members(self) -> Sequence[int]:
+        """The ranks that its ranks had in the group that this one was split from."""
+        ...
+
     def send(self, peer: int, tag: int, data: memoryview) -> Request:
         """Post a send of `data` (bytes, contiguous), which must stay unchanged until the request is complete."""
         ...
@@ -88,6 +102,10 @@ class Transport(Protocol):
         """
         ...
 
+    def space(self, space: Space) -> Transport:
+        """Return the same group for messages of another space. Not collective; it is closed with this one."""
+        ...
+
     def split(self, color: int, key: int) -> Transport | None:
         """Collective: the group of the ranks that gave the same `color`, ordered by `key`; None if color < 0."""
         ...
@@ -96,8 +114,18 @@ class Transport(Protocol):
         """Collective: the group of the ranks that can share memory with this one."""
         ...
 
-    def share(self, nbytes: int) -> SharedMemory:
-        """Collective over a group that lies on one node: `nbytes` of zeroed shared memory for each rank."""
+    def among(self, ranks: Sequence[int]) -> Transport:
+        """Return the group of some of the ranks, of which this one is one. Not collective; it is closed with this one.
+
+        They must not send each other messages of both groups at the same time.
+        """
+        ...
+
+    def share(self, nbytes: int, gather: Gather) -> SharedMemory:
+        """Collective over a group that lies on one node: `nbytes` of zeroed shared memory for each rank.
+
+        `gather` tells every rank's picklable value to all; it may raise to give up.
+        """
         ...
 
     def close(self) -> None:

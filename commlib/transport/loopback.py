@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import itertools
 import threading
-from collections import defaultdict, deque
+from collections import Counter, defaultdict, deque
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -16,7 +16,7 @@ import numpy as np
 
 from commlib.errors import TransportError
 from commlib.protocols import SharedMemory
-from commlib.transport.base import PersistentRound, Pieces, ProbedReceive, Request, WaitHook
+from commlib.transport.base import Gather, PersistentRound, Pieces, ProbedReceive, Request, Space, WaitHook
 
 
 class _Message:
@@ -119,24 +119,43 @@ class _PreparedRound:
 
 
 class LoopbackTransport:
-    """One thread's end of a group of threads. `members` are the world ranks of the group, in order."""
+    """One thread's end of a group of threads. `world` are the world ranks of the group, in order."""
 
     native = None
 
-    def __init__(self, network: Network, context: int, members: Sequence[int], rank: int) -> None:
-        self._network, self._context, self._members = network, context, tuple(members)
-        self.rank, self.size = rank, len(members)
-        self._meetings = 0
+    def __init__(
+        self,
+        network: Network,
+        context: int,
+        world: Sequence[int],
+        rank: int,
+        members: Sequence[int],
+        space: Space = Space.COLLECTIVES,
+    ) -> None:
+        self._network, self._context, self._world, self._space = network, context, tuple(world), space
+        self.rank, self.size, self.members = rank, len(world), tuple(members)
+        self._meetings: Counter[str] = Counter()
+
+    def space(self, space: Space) -> LoopbackTransport:
+        return LoopbackTransport(self._network, self._context, self._world, self.rank, self.members, space)
+
+    def among(self, ranks: Sequence[int]) -> LoopbackTransport:
+        world = [self._world[rank] for rank in ranks]
+        rank = ranks.index(self.rank)
+        return LoopbackTransport(self._network, self._context, world, rank, ranks, self._space)
+
+    def _key(self, source: int, target: int, tag: int) -> tuple[int, ...]:
+        return (self._context, self._world[source], self._world[target], tag, self._space)
 
     def send(self, peer: int, tag: int, data: memoryview) -> Request:
-        return self._network.post("send", (self._context, self.rank, peer, tag), data)
+        return self._network.post("send", self._key(self.rank, peer, tag), data)
 
     def recv(self, peer: int, tag: int, into: memoryview) -> Request:
-        return self._network.post("recv", (self._context, peer, self.rank, tag), into)
+        return self._network.post("recv", self._key(peer, self.rank, tag), into)
 
     def recv_probed(self, peer: int, tag: int, into: memoryview) -> ProbedReceive:
         # Nothing is written before both lengths are known.
-        return self._network.post("recv", (self._context, peer, self.rank, tag), into)
+        return self._network.post("recv", self._key(peer, self.rank, tag), into)
 
     def wait(self, requests: Sequence[Request], on_wait: WaitHook) -> None:
         self._wait_for(lambda: all(request.test() for request in requests), on_wait)
@@ -160,31 +179,34 @@ class LoopbackTransport:
     def progress(self) -> bool:
         with self._network.changed:
             sends = self._network.posted["send"].items()
-            return any(key[0] == self._context and key[2] == self.rank and waiting for key, waiting in sends)
+            return any(
+                key[0] == self._context and key[2] == self._world[self.rank] and waiting for key, waiting in sends
+            )
 
-    def _meet(self, value: Any) -> list[Any]:
-        self._meetings += 1
-        return self._network.meet((self._context, self._meetings), self.rank, self.size, value)
+    def _meet(self, what: str, value: Any) -> list[Any]:
+        self._meetings[what] += 1
+        key = self._context, self._world, what, self._meetings[what]
+        return self._network.meet(key, self.rank, self.size, value)
 
     def split(self, color: int, key: int) -> LoopbackTransport | None:
-        wishes = self._meet((color, key, self.rank, self._network.new_context()))
+        wishes = self._meet("split", (color, key, self.rank, self._network.new_context()))
         group = sorted((k, r) for c, k, r, _ in wishes if c == color)
         if color < 0:
             return None
         ranks = [rank for _, rank in group]
         context = min(number for c, _, _, number in wishes if c == color)
-        members = [self._members[rank] for rank in ranks]
-        return LoopbackTransport(self._network, context, members, ranks.index(self.rank))
+        world = [self._world[rank] for rank in ranks]
+        return LoopbackTransport(self._network, context, world, ranks.index(self.rank), ranks)
 
     def split_node(self) -> LoopbackTransport:
-        node = self.split(self._network.nodes[self._members[self.rank]], self.rank)
+        node = self.split(self._network.nodes[self._world[self.rank]], self.rank)
         assert node is not None
         return node
 
-    def share(self, nbytes: int) -> SharedMemory:
+    def share(self, nbytes: int, gather: Gather) -> SharedMemory:
         own = np.zeros(nbytes + 64, np.uint8)
         base = (own.ctypes.data + 63) // 64 * 64
-        parts = self._meet((own, base))
+        parts = self._meet("share", (own, base))
         return LoopbackSharedMemory([part for part, _ in parts], [base for _, base in parts], nbytes)
 
     def close(self) -> None:
@@ -195,4 +217,4 @@ def transports(size: int, nodes: Sequence[int] | None = None) -> list[LoopbackTr
     """Return the `size` ends of one group. `nodes[r]` is the node that rank r pretends to be on (default: all on 0)."""
     network = Network(nodes or [0] * size)
     context = network.new_context()
-    return [LoopbackTransport(network, context, range(size), rank) for rank in range(size)]
+    return [LoopbackTransport(network, context, range(size), rank, range(size)) for rank in range(size)]

@@ -6,6 +6,7 @@ Every group has its own duplicated MPI communicator, so commlib's messages never
 
 from __future__ import annotations
 
+import copy
 import os
 import threading
 import time
@@ -19,7 +20,7 @@ from commlib import forks
 from commlib.buffers import shared_memory as segment
 from commlib.errors import TransportError
 from commlib.protocols import SharedMemory
-from commlib.transport.base import PersistentRound, Pieces, ProbedReceive, Request, WaitHook
+from commlib.transport.base import Gather, PersistentRound, Pieces, ProbedReceive, Request, Space, WaitHook
 
 # MPI counts are C ints before MPI 4: longer messages are cut, on both sides alike. The last piece is shorter than the
 # others, empty if need be: so a receiver that does not know the length sees where the message ends.
@@ -83,7 +84,7 @@ class _ProbedReceive:
     __slots__ = ("_buffer", "_key", "_pieces", "_transport", "nbytes")
 
     def __init__(self, transport: MpiTransport, peer: int, tag: int, buffer: memoryview) -> None:
-        self._transport, self._key, self._buffer = transport, (peer, tag), buffer
+        self._transport, self._key, self._buffer = transport, (transport.peer(peer), transport.tag(tag)), buffer
         self._pieces: list[tuple[_MpiRequest, int]] = []  # what was taken, and the room that there was for it
         self.nbytes = 0
         transport.unmatched[self._key].append(self)
@@ -106,7 +107,7 @@ class _ProbedReceive:
         try:
             while True:
                 status = MPI.Status()
-                message = self._transport.native.Improbe(*self._key, status)
+                message = self._transport.comm.Improbe(*self._key, status)
                 if message is None:
                     return False
                 length = status.Get_count(MPI.BYTE)
@@ -199,29 +200,77 @@ class _MpiRound:
                 request.Free()
 
 
+# How the tags of a communicator are shared out: (the first, how many); collectives have what is left above these.
+_TAGS = {Space.MESSAGES: (0, 1 << 15), Space.CHECKS: (1 << 15, 1 << 15), Space.CHANNELS: (1 << 16, 1 << 16)}
+_FIRST_COLLECTIVE_TAG = 1 << 17
+
+
 class MpiTransport:
     """One rank's end of a group of MPI processes. Owns the communicator that it is given.
 
     longest: bytes of the longest message; longer ones are cut into pieces. The same on all ranks.
+    most_tags: how many tags its MPI has. Where they are too few to share out, each space has a communicator of its own.
     """
 
-    def __init__(self, comm: Any, longest: int = LONGEST) -> None:
+    def __init__(
+        self, comm: Any, longest: int = LONGEST, members: Sequence[int] | None = None, most_tags: int = 0
+    ) -> None:
         self._comm, self.longest = comm, longest
         self.rank: int = comm.Get_rank()
         self.size: int = comm.Get_size()
+        self.members = tuple(range(self.size)) if members is None else tuple(members)
+        self._most_tags = most_tags or int(MPI.COMM_WORLD.Get_attr(MPI.TAG_UB) or 0) + 1  # it is on this one only
+        self._ranks: tuple[int, ...] = ()  # those of the communicator, where it has more than this group
+        self._apart: dict[Space, Any] = {}
+        self._first_tag, self._tags = _FIRST_COLLECTIVE_TAG, self._most_tags - _FIRST_COLLECTIVE_TAG
+        if self._tags < _FIRST_COLLECTIVE_TAG:
+            self._first_tag, self._tags = 0, self._most_tags
+            self._apart = {space: comm.Dup() for space in _TAGS}
+        self._new_queues()
+
+    def _new_queues(self) -> None:
         self.matching = threading.RLock()
         self.unmatched: defaultdict[tuple[int, int], deque[_ProbedReceive]] = defaultdict(deque)
-        self._top_tag: Any = MPI.COMM_WORLD.Get_attr(MPI.TAG_UB)  # an MPI has it on this communicator only
+
+    def space(self, space: Space) -> MpiTransport:
+        other = copy.copy(self)
+        other._new_queues()
+        if space in self._apart:
+            other._comm = self._apart[space]
+        else:
+            other._first_tag, other._tags = _TAGS[space]
+        other._apart = {}
+        return other
+
+    def among(self, ranks: Sequence[int]) -> MpiTransport:
+        other = copy.copy(self)
+        other._new_queues()
+        other._ranks = tuple(self.peer(rank) for rank in ranks)
+        other.rank, other.size, other.members = ranks.index(self.rank), len(ranks), tuple(ranks)
+        return other
+
+    def peer(self, rank: int) -> int:
+        """Return MPI's rank for one of this group."""
+        return self._ranks[rank] if self._ranks else rank
+
+    def tag(self, tag: int) -> int:
+        """Return MPI's tag for one of this space."""
+        return self._first_tag + tag % self._tags
+
+    @property
+    def comm(self) -> Any:
+        """The communicator that its messages go through."""
+        return self._comm
 
     @property
     def native(self) -> Any:
-        return self._comm
+        return None if self._ranks else self._comm
 
     def _post(self, operation: Any, peer: int, tag: int, buffer: memoryview) -> _MpiRequest:
         longest = self.longest
-        pieces = range(0, len(buffer) + 1, longest)
+        pieces, to, mpi_tag = range(0, len(buffer) + 1, longest), self.peer(peer), self.tag(tag)
         try:
-            requests = [operation([buffer[i : i + longest], MPI.BYTE], peer, tag % self._top_tag) for i in pieces]
+            requests = [operation([buffer[i : i + longest], MPI.BYTE], to, mpi_tag) for i in pieces]
         except MPI.Exception as error:
             raise TransportError(f"MPI: {error}") from error
         except BaseException:  # a signal handler's: it may have been posted
@@ -265,7 +314,7 @@ class MpiTransport:
         return ended
 
     def persistent_round(self, sends: Sequence[Pieces], recvs: Sequence[Pieces], tag: int) -> PersistentRound:
-        tag %= self._top_tag
+        tag = self.tag(tag)
         requests = [self._prepare(self._comm.Recv_init, pieces, peer, tag) for peer, pieces in recvs]
         requests += [self._prepare(self._comm.Send_init, pieces, peer, tag) for peer, pieces in sends]
         return _MpiRound(requests, len(recvs), (sends, recvs))
@@ -275,7 +324,7 @@ class MpiTransport:
         addresses = [MPI.Get_address(piece) for piece in pieces]
         kind = MPI.BYTE.Create_hindexed([len(piece) for piece in pieces], addresses).Commit()
         try:
-            return init([MPI.BOTTOM, 1, kind], peer, tag)
+            return init([MPI.BOTTOM, 1, kind], self.peer(peer), tag)
         finally:
             kind.Free()  # the request keeps it for as long as it needs it
 
@@ -283,17 +332,29 @@ class MpiTransport:
         return bool(self._comm.Iprobe())
 
     def split(self, color: int, key: int) -> MpiTransport | None:
-        comm = self._comm.Split(MPI.UNDEFINED if color < 0 else color, key)
-        return None if comm == MPI.COMM_NULL else MpiTransport(comm, self.longest)
+        return self._child(self._comm.Split(MPI.UNDEFINED if color < 0 else color, key))
 
     def split_node(self) -> MpiTransport:
-        return MpiTransport(self._comm.Split_type(MPI.COMM_TYPE_SHARED, self.rank), self.longest)
+        node = self._child(self._comm.Split_type(MPI.COMM_TYPE_SHARED, self.rank))
+        assert node is not None
+        return node
 
-    def share(self, nbytes: int) -> SharedMemory:
+    def _child(self, comm: Any) -> MpiTransport | None:
+        if comm == MPI.COMM_NULL:
+            return None
+        here, there = self._comm.Get_group(), comm.Get_group()
         try:
-            return segment.share(self.rank, nbytes, self._comm.allgather)
-        except MPI.Exception as error:
-            raise TransportError(f"MPI: {error}") from error
+            members = MPI.Group.Translate_ranks(there, None, here)
+        finally:
+            here.Free()
+            there.Free()
+        return MpiTransport(comm, self.longest, members, self._most_tags)
+
+    def share(self, nbytes: int, gather: Gather) -> SharedMemory:
+        return segment.share(self.rank, nbytes, gather)
 
     def close(self) -> None:
-        self._comm.Free()
+        if self._ranks:
+            return
+        for comm in (*self._apart.values(), self._comm):
+            comm.Free()

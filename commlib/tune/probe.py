@@ -10,7 +10,8 @@ from functools import partial
 import numpy as np
 
 from commlib.communicator import Communicator
-from commlib.execution.streaming import Reducer, Region
+from commlib.execution.reduce_op import ReduceOp
+from commlib.execution.streaming import Region
 from commlib.schedule import Link, Program, Recv, Round, Send, Span, even
 from commlib.tune.fit import fit_gamma, fit_link
 from commlib.tune.stopwatch import Call, Stopwatch
@@ -46,18 +47,18 @@ def _exchange(group: Communicator, nbytes: int, rounds: int) -> Call:
     step = Round((Send(peer, mine),), (Recv(peer, theirs),))
     program = Program("exchange", "pair", group.rank, 2, 0, (2,), (step,) * rounds)
     region = Region(np.zeros(2 * nbytes, np.uint8), even(2 * nbytes, 2))
-    return partial(group.execute, program, [[region]], "exchange")
+    return partial(group.group.execute, program, [[region]], "exchange")
 
 
 def measure_gamma(watch: Stopwatch, share: float) -> float:
     """Return gamma, of float32 sums, while all ranks combine at the same time and share the memory. Collective."""
-    reducer = Reducer("float32", "sum")
+    reduce_op = ReduceOp("float32", "sum")
     samples: list[tuple[float, float]] = []
     end = watch.left - share
     for nbytes in COMBINED:
         if len(samples) >= FEWEST_SIZES and watch.left <= end:
             break
         first, second = np.zeros(nbytes // 4, np.float32), np.zeros(nbytes // 4, np.float32)
-        call = partial(reducer.combine, [first, second], first)
+        call = partial(reduce_op.combine, [first, second], first)
         samples.append((nbytes, min(watch.measure(call, share / len(COMBINED)))))
     return fit_gamma(samples)

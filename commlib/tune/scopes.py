@@ -46,15 +46,13 @@ def survey(comm: Communicator) -> Cluster:
     """
     topology = comm.topology
     first, *others = topology.nodes
-    node = topology.nodes[topology.node(comm.rank)]
     places = []
     if len(first) > 1:
         here = comm.node()
         places.append(Place(1, len(first), here if here.size == len(first) else None))
     if others:
-        rail = node.index(comm.rank)
-        group = comm.split(rail if rail < topology.rails else -1, comm.rank)
-        one = group if rail == 0 else None
+        group = comm.parts().rail
+        one = group if comm.parts().place == 0 else None
         several = topology.rails > 1
         # Smaller data goes through one rail (`collectives.rails`), so there is no need to measure it in several.
         places.append(Place(len(others) + 1, 1, one, largest=RAIL_BYTES if several else inf))

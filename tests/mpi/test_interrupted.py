@@ -69,7 +69,8 @@ class Meanwhile:
 
         def ring(*_):
             nonlocal busy
-            busy += bool(group.progress.pending or group.progress.running.locked())
+            progress = group.group.progress
+            busy += bool(progress.pending or progress.running.locked())
             if busy == 5:
                 raise Alarm
 
@@ -176,7 +177,7 @@ def test_alarms_at_any_time(comm, count, algorithm):
                     now = int(total[0]) // (comm.size - 1)
                     assert (total == now * (comm.size - 1)).all() and now - step in (1, 2), (now, step)
                     step = now
-            if group.failure is None:
+            if group.group.failure is None:
                 group.all_reduce(np.full(count, -1e9), algorithm=algorithm)
         else:
             try:
@@ -186,7 +187,7 @@ def test_alarms_at_any_time(comm, count, algorithm):
                         break
             except PeerError as error:
                 assert "ended half-way by Alarm" in str(error)
-        if not all(comm.all_gather_object(group.failure is None)):
+        if not all(comm.all_gather_object(group.group.failure is None)):
             group, failed = comm.split(0), failed + 1
         step = comm.broadcast_object(step, comm.size - 1)
     assert failed

@@ -20,7 +20,7 @@ def give_up() -> None:
 @pytest.mark.parametrize("count", [10, 1_000_000])
 def test_what_was_given_up_writes_nothing_any_more(comm: Any, count: int) -> None:
     """A message that came late was written into memory that had been freed: Open MPI crashed at the end of the job."""
-    transport = comm.transport.split(0, comm.rank)
+    transport = comm.group.transport.split(0, comm.rank)
     if comm.rank == 0:
         landing, outgoing = np.zeros(count, np.uint8), np.zeros(4, np.uint8)
         prepared = transport.persistent_round([(1, [outgoing.data])], [(1, [landing.data])], 7)

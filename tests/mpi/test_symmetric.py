@@ -92,7 +92,7 @@ def test_a_view_keeps_the_memory_alive(comm):
 
 def test_memory_is_given_back_once_all_ranks_have_dropped_it(comm):
     def segments():
-        return len(comm._symmetric._segments)
+        return len(comm.group.symmetric)
 
     comm.empty(1)
     gc.collect()

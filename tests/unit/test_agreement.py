@@ -134,16 +134,16 @@ def test_a_rank_that_gives_up_in_a_call_is_not_waited_for(calls, waited):
         for _ in range(calls):
             comm.barrier()
         if comm.rank == 2:
-            comm._stall_check.note(calls + 1, "barrier")  # as if it had come to it
+            comm.group._stall_check.note(calls + 1, "barrier")  # as if it had come to it
             if waited:
-                comm._stall_check.look()
-            comm.leave("has had enough")
+                comm.group._stall_check.look()
+            comm.group.leave("has had enough")
             return
         time.sleep(waited)
         with pytest.raises(
             PeerError, match=r"barrier.*: waited for a rank that will not come: .*rank 2 has had enough"
         ):
             comm.barrier()
-        comm.leave("waited in vain")
+        comm.group.leave("waited in vain")
 
     run(3, check, nodes=[0, 1, 2], config=Config(timeout=10))

@@ -48,7 +48,8 @@ IMPURE_STANDARD_LIBRARY = {
 
 # A module may import its own row and those above it. The longest name that fits decides.
 LAYERS = (
-    ("commlib.arguments", "commlib.errors", "commlib.protocols", "commlib.config", "commlib.dtypes", "commlib.extras",
+    ("commlib.arguments", "commlib.signature", "commlib.errors", "commlib.protocols", "commlib.config",
+     "commlib.dtypes", "commlib.extras",
      "commlib.forks", *PURE),
     ("commlib.kernels", "commlib.buffers"),
     ("commlib.transport",),

@@ -10,7 +10,7 @@ import pytest
 
 from commlib.dtypes import NUMPY, kernel_operation
 from commlib.errors import UsageError
-from commlib.execution.streaming import Reducer
+from commlib.execution.reduce_op import ReduceOp
 from commlib.kernels.host.reduce import BLOCK, reduce_function
 from tests.oracle import REDUCIBLE, assert_same, combined, values
 
@@ -100,12 +100,12 @@ def test_a_mean_of_halves_divides(divisor):
 
 def test_a_reducer_combines_any_number_of_operands():
     first, second = np.arange(5, dtype=np.float32), np.full(5, 2, np.float32)
-    Reducer("float32", "sum").combine([first, second], second)
+    ReduceOp("float32", "sum").combine([first, second], second)
     assert_same(second, np.arange(5, dtype=np.float32) + 2)
     third = np.empty(5, np.float32)
-    Reducer("float32", "max").combine([first, np.full(5, 3, np.float32), np.zeros(5, np.float32)], third)
+    ReduceOp("float32", "max").combine([first, np.full(5, 3, np.float32), np.zeros(5, np.float32)], third)
     assert_same(third, np.maximum(first, 3))
-    Reducer("float32", "mean", 4).combine([second], second)
+    ReduceOp("float32", "mean", 4).combine([second], second)
     assert_same(second, (np.arange(5, dtype=np.float32) + 2) / np.float32(4))
 
 

@@ -68,7 +68,7 @@ def test_a_begun_call_need_not_be_waited_for():
             comm.all_reduce_async(x, out=x)
             del x
         comm.barrier()
-        assert comm.progress.drain(5) == ""
+        assert comm.group.progress.drain(5) == ""
 
     run(2, check)
 
@@ -82,12 +82,12 @@ def test_done_and_a_timeout_do_not_block():
             assert not work.done()
             with pytest.raises(StallError, match="not done after"):
                 work.wait(0.05)
-            comm.p2p.send(1, 5, memoryview(b"go"))
+            comm.group.p2p.send(1, 5, memoryview(b"go"))
             while not work.done():
                 time.sleep(0.001)
             assert (work.result() == 2).all() and work.exception() is None
         else:
-            comm.p2p.wait([comm.p2p.recv(0, 5, memoryview(bytearray(2)))], lambda: None)
+            comm.group.p2p.wait([comm.group.p2p.recv(0, 5, memoryview(bytearray(2)))], lambda: None)
             comm.all_reduce(x, out=x)
 
     run(2, check)
@@ -124,7 +124,7 @@ def test_what_is_begun_when_commlib_ends_is_dropped_with_an_error():
         warm(comm)
         if comm.rank == 0:
             work = comm.all_reduce_async(np.zeros(3))
-            comm.progress.close()
+            comm.group.progress.close()
             with pytest.raises(ShutdownError):
                 work.wait()
 
@@ -166,7 +166,7 @@ def test_a_group_that_is_dropped_takes_its_thread_along():
     def check(comm):
         group = comm.split(0)
         group.all_reduce_async(np.ones(3000)).wait()
-        thread = group.progress._thread
+        thread = group.group.progress._thread
         assert thread is not None and thread.is_alive()
         del group
         for _ in range(100):  # the thread may still hold it for a moment

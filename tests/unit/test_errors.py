@@ -64,7 +64,7 @@ def test_stall(text):
 def test_peer(text):
     def check(comm):
         if comm.rank == 2:
-            comm.leave()
+            comm.group.leave()
             return
         start = time.monotonic()
         with pytest.raises(PeerError) as caught:
@@ -94,7 +94,7 @@ def test_after_a_failure_every_call_says_what_it_was():
 def test_a_message_between_two_ranks_does_not_care_who_else_has_left():
     def check(comm):
         if comm.rank == 2:
-            comm.leave()
+            comm.group.leave()
         elif comm.rank == 1:
             assert comm.recv(np.zeros(2), 0).tolist() == [1, 1]
         else:
@@ -120,7 +120,7 @@ def test_a_group_learns_that_a_rank_has_left():
 def test_shutdown():
     def check(comm):
         work = comm.recv_async(np.zeros(2), 1 - comm.rank)
-        comm.progress.close()
+        comm.group.progress.close()
         comm.runtime.closing = True
         with pytest.raises(ShutdownError, match="recv from rank"):
             work.wait()

@@ -21,12 +21,12 @@ from commlib.kernels.host import cache
 PROGRAM = """
 import sys
 import numpy as np
-from commlib.execution.streaming import Reducer
+from commlib.execution.reduce_op import ReduceOp
 from commlib.kernels.host import cache
 
 for dtype in sys.argv[2:]:
     first, second = np.full(100, int(sys.argv[1]), dtype), np.full(100, 1, dtype)
-    Reducer(dtype, "sum").combine([first, second], second)
+    ReduceOp(dtype, "sum").combine([first, second], second)
     assert (second == int(sys.argv[1]) + 1).all(), second
 print(cache.folder())
 """

@@ -5,6 +5,7 @@ from __future__ import annotations
 import ctypes
 import threading
 import time
+from dataclasses import dataclass
 from itertools import pairwise
 from typing import Any
 
@@ -13,9 +14,11 @@ import pytest
 
 from commlib.config import Config
 from commlib.errors import MismatchError, StallError
+from commlib.execution.reduce_op import ReduceOp
 from commlib.kernels.host import node as kernels
 from commlib.kernels.host.reduce import reduce_function
 from commlib.node.board import NodeBoard
+from commlib.node.collective import NodeCollective
 from commlib.transport.loopback import transports
 from tests.loopback import run
 
@@ -102,7 +105,8 @@ def boards(size: int, slot_bytes: int = 1024) -> list[NodeBoard]:
     made: list[Any] = [None] * size
 
     def make(rank: int) -> None:
-        made[rank] = NodeBoard(ends[rank].split_node(), slot_bytes=slot_bytes, spins=20)
+        made[rank] = NodeBoard(ends[rank].split_node(), list, slot_bytes=slot_bytes, spins=20)
+        made[rank].enter(lambda: None)
 
     together(make, size)
     return made
@@ -115,6 +119,15 @@ def together(function: Any, size: int) -> None:
     for thread in threads:
         thread.join(10)
     assert not any(thread.is_alive() for thread in threads)
+
+
+@dataclass
+class SlowOp:
+    """A sum of float64 that takes long."""
+
+    address: int
+    item_bytes: int = 8
+    divisor: int = 2
 
 
 @pytest.mark.parametrize("epochs", range(4))
@@ -130,15 +143,15 @@ def test_a_fast_rank_does_not_overwrite_what_a_slow_one_reads(first, second, epo
 
     slow_function = ctypes.CFUNCTYPE(None, *[ctypes.c_ssize_t] * 7)(slow)
 
+    slow_op = SlowOp(ctypes.cast(slow_function, ctypes.c_void_p).value or 0)
+
     def check(comm):
         for _ in range(epochs):  # slots alternate by the number of meetings
-            comm.board.meet(0, lambda: None)
+            comm.group.board.meet(0, lambda: None)
         for _ in range(2):
             out = np.full(first, 1.0 + comm.rank)
-            call = comm.node_calls.bound_all_reduce(out, out, "sum", "auto")
-            if comm.rank == 1:
-                call._call[kernels.REDUCE] = ctypes.cast(slow_function, ctypes.c_void_p).value
-            call()
+            op: Any = ReduceOp("float64", "sum", comm.size) if comm.rank == 0 else slow_op
+            NodeCollective.all_reduce(comm.group.open(), "all_reduce", first, op).now(out, out)
             assert (comm.all_reduce(np.full(second, 1000.0)) == 2000).all()
             assert (out == 3).all()
 

@@ -6,10 +6,12 @@ import gc
 import threading
 import time
 import weakref
+from functools import partial
 
 import pytest
 
 from commlib.errors import ShutdownError
+from commlib.runtime.compiled import Task
 from commlib.runtime.progress import Progress
 
 
@@ -18,6 +20,11 @@ def progress():
     made = Progress()
     yield made
     made.close()
+
+
+def run_now(progress, text, function):
+    """Run an operation in this thread, after everything that was launched before."""
+    return Task(progress, text, function).now(None, None)
 
 
 class Gate:
@@ -40,16 +47,16 @@ def test_operations_run_in_launch_order_off_the_callers_thread(progress):
 
 
 def test_a_blocking_call_runs_in_its_own_thread_when_nothing_is_pending(progress):
-    assert progress.run("inline", threading.current_thread) is threading.current_thread()
+    assert run_now(progress, "inline", threading.current_thread) is threading.current_thread()
     progress.start("first", lambda: None).wait(10)
-    assert progress.run("inline", threading.current_thread) is threading.current_thread()
+    assert run_now(progress, "inline", threading.current_thread) is threading.current_thread()
 
 
 def test_a_blocking_call_queues_behind_what_is_pending(progress):
     gate, ran = Gate(), []
     progress.start("gate", gate)
     progress.start("second", lambda: ran.append("second"))
-    blocking = threading.Thread(target=lambda: progress.run("third", lambda: ran.append("third")))
+    blocking = threading.Thread(target=lambda: run_now(progress, "third", lambda: ran.append("third")))
     blocking.start()
     time.sleep(0.05)
     assert ran == []
@@ -69,7 +76,7 @@ def test_one_operation_at_a_time_whatever_the_thread(progress):
 
     def use():
         for _ in range(15):
-            progress.run("blocking", run)
+            run_now(progress, "blocking", run)
             progress.start("async", run)
 
     threads = [threading.Thread(target=use) for _ in range(4)]
@@ -88,8 +95,8 @@ def test_an_error_belongs_to_its_work_and_the_next_one_runs(progress):
         failing.wait(10)
     assert after.wait(10) == 7
     with pytest.raises(ZeroDivisionError):
-        progress.run("inline", lambda: 1 / 0)
-    assert progress.run("inline", lambda: 8) == 8
+        run_now(progress, "inline", lambda: 1 / 0)
+    assert run_now(progress, "inline", lambda: 8) == 8
 
 
 def test_close_drops_what_has_not_begun(progress):
@@ -99,7 +106,7 @@ def test_close_drops_what_has_not_begun(progress):
     progress.close()
     with pytest.raises(ShutdownError, match="queued: commlib was shut down before it began"):
         queued.wait(10)
-    for call in (progress.run, progress.start):
+    for call in (partial(run_now, progress), progress.start):
         with pytest.raises(ShutdownError, match="late: commlib has been shut down"):
             call("late", lambda: None)
     assert not running.done()
@@ -118,7 +125,7 @@ def test_the_thread_ends_after_close():
 
 
 def test_no_thread_without_async_work(progress):
-    progress.run("inline", lambda: None)
+    run_now(progress, "inline", lambda: None)
     assert progress._thread is None
 
 

@@ -9,8 +9,7 @@ import numpy as np
 import pytest
 
 from commlib.schedule import algorithms
-from commlib.tune import measure, stopwatch
-from commlib.tune import probe as links
+from commlib.tune import measure, probe, stopwatch
 from commlib.tune.measure import SIZES, VERBS
 from commlib.tune.scopes import Cluster, Place
 from commlib.tune.stopwatch import Stopwatch
@@ -25,6 +24,10 @@ class World:
         self.spent: list[float] = []
         self.slow_down = 1.0
         self._seconds_of = seconds_of
+
+    @property
+    def group(self) -> World:
+        return self
 
     def take(self, seconds: float) -> None:
         self.now += seconds
@@ -66,7 +69,7 @@ def run(monkeypatch: pytest.MonkeyPatch) -> Any:
         monkeypatch.setattr(stopwatch, "time", SimpleNamespace(perf_counter=lambda: world.now))
         monkeypatch.setattr(measure, "survey", lambda comm: Cluster((place,), (0, 1), None))
         monkeypatch.setattr(measure, "mpi_library", lambda: "Some MPI")
-        monkeypatch.setattr(links, "Reducer", lambda *_: Combiner(world))
+        monkeypatch.setattr(probe, "ReduceOp", lambda *_: Combiner(world))
         told: list[tuple[float, str]] = []
         table = measure.measure(world, seconds, lambda *what: told.append(what))  # type: ignore[arg-type]
         return world, table, told
@@ -118,7 +121,7 @@ def test_a_slow_link_leaves_time_for_the_algorithms(run: Any) -> None:
     world, table, _ = run(8.0, lambda nbytes: 1e-4)
     assert len({time.up_to for time in table.entries[0].times}) > 1
     world.slow_down, before = 100.0, world.now
-    measured = links.measure_link(world, (0, 1), Stopwatch(world, 10.0), 0.3)
+    measured = probe.measure_link(world, (0, 1), Stopwatch(world, 10.0), 0.3)
     assert world.now - before < 3  # of all sizes it is 10
     assert measured.alpha == pytest.approx(1e-4, rel=0.01) and measured.beta == pytest.approx(2e-7, rel=0.01)
 

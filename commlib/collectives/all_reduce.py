@@ -1,0 +1,78 @@
+"""all_reduce: every rank gets the combination of all ranks' arrays."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from commlib.collectives import hierarchical
+from commlib.collectives.call import Call
+from commlib.collectives.operands import apart, result, source
+from commlib.collectives.paths import Move, Verb
+from commlib.collectives.ready import Calls, Ready
+from commlib.collectives.scheduled import choose, own_program, persistent
+from commlib.dtypes import NUMPY, Array, kernel_operation, name_of
+from commlib.execution.accumulation import Accumulation, is_widened, wide_dtype
+from commlib.execution.persistent import PERSISTENT_BYTES, PersistentAllReduce
+from commlib.execution.reduce_op import ReduceOp
+from commlib.execution.streaming import Region
+from commlib.group.group import Group
+from commlib.node.collective import NodeCollective
+from commlib.node.context import NodeContext
+from commlib.schedule import find
+from commlib.schedule.layout import blocks
+from commlib.signature import signature
+
+
+def all_reduce(calls: Calls, x: Any, op: str, out: Any, algorithm: str) -> Ready:
+    array = source(x, "all_reduce")
+    target = result(out, array.shape, array.dtype, "all_reduce")
+    kernel_operation(name_of(array.dtype), op)
+    call = Call("all_reduce", array.size, array.dtype, op, algorithm=algorithm)
+    compiled = calls.find_all_reduce(VERB, call, (array.dtype, array.size, op, algorithm))
+    return Ready.into(compiled, apart(array.reshape(-1), target.flat), target, x)
+
+
+def _on_node(context: NodeContext, call: Call) -> NodeCollective:
+    op = ReduceOp.of(call.dtype, call.op, context.board.size)
+    return NodeCollective.all_reduce(context, call.text, call.count, op)
+
+
+def choose_algorithm(group: Group, verb: str, call: Call) -> tuple[str, int]:
+    """Return an algorithm for a reduction among all ranks, and into how many segments to cut the data."""
+    if call.algorithm == "auto" and is_widened(call.dtype, call.op):
+        # On most ways partial sums travel, in a wider dtype; they may travel a better way, but twice the bytes.
+        wide = NUMPY[wide_dtype(call.dtype, call.op)].itemsize
+        narrow = choose(group, verb, "direct", group.size, call.nbytes)
+        others = choose(group, verb, "auto", group.size, call.nbytes * wide // call.dtype.itemsize)
+        best = min(narrow, others, key=lambda choice: choice.seconds)
+    else:
+        best = choose(group, verb, call.algorithm, group.size, call.nbytes)
+    return best.algorithm, best.segments
+
+
+def _messages(group: Group, call: Call) -> Move:
+    name, segments = choose_algorithm(group, "all_reduce", call)
+    pipelined = find("all_reduce", name).segmented
+    steps = own_program(group, "all_reduce", name, segments=segments if pipelined else 1)
+    text = call.text
+
+    if call.nbytes <= PERSISTENT_BYTES:
+
+        def prepare() -> PersistentAllReduce:
+            small = PersistentAllReduce(ReduceOp.of(call.dtype, call.op, group.size), call.count)
+            small.then_messages(steps, group.transport, signature(text), group.on_wait(text))
+            return small
+
+        return persistent(group, text, prepare)
+
+    def move(x: Array, target: Array) -> None:
+        accumulation = Accumulation(x, call.op, group.size, once=name == "direct")
+        work = accumulation.work_in(target)
+        layouts = blocks(len(work), steps.regions[0], 1 if pipelined else segments)
+        group.execute(steps, [[Region(work, layout)] for layout in layouts], text, accumulation.reduce_op)
+        accumulation.finish(work, target)
+
+    return move
+
+
+VERB = Verb("all_reduce", _messages, on_node=_on_node, hierarchical=hierarchical.all_reduce)

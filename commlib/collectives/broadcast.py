@@ -1,0 +1,50 @@
+"""broadcast: every rank gets one rank's array."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from commlib.buffers.views import as_host, writable
+from commlib.collectives import hierarchical
+from commlib.collectives.call import Call
+from commlib.collectives.operands import Result, source
+from commlib.collectives.paths import Move, Verb
+from commlib.collectives.ready import Calls, Ready
+from commlib.collectives.scheduled import planned
+from commlib.dtypes import Array
+from commlib.execution.streaming import Region
+from commlib.group.group import Group, checked_root
+from commlib.node.collective import NodeCollective
+from commlib.node.context import NodeContext
+from commlib.schedule.layout import blocks
+
+
+def broadcast(calls: Calls, x: Any, root: int, algorithm: str) -> Ready:
+    group = calls.group
+    array = as_host(x, "broadcast")
+    root = checked_root(group, "broadcast", root)
+    at_root = group.rank == root
+    if not at_root:
+        writable(array, "broadcast", "x")
+    contiguous = source(array, "broadcast")
+    flat = contiguous.reshape(-1)
+    call = Call("broadcast", array.size, array.dtype, root=root, algorithm=algorithm)
+    compiled = calls.find(VERB, call, (array.dtype, array.shape, root, algorithm))
+    return Ready.into(compiled, flat, Result(array, flat, x, staged=contiguous is not array and not at_root), x)
+
+
+def _on_node(context: NodeContext, call: Call) -> NodeCollective:
+    return NodeCollective.broadcast(context, call.text, call.nbytes, call.root)
+
+
+def _messages(group: Group, call: Call) -> Move:
+    steps, pieces = planned(group, call, call.nbytes)
+    layouts = blocks(call.count, steps.regions[0], pieces)
+
+    def move(x: Array, target: Array) -> None:
+        group.execute(steps, [[Region(x, layout)] for layout in layouts], call.text)
+
+    return move
+
+
+VERB = Verb("broadcast", _messages, on_node=_on_node, hierarchical=hierarchical.broadcast)

@@ -1,0 +1,59 @@
+"""The path through the shared memory of a node, for groups whose ranks are all on one."""
+
+from __future__ import annotations
+
+from functools import partial
+from typing import Any
+
+from commlib.collectives.call import Call
+from commlib.collectives.paths import Verb
+from commlib.execution.reduce_op import ReduceOp
+from commlib.group.group import Group
+from commlib.node.collective import NodeCollective
+from commlib.node.context import NodeContext
+from commlib.runtime.compiled import Compiled
+
+
+class Node:
+    """See `paths.Path`."""
+
+    name, is_automatic = "node", True
+
+    def refusal(self, group: Group, verb: Verb, call: Call) -> str:
+        if not group.shares_memory:
+            return f"{group.name} has no shared memory: its ranks are on several nodes, or COMMLIB_NODE_PATH=0"
+        return "" if verb.exchange or verb.on_node else "it has no form in shared memory"
+
+    def compile(self, group: Group, verb: Verb, call: Call) -> Compiled:
+        return _compile(verb, call, group.open()) if group.is_open else Opening(group, verb, call)
+
+
+def _compile(verb: Verb, call: Call, context: NodeContext) -> NodeCollective:
+    if verb.on_node is not None:
+        return verb.on_node(context, call)
+    assert verb.exchange is not None
+    board = context.board
+    exchange = verb.exchange(call, board.rank, board.size)
+    op = ReduceOp.of(call.dtype, call.op, board.size) if call.op else None
+    return NodeCollective.exchange(context, call.text, exchange, op, counted=True)
+
+
+class Opening(Compiled):
+    """A call of a group that had no board when the call was made: the first one that runs makes it, on all ranks."""
+
+    __slots__ = ("_call", "_group", "_made", "_verb")
+
+    def __init__(self, group: Group, verb: Verb, call: Call) -> None:
+        super().__init__(group.progress, call.text)
+        self._group, self._verb, self._call = group, verb, call
+        self._made: NodeCollective | None = None
+
+    def perform(self, x: Any, target: Any) -> Any:
+        if not self._group.is_open:
+            return self._group.perform_call(self.text, partial(self._open, x, target))
+        return self._open(x, target)
+
+    def _open(self, x: Any, target: Any) -> Any:
+        if self._made is None:
+            self._made = _compile(self._verb, self._call, self._group.open())
+        return self._made.perform(x, target)

@@ -1,0 +1,151 @@
+"""Ready: one call of a verb on its arrays, checked and compiled; and the compiled calls of a group."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Callable, Hashable
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from commlib.buffers.views import as_host
+from commlib.collectives.call import Call
+from commlib.collectives.hierarchical import Hierarchical
+from commlib.collectives.native import Native
+from commlib.collectives.node import Node, Opening
+from commlib.collectives.operands import Result
+from commlib.collectives.paths import Path, Verb, compile_call
+from commlib.collectives.scheduled import Scheduled
+from commlib.dtypes import Array
+from commlib.errors import UsageError
+from commlib.group.group import Group
+from commlib.runtime.compiled import Compiled, Plan
+from commlib.runtime.work import Work
+
+PATHS: tuple[Path, ...] = (Native(), Node(), Hierarchical(), Scheduled())
+
+# Calls of more kinds than this are not kept, for each verb.
+_MOST_KINDS = 256
+
+
+@dataclass(frozen=True, slots=True)
+class Known:
+    """A compiled call that was made before, and the shape of its result; () if that is `x` itself."""
+
+    compiled: Compiled
+    shape: tuple[int, ...]
+
+
+class Calls:
+    """What was compiled for the calls of one group: a table for each verb, by what distinguishes its calls."""
+
+    def __init__(self, group: Group) -> None:
+        self.group = group
+        self.all_reduces: dict[Hashable, Compiled] = {}
+        self._tables: defaultdict[str, dict[Hashable, Known]] = defaultdict(dict)
+
+    def find(self, verb: Verb, call: Call, key: Hashable, shape: tuple[int, ...] = ()) -> Compiled:
+        """Return the compiled call for `key`, made if need be, with which `plain` finds it from then on."""
+        table = self._tables[verb.name]
+        known = table.get(key)
+        if known is not None:
+            return known.compiled
+        compiled = compile_call(PATHS, self.group, verb, call)
+        if not isinstance(compiled, Opening):
+            if len(table) >= _MOST_KINDS:
+                table.clear()
+            table[key] = Known(compiled, shape)
+        return compiled
+
+    def find_all_reduce(self, verb: Verb, call: Call, key: Hashable) -> Compiled:
+        """Return the same for an all-reduce, whose table `Communicator.all_reduce` looks into itself."""
+        compiled = self.all_reduces.get(key)
+        if compiled is None:
+            compiled = compile_call(PATHS, self.group, verb, call)
+            if not isinstance(compiled, Opening):
+                if len(self.all_reduces) >= _MOST_KINDS:
+                    self.all_reduces.clear()
+                self.all_reduces[key] = compiled
+        return compiled
+
+    def plain(self, verb: str, key: Hashable, x: Array, out: Any) -> Array | None:
+        """Run a call on plain arrays that was compiled before, and return its result; None if that cannot be."""
+        known = self._tables[verb].get(key)
+        if known is None or not x.flags.c_contiguous:
+            return None
+        if out is None:
+            out = np.empty(known.shape, x.dtype)
+        elif out is x:
+            if known.shape or not x.flags.carray:
+                return None
+        elif (
+            type(out) is not np.ndarray
+            or out.dtype is not x.dtype
+            or out.shape != known.shape
+            or not out.flags.carray
+            or np.may_share_memory(x, out)
+        ):
+            return None
+        return known.compiled.now(x, out)  # type: ignore[no-any-return]
+
+    def clear(self) -> None:
+        """Forget all."""
+        self.all_reduces.clear()
+        self._tables.clear()
+
+
+@dataclass(frozen=True, slots=True)
+class Ready:
+    """A compiled call, the arrays that it reads and writes, and what becomes of its value.
+
+    deliver: makes of the value what the verb returns. known: whether that is the same before the call has run. x: what
+    the user passed.
+    """
+
+    compiled: Compiled
+    source: Array
+    target: Array
+    deliver: Callable[[Any], Any]
+    known: bool = False
+    x: Any = None
+
+    @classmethod
+    def into(cls, compiled: Compiled, source: Array, result: Result | None, x: Any) -> Ready:
+        """Return that of a call with a result that is written to; None: this rank gets nothing."""
+        if result is None:
+            return cls(compiled, source, source, _nothing, True, x)
+        return cls(compiled, source, result.flat, lambda _: result.deliver(), not result.staged, x)
+
+    def run(self) -> Any:
+        """Run it now."""
+        return self.deliver(self.compiled.now(self.source, self.target))
+
+    def start(self) -> Work:
+        """Start it."""
+        if self.known:
+            return self.compiled.start(self.source, self.target, value=self.deliver(None))
+        return self.compiled.start(self.source, self.target, deliver=self.deliver)
+
+    def plan(self, verb: str) -> Plan:
+        """Bind it to its arrays. Raises UsageError if it works on a copy of them, which would not follow them."""
+        for array, given in ((self.source, self.x), (self.target, self.target)):
+            given = array if given is None else as_host(given, f"plan_{verb}")
+            if not given.flags.c_contiguous:
+                raise UsageError(f"plan_{verb}: x and out must be contiguous: a copy of them would not follow them")
+            if array.size and not np.may_share_memory(array, given):
+                raise UsageError(f"plan_{verb}: x and out overlap: they must be the same array, or apart")
+        if not self.known and self.target is not self.source:
+            raise UsageError(f"plan_{verb}: x and out must be contiguous: a copy of them would not follow them")
+        if self.known:
+            return self.compiled.bind(self.source, self.target, value=self.deliver(None))
+        return self.compiled.bind(self.source, self.target, deliver=self.deliver)
+
+
+def itself(value: Any) -> Any:
+    """Return the value of a call as what its verb returns."""
+    return value
+
+
+def _nothing(value: Any) -> None:
+    pass

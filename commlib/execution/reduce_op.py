@@ -1,0 +1,62 @@
+"""ReduceOp: one reduction of one dtype, as every path of a collective needs it."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from commlib.buffers.views import address_of
+from commlib.dtypes import NUMPY, Array, kernel_operation, name_of
+from commlib.kernels.host.reduce import reduce_function
+
+
+@dataclass(frozen=True, slots=True)
+class ReduceOp:
+    """An operation of the kernels on a dtype; `divisor` is that of a mean, 0 where nothing is divided."""
+
+    dtype: str
+    operation: str
+    divisor: int = 0
+
+    @classmethod
+    def of(cls, dtype: Any, op: str, divisor: int) -> ReduceOp:
+        """Return that of a verb's `op`. Raises UsageError if the dtype has no such operation."""
+        name = name_of(dtype)
+        return cls(name, kernel_operation(name, op), divisor)
+
+    @property
+    def item_bytes(self) -> int:
+        return NUMPY[self.dtype].itemsize
+
+    @property
+    def address(self) -> int:
+        """The address of the compiled function; it is compiled when first asked for."""
+        return int(reduce_function(self.dtype, self.operation).address)
+
+    def combine(self, operands: Sequence[Array], target: Array) -> None:
+        """target = the first (operation) the second ...: contiguous 1-D arrays; the target may be one of them."""
+        reduce = reduce_function(self.dtype, self.operation).ctypes
+        inputs = np.array([address_of(operand) for operand in operands], np.int64)
+        output = np.array([address_of(target)], np.int64)
+        reduce(address_of(inputs), len(inputs), address_of(output), 1, 0, len(target), self.divisor)
+
+    def bind(self, operands: Sequence[Array], target: Array) -> Combination:
+        """Return the same for arrays that stay where they are."""
+        return Combination(self, operands, target)
+
+
+class Combination:
+    """One call of a reduction, written down: it costs no more than the call of a compiled function."""
+
+    __slots__ = ("_keep", "_written", "address")
+
+    def __init__(self, op: ReduceOp, operands: Sequence[Array], target: Array) -> None:
+        inputs = np.array([address_of(operand) for operand in operands], np.int64)
+        output = np.array([address_of(target)], np.int64)
+        arguments = address_of(inputs), len(inputs), address_of(output), 1, 0, len(target), op.divisor
+        self._written = np.array([op.address, *arguments], np.int64)
+        self.address = address_of(self._written)
+        self._keep = operands, target, inputs, output

@@ -1,0 +1,244 @@
+"""NodeCollective: what the ranks of a node do together, compiled, and run as often as wanted on any arrays of its kind.
+
+It is one collective of one group on arrays of one size. Where the arrays are in symmetric memory nothing is copied;
+elsewhere the data goes through the slots of the board. The kernels find that out, call by call.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from commlib.buffers.views import address_of
+from commlib.execution.reduce_op import ReduceOp
+from commlib.kernels.host import node as kernels
+from commlib.kernels.host import placed
+from commlib.node.context import NodeContext
+from commlib.runtime.compiled import Compiled, Plan
+from commlib.schedule.layout import Layout
+from commlib.signature import signature
+
+# Up to here one meeting and P reads beat two meetings and one share each.
+SMALL_BYTES = 4096
+
+# On the progress thread a wait must leave the core to the training thread.
+_BACKGROUND_SPINS, _BACKGROUND_YIELDS = 50, 20
+
+_run, _run_on_arrays = kernels.entry_point(placed.run), kernels.entry_point(placed.run_on_arrays, 3)
+_begin, _begin_on_arrays = kernels.entry_point(placed.begin), kernels.entry_point(placed.begin_on_arrays, 3)
+_SOURCE, _TARGET = kernels.SOURCE, kernels.TARGET
+# What a call changes while it runs.
+_RUNNING = [
+    kernels.STATE,
+    kernels.POSITION,
+    kernels.PARITY,
+    kernels.BACKWARD,
+    kernels.SPINS,
+    kernels.YIELDS,
+    kernels.NAPS,
+    kernels.NAP_MICROSECONDS,
+]
+_SPINS_AND_YIELDS = slice(kernels.SPINS, kernels.YIELDS + 1)
+_ARRAYS_ARE_WHERE_EXPECTED = kernels.arrays_are_where_expected()
+
+Range = tuple[int, int]  # (offset, length) in bytes
+NOTHING: Range = (0, 0)
+
+
+def ranges(layout: Layout, item_bytes: int) -> list[Range]:
+    """Return where each chunk of a layout is, in bytes."""
+    return [
+        (offset * item_bytes, count * item_bytes) for offset, count in zip(layout.offsets, layout.counts, strict=False)
+    ]
+
+
+@dataclass(frozen=True, slots=True)
+class Exchange:
+    """What one rank publishes of its array, and where in its result what it takes from each rank goes.
+
+    sends: one part that all ranks take, or one for each rank. takes: what this rank takes from each, in rank order;
+    in a reduction only its own entry counts, for all have the same. longest: bytes of the longest part of any rank.
+    offsets: bytes behind each rank's array, which has `nbytes`, to the part in it that this rank takes; None if it is
+    not worth asking whether the arrays are symmetric. in_target: those arrays are the results, of which what the ranks
+    publish are parts.
+    """
+
+    sends: Sequence[Range]
+    takes: Sequence[Range]
+    longest: int
+    offsets: Sequence[int] | None = None
+    nbytes: int = 0
+    in_target: bool = False
+
+
+class NodeCollective(Compiled):
+    """A compiled collective of a node's ranks. `counted`: it is a call of the user's, and no part of one."""
+
+    __slots__ = ("_calls", "_context", "_keep", "_route")
+
+    def __init__(self, context: NodeContext, text: str, kind: int, *, counted: bool) -> None:
+        super().__init__(context.progress, text)
+        self._context = context
+        self._calls = np.stack([context.board.new_call() for _ in range(2)])  # through the slots, on symmetric memory
+        self._route = np.zeros(placed.ROUTE_FIELDS, np.int64)
+        self._address = address_of(self._route)
+        self._keep: list[Any] = []
+        if _ARRAYS_ARE_WHERE_EXPECTED:
+            self._step = _run_on_arrays
+        staged, symmetric = (address_of(call) for call in self._calls)
+        self._set(SIGNATURE=signature(text), COUNTS=int(counted))
+        self._set_route(KIND=kind, STAGED=staged, SYMMETRIC=symmetric, RANKS=context.board.size, COUNTED=int(counted))
+
+    def _set(self, **fields: int) -> None:
+        for name, value in fields.items():
+            self._calls[:, getattr(kernels, name)] = value
+
+    def _set_route(self, **fields: int) -> None:
+        for name, value in fields.items():
+            self._route[getattr(placed, name)] = value
+
+    def _set_tables(self, **tables: Sequence[int]) -> None:
+        for name, values in tables.items():
+            self._set(**{name: self._table(values)})
+
+    def _table(self, values: Sequence[int]) -> int:
+        table = np.array(values, np.int64)
+        self._keep.append(table)
+        return address_of(table)
+
+    def _set_reduce_op(self, op: ReduceOp | None) -> None:
+        if op is not None:
+            self._set(REDUCE=op.address, ITEM_BYTES=op.item_bytes, DIVISOR=op.divisor)
+
+    @classmethod
+    def exchange(
+        cls,
+        context: NodeContext,
+        text: str,
+        exchange: Exchange,
+        op: ReduceOp | None = None,
+        *,
+        counted: bool = False,
+    ) -> NodeCollective:
+        """Return an exchange."""
+        call = cls(context, text, placed.EXCHANGE, counted=counted)
+        call._set_exchange(exchange, op)
+        if exchange.offsets is not None and exchange.nbytes > SMALL_BYTES:
+            looked_up = _TARGET if exchange.in_target else _SOURCE
+            call._set_route(PLACES=context.places, NBYTES=exchange.nbytes, LOOKED_UP=looked_up)
+            if any(exchange.offsets):
+                call._set_route(OFFSETS=call._table(exchange.offsets))
+        return call
+
+    def _set_exchange(self, exchange: Exchange, op: ReduceOp | None) -> None:
+        board = self._context.board
+        parts = len(exchange.sends)
+        self._set_tables(
+            SEND_OFFSETS=[offset for offset, _ in exchange.sends],
+            SEND_LENGTHS=[length for _, length in exchange.sends],
+            RECV_OFFSETS=[offset for offset, _ in exchange.takes],
+            RECV_LENGTHS=[length for _, length in exchange.takes],
+            INPUTS=[0] * board.size,
+            OUTPUTS=[0],
+        )
+        self._set(
+            PARTS=parts,
+            PART_BYTES=board.slot_bytes // parts // 64 * 64,
+            TAKE=0 if parts == 1 else board.rank,
+            LONGEST=exchange.longest,
+            ITEM_BYTES=1,
+        )
+        self._set_reduce_op(op)
+
+    @classmethod
+    def broadcast(cls, context: NodeContext, text: str, nbytes: int, root: int) -> NodeCollective:
+        """Return a broadcast of `nbytes`, in place."""
+        rank, size = context.board.rank, context.board.size
+        takes = [(0, nbytes) if peer == root != rank else NOTHING for peer in range(size)]
+        exchange = Exchange([(0, nbytes if rank == root else 0)], takes, nbytes, [0] * size, nbytes)
+        call = cls.exchange(context, text, exchange, counted=True)
+        call._set_route(KIND=placed.BROADCAST)
+        call._set(COUNT=nbytes, ROOT=root)
+        return call
+
+    @classmethod
+    def all_reduce(cls, context: NodeContext, text: str, count: int, op: ReduceOp) -> NodeCollective:
+        """Return an all-reduce of `count` elements."""
+        nbytes, board = count * op.item_bytes, context.board
+        if nbytes <= SMALL_BYTES:
+            exchange = Exchange([(0, nbytes)], [(0, nbytes)] * board.size, nbytes)
+            call = cls.exchange(context, text, exchange, op, counted=True)
+            call.can_begin = nbytes <= board.slot_bytes
+            return call
+        call = cls(context, text, placed.ALL_REDUCE, counted=True)
+        call._set_route(PLACES=context.places, NBYTES=nbytes, LOOKED_UP=_SOURCE)
+        call._set_tables(INPUTS=[0] * board.size, OUTPUTS=[0] * board.size)
+        call._set(COUNT=count)
+        call._set_reduce_op(op)
+        return call
+
+    @classmethod
+    def barrier(cls, context: NodeContext, text: str) -> NodeCollective:
+        """Return a meeting of all ranks, which moves no data."""
+        return cls(context, text, placed.BARRIER, counted=True)
+
+    def bind(self, x: Any, target: Any, *, value: Any = None, deliver: Callable[[Any], Any] | None = None) -> Plan:
+        bound = copy.copy(self)
+        bound._calls, bound._route = self._calls.copy(), self._route.copy()
+        bound._calls[:, _RUNNING] = self._context.board.new_call()[_RUNNING]  # this one may be running now
+        bound._calls[0, _SOURCE], bound._calls[0, _TARGET] = address_of(x), address_of(target)
+        bound._address = address_of(bound._route)
+        staged, symmetric = (address_of(call) for call in bound._calls)
+        bound._set_route(STAGED=staged, SYMMETRIC=symmetric, ACTIVE=0)
+        return Plan(bound, x, target, value, deliver, _run)
+
+    def perform(self, x: Any, target: Any) -> Any:
+        self.run_at(address_of(x), address_of(target))
+        return target
+
+    def run_at(self, source: int, target: int) -> None:
+        """Run it within an operation, on the arrays at these addresses."""
+        self._calls[0, _SOURCE], self._calls[0, _TARGET] = source, target
+        try:
+            if self._progress.in_background:
+                self._run_in_background()
+            elif status := _run(self._address):
+                self._complete(status)
+        except BaseException as error:
+            self._context.abandon(self.text, error)
+            raise
+
+    def begin(self, x: Any, target: Any) -> bool:
+        """Publish this rank's data, and return whether the call is done; if not, `perform` goes on with it."""
+        if _ARRAYS_ARE_WHERE_EXPECTED:
+            status = _begin_on_arrays(self._address, id(x), id(target))
+        else:
+            self._calls[0, _SOURCE], self._calls[0, _TARGET] = address_of(x), address_of(target)
+            status = _begin(self._address)
+        if status not in (kernels.DONE, kernels.WAITING):
+            self._complete(status)
+        return status != kernels.WAITING
+
+    def _go_on(self, status: int, x: Any, target: Any) -> Any:
+        if self._step is _run_on_arrays:
+            self._complete(status)
+        else:
+            self.run_at(address_of(x), address_of(target))
+        return target
+
+    def _complete(self, status: int) -> None:
+        self._context.complete(_run, self._address, self._calls, status, self.text)
+
+    def _run_in_background(self) -> None:
+        patience = self._calls[:, _SPINS_AND_YIELDS]
+        usual = patience.copy()
+        patience[:] = min(usual[0, 0], _BACKGROUND_SPINS), _BACKGROUND_YIELDS
+        try:
+            if status := _run(self._address):
+                self._complete(status)
+        finally:
+            patience[:] = usual

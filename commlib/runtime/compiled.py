@@ -1,0 +1,179 @@
+"""Compiled: a call that has been checked and prepared. Here, and nowhere else, calls enter the order of their group.
+
+A blocking call runs in its caller's thread when nothing is queued, and behind what is queued otherwise. An asynchronous
+one is begun in its caller's thread where that is enough, and queued otherwise: see `progress`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+from commlib.errors import CommlibError
+from commlib.runtime.progress import Progress
+from commlib.runtime.work import Work
+
+
+def leave_to_python(address: int, source: int, target: int) -> int:
+    """Return what makes `Compiled` go on in Python: the step of calls that no compiled function runs as a whole."""
+    return 1
+
+
+class Compiled:
+    """One kind of call, ready to run as often as wanted on arrays of that kind.
+
+    It holds no array: whoever runs it gives it the arrays, which are kept alive until it has run, also in the queue.
+    `_step(_address, id(x), id(target))` is a compiled function that runs the call, or 0 if it has done so: with it, a
+    small call costs no more Python than is written in `now`.
+    """
+
+    __slots__ = ("_acquire", "_address", "_progress", "_release", "_step", "can_begin", "text")
+
+    def __init__(self, progress: Progress, text: str) -> None:
+        self.text = text
+        self.can_begin = False  # whether `begin` may be called
+        self._progress = progress
+        self._acquire, self._release = progress.running.acquire, progress.running.release
+        self._step: Callable[[int, int, int], int] = leave_to_python
+        self._address = 0
+
+    def __repr__(self) -> str:
+        return f"<{type(self).__name__} {self.text}>"
+
+    def now(self, x: Any, target: Any) -> Any:
+        """Run it in this thread, after everything that was launched before, and return its value, mostly `target`."""
+        try:
+            if self._acquire(False):
+                if not self._progress.pending:
+                    value = target
+                    if status := self._step(self._address, id(x), id(target)):
+                        value = self._go_on(status, x, target)
+                    self._release()
+                    return value
+                self._release()
+        except BaseException as error:
+            self._progress.break_off(self.text, error)
+            raise
+        return self._progress.run_queued(self.text, partial(self.perform, x, target))
+
+    def start(self, x: Any, target: Any, *, value: Any = None, deliver: Callable[[Any], Any] | None = None) -> Work:
+        """Start it, after everything that was launched before.
+
+        Its result is `value`, or what `deliver` makes of the value of the call.
+        """
+
+        def run() -> Any:
+            got = self.perform(x, target)
+            return value if deliver is None else deliver(got)
+
+        if self.can_begin and deliver is None:
+            progress = self._progress
+            progress.refuse_nested(self.text)
+            try:
+                if self._acquire(False):
+                    if not progress.pending:
+                        ended = self.begin(x, target)
+                        work = Work.ended(self.text, value) if ended else progress.begun(self.text, run)
+                        self._release()
+                        return work
+                    self._release()
+            except CommlibError as error:
+                progress.break_off(self.text, error)
+                return progress.failed(self.text, error)
+            except BaseException as error:
+                progress.break_off(self.text, error)
+                raise
+        return self._progress.start(self.text, run)
+
+    def bind(self, x: Any, target: Any, *, value: Any = None, deliver: Callable[[Any], Any] | None = None) -> Plan:
+        """Return what runs it always on these arrays. Its result is `value`, or what `deliver` makes of that."""
+        return Plan(self, x, target, value, deliver)
+
+    def perform(self, x: Any, target: Any) -> Any:
+        """Run it as an operation whose turn has come, and return its value."""
+        raise NotImplementedError
+
+    def begin(self, x: Any, target: Any) -> bool:
+        """Do what the other ranks need of this one; return whether that was all, so that `perform` need not go on."""
+        raise NotImplementedError
+
+    def _go_on(self, status: int, x: Any, target: Any) -> Any:
+        """Finish what `_step` has not, and return the value of the call."""
+        try:
+            with self._progress.set_aside():
+                return self.perform(x, target)
+        except BaseException as error:
+            self._progress.raised = error
+            raise
+
+
+class Plan:
+    """A collective on fixed memory. Every rank of the group runs its plan as often as the others.
+
+    `plan()` runs it now and returns its result, `plan.start()` starts it and returns a Work.
+    """
+
+    __slots__ = ("_acquire", "_address", "_bound", "_compiled", "_deliver", "_progress", "_release", "_step", "_value")
+
+    def __init__(
+        self,
+        compiled: Compiled,
+        x: Any,
+        target: Any,
+        value: Any,
+        deliver: Callable[[Any], Any] | None,
+        step: Callable[[int], int] | None = None,
+    ) -> None:
+        """`step`, where it is given, is a compiled function that runs it, as `Compiled._step` is."""
+        self._compiled, self._bound, self._value, self._deliver = compiled, (x, target), value, deliver
+        self._progress, self._acquire, self._release = compiled._progress, compiled._acquire, compiled._release
+        self._step, self._address = step, compiled._address
+
+    def __repr__(self) -> str:
+        return f"<Plan {self.text}>"
+
+    @property
+    def text(self) -> str:
+        """What it does."""
+        return self._compiled.text
+
+    def __call__(self) -> Any:
+        """Run it now, after everything that was launched before, and return its result."""
+        step = self._step
+        if step is None:
+            return self._finish(self._compiled.now(*self._bound))
+        # As in `Compiled.now`, but nothing is asked of the arrays any more.
+        try:
+            if self._acquire(False):
+                if not self._progress.pending:
+                    value = self._value
+                    if status := step(self._address):
+                        value = self._finish(self._compiled._go_on(status, *self._bound))
+                    self._release()
+                    return value
+                self._release()
+        except BaseException as error:
+            self._progress.break_off(self.text, error)
+            raise
+        return self._finish(self._progress.run_queued(self.text, partial(self._compiled.perform, *self._bound)))
+
+    def start(self) -> Work:
+        """Start it, to run after everything that was launched before."""
+        return self._compiled.start(*self._bound, value=self._value, deliver=self._deliver)
+
+    def _finish(self, value: Any) -> Any:
+        return self._value if self._deliver is None else self._deliver(value)
+
+
+class Task(Compiled):
+    """An operation that is run once, given as a function."""
+
+    __slots__ = ("_run",)
+
+    def __init__(self, progress: Progress, text: str, run: Callable[[], Any]) -> None:
+        super().__init__(progress, text)
+        self._run = run
+
+    def perform(self, x: Any, target: Any) -> Any:
+        return self._run()
