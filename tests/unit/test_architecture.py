@@ -53,8 +53,8 @@ LAYERS = (
     ("commlib.kernels", "commlib.buffers"),
     ("commlib.transport",),
     ("commlib.execution", "commlib.group", "commlib.runtime", "commlib.exits", "commlib.launch", "commlib.library_name",
-     "commlib.world", "commlib.communicator", "commlib.node", "commlib.collectives", "commlib.p2p", "commlib.observe",
-     "commlib.tune"),
+     "commlib.world", "commlib.communicator", "commlib.mesh_groups", "commlib.node", "commlib.collectives",
+     "commlib.p2p", "commlib.observe", "commlib.tune"),
     ("commlib.compress", "commlib.optim", "commlib.coordinator", "commlib.data_parallel", "commlib.pipeline",
      "commlib.expert"),
     ("commlib",),  # the public names
