@@ -17,6 +17,7 @@ ROOT = Path(__file__).parents[2]
 PURE = (
     "commlib.schedule",
     "commlib.mesh",
+    "commlib.functional.rules",
     "commlib.topology",
     "commlib.coordinator.request",
     "commlib.coordinator.names",
@@ -55,8 +56,8 @@ LAYERS = (
     ("commlib.execution", "commlib.group", "commlib.runtime", "commlib.exits", "commlib.launch", "commlib.library_name",
      "commlib.world", "commlib.communicator", "commlib.mesh_groups", "commlib.node", "commlib.collectives",
      "commlib.p2p", "commlib.observe", "commlib.tune"),
-    ("commlib.compress", "commlib.optim", "commlib.coordinator", "commlib.data_parallel", "commlib.pipeline",
-     "commlib.expert"),
+    ("commlib.compress", "commlib.optim", "commlib.coordinator", "commlib.data_parallel", "commlib.functional",
+     "commlib.pipeline", "commlib.expert"),
     ("commlib",),  # the public names
     ("commlib.horovod",),
     ("commlib.bench", "commlib.cli", "commlib.__main__", "commlib_torch", "commlib_tensorflow"),
