@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from types import TracebackType
 from typing import TYPE_CHECKING
 
@@ -51,14 +51,24 @@ class Mesh:
 
         Collective over all ranks of the mesh when a product is first asked for. Raises UsageError.
         """
-        names = (axes,) if isinstance(axes, str) else tuple(axes)
+        names = tuple(axes) if isinstance(axes, tuple | list) else (axes,)
+        if (group := self._groups.get(names)) is not None:
+            return group
         self.shape.find(*names)
         self._check_open()
         if self._parent is not None and set(names) <= set(self._parent.shape.names):
             return self._parent[names]
-        if names not in self._groups:
-            (self._groups[names],) = _split_all(self.comm, [self._request(names)])
-        return self._groups[names]
+        (made,) = _split_all(self.comm, [self._request(names)])
+        self._groups[names] = made
+        return made
+
+    def __contains__(self, axis: object) -> bool:
+        """Return whether there is an axis of this name, former ones included."""
+        return axis in self.shape.names
+
+    def __iter__(self) -> Iterator[str]:
+        """Yield the names of the axes, slowest first."""
+        return iter(self.axes)
 
     def _check_open(self) -> None:
         if self._is_closed:

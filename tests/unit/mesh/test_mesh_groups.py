@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import numpy as np
 import pytest
 from hypothesis import given, settings
@@ -72,6 +74,26 @@ def test_a_refactored_mesh_shares_communicators():
             other["tp"]
 
     run(4, check)
+
+
+def test_names_of_axes_are_asked_for():
+    def check(comm):
+        mesh = Mesh(comm=comm, dp=-1, tp=2)
+        experts = mesh.refactor({"dp": {"edp": -1, "ep": 1}})
+        assert list(mesh) == ["dp", "tp"] and list(experts) == ["edp", "ep", "tp"]
+        assert "dp" in experts and "ep" in experts and "ep" not in mesh and 0 not in mesh
+        assert mesh[["tp"]] is mesh["tp"]  # type: ignore[index]
+        wrong: tuple[tuple[Any, str], ...] = (
+            ("ep", "has no axis 'ep'; it has dp, tp"),
+            (0, "has no axis 0"),
+            ((), "expected one axis or different ones, got none"),
+            (("tp", "tp"), "got tp, tp"),
+        )
+        for axes, message in wrong:
+            with pytest.raises(UsageError, match=message):
+                mesh[axes]
+
+    run(2, check)
 
 
 def test_ranks_that_want_different_meshes_are_told():
@@ -153,6 +175,16 @@ def test_a_rank_that_does_not_close_is_named():
         if comm.rank == 0:
             with pytest.raises(StallError, match="barrier"):
                 mesh.close()
+
+    run(2, check, config=Config(timeout=1))
+
+
+def test_a_product_that_one_rank_asks_for_alone_is_no_hang():
+    def check(comm):
+        mesh = Mesh(comm=comm, dp=-1, tp=1)
+        if comm.rank == 0:
+            with pytest.raises(StallError, match="rank 1"):
+                mesh["dp", "tp"]
 
     run(2, check, config=Config(timeout=1))
 
