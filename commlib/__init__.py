@@ -18,6 +18,7 @@ from commlib.world import init, is_initialized, shutdown, world
 
 if TYPE_CHECKING:
     from commlib.communicator import Communicator
+    from commlib.mesh_groups import Mesh
     from commlib.runtime.compiled import Plan
     from commlib.runtime.work import Work
 
@@ -26,6 +27,7 @@ __version__ = "0.1.0.dev0"
 __all__ = [
     "CommlibError",
     "Communicator",
+    "Mesh",
     "MismatchError",
     "PeerError",
     "Plan",
@@ -42,7 +44,12 @@ __all__ = [
 ]
 
 # Loaded when first asked for: they bring numpy and numba.
-_LAZY = {"Communicator": "commlib.communicator", "Plan": "commlib.runtime.compiled", "Work": "commlib.runtime.work"}
+_LAZY = {
+    "Communicator": "commlib.communicator",
+    "Mesh": "commlib.mesh_groups",
+    "Plan": "commlib.runtime.compiled",
+    "Work": "commlib.runtime.work",
+}
 
 
 def __getattr__(name: str) -> Any:

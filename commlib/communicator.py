@@ -116,35 +116,36 @@ class Communicator:
 
     # Groups
 
-    def split(self, color: int, key: int = 0) -> Communicator | None:
+    def split(self, color: int, key: int = 0, *, name: str = "") -> Communicator | None:
         """Return the communicator of the ranks that gave the same `color`, ordered by `key`, then by rank.
 
-        A negative `color` takes part but joins no group and gets None.
+        A negative `color` takes part but joins no group and gets None. name: what messages call the group, the same on
+        all ranks. A group costs no shared memory until its first collective.
         """
-        for name, value in (("color", color), ("key", key)):
-            if not -(2**31) <= integer("split", name, value) < 2**31:
-                raise UsageError(f"split: {name} is {value}, expected a 32-bit integer")
-        return self.split_all([(color, key, "")])[0]
+        return self.split_all([(color, key, name)])[0]
 
     def split_all(self, requests: Sequence[tuple[int, int, str]]) -> list[Communicator | None]:
-        """Return the communicators of several splits, each by (color, key, name), made in one meeting of all ranks.
-
-        name: the same on all ranks; "" numbers them.
-        """
-        names = [name or f"{self.name}.split{next(self._children)}({color})" for color, _, name in requests]
+        """Return the communicators of several splits, each by (color, key, name), made in one meeting of all ranks."""
+        for color, key, _ in requests:
+            for what, value in (("color", color), ("key", key)):
+                if not -(2**31) <= integer("split", what, value) < 2**31:
+                    raise UsageError(f"split: {what} is {value}, expected a 32-bit integer")
+        numbers = [next(self._children) for _ in requests]
 
         def run() -> list[Communicator | None]:
             self.runtime.retired.free(self.group.gather_objects)  # now that all ranks are here
-            return [self._child(color, key, name) for (color, key, _), name in zip(requests, names, strict=True)]
+            return [self._child(*request, number) for request, number in zip(requests, numbers, strict=True)]
 
         text = ", ".join(["split", *(name for _, _, name in requests if name)])
         return self.group.run(Operation(text, run, meets=True))  # type: ignore[no-any-return]
 
-    def _child(self, color: int, key: int, name: str) -> Communicator | None:
+    def _child(self, color: int, key: int, name: str, number: int) -> Communicator | None:
         transport = self.group.transport.split(color, key)
         if transport is None:
             return None
-        return Communicator(transport, self.runtime, group=self.group.child(transport, name))
+        unique = f"split{number}({color})"
+        group = self.group.child(transport, name or f"{self.name}.{unique}", f"{self.group.key}.{unique}")
+        return Communicator(transport, self.runtime, group=group)
 
     def parts(self) -> Parts:
         """Return private communicators of this rank's node and rail. Not collective.
@@ -172,7 +173,7 @@ class Communicator:
             return self
         if self._node is None:
             number = self.topology.node(self.rank)
-            run = partial(self._child, number, self.rank, f"{self.name}.node")
+            run = partial(self._child, number, self.rank, f"{self.name}.node", 0)
             self._node = self.group.run(Operation("node", run, meets=True))
         assert self._node is not None
         return self._node

@@ -12,7 +12,7 @@ from __future__ import annotations
 import time
 from collections.abc import Sequence
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 import tensorflow as tf
@@ -23,14 +23,11 @@ from commlib_tensorflow._bridge import Array
 from commlib_tensorflow._graph import Spec, call, ordered
 from commlib_tensorflow._layout import Layout
 
-if TYPE_CHECKING:
-    from commlib_tensorflow.gradients import GradientReducer
-
 
 class OneReduction:
-    """One call of a reducer; in a graph what each run of that call does."""
+    """One call of a `GradientReducer`; in a graph what each run of that call does."""
 
-    def __init__(self, reducer: GradientReducer, layout: Layout, given: list[Any]) -> None:
+    def __init__(self, reducer: Any, layout: Layout, given: list[Any]) -> None:
         self._reducer, self._layout = reducer, layout
         self._given = given
         self._buckets = [[i for i in bucket if given[i] is not None] for bucket in layout.buckets]

@@ -20,6 +20,7 @@ import tensorflow as tf
 
 from commlib import horovod as core
 from commlib.errors import UsageError
+from commlib.functional import HOROVOD, find_rule
 from commlib_tensorflow._bridge import Array, as_tensor
 from commlib_tensorflow._graph import Spec, as_written, call, gradient_name, operation_name, ordered, records
 from commlib_tensorflow.compression import Compression, Compressor
@@ -142,7 +143,8 @@ def broadcast(
     group = core.process_set_of(process_set)
 
     def backward(xs: Sequence[Any], dys: Sequence[Any]) -> list[Any]:
-        averaged = _allreduce_tensors(dys, gradient_name(name), core.Average, (1.0, 1.0), group)
+        op = core.resolve_op(find_rule("broadcast", rules=HOROVOD).op)
+        averaged = _allreduce_tensors(dys, gradient_name(name), op, (1.0, 1.0), group)
         return averaged if core.rank() == root_rank else [tf.zeros_like(dy) for dy in averaged]
 
     return _differentiable(lambda xs: broadcast_tensors(xs, root_rank, name, group), backward, [tensor])[0]
@@ -305,7 +307,8 @@ def _allgather_tensors(tensors: Sequence[Any], name: str | None, group: core.Pro
 
     def backward(xs: Sequence[Any], dys: Sequence[Any]) -> list[Any]:
         below = gradient_name(name)
-        averaged = _allreduce_tensors(dys, below, core.Average, (1.0, 1.0), group)
+        op = core.resolve_op(find_rule("all_gather_v", rules=HOROVOD).op)
+        averaged = _allreduce_tensors(dys, below, op, (1.0, 1.0), group)
         rows = tf.stack([tf.shape(x, tf.int64)[0] for x in xs])
         (everyone,) = _allgather_tensors([rows[tf.newaxis]], None if below is None else f"{below}_rows", group)
         before = tf.reduce_sum(everyone[: group.rank()], axis=0)
@@ -336,8 +339,8 @@ def _reducescatter_tensors(
         if op not in (core.Average, core.Sum):
             raise UsageError(f"reducescatter with op={op.name.capitalize()} has no gradient: only Average and Sum have")
         gathered = _allgather_tensors(dys, gradient_name(name), group)
-        # Horovod's rule: the gradient of the sum over ranks of their losses, or of the average.
-        factor = prescale * postscale * ((group.size() or 1) if op == core.Sum else 1)
+        rule = find_rule("reduce_scatter", op.core, HOROVOD)
+        factor = prescale * postscale * rule.factor(group.size() or 1)
         return [dy if factor == 1 else dy * tf.cast(factor, dy.dtype) for dy in gathered]
 
     return _differentiable(lambda xs: call(host, xs, [Spec.rows_of(x) for x in xs]), backward, tensors)

@@ -10,6 +10,7 @@ from torch import Tensor
 
 from commlib import horovod as core
 from commlib.errors import UsageError
+from commlib.functional import HOROVOD, find_rule
 from commlib_torch._named import (
     ProcessSets,
     Reduction,
@@ -76,9 +77,9 @@ class _ReduceScatter(torch.autograd.Function):
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Any, ...]:
         how: Reduction = ctx.how
         gathered = allgather(gradients, gradient_name(how.name), how.process_set)
-        factor = how.prescale_factor * how.postscale_factor
-        if how.op == core.Sum:
-            factor *= core.process_set_of(how.process_set).size() or 1
+        size = core.process_set_of(how.process_set).size() or 1
+        rule = find_rule("reduce_scatter", how.op.core, HOROVOD)
+        factor = how.prescale_factor * how.postscale_factor * rule.factor(size)
         return (None, *(gradient * factor if factor != 1 else gradient for gradient in gathered))
 
 
@@ -95,7 +96,8 @@ class _AllGather(torch.autograd.Function):
         # Where this rank's rows are depends on the lengths that the ranks before it have.
         rows_name = None if ctx.name is None else f"{ctx.name}.rows"
         rows = start_allgather([torch.tensor([ctx.rows])], rows_name, ctx.process_set)
-        means = allreduce(gradients, Reduction(core.Average, gradient_name(ctx.name), process_set=ctx.process_set))
+        op = core.resolve_op(find_rule("all_gather_v", rules=HOROVOD).op)
+        means = allreduce(gradients, Reduction(op, gradient_name(ctx.name), process_set=ctx.process_set))
         before = first(rows.wait())[: core.process_set_of(ctx.process_set).rank()].sum(0).tolist()
         parts = zip(means, before, ctx.rows, strict=True)
         return (None, None, *(mean.narrow(0, start, length) for mean, start, length in parts))
@@ -109,7 +111,8 @@ class _Broadcast(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Any, ...]:
-        mean = first(allreduce(gradients, Reduction(core.Average, ctx.name, process_set=ctx.process_set)))
+        op = core.resolve_op(find_rule("broadcast", rules=HOROVOD).op)
+        mean = first(allreduce(gradients, Reduction(op, ctx.name, process_set=ctx.process_set)))
         return (mean if core.rank() == ctx.root else torch.zeros_like(mean)), None, None, None
 
 

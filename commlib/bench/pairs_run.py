@@ -12,9 +12,9 @@ from commlib.bench import pairs, pairs_report, record, table
 from commlib.bench.options import Options
 from commlib.bench.run import folder_problem
 from commlib.bench.session import agree
-from commlib.cli.progress import shown
-from commlib.cli.text import columns
-from commlib.cli.width import reader_width
+from commlib.console.progress import shown
+from commlib.console.text import columns
+from commlib.console.width import reader_width
 
 
 def run(options: Options) -> bool:

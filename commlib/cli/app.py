@@ -7,6 +7,9 @@ from typing import Annotated
 import typer
 
 from commlib import __version__
+from commlib.cli.bench import bench
+from commlib.cli.show import show
+from commlib.cli.tune import tune
 
 app = typer.Typer(
     name="commlib",
@@ -32,4 +35,6 @@ def _commlib(
     pass
 
 
-from commlib.cli import bench, show, tune  # noqa: E402, F401  # each adds its verb to the table
+app.command(no_args_is_help=True)(bench)
+app.command()(show)
+app.command()(tune)

@@ -8,13 +8,11 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 import commlib
-from commlib.cli.app import app
 
 if TYPE_CHECKING:
     from commlib.bench.options import Options
 
 
-@app.command(no_args_is_help=True)
 def bench(
     verb: Annotated[
         str,

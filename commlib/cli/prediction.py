@@ -6,8 +6,8 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from commlib.cli.text import bytes_text, columns, digits, seconds_text
-from commlib.cli.width import wrapped
+from commlib.console.text import bytes_text, columns, digits, seconds_text
+from commlib.console.width import wrapped
 from commlib.cost.flat import predict_flat
 from commlib.cost.hierarchical import HIERARCHICAL, predict_hierarchical
 from commlib.cost.model import DEFAULT, Machine

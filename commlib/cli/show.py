@@ -1,4 +1,4 @@
-"""`commlib show`: what the algorithms are, what each rank does, and how long it would take. Needs no MPI."""
+"""`commlib show`: algorithms, what each rank does and how long it would take; and meshes. Needs no MPI."""
 
 from __future__ import annotations
 
@@ -9,31 +9,32 @@ from typing import Annotated, Any
 
 import typer
 
-from commlib.cli.app import app
-from commlib.cli.legend import legend as explain
+from commlib.cli.mesh import make_mesh, mesh_data, mesh_text
 from commlib.cli.prediction import SIZES, described, load_machine, predict_all
-from commlib.cli.text import columns, parse_bytes
-from commlib.cli.width import folded, reader_width, wrapped
+from commlib.console.legend import legend as explain
+from commlib.console.text import columns, parse_bytes
+from commlib.console.width import folded, reader_width, wrapped
 from commlib.errors import UsageError
 from commlib.schedule import algorithms, find, program, render
 
 MOST_COLUMNS = 128
 
 
-@app.command()
 def show(
-    verb: Annotated[str, typer.Argument(help="all_reduce, broadcast, all_to_all, ...")],
+    verb: Annotated[str, typer.Argument(help="all_reduce, broadcast, all_to_all, ...; or mesh")],
     algorithm: Annotated[
         str | None, typer.Option(help="Draw this algorithm; without it, list those of the verb.")
     ] = None,
     ranks: Annotated[
-        int | None, typer.Option(min=1, max=MOST_COLUMNS, help="Draw for this many ranks. [default: 8]")
+        int | None, typer.Option(min=1, help="Draw for this many ranks. [default: 8; mesh: the product of the axes]")
     ] = None,
     root: Annotated[int | None, typer.Option(min=0, help="The root, of verbs that have one. [default: 0]")] = None,
     segments: Annotated[int | None, typer.Option(min=1, help="Pieces in a pipeline. [default: 1]")] = None,
     predict: Annotated[bool, typer.Option("--predict", help="Predict times on a described cluster.")] = False,
     nodes: Annotated[int | None, typer.Option(min=1, help="Predict: nodes. [default: 2]")] = None,
-    ranks_per_node: Annotated[int | None, typer.Option(min=1, help="Predict: ranks on each. [default: 8]")] = None,
+    ranks_per_node: Annotated[
+        int | None, typer.Option(min=1, help="Predict, mesh: ranks on each. [default: 8; mesh: unknown]")
+    ] = None,
     sizes: Annotated[list[str] | None, typer.Option("--bytes", help="Predict: sizes such as 4K, 64M, 1G.")] = None,
     alpha_us: Annotated[float | None, typer.Option(min=0, help="Network: microseconds a message.")] = None,
     bandwidth_gbs: Annotated[float | None, typer.Option(min=1e-6, help="Network: GB/s of a node's card.")] = None,
@@ -43,6 +44,8 @@ def show(
     tuning: Annotated[
         Path | None, typer.Option(help="Take these numbers from a file that 'commlib tune' wrote.")
     ] = None,
+    axes: Annotated[str | None, typer.Option(help="Mesh: pp=2,dp=-1,tp=2, the last one fastest.")] = None,
+    refactor: Annotated[list[str] | None, typer.Option(help="Mesh: new axes for old ones: dp:edp=-1,ep=4.")] = None,
     legend: Annotated[
         bool | None,
         typer.Option("--legend/--no-legend", help="Explain the signs of a picture. [default: on a terminal]"),
@@ -50,6 +53,8 @@ def show(
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
 ) -> None:
     """Show the algorithms of a verb, what each rank does in one, or with --predict what they would cost.
+
+    mesh: show which rank is where along named axes, and which axes stay inside a node.
 
     Tables and pictures are as wide as the terminal (or COLUMNS); what is written to a file is not broken.
     """
@@ -68,7 +73,15 @@ def show(
         "--tuning": tuning,
     }
     cluster |= {"--" + name.replace("_", "-"): value for name, value in numbers.items()}
+    layout = {"--axes": axes, "--refactor": refactor}
     try:
+        if verb == "mesh":
+            others = drawing | cluster | {"--algorithm": algorithm, "--predict": predict or None, "--legend": legend}
+            _refuse({name: others[name] for name in others if not name.startswith("--ranks")}, "is not for mesh")
+            mesh = make_mesh(axes, refactor or (), ranks)
+            _print(mesh_data(mesh) if as_json else mesh_text(mesh, ranks_per_node, reader_width()))
+            return
+        _refuse(layout, "is for mesh: commlib show mesh")
         if predict:
             _refuse(drawing, "is not for --predict: give --nodes and --ranks-per-node")
             wanted = tuple(map(parse_bytes, sizes or ())) or SIZES
@@ -111,6 +124,8 @@ def _list(verb: str) -> str:
 def _draw(
     verb: str, algorithm: str, ranks: int, root: int, segments: int, as_json: bool, with_legend: bool | None
 ) -> None:
+    if ranks > MOST_COLUMNS:
+        raise UsageError(f"'--ranks' is {ranks}; at most {MOST_COLUMNS} can be drawn")
     programs = [program(verb, algorithm, rank, ranks, root=root, segments=segments) for rank in range(ranks)]
     if as_json:
         _print([asdict(made) for made in programs])

@@ -12,10 +12,9 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from commlib import folders
-from commlib.cli.app import app
 from commlib.cli.prediction import rate
-from commlib.cli.progress import shown
-from commlib.cli.text import bytes_text, columns, seconds_text
+from commlib.console.progress import shown
+from commlib.console.text import bytes_text, columns, seconds_text
 from commlib.cost.chooser import Chooser
 from commlib.cost.hierarchical import RAIL_BYTES
 from commlib.cost.records import Entry
@@ -27,7 +26,6 @@ if TYPE_CHECKING:
     from commlib.communicator import Communicator
 
 
-@app.command()
 def tune(
     seconds: Annotated[float, typer.Option(min=0.1, help="How long to measure.")] = 60.0,
     out: Annotated[

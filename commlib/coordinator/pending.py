@@ -2,18 +2,29 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from threading import Lock
 from time import monotonic
-from typing import TYPE_CHECKING, Any
+from typing import Any, Protocol
 
 from commlib.coordinator.request import Request
 from commlib.runtime.work import Work
 
-if TYPE_CHECKING:
-    from commlib.coordinator.coordinator import Coordinator
-
 Array = Any
+
+
+class Driver(Protocol):
+    """Who makes progress with pending operations. `failed` are those whose error nobody has asked for."""
+
+    failed: dict[Any, None]
+
+    def drive(self, until: Callable[[], bool]) -> None:
+        """Make progress in this thread until something is so."""
+        ...
+
+    def wake(self) -> None:
+        """Let the thread of its own make progress."""
+        ...
 
 
 class Pending(Work):
@@ -22,7 +33,7 @@ class Pending(Work):
     __slots__ = ("_coordinator", "extra", "inputs", "outputs", "request", "since", "warned")
 
     def __init__(
-        self, coordinator: Coordinator, request: Request, inputs: Sequence[Array], outputs: Sequence[Array], extra: Any
+        self, coordinator: Driver, request: Request, inputs: Sequence[Array], outputs: Sequence[Array], extra: Any
     ) -> None:
         self.description = request.name  # and not Work.__init__: there are many of these, and each call counts
         self.seen = self._done = self.warned = False

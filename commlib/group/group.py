@@ -47,9 +47,9 @@ log = logging.getLogger("commlib")
 class Group:
     """One rank's end of a group.
 
-    topology: which of its ranks share a node; by default the ranks find out, collectively. parents: who sees whether
-    processes of this group live, until it has a board of its own. within: the group whose operations this one's are
-    parts of; it owns the transport, and answers for what they wait for.
+    key: a name that no other group of the job has. topology: which of its ranks share a node; by default the ranks find
+    out, collectively. parents: who sees whether processes of this group live, until it has a board of its own. within:
+    the group whose operations this one's are parts of; it owns the transport, and answers for what they wait for.
     """
 
     def __init__(
@@ -58,6 +58,7 @@ class Group:
         runtime: Runtime,
         name: str,
         *,
+        key: str = "",
         topology: Topology | None = None,
         parents: Presence | None = None,
         within: Group | None = None,
@@ -89,9 +90,9 @@ class Group:
         self.symmetric = SymmetricMemory(self.hierarchy.place, self._share, self.gather_objects)
         runtime.groups.add(self)
         self._made_of = [transport] if within is None else []
-        self._retire = weakref.finalize(
-            self, runtime.retired.note, (f"{runtime.token}.{name}", self.size), self._made_of
-        )
+        self.key = key or name
+        noted = f"{runtime.token}.{self.key}", self.size
+        self._retire = weakref.finalize(self, runtime.retired.note, noted, self._made_of)
         self._retire.atexit = False
 
     def __repr__(self) -> str:
@@ -150,7 +151,7 @@ class Group:
     def _share(self, nbytes: int) -> Any:
         return self.hierarchy.node.share(nbytes, self._gather_in_node)
 
-    def child(self, transport: Transport, name: str, *, private: bool = False) -> Group:
+    def child(self, transport: Transport, name: str, key: str = "", *, private: bool = False) -> Group:
         """Return the group of a transport that was split from this one's. Not collective.
 
         private: what it runs are parts of this group's operations; the transport stays this group's.
@@ -159,7 +160,7 @@ class Group:
         topology = Topology.of([self.topology.node(member) for member in members])
         parents = None if self._presence is None else self._presence.among(members)
         within = self if private else None
-        return Group(transport, self.runtime, name, topology=topology, parents=parents, within=within)
+        return Group(transport, self.runtime, name, key=key, topology=topology, parents=parents, within=within)
 
     # Waiting, and messages within operations
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
+import commlib
 from commlib.dtypes import OPERATIONS
 from commlib.errors import MismatchError, StallError
 from tests import checks
@@ -15,6 +16,13 @@ from tests.oracle import REDUCIBLE
 
 DTYPES = ["float32", "float16", "bfloat16", "float64", "int64", "uint8", "bool", "complex64"]
 SHAPES = ((), (0,), (1,), (5, 3), (3000,))
+
+
+def test_the_last_axis_of_a_mesh_stays_on_a_host(comm):
+    with commlib.Mesh(dp=2, tp=-1) as mesh:
+        assert mesh["tp"].one_node and not mesh["dp"].one_node
+        assert mesh.picture() == mesh.shape.picture(ranks_per_node=2)
+        assert "tp   │ 2    │ 2      │ inside" in mesh.picture()
 
 
 @pytest.mark.parametrize("dtype", DTYPES)

@@ -8,7 +8,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from commlib.cli import progress
+from commlib.console import progress
 
 
 def test_through_a_launcher_there_are_lines_now_and_then(

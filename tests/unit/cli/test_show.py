@@ -14,7 +14,7 @@ from typer.testing import CliRunner
 
 from commlib.cli.app import app
 from commlib.cli.prediction import described
-from commlib.cli.text import bytes_text, columns, parse_bytes, seconds_text
+from commlib.console.text import bytes_text, columns, parse_bytes, seconds_text
 from commlib.cost.flat import predict_flat
 from commlib.cost.hierarchical import HIERARCHICAL, predict_hierarchical
 from commlib.cost.model import DEFAULT
@@ -147,6 +147,8 @@ def test_every_number_of_the_machine_can_be_given() -> None:
         (("all_reduce", "--algorithm", "ring", "--segments", "2"), "is not pipelined, got segments=2"),
         (("all_reduce", "--algorithm", "ring", "--ranks", "0"), "'--ranks'"),
         (("all_reduce", "--algorithm", "ring", "--ranks", "1000"), "'--ranks'"),
+        (("all_reduce", "--axes", "dp=2"), "--axes is for mesh: commlib show mesh"),
+        (("all_reduce", "--refactor", "dp:a=2"), "--refactor is for mesh"),
         (("all_reduce", "--ranks", "4"), "--ranks is for drawing: give --algorithm"),
         (("all_reduce", "--nodes", "4"), "--nodes is for --predict"),
         (("all_reduce", "--gamma-gbs", "4"), "--gamma-gbs is for --predict"),

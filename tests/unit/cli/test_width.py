@@ -10,9 +10,9 @@ import pytest
 from typer.testing import CliRunner
 
 from commlib.cli.app import app
-from commlib.cli.legend import legend
-from commlib.cli.text import columns
-from commlib.cli.width import folded, reader_width, wrapped
+from commlib.console.legend import legend
+from commlib.console.text import columns
+from commlib.console.width import folded, reader_width, wrapped
 from commlib.schedule import algorithms, program, render, verbs
 
 GOLDEN = Path(__file__).parents[2] / "golden" / "cli"

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 
-from commlib.cli.width import wrapped
+from commlib.console.width import wrapped
 
 # What finds a sign, an example of it, and what it means. More about the pictures: `commlib.schedule.render`.
 _SIGNS = (

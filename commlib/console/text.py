@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 import typer
 
-from commlib.cli.width import blocks
+from commlib.console.width import blocks
 
 _PREFIXES = "KMG"
 

@@ -1,0 +1,1 @@
+"""What is printed on terminals: tables, folded lines, progress bars."""

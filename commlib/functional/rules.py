@@ -1,0 +1,66 @@
+"""Which verb runs on gradients in the backward of which verb, said once for all frameworks."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from types import MappingProxyType
+
+from commlib.errors import UsageError
+
+
+@dataclass(frozen=True, slots=True)
+class Rule:
+    """What runs on gradients: a verb, the operation of a reduction, and a factor of size ** power on its result."""
+
+    verb: str
+    op: str = ""
+    power: int = 0
+
+    def factor(self, size: int) -> float:
+        """Return what the result is multiplied by in a group of `size` ranks."""
+        return float(size) ** self.power
+
+
+Rules = Mapping[tuple[str, str], Rule]
+"""Rules by (verb, operation of a reduction or "")."""
+
+TRANSPOSED: Rules = MappingProxyType({
+    ("all_reduce", "sum"): Rule("all_reduce", "sum"),
+    ("all_reduce", "mean"): Rule("all_reduce", "mean"),
+    ("reduce_scatter", "sum"): Rule("all_gather"),
+    ("reduce_scatter", "mean"): Rule("all_gather", power=-1),
+    ("all_gather", ""): Rule("reduce_scatter", "sum"),
+    ("all_gather_v", ""): Rule("reduce_scatter", "sum"),
+    ("reduce", "sum"): Rule("broadcast"),
+    ("reduce", "mean"): Rule("broadcast", power=-1),
+    ("broadcast", ""): Rule("reduce", "sum"),
+    ("gather", ""): Rule("scatter"),
+    ("scatter", ""): Rule("gather"),
+    ("all_to_all", ""): Rule("all_to_all"),
+    ("all_to_all_v", ""): Rule("all_to_all_v"),
+    ("send", ""): Rule("recv"),
+    ("recv", ""): Rule("send"),
+    ("send_recv", ""): Rule("send_recv"),
+})  # fmt: skip
+
+HOROVOD: Rules = MappingProxyType({
+    **TRANSPOSED,
+    ("reduce_scatter", "sum"): Rule("all_gather", power=1),
+    ("reduce_scatter", "mean"): Rule("all_gather"),
+    ("all_gather", ""): Rule("reduce_scatter", "mean"),
+    ("all_gather_v", ""): Rule("reduce_scatter", "mean"),
+    ("broadcast", ""): Rule("reduce", "mean"),
+})  # fmt: skip
+"""Gathers and broadcasts average gradients over ranks; a reduce_scatter has the gradient times the number of ranks."""
+
+_REDUCTIONS = frozenset(verb for verb, op in TRANSPOSED if op)
+
+
+def find_rule(verb: str, op: str = "sum", rules: Rules = TRANSPOSED) -> Rule:
+    """Return the rule of a verb. Raises UsageError where there is none: min, max and prod are not linear."""
+    rule = rules.get((verb, op if verb in _REDUCTIONS else ""))
+    if rule is None:
+        why = f"with op {op!r} has no backward: only sum and mean have" if verb in _REDUCTIONS else "has no backward"
+        raise UsageError(f"{verb} {why}")
+    return rule
