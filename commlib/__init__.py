@@ -14,11 +14,14 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 from commlib.errors import CommlibError, MismatchError, PeerError, ShutdownError, StallError, TransportError, UsageError
+from commlib.observing import recorded, start_recording, start_timeline, statistics, stop_recording, stop_timeline
 from commlib.world import init, is_initialized, shutdown, world
 
 if TYPE_CHECKING:
     from commlib.communicator import Communicator
     from commlib.mesh_groups import Mesh
+    from commlib.observe.counters import Count
+    from commlib.observe.recorder import Event, Phase
     from commlib.runtime.compiled import Plan
     from commlib.runtime.work import Work
 
@@ -27,9 +30,12 @@ __version__ = "0.1.0.dev0"
 __all__ = [
     "CommlibError",
     "Communicator",
+    "Count",
+    "Event",
     "Mesh",
     "MismatchError",
     "PeerError",
+    "Phase",
     "Plan",
     "ShutdownError",
     "StallError",
@@ -39,14 +45,23 @@ __all__ = [
     "__version__",
     "init",
     "is_initialized",
+    "recorded",
     "shutdown",
+    "start_recording",
+    "start_timeline",
+    "statistics",
+    "stop_recording",
+    "stop_timeline",
     "world",
 ]
 
 # Loaded when first asked for: they bring numpy and numba.
 _LAZY = {
     "Communicator": "commlib.communicator",
+    "Count": "commlib.observe.counters",
+    "Event": "commlib.observe.recorder",
     "Mesh": "commlib.mesh_groups",
+    "Phase": "commlib.observe.recorder",
     "Plan": "commlib.runtime.compiled",
     "Work": "commlib.runtime.work",
 }

@@ -31,6 +31,7 @@ from commlib.dtypes import Array, name_of, numpy_dtype
 from commlib.errors import UsageError
 from commlib.group.group import Group
 from commlib.group.operation import Operation
+from commlib.observe.counters import Count
 from commlib.p2p import messages
 from commlib.runtime.compiled import Plan
 from commlib.runtime.process import Runtime
@@ -426,6 +427,14 @@ class Communicator:
     def all_gather_object_async(self, value: Any) -> Work:
         """Start `all_gather_object`."""
         return self.group.start(objects.all_gather_object(self.group, value))
+
+    def statistics(self) -> dict[str, Count]:
+        """Return how often each verb was called in this group on this rank, since recording was started.
+
+        Raises UsageError if it never was: see `commlib.start_recording`.
+        """
+        counts = self.runtime.recording.counters().counts()
+        return {verb: count for (group, verb), count in counts.items() if group == self.group.name}
 
     def close(self) -> None:
         """Release everything. Collective, and only when no rank uses it any more."""

@@ -74,6 +74,18 @@ class Config:
     known_names: int = _setting(
         4096, "names of operations that ranks remember, to ask for them again by a bit each", least=1, most=1 << 20
     )
+    events: int = _setting(
+        0,
+        "events of operations that are kept, to tell what ranks did last when they wait too long, and to count calls; "
+        "0 records none",
+        differs=_PER_RANK,
+    )
+    timeline: str = _setting(
+        "",
+        "file of a Chrome trace of all operations, written by rank 0; by each rank where {rank} stands in it for the "
+        "number",
+        differs=_PER_RANK,
+    )
     log_level: str = _setting(
         "warning", "level of the 'commlib' logger", ("debug", "info", "warning", "error"), differs=_PER_RANK
     )

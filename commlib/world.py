@@ -58,9 +58,18 @@ def _join(comm: Any, defaults: Mapping[str, str]) -> Communicator:
     if comm is None:
         check_launcher(MPI)
     base = (MPI.COMM_WORLD if comm is None else comm).Dup()
+
+    from commlib.runtime.recording import Recording
+
+    recording = Recording()
+    try:
+        recording.start_as_set(settings, base.Get_rank())
+    except UsageError as error:
+        bad = bad or str(error)
     try:
         chooser = _agreed_chooser(base, settings, bad)
     except CommlibError:  # on all ranks
+        recording.close()
         base.Free()
         raise
 
@@ -72,7 +81,8 @@ def _join(comm: Any, defaults: Mapping[str, str]) -> Communicator:
     node = base.Split_type(MPI.COMM_TYPE_SHARED)
     if node.Get_rank() == 0:
         segment.sweep()
-    runtime = Runtime(settings, node.Get_size(), chooser, token=base.bcast(secrets.token_hex(4)))
+    token = base.bcast(secrets.token_hex(4))
+    runtime = Runtime(settings, node.Get_size(), chooser, token=token, recording=recording)
     node.Free()
     if _before is not None:
         runtime.retired.take(_before.retired)

@@ -25,7 +25,7 @@ class MessageCall(Compiled):
 
     def now(self, x: Any, target: Any) -> Any:
         if self._blocks:
-            return self._progress.run_through(self.text, partial(self.perform, x, target))
+            return self._progress.run_through(self.text, partial(self.perform, x, target), x)
         return super().now(x, target)
 
     def perform(self, x: Any, target: Any) -> Any:

@@ -59,7 +59,7 @@ def persistent(group: Group, text: str, prepare: Callable[[], PersistentAllReduc
     def move(x: Array, target: Array) -> None:
         if not prepared:
             prepared.append(prepare())
-        if not prepared[0].run(x, target, group.history):
+        if not prepared[0].run(x, target, group.history, group.posted):
             raise group.different(text)
 
     return move

@@ -27,7 +27,8 @@ from commlib.coordinator.pending import Pending
 from commlib.coordinator.request import Request
 from commlib.coordinator.wording import Wording
 from commlib.errors import CommlibError, MismatchError, PeerError, ShutdownError, StallError, UsageError
-from commlib.observe.timeline import Timeline
+from commlib.observe.last_words import did_last
+from commlib.observe.recorder import Record
 
 log = logging.getLogger("commlib")
 
@@ -53,7 +54,8 @@ class Coordinator:
         """Those that nobody has asked for since."""
         self.requests: dict[Hashable, Request] = {}
         """Requests that were made before, by what they are made of: to check and to compare them anew takes longer."""
-        self.timeline: Timeline | None = None
+        self._recording = comm.runtime.recording
+        self._launched = 0  # operations so far, on all ranks alike
         config = comm.config
         self._warning, self._timeout = config.stall_warning, config.timeout
         self._negotiation = Negotiation(comm.rank, self.members, capacity=config.known_names)
@@ -118,8 +120,9 @@ class Coordinator:
                 self._later[request.name].append(pending)
             else:
                 self._ask(pending)
-            if self.timeline is not None:
-                self.timeline.begin(request.name, f"NEGOTIATE_{request.verb.upper()}")
+            if self._recording.recorder is not None and (record := self._record(request, inputs)) is not None:
+                pending.record = record
+                record.queue()
             if self._napping:
                 self._changed.notify_all()
             elif not blocking and not self._driving.locked():
@@ -137,6 +140,14 @@ class Coordinator:
             self._negotiation.withdraw(request)
             self._pending.pop(request.name, None)
             raise
+
+    def _record(self, request: Request, inputs: Sequence[Any] = ()) -> Record | None:
+        """Return the record of an operation; None if nothing is recorded."""
+        recorder = self._recording.recorder
+        if recorder is None:
+            return None
+        nbytes = sum(getattr(array, "nbytes", 0) for array in inputs)
+        return Record(recorder, request.verb, self.comm.name, (request.name,), nbytes=nbytes, name=request.name)
 
     def wake(self) -> None:
         """See to it that cycles are run although nobody waits for an operation."""
@@ -198,8 +209,9 @@ class Coordinator:
             overdue = self._overdue()
             announcement = self._negotiation.announce()
         self.cycles += 1
-        if self.timeline is not None and self.timeline.mark_cycles:
-            self.timeline.mark("CYCLE_START")
+        recorder = self._recording.recorder
+        if recorder is not None and recorder.marks_cycles:
+            recorder.mark("CYCLE_START", self.comm.name)
 
         def in_full() -> News:
             with self._lock:
@@ -219,16 +231,14 @@ class Coordinator:
         self._midway = False
 
     def _run(self, jobs: Sequence[Job]) -> None:
-        timeline = self.timeline
-        if timeline is not None:
-            for job in jobs:
-                timeline.begin(job.launch.request.name, job.launch.request.verb.upper())
+        records = {} if self._recording.recorder is None else self._note_run(jobs)
+        self._launched += len(jobs)
         before = time.perf_counter()
 
         def finish(job: Job, value: Any, error: BaseException | None) -> None:
             nonlocal before
-            if timeline is not None:
-                timeline.end(job.launch.request.name)
+            if job.pending is None and (record := records.get(job.launch.request.name)) is not None:
+                record.end(error)
             if job.pending is not None:
                 # Several that ran as one end together: the first of them has the time of all.
                 now = time.perf_counter()
@@ -238,15 +248,25 @@ class Coordinator:
         self._execution.run(jobs, finish)
         self._running = []
 
+    def _note_run(self, jobs: Sequence[Job]) -> dict[str, Record]:
+        """Write that operations run; return the records by their names."""
+        records = {}
+        for number, job in enumerate(jobs, self._launched + 1):
+            request = job.launch.request
+            record = self._record(request) if job.pending is None else job.pending.record
+            if record is not None:
+                record.sequence = number
+                record.run()
+                records[request.name] = record
+        return records
+
     def _take(self, verdicts: Sequence[Verdict]) -> list[Job]:
         """Fail what cannot run; return what can."""
         self._running = jobs = []  # first there, then no longer pending: one of both at any time
-        find, timeline = self._pending.get, self.timeline
+        find = self._pending.get
         for verdict in verdicts:
             name = verdict.request.name
             pending = find(name)
-            if pending is not None and timeline is not None:
-                timeline.end(name)
             if type(verdict) is Launch:
                 jobs.append(Job(verdict, pending))
             elif pending is None:
@@ -272,7 +292,8 @@ class Coordinator:
     def _error(self, failure: Failure) -> CommlibError:
         text = f"{self._wording.begin([failure.request])}: {failure.reason}"
         if failure.late:
-            return StallError(f"{text} (COMMLIB_TIMEOUT={self._timeout:g}); other operations go on")
+            last = did_last(self._recording.recorder, self.comm.name)
+            return StallError(f"{text} (COMMLIB_TIMEOUT={self._timeout:g}); other operations go on{last}")
         return MismatchError(f"{text}. Nothing was sent; the group stays usable")
 
     def _reworded(self, request: Request, error: BaseException) -> CommlibError:
@@ -329,7 +350,8 @@ class Coordinator:
             return
         pending.warned = True
         waited = time.monotonic() - pending.since
-        log.warning("%s has waited %.0f s: %s", self._wording.begin([pending.request]), waited, reason)
+        begin, last = self._wording.begin([pending.request]), did_last(self._recording.recorder, self.comm.name)
+        log.warning("%s has waited %.0f s: %s%s", begin, waited, reason, last)
 
     def _explain(self, waited: float, late: list[int]) -> str:
         """Return the warning about a long wait within a cycle."""

@@ -8,6 +8,7 @@ from time import monotonic
 from typing import Any, Protocol
 
 from commlib.coordinator.request import Request
+from commlib.observe.recorder import Record
 from commlib.runtime.work import Work
 
 Array = Any
@@ -30,7 +31,7 @@ class Driver(Protocol):
 class Pending(Work):
     """One named operation. Its arrays must not be touched until it is done."""
 
-    __slots__ = ("_coordinator", "extra", "inputs", "outputs", "request", "since", "warned")
+    __slots__ = ("_coordinator", "extra", "inputs", "outputs", "record", "request", "since", "warned")
 
     def __init__(
         self, coordinator: Driver, request: Request, inputs: Sequence[Array], outputs: Sequence[Array], extra: Any
@@ -44,6 +45,7 @@ class Pending(Work):
         self._coordinator, self.request = coordinator, request
         self.inputs, self.outputs, self.extra = inputs, outputs, extra
         self.since = monotonic()
+        self.record: Record | None = None  # of what it does, while somebody wants to know
 
     def wait(self, timeout: float | None = None) -> Any:
         """Block until it has ended, at most `timeout` seconds, and return its result; see `Work.wait`.
@@ -74,6 +76,8 @@ class Pending(Work):
         """End it, and let go of its arrays."""
         self.inputs = self.outputs = ()
         self.extra = None
+        if self.record is not None:
+            self.record.end(error)
         self._result, self._error = result, error  # `Work.finish`, written out: they are many
         if error is not None:
             self._trace = error.__traceback__

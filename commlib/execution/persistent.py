@@ -9,7 +9,6 @@ rank that sends it.
 from __future__ import annotations
 
 from collections.abc import Callable
-from functools import partial
 from typing import Any
 
 import numpy as np
@@ -17,6 +16,7 @@ import numpy as np
 from commlib.buffers.views import address_of
 from commlib.dtypes import NUMPY, Array
 from commlib.execution.reduce_op import Combination, ReduceOp
+from commlib.execution.streaming import Posted
 from commlib.kernels.host.node import all_equal, arrays_are_where_expected, copy_from_array, copy_to_array, entry_point
 from commlib.kernels.host.reduce import accumulator_dtype, reduce_as_written
 from commlib.schedule.ir import Program, Span
@@ -88,12 +88,15 @@ class PersistentProgram:
                 combinations.append(reduce_op.bind([array for _, array in ordered], target))
             self._steps.append(_Step(transport.persistent_round(sends, receives, tag), combinations, keep))
 
-    def run(self, on_wait: WaitHook) -> bool:
+    def run(self, on_wait: WaitHook, posted: Posted | None = None) -> bool:
         """Run it once, and return whether all messages carried this rank's own mark.
 
-        `on_wait` is called during long waits, and may raise to give up; it cannot run again then.
+        `on_wait` is called during long waits, and may raise to give up; it cannot run again then. `posted` is told of
+        each round before its messages go, for that and the wait for them are one.
         """
-        for step in self._steps:
+        for number, step in enumerate(self._steps):
+            if posted is not None:
+                posted(0, number)
             step.messages.run(on_wait)
             for address in step.addresses:
                 _combine(address)
@@ -111,6 +114,7 @@ class PersistentAllReduce:
         self.buffer = np.empty(count, NUMPY[wide])
         self._mark = np.zeros(1, np.int64)
         self._steps: list[Callable[[], Any]] = []
+        self._posted: Posted | None = None
         self._at, self._nbytes = address_of(self.buffer), self.buffer.nbytes
         self._copies_bytes = _ARRAYS_ARE_WHERE_EXPECTED and wide == reduce_op.dtype
 
@@ -121,17 +125,17 @@ class PersistentAllReduce:
     def then_messages(self, program: Program, transport: Transport, tag: int, on_wait: WaitHook) -> None:
         """Add the steps that combine the buffers of a transport's ranks, and divide if the operation is a mean."""
         messages = PersistentProgram(program, self.buffer, transport, tag, self.combine, self._mark)
-        self.then(partial(messages.run, on_wait))
+        self.then(lambda: messages.run(on_wait, self._posted))
         if self._divide is not None and self._divide.divisor > 1:
             divide = self._divide.bind([self.buffer], self.buffer)
             self.then(lambda: _combine(divide.address))
 
-    def run(self, x: Array, target: Array, mark: int) -> bool:
+    def run(self, x: Array, target: Array, mark: int, posted: Posted | None = None) -> bool:
         """Reduce `x` into `target`, both contiguous, and return True; False, and leave `target`, if marks differ.
 
-        mark: the same on all ranks if they have made the same calls.
+        mark: the same on all ranks if they have made the same calls. posted: told of each round.
         """
-        self._mark[0] = mark
+        self._mark[0], self._posted = mark, posted
         if self._copies_bytes:
             _copy_from_array(self._at, id(x), self._nbytes)
         else:

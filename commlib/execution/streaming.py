@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -24,6 +25,8 @@ WINDOW = 8
 
 
 Hook = Callable[[int], None]
+Posted = Callable[[int, int], None]
+"""Told of each round whose messages have been posted: of which block, and which round, both from 0."""
 
 
 def nothing(number: int) -> None:
@@ -83,11 +86,17 @@ class _Block:
     """One block of the data on its way through the program."""
 
     def __init__(
-        self, program: Program, regions: Sequence[Region], transport: Transport, tag: int, reduce_op: ReduceOp | None
+        self,
+        program: Program,
+        regions: Sequence[Region],
+        transport: Transport,
+        tag: int,
+        reduce_op: ReduceOp | None,
+        posted: Hook | None,
     ) -> None:
         self._program, self._transport, self._tag, self._reduce_op = program, transport, tag, reduce_op
         self._memory = _Memory(program, regions)
-        self._rounds = iter(program.rounds)
+        self._rounds, self._posted, self._number = iter(program.rounds), posted, 0
         self._arrivals: list[tuple[Recv, Any, Request]] = []
         self.pending: list[Request] = []
 
@@ -111,6 +120,9 @@ class _Block:
             self._arrivals.append((recv, place, transport.recv(recv.peer, tag, _bytes(place))))
         sends = [transport.send(send.peer, tag, _bytes(memory[send.span])) for send in step.sends]
         self.pending = [*(request for _, _, request in self._arrivals), *sends]
+        if self._posted is not None:
+            self._posted(self._number)
+            self._number += 1
 
     def _combine(self, landing: _Landing) -> None:
         operands: dict[Span, list[tuple[int, Any]]] = {}
@@ -150,6 +162,7 @@ def execute(
     reduce_op: ReduceOp | None = None,
     before: Hook = nothing,
     after: Hook = nothing,
+    posted: Posted | None = None,
 ) -> None:
     """Run `program` over this rank's `blocks`: for each the regions that hold its chunks.
 
@@ -166,7 +179,8 @@ def execute(
         while ended < len(blocks):
             if begun < len(blocks) and begun < ended + WINDOW:
                 before(begun)
-                block = _Block(program, blocks[begun], transport, tag + begun, reduce_op)
+                told = None if posted is None else partial(posted, begun)
+                block = _Block(program, blocks[begun], transport, tag + begun, reduce_op, told)
                 running[begun] = block
                 if not block.advance(landing):
                     del running[begun]

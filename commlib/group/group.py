@@ -21,7 +21,7 @@ from commlib.arguments import integer
 from commlib.buffers.symmetric import SymmetricMemory
 from commlib.errors import CommlibError, MismatchError, ShutdownError, UsageError
 from commlib.execution.reduce_op import ReduceOp
-from commlib.execution.streaming import Hook, Region, execute, nothing
+from commlib.execution.streaming import Hook, Posted, Region, execute, nothing
 from commlib.group.call_check import StallCheck, compare_messages, explain_difference, mismatch
 from commlib.group.hierarchy import Hierarchy
 from commlib.group.operation import Operation
@@ -29,6 +29,8 @@ from commlib.group.presence import Presence
 from commlib.kernels.host.node import BROKEN, MISMATCH
 from commlib.node.board import LEFT, Call, Kernel, NodeBoard
 from commlib.node.context import NodeContext
+from commlib.observe.journal import Journal
+from commlib.observe.last_words import did_last
 from commlib.runtime.compiled import Task
 from commlib.runtime.process import Runtime
 from commlib.runtime.progress import Progress
@@ -69,7 +71,9 @@ class Group:
         self.explain: Callable[[float, list[int]], str] | None = None
         """Words the warning about a long wait, for a group whose calls are not its user's; `leave` then tells the other
         ranks of a failure, in words of its caller's."""
-        self.progress = Progress(_weakly(self.abandon))  # its thread must not keep the group alive
+        self.key = key or name
+        self.journal = Journal(name, self.key, _call_number(self))
+        self.progress = Progress(_weakly(self.abandon), self.journal)  # its thread must not keep the group alive
         weakref.finalize(self, self.progress.close).atexit = False  # its thread must not outlive the group
         self.topology = _find_topology(transport) if topology is None else topology
         self.one_node = len(self.topology.nodes) == 1
@@ -89,8 +93,8 @@ class Group:
             self._asked = self._stall_check = StallCheck(transport.space(Space.CHECKS), name)
         self.symmetric = SymmetricMemory(self.hierarchy.place, self._share, self.gather_objects)
         runtime.groups.add(self)
+        runtime.recording.add(self.progress)
         self._made_of = [transport] if within is None else []
-        self.key = key or name
         noted = f"{runtime.token}.{self.key}", self.size
         self._retire = weakref.finalize(self, runtime.retired.note, noted, self._made_of)
         self._retire.atexit = False
@@ -168,8 +172,19 @@ class Group:
         """Return the watchdog for one wait: for `peers`, or for all ranks in a collective."""
         stall_check = self._asked if peers is None and not (self.is_open and self.one_node) else None
         return Watchdog(
-            self.runtime, self._presence, self.rank, f"{self.name}: {text}", peers, stall_check, explain=self.explain
+            self.runtime,
+            self._presence,
+            self.rank,
+            f"{self.name}: {text}",
+            peers,
+            stall_check,
+            explain=self.explain,
+            did_last=self.did_last,
         )
+
+    def did_last(self) -> str:
+        """Return what this rank did last in the group, to be appended to a message; "" if nothing is recorded."""
+        return did_last(self.runtime.recording.recorder, self.name)
 
     def on_wait(self, text: str) -> WaitHook:
         """Return a hook for many waits, which watches each anew: what a wait that does not last can do without."""
@@ -200,7 +215,16 @@ class Group:
             reduce_op=reduce_op,
             before=before,
             after=after,
+            posted=self.posted,
         )
+
+    @property
+    def posted(self) -> Posted | None:
+        """What is to be told of each round of messages; None if the operation is not recorded."""
+        record = self.journal.current
+        if record is None:
+            return None
+        return lambda block, number: record.round(f"round {number + 1} of block {block + 1} posted")
 
     def gather_objects(self, value: Any) -> list[Any]:
         """Return the picklable objects of all ranks, by messages, within an operation."""
@@ -329,6 +353,8 @@ class Group:
             self.raise_failure(text)
         try:
             with self.progress.set_aside():
+                if self.journal.current is not None:
+                    self.journal.current.round("waits on its node")
                 watch = self.watch(text)
                 status = self.board.resume(kernel, argument, calls, status, watch)
                 if status == MISMATCH:
@@ -458,6 +484,12 @@ def _weakly(method: Callable[[str, BaseException], None]) -> Callable[[str, Base
             found(text, error)
 
     return call
+
+
+def _call_number(group: Group) -> Callable[[], int]:
+    """Return what returns the number of the last call, without a reference to the group."""
+    weak = weakref.ref(group)
+    return lambda: 0 if (found := weak()) is None else found.call_number
 
 
 def _find_topology(transport: Transport) -> Topology:

@@ -53,10 +53,9 @@ def _start(comm: Any) -> Any:
         raise
     if said.ignored and world.rank == 0:
         _say_ignored(said.ignored)
-    if said.timeline:
-        registry().start_timeline(said.timeline, said.mark_cycles)
-    else:
-        registry()
+    if said.timeline and not world.config.timeline:
+        commlib.start_timeline(said.timeline, mark_cycles=said.mark_cycles)
+    registry()
     return world
 
 
@@ -175,14 +174,17 @@ def rocm_built() -> bool:
 def start_timeline(file_path: str, mark_cycles: bool = False) -> None:
     """Write what operations do, from now on, to a Chrome trace (chrome://tracing, Perfetto). Rank 0 writes.
 
-    mark_cycles: also say when ranks negotiate. Raises UsageError if one is being written.
+    It is that of `commlib.start_timeline`, so other operations are in it too. mark_cycles: also say when ranks
+    negotiate. Raises UsageError if one is being written.
     """
-    registry().start_timeline(file_path, mark_cycles)
+    running()
+    commlib.start_timeline(file_path, mark_cycles=mark_cycles)
 
 
 def stop_timeline() -> None:
     """Finish the trace that `start_timeline` began."""
-    registry().stop_timeline()
+    running()
+    commlib.stop_timeline()
 
 
 def _native(comm: Any) -> Any:

@@ -10,7 +10,6 @@ import commlib
 from commlib.coordinator import Coordinator, Request
 from commlib.errors import MismatchError, UsageError
 from commlib.horovod.memberships import Ranks, all_sets, who_differs
-from commlib.observe.timeline import Timeline
 
 if TYPE_CHECKING:
     from commlib.communicator import Communicator
@@ -113,7 +112,6 @@ class Registry:
     def __init__(self, world: Any) -> None:
         self.world = world
         self.sets: dict[int, ProcessSet] = {}
-        self.timeline: Timeline | None = None
         self._others: dict[int, list[ProcessSet]] = {}
         """Objects beside those in `sets` that stand for the same ones."""
         self._register(global_process_set, tuple(range(world.size)), world.split(0))
@@ -201,7 +199,6 @@ class Registry:
 
         Returns the first failure that nobody has asked for, or "".
         """
-        self.stop_timeline()
         failures = [coordinator.unseen_failure() for coordinator in self.coordinators()]
         for coordinator in self.coordinators():
             coordinator.close()
@@ -217,25 +214,6 @@ class Registry:
         """Return those of the sets that this process is in."""
         found = [process_set._coordinator for process_set in self.sets.values()]
         return [coordinator for coordinator in found if coordinator is not None]
-
-    def start_timeline(self, path: str, mark_cycles: bool) -> None:
-        """Trace the operations of all sets, on rank 0."""
-        if self.timeline is not None:
-            raise UsageError("start_timeline: a timeline is being written already: call stop_timeline first")
-        if self.world.rank == 0:
-            self.timeline = Timeline(path, rank=0, mark_cycles=mark_cycles)
-            self._share_timeline()
-
-    def stop_timeline(self) -> None:
-        """Finish the trace, if there is one."""
-        timeline, self.timeline = self.timeline, None
-        self._share_timeline()
-        if timeline is not None:
-            timeline.close()
-
-    def _share_timeline(self) -> None:
-        for coordinator in self.coordinators():
-            coordinator.timeline = self.timeline
 
     def _agreed(self, what: str, ranks: Any, run: Any) -> Any:
         """Run something in turn with the operations of all ranks, once all have asked for it for these ranks."""
@@ -271,7 +249,6 @@ class Registry:
         if group is not None:
             group.name = f"process set {number}"
             process_set._coordinator = Coordinator(group, ranks)
-            process_set._coordinator.timeline = self.timeline
 
 
 global_process_set = ProcessSet([])

@@ -1,64 +1,163 @@
 """A trace of what operations do, in Chrome's format: open it in chrome://tracing or ui.perfetto.dev.
 
 Format: "Trace Event Format", an array of events whose closing bracket may be missing, so that the file of a job that
-was killed can be read. Each named operation has a row of its own.
+was killed can be read. Each group has a row, and each named operation one of its own. What may overlap, messages
+between two ranks and what waits in a queue, are "asynchronous" events, which viewers lay out themselves.
 """
 
 from __future__ import annotations
 
 import json
+import logging
+import os
 import threading
-import time
-from pathlib import Path
-from typing import IO, Any
+from collections import deque
+from collections.abc import Hashable, Iterator
+from contextlib import suppress
+from time import monotonic_ns
+from typing import Any
 
 from commlib.errors import UsageError
+from commlib.observe.recorder import MESSAGES, Event, Phase, Record
+
+log = logging.getLogger("commlib")
+
+# So often (seconds) what was recorded goes to the file. Whoever is recorded never waits for a disk.
+_INTERVAL = 0.05
+
+_CLOSE = 10.0  # seconds that the end of a timeline waits for its file
+
+_CYCLES = ("", "cycles")  # the row of what concerns no operation
 
 
 class Timeline:
-    """Writes events to a file until it is closed. Any thread may call it."""
+    """Writes a recorder's events to a file until it is closed. Any thread may call it.
+
+    mark_cycles: whether the recorder is to mark when ranks negotiate.
+    """
 
     def __init__(self, path: str, *, rank: int, mark_cycles: bool = False) -> None:
         self.mark_cycles = mark_cycles
-        self._rank = rank
-        self._rows: dict[str, int] = {}
-        self._lock = threading.Lock()
-        self._start = time.perf_counter()
+        self._path, self._rank = path, rank
+        self._rows: dict[Hashable, int] = {}
+        self._open: dict[int, int] = {}  # what has begun in a row and not ended: how many, by operation
+        self._waiting: deque[Event] = deque()
+        self._failed = False
+        self._start = self._now = monotonic_ns()
         try:
-            self._file: IO[str] = Path(path).open("w", encoding="utf-8")  # noqa: SIM115  # until `close`
+            # Not buffered, so that a forked child has nothing of it to write again.
+            self._file = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC, 0o666)
         except OSError as error:
             raise UsageError(f"start_timeline: cannot write {path}: {error}") from error
-        self._file.write("[\n")
+        self._closing = threading.Event()
+        self._thread = threading.Thread(target=self._loop, name="commlib-timeline", daemon=True)
+        self._thread.start()
 
-    def begin(self, name: str, what: str) -> None:
-        """Say that an operation begins to do something; in its row, within what it does already."""
-        self._write(name, {"ph": "B", "name": what})
-
-    def end(self, name: str) -> None:
-        """Say that what was begun last in an operation's row has ended."""
-        self._write(name, {"ph": "E"})
-
-    def mark(self, what: str) -> None:
-        """Say that something happened, to no operation in particular."""
-        self._write("", {"ph": "i", "name": what, "s": "p"})
+    def read(self, event: Event) -> None:
+        """Take an event, which the thread writes soon."""
+        if not self._failed:
+            self._waiting.append(event)
 
     def close(self) -> None:
         """Write the end of the file. Idempotent."""
-        with self._lock:
-            if not self._file.closed:
-                self._event({"ph": "M", "name": "process_name", "args": {"name": f"rank {self._rank}"}}, last=True)
-                self._file.write("]\n")
-                self._file.close()
+        self._closing.set()
+        if self._thread is not threading.current_thread():
+            self._thread.join(_CLOSE)
 
-    def _write(self, name: str, event: dict[str, Any]) -> None:
-        with self._lock:
-            if self._file.closed:
-                return
-            row = self._rows.get(name)
-            if row is None:
-                row = self._rows[name] = len(self._rows)
-                self._event({"ph": "M", "name": "thread_name", "tid": row, "args": {"name": name or "cycles"}})
-            self._event({"ts": round(1e6 * (time.perf_counter() - self._start), 3), "tid": row, **event})
+    def abandon(self) -> None:
+        """Write nothing more, in a forked child: the file is its parent's."""
+        with suppress(OSError):
+            os.close(self._file)
 
-    def _event(self, event: dict[str, Any], *, last: bool = False) -> None:
-        self._file.write(json.dumps({"pid": self._rank, **event}) + ("\n" if last else ",\n"))
+    # The thread
+
+    def _loop(self) -> None:
+        try:
+            self._append("[\n")
+            ended = False
+            while not ended:
+                ended = self._closing.wait(_INTERVAL)
+                lines = [json.dumps({"pid": self._rank, **event}) for event in self._written()]
+                if lines:
+                    self._append(",\n".join(lines) + ",\n")
+            name = {"ph": "M", "pid": self._rank, "name": "process_name", "args": {"name": f"rank {self._rank}"}}
+            self._append(f"{json.dumps(name)}\n]\n")
+        except OSError as error:
+            self._failed = True
+            self._waiting.clear()
+            log.error("the timeline %s ends early: %s", self._path, error)
+        finally:
+            with suppress(OSError):
+                os.close(self._file)
+
+    def _append(self, text: str) -> None:
+        data = memoryview(text.encode())
+        while data:
+            data = data[os.write(self._file, data) :]
+
+    def _written(self) -> Iterator[dict[str, Any]]:
+        while self._waiting:
+            event = self._waiting.popleft()
+            # In a file times never go back; threads that write at once may be some microseconds apart.
+            self._now = max(self._now, event.time)
+            yield from self._named(event) if event.record.name else self._unnamed(event)
+
+    def _named(self, event: Event) -> Iterator[dict[str, Any]]:
+        """Within its row: the time in which ranks agree, then that of the operation. As Horovod has them."""
+        record, phase = event.record, event.phase
+        what = record.verb.upper()
+        if phase is Phase.QUEUED:
+            yield from self._begin(record, {"name": f"NEGOTIATE_{what}"})
+        elif phase is Phase.RUN:
+            yield from self._end(record)
+            yield from self._begin(record, {"name": what})
+        elif phase is Phase.END:
+            yield from self._end(record)
+
+    def _unnamed(self, event: Event) -> Iterator[dict[str, Any]]:
+        record, phase = event.record, event.phase
+        if phase is Phase.MARK:
+            yield from self._in_row(_CYCLES, "cycles", {"ph": "i", "name": record.text, "s": "p"})
+        elif record.row == MESSAGES:
+            if phase in (Phase.RUN, Phase.END):
+                yield self._overlapping(record, "b" if phase is Phase.RUN else "e", "message", f"{record.verb}")
+        elif phase is Phase.QUEUED:
+            yield self._overlapping(record, "b", "queue", f"queued {record.verb}")
+        elif phase is Phase.ROUND:
+            yield from self._in_row(record.row, record.group, {"ph": "i", "name": event.detail, "s": "t"})
+        elif phase is Phase.END:
+            if record.queued and not record.began:
+                yield self._overlapping(record, "e", "queue", f"queued {record.verb}")
+            yield from self._end(record)
+        elif record.number not in self._open:
+            if record.queued:
+                yield self._overlapping(record, "e", "queue", f"queued {record.verb}")
+            yield from self._begin(record, {"name": record.verb, "args": _facts(record)})
+
+    def _begin(self, record: Record, event: dict[str, Any]) -> Iterator[dict[str, Any]]:
+        self._open[record.number] = self._open.get(record.number, 0) + 1
+        yield from self._in_row(record.row, record.name or record.group, {"ph": "B", **event})
+
+    def _end(self, record: Record) -> Iterator[dict[str, Any]]:
+        if self._open.pop(record.number, 0):
+            error = {"args": {"error": record.error}} if record.error else {}
+            yield from self._in_row(record.row, record.name or record.group, {"ph": "E", **error})
+
+    def _overlapping(self, record: Record, phase: str, category: str, name: str) -> dict[str, Any]:
+        facts = {"ph": phase, "cat": category, "id": record.number, "name": name, "args": _facts(record)}
+        return {"ts": self._time(), "tid": 0, **facts}
+
+    def _in_row(self, key: Hashable, name: str, event: dict[str, Any]) -> Iterator[dict[str, Any]]:
+        row = self._rows.get(key)
+        if row is None:
+            row = self._rows[key] = len(self._rows)
+            yield {"ph": "M", "name": "thread_name", "tid": row, "args": {"name": name}}
+        yield {"ts": self._time(), "tid": row, **event}
+
+    def _time(self) -> float:
+        return round((self._now - self._start) / 1e3, 3)
+
+
+def _facts(record: Record) -> dict[str, Any]:
+    facts = {"call": record.text, "group": record.group, "sequence": record.sequence, "bytes": record.nbytes}
+    return facts | ({"error": record.error} if record.error else {})

@@ -14,6 +14,7 @@ from commlib.arguments import integer
 from commlib.buffers.views import as_host, contiguous, writable
 from commlib.dtypes import Array
 from commlib.errors import CommlibError, MismatchError, ShutdownError, StallError, UsageError
+from commlib.observe.recorder import MESSAGES
 from commlib.runtime.work import Work
 from commlib.transport.base import ProbedReceive, Request
 
@@ -56,7 +57,7 @@ class _Message:
 class Messages(Work):
     """Some posted messages. They move when somebody waits, and when the progress thread looks after them."""
 
-    __slots__ = ("_comm", "_lock", "_messages", "_peers", "_requests", "_value")
+    __slots__ = ("_comm", "_lock", "_messages", "_peers", "_record", "_requests", "_value")
 
     def __init__(self, comm: Group, text: str, messages: list[_Message], value: Any) -> None:
         super().__init__(text)
@@ -69,10 +70,16 @@ class Messages(Work):
         self._peers = [message.peer for message in messages]
         self._lock = threading.Lock()  # MPI allows one thread at a time to ask for a request
         self._requests: list[Request] = []
+        self._record = None if comm.journal.recorder is None else comm.journal.open(text, messages[0].flat)
+        if self._record is not None:
+            self._record.row = MESSAGES
+            self._record.run()
         try:
             for message in messages:
                 self._requests.append(message.post(comm))
         except BaseException as error:
+            if self._record is not None:
+                self._record.end(error)
             comm.abandon(text, error)
             raise
 
@@ -164,6 +171,8 @@ class Messages(Work):
                 request.cancel()
         value, self._value = self._value, None
         self._messages = []  # it no longer keeps the arrays alive
+        if self._record is not None:
+            self._record.end(error)
         self.finish(value, error)
 
 

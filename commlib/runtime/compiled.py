@@ -11,7 +11,7 @@ from functools import partial
 from typing import Any
 
 from commlib.errors import CommlibError
-from commlib.runtime.progress import Progress
+from commlib.runtime.progress import RECORDED, Progress
 from commlib.runtime.work import Work
 
 
@@ -51,11 +51,15 @@ class Compiled:
                         value = self._go_on(status, x, target)
                     self._release()
                     return value
+                if self._progress.pending == RECORDED:
+                    value = self._run_recorded(x, target)
+                    self._release()
+                    return value
                 self._release()
         except BaseException as error:
             self._progress.break_off(self.text, error)
             raise
-        return self._progress.run_queued(self.text, partial(self.perform, x, target))
+        return self._progress.run_queued(self.text, partial(self.perform, x, target), x)
 
     def start(self, x: Any, target: Any, *, value: Any = None, deliver: Callable[[Any], Any] | None = None) -> Work:
         """Start it, after everything that was launched before.
@@ -77,6 +81,10 @@ class Compiled:
                         work = Work.ended(self.text, value) if ended else progress.begun(self.text, run)
                         self._release()
                         return work
+                    if progress.pending == RECORDED:
+                        work = self._begin_recorded(x, target, value, run)
+                        self._release()
+                        return work
                     self._release()
             except CommlibError as error:
                 progress.break_off(self.text, error)
@@ -84,7 +92,7 @@ class Compiled:
             except BaseException as error:
                 progress.break_off(self.text, error)
                 raise
-        return self._progress.start(self.text, run)
+        return self._progress.start(self.text, run, x)
 
     def bind(self, x: Any, target: Any, *, value: Any = None, deliver: Callable[[Any], Any] | None = None) -> Plan:
         """Return what runs it always on these arrays. Its result is `value`, or what `deliver` makes of that."""
@@ -106,6 +114,23 @@ class Compiled:
         except BaseException as error:
             self._progress.raised = error
             raise
+
+    def _run_recorded(self, x: Any, target: Any) -> Any:
+        """Run it in this thread, as `_step` and `_go_on` do together, and write when."""
+        journal = self._progress.journal
+        try:
+            with self._progress.set_aside():
+                return journal.run(journal.open(self.text, x), partial(self.perform, x, target))
+        except BaseException as error:
+            self._progress.raised = error
+            raise
+
+    def _begin_recorded(self, x: Any, target: Any, value: Any, run: Callable[[], Any]) -> Work:
+        """Begin it in this thread, and write when."""
+        journal = self._progress.journal
+        record, begin = journal.open(self.text, x), partial(self.begin, x, target)
+        ended = begin() if record is None else journal.begin(record, begin)
+        return Work.ended(self.text, value) if ended else self._progress.begun(self.text, run, record)
 
 
 class Plan:
@@ -152,11 +177,16 @@ class Plan:
                         value = self._finish(self._compiled._go_on(status, *self._bound))
                     self._release()
                     return value
+                if self._progress.pending == RECORDED:
+                    value = self._finish(self._compiled._run_recorded(*self._bound))
+                    self._release()
+                    return value
                 self._release()
         except BaseException as error:
             self._progress.break_off(self.text, error)
             raise
-        return self._finish(self._progress.run_queued(self.text, partial(self._compiled.perform, *self._bound)))
+        x, target = self._bound
+        return self._finish(self._progress.run_queued(self.text, partial(self._compiled.perform, x, target), x))
 
     def start(self) -> Work:
         """Start it, to run after everything that was launched before."""

@@ -12,6 +12,7 @@ from commlib import forks
 from commlib.config import Config
 from commlib.cost.chooser import Chooser
 from commlib.runtime.poller import MessagePoller
+from commlib.runtime.recording import Recording
 from commlib.runtime.retired import Retired
 
 
@@ -23,6 +24,7 @@ class Runtime:
     ranks_on_node: int = 1
     chooser: Chooser = field(default_factory=Chooser)  # alike on all ranks
     poller: MessagePoller = field(default_factory=MessagePoller)  # of the messages of all groups
+    recording: Recording = field(default_factory=Recording)  # of what operations do
     closing: bool = False  # waits that still last must end
     services: Any = None  # the process sets, where named operations are used: `commlib.horovod.process_sets.Registry`
     token: str = ""  # the same on all ranks, and another one after each `init`
@@ -49,6 +51,7 @@ class Runtime:
     def abandon(self) -> None:
         """Give everything up in a forked child, where no thread runs on and MPI is not to be touched: no call works."""
         self.closing = True
+        self.recording.abandon()
         self.poller.abandon()
         if self.services is not None:
             for coordinator in self.services.coordinators():
@@ -75,4 +78,5 @@ class Runtime:
         deadline = time.monotonic() + 1.0  # waits look at `closing` every 0.1 s
         for threaded in threads:
             threaded.join(max(0.0, deadline - time.monotonic()))
+        self.recording.close()
         return failure or next(filter(None, [group.progress.unseen_failure() for group in groups]), "")

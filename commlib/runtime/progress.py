@@ -15,14 +15,22 @@ import time
 from collections import deque
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass
 from typing import Any
 
 from commlib import forks
 from commlib.errors import CommlibError, ShutdownError, UsageError
+from commlib.observe.journal import Journal
+from commlib.observe.recorder import Record, Recorder
 from commlib.runtime.work import Work
 
 # How often, in seconds, the thread looks whether the operation before its own can still end.
 _TURN = 0.1
+
+# Set in `Progress.pending` while operations are recorded: so calls leave their short way without another look. Nothing
+# but counts is below it.
+RECORDED = 1 << 40
+_COUNT = RECORDED - 1
 
 Run = Callable[[], Any]
 Interrupted = Callable[[str, BaseException], None]
@@ -57,6 +65,15 @@ class Begun(Work):
         return super().wait(timeout)
 
 
+@dataclass(frozen=True, slots=True)
+class _Job:
+    """An operation that waits for its turn. `record` is None where it is not recorded."""
+
+    work: Work
+    run: Run
+    record: Record | None
+
+
 class Progress:
     """One queue and one thread (started with the first queued operation; asleep while there is nothing to do).
 
@@ -65,12 +82,14 @@ class Progress:
 
     interrupted: told of what has come out of a call before its operation had run to its end, or may have. Where that is
     no error of ours, a signal handler's exception perhaps, other ranks may count on what this one has left half-way.
+    journal: what is written of the operations, while somebody wants to know.
     """
 
-    def __init__(self, interrupted: Interrupted = _ignore) -> None:
+    def __init__(self, interrupted: Interrupted = _ignore, journal: Journal | None = None) -> None:
         self._interrupted = interrupted
-        self._queue: deque[tuple[Work, Run]] = deque()
-        self._begun: tuple[Work, Run] | None = None
+        self.journal = Journal() if journal is None else journal
+        self._queue: deque[_Job] = deque()
+        self._begun: _Job | None = None
         self._failed: list[Work] = []  # to tell at the end of errors that nobody has asked for
         # Taken itself rather than through the condition, whose `with` a signal handler could leave locked for ever.
         self._lock = threading.Lock()
@@ -79,11 +98,19 @@ class Progress:
         self._busy = 0  # the thread in which an operation waits, or may
         self.raised: BaseException | None = None  # what has come out of the operation that is running here
         self._broken = False  # an interrupted thread may have left `running` held; then every operation fails at once
-        self.pending = 0  # operations begun, queued for, or running on, the thread; looked at while `running` is held
+        self.pending = 0
+        """How many operations are begun, queued for, or running on, the thread; and RECORDED. Looked at while `running`
+        is held: while it is 0 a call may run in its caller's thread, and there is nothing to write."""
         self._thread: threading.Thread | None = None
         self._closed = False
         self.current = ""  # what is running on the thread, for messages
         self.in_background = False  # what runs now runs on the thread
+
+    def record(self, recorder: Recorder | None) -> None:
+        """Write of operations to `recorder` from now on, or to none."""
+        with self._lock:
+            self.journal.recorder = recorder
+            self.pending = self.pending & _COUNT | (0 if recorder is None else RECORDED)
 
     def refuse_nested(self, description: str) -> None:
         """Raise UsageError if this thread is in the middle of an operation, which would have to end first."""
@@ -118,12 +145,12 @@ class Progress:
                 self.pending -= 1
                 self._changed.notify_all()
 
-    def run_queued(self, description: str, run: Run) -> Any:
-        """Queue one operation, wait for it and return its result."""
+    def run_queued(self, description: str, run: Run, x: Any = None) -> Any:
+        """Queue one operation, on the array `x`, wait for it and return its result."""
         self.refuse_nested(description)
         if self._broken:
-            return run()
-        work = self.start(description, run)
+            return self.journal.run(self.journal.open(description, x), run)
+        work = self.start(description, run, x)
         try:
             return work.wait()
         except BaseException as error:
@@ -131,20 +158,20 @@ class Progress:
             self._interrupted(description, error)
             raise
 
-    def run_through(self, description: str, run: Run) -> Any:
+    def run_through(self, description: str, run: Run, x: Any = None) -> Any:
         """Like `run_queued`, but what interrupts the wait is raised when the operation has ended, or at once if twice.
 
         For what blocks in MPI, which nothing can end: the thread does it, as no signal handler raises there.
         """
-        work = self.start(description, run)
+        work = self.start(description, run, x)
         try:
             return work.wait()
         except BaseException:
             work.exception()  # waits for its end
             raise
 
-    def start(self, description: str, run: Run) -> Work:
-        """Queue one operation and return its Work."""
+    def start(self, description: str, run: Run, x: Any = None) -> Work:
+        """Queue one operation, on the array `x`, and return its Work."""
         forks.check(description)
         work = Work(description)
         try:
@@ -153,7 +180,7 @@ class Progress:
                     raise ShutdownError(f"{description}: commlib has been shut down")
                 self._queue_begun()
                 self.pending += 1
-                self._queue.append((work, run))
+                self._queue.append(_Job(work, run, self.journal.queue(description, x)))
                 self._start_thread()
                 self._changed.notify_all()
         except BaseException as error:
@@ -168,11 +195,11 @@ class Progress:
         self._note_failure(work)
         return work
 
-    def begun(self, description: str, finish: Run) -> Work:
+    def begun(self, description: str, finish: Run, record: Record | None = None) -> Work:
         """Return the work of an operation that has been begun in its caller's thread; `finish` does the rest of it."""
         work = Begun(description, self)
         with self._lock:
-            self._begun = work, finish
+            self._begun = _Job(work, finish, record)
             self.pending += 1
         return work
 
@@ -193,23 +220,23 @@ class Progress:
         """Finish `work` in this thread, unless somebody else does."""
         try:
             with self._lock:
-                if self._begun is None or self._begun[0] is not work:
+                job = self._begun
+                if job is None or job.work is not work:
                     return
-                _, run = self._begun
                 self._begun = None
-            self._run_one(work, run)
+            self._run_one(job)
         except BaseException as error:
             self._interrupted(work.description, error)
             raise
 
-    def _run_one(self, work: Work, run: Run, *, in_background: bool = False) -> None:
-        result, error = None, None
+    def _run_one(self, job: _Job, *, in_background: bool = False) -> None:
+        work, result, error = job.work, None, None
         try:
             claimed = self._await_turn()
             self.in_background = in_background
             started = time.perf_counter()
             try:
-                result = run()
+                result = job.run() if job.record is None else self.journal.run(job.record, job.run)
             finally:
                 work.seconds = time.perf_counter() - started
                 self.in_background = False
@@ -242,25 +269,25 @@ class Progress:
             self._thread = threading.Thread(target=self._loop, name="commlib-progress", daemon=True)
             self._thread.start()
 
-    def _next(self) -> tuple[Work, Run] | None:
+    def _next(self) -> _Job | None:
         """Wait for something to run, and return it; None to end."""
         with self._lock:
             self._changed.wait_for(lambda: self._queue or self._closed)
             if not self._queue:
                 return None
-            self.current = self._queue[0][0].description
+            self.current = self._queue[0].work.description
             return self._queue.popleft()
 
     def _loop(self) -> None:
         while (job := self._next()) is not None:
-            self._run_one(*job, in_background=True)
+            self._run_one(job, in_background=True)
             del job  # an idle thread must not keep arrays alive
 
     def drain(self, timeout: float) -> str:
         """Wait until nothing is pending; return "" or, if that takes longer than `timeout` s, what is running."""
         self.hand_over()
         with self._lock:
-            if self._changed.wait_for(lambda: self.pending == 0, timeout):
+            if self._changed.wait_for(lambda: not self.pending & _COUNT, timeout):
                 return ""
             return f"unfinished {self.current or 'queued operation'}"
 
@@ -281,8 +308,11 @@ class Progress:
             self._queue.clear()
             self.pending -= len(dropped)
             self._changed.notify_all()
-        for work, _ in dropped:
-            work.finish(error=ShutdownError(f"{work.description}: commlib was shut down before it began"))
+        for job in dropped:
+            error = ShutdownError(f"{job.work.description}: commlib was shut down before it began")
+            if job.record is not None:
+                job.record.end(error)
+            job.work.finish(error=error)
 
     def abandon(self) -> None:
         """Let nothing run in this forked child, whose copies of the locks may be held by threads that it lacks."""

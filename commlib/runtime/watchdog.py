@@ -47,11 +47,12 @@ class Watchdog:
 
     `peers` are the ranks that are waited for (default: all). `stall_check` compares calls once a wait is long, where
     ranks do not share memory. `explain` words the warning about it: from seconds and late ranks; errors
-    carry who was missing.
+    carry who was missing. `did_last` says what this rank did before, or "".
     """
 
     __slots__ = (
         "_absent_since",
+        "_did_last",
         "_explain",
         "_long",
         "_next_look",
@@ -75,9 +76,11 @@ class Watchdog:
         stall_check: StallCheck | None = None,
         *,
         explain: Callable[[float, list[int]], str] | None = None,
+        did_last: Callable[[], str] = str,
     ) -> None:
         self._runtime, self._presence, self._rank, self._text = runtime, presence, rank, text
         self._peers, self._stall_check, self._explain = peers, stall_check, explain
+        self._did_last = did_last
         # Sooner where a message is due sooner: it names the ranks that have not come.
         limits = [runtime.config.timeout or _LONG, runtime.config.stall_warning or _LONG]
         self._long = min(_LONG, *(limit / 2 for limit in limits))
@@ -102,7 +105,7 @@ class Watchdog:
             late = self._late()
             error = StallError(
                 f"{self._text}: rank {self._rank}: gave up after {waited:.1f} s (COMMLIB_TIMEOUT){_named(late)}; "
-                "look at what the late ranks are doing"
+                f"look at what the late ranks are doing{self._did_last()}"
             )
             error.missing = dict.fromkeys(late, "")
             raise error
@@ -110,9 +113,10 @@ class Watchdog:
             self._warned = True
             late = self._late()
             if self._explain is not None:
-                log.warning("%s", self._explain(waited, late))
+                log.warning("%s%s", self._explain(waited, late), self._did_last())
             else:
-                log.warning("%s: rank %d has waited %.0f s%s", self._text, self._rank, waited, _named(late))
+                said = f"{_named(late)}{self._did_last()}"
+                log.warning("%s: rank %d has waited %.0f s%s", self._text, self._rank, waited, said)
 
     def _look_for_absent(self, now: float) -> None:
         assert self._presence is not None

@@ -65,7 +65,8 @@ LAYERS = (
     ("commlib.collectives",),
     ("commlib.p2p",),
     ("commlib.communicator",),
-    ("commlib.launch", "commlib.exits", "commlib.world", "commlib.mesh_groups"),
+    ("commlib.launch", "commlib.exits", "commlib.world", "commlib.observing",
+     "commlib.mesh_groups"),
     ("commlib",),  # the public names
     ("commlib.compress",),
     ("commlib.data_parallel",),
