@@ -1,0 +1,159 @@
+"""The ring of events, and what reads it."""
+
+from __future__ import annotations
+
+import threading
+
+import pytest
+
+from commlib.observe.counters import Counters
+from commlib.observe.journal import Journal
+from commlib.observe.last_words import did_last
+from commlib.observe.recorder import Event, Phase, Record, Recorder
+
+
+def opened(recorder, text="all_reduce of 1 x float32", group="world", **details):
+    return Record(recorder, text, group, group, **details)
+
+
+def test_the_ring_keeps_the_last_events_oldest_first():
+    recorder = Recorder(5)
+    for number in range(1, 5):
+        record = opened(recorder, f"verb{number} of 1")
+        record.run()
+        record.end()
+    events = recorder.events()
+    assert [(event.record.number, event.phase.value) for event in events] == [
+        (2, "end"), (3, "run"), (3, "end"), (4, "run"), (4, "end")
+    ]  # fmt: skip
+    assert [event.time for event in events] == sorted(event.time for event in events)
+    assert {event.thread for event in events} == {threading.get_ident()}
+
+
+def test_threads_write_at_once_and_nothing_is_lost_or_doubled():
+    recorder = Recorder(100_000)
+    counters = Counters()
+    recorder.subscribe(counters.read)
+    copies, stop = [], threading.Event()
+
+    def write(number):
+        for _ in range(2000):
+            record = opened(recorder, f"verb{number}", f"group{number}", nbytes=4)
+            record.queue()
+            record.run()
+            record.end()
+
+    def look():
+        while not stop.is_set():
+            copies.append(len(recorder.events()))
+
+    writers = [threading.Thread(target=write, args=(number,)) for number in range(4)]
+    reader = threading.Thread(target=look)
+    for thread in (reader, *writers):
+        thread.start()
+    for thread in writers:
+        thread.join()
+    stop.set()
+    reader.join()
+    events = recorder.events()
+    assert len(events) == 4 * 2000 * 3 and len({event.record.number for event in events}) == 4 * 2000
+    assert copies == sorted(copies)
+    for number in range(4):
+        own = recorder.events(f"group{number}")
+        assert [event.phase for event in own] == [Phase.QUEUED, Phase.RUN, Phase.END] * 2000
+        assert [event.time for event in own] == sorted(event.time for event in own)
+        assert counters.counts()[f"group{number}", f"verb{number}"].calls == 2000
+
+
+def test_an_operation_ends_once():
+    recorder = Recorder()
+    record = opened(recorder)
+    record.end(ValueError("bad"))
+    record.end()
+    assert [event.detail for event in recorder.events()] == ["ValueError: bad"]
+
+
+def test_who_has_unsubscribed_hears_nothing():
+    recorder = Recorder()
+    heard: list[Event] = []
+    recorder.subscribe(heard.append)
+    opened(recorder).run()
+    recorder.unsubscribe(heard.append)
+    opened(recorder).run()
+    assert len(heard) == 1 and len(recorder.events()) == 2
+
+
+@pytest.mark.parametrize(
+    "text, verb",
+    [("all_reduce of 3 x float32, op=sum", "all_reduce"), ("broadcast_object, root=0", "broadcast_object"),
+     ("barrier", "barrier"), ("send to rank 1, tag 0", "send"), ("", "")],
+)  # fmt: skip
+def test_the_verb_of_a_text(text, verb):
+    assert opened(Recorder(), text).verb == verb
+
+
+def test_counters():
+    recorder, counters = Recorder(), Counters()
+    recorder.subscribe(counters.read)
+    for error in (None, ValueError("x"), None):
+        record = opened(recorder, nbytes=100)
+        record.queue()
+        record.run()
+        record.end(error)
+    opened(recorder, "barrier").run()  # which has not ended
+    dropped = opened(recorder, "barrier")
+    dropped.queue()
+    dropped.end(ValueError("shut down"))
+    counts = counters.counts()
+    count = counts["world", "all_reduce"]
+    assert (count.calls, count.failed, count.nbytes) == (3, 1, 300)
+    ended = [event.record for event in recorder.events() if event.phase is Phase.END and event.verb == "all_reduce"]
+    assert count.seconds == pytest.approx(sum(record.ended - record.began for record in ended) / 1e9)
+    assert count.waited == pytest.approx(sum(record.began - record.queued for record in ended) / 1e9)
+    barrier = counts["world", "barrier"]
+    assert (barrier.calls, barrier.failed, barrier.nbytes, barrier.seconds) == (1, 1, 0, 0.0) and barrier.waited > 0
+
+
+def test_what_a_rank_did_last():
+    recorder = Recorder()
+    assert did_last(None, "world") == did_last(recorder, "world") == ""
+    for number in range(5):
+        record = opened(recorder, f"old{number}")
+        record.run()
+        record.end()
+    opened(recorder, "elsewhere", "other").run()
+    bad = opened(recorder, "broken")
+    bad.run()
+    bad.end(ValueError("no"))
+    first, second = opened(recorder, "barrier"), opened(recorder, "all_gather of 1")
+    first.sequence = 7
+    first.run()
+    second.queue()
+    first.round("round 2 of block 1 posted")
+    told = did_last(recorder, "world")
+    assert told.startswith("; last on this rank: old4 ended 0.0 s ago; broken failed 0.0 s ago (ValueError); ")
+    assert told.endswith("all_gather of 1 queued 0.0 s ago; barrier (call 7) round 2 of block 1 posted, 0.0 s ago")
+
+
+def test_a_journal_numbers_calls_when_their_turn_comes():
+    done = [10]
+    journal = Journal("world", "key", lambda: done[0])
+    assert journal.open("barrier") is None and journal.queue("barrier") is None and journal.run(None, lambda: 3) == 3
+    journal.recorder = recorder = Recorder()
+    first, second = journal.queue("first"), journal.queue("second")
+    for record in (first, second):
+        assert journal.run(record, lambda: journal.current) is record
+        done[0] += 1
+    assert journal.current is None
+    assert [event.sequence for event in recorder.events()] == [11, 12, 11, 11, 12, 12]
+    begun = journal.open("begun")
+    assert begun is not None
+
+    def begin():
+        done[0] += 1  # what begins a call may count it
+        return False
+
+    assert not journal.begin(begun, begin)
+    journal.run(begun, lambda: None)
+    assert begun.sequence == 13
+    assert [event.phase for event in recorder.events()][-3:] == [Phase.BEGUN, Phase.RUN, Phase.END]
