@@ -27,8 +27,8 @@ from commlib.coordinator.pending import Pending
 from commlib.coordinator.request import Request
 from commlib.coordinator.wording import Wording
 from commlib.errors import CommlibError, MismatchError, PeerError, ShutdownError, StallError, UsageError
-from commlib.observe.last_words import did_last
 from commlib.observe.recorder import Record
+from commlib.runtime.recording import Recording
 
 log = logging.getLogger("commlib")
 
@@ -54,7 +54,7 @@ class Coordinator:
         """Those that nobody has asked for since."""
         self.requests: dict[Hashable, Request] = {}
         """Requests that were made before, by what they are made of: to check and to compare them anew takes longer."""
-        self._recording = comm.runtime.recording
+        self._recording: Recording = comm.runtime.recording
         self._launched = 0  # operations so far, on all ranks alike
         config = comm.config
         self._warning, self._timeout = config.stall_warning, config.timeout
@@ -292,8 +292,8 @@ class Coordinator:
     def _error(self, failure: Failure) -> CommlibError:
         text = f"{self._wording.begin([failure.request])}: {failure.reason}"
         if failure.late:
-            last = did_last(self._recording.recorder, self.comm.name)
-            return StallError(f"{text} (COMMLIB_TIMEOUT={self._timeout:g}); other operations go on{last}")
+            words = f"(COMMLIB_TIMEOUT={self._timeout:g}); other operations go on{self._did_last()}"
+            return StallError(f"{text} {words}")
         return MismatchError(f"{text}. Nothing was sent; the group stays usable")
 
     def _reworded(self, request: Request, error: BaseException) -> CommlibError:
@@ -316,7 +316,8 @@ class Coordinator:
         with self._lock:
             running, waiting = self._requests()
             if self._failure is None:
-                self._failure = (*self._wording.reason(error, running, waiting, self._timeout), error)
+                kind, reason = self._wording.reason(error, running, waiting, self._timeout)
+                self._failure = kind, reason + (self._did_last() if kind is StallError else ""), error
             left = self._give_up(self._running)
         if not isinstance(error, ShutdownError):
             self.comm.group.leave(self._wording.parting(error, [*running, *waiting]))
@@ -350,14 +351,18 @@ class Coordinator:
             return
         pending.warned = True
         waited = time.monotonic() - pending.since
-        begin, last = self._wording.begin([pending.request]), did_last(self._recording.recorder, self.comm.name)
-        log.warning("%s has waited %.0f s: %s%s", begin, waited, reason, last)
+        begin = self._wording.begin([pending.request])
+        log.warning("%s has waited %.0f s: %s%s", begin, waited, reason, self._did_last())
 
     def _explain(self, waited: float, late: list[int]) -> str:
         """Return the warning about a long wait within a cycle."""
         with self._lock:
             running, waiting = self._requests()
-        return self._wording.long_wait(waited, late, running, waiting)
+        return self._wording.long_wait(waited, late, running, waiting) + self._did_last()
+
+    def _did_last(self) -> str:
+        """Return what this rank did last, to be appended to a message; "" if nothing is recorded."""
+        return self._recording.did_last(self.comm.name, named=True)
 
     # The thread, and the end
 

@@ -30,7 +30,6 @@ from commlib.kernels.host.node import BROKEN, MISMATCH
 from commlib.node.board import LEFT, Call, Kernel, NodeBoard
 from commlib.node.context import NodeContext
 from commlib.observe.journal import Journal
-from commlib.observe.last_words import did_last
 from commlib.runtime.compiled import Task
 from commlib.runtime.process import Runtime
 from commlib.runtime.progress import Progress
@@ -183,8 +182,11 @@ class Group:
         )
 
     def did_last(self) -> str:
-        """Return what this rank did last in the group, to be appended to a message; "" if nothing is recorded."""
-        return did_last(self.runtime.recording.recorder, self.name)
+        """Return what this rank did last in the group, to be appended to a message; "" if nothing is recorded.
+
+        Also where its calls are not its user's: whoever explains them says what was.
+        """
+        return "" if self.explain is not None else self.runtime.recording.did_last(self.name)
 
     def on_wait(self, text: str) -> WaitHook:
         """Return a hook for many waits, which watches each anew: what a wait that does not last can do without."""

@@ -43,12 +43,12 @@ class Record:
     number: counts the operations of this process, from 1. sequence: the number of the call in its group, the same on
     all ranks; 0 before its turn, and for messages, which have no place in that order. nbytes: of this rank's array; -1
     if that is not known. name: what the user calls it, "" for most. row: the same for what cannot overlap. queued,
-    began, ended: monotonic ns, or 0.
+    began, posted (its last round, of which `detail` tells), ended: monotonic ns, or 0.
     """
 
     __slots__ = (
-        "_recorder", "began", "ended", "error", "group", "name", "nbytes", "number", "queued", "row", "sequence",
-        "text",
+        "_recorder", "began", "detail", "ended", "error", "group", "name", "nbytes", "number", "posted", "queued",
+        "row", "sequence", "text",
     )  # fmt: skip
 
     def __init__(
@@ -56,8 +56,8 @@ class Record:
     ) -> None:
         self._recorder, self.number = recorder, next(recorder.numbers)
         self.text, self.group, self.row, self.nbytes, self.name = text, group, row, nbytes, name
-        self.sequence = self.queued = self.began = self.ended = 0
-        self.error = ""
+        self.sequence = self.queued = self.began = self.posted = self.ended = 0
+        self.detail = self.error = ""
 
     def __repr__(self) -> str:
         number = f" (call {self.sequence})" if self.sequence else ""
@@ -83,7 +83,7 @@ class Record:
 
     def round(self, detail: str) -> None:
         """Say how far it is."""
-        self._recorder.write(self, Phase.ROUND, detail)
+        self.posted, self.detail = self._recorder.write(self, Phase.ROUND, detail), detail
 
     def end(self, error: BaseException | None = None) -> None:
         """Say that it has ended; once."""

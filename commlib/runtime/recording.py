@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
+import logging
 import threading
 import weakref
 
 from commlib.config import Config
 from commlib.errors import UsageError
 from commlib.observe.counters import Counters
+from commlib.observe.last_words import LastWords
 from commlib.observe.recorder import CAPACITY, Event, Recorder
 from commlib.observe.timeline import Timeline
 from commlib.runtime.progress import Progress
+
+log = logging.getLogger("commlib")
 
 
 class Recording:
@@ -24,6 +28,7 @@ class Recording:
         self.timeline: Timeline | None = None
         self._asked_for = False
         self._last: tuple[Recorder, Counters] | None = None
+        self._last_words = LastWords()
         self._groups: weakref.WeakSet[Progress] = weakref.WeakSet()
         self._lock = threading.Lock()
 
@@ -104,6 +109,17 @@ class Recording:
             )
         return self._last[1]
 
+    def did_last(self, group: str, *, named: bool = False) -> str:
+        """Return what this rank did last in a group, to be appended to a message; "" if nothing is recorded.
+
+        named: what named operations did, and not the calls. All that is recorded goes to the log, at debug.
+        """
+        if self.recorder is None:
+            return ""
+        if log.isEnabledFor(logging.DEBUG):
+            log.debug("%s: recorded on this rank:\n%s", group, "\n".join(map(str, self.recorder.events())))
+        return self._last_words.tell(group, named=named)
+
     def close(self) -> None:
         """Record no more, and finish the trace."""
         self.stop_timeline()
@@ -118,8 +134,9 @@ class Recording:
             timeline.abandon()
 
     def _turn_on(self, events: int) -> None:
-        recorder, counters = Recorder(events), Counters()
+        recorder, counters, self._last_words = Recorder(events), Counters(), LastWords()
         recorder.subscribe(counters.read)
+        recorder.subscribe(self._last_words.read)
         self._last = recorder, counters
         self._read_timeline(recorder)
         self.recorder = recorder

@@ -8,7 +8,7 @@ import pytest
 
 from commlib.observe.counters import Counters
 from commlib.observe.journal import Journal
-from commlib.observe.last_words import did_last
+from commlib.observe.last_words import LastWords
 from commlib.observe.recorder import Event, Phase, Record, Recorder
 
 
@@ -115,13 +115,16 @@ def test_counters():
 
 
 def test_what_a_rank_did_last():
-    recorder = Recorder()
-    assert did_last(None, "world") == did_last(recorder, "world") == ""
-    for number in range(5):
+    recorder, last_words = Recorder(1), LastWords()
+    recorder.subscribe(last_words.read)
+    assert last_words.tell("world") == ""
+    for number in range(30):
         record = opened(recorder, f"old{number}")
+        record.queue()
         record.run()
         record.end()
     opened(recorder, "elsewhere", "other").run()
+    opened(recorder, "allreduce", name="grad").queue()
     bad = opened(recorder, "broken")
     bad.run()
     bad.end(ValueError("no"))
@@ -130,9 +133,11 @@ def test_what_a_rank_did_last():
     first.run()
     second.queue()
     first.round("round 2 of block 1 posted")
-    told = did_last(recorder, "world")
-    assert told.startswith("; last on this rank: old4 ended 0.0 s ago; broken failed 0.0 s ago (ValueError); ")
-    assert told.endswith("all_gather of 1 queued 0.0 s ago; barrier (call 7) round 2 of block 1 posted, 0.0 s ago")
+    assert last_words.tell("world") == (
+        "; last on this rank: old29 ended 0.0 s ago; broken failed (ValueError) 0.0 s ago; "
+        "all_gather of 1 queued 0.0 s ago; barrier (call 7) round 2 of block 1 posted, 0.0 s ago"
+    )
+    assert last_words.tell("world", named=True) == "; last on this rank: grad: allreduce queued 0.0 s ago"
 
 
 def test_a_journal_numbers_calls_when_their_turn_comes():

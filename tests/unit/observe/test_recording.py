@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import logging
+import re
 import threading
 import time
 
@@ -11,6 +12,7 @@ import numpy as np
 import pytest
 
 from commlib.config import Config
+from commlib.coordinator import Coordinator, Request
 from commlib.errors import MismatchError, ShutdownError, StallError, UsageError
 from commlib.observe.recorder import Phase
 from commlib.runtime.compiled import Compiled, Plan
@@ -119,8 +121,14 @@ def test_errors_are_in_the_last_event():
 def test_what_is_dropped_from_the_queue_ends_too():
     def work(comm):
         comm.runtime.recording.start()
-        opened = threading.Event()
-        blocked = comm.group.progress.start("gate", lambda: opened.wait(10))
+        began, opened = threading.Event(), threading.Event()
+
+        def gate():
+            began.set()
+            return opened.wait(10)
+
+        blocked = comm.group.progress.start("gate", gate)
+        assert began.wait(10)
         dropped = comm.barrier_async()
         comm.group.progress.close()
         opened.set()
@@ -130,8 +138,8 @@ def test_what_is_dropped_from_the_queue_ends_too():
         return phases(comm.runtime.recording.events())
 
     (found,) = run(1, work)
-    ((gate, ran), (barrier, never)) = found.items()
-    assert (gate.verb, ran, gate.error) == ("gate", [Phase.QUEUED, Phase.RUN, Phase.END], "")
+    ((first, ran), (barrier, never)) = found.items()
+    assert (first.verb, ran, first.error) == ("gate", [Phase.QUEUED, Phase.RUN, Phase.END], "")
     assert (barrier.verb, never) == ("barrier", [Phase.QUEUED, Phase.END]) and "ShutdownError" in barrier.error
 
 
@@ -352,7 +360,7 @@ def test_a_late_message_names_what_was_done_last():
         comm.runtime.recording.start()
         comm.barrier()
         if comm.rank == 0:
-            with pytest.raises(StallError, match=r"; last on this rank: barrier .* recv from rank 1, tag 7 run 0"):
+            with pytest.raises(StallError, match=r"; last on this rank: barrier .* recv from rank 1, tag 7 begun 0"):
                 comm.recv(np.ones(1), 1, 7)
 
     run(2, work, config=Config(timeout=0.4))
@@ -366,3 +374,30 @@ def test_off_a_stall_says_what_it_always_said():
                 comm.recv(np.ones(1), 1, 7)
 
     run(2, work, config=Config(timeout=0.3))
+
+
+def test_a_named_operation_that_waits_too_long_names_what_was_done_last(caplog):
+    caplog.set_level(logging.WARNING, "commlib")
+
+    def ask(coordinator, name):
+        array = np.ones(3, np.float32)
+        request = Request("allreduce", name, (("float32", (3,)),), (("op", "sum"),))
+        return coordinator.submit(request, [array], [array])
+
+    def work(comm):
+        comm.runtime.recording.start()
+        coordinator = Coordinator(comm, range(comm.size))
+        try:
+            ask(coordinator, "first").wait()
+            if comm.rank == 0:
+                with pytest.raises(StallError, match=told):
+                    ask(coordinator, "late").wait()
+            else:
+                ask(coordinator, "other").exception()
+            comm.barrier()
+        finally:
+            coordinator.close()
+
+    told = r"; last on this rank: first: allreduce \(call 1\) ended .*late: allreduce queued 0"
+    run(2, work, config=Config(timeout=0.8, stall_warning=0.3))
+    assert re.search(told, caplog.text)
