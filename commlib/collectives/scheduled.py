@@ -55,11 +55,13 @@ def planned(group: Group, call: Call, nbytes: int) -> tuple[Program, int]:
 def persistent(group: Group, text: str, prepare: Callable[[], PersistentAllReduce]) -> Move:
     """Return what runs an all-reduce that is set up when it is first run, and only started from then on."""
     prepared: list[PersistentAllReduce] = []
+    journal = group.journal
 
     def move(x: Array, target: Array) -> None:
         if not prepared:
             prepared.append(prepare())
-        if not prepared[0].run(x, target, group.history, group.posted):
+        posted = None if journal.current is None else group.posted  # not to be asked for where it is not
+        if not prepared[0].run(x, target, group.history, posted):
             raise group.different(text)
 
     return move

@@ -8,7 +8,8 @@ rank that sends it.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -94,13 +95,16 @@ class PersistentProgram:
         `on_wait` is called during long waits, and may raise to give up; it cannot run again then. `posted` is told of
         each round before its messages go, for that and the wait for them are one.
         """
-        for number, step in enumerate(self._steps):
-            if posted is not None:
-                posted(0, number)
+        for step in self._steps if posted is None else self._told(posted):
             step.messages.run(on_wait)
             for address in step.addresses:
                 _combine(address)
         return not self._receives or bool(_are_equal(self._marks_at))
+
+    def _told(self, posted: Posted) -> Iterator[_Step]:
+        for number, step in enumerate(self._steps):
+            posted(0, number)
+            yield step
 
 
 class PersistentAllReduce:
@@ -113,8 +117,8 @@ class PersistentAllReduce:
         self._divide = ReduceOp(wide, operation, reduce_op.divisor) if operation == "mean" else None
         self.buffer = np.empty(count, NUMPY[wide])
         self._mark = np.zeros(1, np.int64)
-        self._steps: list[Callable[[], Any]] = []
-        self._posted: Posted | None = None
+        self._steps: list[Callable[..., Any]] = []
+        self._exchanges: list[Callable[..., Any]] = []  # those of the steps that may be given a `Posted`
         self._at, self._nbytes = address_of(self.buffer), self.buffer.nbytes
         self._copies_bytes = _ARRAYS_ARE_WHERE_EXPECTED and wide == reduce_op.dtype
 
@@ -125,7 +129,9 @@ class PersistentAllReduce:
     def then_messages(self, program: Program, transport: Transport, tag: int, on_wait: WaitHook) -> None:
         """Add the steps that combine the buffers of a transport's ranks, and divide if the operation is a mean."""
         messages = PersistentProgram(program, self.buffer, transport, tag, self.combine, self._mark)
-        self.then(lambda: messages.run(on_wait, self._posted))
+        exchange = partial(messages.run, on_wait)
+        self._exchanges.append(exchange)
+        self.then(exchange)
         if self._divide is not None and self._divide.divisor > 1:
             divide = self._divide.bind([self.buffer], self.buffer)
             self.then(lambda: _combine(divide.address))
@@ -135,12 +141,12 @@ class PersistentAllReduce:
 
         mark: the same on all ranks if they have made the same calls. posted: told of each round.
         """
-        self._mark[0], self._posted = mark, posted
+        self._mark[0] = mark
         if self._copies_bytes:
             _copy_from_array(self._at, id(x), self._nbytes)
         else:
             self.buffer[:] = x.reshape(-1)
-        for step in self._steps:
+        for step in self._steps if posted is None else self._told(posted):
             if step() is False:
                 return False
         if self._copies_bytes:
@@ -149,3 +155,7 @@ class PersistentAllReduce:
             with np.errstate(over="ignore", invalid="ignore"):  # overflow is what rounding to a narrow float means
                 target.reshape(-1)[:] = self.buffer
         return True
+
+    def _told(self, posted: Posted) -> Iterator[Callable[[], Any]]:
+        for step in self._steps:
+            yield partial(step, posted) if step in self._exchanges else step

@@ -5,7 +5,7 @@ from __future__ import annotations
 import threading
 from dataclasses import dataclass
 
-from commlib.observe.recorder import Event, Phase, Record
+from commlib.observe.recorder import Event, Phase
 
 
 @dataclass(frozen=True, slots=True)
@@ -22,33 +22,30 @@ class Count:
     seconds: float = 0.0
     waited: float = 0.0
 
-    def with_one(self, record: Record) -> Count:
-        """Return the count with one operation more, which has ended."""
-        began = record.began or record.ended  # it has not come to its turn
-        return Count(
-            self.calls + 1,
-            self.failed + bool(record.error),
-            self.nbytes + max(record.nbytes, 0),
-            self.seconds + (record.ended - began) / 1e9,
-            self.waited + ((began - record.queued) / 1e9 if record.queued else 0.0),
-        )
-
 
 class Counters:
     """A reader of the recorder."""
 
     def __init__(self) -> None:
-        self._counts: dict[tuple[str, str], Count] = {}
+        # Calls, failed ones, bytes, ns, ns in the queue: a list is changed in a tenth of the time of a new Count.
+        self._sums: dict[tuple[str, str], list[int]] = {}
         self._lock = threading.RLock()  # a signal handler may come here in the middle of `read`
 
     def read(self, event: Event) -> None:
         """Count an operation that has ended."""
-        if event.phase is Phase.END:
-            kind = event.group, event.verb
-            with self._lock:
-                self._counts[kind] = self._counts.get(kind, Count()).with_one(event.record)
+        if event.phase is not Phase.END:
+            return
+        record = event.record
+        began = record.began or record.ended  # it has not come to its turn
+        with self._lock:
+            sums = self._sums.setdefault((record.group, record.verb), [0, 0, 0, 0, 0])
+            sums[0] += 1
+            sums[1] += bool(record.error)
+            sums[2] += max(record.nbytes, 0)
+            sums[3] += record.ended - began
+            sums[4] += began - record.queued if record.queued else 0
 
     def counts(self) -> dict[tuple[str, str], Count]:
         """Return the counts by (group, verb)."""
         with self._lock:
-            return dict(self._counts)
+            return {kind: Count(*sums[:3], sums[3] / 1e9, sums[4] / 1e9) for kind, sums in self._sums.items()}

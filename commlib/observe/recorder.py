@@ -11,6 +11,7 @@ import threading
 from collections import deque
 from collections.abc import Callable, Hashable
 from enum import Enum
+from functools import lru_cache
 from time import monotonic_ns
 from typing import NamedTuple
 
@@ -35,6 +36,11 @@ class Phase(Enum):
     ROUND = "round"
     END = "end"
     MARK = "mark"
+
+
+@lru_cache(1024)
+def _verb(text: str) -> str:
+    return text.replace(",", " ").partition(" ")[0]
 
 
 class Record:
@@ -66,7 +72,7 @@ class Record:
     @property
     def verb(self) -> str:
         """What is called, without what it is called with."""
-        return self.text.replace(",", " ").partition(" ")[0]
+        return _verb(self.text)
 
     def queue(self) -> None:
         """Say that it waits."""
