@@ -48,4 +48,7 @@ class Counters:
     def counts(self) -> dict[tuple[str, str], Count]:
         """Return the counts by (group, verb)."""
         with self._lock:
-            return {kind: Count(*sums[:3], sums[3] / 1e9, sums[4] / 1e9) for kind, sums in self._sums.items()}
+            return {
+                kind: Count(n, bad, size, ns / 1e9, queued / 1e9)
+                for kind, (n, bad, size, ns, queued) in self._sums.items()
+            }
