@@ -134,15 +134,20 @@ class LoopbackTransport:
     ) -> None:
         self._network, self._context, self._world, self._space = network, context, tuple(world), space
         self.rank, self.size, self.members = rank, len(world), tuple(members)
-        self._meetings: Counter[str] = Counter()
+        self._meetings: Counter[tuple[Any, ...]] = Counter()  # one for this rank's ends of all parts of the group
 
     def space(self, space: Space) -> LoopbackTransport:
-        return LoopbackTransport(self._network, self._context, self._world, self.rank, self.members, space)
+        args = self._network, self._context, self._world, self.rank, self.members
+        return self._part(LoopbackTransport(*args, space))
+
+    def _part(self, other: LoopbackTransport) -> LoopbackTransport:
+        other._meetings = self._meetings
+        return other
 
     def among(self, ranks: Sequence[int]) -> LoopbackTransport:
         world = [self._world[rank] for rank in ranks]
         rank = ranks.index(self.rank)
-        return LoopbackTransport(self._network, self._context, world, rank, ranks, self._space)
+        return self._part(LoopbackTransport(self._network, self._context, world, rank, ranks, self._space))
 
     def _key(self, source: int, target: int, tag: int) -> tuple[int, ...]:
         return (self._context, self._world[source], self._world[target], tag, self._space)
@@ -184,8 +189,9 @@ class LoopbackTransport:
             )
 
     def _meet(self, what: str, value: Any) -> list[Any]:
-        self._meetings[what] += 1
-        key = self._context, self._world, what, self._meetings[what]
+        meeting = what, self._world
+        self._meetings[meeting] += 1
+        key = self._context, *meeting, self._meetings[meeting]
         return self._network.meet(key, self.rank, self.size, value)
 
     def split(self, color: int, key: int) -> LoopbackTransport | None:
