@@ -11,11 +11,15 @@ from commlib.schedule.ir import Program
 
 @dataclass(frozen=True, slots=True)
 class Promise:
-    """At the end, `chunk` holds the input chunk `source` of rank `owner`; if None, its sum over all ranks."""
+    """At the end, `chunk` holds the input chunk `source` of rank `owner`; if None, its sum over all ranks.
+
+    first: over so many of the first ranks instead; 0 for all.
+    """
 
     chunk: int
     owner: int | None
     source: int
+    first: int = 0
 
 
 def inputs(program: Program) -> Sequence[int]:
