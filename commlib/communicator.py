@@ -24,7 +24,7 @@ from commlib.collectives.gather import gather
 from commlib.collectives.program import program
 from commlib.collectives.ready import Calls
 from commlib.collectives.reduce import reduce
-from commlib.collectives.reduce_scatter import reduce_scatter
+from commlib.collectives.reduce_scatter import reduce_scatter, reduce_scatter_v
 from commlib.collectives.scatter import scatter
 from commlib.config import Config
 from commlib.dtypes import Array, name_of, numpy_dtype
@@ -256,6 +256,24 @@ class Communicator:
     def plan_reduce_scatter(self, x: Any, op: str = "sum", *, out: Any = None, algorithm: str = "auto") -> Plan:
         """Prepare `reduce_scatter`."""
         return reduce_scatter(self._calls, x, op, out, algorithm).plan("reduce_scatter")
+
+    def reduce_scatter_v(
+        self, x: Any, counts: Sequence[int], op: str = "sum", *, out: Any = None, algorithm: str = "auto"
+    ) -> Any:
+        """Combine `x` of all ranks and give rank i `counts[i]` rows of the result. The counts agree on all ranks."""
+        return reduce_scatter_v(self._calls, x, counts, op, out, algorithm).run()
+
+    def reduce_scatter_v_async(
+        self, x: Any, counts: Sequence[int], op: str = "sum", *, out: Any = None, algorithm: str = "auto"
+    ) -> Work:
+        """Start `reduce_scatter_v`."""
+        return reduce_scatter_v(self._calls, x, counts, op, out, algorithm).start()
+
+    def plan_reduce_scatter_v(
+        self, x: Any, counts: Sequence[int], op: str = "sum", *, out: Any = None, algorithm: str = "auto"
+    ) -> Plan:
+        """Prepare `reduce_scatter_v`."""
+        return reduce_scatter_v(self._calls, x, counts, op, out, algorithm).plan("reduce_scatter_v")
 
     def reduce(self, x: Any, op: str = "sum", root: int = 0, *, out: Any = None, algorithm: str = "auto") -> Any:
         """Combine `x` of all ranks; rank `root` gets the result, the others None."""

@@ -21,6 +21,7 @@ def test_reductions(comm, dtype, op):
         checks.all_reduce(comm, dtype, shape, op)
         checks.reduce(comm, dtype, shape, op, root=comm.size - 1)
     checks.reduce_scatter(comm, dtype, (7, 3), op)
+    checks.reduce_scatter_v(comm, dtype, [(3 * rank + 2) % 5 for rank in range(comm.size)], (3,), op)
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
