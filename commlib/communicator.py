@@ -25,6 +25,7 @@ from commlib.collectives.program import program
 from commlib.collectives.ready import Calls
 from commlib.collectives.reduce import reduce
 from commlib.collectives.reduce_scatter import reduce_scatter, reduce_scatter_v
+from commlib.collectives.scan import scan
 from commlib.collectives.scatter import scatter
 from commlib.config import Config
 from commlib.dtypes import Array, name_of, numpy_dtype
@@ -286,6 +287,30 @@ class Communicator:
     def plan_reduce(self, x: Any, op: str = "sum", root: int = 0, *, out: Any = None, algorithm: str = "auto") -> Plan:
         """Prepare `reduce`."""
         return reduce(self._calls, x, op, root, out, algorithm).plan("reduce")
+
+    def scan(self, x: Any, op: str = "sum", *, out: Any = None) -> Any:
+        """Combine `x` of all ranks up to this one, itself included. op: as for `all_reduce`, but "mean"."""
+        return scan(self._calls, "scan", x, op, out).run()
+
+    def scan_async(self, x: Any, op: str = "sum", *, out: Any = None) -> Work:
+        """Start `scan`."""
+        return scan(self._calls, "scan", x, op, out).start()
+
+    def plan_scan(self, x: Any, op: str = "sum", *, out: Any = None) -> Plan:
+        """Prepare `scan`."""
+        return scan(self._calls, "scan", x, op, out).plan("scan")
+
+    def exscan(self, x: Any, op: str = "sum", *, out: Any = None) -> Any:
+        """Combine `x` of all ranks before this one; rank 0 gets None, and its `out` stays as it is."""
+        return scan(self._calls, "exscan", x, op, out).run()
+
+    def exscan_async(self, x: Any, op: str = "sum", *, out: Any = None) -> Work:
+        """Start `exscan`."""
+        return scan(self._calls, "exscan", x, op, out).start()
+
+    def plan_exscan(self, x: Any, op: str = "sum", *, out: Any = None) -> Plan:
+        """Prepare `exscan`."""
+        return scan(self._calls, "exscan", x, op, out).plan("exscan")
 
     # Movement
 

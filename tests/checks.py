@@ -73,6 +73,25 @@ def reduce_scatter_v(
     assert_same(x, xs[comm.rank])
 
 
+def scan(comm: Any, dtype: str, shape: tuple[int, ...], op: str = "sum") -> None:
+    xs = inputs(comm, dtype, shape, op)
+    x, out = xs[comm.rank].copy(), np.empty(shape, NUMPY[dtype])
+    upto = combined(xs[: comm.rank + 1], op)
+    assert_same(comm.scan(x, op), upto)
+    assert comm.scan(x, op, out=out) is out
+    assert_same(out, upto)
+    assert_same(x, xs[comm.rank])
+    before = comm.exscan(x, op)
+    result = comm.exscan(x, op, out=x)
+    if comm.rank:
+        assert result is x
+        assert_same(before, combined(xs[: comm.rank], op))
+        assert_same(x, before)
+    else:
+        assert before is None and result is None
+        assert_same(x, xs[0])
+
+
 def reduce(
     comm: Any, dtype: str, shape: tuple[int, ...], op: str = "sum", root: int = 0, algorithm: str = "auto"
 ) -> None:

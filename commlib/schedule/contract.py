@@ -57,6 +57,10 @@ def promises(program: Program) -> Iterator[Promise]:
         case "all_to_all":  # and the input is left as it was
             yield from (Promise(chunk, rank, chunk) for chunk in data)
             yield from (Promise(size + source, source, rank) for source in data)
+        case "scan":
+            yield from (Promise(chunk, None, chunk, first=rank + 1) for chunk in data)
+        case "exscan":
+            yield from (Promise(1 + chunk, None, chunk, first=rank) for chunk in data if rank)
         case "barrier":
             return
         case unknown:
