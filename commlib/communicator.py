@@ -24,6 +24,7 @@ from commlib.group.operation import Operation, apart, result
 from commlib.kernels.host import node as kernels
 from commlib.node.call import NodeCollective
 from commlib.p2p import messages
+from commlib.p2p.channel import Channel
 from commlib.runtime.process import Runtime
 from commlib.runtime.work import Work
 from commlib.transport.base import Transport
@@ -317,6 +318,29 @@ class Communicator(Group):
     def send_recv_async(self, x: Any, peer: int, out: Any, source: int, tag: int = 0) -> Work:
         """Start `send_recv`."""
         return self._look_after(messages.send_recv(self, x, peer, out, source, tag))
+
+    def channel(
+        self,
+        peer: int,
+        edge: int | str,
+        shape: int | Sequence[int],
+        dtype: Any = "float32",
+        depth: int = 2,
+        *,
+        codec: Any = None,
+    ) -> Channel:
+        """Open an edge to rank `peer`, which opens it too: arrays then go in both directions, in order.
+
+        Not collective: it concerns two ranks and waits for nobody. `edge`, a number or a name, tells the edges of two
+        ranks apart. Both sides give the same shape, dtype, depth and codec. `depth` messages fit into each direction;
+        a shape may be another one later. codec: a name ("int8") or a codec of fixed length, for floats. On a node the
+        sender writes into the receiver's memory, and `recv` returns a view of it: see `Channel`.
+        """
+        if codec is not None:
+            from commlib.compress.codecs import codec_of  # few need it
+
+            codec = codec_of(codec)
+        return self.channels.open(peer, edge, shape, dtype, depth, codec)
 
     def _look_after(self, work: Work) -> Work:
         self.runtime.poller.watch(work, self)

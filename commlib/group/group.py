@@ -26,6 +26,7 @@ from commlib.kernels.host.node import BROKEN, MISMATCH
 from commlib.node.board import LEFT, Call, Kernel, NodeBoard
 from commlib.node.call import Arithmetic, Exchange, NodeCollective
 from commlib.node.calls import NodeCalls
+from commlib.p2p.channels import Channels
 from commlib.runtime.process import Runtime
 from commlib.runtime.progress import Progress
 from commlib.runtime.watchdog import Watchdog
@@ -91,6 +92,7 @@ class Group:
         self._retire = weakref.finalize(self, runtime.retired.note, (f"{runtime.token}.{name}", self.size), made_of)
         self._retire.atexit = False
         self.node_calls = NodeCalls(self)
+        self.channels = Channels(self)
         self._prepared: dict[str, PersistentAllReduce] = {}
         self.known_small: dict[tuple[Any, int, str], tuple[str, PersistentAllReduce]] = {}
         """Texts and all-reduces of kinds that were called before, by (dtype, count, op)."""
@@ -359,6 +361,7 @@ class Group:
     def _fail(self, error: CommlibError) -> None:
         """Let no call of this group run any more, and tell the other ranks: they are out of step."""
         self.failure = error
+        self.channels.leave(f"has given up this group ({type(error).__name__}: {error})")
         if self.board is not None:
             self.board.fail()
         if isinstance(error, MismatchError):
@@ -456,6 +459,7 @@ class Group:
 
     def leave(self, reason: str = "") -> None:
         """Tell the other ranks that this one comes no more: it has left, or, with a reason, failed. Never blocks."""
+        self.channels.leave(reason)
         if self.board is not None:
             self.board.leave(reason or LEFT)
         if self._stall_check is None:
@@ -476,6 +480,7 @@ class Group:
         self.runtime.groups.discard(self)
         self.progress.close()
         self.runtime.poller.forget(self)
+        self.channels.close()
         self.node_calls.clear()
         self._prepared.clear()
         self.known_small.clear()

@@ -55,6 +55,7 @@ class Runtime:
                 coordinator.abandon()
         for group in list(self.groups):
             group.failure = forks.refusal(group.name)
+            group.channels.halt()
             group.progress.abandon()
 
     def end(self) -> str:

@@ -51,11 +51,32 @@ class PersistentRound(Protocol):
         ...
 
 
+class PersistentMessage(Protocol):
+    """One message that is sent, or received, again and again from or into the same memory. At most 1 GiB."""
+
+    def start(self) -> None:
+        """Post it. Only while it is not under way."""
+        ...
+
+    def test(self) -> bool:
+        """Make progress; True unless it is under way. Raises TransportError."""
+        ...
+
+    def close(self) -> None:
+        """Give it up, as far as the transport can, with its resources. Never blocks. Idempotent."""
+        ...
+
+
 class Transport(Protocol):
     """Nonblocking point-to-point messages between the ranks of one group, plus what a node shares."""
 
     rank: int
     size: int
+
+    @property
+    def top_tag(self) -> int:
+        """What tags are taken modulo: greater ones are no tags of their own."""
+        ...
 
     def send(self, peer: int, tag: int, data: memoryview) -> Request:
         """Post a send of `data` (bytes, contiguous), which must stay unchanged until the request is complete."""
@@ -79,6 +100,14 @@ class Transport(Protocol):
 
     def persistent_round(self, sends: Sequence[Pieces], recvs: Sequence[Pieces], tag: int) -> PersistentRound:
         """Set up messages that all carry `tag`. Those received must be as long as is said here."""
+        ...
+
+    def persistent_send(self, peer: int, tag: int, data: memoryview) -> PersistentMessage:
+        """Set up one message that is sent again and again. It matches `recv` and `persistent_recv`."""
+        ...
+
+    def persistent_recv(self, peer: int, tag: int, into: memoryview) -> PersistentMessage:
+        """Set up the receive of messages that are no longer than `into`, which are taken in the order of `start`."""
         ...
 
     def progress(self) -> bool:

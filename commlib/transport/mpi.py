@@ -19,7 +19,7 @@ from commlib import forks
 from commlib.buffers import shared_memory as segment
 from commlib.errors import TransportError
 from commlib.protocols import SharedMemory
-from commlib.transport.base import PersistentRound, Pieces, ProbedReceive, Request, WaitHook
+from commlib.transport.base import PersistentMessage, PersistentRound, Pieces, ProbedReceive, Request, WaitHook
 
 # MPI counts are C ints before MPI 4: longer messages are cut, on both sides alike. The last piece is shorter than the
 # others, empty if need be: so a receiver that does not know the length sees where the message ends.
@@ -199,6 +199,47 @@ class _MpiRound:
                 request.Free()
 
 
+class _MpiPersistent:
+    """One persistent request, and the memory that it is for."""
+
+    __slots__ = ("_memory", "_receives", "_request")
+
+    def __init__(self, request: Any, memory: memoryview, *, receives: bool) -> None:
+        self._request: Any = request
+        self._memory, self._receives = memory, receives
+
+    def start(self) -> None:
+        try:
+            self._request.Start()
+        except MPI.Exception as error:
+            raise TransportError(f"MPI: {error}") from error
+
+    def test(self) -> bool:
+        try:
+            return self._request is None or bool(self._request.Test())
+        except MPI.Exception as error:
+            raise TransportError(f"MPI: {error}") from error
+
+    def close(self) -> None:
+        request, self._request = self._request, None
+        if request is None or forks.is_child() or MPI.Is_finalized():
+            return
+        try:
+            ended = request.Test()
+            if not ended and self._receives:
+                request.Cancel()
+                ended = request.Test()
+            if ended:
+                request.Free()
+                return
+        except MPI.Exception:
+            pass
+        _LEFT_BEHIND.append((request, self._memory))  # a message is on its way
+
+    def __del__(self) -> None:
+        self.close()
+
+
 class MpiTransport:
     """One rank's end of a group of MPI processes. Owns the communicator that it is given.
 
@@ -216,6 +257,10 @@ class MpiTransport:
     @property
     def native(self) -> Any:
         return self._comm
+
+    @property
+    def top_tag(self) -> int:
+        return int(self._top_tag)
 
     def _post(self, operation: Any, peer: int, tag: int, buffer: memoryview) -> _MpiRequest:
         longest = self.longest
@@ -278,6 +323,18 @@ class MpiTransport:
             return init([MPI.BOTTOM, 1, kind], peer, tag)
         finally:
             kind.Free()  # the request keeps it for as long as it needs it
+
+    def persistent_send(self, peer: int, tag: int, data: memoryview) -> PersistentMessage:
+        return self._persistent(self._comm.Send_init, peer, tag, data, receives=False)
+
+    def persistent_recv(self, peer: int, tag: int, into: memoryview) -> PersistentMessage:
+        return self._persistent(self._comm.Recv_init, peer, tag, into, receives=True)
+
+    def _persistent(self, init: Any, peer: int, tag: int, memory: memoryview, *, receives: bool) -> PersistentMessage:
+        try:
+            return _MpiPersistent(init([memory, MPI.BYTE], peer, tag % self._top_tag), memory, receives=receives)
+        except MPI.Exception as error:
+            raise TransportError(f"MPI: {error}") from error
 
     def progress(self) -> bool:
         return bool(self._comm.Iprobe())

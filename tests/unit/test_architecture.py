@@ -51,6 +51,8 @@ LAYERS = (
     ("commlib.arguments", "commlib.errors", "commlib.protocols", "commlib.config", "commlib.dtypes", "commlib.extras",
      "commlib.forks", *PURE),
     ("commlib.kernels", "commlib.buffers"),
+    ("commlib.compress.arguments", "commlib.compress.cast", "commlib.compress.codec", "commlib.compress.codecs",
+     "commlib.compress.quantise", "commlib.compress.sign", "commlib.compress.sparse"),
     ("commlib.transport",),
     ("commlib.execution", "commlib.group", "commlib.runtime", "commlib.exits", "commlib.launch", "commlib.library_name",
      "commlib.world", "commlib.communicator", "commlib.node", "commlib.collectives", "commlib.p2p", "commlib.observe",
