@@ -46,10 +46,12 @@ class Channel:
         "__weakref__",
         "_channels",
         "_failure",
+        "_free_slot",
         "_group",
         "_hand_back",
         "_in",
         "_is_closed",
+        "_lent",
         "_moving",
         "_out",
         "_pumps",
@@ -71,6 +73,7 @@ class Channel:
         self.dtype, self.depth = ends.terms.dtype, ends.terms.depth
         self._put, self._out = ends.outgoing.put, ends.outgoing.at
         self._take, self._in, self._views = ends.incoming.take, ends.incoming.at, ends.incoming.views
+        self._free_slot, self._lent = ends.outgoing.free_slot, ends.outgoing.lent
         self._hand_back = ends.incoming.hand_back
         self._failure: CommlibError | None = None
         self._is_closed = False
@@ -100,6 +103,9 @@ class Channel:
         try:
             if type(x) is ndarray and not self._put(self._out, id(x)):
                 return
+            if self.ends.outgoing.try_put(x):
+                self._pumps.sent()
+                return
         except BaseException as error:
             self._abandon("send", error)
             raise
@@ -115,6 +121,9 @@ class Channel:
             slot = self._take(self._in)
             if slot >= 0:
                 return self._views[slot]
+            if (view := self.ends.incoming.try_take()) is not None:
+                self._pumps.received()
+                return view
         except BaseException as error:
             self._abandon("recv", error)
             raise
@@ -156,6 +165,8 @@ class Channel:
         It is memory of the other side, once that is free: write all of it, and send it before anything else. A shape
         that is larger than all before gives ordinary memory, which `send` copies.
         """
+        if shape is None and (slot := self._free_slot(self._out)) >= 0:
+            return self._lent[slot]
         what, end = f"buffer of {self.text}", self.ends.outgoing
         lengths = end.shape if shape is None else (shape,) if isinstance(shape, int) else tuple(shape)
         with self._guarded(what, end) as watch:
@@ -253,10 +264,10 @@ class Channel:
             raise ShutdownError(f"{self._group.name}: {what}: commlib has been shut down")
 
     def _refuse_unreachable(self, what: str) -> None:
+        """Raise an error if nothing that is sent can be received any more."""
+        if (bye := self.ends.bye()) is not None:
+            self._raise_gone(what, bye)
         if self.ends.unreachable:
-            bye = self.ends.bye()
-            if bye is not None:
-                self._raise_gone(what, bye)
             raise TransportError(f"{self._group.name}: {what}: {self.ends.unreachable}")
 
     def _raise_failure(self, what: str) -> NoReturn:
@@ -267,6 +278,7 @@ class Channel:
         raise error
 
     def _raise_gone(self, what: str, bye: Any) -> NoReturn:
+        self.ends.outgoing.halt(yes=True)
         error = PeerError(
             f"{self._group.name}: {what}: rank {self._group.rank}: waited for a rank that will not come: rank "
             f"{self.peer} {bye['why']}"
@@ -282,6 +294,7 @@ class Channel:
         def on_wait() -> None:
             self._refuse(what)
             self._channels.look(self.peer)
+            self.ends.try_connect(self._group, self.text)  # if they disagree, that comes first
             bye = self.ends.bye()
             # What was sent before is still to be received.
             if bye is not None and (end is self.ends.outgoing or end.count >= bye["sent"]) and not _has_come(end):

@@ -117,8 +117,8 @@ class Ends:
             self.mailbox.post(self.address, "bye", why=reason[:1000], sent=self.outgoing.count)
 
     def try_close(self) -> bool:
-        """Give everything back, unless the other side may still come for memory that is here; return whether it was."""
-        if not self.is_closed and not (self.incoming.is_mapped and self.outgoing.is_mapped) and self.bye() is None:
+        """Give everything back, unless the other side may still need some of it; return whether it was."""
+        if not self.is_closed and not (self.incoming.is_settled and self.outgoing.is_settled) and self.bye() is None:
             return False
         self.close()
         return True

@@ -39,7 +39,7 @@ _MAPPED_BY_SENDER, _MAPPED_BY_RECEIVER = 0, 8
 
 _put, _take, _hand_back = entry_point(kernels.put, 2), entry_point(kernels.take), entry_point(kernels.hand_back, 2)
 _reserve, _put_reserved = entry_point(kernels.reserve), entry_point(kernels.put_reserved, 2)
-_let_go, _has_room, _has_come = map(entry_point, (kernels.let_go, kernels.has_room, kernels.has_come))
+_let_go, _free_slot, _has_come = map(entry_point, (kernels.let_go, kernels.free_slot, kernels.has_come))
 _hand_back_slot = entry_point(kernels.hand_back_slot, 2)
 
 _ARRAYS_ARE_WHERE_EXPECTED = kernels.arrays_are_where_expected()
@@ -59,6 +59,7 @@ class _End:
         self._end[kernels.DEPTH] = depth
         self._end[_WAITING_FIELDS] = spins, _YIELDS, _NAPS, _NAP_MICROSECONDS
         self._end[kernels.STREAMED] = _STREAMED_BYTES
+        self._is_halted, self._is_deferred = True, False
         self._end[kernels.HALTED] = 1  # until both ends know each other
         self._memory: Mapped | None = None  # of the heads
         self._slots: list[Array] = []
@@ -70,7 +71,8 @@ class _End:
 
     def halt(self, *, yes: bool) -> None:
         """Let every kernel return STOPPED, or no more."""
-        self._end[kernels.HALTED] = yes
+        self._is_halted = yes
+        self._end[kernels.HALTED] = yes or self._is_deferred
 
     def _lay_out(self, memory: Mapped, offset: int, stride: int, heads: int | None = None) -> None:
         """Let the slots be in `memory`, from `offset` on; without one, in the heads."""
@@ -146,8 +148,8 @@ class Inbox(_End):
         self.hand_back = _hand_back if form.is_plain and _ARRAYS_ARE_WHERE_EXPECTED else _ask_python_too
 
     @property
-    def is_mapped(self) -> bool:
-        """Whether the sender has mapped it."""
+    def is_settled(self) -> bool:
+        """Whether the other side needs nothing more of this one: it has mapped the inbox."""
         return bool(self._block[_MAPPED_BY_SENDER])
 
     is_half_way = False  # a message is taken in one step
@@ -158,6 +160,10 @@ class Inbox(_End):
 
     def has_come(self) -> bool:
         return bool(_has_come(self.at))
+
+    def try_take(self) -> Array | None:
+        """Nothing to do: `take` has tried."""
+        return None
 
     def recv(self, text: str, on_wait: WaitHook) -> Array | None:
         """Take the next message, and return its view; None if the end is halted.
@@ -245,12 +251,20 @@ class Outbox(_End):
         self._withdrawn = 0
         self._owner = 0  # the thread that has reserved a slot
         self.put = _put if form.is_plain and _ARRAYS_ARE_WHERE_EXPECTED else _ask_python_too
+        self.lent: list[Array] = []
+        """Where the next message may be written, by slot."""
+        self.free_slot = _free_slot if form.is_plain else _ask_python
         self._agree(shape)
 
     def connect(self, place: Place) -> None:
         """Map the receiver's inbox. Raises OSError."""
         memory = Mapped(place)
         self._lay_out_inbox(memory, self.form.nbytes(self.shape))
+        self._agree(self.shape)
+        self._back = [
+            memory.array(_BLOCK_BYTES + slot * kernels.HEAD_BYTES + kernels.BACK_AT, 8).view(np.int64)
+            for slot in range(self.depth)
+        ]
         self._block[_MAPPED_BY_SENDER] = 1
         self._end[kernels.SPEC] = 1
 
@@ -259,9 +273,17 @@ class Outbox(_End):
         self.shape, self._lengths = shape, np.array(shape or (0,), np.int64)
         self._end[kernels.DESCR], self._end[kernels.NDIM] = id(self._dtype), len(shape)
         self._end[kernels.SHAPE], self._end[kernels.NBYTES] = self._lengths.ctypes.data, self.form.nbytes(shape)
+        if self.form.is_plain:
+            self.lent[:] = [self.form.view(slot, shape) for slot in self._slots]
 
     def has_room(self) -> bool:
-        return bool(_has_room(self.at))
+        """Return whether the next message need not wait."""
+        back = self._back[int(self._end[kernels.SLOT])]
+        return int(back[0]) > self.count - self.depth
+
+    def try_put(self, x: Any) -> bool:
+        """Nothing to do: `put` has tried."""
+        return False
 
     def send(self, x: Array, text: str, on_wait: WaitHook) -> None:
         """Put a contiguous array of the dtype, of any shape."""
@@ -308,22 +330,28 @@ class Outbox(_End):
             return np.empty(shape, self._dtype)
         slot = self._until(_reserve, on_wait)
         _let_go(self.at)
-        return self.form.view(self._slots[slot], shape)
+        return self.lent[slot] if shape == self.shape else self.form.view(self._slots[slot], shape)
 
     @property
-    def is_mapped(self) -> bool:
-        """Whether the receiver has mapped all memory that messages lie in."""
+    def is_settled(self) -> bool:
+        """Whether the other side needs nothing more of this one: it has mapped all memory that messages lie in."""
         self.tidy()
         return not self._larger
 
     @property
+    def may_lag(self) -> bool:
+        """Whether `is_under_way` may be true."""
+        return bool(self._larger)
+
+    @property
     def is_under_way(self) -> bool:
         """Whether the receiver has still to map memory in which a message lies."""
-        return not self.is_mapped
+        return not self.is_settled
 
     def defer(self, *, yes: bool) -> None:
         """Let `put` return STOPPED, because other messages must go first; or no more."""
-        self.halt(yes=yes)
+        self._is_deferred = yes
+        self._end[kernels.HALTED] = yes or self._is_halted
 
     def tidy(self) -> None:
         """Let nobody find memory that the receiver has mapped."""

@@ -10,6 +10,8 @@ from __future__ import annotations
 
 import threading
 from collections import deque
+from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -36,23 +38,36 @@ _DATA, _GROW = 0, 1
 
 LONGEST = 1 << 30  # bytes of one request
 
+_EAGER = 50  # how often a receiver asks before it looks around
+
 _TAIL = 0
 
 
 class _Slot:
     """Memory of one message: its head, then its payload."""
 
-    __slots__ = ("_all", "head", "length", "memory", "payload", "request", "tail")
+    __slots__ = ("_all", "generation", "head", "length", "memory", "payload", "request", "shape", "tail", "view")
 
-    def __init__(self, nbytes: int) -> None:
+    def __init__(self, nbytes: int, generation: int) -> None:
+        self.generation = generation  # how often memory has grown before
         raw = np.empty(_HEAD_BYTES + nbytes + 63, np.uint8)
         self._all = raw[-address_of(raw) % 64 :][: _HEAD_BYTES + nbytes]
         self.head = self._all[:_HEAD_BYTES].view(np.int64)
         self.payload = self._all[_HEAD_BYTES:]
         self.memory = self._all.data
-        self.length = -1  # bytes that `request` is for
+        self.shape: Shape = ()
+        self.view: Array | None = None  # of the last message that was here, as an array
+        self.length = -1  # bytes that `request` is for; of what is received, of the payload, once that is known
         self.request: PersistentMessage | None = None
         self.tail: Request | None = None
+
+    def read(self, form: Form, length: int) -> Array:
+        """Return what has come as an array."""
+        shape = tuple(map(int, self.head[_LENGTHS : _LENGTHS + self.head[_NDIM]]))
+        if self.view is None or shape != self.shape:
+            self.view, self.shape = form.view(self.payload, shape), shape
+        form.read(self.payload[:length], self.view)
+        return self.view
 
     def test(self) -> bool:
         """Make progress; return whether nothing of it is under way."""
@@ -65,6 +80,14 @@ class _Slot:
             self.request.close()
         if self.tail is not None and not self.tail.test():
             self.tail.cancel()
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class _Held:
+    """A message that was received and not handed back."""
+
+    view: Array
+    slot: _Slot
 
 
 class _End:
@@ -106,17 +129,18 @@ class PostedReceives(_End):
         super().__init__(*args, **options)
         self._tag = tag
         self._posted: deque[_Slot] = deque()  # in the order in which messages will take them
-        self._held: list[tuple[Array, _Slot]] = []  # the oldest first
+        self._held: list[_Held] = []  # the oldest first
         self.views: list[Array] = []
         self._post_all()
 
-    is_mapped = True  # nothing is shared
+    is_settled = True
+    """Whether the other side needs nothing more of this one."""
 
     def connect(self) -> None:
         """Begin: the receives are there already."""
 
     def _post_all(self) -> None:
-        self._slots = [_Slot(self._room) for _ in range(self._depth)]
+        self._slots = [_Slot(self._room, self._generation) for _ in range(self._depth)]
         for slot in self._slots:
             head = slot.memory[: self._longest]
             slot.request = self._transport.persistent_recv(self._peer, self._data_tag(), head)
@@ -192,29 +216,43 @@ class PostedReceives(_End):
         self.is_half_way = True
         slot = self._posted.popleft()
         self.count += 1
-        head = slot.head
-        self.shape = tuple(map(int, head[_LENGTHS : _LENGTHS + head[_NDIM]]))
-        view = self.form.view(slot.payload, self.shape)
-        self.form.read(slot.payload[: slot.length], view)
-        self._held.append((view, slot))
+        view = slot.read(self.form, slot.length)
+        self._held.append(_Held(view, slot))
         self.is_half_way = False
         return view
+
+    def try_take(self) -> Array | None:
+        """Take the next message if it comes at once; None if not, or if there is anything unusual about it."""
+        posted, lock = self._posted, self.lock
+        if self._halted or not lock.acquire(blocking=False):
+            return None
+        try:
+            if posted and posted[0].request is not None:
+                test = posted[0].request.test
+                for _ in range(_EAGER):
+                    if test():
+                        return self._take() if self.has_come() else None
+            return None
+        finally:
+            lock.release()
 
     def release(self, view: Array | None) -> bool:
         """Post the memory of a view anew, or of all that have been received; False if the view is none of them."""
         with self.lock:
-            chosen = [pair for pair in self._held if view is None or _is_in(view, pair)]
+            if view is None:
+                chosen, self._held = self._held, []
+            else:
+                chosen = [pair for pair in self._held if _is_in(view, pair)][:1]
+                self._held = [pair for pair in self._held if pair not in chosen]
             for pair in chosen:
-                self._held = [other for other in self._held if other is not pair]
-                slot = pair[1]
-                if not self._halted and any(slot is known for known in self._slots):
-                    self._post(slot)
+                if not self._halted and pair.slot.generation == self._generation:
+                    self._post(pair.slot)
             return bool(chosen) or view is None
 
 
-def _is_in(view: Array, pair: tuple[Array, _Slot]) -> bool:
-    known, slot = pair
-    return view is known or bool(np.may_share_memory(view, known) or np.may_share_memory(view, slot.payload))
+def _is_in(view: Array, held: _Held) -> bool:
+    known = held.view
+    return view is known or bool(np.may_share_memory(view, known) or np.may_share_memory(view, held.slot.payload))
 
 
 class PostedSends(_End):
@@ -223,16 +261,28 @@ class PostedSends(_End):
     def __init__(self, *args: Any, **options: Any) -> None:
         super().__init__(*args, **options)
         self._next = 0
+        self.is_deferred = False
+        self.may_lag = False
+        """Whether a message may be under way, as far as was seen last."""
         self._announced: list[tuple[Request, Array]] = []
         self._passed: list[_Slot] = []  # of an earlier length, perhaps under way
         self._lent: Array | None = None
-        self._slots = [_Slot(self._room) for _ in range(self._depth)]
+        self._slots = [_Slot(self._room, self._generation) for _ in range(self._depth)]
 
-    is_mapped = True
+    @property
+    def is_settled(self) -> bool:
+        """Whether the other side needs nothing more of this one."""
+        return not self.is_under_way
 
     def connect(self, tag: int) -> None:
         """Send under the tags that begin with `tag`."""
         self._tag = tag
+
+    lent: Sequence[Array] = ()
+
+    @staticmethod
+    def free_slot(at: int) -> int:
+        return -3
 
     @staticmethod
     def put(at: int, array: int) -> int:
@@ -249,7 +299,8 @@ class PostedSends(_End):
         with self.lock:
             self._passed = [slot for slot in self._passed if not slot.test()]
             self._announced = [pair for pair in self._announced if not pair[0].test()]
-            return bool(self._passed or self._announced) or not all(slot.test() for slot in self._slots)
+            self.may_lag = bool(self._passed or self._announced) or not all(slot.test() for slot in self._slots)
+            return self.may_lag
 
     def send(self, x: Array, text: str, on_wait: WaitHook) -> None:
         """Send a contiguous array of the dtype, of any shape."""
@@ -285,10 +336,37 @@ class PostedSends(_End):
         slot.request.start()
         if length > self._longest:
             slot.tail = self._transport.send(self._peer, self._tag + _TAIL, slot.memory[self._longest : length])
+        self.may_lag = True
+        slot.shape, slot.view = x.shape, self.form.view(slot.payload, x.shape) if self.form.is_plain else None
         self.count += 1
         self._next = (self._next + 1) % self._depth
         self.shape = x.shape
         self.is_half_way = False
+
+    def try_put(self, x: Any) -> bool:
+        """Send an array like the last one, if there is room at once; else return False, and have done nothing."""
+        slot, lock = self._slots[self._next], self.lock
+        if type(x) is not np.ndarray or x.shape != slot.shape or not x.flags.c_contiguous or slot.view is None:
+            return False
+        if x.dtype != slot.view.dtype or not self.form.is_plain or not lock.acquire(blocking=False):
+            return False
+        try:
+            if self._halted or self.is_deferred or self.is_half_way or slot.tail is not None:
+                return False
+            if slot.request is None or slot is not self._slots[self._next] or not slot.request.test():
+                return False
+            self.is_half_way = True
+            if x is not slot.view:
+                slot.view[...] = x
+            slot.head[_NUMBER] = self.count = self.count + 1
+            slot.request.start()
+            self._next = (self._next + 1) % self._depth
+            self.shape = x.shape
+            self.is_half_way = False
+            self.may_lag = self.may_lag or not slot.request.test()
+            return True
+        finally:
+            lock.release()
 
     def _write_head(self, head: Array, kind: int, nbytes: int, shape: Shape) -> None:
         head[_NUMBER], head[_KIND], head[_NBYTES], head[_NDIM] = self.count + 1, kind, nbytes, len(shape)
@@ -301,7 +379,7 @@ class PostedSends(_End):
         self._announced.append((self._transport.send(self._peer, self._data_tag(), head.view(np.uint8).data), head))
         self._grow(room)
         self._passed += self._slots
-        self._slots = [_Slot(room) for _ in range(self._depth)]
+        self._slots = [_Slot(room, self._generation) for _ in range(self._depth)]
         self._next = 0
 
     def buffer(self, shape: Shape, on_wait: WaitHook) -> Array:
@@ -309,10 +387,14 @@ class PostedSends(_End):
         if not self.form.is_plain or self.form.nbytes(shape) > self._room:
             return self.form.view(np.empty(self.form.nbytes(shape), np.uint8), shape)
         poll(lambda: self.has_room() or self._halted, on_wait)
-        return self.form.view(self._slots[self._next].payload, shape)
+        slot = self._slots[self._next]
+        if slot.view is None or slot.shape != shape:
+            return self.form.view(slot.payload, shape)
+        return slot.view
 
     def defer(self, *, yes: bool) -> None:
-        """Nothing to do: `put` asks Python each time."""
+        """Let `try_put` send nothing, because other messages must go first; or no more."""
+        self.is_deferred = yes
 
     def close(self) -> None:
         with self.lock:

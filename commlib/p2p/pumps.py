@@ -33,7 +33,7 @@ class Pumps:
     def sent(self) -> None:
         """See to what has been sent and has not left yet, or not been found."""
         ends = self._ends()
-        if not self._sending and ends is not None and ends.outgoing.is_under_way:
+        if not self._sending and ends is not None and ends.outgoing.may_lag and ends.outgoing.is_under_way:
             self._sending = True
             self._poller.watch(_Pump(f"send on {self._text}", self._send), self._owner())
 

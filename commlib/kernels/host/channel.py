@@ -173,11 +173,13 @@ def put(address: int, array: int) -> int:
 
 
 @kernel(nogil=True)
-def has_room(address: int) -> int:
-    """Return 1 if the next message need not wait for its slot, else 0."""
+def free_slot(address: int) -> int:
+    """Return the slot of the next message, if it need not wait for it. Or WAITING, STOPPED. Never blocks."""
     end = _table(address, END_FIELDS)
+    if end[HALTED] != 0:
+        return STOPPED
     flag = end[HEADS] + end[SLOT] * HEAD_BYTES + BACK_AT
-    return 1 if ins.load_acquire(flag) > end[COUNT] - end[DEPTH] else 0
+    return end[SLOT] if ins.load_acquire(flag) > end[COUNT] - end[DEPTH] else WAITING
 
 
 @kernel(nogil=True)
