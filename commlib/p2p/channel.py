@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import threading
 import time
 from collections import deque
 from collections.abc import Callable, Iterator
@@ -19,7 +18,7 @@ from commlib.p2p.ends import Ends
 from commlib.p2p.form import Shape
 from commlib.p2p.posted import MOST_DIMENSIONS
 from commlib.p2p.pumps import Pumps
-from commlib.p2p.queued import Queued
+from commlib.p2p.queued import Queued, Sending
 from commlib.runtime.polling import poll
 from commlib.runtime.work import Work
 from commlib.transport.base import WaitHook
@@ -52,7 +51,6 @@ class Channel:
         "_in",
         "_is_closed",
         "_lent",
-        "_moving",
         "_out",
         "_pumps",
         "_put",
@@ -78,7 +76,6 @@ class Channel:
         self._failure: CommlibError | None = None
         self._is_closed = False
         self._queue: deque[Queued] = deque()
-        self._moving = threading.Lock()  # held by who sends what is queued
         self._pumps = Pumps(group, ends, text)
         self._pumps.received()
 
@@ -107,7 +104,7 @@ class Channel:
                 self._pumps.sent()
                 return
         except BaseException as error:
-            self._abandon("send", error)
+            self._abandon(f"send on {self.text}", error)
             raise
         self._send(x, timeout)
 
@@ -125,7 +122,7 @@ class Channel:
                 self._pumps.received()
                 return view
         except BaseException as error:
-            self._abandon("recv", error)
+            self._abandon(f"recv on {self.text}", error)
             raise
         return self._recv(timeout)
 
@@ -153,10 +150,10 @@ class Channel:
                 end.send(array, what, watch())
                 self._pumps.sent()
                 return Work.ended(what, None)
-            work = Queued(what, array, self._move, self._await)
+            work = Queued(what, array, watch(), self._move, self._await)
             end.defer(yes=True)
             self._queue.append(work)
-        self._group.runtime.poller.watch(work, self._group)
+        self._group.runtime.poller.watch(Sending(work), self._group)
         return work
 
     def buffer(self, shape: int | Shape | None = None) -> Array:
@@ -173,7 +170,7 @@ class Channel:
             on_wait = watch()
             self._connect(what, on_wait)
             self._refuse_unreachable(what)
-            poll(self._move, on_wait)
+            poll(lambda: not self._queue, on_wait)
             return end.buffer(lengths, on_wait)
 
     def ready(self) -> bool:
@@ -214,7 +211,7 @@ class Channel:
             self._connect(what, on_wait)
             self._refuse_unreachable(what)
             if self._queue:
-                poll(self._move, on_wait)
+                poll(lambda: not self._queue, on_wait)
             end.send(array, what, on_wait)
         self._pumps.sent()
 
@@ -233,9 +230,12 @@ class Channel:
     def _release(self, view: Any) -> None:
         if view is not None:
             view = as_host(view, "release", "view")
-        if not self.ends.incoming.release(view):
+        what, end = f"release on {self.text}", self.ends.incoming
+        with self._guarded(what, end):
+            was_received = end.release(view)
+        if not was_received:
             raise UsageError(
-                f"release on {self.text}: the array is no message that was received here, or was handed back before: "
+                f"{what}: the array is no message that was received here, or was handed back before: "
                 "pass what recv returned"
             )
         self._pumps.received()
@@ -244,12 +244,9 @@ class Channel:
         """Wait until the other side has opened the channel, too. Raises MismatchError if differently."""
         self._refuse(what)
 
-        def is_connected() -> bool:
-            if not self.ends.is_connected:
-                self._channels.look(self.peer)
-            return self.ends.try_connect(self._group, self.text)
-
-        poll(is_connected, on_wait)
+        if not self.ends.is_connected:
+            self.ends.mailbox.expect(self.ends.address)
+            poll(lambda: self.ends.try_connect(self._group, self.text), on_wait)
 
     def _refuse(self, what: str) -> None:
         """Raise what the channel, or all of commlib here, has failed with before."""
@@ -347,34 +344,28 @@ class Channel:
             self.ends.tell(f"has given up this channel ({type(error).__name__}: {error})")
             self._end_queue(error)
 
-    # Sends that wait for room
+    # Sends that wait for room: the poller's thread sends them, so no signal handler can come in between
 
     def _move(self) -> bool:
         """Send what is queued as far as there is room; return whether nothing is left. Never blocks, never raises."""
-        if not self._queue:
-            return True
-        if not self._moving.acquire(blocking=False):
-            return False
-        end = self.ends.outgoing
+        end, queue = self.ends.outgoing, self._queue
         try:
-            self._refuse(self._queue[0].description)
-            self._channels.look(self.peer)
-            while self._queue and self.ends.try_connect(self._group, self.text) and end.has_room():
-                self._refuse_unreachable(self._queue[0].description)
-                end.send(self._queue[0].array, self.text, _do_nothing)
-                self._queue.popleft().finish()
-            if self._queue and (bye := self.ends.bye()) is not None:
-                self._raise_gone(self._queue[0].description, bye)
-            if not self._queue:
-                end.defer(yes=False)
-                self._pumps.sent()
-            return not self._queue
+            while queue:
+                work = queue[0]
+                work.watch()
+                if not self.ends.try_connect(self._group, self.text) or not end.has_room():
+                    return False
+                self._refuse_unreachable(work.description)
+                end.send(work.array, work.description, _give_way)
+                queue.popleft().finish()
+            end.defer(yes=False)
+            self._pumps.sent()
+        except _NoRoomError:  # another thread was faster
+            return False
         except CommlibError as error:
             self._fail(error)
             self._end_queue(error)
-            return True
-        finally:
-            self._moving.release()
+        return True
 
     def _end_queue(self, error: CommlibError) -> None:
         while self._queue:
@@ -383,12 +374,16 @@ class Channel:
     def _await(self, work: Queued, timeout: float | None) -> None:
         """Wait until a queued send has been sent, or has failed."""
         with self._guarded(work.description, self.ends.outgoing) as watch:
-            poll(lambda: self._move() or work.has_ended, watch(timeout))
+            poll(lambda: work.has_ended, watch(timeout))
+
+
+class _NoRoomError(Exception):
+    """The next message would have to wait."""
+
+
+def _give_way() -> None:
+    raise _NoRoomError
 
 
 def _has_come(end: Any) -> bool:
     return hasattr(end, "has_come") and end.has_come()
-
-
-def _do_nothing() -> None:
-    pass

@@ -56,7 +56,7 @@ class Channels:
         if group.runtime.closing or self._left:
             raise ShutdownError(f"{text}: commlib has been shut down, or {group.name} was closed")
         if self._mailbox is None:
-            self._mailbox = Mailbox(group.p2p)
+            self._mailbox = Mailbox(group.p2p, group.runtime.poller, group)
         self.sweep()
         address = Address(peer, edge, self._opened[peer, edge])
         if any(known.peer == peer and known.edge == edge and _is_open(self._open[known]) for known in self._open):
@@ -69,23 +69,33 @@ class Channels:
                 f"{text}: this MPI has the tags 0 to {group.p2p.top_tag}, too few for another channel of {group.name}: "
                 "close and reopen fewer, open them in another group, or use send and recv"
             )
-        self._opened[peer, edge] += 1
+        try:
+            return self._open_new(group, self._mailbox, address, terms, form, tag, text)
+        except BaseException as error:  # the other side may have been told
+            group.abandon(text, error)
+            raise
+
+    def _open_new(
+        self, group: Group, mailbox: Mailbox, address: Address, terms: Terms, form: Form, tag: int, text: str
+    ) -> Channel:
+        self._opened[address.peer, address.edge] += 1
         self._made += 1
         try:
-            ends = Ends.make(group, self._mailbox, address, terms, form, tag)
+            ends = Ends.make(group, mailbox, address, terms, form, tag)
         except CommlibError as error:
-            self._mailbox.post(address, "hello", error=str(error))
+            mailbox.post(address, "hello", error=str(error))
             raise
-        self._mailbox.post(address, "hello", **ends.hello())
+        mailbox.post(address, "hello", **ends.hello())
+        mailbox.expect(address)
         channel = Channel(group, self, ends, text)
         self._open[address] = weakref.ref(channel)
         weakref.finalize(channel, self._dropped.append, ends).atexit = False
         return channel
 
     def look(self, peer: int) -> None:
-        """Take in what another rank has told, and give back what is used no more. Never blocks."""
+        """Ask for what another rank has told, and give back what is used no more. Never blocks."""
         if self._mailbox is not None:
-            self._mailbox.look(peer)
+            self._mailbox.ask(peer)
         if self._dropped:
             self.sweep()
 

@@ -182,6 +182,7 @@ class PostedReceives(_End):
                 f"a channel from rank {self._peer}: message {self.count + 1} was expected, number {head[_NUMBER]} came"
             )
         length = int(head[_NBYTES])
+        self.is_half_way = True
         if head[_KIND] == _GROW:
             old = list(self._posted)
             self._grow(length)
@@ -189,11 +190,13 @@ class PostedReceives(_End):
             self._post_all()
             for passed in old:  # nothing more comes under their tag
                 passed.close()
+            self.is_half_way = False
             return
         if _HEAD_BYTES + length > self._longest:
             rest = slot.memory[self._longest : _HEAD_BYTES + length]
             slot.tail = self._transport.recv(self._peer, self._tag + _TAIL, rest)
         slot.length = length
+        self.is_half_way = False
 
     def recv(self, text: str, on_wait: WaitHook) -> Array | None:
         """Take the next message and return its view; None if the end is halted.
@@ -223,22 +226,17 @@ class PostedReceives(_End):
 
     def try_take(self) -> Array | None:
         """Take the next message if it comes at once; None if not, or if there is anything unusual about it."""
-        posted, lock = self._posted, self.lock
-        if self._halted or not lock.acquire(blocking=False):
-            return None
-        try:
-            if posted and posted[0].request is not None:
-                test = posted[0].request.test
+        with self.lock:
+            if not self._halted and self._posted and (request := self._posted[0].request) is not None:
                 for _ in range(_EAGER):
-                    if test():
+                    if request.test():
                         return self._take() if self.has_come() else None
             return None
-        finally:
-            lock.release()
 
     def release(self, view: Array | None) -> bool:
         """Post the memory of a view anew, or of all that have been received; False if the view is none of them."""
         with self.lock:
+            self.is_half_way = True
             if view is None:
                 chosen, self._held = self._held, []
             else:
@@ -247,6 +245,7 @@ class PostedReceives(_End):
             for pair in chosen:
                 if not self._halted and pair.slot.generation == self._generation:
                     self._post(pair.slot)
+            self.is_half_way = False
             return bool(chosen) or view is None
 
 
@@ -261,6 +260,7 @@ class PostedSends(_End):
     def __init__(self, *args: Any, **options: Any) -> None:
         super().__init__(*args, **options)
         self._next = 0
+        self._owner = 0  # the thread that is in the middle of a send
         self.is_deferred = False
         self.may_lag = False
         """Whether a message may be under way, as far as was seen last."""
@@ -296,15 +296,19 @@ class PostedSends(_End):
     @property
     def is_under_way(self) -> bool:
         """Make progress; return whether any message is under way."""
-        with self.lock:
+        if not self.lock.acquire(blocking=False):  # whoever holds it asks itself, or was interrupted for good
+            return self.may_lag
+        try:
             self._passed = [slot for slot in self._passed if not slot.test()]
             self._announced = [pair for pair in self._announced if not pair[0].test()]
             self.may_lag = bool(self._passed or self._announced) or not all(slot.test() for slot in self._slots)
             return self.may_lag
+        finally:
+            self.lock.release()
 
     def send(self, x: Array, text: str, on_wait: WaitHook) -> None:
         """Send a contiguous array of the dtype, of any shape."""
-        if self.is_half_way:
+        if self._owner == threading.get_ident():
             raise UsageError(f"{text}: called in the middle of another send of the same channel, by a signal handler?")
         while not self._halted:
             poll(lambda: self.has_room() or self._halted, on_wait)
@@ -315,7 +319,7 @@ class PostedSends(_End):
         on_wait()  # says why
 
     def _start(self, x: Array) -> None:
-        self.is_half_way = True
+        self._owner, self.is_half_way = threading.get_ident(), True
         nbytes = self.form.nbytes(x.shape)
         if nbytes > self._room:
             self._announce(nbytes)
@@ -341,16 +345,16 @@ class PostedSends(_End):
         self.count += 1
         self._next = (self._next + 1) % self._depth
         self.shape = x.shape
-        self.is_half_way = False
+        self._owner, self.is_half_way = 0, False
 
     def try_put(self, x: Any) -> bool:
         """Send an array like the last one, if there is room at once; else return False, and have done nothing."""
-        slot, lock = self._slots[self._next], self.lock
+        slot = self._slots[self._next]
         if type(x) is not np.ndarray or x.shape != slot.shape or not x.flags.c_contiguous or slot.view is None:
             return False
-        if x.dtype != slot.view.dtype or not self.form.is_plain or not lock.acquire(blocking=False):
+        if x.dtype != slot.view.dtype or not self.form.is_plain:
             return False
-        try:
+        with self.lock:
             if self._halted or self.is_deferred or self.is_half_way or slot.tail is not None:
                 return False
             if slot.request is None or slot is not self._slots[self._next] or not slot.request.test():
@@ -365,8 +369,6 @@ class PostedSends(_End):
             self.is_half_way = False
             self.may_lag = self.may_lag or not slot.request.test()
             return True
-        finally:
-            lock.release()
 
     def _write_head(self, head: Array, kind: int, nbytes: int, shape: Shape) -> None:
         head[_NUMBER], head[_KIND], head[_NBYTES], head[_NDIM] = self.count + 1, kind, nbytes, len(shape)

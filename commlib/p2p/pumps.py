@@ -63,7 +63,13 @@ def _ask(ends: Ends, *, sending: bool) -> bool:
     try:
         if sending:
             return ends.outgoing.is_under_way
-        ends.incoming.has_come()
+        incoming = ends.incoming
+        # Whoever holds it asks itself, or was interrupted for good.
+        if isinstance(incoming, PostedReceives) and incoming.lock.acquire(blocking=False):
+            try:
+                incoming.has_come()
+            finally:
+                incoming.lock.release()
     except CommlibError:
         return False
     return not ends.is_closed

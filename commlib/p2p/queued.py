@@ -8,33 +8,45 @@ from typing import Any
 from commlib import forks
 from commlib.dtypes import Array
 from commlib.runtime.work import Work
+from commlib.transport.base import WaitHook
+
+
+class Sending:
+    """What the poller asks: `Queued` itself is asked by users."""
+
+    __slots__ = ("description", "done")
+
+    def __init__(self, work: Queued) -> None:
+        self.description, self.done = work.description, work.poll
 
 
 class Queued(Work):
-    """It is sent when somebody waits for it, or for what comes after, and by the poller.
+    """It is sent by the poller.
 
-    `move` sends what there is room for; `wait_for` does so until this one has been sent, or for some seconds.
+    `watch` raises where it can be sent no more; `move` sends what there is room for; `wait_for` waits until this one
+    has been sent, at most for some seconds.
     """
 
-    __slots__ = ("_move", "_wait_for", "array")
+    __slots__ = ("_move", "_wait_for", "array", "watch")
 
     def __init__(
         self,
         description: str,
         array: Array,
+        watch: WaitHook,
         move: Callable[[], bool],
         wait_for: Callable[[Queued, float | None], None],
     ) -> None:
         super().__init__(description)
-        self.array, self._move, self._wait_for = array, move, wait_for
+        self.array, self.watch, self._move, self._wait_for = array, watch, move, wait_for
 
     @property
     def has_ended(self) -> bool:
         """Whether it has been sent, or has failed."""
         return super().done()
 
-    def done(self) -> bool:
-        """Make progress, and return whether it has been sent, or has failed. Never blocks."""
+    def poll(self) -> bool:
+        """Make progress, on the poller's thread; return whether it has been sent, or has failed."""
         if not self.has_ended and not forks.is_child():
             self._move()
         return self.has_ended
