@@ -145,8 +145,9 @@ class Channel:
         with self._guarded(what, end) as watch:
             self._refuse(what)
             self._channels.look(self.peer)
-            if not self._queue and self.ends.try_connect(self._group, self.text) and end.has_room():
-                self._refuse_unreachable(what)
+            is_connected = self.ends.try_connect(self._group, self.text)
+            self._refuse_unreachable(what)
+            if is_connected and not self._queue and end.has_room():
                 end.send(array, what, watch())
                 self._pumps.sent()
                 return Work.ended(what, None)
@@ -332,7 +333,9 @@ class Channel:
         """Let the channel fail because an exception that is none of ours came out of a call, perhaps half-way."""
         if isinstance(error, CommlibError):
             return
-        text = f"{self._group.name}: {what}: rank {self._group.rank}: ended half-way by {type(error).__name__}"
+        # Out of a `with` that has been interrupted itself comes another exception than the one that interrupted it.
+        name = "an exception" if isinstance(error, GeneratorExit) else type(error).__name__
+        text = f"{self._group.name}: {what}: rank {self._group.rank}: ended half-way by {name}"
         self._fail(ShutdownError(f"{text}; {self.text} runs no more calls"))
         error.add_note(f"commlib: {text}; the other rank is told: close the channel and open it again, on both sides")
 
@@ -353,9 +356,11 @@ class Channel:
             while queue:
                 work = queue[0]
                 work.watch()
-                if not self.ends.try_connect(self._group, self.text) or not end.has_room():
+                if not self.ends.try_connect(self._group, self.text):
                     return False
                 self._refuse_unreachable(work.description)
+                if not end.has_room():
+                    return False
                 end.send(work.array, work.description, _give_way)
                 queue.popleft().finish()
             end.defer(yes=False)

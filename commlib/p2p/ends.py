@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -42,6 +43,7 @@ class Ends:
         self.outgoing: Outbox | PostedSends = outgoing
         self.incoming: Inbox | PostedReceives = incoming
         self._tag = tag
+        self._connecting = threading.RLock()
         self.is_connected = False
         self.unreachable = ""  # why nothing can be sent
         self._has_told = self.is_closed = False
@@ -73,6 +75,10 @@ class Ends:
         """
         if self.is_connected:
             return True
+        with self._connecting:  # several threads may come here; one of them may have done it meanwhile
+            return self.is_connected or self._try_connect(group, text)
+
+    def _try_connect(self, group: Group, text: str) -> bool:
         peer = self.address.peer
         hello = self.mailbox.letter(self.address, "hello")
         if hello is None:

@@ -362,8 +362,9 @@ class PostedSends(_End):
             self.is_half_way = True
             if x is not slot.view:
                 slot.view[...] = x
-            slot.head[_NUMBER] = self.count = self.count + 1
+            slot.head[_NUMBER] = self.count + 1
             slot.request.start()
+            self.count += 1  # after that: the other side must not wait for what was never sent
             self._next = (self._next + 1) % self._depth
             self.shape = x.shape
             self.is_half_way = False

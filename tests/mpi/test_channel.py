@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import random
+import re
 import signal
 import time
 
@@ -118,6 +119,7 @@ def test_an_interrupted_wait_leaves_the_channel_as_it_was(group):
 
 
 @pair
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
 def test_alarms_at_any_time(group):
     """Rank 0 is interrupted again and again: no message is lost, doubled or changed, or the channel says it failed."""
     if group.rank < 2:
@@ -148,7 +150,7 @@ def test_alarms_at_any_time(group):
                 else:
                     channel.send(np.zeros(200, np.int64))
             except ShutdownError as error:
-                assert group.rank == 0 and "ended half-way by Alarm" in str(error)
+                assert group.rank == 0 and re.search(r"ended half-way by (Alarm|an exception)", str(error))
                 failures += 1
             except PeerError as error:
                 assert group.rank == 1 and "has given up this channel" in str(error)
