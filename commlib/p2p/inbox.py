@@ -307,8 +307,8 @@ class Outbox(_End):
 
     @property
     def is_half_way(self) -> bool:
-        """Whether a send was interrupted between two steps of its own."""
-        return self._owner != 0
+        """Whether a send was interrupted between two steps of its own: a slot may be reserved for good."""
+        return self._owner != 0 or bool(self._end[kernels.BUSY])
 
     def _announce(self, slot: int, shape: Shape) -> None:
         nbytes, memory = self.form.nbytes(shape), None
