@@ -6,7 +6,7 @@ import itertools
 import math
 import sys
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from numpy import empty, ndarray
 
@@ -24,10 +24,12 @@ from commlib.group.operation import Operation, apart, result
 from commlib.kernels.host import node as kernels
 from commlib.node.call import NodeCollective
 from commlib.p2p import messages
-from commlib.p2p.channel import Channel
 from commlib.runtime.process import Runtime
 from commlib.runtime.work import Work
 from commlib.transport.base import Transport
+
+if TYPE_CHECKING:
+    from commlib.p2p.channel import Channel
 
 
 def _are_plain(x: Any, out: Any) -> bool:

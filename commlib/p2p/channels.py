@@ -18,14 +18,15 @@ from commlib.arguments import integer
 from commlib.dtypes import numpy_dtype
 from commlib.errors import CommlibError, ShutdownError, TransportError, UsageError
 from commlib.node.board import LEFT
-from commlib.p2p.channel import Channel
-from commlib.p2p.ends import Ends, Terms
 from commlib.p2p.form import Codec, Coded, Form, Plain
 from commlib.p2p.mailbox import TAG, Address, Mailbox
 from commlib.p2p.posted import MOST_DIMENSIONS, TAGS
+from commlib.p2p.terms import Terms
 
 if TYPE_CHECKING:
     from commlib.group.group import Group
+    from commlib.p2p.channel import Channel
+    from commlib.p2p.ends import Ends
 
 _LONGEST_EDGE = 200  # characters
 _MOST_DEPTH = 4096
@@ -78,6 +79,9 @@ class Channels:
     def _open_new(
         self, group: Group, mailbox: Mailbox, address: Address, terms: Terms, form: Form, tag: int, text: str
     ) -> Channel:
+        from commlib.p2p.channel import Channel  # loads kernels, and few groups have channels
+        from commlib.p2p.ends import Ends
+
         self._opened[address.peer, address.edge] += 1
         self._made += 1
         try:

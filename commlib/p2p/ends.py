@@ -3,34 +3,18 @@
 from __future__ import annotations
 
 import threading
-from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-import numpy as np
-
 from commlib import forks
-from commlib.dtypes import name_of
 from commlib.errors import MismatchError, PeerError
-from commlib.p2p.form import Form, Shape
+from commlib.p2p.form import Form
 from commlib.p2p.inbox import Inbox, Outbox
 from commlib.p2p.mailbox import Address, Mailbox
 from commlib.p2p.posted import PostedReceives, PostedSends
+from commlib.p2p.terms import Terms
 
 if TYPE_CHECKING:
     from commlib.group.group import Group
-
-
-@dataclass(frozen=True, slots=True)
-class Terms:
-    """What both sides of a channel must have alike."""
-
-    shape: Shape
-    dtype: np.dtype[Any]
-    depth: int
-    codec: str
-
-    def __str__(self) -> str:
-        return f"{name_of(self.dtype)}, shape {self.shape}, depth {self.depth}, codec {self.codec}"
 
 
 class Ends:
