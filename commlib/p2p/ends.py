@@ -8,9 +8,11 @@ from typing import TYPE_CHECKING, Any
 from commlib import forks
 from commlib.errors import MismatchError, PeerError
 from commlib.p2p.form import Form
-from commlib.p2p.inbox import Inbox, Outbox
+from commlib.p2p.inbox import Inbox
 from commlib.p2p.mailbox import Address, Mailbox
-from commlib.p2p.posted import PostedReceives, PostedSends
+from commlib.p2p.outbox import Outbox
+from commlib.p2p.posted_receives import PostedReceives
+from commlib.p2p.posted_sends import PostedSends
 from commlib.p2p.terms import Terms
 
 if TYPE_CHECKING:

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 
 from commlib.errors import CommlibError
 from commlib.p2p.ends import Ends
-from commlib.p2p.posted import PostedReceives
+from commlib.p2p.posted_receives import PostedReceives
 
 if TYPE_CHECKING:
     from commlib.group.group import Group

@@ -32,8 +32,8 @@ def test_a_failed_group_fails_its_channels(nodes):
 
 
 def test_messages_longer_than_one_request(monkeypatch):
-    """The tail of one of 64 bytes follows under another tag."""
-    monkeypatch.setattr(posted, "LONGEST", 64)
+    """What one request of 256 bytes cannot hold follows under another tag."""
+    monkeypatch.setattr(posted, "LONGEST", 256)
 
     def check(comm):
         channel = comm.channel(1 - comm.rank, "long", (10,), "int64", 2)
