@@ -33,6 +33,8 @@ from commlib.errors import UsageError
 from commlib.group.group import Group
 from commlib.group.operation import Operation
 from commlib.p2p import messages
+from commlib.p2p.channel import Channel
+from commlib.p2p.channels import Channels
 from commlib.runtime.compiled import Plan
 from commlib.runtime.process import Runtime
 from commlib.runtime.work import Work
@@ -76,7 +78,7 @@ class Communicator:
     ) -> None:
         self.group = Group(transport, runtime, name) if group is None else group
         self.rank, self.size, self.name = self.group.rank, self.group.size, self.group.name
-        self._calls = Calls(self.group)
+        self._calls, self._channels = Calls(self.group), Channels(self.group)
         self._all_reduces = self._calls.all_reduces
         self._children = itertools.count(1)
         self._node: Communicator | None = None
@@ -435,6 +437,29 @@ class Communicator:
     def send_recv_async(self, x: Any, peer: int, out: Any, source: int, tag: int = 0) -> Work:
         """Start `send_recv`."""
         return self._look_after(messages.send_recv(self.group, x, peer, out, source, tag))
+
+    def channel(
+        self,
+        peer: int,
+        edge: int | str,
+        shape: int | Sequence[int],
+        dtype: Any = "float32",
+        depth: int = 2,
+        *,
+        codec: Any = None,
+    ) -> Channel:
+        """Open an edge to rank `peer`, which opens it too: arrays then go in both directions, in order.
+
+        Not collective: it concerns two ranks and waits for nobody. `edge`, a number or a name, tells the edges of two
+        ranks apart. Both sides give the same shape, dtype, depth and codec. `depth` messages fit into each direction;
+        a shape may be another one later. codec: a name ("int8") or a codec of fixed length, for floats. On a node the
+        sender writes into the receiver's memory, and `recv` returns a view of it: see `Channel`.
+        """
+        if codec is not None:
+            from commlib.compress.codecs import codec_of  # few need it
+
+            codec = codec_of(codec)
+        return self._channels.open(peer, edge, shape, dtype, depth, codec)
 
     def _look_after(self, work: Work) -> Work:
         self.runtime.poller.watch(work, self.group)

@@ -16,7 +16,16 @@ import numpy as np
 
 from commlib.errors import TransportError
 from commlib.protocols import SharedMemory
-from commlib.transport.base import Gather, PersistentRound, Pieces, ProbedReceive, Request, Space, WaitHook
+from commlib.transport.base import (
+    Gather,
+    PersistentMessage,
+    PersistentRound,
+    Pieces,
+    ProbedReceive,
+    Request,
+    Space,
+    WaitHook,
+)
 
 
 class _Message:
@@ -118,10 +127,27 @@ class _PreparedRound:
                 piece[:], message = message[: len(piece)], message[len(piece) :]
 
 
+class _PersistentMessage:
+    def __init__(self, post: Callable[[], Request]) -> None:
+        self._post = post
+        self._request: Request | None = None
+
+    def start(self) -> None:
+        self._request = self._post()
+
+    def test(self) -> bool:
+        return self._request is None or self._request.test()
+
+    def close(self) -> None:
+        if self._request is not None:
+            self._request.cancel()
+
+
 class LoopbackTransport:
     """One thread's end of a group of threads. `world` are the world ranks of the group, in order."""
 
     native = None
+    tags = 2**31
 
     def __init__(
         self,
@@ -180,6 +206,12 @@ class LoopbackTransport:
 
     def persistent_round(self, sends: Sequence[Pieces], recvs: Sequence[Pieces], tag: int) -> PersistentRound:
         return _PreparedRound(self, sends, recvs, tag)
+
+    def persistent_send(self, peer: int, tag: int, data: memoryview) -> PersistentMessage:
+        return _PersistentMessage(lambda: self.send(peer, tag, data))
+
+    def persistent_recv(self, peer: int, tag: int, into: memoryview) -> PersistentMessage:
+        return _PersistentMessage(lambda: self.recv(peer, tag, into))
 
     def progress(self) -> bool:
         with self._network.changed:
