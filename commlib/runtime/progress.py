@@ -79,6 +79,7 @@ class Progress:
         self._busy = 0  # the thread in which an operation waits, or may
         self.raised: BaseException | None = None  # what has come out of the operation that is running here
         self._broken = False  # an interrupted thread may have left `running` held; then every operation fails at once
+        self._may_miscount = False  # an exception may have come between counting an operation and its end
         self.pending = 0  # operations begun, queued for, or running on, the thread; looked at while `running` is held
         self._thread: threading.Thread | None = None
         self._closed = False
@@ -102,6 +103,7 @@ class Progress:
             self._broken = True
         self.raised = None
         if not ours:
+            self._may_miscount = True
             self._interrupted(description, error)
 
     @contextmanager
@@ -260,9 +262,14 @@ class Progress:
         """Wait until nothing is pending; return "" or, if that takes longer than `timeout` s, what is running."""
         self.hand_over()
         with self._lock:
-            if self._changed.wait_for(lambda: self.pending == 0, timeout):
+            if self._changed.wait_for(self._is_idle, timeout):
                 return ""
             return f"unfinished {self.current or 'queued operation'}"
+
+    def _is_idle(self) -> bool:
+        if self._may_miscount:
+            return not self._queue and not self.current and self._begun is None
+        return self.pending == 0
 
     def unseen_failure(self) -> str:
         """Return the first failed work whose error nobody has asked for, or ""."""
