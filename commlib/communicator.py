@@ -83,6 +83,7 @@ class Communicator:
         self._children = itertools.count(1)
         self._node: Communicator | None = None
         self._parts: Parts | None = None
+        self._meeting: Plan | None = None
 
     def __repr__(self) -> str:
         return f"<Communicator {self.name}: rank {self.rank} of {self.size}>"
@@ -469,7 +470,11 @@ class Communicator:
 
     def barrier(self) -> None:
         """Wait until all ranks are here."""
-        barrier(self._calls).run()
+        if self._meeting is not None:
+            self._meeting()
+        else:
+            barrier(self._calls).run()
+            self._meeting = self.plan_barrier()  # now that the group has what it works on
 
     def barrier_async(self) -> Work:
         """Start `barrier`; the work is done when all ranks have come."""
