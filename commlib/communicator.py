@@ -24,7 +24,8 @@ from commlib.collectives.gather import gather
 from commlib.collectives.program import program
 from commlib.collectives.ready import Calls
 from commlib.collectives.reduce import reduce
-from commlib.collectives.reduce_scatter import reduce_scatter
+from commlib.collectives.reduce_scatter import reduce_scatter, reduce_scatter_v
+from commlib.collectives.scan import scan
 from commlib.collectives.scatter import scatter
 from commlib.config import Config
 from commlib.dtypes import Array, name_of, numpy_dtype
@@ -33,6 +34,8 @@ from commlib.group.group import Group
 from commlib.group.operation import Operation
 from commlib.observe.counters import Count
 from commlib.p2p import messages
+from commlib.p2p.channel import Channel
+from commlib.p2p.channels import Channels
 from commlib.runtime.compiled import Plan
 from commlib.runtime.process import Runtime
 from commlib.runtime.work import Work
@@ -76,11 +79,12 @@ class Communicator:
     ) -> None:
         self.group = Group(transport, runtime, name) if group is None else group
         self.rank, self.size, self.name = self.group.rank, self.group.size, self.group.name
-        self._calls = Calls(self.group)
+        self._calls, self._channels = Calls(self.group), Channels(self.group)
         self._all_reduces = self._calls.all_reduces
         self._children = itertools.count(1)
         self._node: Communicator | None = None
         self._parts: Parts | None = None
+        self._meeting: Plan | None = None
 
     def __repr__(self) -> str:
         return f"<Communicator {self.name}: rank {self.rank} of {self.size}>"
@@ -258,6 +262,24 @@ class Communicator:
         """Prepare `reduce_scatter`."""
         return reduce_scatter(self._calls, x, op, out, algorithm).plan("reduce_scatter")
 
+    def reduce_scatter_v(
+        self, x: Any, counts: Sequence[int], op: str = "sum", *, out: Any = None, algorithm: str = "auto"
+    ) -> Any:
+        """Combine `x` of all ranks and give rank i `counts[i]` rows of the result. The counts agree on all ranks."""
+        return reduce_scatter_v(self._calls, x, counts, op, out, algorithm).run()
+
+    def reduce_scatter_v_async(
+        self, x: Any, counts: Sequence[int], op: str = "sum", *, out: Any = None, algorithm: str = "auto"
+    ) -> Work:
+        """Start `reduce_scatter_v`."""
+        return reduce_scatter_v(self._calls, x, counts, op, out, algorithm).start()
+
+    def plan_reduce_scatter_v(
+        self, x: Any, counts: Sequence[int], op: str = "sum", *, out: Any = None, algorithm: str = "auto"
+    ) -> Plan:
+        """Prepare `reduce_scatter_v`."""
+        return reduce_scatter_v(self._calls, x, counts, op, out, algorithm).plan("reduce_scatter_v")
+
     def reduce(self, x: Any, op: str = "sum", root: int = 0, *, out: Any = None, algorithm: str = "auto") -> Any:
         """Combine `x` of all ranks; rank `root` gets the result, the others None."""
         return reduce(self._calls, x, op, root, out, algorithm).run()
@@ -269,6 +291,30 @@ class Communicator:
     def plan_reduce(self, x: Any, op: str = "sum", root: int = 0, *, out: Any = None, algorithm: str = "auto") -> Plan:
         """Prepare `reduce`."""
         return reduce(self._calls, x, op, root, out, algorithm).plan("reduce")
+
+    def scan(self, x: Any, op: str = "sum", *, out: Any = None) -> Any:
+        """Combine `x` of all ranks up to this one, itself included. op: as for `all_reduce`, but "mean"."""
+        return scan(self._calls, "scan", x, op, out).run()
+
+    def scan_async(self, x: Any, op: str = "sum", *, out: Any = None) -> Work:
+        """Start `scan`."""
+        return scan(self._calls, "scan", x, op, out).start()
+
+    def plan_scan(self, x: Any, op: str = "sum", *, out: Any = None) -> Plan:
+        """Prepare `scan`."""
+        return scan(self._calls, "scan", x, op, out).plan("scan")
+
+    def exscan(self, x: Any, op: str = "sum", *, out: Any = None) -> Any:
+        """Combine `x` of all ranks before this one; rank 0 gets None, and its `out` stays as it is."""
+        return scan(self._calls, "exscan", x, op, out).run()
+
+    def exscan_async(self, x: Any, op: str = "sum", *, out: Any = None) -> Work:
+        """Start `exscan`."""
+        return scan(self._calls, "exscan", x, op, out).start()
+
+    def plan_exscan(self, x: Any, op: str = "sum", *, out: Any = None) -> Plan:
+        """Prepare `exscan`."""
+        return scan(self._calls, "exscan", x, op, out).plan("exscan")
 
     # Movement
 
@@ -394,6 +440,29 @@ class Communicator:
         """Start `send_recv`."""
         return self._look_after(messages.send_recv(self.group, x, peer, out, source, tag))
 
+    def channel(
+        self,
+        peer: int,
+        edge: int | str,
+        shape: int | Sequence[int],
+        dtype: Any = "float32",
+        depth: int = 2,
+        *,
+        codec: Any = None,
+    ) -> Channel:
+        """Open an edge to rank `peer`, which opens it too: arrays then go in both directions, in order.
+
+        Not collective: it concerns two ranks and waits for nobody. `edge`, a number or a name, tells the edges of two
+        ranks apart. Both sides give the same shape, dtype, depth and codec. `depth` messages fit into each direction;
+        a shape may be another one later. codec: a name ("int8") or a codec of fixed length, for floats. On a node the
+        sender writes into the receiver's memory, and `recv` returns a view of it: see `Channel`.
+        """
+        if codec is not None:
+            from commlib.compress.codecs import codec_of  # few need it
+
+            codec = codec_of(codec)
+        return self._channels.open(peer, edge, shape, dtype, depth, codec)
+
     def _look_after(self, work: Work) -> Work:
         self.runtime.poller.watch(work, self.group)
         return work
@@ -402,7 +471,11 @@ class Communicator:
 
     def barrier(self) -> None:
         """Wait until all ranks are here."""
-        barrier(self._calls).run()
+        if self._meeting is not None:
+            self._meeting()
+        else:
+            barrier(self._calls).run()
+            self._meeting = self.plan_barrier()  # now that the group has what it works on
 
     def barrier_async(self) -> Work:
         """Start `barrier`; the work is done when all ranks have come."""

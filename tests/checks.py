@@ -61,6 +61,37 @@ def reduce_scatter(comm: Any, dtype: str, shape: tuple[int, ...], op: str = "sum
     assert_same(x, xs[comm.rank])
 
 
+def reduce_scatter_v(
+    comm: Any, dtype: str, counts: list[int], row: tuple[int, ...] = (), op: str = "sum", algorithm: str = "auto"
+) -> None:
+    xs = inputs(comm, dtype, (sum(counts), *row), op)
+    x, expected = xs[comm.rank].copy(), np.split(combined(xs, op), np.cumsum(counts)[:-1])[comm.rank]
+    assert_same(comm.reduce_scatter_v(x, counts, op, algorithm=algorithm), expected)
+    out = np.empty_like(expected)
+    assert comm.reduce_scatter_v(x, counts, op, out=out, algorithm=algorithm) is out
+    assert_same(out, expected)
+    assert_same(x, xs[comm.rank])
+
+
+def scan(comm: Any, dtype: str, shape: tuple[int, ...], op: str = "sum") -> None:
+    xs = inputs(comm, dtype, shape, op)
+    x, out = xs[comm.rank].copy(), np.empty(shape, NUMPY[dtype])
+    upto = combined(xs[: comm.rank + 1], op)
+    assert_same(comm.scan(x, op), upto)
+    assert comm.scan(x, op, out=out) is out
+    assert_same(out, upto)
+    assert_same(x, xs[comm.rank])
+    before = comm.exscan(x, op)
+    result = comm.exscan(x, op, out=x)
+    if comm.rank:
+        assert result is x
+        assert_same(before, combined(xs[: comm.rank], op))
+        assert_same(x, before)
+    else:
+        assert before is None and result is None
+        assert_same(x, xs[0])
+
+
 def reduce(
     comm: Any, dtype: str, shape: tuple[int, ...], op: str = "sum", root: int = 0, algorithm: str = "auto"
 ) -> None:

@@ -68,8 +68,9 @@ def _error(what: str) -> OSError:
 class Segment:
     """`nbytes` of zeroed shared memory for each rank: see `typing.SharedMemory`."""
 
-    def __init__(self, mappings: Sequence[_Mapping], nbytes: int) -> None:
+    def __init__(self, mappings: Sequence[_Mapping], nbytes: int, *, is_named: bool) -> None:
         self._mappings = list(mappings)
+        self.is_named = is_named  # files without names cannot be shared among these ranks
         self.bases = [mapping.address for mapping in mappings]
         self.nbytes = nbytes
 
@@ -124,7 +125,7 @@ def _share(rank: int, nbytes: int, gather: Callable[[Any], list[Any]], make: Any
     with ExitStack() as stack:
         places = everywhere(create)
         everywhere(map_all)
-    return Segment(mappings, nbytes)
+    return Segment(mappings, nbytes, is_named=make is not _nameless)
 
 
 @contextmanager

@@ -15,7 +15,7 @@ class Call:
 
     size: the elements of each rank's array, or its shape where dimension 0 matters; None if no data moves. op: of a
     reduction. root: -1 where there is none. algorithm: "auto", the name of a path, or that of a schedule; "" where
-    there is no choice.
+    there is no choice. rows: how many of them go to or come from each rank, where that is uneven and all know it.
     """
 
     verb: str
@@ -24,6 +24,7 @@ class Call:
     op: str = ""
     root: int = -1
     algorithm: str = "auto"
+    rows: tuple[int, ...] = ()
 
     @property
     def text(self) -> str:
@@ -33,6 +34,7 @@ class Call:
         what = f"{self.size} x" if isinstance(self.size, int) else f"shape {self.size}"
         details = [f"{self.verb} of {what} {name_of(self.dtype)}"]
         details += [f"op={self.op}"] * bool(self.op)
+        details += [f"rows={self.rows}"] * bool(self.rows)
         details += [f"root={self.root}"] * (self.root >= 0)
         details += [f"algorithm={self.algorithm}"] * bool(self.algorithm)
         return ", ".join(details)

@@ -1,59 +1,78 @@
-"""reduce_scatter: every rank gets its part of the combination of all ranks' arrays."""
+"""reduce_scatter and reduce_scatter_v: every rank gets its part of the combination of all ranks' arrays."""
 
 from __future__ import annotations
 
+import math
+from collections.abc import Hashable, Sequence
 from typing import Any
 
 import numpy as np
 
+from commlib.arguments import integer
 from commlib.buffers.views import address_of
 from commlib.collectives import hierarchical
 from commlib.collectives.all_reduce import choose_algorithm
 from commlib.collectives.call import Call
-from commlib.collectives.operands import result, row_layout, rows, source
+from commlib.collectives.operands import result, rows, source
 from commlib.collectives.paths import Move, Verb
 from commlib.collectives.ready import Calls, Ready
 from commlib.collectives.scheduled import own_program
 from commlib.dtypes import Array, kernel_operation, name_of
+from commlib.errors import UsageError
 from commlib.execution.accumulation import Accumulation
 from commlib.execution.streaming import Region
 from commlib.group.group import Group
 from commlib.node.collective import Exchange, ranges
-from commlib.schedule.layout import Layout, cut
+from commlib.schedule.layout import Layout, cut, even, uneven
 
 
 def reduce_scatter(calls: Calls, x: Any, op: str, out: Any, algorithm: str) -> Ready:
-    group = calls.group
     array = source(x, "reduce_scatter")
     rows(array, "reduce_scatter")
-    kernel_operation(name_of(array.dtype), op)
-    start, stop = row_layout(array.shape, group.size).slice_of(group.rank)
-    own = _own_rows(array.shape[0], group)
-    target = result(out, (own, *array.shape[1:]), array.dtype, "reduce_scatter")
+    call = Call("reduce_scatter", array.shape, array.dtype, op, algorithm=algorithm)
+    return _ready(calls, call, array, out, x, (array.dtype, array.shape, op, algorithm))
+
+
+def reduce_scatter_v(calls: Calls, x: Any, counts: Sequence[int], op: str, out: Any, algorithm: str) -> Ready:
+    verb, size = "reduce_scatter_v", calls.group.size
+    array = source(x, verb)
+    length, _ = rows(array, verb)
+    shares = tuple(integer(verb, "a count", n) for n in counts)
+    if len(shares) != size or min(shares) < 0 or sum(shares) != length:
+        raise UsageError(
+            f"{verb}: counts {list(shares)} must be {size} lengths, none negative, that add up to {length}, the length "
+            "of dimension 0 of x"
+        )
+    call = Call(verb, array.shape, array.dtype, op, algorithm=algorithm, rows=shares)
+    return _ready(calls, call, array, out, x, (array.dtype, array.shape, op, algorithm, shares))
+
+
+def _ready(calls: Calls, call: Call, array: Array, out: Any, x: Any, key: Hashable) -> Ready:
+    rank, size = calls.group.rank, calls.group.size
+    kernel_operation(name_of(array.dtype), call.op)
+    start, stop = _layout(call, size).slice_of(rank)
+    shape = (_rows(call, size)[rank], *array.shape[1:])
+    target = result(out, shape, array.dtype, call.verb)
     flat = array.reshape(-1)
     if np.may_share_memory(flat, target.flat) and address_of(target.flat) != address_of(flat[start:stop]):
         flat = flat.copy()  # where others still read
-    call = Call("reduce_scatter", array.shape, array.dtype, op, algorithm=algorithm)
-    key = (array.dtype, array.shape, op, algorithm)
-    return Ready.into(calls.find(VERB, call, key, target.array.shape), flat, target, x)
+    return Ready.into(calls.find(_UNEVEN if call.rows else VERB, call, key, shape), flat, target, x)
 
 
-def _own_rows(length: int, group: Group) -> int:
-    return length // group.size + (group.rank < length % group.size)
+def _rows(call: Call, size: int) -> Sequence[int]:
+    assert isinstance(call.size, tuple)
+    return call.rows or even(call.size[0], size).counts
 
 
 def _layout(call: Call, size: int) -> Layout:
     assert isinstance(call.size, tuple)
-    return row_layout(call.size, size)
+    row = math.prod(call.size[1:])
+    return uneven(count * row for count in _rows(call, size))
 
 
 def _exchange(call: Call, rank: int, size: int) -> Exchange:
-    return reduce_parts(_layout(call, size), call.dtype.itemsize, rank)
-
-
-def reduce_parts(layout: Layout, item_bytes: int, rank: int) -> Exchange:
-    """Return the exchange in which each rank combines its chunk of a layout."""
-    size, (start, stop) = len(layout.counts), layout.slice_of(rank)
+    layout, item_bytes = _layout(call, size), call.dtype.itemsize
+    start, stop = layout.slice_of(rank)
     return Exchange(
         ranges(layout, item_bytes),
         [(0, (stop - start) * item_bytes)] * size,
@@ -81,3 +100,4 @@ def _messages(group: Group, call: Call) -> Move:
 
 
 VERB = Verb("reduce_scatter", _messages, exchange=_exchange, hierarchical=hierarchical.reduce_scatter)
+_UNEVEN = Verb("reduce_scatter_v", _messages, exchange=_exchange)

@@ -13,10 +13,11 @@ from collections.abc import Callable, Collection, Sequence
 from functools import cached_property, partial
 from math import inf
 from time import monotonic
-from typing import Any, NoReturn
+from typing import Any, NoReturn, Protocol
 
 import numpy as np
 
+from commlib import forks
 from commlib.arguments import integer
 from commlib.buffers.symmetric import SymmetricMemory
 from commlib.errors import CommlibError, MismatchError, ShutdownError, UsageError
@@ -43,6 +44,22 @@ from commlib.topology import Topology
 from commlib.transport.base import Space, Transport, WaitHook
 
 log = logging.getLogger("commlib")
+
+
+class Attached(Protocol):
+    """What ends with a group."""
+
+    def leave(self, reason: str) -> None:
+        """End on this rank: the group has failed, for a reason, or leaves."""
+        ...
+
+    def close(self) -> None:
+        """Give everything back."""
+        ...
+
+    def halt(self) -> None:
+        """Let nothing move any more, in a forked child."""
+        ...
 
 
 class Group:
@@ -93,6 +110,7 @@ class Group:
         self.symmetric = SymmetricMemory(self.hierarchy.place, self._share, self.gather_objects)
         runtime.groups.add(self)
         runtime.recording.add(self.progress)
+        self._attached: list[Attached] = []
         self._made_of = [transport] if within is None else []
         noted = f"{runtime.token}.{self.key}", self.size
         self._retire = weakref.finalize(self, runtime.retired.note, noted, self._made_of)
@@ -164,6 +182,22 @@ class Group:
         parents = None if self._presence is None else self._presence.among(members)
         within = self if private else None
         return Group(transport, self.runtime, name, key=key, topology=topology, parents=parents, within=within)
+
+    def attach(self, part: Attached) -> None:
+        """Let what has an end of its own, its channels for example, end with the group."""
+        self._attached.append(part)
+
+    def halt(self) -> None:
+        """Let nothing run in this forked child."""
+        self.failure = forks.refusal(self.name)
+        for part in self._attached:
+            part.halt()
+        self.progress.abandon()
+
+    @property
+    def named_memory(self) -> bool:
+        """Whether the ranks of this node can share memory by names only, as far as is known."""
+        return self._presence is not None and self._presence.board.named_memory
 
     # Waiting, and messages within operations
 
@@ -379,6 +413,8 @@ class Group:
     def _fail(self, error: CommlibError) -> None:
         """Let no call of this group run any more, and tell the other ranks: they are out of step."""
         self.failure = error
+        for part in self._attached:
+            part.leave(f"has given up this group ({type(error).__name__}: {error})")
         if self.board is not None:
             self.board.fail()
         if isinstance(error, MismatchError):
@@ -417,6 +453,8 @@ class Group:
 
     def leave(self, reason: str = "") -> None:
         """Tell the other ranks that this one comes no more: it has left, or, with a reason, failed. Never blocks."""
+        for part in self._attached:
+            part.leave(reason)
         if self.board is not None:
             self.board.leave(reason or LEFT)
         if self._stall_check is None or (self.one_node and self.is_open):
@@ -437,6 +475,8 @@ class Group:
         self.runtime.groups.discard(self)
         self.progress.close()
         self.runtime.poller.forget(self)
+        for part in self._attached:
+            part.close()
         self.symmetric.close()
         if self.board is not None:
             self.board.close()

@@ -95,6 +95,11 @@ class NodeBoard:
         self._watched = [_process_alive(int(status[1])) for status in self._status]
 
     @property
+    def named_memory(self) -> bool:
+        """Whether its ranks can share files only by names."""
+        return bool(getattr(self._memory, "is_named", False))
+
+    @property
     def epoch(self) -> int:
         """How often the ranks have met."""
         return int(self._control[kernels.EPOCH])

@@ -26,15 +26,20 @@ class MessagePoller:
 
     def __init__(self) -> None:
         self._works: list[tuple[Polled, object]] = []  # each with its owner
-        self._changed = threading.Condition(threading.Lock())
+        self._unawaited: set[int] = set()  # the `id` of those works that `drain` does not wait for
+        # Taken itself rather than through the condition, whose `with` a signal handler could leave locked for ever.
+        self._lock = threading.Lock()
+        self._changed = threading.Condition(self._lock)
         self._asking = threading.Lock()  # held while works are asked
         self._thread: threading.Thread | None = None
         self._closed = False
 
-    def watch(self, work: Polled, owner: object) -> None:
-        """Ask `work` now and then, until it is done or its owner is forgotten."""
-        with self._changed:
+    def watch(self, work: Polled, owner: object, *, awaited: bool = True) -> None:
+        """Ask `work` now and then, until it is done or its owner is forgotten. `drain` waits for those `awaited`."""
+        with self._lock:
             self._works.append((work, owner))
+            if not awaited:
+                self._unawaited.add(id(work))
             if self._thread is None:
                 self._thread = threading.Thread(target=self._loop, name="commlib-messages", daemon=True)
                 self._thread.start()
@@ -42,14 +47,21 @@ class MessagePoller:
 
     def forget(self, owner: object) -> None:
         """Ask no work of `owner` any more, from now on."""
-        with self._asking, self._changed:
-            self._works = [pair for pair in self._works if pair[1] is not owner]
-            self._changed.notify_all()
+        with self._asking, self._lock:
+            self._keep([pair for pair in self._works if pair[1] is not owner])
+
+    def _keep(self, works: list[tuple[Polled, object]]) -> None:
+        self._works = works
+        self._unawaited &= {id(work) for work, _ in works}
+        self._changed.notify_all()
+
+    def _awaited(self) -> list[Polled]:
+        return [work for work, _ in self._works if id(work) not in self._unawaited]
 
     def _loop(self) -> None:
         nap = _SOONEST
         while True:
-            with self._changed:
+            with self._lock:
                 # Woken early by a new work, which may be done soon.
                 nap = _SOONEST if self._changed.wait(nap if self._works else None) else min(2 * nap, _LATEST)
                 if self._closed:
@@ -60,29 +72,29 @@ class MessagePoller:
     def _ask(self) -> bool:
         """Ask all; return whether any of them has ended. An idle thread keeps none of them alive."""
         with self._asking:
-            with self._changed:
+            with self._lock:
                 works = list(self._works)
             ended = [pair for pair in works if pair[0].done()]
-            with self._changed:
-                self._works = [pair for pair in self._works if pair not in ended]
-                self._changed.notify_all()
+            with self._lock:
+                self._keep([pair for pair in self._works if pair not in ended])
         return bool(ended)
 
     def drain(self, timeout: float) -> str:
         """Wait until all works are done; return "" or, if that takes longer than `timeout` s, one that is not."""
-        with self._changed:
-            if self._changed.wait_for(lambda: not self._works, timeout):
+        with self._lock:
+            if self._changed.wait_for(lambda: not self._awaited(), timeout):
                 return ""
-            return f"unfinished {self._works[0][0].description}"
+            return f"unfinished {self._awaited()[0].description}"
 
     def abandon(self) -> None:
         """Forget everything in a forked child, whose copies of the locks may be held by threads that it lacks."""
-        self._works, self._thread = [], None
-        self._changed, self._asking = threading.Condition(threading.Lock()), threading.Lock()
+        self._works, self._unawaited, self._thread = [], set(), None
+        self._lock, self._asking = threading.Lock(), threading.Lock()
+        self._changed = threading.Condition(self._lock)
 
     def close(self) -> None:
         """Ask nobody any more."""
-        with self._changed:
+        with self._lock:
             self._closed = True
             self._changed.notify_all()
 

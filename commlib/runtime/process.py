@@ -8,7 +8,6 @@ import weakref
 from dataclasses import dataclass, field
 from typing import Any
 
-from commlib import forks
 from commlib.config import Config
 from commlib.cost.chooser import Chooser
 from commlib.runtime.poller import MessagePoller
@@ -57,8 +56,7 @@ class Runtime:
             for coordinator in self.services.coordinators():
                 coordinator.abandon()
         for group in list(self.groups):
-            group.failure = forks.refusal(group.name)
-            group.progress.abandon()
+            group.halt()
 
     def end(self) -> str:
         """End all groups without ever hanging; return the first failure that nobody has asked for, or ""."""

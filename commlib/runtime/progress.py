@@ -98,6 +98,7 @@ class Progress:
         self._busy = 0  # the thread in which an operation waits, or may
         self.raised: BaseException | None = None  # what has come out of the operation that is running here
         self._broken = False  # an interrupted thread may have left `running` held; then every operation fails at once
+        self._may_miscount = False  # an exception may have come between counting an operation and its end
         self.pending = 0
         """How many operations are begun, queued for, or running on, the thread; and RECORDED. Looked at while `running`
         is held: while it is 0 a call may run in its caller's thread, and there is nothing to write."""
@@ -129,6 +130,7 @@ class Progress:
             self._broken = True
         self.raised = None
         if not ours:
+            self._may_miscount = True
             self._interrupted(description, error)
 
     @contextmanager
@@ -287,9 +289,14 @@ class Progress:
         """Wait until nothing is pending; return "" or, if that takes longer than `timeout` s, what is running."""
         self.hand_over()
         with self._lock:
-            if self._changed.wait_for(lambda: not self.pending & _COUNT, timeout):
+            if self._changed.wait_for(self._is_idle, timeout):
                 return ""
             return f"unfinished {self.current or 'queued operation'}"
+
+    def _is_idle(self) -> bool:
+        if self._may_miscount:
+            return not self._queue and not self.current and self._begun is None
+        return not self.pending & _COUNT
 
     def unseen_failure(self) -> str:
         """Return the first failed work whose error nobody has asked for, or ""."""

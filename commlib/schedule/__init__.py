@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-# Importing a verb registers its algorithms.
+from importlib import import_module
+from pkgutil import iter_modules
+
 from commlib.schedule import (
     all_gather,
     all_reduce,
@@ -60,3 +62,7 @@ __all__ = [
     "verbs",
     "verify",
 ]
+
+# Importing a verb registers its algorithms: a new file needs no mention here.
+for _module in iter_modules(__path__):
+    import_module(f"{__name__}.{_module.name}")

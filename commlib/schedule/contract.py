@@ -11,11 +11,15 @@ from commlib.schedule.ir import Program
 
 @dataclass(frozen=True, slots=True)
 class Promise:
-    """At the end, `chunk` holds the input chunk `source` of rank `owner`; if None, its sum over all ranks."""
+    """At the end, `chunk` holds the input chunk `source` of rank `owner`; if None, its sum over all ranks.
+
+    first: over so many of the first ranks instead; 0 for all.
+    """
 
     chunk: int
     owner: int | None
     source: int
+    first: int = 0
 
 
 def inputs(program: Program) -> Sequence[int]:
@@ -53,6 +57,10 @@ def promises(program: Program) -> Iterator[Promise]:
         case "all_to_all":  # and the input is left as it was
             yield from (Promise(chunk, rank, chunk) for chunk in data)
             yield from (Promise(size + source, source, rank) for source in data)
+        case "scan":
+            yield from (Promise(chunk, None, chunk, first=rank + 1) for chunk in data)
+        case "exscan":
+            yield from (Promise(1 + chunk, None, chunk, first=rank) for chunk in data if rank)
         case "barrier":
             return
         case unknown:

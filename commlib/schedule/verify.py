@@ -198,10 +198,13 @@ class _Replay:
                 raise self._at_end(rank, f"{what}, but holds {self._describe(got)}")
 
     def _check_sum(self, rank: int, promise: Promise, got: int) -> None:
-        complete = got != NOTHING and self.values.inputs[got] == (1 << self.size) - 1
+        complete = got != NOTHING and self.values.inputs[got] == (1 << (promise.first or self.size)) - 1
         if not complete or self.values.chunk[got] != promise.source:
-            what = f"chunk {promise.chunk} must hold the sum of chunk {promise.source} over all ranks"
+            whom = f"the first {promise.first}" if promise.first else "all"
+            what = f"chunk {promise.chunk} must hold the sum of chunk {promise.source} over {whom} ranks"
             raise self._at_end(rank, f"{what}, but holds {self._describe(got)}")
+        if promise.first:
+            return
         first = self.sums.setdefault(promise.chunk, (rank, got))
         if first[1] != got:
             what = f"chunk {promise.chunk} was added up in another order than on rank {first[0]}"

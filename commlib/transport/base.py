@@ -60,6 +60,22 @@ class PersistentRound(Protocol):
         ...
 
 
+class PersistentMessage(Protocol):
+    """One message that is sent, or received, again and again from or into the same memory. At most 1 GiB."""
+
+    def start(self) -> None:
+        """Post it. Only while it is not under way."""
+        ...
+
+    def test(self) -> bool:
+        """Make progress; True unless it is under way. Raises TransportError."""
+        ...
+
+    def close(self) -> None:
+        """Give it up, as far as the transport can, with its resources. Never blocks. Idempotent."""
+        ...
+
+
 class Transport(Protocol):
     """Nonblocking point-to-point messages between the ranks of one group, plus what a node shares."""
 
@@ -69,6 +85,11 @@ class Transport(Protocol):
     @property
     def members(self) -> Sequence[int]:
         """The ranks that its ranks had in the group that this one was split from."""
+        ...
+
+    @property
+    def tags(self) -> int:
+        """How many tags of its own it has: greater ones are the same as smaller ones."""
         ...
 
     def send(self, peer: int, tag: int, data: memoryview) -> Request:
@@ -93,6 +114,14 @@ class Transport(Protocol):
 
     def persistent_round(self, sends: Sequence[Pieces], recvs: Sequence[Pieces], tag: int) -> PersistentRound:
         """Set up messages that all carry `tag`. Those received must be as long as is said here."""
+        ...
+
+    def persistent_send(self, peer: int, tag: int, data: memoryview) -> PersistentMessage:
+        """Set up one message that is sent again and again. It matches `recv` and `persistent_recv`."""
+        ...
+
+    def persistent_recv(self, peer: int, tag: int, into: memoryview) -> PersistentMessage:
+        """Set up the receive of messages that are no longer than `into`, which are taken in the order of `start`."""
         ...
 
     def progress(self) -> bool:

@@ -16,7 +16,16 @@ import numpy as np
 
 from commlib.errors import TransportError
 from commlib.protocols import SharedMemory
-from commlib.transport.base import Gather, PersistentRound, Pieces, ProbedReceive, Request, Space, WaitHook
+from commlib.transport.base import (
+    Gather,
+    PersistentMessage,
+    PersistentRound,
+    Pieces,
+    ProbedReceive,
+    Request,
+    Space,
+    WaitHook,
+)
 
 
 class _Message:
@@ -118,10 +127,27 @@ class _PreparedRound:
                 piece[:], message = message[: len(piece)], message[len(piece) :]
 
 
+class _PersistentMessage:
+    def __init__(self, post: Callable[[], Request]) -> None:
+        self._post = post
+        self._request: Request | None = None
+
+    def start(self) -> None:
+        self._request = self._post()
+
+    def test(self) -> bool:
+        return self._request is None or self._request.test()
+
+    def close(self) -> None:
+        if self._request is not None:
+            self._request.cancel()
+
+
 class LoopbackTransport:
     """One thread's end of a group of threads. `world` are the world ranks of the group, in order."""
 
     native = None
+    tags = 2**31
 
     def __init__(
         self,
@@ -134,15 +160,20 @@ class LoopbackTransport:
     ) -> None:
         self._network, self._context, self._world, self._space = network, context, tuple(world), space
         self.rank, self.size, self.members = rank, len(world), tuple(members)
-        self._meetings: Counter[str] = Counter()
+        self._meetings: Counter[tuple[Any, ...]] = Counter()  # one for this rank's ends of all parts of the group
 
     def space(self, space: Space) -> LoopbackTransport:
-        return LoopbackTransport(self._network, self._context, self._world, self.rank, self.members, space)
+        args = self._network, self._context, self._world, self.rank, self.members
+        return self._part(LoopbackTransport(*args, space))
+
+    def _part(self, other: LoopbackTransport) -> LoopbackTransport:
+        other._meetings = self._meetings
+        return other
 
     def among(self, ranks: Sequence[int]) -> LoopbackTransport:
         world = [self._world[rank] for rank in ranks]
         rank = ranks.index(self.rank)
-        return LoopbackTransport(self._network, self._context, world, rank, ranks, self._space)
+        return self._part(LoopbackTransport(self._network, self._context, world, rank, ranks, self._space))
 
     def _key(self, source: int, target: int, tag: int) -> tuple[int, ...]:
         return (self._context, self._world[source], self._world[target], tag, self._space)
@@ -176,6 +207,12 @@ class LoopbackTransport:
     def persistent_round(self, sends: Sequence[Pieces], recvs: Sequence[Pieces], tag: int) -> PersistentRound:
         return _PreparedRound(self, sends, recvs, tag)
 
+    def persistent_send(self, peer: int, tag: int, data: memoryview) -> PersistentMessage:
+        return _PersistentMessage(lambda: self.send(peer, tag, data))
+
+    def persistent_recv(self, peer: int, tag: int, into: memoryview) -> PersistentMessage:
+        return _PersistentMessage(lambda: self.recv(peer, tag, into))
+
     def progress(self) -> bool:
         with self._network.changed:
             sends = self._network.posted["send"].items()
@@ -184,8 +221,9 @@ class LoopbackTransport:
             )
 
     def _meet(self, what: str, value: Any) -> list[Any]:
-        self._meetings[what] += 1
-        key = self._context, self._world, what, self._meetings[what]
+        meeting = what, self._world
+        self._meetings[meeting] += 1
+        key = self._context, *meeting, self._meetings[meeting]
         return self._network.meet(key, self.rank, self.size, value)
 
     def split(self, color: int, key: int) -> LoopbackTransport | None:

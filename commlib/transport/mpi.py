@@ -20,7 +20,16 @@ from commlib import forks
 from commlib.buffers import shared_memory as segment
 from commlib.errors import TransportError
 from commlib.protocols import SharedMemory
-from commlib.transport.base import Gather, PersistentRound, Pieces, ProbedReceive, Request, Space, WaitHook
+from commlib.transport.base import (
+    Gather,
+    PersistentMessage,
+    PersistentRound,
+    Pieces,
+    ProbedReceive,
+    Request,
+    Space,
+    WaitHook,
+)
 
 # MPI counts are C ints before MPI 4: longer messages are cut, on both sides alike. The last piece is shorter than the
 # others, empty if need be: so a receiver that does not know the length sees where the message ends.
@@ -200,9 +209,59 @@ class _MpiRound:
                 request.Free()
 
 
-# How the tags of a communicator are shared out: (the first, how many); collectives have what is left above these.
-_TAGS = {Space.MESSAGES: (0, 1 << 15), Space.CHECKS: (1 << 15, 1 << 15), Space.CHANNELS: (1 << 16, 1 << 16)}
-_FIRST_COLLECTIVE_TAG = 1 << 17
+class _MpiPersistent:
+    """One persistent request, and the memory that it is for."""
+
+    __slots__ = ("_memory", "_receives", "_request")
+
+    def __init__(self, request: Any, memory: memoryview, *, receives: bool) -> None:
+        self._request: Any = request
+        self._memory, self._receives = memory, receives
+
+    def start(self) -> None:
+        try:
+            self._request.Start()
+        except MPI.Exception as error:
+            raise TransportError(f"MPI: {error}") from error
+
+    def test(self) -> bool:
+        try:
+            return self._request is None or bool(self._request.Test())
+        except MPI.Exception as error:
+            raise TransportError(f"MPI: {error}") from error
+
+    def close(self) -> None:
+        request, self._request = self._request, None
+        if request is None or forks.is_child() or MPI.Is_finalized():
+            return
+        try:
+            ended = request.Test()
+            if not ended and self._receives:
+                request.Cancel()
+                ended = request.Test()
+            if ended:
+                request.Free()
+                return
+        except MPI.Exception:
+            pass
+        _LEFT_BEHIND.append((request, self._memory))  # a message is on its way
+
+    def __del__(self) -> None:
+        self.close()
+
+
+_FEWEST_TAGS = 1 << 19  # with fewer each space has a communicator of its own
+
+
+def _shared_out(tags: int) -> dict[Space, tuple[int, int]]:
+    """Return which tags of a communicator each space has: (the first, how many)."""
+    half = tags // 2
+    return {
+        Space.MESSAGES: (0, 1 << 15),
+        Space.CHECKS: (1 << 15, 1 << 15),
+        Space.CHANNELS: (1 << 16, half - (1 << 16)),
+        Space.COLLECTIVES: (half, tags - half),
+    }
 
 
 class MpiTransport:
@@ -222,10 +281,11 @@ class MpiTransport:
         self._most_tags = most_tags or int(MPI.COMM_WORLD.Get_attr(MPI.TAG_UB) or 0) + 1  # it is on this one only
         self._ranks: tuple[int, ...] = ()  # those of the communicator, where it has more than this group
         self._apart: dict[Space, Any] = {}
-        self._first_tag, self._tags = _FIRST_COLLECTIVE_TAG, self._most_tags - _FIRST_COLLECTIVE_TAG
-        if self._tags < _FIRST_COLLECTIVE_TAG:
+        if self._most_tags < _FEWEST_TAGS:
             self._first_tag, self._tags = 0, self._most_tags
-            self._apart = {space: comm.Dup() for space in _TAGS}
+            self._apart = {space: comm.Dup() for space in Space if space != Space.COLLECTIVES}
+        else:
+            self._first_tag, self._tags = _shared_out(self._most_tags)[Space.COLLECTIVES]
         self._new_queues()
 
     def _new_queues(self) -> None:
@@ -238,7 +298,7 @@ class MpiTransport:
         if space in self._apart:
             other._comm = self._apart[space]
         else:
-            other._first_tag, other._tags = _TAGS[space]
+            other._first_tag, other._tags = _shared_out(self._most_tags)[space]
         other._apart = {}
         return other
 
@@ -265,6 +325,10 @@ class MpiTransport:
     @property
     def native(self) -> Any:
         return None if self._ranks else self._comm
+
+    @property
+    def tags(self) -> int:
+        return self._tags
 
     def _post(self, operation: Any, peer: int, tag: int, buffer: memoryview) -> _MpiRequest:
         longest = self.longest
@@ -327,6 +391,18 @@ class MpiTransport:
             return init([MPI.BOTTOM, 1, kind], self.peer(peer), tag)
         finally:
             kind.Free()  # the request keeps it for as long as it needs it
+
+    def persistent_send(self, peer: int, tag: int, data: memoryview) -> PersistentMessage:
+        return self._persistent(self._comm.Send_init, peer, tag, data, receives=False)
+
+    def persistent_recv(self, peer: int, tag: int, into: memoryview) -> PersistentMessage:
+        return self._persistent(self._comm.Recv_init, peer, tag, into, receives=True)
+
+    def _persistent(self, init: Any, peer: int, tag: int, memory: memoryview, *, receives: bool) -> PersistentMessage:
+        try:
+            return _MpiPersistent(init([memory, MPI.BYTE], self.peer(peer), self.tag(tag)), memory, receives=receives)
+        except MPI.Exception as error:
+            raise TransportError(f"MPI: {error}") from error
 
     def progress(self) -> bool:
         return bool(self._comm.Iprobe())

@@ -43,3 +43,60 @@ def test_groups_that_are_no_longer_used_are_freed(mpirun, program):
     done = mpirun(2, HEAD + program, timeout=110)
     assert done.returncode == 0, done.stderr[-3000:]
     assert done.stdout.split() == ["done"] * 2
+
+
+CLOSED = """
+import os, threading
+
+def state():
+    gc.collect()
+    resident = int(open("/proc/self/statm").read().split()[1]) * os.sysconf("SC_PAGE_SIZE")
+    return len(os.listdir("/proc/self/fd")), threading.active_count(), resident
+
+comm = commlib.init()
+def cycle(step):
+    group = comm.split(0)
+    if step % 4 == 0:  # one that has been used has a board, a thread and kernels' tables
+        assert (group.all_reduce(np.ones(3)) == group.size).all()
+        group.all_reduce_async(np.ones(3000)).wait()
+    group.close()
+for step in range(100):
+    cycle(step)
+before = state()
+for step in range(2000):
+    cycle(step)
+after = state()
+assert after[:2] == before[:2], (before, after)
+assert after[2] - before[2] < 8 << 20, (before, after)  # 2,000 boards would be 2 GiB, 2,000 groups' objects 20 MiB
+print("done")
+"""
+
+
+def test_closed_groups_give_everything_back(mpirun):
+    """Memory, descriptors and threads; communicators too: MPICH has fewer than these cycles."""
+    done = mpirun(2, HEAD + CLOSED, timeout=110)
+    assert done.returncode == 0, done.stderr[-3000:]
+    assert done.stdout.split() == ["done"] * 2
+
+
+UNUSED = """
+def mapped():
+    return sum("commlib-" in line for line in open("/proc/self/maps"))
+
+comm = commlib.init()
+before = mapped()
+assert before  # the world's own
+groups = [comm.split(0, name=f"group {number}") for number in range(64)]
+assert mapped() == before
+mesh = commlib.Mesh(a=2, b=-1)
+assert mapped() == before
+assert (groups[7].all_reduce(np.ones(3)) == comm.size).all() and (mesh["b"].all_reduce(np.ones(3)) == 2).all()
+assert mapped() == before + comm.size + mesh["b"].size, (mapped(), before)
+print("done")
+"""
+
+
+def test_groups_cost_no_shared_memory_until_they_are_used(mpirun):
+    done = mpirun(4, HEAD + UNUSED)
+    assert done.returncode == 0, done.stderr[-3000:]
+    assert done.stdout.split() == ["done"] * 4

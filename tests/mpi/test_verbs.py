@@ -21,6 +21,9 @@ def test_reductions(comm, dtype, op):
         checks.all_reduce(comm, dtype, shape, op)
         checks.reduce(comm, dtype, shape, op, root=comm.size - 1)
     checks.reduce_scatter(comm, dtype, (7, 3), op)
+    checks.reduce_scatter_v(comm, dtype, [(3 * rank + 2) % 5 for rank in range(comm.size)], (3,), op)
+    if op != "mean":
+        checks.scan(comm, dtype, (7, 3), op)
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
@@ -65,6 +68,7 @@ def test_large_arrays(comm, dtype):
     """Through many pieces of the shared slots, and through messages above every eager limit."""
     checks.all_reduce(comm, dtype, (3_000_001,), "mean")
     checks.all_gather(comm, dtype, (300_001,))
+    checks.scan(comm, dtype, (300_001,))  # on a node, too, by messages
     checks.broadcast(comm, dtype, (3_000_001,), root=comm.size - 1)
     checks.all_to_all(comm, dtype, (300_001,))
     checks.send_recv(comm, dtype, (3_000_001,))

@@ -57,6 +57,8 @@ LAYERS = (
     ("commlib.observe",),
     ("commlib.buffers",),
     ("commlib.kernels",),
+    ("commlib.compress.arguments", "commlib.compress.cast", "commlib.compress.codec", "commlib.compress.codecs",
+     "commlib.compress.quantise", "commlib.compress.sign", "commlib.compress.sparse"),
     ("commlib.transport",),
     ("commlib.execution",),
     ("commlib.runtime",),

@@ -57,6 +57,9 @@ def test_other_reductions_of_every_dtype(nodes):
     def check(comm):
         for dtype, op in REDUCIBLE:
             checks.reduce_scatter(comm, dtype, (7, 3), op)
+            checks.reduce_scatter_v(comm, dtype, [(3 * rank + 2) % 5 for rank in range(comm.size)], (3,), op)
+            if op != "mean":
+                checks.scan(comm, dtype, (7, 3), op)
             checks.reduce(comm, dtype, (7, 3), op, root=comm.size - 1)
 
     spread(nodes, check)

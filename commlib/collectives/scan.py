@@ -1,0 +1,70 @@
+"""scan and exscan: every rank gets the combination of the arrays of all ranks up to itself, or before itself."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+
+from commlib.buffers.views import address_of
+from commlib.collectives.call import Call
+from commlib.collectives.operands import apart, result, source
+from commlib.collectives.paths import Move, Verb
+from commlib.collectives.ready import Calls, Ready
+from commlib.dtypes import Array, kernel_operation, name_of
+from commlib.errors import UsageError
+from commlib.execution.accumulation import Accumulation
+from commlib.execution.reduce_op import ReduceOp
+from commlib.execution.streaming import Region
+from commlib.group.group import Group
+from commlib.node.collective import NOTHING, Exchange, NodeCollective
+from commlib.schedule.layout import even
+from commlib.schedule.scan import scan_program
+
+# Of larger arrays each rank would read too many: they go by messages, on a node too.
+_LARGEST_ON_NODE = 1 << 20
+
+
+def scan(calls: Calls, verb: str, x: Any, op: str, out: Any) -> Ready:
+    group = calls.group
+    array = source(x, verb)
+    if op == "mean":
+        raise UsageError(f"{verb}: a mean over another number of ranks on each: take the sum, and divide it")
+    kernel_operation(name_of(array.dtype), op)
+    has_result = verb == "scan" or group.rank > 0
+    target = result(out, array.shape, array.dtype, verb) if has_result else None
+    flat = array.reshape(-1) if target is None else apart(array.reshape(-1), target.flat)
+    call = Call(verb, array.size, array.dtype, op, algorithm="")
+    return Ready.into(calls.find(VERBS[verb], call, (array.dtype, array.shape, op)), flat, target, x)
+
+
+def _messages(group: Group, call: Call) -> Move:
+    steps, is_small = scan_program(call.verb, group.rank, group.size), call.nbytes <= _LARGEST_ON_NODE
+
+    def move(x: Array, target: Array) -> None:
+        if group.shares_memory and is_small:
+            _on_node(group, call, x, target)
+            return
+        accumulation = Accumulation(x, call.op, group.size)
+        work = accumulation.x if accumulation.widened else x.copy()
+        arrays = [work, np.empty_like(work)][: len(steps.regions)]
+        regions = [Region(array, even(len(array), chunks)) for array, chunks in zip(arrays, steps.regions, strict=True)]
+        group.execute(steps, [regions], call.text, accumulation.reduce_op)
+        if call.verb == "scan" or group.rank > 0:
+            accumulation.finish(arrays[-1], target)
+
+    return move
+
+
+def _on_node(group: Group, call: Call, x: Array, target: Array) -> None:
+    """Take the arrays of the ranks before, and combine them in their order."""
+    first, nbytes = group.rank + (call.verb == "scan"), call.nbytes
+    inputs = np.empty((first, call.count), call.dtype)
+    takes = [(rank * nbytes, nbytes) if rank < first else NOTHING for rank in range(group.size)]
+    exchange = Exchange([(0, nbytes)], takes, nbytes)
+    NodeCollective.exchange(group.open(), call.text, exchange).run_at(address_of(x), address_of(inputs))
+    if first:
+        ReduceOp.of(call.dtype, call.op, 0).combine(list(inputs), target)
+
+
+VERBS = {verb: Verb(verb, _messages) for verb in ("scan", "exscan")}

@@ -1,0 +1,286 @@
+"""Messages of a channel on a node, each ONE compiled call without the GIL: put one, take one, hand one back.
+
+An *inbox* is memory of its receiver that both ranks map. Its slots are used in turn. Message number n (from 1) goes to
+slot (n - 1) % depth: its sender waits until the message before in that slot has been handed back, copies the array in,
+and writes n with release order; the receiver reads n with acquire order, and may then look at the data. When it hands
+the slot back it writes n, in a line of its own. Nothing else is shared, so no store is ever contended.
+
+What a kernel needs is in one int64 array, the *end* of its rank, whose fields are the constants below. A kernel that
+has waited long returns WAITING, and has then changed nothing: it is simply called again. `BUSY` is taken atomically, so
+a second thread, or a signal handler that interrupts Python between two calls, can never see half a message.
+"""
+
+from __future__ import annotations
+
+import ctypes
+from typing import Any
+
+import numba as nb
+import numpy as np
+from llvmlite import ir
+from numba.core import types
+from numba.extending import intrinsic
+
+from commlib.kernels.host import intrinsics as ins
+from commlib.kernels.host.compiled import kernel
+from commlib.kernels.host.stream import stream_copy
+
+# What a kernel returns; `take` returns the slot, which is not negative, if it has taken a message.
+DONE, WAITING, STOPPED, OTHER, HELD = 0, -1, -2, -3, -4
+
+# The head of a slot: the sender's line, the receiver's line, and the sender's description of what it sends, which is
+# written where that changes. CPUs prefetch lines of 64 bytes in pairs. What fits stands in the sender's line.
+NUMBER_AT, SPEC_AT, INLINE_AT, BACK_AT, RECORD_AT, HEAD_BYTES = 0, 8, 16, 128, 256, 2560
+INLINE_BYTES, RECORD_BYTES = BACK_AT - INLINE_AT, HEAD_BYTES - RECORD_AT
+
+# Fields of an end.
+(
+    HEADS,  # address of the first slot's head
+    DEPTH,
+    COUNT,  # messages that this end has put, or taken
+    SLOT,  # of the next one
+    DATA,  # address of the first slot's data, and bytes from one slot's to the next
+    STRIDE,
+    NBYTES,  # of a message
+    SPEC,  # counts the changes of shape; 0 until the ends know each other
+    DESCR,  # of the arrays that `put` takes: the `id` of their dtype, and their dimensions
+    NDIM,
+    SHAPE,  # address of a table
+    BUSY,
+    HALTED,  # nothing moves any more, or Python must be asked before it does
+    SPINS,  # polls before the first yield
+    YIELDS,  # yields before the first nap
+    NAPS,  # naps before WAITING is returned
+    NAP_MICROSECONDS,
+    STREAMED,  # messages of so many bytes are written past the caches
+    END_FIELDS,
+) = range(19)
+
+# Where numpy's arrays keep what `put` looks at (PyArrayObject_fields, behind the object's head), and two of their
+# flags.
+_HEAD = object.__basicsize__
+_DATA, _NDIM, _SHAPE, _DESCR, _FLAGS = _HEAD, _HEAD + 8, _HEAD + 16, _HEAD + 40, _HEAD + 48
+_C_CONTIGUOUS, _ALIGNED = 0x1, 0x100
+
+
+@intrinsic
+def _exchange(typingctx: Any, address: Any, value: Any) -> Any:
+    """Write the int64 `value` to `address` and return what was there, in one step that no other thread can divide."""
+
+    def codegen(context: Any, builder: Any, signature: Any, args: Any) -> Any:
+        pointer = builder.inttoptr(args[0], ir.IntType(64).as_pointer())
+        return builder.atomic_rmw("xchg", pointer, args[1], "acq_rel")
+
+    return types.int64(types.intp, types.int64), codegen
+
+
+@nb.njit(inline="always")  # type: ignore[untyped-decorator]
+def _table(address: int, length: int) -> Any:
+    return nb.carray(ins.as_pointer(address), length, np.int64)
+
+
+@nb.njit(inline="always")  # type: ignore[untyped-decorator]
+def _int32(address: int) -> Any:
+    return nb.carray(ins.as_pointer(address), 1, np.int32)[0]
+
+
+@nb.njit(inline="always")  # type: ignore[untyped-decorator]
+def _claim(address: int) -> Any:
+    return _exchange(address + 8 * BUSY, 1) == 0
+
+
+@nb.njit(inline="always")  # type: ignore[untyped-decorator]
+def _let_go(address: int) -> None:
+    ins.store_release(address + 8 * BUSY, 0)
+
+
+@kernel(nogil=True)
+def _await(end: Any, flag: int, number: int) -> bool:
+    """Wait until the int64 at `flag` is at least `number`; False if that takes long."""
+    polls, naps = 0, 0
+    while ins.load_acquire(flag) < number:
+        polls += 1
+        if polls <= end[SPINS]:
+            ins.pause()
+        elif polls <= end[SPINS] + end[YIELDS]:
+            ins.sched_yield()
+        elif naps < end[NAPS]:
+            naps += 1
+            ins.usleep(end[NAP_MICROSECONDS])
+        else:
+            return False
+    return True
+
+
+@nb.njit(inline="always")  # type: ignore[untyped-decorator]
+def _is_as_agreed(end: Any, array: int) -> Any:
+    """Return whether a numpy array, given by its `id`, has the dtype and shape that are sent, without gaps."""
+    plain = _C_CONTIGUOUS | _ALIGNED
+    if ins.load_acquire(array + _DESCR) != end[DESCR] or _int32(array + _FLAGS) & plain != plain:
+        return False
+    if _int32(array + _NDIM) != end[NDIM]:
+        return False
+    ours, theirs = _table(end[SHAPE], end[NDIM]), _table(ins.load_acquire(array + _SHAPE), end[NDIM])
+    for dimension in range(end[NDIM]):  # noqa: SIM110  numba has no generators
+        if ours[dimension] != theirs[dimension]:
+            return False
+    return True
+
+
+@nb.njit(inline="always")  # type: ignore[untyped-decorator]
+def _await_room(end: Any) -> Any:
+    """Wait until the message that was in the next slot has been handed back; the first DEPTH find 0, and need less."""
+    return _await(end, end[HEADS] + end[SLOT] * HEAD_BYTES + BACK_AT, end[COUNT] + 1 - end[DEPTH])
+
+
+@nb.njit(inline="always")  # type: ignore[untyped-decorator]
+def _advance(end: Any) -> None:
+    end[COUNT] += 1
+    end[SLOT] = 0 if end[SLOT] + 1 == end[DEPTH] else end[SLOT] + 1
+
+
+@nb.njit(inline="always")  # type: ignore[untyped-decorator]
+def _publish(end: Any, source: int) -> None:
+    """Copy NBYTES from `source` to the next slot, unless they are there, and say so."""
+    head, target = end[HEADS] + end[SLOT] * HEAD_BYTES, end[DATA] + end[SLOT] * end[STRIDE]
+    if source != target and end[NBYTES] > 0:
+        if end[NBYTES] < end[STREAMED]:
+            ins.memcpy(target, source, end[NBYTES])
+        else:
+            stream_copy(target, source, end[NBYTES])
+    ins.store_release(head + SPEC_AT, end[SPEC])
+    ins.store_release(head + NUMBER_AT, end[COUNT] + 1)
+    _advance(end)
+
+
+@kernel(nogil=True)
+def put(address: int, array: int) -> int:
+    """Put a numpy array, given by its `id`, into the peer's inbox. DONE, WAITING, STOPPED, or OTHER: not as agreed."""
+    end = _table(address, END_FIELDS)
+    if end[HALTED] != 0:
+        return STOPPED
+    if not _claim(address):
+        ins.usleep(end[NAP_MICROSECONDS])
+        return WAITING
+    status = WAITING
+    if not _is_as_agreed(end, array):
+        status = OTHER
+    elif _await_room(end):
+        _publish(end, ins.load_acquire(array + _DATA))
+        status = DONE
+    _let_go(address)
+    return status
+
+
+@kernel(nogil=True)
+def free_slot(address: int) -> int:
+    """Return the slot of the next message, if it need not wait for it. Or WAITING, STOPPED. Never blocks."""
+    end = _table(address, END_FIELDS)
+    if end[HALTED] != 0:
+        return STOPPED
+    flag = end[HEADS] + end[SLOT] * HEAD_BYTES + BACK_AT
+    return end[SLOT] if ins.load_acquire(flag) > end[COUNT] - end[DEPTH] else WAITING
+
+
+@kernel(nogil=True)
+def has_come(address: int) -> int:
+    """Return 1 if the next message is there, else 0."""
+    end = _table(address, END_FIELDS)
+    return 1 if ins.load_acquire(end[HEADS] + end[SLOT] * HEAD_BYTES + NUMBER_AT) > end[COUNT] else 0
+
+
+@kernel(nogil=True)
+def reserve(address: int) -> int:
+    """Wait for a free slot and return it; the end is then BUSY until `put_reserved` or `let_go`. Or WAITING."""
+    end = _table(address, END_FIELDS)
+    if not _claim(address):
+        ins.usleep(end[NAP_MICROSECONDS])
+        return WAITING
+    if not _await_room(end):
+        _let_go(address)
+        return WAITING
+    return end[SLOT]
+
+
+@kernel(nogil=True)
+def put_reserved(address: int, source: int) -> int:
+    """Put NBYTES from an address into the slot that `reserve` has returned."""
+    _publish(_table(address, END_FIELDS), source)
+    _let_go(address)
+    return DONE
+
+
+@kernel(nogil=True)
+def let_go(address: int) -> int:
+    """Let go of what `reserve` has claimed."""
+    _let_go(address)
+    return DONE
+
+
+@kernel(nogil=True)
+def take(address: int) -> int:
+    """Take the next message and return its slot. Or WAITING, STOPPED, HELD: it has no free slot to come to.
+
+    OTHER: it is not as before; the slot's record describes it, and nothing was taken.
+    """
+    end = _table(address, END_FIELDS)
+    if end[HALTED] != 0:
+        return STOPPED
+    if not _claim(address):
+        ins.usleep(end[NAP_MICROSECONDS])
+        return WAITING
+    slot = end[SLOT]
+    head, number = end[HEADS] + slot * HEAD_BYTES, end[COUNT] + 1
+    if ins.load_acquire(head + BACK_AT) < number - end[DEPTH]:
+        status = HELD
+    elif not _await(end, head + NUMBER_AT, number):
+        status = WAITING
+    elif ins.load_acquire(head + SPEC_AT) != end[SPEC]:
+        status = OTHER
+    else:
+        _advance(end)
+        status = slot
+    _let_go(address)
+    return status
+
+
+@kernel(nogil=True)
+def hand_back(address: int, array: int) -> int:
+    """Hand back the slot in which a numpy array, given by its `id`, lies; 0: all that were taken. OTHER if in none."""
+    end = _table(address, END_FIELDS)
+    if array == 0:
+        first = max(0, end[COUNT] - end[DEPTH])
+        for number in range(first, end[COUNT]):
+            head = end[HEADS] + number % end[DEPTH] * HEAD_BYTES
+            ins.store_release(head + BACK_AT, number + 1)
+        return DONE
+    offset = ins.load_acquire(array + _DATA) - end[DATA]
+    if offset < 0 or offset >= end[DEPTH] * end[STRIDE]:
+        return OTHER
+    return hand_back_slot(address, offset // end[STRIDE])
+
+
+@kernel(nogil=True)
+def hand_back_slot(address: int, slot: int) -> int:
+    """Hand back a slot, if a message was taken from it that has not been."""
+    end = _table(address, END_FIELDS)
+    head = end[HEADS] + slot * HEAD_BYTES
+    number = ins.load_acquire(head + NUMBER_AT)
+    if number <= end[COUNT]:  # else it has been handed back already, and the next message is there
+        ins.store_release(head + BACK_AT, number)
+    return DONE
+
+
+def arrays_are_where_expected() -> bool:
+    """Return whether numpy's arrays are laid out as `put` and `hand_back` need it."""
+    probe = np.zeros((3, 5, 7), np.float32)[1:]
+    gaps, at = probe[:, ::2], id(probe)
+    shape = (ctypes.c_int64 * 3).from_address(ctypes.c_int64.from_address(at + _SHAPE).value)
+    return (
+        ctypes.c_int64.from_address(at + _DATA).value == probe.ctypes.data
+        and ctypes.c_int32.from_address(at + _NDIM).value == 3
+        and tuple(shape) == probe.shape
+        and ctypes.c_int64.from_address(at + _DESCR).value == id(probe.dtype)
+        and ctypes.c_int32.from_address(at + _FLAGS).value & 0x103 == _C_CONTIGUOUS | _ALIGNED
+        and ctypes.c_int32.from_address(id(gaps) + _FLAGS).value & 0x103 == _ALIGNED
+    )

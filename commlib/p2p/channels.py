@@ -1,0 +1,182 @@
+"""The channels of one group: opened by two ranks each, whenever they like, and ended together at the latest.
+
+Opening one involves nobody else and waits for nobody: a rank makes what it receives into, posts a letter about it, and
+meets the other side's letter when it first uses the channel.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections import Counter, deque
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from commlib import forks
+from commlib.arguments import integer
+from commlib.dtypes import numpy_dtype
+from commlib.errors import CommlibError, ShutdownError, TransportError, UsageError
+from commlib.node.board import LEFT
+from commlib.p2p.form import Codec, Coded, Form, Plain
+from commlib.p2p.mailbox import TAG, Address, Mailbox
+from commlib.p2p.posted import MOST_DIMENSIONS, TAGS
+from commlib.p2p.terms import Terms
+from commlib.transport.base import Space, Transport
+
+if TYPE_CHECKING:
+    from commlib.group.group import Group
+    from commlib.p2p.channel import Channel
+    from commlib.p2p.ends import Ends
+
+_LONGEST_EDGE = 200  # characters
+_MOST_DEPTH = 4096
+
+
+class Channels:
+    """What a group knows of its channels. Costs nothing until the first is opened."""
+
+    def __init__(self, group: Group) -> None:
+        self._group = weakref.ref(group)
+        group.attach(self)
+        self._transport: Transport | None = None
+        self._mailbox: Mailbox | None = None
+        self._open: dict[Address, weakref.ref[Channel]] = {}
+        self._opened: Counter[tuple[int, int | str]] = Counter()
+        self._made = 0
+        self._dropped: deque[Ends] = deque()  # of channels that nobody closed; filled by the garbage collector
+        self._lingering: list[Ends] = []  # closed, but the other side may still map their memory
+        self._left = ""
+
+    def open(self, peer: int, edge: int | str, shape: Any, dtype: Any, depth: int, codec: Codec | None) -> Channel:
+        """Open this rank's side of a channel: see `Communicator.channel`."""
+        group = self._group()
+        assert group is not None
+        terms, form = _terms(group, peer, edge, shape, dtype, depth, codec)
+        text = f"channel {edge!r} with rank {peer}"
+        forks.check(text)
+        if group.failure is not None:
+            group.raise_failure(text)
+        if group.runtime.closing or self._left:
+            raise ShutdownError(f"{text}: commlib has been shut down, or {group.name} was closed")
+        if self._mailbox is None:
+            self._transport = group.transport.space(Space.CHANNELS)
+            self._mailbox = Mailbox(self._transport, group.runtime.poller, group)
+        self.sweep()
+        address = Address(peer, edge, self._opened[peer, edge])
+        if any(known.peer == peer and known.edge == edge and _is_open(self._open[known]) for known in self._open):
+            raise UsageError(
+                f"{text} of {group.name} is open on rank {group.rank}: close it first, or name another edge"
+            )
+        tag = TAG + 1 + self._made * TAGS
+        assert self._transport is not None
+        if tag + TAGS > self._transport.tags:
+            raise TransportError(
+                f"{text}: this MPI has {self._transport.tags} tags for channels, too few for another of {group.name}: "
+                "close and reopen fewer, open them in another group, or use send and recv"
+            )
+        try:
+            return self._open_new(group, self._mailbox, address, terms, form, tag, text)
+        except BaseException as error:  # the other side may have been told
+            group.abandon(text, error)
+            raise
+
+    def _open_new(
+        self, group: Group, mailbox: Mailbox, address: Address, terms: Terms, form: Form, tag: int, text: str
+    ) -> Channel:
+        from commlib.p2p.channel import Channel  # loads kernels, and few groups have channels
+        from commlib.p2p.ends import Ends
+
+        self._opened[address.peer, address.edge] += 1
+        self._made += 1
+        try:
+            ends = Ends.make(group, mailbox, address, terms, form, tag)
+        except CommlibError as error:
+            mailbox.post(address, "hello", error=str(error))
+            raise
+        mailbox.post(address, "hello", **ends.hello())
+        mailbox.expect(address)
+        channel = Channel(group, self, ends, text)
+        self._open[address] = weakref.ref(channel)
+        weakref.finalize(channel, self._dropped.append, ends).atexit = False
+        return channel
+
+    def look(self, peer: int) -> None:
+        """Ask for what another rank has told, and give back what is used no more. Never blocks."""
+        if self._mailbox is not None:
+            self._mailbox.ask(peer)
+        if self._dropped:
+            self.sweep()
+
+    def sweep(self) -> None:
+        """Give back what channels have left that nobody uses any more."""
+        while self._dropped:
+            self.end(self._dropped.popleft(), "has dropped this channel")
+        self._lingering = [ends for ends in self._lingering if not ends.try_close()]
+
+    def end(self, ends: Ends, reason: str) -> None:
+        """Tell the other side that this one takes part no more, and give back what it has, now or later. Idempotent."""
+        self._open.pop(ends.address, None)
+        ends.halt()
+        ends.tell(reason)
+        if not ends.try_close():
+            self._lingering.append(ends)
+
+    def halt(self) -> None:
+        """Let nothing move in any channel, as in a forked child."""
+        for channel in self._channels():
+            channel.ends.halt()
+
+    def leave(self, reason: str) -> None:
+        """End all channels: the group has failed on this rank, or it leaves. Never blocks for long. Idempotent."""
+        if self._mailbox is None or self._left:
+            return
+        self._left = reason or LEFT
+        for channel in self._channels():
+            self.end(channel.ends, self._left)
+        self.sweep()
+        if not reason:
+            self.close()
+
+    def close(self) -> None:
+        """Give everything back. The other ranks' sides end by themselves."""
+        if not self._left:
+            self.leave("")
+            return
+        for ends in self._lingering:
+            ends.close()
+        self._lingering.clear()
+        if self._mailbox is not None:
+            self._mailbox.close()
+
+    def _channels(self) -> Sequence[Channel]:
+        return [channel for known in list(self._open.values()) if (channel := known()) is not None]
+
+
+def _is_open(known: weakref.ref[Channel]) -> bool:
+    return known() is not None
+
+
+def _terms(
+    group: Group, peer: int, edge: Any, shape: Any, dtype: Any, depth: int, codec: Codec | None
+) -> tuple[Terms, Form]:
+    """Return what both sides must have alike. Raises UsageError for what no side may have."""
+    if not 0 <= integer("channel", "peer", peer) < group.size or peer == group.rank:
+        raise UsageError(
+            f"channel: peer is {peer}, but rank {group.rank} of {group.name} has as peers the other ranks from 0 to "
+            f"{group.size - 1}"
+        )
+    if isinstance(edge, str):
+        if not 0 < len(edge) <= _LONGEST_EDGE:
+            raise UsageError(f"channel: edge is a name of {len(edge)} characters, expected 1 to {_LONGEST_EDGE}")
+    else:
+        edge = integer("channel", "edge", edge)
+    lengths = shape if isinstance(shape, Sequence) else (shape,)
+    dimensions = tuple(integer("channel", "a length of the shape", length) for length in lengths)
+    if min(dimensions, default=0) < 0 or len(dimensions) > MOST_DIMENSIONS:
+        raise UsageError(f"channel: shape {dimensions}: expected at most {MOST_DIMENSIONS} lengths, none negative")
+    if not 1 <= integer("channel", "depth", depth) <= _MOST_DEPTH:
+        raise UsageError(f"channel: depth is {depth}, expected 1 to {_MOST_DEPTH} messages")
+    kind: np.dtype[Any] = numpy_dtype(dtype)
+    form: Form = Plain(kind) if codec is None else Coded(codec, kind)
+    return Terms(dimensions, kind, depth, form.name), form

@@ -1,0 +1,108 @@
+"""Form: how an array stands in a message of a channel: as it is, or encoded."""
+
+from __future__ import annotations
+
+import math
+from typing import Any, Protocol
+
+import numpy as np
+
+from commlib.dtypes import FLOATS, Array, name_of
+from commlib.errors import UsageError
+
+Shape = tuple[int, ...]
+
+
+class Codec(Protocol):
+    """What a channel needs of `compress.codec.Codec`."""
+
+    @property
+    def name(self) -> str: ...
+
+    @property
+    def fixed(self) -> bool: ...
+
+    def payload_bytes(self, count: int) -> int: ...
+
+    def encode(self, x: Array, payload: Array, *, seed: int = 0) -> int: ...
+
+    def decode(self, payload: Array, out: Array) -> None: ...
+
+
+class Form(Protocol):
+    """Turns arrays of one dtype into payloads (uint8, 1-D) and back."""
+
+    name: str
+    is_plain: bool
+    """Whether the payload is the array's own bytes."""
+
+    def nbytes(self, shape: Shape) -> int:
+        """Return the length of the payload of an array of this shape."""
+        ...
+
+    def view(self, payload: Array, shape: Shape) -> Array:
+        """Return the array that stands for what arrives in this memory."""
+        ...
+
+    def write(self, x: Array, payload: Array, seed: int) -> None:
+        """Write a contiguous array of the dtype."""
+        ...
+
+    def read(self, payload: Array, view: Array) -> None:
+        """Fill the `view` of a payload that has arrived."""
+        ...
+
+
+class Plain:
+    """Arrays as they are."""
+
+    name, is_plain = "none", True
+
+    def __init__(self, dtype: np.dtype[Any]) -> None:
+        self._dtype = dtype
+
+    def nbytes(self, shape: Shape) -> int:
+        return math.prod(shape) * self._dtype.itemsize
+
+    def view(self, payload: Array, shape: Shape) -> Array:
+        return payload[: self.nbytes(shape)].view(self._dtype).reshape(shape)
+
+    def write(self, x: Array, payload: Array, seed: int) -> None:
+        source = x.reshape(-1).view(np.uint8)
+        payload[: len(source)] = source
+
+    def read(self, payload: Array, view: Array) -> None:
+        pass
+
+
+class Coded:
+    """Floating-point arrays, encoded by a codec whose payloads have a fixed length."""
+
+    is_plain = False
+
+    def __init__(self, codec: Codec, dtype: np.dtype[Any]) -> None:
+        if not codec.fixed:
+            raise UsageError(
+                f"channel: the payload of codec {codec.name} has no fixed length: the receiver could not expect it"
+            )
+        if name_of(dtype) not in FLOATS:
+            raise UsageError(f"channel: codecs are for {', '.join(FLOATS)}, got {name_of(dtype)}")
+        self.name, self._codec, self._dtype = codec.name, codec, dtype
+
+    def nbytes(self, shape: Shape) -> int:
+        return self._codec.payload_bytes(math.prod(shape))
+
+    def view(self, payload: Array, shape: Shape) -> Array:
+        return np.empty(shape, self._dtype)
+
+    def write(self, x: Array, payload: Array, seed: int) -> None:
+        self._codec.encode(x.reshape(-1).astype(np.float32, copy=False), payload, seed=seed)
+
+    def read(self, payload: Array, view: Array) -> None:
+        if view.dtype == np.float32:
+            self._codec.decode(payload, view.reshape(-1))
+        else:
+            wide = np.empty(view.size, np.float32)
+            self._codec.decode(payload, wide)
+            with np.errstate(over="ignore", invalid="ignore"):  # overflow is what rounding to a narrow float means
+                view[...] = wide.reshape(view.shape).astype(view.dtype)

@@ -1,0 +1,59 @@
+"""Queued: an asynchronous send that waits for room on the other side."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+from commlib import forks
+from commlib.dtypes import Array
+from commlib.runtime.work import Work
+from commlib.transport.base import WaitHook
+
+
+class Sending:
+    """What the poller asks: `Queued` itself is asked by users."""
+
+    __slots__ = ("description", "done")
+
+    def __init__(self, work: Queued) -> None:
+        self.description, self.done = work.description, work.poll
+
+
+class Queued(Work):
+    """It is sent by the poller.
+
+    `watch` raises where it can be sent no more; `move` sends what there is room for; `wait_for` waits until this one
+    has been sent, at most for some seconds.
+    """
+
+    __slots__ = ("_move", "_wait_for", "array", "watch")
+
+    def __init__(
+        self,
+        description: str,
+        array: Array,
+        watch: WaitHook,
+        move: Callable[[], bool],
+        wait_for: Callable[[Queued, float | None], None],
+    ) -> None:
+        super().__init__(description)
+        self.array, self.watch, self._move, self._wait_for = array, watch, move, wait_for
+
+    @property
+    def has_ended(self) -> bool:
+        """Whether it has been sent, or has failed."""
+        return super().done()
+
+    def poll(self) -> bool:
+        """Make progress, on the poller's thread; return whether it has been sent, or has failed."""
+        if not self.has_ended and not forks.is_child():
+            self._move()
+        return self.has_ended
+
+    def wait(self, timeout: float | None = None) -> Any:
+        """Block until it has been sent, at most `timeout` seconds; see `Work.wait`."""
+        if not self.has_ended:
+            forks.check(self.description)
+            self._wait_for(self, timeout)
+        return super().wait(0)
