@@ -215,6 +215,42 @@ def _cut(step: Step, rank: int, total: int, parts: int) -> list[int]:
     return [stop - start for start, stop in zip([0, *cuts], [*cuts, total], strict=True)]
 
 
+def reduce_scatter_v(step: Step, seat: Seat) -> list[Call]:
+    size, rank, own = seat.comm.size, seat.comm.rank, data(step, seat.comm.rank)
+    counts = _cut(step, 0, step.kind.shape[0], size)
+    x = argument(step, seat, own)
+
+    def check(result: Any) -> None:
+        assert_same(result, np.split(combined(inputs(step), step.kind.op), np.cumsum(counts)[:-1])[rank])
+        assert_same(x, own)
+
+    return call(step, seat, (x, counts, step.kind.op), {}, check)
+
+
+def scan(step: Step, seat: Seat) -> list[Call]:
+    return _prefix(step, seat, seat.comm.rank + 1)
+
+
+def exscan(step: Step, seat: Seat) -> list[Call]:
+    return _prefix(step, seat, seat.comm.rank)
+
+
+def _prefix(step: Step, seat: Seat, ranks: int) -> list[Call]:
+    """Return a call whose result is the combination of the first ranks; there is none of no ranks."""
+    op = "sum" if step.kind.op == "mean" else step.kind.op
+    own = data(step, seat.comm.rank)
+    x = argument(step, seat, own)
+
+    def check(result: Any) -> None:
+        if ranks:
+            assert_same(result, combined(inputs(step)[:ranks], op))
+        else:
+            assert result is None, "a result where none was expected"
+        assert_same(x, own)
+
+    return call(step, seat, (x, op), {}, check)
+
+
 def all_gather_v(step: Step, seat: Seat) -> list[Call]:
     size, rank = seat.comm.size, seat.comm.rank
     lengths = _cut(step, 0, step.kind.shape[0], size)
@@ -370,7 +406,8 @@ def split(step: Step, seat: Seat) -> list[Call]:
 _MAKERS: dict[str, Callable[[Step, Seat], list[Call]]] = {
     maker.__name__: maker
     for maker in (
-        all_reduce, plan, reduce_scatter, reduce, broadcast, all_gather, all_gather_v, gather, scatter, all_to_all,
-        all_to_all_v, message, send_recv, barrier, broadcast_object, all_gather_object, allocate, split,
+        all_reduce, plan, reduce_scatter, reduce_scatter_v, scan, exscan, reduce, broadcast, all_gather, all_gather_v,
+        gather, scatter, all_to_all, all_to_all_v, message, send_recv, barrier, broadcast_object, all_gather_object,
+        allocate, split,
     )
 }  # fmt: skip

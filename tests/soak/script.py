@@ -18,6 +18,9 @@ WEIGHTS = {
     "all_reduce": 24,
     "plan": 8,
     "reduce_scatter": 6,
+    "reduce_scatter_v": 4,
+    "scan": 3,
+    "exscan": 3,
     "reduce": 6,
     "broadcast": 6,
     "all_gather": 6,
@@ -34,7 +37,7 @@ WEIGHTS = {
     "allocate": 2,
     "split": 1,
 }
-REDUCTIONS = {"all_reduce", "plan", "reduce_scatter", "reduce"}
+REDUCTIONS = {"all_reduce", "plan", "reduce_scatter", "reduce_scatter_v", "scan", "exscan", "reduce"}
 ROOTED = {"reduce", "broadcast", "gather", "scatter", "broadcast_object"}
 ON_SLOTS = {"all_reduce", "plan", "reduce_scatter", "reduce", "broadcast", "all_gather", "gather"}
 IN_PLACE = {"all_reduce", "plan", "reduce", "all_to_all"}
