@@ -57,6 +57,7 @@ LAYERS = (
     ("commlib.observe",),
     ("commlib.buffers",),
     ("commlib.kernels",),
+    ("commlib.devices",),
     ("commlib.transport",),
     ("commlib.execution",),
     ("commlib.runtime",),
