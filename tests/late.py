@@ -161,7 +161,7 @@ class LateDevice:
         """Return a copy of host values, which may be changed at once."""
         values = np.array(values, copy=True, order="C")
         array = self.empty(values.shape, values.dtype)
-        self.copy(self.wrap(array, "put"), values, keep=values)
+        self.copy(self.wrap(array, "put"), values)
         return array
 
     def at(self, address: int, shape: tuple[int, ...], dtype: Any, owner: Any) -> LateArray:
@@ -181,12 +181,12 @@ class LateDevice:
     def share(self, nbytes: int, rank: int, gather: Callable[[Any], list[Any]]) -> Any:
         return shared_memory.share(rank, nbytes, gather)
 
-    def copy(self, target: Any, source: Any, *, keep: Any = None) -> None:
+    def copy(self, target: Any, source: Any) -> None:
         if target.nbytes != source.nbytes:
             raise ValueError(f"{source.nbytes} bytes do not fit into {target.nbytes}")
         # Addresses only, as a real device takes them: it keeps no array alive.
         to, at, nbytes = _place(target)[0], _place(source)[0], target.nbytes
-        self.submit([target], [source], lambda: ctypes.memmove(to, at, nbytes), whole=True, keep=keep)
+        self.submit([target], [source], lambda: ctypes.memmove(to, at, nbytes), whole=True)
 
     def submit(
         self,
@@ -195,7 +195,6 @@ class LateDevice:
         run: Callable[[], Any],
         *,
         whole: bool = False,
-        keep: Any = None,
     ) -> None:
         """Queue work. whole: it writes all of `writes` without reading it, unless that is in `reads` too."""
         targets, sources = [_place(x) for x in writes], [_place(x) for x in reads]
@@ -207,6 +206,8 @@ class LateDevice:
                     ctypes.memset(target[0], target[2], target[1])
             self._pending[number] = [*targets, *sources]
             self.queued += 1
+
+        kept = [x for x in (*writes, *reads) if isinstance(x, np.ndarray)]  # host memory must not go meanwhile
 
         def work() -> None:
             before = [ctypes.string_at(at, nbytes) for at, nbytes, _ in targets]
@@ -223,7 +224,7 @@ class LateDevice:
                 self.races += 1  # somebody wrote what was being read: the result stays poison
             with self._lock:
                 del self._pending[number]
-            assert keep is None or len(keep) >= 0
+            kept.clear()
 
         self.current().queue.put(work)
 

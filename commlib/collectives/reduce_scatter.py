@@ -4,9 +4,6 @@ from __future__ import annotations
 
 from typing import Any
 
-import numpy as np
-
-from commlib.buffers.views import address_of
 from commlib.collectives import hierarchical
 from commlib.collectives.all_reduce import choose_algorithm
 from commlib.collectives.call import Call
@@ -14,6 +11,7 @@ from commlib.collectives.operands import result, row_layout, rows, source
 from commlib.collectives.paths import Move, Verb
 from commlib.collectives.ready import Calls, Ready
 from commlib.collectives.scheduled import own_program
+from commlib.devices.arrays import address, device_of, name_of_device, overlap
 from commlib.dtypes import Array, kernel_operation, name_of
 from commlib.execution.accumulation import Accumulation
 from commlib.execution.streaming import Region
@@ -29,11 +27,11 @@ def reduce_scatter(calls: Calls, x: Any, op: str, out: Any, algorithm: str) -> R
     kernel_operation(name_of(array.dtype), op)
     start, stop = row_layout(array.shape, group.size).slice_of(group.rank)
     own = _own_rows(array.shape[0], group)
-    target = result(out, (own, *array.shape[1:]), array.dtype, "reduce_scatter")
+    target = result(out, (own, *array.shape[1:]), array.dtype, "reduce_scatter", device_of(array))
     flat = array.reshape(-1)
-    if np.may_share_memory(flat, target.flat) and address_of(target.flat) != address_of(flat[start:stop]):
+    if overlap(flat, target.flat) and address(target.flat) != address(flat[start:stop]):
         flat = flat.copy()  # where others still read
-    call = Call("reduce_scatter", array.shape, array.dtype, op, algorithm=algorithm)
+    call = Call("reduce_scatter", array.shape, array.dtype, op, algorithm=algorithm, device=name_of_device(array))
     key = (array.dtype, array.shape, op, algorithm)
     return Ready.into(calls.find(VERB, call, key, target.array.shape), flat, target, x)
 

@@ -9,8 +9,7 @@ import numpy as np
 from commlib.buffers.views import address_of, as_host, contiguous, writable
 from commlib.devices.array import DeviceArray
 from commlib.devices.host import HOST
-from commlib.devices.registry import lookup
-from commlib.dtypes import name_of
+from commlib.devices.registry import lookup, named
 from commlib.errors import UsageError
 
 
@@ -29,16 +28,30 @@ def name_of_device(array: Any) -> str:
     return array.device.name if type(array) is DeviceArray else ""
 
 
-def readable(x: Any, verb: str, what: str = "x") -> Any:
-    """Return a user's array as a numpy array or a DeviceArray, contiguous (a copy on the host only). UsageError."""
+def viewed(x: Any, verb: str, what: str = "x") -> Any:
+    """Return a user's array over its own memory, contiguous or not on the host. Raises UsageError."""
     if type(x) is DeviceArray:
         return x
     found = None if isinstance(x, np.ndarray) else lookup(x)
-    return contiguous(as_host(x, verb, what), verb) if found is None else found.wrap(x, verb, what)
+    return as_host(x, verb, what) if found is None else found.wrap(x, verb, what)
+
+
+def device_named(name: str, verb: str) -> Any:
+    """Return this process' device of a kind, the host for "". Raises UsageError if it has none."""
+    device = named(name) if name else HOST
+    if device is None:
+        raise UsageError(f"{verb}: the array is on a device of the kind {name!r}, which this rank has not")
+    return device
+
+
+def readable(x: Any, verb: str, what: str = "x") -> Any:
+    """Return a user's array as a numpy array or a DeviceArray, contiguous (a copy on the host only). UsageError."""
+    array = viewed(x, verb, what)
+    return array if type(array) is DeviceArray else contiguous(array, verb)
 
 
 def written(x: Any, verb: str, what: str = "x") -> Any:
-    """Return the same over the user's own memory, contiguous or not on the host. Raises UsageError if read-only."""
+    """Return the same as `viewed`, to be written. Raises UsageError if it is read-only."""
     if type(x) is DeviceArray:
         return x
     found = None if isinstance(x, np.ndarray) else lookup(x)
@@ -69,16 +82,3 @@ def empty_like(array: Any, shape: int | tuple[int, ...], dtype: Any = None) -> A
     if type(array) is DeviceArray:
         return array.empty((shape,) if isinstance(shape, int) else shape, kind)
     return np.empty(shape, kind)
-
-
-def check_together(verb: str, x: Any, out: Any) -> None:
-    """Raise UsageError unless both arrays are on one device."""
-    if device_of(x) is not device_of(out):
-        raise UsageError(
-            f"{verb}: x is on {device_of(x).name} and out on {device_of(out).name}: pass arrays of one device"
-        )
-
-
-def described(array: Any) -> str:
-    """Return shape and dtype for messages."""
-    return f"shape {array.shape} and dtype {name_of(array.dtype)}"
