@@ -380,7 +380,7 @@ class OnDevice:
                 if here.flags.writeable:
                     here[...] = late.numpy()
                 else:
-                    np.testing.assert_array_equal(here.view(np.uint8), late.numpy().view(np.uint8))
+                    assert here.tobytes() == late.numpy().tobytes(), "an array that is only read was changed"
             for here, late in there.values():
                 if got is late:
                     return here

@@ -261,3 +261,25 @@ def test_arguments_are_the_users_own():
         assert comm.gather(x, root=0) is None or comm.rank == 0
 
     run(2, check, config=CONFIG)
+
+
+@pytest.mark.parametrize("nodes", [[0], [0, 0], [0, 0, 1]])
+def test_symmetric_memory_of_a_device(nodes):
+    def check(comm):
+        x = comm.empty((300, 2), "float32", device=LATE)
+        assert isinstance(x, LateArray) and x.shape == (300, 2)
+        np.testing.assert_array_equal(x.numpy(), np.zeros((300, 2), np.float32))
+        LATE.kernels.fill(LATE.wrap(x, "x"), comm.rank + 1)
+        expected = np.full((300, 2), sum(range(1, comm.size + 1)), np.float32)
+        assert comm.all_reduce(x, out=x) is x
+        np.testing.assert_array_equal(x.numpy(), expected)
+        place = comm.group.symmetric_on(LATE).find(x.address, 2400)
+        assert place is not None and len(place[1]) == len(comm.node().group.topology.nodes[0])
+        comm.barrier()
+        for base in place[1]:  # every rank of the node can address it
+            shared = LATE.at(base, (300, 2), np.dtype("float32"), x)
+            np.testing.assert_array_equal(shared.numpy(), expected)
+        assert comm.empty((0,), "int8", device=LATE).shape == (0,)
+        comm.barrier()
+
+    run(len(nodes), check, nodes=nodes, config=CONFIG)
