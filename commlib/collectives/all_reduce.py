@@ -57,7 +57,7 @@ def _messages(group: Group, call: Call) -> Move:
     steps = own_program(group, "all_reduce", name, segments=segments if pipelined else 1)
     text = call.text
 
-    if call.nbytes <= PERSISTENT_BYTES:
+    if call.nbytes <= PERSISTENT_BYTES and not call.device:
 
         def prepare() -> PersistentAllReduce:
             small = PersistentAllReduce(ReduceOp.of(call.dtype, call.op, group.size), call.count)

@@ -17,7 +17,7 @@ from commlib.collectives.operands import apart_from, result, rows, source
 from commlib.collectives.paths import Move, Verb
 from commlib.collectives.ready import Calls, Ready
 from commlib.collectives.scheduled import own_program, planned
-from commlib.devices.arrays import device_of, name_of_device
+from commlib.devices.arrays import device_of, empty_like, name_of_device
 from commlib.dtypes import Array
 from commlib.errors import UsageError
 from commlib.execution.streaming import Region
@@ -54,7 +54,7 @@ def _messages(group: Group, call: Call) -> Move:
     layouts = [cut(uneven([chunk] * chunks), pieces) for chunks in steps.regions]
 
     def move(x: Array, target: Array) -> None:
-        scratch = [np.empty(chunks * chunk, call.dtype) for chunks in steps.regions[2:]]
+        scratch = [empty_like(x, chunks * chunk) for chunks in steps.regions[2:]]
         arrays = [x, target, *scratch]
         regions = [
             [Region(array, layouts[number][piece]) for number, array in enumerate(arrays)] for piece in range(pieces)

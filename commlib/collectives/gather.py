@@ -4,14 +4,12 @@ from __future__ import annotations
 
 from typing import Any
 
-import numpy as np
-
 from commlib.collectives.call import Call
 from commlib.collectives.operands import apart_from, result, source, stacked
 from commlib.collectives.paths import Move, Verb
 from commlib.collectives.ready import Calls, Ready
 from commlib.collectives.scheduled import own_program
-from commlib.devices.arrays import device_of, name_of_device
+from commlib.devices.arrays import device_of, empty_like, name_of_device
 from commlib.dtypes import Array
 from commlib.execution.streaming import Region
 from commlib.group.group import Group, checked_root
@@ -44,7 +42,7 @@ def _messages(group: Group, call: Call) -> Move:
     start, stop = layout.slice_of(group.rank)
 
     def move(x: Array, target: Array) -> None:
-        whole = target if group.rank == call.root else np.empty(layout.count, call.dtype)
+        whole = target if group.rank == call.root else empty_like(x, layout.count)
         whole[start:stop] = x
         group.execute(steps, [[Region(whole, layout)]], call.text)
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import Any, Protocol
 
+from commlib.collectives.by_messages import MessageCall
 from commlib.collectives.call import Call
 from commlib.collectives.device_call import DeviceCall
 from commlib.collectives.paths import Path, Verb, compile_call
@@ -27,7 +28,11 @@ class Stations(Protocol):
 
 
 def compile_on_device(paths: tuple[Path, ...], station: Station, group: Group, verb: Verb, call: Call) -> Compiled:
-    """Compile a call on arrays of a device, by the host's paths."""
+    """Compile a call on arrays of a device: by messages of its memory where the transport takes it, as `algorithm`
+    allows; else by the host's paths."""
+    if group.transport.accepts(call.device) and call.algorithm not in {path.name for path in paths if path.name}:
+        direct = MessageCall(group, call.text, verb.messages(group, call))
+        return DeviceCall(group.progress, call.text, station, lambda x, target, _: direct.perform(x, target))
     if verb.elementwise:
         count = max(1, group.config.staging_kib * 1024 // call.dtype.itemsize)
         parts = cut(call, count)

@@ -14,6 +14,7 @@ from commlib.dtypes import DTYPES, kernel_operation
 from commlib.errors import MismatchError, StallError, UsageError
 from commlib.kernels.host.reduce import reduce_function
 from commlib.runtime.device_work import DeviceWork
+from commlib.schedule import algorithms
 from tests import checks
 from tests.late import LATE, LateArray, OnDevice
 from tests.loopback import run
@@ -36,14 +37,19 @@ def slowly(monkeypatch):
     monkeypatch.setattr(LATE, "delay", 0.1)
 
 
-def spread(nodes, function, config=CONFIG):
+# Through host memory, and by messages of the device's own memory.
+ways = pytest.mark.parametrize("devices", [(), ("late",)], ids=["staged", "direct"])
+
+
+def spread(nodes, function, devices=()):
     before = LATE.queued
-    run(len(nodes), lambda comm: function(OnDevice(comm)), nodes=nodes, config=config)
+    run(len(nodes), lambda comm: function(OnDevice(comm)), nodes=nodes, config=CONFIG, devices=devices)
     assert LATE.queued > before and LATE.races == 0
 
 
+@ways
 @layouts
-def test_reductions(nodes):
+def test_reductions(nodes, devices):
     def check(comm):
         for dtype, op in [("float32", "sum"), ("bfloat16", "mean"), ("bool", "max"), ("int8", "prod")]:
             for shape in ((), (0,), (3, 4), (3000,)):
@@ -51,11 +57,12 @@ def test_reductions(nodes):
                 checks.reduce(comm, dtype, shape, op, root=comm.size - 1)
             checks.reduce_scatter(comm, dtype, (7, 3), op)
 
-    spread(nodes, check)
+    spread(nodes, check, devices)
 
 
+@ways
 @layouts
-def test_movement(nodes):
+def test_movement(nodes, devices):
     def check(comm):
         size = comm.size
         for dtype in ("float32", "bfloat16", "bool"):
@@ -70,17 +77,18 @@ def test_movement(nodes):
             checks.all_gather_v(comm, dtype, list(range(size)), (2,))
             checks.all_to_all_v(comm, dtype, [[(a * b + 1) % 4 for b in range(size)] for a in range(size)], (2,))
 
-    spread(nodes, check)
+    spread(nodes, check, devices)
 
 
-def test_every_dtype():
+@ways
+def test_every_dtype(devices):
     def check(comm):
         for dtype, op in REDUCIBLE:
             checks.all_reduce(comm, dtype, (5,), op)
         for dtype in DTYPES:
             checks.all_gather(comm, dtype, (3,))
 
-    spread([0, 0], check)
+    spread([0, 0], check, devices)
 
 
 @pytest.mark.parametrize("algorithm", ["ring", "direct", "node"])
@@ -91,13 +99,35 @@ def test_algorithms_by_name(algorithm):
     spread([0, 0, 0], check)
 
 
+@ways
 @layouts
-def test_async_twins(nodes):
-    run(len(nodes), lambda comm: checks.every_verb(OnDevice(checks.Twins(comm))), nodes=nodes, config=CONFIG)
+def test_async_twins(nodes, devices):
+    body = lambda comm: checks.every_verb(OnDevice(checks.Twins(comm)))  # noqa: E731
+    run(len(nodes), body, nodes=nodes, config=CONFIG, devices=devices)
 
 
+@pytest.mark.parametrize("verb", ["all_reduce", "reduce_scatter", "all_gather", "all_to_all"])
+def test_schedules_on_the_devices_own_memory(verb):
+    def check(comm):
+        for algorithm in algorithms(verb):
+            getattr(checks, verb)(comm, "float32", (600,), algorithm=algorithm)
+
+    spread([0, 0, 1], check, ("late",))
+
+
+def test_a_message_that_does_not_wait_for_the_device_is_seen(monkeypatch, slowly):
+    def check(comm):
+        checks.all_reduce(OnDevice(comm), "float32", (600,), "sum", "ring")
+
+    run(2, check, config=CONFIG, devices=("late",))
+    monkeypatch.setattr("commlib.execution.streaming.wait_for", lambda event, on_wait: None)
+    with pytest.raises(AssertionError):
+        run(2, check, config=CONFIG, devices=("late",))
+
+
+@ways
 @pytest.mark.parametrize("nodes", [[0], [0, 0], [0, 1, 1]])
-def test_plans(nodes):
+def test_plans(nodes, devices):
     def check(comm):
         xs = [values("float32", (700,), rank) for rank in range(comm.size)]
         x, out, home = LATE.put(xs[comm.rank]), LATE.empty((700,)), LATE.empty((700,))
@@ -110,7 +140,7 @@ def test_plans(nodes):
             np.testing.assert_array_equal(home.numpy(), xs[-1] * (1 << step))
             LATE.kernels.scale(LATE.wrap(x, "x"), 2)
 
-    run(len(nodes), check, nodes=nodes, config=CONFIG)
+    run(len(nodes), check, nodes=nodes, config=CONFIG, devices=devices)
 
 
 def test_work_says_when_the_host_is_free_and_when_the_result_is_there(slowly):
