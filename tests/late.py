@@ -28,6 +28,7 @@ from commlib.devices.registry import register
 from commlib.dtypes import FLOATS, Array, name_of, numpy_dtype
 from commlib.errors import UsageError
 from commlib.kernels.host.table import HostKernels
+from commlib.kernels.protocol import Code, Fault, Value
 
 Place = tuple[int, int, int]
 """Memory: its address, its bytes, and the byte that is poison there."""
@@ -311,9 +312,9 @@ class LateKernels:
         a = _bare(x), _bare(before), _bare(after), _bare(payload)
         self._queue([payload, after], [x, before], lambda: self._host.quantise(*a, *options))
 
-    def restore(self, payload: Any, out: Any, block: int, kind: int, add: bool) -> None:
+    def restore(self, payload: Any, out: Any, block: int, code: Code, add: bool) -> None:
         a = _bare(payload), _bare(out)
-        self._queue([out], [payload], lambda: self._host.restore(*a, block, kind, add), not add)
+        self._queue([out], [payload], lambda: self._host.restore(*a, block, code, add), not add)
 
     def signs(self, x: Any, before: Any, after: Any, payload: Any, block: int) -> None:
         a = _bare(x), _bare(before), _bare(after), _bare(payload)
@@ -323,16 +324,17 @@ class LateKernels:
         a = _bare(payload), _bare(out)
         self._queue([out], [payload], lambda: self._host.unsign(*a, block, add), not add)
 
-    def largest(self, x: Any, before: Any, after: Any, k: int, kind: int, payload: Any) -> int:
-        run = lambda: self._host.largest(x, before, after, k, kind, payload)  # noqa: E731
+    def largest(self, x: Any, before: Any, after: Any, k: int, value: Value, payload: Any) -> int:
+        run = lambda: self._host.largest(x, before, after, k, value, payload)  # noqa: E731
         return int(self._now([payload, after], [x, before], run))
 
     def random(self, x: Any, before: Any, after: Any, k: int, seed: int, scale: float, payload: Any) -> int:
         run = lambda: self._host.random(x, before, after, k, seed, scale, payload)  # noqa: E731
         return int(self._now([payload, after], [x, before], run))
 
-    def read_sparse(self, payload: Any, kind: int, out: Any, add: bool) -> int:
-        return int(self._now([out], [payload], lambda: self._host.read_sparse(payload, kind, out, add)))
+    def read_sparse(self, payload: Any, value: Value, out: Any, add: bool) -> Fault:
+        found: Fault = self._now([out], [payload], lambda: self._host.read_sparse(payload, value, out, add))
+        return found
 
     def orthonormalise(self, vectors: Any, rank: int, epsilon: float) -> int:
         return int(self._now([vectors], [], lambda: self._host.orthonormalise(vectors, rank, epsilon)))

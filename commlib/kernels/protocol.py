@@ -2,13 +2,24 @@
 
 Arrays are contiguous and 1-D: numpy's on the host, DeviceArray elsewhere; only their addresses and lengths count. All
 calls are queued on the current stream but those that return a number, which wait for it. `before` and `after` are the
-residuals of error feedback, None without; `after` may be `before`. The numbers of kinds are those of `kernels.host`.
+residuals of error feedback, None without; `after` may be `before`.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any, Protocol
+from typing import Any, Literal, Protocol
+
+Code = Literal["int8", "int4", "e4m3", "e5m2"]
+"""A quantised value: an integer of 8 or 4 bits, a float with 4 bits of exponent and 3 of mantissa, or 5 and 2."""
+
+Value = str
+"""How the values of a sparse payload travel: "float32", "float16" or "bfloat16"."""
+
+Fault = Literal["", "too short", "outside", "other kind"]
+"""What is wrong with a sparse payload: nothing; it is cut off, of a longer array, or written by another codec."""
+
+SPARSE_HEADER = 8  # bytes that every sparse payload has
 
 
 class Kernels(Protocol):
@@ -61,16 +72,16 @@ class Kernels(Protocol):
         after: Any,
         payload: Any,
         block: int,
-        kind: int,
+        code: Code,
         top: float,
         by_norm: bool,
         at_random: bool,
         seed: int,
     ) -> None:
-        """Write float32 as codes of a kind with a unit for each block."""
+        """Write float32 as codes, multiples of a unit that each block has; `top` is the greatest code."""
         ...
 
-    def restore(self, payload: Any, out: Any, block: int, kind: int, add: bool) -> None:
+    def restore(self, payload: Any, out: Any, block: int, code: Code, add: bool) -> None:
         """Write what `quantise` has written as float32, or add it."""
         ...
 
@@ -82,7 +93,7 @@ class Kernels(Protocol):
         """Write what `signs` has written as float32, or add it."""
         ...
 
-    def largest(self, x: Any, before: Any, after: Any, k: int, kind: int, payload: Any) -> int:
+    def largest(self, x: Any, before: Any, after: Any, k: int, value: Value, payload: Any) -> int:
         """Write the k largest of float32 and where they are, and return how many bytes that took."""
         ...
 
@@ -90,8 +101,8 @@ class Kernels(Protocol):
         """Write k elements that `seed` chooses, and return how many bytes that took."""
         ...
 
-    def read_sparse(self, payload: Any, kind: int, out: Any, add: bool) -> int:
-        """Write what `largest` or `random` has written as float32, or add it; return 0, or what is wrong with it."""
+    def read_sparse(self, payload: Any, value: Value, out: Any, add: bool) -> Fault:
+        """Write what `largest` or `random` has written as float32, or add it; return what is wrong with it."""
         ...
 
     def orthonormalise(self, vectors: Any, rank: int, epsilon: float) -> int:

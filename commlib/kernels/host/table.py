@@ -12,6 +12,22 @@ from commlib.buffers.views import address_of
 from commlib.dtypes import Array
 from commlib.kernels.host import convert, draw, norm, orthonormal, quantise, signs, sparse, sparsify
 from commlib.kernels.host.reduce import reduce_function
+from commlib.kernels.protocol import Code, Fault, Value
+
+# The compiled functions' numbers.
+_CODES: dict[Code, int] = {
+    "int8": quantise.INT8,
+    "int4": quantise.INT4,
+    "e4m3": quantise.E4M3,
+    "e5m2": quantise.E5M2,
+}
+VALUES: dict[Value, int] = {"float32": sparse.FLOAT32, "float16": sparse.FLOAT16, "bfloat16": sparse.BFLOAT16}
+_FAULTS: dict[int, Fault] = {
+    0: "",
+    sparse.TOO_SHORT: "too short",
+    sparse.OUTSIDE: "outside",
+    sparse.OTHER_KIND: "other kind",
+}
 
 
 def _at(x: Any) -> int:
@@ -92,17 +108,17 @@ class HostKernels:
         after: Any,
         payload: Any,
         block: int,
-        kind: int,
+        code: Code,
         top: float,
         by_norm: bool,
         at_random: bool,
         seed: int,
     ) -> None:
         addresses = _at(x), _at(before), _at(after), _at(payload)
-        quantise.encode(*addresses, len(x), block, kind, top, by_norm, at_random, seed)
+        quantise.encode(*addresses, len(x), block, _CODES[code], top, by_norm, at_random, seed)
 
-    def restore(self, payload: Any, out: Any, block: int, kind: int, add: bool) -> None:
-        quantise.decode(_at(payload), _at(out), len(out), block, kind, add)
+    def restore(self, payload: Any, out: Any, block: int, code: Code, add: bool) -> None:
+        quantise.decode(_at(payload), _at(out), len(out), block, _CODES[code], add)
 
     def signs(self, x: Any, before: Any, after: Any, payload: Any, block: int) -> None:
         signs.encode(_at(x), _at(before), _at(after), _at(payload), len(x), block)
@@ -110,14 +126,14 @@ class HostKernels:
     def unsign(self, payload: Any, out: Any, block: int, add: bool) -> None:
         signs.decode(_at(payload), _at(out), len(out), block, add)
 
-    def largest(self, x: Any, before: Any, after: Any, k: int, kind: int, payload: Any) -> int:
-        return int(sparsify.encode_largest(_at(x), _at(before), _at(after), len(x), k, kind, _at(payload)))
+    def largest(self, x: Any, before: Any, after: Any, k: int, value: Value, payload: Any) -> int:
+        return int(sparsify.encode_largest(_at(x), _at(before), _at(after), len(x), k, VALUES[value], _at(payload)))
 
     def random(self, x: Any, before: Any, after: Any, k: int, seed: int, scale: float, payload: Any) -> int:
         return int(draw.encode_random(_at(x), _at(before), _at(after), len(x), k, seed, scale, _at(payload)))
 
-    def read_sparse(self, payload: Any, kind: int, out: Any, add: bool) -> int:
-        return int(sparse.read(_at(payload), len(payload), kind, _at(out), len(out), add))
+    def read_sparse(self, payload: Any, value: Value, out: Any, add: bool) -> Fault:
+        return _FAULTS[sparse.read(_at(payload), len(payload), VALUES[value], _at(out), len(out), add)]
 
     def orthonormalise(self, vectors: Any, rank: int, epsilon: float) -> int:
         return int(orthonormal.orthonormalise(_numpy(vectors), rank, epsilon))
