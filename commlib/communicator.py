@@ -204,6 +204,10 @@ class Communicator:
         text = f"empty of shape {dimensions} {name_of(kind)}"
         return self.group.run(Operation(text if device is HOST else f"{text} on {device.name}", run, meets=True))
 
+    def watch(self, text: str) -> Callable[[], None]:
+        """Return what to call again and again in a wait of this rank for itself: it raises to end the wait."""
+        return self.group.watch(text, ())
+
     # Reductions
 
     def all_reduce(self, x: Any, op: str = "sum", *, out: Any = None, algorithm: str = "auto") -> Any:
