@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, fields
+from dataclasses import fields
 from typing import Any
 
 import numpy as np
@@ -15,15 +15,8 @@ from commlib.kernels.protocol import Kernels
 _FLOAT32, _UINT8 = np.dtype(np.float32), np.dtype(np.uint8)
 
 
-@dataclass(frozen=True, slots=True)
-class Operands:
-    """What a codec works on: checked arrays of one device, and its kernels. `before` and `after` are None without."""
-
-    kernels: Kernels
-    x: Any
-    payload: Any
-    before: Any = None
-    after: Any = None
+Checked = tuple[Kernels, Any, Any]
+"""The kernels for arrays that were checked, what was lost before, and where to write what is lost; None without."""
 
 
 def _check(array: Any, what: str, dtype: Any, *, written: bool) -> None:
@@ -56,13 +49,13 @@ def _kernels(*arrays: Any) -> Kernels:
     return device.kernels  # type: ignore[no-any-return]
 
 
-def check_encode(x: Any, payload: Any, needed: int, residual: tuple[Any, Any] | None) -> Operands:
-    """Return what to encode, where to. Raises UsageError."""
+def check_encode(x: Any, payload: Any, needed: int, residual: tuple[Any, Any] | None) -> Checked:
+    """Return the kernels of these arrays' device, and the residuals. Raises UsageError."""
     _check(x, "x", _FLOAT32, written=False)
     _check(payload, "payload", _UINT8, written=True)
     _check_room(payload, needed, len(x))
     if residual is None:
-        return Operands(_kernels(x, payload), x, payload)
+        return _kernels(x, payload), None, None
     before, after = residual
     _check(before, "the residual before", _FLOAT32, written=False)
     _check(after, "the residual after", _FLOAT32, written=True)
@@ -70,7 +63,7 @@ def check_encode(x: Any, payload: Any, needed: int, residual: tuple[Any, Any] | 
         raise UsageError(
             f"residuals must be as long as x: it has {len(x)} elements, they have {len(before)} and {len(after)}"
         )
-    return Operands(_kernels(x, payload, before, after), x, payload, before, after)
+    return _kernels(x, payload, before, after), before, after
 
 
 def check_decode(payload: Any, out: Any, needed: int) -> Kernels:

@@ -41,8 +41,8 @@ class Cast:
     def encode(self, x: Array, payload: Array, *, seed: int = 0, residual: tuple[Array, Array] | None = None) -> int:
         """See `Codec.encode`. Nothing depends on the seed."""
         needed = self.payload_bytes(len(x))
-        a = check_encode(x, payload, needed, residual)
-        a.kernels.narrow(a.x, a.before, a.after, a.payload, self.dtype == "bfloat16")
+        kernels, before, after = check_encode(x, payload, needed, residual)
+        kernels.narrow(x, before, after, payload, self.dtype == "bfloat16")
         return needed
 
     def decode(self, payload: Array, out: Array, *, add: bool = False) -> None:
@@ -83,9 +83,9 @@ class Float8:
     def encode(self, x: Array, payload: Array, *, seed: int = 0, residual: tuple[Array, Array] | None = None) -> int:
         """See `Codec.encode`. Nothing depends on the seed."""
         needed = self.payload_bytes(len(x))
-        a = check_encode(x, payload, needed, residual)
+        kernels, before, after = check_encode(x, payload, needed, residual)
         code, top = _FORMATS[self.format]
-        a.kernels.quantise(a.x, a.before, a.after, a.payload, self.block, code, top, False, False, seed)
+        kernels.quantise(x, before, after, payload, self.block, code, top, False, False, seed)
         return needed
 
     def decode(self, payload: Array, out: Array, *, add: bool = False) -> None:

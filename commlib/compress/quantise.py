@@ -53,10 +53,10 @@ class Blocks:
     def encode(self, x: Array, payload: Array, *, seed: int = 0, residual: tuple[Array, Array] | None = None) -> int:
         """See `Codec.encode`."""
         needed = self.payload_bytes(len(x))
-        a = check_encode(x, payload, needed, residual)
+        kernels, before, after = check_encode(x, payload, needed, residual)
         code, top = _CODES[self.bits]
         at_random = self.rounding == "stochastic"
-        a.kernels.quantise(a.x, a.before, a.after, a.payload, self.block, code, top, False, at_random, seed)
+        kernels.quantise(x, before, after, payload, self.block, code, top, False, at_random, seed)
         return needed
 
     def decode(self, payload: Array, out: Array, *, add: bool = False) -> None:
@@ -98,9 +98,9 @@ class QSGD:
     def encode(self, x: Array, payload: Array, *, seed: int = 0, residual: tuple[Array, Array] | None = None) -> int:
         """See `Codec.encode`."""
         needed = self.payload_bytes(len(x))
-        a = check_encode(x, payload, needed, residual)
+        kernels, before, after = check_encode(x, payload, needed, residual)
         top = float(self.levels)
-        a.kernels.quantise(a.x, a.before, a.after, a.payload, self.bucket, "int8", top, True, True, seed)
+        kernels.quantise(x, before, after, payload, self.bucket, "int8", top, True, True, seed)
         return needed
 
     def decode(self, payload: Array, out: Array, *, add: bool = False) -> None:

@@ -39,8 +39,8 @@ class Sign:
     def encode(self, x: Array, payload: Array, *, seed: int = 0, residual: tuple[Array, Array] | None = None) -> int:
         """See `Codec.encode`. Nothing depends on the seed."""
         needed = self.payload_bytes(len(x))
-        a = check_encode(x, payload, needed, residual)
-        a.kernels.signs(a.x, a.before, a.after, a.payload, self.block)
+        kernels, before, after = check_encode(x, payload, needed, residual)
+        kernels.signs(x, before, after, payload, self.block)
         return needed
 
     def decode(self, payload: Array, out: Array, *, add: bool = False) -> None:

@@ -56,8 +56,8 @@ class TopK:
 
     def encode(self, x: Array, payload: Array, *, seed: int = 0, residual: tuple[Array, Array] | None = None) -> int:
         """Write the largest elements to `payload`. See `Codec`."""
-        a = check_encode(x, payload, self.payload_bytes(len(x)), residual)
-        return a.kernels.largest(a.x, a.before, a.after, self.sent(len(x)), self.values, a.payload)
+        kernels, before, after = check_encode(x, payload, self.payload_bytes(len(x)), residual)
+        return kernels.largest(x, before, after, self.sent(len(x)), self.values, payload)
 
     def decode(self, payload: Array, out: Array, *, add: bool = False) -> None:
         """Write what `payload` stands for to `out`, or add it. See `Codec`."""
@@ -101,8 +101,8 @@ class RandomK:
 
     def encode(self, x: Array, payload: Array, *, seed: int = 0, residual: tuple[Array, Array] | None = None) -> int:
         """Write the elements that `seed` chooses to `payload`. See `Codec`."""
-        a = check_encode(x, payload, self.payload_bytes(len(x)), residual)
-        return a.kernels.random(a.x, a.before, a.after, self.sent(len(x)), seed, self._scale(len(x)), a.payload)
+        kernels, before, after = check_encode(x, payload, self.payload_bytes(len(x)), residual)
+        return kernels.random(x, before, after, self.sent(len(x)), seed, self._scale(len(x)), payload)
 
     def decode(self, payload: Array, out: Array, *, add: bool = False) -> None:
         """Write what `payload` stands for to `out`, or add it. See `Codec`."""
