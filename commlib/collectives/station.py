@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import logging
+import time
 from collections import deque
 from collections.abc import Callable
 from typing import Any
@@ -9,7 +11,16 @@ from typing import Any
 from commlib.devices.protocol import Device, Event
 from commlib.devices.waiting import wait_for
 from commlib.dtypes import Array
+from commlib.errors import StallError
 from commlib.group.group import Group
+
+log = logging.getLogger("commlib")
+
+# Seconds that a device gets to end its work when its group is closed.
+_LAST = 5.0
+
+# What was given up while a device may still read or write it, which must stay.
+_LEFT_BEHIND: list[Any] = []
 
 OnWait = Callable[[], None]
 
@@ -52,7 +63,16 @@ class Station:
         return block[:nbytes]
 
     def close(self) -> None:
-        """Wait until the device has done what was queued."""
-        wait_for(self._stream.record(), self._group.watch(f"close: work on {self.device.name}", ()))
-        self._blocks.clear()
-        self._held.clear()
+        """Wait until the device has done what was queued, for a few seconds: also where everything else is given up."""
+        event, deadline = self._stream.record(), time.monotonic() + _LAST
+
+        def on_wait() -> None:
+            if time.monotonic() > deadline:
+                raise StallError(f"{self._group.name}: {self.device.name} still works after {_LAST} s")
+
+        try:
+            wait_for(event, on_wait)
+        except StallError as error:
+            log.error("%s; its memory is left as it is", error)
+            _LEFT_BEHIND.append((self._blocks, self._held))
+        self._blocks, self._held = {}, deque()

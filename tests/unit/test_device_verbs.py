@@ -42,9 +42,9 @@ ways = pytest.mark.parametrize("devices", [(), ("late",)], ids=["staged", "direc
 
 
 def spread(nodes, function, devices=()):
-    before = LATE.queued
+    before, races = LATE.queued, LATE.races
     run(len(nodes), lambda comm: function(OnDevice(comm)), nodes=nodes, config=CONFIG, devices=devices)
-    assert LATE.queued > before and LATE.races == 0
+    assert LATE.queued > before and LATE.races == races
 
 
 @ways
@@ -258,26 +258,55 @@ def test_ranks_with_other_lengths_are_told_the_whole_length():
     run(2, check, config=CONFIG)
 
 
-def test_a_device_that_does_not_come_is_given_up():
-    class Stuck:
-        def done(self):
-            return False
+class StuckEvent:
+    """An event that never happens."""
 
-        def block(self):
-            pass
+    def done(self):
+        return False
+
+    def block(self):
+        pass
+
+
+class StuckStream:
+    """A stream that does what it is told, and never says so."""
+
+    def __init__(self, stream):
+        self.queue = stream.queue
+
+    def record(self):
+        return StuckEvent()
+
+    def wait(self, event):
+        pass
+
+
+def test_a_device_that_does_not_come_is_given_up(monkeypatch, caplog):
+    monkeypatch.setattr("commlib.collectives.station._LAST", 0.2)
 
     def check(comm):
         x = LATE.put(np.ones(3))
         comm.all_reduce(x)
-        station = comm._calls.station(LATE)
-        station._stream = type(
-            "Stream", (), {"record": lambda _: Stuck(), "wait": lambda *_: None, "queue": x.device}
-        )()
-        station._stream.queue = LATE.current().queue
+        stream = LATE.stream()
+        monkeypatch.setattr(LATE, "stream", lambda: StuckStream(stream))
+        comm._calls._stations.clear()
+        comm._calls.all_reduces.clear()
         with pytest.raises(StallError, match="copies to and from late"):
             comm.all_reduce(x)
+        comm.close()
 
     run(1, check, config=replace(CONFIG, timeout=0.5))
+    assert "late still works after 0.2 s" in caplog.text
+
+
+def test_closing_waits_for_what_is_under_way(slowly):
+    def check(comm):
+        x = LATE.put(np.ones(3))
+        comm.all_reduce(x, out=x)
+        comm.close()
+        np.testing.assert_array_equal(x.peek(), np.full(3, 2.0))
+
+    run(2, check, config=CONFIG)
 
 
 def test_arguments_are_the_users_own():
