@@ -14,6 +14,7 @@ from numpy import empty, ndarray
 
 from commlib import forks
 from commlib.arguments import integer
+from commlib.buffers.views import address_of
 from commlib.collectives import objects
 from commlib.collectives.all_gather import all_gather, all_gather_v
 from commlib.collectives.all_reduce import all_reduce
@@ -28,7 +29,8 @@ from commlib.collectives.reduce_scatter import reduce_scatter, reduce_scatter_v
 from commlib.collectives.scan import scan
 from commlib.collectives.scatter import scatter
 from commlib.config import Config
-from commlib.dtypes import Array, name_of, numpy_dtype
+from commlib.devices.host import HOST
+from commlib.dtypes import name_of, numpy_dtype
 from commlib.errors import UsageError
 from commlib.group.group import Group
 from commlib.group.operation import Operation
@@ -66,7 +68,8 @@ class Communicator:
 
     The verbs are collective unless they name a peer: every rank of the group calls the same verbs with the same
     arguments in the same order. Arrays are numpy arrays, or anything on the host with the buffer protocol,
-    `__array_interface__` or `__dlpack__`, of any dtype in `commlib.dtypes`. `out=None` returns a new array, `out=x`
+    `__array_interface__` or `__dlpack__`, or arrays of a device that is registered (`commlib.devices`), of any dtype in
+    `commlib.dtypes`. `out=None` returns a new array, `out=x`
     works in place. Every verb has an `_async` twin that returns a `Work` at once and runs on the progress thread, in
     launch order; its arrays must not be touched until the work is done.
 
@@ -183,11 +186,12 @@ class Communicator:
         assert self._node is not None
         return self._node
 
-    def empty(self, shape: int | Sequence[int], dtype: Any = "float32") -> Array:
+    def empty(self, shape: int | Sequence[int], dtype: Any = "float32", device: Any = HOST) -> Any:
         """Return a zeroed array in symmetric memory: memory that all ranks of the node map.
 
-        Collective, with the same shape and dtype on all ranks. A collective on such arrays copies nothing. The memory
-        is given back at a later call of `empty`, once the arrays of all ranks are gone.
+        Collective, with the same shape, dtype and kind of device (see `commlib.devices`) on all ranks. A collective on
+        such arrays of the host copies nothing. The memory is given back at a later call of `empty`, once the arrays of
+        all ranks are gone.
         """
         kind = numpy_dtype(dtype)
         lengths = shape if isinstance(shape, Sequence) else (shape,)
@@ -198,10 +202,16 @@ class Communicator:
             raise UsageError(f"empty: shape {dimensions} of {name_of(kind)} is more than can have addresses")
         nbytes = math.prod(dimensions) * kind.itemsize
 
-        def run() -> Array:
-            return self.group.symmetric.allocate(nbytes).view(kind).reshape(dimensions)  # type: ignore[no-any-return]
+        def run() -> Any:
+            memory = self.group.symmetric_on(device).allocate(nbytes)
+            return device.at(address_of(memory), dimensions, kind, memory)
 
-        return self.group.run(Operation(f"empty of shape {dimensions} {name_of(kind)}", run, meets=True))  # type: ignore[no-any-return]
+        text = f"empty of shape {dimensions} {name_of(kind)}"
+        return self.group.run(Operation(text if device is HOST else f"{text} on {device.name}", run, meets=True))
+
+    def watch(self, text: str) -> Callable[[], None]:
+        """Return what to call again and again in a wait of this rank for itself: it raises to end the wait."""
+        return self.group.watch(text, ())
 
     # Reductions
 

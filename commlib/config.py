@@ -54,6 +54,9 @@ class Config:
     native_kib: int = _setting(
         1024, "KiB of each piece in which a large array is handed to MPI's own all-reduce", least=1, most=1 << 20
     )
+    staging_kib: int = _setting(
+        2048, "KiB of each piece in which a large array of a device goes through host memory", least=1, most=1 << 20
+    )
     spins: int = _setting(
         -1, "polls before a waiting rank yields its core; -1 chooses by cores per rank", least=-1, differs=_PER_RANK
     )

@@ -218,19 +218,25 @@ def objects(comm: Any, root: int = 0) -> None:
 
 def async_twins(comm: Any) -> None:
     """Every verb once through its `_async` twin."""
-    twins = Twins(comm)
-    last = comm.size - 1
+    every_verb(Twins(comm))
+
+
+def every_verb(twins: Any) -> None:
+    """Every verb once."""
+    last = twins.size - 1
     all_reduce(twins, "bfloat16", (5000,), "mean")
     all_reduce(twins, "float32", (5,), "max", "ring")
     reduce_scatter(twins, "int8", (7, 3), "mean")
+    reduce_scatter_v(twins, "int8", [rank + 1 for rank in range(twins.size)], (3,), "mean")
+    scan(twins, "bfloat16", (5000,))
     reduce(twins, "uint64", (7,), "prod", root=last)
     broadcast(twins, "bool", (7,), root=last)
     all_gather(twins, "bfloat16", (7,))
     gather(twins, "float16", (7,))
     scatter(twins, "complex64", (2, 3))
     all_to_all(twins, "int32", (2, 3))
-    all_gather_v(twins, "int32", list(range(comm.size)))
-    all_to_all_v(twins, "int32", [[1] * comm.size] * comm.size)
+    all_gather_v(twins, "int32", list(range(twins.size)))
+    all_to_all_v(twins, "int32", [[1] * twins.size] * twins.size)
     send_recv(twins, "bfloat16", (7,))
     objects(twins, root=last)
     assert twins.barrier() is None

@@ -26,10 +26,12 @@ def run(
     *,
     nodes: Sequence[int] | None = None,
     config: Config | None = None,
+    devices: Sequence[str] = (),
 ) -> list[T]:
     """Run `function(comm)` on `size` ranks and return what each returned, in rank order.
 
-    `nodes[r]` is the node that rank r pretends to be on (default: one node). The first failure is raised again here;
+    `nodes[r]` is the node that rank r pretends to be on (default: one node); `devices` are the kinds whose memory
+    its messages take as it is. The first failure is raised again here;
     the other ranks are made to give up. Never hangs: ranks that do not end raise TimeoutError with their tracebacks.
     """
     config = config or Config(timeout=10)
@@ -50,7 +52,7 @@ def run(
 
     threads = [
         threading.Thread(target=rank_main, args=(end,), name=f"rank {end.rank}", daemon=True)
-        for end in transports(size, nodes)
+        for end in transports(size, nodes, devices)
     ]
     for thread in threads:
         thread.start()

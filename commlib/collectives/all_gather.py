@@ -14,8 +14,9 @@ from commlib.collectives.by_messages import MessageCall
 from commlib.collectives.call import Call
 from commlib.collectives.operands import result, rows, source, stacked
 from commlib.collectives.paths import Move, Verb
-from commlib.collectives.ready import Calls, Ready, itself
+from commlib.collectives.ready import Calls, Ready
 from commlib.collectives.scheduled import own_program, planned
+from commlib.devices.arrays import address, device_of, name_of_device, overlap
 from commlib.dtypes import Array
 from commlib.execution.streaming import Region
 from commlib.group.group import Group
@@ -26,14 +27,14 @@ from commlib.schedule.layout import cut, uneven
 def all_gather(calls: Calls, x: Any, out: Any, algorithm: str) -> Ready:
     group = calls.group
     array = source(x, "all_gather")
-    target = result(out, stacked(group.size, array), array.dtype, "all_gather")
+    target = result(out, stacked(group.size, array), array.dtype, "all_gather", device_of(array))
     flat, count = array.reshape(-1), array.size
     own = target.flat[group.rank * count : (group.rank + 1) * count]
-    in_place = count > 0 and address_of(flat) == address_of(own)  # each rank's lies in its own part
-    if not in_place and np.may_share_memory(flat, target.flat):
+    in_place = count > 0 and address(flat) == address(own)  # each rank's lies in its own part
+    if not in_place and overlap(flat, target.flat):
         flat = flat.copy()  # it would be overwritten before all have read it
-    call = Call("all_gather", array.shape, array.dtype, algorithm=algorithm)
-    verb = _IN_PLACE if in_place else VERB
+    call = Call("all_gather", array.shape, array.dtype, algorithm=algorithm, device=name_of_device(array))
+    verb = _IN_PLACE if in_place and not call.device else VERB
     key = (array.dtype, array.shape, algorithm, *["in place"] * in_place)
     return Ready.into(calls.find(verb, call, key, target.array.shape), flat, target, x)
 
@@ -71,7 +72,7 @@ def all_gather_v(calls: Calls, x: Any) -> Ready:
     array = source(x, "all_gather_v")
     _, row = rows(array, "all_gather_v")
     # The length of dimension 0 may differ.
-    text = Call("all_gather_v", array[:0].shape, array.dtype, algorithm="").text
+    text = Call("all_gather_v", array[:0].shape, array.dtype, algorithm="", device=name_of_device(array)).text
 
     def move(x: Array, _: Array) -> Array:
         lengths = gather_counts(group, text, np.array([len(x)], np.int64))
@@ -79,7 +80,7 @@ def all_gather_v(calls: Calls, x: Any) -> Ready:
         gather_parts(group, text, x, gathered, [int(n) * row for n in lengths])
         return gathered
 
-    return Ready(MessageCall(group, text, move, flat=False), array, array, itself, x=x)
+    return calls.whole(MessageCall(group, text, move, flat=False), array, x)
 
 
 def gather_parts(group: Group, text: str, x: Array, whole: Array, counts: Sequence[int]) -> None:

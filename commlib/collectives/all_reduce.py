@@ -10,6 +10,7 @@ from commlib.collectives.operands import apart, result, source
 from commlib.collectives.paths import Move, Verb
 from commlib.collectives.ready import Calls, Ready
 from commlib.collectives.scheduled import choose, own_program, persistent
+from commlib.devices.arrays import device_of, name_of_device
 from commlib.dtypes import NUMPY, Array, kernel_operation, name_of
 from commlib.execution.accumulation import Accumulation, is_widened, wide_dtype
 from commlib.execution.persistent import PERSISTENT_BYTES, PersistentAllReduce
@@ -25,9 +26,9 @@ from commlib.signature import signature
 
 def all_reduce(calls: Calls, x: Any, op: str, out: Any, algorithm: str) -> Ready:
     array = source(x, "all_reduce")
-    target = result(out, array.shape, array.dtype, "all_reduce")
+    target = result(out, array.shape, array.dtype, "all_reduce", device_of(array))
     kernel_operation(name_of(array.dtype), op)
-    call = Call("all_reduce", array.size, array.dtype, op, algorithm=algorithm)
+    call = Call("all_reduce", array.size, array.dtype, op, algorithm=algorithm, device=name_of_device(array))
     compiled = calls.find_all_reduce(VERB, call, (array.dtype, array.size, op, algorithm))
     return Ready.into(compiled, apart(array.reshape(-1), target.flat), target, x)
 
@@ -56,7 +57,7 @@ def _messages(group: Group, call: Call) -> Move:
     steps = own_program(group, "all_reduce", name, segments=segments if pipelined else 1)
     text = call.text
 
-    if call.nbytes <= PERSISTENT_BYTES:
+    if call.nbytes <= PERSISTENT_BYTES and not call.device:
 
         def prepare() -> PersistentAllReduce:
             small = PersistentAllReduce(ReduceOp.of(call.dtype, call.op, group.size), call.count)
@@ -75,4 +76,4 @@ def _messages(group: Group, call: Call) -> Move:
     return move
 
 
-VERB = Verb("all_reduce", _messages, on_node=_on_node, hierarchical=hierarchical.all_reduce)
+VERB = Verb("all_reduce", _messages, on_node=_on_node, hierarchical=hierarchical.all_reduce, elementwise=True)

@@ -15,8 +15,9 @@ from commlib.collectives.by_messages import MessageCall
 from commlib.collectives.call import Call
 from commlib.collectives.operands import apart_from, result, rows, source
 from commlib.collectives.paths import Move, Verb
-from commlib.collectives.ready import Calls, Ready, itself
+from commlib.collectives.ready import Calls, Ready
 from commlib.collectives.scheduled import own_program, planned
+from commlib.devices.arrays import device_of, empty_like, name_of_device
 from commlib.dtypes import Array
 from commlib.errors import UsageError
 from commlib.execution.streaming import Region
@@ -34,9 +35,9 @@ def all_to_all(calls: Calls, x: Any, out: Any, algorithm: str) -> Ready:
             f"all_to_all: dimension 0 of x has length {length}, which is not a multiple of {size} ranks; "
             "use all_to_all_v for uneven parts"
         )
-    target = result(out, array.shape, array.dtype, "all_to_all")
+    target = result(out, array.shape, array.dtype, "all_to_all", device_of(array))
     flat = apart_from(array.reshape(-1), target.flat)  # every chunk may be overwritten before it has been sent
-    call = Call("all_to_all", array.shape, array.dtype, algorithm=algorithm)
+    call = Call("all_to_all", array.shape, array.dtype, algorithm=algorithm, device=name_of_device(array))
     return Ready.into(calls.find(VERB, call, (array.dtype, array.shape, algorithm), array.shape), flat, target, x)
 
 
@@ -53,7 +54,7 @@ def _messages(group: Group, call: Call) -> Move:
     layouts = [cut(uneven([chunk] * chunks), pieces) for chunks in steps.regions]
 
     def move(x: Array, target: Array) -> None:
-        scratch = [np.empty(chunks * chunk, call.dtype) for chunks in steps.regions[2:]]
+        scratch = [empty_like(x, chunks * chunk) for chunks in steps.regions[2:]]
         arrays = [x, target, *scratch]
         regions = [
             [Region(array, layouts[number][piece]) for number, array in enumerate(arrays)] for piece in range(pieces)
@@ -76,8 +77,8 @@ def all_to_all_v(calls: Calls, x: Any, splits: Sequence[int]) -> Ready:
             f"all_to_all_v: splits {sending} must be {group.size} lengths, none negative, "
             f"that add up to {length}, the length of dimension 0 of x"
         )
-    call = Call("all_to_all_v", array[:0].shape, array.dtype, algorithm="")
-    return Ready(_Uneven(group, call.text, sending, row), array, array, itself, x=x)
+    call = Call("all_to_all_v", array[:0].shape, array.dtype, algorithm="", device=name_of_device(array))
+    return calls.whole(_Uneven(group, call.text, sending, row), array, x)
 
 
 _COUNTED = ", counted"

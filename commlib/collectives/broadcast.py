@@ -4,13 +4,13 @@ from __future__ import annotations
 
 from typing import Any
 
-from commlib.buffers.views import as_host, writable
 from commlib.collectives import hierarchical
 from commlib.collectives.call import Call
 from commlib.collectives.operands import Result, source
 from commlib.collectives.paths import Move, Verb
 from commlib.collectives.ready import Calls, Ready
 from commlib.collectives.scheduled import planned
+from commlib.devices.arrays import name_of_device, viewed, written
 from commlib.dtypes import Array
 from commlib.execution.streaming import Region
 from commlib.group.group import Group, checked_root
@@ -21,14 +21,12 @@ from commlib.schedule.layout import blocks
 
 def broadcast(calls: Calls, x: Any, root: int, algorithm: str) -> Ready:
     group = calls.group
-    array = as_host(x, "broadcast")
     root = checked_root(group, "broadcast", root)
     at_root = group.rank == root
-    if not at_root:
-        writable(array, "broadcast", "x")
+    array = viewed(x, "broadcast") if at_root else written(x, "broadcast")
     contiguous = source(array, "broadcast")
     flat = contiguous.reshape(-1)
-    call = Call("broadcast", array.size, array.dtype, root=root, algorithm=algorithm)
+    call = Call("broadcast", array.size, array.dtype, root=root, algorithm=algorithm, device=name_of_device(array))
     compiled = calls.find(VERB, call, (array.dtype, array.shape, root, algorithm))
     return Ready.into(compiled, flat, Result(array, flat, x, staged=contiguous is not array and not at_root), x)
 
@@ -47,4 +45,4 @@ def _messages(group: Group, call: Call) -> Move:
     return move
 
 
-VERB = Verb("broadcast", _messages, on_node=_on_node, hierarchical=hierarchical.broadcast)
+VERB = Verb("broadcast", _messages, on_node=_on_node, hierarchical=hierarchical.broadcast, elementwise=True)

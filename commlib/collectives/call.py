@@ -16,6 +16,7 @@ class Call:
     size: the elements of each rank's array, or its shape where dimension 0 matters; None if no data moves. op: of a
     reduction. root: -1 where there is none. algorithm: "auto", the name of a path, or that of a schedule; "" where
     there is no choice. rows: how many of them go to or come from each rank, where that is uneven and all know it.
+    device: of the arrays, "" for the host. whole: the elements of the call that this is a piece of.
     """
 
     verb: str
@@ -25,6 +26,8 @@ class Call:
     root: int = -1
     algorithm: str = "auto"
     rows: tuple[int, ...] = ()
+    device: str = ""
+    whole: int = 0
 
     @property
     def text(self) -> str:
@@ -37,6 +40,8 @@ class Call:
         details += [f"rows={self.rows}"] * bool(self.rows)
         details += [f"root={self.root}"] * (self.root >= 0)
         details += [f"algorithm={self.algorithm}"] * bool(self.algorithm)
+        details += [f"device={self.device}"] * bool(self.device)
+        details += [f"a piece of {self.whole}"] * bool(self.whole)
         return ", ".join(details)
 
     @property

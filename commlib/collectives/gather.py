@@ -4,13 +4,12 @@ from __future__ import annotations
 
 from typing import Any
 
-import numpy as np
-
 from commlib.collectives.call import Call
 from commlib.collectives.operands import apart_from, result, source, stacked
 from commlib.collectives.paths import Move, Verb
 from commlib.collectives.ready import Calls, Ready
 from commlib.collectives.scheduled import own_program
+from commlib.devices.arrays import device_of, empty_like, name_of_device
 from commlib.dtypes import Array
 from commlib.execution.streaming import Region
 from commlib.group.group import Group, checked_root
@@ -23,9 +22,9 @@ def gather(calls: Calls, x: Any, root: int, out: Any, algorithm: str) -> Ready:
     array = source(x, "gather")
     root = checked_root(group, "gather", root)
     shape = stacked(group.size, array)
-    target = result(out, shape, array.dtype, "gather") if group.rank == root else None
+    target = result(out, shape, array.dtype, "gather", device_of(array)) if group.rank == root else None
     flat = array.reshape(-1) if target is None else apart_from(array.reshape(-1), target.flat)
-    call = Call("gather", array.shape, array.dtype, root=root, algorithm=algorithm)
+    call = Call("gather", array.shape, array.dtype, root=root, algorithm=algorithm, device=name_of_device(array))
     compiled = calls.find(VERB, call, (array.dtype, array.shape, root, algorithm), shape)
     return Ready.into(compiled, flat, target, x)
 
@@ -43,7 +42,7 @@ def _messages(group: Group, call: Call) -> Move:
     start, stop = layout.slice_of(group.rank)
 
     def move(x: Array, target: Array) -> None:
-        whole = target if group.rank == call.root else np.empty(layout.count, call.dtype)
+        whole = target if group.rank == call.root else empty_like(x, layout.count)
         whole[start:stop] = x
         group.execute(steps, [[Region(whole, layout)]], call.text)
 

@@ -25,6 +25,8 @@ class Verb:
 
     messages: what it does by a schedule, which every verb has. exchange: what it is on a board, from the call, this
     rank and the size; or on_node, where that has kernels of its own. hierarchical: what it does in nodes and between.
+    elementwise: a call may be done piece by piece, each a call on fewer elements, in place. on_devices: `messages`
+    works on the memory of any device.
     """
 
     name: str
@@ -32,6 +34,8 @@ class Verb:
     exchange: Callable[[Call, int, int], Exchange] | None = None
     on_node: Callable[[NodeContext, Call], NodeCollective] | None = None
     hierarchical: Callable[[Group, Call], Move] | None = None
+    elementwise: bool = False
+    on_devices: bool = True
 
 
 class Path(Protocol):

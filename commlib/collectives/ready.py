@@ -9,7 +9,6 @@ from typing import Any
 
 import numpy as np
 
-from commlib.buffers.views import as_host
 from commlib.collectives.call import Call
 from commlib.collectives.hierarchical import Hierarchical
 from commlib.collectives.native import Native
@@ -17,6 +16,12 @@ from commlib.collectives.node import Node, Opening
 from commlib.collectives.operands import Result
 from commlib.collectives.paths import Path, Verb, compile_call
 from commlib.collectives.scheduled import Scheduled
+from commlib.collectives.staged import compile_on_device, made_on_device
+from commlib.collectives.station import Station
+from commlib.devices.array import DeviceArray
+from commlib.devices.arrays import is_contiguous, overlap, viewed
+from commlib.devices.protocol import Device
+from commlib.devices.registry import named
 from commlib.dtypes import Array
 from commlib.errors import UsageError
 from commlib.group.group import Group
@@ -44,14 +49,16 @@ class Calls:
         self.group = group
         self.all_reduces: dict[Hashable, Compiled] = {}
         self._tables: defaultdict[str, dict[Hashable, Known]] = defaultdict(dict)
+        self._stations: dict[Any, Station] = {}
 
     def find(self, verb: Verb, call: Call, key: Hashable, shape: tuple[int, ...] = ()) -> Compiled:
         """Return the compiled call for `key`, made if need be, with which `plain` finds it from then on."""
         table = self._tables[verb.name]
+        key = (key, call.device) if call.device else key
         known = table.get(key)
         if known is not None:
             return known.compiled
-        compiled = compile_call(PATHS, self.group, verb, call)
+        compiled = self._compile(verb, call)
         if not isinstance(compiled, Opening):
             if len(table) >= _MOST_KINDS:
                 table.clear()
@@ -60,14 +67,38 @@ class Calls:
 
     def find_all_reduce(self, verb: Verb, call: Call, key: Hashable) -> Compiled:
         """Return the same for an all-reduce, whose table `Communicator.all_reduce` looks into itself."""
+        key = (key, call.device) if call.device else key
         compiled = self.all_reduces.get(key)
         if compiled is None:
-            compiled = compile_call(PATHS, self.group, verb, call)
+            compiled = self._compile(verb, call)
             if not isinstance(compiled, Opening):
                 if len(self.all_reduces) >= _MOST_KINDS:
                     self.all_reduces.clear()
                 self.all_reduces[key] = compiled
         return compiled
+
+    def _compile(self, verb: Verb, call: Call) -> Compiled:
+        group = self.group
+        if not call.device:
+            return compile_call(PATHS, group, verb, call)
+        return compile_on_device(PATHS, self.station(named(call.device)), group, verb, call)
+
+    def whole(self, compiled: Compiled, array: Any, x: Any) -> Ready:
+        """Return what runs a call that makes its result itself: an array, or a tuple of it and what the host keeps.
+
+        It is compiled for the host; arrays of other devices go through there.
+        """
+        if type(array) is not DeviceArray:
+            return Ready(compiled, array, array, itself, x=x)
+        call = made_on_device(self.group, self.station(array.device), compiled)
+        return Ready(call, array, array, itself, x=x)
+
+    def station(self, device: Device) -> Station:
+        """Return where the group's calls meet a device."""
+        station = self._stations.get(device)
+        if station is None:
+            station = self._stations[device] = Station(self.group, device)
+        return station
 
     def plain(self, verb: str, key: Hashable, x: Array, out: Any) -> Array | None:
         """Run a call on plain arrays that was compiled before, and return its result; None if that cannot be."""
@@ -90,7 +121,10 @@ class Calls:
         return known.compiled.now(x, out)  # type: ignore[no-any-return]
 
     def clear(self) -> None:
-        """Forget all."""
+        """Forget all, when the devices have done what was queued."""
+        for station in self._stations.values():
+            station.close()
+        self._stations.clear()
         self.all_reduces.clear()
         self._tables.clear()
 
@@ -104,14 +138,14 @@ class Ready:
     """
 
     compiled: Compiled
-    source: Array
-    target: Array
+    source: Any
+    target: Any
     deliver: Callable[[Any], Any]
     known: bool = False
     x: Any = None
 
     @classmethod
-    def into(cls, compiled: Compiled, source: Array, result: Result | None, x: Any) -> Ready:
+    def into(cls, compiled: Compiled, source: Any, result: Result | None, x: Any) -> Ready:
         """Return that of a call with a result that is written to; None: this rank gets nothing."""
         if result is None:
             return cls(compiled, source, source, _nothing, True, x)
@@ -130,10 +164,10 @@ class Ready:
     def plan(self, verb: str) -> Plan:
         """Bind it to its arrays. Raises UsageError if it works on a copy of them, which would not follow them."""
         for array, given in ((self.source, self.x), (self.target, self.target)):
-            given = array if given is None else as_host(given, f"plan_{verb}")
-            if not given.flags.c_contiguous:
+            given = array if given is None else viewed(given, f"plan_{verb}")
+            if not is_contiguous(given):
                 raise UsageError(f"plan_{verb}: x and out must be contiguous: a copy of them would not follow them")
-            if array.size and not np.may_share_memory(array, given):
+            if array.size and not overlap(array, given):
                 raise UsageError(f"plan_{verb}: x and out overlap: they must be the same array, or apart")
         if not self.known and self.target is not self.source:
             raise UsageError(f"plan_{verb}: x and out must be contiguous: a copy of them would not follow them")

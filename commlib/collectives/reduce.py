@@ -9,6 +9,7 @@ from commlib.collectives.operands import apart, result, source
 from commlib.collectives.paths import Move, Verb
 from commlib.collectives.ready import Calls, Ready
 from commlib.collectives.scheduled import planned
+from commlib.devices.arrays import device_of, name_of_device
 from commlib.dtypes import Array, kernel_operation, name_of
 from commlib.execution.accumulation import Accumulation
 from commlib.execution.streaming import Region
@@ -22,9 +23,9 @@ def reduce(calls: Calls, x: Any, op: str, root: int, out: Any, algorithm: str) -
     array = source(x, "reduce")
     root = checked_root(group, "reduce", root)
     kernel_operation(name_of(array.dtype), op)
-    target = result(out, array.shape, array.dtype, "reduce") if group.rank == root else None
+    target = result(out, array.shape, array.dtype, "reduce", device_of(array)) if group.rank == root else None
     flat = array.reshape(-1) if target is None else apart(array.reshape(-1), target.flat)
-    call = Call("reduce", array.size, array.dtype, op, root, algorithm)
+    call = Call("reduce", array.size, array.dtype, op, root, algorithm, device=name_of_device(array))
     compiled = calls.find(VERB, call, (array.dtype, array.shape, op, root, algorithm), array.shape)
     return Ready.into(compiled, flat, target, x)
 
@@ -49,4 +50,4 @@ def _messages(group: Group, call: Call) -> Move:
     return move
 
 
-VERB = Verb("reduce", _messages, exchange=_exchange)
+VERB = Verb("reduce", _messages, exchange=_exchange, elementwise=True)

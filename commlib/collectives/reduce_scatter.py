@@ -6,10 +6,7 @@ import math
 from collections.abc import Hashable, Sequence
 from typing import Any
 
-import numpy as np
-
 from commlib.arguments import integer
-from commlib.buffers.views import address_of
 from commlib.collectives import hierarchical
 from commlib.collectives.all_reduce import choose_algorithm
 from commlib.collectives.call import Call
@@ -17,6 +14,7 @@ from commlib.collectives.operands import result, rows, source
 from commlib.collectives.paths import Move, Verb
 from commlib.collectives.ready import Calls, Ready
 from commlib.collectives.scheduled import own_program
+from commlib.devices.arrays import address, device_of, name_of_device, overlap
 from commlib.dtypes import Array, kernel_operation, name_of
 from commlib.errors import UsageError
 from commlib.execution.accumulation import Accumulation
@@ -29,7 +27,7 @@ from commlib.schedule.layout import Layout, cut, even, uneven
 def reduce_scatter(calls: Calls, x: Any, op: str, out: Any, algorithm: str) -> Ready:
     array = source(x, "reduce_scatter")
     rows(array, "reduce_scatter")
-    call = Call("reduce_scatter", array.shape, array.dtype, op, algorithm=algorithm)
+    call = Call("reduce_scatter", array.shape, array.dtype, op, algorithm=algorithm, device=name_of_device(array))
     return _ready(calls, call, array, out, x, (array.dtype, array.shape, op, algorithm))
 
 
@@ -43,7 +41,7 @@ def reduce_scatter_v(calls: Calls, x: Any, counts: Sequence[int], op: str, out: 
             f"{verb}: counts {list(shares)} must be {size} lengths, none negative, that add up to {length}, the length "
             "of dimension 0 of x"
         )
-    call = Call(verb, array.shape, array.dtype, op, algorithm=algorithm, rows=shares)
+    call = Call(verb, array.shape, array.dtype, op, algorithm=algorithm, rows=shares, device=name_of_device(array))
     return _ready(calls, call, array, out, x, (array.dtype, array.shape, op, algorithm, shares))
 
 
@@ -52,9 +50,9 @@ def _ready(calls: Calls, call: Call, array: Array, out: Any, x: Any, key: Hashab
     kernel_operation(name_of(array.dtype), call.op)
     start, stop = _layout(call, size).slice_of(rank)
     shape = (_rows(call, size)[rank], *array.shape[1:])
-    target = result(out, shape, array.dtype, call.verb)
+    target = result(out, shape, array.dtype, call.verb, device_of(array))
     flat = array.reshape(-1)
-    if np.may_share_memory(flat, target.flat) and address_of(target.flat) != address_of(flat[start:stop]):
+    if overlap(flat, target.flat) and address(target.flat) != address(flat[start:stop]):
         flat = flat.copy()  # where others still read
     return Ready.into(calls.find(_UNEVEN if call.rows else VERB, call, key, shape), flat, target, x)
 

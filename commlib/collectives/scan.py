@@ -11,6 +11,7 @@ from commlib.collectives.call import Call
 from commlib.collectives.operands import apart, result, source
 from commlib.collectives.paths import Move, Verb
 from commlib.collectives.ready import Calls, Ready
+from commlib.devices.arrays import device_of, name_of_device
 from commlib.dtypes import Array, kernel_operation, name_of
 from commlib.errors import UsageError
 from commlib.execution.accumulation import Accumulation
@@ -32,9 +33,9 @@ def scan(calls: Calls, verb: str, x: Any, op: str, out: Any) -> Ready:
         raise UsageError(f"{verb}: a mean over another number of ranks on each: take the sum, and divide it")
     kernel_operation(name_of(array.dtype), op)
     has_result = verb == "scan" or group.rank > 0
-    target = result(out, array.shape, array.dtype, verb) if has_result else None
+    target = result(out, array.shape, array.dtype, verb, device_of(array)) if has_result else None
     flat = array.reshape(-1) if target is None else apart(array.reshape(-1), target.flat)
-    call = Call(verb, array.size, array.dtype, op, algorithm="")
+    call = Call(verb, array.size, array.dtype, op, algorithm="", device=name_of_device(array))
     return Ready.into(calls.find(VERBS[verb], call, (array.dtype, array.shape, op)), flat, target, x)
 
 
@@ -67,4 +68,4 @@ def _on_node(group: Group, call: Call, x: Array, target: Array) -> None:
         ReduceOp.of(call.dtype, call.op, 0).combine(list(inputs), target)
 
 
-VERBS = {verb: Verb(verb, _messages) for verb in ("scan", "exscan")}
+VERBS = {verb: Verb(verb, _messages, on_devices=False) for verb in ("scan", "exscan")}

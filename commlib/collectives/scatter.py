@@ -13,6 +13,9 @@ from commlib.collectives.objects import broadcast_bytes
 from commlib.collectives.operands import Result, apart_from, result, rows, source
 from commlib.collectives.ready import Calls, Ready
 from commlib.collectives.scheduled import own_program
+from commlib.collectives.staged import deliver, fetch
+from commlib.devices.array import DeviceArray
+from commlib.devices.arrays import device_named, device_of, name_of_device
 from commlib.dtypes import Array, numpy_dtype
 from commlib.errors import UsageError
 from commlib.execution.streaming import Region
@@ -36,16 +39,21 @@ def scatter(calls: Calls, x: Any, root: int, out: Any, algorithm: str) -> Ready:
     at_root = group.rank == root
     array = _checked(x, group.size) if at_root else _NOTHING
     text = f"scatter, root={root}, algorithm={algorithm}"
+    stream = device_of(out).current()  # the caller's, not that of the thread in which this will run
 
-    def move(array: Array, _: Array) -> tuple[Result, UsageError | None]:
+    def move(array: Any, _: Any) -> tuple[Any, UsageError | None]:
         # Only the root knows what it scatters, so that the others need not pass an array.
-        meta = pickle.dumps((array.shape, array.dtype.name) if at_root else None)
-        whole, dtype_name = pickle.loads(broadcast_bytes(group, meta, root, text))
+        meta = pickle.dumps((array.shape, array.dtype.name, name_of_device(array)) if at_root else None)
+        whole, dtype_name, device = pickle.loads(broadcast_bytes(group, meta, root, text))
         shape, dtype = (whole[0] // group.size, *whole[1:]), numpy_dtype(dtype_name)
+        given: Result | None = None
+        refused = None
         try:
-            target, refused = result(out, shape, dtype, "scatter"), None
+            given = result(out, shape, dtype, "scatter", device_named(device, "scatter"))
         except UsageError as error:  # the others do not know: take part, then say so
-            target, refused = result(None, shape, dtype, "scatter"), error
+            refused = error
+        target = result(None, shape, dtype, "scatter") if given is None or device else given
+        array = fetch(calls, array, text) if type(array) is DeviceArray else array
         layout = uneven([target.flat.size] * group.size)
         if on_node:
             _on_node(group, text, array.reshape(-1) if at_root else None, target.flat, root)
@@ -54,12 +62,14 @@ def scatter(calls: Calls, x: Any, root: int, out: Any, algorithm: str) -> Ready:
             group.execute(steps, [[Region(flat, layout)]], text, part=2)
             start, stop = layout.slice_of(group.rank)
             target.flat[...] = flat[start:stop]
-        return target, refused
+        if given is not None and given is not target:
+            deliver(calls, given.flat, target.flat, text, given.flat.stream if out is None else stream)
+        return given, refused
 
     return Ready(MessageCall(group, text, move, flat=False), array, array, _deliver, x=x if at_root else None)
 
 
-def _checked(x: Any, size: int) -> Array:
+def _checked(x: Any, size: int) -> Any:
     array = source(x, "scatter")
     length, _ = rows(array, "scatter")
     if length % size:
@@ -76,7 +86,7 @@ def _on_node(group: Group, text: str, flat: Array | None, target: Array, root: i
     NodeCollective.exchange(group.open(), text, exchange).run_at(address_of(origin), address_of(target))
 
 
-def _deliver(answer: tuple[Result, UsageError | None]) -> Any:
+def _deliver(answer: tuple[Any, UsageError | None]) -> Any:
     target, refused = answer
     if refused is not None:
         raise refused

@@ -7,14 +7,23 @@ from typing import Any
 
 import numpy as np
 
-from commlib.buffers.views import address_of
-from commlib.dtypes import Array
+from commlib.devices.array import DeviceArray
+from commlib.devices.arrays import device_of
 from commlib.errors import UsageError
+from commlib.kernels.protocol import Kernels
 
 _FLOAT32, _UINT8 = np.dtype(np.float32), np.dtype(np.uint8)
 
 
-def _check(array: Array, what: str, dtype: Any, *, written: bool) -> None:
+Checked = tuple[Kernels, Any, Any]
+"""The kernels for arrays that were checked, what was lost before, and where to write what is lost; None without."""
+
+
+def _check(array: Any, what: str, dtype: Any, *, written: bool) -> None:
+    if type(array) is DeviceArray:
+        if array.dtype != dtype or array.ndim != 1:
+            raise UsageError(f"{what} must be a 1-D {dtype} array, not {array.dtype} of shape {array.shape}")
+        return
     flags = array.flags
     if array.dtype != dtype or array.ndim != 1 or not flags.c_contiguous or (written and not flags.writeable):
         access = "writable" if written else "contiguous"
@@ -24,7 +33,7 @@ def _check(array: Array, what: str, dtype: Any, *, written: bool) -> None:
         )
 
 
-def _check_room(payload: Array, needed: int, count: int) -> None:
+def _check_room(payload: Any, needed: int, count: int) -> None:
     if len(payload) < needed:
         raise UsageError(
             f"the payload of {count} elements takes {needed} bytes, but only {len(payload)} were given: "
@@ -32,13 +41,21 @@ def _check_room(payload: Array, needed: int, count: int) -> None:
         )
 
 
-def check_encode(x: Array, payload: Array, needed: int, residual: tuple[Array, Array] | None) -> tuple[int, int]:
-    """Return the addresses of what was lost before and of what is lost now, 0 without. Raises UsageError."""
+def _kernels(*arrays: Any) -> Kernels:
+    device = device_of(arrays[0])
+    for other in arrays[1:]:
+        if device_of(other) is not device:
+            raise UsageError(f"a codec works on one device, but was given arrays on {device.name} and another one")
+    return device.kernels  # type: ignore[no-any-return]
+
+
+def check_encode(x: Any, payload: Any, needed: int, residual: tuple[Any, Any] | None) -> Checked:
+    """Return the kernels of these arrays' device, and the residuals. Raises UsageError."""
     _check(x, "x", _FLOAT32, written=False)
     _check(payload, "payload", _UINT8, written=True)
     _check_room(payload, needed, len(x))
     if residual is None:
-        return 0, 0
+        return _kernels(x, payload), None, None
     before, after = residual
     _check(before, "the residual before", _FLOAT32, written=False)
     _check(after, "the residual after", _FLOAT32, written=True)
@@ -46,14 +63,15 @@ def check_encode(x: Array, payload: Array, needed: int, residual: tuple[Array, A
         raise UsageError(
             f"residuals must be as long as x: it has {len(x)} elements, they have {len(before)} and {len(after)}"
         )
-    return address_of(before), address_of(after)
+    return _kernels(x, payload, before, after), before, after
 
 
-def check_decode(payload: Array, out: Array, needed: int) -> None:
-    """Raise UsageError if the arrays cannot be a payload and what it decodes to."""
+def check_decode(payload: Any, out: Any, needed: int) -> Kernels:
+    """Return the kernels for a payload and what it decodes to. Raises UsageError if the arrays cannot be that."""
     _check(payload, "payload", _UINT8, written=False)
     _check(out, "out", _FLOAT32, written=True)
     _check_room(payload, needed, len(out))
+    return _kernels(payload, out)
 
 
 def check_block(block: int, what: str = "block") -> None:

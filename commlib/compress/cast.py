@@ -5,14 +5,13 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import ClassVar
 
-from commlib.buffers.views import address_of
 from commlib.compress.arguments import check_block, check_decode, check_encode, described
 from commlib.dtypes import Array
 from commlib.errors import UsageError
-from commlib.kernels.host import convert, quantise
+from commlib.kernels.protocol import Code
 
 _NAMES = {"float16": "fp16", "bfloat16": "bf16"}
-_FORMATS = {"e4m3": (quantise.E4M3, 448.0), "e5m2": (quantise.E5M2, 57344.0)}
+_FORMATS: dict[str, tuple[Code, float]] = {"e4m3": ("e4m3", 448.0), "e5m2": ("e5m2", 57344.0)}
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,18 +41,14 @@ class Cast:
     def encode(self, x: Array, payload: Array, *, seed: int = 0, residual: tuple[Array, Array] | None = None) -> int:
         """See `Codec.encode`. Nothing depends on the seed."""
         needed = self.payload_bytes(len(x))
-        before, after = check_encode(x, payload, needed, residual)
-        bfloat = self.dtype == "bfloat16"
-        if residual is None:
-            convert.narrow(address_of(x), address_of(payload), len(x), bfloat)
-        else:
-            convert.narrow_sum(address_of(x), before, after, address_of(payload), len(x), bfloat)
+        kernels, before, after = check_encode(x, payload, needed, residual)
+        kernels.narrow(x, before, after, payload, self.dtype == "bfloat16")
         return needed
 
     def decode(self, payload: Array, out: Array, *, add: bool = False) -> None:
         """See `Codec.decode`."""
-        check_decode(payload, out, self.payload_bytes(len(out)))
-        convert.widen(address_of(payload), address_of(out), len(out), self.dtype == "bfloat16", add)
+        kernels = check_decode(payload, out, self.payload_bytes(len(out)))
+        kernels.widen(payload, out, self.dtype == "bfloat16", add)
 
 
 @dataclass(frozen=True, slots=True)
@@ -88,14 +83,12 @@ class Float8:
     def encode(self, x: Array, payload: Array, *, seed: int = 0, residual: tuple[Array, Array] | None = None) -> int:
         """See `Codec.encode`. Nothing depends on the seed."""
         needed = self.payload_bytes(len(x))
-        before, after = check_encode(x, payload, needed, residual)
-        kind, top = _FORMATS[self.format]
-        to = address_of(payload)
-        quantise.encode(address_of(x), before, after, to, len(x), self.block, kind, top, False, False, seed)
+        kernels, before, after = check_encode(x, payload, needed, residual)
+        code, top = _FORMATS[self.format]
+        kernels.quantise(x, before, after, payload, self.block, code, top, False, False, seed)
         return needed
 
     def decode(self, payload: Array, out: Array, *, add: bool = False) -> None:
         """See `Codec.decode`."""
-        check_decode(payload, out, self.payload_bytes(len(out)))
-        kind, _ = _FORMATS[self.format]
-        quantise.decode(address_of(payload), address_of(out), len(out), self.block, kind, add)
+        kernels = check_decode(payload, out, self.payload_bytes(len(out)))
+        kernels.restore(payload, out, self.block, _FORMATS[self.format][0], add)

@@ -16,6 +16,8 @@ def draws(codec: Codec) -> bool:
 class Codec(Protocol):
     """Turns contiguous 1-D float32 arrays into bytes and back. Immutable and stateless: one object serves all.
 
+    The arrays of one call are on one device: numpy's, or `DeviceArray`, where work is queued and done later.
+
     Empty arrays are allowed, zeros decode to zeros, and what has an infinity or NaN decodes to something that is not
     finite, never to a wrong number. The same values and seed give the same bytes on every rank.
     """

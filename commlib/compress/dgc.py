@@ -22,11 +22,12 @@ from commlib.compress.feedback import Residual, add_counter, counter, gather_sta
 from commlib.compress.gather import DENSE_BELOW
 from commlib.compress.messages import Messages
 from commlib.compress.scheme import Lane, Part, State
-from commlib.compress.sparse import KINDS, TopK, check_ratio, check_values, sent
+from commlib.compress.sparse import TopK, check_ratio, check_values, sent
 from commlib.dtypes import Array
 from commlib.errors import UsageError
 from commlib.kernels.host.norm import sum_of_squares
 from commlib.kernels.host.sparsify import encode_accumulated
+from commlib.kernels.host.table import VALUES
 
 
 @dataclass(frozen=True, slots=True)
@@ -116,7 +117,7 @@ class DGCReducer:
             part = self._sparse[number]
             state = (address_of(array) + 4 * part.start for array in (u, v, u_after, v_after))
             how = self._scale(gradient), scheme.momentum, scheme.nesterov
-            k, kind, to = sent(ratio, part.count), KINDS[scheme.values], address_of(room)
+            k, kind, to = sent(ratio, part.count), VALUES[scheme.values], address_of(room)
             return int(encode_accumulated(address_of(gradient), *state, part.count, *how, k, kind, to))
 
         return self._messages.reduce(values, flags, encode)

@@ -5,13 +5,12 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import ClassVar
 
-from commlib.buffers.views import address_of
 from commlib.compress.arguments import check_block, check_decode, check_encode, described
 from commlib.dtypes import Array
 from commlib.errors import UsageError
-from commlib.kernels.host import quantise
+from commlib.kernels.protocol import Code
 
-_KINDS = {8: (quantise.INT8, 127.0), 4: (quantise.INT4, 7.0)}
+_CODES: dict[int, tuple[Code, float]] = {8: ("int8", 127.0), 4: ("int4", 7.0)}
 _ROUNDINGS = ("nearest", "stochastic")
 
 
@@ -30,7 +29,7 @@ class Blocks:
     fixed: ClassVar[bool] = True
 
     def __post_init__(self) -> None:
-        if self.bits not in _KINDS:
+        if self.bits not in _CODES:
             raise UsageError(f"blocks are quantised to 8 or 4 bits, not {self.bits}")
         if self.rounding not in _ROUNDINGS:
             raise UsageError(f"rounding is one of {', '.join(_ROUNDINGS)}, not {self.rounding!r}")
@@ -54,17 +53,16 @@ class Blocks:
     def encode(self, x: Array, payload: Array, *, seed: int = 0, residual: tuple[Array, Array] | None = None) -> int:
         """See `Codec.encode`."""
         needed = self.payload_bytes(len(x))
-        before, after = check_encode(x, payload, needed, residual)
-        kind, top = _KINDS[self.bits]
-        to, at_random = address_of(payload), self.rounding == "stochastic"
-        quantise.encode(address_of(x), before, after, to, len(x), self.block, kind, top, False, at_random, seed)
+        kernels, before, after = check_encode(x, payload, needed, residual)
+        code, top = _CODES[self.bits]
+        at_random = self.rounding == "stochastic"
+        kernels.quantise(x, before, after, payload, self.block, code, top, False, at_random, seed)
         return needed
 
     def decode(self, payload: Array, out: Array, *, add: bool = False) -> None:
         """See `Codec.decode`."""
-        check_decode(payload, out, self.payload_bytes(len(out)))
-        kind, _ = _KINDS[self.bits]
-        quantise.decode(address_of(payload), address_of(out), len(out), self.block, kind, add)
+        kernels = check_decode(payload, out, self.payload_bytes(len(out)))
+        kernels.restore(payload, out, self.block, _CODES[self.bits][0], add)
 
 
 @dataclass(frozen=True, slots=True)
@@ -100,12 +98,12 @@ class QSGD:
     def encode(self, x: Array, payload: Array, *, seed: int = 0, residual: tuple[Array, Array] | None = None) -> int:
         """See `Codec.encode`."""
         needed = self.payload_bytes(len(x))
-        before, after = check_encode(x, payload, needed, residual)
-        to, top = address_of(payload), float(self.levels)
-        quantise.encode(address_of(x), before, after, to, len(x), self.bucket, quantise.INT8, top, True, True, seed)
+        kernels, before, after = check_encode(x, payload, needed, residual)
+        top = float(self.levels)
+        kernels.quantise(x, before, after, payload, self.bucket, "int8", top, True, True, seed)
         return needed
 
     def decode(self, payload: Array, out: Array, *, add: bool = False) -> None:
         """See `Codec.decode`."""
-        check_decode(payload, out, self.payload_bytes(len(out)))
-        quantise.decode(address_of(payload), address_of(out), len(out), self.bucket, quantise.INT8, add)
+        kernels = check_decode(payload, out, self.payload_bytes(len(out)))
+        kernels.restore(payload, out, self.bucket, "int8", add)

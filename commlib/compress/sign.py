@@ -5,10 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import ClassVar
 
-from commlib.buffers.views import address_of
 from commlib.compress.arguments import check_block, check_decode, check_encode, described
 from commlib.dtypes import Array
-from commlib.kernels.host import signs
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,11 +39,10 @@ class Sign:
     def encode(self, x: Array, payload: Array, *, seed: int = 0, residual: tuple[Array, Array] | None = None) -> int:
         """See `Codec.encode`. Nothing depends on the seed."""
         needed = self.payload_bytes(len(x))
-        before, after = check_encode(x, payload, needed, residual)
-        signs.encode(address_of(x), before, after, address_of(payload), len(x), self.block)
+        kernels, before, after = check_encode(x, payload, needed, residual)
+        kernels.signs(x, before, after, payload, self.block)
         return needed
 
     def decode(self, payload: Array, out: Array, *, add: bool = False) -> None:
         """See `Codec.decode`."""
-        check_decode(payload, out, self.payload_bytes(len(out)))
-        signs.decode(address_of(payload), address_of(out), len(out), self.block, add)
+        check_decode(payload, out, self.payload_bytes(len(out))).unsign(payload, out, self.block, add)

@@ -15,10 +15,11 @@ from commlib.buffers.views import address_of
 from commlib.compress.arguments import check_decode, check_encode
 from commlib.dtypes import Array
 from commlib.errors import UsageError
-from commlib.kernels.host import draw, sparse, sparsify
+from commlib.kernels.host import draw
+from commlib.kernels.protocol import SPARSE_HEADER, Value
 
-KINDS = {"float32": sparse.FLOAT32, "float16": sparse.FLOAT16, "bfloat16": sparse.BFLOAT16}
-"""In what values may travel, and the kernels' numbers for it."""
+VALUES: tuple[Value, ...] = ("float32", "float16", "bfloat16")
+"""In what values may travel."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,7 +33,7 @@ class TopK:
     """
 
     ratio: float = 0.01
-    values: str = "float32"
+    values: Value = "float32"
     align: ClassVar[int] = 1
     feedback: ClassVar[bool] = True
     fixed: ClassVar[bool] = False
@@ -51,17 +52,16 @@ class TopK:
 
     def payload_bytes(self, count: int) -> int:
         """Return the length of the longest payload."""
-        return sparse.most(count, self.sent(count), KINDS[self.values])
+        return most_bytes(count, self.sent(count), self.values)
 
     def encode(self, x: Array, payload: Array, *, seed: int = 0, residual: tuple[Array, Array] | None = None) -> int:
         """Write the largest elements to `payload`. See `Codec`."""
-        before, after = check_encode(x, payload, self.payload_bytes(len(x)), residual)
-        k, kind = self.sent(len(x)), KINDS[self.values]
-        return int(sparsify.encode_largest(address_of(x), before, after, len(x), k, kind, address_of(payload)))
+        kernels, before, after = check_encode(x, payload, self.payload_bytes(len(x)), residual)
+        return kernels.largest(x, before, after, self.sent(len(x)), self.values, payload)
 
     def decode(self, payload: Array, out: Array, *, add: bool = False) -> None:
         """Write what `payload` stands for to `out`, or add it. See `Codec`."""
-        read(payload, KINDS[self.values], out, add)
+        read(payload, self.values, out, add)
 
 
 @dataclass(frozen=True, slots=True)
@@ -97,17 +97,16 @@ class RandomK:
 
     def payload_bytes(self, count: int) -> int:
         """Return the length of the longest payload."""
-        return sparse.most(count, self.sent(count), sparse.FLOAT32)
+        return most_bytes(count, self.sent(count), "float32")
 
     def encode(self, x: Array, payload: Array, *, seed: int = 0, residual: tuple[Array, Array] | None = None) -> int:
         """Write the elements that `seed` chooses to `payload`. See `Codec`."""
-        before, after = check_encode(x, payload, self.payload_bytes(len(x)), residual)
-        k, scale, to = self.sent(len(x)), self._scale(len(x)), address_of(payload)
-        return int(draw.encode_random(address_of(x), before, after, len(x), k, seed, scale, to))
+        kernels, before, after = check_encode(x, payload, self.payload_bytes(len(x)), residual)
+        return kernels.random(x, before, after, self.sent(len(x)), seed, self._scale(len(x)), payload)
 
     def decode(self, payload: Array, out: Array, *, add: bool = False) -> None:
         """Write what `payload` stands for to `out`, or add it. See `Codec`."""
-        read(payload, sparse.FLOAT32, out, add)
+        read(payload, "float32", out, add)
 
     def choose(self, count: int, seed: int) -> Array:
         """Return the places that `seed` chooses, ascending (uint32)."""
@@ -129,17 +128,22 @@ def sent(ratio: float, count: int) -> int:
     return min(count, max(1, round(ratio * count)))
 
 
-def read(payload: Array, kind: int, out: Array, add: bool) -> None:
+def read(payload: Array, value: Value, out: Array, add: bool) -> None:
     """Decode a sparse payload. Raises UsageError if it is none, or one of a longer array."""
-    check_decode(payload, out, sparse.HEADER)
-    wrong = sparse.read(address_of(payload), len(payload), kind, address_of(out), len(out), add)
+    wrong = check_decode(payload, out, SPARSE_HEADER).read_sparse(payload, value, out, add)
     if wrong:
         what = {
-            sparse.TOO_SHORT: f"is cut off after {len(payload)} bytes",
-            sparse.OUTSIDE: f"is of an array longer than {len(out)} elements",
-            sparse.OTHER_KIND: "was not written by this codec with these options",
+            "too short": f"is cut off after {len(payload)} bytes",
+            "outside": f"is of an array longer than {len(out)} elements",
+            "other kind": "was not written by this codec with these options",
         }
         raise UsageError(f"decode: the payload {what[wrong]}")
+
+
+def most_bytes(count: int, k: int, value: Value) -> int:
+    """Return the length of the longest payload of k of `count` elements: header, values, and gaps of 1 or 2 bytes."""
+    each = 4 if value == "float32" else 2
+    return SPARSE_HEADER + k * each + min(k + count // 255, 2 * (k + count // 65535))
 
 
 def check_ratio(what: str, ratio: float) -> None:
@@ -150,5 +154,5 @@ def check_ratio(what: str, ratio: float) -> None:
 
 def check_values(what: str, values: str) -> None:
     """Raise UsageError if values cannot travel in this dtype."""
-    if values not in KINDS:
-        raise UsageError(f"{what}: values={values!r}, expected one of {', '.join(KINDS)}")
+    if values not in VALUES:
+        raise UsageError(f"{what}: values={values!r}, expected one of {', '.join(VALUES)}")

@@ -1,7 +1,8 @@
 """Buckets in symmetric memory and the collectives that reduce them: what every framework's adapter shares.
 
 The adapter puts gradients into their slots (`write`, or into the array `slot` itself) and calls `launch(bucket)` in
-index order (a `Tracker` says when); then `finish` and `used`. No framework is known here: slots are numpy arrays.
+index order (a `Tracker` says when); then `finish` and `used`. No framework is known here: slots are numpy arrays, or
+DeviceArrays where the gradients are on a device. What is asked of those is queued on the current stream of the caller.
 
     backward: launch 0, launch 1, ... | finish | optimizer's step: prefetch(...) | forward: fetched(0), fetched(1), ...
 
@@ -19,7 +20,8 @@ from typing import Any, Protocol
 import numpy as np
 
 from commlib.data_parallel.agreement import Gathers
-from commlib.data_parallel.buckets import Bucket
+from commlib.data_parallel.buckets import Bucket, Slot
+from commlib.data_parallel.memory import BucketMemory
 from commlib.data_parallel.report import Statistics, all_reduce_bytes
 from commlib.dtypes import Array
 from commlib.kernels.host.stream import stream_copy
@@ -50,7 +52,10 @@ class Plan(Protocol):
 class Reducer(Gathers, Protocol):
     """What the engine needs of a communicator."""
 
-    def empty(self, shape: Any, dtype: Any = ...) -> Array: ...
+    @property
+    def empty(self) -> Callable[..., Any]: ...
+
+    def watch(self, text: str) -> Callable[[], None]: ...
 
     def plan_all_reduce(self, x: Any, op: str = ..., *, out: Any = ...) -> Plan: ...
 
@@ -72,11 +77,11 @@ class Engine:
         self.buckets = tuple(buckets)
         self.statistics = Statistics()
         comms = [_group(comm, bucket.group) for bucket in self.buckets]
-        self._symmetric = [own.empty((b.count,), b.dtype) for own, b in zip(comms, self.buckets, strict=True)]
-        self._arrays = list(self._symmetric)
-        self._slots: dict[int, Array] = {}
-        self._places: dict[int, tuple[int, int]] = {}  # address and bytes of each slot
-        self._flags: dict[int, Array] = {}
+        self._comms = comms
+        self._memory = [BucketMemory(bucket, own.empty) for own, bucket in zip(comms, self.buckets, strict=True)]
+        self._slots: dict[int, Any] = {}
+        self._places: dict[int, tuple[int, int]] = {}  # address and bytes of each slot of the host's
+        self._of: dict[int, tuple[int, Slot]] = {}  # the bucket and the slot of each parameter
         self._makers = [None if own.size == 1 else plan or _plain(own) for own in comms]
         self._plans: list[Plan | None] = [None] * len(self.buckets)
         self._traffic: list[tuple[int, int]] = []  # of each bucket as it is: what is sent, what would be if not cast
@@ -100,13 +105,18 @@ class Engine:
         """What reduces each bucket, in launch order; None where there is one rank."""
         return self._plans
 
-    def slot(self, parameter: int) -> Array:
+    def slot(self, parameter: int) -> Any:
         """Return the 1-D array, in symmetric memory, that holds the gradient of `parameter`."""
         return self._slots[parameter]
 
     def write(self, parameter: int, address: int) -> None:
         """Copy the gradient at `address`, contiguous and of its slot's dtype, into the slot of `parameter`."""
-        target, nbytes = self._places[parameter]
+        found = self._places.get(parameter)
+        if found is None:
+            index, slot = self._of[parameter]
+            self._memory[index].write(slot.offset, slot.count, address)
+            return
+        target, nbytes = found
         self._copy(target, address, nbytes)
 
     def move(self, index: int, *, aside: bool) -> None:
@@ -115,13 +125,12 @@ class Engine:
         What it has so far is written no more: it belongs to whoever still looks at it. Not collective: where only some
         ranks have a bucket aside, its reduction copies it, and has the same result. Not while anything is in flight.
         """
-        symmetric = self._symmetric[index]
-        self._arrays[index] = np.zeros_like(symmetric) if aside else symmetric
+        self._memory[index].move(aside=aside)
         self._place(index)
 
     def is_aside(self, index: int) -> bool:
         """Tell whether a bucket is in memory of this rank alone."""
-        return self._arrays[index] is not self._symmetric[index]
+        return self._memory[index].array is not self._memory[index].symmetric
 
     def launch(self, index: int) -> None:
         """Start reducing a bucket whose gradients are all in their slots, while backward goes on."""
@@ -143,7 +152,8 @@ class Engine:
         try:
             self._reduce(remaining)
             for index in (*self._launched, *remaining):
-                self._scale(index)
+                self._memory[index].forget_flags()
+                self._memory[index].scale()
                 self._count(index)
         finally:
             self._pending.clear()
@@ -153,7 +163,8 @@ class Engine:
 
     def used(self, parameter: int) -> bool:
         """Tell whether any rank had a gradient of `parameter` in the reduction that just finished."""
-        return bool(self._flags[parameter][0] > 0)
+        index, slot = self._of[parameter]
+        return self._memory[index].is_set(slot.flag, self._comms[index].watch)
 
     def prefetch(self, plans: Iterable[Plan]) -> None:
         """Start plans behind everything launched so far, in this order: gathers of parameters after a step, say.
@@ -180,23 +191,24 @@ class Engine:
 
     def _place(self, index: int) -> None:
         """Find the slots of a bucket in its memory, and make the plan that reduces it there."""
-        bucket, array, make = self.buckets[index], self._arrays[index], self._makers[index]
+        bucket, array, make = self.buckets[index], self._memory[index].array, self._makers[index]
         for slot in bucket.slots:
             values = array[slot.offset : slot.offset + slot.count]
             self._slots[slot.parameter] = values
-            self._places[slot.parameter] = values.ctypes.data, values.nbytes
-            self._flags[slot.parameter] = array[slot.flag : slot.flag + 1]
+            self._of[slot.parameter] = index, slot
+            if isinstance(values, np.ndarray):
+                self._places[slot.parameter] = values.ctypes.data, values.nbytes
         if make is not None:
             self._plans[index] = make(bucket, array)
 
     def _prepare(self, index: int, unused: Collection[int]) -> None:
-        bucket, array = self.buckets[index], self._arrays[index]
+        bucket, memory = self.buckets[index], self._memory[index]
         self.statistics.nbytes += bucket.nbytes
-        array[bucket.flags : bucket.flags + len(bucket.slots)] = 1
+        memory.fill(bucket.flags, bucket.flags + len(bucket.slots), 1)
         for slot in bucket.slots if unused else ():
             if slot.parameter in unused:
-                self._slots[slot.parameter].fill(0)
-                array[slot.flag] = 0
+                memory.fill(slot.offset, slot.offset + slot.count, 0)
+                memory.fill(slot.flag, slot.flag + 1, 0)
 
     def _start(self, index: int) -> None:
         plan = self._plans[index]
@@ -230,12 +242,6 @@ class Engine:
         self.statistics.hide(works, time.perf_counter() - started)
         if failure is not None:
             raise failure
-
-    def _scale(self, index: int) -> None:
-        bucket = self.buckets[index]
-        if bucket.scale != 1:
-            values = self._arrays[index][: bucket.flags]
-            np.multiply(values, values.dtype.type(bucket.scale), out=values)
 
     def _count(self, index: int) -> None:
         sent, uncompressed = self._traffic[index]

@@ -6,8 +6,9 @@ from typing import Any
 
 import numpy as np
 
-from commlib.buffers.views import address_of
-from commlib.dtypes import NUMPY, Array, kernel_operation, name_of
+from commlib.devices.array import DeviceArray
+from commlib.devices.arrays import address
+from commlib.dtypes import NUMPY, kernel_operation, name_of
 from commlib.execution.reduce_op import ReduceOp
 from commlib.kernels.host.reduce import accumulator_dtype
 
@@ -18,12 +19,12 @@ class Accumulation:
     once: nothing is combined twice on its way, so no copy needs to be wider.
     """
 
-    def __init__(self, x: Array, op: str, size: int, *, once: bool = False) -> None:
+    def __init__(self, x: Any, op: str, size: int, *, once: bool = False) -> None:
         dtype = name_of(x.dtype)
         operation = kernel_operation(dtype, op)
         wide = dtype if once else accumulator_dtype(dtype, operation)
         self.widened = wide != dtype
-        self.x = x.astype(NUMPY[wide]) if self.widened else x
+        self.x = _cast(x, NUMPY[wide]) if self.widened else x
         self._finisher = None
         if once:
             self.reduce_op = ReduceOp(dtype, operation, size)
@@ -32,22 +33,36 @@ class Accumulation:
             if operation == "mean" and size > 1:
                 self._finisher = ReduceOp(wide, operation, size)
 
-    def work_in(self, target: Array) -> Array:
+    def work_in(self, target: Any) -> Any:
         """Return an array with the input that may be overwritten: `target` where its dtype allows."""
         if self.widened:
             return self.x
-        if address_of(self.x) != address_of(target):
-            target[...] = self.x
+        if address(self.x) != address(target):
+            target[:] = self.x
         return target
 
-    def finish(self, part: Array, target: Array) -> None:
+    def finish(self, part: Any, target: Any) -> None:
         """Write a reduced part of the working memory to `target`: divide, then round."""
         if self._finisher is not None and len(part):
             self._finisher.combine([part], part)
-        if address_of(part) != address_of(target):
-            # Overflow to infinity is what rounding to a narrow float means, not something to warn of.
-            with np.errstate(over="ignore", invalid="ignore"):
-                target[...] = part.astype(target.dtype) if self.widened else part
+        if address(part) != address(target):
+            if not self.widened:
+                target[:] = part
+            elif type(target) is DeviceArray:
+                target.device.kernels.cast(part, target)
+            else:
+                # Overflow to infinity is what rounding to a narrow float means, not something to warn of.
+                with np.errstate(over="ignore", invalid="ignore"):
+                    target[:] = part.astype(target.dtype)
+
+
+def _cast(x: Any, dtype: Any) -> Any:
+    """Return a copy of an array in another dtype."""
+    if type(x) is not DeviceArray:
+        return x.astype(dtype)
+    wide = x.empty(x.shape, dtype)
+    x.device.kernels.cast(x, wide)
+    return wide
 
 
 def is_widened(dtype: Any, op: str) -> bool:

@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 
 from commlib.buffers.views import address_of
+from commlib.devices.array import DeviceArray
 from commlib.dtypes import NUMPY, Array, kernel_operation, name_of
 from commlib.kernels.host.reduce import reduce_function
 
@@ -36,8 +37,11 @@ class ReduceOp:
         """The address of the compiled function; it is compiled when first asked for."""
         return int(reduce_function(self.dtype, self.operation).address)
 
-    def combine(self, operands: Sequence[Array], target: Array) -> None:
+    def combine(self, operands: Sequence[Any], target: Any) -> None:
         """target = the first (operation) the second ...: contiguous 1-D arrays; the target may be one of them."""
+        if type(target) is DeviceArray:
+            target.device.kernels.reduce(self.dtype, self.operation, self.divisor, operands, target)
+            return
         reduce = reduce_function(self.dtype, self.operation).ctypes
         inputs = np.array([address_of(operand) for operand in operands], np.int64)
         output = np.array([address_of(target)], np.int64)

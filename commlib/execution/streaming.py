@@ -14,6 +14,10 @@ from typing import Any
 
 import numpy as np
 
+from commlib.devices.array import DeviceArray
+from commlib.devices.arrays import device_of, empty_like
+from commlib.devices.host import HOST
+from commlib.devices.waiting import wait_for
 from commlib.errors import TransportError
 from commlib.execution.reduce_op import ReduceOp
 from commlib.schedule.ir import Program, Recv, Round, Span
@@ -35,7 +39,7 @@ def nothing(number: int) -> None:
 
 @dataclass(slots=True)
 class Region:
-    """One region of a program's chunks: a contiguous 1-D array, and where each chunk lies in it."""
+    """One region of a program's chunks: a contiguous 1-D array of any device, and where each chunk lies in it."""
 
     array: Any
     layout: Layout | Slices
@@ -71,15 +75,20 @@ class _Landing:
                 del self._free[index]
                 break
         else:
-            memory = np.empty(like.nbytes, np.uint8)
+            memory = empty_like(like, like.nbytes, np.uint8)
         return memory[: like.nbytes].view(like.dtype)
 
     def give_back(self, array: Any) -> None:
-        self._free.append(array.base if array.base is not None else array)
+        if type(array) is DeviceArray:
+            self._free.append(array.view(np.uint8))
+        else:
+            self._free.append(array.base if array.base is not None else array)
 
 
-def _bytes(array: Any) -> memoryview:
-    return array.view(np.uint8).data  # type: ignore[no-any-return]  # bfloat16 has no buffer format of its own
+def _bytes(array: Any) -> Any:
+    """Return what a transport takes: a memoryview, or a Buffer of a device."""
+    data = array.view(np.uint8)  # bfloat16 has no buffer format of its own
+    return data if type(data) is DeviceArray else data.data
 
 
 class _Block:
@@ -93,7 +102,9 @@ class _Block:
         tag: int,
         reduce_op: ReduceOp | None,
         posted: Hook | None,
+        on_wait: WaitHook,
     ) -> None:
+        self._device, self._on_wait = device_of(regions[0].array) if regions else HOST, on_wait
         self._program, self._transport, self._tag, self._reduce_op = program, transport, tag, reduce_op
         self._memory = _Memory(program, regions)
         self._rounds, self._posted, self._numbers = iter(program.rounds), posted, count()
@@ -113,6 +124,8 @@ class _Block:
         memory, transport, tag = self._memory, self._transport, self._tag
         for copy in step.copies:
             memory[copy.target][:] = memory[copy.source]
+        if self._device is not HOST:  # what was queued may still read where messages arrive, or write what they take
+            wait_for(self._device.current().record(), self._on_wait)
         for recv in step.recvs:
             place = memory[recv.span]
             if recv.reduce:
@@ -179,7 +192,7 @@ def execute(
             if begun < len(blocks) and begun < ended + WINDOW:
                 before(begun)
                 told = posted and partial(posted, begun)
-                block = _Block(program, blocks[begun], transport, tag + begun, reduce_op, told)
+                block = _Block(program, blocks[begun], transport, tag + begun, reduce_op, told, on_wait)
                 running[begun] = block
                 if not block.advance(landing):
                     del running[begun]

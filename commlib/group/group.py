@@ -20,6 +20,8 @@ import numpy as np
 from commlib import forks
 from commlib.arguments import integer
 from commlib.buffers.symmetric import SymmetricMemory
+from commlib.devices.host import HOST
+from commlib.devices.protocol import Device
 from commlib.errors import CommlibError, MismatchError, ShutdownError, UsageError
 from commlib.execution.reduce_op import ReduceOp
 from commlib.execution.streaming import Hook, Posted, Region, execute, nothing
@@ -108,6 +110,7 @@ class Group:
         if within is None and self.size > 1 and self.config.check != "never":
             self._asked = self._stall_check = StallCheck(transport.space(Space.CHECKS), name)
         self.symmetric = SymmetricMemory(self.hierarchy.place, self._share, self.gather_objects)
+        self._symmetric_on: dict[Any, SymmetricMemory] = {HOST: self.symmetric}
         runtime.groups.add(self)
         runtime.recording.add(self.progress)
         self._attached: list[Attached] = []
@@ -171,6 +174,15 @@ class Group:
 
     def _share(self, nbytes: int) -> Any:
         return self.hierarchy.node.share(nbytes, self._gather_in_node)
+
+    def symmetric_on(self, device: Device) -> SymmetricMemory:
+        """Return the symmetric memory of a device."""
+        found = self._symmetric_on.get(device)
+        if found is None:
+            place, gather = self.hierarchy.place, self._gather_in_node
+            found = SymmetricMemory(place, lambda n: device.share(n, place, gather), self.gather_objects)
+            self._symmetric_on[device] = found
+        return found
 
     def child(self, transport: Transport, name: str, key: str = "", *, private: bool = False) -> Group:
         """Return the group of a transport that was split from this one's. Not collective.
@@ -477,7 +489,8 @@ class Group:
         self.runtime.poller.forget(self)
         for part in self._attached:
             part.close()
-        self.symmetric.close()
+        for symmetric in self._symmetric_on.values():
+            symmetric.close()
         if self.board is not None:
             self.board.close()
         if (retirement := self._retire.detach()) is not None:

@@ -11,7 +11,11 @@ import numpy as np
 
 from commlib import forks
 from commlib.arguments import integer
-from commlib.buffers.views import as_host, contiguous, writable
+from commlib.buffers.views import contiguous
+from commlib.devices.array import DeviceArray
+from commlib.devices.arrays import overlap, viewed, written
+from commlib.devices.protocol import Event
+from commlib.devices.waiting import wait_for
 from commlib.dtypes import Array
 from commlib.errors import CommlibError, MismatchError, ShutdownError, StallError, UsageError
 from commlib.observe.recorder import MESSAGES
@@ -30,7 +34,7 @@ class _Message:
 
     peer: int
     tag: int
-    array: Array
+    array: Any
     flat: Array
     incoming: bool
 
@@ -50,14 +54,18 @@ class _Message:
                 f"{comm.name}: recv from rank {self.peer}, tag {self.tag}, on rank {comm.rank}: "
                 f"expected {self.flat.nbytes} bytes, got {came}: send and receive the same count and dtype"
             )
-        if not np.may_share_memory(self.flat, self.array):
+        if type(self.array) is DeviceArray:
+            # The stream that was told to receive is in order with what its thread queues after it has waited.
+            with self.array.device.using(self.array.stream):
+                self.array[:] = self.flat
+        elif not np.may_share_memory(self.flat, self.array):
             self.array[...] = self.flat.reshape(self.array.shape)
 
 
 class Messages(Work):
     """Some posted messages. They move when somebody waits, and when the progress thread looks after them."""
 
-    __slots__ = ("_comm", "_lock", "_messages", "_peers", "_record", "_requests", "_value")
+    __slots__ = ("_arrived", "_comm", "_lock", "_messages", "_peers", "_record", "_requests", "_value")
 
     def __init__(self, comm: Group, text: str, messages: list[_Message], value: Any) -> None:
         super().__init__(text)
@@ -68,6 +76,7 @@ class Messages(Work):
             comm.raise_failure(text)
         self._comm, self._messages, self._value = comm, messages, value
         self._peers = [message.peer for message in messages]
+        self._arrived: list[tuple[Any, Event, Any]] = []  # what is on its way to a device: that, when, and from where
         self._lock = threading.Lock()  # MPI allows one thread at a time to ask for a request
         self._requests: list[Request] = []
         self._record = None if comm.journal.recorder is None else comm.journal.open(text, messages[0].flat)
@@ -110,7 +119,10 @@ class Messages(Work):
                     self._lock.release()
             else:
                 raise late
-        return super().wait(0)
+        value = super().wait(0)
+        for device, event, _ in self._arrived:
+            device.current().wait(event)
+        return value
 
     def complete(self) -> Any:
         """Wait like `wait`, where nobody can wait again: what interrupts it takes it back, or fails the group."""
@@ -144,6 +156,9 @@ class Messages(Work):
         if not super().done() and all(request.test() for request in self._requests):
             for message, request in zip(self._messages, self._requests, strict=True):
                 message.collect(self._comm, request)
+                if message.incoming and type(message.array) is DeviceArray:
+                    array = message.array
+                    self._arrived.append((array.device, array.stream.record(), message.flat))
             self._end()
 
     def _wait_for_requests(self, deadline: float | None, late: StallError) -> None:
@@ -177,14 +192,24 @@ class Messages(Work):
 
 
 def _message(comm: Group, verb: str, x: Any, peer: int, tag: int, *, incoming: bool, what: str = "x") -> _Message:
-    array = as_host(x, verb, what)
-    if incoming:
-        writable(array, verb, what)
+    array = written(x, verb, what) if incoming else viewed(x, verb, what)
     if not 0 <= integer(verb, "peer", peer) < comm.size:
         raise UsageError(f"{verb}: peer is {peer}, but {comm.name} has the ranks 0 to {comm.size - 1}")
     if not 0 <= integer(verb, "tag", tag) <= _MOST_TAGS:
         raise UsageError(f"{verb}: tag is {tag}, expected 0 to {_MOST_TAGS}")
+    if type(array) is DeviceArray:
+        return _Message(peer, tag, array.reshape(-1), _on_host(comm, array, verb, fetch=not incoming), incoming)
     return _Message(peer, tag, array, contiguous(array, verb).reshape(-1), incoming)
+
+
+def _on_host(comm: Group, array: DeviceArray, verb: str, *, fetch: bool) -> Array:
+    """Return host memory for what a device's array sends or gets, with its values in the first case."""
+    device = array.device
+    flat: Array = device.staging(array.nbytes).view(array.dtype)
+    if fetch:
+        device.copy(flat, array)
+        wait_for(device.current().record(), comm.watch(f"{verb}: a copy from {device.name}", ()))
+    return flat
 
 
 def send(comm: Group, x: Any, peer: int, tag: int) -> Messages:
@@ -200,7 +225,8 @@ def recv(comm: Group, x: Any, peer: int, tag: int) -> Messages:
 def send_recv(comm: Group, x: Any, peer: int, out: Any, source: int, tag: int) -> Messages:
     arriving = _message(comm, "send_recv", out, source, tag, incoming=True, what="out")
     leaving = _message(comm, "send_recv", x, peer, tag, incoming=False)
-    if np.may_share_memory(arriving.flat, leaving.flat):
+    on_device = type(arriving.array) is DeviceArray and overlap(arriving.array, leaving.array)
+    if on_device or overlap(arriving.flat, leaving.flat):
         raise UsageError("send_recv: x and out overlap: receive into another array")
     text = f"send_recv to rank {peer} and from rank {source}, tag {tag}"
     return Messages(comm, text, [arriving, leaving], out)

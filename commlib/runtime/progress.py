@@ -172,10 +172,10 @@ class Progress:
             work.exception()  # waits for its end
             raise
 
-    def start(self, description: str, run: Run, x: Any = None) -> Work:
-        """Queue one operation, on the array `x`, and return its Work."""
+    def start(self, description: str, run: Run, x: Any = None, work: Work | None = None) -> Work:
+        """Queue one operation, on the array `x`, and return its Work, which may be given."""
         forks.check(description)
-        work = Work(description)
+        work = Work(description) if work is None else work
         try:
             with self._lock:
                 if self._closed:

@@ -92,11 +92,18 @@ class Transport(Protocol):
         """How many tags of its own it has: greater ones are the same as smaller ones."""
         ...
 
-    def send(self, peer: int, tag: int, data: memoryview) -> Request:
-        """Post a send of `data` (bytes, contiguous), which must stay unchanged until the request is complete."""
+    def accepts(self, device: str) -> bool:
+        """Return whether `send` and `recv` take memory of this kind of device beside the host's. Alike on all ranks."""
         ...
 
-    def recv(self, peer: int, tag: int, into: memoryview) -> Request:
+    def send(self, peer: int, tag: int, data: Any) -> Request:
+        """Post a send of `data` (bytes, contiguous), which must stay unchanged until the request is complete.
+
+        It is a memoryview, or a Buffer of a device that this transport accepts; nothing queued may still write it.
+        """
+        ...
+
+    def recv(self, peer: int, tag: int, into: Any) -> Request:
         """Post a receive into `into` (bytes, contiguous, writable) of a message that is no longer than that."""
         ...
 

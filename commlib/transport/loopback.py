@@ -6,6 +6,7 @@ on buffering hangs here (and is stopped by its timeout) instead of on somebody's
 
 from __future__ import annotations
 
+import ctypes
 import itertools
 import threading
 from collections import Counter, defaultdict, deque
@@ -55,8 +56,9 @@ class _Message:
 class Network:
     """What the threads share: posted messages, and meeting points for collective set-up."""
 
-    def __init__(self, nodes: Sequence[int]) -> None:
+    def __init__(self, nodes: Sequence[int], devices: Sequence[str] = ()) -> None:
         self.nodes = tuple(nodes)  # the node of each world rank
+        self.devices = tuple(devices)  # kinds of devices whose memory this process reads at its addresses
         self.changed = threading.Condition()
         self.posted: dict[str, dict[tuple[int, ...], deque[_Message]]] = {
             "send": defaultdict(deque),
@@ -178,11 +180,14 @@ class LoopbackTransport:
     def _key(self, source: int, target: int, tag: int) -> tuple[int, ...]:
         return (self._context, self._world[source], self._world[target], tag, self._space)
 
-    def send(self, peer: int, tag: int, data: memoryview) -> Request:
-        return self._network.post("send", self._key(self.rank, peer, tag), data)
+    def accepts(self, device: str) -> bool:
+        return device in self._network.devices
 
-    def recv(self, peer: int, tag: int, into: memoryview) -> Request:
-        return self._network.post("recv", self._key(peer, self.rank, tag), into)
+    def send(self, peer: int, tag: int, data: Any) -> Request:
+        return self._network.post("send", self._key(self.rank, peer, tag), _memory(data))
+
+    def recv(self, peer: int, tag: int, into: Any) -> Request:
+        return self._network.post("recv", self._key(peer, self.rank, tag), _memory(into))
 
     def recv_probed(self, peer: int, tag: int, into: memoryview) -> ProbedReceive:
         # Nothing is written before both lengths are known.
@@ -251,8 +256,18 @@ class LoopbackTransport:
         pass
 
 
-def transports(size: int, nodes: Sequence[int] | None = None) -> list[LoopbackTransport]:
-    """Return the `size` ends of one group. `nodes[r]` is the node that rank r pretends to be on (default: all on 0)."""
-    network = Network(nodes or [0] * size)
+def _memory(data: Any) -> memoryview:
+    """Return memory at once, whatever is queued on its device: as a network card does that is told an address."""
+    if isinstance(data, memoryview):
+        return data
+    return memoryview((ctypes.c_uint8 * data.nbytes).from_address(data.address)).cast("B")
+
+
+def transports(size: int, nodes: Sequence[int] | None = None, devices: Sequence[str] = ()) -> list[LoopbackTransport]:
+    """Return the `size` ends of one group. `nodes[r]` is the node that rank r pretends to be on (default: all on 0).
+
+    devices: kinds whose memory it sends and receives as it is.
+    """
+    network = Network(nodes or [0] * size, devices)
     context = network.new_context()
     return [LoopbackTransport(network, context, range(size), rank, range(size)) for rank in range(size)]

@@ -426,6 +426,9 @@ class MpiTransport:
             there.Free()
         return MpiTransport(comm, self.longest, members, self._most_tags)
 
+    def accepts(self, device: str) -> bool:
+        return False  # MPI libraries from wheels are not built for CUDA
+
     def share(self, nbytes: int, gather: Gather) -> SharedMemory:
         return segment.share(self.rank, nbytes, gather)
 

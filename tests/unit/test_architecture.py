@@ -57,6 +57,7 @@ LAYERS = (
     ("commlib.observe",),
     ("commlib.buffers",),
     ("commlib.kernels",),
+    ("commlib.devices",),
     ("commlib.compress.arguments", "commlib.compress.cast", "commlib.compress.codec", "commlib.compress.codecs",
      "commlib.compress.quantise", "commlib.compress.sign", "commlib.compress.sparse"),
     ("commlib.transport",),
@@ -89,6 +90,21 @@ FRAMEWORKS_OF = {
     "commlib_tensorflow": FRAMEWORKS - {"torch", "commlib_torch"},
 }
 MEASURED = {"commlib.bench.gloo_peer": "torch"}  # what commlib is measured against; imported inside functions only
+# Who may name the host's compiled kernels; all others ask the device of their arrays for kernels.
+HOST_KERNELS_ALLOWED = (
+    "commlib.kernels",
+    "commlib.devices.host",
+    "commlib.node",  # shared memory of the host, and the flags in it
+    "commlib.buffers.symmetric",  # whose places those kernels look up
+    "commlib.group.group",  # what they return
+    "commlib.execution.reduce_op", "commlib.execution.accumulation",  # what they call operations, and compiled calls
+    "commlib.execution.persistent",
+    "commlib.p2p.inbox", "commlib.p2p.outbox", "commlib.p2p.node_end",  # memory of the host that two ranks share
+    "commlib.data_parallel.engine",  # copies past the caches
+    "commlib.compress.sparse", "commlib.compress.dgc", "commlib.compress.low_rank",  # on the host only as yet: shared
+    "commlib.optim", "commlib.coordinator",  # choices, DGC, PowerSGD, 1-bit optimizers, named operations
+    "commlib_torch", "commlib_tensorflow",
+)  # fmt: skip
 CUPY_ALLOWED = ("commlib.kernels.cuda", "commlib.buffers")  # and there inside functions only
 
 
@@ -186,6 +202,8 @@ def breach(item: Import) -> str | None:
             return "a pure module imports the standard library, pure modules and commlib.errors only"
         if top in IMPURE_STANDARD_LIBRARY:
             return "a pure module has no clock, thread or other process"
+    if is_in(target, ("commlib.kernels.host",)) and not is_in(importer, HOST_KERNELS_ALLOWED):
+        return "kernels are asked of a device"
     mine, theirs = layer(importer), layer(target)
     if mine is not None and theirs is not None and theirs > mine:
         return "imports point the other way"
@@ -269,6 +287,8 @@ def test_a_circle_is_found(tmp_path: Path) -> None:
             "from commlib_torch import x\n",
             "an adapter knows only its own framework",
         ),
+        ("commlib/compress/sign.py", "from commlib.kernels import host\n", "kernels are asked of a device"),
+        ("commlib/execution/streaming.py", "from commlib.kernels import host\n", "kernels are asked of a device"),
         ("commlib/novelty.py", "", "commlib.novelty has no row"),
         ("tests/torch/test_a.py", "", "tests/torch: a folder of this name shadows"),
     ],

@@ -1,0 +1,78 @@
+"""Station: where calls of one group meet one device: a stream of their own, and host memory to go through."""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections import deque
+from collections.abc import Callable
+from typing import Any
+
+from commlib.devices.protocol import Device, Event
+from commlib.devices.waiting import wait_for
+from commlib.dtypes import Array
+from commlib.errors import StallError
+from commlib.group.group import Group
+
+log = logging.getLogger("commlib")
+
+# Seconds that a device gets to end its work when its group is closed.
+_LAST = 5.0
+
+# What was given up while a device may still read or write it, which must stay.
+_LEFT_BEHIND: list[Any] = []
+
+OnWait = Callable[[], None]
+
+Run = Callable[[Any, Any, OnWait], Any]
+"""Do a call on a source and a target of the device, with this thread's current stream; return its value."""
+
+
+class Station:
+    """Runs calls one at a time, as their group's order has it. What they queue goes to one stream, in that order.
+
+    So what a call reads of a block of host memory is read before the next one's copy into it.
+    """
+
+    def __init__(self, group: Group, device: Device) -> None:
+        self._group, self.device = group, device
+        self._stream = device.stream()
+        self._blocks: dict[int, Array] = {}
+        # The arrays of calls whose last work is under way: their memory must not be used for anything else.
+        self._held: deque[tuple[Event, Any]] = deque()
+
+    def run(self, text: str, run: Run, x: Any, ready: Event, target: Any) -> tuple[Any, Event]:
+        """Do a call on arrays that are `ready` then; return its value, and the event behind all that it has queued."""
+        while self._held and self._held[0][0].done():
+            self._held.popleft()
+        with self.device.using(self._stream):
+            self._stream.wait(ready)
+            try:
+                value = run(x, target, self._group.watch(f"{text}: copies to and from {self.device.name}", ()))
+            finally:
+                done = self._stream.record()
+                self._held.append((done, (x, target)))
+        return value, done
+
+    def block(self, number: int, nbytes: int, on_wait: OnWait) -> Array:
+        """Return host memory (uint8). The same number is the same memory, for whoever asks for no more than before."""
+        block = self._blocks.get(number)
+        if block is None or len(block) < nbytes:
+            wait_for(self._stream.record(), on_wait)  # it may still be read or written
+            block = self._blocks[number] = self.device.staging(nbytes)
+        return block[:nbytes]
+
+    def close(self) -> None:
+        """Wait until the device has done what was queued, for a few seconds: also where everything else is given up."""
+        event, deadline = self._stream.record(), time.monotonic() + _LAST
+
+        def on_wait() -> None:
+            if time.monotonic() > deadline:
+                raise StallError(f"{self._group.name}: {self.device.name} still works after {_LAST} s")
+
+        try:
+            wait_for(event, on_wait)
+        except StallError as error:
+            log.error("%s; its memory is left as it is", error)
+            _LEFT_BEHIND.append((self._blocks, self._held))
+        self._blocks, self._held = {}, deque()

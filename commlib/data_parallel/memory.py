@@ -1,0 +1,89 @@
+"""BucketMemory: the memory of one bucket, on the device where its gradients are."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+
+from commlib.data_parallel.buckets import Bucket
+from commlib.devices.array import DeviceArray
+from commlib.devices.arrays import device_named
+from commlib.devices.host import HOST
+from commlib.devices.protocol import Device
+from commlib.devices.waiting import wait_for
+from commlib.dtypes import Array, numpy_dtype
+
+Empty = Callable[..., Any]
+
+
+class BucketMemory:
+    """A bucket's array, and its "used" flags as the host reads them.
+
+    empty: makes zeroed symmetric memory (`Communicator.empty`). `array` is numpy's, or a DeviceArray.
+    """
+
+    __slots__ = ("_flags", "array", "bucket", "device", "symmetric")
+
+    def __init__(self, bucket: Bucket, empty: Empty) -> None:
+        self.bucket = bucket
+        self.device: Device = HOST if bucket.device == "cpu" else device_named(bucket.device, "a bucket")
+        if self.device is HOST:
+            self.symmetric = empty((bucket.count,), bucket.dtype)
+        else:
+            made = empty((bucket.count,), bucket.dtype, device=self.device)
+            self.symmetric = self.device.wrap(made, "a bucket")
+        self.array = self.symmetric
+        self._flags: Array | None = None
+
+    def move(self, *, aside: bool) -> None:
+        """Take other memory, zeroed, which this rank alone has, or the symmetric memory again."""
+        self.array = self._zeros() if aside else self.symmetric
+
+    def _zeros(self) -> Any:
+        if self.device is HOST:
+            return np.zeros_like(self.symmetric)
+        zeros = self.symmetric.empty(self.symmetric.shape, self.symmetric.dtype)
+        self.device.kernels.fill(zeros, 0)
+        return zeros
+
+    def fill(self, start: int, stop: int, value: int) -> None:
+        """Write a number to these elements."""
+        part = self.array[start:stop]
+        if type(part) is DeviceArray:
+            self.device.kernels.fill(part, value)
+        else:
+            part[...] = value
+        self._flags = None
+
+    def write(self, start: int, count: int, address: int) -> None:
+        """Queue a copy of so many elements at an address of the device to these."""
+        kind = numpy_dtype(self.bucket.dtype)
+        self.array[start : start + count] = DeviceArray(self.device, address, (count,), kind, None)
+
+    def scale(self) -> None:
+        """Multiply the gradients by what their bucket says."""
+        bucket = self.bucket
+        if bucket.scale == 1:
+            return
+        values = self.array[: bucket.flags]
+        if type(values) is DeviceArray:
+            self.device.kernels.scale(values, bucket.scale)
+        else:
+            np.multiply(values, values.dtype.type(bucket.scale), out=values)
+
+    def forget_flags(self) -> None:
+        """Note that a reduction has written new flags."""
+        self._flags = None
+
+    def is_set(self, flag: int, watch: Callable[[str], Callable[[], None]]) -> bool:
+        """Tell whether a flag is above zero; the first question after a reduction waits until a device has it."""
+        if type(self.array) is not DeviceArray:
+            return bool(self.array[flag] > 0)
+        if self._flags is None:
+            there = self.array[self.bucket.flags : self.bucket.flags + len(self.bucket.slots)]
+            self._flags = self.device.staging(there.nbytes).view(there.dtype)
+            self.device.copy(self._flags, there)
+            wait_for(self.device.current().record(), watch(f"flags of bucket {self.bucket.index}"))
+        return bool(self._flags[flag - self.bucket.flags] > 0)

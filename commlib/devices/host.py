@@ -1,0 +1,76 @@
+"""The host as a device: memory is numpy's, and whatever is asked for has happened at once."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from contextlib import nullcontext
+from functools import cached_property
+from typing import Any
+
+import numpy as np
+
+from commlib.buffers import shared_memory
+from commlib.buffers.views import address_of, as_host, contiguous, writable
+from commlib.dtypes import Array
+from commlib.kernels.protocol import Kernels
+from commlib.protocols import SharedMemory
+
+
+class _InOrder:
+    """The host's only stream, and every event of it."""
+
+    def record(self) -> _InOrder:
+        return self
+
+    def wait(self, event: Any) -> None:
+        pass
+
+    def done(self) -> bool:
+        return True
+
+
+_IN_ORDER = _InOrder()
+
+
+class HostDevice:
+    """See `protocol.Device`."""
+
+    name = "host"
+
+    @cached_property
+    def kernels(self) -> Kernels:
+        from commlib.kernels.host.table import HostKernels  # all codecs' kernels: only where one is asked for
+
+        return HostKernels()
+
+    def stream(self) -> _InOrder:
+        return _IN_ORDER
+
+    def current(self) -> _InOrder:
+        return _IN_ORDER
+
+    def using(self, stream: Any) -> nullcontext[None]:
+        return nullcontext()
+
+    def empty(self, shape: tuple[int, ...], dtype: Any) -> Array:
+        return np.empty(shape, dtype)
+
+    def at(self, address: int, shape: tuple[int, ...], dtype: Any, owner: Any) -> Array:
+        assert isinstance(owner, np.ndarray) and address_of(owner) == address
+        return owner.view(dtype).reshape(shape)  # type: ignore[no-any-return]
+
+    def wrap(self, x: Any, verb: str, what: str = "x", *, written: bool = False) -> Any:
+        array = as_host(x, verb, what)
+        return contiguous(writable(array, verb, what) if written else array, verb)
+
+    def copy(self, target: Any, source: Any) -> None:
+        target[...] = source
+
+    def staging(self, nbytes: int) -> Array:
+        return np.empty(nbytes, np.uint8)
+
+    def share(self, nbytes: int, rank: int, gather: Callable[[Any], list[Any]]) -> SharedMemory:
+        return shared_memory.share(rank, nbytes, gather)
+
+
+HOST = HostDevice()

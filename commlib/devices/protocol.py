@@ -1,0 +1,112 @@
+"""The device seam: what commlib asks of memory that the host may not read at once, and of who works on it.
+
+Work on a device is *queued*: a copy or a kernel goes to a stream, in whose order it runs later. Whatever is not on the
+same stream waits for an event. As in CUDA, CuPy and PyTorch each thread has a *current* stream, to which copies and
+kernels go; so no call here names its stream. The host is the device on which everything has happened when it returns.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from contextlib import AbstractContextManager
+from typing import Any, Protocol
+
+from commlib.devices.array import DeviceArray
+from commlib.dtypes import Array
+from commlib.kernels.protocol import Kernels
+from commlib.protocols import SharedMemory
+
+
+class Event(Protocol):
+    """A place in a stream."""
+
+    def done(self) -> bool:
+        """Return whether everything queued before it has run. Never blocks."""
+        ...
+
+
+class Stream(Protocol):
+    """A queue of a device: what is queued runs in its order."""
+
+    def record(self) -> Event:
+        """Return the event behind everything queued so far."""
+        ...
+
+    def wait(self, event: Any) -> None:
+        """Let what is queued from now on run after an event of the same device. Never blocks."""
+        ...
+
+
+class Buffer(Protocol):
+    """Contiguous memory of a device. `stream` is that on which its contents come to be, or where they have been."""
+
+    @property
+    def address(self) -> int: ...
+
+    @property
+    def nbytes(self) -> int: ...
+
+    @property
+    def dtype(self) -> Any: ...
+
+    @property
+    def device(self) -> Any: ...
+
+    @property
+    def stream(self) -> Any: ...
+
+
+class Device(Protocol):
+    """One kind of memory, and who copies and computes there. One process uses one device of a kind at a time."""
+
+    @property
+    def name(self) -> str:
+        """The kind, such as "cuda": the same on all ranks, which compare it."""
+        ...
+
+    @property
+    def kernels(self) -> Kernels:
+        """What computes there; each call is queued on the current stream."""
+        ...
+
+    def stream(self) -> Stream:
+        """Make a stream."""
+        ...
+
+    def current(self) -> Stream:
+        """Return the stream to which this thread's work goes."""
+        ...
+
+    def using(self, stream: Any) -> AbstractContextManager[Any]:
+        """Make a stream the current one of this thread, for the length of a `with`."""
+        ...
+
+    def empty(self, shape: tuple[int, ...], dtype: Any) -> Any:
+        """Return a new array such as users have, uninitialised."""
+        ...
+
+    def at(self, address: int, shape: tuple[int, ...], dtype: Any, owner: Any) -> Any:
+        """Return an array such as users have over memory that `owner` keeps."""
+        ...
+
+    def wrap(self, x: Any, verb: str, what: str = "x", *, written: bool = False) -> DeviceArray:
+        """Return a user's array as commlib's, over the same memory; the current stream waits for its contents.
+
+        Raises UsageError if it is not contiguous, has a dtype that commlib has not, or is read-only but `written`.
+        """
+        ...
+
+    def copy(self, target: Any, source: Any) -> None:
+        """Queue a copy of contiguous memory. One of them may be host memory from `staging`, untouched until then."""
+        ...
+
+    def staging(self, nbytes: int) -> Array:
+        """Return host memory (uint8) that copies to and from the device are fast with."""
+        ...
+
+    def share(self, nbytes: int, rank: int, gather: Callable[[Any], list[Any]]) -> SharedMemory:
+        """Return zeroed memory of the device that all ranks of a node can address. Collective.
+
+        `gather` tells every rank's picklable value to all.
+        """
+        ...

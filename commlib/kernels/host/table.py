@@ -1,0 +1,139 @@
+"""HostKernels: the compiled kernels of the host as the table that every device has. See `kernels.protocol`."""
+
+from __future__ import annotations
+
+import ctypes
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+
+from commlib.buffers.views import address_of
+from commlib.dtypes import Array
+from commlib.kernels.host import convert, draw, norm, orthonormal, quantise, signs, sparse, sparsify
+from commlib.kernels.host.reduce import reduce_function
+from commlib.kernels.protocol import Code, Fault, Value
+
+# The compiled functions' numbers.
+_CODES: dict[Code, int] = {
+    "int8": quantise.INT8,
+    "int4": quantise.INT4,
+    "e4m3": quantise.E4M3,
+    "e5m2": quantise.E5M2,
+}
+VALUES: dict[Value, int] = {"float32": sparse.FLOAT32, "float16": sparse.FLOAT16, "bfloat16": sparse.BFLOAT16}
+_FAULTS: dict[int, Fault] = {
+    0: "",
+    sparse.TOO_SHORT: "too short",
+    sparse.OUTSIDE: "outside",
+    sparse.OTHER_KIND: "other kind",
+}
+
+
+def _at(x: Any) -> int:
+    """Return the address of an array; 0 for None."""
+    if x is None:
+        return 0
+    return address_of(x) if isinstance(x, np.ndarray) else int(x.address)
+
+
+def _numpy(x: Any) -> Array:
+    """Return an array in memory that the host can read as numpy's."""
+    if isinstance(x, np.ndarray):
+        return x
+    pool = (ctypes.c_uint8 * max(x.nbytes, 1)).from_address(x.address or ctypes.addressof(_NOTHING))
+    return np.frombuffer(pool, np.uint8)[: x.nbytes].view(x.dtype)
+
+
+_NOTHING = ctypes.c_uint8(0)
+
+
+class HostKernels:
+    """See `kernels.protocol.Kernels`. It reads and writes any memory that the host can address."""
+
+    def reduce(self, dtype: str, operation: str, divisor: int, operands: Sequence[Any], target: Any) -> None:
+        function = reduce_function(dtype, operation).ctypes
+        inputs = np.array([_at(operand) for operand in operands], np.int64)
+        output = np.array([_at(target)], np.int64)
+        function(address_of(inputs), len(inputs), address_of(output), 1, 0, len(target), divisor)
+
+    def cast(self, source: Any, target: Any) -> None:
+        wide, narrow = _numpy(source), _numpy(target)
+        # Overflow to infinity is what rounding to a narrow float means, not something to warn of.
+        with np.errstate(over="ignore", invalid="ignore"):
+            narrow[...] = wide.astype(narrow.dtype)
+
+    def fill(self, target: Any, value: int) -> None:
+        _numpy(target)[...] = value
+
+    def scale(self, target: Any, factor: float) -> None:
+        values = _numpy(target)
+        np.multiply(values, values.dtype.type(factor), out=values)
+
+    def pack(self, sources: Sequence[Any], target: Any) -> None:
+        at = _at(target)
+        for source in sources:
+            ctypes.memmove(at, _at(source), source.nbytes)
+            at += source.nbytes
+
+    def unpack(self, source: Any, targets: Sequence[Any]) -> None:
+        at = _at(source)
+        for target in targets:
+            ctypes.memmove(_at(target), at, target.nbytes)
+            at += target.nbytes
+
+    def squares(self, x: Any) -> float:
+        return norm.sum_of_squares(_numpy(x))
+
+    def is_finite(self, x: Any) -> bool:
+        values = _numpy(x)
+        with np.errstate(all="ignore"):
+            if np.isfinite(values.sum(dtype=np.float32)):  # one pass over the memory, without a temporary array
+                return True
+        return bool(np.isfinite(values).all())  # a sum of finite values may overflow
+
+    def narrow(self, x: Any, before: Any, after: Any, payload: Any, bfloat: bool) -> None:
+        if before is None:
+            convert.narrow(_at(x), _at(payload), len(x), bfloat)
+        else:
+            convert.narrow_sum(_at(x), _at(before), _at(after), _at(payload), len(x), bfloat)
+
+    def widen(self, payload: Any, out: Any, bfloat: bool, add: bool) -> None:
+        convert.widen(_at(payload), _at(out), len(out), bfloat, add)
+
+    def quantise(
+        self,
+        x: Any,
+        before: Any,
+        after: Any,
+        payload: Any,
+        block: int,
+        code: Code,
+        top: float,
+        by_norm: bool,
+        at_random: bool,
+        seed: int,
+    ) -> None:
+        addresses = _at(x), _at(before), _at(after), _at(payload)
+        quantise.encode(*addresses, len(x), block, _CODES[code], top, by_norm, at_random, seed)
+
+    def restore(self, payload: Any, out: Any, block: int, code: Code, add: bool) -> None:
+        quantise.decode(_at(payload), _at(out), len(out), block, _CODES[code], add)
+
+    def signs(self, x: Any, before: Any, after: Any, payload: Any, block: int) -> None:
+        signs.encode(_at(x), _at(before), _at(after), _at(payload), len(x), block)
+
+    def unsign(self, payload: Any, out: Any, block: int, add: bool) -> None:
+        signs.decode(_at(payload), _at(out), len(out), block, add)
+
+    def largest(self, x: Any, before: Any, after: Any, k: int, value: Value, payload: Any) -> int:
+        return int(sparsify.encode_largest(_at(x), _at(before), _at(after), len(x), k, VALUES[value], _at(payload)))
+
+    def random(self, x: Any, before: Any, after: Any, k: int, seed: int, scale: float, payload: Any) -> int:
+        return int(draw.encode_random(_at(x), _at(before), _at(after), len(x), k, seed, scale, _at(payload)))
+
+    def read_sparse(self, payload: Any, value: Value, out: Any, add: bool) -> Fault:
+        return _FAULTS[sparse.read(_at(payload), len(payload), VALUES[value], _at(out), len(out), add)]
+
+    def orthonormalise(self, vectors: Any, rank: int, epsilon: float) -> int:
+        return int(orthonormal.orthonormalise(_numpy(vectors), rank, epsilon))

@@ -1,0 +1,110 @@
+"""Kernels: what a device computes, on arrays of its own memory. Each device has one such table.
+
+Arrays are contiguous and 1-D: numpy's on the host, DeviceArray elsewhere; only their addresses and lengths count. All
+calls are queued on the current stream but those that return a number, which wait for it. `before` and `after` are the
+residuals of error feedback, None without; `after` may be `before`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, Literal, Protocol
+
+Code = Literal["int8", "int4", "e4m3", "e5m2"]
+"""A quantised value: an integer of 8 or 4 bits, a float with 4 bits of exponent and 3 of mantissa, or 5 and 2."""
+
+Value = str
+"""How the values of a sparse payload travel: "float32", "float16" or "bfloat16"."""
+
+Fault = Literal["", "too short", "outside", "other kind"]
+"""What is wrong with a sparse payload: nothing; it is cut off, of a longer array, or written by another codec."""
+
+SPARSE_HEADER = 8  # bytes that every sparse payload has
+
+
+class Kernels(Protocol):
+    """One device's kernels."""
+
+    def reduce(self, dtype: str, operation: str, divisor: int, operands: Sequence[Any], target: Any) -> None:
+        """target = the first (operation) the second ..., in this order; the target may be one of them."""
+        ...
+
+    def cast(self, source: Any, target: Any) -> None:
+        """Convert numbers to the target's dtype, rounding to nearest even; what is too large becomes infinite."""
+        ...
+
+    def fill(self, target: Any, value: int) -> None:
+        """Write a small whole number to all elements."""
+        ...
+
+    def scale(self, target: Any, factor: float) -> None:
+        """Multiply all elements by a number, rounded to their dtype first."""
+        ...
+
+    def pack(self, sources: Sequence[Any], target: Any) -> None:
+        """Copy arrays one after another to `target` (uint8)."""
+        ...
+
+    def unpack(self, source: Any, targets: Sequence[Any]) -> None:
+        """Undo `pack`."""
+        ...
+
+    def squares(self, x: Any) -> float:
+        """Return the sum of squares of floats."""
+        ...
+
+    def is_finite(self, x: Any) -> bool:
+        """Return whether no float32 is infinite or NaN."""
+        ...
+
+    def narrow(self, x: Any, before: Any, after: Any, payload: Any, bfloat: bool) -> None:
+        """Round float32 to float16 or bfloat16."""
+        ...
+
+    def widen(self, payload: Any, out: Any, bfloat: bool, add: bool) -> None:
+        """Write float16 or bfloat16 as float32, or add them."""
+        ...
+
+    def quantise(
+        self,
+        x: Any,
+        before: Any,
+        after: Any,
+        payload: Any,
+        block: int,
+        code: Code,
+        top: float,
+        by_norm: bool,
+        at_random: bool,
+        seed: int,
+    ) -> None:
+        """Write float32 as codes, multiples of a unit that each block has; `top` is the greatest code."""
+        ...
+
+    def restore(self, payload: Any, out: Any, block: int, code: Code, add: bool) -> None:
+        """Write what `quantise` has written as float32, or add it."""
+        ...
+
+    def signs(self, x: Any, before: Any, after: Any, payload: Any, block: int) -> None:
+        """Write the signs of float32, and the mean magnitude of each block."""
+        ...
+
+    def unsign(self, payload: Any, out: Any, block: int, add: bool) -> None:
+        """Write what `signs` has written as float32, or add it."""
+        ...
+
+    def largest(self, x: Any, before: Any, after: Any, k: int, value: Value, payload: Any) -> int:
+        """Write the k largest of float32 and where they are, and return how many bytes that took."""
+        ...
+
+    def random(self, x: Any, before: Any, after: Any, k: int, seed: int, scale: float, payload: Any) -> int:
+        """Write k elements that `seed` chooses, and return how many bytes that took."""
+        ...
+
+    def read_sparse(self, payload: Any, value: Value, out: Any, add: bool) -> Fault:
+        """Write what `largest` or `random` has written as float32, or add it; return what is wrong with it."""
+        ...
+
+    def orthonormalise(self, vectors: Any, rank: int, epsilon: float) -> int:
+        """Make float32 vectors orthonormal in place; return how many became zero, -1 if one is not finite."""
+        ...

@@ -1,0 +1,60 @@
+"""Buckets and codecs of a late device over MPI."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+from commlib.compress.quantise import Blocks
+from commlib.compress.sign import Sign
+from commlib.compress.sparse import TopK
+from commlib.data_parallel import Engine, Parameter, make_buckets
+from commlib.devices.arrays import readable
+from tests.late import LATE
+
+SPECS = [Parameter(name, count, "float32", 4, device="late") for name, count in [("a", 5), ("b", 3000), ("c", 70_000)]]
+
+
+def values(array):
+    return LATE.at(array.address, array.shape, array.dtype, array.owner).numpy()
+
+
+@pytest.mark.parametrize("early", [0, 2, 3])
+def test_mean_of_slots(comm, early):
+    races = LATE.races
+    engine = Engine(comm, make_buckets(SPECS, first_bucket_mib=0.001, bucket_cap_mib=0.01))
+    for step in range(3):
+        for parameter, spec in enumerate(SPECS):
+            gradient = LATE.put(np.full(spec.count, 2.0 * comm.rank + step, np.float32))
+            engine.write(parameter, gradient.address)
+            LATE.synchronise()  # the gradient goes
+        for bucket in range(early):
+            engine.launch(bucket)
+        engine.finish(range(early, len(engine.buckets)), unused=() if comm.rank or early else (1,))
+        for parameter, spec in enumerate(SPECS):
+            mean = comm.size - 1 + step - (step / comm.size if parameter == 1 and not early else 0)
+            np.testing.assert_allclose(values(engine.slot(parameter)), np.full(spec.count, mean), rtol=1e-6)
+            assert engine.used(parameter) == (parameter != 1 or early > 0 or comm.size > 1)
+    assert LATE.races == races
+
+
+@pytest.mark.parametrize("codec", [Blocks(), Sign(), TopK(0.01)], ids=lambda codec: codec.name)
+def test_payloads_of_a_device_are_exchanged(comm, codec):
+    """Each rank encodes on its device; all decode there what all have sent, as the host does."""
+    xs = [np.random.default_rng(rank).standard_normal(5000).astype(np.float32) for rank in range(comm.size)]
+    x = readable(LATE.put(xs[comm.rank]), "test")
+    payload = x.empty((codec.payload_bytes(5000),), np.uint8)
+    LATE.kernels.fill(payload, 0)
+    codec.encode(x, payload)
+    gathered = readable(comm.all_gather(payload), "test")
+    total, length = x.empty((5000,), np.float32), len(payload)
+    for rank in range(comm.size):
+        codec.decode(gathered[rank * length : (rank + 1) * length], total, add=rank > 0)
+    expected, decoded = np.zeros(5000, np.float32), np.zeros(5000, np.float32)
+    for rank, other in enumerate(xs):
+        host = np.zeros(length, np.uint8)
+        codec.encode(other, host)
+        codec.decode(host, decoded if rank else expected)
+        if rank:
+            expected += decoded
+    np.testing.assert_array_equal(values(total), expected)

@@ -1,0 +1,155 @@
+"""The engine on buckets of a late device, over ranks that are threads."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+from commlib.compress import GradientCompression
+from commlib.compress.exchange import Exchanged
+from commlib.compress.quantise import Blocks
+from commlib.config import Config
+from commlib.data_parallel import Engine, Parameter, make_buckets
+from commlib.data_parallel.compressed import CompressedPlans
+from commlib.data_parallel.memory import BucketMemory
+from commlib.devices.array import DeviceArray
+from commlib.errors import UsageError
+from tests import loopback
+from tests.late import LATE
+
+SPECS = [Parameter(name, count, "float32", 4, device="late", scale=0.5) for name, count in [("a", 5), ("b", 300)]]
+MIXED = [*SPECS, Parameter("c", 9, "float64", 8)]
+TINY = 64 / 2**20
+CONFIG = Config(timeout=20, staging_kib=1)
+
+
+def engine_of(comm, specs=SPECS):
+    return Engine(comm, make_buckets(specs, first_bucket_mib=TINY, bucket_cap_mib=TINY))
+
+
+def put(engine, parameter, values):
+    """Write a gradient as an adapter does: from an array of the device."""
+    late = LATE.put(values)
+    engine.write(parameter, late.address)
+    return late
+
+
+def value(engine, parameter):
+    slot = engine.slot(parameter)
+    assert isinstance(slot, DeviceArray)
+    return LATE.at(slot.address, slot.shape, slot.dtype, slot.owner).numpy()
+
+
+@pytest.mark.parametrize("nodes", [[0], [0, 0], [0, 0, 0], [0, 1], [0, 0, 1, 1]])
+@pytest.mark.parametrize("early", [0, 1, 2])
+def test_mean_of_slots(nodes, early):
+    def rank(comm):
+        engine = engine_of(comm)
+        for step in range(3):
+            gradients = [np.arange(spec.count, dtype=np.float32) + 8 * comm.rank + step for spec in SPECS]
+            kept = [put(engine, parameter, gradient) for parameter, gradient in enumerate(gradients)]
+            for bucket in range(early):
+                engine.launch(bucket)
+            engine.finish(range(early, 2))
+            for parameter, spec in enumerate(SPECS):
+                mean = np.arange(spec.count, dtype=np.float32) + 8 * (comm.size - 1) / 2 + step
+                np.testing.assert_allclose(value(engine, parameter), np.float32(0.5) * mean, rtol=1e-6)
+                assert engine.used(parameter)
+            del kept
+
+    races = LATE.races
+    loopback.run(len(nodes), rank, nodes=nodes, config=CONFIG)
+    assert LATE.races == races
+
+
+def test_unused_parameters_count_as_zeros():
+    def rank(comm):
+        engine = engine_of(comm)
+        for step in range(2):
+            used_here = comm.rank == step
+            put(engine, 0, np.ones(5, np.float32))
+            put(engine, 1, np.full(300, 7.0, np.float32))
+            engine.finish(range(2), unused=() if used_here else (1,))
+            np.testing.assert_array_equal(value(engine, 0), np.full(5, 0.5, np.float32))
+            np.testing.assert_array_equal(value(engine, 1), np.full(300, 7.0 / 4, np.float32))
+            assert engine.used(0) and engine.used(1)
+        engine.finish(range(2), unused=(1,))
+        assert engine.used(0) and not engine.used(1)
+
+    loopback.run(2, rank, config=CONFIG)
+
+
+def test_host_and_device_buckets_side_by_side():
+    def rank(comm):
+        engine = engine_of(comm, MIXED)
+        put(engine, 0, np.ones(5, np.float32))
+        put(engine, 1, np.ones(300, np.float32))
+        engine.slot(2)[:] = comm.rank
+        engine.finish(range(len(engine.buckets)))
+        np.testing.assert_array_equal(engine.slot(2), np.full(9, 0.5))
+        np.testing.assert_array_equal(value(engine, 1), np.full(300, 0.5, np.float32))
+
+    loopback.run(2, rank, config=CONFIG)
+
+
+def test_buckets_move_aside_and_back():
+    def rank(comm):
+        engine = engine_of(comm)
+        for aside in (True, False):
+            for index in range(2):
+                engine.move(index, aside=aside)
+                assert engine.is_aside(index) == aside
+            put(engine, 0, np.full(5, comm.rank, np.float32))
+            put(engine, 1, np.full(300, comm.rank, np.float32))
+            engine.finish(range(2))
+            np.testing.assert_array_equal(value(engine, 1), np.full(300, 0.25, np.float32))
+
+    loopback.run(2, rank, config=CONFIG)
+
+
+def test_flags_that_are_not_waited_for_are_seen(monkeypatch):
+    """The flags of the step before, or poison, must not pass for those of this one."""
+
+    def rank(comm):
+        engine = engine_of(comm)
+        put(engine, 0, np.ones(5, np.float32))
+        engine.finish(range(2), unused=(1,))
+        assert engine.used(0) and not engine.used(1)
+
+    loopback.run(2, rank, config=CONFIG)
+    monkeypatch.setattr("commlib.data_parallel.memory.wait_for", lambda event, watch: None)
+    with pytest.raises(AssertionError):
+        loopback.run(2, rank, config=CONFIG)
+
+
+def test_a_gradient_that_another_stream_writes_is_not_taken_too_soon(monkeypatch):
+    """Launching is ordered after the stream that wrote the slots."""
+    monkeypatch.setattr(LATE, "delay", 0.05)
+
+    def rank(comm):
+        engine = engine_of(comm)
+        with LATE.using(LATE.stream()):
+            put(engine, 0, np.full(5, comm.rank, np.float32))
+            put(engine, 1, np.full(300, comm.rank, np.float32))
+            engine.launch(0)
+            engine.launch(1)
+        engine.finish(())
+        np.testing.assert_array_equal(value(engine, 1), np.full(300, 0.25, np.float32))
+
+    loopback.run(2, rank, config=CONFIG)
+
+
+def test_compression_of_a_devices_gradients_is_refused():
+    def rank(comm):
+        compression = GradientCompression(comm, Exchanged(Blocks()))
+        plans = CompressedPlans(comm, compression, [("a", (5,)), ("b", (300,))]).start()
+        with pytest.raises(UsageError, match="gradients on late is not there yet"):
+            Engine(comm, make_buckets(SPECS), plans)
+
+    loopback.run(2, rank, config=CONFIG)
+
+
+def test_a_device_that_this_process_has_not_is_named():
+    bucket = make_buckets([Parameter("a", 5, "float32", 4, device="moon")])[0]
+    with pytest.raises(UsageError, match="'moon'"):
+        BucketMemory(bucket, lambda *_: np.zeros(1))

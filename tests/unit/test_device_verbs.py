@@ -1,0 +1,344 @@
+"""Every verb on arrays of a late device: blocking, asynchronous and planned, on one node and on several."""
+
+from __future__ import annotations
+
+import time
+from dataclasses import replace
+
+import numpy as np
+import pytest
+
+from commlib.collectives.station import Station
+from commlib.config import Config
+from commlib.dtypes import DTYPES, kernel_operation
+from commlib.errors import MismatchError, StallError, UsageError
+from commlib.kernels.host.reduce import reduce_function
+from commlib.runtime.device_work import DeviceWork
+from commlib.schedule import algorithms
+from tests import checks
+from tests.late import LATE, LateArray, OnDevice
+from tests.loopback import run
+from tests.oracle import REDUCIBLE, combined, values
+
+LAYOUTS = [[0], [0, 0], [0, 0, 0], [0, 0, 0, 0], [0, 1], [0, 0, 1], [0, 0, 1, 1]]
+CONFIG = Config(timeout=20, slot_kib=1, staging_kib=1)  # what is larger than 1 KiB goes in pieces
+
+layouts = pytest.mark.parametrize("nodes", LAYOUTS, ids=lambda nodes: "".join(map(str, nodes)))
+
+
+@pytest.fixture(scope="module", autouse=True)
+def compiled():
+    for dtype, op in REDUCIBLE:
+        reduce_function(dtype, kernel_operation(dtype, op))
+
+
+@pytest.fixture
+def slowly(monkeypatch):
+    monkeypatch.setattr(LATE, "delay", 0.1)
+
+
+# Through host memory, and by messages of the device's own memory.
+ways = pytest.mark.parametrize("devices", [(), ("late",)], ids=["staged", "direct"])
+
+
+def spread(nodes, function, devices=()):
+    before, races = LATE.queued, LATE.races
+    run(len(nodes), lambda comm: function(OnDevice(comm)), nodes=nodes, config=CONFIG, devices=devices)
+    assert LATE.queued > before and LATE.races == races
+
+
+@ways
+@layouts
+def test_reductions(nodes, devices):
+    def check(comm):
+        for dtype, op in [("float32", "sum"), ("bfloat16", "mean"), ("bool", "max"), ("int8", "prod")]:
+            for shape in ((), (0,), (3, 4), (3000,)):
+                checks.all_reduce(comm, dtype, shape, op)
+                checks.reduce(comm, dtype, shape, op, root=comm.size - 1)
+            checks.reduce_scatter(comm, dtype, (7, 3), op)
+
+    spread(nodes, check, devices)
+
+
+@ways
+@layouts
+def test_movement(nodes, devices):
+    def check(comm):
+        size = comm.size
+        for dtype in ("float32", "bfloat16", "bool"):
+            for shape in ((4, 3), (900, 2)):
+                checks.broadcast(comm, dtype, shape, root=size - 1)
+                checks.all_gather(comm, dtype, shape)
+                checks.gather(comm, dtype, shape, root=size - 1)
+                checks.scatter(comm, dtype, shape, root=size - 1)
+                checks.all_to_all(comm, dtype, shape)
+                checks.send_recv(comm, dtype, shape)
+                checks.send_and_recv(comm, dtype, shape, tag=7)
+            checks.all_gather_v(comm, dtype, list(range(size)), (2,))
+            checks.all_to_all_v(comm, dtype, [[(a * b + 1) % 4 for b in range(size)] for a in range(size)], (2,))
+
+    spread(nodes, check, devices)
+
+
+@ways
+def test_every_dtype(devices):
+    def check(comm):
+        for dtype, op in REDUCIBLE:
+            checks.all_reduce(comm, dtype, (5,), op)
+        for dtype in DTYPES:
+            checks.all_gather(comm, dtype, (3,))
+
+    spread([0, 0], check, devices)
+
+
+@pytest.mark.parametrize("algorithm", ["ring", "direct", "node"])
+def test_algorithms_by_name(algorithm):
+    def check(comm):
+        checks.all_reduce(comm, "float32", (3000,), "sum", algorithm)
+
+    spread([0, 0, 0], check)
+
+
+@ways
+@layouts
+def test_async_twins(nodes, devices):
+    body = lambda comm: checks.every_verb(OnDevice(checks.Twins(comm)))  # noqa: E731
+    run(len(nodes), body, nodes=nodes, config=CONFIG, devices=devices)
+
+
+@pytest.mark.parametrize("verb", ["all_reduce", "reduce_scatter", "all_gather", "all_to_all"])
+def test_schedules_on_the_devices_own_memory(verb):
+    def check(comm):
+        for algorithm in algorithms(verb):
+            getattr(checks, verb)(comm, "float32", (600,), algorithm=algorithm)
+
+    spread([0, 0, 1], check, ("late",))
+
+
+def test_a_message_that_does_not_wait_for_the_device_is_seen(monkeypatch, slowly):
+    def check(comm):
+        checks.all_reduce(OnDevice(comm), "float32", (600,), "sum", "ring")
+
+    run(2, check, config=CONFIG, devices=("late",))
+    monkeypatch.setattr("commlib.execution.streaming.wait_for", lambda event, on_wait: None)
+    with pytest.raises(AssertionError):
+        run(2, check, config=CONFIG, devices=("late",))
+
+
+@ways
+@pytest.mark.parametrize("nodes", [[0], [0, 0], [0, 1, 1]])
+def test_plans(nodes, devices):
+    def check(comm):
+        xs = [values("float32", (700,), rank) for rank in range(comm.size)]
+        x, out, home = LATE.put(xs[comm.rank]), LATE.empty((700,)), LATE.empty((700,))
+        plans = [comm.plan_all_reduce(x, out=out), comm.plan_broadcast(home, root=comm.size - 1)]
+        for step in range(3):
+            LATE.copy(LATE.wrap(home, "x"), LATE.wrap(x, "x"))
+            assert plans[0]() is out
+            assert plans[1].start().wait() is home
+            np.testing.assert_array_equal(out.numpy(), combined(xs, "sum") * (1 << step))
+            np.testing.assert_array_equal(home.numpy(), xs[-1] * (1 << step))
+            LATE.kernels.scale(LATE.wrap(x, "x"), 2)
+
+    run(len(nodes), check, nodes=nodes, config=CONFIG, devices=devices)
+
+
+def test_work_says_when_the_host_is_free_and_when_the_result_is_there(slowly):
+    def check(comm):
+        x = LATE.put(np.full(10, comm.rank + 1.0))
+        work = comm.all_reduce_async(x, out=x)
+        assert isinstance(work, DeviceWork)
+        assert work.wait() is x and work.done()
+        np.testing.assert_array_equal(x.numpy(), np.full(10, 3.0))  # this thread's stream is behind it
+        work = comm.all_reduce_async(x, out=x)
+        assert work.wait(host=True) is x
+        np.testing.assert_array_equal(x.peek(), np.full(10, 6.0))
+
+    run(2, check, config=CONFIG)
+
+
+def test_blocking_calls_do_not_wait_for_the_last_copy(slowly):
+    def check(comm):
+        x = LATE.put(np.ones(4))
+        comm.all_reduce(x, out=x)
+        LATE.synchronise()
+        started = time.perf_counter()
+        comm.all_reduce(x, out=x)
+        returned = time.perf_counter() - started
+        x.numpy()
+        return returned, time.perf_counter() - started
+
+    for returned, whole in run(2, check, config=CONFIG):
+        assert whole > 1.8 * LATE.delay and returned < whole - LATE.delay / 2
+
+
+def test_calls_of_several_streams_and_threads_are_in_order_with_them():
+    def check(comm):
+        stream = LATE.stream()
+        with LATE.using(stream):
+            x = LATE.put(np.full(2000, comm.rank + 1.0))
+            work = comm.all_reduce_async(x, out=x)
+        result = work.wait()  # now the default stream of this thread waits
+        np.testing.assert_array_equal(result.numpy(), np.full(2000, 3.0))
+
+    run(2, check, config=CONFIG)
+
+
+def test_a_result_that_nobody_waits_for_disturbs_nothing():
+    def check(comm):
+        for _ in range(5):
+            comm.all_reduce_async(LATE.put(np.ones(700)))
+        x = LATE.put(np.ones(700))
+        np.testing.assert_array_equal(comm.all_reduce(x).numpy(), np.full(700, 2.0))
+
+    run(2, check, config=CONFIG)
+
+
+def reduce_once(comm):
+    x = LATE.put(np.full(10, comm.rank + 1.0))
+    np.testing.assert_array_equal(comm.all_reduce(x).numpy(), np.full(10, 3.0))
+
+
+def test_a_missing_wait_of_the_host_is_seen(monkeypatch, slowly):
+    run(2, reduce_once, config=CONFIG)
+    monkeypatch.setattr("commlib.collectives.staged.wait_for", lambda event, on_wait: None)
+    with pytest.raises(AssertionError):
+        run(2, reduce_once, config=CONFIG)
+
+
+def test_a_missing_wait_for_the_callers_stream_is_seen(monkeypatch, slowly):
+    plain = Station.run
+
+    def hasty(self, text, run, x, ready, target):
+        return plain(self, text, run, x, self.device.stream().record(), target)
+
+    monkeypatch.setattr(Station, "run", hasty)
+    with pytest.raises(AssertionError):
+        run(2, reduce_once, config=CONFIG)
+
+
+def test_a_missing_wait_for_the_result_is_seen(monkeypatch, slowly):
+    plain = Station.run
+
+    def hasty(self, text, run, x, ready, target):
+        value, _ = plain(self, text, run, x, ready, target)
+        return value, self.device.stream().record()
+
+    monkeypatch.setattr(Station, "run", hasty)
+    with pytest.raises(AssertionError):
+        run(2, reduce_once, config=CONFIG)
+
+
+def test_host_and_device_do_not_mix():
+    def check(comm):
+        late, here = LATE.put(np.ones(3)), np.ones(3)
+        for x, out in ((late, here), (here, late)):
+            with pytest.raises(UsageError, match="pass arrays of one device"):
+                comm.all_reduce(x, out=out)
+        with pytest.raises(UsageError, match=r"out has shape \(2,\)"):
+            comm.all_reduce(late, out=LATE.empty((2,), "float64"))
+
+    run(2, check, config=CONFIG)
+
+
+def test_ranks_with_arrays_of_different_devices_are_told():
+    def check(comm):
+        x = np.ones(3, np.float32)
+        with pytest.raises(MismatchError, match="device=late"):
+            comm.all_reduce(LATE.put(x) if comm.rank else x)
+
+    run(2, check, config=CONFIG)
+
+
+def test_ranks_with_other_lengths_are_told_the_whole_length():
+    def check(comm):
+        with pytest.raises(MismatchError, match="a piece of 1000"):
+            comm.all_reduce(LATE.put(np.ones(1000 if comm.rank else 2000, np.float32)))
+
+    run(2, check, config=CONFIG)
+
+
+class StuckEvent:
+    """An event that never happens."""
+
+    def done(self):
+        return False
+
+    def block(self):
+        pass
+
+
+class StuckStream:
+    """A stream that does what it is told, and never says so."""
+
+    def __init__(self, stream):
+        self.queue = stream.queue
+
+    def record(self):
+        return StuckEvent()
+
+    def wait(self, event):
+        pass
+
+
+def test_a_device_that_does_not_come_is_given_up(monkeypatch, caplog):
+    monkeypatch.setattr("commlib.collectives.station._LAST", 0.2)
+
+    def check(comm):
+        x = LATE.put(np.ones(3))
+        comm.all_reduce(x)
+        stream = LATE.stream()
+        monkeypatch.setattr(LATE, "stream", lambda: StuckStream(stream))
+        comm._calls._stations.clear()
+        comm._calls.all_reduces.clear()
+        with pytest.raises(StallError, match="copies to and from late"):
+            comm.all_reduce(x)
+        comm.close()
+
+    run(1, check, config=replace(CONFIG, timeout=0.5))
+    assert "late still works after 0.2 s" in caplog.text
+
+
+def test_closing_waits_for_what_is_under_way(slowly):
+    def check(comm):
+        x = LATE.put(np.ones(3))
+        comm.all_reduce(x, out=x)
+        comm.close()
+        np.testing.assert_array_equal(x.peek(), np.full(3, 2.0))
+
+    run(2, check, config=CONFIG)
+
+
+def test_arguments_are_the_users_own():
+    def check(comm):
+        x = LATE.put(np.ones((2, 3), np.float32))
+        result = comm.all_reduce(x)
+        assert isinstance(result, LateArray) and result.shape == (2, 3) and result.dtype == np.float32
+        assert comm.all_reduce(x, out=x) is x
+        received, counts = comm.all_to_all_v(x, [1] * comm.size)
+        assert isinstance(received, LateArray) and isinstance(counts, np.ndarray)
+        assert comm.gather(x, root=0) is None or comm.rank == 0
+
+    run(2, check, config=CONFIG)
+
+
+@pytest.mark.parametrize("nodes", [[0], [0, 0], [0, 0, 1]])
+def test_symmetric_memory_of_a_device(nodes):
+    def check(comm):
+        x = comm.empty((300, 2), "float32", device=LATE)
+        assert isinstance(x, LateArray) and x.shape == (300, 2)
+        np.testing.assert_array_equal(x.numpy(), np.zeros((300, 2), np.float32))
+        LATE.kernels.fill(LATE.wrap(x, "x"), comm.rank + 1)
+        expected = np.full((300, 2), sum(range(1, comm.size + 1)), np.float32)
+        assert comm.all_reduce(x, out=x) is x
+        np.testing.assert_array_equal(x.numpy(), expected)
+        place = comm.group.symmetric_on(LATE).find(x.address, 2400)
+        assert place is not None and len(place[1]) == len(comm.node().group.topology.nodes[0])
+        comm.barrier()
+        for base in place[1]:  # every rank of the node can address it
+            shared = LATE.at(base, (300, 2), np.dtype("float32"), x)
+            np.testing.assert_array_equal(shared.numpy(), expected)
+        assert comm.empty((0,), "int8", device=LATE).shape == (0,)
+        comm.barrier()
+
+    run(len(nodes), check, nodes=nodes, config=CONFIG)
