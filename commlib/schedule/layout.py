@@ -29,11 +29,6 @@ class Layout:
         """The number of elements of each chunk."""
         return tuple(stop - start for start, stop in pairwise(self.offsets))
 
-    @property
-    def is_even(self) -> bool:
-        """Whether all chunks have the same number of elements."""
-        return len(set(self.counts)) <= 1
-
     def slice(self, span: Span) -> tuple[int, int]:
         """Return the first element of a span and the one after its last."""
         return self.offsets[span.start], self.offsets[span.stop]

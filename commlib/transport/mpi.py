@@ -260,7 +260,7 @@ def _shared_out(tags: int) -> dict[Space, tuple[int, int]]:
         Space.MESSAGES: (0, 1 << 15),
         Space.CHECKS: (1 << 15, 1 << 15),
         Space.CHANNELS: (1 << 16, half - (1 << 16)),
-        Space.COLLECTIVES: (half, tags - half),
+        Space.COLLECTIVES: (half, tags - half - 1),  # the last one is never used: see `progress`
     }
 
 
@@ -279,10 +279,11 @@ class MpiTransport:
         self.size: int = comm.Get_size()
         self.members = tuple(range(self.size)) if members is None else tuple(members)
         self._most_tags = most_tags or int(MPI.COMM_WORLD.Get_attr(MPI.TAG_UB) or 0) + 1  # it is on this one only
+        self._quiet_tag = self._most_tags - 1
         self._ranks: tuple[int, ...] = ()  # those of the communicator, where it has more than this group
         self._apart: dict[Space, Any] = {}
         if self._most_tags < _FEWEST_TAGS:
-            self._first_tag, self._tags = 0, self._most_tags
+            self._first_tag, self._tags = 0, self._most_tags - 1
             self._apart = {space: comm.Dup() for space in Space if space != Space.COLLECTIVES}
         else:
             self._first_tag, self._tags = _shared_out(self._most_tags)[Space.COLLECTIVES]
@@ -405,6 +406,8 @@ class MpiTransport:
             raise TransportError(f"MPI: {error}") from error
 
     def progress(self) -> bool:
+        # A probe that finds a message at once moves no other one (Open MPI): so first ask for what never comes.
+        self._comm.Iprobe(tag=self._quiet_tag)
         return bool(self._comm.Iprobe())
 
     def split(self, color: int, key: int) -> MpiTransport | None:

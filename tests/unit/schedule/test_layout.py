@@ -19,7 +19,7 @@ def test_even(count: int, chunks: int) -> None:
     assert layout.chunks == chunks and layout.count == count == sum(layout.counts)
     assert max(layout.counts) - min(layout.counts) <= 1
     assert list(layout.counts) == sorted(layout.counts, reverse=True)
-    assert layout.is_even == (count % chunks == 0)
+    assert (len(set(layout.counts)) == 1) == (count % chunks == 0)
 
 
 @given(st.lists(st.integers(0, 50), max_size=40))
