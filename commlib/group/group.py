@@ -469,7 +469,8 @@ class Group:
             part.leave(reason)
         if self.board is not None:
             self.board.leave(reason or LEFT)
-        if self._stall_check is None or (self.one_node and self.is_open):
+        seen = self.is_open or (self._presence is not None and not reason)  # on a board, this one's or a parent's
+        if self._stall_check is None or (self.one_node and seen):
             return
         finished = not reason and self.failure is None
         history = self._history if finished else -1

@@ -100,3 +100,27 @@ def test_groups_cost_no_shared_memory_until_they_are_used(mpirun):
     done = mpirun(4, HEAD + UNUSED)
     assert done.returncode == 0, done.stderr[-3000:]
     assert done.stdout.split() == ["done"] * 4
+
+
+LEFT = """
+import time
+comm = commlib.init()
+group = comm.split(0)
+if comm.rank == 0:
+    try:
+        group.all_reduce(np.ones(3))
+    except commlib.PeerError as error:
+        assert "rank 1 has shut commlib down" in str(error), error
+        print("told")
+else:
+    time.sleep(0.5)
+    commlib.shutdown()
+    time.sleep(2)
+"""
+
+
+def test_a_group_without_a_board_sees_who_has_left(mpirun):
+    """Its parent's board tells; without parting messages of its own, 129 groups end in 2 s instead of 20."""
+    done = mpirun(2, HEAD + LEFT)
+    assert done.returncode == 0, done.stderr[-3000:]
+    assert done.stdout.split() == ["told"]
