@@ -325,7 +325,7 @@ class Group:
         if self.failure is not None:
             self.raise_failure(text)
         number, board = self.call_number + 1, self.board
-        # What is set up by a call blocks in MPI, in the middle of which nobody may wait for this rank's board.
+        # A group's first collective makes its board; what only sets up (split, empty) needs none.
         opening = self.shares_memory and not self.is_open and not meets
         sending = False
         try:

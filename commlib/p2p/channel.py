@@ -19,9 +19,9 @@ from commlib.p2p.form import Shape
 from commlib.p2p.posted import MOST_DIMENSIONS
 from commlib.p2p.pumps import Pumps
 from commlib.p2p.queued import Queued, Sending
-from commlib.runtime.polling import poll
 from commlib.runtime.work import Work
 from commlib.transport.base import WaitHook
+from commlib.transport.polling import poll
 
 if TYPE_CHECKING:
     from commlib.group.group import Group

@@ -21,8 +21,8 @@ from commlib.p2p.posted import (
     PostedEnd,
     Slot,
 )
-from commlib.runtime.polling import poll
 from commlib.transport.base import WaitHook
+from commlib.transport.polling import poll
 
 
 @dataclass(frozen=True, slots=True, eq=False)

@@ -26,8 +26,8 @@ from commlib.p2p.posted import (
     PostedEnd,
     Slot,
 )
-from commlib.runtime.polling import poll
 from commlib.transport.base import Request, WaitHook
+from commlib.transport.polling import poll
 
 
 class PostedSends(PostedEnd):

@@ -7,11 +7,9 @@ Every group has its own duplicated MPI communicator, so commlib's messages never
 from __future__ import annotations
 
 import copy
-import os
 import threading
-import time
 from collections import defaultdict, deque
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 from mpi4py import MPI
@@ -30,14 +28,11 @@ from commlib.transport.base import (
     Space,
     WaitHook,
 )
+from commlib.transport.polling import EAGER, poll
 
 # MPI counts are C ints before MPI 4: longer messages are cut, on both sides alike. The last piece is shorter than the
 # others, empty if need be: so a receiver that does not know the length sees where the message ends.
 LONGEST = 1 << 30
-
-# How often a wait polls at once; then for how many seconds it polls giving the core away, in the main thread and in
-# others, whose core and interpreter the main thread may want; and how long it then sleeps between polls.
-_EAGER_POLLS, _YIELDING, _YIELDING_ASIDE, _NAP = 20, 20e-3, 0.5e-3, 50e-6
 
 # What was given up while MPI may still read or write its memory, which must stay.
 _LEFT_BEHIND: list[Any] = []
@@ -147,25 +142,6 @@ class _ProbedReceive:
             request.cancel()
 
 
-def _poll(done: Callable[[], bool], on_wait: WaitHook) -> None:
-    """Ask until it is `done`: first at once, then giving the core away, then with short sleeps."""
-    for _ in range(_EAGER_POLLS):
-        if done():
-            return
-    main = threading.current_thread() is threading.main_thread()
-    now = time.monotonic()
-    checked, patient = now, now + (_YIELDING if main else _YIELDING_ASIDE)
-    while not done():
-        if now < patient:
-            os.sched_yield()
-        else:
-            time.sleep(_NAP)
-        now = time.monotonic()
-        if now - checked > 0.02:
-            on_wait()
-            checked = now
-
-
 _start_all, _test_all = MPI.Prequest.Startall, MPI.Request.Testall  # to look them up takes half as long as to call them
 
 
@@ -184,10 +160,10 @@ class _MpiRound:
             raise TransportError("MPI: these messages were given up on their way, and cannot be sent again")
         try:
             _start_all(requests)
-            for _ in range(_EAGER_POLLS):
+            for _ in range(EAGER):
                 if _test_all(requests):
                     return
-            _poll(lambda: _test_all(requests), on_wait)
+            poll(lambda: _test_all(requests), on_wait)
         except MPI.Exception as error:
             raise TransportError(f"MPI: {error}") from error
         except BaseException:
@@ -355,7 +331,7 @@ class MpiTransport:
     def wait(self, requests: Sequence[Request], on_wait: WaitHook) -> None:
         for request in requests:
             if not request.test():
-                _poll(request.test, on_wait)
+                poll(request.test, on_wait)
 
     def wait_any(self, requests: Sequence[Request], on_wait: WaitHook) -> list[Request]:
         # One call for all: each makes MPI look for what has arrived, which may be a system call.
@@ -373,7 +349,7 @@ class MpiTransport:
             return bool(ended)
 
         try:
-            _poll(some, on_wait)
+            poll(some, on_wait)
         except MPI.Exception as error:
             raise TransportError(f"MPI: {error}") from error
         return ended

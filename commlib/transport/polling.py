@@ -11,14 +11,14 @@ from commlib.transport.base import WaitHook
 
 # How often it asks at once; then for how many seconds it asks giving the core away, in the main thread and in others,
 # whose core and interpreter the main thread may want; and how long it then sleeps between.
-_EAGER, _YIELDING, _YIELDING_ASIDE, _NAP = 20, 20e-3, 0.5e-3, 50e-6
+EAGER, _YIELDING, _YIELDING_ASIDE, _NAP = 20, 20e-3, 0.5e-3, 50e-6
 
 _LOOK = 0.02  # seconds between calls of `on_wait`
 
 
 def poll(done: Callable[[], bool], on_wait: WaitHook) -> None:
     """Ask until it is `done`, calling `on_wait` now and then; whatever that raises ends the wait."""
-    for _ in range(_EAGER):
+    for _ in range(EAGER):
         if done():
             return
     main = threading.current_thread() is threading.main_thread()
