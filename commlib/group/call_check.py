@@ -16,7 +16,7 @@ from typing import Any
 import numpy as np
 
 from commlib.dtypes import Array
-from commlib.errors import CommlibError, MismatchError, PeerError
+from commlib.errors import MismatchError
 from commlib.execution.streaming import Region, execute
 from commlib.schedule import program
 from commlib.schedule.layout import even
@@ -81,11 +81,11 @@ def explain_difference(
     try:
         while time.monotonic() < deadline:  # until the other rank comes to compare its calls too
             stall_check.look()
+            if stall_check.absent():
+                break
             time.sleep(0.01)
     except MismatchError as error:
         return error
-    except CommlibError:
-        pass
     return general
 
 
@@ -168,23 +168,19 @@ class StallCheck:
         return f"rank {', '.join(map(str, odd))}" if odd else ""
 
     def look(self) -> None:
-        """Raise MismatchError if a rank made another call than this one, PeerError if it left instead."""
+        """Tell the others that this rank waits. Raises MismatchError if one of them made another call than this one."""
         self._post()
         self._listen()
         for sequence, exchanges in self._posted.items():
             for exchange in exchanges:
                 if sequence in self._calls and (theirs := exchange.text()) is not None:
                     self._compare(sequence, exchange.peer, theirs)
+
+    def absent(self) -> dict[int, str]:
+        """Return the ranks that have said that they will not come to this rank's call, each with the reason."""
         said = {exchange.peer: _Words.read(text) for exchange in self._parting if (text := exchange.text())}
         current = max(self._calls, default=0)
-        if missing := {peer: words.why for peer, words in said.items() if words.done < current}:
-            who = "; ".join(f"rank {peer} {why}" for peer, why in missing.items())
-            error = PeerError(
-                f"{self._group}: {self._calls[current]}: rank {self._transport.rank}: waited for a rank that will not "
-                f"come: {who}"
-            )
-            error.missing = missing
-            raise error
+        return {peer: words.why for peer, words in said.items() if words.done < current}
 
     def late(self) -> list[int]:
         """Return the ranks that have not said that they wait in this rank's call too, though it has waited long."""

@@ -11,7 +11,7 @@ from functools import partial
 from typing import Any
 
 from commlib.errors import CommlibError
-from commlib.runtime.progress import RECORDED, Progress
+from commlib.runtime.progress import RECORDED, Progress, claiming
 from commlib.runtime.work import Work
 
 
@@ -41,6 +41,7 @@ class Compiled:
     def __repr__(self) -> str:
         return f"<{type(self).__name__} {self.text}>"
 
+    @claiming
     def now(self, x: Any, target: Any) -> Any:
         """Run it in this thread, after everything that was launched before, and return its value, mostly `target`."""
         try:
@@ -61,6 +62,7 @@ class Compiled:
             raise
         return self._progress.run_queued(self.text, partial(self.perform, x, target), x)
 
+    @claiming
     def start(self, x: Any, target: Any, *, value: Any = None, deliver: Callable[[Any], Any] | None = None) -> Work:
         """Start it, after everything that was launched before.
 
@@ -73,7 +75,6 @@ class Compiled:
 
         if self.can_begin and deliver is None:
             progress = self._progress
-            progress.refuse_nested(self.text)
             try:
                 if self._acquire(False):
                     if not progress.pending:
@@ -92,6 +93,7 @@ class Compiled:
             except BaseException as error:
                 progress.break_off(self.text, error)
                 raise
+            progress.refuse_nested(self.text)
         return self._progress.start(self.text, run, x)
 
     def bind(self, x: Any, target: Any, *, value: Any = None, deliver: Callable[[Any], Any] | None = None) -> Plan:
@@ -163,6 +165,7 @@ class Plan:
         """What it does."""
         return self._compiled.text
 
+    @claiming
     def __call__(self) -> Any:
         """Run it now, after everything that was launched before, and return its result."""
         step = self._step

@@ -10,13 +10,15 @@ of this one. If they are not there yet, whoever waits for it finishes it, or the
 
 from __future__ import annotations
 
+import sys
 import threading
 import time
 from collections import deque
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any
+from types import CodeType, FrameType
+from typing import Any, TypeVar
 
 from commlib import forks
 from commlib.errors import CommlibError, ShutdownError, UsageError
@@ -32,8 +34,19 @@ _TURN = 0.1
 RECORDED = 1 << 40
 _COUNT = RECORDED - 1
 
+# The code of methods that take `running` and say so nowhere, because a small call has no time for that. They have the
+# group's Progress in `self._progress`, and may have a local `step`, None where they leave it to another of them.
+_CLAIMING: set[CodeType] = set()
+
 Run = Callable[[], Any]
+Method = TypeVar("Method", bound=Callable[..., Any])
 Interrupted = Callable[[str, BaseException], None]
+
+
+def claiming(method: Method) -> Method:
+    """Mark a method that takes `running`, so that a signal handler's call within it can be told from others."""
+    _CLAIMING.add(method.__code__)
+    return method
 
 
 def _ignore(description: str, error: BaseException) -> None:
@@ -114,12 +127,26 @@ class Progress:
             self.pending = self.pending & _COUNT | (0 if recorder is None else RECORDED)
 
     def refuse_nested(self, description: str) -> None:
-        """Raise UsageError if this thread is in the middle of an operation, which would have to end first."""
-        if self._busy == threading.get_ident():
+        """Raise UsageError if this thread is in the middle of an operation, which would have to end first.
+
+        To be called where `running` could not be had.
+        """
+        if self._busy == threading.get_ident() or (not self.pending & _COUNT and self._is_claimed_here()):
             raise UsageError(
                 f"{description}: called in the middle of another call of the same group, in the same thread: by a "
                 "signal handler? Let the handler set a flag, and call this after the other call has ended"
             )
+
+    def _is_claimed_here(self) -> bool:
+        """Return whether this thread holds `running`, by a call that has said so nowhere."""
+        calls = 0
+        frame: FrameType | None = sys._getframe()
+        while frame is not None:
+            if frame.f_code in _CLAIMING:
+                names = frame.f_locals
+                calls += names["self"]._progress is self and names.get("step", calls) is not None
+            frame = frame.f_back
+        return calls > 1  # the one that asks has not got it
 
     def break_off(self, description: str, error: BaseException) -> None:
         """Let go of `running` after what has come out of an operation that this thread had claimed, or may have."""
@@ -136,16 +163,17 @@ class Progress:
     @contextmanager
     def set_aside(self) -> Iterator[None]:
         """Let no other call run while one does in this thread, not even one of a signal handler's."""
-        with self._lock:
-            self.pending += 1
+        # Said as long as the lock is used: a signal handler's call must not come to that.
         before, self._busy = self._busy, threading.get_ident()
         try:
+            with self._lock:
+                self.pending += 1
             yield
         finally:
-            self._busy = before
             with self._lock:
                 self.pending -= 1
                 self._changed.notify_all()
+            self._busy = before
 
     def run_queued(self, description: str, run: Run, x: Any = None) -> Any:
         """Queue one operation, on the array `x`, wait for it and return its result."""

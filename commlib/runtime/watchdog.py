@@ -34,7 +34,11 @@ class StallCheck(Protocol):
     """Who asks the other ranks what they wait for."""
 
     def look(self) -> None:
-        """Raise MismatchError if a rank made another call, PeerError if it left instead."""
+        """Tell the other ranks that this one waits. Raises MismatchError if one of them made another call."""
+        ...
+
+    def absent(self) -> Mapping[int, str]:
+        """Return the ranks that have said that they will never come, each with the reason."""
         ...
 
     def late(self) -> list[int]:
@@ -97,10 +101,9 @@ class Watchdog:
         waited = now - self._since
         if self._runtime.closing:
             raise ShutdownError(f"{self._text}: rank {self._rank}: given up, because commlib is shutting down")
-        if self._presence is not None:
-            self._look_for_absent(now)
         if self._stall_check is not None and waited > self._long:
             self._stall_check.look()
+        self._look_for_absent(now)
         if 0 < self._runtime.config.timeout < waited:
             late = self._late()
             error = StallError(
@@ -119,8 +122,7 @@ class Watchdog:
                 log.warning("%s: rank %d has waited %.0f s%s", self._text, self._rank, waited, said)
 
     def _look_for_absent(self, now: float) -> None:
-        assert self._presence is not None
-        gone = self._presence.absent()
+        gone = {**_absent(self._stall_check), **_absent(self._presence)}
         absent = {rank: reason for rank, reason in gone.items() if self._peers is None or rank in self._peers}
         if not absent:
             return
@@ -136,6 +138,10 @@ class Watchdog:
         here = self._presence.late() if self._presence is not None else []
         elsewhere = self._stall_check.late() if self._stall_check is not None else []
         return sorted({*here, *elsewhere})
+
+
+def _absent(known: Presence | StallCheck | None) -> Mapping[int, str]:
+    return {} if known is None else known.absent()
 
 
 def _named(late: list[int]) -> str:

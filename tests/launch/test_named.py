@@ -250,8 +250,10 @@ hvd.init()
 settings = commlib.world().runtime.config
 assert (settings.fusion_mib, settings.stall_warning, settings.known_names) == (32, 7.0, 99), settings
 reduce("traced").wait()
+rank = hvd.rank()
 hvd.shutdown()
-assert os.path.getsize(os.environ["HOROVOD_TIMELINE"]) > 100
+if rank == 0:  # who writes it; the others have not waited for that
+    assert os.path.getsize(os.environ["HOROVOD_TIMELINE"]) > 100
 hvd.init()
 print("fine")
 """,

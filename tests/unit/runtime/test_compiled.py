@@ -1,0 +1,98 @@
+"""Compiled calls: a call within a call, by a signal handler for example, is refused wherever it comes."""
+
+from __future__ import annotations
+
+import threading
+from functools import partial
+
+import pytest
+
+from commlib.errors import UsageError
+from commlib.runtime.compiled import Compiled, Plan
+from commlib.runtime.progress import Progress
+
+
+class Interrupted(Compiled):
+    """A call during which something else is called: in its compiled step, or after that has left it to Python."""
+
+    def __init__(self, progress, meanwhile, *, in_step):
+        super().__init__(progress, "interrupted")
+        self.can_begin = True
+        self._meanwhile = meanwhile
+        self._step = partial(self._run_step, in_step)
+
+    def _run_step(self, in_step, *_):
+        if in_step:
+            self._meanwhile()
+        return 0 if in_step else 1
+
+    def perform(self, x, target):
+        self._meanwhile()
+        return "value"
+
+    def begin(self, x, target):
+        self._meanwhile()
+        return True
+
+    def plan(self):
+        return Plan(self, None, "value", "value", None, lambda address: self._step(address, 0, 0))
+
+
+class Other(Compiled):
+    def perform(self, x, target):
+        return target
+
+    def begin(self, x, target):
+        return True
+
+
+WAYS = {
+    "now": lambda call: call.now(None, "value"),
+    "start": lambda call: call.start(None, "value", value="value").wait(),
+    "plan": lambda call: call.plan()(),
+    "plan of no step": lambda call: call.bind(None, "value", value="value")(),
+}
+
+
+@pytest.mark.parametrize("in_step", [True, False])
+@pytest.mark.parametrize("way", WAYS)
+def test_a_call_within_a_call_is_refused(way, in_step):
+    """In the compiled step nothing says that a call runs: it waited for ever for the one that it had interrupted."""
+    progress = Progress()
+    other = Other(progress, "other")
+    begun = Other(progress, "begun")
+    begun.can_begin = True
+    calls = [
+        lambda: other.now(None, None),
+        lambda: other.bind(None, None)(),
+        lambda: begun.start(None, None).wait(),
+    ]
+    refused = []
+
+    def meanwhile():
+        for call in calls:
+            with pytest.raises(UsageError, match="in the middle of another call of the same group"):
+                call()
+            refused.append(call)
+
+    call = Interrupted(progress, meanwhile, in_step=in_step)
+    assert WAYS[way](call) == "value"
+    assert refused == calls
+    assert other.now(None, "after") == "after"
+    assert not progress.pending
+
+
+def test_a_call_of_another_group_or_thread_within_a_call_is_not_refused():
+    mine, others = Progress(), Progress()
+    values = []
+    threads: list[threading.Thread] = []
+
+    def meanwhile():
+        values.append(Other(others, "of another group").now(None, 1))
+        thread = threading.Thread(target=lambda: values.append(Other(mine, "of another thread").now(None, 2)))
+        thread.start()
+        threads.append(thread)
+
+    assert Interrupted(mine, meanwhile, in_step=True).now(None, "value") == "value"
+    threads[0].join(10)
+    assert values == [1, 2]
