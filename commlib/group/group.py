@@ -7,15 +7,11 @@ the first operation that needs them, which all ranks run.
 from __future__ import annotations
 
 import logging
-import pickle
 import weakref
 from collections.abc import Callable, Collection, Sequence
 from functools import cached_property, partial
 from math import inf
-from time import monotonic
 from typing import Any, NoReturn, Protocol
-
-import numpy as np
 
 from commlib import forks
 from commlib.arguments import integer
@@ -26,9 +22,11 @@ from commlib.errors import CommlibError, MismatchError, ShutdownError, UsageErro
 from commlib.execution.reduce_op import ReduceOp
 from commlib.execution.streaming import Hook, Posted, Region, execute, nothing
 from commlib.group.call_check import StallCheck, compare_messages, explain_difference, mismatch
+from commlib.group.gathering import find_topology, gather_objects
 from commlib.group.hierarchy import Hierarchy
 from commlib.group.operation import Operation
 from commlib.group.presence import Presence
+from commlib.group.waits import Waits
 from commlib.kernels.host.node import BROKEN, MISMATCH
 from commlib.node.board import LEFT, Call, Kernel, NodeBoard
 from commlib.node.context import NodeContext
@@ -38,9 +36,7 @@ from commlib.runtime.process import Runtime
 from commlib.runtime.progress import Progress
 from commlib.runtime.watchdog import Watchdog
 from commlib.runtime.work import Work
-from commlib.schedule import program
 from commlib.schedule.ir import Program
-from commlib.schedule.layout import even, uneven
 from commlib.signature import follow, signature
 from commlib.topology import Topology
 from commlib.transport.base import Space, Transport, WaitHook
@@ -93,7 +89,7 @@ class Group:
         self.journal = Journal(name, self.key, _call_number(self))
         self.progress = Progress(_weakly(self.abandon), self.journal)  # its thread must not keep the group alive
         weakref.finalize(self, self.progress.close).atexit = False  # its thread must not outlive the group
-        self.topology = _find_topology(transport) if topology is None else topology
+        self.topology = find_topology(transport) if topology is None else topology
         self.one_node = len(self.topology.nodes) == 1
         self.p2p = transport.space(Space.MESSAGES)
         self.board: NodeBoard | None = None
@@ -276,25 +272,10 @@ class Group:
 
     def gather_objects(self, value: Any) -> list[Any]:
         """Return the picklable objects of all ranks, by messages, within an operation."""
-        return self._gather_objects(value, self.transport)
+        return gather_objects(value, self.transport, self.execute)
 
     def _gather_in_node(self, value: Any) -> list[Any]:
-        return self._gather_objects(value, self.hierarchy.node)
-
-    def _gather_objects(self, value: Any, transport: Transport) -> list[Any]:
-        data = np.frombuffer(pickle.dumps(value), np.uint8)
-        lengths = self._gather(np.array([len(data)], np.int64), [1] * transport.size, "lengths", transport)
-        whole = self._gather(data, [int(length) for length in lengths], "objects", transport)
-        return [pickle.loads(part.tobytes()) for part in np.split(whole, np.cumsum(lengths)[:-1])]
-
-    def _gather(self, own: Any, counts: Sequence[int], text: str, transport: Transport) -> Any:
-        layout = uneven(counts)
-        whole = np.empty(layout.count, own.dtype)
-        start, stop = layout.slice_of(transport.rank)
-        whole[start:stop] = own
-        ring = program("all_gather", "ring", transport.rank, transport.size)
-        self.execute(ring, [[Region(whole, layout)]], text, transport=transport)
-        return whole
+        return gather_objects(value, self.hierarchy.node, self.execute)
 
     # Operations, one after another
 
@@ -341,15 +322,8 @@ class Group:
                 self.open()
             self._history = follow(self._history, text)
             return run()
-        except MismatchError as error:
-            if sending:
-                self._fail(error)  # in the middle of it; else all ranks have it, and nothing was sent
-            raise
-        except CommlibError as error:
-            self._fail(error)
-            raise
         except BaseException as error:
-            self.abandon(text, error)
+            self._note(text, error, out_of_step=sending)  # else all ranks have it, and nothing was sent
             raise
         finally:
             if self.board is not None:
@@ -408,19 +382,19 @@ class Group:
                 if status == MISMATCH:
                     texts = self.board.exchange_texts(text, watch)
                     raise mismatch(self.name, self.call_number, self.rank, texts, self.board.members)
-        except MismatchError as error:
-            if not self.one_node:
-                self._fail(error)  # the other nodes do not know
-            raise
-        except CommlibError as error:
-            self._fail(error)
-            raise
         except BaseException as error:
-            self.abandon(text, error)
+            self._note(text, error, out_of_step=not self.one_node)  # the other nodes do not know
             raise
         if status == BROKEN:  # another thread's call has failed meanwhile
             self.raise_failure(text)
         return status
+
+    def _note(self, text: str, error: BaseException, *, out_of_step: bool) -> None:
+        """Let the group fail with what came out of the call `text`; out_of_step: with a mismatch, too."""
+        if not isinstance(error, CommlibError):
+            self.abandon(text, error)
+        elif out_of_step or not isinstance(error, MismatchError):
+            self._fail(error)
 
     def _fail(self, error: CommlibError) -> None:
         """Let no call of this group run any more, and tell the other ranks: they are out of step."""
@@ -504,25 +478,6 @@ class Group:
             self._retire()
 
 
-class Waits:
-    """A hook for many waits of one operation: each is watched anew."""
-
-    def __init__(self, group: Group, text: str) -> None:
-        self._group, self._text = weakref.ref(group), text
-        self._watch: WaitHook | None = None
-        self._last = 0.0
-
-    def __call__(self) -> None:
-        now = monotonic()
-        group = self._group()
-        if group is None:
-            return
-        if self._watch is None or now - self._last > 1.0:  # in a wait it is called every 20 ms or so
-            self._watch = group.watch(self._text)
-        self._last = now
-        self._watch()
-
-
 def checked_root(group: Group, verb: str, root: Any) -> int:
     """Return `root` as an int. Raises UsageError unless it is a rank of the group."""
     rank = integer(verb, "root", root)
@@ -546,20 +501,3 @@ def _call_number(group: Group) -> Callable[[], int]:
     """Return what returns the number of the last call, without a reference to the group."""
     weak = weakref.ref(group)
     return lambda: 0 if (found := weak()) is None else found.call_number
-
-
-def _find_topology(transport: Transport) -> Topology:
-    """Return which ranks share a node. Collective."""
-    node = transport.split_node()
-    leader = min(_gather_integers(node, transport.rank))
-    node.close()
-    return Topology.of(_gather_integers(transport, leader))
-
-
-def _gather_integers(transport: Transport, value: int) -> list[int]:
-    gathered = np.zeros(transport.size, np.int64)
-    gathered[transport.rank] = value
-    region = Region(gathered, even(transport.size, transport.size))
-    bruck = program("all_gather", "bruck", transport.rank, transport.size)
-    execute(bruck, [[region]], transport, tag=signature("topology"), on_wait=lambda: None)
-    return [int(number) for number in gathered]

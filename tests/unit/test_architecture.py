@@ -68,6 +68,7 @@ LAYERS = (
     ("commlib.collectives",),
     ("commlib.p2p",),
     ("commlib.communicator",),
+    ("commlib.bootstrap",),
     ("commlib.launch", "commlib.exits", "commlib.world", "commlib.observing",
      "commlib.mesh_groups"),
     ("commlib",),  # the public names

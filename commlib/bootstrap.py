@@ -1,0 +1,72 @@
+"""Bootstrap: from one rank's Transport and its settings to the Communicator of all ranks."""
+
+from __future__ import annotations
+
+import secrets
+from dataclasses import dataclass
+
+from commlib.buffers import shared_memory
+from commlib.communicator import Communicator
+from commlib.config import Config, compare, compared
+from commlib.cost.chooser import Chooser, Tuning
+from commlib.errors import CommlibError
+from commlib.group.gathering import find_topology, gather_objects
+from commlib.group.group import Group
+from commlib.runtime.process import Runtime
+from commlib.runtime.recording import Recording
+from commlib.runtime.retired import Retired
+from commlib.transport.base import Transport
+
+
+@dataclass(frozen=True, slots=True)
+class Agreement:
+    """What all ranks have alike. token: no other job has it, nor an earlier life of this one."""
+
+    token: str
+    chooser: Chooser
+
+
+def agree(transport: Transport, settings: Config, bad: str = "") -> Agreement:
+    """Compare the settings of all ranks. Collective. bad: what is wrong with this rank's own, or "".
+
+    Raises UsageError for wrong settings and MismatchError for different ones, on all ranks alike.
+    """
+    tuning, error = b"", None
+    if transport.rank == 0 and not bad:
+        try:
+            tuning = Tuning.load(settings).to_bytes()
+        except CommlibError as caught:
+            error = caught
+    everyone = gather_objects((bad, compared(settings), (secrets.token_hex(4), tuning, error)), transport)
+    compare([found[:2] for found in everyone])
+    token, tuning, error = everyone[0][2]
+    if error is not None:
+        raise error
+    loaded = Tuning.from_bytes(tuning)
+    return Agreement(token, Chooser(loaded.machine, loaded.table))
+
+
+def join(
+    transport: Transport,
+    settings: Config,
+    agreement: Agreement,
+    recording: Recording | None = None,
+    retired: Retired | None = None,
+) -> Communicator:
+    """Return the communicator of all ranks, which owns the transport from then on. Collective.
+
+    retired: what is left to be freed of an earlier life of this process.
+    """
+    topology = find_topology(transport)
+    neighbours = topology.nodes[topology.node(transport.rank)]
+    if transport.rank == neighbours[0]:
+        shared_memory.sweep()
+    runtime = Runtime(
+        settings, len(neighbours), agreement.chooser, token=agreement.token, recording=recording or Recording()
+    )
+    if retired is not None:
+        runtime.retired.take(retired)
+    runtime.retired.free(lambda notes: gather_objects(notes, transport))
+    made = Communicator(transport, runtime, group=Group(transport, runtime, "world", topology=topology))
+    made.group.prepare()
+    return made

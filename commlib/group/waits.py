@@ -1,0 +1,36 @@
+"""Waits: a hook for many waits of one operation."""
+
+from __future__ import annotations
+
+import weakref
+from time import monotonic
+from typing import Protocol
+
+from commlib.transport.base import WaitHook
+
+
+class Watching(Protocol):
+    """Who watches waits."""
+
+    def watch(self, text: str) -> WaitHook:
+        """Return the watchdog for one wait."""
+        ...
+
+
+class Waits:
+    """Each wait is watched anew."""
+
+    def __init__(self, group: Watching, text: str) -> None:
+        self._group, self._text = weakref.ref(group), text
+        self._watch: WaitHook | None = None
+        self._last = 0.0
+
+    def __call__(self) -> None:
+        now = monotonic()
+        group = self._group()
+        if group is None:
+            return
+        if self._watch is None or now - self._last > 1.0:  # in a wait it is called every 20 ms or so
+            self._watch = group.watch(self._text)
+        self._last = now
+        self._watch()

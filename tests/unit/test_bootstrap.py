@@ -1,0 +1,114 @@
+"""Bootstrap: ranks join over any transport; settings are compared first."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+import threading
+from dataclasses import replace
+
+import numpy as np
+import pytest
+
+from commlib import bootstrap
+from commlib.config import Config
+from commlib.errors import MismatchError, UsageError
+from commlib.transport.loopback import transports
+
+
+def on_ranks(size, function, nodes=None):
+    """Run function(transport) on ranks that are threads; return what each returned, or raised."""
+    found = {}
+
+    def main(transport):
+        try:
+            found[transport.rank] = function(transport)
+        except Exception as error:
+            found[transport.rank] = error
+
+    threads = [threading.Thread(target=main, args=(end,), daemon=True) for end in transports(size, nodes)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(20)
+    assert sorted(found) == list(range(size))
+    return [found[rank] for rank in range(size)]
+
+
+@pytest.mark.parametrize("nodes", [[0], [0, 0, 0], [0, 1, 0]])
+def test_ranks_join_over_any_transport(nodes):
+    def check(transport):
+        agreement = bootstrap.agree(transport, Config(timeout=10))
+        comm = bootstrap.join(transport, Config(timeout=10), agreement)
+        total = comm.all_reduce(np.full(3, comm.rank + 1.0))
+        return agreement.token, comm.runtime.token, comm.runtime.ranks_on_node, comm.name, total.tolist()
+
+    size = len(nodes)
+    found = on_ranks(size, check, nodes)
+    assert len({token for token, *_ in found}) == 1
+    for rank, (token, of_runtime, ranks_on_node, name, total) in enumerate(found):
+        assert (of_runtime, name) == (token, "world")
+        assert ranks_on_node == nodes.count(nodes[rank])
+        assert total == [size * (size + 1) / 2] * 3
+
+
+def test_settings_that_differ_are_named_on_all_ranks():
+    def check(transport):
+        return bootstrap.agree(transport, replace(Config(), slot_kib=512 if transport.rank < 2 else 64))
+
+    for error in on_ranks(3, check):
+        assert isinstance(error, MismatchError)
+        assert "COMMLIB_SLOT_KIB: 512 on ranks 0-1; 64 on rank 2" in str(error)
+
+
+def test_a_bad_setting_of_one_rank_is_told_to_all():
+    def check(transport):
+        return bootstrap.agree(transport, Config(), "COMMLIB_X is nonsense" if transport.rank == 1 else "")
+
+    for error in on_ranks(3, check):
+        assert isinstance(error, UsageError) and "COMMLIB_X is nonsense (rank 1)" in str(error)
+
+
+def test_a_tuning_table_that_only_rank_0_reads(tmp_path):
+    """All ranks have rank 0's, or its error."""
+    bad = tmp_path / "table.json"
+    bad.write_text("{")
+
+    def check(transport):
+        return bootstrap.agree(transport, Config(tuning_file=str(bad)))
+
+    errors = on_ranks(2, check)
+    assert len({(type(error), str(error)) for error in errors}) == 1 and "table.json" in str(errors[0])
+
+
+PROGRAM = """
+import sys
+import numpy as np
+import commlib
+from commlib.transport.loopback import transports
+
+try:
+    commlib.init(object(), transport=transports(1)[0])
+except commlib.UsageError as error:
+    print(error)
+for _ in range(2):
+    comm = commlib.init(transport=transports(1)[0])
+    assert commlib.world() is comm and commlib.init() is comm
+    print(comm.all_reduce(np.ones(2)))
+    try:
+        commlib.init(transport=transports(1)[0])
+    except commlib.UsageError as error:
+        print(error)
+    commlib.shutdown()
+print("mpi4py" in sys.modules)
+"""
+
+
+def test_the_world_over_a_transport_of_ones_own():
+    """MPI is left alone."""
+    done = subprocess.run([sys.executable, "-c", PROGRAM], capture_output=True, text=True, timeout=60, check=False)
+    assert done.returncode == 0, done.stderr
+    lines = done.stdout.splitlines()
+    assert lines[0] == "init: give comm or transport, not both"
+    assert lines[1:5:2] == ["[1. 1.]"] * 2 and "initialised already" in lines[2]
+    assert lines[-1] == "False" and not done.stderr
