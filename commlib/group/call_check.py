@@ -89,9 +89,8 @@ def explain_difference(
     return general
 
 
-# How many past calls a rank still answers for, and how long it waits for the last words of ranks that leave with it.
+# How many past calls a rank still answers for.
 _REMEMBERED = 16
-_PARTING_SECONDS = 0.2
 _LAST_WORDS = 0  # the tag of them; those of calls are their numbers, from 1 on
 
 
@@ -124,7 +123,7 @@ class StallCheck:
         self._calls: dict[int, str] = {}
         self._posted: dict[int, list[_Exchange]] = {}  # by number
         self._parting: list[_Exchange] = []
-        self._left = False
+        self._said: _Words | None = None  # as it left
 
     def note(self, sequence: int, text: str) -> None:
         """Remember a call."""
@@ -139,20 +138,23 @@ class StallCheck:
         """Tell the others what this rank called, and listen no more: it knows of a mismatch that they may not see."""
         self._post(listen=False)
 
-    def leave(self, reason: str, *, finished: bool, history: int = -1) -> str:
-        """Tell those who wait, or will, that this rank makes no further call, and why. Never blocks for long.
+    def leave(self, reason: str, *, finished: bool, history: int = -1) -> None:
+        """Tell those who wait, or will, that this rank makes no further call, and why. Never blocks.
 
-        finished: it has also done its part in its last one. Returns which ranks left as well after as many calls, but
-        others, as their `history` shows where it is given, or "".
+        finished: it has also done its part in its last one. history: a hash of its calls, -1 for none.
         """
-        if self._left:
-            return ""  # the first reason counts
-        self._left = True
-        last = max(self._calls, default=0) - (not finished)
-        self._say(_Words(last, history, reason))
+        if self._said is None:  # the first reason counts
+            self._said = _Words(max(self._calls, default=0) - (not finished), history, reason)
+            self._say(self._said)
+
+    def part(self, deadline: float) -> str:
+        """Wait for the last words of ranks that leave with this one, then let go of all messages.
+
+        deadline: at most until then (`time.monotonic`). Returns which ranks left as well after as many calls, but
+        others, as their histories show, or "".
+        """
         # Ranks that leave together take each other's word, so that no message is left behind, of which some MPI
         # libraries complain. And MPI may outlive this process's memory: it must not touch it any more.
-        deadline = time.monotonic() + _PARTING_SECONDS
         exchanges = [*self._parting, *itertools.chain.from_iterable(self._posted.values())]
         for exchange in exchanges:
             for request in (exchange.send, exchange.receive):
@@ -164,7 +166,7 @@ class StallCheck:
                 exchange.receive.cancel()
         self._posted.clear()
         self._parting.clear()
-        odd = [peer for peer, said in words.items() if said.done == last and -1 != said.history != history != -1]
+        odd = [peer for peer, said in words.items() if self._said is not None and said.contradicts(self._said)]
         return f"rank {', '.join(map(str, odd))}" if odd else ""
 
     def look(self) -> None:
@@ -235,6 +237,10 @@ class _Words:
     done: int
     history: int
     why: str
+
+    def contradicts(self, other: _Words) -> bool:
+        """Return whether both ranks did as many calls, and not the same ones."""
+        return self.done == other.done and -1 != self.history != other.history != -1
 
     def written(self) -> str:
         return f"{self.done} {self.history} {self.why}"

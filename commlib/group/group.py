@@ -11,6 +11,7 @@ import weakref
 from collections.abc import Callable, Collection, Sequence
 from functools import cached_property, partial
 from math import inf
+from time import monotonic
 from typing import Any, NoReturn, Protocol
 
 from commlib import forks
@@ -32,7 +33,7 @@ from commlib.node.board import LEFT, Call, Kernel, NodeBoard
 from commlib.node.context import NodeContext
 from commlib.observe.journal import Journal
 from commlib.runtime.compiled import Task
-from commlib.runtime.process import Runtime
+from commlib.runtime.process import PARTING, Runtime
 from commlib.runtime.progress import Progress
 from commlib.runtime.watchdog import Watchdog
 from commlib.runtime.work import Work
@@ -437,18 +438,15 @@ class Group:
 
     # The end
 
-    def leave(self, reason: str = "") -> None:
-        """Tell the other ranks that this one comes no more: it has left, or, with a reason, failed. Never blocks."""
-        for part in self._attached:
-            part.leave(reason)
-        if self.board is not None:
-            self.board.leave(reason or LEFT)
-        seen = self.is_open or (self._presence is not None and not reason)  # on a board, this one's or a parent's
-        if self._stall_check is None or (self.one_node and seen):
+    def leave(self, reason: str = "", deadline: float | None = None) -> None:
+        """Tell the other ranks that this one comes no more: it has left, or, with a reason, failed.
+
+        deadline: how long (`time.monotonic`) those are waited for that leave with it: a moment, unless it is given.
+        """
+        self.announce(reason)
+        if self._stall_check is None:
             return
-        finished = not reason and self.failure is None
-        history = self._history if finished else -1
-        if odd := self._stall_check.leave(reason or LEFT, finished=finished, history=history):
+        if odd := self._stall_check.part(monotonic() + PARTING if deadline is None else deadline):
             log.error(
                 "%s: rank %d and %s made different calls, which no later one brought to light: results may be wrong; "
                 "COMMLIB_CHECK=always finds the call that differs",
@@ -456,6 +454,17 @@ class Group:
                 self.rank,
                 odd,
             )
+
+    def announce(self, reason: str = "") -> None:
+        """Tell the other ranks the same, and wait for nobody."""
+        for part in self._attached:
+            part.leave(reason)
+        if self.board is not None:
+            self.board.leave(reason or LEFT)
+        seen = self.is_open or (self._presence is not None and not reason)  # on a board, this one's or a parent's
+        if self._stall_check is not None and not (self.one_node and seen):
+            finished = not reason and self.failure is None
+            self._stall_check.leave(reason or LEFT, finished=finished, history=self._history if finished else -1)
 
     def close(self) -> None:
         """Release everything. Collective, and only when no rank uses it any more."""

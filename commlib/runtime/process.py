@@ -14,6 +14,9 @@ from commlib.runtime.poller import MessagePoller
 from commlib.runtime.recording import Recording
 from commlib.runtime.retired import Retired
 
+# Seconds that a rank waits, in all, for the last words of ranks that leave with it.
+PARTING = 0.2
+
 
 @dataclass(slots=True)
 class Runtime:
@@ -70,7 +73,10 @@ class Runtime:
             group.progress.close()
         self.poller.close()
         for group in groups:
-            group.leave()
+            group.announce()
+        parted = time.monotonic() + PARTING
+        for group in groups:
+            group.leave(deadline=parted)
             group.retire()
         self.closing = True
         deadline = time.monotonic() + 1.0  # waits look at `closing` every 0.1 s

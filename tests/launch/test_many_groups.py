@@ -124,3 +124,26 @@ def test_a_group_without_a_board_sees_who_has_left(mpirun):
     done = mpirun(2, HEAD + LEFT)
     assert done.returncode == 0, done.stderr[-3000:]
     assert done.stdout.split() == ["told"]
+
+
+def test_leaving_many_groups_takes_one_moment(mpirun):
+    """Between nodes each group took 0.15 s, one after the other, because ranks left them in different orders."""
+    done = mpirun(
+        4,
+        """
+import time
+import numpy as np
+import commlib
+comm = commlib.init()
+groups = [comm.split(0) for _ in range(64)]
+for group in groups:
+    group.all_reduce(np.ones(3))
+begin = time.perf_counter()
+commlib.shutdown()
+took = time.perf_counter() - begin
+print(f"left in {took:.2f} s" if took < 3 else f"took {took}")
+""",
+        env={"COMMLIB_NODE_PATH": "0"},
+    )
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.count("left in") == 4, done.stdout
