@@ -4,15 +4,15 @@ from __future__ import annotations
 
 from typing import Any
 
-from commlib.collectives import hierarchical
+from commlib.collectives import hierarchical_all_reduce as hierarchical
 from commlib.collectives.call import Call
 from commlib.collectives.operands import apart, result, source
 from commlib.collectives.paths import Move, Verb
 from commlib.collectives.ready import Calls, Ready
 from commlib.collectives.scheduled import choose, own_program, persistent
 from commlib.devices.arrays import device_of, name_of_device
-from commlib.dtypes import NUMPY, Array, kernel_operation, name_of
-from commlib.execution.accumulation import Accumulation, is_widened, wide_dtype
+from commlib.dtypes import Array, kernel_operation, name_of
+from commlib.execution.accumulation import Accumulation, is_widened, wide_bytes
 from commlib.execution.persistent import PERSISTENT_BYTES, PersistentAllReduce
 from commlib.execution.reduce_op import ReduceOp
 from commlib.execution.streaming import Region
@@ -42,9 +42,8 @@ def choose_algorithm(group: Group, verb: str, call: Call) -> tuple[str, int]:
     """Return an algorithm for a reduction among all ranks, and into how many segments to cut the data."""
     if call.algorithm == "auto" and is_widened(call.dtype, call.op):
         # On most ways partial sums travel, in a wider dtype; they may travel a better way, but twice the bytes.
-        wide = NUMPY[wide_dtype(call.dtype, call.op)].itemsize
         narrow = choose(group, verb, "direct", group.size, call.nbytes)
-        others = choose(group, verb, "auto", group.size, call.nbytes * wide // call.dtype.itemsize)
+        others = choose(group, verb, "auto", group.size, wide_bytes(call.count, call.dtype, call.op))
         best = min(narrow, others, key=lambda choice: choice.seconds)
     else:
         best = choose(group, verb, call.algorithm, group.size, call.nbytes)

@@ -5,11 +5,13 @@ What a call needs again each time it runs, tables and compiled exchanges, is mad
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Sequence
+from collections.abc import Callable, Hashable, Sequence
 
 import numpy as np
 
 from commlib.buffers.views import address_of
+from commlib.collectives.call import Call
+from commlib.collectives.paths import Move
 from commlib.collectives.scheduled import choose
 from commlib.cost.hierarchical import RAIL_BYTES
 from commlib.dtypes import Array
@@ -110,3 +112,19 @@ class Rails:
         offsets = [offset for offset, _ in takes]
         exchange = Exchange([own], takes, max(length for _, length in shares), offsets, target.nbytes)
         self.exchange(exchange, target, target, kind=kind)
+
+
+Run = Callable[[Call, Rails, Array, Array], None]
+
+
+def on_rails(group: Group, call: Call, nbytes: int, run: Run) -> Move:
+    """Return what does `run` on the rails that a call of so many bytes uses; they are found when it first runs."""
+    made: list[Rails] = []
+
+    def move(x: Array, target: Array) -> None:
+        if not made:
+            made.append(Rails(group, call.text, nbytes))
+        made[0].begin()
+        run(call, made[0], x, target)
+
+    return move

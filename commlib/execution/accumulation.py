@@ -74,3 +74,8 @@ def wide_dtype(dtype: Any, op: str) -> str:
     """Return the dtype in which partial results are kept."""
     name = name_of(dtype)
     return accumulator_dtype(name, kernel_operation(name, op))
+
+
+def wide_bytes(count: int, dtype: Any, op: str) -> int:
+    """Return the bytes of so many partial results."""
+    return count * NUMPY[wide_dtype(dtype, op)].itemsize

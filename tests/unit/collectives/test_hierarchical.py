@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from commlib.collectives import hierarchical as hierarchy
+from commlib.collectives import hierarchical_all_reduce as hierarchy
 from commlib.collectives import rails
 from commlib.config import Config
 from commlib.cost import model
