@@ -31,7 +31,7 @@ class MessagePoller:
         self._lock = threading.Lock()
         self._changed = threading.Condition(self._lock)
         self._asking = threading.Lock()  # held while works are asked
-        self._thread: threading.Thread | None = None
+        self.thread: threading.Thread | None = None
         self._closed = False
 
     def watch(self, work: Polled, owner: object, *, awaited: bool = True) -> None:
@@ -40,9 +40,9 @@ class MessagePoller:
             self._works.append((work, owner))
             if not awaited:
                 self._unawaited.add(id(work))
-            if self._thread is None:
-                self._thread = threading.Thread(target=self._loop, name="commlib-messages", daemon=True)
-                self._thread.start()
+            if self.thread is None:
+                self.thread = threading.Thread(target=self._loop, name="commlib-messages", daemon=True)
+                self.thread.start()
             self._changed.notify_all()
 
     def forget(self, owner: object) -> None:
@@ -88,7 +88,7 @@ class MessagePoller:
 
     def abandon(self) -> None:
         """Forget everything in a forked child, whose copies of the locks may be held by threads that it lacks."""
-        self._works, self._unawaited, self._thread = [], set(), None
+        self._works, self._unawaited, self.thread = [], set(), None
         self._lock, self._asking = threading.Lock(), threading.Lock()
         self._changed = threading.Condition(self._lock)
 
@@ -100,5 +100,5 @@ class MessagePoller:
 
     def join(self, timeout: float) -> None:
         """Wait until the thread has ended after `close`, at most `timeout` s: see `Progress.join`."""
-        if self._thread is not None and self._thread is not threading.current_thread():
-            self._thread.join(timeout)
+        if self.thread is not None and self.thread is not threading.current_thread():
+            self.thread.join(timeout)

@@ -104,8 +104,9 @@ class Progress:
         self._queue: deque[_Job] = deque()
         self._begun: _Job | None = None
         self._failed: list[Work] = []  # to tell at the end of errors that nobody has asked for
-        # Taken itself rather than through the condition, whose `with` a signal handler could leave locked for ever.
-        self._lock = threading.Lock()
+        # Taken itself rather than through the condition, whose `with` a signal handler could leave locked for ever. It
+        # knows its owner, so that a signal handler's call can be refused that would wait for this very thread.
+        self._lock = threading.RLock()
         self._changed = threading.Condition(self._lock)
         self.running = threading.Lock()  # held by whoever runs an operation
         self._busy = 0  # the thread in which an operation waits, or may
@@ -115,7 +116,7 @@ class Progress:
         self.pending = 0
         """How many operations are begun, queued for, or running on, the thread; and RECORDED. Looked at while `running`
         is held: while it is 0 a call may run in its caller's thread, and there is nothing to write."""
-        self._thread: threading.Thread | None = None
+        self.thread: threading.Thread | None = None  # until something is queued
         self._closed = False
         self.current = ""  # what is running on the thread, for messages
         self.in_background = False  # what runs now runs on the thread
@@ -131,11 +132,15 @@ class Progress:
 
         To be called where `running` could not be had.
         """
-        if self._busy == threading.get_ident() or (not self.pending & _COUNT and self._is_claimed_here()):
+        claimed = not self.pending & _COUNT and self._is_claimed_here()
+        if claimed or self._busy == threading.get_ident() or self._is_queueing():
             raise UsageError(
                 f"{description}: called in the middle of another call of the same group, in the same thread: by a "
                 "signal handler? Let the handler set a flag, and call this after the other call has ended"
             )
+
+    def _is_queueing(self) -> bool:
+        return bool(self._lock._is_owned())  # type: ignore[attr-defined]  # as threading.Condition asks
 
     def _is_claimed_here(self) -> bool:
         """Return whether this thread holds `running`, by a call that has said so nowhere."""
@@ -203,6 +208,8 @@ class Progress:
     def start(self, description: str, run: Run, x: Any = None, work: Work | None = None) -> Work:
         """Queue one operation, on the array `x`, and return its Work, which may be given."""
         forks.check(description)
+        if self._is_queueing():
+            self.refuse_nested(description)
         work = Work(description) if work is None else work
         try:
             with self._lock:
@@ -295,9 +302,9 @@ class Progress:
         self._failed.append(work)
 
     def _start_thread(self) -> None:
-        if self._thread is None:
-            self._thread = threading.Thread(target=self._loop, name="commlib-progress", daemon=True)
-            self._thread.start()
+        if self.thread is None:
+            self.thread = threading.Thread(target=self._loop, name="commlib-progress", daemon=True)
+            self.thread.start()
 
     def _next(self) -> _Job | None:
         """Wait for something to run, and return it; None to end."""
@@ -351,10 +358,10 @@ class Progress:
 
     def abandon(self) -> None:
         """Let nothing run in this forked child, whose copies of the locks may be held by threads that it lacks."""
-        self._lock = threading.Lock()
+        self._lock = threading.RLock()
         self._changed = threading.Condition(self._lock)
         self._queue.clear()
-        self._begun = self._thread = None
+        self._begun = self.thread = None
         self.pending += 1  # for ever: so every call comes to `start`
 
     def join(self, timeout: float) -> None:
@@ -363,6 +370,6 @@ class Progress:
         A thread that still drops its last references while the interpreter is finalised is killed in the middle of
         foreign destructors, and the process with it.
         """
-        thread = self._thread
+        thread = self.thread
         if thread is not None and thread is not threading.current_thread():
             thread.join(timeout)

@@ -166,7 +166,7 @@ def test_a_group_that_is_dropped_takes_its_thread_along():
     def check(comm):
         group = comm.split(0)
         group.all_reduce_async(np.ones(3000)).wait()
-        thread = group.group.progress._thread
+        thread = group.group.progress.thread
         assert thread is not None and thread.is_alive()
         del group
         for _ in range(100):  # the thread may still hold it for a moment

@@ -84,10 +84,10 @@ def test_an_idle_attendant_keeps_nothing_alive(poller):
 
 
 def test_the_thread_ends_after_close_and_no_thread_without_works(poller):
-    assert poller._thread is None
+    assert poller.thread is None
     poller.join(0)
     poller.watch(Counted(1), "owner")
-    thread = poller._thread
+    thread = poller.thread
     assert isinstance(thread, threading.Thread)
     assert thread.daemon
     poller.close()

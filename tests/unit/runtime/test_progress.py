@@ -6,11 +6,13 @@ import gc
 import threading
 import time
 import weakref
+from collections import deque
 from functools import partial
+from typing import Any
 
 import pytest
 
-from commlib.errors import ShutdownError
+from commlib.errors import ShutdownError, UsageError
 from commlib.runtime.compiled import Task
 from commlib.runtime.progress import Progress
 
@@ -117,7 +119,7 @@ def test_close_drops_what_has_not_begun(progress):
 def test_the_thread_ends_after_close():
     progress = Progress()
     progress.start("only", lambda: None).wait(10)
-    thread = next(t for t in threading.enumerate() if t.name == "commlib-progress" and t is progress._thread)
+    thread = next(t for t in threading.enumerate() if t.name == "commlib-progress" and t is progress.thread)
     assert thread.daemon
     progress.close()
     thread.join(5)
@@ -126,7 +128,7 @@ def test_the_thread_ends_after_close():
 
 def test_no_thread_without_async_work(progress):
     run_now(progress, "inline", lambda: None)
-    assert progress._thread is None
+    assert progress.thread is None
 
 
 def test_drain_waits_and_names_what_does_not_end(progress):
@@ -172,7 +174,7 @@ def test_join_waits_until_the_thread_has_dropped_everything():
     progress.close()
     progress.join(5)
     assert dropped.is_set()
-    assert progress._thread is not None and not progress._thread.is_alive()
+    assert progress.thread is not None and not progress.thread.is_alive()
 
 
 def test_a_work_says_how_long_it_ran(progress):
@@ -188,3 +190,36 @@ def test_a_work_says_how_long_it_ran(progress):
         fails.wait()
     assert slow.seconds >= 0.02
     assert fails.seconds >= 0.01
+
+
+class Handler(deque[Any]):
+    """A queue in which a signal comes, and its handler calls, while something is being queued."""
+
+    def __init__(self, call):
+        super().__init__()
+        self._call, self.refused = call, []
+
+    def append(self, job):
+        try:
+            call, self._call = self._call, None
+            if call is not None:
+                call()
+        except UsageError as error:
+            self.refused.append(str(error))
+        super().append(job)
+
+
+@pytest.mark.parametrize("waits", [True, False])
+def test_a_call_while_another_is_being_queued_is_refused(progress, monkeypatch, waits):
+    """It waited for the lock that its own thread holds."""
+
+    def call():
+        if waits:
+            progress.run_queued("nested", lambda: None)
+        else:
+            progress.start("nested", lambda: None)
+
+    queue = Handler(call)
+    monkeypatch.setattr(progress, "_queue", queue)
+    assert progress.start("outer", lambda: 1).wait(10) == 1
+    assert len(queue.refused) == 1 and "in the middle of another call" in queue.refused[0]
