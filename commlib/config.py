@@ -57,6 +57,11 @@ class Config:
     staging_kib: int = _setting(
         2048, "KiB of each piece in which a large array of a device goes through host memory", least=1, most=1 << 20
     )
+    mpi_devices: str = _setting(
+        "",
+        "kinds of devices, with commas between them, whose memory MPI sends and receives as it is, such as 'cuda' "
+        "where MPI is CUDA-aware; arrays of others go through host memory",
+    )
     spins: int = _setting(
         -1, "polls before a waiting rank yields its core; -1 chooses by cores per rank", least=-1, differs=_PER_RANK
     )

@@ -60,7 +60,7 @@ def _join(comm: Any, transport: Transport | None, defaults: Mapping[str, str]) -
         settings, bad = config.Config(), str(error)  # the others must be told, so MPI is started nevertheless
     _set_up_logging(settings.log_level)
     if transport is None:
-        transport = _over_mpi(comm)
+        transport = _over_mpi(comm, settings)
 
     from commlib import bootstrap
     from commlib.runtime.recording import Recording
@@ -79,14 +79,16 @@ def _join(comm: Any, transport: Transport | None, defaults: Mapping[str, str]) -
     return bootstrap.join(transport, settings, agreement, recording, None if _before is None else _before.retired)
 
 
-def _over_mpi(comm: Any) -> Transport:
+def _over_mpi(comm: Any, settings: config.Config) -> Transport:
+    """Return a transport of MPI. The ranks have yet to compare their settings."""
     MPI = load_mpi()
     if comm is None:
         check_launcher(MPI)
 
     from commlib.transport.mpi import MpiTransport
 
-    return MpiTransport((MPI.COMM_WORLD if comm is None else comm).Dup())
+    devices = [kind for kind in settings.mpi_devices.replace(" ", "").split(",") if kind]
+    return MpiTransport((MPI.COMM_WORLD if comm is None else comm).Dup(), devices=devices)
 
 
 def world() -> Communicator:

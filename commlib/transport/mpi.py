@@ -9,7 +9,7 @@ from __future__ import annotations
 import copy
 import threading
 from collections import defaultdict, deque
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from typing import Any
 
 from mpi4py import MPI
@@ -41,7 +41,7 @@ _LEFT_BEHIND: list[Any] = []
 class _MpiRequest:
     __slots__ = ("_buffer", "_requests", "_statuses", "nbytes")
 
-    def __init__(self, requests: list[Any], buffer: memoryview) -> None:
+    def __init__(self, requests: list[Any], buffer: Any) -> None:
         self._requests, self._buffer = requests, buffer
         self.nbytes = 0
 
@@ -245,12 +245,19 @@ class MpiTransport:
 
     longest: bytes of the longest message; longer ones are cut into pieces. The same on all ranks.
     most_tags: how many tags its MPI has. Where they are too few to share out, each space has a communicator of its own.
+    devices: kinds of devices whose memory its MPI reads and writes at its addresses, the same on all ranks. What MPI
+    library can do that is not known here: those that wheels bring cannot.
     """
 
     def __init__(
-        self, comm: Any, longest: int = LONGEST, members: Sequence[int] | None = None, most_tags: int = 0
+        self,
+        comm: Any,
+        longest: int = LONGEST,
+        members: Sequence[int] | None = None,
+        most_tags: int = 0,
+        devices: Collection[str] = (),
     ) -> None:
-        self._comm, self.longest = comm, longest
+        self._comm, self.longest, self._devices = comm, longest, frozenset(devices)
         self.rank: int = comm.Get_rank()
         self.size: int = comm.Get_size()
         self.members = tuple(range(self.size)) if members is None else tuple(members)
@@ -307,11 +314,12 @@ class MpiTransport:
     def tags(self) -> int:
         return self._tags
 
-    def _post(self, operation: Any, peer: int, tag: int, buffer: memoryview) -> _MpiRequest:
+    def _post(self, operation: Any, peer: int, tag: int, buffer: Any) -> _MpiRequest:
         longest = self.longest
-        pieces, to, mpi_tag = range(0, len(buffer) + 1, longest), self.peer(peer), self.tag(tag)
+        memory = buffer if type(buffer) is memoryview else self._addressed(buffer)
+        pieces, to, mpi_tag = range(0, len(memory) + 1, longest), self.peer(peer), self.tag(tag)
         try:
-            requests = [operation([buffer[i : i + longest], MPI.BYTE], to, mpi_tag) for i in pieces]
+            requests = [operation([memory[i : i + longest], MPI.BYTE], to, mpi_tag) for i in pieces]
         except MPI.Exception as error:
             raise TransportError(f"MPI: {error}") from error
         except BaseException:  # a signal handler's: it may have been posted
@@ -319,10 +327,19 @@ class MpiTransport:
             raise
         return _MpiRequest(requests, buffer)
 
-    def send(self, peer: int, tag: int, data: memoryview) -> Request:
+    def _addressed(self, buffer: Any) -> Any:
+        """Return the memory of a device as mpi4py takes it; the buffer must be kept. Raises TransportError."""
+        kind = buffer.device.name
+        if kind not in self._devices:  # to read there may end the process
+            raise TransportError(
+                f"MPI: rank {self.rank} was given memory of {kind}, which this transport does not take"
+            )
+        return MPI.buffer.fromaddress(buffer.address, buffer.nbytes)
+
+    def send(self, peer: int, tag: int, data: Any) -> Request:
         return self._post(self._comm.Isend, peer, tag, data)
 
-    def recv(self, peer: int, tag: int, into: memoryview) -> Request:
+    def recv(self, peer: int, tag: int, into: Any) -> Request:
         return self._post(self._comm.Irecv, peer, tag, into)
 
     def recv_probed(self, peer: int, tag: int, into: memoryview) -> ProbedReceive:
@@ -403,10 +420,10 @@ class MpiTransport:
         finally:
             here.Free()
             there.Free()
-        return MpiTransport(comm, self.longest, members, self._most_tags)
+        return MpiTransport(comm, self.longest, members, self._most_tags, self._devices)
 
     def accepts(self, device: str) -> bool:
-        return False  # MPI libraries from wheels are not built for CUDA
+        return device in self._devices
 
     def share(self, nbytes: int, gather: Gather) -> SharedMemory:
         return segment.share(self.rank, nbytes, gather)

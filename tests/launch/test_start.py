@@ -26,6 +26,7 @@ DIFFERENT = {
     "COMMLIB_CHECK": ("always", "never"),  # hung, whatever COMMLIB_TIMEOUT said
     "COMMLIB_FUSION_MIB": ("1", "2"),
     "COMMLIB_KNOWN_NAMES": ("16", "32"),
+    "COMMLIB_MPI_DEVICES": ("late", "cuda"),  # some ranks would copy what others send as it is
     "COMMLIB_LOG_LEVEL": ("INFO", "error"),  # may differ
 }
 
@@ -51,6 +52,15 @@ print(commlib.init(), flush=True)  # nobody is out of step
         line = f"  {name}: {first} on ranks 0, 2; {second} on rank 1"
         assert (line in errors[0]) == (name != "COMMLIB_LOG_LEVEL")
     assert done.stdout.count("<Communicator world: rank") == 3
+
+
+def test_mpi_takes_the_memory_of_those_devices_that_it_is_said_to(mpirun):
+    program = """import commlib
+world = commlib.init().group.transport
+print([world.accepts(kind) for kind in ("late", "cuda", "moon", "")])"""
+    done = mpirun(2, program, env={"COMMLIB_MPI_DEVICES": "late, cuda"})
+    assert done.stdout.splitlines() == ["[True, True, False, False]"] * 2, done.stderr
+    assert mpirun(1, program).stdout == "[False, False, False, False]\n"
 
 
 def test_a_bad_setting_on_one_rank_is_an_error_on_all(mpirun):

@@ -1,17 +1,51 @@
-"""Every verb over MPI on arrays of a late device: the same bodies as for the host."""
+"""Every verb over MPI on arrays of a late device: the same bodies as for the host.
+
+Each runs through host memory, and by messages that MPI takes from the device's memory and puts there.
+"""
 
 from __future__ import annotations
 
 import numpy as np
 import pytest
 
+from commlib.communicator import Communicator
+from commlib.config import Config
+from commlib.devices.arrays import readable
 from commlib.dtypes import DTYPES
+from commlib.errors import TransportError
+from commlib.runtime.process import Runtime
+from commlib.schedule import algorithms
+from commlib.transport.base import Space
+from commlib.transport.mpi import MpiTransport
 from tests import checks
 from tests.late import LATE, LateArray, OnDevice
 from tests.oracle import REDUCIBLE
 
 PAIRS = [pair for number, pair in enumerate(REDUCIBLE) if number % 7 == 0]
 SHAPES = ((), (0,), (5, 3), (3000,))
+
+
+def direct_group(comm):
+    """Return a group of all ranks whose MPI takes the late device's memory as it is: host memory, in truth.
+
+    Its messages are cut at 64 KiB, on both sides.
+    """
+    runtime = Runtime(Config(timeout=20), comm.runtime.ranks_on_node)
+    return Communicator(MpiTransport(comm.native.Dup(), longest=1 << 16, devices={"late"}), runtime)
+
+
+def is_direct(comm):
+    return comm.group.transport.accepts("late")
+
+
+@pytest.fixture(scope="module", params=["staged", "direct"])
+def comm(request, comm):
+    if request.param == "staged":
+        yield comm
+        return
+    group = direct_group(comm)
+    yield group
+    group.close()
 
 
 @pytest.fixture(autouse=True)
@@ -47,11 +81,19 @@ def test_movement(comm, dtype):
 
 @pytest.mark.parametrize("algorithm", ["auto", "ring", "native"])
 def test_large_arrays_in_pieces(comm, algorithm):
-    if algorithm == "native" and comm.native is None:
-        pytest.skip("it needs MPI")
+    if algorithm == "native" and is_direct(comm):
+        pytest.skip("that of MPI goes through host memory")
     there = OnDevice(comm)
-    checks.all_reduce(there, "float32", (3_000_001,), "sum", algorithm)
-    checks.broadcast(there, "float32", (3_000_001,), root=comm.size - 1)
+    checks.all_reduce(there, "float32", (1_000_001,), "sum", algorithm)
+    checks.broadcast(there, "float32", (1_000_001,), root=comm.size - 1)
+
+
+@pytest.mark.parametrize("verb", ["all_reduce", "reduce_scatter", "all_gather", "all_to_all"])
+def test_every_schedule(comm, verb):
+    if not is_direct(comm):
+        pytest.skip("through host memory they are those of the host")
+    for algorithm in algorithms(verb):
+        getattr(checks, verb)(OnDevice(comm), "float32", (60,), algorithm=algorithm)
 
 
 def test_async_twins(comm):
@@ -80,3 +122,36 @@ def test_symmetric_memory(comm):
     comm.barrier()
     assert comm.all_reduce(x, out=x) is x
     np.testing.assert_array_equal(x.numpy(), np.full(1000, comm.size * (comm.size + 1) / 2))
+
+
+def test_groups_that_are_split_take_the_same_devices(comm):
+    accepts, transport = is_direct(comm), comm.group.transport
+    assert not transport.accepts("cuda")
+    half = comm.split(comm.rank % 2)
+    parts = half.group.transport, half.private().group.transport, transport.space(Space.MESSAGES)
+    assert [part.accepts("late") for part in (*parts, transport.among([comm.rank]))] == [accepts] * 4
+    x = LATE.put(np.full(50, comm.rank + 1.0))
+    members = range(comm.rank % 2, comm.size, 2)
+    np.testing.assert_array_equal(half.all_reduce(x).numpy(), np.full(50, sum(members) + len(members)))
+    half.close()
+
+
+def test_memory_that_was_not_said_to_be_taken_is_not(comm):
+    x = readable(LATE.put(np.zeros(8, np.uint8)), "test")
+    plain = MpiTransport(comm.native.Dup())
+    with pytest.raises(TransportError, match="memory of late, which this transport does not take"):
+        plain.send(0, 1, x)
+    plain.close()
+
+
+@pytest.mark.ranks(min=2)
+def test_a_message_that_does_not_wait_for_the_device_is_seen(comm, monkeypatch):
+    """On every rank: what it gets was not there when another one sent it."""
+    if not is_direct(comm):
+        pytest.skip("nothing goes by messages of the device's memory")
+    monkeypatch.setattr(LATE, "delay", 0.02)
+    checks.all_reduce(OnDevice(comm), "float32", (600,), "sum", "ring")
+    monkeypatch.setattr("commlib.execution.streaming.wait_for", lambda event, on_wait: None)
+    x = LATE.put(np.ones(600, np.float32))
+    result = comm.all_reduce(x, algorithm="ring")
+    assert not np.array_equal(result.numpy(), np.full(600, comm.size))
