@@ -246,12 +246,14 @@ class Communicator:
         """
         return all_reduce(self._calls, x, op, out, algorithm).plan("all_reduce")
 
-    def plan_program(self, text: str, run: Callable[[], Any]) -> Plan:
+    def plan_program(self, text: str, run: Callable[[], Any], *, on: Any = None) -> Plan:
         """Prepare what uses other groups, and must have one place in the order of this one, as one operation.
 
-        All ranks must give the same `text`. `run` may not use this group. Not collective; running it is.
+        All ranks must give the same `text`. `run` may not use this group. on: an array that it works on; what it asks
+        of that one's device is in order with what the caller's stream is told before and after. Not collective;
+        running it is.
         """
-        return program(self._calls, text, run).plan("program")
+        return program(self._calls, text, run, on).plan("program")
 
     def reduce_scatter(self, x: Any, op: str = "sum", *, out: Any = None, algorithm: str = "auto") -> Any:
         """Combine `x` of all ranks and give each rank its part of the result along dimension 0.

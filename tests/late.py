@@ -336,8 +336,43 @@ class LateKernels:
         found: Fault = self._now([out], [payload], lambda: self._host.read_sparse(payload, value, out, add))
         return found
 
+    def draw(self, count: int, seed: int, places: Any) -> None:
+        to = _bare(places)
+        self._queue([places], [], lambda: self._host.draw(count, seed, to), True)
+
+    def take(self, x: Any, before: Any, after: Any, places: Any, scale: float, values: Any) -> None:
+        a, at, to = (_bare(x), _bare(before), _bare(after)), _bare(places), _bare(values)
+        self._queue([values, after], [x, before, places], lambda: self._host.take(*a, at, scale, to))
+
+    def place(self, values: Any, places: Any, out: Any) -> None:
+        a, at, to = _bare(values), _bare(places), _bare(out)
+        self._queue([out], [values, places], lambda: self._host.place(a, at, to))
+
+    def add_momentum(self, gradient: Any, u: Any, u_after: Any, *how: Any) -> None:
+        a = [_bare(array) for array in (gradient, u, u_after)]
+        self._queue([gradient, u_after], [u], lambda: self._host.add_momentum(*a, *how))
+
+    def accumulate(self, gradient: Any, u: Any, v: Any, u_after: Any, v_after: Any, *how_and_payload: Any) -> int:
+        run = lambda: self._host.accumulate(gradient, u, v, u_after, v_after, *how_and_payload)  # noqa: E731
+        return int(self._now([u_after, v_after, how_and_payload[-1]], [gradient, u, v], run))
+
     def orthonormalise(self, vectors: Any, rank: int, epsilon: float) -> int:
         return int(self._now([vectors], [], lambda: self._host.orthonormalise(vectors, rank, epsilon)))
+
+    def project(self, matrix: Any, before: Any, rows: int, cols: int, right: Any, left: Any, rank: int) -> None:
+        m, b, r, to = map(_bare, (matrix, before, right, left))
+        self._queue([matrix, left], [before, right], lambda: self._host.project(m, b, rows, cols, r, to, rank))
+
+    def project_back(self, matrix: Any, rows: int, cols: int, left: Any, right: Any, rank: int) -> None:
+        m, own, to = map(_bare, (matrix, left, right))
+        run = lambda: self._host.project_back(m, rows, cols, own, to, rank)  # noqa: E731
+        self._queue([right], [matrix, left], run, True)
+
+    def expand(self, matrix: Any, after: Any, rows: int, cols: int, *factors_and_rank: Any) -> None:
+        *factors, rank = factors_and_rank
+        m, a, (left, right, own) = _bare(matrix), _bare(after), map(_bare, factors)
+        run = lambda: self._host.expand(m, a, rows, cols, left, right, own, rank)  # noqa: E731
+        self._queue([matrix, after], factors, run)
 
 
 def _given(arrays: Sequence[Any]) -> list[Any]:

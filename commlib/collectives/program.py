@@ -7,8 +7,15 @@ from typing import Any
 
 from commlib.collectives.barrier import NOTHING
 from commlib.collectives.by_messages import MessageCall
+from commlib.collectives.device_call import DeviceCall
 from commlib.collectives.ready import Calls, Ready, itself
+from commlib.devices.array import DeviceArray
 
 
-def program(calls: Calls, text: str, run: Callable[[], Any]) -> Ready:
-    return Ready(MessageCall(calls.group, text, lambda *_: run()), NOTHING, NOTHING, itself)
+def program(calls: Calls, text: str, run: Callable[[], Any], on: Any = None) -> Ready:
+    whole = MessageCall(calls.group, text, lambda *_: run())
+    if type(on) is not DeviceArray:
+        return Ready(whole, NOTHING, NOTHING, itself)
+    station = calls.station(on.device)
+    call = DeviceCall(calls.group.progress, text, station, lambda *_: whole.perform(NOTHING, NOTHING))
+    return Ready(call, on, on, itself)

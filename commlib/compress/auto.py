@@ -22,6 +22,8 @@ from commlib.compress.codec import Codec
 from commlib.compress.exchange import Exchanged
 from commlib.compress.quantise import Blocks
 from commlib.compress.scheme import Lane, Part, Reducer, Scheme
+from commlib.devices.host import HOST
+from commlib.devices.protocol import Device
 from commlib.errors import UsageError
 
 _SMALL, _LARGE, _SAMPLE = 1 << 10, 1 << 18, 1 << 16
@@ -45,7 +47,7 @@ class Auto:
     def divisible(self) -> bool:
         return True
 
-    def reducer(self, lane: Lane, parts: Sequence[Part], *, key: str = "") -> Reducer:
+    def reducer(self, lane: Lane, parts: Sequence[Part], *, key: str = "", device: Device = HOST) -> Reducer:
         """Raise UsageError: what is chosen depends on measurements, which `decide` makes first."""
         raise UsageError("compression 'auto' must be decided before buckets are made: see `GradientCompression`")
 

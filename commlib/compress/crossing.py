@@ -19,7 +19,8 @@ from commlib.buffers.views import address_of
 from commlib.communicator import Communicator
 from commlib.compress.feedback import is_finite
 from commlib.compress.scheme import Part, Reducer, Scheme
-from commlib.dtypes import Array
+from commlib.devices.array import DeviceArray
+from commlib.devices.arrays import device_of, name_of_device
 from commlib.group.operation import Operation
 from commlib.node.collective import Exchange, NodeCollective
 from commlib.schedule.layout import even
@@ -95,14 +96,15 @@ def split_piece(name: str) -> tuple[str, str]:
 class BucketReduction:
     """Reduces one bucket of a group by a scheme, as one operation of that group: a plan, as an all-reduce has one.
 
-    `array` holds float32 values, and flags from element `flags` on: exact, and positive afterwards if they were on any
-    rank. `op` is "sum" or "mean". `finite` says whether the result was, the same on all ranks.
+    `array`, of any device, holds float32 values, and flags from element `flags` on: exact, and positive afterwards if
+    they were on any rank. `op` is "sum" or "mean". `finite` says whether the result was, the same on all ranks.
     """
 
     def __init__(
-        self, crossing: Crossing, scheme: Scheme, array: Array, parts: Sequence[Part], flags: int, op: str, key: str
+        self, crossing: Crossing, scheme: Scheme, array: Any, parts: Sequence[Part], flags: int, op: str, key: str
     ) -> None:
         self._crossing, self._flags = crossing, flags
+        self._kernels = device_of(array).kernels
         self.finite = True
         shares = crossing.shares(parts, flags, divisible=scheme.divisible)
         self._shares = [*shares[:-1], (shares[-1][0], len(array))]  # flags go with the last one
@@ -111,16 +113,19 @@ class BucketReduction:
         self.reducer: Reducer | None = None
         if crossing.lane is not None:
             first, end = shares[crossing.place]
-            self.reducer = scheme.reducer(crossing.lane, parts_within(parts, first, end), key=f"{key}.{first}")
+            own = parts_within(parts, first, end)
+            self.reducer = scheme.reducer(crossing.lane, own, key=f"{key}.{first}", device=device_of(array))
         self.use(array)
         text = f"compressed all_reduce {key} of {len(array)} x float32, op={op}, {scheme.name}"
+        if device := name_of_device(array):
+            text += f", device={device}"
         self._text = text
-        plan = crossing.comm.plan_program(text, self._run)
+        plan = crossing.comm.plan_program(text, self._run, on=array)
         self._now, self.start = plan, plan.start
         self.uncompressed_bytes = 2 * (crossing.hosts - 1) * array.nbytes // (crossing.hosts * crossing.rails)
 
-    def use(self, array: Array) -> None:
-        """Reduce in another array of the same length from now on."""
+    def use(self, array: Any) -> None:
+        """Reduce in another array of the same length, on the same device, from now on."""
         self._array, self._values = array, array[: self._flags]
         if self._crossing.lane is not None:
             first, end = self._shares[self._crossing.place]
@@ -143,7 +148,7 @@ class BucketReduction:
     def _run(self) -> None:
         crossing, array = self._crossing, self._array
         if self._scale != 1:
-            self._values *= self._scale
+            self._kernels.scale(self._values, self._scale)
         if crossing.node is not None:
             crossing.node.all_reduce(array, out=array)
         if self.reducer is not None:
@@ -153,10 +158,14 @@ class BucketReduction:
             self.finite = is_finite(self._values)
         if not self.finite:
             for start, stop in self._gaps:  # else what is not finite would stay there
-                self._values[start:stop] = 0
+                self._kernels.fill(self._values[start:stop], 0)
 
     def _spread(self, node: Communicator) -> None:
         """Give all ranks of the node the shares of its rails."""
+        if type(self._array) is DeviceArray or not node.group.shares_memory:
+            if node.size > 1:
+                self._spread_by_messages(node)
+            return
         shares = [(first * 4, (end - first) * 4) for first, end in self._shares]
         place, others = self._crossing.place, [(0, 0)] * (node.size - len(shares))
         own = shares[place] if place < len(shares) else (0, 0)
@@ -166,10 +175,7 @@ class BucketReduction:
         def run() -> None:
             NodeCollective.exchange(node.group.open(), self._text, exchange).run_at(at, at)
 
-        if node.group.shares_memory:
-            node.group.run(Operation(self._text, run))
-        elif node.size > 1:
-            self._spread_by_messages(node)
+        node.group.run(Operation(self._text, run))
 
     def _spread_by_messages(self, node: Communicator) -> None:
         for root, (first, end) in enumerate(self._shares):

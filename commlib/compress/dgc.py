@@ -14,20 +14,18 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields
 from math import isfinite, sqrt
+from typing import Any
 
-import numpy as np
-
-from commlib.buffers.views import address_of
-from commlib.compress.feedback import Residual, add_counter, counter, gather_state, spread_state
+from commlib.compress.feedback import Residual, add_counter, counter
 from commlib.compress.gather import DENSE_BELOW
+from commlib.compress.memory import Memory
 from commlib.compress.messages import Messages
 from commlib.compress.scheme import Lane, Part, State
 from commlib.compress.sparse import TopK, check_ratio, check_values, sent
+from commlib.devices.host import HOST
+from commlib.devices.protocol import Device
 from commlib.dtypes import Array
 from commlib.errors import UsageError
-from commlib.kernels.host.norm import sum_of_squares
-from commlib.kernels.host.sparsify import encode_accumulated
-from commlib.kernels.host.table import VALUES
 
 
 @dataclass(frozen=True, slots=True)
@@ -80,45 +78,47 @@ class DGC:
             return self.ratio
         return self.warmup[step * len(self.warmup) // self.warmup_steps]
 
-    def reducer(self, lane: Lane, parts: Sequence[Part], *, key: str = "") -> DGCReducer:
+    def reducer(self, lane: Lane, parts: Sequence[Part], *, key: str = "", device: Device = HOST) -> DGCReducer:
         """Return the reducer of a bucket with these parts."""
-        return DGCReducer(lane, parts, self)
+        return DGCReducer(lane, parts, self, Memory(device, lane.watch))
 
 
 class DGCReducer:
     """Reduces one bucket. Momentum and what has accumulated are remembered by parameter, and so is the step."""
 
-    def __init__(self, lane: Lane, parts: Sequence[Part], scheme: DGC) -> None:
-        self._scheme, self._parts = scheme, tuple(parts)
+    def __init__(self, lane: Lane, parts: Sequence[Part], scheme: DGC, memory: Memory) -> None:
+        self._scheme, self._parts, self._kernels = scheme, tuple(parts), memory.kernels
         self._sparse = [part for part in parts if part.count >= scheme.dense_below]
         self._dense = [part for part in parts if part.count < scheme.dense_below]
         self._clip = None if scheme.clip_norm is None else scheme.clip_norm / sqrt(lane.size)
         count = max((part.stop for part in parts), default=0)
-        self._momentum, self._accumulated = Residual(count), Residual(count)
+        self._momentum, self._accumulated = Residual(count, memory), Residual(count, memory)
         self._step, self._open = 0, False
         densest = TopK(max(scheme.ratio, *scheme.warmup) if scheme.warmup_steps else scheme.ratio, scheme.values)
-        self._messages = Messages(lane, self._dense, self._sparse, densest.payload_bytes, densest.decode)
+        self._messages = Messages(lane, self._dense, self._sparse, densest.payload_bytes, densest.decode, memory)
 
     @property
     def sent_bytes(self) -> int:
         return self._messages.sent_bytes
 
-    def reduce(self, values: Array, flags: Array) -> bool:
+    def reduce(self, values: Any, flags: Any) -> bool:
         """Replace values and flags by their sums over the lane. See `Reducer`."""
-        scheme = self._scheme
+        scheme, kernels = self._scheme, self._kernels
         (u, u_after), (v, v_after) = self._momentum.begin(), self._accumulated.begin()
-        ratio = scheme.ratio_at(self._step)
+        ratio, momentum, nesterov = scheme.ratio_at(self._step), scheme.momentum, scheme.nesterov
         self._step, self._open = self._step + 1, True
         for part in self._dense:
             place = slice(part.start, part.stop)
-            self._add_momentum(values[place], u[place], u_after[place])
+            gradient = values[place]
+            kernels.add_momentum(gradient, u[place], u_after[place], self._scale(gradient), momentum, nesterov)
 
-        def encode(number: int, gradient: Array, room: Array) -> int:
+        def encode(number: int, gradient: Any, room: Any) -> int:
             part = self._sparse[number]
-            state = (address_of(array) + 4 * part.start for array in (u, v, u_after, v_after))
-            how = self._scale(gradient), scheme.momentum, scheme.nesterov
-            k, kind, to = sent(ratio, part.count), VALUES[scheme.values], address_of(room)
-            return int(encode_accumulated(address_of(gradient), *state, part.count, *how, k, kind, to))
+            at, k = slice(part.start, part.stop), sent(ratio, part.count)
+            state = u[at], v[at], u_after[at], v_after[at]
+            return kernels.accumulate(
+                gradient, *state, self._scale(gradient), momentum, nesterov, k, scheme.values, room
+            )
 
         return self._messages.reduce(values, flags, encode)
 
@@ -137,30 +137,21 @@ class DGCReducer:
 
     def state(self) -> State:
         """Return {"momentum", "accumulated", "step"} of each parameter, on this rank."""
-        state = gather_state(self._parts, "momentum", self._momentum.values)
-        for name, more in gather_state(self._parts, "accumulated", self._accumulated.values).items():
+        state = self._momentum.state(self._parts, "momentum")
+        for name, more in self._accumulated.state(self._parts, "accumulated").items():
             state[name] |= more
         return add_counter(self._parts, "step", self._step, state)
 
     def load(self, state: Mapping[str, Mapping[str, Array]]) -> None:
         """Take over what is known by parameter names; the step is that of the one that is furthest."""
         self.keep()
-        spread_state(self._parts, "momentum", self._momentum.values, state)
-        spread_state(self._parts, "accumulated", self._accumulated.values, state)
+        self._momentum.load(self._parts, "momentum", state)
+        self._accumulated.load(self._parts, "accumulated", state)
         self._step = counter(self._parts, "step", state, self._step)
 
-    def _scale(self, gradient: Array) -> float:
+    def _scale(self, gradient: Any) -> float:
         """Return what to multiply a gradient by so that it is clipped. One that is not finite stays what it is."""
         if self._clip is None:
             return 1.0
-        norm = sqrt(sum_of_squares(gradient))
+        norm = sqrt(self._kernels.squares(gradient))
         return self._clip / norm if norm > self._clip and isfinite(norm) else 1.0
-
-    def _add_momentum(self, gradient: Array, u: Array, u_after: Array) -> None:
-        """Replace the gradient of a small parameter by its sum with the momentum."""
-        momentum = np.float32(self._scheme.momentum)
-        with np.errstate(all="ignore"):
-            scaled = gradient * np.float32(self._scale(gradient))
-            new = momentum * (u + scaled) if self._scheme.nesterov else momentum * u + scaled
-            gradient[:] = new + scaled if self._scheme.nesterov else new
-        u_after[:] = np.where(np.isfinite(new), new, u)

@@ -15,13 +15,18 @@ from __future__ import annotations
 import zlib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 
 from commlib.compress.arguments import with_options
 from commlib.compress.codec import Codec, draws
-from commlib.compress.feedback import Residual, add_counter, counter, gather_state, is_finite, spread_state
+from commlib.compress.feedback import Residual, add_counter, counter, is_finite
+from commlib.compress.flags import count_flags, pack_flags
+from commlib.compress.memory import Memory
 from commlib.compress.scheme import Lane, Part, State
+from commlib.devices.host import HOST
+from commlib.devices.protocol import Device
 from commlib.dtypes import Array
 
 # Payloads start on a cache line.
@@ -46,17 +51,19 @@ class Exchanged:
     def divisible(self) -> bool:
         return True
 
-    def reducer(self, lane: Lane, parts: Sequence[Part], *, key: str = "") -> ExchangeReducer:
+    def reducer(self, lane: Lane, parts: Sequence[Part], *, key: str = "", device: Device = HOST) -> ExchangeReducer:
         """Return the reducer of a bucket with these parts."""
         wanted = self.codec.feedback if self.feedback is None else self.feedback
-        return ExchangeReducer(lane, parts, self.codec, wanted, key)
+        return ExchangeReducer(lane, parts, self.codec, wanted, key, Memory(device, lane.watch))
 
 
 class ExchangeReducer:
     """Reduces one bucket by the exchange above. All arrays are made once."""
 
-    def __init__(self, lane: Lane, parts: Sequence[Part], codec: Codec, feedback: bool, key: str) -> None:
-        self._lane, self._parts, self._codec = lane, tuple(parts), codec
+    def __init__(
+        self, lane: Lane, parts: Sequence[Part], codec: Codec, feedback: bool, key: str, memory: Memory
+    ) -> None:
+        self._lane, self._parts, self._codec, self._memory = lane, tuple(parts), codec, memory
         self._count = max((part.stop for part in parts), default=0)
         step = -(-self._count // lane.size)
         if step >= _WORTH * codec.align:
@@ -65,44 +72,49 @@ class ExchangeReducer:
         self._room = codec.payload_bytes(step)
         self._key = zlib.crc32(key.encode())
         self._draws, self._has_draws = 0, draws(codec)
-        self._rows: Array | None = None  # made when the number of flags is known
-        self._arrived: Array = np.empty(0, np.uint8)
-        self._gathered: Array = np.empty(0, np.uint8)
+        self._length = 0  # of each rank's payload with its flags; the arrays are made when it is known
+        self._rows: Any = None
+        self._arrived: Any = None
+        self._gathered: Any = None
         own = self._bounds[lane.rank + 1] - self._bounds[lane.rank]
-        self._total = np.empty(own, np.float32)
+        self._total = memory.empty(own)
         # What this rank loses of its own values, and of the sum of the chunk that it reduces.
-        self._worker = Residual(self._count) if feedback else None
-        self._server = Residual(own) if feedback else None
+        self._worker = Residual(self._count, memory) if feedback else None
+        self._server = Residual(own, memory) if feedback else None
 
     @property
     def sent_bytes(self) -> int:
-        return 0 if self._rows is None else 2 * (self._lane.size - 1) * self._rows.shape[1]
+        return 2 * (self._lane.size - 1) * self._length
 
-    def reduce(self, values: Array, flags: Array) -> bool:
+    def reduce(self, values: Any, flags: Any) -> bool:
         """Replace values and flags by their sums over the lane. See `Reducer`."""
-        lane, codec, bounds, room = self._lane, self._codec, self._bounds, self._room
+        lane, codec, bounds, room, memory = self._lane, self._codec, self._bounds, self._room, self._memory
         if lane.size == 1:
             return is_finite(values[: self._count])
         rows = self._buffers(len(flags))
         self._draws += 1
         seed = self._key << 24 ^ self._draws << 12 ^ lane.rank
         worker = None if self._worker is None else self._worker.begin()
-        for rank in range(lane.size):
-            row: Array = rows[rank]
+        bits = memory.here(pack_flags(memory.on_host(flags)[0]))
+        for rank, row in enumerate(self._parted(rows)):
             start, stop = bounds[rank], bounds[rank + 1]
             residual = None if worker is None else (worker[0][start:stop], worker[1][start:stop])
             codec.encode(values[start:stop], row[:room], seed=seed + start, residual=residual)
-            row[room : room + -(-len(flags) // 8)] = np.packbits(flags > 0)
-        lane.all_to_all(rows, out=self._arrived)
-        for rank, arrived in enumerate(self._arrived):
-            codec.decode(arrived[:room], self._total, add=rank > 0)
-        flags[...] = np.unpackbits(self._arrived[:, room:], axis=1, count=len(flags)).any(axis=0)
-        own: Array = rows[0]
+            row[room : room + len(bits)] = bits
+        shape = lane.size, self._length
+        lane.all_to_all(rows.reshape(shape), out=self._arrived.reshape(shape))
+        arrived = self._parted(self._arrived)
+        for rank, row in enumerate(arrived):
+            codec.decode(row[:room], self._total, add=rank > 0)
+        all_bits = memory.on_host(*(row[room : room + len(bits)] for row in arrived))
+        memory.put(flags, count_flags(all_bits, len(flags)))
+        own = rows[: self._length]
         server = None if self._server is None else self._server.begin()
         codec.encode(self._total, own[:room], seed=~(seed + bounds[lane.rank]), residual=server)
         lane.all_gather(own, out=self._gathered)
-        for rank, summed in enumerate(self._gathered.reshape(lane.size, -1)):
+        for rank, summed in enumerate(self._parted(self._gathered)):
             codec.decode(summed[:room], values[bounds[rank] : bounds[rank + 1]])
+        memory.wait()
         return is_finite(values[: self._count])
 
     def keep(self) -> None:
@@ -124,9 +136,9 @@ class ExchangeReducer:
         """
         state: State = {}
         if self._worker is not None and self._server is not None:
-            state = gather_state(self._parts, "residual", self._worker.values)
+            state = self._worker.state(self._parts, "residual")
             start = self._bounds[self._lane.rank]
-            for name, more in gather_state(self._parts, "residual_of_sum", self._server.values, start).items():
+            for name, more in self._server.state(self._parts, "residual_of_sum", start).items():
                 state[name].update(more)
         return add_counter(self._parts, "draws", self._draws, state) if self._has_draws else state
 
@@ -135,15 +147,17 @@ class ExchangeReducer:
         self._draws = counter(self._parts, "draws", state, self._draws)
         if self._worker is None or self._server is None:
             return
-        spread_state(self._parts, "residual", self._worker.values, state)
-        start = self._bounds[self._lane.rank]
-        spread_state(self._parts, "residual_of_sum", self._server.values, state, start)
+        self._worker.load(self._parts, "residual", state)
+        self._server.load(self._parts, "residual_of_sum", state, self._bounds[self._lane.rank])
 
-    def _buffers(self, flags: int) -> Array:
+    def _buffers(self, flags: int) -> Any:
         length = self._room + -(-flags // 8)
         length += -length % _ALIGNMENT
-        if self._rows is None or self._rows.shape[1] != length:
-            self._rows = np.zeros((self._lane.size, length), np.uint8)
-            self._arrived = np.zeros_like(self._rows)
-            self._gathered = np.zeros(self._rows.size, np.uint8)
+        if self._rows is None or self._length != length:
+            count, self._length = self._lane.size * length, length
+            self._rows, self._arrived, self._gathered = (self._memory.zeros(count, np.uint8) for _ in range(3))
         return self._rows
+
+    def _parted(self, rows: Any) -> list[Any]:
+        length = self._length
+        return [rows[rank * length : (rank + 1) * length] for rank in range(self._lane.size)]

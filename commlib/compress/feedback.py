@@ -7,25 +7,29 @@ The residual is this rank's own: local values minus what this rank contributed t
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from typing import Any
 
 import numpy as np
 
+from commlib.compress.memory import Memory
 from commlib.compress.scheme import Part, State
+from commlib.devices.arrays import device_of
 from commlib.dtypes import Array
 
 
 class Residual:
     """What was lost of `count` float32 values: once as it was before the last reduction, once as it is since.
 
-    A step that was skipped, because of an overflow, must leave no trace; so both are kept.
+    A step that was skipped, because of an overflow, must leave no trace; so both are kept, where the values are.
     """
 
-    def __init__(self, count: int) -> None:
-        self._arrays = np.zeros(count, np.float32), np.zeros(count, np.float32)
+    def __init__(self, count: int, memory: Memory) -> None:
+        self._memory = memory
+        self._arrays = memory.zeros(count), memory.zeros(count)
         self._current = 0
         self._open = False  # the last reduction may still be discarded
 
-    def begin(self) -> tuple[Array, Array]:
+    def begin(self) -> tuple[Any, Any]:
         """Return (what to add to the values, where to put what is lost of the sum) for one reduction."""
         before, after = self._arrays[self._current], self._arrays[1 - self._current]
         self._current = 1 - self._current
@@ -42,10 +46,18 @@ class Residual:
             self._current = 1 - self._current
             self._open = False
 
-    @property
-    def values(self) -> Array:
-        """What the next reduction adds."""
-        return self._arrays[self._current]
+    def state(self, parts: Sequence[Part], what: str, start: int = 0) -> State:
+        """Return what the next reduction adds, as `gather_state` does."""
+        (values,) = self._memory.on_host(self._arrays[self._current])
+        return gather_state(parts, what, values, start)
+
+    def load(self, parts: Sequence[Part], what: str, state: Mapping[str, Mapping[str, Array]], start: int = 0) -> None:
+        """Let the next reduction add what `state` says, as `spread_state` does."""
+        array = self._arrays[self._current]
+        (values,) = self._memory.on_host(array)
+        spread_state(parts, what, values, state, start)
+        self._memory.put(array, values)
+        self._memory.wait()
 
 
 def gather_state(parts: Sequence[Part], what: str, values: Array, start: int = 0) -> State:
@@ -89,9 +101,6 @@ def counter(parts: Sequence[Part], what: str, state: Mapping[str, Mapping[str, A
     return max(found, default=otherwise)
 
 
-def is_finite(values: Array) -> bool:
-    """Return whether no value is infinite or NaN; one pass over the memory, without a temporary array."""
-    with np.errstate(all="ignore"):
-        if np.isfinite(values.sum(dtype=np.float32)):
-            return True
-    return bool(np.isfinite(values).all())  # a sum of finite values may overflow
+def is_finite(values: Any) -> bool:
+    """Return whether no float32 is infinite or NaN; waits for what was queued before on a device."""
+    return bool(device_of(values).kernels.is_finite(values))

@@ -11,13 +11,17 @@ from __future__ import annotations
 import zlib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 from commlib.compress.arguments import with_options
 from commlib.compress.codec import Codec, draws
-from commlib.compress.feedback import Residual, add_counter, counter, gather_state, is_finite, spread_state
+from commlib.compress.feedback import Residual, add_counter, counter, is_finite
+from commlib.compress.memory import Memory
 from commlib.compress.messages import Messages, Values
 from commlib.compress.scheme import Lane, Part, State
 from commlib.compress.sparse import RandomK
+from commlib.devices.host import HOST
+from commlib.devices.protocol import Device
 from commlib.dtypes import Array
 
 DENSE_BELOW = 1024
@@ -45,38 +49,39 @@ class Gathered:
         return True
 
     @property
-    def _wanted(self) -> bool:
+    def wants_feedback(self) -> bool:
+        """Whether residuals are kept."""
         return self.codec.feedback if self.feedback is None else self.feedback
 
-    def reducer(self, lane: Lane, parts: Sequence[Part], *, key: str = "") -> GatherReducer:
+    def reducer(self, lane: Lane, parts: Sequence[Part], *, key: str = "", device: Device = HOST) -> GatherReducer:
         """Return the reducer of a bucket with these parts."""
-        return GatherReducer(lane, parts, self.codec, self._wanted, self.dense_below, key)
+        return GatherReducer(lane, parts, self, key, Memory(device, lane.watch))
 
 
 class GatherReducer:
     """Reduces one bucket, by messages or, if all ranks choose the same places, by an all-reduce of the values there."""
 
-    def __init__(
-        self, lane: Lane, parts: Sequence[Part], codec: Codec, feedback: bool, dense_below: int, key: str
-    ) -> None:
+    def __init__(self, lane: Lane, parts: Sequence[Part], scheme: Gathered, key: str, memory: Memory) -> None:
+        codec = scheme.codec
         self._lane, self._codec = lane, codec
         self._count = max((part.stop for part in parts), default=0)
-        self._sparse = [part for part in parts if part.count >= dense_below]
-        dense = [part for part in parts if part.count < dense_below]
-        self._residual = Residual(self._count) if feedback else None
+        self._sparse = [part for part in parts if part.count >= scheme.dense_below]
+        dense = [part for part in parts if part.count < scheme.dense_below]
+        self._residual = Residual(self._count, memory) if scheme.wants_feedback else None
         self._seeds = [zlib.crc32(f"{key}/{part.name}".encode()) << 24 for part in self._sparse]
         self._draws = 0  # of steps that were skipped too: all ranks count alike, also those that cannot know
         self._has_draws = draws(codec)
         if isinstance(codec, RandomK):
-            self._values: Values | None = Values(lane, dense, self._sparse, codec)
+            self._values: Values | None = Values(lane, dense, self._sparse, codec, memory)
         else:
-            self._values, self._messages = None, Messages(lane, dense, self._sparse, codec.payload_bytes, codec.decode)
+            self._values = None
+            self._messages = Messages(lane, dense, self._sparse, codec.payload_bytes, codec.decode, memory)
 
     @property
     def sent_bytes(self) -> int:
         return (self._messages if self._values is None else self._values).sent_bytes
 
-    def reduce(self, values: Array, flags: Array) -> bool:
+    def reduce(self, values: Any, flags: Any) -> bool:
         """Replace values and flags by their sums over the lane. See `Reducer`."""
         if self._lane.size == 1:
             return is_finite(values[: self._count])
@@ -90,7 +95,7 @@ class GatherReducer:
         if self._values is not None:
             return self._values.reduce(values, flags, seeds, pieces)
 
-        def encode(number: int, x: Array, room: Array) -> int:
+        def encode(number: int, x: Any, room: Any) -> int:
             return self._codec.encode(x, room, seed=seeds[number], residual=pieces[number])
 
         return self._messages.reduce(values, flags, encode)
@@ -110,7 +115,7 @@ class GatherReducer:
 
         Where chance plays a role, also {"draws": how often there was one}.
         """
-        state = {} if self._residual is None else gather_state(self._sparse, "residual", self._residual.values)
+        state = {} if self._residual is None else self._residual.state(self._sparse, "residual")
         return add_counter(self._sparse, "draws", self._draws, state) if self._has_draws else state
 
     def load(self, state: Mapping[str, Mapping[str, Array]]) -> None:
@@ -118,4 +123,4 @@ class GatherReducer:
         self._draws = counter(self._sparse, "draws", state, self._draws)
         if self._residual is not None:
             self._residual.keep()
-            spread_state(self._sparse, "residual", self._residual.values, state)
+            self._residual.load(self._sparse, "residual", state)

@@ -63,7 +63,7 @@ class GradientCompression:
         found = slowest(found)
         return decide(auto, count, self.crossing.hosts, found.tolist())
 
-    def reduction(self, key: str, array: Array, parts: Sequence[Part], flags: int, op: str) -> BucketReduction:
+    def reduction(self, key: str, array: Any, parts: Sequence[Part], flags: int, op: str) -> BucketReduction:
         """Return the reduction of a bucket, which takes over what is known of its parts. See `BucketReduction`."""
         assert self.scheme is not None
         reduction = BucketReduction(self.crossing, self.scheme, array, parts, flags, op, key)

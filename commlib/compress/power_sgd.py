@@ -15,12 +15,16 @@ from __future__ import annotations
 import zlib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields
+from typing import Any
 
 import numpy as np
 
 from commlib.compress.feedback import is_finite
 from commlib.compress.low_rank import Matrix
+from commlib.compress.memory import Memory
 from commlib.compress.scheme import Lane, Part, State
+from commlib.devices.host import HOST
+from commlib.devices.protocol import Device
 from commlib.dtypes import Array
 from commlib.errors import UsageError
 
@@ -72,9 +76,9 @@ class PowerSGD:
         rank = min(self.rank, rows, cols)
         return rank if (rows + cols) * rank * self.min_compression_rate < rows * cols else 0
 
-    def reducer(self, lane: Lane, parts: Sequence[Part], *, key: str = "") -> PowerReducer:
+    def reducer(self, lane: Lane, parts: Sequence[Part], *, key: str = "", device: Device = HOST) -> PowerReducer:
         """Return the reducer of a bucket with these parts."""
-        return PowerReducer(self, lane, parts, key)
+        return PowerReducer(self, lane, parts, key, Memory(device, lane.watch))
 
 
 class PowerReducer:
@@ -84,8 +88,8 @@ class PowerReducer:
     residuals and factors of the whole bucket stay what they were.
     """
 
-    def __init__(self, scheme: PowerSGD, lane: Lane, parts: Sequence[Part], key: str) -> None:
-        self._scheme, self._lane = scheme, lane
+    def __init__(self, scheme: PowerSGD, lane: Lane, parts: Sequence[Part], key: str, memory: Memory) -> None:
+        self._scheme, self._lane, self._memory = scheme, lane, memory
         self._count = max((part.stop for part in parts), default=0)
         self._matrices: list[Matrix] = []
         self._others: list[Part] = []
@@ -108,12 +112,12 @@ class PowerReducer:
             self._matrices.append(matrix)
             residual, left, right = matrix.residual.stop, matrix.left.stop, matrix.right.stop
         self._left_count = left
-        self._message = np.empty(0, np.float32)  # made when the number of flags is known
+        self._message = memory.empty(0)  # made when the number of flags is known
         # Twice what is remembered: as it was before the last reduction, and as it is if that one counts.
         count = residual if scheme.feedback else 0
-        self._residuals = np.zeros(count, np.float32), np.zeros(count, np.float32)
-        self._factors = np.zeros(right, np.float32), np.zeros(right, np.float32)
-        self._own = np.empty(right, np.float32)
+        self._residuals = memory.zeros(count), memory.zeros(count)
+        self._factors = memory.zeros(right), memory.zeros(right)
+        self._own = memory.empty(right)
         self._current = 0
         self._steps = 0
         self._open = False  # the last reduction may still be discarded
@@ -124,7 +128,7 @@ class PowerReducer:
         """Bytes that this rank handed to others in the last reduction: 2(P-1)/P of what was all-reduced."""
         return 2 * (self._lane.size - 1) * self._reduced // self._lane.size
 
-    def reduce(self, values: Array, flags: Array) -> bool:
+    def reduce(self, values: Any, flags: Any) -> bool:
         """Replace values and flags by their sums over the lane. See `Reducer`."""
         self.keep()
         self._reduced = 0
@@ -154,67 +158,81 @@ class PowerReducer:
         steps = self._steps + self._open
         current = 1 - self._current if self._open and steps > self._scheme.start else self._current
         state: State = {}
+        residuals, factors = self._memory.on_host(self._residuals[current], self._factors[current])
         for matrix in self._matrices:
             found: dict[str, Array] = {"step": np.array(steps, np.int64)}
             if self._scheme.feedback:
-                found["residual"] = self._residuals[current][matrix.residual].reshape(matrix.part.shape).copy()
+                found["residual"] = residuals[matrix.residual].reshape(matrix.part.shape).copy()
             if self._scheme.warm_start:
-                found["q"] = self._factors[current][matrix.right].reshape(matrix.rank, matrix.cols).copy()
+                found["q"] = factors[matrix.right].reshape(matrix.rank, matrix.cols).copy()
             state[matrix.part.name] = found
         return state
 
     def load(self, state: Mapping[str, Mapping[str, Array]]) -> None:
         """Take over what is known by parameter names. Factors and steps must be the same on all ranks."""
         self.keep()
+        there = self._residuals[self._current], self._factors[self._current]
+        residuals, factors = self._memory.on_host(*there)
         for matrix in self._matrices:
             known = state.get(matrix.part.name, {})
             self._steps = int(known.get("step", self._steps))
             for what, array, place in (
-                ("residual", self._residuals[self._current], matrix.residual),
-                ("q", self._factors[self._current], matrix.right),
+                ("residual", residuals, matrix.residual),
+                ("q", factors, matrix.right),
             ):
                 found = known.get(what)
                 if found is not None and len(array) and found.size == place.stop - place.start:
                     array[place] = found.reshape(-1)
+        for array, values in zip(there, (residuals, factors), strict=True):
+            self._memory.put(array, values)
+        self._memory.wait()
 
-    def _compress(self, values: Array, flags: Array) -> bool:
+    def _compress(self, values: Any, flags: Any) -> bool:
+        memory = self._memory
         before, after = self._residuals[self._current], self._residuals[1 - self._current]
         factors, own = self._factors[1 - self._current], self._own
-        factors[...] = self._factors[self._current] if self._scheme.warm_start else 0
+        if self._scheme.warm_start:
+            factors[:] = self._factors[self._current]
+        else:
+            memory.kernels.fill(factors, 0)
         message = self._buffer(len(flags))
         for matrix in self._matrices:
-            matrix.begin(factors[matrix.right], self._steps)
-            matrix.project(values, before, factors[matrix.right], message[matrix.left])
+            matrix.begin(memory, factors[matrix.right], self._steps)
+            matrix.project(memory.kernels, values, before, factors[matrix.right], message[matrix.left])
         at = self._left_count
         for part in self._others:
             message[at : at + part.count] = values[part.start : part.stop]
             at += part.count
         message[at:] = flags
         self._all_reduce(message)
-        flags[...] = message[at:]
+        flags[:] = message[at:]
         at = self._left_count
         for part in self._others:
             values[part.start : part.stop] = message[at : at + part.count]
             at += part.count
         finite = is_finite(message)
-        sound = [matrix.project_back(values, message[matrix.left], own[matrix.right]) for matrix in self._matrices]
-        factors[...] = own
+        kernels = memory.kernels
+        sound = [
+            matrix.project_back(kernels, values, message[matrix.left], own[matrix.right]) for matrix in self._matrices
+        ]
+        factors[:] = own
         self._all_reduce(factors)
         for matrix, is_sound in zip(self._matrices, sound, strict=True):
             left, right = message[matrix.left], factors[matrix.right]
             if not is_sound:
-                matrix.spoil(values)
-            elif not matrix.expand(values, after, left, right, own[matrix.right]):
+                matrix.spoil(kernels, values)
+            elif not matrix.expand(kernels, values, after, left, right, own[matrix.right]):
                 finite = False
+        memory.wait()
         return finite
 
-    def _buffer(self, flags: int) -> Array:
+    def _buffer(self, flags: int) -> Any:
         count = self._left_count + sum(part.count for part in self._others) + flags
         if len(self._message) != count:
-            self._message = np.empty(count, np.float32)
+            self._message = self._memory.empty(count)
         return self._message
 
-    def _all_reduce(self, array: Array) -> None:
+    def _all_reduce(self, array: Any) -> None:
         if array.size:
             self._lane.all_reduce(array, out=array)
             self._reduced += array.nbytes

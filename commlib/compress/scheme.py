@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from math import prod
 from typing import Any, Protocol, runtime_checkable
 
+from commlib.devices.host import HOST
+from commlib.devices.protocol import Device
 from commlib.dtypes import Array
 
 State = dict[str, dict[str, Array]]
@@ -50,6 +52,8 @@ class Lane(Protocol):
 
     def all_to_all(self, x: Any, *, out: Any = None) -> Any: ...
 
+    def watch(self, text: str) -> Callable[[], None]: ...
+
 
 class Reducer(Protocol):
     """The reduction of one bucket on one rank, with its state."""
@@ -62,8 +66,9 @@ class Reducer(Protocol):
     def reduce(self, values: Array, flags: Array) -> bool:
         """Replace `values` by their sum over the lane, and `flags` too; return whether the sum is finite. Collective.
 
-        Both are float32 and 1-D. The sum is an approximation, the same bits on all ranks; what lies between the parts
-        may become anything. Flags, 0 or positive, are exact: positive afterwards if they were on any rank.
+        Both are float32, 1-D and on the device that the reducer was made for. The sum is an approximation, the same
+        bits on all ranks; what lies between the parts may become anything. Flags, 0 or positive, are exact: positive
+        afterwards if they were on any rank.
         """
         ...
 
@@ -98,6 +103,9 @@ class Scheme(Protocol):
         """Whether a parameter may be cut into pieces that are compressed apart."""
         ...
 
-    def reducer(self, lane: Lane, parts: Sequence[Part], *, key: str = "") -> Reducer:
-        """Return the reducer of a bucket with these parts. `key` tells buckets apart where chance plays a role."""
+    def reducer(self, lane: Lane, parts: Sequence[Part], *, key: str = "", device: Device = HOST) -> Reducer:
+        """Return the reducer of a bucket with these parts. `key` tells buckets apart where chance plays a role.
+
+        device: where the bucket's values are. Raises UsageError if the scheme cannot reduce there.
+        """
         ...

@@ -11,11 +11,11 @@ from typing import ClassVar
 
 import numpy as np
 
-from commlib.buffers.views import address_of
 from commlib.compress.arguments import check_decode, check_encode
+from commlib.devices.arrays import device_of
+from commlib.devices.host import HOST
 from commlib.dtypes import Array
 from commlib.errors import UsageError
-from commlib.kernels.host import draw
 from commlib.kernels.protocol import SPARSE_HEADER, Value
 
 VALUES: tuple[Value, ...] = ("float32", "float16", "bfloat16")
@@ -111,13 +111,13 @@ class RandomK:
     def choose(self, count: int, seed: int) -> Array:
         """Return the places that `seed` chooses, ascending (uint32)."""
         places = np.empty(self.sent(count), np.uint32)
-        draw.draw(count, seed, places)
+        HOST.kernels.draw(count, seed, places)
         return places
 
     def take(self, x: Array, places: Array, values: Array, residual: tuple[Array, Array] | None = None) -> None:
-        """Write what `encode` sends of these places to `values` (float32). `residual` as there."""
-        before, after = (0, 0) if residual is None else map(address_of, residual)
-        draw.take(address_of(x), before, after, len(x), places, self._scale(len(x)), values)
+        """Write what `encode` sends of these places to `values` (float32), all on one device. `residual` as there."""
+        before, after = (None, None) if residual is None else residual
+        device_of(x).kernels.take(x, before, after, places, self._scale(len(x)), values)
 
     def _scale(self, count: int) -> float:
         return count / self.sent(count) if self.unbiased and count else 1.0

@@ -9,8 +9,6 @@ from commlib.compress import GradientCompression, Part
 from commlib.compress.crossing import BucketReduction
 from commlib.data_parallel.buckets import Bucket
 from commlib.data_parallel.engine import Plan
-from commlib.devices.array import DeviceArray
-from commlib.errors import UsageError
 
 
 class CompressedPlans:
@@ -44,11 +42,6 @@ class CompressedPlans:
             if slot.count:
                 name, shape = self._parameters[slot.parameter]
                 parts.append(Part(name, slot.offset, shape))
-        if type(array) is DeviceArray:
-            raise UsageError(
-                f"compression of gradients on {array.device.name} is not there yet: pass compression=None, or keep the "
-                "gradients on the host"
-            )
         if bucket.dtype != "float32" or not parts:
             plain: Plan = self._comm.plan_all_reduce(array, bucket.reduction, out=array)
             return plain

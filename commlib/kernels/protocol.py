@@ -105,6 +105,54 @@ class Kernels(Protocol):
         """Write what `largest` or `random` has written as float32, or add it; return what is wrong with it."""
         ...
 
+    def draw(self, count: int, seed: int, places: Any) -> None:
+        """Fill `places` (uint32) with the numbers below `count`, ascending, that `random` would choose by `seed`."""
+        ...
+
+    def take(self, x: Any, before: Any, after: Any, places: Any, scale: float, values: Any) -> None:
+        """Write what float32 have at the places to `values`, times `scale`; NaNs if one anywhere is not finite."""
+        ...
+
+    def place(self, values: Any, places: Any, out: Any) -> None:
+        """Write float32 values to the places."""
+        ...
+
+    def add_momentum(self, gradient: Any, u: Any, u_after: Any, scale: float, momentum: float, nesterov: bool) -> None:
+        """Replace a gradient (float32), times `scale`, by its sum with the momentum; `u_after` is what u becomes."""
+        ...
+
+    def accumulate(
+        self,
+        gradient: Any,
+        u: Any,
+        v: Any,
+        u_after: Any,
+        v_after: Any,
+        scale: float,
+        momentum: float,
+        nesterov: bool,
+        k: int,
+        value: Value,
+        payload: Any,
+    ) -> int:
+        """Do a step of Deep Gradient Compression (`commlib.compress.dgc`) on a parameter: write the k largest elements
+        as `largest` does, and return how many bytes that took."""
+        ...
+
     def orthonormalise(self, vectors: Any, rank: int, epsilon: float) -> int:
         """Make float32 vectors orthonormal in place; return how many became zero, -1 if one is not finite."""
+        ...
+
+    def project(self, matrix: Any, before: Any, rows: int, cols: int, right: Any, left: Any, rank: int) -> None:
+        """Add `before` to a matrix (unless it is empty), and write left = matrix right; see `kernels.host.low_rank`."""
+        ...
+
+    def project_back(self, matrix: Any, rows: int, cols: int, left: Any, right: Any, rank: int) -> None:
+        """Write right = matrix^T left."""
+        ...
+
+    def expand(
+        self, matrix: Any, after: Any, rows: int, cols: int, left: Any, right: Any, own_right: Any, rank: int
+    ) -> None:
+        """Write after = matrix - left own_right^T (unless it is empty), then matrix = left right^T."""
         ...

@@ -10,6 +10,7 @@ from commlib.compress.sign import Sign
 from commlib.compress.sparse import TopK
 from commlib.data_parallel import Engine, Parameter, make_buckets
 from commlib.devices.arrays import readable
+from tests import compressing
 from tests.late import LATE
 
 SPECS = [Parameter(name, count, "float32", 4, device="late") for name, count in [("a", 5), ("b", 3000), ("c", 70_000)]]
@@ -58,3 +59,11 @@ def test_payloads_of_a_device_are_exchanged(comm, codec):
         if rank:
             expected += decoded
     np.testing.assert_array_equal(values(total), expected)
+
+
+@pytest.mark.ranks(min=2)
+@pytest.mark.parametrize("name", ["int8", "sign", "topk", "randomk", "powersgd", "dgc"])
+def test_compressed_buckets_have_the_bits_of_the_host(comm, name):
+    races = LATE.races
+    compressing.check(comm, name)
+    assert LATE.races == races

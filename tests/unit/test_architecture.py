@@ -102,8 +102,8 @@ HOST_KERNELS_ALLOWED = (
     "commlib.execution.persistent",
     "commlib.p2p.inbox", "commlib.p2p.outbox", "commlib.p2p.node_end",  # memory of the host that two ranks share
     "commlib.data_parallel.engine",  # copies past the caches
-    "commlib.compress.sparse", "commlib.compress.dgc", "commlib.compress.low_rank",  # on the host only as yet: shared
-    "commlib.optim", "commlib.coordinator",  # choices, DGC, PowerSGD, 1-bit optimizers, named operations
+    "commlib.optim",  # on the host only as yet: 1-bit optimizers
+    "commlib.coordinator",  # named operations, where arrays of devices come as copies
     "commlib_torch", "commlib_tensorflow",
 )  # fmt: skip
 CUPY_ALLOWED = ("commlib.kernels.cuda", "commlib.buffers")  # and there inside functions only

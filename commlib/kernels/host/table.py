@@ -10,7 +10,7 @@ import numpy as np
 
 from commlib.buffers.views import address_of
 from commlib.dtypes import Array
-from commlib.kernels.host import convert, draw, norm, orthonormal, quantise, signs, sparse, sparsify
+from commlib.kernels.host import convert, draw, low_rank, norm, orthonormal, quantise, signs, sparse, sparsify
 from commlib.kernels.host.reduce import reduce_function
 from commlib.kernels.protocol import Code, Fault, Value
 
@@ -135,5 +135,52 @@ class HostKernels:
     def read_sparse(self, payload: Any, value: Value, out: Any, add: bool) -> Fault:
         return _FAULTS[sparse.read(_at(payload), len(payload), VALUES[value], _at(out), len(out), add)]
 
+    def draw(self, count: int, seed: int, places: Any) -> None:
+        draw.draw(count, seed, _numpy(places))
+
+    def take(self, x: Any, before: Any, after: Any, places: Any, scale: float, values: Any) -> None:
+        draw.take(_at(x), _at(before), _at(after), len(x), _numpy(places), scale, _numpy(values))
+
+    def place(self, values: Any, places: Any, out: Any) -> None:
+        _numpy(out)[_numpy(places)] = _numpy(values)
+
+    def add_momentum(self, gradient: Any, u: Any, u_after: Any, scale: float, momentum: float, nesterov: bool) -> None:
+        g, old, decay = _numpy(gradient), _numpy(u), np.float32(momentum)
+        with np.errstate(all="ignore"):
+            scaled = g * np.float32(scale)
+            new = decay * (old + scaled) if nesterov else decay * old + scaled
+            g[:] = new + scaled if nesterov else new
+        _numpy(u_after)[:] = np.where(np.isfinite(new), new, old)
+
+    def accumulate(
+        self,
+        gradient: Any,
+        u: Any,
+        v: Any,
+        u_after: Any,
+        v_after: Any,
+        scale: float,
+        momentum: float,
+        nesterov: bool,
+        k: int,
+        value: Value,
+        payload: Any,
+    ) -> int:
+        arrays = map(_at, (gradient, u, v, u_after, v_after))
+        how = scale, momentum, nesterov, k, VALUES[value]
+        return int(sparsify.encode_accumulated(*arrays, len(gradient), *how, _at(payload)))
+
     def orthonormalise(self, vectors: Any, rank: int, epsilon: float) -> int:
         return int(orthonormal.orthonormalise(_numpy(vectors), rank, epsilon))
+
+    def project(self, matrix: Any, before: Any, rows: int, cols: int, right: Any, left: Any, rank: int) -> None:
+        low_rank.project(_numpy(matrix), _numpy(before), rows, cols, _numpy(right), _numpy(left), rank)
+
+    def project_back(self, matrix: Any, rows: int, cols: int, left: Any, right: Any, rank: int) -> None:
+        low_rank.project_back(_numpy(matrix), rows, cols, _numpy(left), _numpy(right), rank)
+
+    def expand(
+        self, matrix: Any, after: Any, rows: int, cols: int, left: Any, right: Any, own_right: Any, rank: int
+    ) -> None:
+        factors = _numpy(left), _numpy(right), _numpy(own_right)
+        low_rank.expand(_numpy(matrix), _numpy(after), rows, cols, *factors, rank)

@@ -29,6 +29,9 @@ class Alone:
     def __init__(self) -> None:
         self.calls = 0
 
+    def watch(self, text: str) -> Any:
+        raise AssertionError("memory of the host is not waited for")
+
     def all_reduce(self, x: Any, op: str = "sum", *, out: Any = None) -> Any:
         self.calls += 1
         return x

@@ -7,7 +7,10 @@ import pytest
 
 from commlib.compress import GradientCompression
 from commlib.compress.exchange import Exchanged
+from commlib.compress.gather import Gathered
+from commlib.compress.power_sgd import PowerSGD
 from commlib.compress.quantise import Blocks
+from commlib.compress.sparse import TopK
 from commlib.config import Config
 from commlib.data_parallel import Engine, Parameter, make_buckets
 from commlib.data_parallel.compressed import CompressedPlans
@@ -15,6 +18,7 @@ from commlib.data_parallel.memory import BucketMemory
 from commlib.devices.array import DeviceArray
 from commlib.errors import UsageError
 from tests import loopback
+from tests.compressing import assert_same
 from tests.late import LATE
 
 SPECS = [Parameter(name, count, "float32", 4, device="late", scale=0.5) for name, count in [("a", 5), ("b", 300)]]
@@ -139,14 +143,44 @@ def test_a_gradient_that_another_stream_writes_is_not_taken_too_soon(monkeypatch
     loopback.run(2, rank, config=CONFIG)
 
 
-def test_compression_of_a_devices_gradients_is_refused():
+@pytest.mark.parametrize("scheme", [Exchanged(Blocks()), PowerSGD(rank=2), Gathered(TopK(0.5), dense_below=100)])
+@pytest.mark.parametrize("early", [0, 2])
+def test_compressed_buckets_have_the_bits_of_the_host(scheme, early):
     def rank(comm):
-        compression = GradientCompression(comm, Exchanged(Blocks()))
-        plans = CompressedPlans(comm, compression, [("a", (5,)), ("b", (300,))]).start()
-        with pytest.raises(UsageError, match="gradients on late is not there yet"):
-            Engine(comm, make_buckets(SPECS), plans)
+        shapes = {"a": (5,), "b": (15, 20)}
+        found = []
+        for device in ("cpu", "late"):
+            specs = [
+                Parameter(name, int(np.prod(shape)), "float32", 4, device=device) for name, shape in shapes.items()
+            ]
+            compression = GradientCompression(comm, scheme, within_node=True)
+            plans = CompressedPlans(comm, compression, list(shapes.items())).start()
+            engine = Engine(comm, make_buckets(specs, first_bucket_mib=TINY, bucket_cap_mib=TINY), plans)
+            values = []
+            for step in range(4):
+                engine.move(step % 2, aside=step > 1)
+                for parameter, spec in enumerate(specs):
+                    gradient = np.random.default_rng(9 * comm.rank + step).standard_normal(spec.count, np.float32)
+                    if device == "cpu":
+                        engine.slot(parameter)[:] = gradient
+                    else:
+                        put(engine, parameter, gradient)
+                for bucket in range(early):
+                    engine.launch(bucket)
+                engine.finish(range(early, 2), unused=(1,) if comm.rank == 0 and early == 0 else ())
+                assert engine.used(0) and engine.used(1)
+                compression.settle()
+                compression.keep()
+                for parameter in range(2):
+                    slot = engine.slot(parameter)
+                    values.append(slot.copy() if device == "cpu" else value(engine, parameter))
+            assert engine.statistics.sent_bytes > 0
+            found.append((values, compression.state()))
+        assert_same(found[1], found[0])
 
+    races = LATE.races
     loopback.run(2, rank, config=CONFIG)
+    assert LATE.races == races
 
 
 def test_a_device_that_this_process_has_not_is_named():

@@ -1,0 +1,86 @@
+"""Memory: the device of one bucket as its reduction uses it, and the little of it that the host reads and writes."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+
+from commlib.devices.array import DeviceArray
+from commlib.devices.host import HOST
+from commlib.devices.protocol import Device
+from commlib.devices.waiting import wait_for
+from commlib.dtypes import Array
+from commlib.kernels.protocol import Kernels
+
+Watch = Callable[[str], Callable[[], None]]
+"""Return, for a text, what is called again and again in a wait, and raises to end it."""
+
+
+class Memory:
+    """Makes arrays of a device, and moves values between those and the host. On the host both are the same arrays.
+
+    What it moves is queued on the current stream. watch: of the group that the bucket is reduced over.
+    """
+
+    __slots__ = ("_lent", "_watch", "device")
+
+    def __init__(self, device: Device, watch: Watch) -> None:
+        self.device, self._watch = device, watch
+        self._lent: list[Array] = []  # host memory that queued copies may still read
+
+    @property
+    def kernels(self) -> Kernels:
+        """What computes on its arrays."""
+        return self.device.kernels
+
+    def empty(self, count: int, dtype: Any = np.float32) -> Any:
+        """Return a new 1-D array."""
+        if self.device is HOST:
+            return np.empty(count, dtype)
+        return self.device.wrap(self.device.empty((count,), dtype), "compression")
+
+    def zeros(self, count: int, dtype: Any = np.float32) -> Any:
+        """Return a new 1-D array of zeros, which are there: it may be used on any stream."""
+        if self.device is HOST:
+            return np.zeros(count, dtype)
+        made = self.empty(count, dtype)
+        self.kernels.fill(made, 0)
+        self.wait()
+        return made
+
+    def wait(self) -> None:
+        """Wait until what was queued on the current stream is done."""
+        if self.device is not HOST:
+            wait_for(self.device.current().record(), self._watch(f"compression on {self.device.name}"))
+            self._lent.clear()
+
+    def on_host(self, *arrays: Any) -> list[Array]:
+        """Return the values of contiguous arrays: on the host the arrays themselves, else copies that are there."""
+        if self.device is HOST:
+            return list(arrays)
+        copies = [self.device.staging(array.nbytes).view(array.dtype) for array in arrays]
+        for copy, array in zip(copies, arrays, strict=True):
+            self.device.copy(copy, array)
+        self.wait()
+        return copies
+
+    def here(self, values: Array) -> Any:
+        """Return host values (contiguous, 1-D) as an array of the device, whose copy is queued."""
+        if self.device is HOST:
+            return values
+        made = self.empty(len(values), values.dtype)
+        self.put(made, values)
+        return made
+
+    def put(self, target: Any, values: Array) -> None:
+        """Queue a copy of host values to an array of as many elements, with its dtype."""
+        if type(target) is not DeviceArray:
+            if target is not values:
+                target[:] = values
+            return
+        block: Array = self.device.staging(target.nbytes).view(target.dtype)
+        block[:] = values
+        self.device.copy(target, block)
+        self._lent.append(block)

@@ -1,0 +1,78 @@
+"""One training loop's compressed reductions, on the host or on a device: the same bits come out."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+
+from commlib.compress import CODECS, SCHEMES, GradientCompression, Part, scheme_of
+from commlib.devices.arrays import readable
+from tests.late import LATE, LateArray
+
+COMPRESSIONS = [name for name in (*CODECS, *SCHEMES) if name != "auto"]
+PARTS = [Part("weight", 0, (60, 40)), Part("bias", 2416, (61,)), Part("embedding", 2480, (1100,))]
+PLACES = np.concatenate([np.arange(part.start, part.stop) for part in PARTS])  # what lies between may be anything
+FLAGS = 3584
+STEPS = 4
+BROKEN = 2  # the step in which the last rank's gradient is not finite
+
+
+def gradient(rank: int, step: int, size: int) -> Any:
+    """Return a rank's values and flags in a step."""
+    values = np.zeros(FLAGS + 16, np.float32)
+    values[:FLAGS] = np.random.default_rng(100 * rank + step).standard_normal(FLAGS)
+    values[FLAGS + rank] = 1
+    if step == BROKEN and rank == size - 1:
+        values[7] = np.inf
+    return values
+
+
+def train(comm: Any, name: str, *, within_node: bool, on_device: bool) -> tuple[Any, ...]:
+    """Return what some steps leave: the values, the flags, whether they are finite, the bytes sent, the state."""
+    compression = GradientCompression(comm, scheme_of(name), within_node=within_node)
+    array = comm.empty(FLAGS + 16, device=LATE) if on_device else comm.empty(FLAGS + 16)
+    plan = compression.reduction("bucket", readable(array, "train"), PARTS, FLAGS, "mean")
+    found = []
+    for step in range(STEPS):
+        values = gradient(comm.rank, step, comm.size)
+        if isinstance(array, LateArray):
+            LATE.copy(readable(array, "train"), readable(LATE.put(values), "train"))
+        else:
+            array[:] = values
+        if step % 2:
+            plan.start().wait()
+        else:
+            plan()
+        compression.settle()
+        after = array.numpy() if isinstance(array, LateArray) else array.copy()
+        found.append((after[PLACES], after[FLAGS:] > 0, plan.finite, plan.sent_bytes))
+    state = compression.state()
+    compression.move()
+    again = compression.reduction("bucket", readable(array, "train"), PARTS, FLAGS, "mean")
+    assert_same(compression.state(), state)
+    del again
+    return found, state
+
+
+def assert_same(ours: Any, theirs: Any) -> None:
+    """Compare nested results to the last bit."""
+    if isinstance(ours, dict):
+        assert list(ours) == list(theirs)
+        ours, theirs = list(ours.values()), list(theirs.values())
+    if isinstance(ours, list | tuple):
+        assert len(ours) == len(theirs)
+        for one, other in zip(ours, theirs, strict=True):
+            assert_same(one, other)
+        return
+    np.testing.assert_array_equal(ours, theirs)
+
+
+def check(comm: Any, name: str, *, within_node: bool = True) -> None:
+    """Train twice, on the host and on the late device, and compare."""
+    host = train(comm, name, within_node=within_node, on_device=False)
+    late = train(comm, name, within_node=within_node, on_device=True)
+    finite = [step[2] for step in host[0]]
+    assert finite == [step != BROKEN for step in range(STEPS)]
+    assert list(np.flatnonzero(host[0][0][1])) == list(range(comm.size))
+    assert_same(late, host)

@@ -1,0 +1,53 @@
+"""Every scheme on the gradients of a late device: the bits and states of the host, on one node and on several."""
+
+from __future__ import annotations
+
+import pytest
+
+from commlib.collectives.station import Station
+from commlib.config import Config
+from tests.compressing import COMPRESSIONS, check
+from tests.late import LATE
+from tests.loopback import run
+
+CONFIG = Config(timeout=20)
+
+# Through host memory, and by messages of the device's own memory.
+ways = pytest.mark.parametrize("devices", [(), ("late",)], ids=["staged", "direct"])
+
+
+@ways
+@pytest.mark.parametrize("name", COMPRESSIONS)
+def test_bits_and_states_are_those_of_the_host(name, devices):
+    queued, races = LATE.queued, LATE.races
+    run(2, lambda comm: check(comm, name), config=CONFIG, devices=devices)
+    assert LATE.queued > queued and LATE.races == races
+
+
+@pytest.mark.parametrize("nodes", [[0, 0, 1, 1], [0, 1, 1], [0, 1, 0]], ids=lambda nodes: "".join(map(str, nodes)))
+@pytest.mark.parametrize("name", ["int8", "topk", "powersgd"])
+def test_across_nodes(nodes, name):
+    races = LATE.races
+    run(len(nodes), lambda comm: check(comm, name, within_node=False), nodes=nodes, config=CONFIG)
+    assert LATE.races == races
+
+
+@pytest.mark.parametrize("name", ["int8", "randomk", "powersgd"])
+def test_a_missing_wait_of_the_host_is_seen(name, monkeypatch):
+    monkeypatch.setattr(LATE, "delay", 0.004)
+    monkeypatch.setattr("commlib.compress.memory.wait_for", lambda event, on_wait: None)
+    with pytest.raises(AssertionError):
+        run(2, lambda comm: check(comm, name), config=CONFIG)
+
+
+def test_a_reduction_that_does_not_wait_for_the_callers_stream_is_seen(monkeypatch):
+    """The gradients are still on their way when the reduction is called, as after backward."""
+    monkeypatch.setattr(LATE, "delay", 0.004)
+    plain = Station.run
+
+    def hasty(self, text, run, x, ready, target):
+        return plain(self, text, run, x, self.device.stream().record(), target)
+
+    monkeypatch.setattr(Station, "run", hasty)
+    with pytest.raises(AssertionError):
+        run(2, lambda comm: check(comm, "int8"), config=CONFIG)
