@@ -23,6 +23,7 @@ from commlib.coordinator.compressed import CompressedReductions
 from commlib.coordinator.exchange import Exchange
 from commlib.coordinator.execution import Execution, Job
 from commlib.coordinator.negotiation import Failure, Joined, Launch, Negotiation, News, Verdict
+from commlib.coordinator.on_device import Staging
 from commlib.coordinator.pending import Pending
 from commlib.coordinator.request import Request
 from commlib.coordinator.wording import Wording
@@ -83,6 +84,11 @@ class Coordinator:
     def compressed(self) -> CompressedReductions:
         """The all-reduces whose tensors are compressed, and what is remembered of them."""
         return self._execution.compressed
+
+    def take_devices(self) -> None:
+        """Let operations have arrays of devices, as `OnDevice`. Not collective."""
+        if self._execution.staging is None:
+            self._execution.staging = Staging(self.comm.group)
 
     def __repr__(self) -> str:
         return f"<Coordinator of {self.comm.name}: {len(self._pending)} pending, {self.cycles} cycles>"
@@ -426,6 +432,8 @@ class Coordinator:
         """Close, and release the group. Collective, with nothing pending."""
         self.close()
         with self._driving:
+            if self._execution.staging is not None:
+                self._execution.staging.close()
             self.comm.close()
 
     def join(self, timeout: float) -> None:

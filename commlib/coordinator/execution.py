@@ -18,6 +18,7 @@ from commlib.coordinator.adasum import adasum
 from commlib.coordinator.compressed import VERB as COMPRESSED
 from commlib.coordinator.compressed import CompressedReductions
 from commlib.coordinator.negotiation import Launch
+from commlib.coordinator.on_device import Staging
 from commlib.coordinator.pending import Pending
 from commlib.coordinator.request import Request
 from commlib.coordinator.scaling import neutral, scale
@@ -65,6 +66,7 @@ class Execution:
         self._batch_bytes = min(fusion_bytes, _NODE_BATCH) if comm.one_node else fusion_bytes
         self._alone_bytes = _ALONE_ON_NODE if comm.one_node else _ALONE_BETWEEN
         self._buffer: Array = np.empty(0, np.uint8)
+        self.staging: Staging | None = None  # made when an array of a device comes
         self.compressed = CompressedReductions(comm)
         self._kinds: dict[tuple[str, str, float, float], Kind] = {}
         self._parts: dict[str, tuple[Request, list[tuple[Kind, int]]]] = {}
@@ -85,6 +87,8 @@ class Execution:
 
         What it raises has left this rank out of step with the others.
         """
+        if self.staging is not None:
+            jobs, done = self.staging.bring(jobs, done)
         reductions = [job for job in jobs if job.launch.request.verb == "allreduce"]
         self._guarded(reductions, done, self._all_reduce)
         for job in jobs:

@@ -3,7 +3,8 @@
 Every `start_*` asks for an operation and returns a `Pending` at once; it runs when all ranks of the process set have
 asked for it under the same name, in whatever order. `name=None` makes a name of a counter of the process set and the
 verb, so operations without names match in the order in which they are asked for. Arrays are contiguous and must not be
-touched until the operation is done. `device` is the kind of device, "cpu" or "gpu", on which the user's tensors are.
+touched until the operation is done. They are numpy's, or of a device that is registered (`commlib.devices`), where
+results then are too. With numpy arrays `device` says on which kind of device, "cpu" or "gpu", the user's tensors are.
 `blocking` says that the caller is about to wait.
 
 All raise UsageError (a ValueError) for a bad argument here, such as a name that is pending already; MismatchError from
@@ -21,6 +22,7 @@ import numpy as np
 
 from commlib.coordinator import Coordinator, Pending, Request
 from commlib.coordinator.compressed import VERB as COMPRESSED
+from commlib.coordinator.on_device import placed
 from commlib.coordinator.request import Shape
 from commlib.dtypes import FLOATS, Array, kernel_operation, name_of
 from commlib.errors import UsageError
@@ -45,8 +47,8 @@ def empty(shape: Sequence[int], dtype: Any) -> Array:
 
 
 def start_allreduce(
-    inputs: Sequence[Array],
-    outputs: Sequence[Array],
+    inputs: Sequence[Any],
+    outputs: Sequence[Any],
     name: str | None = None,
     *,
     op: Any = ReduceOp.AVERAGE,
@@ -62,6 +64,8 @@ def start_allreduce(
     The factors multiply before and after: half precision in float32, integers in float64, truncated.
     """
     coordinator, name = _prepare("allreduce", name, process_set)
+    if not (len(inputs) == len(outputs) == 1 and type(inputs[0]) is type(outputs[0]) is np.ndarray):
+        inputs, outputs, device = _placed(coordinator, "allreduce", name, inputs, outputs, device)
     if len(inputs) == 1:
         kind: Any = inputs[0].dtype, inputs[0].shape
     else:
@@ -82,7 +86,7 @@ def start_allreduce(
 
 def _allreduce(
     name: str,
-    inputs: Sequence[Array],
+    inputs: Sequence[Any],
     op: Any,
     prescale: float,
     postscale: float,
@@ -93,8 +97,8 @@ def _allreduce(
 
 
 def start_compressed_allreduce(
-    inputs: Sequence[Array],
-    outputs: Sequence[Array],
+    inputs: Sequence[Any],
+    outputs: Sequence[Any],
     name: str,
     *,
     compression: str,
@@ -112,6 +116,7 @@ def start_compressed_allreduce(
     `within_node`. Average and Sum only.
     """
     coordinator, name = _prepare(COMPRESSED, name, process_set)
+    inputs, outputs, device = _placed(coordinator, COMPRESSED, name, inputs, outputs, device)
     operation = resolve_op(op)
     if operation not in (ReduceOp.AVERAGE, ReduceOp.SUM):
         raise UsageError(f"{COMPRESSED} {name!r}: op is {operation.name.title()}; expected Average or Sum")
@@ -129,7 +134,7 @@ def start_compressed_allreduce(
 
 
 def start_allgather(
-    inputs: Sequence[Array],
+    inputs: Sequence[Any],
     name: str | None = None,
     *,
     process_set: ProcessSet | None = None,
@@ -138,13 +143,14 @@ def start_allgather(
 ) -> Pending:
     """Gather arrays of all ranks, one after another along dimension 0, whose lengths may differ: new arrays."""
     coordinator, name = _prepare("allgather", name, process_set)
+    inputs, _, device = _placed(coordinator, "allgather", name, inputs, (), device)
     _check_rows("allgather", name, inputs)
     request = _request("allgather", name, inputs, (("device", device),), free_rows=True)
     return coordinator.submit(request, inputs, blocking=blocking)
 
 
 def start_broadcast(
-    arrays: Sequence[Array],
+    arrays: Sequence[Any],
     root_rank: int,
     name: str | None = None,
     *,
@@ -155,13 +161,14 @@ def start_broadcast(
     """Overwrite arrays by those of the root, which is a rank of the world, also in a process set."""
     coordinator, name = _prepare("broadcast", name, process_set)
     root = _root("broadcast", name, root_rank, process_set)
+    arrays, _, device = _placed(coordinator, "broadcast", name, arrays, arrays, device)
     request = _request("broadcast", name, arrays, (("root", root), ("device", device)), free_rows=False)
     _check_outputs(request, arrays, arrays)
     return coordinator.submit(request, arrays, arrays, blocking=blocking)
 
 
 def start_alltoall(
-    array: Array,
+    array: Any,
     splits: Any = None,
     name: str | None = None,
     *,
@@ -174,6 +181,7 @@ def start_alltoall(
     The result is (what the ranks sent here, in a new array; how many rows each of them sent, int64).
     """
     coordinator, name = _prepare("alltoall", name, process_set)
+    (array,), _, device = _placed(coordinator, "alltoall", name, [array], (), device)
     _check_rows("alltoall", name, [array])
     rows, size = array.shape[0], coordinator.comm.size
     if splits is None:
@@ -200,7 +208,7 @@ def start_alltoall(
 
 
 def start_reducescatter(
-    inputs: Sequence[Array],
+    inputs: Sequence[Any],
     name: str | None = None,
     *,
     op: Any = ReduceOp.AVERAGE,
@@ -215,6 +223,7 @@ def start_reducescatter(
     If the rows cannot be shared equally, the first ranks get one more. Average and Sum only.
     """
     coordinator, name = _prepare("reducescatter", name, process_set)
+    inputs, _, device = _placed(coordinator, "reducescatter", name, inputs, (), device)
     _check_rows("reducescatter", name, inputs)
     operation = resolve_op(op)
     if operation not in (ReduceOp.AVERAGE, ReduceOp.SUM):
@@ -280,6 +289,19 @@ def _prepare(verb: str, name: str | None, process_set: ProcessSet | None) -> tup
     return coordinator, name
 
 
+_HOST = {np.ndarray}
+
+
+def _placed(
+    coordinator: Coordinator, verb: str, name: str, inputs: Sequence[Any], outputs: Sequence[Any], device: str
+) -> tuple[Sequence[Any], Sequence[Any], str]:
+    """Return the arrays as operations take them, and the kind of device that they are on."""
+    if set(map(type, (*inputs, *outputs))) <= _HOST:
+        return inputs, outputs, device
+    coordinator.take_devices()
+    return placed(verb, name, inputs, outputs, device)
+
+
 def _keep(coordinator: Coordinator, key: Hashable, request: Request) -> None:
     if len(coordinator.requests) >= _MOST_KEPT:
         coordinator.requests.clear()
@@ -298,7 +320,7 @@ def _root(verb: str, name: str, root_rank: int, process_set: ProcessSet | None) 
 
 
 def _reduction(
-    verb: str, name: str, arrays: Sequence[Array], op: ReduceOp, prescale: float, postscale: float, device: str
+    verb: str, name: str, arrays: Sequence[Any], op: ReduceOp, prescale: float, postscale: float, device: str
 ) -> Options:
     """Check a reduction's arguments; return those that ranks must agree on."""
     for array in arrays:
@@ -321,13 +343,13 @@ def _reduction(
     )
 
 
-def _check_rows(verb: str, name: str, arrays: Sequence[Array]) -> None:
+def _check_rows(verb: str, name: str, arrays: Sequence[Any]) -> None:
     for array in arrays:
         if array.ndim == 0:
             raise UsageError(f"{verb} {name!r}: a 0-dimensional tensor has no rows: reshape it to (1,)")
 
 
-def _check_outputs(request: Request, inputs: Sequence[Array], outputs: Sequence[Array]) -> None:
+def _check_outputs(request: Request, inputs: Sequence[Any], outputs: Sequence[Any]) -> None:
     """Raise UsageError unless results fit: found later, on one rank, it would put the ranks out of step."""
     if len(outputs) != len(inputs):
         raise UsageError(f"{request}: {len(inputs)} inputs but {len(outputs)} outputs")
@@ -346,7 +368,7 @@ def _check_outputs(request: Request, inputs: Sequence[Array], outputs: Sequence[
             raise UsageError(f"{request}: the output of shape {output.shape} is not contiguous")
 
 
-def _request(verb: str, name: str, arrays: Sequence[Array], options: Options, *, free_rows: bool) -> Request:
+def _request(verb: str, name: str, arrays: Sequence[Any], options: Options, *, free_rows: bool) -> Request:
     if not arrays:
         raise UsageError(f"{verb} {name!r}: no tensors were given")
     for array in arrays:

@@ -1,0 +1,141 @@
+"""Named operations on arrays of a late device over MPI: what comes out on the host comes out there."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pytest
+
+from commlib import horovod as hvd
+from commlib.errors import MismatchError, UsageError
+from tests.late import LATE, LateArray
+
+
+@pytest.fixture(autouse=True)
+def no_races(comm: Any) -> Any:
+    hvd.init()
+    races = LATE.races
+    yield
+    assert LATE.races == races
+
+
+def values(seed: int, shape: tuple[int, ...] = (5, 3), dtype: str = "float32") -> Any:
+    return (np.random.default_rng(seed).standard_normal(shape) * 8).astype(dtype)
+
+
+def both(start: Any) -> list[list[Any]]:
+    """Return the results of one operation on arrays of the host and of the device, as numpy's."""
+    results = []
+    for put in (np.copy, LATE.put):
+        got = start(put).wait()
+        arrays = [got[0]] if isinstance(got, tuple) else got
+        assert all(isinstance(x, LateArray if put == LATE.put else np.ndarray) for x in arrays)
+        # There already, whatever the stream of this thread has come to.
+        found = [x.peek() if isinstance(x, LateArray) else x for x in arrays]
+        results.append([*found, *(got[1:] if isinstance(got, tuple) else ())])
+    return results
+
+
+def assert_both(start: Any) -> None:
+    host, late = both(start)
+    assert len(host) == len(late)
+    for ours, theirs in zip(late, host, strict=True):
+        assert ours.dtype == theirs.dtype and ours.shape == theirs.shape
+        np.testing.assert_array_equal(ours, theirs)
+
+
+def test_allreduce() -> None:
+    rank = hvd.rank()
+    for shape in ((), (0, 2), (5, 3), (70_000,)):
+        for options in ({"op": hvd.Sum}, {"op": hvd.Max}, {"op": hvd.Adasum}, {"postscale_factor": 0.5}):
+
+            def into(put: Any, shape: Any = shape, options: Any = options) -> Any:
+                return hvd.start_allreduce([put(values(rank, shape))], [put(np.zeros(shape, np.float32))], **options)
+
+            assert_both(into)
+
+    def in_place(put: Any) -> Any:
+        several = [put(values(rank)), put(values(rank, (4,), "int32")), put(values(rank, (7,)))]
+        return hvd.start_allreduce(several, several, op=hvd.Sum)
+
+    assert_both(in_place)
+    x = LATE.put(values(rank))
+    (result,) = hvd.start_allreduce([x], [x]).wait()
+    assert result is x
+
+
+def test_movement() -> None:
+    rank, size = hvd.rank(), hvd.size()
+    assert_both(lambda put: hvd.start_allgather([put(values(rank, (rank, 3))), put(values(rank))]))
+    assert_both(lambda put: hvd.start_broadcast([put(values(rank)), put(values(rank, (2,), "int64"))], size - 1))
+    splits = [rank + other for other in range(size)]
+    assert_both(lambda put: hvd.start_alltoall(put(values(rank, (sum(splits) + 1, 2))), splits))
+    assert_both(lambda put: hvd.start_reducescatter([put(values(rank, (7, 2))), put(values(rank))], op=hvd.Sum))
+
+
+@pytest.mark.parametrize("compression", ["int8", "powersgd:rank=2"])
+def test_compressed(compression: str) -> None:
+    tensors = values(hvd.rank(), (40, 50)), values(hvd.rank(), (7,), "float64")
+
+    def start(put: Any) -> Any:
+        given = [put(tensor) for tensor in tensors]
+        name = f"{compression} {put.__name__}"
+        return hvd.start_compressed_allreduce(given, given, name, compression=compression, within_node=True)
+
+    host, late = both(start)
+    for ours, theirs in zip(late, host, strict=True):  # their names are not the same, so neither are random factors
+        if compression == "int8":
+            np.testing.assert_array_equal(ours, theirs)
+        assert np.isfinite(ours).all() and ours.shape == theirs.shape
+
+
+def test_in_any_order_with_those_of_the_host() -> None:
+    """They are fused with each other; what the device still has to do is waited for when their turn has come."""
+    rank, size = hvd.rank(), hvd.size()
+    pending = {}
+    for number in range(12)[:: -1 if rank % 2 else 1]:
+        x = np.full(50, rank + number, np.float32)
+        array = LATE.put(x) if number % 3 else x
+        pending[number] = hvd.start_allreduce([array], [array], f"mixed {number}", op=hvd.Sum)
+    for number, work in pending.items():
+        (result,) = work.wait()
+        got = result.peek() if isinstance(result, LateArray) else result
+        np.testing.assert_array_equal(got, np.full(50, size * number + sum(range(size))))
+
+
+def test_ranks_that_have_joined() -> None:
+    rank, size = hvd.rank(), hvd.size()
+    if rank:
+        x = LATE.put(np.full(9, rank, np.float32))
+        (result,) = hvd.start_allreduce([x], [x], "after others have joined", op=hvd.Sum).wait()
+        np.testing.assert_array_equal(result.peek(), np.full(9, sum(range(size))))
+    hvd.start_join().wait()
+
+
+@pytest.mark.ranks(min=2)
+def test_ranks_on_different_devices_are_told() -> None:
+    x = np.zeros(3, np.float32)
+    array = LATE.put(x) if hvd.rank() else x
+    with pytest.raises(MismatchError, match="device is cpu on rank 0 but late on rank"):
+        hvd.start_allreduce([array], [array], "somewhere else").wait()
+
+
+def test_what_does_not_fit_is_refused() -> None:
+    late, here = LATE.put(np.zeros(3, np.float32)), np.zeros(3, np.float32)
+    for inputs, outputs in (([late], [here]), ([here], [late]), ([late, here], [late, here])):
+        with pytest.raises(UsageError, match="arrays of one device"):
+            hvd.start_allreduce(inputs, outputs, "here and there")
+    with pytest.raises(UsageError, match="an output has shape"):
+        hvd.start_allreduce([late], [LATE.put(np.zeros(4, np.float32))], "longer")
+    with pytest.raises(UsageError, match="needs floats"):
+        hvd.start_allreduce([LATE.put(np.zeros(3, np.int32))], [LATE.put(np.zeros(3, np.int32))], op=hvd.Adasum)
+
+
+def test_a_missing_wait_is_seen(monkeypatch: Any) -> None:
+    monkeypatch.setattr(LATE, "delay", 0.01)
+    monkeypatch.setattr("commlib.collectives.staged.wait_for", lambda event, on_wait: None)
+    x = LATE.put(np.ones(9, np.float32))
+    (result,) = hvd.start_allreduce([x], [LATE.empty(9)], op=hvd.Sum).wait()
+    assert not np.array_equal(result.peek(), np.full(9, hvd.size()))
+    LATE.synchronise()
