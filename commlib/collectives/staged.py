@@ -51,8 +51,8 @@ def made_on_device(group: Group, station: Station, compiled: Compiled) -> Compil
         source = fetched(station, x, on_wait)
         value = compiled.perform(source, source)
         if isinstance(value, tuple):
-            return delivered(station, value[0], on_wait), *value[1:]
-        return delivered(station, value, on_wait)
+            return delivered(station, value[0], x.stream, on_wait), *value[1:]
+        return delivered(station, value, x.stream, on_wait)
 
     return DeviceCall(group.progress, compiled.text, station, run)
 
@@ -130,11 +130,16 @@ def fetched(station: Station, x: DeviceArray, on_wait: OnWait) -> Array:
     return block
 
 
-def delivered(station: Station, value: Array, on_wait: OnWait) -> Any:
-    """Return a new array of the device with the values of a host array, which arrive in the stream's order."""
+def delivered(station: Station, value: Array, stream: Any, on_wait: OnWait) -> Any:
+    """Return a new array of the device with the values of a host array, which arrive in the stream's order.
+
+    It is memory of the caller's `stream`: a device may use that again as soon as this stream comes to its end.
+    """
     block = station.block(1, value.nbytes, on_wait).view(value.dtype).reshape(value.shape)
     block[...] = value
-    made = station.device.empty(value.shape, value.dtype)
+    with station.device.using(stream):
+        made = station.device.empty(value.shape, value.dtype)
+    station.device.current().wait(stream.record())  # who had this memory before may still use it
     station.device.copy(station.device.wrap(made, "result"), block)
     return made
 

@@ -150,22 +150,25 @@ class Staging:
 
     def _returned(self, job: Any, value: Any, outputs: dict[int, OnDevice]) -> Any:
         """Return an operation's value with arrays of the device for those of the host."""
-        text, device = str(job.launch.request), job.pending.inputs[0].array.device
+        text, like = str(job.launch.request), job.pending.inputs[0].array
         if isinstance(value, tuple):  # rows that came, and from which ranks how many
-            return self._new(value[0], device, text), *value[1:]
+            return self._new(value[0], like, text), *value[1:]
         results = []
         for array in value if value is not None else ():
             given = outputs.get(id(array))
             if given is None:
-                results.append(self._new(array, device, text))
+                results.append(self._new(array, like, text))
                 continue
             self._deliver(given.array, array, text)
             results.append(given.given)
         return results
 
-    def _new(self, value: Array, device: Device, text: str) -> Any:
-        made = device.empty(value.shape, value.dtype)
-        self._deliver(device.wrap(made, text), value, text)
+    def _new(self, value: Array, like: DeviceArray, text: str) -> Any:
+        device = like.device
+        with device.using(like.stream):  # whose memory it then is: it may be used again in the order of that
+            made = device.empty(value.shape, value.dtype)
+            target = device.wrap(made, text)
+        self._deliver(target, value, text)
         return made
 
     def _deliver(self, target: DeviceArray, value: Array, text: str) -> None:

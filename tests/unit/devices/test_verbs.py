@@ -194,6 +194,21 @@ def test_a_result_that_nobody_waits_for_disturbs_nothing():
     run(2, check, config=CONFIG)
 
 
+def test_the_memory_of_a_result_is_that_of_the_callers_stream(slowly):
+    """Given up while work is queued that reads it, it was used for something else: it was another stream's."""
+
+    def check(comm):
+        with LATE.using(LATE.stream()):
+            gathered = comm.all_gather_v(LATE.put(np.full(50, comm.rank + 1.0)))
+            kept = LATE.empty((100,), "float64")
+            LATE.copy(LATE.wrap(kept, "kept"), LATE.wrap(gathered, "gathered"))
+            del gathered
+            comm.all_gather_v(LATE.put(np.ones(50)))
+            np.testing.assert_array_equal(kept.numpy(), np.repeat([1.0, 2.0], 50))
+
+    run(2, check, config=CONFIG)
+
+
 def reduce_once(comm):
     x = LATE.put(np.full(10, comm.rank + 1.0))
     np.testing.assert_array_equal(comm.all_reduce(x).numpy(), np.full(10, 3.0))
