@@ -7,7 +7,12 @@ import numpy as np
 import pytest
 
 from commlib.compress import edges
+from commlib.compress.cast import Cast
+from commlib.compress.quantise import Blocks
+from commlib.compress.sparse import TopK
+from commlib.dtypes import NUMPY
 from commlib.errors import UsageError
+from tests.late import LATE, LateArray
 from tests.loopback import run
 from tests.unit.compress.codecs import Exact
 
@@ -50,3 +55,31 @@ def test_integers_and_wrong_splits_are_refused():
             edges.send(comm, Exact(fixed=False), np.zeros(3, np.float32), 0)
 
     run(1, refuse)
+
+
+@pytest.mark.parametrize("dtype", ["float32", "float64", "float16", "bfloat16"])
+@pytest.mark.parametrize("codec", [Cast("bfloat16"), Blocks(8, 64), TopK(0.5)], ids=lambda codec: codec.name)
+def test_arrays_of_a_device_arrive_as_those_of_the_host(dtype, codec):
+    def both(comm):
+        splits = [(comm.rank + peer) % 3 for peer in range(comm.size)]
+        x = np.random.default_rng(comm.rank).standard_normal((sum(splits), 9)).astype(NUMPY[dtype])
+        rows, counts = edges.all_to_all_v(comm, codec, x, splits, seed=3)
+        there, same_counts = edges.all_to_all_v(comm, codec, LATE.put(x), splits, seed=3)
+        assert isinstance(there, LateArray) and there.shape == rows.shape and there.dtype == rows.dtype
+        np.testing.assert_array_equal(there.numpy(), rows)
+        np.testing.assert_array_equal(same_counts, counts)
+        if not codec.fixed:
+            return
+        edge = np.random.default_rng(7).standard_normal((11, 9)).astype(NUMPY[dtype])
+        if comm.rank == 0:
+            edges.send(comm, codec, LATE.put(edge), 1)
+            edges.send(comm, codec, edge, 1)
+        elif comm.rank == 1:
+            late, out = LATE.put(np.zeros_like(edge)), np.zeros_like(edge)
+            assert edges.recv(comm, codec, late, 0) is late
+            edges.recv(comm, codec, out, 0)
+            np.testing.assert_array_equal(late.numpy(), out)
+
+    races = LATE.races
+    run(3, both)
+    assert LATE.races == races
