@@ -55,24 +55,32 @@ def train(comm: Any, name: str, *, within_node: bool, on_device: bool) -> tuple[
     return found, state
 
 
-def assert_same(ours: Any, theirs: Any) -> None:
-    """Compare nested results to the last bit."""
+def assert_same(ours: Any, theirs: Any, near: float = 0.0) -> None:
+    """Compare nested results: to the last bit, or how near they come."""
     if isinstance(ours, dict):
         assert list(ours) == list(theirs)
         ours, theirs = list(ours.values()), list(theirs.values())
     if isinstance(ours, list | tuple):
         assert len(ours) == len(theirs)
         for one, other in zip(ours, theirs, strict=True):
-            assert_same(one, other)
+            assert_same(one, other, near)
         return
-    np.testing.assert_array_equal(ours, theirs)
+    if near:
+        np.testing.assert_allclose(ours, theirs, rtol=near, atol=near)
+    else:
+        np.testing.assert_array_equal(ours, theirs)
 
 
 def check(comm: Any, name: str, *, within_node: bool = True) -> None:
-    """Train twice, on the host and on the late device, and compare."""
+    """Train twice, on the host and on the late device, and compare.
+
+    PowerSGD and RandomK add by all-reduces. If those of the device go by another way than those of the host, three
+    numbers or more may be added in another order.
+    """
     host = train(comm, name, within_node=within_node, on_device=False)
     late = train(comm, name, within_node=within_node, on_device=True)
     finite = [step[2] for step in host[0]]
     assert finite == [step != BROKEN for step in range(STEPS)]
     assert list(np.flatnonzero(host[0][0][1])) == list(range(comm.size))
-    assert_same(late, host)
+    by_other_ways = comm.size > 2 and name in ("powersgd", "randomk") and comm.group.transport.accepts("late")
+    assert_same(late, host, 1e-4 if by_other_ways else 0.0)

@@ -1,1 +1,35 @@
+"""What several tests over MPI share: a device whose arrays go both ways."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import TYPE_CHECKING
+
+import pytest
+
+if TYPE_CHECKING:
+    from commlib.communicator import Communicator
+
 pytest_plugins = ["tests.multirank"]
+
+
+@pytest.fixture(scope="module", params=["staged", "direct"])
+def both_ways(request: pytest.FixtureRequest) -> Iterator[Communicator]:
+    """All ranks, with the late device's arrays through host memory, and with MPI taking them as they are.
+
+    They are host memory, in truth, so MPI can. Its messages are then cut at 64 KiB, on both sides.
+    """
+    import commlib
+    from commlib.communicator import Communicator
+    from commlib.config import Config
+    from commlib.runtime.process import Runtime
+    from commlib.transport.mpi import MpiTransport
+
+    world = commlib.init()
+    if request.param == "staged":
+        yield world
+        return
+    runtime = Runtime(Config(timeout=20), world.runtime.ranks_on_node)
+    group = Communicator(MpiTransport(world.native.Dup(), longest=1 << 16, devices={"late"}), runtime)
+    yield group
+    group.close()

@@ -1,4 +1,4 @@
-"""Buckets and codecs of a late device over MPI."""
+"""Buckets and codecs of a late device over MPI: through host memory, and as they are."""
 
 from __future__ import annotations
 
@@ -14,6 +14,11 @@ from tests import compressing
 from tests.late import LATE
 
 SPECS = [Parameter(name, count, "float32", 4, device="late") for name, count in [("a", 5), ("b", 3000), ("c", 70_000)]]
+
+
+@pytest.fixture(scope="module")
+def comm(both_ways):
+    return both_ways
 
 
 def values(array):

@@ -8,12 +8,9 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from commlib.communicator import Communicator
-from commlib.config import Config
 from commlib.devices.arrays import readable
 from commlib.dtypes import DTYPES
 from commlib.errors import TransportError
-from commlib.runtime.process import Runtime
 from commlib.schedule import algorithms
 from commlib.transport.base import Space
 from commlib.transport.mpi import MpiTransport
@@ -25,27 +22,13 @@ PAIRS = [pair for number, pair in enumerate(REDUCIBLE) if number % 7 == 0]
 SHAPES = ((), (0,), (5, 3), (3000,))
 
 
-def direct_group(comm):
-    """Return a group of all ranks whose MPI takes the late device's memory as it is: host memory, in truth.
-
-    Its messages are cut at 64 KiB, on both sides.
-    """
-    runtime = Runtime(Config(timeout=20), comm.runtime.ranks_on_node)
-    return Communicator(MpiTransport(comm.native.Dup(), longest=1 << 16, devices={"late"}), runtime)
-
-
 def is_direct(comm):
     return comm.group.transport.accepts("late")
 
 
-@pytest.fixture(scope="module", params=["staged", "direct"])
-def comm(request, comm):
-    if request.param == "staged":
-        yield comm
-        return
-    group = direct_group(comm)
-    yield group
-    group.close()
+@pytest.fixture(scope="module")
+def comm(both_ways):
+    return both_ways
 
 
 @pytest.fixture(autouse=True)
