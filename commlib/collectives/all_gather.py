@@ -12,10 +12,11 @@ from commlib.buffers.views import address_of
 from commlib.collectives import hierarchical
 from commlib.collectives.by_messages import MessageCall
 from commlib.collectives.call import Call
-from commlib.collectives.operands import result, rows, source, stacked
+from commlib.collectives.operands import made_like, result, rows, source, stacked
 from commlib.collectives.paths import Move, Verb
 from commlib.collectives.ready import Calls, Ready
 from commlib.collectives.scheduled import own_program, planned
+from commlib.devices.array import DeviceArray
 from commlib.devices.arrays import address, device_of, name_of_device, overlap
 from commlib.dtypes import Array
 from commlib.execution.streaming import Region
@@ -74,19 +75,19 @@ def all_gather_v(calls: Calls, x: Any) -> Ready:
     # The length of dimension 0 may differ.
     text = Call("all_gather_v", array[:0].shape, array.dtype, algorithm="", device=name_of_device(array)).text
 
-    def move(x: Array, _: Array) -> Array:
+    def move(x: Any, _: Any) -> Any:
         lengths = gather_counts(group, text, np.array([len(x)], np.int64))
-        gathered = np.empty((int(lengths.sum()), *x.shape[1:]), x.dtype)
+        gathered, given = made_like(x, (int(lengths.sum()), *x.shape[1:]))
         gather_parts(group, text, x, gathered, [int(n) * row for n in lengths])
-        return gathered
+        return given
 
     return calls.whole(MessageCall(group, text, move, flat=False), array, x)
 
 
-def gather_parts(group: Group, text: str, x: Array, whole: Array, counts: Sequence[int]) -> None:
+def gather_parts(group: Group, text: str, x: Any, whole: Any, counts: Sequence[int]) -> None:
     """Gather contiguous arrays of `counts[r]` elements of each rank r, within an operation."""
     layout, flat = uneven(counts), whole.reshape(-1)
-    if group.shares_memory:
+    if group.shares_memory and type(whole) is not DeviceArray:
         exchange = Exchange([(0, x.nbytes)], ranges(layout, x.itemsize), max(layout.counts) * x.itemsize)
         NodeCollective.exchange(group.open(), text, exchange).run_at(address_of(x), address_of(flat))
         return

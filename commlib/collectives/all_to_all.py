@@ -13,10 +13,11 @@ from commlib.collectives import hierarchical
 from commlib.collectives.all_gather import gather_counts
 from commlib.collectives.by_messages import MessageCall
 from commlib.collectives.call import Call
-from commlib.collectives.operands import apart_from, result, rows, source
+from commlib.collectives.operands import apart_from, made_like, result, rows, source
 from commlib.collectives.paths import Move, Verb
 from commlib.collectives.ready import Calls, Ready
 from commlib.collectives.scheduled import own_program, planned
+from commlib.devices.array import DeviceArray
 from commlib.devices.arrays import device_of, empty_like, name_of_device
 from commlib.dtypes import Array
 from commlib.errors import UsageError
@@ -105,22 +106,24 @@ class _Uneven(MessageCall):
             self.text += _COUNTED
         return value
 
-    def _run(self, x: Array, _: Array) -> tuple[Array, Array]:
+    def _run(self, x: Any, _: Any) -> tuple[Any, Array]:
         group, row = self._group, self._row
         if not self.text.endswith(_COUNTED):
             self._count(x)
-        output = np.empty((int(self._received.sum()), *x.shape[1:]), x.dtype)
+        output, given = made_like(x, (int(self._received.sum()), *x.shape[1:]))
         if self._exchange is not None:
             self._exchange.run_at(address_of(x), address_of(output))
         else:
             into = uneven(int(n) * row for n in self._received)
             regions = [Region(x.reshape(-1), self._outof), Region(output.reshape(-1), into)]
             group.execute(own_program(group, "all_to_all", "pairwise"), [regions], self.text, part=1)
-        return output, self._received.copy()
+        return given, self._received.copy()
 
-    def _count(self, x: Array) -> None:
+    def _count(self, x: Any) -> None:
         group, size = self._group, self._group.size
-        if group.shares_memory:  # all ranks learn all splits, because they must agree on the longest part
+        if (
+            group.shares_memory and type(x) is not DeviceArray
+        ):  # all ranks learn all splits, because they must agree on the longest part
             every = gather_counts(group, self.text, self._sending).reshape(size, size)
             self._received = every[:, group.rank].copy()
             into = uneven(int(n) * self._row for n in self._received)

@@ -62,6 +62,21 @@ def result(out: Any, shape: tuple[int, ...], dtype: Any, verb: str, device: Any 
     return Result(target, flat.reshape(-1), out, staged=flat is not target)
 
 
+def made_like(x: Any, shape: tuple[int, ...]) -> tuple[Any, Any]:
+    """Return a new array for a result that a call makes when it runs, and that as the user gets it.
+
+    On a device it is memory of the stream from which `x` came, and the current stream may write it.
+    """
+    if type(x) is not DeviceArray:
+        made = np.empty(shape, x.dtype)
+        return made, made
+    device = x.device
+    with device.using(x.stream):
+        given = device.empty(shape, x.dtype)
+    device.current().wait(x.stream.record())  # who had this memory before may still use it
+    return device.wrap(given, "result"), given
+
+
 def apart(x: Any, target: Any) -> Any:
     """Return `x`, or a copy of it if it overlaps `target` without being the same memory."""
     same = address(x) == address(target) and x.nbytes == target.nbytes

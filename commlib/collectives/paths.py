@@ -23,10 +23,9 @@ target."""
 class Verb:
     """What a verb is, apart from the way that its data goes.
 
-    messages: what it does by a schedule, which every verb has. exchange: what it is on a board, from the call, this
-    rank and the size; or on_node, where that has kernels of its own. hierarchical: what it does in nodes and between.
-    elementwise: a call may be done piece by piece, each a call on fewer elements, in place. on_devices: `messages`
-    works on the memory of any device.
+    messages: what it does by a schedule, on the memory of any device; every verb has it. exchange: what it is on a
+    board, from the call, this rank and the size; or on_node, where that has kernels of its own. hierarchical: what it
+    does in nodes and between. elementwise: a call may be done piece by piece, each a call on fewer elements, in place.
     """
 
     name: str
@@ -35,7 +34,6 @@ class Verb:
     on_node: Callable[[NodeContext, Call], NodeCollective] | None = None
     hierarchical: Callable[[Group, Call], Move] | None = None
     elementwise: bool = False
-    on_devices: bool = True
 
 
 class Path(Protocol):

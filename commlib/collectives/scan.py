@@ -11,7 +11,8 @@ from commlib.collectives.call import Call
 from commlib.collectives.operands import apart, result, source
 from commlib.collectives.paths import Move, Verb
 from commlib.collectives.ready import Calls, Ready
-from commlib.devices.arrays import device_of, name_of_device
+from commlib.devices.array import DeviceArray
+from commlib.devices.arrays import device_of, empty_like, name_of_device
 from commlib.dtypes import Array, kernel_operation, name_of
 from commlib.errors import UsageError
 from commlib.execution.accumulation import Accumulation
@@ -42,13 +43,13 @@ def scan(calls: Calls, verb: str, x: Any, op: str, out: Any) -> Ready:
 def _messages(group: Group, call: Call) -> Move:
     steps, is_small = scan_program(call.verb, group.rank, group.size), call.nbytes <= _LARGEST_ON_NODE
 
-    def move(x: Array, target: Array) -> None:
-        if group.shares_memory and is_small:
+    def move(x: Any, target: Any) -> None:
+        if group.shares_memory and is_small and type(x) is not DeviceArray:
             _on_node(group, call, x, target)
             return
         accumulation = Accumulation(x, call.op, group.size)
         work = accumulation.x if accumulation.widened else x.copy()
-        arrays = [work, np.empty_like(work)][: len(steps.regions)]
+        arrays = [work, empty_like(work, len(work))][: len(steps.regions)]
         regions = [Region(array, even(len(array), chunks)) for array, chunks in zip(arrays, steps.regions, strict=True)]
         group.execute(steps, [regions], call.text, accumulation.reduce_op)
         if call.verb == "scan" or group.rank > 0:
@@ -68,4 +69,4 @@ def _on_node(group: Group, call: Call, x: Array, target: Array) -> None:
         ReduceOp.of(call.dtype, call.op, 0).combine(list(inputs), target)
 
 
-VERBS = {verb: Verb(verb, _messages, on_devices=False) for verb in ("scan", "exscan")}
+VERBS = {verb: Verb(verb, _messages) for verb in ("scan", "exscan")}

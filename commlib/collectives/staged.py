@@ -30,8 +30,7 @@ class Stations(Protocol):
 def compile_on_device(paths: tuple[Path, ...], station: Station, group: Group, verb: Verb, call: Call) -> Compiled:
     """Compile a call on arrays of a device: by messages of its memory where the transport takes it, as `algorithm`
     allows; else by the host's paths."""
-    is_direct = verb.on_devices and group.transport.accepts(call.device)
-    if is_direct and call.algorithm not in {path.name for path in paths if path.name}:
+    if group.transport.accepts(call.device) and call.algorithm not in {path.name for path in paths if path.name}:
         direct = MessageCall(group, call.text, verb.messages(group, call))
         return DeviceCall(group.progress, call.text, station, lambda x, target, _: direct.perform(x, target))
     if verb.elementwise:
@@ -46,6 +45,8 @@ def compile_on_device(paths: tuple[Path, ...], station: Station, group: Group, v
 
 def made_on_device(group: Group, station: Station, compiled: Compiled) -> Compiled:
     """Return the same for a call that makes its result itself: an array, or a tuple of that and of what stays here."""
+    if group.transport.accepts(station.device.name):
+        return DeviceCall(group.progress, compiled.text, station, lambda x, *_: compiled.perform(x, x))
 
     def run(x: DeviceArray, target: DeviceArray, on_wait: OnWait) -> Any:
         source = fetched(station, x, on_wait)
