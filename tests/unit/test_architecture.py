@@ -106,6 +106,22 @@ HOST_KERNELS_ALLOWED = (
     "commlib.coordinator",  # named operations, where arrays of devices come as copies
     "commlib_torch", "commlib_tensorflow",
 )  # fmt: skip
+# Who works on arrays of any device: what they need of memory they ask of the device, or of an array that is there.
+DEVICE_NEUTRAL = (
+    "commlib.compress.cast", "commlib.compress.quantise", "commlib.compress.sign", "commlib.compress.arguments",
+    "commlib.compress.exchange", "commlib.compress.gather", "commlib.compress.dgc", "commlib.compress.low_rank",
+    "commlib.compress.power_sgd", "commlib.compress.edges",
+    "commlib.data_parallel.compressed", "commlib.data_parallel.buckets", "commlib.data_parallel.tracker",
+    "commlib.execution.streaming",
+    "commlib.collectives.all_reduce", "commlib.collectives.reduce", "commlib.collectives.broadcast",
+    "commlib.collectives.gather", "commlib.collectives.reduce_scatter", "commlib.collectives.by_messages",
+    "commlib.collectives.scheduled", "commlib.collectives.staged", "commlib.collectives.station",
+    "commlib.collectives.device_call", "commlib.collectives.program",
+)  # fmt: skip
+NUMPY_MEMORY = {
+    "ascontiguousarray", "concatenate", "empty", "empty_like", "frombuffer", "full", "full_like", "ones", "ones_like",
+    "stack", "zeros", "zeros_like",
+}  # fmt: skip
 CUPY_ALLOWED = ("commlib.kernels.cuda", "commlib.buffers")  # and there inside functions only
 
 
@@ -230,6 +246,37 @@ def circles(root: Path) -> list[str]:
                     reached.add(target)
                     way.append([*path, target])
     return found
+
+
+def host_memory(module: str, tree: ast.AST) -> Iterator[tuple[int, str]]:
+    """Yield where a device-neutral module makes or addresses memory of the host: (line, what); not of length 0."""
+    for node in ast.walk(tree) if is_in(module, DEVICE_NEUTRAL) else ():
+        if isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute) and node.func.attr in NUMPY_MEMORY:
+            of_nothing = bool(node.args) and isinstance(node.args[0], ast.Constant) and node.args[0].value == 0
+            if isinstance(node.func.value, ast.Name) and node.func.value.id in ("np", "numpy") and not of_nothing:
+                yield node.lineno, f"np.{node.func.attr}"
+        elif isinstance(node, ast.Name) and node.id == "address_of":
+            yield node.lineno, "address_of"
+        elif isinstance(node, ast.Attribute) and node.attr == "ctypes":
+            yield node.lineno, "ctypes"
+
+
+def test_what_works_on_any_device_names_no_memory_of_the_host() -> None:
+    modules = find_modules(ROOT)
+    assert set(DEVICE_NEUTRAL) <= modules.keys()
+    found = [
+        f"{modules[name].relative_to(ROOT)}:{line}: {what}: ask its device, see `commlib.devices.arrays`"
+        for name in DEVICE_NEUTRAL
+        for line, what in host_memory(name, ast.parse(modules[name].read_text()))
+    ]
+    assert not found, "\n".join(found)
+
+
+def test_memory_of_the_host_is_found() -> None:
+    text = "import numpy as np\nx = np.empty(0)\ny = np.zeros(3)\nz = address_of(y) + y.ctypes.data\nlist(np.sum(y))\n"
+    found = sorted(host_memory("commlib.compress.exchange", ast.parse(text)))
+    assert found == [(3, "np.zeros"), (4, "address_of"), (4, "ctypes")]
+    assert not list(host_memory("commlib.compress.auto", ast.parse(text)))
 
 
 def test_imports_follow_the_rules() -> None:
