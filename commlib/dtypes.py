@@ -54,4 +54,16 @@ def kernel_operation(dtype: str, operation: str) -> str:
     return operation
 
 
+def accumulator_dtype(dtype: str, operation: str) -> str:
+    """Return the dtype in which `operation` on `dtype` is combined before it is rounded, once, to `dtype`.
+
+    Half precision accumulates in float32, the mean of integers in 64 bits (so that their sum cannot wrap around).
+    """
+    if dtype in ("float16", "bfloat16"):
+        return "float32"
+    if operation == "mean" and "int" in dtype:
+        return "uint64" if dtype.startswith("u") else "int64"
+    return dtype
+
+
 Array = npt.NDArray[Any]

@@ -8,9 +8,8 @@ import numpy as np
 
 from commlib.devices.array import DeviceArray
 from commlib.devices.arrays import address
-from commlib.dtypes import NUMPY, kernel_operation, name_of
+from commlib.dtypes import NUMPY, accumulator_dtype, kernel_operation, name_of
 from commlib.execution.reduce_op import ReduceOp
-from commlib.kernels.host.reduce import accumulator_dtype
 
 
 class Accumulation:

@@ -15,11 +15,11 @@ from typing import Any
 import numpy as np
 
 from commlib.buffers.views import address_of
-from commlib.dtypes import NUMPY, Array
+from commlib.dtypes import NUMPY, Array, accumulator_dtype
 from commlib.execution.reduce_op import Combination, ReduceOp
 from commlib.execution.streaming import Posted
 from commlib.kernels.host.node import all_equal, arrays_are_where_expected, copy_from_array, copy_to_array, entry_point
-from commlib.kernels.host.reduce import accumulator_dtype, reduce_as_written
+from commlib.kernels.host.reduce import reduce_as_written
 from commlib.schedule.ir import Program, Span
 from commlib.schedule.layout import even
 from commlib.transport.base import PersistentRound, Transport, WaitHook

@@ -6,8 +6,8 @@ import numpy as np
 import pytest
 from mpi4py import MPI
 
+from commlib.dtypes import accumulator_dtype
 from commlib.errors import UsageError
-from commlib.kernels.host.reduce import accumulator_dtype
 from tests import checks
 from tests.oracle import REDUCIBLE, values
 

@@ -98,8 +98,7 @@ HOST_KERNELS_ALLOWED = (
     "commlib.node",  # shared memory of the host, and the flags in it
     "commlib.buffers.symmetric",  # whose places those kernels look up
     "commlib.group.group",  # what they return
-    "commlib.execution.reduce_op", "commlib.execution.accumulation",  # what they call operations, and compiled calls
-    "commlib.execution.persistent",
+    "commlib.execution.reduce_op", "commlib.execution.persistent",  # calls of compiled functions, written down
     "commlib.p2p.inbox", "commlib.p2p.outbox", "commlib.p2p.node_end",  # memory of the host that two ranks share
     "commlib.data_parallel.engine",  # copies past the caches
     "commlib.optim",  # on the host only as yet: 1-bit optimizers

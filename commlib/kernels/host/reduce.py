@@ -22,6 +22,7 @@ import numpy as np
 from numba.core import types
 from numba.extending import overload
 
+from commlib.dtypes import accumulator_dtype
 from commlib.kernels.host import intrinsics as ins
 from commlib.kernels.host.compiled import callback, kernel
 
@@ -46,18 +47,6 @@ def reduce_as_written(address: int) -> int:
     at = nb.carray(ins.as_pointer(address), 8, np.int64)
     ins.call_reduce(at[0], at[1], at[2], at[3], at[4], at[5], at[6], at[7])
     return 0
-
-
-def accumulator_dtype(dtype: str, operation: str) -> str:
-    """Return the dtype in which `operation` on `dtype` is combined before it is rounded, once, to `dtype`.
-
-    Half precision accumulates in float32, the mean of integers in 64 bits (so that their sum cannot wrap around).
-    """
-    if dtype in ("float16", "bfloat16"):
-        return "float32"
-    if operation == "mean" and "int" in dtype:
-        return "uint64" if dtype.startswith("u") else "int64"
-    return dtype
 
 
 def widen(kind: str, bits: Any) -> Any:
