@@ -19,6 +19,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 
@@ -29,6 +30,8 @@ from commlib.compress.gradients import GradientCompression
 from commlib.compress.scheme import Part, Scheme, State
 from commlib.compress.sign import Sign
 from commlib.data_parallel.agreement import check_agreement
+from commlib.devices.arrays import device_of
+from commlib.devices.host import HOST
 from commlib.dtypes import Array
 from commlib.errors import UsageError
 from commlib.kernels.host import moments as kernels
@@ -111,6 +114,15 @@ class Moments:
     def frozen(self) -> bool:
         """Whether the next step is one with signs."""
         return self.steps >= self.freeze_step
+
+    def check(self, values: Sequence[Any]) -> None:
+        """Raise UsageError if parameters are not on the host, where the moments are; nothing has been sent then."""
+        for parameter, value in zip(self.parameters, values, strict=True):
+            if (device := device_of(value)) is not HOST:
+                raise UsageError(
+                    f"1-bit optimizers update parameters on the host only, but {parameter.name} is on {device.name}: "
+                    "keep it on the host, or compress gradients of another optimizer"
+                )
 
     def average(self, *, check: bool) -> bool:
         """Average what stands in the gradients over the ranks; they are moments by now if `frozen`. Collective.
@@ -195,6 +207,7 @@ class OneBitAdam:
         gradient is not finite on some; returns False then.
         """
         moments = self.moments
+        moments.check(values)
         frozen = moments.frozen
         if frozen:
             for parameter, value, hyper in zip(moments.parameters, values, hypers, strict=True):

@@ -89,6 +89,7 @@ class OneBitLAMB:
     def step(self, values: Sequence[Array], hypers: Sequence[Hyper], *, skip: bool = False) -> bool:
         """Update `values`. See `OneBitAdam.step`; weights decay as in LAMB, whether `decoupled` is said or not."""
         moments = self.moments
+        moments.check(values)
         frozen = moments.frozen
         everything = list(zip(moments.parameters, values, hypers, self.layers, strict=True))
         if frozen:

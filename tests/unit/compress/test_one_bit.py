@@ -12,6 +12,7 @@ from commlib.compress.exchange import Exchanged
 from commlib.errors import MismatchError, UsageError
 from commlib.optim.one_bit_adam import Hyper, Moments, OneBitAdam
 from commlib.optim.one_bit_lamb import Limits, OneBitLAMB
+from tests.late import LATE
 from tests.loopback import run
 from tests.unit.compress.codecs import Exact
 
@@ -323,3 +324,16 @@ def test_wrong_options():
     for options in ({"min_coeff": 0}, {"factor_min": 5}, {"coeff_beta": 1}, {"factor_threshold": 0}):
         with pytest.raises(UsageError, match="OneBitLAMB"):
             Limits(**options)
+
+
+@pytest.mark.parametrize("kind", ["adam", "lamb"])
+def test_parameters_of_a_device_are_refused_before_anything_is_sent(kind):
+    def refuse(comm):
+        optimizer, values = make(comm, kind), start()
+        there = [LATE.put(value) if number == 1 and comm.rank else value for number, value in enumerate(values)]
+        if comm.rank:
+            with pytest.raises(UsageError, match="on the host only, but b is on late"):
+                optimizer.step(there, [HYPER] * len(values))
+        assert step_once(optimizer, values, gradients(comm.rank, 0))
+
+    run(2, refuse)
