@@ -14,6 +14,7 @@ import numpy as np
 
 from commlib.buffers.peer_memory import Mapped
 from commlib.dtypes import Array
+from commlib.kernels.host import arrays
 from commlib.kernels.host import channel as kernels
 from commlib.p2p.form import Form, Shape
 from commlib.transport.base import WaitHook
@@ -32,7 +33,7 @@ GROWTH = 1.5  # by how much slots grow at least, so that they seldom do
 BLOCK_BYTES = 128  # before the heads: int64 numbers of the memories of the other rank that this one has mapped
 MAPPED_BY_SENDER, MAPPED_BY_RECEIVER = 0, 8
 
-ARRAYS_ARE_WHERE_EXPECTED = kernels.arrays_are_where_expected()
+ARRAYS_ARE_WHERE_EXPECTED = arrays.are_where_expected()
 
 
 def stride_of(nbytes: int) -> int:
