@@ -36,6 +36,11 @@ MAPPED_BY_SENDER, MAPPED_BY_RECEIVER = 0, 8
 ARRAYS_ARE_WHERE_EXPECTED = arrays.are_where_expected()
 
 
+def waiting_fields(spins: int) -> tuple[int, int, int, int]:
+    """Return how long one call of a kernel waits: polls, yields, naps, and microseconds of each."""
+    return spins, _YIELDS, _NAPS, _NAP_MICROSECONDS
+
+
 def stride_of(nbytes: int) -> int:
     return max(_ALIGNMENT, -(-nbytes // _ALIGNMENT) * _ALIGNMENT)
 
@@ -48,7 +53,7 @@ class NodeEnd:
         self._end = np.zeros(kernels.END_FIELDS, np.int64)
         self.at: int = self._end.ctypes.data
         self._end[kernels.DEPTH] = depth
-        self._end[_WAITING_FIELDS] = spins, _YIELDS, _NAPS, _NAP_MICROSECONDS
+        self._end[_WAITING_FIELDS] = waiting_fields(spins)
         self._end[kernels.STREAMED] = _STREAMED_BYTES
         self._is_halted, self._is_deferred = True, False
         self._end[kernels.HALTED] = 1  # until both ends know each other

@@ -101,6 +101,7 @@ HOST_KERNELS_ALLOWED = (
     "commlib.execution.reduce_op", "commlib.execution.accumulation",  # what they call operations, and compiled calls
     "commlib.execution.persistent",
     "commlib.p2p.inbox", "commlib.p2p.outbox", "commlib.p2p.node_end",  # memory of the host that two ranks share
+    "commlib.p2p.rings", "commlib.p2p.lane_out", "commlib.p2p.lane_in", "commlib.p2p.lane_receive",
     "commlib.data_parallel.engine",  # copies past the caches
     "commlib.compress.sparse", "commlib.compress.dgc", "commlib.compress.low_rank",  # on the host only as yet: shared
     "commlib.optim", "commlib.coordinator",  # choices, DGC, PowerSGD, 1-bit optimizers, named operations
