@@ -38,6 +38,8 @@ from commlib.observe.counters import Count
 from commlib.p2p import messages
 from commlib.p2p.channel import Channel
 from commlib.p2p.channels import Channels
+from commlib.p2p.letters import Letters
+from commlib.p2p.post import Post
 from commlib.runtime.compiled import Plan
 from commlib.runtime.process import Runtime
 from commlib.runtime.work import Work
@@ -82,7 +84,10 @@ class Communicator:
     ) -> None:
         self.group = Group(transport, runtime, name) if group is None else group
         self.rank, self.size, self.name = self.group.rank, self.group.size, self.group.name
-        self._calls, self._channels = Calls(self.group), Channels(self.group)
+        self._calls, letters = Calls(self.group), Letters(self.group)
+        self._channels, self._post = Channels(self.group, letters), Post(self.group, letters)
+        for part in (self._channels, self._post, letters):  # the letters last: the others may write some
+            self.group.attach(part)
         self._all_reduces = self._calls.all_reduces
         self._children = itertools.count(1)
         self._node: Communicator | None = None
@@ -430,27 +435,30 @@ class Communicator:
 
     def send(self, x: Any, peer: int, tag: int = 0) -> None:
         """Send `x` to rank `peer`. Returns when `x` may be changed, perhaps before it has been received."""
-        messages.send(self.group, x, peer, tag).complete()
+        if not self._post.send_now(x, peer, tag):
+            messages.send(self.group, self._post, x, peer, tag).complete()
 
     def send_async(self, x: Any, peer: int, tag: int = 0) -> Work:
         """Start `send`."""
-        return self._look_after(messages.send(self.group, x, peer, tag))
+        return self._look_after(messages.send(self.group, self._post, x, peer, tag))
 
     def recv(self, x: Any, peer: int, tag: int = 0) -> Any:
         """Receive into `x` what rank `peer` sends with this tag, and return `x`. The byte counts must agree."""
-        return messages.recv(self.group, x, peer, tag).complete()
+        if self._post.recv_now(x, peer, tag):
+            return x
+        return messages.recv(self.group, self._post, x, peer, tag).complete()
 
     def recv_async(self, x: Any, peer: int, tag: int = 0) -> Work:
         """Start `recv`."""
-        return self._look_after(messages.recv(self.group, x, peer, tag))
+        return self._look_after(messages.recv(self.group, self._post, x, peer, tag))
 
     def send_recv(self, x: Any, peer: int, out: Any, source: int, tag: int = 0) -> Any:
         """Send `x` to rank `peer` while receiving into `out` from rank `source`; return `out`."""
-        return messages.send_recv(self.group, x, peer, out, source, tag).complete()
+        return messages.send_recv(self.group, self._post, x, peer, out, source, tag).complete()
 
     def send_recv_async(self, x: Any, peer: int, out: Any, source: int, tag: int = 0) -> Work:
         """Start `send_recv`."""
-        return self._look_after(messages.send_recv(self.group, x, peer, out, source, tag))
+        return self._look_after(messages.send_recv(self.group, self._post, x, peer, out, source, tag))
 
     def channel(
         self,

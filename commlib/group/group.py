@@ -35,6 +35,7 @@ from commlib.observe.journal import Journal
 from commlib.runtime.compiled import Task
 from commlib.runtime.process import PARTING, Runtime
 from commlib.runtime.progress import Progress
+from commlib.runtime.retired import Closable
 from commlib.runtime.watchdog import Watchdog
 from commlib.runtime.work import Work
 from commlib.schedule.ir import Program
@@ -111,7 +112,7 @@ class Group:
         runtime.groups.add(self)
         runtime.recording.add(self.progress)
         self._attached: list[Attached] = []
-        self._made_of = [transport] if within is None else []
+        self._made_of: list[Closable] = [transport] if within is None else []
         noted = f"{runtime.token}.{self.key}", self.size
         self._retire = weakref.finalize(self, runtime.retired.note, noted, self._made_of)
         self._retire.atexit = False
@@ -195,6 +196,10 @@ class Group:
     def attach(self, part: Attached) -> None:
         """Let what has an end of its own, its channels for example, end with the group."""
         self._attached.append(part)
+
+    def end_with(self, part: Closable) -> None:
+        """Let a part be closed once all ranks have dropped the group: others may still need it when this one leaves."""
+        self._made_of.append(part)
 
     def halt(self) -> None:
         """Let nothing run in this forked child."""
@@ -478,8 +483,8 @@ class Group:
         if self.board is not None:
             self.board.close()
         if (retirement := self._retire.detach()) is not None:
-            for transport in retirement[2][1]:
-                transport.close()
+            for part in retirement[2][1]:
+                part.close()
 
     def retire(self) -> None:
         """Note that this group is used no more: what it is made of is freed once all its ranks have noted it."""

@@ -19,10 +19,10 @@ from commlib.dtypes import numpy_dtype
 from commlib.errors import CommlibError, ShutdownError, TransportError, UsageError
 from commlib.node.board import LEFT
 from commlib.p2p.form import Codec, Coded, Form, Plain
+from commlib.p2p.letters import Letters
 from commlib.p2p.mailbox import TAG, Address, Mailbox
 from commlib.p2p.posted import MOST_DIMENSIONS, TAGS
 from commlib.p2p.terms import Terms
-from commlib.transport.base import Space, Transport
 
 if TYPE_CHECKING:
     from commlib.group.group import Group
@@ -36,10 +36,8 @@ _MOST_DEPTH = 4096
 class Channels:
     """What a group knows of its channels. Costs nothing until the first is opened."""
 
-    def __init__(self, group: Group) -> None:
-        self._group = weakref.ref(group)
-        group.attach(self)
-        self._transport: Transport | None = None
+    def __init__(self, group: Group, letters: Letters) -> None:
+        self._group, self._letters = weakref.ref(group), letters
         self._mailbox: Mailbox | None = None
         self._open: dict[Address, weakref.ref[Channel]] = {}
         self._opened: Counter[tuple[int, int | str]] = Counter()
@@ -60,8 +58,7 @@ class Channels:
         if group.runtime.closing or self._left:
             raise ShutdownError(f"{text}: commlib has been shut down, or {group.name} was closed")
         if self._mailbox is None:
-            self._transport = group.transport.space(Space.CHANNELS)
-            self._mailbox = Mailbox(self._transport, group.runtime.poller, group)
+            self._mailbox = self._letters.mailbox
         self.sweep()
         address = Address(peer, edge, self._opened[peer, edge])
         if any(known.peer == peer and known.edge == edge and _is_open(self._open[known]) for known in self._open):
@@ -69,10 +66,9 @@ class Channels:
                 f"{text} of {group.name} is open on rank {group.rank}: close it first, or name another edge"
             )
         tag = TAG + 1 + self._made * TAGS
-        assert self._transport is not None
-        if tag + TAGS > self._transport.tags:
+        if tag + TAGS > (tags := self._mailbox.transport.tags):
             raise TransportError(
-                f"{text}: this MPI has {self._transport.tags} tags for channels, too few for another of {group.name}: "
+                f"{text}: this MPI has {tags} tags for channels, too few for another of {group.name}: "
                 "close and reopen fewer, open them in another group, or use send and recv"
             )
         try:
@@ -146,8 +142,6 @@ class Channels:
         for ends in self._lingering:
             ends.close()
         self._lingering.clear()
-        if self._mailbox is not None:
-            self._mailbox.close()
 
     def _channels(self) -> Sequence[Channel]:
         return [channel for known in list(self._open.values()) if (channel := known()) is not None]

@@ -1,4 +1,4 @@
-"""Letters between two ranks of a group about their channels: how one was opened, and that it has ended.
+"""Letters between two ranks of a group about their channels and lanes: how one was opened, and that it has ended.
 
 They have a tag of their own, above those of users' messages. Nobody waits for a letter to be read: its reader may look
 at it much later, or never.
@@ -30,7 +30,7 @@ _PARTING = 0.2  # seconds for letters that are still on their way when a group e
 
 @dataclass(frozen=True, slots=True)
 class Address:
-    """A channel: its edge between this rank and `peer`, and how often that was opened before."""
+    """A channel: its edge between this rank and `peer`, and how often that was opened before. A lane's edge is ""."""
 
     peer: int
     edge: int | str
@@ -49,7 +49,7 @@ class Mailbox:
         self._awaited: dict[int, tuple[ProbedReceive, bytearray]] = {}  # by peer
         self._posted: list[tuple[Request, bytes]] = []
         self._come: dict[tuple[Address, str], dict[str, Any]] = {}
-        self._expected: dict[Address, None] = {}
+        self._expected: dict[tuple[Address, str], None] = {}
         self._asked: dict[int, None] = {}
         self._is_watched = self._is_closed = False
         self._taken_in = 0.0
@@ -65,10 +65,10 @@ class Mailbox:
         """Return what has come of this kind, or None. Never looks whether more has."""
         return self._come.get((of, kind))
 
-    def expect(self, address: Address) -> None:
-        """Let the hello to a channel be taken in as soon as it comes."""
-        if (address, "hello") not in self._come:
-            self._expected[address] = None
+    def expect(self, address: Address, kind: str = "hello") -> None:
+        """Let a letter of this kind be taken in as soon as it comes."""
+        if (address, kind) not in self._come:
+            self._expected[address, kind] = None
             self._watch(anew=True)
 
     def ask(self, peer: int) -> None:
@@ -89,12 +89,12 @@ class Mailbox:
         self._is_watched = False  # from here on who asks starts another round
         asked, self._asked = self._asked, {}
         try:
-            for peer in {*asked, *(address.peer for address in list(self._expected))}:
+            for peer in {*asked, *(address.peer for address, _ in list(self._expected))}:
                 self._look(peer)
         except CommlibError as error:  # whoever waits finds out that nothing comes
             log.debug("letters: %s", error)
-        for address in [known for known in list(self._expected) if (known, "hello") in self._come]:
-            self._expected.pop(address, None)
+        for awaited in [known for known in list(self._expected) if known in self._come]:
+            self._expected.pop(awaited, None)
         if not self._expected or self._is_closed or self._is_watched:
             return True
         self._is_watched = True
@@ -114,7 +114,7 @@ class Mailbox:
 
     def forget(self, address: Address) -> None:
         """Drop the letters to a channel that has ended."""
-        self._expected.pop(address, None)
+        self._expected.pop((address, "hello"), None)
         for kind in ("hello", "bye"):
             self._come.pop((address, kind), None)
 

@@ -19,6 +19,7 @@ from commlib.devices.waiting import wait_for
 from commlib.dtypes import Array
 from commlib.errors import CommlibError, MismatchError, ShutdownError, StallError, UsageError
 from commlib.observe.recorder import MESSAGES
+from commlib.p2p.post import Post
 from commlib.runtime.work import Work
 from commlib.transport.base import ProbedReceive, Request
 
@@ -38,11 +39,10 @@ class _Message:
     flat: Array
     incoming: bool
 
-    def post(self, comm: Group) -> Request:
-        assert comm.p2p is not None
+    def post(self, post: Post) -> Request:
         data = self.flat.view(np.uint8).data
-        post = comm.p2p.recv_probed if self.incoming else comm.p2p.send
-        return post(self.peer, self.tag, data)
+        start = post.recv if self.incoming else post.send
+        return start(self.peer, self.tag, data)
 
     def collect(self, comm: Group, request: Request) -> None:
         """Check what has arrived, and give it to the user."""
@@ -65,16 +65,16 @@ class _Message:
 class Messages(Work):
     """Some posted messages. They move when somebody waits, and when the progress thread looks after them."""
 
-    __slots__ = ("_arrived", "_comm", "_lock", "_messages", "_peers", "_record", "_requests", "_value")
+    __slots__ = ("_arrived", "_comm", "_lock", "_messages", "_peers", "_post", "_record", "_requests", "_value")
 
-    def __init__(self, comm: Group, text: str, messages: list[_Message], value: Any) -> None:
+    def __init__(self, comm: Group, post: Post, text: str, messages: list[_Message], value: Any) -> None:
         super().__init__(text)
         forks.check(text)
         if comm.runtime.closing:
             raise ShutdownError(f"{text}: commlib has been shut down")
         if comm.failure is not None:
             comm.raise_failure(text)
-        self._comm, self._messages, self._value = comm, messages, value
+        self._comm, self._post, self._messages, self._value = comm, post, messages, value
         self._peers = [message.peer for message in messages]
         self._arrived: list[tuple[Any, Event, Any]] = []  # what is on its way to a device: that, when, and from where
         self._lock = threading.Lock()  # MPI allows one thread at a time to ask for a request
@@ -85,7 +85,7 @@ class Messages(Work):
             self._record.run()
         try:
             for message in messages:
-                self._requests.append(message.post(comm))
+                self._requests.append(message.post(post))
         except BaseException as error:
             if self._record is not None:
                 self._record.end(error)
@@ -164,7 +164,6 @@ class Messages(Work):
     def _wait_for_requests(self, deadline: float | None, late: StallError) -> None:
         if super().done():
             return
-        assert self._comm.p2p is not None
         watch = self._comm.watch(self.description, self._peers)
 
         def on_wait() -> None:
@@ -173,7 +172,7 @@ class Messages(Work):
                 raise late
 
         try:
-            self._comm.p2p.wait(self._requests, on_wait)
+            self._post.wait(self._requests, on_wait)
             self._advance()
         except CommlibError as error:
             if error is late:
@@ -212,21 +211,21 @@ def _on_host(comm: Group, array: DeviceArray, verb: str, *, fetch: bool) -> Arra
     return flat
 
 
-def send(comm: Group, x: Any, peer: int, tag: int) -> Messages:
+def send(comm: Group, post: Post, x: Any, peer: int, tag: int) -> Messages:
     message = _message(comm, "send", x, peer, tag, incoming=False)
-    return Messages(comm, f"send to rank {peer}, tag {tag}", [message], None)
+    return Messages(comm, post, f"send to rank {peer}, tag {tag}", [message], None)
 
 
-def recv(comm: Group, x: Any, peer: int, tag: int) -> Messages:
+def recv(comm: Group, post: Post, x: Any, peer: int, tag: int) -> Messages:
     message = _message(comm, "recv", x, peer, tag, incoming=True)
-    return Messages(comm, f"recv from rank {peer}, tag {tag}", [message], x)
+    return Messages(comm, post, f"recv from rank {peer}, tag {tag}", [message], x)
 
 
-def send_recv(comm: Group, x: Any, peer: int, out: Any, source: int, tag: int) -> Messages:
+def send_recv(comm: Group, post: Post, x: Any, peer: int, out: Any, source: int, tag: int) -> Messages:
     arriving = _message(comm, "send_recv", out, source, tag, incoming=True, what="out")
     leaving = _message(comm, "send_recv", x, peer, tag, incoming=False)
     on_device = type(arriving.array) is DeviceArray and overlap(arriving.array, leaving.array)
     if on_device or overlap(arriving.flat, leaving.flat):
         raise UsageError("send_recv: x and out overlap: receive into another array")
     text = f"send_recv to rank {peer} and from rank {source}, tag {tag}"
-    return Messages(comm, text, [arriving, leaving], out)
+    return Messages(comm, post, text, [arriving, leaving], out)

@@ -14,6 +14,7 @@ import numpy as np
 
 from commlib.buffers.peer_memory import Mapped
 from commlib.dtypes import Array
+from commlib.kernels.host import arrays
 from commlib.kernels.host import channel as kernels
 from commlib.p2p.form import Form, Shape
 from commlib.transport.base import WaitHook
@@ -32,7 +33,12 @@ GROWTH = 1.5  # by how much slots grow at least, so that they seldom do
 BLOCK_BYTES = 128  # before the heads: int64 numbers of the memories of the other rank that this one has mapped
 MAPPED_BY_SENDER, MAPPED_BY_RECEIVER = 0, 8
 
-ARRAYS_ARE_WHERE_EXPECTED = kernels.arrays_are_where_expected()
+ARRAYS_ARE_WHERE_EXPECTED = arrays.are_where_expected()
+
+
+def waiting_fields(spins: int) -> tuple[int, int, int, int]:
+    """Return how long one call of a kernel waits: polls, yields, naps, and microseconds of each."""
+    return spins, _YIELDS, _NAPS, _NAP_MICROSECONDS
 
 
 def stride_of(nbytes: int) -> int:
@@ -47,7 +53,7 @@ class NodeEnd:
         self._end = np.zeros(kernels.END_FIELDS, np.int64)
         self.at: int = self._end.ctypes.data
         self._end[kernels.DEPTH] = depth
-        self._end[_WAITING_FIELDS] = spins, _YIELDS, _NAPS, _NAP_MICROSECONDS
+        self._end[_WAITING_FIELDS] = waiting_fields(spins)
         self._end[kernels.STREAMED] = _STREAMED_BYTES
         self._is_halted, self._is_deferred = True, False
         self._end[kernels.HALTED] = 1  # until both ends know each other

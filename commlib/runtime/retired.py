@@ -9,25 +9,29 @@ from __future__ import annotations
 import threading
 from collections import Counter
 from collections.abc import Callable, Sequence
-from typing import Any
-
-from commlib.transport.base import Transport
+from typing import Any, Protocol
 
 Key = tuple[str, int]
 """A group's name, which no other group of the job has, and its number of ranks."""
+
+
+class Closable(Protocol):
+    """What a group is made of: its transport, for example."""
+
+    def close(self) -> None: ...
 
 
 class Retired:
     """What one process has dropped. Its methods may be called in any thread, `note` also by the garbage collector."""
 
     def __init__(self) -> None:
-        self._groups: dict[Key, Sequence[Transport]] = {}
+        self._groups: dict[Key, Sequence[Closable]] = {}
         self._lock = threading.RLock()
 
-    def note(self, key: Key, transports: Sequence[Transport]) -> None:
+    def note(self, key: Key, parts: Sequence[Closable]) -> None:
         """Note a group that is used no more."""
         with self._lock:
-            self._groups[key] = transports
+            self._groups[key] = parts
 
     def take(self, other: Retired) -> None:
         """Note what another one has noted, which forgets it: nothing may be freed twice."""
@@ -46,6 +50,6 @@ class Retired:
         for key in mine:
             if dropped[key] == key[1]:
                 with self._lock:
-                    transports = self._groups.pop(key)
-                for transport in transports:
-                    transport.close()
+                    parts = self._groups.pop(key)
+                for part in parts:
+                    part.close()

@@ -12,16 +12,13 @@ a second thread, or a signal handler that interrupts Python between two calls, c
 
 from __future__ import annotations
 
-import ctypes
 from typing import Any
 
 import numba as nb
-import numpy as np
-from llvmlite import ir
-from numba.core import types
-from numba.extending import intrinsic
 
+from commlib.kernels.host import arrays
 from commlib.kernels.host import intrinsics as ins
+from commlib.kernels.host.arrays import table as _table
 from commlib.kernels.host.compiled import kernel
 from commlib.kernels.host.stream import stream_copy
 
@@ -56,37 +53,10 @@ INLINE_BYTES, RECORD_BYTES = BACK_AT - INLINE_AT, HEAD_BYTES - RECORD_AT
     END_FIELDS,
 ) = range(19)
 
-# Where numpy's arrays keep what `put` looks at (PyArrayObject_fields, behind the object's head), and two of their
-# flags.
-_HEAD = object.__basicsize__
-_DATA, _NDIM, _SHAPE, _DESCR, _FLAGS = _HEAD, _HEAD + 8, _HEAD + 16, _HEAD + 40, _HEAD + 48
-_C_CONTIGUOUS, _ALIGNED = 0x1, 0x100
-
-
-@intrinsic
-def _exchange(typingctx: Any, address: Any, value: Any) -> Any:
-    """Write the int64 `value` to `address` and return what was there, in one step that no other thread can divide."""
-
-    def codegen(context: Any, builder: Any, signature: Any, args: Any) -> Any:
-        pointer = builder.inttoptr(args[0], ir.IntType(64).as_pointer())
-        return builder.atomic_rmw("xchg", pointer, args[1], "acq_rel")
-
-    return types.int64(types.intp, types.int64), codegen
-
-
-@nb.njit(inline="always")  # type: ignore[untyped-decorator]
-def _table(address: int, length: int) -> Any:
-    return nb.carray(ins.as_pointer(address), length, np.int64)
-
-
-@nb.njit(inline="always")  # type: ignore[untyped-decorator]
-def _int32(address: int) -> Any:
-    return nb.carray(ins.as_pointer(address), 1, np.int32)[0]
-
 
 @nb.njit(inline="always")  # type: ignore[untyped-decorator]
 def _claim(address: int) -> Any:
-    return _exchange(address + 8 * BUSY, 1) == 0
+    return arrays.exchange(address + 8 * BUSY, 1) == 0
 
 
 @nb.njit(inline="always")  # type: ignore[untyped-decorator]
@@ -115,12 +85,12 @@ def _await(end: Any, flag: int, number: int) -> bool:
 @nb.njit(inline="always")  # type: ignore[untyped-decorator]
 def _is_as_agreed(end: Any, array: int) -> Any:
     """Return whether a numpy array, given by its `id`, has the dtype and shape that are sent, without gaps."""
-    plain = _C_CONTIGUOUS | _ALIGNED
-    if ins.load_acquire(array + _DESCR) != end[DESCR] or _int32(array + _FLAGS) & plain != plain:
+    plain = arrays.C_CONTIGUOUS | arrays.ALIGNED
+    if ins.load_acquire(array + arrays.DESCR) != end[DESCR] or arrays.int32(array + arrays.FLAGS) & plain != plain:
         return False
-    if _int32(array + _NDIM) != end[NDIM]:
+    if arrays.int32(array + arrays.NDIM) != end[NDIM]:
         return False
-    ours, theirs = _table(end[SHAPE], end[NDIM]), _table(ins.load_acquire(array + _SHAPE), end[NDIM])
+    ours, theirs = _table(end[SHAPE], end[NDIM]), _table(ins.load_acquire(array + arrays.SHAPE), end[NDIM])
     for dimension in range(end[NDIM]):  # noqa: SIM110  numba has no generators
         if ours[dimension] != theirs[dimension]:
             return False
@@ -166,7 +136,7 @@ def put(address: int, array: int) -> int:
     if not _is_as_agreed(end, array):
         status = OTHER
     elif _await_room(end):
-        _publish(end, ins.load_acquire(array + _DATA))
+        _publish(end, ins.load_acquire(array + arrays.DATA))
         status = DONE
     _let_go(address)
     return status
@@ -254,7 +224,7 @@ def hand_back(address: int, array: int) -> int:
             head = end[HEADS] + number % end[DEPTH] * HEAD_BYTES
             ins.store_release(head + BACK_AT, number + 1)
         return DONE
-    offset = ins.load_acquire(array + _DATA) - end[DATA]
+    offset = ins.load_acquire(array + arrays.DATA) - end[DATA]
     if offset < 0 or offset >= end[DEPTH] * end[STRIDE]:
         return OTHER
     return hand_back_slot(address, offset // end[STRIDE])
@@ -269,18 +239,3 @@ def hand_back_slot(address: int, slot: int) -> int:
     if number <= end[COUNT]:  # else it has been handed back already, and the next message is there
         ins.store_release(head + BACK_AT, number)
     return DONE
-
-
-def arrays_are_where_expected() -> bool:
-    """Return whether numpy's arrays are laid out as `put` and `hand_back` need it."""
-    probe = np.zeros((3, 5, 7), np.float32)[1:]
-    gaps, at = probe[:, ::2], id(probe)
-    shape = (ctypes.c_int64 * 3).from_address(ctypes.c_int64.from_address(at + _SHAPE).value)
-    return (
-        ctypes.c_int64.from_address(at + _DATA).value == probe.ctypes.data
-        and ctypes.c_int32.from_address(at + _NDIM).value == 3
-        and tuple(shape) == probe.shape
-        and ctypes.c_int64.from_address(at + _DESCR).value == id(probe.dtype)
-        and ctypes.c_int32.from_address(at + _FLAGS).value & 0x103 == _C_CONTIGUOUS | _ALIGNED
-        and ctypes.c_int32.from_address(id(gaps) + _FLAGS).value & 0x103 == _ALIGNED
-    )

@@ -7,6 +7,7 @@ import threading
 import numpy as np
 import pytest
 
+from commlib.kernels.host import arrays
 from commlib.kernels.host import channel as kernels
 from commlib.kernels.host.node import entry_point
 
@@ -43,7 +44,7 @@ class Pair:
 
 
 def test_numpy_lays_arrays_out_as_the_kernels_read_them():
-    assert kernels.arrays_are_where_expected()
+    assert arrays.are_where_expected()
 
 
 @pytest.mark.parametrize("depth", [1, 2, 3])

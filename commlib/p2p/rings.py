@@ -1,0 +1,55 @@
+"""The rings that a rank has made for what it sends, until their receivers have found them: see `kernels.host.lane`."""
+
+from __future__ import annotations
+
+import numpy as np
+
+from commlib.buffers.peer_memory import PeerMemory
+from commlib.kernels.host import lane as kernels
+
+
+class Ring:
+    """Memory of `units` for messages, which another process can map. Raises TransportError if there is not so much.
+
+    number: which one of its lane it is to be, from 1.
+    """
+
+    def __init__(self, number: int, units: int, *, is_named: bool) -> None:
+        self.number, self.units = number, units
+        self.made = PeerMemory(kernels.RING_AT + units * kernels.UNIT, is_named=is_named)
+        self.address = self.made.memory.address
+        self._found = self.made.memory.array(kernels.FOUND_AT, 8).view(np.int64)
+
+    @property
+    def is_found(self) -> bool:
+        """Whether its receiver has mapped it."""
+        return bool(self._found[0])
+
+
+class Rings:
+    """Those that nobody has found yet: what is in them is still to be received, also when its sender has left."""
+
+    def __init__(self) -> None:
+        self._unfound: dict[Ring, None] = {}
+
+    def make(self, number: int, units: int, *, is_named: bool) -> Ring:
+        """Return a new one."""
+        self.sweep()
+        ring = Ring(number, units, is_named=is_named)
+        self._unfound[ring] = None
+        return ring
+
+    def sweep(self) -> None:
+        """Let nobody find any more what has been found."""
+        for ring in [ring for ring in list(self._unfound) if ring.is_found]:
+            self.drop(ring)
+
+    def drop(self, ring: Ring) -> None:
+        """Let nobody find a ring any more. Idempotent."""
+        ring.made.withdraw()
+        self._unfound.pop(ring, None)
+
+    def close(self) -> None:
+        """Let nobody find any of them any more."""
+        for ring in list(self._unfound):
+            self.drop(ring)

@@ -1,0 +1,92 @@
+"""Messages on a node at the ends of things: ranks that leave or die, groups that are closed."""
+
+from __future__ import annotations
+
+import pytest
+
+HEAD = """
+import gc, os, signal, sys, time
+import numpy as np, commlib
+from commlib.errors import PeerError
+comm = commlib.init()
+"""
+
+LEFT = """
+many = 20_000
+if comm.rank == 0:
+    for step in range(many):
+        comm.send(np.full(1 + step % 50, step), 1, step % 2)
+    {end}
+else:
+    time.sleep(1.5)
+    for tag in (1, 0):
+        for step in range(tag, many, 2):
+            assert (comm.recv(np.zeros(1 + step % 50, int), 0, tag) == step).all()
+    try:
+        comm.recv(np.zeros(1), 0)
+    except PeerError as error:
+        print("received, and then", "rank 0" in str(error))
+"""
+
+
+@pytest.mark.parametrize("end", ["commlib.shutdown()", "sys.exit()"], ids=["shutdown", "exit"])
+def test_messages_of_a_rank_that_has_left(mpirun, end):
+    """More than one ring of them, which nobody had looked for before they were left."""
+    done = mpirun(2, HEAD + LEFT.format(end=end), timeout=60)
+    assert (done.returncode, done.stdout) == (0, "received, and then True\n"), done.stderr[-3000:]
+
+
+GROUPS = """
+def state():
+    gc.collect()
+    maps = sum("commlib" in line for line in open("/proc/self/maps"))
+    return len(os.listdir("/proc/self/fd")), maps
+
+x, peer = np.ones(300), 1 - comm.rank
+def cycle(step):
+    group = comm.split(0)
+    if step % 2 == 0:
+        for _ in range(5):
+            group.send(x, peer, step % 3)
+        if step % 4 == 0:  # else nobody receives any of them
+            group.recv(np.zeros(300), peer, step % 3)
+    comm.barrier()
+    group.close()
+for step in range(40):
+    cycle(step)
+before = state()
+for step in range(200):
+    cycle(step)
+after = state()
+assert after == before, (before, after)
+print("done")
+"""
+
+
+def test_closed_groups_give_back_what_nobody_has_received(mpirun):
+    done = mpirun(2, HEAD + GROUPS, timeout=110)
+    assert done.returncode == 0, done.stderr[-3000:]
+    assert done.stdout.split() == ["done"] * 2
+
+
+DIES = """
+if comm.rank == 0:
+    comm.send(np.ones(3), 1)
+    comm.recv(np.zeros(3), 1)
+    os.kill(os.getpid(), signal.SIGKILL)
+else:
+    comm.recv(np.zeros(3), 0)
+    comm.send(np.ones(3), 0)
+    try:
+        comm.recv(np.zeros(3), 0)
+    except PeerError as error:
+        print(error, flush=True)
+    os._exit(1)
+"""
+
+
+def test_a_receive_from_a_rank_that_dies_ends(mpirun):
+    """By its error, or with the job, whichever the launcher is faster with."""
+    done = mpirun(2, HEAD + DIES, timeout=60)
+    assert done.returncode != 0
+    assert not done.stdout or "rank 0" in done.stdout, done.stdout
