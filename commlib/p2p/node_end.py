@@ -41,6 +41,11 @@ def waiting_fields(spins: int) -> tuple[int, int, int, int]:
     return spins, _YIELDS, _NAPS, _NAP_MICROSECONDS
 
 
+def _only_polls(spins: int) -> tuple[int, int, int, int]:
+    """Return the same for calls whose end a signal handler can hide: so Python is soon where that is told apart."""
+    return spins, 0, 0, _NAP_MICROSECONDS
+
+
 def stride_of(nbytes: int) -> int:
     return max(_ALIGNMENT, -(-nbytes // _ALIGNMENT) * _ALIGNMENT)
 
@@ -53,7 +58,8 @@ class NodeEnd:
         self._end = np.zeros(kernels.END_FIELDS, np.int64)
         self.at: int = self._end.ctypes.data
         self._end[kernels.DEPTH] = depth
-        self._end[_WAITING_FIELDS] = waiting_fields(spins)
+        self._end[_WAITING_FIELDS] = self._usual = _only_polls(spins)
+        self._patient = waiting_fields(spins)
         self._end[kernels.STREAMED] = _STREAMED_BYTES
         self._is_halted, self._is_deferred = True, False
         self._end[kernels.HALTED] = 1  # until both ends know each other
@@ -98,21 +104,20 @@ class NodeEnd:
 
     def _until(self, kernel: Any, on_wait: WaitHook) -> int:
         """Call a kernel until it returns something else than WAITING, and return that."""
-        status: int = kernel(self.at)
-        if status == kernels.WAITING:
-            end = self._end
-            usual = end[_WAITING_FIELDS]
-            end[kernels.SPINS] = end[kernels.YIELDS] = 0  # a long wait must not burn the core
-            waits = 0
-            try:
-                while status == kernels.WAITING:
-                    on_wait()
-                    waits += 1
-                    if waits == _MANY_WAITS:
-                        end[kernels.NAPS], end[kernels.NAP_MICROSECONDS] = _LONG_NAPS, _LONG_NAP_MICROSECONDS
-                    status = kernel(self.at)
-            finally:
-                end[_WAITING_FIELDS] = usual
+        end, waits = self._end, 0
+        end[_WAITING_FIELDS] = self._patient
+        try:
+            status: int = kernel(self.at)
+            if status == kernels.WAITING:
+                end[kernels.SPINS] = end[kernels.YIELDS] = 0  # a long wait must not burn the core
+            while status == kernels.WAITING:
+                on_wait()
+                waits += 1
+                if waits == _MANY_WAITS:
+                    end[kernels.NAPS], end[kernels.NAP_MICROSECONDS] = _LONG_NAPS, _LONG_NAP_MICROSECONDS
+                status = kernel(self.at)
+        finally:
+            end[_WAITING_FIELDS] = self._usual
         return status
 
 
