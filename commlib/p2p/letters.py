@@ -7,6 +7,7 @@ from functools import cached_property
 from typing import TYPE_CHECKING
 
 from commlib.p2p.mailbox import Mailbox
+from commlib.signature import signature
 from commlib.transport.base import Space
 
 if TYPE_CHECKING:
@@ -23,7 +24,8 @@ class Letters:
     def mailbox(self) -> Mailbox:
         group = self._group()
         assert group is not None
-        return Mailbox(group.transport.space(Space.CHANNELS), group.runtime.poller, group)
+        key = signature(f"{group.runtime.token}.{group.key}")
+        return Mailbox(group.transport.space(Space.CHANNELS), group.runtime.poller, group, key)
 
     def leave(self, reason: str) -> None:
         """Read and send nothing more, unless the group has failed: the others are still to be told."""

@@ -42,10 +42,13 @@ class Mailbox:
 
     Only the poller's thread takes letters in: a signal handler that raised in the middle of that would lose one, or the
     place in which the next one is awaited. Other threads ask for it, and look at what has come.
+
+    key: of the group, unlike any other's. MPICH gives letters that nobody took before their group was closed to a later
+    group, which is to read none of them.
     """
 
-    def __init__(self, transport: Transport, poller: MessagePoller, owner: object) -> None:
-        self.transport, self._poller, self._owner = transport, poller, weakref.ref(owner)
+    def __init__(self, transport: Transport, poller: MessagePoller, owner: object, key: int = 0) -> None:
+        self.transport, self._poller, self._owner, self._key = transport, poller, weakref.ref(owner), key
         self._awaited: dict[int, tuple[ProbedReceive, bytearray]] = {}  # by peer
         self._posted: list[tuple[Request, bytes]] = []
         self._come: dict[tuple[Address, str], dict[str, Any]] = {}
@@ -56,7 +59,7 @@ class Mailbox:
 
     def post(self, to: Address, kind: str, **content: Any) -> None:
         """Send a letter of some kind ("hello", "bye") to the peer's end of a channel."""
-        data = json.dumps([to.edge, to.instance, kind, content]).encode()
+        data = json.dumps([self._key, to.edge, to.instance, kind, content]).encode()
         assert len(data) <= _MOST_BYTES
         self._posted = [pair for pair in self._posted if not pair[0].test()]
         self._posted.append((self.transport.send(to.peer, TAG, memoryview(data)), data))
@@ -108,8 +111,9 @@ class Mailbox:
             request, memory = self._awaited[peer]
             if not request.test():
                 return
-            edge, instance, kind, content = json.loads(bytes(memory[: request.nbytes]))
-            self._come[Address(peer, edge, instance), kind] = content
+            key, edge, instance, kind, content = json.loads(bytes(memory[: request.nbytes]))
+            if key == self._key:
+                self._come[Address(peer, edge, instance), kind] = content
             del self._awaited[peer]
 
     def forget(self, address: Address) -> None:

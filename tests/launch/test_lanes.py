@@ -64,6 +64,7 @@ print("done")
 
 
 def test_closed_groups_give_back_what_nobody_has_received(mpirun):
+    """MPICH gave a later group the letters of an earlier one, about memory that was gone."""
     done = mpirun(2, HEAD + GROUPS, timeout=110)
     assert done.returncode == 0, done.stderr[-3000:]
     assert done.stdout.split() == ["done"] * 2
@@ -77,16 +78,12 @@ if comm.rank == 0:
 else:
     comm.recv(np.zeros(3), 0)
     comm.send(np.ones(3), 0)
-    try:
-        comm.recv(np.zeros(3), 0)
-    except PeerError as error:
-        print(error, flush=True)
-    os._exit(1)
+    comm.recv(np.zeros(3), 0)
+    print("went on", flush=True)
 """
 
 
 def test_a_receive_from_a_rank_that_dies_ends(mpirun):
-    """By its error, or with the job, whichever the launcher is faster with."""
+    """By an error, or with the job where the launcher is faster."""
     done = mpirun(2, HEAD + DIES, timeout=60)
-    assert done.returncode != 0
-    assert not done.stdout or "rank 0" in done.stdout, done.stdout
+    assert done.returncode != 0 and "went on" not in done.stdout, done.stdout
