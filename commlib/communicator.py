@@ -454,7 +454,7 @@ class Communicator:
 
     def send_recv(self, x: Any, peer: int, out: Any, source: int, tag: int = 0) -> Any:
         """Send `x` to rank `peer` while receiving into `out` from rank `source`; return `out`."""
-        return messages.send_recv(self.group, self._post, x, peer, out, source, tag).complete()
+        return messages.exchange(self.group, self._post, x, peer, out, source, tag)
 
     def send_recv_async(self, x: Any, peer: int, out: Any, source: int, tag: int = 0) -> Work:
         """Start `send_recv`."""

@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from commlib.errors import MismatchError, StallError
+from commlib.errors import MismatchError, StallError, UsageError
 from tests.poison import poisoned
 
 # Numbers of int64: none, within a cache line, in several, near and beyond what a lane takes itself.
@@ -55,6 +55,32 @@ def tags_in_any_order(comm: Any) -> None:
         time.sleep(0.05)
         for step, (tag, count) in zip(steps, wanted, strict=True):
             assert (comm.recv(np.zeros(count, int), 0, tag) == numbers(count, step)).all(), (step, tag)
+
+
+def exchanges(comm: Any) -> None:
+    """Ranks send before they receive; errors come before anything is sent, or leave the lanes in step."""
+    if not pair(comm):
+        return
+    chance, peer = random.Random(3), 1 - comm.rank
+    for step in range(400):
+        count = chance.choice(COUNTS)
+        out = np.zeros(count, int)
+        if step % 7 == comm.rank:  # what is unusual takes the other way
+            out = np.zeros((count, 2), int)[:, 0]
+        assert comm.send_recv(numbers(count, step + comm.rank), peer, out, peer, step % 3) is out
+        assert (out == numbers(count, step + peer)).all(), step
+        if step % 50 == 0:
+            both, locked = np.ones(4), np.zeros(4)
+            locked.flags.writeable = False
+            for x, target in ((both, both), (both, both[:2]), (both, locked), ("text", np.zeros(4)), (both, "text")):
+                with pytest.raises(UsageError):
+                    comm.send_recv(x, peer, target, peer)
+            time.sleep(0.001 * chance.random() * (1 + comm.rank))
+    with pytest.raises(MismatchError, match="expected 40 bytes, got 24"):
+        comm.send_recv(np.ones(3), peer, np.ones(5), peer)
+    with pytest.raises(StallError):
+        comm.send_recv_async(np.ones(3), peer, np.ones(3), peer, 5 + comm.rank).wait(0.01)
+    comm.send_recv(np.ones(3), peer, np.ones(3), peer)
 
 
 def a_flood_before_the_first_receive(comm: Any) -> None:
@@ -193,6 +219,7 @@ def arrays_of_all_kinds(comm: Any) -> None:
 
 
 CHECKS = [
+    exchanges,
     order_within_a_tag, tags_in_any_order, a_flood_before_the_first_receive, receives_posted_before, several_threads,
     another_length, waits_that_end, memory_may_go_at_once, what_nobody_wants_stops_nothing, arrays_of_all_kinds,
 ]  # fmt: skip

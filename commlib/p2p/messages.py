@@ -227,5 +227,25 @@ def send_recv(comm: Group, post: Post, x: Any, peer: int, out: Any, source: int,
     on_device = type(arriving.array) is DeviceArray and overlap(arriving.array, leaving.array)
     if on_device or overlap(arriving.flat, leaving.flat):
         raise UsageError("send_recv: x and out overlap: receive into another array")
-    text = f"send_recv to rank {peer} and from rank {source}, tag {tag}"
-    return Messages(comm, post, text, [arriving, leaving], out)
+    return Messages(comm, post, _both(peer, source, tag), [arriving, leaving], out)
+
+
+def exchange(comm: Group, post: Post, x: Any, peer: int, out: Any, source: int, tag: int) -> Any:
+    """Do `send_recv` now: as two compiled calls, where what is sent need not wait."""
+    try:
+        alike = type(x) is np.ndarray and post.can_recv(out, source) and out.dtype is x.dtype and not overlap(out, x)
+        if alike and post.send_now(x, peer, tag):
+            if post.recv_now(out, source, tag):
+                return out
+            arriving = _message(comm, "send_recv", out, source, tag, incoming=True, what="out")
+            return Messages(comm, post, _both(peer, source, tag), [arriving], out).complete()
+    except CommlibError:
+        raise
+    except BaseException as error:
+        comm.abandon(_both(peer, source, tag), error)  # its caller does not know what has been sent
+        raise
+    return send_recv(comm, post, x, peer, out, source, tag).complete()
+
+
+def _both(peer: int, source: int, tag: int) -> str:
+    return f"send_recv to rank {peer} and from rank {source}, tag {tag}"

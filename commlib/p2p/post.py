@@ -74,6 +74,10 @@ class Post:
             self._abandon(way, x, f"recv from rank {peer}, tag {tag}", error)
             raise
 
+    def can_recv(self, x: Any, peer: int) -> bool:
+        """Return whether `recv_now` may be tried: a call that sends before must know."""
+        return type(x) is ndarray and type(peer) is int and peer in self._ways_in and bool(x.flags.carray)
+
     def _abandon(self, way: int, x: Any, text: str, error: BaseException) -> None:
         """Let the group fail if a message has moved: its caller does not know that it has."""
         group = self._group()
