@@ -13,22 +13,35 @@ from commlib.runtime.compiled import Compiled
 class MessageCall(Compiled):
     """What `move` does, as a call of a group: compared with the calls of the other ranks where that is due.
 
-    flat: `move` is given the arrays as 1-D. blocks: it blocks in MPI, which nothing can interrupt, so it runs on the
-    progress thread.
+    flat: `move` is given the arrays as 1-D. meets: see `Operation`.
     """
 
-    __slots__ = ("_blocks", "_flat", "_group", "_move")
+    __slots__ = ("_flat", "_group", "_meets", "_move")
 
-    def __init__(self, group: Group, text: str, move: Move, *, flat: bool = True, blocks: bool = False) -> None:
+    def __init__(self, group: Group, text: str, move: Move, *, flat: bool = True, meets: bool = False) -> None:
         super().__init__(group.progress, text)
-        self._group, self._move, self._flat, self._blocks = group, move, flat, blocks and group.size > 1
-
-    def now(self, x: Any, target: Any) -> Any:
-        if self._blocks:
-            return self._progress.run_through(self.text, partial(self.perform, x, target), x)
-        return super().now(x, target)
+        self._group, self._move, self._flat, self._meets = group, move, flat, meets
 
     def perform(self, x: Any, target: Any) -> Any:
-        given = (x.reshape(-1), target.reshape(-1)) if self._flat else (x, target)
-        value = self._group.perform_call(self.text, partial(self._move, *given), meets=self._blocks)
+        if self._flat:
+            x, flat = x if x.ndim == 1 else x.reshape(-1), target if target.ndim == 1 else target.reshape(-1)
+            value = self._group.perform_call(self.text, self._move, x, flat, meets=self._meets)
+        else:
+            value = self._group.perform_call(self.text, self._move, x, target, meets=self._meets)
         return target if value is None else value
+
+
+class BlockingCall(Compiled):
+    """A call that blocks in MPI, which nothing can interrupt: so it runs on the progress thread."""
+
+    __slots__ = ("_call",)
+
+    def __init__(self, group: Group, text: str, move: Move) -> None:
+        super().__init__(group.progress, text)
+        self._call = MessageCall(group, text, move, meets=True)
+
+    def now(self, x: Any, target: Any) -> Any:
+        return self._progress.run_through(self.text, partial(self.perform, x, target), x)
+
+    def perform(self, x: Any, target: Any) -> Any:
+        return self._call.perform(x, target)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from commlib.collectives.by_messages import MessageCall
+from commlib.collectives.by_messages import BlockingCall, MessageCall
 from commlib.collectives.call import Call
 from commlib.collectives.paths import Verb
 from commlib.dtypes import BITWISE, Array, kernel_operation, name_of
@@ -41,7 +41,7 @@ class Native:
                 group.native.Allreduce(MPI.IN_PLACE, work[start : start + piece], mpi_op)
             accumulation.finish(work, target)
 
-        return MessageCall(group, call.text, move, blocks=True)
+        return MessageCall(group, call.text, move) if group.size == 1 else BlockingCall(group, call.text, move)
 
 
 def _operation(MPI: Any, call: Call) -> Any:

@@ -96,6 +96,7 @@ class Group:
         self.p2p = transport.space(Space.MESSAGES)
         self.board: NodeBoard | None = None
         self._context: NodeContext | None = None
+        self._needs_board = self.shares_memory
         self._presence = parents
         self._sequence = 0
         self._history = 0
@@ -157,6 +158,7 @@ class Group:
             self._presence = Presence(self.board)
             if self.one_node and self.config.check != "never":
                 self._comparing = inf
+            self._needs_board = False
             self._context = NodeContext(self.board, self.progress, self.symmetric.places, self.complete, self.abandon)
         return self._context
 
@@ -307,13 +309,14 @@ class Group:
         """Run an operation whose turn has come: compare it with the other ranks' where that is due, then do it."""
         return self.perform_call(operation.text, operation.run, meets=operation.meets)
 
-    def perform_call(self, text: str, run: Callable[[], Any], *, meets: bool = False) -> Any:
+    def perform_call(self, text: str, run: Callable[..., Any], *arguments: Any, meets: bool = False) -> Any:
         """Do the same for a call that is given by its text and what does it."""
         if self.failure is not None:
             self.raise_failure(text)
-        number, board = self.call_number + 1, self.board
+        board = self.board
+        number = 1 + (self._sequence if board is None or not self.one_node else board.calls)
         # A group's first collective makes its board; what only sets up (split, empty) needs none.
-        opening = self.shares_memory and not self.is_open and not meets
+        opening = self._needs_board and not meets
         sending = False
         try:
             self._sequence += 1
@@ -327,7 +330,7 @@ class Group:
             if opening:
                 self.open()
             self._history = follow(self._history, text)
-            return run()
+            return run(*arguments)
         except BaseException as error:
             self._note(text, error, out_of_step=sending)  # else all ranks have it, and nothing was sent
             raise

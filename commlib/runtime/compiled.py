@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from functools import partial
+from threading import get_ident
 from typing import Any
 
 from commlib.errors import CommlibError
@@ -110,12 +111,15 @@ class Compiled:
 
     def _go_on(self, status: int, x: Any, target: Any) -> Any:
         """Finish what `_step` has not, and return the value of the call."""
+        progress = self._progress
+        before, progress.busy = progress.busy, get_ident()  # as `set_aside` does, in a third of the time
         try:
-            with self._progress.set_aside():
-                return self.perform(x, target)
+            return self.perform(x, target)
         except BaseException as error:
-            self._progress.raised = error
+            progress.raised = error
             raise
+        finally:
+            progress.busy = before
 
     def _run_recorded(self, x: Any, target: Any) -> Any:
         """Run it in this thread, as `_step` and `_go_on` do together, and write when."""

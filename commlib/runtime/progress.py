@@ -109,7 +109,8 @@ class Progress:
         self._lock = threading.RLock()
         self._changed = threading.Condition(self._lock)
         self.running = threading.Lock()  # held by whoever runs an operation
-        self._busy = 0  # the thread in which an operation waits, or may
+        self.busy = 0
+        """The thread in which an operation waits, or may; 0 for none. Written by who holds `running`."""
         self.raised: BaseException | None = None  # what has come out of the operation that is running here
         self._broken = False  # an interrupted thread may have left `running` held; then every operation fails at once
         self._may_miscount = False  # an exception may have come between counting an operation and its end
@@ -133,7 +134,7 @@ class Progress:
         To be called where `running` could not be had.
         """
         claimed = not self.pending & _COUNT and self._is_claimed_here()
-        if claimed or self._busy == threading.get_ident() or self._is_queueing():
+        if claimed or self.busy == threading.get_ident() or self._is_queueing():
             raise UsageError(
                 f"{description}: called in the middle of another call of the same group, in the same thread: by a "
                 "signal handler? Let the handler set a flag, and call this after the other call has ended"
@@ -167,18 +168,12 @@ class Progress:
 
     @contextmanager
     def set_aside(self) -> Iterator[None]:
-        """Let no other call run while one does in this thread, not even one of a signal handler's."""
-        # Said as long as the lock is used: a signal handler's call must not come to that.
-        before, self._busy = self._busy, threading.get_ident()
+        """Let no other call of this thread run while one does, not even one of a signal handler's."""
+        before, self.busy = self.busy, threading.get_ident()
         try:
-            with self._lock:
-                self.pending += 1
             yield
         finally:
-            with self._lock:
-                self.pending -= 1
-                self._changed.notify_all()
-            self._busy = before
+            self.busy = before
 
     def run_queued(self, description: str, run: Run, x: Any = None) -> Any:
         """Queue one operation, on the array `x`, wait for it and return its result."""
@@ -323,15 +318,18 @@ class Progress:
     def drain(self, timeout: float) -> str:
         """Wait until nothing is pending; return "" or, if that takes longer than `timeout` s, what is running."""
         self.hand_over()
+        deadline = time.monotonic() + timeout
         with self._lock:
-            if self._changed.wait_for(self._is_idle, timeout):
-                return ""
-            return f"unfinished {self.current or 'queued operation'}"
+            while not self._is_idle():
+                if (left := deadline - time.monotonic()) <= 0:
+                    return f"unfinished {self.current or 'queued operation'}"
+                self._changed.wait(min(left, _TURN))  # an operation that is not queued ends without a word
+        return ""
 
     def _is_idle(self) -> bool:
         if self._may_miscount:
             return not self._queue and not self.current and self._begun is None
-        return not self.pending & _COUNT
+        return not self.pending & _COUNT and not self.busy
 
     def unseen_failure(self) -> str:
         """Return the first failed work whose error nobody has asked for, or ""."""
