@@ -143,9 +143,9 @@ class Communicator:
             for what, value in (("color", color), ("key", key)):
                 if not -(2**31) <= integer("split", what, value) < 2**31:
                     raise UsageError(f"split: {what} is {value}, expected a 32-bit integer")
-        numbers = [next(self._children) for _ in requests]
 
         def run() -> list[Communicator | None]:
+            numbers = [next(self._children) for _ in requests]  # alike on all ranks, also after calls that differed
             self.runtime.retired.free(self.group.gather_objects)  # now that all ranks are here
             return [self._child(*request, number) for request, number in zip(requests, numbers, strict=True)]
 

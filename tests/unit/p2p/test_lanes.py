@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 
 from commlib.config import Config
+from commlib.errors import MismatchError
 from commlib.kernels.host import lane_take
 from commlib.p2p import lane_in
 from tests import lanes
@@ -78,3 +79,19 @@ def test_two_that_follow_a_sender_from_ring_to_ring(monkeypatch):
 
     run(2, work, config=Config(timeout=20))
     assert wanted
+
+
+@pytest.mark.parametrize("nodes", [[0, 0], [0, 1]], ids=["one node", "two nodes"])
+def test_groups_that_are_made_after_a_mismatch(nodes):
+    """The rank that had called split counted one group more, so that each took the other's letters for old ones."""
+
+    def work(comm):
+        with pytest.raises(MismatchError):
+            comm.split(0) if comm.rank == 0 else comm.barrier()
+        group = comm.split(0)
+        peer, out = 1 - comm.rank, np.zeros(3)
+        assert (group.send_recv(np.full(3, 1.0 + comm.rank), peer, out, peer) == 1 + peer).all()
+        return group.name
+
+    names = run(2, work, nodes=nodes, config=Config(timeout=10))
+    assert names[0] == names[1]
