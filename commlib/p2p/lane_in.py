@@ -15,7 +15,7 @@ from commlib.kernels.host import lane as ring
 from commlib.kernels.host import lane_take as kernels
 from commlib.kernels.host.node import entry_point
 from commlib.p2p.kept import Kept
-from commlib.p2p.lane_out import LONGEST_BYTES, go_on, halt, units_of
+from commlib.p2p.lane_out import LONGEST_BYTES, go_on, halt
 from commlib.p2p.mailbox import Address, Mailbox
 from commlib.p2p.node_end import waiting_fields
 from commlib.transport.base import Transport
@@ -141,7 +141,7 @@ class LaneIn:
     def _make_room_aside(self) -> None:
         """Have room for twice of what is aside, and for the next message."""
         number = int(self._end[ring.ASIDE_NUMBER])
-        units = 2 * _aside_units(self.at) + units_of(LONGEST_BYTES)
+        units = 2 * _aside_units(self.at) + ring.units_of.py_func(LONGEST_BYTES)
         memory = np.zeros((units, ring.UNIT), np.uint8)
         self._aside.add(number + 1, address_of(memory), memory)
         if _renew_aside(self.at, number, address_of(memory), units) != ring.DONE:

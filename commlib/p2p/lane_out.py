@@ -24,19 +24,8 @@ go_on, halt = entry_point(kernels.go_on, 6), entry_point(kernels.halt, 2)
 _UNITS, _MOST_UNITS = 4096, 1 << 18
 
 # Messages of so many bytes wait in a ring for their receiver, however many they are; longer ones as long as there is
-# room, in a ring for four of them at least; and those that are longer than that go through MPI, with only their heads
-# in the ring.
-_ALWAYS_BYTES, LONGEST_BYTES, _FIT = 4096, 1 << 20, 4
-
-
-def units_of(nbytes: int) -> int:
-    """Return how many units a message of so many bytes takes in a ring."""
-    return int(kernels.units_of.py_func(nbytes))
-
-
-def _longest(units: int) -> int:
-    """Return the bytes of the longest message that goes into a ring of so many units."""
-    return min(LONGEST_BYTES, units // _FIT * kernels.UNIT - kernels.HEAD_BYTES)
+# room; and those that are longer than that go through MPI, with only their heads in the ring.
+_ALWAYS_BYTES, LONGEST_BYTES = 4096, 64 << 10
 
 
 class Sent:
@@ -63,7 +52,7 @@ class LaneOut:
         self._end = np.zeros(kernels.END_FIELDS, np.int64)
         self.at: int = self._end.ctypes.data
         self._end[kernels.SPINS : kernels.NAP_MICROSECONDS + 1] = waiting_fields(spins)
-        self._end[kernels.DTYPES], self._end[kernels.LONGEST] = arrays.DTYPES_AT, _longest(_UNITS)
+        self._end[kernels.DTYPES], self._end[kernels.LONGEST] = arrays.DTYPES_AT, LONGEST_BYTES
         ring = rings.make(1, _UNITS, is_named=is_named)
         self.first: Place = ring.made.place
         self._kept = Kept()
@@ -74,8 +63,6 @@ class LaneOut:
         """Send bytes, which must stay unchanged until the request is complete. Never waits."""
         nbytes = len(data)
         if nbytes <= LONGEST_BYTES:
-            if nbytes > self._end[kernels.LONGEST]:
-                self._grow(_FIT * units_of(nbytes))
             source = np.asarray(data)
             while (status := _put_bytes(self.at, tag, address_of(source), nbytes)) == kernels.FULL:
                 if nbytes > _ALWAYS_BYTES:
@@ -87,16 +74,14 @@ class LaneOut:
             self._grow()
         return self._transport.send(self._peer, number % kernels.MOST_TAGS, data)
 
-    def _grow(self, least: int = 0) -> None:
+    def _grow(self) -> None:
         """Go on in a larger ring, unless another thread has seen to that."""
         number, units = int(self._end[kernels.RING]), int(self._end[kernels.UNITS])
-        ring = self._rings.make(number + 1, min(max(2 * units, least), _MOST_UNITS), is_named=self._is_named)
+        ring = self._rings.make(number + 1, min(2 * units, _MOST_UNITS), is_named=self._is_named)
         self._kept.add(ring.number, ring.address, ring)
         text = np.frombuffer(json.dumps(ring.made.place).encode() + b"\0", np.uint8)
         assert len(text) <= kernels.LINK_BYTES
-        if go_on(self.at, number, ring.address, ring.units, address_of(text), len(text)) == kernels.DONE:
-            self._end[kernels.LONGEST] = _longest(ring.units)  # another thread's later ring has room for that as well
-        else:
+        if go_on(self.at, number, ring.address, ring.units, address_of(text), len(text)) != kernels.DONE:
             self._rings.drop(ring)
             self._kept.drop(ring.address)
         self._kept.drop_before(int(self._end[kernels.RING]))
