@@ -11,6 +11,7 @@ import time
 import traceback
 from collections import Counter
 
+import numpy as np
 from mpi4py import MPI
 
 import commlib
@@ -66,6 +67,7 @@ class Soak:
         for player in self.players:
             for seat in player.seats.values():
                 seat.comm.barrier_async().wait()  # its thread, if it has one, is there
+                use_lanes(seat.comm)
         self._say(f"compiled, {self._measure()}")
         for player in self.players:
             player.start()
@@ -155,6 +157,14 @@ def compile_everything(comm: Communicator) -> None:
         for count in (3, 5000):
             checks.all_reduce(comm, dtype, (count,), op)
         checks.reduce(comm, dtype, (3,), op)
+
+
+def use_lanes(comm: Communicator) -> None:
+    """Send so much between every two ranks that what messages go through is there, and has been written to its end."""
+    x, came = np.zeros(5000), np.zeros(5000)
+    for step in range(1, comm.size):
+        for _ in range(10):
+            comm.send_recv(x, (comm.rank + step) % comm.size, came, (comm.rank - step) % comm.size)
 
 
 def main(arguments: list[str] | None = None) -> int:
