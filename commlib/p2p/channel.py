@@ -109,10 +109,9 @@ class Channel:
         What `buffer` gave is sent without a copy.
         """
         try:
-            if type(x) is ndarray and not self._put(self._out, id(x)):
-                return
-            if self.ends.outgoing.try_put(x):
-                self._pumps.sent()
+            if type(x) is ndarray and (status := self._put(self._out, id(x))) >= 0:
+                if status:  # it has not left yet
+                    self._pumps.sent(lags=True)
                 return
         except BaseException as error:
             self._abandon(f"send on {self.text}", error)
@@ -128,10 +127,10 @@ class Channel:
         try:
             slot = self._take(self._in)
             if slot >= 0:
-                return self._views[slot]
-            if (view := self.ends.incoming.try_take()) is not None:
-                self._pumps.received()
-                return view
+                if slot < self.depth:
+                    return self._views[slot]
+                self._pumps.received()  # a large one
+                return self._views[slot - self.depth]
         except BaseException as error:
             self._abandon(f"recv on {self.text}", error)
             raise

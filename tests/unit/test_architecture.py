@@ -101,6 +101,7 @@ HOST_KERNELS_ALLOWED = (
     "commlib.execution.reduce_op", "commlib.execution.persistent",  # calls of compiled functions, written down
     "commlib.execution.rounds",
     "commlib.p2p.inbox", "commlib.p2p.outbox", "commlib.p2p.node_end",  # memory of the host that two ranks share
+    "commlib.p2p.posted", "commlib.p2p.posted_sends", "commlib.p2p.posted_receives", "commlib.p2p.turn",
     "commlib.p2p.rings", "commlib.p2p.lane_out", "commlib.p2p.lane_in", "commlib.p2p.lane_receive",
     "commlib.data_parallel.engine",  # copies past the caches
     "commlib.optim",  # on the host only as yet: 1-bit optimizers

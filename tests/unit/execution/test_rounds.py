@@ -28,7 +28,7 @@ class Library:
     def __init__(self, patience: int, arrive: Callable[[int], None]) -> None:
         self.started: list[tuple[int, ...]] = []
         self.code = {"start": 0, "test": 0}
-        self._patience, self._asked, self._arrive = patience, 0, arrive
+        self.patience, self._asked, self.arrive = patience, 0, arrive
         self._start, self._test = _Start(self._on_start), _Test(self._on_test)
 
         def at(function: Any) -> int:
@@ -45,9 +45,9 @@ class Library:
     def _on_test(self, count: int, handles: int, done: Any, statuses: int) -> int:
         ctypes.memset(statuses, 7, 16 * count)
         self._asked += 1
-        done[0] = self._asked >= self._patience
+        done[0] = self._asked >= self.patience
         if done[0]:
-            self._arrive(len(self.started) - 1)
+            self.arrive(len(self.started) - 1)
         return self.code["test"]
 
 
@@ -103,9 +103,14 @@ def test_without_arrays_the_buffer_is_what_is_reduced() -> None:
 
 
 def test_a_long_wait_looks_around_and_starts_nothing_twice() -> None:
-    setting = Setting(patience=3000)
+    setting = Setting(patience=10**9)
     x, y = np.ones(3, np.float32), np.zeros(3, np.float32)
-    assert setting.rounds.run(lambda: x.fill(7), id(x), id(y))  # it was copied at the start
+
+    def look() -> None:
+        x.fill(7)  # it was copied at the start
+        setting.library.patience = 1
+
+    assert setting.rounds.run(look, id(x), id(y))
     assert (x == 7).all()
     assert (y == 111).all() and setting.library.started == [(1, 2), (3,)]
 
@@ -113,7 +118,7 @@ def test_a_long_wait_looks_around_and_starts_nothing_twice() -> None:
 def test_other_marks_leave_the_target() -> None:
     setting = Setting()
     x, y = np.ones(3, np.float32), np.zeros(3, np.float32)
-    setting.library._arrive = lambda number: setting.marks.fill(6)
+    setting.library.arrive = lambda number: setting.marks.fill(6)
     assert setting.rounds.run(never, id(x), id(y)) is False
     assert not y.any()
 
