@@ -3,58 +3,20 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 import pytest
-from mpi4py import MPI
 
-from commlib.transport.mpi import MpiTransport
+from tests.device_ways import count
 from tests.late import LATE
 
 COUNT = 6000  # bytes go by messages of their own, not with what describes them
 
 
-@dataclass(slots=True)
-class Counted:
-    """What all ranks did in one call."""
-
-    copies: int = 0  # to or from the host
-    messages: int = 0  # of the device's memory
-
-
 @pytest.fixture(scope="module")
 def comm(both_ways):
     return both_ways
-
-
-@pytest.fixture
-def counted(comm, monkeypatch):
-    """Return what runs a call on every rank, and says how its data went."""
-
-    def count(call: Callable[[], Any]) -> Counted:
-        found = Counted()
-        copy, addressed = LATE.copy, MpiTransport._addressed
-
-        def counting_copy(target: Any, source: Any) -> None:
-            found.copies += any(isinstance(array, np.ndarray) for array in (target, source))
-            copy(target, source)
-
-        def counting_address(self: Any, buffer: Any) -> Any:
-            found.messages += 1
-            return addressed(self, buffer)
-
-        LATE.synchronise()
-        with monkeypatch.context() as patch:
-            patch.setattr(LATE, "copy", counting_copy)
-            patch.setattr(MpiTransport, "_addressed", counting_address)
-            call()
-            comm.barrier()
-        copies, messages = (comm.native.allreduce(n, MPI.SUM) for n in (found.copies, found.messages))
-        return Counted(copies, messages)
-
-    return count
 
 
 def everyone(comm: Any, *shape: int) -> Any:
@@ -78,20 +40,17 @@ CALLS: dict[str, Callable[[Any, Any], Any]] = {
     "all_to_all": lambda comm, x: comm.all_to_all(x),
     "all_to_all_v": lambda comm, x: comm.all_to_all_v(x, [COUNT - comm.size + 1, *[1] * (comm.size - 1)]),
     "native": lambda comm, x: comm.all_reduce(x, algorithm="native"),
-    "send_recv": lambda comm, x: comm.send_recv(
-        x, (comm.rank + 1) % comm.size, LATE.empty((COUNT,)), (comm.rank - 1) % comm.size
-    ),
 }
-STAGED_ALWAYS = {"native", "send_recv"}
+STAGED_ALWAYS = {"native"}
 """Where nothing else is there yet."""
 OF_MPI_ITSELF = {"native"}
 """Where no message is ours."""
 
 
 @pytest.mark.parametrize("verb", CALLS)
-def test_the_way_of_a_verb(comm, counted, verb):
+def test_the_way_of_a_verb(comm, verb):
     x = everyone(comm)
-    found = counted(lambda: CALLS[verb](comm, x))
+    found = count(comm, lambda: CALLS[verb](comm, x))
     if comm.group.transport.accepts("late") and verb not in STAGED_ALWAYS:
         assert found.copies == 0
         assert found.messages > 0 or comm.size == 1 or verb in OF_MPI_ITSELF
