@@ -27,7 +27,7 @@ from commlib.devices.host import HOST
 from commlib.devices.protocol import Device
 from commlib.errors import UsageError
 
-_SMALL, _LARGE, _SAMPLE, _SAMPLE_ON_DEVICE = 1 << 10, 1 << 18, 1 << 16, 1 << 22
+_SMALL, _LARGE, _SAMPLE, SAMPLE_ON_DEVICE = 1 << 10, 1 << 18, 1 << 16, 1 << 22
 """Elements: of the timed reductions, and of what a codec is timed on, more where starting a kernel takes long."""
 
 _GAIN = 0.9
@@ -90,7 +90,7 @@ def measure_link(lane: Lane, memory: Memory) -> tuple[float, float]:
 
 def measure_cost(codec: Codec, memory: Memory) -> tuple[float, float]:
     """Return seconds to encode and to decode one element on this rank."""
-    count = _SAMPLE if memory.device is HOST else _SAMPLE_ON_DEVICE
+    count = _SAMPLE if memory.device is HOST else SAMPLE_ON_DEVICE
     x = memory.here(np.random.default_rng(0).standard_normal(count, np.float32))
     payload = memory.zeros(codec.payload_bytes(count), np.uint8)
     out = memory.zeros(count)

@@ -74,7 +74,7 @@ def test_it_measures_between_nodes_and_all_ranks_agree(caplog):
 @pytest.mark.parametrize("devices", [(), ("late",)], ids=["staged", "direct"])
 def test_it_measures_where_the_gradients_are(monkeypatch, devices):
     """Kernels that take long there make codecs dear, which are cheap on the host; the link is the same."""
-    monkeypatch.setattr("commlib.compress.auto._SAMPLE_ON_DEVICE", 1 << 16)
+    monkeypatch.setattr("commlib.compress.auto.SAMPLE_ON_DEVICE", 1 << 16)
     monkeypatch.setattr("commlib.compress.gradients.measure_link", lambda lane, memory: (1e-3, 1e-8))
     monkeypatch.setattr(LATE, "delay", 0.01)  # 150 ns for an element, that takes 40 ns to be sent
 
@@ -102,7 +102,7 @@ def test_a_link_is_measured_until_the_sum_is_there(monkeypatch):
 
 
 def test_a_codec_is_measured_until_it_is_done(monkeypatch):
-    monkeypatch.setattr("commlib.compress.auto._SAMPLE_ON_DEVICE", 1 << 10)
+    monkeypatch.setattr("commlib.compress.auto.SAMPLE_ON_DEVICE", 1 << 10)
     monkeypatch.setattr(LATE, "delay", 0.02)
     for codec in Auto().codecs:
         encode, decode = measure_cost(codec, Memory(LATE, unwatched))
