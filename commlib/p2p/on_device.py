@@ -1,4 +1,4 @@
-"""What messages send of a device's array, and fill for it: its own memory, or the host's that it is copied through."""
+"""What is sent of a device's array, and filled for it: its own memory, or the host's that it is copied through."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING, Any
 
 from commlib.devices.array import DeviceArray
 from commlib.devices.waiting import wait_for
+from commlib.dtypes import Array
 from commlib.p2p.post import Post
 
 if TYPE_CHECKING:
@@ -19,11 +20,16 @@ def memory_of(comm: Group, post: Post, array: DeviceArray, verb: str, peer: int,
     filled: a message moves at once, and messages of one peer and tag must be posted in their order.
     """
     device = array.device
-    flat, what = array, "work on"
-    if not post.takes(peer, device.name):
-        flat, what = device.staging(array.nbytes).view(array.dtype), "a copy from"
-        if incoming:
-            return flat
-        device.copy(flat, array)
-    wait_for(device.current().record(), comm.watch(f"{verb}: {what} {device.name}", ()))
-    return flat
+    if post.takes(peer, device.name):
+        wait_for(device.current().record(), comm.watch(f"{verb}: work on {device.name}", ()))
+        return array
+    return device.staging(array.nbytes).view(array.dtype) if incoming else fetched(comm, array, verb)
+
+
+def fetched(comm: Group, array: DeviceArray, what: str) -> Array:
+    """Return host memory with the values of an array, which are there, in its shape."""
+    device = array.device
+    copy: Array = device.staging(array.nbytes).view(array.dtype).reshape(array.shape)
+    device.copy(copy, array)
+    wait_for(device.current().record(), comm.watch(f"{what}: a copy from {device.name}", ()))
+    return copy

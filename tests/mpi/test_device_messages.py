@@ -257,3 +257,35 @@ def test_a_device_that_does_not_come_is_named(comm, monkeypatch):
     right, left = (comm.rank + 1) % comm.size, (comm.rank - 1) % comm.size
     out = comm.send_recv(LATE.put(np.full(8, comm.rank)), right, LATE.empty((8,), "int64"), left)
     assert (out.numpy() == left).all()
+
+
+@pair
+@pytest.mark.parametrize("codec", [None, "bf16"])
+def test_channels_send_a_devices_arrays_and_receive_on_the_host(comm, slowly, codec):
+    """Also while the other side has no room; what was queued before is in them, and what comes later is not."""
+
+    def check(first):
+        with (
+            LATE.using(LATE.stream()),
+            comm.channel(1 if first else 0, f"late {codec}", (300,), codec=codec) as channel,
+        ):
+            for step in range(4):
+                x = LATE.put(np.full(300, step + comm.rank, np.float32))
+                LATE.kernels.scale(LATE.wrap(x, "x"), 2)
+                channel.send_async(x).wait() if step == 2 else channel.send(x)
+                LATE.kernels.fill(LATE.wrap(x, "x"), 0)
+                view = channel.recv()
+                np.testing.assert_array_equal(view, np.full(300, 2 * (step + 1 - comm.rank)))
+                channel.release(view)
+            works = [channel.send_async(LATE.put(np.full((2, step), step, np.float32))) for step in range(5)]
+            for step in range(5):
+                view = channel.recv()
+                np.testing.assert_array_equal(view, np.full((2, step), step))
+                channel.release(view)
+            for work in works:
+                work.wait()
+            with pytest.raises(UsageError, match="x is float64, but the channel was opened for float32"):
+                channel.send(LATE.put(np.zeros(3)))
+            comm.send_recv(np.zeros(1), channel.peer, np.zeros(1), channel.peer, 9)  # both have received
+
+    ping(comm, check)
