@@ -31,7 +31,8 @@ def comm(request):
     world = commlib.init()
     devices = set() if request.param == "staged" else {"late"}
     runtime = Runtime(Config(timeout=20, node_path=request.param == "node"), world.runtime.ranks_on_node)
-    group = Communicator(MpiTransport(world.native.Dup(), longest=1 << 16, devices=devices), runtime)
+    transport = MpiTransport(world.native.Dup(), longest=1 << 16, devices=devices)
+    group = Communicator(transport, runtime, f"messages {request.param}")  # no two of a name: MPICH mixes their letters
     yield group
     group.close()
 
