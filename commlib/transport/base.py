@@ -138,7 +138,7 @@ class Transport(Protocol):
         """Post a receive into `into` (bytes, contiguous, writable) of a message that is no longer than that."""
         ...
 
-    def recv_probed(self, peer: int, tag: int, into: memoryview) -> ProbedReceive:
+    def recv_probed(self, peer: int, tag: int, into: Any) -> ProbedReceive:
         """Like `recv`, for a message that may be longer: it is then dropped, and `nbytes` is -1."""
         ...
 

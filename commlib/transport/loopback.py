@@ -197,9 +197,9 @@ class LoopbackTransport:
     def recv(self, peer: int, tag: int, into: Any) -> Request:
         return self._network.post("recv", self._key(peer, self.rank, tag), _memory(into))
 
-    def recv_probed(self, peer: int, tag: int, into: memoryview) -> ProbedReceive:
+    def recv_probed(self, peer: int, tag: int, into: Any) -> ProbedReceive:
         # Nothing is written before both lengths are known.
-        return self._network.post("recv", self._key(peer, self.rank, tag), into)
+        return self._network.post("recv", self._key(peer, self.rank, tag), _memory(into))
 
     def wait(self, requests: Sequence[Request], on_wait: WaitHook) -> None:
         self._wait_for(lambda: all(request.test() for request in requests), on_wait)

@@ -123,7 +123,7 @@ class MpiTransport:
 
     def _post(self, operation: Any, peer: int, tag: int, buffer: Any) -> MpiRequest:
         longest = self.longest
-        memory = buffer if type(buffer) is memoryview else self._addressed(buffer)
+        memory = buffer if type(buffer) is memoryview else self.addressed(buffer)
         pieces, to, mpi_tag = range(0, len(memory) + 1, longest), self.peer(peer), self.tag(tag)
         try:
             requests = [operation([memory[i : i + longest], MPI.BYTE], to, mpi_tag) for i in pieces]
@@ -134,7 +134,7 @@ class MpiTransport:
             raise
         return MpiRequest(requests, buffer)
 
-    def _addressed(self, buffer: Any) -> Any:
+    def addressed(self, buffer: Any) -> Any:
         """Return the memory of a device as mpi4py takes it; the buffer must be kept. Raises TransportError."""
         kind = buffer.device.name
         if kind not in self._devices:  # to read there may end the process
@@ -149,8 +149,9 @@ class MpiTransport:
     def recv(self, peer: int, tag: int, into: Any) -> Request:
         return self._post(self._comm.Irecv, peer, tag, into)
 
-    def recv_probed(self, peer: int, tag: int, into: memoryview) -> ProbedReceive:
-        return MpiProbedReceive(self._unmatched, self.peer(peer), self.tag(tag), into)
+    def recv_probed(self, peer: int, tag: int, into: Any) -> ProbedReceive:
+        memory = into if type(into) is memoryview else self.addressed(into)
+        return MpiProbedReceive(self._unmatched, self.peer(peer), self.tag(tag), memory, into)
 
     def wait(self, requests: Sequence[Request], on_wait: WaitHook) -> None:
         for request in requests:

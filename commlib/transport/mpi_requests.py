@@ -70,10 +70,11 @@ class MpiProbedReceive:
     truncated). Receives of one peer and tag take their messages in the order in which they were made.
     """
 
-    __slots__ = ("_buffer", "_key", "_pieces", "_unmatched", "nbytes")
+    __slots__ = ("_buffer", "_kept", "_key", "_pieces", "_unmatched", "nbytes")
 
-    def __init__(self, unmatched: Unmatched, peer: int, tag: int, buffer: memoryview) -> None:
-        self._unmatched, self._key, self._buffer = unmatched, (peer, tag), buffer
+    def __init__(self, unmatched: Unmatched, peer: int, tag: int, buffer: Any, kept: Any) -> None:
+        """`buffer`: memory as mpi4py takes it, in pieces too; `kept`: whose it is."""
+        self._unmatched, self._key, self._buffer, self._kept = unmatched, (peer, tag), buffer, kept
         self._pieces: list[tuple[MpiRequest, int]] = []  # what was taken, and the room that there was for it
         self.nbytes = 0
         unmatched.receives[self._key].append(self)
@@ -103,7 +104,8 @@ class MpiProbedReceive:
                 start = len(self._pieces) * longest
                 room = self._buffer[start : start + longest]
                 into = room if length <= len(room) else memoryview(bytearray(length))
-                self._pieces.append((MpiRequest([message.Irecv([into[:length], MPI.BYTE])], into), len(room)))
+                request = message.Irecv([into[:length], MPI.BYTE])
+                self._pieces.append((MpiRequest([request], (into, self._kept)), len(room)))
                 if length < longest:
                     return True
         except MPI.Exception as error:
