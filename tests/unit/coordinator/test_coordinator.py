@@ -301,7 +301,6 @@ def test_an_error_of_one_rank_alone_ends_the_set_on_all(nodes):
         array = np.ones(2, np.float32)
         pending = [start(coordinator, name, array.copy()) for name in "ab"]
         if comm.rank == 1:
-
             all_reduce = comm.all_reduce
 
             def no_room(x, op="sum", **options):
