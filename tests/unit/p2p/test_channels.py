@@ -7,6 +7,7 @@ import os
 import threading
 import time
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -120,7 +121,8 @@ def test_no_file_is_left():
 
 def test_handlers_are_refused_in_the_middle_of_a_send(monkeypatch):
     """A larger message takes more memory than the channel has: there a signal comes, and its handler sends."""
-    opened, refused = {}, []
+    opened: dict[int, Any] = {}  # by the rank's thread
+    refused: list[int] = []
 
     def memory(*arguments, **options):
         with pytest.raises(UsageError, match="in the middle of another send of the same channel"):
