@@ -132,7 +132,10 @@ class Enough(Exception):
 @pytest.mark.parametrize("waited", [0.0, 1.5])
 def test_a_rank_that_gives_up_in_a_call_is_not_waited_for(calls, waited):
     """It told only those who came to its next call; those in the same one waited for ever."""
+    import threading
     import time
+
+    gone = threading.Event()
 
     def check(comm):
         for _ in range(calls):
@@ -153,8 +156,10 @@ def test_a_rank_that_gives_up_in_a_call_is_not_waited_for(calls, waited):
             comm.group.watch = interrupted
             with pytest.raises(Enough):
                 comm.barrier()
+            gone.set()
             return
-        time.sleep(waited + 0.5)  # so that rank 2 is alone in the call until it gives up
+        if comm.rank == 1:
+            assert gone.wait(20)  # until then the call cannot end; rank 0 waits in it
         expected = r"barrier.*: waited for a rank that will not come: .*rank 2 has given up .*ended half-way by Enough"
         with pytest.raises(PeerError, match=expected):
             comm.barrier()
