@@ -28,7 +28,7 @@ class Library:
     def __init__(self, patience: int, arrive: Callable[[int], None]) -> None:
         self.started: list[tuple[int, ...]] = []
         self.code = {"start": 0, "test": 0}
-        self._patience, self._asked, self._arrive = patience, 0, arrive
+        self._patience, self._asked, self.arrive = patience, 0, arrive
         self._start, self._test = _Start(self._on_start), _Test(self._on_test)
 
         def at(function: Any) -> int:
@@ -47,7 +47,7 @@ class Library:
         self._asked += 1
         done[0] = self._asked >= self._patience
         if done[0]:
-            self._arrive(len(self.started) - 1)
+            self.arrive(len(self.started) - 1)
         return self.code["test"]
 
 
@@ -68,7 +68,7 @@ class Setting:
     def __init__(self, patience: int = 1) -> None:
         self.buffer, self.arrivals = np.zeros(3, np.float32), np.zeros((2, 3), np.float32)
         self.marks, self.mark = np.zeros(2, np.int64), np.array([5])
-        self.library = Library(patience, self._arrive)
+        self.library = Library(patience, self.arrive)
         sums = ReduceOp("float32", "sum")
         self._calls = [sums.bind([self.buffer, arrival], self.buffer) for arrival in self.arrivals]
         self.messages = [Messages(1, 2), Messages(3)]
@@ -76,7 +76,7 @@ class Setting:
         self._written = np.array([address_of(self.marks), 2, address_of(self.mark)], np.int64)
         self.rounds = Rounds(rounds, self.library.functions, address_of(self._written), self.buffer)
 
-    def _arrive(self, number: int) -> None:
+    def arrive(self, number: int) -> None:
         self.arrivals[number % 2] = 10 ** (1 + number % 2)
         self.marks[number % 2] = self.mark[0]
 
@@ -113,7 +113,7 @@ def test_a_long_wait_looks_around_and_starts_nothing_twice() -> None:
 def test_other_marks_leave_the_target() -> None:
     setting = Setting()
     x, y = np.ones(3, np.float32), np.zeros(3, np.float32)
-    setting.library._arrive = lambda number: setting.marks.fill(6)
+    setting.library.arrive = lambda number: setting.marks.fill(6)
     assert setting.rounds.run(never, id(x), id(y)) is False
     assert not y.any()
 
