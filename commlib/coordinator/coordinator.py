@@ -42,9 +42,12 @@ _SHORTEST_PAUSE, _LONGEST_PAUSE = 1e-3, 50e-3
 
 
 class Coordinator:
-    """One rank's side. `comm` is a group that nobody else uses; `members` are what its ranks are called."""
+    """One rank's side. `comm` is a group that nobody else uses; `members` are what its ranks are called.
 
-    def __init__(self, comm: Any, members: Sequence[int]) -> None:
+    negotiation: decides what is agreed (default: one of its own, for as many names as the settings say).
+    """
+
+    def __init__(self, comm: Any, members: Sequence[int], *, negotiation: Negotiation | None = None) -> None:
         self.comm = comm
         self.members = tuple(members)
         self._counters: defaultdict[str, itertools.count[int]] = defaultdict(
@@ -59,7 +62,9 @@ class Coordinator:
         self._launched = 0  # operations so far, on all ranks alike
         config = comm.config
         self._warning, self._timeout = config.stall_warning, config.timeout
-        self._negotiation = Negotiation(comm.rank, self.members, capacity=config.known_names)
+        if negotiation is None:
+            negotiation = Negotiation(comm.rank, self.members, capacity=config.known_names)
+        self._negotiation = negotiation
         self._exchange = Exchange(comm)
         self._execution = Execution(comm, self.members, config.fusion_mib << 20)
         self._pending: dict[str, Pending] = {}

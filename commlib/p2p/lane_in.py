@@ -20,7 +20,7 @@ from commlib.p2p.mailbox import Address, Mailbox
 from commlib.p2p.node_end import waiting_fields
 from commlib.transport.base import Transport
 
-take, _look = entry_point(kernels.take, 3), entry_point(kernels.look)
+take, look_into = entry_point(kernels.take, 3), entry_point(kernels.look)
 _post, _ask, _withdraw, _forget = (
     entry_point(kernels.post, 4),
     entry_point(kernels.ask, 3),
@@ -70,7 +70,7 @@ class LaneIn:
         """Give what has come to those who have posted. Never blocks. Raises TransportError."""
         while True:
             number = int(self._end[ring.RING])  # first: what is seen then is seen of this ring, or of a later one
-            status = _look(self.at)
+            status = look_into(self.at)
             if status == ring.FULL:
                 self._make_room_aside()
             elif status == kernels.DRAINED or (status == ring.WAITING and number == 0):

@@ -77,15 +77,16 @@ def test_interrupted_between_cycles_it_goes_on(mpirun):
 coordinator = hvd.global_process_set.coordinator("test")
 mine = start("a" if rank == 0 else "b", 2.0, blocking=rank == 1)
 if rank == 1:
-    waits = coordinator._await_reason
+    group = coordinator.comm.group
+    looks = group.is_awaited  # between two cycles, again and again
 
     def interrupted():
         if coordinator.cycles > 6:
-            coordinator._await_reason = waits
+            group.is_awaited = looks
             raise_alarm()
-        waits()
+        return looks()
 
-    coordinator._await_reason = interrupted
+    group.is_awaited = interrupted
     try:
         mine.wait()
     except Alarm:

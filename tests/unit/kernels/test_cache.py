@@ -70,7 +70,7 @@ def run(package, value, *dtypes):
 
 
 def kernels_in(folder):
-    return {path: path.stat().st_mtime_ns for path in folder.iterdir() if path.name != cache._MARK}
+    return {path: path.stat().st_mtime_ns for path in folder.iterdir() if path.name != cache.MARK}
 
 
 def refuse_home(package):
@@ -177,10 +177,10 @@ def kept_here(tmp_path, monkeypatch):
     """A folder of kernels for this process."""
     monkeypatch.setattr(folders, "user_cache", lambda: tmp_path / "home" / "commlib")
     monkeypatch.setattr(numba.config, "CACHE_DIR", "")
-    for cached in (cache.folder, cache._say_once):
+    for cached in (cache.folder, cache.say_once):
         cached.cache_clear()
     yield tmp_path / "home" / "commlib"
-    for cached in (cache.folder, cache._say_once):
+    for cached in (cache.folder, cache.say_once):
         cached.cache_clear()
 
 
@@ -234,7 +234,7 @@ def test_folders_are_looked_at_at_each_load(kept_here, caplog):
 def test_where_nothing_is_private_each_process_compiles_for_itself(kept_here, tmp_path, monkeypatch, caplog):
     (tmp_path / "home").mkdir()
     (tmp_path / "home").chmod(0o777)
-    monkeypatch.setattr(cache, "_candidates", lambda: iter([kept_here]))
+    monkeypatch.setattr(cache, "candidates", lambda: iter([kept_here]))
     assert cache.folder() is cache.folder() is None
     cache.write("a", b"code")
     assert cache.read("a") is None
