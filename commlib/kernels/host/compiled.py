@@ -82,7 +82,7 @@ class _Kept(NullCache):  # type: ignore[misc]
             return None
         try:
             needed, parts = pickle.loads(data)
-            _provide(needed, context)
+            provide(needed, context)
             return CompileResult._rebuild(context, *parts)
         except Exception as error:  # whole, but for another numba than its version says
             cache.discard(name, f"cannot be loaded ({type(error).__name__}: {error})")
@@ -111,7 +111,7 @@ def _needed(library: Any) -> list[str]:
     return [symbol.name for symbol in there if symbol.is_declaration and not symbol.name.startswith("llvm.")]
 
 
-def _provide(needed: list[str], context: Any) -> None:
+def provide(needed: list[str], context: Any) -> None:
     """Bring in what code refers to that is about to be loaded: numba's run time, which most of it does.
 
     What numba needs to compile is 0.4 s of imports, and is brought in only for what cannot be had otherwise.

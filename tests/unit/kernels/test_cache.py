@@ -195,11 +195,11 @@ def test_what_code_refers_to_is_brought_in_before_it_is_loaded(monkeypatch):
             asked.append("everything")
             llvm.add_symbol(symbol, 1)
 
-    compiled._provide([], Context())
-    compiled._provide([there], Context())
+    compiled.provide([], Context())
+    compiled.provide([there], Context())
     assert asked == []
     for _ in range(2):
-        compiled._provide([there, symbol], Context())
+        compiled.provide([there, symbol], Context())
         assert asked == ["run time", "everything"]
 
 
