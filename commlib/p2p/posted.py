@@ -20,13 +20,13 @@ from commlib.buffers.views import address_of
 from commlib.dtypes import Array
 from commlib.kernels.host import posted as kernels
 from commlib.kernels.host.channel import COUNT, DEPTH, HALTED
-from commlib.kernels.host.posted import KIND, LENGTHS, MOST_DIMENSIONS, NBYTES, NDIM, NUMBER
+from commlib.kernels.host.posted import KIND, LENGTHS, MOST_DIMENSIONS, NUMBER, WHAT
 from commlib.p2p.form import Form, Shape
 from commlib.p2p.node_end import ARRAYS_ARE_WHERE_EXPECTED
 from commlib.p2p.turn import Turn
 from commlib.transport.base import PersistentMessage, Request, Transport
 
-__all__ = ["KIND", "LENGTHS", "MOST_DIMENSIONS", "NBYTES", "NDIM", "NUMBER"]
+__all__ = ["KIND", "LENGTHS", "MOST_DIMENSIONS", "NUMBER", "WHAT"]
 
 TAGS = 64
 """How many tags a direction has: for tails, and for every time that its memory has grown."""
@@ -34,39 +34,32 @@ TAGS = 64
 # Bytes, and by how much memory grows at least: so there are tags enough for 10^14 bytes.
 _LEAST_ROOM, GROWTH = 4096, 1.5
 
-HEAD_BYTES = 8 * kernels.HEAD_FIELDS
 DATA, GROW = 0, 1  # kinds of messages
 
 LONGEST = 1 << 30  # bytes of one request
 
-_POLLS = 50  # how often a receiver asks before it looks around
+_POLLS = 200  # how often a receiver asks before it looks around: some 100 us
 
 TAIL = 0
+
+
+def head_bytes(ndim: int) -> int:
+    """Return the length of the head of an array's message."""
+    return 8 * (LENGTHS + ndim)
 
 
 class Slot:
     """Memory of one message: its head, then its payload. `row` is what compiled functions know of it."""
 
-    __slots__ = (
-        "_all",
-        "_request",
-        "generation",
-        "head",
-        "length",
-        "memory",
-        "payload",
-        "row",
-        "shape",
-        "tail",
-        "view",
-    )
+    __slots__ = ("_all", "_request", "generation", "head", "length", "memory", "row", "shape", "tail", "view")
 
-    def __init__(self, nbytes: int, generation: int, row: Array) -> None:
+    def __init__(self, nbytes: int, ndim: int, generation: int, row: Array) -> None:
+        """For payloads of up to `nbytes`. Those of arrays of `ndim` dimensions are aligned as caches are."""
         self.generation = generation  # how often memory has grown before
-        raw = np.empty(HEAD_BYTES + nbytes + 63, np.uint8)
-        self._all = raw[-address_of(raw) % 64 :][: HEAD_BYTES + nbytes]
-        self.head = self._all[:HEAD_BYTES].view(np.int64)
-        self.payload = self._all[HEAD_BYTES:]
+        room = head_bytes(MOST_DIMENSIONS) + nbytes
+        raw = np.empty(room + 63, np.uint8)
+        self._all = raw[-(address_of(raw) + head_bytes(ndim)) % 64 :][:room]
+        self.head = self._all[: head_bytes(MOST_DIMENSIONS)].view(np.int64)  # as much as there may be of it
         self.memory = self._all.data
         self.shape: Shape = ()
         self.view: Array | None = None  # of the last message that was here, as an array
@@ -75,8 +68,11 @@ class Slot:
         self._request: PersistentMessage | None = None
         self.row = row
         row[:] = 0
-        row[kernels.HEAD], row[kernels.DATA] = address_of(self.head), address_of(self.payload)
-        row[kernels.ROOM] = nbytes
+        row[kernels.HEAD], row[kernels.ROOM] = address_of(self._all), room
+
+    def payload(self, ndim: int) -> Array:
+        """Return the memory of the payload behind the head of an array of so many dimensions."""
+        return self._all[head_bytes(ndim) :]
 
     @property
     def request(self) -> PersistentMessage | None:
@@ -90,11 +86,15 @@ class Slot:
 
     def read(self, form: Form, length: int) -> Array:
         """Return what has come as an array."""
-        shape = tuple(map(int, self.head[LENGTHS : LENGTHS + self.head[NDIM]]))
+        shape, payload = self.shape_here(), self.payload(int(self.head[WHAT]))
         if self.view is None or shape != self.shape:
-            self.view, self.shape = form.view(self.payload, shape), shape
-        form.read(self.payload[:length], self.view)
+            self.view, self.shape = form.view(payload, shape), shape
+        form.read(payload[:length], self.view)
         return self.view
+
+    def shape_here(self) -> Shape:
+        """Return the shape that an array's head says."""
+        return tuple(map(int, self.head[LENGTHS : LENGTHS + self.head[WHAT]]))
 
     def test(self) -> bool:
         """Make progress; return whether nothing of it is under way."""
@@ -160,7 +160,7 @@ class PostedEnd:
     def _make_slots(self) -> None:
         """Make memory for `depth` messages, in place of what there was."""
         self._rows[:] = 0
-        self._slots = [Slot(self._room, self._generation, row) for row in self._rows]
+        self._slots = [Slot(self._room, len(self.shape), self._generation, row) for row in self._rows]
 
     def close(self) -> None:
         with self.lock, self._turn:

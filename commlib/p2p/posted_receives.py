@@ -12,19 +12,18 @@ from commlib.errors import TransportError, UsageError
 from commlib.kernels.host import posted as kernels
 from commlib.kernels.host.channel import COUNT
 from commlib.kernels.host.node import entry_point
-from commlib.kernels.host.posted import FIRST, HELD, KNOWN, LENGTH, LIKE, POSTED, RING
+from commlib.kernels.host.posted import DATA, FIRST, HELD, KNOWN, LENGTH, LIKE, NBYTES, POSTED, RING
 from commlib.p2p.node_end import ask_python, ask_python_too
 from commlib.p2p.posted import (
     GROW,
-    HEAD_BYTES,
     KIND,
     LENGTHS,
-    NBYTES,
-    NDIM,
     NUMBER,
     TAIL,
+    WHAT,
     PostedEnd,
     Slot,
+    head_bytes,
 )
 from commlib.transport.base import WaitHook
 from commlib.transport.polling import poll
@@ -55,7 +54,7 @@ class PostedReceives(PostedEnd):
 
     def _post_all(self) -> None:
         self._make_slots()
-        self.views[:] = [slot.payload for slot in self._slots]
+        self.views[:] = [slot.payload(0) for slot in self._slots]
         self._end[FIRST] = self._end[POSTED] = 0
         for number, slot in enumerate(self._slots):
             head = slot.memory[: self._longest]
@@ -99,19 +98,20 @@ class PostedReceives(PostedEnd):
             raise TransportError(
                 f"a channel from rank {self._peer}: message {self.count + 1} was expected, number {head[NUMBER]} came"
             )
-        length = int(head[NBYTES])
         self.is_half_way = True
-        if head[KIND] == GROW:
+        kind, ndim = divmod(int(head[WHAT]), KIND)
+        if kind == GROW:
             old = self._awaited()
             self._held_before += [view for number in self._held() if (view := self._slots[number].view) is not None]
-            self._grow(length)
+            self._grow(int(head[LENGTHS]))
             self._post_all()
             for passed in old:  # nothing more comes under their tag
                 passed.close()
             self.is_half_way = False
             return
-        if HEAD_BYTES + length > self._longest:
-            rest = slot.memory[self._longest : HEAD_BYTES + length]
+        length = self.form.nbytes(slot.shape_here())
+        if head_bytes(ndim) + length > self._longest:
+            rest = slot.memory[self._longest : head_bytes(ndim) + length]
             slot.tail = self._transport.recv(self._peer, self._tag + TAIL, rest)
         slot.row[LENGTH] = length
         self.is_half_way = False
@@ -139,7 +139,9 @@ class PostedReceives(PostedEnd):
         slot = self._slots[number]
         view = slot.read(self.form, int(slot.row[LENGTH]))
         # The next one here goes by compiled functions if it is alike.
-        slot.row[KNOWN : KNOWN + LENGTHS - NBYTES + slot.head[NDIM]] = slot.head[NBYTES : LENGTHS + slot.head[NDIM]]
+        known = slot.head[WHAT : LENGTHS + view.ndim]
+        slot.row[KNOWN : KNOWN + len(known)] = known
+        slot.row[DATA], slot.row[NBYTES] = address_of(slot.payload(view.ndim)), slot.row[LENGTH]
         slot.row[LIKE] = self._is_compiled and slot.tail is None
         slot.tail = None
         self.views[number] = view
@@ -172,4 +174,4 @@ class PostedReceives(PostedEnd):
 
 def _is_in(view: Array, slot: Slot) -> bool:
     known = slot.view
-    return view is known or bool(np.may_share_memory(view, known) or np.may_share_memory(view, slot.payload))
+    return view is known or bool(np.may_share_memory(view, known) or np.may_share_memory(view, slot.payload(0)))

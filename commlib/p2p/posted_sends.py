@@ -11,9 +11,7 @@ from commlib.buffers.views import address_of
 from commlib.dtypes import Array
 from commlib.errors import UsageError
 from commlib.kernels.host import posted as kernels
-from commlib.kernels.host.channel import COUNT, DESCR, SHAPE, SLOT, SPEC
-from commlib.kernels.host.channel import NBYTES as BYTES
-from commlib.kernels.host.channel import NDIM as DIMENSIONS
+from commlib.kernels.host.channel import COUNT, DESCR, NBYTES, NDIM, SHAPE, SLOT, SPEC
 from commlib.kernels.host.node import entry_point
 from commlib.p2p.form import Shape
 from commlib.p2p.node_end import ask_python, ask_python_too
@@ -21,15 +19,14 @@ from commlib.p2p.posted import (
     DATA,
     GROW,
     GROWTH,
-    HEAD_BYTES,
     KIND,
     LENGTHS,
-    NBYTES,
-    NDIM,
     NUMBER,
     TAIL,
+    WHAT,
     PostedEnd,
     Slot,
+    head_bytes,
 )
 from commlib.transport.base import Request, WaitHook
 from commlib.transport.polling import poll
@@ -56,13 +53,13 @@ class PostedSends(PostedEnd):
 
     def _make_slots(self) -> None:
         super()._make_slots()
-        self.lent[:] = [slot.payload for slot in self._slots]
+        self.lent[:] = [slot.payload(0) for slot in self._slots]
 
     def _agree(self, shape: Shape) -> None:
         """Let `put` take arrays of this shape."""
         self.shape, self._lengths = shape, np.array(shape or (0,), np.int64)
-        self._end[DESCR], self._end[DIMENSIONS] = id(self._dtype), len(shape)
-        self._end[SHAPE], self._end[BYTES] = address_of(self._lengths), self.form.nbytes(shape)
+        self._end[DESCR], self._end[NDIM] = id(self._dtype), len(shape)
+        self._end[SHAPE], self._end[NBYTES] = address_of(self._lengths), self.form.nbytes(shape)
         self._end[SPEC] += 1
 
     @property
@@ -117,11 +114,11 @@ class PostedSends(PostedEnd):
             self._agree(x.shape)
         slot = self._next()
         slot.tail, slot.row[kernels.LIKE] = None, 0
-        self._write_head(slot.head, DATA, nbytes, x.shape)
-        payload = slot.payload[:nbytes]
+        self._write_head(slot.head, DATA, x.shape)
+        payload = slot.payload(x.ndim)[:nbytes]
         if not self.form.is_plain or address_of(payload) != address_of(x):
             self.form.write(x, payload, self.count)
-        length = HEAD_BYTES + nbytes
+        length = head_bytes(x.ndim) + nbytes
         request = slot.request
         if request is None or slot.length != length:  # persistent requests have a length of their own
             if request is not None:
@@ -133,9 +130,9 @@ class PostedSends(PostedEnd):
         if length > self._longest:
             slot.tail = self._transport.send(self._peer, self._tag + TAIL, slot.memory[self._longest : length])
         elif self._is_compiled:
-            slot.row[kernels.LIKE] = self._end[SPEC]
+            slot.row[kernels.DATA], slot.row[kernels.LIKE] = address_of(payload), self._end[SPEC]
         self.may_lag = True
-        slot.shape, slot.view = x.shape, self.form.view(slot.payload, x.shape) if self.form.is_plain else None
+        slot.shape, slot.view = x.shape, self.form.view(payload, x.shape) if self.form.is_plain else None
         index = int(self._end[SLOT])
         if slot.view is not None:
             self.lent[index] = slot.view
@@ -143,14 +140,14 @@ class PostedSends(PostedEnd):
         self._end[SLOT] = (index + 1) % self._depth
         self._owner, self.is_half_way = 0, False
 
-    def _write_head(self, head: Array, kind: int, nbytes: int, shape: Shape) -> None:
-        head[NUMBER], head[KIND], head[NBYTES], head[NDIM] = self.count + 1, kind, nbytes, len(shape)
+    def _write_head(self, head: Array, kind: int, shape: Shape) -> None:
+        head[NUMBER], head[WHAT] = self.count + 1, kind * KIND + len(shape)
         head[LENGTHS : LENGTHS + len(shape)] = shape
 
     def _announce(self, nbytes: int) -> None:
-        head = np.zeros(HEAD_BYTES // 8, np.int64)
+        head = np.zeros(LENGTHS + 1, np.int64)
         room = max(nbytes, int(GROWTH * self._room))
-        self._write_head(head, GROW, room, ())
+        self._write_head(head, GROW, (room,))
         self._announced.append((self._transport.send(self._peer, self._data_tag(), head.view(np.uint8).data), head))
         self._grow(room)
         self._passed += self._slots
@@ -164,7 +161,7 @@ class PostedSends(PostedEnd):
         poll(lambda: self.has_room() or self._halted, on_wait)
         slot = self._next()
         if slot.view is None or slot.shape != shape:
-            return self.form.view(slot.payload, shape)
+            return self.form.view(slot.payload(len(shape)), shape)
         return slot.view
 
     def close(self) -> None:

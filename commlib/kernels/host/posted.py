@@ -36,16 +36,17 @@ LARGE_BYTES = 32 << 10  # so large a message may need its receiver's help to com
     POSTED_FIELDS,
 ) = range(channel.END_FIELDS, channel.END_FIELDS + 10)
 
-# Fields of a slot's row. KNOWN: from NBYTES on, the head of the last message that was here; LIKE is false if its like
-# is Python's. HELD: the number of the message that was received here and not handed back, or 0. LENGTH: the bytes of
-# the payload that comes, once Python has seen it, else -1.
-HANDLE, HEAD, DATA, ROOM, LIKE, HELD, LENGTH, KNOWN = range(8)
+# Fields of a slot's row. KNOWN: from WHAT on, the head of the last message that was here, whose payload of NBYTES began
+# at DATA; LIKE is false if its like is Python's. HELD: the number of the message that was received here and not handed
+# back, or 0. LENGTH: the bytes of the payload that comes, once Python has seen it, else -1.
+HANDLE, HEAD, DATA, NBYTES, ROOM, LIKE, HELD, LENGTH, KNOWN = range(9)
 
-# The head of a message.
-NUMBER, KIND, NBYTES, NDIM, LENGTHS = range(5)
-MOST_DIMENSIONS = 12
+# The head of a message: its number, its kind (0: an array) times KIND plus its dimensions, and its length in each of
+# these. The payload is next: a network sends few bytes faster.
+NUMBER, WHAT, LENGTHS = range(3)
+KIND, MOST_DIMENSIONS = 256, 12
 HEAD_FIELDS = LENGTHS + MOST_DIMENSIONS
-ROW_FIELDS = KNOWN + HEAD_FIELDS - NBYTES
+ROW_FIELDS = KNOWN + HEAD_FIELDS - WHAT
 
 
 @nb.njit(inline="always")  # type: ignore[untyped-decorator]
@@ -107,10 +108,10 @@ def free_slot(address: int) -> int:
 def _is_expected(end: Any, row: Any) -> Any:
     """Return whether what has come is the next message, and like the one before in its slot."""
     head = table(row[HEAD], HEAD_FIELDS)
-    if head[NUMBER] != end[COUNT] + 1 or head[KIND] != 0 or head[NDIM] > MOST_DIMENSIONS:
+    if head[NUMBER] != end[COUNT] + 1 or head[WHAT] > MOST_DIMENSIONS:
         return False
-    for field in range(NBYTES, LENGTHS + head[NDIM]):  # noqa: SIM110  numba has no generators
-        if head[field] != row[KNOWN + field - NBYTES]:
+    for field in range(WHAT, LENGTHS + head[WHAT]):  # noqa: SIM110  numba has no generators
+        if head[field] != row[KNOWN + field - WHAT]:
             return False
     return True
 
@@ -133,7 +134,7 @@ def take(address: int) -> int:
         end[POSTED] -= 1
         end[COUNT] += 1
         row[HELD] = end[COUNT]
-        status = slot if row[KNOWN] < LARGE_BYTES else slot + end[DEPTH]
+        status = slot if row[NBYTES] < LARGE_BYTES else slot + end[DEPTH]
     leave(address)
     return status
 
@@ -179,7 +180,7 @@ def hand_back(address: int, array: int) -> int:
         data = ins.load_acquire(array + arrays.DATA)
         for slot in range(end[DEPTH]):
             row = _row(end, slot)
-            if row[HELD] != 0 and row[DATA] <= data < row[DATA] + row[ROOM] and _post(end, slot):
+            if row[HELD] != 0 and row[HEAD] <= data < row[HEAD] + row[ROOM] and _post(end, slot):
                 status = channel.DONE
                 break
     leave(address)
