@@ -21,7 +21,8 @@ from typing import Any
 from commlib import forks
 from commlib.coordinator.compressed import CompressedReductions
 from commlib.coordinator.exchange import Exchange
-from commlib.coordinator.execution import Execution, Job
+from commlib.coordinator.execution import Execution
+from commlib.coordinator.job import Job
 from commlib.coordinator.negotiation import Failure, Joined, Launch, Negotiation, News, Verdict
 from commlib.coordinator.on_device import Staging
 from commlib.coordinator.pending import Pending

@@ -280,7 +280,7 @@ def test_an_error_of_one_rank_alone_ends_the_set_on_all(nodes):
             def no_room(kind, items):
                 raise MemoryError("no room")
 
-            coordinator._execution._reduce_kind = no_room  # type: ignore[method-assign]
+            coordinator._execution.fusion._reduce_kind = no_room  # type: ignore[method-assign]
         begin = f"allreduce 'a': rank {coordinator.members[comm.rank]}: "
         expected = "interrupted by MemoryError: no room" if comm.rank == 1 else "waited for a rank that will not come: "
         expected += "" if comm.rank == 1 else "rank 7 has given up world: it was interrupted by MemoryError: no room"
