@@ -75,17 +75,18 @@ def test_interrupted_between_cycles_it_goes_on(mpirun):
         HEAD
         + """
 coordinator = hvd.global_process_set.coordinator("test")
+cycles = coordinator._cycles
 mine = start("a" if rank == 0 else "b", 2.0, blocking=rank == 1)
 if rank == 1:
-    waits = coordinator._await_reason
+    waits = cycles.await_reason
 
     def interrupted():
         if coordinator.cycles > 6:
-            coordinator._await_reason = waits
+            cycles.await_reason = waits
             raise_alarm()
         waits()
 
-    coordinator._await_reason = interrupted
+    cycles.await_reason = interrupted
     try:
         mine.wait()
     except Alarm:

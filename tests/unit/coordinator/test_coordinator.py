@@ -61,7 +61,7 @@ def test_who_waits_needs_no_thread_and_who_does_not_gets_one():
     def work(coordinator, rank):
         request = all_reduce("x", np.ones(2, np.float32))
         coordinator.submit(request, [np.ones(2, np.float32)], [np.ones(2, np.float32)], blocking=True).wait()
-        assert coordinator._thread is None
+        assert coordinator._cycles.thread is None
         pending = start(coordinator, "x", np.ones(2, np.float32))
         deadline = time.monotonic() + 10
         while not pending.done() and time.monotonic() < deadline:
@@ -170,7 +170,7 @@ def test_a_rank_that_asks_for_nothing_is_named_with_what_it_did_last():
 def test_what_is_pending_at_the_end_says_so():
     def rank_main(comm):
         coordinator = Coordinator(comm, [0])
-        assert coordinator._driving.acquire()  # nobody runs cycles
+        assert coordinator._cycles.driving.acquire()  # nobody runs cycles
         pending = start(coordinator, "x", np.ones(2, np.float32))
         assert coordinator.drain(0.05) == "unfinished allreduce 'x'"
         coordinator.close()
@@ -226,10 +226,10 @@ def test_a_rank_that_asked_for_something_else_and_does_not_come_back():
             time.sleep(0.2)
         pending = start(coordinator, "b" if comm.rank == 2 else "a", np.ones(2, np.float32))
         if comm.rank == 2:
-            assert coordinator._driving.acquire()  # its thread is stuck after some cycles, as it were
+            assert coordinator._cycles.driving.acquire()  # its thread is stuck after some cycles, as it were
             while coordinator.cycles < 8:
-                coordinator._await_reason()
-                coordinator._cycle()
+                coordinator._cycles.await_reason()
+                coordinator._cycles.run()
             return
         with pytest.raises(StallError) as caught:
             pending.wait()

@@ -1,0 +1,167 @@
+"""Cycles: when one rank runs them, and in which thread.
+
+They are run by whoever waits for an operation, else by a thread that is started with the first one that nobody waits
+for. Whoever runs them has nothing to tell naps, until it has, another rank is seen to have begun one, or it is time to
+come anyway.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable
+from typing import Protocol
+
+from commlib.errors import CommlibError
+
+# With nothing new to tell, a rank looks this often (seconds) whether others have, and comes to a cycle at the latest.
+_SHORTEST_NAP, _LONGEST_NAP = 20e-6, 2e-3
+_SHORTEST_PAUSE, _LONGEST_PAUSE = 1e-3, 50e-3
+
+
+class Side(Protocol):
+    """One rank's side of what is negotiated: a coordinator."""
+
+    def has_pending(self) -> bool:
+        """Return whether anything is pending."""
+        ...
+
+    def has_news(self) -> bool:
+        """Return whether this rank has something to tell."""
+        ...
+
+    def is_awaited(self) -> bool:
+        """Return whether another rank is seen to have begun a cycle."""
+        ...
+
+    def run_cycle(self) -> bool:
+        """Run one, and return whether anything was agreed on."""
+        ...
+
+    def fail(self, error: BaseException) -> None:
+        """End all that is pending: this rank is out of step with the others."""
+        ...
+
+
+class Cycles:
+    """Those of one coordinator. lock: of what is pending; methods say whether their caller holds it."""
+
+    def __init__(self, side: Side, lock: threading.Lock) -> None:
+        self._side, self._lock = side, lock
+        self._changed = threading.Condition(lock)
+        self.driving = threading.Lock()
+        """Held by whoever runs cycles."""
+        self._driver: object = None  # who took `driving` last: set first, so that whoever leaves knows its own
+        self.thread: threading.Thread | None = None
+        self.closed = False
+        self._midway = False  # in a cycle: to leave it now is to be out of step
+        self._pause = _SHORTEST_PAUSE
+        self._napping = False  # whoever runs cycles has nothing to tell
+        self._woken = False  # the thread has been told, and has not come to it yet
+
+    def tell(self, *, blocking: bool) -> None:
+        """Let cycles be run for what is pending now; blocking: its caller is about to. The lock is held."""
+        if self._napping:
+            self._changed.notify_all()
+        elif not blocking and not self.driving.locked():
+            self._wake_thread()
+
+    def wake(self) -> None:
+        """See to it that cycles are run although nobody waits for an operation."""
+        with self._lock:
+            if self._side.has_pending():
+                self._wake_thread()
+
+    def drive(self, done: Callable[[], bool]) -> None:
+        """Run cycles in this thread until `done()` or nothing is pending; return at once if another thread does.
+
+        Raises what the handler of a signal raises, anywhere in here. Between cycles that changes nothing: what is
+        pending stays so. Within one, this rank is out of step with the others, and the group has failed.
+        """
+        me = object()
+        try:
+            with self._lock:
+                if self.driving.locked():
+                    return
+                self._driver = me
+                self.driving.acquire()
+            while not done() and self._side.has_pending() and not self.closed:
+                self.await_reason()
+                self.run()
+        except CommlibError as error:
+            self._side.fail(error)
+        except BaseException as error:
+            if self._driver is me and self._midway:
+                self._side.fail(error)
+            raise
+        finally:
+            if self._driver is me:
+                try:
+                    self.driving.release()
+                except RuntimeError:
+                    pass  # not even taken
+                finally:
+                    if self._side.has_pending():  # whoever asks later sees that nobody drives
+                        self.wake()
+
+    def await_reason(self) -> None:
+        """Wait for something to tell, for another rank that has, or for a while."""
+        nap, until = _SHORTEST_NAP, time.monotonic() + self._pause
+        with self._lock:
+            while not self._side.has_news() and not self.closed:
+                if self._side.is_awaited() or time.monotonic() > until:
+                    break
+                self._napping = True
+                try:
+                    self._changed.wait(nap)
+                finally:
+                    self._napping = False
+                nap = min(2 * nap, _LONGEST_NAP)
+
+    def run(self) -> None:
+        """Run one cycle."""
+        self._midway = True
+        has_agreed = self._side.run_cycle()
+        self._pause = _SHORTEST_PAUSE if has_agreed else min(2 * self._pause, _LONGEST_PAUSE)
+        self._midway = False
+
+    def _wake_thread(self) -> None:
+        if self.thread is None:
+            self.thread = threading.Thread(target=self._loop, name="commlib-coordinator", daemon=True)
+            self.thread.start()
+        if not self._woken:
+            self._woken = True
+            self._changed.notify_all()
+
+    def _loop(self) -> None:
+        """Run cycles while something is pending and nobody else does."""
+        while True:
+            with self._lock:
+                self._changed.wait_for(self._is_due)
+                if self.closed:
+                    return
+            try:
+                self.drive(lambda: False)
+            except BaseException as error:
+                self._side.fail(error)  # where it has not
+
+    def _is_due(self) -> bool:
+        self._woken = False
+        return self.closed or (self._side.has_pending() and not self.driving.locked())
+
+    def close(self) -> None:
+        """Run no more of them. The lock is held."""
+        self.closed = True
+        self._changed.notify_all()
+
+    def abandon(self, lock: threading.Lock) -> None:
+        """Let nothing run in this forked child, whose copies of the locks may be held by threads that it lacks."""
+        self._lock, self._changed = lock, threading.Condition(lock)
+        self.driving.acquire(blocking=False)  # for ever: whoever waits is told at once
+        self.closed = True
+        self.thread = None
+
+    def join(self, timeout: float) -> None:
+        """Wait until the thread has ended after `close`, at most `timeout` s: see `Progress.join`."""
+        if self.thread is not None and self.thread is not threading.current_thread():
+            self.thread.join(timeout)
