@@ -19,7 +19,8 @@ from commlib.devices.arrays import device_named, device_of, name_of_device
 from commlib.dtypes import Array, numpy_dtype
 from commlib.errors import UsageError
 from commlib.execution.streaming import Region
-from commlib.group.group import Group, checked_root
+from commlib.group.group import Group
+from commlib.group.root import checked_root
 from commlib.node.collective import NOTHING, Exchange, NodeCollective, ranges
 from commlib.schedule.layout import Layout, uneven
 

@@ -61,7 +61,7 @@ class Coordinator:
         self._running: list[Job] = []  # agreed on, not ended
         self._ended: Ended | None = None
         self._cycles = Cycles(self, self._lock)
-        comm.group.explain = self._explain
+        comm.group.speak_for(self._explain)
 
     @property
     def compressed(self) -> CompressedReductions:
