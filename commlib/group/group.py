@@ -7,27 +7,27 @@ the first operation that needs them, which all ranks run.
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection
 from functools import cached_property, partial
 from typing import Any, NoReturn
 
 from commlib.buffers.symmetric import SymmetricMemory
 from commlib.devices.protocol import Device
 from commlib.errors import CommlibError, MismatchError
-from commlib.execution.reduce_op import ReduceOp
-from commlib.execution.streaming import Hook, Posted, Region, execute, nothing
-from commlib.group.call_check import StallCheck, mismatch
+from commlib.execution.streaming import Posted
+from commlib.group.call_check import StallCheck
 from commlib.group.call_sequence import CallSequence, number_of
-from commlib.group.gathering import find_topology, gather_objects
+from commlib.group.completion import Completion
+from commlib.group.gathering import find_topology
 from commlib.group.hierarchy import Hierarchy
 from commlib.group.memories import Memories
 from commlib.group.operation import Operation
 from commlib.group.presence import Presence
+from commlib.group.programs import Programs
 from commlib.group.standing import Attached, Standing
 from commlib.group.waits import Waits
 from commlib.group.weak import weakly
-from commlib.kernels.host.node import BROKEN, MISMATCH
-from commlib.node.board import Call, Kernel, NodeBoard
+from commlib.node.board import NodeBoard
 from commlib.node.context import NodeContext
 from commlib.observe.journal import Journal
 from commlib.runtime.compiled import Task
@@ -36,8 +36,6 @@ from commlib.runtime.progress import Progress
 from commlib.runtime.retired import Closable
 from commlib.runtime.watchdog import Watchdog
 from commlib.runtime.work import Work
-from commlib.schedule.ir import Program
-from commlib.signature import signature
 from commlib.topology import Topology
 from commlib.transport.base import Space, Transport, WaitHook
 
@@ -89,12 +87,15 @@ class Group:
             watch=self.watch,
             open=self.open,
         )
-        self.perform_call = self._calls.perform
         self.journal = Journal(name, self.key, number_of(self._calls))
         # The thread of `progress` must neither keep the group alive nor outlive it.
         self.progress = Progress(weakly(self._standing.abandon), self.journal)
         weakref.finalize(self, self.progress.close).atexit = False
-        self._memories = Memories(self.hierarchy, self._gather_in_node, self.gather_objects)
+        self._programs = Programs(transport, self.hierarchy, self._calls, self.journal, self.watch)
+        # Found here without a frame more: they are on the way of every call that goes by messages.
+        self.perform_call, self.execute = self._calls.perform, self._programs.execute
+        self.gather_objects = self._programs.gather_objects
+        self._memories = Memories(self.hierarchy, self._programs.gather_in_node, self.gather_objects)
         self.symmetric = self._memories.host
         runtime.groups.add(self)
         runtime.recording.add(self.progress)
@@ -138,7 +139,7 @@ class Group:
         if self._context is None:
             board = self._standing.board = NodeBoard(
                 self.hierarchy.node,
-                self._gather_in_node,
+                self._programs.gather_in_node,
                 slot_bytes=self.config.slot_kib * 1024,
                 spins=self.runtime.spins,
                 members=self.hierarchy.ranks,
@@ -147,7 +148,11 @@ class Group:
             self._calls.meet_on(board)
             self._presence = Presence(board)
             self._standing.is_open = True
-            self._context = NodeContext(board, self.progress, self.symmetric.places, self.complete, self.abandon)
+            completion = Completion(
+                self.name, self.rank, self.one_node, self._standing, self._calls, self.progress, self.watch
+            )
+            places, complete, abandon = self.symmetric.places, completion.complete, self._standing.abandon
+            self._context = NodeContext(board, self.progress, places, complete, abandon)
         return self._context
 
     def prepare(self) -> None:
@@ -220,48 +225,10 @@ class Group:
         """Return a hook for many waits, which watches each anew: what a wait that does not last can do without."""
         return Waits(self, text)
 
-    def execute(
-        self,
-        program: Program,
-        blocks: Sequence[Sequence[Region]],
-        text: str,
-        reduce_op: ReduceOp | None = None,
-        *,
-        part: int = 0,
-        transport: Transport | None = None,
-        before: Hook = nothing,
-        after: Hook = nothing,
-    ) -> None:
-        """Run a program over blocks of the data, by messages of the group or of `transport`: see `streaming.execute`.
-
-        `part` numbers the programs of one call.
-        """
-        execute(
-            program,
-            blocks,
-            transport or self.transport,
-            tag=self._calls.history + signature(text) + part * 0x85EBCA6B,
-            on_wait=self.watch(text),
-            reduce_op=reduce_op,
-            before=before,
-            after=after,
-            posted=self.posted,
-        )
-
     @property
     def posted(self) -> Posted | None:
         """What is to be told of each round of messages; None if the operation is not recorded."""
-        record = self.journal.current
-        if record is None:
-            return None
-        return lambda block, number: record.round(f"round {number + 1} of block {block + 1} posted")
-
-    def gather_objects(self, value: Any) -> list[Any]:
-        """Return the picklable objects of all ranks, by messages, within an operation."""
-        return gather_objects(value, self.transport, self.execute)
-
-    def _gather_in_node(self, value: Any) -> list[Any]:
-        return gather_objects(value, self.hierarchy.node, self.execute)
+        return self._programs.posted
 
     # Operations, one after another
 
@@ -313,28 +280,6 @@ class Group:
         return self.transport.progress()
 
     # Failures
-
-    def complete(self, kernel: Kernel, argument: int, calls: Call, status: int, text: str) -> int:
-        """Finish a kernel that did not end well at once: go on waiting, or say who called what. Return its status."""
-        board = self.board
-        assert board is not None
-        if self.failure is not None:
-            self.raise_failure(text)
-        try:
-            with self.progress.set_aside():
-                if self.journal.current is not None:
-                    self.journal.current.round("waits on its node")
-                watch = self.watch(text)
-                status = board.resume(kernel, argument, calls, status, watch)
-                if status == MISMATCH:
-                    texts = board.exchange_texts(text, watch)
-                    raise mismatch(self.name, self.call_number, self.rank, texts, board.members)
-        except BaseException as error:
-            self._standing.note(text, error, out_of_step=not self.one_node)  # the other nodes do not know
-            raise
-        if status == BROKEN:  # another thread's call has failed meanwhile
-            self.raise_failure(text)
-        return status
 
     @property
     def failure(self) -> CommlibError | None:
