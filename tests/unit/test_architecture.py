@@ -67,6 +67,7 @@ LAYERS = (
     ("commlib.group",),
     ("commlib.collectives",),
     ("commlib.p2p",),
+    ("commlib.subgroups",),
     ("commlib.communicator",),
     ("commlib.bootstrap",),
     ("commlib.launch", "commlib.exits", "commlib.world", "commlib.observing",
