@@ -12,7 +12,7 @@ from __future__ import annotations
 import logging
 import threading
 import time
-from collections.abc import Callable, Hashable, Sequence
+from collections.abc import Hashable, Sequence
 from typing import Any
 
 from commlib import forks
@@ -60,7 +60,15 @@ class Coordinator:
         self._unnamed = Unnamed()
         self._running: list[Job] = []  # agreed on, not ended
         self._ended: Ended | None = None
-        self._cycles = Cycles(self, self._lock)
+        self._cycles = Cycles(
+            self._lock,
+            self._pending,
+            self._negotiation,
+            is_awaited=comm.group.is_awaited,
+            run=self._cycle,
+            fail=self._fail,
+        )
+        self.drive, self.wake = self._cycles.drive, self._cycles.wake
         comm.group.speak_for(self._explain)
 
     @property
@@ -108,7 +116,8 @@ class Coordinator:
                 self._ask(pending)
             if self._recording.recorder is not None:
                 self._records.queue(pending)
-            self._cycles.tell(blocking=blocking)
+            if self._cycles.napping or not blocking:
+                self._cycles.tell()
         return pending
 
     def _ask(self, pending: Pending) -> None:
@@ -123,35 +132,16 @@ class Coordinator:
             self._pending.pop(request.name, None)
             raise
 
-    def wake(self) -> None:
-        """See to it that cycles are run although nobody waits for an operation."""
-        self._cycles.wake()
-
-    def drive(self, done: Callable[[], bool]) -> None:
-        """Run cycles in this thread until `done()` or nothing is pending: see `Cycles.drive`."""
-        self._cycles.drive(done)
-
     # One cycle
 
-    def has_pending(self) -> bool:
-        """Return whether anything is pending."""
-        return bool(self._pending)
-
-    def has_news(self) -> bool:
-        """Return whether this rank has something to tell the others."""
-        return self._negotiation.has_news
-
-    def is_awaited(self) -> bool:
-        """Return whether another rank is seen to have begun a cycle."""
-        return bool(self.comm.group.is_awaited())
-
-    def run_cycle(self) -> bool:
+    def _cycle(self) -> bool:
         """Run one, and return whether anything was agreed on. Collective; called by `Cycles` alone."""
         with self._lock:
             overdue = self._patience.overdue(self._pending)
             announcement = self._negotiation.announce()
         self.cycles += 1
-        self._records.mark_cycle()
+        if self._recording.recorder is not None:
+            self._records.mark_cycle()
 
         def in_full() -> News:
             with self._lock:
@@ -219,7 +209,7 @@ class Coordinator:
 
     # Waits that last, and failures
 
-    def fail(self, error: BaseException) -> None:
+    def _fail(self, error: BaseException) -> None:
         """End all that is pending: this rank is out of step with the others, who are told."""
         with self._lock:
             running, waiting = self._requests()

@@ -9,9 +9,9 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Callable
-from typing import Protocol
+from collections.abc import Callable, Sized
 
+from commlib.coordinator.negotiation import Negotiation
 from commlib.errors import CommlibError
 
 # With nothing new to tell, a rank looks this often (seconds) whether others have, and comes to a cycle at the latest.
@@ -19,36 +19,27 @@ _SHORTEST_NAP, _LONGEST_NAP = 20e-6, 2e-3
 _SHORTEST_PAUSE, _LONGEST_PAUSE = 1e-3, 50e-3
 
 
-class Side(Protocol):
-    """One rank's side of what is negotiated: a coordinator."""
-
-    def has_pending(self) -> bool:
-        """Return whether anything is pending."""
-        ...
-
-    def has_news(self) -> bool:
-        """Return whether this rank has something to tell."""
-        ...
-
-    def is_awaited(self) -> bool:
-        """Return whether another rank is seen to have begun a cycle."""
-        ...
-
-    def run_cycle(self) -> bool:
-        """Run one, and return whether anything was agreed on."""
-        ...
-
-    def fail(self, error: BaseException) -> None:
-        """End all that is pending: this rank is out of step with the others."""
-        ...
-
-
 class Cycles:
-    """Those of one coordinator. lock: of what is pending; methods say whether their caller holds it."""
+    """Those of one coordinator.
 
-    def __init__(self, side: Side, lock: threading.Lock) -> None:
-        self._side, self._lock = side, lock
-        self._changed = threading.Condition(lock)
+    lock: of what is pending; methods say whether their caller holds it. pending: all that is. negotiation: knows
+    whether this rank has something to tell. is_awaited: whether another rank is seen to have begun one. run: runs one,
+    and returns whether anything was agreed on. fail: ends all that is pending, when this rank is out of step.
+    """
+
+    def __init__(
+        self,
+        lock: threading.Lock,
+        pending: Sized,
+        negotiation: Negotiation,
+        *,
+        is_awaited: Callable[[], bool],
+        run: Callable[[], bool],
+        fail: Callable[[BaseException], None],
+    ) -> None:
+        self._lock, self._changed = lock, threading.Condition(lock)
+        self._pending, self._negotiation = pending, negotiation
+        self._is_awaited, self._run_one, self._fail = is_awaited, run, fail
         self.driving = threading.Lock()
         """Held by whoever runs cycles."""
         self._driver: object = None  # who took `driving` last: set first, so that whoever leaves knows its own
@@ -56,20 +47,21 @@ class Cycles:
         self.closed = False
         self._midway = False  # in a cycle: to leave it now is to be out of step
         self._pause = _SHORTEST_PAUSE
-        self._napping = False  # whoever runs cycles has nothing to tell
+        self.napping = False
+        """Whether whoever runs cycles has nothing to tell."""
         self._woken = False  # the thread has been told, and has not come to it yet
 
-    def tell(self, *, blocking: bool) -> None:
-        """Let cycles be run for what is pending now; blocking: its caller is about to. The lock is held."""
-        if self._napping:
+    def tell(self) -> None:
+        """Let whoever runs cycles know of what is pending now, or the thread begin to. The lock is held."""
+        if self.napping:
             self._changed.notify_all()
-        elif not blocking and not self.driving.locked():
+        elif not self.driving.locked():
             self._wake_thread()
 
     def wake(self) -> None:
         """See to it that cycles are run although nobody waits for an operation."""
         with self._lock:
-            if self._side.has_pending():
+            if self._pending:
                 self._wake_thread()
 
     def drive(self, done: Callable[[], bool]) -> None:
@@ -85,14 +77,14 @@ class Cycles:
                     return
                 self._driver = me
                 self.driving.acquire()
-            while not done() and self._side.has_pending() and not self.closed:
+            while not done() and self._pending and not self.closed:
                 self.await_reason()
                 self.run()
         except CommlibError as error:
-            self._side.fail(error)
+            self._fail(error)
         except BaseException as error:
             if self._driver is me and self._midway:
-                self._side.fail(error)
+                self._fail(error)
             raise
         finally:
             if self._driver is me:
@@ -101,27 +93,27 @@ class Cycles:
                 except RuntimeError:
                     pass  # not even taken
                 finally:
-                    if self._side.has_pending():  # whoever asks later sees that nobody drives
+                    if self._pending:  # whoever asks later sees that nobody drives
                         self.wake()
 
     def await_reason(self) -> None:
         """Wait for something to tell, for another rank that has, or for a while."""
         nap, until = _SHORTEST_NAP, time.monotonic() + self._pause
         with self._lock:
-            while not self._side.has_news() and not self.closed:
-                if self._side.is_awaited() or time.monotonic() > until:
+            while not self._negotiation.has_news and not self.closed:
+                if self._is_awaited() or time.monotonic() > until:
                     break
-                self._napping = True
+                self.napping = True
                 try:
                     self._changed.wait(nap)
                 finally:
-                    self._napping = False
+                    self.napping = False
                 nap = min(2 * nap, _LONGEST_NAP)
 
     def run(self) -> None:
         """Run one cycle."""
         self._midway = True
-        has_agreed = self._side.run_cycle()
+        has_agreed = self._run_one()
         self._pause = _SHORTEST_PAUSE if has_agreed else min(2 * self._pause, _LONGEST_PAUSE)
         self._midway = False
 
@@ -143,11 +135,11 @@ class Cycles:
             try:
                 self.drive(lambda: False)
             except BaseException as error:
-                self._side.fail(error)  # where it has not
+                self._fail(error)  # where it has not
 
     def _is_due(self) -> bool:
         self._woken = False
-        return self.closed or (self._side.has_pending() and not self.driving.locked())
+        return self.closed or (bool(self._pending) and not self.driving.locked())
 
     def close(self) -> None:
         """Run no more of them. The lock is held."""
