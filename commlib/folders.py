@@ -113,11 +113,12 @@ def _is_own_group(gid: int, descriptor: int) -> bool:
     with suppress(OSError):  # no access lists there
         if "system.posix_acl_access" in os.listxattr(f"/proc/self/fd/{descriptor}"):
             return False  # then these bits of the mode speak of others as well
-    return _is_group_of_one(gid, os.geteuid())
+    return is_group_of_one(gid, os.geteuid())
 
 
 @cache
-def _is_group_of_one(gid: int, uid: int) -> bool:
+def is_group_of_one(gid: int, uid: int) -> bool:
+    """Return whether a group is that of one user, and has no other member."""
     try:
         user, group = pwd.getpwuid(uid), grp.getgrgid(gid)
     except KeyError:

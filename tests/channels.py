@@ -181,6 +181,18 @@ def written_in_place(comm, peer):
         channel.release()
 
 
+def seen_before_it_is_taken(comm, peer):
+    """What was looked at, taken and handed back was once taken for what came next, a longer one."""
+    with comm.channel(peer, "seen", (3,), "int32") as channel:
+        for step in range(9):
+            length = 3 if step % 3 else 2000 * (step + 1)
+            channel.send(np.full(length, step + comm.rank, np.int32))
+            while not channel.ready():
+                time.sleep(0.001)
+            assert same(channel.recv(), np.full(length, step + peer, np.int32))
+            channel.release()
+
+
 def share_memory(comm, peer):
     return comm.config.node_path and peer in comm.group.hierarchy.ranks
 
@@ -358,6 +370,6 @@ def a_failed_group(group, peer):
 ALL = [
     every_dtype_and_shape, order_at_every_depth, both_directions_at_once, edges_opened_in_other_orders,
     shapes_that_change, views_stay_while_others_grow, sources_may_go_at_once, what_is_not_handed_back,
-    written_in_place, sends_that_wait_for_room, sides_that_disagree, wrong_arguments, encoded,
+    written_in_place, seen_before_it_is_taken, sends_that_wait_for_room, sides_that_disagree, wrong_arguments, encoded,
     closed_by_the_other_side, waits_that_end, threads_of_their_own,
 ]  # fmt: skip

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import sys
 import threading
-import time
 import traceback
 from collections.abc import Callable, Sequence
 from typing import TypeVar
@@ -38,7 +37,8 @@ def run(
     runtimes = [Runtime(config, ranks_on_node=size) for _ in range(size)]
     results: list[T | None] = [None] * size
     failures: list[tuple[int, BaseException]] = []
-    failed = threading.Event()
+    running = list(range(size))
+    over = threading.Event()  # all have ended, or one has failed
 
     def rank_main(transport: LoopbackTransport) -> None:
         rank = transport.rank
@@ -48,7 +48,10 @@ def run(
             results[rank] = function(comm)
         except BaseException as error:
             failures.append((rank, error))
-            failed.set()
+            over.set()
+        running.remove(rank)
+        if not running:
+            over.set()
 
     threads = [
         threading.Thread(target=rank_main, args=(end,), name=f"rank {end.rank}", daemon=True)
@@ -56,10 +59,7 @@ def run(
     ]
     for thread in threads:
         thread.start()
-    deadline = time.monotonic() + _JOIN
-    while any(thread.is_alive() for thread in threads) and not failed.is_set() and time.monotonic() < deadline:
-        threads[0].join(0.02) if threads[0].is_alive() else failed.wait(0.02)
-    stuck = [] if failed.is_set() else [thread for thread in threads if thread.is_alive()]
+    stuck = [] if over.wait(_JOIN) else [thread for thread in threads if thread.is_alive()]
     stacks = "\n".join(_stack(thread) for thread in stuck)
     for runtime in runtimes:
         runtime.closing = True  # whoever waits in commlib gives up

@@ -78,6 +78,11 @@ class OneBit(torch.optim.Optimizer):
             raise UsageError(f"{type(self).__name__}: parameters can be added before the first step only")
         super().add_param_group(param_group)
         for parameter in self.param_groups[-1]["params"]:
+            if parameter.device.type not in ("cpu", "meta"):
+                raise UsageError(
+                    f"{type(self).__name__} updates parameters on the host, where the moments are, but one of shape "
+                    f"{tuple(parameter.shape)} is on {parameter.device}: call .cpu() on the model first"
+                )
             check(parameter)
             if parameter.dtype not in DTYPES:
                 known = ", ".join(map(dtype_name, DTYPES))

@@ -31,11 +31,11 @@ def available() -> int:
                 if controller in controllers.split(","):
                     own = root / path.lstrip("/")
                     groups = [own, *own.parents]
-                    found += [_left(group, limit, use) for group in groups if group.is_relative_to(root)]
+                    found += [left_in(group, limit, use) for group in groups if group.is_relative_to(root)]
     return min(found)
 
 
-def _left(group: Path, limit: str, use: str) -> int:
+def left_in(group: Path, limit: str, use: str) -> int:
     """Return what a control group may still take; the files that it has read can go."""
     try:
         cached = _numbers(group / "memory.stat")

@@ -28,11 +28,11 @@ class PeerMemory:
 
     def __init__(self, nbytes: int, *, is_named: bool) -> None:
         name = f"commlib-{os.getpid()}-{secrets.token_hex(8)}"
-        make: Any = shared_memory._named if is_named else shared_memory._nameless
+        make: Any = shared_memory.named if is_named else shared_memory.nameless
         self._found = ExitStack()
         try:
             path = self._found.enter_context(make(name))
-            shared_memory._create(path, nbytes)
+            shared_memory.allocate(path, nbytes)
             self.memory = Mapped((path, name, nbytes))
         except OSError as error:
             self._found.close()
@@ -54,7 +54,7 @@ class Mapped:
         path, name, self.nbytes = place
         if name not in os.path.realpath(path):  # here the process of this number is another one
             raise FileNotFoundError(errno.ENOENT, os.strerror(errno.ENOENT), path)
-        self._mapping = shared_memory._Mapping(path, self.nbytes)
+        self._mapping = shared_memory.Mapping(path, self.nbytes)
         self.address: int = self._mapping.address
 
     def array(self, offset: int, nbytes: int) -> Array:

@@ -43,7 +43,7 @@ _libc.mmap.argtypes = [ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int, ctypes.c_
 _libc.munmap.argtypes = [ctypes.c_void_p, ctypes.c_size_t]
 
 
-class _Mapping:
+class Mapping:
     """A file's memory in this process, for as long as this object lives. (Python's mmap keeps a descriptor open.)"""
 
     __slots__ = ("__weakref__", "address")
@@ -68,7 +68,7 @@ def _error(what: str) -> OSError:
 class Segment:
     """`nbytes` of zeroed shared memory for each rank: see `typing.SharedMemory`."""
 
-    def __init__(self, mappings: Sequence[_Mapping], nbytes: int, *, is_named: bool) -> None:
+    def __init__(self, mappings: Sequence[Mapping], nbytes: int, *, is_named: bool) -> None:
         self._mappings = list(mappings)
         self.is_named = is_named  # files without names cannot be shared among these ranks
         self.bases = [mapping.address for mapping in mappings]
@@ -88,14 +88,14 @@ def share(rank: int, nbytes: int, gather: Callable[[Any], list[Any]]) -> Segment
     Raises TransportError on all ranks if one of them cannot have its part.
     """
     try:
-        return _share(rank, nbytes, gather, _nameless)
+        return _share(rank, nbytes, gather, nameless)
     except _TryNamedError:
-        return _share(rank, nbytes, gather, _named)
+        return _share(rank, nbytes, gather, named)
 
 
 def _share(rank: int, nbytes: int, gather: Callable[[Any], list[Any]], make: Any) -> Segment:
     name = f"commlib-{os.getpid()}-{secrets.token_hex(8)}"
-    mappings: list[_Mapping] = []
+    mappings: list[Mapping] = []
 
     def everywhere(step: Callable[[], Any]) -> list[Any]:
         answer, error, is_short = None, "", False
@@ -114,22 +114,22 @@ def _share(rank: int, nbytes: int, gather: Callable[[Any], list[Any]], make: Any
         return [answer for answer, _, _ in answers]
 
     def create() -> tuple[str, str]:
-        return _create(stack.enter_context(make(name)), nbytes), name
+        return allocate(stack.enter_context(make(name)), nbytes), name
 
     def map_all() -> None:
         for path, its_name in places:
             if its_name not in os.path.realpath(path):  # here the process of this number is another one
                 raise FileNotFoundError(errno.ENOENT, os.strerror(errno.ENOENT), path)
-            mappings.append(_Mapping(path, nbytes))
+            mappings.append(Mapping(path, nbytes))
 
     with ExitStack() as stack:
         places = everywhere(create)
         everywhere(map_all)
-    return Segment(mappings, nbytes, is_named=make is not _nameless)
+    return Segment(mappings, nbytes, is_named=make is not nameless)
 
 
 @contextmanager
-def _nameless(name: str) -> Iterator[str]:
+def nameless(name: str) -> Iterator[str]:
     """Make an empty file without a name; yield the path by which processes of this user find it meanwhile."""
     try:
         descriptor = _libc.memfd_create(name.encode(), _MFD_CLOEXEC)  # Python has it only where it was built with it
@@ -144,7 +144,7 @@ def _nameless(name: str) -> Iterator[str]:
 
 
 @contextmanager
-def _named(name: str) -> Iterator[str]:
+def named(name: str) -> Iterator[str]:
     """Make an empty file, and yield its path; its lock tells `sweep` that it is in use, whoever may look."""
     path = f"{FOLDER}/{name}"
     descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
@@ -157,7 +157,7 @@ def _named(name: str) -> Iterator[str]:
         os.close(descriptor)
 
 
-def _create(path: str, nbytes: int) -> str:
+def allocate(path: str, nbytes: int) -> str:
     """Give a file its memory. What is missing is told here, not by SIGBUS or the kernel's choice of a victim."""
     descriptor = os.open(path, os.O_RDWR | os.O_CLOEXEC)
     try:
@@ -176,11 +176,11 @@ def sweep() -> None:
         with suppress(OSError, ValueError):
             found = path.stat(follow_symlinks=False)
             process = int(path.name.split("-")[1])
-            if stat.S_ISREG(found.st_mode) and found.st_uid == os.getuid() and not _may_own(process, found.st_ctime):
+            if stat.S_ISREG(found.st_mode) and found.st_uid == os.getuid() and not may_own(process, found.st_ctime):
                 _remove_unlocked(path)
 
 
-def _may_own(process: int, made: float) -> bool:
+def may_own(process: int, made: float) -> bool:
     """Return whether a process is there that may have made a file at this time: its number may be in use again."""
     try:
         fields = Path(f"/proc/{process}/stat").read_text().rpartition(")")[2].split()

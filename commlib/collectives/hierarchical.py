@@ -32,7 +32,7 @@ from commlib.schedule.layout import Layout, even, uneven
 class Hierarchical:
     """See `paths.Path`."""
 
-    name, is_automatic = "hierarchical", True
+    name, is_automatic, takes_devices = "hierarchical", True, False
 
     def refusal(self, group: Group, verb: Verb, call: Call) -> str:
         if not group.is_hierarchical:

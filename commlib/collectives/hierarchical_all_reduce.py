@@ -26,7 +26,7 @@ from commlib.schedule.layout import Layout, blocks, even
 from commlib.signature import signature
 
 # What a rail reduces while its node combines the next part: several blocks for the executor.
-_PART_BYTES = 1 << 20
+PART_BYTES = 1 << 20
 
 
 def all_reduce(group: Group, call: Call) -> Move:
@@ -81,7 +81,7 @@ class _Parts:
 
     def __init__(self, node: Rails, x: Array) -> None:
         self._node, group, nodes = node, node.group, len(node.nodes)
-        self._whole = even(len(x), max(1, x.nbytes // (node.rails * _PART_BYTES)))
+        self._whole = even(len(x), max(1, x.nbytes // (node.rails * PART_BYTES)))
         starts = self._whole.offsets
         self.ranges = [slice(start, stop) for start, stop in itertools.pairwise(starts)]
         # Of the longest slice of any rail: its number of blocks is that of all.

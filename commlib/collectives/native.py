@@ -7,6 +7,8 @@ from typing import Any
 from commlib.collectives.by_messages import BlockingCall, MessageCall
 from commlib.collectives.call import Call
 from commlib.collectives.paths import Verb
+from commlib.devices.array import DeviceArray
+from commlib.devices.waiting import wait_for
 from commlib.dtypes import BITWISE, Array, kernel_operation, name_of
 from commlib.execution.accumulation import Accumulation, is_widened
 from commlib.group.group import Group
@@ -16,7 +18,7 @@ from commlib.runtime.compiled import Compiled
 class Native:
     """See `paths.Path`. Only where it is asked for."""
 
-    name, is_automatic = "native", False
+    name, is_automatic, takes_devices = "native", False, True
 
     def refusal(self, group: Group, verb: Verb, call: Call) -> str:
         if verb.name != "all_reduce":
@@ -37,11 +39,20 @@ class Native:
         def move(x: Array, target: Array) -> None:
             accumulation = Accumulation(x, call.op, group.size)
             work = accumulation.work_in(target)
+            is_there = type(work) is not DeviceArray
+            if not is_there:  # MPI reads at once
+                wait_for(work.device.current().record(), group.watch(f"{call.text}: work on {call.device}", ()))
             for start in range(0, len(work), piece):
-                group.native.Allreduce(MPI.IN_PLACE, work[start : start + piece], mpi_op)
+                part = work[start : start + piece]
+                group.native.Allreduce(MPI.IN_PLACE, part if is_there else _addressed(MPI, part), mpi_op)
             accumulation.finish(work, target)
 
         return MessageCall(group, call.text, move) if group.size == 1 else BlockingCall(group, call.text, move)
+
+
+def _addressed(MPI: Any, array: DeviceArray) -> list[Any]:
+    """Return a device's memory as mpi4py takes it."""
+    return [MPI.buffer.fromaddress(array.address, array.nbytes), MPI.Datatype.fromcode(array.dtype.char)]
 
 
 def _operation(MPI: Any, call: Call) -> Any:

@@ -17,7 +17,7 @@ from commlib.runtime.compiled import Compiled
 class Node:
     """See `paths.Path`."""
 
-    name, is_automatic = "node", True
+    name, is_automatic, takes_devices = "node", True, False
 
     def refusal(self, group: Group, verb: Verb, call: Call) -> str:
         if not group.shares_memory:

@@ -49,6 +49,11 @@ class Path(Protocol):
         """Whether "auto" may choose it."""
         ...
 
+    @property
+    def takes_devices(self) -> bool:
+        """Whether it takes arrays of devices whose memory the transport accepts."""
+        ...
+
     def refusal(self, group: Group, verb: Verb, call: Call) -> str:
         """Return why it cannot take a call, or "" if it can. The same on all ranks."""
         ...

@@ -12,10 +12,12 @@ from commlib.collectives.by_messages import MessageCall
 from commlib.collectives.objects import broadcast_bytes
 from commlib.collectives.operands import Result, apart_from, result, rows, source
 from commlib.collectives.ready import Calls, Ready
+from commlib.collectives.scatter_on_device import made_for, move_directly
 from commlib.collectives.scheduled import own_program
 from commlib.collectives.staged import deliver, fetch
 from commlib.devices.array import DeviceArray
-from commlib.devices.arrays import device_named, device_of, name_of_device
+from commlib.devices.arrays import name_of_device
+from commlib.devices.registry import streams
 from commlib.dtypes import Array, numpy_dtype
 from commlib.errors import UsageError
 from commlib.execution.streaming import Region
@@ -40,7 +42,7 @@ def scatter(calls: Calls, x: Any, root: int, out: Any, algorithm: str) -> Ready:
     at_root = group.rank == root
     array = _checked(x, group.size) if at_root else _NOTHING
     text = f"scatter, root={root}, algorithm={algorithm}"
-    stream = device_of(out).current()  # the caller's, not that of the thread in which this will run
+    current = streams()  # the caller's, not those of the thread in which this will run
 
     def move(array: Any, _: Any) -> tuple[Any, UsageError | None]:
         # Only the root knows what it scatters, so that the others need not pass an array.
@@ -50,9 +52,14 @@ def scatter(calls: Calls, x: Any, root: int, out: Any, algorithm: str) -> Ready:
         given: Result | None = None
         refused = None
         try:
-            given = result(out, shape, dtype, "scatter", device_named(device, "scatter"))
+            make = made_for(device, current) if device else result
+            given = make(out, shape, dtype, "scatter")
         except UsageError as error:  # the others do not know: take part, then say so
             refused = error
+        if device and algorithm != "node" and group.transport.accepts(device):
+            part = None if given is None else given.flat
+            move_directly(calls, steps, text, array if at_root else None, part, (shape, dtype), current)
+            return given, refused
         target = result(None, shape, dtype, "scatter") if given is None or device else given
         array = fetch(calls, array, text) if type(array) is DeviceArray else array
         layout = uneven([target.flat.size] * group.size)
@@ -64,7 +71,7 @@ def scatter(calls: Calls, x: Any, root: int, out: Any, algorithm: str) -> Ready:
             start, stop = layout.slice_of(group.rank)
             target.flat[...] = flat[start:stop]
         if given is not None and given is not target:
-            deliver(calls, given.flat, target.flat, text, given.flat.stream if out is None else stream)
+            deliver(calls, given.flat, target.flat, text, current[device])
         return given, refused
 
     return Ready(MessageCall(group, text, move, flat=False), array, array, _deliver, x=x if at_root else None)

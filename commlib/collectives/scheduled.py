@@ -19,7 +19,7 @@ from commlib.schedule.ir import Program
 class Scheduled:
     """See `paths.Path`."""
 
-    name, is_automatic = "", True
+    name, is_automatic, takes_devices = "", True, True
 
     def refusal(self, group: Group, verb: Verb, call: Call) -> str:
         return ""

@@ -28,11 +28,20 @@ class Stations(Protocol):
 
 
 def compile_on_device(paths: tuple[Path, ...], station: Station, group: Group, verb: Verb, call: Call) -> Compiled:
-    """Compile a call on arrays of a device: by messages of its memory where the transport takes it, as `algorithm`
-    allows; else by the host's paths."""
-    if group.transport.accepts(call.device) and call.algorithm not in {path.name for path in paths if path.name}:
-        direct = MessageCall(group, call.text, verb.messages(group, call))
-        return DeviceCall(group.progress, call.text, station, lambda x, target, _: direct.perform(x, target))
+    """Compile a call on arrays of a device: of its memory where the transport takes that, by the path that `algorithm`
+    names if it takes it too, else by messages; on the host's paths otherwise."""
+    named = next((path for path in paths if path.name and path.name == call.algorithm), None)
+    blocks = call.algorithm == "native"
+    if group.transport.accepts(call.device) and (named is None or named.takes_devices):
+        if named is None:
+            direct: Compiled = MessageCall(group, call.text, verb.messages(group, call))
+        else:
+            direct = compile_call(paths, group, verb, call)
+
+        def there(x: Any, target: Any, on_wait: OnWait) -> Any:
+            return direct.perform(x, target)
+
+        return DeviceCall(group.progress, call.text, station, there, blocks=blocks)
     if verb.elementwise:
         count = max(1, group.config.staging_kib * 1024 // call.dtype.itemsize)
         parts = cut(call, count)
@@ -40,7 +49,7 @@ def compile_on_device(paths: tuple[Path, ...], station: Station, group: Group, v
         run = in_pieces(station, [(start, stop, made[part]) for start, stop, part in parts], group.rank, verb, call)
     else:
         run = through_host(station, compile_call(paths, group, verb, call), group.rank, verb, call)
-    return DeviceCall(group.progress, call.text, station, run, blocks=call.algorithm == "native")
+    return DeviceCall(group.progress, call.text, station, run, blocks=blocks)
 
 
 def made_on_device(group: Group, station: Station, compiled: Compiled) -> Compiled:

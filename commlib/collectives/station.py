@@ -17,7 +17,7 @@ from commlib.group.group import Group
 log = logging.getLogger("commlib")
 
 # Seconds that a device gets to end its work when its group is closed.
-_LAST = 5.0
+LAST = 5.0
 
 # What was given up while a device may still read or write it, which must stay.
 _LEFT_BEHIND: list[Any] = []
@@ -64,11 +64,11 @@ class Station:
 
     def close(self) -> None:
         """Wait until the device has done what was queued, for a few seconds: also where everything else is given up."""
-        event, deadline = self._stream.record(), time.monotonic() + _LAST
+        event, deadline = self._stream.record(), time.monotonic() + LAST
 
         def on_wait() -> None:
             if time.monotonic() > deadline:
-                raise StallError(f"{self._group.name}: {self.device.name} still works after {_LAST} s")
+                raise StallError(f"{self._group.name}: {self.device.name} still works after {LAST} s")
 
         try:
             wait_for(event, on_wait)

@@ -6,7 +6,7 @@ A reduction of n float32 between H hosts takes about
     a codec   latency + pace * 2(H-1)/H * payload(n) + n * (encode + decode of an element)
 
 Pace (seconds for each byte that a rank sends) and latency are those of float32 all-reduces between the hosts, timed
-when training begins; the slowest rank counts, so that all choose alike.
+when training begins, on the device where the gradients are; the slowest rank counts, so that all choose alike.
 """
 
 from __future__ import annotations
@@ -20,14 +20,15 @@ import numpy as np
 from commlib.compress.cast import Cast
 from commlib.compress.codec import Codec
 from commlib.compress.exchange import Exchanged
+from commlib.compress.memory import Memory
 from commlib.compress.quantise import Blocks
 from commlib.compress.scheme import Lane, Part, Reducer, Scheme
 from commlib.devices.host import HOST
 from commlib.devices.protocol import Device
 from commlib.errors import UsageError
 
-_SMALL, _LARGE, _SAMPLE = 1 << 10, 1 << 18, 1 << 16
-"""Elements: of the timed reductions, and of what a codec is timed on."""
+_SMALL, _LARGE, _SAMPLE, SAMPLE_ON_DEVICE = 1 << 10, 1 << 18, 1 << 16, 1 << 22
+"""Elements: of the timed reductions, and of what a codec is timed on, more where starting a kernel takes long."""
 
 _GAIN = 0.9
 """A codec must take less than this share of the time without: it loses digits, and predictions are rough."""
@@ -77,31 +78,34 @@ def decide(auto: Auto, count: int, hosts: int, measured: Sequence[float]) -> tup
     return None if best is None else Exchanged(best), why
 
 
-def measure_link(lane: Lane) -> tuple[float, float]:
+def measure_link(lane: Lane, memory: Memory) -> tuple[float, float]:
     """Return seconds of latency and seconds per byte sent of float32 all-reduces over the lane. Collective."""
-    x = np.zeros(_LARGE, np.float32)
-    small = _median(lambda: lane.all_reduce(x[:_SMALL], out=x[:_SMALL]))
-    large = _median(lambda: lane.all_reduce(x, out=x))
+    x = memory.zeros(_LARGE)
+    small = _median(lambda: lane.all_reduce(x[:_SMALL], out=x[:_SMALL]), memory)
+    large = _median(lambda: lane.all_reduce(x, out=x), memory)
     share = 2 * (lane.size - 1) / lane.size
     pace = max(large - small, 1e-9) / (4 * (_LARGE - _SMALL) * share)
     return max(0.0, small - 4 * _SMALL * share * pace), pace
 
 
-def measure_cost(codec: Codec) -> tuple[float, float]:
+def measure_cost(codec: Codec, memory: Memory) -> tuple[float, float]:
     """Return seconds to encode and to decode one element on this rank."""
-    x = np.random.default_rng(0).standard_normal(_SAMPLE, np.float32)
-    payload = np.zeros(codec.payload_bytes(_SAMPLE), np.uint8)
-    out = np.zeros_like(x)
-    residual = (np.zeros_like(x), np.zeros_like(x)) if codec.feedback else None
-    encode = _median(lambda: codec.encode(x, payload, residual=residual))
-    return encode / _SAMPLE, _median(lambda: codec.decode(payload, out, add=True)) / _SAMPLE
+    count = _SAMPLE if memory.device is HOST else SAMPLE_ON_DEVICE
+    x = memory.here(np.random.default_rng(0).standard_normal(count, np.float32))
+    payload = memory.zeros(codec.payload_bytes(count), np.uint8)
+    out = memory.zeros(count)
+    residual = (memory.zeros(count), memory.zeros(count)) if codec.feedback else None
+    encode = _median(lambda: codec.encode(x, payload, residual=residual), memory)
+    return encode / count, _median(lambda: codec.decode(payload, out, add=True), memory) / count
 
 
-def _median(call: Callable[[], object], times: int = 5) -> float:
+def _median(call: Callable[[], object], memory: Memory, times: int = 5) -> float:
     call()  # compiles, connects, finds its buffers
+    memory.wait()
     seconds = []
     for _ in range(times):
         start = time.perf_counter()
         call()
+        memory.wait()
         seconds.append(time.perf_counter() - start)
     return sorted(seconds)[times // 2]

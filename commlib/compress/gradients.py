@@ -12,7 +12,10 @@ from commlib.communicator import Communicator
 from commlib.compress.auto import Auto, decide, measure_cost, measure_link
 from commlib.compress.crossing import BucketReduction, Crossing
 from commlib.compress.dgc import DGC
+from commlib.compress.memory import Memory
 from commlib.compress.scheme import COMMON, Part, Scheme, State
+from commlib.devices.host import HOST
+from commlib.devices.protocol import Device
 from commlib.dtypes import Array
 from commlib.errors import UsageError
 
@@ -22,11 +25,20 @@ log = logging.getLogger("commlib")
 class GradientCompression:
     """Makes the reductions of buckets, and keeps their states in step with the training. Collective to make.
 
-    `within_node` compresses between the ranks of a node too. `count` is the number of elements of a typical bucket,
-    for "auto". `why` says what was chosen, and for what reason; `scheme` is None where nothing is compressed.
+    `within_node` compresses between the ranks of a node too. For "auto": `count` is the number of elements of a typical
+    bucket, `device` where buckets are, and the same on all ranks. `why` says what was chosen, and for what reason;
+    `scheme` is None where nothing is compressed.
     """
 
-    def __init__(self, comm: Communicator, scheme: Scheme | None, *, within_node: bool = False, count: int = 1) -> None:
+    def __init__(
+        self,
+        comm: Communicator,
+        scheme: Scheme | None,
+        *,
+        within_node: bool = False,
+        count: int = 1,
+        device: Device = HOST,
+    ) -> None:
         self.why = "none: as asked" if scheme is None else f"{scheme.name}: as asked"
         self.scheme: Scheme | None = None
         self._reductions: dict[str, BucketReduction] = {}
@@ -43,13 +55,13 @@ class GradientCompression:
         if not self.crossing.compresses:
             self.why = "none: all ranks are on one node, whose memory is faster than any codec"
         elif isinstance(scheme, Auto):
-            self.scheme, self.why = self._decide(scheme, count)
+            self.scheme, self.why = self._decide(scheme, count, device)
         else:
             self.scheme = scheme
         if comm.rank == 0 and scheme is not None:
             log.info("compression %s", self.why)
 
-    def _decide(self, auto: Auto, count: int) -> tuple[Scheme | None, str]:
+    def _decide(self, auto: Auto, count: int, device: Device) -> tuple[Scheme | None, str]:
         comm, lane = self.crossing.comm, self.crossing.lane
 
         def slowest(values: Array) -> Array:
@@ -58,10 +70,12 @@ class GradientCompression:
         # Ranks without a rail only learn what the others find.
         found = np.zeros(2 + 2 * len(auto.codecs))
         if lane is not None:
-            found[:2] = measure_link(lane)
-            found[2:] = [seconds for codec in auto.codecs for seconds in measure_cost(codec)]
+            memory = Memory(device, lane.watch)
+            found[:2] = measure_link(lane, memory)
+            found[2:] = [seconds for codec in auto.codecs for seconds in measure_cost(codec, memory)]
         found = slowest(found)
-        return decide(auto, count, self.crossing.hosts, found.tolist())
+        scheme, why = decide(auto, count, self.crossing.hosts, found.tolist())
+        return scheme, why if device is HOST else f"{why}, on {device.name}"
 
     def reduction(self, key: str, array: Any, parts: Sequence[Part], flags: int, op: str) -> BucketReduction:
         """Return the reduction of a bucket, which takes over what is known of its parts. See `BucketReduction`."""

@@ -36,9 +36,12 @@ log = logging.getLogger("commlib")
 
 
 class Coordinator:
-    """One rank's side. `comm` is a group that nobody else uses; `members` are what its ranks are called."""
+    """One rank's side. `comm` is a group that nobody else uses; `members` are what its ranks are called.
 
-    def __init__(self, comm: Any, members: Sequence[int]) -> None:
+    negotiation: decides what is agreed (default: one of its own, for as many names as the settings say).
+    """
+
+    def __init__(self, comm: Any, members: Sequence[int], *, negotiation: Negotiation | None = None) -> None:
         self.comm = comm
         self.members = tuple(members)
         self.failed: dict[Pending, None] = {}
@@ -51,7 +54,9 @@ class Coordinator:
         self._recording: Recording = comm.runtime.recording
         self._records = Records(self._recording, comm.name)
         self._patience = Patience(config.stall_warning, config.timeout)
-        self._negotiation = Negotiation(comm.rank, self.members, capacity=config.known_names)
+        if negotiation is None:
+            negotiation = Negotiation(comm.rank, self.members, capacity=config.known_names)
+        self._negotiation = negotiation
         self._exchange = Exchange(comm)
         self._execution = Execution(comm, self.members, config.fusion_mib << 20)
         self._wording = Wording(comm, self.members, self._negotiation)

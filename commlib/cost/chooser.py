@@ -109,12 +109,12 @@ class Chooser:
 
 
 # Where Linux lists the cards of InfiniBand, RoCE, Omni-Path and EFA, and those of Slingshot.
-_FABRICS = (Path("/sys/class/infiniband"), Path("/sys/class/cxi"))
+FABRICS = (Path("/sys/class/infiniband"), Path("/sys/class/cxi"))
 
 
 def usual_machine() -> Machine:
     """Return what is assumed of this cluster while nothing has been measured: by the kind of its network."""
-    return DEFAULT if any(folder.is_dir() and any(folder.iterdir()) for folder in _FABRICS) else ETHERNET
+    return DEFAULT if any(folder.is_dir() and any(folder.iterdir()) for folder in FABRICS) else ETHERNET
 
 
 class Settings(Protocol):

@@ -36,7 +36,7 @@ LEAST_SEGMENT, LARGEST_SEGMENT = 64 << 10, 1 << 20
 # On a slow link a segment travels at once, without asking the receiver first: Open MPI sends up to 64 KiB of TCP so,
 # headers included. Else the question and its answer queue behind what is under way (with 62 KiB 95 % of 1 Gbit/s were
 # reached, with 256 KiB and 1 MiB 80 to 90 %). Slow is where such a segment takes longer than Python does for it.
-_AT_ONCE, _SLOW_SECONDS = 60 << 10, 40e-6
+AT_ONCE, _SLOW_SECONDS = 60 << 10, 40e-6
 
 # Larger messages took up to twice as long there (4 hosts at 0.1 and 1 Gbit/s: an all-gather by recursive doubling 1.6
 # to 2 times a ring's in small segments). What cannot be cut is ranked as if it took this many times as long, because
@@ -86,7 +86,7 @@ def predict(
     regions = chosen.regions(size, pieces)
     chunk = nbytes / regions[0] if regions else 0.0
     key = verb, algorithm
-    if key in APPROXIMATE and blocks == 1 and _messages(chosen, size, pieces) <= FEW_MESSAGES:
+    if key in APPROXIMATE and blocks == 1 and simulated_messages(chosen, size, pieces) <= FEW_MESSAGES:
         return estimate(verb, algorithm, size, nbytes, link, gamma=gamma, segments=pieces).time
     if key in PIPELINES:
         return PIPELINES[key](size, pieces, link.alpha, link.beta * chunk, gamma * chunk)
@@ -98,7 +98,7 @@ def predict(
     )
 
 
-def _messages(algorithm: Algorithm, size: int, segments: int) -> int:
+def simulated_messages(algorithm: Algorithm, size: int, segments: int) -> int:
     """Return how many messages a simulation would have, about."""
     if algorithm.segmented:  # every chunk goes up a tree, and down
         return 2 * (size - 1) * algorithm.regions(size, segments)[0]
@@ -107,11 +107,11 @@ def _messages(algorithm: Algorithm, size: int, segments: int) -> int:
 
 def largest_segment(link: Link) -> int:
     """Return the bytes of the largest segment that is to travel over a link."""
-    return _AT_ONCE if _is_slow(link) else LARGEST_SEGMENT
+    return AT_ONCE if _is_slow(link) else LARGEST_SEGMENT
 
 
 def _is_slow(link: Link) -> bool:
-    return link.beta * _AT_ONCE > _SLOW_SECONDS
+    return link.beta * AT_ONCE > _SLOW_SECONDS
 
 
 def _largest_message(verb: str, algorithm: str, size: int, nbytes: float, segments: int) -> float:
@@ -142,7 +142,7 @@ def best(verb: str, algorithm: str, size: int, nbytes: float, link: Link, gamma:
     """Return the best number of segments, and the seconds that are predicted with it."""
     segments = best_segments(verb, algorithm, size, nbytes, link, gamma)
     seconds = predict(verb, algorithm, size, nbytes, link, gamma, segments=segments)
-    asks = _is_slow(link) and _largest_message(verb, algorithm, size, nbytes, segments) > _AT_ONCE
+    asks = _is_slow(link) and _largest_message(verb, algorithm, size, nbytes, segments) > AT_ONCE
     return segments, seconds * _ASKING if asks else seconds
 
 
@@ -155,7 +155,7 @@ def best_segments(verb: str, algorithm: str, size: int, nbytes: float, link: Lin
         return min(options, key=lambda s: predict(verb, algorithm, size, nbytes, link, gamma, segments=s))
     steps = walks(verb, algorithm, size, 1)[-1]  # of the rank that combines most
     cost = costs(verb, algorithm, size, 1)[-1]
-    at_once = ceil(_largest_message(verb, algorithm, size, nbytes, 1) / _AT_ONCE) if _is_slow(link) else 1
+    at_once = ceil(_largest_message(verb, algorithm, size, nbytes, 1) / AT_ONCE) if _is_slow(link) else 1
     if not cost.combined and all(step.chunks <= step.messages for step in steps):
         return max(1, at_once)
     if not cost.combined or (verb not in _IN_BLOCKS and any(step.chunks > step.messages for step in steps)):

@@ -27,7 +27,7 @@ from commlib.dtypes import Array
 from commlib.kernels.host.stream import stream_copy
 
 # More gradients than this do not stay in a core's caches until they are reduced: the model itself needs them too.
-_CACHED_BYTES = 4 << 20
+CACHED_BYTES = 4 << 20
 
 
 class Pending(Protocol):
@@ -93,7 +93,7 @@ class Engine:
         self._pending: list[Pending] = []
         self._fetching: list[Pending | None] = []
         nbytes = sum(bucket.nbytes for bucket in self.buckets)
-        self._copy = stream_copy if nbytes > _CACHED_BYTES else ctypes.memmove
+        self._copy = stream_copy if nbytes > CACHED_BYTES else ctypes.memmove
 
     @property
     def in_flight(self) -> bool:

@@ -33,3 +33,8 @@ def named(name: str) -> Any:
     """Return this process' device of a kind, or None if it has none."""
     device = _NAMED.get(name)
     return None if device is None else device()
+
+
+def streams() -> dict[str, Any]:
+    """Return this thread's current stream on each device of this process, by the device's name."""
+    return {name: device.current() for name, find in _NAMED.items() if (device := find()) is not None}

@@ -8,7 +8,7 @@ rank that sends it.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from typing import Any
 
@@ -17,12 +17,13 @@ import numpy as np
 from commlib.buffers.views import address_of
 from commlib.dtypes import NUMPY, Array, accumulator_dtype
 from commlib.execution.reduce_op import Combination, ReduceOp
+from commlib.execution.rounds import Round, Rounds
 from commlib.execution.streaming import Posted
 from commlib.kernels.host.node import all_equal, arrays_are_where_expected, copy_from_array, copy_to_array, entry_point
 from commlib.kernels.host.reduce import reduce_as_written
 from commlib.schedule.ir import Program, Span
 from commlib.schedule.layout import even
-from commlib.transport.base import PersistentRound, Transport, WaitHook
+from commlib.transport.base import Transport, WaitHook
 
 # Above this what Python costs is no longer what counts.
 PERSISTENT_BYTES = 16 << 10
@@ -36,29 +37,27 @@ def _bytes(array: Array) -> memoryview:
     return array.view(np.uint8).data
 
 
-class _Step:
-    """One round: its messages, and what is combined when they are there."""
-
-    __slots__ = ("addresses", "keep", "messages")
-
-    def __init__(self, messages: PersistentRound, combinations: list[Combination], keep: list[Any]) -> None:
-        self.messages, self.addresses = messages, [combination.address for combination in combinations]
-        self.keep = combinations, keep
-
-
 class PersistentProgram:
     """A program of one region over `buffer` (1-D, contiguous), combined by `reduce_op`.
 
-    mark: one int64 that every message carries.
+    mark: one int64 that every message carries. then: what is combined after the last round.
     """
 
     def __init__(
-        self, program: Program, buffer: Array, transport: Transport, tag: int, reduce_op: ReduceOp, mark: Array
+        self,
+        program: Program,
+        buffer: Array,
+        transport: Transport,
+        tag: int,
+        reduce_op: ReduceOp,
+        mark: Array,
+        then: Sequence[Combination] = (),
     ) -> None:
         own_mark = _bytes(mark)
         self._marks = np.zeros(max(1, sum(len(step.recvs) for step in program.rounds)), np.int64)
         self._marks_written = np.array([address_of(self._marks), len(self._marks), address_of(mark)], np.int64)
-        self._marks_at, self._mark = address_of(self._marks_written), mark
+        self._mark = mark
+        self._marks_at = address_of(self._marks_written) if any(step.recvs for step in program.rounds) else 0
         marks = iter(range(len(self._marks)))
         layout = even(len(buffer), program.regions[0]) if program.regions else None
 
@@ -68,11 +67,10 @@ class PersistentProgram:
             start, stop = layout.slice(span)
             return buffer[start:stop]
 
-        self._receives = any(step.recvs for step in program.rounds)
-        self._steps = []
+        self._rounds, self._keep = list[Round](), list[Any]()
         for step in program.rounds:
             assert not step.copies
-            receives, keep, operands = [], [], {}  # type: ignore[var-annotated]
+            receives, operands = [], {}  # type: ignore[var-annotated]
             for recv in step.recvs:
                 place = part(recv.span)
                 if recv.reduce:
@@ -80,14 +78,20 @@ class PersistentProgram:
                     operands.setdefault(recv.span, []).append((recv.peer, place))
                 here = next(marks)
                 receives.append((recv.peer, (_bytes(place), _bytes(self._marks[here : here + 1]))))
-                keep.append(place)
+                self._keep.append(place)
             sends = [(send.peer, (_bytes(part(send.span)), own_mark)) for send in step.sends]
             combinations = []
             for span, arrivals in operands.items():
                 target = part(span)
                 ordered = sorted([*arrivals, (program.rank, target)], key=lambda operand: operand[0])
                 combinations.append(reduce_op.bind([array for _, array in ordered], target))
-            self._steps.append(_Step(transport.persistent_round(sends, receives, tag), combinations, keep))
+            if step is program.rounds[-1]:
+                combinations += then
+            messages = transport.persistent_round(sends, receives, tag)
+            self._rounds.append(Round(messages, [combination.address for combination in combinations]))
+            self._keep.append(combinations)
+        functions = transport.functions
+        self.compiled = None if functions is None else Rounds(self._rounds, functions, self._marks_at, buffer)
 
     def run(self, on_wait: WaitHook, posted: Posted | None = None) -> bool:
         """Run it once, and return whether all messages carried this rank's own mark.
@@ -95,16 +99,15 @@ class PersistentProgram:
         `on_wait` is called during long waits, and may raise to give up; it cannot run again then. `posted` is told of
         each round before its messages go, for that and the wait for them are one.
         """
-        for step in self._steps if posted is None else self._told(posted):
-            step.messages.run(on_wait)
-            for address in step.addresses:
+        if posted is None and self.compiled is not None:
+            return self.compiled.run(on_wait)
+        for number, (messages, addresses) in enumerate(self._rounds):
+            if posted is not None:
+                posted(0, number)
+            messages.run(on_wait)
+            for address in addresses:
                 _combine(address)
-        return not self._receives or bool(_are_equal(self._marks_at))
-
-    def _told(self, posted: Posted) -> Iterator[_Step]:
-        for number, step in enumerate(self._steps):
-            posted(0, number)
-            yield step
+        return self._marks_at == 0 or bool(_are_equal(self._marks_at))
 
 
 class PersistentAllReduce:
@@ -115,6 +118,7 @@ class PersistentAllReduce:
         wide = accumulator_dtype(reduce_op.dtype, operation)
         self.combine = ReduceOp(wide, "sum" if operation == "mean" else operation)
         self._divide = ReduceOp(wide, operation, reduce_op.divisor) if operation == "mean" else None
+        self._whole: Callable[[int, int], bool] | None = None  # all of it, if one compiled function does it
         self.buffer = np.empty(count, NUMPY[wide])
         self._mark = np.zeros(1, np.int64)
         self._steps: list[Callable[..., Any]] = []
@@ -125,16 +129,18 @@ class PersistentAllReduce:
     def then(self, step: Callable[[], Any]) -> None:
         """Add a step. One that returns False ends them all: its messages were not those of this call."""
         self._steps.append(step)
+        self._whole = None
 
     def then_messages(self, program: Program, transport: Transport, tag: int, on_wait: WaitHook) -> None:
         """Add the steps that combine the buffers of a transport's ranks, and divide if the operation is a mean."""
-        messages = PersistentProgram(program, self.buffer, transport, tag, self.combine, self._mark)
+        divide = self._divide
+        then = [] if divide is None or divide.divisor == 1 else [divide.bind([self.buffer], self.buffer)]
+        messages = PersistentProgram(program, self.buffer, transport, tag, self.combine, self._mark, then)
         exchange = partial(messages.run, on_wait)
         self._exchanges.append(exchange)
         self.then(exchange)
-        if self._divide is not None and self._divide.divisor > 1:
-            divide = self._divide.bind([self.buffer], self.buffer)
-            self.then(lambda: _combine(divide.address))
+        if self._copies_bytes and len(self._steps) == 1 and messages.compiled is not None:
+            self._whole = partial(messages.compiled.run, on_wait)
 
     def run(self, x: Array, target: Array, mark: int, posted: Posted | None = None) -> bool:
         """Reduce `x` into `target`, both contiguous, and return True; False, and leave `target`, if marks differ.
@@ -142,6 +148,8 @@ class PersistentAllReduce:
         mark: the same on all ranks if they have made the same calls. posted: told of each round.
         """
         self._mark[0] = mark
+        if posted is None and self._whole is not None:
+            return self._whole(id(x), id(target))
         if self._copies_bytes:
             _copy_from_array(self._at, id(x), self._nbytes)
         else:

@@ -11,16 +11,17 @@ from commlib.config import Config
 from commlib.errors import MismatchError
 from commlib.group.call_check import StallCheck, compare_messages, explain_difference, mismatch
 from commlib.group.standing import Standing
+from commlib.group.waits import Watching
 from commlib.node.board import NodeBoard
 from commlib.signature import follow, signature
-from commlib.transport.base import Transport, WaitHook
+from commlib.transport.base import Transport
 
 
 class CallSequence:
     """Those of one group, whose failures `standing` knows.
 
     one_node: whether all ranks are on one node. needs_board: whether the first collective makes a board, by `open`,
-    which then calls `meet_on`. watch: returns the watchdog for a wait.
+    which then calls `meet_on`. group: watches waits.
     """
 
     def __init__(
@@ -33,12 +34,12 @@ class CallSequence:
         *,
         one_node: bool,
         needs_board: bool,
-        watch: Callable[[str], WaitHook],
+        group: Watching,
         open: Callable[[], Any],
     ) -> None:
         self._transport, self._name, self._check = transport, name, config.check
         self._standing, self._stall_check = standing, stall_check
-        self._one_node, self._needs_board, self._watch, self._open = one_node, needs_board, watch, open
+        self._one_node, self._needs_board, self._group, self._open = one_node, needs_board, group, open
         self._count = 0
         self.history = 0
         """A hash of all calls so far whose data travels by messages. Every message carries it, in its tag or beside its
@@ -95,7 +96,7 @@ class CallSequence:
     def _compare(self, text: str, meets: bool) -> None:
         if self._transport.size == 1 or (self._check == "never" and not meets):
             return
-        texts, board, watch = None, self._standing.board, self._watch(text)
+        texts, board, watch = None, self._standing.board, self._group.watch(text)
         if self._one_node and board is not None:
             if not board.meet(signature(text), watch):
                 texts = board.exchange_texts(text, watch)

@@ -2,21 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass
 
 from commlib.group.call_check import mismatch
 from commlib.group.call_sequence import CallSequence
 from commlib.group.standing import Standing
+from commlib.group.waits import Watching
 from commlib.kernels.host.node import BROKEN, MISMATCH
 from commlib.node.board import Call, Kernel
 from commlib.runtime.progress import Progress
-from commlib.transport.base import WaitHook
 
 
 @dataclass(frozen=True, slots=True)
 class Completion:
-    """That of one group. watch: returns the watchdog for a wait."""
+    """That of one group, which watches its waits."""
 
     name: str
     rank: int
@@ -24,7 +23,7 @@ class Completion:
     standing: Standing
     calls: CallSequence
     progress: Progress
-    watch: Callable[[str], WaitHook]
+    group: Watching
 
     def complete(self, kernel: Kernel, argument: int, calls: Call, status: int, text: str) -> int:
         """Finish a kernel that did not end well at once: go on waiting, or say who called what. Return its status."""
@@ -36,7 +35,7 @@ class Completion:
             with self.progress.set_aside():
                 if journal.current is not None:
                     journal.current.round("waits on its node")
-                watch = self.watch(text)
+                watch = self.group.watch(text)
                 status = board.resume(kernel, argument, calls, status, watch)
                 if status == MISMATCH:
                     texts = board.exchange_texts(text, watch)

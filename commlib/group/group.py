@@ -84,14 +84,14 @@ class Group:
             self._stall_check,
             one_node=self.one_node,
             needs_board=self.shares_memory,
-            watch=self.watch,
+            group=self,
             open=self.open,
         )
         self.journal = Journal(name, self.key, number_of(self._calls))
         # The thread of `progress` must neither keep the group alive nor outlive it.
         self.progress = Progress(weakly(self._standing.abandon), self.journal)
         weakref.finalize(self, self.progress.close).atexit = False
-        self._programs = Programs(transport, self.hierarchy, self._calls, self.journal, self.watch)
+        self._programs = Programs(transport, self.hierarchy, self._calls, self.journal, self)
         # Found here without a frame more: they are on the way of every call that goes by messages.
         self.perform_call, self.execute = self._calls.perform, self._programs.execute
         self.gather_objects = self._programs.gather_objects
@@ -149,7 +149,7 @@ class Group:
             self._presence = Presence(board)
             self._standing.is_open = True
             completion = Completion(
-                self.name, self.rank, self.one_node, self._standing, self._calls, self.progress, self.watch
+                self.name, self.rank, self.one_node, self._standing, self._calls, self.progress, self
             )
             places, complete, abandon = self.symmetric.places, completion.complete, self._standing.abandon
             self._context = NodeContext(board, self.progress, places, complete, abandon)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 from commlib.execution.reduce_op import ReduceOp
@@ -10,14 +10,15 @@ from commlib.execution.streaming import Hook, Posted, Region, execute, nothing
 from commlib.group.call_sequence import CallSequence
 from commlib.group.gathering import gather_objects
 from commlib.group.hierarchy import Hierarchy
+from commlib.group.waits import Watching
 from commlib.observe.journal import Journal
 from commlib.schedule.ir import Program
 from commlib.signature import signature
-from commlib.transport.base import Transport, WaitHook
+from commlib.transport.base import Transport
 
 
 class Programs:
-    """Those of one group. watch: returns the watchdog for a wait."""
+    """Those of one group, which watches their waits."""
 
     def __init__(
         self,
@@ -25,10 +26,10 @@ class Programs:
         hierarchy: Hierarchy,
         calls: CallSequence,
         journal: Journal,
-        watch: Callable[[str], WaitHook],
+        group: Watching,
     ) -> None:
         self._transport, self._hierarchy = transport, hierarchy
-        self._calls, self._journal, self._watch = calls, journal, watch
+        self._calls, self._journal, self._group = calls, journal, group
 
     def execute(
         self,
@@ -51,7 +52,7 @@ class Programs:
             blocks,
             transport or self._transport,
             tag=self._calls.history + signature(text) + part * 0x85EBCA6B,
-            on_wait=self._watch(text),
+            on_wait=self._group.watch(text),
             reduce_op=reduce_op,
             before=before,
             after=after,

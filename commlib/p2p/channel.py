@@ -12,10 +12,13 @@ from numpy import ndarray
 
 from commlib import forks
 from commlib.buffers.views import as_host, contiguous
+from commlib.devices.array import DeviceArray
+from commlib.devices.arrays import viewed
 from commlib.dtypes import Array, name_of
 from commlib.errors import CommlibError, PeerError, ShutdownError, StallError, TransportError, UsageError
 from commlib.p2p.ends import Ends
 from commlib.p2p.form import Shape
+from commlib.p2p.on_device import fetched
 from commlib.p2p.posted import MOST_DIMENSIONS
 from commlib.p2p.pumps import Pumps
 from commlib.p2p.queued import Queued, Sending
@@ -106,13 +109,12 @@ class Channel:
         """Send an array of the channel's dtype, of any shape. Returns when it may be changed.
 
         Waits while all slots of the other side are taken, at most `timeout` seconds: StallError, and nothing was sent.
-        What `buffer` gave is sent without a copy.
+        What `buffer` gave is sent without a copy, an array of a device by way of one on the host, where `recv` has it.
         """
         try:
-            if type(x) is ndarray and not self._put(self._out, id(x)):
-                return
-            if self.ends.outgoing.try_put(x):
-                self._pumps.sent()
+            if type(x) is ndarray and (status := self._put(self._out, id(x))) >= 0:
+                if status:  # it has not left yet
+                    self._pumps.sent(lags=True)
                 return
         except BaseException as error:
             self._abandon(f"send on {self.text}", error)
@@ -128,10 +130,10 @@ class Channel:
         try:
             slot = self._take(self._in)
             if slot >= 0:
-                return self._views[slot]
-            if (view := self.ends.incoming.try_take()) is not None:
-                self._pumps.received()
-                return view
+                if slot < self.depth:
+                    return self._views[slot]
+                self._pumps.received()  # a large one
+                return self._views[slot - self.depth]
         except BaseException as error:
             self._abandon(f"recv on {self.text}", error)
             raise
@@ -205,7 +207,7 @@ class Channel:
     # The rest: what is checked, waits and failures
 
     def _checked(self, x: Any) -> Array:
-        array = as_host(x, "send")
+        array = viewed(x, "send")
         if array.dtype != self.dtype:
             raise UsageError(
                 f"send on {self.text}: x is {name_of(array.dtype)}, but the channel was opened for "
@@ -213,6 +215,8 @@ class Channel:
             )
         if array.ndim > MOST_DIMENSIONS:
             raise UsageError(f"send on {self.text}: x has {array.ndim} dimensions, expected at most {MOST_DIMENSIONS}")
+        if type(array) is DeviceArray:
+            return fetched(self._group, array, f"send on {self.text}")
         return contiguous(array, "send")
 
     def _send(self, x: Any, timeout: float | None) -> None:

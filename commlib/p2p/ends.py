@@ -44,8 +44,8 @@ class Ends:
             is_named = group.named_memory
             incoming, outgoing = Inbox(*arguments, is_named=is_named), Outbox(*arguments, is_named=is_named)
         else:
-            incoming = PostedReceives(mailbox.transport, address.peer, form, terms.shape, terms.depth, tag=tag)
-            outgoing = PostedSends(mailbox.transport, address.peer, form, terms.shape, terms.depth)
+            messages = mailbox.transport, address.peer, form, terms.shape, terms.dtype, terms.depth
+            incoming, outgoing = PostedReceives(*messages, tag=tag), PostedSends(*messages)
         return cls(mailbox, address, terms, outgoing, incoming, tag)
 
     def hello(self) -> dict[str, Any]:

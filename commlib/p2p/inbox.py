@@ -63,10 +63,6 @@ class Inbox(NodeEnd):
     def has_come(self) -> bool:
         return bool(_has_come(self.at))
 
-    def try_take(self) -> Array | None:
-        """Nothing to do: `take` has tried."""
-        return None
-
     def recv(self, text: str, on_wait: WaitHook) -> Array | None:
         """Take the next message, and return its view; None if the end is halted.
 

@@ -19,7 +19,7 @@ from commlib.p2p.mailbox import Address, Mailbox
 from commlib.p2p.node_end import waiting_fields
 from commlib.transport.base import Transport
 
-take, _look = entry_point(lane_take.take, 3), entry_point(lane_take.look)
+take, look_into = entry_point(lane_take.take, 3), entry_point(lane_take.look)
 _post, _ask, _withdraw, _forget = (
     entry_point(lane_posts.post, 4),
     entry_point(lane_posts.ask, 3),
@@ -69,7 +69,7 @@ class LaneIn:
         """Give what has come to those who have posted. Never blocks. Raises TransportError."""
         while True:
             number = int(self._end[ring.RING])  # first: what is seen then is seen of this ring, or of a later one
-            status = _look(self.at)
+            status = look_into(self.at)
             if status == ring.FULL:
                 self._make_room_aside()
             elif status == lane_take.DRAINED or (status == ring.WAITING and number == 0):

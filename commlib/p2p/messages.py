@@ -15,10 +15,9 @@ from commlib.buffers.views import contiguous
 from commlib.devices.array import DeviceArray
 from commlib.devices.arrays import overlap, viewed, written
 from commlib.devices.protocol import Event
-from commlib.devices.waiting import wait_for
-from commlib.dtypes import Array
 from commlib.errors import CommlibError, MismatchError, ShutdownError, StallError, UsageError
 from commlib.observe.recorder import MESSAGES
+from commlib.p2p.on_device import memory_of
 from commlib.p2p.post import Post
 from commlib.runtime.work import Work
 from commlib.transport.base import ProbedReceive, Request
@@ -31,18 +30,22 @@ _MOST_TAGS = 32767  # what every MPI allows
 
 @dataclass(frozen=True, slots=True)
 class _Message:
-    """One half of a call, checked and not yet posted. `array` is the user's, `flat` what is sent or filled."""
+    """One half of a call, checked and not yet posted. `array` is the user's, `flat` what is sent or filled.
+
+    staged: `array` is a device's, and `flat` the host's.
+    """
 
     peer: int
     tag: int
     array: Any
-    flat: Array
+    flat: Any
     incoming: bool
+    staged: bool = False
 
     def post(self, post: Post) -> Request:
-        data = self.flat.view(np.uint8).data
+        data = self.flat.view(np.uint8)
         start = post.recv if self.incoming else post.send
-        return start(self.peer, self.tag, data)
+        return start(self.peer, self.tag, data if type(data) is DeviceArray else data.data)
 
     def collect(self, comm: Group, request: Request) -> None:
         """Check what has arrived, and give it to the user."""
@@ -54,11 +57,11 @@ class _Message:
                 f"{comm.name}: recv from rank {self.peer}, tag {self.tag}, on rank {comm.rank}: "
                 f"expected {self.flat.nbytes} bytes, got {came}: send and receive the same count and dtype"
             )
-        if type(self.array) is DeviceArray:
+        if self.staged:
             # The stream that was told to receive is in order with what its thread queues after it has waited.
             with self.array.device.using(self.array.stream):
                 self.array[:] = self.flat
-        elif not np.may_share_memory(self.flat, self.array):
+        elif type(self.flat) is not DeviceArray and not np.may_share_memory(self.flat, self.array):
             self.array[...] = self.flat.reshape(self.array.shape)
 
 
@@ -156,7 +159,7 @@ class Messages(Work):
         if not super().done() and all(request.test() for request in self._requests):
             for message, request in zip(self._messages, self._requests, strict=True):
                 message.collect(self._comm, request)
-                if message.incoming and type(message.array) is DeviceArray:
+                if message.incoming and message.staged:
                     array = message.array
                     self._arrived.append((array.device, array.stream.record(), message.flat))
             self._end()
@@ -190,40 +193,34 @@ class Messages(Work):
         self.finish(value, error)
 
 
-def _message(comm: Group, verb: str, x: Any, peer: int, tag: int, *, incoming: bool, what: str = "x") -> _Message:
+def _message(
+    comm: Group, post: Post, verb: str, x: Any, peer: int, tag: int, *, incoming: bool, what: str = "x"
+) -> _Message:
     array = written(x, verb, what) if incoming else viewed(x, verb, what)
     if not 0 <= integer(verb, "peer", peer) < comm.size:
         raise UsageError(f"{verb}: peer is {peer}, but {comm.name} has the ranks 0 to {comm.size - 1}")
     if not 0 <= integer(verb, "tag", tag) <= _MOST_TAGS:
         raise UsageError(f"{verb}: tag is {tag}, expected 0 to {_MOST_TAGS}")
     if type(array) is DeviceArray:
-        return _Message(peer, tag, array.reshape(-1), _on_host(comm, array, verb, fetch=not incoming), incoming)
+        whole = array.reshape(-1)
+        flat = memory_of(comm, post, whole, verb, peer, incoming=incoming)
+        return _Message(peer, tag, whole, flat, incoming, staged=type(flat) is not DeviceArray)
     return _Message(peer, tag, array, contiguous(array, verb).reshape(-1), incoming)
 
 
-def _on_host(comm: Group, array: DeviceArray, verb: str, *, fetch: bool) -> Array:
-    """Return host memory for what a device's array sends or gets, with its values in the first case."""
-    device = array.device
-    flat: Array = device.staging(array.nbytes).view(array.dtype)
-    if fetch:
-        device.copy(flat, array)
-        wait_for(device.current().record(), comm.watch(f"{verb}: a copy from {device.name}", ()))
-    return flat
-
-
 def send(comm: Group, post: Post, x: Any, peer: int, tag: int) -> Messages:
-    message = _message(comm, "send", x, peer, tag, incoming=False)
+    message = _message(comm, post, "send", x, peer, tag, incoming=False)
     return Messages(comm, post, f"send to rank {peer}, tag {tag}", [message], None)
 
 
 def recv(comm: Group, post: Post, x: Any, peer: int, tag: int) -> Messages:
-    message = _message(comm, "recv", x, peer, tag, incoming=True)
+    message = _message(comm, post, "recv", x, peer, tag, incoming=True)
     return Messages(comm, post, f"recv from rank {peer}, tag {tag}", [message], x)
 
 
 def send_recv(comm: Group, post: Post, x: Any, peer: int, out: Any, source: int, tag: int) -> Messages:
-    arriving = _message(comm, "send_recv", out, source, tag, incoming=True, what="out")
-    leaving = _message(comm, "send_recv", x, peer, tag, incoming=False)
+    arriving = _message(comm, post, "send_recv", out, source, tag, incoming=True, what="out")
+    leaving = _message(comm, post, "send_recv", x, peer, tag, incoming=False)
     on_device = type(arriving.array) is DeviceArray and overlap(arriving.array, leaving.array)
     if on_device or overlap(arriving.flat, leaving.flat):
         raise UsageError("send_recv: x and out overlap: receive into another array")
@@ -237,7 +234,7 @@ def exchange(comm: Group, post: Post, x: Any, peer: int, out: Any, source: int, 
         if alike and post.send_now(x, peer, tag):
             if post.recv_now(out, source, tag):
                 return out
-            arriving = _message(comm, "send_recv", out, source, tag, incoming=True, what="out")
+            arriving = _message(comm, post, "send_recv", out, source, tag, incoming=True, what="out")
             return Messages(comm, post, _both(peer, source, tag), [arriving], out).complete()
     except CommlibError:
         raise

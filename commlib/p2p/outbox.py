@@ -78,10 +78,6 @@ class Outbox(NodeEnd):
         back = self._back[int(self._end[kernels.SLOT])]
         return int(back[0]) > self.count - self.depth
 
-    def try_put(self, x: Any) -> bool:
-        """Nothing to do: `put` has tried."""
-        return False
-
     def send(self, x: Array, text: str, on_wait: WaitHook) -> None:
         """Put a contiguous array of the dtype, of any shape."""
         thread = threading.get_ident()

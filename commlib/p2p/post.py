@@ -86,13 +86,20 @@ class Post:
 
     # What every message can have: requests
 
-    def send(self, peer: int, tag: int, data: memoryview) -> Request:
-        """Post a send of bytes, which must stay unchanged until the request is complete."""
+    def takes(self, peer: int, device: str) -> bool:
+        """Return whether `send` and `recv` take a device's memory as it is: not where lanes go, through the host's."""
+        return self._transport.accepts(device) and not self._has_lane(peer)
+
+    def send(self, peer: int, tag: int, data: Any) -> Request:
+        """Post a send of bytes, which must stay unchanged until the request is complete.
+
+        data: a memoryview, or a Buffer of a device that `takes` allows; nothing queued may still write it.
+        """
         if not self._has_lane(peer):
             return self._transport.send(peer, tag, data)
         return self._lane_out(peer).send(int(tag), data)
 
-    def recv(self, peer: int, tag: int, into: memoryview) -> ProbedReceive:
+    def recv(self, peer: int, tag: int, into: Any) -> ProbedReceive:
         """Post a receive of a message that may be longer: it is then dropped, and `nbytes` is -1."""
         if not self._has_lane(peer):
             return self._transport.recv_probed(peer, tag, into)

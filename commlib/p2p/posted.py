@@ -4,45 +4,64 @@ Every message begins with a head that says its number, its shape and its length,
 than the memory that was posted for it. A longer one is announced by a head of its own: the receiver then posts more
 memory, under the next tag, so that no message can meet memory that is too short for it. What one request cannot hold
 follows under a tag for such tails.
+
+A message like the one before goes by compiled functions alone (`kernels.host.posted`), where the transport has what
+they call; all others, and long waits, are here.
 """
 
 from __future__ import annotations
 
 import threading
+from typing import Any
 
 import numpy as np
 
 from commlib.buffers.views import address_of
 from commlib.dtypes import Array
+from commlib.kernels.host import posted as kernels
+from commlib.kernels.host.channel import COUNT, DEPTH, HALTED
+from commlib.kernels.host.posted import KIND, LENGTHS, MOST_DIMENSIONS, NBYTES, NDIM, NUMBER
 from commlib.p2p.form import Form, Shape
+from commlib.p2p.node_end import ARRAYS_ARE_WHERE_EXPECTED
+from commlib.p2p.turn import Turn
 from commlib.transport.base import PersistentMessage, Request, Transport
+
+__all__ = ["KIND", "LENGTHS", "MOST_DIMENSIONS", "NBYTES", "NDIM", "NUMBER"]
 
 TAGS = 64
 """How many tags a direction has: for tails, and for every time that its memory has grown."""
 
-_LEAST_ROOM, GROWTH = (
-    4096,
-    1.5,
-)  # bytes, and by how much memory grows at least: so there are tags enough for 10^14 bytes
+# Bytes, and by how much memory grows at least: so there are tags enough for 10^14 bytes.
+_LEAST_ROOM, GROWTH = 4096, 1.5
 
-MOST_DIMENSIONS = 12
-NUMBER, KIND, NBYTES, NDIM, LENGTHS = range(5)
-HEAD_BYTES = 8 * (LENGTHS + MOST_DIMENSIONS)
-DATA, GROW = 0, 1
+HEAD_BYTES = 8 * kernels.HEAD_FIELDS
+DATA, GROW = 0, 1  # kinds of messages
 
 LONGEST = 1 << 30  # bytes of one request
 
-EAGER = 50  # how often a receiver asks before it looks around
+_POLLS = 50  # how often a receiver asks before it looks around
 
 TAIL = 0
 
 
 class Slot:
-    """Memory of one message: its head, then its payload."""
+    """Memory of one message: its head, then its payload. `row` is what compiled functions know of it."""
 
-    __slots__ = ("_all", "generation", "head", "length", "memory", "payload", "request", "shape", "tail", "view")
+    __slots__ = (
+        "_all",
+        "_request",
+        "generation",
+        "head",
+        "length",
+        "memory",
+        "payload",
+        "row",
+        "shape",
+        "tail",
+        "view",
+    )
 
-    def __init__(self, nbytes: int, generation: int) -> None:
+    def __init__(self, nbytes: int, generation: int, row: Array) -> None:
         self.generation = generation  # how often memory has grown before
         raw = np.empty(HEAD_BYTES + nbytes + 63, np.uint8)
         self._all = raw[-address_of(raw) % 64 :][: HEAD_BYTES + nbytes]
@@ -51,9 +70,23 @@ class Slot:
         self.memory = self._all.data
         self.shape: Shape = ()
         self.view: Array | None = None  # of the last message that was here, as an array
-        self.length = -1  # bytes that `request` is for; of what is received, of the payload, once that is known
-        self.request: PersistentMessage | None = None
+        self.length = -1  # bytes that the request of a send is for
         self.tail: Request | None = None
+        self._request: PersistentMessage | None = None
+        self.row = row
+        row[:] = 0
+        row[kernels.HEAD], row[kernels.DATA] = address_of(self.head), address_of(self.payload)
+        row[kernels.ROOM] = nbytes
+
+    @property
+    def request(self) -> PersistentMessage | None:
+        """The message that is sent from here, or received, again and again."""
+        return self._request
+
+    @request.setter
+    def request(self, request: PersistentMessage) -> None:
+        self._request = request
+        self.row[kernels.HANDLE] = request.handle_at
 
     def read(self, form: Form, length: int) -> Array:
         """Return what has come as an array."""
@@ -65,34 +98,58 @@ class Slot:
 
     def test(self) -> bool:
         """Make progress; return whether nothing of it is under way."""
-        if self.request is not None and not self.request.test():
+        if self._request is not None and not self._request.test():
             return False
         return self.tail is None or self.tail.test()
 
     def close(self) -> None:
-        if self.request is not None:
-            self.request.close()
+        if self._request is not None:
+            self._request.close()
         if self.tail is not None and not self.tail.test():
             self.tail.cancel()
 
 
 class PostedEnd:
-    def __init__(self, transport: Transport, peer: int, form: Form, shape: Shape, depth: int) -> None:
+    """What both ends have: the numbers that compiled functions share with Python, and slots."""
+
+    def __init__(
+        self, transport: Transport, peer: int, form: Form, shape: Shape, dtype: np.dtype[Any], depth: int
+    ) -> None:
         self._transport, self._peer, self._depth, self._longest = transport, peer, depth, LONGEST
-        self.form, self.shape, self.count = form, shape, 0
+        self.form, self.shape, self._dtype = form, shape, dtype
         self._room, self._tag = max(form.nbytes(shape), _LEAST_ROOM), 0
         self._generation = 1
+        self.is_half_way = self._halted = self._is_deferred = False
+        self._end, self._rows = (
+            np.zeros(kernels.POSTED_FIELDS, np.int64),
+            np.zeros((depth, kernels.ROW_FIELDS), np.int64),
+        )
+        self.at = address_of(self._end)
+        functions = transport.functions
+        self._is_compiled = functions is not None and form.is_plain and ARRAYS_ARE_WHERE_EXPECTED
+        self._flag, self._status = np.zeros(1, np.int32), np.zeros(0 if functions is None else functions.status_bytes)
+        if functions is not None:
+            self._end[kernels.START], self._end[kernels.TEST] = functions.start, functions.test
+        self._end[kernels.FLAG], self._end[kernels.STATUS] = address_of(self._flag), address_of(self._status)
+        self._end[kernels.ROWS], self._end[DEPTH], self._end[kernels.POLLS] = address_of(self._rows), depth, _POLLS
         # MPI allows one thread at a time to ask for a request; a signal handler's call may find its own thread here.
-        self.lock = threading.RLock()
-        self.is_half_way = False
+        self.lock, self._turn = threading.RLock(), Turn(self.at)
         self._slots: list[Slot] = []
-        self._halted = False
 
-    at = 0  # there is no compiled end
+    @property
+    def count(self) -> int:
+        """How many messages this end has sent, or received."""
+        return int(self._end[COUNT])
 
     def halt(self, *, yes: bool) -> None:
         """Let nothing move any more, or again."""
         self._halted = yes
+        self._end[HALTED] = yes or self._is_deferred
+
+    def defer(self, *, yes: bool) -> None:
+        """Let compiled functions move nothing, because other messages must go first; or no more."""
+        self._is_deferred = yes
+        self._end[HALTED] = yes or self._halted
 
     def _data_tag(self) -> int:
         return self._tag + self._generation
@@ -100,7 +157,13 @@ class PostedEnd:
     def _grow(self, room: int) -> None:
         self._room, self._generation = room, self._generation + 1
 
+    def _make_slots(self) -> None:
+        """Make memory for `depth` messages, in place of what there was."""
+        self._rows[:] = 0
+        self._slots = [Slot(self._room, self._generation, row) for row in self._rows]
+
     def close(self) -> None:
-        with self.lock:
+        with self.lock, self._turn:
+            self._end[HALTED] = 1
             for slot in self._slots:
                 slot.close()

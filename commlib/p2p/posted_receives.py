@@ -2,20 +2,25 @@
 
 from __future__ import annotations
 
-from collections import deque
-from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 
+from commlib.buffers.views import address_of
 from commlib.dtypes import Array
 from commlib.errors import TransportError, UsageError
+from commlib.kernels.host import posted as kernels
+from commlib.kernels.host.channel import COUNT
+from commlib.kernels.host.node import entry_point
+from commlib.kernels.host.posted import FIRST, HELD, KNOWN, LENGTH, LIKE, POSTED, RING
+from commlib.p2p.node_end import ask_python, ask_python_too
 from commlib.p2p.posted import (
-    EAGER,
     GROW,
     HEAD_BYTES,
     KIND,
+    LENGTHS,
     NBYTES,
+    NDIM,
     NUMBER,
     TAIL,
     PostedEnd,
@@ -24,24 +29,22 @@ from commlib.p2p.posted import (
 from commlib.transport.base import WaitHook
 from commlib.transport.polling import poll
 
-
-@dataclass(frozen=True, slots=True, eq=False)
-class _Held:
-    """A message that was received and not handed back."""
-
-    view: Array
-    slot: Slot
+_take, _hand_back = entry_point(kernels.take), entry_point(kernels.hand_back, 2)
 
 
 class PostedReceives(PostedEnd):
     """The receiving end."""
 
-    def __init__(self, *args: Any, tag: int, **options: Any) -> None:
-        super().__init__(*args, **options)
+    def __init__(self, *args: Any, tag: int) -> None:
+        super().__init__(*args)
         self._tag = tag
-        self._posted: deque[Slot] = deque()  # in the order in which messages will take them
-        self._held: list[_Held] = []  # the oldest first
+        self._ring = np.zeros(self._depth, np.int64)  # slots, in the order in which messages will take them
+        self._end[RING] = address_of(self._ring)
+        self._held_before: list[Array] = []  # views of memory that was too short
         self.views: list[Array] = []
+        """What `take` gives, by slot."""
+        self.take = _take if self._is_compiled else ask_python
+        self.hand_back = _hand_back if self._is_compiled else ask_python_too
         self._post_all()
 
     is_settled = True
@@ -51,36 +54,40 @@ class PostedReceives(PostedEnd):
         """Begin: the receives are there already."""
 
     def _post_all(self) -> None:
-        self._slots = [Slot(self._room, self._generation) for _ in range(self._depth)]
-        for slot in self._slots:
+        self._make_slots()
+        self.views[:] = [slot.payload for slot in self._slots]
+        self._end[FIRST] = self._end[POSTED] = 0
+        for number, slot in enumerate(self._slots):
             head = slot.memory[: self._longest]
             slot.request = self._transport.persistent_recv(self._peer, self._data_tag(), head)
-            self._post(slot)
+            self._post(number)
 
-    def _post(self, slot: Slot) -> None:
-        slot.tail = None
-        slot.length = -1
+    def _post(self, number: int) -> None:
+        slot = self._slots[number]
         assert slot.request is not None
         slot.request.start()
-        self._posted.append(slot)
+        slot.row[HELD], slot.row[LENGTH] = 0, -1
+        self._ring[(self._end[FIRST] + self._end[POSTED]) % self._depth] = number
+        self._end[POSTED] += 1
 
-    @staticmethod
-    def take(at: int) -> int:
-        return -3  # kernels.OTHER: ask `recv`
+    def _awaited(self) -> list[Slot]:
+        """Return the slots that messages will come to, the next one first."""
+        first = int(self._end[FIRST])
+        return [self._slots[self._ring[(first + n) % self._depth]] for n in range(int(self._end[POSTED]))]
 
-    @staticmethod
-    def hand_back(at: int, array: int) -> int:
-        return -3
+    def _held(self) -> list[int]:
+        """Return the slots that were taken and not handed back, the first one first."""
+        return sorted(np.flatnonzero(self._rows[:, HELD]).tolist(), key=lambda number: int(self._rows[number, HELD]))
 
     def has_come(self) -> bool:
         """Make progress; return whether the next message is there."""
-        with self.lock:
-            while not self._halted and self._posted:
-                slot = self._posted[0]
+        with self.lock, self._turn:
+            while not self._halted and self._end[POSTED]:
+                slot = self._awaited()[0]
                 assert slot.request is not None
                 if not slot.request.test():
                     return False
-                if slot.length < 0:
+                if slot.row[LENGTH] < 0:
                     self._read_head(slot)
                     continue
                 return slot.tail is None or slot.tail.test()
@@ -95,9 +102,9 @@ class PostedReceives(PostedEnd):
         length = int(head[NBYTES])
         self.is_half_way = True
         if head[KIND] == GROW:
-            old = list(self._posted)
+            old = self._awaited()
+            self._held_before += [view for number in self._held() if (view := self._slots[number].view) is not None]
             self._grow(length)
-            self._posted.clear()
             self._post_all()
             for passed in old:  # nothing more comes under their tag
                 passed.close()
@@ -106,7 +113,7 @@ class PostedReceives(PostedEnd):
         if HEAD_BYTES + length > self._longest:
             rest = slot.memory[self._longest : HEAD_BYTES + length]
             slot.tail = self._transport.recv(self._peer, self._tag + TAIL, rest)
-        slot.length = length
+        slot.row[LENGTH] = length
         self.is_half_way = False
 
     def recv(self, text: str, on_wait: WaitHook) -> Array | None:
@@ -115,11 +122,11 @@ class PostedReceives(PostedEnd):
         Raises UsageError if the memory of all is held.
         """
         while not self._halted:
-            poll(lambda: self.has_come() or not self._posted or self._halted, on_wait)
-            with self.lock:
+            poll(lambda: self.has_come() or not self._end[POSTED] or self._halted, on_wait)
+            with self.lock, self._turn:
                 if self.has_come():
                     return self._take()
-                if not self._posted and not self._halted:
+                if not self._end[POSTED] and not self._halted:
                     raise UsageError(
                         f"{text}: all {self._depth} messages that fit in have been received and none handed back: call "
                         "release, or open the channel with a greater depth"
@@ -128,38 +135,41 @@ class PostedReceives(PostedEnd):
 
     def _take(self) -> Array:
         self.is_half_way = True
-        slot = self._posted.popleft()
-        self.count += 1
-        view = slot.read(self.form, slot.length)
-        self._held.append(_Held(view, slot))
+        number = int(self._ring[self._end[FIRST]])
+        slot = self._slots[number]
+        view = slot.read(self.form, int(slot.row[LENGTH]))
+        # The next one here goes by compiled functions if it is alike.
+        slot.row[KNOWN : KNOWN + LENGTHS - NBYTES + slot.head[NDIM]] = slot.head[NBYTES : LENGTHS + slot.head[NDIM]]
+        slot.row[LIKE] = self._is_compiled and slot.tail is None
+        slot.tail = None
+        self.views[number] = view
+        self._end[FIRST] = (self._end[FIRST] + 1) % self._depth
+        self._end[POSTED] -= 1
+        self._end[COUNT] += 1
+        slot.row[HELD] = self._end[COUNT]
         self.is_half_way = False
         return view
 
-    def try_take(self) -> Array | None:
-        """Take the next message if it comes at once; None if not, or if there is anything unusual about it."""
-        with self.lock:
-            if not self._halted and self._posted and (request := self._posted[0].request) is not None:
-                for _ in range(EAGER):
-                    if request.test():
-                        return self._take() if self.has_come() else None
-            return None
-
     def release(self, view: Array | None) -> bool:
         """Post the memory of a view anew, or of all that have been received; False if the view is none of them."""
-        with self.lock:
+        with self.lock, self._turn:
             self.is_half_way = True
+            held = self._held()
             if view is None:
-                chosen, self._held = self._held, []
+                chosen, before = held, self._held_before
             else:
-                chosen = [pair for pair in self._held if _is_in(view, pair)][:1]
-                self._held = [pair for pair in self._held if pair not in chosen]
-            for pair in chosen:
-                if not self._halted and pair.slot.generation == self._generation:
-                    self._post(pair.slot)
+                chosen = [number for number in held if _is_in(view, self._slots[number])][:1]
+                before = [old for old in self._held_before if np.may_share_memory(view, old)][:1]
+            for number in chosen:
+                if self._halted:
+                    self._slots[number].row[HELD] = 0
+                else:
+                    self._post(number)
+            self._held_before = [old for old in self._held_before if not any(old is handed for handed in before)]
             self.is_half_way = False
-            return bool(chosen) or view is None
+            return bool(chosen or before) or view is None
 
 
-def _is_in(view: Array, held: _Held) -> bool:
-    known = held.view
-    return view is known or bool(np.may_share_memory(view, known) or np.may_share_memory(view, held.slot.payload))
+def _is_in(view: Array, slot: Slot) -> bool:
+    known = slot.view
+    return view is known or bool(np.may_share_memory(view, known) or np.may_share_memory(view, slot.payload))

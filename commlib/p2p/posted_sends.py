@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
@@ -11,7 +10,13 @@ import numpy as np
 from commlib.buffers.views import address_of
 from commlib.dtypes import Array
 from commlib.errors import UsageError
+from commlib.kernels.host import posted as kernels
+from commlib.kernels.host.channel import COUNT, DESCR, SHAPE, SLOT, SPEC
+from commlib.kernels.host.channel import NBYTES as BYTES
+from commlib.kernels.host.channel import NDIM as DIMENSIONS
+from commlib.kernels.host.node import entry_point
 from commlib.p2p.form import Shape
+from commlib.p2p.node_end import ask_python, ask_python_too
 from commlib.p2p.posted import (
     DATA,
     GROW,
@@ -29,21 +34,36 @@ from commlib.p2p.posted import (
 from commlib.transport.base import Request, WaitHook
 from commlib.transport.polling import poll
 
+_put, _free_slot = entry_point(kernels.put, 2), entry_point(kernels.free_slot)
+
 
 class PostedSends(PostedEnd):
     """The sending end."""
 
-    def __init__(self, *args: Any, **options: Any) -> None:
-        super().__init__(*args, **options)
-        self._next = 0
+    def __init__(self, *args: Any) -> None:
+        super().__init__(*args)
         self._owner = 0  # the thread that is in the middle of a send
-        self.is_deferred = False
         self.may_lag = False
         """Whether a message may be under way, as far as was seen last."""
         self._announced: list[tuple[Request, Array]] = []
         self._passed: list[Slot] = []  # of an earlier length, perhaps under way
-        self._lent: Array | None = None
-        self._slots = [Slot(self._room, self._generation) for _ in range(self._depth)]
+        self.lent: list[Array] = []
+        """Where the next message may be written, by slot."""
+        self.put = _put if self._is_compiled else ask_python_too
+        self.free_slot = _free_slot if self._is_compiled else ask_python
+        self._make_slots()
+        self._agree(self.shape)
+
+    def _make_slots(self) -> None:
+        super()._make_slots()
+        self.lent[:] = [slot.payload for slot in self._slots]
+
+    def _agree(self, shape: Shape) -> None:
+        """Let `put` take arrays of this shape."""
+        self.shape, self._lengths = shape, np.array(shape or (0,), np.int64)
+        self._end[DESCR], self._end[DIMENSIONS] = id(self._dtype), len(shape)
+        self._end[SHAPE], self._end[BYTES] = address_of(self._lengths), self.form.nbytes(shape)
+        self._end[SPEC] += 1
 
     @property
     def is_settled(self) -> bool:
@@ -54,20 +74,13 @@ class PostedSends(PostedEnd):
         """Send under the tags that begin with `tag`."""
         self._tag = tag
 
-    lent: Sequence[Array] = ()
-
-    @staticmethod
-    def free_slot(at: int) -> int:
-        return -3
-
-    @staticmethod
-    def put(at: int, array: int) -> int:
-        return -3
+    def _next(self) -> Slot:
+        return self._slots[int(self._end[SLOT])]
 
     def has_room(self) -> bool:
         """Make progress; return whether the next message need not wait."""
-        with self.lock:
-            return self._slots[self._next].test()
+        with self.lock, self._turn:
+            return self._next().test()
 
     @property
     def is_under_way(self) -> bool:
@@ -75,10 +88,11 @@ class PostedSends(PostedEnd):
         if not self.lock.acquire(blocking=False):  # whoever holds it asks itself, or was interrupted for good
             return self.may_lag
         try:
-            self._passed = [slot for slot in self._passed if not slot.test()]
-            self._announced = [pair for pair in self._announced if not pair[0].test()]
-            self.may_lag = bool(self._passed or self._announced) or not all(slot.test() for slot in self._slots)
-            return self.may_lag
+            with self._turn:
+                self._passed = [slot for slot in self._passed if not slot.test()]
+                self._announced = [pair for pair in self._announced if not pair[0].test()]
+                self.may_lag = bool(self._passed or self._announced) or not all(slot.test() for slot in self._slots)
+                return self.may_lag
         finally:
             self.lock.release()
 
@@ -88,7 +102,7 @@ class PostedSends(PostedEnd):
             raise UsageError(f"{text}: called in the middle of another send of the same channel, by a signal handler?")
         while not self._halted:
             poll(lambda: self.has_room() or self._halted, on_wait)
-            with self.lock:
+            with self.lock, self._turn:
                 if self.has_room() and not self._halted:
                     self._start(x)
                     return
@@ -99,53 +113,35 @@ class PostedSends(PostedEnd):
         nbytes = self.form.nbytes(x.shape)
         if nbytes > self._room:
             self._announce(nbytes)
-        slot = self._slots[self._next]
-        slot.tail = None
+        if x.shape != self.shape:
+            self._agree(x.shape)
+        slot = self._next()
+        slot.tail, slot.row[kernels.LIKE] = None, 0
         self._write_head(slot.head, DATA, nbytes, x.shape)
         payload = slot.payload[:nbytes]
         if not self.form.is_plain or address_of(payload) != address_of(x):
             self.form.write(x, payload, self.count)
         length = HEAD_BYTES + nbytes
-        if slot.length != length:  # persistent requests have a length of their own
-            if slot.request is not None:
-                slot.request.close()
+        request = slot.request
+        if request is None or slot.length != length:  # persistent requests have a length of their own
+            if request is not None:
+                request.close()
             first = slot.memory[: min(length, self._longest)]
-            slot.request = self._transport.persistent_send(self._peer, self._data_tag(), first)
+            slot.request = request = self._transport.persistent_send(self._peer, self._data_tag(), first)
             slot.length = length
-        assert slot.request is not None
-        slot.request.start()
+        request.start()
         if length > self._longest:
             slot.tail = self._transport.send(self._peer, self._tag + TAIL, slot.memory[self._longest : length])
+        elif self._is_compiled:
+            slot.row[kernels.LIKE] = self._end[SPEC]
         self.may_lag = True
         slot.shape, slot.view = x.shape, self.form.view(slot.payload, x.shape) if self.form.is_plain else None
-        self.count += 1
-        self._next = (self._next + 1) % self._depth
-        self.shape = x.shape
+        index = int(self._end[SLOT])
+        if slot.view is not None:
+            self.lent[index] = slot.view
+        self._end[COUNT] += 1
+        self._end[SLOT] = (index + 1) % self._depth
         self._owner, self.is_half_way = 0, False
-
-    def try_put(self, x: Any) -> bool:
-        """Send an array like the last one, if there is room at once; else return False, and have done nothing."""
-        slot = self._slots[self._next]
-        if type(x) is not np.ndarray or x.shape != slot.shape or not x.flags.c_contiguous or slot.view is None:
-            return False
-        if x.dtype != slot.view.dtype or not self.form.is_plain:
-            return False
-        with self.lock:
-            if self._halted or self.is_deferred or self.is_half_way or slot.tail is not None:
-                return False
-            if slot.request is None or slot is not self._slots[self._next] or not slot.request.test():
-                return False
-            self.is_half_way = True
-            if x is not slot.view:
-                slot.view[...] = x
-            slot.head[NUMBER] = self.count + 1
-            slot.request.start()
-            self.count += 1  # after that: the other side must not wait for what was never sent
-            self._next = (self._next + 1) % self._depth
-            self.shape = x.shape
-            self.is_half_way = False
-            self.may_lag = self.may_lag or not slot.request.test()
-            return True
 
     def _write_head(self, head: Array, kind: int, nbytes: int, shape: Shape) -> None:
         head[NUMBER], head[KIND], head[NBYTES], head[NDIM] = self.count + 1, kind, nbytes, len(shape)
@@ -158,25 +154,21 @@ class PostedSends(PostedEnd):
         self._announced.append((self._transport.send(self._peer, self._data_tag(), head.view(np.uint8).data), head))
         self._grow(room)
         self._passed += self._slots
-        self._slots = [Slot(room, self._generation) for _ in range(self._depth)]
-        self._next = 0
+        self._make_slots()
+        self._end[SLOT] = 0
 
     def buffer(self, shape: Shape, on_wait: WaitHook) -> Array:
         """Return an array that `send` need not copy, if it is not longer than those before."""
         if not self.form.is_plain or self.form.nbytes(shape) > self._room:
             return self.form.view(np.empty(self.form.nbytes(shape), np.uint8), shape)
         poll(lambda: self.has_room() or self._halted, on_wait)
-        slot = self._slots[self._next]
+        slot = self._next()
         if slot.view is None or slot.shape != shape:
             return self.form.view(slot.payload, shape)
         return slot.view
 
-    def defer(self, *, yes: bool) -> None:
-        """Let `try_put` send nothing, because other messages must go first; or no more."""
-        self.is_deferred = yes
-
     def close(self) -> None:
-        with self.lock:
+        with self.lock, self._turn:
             super().close()
             for slot in self._passed:
                 slot.close()

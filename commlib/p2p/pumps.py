@@ -30,10 +30,11 @@ class Pumps:
         self._listens = isinstance(ends.incoming, PostedReceives)
         self._until = 0.0
 
-    def sent(self) -> None:
-        """See to what has been sent and has not left yet, or not been found."""
+    def sent(self, *, lags: bool = False) -> None:
+        """See to what has been sent and has not left yet, or not been found. `lags`: there is such a message."""
         ends = self._ends()
-        if not self._sending and ends is not None and ends.outgoing.may_lag and ends.outgoing.is_under_way:
+        lags = not self._sending and ends is not None and (lags or ends.outgoing.may_lag)
+        if lags and ends is not None and ends.outgoing.is_under_way:
             self._sending = True
             self._poller.watch(_Pump(f"send on {self._text}", self._send), self._owner())
 

@@ -70,7 +70,8 @@ class Algorithm:
         return self.generate(rank, size, **options)
 
 
-_table: dict[tuple[str, str], Algorithm] = {}
+table: dict[tuple[str, str], Algorithm] = {}
+"""All algorithms, by verb and name. `algorithm` writes it."""
 
 
 def algorithm(
@@ -89,7 +90,7 @@ def algorithm(
 
     def register(generate: Generate) -> Generate:
         claims = Claims(rounds, sent, at_most)
-        _table[verb, name] = Algorithm(verb, name, generate, regions, claims, rooted, segmented, even_only)
+        table[verb, name] = Algorithm(verb, name, generate, regions, claims, rooted, segmented, even_only)
         return generate
 
     return register
@@ -97,12 +98,12 @@ def algorithm(
 
 def verbs() -> tuple[str, ...]:
     """Return the collectives that have at least one algorithm."""
-    return tuple(dict.fromkeys(verb for verb, _ in _table))
+    return tuple(dict.fromkeys(verb for verb, _ in table))
 
 
 def algorithms(verb: str) -> tuple[str, ...]:
     """Return the names of the algorithms of one collective. Raises UsageError for an unknown one."""
-    names = tuple(name for known, name in _table if known == verb)
+    names = tuple(name for known, name in table if known == verb)
     if not names:
         raise UsageError(f"no collective is called {verb!r}; known are {', '.join(verbs())}")
     return names
@@ -113,7 +114,7 @@ def find(verb: str, name: str) -> Algorithm:
     known = algorithms(verb)
     if name not in known:
         raise UsageError(f"{verb} has no algorithm {name!r}; known are {', '.join(known)}")
-    return _table[verb, name]
+    return table[verb, name]
 
 
 def program(verb: str, name: str, rank: int, size: int, *, root: int = 0, segments: int = 1) -> Program:
@@ -131,13 +132,13 @@ def program(verb: str, name: str, rank: int, size: int, *, root: int = 0, segmen
     if segments < 1:
         raise UsageError(f"{what}: segments must be at least 1, got {segments}")
     if segments > 1 and not chosen.segmented:
-        able = ", ".join(n for n in algorithms(verb) if _table[verb, n].segmented) or "none"
+        able = ", ".join(n for n in algorithms(verb) if table[verb, n].segmented) or "none"
         raise UsageError(f"{what} is not pipelined, got segments={segments}; algorithms of {verb} that are: {able}")
     return _build(verb, name, rank, size, root, segments)
 
 
 @lru_cache(maxsize=1024)
 def _build(verb: str, name: str, rank: int, size: int, root: int, segments: int) -> Program:
-    chosen = _table[verb, name]
+    chosen = table[verb, name]
     rounds = tuple(chosen.rounds(rank, size, root=root, segments=segments))
     return Program(verb, name, rank, size, root, chosen.regions(size, segments), rounds)

@@ -7,8 +7,10 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from enum import IntEnum
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
+from commlib.dtypes import Array
+from commlib.errors import CommlibError
 from commlib.protocols import SharedMemory
 
 WaitHook = Callable[[], None]
@@ -52,16 +54,45 @@ class ProbedReceive(Request, Protocol):
         ...
 
 
+class MessageFunctions(NamedTuple):
+    """Where C functions are that start persistent messages and test them, so that compiled code can do it, too.
+
+    They are MPI's Startall and Testall: `int start(int count, void *handles)` and `int test(int count, void *handles,
+    int *done, void *statuses)`, where 0 is success. They may be called by any thread, without the GIL. `failure` is in
+    Python, and makes an error of what they return otherwise.
+    """
+
+    start: int
+    test: int
+    handle_bytes: int
+    status_bytes: int
+    failure: Callable[[int], CommlibError]
+
+
 class PersistentRound(Protocol):
-    """Messages that are sent and received again and again, from and into the same memory."""
+    """Messages that are sent and received again and again, from and into the same memory.
+
+    handles: those that `Transport.functions` take, as bytes.
+    """
+
+    handles: Array
 
     def run(self, on_wait: WaitHook) -> None:
         """Post them all and wait until all are complete, as `Transport.wait` does."""
         ...
 
+    def give_up(self) -> None:
+        """Let go of messages that are under way: nobody may take what was meant for somebody else. Idempotent."""
+        ...
+
 
 class PersistentMessage(Protocol):
     """One message that is sent, or received, again and again from or into the same memory. At most 1 GiB."""
+
+    @property
+    def handle_at(self) -> int:
+        """Where the handle is that `Transport.functions` take."""
+        ...
 
     def start(self) -> None:
         """Post it. Only while it is not under way."""
@@ -107,7 +138,7 @@ class Transport(Protocol):
         """Post a receive into `into` (bytes, contiguous, writable) of a message that is no longer than that."""
         ...
 
-    def recv_probed(self, peer: int, tag: int, into: memoryview) -> ProbedReceive:
+    def recv_probed(self, peer: int, tag: int, into: Any) -> ProbedReceive:
         """Like `recv`, for a message that may be longer: it is then dropped, and `nbytes` is -1."""
         ...
 
@@ -121,6 +152,11 @@ class Transport(Protocol):
 
     def persistent_round(self, sends: Sequence[Pieces], recvs: Sequence[Pieces], tag: int) -> PersistentRound:
         """Set up messages that all carry `tag`. Those received must be as long as is said here."""
+        ...
+
+    @property
+    def functions(self) -> MessageFunctions | None:
+        """What starts and tests persistent messages from compiled code; None where only Python can."""
         ...
 
     def persistent_send(self, peer: int, tag: int, data: memoryview) -> PersistentMessage:

@@ -112,24 +112,32 @@ class LoopbackSharedMemory:
 class _PreparedRound:
     def __init__(self, transport: LoopbackTransport, sends: Any, recvs: Any, tag: int) -> None:
         self._transport, self._sends, self._recvs, self._tag = transport, sends, recvs, tag
+        self.handles = np.zeros(0, np.uint8)
+        self._requests: list[Any] = []
 
     def run(self, on_wait: WaitHook) -> None:
         transport, tag = self._transport, self._tag
         landed = [memoryview(bytearray(sum(map(len, pieces)))) for _, pieces in self._recvs]
         requests = [transport.recv(peer, tag, into) for (peer, _), into in zip(self._recvs, landed, strict=True)]
         requests += [transport.send(peer, tag, memoryview(b"".join(pieces))) for peer, pieces in self._sends]
+        self._requests = requests
         try:
             transport.wait(requests, on_wait)
         except BaseException:
-            for request in requests:
-                request.cancel()
+            self.give_up()
             raise
         for (_, pieces), message in zip(self._recvs, landed, strict=True):
             for piece in pieces:
                 piece[:], message = message[: len(piece)], message[len(piece) :]
 
+    def give_up(self) -> None:
+        for request in self._requests:
+            request.cancel()
+
 
 class _PersistentMessage:
+    handle_at = 0
+
     def __init__(self, post: Callable[[], Request]) -> None:
         self._post = post
         self._request: Request | None = None
@@ -148,7 +156,7 @@ class _PersistentMessage:
 class LoopbackTransport:
     """One thread's end of a group of threads. `world` are the world ranks of the group, in order."""
 
-    native = None
+    native = functions = None
     tags = 2**31
 
     def __init__(
@@ -189,9 +197,9 @@ class LoopbackTransport:
     def recv(self, peer: int, tag: int, into: Any) -> Request:
         return self._network.post("recv", self._key(peer, self.rank, tag), _memory(into))
 
-    def recv_probed(self, peer: int, tag: int, into: memoryview) -> ProbedReceive:
+    def recv_probed(self, peer: int, tag: int, into: Any) -> ProbedReceive:
         # Nothing is written before both lengths are known.
-        return self._network.post("recv", self._key(peer, self.rank, tag), into)
+        return self._network.post("recv", self._key(peer, self.rank, tag), _memory(into))
 
     def wait(self, requests: Sequence[Request], on_wait: WaitHook) -> None:
         self._wait_for(lambda: all(request.test() for request in requests), on_wait)

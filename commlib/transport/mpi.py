@@ -7,19 +7,17 @@ Every group has its own duplicated MPI communicator, so commlib's messages never
 from __future__ import annotations
 
 import copy
-import threading
-from collections import defaultdict, deque
 from collections.abc import Collection, Sequence
 from typing import Any
 
 from mpi4py import MPI
 
-from commlib import forks
 from commlib.buffers import shared_memory as segment
 from commlib.errors import TransportError
 from commlib.protocols import SharedMemory
 from commlib.transport.base import (
     Gather,
+    MessageFunctions,
     PersistentMessage,
     PersistentRound,
     Pieces,
@@ -28,203 +26,13 @@ from commlib.transport.base import (
     Space,
     WaitHook,
 )
-from commlib.transport.polling import EAGER, poll
+from commlib.transport.mpi_persistent import MpiPersistent, MpiRound, functions
+from commlib.transport.mpi_requests import LEFT_BEHIND, MpiProbedReceive, MpiRequest, Unmatched
+from commlib.transport.polling import poll
 
 # MPI counts are C ints before MPI 4: longer messages are cut, on both sides alike. The last piece is shorter than the
 # others, empty if need be: so a receiver that does not know the length sees where the message ends.
 LONGEST = 1 << 30
-
-# What was given up while MPI may still read or write its memory, which must stay.
-_LEFT_BEHIND: list[Any] = []
-
-
-class _MpiRequest:
-    __slots__ = ("_buffer", "_requests", "_statuses", "nbytes")
-
-    def __init__(self, requests: list[Any], buffer: Any) -> None:
-        self._requests, self._buffer = requests, buffer
-        self.nbytes = 0
-
-    def test(self) -> bool:
-        try:
-            while self._requests:
-                status = MPI.Status()
-                if not self._requests[0].Test(status):
-                    return False
-                self.take(status)
-        except MPI.Exception as error:
-            raise TransportError(f"MPI: {error}") from error
-        return True
-
-    @property
-    def native(self) -> Any:
-        """The MPI request of its first piece that is under way."""
-        return self._requests[0]
-
-    def take(self, status: Any) -> bool:
-        """Note that this piece is complete; return whether it was the last one."""
-        self.nbytes += status.Get_count(MPI.BYTE)
-        self._requests.pop(0)
-        return not self._requests
-
-    def cancel(self) -> None:
-        for request in self._requests:
-            try:
-                request.Cancel()
-                ended = request.Test()
-            except MPI.Exception:
-                ended = False
-            if not ended:  # no send can be cancelled, nor a receive whose message is on its way
-                _LEFT_BEHIND.append((request, self._buffer))
-
-
-class _ProbedReceive:
-    """A receive that looks at a message's length before it takes it.
-
-    A posted receive that is too short may crash both processes (Open MPI 5.0 overwrites memory when a large message is
-    truncated). Receives of one peer and tag take their messages in the order in which they were made.
-    """
-
-    __slots__ = ("_buffer", "_key", "_pieces", "_transport", "nbytes")
-
-    def __init__(self, transport: MpiTransport, peer: int, tag: int, buffer: memoryview) -> None:
-        self._transport, self._key, self._buffer = transport, (transport.peer(peer), transport.tag(tag)), buffer
-        self._pieces: list[tuple[_MpiRequest, int]] = []  # what was taken, and the room that there was for it
-        self.nbytes = 0
-        transport.unmatched[self._key].append(self)
-
-    def test(self) -> bool:
-        with self._transport.matching:  # the progress thread and a waiting thread may both be here
-            waiting = self._transport.unmatched[self._key]
-            while waiting and self in waiting and waiting[0]._match():
-                waiting.popleft()
-            matched = self not in waiting
-        if not matched or not all(request.test() for request, _ in self._pieces):
-            return False
-        fits = all(request.nbytes <= room for request, room in self._pieces)
-        self.nbytes = sum(request.nbytes for request, _ in self._pieces) if fits else -1
-        return True
-
-    def _match(self) -> bool:
-        """Take what has come; return whether that was the last piece."""
-        longest = self._transport.longest
-        try:
-            while True:
-                status = MPI.Status()
-                message = self._transport.comm.Improbe(*self._key, status)
-                if message is None:
-                    return False
-                length = status.Get_count(MPI.BYTE)
-                start = len(self._pieces) * longest
-                room = self._buffer[start : start + longest]
-                into = room if length <= len(room) else memoryview(bytearray(length))
-                self._pieces.append((_MpiRequest([message.Irecv([into[:length], MPI.BYTE])], into), len(room)))
-                if length < longest:
-                    return True
-        except MPI.Exception as error:
-            raise TransportError(f"MPI: {error}") from error
-
-    def withdraw(self) -> bool:
-        """Take it back, as if it had never been posted, and return True; False if a part of its message has come."""
-        with self._transport.matching:
-            waiting = self._transport.unmatched[self._key]
-            if self._pieces or self not in waiting:
-                return False
-            waiting.remove(self)
-            return True
-
-    def cancel(self) -> None:
-        with self._transport.matching:
-            waiting = self._transport.unmatched[self._key]
-            if self in waiting:
-                waiting.remove(self)
-        for request, _ in self._pieces:
-            request.cancel()
-
-
-_start_all, _test_all = MPI.Prequest.Startall, MPI.Request.Testall  # to look them up takes half as long as to call them
-
-
-class _MpiRound:
-    """Persistent requests, the first of which are `receives` receives, and the memory that they are for."""
-
-    __slots__ = ("_memory", "_receives", "_requests")
-
-    def __init__(self, requests: list[Any], receives: int, memory: Any) -> None:
-        self._requests: list[Any] | None = requests
-        self._receives, self._memory = receives, memory
-
-    def run(self, on_wait: WaitHook) -> None:
-        requests = self._requests
-        if requests is None:
-            raise TransportError("MPI: these messages were given up on their way, and cannot be sent again")
-        try:
-            _start_all(requests)
-            for _ in range(EAGER):
-                if _test_all(requests):
-                    return
-            poll(lambda: _test_all(requests), on_wait)
-        except MPI.Exception as error:
-            raise TransportError(f"MPI: {error}") from error
-        except BaseException:
-            self._give_up(requests)
-            raise
-
-    def _give_up(self, requests: list[Any]) -> None:
-        """Let go of messages that are under way: nobody may take what was meant for somebody else."""
-        self._requests = None
-        _LEFT_BEHIND.append((requests, self._memory))
-        for request in requests[: self._receives]:
-            if not request.Test():
-                request.Cancel()
-                request.Test()  # it ends at once, unless its message has begun to come
-
-    def __del__(self) -> None:
-        if not MPI.Is_finalized() and not forks.is_child():
-            for request in self._requests or ():
-                request.Free()
-
-
-class _MpiPersistent:
-    """One persistent request, and the memory that it is for."""
-
-    __slots__ = ("_memory", "_receives", "_request")
-
-    def __init__(self, request: Any, memory: memoryview, *, receives: bool) -> None:
-        self._request: Any = request
-        self._memory, self._receives = memory, receives
-
-    def start(self) -> None:
-        try:
-            self._request.Start()
-        except MPI.Exception as error:
-            raise TransportError(f"MPI: {error}") from error
-
-    def test(self) -> bool:
-        try:
-            return self._request is None or bool(self._request.Test())
-        except MPI.Exception as error:
-            raise TransportError(f"MPI: {error}") from error
-
-    def close(self) -> None:
-        request, self._request = self._request, None
-        if request is None or forks.is_child() or MPI.Is_finalized():
-            return
-        try:
-            ended = request.Test()
-            if not ended and self._receives:
-                request.Cancel()
-                ended = request.Test()
-            if ended:
-                request.Free()
-                return
-        except MPI.Exception:
-            pass
-        _LEFT_BEHIND.append((request, self._memory))  # a message is on its way
-
-    def __del__(self) -> None:
-        self.close()
-
 
 _FEWEST_TAGS = 1 << 19  # with fewer each space has a communicator of its own
 
@@ -270,25 +78,24 @@ class MpiTransport:
             self._apart = {space: comm.Dup() for space in Space if space != Space.COLLECTIVES}
         else:
             self._first_tag, self._tags = _shared_out(self._most_tags)[Space.COLLECTIVES]
-        self._new_queues()
+        self._new_queue()
 
-    def _new_queues(self) -> None:
-        self.matching = threading.RLock()
-        self.unmatched: defaultdict[tuple[int, int], deque[_ProbedReceive]] = defaultdict(deque)
+    def _new_queue(self) -> None:
+        self._unmatched = Unmatched(self._comm, self.longest)
 
     def space(self, space: Space) -> MpiTransport:
         other = copy.copy(self)
-        other._new_queues()
         if space in self._apart:
             other._comm = self._apart[space]
         else:
             other._first_tag, other._tags = _shared_out(self._most_tags)[space]
         other._apart = {}
+        other._new_queue()
         return other
 
     def among(self, ranks: Sequence[int]) -> MpiTransport:
         other = copy.copy(self)
-        other._new_queues()
+        other._new_queue()
         other._ranks = tuple(self.peer(rank) for rank in ranks)
         other.rank, other.size, other.members = ranks.index(self.rank), len(ranks), tuple(ranks)
         return other
@@ -314,20 +121,20 @@ class MpiTransport:
     def tags(self) -> int:
         return self._tags
 
-    def _post(self, operation: Any, peer: int, tag: int, buffer: Any) -> _MpiRequest:
+    def _post(self, operation: Any, peer: int, tag: int, buffer: Any) -> MpiRequest:
         longest = self.longest
-        memory = buffer if type(buffer) is memoryview else self._addressed(buffer)
+        memory = buffer if type(buffer) is memoryview else self.addressed(buffer)
         pieces, to, mpi_tag = range(0, len(memory) + 1, longest), self.peer(peer), self.tag(tag)
         try:
             requests = [operation([memory[i : i + longest], MPI.BYTE], to, mpi_tag) for i in pieces]
         except MPI.Exception as error:
             raise TransportError(f"MPI: {error}") from error
         except BaseException:  # a signal handler's: it may have been posted
-            _LEFT_BEHIND.append(buffer)
+            LEFT_BEHIND.append(buffer)
             raise
-        return _MpiRequest(requests, buffer)
+        return MpiRequest(requests, buffer)
 
-    def _addressed(self, buffer: Any) -> Any:
+    def addressed(self, buffer: Any) -> Any:
         """Return the memory of a device as mpi4py takes it; the buffer must be kept. Raises TransportError."""
         kind = buffer.device.name
         if kind not in self._devices:  # to read there may end the process
@@ -342,8 +149,9 @@ class MpiTransport:
     def recv(self, peer: int, tag: int, into: Any) -> Request:
         return self._post(self._comm.Irecv, peer, tag, into)
 
-    def recv_probed(self, peer: int, tag: int, into: memoryview) -> ProbedReceive:
-        return _ProbedReceive(self, peer, tag, into)
+    def recv_probed(self, peer: int, tag: int, into: Any) -> ProbedReceive:
+        memory = into if type(into) is memoryview else self.addressed(into)
+        return MpiProbedReceive(self._unmatched, self.peer(peer), self.tag(tag), memory, into)
 
     def wait(self, requests: Sequence[Request], on_wait: WaitHook) -> None:
         for request in requests:
@@ -375,7 +183,7 @@ class MpiTransport:
         tag = self.tag(tag)
         requests = [self._prepare(self._comm.Recv_init, pieces, peer, tag) for peer, pieces in recvs]
         requests += [self._prepare(self._comm.Send_init, pieces, peer, tag) for peer, pieces in sends]
-        return _MpiRound(requests, len(recvs), (sends, recvs))
+        return MpiRound(requests, len(recvs), (sends, recvs))
 
     def _prepare(self, init: Any, pieces: Sequence[memoryview], peer: int, tag: int) -> Any:
         pieces = [piece for piece in pieces if len(piece)]
@@ -386,6 +194,10 @@ class MpiTransport:
         finally:
             kind.Free()  # the request keeps it for as long as it needs it
 
+    @property
+    def functions(self) -> MessageFunctions | None:
+        return functions()
+
     def persistent_send(self, peer: int, tag: int, data: memoryview) -> PersistentMessage:
         return self._persistent(self._comm.Send_init, peer, tag, data, receives=False)
 
@@ -394,7 +206,7 @@ class MpiTransport:
 
     def _persistent(self, init: Any, peer: int, tag: int, memory: memoryview, *, receives: bool) -> PersistentMessage:
         try:
-            return _MpiPersistent(init([memory, MPI.BYTE], self.peer(peer), self.tag(tag)), memory, receives=receives)
+            return MpiPersistent(init([memory, MPI.BYTE], self.peer(peer), self.tag(tag)), memory, receives=receives)
         except MPI.Exception as error:
             raise TransportError(f"MPI: {error}") from error
 

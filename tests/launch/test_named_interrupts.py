@@ -75,18 +75,18 @@ def test_interrupted_between_cycles_it_goes_on(mpirun):
         HEAD
         + """
 coordinator = hvd.global_process_set.coordinator("test")
-cycles = coordinator._cycles
 mine = start("a" if rank == 0 else "b", 2.0, blocking=rank == 1)
 if rank == 1:
-    waits = cycles.await_reason
+    group = coordinator.comm.group
+    looks = group.is_awaited  # between two cycles, again and again
 
     def interrupted():
         if coordinator.cycles > 6:
-            cycles.await_reason = waits
+            group.is_awaited = looks
             raise_alarm()
-        waits()
+        return looks()
 
-    cycles.await_reason = interrupted
+    group.is_awaited = interrupted
     try:
         mine.wait()
     except Alarm:

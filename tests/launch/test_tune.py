@@ -8,11 +8,15 @@ import subprocess
 import sys
 from pathlib import Path
 
+from commlib import folders
 from commlib.cost.records import Entry, Measured
 from commlib.cost.table import Table
 from tests.launch.conftest import MpiRun
 
 COMMAND = ["-c", "from commlib.cli import main; main()"]
+
+# For jobs with another cache folder: compiling is not what is tested here.
+KERNELS = {"NUMBA_CACHE_DIR": os.environ.get("NUMBA_CACHE_DIR") or str(folders.user_cache().parent)}
 
 
 def test_tune_writes_a_table_that_init_and_show_read(mpirun: MpiRun, tmp_path: Path) -> None:
@@ -72,7 +76,7 @@ def test_a_table_that_no_cluster_has_is_refused_at_the_start(mpirun: MpiRun, tmp
 def test_tune_does_not_write_where_others_may(mpirun: MpiRun, tmp_path: Path) -> None:
     (tmp_path / "cache").mkdir()
     (tmp_path / "cache").chmod(0o777)
-    environment = {"XDG_CACHE_HOME": str(tmp_path / "cache"), "COMMLIB_TUNING_FILE": ""}
+    environment = {**KERNELS, "XDG_CACHE_HOME": str(tmp_path / "cache"), "COMMLIB_TUNING_FILE": ""}
     done = mpirun(2, [*COMMAND, "tune", "--seconds", "0.2"], env=environment)
     assert done.returncode == 2, (done.stdout, done.stderr)
     assert f"{tmp_path / 'cache'} may be written by everyone" in done.stderr
@@ -81,7 +85,7 @@ def test_tune_does_not_write_where_others_may(mpirun: MpiRun, tmp_path: Path) ->
 
 
 def test_one_rank_measures_nothing(tmp_path: Path) -> None:
-    environment = {**os.environ, "XDG_CACHE_HOME": str(tmp_path)}
+    environment = {**os.environ, **KERNELS, "XDG_CACHE_HOME": str(tmp_path)}
     done = subprocess.run([sys.executable, *COMMAND, "tune"], env=environment, capture_output=True, text=True)
     assert done.returncode == 2
     assert "one rank sends no messages: start more" in done.stderr

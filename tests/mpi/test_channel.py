@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import random
 import re
-import signal
 import time
 
 import numpy as np
@@ -17,6 +16,7 @@ from commlib.errors import CommlibError, PeerError, ShutdownError
 from commlib.runtime.process import Runtime
 from commlib.transport.mpi import MpiTransport
 from tests import channels
+from tests.alarm import Alarm, alarm
 from tests.poison import poisoned
 
 pair = pytest.mark.ranks(min=2)
@@ -79,24 +79,6 @@ def test_a_failed_group_fails_its_channels(comm):
     comm.barrier()
 
 
-class Alarm(Exception):
-    pass
-
-
-@contextlib.contextmanager
-def alarm(seconds):
-    def ring(*_):
-        raise Alarm
-
-    before = signal.signal(signal.SIGALRM, ring)
-    try:
-        signal.setitimer(signal.ITIMER_REAL, seconds)
-        yield
-    finally:
-        signal.setitimer(signal.ITIMER_REAL, 0)
-        signal.signal(signal.SIGALRM, before)
-
-
 @pair
 def test_an_interrupted_wait_leaves_the_channel_as_it_was(group):
     """Nothing had been taken: the message that comes later is the next one."""
@@ -106,7 +88,7 @@ def test_an_interrupted_wait_leaves_the_channel_as_it_was(group):
         channel.recv()
         channel.release()
         if group.rank == 0:
-            with alarm(0.1), pytest.raises(Alarm):
+            with alarm(0.1, again=0), pytest.raises(Alarm):
                 channel.recv()
             channel.send(np.ones(3, np.int64))
             assert channel.recv().tolist() == [2, 2, 2]
@@ -131,7 +113,7 @@ def test_alarms_at_any_time(group):
             try:
                 while step < 400:
                     try:
-                        with alarm(delay.random() * 3e-3 + 1e-4) if group.rank == 0 else contextlib.nullcontext():
+                        with alarm(delay.random() * 3e-3, again=0) if group.rank == 0 else contextlib.nullcontext():
                             while step < 400:
                                 if group.rank == 0:
                                     channel.send(np.full(shapes[step], step))

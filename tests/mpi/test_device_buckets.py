@@ -5,6 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
+from commlib.compress import Auto, GradientCompression
 from commlib.compress.quantise import Blocks
 from commlib.compress.sign import Sign
 from commlib.compress.sparse import TopK
@@ -72,3 +73,12 @@ def test_compressed_buckets_have_the_bits_of_the_host(comm, name):
     races = LATE.races
     compressing.check(comm, name)
     assert LATE.races == races
+
+
+@pytest.mark.ranks(min=2)
+def test_auto_measures_on_the_device(comm):
+    races, queued = LATE.races, LATE.queued
+    compression = GradientCompression(comm, Auto(), within_node=True, count=1 << 20, device=LATE)
+    assert LATE.queued > queued and LATE.races == races
+    assert compression.why.endswith(", on late")
+    assert len(set(comm.all_gather_object(compression.why))) == 1

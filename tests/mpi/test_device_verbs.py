@@ -5,12 +5,14 @@ Each runs through host memory, and by messages that MPI takes from the device's 
 
 from __future__ import annotations
 
+import re
+
 import numpy as np
 import pytest
 
 from commlib.devices.arrays import readable
-from commlib.dtypes import DTYPES
-from commlib.errors import TransportError
+from commlib.dtypes import DTYPES, NUMPY
+from commlib.errors import TransportError, UsageError
 from commlib.schedule import algorithms
 from commlib.transport.base import Space
 from commlib.transport.mpi import MpiTransport
@@ -64,11 +66,40 @@ def test_movement(comm, dtype):
 
 @pytest.mark.parametrize("algorithm", ["auto", "ring", "native"])
 def test_large_arrays_in_pieces(comm, algorithm):
-    if algorithm == "native" and is_direct(comm):
-        pytest.skip("that of MPI goes through host memory")
     there = OnDevice(comm)
     checks.all_reduce(there, "float32", (1_000_001,), "sum", algorithm)
     checks.broadcast(there, "float32", (1_000_001,), root=comm.size - 1)
+
+
+@pytest.mark.parametrize("dtype, op", REDUCIBLE[::3])
+def test_native(comm, dtype, op):
+    """MPI's own all-reduce; what that cannot do is refused, as on the host."""
+    there = OnDevice(comm)
+    try:
+        comm.all_reduce(np.zeros(3, NUMPY[dtype]), op, algorithm="native")
+    except UsageError as error:
+        with pytest.raises(UsageError, match=re.escape(str(error))):
+            there.all_reduce(np.zeros(3, NUMPY[dtype]), op, algorithm="native")
+        return
+    for shape in SHAPES:
+        checks.all_reduce(there, dtype, shape, op, "native")
+
+
+@pytest.mark.ranks(min=2)
+def test_native_waits_for_the_device(comm, monkeypatch):
+    """What it reads is there; on every rank a result is wrong if it does not wait."""
+    if not is_direct(comm):
+        pytest.skip("through host memory it is that of the host")
+    monkeypatch.setattr(LATE, "delay", 0.05)
+    expected = np.full(600, comm.size)
+    with LATE.using(LATE.stream()):
+        result = comm.all_reduce(LATE.put(np.ones(600)), algorithm="native")
+        np.testing.assert_array_equal(LATE.wrap(result, "x").copy().owner.numpy(), expected)
+        started = comm.all_reduce_async(LATE.put(np.ones(600)), algorithm="native").wait()
+        np.testing.assert_array_equal(LATE.wrap(started, "x").copy().owner.numpy(), expected)
+        monkeypatch.setattr("commlib.collectives.native.wait_for", lambda event, on_wait: None)
+        result = comm.all_reduce(LATE.put(np.ones(600)), algorithm="native")
+        assert not np.array_equal(result.numpy(), expected)
 
 
 @pytest.mark.parametrize("verb", ["all_reduce", "reduce_scatter", "all_gather", "all_to_all"])

@@ -11,29 +11,10 @@ import numpy as np
 import pytest
 
 from commlib.errors import PeerError, ShutdownError, UsageError
+from tests.alarm import Alarm, alarm
 from tests.poison import poisoned
 
 pytestmark = pytest.mark.ranks(min=2)
-
-
-class Alarm(Exception):
-    pass
-
-
-@contextlib.contextmanager
-def alarm(seconds, again=0.05):
-    """Raise Alarm in this thread after so many seconds, and again, should Python have ignored it in a destructor."""
-
-    def ring(*_):
-        raise Alarm
-
-    before = signal.signal(signal.SIGALRM, ring)
-    try:
-        signal.setitimer(signal.ITIMER_REAL, seconds + 1e-4, again)
-        yield
-    finally:
-        signal.setitimer(signal.ITIMER_REAL, 0)
-        signal.signal(signal.SIGALRM, before)
 
 
 CALLS = {

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import contextlib
 import random
-import signal
 
 import numpy as np
 import pytest
 
 from commlib.errors import PeerError, ShutdownError
 from tests import lanes
+from tests.alarm import Alarm, alarm
 
 pytestmark = pytest.mark.ranks(min=2)
 
@@ -23,26 +23,6 @@ def test_on_a_node(comm, check):
     finally:
         comm.barrier()
     group.close()
-
-
-class Alarm(Exception):
-    pass
-
-
-@contextlib.contextmanager
-def alarm(seconds):
-    """Raise Alarm in this thread after so many seconds, and again, should Python have ignored it in a destructor."""
-
-    def ring(*_):
-        raise Alarm
-
-    before = signal.signal(signal.SIGALRM, ring)
-    try:
-        signal.setitimer(signal.ITIMER_REAL, seconds, 0.05)
-        yield
-    finally:
-        signal.setitimer(signal.ITIMER_REAL, 0)
-        signal.signal(signal.SIGALRM, before)
 
 
 LAST, STOP = -1, 77
@@ -59,7 +39,7 @@ def test_alarms_at_any_time(comm, count, is_sender):
         group.barrier()  # it has a board from then on, by which the others learn of a failure
         if comm.rank == 0:
             step, out = 0, np.zeros(count)
-            with contextlib.suppress(Alarm), alarm(1e-4 + chance.random() * 4e-3):
+            with contextlib.suppress(Alarm), alarm(chance.random() * 4e-3):
                 while True:
                     if is_sender:
                         group.send(np.full(count, step + 1.0), 1)

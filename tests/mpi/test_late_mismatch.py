@@ -97,10 +97,10 @@ def test_ranks_that_leave_after_different_calls_say_so(comm, caplog):
 @pytest.mark.parametrize("verb", ["split", "all_reduce", "native"])
 def test_a_late_rank_is_named_between_nodes_too(comm, verb):
     """A split waited for ever inside MPI, whatever COMMLIB_TIMEOUT said; and no wait named the rank that was late."""
-    group = Communicator(MpiTransport(comm.native.Dup()), Runtime(Config(node_path=False, timeout=2)))
+    group = Communicator(MpiTransport(comm.native.Dup()), Runtime(Config(node_path=False, timeout=1)))
     group.barrier()
     if comm.rank == comm.size - 1:
-        time.sleep(4)
+        time.sleep(3)
     else:
         with pytest.raises((StallError, PeerError)) as caught:
             if verb == "split":

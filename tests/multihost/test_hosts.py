@@ -71,7 +71,10 @@ def end(tmp_path, program, env=None):
     script = tmp_path / "program.py"
     script.write_text(HEAD + program)
     with Hosts(2) as hosts:
-        done = hosts.run([sys.executable, str(script)], 2, timeout=40, env=env, capture=True)
+        try:
+            done = hosts.run([sys.executable, str(script)], 2, timeout=40, env=env, capture=True)
+        except subprocess.TimeoutExpired as error:
+            pytest.fail(f"not done after 40 s\n{error.stdout!s}\n{error.stderr!s}")
     times = re.findall(r"event at ([\d.]+)", done.stdout)
     assert times, done.stderr
     assert time.time() - float(times[0]) < SOON, done.stderr

@@ -48,7 +48,7 @@ class Seat:
 
 def calls(step: Step, seat: Seat) -> list[Call]:
     """Return what this rank has to call, in this order."""
-    return _MAKERS[step.verb](step, seat)
+    return MAKERS[step.verb](step, seat)
 
 
 # Data and arrays
@@ -403,7 +403,7 @@ def split(step: Step, seat: Seat) -> list[Call]:
     return [Call(run, check)]
 
 
-_MAKERS: dict[str, Callable[[Step, Seat], list[Call]]] = {
+MAKERS: dict[str, Callable[[Step, Seat], list[Call]]] = {
     maker.__name__: maker
     for maker in (
         all_reduce, plan, reduce_scatter, reduce_scatter_v, scan, exscan, reduce, broadcast, all_gather, all_gather_v,

@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensorMode
 
 from commlib.errors import MismatchError, UsageError
 from commlib_torch import DistributedOptimizer, broadcast_optimizer_state
@@ -247,6 +248,14 @@ def test_ranks_that_differ_are_told(comm: Any) -> None:
 def test_wrong_options(comm: Any, options: dict[str, Any], message: str) -> None:
     with pytest.raises(UsageError, match=message):
         make(comm, **options)
+
+
+@kinds
+def test_parameters_on_a_gpu_are_refused_with_the_reason(comm: Any, kind: Any) -> None:
+    with FakeTensorMode():  # on a device that this machine need not have
+        parameter = nn.Parameter(torch.empty(2, 3, device="cuda"))
+        with pytest.raises(UsageError, match=rf"{kind.__name__} updates .* of shape \(2, 3\) is on cuda:0"):
+            kind([parameter], freeze_step=1)
 
 
 def test_wrong_parameters(comm: Any) -> None:

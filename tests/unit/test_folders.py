@@ -53,7 +53,7 @@ def test_a_folder_on_the_way_that_others_may_write_to_is_not_safe(
     cache: Path, above: int, mode: int, who: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Only the last folder's owner was looked at: who could rename a folder above it had his file unpickled."""
-    monkeypatch.setattr(folders, "_is_group_of_one", lambda gid, uid: False)
+    monkeypatch.setattr(folders, "is_group_of_one", lambda gid, uid: False)
     path = [cache, *cache.parents][above]
     path.chmod(mode)
     with pytest.raises(NotPrivateError, match=rf"{path} may be written by {who} \(chmod go-w {path}\)"):
@@ -124,7 +124,7 @@ def test_the_group_of_one_user_is_this_user(cache: Path, monkeypatch: pytest.Mon
     """Where every user has a group of his own the umask is 002, and all that he makes may be written by his group."""
     cache.parent.chmod(0o775)
     ours = cache.stat().st_gid, os.geteuid()
-    monkeypatch.setattr(folders, "_is_group_of_one", lambda gid, uid: (gid, uid) == ours)
+    monkeypatch.setattr(folders, "is_group_of_one", lambda gid, uid: (gid, uid) == ours)
     assert read(cache) == b"kept"
 
 

@@ -11,7 +11,7 @@ from commlib.communicator import Communicator
 from commlib.dtypes import DTYPES
 from commlib.schedule import algorithms, verbs
 from tests.oracle import REDUCIBLE
-from tests.soak.calls import _MAKERS
+from tests.soak.calls import MAKERS
 from tests.soak.script import WEIGHTS, Script, splits, teams
 
 
@@ -44,7 +44,7 @@ def test_four_ranks_have_teams_that_overlap_in_part():
 
 def test_every_verb_dtype_operation_and_algorithm_is_drawn():
     steps = draw(20_000, novelty=1)
-    assert Counter(step.verb for step in steps).keys() == WEIGHTS.keys() == _MAKERS.keys()
+    assert Counter(step.verb for step in steps).keys() == WEIGHTS.keys() == MAKERS.keys()
     reductions = [step for step in steps if step.verb == "all_reduce"]
     assert {(step.kind.dtype, step.kind.op) for step in reductions} == set(REDUCIBLE)
     assert {step.kind.dtype for step in steps if step.verb == "message"} == set(DTYPES)

@@ -37,6 +37,18 @@ def exchange(typingctx: Any, address: Any, value: Any) -> Any:
     return types.int64(types.intp, types.int64), codegen
 
 
+@intrinsic
+def exchange_if(typingctx: Any, address: Any, expected: Any, value: Any) -> Any:
+    """Write the int64 `value` to `address` if `expected` is there, and return what was there, in one such step."""
+
+    def codegen(context: Any, builder: Any, signature: Any, args: Any) -> Any:
+        pointer = builder.inttoptr(args[0], ir.IntType(64).as_pointer())
+        pair = builder.cmpxchg(pointer, args[1], args[2], "acq_rel", "acquire")
+        return builder.extract_value(pair, 0)
+
+    return types.int64(types.intp, types.int64, types.int64), codegen
+
+
 @nb.njit(inline="always")  # type: ignore[untyped-decorator]
 def table(address: int, length: int) -> Any:
     """Return the int64 numbers at an address."""

@@ -31,7 +31,7 @@ from commlib import folders
 
 log = logging.getLogger("commlib")
 
-_MARK = "in-use"  # a file that is in every folder of kernels; opening it tells whether the folder can be written to
+MARK = "in-use"  # a file that is in every folder of kernels; opening it tells whether the folder can be written to
 _PREFIX = "kernels-"
 _DAY = 24 * 3600.0
 _UNUSED = 30 * _DAY  # after that a folder of another version is removed
@@ -57,7 +57,7 @@ def stamp() -> str:
     return digest(*map(str.encode, versions), *(item.read_bytes() for item in sorted(sources, key=lambda x: x.name)))
 
 
-def _candidates() -> Iterator[Path]:
+def candidates() -> Iterator[Path]:
     """Give the folders to try: numba's setting, the user's cache, and what is there on every node."""
     if numba.config.CACHE_DIR:
         yield Path(numba.config.CACHE_DIR) / "commlib"
@@ -82,12 +82,12 @@ def said_once() -> int:
 def folder() -> Path | None:
     """Return the folder that kernels are kept in, or None if there is none that is private and can be written."""
     refused = []
-    for candidate in _candidates():
+    for candidate in candidates():
         path = candidate / f"{_PREFIX}{stamp()}"
         try:
             with folders.private(path, create=True) as here:
-                is_new = _MARK not in os.listdir(path)
-                os.close(open_own(_MARK, here))
+                is_new = MARK not in os.listdir(path)
+                os.close(open_own(MARK, here))
             if is_new or time.time() - path.stat().st_mtime > _DAY:
                 with suppress(OSError):  # another process was faster
                     _clean_up(path)
@@ -125,7 +125,7 @@ def read(name: str) -> bytes | None:
     except FileNotFoundError:
         return None
     except OSError as error:
-        _say_once(f"compiled kernels are not taken from {_reason(where, error)}; they are compiled anew")
+        say_once(f"compiled kernels are not taken from {_reason(where, error)}; they are compiled anew")
         return None
     checksum, data = content[:_CHECKSUM], content[_CHECKSUM:]
     if checksum == _checksum(name, data):
@@ -142,7 +142,7 @@ def write(name: str, data: bytes) -> None:
         with folders.private(where, create=True) as here:
             folders.write_private(name, here, _checksum(name, data) + data)
     except OSError as error:
-        _say_once(f"compiled kernels cannot be kept in {_reason(where, error)}")
+        say_once(f"compiled kernels cannot be kept in {_reason(where, error)}")
 
 
 def discard(name: str, why: str) -> None:
@@ -160,7 +160,8 @@ def _checksum(name: str, data: bytes) -> bytes:
 
 
 @cache
-def _say_once(text: str) -> None:
+def say_once(text: str) -> None:
+    """Log a line, unless this process has logged it before."""
     log.log(said_once(), text)
 
 

@@ -55,12 +55,14 @@ INLINE_BYTES, RECORD_BYTES = BACK_AT - INLINE_AT, HEAD_BYTES - RECORD_AT
 
 
 @nb.njit(inline="always")  # type: ignore[untyped-decorator]
-def _claim(address: int) -> Any:
-    return arrays.exchange(address + 8 * BUSY, 1) == 0
+def enter(address: int) -> Any:
+    """Take BUSY; False if it is taken."""
+    return arrays.exchange_if(address + 8 * BUSY, 0, 1) == 0
 
 
 @nb.njit(inline="always")  # type: ignore[untyped-decorator]
-def _let_go(address: int) -> None:
+def leave(address: int) -> None:
+    """Let go of BUSY."""
     ins.store_release(address + 8 * BUSY, 0)
 
 
@@ -83,7 +85,7 @@ def _await(end: Any, flag: int, number: int) -> bool:
 
 
 @nb.njit(inline="always")  # type: ignore[untyped-decorator]
-def _is_as_agreed(end: Any, array: int) -> Any:
+def is_as_agreed(end: Any, array: int) -> Any:
     """Return whether a numpy array, given by its `id`, has the dtype and shape that are sent, without gaps."""
     plain = arrays.C_CONTIGUOUS | arrays.ALIGNED
     if ins.load_acquire(array + arrays.DESCR) != end[DESCR] or arrays.int32(array + arrays.FLAGS) & plain != plain:
@@ -129,16 +131,16 @@ def put(address: int, array: int) -> int:
     end = _table(address, END_FIELDS)
     if end[HALTED] != 0:
         return STOPPED
-    if not _claim(address):
+    if not enter(address):
         ins.usleep(end[NAP_MICROSECONDS])
         return WAITING
     status = WAITING
-    if not _is_as_agreed(end, array):
+    if not is_as_agreed(end, array):
         status = OTHER
     elif _await_room(end):
         _publish(end, ins.load_acquire(array + arrays.DATA))
         status = DONE
-    _let_go(address)
+    leave(address)
     return status
 
 
@@ -163,11 +165,11 @@ def has_come(address: int) -> int:
 def reserve(address: int) -> int:
     """Wait for a free slot and return it; the end is then BUSY until `put_reserved` or `let_go`. Or WAITING."""
     end = _table(address, END_FIELDS)
-    if not _claim(address):
+    if not enter(address):
         ins.usleep(end[NAP_MICROSECONDS])
         return WAITING
     if not _await_room(end):
-        _let_go(address)
+        leave(address)
         return WAITING
     return end[SLOT]
 
@@ -176,14 +178,14 @@ def reserve(address: int) -> int:
 def put_reserved(address: int, source: int) -> int:
     """Put NBYTES from an address into the slot that `reserve` has returned."""
     _publish(_table(address, END_FIELDS), source)
-    _let_go(address)
+    leave(address)
     return DONE
 
 
 @kernel(nogil=True)
 def let_go(address: int) -> int:
     """Let go of what `reserve` has claimed."""
-    _let_go(address)
+    leave(address)
     return DONE
 
 
@@ -196,7 +198,7 @@ def take(address: int) -> int:
     end = _table(address, END_FIELDS)
     if end[HALTED] != 0:
         return STOPPED
-    if not _claim(address):
+    if not enter(address):
         ins.usleep(end[NAP_MICROSECONDS])
         return WAITING
     slot = end[SLOT]
@@ -210,7 +212,7 @@ def take(address: int) -> int:
     else:
         _advance(end)
         status = slot
-    _let_go(address)
+    leave(address)
     return status
 
 

@@ -208,7 +208,7 @@ def _meet_after(call: Any, control: Any, status: int) -> int:
 
 
 @nb.njit(inline="always")  # type: ignore[untyped-decorator]
-def _own_share(count: int, item_bytes: int, rank: int, size: int) -> Any:
+def own_share(count: int, item_bytes: int, rank: int, size: int) -> Any:
     """Return the part [start, stop) of `count` elements that `rank` reduces: whole cache lines, nearly equal."""
     unit = max(1, 64 // item_bytes)
     units = (count + unit - 1) // unit
@@ -240,7 +240,7 @@ def all_reduce_symmetric(address: int) -> int:
     status = _meet_before(call, control)
     if status == DONE:
         size = control[SIZE]
-        start, stop = _own_share(call[COUNT], call[ITEM_BYTES], control[RANK], size)
+        start, stop = own_share(call[COUNT], call[ITEM_BYTES], control[RANK], size)
         if stop > start:
             _reduce_share(call, size, size, start, stop)
     return _meet_after(call, control, status)
@@ -271,7 +271,7 @@ def all_reduce_staged(address: int) -> int:
     while True:
         position = call[POSITION]
         length = min(piece, call[COUNT] - position)
-        start, stop = _own_share(length, item, rank, size)
+        start, stop = own_share(length, item, rank, size)
         source, target = call[SOURCE] + position * item, call[TARGET] + position * item
         if call[STATE] == 0:
             if position == 0:
@@ -357,7 +357,7 @@ def broadcast_symmetric(address: int) -> int:
     if status == DONE:
         size, root = control[SIZE], call[ROOT]
         inputs = _table(call[INPUTS], size)
-        start, stop = _own_share(call[COUNT], 1, control[RANK], size)
+        start, stop = own_share(call[COUNT], 1, control[RANK], size)
         for first in range(start, stop, TILE_BYTES):
             length = min(TILE_BYTES, stop - first)
             for peer in range(size):

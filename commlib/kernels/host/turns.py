@@ -24,8 +24,8 @@ from commlib.kernels.host.cache import folder, node_folders, open_own, said_once
 log = logging.getLogger("commlib")
 
 LONGEST_WAIT = 120.0  # seconds; compiling one takes 0.2 to 5, and a stopped process must not stop all
-_SILENT = 1.0  # seconds of compiling and waiting in all before they are worth a line
-_POLL = 0.05
+SILENT = 1.0  # seconds of compiling and waiting in all before they are worth a line
+POLL = 0.05  # seconds between two looks whether another process has compiled it
 _BUSY = (errno.EACCES, errno.EAGAIN)
 
 
@@ -38,8 +38,8 @@ def turn(name: str, is_there: Callable[[], bool]) -> Iterator[None]:
     if is_there():
         yield
         return
-    with _delay().counted():
-        locks = _locks()
+    with delay().counted():
+        locks = lock_file()
         held = locks is not None and _wait(locks, name, is_there)
         try:
             yield
@@ -62,11 +62,11 @@ def _wait(locks: int, name: str, is_there: Callable[[], bool]) -> bool:
                 return False
         if is_there():
             return False
-        _delay().say()
+        delay().say()
         if (waited := time.monotonic() - start) > LONGEST_WAIT:
             log.warning("another process has compiled %s for %d s: now this one does as well", name, waited)
             return False
-        time.sleep(_POLL)
+        time.sleep(POLL)
 
 
 def _byte(name: str) -> int:
@@ -74,7 +74,7 @@ def _byte(name: str) -> int:
 
 
 @cache
-def _locks() -> int | None:
+def lock_file() -> int | None:
     """Return the open file of locks. It stays open: closing a file releases all locks that a process has in it."""
     if folder() is None:
         return None  # what another process compiles could not be loaded
@@ -108,7 +108,7 @@ class _Delay:
 
     def say(self) -> None:
         """Say what takes so long, once, if it does."""
-        if self.said or self.before + time.monotonic() - self.start < _SILENT:
+        if self.said or self.before + time.monotonic() - self.start < SILENT:
             return
         self.said = True
         where = folder()
@@ -117,5 +117,6 @@ class _Delay:
 
 
 @cache
-def _delay() -> _Delay:
+def delay() -> _Delay:
+    """Return how long kernels have kept this process, one object for all."""
     return _Delay()

@@ -94,14 +94,14 @@ def test_too_little_memory_is_told_on_all_ranks():
 
 
 def test_one_rank_that_sees_another_folder_is_named_on_all(monkeypatch):
-    created = segment._create
+    created = segment.allocate
 
     def elsewhere(path, nbytes):
         created(path, nbytes)
         return path if threading.current_thread() is not second[0] else path + "-elsewhere"
 
     second: list[Any] = [None]
-    monkeypatch.setattr(segment, "_create", elsewhere)
+    monkeypatch.setattr(segment, "allocate", elsewhere)
 
     def run(rank, gather):
         if rank == 1:
@@ -118,7 +118,7 @@ def test_one_rank_that_sees_another_folder_is_named_on_all(monkeypatch):
 def test_there_is_no_name_at_any_time(monkeypatch):
     """A job that was killed while it had one left its memory behind."""
     seen = []
-    create = segment._create
+    create = segment.allocate
 
     def look(path, nbytes):
         seen.append(files())
@@ -126,14 +126,14 @@ def test_there_is_no_name_at_any_time(monkeypatch):
         seen.append(files())
         return made
 
-    monkeypatch.setattr(segment, "_create", look)
+    monkeypatch.setattr(segment, "allocate", look)
     everywhere(2, lambda rank, gather: segment.share(rank, 100, gather))
     assert seen == [[]] * 4
 
 
 def test_files_have_names_where_descriptors_of_others_cannot_be_opened(monkeypatch):
     """Each rank in a container of its own has other process numbers, or may not look into the others."""
-    mapping, seen = segment._Mapping, []
+    mapping, seen = segment.Mapping, []
 
     def refuse(path, nbytes):
         seen.append(path)
@@ -142,7 +142,7 @@ def test_files_have_names_where_descriptors_of_others_cannot_be_opened(monkeypat
         assert files()
         return mapping(path, nbytes)
 
-    monkeypatch.setattr(segment, "_Mapping", refuse)
+    monkeypatch.setattr(segment, "Mapping", refuse)
     made = everywhere(2, lambda rank, gather: segment.share(rank, 5000, gather))
     array(made[0].bases[1], 5000)[:] = 7
     assert set(array(made[1].bases[1], 5000)) == {7}
@@ -150,7 +150,7 @@ def test_files_have_names_where_descriptors_of_others_cannot_be_opened(monkeypat
 
 
 def test_another_process_of_the_same_number_is_not_asked(monkeypatch):
-    nameless = segment._nameless
+    nameless = segment.nameless
     other = os.open("/dev/null", os.O_RDWR)
 
     @contextmanager
@@ -158,7 +158,7 @@ def test_another_process_of_the_same_number_is_not_asked(monkeypatch):
         with nameless(name):
             yield f"/proc/{os.getpid()}/fd/{other}"
 
-    monkeypatch.setattr(segment, "_nameless", elsewhere)
+    monkeypatch.setattr(segment, "nameless", elsewhere)
     monkeypatch.setattr(os, "posix_fallocate", lambda *_: None)
     made = everywhere(2, lambda rank, gather: segment.share(rank, 100, gather))
     os.close(other)
@@ -184,9 +184,9 @@ def test_available_memory_in_control_groups(monkeypatch, tmp_path):
         (tmp_path / folder / "memory.max").write_text(f"{most}\n")
         (tmp_path / folder / "memory.current").write_text(f"{used}\n")
         (tmp_path / folder / "memory.stat").write_text(f"anon 1\ninactive_file {cached}\nactive_file 7\n")
-    assert memory._left(tmp_path / "job", "memory.max", "memory.current") == 1500007
-    assert memory._left(tmp_path / "job/step", "memory.max", "memory.current") == sys.maxsize
-    assert memory._left(tmp_path / "gone", "memory.max", "memory.current") == sys.maxsize
+    assert memory.left_in(tmp_path / "job", "memory.max", "memory.current") == 1500007
+    assert memory.left_in(tmp_path / "job/step", "memory.max", "memory.current") == sys.maxsize
+    assert memory.left_in(tmp_path / "gone", "memory.max", "memory.current") == sys.maxsize
 
 
 def test_sweeping_removes_what_nobody_can_be_using(monkeypatch, tmp_path):
@@ -203,7 +203,7 @@ def test_sweeping_removes_what_nobody_can_be_using(monkeypatch, tmp_path):
     for name in names.values():
         (tmp_path / name).write_bytes(b"0")
     (tmp_path / f"commlib-{gone.pid}-05").symlink_to(tmp_path / names["others"])
-    monkeypatch.setattr(segment, "_may_own", lambda process, made: process == os.getpid())
+    monkeypatch.setattr(segment, "may_own", lambda process, made: process == os.getpid())
     with open(tmp_path / names["locked"]) as held:
         fcntl.flock(held, fcntl.LOCK_SH)
         segment.sweep()
@@ -212,8 +212,8 @@ def test_sweeping_removes_what_nobody_can_be_using(monkeypatch, tmp_path):
 
 def test_a_process_may_own_a_file_that_is_not_older_than_itself():
     now = time.time()
-    assert segment._may_own(os.getpid(), now)
-    assert not segment._may_own(os.getpid(), now - 10**6)  # another process of this number made it
+    assert segment.may_own(os.getpid(), now)
+    assert not segment.may_own(os.getpid(), now - 10**6)  # another process of this number made it
     with subprocess.Popen(["true"]) as gone:
         gone.wait()
-    assert not segment._may_own(gone.pid, now)
+    assert not segment.may_own(gone.pid, now)

@@ -60,8 +60,8 @@ def test_large_arrays_go_through_all_rails(nodes, dtype, monkeypatch):
 def test_an_all_reduce_goes_part_by_part(nodes, network, count, monkeypatch):
     """Parts of 5 to 10 KiB, some of one block and some of several, of ordinary and of symmetric arrays."""
     monkeypatch.setattr(rails, "RAIL_BYTES", 1000)
-    monkeypatch.setattr(hierarchy, "_PART_BYTES", 10_000)
-    monkeypatch.setattr(model, "_AT_ONCE", 4000)
+    monkeypatch.setattr(hierarchy, "PART_BYTES", 10_000)
+    monkeypatch.setattr(model, "AT_ONCE", 4000)
 
     def check(comm):
         comm.runtime.chooser = Chooser(network)

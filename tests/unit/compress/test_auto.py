@@ -6,13 +6,21 @@ import logging
 
 import pytest
 
-from commlib.compress.auto import Auto, decide, measure_cost
+from commlib.compress.auto import Auto, decide, measure_cost, measure_link
 from commlib.compress.exchange import Exchanged
 from commlib.compress.gradients import GradientCompression
+from commlib.compress.memory import Memory
 from commlib.compress.quantise import Blocks
+from commlib.devices.host import HOST
 from commlib.errors import UsageError
 from commlib.kernels.host.reduce import reduce_function
+from tests.late import LATE
 from tests.loopback import run
+
+
+def unwatched(text):
+    return lambda: None
+
 
 COSTS = (0.5e-9, 0.3e-9) * 2  # seconds per element to encode and to decode: bfloat16, int8
 
@@ -22,7 +30,7 @@ def compiled():
     """Compile here what ranks would be given too little time for."""
     reduce_function("float64", "max")
     for codec in Auto().codecs:
-        measure_cost(codec)
+        measure_cost(codec, Memory(HOST, unwatched))
 
 
 def chosen(pace: float, count: int = 1 << 22) -> tuple[str, str]:
@@ -61,6 +69,44 @@ def test_it_measures_between_nodes_and_all_ranks_agree(caplog):
     assert all(scheme == results[0][0] for scheme, _ in results)
     if results[0][0] is not None:
         assert isinstance(results[0][0], Exchanged)
+
+
+@pytest.mark.parametrize("devices", [(), ("late",)], ids=["staged", "direct"])
+def test_it_measures_where_the_gradients_are(monkeypatch, devices):
+    """Kernels that take long there make codecs dear, which are cheap on the host; the link is the same."""
+    monkeypatch.setattr("commlib.compress.auto.SAMPLE_ON_DEVICE", 1 << 16)
+    monkeypatch.setattr("commlib.compress.gradients.measure_link", lambda lane, memory: (1e-3, 1e-8))
+    monkeypatch.setattr(LATE, "delay", 0.01)  # 150 ns for an element, that takes 40 ns to be sent
+
+    def look(comm):
+        found = [GradientCompression(comm, Auto(), count=1 << 20, device=device) for device in (HOST, LATE)]
+        return [(compression.scheme and compression.scheme.name, compression.why) for compression in found]
+
+    queued, races = LATE.queued, LATE.races
+    results = run(2, look, nodes=[0, 1], devices=devices)
+    assert LATE.queued > queued and LATE.races == races
+    for (host, _), (late, why) in results:
+        assert host in ("bfloat16", "int8")
+        assert late is None and why.startswith("none: between 2 hosts") and why.endswith(", on late")
+
+
+def test_a_link_is_measured_until_the_sum_is_there(monkeypatch):
+    """Not until the call returns: the copy back to the device is still under way then."""
+    monkeypatch.setattr(LATE, "delay", 0.03)
+
+    def look(comm):
+        return measure_link(comm, Memory(LATE, comm.watch))[0]
+
+    # Out and back, in one piece: 2 copies, for the least of reductions.
+    assert all(latency > 1.8 * LATE.delay for latency in run(2, look, nodes=[0, 1]))
+
+
+def test_a_codec_is_measured_until_it_is_done(monkeypatch):
+    monkeypatch.setattr("commlib.compress.auto.SAMPLE_ON_DEVICE", 1 << 10)
+    monkeypatch.setattr(LATE, "delay", 0.02)
+    for codec in Auto().codecs:
+        encode, decode = measure_cost(codec, Memory(LATE, unwatched))
+        assert encode * (1 << 10) >= LATE.delay and decode * (1 << 10) >= LATE.delay
 
 
 def test_on_one_node_it_does_not_even_measure():

@@ -11,6 +11,7 @@ import pytest
 
 from commlib.config import Config
 from commlib.coordinator import Coordinator, Request
+from commlib.coordinator.negotiation import Negotiation
 from commlib.errors import CommlibError, MismatchError, PeerError, ShutdownError, StallError, UsageError
 from tests.loopback import run
 
@@ -58,15 +59,21 @@ def test_any_order(nodes):
 
 
 def test_who_waits_needs_no_thread_and_who_does_not_gets_one():
+    def threads():
+        return {thread for thread in threading.enumerate() if thread.name == "commlib-coordinator"}
+
+    before = threads()
+
     def work(coordinator, rank):
         request = all_reduce("x", np.ones(2, np.float32))
         coordinator.submit(request, [np.ones(2, np.float32)], [np.ones(2, np.float32)], blocking=True).wait()
-        assert coordinator._cycles.thread is None
+        assert threads() <= before
+        coordinator.comm.barrier()  # all have looked
         pending = start(coordinator, "x", np.ones(2, np.float32))
         deadline = time.monotonic() + 10
         while not pending.done() and time.monotonic() < deadline:
             time.sleep(1e-3)
-        assert pending.done()
+        assert pending.done() and threads() - before
         if rank == 0:
             early = start(coordinator, "early", np.ones(2, np.float32))
             with pytest.raises(StallError, match="not done after"):
@@ -169,8 +176,9 @@ def test_a_rank_that_asks_for_nothing_is_named_with_what_it_did_last():
 
 def test_what_is_pending_at_the_end_says_so():
     def rank_main(comm):
-        coordinator = Coordinator(comm, [0])
-        assert coordinator._cycles.driving.acquire()  # nobody runs cycles
+        coordinator = Coordinator(comm, [0, 1])
+        if comm.rank == 1:
+            return  # it asks for nothing
         pending = start(coordinator, "x", np.ones(2, np.float32))
         assert coordinator.drain(0.05) == "unfinished allreduce 'x'"
         coordinator.close()
@@ -179,7 +187,7 @@ def test_what_is_pending_at_the_end_says_so():
         with pytest.raises(ShutdownError, match="has been shut down"):
             start(coordinator, "later", np.ones(2, np.float32))
 
-    run(1, rank_main)
+    run(2, rank_main)
 
 
 def test_threads_share_a_coordinator():
@@ -219,51 +227,68 @@ def test_an_error_of_one_operation_is_that_operations_alone():
 
 def test_a_rank_that_asked_for_something_else_and_does_not_come_back():
     """What was told in words is known: it need not be asked for again."""
+    over = threading.Barrier(3)
 
     def rank_main(comm):
         coordinator = Coordinator(comm, [3, 5, 8])
+        if comm.rank == 2:
+            x = np.ones(2, np.float32)
+            coordinator.submit(all_reduce("b", x), [x], [x], blocking=True)
+
+            def stuck():
+                if coordinator.cycles < 8:
+                    return False
+                over.wait(20)
+                coordinator.close()
+                return True
+
+            coordinator.drive(stuck)
+            return
         if comm.rank == 1:
             time.sleep(0.2)
-        pending = start(coordinator, "b" if comm.rank == 2 else "a", np.ones(2, np.float32))
-        if comm.rank == 2:
-            assert coordinator._cycles.driving.acquire()  # its thread is stuck after some cycles, as it were
-            while coordinator.cycles < 8:
-                coordinator._cycles.await_reason()
-                coordinator._cycles.run()
-            return
+        pending = start(coordinator, "a", np.ones(2, np.float32))
         with pytest.raises(StallError) as caught:
             pending.wait()
         said = str(caught.value)
         assert f"allreduce 'a': rank {coordinator.members[comm.rank]}: gave up after 0.8 s" in said
         assert "not there yet: rank 8; this rank waits for 'a'; 'a' has been asked for by rank" in said
         assert "rank 8 has asked for 'b', and not come back; no operation of all ranks has run yet; look" in said
+        over.wait(20)
 
     run(3, rank_main, config=Config(timeout=0.8))
+
+
+class Interrupted(Negotiation):
+    """Ctrl-C comes, if it is to, just after the next request was taken in."""
+
+    interrupts = False
+
+    def submit(self, request):
+        super().submit(request)
+        if self.interrupts:
+            self.interrupts = False
+            raise KeyboardInterrupt
 
 
 @pytest.mark.parametrize("known", [False, True])
 def test_an_interrupted_submit_is_taken_back(known):
     """Told to the others but not pending here, it ran as that of a rank that has joined: with zeros."""
 
-    def work(coordinator, rank):
+    def rank_main(comm):
+        negotiation = Interrupted(comm.rank, range(comm.size))
+        coordinator = Coordinator(comm, range(comm.size), negotiation=negotiation)
         if known:
             start(coordinator, "x", np.ones(2, np.float32)).wait()
-        negotiation = coordinator._negotiation
-        if rank == 1:
-            submit = negotiation.submit
-
-            def interrupted(request):
-                submit(request)
-                negotiation.submit = submit
-                raise KeyboardInterrupt
-
-            negotiation.submit = interrupted
+        if comm.rank == 1:
+            negotiation.interrupts = True
             with pytest.raises(KeyboardInterrupt):
                 start(coordinator, "x", np.ones(2, np.float32))
             assert not negotiation.waiting and negotiation.announce()[0::2] == (0, ())
         assert start(coordinator, "x", np.ones(2, np.float32)).wait()[0].tolist() == [2, 2]
+        comm.barrier()
+        coordinator.close()
 
-    coordinated(2, work)
+    run(2, rank_main)
 
 
 @pytest.mark.parametrize("nodes", [[0, 0], [0, 1]])
@@ -276,11 +301,14 @@ def test_an_error_of_one_rank_alone_ends_the_set_on_all(nodes):
         array = np.ones(2, np.float32)
         pending = [start(coordinator, name, array.copy()) for name in "ab"]
         if comm.rank == 1:
+            all_reduce = comm.all_reduce
 
-            def no_room(kind, items):
-                raise MemoryError("no room")
+            def no_room(x, op="sum", **options):
+                if op == "sum":  # a cycle's own is an "and"
+                    raise MemoryError("no room")
+                return all_reduce(x, op, **options)
 
-            coordinator._execution.fusion._reduce_kind = no_room  # type: ignore[method-assign]
+            comm.all_reduce = no_room
         begin = f"allreduce 'a': rank {coordinator.members[comm.rank]}: "
         expected = "interrupted by MemoryError: no room" if comm.rank == 1 else "waited for a rank that will not come: "
         expected += "" if comm.rank == 1 else "rank 7 has given up world: it was interrupted by MemoryError: no room"

@@ -199,7 +199,7 @@ def test_no_table_is_no_reason_to_look_at_folders(
 
 def test_the_kind_of_network_is_known_by_its_cards(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     cards = tmp_path / "infiniband"
-    monkeypatch.setattr("commlib.cost.chooser._FABRICS", (tmp_path / "cxi", cards))
+    monkeypatch.setattr("commlib.cost.chooser.FABRICS", (tmp_path / "cxi", cards))
     assert usual_machine() == ETHERNET
     cards.mkdir()
     assert usual_machine() == ETHERNET  # the driver is there, and no card

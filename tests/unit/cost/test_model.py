@@ -16,12 +16,12 @@ from commlib.cost.model import (
     FEW_MESSAGES,
     LARGEST_SEGMENT,
     LEAST_SEGMENT,
-    _messages,
     best,
     best_segments,
     largest_segment,
     predict,
     segments_for,
+    simulated_messages,
 )
 from commlib.errors import UsageError
 from commlib.schedule import Link, algorithms, estimate, find, verbs
@@ -43,7 +43,11 @@ MACHINES = [
 def check(verb: str, name: str, size: int, segments: int, link: Link, gamma: float) -> None:
     simulated = estimate(verb, name, size, N, link, gamma=gamma, segments=segments).time
     predicted = predict(verb, name, size, N, link, gamma, segments=segments)
-    bound = APPROXIMATE.get((verb, name), 0.0) if _messages(find(verb, name), size, segments) > FEW_MESSAGES else 0.0
+    bound = (
+        APPROXIMATE.get((verb, name), 0.0)
+        if simulated_messages(find(verb, name), size, segments) > FEW_MESSAGES
+        else 0.0
+    )
     assert predicted == pytest.approx(simulated, rel=max(bound, 1e-12)), (size, segments, link, gamma)
 
 

@@ -31,15 +31,15 @@ class FakePlan:
 
     def __call__(self) -> Any:
         self.comm.log.append(("inline", self.x.size))
-        return self._run()
+        return self.run()
 
     def start(self) -> FakeWork:
         self.comm.log.append(("thread", self.x.size))
         work = FakeWork()
-        self.comm.jobs.put((self._run, work))
+        self.comm.jobs.put((self.run, work))
         return work
 
-    def _run(self) -> np.ndarray:
+    def run(self) -> np.ndarray:
         everyone = self.comm.exchange(self.x.copy())
         if len({x.size for x in everyone}) != 1:
             raise RuntimeError("ranks reduced different buckets")

@@ -45,7 +45,7 @@ def test_mean_of_slots(size: int, early: int) -> None:
 
 @pytest.mark.parametrize("cached_bytes", [0, 1 << 20])
 def test_write_copies_into_the_slot_whichever_way(cached_bytes: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("commlib.data_parallel.engine._CACHED_BYTES", cached_bytes)
+    monkeypatch.setattr("commlib.data_parallel.engine.CACHED_BYTES", cached_bytes)
 
     def rank(comm: FakeComm) -> None:
         engine = Engine(comm, make_buckets(SPECS, first_bucket_mib=TINY, bucket_cap_mib=TINY))
@@ -192,9 +192,9 @@ class Compressed(FakePlan):
 
     sent_bytes, uncompressed_bytes = 0, 1000
 
-    def _run(self) -> np.ndarray:
+    def run(self) -> np.ndarray:
         self.sent_bytes += 7
-        return super()._run()
+        return super().run()
 
 
 @pytest.mark.parametrize("early", [0, 1, 2])

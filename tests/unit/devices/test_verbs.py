@@ -17,6 +17,7 @@ from commlib.runtime.device_work import DeviceWork
 from commlib.schedule import algorithms
 from tests import checks
 from tests.late import LATE, LateArray, OnDevice
+from tests.late.stream import LateStream
 from tests.loopback import run
 from tests.oracle import REDUCIBLE, combined, values
 
@@ -286,29 +287,25 @@ class StuckEvent:
         pass
 
 
-class StuckStream:
-    """A stream that does what it is told, and never says so."""
+class SilentStream(LateStream):
+    """A stream that does what it is told, and says so as long as it is not stuck."""
 
-    def __init__(self, stream):
-        self.queue = stream.queue
+    stuck = False
 
     def record(self):
-        return StuckEvent()
-
-    def wait(self, event):
-        pass
+        event = super().record()
+        return StuckEvent() if self.stuck else event
 
 
 def test_a_device_that_does_not_come_is_given_up(monkeypatch, caplog):
-    monkeypatch.setattr("commlib.collectives.station._LAST", 0.2)
+    monkeypatch.setattr("commlib.collectives.station.LAST", 0.2)
+    stream = SilentStream()
+    monkeypatch.setattr(LATE, "stream", lambda: stream)
 
     def check(comm):
         x = LATE.put(np.ones(3))
         comm.all_reduce(x)
-        stream = LATE.stream()
-        monkeypatch.setattr(LATE, "stream", lambda: StuckStream(stream))
-        comm._calls._stations.clear()
-        comm._calls.all_reduces.clear()
+        stream.stuck = True
         with pytest.raises(StallError, match="copies to and from late"):
             comm.all_reduce(x)
         comm.close()

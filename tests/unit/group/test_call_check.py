@@ -124,25 +124,44 @@ def test_compare_messages():
         assert texts is not None and [text[:8] for text in texts] == ["call 0 é", "call 1 é", "call 2 é"]
 
 
+class Enough(Exception):
+    """It came out of a signal handler, in the middle of a wait."""
+
+
 @pytest.mark.parametrize("calls", [0, 1, 40])
 @pytest.mark.parametrize("waited", [0.0, 1.5])
 def test_a_rank_that_gives_up_in_a_call_is_not_waited_for(calls, waited):
     """It told only those who came to its next call; those in the same one waited for ever."""
+    import threading
     import time
+
+    gone = threading.Event()
 
     def check(comm):
         for _ in range(calls):
             comm.barrier()
         if comm.rank == 2:
-            comm.group._stall_check.note(calls + 1, "barrier")  # as if it had come to it
-            if waited:
-                comm.group._stall_check.look()
-            comm.group.leave("has had enough")
+            watch, until = comm.group.watch, time.monotonic() + waited
+
+            def interrupted(text, peers=None):
+                watchdog = watch(text, peers)
+
+                def on_wait():
+                    watchdog()  # after a second it tells the others that this rank waits
+                    if time.monotonic() > until:
+                        raise Enough
+
+                return on_wait
+
+            comm.group.watch = interrupted
+            with pytest.raises(Enough):
+                comm.barrier()
+            gone.set()
             return
-        time.sleep(waited)
-        with pytest.raises(
-            PeerError, match=r"barrier.*: waited for a rank that will not come: .*rank 2 has had enough"
-        ):
+        if comm.rank == 1:
+            assert gone.wait(20)  # until then the call cannot end; rank 0 waits in it
+        expected = r"barrier.*: waited for a rank that will not come: .*rank 2 has given up .*ended half-way by Enough"
+        with pytest.raises(PeerError, match=expected):
             comm.barrier()
         comm.group.leave("waited in vain")
 

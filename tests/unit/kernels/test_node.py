@@ -159,7 +159,7 @@ def test_a_fast_rank_does_not_overwrite_what_a_slow_one_reads(first, second, epo
 
 
 def test_shares_cover_everything_once_in_whole_cache_lines():
-    share = kernels._own_share
+    share = kernels.own_share
     for count in (0, 1, 7, 8, 63, 64, 65, 1000, 4097):
         for item in (1, 2, 4, 8, 16):
             for size in (1, 2, 3, 5, 8):

@@ -36,14 +36,14 @@ def shared(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
     monkeypatch.setattr(tempfile, "tempdir", None)  # to look for it again
     monkeypatch.delenv("NUMBA_CACHE_DIR", raising=False)
     monkeypatch.setattr(numba.config, "CACHE_DIR", "")
-    monkeypatch.setattr(turns, "_POLL", 0.01)
-    cached = (cache.folder, turns._locks, turns._delay)
+    monkeypatch.setattr(turns, "POLL", 0.01)
+    cached = (cache.folder, turns.lock_file, turns.delay)
     for function in cached:
         function.cache_clear()
     folder = cache.folder()
     assert folder is not None and tmp_path in folder.parents
     yield folder
-    if (locks := turns._locks()) is not None:
+    if (locks := turns.lock_file()) is not None:
         os.close(locks)
     for function in cached:
         function.cache_clear()
@@ -68,7 +68,7 @@ def test_who_waits_goes_on_when_the_kernel_is_there(holder: subprocess.Popen[str
 
 def test_what_is_there_needs_no_lock(shared: Path) -> None:
     with turns.turn("kernel", lambda: True):
-        assert turns._locks.cache_info().currsize == 0
+        assert turns.lock_file.cache_info().currsize == 0
 
 
 def test_another_kernel_is_not_waited_for(holder: subprocess.Popen[str]) -> None:
@@ -88,7 +88,7 @@ def test_a_process_that_is_stopped_is_waited_for_so_long_and_no_longer(
     holder: subprocess.Popen[str], monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     monkeypatch.setattr(turns, "LONGEST_WAIT", 0.6)
-    monkeypatch.setattr(turns, "_SILENT", 0.2)
+    monkeypatch.setattr(turns, "SILENT", 0.2)
     holder.send_signal(signal.SIGSTOP)
     with turns.turn("kernel", lambda: False):
         pass
@@ -122,7 +122,7 @@ def test_a_file_system_without_locks_lets_each_compile(
 
 def test_locks_are_of_the_node_whatever_the_cache_is_on(shared: Path) -> None:
     """On a network file system locks may have no answer, and all nodes would ask at once."""
-    assert turns._locks() is not None
+    assert turns.lock_file() is not None
     assert (shared.parents[1] / f"commlib-{os.geteuid()}" / "locks").exists()
     assert not (shared / "locks").exists()
 
@@ -130,7 +130,7 @@ def test_locks_are_of_the_node_whatever_the_cache_is_on(shared: Path) -> None:
 def test_without_a_folder_nobody_waits(shared: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(turns, "folder", lambda: None)
     with turns.turn("kernel", lambda: False):
-        assert turns._locks() is None
+        assert turns.lock_file() is None
 
 
 def test_what_takes_long_is_said_once(
@@ -143,7 +143,7 @@ def test_what_takes_long_is_said_once(
 
     compile_three()
     assert not caplog.records  # it was short
-    monkeypatch.setattr(turns, "_SILENT", 0.05)
+    monkeypatch.setattr(turns, "SILENT", 0.05)
     compile_three()
     (record,) = caplog.records
     assert record.getMessage().startswith("compiling kernels for this kind of CPU, once: ")
@@ -153,4 +153,4 @@ def test_what_takes_long_is_said_once(
 def test_kernels_within_a_kernel_count_once(shared: Path) -> None:
     with turns.turn("outer", lambda: False), turns.turn("inner", lambda: False):
         time.sleep(0.2)
-    assert 0.2 <= turns._delay().before < 0.4
+    assert 0.2 <= turns.delay().before < 0.4

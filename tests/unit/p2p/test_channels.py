@@ -4,15 +4,18 @@ from __future__ import annotations
 
 import gc
 import os
+import threading
 import time
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
 
+from commlib.buffers.peer_memory import PeerMemory
 from commlib.config import Config
 from commlib.errors import PeerError, StallError, TransportError, UsageError
-from commlib.p2p import posted
+from commlib.p2p import outbox, posted
 from commlib.transport.loopback import LoopbackTransport
 from tests import channels
 from tests.loopback import run
@@ -116,26 +119,27 @@ def test_no_file_is_left():
     assert not list(Path("/dev/shm").glob(f"commlib-{os.getpid()}-*"))
 
 
-def test_other_threads_and_handlers_are_refused_in_the_middle_of_a_send():
+def test_handlers_are_refused_in_the_middle_of_a_send(monkeypatch):
+    """A larger message takes more memory than the channel has: there a signal comes, and its handler sends."""
+    opened: dict[int, Any] = {}  # by the rank's thread
+    refused: list[int] = []
+
+    def memory(*arguments, **options):
+        with pytest.raises(UsageError, match="in the middle of another send of the same channel"):
+            opened[threading.get_ident()].send(np.zeros(3, np.float32))
+        refused.append(threading.get_ident())
+        return PeerMemory(*arguments, **options)
+
     def check(comm):
-        channel = comm.channel(1 - comm.rank, "nested", (3,))
+        channel = opened[threading.get_ident()] = comm.channel(1 - comm.rank, "nested", (3,))
         channel.send(np.zeros(3, np.float32))
         channel.recv()
-        outbox = channel.ends.outgoing
-
-        class Array(np.ndarray):
-            """Its shape is asked for in the middle of a send."""
-
-        reserve = outbox._announce
-
-        def nested(slot, shape):
-            with pytest.raises(UsageError, match="in the middle of another send of the same channel"):
-                channel.send(np.zeros(3, np.float32))
-            reserve(slot, shape)
-
-        outbox._announce = nested
-        channel.send(np.zeros(4, np.float32))
+        comm.barrier()
+        monkeypatch.setattr(outbox, "PeerMemory", memory)
+        comm.barrier()
+        channel.send(np.ones(4000, np.float32))
         channel.release()
-        assert channel.recv().shape == (4,)
+        assert (channel.recv() == np.ones(4000)).all()
 
     run(2, check)
+    assert sorted(refused) == sorted(opened)

@@ -9,7 +9,11 @@ from commlib.config import Config
 from commlib.errors import MismatchError
 from commlib.kernels.host import lane_take
 from commlib.p2p import lane_in
+from commlib.p2p.lane_in import LaneIn
+from commlib.transport.base import Space
+from commlib.transport.loopback import LoopbackTransport
 from tests import lanes
+from tests.held import held, mappings
 from tests.loopback import run
 
 
@@ -28,30 +32,59 @@ def test_on_two_nodes_of_two(check):
     ("nodes", "node_path"), [([0, 1], True), ([0, 0], False)], ids=["two nodes", "no shared memory"]
 )
 def test_without_shared_memory_there_is_no_lane(nodes, node_path):
+    before = held().mappings
+
     def work(comm):
         peer, out = 1 - comm.rank, np.zeros(3)
         comm.send_recv(np.full(3, comm.rank), peer, np.zeros(3, int), peer)
         assert (comm.send_recv(np.full(3, 1.0 + comm.rank), peer, out, peer) == 1 + peer).all()
-        assert not comm._post._out and not comm._post._in
+        assert mappings() == before
+        comm.barrier()
 
     run(2, work, nodes=nodes, config=Config(node_path=node_path, timeout=10))
 
 
-def test_a_lane_is_made_by_the_first_message_in_its_direction():
+def test_a_lane_is_made_by_the_first_message_in_its_direction(monkeypatch):
+    """Its memory is mapped twice, where it is written and where it is read; who sends nothing has no mailbox."""
+    of_letters, before = [], held().mappings
+    space = LoopbackTransport.space
+
+    def spied(transport, which):
+        if which is Space.CHANNELS:
+            of_letters.append(transport)
+        return space(transport, which)
+
+    monkeypatch.setattr(LoopbackTransport, "space", spied)
+
     def work(comm):
         group = comm.split(0)
-        assert not group._post._out and not group._post._in and "mailbox" not in vars(group._post._letters)
+        comm.barrier()
+        assert mappings() == before and not of_letters
+        comm.barrier()
         comm.send(np.ones(1), 1) if comm.rank == 0 else comm.recv(np.zeros(1), 0)
         comm.barrier()
-        assert (list(comm._post._out), list(comm._post._in)) == (([1], []) if comm.rank == 0 else ([], [0]))
-        assert not group._post._out and not group._post._in
+        assert mappings() == before + 2
+        assert len(of_letters) == 2 and group.group.transport not in of_letters
+        comm.barrier()
+        comm.recv(np.zeros(1), 1) if comm.rank == 0 else comm.send(np.ones(1), 0)
+        comm.barrier()
+        assert mappings() == before + 4
+        assert len(of_letters) == 2
+        comm.barrier()
 
     run(2, work)
 
 
 def test_two_that_follow_a_sender_from_ring_to_ring(monkeypatch):
     """Whoever had seen a ring's end, and was late, took the next one, where the other was, for empty as well."""
-    many, wanted = 3000, []
+    many, wanted, lanes_at = 3000, [], {}
+    look = LaneIn.look
+
+    def remember(lane):
+        lanes_at[lane.at] = lane
+        look(lane)
+
+    monkeypatch.setattr(LaneIn, "look", remember)
 
     def work(comm):
         if comm.rank == 0:
@@ -61,18 +94,18 @@ def test_two_that_follow_a_sender_from_ring_to_ring(monkeypatch):
             return
         work = comm.recv_async(np.zeros(200, int), 0)
         comm.barrier()
-        lane, look = comm._post._in[0], lane_in._look
+        look_into = lane_in.look_into
 
         def look_and_be_late(at):
-            status = look(at)
+            status = look_into(at)
             if status == lane_take.DRAINED:
                 wanted.append(status)
-                monkeypatch.setattr(lane_in, "_look", look)
-                lane.look()  # as another thread, or a signal handler
-                monkeypatch.setattr(lane_in, "_look", look_and_be_late)
+                monkeypatch.setattr(lane_in, "look_into", look_into)
+                lanes_at[at].look()  # as another thread, or a signal handler
+                monkeypatch.setattr(lane_in, "look_into", look_and_be_late)
             return status
 
-        monkeypatch.setattr(lane_in, "_look", look_and_be_late)
+        monkeypatch.setattr(lane_in, "look_into", look_and_be_late)
         for step in range(many):
             assert (work.wait(20) == step).all(), step
             work = comm.recv_async(np.zeros(200, int), 0) if step + 1 < many else None

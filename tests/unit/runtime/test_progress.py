@@ -6,13 +6,12 @@ import gc
 import threading
 import time
 import weakref
-from collections import deque
 from functools import partial
-from typing import Any
 
 import pytest
 
 from commlib.errors import ShutdownError, UsageError
+from commlib.observe.journal import Journal
 from commlib.runtime.compiled import Task
 from commlib.runtime.progress import Progress
 
@@ -192,26 +191,28 @@ def test_a_work_says_how_long_it_ran(progress):
     assert fails.seconds >= 0.01
 
 
-class Handler(deque[Any]):
-    """A queue in which a signal comes, and its handler calls, while something is being queued."""
+class Handler(Journal):
+    """A journal in which a signal comes, and its handler calls, while something is being queued."""
 
-    def __init__(self, call):
+    def __init__(self):
         super().__init__()
-        self._call, self.refused = call, []
+        self.call, self.refused = None, []
 
-    def append(self, job):
+    def queue(self, text, x=None):
         try:
-            call, self._call = self._call, None
+            call, self.call = self.call, None
             if call is not None:
                 call()
         except UsageError as error:
             self.refused.append(str(error))
-        super().append(job)
+        return super().queue(text, x)
 
 
 @pytest.mark.parametrize("waits", [True, False])
-def test_a_call_while_another_is_being_queued_is_refused(progress, monkeypatch, waits):
+def test_a_call_while_another_is_being_queued_is_refused(waits):
     """It waited for the lock that its own thread holds."""
+    handler = Handler()
+    progress = Progress(journal=handler)
 
     def call():
         if waits:
@@ -219,7 +220,7 @@ def test_a_call_while_another_is_being_queued_is_refused(progress, monkeypatch, 
         else:
             progress.start("nested", lambda: None)
 
-    queue = Handler(call)
-    monkeypatch.setattr(progress, "_queue", queue)
+    handler.call = call
     assert progress.start("outer", lambda: 1).wait(10) == 1
-    assert len(queue.refused) == 1 and "in the middle of another call" in queue.refused[0]
+    assert len(handler.refused) == 1 and "in the middle of another call" in handler.refused[0]
+    progress.close()

@@ -77,7 +77,7 @@ def test_wrong_calls_say_why(call: Callable[[], Program], message: str) -> None:
 
 
 def test_adding_an_algorithm_takes_one_decorator(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(registry, "_table", dict(registry._table))
+    monkeypatch.setattr(registry, "table", dict(registry.table))
 
     @algorithm("barrier", "lazy", regions=lambda size, segments: (), rounds=lambda p, s: 0, sent=lambda p, s: 0)
     def lazy(rank: int, size: int) -> Iterator[Round]:

@@ -1,0 +1,92 @@
+"""A program of small messages as ONE compiled call without the GIL: a round starts, is waited for, is combined.
+
+What it needs is in one int64 array, whose fields are the constants below, and in one row for each round. A call that
+has waited long returns WAITING, and goes on where it was when it is called again.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numba as nb
+
+from commlib.kernels.host import intrinsics as ins
+from commlib.kernels.host import requests
+from commlib.kernels.host.arrays import DATA, int32, table
+from commlib.kernels.host.compiled import kernel
+from commlib.kernels.host.node import all_equal
+from commlib.kernels.host.reduce import reduce_as_written
+
+# What `play` returns. DIFFERENT: not all marks were this rank's own. FAILED: CODE says with what.
+DONE, DIFFERENT, WAITING, FAILED = 0, 1, -1, -2
+
+(
+    ROUNDS,  # how many
+    ROWS,  # address of the first one's row
+    NEXT,  # the round that is under way or comes next
+    STARTED,  # whether it is under way
+    MARKS,  # address for `all_equal`, or 0
+    START,  # addresses of functions
+    TEST,
+    FLAG,  # address of an int32
+    STATUSES,  # address of memory for the statuses of a round
+    SPINS,  # how often it asks at once, and how often it then asks giving the core away, before WAITING is returned
+    YIELDS,
+    CODE,
+    BUFFER,  # address of what the messages are about, and its bytes
+    NBYTES,
+    PROGRAM_FIELDS,
+) = range(15)
+
+MESSAGES, HANDLES, COMBINATIONS, ADDRESSES, ROW_FIELDS = range(5)
+
+
+@nb.njit(inline="always")  # type: ignore[untyped-decorator]
+def _await(program: Any, row: Any) -> Any:
+    """Wait until all messages of a round are complete: DONE, WAITING or FAILED."""
+    polls = 0
+    while True:
+        code = requests.test(program[TEST], row[MESSAGES], row[HANDLES], program[FLAG], program[STATUSES])
+        if code != 0:
+            program[CODE] = code
+            return FAILED
+        if int32(program[FLAG]) != 0:
+            return DONE
+        polls += 1
+        if polls > program[SPINS] + program[YIELDS]:
+            return WAITING
+        if polls > program[SPINS]:
+            ins.sched_yield()
+
+
+@kernel(nogil=True)
+def play(address: int, source: int, target: int) -> int:
+    """Run all rounds, and compare the marks.
+
+    source, target: numpy arrays, given by their `id`, that are copied to the buffer before, and from it after; or 0.
+    """
+    program = table(address, PROGRAM_FIELDS)
+    if source != 0 and program[NEXT] == 0 and program[STARTED] == 0:
+        ins.memcpy(program[BUFFER], ins.load_acquire(source + DATA), program[NBYTES])
+    while program[NEXT] < program[ROUNDS]:
+        row = table(program[ROWS] + 8 * ROW_FIELDS * program[NEXT], ROW_FIELDS)
+        if program[STARTED] == 0:
+            code = requests.start(program[START], row[MESSAGES], row[HANDLES])
+            if code != 0:
+                program[CODE] = code
+                return FAILED
+            program[STARTED] = 1
+        status = _await(program, row)
+        if status != DONE:
+            return status
+        combinations = table(row[ADDRESSES], row[COMBINATIONS])
+        for address_of_one in combinations:
+            reduce_as_written(address_of_one)
+        program[STARTED] = 0
+        program[NEXT] += 1
+    program[NEXT] = 0
+    if program[MARKS] != 0 and all_equal(program[MARKS]) == 0:
+        return DIFFERENT
+    if target != 0:
+        ins.memcpy(ins.load_acquire(target + DATA), program[BUFFER], program[NBYTES])
+    return DONE

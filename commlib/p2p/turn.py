@@ -1,0 +1,38 @@
+"""Turn: what Python has while it looks at an end that compiled functions look at, too."""
+
+from __future__ import annotations
+
+import time
+from types import TracebackType
+
+from commlib.kernels.host.channel import let_go
+from commlib.kernels.host.node import entry_point
+from commlib.kernels.host.posted import take_turn
+
+_take_turn, _let_go = entry_point(take_turn), entry_point(let_go)
+
+_NAP = 20e-6  # seconds: a compiled function has it for as long
+
+
+class Turn:
+    """The turn of Python at the end at an address, taken by whoever holds that end's lock, again by signal handlers.
+
+    Where an exception comes in between, compiled functions may leave the end to Python from then on; nothing waits.
+    """
+
+    __slots__ = ("_at", "_depth")
+
+    def __init__(self, at: int) -> None:
+        self._at, self._depth = at, 0
+
+    def __enter__(self) -> None:
+        while not _take_turn(self._at):
+            time.sleep(_NAP)
+        self._depth += 1
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        self._depth -= 1
+        if self._depth <= 0:
+            _let_go(self._at)

@@ -1,0 +1,129 @@
+"""One message over MPI: a posted send or receive, in pieces where it is long."""
+
+from __future__ import annotations
+
+import threading
+from collections import defaultdict, deque
+from typing import Any
+
+from mpi4py import MPI
+
+from commlib.errors import TransportError
+
+# What was given up while MPI may still read or write its memory, which must stay.
+LEFT_BEHIND: list[Any] = []
+
+
+class MpiRequest:
+    __slots__ = ("_buffer", "_requests", "_statuses", "nbytes")
+
+    def __init__(self, requests: list[Any], buffer: Any) -> None:
+        self._requests, self._buffer = requests, buffer
+        self.nbytes = 0
+
+    def test(self) -> bool:
+        try:
+            while self._requests:
+                status = MPI.Status()
+                if not self._requests[0].Test(status):
+                    return False
+                self.take(status)
+        except MPI.Exception as error:
+            raise TransportError(f"MPI: {error}") from error
+        return True
+
+    @property
+    def native(self) -> Any:
+        """The MPI request of its first piece that is under way."""
+        return self._requests[0]
+
+    def take(self, status: Any) -> bool:
+        """Note that this piece is complete; return whether it was the last one."""
+        self.nbytes += status.Get_count(MPI.BYTE)
+        self._requests.pop(0)
+        return not self._requests
+
+    def cancel(self) -> None:
+        for request in self._requests:
+            try:
+                request.Cancel()
+                ended = request.Test()
+            except MPI.Exception:
+                ended = False
+            if not ended:  # no send can be cancelled, nor a receive whose message is on its way
+                LEFT_BEHIND.append((request, self._buffer))
+
+
+class Unmatched:
+    """Receives of messages whose lengths are not known, by MPI's rank and tag, in the order in which they were made."""
+
+    def __init__(self, comm: Any, longest: int) -> None:
+        self.comm, self.longest = comm, longest
+        self.lock = threading.RLock()  # the progress thread and a waiting thread may both come to match
+        self.receives: defaultdict[tuple[int, int], deque[MpiProbedReceive]] = defaultdict(deque)
+
+
+class MpiProbedReceive:
+    """A receive that looks at a message's length before it takes it.
+
+    A posted receive that is too short may crash both processes (Open MPI 5.0 overwrites memory when a large message is
+    truncated). Receives of one peer and tag take their messages in the order in which they were made.
+    """
+
+    __slots__ = ("_buffer", "_kept", "_key", "_pieces", "_unmatched", "nbytes")
+
+    def __init__(self, unmatched: Unmatched, peer: int, tag: int, buffer: Any, kept: Any) -> None:
+        """`buffer`: memory as mpi4py takes it, in pieces too; `kept`: whose it is."""
+        self._unmatched, self._key, self._buffer, self._kept = unmatched, (peer, tag), buffer, kept
+        self._pieces: list[tuple[MpiRequest, int]] = []  # what was taken, and the room that there was for it
+        self.nbytes = 0
+        unmatched.receives[self._key].append(self)
+
+    def test(self) -> bool:
+        with self._unmatched.lock:
+            waiting = self._unmatched.receives[self._key]
+            while waiting and self in waiting and waiting[0]._match():
+                waiting.popleft()
+            matched = self not in waiting
+        if not matched or not all(request.test() for request, _ in self._pieces):
+            return False
+        fits = all(request.nbytes <= room for request, room in self._pieces)
+        self.nbytes = sum(request.nbytes for request, _ in self._pieces) if fits else -1
+        return True
+
+    def _match(self) -> bool:
+        """Take what has come; return whether that was the last piece."""
+        longest = self._unmatched.longest
+        try:
+            while True:
+                status = MPI.Status()
+                message = self._unmatched.comm.Improbe(*self._key, status)
+                if message is None:
+                    return False
+                length = status.Get_count(MPI.BYTE)
+                start = len(self._pieces) * longest
+                room = self._buffer[start : start + longest]
+                into = room if length <= len(room) else memoryview(bytearray(length))
+                request = message.Irecv([into[:length], MPI.BYTE])
+                self._pieces.append((MpiRequest([request], (into, self._kept)), len(room)))
+                if length < longest:
+                    return True
+        except MPI.Exception as error:
+            raise TransportError(f"MPI: {error}") from error
+
+    def withdraw(self) -> bool:
+        """Take it back, as if it had never been posted, and return True; False if a part of its message has come."""
+        with self._unmatched.lock:
+            waiting = self._unmatched.receives[self._key]
+            if self._pieces or self not in waiting:
+                return False
+            waiting.remove(self)
+            return True
+
+    def cancel(self) -> None:
+        with self._unmatched.lock:
+            waiting = self._unmatched.receives[self._key]
+            if self in waiting:
+                waiting.remove(self)
+        for request, _ in self._pieces:
+            request.cancel()

@@ -1,0 +1,53 @@
+"""How the data of calls went over MPI: copies of the late device to and from the host, messages of its own memory."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import pytest
+from mpi4py import MPI
+
+from commlib.transport.mpi import MpiTransport
+from tests.late import LATE
+
+
+@dataclass(slots=True)
+class Counted:
+    """What all ranks did in one call. native: calls of MPI's own collectives that were given a device's memory."""
+
+    copies: int = 0
+    messages: int = 0
+    native: int = 0
+
+
+def count(comm: Any, call: Callable[[], Any]) -> Counted:
+    """Run a call on all ranks, and return what it did. Collective."""
+    found = Counted()
+    copy, addressed, at = LATE.copy, MpiTransport.addressed, MPI.buffer.fromaddress
+
+    def counting_copy(target: Any, source: Any) -> None:
+        found.copies += any(isinstance(array, np.ndarray) for array in (target, source))
+        copy(target, source)
+
+    def counting_addressed(self: Any, buffer: Any) -> Any:
+        found.messages += 1
+        found.native -= 1
+        return addressed(self, buffer)
+
+    class CountingBuffer:
+        @staticmethod
+        def fromaddress(address: int, nbytes: int, readonly: bool = False) -> Any:
+            found.native += 1
+            return at(address, nbytes, readonly)
+
+    LATE.synchronise()
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(LATE, "copy", counting_copy)
+        patch.setattr(MpiTransport, "addressed", counting_addressed)
+        patch.setattr(MPI, "buffer", CountingBuffer)
+        call()
+        comm.barrier()
+    return Counted(*(comm.native.allreduce(n, MPI.SUM) for n in (found.copies, found.messages, found.native)))

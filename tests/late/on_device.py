@@ -1,0 +1,52 @@
+"""Calls with arrays of the late device, for test bodies that know numpy's only."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+
+from commlib.dtypes import Array
+from tests.late.device import LATE, LateArray, LateDevice
+
+
+class OnDevice:
+    """A Communicator, or Twins of one, called with arrays of a device: for test bodies that know numpy's only.
+
+    Arguments are copied there, and back from there once the call has run; results are copied back.
+    """
+
+    def __init__(self, comm: Any, device: LateDevice = LATE) -> None:
+        self.rank, self.size, self._comm, self._device = comm.rank, comm.size, comm, device
+
+    def __getattr__(self, verb: str) -> Any:
+        method, device = getattr(self._comm, verb), self._device
+
+        def run(*args: Any, **options: Any) -> Any:
+            there: dict[int, tuple[Array, LateArray]] = {}
+
+            def put(value: Any) -> Any:
+                if not isinstance(value, np.ndarray):
+                    return value
+                if id(value) not in there:
+                    there[id(value)] = value, device.put(value)
+                return there[id(value)][1]
+
+            got = method(*map(put, args), **{name: put(value) for name, value in options.items()})
+            for here, late in there.values():
+                if here.flags.writeable:
+                    here[...] = late.numpy()
+                else:
+                    assert here.tobytes() == late.numpy().tobytes(), "an array that is only read was changed"
+            for here, late in there.values():
+                if got is late:
+                    return here
+            if isinstance(got, tuple):
+                return tuple(_back(item) for item in got)
+            return _back(got)
+
+        return run
+
+
+def _back(value: Any) -> Any:
+    return value.numpy() if isinstance(value, LateArray) else value

@@ -1,0 +1,49 @@
+"""Streams of the late device, each a thread, and their events."""
+
+from __future__ import annotations
+
+import threading
+import weakref
+from collections.abc import Callable
+from queue import SimpleQueue
+from typing import Any
+
+
+class LateEvent:
+    """See `devices.protocol.Event`."""
+
+    def __init__(self) -> None:
+        self._happened = threading.Event()
+
+    def done(self) -> bool:
+        return self._happened.is_set()
+
+    def happen(self) -> None:
+        self._happened.set()
+
+    def block(self) -> None:
+        if not self._happened.wait(20):
+            raise TimeoutError("an event of the late device did not happen within 20 s")
+
+
+def _serve(queue: SimpleQueue[Callable[[], None] | None]) -> None:
+    while (work := queue.get()) is not None:
+        work()
+        del work  # an idle stream keeps nothing alive
+
+
+class LateStream:
+    """A thread that does what is queued, one after the other. See `devices.protocol.Stream`."""
+
+    def __init__(self) -> None:
+        self.queue: SimpleQueue[Callable[[], None] | None] = SimpleQueue()
+        threading.Thread(target=_serve, args=(self.queue,), name="late stream", daemon=True).start()
+        weakref.finalize(self, self.queue.put, None).atexit = False
+
+    def record(self) -> LateEvent:
+        event = LateEvent()
+        self.queue.put(event.happen)
+        return event
+
+    def wait(self, event: Any) -> None:
+        self.queue.put(event.block)

@@ -1,0 +1,292 @@
+"""send, recv and send_recv of a device's arrays: on a node through the host's memory, else straight where MPI can.
+
+Where the node path is off, ranks of one node send each other messages as if they were on two.
+"""
+
+from __future__ import annotations
+
+import threading
+
+import numpy as np
+import pytest
+
+import commlib
+from commlib.communicator import Communicator
+from commlib.config import Config
+from commlib.dtypes import DTYPES
+from commlib.errors import MismatchError, StallError, UsageError
+from commlib.runtime.process import Runtime
+from commlib.transport.mpi import MpiTransport
+from tests import checks
+from tests.device_ways import count
+from tests.late import LATE, OnDevice
+from tests.poison import poisoned
+
+pair = pytest.mark.ranks(min=2)
+
+
+@pytest.fixture(scope="module", params=["node", "staged", "direct"])
+def comm(request):
+    """All ranks: on a node, where MPI would take the memory, and as if between nodes, where it does not, and does."""
+    world = commlib.init()
+    devices = set() if request.param == "staged" else {"late"}
+    runtime = Runtime(Config(timeout=20, node_path=request.param == "node"), world.runtime.ranks_on_node)
+    transport = MpiTransport(world.native.Dup(), longest=1 << 16, devices=devices)
+    group = Communicator(transport, runtime, f"messages {request.param}")  # no two of a name: MPICH mixes their letters
+    yield group
+    group.close()
+
+
+@pytest.fixture(autouse=True)
+def no_races():
+    races = LATE.races
+    yield
+    assert LATE.races == races
+
+
+@pytest.fixture
+def slowly(monkeypatch):
+    monkeypatch.setattr(LATE, "delay", 0.03)
+
+
+def is_direct(comm, peer):
+    return comm.group.transport.accepts("late") and (peer == comm.rank or not comm.config.node_path)
+
+
+def ping(comm, function):
+    """Run `function(first)` on ranks 0 and 1; the others wait."""
+    try:
+        if comm.rank < 2:
+            function(comm.rank == 0)
+    finally:
+        comm.barrier()
+
+
+@pytest.mark.parametrize("dtype", DTYPES[::4])
+@pytest.mark.parametrize("shape", [(), (0,), (5, 3), (70_000,)])
+def test_all_kinds(comm, dtype, shape):
+    for caller in (OnDevice(comm), OnDevice(checks.Twins(comm))):
+        checks.send_recv(caller, dtype, shape)
+        checks.send_and_recv(caller, dtype, shape, tag=7)
+
+
+@pair
+def test_the_way_of_a_message(comm):
+    x, out = LATE.put(np.full(5000, comm.rank + 1.0)), LATE.empty((5000,), "float64")
+    right, left = (comm.rank + 1) % comm.size, (comm.rank - 1) % comm.size
+    found = count(comm, lambda: comm.send_recv(x, right, out, left))
+    expected = (0, 2 * comm.size) if is_direct(comm, right) else (2 * comm.size, 0)
+    assert (found.copies, found.messages) == expected
+    assert is_direct(comm, right) == (comm.group.transport.accepts("late") and not comm.config.node_path)
+
+
+@pair
+@pytest.mark.parametrize("late", ["sends", "receives"])
+def test_what_one_side_sends_from_the_host_the_other_may_receive_on_a_device(comm, late):
+    x, out = np.arange(5000.0), np.zeros(5000)
+
+    def check(first):
+        if first:
+            comm.send(LATE.put(x) if late == "sends" else x, 1)
+        elif late == "sends":
+            assert comm.recv(out, 0) is out
+            np.testing.assert_array_equal(out, x)
+        else:
+            np.testing.assert_array_equal(comm.recv(LATE.empty((5000,), "float64"), 0).numpy(), x)
+
+    ping(comm, check)
+
+
+@pair
+def test_messages_of_one_tag_keep_their_order_wherever_they_lie(comm, slowly):
+    def check(first):
+        steps = range(6)
+        arrays = [np.full(1 + 100 * step, float(step)) for step in steps]
+        if first:
+            works = [comm.send_async(LATE.put(arrays[step]) if step % 2 else arrays[step], 1) for step in steps]
+            for work in works:
+                work.wait()
+            return
+        outs = [LATE.empty(arrays[s].shape, "float64") if s % 3 else np.zeros(arrays[s].shape) for s in steps]
+        for work in [comm.recv_async(out, 0) for out in outs]:
+            work.wait()
+        for array, out in zip(arrays, outs, strict=True):
+            np.testing.assert_array_equal(out if isinstance(out, np.ndarray) else out.numpy(), array)
+
+    ping(comm, check)
+
+
+@pair
+def test_they_are_in_order_with_the_callers_stream(comm, slowly):
+    """What was queued before fills what is sent, and reads what is received into; what comes later sees the message."""
+
+    def check(first):
+        with LATE.using(LATE.stream()):
+            x = LATE.put(np.full(300, 1.0 if first else -1.0))
+            if first:
+                LATE.kernels.scale(LATE.wrap(x, "x"), 3)
+                comm.send(x, 1)
+                LATE.kernels.fill(LATE.wrap(x, "x"), 0)
+                return
+            before = LATE.wrap(x, "x").copy().owner
+            comm.recv(x, 0)
+            after = LATE.wrap(x, "x").copy().owner
+            np.testing.assert_array_equal(before.numpy(), np.full(300, -1.0))
+            np.testing.assert_array_equal(after.numpy(), np.full(300, 3.0))
+
+    ping(comm, check)
+
+
+@pair
+def test_another_thread_that_waits_sees_the_message_on_its_stream(comm, slowly):
+    def check(first):
+        if first:
+            comm.send(LATE.put(np.arange(300.0)), 1)
+            return
+        work, seen = comm.recv_async(LATE.empty((300,), "float64"), 0), []
+
+        def other():
+            with LATE.using(LATE.stream()):
+                seen.append(LATE.wrap(work.wait(), "x").copy().owner.numpy())
+
+        thread = threading.Thread(target=other)
+        thread.start()
+        thread.join()
+        np.testing.assert_array_equal(seen[0], np.arange(300.0))
+
+    ping(comm, check)
+
+
+@pair
+def test_arrays_that_nobody_else_holds_stay_until_they_have_moved(comm):
+    def check(first):
+        if first:
+            work = comm.send_async(LATE.put(np.arange(200_000.0)), 1)
+            for _ in range(5):
+                LATE.put(np.zeros(200_000))
+            work.wait()
+            return
+        ignored = comm.recv_async(LATE.empty((200_000,), "float64"), 0)
+        np.testing.assert_array_equal(ignored.wait().numpy(), np.arange(200_000.0))
+
+    ping(comm, check)
+
+
+@pair
+def test_a_message_of_another_length_is_an_error(comm):
+    def check(first):
+        if first:
+            for length in (100, 300, 40_000):
+                comm.send(LATE.put(np.ones(length)), 1)
+            return
+        for length in (200, 200, 30_000):
+            guarded = poisoned(np.full(length + 8, 5.0))  # nothing may be written behind
+            out = LATE.at(guarded.ctypes.data, (length,), "float64", guarded)
+            with pytest.raises(MismatchError, match=rf"expected {8 * length} bytes"):
+                comm.recv(out, 0)
+            assert (guarded[length:] == 5).all()
+
+    ping(comm, check)
+
+
+@pair
+def test_a_receive_that_is_late_can_be_waited_for_again(comm):
+    def check(first):
+        if first:
+            comm.recv(np.zeros(1), 1, 5)
+            comm.send(LATE.put(np.arange(300.0)), 1)
+            return
+        work = comm.recv_async(LATE.empty((300,), "float64"), 0)
+        with pytest.raises(StallError):
+            work.wait(0.02)
+        comm.send(np.ones(1), 0, 5)
+        np.testing.assert_array_equal(work.wait().numpy(), np.arange(300.0))
+
+    ping(comm, check)
+
+
+def test_an_array_is_not_received_into_itself(comm):
+    x = LATE.put(np.arange(300.0))
+    with pytest.raises(UsageError, match="x and out overlap"):
+        comm.send_recv(x[:200], comm.rank, x[100:], comm.rank)
+
+
+@pair
+@pytest.mark.parametrize("what", ["sent", "received"])
+def test_a_missing_wait_is_seen(comm, monkeypatch, what):
+    """What is sent before it is there arrives as poison; what is received is overwritten by what was queued before."""
+    if not is_direct(comm, 1 - min(comm.rank, 1)):
+        pytest.skip("nothing goes by messages of the device's memory")
+
+    def check(first):
+        there = np.arange(300.0)
+        x, go = LATE.put(there), np.zeros(1)
+        if what == "received":
+            LATE.synchronise()
+        if first:
+            comm.recv(go, 1, 5)
+            comm.send(x, 1)
+            return
+        out = LATE.empty((300,), "float64")
+        if what == "received":
+            LATE.copy(LATE.wrap(out, "out"), LATE.wrap(LATE.put(np.zeros(300)), "zeros"))
+        work = comm.recv_async(out, 0)
+        comm.send(go, 0, 5)
+        assert not np.array_equal(work.wait().numpy(), there)
+
+    monkeypatch.setattr(LATE, "delay", 0.2)
+    monkeypatch.setattr("commlib.p2p.on_device.wait_for", lambda event, on_wait: None)
+    ping(comm, check)
+
+
+@pair
+def test_a_device_that_does_not_come_is_named(comm, monkeypatch):
+    class Never:
+        def done(self):
+            return False
+
+    def check(first):
+        x = LATE.put(np.zeros(8))
+        LATE.synchronise()
+        with monkeypatch.context() as patch:
+            patch.setattr(comm.runtime, "config", Config(timeout=0.2, node_path=comm.config.node_path))
+            patch.setattr(type(LATE.current()), "record", lambda self: Never())
+            with pytest.raises(StallError, match=r"send: .* late"):
+                comm.send(x, 1 if first else 0)
+
+    ping(comm, check)
+    right, left = (comm.rank + 1) % comm.size, (comm.rank - 1) % comm.size
+    out = comm.send_recv(LATE.put(np.full(8, comm.rank)), right, LATE.empty((8,), "int64"), left)
+    assert (out.numpy() == left).all()
+
+
+@pair
+@pytest.mark.parametrize("codec", [None, "bf16"])
+def test_channels_send_a_devices_arrays_and_receive_on_the_host(comm, slowly, codec):
+    """Also while the other side has no room; what was queued before is in them, and what comes later is not."""
+
+    def check(first):
+        with (
+            LATE.using(LATE.stream()),
+            comm.channel(1 if first else 0, f"late {codec}", (300,), codec=codec) as channel,
+        ):
+            for step in range(4):
+                x = LATE.put(np.full(300, step + comm.rank, np.float32))
+                LATE.kernels.scale(LATE.wrap(x, "x"), 2)
+                channel.send_async(x).wait() if step == 2 else channel.send(x)
+                LATE.kernels.fill(LATE.wrap(x, "x"), 0)
+                view = channel.recv()
+                np.testing.assert_array_equal(view, np.full(300, 2 * (step + 1 - comm.rank)))
+                channel.release(view)
+            works = [channel.send_async(LATE.put(np.full((2, step), step, np.float32))) for step in range(5)]
+            for step in range(5):
+                view = channel.recv()
+                np.testing.assert_array_equal(view, np.full((2, step), step))
+                channel.release(view)
+            for work in works:
+                work.wait()
+            with pytest.raises(UsageError, match="x is float64, but the channel was opened for float32"):
+                channel.send(LATE.put(np.zeros(3)))
+            comm.send_recv(np.zeros(1), channel.peer, np.zeros(1), channel.peer, 9)  # both have received
+
+    ping(comm, check)

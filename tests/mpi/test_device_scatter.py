@@ -1,0 +1,130 @@
+"""scatter of a device's arrays, of which all ranks but the root hear within the call only."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+from commlib.errors import UsageError
+from tests import checks
+from tests.late import LATE, LateArray, OnDevice
+
+ways = pytest.mark.parametrize("way", ["blocking", "async", "plan", "started plan"])
+
+
+@pytest.fixture(scope="module")
+def comm(both_ways):
+    return both_ways
+
+
+@pytest.fixture(autouse=True)
+def no_races():
+    races = LATE.races
+    yield
+    assert LATE.races == races
+
+
+def scattered(comm, way, x, **options):
+    if way == "blocking":
+        return comm.scatter(x, **options)
+    if way == "async":
+        return comm.scatter_async(x, **options).wait()
+    plan = comm.plan_scatter(x, **options)
+    return plan() if way == "plan" else plan.start().wait()
+
+
+def parts(comm, count, first=0.0):
+    """Return the root's array, None elsewhere, and what this rank must get."""
+    whole = first + np.arange(float(comm.size * count))
+    part = whole[comm.rank * count : (comm.rank + 1) * count]
+    return (LATE.put(whole) if comm.rank == 0 else None), part
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16", "int8"])
+@pytest.mark.parametrize("part", [(0,), (1,), (5, 3), (3000,), (40_000,)])
+def test_every_root(comm, dtype, part):
+    for root in range(comm.size):
+        checks.scatter(OnDevice(comm), dtype, part, root=root)
+
+
+@ways
+def test_every_way_to_call_it(comm, way):
+    x, part = parts(comm, 700)
+    made = scattered(comm, way, x)
+    assert isinstance(made, LateArray)
+    np.testing.assert_array_equal(made.numpy(), part)
+    out = LATE.empty((700,), "float64")
+    assert scattered(comm, way, x, out=out) is out
+    np.testing.assert_array_equal(out.numpy(), part)
+
+
+@ways
+@pytest.mark.parametrize("gives_out", [False, True])
+def test_it_is_in_order_with_the_callers_stream(comm, monkeypatch, way, gives_out):
+    """What was queued before has filled the root's array and used the others'; what comes later sees the part."""
+    monkeypatch.setattr(LATE, "delay", 0.03)
+    with LATE.using(LATE.stream()):
+        x, part = parts(comm, 300)
+        out = LATE.put(np.full(300, -1.0)) if gives_out else None
+        used = None if out is None else LATE.wrap(out, "out").copy().owner
+        later = LATE.wrap(scattered(comm, way, x, out=out), "x").copy().owner
+        np.testing.assert_array_equal(later.numpy(), part)
+        if used is not None:
+            np.testing.assert_array_equal(used.numpy(), np.full(300, -1.0))
+
+
+@ways
+def test_the_memory_of_a_result_is_that_of_the_callers_stream(comm, monkeypatch, way):
+    """Given up while work was queued that reads it, it was used for something else: it was another stream's."""
+    monkeypatch.setattr(LATE, "delay", 0.05)
+    with LATE.using(LATE.stream()):
+        x, part = parts(comm, 300)
+        made = scattered(comm, way, x)
+        kept = LATE.empty((300,), "float64")
+        LATE.copy(LATE.wrap(kept, "kept"), LATE.wrap(made, "made"))
+        del made
+        again = scattered(comm, way, x)
+        np.testing.assert_array_equal(kept.numpy(), part)
+        np.testing.assert_array_equal(again.numpy(), part)
+
+
+def test_a_part_of_the_roots_own_array_may_be_the_result(comm):
+    x, part = parts(comm, 300)
+    out = LATE.empty((300,), "float64") if x is None else x[100:400] if comm.size > 1 else x[:300]
+    assert comm.scatter(x, out=out) is out
+    np.testing.assert_array_equal(out.numpy(), part)
+
+
+@pytest.mark.ranks(min=2)
+@pytest.mark.parametrize("bad", ["root", "another rank"])
+def test_an_error_of_one_rank_is_no_error_of_the_others(comm, bad):
+    x, part = parts(comm, 300)
+    is_bad = (comm.rank == 0) == (bad == "root")
+    for wrong in (np.empty(300), LATE.empty((299,), "float64")):
+        if is_bad:
+            with pytest.raises(UsageError, match="scatter: "):
+                comm.scatter(x, out=wrong)
+        else:
+            np.testing.assert_array_equal(comm.scatter(x).numpy(), part)
+    np.testing.assert_array_equal(comm.scatter(x).numpy(), part)
+
+
+@pytest.mark.ranks(min=2)
+@pytest.mark.parametrize("when", ["never", "too late"])
+def test_a_rank_without_the_device_is_told(comm, monkeypatch, when):
+    x, part = parts(comm, 300)
+    last = comm.rank == comm.size - 1
+    if last and when == "never":
+        monkeypatch.setattr("commlib.devices.arrays.named", lambda name: None)
+        with pytest.raises(UsageError, match="'late', which this rank has not"):
+            comm.scatter()
+    elif last:
+        monkeypatch.setattr("commlib.collectives.scatter.streams", dict)
+        with pytest.raises(UsageError, match="which this rank had not when it called scatter"):
+            comm.scatter()
+    else:
+        np.testing.assert_array_equal(comm.scatter(x).numpy(), part)
+
+
+def test_host_arrays_go_on_as_they_were(comm):
+    checks.scatter(comm, "float32", (5, 3), root=comm.size - 1)
