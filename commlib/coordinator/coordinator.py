@@ -69,7 +69,7 @@ class Coordinator:
             self._lock,
             self._pending,
             self._negotiation,
-            is_awaited=comm.group.is_awaited,
+            comm.group,
             run=self._cycle,
             fail=self._fail,
         )

@@ -10,6 +10,7 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Callable, Sized
+from typing import Protocol
 
 from commlib.coordinator.negotiation import Negotiation
 from commlib.errors import CommlibError
@@ -19,12 +20,20 @@ _SHORTEST_NAP, _LONGEST_NAP = 20e-6, 2e-3
 _SHORTEST_PAUSE, _LONGEST_PAUSE = 1e-3, 50e-3
 
 
+class Awaited(Protocol):
+    """Whom other ranks may wait for."""
+
+    def is_awaited(self) -> bool:
+        """Return whether some rank has begun what this one has not come to."""
+        ...
+
+
 class Cycles:
     """Those of one coordinator.
 
     lock: of what is pending; methods say whether their caller holds it. pending: all that is. negotiation: knows
-    whether this rank has something to tell. is_awaited: whether another rank is seen to have begun one. run: runs one,
-    and returns whether anything was agreed on. fail: ends all that is pending, when this rank is out of step.
+    whether this rank has something to tell. group: sees whether another rank has begun one. run: runs one, and returns
+    whether anything was agreed on. fail: ends all that is pending, when this rank is out of step.
     """
 
     def __init__(
@@ -32,14 +41,14 @@ class Cycles:
         lock: threading.Lock,
         pending: Sized,
         negotiation: Negotiation,
+        group: Awaited,
         *,
-        is_awaited: Callable[[], bool],
         run: Callable[[], bool],
         fail: Callable[[BaseException], None],
     ) -> None:
         self._lock, self._changed = lock, threading.Condition(lock)
         self._pending, self._negotiation = pending, negotiation
-        self._is_awaited, self._run_one, self._fail = is_awaited, run, fail
+        self._group, self._run_one, self._fail = group, run, fail
         self.driving = threading.Lock()
         """Held by whoever runs cycles."""
         self._driver: object = None  # who took `driving` last: set first, so that whoever leaves knows its own
@@ -101,7 +110,7 @@ class Cycles:
         nap, until = _SHORTEST_NAP, time.monotonic() + self._pause
         with self._lock:
             while not self._negotiation.has_news and not self.closed:
-                if self._is_awaited() or time.monotonic() > until:
+                if self._group.is_awaited() or time.monotonic() > until:
                     break
                 self.napping = True
                 try:
