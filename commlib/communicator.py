@@ -2,19 +2,13 @@
 
 from __future__ import annotations
 
-import itertools
-import math
-import sys
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
-from functools import partial
 from typing import Any
 
 from numpy import empty, ndarray
 
 from commlib import forks
-from commlib.arguments import integer
-from commlib.buffers.views import address_of
+from commlib.buffers.plain import are_plain
 from commlib.collectives import objects
 from commlib.collectives.all_gather import all_gather, all_gather_v
 from commlib.collectives.all_reduce import all_reduce
@@ -30,10 +24,8 @@ from commlib.collectives.scan import scan
 from commlib.collectives.scatter import scatter
 from commlib.config import Config
 from commlib.devices.host import HOST
-from commlib.dtypes import name_of, numpy_dtype
-from commlib.errors import UsageError
+from commlib.group import symmetric_array
 from commlib.group.group import Group
-from commlib.group.operation import Operation
 from commlib.observe.counters import Count
 from commlib.p2p import messages
 from commlib.p2p.channel import Channel
@@ -43,26 +35,9 @@ from commlib.p2p.post import Post
 from commlib.runtime.compiled import Plan
 from commlib.runtime.process import Runtime
 from commlib.runtime.work import Work
+from commlib.subgroups import Parts, Subgroups
 from commlib.topology import Topology
 from commlib.transport.base import Transport
-
-
-def _are_plain(x: Any, out: Any) -> bool:
-    """Return whether a result of `x`, a numpy array, may be written to `out` as it is; None is a new array."""
-    if out is x:
-        return bool(x.flags.carray)
-    return bool(x.flags.c_contiguous) and (
-        out is None or (type(out) is ndarray and out.dtype is x.dtype and out.shape == x.shape and out.flags.carray)
-    )
-
-
-@dataclass(frozen=True, slots=True)
-class Parts:
-    """This rank's node, its rail, and its number in the node, which is that of the rail if it is on one."""
-
-    node: Communicator
-    rail: Communicator | None
-    place: int
 
 
 class Communicator:
@@ -89,9 +64,7 @@ class Communicator:
         for part in (self._channels, self._post, letters):  # the letters last: the others may write some
             self.group.attach(part)
         self._all_reduces = self._calls.all_reduces
-        self._children = itertools.count(1)
-        self._node: Communicator | None = None
-        self._parts: Parts | None = None
+        self._subgroups = Subgroups(self.group, _of_group)
         self._meeting: Plan | None = None
 
     def __repr__(self) -> str:
@@ -139,57 +112,22 @@ class Communicator:
 
     def split_all(self, requests: Sequence[tuple[int, int, str]]) -> list[Communicator | None]:
         """Return the communicators of several splits, each by (color, key, name), made in one meeting of all ranks."""
-        for color, key, _ in requests:
-            for what, value in (("color", color), ("key", key)):
-                if not -(2**31) <= integer("split", what, value) < 2**31:
-                    raise UsageError(f"split: {what} is {value}, expected a 32-bit integer")
+        return self._subgroups.split(requests)
 
-        def run() -> list[Communicator | None]:
-            numbers = [next(self._children) for _ in requests]  # alike on all ranks, also after calls that differed
-            self.runtime.retired.free(self.group.gather_objects)  # now that all ranks are here
-            return [self._child(*request, number) for request, number in zip(requests, numbers, strict=True)]
-
-        text = ", ".join(["split", *(name for _, _, name in requests if name)])
-        return self.group.run(Operation(text, run, meets=True))  # type: ignore[no-any-return]
-
-    def _child(self, color: int, key: int, name: str, number: int) -> Communicator | None:
-        transport = self.group.transport.split(color, key)
-        if transport is None:
-            return None
-        unique = f"split{number}({color})"
-        group = self.group.child(transport, name or f"{self.name}.{unique}", f"{self.group.key}.{unique}")
-        return Communicator(transport, self.runtime, group=group)
-
-    def parts(self) -> Parts:
+    def parts(self) -> Parts[Communicator]:
         """Return private communicators of this rank's node and rail. Not collective.
 
         For what runs within an operation of this group, as `plan_program` has it, or while no other one runs.
         """
-        if self._parts is None:
-            made = self.group.hierarchy
-            node = self._private(made.node, "node")
-            rail = None if made.rail is None else self._private(made.rail, "rail")
-            self._parts = Parts(node, rail, made.place)
-        return self._parts
+        return self._subgroups.parts()
 
     def private(self) -> Communicator:
         """Return a communicator of the same ranks, for parts of this one's operations as in `parts`."""
-        return self._private(self.group.transport, "inner")
-
-    def _private(self, transport: Transport, name: str) -> Communicator:
-        group = self.group.child(transport, f"{self.name}.{name}", private=True)
-        return Communicator(transport, self.runtime, group=group)
+        return self._subgroups.inner()
 
     def node(self) -> Communicator:
         """Return the communicator of the ranks of this group on this node (made by the first call)."""
-        if self.one_node:
-            return self
-        if self._node is None:
-            number = self.topology.node(self.rank)
-            run = partial(self._child, number, self.rank, f"{self.name}.node", 0)
-            self._node = self.group.run(Operation("node", run, meets=True))
-        assert self._node is not None
-        return self._node
+        return self if self.one_node else self._subgroups.node()
 
     def empty(self, shape: int | Sequence[int], dtype: Any = "float32", device: Any = HOST) -> Any:
         """Return a zeroed array in symmetric memory: memory that all ranks of the node map.
@@ -198,21 +136,7 @@ class Communicator:
         such arrays of the host copies nothing. The memory is given back at a later call of `empty`, once the arrays of
         all ranks are gone.
         """
-        kind = numpy_dtype(dtype)
-        lengths = shape if isinstance(shape, Sequence) else (shape,)
-        dimensions = tuple(integer("empty", "a length of the shape", length) for length in lengths)
-        if min(dimensions, default=0) < 0:
-            raise UsageError(f"empty: shape {dimensions} has a negative length")
-        if math.prod(length or 1 for length in dimensions) * kind.itemsize > sys.maxsize:
-            raise UsageError(f"empty: shape {dimensions} of {name_of(kind)} is more than can have addresses")
-        nbytes = math.prod(dimensions) * kind.itemsize
-
-        def run() -> Any:
-            memory = self.group.symmetric_on(device).allocate(nbytes)
-            return device.at(address_of(memory), dimensions, kind, memory)
-
-        text = f"empty of shape {dimensions} {name_of(kind)}"
-        return self.group.run(Operation(text if device is HOST else f"{text} on {device.name}", run, meets=True))
+        return self.group.run(symmetric_array.empty(self.group, shape, dtype, device))
 
     def watch(self, text: str) -> Callable[[], None]:
         """Return what to call again and again in a wait of this rank for itself: it raises to end the wait."""
@@ -230,7 +154,7 @@ class Communicator:
         if type(x) is ndarray:
             # What a small call costs is mostly what Python does before it: no view, no text, no object is made here.
             known = self._all_reduces.get((x.dtype, x.size, op, algorithm))
-            if known is not None and (x.flags.carray if out is x else _are_plain(x, out)):
+            if known is not None and (x.flags.carray if out is x else are_plain(x, out)):
                 return known.now(x, empty(x.shape, x.dtype) if out is None else out)
         return all_reduce(self._calls, x, op, out, algorithm).run()
 
@@ -238,7 +162,7 @@ class Communicator:
         """Start `all_reduce`."""
         if type(x) is ndarray:
             known = self._all_reduces.get((x.dtype, x.size, op, algorithm))
-            if known is not None and _are_plain(x, out):
+            if known is not None and are_plain(x, out):
                 target = empty(x.shape, x.dtype) if out is None else out
                 return known.start(x, target, value=target)
         return all_reduce(self._calls, x, op, out, algorithm).start()
@@ -532,11 +456,10 @@ class Communicator:
     def close(self) -> None:
         """Release everything. Collective, and only when no rank uses it any more."""
         forks.check(f"close of {self.name}")
-        if self._node is not None:
-            self._node.close()
-        if self._parts is not None:
-            self._parts.node.close()
-            if self._parts.rail is not None:
-                self._parts.rail.close()
+        self._subgroups.close()
         self._calls.clear()
         self.group.close()
+
+
+def _of_group(group: Group) -> Communicator:
+    return Communicator(group.transport, group.runtime, group=group)

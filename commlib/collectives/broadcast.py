@@ -13,7 +13,8 @@ from commlib.collectives.scheduled import planned
 from commlib.devices.arrays import name_of_device, viewed, written
 from commlib.dtypes import Array
 from commlib.execution.streaming import Region
-from commlib.group.group import Group, checked_root
+from commlib.group.group import Group
+from commlib.group.root import checked_root
 from commlib.node.collective import NodeCollective
 from commlib.node.context import NodeContext
 from commlib.schedule.layout import blocks

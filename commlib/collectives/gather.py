@@ -12,7 +12,8 @@ from commlib.collectives.scheduled import own_program
 from commlib.devices.arrays import device_of, empty_like, name_of_device
 from commlib.dtypes import Array
 from commlib.execution.streaming import Region
-from commlib.group.group import Group, checked_root
+from commlib.group.group import Group
+from commlib.group.root import checked_root
 from commlib.node.collective import NOTHING, Exchange, ranges
 from commlib.schedule.layout import uneven
 

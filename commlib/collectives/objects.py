@@ -12,8 +12,9 @@ from commlib.collectives.all_gather import gather_counts, gather_parts
 from commlib.collectives.scheduled import own_program
 from commlib.dtypes import Array
 from commlib.execution.streaming import Region
-from commlib.group.group import Group, checked_root
+from commlib.group.group import Group
 from commlib.group.operation import Operation
+from commlib.group.root import checked_root
 from commlib.node.collective import NOTHING, Exchange, NodeCollective
 from commlib.schedule.layout import even
 

@@ -7,13 +7,23 @@ from __future__ import annotations
 
 import time
 from collections.abc import Collection, Iterable, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
-from commlib.coordinator.negotiation import Negotiation
+from commlib.coordinator.negotiation import Failure, Negotiation
 from commlib.coordinator.request import Request, few, ranks
-from commlib.errors import CommlibError, MismatchError, PeerError, ShutdownError, StallError
+from commlib.errors import CommlibError, MismatchError, PeerError, ShutdownError, StallError, UsageError
 
 _GIVEN_UP = "has given up"
+
+
+@dataclass(frozen=True, slots=True)
+class Ended:
+    """Why a process set can run nothing any more: type and words of all later errors, and what it was."""
+
+    kind: type[CommlibError]
+    reason: str
+    cause: BaseException
 
 
 class Wording:
@@ -21,6 +31,7 @@ class Wording:
 
     def __init__(self, comm: Any, members: Sequence[int], negotiation: Negotiation) -> None:
         self._comm, self._members, self._negotiation = comm, members, negotiation
+        self._recording, self._timeout = comm.runtime.recording, comm.config.timeout
         self.rank = members[comm.rank]
         self.last: Request | None = None  # of all ranks
         self.when = 0.0
@@ -37,12 +48,42 @@ class Wording:
         """Return the warning about a wait of so many seconds for the ranks `late` of the group."""
         late = self._called(late)
         who = f"; not there yet: {ranks(late)}" if late else ""
-        return f"{self.begin(running or waiting)} has waited {waited:.0f} s{who}" + self.state(late, running, waiting)
+        state = self.state(late, running, waiting)
+        return f"{self.begin(running or waiting)} has waited {waited:.0f} s{who}{state}{self._did_last()}"
 
-    def reason(
-        self, error: BaseException, running: Sequence[Request], waiting: Sequence[Request], timeout: float
+    def overdue(self, request: Request, waited: float, reason: str) -> str:
+        """Return the warning about an operation that not all ranks ask for."""
+        return f"{self.begin([request])} has waited {waited:.0f} s: {reason}{self._did_last()}"
+
+    def refused(self, failure: Failure) -> CommlibError:
+        """Return the error of an operation that all ranks have agreed not to run."""
+        text = f"{self.begin([failure.request])}: {failure.reason}"
+        if failure.late:
+            words = f"(COMMLIB_TIMEOUT={self._timeout:g}); other operations go on{self._did_last()}"
+            return StallError(f"{text} {words}")
+        return MismatchError(f"{text}. Nothing was sent; the group stays usable")
+
+    def of_one(self, request: Request, error: BaseException) -> CommlibError:
+        """Return what one operation was refused with: an error for each, of those that ran as one."""
+        worded = UsageError(f"{self.begin([request])}: {error}")
+        worded.__cause__ = error
+        return worded
+
+    def after(self, ended: Ended, request: Request) -> CommlibError:
+        """Return the error of one operation in a set that can run none any more: each time a new one."""
+        error = ended.kind(f"{self.begin([request])}: {ended.reason}; {self._comm.name} cannot be used any more")
+        if not isinstance(ended.cause, PeerError | StallError | ShutdownError):  # of which everything has been said
+            error.__cause__ = ended.cause
+        return error
+
+    def ended(self, error: BaseException, running: Sequence[Request], waiting: Sequence[Request]) -> Ended:
+        """Return what the user is told of an error that ended a cycle, and the set with it."""
+        kind, reason = self._reason(error, running, waiting)
+        return Ended(kind, reason + (self._did_last() if kind is StallError else ""), error)
+
+    def _reason(
+        self, error: BaseException, running: Sequence[Request], waiting: Sequence[Request]
     ) -> tuple[type[CommlibError], str]:
-        """Return the type and the words of the error that the user gets for what ended a cycle."""
         known = error.missing if isinstance(error, CommlibError) else {}
         missing = dict(zip(self._called(known), known.values(), strict=True))
         state = self.state(list(missing), running, waiting)
@@ -52,7 +93,7 @@ class Wording:
             case StallError():
                 who = f"; not there yet: {ranks(list(missing))}" if missing else ""
                 todo = "look at what the late ranks are doing"
-                return StallError, f"gave up after {timeout:g} s (COMMLIB_TIMEOUT){who}{state}; {todo}"
+                return StallError, f"gave up after {self._timeout:g} s (COMMLIB_TIMEOUT){who}{state}; {todo}"
             case PeerError() if missing:
                 left = [rank for rank, why in missing.items() if not why.startswith(_GIVEN_UP)]
                 state = self.state(left or None, running, waiting)
@@ -102,6 +143,10 @@ class Wording:
             who = ranks(silent) if silent else "those not there yet"
             parts[-1] += f", and {who} {have} asked for nothing" + (" since" if self.last is not None else "")
         return "".join(f"; {part}" for part in parts)
+
+    def _did_last(self) -> str:
+        """Return what this rank did last, to be appended to a message; "" if nothing is recorded."""
+        return str(self._recording.did_last(self._comm.name, named=True))
 
     def _asked(self, waiting: Sequence[Request]) -> Iterable[str]:
         """Say which other ranks have asked for the first operation that this rank waits for, where that is known."""

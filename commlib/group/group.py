@@ -6,60 +6,38 @@ the first operation that needs them, which all ranks run.
 
 from __future__ import annotations
 
-import logging
 import weakref
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection
 from functools import cached_property, partial
-from math import inf
-from time import monotonic
-from typing import Any, NoReturn, Protocol
+from typing import Any, NoReturn
 
-from commlib import forks
-from commlib.arguments import integer
 from commlib.buffers.symmetric import SymmetricMemory
-from commlib.devices.host import HOST
 from commlib.devices.protocol import Device
-from commlib.errors import CommlibError, MismatchError, ShutdownError, UsageError
-from commlib.execution.reduce_op import ReduceOp
-from commlib.execution.streaming import Hook, Posted, Region, execute, nothing
-from commlib.group.call_check import StallCheck, compare_messages, explain_difference, mismatch
-from commlib.group.gathering import find_topology, gather_objects
+from commlib.errors import CommlibError, MismatchError
+from commlib.execution.streaming import Posted
+from commlib.group.call_check import StallCheck
+from commlib.group.call_sequence import CallSequence, number_of
+from commlib.group.completion import Completion
+from commlib.group.gathering import find_topology
 from commlib.group.hierarchy import Hierarchy
+from commlib.group.memories import Memories
 from commlib.group.operation import Operation
 from commlib.group.presence import Presence
+from commlib.group.programs import Programs
+from commlib.group.standing import Attached, Standing
 from commlib.group.waits import Waits
-from commlib.kernels.host.node import BROKEN, MISMATCH
-from commlib.node.board import LEFT, Call, Kernel, NodeBoard
+from commlib.group.weak import weakly
+from commlib.node.board import NodeBoard
 from commlib.node.context import NodeContext
 from commlib.observe.journal import Journal
 from commlib.runtime.compiled import Task
-from commlib.runtime.process import PARTING, Runtime
+from commlib.runtime.process import Runtime
 from commlib.runtime.progress import Progress
 from commlib.runtime.retired import Closable
 from commlib.runtime.watchdog import Watchdog
 from commlib.runtime.work import Work
-from commlib.schedule.ir import Program
-from commlib.signature import follow, signature
 from commlib.topology import Topology
 from commlib.transport.base import Space, Transport, WaitHook
-
-log = logging.getLogger("commlib")
-
-
-class Attached(Protocol):
-    """What ends with a group."""
-
-    def leave(self, reason: str) -> None:
-        """End on this rank: the group has failed, for a reason, or leaves."""
-        ...
-
-    def close(self) -> None:
-        """Give everything back."""
-        ...
-
-    def halt(self) -> None:
-        """Let nothing move any more, in a forked child."""
-        ...
 
 
 class Group:
@@ -83,36 +61,44 @@ class Group:
     ) -> None:
         self.rank, self.size, self.name = transport.rank, transport.size, name
         self.transport, self.runtime, self.config = transport, runtime, runtime.config
-        self.failure: CommlibError | None = None  # after it the group's ranks are out of step
         self.explain: Callable[[float, list[int]], str] | None = None
-        """Words the warning about a long wait, for a group whose calls are not its user's; `leave` then tells the other
-        ranks of a failure, in words of its caller's."""
+        """Words the warning about a long wait, for a group whose calls are not its user's: see `speak_for`."""
         self.key = key or name
-        self.journal = Journal(name, self.key, _call_number(self))
-        self.progress = Progress(_weakly(self.abandon), self.journal)  # its thread must not keep the group alive
-        weakref.finalize(self, self.progress.close).atexit = False  # its thread must not outlive the group
         self.topology = find_topology(transport) if topology is None else topology
         self.one_node = len(self.topology.nodes) == 1
         self.p2p = transport.space(Space.MESSAGES)
-        self.board: NodeBoard | None = None
         self._context: NodeContext | None = None
-        self._needs_board = self.shares_memory
         self._presence = parents
-        self._sequence = 0
-        self._history = 0
-        """A hash of all calls so far whose data travels by messages. Every message carries it, in its tag or beside its
-        data, so that ranks which once called different things never take each other's data for what they expect."""
-        self._comparing = {"never": 0.0, "auto": self.config.check_first, "always": inf}[self.config.check]
-        """Up to which call the ranks compare their calls before they send data, where they do not meet on a board."""
         self._stall_check: StallCheck | None = None
         self._asked = None if within is None else within._stall_check  # in long waits
         if within is None and self.size > 1 and self.config.check != "never":
             self._asked = self._stall_check = StallCheck(transport.space(Space.CHECKS), name)
-        self.symmetric = SymmetricMemory(self.hierarchy.place, self._share, self.gather_objects)
-        self._symmetric_on: dict[Any, SymmetricMemory] = {HOST: self.symmetric}
+        self._standing = Standing(
+            name, self.rank, self._stall_check, one_node=self.one_node, is_seen=parents is not None
+        )
+        self._calls = CallSequence(
+            transport,
+            name,
+            self.config,
+            self._standing,
+            self._stall_check,
+            one_node=self.one_node,
+            needs_board=self.shares_memory,
+            group=self,
+            open=self.open,
+        )
+        self.journal = Journal(name, self.key, number_of(self._calls))
+        # The thread of `progress` must neither keep the group alive nor outlive it.
+        self.progress = Progress(weakly(self._standing.abandon), self.journal)
+        weakref.finalize(self, self.progress.close).atexit = False
+        self._programs = Programs(transport, self.hierarchy, self._calls, self.journal, self)
+        # Found here without a frame more: they are on the way of every call that goes by messages.
+        self.perform_call, self.execute = self._calls.perform, self._programs.execute
+        self.gather_objects = self._programs.gather_objects
+        self._memories = Memories(self.hierarchy, self._programs.gather_in_node, self.gather_objects)
+        self.symmetric = self._memories.host
         runtime.groups.add(self)
         runtime.recording.add(self.progress)
-        self._attached: list[Attached] = []
         self._made_of: list[Closable] = [transport] if within is None else []
         noted = f"{runtime.token}.{self.key}", self.size
         self._retire = weakref.finalize(self, runtime.retired.note, noted, self._made_of)
@@ -139,6 +125,11 @@ class Group:
         return not self.one_node and self.config.node_path and not self.topology.is_flat
 
     @property
+    def board(self) -> NodeBoard | None:
+        """Where the ranks of this rank's node meet; None until it is made."""
+        return self._standing.board
+
+    @property
     def is_open(self) -> bool:
         """Whether the group has the board that it works on, if any."""
         return self._context is not None
@@ -146,20 +137,22 @@ class Group:
     def open(self) -> NodeContext:
         """Return what collectives of this rank's node work with. Collective at first: within an operation."""
         if self._context is None:
-            self.board = NodeBoard(
+            board = self._standing.board = NodeBoard(
                 self.hierarchy.node,
-                self._gather_in_node,
+                self._programs.gather_in_node,
                 slot_bytes=self.config.slot_kib * 1024,
                 spins=self.runtime.spins,
                 members=self.hierarchy.ranks,
             )
-            self.board.enter(self.watch("set-up of shared memory"))  # from here on the board tells of a failure
-            self.board.calls = self._sequence
-            self._presence = Presence(self.board)
-            if self.one_node and self.config.check != "never":
-                self._comparing = inf
-            self._needs_board = False
-            self._context = NodeContext(self.board, self.progress, self.symmetric.places, self.complete, self.abandon)
+            board.enter(self.watch("set-up of shared memory"))  # from here on the board tells of a failure
+            self._calls.meet_on(board)
+            self._presence = Presence(board)
+            self._standing.is_open = True
+            completion = Completion(
+                self.name, self.rank, self.one_node, self._standing, self._calls, self.progress, self
+            )
+            places, complete, abandon = self.symmetric.places, completion.complete, self._standing.abandon
+            self._context = NodeContext(board, self.progress, places, complete, abandon)
         return self._context
 
     def prepare(self) -> None:
@@ -172,17 +165,9 @@ class Group:
         """This rank's node and rail."""
         return Hierarchy.of(self.transport, self.topology)
 
-    def _share(self, nbytes: int) -> Any:
-        return self.hierarchy.node.share(nbytes, self._gather_in_node)
-
     def symmetric_on(self, device: Device) -> SymmetricMemory:
         """Return the symmetric memory of a device."""
-        found = self._symmetric_on.get(device)
-        if found is None:
-            place, gather = self.hierarchy.place, self._gather_in_node
-            found = SymmetricMemory(place, lambda n: device.share(n, place, gather), self.gather_objects)
-            self._symmetric_on[device] = found
-        return found
+        return self._memories.on(device)
 
     def child(self, transport: Transport, name: str, key: str = "", *, private: bool = False) -> Group:
         """Return the group of a transport that was split from this one's. Not collective.
@@ -197,7 +182,7 @@ class Group:
 
     def attach(self, part: Attached) -> None:
         """Let what has an end of its own, its channels for example, end with the group."""
-        self._attached.append(part)
+        self._standing.attach(part)
 
     def end_with(self, part: Closable) -> None:
         """Let a part be closed once all ranks have dropped the group: others may still need it when this one leaves."""
@@ -205,9 +190,7 @@ class Group:
 
     def halt(self) -> None:
         """Let nothing run in this forked child."""
-        self.failure = forks.refusal(self.name)
-        for part in self._attached:
-            part.halt()
+        self._standing.halt()
         self.progress.abandon()
 
     @property
@@ -242,48 +225,10 @@ class Group:
         """Return a hook for many waits, which watches each anew: what a wait that does not last can do without."""
         return Waits(self, text)
 
-    def execute(
-        self,
-        program: Program,
-        blocks: Sequence[Sequence[Region]],
-        text: str,
-        reduce_op: ReduceOp | None = None,
-        *,
-        part: int = 0,
-        transport: Transport | None = None,
-        before: Hook = nothing,
-        after: Hook = nothing,
-    ) -> None:
-        """Run a program over blocks of the data, by messages of the group or of `transport`: see `streaming.execute`.
-
-        `part` numbers the programs of one call.
-        """
-        execute(
-            program,
-            blocks,
-            transport or self.transport,
-            tag=self._history + signature(text) + part * 0x85EBCA6B,
-            on_wait=self.watch(text),
-            reduce_op=reduce_op,
-            before=before,
-            after=after,
-            posted=self.posted,
-        )
-
     @property
     def posted(self) -> Posted | None:
         """What is to be told of each round of messages; None if the operation is not recorded."""
-        record = self.journal.current
-        if record is None:
-            return None
-        return lambda block, number: record.round(f"round {number + 1} of block {block + 1} posted")
-
-    def gather_objects(self, value: Any) -> list[Any]:
-        """Return the picklable objects of all ranks, by messages, within an operation."""
-        return gather_objects(value, self.transport, self.execute)
-
-    def _gather_in_node(self, value: Any) -> list[Any]:
-        return gather_objects(value, self.hierarchy.node, self.execute)
+        return self._programs.posted
 
     # Operations, one after another
 
@@ -306,70 +251,29 @@ class Group:
         return self.progress.start(operation.text, run)
 
     def perform(self, operation: Operation) -> Any:
-        """Run an operation whose turn has come: compare it with the other ranks' where that is due, then do it."""
+        """Run an operation whose turn has come: see `CallSequence.perform`."""
         return self.perform_call(operation.text, operation.run, meets=operation.meets)
-
-    def perform_call(self, text: str, run: Callable[..., Any], *arguments: Any, meets: bool = False) -> Any:
-        """Do the same for a call that is given by its text and what does it."""
-        if self.failure is not None:
-            self.raise_failure(text)
-        board = self.board
-        number = 1 + (self._sequence if board is None or not self.one_node else board.calls)
-        # A group's first collective makes its board; what only sets up (split, empty) needs none.
-        opening = self._needs_board and not meets
-        sending = False
-        try:
-            self._sequence += 1
-            if board is not None:
-                board.calls = number
-            if self._stall_check is not None:
-                self._stall_check.note(self._sequence, text)
-            if meets or opening or self._sequence <= self._comparing:
-                self._compare(text, meets or opening)
-            sending = True
-            if opening:
-                self.open()
-            self._history = follow(self._history, text)
-            return run(*arguments)
-        except BaseException as error:
-            self._note(text, error, out_of_step=sending)  # else all ranks have it, and nothing was sent
-            raise
-        finally:
-            if self.board is not None:
-                self.board.calls = number  # whatever its parts have counted
-
-    def _compare(self, text: str, meets: bool) -> None:
-        if self.size == 1 or (self.config.check == "never" and not meets):
-            return
-        texts = None
-        if self.one_node and self.board is not None:
-            if not self.board.meet(signature(text), watch := self.watch(text)):
-                texts = self.board.exchange_texts(text, watch)
-        else:
-            texts = compare_messages(self.transport, self._sequence, text, self.watch(text))
-        if texts is not None:
-            raise mismatch(self.name, self.call_number, self.rank, texts)
 
     @property
     def call_number(self) -> int:
         """The number of the last call, from 1: all ranks count alike, mismatches included."""
-        return self.board.calls if self.one_node and self.board is not None else self._sequence
+        return self._calls.number
 
     @property
     def history(self) -> int:
         """A hash of the calls so far whose data travels by messages: what their messages carry."""
-        return self._history
+        return self._calls.history
 
     def different(self, text: str) -> MismatchError:
         """Return the error of ranks whose calls so far were not the same, as a message with another history told."""
-        return explain_difference(self.name, text, self.rank, self.call_number, self._stall_check)
+        return self._calls.different(text)
 
     def is_awaited(self) -> bool:
         """Return whether some rank has begun a collective that this one has not come to.
 
         It may not see it: between nodes only the ranks that get a message first do. Never blocks.
         """
-        if self.board is not None and self.board.is_ahead():
+        if (board := self.board) is not None and board.is_ahead():
             return True
         if self.one_node and self.is_open:
             return False
@@ -377,72 +281,26 @@ class Group:
 
     # Failures
 
-    def complete(self, kernel: Kernel, argument: int, calls: Call, status: int, text: str) -> int:
-        """Finish a kernel that did not end well at once: go on waiting, or say who called what. Return its status."""
-        assert self.board is not None
-        if self.failure is not None:
-            self.raise_failure(text)
-        try:
-            with self.progress.set_aside():
-                if self.journal.current is not None:
-                    self.journal.current.round("waits on its node")
-                watch = self.watch(text)
-                status = self.board.resume(kernel, argument, calls, status, watch)
-                if status == MISMATCH:
-                    texts = self.board.exchange_texts(text, watch)
-                    raise mismatch(self.name, self.call_number, self.rank, texts, self.board.members)
-        except BaseException as error:
-            self._note(text, error, out_of_step=not self.one_node)  # the other nodes do not know
-            raise
-        if status == BROKEN:  # another thread's call has failed meanwhile
-            self.raise_failure(text)
-        return status
-
-    def _note(self, text: str, error: BaseException, *, out_of_step: bool) -> None:
-        """Let the group fail with what came out of the call `text`; out_of_step: with a mismatch, too."""
-        if not isinstance(error, CommlibError):
-            self.abandon(text, error)
-        elif out_of_step or not isinstance(error, MismatchError):
-            self._fail(error)
-
-    def _fail(self, error: CommlibError) -> None:
-        """Let no call of this group run any more, and tell the other ranks: they are out of step."""
-        self.failure = error
-        for part in self._attached:
-            part.leave(f"has given up this group ({type(error).__name__}: {error})")
-        if self.board is not None:
-            self.board.fail()
-        if isinstance(error, MismatchError):
-            if self._stall_check is not None:
-                self._stall_check.tell()
-        elif self.explain is None:
-            self.leave(f"has given up this group ({type(error).__name__}: {error})")
-
-    def abandon(self, text: str, error: BaseException) -> None:
-        """Mark the group as failed: `error`, none of ours, came out of the call `text` before it had run to its end.
-
-        Or so it may be: nobody can tell at which instruction a signal handler has raised.
-        """
-        if self.failure is not None or isinstance(error, CommlibError):
-            return
-        what = f"{self.name}: {text}: rank {self.rank}: ended half-way by {type(error).__name__}"
-        self._fail(ShutdownError(f"{what}; the group runs no more calls"))
-        if self.explain is None:
-            error.add_note(
-                f"commlib: {what}; the other ranks are told, and the group runs no more calls: "
-                "make a new one (commlib.shutdown and commlib.init, or split) on all ranks"
-            )
+    @property
+    def failure(self) -> CommlibError | None:
+        """What the group has failed with: its ranks are out of step, and it runs no more calls."""
+        return self._standing.failure
 
     def raise_failure(self, text: str) -> NoReturn:
         """Raise an error that says why the call `text` does not run: what the group failed with before."""
-        failure = self.failure
-        assert failure is not None
-        error = type(failure)(str(failure))  # a new one: each would add its traceback to the same
-        error.missing = failure.missing
-        error.add_note(
-            f"commlib: {self.name}: {text}: not run on rank {self.rank}: an earlier call of the group failed"
-        )
-        raise error
+        self._standing.raise_failure(text)
+
+    def abandon(self, text: str, error: BaseException) -> None:
+        """Mark the group as failed with what came out of a call half-way: see `Standing.abandon`."""
+        self._standing.abandon(text, error)
+
+    def speak_for(self, explain: Callable[[float, list[int]], str]) -> None:
+        """Let somebody else speak for a group whose calls are not its user's.
+
+        explain: words the warning about a long wait. Whoever speaks tells the other ranks of a failure, by `leave`.
+        """
+        self.explain = explain
+        self._standing.is_told = True
 
     # The end
 
@@ -451,38 +309,19 @@ class Group:
 
         deadline: how long (`time.monotonic`) those are waited for that leave with it: a moment, unless it is given.
         """
-        self.announce(reason)
-        if self._stall_check is None:
-            return
-        if odd := self._stall_check.part(monotonic() + PARTING if deadline is None else deadline):
-            log.error(
-                "%s: rank %d and %s made different calls, which no later one brought to light: results may be wrong; "
-                "COMMLIB_CHECK=always finds the call that differs",
-                self.name,
-                self.rank,
-                odd,
-            )
+        self._standing.leave(reason, deadline, history=self._calls.history)
 
     def announce(self, reason: str = "") -> None:
         """Tell the other ranks the same, and wait for nobody."""
-        for part in self._attached:
-            part.leave(reason)
-        if self.board is not None:
-            self.board.leave(reason or LEFT)
-        seen = self.is_open or (self._presence is not None and not reason)  # on a board, this one's or a parent's
-        if self._stall_check is not None and not (self.one_node and seen):
-            finished = not reason and self.failure is None
-            self._stall_check.leave(reason or LEFT, finished=finished, history=self._history if finished else -1)
+        self._standing.announce(reason, history=self._calls.history)
 
     def close(self) -> None:
         """Release everything. Collective, and only when no rank uses it any more."""
         self.runtime.groups.discard(self)
         self.progress.close()
         self.runtime.poller.forget(self)
-        for part in self._attached:
-            part.close()
-        for symmetric in self._symmetric_on.values():
-            symmetric.close()
+        self._standing.close()
+        self._memories.close()
         if self.board is not None:
             self.board.close()
         if (retirement := self._retire.detach()) is not None:
@@ -493,28 +332,3 @@ class Group:
         """Note that this group is used no more: what it is made of is freed once all its ranks have noted it."""
         if self.failure is None:  # else messages may be under way for ever
             self._retire()
-
-
-def checked_root(group: Group, verb: str, root: Any) -> int:
-    """Return `root` as an int. Raises UsageError unless it is a rank of the group."""
-    rank = integer(verb, "root", root)
-    if not 0 <= rank < group.size:
-        raise UsageError(f"{verb}: root is {root}, but {group.name} has the ranks 0 to {group.size - 1}")
-    return rank
-
-
-def _weakly(method: Callable[[str, BaseException], None]) -> Callable[[str, BaseException], None]:
-    """Return the same without a reference to the method's object."""
-    weak = weakref.WeakMethod(method)
-
-    def call(text: str, error: BaseException) -> None:
-        if (found := weak()) is not None:
-            found(text, error)
-
-    return call
-
-
-def _call_number(group: Group) -> Callable[[], int]:
-    """Return what returns the number of the last call, without a reference to the group."""
-    weak = weakref.ref(group)
-    return lambda: 0 if (found := weak()) is None else found.call_number

@@ -10,9 +10,8 @@ import numpy as np
 from commlib.buffers.peer_memory import Mapped
 from commlib.buffers.views import address_of
 from commlib.errors import TransportError
-from commlib.kernels.host import arrays
+from commlib.kernels.host import arrays, lane_aside, lane_posts, lane_take
 from commlib.kernels.host import lane as ring
-from commlib.kernels.host import lane_take as kernels
 from commlib.kernels.host.node import entry_point
 from commlib.p2p.kept import Kept
 from commlib.p2p.lane_out import LONGEST_BYTES, go_on, halt
@@ -20,17 +19,17 @@ from commlib.p2p.mailbox import Address, Mailbox
 from commlib.p2p.node_end import waiting_fields
 from commlib.transport.base import Transport
 
-take, look_into = entry_point(kernels.take, 3), entry_point(kernels.look)
+take, look_into = entry_point(lane_take.take, 3), entry_point(lane_take.look)
 _post, _ask, _withdraw, _forget = (
-    entry_point(kernels.post, 4),
-    entry_point(kernels.ask, 3),
-    entry_point(kernels.withdraw, 2),
-    entry_point(kernels.forget, 2),
+    entry_point(lane_posts.post, 4),
+    entry_point(lane_posts.ask, 3),
+    entry_point(lane_posts.withdraw, 2),
+    entry_point(lane_posts.forget, 2),
 )
 _move_posts, _renew_aside, _aside_units = (
-    entry_point(kernels.move_posts, 3),
-    entry_point(kernels.renew_aside, 4),
-    entry_point(kernels.aside_units),
+    entry_point(lane_posts.move_posts, 3),
+    entry_point(lane_aside.renew_aside, 4),
+    entry_point(lane_aside.aside_units),
 )
 
 LETTER = "lane"
@@ -73,7 +72,7 @@ class LaneIn:
             status = look_into(self.at)
             if status == ring.FULL:
                 self._make_room_aside()
-            elif status == kernels.DRAINED or (status == ring.WAITING and number == 0):
+            elif status == lane_take.DRAINED or (status == ring.WAITING and number == 0):
                 if not self._follow(number):
                     return
             else:
@@ -86,11 +85,11 @@ class LaneIn:
         return number
 
     def state(self, number: int) -> int:
-        return _ask(self.at, number, kernels.STATE)
+        return _ask(self.at, number, lane_posts.STATE)
 
     def came(self, number: int) -> tuple[int, int]:
         """Return how many bytes have come to a post, and the number of a message that comes another way."""
-        return _ask(self.at, number, kernels.CAME), _ask(self.at, number, kernels.NUMBER)
+        return _ask(self.at, number, lane_posts.CAME), _ask(self.at, number, lane_posts.NUMBER)
 
     def withdraw(self, number: int) -> bool:
         """Take back a post; False if its message has come."""
@@ -132,7 +131,7 @@ class LaneIn:
 
     def _make_room_for_posts(self) -> None:
         room = max(_POSTS, 2 * int(self._end[ring.POSTS_ROOM]))
-        table = np.zeros((room, kernels.POST_FIELDS), np.int64)
+        table = np.zeros((room, lane_posts.POST_FIELDS), np.int64)
         self._posts.add(room, address_of(table), table)
         if _move_posts(self.at, address_of(table), room) != ring.DONE:
             self._posts.drop(address_of(table))

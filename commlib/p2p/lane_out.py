@@ -8,7 +8,7 @@ import numpy as np
 
 from commlib.buffers.peer_memory import Place
 from commlib.buffers.views import address_of
-from commlib.kernels.host import arrays
+from commlib.kernels.host import arrays, lane_put
 from commlib.kernels.host import lane as kernels
 from commlib.kernels.host.node import entry_point
 from commlib.p2p.kept import Kept
@@ -16,8 +16,8 @@ from commlib.p2p.node_end import waiting_fields
 from commlib.p2p.rings import Rings
 from commlib.transport.base import Request, Transport
 
-put, has_moved = entry_point(kernels.put, 3), entry_point(kernels.has_moved, 2)
-_put_bytes, _announce = entry_point(kernels.put_bytes, 4), entry_point(kernels.announce, 3)
+put, has_moved = entry_point(lane_put.put, 3), entry_point(kernels.has_moved, 2)
+_put_bytes, _announce = entry_point(lane_put.put_bytes, 4), entry_point(lane_put.announce, 3)
 go_on, halt = entry_point(kernels.go_on, 6), entry_point(kernels.halt, 2)
 
 # Units of the first ring, and of the largest.

@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 
 from commlib.kernels.host.lane import MOST_TAGS
-from commlib.kernels.host.lane_take import COMES_ELSEWHERE, POSTED_HERE
+from commlib.kernels.host.lane_posts import COMES_ELSEWHERE, POSTED_HERE
 from commlib.p2p.lane_in import LaneIn
 from commlib.transport.base import Request
 

@@ -12,7 +12,8 @@ from threading import get_ident
 from typing import Any
 
 from commlib.errors import CommlibError
-from commlib.runtime.progress import RECORDED, Progress, claiming
+from commlib.runtime.claims import claiming
+from commlib.runtime.progress import RECORDED, Progress
 from commlib.runtime.work import Work
 
 

@@ -10,20 +10,21 @@ of this one. If they are not there yet, whoever waits for it finishes it, or the
 
 from __future__ import annotations
 
-import sys
 import threading
 import time
 from collections import deque
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
-from types import CodeType, FrameType
-from typing import Any, TypeVar
+from typing import Any
 
 from commlib import forks
 from commlib.errors import CommlibError, ShutdownError, UsageError
 from commlib.observe.journal import Journal
 from commlib.observe.recorder import Record, Recorder
+from commlib.runtime.begun import Begun
+from commlib.runtime.claims import is_claimed_here
+from commlib.runtime.failures import Failures
 from commlib.runtime.work import Work
 
 # How often, in seconds, the thread looks whether the operation before its own can still end.
@@ -34,48 +35,12 @@ _TURN = 0.1
 RECORDED = 1 << 40
 _COUNT = RECORDED - 1
 
-# The code of methods that take `running` and say so nowhere, because a small call has no time for that. They have the
-# group's Progress in `self._progress`, and may have a local `step`, None where they leave it to another of them.
-_CLAIMING: set[CodeType] = set()
-
 Run = Callable[[], Any]
-Method = TypeVar("Method", bound=Callable[..., Any])
 Interrupted = Callable[[str, BaseException], None]
-
-
-def claiming(method: Method) -> Method:
-    """Mark a method that takes `running`, so that a signal handler's call within it can be told from others."""
-    _CLAIMING.add(method.__code__)
-    return method
 
 
 def _ignore(description: str, error: BaseException) -> None:
     pass
-
-
-class Begun(Work):
-    """An operation that has been begun, and is finished by who waits for it."""
-
-    __slots__ = ("_progress",)
-
-    def __init__(self, description: str, progress: Progress) -> None:
-        super().__init__(description)
-        self._progress = progress
-
-    def done(self) -> bool:
-        """Return whether it has ended; if not, let the progress thread see to it."""
-        if not self._done:
-            self._progress.hand_over()
-        return self._done
-
-    def wait(self, timeout: float | None = None) -> Any:
-        """Block until it has ended; see `Work.wait`."""
-        if not self._done:
-            if timeout is None:
-                self._progress.finish_begun(self)
-            else:
-                self._progress.hand_over()
-        return super().wait(timeout)
 
 
 @dataclass(frozen=True, slots=True)
@@ -103,7 +68,7 @@ class Progress:
         self.journal = Journal() if journal is None else journal
         self._queue: deque[_Job] = deque()
         self._begun: _Job | None = None
-        self._failed: list[Work] = []  # to tell at the end of errors that nobody has asked for
+        self._failures = Failures()
         # Taken itself rather than through the condition, whose `with` a signal handler could leave locked for ever. It
         # knows its owner, so that a signal handler's call can be refused that would wait for this very thread.
         self._lock = threading.RLock()
@@ -133,7 +98,7 @@ class Progress:
 
         To be called where `running` could not be had.
         """
-        claimed = not self.pending & _COUNT and self._is_claimed_here()
+        claimed = not self.pending & _COUNT and is_claimed_here(self)
         if claimed or self.busy == threading.get_ident() or self._is_queueing():
             raise UsageError(
                 f"{description}: called in the middle of another call of the same group, in the same thread: by a "
@@ -142,17 +107,6 @@ class Progress:
 
     def _is_queueing(self) -> bool:
         return bool(self._lock._is_owned())  # type: ignore[attr-defined]  # as threading.Condition asks
-
-    def _is_claimed_here(self) -> bool:
-        """Return whether this thread holds `running`, by a call that has said so nowhere."""
-        calls = 0
-        frame: FrameType | None = sys._getframe()
-        while frame is not None:
-            if frame.f_code in _CLAIMING:
-                names = frame.f_locals
-                calls += names["self"]._progress is self and names.get("step", calls) is not None
-            frame = frame.f_back
-        return calls > 1  # the one that asks has not got it
 
     def break_off(self, description: str, error: BaseException) -> None:
         """Let go of `running` after what has come out of an operation that this thread had claimed, or may have."""
@@ -224,7 +178,7 @@ class Progress:
         """Return the work of an operation that has failed as it was begun: the error is for whoever waits for it."""
         work = Work(description)
         work.finish(error=error)
-        self._note_failure(work)
+        self._failures.note(work)
         return work
 
     def begun(self, description: str, finish: Run, record: Record | None = None) -> Work:
@@ -283,7 +237,7 @@ class Progress:
             self._changed.notify_all()
         work.finish(result, error)
         if error is not None:
-            self._note_failure(work)
+            self._failures.note(work)
 
     def _await_turn(self) -> bool:
         """Wait for `running`; return False without it if nobody may ever release it: then operations only fail."""
@@ -291,10 +245,6 @@ class Progress:
             if self._broken:
                 return False
         return True
-
-    def _note_failure(self, work: Work) -> None:
-        self._failed = [other for other in self._failed if other.unseen_error is not None]
-        self._failed.append(work)
 
     def _start_thread(self) -> None:
         if self.thread is None:
@@ -333,10 +283,7 @@ class Progress:
 
     def unseen_failure(self) -> str:
         """Return the first failed work whose error nobody has asked for, or ""."""
-        for work in self._failed:
-            if (error := work.unseen_error) is not None:
-                return f"failed {work.description} ({type(error).__name__}: {error})"
-        return ""
+        return self._failures.unseen()
 
     def close(self) -> None:
         """Accept nothing more; what is queued and has not begun ends with ShutdownError."""

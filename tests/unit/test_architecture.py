@@ -67,6 +67,7 @@ LAYERS = (
     ("commlib.group",),
     ("commlib.collectives",),
     ("commlib.p2p",),
+    ("commlib.subgroups",),
     ("commlib.communicator",),
     ("commlib.bootstrap",),
     ("commlib.launch", "commlib.exits", "commlib.world", "commlib.observing",
@@ -97,7 +98,7 @@ HOST_KERNELS_ALLOWED = (
     "commlib.devices.host",
     "commlib.node",  # shared memory of the host, and the flags in it
     "commlib.buffers.symmetric",  # whose places those kernels look up
-    "commlib.group.group",  # what they return
+    "commlib.group.completion",  # what they return
     "commlib.execution.reduce_op", "commlib.execution.persistent",  # calls of compiled functions, written down
     "commlib.execution.rounds",
     "commlib.p2p.inbox", "commlib.p2p.outbox", "commlib.p2p.node_end",  # memory of the host that two ranks share

@@ -1,4 +1,4 @@
-"""A lane: messages of one rank to another on a node, in a ring of shared memory. Here: its layout, and how they go in.
+"""A lane: messages of one rank to another on a node, in a ring of shared memory. Here: its layout, and its two ends.
 
 The ring consists of units of 64 bytes. A message takes as many as it needs, one after the other: a head of 32 bytes,
 then its own. One that is long has only a head here, and goes another way. The sender writes the MARK of the head last,
@@ -33,13 +33,13 @@ DONE, WAITING, STOPPED, OTHER, FULL = 0, -1, -2, -3, -4
 FREED_AT, NEXT_AT, FOUND_AT, LINK_AT, LINK_BYTES, RING_AT = 0, 128, 256, 512, 1024, 4096
 
 UNIT = 64
-MARK_AT, TAG_AT, NBYTES_AT, NUMBER_AT, HEAD_BYTES = 0, 8, 16, 24, 32
+
+# A message's head: its mark, tag and bytes, and the number of one that goes another way.
+MARK, MESSAGE_TAG, NBYTES, WAY_NUMBER, HEAD_FIELDS = range(5)
+HEAD_BYTES = 8 * HEAD_FIELDS
 HERE, ELSEWHERE, NOTHING = 1, 2, 3  # marks: the bytes follow; they go another way; no message, but NBYTES units
 
 MOST_TAGS = 32768
-
-# A ring that is empty is used from its start again after so many units: they stay in the fastest caches.
-_SOON = 256
 
 # So many calls in a row, told by their arrays, leave a note of whether they have moved their message.
 NOTES = 64
@@ -60,12 +60,12 @@ NOTES = 64
     DTYPES,  # see `arrays.plain_bytes`
     LONGEST,  # of the sender's: bytes of the longest message that goes in here
     ELSEWHERE_SENT,  # of the sender's: how many messages have gone another way
-    ASIDE,  # of the receiver's: see `lane_take`
+    ASIDE,  # of the receiver's: see `lane_aside`
     ASIDE_UNITS,
     ASIDE_FIRST,
     ASIDE_LAST,
     ASIDE_NUMBER,
-    POSTS,
+    POSTS,  # of the receiver's: see `lane_posts`
     POSTS_ROOM,
     POSTS_HIGH,
     POSTS_WAITING,
@@ -95,6 +95,18 @@ def units_of(nbytes: int) -> Any:
 
 
 @nb.njit(inline="always")  # type: ignore[untyped-decorator]
+def head_at(address: int) -> Any:
+    """Return the head of the message at an address."""
+    return table(address, HEAD_FIELDS)
+
+
+@nb.njit(inline="always")  # type: ignore[untyped-decorator]
+def unit_at(end: Any, place: int) -> Any:
+    """Return the address of a unit of the ring."""
+    return end[MEMORY] + RING_AT + place * UNIT
+
+
+@nb.njit(inline="always")  # type: ignore[untyped-decorator]
 def note_at(end: Any, at: int, array: int) -> Any:
     """Return the address of the note of a call with this array."""
     return at + 8 * (NOTE + (array >> 5) % NOTES)
@@ -112,95 +124,6 @@ def pause(end: Any, polls: int) -> bool:
     else:
         return False
     return True
-
-
-@nb.njit(inline="always")  # type: ignore[untyped-decorator]
-def _write_head(record: int, mark: int, tag: int, nbytes: int, number: int) -> None:
-    head = table(record, 4)
-    head[1], head[2], head[3] = tag, nbytes, number
-    ins.store_release(record + MARK_AT, mark)
-
-
-@kernel(nogil=True)
-def _reserve(end: Any, units: int) -> int:
-    """Return the address of so many free units in a row, or 0."""
-    ring, size = end[MEMORY] + RING_AT, end[UNITS]
-    place = end[POSITION] % size
-    rest = size - place
-    wraps = units > rest
-    if place // _SOON != (place + units) // _SOON and not wraps:
-        end[SEEN] = ins.load_acquire(end[MEMORY] + FREED_AT)
-        wraps = end[SEEN] == end[POSITION] and rest + units <= size
-    needed = rest + units if wraps else units
-    if needed > size - (end[POSITION] - end[SEEN]):
-        end[SEEN] = ins.load_acquire(end[MEMORY] + FREED_AT)
-        if needed > size - (end[POSITION] - end[SEEN]):
-            return 0
-    if wraps:
-        _write_head(ring + place * UNIT, NOTHING, 0, rest, 0)
-        end[POSITION] += rest
-        place = 0
-    end[POSITION] += units
-    return ring + place * UNIT
-
-
-@kernel(nogil=True)
-def _put(end: Any, tag: int, source: int, nbytes: int) -> int:
-    """Copy a message into the ring: DONE or FULL."""
-    record = _reserve(end, units_of(nbytes))
-    if record == 0:
-        return FULL
-    if nbytes > 0:
-        ins.memcpy(record + HEAD_BYTES, source, nbytes)
-    _write_head(record, HERE, tag, nbytes, 0)
-    return DONE
-
-
-@kernel(nogil=True)
-def put(at: int, array: int, tag: int) -> int:
-    """Send a numpy array, given by its `id`. DONE, STOPPED, OTHER: not such an array; FULL, for some time."""
-    end = table(at, END_FIELDS)
-    if end[HALTED] != 0:
-        return STOPPED
-    nbytes = arrays.plain_bytes(array, arrays.C_CONTIGUOUS, end[DTYPES])
-    if nbytes < 0 or nbytes > end[LONGEST] or tag < 0 or tag >= MOST_TAGS:
-        return OTHER
-    source, note = ins.load_acquire(array + arrays.DATA), note_at(end, at, array)
-    ins.store_release(note, 0)
-    polls = 0
-    while True:
-        claim(at)
-        status = _put(end, tag, source, nbytes)
-        let_go(at)
-        if status == DONE:
-            ins.store_release(note, array)
-            return DONE
-        polls += 1
-        if not pause(end, polls):
-            return FULL
-
-
-@kernel(nogil=True)
-def put_bytes(at: int, tag: int, source: int, nbytes: int) -> int:
-    """Send what lies at an address: DONE or FULL. Never waits."""
-    claim(at)
-    status = _put(table(at, END_FIELDS), tag, source, nbytes)
-    let_go(at)
-    return status
-
-
-@kernel(nogil=True)
-def announce(at: int, tag: int, nbytes: int) -> int:
-    """Send the head of a message that goes another way, and return its number, from 0; or FULL. Never waits."""
-    end = table(at, END_FIELDS)
-    claim(at)
-    status, record = FULL, _reserve(end, 1)
-    if record != 0:
-        status = end[ELSEWHERE_SENT]
-        end[ELSEWHERE_SENT] += 1
-        _write_head(record, ELSEWHERE, tag, nbytes, status)
-    let_go(at)
-    return status
 
 
 @kernel(nogil=True)

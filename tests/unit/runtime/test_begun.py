@@ -12,7 +12,7 @@ import pytest
 
 from commlib.config import Config
 from commlib.errors import MismatchError, ShutdownError, StallError
-from commlib.runtime.progress import Begun
+from commlib.runtime.begun import Begun
 from tests.loopback import run
 
 

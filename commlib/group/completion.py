@@ -1,0 +1,48 @@
+"""Completion: kernels of a node that did not end well at once are finished, or the ranks told who called what."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from commlib.group.call_check import mismatch
+from commlib.group.call_sequence import CallSequence
+from commlib.group.standing import Standing
+from commlib.group.waits import Watching
+from commlib.kernels.host.node import BROKEN, MISMATCH
+from commlib.node.board import Call, Kernel
+from commlib.runtime.progress import Progress
+
+
+@dataclass(frozen=True, slots=True)
+class Completion:
+    """That of one group, which watches its waits."""
+
+    name: str
+    rank: int
+    one_node: bool
+    standing: Standing
+    calls: CallSequence
+    progress: Progress
+    group: Watching
+
+    def complete(self, kernel: Kernel, argument: int, calls: Call, status: int, text: str) -> int:
+        """Finish a kernel that did not end well at once: go on waiting, or say who called what. Return its status."""
+        board, standing, journal = self.standing.board, self.standing, self.progress.journal
+        assert board is not None
+        if standing.failure is not None:
+            standing.raise_failure(text)
+        try:
+            with self.progress.set_aside():
+                if journal.current is not None:
+                    journal.current.round("waits on its node")
+                watch = self.group.watch(text)
+                status = board.resume(kernel, argument, calls, status, watch)
+                if status == MISMATCH:
+                    texts = board.exchange_texts(text, watch)
+                    raise mismatch(self.name, self.calls.number, self.rank, texts, board.members)
+        except BaseException as error:
+            standing.note(text, error, out_of_step=not self.one_node)  # the other nodes do not know
+            raise
+        if status == BROKEN:  # another thread's call has failed meanwhile
+            standing.raise_failure(text)
+        return status

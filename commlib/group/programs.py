@@ -1,0 +1,76 @@
+"""Programs: rounds of messages of a group, within its operations; and what its ranks tell each other by them."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from commlib.execution.reduce_op import ReduceOp
+from commlib.execution.streaming import Hook, Posted, Region, execute, nothing
+from commlib.group.call_sequence import CallSequence
+from commlib.group.gathering import gather_objects
+from commlib.group.hierarchy import Hierarchy
+from commlib.group.waits import Watching
+from commlib.observe.journal import Journal
+from commlib.schedule.ir import Program
+from commlib.signature import signature
+from commlib.transport.base import Transport
+
+
+class Programs:
+    """Those of one group, which watches their waits."""
+
+    def __init__(
+        self,
+        transport: Transport,
+        hierarchy: Hierarchy,
+        calls: CallSequence,
+        journal: Journal,
+        group: Watching,
+    ) -> None:
+        self._transport, self._hierarchy = transport, hierarchy
+        self._calls, self._journal, self._group = calls, journal, group
+
+    def execute(
+        self,
+        program: Program,
+        blocks: Sequence[Sequence[Region]],
+        text: str,
+        reduce_op: ReduceOp | None = None,
+        *,
+        part: int = 0,
+        transport: Transport | None = None,
+        before: Hook = nothing,
+        after: Hook = nothing,
+    ) -> None:
+        """Run a program over blocks of the data, by messages of the group or of `transport`: see `streaming.execute`.
+
+        `part` numbers the programs of one call.
+        """
+        execute(
+            program,
+            blocks,
+            transport or self._transport,
+            tag=self._calls.history + signature(text) + part * 0x85EBCA6B,
+            on_wait=self._group.watch(text),
+            reduce_op=reduce_op,
+            before=before,
+            after=after,
+            posted=self.posted,
+        )
+
+    @property
+    def posted(self) -> Posted | None:
+        """What is to be told of each round of messages; None if the operation is not recorded."""
+        record = self._journal.current
+        if record is None:
+            return None
+        return lambda block, number: record.round(f"round {number + 1} of block {block + 1} posted")
+
+    def gather_objects(self, value: Any) -> list[Any]:
+        """Return the picklable objects of all ranks, by messages, within an operation."""
+        return gather_objects(value, self._transport, self.execute)
+
+    def gather_in_node(self, value: Any) -> list[Any]:
+        """Return those of the ranks of this node."""
+        return gather_objects(value, self._hierarchy.node, self.execute)

@@ -1,0 +1,17 @@
+"""Root: the rank that a verb names, checked against its group."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from commlib.arguments import integer
+from commlib.errors import UsageError
+from commlib.group.group import Group
+
+
+def checked_root(group: Group, verb: str, root: Any) -> int:
+    """Return `root` as an int. Raises UsageError unless it is a rank of the group."""
+    rank = integer(verb, "root", root)
+    if not 0 <= rank < group.size:
+        raise UsageError(f"{verb}: root is {root}, but {group.name} has the ranks 0 to {group.size - 1}")
+    return rank

@@ -1,0 +1,36 @@
+"""Arrays in symmetric memory: memory that all ranks of a node map."""
+
+from __future__ import annotations
+
+import math
+import sys
+from collections.abc import Sequence
+from typing import Any
+
+from commlib.arguments import integer
+from commlib.buffers.views import address_of
+from commlib.devices.host import HOST
+from commlib.devices.protocol import Device
+from commlib.dtypes import name_of, numpy_dtype
+from commlib.errors import UsageError
+from commlib.group.group import Group
+from commlib.group.operation import Operation
+
+
+def empty(group: Group, shape: int | Sequence[int], dtype: Any, device: Device) -> Operation:
+    """Return what makes a zeroed array, on all ranks. Raises UsageError for a shape that none can have."""
+    kind = numpy_dtype(dtype)
+    lengths = shape if isinstance(shape, Sequence) else (shape,)
+    dimensions = tuple(integer("empty", "a length of the shape", length) for length in lengths)
+    if min(dimensions, default=0) < 0:
+        raise UsageError(f"empty: shape {dimensions} has a negative length")
+    if math.prod(length or 1 for length in dimensions) * kind.itemsize > sys.maxsize:
+        raise UsageError(f"empty: shape {dimensions} of {name_of(kind)} is more than can have addresses")
+    nbytes = math.prod(dimensions) * kind.itemsize
+
+    def run() -> Any:
+        memory = group.symmetric_on(device).allocate(nbytes)
+        return device.at(address_of(memory), dimensions, kind, memory)
+
+    text = f"empty of shape {dimensions} {name_of(kind)}"
+    return Operation(text if device is HOST else f"{text} on {device.name}", run, meets=True)

@@ -1,0 +1,44 @@
+"""Begun: the work of an operation that whoever waits for it finishes."""
+
+from __future__ import annotations
+
+from typing import Any, Protocol
+
+from commlib.runtime.work import Work
+
+
+class Finisher(Protocol):
+    """Who finishes what has been begun: the group's Progress."""
+
+    def hand_over(self) -> None:
+        """Let the thread finish what has been begun."""
+        ...
+
+    def finish_begun(self, work: Work) -> None:
+        """Finish `work` in this thread, unless somebody else does."""
+        ...
+
+
+class Begun(Work):
+    """An operation that has been begun, and is finished by who waits for it."""
+
+    __slots__ = ("_progress",)
+
+    def __init__(self, description: str, progress: Finisher) -> None:
+        super().__init__(description)
+        self._progress = progress
+
+    def done(self) -> bool:
+        """Return whether it has ended; if not, let the progress thread see to it."""
+        if not self._done:
+            self._progress.hand_over()
+        return self._done
+
+    def wait(self, timeout: float | None = None) -> Any:
+        """Block until it has ended; see `Work.wait`."""
+        if not self._done:
+            if timeout is None:
+                self._progress.finish_begun(self)
+            else:
+                self._progress.hand_over()
+        return super().wait(timeout)

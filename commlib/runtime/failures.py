@@ -1,0 +1,24 @@
+"""Failures: works that have ended badly, to be told of at the end where nobody has asked how they ended."""
+
+from __future__ import annotations
+
+from commlib.runtime.work import Work
+
+
+class Failures:
+    """Those of one group."""
+
+    def __init__(self) -> None:
+        self._works: list[Work] = []
+
+    def note(self, work: Work) -> None:
+        """Note a work that has failed."""
+        self._works = [other for other in self._works if other.unseen_error is not None]
+        self._works.append(work)
+
+    def unseen(self) -> str:
+        """Return the first whose error nobody has asked for, in words, or ""."""
+        for work in self._works:
+            if (error := work.unseen_error) is not None:
+                return f"failed {work.description} ({type(error).__name__}: {error})"
+        return ""
