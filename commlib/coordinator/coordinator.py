@@ -139,8 +139,8 @@ class Coordinator:
 
     # One cycle
 
-    def _cycle(self) -> bool:
-        """Run one, and return whether anything was agreed on. Collective; called by `Cycles` alone."""
+    def _cycle(self) -> None:
+        self._cycles.midway = True
         with self._lock:
             overdue = self._patience.overdue(self._pending)
             announcement = self._negotiation.announce()
@@ -160,9 +160,10 @@ class Coordinator:
             for name in overdue:
                 if name in self._pending:
                     self._warn(self._pending[name], everyone)
+        self._cycles.pace(has_agreed=bool(verdicts))
         if jobs:
             self._run(jobs)
-        return bool(verdicts)
+        self._cycles.midway = False  # at once: whoever is interrupted now has done its part
 
     def _run(self, jobs: Sequence[Job]) -> None:
         records = self._records.run(jobs)

@@ -32,8 +32,8 @@ class Cycles:
     """Those of one coordinator.
 
     lock: of what is pending; methods say whether their caller holds it. pending: all that is. negotiation: knows
-    whether this rank has something to tell. group: sees whether another rank has begun one. run: runs one, and returns
-    whether anything was agreed on. fail: ends all that is pending, when this rank is out of step.
+    whether this rank has something to tell. group: sees whether another rank has begun one. run: runs one, and says so
+    in `midway`. fail: ends all that is pending, when this rank is out of step.
     """
 
     def __init__(
@@ -43,18 +43,19 @@ class Cycles:
         negotiation: Negotiation,
         group: Awaited,
         *,
-        run: Callable[[], bool],
+        run: Callable[[], None],
         fail: Callable[[BaseException], None],
     ) -> None:
         self._lock, self._changed = lock, threading.Condition(lock)
         self._pending, self._negotiation = pending, negotiation
-        self._group, self._run_one, self._fail = group, run, fail
+        self._group, self._run, self._fail = group, run, fail
         self.driving = threading.Lock()
         """Held by whoever runs cycles."""
         self._driver: object = None  # who took `driving` last: set first, so that whoever leaves knows its own
         self.thread: threading.Thread | None = None
         self.closed = False
-        self._midway = False  # in a cycle: to leave it now is to be out of step
+        self.midway = False
+        """Whether one is under way, written by who runs it: to leave it now is to be out of step."""
         self._pause = _SHORTEST_PAUSE
         self.napping = False
         """Whether whoever runs cycles has nothing to tell."""
@@ -88,11 +89,11 @@ class Cycles:
                 self.driving.acquire()
             while not done() and self._pending and not self.closed:
                 self.await_reason()
-                self.run()
+                self._run()
         except CommlibError as error:
             self._fail(error)
         except BaseException as error:
-            if self._driver is me and self._midway:
+            if self._driver is me and self.midway:
                 self._fail(error)
             raise
         finally:
@@ -119,12 +120,9 @@ class Cycles:
                     self.napping = False
                 nap = min(2 * nap, _LONGEST_NAP)
 
-    def run(self) -> None:
-        """Run one cycle."""
-        self._midway = True
-        has_agreed = self._run_one()
+    def pace(self, *, has_agreed: bool) -> None:
+        """Let the next one come soon if this one has agreed on something, else later than the last."""
         self._pause = _SHORTEST_PAUSE if has_agreed else min(2 * self._pause, _LONGEST_PAUSE)
-        self._midway = False
 
     def _wake_thread(self) -> None:
         if self.thread is None:

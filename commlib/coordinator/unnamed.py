@@ -37,7 +37,8 @@ class Unnamed:
     def due(self, taken: Container[str]) -> Iterator[Pending]:
         """Yield what was put off and has a name that is not taken any more: one for each name."""
         for name in [name for name in self._later if name not in taken]:
-            yield self._later[name].popleft()
+            yield self._later[name][0]
+            self._later[name].popleft()  # now that it has its name: it is in one place at any time
             if not self._later[name]:
                 del self._later[name]
 
