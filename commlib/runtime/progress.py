@@ -170,6 +170,7 @@ class Progress:
                 self._start_thread()
                 self._changed.notify_all()
         except BaseException as error:
+            work.seen = True  # perhaps it is queued, and fails: its caller knows that something is wrong
             self._interrupted(description, error)
             raise
         return work

@@ -224,3 +224,27 @@ def test_a_call_while_another_is_being_queued_is_refused(waits):
     assert progress.start("outer", lambda: 1).wait(10) == 1
     assert len(handler.refused) == 1 and "in the middle of another call" in handler.refused[0]
     progress.close()
+
+
+def test_what_was_interrupted_as_it_was_queued_is_no_failure_that_nobody_saw(progress, monkeypatch):
+    """Its error, which its caller had been told of by an exception, ended the job."""
+    gate, start = Gate(), threading.Thread.start
+
+    class Alarm(Exception):
+        pass
+
+    def started_and_interrupted(thread):
+        start(thread)
+        raise Alarm
+
+    def fail():
+        gate()
+        raise ShutdownError("an earlier call failed")
+
+    monkeypatch.setattr(threading.Thread, "start", started_and_interrupted)
+    with pytest.raises(Alarm):
+        progress.start("interrupted", fail)
+    monkeypatch.undo()
+    gate.opened.set()
+    progress.start("next", lambda: None).wait(10)
+    assert progress.unseen_failure() == ""
