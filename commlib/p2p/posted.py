@@ -120,18 +120,16 @@ class PostedEnd:
         self._room, self._tag = max(form.nbytes(shape), _LEAST_ROOM), 0
         self._generation = 1
         self.is_half_way = self._halted = self._is_deferred = False
-        self._end, self._rows = (
-            np.zeros(kernels.POSTED_FIELDS, np.int64),
-            np.zeros((depth, kernels.ROW_FIELDS), np.int64),
-        )
-        self.at = address_of(self._end)
+        self._rows = np.zeros((depth, kernels.ROW_FIELDS), np.int64)
+        self._end = end = np.zeros(kernels.POSTED_FIELDS, np.int64)
+        self.at = address_of(end)
+        end[DEPTH], end[kernels.ROWS], end[kernels.POLLS] = depth, address_of(self._rows), _POLLS
         functions = transport.functions
         self._is_compiled = functions is not None and form.is_plain and ARRAYS_ARE_WHERE_EXPECTED
-        self._flag, self._status = np.zeros(1, np.int32), np.zeros(0 if functions is None else functions.status_bytes)
         if functions is not None:
-            self._end[kernels.START], self._end[kernels.TEST] = functions.start, functions.test
-        self._end[kernels.FLAG], self._end[kernels.STATUS] = address_of(self._flag), address_of(self._status)
-        self._end[kernels.ROWS], self._end[DEPTH], self._end[kernels.POLLS] = address_of(self._rows), depth, _POLLS
+            self._flag, self._status = np.zeros(1, np.int32), np.zeros(functions.status_bytes, np.uint8)
+            end[kernels.START], end[kernels.TEST] = functions.start, functions.test
+            end[kernels.FLAG], end[kernels.STATUS] = address_of(self._flag), address_of(self._status)
         # MPI allows one thread at a time to ask for a request; a signal handler's call may find its own thread here.
         self.lock, self._turn = threading.RLock(), Turn(self.at)
         self._slots: list[Slot] = []
