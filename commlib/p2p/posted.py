@@ -20,19 +20,19 @@ from commlib.buffers.views import address_of
 from commlib.dtypes import Array
 from commlib.kernels.host import posted as kernels
 from commlib.kernels.host.channel import COUNT, DEPTH, HALTED
-from commlib.kernels.host.posted import KIND, LENGTHS, MOST_DIMENSIONS, NUMBER, WHAT
+from commlib.kernels.host.posted import LENGTHS, WHAT
 from commlib.p2p.form import Form, Shape
 from commlib.p2p.node_end import ARRAYS_ARE_WHERE_EXPECTED
 from commlib.p2p.turn import Turn
 from commlib.transport.base import PersistentMessage, Request, Transport
-
-__all__ = ["KIND", "LENGTHS", "MOST_DIMENSIONS", "NUMBER", "WHAT"]
 
 TAGS = 64
 """How many tags a direction has: for tails, and for every time that its memory has grown."""
 
 # Bytes, and by how much memory grows at least: so there are tags enough for 10^14 bytes.
 _LEAST_ROOM, GROWTH = 4096, 1.5
+
+MOST_DIMENSIONS = kernels.MOST_DIMENSIONS  # of an array that is sent
 
 DATA, GROW = 0, 1  # kinds of messages
 

@@ -12,19 +12,23 @@ from commlib.errors import TransportError, UsageError
 from commlib.kernels.host import posted as kernels
 from commlib.kernels.host.channel import COUNT
 from commlib.kernels.host.node import entry_point
-from commlib.kernels.host.posted import DATA, FIRST, HELD, KNOWN, LENGTH, LIKE, NBYTES, POSTED, RING
-from commlib.p2p.node_end import ask_python, ask_python_too
-from commlib.p2p.posted import (
-    GROW,
+from commlib.kernels.host.posted import (
+    DATA,
+    FIRST,
+    HELD,
     KIND,
+    KNOWN,
+    LENGTH,
     LENGTHS,
+    LIKE,
+    NBYTES,
     NUMBER,
-    TAIL,
+    POSTED,
+    RING,
     WHAT,
-    PostedEnd,
-    Slot,
-    head_bytes,
 )
+from commlib.p2p.node_end import ask_python, ask_python_too
+from commlib.p2p.posted import GROW, TAIL, PostedEnd, Slot, head_bytes
 from commlib.transport.base import WaitHook
 from commlib.transport.polling import poll
 

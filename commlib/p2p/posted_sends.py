@@ -13,21 +13,10 @@ from commlib.errors import UsageError
 from commlib.kernels.host import posted as kernels
 from commlib.kernels.host.channel import COUNT, DESCR, NBYTES, NDIM, SHAPE, SLOT, SPEC
 from commlib.kernels.host.node import entry_point
+from commlib.kernels.host.posted import KIND, LENGTHS, NUMBER, WHAT
 from commlib.p2p.form import Shape
 from commlib.p2p.node_end import ask_python, ask_python_too
-from commlib.p2p.posted import (
-    DATA,
-    GROW,
-    GROWTH,
-    KIND,
-    LENGTHS,
-    NUMBER,
-    TAIL,
-    WHAT,
-    PostedEnd,
-    Slot,
-    head_bytes,
-)
+from commlib.p2p.posted import DATA, GROW, GROWTH, TAIL, PostedEnd, Slot, head_bytes
 from commlib.transport.base import Request, WaitHook
 from commlib.transport.polling import poll
 

@@ -1,4 +1,4 @@
-"""What several tests over MPI share: a device whose arrays go both ways."""
+"""What several tests over MPI share: a device whose arrays go both ways, and whose races are seen."""
 
 from __future__ import annotations
 
@@ -33,3 +33,13 @@ def both_ways(request: pytest.FixtureRequest) -> Iterator[Communicator]:
     group = Communicator(MpiTransport(world.native.Dup(), longest=1 << 16, devices={"late"}), runtime)
     yield group
     group.close()
+
+
+@pytest.fixture
+def no_races() -> Iterator[None]:
+    """Fail a test in which something was read of the late device before it was there, or written while it was read."""
+    from tests.late import LATE
+
+    races = LATE.races
+    yield
+    assert LATE.races == races

@@ -22,6 +22,8 @@ from tests.device_ways import count
 from tests.late import LATE, OnDevice
 from tests.poison import poisoned
 
+pytestmark = pytest.mark.usefixtures("no_races")
+
 pair = pytest.mark.ranks(min=2)
 
 
@@ -35,13 +37,6 @@ def comm(request):
     group = Communicator(transport, runtime, f"messages {request.param}")  # no two of a name: MPICH mixes their letters
     yield group
     group.close()
-
-
-@pytest.fixture(autouse=True)
-def no_races():
-    races = LATE.races
-    yield
-    assert LATE.races == races
 
 
 @pytest.fixture

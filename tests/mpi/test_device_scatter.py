@@ -9,19 +9,13 @@ from commlib.errors import UsageError
 from tests import checks
 from tests.late import LATE, LateArray, OnDevice
 
+pytestmark = pytest.mark.usefixtures("no_races")
 ways = pytest.mark.parametrize("way", ["blocking", "async", "plan", "started plan"])
 
 
 @pytest.fixture(scope="module")
 def comm(both_ways):
     return both_ways
-
-
-@pytest.fixture(autouse=True)
-def no_races():
-    races = LATE.races
-    yield
-    assert LATE.races == races
 
 
 def scattered(comm, way, x, **options):

@@ -20,6 +20,8 @@ from tests import checks
 from tests.late import LATE, LateArray, OnDevice
 from tests.oracle import REDUCIBLE
 
+pytestmark = pytest.mark.usefixtures("no_races")
+
 PAIRS = [pair for number, pair in enumerate(REDUCIBLE) if number % 7 == 0]
 SHAPES = ((), (0,), (5, 3), (3000,))
 
@@ -31,13 +33,6 @@ def is_direct(comm):
 @pytest.fixture(scope="module")
 def comm(both_ways):
     return both_ways
-
-
-@pytest.fixture(autouse=True)
-def no_races():
-    races = LATE.races
-    yield
-    assert LATE.races == races
 
 
 @pytest.mark.parametrize("dtype, op", PAIRS)
