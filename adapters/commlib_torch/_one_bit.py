@@ -18,7 +18,6 @@ from commlib.errors import UsageError
 from commlib.optim.one_bit_adam import Hyper, Moments
 from commlib_torch._bridge import check, dtype_name, to_array, to_tensor
 from commlib_torch._named import ProcessSets
-from commlib_torch._options import communicator_of
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 _OWN = "one_bit"  # the key in `state_dict()["state"]` of what belongs to no parameter
@@ -65,7 +64,7 @@ class OneBit(torch.optim.Optimizer):
         super().__init__(params, defaults)
         core.running()
         self.freeze_step = freeze_step
-        self.comm = comm or communicator_of(process_set, type(self).__name__)
+        self.comm = comm or core.process_set_of(process_set).communicator(type(self).__name__)
         self._options: dict[str, Any] = {
             "scheme": scheme,
             "within_node": compress_within_node,

@@ -62,28 +62,22 @@ class BucketMemory:
         kind = numpy_dtype(self.bucket.dtype)
         self.array[start : start + count] = DeviceArray(self.device, address, (count,), kind, None)
 
-    def scale(self) -> None:
-        """Multiply the gradients by what their bucket says."""
-        bucket = self.bucket
-        if bucket.scale == 1:
-            return
-        values = self.array[: bucket.flags]
-        if type(values) is DeviceArray:
-            self.device.kernels.scale(values, bucket.scale)
-        else:
-            np.multiply(values, values.dtype.type(bucket.scale), out=values)
+    def scale(self, factor: float) -> None:
+        """Multiply the gradients by a factor."""
+        if factor != 1:
+            self.device.kernels.scale(self.array[: self.bucket.flags], factor)
 
     def forget_flags(self) -> None:
         """Note that a reduction has written new flags."""
         self._flags = None
 
-    def is_set(self, flag: int, watch: Callable[[str], Callable[[], None]]) -> bool:
-        """Tell whether a flag is above zero; the first question after a reduction waits until a device has it."""
+    def flag(self, flag: int, watch: Callable[[str], Callable[[], None]]) -> float:
+        """Return a flag, as it was reduced; the first question after a reduction waits until a device has it."""
         if type(self.array) is not DeviceArray:
-            return bool(self.array[flag] > 0)
+            return float(self.array[flag])
         if self._flags is None:
             there = self.array[self.bucket.flags : self.bucket.flags + len(self.bucket.slots)]
             self._flags = self.device.staging(there.nbytes).view(there.dtype)
             self.device.copy(self._flags, there)
             wait_for(self.device.current().record(), watch(f"flags of bucket {self.bucket.index}"))
-        return bool(self._flags[flag - self.bucket.flags] > 0)
+        return float(self._flags[flag - self.bucket.flags])

@@ -29,7 +29,7 @@ from commlib.compress.feedback import is_finite
 from commlib.compress.gradients import GradientCompression
 from commlib.compress.scheme import Part, Scheme, State
 from commlib.compress.sign import Sign
-from commlib.data_parallel.agreement import check_agreement
+from commlib.data_parallel.parameter_check import check_agreement
 from commlib.devices.arrays import device_of
 from commlib.devices.host import HOST
 from commlib.dtypes import Array
