@@ -27,6 +27,7 @@ class ParameterValues:
     Gradients are divided by `predivide` on their way into slots, and multiplied by it on their way back.
     """
 
+    accumulates = True
     hint = (
         "Either the previous backward raised and was caught (then call synchronize() before the next one: the other "
         "ranks wait for this one), or the parameter is used in two segments of re-entrant checkpointing (then pass "

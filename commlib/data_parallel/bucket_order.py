@@ -44,19 +44,8 @@ class BucketOrder:
         """Ranks have agreed on the order, or that there is no reason to."""
 
     def buckets(self) -> tuple[Bucket, ...]:
-        """Return the buckets as they should be, by what ranks know. Raises UsageError for caps that make no sense."""
-        options = self._options
-        try:
-            return make_buckets(
-                [self._parameter(index) for index in range(len(self._gradients))],
-                order=self._order,
-                first_bucket_mib=options.first_bucket_mib,
-                bucket_cap_mib=options.bucket_cap_mib,
-                groups=self._groups,
-                flags=FLAGS,
-            )
-        except ValueError as error:
-            raise UsageError(str(error)) from error
+        """Return the buckets as they should be, by what ranks know."""
+        return buckets_of(self._gradients, self._options, self._groups, self._order, self._unbucketed)
 
     @property
     def order(self) -> list[int] | None:
@@ -83,17 +72,38 @@ class BucketOrder:
         self._order = said or None
         return bool(said)
 
-    def _parameter(self, index: int) -> Parameter:
-        gradient = self._gradients[index]
-        wire = self._options.wire_dtype(gradient.dtype)
-        return Parameter(
-            gradient.name,
-            0 if index in self._unbucketed else gradient.count,
-            wire,
-            NUMPY[wire].itemsize,
-            self._options.op,
-            device=gradient.device,
-            axis=gradient.axis,
-            scale=gradient.scale,
-            native_itemsize=0 if wire == gradient.dtype else gradient.itemsize,
+
+def buckets_of(
+    gradients: Sequence[Gradient],
+    options: Options,
+    groups: Sequence[Sequence[int]],
+    order: Sequence[int] | None,
+    unbucketed: Container[int],
+) -> tuple[Bucket, ...]:
+    """Return the buckets of gradients, in launch order. Raises UsageError for caps that make no sense."""
+    try:
+        return make_buckets(
+            [_parameter(gradient, options, index in unbucketed) for index, gradient in enumerate(gradients)],
+            order=order,
+            first_bucket_mib=options.first_bucket_mib,
+            bucket_cap_mib=options.bucket_cap_mib,
+            groups=groups,
+            flags=FLAGS,
         )
+    except ValueError as error:
+        raise UsageError(str(error)) from error
+
+
+def _parameter(gradient: Gradient, options: Options, unbucketed: bool) -> Parameter:
+    wire = options.wire_dtype(gradient.dtype)
+    return Parameter(
+        gradient.name,
+        0 if unbucketed else gradient.count,
+        wire,
+        NUMPY[wire].itemsize,
+        options.op,
+        device=gradient.device,
+        axis=gradient.axis,
+        scale=gradient.scale,
+        native_itemsize=0 if wire == gradient.dtype else gradient.itemsize,
+    )

@@ -222,17 +222,19 @@ class Engine:
                 memory.fill(slot.offset, slot.offset + slot.count, 0)
                 memory.fill(slot.flag, slot.flag + 1, 0)
 
-    def _start(self, index: int) -> None:
+    def _start(self, index: int, *, awaited: bool = False) -> None:
         plan = self._plans[index]
         if plan is not None:
-            self._pending.append(plan.start())
+            # Plans that are launched together are told whether this thread is about to wait for them.
+            start: Callable[..., Pending] = plan.start
+            self._pending.append(start(awaited) if self._together else start())
 
     def _reduce(self, remaining: Collection[int]) -> None:
         fetching = [work for work in self._fetching if work is not None]
         self._fetching = []
         if self._together or not all(work.done() for work in self._pending):
             for index in remaining:
-                self._start(index)
+                self._start(index, awaited=True)
             remaining = ()
         self._wait([*fetching, *self._pending])
         # Nothing is left to keep in order with, and this thread has nothing else to do: waking another costs time.

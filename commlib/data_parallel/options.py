@@ -74,7 +74,8 @@ class Options:
             return dtype
         if self.scheme is not None:
             return "float32"
-        return self.compression.wire or dtype
+        wire: str = self.compression.wire
+        return wire if wire and NUMPY[wire].itemsize < NUMPY[dtype].itemsize else dtype
 
     def describe(self) -> str:
         """Return what all ranks must agree on."""
@@ -105,8 +106,12 @@ class Gradient:
     """The name of the ranks that it is reduced over; "" are all that train together."""
     scale: float = 1.0
     """What the result is multiplied by."""
+    is_known: bool = True
+    """Whether shape and dtype are known, and not only the name: of a gradient that is None."""
 
     def __str__(self) -> str:
+        if not self.is_known:
+            return f"{self.name}: None"
         where = f" over {self.axis} times {self.scale}" if self.axis else ""
         return f"{self.name}: {self.dtype}{list(self.shape)}{where}"
 

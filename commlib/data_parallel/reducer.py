@@ -56,13 +56,16 @@ class GradientReducer:
         options = self.options
         self.gradients, self._values = tuple(gradients), values
         self.groups = tuple(tuple(group) for group in groups)
-        settings = f"{options.describe()} groups={self.groups} sparse={list(sparse)}"
-        check_agreement(ranks, what, [settings, *map(str, gradients)])
+        settings = f"{options.describe()} groups={self.groups}"
+        lines = [
+            f"{gradient}, sparse" if index in sparse else str(gradient) for index, gradient in enumerate(gradients)
+        ]
+        check_agreement(ranks, what, [settings, *lines])
         if order is not None:  # ranks may have seen different ones
             order = ranks.all_gather_object(order)[0]
         self._all = range(len(gradients))
         self._active, self._sparse_found = len(gradients) + ACTIVE, len(gradients) + SPARSE_FOUND
-        self._scale_before_adding = options.op == "sum" and ranks.size > 1
+        self._scale_before_adding = options.op == "sum" and ranks.size > 1 and values.accumulates
         self._holds_sum = [False] * len(gradients)
         """The gradient is a sum over ranks already. Each rank then adds to 1/size of it, so that it is counted once."""
         self._overlap = ranks.overlap_pays(threads) if options.overlap is None else options.overlap
@@ -91,6 +94,10 @@ class GradientReducer:
     def statistics(self) -> Statistics:
         """What was reduced so far, and what it cost the training thread."""
         return self._engine.statistics
+
+    @statistics.setter
+    def statistics(self, shared: Statistics) -> None:
+        self._engine.statistics = shared
 
     @property
     def compression(self) -> Compression:
@@ -280,6 +287,10 @@ class GradientReducer:
                 return times
             self._finish_unbucketed((), has_joined=True)
             times += 1
+
+    def used(self, index: int) -> bool:
+        """Tell whether any rank had a gradient, in the reduction that just finished."""
+        return self._engine.used(index)
 
     def used_everywhere(self, index: int) -> bool:
         """Tell whether all ranks that have not joined had a gradient, in the reduction that just finished."""

@@ -12,6 +12,8 @@ from commlib.dtypes import Array
 class Values(Protocol):
     """The gradients of one set of parameters, as a framework has them, and their slots in buckets."""
 
+    accumulates: bool
+    """Gradients stay what they are after a reduction, and the next backward adds to them."""
     hint: str
     """What to do where a gradient is ready twice in one backward."""
 
