@@ -20,7 +20,7 @@ PURE = (
     "commlib.functional.rules",
     "commlib.topology",
     "commlib.coordinator.request",
-    "commlib.coordinator.names",
+    "commlib.coordinator.response_cache",
     "commlib.coordinator.negotiation",
     "commlib.data_parallel.buckets",
     "commlib.data_parallel.tracker",

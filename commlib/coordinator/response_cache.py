@@ -1,4 +1,4 @@
-"""Names that were agreed before, each with a bit: to ask for one again a rank sends that bit. [pure]
+"""Response cache: give each operation that was agreed on a bit, by which ranks ask for it again. [pure]
 
 All ranks see the same agreements in the same order, so they give out, keep and take back the same bits without a word.
 """
@@ -10,8 +10,8 @@ import heapq
 from commlib.coordinator.request import Request
 
 
-class KnownNames:
-    """Up to `capacity` requests by name and by bit; the one that was told longest ago goes first."""
+class ResponseCache:
+    """Up to `capacity` requests by name and by bit; the name that was told longest ago goes first."""
 
     def __init__(self, capacity: int) -> None:
         self._capacity = capacity

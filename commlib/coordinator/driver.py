@@ -1,8 +1,7 @@
-"""Cycles: when one rank runs them, and in which thread.
+"""Driver: run the cycles of one rank, in the thread that waits for an operation or in one of its own.
 
-They are run by whoever waits for an operation, else by a thread that is started with the first one that nobody waits
-for. Whoever runs them has nothing to tell naps, until it has, another rank is seen to have begun one, or it is time to
-come anyway.
+The thread of its own is started with the first operation that no caller waits for. A thread that has nothing to tell
+naps until it has, until another rank is seen to have begun a cycle, or until it is time to come anyway.
 """
 
 from __future__ import annotations
@@ -21,19 +20,19 @@ _SHORTEST_PAUSE, _LONGEST_PAUSE = 1e-3, 50e-3
 
 
 class Awaited(Protocol):
-    """Whom other ranks may wait for."""
+    """A group, as far as other ranks may wait for this one in it."""
 
     def is_awaited(self) -> bool:
         """Return whether some rank has begun what this one has not come to."""
         ...
 
 
-class Cycles:
-    """Those of one coordinator.
+class Driver:
+    """Runs the cycles of one coordinator.
 
     lock: of what is pending; methods say whether their caller holds it. pending: all that is. negotiation: knows
-    whether this rank has something to tell. group: sees whether another rank has begun one. run: runs one, and says so
-    in `midway`. fail: ends all that is pending, when this rank is out of step.
+    whether this rank has something to tell. group: sees whether another rank has begun a cycle. run: runs
+    one, and says so in `midway`. fail: ends all that is pending, when this rank is out of step.
     """
 
     def __init__(
@@ -51,7 +50,7 @@ class Cycles:
         self._group, self._run, self._fail = group, run, fail
         self.driving = threading.Lock()
         """Held by whoever runs cycles."""
-        self._driver: object = None  # who took `driving` last: set first, so that whoever leaves knows its own
+        self._holder: object = None  # who took `driving` last: set first, so that whoever leaves knows its own
         self.thread: threading.Thread | None = None
         self.closed = False
         self.midway = False
@@ -85,7 +84,7 @@ class Cycles:
             with self._lock:
                 if self.driving.locked():
                     return
-                self._driver = me
+                self._holder = me
                 self.driving.acquire()
             while not done() and self._pending and not self.closed:
                 self.await_reason()
@@ -93,11 +92,11 @@ class Cycles:
         except CommlibError as error:
             self._fail(error)
         except BaseException as error:
-            if self._driver is me and self.midway:
+            if self._holder is me and self.midway:
                 self._fail(error)
             raise
         finally:
-            if self._driver is me:
+            if self._holder is me:
                 try:
                     self.driving.release()
                 except RuntimeError:
@@ -110,7 +109,7 @@ class Cycles:
         """Wait for something to tell, for another rank that has, or for a while."""
         nap, until = _SHORTEST_NAP, time.monotonic() + self._pause
         with self._lock:
-            while not self._negotiation.has_news and not self.closed:
+            while not self._negotiation.has_unannounced and not self.closed:
                 if self._group.is_awaited() or time.monotonic() > until:
                     break
                 self.napping = True

@@ -1,4 +1,4 @@
-"""Named all-reduces whose tensors are compressed: what is remembered under each name from one call to the next."""
+"""Compressed reductions: reduce tensors by name, and remember under each name what the next call needs."""
 
 from __future__ import annotations
 
