@@ -11,7 +11,7 @@ import numpy as np
 
 from commlib.buffers.views import address_of
 from commlib.compress import GradientCompression, Part, scheme_of
-from commlib.compress.crossing import BucketReduction
+from commlib.compress.bucket import CompressedBucket
 from commlib.compress.scheme import State
 from commlib.coordinator.request import Request
 from commlib.coordinator.scaling import scale
@@ -28,7 +28,7 @@ class _Bucket:
     request: Request
     array: Array
     parts: list[Part]
-    reduction: BucketReduction
+    reduction: CompressedBucket
     nbytes: Array
 
     def fill(self, sources: Sequence[Array] | None) -> None:
@@ -78,7 +78,7 @@ class CompressedReductions:
         bucket.fill(sources)
         scale(bucket.array, float(request.option("prescale_factor", 1.0)))
         bucket.reduction()
-        bucket.reduction.settle()
+        bucket.reduction.end_step()
         if sources is not None:
             scale(bucket.array, float(request.option("postscale_factor", 1.0)))
             bucket.hand_out(targets)
@@ -111,7 +111,7 @@ class CompressedReductions:
         assert compression.scheme is not None
         array = self._comm.empty(start)
         op = str(request.option("op"))
-        reduction = BucketReduction(compression.crossing, compression.scheme, array, parts, start, op, request.name)
+        reduction = CompressedBucket(compression.link, compression.scheme, array, parts, start, op, request.name)
         if request.name in self._loaded and reduction.reducer is not None:
             reduction.reducer.load(self._loaded[request.name])
         return _Bucket(request, array, parts, reduction, np.array([4 * part.count for part in parts], np.int64))

@@ -1,4 +1,4 @@
-"""Deep Gradient Compression (Lin et al. 2018): sparse sums that behave like dense ones with momentum.
+"""Deep Gradient Compression (Lin et al. 2018): add up sparse gradients as if they were dense, with momentum.
 
 On each rank and for each parameter, with its gradient g (clipped to clip_norm / sqrt(ranks)):
 
@@ -16,12 +16,12 @@ from dataclasses import dataclass, fields
 from math import isfinite, sqrt
 from typing import Any
 
+from commlib.compress.codecs.sparse import TopK, check_ratio, check_values, sent
 from commlib.compress.feedback import Residual, add_counter, counter
-from commlib.compress.gather import DENSE_BELOW
 from commlib.compress.memory import Memory
-from commlib.compress.messages import Messages
-from commlib.compress.scheme import Lane, Part, State
-from commlib.compress.sparse import TopK, check_ratio, check_values, sent
+from commlib.compress.scheme import Comm, Part, State
+from commlib.compress.schemes.all_gather import DENSE_BELOW
+from commlib.compress.schemes.sparse_payload import GatheredPayload
 from commlib.devices.host import HOST
 from commlib.devices.protocol import Device
 from commlib.dtypes import Array
@@ -78,33 +78,33 @@ class DGC:
             return self.ratio
         return self.warmup[step * len(self.warmup) // self.warmup_steps]
 
-    def reducer(self, lane: Lane, parts: Sequence[Part], *, key: str = "", device: Device = HOST) -> DGCReducer:
+    def reducer(self, comm: Comm, parts: Sequence[Part], *, key: str = "", device: Device = HOST) -> DGCReducer:
         """Return the reducer of a bucket with these parts."""
-        return DGCReducer(lane, parts, self, Memory(device, lane.watch))
+        return DGCReducer(comm, parts, self, Memory(device, comm.watch))
 
 
 class DGCReducer:
     """Reduces one bucket. Momentum and what has accumulated are remembered by parameter, and so is the step."""
 
-    def __init__(self, lane: Lane, parts: Sequence[Part], scheme: DGC, memory: Memory) -> None:
+    def __init__(self, comm: Comm, parts: Sequence[Part], scheme: DGC, memory: Memory) -> None:
         self._scheme, self._parts, self._kernels = scheme, tuple(parts), memory.kernels
         self._sparse = [part for part in parts if part.count >= scheme.dense_below]
         self._dense = [part for part in parts if part.count < scheme.dense_below]
-        self._clip = None if scheme.clip_norm is None else scheme.clip_norm / sqrt(lane.size)
+        self._clip = None if scheme.clip_norm is None else scheme.clip_norm / sqrt(comm.size)
         count = max((part.stop for part in parts), default=0)
         self._momentum, self._accumulated = Residual(count, memory), Residual(count, memory)
         self._step, self._open = 0, False
         densest = TopK(max(scheme.ratio, *scheme.warmup) if scheme.warmup_steps else scheme.ratio, scheme.values)
-        self._messages = Messages(lane, self._dense, self._sparse, densest.payload_bytes, densest.decode, memory)
+        self._payload = GatheredPayload(comm, self._dense, self._sparse, densest.payload_bytes, densest.decode, memory)
 
     @property
     def sent_bytes(self) -> int:
-        return self._messages.sent_bytes
+        return self._payload.sent_bytes
 
     def reduce(self, values: Any, flags: Any) -> bool:
-        """Replace values and flags by their sums over the lane. See `Reducer`."""
+        """Replace values and flags by their sums over the ranks. See `Reducer`."""
         scheme, kernels = self._scheme, self._kernels
-        (u, u_after), (v, v_after) = self._momentum.begin(), self._accumulated.begin()
+        (u, u_after), (v, v_after) = self._momentum.stage(), self._accumulated.stage()
         ratio, momentum, nesterov = scheme.ratio_at(self._step), scheme.momentum, scheme.nesterov
         self._step, self._open = self._step + 1, True
         for part in self._dense:
@@ -120,18 +120,18 @@ class DGCReducer:
                 gradient, *state, self._scale(gradient), momentum, nesterov, k, scheme.values, room
             )
 
-        return self._messages.reduce(values, flags, encode)
+        return self._payload.reduce(values, flags, encode)
 
-    def keep(self) -> None:
+    def commit(self) -> None:
         """Let the last reduction count."""
-        self._momentum.keep()
-        self._accumulated.keep()
+        self._momentum.commit()
+        self._accumulated.commit()
         self._open = False
 
-    def discard(self) -> None:
+    def rollback(self) -> None:
         """Let the last reduction count as not done."""
-        self._momentum.discard()
-        self._accumulated.discard()
+        self._momentum.rollback()
+        self._accumulated.rollback()
         self._step -= self._open
         self._open = False
 
@@ -144,7 +144,7 @@ class DGCReducer:
 
     def load(self, state: Mapping[str, Mapping[str, Array]]) -> None:
         """Take over what is known by parameter names; the step is that of the one that is furthest."""
-        self.keep()
+        self.commit()
         self._momentum.load(self._parts, "momentum", state)
         self._accumulated.load(self._parts, "accumulated", state)
         self._step = counter(self._parts, "step", state, self._step)

@@ -9,11 +9,11 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from commlib.compress.gather import Gathered
+from commlib.compress.codecs.sparse import RandomK, TopK
 from commlib.compress.scheme import Part, Scheme
-from commlib.compress.sparse import RandomK, TopK
+from commlib.compress.schemes.all_gather import AllGather
 from tests.loopback import run
-from tests.unit.compress.codecs import Exact
+from tests.unit.compress.known_codecs import Exact
 
 NO_FLAGS = np.zeros(0, np.float32)
 
@@ -45,7 +45,7 @@ def test_with_everything_sent_it_is_the_sum(ranks, counts, codec, dense_below, f
     places = [i for part in parts for i in range(part.start, part.stop)]
 
     def reduce(comm):
-        reducer = Gathered(codec, dense_below=dense_below).reducer(comm, parts)
+        reducer = AllGather(codec, dense_below=dense_below).reducer(comm, parts)
         for step in range(2):  # nothing is left from the first
             values = whole_numbers(comm.rank, step, length)
             on = np.array([i % ranks == comm.rank and i % 3 > 0 for i in range(flags)], np.float32)
@@ -64,7 +64,7 @@ def test_each_rank_sends_the_largest_of_each_parameter():
         if comm.rank == 1:
             values[:4] = [6, 0, 0, 0]
         parts = [Part("a", 0, (4,)), Part("b", 4, (2, 2))]
-        reducer = Gathered(TopK(0.5), dense_below=0).reducer(comm, parts)
+        reducer = AllGather(TopK(0.5), dense_below=0).reducer(comm, parts)
         assert reducer.reduce(values, NO_FLAGS)
         return values, reducer.state()
 
@@ -84,14 +84,14 @@ def test_sums_and_what_is_left_are_the_sums_of_what_was_given(codec):
     steps = 6
 
     def train(comm):
-        reducer = Gathered(codec, dense_below=100).reducer(comm, parts, key="bucket")
+        reducer = AllGather(codec, dense_below=100).reducer(comm, parts, key="bucket")
         total, given_ = np.zeros(length, np.float32), np.zeros(length, np.float32)
         bits = []
         for step in range(steps):
             values = whole_numbers(comm.rank, step, length)
             given_ += values
             assert reducer.reduce(values, NO_FLAGS)
-            reducer.keep()
+            reducer.commit()
             bits.append(values.tobytes())
             total += values
         state = reducer.state()
@@ -113,7 +113,7 @@ def test_random_values_travel_without_places():
     count, flags = 6400, 5
 
     def reduce(comm):
-        reducer = Gathered(RandomK(0.01)).reducer(comm, [Part("w", 0, (count,)), Part("b", count, (10,))], key="k")
+        reducer = AllGather(RandomK(0.01)).reducer(comm, [Part("w", 0, (count,)), Part("b", count, (10,))], key="k")
         sent = []
         for step in range(2):
             values = whole_numbers(comm.rank, step, count + 10) + 5
@@ -130,7 +130,7 @@ def test_random_values_travel_without_places():
 
 def test_bytes_are_those_of_the_messages():
     def reduce(comm):
-        reducer = Gathered(TopK(0.01)).reducer(comm, [Part("w", 0, (10000,)), Part("b", 10000, (10,))])
+        reducer = AllGather(TopK(0.01)).reducer(comm, [Part("w", 0, (10000,)), Part("b", 10000, (10,))])
         values = np.zeros(10010, np.float32)
         values[::200] = 1
         reducer.reduce(values, np.zeros(9, np.float32))
@@ -144,9 +144,9 @@ def test_bytes_are_those_of_the_messages():
 @pytest.mark.parametrize("codec", [TopK(0.1), RandomK(0.1), TopK(0.1, "float16")])
 def test_a_step_that_was_skipped_leaves_no_trace(codec):
     def train(comm):
-        reducer = Gathered(codec, dense_below=0).reducer(comm, [Part("w", 1, (6, 7))])
+        reducer = AllGather(codec, dense_below=0).reducer(comm, [Part("w", 1, (6, 7))])
         reducer.reduce(whole_numbers(comm.rank, 0, 50), NO_FLAGS)
-        reducer.keep()
+        reducer.commit()
         before = reducer.state()["w"]["residual"]
         assert before.any()
         for bad in (np.inf, np.nan):
@@ -155,8 +155,8 @@ def test_a_step_that_was_skipped_leaves_no_trace(codec):
                 values[5] = bad
             assert not reducer.reduce(values, NO_FLAGS)
             assert np.isfinite(reducer.state()["w"]["residual"]).all()
-            reducer.discard()
-            reducer.discard()  # once is enough
+            reducer.rollback()
+            reducer.rollback()  # once is enough
             np.testing.assert_array_equal(reducer.state()["w"]["residual"], before)
         return True
 
@@ -166,20 +166,20 @@ def test_a_step_that_was_skipped_leaves_no_trace(codec):
 def test_a_sum_that_overflows_is_told_on_all_ranks():
     def train(comm):
         values = np.full(20, 3e38 if comm.rank < 2 else -3e38, np.float32)
-        return Gathered(TopK(0.1), dense_below=0).reducer(comm, [Part("w", 0, (20,))]).reduce(values, NO_FLAGS)
+        return AllGather(TopK(0.1), dense_below=0).reducer(comm, [Part("w", 0, (20,))]).reduce(values, NO_FLAGS)
 
     assert run(3, train) == [False] * 3
 
 
-def test_what_was_never_kept_nor_discarded_is_kept():
+def test_what_was_never_committed_nor_rolled_back_counts():
     def train(comm):
         residuals = []
         for keeps in (True, False):
-            reducer = Gathered(TopK(0.1), dense_below=0).reducer(comm, [Part("w", 0, (50,))])
+            reducer = AllGather(TopK(0.1), dense_below=0).reducer(comm, [Part("w", 0, (50,))])
             for step in range(3):
                 reducer.reduce(whole_numbers(comm.rank, step, 50), NO_FLAGS)
                 if keeps:
-                    reducer.keep()
+                    reducer.commit()
             residuals.append(reducer.state()["w"]["residual"])
         np.testing.assert_array_equal(residuals[0], residuals[1])
 
@@ -188,15 +188,15 @@ def test_what_was_never_kept_nor_discarded_is_kept():
 
 def test_state_goes_to_another_bucket_by_name():
     def train(comm):
-        first = Gathered(TopK(0.1), dense_below=5).reducer(comm, [Part("a", 0, (3, 20)), Part("b", 60, (12,))])
+        first = AllGather(TopK(0.1), dense_below=5).reducer(comm, [Part("a", 0, (3, 20)), Part("b", 60, (12,))])
         first.reduce(whole_numbers(comm.rank, 0, 72), NO_FLAGS)
         state = first.state()
         assert state["a"]["residual"].shape == (3, 20)
         parts = [Part("b", 2, (12,)), Part("small", 14, (4,)), Part("new", 18, (6,)), Part("a", 30, (3, 20))]
-        second = Gathered(TopK(0.1), dense_below=5).reducer(comm, parts)
+        second = AllGather(TopK(0.1), dense_below=5).reducer(comm, parts)
         second.reduce(np.zeros(90, np.float32), NO_FLAGS)
         second.load(state)
-        second.discard()  # is not about what was loaded
+        second.rollback()  # is not about what was loaded
         again = second.state()
         assert again.keys() == {"a", "b", "new"} and not again["new"]["residual"].any()
         for name in ("a", "b"):
@@ -212,12 +212,12 @@ def test_draws_go_on_from_a_state(unbiased):
 
     def train(comm):
         def make():
-            return Gathered(RandomK(0.1, unbiased), dense_below=0).reducer(comm, [Part("w", 0, (200,))], key="b")
+            return AllGather(RandomK(0.1, unbiased), dense_below=0).reducer(comm, [Part("w", 0, (200,))], key="b")
 
         first = make()
         for step in range(3):
             first.reduce(whole_numbers(comm.rank, step, 200), NO_FLAGS)
-            first.keep()
+            first.commit()
         second = make()
         second.load(first.state())
         for step in range(3, 6):
@@ -230,12 +230,12 @@ def test_draws_go_on_from_a_state(unbiased):
 
 def test_without_feedback_nothing_is_remembered():
     def train(comm):
-        reducer = Gathered(TopK(0.1), feedback=False, dense_below=0).reducer(comm, [Part("w", 0, (20,))])
+        reducer = AllGather(TopK(0.1), feedback=False, dense_below=0).reducer(comm, [Part("w", 0, (20,))])
         for _ in range(2):
             values = np.arange(20, dtype=np.float32)
             reducer.reduce(values, NO_FLAGS)
             np.testing.assert_array_equal(values, [*[0] * 18, 36, 38])
-        reducer.keep()
+        reducer.commit()
         reducer.load({"w": {"residual": np.ones(20, np.float32)}})
         assert reducer.state() == {}
 
@@ -243,9 +243,9 @@ def test_without_feedback_nothing_is_remembered():
 
 
 def test_names_say_what_ranks_must_agree_on():
-    assert Gathered(TopK()).name == "topk:ratio=0.01"
-    assert Gathered(TopK(), feedback=True).name == "topk:ratio=0.01"
+    assert AllGather(TopK()).name == "topk:ratio=0.01"
+    assert AllGather(TopK(), feedback=True).name == "topk:ratio=0.01"
     assert (
-        Gathered(TopK(), feedback=False, dense_below=5).name == "topk:ratio=0.01,feedback=false,dense_below=5"
+        AllGather(TopK(), feedback=False, dense_below=5).name == "topk:ratio=0.01,feedback=false,dense_below=5"
     )  # what scheme_of reads
-    assert isinstance(Gathered(TopK()), Scheme) and Gathered(TopK()).divisible
+    assert isinstance(AllGather(TopK()), Scheme) and AllGather(TopK()).divisible

@@ -8,11 +8,11 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from commlib.compress.cast import Cast, Float8
 from commlib.compress.codec import Codec
+from commlib.compress.codecs.cast import Cast, Float8
 from commlib.errors import UsageError
 from commlib.kernels.host.convert import convert
-from tests.unit.compress import contract
+from tests.unit.compress.codecs import contract
 
 HALVES = {"float16": np.dtype(np.float16), "bfloat16": np.dtype(ml_dtypes.bfloat16)}
 SMALL = {"e4m3": ml_dtypes.float8_e4m3fn, "e5m2": ml_dtypes.float8_e5m2}

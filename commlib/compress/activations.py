@@ -1,4 +1,4 @@
-"""Encoded messages for what is no gradient: activations on a pipeline edge, tokens in an exchange between experts.
+"""Send activations encoded: on a pipeline edge, or as tokens in an exchange between experts.
 
 No residual is kept: an activation is sent once, so that what a codec loses of it cannot be made good later. Gradients
 of activations go the same ways back, encoded by whichever codec is chosen for them.

@@ -1,11 +1,11 @@
-"""Quantisation to integers of 8 or 4 bits, scaled by block, as codecs."""
+"""Quantising codecs: round float32 to integers of 8 or 4 bits, scaled by block."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 from typing import ClassVar
 
-from commlib.compress.arguments import check_block, check_decode, check_encode, described
+from commlib.compress.checks import check_block, check_decode, check_encode, described
 from commlib.dtypes import Array
 from commlib.errors import UsageError
 from commlib.kernels.protocol import Code

@@ -8,9 +8,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from commlib.compress.codec import Codec
-from commlib.compress.quantise import QSGD, Blocks
+from commlib.compress.codecs.quantise import QSGD, Blocks
 from commlib.errors import UsageError
-from tests.unit.compress import contract
+from tests.unit.compress.codecs import contract
 
 TOPS = {8: 127, 4: 7}
 STOCHASTIC = [Blocks(8, 64, "stochastic"), Blocks(4, 64, "stochastic"), QSGD(127, 64), QSGD(3, 64)]

@@ -1,4 +1,4 @@
-"""Crossing: which part of a group's data crosses the slow link on this rank, and how it gets there and back.
+"""Compressed bucket: reduce one bucket of a group, encoded where it crosses the slow link.
 
     several nodes, several ranks each     one rank on each node     one node, asked to     one node
     sum in the node (shared memory)
@@ -29,33 +29,35 @@ _ALIGNMENT = 256
 """Elements: shares begin at multiples of it, so that few blocks of a codec are cut."""
 
 
-class Crossing:
-    """The private groups over which compressed reductions of `comm` go. Collective to make.
+class SlowLink:
+    """The private groups over which compressed reductions of a communicator go. Collective to make.
 
-    within_node: compress between all ranks, also those of one node.
+    within_node: compress between all ranks, also those of one node. whole: all ranks. node: those of this node, where
+    values are added up first; None where nothing is. comm: the ranks among which this rank's share crosses the slow
+    link; None if this rank has none. share: the number of that share, one for each of the `rails`.
     """
 
     def __init__(self, comm: Communicator, *, within_node: bool = False) -> None:
-        self.comm = comm
+        self.whole = comm
         self.node: Communicator | None = None
-        self.lane: Communicator | None = None
-        self.rails = self.place = 0
+        self.comm: Communicator | None = None
+        self.rails = self.share = 0
         topology = comm.topology
         if within_node or topology.is_flat:
-            self.rails, self.lane = 1, comm.private()
+            self.rails, self.comm = 1, comm.private()
         elif len(topology.nodes) > 1:
             parts = comm.parts()
-            self.rails, self.place, self.node, self.lane = topology.rails, parts.place, parts.node, parts.rail
+            self.rails, self.share, self.node, self.comm = topology.rails, parts.place, parts.node, parts.rail
 
     @property
     def compresses(self) -> bool:
         """Whether anything is compressed at all: the same on all ranks."""
-        return self.rails > 0 and self.comm.size > 1
+        return self.rails > 0 and self.whole.size > 1
 
     @property
     def hosts(self) -> int:
         """The number of ranks between which a share travels."""
-        return self.comm.size if self.node is None else len(self.comm.topology.nodes)
+        return self.whole.size if self.node is None else len(self.whole.topology.nodes)
 
     def shares(self, parts: Sequence[Part], count: int, *, divisible: bool) -> list[tuple[int, int]]:
         """Return (first element, end) of what each rail reduces of a bucket with so many elements.
@@ -72,7 +74,7 @@ class Crossing:
 
 
 def parts_within(parts: Sequence[Part], first: int, end: int) -> list[Part]:
-    """Return what a share has of the parts, counted from its beginning; a piece of one says in its name which."""
+    """Return what a share has of the parts, counted from its beginning; the name of a piece says where it was cut."""
     found = []
     for part in parts:
         start, stop = max(part.start, first), min(part.stop, end)
@@ -93,7 +95,7 @@ def split_piece(name: str) -> tuple[str, str]:
     return found[1], found[2] or ""
 
 
-class BucketReduction:
+class CompressedBucket:
     """Reduces one bucket of a group by a scheme, as one operation of that group: a plan, as an all-reduce has one.
 
     `array`, of any device, holds float32 values, and flags from element `flags` on: exact, and positive afterwards if
@@ -101,34 +103,34 @@ class BucketReduction:
     """
 
     def __init__(
-        self, crossing: Crossing, scheme: Scheme, array: Any, parts: Sequence[Part], flags: int, op: str, key: str
+        self, link: SlowLink, scheme: Scheme, array: Any, parts: Sequence[Part], flags: int, op: str, key: str
     ) -> None:
-        self._crossing, self._flags = crossing, flags
+        self._link, self._flags = link, flags
         self._kernels = device_of(array).kernels
         self.finite = True
-        shares = crossing.shares(parts, flags, divisible=scheme.divisible)
+        shares = link.shares(parts, flags, divisible=scheme.divisible)
         self._shares = [*shares[:-1], (shares[-1][0], len(array))]  # flags go with the last one
-        self._scale = 1 / crossing.comm.size if op == "mean" else 1.0
+        self._scale = 1 / link.whole.size if op == "mean" else 1.0
         self._gaps = _gaps(parts, flags)
         self.reducer: Reducer | None = None
-        if crossing.lane is not None:
-            first, end = shares[crossing.place]
+        if link.comm is not None:
+            first, end = shares[link.share]
             own = parts_within(parts, first, end)
-            self.reducer = scheme.reducer(crossing.lane, own, key=f"{key}.{first}", device=device_of(array))
+            self.reducer = scheme.reducer(link.comm, own, key=f"{key}.{first}", device=device_of(array))
         self.use(array)
         text = f"compressed all_reduce {key} of {len(array)} x float32, op={op}, {scheme.name}"
         if device := name_of_device(array):
             text += f", device={device}"
         self._text = text
-        plan = crossing.comm.plan_program(text, self._run, on=array)
+        plan = link.whole.plan_program(text, self._run, on=array)
         self._now, self.start = plan, plan.start
-        self.uncompressed_bytes = 2 * (crossing.hosts - 1) * array.nbytes // (crossing.hosts * crossing.rails)
+        self.uncompressed_bytes = 2 * (link.hosts - 1) * array.nbytes // (link.hosts * link.rails)
 
     def use(self, array: Any) -> None:
         """Reduce in another array of the same length, on the same device, from now on."""
         self._array, self._values = array, array[: self._flags]
-        if self._crossing.lane is not None:
-            first, end = self._shares[self._crossing.place]
+        if self._link.comm is not None:
+            first, end = self._shares[self._link.share]
             self._mine = array[first : min(end, self._flags)]
 
     @property
@@ -140,21 +142,21 @@ class BucketReduction:
         """Run it here and now."""
         return self._now()
 
-    def settle(self) -> None:
-        """Note that this bucket is all that was reduced: see `GradientCompression.settle`."""
+    def end_step(self) -> None:
+        """Note that this bucket is all that was reduced: see `GradientCompression.end_step`."""
         if not self.finite and self.reducer is not None:
-            self.reducer.discard()
+            self.reducer.rollback()
 
     def _run(self) -> None:
-        crossing, array = self._crossing, self._array
+        link, array = self._link, self._array
         if self._scale != 1:
             self._kernels.scale(self._values, self._scale)
-        if crossing.node is not None:
-            crossing.node.all_reduce(array, out=array)
+        if link.node is not None:
+            link.node.all_reduce(array, out=array)
         if self.reducer is not None:
             self.finite = self.reducer.reduce(self._mine, array[self._flags :])
-        if crossing.node is not None:
-            self._spread(crossing.node)
+        if link.node is not None:
+            self._spread(link.node)
             self.finite = is_finite(self._values)
         if not self.finite:
             for start, stop in self._gaps:  # else what is not finite would stay there
@@ -167,8 +169,8 @@ class BucketReduction:
                 self._spread_by_messages(node)
             return
         shares = [(first * 4, (end - first) * 4) for first, end in self._shares]
-        place, others = self._crossing.place, [(0, 0)] * (node.size - len(shares))
-        own = shares[place] if place < len(shares) else (0, 0)
+        share, others = self._link.share, [(0, 0)] * (node.size - len(shares))
+        own = shares[share] if share < len(shares) else (0, 0)
         exchange = Exchange([own], [*shares, *others], max(length for _, length in shares))
         at = address_of(self._array)
 

@@ -1,6 +1,7 @@
-"""What travels of one bucket whose parameters are sparse: payloads that all ranks get, or values at common places.
+"""Pack the sparse parameters of one bucket into one message, and add up those of all ranks.
 
-Parameters that are small ("dense" here) travel with it as they are.
+All ranks get the payloads of all, or, where they share the indices, an all-reduce adds up the values. Parameters that
+are small ("dense" here) travel in the same message as they are.
 """
 
 from __future__ import annotations
@@ -10,15 +11,15 @@ from typing import Any
 
 import numpy as np
 
+from commlib.compress.codecs.sparse import RandomK
 from commlib.compress.feedback import is_finite
 from commlib.compress.flags import count_flags, pack_flags
 from commlib.compress.memory import Memory
-from commlib.compress.scheme import Lane, Part
-from commlib.compress.sparse import RandomK
+from commlib.compress.scheme import Comm, Part
 from commlib.devices.arrays import readable
 
 
-class Messages:
+class GatheredPayload:
     """The all-gather of one bucket.
 
     lengths: of the message and of each payload (int64) | dense parts (float32) | flags (bits) | payloads
@@ -28,14 +29,14 @@ class Messages:
 
     def __init__(
         self,
-        lane: Lane,
+        comm: Comm,
         dense: Sequence[Part],
         sparse: Sequence[Part],
         most: Callable[[int], int],
         decode: Callable[..., None],
         memory: Memory,
     ) -> None:
-        self._lane, self._dense, self._sparse, self._decode, self._memory = lane, dense, sparse, decode, memory
+        self._comm, self._dense, self._sparse, self._decode, self._memory = comm, dense, sparse, decode, memory
         self._head = 8 * (1 + len(sparse))
         self._exact = self._head + 4 * sum(part.count for part in dense)
         self._room = sum(_up(most(part.count)) for part in sparse)
@@ -58,11 +59,11 @@ class Messages:
             at += _up(used)
         lengths[0] = at
         memory.put(message[: self._head], lengths.view(np.uint8))
-        arrived = readable(self._lane.all_gather_v(message[:at]), "compression")
-        self.sent_bytes = (self._lane.size - 1) * at
+        arrived = readable(self._comm.all_gather_v(message[:at]), "compression")
+        self.sent_bytes = (self._comm.size - 1) * at
         kernels.fill(values, 0)
         total, all_bits, start = memory.zeros((self._exact - self._head) // 4), [], 0
-        for _ in range(self._lane.size):
+        for _ in range(self._comm.size):
             head, flag_bits = memory.on_host(
                 arrived[start : start + self._head], arrived[start + self._exact : start + bits]
             )
@@ -82,20 +83,20 @@ class Messages:
         return is_finite(values)
 
 
-class Values:
-    """The all-reduce of one bucket whose places are the same on all ranks: flags, dense parts, what is chosen."""
+class SharedIndices:
+    """The all-reduce of one bucket whose indices are the same on all ranks: flags, dense parts, what is chosen."""
 
     def __init__(
-        self, lane: Lane, dense: Sequence[Part], sparse: Sequence[Part], codec: RandomK, memory: Memory
+        self, comm: Comm, dense: Sequence[Part], sparse: Sequence[Part], codec: RandomK, memory: Memory
     ) -> None:
-        self._lane, self._dense, self._sparse, self._codec, self._memory = lane, dense, sparse, codec, memory
+        self._comm, self._dense, self._sparse, self._codec, self._memory = comm, dense, sparse, codec, memory
         self._exact = sum(part.count for part in dense)
         self._chosen = sum(codec.sent(part.count) for part in sparse)
         self._buffer = memory.empty(0)  # made when the number of flags is known
 
     @property
     def sent_bytes(self) -> int:
-        return round(2 * (self._lane.size - 1) / self._lane.size * int(self._buffer.nbytes))
+        return round(2 * (self._comm.size - 1) / self._comm.size * int(self._buffer.nbytes))
 
     def reduce(
         self, values: Any, flags: Any, seeds: Sequence[int], residuals: Sequence[tuple[Any, Any] | None]
@@ -110,17 +111,17 @@ class Values:
         _pack(values, self._dense, buffer[len(flags) : exact])
         chosen, at = [], exact
         for part, seed, residual in zip(self._sparse, seeds, residuals, strict=True):
-            places = memory.here(self._codec.choose(part.count, seed))
-            piece = buffer[at : at + len(places)]
-            self._codec.take(values[part.start : part.stop], places, piece, residual)
-            chosen.append((part, places, piece))
-            at += len(places)
-        self._lane.all_reduce(buffer, out=buffer)
+            indices = memory.here(self._codec.choose(part.count, seed))
+            piece = buffer[at : at + len(indices)]
+            self._codec.take(values[part.start : part.stop], indices, piece, residual)
+            chosen.append((part, indices, piece))
+            at += len(indices)
+        self._comm.all_reduce(buffer, out=buffer)
         kernels.fill(values, 0)
         flags[:] = buffer[: len(flags)]
         _unpack(buffer[len(flags) : exact], self._dense, values)
-        for part, places, piece in chosen:
-            kernels.place(piece, places, values[part.start : part.stop])
+        for part, indices, piece in chosen:
+            kernels.place(piece, indices, values[part.start : part.stop])
         memory.wait()
         return is_finite(buffer)
 

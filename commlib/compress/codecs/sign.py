@@ -1,11 +1,11 @@
-"""One bit for each element as a codec."""
+"""Sign codec: send one bit for each element."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 from typing import ClassVar
 
-from commlib.compress.arguments import check_block, check_decode, check_encode, described
+from commlib.compress.checks import check_block, check_decode, check_encode, described
 from commlib.dtypes import Array
 
 

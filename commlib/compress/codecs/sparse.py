@@ -1,6 +1,6 @@
-"""Sparse codecs: a few elements of an array and where they are; all others count as zero.
+"""Sparse codecs: send a few elements of an array and their indices. All others count as zero.
 
-Places travel as gaps, in a byte each where one element in a hundred is sent. Both codecs want error feedback: what is
+Indices travel as gaps, in a byte each where one element in a hundred is sent. Both codecs want error feedback: what is
 not sent is then only late (Stich et al. 2018).
 """
 
@@ -11,7 +11,7 @@ from typing import ClassVar
 
 import numpy as np
 
-from commlib.compress.arguments import check_decode, check_encode
+from commlib.compress.checks import check_decode, check_encode
 from commlib.devices.arrays import device_of
 from commlib.devices.host import HOST
 from commlib.dtypes import Array
@@ -66,7 +66,7 @@ class TopK:
 
 @dataclass(frozen=True, slots=True)
 class RandomK:
-    """Send elements that the seed chooses, `ratio` of all, at least one: the same places on all ranks.
+    """Send elements that the seed chooses, `ratio` of all, at least one: the same indices on all ranks.
 
     One is drawn from each of so many stretches of equal length, which begin anywhere: all have the same chance.
     unbiased: multiply by count / number sent, so that the expectation is the array (and feedback is not needed). If
@@ -109,15 +109,15 @@ class RandomK:
         read(payload, "float32", out, add)
 
     def choose(self, count: int, seed: int) -> Array:
-        """Return the places that `seed` chooses, ascending (uint32)."""
-        places = np.empty(self.sent(count), np.uint32)
-        HOST.kernels.draw(count, seed, places)
-        return places
+        """Return the indices that `seed` chooses, ascending (uint32)."""
+        indices = np.empty(self.sent(count), np.uint32)
+        HOST.kernels.draw(count, seed, indices)
+        return indices
 
-    def take(self, x: Array, places: Array, values: Array, residual: tuple[Array, Array] | None = None) -> None:
-        """Write what `encode` sends of these places to `values` (float32), all on one device. `residual` as there."""
+    def take(self, x: Array, indices: Array, values: Array, residual: tuple[Array, Array] | None = None) -> None:
+        """Write what `encode` sends of these indices to `values` (float32), all on one device. `residual` as there."""
         before, after = (None, None) if residual is None else residual
-        device_of(x).kernels.take(x, before, after, places, self._scale(len(x)), values)
+        device_of(x).kernels.take(x, before, after, indices, self._scale(len(x)), values)
 
     def _scale(self, count: int) -> float:
         return count / self.sent(count) if self.unbiased and count else 1.0

@@ -8,9 +8,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from commlib.compress.codec import Codec
-from commlib.compress.sign import Sign
+from commlib.compress.codecs.sign import Sign
 from commlib.errors import UsageError
-from tests.unit.compress import contract
+from tests.unit.compress.codecs import contract
 
 
 @settings(deadline=None, max_examples=80)

@@ -9,9 +9,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from commlib.compress.names import scheme_of
-from commlib.compress.power_sgd import PowerSGD
+from commlib.compress.registry import scheme_of
 from commlib.compress.scheme import Part
+from commlib.compress.schemes.power_sgd import PowerSGD
 from commlib.errors import UsageError
 from commlib.kernels.host import low_rank
 from commlib.kernels.host.orthonormal import orthonormalise
@@ -22,7 +22,7 @@ NO_FLAGS = np.zeros(0, np.float32)
 
 
 class Alone:
-    """A lane of one rank that counts what is called."""
+    """A comm of one rank that counts what is called."""
 
     rank, size = 0, 1
 
@@ -55,9 +55,9 @@ def normal(seed: int, *shape: int) -> Any:
     return np.random.default_rng(seed).standard_normal(shape, dtype=np.float32)
 
 
-def matrix_reducer(lane: Any, rows: int, cols: int, **options: Any) -> Any:
+def matrix_reducer(comm: Any, rows: int, cols: int, **options: Any) -> Any:
     options = {"rank": 2, "min_compression_rate": 0.01, **options}
-    return PowerSGD(**options).reducer(lane, [Part("w", 0, (rows, cols))])
+    return PowerSGD(**options).reducer(comm, [Part("w", 0, (rows, cols))])
 
 
 def reduced(reducer: Any, matrix: Any) -> Any:
@@ -234,15 +234,15 @@ def test_nothing_is_lost_and_all_ranks_have_the_same_bits():
 
 
 def test_two_messages_for_any_number_of_parameters():
-    lane = Alone()
-    reducer = SCHEME.reducer(lane, PARTS)
+    comm = Alone()
+    reducer = SCHEME.reducer(comm, PARTS)
     reducer.reduce(bucket(0, 0), np.zeros(3, np.float32))
-    assert lane.calls == 2
-    lane.calls = 0
-    small = SCHEME.reducer(lane, PARTS[1:2])
+    assert comm.calls == 2
+    comm.calls = 0
+    small = SCHEME.reducer(comm, PARTS[1:2])
     values = bucket(0, 0)
     small.reduce(values, np.zeros(3, np.float32))
-    assert lane.calls == 1
+    assert comm.calls == 1
     np.testing.assert_array_equal(values, bucket(0, 0))
     assert small.state() == {}
 
@@ -284,7 +284,7 @@ def test_the_first_reductions_are_exact():
             assert flags == 1
             results.append(values)
             if step == 0:
-                reducer.discard()  # does not count
+                reducer.rollback()  # does not count
                 reducer.reduce(bucket(comm.rank, step), flags)
             assert reducer.state()["w"]["step"] == step + 1
             assert reducer.state()["w"]["residual"].any() == (step == 2)
@@ -304,12 +304,12 @@ def test_discard_leaves_no_trace():
         for step in range(4):
             if skipped:
                 reducer.reduce(bucket(comm.rank, 100 + step), NO_FLAGS.copy())
-                reducer.discard()
-                reducer.keep()  # too late
+                reducer.rollback()
+                reducer.commit()  # too late
             values = bucket(comm.rank, step)
             reducer.reduce(values, NO_FLAGS.copy())
             if step % 2:
-                reducer.keep()
+                reducer.commit()
             results.append(values.tobytes())
         return results
 

@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from commlib.compress.codec import Codec
-from commlib.compress.sparse import RandomK, TopK
+from commlib.compress.codecs.sparse import RandomK, TopK
 from commlib.errors import UsageError
 from commlib.kernels.host import sparse
 from commlib.kernels.host.select import keep_largest

@@ -9,11 +9,11 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from commlib.compress.exchange import Exchanged
-from commlib.compress.quantise import QSGD, Blocks
+from commlib.compress.codecs.quantise import QSGD, Blocks
 from commlib.compress.scheme import Part
+from commlib.compress.schemes.all_to_all import AllToAll
 from tests.loopback import run
-from tests.unit.compress.codecs import Exact, Whole
+from tests.unit.compress.known_codecs import Exact, Whole
 
 
 def values_of(rank: int, count: int) -> Any:
@@ -35,7 +35,7 @@ def test_with_a_codec_that_loses_nothing_it_is_the_sum(ranks, counts, align, fla
     def reduce(comm):
         values = values_of(comm.rank, total)
         on = np.array([i % comm.size == comm.rank and i % 3 > 0 for i in range(flags)], np.float32)
-        reducer = Exchanged(Exact(align=align)).reducer(comm, parts)
+        reducer = AllToAll(Exact(align=align)).reducer(comm, parts)
         assert reducer.reduce(values, on)
         return values, on > 0
 
@@ -49,7 +49,7 @@ def test_what_is_lost_is_added_to_the_next_step_by_workers_and_servers():
     # 3 ranks x 0.75 each step: with feedback on both sides the sum of 8 steps is off by less than what the residuals
     # hold: below 1 for each of 3 workers and 1 for the server.
     def train(comm):
-        reducer = Exchanged(Whole()).reducer(comm, [Part("w", 0, (10,))])
+        reducer = AllToAll(Whole()).reducer(comm, [Part("w", 0, (10,))])
         total = np.zeros(10, np.float32)
         for _ in range(8):
             values = np.full(10, 0.75, np.float32)
@@ -69,7 +69,7 @@ def test_what_is_lost_is_added_to_the_next_step_by_workers_and_servers():
 
 def test_without_feedback_it_stays_lost():
     def train(comm):
-        reducer = Exchanged(Whole(), feedback=False).reducer(comm, [Part("w", 0, (10,))])
+        reducer = AllToAll(Whole(), feedback=False).reducer(comm, [Part("w", 0, (10,))])
         assert reducer.state() == {}
         values = np.full(10, 0.75, np.float32)
         reducer.reduce(values, np.zeros(0, np.float32))
@@ -81,15 +81,15 @@ def test_without_feedback_it_stays_lost():
 
 def test_a_step_that_was_skipped_leaves_no_trace():
     def train(comm):
-        reducer = Exchanged(Whole()).reducer(comm, [Part("w", 0, (6,))])
+        reducer = AllToAll(Whole()).reducer(comm, [Part("w", 0, (6,))])
         nothing = np.zeros(0, np.float32)
         reducer.reduce(np.full(6, 0.25, np.float32), nothing)
-        reducer.keep()
+        reducer.commit()
         before = reducer.state()["w"]
         reducer.reduce(np.full(6, 0.5, np.float32), nothing)
         assert not np.array_equal(reducer.state()["w"]["residual"], before["residual"])
-        reducer.discard()
-        reducer.discard()  # once is enough
+        reducer.rollback()
+        reducer.rollback()  # once is enough
         after = reducer.state()["w"]
         assert before.keys() == after.keys() == {"residual", "residual_of_sum"}
         for what, array in before.items():
@@ -104,12 +104,12 @@ def test_draws_go_on_from_a_state(codec):
 
     def train(comm):
         def make():
-            return Exchanged(codec).reducer(comm, [Part("w", 0, (300,))], key="b")
+            return AllToAll(codec).reducer(comm, [Part("w", 0, (300,))], key="b")
 
         first = make()
         for step in range(3):
             first.reduce(values_of(comm.rank + step, 300) / 7, np.zeros(0, np.float32))
-            first.keep()
+            first.commit()
         second, new = make(), make()
         second.load(first.state())
         for step in range(3, 6):
@@ -125,11 +125,11 @@ def test_draws_go_on_from_a_state(codec):
 def test_state_goes_to_another_bucket_by_name():
     def train(comm):
         nothing = np.zeros(0, np.float32)
-        first = Exchanged(Whole()).reducer(comm, [Part("a", 0, (3, 2)), Part("b", 8, (2,))])
+        first = AllToAll(Whole()).reducer(comm, [Part("a", 0, (3, 2)), Part("b", 8, (2,))])
         first.reduce((np.arange(10) / 8).astype(np.float32), nothing)
         state = first.state()
         assert state["a"]["residual"].shape == (3, 2)
-        second = Exchanged(Whole()).reducer(comm, [Part("b", 0, (2,)), Part("a", 4, (3, 2)), Part("new", 12, (1,))])
+        second = AllToAll(Whole()).reducer(comm, [Part("b", 0, (2,)), Part("a", 4, (3, 2)), Part("new", 12, (1,))])
         second.load(state)
         again = second.state()
         for name in ("a", "b"):
@@ -142,7 +142,7 @@ def test_state_goes_to_another_bucket_by_name():
 @pytest.mark.parametrize("bad", [np.inf, -np.inf, np.nan])
 def test_a_result_that_is_not_finite_is_told_on_all_ranks(bad):
     def train(comm):
-        reducer = Exchanged(Exact()).reducer(comm, [Part("w", 0, (6,))])
+        reducer = AllToAll(Exact()).reducer(comm, [Part("w", 0, (6,))])
         values = np.zeros(6, np.float32)
         values[4] = bad if comm.rank == 1 else 1
         return reducer.reduce(values, np.zeros(1, np.float32))
@@ -152,7 +152,7 @@ def test_a_result_that_is_not_finite_is_told_on_all_ranks(bad):
 
 def test_bytes_are_those_that_leave():
     def train(comm):
-        reducer = Exchanged(Exact()).reducer(comm, [Part("w", 0, (64,))])
+        reducer = AllToAll(Exact()).reducer(comm, [Part("w", 0, (64,))])
         reducer.reduce(np.zeros(64, np.float32), np.zeros(1, np.float32))
         return reducer.sent_bytes
 

@@ -1,11 +1,11 @@
-"""Casts to 16 and 8 bits as codecs."""
+"""Cast codecs: round float32 to floats of 16 or 8 bits."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 from typing import ClassVar
 
-from commlib.compress.arguments import check_block, check_decode, check_encode, described
+from commlib.compress.checks import check_block, check_decode, check_encode, described
 from commlib.dtypes import Array
 from commlib.errors import UsageError
 from commlib.kernels.protocol import Code

@@ -1,4 +1,4 @@
-"""What codecs check before compiled code reads and writes the memory they were given."""
+"""Check the arrays of codecs before compiled code reads and writes their memory; write names of codecs."""
 
 from __future__ import annotations
 

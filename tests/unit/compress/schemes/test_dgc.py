@@ -8,9 +8,9 @@ from typing import Any
 import numpy as np
 import pytest
 
-from commlib.compress.dgc import DGC
-from commlib.compress.names import scheme_of
+from commlib.compress.registry import scheme_of
 from commlib.compress.scheme import Part, Scheme
+from commlib.compress.schemes.dgc import DGC
 from commlib.errors import UsageError
 from tests.loopback import run
 
@@ -79,7 +79,7 @@ def test_it_is_the_paper_s_algorithm(scheme):
         for step in range(STEPS):
             values = gradient(comm.rank, step)
             assert reducer.reduce(values, NO_FLAGS)
-            reducer.keep()
+            reducer.commit()
             sums.append(values)
         return sums, reducer.state()
 
@@ -131,7 +131,7 @@ def test_a_step_that_was_skipped_leaves_no_trace(bad, clip_norm):
     def train(comm):
         reducer = scheme.reducer(comm, PARTS)
         reducer.reduce(gradient(comm.rank, 0), NO_FLAGS)
-        reducer.keep()
+        reducer.commit()
         before = reducer.state()
         for part in PARTS:
             values = gradient(comm.rank, 1)
@@ -140,8 +140,8 @@ def test_a_step_that_was_skipped_leaves_no_trace(bad, clip_norm):
             assert not reducer.reduce(values, NO_FLAGS)
             for known in reducer.state().values():
                 assert all(np.isfinite(array).all() for array in known.values())
-            reducer.discard()
-            reducer.discard()  # once is enough
+            reducer.rollback()
+            reducer.rollback()  # once is enough
             for name, known in reducer.state().items():
                 for what, array in known.items():
                     np.testing.assert_array_equal(array, before[name][what])

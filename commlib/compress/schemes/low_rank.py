@@ -1,4 +1,4 @@
-"""Low rank: what PowerSGD does with one matrix of a bucket, between the messages."""
+"""Low rank: factor one matrix of a bucket for PowerSGD, between its messages."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Encoded messages of activations."""
+"""Activations sent encoded."""
 
 from __future__ import annotations
 
@@ -6,15 +6,15 @@ import ml_dtypes
 import numpy as np
 import pytest
 
-from commlib.compress import edges
-from commlib.compress.cast import Cast
-from commlib.compress.quantise import Blocks
-from commlib.compress.sparse import TopK
+from commlib.compress import activations
+from commlib.compress.codecs.cast import Cast
+from commlib.compress.codecs.quantise import Blocks
+from commlib.compress.codecs.sparse import TopK
 from commlib.dtypes import NUMPY
 from commlib.errors import UsageError
 from tests.late import LATE, LateArray
 from tests.loopback import run
-from tests.unit.compress.codecs import Exact
+from tests.unit.compress.known_codecs import Exact
 
 
 @pytest.mark.parametrize("dtype", [np.float32, np.float64, np.float16, ml_dtypes.bfloat16])
@@ -22,10 +22,10 @@ def test_an_activation_arrives(dtype):
     def pipe(comm):
         x = np.arange(12).reshape(3, 4).astype(dtype)
         if comm.rank == 0:
-            edges.send(comm, Exact(), x, 1, tag=3)
+            activations.send(comm, Exact(), x, 1, tag=3)
         else:
             out = np.zeros((3, 4), dtype)
-            assert edges.recv(comm, Exact(), out, 0, tag=3) is out
+            assert activations.recv(comm, Exact(), out, 0, tag=3) is out
             np.testing.assert_array_equal(out, x)
 
     run(2, pipe)
@@ -36,7 +36,7 @@ def test_tokens_are_exchanged(row):
     def exchange(comm):
         splits = [(comm.rank + peer) % 3 for peer in range(comm.size)]
         x = np.full((sum(splits), *row), comm.rank, np.float32)
-        rows, counts = edges.all_to_all_v(comm, Exact(), x, splits)
+        rows, counts = activations.all_to_all_v(comm, Exact(), x, splits)
         assert counts.tolist() == [(comm.rank + peer) % 3 for peer in range(comm.size)]
         expected = np.repeat(np.arange(comm.size, dtype=np.float32), counts)
         assert rows.shape == (len(expected), *row)
@@ -48,11 +48,11 @@ def test_tokens_are_exchanged(row):
 def test_integers_and_wrong_splits_are_refused():
     def refuse(comm):
         with pytest.raises(UsageError, match="codecs are for float16"):
-            edges.send(comm, Exact(), np.arange(3), 0)
+            activations.send(comm, Exact(), np.arange(3), 0)
         with pytest.raises(UsageError, match="must be 1 lengths"):
-            edges.all_to_all_v(comm, Exact(), np.zeros(3, np.float32), [2])
+            activations.all_to_all_v(comm, Exact(), np.zeros(3, np.float32), [2])
         with pytest.raises(UsageError, match="no fixed length"):
-            edges.send(comm, Exact(fixed=False), np.zeros(3, np.float32), 0)
+            activations.send(comm, Exact(fixed=False), np.zeros(3, np.float32), 0)
 
     run(1, refuse)
 
@@ -63,8 +63,8 @@ def test_arrays_of_a_device_arrive_as_those_of_the_host(dtype, codec):
     def both(comm):
         splits = [(comm.rank + peer) % 3 for peer in range(comm.size)]
         x = np.random.default_rng(comm.rank).standard_normal((sum(splits), 9)).astype(NUMPY[dtype])
-        rows, counts = edges.all_to_all_v(comm, codec, x, splits, seed=3)
-        there, same_counts = edges.all_to_all_v(comm, codec, LATE.put(x), splits, seed=3)
+        rows, counts = activations.all_to_all_v(comm, codec, x, splits, seed=3)
+        there, same_counts = activations.all_to_all_v(comm, codec, LATE.put(x), splits, seed=3)
         assert isinstance(there, LateArray) and there.shape == rows.shape and there.dtype == rows.dtype
         np.testing.assert_array_equal(there.numpy(), rows)
         np.testing.assert_array_equal(same_counts, counts)
@@ -72,12 +72,12 @@ def test_arrays_of_a_device_arrive_as_those_of_the_host(dtype, codec):
             return
         edge = np.random.default_rng(7).standard_normal((11, 9)).astype(NUMPY[dtype])
         if comm.rank == 0:
-            edges.send(comm, codec, LATE.put(edge), 1)
-            edges.send(comm, codec, edge, 1)
+            activations.send(comm, codec, LATE.put(edge), 1)
+            activations.send(comm, codec, edge, 1)
         elif comm.rank == 1:
             late, out = LATE.put(np.zeros_like(edge)), np.zeros_like(edge)
-            assert edges.recv(comm, codec, late, 0) is late
-            edges.recv(comm, codec, out, 0)
+            assert activations.recv(comm, codec, late, 0) is late
+            activations.recv(comm, codec, out, 0)
             np.testing.assert_array_equal(late.numpy(), out)
 
     races = LATE.races

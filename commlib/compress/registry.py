@@ -1,4 +1,7 @@
-"""Codecs by name: "int8", "int4:rounding=stochastic", "topk:ratio=0.01"."""
+"""Registry: find codecs and schemes by name, and read the options after the colon.
+
+"int8", "int4:rounding=stochastic", "topk:ratio=0.01", "powersgd:rank=4".
+"""
 
 from __future__ import annotations
 
@@ -7,11 +10,17 @@ from dataclasses import fields, is_dataclass
 from functools import partial
 from typing import Any
 
-from commlib.compress.cast import Cast, Float8
+from commlib.compress.auto import Auto
 from commlib.compress.codec import Codec
-from commlib.compress.quantise import QSGD, Blocks
-from commlib.compress.sign import Sign
-from commlib.compress.sparse import RandomK, TopK
+from commlib.compress.codecs.cast import Cast, Float8
+from commlib.compress.codecs.quantise import QSGD, Blocks
+from commlib.compress.codecs.sign import Sign
+from commlib.compress.codecs.sparse import RandomK, TopK
+from commlib.compress.scheme import Scheme
+from commlib.compress.schemes.all_gather import AllGather
+from commlib.compress.schemes.all_to_all import AllToAll
+from commlib.compress.schemes.dgc import DGC
+from commlib.compress.schemes.power_sgd import PowerSGD
 from commlib.errors import UsageError
 
 CODECS: Mapping[str, Callable[..., Codec]] = {
@@ -29,6 +38,15 @@ CODECS: Mapping[str, Callable[..., Codec]] = {
 }
 """What turns arrays into bytes: for reductions, pipeline edges and exchanges alike."""
 
+SCHEMES: Mapping[str, Callable[..., Scheme]] = {"powersgd": PowerSGD, "dgc": DGC, "auto": Auto}
+"""What is for gradients only."""
+
+_OF_SCHEMES: Mapping[Any, set[str]] = {AllToAll: {"feedback"}, AllGather: {"feedback", "dense_below"}}
+"""Options that a codec's name may have beside its own: those of what reduces with it."""
+
+Compression = str | Codec | Scheme
+"""What `compression=` takes: a name, with options after a colon, or an object."""
+
 
 def codec_of(given: str | Codec) -> Codec:
     """Return the codec of a name, or the codec that was given. Raises UsageError."""
@@ -36,13 +54,36 @@ def codec_of(given: str | Codec) -> Codec:
         if isinstance(given, Codec):
             return given
         raise UsageError(f"expected a codec or its name, got {given!r}; names are {', '.join(CODECS)}")
-    name, options = parse(given)
+    name, options = _parse(given)
     if name not in CODECS:
         raise UsageError(f"unknown codec {name!r}; known are {', '.join(CODECS)}")
-    return make(CODECS[name], given, options)  # type: ignore[no-any-return]
+    return _make(CODECS[name], given, options)  # type: ignore[no-any-return]
 
 
-def parse(text: str) -> tuple[str, dict[str, str]]:
+def scheme_of(given: Compression) -> Scheme | None:
+    """Return how to reduce gradients; None for "none". Raises UsageError for an unknown name or option."""
+    if isinstance(given, str):
+        name, options = _parse(given)
+        if name == "none" and not options:
+            return None
+        if name in SCHEMES:
+            return _make(SCHEMES[name], given, options)  # type: ignore[no-any-return]
+        if name not in CODECS:
+            raise UsageError(f"unknown compression {name!r}; known are none, {', '.join((*CODECS, *SCHEMES))}")
+        kind = AllToAll if _make(CODECS[name], given, {}).fixed else AllGather
+        own = {key: options.pop(key) for key in _OF_SCHEMES[kind] & options.keys()}
+        return _make(partial(kind, _make(CODECS[name], given, options)), given, own)  # type: ignore[no-any-return]
+    if isinstance(given, Scheme):
+        return given
+    if isinstance(given, Codec):
+        return AllToAll(given) if given.fixed else AllGather(given)
+    raise UsageError(
+        f"compression must be a name, a codec or a scheme, got {given!r}; names are none, "
+        f"{', '.join((*CODECS, *SCHEMES))}"
+    )
+
+
+def _parse(text: str) -> tuple[str, dict[str, str]]:
     """Return a name, and the options after its colon. Raises UsageError."""
     name, _, rest = text.partition(":")
     options = {}
@@ -54,7 +95,7 @@ def parse(text: str) -> tuple[str, dict[str, str]]:
     return name.strip(), options
 
 
-def make(maker: Callable[..., Any], text: str, options: Mapping[str, str]) -> Any:
+def _make(maker: Callable[..., Any], text: str, options: Mapping[str, str]) -> Any:
     """Return what `maker` makes of options as they were written. Raises UsageError."""
     kind: Any = maker.func if isinstance(maker, partial) else maker
     assert is_dataclass(kind)

@@ -1,4 +1,4 @@
-"""PowerSGD: gradients of matrices as products of thin factors, by one step of power iteration in every reduction.
+"""PowerSGD: reduce matrices as products of thin factors, by one step of power iteration in every reduction.
 
     M = gradient + residual               rows x cols, on every rank
     P = M Q          all-reduced          Q: cols x rank, the one of the last step
@@ -20,9 +20,9 @@ from typing import Any
 import numpy as np
 
 from commlib.compress.feedback import is_finite
-from commlib.compress.low_rank import Matrix
 from commlib.compress.memory import Memory
-from commlib.compress.scheme import Lane, Part, State
+from commlib.compress.scheme import Comm, Part, State
+from commlib.compress.schemes.low_rank import Matrix
 from commlib.devices.host import HOST
 from commlib.devices.protocol import Device
 from commlib.dtypes import Array
@@ -76,9 +76,9 @@ class PowerSGD:
         rank = min(self.rank, rows, cols)
         return rank if (rows + cols) * rank * self.min_compression_rate < rows * cols else 0
 
-    def reducer(self, lane: Lane, parts: Sequence[Part], *, key: str = "", device: Device = HOST) -> PowerReducer:
+    def reducer(self, comm: Comm, parts: Sequence[Part], *, key: str = "", device: Device = HOST) -> PowerReducer:
         """Return the reducer of a bucket with these parts."""
-        return PowerReducer(self, lane, parts, key, Memory(device, lane.watch))
+        return PowerReducer(self, comm, parts, key, Memory(device, comm.watch))
 
 
 class PowerReducer:
@@ -88,8 +88,8 @@ class PowerReducer:
     residuals and factors of the whole bucket stay what they were.
     """
 
-    def __init__(self, scheme: PowerSGD, lane: Lane, parts: Sequence[Part], key: str, memory: Memory) -> None:
-        self._scheme, self._lane, self._memory = scheme, lane, memory
+    def __init__(self, scheme: PowerSGD, comm: Comm, parts: Sequence[Part], key: str, memory: Memory) -> None:
+        self._scheme, self._comm, self._memory = scheme, comm, memory
         self._count = max((part.stop for part in parts), default=0)
         self._matrices: list[Matrix] = []
         self._others: list[Part] = []
@@ -120,17 +120,17 @@ class PowerReducer:
         self._own = memory.empty(right)
         self._current = 0
         self._steps = 0
-        self._open = False  # the last reduction may still be discarded
+        self._open = False  # the last reduction may still be rolled back
         self._reduced = 0  # bytes
 
     @property
     def sent_bytes(self) -> int:
         """Bytes that this rank handed to others in the last reduction: 2(P-1)/P of what was all-reduced."""
-        return 2 * (self._lane.size - 1) * self._reduced // self._lane.size
+        return 2 * (self._comm.size - 1) * self._reduced // self._comm.size
 
     def reduce(self, values: Any, flags: Any) -> bool:
-        """Replace values and flags by their sums over the lane. See `Reducer`."""
-        self.keep()
+        """Replace values and flags by their sums over the ranks. See `Reducer`."""
+        self.commit()
         self._reduced = 0
         if self._steps < self._scheme.start:
             self._all_reduce(values)
@@ -141,7 +141,7 @@ class PowerReducer:
         self._open = finite
         return finite
 
-    def keep(self) -> None:
+    def commit(self) -> None:
         """Let the last reduction count."""
         if self._open:
             self._steps += 1
@@ -149,7 +149,7 @@ class PowerReducer:
                 self._current = 1 - self._current
             self._open = False
 
-    def discard(self) -> None:
+    def rollback(self) -> None:
         """Let the last reduction count as not done."""
         self._open = False
 
@@ -170,7 +170,7 @@ class PowerReducer:
 
     def load(self, state: Mapping[str, Mapping[str, Array]]) -> None:
         """Take over what is known by parameter names. Factors and steps must be the same on all ranks."""
-        self.keep()
+        self.commit()
         there = self._residuals[self._current], self._factors[self._current]
         residuals, factors = self._memory.on_host(*there)
         for matrix in self._matrices:
@@ -234,5 +234,5 @@ class PowerReducer:
 
     def _all_reduce(self, array: Any) -> None:
         if array.size:
-            self._lane.all_reduce(array, out=array)
+            self._comm.all_reduce(array, out=array)
             self._reduced += array.nbytes

@@ -1,15 +1,15 @@
-"""What crosses the slow link: hierarchies on pretended nodes."""
+"""Compressed buckets over the slow link between pretended nodes."""
 
 from __future__ import annotations
 
 import numpy as np
 import pytest
 
-from commlib.compress.crossing import BucketReduction, Crossing, parts_within, split_piece
-from commlib.compress.exchange import Exchanged
+from commlib.compress.bucket import CompressedBucket, SlowLink, parts_within, split_piece
 from commlib.compress.scheme import Part
+from commlib.compress.schemes.all_to_all import AllToAll
 from tests.loopback import run
-from tests.unit.compress.codecs import Exact, Whole
+from tests.unit.compress.known_codecs import Exact, Whole
 
 PARTS = [Part("a", 0, (40, 50)), Part("b", 2016, (700,)), Part("c", 2720, (1,))]
 FLAGS = 2736
@@ -29,10 +29,10 @@ def bucket(comm):
 @pytest.mark.parametrize("op", ["sum", "mean"])
 def test_sums_over_nodes_are_exact_with_an_exact_codec(nodes, op):
     def reduce(comm):
-        crossing = Crossing(comm)
-        assert crossing.compresses
+        link = SlowLink(comm)
+        assert link.compresses
         array = bucket(comm)
-        plan = BucketReduction(crossing, Exchanged(Exact()), array, PARTS, FLAGS, op, "bucket 0")
+        plan = CompressedBucket(link, AllToAll(Exact()), array, PARTS, FLAGS, op, "bucket 0")
         plan()
         assert plan.finite
         first = array.copy()
@@ -61,10 +61,10 @@ def test_another_array_is_reduced_with_what_is_remembered(nodes):
     """One rank's bucket may move to memory of its own: sums and residuals are what they would have been."""
 
     def reduce(comm):
-        crossing, ends = Crossing(comm), []
+        link, ends = SlowLink(comm), []
         for moves in (False, True):
             array = bucket(comm)
-            plan = BucketReduction(crossing, Exchanged(Whole()), array, PARTS, FLAGS, "sum", "bucket")
+            plan = CompressedBucket(link, AllToAll(Whole()), array, PARTS, FLAGS, "sum", "bucket")
             for step in range(4):
                 if moves and comm.rank == step % 2:
                     array = np.zeros(COUNT, np.float32)
@@ -82,15 +82,15 @@ def test_another_array_is_reduced_with_what_is_remembered(nodes):
 
 def test_on_one_node_nothing_is_compressed_unless_asked():
     def look(comm):
-        assert not Crossing(comm).compresses
-        assert Crossing(comm, within_node=True).compresses
+        assert not SlowLink(comm).compresses
+        assert SlowLink(comm, within_node=True).compresses
 
     run(3, look)
 
 
 def test_only_what_leaves_the_node_is_counted():
     def reduce(comm):
-        plan = BucketReduction(Crossing(comm), Exchanged(Exact()), bucket(comm), PARTS, FLAGS, "sum", "bucket")
+        plan = CompressedBucket(SlowLink(comm), AllToAll(Exact()), bucket(comm), PARTS, FLAGS, "sum", "bucket")
         plan()
         return plan.sent_bytes, plan.uncompressed_bytes
 
@@ -103,10 +103,10 @@ def test_only_what_leaves_the_node_is_counted():
 
 def test_parameters_that_must_stay_whole_are_not_cut():
     def look(comm):
-        crossing = Crossing(comm)
-        assert crossing.rails == 2
-        assert crossing.shares(PARTS, FLAGS, divisible=False) == [(0, 2016), (2016, FLAGS)]
-        assert crossing.shares(PARTS, FLAGS, divisible=True) == [(0, 1536), (1536, FLAGS)]
+        link = SlowLink(comm)
+        assert link.rails == 2
+        assert link.shares(PARTS, FLAGS, divisible=False) == [(0, 2016), (2016, FLAGS)]
+        assert link.shares(PARTS, FLAGS, divisible=True) == [(0, 1536), (1536, FLAGS)]
 
     run(4, look, nodes=[0, 0, 1, 1])
 
@@ -126,7 +126,7 @@ def test_what_is_not_finite_does_not_stay_between_parameters():
     def reduce(comm):
         array = bucket(comm)
         array[2005] = np.nan  # padding
-        plan = BucketReduction(Crossing(comm), Exchanged(Exact()), array, PARTS, FLAGS, "sum", "bucket")
+        plan = CompressedBucket(SlowLink(comm), AllToAll(Exact()), array, PARTS, FLAGS, "sum", "bucket")
         plan()
         assert not plan.finite
         plan()
