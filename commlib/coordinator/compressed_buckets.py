@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 
 from commlib.compress import GradientCompression, Part, scheme_of
-from commlib.compress.crossing import BucketReduction
+from commlib.compress.bucket import CompressedBucket
 from commlib.coordinator.request import Request
 from commlib.dtypes import Array
 
@@ -40,7 +40,7 @@ class CompressedBuckets:
         self._comm = comm
         self._families: dict[str, GradientCompression] = {}
         self._moves: dict[str, int] = {}
-        self._made: dict[str, tuple[Request, BucketReduction]] = {}
+        self._made: dict[str, tuple[Request, CompressedBucket]] = {}
 
     def make(self, request: Request) -> GradientCompression:
         """Return how the buckets of a family are compressed. Collective."""
@@ -53,7 +53,7 @@ class CompressedBuckets:
         self._families[request.name] = made
         return made
 
-    def reduction(self, name: str) -> BucketReduction | None:
+    def reduction(self, name: str) -> CompressedBucket | None:
         """Return what reduces a bucket, once it was reduced."""
         made = self._made.get(name)
         return None if made is None else made[1]
@@ -75,4 +75,4 @@ class CompressedBuckets:
         reduction.use(mine)
         reduction()
         if array is None:
-            reduction.settle()
+            reduction.end_step()

@@ -6,7 +6,7 @@ import math
 from dataclasses import dataclass, replace
 from typing import Any
 
-from commlib.compress import Exchanged, Scheme, codec_of
+from commlib.compress import AllToAll, Scheme, codec_of
 from commlib.compress.choice import Choice, choose
 from commlib.data_parallel.buckets import BUCKET_CAP_MIB, FIRST_BUCKET_MIB
 from commlib.dtypes import FLOATS, NUMPY
@@ -66,7 +66,7 @@ class Options:
         if not self.compression.wire or not ranks.is_hierarchical:
             return self
         codec = codec_of("fp16" if self.compression.wire == "float16" else "bf16")
-        return replace(self, compression=Choice(scheme=Exchanged(codec)))
+        return replace(self, compression=Choice(scheme=AllToAll(codec)))
 
     def wire_dtype(self, dtype: str) -> str:
         """Return the dtype in which gradients of `dtype` travel in buckets, or are compressed from."""

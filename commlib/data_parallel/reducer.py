@@ -226,7 +226,7 @@ class GradientReducer:
             remaining = self._tracker.end()
             try:
                 self._engine.finish(remaining, unused)
-                self._compression.settle()
+                self._compression.end_step()
                 for index in self._all:
                     # A gradient that no rank had stays None, as it would in one process; else all take the result.
                     if index not in self._unbucketed and (index not in unused or self._engine.used(index)):
@@ -257,12 +257,12 @@ class GradientReducer:
     def stepped(self) -> None:
         """Note that an optimizer stepped."""
         self._tracker.stepped()
-        self._compression.keep()
+        self._compression.commit()
         self.report = self._clock.step(self.statistics)
 
     def cleared(self) -> None:
         """Note that gradients were cleared."""
-        self._compression.discard()  # unless a step has used them
+        self._compression.rollback()  # unless a step has used them
         self._tracker.cleared()
 
     def contribute_nothing(self) -> int | None:
