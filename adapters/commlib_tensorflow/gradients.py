@@ -41,7 +41,7 @@ from commlib.data_parallel import (
 )
 from commlib.data_parallel.array_values import ArrayValues
 from commlib.data_parallel.bucket_order import buckets_of
-from commlib.errors import MismatchError, UsageError
+from commlib.errors import UsageError
 from commlib.horovod.by_name import ByName, overlap_pays_here
 from commlib_tensorflow._bridge import Array, as_tensor, dtype_name
 from commlib_tensorflow._graph import Spec, as_written, call, ordered
@@ -319,7 +319,7 @@ class _Call:
         def give(*arrays: Array) -> list[Array]:
             with self._lock, self._gradients.statistics.exposing():
                 if begins is not None:
-                    self._begin(begins)
+                    self._begin(begins, eager=True)
                 self._give(members, arrays)
             return [np.zeros((), np.int64)]
 
@@ -332,7 +332,7 @@ class _Call:
         kinds = {i: (array.dtype, array.shape) for i, array in zip(self._dense, arrays[:count], strict=True)}
         kinds |= {i: (rows.dtype, rows.shape) for i, rows in zip(self._sparse, arrays[count + 1 :: 2], strict=True)}
         with self._gradients.statistics.exposing():
-            self._begin(self._describe(kinds))
+            self._begin(self._describe(kinds), eager=False)
             self._give(self._dense, arrays)
         return self._end(*arrays[count:])
 
@@ -354,14 +354,14 @@ class _Call:
             described.append(Gradient(name, (*(n or 0 for n in shape), *pair), dtype_name(kind.real_dtype)))
         return tuple(described)
 
-    def _begin(self, described: tuple[Gradient, ...]) -> None:
+    def _begin(self, described: tuple[Gradient, ...], *, eager: bool) -> None:
         self._reducer, self._values = self._gradients.find(
             described, [*self._dense, *self._sparse], self._sparse, self._order
         )
         if self._reducer.active:
             self._reducer.end()  # of a run that failed: the others wait for this rank
         self._values.forget_all()
-        self._reducer.begin()
+        self._reducer.begin(eager=eager)
 
     def _give(self, members: Sequence[int], arrays: Sequence[Array]) -> None:
         for index, array in zip(members, arrays, strict=False):
@@ -374,9 +374,7 @@ class _Call:
             for place, index in enumerate(self._sparse):
                 values.give_rows(index, slices[2 * place], slices[2 * place + 1])
                 reducer.ready(index)
-            reducer.end()
-            if self._strict:
-                self._check_used()
+            reducer.end(strict=self._strict)
         gradients.stepped(reducer)
         results: list[Array] = []
         for index in self._dense:
@@ -392,19 +390,6 @@ class _Call:
                 results.append(_own(array, self._dtype(index)))
         values.forget_all()
         return results or [np.zeros((), np.int64)]
-
-    def _check_used(self) -> None:
-        """Raise MismatchError where only some ranks had a gradient: the others could not take the result."""
-        reducer = self._reducer
-        odd = [i for i in range(len(self._names)) if reducer.used(i) and not reducer.used_everywhere(i)]
-        if odd:
-            here = "None" if self._given[odd[0]] is None else "there"
-            self._values.forget_all()
-            raise MismatchError(
-                f"{self._gradients.name}: the gradient of {self._names[odd[0]]} is {here} on rank {core.rank()}, but "
-                "not on all ranks: give zeros where there is none, as unconnected_gradients="
-                "tf.UnconnectedGradients.ZERO of a tape does"
-            )
 
 
 def _order_of(given: Sequence[Any]) -> list[int]:

@@ -15,9 +15,10 @@ from commlib.data_parallel.ranks import Ranks
 from commlib.dtypes import NUMPY
 from commlib.errors import UsageError
 
-ACTIVE, SPARSE_FOUND = 0, 1
-"""Flags: this rank has not joined; it found a sparse gradient that not all ranks know of."""
-FLAGS = 2
+ACTIVE, SPARSE_FOUND, OTHERS_MISSING = 0, 1, 2
+"""Flags: this rank has not joined; it found a sparse gradient that not all ranks know of; it lacks other gradients than
+those that ranks have agreed on, where all must lack the same."""
+FLAGS = 3
 """What ranks tell each other in the last bucket. Flag i is number `len(gradients) + i`."""
 
 

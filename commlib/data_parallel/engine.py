@@ -171,12 +171,8 @@ class Engine:
 
     def used(self, parameter: int) -> bool:
         """Tell whether any rank had a gradient of `parameter` in the reduction that just finished."""
-        return self.used_by(parameter) > 0
-
-    def used_by(self, parameter: int) -> float:
-        """Return how many ranks had a gradient of `parameter`, or their share of all where a bucket is averaged."""
         index, slot = self._of[parameter]
-        return self._memory[index].flag(slot.flag, self._comms[index].watch)
+        return self._memory[index].is_set(slot.flag, self._comms[index].watch)
 
     def prefetch(self, plans: Iterable[Plan]) -> None:
         """Start plans behind everything launched so far, in this order: gathers of parameters after a step, say.

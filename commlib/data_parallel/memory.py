@@ -71,13 +71,13 @@ class BucketMemory:
         """Note that a reduction has written new flags."""
         self._flags = None
 
-    def flag(self, flag: int, watch: Callable[[str], Callable[[], None]]) -> float:
-        """Return a flag, as it was reduced; the first question after a reduction waits until a device has it."""
+    def is_set(self, flag: int, watch: Callable[[str], Callable[[], None]]) -> bool:
+        """Tell whether a flag is above zero; the first question after a reduction waits until a device has it."""
         if type(self.array) is not DeviceArray:
-            return float(self.array[flag])
+            return bool(self.array[flag] > 0)
         if self._flags is None:
             there = self.array[self.bucket.flags : self.bucket.flags + len(self.bucket.slots)]
             self._flags = self.device.staging(there.nbytes).view(there.dtype)
             self.device.copy(self._flags, there)
             wait_for(self.device.current().record(), watch(f"flags of bucket {self.bucket.index}"))
-        return float(self._flags[flag - self.bucket.flags])
+        return bool(self._flags[flag - self.bucket.flags] > 0)

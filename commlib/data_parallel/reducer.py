@@ -15,7 +15,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 
-from commlib.data_parallel.bucket_order import ACTIVE, FLAGS, SPARSE_FOUND, BucketOrder
+from commlib.data_parallel.bucket_order import ACTIVE, FLAGS, OTHERS_MISSING, SPARSE_FOUND, BucketOrder
 from commlib.data_parallel.buckets import Bucket
 from commlib.data_parallel.compressed import CompressedPlans
 from commlib.data_parallel.course import Course, agree
@@ -27,7 +27,7 @@ from commlib.data_parallel.report import Statistics, StepClock, StepReport
 from commlib.data_parallel.tracker import Tracker
 from commlib.data_parallel.unbucketed import Unbucketed
 from commlib.data_parallel.values import Values
-from commlib.errors import UsageError
+from commlib.errors import MismatchError, UsageError
 
 
 class GradientReducer:
@@ -64,7 +64,10 @@ class GradientReducer:
         if order is not None:  # ranks may have seen different ones
             order = ranks.all_gather_object(order)[0]
         self._all = range(len(gradients))
-        self._active, self._sparse_found = len(gradients) + ACTIVE, len(gradients) + SPARSE_FOUND
+        self._active, self._sparse_found, self._others_missing = (
+            len(gradients) + flag for flag in (ACTIVE, SPARSE_FOUND, OTHERS_MISSING)
+        )
+        self._agreed_missing: frozenset[int] = frozenset()
         self._scale_before_adding = options.op == "sum" and ranks.size > 1 and values.accumulates
         self._holds_sum = [False] * len(gradients)
         """The gradient is a sum over ranks already. Each rank then adds to 1/size of it, so that it is counted once."""
@@ -206,8 +209,12 @@ class GradientReducer:
                 i for i in self.buckets[bucket].parameters if i in self._all and i not in self._unbucketed
             )
 
-    def end(self) -> None:
-        """Finish the backward in progress, if there is one: gradients are final afterwards."""
+    def end(self, *, strict: bool = False) -> None:
+        """Finish the backward in progress, if there is one: gradients are final afterwards.
+
+        A gradient that some ranks lack is zeros there, and they get the result too. Where that cannot be, this is
+        `strict` on all ranks; then it raises MismatchError on all of them.
+        """
         if not self._tracker.active:
             return
         if not self._tracker.reducing:
@@ -221,12 +228,17 @@ class GradientReducer:
         with self.statistics.exposing():
             missing = [index for index in self._tracker.missing() if index in self._all]
             unused = {index for index in missing if not self._put_old(index)}
+            lacking = frozenset(unused)
             if not self._unbucketed.has_found:
                 unused.add(self._sparse_found)
+            if not strict or lacking == self._agreed_missing:
+                unused.add(self._others_missing)
             remaining = self._tracker.end()
             try:
                 self._engine.finish(remaining, unused)
                 self._compression.end_step()
+                if self._engine.used(self._others_missing):
+                    self._compare_missing(lacking)
                 for index in self._all:
                     # A gradient that no rank had stays None, as it would in one process; else all take the result.
                     if index not in self._unbucketed and (index not in unused or self._engine.used(index)):
@@ -288,14 +300,6 @@ class GradientReducer:
             self._finish_unbucketed((), has_joined=True)
             times += 1
 
-    def used(self, index: int) -> bool:
-        """Tell whether any rank had a gradient, in the reduction that just finished."""
-        return self._engine.used(index)
-
-    def used_everywhere(self, index: int) -> bool:
-        """Tell whether all ranks that have not joined had a gradient, in the reduction that just finished."""
-        return self._engine.used_by(index) == self._engine.used_by(self._active)
-
     # How
 
     def _put(self, index: int) -> None:
@@ -312,6 +316,20 @@ class GradientReducer:
             return False
         self._put(index)
         return True
+
+    def _compare_missing(self, mine: frozenset[int]) -> None:
+        """Raise MismatchError unless all ranks that have not joined lack the same gradients. Collective."""
+        rank, size = self.ranks.rank, self.ranks.size
+        everyone: list[tuple[int, frozenset[int]]] = self.ranks.all_gather_object((rank, mine))
+        for index in sorted(frozenset().union(*(theirs for _, theirs in everyone))):
+            without = [other for other, theirs in everyone if index in theirs]
+            if len(without) < len(everyone):
+                there = [other for other, theirs in everyone if index not in theirs]
+                raise MismatchError(
+                    f"the gradient of {self.gradients[index].name} is None on ranks {without}, but not on ranks "
+                    f"{there} (this is rank {rank} of {size}): give zeros where there is none"
+                )
+        self._agreed_missing = mine
 
     def _decide(self) -> None:
         """Agree on whether to go on with a saved run. Collective, once."""

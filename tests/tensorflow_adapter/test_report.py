@@ -123,4 +123,5 @@ def test_keras_and_tapes_tell(comm: Any) -> None:
     tellers: list[Any] = [optimizer, tape]
     for teller in tellers:
         assert teller.report.step == teller.statistics.reductions == 1
-        assert teller.report.sent_bytes == ring_bytes(comm, 4 * COUNT)
+        # And a cache line for the flags.
+        assert ring_bytes(comm, 4 * COUNT) < teller.report.sent_bytes <= ring_bytes(comm, 4 * COUNT + 2 * 64)
