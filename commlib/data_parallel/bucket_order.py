@@ -41,12 +41,13 @@ class BucketOrder:
         self._ranks, self._options = ranks, options
         self._gradients, self._groups, self._unbucketed = gradients, groups, unbucketed
         self._order = None if order is None else list(order)
-        self.is_settled = not gradients or order is not None
+        self.is_settled = not gradients or order is not None or options.shard
         """Ranks have agreed on the order, or that there is no reason to."""
 
     def buckets(self) -> tuple[Bucket, ...]:
         """Return the buckets as they should be, by what ranks know."""
-        return buckets_of(self._gradients, self._options, self._groups, self._order, self._unbucketed)
+        parts = self._ranks.size if self._options.shard else 1
+        return buckets_of(self._gradients, self._options, self._groups, self._order, self._unbucketed, parts)
 
     @property
     def order(self) -> list[int] | None:
@@ -80,6 +81,7 @@ def buckets_of(
     groups: Sequence[Sequence[int]],
     order: Sequence[int] | None,
     unbucketed: Container[int],
+    parts: int = 1,
 ) -> tuple[Bucket, ...]:
     """Return the buckets of gradients, in launch order. Raises UsageError for caps that make no sense."""
     try:
@@ -90,6 +92,7 @@ def buckets_of(
             bucket_cap_mib=options.bucket_cap_mib,
             groups=groups,
             flags=FLAGS,
+            parts=parts,
         )
     except ValueError as error:
         raise UsageError(str(error)) from error

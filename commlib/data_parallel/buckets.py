@@ -105,6 +105,7 @@ def make_buckets(
     bucket_cap_mib: float = BUCKET_CAP_MIB,
     groups: Sequence[Sequence[int]] = (),
     flags: int = 0,
+    parts: int = 1,
 ) -> tuple[Bucket, ...]:
     """Pack `parameters`, given in module order, into buckets in launch order.
 
@@ -115,8 +116,9 @@ def make_buckets(
 
     The last bucket gets `flags` slots without elements: their "used" elements carry what else the ranks tell each
     other, at no extra message. They are numbered after the parameters. If it is not reduced over all ranks, there is
-    one more for them alone. Raises ValueError for caps that are not positive, and for another order than one
-    of all parameters.
+    one more for them alone. `parts` is into how many equal parts a bucket's values can be cut.
+
+    Raises ValueError for caps that are not positive, and for another order than one of all parameters.
     """
     if first_bucket_mib <= 0 or bucket_cap_mib <= 0:
         raise ValueError(f"bucket caps must be positive, got {first_bucket_mib} and {bucket_cap_mib} MiB")
@@ -133,7 +135,7 @@ def make_buckets(
     for group in groups:
         packed.extend(_pack(parameters, sorted(group, key=place.__getitem__), _NO_CAP, _NO_CAP))
     packed.sort(key=lambda members: place[members[-1]])
-    buckets = [_bucket(index, members, parameters) for index, members in enumerate(packed)]
+    buckets = [_bucket(index, members, parameters, parts) for index, members in enumerate(packed)]
     if buckets and flags:
         if buckets[-1].axis:
             buckets.append(Bucket(len(buckets), "float32", 4, "sum", (), flags=0, count=0))
@@ -166,13 +168,15 @@ def _pack(parameters: Sequence[Parameter], order: Sequence[int], first_cap: int,
     yield from open_groups.values()
 
 
-def _bucket(index: int, members: Sequence[int], parameters: Sequence[Parameter]) -> Bucket:
+def _bucket(index: int, members: Sequence[int], parameters: Sequence[Parameter], parts: int) -> Bucket:
     kind = parameters[members[0]]
     offsets, end, saved = [], 0, 0
     for parameter in (parameters[member] for member in members):
         offsets.append(end)
         end += _align(parameter.nbytes) // kind.itemsize
         saved += parameter.count * ((parameter.native_itemsize or kind.itemsize) - kind.itemsize)
+    unit = parts * ALIGNMENT // kind.itemsize
+    end = -(-end // unit) * unit
     slots = tuple(
         Slot(member, offset, parameters[member].count, end + position)
         for position, (member, offset) in enumerate(zip(members, offsets, strict=True))

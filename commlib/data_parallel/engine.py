@@ -113,6 +113,10 @@ class Engine:
         """What reduces each bucket, in launch order; None where there is one rank."""
         return self._plans
 
+    def array(self, index: int) -> Any:
+        """Return the memory of a bucket."""
+        return self._memory[index].array
+
     def slot(self, parameter: int) -> Any:
         """Return the 1-D array, in symmetric memory, that holds the gradient of `parameter`."""
         return self._slots[parameter]

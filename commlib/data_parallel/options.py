@@ -33,6 +33,8 @@ class Options:
     predivide: float = 1.0
     """Divide by this before adding, and multiply by it afterwards: the adapter does, in the gradient's own dtype."""
     sparse_as_dense: bool = False
+    shard: bool = False
+    """Leave each rank one part of the reduced gradients, and of the parameters: see `Shards`."""
 
     def __post_init__(self) -> None:
         if not isinstance(self.compression, Choice):
@@ -45,6 +47,8 @@ class Options:
             raise UsageError(f"gradient_predivide_factor must be positive, got {self.predivide}")
         if self.predivide != 1 and self.op != "mean":
             raise UsageError("gradient_predivide_factor splits an average in two, so it needs op=Average")
+        if self.shard and (self.scheme is not None or self.compressor is not None):
+            raise UsageError("gradients that are sharded cannot be compressed beyond a cast: leave compression out")
 
     @property
     def scheme(self) -> Scheme | None:
@@ -88,7 +92,7 @@ class Options:
         return (
             f"op={self.op} caps={self.first_bucket_mib}, {self.bucket_cap_mib} MiB passes={self.passes_per_step} "
             f"overlap={self.overlap} float32 as {wire} predivide={self.predivide} "
-            f"sparse_as_dense={self.sparse_as_dense}"
+            f"sparse_as_dense={self.sparse_as_dense} shard={self.shard}"
         )
 
 

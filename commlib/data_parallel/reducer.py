@@ -19,14 +19,16 @@ from commlib.data_parallel.bucket_order import ACTIVE, FLAGS, OTHERS_MISSING, SP
 from commlib.data_parallel.buckets import Bucket
 from commlib.data_parallel.compressed import CompressedPlans
 from commlib.data_parallel.course import Course, agree
-from commlib.data_parallel.engine import Engine
+from commlib.data_parallel.engine import Engine, MakePlan
 from commlib.data_parallel.options import Gradient, Options
 from commlib.data_parallel.parameter_check import check_agreement
 from commlib.data_parallel.ranks import Compression, Ranks
 from commlib.data_parallel.report import Statistics, StepClock, StepReport
+from commlib.data_parallel.shards import Shards
 from commlib.data_parallel.tracker import Tracker
 from commlib.data_parallel.unbucketed import Unbucketed
 from commlib.data_parallel.values import Values
+from commlib.dtypes import Array
 from commlib.errors import MismatchError, UsageError
 
 
@@ -87,6 +89,8 @@ class GradientReducer:
         self._resumed: Course | None = None
         self._compressed_steps = 0
         buckets = self._order.buckets()
+        self.shards = Shards(ranks, buckets) if options.shard else None
+        """This rank's parts of the buckets, if they are sharded."""
         self._tracker = Tracker([b.parameters for b in buckets], passes_per_step=options.passes_per_step)
         self._engine = self._start_engine(buckets)
         self._clock = StepClock()
@@ -237,12 +241,14 @@ class GradientReducer:
             try:
                 self._engine.finish(remaining, unused)
                 self._compression.end_step()
+                if self.shards is not None:
+                    self.shards.take(self._engine)
                 if self._engine.used(self._others_missing):
                     self._compare_missing(lacking)
                 for index in self._all:
                     # A gradient that no rank had stays None, as it would in one process; else all take the result.
                     if index not in self._unbucketed and (index not in unused or self._engine.used(index)):
-                        self._values.take(index)
+                        self._take(index)
             finally:
                 self._values.forget()
             self._finish_unbucketed(seen)
@@ -277,6 +283,20 @@ class GradientReducer:
         self._compression.rollback()  # unless a step has used them
         self._tracker.cleared()
 
+    def gather(self) -> None:
+        """Start to gather the parameters that ranks have updated in their `shards`: those of the last bucket first.
+
+        Backward makes gradients in the order of the buckets, so forward needs them in the other. Collective.
+        """
+        assert self.shards is not None, "nothing is sharded"
+        self._engine.prefetch(reversed(self.shards.gathers()))
+
+    def gathered(self, index: int) -> Array:
+        """Wait until a parameter was gathered; return its elements, in one dimension, until the next gather."""
+        assert self.shards is not None, "nothing is sharded"
+        self._engine.fetched(len(self.buckets) - 1 - self.shards.bucket_of(index))
+        return self.shards.parameter(index)
+
     def contribute_nothing(self) -> int | None:
         """Take part with nothing in what the other ranks reduce, until all of them call this. Collective.
 
@@ -287,6 +307,8 @@ class GradientReducer:
             self.end()
         if self.ranks.size == 1 or not self.buckets or not self.ranks.stands_in:
             return None
+        if self.shards is not None:
+            raise UsageError("join: a rank whose part of the parameters others gather cannot leave them alone")
         self._values.detach()
         self._values.free()
         everything = {*self._all, *range(len(self._all), len(self._all) + FLAGS)}
@@ -308,6 +330,13 @@ class GradientReducer:
             self._unbucketed.prepare(index)
         else:
             self._values.put(index)
+
+    def _take(self, index: int) -> None:
+        """Make what was reduced the gradient, unless this rank has but a part of it."""
+        if self.shards is None:
+            self._values.take(index)
+        else:
+            self._values.hide([index])
 
     def _put_old(self, index: int) -> bool:
         """Put a gradient that earlier passes left; return False if there is none for the buckets."""
@@ -375,11 +404,17 @@ class GradientReducer:
             self._engine.statistics = statistics
             self._tracker.use([bucket.parameters for bucket in buckets])
 
+    def _plan(self) -> MakePlan:
+        """Return what makes the plans of buckets."""
+        if self.shards is not None:
+            return self.shards.reduction
+        return self._plans.start() if self._is_compressing else self.ranks.plan
+
     def _start_engine(self, buckets: Sequence[Bucket]) -> Engine:
         engine = Engine(
             self.ranks.along,
             buckets,
-            self._plans.start() if self._is_compressing else self.ranks.plan,
+            self._plan(),
             together=self.ranks.together,
         )
         members = [[i for i in b.parameters if i in self._all and i not in self._unbucketed] for b in buckets]
