@@ -49,6 +49,29 @@ class Hyper:
     decoupled: bool = False
 
 
+def check_hyper(kind: str, hyper: Hyper) -> None:
+    """Check the numbers of a step. `kind` is the optimizer's name in errors. Raises UsageError."""
+    lr, beta1, beta2, eps, weight_decay = hyper.lr, hyper.beta1, hyper.beta2, hyper.eps, hyper.weight_decay
+    if not (lr >= 0 and eps > 0 and 0 <= beta1 < 1 and 0 <= beta2 < 1 and weight_decay >= 0):
+        raise UsageError(
+            f"{kind}: expected lr >= 0, eps > 0, weight_decay >= 0 and betas from 0 to below 1, got lr={lr}, "
+            f"eps={eps}, weight_decay={weight_decay}, betas={(beta1, beta2)}"
+        )
+
+
+def check_phases(kind: str, freeze_step: int, floor: float) -> None:
+    """Check the length of the first phase, and the floor of second moments after it. Raises UsageError."""
+    if freeze_step < 1:
+        raise UsageError(
+            f"{kind}: freeze_step must be at least 1, got {freeze_step}: without a step in full precision there is no "
+            "second moment to divide by; 15 to 25 % of all steps are usual"
+        )
+    if not 0 <= floor < 1:
+        raise UsageError(
+            f"{kind}: variance_floor, the floor of second moments, must be at least 0 and less than 1, got {floor}"
+        )
+
+
 @dataclass(frozen=True, slots=True)
 class Parameter:
     """One parameter's moments, and where its gradient is put. All are views, float32 and 1-D."""
@@ -83,13 +106,7 @@ class Moments:
         within_node: bool = False,
         what: str = "OneBitAdam",
     ) -> None:
-        if freeze_step < 1:
-            raise UsageError(
-                f"{what}: freeze_step must be at least 1, got {freeze_step}: without a step in full precision there is "
-                "no second moment to divide by"
-            )
-        if not 0 <= floor < 1:
-            raise UsageError(f"{what}: the floor of second moments must be at least 0 and less than 1, got {floor}")
+        check_phases(what, freeze_step, floor)
         scheme = AllToAll(Sign()) if scheme is None else scheme
         settings = f"freeze_step={freeze_step} floor={floor} {scheme.name} within_node={within_node}"
         check_agreement(comm, what, [settings, *(f"{name}: {count} elements" for name, count in parameters)])
@@ -196,6 +213,9 @@ class Moments:
 
 class OneBitAdam:
     """The update of 1-bit Adam. Every rank gets the same parameters, to the last bit."""
+
+    layers: tuple[()] = ()
+    """Adam remembers nothing of a parameter but its moments."""
 
     def __init__(self, moments: Moments) -> None:
         self.moments = moments
