@@ -2,8 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import Any
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from typing import Any, TypeVar
+
+T = TypeVar("T")
+
+
+@dataclass(frozen=True, slots=True)
+class Hole:
+    """The place of a leaf that was taken out."""
 
 
 def map_leaves(value: Any, function: Callable[[Any], Any]) -> Any:
@@ -16,3 +24,26 @@ def map_leaves(value: Any, function: Callable[[Any], Any]) -> Any:
     if type(value) in (list, tuple):
         return type(value)(map_leaves(item, function) for item in value)
     return function(value)
+
+
+def take_out(value: Any, kind: type[T]) -> tuple[Any, list[T]]:
+    """Return (`value` with a `Hole` for each leaf of this kind; these leaves, in order)."""
+    leaves: list[T] = []
+
+    def take(leaf: Any) -> Any:
+        if not isinstance(leaf, kind):
+            return leaf
+        leaves.append(leaf)
+        return Hole()
+
+    return map_leaves(value, take), leaves
+
+
+def put_back(structure: Any, leaves: Iterable[Any]) -> Any:
+    """Undo `take_out`: return `structure` with a leaf in each hole. Raises ValueError where their numbers differ."""
+    rest = list(leaves)
+    rest.reverse()
+    holes = take_out(structure, Hole)[1]
+    if len(holes) != len(rest):
+        raise ValueError(f"put_back: {len(rest)} leaves for {len(holes)} holes")
+    return map_leaves(structure, lambda leaf: rest.pop() if isinstance(leaf, Hole) else leaf)
