@@ -9,7 +9,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import asdict
-from itertools import chain
 from numbers import Real
 from typing import Any
 
@@ -19,8 +18,8 @@ import tensorflow as tf
 
 from commlib import horovod as core
 from commlib.errors import UsageError
-from commlib.optim.one_bit_adam import Hyper, check_hyper
 from commlib.optim.one_bit_lamb import Limits
+from commlib.optim.one_bit_moments import Hyper, check_hyper
 from commlib.optim.one_bit_optimizer import OneBitOptimizer, OneBitSettings
 from commlib_tensorflow._bridge import Array
 from commlib_tensorflow._graph import Spec, as_written, call
@@ -126,11 +125,7 @@ class OneBit(Distributed, keras.optimizers.Optimizer):  # type: ignore[misc]
         if not optimizer.is_started:
             sizes = [array.size for array in arrays[:count]]
             optimizer.start(self._process_set.communicator(optimizer.settings.kind), sizes)
-        memory = list(chain.from_iterable(optimizer.memory))
-        for mine, array in zip(memory, arrays[count:], strict=False):
-            mine[...] = array.reshape(-1)
-        if optimizer.settings.limits is not None:
-            optimizer.scalars = arrays[-1]
+        optimizer.read(arrays[count:])
         optimizer.seek(step)
         places = optimizer.gradients
         for number, gradient in gradients.items():
@@ -141,10 +136,7 @@ class OneBit(Distributed, keras.optimizers.Optimizer):  # type: ignore[misc]
         hyper = Hyper(rate, self.beta_1, self.beta_2, self.epsilon)
         used = [number in gradients for number in range(count)]
         optimizer.step([result.reshape(-1) for result in results[:count]], [hyper] * count, used)
-        for mine, result in zip(memory, results[count:], strict=False):
-            result[...] = mine.reshape(result.shape)
-        if optimizer.settings.limits is not None:
-            results[-1][...] = optimizer.scalars
+        optimizer.write(results[count:])
         return results
 
     def get_config(self) -> dict[str, Any]:
@@ -168,7 +160,7 @@ class OneBitAdam(OneBit):
     Source: Tang et al.: 1-bit Adam (ICML 2021).
 
     On a group within one node nothing is compressed, unless `compress_within_node`: memory is faster. `scheme` is how
-    the first moment travels, by default `Exchanged(Sign())`.
+    the first moment travels, by default `AllToAll(Sign())`.
     """
 
     def __init__(

@@ -18,8 +18,8 @@ from commlib.compress.scheme import Scheme
 from commlib.dtypes import Array
 from commlib.errors import UsageError
 from commlib.horovod.nested import map_leaves
-from commlib.optim.one_bit_adam import Hyper, check_hyper
 from commlib.optim.one_bit_lamb import Limits
+from commlib.optim.one_bit_moments import Hyper, check_hyper
 from commlib.optim.one_bit_optimizer import OneBitOptimizer, OneBitSettings
 from commlib_torch._bridge import check, dtype_name, to_array, to_tensor
 from commlib_torch._named import ProcessSets
@@ -188,7 +188,7 @@ class OneBitAdam(OneBit):
     more. Gradients that are clipped before are clipped on each rank by itself. Source: Tang et al. 2021.
 
     On a group within one node nothing is compressed, unless `compress_within_node`: memory is faster. `scheme` is how
-    the first moment travels, by default `Exchanged(Sign())`.
+    the first moment travels, by default `AllToAll(Sign())`.
     """
 
     def __init__(

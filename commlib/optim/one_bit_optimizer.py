@@ -14,16 +14,16 @@ from __future__ import annotations
 import warnings
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from itertools import chain
 from typing import Any
-
-import numpy as np
 
 from commlib.communicator import Communicator
 from commlib.compress.scheme import Scheme
 from commlib.dtypes import Array
 from commlib.errors import UsageError
-from commlib.optim.one_bit_adam import Hyper, Moments, OneBitAdam, check_phases
+from commlib.optim.one_bit_adam import OneBitAdam
 from commlib.optim.one_bit_lamb import Layer, Limits, OneBitLAMB
+from commlib.optim.one_bit_moments import Hyper, Moments, check_phases
 
 
 @dataclass(frozen=True, slots=True)
@@ -104,16 +104,24 @@ class OneBitOptimizer:
         kinds = [[p.first for p in update.moments.parameters], [p.second for p in update.moments.parameters]]
         return kinds if self.settings.limits is None else [*kinds, [layer.fresh for layer in update.layers]]
 
-    @property
-    def scalars(self) -> Array:
-        """LAMB's numbers, [parameters, 4] in the order of `Layer.scalars`; [0, 4] for Adam. A copy."""
-        rows = [list(layer.scalars().values()) for layer in self._update.layers]
-        return np.array(rows, np.float64).reshape(-1, len(Layer(0).scalars()))
+    def read(self, arrays: Sequence[Array]) -> None:
+        """Take over what `write` wrote: one array after another of `memory`, in any shape.
 
-    @scalars.setter
-    def scalars(self, rows: Array) -> None:
-        for layer, row in zip(self._update.layers, rows.tolist(), strict=True):
-            layer.load(dict(zip(layer.scalars(), row, strict=True)))
+        For LAMB [parameters, 4] follow, the numbers of each parameter in the order of `Layer.scalars`.
+        """
+        for mine, array in zip(chain.from_iterable(self.memory), arrays, strict=False):
+            mine[...] = array.reshape(-1)
+        if self.settings.limits is not None:
+            for layer, row in zip(self._update.layers, arrays[-1], strict=True):
+                layer.load(dict(zip(layer.scalars(), row, strict=True)))
+
+    def write(self, arrays: Sequence[Array]) -> None:
+        """Write what is remembered, but for residuals, to arrays as `read` has them."""
+        for mine, array in zip(chain.from_iterable(self.memory), arrays, strict=False):
+            array[...] = mine.reshape(array.shape)
+        if self.settings.limits is not None:
+            for layer, row in zip(self._update.layers, arrays[-1], strict=True):
+                row[...] = list(layer.scalars().values())
 
     def seek(self, steps: int) -> None:
         """Go on as after `steps` steps.
