@@ -1,4 +1,4 @@
-"""Drive a 1-bit optimizer for an adapter, which only reads gradients, writes parameters and keeps the state.
+"""Drive a 1-bit optimizer for an adapter, which reads gradients, writes parameters and keeps the state.
 
     settings = OneBitSettings("OneBitAdam", freeze_step=100)    # wrong arguments are found here, before ranks meet
     optimizer = OneBitOptimizer(settings)

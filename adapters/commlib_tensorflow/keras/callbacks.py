@@ -1,6 +1,6 @@
 """Horovod's callbacks for `fit`, for the Keras that `tf.keras` is: TF_USE_LEGACY_KERAS=1 decides between the two.
 
-Who uses the other one beside it finds its callbacks by `of(tf_keras)`.
+`of(tf_keras)` returns the callbacks for the other one, which may be used beside it.
 """
 
 from __future__ import annotations
