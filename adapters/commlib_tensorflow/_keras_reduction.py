@@ -12,7 +12,7 @@ from typing import Any
 import tensorflow as tf
 
 from commlib import horovod as core
-from commlib.data_parallel import Statistics, StepReport
+from commlib.data_parallel import Reporting
 from commlib.errors import UsageError
 from commlib_tensorflow._computed_gradients import ComputedGradients, gradients_of
 from commlib_tensorflow.clip import clip_by_global_norm
@@ -20,7 +20,7 @@ from commlib_tensorflow.collectives import allreduce
 from commlib_tensorflow.gradients import Gradients
 
 
-class Distributed:
+class Distributed(Reporting):
     """What all optimizers that reduce their gradients are. Not for direct use: see DistributedOptimizer."""
 
     _commlib: Reduction
@@ -38,14 +38,9 @@ class Distributed:
         self._commlib.reducer.load_compression_state(state)
 
     @property
-    def report(self) -> StepReport | None:
-        """What communication cost in the last step; None before the first one, and on a single rank."""
-        return self._commlib.reducer.report
-
-    @property
-    def statistics(self) -> Statistics:
-        """What all reductions cost since the start."""
-        return self._commlib.reducer.statistics
+    def reducer(self) -> Gradients:
+        """What reduces the gradients: its options, and one `reducers[i]` for each kind of call so far."""
+        return self._commlib.reducer
 
 
 class DistributedKeras(Distributed):

@@ -9,7 +9,7 @@ from typing import Any
 import tensorflow as tf
 
 from commlib import horovod as core
-from commlib.data_parallel import Statistics, StepReport
+from commlib.data_parallel import BUCKET_CAP_MIB, FIRST_BUCKET_MIB, Reporting
 from commlib.errors import UsageError
 from commlib_tensorflow._graph import as_written
 from commlib_tensorflow.compression import Compression, GradientCompressing
@@ -19,7 +19,7 @@ _shared_reducer: Callable[..., Gradients] = functools.lru_cache(maxsize=64)(Grad
 """A tape is made anew in every step; what ranks have agreed on outlives it."""
 
 
-class DistributedTape(tf.GradientTape):  # type: ignore[misc]  # TensorFlow has no types
+class DistributedTape(tf.GradientTape, Reporting):  # type: ignore[misc]  # TensorFlow has no types
     """What `DistributedGradientTape` returns: records as the tape that it was made from, and reduces in `gradient`."""
 
     def __init__(self, tape: tf.GradientTape, reducer: Gradients, scale_local_gradients: bool) -> None:
@@ -30,14 +30,9 @@ class DistributedTape(tf.GradientTape):  # type: ignore[misc]  # TensorFlow has 
         self._local: dict[int, Any] = {}
 
     @property
-    def report(self) -> StepReport | None:
-        """What communication cost in the last step of such tapes; None before the first one, and on a single rank."""
-        return self._reducer.report
-
-    @property
-    def statistics(self) -> Statistics:
-        """What all reductions of such tapes cost since the start."""
-        return self._reducer.statistics
+    def reducer(self) -> Gradients:
+        """What reduces the gradients of such tapes."""
+        return self._reducer
 
     def register_local_source(self, source: Any) -> None:
         """Note that a variable is this rank's own: its gradient is not combined with those of other ranks."""
@@ -142,6 +137,9 @@ def DistributedGradientTape(
     scale_local_gradients: bool = True,
     compress_within_node: bool = False,
     overlap: bool | None = None,
+    *,
+    bucket_cap_mib: float = BUCKET_CAP_MIB,
+    first_bucket_mib: float = FIRST_BUCKET_MIB,
 ) -> DistributedTape:
     """Return a tape that records as `gradtape` does and whose `gradient` is combined over all ranks.
 
@@ -157,6 +155,8 @@ def DistributedGradientTape(
         compression=compression,
         compress_within_node=compress_within_node,
         overlap=overlap,
+        bucket_cap_mib=bucket_cap_mib,
+        first_bucket_mib=first_bucket_mib,
         gradient_predivide_factor=gradient_predivide_factor,
         sparse_as_dense=sparse_as_dense,
         groups=_by_name(groups) if groups is not None else num_groups or None,
@@ -179,8 +179,7 @@ def PartialDistributedGradientTape(
     process_set: core.ProcessSet | None = None,
     local_layers: Any = None,
     scale_local_gradients: bool = True,
-    compress_within_node: bool = False,
-    overlap: bool | None = None,
+    **more: Any,
 ) -> DistributedTape:
     """Return a `DistributedGradientTape` for which all weights of `local_layers`, a layer or several, are local."""
     tape = DistributedGradientTape(
@@ -195,8 +194,7 @@ def PartialDistributedGradientTape(
         groups,
         process_set,
         scale_local_gradients,
-        compress_within_node,
-        overlap,
+        **more,
     )
     for layer in _layers(local_layers):
         for weight in layer.trainable_weights:

@@ -17,7 +17,7 @@ from commlib.data_parallel import (
     GradientReducer,
     InOrder,
     Options,
-    Statistics,
+    Reporting,
     load_compression,
     save_compression,
 )
@@ -30,7 +30,7 @@ from commlib_torch.gradients import Gradients, unique_parameters
 _INNER = "module."
 
 
-class DataParallel(nn.Module):
+class DataParallel(nn.Module, Reporting):
     """Wrap `module` so that backward reduces its gradients over all ranks. Collective.
 
     Parameters and buffers are broadcast from rank 0 at construction; buffers (running statistics) are not kept equal
@@ -111,16 +111,6 @@ class DataParallel(nn.Module):
     def reducer(self) -> GradientReducer | None:
         """What reduces the gradients: its buckets, options and compression; None in a copy."""
         return None if self._gradients is None else self._gradients.reducer
-
-    @property
-    def exposed_seconds(self) -> float:
-        """Seconds that the training thread has waited for communication so far."""
-        return self.statistics.exposed_seconds
-
-    @property
-    def statistics(self) -> Statistics:
-        """What was reduced so far."""
-        return Statistics() if self._gradients is None else self._gradients.reducer.statistics
 
     def named_parameters(
         self, prefix: str = "", recurse: bool = True, remove_duplicate: bool = True

@@ -19,8 +19,7 @@ from commlib.data_parallel import (
     GradientReducer,
     InOrder,
     Options,
-    Statistics,
-    StepReport,
+    Reporting,
     load_compression,
     save_compression,
 )
@@ -161,7 +160,7 @@ def _change_class(optimizer: torch.optim.Optimizer, mixin: type) -> Any:
     return optimizer
 
 
-class Distributed:
+class Distributed(Reporting):
     """What a wrapped optimizer has beyond its own class. Not for direct use: see `DistributedOptimizer`."""
 
     _plain: type
@@ -214,17 +213,6 @@ class Distributed:
         """What reduces the gradients: its buckets, options and compression."""
         return self._gradients.reducer
 
-    @property
-    def report(self) -> StepReport | None:
-        """What communication cost in the last step; None before the first one."""
-        return self.reducer.report
-
-    @property
-    def compression_choice(self) -> str:
-        """How gradients are compressed, and why so."""
-        wire = self.reducer.options.wire_dtype("float32")
-        return self.reducer.compression.why if wire == "float32" else f"torch.{wire} on the wire: as asked"
-
     def state_dict(self) -> dict[str, Any]:
         """Return the optimizer's state, as torch does, and what compression remembers on this rank.
 
@@ -239,16 +227,6 @@ class Distributed:
         super().load_state_dict({key: value for key, value in state_dict.items() if key != KEY})  # type: ignore[misc]
         if KEY in state_dict:
             load_compression(self.reducer, state_dict[KEY], to_array)
-
-    @property
-    def exposed_seconds(self) -> float:
-        """Seconds that the training thread has waited for communication so far."""
-        return self.reducer.statistics.exposed_seconds
-
-    @property
-    def statistics(self) -> Statistics:
-        """What was reduced so far, and what it cost."""
-        return self.reducer.statistics
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Clear gradients, as torch does; what `no_sync` or earlier passes accumulated is given up."""

@@ -112,6 +112,12 @@ class GradientReducer:
         return self._compression
 
     @property
+    def compression_choice(self) -> str:
+        """How gradients are compressed, and why so."""
+        wire = self.options.wire_dtype("float32")
+        return self._compression.why if wire == "float32" else f"{wire} on the wire: as asked"
+
+    @property
     def buckets(self) -> tuple[Bucket, ...]:
         """The buckets in launch order. Numbers from `len(gradients)` on are flags."""
         return self._engine.buckets

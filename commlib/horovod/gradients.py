@@ -90,6 +90,11 @@ class NamedGradients:
         """What reduces gradients, one for each kind of call so far: its buckets, options and compression."""
         return [kept.reducer for kept in self._kept]
 
+    @property
+    def compression_choice(self) -> str:
+        """How gradients are compressed, and why so."""
+        return self._kept[0].reducer.compression_choice if self._kept else "not known before the first step"
+
     def options_here(self) -> Options:
         """Return the options as they are for the ranks of the set. Not collective."""
         return self.options.for_ranks_of(self.process_set.coordinator(self.name).comm)

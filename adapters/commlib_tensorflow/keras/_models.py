@@ -34,7 +34,7 @@ def DistributedOptimizer(
     """Make `optimizer` step with gradients that are reduced over all ranks, and return it.
 
     The same as `commlib_tensorflow.DistributedOptimizer`, with the arguments in the order that `horovod.keras` has;
-    `more` are `compress_within_node` and `overlap`.
+    `more` are `compress_within_node`, `overlap`, `bucket_cap_mib` and `first_bucket_mib`.
     """
     return PartialDistributedOptimizer(
         optimizer,
@@ -72,8 +72,7 @@ def PartialDistributedOptimizer(
     process_set: Any = core.global_process_set,
     local_layers: Any = None,
     scale_local_gradients: bool = True,
-    compress_within_node: bool = False,
-    overlap: bool | None = None,
+    **more: Any,
 ) -> OptimizerT:
     """Like DistributedOptimizer, but gradients of `local_layers` (a layer or several) stay on their rank.
 
@@ -89,8 +88,6 @@ def PartialDistributedOptimizer(
         name=name,
         op=op,
         compression=compression,
-        compress_within_node=compress_within_node,
-        overlap=overlap,
         sparse_as_dense=sparse_as_dense,
         gradient_predivide_factor=gradient_predivide_factor,
         groups=groups if groups is not None else num_groups or None,
@@ -99,6 +96,7 @@ def PartialDistributedOptimizer(
         local_layers=local_layers,
         backward_passes_per_step=backward_passes_per_step,
         average_aggregated_gradients=average_aggregated_gradients,
+        **more,
     )
 
 
