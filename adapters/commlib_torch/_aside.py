@@ -15,10 +15,11 @@ from commlib import horovod as core
 from commlib.data_parallel import Statistics
 from commlib.data_parallel.report import all_reduce_bytes
 from commlib.errors import MismatchError, UsageError
-from commlib_torch._call import new, read
-from commlib_torch._named import Reduction, start_allreduce
+from commlib_torch._bridge import to_tensor as new
+from commlib_torch._call import read
 from commlib_torch._options import Options
 from commlib_torch._parameters import Named
+from commlib_torch.horovod._start import Reduction, start_allreduce
 
 
 class Aside:

@@ -17,8 +17,8 @@ from commlib.dtypes import Array
 from commlib.errors import UsageError
 from commlib.optim.one_bit_adam import Hyper, Moments
 from commlib_torch._bridge import check, dtype_name, to_array, to_tensor
-from commlib_torch._named import ProcessSets
 from commlib_torch._options import communicator_of
+from commlib_torch.horovod._start import ProcessSets
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 _OWN = "one_bit"  # the key in `state_dict()["state"]` of what belongs to no parameter

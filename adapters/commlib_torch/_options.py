@@ -16,8 +16,8 @@ from commlib.data_parallel import BUCKET_CAP_MIB, FIRST_BUCKET_MIB
 from commlib.errors import UsageError
 from commlib_torch._bridge import dtype_name
 from commlib_torch._layout import Groups, find_groups
-from commlib_torch._named import ProcessSets
 from commlib_torch.compression import Cast, Compressing, Compression, Compressor
+from commlib_torch.horovod._start import ProcessSets
 
 REDUCTIONS = ("mean", "sum")
 

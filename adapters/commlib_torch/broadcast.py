@@ -19,9 +19,9 @@ from commlib import horovod as core
 from commlib.communicator import Communicator
 from commlib.data_parallel import check_agreement
 from commlib.errors import UsageError
+from commlib.tensors import check_ordered, choose_root
 from commlib_torch._bridge import check_dense, on_host, to_array
-from commlib_torch._named import ProcessSets
-from commlib_torch.movement import check_ordered, choose_root
+from commlib_torch.horovod._start import ProcessSets
 
 Parameters = Mapping[str, Tensor] | Iterable[tuple[str, Tensor]] | Iterable[Tensor]
 

@@ -13,8 +13,8 @@ from commlib.optim.one_bit_adam import Moments
 from commlib.optim.one_bit_adam import OneBitAdam as AdamUpdate
 from commlib.optim.one_bit_lamb import Layer, Limits
 from commlib.optim.one_bit_lamb import OneBitLAMB as LAMBUpdate
-from commlib_torch._named import ProcessSets
 from commlib_torch._one_bit import OneBit
+from commlib_torch.horovod._start import ProcessSets
 
 
 class OneBitAdam(OneBit):

@@ -16,13 +16,13 @@ from commlib.data_parallel import BUCKET_CAP_MIB, FIRST_BUCKET_MIB, Alone, Stati
 from commlib.errors import UsageError
 from commlib_torch._gradients import Gradients
 from commlib_torch._layout import Groups
-from commlib_torch._named import ProcessSets
 from commlib_torch._options import Options, communicator_of, reduction_name
 from commlib_torch._parameters import Named, unique_parameters
 from commlib_torch._residuals import KEY, load_compression, save_compression
 from commlib_torch.adasum import AdasumDistributed
 from commlib_torch.clip import clip_grad_norm_
 from commlib_torch.compression import Compressing, Compression
+from commlib_torch.horovod._start import ProcessSets
 
 OptimizerT = TypeVar("OptimizerT", bound=torch.optim.Optimizer)
 

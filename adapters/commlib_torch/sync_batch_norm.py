@@ -19,7 +19,7 @@ from torch.autograd.function import once_differentiable
 from torch.nn.modules.batchnorm import _BatchNorm
 
 from commlib import horovod as core
-from commlib_torch._named import ProcessSets, Reduction, first, start_allgather, start_allreduce
+from commlib_torch.horovod._start import ProcessSets, Reduction, first, start_allgather, start_allreduce
 
 # Numbers for the layers of each process set, in the order of their making, which is the same on all its ranks.
 _numbers: weakref.WeakKeyDictionary[core.ProcessSet, itertools.count[int]] = weakref.WeakKeyDictionary()
