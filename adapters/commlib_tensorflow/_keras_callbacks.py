@@ -13,7 +13,7 @@ import tensorflow as tf
 from commlib import horovod as core
 from commlib.errors import MismatchError, UsageError
 from commlib_tensorflow._keras_reduction import key_of
-from commlib_tensorflow.functions import broadcast_variables
+from commlib_tensorflow.broadcast import broadcast_variables
 
 
 class BroadcastGlobalVariables:

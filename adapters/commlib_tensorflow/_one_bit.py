@@ -17,7 +17,8 @@ from commlib import horovod as core
 from commlib.errors import UsageError
 from commlib.optim.one_bit_adam import Hyper, Moments
 from commlib_tensorflow._bridge import Array
-from commlib_tensorflow._graph import Spec, as_written, call
+from commlib_tensorflow._graph import Spec, call
+from commlib_tensorflow._graph import no_autograph as as_written
 from commlib_tensorflow._keras3 import _replace_in_keras
 from commlib_tensorflow._keras_reduction import Distributed, Reduction
 from commlib_tensorflow._pool import Pool

@@ -13,7 +13,8 @@ from commlib.dtypes import FLOATS, name_of
 from commlib.errors import UsageError
 from commlib.kernels.host.norm import sum_of_squares
 from commlib_tensorflow._bridge import Array, as_tensor
-from commlib_tensorflow._graph import Spec, as_written, call
+from commlib_tensorflow._graph import Spec, call
+from commlib_tensorflow._graph import no_autograph as as_written
 
 
 @as_written

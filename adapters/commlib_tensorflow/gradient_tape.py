@@ -11,7 +11,7 @@ import tensorflow as tf
 from commlib import horovod as core
 from commlib.data_parallel import Statistics, StepReport
 from commlib.errors import UsageError
-from commlib_tensorflow._graph import as_written
+from commlib_tensorflow._graph import no_autograph as as_written
 from commlib_tensorflow.compression import Compression, GradientCompressing
 from commlib_tensorflow.gradients import GradientReducer
 

@@ -19,7 +19,7 @@ from commlib.compress.crossing import split_piece
 from commlib.data_parallel import Statistics, StepClock, StepReport, cores_per_rank
 from commlib.errors import MismatchError, UsageError
 from commlib_tensorflow._bridge import as_tensor, dtype_name
-from commlib_tensorflow._graph import as_written
+from commlib_tensorflow._graph import no_autograph as as_written
 from commlib_tensorflow._layout import Groups, Layout, checked_groups, compatible, make_layout, spec_of
 from commlib_tensorflow._one_reduction import OneReduction
 from commlib_tensorflow._pool import Pool

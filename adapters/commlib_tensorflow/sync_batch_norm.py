@@ -11,8 +11,9 @@ import tensorflow as tf
 
 from commlib import horovod as core
 from commlib_tensorflow._bridge import Array
-from commlib_tensorflow._graph import Spec, as_written, call, gradient_name, operation_name
-from commlib_tensorflow.collectives import allreduce
+from commlib_tensorflow._graph import Spec, call, gradient_name, operation_name
+from commlib_tensorflow._graph import no_autograph as as_written
+from commlib_tensorflow.horovod.operations import allreduce
 
 
 @keras.saving.register_keras_serializable(package="commlib_tensorflow")
