@@ -99,9 +99,7 @@ def _specs(verb: Call[Any], inputs: Sequence[Any]) -> list[Spec]:
     if verb.result is NOTHING:
         return [Spec(tf.int32, ())]
     if not inputs:
-        raise UsageError(
-            f"{verb.verb}: in a traced function every rank gives a tensor, of the dtype of the result"
-        )
+        raise UsageError(f"{verb.verb}: in a traced function every rank gives a tensor, of the dtype of the result")
     if verb.result is SAME:
         return [Spec.like(inputs[-1])]
     if verb.result is RECEIVED:

@@ -9,14 +9,14 @@ import torch
 from torch import Tensor
 
 from commlib.tensors import Bridge, TensorWork, VerbMaker
-from commlib_torch._bridge import Array, packed, to_array, to_tensor
+from commlib_torch._bridge import Array, array_of, packed, to_tensor
 
 Work = TensorWork
 
 
 def read(tensor: Tensor) -> Array:
     """Return an array with the values of `tensor`: its memory, if that is contiguous."""
-    return to_array(packed(tensor))
+    return array_of(packed(tensor))
 
 
 class InPlace:
@@ -30,7 +30,7 @@ class InPlace:
     def __init__(self, tensor: Tensor, stage: Callable[[Tensor], Tensor] = packed) -> None:
         self._tensor = tensor
         self._staged = stage(tensor)
-        self.array = to_array(self._staged)
+        self.array = array_of(self._staged)
 
     def finish(self, *_: Any) -> Tensor:
         """Return the tensor, with the values of `array`."""

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from commlib import horovod as core
 from commlib.horovod import Reduction as Reduction
-from commlib_torch._bridge import Array, check_dense, device_kind, on_host, to_array, to_tensor
+from commlib_torch._bridge import Array, array_of, check_dense, device_kind, on_host, to_tensor
 from commlib_torch._call import InPlace, Work
 
 R = TypeVar("R")
@@ -109,7 +109,7 @@ def start_alltoall(
 
 def on_host_array(tensor: Tensor) -> Array:
     """Return an array with the values of a tensor: its memory, if that is contiguous and on the host."""
-    return to_array(on_host(tensor))
+    return array_of(on_host(tensor))
 
 
 def _check(tensors: Sequence[Tensor]) -> str:

@@ -50,15 +50,12 @@ class _Reducing(Generic[R]):
 
     def run(self) -> R:
         """Ask for it and wait."""
-        return self._begin(True).wait()
+        work = start_allreduce(self._tensors, self._how, in_place=self.in_place, blocking=True)
+        return self._finish(work.wait())
 
     def start(self) -> Work[R]:
         """Ask for it."""
-        return self._begin(False)
-
-    def _begin(self, blocking: bool) -> Work[R]:
-        work = start_allreduce(self._tensors, self._how, in_place=self.in_place, blocking=blocking)
-        return work.then(self._finish)
+        return start_allreduce(self._tensors, self._how, in_place=self.in_place).then(self._finish)
 
 
 def _in_place(build: Callable[P, _Reducing[R]], text: str) -> Callable[P, _Reducing[R]]:
