@@ -14,7 +14,7 @@ from commlib.tensors import check_ordered, choose_root
 from commlib_tensorflow._bridge import as_tensor
 from commlib_tensorflow._graph import no_autograph, operation_name, ordered
 from commlib_tensorflow.collectives import run, verbs
-from commlib_tensorflow.horovod.operations import broadcast_tensors
+from commlib_tensorflow.horovod._autograd import broadcast_tensors
 
 __all__ = (
     "BroadcastGlobalVariablesHook", "allgather_object", "broadcast_global_variables", "broadcast_object",

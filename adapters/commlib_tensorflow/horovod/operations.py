@@ -24,9 +24,17 @@ from commlib.errors import UsageError
 from commlib.horovod import Reduction
 from commlib.tensors import check_ordered, choose_root
 from commlib_tensorflow._bridge import Array, as_tensor
-from commlib_tensorflow._graph import Spec, call, gradient_name, no_autograph, operation_name, ordered, records
+from commlib_tensorflow._graph import Spec, call, no_autograph, operation_name, ordered
 from commlib_tensorflow.collectives import run, verbs
 from commlib_tensorflow.compression import Compression, Compressor
+from commlib_tensorflow.horovod._autograd import (
+    allgather_tensors,
+    allreduce_tensors,
+    alltoall_tensor,
+    broadcast_tensor,
+    broadcast_tensors,
+    reducescatter_tensors,
+)
 
 __all__ = (
     "allgather", "allreduce", "alltoall", "barrier", "broadcast", "broadcast_", "grouped_allgather",
@@ -62,7 +70,7 @@ def allreduce(
         return _allreduce_slices([tensor], how.called(name))[0]
     tensor = as_tensor(tensor)
     name = operation_name("Allreduce", name, tensor, ignore_name_scope=ignore_name_scope)
-    return _compressed(_allreduce_tensors, [tensor], how.called(name), compression)[0]
+    return _compressed(allreduce_tensors, [tensor], how.called(name), compression)[0]
 
 
 @no_autograph
@@ -93,7 +101,7 @@ def grouped_allreduce(
     first = dense[0] if dense else slices[0].values
     name = operation_name("GroupedAllreduce", name, first, ignore_name_scope=ignore_name_scope)
     gathered = iter(_allreduce_slices(slices, how.called(None if name is None else f"{name}_slices")))
-    reduced = iter(_compressed(_allreduce_tensors, dense, how.called(name), compression) if dense else ())
+    reduced = iter(_compressed(allreduce_tensors, dense, how.called(name), compression) if dense else ())
     return [next(gathered if isinstance(tensor, tf.IndexedSlices) else reduced) for tensor in given]
 
 
@@ -110,7 +118,7 @@ def allgather(
     """
     tensor = as_tensor(tensor)
     name = operation_name("Allgather", name, tensor, ignore_name_scope=ignore_name_scope)
-    return _allgather_tensors([tensor], name, core.process_set_of(process_set))[0]
+    return allgather_tensors([tensor], name, core.process_set_of(process_set))[0]
 
 
 @no_autograph
@@ -125,7 +133,7 @@ def grouped_allgather(
     if not given:
         return []
     name = operation_name("GroupedAllgather", name, given[0], ignore_name_scope=ignore_name_scope)
-    return _allgather_tensors(given, name, core.process_set_of(process_set))
+    return allgather_tensors(given, name, core.process_set_of(process_set))
 
 
 @no_autograph
@@ -150,13 +158,7 @@ def broadcast(
         return run(verbs.broadcast(tensor, source, comm=comm))
     tensor = as_tensor(tensor)
     name = operation_name("Broadcast", name, tensor, ignore_name_scope=ignore_name_scope)
-    group = core.process_set_of(process_set)
-
-    def backward(xs: Sequence[Any], dys: Sequence[Any]) -> list[Any]:
-        averaged = _allreduce_tensors(dys, Reduction.of_gradients("broadcast", gradient_name(name), group))
-        return averaged if core.rank() == source else [tf.zeros_like(dy) for dy in averaged]
-
-    return _differentiable(lambda xs: broadcast_tensors(xs, source, name, group), backward, [tensor])[0]
+    return broadcast_tensor(tensor, source, name, core.process_set_of(process_set))
 
 
 @no_autograph
@@ -199,11 +201,11 @@ def alltoall(
     name = operation_name("Alltoall", name, tensor, ignore_name_scope=ignore_name_scope)
     group = core.process_set_of(process_set)
     if splits is None:
-        return _alltoall(tensor, None, name, group)[0]
+        return alltoall_tensor(tensor, None, name, group)[0]
     splits = tf.convert_to_tensor(splits)
     if not splits.dtype.is_integer:
         raise UsageError(f"alltoall: splits must be integers, got {splits.dtype.name}")
-    output, received = _alltoall(tensor, splits, name, group)
+    output, received = alltoall_tensor(tensor, splits, name, group)
     return output, tf.cast(received, splits.dtype)
 
 
@@ -227,7 +229,7 @@ def reducescatter(
     name = operation_name("Reducescatter", name, tensor, ignore_name_scope=ignore_name_scope)
     group = core.process_set_of(process_set)
     how = Reduction.of(op, None, name, prescale_factor, postscale_factor, group)
-    return _compressed(_reducescatter_tensors, [tensor], how, compression)[0]
+    return _compressed(reducescatter_tensors, [tensor], how, compression)[0]
 
 
 @no_autograph
@@ -249,7 +251,7 @@ def grouped_reducescatter(
     name = operation_name("GroupedReducescatter", name, given[0], ignore_name_scope=ignore_name_scope)
     group = core.process_set_of(process_set)
     how = Reduction.of(op, None, name, prescale_factor, postscale_factor, group)
-    return _compressed(_reducescatter_tensors, given, how, compression)
+    return _compressed(reducescatter_tensors, given, how, compression)
 
 
 @no_autograph
@@ -281,112 +283,6 @@ def barrier(
 
     (met,) = call(meet, [], [Spec(tf.int32, ())])
     return None if ordered() else met.op
-
-
-# Gradients: what is below takes tensors and names as they are
-
-
-def _allreduce_tensors(tensors: Sequence[Any], how: Reduction) -> list[Any]:
-    def host(*arrays: Array) -> Sequence[Array]:
-        outputs = [core.empty(array.shape, array.dtype) for array in arrays]
-        core.start_allreduce(arrays, outputs, **how.options(), blocking=True).wait()
-        return outputs
-
-    def backward(xs: Sequence[Any], dys: Sequence[Any]) -> list[Any]:
-        how.check_linear(f"allreduce with op={how.op.name.capitalize()}")
-        return _allreduce_tensors(dys, how.called(gradient_name(how.name)))
-
-    return _differentiable(lambda xs: call(host, xs, [Spec.like(x) for x in xs]), backward, tensors)
-
-
-def _allgather_tensors(tensors: Sequence[Any], name: str | None, group: Any) -> list[Any]:
-    def host(*arrays: Array) -> Sequence[Array]:
-        return list(core.start_allgather(arrays, name, process_set=group, blocking=True).wait())
-
-    def backward(xs: Sequence[Any], dys: Sequence[Any]) -> list[Any]:
-        below = gradient_name(name)
-        averaged = _allreduce_tensors(dys, Reduction.of_gradients("all_gather_v", below, group))
-        rows = tf.stack([tf.shape(x, tf.int64)[0] for x in xs])
-        (everyone,) = _allgather_tensors([rows[tf.newaxis]], None if below is None else f"{below}_rows", group)
-        before = tf.reduce_sum(everyone[: group.rank()], axis=0)
-        return [dy[before[i] : before[i] + rows[i]] for i, dy in enumerate(averaged)]
-
-    return _differentiable(lambda xs: call(host, xs, [Spec.rows_of(x) for x in xs]), backward, tensors)
-
-
-def _reducescatter_tensors(tensors: Sequence[Any], how: Reduction) -> list[Any]:
-    def host(*arrays: Array) -> Sequence[Array]:
-        return list(core.start_reducescatter(arrays, **how.options(), blocking=True).wait())
-
-    def backward(xs: Sequence[Any], dys: Sequence[Any]) -> list[Any]:
-        how.check_linear(f"reducescatter with op={how.op.name.capitalize()}")
-        gathered = _allgather_tensors(dys, gradient_name(how.name), how.process_set)
-        factor = how.gathered_factor
-        return [dy if factor == 1 else dy * tf.cast(factor, dy.dtype) for dy in gathered]
-
-    return _differentiable(lambda xs: call(host, xs, [Spec.rows_of(x) for x in xs]), backward, tensors)
-
-
-def _alltoall(tensor: Any, splits: Any, name: str | None, group: core.ProcessSet) -> tuple[Any, Any]:
-    def host(array: Array, *given: Array) -> Sequence[Array]:
-        return list(
-            core.start_alltoall(array, given[0] if given else None, name, process_set=group, blocking=True).wait()
-        )
-
-    def forward(x: Any) -> tuple[tuple[Any, Any], Callable[..., Any]]:
-        inputs = [x] if splits is None else [x, splits]
-        output, received = call(host, inputs, [Spec.rows_of(x), Spec(tf.int64, (group.size(),))])
-
-        def backward(dy: Any, _: Any = None) -> Any:
-            back = _alltoall(dy, received, gradient_name(name), group)[0]
-            # Splits may leave out rows at the end; those had no part in the result.
-            unsent = tf.shape(x)[:1] - tf.shape(back)[:1]
-            zeros = tf.zeros(tf.concat([unsent, tf.shape(back)[1:]], 0), back.dtype)
-            return back if splits is None else tf.concat([back, zeros], 0)
-
-        return (output, received), backward
-
-    output, received = tf.custom_gradient(forward)(tensor) if records() else forward(tensor)[0]
-    return output, received
-
-
-def broadcast_tensors(tensors: Sequence[Any], root_rank: int, name: str | None, group: core.ProcessSet) -> list[Any]:
-    """Return the values of rank `root_rank` for each tensor, in one operation. No gradient flows through."""
-
-    def host(*arrays: Array) -> Sequence[Array]:
-        copies = [core.empty(array.shape, array.dtype) for array in arrays]
-        if core.rank() == root_rank:
-            for copy, array in zip(copies, arrays, strict=True):
-                copy[...] = array
-        return list(core.start_broadcast(copies, root_rank, name, process_set=group, blocking=True).wait())
-
-    return call(host, tensors, [Spec.like(tensor) for tensor in tensors])
-
-
-def _differentiable(
-    operation: Callable[[list[Any]], list[Any]],
-    backward: Callable[[list[Any], list[Any]], list[Any]],
-    tensors: Sequence[Any],
-) -> list[Any]:
-    """Return `operation(tensors)`, whose gradients are what `backward` makes of tensors and gradients.
-
-    Only tensors that can have gradients take part in it: that depends on their dtypes, so it is the same on all ranks.
-    """
-    smooth = [index for index, t in enumerate(tensors) if t.dtype.is_floating or t.dtype.is_complex]
-    if not smooth or not records():
-        return operation(list(tensors))
-
-    def forward(*xs: Any) -> tuple[list[Any], Callable[..., list[Any]]]:
-        def gradients(*dys: Any) -> list[Any]:
-            answer: list[Any] = [None] * len(xs)
-            found = backward([xs[index] for index in smooth], [dys[index] for index in smooth])
-            for index, gradient in zip(smooth, found, strict=True):
-                answer[index] = gradient
-            return answer
-
-        return operation(list(xs)), gradients
-
-    return list(tf.custom_gradient(forward)(*tensors))
 
 
 def _compressed(
@@ -426,7 +322,7 @@ def _allreduce_slices(slices: Sequence[tf.IndexedSlices], how: Reduction) -> lis
     if (how.prescale_factor, how.postscale_factor) != (1.0, 1.0):
         raise NotImplementedError("prescale_factor and postscale_factor do not exist for tf.IndexedSlices")
     parts = [as_tensor(part) for one in slices for part in (one.values, one.indices)]
-    gathered = _allgather_tensors(parts, how.name, how.process_set)
+    gathered = allgather_tensors(parts, how.name, how.process_set)
     size = core.process_set_of(how.process_set).size()
     results = []
     for one, values, indices in zip(slices, gathered[::2], gathered[1::2], strict=True):

@@ -6,8 +6,9 @@ the host.
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Sequence
-from typing import Generic, TypeVar
+from typing import Generic, ParamSpec, TypeVar
 
 import numpy as np
 import torch
@@ -18,6 +19,7 @@ from commlib.horovod import Reduction as Reduction
 from commlib_torch._bridge import Array, array_of, check_dense, device_kind, on_host, to_tensor
 from commlib_torch._call import InPlace, Work
 
+P = ParamSpec("P")
 R = TypeVar("R")
 
 ProcessSets = core.ProcessSet | None
@@ -39,6 +41,37 @@ class Named(Generic[R]):
     def start(self) -> Work[R]:
         """Ask for it."""
         return self._begin(False)
+
+
+class Reducing(Generic[R]):
+    """An allreduce with its arguments, into new tensors or in place."""
+
+    __slots__ = ("_finish", "_how", "_tensors", "in_place")
+
+    def __init__(self, tensors: Sequence[Tensor], how: Reduction, finish: Callable[[list[Tensor]], R]) -> None:
+        self._tensors, self._how, self._finish, self.in_place = tensors, how, finish, False
+
+    def run(self) -> R:
+        """Ask for it and wait."""
+        work = start_allreduce(self._tensors, self._how, in_place=self.in_place, blocking=True)
+        return self._finish(work.wait())
+
+    def start(self) -> Work[R]:
+        """Ask for it."""
+        return start_allreduce(self._tensors, self._how, in_place=self.in_place).then(self._finish)
+
+
+def in_place(build: Callable[P, Reducing[R]], text: str) -> Callable[P, Reducing[R]]:
+    """Return what builds the same in place, for a verb with this docstring."""
+
+    @functools.wraps(build)
+    def placed(*arguments: P.args, **options: P.kwargs) -> Reducing[R]:
+        call = build(*arguments, **options)
+        call.in_place = True
+        return call
+
+    placed.__name__, placed.__doc__ = f"{build.__name__}_", text
+    return placed
 
 
 def first(results: Sequence[R]) -> R:

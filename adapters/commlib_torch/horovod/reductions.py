@@ -14,19 +14,18 @@ where ranks submit different things under one name, after which the job goes on.
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Callable, Sequence
-from typing import Any, Generic, ParamSpec, TypeVar
+from typing import Any
 
 from torch import Tensor
 
 from commlib import horovod as core
 from commlib.horovod import Reduction
 from commlib_torch._bridge import check_dense
-from commlib_torch._call import Work, verb_maker
+from commlib_torch._call import verb_maker
 from commlib_torch.compression import Compression, Compressors
 from commlib_torch.horovod import _autograd
-from commlib_torch.horovod._start import Named, ProcessSets, first, start_allreduce, start_reducescatter
+from commlib_torch.horovod._start import Named, ProcessSets, Reducing, first, in_place, start_reducescatter
 
 __all__ = (
     "allreduce", "allreduce_", "allreduce_async", "allreduce_async_", "grouped_allreduce", "grouped_allreduce_",
@@ -34,41 +33,7 @@ __all__ = (
     "reducescatter", "reducescatter_async",
 )  # fmt: skip
 
-P = ParamSpec("P")
-R = TypeVar("R")
-
 _verb = verb_maker(__name__)
-
-
-class _Reducing(Generic[R]):
-    """An allreduce with its arguments, into new tensors or in place."""
-
-    __slots__ = ("_finish", "_how", "_tensors", "in_place")
-
-    def __init__(self, tensors: Sequence[Tensor], how: Reduction, finish: Callable[[list[Tensor]], R]) -> None:
-        self._tensors, self._how, self._finish, self.in_place = tensors, how, finish, False
-
-    def run(self) -> R:
-        """Ask for it and wait."""
-        work = start_allreduce(self._tensors, self._how, in_place=self.in_place, blocking=True)
-        return self._finish(work.wait())
-
-    def start(self) -> Work[R]:
-        """Ask for it."""
-        return start_allreduce(self._tensors, self._how, in_place=self.in_place).then(self._finish)
-
-
-def _in_place(build: Callable[P, _Reducing[R]], text: str) -> Callable[P, _Reducing[R]]:
-    """Return what builds the same in place, for a verb with this docstring."""
-
-    @functools.wraps(build)
-    def placed(*arguments: P.args, **options: P.kwargs) -> _Reducing[R]:
-        call = build(*arguments, **options)
-        call.in_place = True
-        return call
-
-    placed.__name__, placed.__doc__ = f"{build.__name__}_", text
-    return placed
 
 
 def allreduce(
@@ -94,14 +59,14 @@ def _allreduce(
     prescale_factor: float = 1.0,
     postscale_factor: float = 1.0,
     process_set: ProcessSets = None,
-) -> _Reducing[Tensor]:
+) -> Reducing[Tensor]:
     how = Reduction.of(op, average, name, prescale_factor, postscale_factor, process_set)
-    return _Reducing([tensor], how, first)
+    return Reducing([tensor], how, first)
 
 
 allreduce_async = _verb.starting(_allreduce)
 allreduce_, allreduce_async_ = _verb(
-    _in_place(_allreduce, "Combine `tensor` of all ranks in place, by default averaging, and return it.")
+    in_place(_allreduce, "Combine `tensor` of all ranks in place, by default averaging, and return it.")
 )
 
 
@@ -128,14 +93,14 @@ def _grouped_allreduce(
     prescale_factor: float = 1.0,
     postscale_factor: float = 1.0,
     process_set: ProcessSets = None,
-) -> _Reducing[list[Tensor]]:
+) -> Reducing[list[Tensor]]:
     how = Reduction.of(op, average, name, prescale_factor, postscale_factor, process_set)
-    return _Reducing(tensors, how, lambda results: results)
+    return Reducing(tensors, how, lambda results: results)
 
 
 grouped_allreduce_async = _verb.starting(_grouped_allreduce)
 grouped_allreduce_, grouped_allreduce_async_ = _verb(
-    _in_place(_grouped_allreduce, "Combine each of `tensors` over the ranks in place, and return them.")
+    in_place(_grouped_allreduce, "Combine each of `tensors` over the ranks in place, and return them.")
 )
 
 
