@@ -21,7 +21,7 @@ from collections.abc import Callable
 import numpy as np
 
 from commlib.compress.codec import Codec
-from commlib.compress.names import CODECS, codec_of
+from commlib.compress.registry import CODECS, codec_of
 
 VARIANTS = ("int8:rounding=stochastic", "int4:rounding=stochastic")
 

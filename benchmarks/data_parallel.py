@@ -28,7 +28,7 @@ from torch import Tensor, nn
 
 import commlib
 from commlib_torch import DistributedOptimizer
-from commlib_torch._backward import backward_passes
+from commlib_torch._autograd import backward_passes
 
 Step = Callable[[Tensor, Tensor], None]
 

@@ -21,13 +21,13 @@ from commlib_torch.clip import clip_grad_norm_
 from commlib_torch.collectives import *
 from commlib_torch.compression import Compression
 from commlib_torch.data_parallel import DataParallel
+from commlib_torch.gradients import join
 from commlib_torch.horovod import elastic
 from commlib_torch.horovod import movement as _movement
 from commlib_torch.horovod import reductions as _reductions
 from commlib_torch.horovod.movement import *
 from commlib_torch.horovod.reductions import *
 from commlib_torch.horovod.sparse import sparse_allreduce_async
-from commlib_torch.joining import join
 from commlib_torch.one_bit import OneBitAdam, OneBitLAMB
 from commlib_torch.optimizer import DistributedOptimizer
 from commlib_torch.sync_batch_norm import SyncBatchNorm, convert_sync_batchnorm

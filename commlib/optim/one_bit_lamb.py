@@ -1,4 +1,4 @@
-"""1-bit LAMB: an optimizer for large batches that sends one bit for each parameter.
+"""1-bit LAMB: send one bit for each parameter, in training with large batches.
 
 LAMB scales Adam's step for each layer by |parameter| / |step|, which changes quickly while the second moment is fixed
 and the moments are signs. So these coefficients are averaged while gradients travel in full precision, and afterwards
@@ -19,7 +19,7 @@ from commlib.dtypes import Array
 from commlib.errors import UsageError
 from commlib.kernels.host import moments as kernels
 from commlib.kernels.host.orthonormal import dot
-from commlib.optim.one_bit_adam import Hyper, Moments, Parameter
+from commlib.optim.one_bit_moments import Hyper, Moments, Parameter
 
 
 @dataclass(frozen=True, slots=True)

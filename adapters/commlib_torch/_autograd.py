@@ -1,0 +1,102 @@
+"""Autograd's side of a reduction: when a gradient is there, and where a backward pass ends."""
+
+from __future__ import annotations
+
+import itertools
+import weakref
+from collections.abc import Callable, Sequence
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor
+from torch.autograd import Variable
+
+
+class Listener(Protocol):
+    """Hears of gradients, by the numbers of their parameters."""
+
+    def on_gradient(self, index: int) -> None: ...
+
+    def before_gradient(self, index: int) -> None: ...
+
+
+def listen(listener: Listener, parameters: Sequence[Tensor], *, before: bool) -> list[Any]:
+    """Call `on_gradient` after each accumulation of a gradient, and `before_gradient` too if that is wanted.
+
+    Returns handles to remove the hooks by. A parameter does not keep its listener alive.
+    """
+    reference = weakref.ref(listener)
+
+    def hook(method: str, index: int) -> Callable[[Tensor], None]:
+        call = getattr(type(listener), method)
+
+        def heard(_: Tensor) -> None:
+            listener = reference()
+            if listener is not None:
+                call(listener, index)
+
+        return heard
+
+    handles: list[Any] = []
+    for index, parameter in enumerate(parameters):
+        handles.append(parameter.register_post_accumulate_grad_hook(hook("on_gradient", index)))
+        if before:
+            handles.append(parameter.register_hook(hook("before_gradient", index)))
+    return handles
+
+
+class Member(Protocol):
+    """Takes part in backward passes."""
+
+    serial: int
+
+    def end_backward(self) -> None: ...
+
+
+class BackwardPasses:
+    """Calls `end_backward` of every member at the end of each backward that `arm` was called in.
+
+    Members are called in the order of their construction, which is the same on every rank, whereas the order in which
+    backward reaches them may not be: a rank must not wait in one reducer while another rank waits in another.
+    """
+
+    def __init__(self) -> None:
+        self._members: weakref.WeakSet[Any] = weakref.WeakSet()
+        self._serials = itertools.count()
+        self._armed: set[int] = set()
+
+    def join(self, member: Member) -> int:
+        """Add a member; return its place in the order."""
+        self._members.add(member)
+        return next(self._serials)
+
+    def leave(self, member: Member) -> None:
+        """Remove a member."""
+        self._members.discard(member)
+
+    @property
+    def members(self) -> list[Any]:
+        """The members, in order."""
+        return sorted(self._members, key=lambda member: member.serial)
+
+    def arm(self) -> None:
+        """See to it that the backward pass that is running calls back when it ends. Called from within backward."""
+        graph = torch._C._current_graph_task_id()
+        if graph in self._armed:
+            return
+        self._armed.add(graph)
+        Variable._execution_engine.queue_callback(self._end)
+
+    def _end(self) -> None:
+        node = torch._C._current_autograd_node()
+        if node is not None:
+            # Not the end yet: re-entrant checkpointing runs a backward within a node of another one.
+            node.register_hook(lambda *_: self.arm())
+            return
+        self._armed.clear()
+        for member in self.members:
+            member.end_backward()
+
+
+backward_passes = BackwardPasses()
+"""autograd has one engine per process, so this is one per process too."""
