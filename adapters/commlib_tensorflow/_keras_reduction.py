@@ -16,8 +16,8 @@ from commlib.data_parallel import Reporting
 from commlib.errors import UsageError
 from commlib_tensorflow._computed_gradients import ComputedGradients, gradients_of
 from commlib_tensorflow.clip import clip_by_global_norm
-from commlib_tensorflow.collectives import allreduce
 from commlib_tensorflow.gradients import Gradients
+from commlib_tensorflow.horovod.operations import allreduce
 
 
 class Distributed(Reporting):

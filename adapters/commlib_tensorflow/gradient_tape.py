@@ -11,7 +11,7 @@ import tensorflow as tf
 from commlib import horovod as core
 from commlib.data_parallel import BUCKET_CAP_MIB, FIRST_BUCKET_MIB, Reporting
 from commlib.errors import UsageError
-from commlib_tensorflow._graph import as_written
+from commlib_tensorflow._graph import no_autograph
 from commlib_tensorflow.compression import Compression, GradientCompressing
 from commlib_tensorflow.gradients import Gradients
 
@@ -38,7 +38,7 @@ class DistributedTape(tf.GradientTape, Reporting):  # type: ignore[misc]  # Tens
         """Note that a variable is this rank's own: its gradient is not combined with those of other ranks."""
         self._local[_identity(source)] = source
 
-    @as_written
+    @no_autograph
     def gradient(
         self,
         target: Any,
@@ -122,7 +122,7 @@ class DistributedTape(tf.GradientTape, Reporting):  # type: ignore[misc]  # Tens
         return self._wrapped.batch_jacobian(*arguments, **options)
 
 
-@as_written
+@no_autograph
 def DistributedGradientTape(
     gradtape: tf.GradientTape,
     device_dense: str = "",
@@ -165,7 +165,7 @@ def DistributedGradientTape(
     return DistributedTape(gradtape, reducer, scale_local_gradients)
 
 
-@as_written
+@no_autograph
 def PartialDistributedGradientTape(
     gradtape: tf.GradientTape,
     device_dense: str = "",

@@ -27,9 +27,9 @@ from commlib.data_parallel import BUCKET_CAP_MIB, FIRST_BUCKET_MIB, Gradient, Op
 from commlib.errors import UsageError
 from commlib.horovod.gradients import Call, NamedGradients, NamedReduction
 from commlib_tensorflow._bridge import Array, as_tensor, dtype_name
-from commlib_tensorflow._graph import Spec, as_written, call, ordered
-from commlib_tensorflow.collectives import grouped_allreduce
+from commlib_tensorflow._graph import Spec, call, no_autograph, ordered
 from commlib_tensorflow.compression import Compression, GradientCompressing
+from commlib_tensorflow.horovod.operations import grouped_allreduce
 
 Groups = int | Sequence[Sequence[str]] | None
 
@@ -82,7 +82,7 @@ class Gradients(NamedGradients):
         options = replace(asked, compression=Choice()) if self.compressor else asked
         super().__init__(name, options, read_groups(groups, str), process_set)
 
-    @as_written
+    @no_autograph
     def __call__(
         self, gradients: Sequence[Any], names: Sequence[str], like: Sequence[Any] = (), *, strict: bool = False
     ) -> list[Any]:

@@ -11,8 +11,8 @@ from torch import Tensor
 
 from commlib import horovod as core
 from commlib.errors import UsageError
-from commlib_torch._named import ProcessSets, Reduction, start_allreduce
 from commlib_torch.compression import Compressors
+from commlib_torch.horovod._start import ProcessSets, Reduction, start_allreduce
 
 
 class AdasumDistributed:

@@ -27,12 +27,12 @@ from commlib.errors import UsageError
 from commlib.horovod.by_name import reduce_by_name
 from commlib.horovod.reductions import reduction_name
 from commlib_torch._bridge import to_array
-from commlib_torch._named import ProcessSets
 from commlib_torch._slots import Named
 from commlib_torch.adasum import AdasumDistributed
 from commlib_torch.clip import clip_grad_norm_
 from commlib_torch.compression import Compressing, Compression
 from commlib_torch.gradients import Gradients, Groups, unique_parameters
+from commlib_torch.horovod._start import ProcessSets
 
 KEY = "commlib"
 """Where a `state_dict` has what compression remembers; plain optimizers ignore that."""

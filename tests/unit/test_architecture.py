@@ -82,6 +82,7 @@ LAYERS = (
     ("commlib.coordinator",),
     ("commlib.functional", "commlib.pipeline", "commlib.tensor", "commlib.expert"),
     ("commlib.horovod",),
+    ("commlib.tensors",),
     ("commlib.tune",),
     ("commlib.console",),
     ("commlib.bench",),

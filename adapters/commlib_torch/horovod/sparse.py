@@ -10,7 +10,7 @@ from torch import Tensor
 
 from commlib import horovod as core
 from commlib.errors import MismatchError, UsageError
-from commlib_torch._named import ProcessSets, start_allgather
+from commlib_torch.horovod._start import ProcessSets, start_allgather
 
 
 def sparse_allreduce_async(

@@ -8,13 +8,21 @@ from typing import Any
 import tensorflow as tf
 
 from commlib import horovod as core
+from commlib.communicator import Communicator
 from commlib.errors import UsageError
+from commlib.tensors import check_ordered, choose_root
 from commlib_tensorflow._bridge import as_tensor
-from commlib_tensorflow._graph import as_written, operation_name, ordered
-from commlib_tensorflow.collectives import broadcast_tensors
+from commlib_tensorflow._graph import no_autograph, operation_name, ordered
+from commlib_tensorflow.collectives import run, verbs
+from commlib_tensorflow.horovod._autograd import broadcast_tensors
+
+__all__ = (
+    "BroadcastGlobalVariablesHook", "allgather_object", "broadcast_global_variables", "broadcast_object",
+    "broadcast_object_fn", "broadcast_variables",
+)  # fmt: skip
 
 
-@as_written
+@no_autograph
 def broadcast_variables(
     variables: Iterable[Any],
     root_rank: int,
@@ -44,7 +52,7 @@ def broadcast_variables(
     return None if ordered() else tf.group(*updates)
 
 
-@as_written
+@no_autograph
 def broadcast_global_variables(root_rank: int) -> Any:
     """Return an operation that broadcasts all variables of a graph of TensorFlow 1.
 
@@ -77,16 +85,26 @@ class BroadcastGlobalVariablesHook(tf.compat.v1.train.SessionRunHook):  # type: 
         session.run(self._broadcast)
 
 
-@as_written
+@no_autograph
 def broadcast_object(
     obj: Any,
-    root_rank: int = 0,
+    root_rank: int | None = None,
     session: Any = None,
     name: str | None = None,
     process_set: core.ProcessSet | None = None,
+    *,
+    root: int | None = None,
+    comm: Communicator | None = None,
 ) -> Any:
-    """Return rank `root_rank`'s picklable object on all ranks. `session` is for Horovod's callers: none is needed."""
-    return core.broadcast_object(obj, root_rank, name, process_set)
+    """Return rank `root_rank`'s picklable object on all ranks. `session` is for Horovod's callers: none is needed.
+
+    With `comm` it is the ordered verb on that group, whose rank `root` then is.
+    """
+    source = choose_root(root_rank, root)
+    if comm is not None:
+        check_ordered(name, process_set)
+        return run(verbs.broadcast_object(obj, source, comm=comm))
+    return core.broadcast_object(obj, source, name, process_set)
 
 
 def broadcast_object_fn(
@@ -99,7 +117,7 @@ def broadcast_object_fn(
     return lambda obj: broadcast_object(obj, root_rank, session, name, process_set)
 
 
-@as_written
+@no_autograph
 def allgather_object(
     obj: Any, session: Any = None, name: str | None = None, process_set: core.ProcessSet | None = None
 ) -> list[Any]:

@@ -6,66 +6,77 @@ the host.
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
-from typing import Any, TypeVar
+from typing import Generic, ParamSpec, TypeVar
 
 import numpy as np
 import torch
 from torch import Tensor
 
 from commlib import horovod as core
-from commlib_torch._bridge import Array, check_dense, device_kind, on_host, to_array, to_tensor
+from commlib.horovod import Reduction as Reduction
+from commlib_torch._bridge import Array, array_of, check_dense, device_kind, on_host, to_tensor
 from commlib_torch._call import InPlace, Work
 
+P = ParamSpec("P")
 R = TypeVar("R")
-S = TypeVar("S")
 
 ProcessSets = core.ProcessSet | None
 Splits = Tensor | Sequence[int] | Array
 
 
-@dataclass(frozen=True, slots=True)
-class Reduction:
-    """How values are combined, under which name, and by whom. None as `process_set` is all ranks."""
+class Named(Generic[R]):
+    """One operation by name. `begin` asks for it; `differentiable` waits for it so that gradients flow through."""
 
-    op: core.ReduceOp
-    name: str | None
-    prescale_factor: float = 1.0
-    postscale_factor: float = 1.0
-    process_set: ProcessSets = None
+    __slots__ = ("_begin", "_differentiable")
 
-    @classmethod
-    def of(
-        cls,
-        op: Any,
-        average: bool | None,
-        name: str | None,
-        prescale_factor: float,
-        postscale_factor: float,
-        process_set: ProcessSets,
-    ) -> Reduction:
-        """Return it for the arguments of a verb, of which `average` is the old form of `op`."""
-        return cls(core.resolve_op(op, average), name, prescale_factor, postscale_factor, process_set)
+    def __init__(self, begin: Callable[[bool], Work[R]], differentiable: Callable[[], R] | None = None) -> None:
+        self._begin, self._differentiable = begin, differentiable
 
-    def for_gradient(self) -> Reduction:
-        """Return it for the gradient of the operation, under a name of its own."""
-        return replace(self, name=gradient_name(self.name))
+    def run(self) -> R:
+        """Ask for it and wait."""
+        return self._begin(True).wait() if self._differentiable is None else self._differentiable()
+
+    def start(self) -> Work[R]:
+        """Ask for it."""
+        return self._begin(False)
 
 
-def gradient_name(name: str | None) -> str | None:
-    """Return the name of the operation that backward runs: derived, so that it fits whatever order ranks are in."""
-    return None if name is None else f"{name}.gradient"
+class Reducing(Generic[R]):
+    """An allreduce with its arguments, into new tensors or in place."""
+
+    __slots__ = ("_finish", "_how", "_tensors", "in_place")
+
+    def __init__(self, tensors: Sequence[Tensor], how: Reduction, finish: Callable[[list[Tensor]], R]) -> None:
+        self._tensors, self._how, self._finish, self.in_place = tensors, how, finish, False
+
+    def run(self) -> R:
+        """Ask for it and wait."""
+        work = start_allreduce(self._tensors, self._how, in_place=self.in_place, blocking=True)
+        return self._finish(work.wait())
+
+    def start(self) -> Work[R]:
+        """Ask for it."""
+        return start_allreduce(self._tensors, self._how, in_place=self.in_place).then(self._finish)
+
+
+def in_place(build: Callable[P, Reducing[R]], text: str) -> Callable[P, Reducing[R]]:
+    """Return what builds the same in place, for a verb with this docstring."""
+
+    @functools.wraps(build)
+    def placed(*arguments: P.args, **options: P.kwargs) -> Reducing[R]:
+        call = build(*arguments, **options)
+        call.in_place = True
+        return call
+
+    placed.__name__, placed.__doc__ = f"{build.__name__}_", text
+    return placed
 
 
 def first(results: Sequence[R]) -> R:
     """Return the only result of a group of one."""
     return results[0]
-
-
-def then(work: Work[R], finish: Callable[[R], S]) -> Work[S]:
-    """Return a handle whose result is that of `work`, passed through `finish`."""
-    return Work(work, finish)
 
 
 def start_allreduce(
@@ -80,35 +91,16 @@ def start_allreduce(
     else:
         inputs = _arrays(tensors)
         outputs = [np.empty_like(array) for array in inputs]
-    pending = core.start_allreduce(
-        inputs,
-        outputs,
-        how.name,
-        op=how.op,
-        prescale_factor=how.prescale_factor,
-        postscale_factor=how.postscale_factor,
-        process_set=how.process_set,
-        device=device,
-        blocking=blocking,
-    )
+    pending = core.start_allreduce(inputs, outputs, **how.options(), device=device, blocking=blocking)
     if in_place:
-        return Work(pending, lambda _: [place.finish(None) for place in places])
+        return Work(pending, lambda _: [place.finish() for place in places])
     return Work(pending, _back_to(tensors))
 
 
 def start_reducescatter(tensors: Sequence[Tensor], how: Reduction, *, blocking: bool = False) -> Work[list[Tensor]]:
     """Combine tensors and give each rank its part along dimension 0."""
     device = _check(tensors)
-    pending = core.start_reducescatter(
-        _arrays(tensors),
-        how.name,
-        op=how.op,
-        prescale_factor=how.prescale_factor,
-        postscale_factor=how.postscale_factor,
-        process_set=how.process_set,
-        device=device,
-        blocking=blocking,
-    )
+    pending = core.start_reducescatter(_arrays(tensors), **how.options(), device=device, blocking=blocking)
     return Work(pending, _back_to(tensors))
 
 
@@ -150,7 +142,7 @@ def start_alltoall(
 
 def on_host_array(tensor: Tensor) -> Array:
     """Return an array with the values of a tensor: its memory, if that is contiguous and on the host."""
-    return to_array(on_host(tensor))
+    return array_of(on_host(tensor))
 
 
 def _check(tensors: Sequence[Tensor]) -> str:

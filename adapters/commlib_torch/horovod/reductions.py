@@ -20,11 +20,20 @@ from typing import Any
 from torch import Tensor
 
 from commlib import horovod as core
-from commlib_torch import functions
+from commlib.horovod import Reduction
 from commlib_torch._bridge import check_dense
-from commlib_torch._call import Work
-from commlib_torch._named import ProcessSets, Reduction, first, start_allreduce, start_reducescatter, then
+from commlib_torch._call import verb_maker
 from commlib_torch.compression import Compression, Compressors
+from commlib_torch.horovod import _autograd
+from commlib_torch.horovod._start import Named, ProcessSets, Reducing, first, in_place, start_reducescatter
+
+__all__ = (
+    "allreduce", "allreduce_", "allreduce_async", "allreduce_async_", "grouped_allreduce", "grouped_allreduce_",
+    "grouped_allreduce_async", "grouped_allreduce_async_", "grouped_reducescatter", "grouped_reducescatter_async",
+    "reducescatter", "reducescatter_async",
+)  # fmt: skip
+
+_verb = verb_maker(__name__)
 
 
 def allreduce(
@@ -39,10 +48,10 @@ def allreduce(
 ) -> Tensor:
     """Return a new tensor: `tensor` of all ranks combined, by default averaged. Differentiable for Average and Sum."""
     how = Reduction.of(op, average, name, prescale_factor, postscale_factor, process_set)
-    return first(_compressed(compression, [tensor], lambda tensors: functions.allreduce(tensors, how)))
+    return first(_compressed(compression, [tensor], lambda tensors: _autograd.allreduce(tensors, how)))
 
 
-def allreduce_async(
+def _allreduce(
     tensor: Tensor,
     average: bool | None = None,
     name: str | None = None,
@@ -50,38 +59,15 @@ def allreduce_async(
     prescale_factor: float = 1.0,
     postscale_factor: float = 1.0,
     process_set: ProcessSets = None,
-) -> Work[Tensor]:
-    """Start `allreduce`."""
+) -> Reducing[Tensor]:
     how = Reduction.of(op, average, name, prescale_factor, postscale_factor, process_set)
-    return then(start_allreduce([tensor], how), first)
+    return Reducing([tensor], how, first)
 
 
-def allreduce_(
-    tensor: Tensor,
-    average: bool | None = None,
-    name: str | None = None,
-    op: Any = None,
-    prescale_factor: float = 1.0,
-    postscale_factor: float = 1.0,
-    process_set: ProcessSets = None,
-) -> Tensor:
-    """Combine `tensor` of all ranks in place, by default averaging, and return it."""
-    how = Reduction.of(op, average, name, prescale_factor, postscale_factor, process_set)
-    return first(start_allreduce([tensor], how, in_place=True, blocking=True).wait())
-
-
-def allreduce_async_(
-    tensor: Tensor,
-    average: bool | None = None,
-    name: str | None = None,
-    op: Any = None,
-    prescale_factor: float = 1.0,
-    postscale_factor: float = 1.0,
-    process_set: ProcessSets = None,
-) -> Work[Tensor]:
-    """Start `allreduce_`."""
-    how = Reduction.of(op, average, name, prescale_factor, postscale_factor, process_set)
-    return then(start_allreduce([tensor], how, in_place=True), first)
+allreduce_async = _verb.starting(_allreduce)
+allreduce_, allreduce_async_ = _verb(
+    in_place(_allreduce, "Combine `tensor` of all ranks in place, by default averaging, and return it.")
+)
 
 
 def grouped_allreduce(
@@ -96,10 +82,10 @@ def grouped_allreduce(
 ) -> list[Tensor]:
     """Return new tensors: each of `tensors` combined over the ranks. Differentiable for Average and Sum."""
     how = Reduction.of(op, average, name, prescale_factor, postscale_factor, process_set)
-    return _compressed(compression, tensors, lambda tensors: functions.allreduce(tensors, how))
+    return _compressed(compression, tensors, lambda tensors: _autograd.allreduce(tensors, how))
 
 
-def grouped_allreduce_async(
+def _grouped_allreduce(
     tensors: Sequence[Tensor],
     average: bool | None = None,
     name: str | None = None,
@@ -107,38 +93,15 @@ def grouped_allreduce_async(
     prescale_factor: float = 1.0,
     postscale_factor: float = 1.0,
     process_set: ProcessSets = None,
-) -> Work[list[Tensor]]:
-    """Start `grouped_allreduce`."""
+) -> Reducing[list[Tensor]]:
     how = Reduction.of(op, average, name, prescale_factor, postscale_factor, process_set)
-    return start_allreduce(tensors, how)
+    return Reducing(tensors, how, lambda results: results)
 
 
-def grouped_allreduce_(
-    tensors: Sequence[Tensor],
-    average: bool | None = None,
-    name: str | None = None,
-    op: Any = None,
-    prescale_factor: float = 1.0,
-    postscale_factor: float = 1.0,
-    process_set: ProcessSets = None,
-) -> list[Tensor]:
-    """Combine each of `tensors` over the ranks in place, and return them."""
-    how = Reduction.of(op, average, name, prescale_factor, postscale_factor, process_set)
-    return start_allreduce(tensors, how, in_place=True, blocking=True).wait()
-
-
-def grouped_allreduce_async_(
-    tensors: Sequence[Tensor],
-    average: bool | None = None,
-    name: str | None = None,
-    op: Any = None,
-    prescale_factor: float = 1.0,
-    postscale_factor: float = 1.0,
-    process_set: ProcessSets = None,
-) -> Work[list[Tensor]]:
-    """Start `grouped_allreduce_`."""
-    how = Reduction.of(op, average, name, prescale_factor, postscale_factor, process_set)
-    return start_allreduce(tensors, how, in_place=True)
+grouped_allreduce_async = _verb.starting(_grouped_allreduce)
+grouped_allreduce_, grouped_allreduce_async_ = _verb(
+    in_place(_grouped_allreduce, "Combine each of `tensors` over the ranks in place, and return them.")
+)
 
 
 def reducescatter(
@@ -155,20 +118,22 @@ def reducescatter(
     If the length of dimension 0 is no multiple of the number of ranks, the first ranks get one row more.
     """
     how = Reduction.of(op, None, name, prescale_factor, postscale_factor, process_set)
-    return first(_compressed(compression, [tensor], lambda tensors: functions.reducescatter(tensors, how)))
+    return first(_compressed(compression, [tensor], lambda tensors: _autograd.reducescatter(tensors, how)))
 
 
-def reducescatter_async(
+def _reducescatter(
     tensor: Tensor,
     name: str | None = None,
     op: Any = core.Average,
     process_set: ProcessSets = None,
     prescale_factor: float = 1.0,
     postscale_factor: float = 1.0,
-) -> Work[Tensor]:
-    """Start `reducescatter`."""
+) -> Named[Tensor]:
     how = Reduction.of(op, None, name, prescale_factor, postscale_factor, process_set)
-    return then(start_reducescatter([tensor], how), first)
+    return Named(lambda blocking: start_reducescatter([tensor], how, blocking=blocking).then(first))
+
+
+reducescatter_async = _verb.starting(_reducescatter)
 
 
 def grouped_reducescatter(
@@ -182,20 +147,22 @@ def grouped_reducescatter(
 ) -> list[Tensor]:
     """Return this rank's part of each of `tensors`, combined over the ranks. Differentiable."""
     how = Reduction.of(op, None, name, prescale_factor, postscale_factor, process_set)
-    return _compressed(compression, tensors, lambda tensors: functions.reducescatter(tensors, how))
+    return _compressed(compression, tensors, lambda tensors: _autograd.reducescatter(tensors, how))
 
 
-def grouped_reducescatter_async(
+def _grouped_reducescatter(
     tensors: Sequence[Tensor],
     name: str | None = None,
     op: Any = core.Average,
     process_set: ProcessSets = None,
     prescale_factor: float = 1.0,
     postscale_factor: float = 1.0,
-) -> Work[list[Tensor]]:
-    """Start `grouped_reducescatter`."""
+) -> Named[list[Tensor]]:
     how = Reduction.of(op, None, name, prescale_factor, postscale_factor, process_set)
-    return start_reducescatter(tensors, how)
+    return Named(lambda blocking: start_reducescatter(tensors, how, blocking=blocking))
+
+
+grouped_reducescatter_async = _verb.starting(_grouped_reducescatter)
 
 
 def _compressed(

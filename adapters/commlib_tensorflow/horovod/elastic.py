@@ -13,42 +13,43 @@ from commlib.horovod.elastic import ObjectState, State
 from commlib.horovod.elastic import run as run_core
 from commlib_tensorflow._graph_errors import graph_errors
 from commlib_tensorflow._keras_optimizers import build, variables_of
-from commlib_tensorflow.functions import broadcast_object, broadcast_variables
+from commlib_tensorflow.broadcast import broadcast_object, broadcast_variables
 
 __all__ = ["ObjectState", "State", "TensorFlowKerasState", "TensorFlowState", "run"]
+
+
+class _VariablesKeeper:
+    """Keeps the variables that `current` returns."""
+
+    def __init__(self, current: Callable[[], list[Any]]) -> None:
+        self._current = current
+        self.save()
+
+    def save(self) -> None:
+        self.values = [np.array(tf.convert_to_tensor(variable)) for variable in self._current()]
+
+    def restore(self) -> None:
+        for variable, value in zip(self._current(), self.values, strict=False):
+            variable.assign(value)
+
+    def sync(self) -> None:
+        broadcast_variables(self._current(), root_rank=0)
+        self.save()
+
+    def reset(self) -> None:
+        pass
 
 
 class TensorFlowState(ObjectState):
     """Variables, and attributes of any picklable kind: `TensorFlowState(model.variables, epoch=0)`."""
 
     def __init__(self, variables: Iterable[Any] | None = None, **kwargs: Any) -> None:
-        self.variables = [] if variables is None else list(variables)
-        self._values: list[Any] = []
         super().__init__(bcast_object=broadcast_object, **kwargs)
-        self._keep()
-
-    def save(self) -> None:
-        """Keep copies of the variables and attributes."""
-        self._keep()
-        super().save()
-
-    def restore(self) -> None:
-        """Set the variables and attributes to what they were when they were saved."""
-        for variable, value in zip(self._current(), self._values, strict=False):
-            variable.assign(value)
-        super().restore()
-
-    def sync(self) -> None:
-        """Take the variables and attributes of rank 0, and save them. Collective."""
-        broadcast_variables(self._current(), root_rank=0)
-        self._keep()
-        super().sync()
+        self.variables = [] if variables is None else list(variables)
+        self._kept = self._keepers[""] = _VariablesKeeper(self._current)
 
     def _current(self) -> list[Any]:
         return self.variables
-
-    def _keep(self) -> None:
-        self._values = [np.array(tf.convert_to_tensor(variable)) for variable in self._current()]
 
 
 class TensorFlowKerasState(TensorFlowState):
@@ -67,10 +68,10 @@ class TensorFlowKerasState(TensorFlowState):
 
     def restore(self) -> None:
         """Set the model, optimizer and attributes to what they were when they were saved."""
-        if len(self._values) != len(self._current()):
+        if len(self._kept.values) != len(self._current()):
             raise RuntimeError(
-                f"the model and optimizer have {len(self._current())} variables but had {len(self._values)} when they "
-                "were saved: build the model before the state, and commit after adding variables"
+                f"the model and optimizer have {len(self._current())} variables but had {len(self._kept.values)} when "
+                "they were saved: build the model before the state, and commit after adding variables"
             )
         super().restore()
 

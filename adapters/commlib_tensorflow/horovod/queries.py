@@ -10,16 +10,18 @@ import tensorflow as tf
 
 from commlib import horovod as core
 from commlib.horovod.process_sets import registry
-from commlib_tensorflow._graph import Spec, as_written, call
+from commlib_tensorflow._graph import Spec, call, no_autograph
+
+__all__ = ("local_rank_op", "local_size_op", "process_set_included_op", "rank_op", "size_op")
 
 
-@as_written
+@no_autograph
 def rank_op(name: str | None = None) -> Any:
     """Return this process's number among all as an int32 tensor."""
     return _ask(core.rank, name)
 
 
-@as_written
+@no_autograph
 def size_op(process_set_id: int = 0, name: str | None = None) -> Any:
     """Return the number of ranks of a process set as an int32 tensor; 0 if there is no such set."""
 
@@ -30,19 +32,19 @@ def size_op(process_set_id: int = 0, name: str | None = None) -> Any:
     return _ask(size, name)
 
 
-@as_written
+@no_autograph
 def local_rank_op(name: str | None = None) -> Any:
     """Return this process's number among those of its node as an int32 tensor."""
     return _ask(core.local_rank, name)
 
 
-@as_written
+@no_autograph
 def local_size_op(name: str | None = None) -> Any:
     """Return the number of ranks on this node as an int32 tensor."""
     return _ask(core.local_size, name)
 
 
-@as_written
+@no_autograph
 def process_set_included_op(process_set_id: int = 0, name: str | None = None) -> Any:
     """Return 1 if this process is in a process set, 0 if not, -1 before `init`, -2 if there is no such set (int32)."""
 
