@@ -14,7 +14,8 @@ import tensorflow as tf
 from commlib import horovod as core
 from commlib.data_parallel import Reporting
 from commlib.errors import UsageError
-from commlib_tensorflow._computed_gradients import ComputedGradients, gradients_of
+from commlib.horovod.computed_gradients import ComputedGradients
+from commlib.horovod.wrapping import change_class
 from commlib_tensorflow.clip import clip_by_global_norm
 from commlib_tensorflow.gradients import Gradients
 from commlib_tensorflow.horovod.operations import allreduce
@@ -162,6 +163,22 @@ class Reduction:
         return self._local | {key_of(v) for layer in self._local_layers for v in layer.trainable_weights}
 
 
+def gradients_of(loss: Any, var_list: Any, tape: Any = None) -> list[tuple[Any, Any]]:
+    """Return pairs of gradients and variables. `loss` is a function, or a tensor that `tape` has recorded."""
+    if not callable(loss):
+        if tape is None:
+            raise UsageError("compute_gradients: a loss that is a tensor needs the tape on which it was computed")
+    else:
+        tape = tf.GradientTape() if tape is None else tape
+        with tape:
+            if not callable(var_list):
+                for variable in tf.nest.flatten(var_list):
+                    tape.watch(variable if hasattr(variable, "ref") else variable.value)
+            loss = loss()
+    variables = tf.nest.flatten(var_list() if callable(var_list) else var_list)
+    return list(zip(tape.gradient(loss, variables), variables, strict=True))
+
+
 def key_of(variable: Any) -> Any:
     """Return what stands for a variable in sets, whether it is one of TensorFlow or wrapped by Keras 3."""
     return (variable if hasattr(variable, "ref") else variable.value).ref()
@@ -179,17 +196,11 @@ def scaled(gradient: Any, factor: float) -> Any:
 def become(optimizer: Any, mixin: type, reduction: Reduction) -> None:
     """Make `optimizer` an instance of `mixin` and of its own class.
 
-    The object itself changes class, instead of a copy being made: whoever refers to it goes on using it. For those who
-    ask for its `__class__`, as Keras does when it saves, it is what it was: files need nothing of commlib to be read.
+    For those who ask for its `__class__`, as Keras does when it saves, it is what it was: files need nothing of commlib
+    to be read.
     """
     plain = type(optimizer)
-    names = {
-        "__module__": plain.__module__,
-        "__qualname__": plain.__qualname__,
-        "__doc__": plain.__doc__,
-        "__class__": property(lambda self: plain),
-    }
-    optimizer.__class__ = type(plain.__name__, (mixin, plain), names)
+    change_class(optimizer, mixin, __class__=property(lambda self: plain))
     object.__setattr__(optimizer, "_commlib", reduction)  # past Keras, which keeps track of what it is given
 
 

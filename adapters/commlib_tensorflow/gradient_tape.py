@@ -9,10 +9,11 @@ from typing import Any
 import tensorflow as tf
 
 from commlib import horovod as core
+from commlib.compress.casts import Compressing
 from commlib.data_parallel import BUCKET_CAP_MIB, FIRST_BUCKET_MIB, Reporting
 from commlib.errors import UsageError
 from commlib_tensorflow._graph import no_autograph
-from commlib_tensorflow.compression import Compression, GradientCompressing
+from commlib_tensorflow.compression import Compression
 from commlib_tensorflow.gradients import Gradients
 
 _shared_reducer: Callable[..., Gradients] = functools.lru_cache(maxsize=64)(Gradients)
@@ -127,7 +128,7 @@ def DistributedGradientTape(
     gradtape: tf.GradientTape,
     device_dense: str = "",
     device_sparse: str = "",
-    compression: GradientCompressing = Compression.none,
+    compression: Compressing = Compression.none,
     sparse_as_dense: bool = False,
     op: Any = core.Average,
     gradient_predivide_factor: float = 1.0,
@@ -170,7 +171,7 @@ def PartialDistributedGradientTape(
     gradtape: tf.GradientTape,
     device_dense: str = "",
     device_sparse: str = "",
-    compression: GradientCompressing = Compression.none,
+    compression: Compressing = Compression.none,
     sparse_as_dense: bool = False,
     op: Any = core.Average,
     gradient_predivide_factor: float = 1.0,

@@ -22,13 +22,14 @@ import tensorflow as tf
 import commlib
 from commlib import horovod as core
 from commlib.buffers.aligned import aligned_empty
+from commlib.compress.casts import Compressing
 from commlib.compress.choice import Choice
 from commlib.data_parallel import BUCKET_CAP_MIB, FIRST_BUCKET_MIB, Gradient, Options, cores_per_rank, read_groups
 from commlib.errors import UsageError
 from commlib.horovod.gradients import Call, NamedGradients, NamedReduction
 from commlib_tensorflow._bridge import Array, as_tensor, dtype_name
 from commlib_tensorflow._graph import Spec, call, no_autograph, ordered
-from commlib_tensorflow.compression import Compression, GradientCompressing
+from commlib_tensorflow.compression import Compression
 from commlib_tensorflow.horovod.operations import grouped_allreduce
 
 Groups = int | Sequence[Sequence[str]] | None
@@ -53,7 +54,7 @@ class Gradients(NamedGradients):
         name: str,
         *,
         op: core.ReduceOp = core.Average,
-        compression: GradientCompressing = Compression.none,
+        compression: Compressing = Compression.none,
         compress_within_node: bool = False,
         gradient_predivide_factor: float = 1.0,
         sparse_as_dense: bool = False,

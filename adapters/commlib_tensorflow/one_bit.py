@@ -17,6 +17,7 @@ import numpy as np
 import tensorflow as tf
 
 from commlib import horovod as core
+from commlib.buffers.pool import Pool
 from commlib.errors import UsageError
 from commlib.optim.one_bit_lamb import Limits
 from commlib.optim.one_bit_moments import Hyper, check_hyper
@@ -25,7 +26,6 @@ from commlib_tensorflow._bridge import Array
 from commlib_tensorflow._graph import Spec, call, no_autograph
 from commlib_tensorflow._keras3 import _replace_in_keras
 from commlib_tensorflow._keras_reduction import Distributed, Reduction
-from commlib_tensorflow._pool import Pool
 
 
 def _saved(kind: type) -> type:

@@ -10,8 +10,8 @@ import torch
 from torch import Tensor
 
 from commlib import horovod as core
+from commlib.compress.casts import Compressors
 from commlib.errors import UsageError
-from commlib_torch.compression import Compressors
 from commlib_torch.horovod._start import ProcessSets, Reduction, start_allreduce
 
 

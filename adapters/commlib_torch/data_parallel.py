@@ -11,6 +11,7 @@ from torch import nn
 
 from commlib import horovod as core
 from commlib.communicator import Communicator
+from commlib.compress.casts import Compressing
 from commlib.data_parallel import (
     BUCKET_CAP_MIB,
     FIRST_BUCKET_MIB,
@@ -24,7 +25,7 @@ from commlib.data_parallel import (
 from commlib.horovod.reductions import reduction_name
 from commlib_torch._bridge import to_array
 from commlib_torch.broadcast import broadcast_parameters
-from commlib_torch.compression import Compressing, Compression
+from commlib_torch.compression import Compression
 from commlib_torch.gradients import Gradients, unique_parameters
 
 _INNER = "module."

@@ -9,12 +9,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from commlib.buffers.freed_memory import keep_freed_memory
 from commlib.data_parallel import Gradient, GradientReducer, InOrder, Options, place_groups, read_groups
 from commlib.errors import UsageError
 from commlib.horovod.join import join as core_join
 from commlib_torch._autograd import backward_passes, listen
 from commlib_torch._bridge import check_dense, dtype_name
-from commlib_torch._memory import keep_freed_memory
 from commlib_torch._slots import Named, ParameterValues
 
 Groups = int | Sequence[Sequence[Tensor]] | None

@@ -12,6 +12,7 @@ from torch import Tensor
 
 from commlib import horovod as core
 from commlib.communicator import Communicator
+from commlib.compress.casts import Compressing
 from commlib.data_parallel import (
     BUCKET_CAP_MIB,
     FIRST_BUCKET_MIB,
@@ -26,11 +27,12 @@ from commlib.data_parallel import (
 from commlib.errors import UsageError
 from commlib.horovod.by_name import reduce_by_name
 from commlib.horovod.reductions import reduction_name
+from commlib.horovod.wrapping import change_class
 from commlib_torch._bridge import to_array
 from commlib_torch._slots import Named
 from commlib_torch.adasum import AdasumDistributed
 from commlib_torch.clip import clip_grad_norm_
-from commlib_torch.compression import Compressing, Compression
+from commlib_torch.compression import Compression
 from commlib_torch.gradients import Gradients, Groups, unique_parameters
 from commlib_torch.horovod._start import ProcessSets
 
@@ -120,7 +122,8 @@ def DistributedOptimizer(
             raise UsageError("op=Adasum takes neither gradient_predivide_factor nor comm=; give process_set=")
         if not outside:
             core.process_set_of(process_set).coordinator("DistributedOptimizer")  # raises if it is not registered
-        wrapped: Any = _change_class(optimizer, AdasumDistributed)
+        change_class(optimizer, AdasumDistributed, _plain=type(optimizer))
+        wrapped: Any = optimizer
         wrapped._start_adasum(chosen, compression, process_set)
         return optimizer
     options = Options(
@@ -142,21 +145,14 @@ def DistributedOptimizer(
         own: Any = Alone() if outside else core.process_set_of(process_set).communicator("DistributedOptimizer")
         ranks = InOrder(own, reduce_by_name=reduce_by_name(process_set))
     gradients = Gradients(chosen, ranks, options, groups=groups, known=_parameter_ids(optimizer))
-    distributed: Any = _change_class(optimizer, Distributed)
+    change_class(optimizer, Distributed, _plain=type(optimizer))
+    distributed: Any = optimizer
     distributed._gradients = gradients
     distributed._named = named
     distributed._skip = False
     # Hooks, not an override of step(): a scheduler made earlier has replaced step on the instance.
     optimizer.register_step_pre_hook(_before_step)
     optimizer.register_step_post_hook(_after_step)
-    return optimizer
-
-
-def _change_class(optimizer: torch.optim.Optimizer, mixin: type) -> Any:
-    """Change the class of the object itself, instead of making a copy: whoever refers to it goes on using it."""
-    plain = type(optimizer)
-    names = {"__module__": plain.__module__, "__qualname__": plain.__qualname__, "_plain": plain}
-    optimizer.__class__ = type(plain.__name__, (mixin, plain), names)
     return optimizer
 
 

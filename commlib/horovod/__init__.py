@@ -3,6 +3,7 @@
 `__all__` names what both adapters take over as it is. They make verbs on tensors of the other names here.
 """
 
+from commlib.buffers.aligned import aligned_empty
 from commlib.horovod import elastic as elastic
 from commlib.horovod.basics import (
     ccl_built,
@@ -34,9 +35,6 @@ from commlib.horovod.operations import (
 )
 from commlib.horovod.operations import (
     broadcast_object as broadcast_object,
-)
-from commlib.horovod.operations import (
-    empty as empty,
 )
 from commlib.horovod.operations import (
     start_allgather as start_allgather,
@@ -73,6 +71,8 @@ from commlib.horovod.process_sets import running as running
 from commlib.horovod.reductions import Adasum, Average, Max, Min, Product, ReduceOp, Sum
 from commlib.horovod.reductions import Reduction as Reduction
 from commlib.horovod.reductions import resolve_op as resolve_op
+
+empty = aligned_empty
 
 __all__ = [
     "Adasum",

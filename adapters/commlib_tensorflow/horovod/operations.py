@@ -20,13 +20,14 @@ import tensorflow as tf
 
 from commlib import horovod as core
 from commlib.communicator import Communicator
+from commlib.compress.casts import Compressors
 from commlib.errors import UsageError
 from commlib.horovod import Reduction
 from commlib.tensors import check_ordered, choose_root
 from commlib_tensorflow._bridge import Array, as_tensor
 from commlib_tensorflow._graph import Spec, call, no_autograph, operation_name, ordered
 from commlib_tensorflow.collectives import run, verbs
-from commlib_tensorflow.compression import Compression, Compressor
+from commlib_tensorflow.compression import Compression
 from commlib_tensorflow.horovod._autograd import (
     allgather_tensors,
     allreduce_tensors,
@@ -41,8 +42,6 @@ __all__ = (
     "grouped_allreduce", "grouped_reducescatter", "join", "reducescatter",
 )  # fmt: skip
 
-Compressing = type[Compressor] | Compressor
-
 
 @no_autograph
 def allreduce(
@@ -50,7 +49,7 @@ def allreduce(
     average: bool | None = None,
     device_dense: str = "",
     device_sparse: str = "",
-    compression: Compressing = Compression.none,
+    compression: Compressors = Compression.none,
     op: Any = None,
     prescale_factor: float = 1.0,
     postscale_factor: float = 1.0,
@@ -79,7 +78,7 @@ def grouped_allreduce(
     average: bool | None = None,
     device_dense: str = "",
     device_sparse: str = "",
-    compression: Compressing = Compression.none,
+    compression: Compressors = Compression.none,
     op: Any = None,
     prescale_factor: float = 1.0,
     postscale_factor: float = 1.0,
@@ -213,7 +212,7 @@ def alltoall(
 def reducescatter(
     tensor: Any,
     device_dense: str = "",
-    compression: Compressing = Compression.none,
+    compression: Compressors = Compression.none,
     op: Any = core.Average,
     name: str | None = None,
     process_set: core.ProcessSet | None = None,
@@ -236,7 +235,7 @@ def reducescatter(
 def grouped_reducescatter(
     tensors: Sequence[Any],
     device_dense: str = "",
-    compression: Compressing = Compression.none,
+    compression: Compressors = Compression.none,
     op: Any = core.Average,
     process_set: core.ProcessSet | None = None,
     prescale_factor: float = 1.0,
@@ -289,7 +288,7 @@ def _compressed(
     operation: Callable[[Sequence[Any], Reduction], list[Any]],
     tensors: Sequence[Any],
     how: Reduction,
-    compression: Compressing,
+    compression: Compressors,
 ) -> list[Any]:
     """Return the results of a reduction of compressed tensors, decompressed."""
     compressed, contexts = zip(*map(compression.compress, tensors), strict=True)

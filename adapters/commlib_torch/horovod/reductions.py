@@ -20,10 +20,11 @@ from typing import Any
 from torch import Tensor
 
 from commlib import horovod as core
+from commlib.compress.casts import Compressors
 from commlib.horovod import Reduction
 from commlib_torch._bridge import check_dense
 from commlib_torch._call import verb_maker
-from commlib_torch.compression import Compression, Compressors
+from commlib_torch.compression import Compression
 from commlib_torch.horovod import _autograd
 from commlib_torch.horovod._start import Named, ProcessSets, Reducing, first, in_place, start_reducescatter
 

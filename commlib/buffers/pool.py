@@ -9,14 +9,15 @@ from typing import Any
 
 import numpy as np
 
-from commlib_tensorflow._bridge import ALIGNMENT, Array
+from commlib.buffers.aligned import ALIGNMENT
+from commlib.dtypes import Array
 
 _SMALLEST = 128 << 10
 """Bytes. The C library gives larger blocks back to the system when they are freed, by default."""
 
 
 class Pool:
-    """Makes aligned arrays that TensorFlow may adopt. Their memory comes back when the last reference to it is gone.
+    """Makes aligned arrays that a framework may adopt. Their memory comes back when the last reference to it is gone.
 
     A step's results would else be in new pages every time: to reduce 24 gradients of 1 MiB on 2 ranks eagerly took 2.6
     times as long then.

@@ -9,8 +9,6 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-import tensorflow as tf
-
 from commlib.errors import UsageError
 
 
@@ -42,19 +40,3 @@ class ComputedGradients:
             "are reduced already, and another sum would be too large: hand over what compute_gradients() returned, "
             "use op=Average, or take gradients from a tf.GradientTape, to be reduced when they are applied"
         )
-
-
-def gradients_of(loss: Any, var_list: Any, tape: Any = None) -> list[tuple[Any, Any]]:
-    """Return pairs of gradients and variables. `loss` is a function, or a tensor that `tape` has recorded."""
-    if not callable(loss):
-        if tape is None:
-            raise UsageError("compute_gradients: a loss that is a tensor needs the tape on which it was computed")
-    else:
-        tape = tf.GradientTape() if tape is None else tape
-        with tape:
-            if not callable(var_list):
-                for variable in tf.nest.flatten(var_list):
-                    tape.watch(variable if hasattr(variable, "ref") else variable.value)
-            loss = loss()
-    variables = tf.nest.flatten(var_list() if callable(var_list) else var_list)
-    return list(zip(tape.gradient(loss, variables), variables, strict=True))
