@@ -17,7 +17,7 @@ from commlib.errors import UsageError
 from commlib.horovod.computed_gradients import ComputedGradients
 from commlib.horovod.wrapping import change_class
 from commlib_tensorflow.clip import clip_by_global_norm
-from commlib_tensorflow.gradients import Gradients
+from commlib_tensorflow.gradients import Gradients, scaled
 from commlib_tensorflow.horovod.operations import allreduce
 
 
@@ -182,15 +182,6 @@ def gradients_of(loss: Any, var_list: Any, tape: Any = None) -> list[tuple[Any, 
 def key_of(variable: Any) -> Any:
     """Return what stands for a variable in sets, whether it is one of TensorFlow or wrapped by Keras 3."""
     return (variable if hasattr(variable, "ref") else variable.value).ref()
-
-
-def scaled(gradient: Any, factor: float) -> Any:
-    """Return a gradient, which may be sparse or None, times `factor`."""
-    if gradient is None or factor == 1.0:
-        return gradient
-    if isinstance(gradient, tf.IndexedSlices):
-        return tf.IndexedSlices(scaled(gradient.values, factor), gradient.indices, gradient.dense_shape)
-    return gradient * tf.cast(factor, gradient.dtype)
 
 
 def become(optimizer: Any, mixin: type, reduction: Reduction) -> None:

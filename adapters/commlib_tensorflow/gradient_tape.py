@@ -14,7 +14,7 @@ from commlib.data_parallel import BUCKET_CAP_MIB, FIRST_BUCKET_MIB, Reporting
 from commlib.errors import UsageError
 from commlib_tensorflow._graph import no_autograph
 from commlib_tensorflow.compression import Compression
-from commlib_tensorflow.gradients import Gradients
+from commlib_tensorflow.gradients import Gradients, scaled
 
 _shared_reducer: Callable[..., Gradients] = functools.lru_cache(maxsize=64)(Gradients)
 """A tape is made anew in every step; what ranks have agreed on outlives it."""
@@ -61,7 +61,8 @@ class DistributedTape(tf.GradientTape, Reporting):  # type: ignore[misc]  # Tens
         shared = [index for index, source in enumerate(flat_sources) if not self._is_local(source)]
         names = [f"source {i}" if use_generic_names else label(flat_sources[i], i) for i in shared]
         reduced = self._reducer([flat[index] for index in shared], names, [flat_sources[index] for index in shared])
-        answer = [self._scaled(gradient) for gradient in flat]
+        factor = 1 / self._reducer.size if self._scale_local_gradients else 1.0
+        answer = [scaled(gradient, factor) for gradient in flat]
         for index, gradient in zip(shared, reduced, strict=True):
             answer[index] = gradient
         return tf.nest.pack_sequence_as(sources, answer)
@@ -80,15 +81,6 @@ class DistributedTape(tf.GradientTape, Reporting):  # type: ignore[misc]  # Tens
     def _is_local(self, source: Any) -> bool:
         return _identity(source) in self._local
 
-    def _scaled(self, gradient: Any) -> Any:
-        if gradient is None or not self._scale_local_gradients:
-            return gradient
-        size = self._reducer.size
-        if isinstance(gradient, tf.IndexedSlices):
-            values = gradient.values / tf.cast(size, gradient.values.dtype)
-            return tf.IndexedSlices(values, gradient.indices, gradient.dense_shape)
-        return gradient / tf.cast(size, gradient.dtype)
-
     # The rest of a tape
 
     def __enter__(self) -> DistributedTape:
@@ -98,29 +90,20 @@ class DistributedTape(tf.GradientTape, Reporting):  # type: ignore[misc]  # Tens
     def __exit__(self, *exception: Any) -> None:
         self._wrapped.__exit__(*exception)
 
-    def watch(self, tensor: Any) -> None:
-        """Record what is computed from `tensor`."""
-        self._wrapped.watch(tensor)
 
-    def watched_variables(self) -> Any:
-        """Return the variables that are watched."""
-        return self._wrapped.watched_variables()
+def _passed_on(name: str) -> Any:
+    """Return a method that calls the one of the wrapped tape. A Jacobian is this rank's own."""
+    plain = getattr(tf.GradientTape, name)
 
-    def stop_recording(self) -> Any:
-        """Return a context manager that suspends recording."""
-        return self._wrapped.stop_recording()
+    @functools.wraps(plain)
+    def method(self: DistributedTape, *arguments: Any, **options: Any) -> Any:
+        return getattr(self._wrapped, name)(*arguments, **options)
 
-    def reset(self) -> None:
-        """Forget what was recorded."""
-        self._wrapped.reset()
+    return method
 
-    def jacobian(self, *arguments: Any, **options: Any) -> Any:
-        """Return this rank's own Jacobian."""
-        return self._wrapped.jacobian(*arguments, **options)
 
-    def batch_jacobian(self, *arguments: Any, **options: Any) -> Any:
-        """Return this rank's own Jacobian per example."""
-        return self._wrapped.batch_jacobian(*arguments, **options)
+for _name in ("watch", "watched_variables", "stop_recording", "reset", "jacobian", "batch_jacobian"):
+    setattr(DistributedTape, _name, _passed_on(_name))
 
 
 @no_autograph
@@ -183,21 +166,10 @@ def PartialDistributedGradientTape(
     **more: Any,
 ) -> DistributedTape:
     """Return a `DistributedGradientTape` for which all weights of `local_layers`, a layer or several, are local."""
-    tape = DistributedGradientTape(
-        gradtape,
-        device_dense,
-        device_sparse,
-        compression,
-        sparse_as_dense,
-        op,
-        gradient_predivide_factor,
-        num_groups,
-        groups,
-        process_set,
-        scale_local_gradients,
-        **more,
-    )
-    for layer in _layers(local_layers):
+    arguments = dict(locals())
+    layers = layers_of(arguments.pop("local_layers"))
+    tape = DistributedGradientTape(**arguments.pop("more"), **arguments)
+    for layer in layers:
         for weight in layer.trainable_weights:
             tape.register_local_source(weight)
     return tape
@@ -211,10 +183,11 @@ def label(variable: Any, index: int) -> str:
         return f"source {index}"
 
 
-def _layers(local_layers: Any) -> Iterable[Any]:
+def layers_of(local_layers: Any) -> Iterable[Any]:
+    """Return a layer or several as a list. Raises UsageError for what is none."""
     if local_layers is None:
         return ()
-    layers = list(local_layers) if isinstance(local_layers, list | tuple | set) else [local_layers]
+    layers = list(local_layers) if isinstance(local_layers, list | tuple | set | frozenset) else [local_layers]
     for layer in layers:
         if not hasattr(layer, "trainable_weights"):
             raise UsageError(f"local_layers must be layers of Keras, got {type(layer).__name__}")

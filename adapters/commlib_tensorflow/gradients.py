@@ -264,6 +264,15 @@ class _Reduction(NamedReduction):
         return answers or [np.zeros((), np.int64)]
 
 
+def scaled(gradient: Any, factor: float) -> Any:
+    """Return a gradient, which may be sparse or None, times `factor`."""
+    if gradient is None or factor == 1.0:
+        return gradient
+    if isinstance(gradient, tf.IndexedSlices):
+        return tf.IndexedSlices(scaled(gradient.values, factor), gradient.indices, gradient.dense_shape)
+    return gradient * tf.cast(factor, gradient.dtype)
+
+
 def _order_of(given: Sequence[Any]) -> list[int]:
     """Return the numbers of gradients as backward makes them: in a graph as it says, else in reverse order."""
     numbers = range(len(given) - 1, -1, -1)

@@ -11,7 +11,7 @@ import tensorflow as tf
 from commlib import horovod as core
 from commlib.data_parallel import BUCKET_CAP_MIB, FIRST_BUCKET_MIB
 from commlib.errors import UsageError
-from commlib_tensorflow._keras_reduction import Distributed, Reduction
+from commlib_tensorflow._keras_reduction import Reduction
 from commlib_tensorflow.compression import Compression
 
 OptimizerT = TypeVar("OptimizerT")
@@ -126,6 +126,3 @@ def distribute(
             f"expected an optimizer of Keras 3, tf_keras or tf.compat.v1.train, got {type(optimizer).__name__}"
         )
     return optimizer
-
-
-__all__ = ["Distributed", "DistributedOptimizer", "distribute"]

@@ -22,11 +22,12 @@ from commlib.data_parallel import (
     load_compression,
     save_compression,
 )
+from commlib.data_parallel.naming import unique
 from commlib.horovod.reductions import reduction_name
 from commlib_torch._bridge import to_array
 from commlib_torch.broadcast import broadcast_parameters
 from commlib_torch.compression import Compression
-from commlib_torch.gradients import Gradients, unique_parameters
+from commlib_torch.gradients import Gradients, trained
 
 _INNER = "module."
 
@@ -76,7 +77,7 @@ class DataParallel(nn.Module, Reporting):
             within_node=compress_within_node,
         )
         self._gradients: Gradients | None = Gradients(
-            unique_parameters(module.named_parameters()), InOrder(comm), options
+            trained(unique(module.named_parameters())), InOrder(comm), options
         )
         broadcast_parameters([*module.named_parameters(), *module.named_buffers()], comm=comm)
         self.register_state_dict_post_hook(_strip_prefix)  # type: ignore[no-untyped-call]

@@ -124,21 +124,9 @@ def join(device: int = -1) -> int:
     return core_join(backward_passes.members)
 
 
-def unique_parameters(named: Iterable[Named]) -> list[Named]:
-    """Return those that require gradients, each under its first name, in order. Raises UsageError for a name twice."""
-    seen: dict[int, str] = {}
-    names: set[str] = set()
-    result: list[Named] = []
-    for name, parameter in named:
-        if id(parameter) in seen:
-            continue
-        if name in names:
-            raise UsageError(f"two parameters are named {name!r}")
-        seen[id(parameter)] = name
-        names.add(name)
-        if parameter.requires_grad:
-            result.append((name, parameter))
-    return result
+def trained(named: Iterable[Named]) -> list[Named]:
+    """Return the parameters that require gradients."""
+    return [(name, parameter) for name, parameter in named if parameter.requires_grad]
 
 
 def _key(member: Any) -> int:

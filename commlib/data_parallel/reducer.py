@@ -278,6 +278,11 @@ class GradientReducer:
             self._values.free()
             self.end()
 
+    def combine(self, value: float | None) -> float | None:
+        """Return the mean (or sum) over ranks of a number, such as a loss; None where no rank has one. Collective."""
+        found = [theirs for theirs in self.ranks.all_gather_object(value) if theirs is not None]
+        return sum(found) / (self.ranks.size if self.options.op == "mean" else 1) if found else None
+
     def stepped(self) -> None:
         """Note that an optimizer stepped."""
         self._tracker.stepped()

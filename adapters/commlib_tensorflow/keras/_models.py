@@ -9,6 +9,7 @@ import tensorflow as tf
 
 from commlib import horovod as core
 from commlib_tensorflow.compression import Compression
+from commlib_tensorflow.gradient_tape import layers_of
 from commlib_tensorflow.optimizer import distribute
 
 OptimizerT = TypeVar("OptimizerT")
@@ -36,24 +37,9 @@ def DistributedOptimizer(
     The same as `commlib_tensorflow.DistributedOptimizer`, with the arguments in the order that `horovod.keras` has;
     `more` are `compress_within_node`, `overlap`, `bucket_cap_mib` and `first_bucket_mib`.
     """
-    return PartialDistributedOptimizer(
-        optimizer,
-        name,
-        device_dense,
-        device_sparse,
-        compression,
-        sparse_as_dense,
-        gradient_predivide_factor,
-        op,
-        backward_passes_per_step,
-        average_aggregated_gradients,
-        num_groups,
-        groups,
-        process_set,
-        None,
-        scale_local_gradients,
-        **more,
-    )
+    arguments = dict(locals())
+    same: OptimizerT = PartialDistributedOptimizer(**arguments.pop("more"), **arguments)
+    return same
 
 
 def PartialDistributedOptimizer(
@@ -79,10 +65,6 @@ def PartialDistributedOptimizer(
     They are divided by the number of ranks unless `scale_local_gradients` is False.
     """
     del device_dense, device_sparse
-    if local_layers is None:
-        local_layers = ()
-    elif not isinstance(local_layers, list | tuple | set | frozenset):
-        local_layers = (local_layers,)
     return distribute(
         optimizer,
         name=name,
@@ -93,7 +75,7 @@ def PartialDistributedOptimizer(
         groups=groups if groups is not None else num_groups or None,
         process_set=process_set,
         scale_local_gradients=scale_local_gradients,
-        local_layers=local_layers,
+        local_layers=layers_of(local_layers),
         backward_passes_per_step=backward_passes_per_step,
         average_aggregated_gradients=average_aggregated_gradients,
         **more,

@@ -8,7 +8,7 @@ import tensorflow as tf
 
 from commlib import horovod as core
 from commlib.errors import UsageError
-from commlib_tensorflow.broadcast import broadcast_global_variables as _broadcast_global_variables
+from commlib_tensorflow.broadcast import broadcast_global_variables
 from commlib_tensorflow.compression import Compression
 from commlib_tensorflow.horovod import operations
 
@@ -57,14 +57,6 @@ def reducescatter(
     """Return this rank's share, along dimension 0, of `value` of all ranks combined."""
     _eagerly("reducescatter")
     return operations.reducescatter(tf.convert_to_tensor(value), op=op, name=name, process_set=process_set)
-
-
-def broadcast_global_variables(root_rank: int) -> Any:
-    """Return an operation that broadcasts all variables of a graph of TensorFlow 1; RuntimeError in eager mode.
-
-    For models of Keras there is BroadcastGlobalVariablesCallback.
-    """
-    return _broadcast_global_variables(root_rank)
 
 
 def _eagerly(verb: str) -> None:
