@@ -12,9 +12,7 @@ from __future__ import annotations
 
 import argparse
 import itertools
-import json
 import os
-import platform
 import statistics
 import tempfile
 import time
@@ -24,9 +22,11 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from mpi4py import MPI
 from torch import Tensor, nn
 
 import commlib
+from benchmarks import record
 from commlib_torch import DistributedOptimizer
 from commlib_torch._backward import backward_passes
 
@@ -209,6 +209,7 @@ def main() -> None:
 
     torch.set_num_threads(1)
     comm = commlib.init()
+    facts = record.find_facts(MPI.COMM_WORLD)
     contenders: dict[str, Callable[..., Step]] = dict(CONTENDERS)
     options = dict(SWEEP) if arguments.sweep else {}
     with ExitStack() as stack:
@@ -223,19 +224,7 @@ def main() -> None:
     title = f"{count / 1e6:.2f} M parameters, {comm.size} ranks, {os.cpu_count()} cores, {arguments.rows} rows per rank"
     show(seconds, title)
     if arguments.out:
-        record = {
-            "benchmark": "data_parallel",
-            "ranks": comm.size,
-            "cores": os.cpu_count(),
-            "parameters": count,
-            "rows_per_rank": arguments.rows,
-            "steps_per_round": arguments.steps,
-            "keep_gradients": arguments.keep_gradients,
-            "torch": torch.__version__,
-            "python": platform.python_version(),
-            "seconds_per_step": seconds,
-        }
-        arguments.out.write_text(json.dumps(record, indent=1))
+        record.write(arguments.out, "data_parallel", facts, arguments, parameters=count, seconds=seconds)
 
 
 if __name__ == "__main__":
