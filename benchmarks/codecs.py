@@ -23,7 +23,7 @@ import numpy as np
 
 from benchmarks import record
 from commlib.compress.codec import Codec
-from commlib.compress.names import CODECS, codec_of
+from commlib.compress.registry import CODECS, codec_of
 
 COLUMNS = ("encode", "feedback", "decode", "add", "bytes")
 VARIANTS = ("int8:rounding=stochastic", "int4:rounding=stochastic")

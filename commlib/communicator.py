@@ -402,7 +402,7 @@ class Communicator:
         sender writes into the receiver's memory, and `recv` returns a view of it: see `Channel`.
         """
         if codec is not None:
-            from commlib.compress.codecs import codec_of  # few need it
+            from commlib.compress.registry import codec_of  # few need it
 
             codec = codec_of(codec)
         return self._channels.open(peer, edge, shape, dtype, depth, codec)

@@ -44,7 +44,7 @@ def train(comm: Any, name: str, *, within_node: bool, on_device: bool) -> tuple[
             plan.start().wait()
         else:
             plan()
-        compression.settle()
+        compression.end_step()
         after = array.numpy() if isinstance(array, LateArray) else array.copy()
         found.append((after[PLACES], after[FLAGS:] > 0, plan.finite, plan.sent_bytes))
     state = compression.state()

@@ -15,7 +15,7 @@ import tensorflow as tf
 
 import commlib
 from commlib import horovod as core
-from commlib.compress.crossing import split_piece
+from commlib.compress.bucket import split_piece
 from commlib.data_parallel import Statistics, StepClock, StepReport, cores_per_rank
 from commlib.errors import MismatchError, UsageError
 from commlib_tensorflow._bridge import as_tensor, dtype_name

@@ -182,12 +182,12 @@ class Gradients:
     def stepped(self) -> None:
         """Note that an optimizer stepped."""
         self._tracker.stepped()
-        self._compression.keep()
+        self._compression.commit()
         self.report = self._clock.step(self.statistics)
 
     def cleared(self) -> None:
         """Note that gradients were cleared."""
-        self._compression.discard()  # unless a step has used them
+        self._compression.rollback()  # unless a step has used them
         self._tracker.cleared()
 
     def end_backward(self) -> None:
@@ -210,7 +210,7 @@ class Gradients:
             remaining = self._tracker.end()
             try:
                 self._engine.finish(remaining, unused)
-                self._compression.settle()
+                self._compression.end_step()
                 for index in range(len(self._parameters)):
                     # A gradient that no rank had stays None, as it would in one process; else all take the result.
                     if index not in unused or self._engine.used(index):

@@ -1,28 +1,33 @@
-"""Compression: less to send. Codecs turn arrays into bytes, schemes reduce gradients with them.
+"""Compress what is sent: codecs turn arrays into bytes, schemes reduce gradients with them.
 
 Nothing here knows a framework. `scheme_of("int8")` and `codec_of("int8")` understand names; the classes take options.
 """
 
-from commlib.compress import edges
+from commlib.compress import activations
 from commlib.compress.auto import Auto
-from commlib.compress.cast import Cast, Float8
 from commlib.compress.codec import Codec
-from commlib.compress.dgc import DGC
-from commlib.compress.exchange import Exchanged
-from commlib.compress.gather import Gathered
+from commlib.compress.codecs.cast import Cast, Float8
+from commlib.compress.codecs.quantise import QSGD, Blocks
+from commlib.compress.codecs.sign import Sign
+from commlib.compress.codecs.sparse import RandomK, TopK
 from commlib.compress.gradients import GradientCompression
-from commlib.compress.names import CODECS, SCHEMES, Compression, codec_of, scheme_of
-from commlib.compress.power_sgd import PowerSGD
-from commlib.compress.quantise import QSGD, Blocks
+from commlib.compress.registry import CODECS, SCHEMES, Compression, codec_of, scheme_of
 from commlib.compress.scheme import Part, Reducer, Scheme
-from commlib.compress.sign import Sign
-from commlib.compress.sparse import RandomK, TopK
+from commlib.compress.schemes.all_gather import AllGather
+from commlib.compress.schemes.all_to_all import AllToAll
+from commlib.compress.schemes.dgc import DGC
+from commlib.compress.schemes.power_sgd import PowerSGD
+
+edges = activations  # the names until 2026-11
+Exchanged, Gathered = AllToAll, AllGather
 
 __all__ = [
     "CODECS",
     "DGC",
     "QSGD",
     "SCHEMES",
+    "AllGather",
+    "AllToAll",
     "Auto",
     "Blocks",
     "Cast",
@@ -39,6 +44,7 @@ __all__ = [
     "Scheme",
     "Sign",
     "TopK",
+    "activations",
     "codec_of",
     "edges",
     "scheme_of",

@@ -1,4 +1,4 @@
-"""compression="auto": compress only where it pays, by what the link and the codecs are measured to do here.
+"""Choose the codec of compression="auto": measure the link and the codecs, and compress only where it pays.
 
 A reduction of n float32 between H hosts takes about
 
@@ -17,12 +17,12 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from commlib.compress.cast import Cast
 from commlib.compress.codec import Codec
-from commlib.compress.exchange import Exchanged
+from commlib.compress.codecs.cast import Cast
+from commlib.compress.codecs.quantise import Blocks
 from commlib.compress.memory import Memory
-from commlib.compress.quantise import Blocks
-from commlib.compress.scheme import Lane, Part, Reducer, Scheme
+from commlib.compress.scheme import Comm, Part, Reducer, Scheme
+from commlib.compress.schemes.all_to_all import AllToAll
 from commlib.devices.host import HOST
 from commlib.devices.protocol import Device
 from commlib.errors import UsageError
@@ -48,7 +48,7 @@ class Auto:
     def divisible(self) -> bool:
         return True
 
-    def reducer(self, lane: Lane, parts: Sequence[Part], *, key: str = "", device: Device = HOST) -> Reducer:
+    def reducer(self, comm: Comm, parts: Sequence[Part], *, key: str = "", device: Device = HOST) -> Reducer:
         """Raise UsageError: what is chosen depends on measurements, which `decide` makes first."""
         raise UsageError("compression 'auto' must be decided before buckets are made: see `GradientCompression`")
 
@@ -75,15 +75,15 @@ def decide(auto: Auto, count: int, hosts: int, measured: Sequence[float]) -> tup
         f"{'none' if best is None else best.name}: between {hosts} hosts a rank sends {1e-6 / pace:.1f} MB/s, so that "
         f"{count} float32 should take {', '.join(texts)}"
     )
-    return None if best is None else Exchanged(best), why
+    return None if best is None else AllToAll(best), why
 
 
-def measure_link(lane: Lane, memory: Memory) -> tuple[float, float]:
-    """Return seconds of latency and seconds per byte sent of float32 all-reduces over the lane. Collective."""
+def measure_link(comm: Comm, memory: Memory) -> tuple[float, float]:
+    """Return seconds of latency and seconds per byte sent of float32 all-reduces over `comm`. Collective."""
     x = memory.zeros(_LARGE)
-    small = _median(lambda: lane.all_reduce(x[:_SMALL], out=x[:_SMALL]), memory)
-    large = _median(lambda: lane.all_reduce(x, out=x), memory)
-    share = 2 * (lane.size - 1) / lane.size
+    small = _median(lambda: comm.all_reduce(x[:_SMALL], out=x[:_SMALL]), memory)
+    large = _median(lambda: comm.all_reduce(x, out=x), memory)
+    share = 2 * (comm.size - 1) / comm.size
     pace = max(large - small, 1e-9) / (4 * (_LARGE - _SMALL) * share)
     return max(0.0, small - 4 * _SMALL * share * pace), pace
 

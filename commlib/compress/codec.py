@@ -1,4 +1,4 @@
-"""Codec: float32 arrays as fewer bytes. What reductions, pipeline edges and exchanges of activations send."""
+"""Codec: encode float32 arrays in fewer bytes, for reductions, pipeline edges and exchanges of activations."""
 
 from __future__ import annotations
 

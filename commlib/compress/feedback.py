@@ -1,4 +1,4 @@
-"""Error feedback: what a codec lost of one step is added to the next, so that in the sum over steps nothing is lost.
+"""Error feedback: add what a codec lost in one step to the next. In the sum over steps nothing is lost.
 
 The residual is this rank's own: local values minus what this rank contributed to the sum (Vogels et al. 2019, algorithm
 2; Karimireddy et al. 2019). The other form, local values minus the *mean*, grows without bound where ranks differ.
@@ -27,21 +27,21 @@ class Residual:
         self._memory = memory
         self._arrays = memory.zeros(count), memory.zeros(count)
         self._current = 0
-        self._open = False  # the last reduction may still be discarded
+        self._open = False  # the last reduction may still be rolled back
 
-    def begin(self) -> tuple[Any, Any]:
+    def stage(self) -> tuple[Any, Any]:
         """Return (what to add to the values, where to put what is lost of the sum) for one reduction."""
         before, after = self._arrays[self._current], self._arrays[1 - self._current]
         self._current = 1 - self._current
         self._open = True
         return before, after
 
-    def keep(self) -> None:
+    def commit(self) -> None:
         """Let the last reduction count."""
         self._open = False
 
-    def discard(self) -> None:
-        """Let the last reduction count as not done, unless it was kept."""
+    def rollback(self) -> None:
+        """Let the last reduction count as not done, unless it was committed."""
         if self._open:
             self._current = 1 - self._current
             self._open = False

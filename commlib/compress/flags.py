@@ -1,4 +1,4 @@
-"""The flags of a bucket in messages: a bit each. The host packs them, wherever the bucket is: they are few."""
+"""Pack the flags of a bucket into bits. The host does so, wherever the bucket is: they are few."""
 
 from __future__ import annotations
 

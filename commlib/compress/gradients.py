@@ -1,4 +1,4 @@
-"""The compression of one training loop's gradients: which scheme, over which ranks, and all that is remembered."""
+"""Gradient compression: make the reductions of one training loop's buckets, and remember what they lose."""
 
 from __future__ import annotations
 
@@ -10,10 +10,10 @@ import numpy as np
 
 from commlib.communicator import Communicator
 from commlib.compress.auto import Auto, decide, measure_cost, measure_link
-from commlib.compress.crossing import BucketReduction, Crossing
-from commlib.compress.dgc import DGC
+from commlib.compress.bucket import CompressedBucket, SlowLink
 from commlib.compress.memory import Memory
 from commlib.compress.scheme import COMMON, Part, Scheme, State
+from commlib.compress.schemes.dgc import DGC
 from commlib.devices.host import HOST
 from commlib.devices.protocol import Device
 from commlib.dtypes import Array
@@ -41,7 +41,7 @@ class GradientCompression:
     ) -> None:
         self.why = "none: as asked" if scheme is None else f"{scheme.name}: as asked"
         self.scheme: Scheme | None = None
-        self._reductions: dict[str, BucketReduction] = {}
+        self._reductions: dict[str, CompressedBucket] = {}
         self._loaded: Mapping[str, Mapping[str, Array]] = {}
         if isinstance(scheme, DGC):  # momentum is in it, and must be whatever lies between the ranks
             within_node = True
@@ -51,8 +51,8 @@ class GradientCompression:
                 )
         if scheme is None or comm.size == 1:
             return
-        self.crossing = Crossing(comm, within_node=within_node)
-        if not self.crossing.compresses:
+        self.link = SlowLink(comm, within_node=within_node)
+        if not self.link.compresses:
             self.why = "none: all ranks are on one node, whose memory is faster than any codec"
         elif isinstance(scheme, Auto):
             self.scheme, self.why = self._decide(scheme, count, device)
@@ -62,25 +62,25 @@ class GradientCompression:
             log.info("compression %s", self.why)
 
     def _decide(self, auto: Auto, count: int, device: Device) -> tuple[Scheme | None, str]:
-        comm, lane = self.crossing.comm, self.crossing.lane
+        whole, comm = self.link.whole, self.link.comm
 
         def slowest(values: Array) -> Array:
-            return np.asarray(comm.all_reduce(values, "max"))
+            return np.asarray(whole.all_reduce(values, "max"))
 
         # Ranks without a rail only learn what the others find.
         found = np.zeros(2 + 2 * len(auto.codecs))
-        if lane is not None:
-            memory = Memory(device, lane.watch)
-            found[:2] = measure_link(lane, memory)
+        if comm is not None:
+            memory = Memory(device, comm.watch)
+            found[:2] = measure_link(comm, memory)
             found[2:] = [seconds for codec in auto.codecs for seconds in measure_cost(codec, memory)]
         found = slowest(found)
-        scheme, why = decide(auto, count, self.crossing.hosts, found.tolist())
+        scheme, why = decide(auto, count, self.link.hosts, found.tolist())
         return scheme, why if device is HOST else f"{why}, on {device.name}"
 
-    def reduction(self, key: str, array: Any, parts: Sequence[Part], flags: int, op: str) -> BucketReduction:
-        """Return the reduction of a bucket, which takes over what is known of its parts. See `BucketReduction`."""
+    def reduction(self, key: str, array: Any, parts: Sequence[Part], flags: int, op: str) -> CompressedBucket:
+        """Return the reduction of a bucket, which takes over what is known of its parts. See `CompressedBucket`."""
         assert self.scheme is not None
-        reduction = BucketReduction(self.crossing, self.scheme, array, parts, flags, op, key)
+        reduction = CompressedBucket(self.link, self.scheme, array, parts, flags, op, key)
         if reduction.reducer is not None and self._loaded:
             reduction.reducer.load(self._loaded)
         self._reductions[key] = reduction
@@ -91,20 +91,20 @@ class GradientCompression:
         self._loaded = self.state()
         self._reductions.clear()
 
-    def settle(self) -> None:
+    def end_step(self) -> None:
         """Note that all buckets were reduced: if a sum is not finite, the step will be skipped and leaves no trace."""
         if not all(reduction.finite for reduction in self._reductions.values()):
-            self.discard()
+            self.rollback()
 
-    def discard(self) -> None:
+    def rollback(self) -> None:
         """Note that the step was skipped."""
         for reducer in self._reducers():
-            reducer.discard()
+            reducer.rollback()
 
-    def keep(self) -> None:
+    def commit(self) -> None:
         """Note that the step was taken."""
         for reducer in self._reducers():
-            reducer.keep()
+            reducer.commit()
 
     def state(self) -> State:
         """Return what is remembered on this rank, by parameter names: residuals and the like."""

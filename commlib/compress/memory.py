@@ -1,4 +1,4 @@
-"""Memory: the device of one bucket as its reduction uses it, and the little of it that the host reads and writes."""
+"""Memory: make arrays on the device of one bucket, and move the few values that the host reads and writes."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Scheme: how the gradients of a bucket are reduced in fewer bytes, with what is remembered from step to step."""
+"""Scheme: reduce the gradients of a bucket in fewer bytes, and remember from step to step what was not sent."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ class Part:
         return self.start + self.count
 
 
-class Lane(Protocol):
+class Comm(Protocol):
     """The ranks between which compressed data travels. A Communicator is one."""
 
     @property
@@ -64,7 +64,7 @@ class Reducer(Protocol):
         ...
 
     def reduce(self, values: Array, flags: Array) -> bool:
-        """Replace `values` by their sum over the lane, and `flags` too; return whether the sum is finite. Collective.
+        """Replace `values` by their sum over the ranks, and `flags` too; return whether the sum is finite. Collective.
 
         Both are float32, 1-D and on the device that the reducer was made for. The sum is an approximation, the same
         bits on all ranks; what lies between the parts may become anything. Flags, 0 or positive, are exact: positive
@@ -72,11 +72,11 @@ class Reducer(Protocol):
         """
         ...
 
-    def keep(self) -> None:
+    def commit(self) -> None:
         """Note that the step which used the last reduction was taken."""
         ...
 
-    def discard(self) -> None:
+    def rollback(self) -> None:
         """Note that the step was skipped: what is remembered is what it was before the last `reduce`."""
         ...
 
@@ -103,7 +103,7 @@ class Scheme(Protocol):
         """Whether a parameter may be cut into pieces that are compressed apart."""
         ...
 
-    def reducer(self, lane: Lane, parts: Sequence[Part], *, key: str = "", device: Device = HOST) -> Reducer:
+    def reducer(self, comm: Comm, parts: Sequence[Part], *, key: str = "", device: Device = HOST) -> Reducer:
         """Return the reducer of a bucket with these parts. `key` tells buckets apart where chance plays a role.
 
         device: where the bucket's values are. Raises UsageError if the scheme cannot reduce there.

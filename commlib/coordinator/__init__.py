@@ -1,4 +1,4 @@
-"""Named operations that arrive in any order on any rank: agreed on, then run."""
+"""Run named operations that ranks ask for in any order, once all have agreed on them."""
 
 from commlib.coordinator.coordinator import Coordinator
 from commlib.coordinator.pending import Pending

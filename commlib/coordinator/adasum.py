@@ -1,4 +1,4 @@
-"""Adasum: gradients of ranks are added where they are orthogonal and averaged where they are parallel.
+"""Adasum: add gradients of ranks where they are orthogonal, and average them where they are parallel.
 
     adasum(a, b) = (1 - a.b / 2|a|^2) a + (1 - a.b / 2|b|^2) b
 

@@ -1,10 +1,11 @@
-"""Coordinator: named operations of one group, asked for in any order on any rank.
+"""Coordinator: run the named operations of one group, in whatever order ranks ask for them.
 
-A cycle is one small exchange (`Negotiation` says of what) and then the operations that it agreed on. A rank takes part
+A cycle is one small exchange (see `Cycle`) and then the operations that it agreed on. A rank takes part
 in a cycle while it waits for something: nothing can be agreed without it, and with nothing to wait for it need not
 know. So no cycle is run by the clock, and an idle job does nothing at all.
 
-Every rank runs the same cycles in the same order on a group of the coordinator's own; `Cycles` says when, and who.
+Every rank runs the same cycles in the same order on a group of the coordinator's own. `Driver` says when, and in which
+thread.
 """
 
 from __future__ import annotations
@@ -16,12 +17,12 @@ from collections.abc import Hashable, Sequence
 from typing import Any
 
 from commlib import forks
-from commlib.coordinator.compressed import CompressedReductions
-from commlib.coordinator.cycles import Cycles
-from commlib.coordinator.exchange import Exchange
+from commlib.coordinator.compressed_reductions import CompressedReductions
+from commlib.coordinator.cycle import Cycle
+from commlib.coordinator.driver import Driver
 from commlib.coordinator.execution import Execution
 from commlib.coordinator.job import Job
-from commlib.coordinator.negotiation import Failure, Joined, Launch, Negotiation, News, Verdict
+from commlib.coordinator.negotiation import Failure, Joined, Launch, Negotiation, RequestList, Response
 from commlib.coordinator.on_device import Staging
 from commlib.coordinator.patience import Patience
 from commlib.coordinator.pending import Pending
@@ -57,7 +58,7 @@ class Coordinator:
         if negotiation is None:
             negotiation = Negotiation(comm.rank, self.members, capacity=config.known_names)
         self._negotiation = negotiation
-        self._exchange = Exchange(comm)
+        self._cycle = Cycle(comm)
         self._execution = Execution(comm, self.members, config.fusion_mib << 20)
         self._wording = Wording(comm, self.members, self._negotiation)
         self._lock = threading.Lock()  # of the negotiation and what is pending
@@ -65,15 +66,15 @@ class Coordinator:
         self._unnamed = Unnamed()
         self._running: list[Job] = []  # agreed on, not ended
         self._ended: Ended | None = None
-        self._cycles = Cycles(
+        self._driver = Driver(
             self._lock,
             self._pending,
             self._negotiation,
             comm.group,
-            run=self._cycle,
+            run=self._run_cycle,
             fail=self._fail,
         )
-        self.drive, self.wake = self._cycles.drive, self._cycles.wake
+        self.drive, self.wake = self._driver.drive, self._driver.wake
         comm.group.speak_for(self._explain)
 
     @property
@@ -108,7 +109,7 @@ class Coordinator:
         """
         pending = Pending(self, request, inputs, outputs, extra)
         with self._lock:
-            if self._cycles.closed:
+            if self._driver.closed:
                 forks.check(str(request))
                 raise ShutdownError(f"{request}: commlib has been shut down")
             if self._ended is not None:
@@ -121,8 +122,8 @@ class Coordinator:
                 self._ask(pending)
             if self._recording.recorder is not None:
                 self._records.queue(pending)
-            if self._cycles.napping or not blocking:
-                self._cycles.tell()
+            if self._driver.napping or not blocking:
+                self._driver.tell()
         return pending
 
     def _ask(self, pending: Pending) -> None:
@@ -139,8 +140,8 @@ class Coordinator:
 
     # One cycle
 
-    def _cycle(self) -> None:
-        self._cycles.midway = True
+    def _run_cycle(self) -> None:
+        self._driver.midway = True
         with self._lock:
             overdue = self._patience.overdue(self._pending)
             announcement = self._negotiation.announce()
@@ -148,22 +149,22 @@ class Coordinator:
         if self._recording.recorder is not None:
             self._records.mark_cycle()
 
-        def in_full() -> News:
+        def in_full() -> RequestList:
             with self._lock:
                 expired = tuple(name for name, too_late in overdue.items() if too_late)
-                return News(announcement.requests, expired, tuple(self._negotiation.waiting))
+                return RequestList(announcement.requests, expired, tuple(self._negotiation.waiting))
 
-        bits, everyone = self._exchange.run(announcement, bool(overdue), in_full)
+        bits, everyone = self._cycle.run(announcement, bool(overdue), in_full)
         with self._lock:
-            verdicts = self._negotiation.agree(bits, everyone)
-            jobs = self._take(verdicts)
+            responses = self._negotiation.agree(bits, everyone)
+            jobs = self._take(responses)
             for name in overdue:
                 if name in self._pending:
                     self._warn(self._pending[name], everyone)
-        self._cycles.pace(has_agreed=bool(verdicts))
+        self._driver.pace(has_agreed=bool(responses))
         if jobs:
             self._run(jobs)
-        self._cycles.midway = False  # at once: whoever is interrupted now has done its part
+        self._driver.midway = False  # at once: whoever is interrupted now has done its part
 
     def _run(self, jobs: Sequence[Job]) -> None:
         records = self._records.run(jobs)
@@ -182,23 +183,23 @@ class Coordinator:
         self._execution.run(jobs, finish)
         self._running = []
 
-    def _take(self, verdicts: Sequence[Verdict]) -> list[Job]:
+    def _take(self, responses: Sequence[Response]) -> list[Job]:
         """Fail what cannot run; return what can."""
         self._running = jobs = []  # first there, then no longer pending: one of both at any time
         find = self._pending.get
-        for verdict in verdicts:
-            name = verdict.request.name
+        for response in responses:
+            name = response.request.name
             pending = find(name)
-            if type(verdict) is Launch:
-                jobs.append(Job(verdict, pending))
+            if type(response) is Launch:
+                jobs.append(Job(response, pending))
             elif pending is None:
                 continue
-            elif isinstance(verdict, Joined):
+            elif isinstance(response, Joined):
                 self._unnamed.count_anew()
-                pending.finish(verdict.last)
+                pending.finish(response.last)
             else:
-                assert isinstance(verdict, Failure)
-                pending.finish(error=self._wording.refused(verdict))
+                assert isinstance(response, Failure)
+                pending.finish(error=self._wording.refused(response))
             if pending is not None:
                 del self._pending[name]
         for later in self._unnamed.due(self._pending):
@@ -207,7 +208,7 @@ class Coordinator:
             self._wording.last, self._wording.when = jobs[-1].launch.request, time.monotonic()
         return jobs
 
-    def _warn(self, pending: Pending, everyone: Sequence[News]) -> None:
+    def _warn(self, pending: Pending, everyone: Sequence[RequestList]) -> None:
         reason = self._negotiation.explain(pending.request.name, everyone)
         if reason and not pending.warned:
             pending.warned = True
@@ -265,20 +266,20 @@ class Coordinator:
     def abandon(self) -> None:
         """Let nothing run in this forked child, whose copies of the locks may be held by threads that it lacks."""
         self._lock = threading.Lock()
-        self._cycles.abandon(self._lock)
+        self._driver.abandon(self._lock)
         self._pending.clear()
 
     def close_group(self) -> None:
         """Close, and release the group. Collective, with nothing pending."""
         self.close()
-        with self._cycles.driving:
+        with self._driver.driving:
             if self._execution.staging is not None:
                 self._execution.staging.close()
             self.comm.close()
 
     def join(self, timeout: float) -> None:
         """Wait until the thread has ended after `close`, at most `timeout` s: see `Progress.join`."""
-        self._cycles.join(timeout)
+        self._driver.join(timeout)
 
     def unseen_failure(self) -> str:
         """Return the first failed operation whose error nobody has asked for, or ""."""
@@ -290,7 +291,7 @@ class Coordinator:
     def close(self) -> None:
         """Accept nothing more; what has not run ends with ShutdownError. Never blocks."""
         with self._lock:
-            self._cycles.close()
+            self._driver.close()
             left = self._give_up([])  # what runs is given up by whoever runs it
         for pending in left:
             begin = self._wording.begin([pending.request])

@@ -1,4 +1,4 @@
-"""Agreed operations become collectives of one group, all in the same order on all ranks; all-reduces are fused.
+"""Execution: run agreed operations as collectives of one group, in the same order on all ranks.
 
 A rank that has joined gets no pending operation, and does its part with nothing: the neutral element in a reduction, no
 rows in a gather or an exchange. What it receives is dropped.
@@ -11,8 +11,8 @@ from typing import Any
 
 import numpy as np
 
-from commlib.coordinator.compressed import VERB as COMPRESSED
-from commlib.coordinator.compressed import CompressedReductions
+from commlib.coordinator.compressed_reductions import VERB as COMPRESSED
+from commlib.coordinator.compressed_reductions import CompressedReductions
 from commlib.coordinator.fusion import Fusion
 from commlib.coordinator.job import Job
 from commlib.coordinator.kind import Kind, options_of

@@ -1,4 +1,4 @@
-"""Fusion: agreed all-reduces of one kind are packed into one array and reduced together, where that pays.
+"""Fusion: pack agreed all-reduces of one kind into one array, and reduce them together where that pays.
 
 A rank that has joined does its part with the neutral element, and drops what it receives.
 """

@@ -1,4 +1,4 @@
-"""Job: one agreed operation on one rank."""
+"""Job: pair an agreed operation with what this rank has for it."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Kind: what tensors have in common that can be reduced as one array."""
+"""Kind: group tensors that can be reduced as one array."""
 
 from __future__ import annotations
 

@@ -1,11 +1,11 @@
-"""Which named operations are agreed: events in, verdicts out. [pure]
+"""Negotiation: agree on named operations. Events go in, responses come out. [pure]
 
     submit --> [to tell] --announce--> told --agree--> launched, or failed
 
 Each rank submits operations by name, in any order and at any time. In every cycle all ranks announce: one bit for each
-operation that was agreed on before (`KnownNames`), the whole request for any other. The bits are combined by "and", the
-requests are gathered, and every rank puts the same answer through `agree`, so all of them launch the same operations in
-the same order. An operation is launched in the cycle in which the last rank has announced it.
+operation that was agreed on before (`ResponseCache`), the whole request for any other. The bits are combined by "and",
+the requests are gathered, and every rank puts the same answer through `agree`, so all launch the same operations in the
+same order. An operation is launched in the cycle in which the last rank has announced it.
 
 A rank that has joined has no data left. It counts as having announced everything, and takes part with nothing.
 """
@@ -15,8 +15,8 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
-from commlib.coordinator.names import KnownNames
 from commlib.coordinator.request import Request, describe_difference, few, ranks
+from commlib.coordinator.response_cache import ResponseCache
 
 JOIN = "join"
 
@@ -43,11 +43,11 @@ class Joined(NamedTuple):
     last: int
 
 
-Verdict = Launch | Failure | Joined
+Response = Launch | Failure | Joined
 
 
-class News(NamedTuple):
-    """What a rank tells in words: requests whose names are not known, and, when asked, what it waits for."""
+class RequestList(NamedTuple):
+    """What a rank tells in words: requests that are not cached, and, when asked, what it waits for."""
 
     requests: tuple[Request, ...] = ()
     expired: tuple[str, ...] = ()
@@ -60,7 +60,7 @@ class Announcement(NamedTuple):
     """What a rank says in a cycle."""
 
     bits: int
-    """Those of the known names that it waits for."""
+    """Those of the cached names that it waits for."""
     width: int
     """How many bits there are, the same on all ranks."""
     requests: tuple[Request, ...]
@@ -76,9 +76,9 @@ class Negotiation:
 
     def __init__(self, rank: int, members: Sequence[int], *, capacity: int = 4096) -> None:
         self._rank, self._members, self._size = rank, tuple(members), len(members)
-        self._names = KnownNames(capacity)
+        self._cache = ResponseCache(capacity)
         self._launches: dict[int, Launch] = {}  # by bit, made once: there are many of these
-        self._waiting: dict[str, Request] = {}  # of this rank: submitted, no verdict yet
+        self._waiting: dict[str, Request] = {}  # of this rank: submitted, no response yet
         self._to_tell: dict[str, Request] = {}  # of those, what has to be told in words
         self._bits = 0  # of those, what has a bit
         self._has_new_bits = False
@@ -87,16 +87,16 @@ class Negotiation:
 
     @property
     def waiting(self) -> dict[str, Request]:
-        """What this rank has submitted and got no verdict of, by name."""
+        """What this rank has submitted and got no response of, by name."""
         return self._waiting
 
     @property
     def told(self) -> Mapping[str, Mapping[int, Request]]:
-        """What was asked for in words and got no verdict yet, by name and rank of the group."""
+        """What was asked for in words and got no response yet, by name and rank of the group."""
         return self._told
 
     @property
-    def has_news(self) -> bool:
+    def has_unannounced(self) -> bool:
         """Whether the others do not know of everything that was submitted here."""
         return self._has_new_bits or bool(self._to_tell)
 
@@ -106,7 +106,7 @@ class Negotiation:
         if name in self._waiting:
             raise ValueError(self.refusal(request))
         self._waiting[name] = request
-        bit = self._names.bit(request)
+        bit = self._cache.bit(request)
         if bit is None:
             self._to_tell[name] = request
         else:
@@ -124,7 +124,7 @@ class Negotiation:
         """Take back what was submitted and not yet announced."""
         if self._waiting.pop(request.name, None) is not None:
             self._to_tell.pop(request.name, None)
-            bit = self._names.bit(request)
+            bit = self._cache.bit(request)
             if bit is not None:
                 self._bits &= ~(1 << bit)
 
@@ -136,44 +136,44 @@ class Negotiation:
         requests = tuple(self._to_tell.values())
         self._to_tell.clear()
         self._has_new_bits = False
-        bits = self._names.all_bits if self._rank in self._joined else self._bits
-        return Announcement(bits, self._names.highest, requests)
+        bits = self._cache.all_bits if self._rank in self._joined else self._bits
+        return Announcement(bits, self._cache.highest, requests)
 
-    def agree(self, bits: Sequence[int], everyone: Sequence[News] = ()) -> list[Verdict]:
+    def agree(self, bits: Sequence[int], everyone: Sequence[RequestList] = ()) -> list[Response]:
         """Take in what all ranks announced; return what follows, in the same order on all ranks.
 
-        bits: those that all ranks have. everyone: the news of each rank, by rank, if any rank had some.
+        bits: those that all ranks have. everyone: the request list of each rank, by rank, if any rank had one.
         """
-        verdicts: list[Verdict] = []
+        responses: list[Response] = []
         if bits:
             self._bits &= ~sum(1 << bit for bit in bits)
             launches = [self._launches[bit] for bit in bits]
             if self._joined:
-                verdicts += [self._launched(launch.request) for launch in launches]
+                responses += [self._launched(launch.request) for launch in launches]
             else:
-                verdicts += launches
+                responses += launches
                 for launch in launches:
                     self._waiting.pop(launch.request.name, None)
         if not everyone:
-            return verdicts
+            return responses
         for name in self._take_in(everyone):
-            if (verdict := self._verdict(name)) is not None:
-                verdicts.append(verdict)
-        decided = {verdict.request.name for verdict in verdicts}
-        expired = {name for news in everyone for name in news.expired} - decided
-        verdicts += filter(None, [self._give_up(name, everyone) for name in sorted(expired)])
+            if (response := self._response(name)) is not None:
+                responses.append(response)
+        decided = {response.request.name for response in responses}
+        expired = {name for said in everyone for name in said.expired} - decided
+        responses += filter(None, [self._give_up(name, everyone) for name in sorted(expired)])
         if len(self._joined) == self._size:
             self._waiting.pop(JOIN, None)
-            verdicts.append(Joined(Request(JOIN, JOIN), self._members[self._joined[-1]]))
+            responses.append(Joined(Request(JOIN, JOIN), self._members[self._joined[-1]]))
             self._joined.clear()
-        return verdicts
+        return responses
 
-    def _take_in(self, everyone: Sequence[News]) -> list[str]:
-        """Note what was told; return the names that a verdict may be due for."""
+    def _take_in(self, everyone: Sequence[RequestList]) -> list[str]:
+        """Note what was told; return the names that a response may be due for."""
         changed: dict[str, None] = {}
         some_joined = False
-        for rank, news in enumerate(everyone):
-            for request in news.requests:
+        for rank, said in enumerate(everyone):
+            for request in said.requests:
                 if request.verb == JOIN:
                     self._joined.append(rank)
                     some_joined = True
@@ -181,12 +181,12 @@ class Negotiation:
                 self._told.setdefault(request.name, {})[rank] = request
                 changed[request.name] = None
         for name in changed:
-            if name in self._names:  # some rank asks for something else under it
+            if name in self._cache:  # some rank asks for something else under it
                 self._forget(name)
         # A rank that joins may be the last that others waited for.
         return list(self._told) if some_joined else list(changed)
 
-    def _verdict(self, name: str) -> Verdict | None:
+    def _response(self, name: str) -> Response | None:
         told = self._told[name]
         if len(told) + sum(rank not in told for rank in self._joined) < self._size:
             return None
@@ -195,12 +195,12 @@ class Negotiation:
         if difference := describe_difference({self._members[rank]: said for rank, said in told.items()}):
             return self._failed(Failure(request, f"the ranks disagree: {difference}"))
         if request.repeats:
-            if self._names.is_full:
-                self._forget(self._names.oldest)
-            self._launches[self._names.add(request)] = Launch(request)
+            if self._cache.is_full:
+                self._forget(self._cache.oldest)
+            self._launches[self._cache.add(request)] = Launch(request)
         return self._launched(request)
 
-    def _launched(self, request: Request) -> Verdict:
+    def _launched(self, request: Request) -> Response:
         self._waiting.pop(request.name, None)
         if not self._joined:
             return Launch(request)
@@ -213,7 +213,7 @@ class Negotiation:
         self._waiting.pop(failure.request.name, None)
         return failure
 
-    def _give_up(self, name: str, everyone: Sequence[News]) -> Failure | None:
+    def _give_up(self, name: str, everyone: Sequence[RequestList]) -> Failure | None:
         """Fail what some rank will not wait for, on all ranks that wait for it."""
         late = self._late(name, everyone)
         if not late:
@@ -221,26 +221,26 @@ class Negotiation:
         request = self._waiting.pop(name, Request("operation", name))
         self._to_tell.pop(name, None)
         self._told.pop(name, None)
-        if name in self._names:
+        if name in self._cache:
             self._forget(name)
         return Failure(request, self._explain(late, everyone), late=True)
 
-    def explain(self, name: str, everyone: Sequence[News]) -> str:
+    def explain(self, name: str, everyone: Sequence[RequestList]) -> str:
         """Return which ranks have not asked for an operation, and what those wait for instead; "" if all have."""
         late = self._late(name, everyone)
         return self._explain(late, everyone) if late else ""
 
-    def _late(self, name: str, everyone: Sequence[News]) -> list[int]:
+    def _late(self, name: str, everyone: Sequence[RequestList]) -> list[int]:
         joined = set(self._joined)
-        return [rank for rank, news in enumerate(everyone) if name not in news.waits_for and rank not in joined]
+        return [rank for rank, said in enumerate(everyone) if name not in said.waits_for and rank not in joined]
 
-    def _explain(self, late: Sequence[int], everyone: Sequence[News]) -> str:
+    def _explain(self, late: Sequence[int], everyone: Sequence[RequestList]) -> str:
         waits = [f"rank {self._members[rank]} waits for {few(everyone[rank].waits_for)}" for rank in late]
         return f"not asked for by {ranks([self._members[rank] for rank in late])}; {'; '.join(waits)}"
 
     def _forget(self, name: str) -> None:
         """Take a name's bit back. What this rank has announced by it, it has to tell in words."""
-        bit = self._names.remove(name)
+        bit = self._cache.remove(name)
         self._bits &= ~(1 << bit)
         if name in self._waiting and self._rank not in self._told.get(name, {}):
             self._to_tell[name] = self._waiting[name]

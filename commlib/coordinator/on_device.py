@@ -1,4 +1,4 @@
-"""Named operations on arrays of devices. They run on copies in host memory, fused with all others; results go back."""
+"""Stage named operations on arrays of devices: run them on copies in host memory, and bring their results back."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Patience: which named operations have waited long, and which of them too long."""
+"""Patience: find the named operations that have waited long, and those that have waited too long."""
 
 from __future__ import annotations
 

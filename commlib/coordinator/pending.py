@@ -1,4 +1,4 @@
-"""Pending: a named operation that was asked for here, and what it works on."""
+"""Pending: hold a named operation that was asked for here, and its arrays."""
 
 from __future__ import annotations
 
@@ -14,8 +14,8 @@ from commlib.runtime.work import Work
 Array = Any
 
 
-class Driver(Protocol):
-    """Who makes progress with pending operations. `failed` are those whose error nobody has asked for."""
+class Drives(Protocol):
+    """What makes progress with pending operations. `failed` are those whose error nobody has asked for."""
 
     failed: dict[Any, None]
 
@@ -34,7 +34,7 @@ class Pending(Work):
     __slots__ = ("_coordinator", "extra", "inputs", "outputs", "record", "request", "since", "warned")
 
     def __init__(
-        self, coordinator: Driver, request: Request, inputs: Sequence[Array], outputs: Sequence[Array], extra: Any
+        self, coordinator: Drives, request: Request, inputs: Sequence[Array], outputs: Sequence[Array], extra: Any
     ) -> None:
         self.description = request.name  # and not Work.__init__: there are many of these, and each call counts
         self.seen = self._done = self.warned = False

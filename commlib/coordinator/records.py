@@ -1,4 +1,4 @@
-"""Records: what is written of named operations, while somebody wants to know."""
+"""Records: write down what becomes of named operations, while there is a recorder."""
 
 from __future__ import annotations
 

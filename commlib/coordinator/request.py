@@ -1,4 +1,4 @@
-"""What ranks compare before a named operation runs. [pure]"""
+"""Request: describe a named operation, so that ranks can compare it before it runs. [pure]"""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ class Request(NamedTuple):
     options: tuple[tuple[str, str | int | float], ...] = ()
     """What else must agree: the operation, scales, root and kind of device."""
     repeats: bool = True
-    """It will be asked for again under this name, so its name is worth a place among those that are remembered."""
+    """It will be asked for again under this name, so it is worth a place in the cache."""
 
     def __str__(self) -> str:
         return f"{self.verb} {self.name!r}"

@@ -1,4 +1,4 @@
-"""Scales of reductions, and what adds nothing to one."""
+"""Scaling: multiply arrays of reductions, and find the value that changes nothing in one."""
 
 from __future__ import annotations
 

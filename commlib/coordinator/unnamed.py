@@ -1,4 +1,4 @@
-"""Unnamed: operations that the user gives no name.
+"""Unnamed: name the operations that the user gives no name.
 
 Each gets one of few names, which come round again, so that an operation in a loop soon has one that ranks know. So many
 can be in flight at once; more of them wait here until their name is free.

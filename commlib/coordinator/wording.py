@@ -1,6 +1,7 @@
-"""What a process set says of waits and failures: its user's operations by name, and the ranks as the user calls them.
+"""Wording: put the waits and failures of a process set into its user's words.
 
-The coordinator's own exchanges mean nothing to whoever reads a message, nor do the places of ranks in its group.
+Messages name the user's operations, and the ranks as the user calls them. The coordinator's own exchanges mean nothing
+to a reader, nor do the numbers of ranks in its group.
 """
 
 from __future__ import annotations
@@ -156,11 +157,11 @@ class Wording:
                 yield f"{waiting[0].name!r} has been asked for by {ranks(others)} too"
 
     def _told_by(self, rank: int) -> list[str]:
-        place = self._members.index(rank)
-        return [name for name, by in self._negotiation.told.items() if place in by]
+        own = self._members.index(rank)  # its number in the group
+        return [name for name, by in self._negotiation.told.items() if own in by]
 
-    def _called(self, places: Iterable[int]) -> list[int]:
-        return [self._members[place] for place in places]
+    def _called(self, numbers: Iterable[int]) -> list[int]:
+        return [self._members[number] for number in numbers]
 
 
 def _brief(error: BaseException) -> str:

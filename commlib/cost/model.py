@@ -3,8 +3,8 @@
 A message of n bytes takes alpha + n beta, combining or copying n bytes takes n gamma, every rank has one port in each
 direction (the model of `schedule.simulate`, whose time of a run grows with P^2 messages for a ring). Three ways:
 
-- *lock step*: where all ranks do the same in every round, the rounds of one rank are added up (`lockstep`). Exact;
-- *formulas* for data that flows through trees and chains in segments (`pipelines`). Exact for most;
+- *lock step*: where all ranks do the same in every round, the rounds of one rank are added up (`rounds`). Exact;
+- *formulas* for data that flows through trees and chains in segments (`segmented`). Exact for most;
 - for what is only approximate, the simulation itself where few messages are involved.
 
 `nbytes` is always the size of a verb's first region: what a rank brings (all_reduce, reduce, reduce_scatter, broadcast,
@@ -16,14 +16,13 @@ from __future__ import annotations
 from dataclasses import dataclass
 from math import ceil, inf, sqrt
 
-from commlib.cost import rounds as lockstep
-from commlib.cost import segmented as pipelines
+from commlib.cost import rounds, segmented
 from commlib.cost.rounds import costs, walks
 from commlib.cost.segmented import PIPELINES
 from commlib.errors import UsageError
 from commlib.schedule import Algorithm, Link, estimate, find
 
-APPROXIMATE = lockstep.APPROXIMATE | pipelines.APPROXIMATE
+APPROXIMATE = rounds.APPROXIMATE | segmented.APPROXIMATE
 """The predictions that are not exact, and by which fraction they may be off with more than `FEW_MESSAGES`."""
 
 FEW_MESSAGES = 64  # about half a millisecond of simulation

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from commlib.compress import GradientCompression, Part
-from commlib.compress.crossing import BucketReduction
+from commlib.compress.bucket import CompressedBucket
 from commlib.data_parallel.buckets import Bucket
 from commlib.data_parallel.engine import Plan
 
@@ -23,7 +23,7 @@ class CompressedPlans:
         self, comm: Any, compression: GradientCompression, parameters: Sequence[tuple[str, tuple[int, ...]]]
     ) -> None:
         self._comm, self._compression, self._parameters = comm, compression, parameters
-        self._made: dict[Bucket, BucketReduction] = {}
+        self._made: dict[Bucket, CompressedBucket] = {}
 
     def start(self) -> CompressedPlans:
         """Forget the buckets before; return this."""

@@ -21,7 +21,7 @@ from typing import Any
 import numpy as np
 
 from commlib.coordinator import Coordinator, Pending, Request
-from commlib.coordinator.compressed import VERB as COMPRESSED
+from commlib.coordinator.compressed_reductions import VERB as COMPRESSED
 from commlib.coordinator.on_device import placed
 from commlib.coordinator.request import Shape
 from commlib.dtypes import FLOATS, Array, kernel_operation, name_of

@@ -135,8 +135,8 @@ class Kernels(Protocol):
         value: Value,
         payload: Any,
     ) -> int:
-        """Do a step of Deep Gradient Compression (`commlib.compress.dgc`) on a parameter: write the k largest elements
-        as `largest` does, and return how many bytes that took."""
+        """Do a step of Deep Gradient Compression (`commlib.compress.schemes.dgc`) on a parameter: write the k largest
+        elements as `largest` does, and return how many bytes that took."""
         ...
 
     def orthonormalise(self, vectors: Any, rank: int, epsilon: float) -> int:

@@ -1,4 +1,4 @@
-"""1-bit Adam: an optimizer that sends one bit for each parameter, once it knows how large their gradients are.
+"""1-bit Adam: send one bit for each parameter, once it is known how large gradients are.
 
     steps 1 to freeze_step    gradients are averaged in float32; ordinary Adam
     afterwards                the second moment stays what it is; every rank lets the first moment follow its own
@@ -24,11 +24,11 @@ from typing import Any
 import numpy as np
 
 from commlib.communicator import Communicator
-from commlib.compress.exchange import Exchanged
+from commlib.compress.codecs.sign import Sign
 from commlib.compress.feedback import is_finite
 from commlib.compress.gradients import GradientCompression
 from commlib.compress.scheme import Part, Scheme, State
-from commlib.compress.sign import Sign
+from commlib.compress.schemes.all_to_all import AllToAll
 from commlib.data_parallel.agreement import check_agreement
 from commlib.devices.arrays import device_of
 from commlib.devices.host import HOST
@@ -90,7 +90,7 @@ class Moments:
             )
         if not 0 <= floor < 1:
             raise UsageError(f"{what}: the floor of second moments must be at least 0 and less than 1, got {floor}")
-        scheme = Exchanged(Sign()) if scheme is None else scheme
+        scheme = AllToAll(Sign()) if scheme is None else scheme
         settings = f"freeze_step={freeze_step} floor={floor} {scheme.name} within_node={within_node}"
         check_agreement(comm, what, [settings, *(f"{name}: {count} elements" for name, count in parameters)])
         self.comm, self.freeze_step, self.steps = comm, freeze_step, 0
@@ -183,7 +183,7 @@ class Moments:
             if heard is not None:
                 sent[heard] = array[:start]
                 self.used[...] = array[start:]
-            compression.settle()
+            compression.end_step()
             return reduction.finite
 
         return by_signs

@@ -1,4 +1,4 @@
-"""1-bit LAMB: an optimizer for large batches that sends one bit for each parameter.
+"""1-bit LAMB: send one bit for each parameter, in training with large batches.
 
 LAMB scales Adam's step for each layer by |parameter| / |step|, which changes quickly while the second moment is fixed
 and the moments are signs. So these coefficients are averaged while gradients travel in full precision, and afterwards

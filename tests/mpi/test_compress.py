@@ -10,7 +10,7 @@ import pytest
 
 import commlib
 from commlib import horovod as hvd
-from commlib.compress import CODECS, SCHEMES, GradientCompression, Part, codec_of, edges, scheme_of
+from commlib.compress import CODECS, SCHEMES, GradientCompression, Part, activations, codec_of, scheme_of
 from commlib.errors import MismatchError, UsageError
 
 pytestmark = pytest.mark.ranks(min=2, max=3)
@@ -56,7 +56,7 @@ def test_ranks_agree_bit_for_bit_and_the_mean_over_steps_comes_near(name):
             plan.start().wait()
         else:
             plan()
-        compression.settle()
+        compression.end_step()
         assert plan.finite
         assert list(np.flatnonzero(array[FLAGS:])) == list(range(comm.size))
         digests = comm.all_gather_object(hashlib.sha256(array[PLACES].tobytes()).digest())
@@ -115,7 +115,7 @@ def test_by_name_ranks_must_give_the_same_compression():
 def test_a_codec_on_an_exchange_between_experts():
     comm = commlib.init()
     tokens = np.random.default_rng(comm.rank).standard_normal((2 * comm.size, 16)).astype(np.float32)
-    rows, counts = edges.all_to_all_v(comm, codec_of("bf16"), tokens, [2] * comm.size)
+    rows, counts = activations.all_to_all_v(comm, codec_of("bf16"), tokens, [2] * comm.size)
     exact, _ = comm.all_to_all_v(tokens, [2] * comm.size)
     assert counts.tolist() == [2] * comm.size
     np.testing.assert_allclose(rows, exact, rtol=2**-8)  # half a unit in the last of 8 places

@@ -6,9 +6,9 @@ import numpy as np
 import pytest
 
 from commlib.compress import Auto, GradientCompression
-from commlib.compress.quantise import Blocks
-from commlib.compress.sign import Sign
-from commlib.compress.sparse import TopK
+from commlib.compress.codecs.quantise import Blocks
+from commlib.compress.codecs.sign import Sign
+from commlib.compress.codecs.sparse import TopK
 from commlib.data_parallel import Engine, Parameter, make_buckets
 from commlib.devices.arrays import readable
 from tests import compressing

@@ -11,7 +11,7 @@ import tensorflow as tf
 
 import commlib_tensorflow as hvd
 import commlib_tensorflow.keras as hvd_keras
-from commlib.compress import Blocks, Exchanged
+from commlib.compress import AllToAll, Blocks
 from commlib.errors import UsageError
 from commlib_tensorflow.optimizer import DistributedOptimizer
 from tests.tensorflow_adapter.oracle import MODES, in_mode
@@ -92,7 +92,7 @@ def test_int8_is_close_to_training_without(comm: Any) -> None:
     exact, coarse = network(), network()
     train(comm, exact, DistributedOptimizer(keras.optimizers.SGD(0.05), name="exact", compression="none"), range(20))
     compressed = DistributedOptimizer(
-        keras.optimizers.SGD(0.05), name="coarse", compression=Exchanged(Blocks(8)), compress_within_node=True
+        keras.optimizers.SGD(0.05), name="coarse", compression=AllToAll(Blocks(8)), compress_within_node=True
     )
     train(comm, coarse, compressed, range(20))
     for one, other in zip(exact.trainable_variables, coarse.trainable_variables, strict=True):

@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from commlib.compress import Blocks, Exchanged
+from commlib.compress import AllToAll, Blocks
 from commlib.errors import UsageError
 from commlib_torch import DataParallel, DistributedOptimizer, join
 
@@ -278,7 +278,7 @@ def test_a_parameter_that_no_rank_used_has_no_gradient(comm: Any) -> None:
 @pytest.mark.ranks(min=2)
 def test_a_rank_without_data_stands_in(comm: Any) -> None:
     model = network()
-    optimizer = wrap(model, Exchanged(Blocks(8)))
+    optimizer = wrap(model, AllToAll(Blocks(8)))
     train(comm, model, optimizer, range(3 if comm.rank == 0 else 5))
     join()
     everyone = comm.all_gather_object(weights(model))

@@ -15,7 +15,7 @@ import pytest
 import torch
 
 from benchmarks.text_model import Sizes, batch_of, load_text, loss_of, make_model
-from commlib.compress import DGC, Exchanged, Gathered, PowerSGD, RandomK, Sign, TopK
+from commlib.compress import DGC, AllGather, AllToAll, PowerSGD, RandomK, Sign, TopK
 from commlib_torch import DistributedOptimizer
 
 from .oracle import assert_same_everywhere, parameters_of
@@ -74,10 +74,10 @@ BOUNDS = {
 }
 # What is beyond the same bounds when it forgets what it loses.
 FORGETFUL = {
-    "sign": Exchanged(Sign(), feedback=False),  # 0.30 to 0.43
-    "topk:ratio=0.01": Gathered(TopK(0.01), feedback=False),  # 0.21 to 0.39
+    "sign": AllToAll(Sign(), feedback=False),  # 0.30 to 0.43
+    "topk:ratio=0.01": AllGather(TopK(0.01), feedback=False),  # 0.21 to 0.39
     "powersgd:rank=2": PowerSGD(2, feedback=False),  # 0.16 to 0.24
-    "randomk:ratio=0.1": Gathered(RandomK(0.1), feedback=False),  # 0.41 to 0.64
+    "randomk:ratio=0.1": AllGather(RandomK(0.1), feedback=False),  # 0.41 to 0.64
 }
 
 

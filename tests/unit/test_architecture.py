@@ -20,7 +20,7 @@ PURE = (
     "commlib.functional.rules",
     "commlib.topology",
     "commlib.coordinator.request",
-    "commlib.coordinator.names",
+    "commlib.coordinator.response_cache",
     "commlib.coordinator.negotiation",
     "commlib.data_parallel.buckets",
     "commlib.data_parallel.tracker",
@@ -59,8 +59,10 @@ LAYERS = (
     ("commlib.buffers",),
     ("commlib.kernels",),
     ("commlib.devices",),
-    ("commlib.compress.arguments", "commlib.compress.cast", "commlib.compress.codec", "commlib.compress.codecs",
-     "commlib.compress.quantise", "commlib.compress.sign", "commlib.compress.sparse"),
+    ("commlib.compress.checks", "commlib.compress.codec", "commlib.compress.codecs"),
+    ("commlib.compress.scheme", "commlib.compress.memory", "commlib.compress.flags", "commlib.compress.feedback"),
+    ("commlib.compress.schemes",),
+    ("commlib.compress.auto", "commlib.compress.registry"),
     ("commlib.transport",),
     ("commlib.execution",),
     ("commlib.runtime",),
@@ -112,9 +114,10 @@ HOST_KERNELS_ALLOWED = (
 )  # fmt: skip
 # Who works on arrays of any device: what they need of memory they ask of the device, or of an array that is there.
 DEVICE_NEUTRAL = (
-    "commlib.compress.cast", "commlib.compress.quantise", "commlib.compress.sign", "commlib.compress.arguments",
-    "commlib.compress.exchange", "commlib.compress.gather", "commlib.compress.dgc", "commlib.compress.low_rank",
-    "commlib.compress.power_sgd", "commlib.compress.edges", "commlib.compress.auto",
+    "commlib.compress.codecs.cast", "commlib.compress.codecs.quantise", "commlib.compress.codecs.sign",
+    "commlib.compress.schemes.all_to_all", "commlib.compress.schemes.all_gather", "commlib.compress.schemes.dgc",
+    "commlib.compress.schemes.low_rank", "commlib.compress.schemes.power_sgd", "commlib.compress.checks",
+    "commlib.compress.activations", "commlib.compress.auto",
     "commlib.data_parallel.compressed", "commlib.data_parallel.buckets", "commlib.data_parallel.tracker",
     "commlib.execution.streaming",
     "commlib.collectives.all_reduce", "commlib.collectives.reduce", "commlib.collectives.broadcast",
@@ -279,9 +282,9 @@ def test_what_works_on_any_device_names_no_memory_of_the_host() -> None:
 
 def test_memory_of_the_host_is_found() -> None:
     text = "import numpy as np\nx = np.empty(0)\ny = np.zeros(3)\nz = address_of(y) + y.ctypes.data\nlist(np.sum(y))\n"
-    found = sorted(host_memory("commlib.compress.exchange", ast.parse(text)))
+    found = sorted(host_memory("commlib.compress.schemes.all_to_all", ast.parse(text)))
     assert found == [(3, "np.zeros"), (4, "address_of"), (4, "ctypes")]
-    assert not list(host_memory("commlib.compress.sparse", ast.parse(text)))
+    assert not list(host_memory("commlib.compress.codecs.sparse", ast.parse(text)))
 
 
 def test_imports_follow_the_rules() -> None:
@@ -340,7 +343,7 @@ def test_a_circle_is_found(tmp_path: Path) -> None:
             "from commlib_torch import x\n",
             "an adapter knows only its own framework",
         ),
-        ("commlib/compress/sign.py", "from commlib.kernels import host\n", "kernels are asked of a device"),
+        ("commlib/compress/codecs/sign.py", "from commlib.kernels import host\n", "kernels are asked of a device"),
         ("commlib/execution/streaming.py", "from commlib.kernels import host\n", "kernels are asked of a device"),
         ("commlib/novelty.py", "", "commlib.novelty has no row"),
         ("tests/torch/test_a.py", "", "tests/torch: a folder of this name shadows"),

@@ -92,7 +92,7 @@ def encode_accumulated(
     kind: int,
     payload: int,
 ) -> int:
-    """Do one step of Deep Gradient Compression on a parameter (see `commlib.compress.dgc`); return the length.
+    """Do one step of Deep Gradient Compression on a parameter (see `commlib.compress.schemes.dgc`); return the length.
 
     u and v, momentum and what has accumulated, are as they were; what they become goes to other arrays.
     """

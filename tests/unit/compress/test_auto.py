@@ -7,10 +7,10 @@ import logging
 import pytest
 
 from commlib.compress.auto import Auto, decide, measure_cost, measure_link
-from commlib.compress.exchange import Exchanged
+from commlib.compress.codecs.quantise import Blocks
 from commlib.compress.gradients import GradientCompression
 from commlib.compress.memory import Memory
-from commlib.compress.quantise import Blocks
+from commlib.compress.schemes.all_to_all import AllToAll
 from commlib.devices.host import HOST
 from commlib.errors import UsageError
 from commlib.kernels.host.reduce import reduce_function
@@ -68,14 +68,14 @@ def test_it_measures_between_nodes_and_all_ranks_agree(caplog):
     assert f"compression {results[0][1]}" in caplog.messages
     assert all(scheme == results[0][0] for scheme, _ in results)
     if results[0][0] is not None:
-        assert isinstance(results[0][0], Exchanged)
+        assert isinstance(results[0][0], AllToAll)
 
 
 @pytest.mark.parametrize("devices", [(), ("late",)], ids=["staged", "direct"])
 def test_it_measures_where_the_gradients_are(monkeypatch, devices):
     """Kernels that take long there make codecs dear, which are cheap on the host; the link is the same."""
     monkeypatch.setattr("commlib.compress.auto.SAMPLE_ON_DEVICE", 1 << 16)
-    monkeypatch.setattr("commlib.compress.gradients.measure_link", lambda lane, memory: (1e-3, 1e-8))
+    monkeypatch.setattr("commlib.compress.gradients.measure_link", lambda comm, memory: (1e-3, 1e-8))
     monkeypatch.setattr(LATE, "delay", 0.01)  # 150 ns for an element, that takes 40 ns to be sent
 
     def look(comm):
@@ -120,10 +120,10 @@ def test_on_one_node_it_does_not_even_measure():
 
 def test_what_is_named_is_taken_as_asked():
     def look(comm):
-        compression = GradientCompression(comm, Exchanged(Blocks(8)), within_node=True)
+        compression = GradientCompression(comm, AllToAll(Blocks(8)), within_node=True)
         return compression.scheme, compression.why
 
-    assert run(2, look) == [(Exchanged(Blocks(8)), "int8: as asked")] * 2
+    assert run(2, look) == [(AllToAll(Blocks(8)), "int8: as asked")] * 2
 
 
 def test_undecided_it_reduces_nothing():

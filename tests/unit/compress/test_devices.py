@@ -7,10 +7,10 @@ from typing import Any
 import numpy as np
 import pytest
 
-from commlib.compress.cast import Cast, Float8
-from commlib.compress.quantise import QSGD, Blocks
-from commlib.compress.sign import Sign
-from commlib.compress.sparse import VALUES, RandomK, TopK, most_bytes
+from commlib.compress.codecs.cast import Cast, Float8
+from commlib.compress.codecs.quantise import QSGD, Blocks
+from commlib.compress.codecs.sign import Sign
+from commlib.compress.codecs.sparse import VALUES, RandomK, TopK, most_bytes
 from commlib.devices.arrays import readable
 from commlib.errors import UsageError
 from commlib.kernels.host import sparse

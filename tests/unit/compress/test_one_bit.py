@@ -8,13 +8,13 @@ from typing import Any
 import numpy as np
 import pytest
 
-from commlib.compress.exchange import Exchanged
+from commlib.compress.schemes.all_to_all import AllToAll
 from commlib.errors import MismatchError, UsageError
 from commlib.optim.one_bit_adam import Hyper, Moments, OneBitAdam
 from commlib.optim.one_bit_lamb import Limits, OneBitLAMB
 from tests.late import LATE
 from tests.loopback import run
-from tests.unit.compress.codecs import Exact
+from tests.unit.compress.known_codecs import Exact
 
 SHAPES = {"w": 30, "b": 7, "none": 0, "late": 12}
 HYPER = Hyper(lr=0.01, beta1=0.9, beta2=0.99, eps=1e-8)
@@ -137,7 +137,7 @@ def lamb(ranks: int, steps: int, hyper: Hyper, freeze_step: int = 3, floor: floa
 @layouts
 def test_with_a_codec_that_loses_nothing_it_is_its_definition(kind, hyper, nodes, floor):
     expected = {"adam": adam, "lamb": lamb}[kind](len(nodes), 9, hyper, floor=floor)
-    options = {"scheme": Exchanged(Exact()), "floor": floor}
+    options = {"scheme": AllToAll(Exact()), "floor": floor}
     for values in run(len(nodes), lambda comm: train(comm, kind, 9, hyper, **options), nodes=nodes):
         for got, wanted in zip(values, expected, strict=True):
             # A step has about 20 roundings of what it adds, up to 10 lr, and one of the value, below 4; 9 steps. Where

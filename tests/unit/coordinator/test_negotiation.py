@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from commlib.coordinator.negotiation import Failure, Joined, Launch, Negotiation, News
+from commlib.coordinator.negotiation import Failure, Joined, Launch, Negotiation, RequestList
 from commlib.coordinator.request import Request
 
 
@@ -31,28 +31,30 @@ class Ranks:
             self.ranks[rank].submit(each)
 
     def cycle(self, expired=None) -> list[Any]:
-        """Run one cycle; return the verdicts, which all ranks must have alike."""
+        """Run one cycle; return the responses, which all ranks must have alike."""
         told = [each.announce() for each in self.ranks]
         (self.width,) = {each.width for each in told}
         common = -1
         for each in told:
             common &= each.bits
         self.gathered = any(each.requests for each in told)
-        everyone: list[News] = []
+        everyone: list[RequestList] = []
         if self.gathered or expired is not None:
             waits = [tuple(each.waiting) if expired else () for each in self.ranks]
             given_up = [tuple((expired or {}).get(rank, ())) for rank in range(len(told))]
-            everyone = [News(*each) for each in zip([each.requests for each in told], given_up, waits, strict=True)]
+            everyone = [
+                RequestList(*each) for each in zip([each.requests for each in told], given_up, waits, strict=True)
+            ]
         bits = [bit for bit in range(self.width) if common >> bit & 1]
-        verdicts = [each.agree(bits, everyone) for each in self.ranks]
-        seen = [[(type(v), v.request.name, *v[1:]) for v in each] for each in verdicts]
+        responses = [each.agree(bits, everyone) for each in self.ranks]
+        seen = [[(type(v), v.request.name, *v[1:]) for v in each] for each in responses]
         assert all(each == seen[0] for each in seen)
-        return verdicts[0]
+        return responses[0]
 
     def launched(self, **options):
-        verdicts = self.cycle(**options)
-        assert all(isinstance(verdict, Launch) for verdict in verdicts), verdicts
-        return [verdict.request.name for verdict in verdicts]
+        responses = self.cycle(**options)
+        assert all(isinstance(response, Launch) for response in responses), responses
+        return [response.request.name for response in responses]
 
 
 def test_it_is_launched_when_the_last_rank_has_asked():
@@ -70,9 +72,9 @@ def test_a_name_that_was_agreed_on_costs_a_bit():
     ranks = Ranks(2)
     for again in range(3):
         for rank in range(2):
-            assert not ranks.ranks[rank].has_news
+            assert not ranks.ranks[rank].has_unannounced
             ranks.submit(rank, request("a"))
-            assert ranks.ranks[rank].has_news
+            assert ranks.ranks[rank].has_unannounced
         assert ranks.launched() == ["a"]
         assert ranks.gathered == (again == 0)
 
@@ -84,7 +86,7 @@ def test_a_bit_waits_for_the_others_too():
     ranks.cycle()
     ranks.submit(0, request("a"))
     assert ranks.launched() == [] == ranks.launched()
-    assert not ranks.ranks[0].has_news  # it has been told once, and that is enough
+    assert not ranks.ranks[0].has_unannounced  # it has been told once, and that is enough
     ranks.submit(1, request("a"))
     assert ranks.launched() == ["a"]
 
@@ -105,10 +107,10 @@ def test_a_name_asked_for_in_another_way_is_negotiated_anew():
     ranks.submit(0, request("a"))  # by its bit
     ranks.submit(1, request("a", shape=(3,)))  # in words
     assert ranks.launched() == []
-    assert ranks.ranks[0].has_news  # its bit is no more
-    (verdict,) = ranks.cycle()
-    assert isinstance(verdict, Failure)
-    assert verdict.reason == "the ranks disagree: shape is (2,) on rank 0 but (3,) on rank 1"
+    assert ranks.ranks[0].has_unannounced  # its bit is no more
+    (response,) = ranks.cycle()
+    assert isinstance(response, Failure)
+    assert response.reason == "the ranks disagree: shape is (2,) on rank 0 but (3,) on rank 1"
     for rank in range(2):  # usable: the same change on all ranks
         ranks.submit(rank, request("a", shape=(3,)))
     assert ranks.launched() == ["a"]
@@ -131,19 +133,19 @@ def test_a_difference_is_named_with_values_and_ranks(other, expected):
     usual = {"op": "sum", "scale": 1.0}
     for rank in range(3):
         ranks.submit(rank, request("x", **{**usual, **(other if rank == 1 else {})}), request("y"))
-    verdicts = ranks.cycle()
-    assert [type(verdict) for verdict in verdicts] == [Failure, Launch]
-    assert expected in verdicts[0].reason
+    responses = ranks.cycle()
+    assert [type(response) for response in responses] == [Failure, Launch]
+    assert expected in responses[0].reason
 
 
 def test_names_of_ranks_are_those_of_the_members():
     both = [Negotiation(rank, [3, 7]) for rank in range(2)]
     for rank, each in enumerate(both):
         each.submit(request("x", shape=(rank,)))
-    news = [News(each.announce().requests) for each in both]
-    (verdict,) = both[0].agree([], news)
-    assert isinstance(verdict, Failure)
-    assert verdict.reason == "the ranks disagree: shape is (0,) on rank 3 but (1,) on rank 7"
+    lists = [RequestList(each.announce().requests) for each in both]
+    (response,) = both[0].agree([], lists)
+    assert isinstance(response, Failure)
+    assert response.reason == "the ranks disagree: shape is (0,) on rank 3 but (1,) on rank 7"
 
 
 def test_a_name_that_waits_may_not_be_asked_for_again():
@@ -185,13 +187,13 @@ def test_joined_ranks_count_as_having_asked_for_everything():
     assert [(v.request.name, v.joined) for v in ranks.cycle()] == [("known", {2}), ("new", {2})]
     for rank, root in ((0, 2), (1, 2)):
         ranks.submit(rank, request("from it", root=root))
-    (verdict,) = ranks.cycle()
-    assert verdict.reason == "its root, rank 2, has joined: it has no data to give"
+    (response,) = ranks.cycle()
+    assert response.reason == "its root, rank 2, has joined: it has no data to give"
     ranks.submit(1, JOIN)
     assert ranks.cycle() == []
     ranks.submit(0, JOIN)
-    (verdict,) = ranks.cycle()
-    assert isinstance(verdict, Joined) and verdict.last == 0
+    (response,) = ranks.cycle()
+    assert isinstance(response, Joined) and response.last == 0
     for rank in range(3):  # and on it goes
         ranks.submit(rank, request("known"))
     assert [(v.request.name, v.joined) for v in ranks.cycle()] == [("known", frozenset())]
@@ -204,8 +206,8 @@ def test_ranks_that_join_at_once_launch_nothing():
     ranks.cycle()
     for rank in range(2):
         ranks.submit(rank, JOIN)
-    (verdict,) = ranks.cycle()
-    assert isinstance(verdict, Joined) and verdict.last == 1
+    (response,) = ranks.cycle()
+    assert isinstance(response, Joined) and response.last == 1
 
 
 @pytest.mark.parametrize("known", [False, True])
@@ -219,8 +221,8 @@ def test_what_is_given_up_fails_wherever_it_waits(known):
     ranks.submit(1, request("x"))
     ranks.submit(2, request("other"))
     assert ranks.launched() == []
-    (verdict,) = ranks.cycle(expired={0: ["x"]})
-    assert verdict.late and verdict.reason == "not asked for by rank 2; rank 2 waits for 'other'"
+    (response,) = ranks.cycle(expired={0: ["x"]})
+    assert response.late and response.reason == "not asked for by rank 2; rank 2 waits for 'other'"
     assert [list(each.waiting) for each in ranks.ranks] == [[], [], ["other"]]
     for rank in range(3):
         ranks.submit(rank, request("x"))

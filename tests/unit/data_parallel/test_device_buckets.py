@@ -6,11 +6,11 @@ import numpy as np
 import pytest
 
 from commlib.compress import GradientCompression
-from commlib.compress.exchange import Exchanged
-from commlib.compress.gather import Gathered
-from commlib.compress.power_sgd import PowerSGD
-from commlib.compress.quantise import Blocks
-from commlib.compress.sparse import TopK
+from commlib.compress.codecs.quantise import Blocks
+from commlib.compress.codecs.sparse import TopK
+from commlib.compress.schemes.all_gather import AllGather
+from commlib.compress.schemes.all_to_all import AllToAll
+from commlib.compress.schemes.power_sgd import PowerSGD
 from commlib.config import Config
 from commlib.data_parallel import Engine, Parameter, make_buckets
 from commlib.data_parallel.compressed import CompressedPlans
@@ -143,7 +143,7 @@ def test_a_gradient_that_another_stream_writes_is_not_taken_too_soon(monkeypatch
     loopback.run(2, rank, config=CONFIG)
 
 
-@pytest.mark.parametrize("scheme", [Exchanged(Blocks()), PowerSGD(rank=2), Gathered(TopK(0.5), dense_below=100)])
+@pytest.mark.parametrize("scheme", [AllToAll(Blocks()), PowerSGD(rank=2), AllGather(TopK(0.5), dense_below=100)])
 @pytest.mark.parametrize("early", [0, 2])
 def test_compressed_buckets_have_the_bits_of_the_host(scheme, early):
     def rank(comm):
@@ -169,8 +169,8 @@ def test_compressed_buckets_have_the_bits_of_the_host(scheme, early):
                     engine.launch(bucket)
                 engine.finish(range(early, 2), unused=(1,) if comm.rank == 0 and early == 0 else ())
                 assert engine.used(0) and engine.used(1)
-                compression.settle()
-                compression.keep()
+                compression.end_step()
+                compression.commit()
                 for parameter in range(2):
                     slot = engine.slot(parameter)
                     values.append(slot.copy() if device == "cpu" else value(engine, parameter))

@@ -1,0 +1,1 @@
+"""Codecs: turn float32 arrays into fewer bytes, and back."""

@@ -1,0 +1,1 @@
+"""Schemes: reduce the gradients of a bucket in fewer bytes."""

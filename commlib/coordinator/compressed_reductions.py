@@ -1,0 +1,121 @@
+"""Compressed reductions: reduce tensors by name, and remember under each name what the next call needs."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from commlib.buffers.views import address_of
+from commlib.compress import GradientCompression, Part, scheme_of
+from commlib.compress.bucket import CompressedBucket
+from commlib.compress.scheme import State
+from commlib.coordinator.request import Request
+from commlib.coordinator.scaling import scale
+from commlib.dtypes import Array
+from commlib.kernels.host.pack import pack, unpack
+
+VERB = "compressed_allreduce"
+
+
+@dataclass(slots=True)
+class _Bucket:
+    """The tensors of one name, one after another as float32 in symmetric memory."""
+
+    request: Request
+    array: Array
+    parts: list[Part]
+    reduction: CompressedBucket
+    nbytes: Array
+
+    def fill(self, sources: Sequence[Array] | None) -> None:
+        """Take the tensors in; None for a rank that has joined."""
+        if sources is None:
+            self.array[...] = 0
+        elif all(source.dtype == np.float32 for source in sources):
+            pack(sources, self.nbytes, address_of(self.array))
+        else:
+            for part, source in zip(self.parts, sources, strict=True):
+                self.array[part.start : part.stop] = source.reshape(-1)
+
+    def hand_out(self, targets: Sequence[Array]) -> None:
+        """Write the results to arrays of the same shapes."""
+        if all(target.dtype == np.float32 for target in targets):
+            unpack(address_of(self.array), targets, self.nbytes)
+            return
+        with np.errstate(over="ignore"):
+            for part, target in zip(self.parts, targets, strict=True):
+                target[...] = self.array[part.start : part.stop].reshape(target.shape).astype(target.dtype)
+
+
+class CompressedReductions:
+    """All those of one process set. Ranks call `run` for the same requests in the same order."""
+
+    def __init__(self, comm: Any) -> None:
+        self._comm = comm
+        self._compressions: dict[tuple[str, bool], GradientCompression] = {}
+        self._buckets: dict[str, _Bucket] = {}
+        self._loaded: dict[str, Mapping[str, Mapping[str, Array]]] = {}
+
+    def compression(self, request: Request) -> GradientCompression:
+        """Return how a request is compressed; its `scheme` is None where nothing is. Collective when first asked."""
+        text, within = str(request.option("compression")), bool(request.option("within_node", 0))
+        found = self._compressions.get((text, within))
+        if found is None:
+            count = sum(map(_count, request.tensors))
+            found = GradientCompression(self._comm, scheme_of(text), within_node=within, count=count)
+            self._compressions[text, within] = found
+        return found
+
+    def run(self, request: Request, sources: Sequence[Array] | None, targets: Sequence[Array]) -> None:
+        """Reduce what the ranks have; `sources` is None where this one has joined. Collective."""
+        bucket = self._buckets.get(request.name)
+        if bucket is None or bucket.request != request:
+            bucket = self._buckets[request.name] = self._make(request)
+        bucket.fill(sources)
+        scale(bucket.array, float(request.option("prescale_factor", 1.0)))
+        bucket.reduction()
+        bucket.reduction.end_step()
+        if sources is not None:
+            scale(bucket.array, float(request.option("postscale_factor", 1.0)))
+            bucket.hand_out(targets)
+
+    def state(self, name: str) -> State:
+        """Return what this rank remembers of the tensors that are reduced under a name: "0", "1", ... in order."""
+        bucket = self._buckets.get(name)
+        if bucket is None or bucket.reduction.reducer is None:
+            return {key: dict(known) for key, known in self._loaded.get(name, {}).items()}
+        return bucket.reduction.reducer.state()
+
+    def load(self, name: str, state: Mapping[str, Mapping[str, Array]]) -> None:
+        """Take over what `state` returned, now and if the name is used for the first time later."""
+        self._loaded[name] = state
+        bucket = self._buckets.get(name)
+        if bucket is not None and bucket.reduction.reducer is not None:
+            bucket.reduction.reducer.load(state)
+
+    def sent_bytes(self, name: str) -> tuple[int, int]:
+        """Return what this rank sent across the slow link in the last reduction, and what float32 would have taken."""
+        bucket = self._buckets.get(name)
+        return (0, 0) if bucket is None else (bucket.reduction.sent_bytes, bucket.reduction.uncompressed_bytes)
+
+    def _make(self, request: Request) -> _Bucket:
+        parts, start = [], 0
+        for number, (_, shape) in enumerate(request.tensors):
+            parts.append(Part(str(number), start, tuple(length or 0 for length in shape)))
+            start = parts[-1].stop
+        compression = self.compression(request)
+        assert compression.scheme is not None
+        array = self._comm.empty(start)
+        op = str(request.option("op"))
+        reduction = CompressedBucket(compression.link, compression.scheme, array, parts, start, op, request.name)
+        if request.name in self._loaded and reduction.reducer is not None:
+            reduction.reducer.load(self._loaded[request.name])
+        return _Bucket(request, array, parts, reduction, np.array([4 * part.count for part in parts], np.int64))
+
+
+def _count(tensor: tuple[str, tuple[int | None, ...]]) -> int:
+    return math.prod(length or 0 for length in tensor[1])

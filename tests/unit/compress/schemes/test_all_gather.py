@@ -1,0 +1,251 @@
+"""Reductions of sparse payloads over ranks."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from commlib.compress.codecs.sparse import RandomK, TopK
+from commlib.compress.scheme import Part, Scheme
+from commlib.compress.schemes.all_gather import AllGather
+from tests.loopback import run
+from tests.unit.compress.known_codecs import Exact
+
+NO_FLAGS = np.zeros(0, np.float32)
+
+
+def placed(counts: list[int], gap: int = 3) -> tuple[list[Part], int]:
+    """Return parts with gaps between them, and the length of the bucket."""
+    parts, at = [], gap
+    for number, count in enumerate(counts):
+        parts.append(Part(f"p{number}", at, (count,)))
+        at += count + gap
+    return parts, at
+
+
+def whole_numbers(rank: int, step: int, count: int) -> Any:
+    """Return small integers: their sums are exact in any order. Some are zero, many are equal."""
+    return np.random.default_rng([rank, step]).integers(-4, 5, count).astype(np.float32)
+
+
+@settings(max_examples=15, deadline=None)
+@given(
+    ranks=st.integers(1, 4),
+    counts=st.lists(st.sampled_from([0, 1, 7, 30, 300]), max_size=4),
+    codec=st.sampled_from([TopK(1.0), TopK(1.0, "float16"), RandomK(1.0), Exact(fixed=False)]),
+    dense_below=st.sampled_from([0, 10, 100]),
+    flags=st.integers(0, 20),
+)
+def test_with_everything_sent_it_is_the_sum(ranks, counts, codec, dense_below, flags):
+    parts, length = placed(counts)
+    places = [i for part in parts for i in range(part.start, part.stop)]
+
+    def reduce(comm):
+        reducer = AllGather(codec, dense_below=dense_below).reducer(comm, parts)
+        for step in range(2):  # nothing is left from the first
+            values = whole_numbers(comm.rank, step, length)
+            on = np.array([i % ranks == comm.rank and i % 3 > 0 for i in range(flags)], np.float32)
+            assert reducer.reduce(values, on)
+        return values[places], on > 0
+
+    expected = sum(whole_numbers(rank, 1, length) for rank in range(ranks))[places]
+    for values, on in run(ranks, reduce):
+        np.testing.assert_array_equal(values, expected)
+        np.testing.assert_array_equal(on, [i % 3 > 0 for i in range(flags)])
+
+
+def test_each_rank_sends_the_largest_of_each_parameter():
+    def reduce(comm):
+        values = np.array([0, 1, 2, 3, -9, 8, 7, 5], np.float32) * (comm.rank + 1)
+        if comm.rank == 1:
+            values[:4] = [6, 0, 0, 0]
+        parts = [Part("a", 0, (4,)), Part("b", 4, (2, 2))]
+        reducer = AllGather(TopK(0.5), dense_below=0).reducer(comm, parts)
+        assert reducer.reduce(values, NO_FLAGS)
+        return values, reducer.state()
+
+    for rank, (values, state) in enumerate(run(3, reduce)):
+        # a: rank 0 sends 2 and 3, rank 1 sends 6 (its other elements are zero), rank 2 three times what rank 0 sends
+        np.testing.assert_array_equal(values, [6, 0, 2 + 6, 3 + 9, -9 * 6, 8 * 6, 0, 0])
+        left = [[0, 1, 0, 0], [0, 0, 0, 0], [0, 3, 0, 0]][rank]
+        np.testing.assert_array_equal(state["a"]["residual"], left)
+        np.testing.assert_array_equal(state["b"]["residual"], np.array([[0, 0], [7, 5]]) * (rank + 1))
+
+
+@pytest.mark.parametrize("codec", [TopK(0.05), TopK(0.05, "bfloat16"), RandomK(0.05)])
+def test_sums_and_what_is_left_are_the_sums_of_what_was_given(codec):
+    """Exactly: all are whole numbers, and bfloat16 has all up to 256."""
+    parts, length = placed([40, 333, 1500])
+    places = [i for part in parts for i in range(part.start, part.stop)]
+    steps = 6
+
+    def train(comm):
+        reducer = AllGather(codec, dense_below=100).reducer(comm, parts, key="bucket")
+        total, given_ = np.zeros(length, np.float32), np.zeros(length, np.float32)
+        bits = []
+        for step in range(steps):
+            values = whole_numbers(comm.rank, step, length)
+            given_ += values
+            assert reducer.reduce(values, NO_FLAGS)
+            reducer.commit()
+            bits.append(values.tobytes())
+            total += values
+        state = reducer.state()
+        assert state.keys() == {"p1", "p2"}  # p0 is small, and travels whole
+        left = np.zeros(length, np.float32)
+        for part in parts[1:]:
+            left[part.start : part.stop] = state[part.name]["residual"]
+        return bits, total, given_, left
+
+    results = run(3, train)
+    assert len({tuple(bits) for bits, *_ in results}) == 1
+    given_ = sum(result[2] for result in results)
+    left = sum(result[3] for result in results)
+    np.testing.assert_array_equal((results[0][1] + left)[places], given_[places])
+    assert left.any()
+
+
+def test_random_values_travel_without_places():
+    count, flags = 6400, 5
+
+    def reduce(comm):
+        reducer = AllGather(RandomK(0.01)).reducer(comm, [Part("w", 0, (count,)), Part("b", count, (10,))], key="k")
+        sent = []
+        for step in range(2):
+            values = whole_numbers(comm.rank, step, count + 10) + 5
+            reducer.reduce(values, np.zeros(flags, np.float32))
+            sent.append(np.flatnonzero(values[:count]))
+        return reducer.sent_bytes, sent
+
+    results = run(2, reduce)
+    for nbytes, (first, second) in results:
+        assert nbytes == 4 * (64 + 10 + flags)  # 2 (P - 1) / P of the buffer, with P = 2
+        assert len(first) == len(second) == 64  # nothing is zero: so all ranks chose the same places
+        assert len(np.intersect1d(first, second)) < 10  # others in each step: by chance about 1 is the same
+
+
+def test_bytes_are_those_of_the_messages():
+    def reduce(comm):
+        reducer = AllGather(TopK(0.01)).reducer(comm, [Part("w", 0, (10000,)), Part("b", 10000, (10,))])
+        values = np.zeros(10010, np.float32)
+        values[::200] = 1
+        reducer.reduce(values, np.zeros(9, np.float32))
+        return reducer.sent_bytes
+
+    # Two lengths; 10 values; flags in 2 bytes, filled up to 8; a header of 8 bytes, 50 values and as many gaps of a
+    # byte, filled up from 258 to 264. To 2 other ranks.
+    assert run(3, reduce) == [2 * (16 + 40 + 8 + 264)] * 3
+
+
+@pytest.mark.parametrize("codec", [TopK(0.1), RandomK(0.1), TopK(0.1, "float16")])
+def test_a_step_that_was_skipped_leaves_no_trace(codec):
+    def train(comm):
+        reducer = AllGather(codec, dense_below=0).reducer(comm, [Part("w", 1, (6, 7))])
+        reducer.reduce(whole_numbers(comm.rank, 0, 50), NO_FLAGS)
+        reducer.commit()
+        before = reducer.state()["w"]["residual"]
+        assert before.any()
+        for bad in (np.inf, np.nan):
+            values = whole_numbers(comm.rank, 1, 50)
+            if comm.rank == 1:
+                values[5] = bad
+            assert not reducer.reduce(values, NO_FLAGS)
+            assert np.isfinite(reducer.state()["w"]["residual"]).all()
+            reducer.rollback()
+            reducer.rollback()  # once is enough
+            np.testing.assert_array_equal(reducer.state()["w"]["residual"], before)
+        return True
+
+    assert all(run(2, train))
+
+
+def test_a_sum_that_overflows_is_told_on_all_ranks():
+    def train(comm):
+        values = np.full(20, 3e38 if comm.rank < 2 else -3e38, np.float32)
+        return AllGather(TopK(0.1), dense_below=0).reducer(comm, [Part("w", 0, (20,))]).reduce(values, NO_FLAGS)
+
+    assert run(3, train) == [False] * 3
+
+
+def test_what_was_never_committed_nor_rolled_back_counts():
+    def train(comm):
+        residuals = []
+        for keeps in (True, False):
+            reducer = AllGather(TopK(0.1), dense_below=0).reducer(comm, [Part("w", 0, (50,))])
+            for step in range(3):
+                reducer.reduce(whole_numbers(comm.rank, step, 50), NO_FLAGS)
+                if keeps:
+                    reducer.commit()
+            residuals.append(reducer.state()["w"]["residual"])
+        np.testing.assert_array_equal(residuals[0], residuals[1])
+
+    run(2, train)
+
+
+def test_state_goes_to_another_bucket_by_name():
+    def train(comm):
+        first = AllGather(TopK(0.1), dense_below=5).reducer(comm, [Part("a", 0, (3, 20)), Part("b", 60, (12,))])
+        first.reduce(whole_numbers(comm.rank, 0, 72), NO_FLAGS)
+        state = first.state()
+        assert state["a"]["residual"].shape == (3, 20)
+        parts = [Part("b", 2, (12,)), Part("small", 14, (4,)), Part("new", 18, (6,)), Part("a", 30, (3, 20))]
+        second = AllGather(TopK(0.1), dense_below=5).reducer(comm, parts)
+        second.reduce(np.zeros(90, np.float32), NO_FLAGS)
+        second.load(state)
+        second.rollback()  # is not about what was loaded
+        again = second.state()
+        assert again.keys() == {"a", "b", "new"} and not again["new"]["residual"].any()
+        for name in ("a", "b"):
+            assert state[name]["residual"].any()
+            np.testing.assert_array_equal(again[name]["residual"], state[name]["residual"])
+
+    run(2, train)
+
+
+@pytest.mark.parametrize("unbiased", [False, True])
+def test_draws_go_on_from_a_state(unbiased):
+    """A reducer that is given the state of another chooses what that one would have chosen next."""
+
+    def train(comm):
+        def make():
+            return AllGather(RandomK(0.1, unbiased), dense_below=0).reducer(comm, [Part("w", 0, (200,))], key="b")
+
+        first = make()
+        for step in range(3):
+            first.reduce(whole_numbers(comm.rank, step, 200), NO_FLAGS)
+            first.commit()
+        second = make()
+        second.load(first.state())
+        for step in range(3, 6):
+            one, other = (whole_numbers(comm.rank, step, 200) for _ in range(2))
+            assert first.reduce(one, NO_FLAGS) and second.reduce(other, NO_FLAGS)
+            np.testing.assert_array_equal(one, other)
+
+    run(2, train)
+
+
+def test_without_feedback_nothing_is_remembered():
+    def train(comm):
+        reducer = AllGather(TopK(0.1), feedback=False, dense_below=0).reducer(comm, [Part("w", 0, (20,))])
+        for _ in range(2):
+            values = np.arange(20, dtype=np.float32)
+            reducer.reduce(values, NO_FLAGS)
+            np.testing.assert_array_equal(values, [*[0] * 18, 36, 38])
+        reducer.commit()
+        reducer.load({"w": {"residual": np.ones(20, np.float32)}})
+        assert reducer.state() == {}
+
+    run(2, train)
+
+
+def test_names_say_what_ranks_must_agree_on():
+    assert AllGather(TopK()).name == "topk:ratio=0.01"
+    assert AllGather(TopK(), feedback=True).name == "topk:ratio=0.01"
+    assert (
+        AllGather(TopK(), feedback=False, dense_below=5).name == "topk:ratio=0.01,feedback=false,dense_below=5"
+    )  # what scheme_of reads
+    assert isinstance(AllGather(TopK()), Scheme) and AllGather(TopK()).divisible
