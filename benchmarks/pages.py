@@ -22,7 +22,7 @@ from benchmarks.compare import SETTINGS
 from benchmarks.page_text import range_text
 
 RESULTS = Path(__file__).with_name("results")
-BUSY = 0.5  # load per core at the start, above which figures are not to be quoted
+BUSY = 0.5  # load per core, at the start and at the end without the job's ranks, above which figures prove nothing
 
 Record = Mapping[str, Any]
 Table = Callable[[Sequence[Record]], str]
@@ -121,15 +121,17 @@ def facts_text(records: Sequence[Record]) -> str:
     changed = " (+: with changes)" if any(commit.endswith("+") for commit in commits) else ""
     versions = ", ".join(f"{name} {version}" for name, version in first["versions"].items())
     loads = [record["facts"]["load"] for record in records]
+    after = [record["facts"].get("load_after", record["facts"]["load"]) for record in records]
     several = len(records) > 1 or len(records[0].get("starts", ())) > len(SETTINGS)
     spread = tables.STARTS if several else tables.OF_ONE_START.get(kind_of(records[0]), tables.ROUNDS)
     lines = [
-        f"- Machine: {first['cpu']}, {first['cores']} cores, load {range_text(loads, '.1f')} at the start",
+        f"- Machine: {first['cpu']}, {first['cores']} cores, load {range_text(loads, '.1f')} at the start, "
+        f"{range_text(after, '.1f')} at the end",
         f"- Date: {', '.join(dates)}; commit {', '.join(commits)}{changed}",
         f"- Versions: {versions}",
         f"- Command: `{command(records[0])}`; files: {len(records)}; spread: {spread}",
     ]
-    if max(loads) > BUSY * first["cores"]:
+    if max(*loads, *(load - first["ranks"] for load in after)) > BUSY * first["cores"]:
         lines.append("- **The machine was busy: these figures show the form of the page, and no speed.**")
     return "\n".join(lines)
 

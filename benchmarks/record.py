@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import os
 import shlex
 import sys
 from pathlib import Path
@@ -39,6 +40,7 @@ def find_facts(world: Any, *, starts_itself: bool = False) -> dict[str, Any]:
 def write(path: Path, benchmark: str, facts: dict[str, Any], options: argparse.Namespace, **measured: Any) -> None:
     """Write the record of one run. Times are in seconds, sizes in bytes."""
     chosen = {name: _plain(value) for name, value in vars(options).items() if f"--{name}" not in _OWN}
+    facts = {**facts, "load_after": os.getloadavg()[0]}
     content = {"benchmark": benchmark, "facts": facts, "options": chosen, **measured}
     path.write_text(json.dumps(content, indent=1) + "\n")
 

@@ -12,8 +12,8 @@ from benchmarks import pages
 from benchmarks.page_text import bytes_text, inner, range_text, spread_text, time_text
 
 FACTS = {
-    "date": "2026-11-23T04:00:00+00:00", "ranks": 2, "cores": 8, "cpu": "Some CPU", "load": 0.1, "mpi": "Some MPI 1",
-    "commit": "0123456789", "versions": {"commlib": "1", "numpy": "2"},
+    "date": "2026-11-23T04:00:00+00:00", "ranks": 2, "cores": 8, "cpu": "Some CPU", "load": 0.1, "load_after": 0.3,
+    "mpi": "Some MPI 1", "commit": "0123456789", "versions": {"commlib": "1", "numpy": "2"},
     "command": "mpirun -n 2 python benchmarks/x.py --rounds 3",
 }  # fmt: skip
 
@@ -34,7 +34,7 @@ def test_committed_pages_are_those_of_the_files(name: str) -> None:
 def test_a_section_says_where_when_and_how() -> None:
     text = written("named", record("named", {"tensors": 2}, seconds={"named": [2e-5] * 3, "MPI_Allreduce": [1e-5] * 3}))
     assert "## named, 2 ranks, Some MPI 1: `--rounds 3`" in text
-    assert "- Machine: Some CPU, 8 cores, load 0.1 at the start" in text
+    assert "- Machine: Some CPU, 8 cores, load 0.1 at the start, 0.3 at the end" in text
     assert "- Date: 2026-11-23; commit 0123456789\n- Versions: commlib 1, numpy 2\n" in text
     assert "`mpirun -n 2 python benchmarks/x.py --rounds 3`; files: 1; spread: median (10 %" in text
     assert "| named | 10.00 (10.00-10.00) | 2.00 (2.00-2.00) |" in text
@@ -51,9 +51,10 @@ def test_several_files_are_several_starts() -> None:
     assert "| named | 3.00 (2.00-4.00) | 3.00 (2.00-4.00) |" in text
 
 
-def test_a_busy_machine_is_told() -> None:
+@pytest.mark.parametrize(("before", "after"), [(4.1, 4.1), (0.1, 6.1)])
+def test_a_busy_machine_is_told(before: float, after: float) -> None:
     busy = record("named", {"tensors": 1}, seconds={"named": [1.0], "MPI_Allreduce": [1.0]})
-    busy["facts"] = {**FACTS, "load": 4.1, "commit": "0123+"}
+    busy["facts"] = {**FACTS, "load": before, "load_after": after, "commit": "0123+"}
     text = written("named", busy)
     assert "**The machine was busy" in text and "commit 0123+ (+: with changes)" in text
 
