@@ -14,7 +14,6 @@ import argparse
 import itertools
 import os
 import statistics
-import tempfile
 import time
 from collections.abc import Callable
 from contextlib import ExitStack
@@ -27,6 +26,7 @@ from torch import Tensor, nn
 
 import commlib
 from benchmarks import record
+from commlib.bench import gloo_peer
 from commlib_torch import DistributedOptimizer
 from commlib_torch._backward import backward_passes
 
@@ -119,17 +119,6 @@ def ddp_gloo(comm: Any, model: nn.Module, arguments: argparse.Namespace, **optio
     return plain_step(wrapped, make_optimizer(model), arguments)
 
 
-def start_gloo(comm: Any, stack: ExitStack) -> None:
-    """Let torch.distributed meet in a file."""
-    folder = stack.enter_context(tempfile.TemporaryDirectory()) if comm.rank == 0 else None
-    folder = comm.broadcast_object(folder)
-    os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
-    torch.distributed.init_process_group(
-        "gloo", init_method=f"file://{folder}/store", rank=comm.rank, world_size=comm.size
-    )
-    stack.callback(torch.distributed.destroy_process_group)
-
-
 CONTENDERS: dict[str, Callable[..., Step]] = {
     "no communication": without_communication,
     "only meeting": only_meeting,
@@ -213,7 +202,7 @@ def main() -> None:
     contenders: dict[str, Callable[..., Step]] = dict(CONTENDERS)
     options = dict(SWEEP) if arguments.sweep else {}
     with ExitStack() as stack:
-        start_gloo(comm, stack)
+        stack.enter_context(gloo_peer.joined(MPI.COMM_WORLD, one_node=comm.one_node))
         steps = {name: make(comm, make_model(arguments.width), arguments) for name, make in contenders.items()}
         for name, chosen in options.items():
             steps[name] = ours(comm, make_model(arguments.width), arguments, **chosen)
