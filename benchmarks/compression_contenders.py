@@ -73,7 +73,7 @@ def ours(
 ) -> Training:
     """Our DistributedOptimizer."""
     from commlib_torch import DistributedOptimizer
-    from commlib_torch._backward import backward_passes
+    from commlib_torch._autograd import backward_passes
 
     optimizer: Any = DistributedOptimizer(
         make_optimizer(model, options),

@@ -28,7 +28,7 @@ import commlib
 from benchmarks import record
 from commlib.bench import gloo_peer
 from commlib_torch import DistributedOptimizer
-from commlib_torch._backward import backward_passes
+from commlib_torch._autograd import backward_passes
 
 Step = Callable[[Tensor, Tensor], None]
 

@@ -1,6 +1,6 @@
 """What a distributed optimizer of Keras does with gradients, whichever Keras it is of.
 
-The reduction itself is `GradientReducer`'s. Here is which gradients take part, under which names, and by what they are
+The reduction itself is `Gradients`'s. Here is which gradients take part, under which names, and by what they are
 scaled: variables of this rank alone are left out, and gradients that Keras averaged over passes may be a sum again.
 """
 
@@ -17,7 +17,7 @@ from commlib.errors import UsageError
 from commlib_tensorflow._computed_gradients import ComputedGradients, gradients_of
 from commlib_tensorflow.clip import clip_by_global_norm
 from commlib_tensorflow.collectives import allreduce
-from commlib_tensorflow.gradients import GradientReducer
+from commlib_tensorflow.gradients import Gradients
 
 
 class Distributed:
@@ -92,7 +92,7 @@ class Reduction:
         self._places: dict[Any, int] = {}
         if groups is not None and not isinstance(groups, int):
             groups = [[self._name_of(variable) for variable in group] for group in groups]
-        self.reducer = GradientReducer(name, groups=groups, **settings)
+        self.reducer = Gradients(name, groups=groups, **settings)
         self._process_set = self.reducer.process_set
 
     @property
@@ -115,7 +115,8 @@ class Reduction:
         results = [scaled(gradient, factor) for gradient in gradients]
         if shared:
             names = [self._name_of(variables[number]) for number in shared]
-            reduced = self.reducer([gradients[number] for number in shared], names)
+            own = [variables[number] for number in shared]
+            reduced = self.reducer([gradients[number] for number in shared], names, own, strict=True)
             for number, gradient in zip(shared, reduced, strict=True):
                 results[number] = gradient
         return [scaled(gradient, float(self._undo_division)) for gradient in results]
@@ -130,7 +131,7 @@ class Reduction:
     def are_reduced(self, gradients: Sequence[Any]) -> bool:
         """Return whether gradients that are to be applied are those that `compute` returned. Asked once for them."""
         averaged = self.reducer.op == core.Average and self._undo_division == 1 and not self._local_keys()
-        return self._computed.are(gradients, else_averaged=averaged and not self.reducer.scheme)
+        return self._computed.are(gradients, else_averaged=averaged and not self.reducer.options.scheme)
 
     def clip(self, gradients: Sequence[Any], variables: Sequence[Any], clip_norm: float) -> list[Any]:
         """Return reduced gradients, clipped by their norm, with the same bits on all ranks.

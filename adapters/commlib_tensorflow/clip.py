@@ -1,8 +1,7 @@
-"""Clipping by the norm of all gradients together, with the same bits on all ranks."""
+"""Clip TensorFlow's gradients by the norm of all of them together: see `commlib.optim.clipping`."""
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
 from typing import Any
 
@@ -11,7 +10,7 @@ import tensorflow as tf
 
 from commlib.dtypes import FLOATS, name_of
 from commlib.errors import UsageError
-from commlib.kernels.host.norm import sum_of_squares
+from commlib.optim.clipping import check_limit, clip_factor, norm_of_arrays
 from commlib_tensorflow._bridge import Array, as_tensor
 from commlib_tensorflow._graph import Spec, as_written, call
 
@@ -28,14 +27,13 @@ def clip_by_global_norm(t_list: Sequence[Any], clip_norm: float) -> tuple[list[A
 
     Raises UsageError for a `clip_norm` that is negative or NaN, or for what is no tensor of floats.
     """
-    if not clip_norm >= 0:
-        raise UsageError(f"clip_by_global_norm: clip_norm must be a number that is not negative, got {clip_norm}")
+    limit = check_limit("clip_by_global_norm", "clip_norm", clip_norm)
     values = [_values(gradient) for gradient in t_list]
     given = [value for value in values if value is not None]
 
     def measure(*arrays: Array) -> list[Array]:
-        norm = math.sqrt(sum(sum_of_squares(array.reshape(-1)) for array in arrays))
-        return [np.array(norm), np.array(_factor(norm, clip_norm))]
+        norm = norm_of_arrays(arrays)
+        return [np.array(norm), np.array(clip_factor(norm, limit, infinite_is_nan=True))]
 
     scalar = Spec(tf.float64, ())
     norm, factor = call(measure, given, [scalar, scalar])
@@ -44,12 +42,6 @@ def clip_by_global_norm(t_list: Sequence[Any], clip_norm: float) -> tuple[list[A
     ]
     double = any(value.dtype == tf.float64 for value in given)
     return clipped, tf.cast(norm, tf.float64 if double else tf.float32)
-
-
-def _factor(norm: float, clip_norm: float) -> float:
-    if not math.isfinite(norm):
-        return math.nan
-    return clip_norm / norm if norm > clip_norm else 1.0
 
 
 def _values(gradient: Any) -> Any:

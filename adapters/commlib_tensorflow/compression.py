@@ -6,8 +6,7 @@ from typing import Any, ClassVar, Protocol
 
 import tensorflow as tf
 
-from commlib.compress import Codec, Scheme, scheme_of
-from commlib.errors import UsageError
+from commlib.compress import Codec, Scheme
 
 
 class Compressor(Protocol):
@@ -28,6 +27,8 @@ class NoneCompressor:
     """Leaves tensors as they are. What casts them instead says to which dtype, in `wire`."""
 
     wire: ClassVar[Any] = None
+    wire_name: ClassVar[str] = ""
+    """The core's name of it; "" for none."""
 
     @classmethod
     def compress(cls, tensor: Any) -> tuple[Any, Any]:
@@ -45,13 +46,13 @@ class NoneCompressor:
 class FP16Compressor(NoneCompressor):
     """Casts wider floating tensors to float16."""
 
-    wire = tf.float16
+    wire, wire_name = tf.float16, "float16"
 
 
 class BF16Compressor(NoneCompressor):
     """Casts wider floating tensors to bfloat16: less precise than float16, but with the range of float32."""
 
-    wire = tf.bfloat16
+    wire, wire_name = tf.bfloat16, "bfloat16"
 
 
 class Compression:
@@ -64,29 +65,3 @@ class Compression:
 
 GradientCompressing = str | Codec | Scheme | Compressor | type[Compressor]
 """What optimizers and tapes take as `compression=`."""
-
-_CASTS = {"none": Compression.none, "fp16": Compression.fp16, "bf16": Compression.bf16}
-
-
-def resolve(compression: GradientCompressing) -> tuple[Any, str]:
-    """Return (what casts tensors in the graph, the name of the scheme by which buckets are compressed, or "").
-
-    Raises UsageError for what is neither. A scheme must be what `scheme_of` makes of its name: by that, ranks which
-    have joined know it.
-    """
-    if isinstance(compression, str) and compression in _CASTS:
-        return _CASTS[compression], ""
-    if not isinstance(compression, str | Codec | Scheme):
-        if not hasattr(compression, "decompress"):
-            raise UsageError(
-                "compression must be a name such as 'int8', a codec or scheme of commlib.compress, one of Compression, "
-                f"or have compress and decompress, got {compression!r}"
-            )
-        return compression, ""
-    scheme = scheme_of(compression)
-    if scheme is None:
-        return Compression.none, ""
-    known = scheme_of(scheme.name)
-    if type(known) is not type(scheme) or known.name != scheme.name:
-        raise UsageError(f"compression {scheme.name!r} must be known to commlib.compress.scheme_of by its name")
-    return Compression.none, scheme.name

@@ -12,7 +12,7 @@ import tensorflow as tf
 from commlib.horovod.elastic import ObjectState, State
 from commlib.horovod.elastic import run as run_core
 from commlib_tensorflow._graph_errors import graph_errors
-from commlib_tensorflow._keras_callbacks import build, variables_of
+from commlib_tensorflow._keras_optimizers import build, variables_of
 from commlib_tensorflow.functions import broadcast_object, broadcast_variables
 
 __all__ = ["ObjectState", "State", "TensorFlowKerasState", "TensorFlowState", "run"]

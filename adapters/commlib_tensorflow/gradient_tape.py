@@ -13,16 +13,16 @@ from commlib.data_parallel import Statistics, StepReport
 from commlib.errors import UsageError
 from commlib_tensorflow._graph import as_written
 from commlib_tensorflow.compression import Compression, GradientCompressing
-from commlib_tensorflow.gradients import GradientReducer
+from commlib_tensorflow.gradients import Gradients
 
-_shared_reducer: Callable[..., GradientReducer] = functools.lru_cache(maxsize=64)(GradientReducer)
+_shared_reducer: Callable[..., Gradients] = functools.lru_cache(maxsize=64)(Gradients)
 """A tape is made anew in every step; what ranks have agreed on outlives it."""
 
 
 class DistributedTape(tf.GradientTape):  # type: ignore[misc]  # TensorFlow has no types
     """What `DistributedGradientTape` returns: records as the tape that it was made from, and reduces in `gradient`."""
 
-    def __init__(self, tape: tf.GradientTape, reducer: GradientReducer, scale_local_gradients: bool) -> None:
+    def __init__(self, tape: tf.GradientTape, reducer: Gradients, scale_local_gradients: bool) -> None:
         # What a tape records to is the other one's business, so there is no super().__init__().
         self._wrapped = tape
         self._reducer = reducer
@@ -64,7 +64,7 @@ class DistributedTape(tf.GradientTape):  # type: ignore[misc]  # TensorFlow has 
         flat = tf.nest.flatten(gradients)
         shared = [index for index, source in enumerate(flat_sources) if not self._is_local(source)]
         names = [f"source {i}" if use_generic_names else label(flat_sources[i], i) for i in shared]
-        reduced = self._reducer([flat[index] for index in shared], names)
+        reduced = self._reducer([flat[index] for index in shared], names, [flat_sources[index] for index in shared])
         answer = [self._scaled(gradient) for gradient in flat]
         for index, gradient in zip(shared, reduced, strict=True):
             answer[index] = gradient
@@ -146,7 +146,7 @@ def DistributedGradientTape(
     """Return a tape that records as `gradtape` does and whose `gradient` is combined over all ranks.
 
     op: Average, Sum or another one of `allreduce`. groups: a number of groups, or lists of variables whose gradients
-    travel together; num_groups is its former name. By default gradients travel in buckets. See `GradientReducer` for
+    travel together; num_groups is its former name. By default gradients travel in buckets. See `Gradients` for
     the rest. Gradients of variables given to `register_local_source` stay this rank's own.
     """
     if num_groups and groups is not None:

@@ -1,13 +1,20 @@
-"""Gradients of many variables reduced in few operations: what `DistributedGradientTape` and the optimizer share.
+"""Gradients of many variables reduced together: how eager code and graphs drive the core's GradientReducer.
 
-Buckets are in reverse order of variables, because backward makes gradients roughly so, and because a traced function
-runs its stateful nodes in the order in which they were made: a start whose gradients come late holds up those behind.
+Dense gradients go into buckets; sparse ones (tf.IndexedSlices) are gathered. In a graph a node of the host takes
+gradients as soon as they are there, while backward goes on:
+
+    gradients of the last variables -> give 0 --+
+    gradients of earlier ones       -> give 1 --+-> end -> reduced gradients
+
+A traced function runs its stateful nodes in the order in which they were made: one whose gradients come late holds up
+those behind. So they are made in the order in which backward makes gradients, as the graph tells.
 """
 
 from __future__ import annotations
 
-import hashlib
-from collections.abc import Mapping, Sequence
+import threading
+from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -15,18 +22,36 @@ import tensorflow as tf
 
 import commlib
 from commlib import horovod as core
-from commlib.compress.bucket import split_piece
-from commlib.data_parallel import Statistics, StepClock, StepReport, cores_per_rank
-from commlib.errors import MismatchError, UsageError
-from commlib_tensorflow._bridge import as_tensor, dtype_name
-from commlib_tensorflow._graph import as_written
-from commlib_tensorflow._layout import Groups, Layout, checked_groups, compatible, make_layout, spec_of
-from commlib_tensorflow._one_reduction import OneReduction
-from commlib_tensorflow._pool import Pool
-from commlib_tensorflow.compression import Compression, GradientCompressing, resolve
+from commlib.buffers.aligned import aligned_empty
+from commlib.compress.choice import Choice
+from commlib.data_parallel import (
+    BUCKET_CAP_MIB,
+    FIRST_BUCKET_MIB,
+    Gradient,
+    GradientReducer,
+    Options,
+    Statistics,
+    StepClock,
+    StepReport,
+    cores_per_rank,
+    load_compression,
+    place_groups,
+    read_groups,
+    save_compression,
+)
+from commlib.data_parallel.array_values import ArrayValues
+from commlib.data_parallel.bucket_order import buckets_of
+from commlib.errors import UsageError
+from commlib.horovod.by_name import ByName, overlap_pays_here
+from commlib_tensorflow._bridge import Array, as_tensor, dtype_name
+from commlib_tensorflow._graph import Spec, as_written, call, ordered
+from commlib_tensorflow.collectives import grouped_allreduce
+from commlib_tensorflow.compression import Compression, GradientCompressing
+
+Groups = int | Sequence[Sequence[str]] | None
 
 
-class GradientReducer:
+class Gradients:
     """Combines gradients over the ranks of a process set. Collective when called, under operations named `name`.
 
     op is that of `allreduce`, and so may compression be. It may also be a name such as "int8" or "powersgd:rank=4", or
@@ -36,8 +61,8 @@ class GradientReducer:
     gradient_predivide_factor: with op Average, gradients are divided by it before they are added and by size / factor
     after. sparse_as_dense: tf.IndexedSlices are made dense first; else each is gathered from all ranks. groups: a
     number of groups, or lists of variables' names that travel together; by default gradients travel in buckets of up to
-    4 MiB, the first one of 1 MiB. overlap: whether a traced function starts each bucket as soon as it is complete;
-    None decides by where the ranks are and the cores they have.
+    `bucket_cap_mib` MiB, the first one of `first_bucket_mib`. overlap: whether a traced function reduces each bucket as
+    soon as it is complete; None decides by where the ranks are and the cores they have.
     """
 
     def __init__(
@@ -52,34 +77,32 @@ class GradientReducer:
         groups: Groups = None,
         process_set: core.ProcessSet | None = None,
         overlap: bool | None = None,
+        bucket_cap_mib: float = BUCKET_CAP_MIB,
+        first_bucket_mib: float = FIRST_BUCKET_MIB,
     ) -> None:
-        op = core.resolve_op(op)
-        if gradient_predivide_factor <= 0:
-            raise UsageError(f"gradient_predivide_factor must be positive, got {gradient_predivide_factor}")
-        if gradient_predivide_factor != 1.0 and op != core.Average:
-            raise UsageError(f"gradient_predivide_factor is for op=Average only, got op={op.name.capitalize()}")
         self.name = name
-        self.op = op
-        self.compression, self.scheme = resolve(compression)
-        self.within_node = compress_within_node
-        self.sparse_as_dense = sparse_as_dense
-        self.groups = checked_groups(groups)
+        self.op = core.resolve_op(op)
+        self._in_buckets = self.op in (core.Average, core.Sum)
+        self.options = Options(
+            op="sum" if self.op == core.Sum else "mean",
+            bucket_cap_mib=bucket_cap_mib,
+            first_bucket_mib=first_bucket_mib,
+            overlap=overlap,
+            compression=compression,
+            within_node=compress_within_node,
+            predivide=gradient_predivide_factor,
+            sparse_as_dense=sparse_as_dense,
+        )
+        if not self._in_buckets and (gradient_predivide_factor != 1 or self.options.scheme):
+            raise UsageError(f"op={self.op.name.capitalize()} takes neither compression nor gradient_predivide_factor")
+        self.groups = read_groups(groups, str)
         self.process_set = core.process_set_of(process_set)
-        self.options: dict[str, Any] = {
-            "op": op,
-            "prescale_factor": 1.0 / gradient_predivide_factor,
-            "postscale_factor": gradient_predivide_factor,
-            "process_set": self.process_set,
-        }
-        self.pool = Pool()
         self.statistics = Statistics()
         self.report: StepReport | None = None
         """What the last step cost, a step being from the end of one reduction to that of the next."""
         self._clock = StepClock()
-        self._overlap = overlap
-        self._layouts: dict[tuple[str, ...], list[Layout]] = {}
-        self._agreed: set[tuple[str, ...]] = set()
-        self._loaded: dict[str, Any] = {}
+        self._loaded: dict[str, Any] | None = None
+        self._reducers: dict[tuple[Gradient, ...], tuple[GradientReducer, ArrayValues, ByName]] = {}
 
     @property
     def size(self) -> int:
@@ -91,109 +114,95 @@ class GradientReducer:
         """Whether this rank reduces with no other one, as one that is not in the process set, like Horovod's."""
         return self.size == 1 or self.process_set.included() is False
 
+    @property
+    def reducers(self) -> list[GradientReducer]:
+        """What reduces gradients, one for each kind of call so far: its buckets, options and compression."""
+        return [reducer for reducer, _, _ in self._reducers.values()]
+
     @as_written
-    def __call__(self, gradients: Sequence[Any], names: Sequence[str]) -> list[Any]:
+    def __call__(
+        self, gradients: Sequence[Any], names: Sequence[str], like: Sequence[Any] = (), *, strict: bool = False
+    ) -> list[Any]:
         """Return the gradients combined over all ranks, in the same order. Eagerly or in a traced function.
 
-        None stays None: it must be None on all ranks. Raises MismatchError on every rank where ranks have different
-        gradients; UsageError for what is no gradient.
+        None stays None where no rank has a gradient. Where only some have one, it is zeros on the others, which get
+        the result too; but in a graph, or if this is `strict`, that is a MismatchError on every rank. `like` are the
+        variables, by which those without a gradient are known. Raises MismatchError on every rank where ranks have
+        different gradients; UsageError for what is no gradient.
         """
         if len(gradients) != len(names):
             raise UsageError(f"{self.name}: {len(gradients)} gradients but {len(names)} names")
         given = [self._checked(gradient, name) for gradient, name in zip(gradients, names, strict=True)]
         if self.alone:
             return given
-        layout = self._layout(given, names)
-        dense = {index for bucket in layout.buckets for index in bucket}
-        # A gradient keeps the place that it had at first, whatever it is now.
-        given = [_as_dense(g) if index in dense else _as_slices(g) for index, g in enumerate(given)]
-        return OneReduction(self, layout, given).run()
+        if not self._in_buckets:
+            return self._one_by_one(given)
+        return _Call(self, given, names, like, strict=strict or not tf.executing_eagerly()).run()
 
-    def stepped(self) -> None:
+    def find(
+        self, gradients: tuple[Gradient, ...], there: Collection[int], sparse: Sequence[int], order: Sequence[int]
+    ) -> tuple[GradientReducer, ArrayValues]:
+        """Return what reduces gradients, of which those that are `there` are known. Collective when first called."""
+        for known, (reducer, values, ranks) in list(self._reducers.items()):
+            if len(known) == len(gradients) and all(known[index] == gradients[index] for index in there):
+                if ranks.is_current:
+                    return reducer, values
+                del self._reducers[known]
+        ranks, values = ByName(self.process_set, self.name), ArrayValues(gradients)
+        reducer = GradientReducer(
+            ranks,
+            gradients,
+            values,
+            replace(self.options, compression=Choice()) if self.options.compressor else self.options,
+            groups=place_groups(self.groups, [gradient.name for gradient in gradients]),
+            sparse=sparse,
+            order=order,
+            threads=_threads(),
+            what=self.name,
+        )
+        if self._loaded is not None:
+            load_compression(reducer, self._loaded, np.asarray)
+        reducer.statistics = self.statistics
+        self._reducers[gradients] = reducer, values, ranks
+        return reducer, values
+
+    def stepped(self, reducer: GradientReducer) -> None:
         """Note that all gradients of a step were reduced."""
-        self.statistics.reductions += 1
+        reducer.stepped()
         self.report = self._clock.step(self.statistics)
 
-    def agree(self, layout: Layout) -> None:
-        """Compare this rank's layout with the others', once. Collective then.
-
-        With different layouts ranks would start different operations, and wait for each other for ever.
-        """
-        if layout.lines in self._agreed:
-            return
-        lines = [self.name, *layout.lines, f"groups {self.groups}"]
-        digest = int.from_bytes(hashlib.sha256("\n".join(lines).encode()).digest()[:7], "big")
-        # Shapes are compared, and a rank that has joined takes part: so the digest travels as the shape of nothing.
-        nothing = np.empty((0, digest), np.uint8)
-        name = f"{self.name}.agreement"
-        try:
-            work = core.start_allreduce(
-                [nothing], [nothing], name, op=core.Sum, process_set=self.process_set, blocking=True
-            )
-            work.wait()
-        except MismatchError as error:
-            everyone = core.allgather_object((core.rank(), lines), name, self.process_set)
-            raise MismatchError(f"{self.name}: {_first_difference(everyone)}") from error
-        self._agreed.add(layout.lines)
-
     def compression_state(self) -> dict[str, Any]:
-        """Return what compression remembers on this rank, by the names of variables."""
-        state: dict[str, Any] = dict(self._loaded)
-        for names, layouts in self._layouts.items():
-            for number, bucket in enumerate(layouts[0].buckets):
-                for part, known in self._remembered().state(f"{self.name}.{number}").items():
-                    place, piece = split_piece(part)
-                    state[names[bucket[int(place)]] + piece] = known
-        return state
+        """Return what compression remembers on this rank, for `load_compression_state` there; {} if nothing."""
+        if not self._reducers:
+            return self._loaded or {}
+        (reducer, _, _), *_ = self._reducers.values()
+        return save_compression(reducer, np.copy)
 
     def load_compression_state(self, state: Mapping[str, Any]) -> None:
-        """Take over what `compression_state` returned on this rank. Before the first step, or between two."""
-        self._loaded = dict(state)
-        for names, layouts in self._layouts.items():
-            self._recall(names, layouts[0])
+        """Take over what `compression_state` returned: with the same bits if before the first step, on every rank."""
+        self._loaded = dict(state) if state else None
+        for reducer in self.reducers if state else ():
+            load_compression(reducer, dict(state), np.asarray)
 
-    def _recall(self, names: Sequence[str], layout: Layout) -> None:
-        """Give what was loaded to the buckets in which its variables travel."""
-        pieces: dict[str, list[str]] = {}
-        for key in self._loaded:
-            name, piece = split_piece(key)
-            pieces.setdefault(name, []).append(piece)
-        for number, bucket in enumerate(layout.buckets):
-            known = {
-                f"{place}{piece}": self._loaded[names[index] + piece]
-                for place, index in enumerate(bucket)
-                for piece in pieces.get(names[index], ())
-            }
-            if known:
-                self._remembered().load(f"{self.name}.{number}", known)
+    def _one_by_one(self, given: Sequence[Any]) -> list[Any]:
+        """Combine gradients by an operation that is not for buckets, in which several are one vector."""
+        there = [gradient for gradient in given if gradient is not None]
+        results = iter(
+            grouped_allreduce(
+                there,
+                compression=self._compressor(),
+                op=self.op,
+                process_set=self.process_set,
+                name=self.name,
+                ignore_name_scope=True,
+            )
+        )
+        return [None if gradient is None else next(results) for gradient in given]
 
-    def sent_bytes(self, number: int) -> tuple[int, int]:
-        """Return what this rank last sent of a compressed bucket, and what float32 would have taken; 0, 0 if none."""
-        return self._remembered().sent_bytes(f"{self.name}.{number}") if self.scheme else (0, 0)
-
-    def _remembered(self) -> Any:
-        return self.process_set.coordinator(self.name).compressed
-
-    def overlaps(self) -> bool:
-        """Return whether buckets should be started while backward runs."""
-        if self._overlap is None:
-            cores = cores_per_rank(commlib.world())
-            threads = tf.config.threading.get_intra_op_parallelism_threads() or cores
-            # As commlib.data_parallel.overlap_pays, which is collective: ranks may trace at different times.
-            self._overlap = core.local_size() < core.size() or cores > threads
-        return self._overlap
-
-    def _layout(self, given: Sequence[Any], names: Sequence[str]) -> Layout:
-        """Return the layout for gradients of these names, dtypes and shapes."""
-        specs = [spec_of(gradient) for gradient in given]
-        known = self._layouts.setdefault(tuple(names), [])
-        for layout in known:
-            if all(map(compatible, layout.specs, specs)):
-                return layout
-        known.append(make_layout(given, names, self.groups))
-        if self._loaded and len(known) == 1:
-            self._recall(names, known[0])
-        return known[-1]
+    def _compressor(self) -> Any:
+        choice: Choice = self.options.compression
+        casts = {"": Compression.none, "float16": Compression.fp16, "bfloat16": Compression.bf16}
+        return choice.compressor or casts[choice.wire]
 
     def _checked(self, gradient: Any, name: str) -> Any:
         if gradient is None:
@@ -201,29 +210,218 @@ class GradientReducer:
         try:
             if isinstance(gradient, tf.IndexedSlices):
                 dtype_name(gradient.values.dtype)
-                return _as_dense(gradient) if self.sparse_as_dense else gradient
+                return tf.convert_to_tensor(gradient) if self.options.sparse_as_dense else gradient
             return as_tensor(gradient)
         except UsageError as error:
             raise UsageError(f"{self.name}: the gradient of {name}: {error}") from error
 
 
-def _as_dense(gradient: Any) -> Any:
-    return tf.convert_to_tensor(gradient) if isinstance(gradient, tf.IndexedSlices) else gradient
+class _Call:
+    """One call of a `Gradients`; in a graph what each run of that call does."""
+
+    def __init__(
+        self, gradients: Gradients, given: Sequence[Any], names: Sequence[str], like: Sequence[Any], *, strict: bool
+    ) -> None:
+        self._gradients, self._given, self._names, self._strict = gradients, given, names, strict
+        self._like = like or given
+        self._sparse = [index for index, gradient in enumerate(given) if isinstance(gradient, tf.IndexedSlices)]
+        self._dense = [i for i, gradient in enumerate(given) if gradient is not None and i not in self._sparse]
+        self._order = _order_of(given)
+        comm = gradients.process_set.coordinator(gradients.name).comm
+        self._options = gradients.options.for_ranks_of(comm)
+        self._arrays: dict[int, Array] = {}
+        self._also: list[int] = []  # gradients that are None here, but not on all ranks
+        self._lock = threading.Lock()  # nodes that nothing orders run at once
+
+    def run(self) -> list[Any]:
+        """Return the reduced gradients."""
+        given = self._given
+        self._contexts: dict[int, Any] = {}
+        sent = {index: self._to_send(index) for index in self._dense}
+        slices: list[Any] = []
+        specs = [Spec.like(sent[index]) for index in self._dense]
+        for index in self._sparse:
+            values, indices = given[index].values, tf.cast(given[index].indices, tf.int64)
+            slices += [indices, values]
+            specs += [Spec.rows_of(indices), Spec.rows_of(values)]
+        if not specs:  # nothing but None: TensorFlow wants an output all the same
+            specs = [Spec(tf.int64, ())]
+        if not tf.executing_eagerly() and self._overlaps(sent):
+            answers = call(self._end, [*slices, *self._gives(sent)], specs)
+        else:
+            answers = call(self._all_at_once, [*(sent[index] for index in self._dense), *slices], specs)
+        results: list[Any] = [None] * len(given)
+        remaining = iter(answers)
+        for index in self._dense:
+            results[index] = self._received(index, next(remaining))
+        for index in self._sparse:
+            indices, values = next(remaining), next(remaining)
+            shape = given[index].dense_shape
+            results[index] = tf.IndexedSlices(values, tf.cast(indices, given[index].indices.dtype), shape)
+        for index in self._also:
+            results[index] = self._received(index, next(remaining))
+        return results
+
+    # In the graph
+
+    def _to_send(self, index: int) -> Any:
+        gradient, options = self._given[index], self._options
+        if options.compressor is not None:
+            sent, self._contexts[index] = options.compressor.compress(gradient)
+            return sent
+        if options.predivide != 1 and not gradient.dtype.is_integer:
+            gradient = gradient / tf.cast(options.predivide, gradient.dtype)
+        return tf.cast(gradient, options.wire_dtype(dtype_name(gradient.dtype)))
+
+    def _received(self, index: int, tensor: Any) -> Any:
+        options = self._options
+        if options.compressor is not None:
+            return options.compressor.decompress(tensor, self._contexts.get(index))
+        tensor = tf.cast(tensor, self._dtype(index))
+        if options.predivide != 1 and not tensor.dtype.is_integer:
+            tensor = tensor * tf.cast(options.predivide, tensor.dtype)
+        return tensor
+
+    def _dtype(self, index: int) -> Any:
+        """Return the dtype of a gradient, which may be None here."""
+        for known in (self._given[index], self._like[index]):
+            if known is not None:
+                return tf.as_dtype(known.dtype)
+        return tf.as_dtype(self._reducer.gradients[index].dtype)
+
+    def _overlaps(self, sent: Mapping[int, Any]) -> bool:
+        """Tell whether each bucket is to have a node of its own: sizes must be known, and there must be several."""
+        if not all(tensor.shape.is_fully_defined() for tensor in sent.values()):
+            return False
+        gradients, options = self._gradients, self._options
+        overlap = overlap_pays_here(_threads()) if options.overlap is None else options.overlap
+        described = self._describe({index: (tensor.dtype, tensor.shape) for index, tensor in sent.items()})
+        groups = place_groups(gradients.groups, self._names)
+        buckets = buckets_of(described, options, groups, self._order, self._sparse)
+        self._nodes = [[i for i in bucket.parameters if i in sent] for bucket in buckets]
+        self._nodes = [node for node in self._nodes if node]
+        return bool(overlap) and len(self._nodes) > 1
+
+    def _gives(self, sent: Mapping[int, Any]) -> list[Any]:
+        """Make a node per bucket that gives its gradients; return tensors that `end` takes, so as to come after."""
+        token = Spec(tf.int64, ())
+        described = self._describe({index: (tensor.dtype, tensor.shape) for index, tensor in sent.items()})
+        first: list[Any] = []
+        tokens: list[Any] = []
+        if not ordered():  # else it is one node less: the first one begins
+            first = call(self._giving([], described), [], [token])
+        for members in self._nodes:
+            begins = described if not tokens and not first else None
+            tokens += call(self._giving(members, begins), [*(sent[index] for index in members), *first], [token])
+        return tokens
+
+    def _giving(self, members: Sequence[int], begins: tuple[Gradient, ...] | None) -> Callable[..., list[Array]]:
+        def give(*arrays: Array) -> list[Array]:
+            with self._lock, self._gradients.statistics.exposing():
+                if begins is not None:
+                    self._begin(begins, eager=True)
+                self._give(members, arrays)
+            return [np.zeros((), np.int64)]
+
+        return give
+
+    # On the host
+
+    def _all_at_once(self, *arrays: Array) -> list[Array]:
+        count = len(self._dense)
+        kinds = {i: (array.dtype, array.shape) for i, array in zip(self._dense, arrays[:count], strict=True)}
+        kinds |= {i: (rows.dtype, rows.shape) for i, rows in zip(self._sparse, arrays[count + 1 :: 2], strict=True)}
+        with self._gradients.statistics.exposing():
+            self._begin(self._describe(kinds), eager=False)
+            self._give(self._dense, arrays)
+        return self._end(*arrays[count:])
+
+    def _describe(self, kinds: Mapping[int, tuple[Any, Any]]) -> tuple[Gradient, ...]:
+        """Return what each gradient is, by dtypes and shapes of those that are sent."""
+        described = []
+        for index, name in enumerate(self._names):
+            like = self._like[index].values if isinstance(self._like[index], tf.IndexedSlices) else self._like[index]
+            dtype, shape = kinds.get(index, (None, None))
+            if like is None and dtype is None:
+                described.append(Gradient(name, (0,), "float32", is_known=False))
+                continue
+            if like is not None and (dtype is None or self._options.compressor is None):
+                dtype = like.dtype  # before it was cast for the way
+            if shape is None or (index in self._sparse and like is not None):
+                shape = like.shape
+            kind = tf.as_dtype(dtype)
+            pair = (2,) if kind.is_complex else ()
+            described.append(Gradient(name, (*(n or 0 for n in shape), *pair), dtype_name(kind.real_dtype)))
+        return tuple(described)
+
+    def _begin(self, described: tuple[Gradient, ...], *, eager: bool) -> None:
+        self._reducer, self._values = self._gradients.find(
+            described, [*self._dense, *self._sparse], self._sparse, self._order
+        )
+        if self._reducer.active:
+            self._reducer.end()  # of a run that failed: the others wait for this rank
+        self._values.forget_all()
+        self._reducer.begin(eager=eager)
+
+    def _give(self, members: Sequence[int], arrays: Sequence[Array]) -> None:
+        for index, array in zip(members, arrays, strict=False):
+            self._values.give(index, array.view(array.real.dtype) if array.dtype.kind == "c" else array)
+            self._reducer.ready(index)
+
+    def _end(self, *slices: Array) -> list[Array]:
+        reducer, values, gradients = self._reducer, self._values, self._gradients
+        with gradients.statistics.exposing():
+            for place, index in enumerate(self._sparse):
+                values.give_rows(index, slices[2 * place], slices[2 * place + 1])
+                reducer.ready(index)
+            reducer.end(strict=self._strict)
+        gradients.stepped(reducer)
+        results: list[Array] = []
+        for index in self._dense:
+            array = values.result(index)
+            assert array is not None, "this rank had it"
+            results.append(_own(array, self._dtype(index)))
+        for index in self._sparse:
+            results += values.rows_result(index)
+        self._also = []
+        for index, gradient in enumerate(self._given):
+            if gradient is None and (array := values.result(index)) is not None:
+                self._also.append(index)
+                results.append(_own(array, self._dtype(index)))
+        values.forget_all()
+        return results or [np.zeros((), np.int64)]
 
 
-def _as_slices(gradient: Any) -> Any:
-    if gradient is None or isinstance(gradient, tf.IndexedSlices):
-        return gradient
-    shape = tf.shape(gradient)
-    return tf.IndexedSlices(gradient, tf.range(shape[0], dtype=tf.int64), shape)
+def _order_of(given: Sequence[Any]) -> list[int]:
+    """Return the numbers of gradients as backward makes them: in a graph as it says, else in reverse order."""
+    numbers = range(len(given) - 1, -1, -1)
+    if tf.executing_eagerly():
+        return list(numbers)
+    graph = tf.compat.v1.get_default_graph()
+    made = {operation: place for place, operation in enumerate(graph.get_operations())}
+
+    def place(index: int) -> int:
+        gradient = given[index]
+        if gradient is None or isinstance(gradient, tf.IndexedSlices):
+            return len(made)  # when all are there
+        return 0 if gradient.op.type == "Placeholder" else made.get(gradient.op, 0)
+
+    return sorted(numbers, key=place)
 
 
-def _first_difference(everyone: Sequence[tuple[int, Sequence[str]]]) -> str:
-    reference, first = everyone[0]
-    for rank, lines in everyone:
-        for expected, got in zip(first, lines, strict=False):
-            if expected != got:
-                return f"on rank {reference} {expected}, but on rank {rank} {got}"
-        if len(lines) != len(first):
-            return f"rank {reference} has {len(first) - 2} gradients, but rank {rank} has {len(lines) - 2}"
-    return "ranks disagreed about their gradients, and do not any more"
+def _threads() -> int:
+    """Return the threads on which TensorFlow computes."""
+    return int(tf.config.threading.get_intra_op_parallelism_threads()) or cores_per_rank(commlib.world())
+
+
+def _own(array: Array, dtype: Any) -> Array:
+    """Return a result of this dtype, as an array that TensorFlow may adopt.
+
+    It has to adopt the very object, by which a slot is known to be in use; else it gets a copy.
+    """
+    if dtype.is_complex:
+        pairs = aligned_empty(array.shape, array.dtype)
+        pairs[...] = array
+        whole: Array = pairs.view(dtype.as_numpy_dtype).reshape(array.shape[:-1])
+        return whole
+    return array.copy() if array.dtype.kind == "V" and tf.executing_eagerly() else array

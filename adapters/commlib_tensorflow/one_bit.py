@@ -1,27 +1,150 @@
-"""1-bit Adam and 1-bit LAMB: optimizers that average over the ranks by themselves, in one bit for each weight."""
+"""1-bit Adam and 1-bit LAMB: optimizers that average over the ranks by themselves, in one bit for each weight.
+
+What they do is in `commlib.optim`. Here they are optimizers of Keras 3: the moments are variables of Keras, so that
+they are saved, loaded and broadcast like those of any optimizer. A step is one function of the host, which gets all
+variables and gradients, and returns what the variables become.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import asdict
+from numbers import Real
 from typing import Any
 
 import keras
+import numpy as np
+import tensorflow as tf
 
 from commlib import horovod as core
-from commlib.optim.one_bit_adam import Moments
-from commlib.optim.one_bit_adam import OneBitAdam as AdamUpdate
+from commlib.errors import UsageError
 from commlib.optim.one_bit_lamb import Limits
-from commlib.optim.one_bit_lamb import OneBitLAMB as LAMBUpdate
+from commlib.optim.one_bit_moments import Hyper, check_hyper
+from commlib.optim.one_bit_optimizer import OneBitOptimizer, OneBitSettings
 from commlib_tensorflow._bridge import Array
-from commlib_tensorflow._one_bit import OneBit
-
-_SCALARS = ("average", "weight", "factor", "scale")
+from commlib_tensorflow._graph import Spec, as_written, call
+from commlib_tensorflow._keras3 import _replace_in_keras
+from commlib_tensorflow._keras_reduction import Distributed, Reduction
+from commlib_tensorflow._pool import Pool
 
 
 def _saved(kind: type) -> type:
     register: Callable[[type], type] = keras.saving.register_keras_serializable("commlib")
     return register(kind)
+
+
+class OneBit(Distributed, keras.optimizers.Optimizer):  # type: ignore[misc]
+    """An optimizer that averages over the ranks by itself. Subclasses say what the update is.
+
+    Being `Distributed`, it is not compiled by XLA, agrees on steps under loss scaling, and cannot be distributed again.
+    """
+
+    def __init__(
+        self,
+        learning_rate: Any,
+        beta_1: float,
+        beta_2: float,
+        epsilon: float,
+        settings: OneBitSettings,
+        process_set: Any,
+        **kwargs: Any,
+    ) -> None:
+        rate = float(learning_rate) if isinstance(learning_rate, Real) else 0.0  # else a schedule
+        check_hyper(settings.kind, Hyper(rate, beta_1, beta_2, epsilon, kwargs.get("weight_decay") or 0.0))
+        super().__init__(learning_rate=learning_rate, **kwargs)
+        self.beta_1, self.beta_2, self.epsilon = beta_1, beta_2, epsilon
+        self.freeze_step = settings.freeze_step
+        self.compress_within_node, self.variance_floor = settings.compress_within_node, settings.variance_floor
+        reduction = Reduction(
+            self.name,
+            groups=None,
+            undo_division=1,
+            scale_local_gradients=True,
+            local_layers=(),
+            process_set=process_set,
+        )
+        # Past Keras, which keeps track of what it is given.
+        for name, value in (
+            ("_commlib", reduction),
+            ("_process_set", core.process_set_of(process_set)),
+            ("_core", OneBitOptimizer(settings)),
+            ("_pool", Pool()),
+        ):
+            object.__setattr__(self, name, value)
+        _replace_in_keras()
+
+    def register_local_var(self, variable: Any) -> None:
+        """Raise UsageError: all gradients travel together here."""
+        raise UsageError(f"{type(self).__name__} has no gradients that stay on one rank")
+
+    def build(self, variables: Any) -> None:
+        """Make the variables for what is remembered. Raises UsageError for variables that are not float32."""
+        if self.built:
+            return
+        super().build(variables)
+        is_lamb = self._core.settings.limits is not None
+        for variable in variables:
+            self._core.settings.check_dtype(variable.dtype, variable.path)
+        kinds = ("momentum", "velocity", "fresh_velocity") if is_lamb else ("momentum", "velocity")
+        self._memory = [
+            self.add_variable_from_reference(variable, name=kind) for kind in kinds for variable in variables
+        ]
+        if is_lamb:
+            layers = self.add_variable((len(variables), 4), "zeros", "float32", name="layers")
+            layers.assign([[0.0, 0.0, 1.0, 1.0]] * len(variables))
+            self._memory.append(layers)
+
+    def update_step(self, gradient: Any, variable: Any, learning_rate: Any) -> None:
+        """Raise UsageError: variables are updated together."""
+        raise UsageError(f"{type(self).__name__} updates all variables together: call apply()")
+
+    @as_written
+    def _backend_update_step(self, grads: Any, trainable_variables: Any, learning_rate: Any) -> None:
+        # Keras calls this once for each real update, after it has accumulated and clipped.
+        given = {
+            self._get_variable_index(variable): tf.convert_to_tensor(gradient)
+            for gradient, variable in zip(grads, trainable_variables, strict=True)
+        }
+        state = [*self._trainable_variables, *self._memory]
+        outputs = [Spec(tf.float32, tf.TensorShape(variable.shape)) for variable in state]
+        numbers = sorted(given)
+
+        def host(step: Array, rate: Array, *arrays: Array) -> Sequence[Array]:
+            gradients = dict(zip(numbers, arrays, strict=False))
+            return self._step(int(step), float(rate), gradients, arrays[len(numbers) :])
+
+        steps, rate = tf.cast(self.iterations, tf.int64), tf.cast(learning_rate, tf.float32)
+        values = [variable.value for variable in state]
+        results = call(host, [steps, rate, *(given[number] for number in numbers), *values], outputs)
+        for variable, result in zip(state, results, strict=True):
+            self.assign(variable, result)
+
+    def _step(self, step: int, rate: float, gradients: dict[int, Array], arrays: Sequence[Array]) -> list[Array]:
+        """Take a step on the host, and return what the variables and the memory become."""
+        optimizer, count = self._core, len(self._trainable_variables)
+        if not optimizer.is_started:
+            sizes = [array.size for array in arrays[:count]]
+            optimizer.start(self._process_set.communicator(optimizer.settings.kind), sizes)
+        optimizer.read(arrays[count:])
+        optimizer.seek(step)
+        places = optimizer.gradients
+        for number, gradient in gradients.items():
+            places[number][...] = gradient.reshape(-1)
+        results = [self._pool.empty(array.shape, np.float32) for array in arrays]
+        for result, array in zip(results[:count], arrays, strict=False):
+            result[...] = array
+        hyper = Hyper(rate, self.beta_1, self.beta_2, self.epsilon)
+        used = [number in gradients for number in range(count)]
+        optimizer.step([result.reshape(-1) for result in results[:count]], [hyper] * count, used)
+        optimizer.write(results[count:])
+        return results
+
+    def get_config(self) -> dict[str, Any]:
+        """Return the settings, but for the ranks and the scheme, which belong to this run."""
+        names = ("beta_1", "beta_2", "epsilon", "freeze_step", "compress_within_node", "variance_floor")
+        limits = self._core.settings.limits
+        own = {name: getattr(self, name) for name in names}
+        return {**super().get_config(), **own, **({} if limits is None else asdict(limits))}
 
 
 @_saved
@@ -37,7 +160,7 @@ class OneBitAdam(OneBit):
     Source: Tang et al.: 1-bit Adam (ICML 2021).
 
     On a group within one node nothing is compressed, unless `compress_within_node`: memory is faster. `scheme` is how
-    the first moment travels, by default `Exchanged(Sign())`.
+    the first moment travels, by default `AllToAll(Sign())`.
     """
 
     def __init__(
@@ -55,22 +178,9 @@ class OneBitAdam(OneBit):
         name: str = "one_bit_adam",
         **kwargs: Any,
     ) -> None:
-        super().__init__(
-            learning_rate,
-            beta_1,
-            beta_2,
-            epsilon,
-            freeze_step=freeze_step,
-            process_set=process_set,
-            compress_within_node=compress_within_node,
-            variance_floor=variance_floor,
-            scheme=scheme,
-            name=name,
-            **kwargs,
-        )
-
-    def _make_update(self, moments: Moments) -> AdamUpdate:
-        return AdamUpdate(moments)
+        kind = type(self).__name__
+        settings = OneBitSettings(kind, freeze_step, compress_within_node, variance_floor, scheme)
+        super().__init__(learning_rate, beta_1, beta_2, epsilon, settings, process_set, name=name, **kwargs)
 
 
 @_saved
@@ -82,8 +192,6 @@ class OneBitLAMB(OneBit):
     for `max_coeff`, `min_coeff`, `coeff_beta`, `factor_max`, `factor_min` and `factor_threshold`. Source: Li et al.:
     1-bit LAMB (2021).
     """
-
-    _kinds = ("momentum", "velocity", "fresh_velocity")
 
     def __init__(
         self,
@@ -107,49 +215,6 @@ class OneBitLAMB(OneBit):
         **kwargs: Any,
     ) -> None:
         limits = Limits(max_coeff, min_coeff, coeff_beta, factor_max, factor_min, factor_threshold)
-        super().__init__(
-            learning_rate,
-            beta_1,
-            beta_2,
-            epsilon,
-            freeze_step=freeze_step,
-            process_set=process_set,
-            compress_within_node=compress_within_node,
-            variance_floor=variance_floor,
-            scheme=scheme,
-            name=name,
-            **kwargs,
-        )
-        object.__setattr__(self, "_limits", limits)
-
-    def build(self, variables: Any) -> None:
-        """Make the variables for the moments, and for the coefficients of the layers."""
-        if self.built:
-            return
-        super().build(variables)
-        start = [[0.0, 0.0, 1.0, 1.0]] * len(variables)
-        self._layers = self.add_variable((len(variables), len(_SCALARS)), "zeros", "float32", name="layers")
-        self._layers.assign(start)
-
-    def _make_update(self, moments: Moments) -> LAMBUpdate:
-        return LAMBUpdate(moments, self._limits)
-
-    def _states(self) -> list[Any]:
-        return [*self._arrays, self._layers]
-
-    def _flat(self) -> list[Array]:
-        return [*super()._flat(), *(layer.fresh for layer in self._update.layers)]
-
-    def _load(self, states: Sequence[Array]) -> None:
-        super()._load(states)
-        for layer, values in zip(self._update.layers, states[-1], strict=True):
-            layer.load(dict(zip(_SCALARS, values.tolist(), strict=True)))
-
-    def _save(self, states: Sequence[Array]) -> None:
-        super()._save(states)
-        for layer, values in zip(self._update.layers, states[-1], strict=True):
-            values[:] = [layer.scalars()[name] for name in _SCALARS]
-
-    def get_config(self) -> dict[str, Any]:
-        """Return the settings, but for the ranks and the scheme, which belong to this run."""
-        return {**super().get_config(), **asdict(self._limits)}
+        kind = type(self).__name__
+        settings = OneBitSettings(kind, freeze_step, compress_within_node, variance_floor, scheme, limits)
+        super().__init__(learning_rate, beta_1, beta_2, epsilon, settings, process_set, name=name, **kwargs)

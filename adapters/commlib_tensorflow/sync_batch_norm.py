@@ -1,4 +1,4 @@
-"""Batch normalisation with the moments of all ranks' batches together."""
+"""Batch normalisation with the moments of all ranks' batches together: see `commlib.horovod.batch_norm`."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ import numpy as np
 import tensorflow as tf
 
 from commlib import horovod as core
+from commlib.horovod.batch_norm import gather_statistics
 from commlib_tensorflow._bridge import Array
 from commlib_tensorflow._graph import Spec, as_written, call, gradient_name, operation_name
 from commlib_tensorflow.collectives import allreduce
@@ -55,9 +56,9 @@ def _moments_of_all(
         squares = tf.reduce_sum(tf.square(centred), axes)
 
         def host(count: Array, mean: Array, squares: Array) -> list[Array]:
-            mine = np.stack([count, mean, squares])[np.newaxis]
-            (everyone,) = core.start_allgather([mine], name, process_set=group, blocking=True).wait()
-            return combine(everyone)
+            found = gather_statistics(np.concatenate([count, mean, squares]), len(mean), name, group)
+            divisor = np.maximum(found.count, 1)
+            return [_aligned(array, mean.dtype) for array in (divisor, found.mean, found.variance)]
 
         total, mean, variance = call(host, [count, mean, squares], [Spec(x.dtype, channels)] * 3)
 
@@ -78,20 +79,6 @@ def _moments_of_all(
 
     mean, variance = tf.custom_gradient(forward)(inputs)
     return mean, variance
-
-
-def combine(everyone: Array) -> list[Array]:
-    """Return count, mean and variance of all from [ranks, (count, mean, sum of squared differences), channels].
-
-    Differences from each rank's own mean are small, so nothing cancels as it would in E(x^2) - E(x)^2 (Chan et al.,
-    1979). Without any element mean and variance are 0.
-    """
-    counts, means, squares = np.moveaxis(everyone.astype(np.float64), 1, 0)
-    total = counts.sum(0)
-    divisor = np.maximum(total, 1)
-    mean = (counts * means).sum(0) / divisor
-    variance = (squares + counts * np.square(means - mean)).sum(0) / divisor
-    return [_aligned(array, everyone.dtype) for array in (divisor, mean, variance)]
 
 
 def _aligned(array: Array, dtype: Any) -> Array:

@@ -89,7 +89,7 @@ from commlib_torch.collectives import (
 )
 from commlib_torch.compression import Compression
 from commlib_torch.data_parallel import DataParallel
-from commlib_torch.joining import join
+from commlib_torch.gradients import join
 from commlib_torch.movement import (
     allgather,
     allgather_async,

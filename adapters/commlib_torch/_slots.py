@@ -1,81 +1,72 @@
-"""Gradients brought into their slots in the buckets, and results taken out of them.
+"""Gradients of parameters, as a GradientReducer asks for them: brought into slots of buckets, and taken out of them.
 
 A slot that is of a gradient's own dtype and device becomes the gradient: `parameter.grad` is a view of it, which is
-reduced in place. Another slot has a copy, and the result is copied back.
-
-A user may keep such a gradient over `zero_grad()`: itself, a part of it, or its numpy array. What has become of the
-next gradient must not show there. Whatever shares a gradient's memory refers to the numpy array that it was made from,
-so that array's reference count tells whether anybody still looks at a slot; where somebody does when it is to be
-written, the whole bucket moves to other memory of this rank.
+reduced in place. Another slot has a copy, and the result is copied back. A user may keep such a gradient over
+`zero_grad()`: itself, a part of it, or its numpy array: see `commlib.data_parallel.slots`.
 """
 
 from __future__ import annotations
 
-from collections.abc import Container, Iterable, Sequence
-from sys import getrefcount
+from collections.abc import Iterable, Sequence
+from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from commlib.data_parallel import Engine
-from commlib_torch._bridge import Array, to_tensor
+from commlib.data_parallel import Engine, Slots
+from commlib_torch import _unbucketed
+from commlib_torch._bridge import Array, to_array, to_tensor
+
+Named = tuple[str, Tensor]
 
 
-class Slots:
-    """The slots of `parameters`, as tensors of their shapes. Gradients are divided by `predivide` on their way in."""
+class ParameterValues:
+    """The `Values` of named parameters. `compressor` is the user's own, if there is one.
 
-    def __init__(self, parameters: Sequence[Tensor], predivide: float) -> None:
-        self._parameters, self._predivide = parameters, predivide
+    Gradients are divided by `predivide` on their way into slots, and multiplied by it on their way back.
+    """
+
+    accumulates = True
+    hint = (
+        "Either the previous backward raised and was caught (then call synchronize() before the next one: the other "
+        "ranks wait for this one), or the parameter is used in two segments of re-entrant checkpointing (then pass "
+        "use_reentrant=False)"
+    )
+
+    def __init__(self, named: Sequence[Named], compressor: Any, predivide: float) -> None:
+        self._names = [name for name, _ in named]
+        self._parameters = [parameter for _, parameter in named]
+        self._compressor, self._contexts, self._predivide = compressor, dict[int, Any](), predivide
+        self._slots = Slots(len(named), self._fitting)
         self._becoming: dict[int, Tensor] = {}
         """What becomes `grad` once it is reduced."""
-        self._copied: set[int] = set()
-        """Parameters whose gradients were found kept: theirs have memory of their own from then on."""
 
-    def use(self, engine: Engine, aside: Container[int]) -> None:
-        """Take the slots of `engine`, but none for parameters that go `aside`.
-
-        Gradients that are views of other slots stay valid, and move when they are reduced next.
-        """
-        self._engine = engine
+    def use(self, engine: Engine, members: Sequence[Sequence[int]]) -> None:
+        """Take the slots of `engine`. Gradients that are views of others stay valid, and move when reduced next."""
         count = len(self._parameters)
+        self._engine = engine
         self._views: list[Tensor | None] = [None] * count
         self._in_place = [False] * count
         self._addresses = [0] * count
-        self._lent: list[Array] = [np.empty(0) for _ in range(count)]
-        """Slots as arrays. Nothing refers to these very objects but gradients that were made of them."""
-        self._left: dict[int, list[Array]] = {}
-        """Those in the symmetric memory of buckets that moved aside."""
-        self._members = [
-            [number for number in bucket.parameters if number < count and number not in aside]
-            for bucket in engine.buckets
-        ]
-        for bucket in range(len(self._members)):
-            self._see(bucket)
+        self._slots.use(engine, members)
+        for bucket in members:
+            for index in bucket:
+                self._find(index)
 
     def free(self) -> None:
-        """See to it that nobody looks at slots that are about to be written. Nothing may be in flight, or put."""
-        for bucket, arrays in list(self._left.items()):
-            if not any(_are_kept(arrays)):
-                del self._left[bucket]
-                self._engine.move(bucket, aside=False)
-                self._see(bucket)
-        kept = _are_kept(self._lent)
-        if not any(kept):
-            return
-        for bucket, members in enumerate(self._members):
-            surprised = [number for number in members if kept[number] and not self._adds_up(number)]
-            if surprised:
-                self._copied.update(surprised)
-                if not self._engine.is_aside(bucket):
-                    self._left[bucket] = [self._lent[number] for number in members]
-                self._engine.move(bucket, aside=True)
-                self._see(bucket)
+        """See to it that nobody looks at slots that are about to be written."""
+        self._slots.free(self._find, self._adds_up)
 
-    def put(self, index: int, grad: Tensor) -> None:
+    def exists(self, index: int) -> bool:
+        """Tell whether a parameter has a gradient."""
+        return self._parameters[index].grad is not None
+
+    def put(self, index: int) -> None:
         """Bring a parameter's gradient to where it is reduced from."""
         view, parameter = self._views[index], self._parameters[index]
-        assert view is not None, "it goes aside"
+        grad = _gradient(parameter, self._names[index])
+        assert view is not None, "it has no slot"
         if grad.layout != torch.strided:
             grad = parameter.grad = grad.detach().to_dense()
         if not self._in_place[index]:
@@ -97,8 +88,7 @@ class Slots:
     def take(self, index: int) -> None:
         """Make what was reduced the gradient of a parameter."""
         view, parameter = self._views[index], self._parameters[index]
-        if view is None:
-            return
+        assert view is not None, "it has no slot"
         grad = self._becoming.get(index)
         if self._in_place[index]:
             grad = self._lend(index) if grad is None else grad
@@ -109,11 +99,14 @@ class Slots:
         if self._predivide != 1:
             grad.mul_(self._predivide)
 
+    def forget(self) -> None:
+        """Drop what was to become gradients."""
+        self._becoming.clear()
+
     def hide(self, indices: Iterable[int]) -> None:
-        """Part gradients from slots that are in flight: whoever accumulates now, by mistake, must not do it there."""
+        """Part gradients from slots that are in flight."""
         for index in indices:
-            if self._views[index] is not None:
-                self._parameters[index].grad = None
+            self._parameters[index].grad = None
 
     def detach(self) -> None:
         """Give each gradient that lies in its slot memory of its own."""
@@ -121,54 +114,94 @@ class Slots:
             if address and parameter.grad is not None and parameter.grad.data_ptr() == address:
                 parameter.grad = parameter.grad.clone()
 
-    def forget(self) -> None:
-        """Drop what was to become gradients."""
-        self._becoming.clear()
+    def scale(self, index: int, factor: float) -> None:
+        """Multiply a gradient where it is."""
+        with torch.no_grad():
+            _gradient(self._parameters[index], self._names[index]).mul_(factor)
 
-    def _see(self, bucket: int) -> None:
-        """Find the slots of a bucket."""
-        for number in self._members[bucket]:
-            parameter = self._parameters[number]
-            self._views[number] = view = self._view(number)
-            self._addresses[number] = view.data_ptr()
-            fits = view.dtype == parameter.dtype and view.device == parameter.device
-            self._in_place[number] = fits and number not in self._copied
-            if fits:
-                self._lent[number] = _array(self._engine.slot(number), parameter)
+    # Outside the buckets
 
-    def _view(self, number: int) -> Tensor:
-        parameter, flat = self._parameters[number], to_tensor(self._engine.slot(number).view())
+    def sparse_dimensions(self, index: int) -> int | None:
+        """Return how many sparse dimensions a gradient has; None if it is dense, or not there."""
+        grad = self._parameters[index].grad
+        if grad is None or grad.layout == torch.strided:
+            return None
+        return grad.sparse_dim() if grad.layout == torch.sparse_coo else grad.dim()
+
+    def make_sparse(self, index: int, dimensions: int = 1) -> None:
+        """Give a gradient that is dense so many sparse dimensions."""
+        parameter = self._parameters[index]
+        parameter.grad = _gradient(parameter, self._names[index]).detach().to_sparse(dimensions)
+
+    def make_dense(self, index: int) -> None:
+        """Make a sparse gradient dense."""
+        parameter = self._parameters[index]
+        parameter.grad = _gradient(parameter, self._names[index]).detach().to_dense()
+
+    def rows(self, index: int, wire: str) -> tuple[Array, Array]:
+        """Return (numbers of rows, their values as `wire`) of a sparse gradient, each row once."""
+        return _unbucketed.rows_of(self._names[index], _gradient(self._parameters[index], self._names[index]), wire)
+
+    def take_rows(self, index: int, numbers: Array, rows: Array, divisor: int) -> None:
+        """Make rows, added up and divided, the gradient."""
+        parameter = self._parameters[index]
+        parameter.grad = _unbucketed.sparse_of(parameter, numbers, rows) / divisor
+
+    def compress(self, index: int) -> Array:
+        """Return what the user's compressor sends for a gradient; of zeros if there is none."""
+        parameter = self._parameters[index]
+        gradient = torch.zeros_like(parameter) if parameter.grad is None else parameter.grad.detach()
+        tensor, self._contexts[index] = self._compressor.compress(gradient)
+        # What it returns may be the gradient itself, and a failed operation must not have changed that.
+        return to_array((tensor.clone() if tensor is gradient else tensor.detach()).cpu().contiguous())
+
+    def decompress(self, index: int, array: Array) -> None:
+        """Make what the user's compressor makes of a reduced array the gradient."""
+        parameter = self._parameters[index]
+        tensor = to_tensor(array).to(parameter.device)
+        parameter.grad = self._compressor.decompress(tensor, self._contexts.pop(index))
+
+    def _find(self, index: int) -> None:
+        """Find the slot of a parameter."""
+        parameter = self._parameters[index]
+        flat = to_tensor(self._engine.slot(index).view())
         if parameter.is_complex():
-            return torch.view_as_complex(flat.view(*parameter.shape, 2))
-        return flat.view(parameter.shape)
+            view = torch.view_as_complex(flat.view(*parameter.shape, 2))
+        else:
+            view = flat.view(parameter.shape)
+        self._views[index], self._addresses[index] = view, view.data_ptr()
+        fits = view.dtype == parameter.dtype and view.device == parameter.device
+        self._in_place[index] = fits and index not in self._slots.copied
 
-    def _lend(self, number: int) -> Tensor:
-        """Return a slot as a gradient, which keeps the array that was lent alive, as all do that share its memory."""
-        tensor = torch.from_numpy(self._lent[number])
+    def _fitting(self, index: int, slot: Any) -> Array | None:
+        """Return a slot in the shape of its parameter, in a dtype that torch takes; None if it is of another kind."""
+        parameter = self._parameters[index]
+        tensor = to_tensor(slot.view())
+        real = torch.view_as_real(parameter.detach()) if parameter.is_complex() else parameter
+        if tensor.dtype != real.dtype or tensor.device != parameter.device:
+            return None
+        array: Array = slot
+        if parameter.dtype == torch.bfloat16:
+            array = slot.view(np.int16)
+        elif parameter.is_complex():
+            array = slot.view(np.result_type(slot.dtype, np.complex64))
+        return array.reshape(parameter.shape)
+
+    def _lend(self, index: int) -> Tensor:
+        tensor = torch.from_numpy(self._slots.lend(index))
         return tensor.view(torch.bfloat16) if tensor.dtype == torch.int16 else tensor
 
-    def _adds_up(self, number: int) -> bool:
+    def _adds_up(self, index: int) -> bool:
         """Tell whether a gradient lies in its slot, and autograd adds to it there: who keeps it expects no other."""
-        grad = self._parameters[number].grad
+        grad = self._parameters[index].grad
         # Where autograd builds a graph of gradients, it makes a new one instead.
-        return grad is not None and grad.data_ptr() == self._addresses[number] and not torch.is_grad_enabled()
+        return grad is not None and grad.data_ptr() == self._addresses[index] and not torch.is_grad_enabled()
 
 
-def _array(slot: Array, parameter: Tensor) -> Array:
-    """Return a slot in the shape of its parameter, in a dtype that torch takes."""
-    if parameter.dtype == torch.bfloat16:
-        slot = slot.view(np.int16)
-    elif parameter.is_complex():
-        slot = slot.view(np.result_type(slot.dtype, np.complex64))
-    return slot.reshape(parameter.shape)
-
-
-(_ALONE,) = map(getrefcount, [np.empty(0)])  # versions of Python differ
-
-
-def _are_kept(arrays: list[Array]) -> list[bool]:
-    """Tell of each array whether a tensor that was made of it, or whatever shares its memory, still exists."""
-    return [count > _ALONE for count in map(getrefcount, arrays)]
+def _gradient(parameter: Tensor, name: str) -> Tensor:
+    if parameter.grad is None:
+        raise AssertionError(f"{name} has no gradient")
+    return parameter.grad
 
 
 def _is_plain(tensor: Tensor) -> bool:

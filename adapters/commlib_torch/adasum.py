@@ -1,4 +1,4 @@
-"""DistributedOptimizer with op=Adasum: every rank steps by itself, and the steps are combined."""
+"""Combine the steps that ranks take by themselves: DistributedOptimizer with op=Adasum."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from commlib_torch.compression import Compressors
 
 
 class AdasumDistributed:
-    """What an optimizer wrapped with op=Adasum has beyond its own class.
+    """Step by itself on each rank, and combine the steps. Mixed into an optimizer that is wrapped with op=Adasum.
 
     Gradients stay this rank's own. `step()` does what the plain optimizer would, then moves every parameter from where
     it was by the Adasum of the ranks' moves: their sum where they are orthogonal, their mean where they are parallel.

@@ -1,19 +1,17 @@
-"""Clipping by the norm of all gradients together, with the same bits on all ranks."""
+"""Clip torch's gradients by the norm of all of them together: see `commlib.optim.clipping`."""
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterable
 
 import torch
 from torch import Tensor
 
-from commlib.errors import UsageError
 from commlib.kernels.host.norm import sum_of_squares
+from commlib.optim.clipping import check_limit, clip_factor, norm_of
 from commlib_torch._bridge import to_array
 
-# Added to the norm before it divides, as torch does.
-_EPSILON = 1e-6
+_SUMMED = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 
 
 @torch.no_grad()
@@ -27,14 +25,13 @@ def clip_grad_norm_(parameters: Tensor | Iterable[Tensor], max_norm: float) -> T
 
     Raises UsageError for a `max_norm` that is negative or NaN.
     """
-    if not max_norm >= 0:
-        raise UsageError(f"clip_grad_norm_: max_norm must be a number that is not negative, got {max_norm}")
+    limit = check_limit("clip_grad_norm_", "max_norm", max_norm)
     parameters = [parameters] if isinstance(parameters, Tensor) else parameters
     gradients = [parameter.grad for parameter in parameters if parameter.grad is not None]
     values = [_values(gradient) for gradient in gradients]
-    norm = math.sqrt(sum(map(_squares, values)))
-    factor = float(max_norm) / (norm + _EPSILON)
-    if not factor >= 1:  # NaN too
+    norm = norm_of(map(_squares, values))
+    factor = clip_factor(norm, limit, epsilon=1e-6)  # as torch's own
+    if factor != 1:
         for gradient in gradients:
             gradient.mul_(factor)
     double = any(value.dtype == torch.float64 for value in values)
@@ -52,6 +49,6 @@ def _values(gradient: Tensor) -> Tensor:
 
 
 def _squares(values: Tensor) -> float:
-    if values.device.type == "cpu" and values.dtype in (torch.float16, torch.bfloat16, torch.float32, torch.float64):
+    if values.device.type == "cpu" and values.dtype in _SUMMED:
         return sum_of_squares(to_array(values))
     return float(torch.linalg.vector_norm(values, dtype=torch.float64).square())

@@ -26,6 +26,8 @@ class Cast:
     """Sends floating-point tensors as `wire`, or as they are if that is None. A class, not an object, as in Horovod."""
 
     wire: ClassVar[torch.dtype | None] = None
+    wire_name: ClassVar[str] = ""
+    """The core's name of it; "" for none."""
 
     @classmethod
     def wire_dtype(cls, dtype: torch.dtype) -> torch.dtype:
@@ -50,13 +52,13 @@ class NoneCompressor(Cast):
 class FP16Compressor(Cast):
     """Sends floating-point tensors as float16. Sums are taken in float32 and rounded once."""
 
-    wire = torch.float16
+    wire, wire_name = torch.float16, "float16"
 
 
 class BF16Compressor(Cast):
     """Sends floating-point tensors as bfloat16: the range of float32. Sums are taken in float32 and rounded once."""
 
-    wire = torch.bfloat16
+    wire, wire_name = torch.bfloat16, "bfloat16"
 
 
 class Compression:

@@ -11,13 +11,21 @@ from torch import nn
 
 from commlib import horovod as core
 from commlib.communicator import Communicator
-from commlib.data_parallel import BUCKET_CAP_MIB, FIRST_BUCKET_MIB, Statistics
-from commlib_torch._gradients import Gradients
-from commlib_torch._options import Options
-from commlib_torch._parameters import unique_parameters
-from commlib_torch._residuals import load_compression, save_compression
+from commlib.data_parallel import (
+    BUCKET_CAP_MIB,
+    FIRST_BUCKET_MIB,
+    GradientReducer,
+    InOrder,
+    Options,
+    Statistics,
+    load_compression,
+    save_compression,
+)
+from commlib.horovod.reductions import reduction_name
+from commlib_torch._bridge import to_array
 from commlib_torch.broadcast import broadcast_parameters
 from commlib_torch.compression import Compressing, Compression
+from commlib_torch.gradients import Gradients, unique_parameters
 
 _INNER = "module."
 
@@ -58,17 +66,16 @@ class DataParallel(nn.Module):
         super().__init__()
         self.module = module
         comm = comm or core.running()
+        options = Options(
+            op=reduction_name(op),
+            bucket_cap_mib=bucket_cap_mib,
+            first_bucket_mib=first_bucket_mib,
+            overlap=overlap,
+            compression=compression,
+            within_node=compress_within_node,
+        )
         self._gradients: Gradients | None = Gradients(
-            unique_parameters(module.named_parameters()),
-            comm,
-            Options(
-                op=op,
-                bucket_cap_mib=bucket_cap_mib,
-                first_bucket_mib=first_bucket_mib,
-                overlap=overlap,
-                compression=compression,
-                within_node=compress_within_node,
-            ),
+            unique_parameters(module.named_parameters()), InOrder(comm), options
         )
         broadcast_parameters([*module.named_parameters(), *module.named_buffers()], comm=comm)
         self.register_state_dict_post_hook(_strip_prefix)  # type: ignore[no-untyped-call]
@@ -81,24 +88,29 @@ class DataParallel(nn.Module):
     def synchronize(self) -> None:
         """Take part in the reduction of this step on a rank that runs no backward in it. Collective."""
         if self._gradients is not None:
-            self._gradients.stepped()
+            self._gradients.reducer.stepped()
             self._gradients.synchronize()
 
     def no_sync(self) -> AbstractContextManager[None]:
         """Let backward passes within this context accumulate gradients on this rank only."""
-        return nullcontext() if self._gradients is None else self._gradients.no_sync()
+        return nullcontext() if self._gradients is None else self._gradients.reducer.no_sync()
 
     def compression_state(self) -> dict[str, Any]:
         """Return what compression remembers on this rank, for `load_compression_state` there; {} if nothing.
 
         It is not in `state_dict()`, which is that of the wrapped module.
         """
-        return {} if self._gradients is None else save_compression(self._gradients)
+        return {} if self._gradients is None else save_compression(self._gradients.reducer, torch.from_numpy)
 
     def load_compression_state(self, state: dict[str, Any]) -> None:
         """Take over what `compression_state` returned: with the same bits if before the first step, on every rank."""
         if self._gradients is not None and state:
-            load_compression(self._gradients, state)
+            load_compression(self._gradients.reducer, state, to_array)
+
+    @property
+    def reducer(self) -> GradientReducer | None:
+        """What reduces the gradients: its buckets, options and compression; None in a copy."""
+        return None if self._gradients is None else self._gradients.reducer
 
     @property
     def exposed_seconds(self) -> float:
@@ -108,7 +120,7 @@ class DataParallel(nn.Module):
     @property
     def statistics(self) -> Statistics:
         """What was reduced so far."""
-        return Statistics() if self._gradients is None else self._gradients.statistics
+        return Statistics() if self._gradients is None else self._gradients.reducer.statistics
 
     def named_parameters(
         self, prefix: str = "", recurse: bool = True, remove_duplicate: bool = True

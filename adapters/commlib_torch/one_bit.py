@@ -1,20 +1,179 @@
-"""1-bit Adam and 1-bit LAMB: optimizers that average over the ranks by themselves, in one bit for each parameter."""
+"""1-bit Adam and 1-bit LAMB: optimizers that average over the ranks by themselves, in one bit for each parameter.
+
+What they do is in `commlib.optim`. Here are torch's parameters, gradients and state.
+"""
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
+import numpy as np
+import torch
 from torch import Tensor
 
+from commlib import horovod as core
 from commlib.communicator import Communicator
 from commlib.compress.scheme import Scheme
 from commlib.dtypes import Array
-from commlib.optim.one_bit_adam import Moments
-from commlib.optim.one_bit_adam import OneBitAdam as AdamUpdate
-from commlib.optim.one_bit_lamb import Layer, Limits
-from commlib.optim.one_bit_lamb import OneBitLAMB as LAMBUpdate
+from commlib.errors import UsageError
+from commlib.horovod.nested import map_leaves
+from commlib.optim.one_bit_lamb import Limits
+from commlib.optim.one_bit_moments import Hyper, check_hyper
+from commlib.optim.one_bit_optimizer import OneBitOptimizer, OneBitSettings
+from commlib_torch._bridge import check, dtype_name, to_array, to_tensor
 from commlib_torch._named import ProcessSets
-from commlib_torch._one_bit import OneBit
+
+_DTYPES = ("float32", "bfloat16", "float16")
+_OWN = "one_bit"  # the key in `state_dict()["state"]` of what belongs to no parameter
+_MEMORY = ("exp_avg", "exp_avg_sq", "exp_avg_sq_fresh")  # what torch's optimizers call what the core remembers
+
+
+class OneBit(torch.optim.Optimizer):
+    """An optimizer that averages over the ranks by itself. Subclasses say what the update is."""
+
+    averages_by_itself = True
+    """In a DistributedOptimizer, which refuses it, gradients would travel in full before."""
+
+    _step_supports_amp_scaling = True  # GradScaler leaves it to `step` to skip: all ranks must, or none
+
+    def __init__(
+        self,
+        params: Any,
+        defaults: dict[str, Any],
+        settings: OneBitSettings,
+        process_set: ProcessSets,
+        comm: Communicator | None,
+    ) -> None:
+        if comm is not None and process_set is not None:
+            raise UsageError("process_set and comm both say over which ranks to average: give one of them")
+        self._core = OneBitOptimizer(settings)
+        self._gradients: list[Tensor] = []  # where the core reads them
+        self._values: list[Array] = []  # the parameters
+        self._copies: list[tuple[Tensor, Tensor]] = []  # of those that are not contiguous float32
+        super().__init__(params, defaults)
+        core.running()
+        self.freeze_step = settings.freeze_step
+        self.comm = comm or core.process_set_of(process_set).communicator(settings.kind)
+
+    def add_param_group(self, param_group: dict[str, Any]) -> None:
+        """Add parameters, as torch does; before the first step. Raises UsageError for dtypes, devices and settings."""
+        settings = self._core.settings
+        if self._core.is_started:
+            raise UsageError(f"{settings.kind}: parameters can be added before the first step only")
+        super().add_param_group(param_group)
+        check_hyper(settings.kind, _hyper(self.param_groups[-1]))
+        for parameter in self.param_groups[-1]["params"]:
+            label = f"shape {tuple(parameter.shape)}"
+            if parameter.device.type not in ("cpu", "meta"):
+                raise UsageError(
+                    f"{settings.kind} updates parameters on the host, where the moments are, but one of {label} is on "
+                    f"{parameter.device}: call .cpu() on the model first"
+                )
+            check(parameter)
+            settings.check_dtype(dtype_name(parameter.dtype), label, _DTYPES)
+
+    def step(self, closure: Callable[[], Any] | None = None) -> Any:
+        """Take one step with gradients averaged over all ranks; `p.grad` stays this rank's own. Collective.
+
+        Returns what `closure` does, this rank's own loss. Under a GradScaler no rank steps if a gradient of one of
+        them is not finite; each rank's scale follows its own gradients.
+        """
+        loss = None
+        if closure is not None:
+            with torch.enable_grad():
+                loss = closure()
+        with torch.no_grad():
+            self._step()
+        return loss
+
+    def _step(self) -> None:
+        parameters = self._parameters()
+        if not self._core.is_started:
+            self._start(parameters)
+        scale, found = getattr(self, "grad_scale", None), getattr(self, "found_inf", None)
+        for parameter, gradient in zip(parameters, self._gradients, strict=True):
+            if parameter.grad is None:
+                continue
+            if parameter.grad.layout != torch.strided:
+                raise UsageError(f"gradients must be dense, got {parameter.grad.layout}: use sparse=False")
+            gradient.copy_(parameter.grad)
+            if scale is not None:
+                gradient.div_(scale)
+            if found is not None and found > 0:
+                gradient.fill_(torch.nan)
+        for copy, parameter in self._copies:
+            copy.copy_(parameter)
+        hypers = [_hyper(group) for group in self.param_groups for _ in group["params"]]
+        used = [parameter.grad is not None for parameter in parameters]
+        if self._core.step(self._values, hypers, used, skip=found is not None):
+            for copy, parameter in self._copies:
+                parameter.copy_(copy)
+            torch.autograd.graph.increment_version(parameters)  # the core wrote where torch does not see it
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return the state as torch does, with this rank's residuals: save it on every rank.
+
+        What is kept for each parameter is float32, whatever its dtype.
+        """
+        own = map_leaves(self._core.state(), lambda leaf: to_tensor(leaf) if isinstance(leaf, np.ndarray) else leaf)
+        if own:
+            self.state[_OWN] = own  # type: ignore[index]
+        try:
+            return super().state_dict()
+        finally:
+            self.state.pop(_OWN, None)  # type: ignore[call-overload]
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Load what `state_dict` returned. Residuals are taken over by the rank that had them only.
+
+        Raises UsageError for the state of another optimizer, or of another freeze_step.
+        """
+        own = state_dict["state"].get(_OWN, {})
+        if state_dict["state"]:
+            self._core.check_state(own)
+        super().load_state_dict(state_dict)
+        self.state.pop(_OWN, None)  # type: ignore[call-overload]
+        # torch has rounded moments to the dtypes of the parameters.
+        saved = [number for group in state_dict["param_groups"] for number in group["params"]]
+        for number, parameter in zip(saved, self._parameters(), strict=True):
+            for what, value in state_dict["state"].get(number, {}).items():
+                self.state[parameter][what] = value.clone() if isinstance(value, Tensor) else value
+        self._core.load(map_leaves(own, lambda leaf: to_array(leaf) if isinstance(leaf, Tensor) else leaf))
+        if self._core.is_started:
+            self._show()
+
+    def __getstate__(self) -> dict[str, Any]:
+        raise UsageError(f"a {type(self).__name__} cannot be copied or pickled: make another and use its state_dict()")
+
+    def _parameters(self) -> list[Tensor]:
+        return [parameter for group in self.param_groups for parameter in group["params"]]
+
+    def _start(self, parameters: list[Tensor]) -> None:
+        self._core.start(self.comm, [parameter.numel() for parameter in parameters])
+        for parameter, gradient in zip(parameters, self._core.gradients, strict=True):
+            self._gradients.append(to_tensor(gradient).view(parameter.shape))
+            values = parameter.detach()
+            if parameter.dtype != torch.float32 or not parameter.is_contiguous():
+                values = torch.empty(parameter.shape, dtype=torch.float32)
+                self._copies.append((values, parameter))
+            self._values.append(to_array(values.view(-1)))
+        self._show()
+
+    def _show(self) -> None:
+        """Let the core go on from `self.state`, and `self.state` show what the core has."""
+        for what, arrays in zip(_MEMORY, self._core.memory, strict=False):
+            for parameter, array in zip(self._parameters(), arrays, strict=True):
+                state = self.state[parameter]
+                shown = to_tensor(array).view(parameter.shape)
+                shown.copy_(state.get(what, torch.tensor(0.0)))
+                state[what] = shown
+
+
+def _hyper(group: dict[str, Any]) -> Hyper:
+    beta1, beta2 = group["betas"]
+    decoupled = group.get("decoupled_weight_decay", False)
+    return Hyper(float(group["lr"]), beta1, beta2, group["eps"], group["weight_decay"], decoupled)
 
 
 class OneBitAdam(OneBit):
@@ -28,7 +187,7 @@ class OneBitAdam(OneBit):
     more. Gradients that are clipped before are clipped on each rank by itself. Source: Tang et al. 2021.
 
     On a group within one node nothing is compressed, unless `compress_within_node`: memory is faster. `scheme` is how
-    the first moment travels, by default `Exchanged(Sign())`.
+    the first moment travels, by default `AllToAll(Sign())`.
     """
 
     def __init__(
@@ -49,17 +208,9 @@ class OneBitAdam(OneBit):
     ) -> None:
         defaults = {"lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay}
         defaults["decoupled_weight_decay"] = decoupled_weight_decay
-        options: dict[str, Any] = {
-            "process_set": process_set,
-            "comm": comm,
-            "compress_within_node": compress_within_node,
-            "variance_floor": variance_floor,
-            "scheme": scheme,
-        }
-        super().__init__(params, defaults, freeze_step=freeze_step, **options)
-
-    def _make_update(self, moments: Moments) -> AdamUpdate:
-        return AdamUpdate(moments)
+        kind = type(self).__name__
+        settings = OneBitSettings(kind, freeze_step, compress_within_node, variance_floor, scheme)
+        super().__init__(params, defaults, settings, process_set, comm)
 
 
 class OneBitLAMB(OneBit):
@@ -92,29 +243,8 @@ class OneBitLAMB(OneBit):
         variance_floor: float = 0.03,
         scheme: Scheme | None = None,
     ) -> None:
-        self._limits = Limits(max_coeff, min_coeff, coeff_beta, factor_max, factor_min, factor_threshold)
         defaults = {"lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay}
-        options: dict[str, Any] = {
-            "process_set": process_set,
-            "comm": comm,
-            "compress_within_node": compress_within_node,
-            "variance_floor": variance_floor,
-            "scheme": scheme,
-        }
-        super().__init__(params, defaults, freeze_step=freeze_step, **options)
-
-    def _make_update(self, moments: Moments) -> LAMBUpdate:
-        return LAMBUpdate(moments, self._limits)
-
-    def _arrays(self, number: int) -> dict[str, Array]:
-        layer: Layer = self._update.layers[number]
-        return {**super()._arrays(number), "exp_avg_sq_fresh": layer.fresh}
-
-    def _adopt(self) -> None:
-        super()._adopt()
-        layers = self._update.layers
-        for layer, scalars in zip(layers, self._loaded.get("layers", [Layer(0).scalars()] * len(layers)), strict=True):
-            layer.load(scalars)
-
-    def _collect(self) -> dict[str, Any]:
-        return {**super()._collect(), "layers": [layer.scalars() for layer in self._update.layers]}
+        limits = Limits(max_coeff, min_coeff, coeff_beta, factor_max, factor_min, factor_threshold)
+        kind = type(self).__name__
+        settings = OneBitSettings(kind, freeze_step, compress_within_node, variance_floor, scheme, limits)
+        super().__init__(params, defaults, settings, process_set, comm)

@@ -12,17 +12,31 @@ from torch import Tensor
 
 from commlib import horovod as core
 from commlib.communicator import Communicator
-from commlib.data_parallel import BUCKET_CAP_MIB, FIRST_BUCKET_MIB, Alone, Statistics, StepReport
+from commlib.data_parallel import (
+    BUCKET_CAP_MIB,
+    FIRST_BUCKET_MIB,
+    Alone,
+    GradientReducer,
+    InOrder,
+    Options,
+    Statistics,
+    StepReport,
+    load_compression,
+    save_compression,
+)
 from commlib.errors import UsageError
-from commlib_torch._gradients import Gradients
-from commlib_torch._layout import Groups
+from commlib.horovod.by_name import reduce_by_name
+from commlib.horovod.reductions import reduction_name
+from commlib_torch._bridge import to_array
 from commlib_torch._named import ProcessSets
-from commlib_torch._options import Options, communicator_of, reduction_name
-from commlib_torch._parameters import Named, unique_parameters
-from commlib_torch._residuals import KEY, load_compression, save_compression
+from commlib_torch._slots import Named
 from commlib_torch.adasum import AdasumDistributed
 from commlib_torch.clip import clip_grad_norm_
 from commlib_torch.compression import Compressing, Compression
+from commlib_torch.gradients import Gradients, Groups, unique_parameters
+
+KEY = "commlib"
+"""Where a `state_dict` has what compression remembers; plain optimizers ignore that."""
 
 OptimizerT = TypeVar("OptimizerT", bound=torch.optim.Optimizer)
 
@@ -119,15 +133,16 @@ def DistributedOptimizer(
         compression=compression,
         within_node=compress_within_node,
         predivide=gradient_predivide_factor,
-        groups=groups,
         sparse_as_dense=sparse_as_dense,
-        process_set=process_set,
     )
     if options.compressor is not None and comm is not None:
         raise UsageError("a compressor of your own needs process_set= instead of comm=: it reduces by name")
-    if comm is None and not outside:
-        comm = communicator_of(process_set, "DistributedOptimizer")
-    gradients = Gradients(chosen, comm or Alone(), options, known=_parameter_ids(optimizer))
+    if comm is not None:
+        ranks = InOrder(comm)
+    else:
+        own: Any = Alone() if outside else core.process_set_of(process_set).communicator("DistributedOptimizer")
+        ranks = InOrder(own, reduce_by_name=reduce_by_name(process_set))
+    gradients = Gradients(chosen, ranks, options, groups=groups, known=_parameter_ids(optimizer))
     distributed: Any = _change_class(optimizer, Distributed)
     distributed._gradients = gradients
     distributed._named = named
@@ -170,15 +185,19 @@ class Distributed:
         finally:
             self._skip = False
 
+    def close(self) -> None:
+        """Stop reducing: from now on gradients are this rank's own. Not collective."""
+        self._gradients.close()
+
     def set_backward_passes_per_step(self, passes: int) -> None:
         """Let every `passes`-th backward reduce from now on."""
         if passes < 1:
             raise UsageError(f"backward_passes_per_step must be at least 1, got {passes}")
-        self._gradients.set_passes_per_step(passes)
+        self.reducer.set_passes_per_step(passes)
 
     def no_sync(self) -> AbstractContextManager[None]:
         """Let backward passes within this context accumulate gradients on this rank only."""
-        return self._gradients.no_sync()
+        return self.reducer.no_sync()
 
     def clip_grad_norm(self, max_norm: float) -> Tensor:
         """Scale gradients so that the 2-norm of all of them is `max_norm` at most; return what it was.
@@ -191,16 +210,20 @@ class Distributed:
         return clip_grad_norm_(gradients.parameters, max_norm)
 
     @property
+    def reducer(self) -> GradientReducer:
+        """What reduces the gradients: its buckets, options and compression."""
+        return self._gradients.reducer
+
+    @property
     def report(self) -> StepReport | None:
         """What communication cost in the last step; None before the first one."""
-        return self._gradients.report
+        return self.reducer.report
 
     @property
     def compression_choice(self) -> str:
         """How gradients are compressed, and why so."""
-        gradients = self._gradients
-        wire = gradients.options.wire_dtype(torch.float32)
-        return gradients.compression.why if wire == torch.float32 else f"{wire} on the wire: as asked"
+        wire = self.reducer.options.wire_dtype("float32")
+        return self.reducer.compression.why if wire == "float32" else f"torch.{wire} on the wire: as asked"
 
     def state_dict(self) -> dict[str, Any]:
         """Return the optimizer's state, as torch does, and what compression remembers on this rank.
@@ -208,39 +231,36 @@ class Distributed:
         Saved on every rank, and loaded there before the first step, it makes a new run go on with the same bits.
         """
         state: dict[str, Any] = super().state_dict()  # type: ignore[misc]
-        remembered = save_compression(self._gradients)
+        remembered = save_compression(self.reducer, torch.from_numpy)
         return {**state, KEY: remembered} if remembered else state
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Load the optimizer's state, as torch does, and what compression remembered if it was on this rank."""
         super().load_state_dict({key: value for key, value in state_dict.items() if key != KEY})  # type: ignore[misc]
         if KEY in state_dict:
-            load_compression(self._gradients, state_dict[KEY])
+            load_compression(self.reducer, state_dict[KEY], to_array)
 
     @property
     def exposed_seconds(self) -> float:
         """Seconds that the training thread has waited for communication so far."""
-        return self._gradients.statistics.exposed_seconds
+        return self.reducer.statistics.exposed_seconds
 
     @property
     def statistics(self) -> Statistics:
         """What was reduced so far, and what it cost."""
-        return self._gradients.statistics
+        return self.reducer.statistics
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Clear gradients, as torch does; what `no_sync` or earlier passes accumulated is given up."""
         super().zero_grad(set_to_none)  # type: ignore[misc]
-        self._gradients.cleared()
+        self.reducer.cleared()
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Add parameters, as torch does. Collective; between a step and the next backward."""
         super().add_param_group(param_group)  # type: ignore[misc]
         if "_gradients" in self.__dict__:
-            self._gradients.close()
-            old = self._gradients
             named = _name_parameters(cast(Any, self), self._named, strict=False)
-            self._gradients = Gradients(named, old.comm, old.options, known=_parameter_ids(cast(Any, self)))
-            self._gradients.take_over(old)
+            self._gradients = self._gradients.again(named, _parameter_ids(cast(Any, self)))
 
     def __reduce_ex__(self, protocol: Any) -> Any:
         """Pickle and copy as the plain optimizer: a communicator belongs to this process."""
@@ -262,7 +282,7 @@ def _before_step(optimizer: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) 
 
 
 def _after_step(optimizer: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-    optimizer._gradients.stepped()
+    optimizer.reducer.stepped()
 
 
 def _averaging(optimizer: Any, closure: Callable[[], Any]) -> Callable[[], Any]:
@@ -270,21 +290,20 @@ def _averaging(optimizer: Any, closure: Callable[[], Any]) -> Callable[[], Any]:
 
     LBFGS decides by the loss how far to go, and when to stop evaluating: with losses of their own, ranks would part.
     """
-    comm, op = optimizer._gradients.comm, optimizer._gradients.options.op
+    ranks, op = optimizer.reducer.ranks, optimizer.reducer.options.op
 
     def wrapper() -> Any:
-        gradients = optimizer._gradients
-        before = gradients.statistics.reductions
+        before = optimizer.statistics.reductions
         loss = closure()
-        if gradients.statistics.reductions == before:
-            gradients.reduce()
-        if comm.size == 1:
+        if optimizer.statistics.reductions == before:
+            optimizer._gradients.reduce()
+        if ranks.size == 1:
             return loss
         mine = loss.item() if isinstance(loss, Tensor) else loss
-        losses = [value for value in comm.all_gather_object(mine) if value is not None]
+        losses = [value for value in ranks.all_gather_object(mine) if value is not None]
         if not losses:
             return None
-        total = sum(losses) / (comm.size if op == "mean" else 1)
+        total = sum(losses) / (ranks.size if op == "mean" else 1)
         return torch.as_tensor(total, dtype=loss.dtype) if isinstance(loss, Tensor) else total
 
     return wrapper

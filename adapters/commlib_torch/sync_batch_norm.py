@@ -1,16 +1,11 @@
-"""Batch normalisation over the batches of all ranks, as if they were one.
+"""Batch normalisation over the batches of all ranks, as if they were one: see `commlib.horovod.batch_norm`.
 
-Ranks gather (count, mean, sum of squared deviations) and combine them by the formula of Chan, Golub and LeVeque (1979).
-One all-reduce of sums and sums of squares would send less, but a variance that is the difference of two large numbers
-loses all its digits where the mean is large against it; and two all-reduces, of the mean and then of the deviations
-from it, would wait twice. Statistics are taken in float32 at least, and combined in float64.
+Statistics are taken in float32 at least, and combined in float64.
 """
 
 from __future__ import annotations
 
 import copy
-import itertools
-import weakref
 from typing import Any
 
 import torch
@@ -19,10 +14,9 @@ from torch.autograd.function import once_differentiable
 from torch.nn.modules.batchnorm import _BatchNorm
 
 from commlib import horovod as core
-from commlib_torch._named import ProcessSets, Reduction, first, start_allgather, start_allreduce
-
-# Numbers for the layers of each process set, in the order of their making, which is the same on all its ranks.
-_numbers: weakref.WeakKeyDictionary[core.ProcessSet, itertools.count[int]] = weakref.WeakKeyDictionary()
+from commlib.horovod.batch_norm import check_several, gather_statistics, next_layer, running_factors
+from commlib_torch._bridge import device_kind, to_tensor
+from commlib_torch._named import ProcessSets, Reduction, first, on_host_array, start_allreduce
 
 
 class SyncBatchNorm(_BatchNorm):
@@ -48,8 +42,7 @@ class SyncBatchNorm(_BatchNorm):
     ) -> None:
         super().__init__(num_features, eps, momentum, affine, track_running_stats, device=device, dtype=dtype)
         self._process_set = process_set
-        everyone = core.global_process_set if process_set is None else process_set
-        self._number = next(_numbers.setdefault(everyone, itertools.count()))
+        self._number = next_layer(process_set)
 
     def _check_input_dim(self, input: Tensor) -> None:
         if input.dim() < 2:
@@ -73,15 +66,11 @@ class SyncBatchNorm(_BatchNorm):
     @torch.no_grad()
     def _track(self, mean: Tensor, variance: Tensor, count: int) -> None:
         assert self.running_mean is not None and self.running_var is not None
-        factor = self.momentum
         if self.num_batches_tracked is not None:
             self.num_batches_tracked.add_(1)
-            if factor is None:  # the plain average of all batches
-                factor = 1.0 / float(self.num_batches_tracked)
-        assert factor is not None
-        unbiased = variance * (count / (count - 1))
-        self.running_mean.lerp_(mean.to(self.running_mean.dtype), factor)
-        self.running_var.lerp_(unbiased.to(self.running_var.dtype), factor)
+        share, unbiasing = running_factors(self.momentum, self.num_batches_tracked, count)
+        self.running_mean.lerp_(mean.to(self.running_mean.dtype), share)
+        self.running_var.lerp_((variance * unbiasing).to(self.running_var.dtype), share)
 
     def extra_repr(self) -> str:
         """Describe the layer, as torch does."""
@@ -170,16 +159,10 @@ def _statistics(x: Tensor, name: str, process_set: core.ProcessSet) -> tuple[Ten
     if count:
         variance, mean = torch.var_mean(x, _others(x), correction=0)
         mine[0], mine[1 : channels + 1], mine[channels + 1 :] = count, mean, variance.double() * count
-    everyone = first(start_allgather([mine.unsqueeze(0)], name, process_set, blocking=True).wait())
-    counts, means, deviations = everyone.split([1, channels, channels], 1)
-    total = int(counts.sum())
-    if total <= 1:
-        raise ValueError(
-            f"{name}: expected more than 1 value per channel in training, but all ranks together have {total}"
-        )
-    mean = (counts * means).sum(0) / total
-    variance = (deviations.sum(0) + (counts * (means - mean).square()).sum(0)) / total
-    return mean, variance, total
+    found = gather_statistics(on_host_array(mine), channels, name, process_set, device_kind([x]))
+    total = int(found.count[0])
+    check_several(name, total)
+    return to_tensor(found.mean).to(x.device), to_tensor(found.variance).to(x.device), total
 
 
 def _working_dtype(x: Tensor) -> torch.dtype:

@@ -18,6 +18,7 @@ from typing import Any
 from commlib.buffers.views import address_of
 from commlib.communicator import Communicator
 from commlib.compress.feedback import is_finite
+from commlib.compress.gaps import Gaps
 from commlib.compress.scheme import Part, Reducer, Scheme
 from commlib.devices.array import DeviceArray
 from commlib.devices.arrays import device_of, name_of_device
@@ -111,7 +112,7 @@ class CompressedBucket:
         shares = link.shares(parts, flags, divisible=scheme.divisible)
         self._shares = [*shares[:-1], (shares[-1][0], len(array))]  # flags go with the last one
         self._scale = 1 / link.whole.size if op == "mean" else 1.0
-        self._gaps = _gaps(parts, flags)
+        self._gaps = Gaps(parts, 0, flags)
         self.reducer: Reducer | None = None
         if link.comm is not None:
             first, end = shares[link.share]
@@ -149,6 +150,7 @@ class CompressedBucket:
 
     def _run(self) -> None:
         link, array = self._link, self._array
+        self._gaps.clear(self._values, self._kernels)  # of what the last step left there
         if self._scale != 1:
             self._kernels.scale(self._values, self._scale)
         if link.node is not None:
@@ -158,9 +160,6 @@ class CompressedBucket:
         if link.node is not None:
             self._spread(link.node)
             self.finite = is_finite(self._values)
-        if not self.finite:
-            for start, stop in self._gaps:  # else what is not finite would stay there
-                self._kernels.fill(self._values[start:stop], 0)
 
     def _spread(self, node: Communicator) -> None:
         """Give all ranks of the node the shares of its rails."""
@@ -182,11 +181,3 @@ class CompressedBucket:
     def _spread_by_messages(self, node: Communicator) -> None:
         for root, (first, end) in enumerate(self._shares):
             node.broadcast(self._array[first:end], root)
-
-
-def _gaps(parts: Sequence[Part], count: int) -> list[tuple[int, int]]:
-    """Return what lies between the parts, as (first element, end)."""
-    ordered = sorted(parts, key=lambda part: part.start)
-    ends = [0, *(part.stop for part in ordered)]
-    starts = [*(part.start for part in ordered), count]
-    return [(end, start) for end, start in zip(ends, starts, strict=True) if end < start]

@@ -17,6 +17,7 @@ from collections.abc import Hashable, Sequence
 from typing import Any
 
 from commlib import forks
+from commlib.coordinator.compressed_buckets import CompressedBuckets
 from commlib.coordinator.compressed_reductions import CompressedReductions
 from commlib.coordinator.cycle import Cycle
 from commlib.coordinator.driver import Driver
@@ -51,6 +52,10 @@ class Coordinator:
         """Requests that were made before, by what they are made of: to check and to compare them anew takes longer."""
         self.cycles = 0
         """How many exchanges there were."""
+        self.joins = 0
+        """How often all ranks had joined."""
+        self.serials: dict[str, int] = {}
+        """How many sets of gradients were made under a name: see `commlib.horovod.by_name`."""
         config = comm.config
         self._recording: Recording = comm.runtime.recording
         self._records = Records(self._recording, comm.name)
@@ -81,6 +86,11 @@ class Coordinator:
     def compressed(self) -> CompressedReductions:
         """The all-reduces whose tensors are compressed, and what is remembered of them."""
         return self._execution.compressed
+
+    @property
+    def buckets(self) -> CompressedBuckets:
+        """The buckets of gradients that are compressed."""
+        return self._execution.buckets
 
     def take_devices(self) -> None:
         """Let operations have arrays of devices, as `OnDevice`. Not collective."""
@@ -196,6 +206,7 @@ class Coordinator:
                 continue
             elif isinstance(response, Joined):
                 self._unnamed.count_anew()
+                self.joins += 1
                 pending.finish(response.last)
             else:
                 assert isinstance(response, Failure)

@@ -11,6 +11,7 @@ from typing import Any
 
 import numpy as np
 
+from commlib.coordinator.compressed_buckets import MAKE, REDUCE, CompressedBuckets
 from commlib.coordinator.compressed_reductions import VERB as COMPRESSED
 from commlib.coordinator.compressed_reductions import CompressedReductions
 from commlib.coordinator.fusion import Fusion
@@ -30,6 +31,7 @@ class Execution:
         self.fusion = Fusion(comm, fusion_bytes)
         self.staging: Staging | None = None  # made when an array of a device comes
         self.compressed = CompressedReductions(comm)
+        self.buckets = CompressedBuckets(comm)
         self._verbs: dict[str, Callable[[Job], Any]] = {
             COMPRESSED: self._compressed_all_reduce,
             "allgather": self._all_gather,
@@ -40,6 +42,9 @@ class Execution:
             "broadcast_object": self._broadcast_object,
             "allgather_object": self._all_gather_object,
             "process_set": self._split,
+            "memory": self._memory,
+            MAKE: lambda job: self.buckets.make(job.launch.request),
+            REDUCE: lambda job: self.buckets.run(job.launch.request, job.pending.inputs[0] if job.pending else None),
         }
 
     def run(self, jobs: Sequence[Job], done: Callable[[Job, Any, BaseException | None], None]) -> None:
@@ -132,4 +137,10 @@ class Execution:
     def _split(self, job: Job) -> Any:
         if job.pending is None or job.launch.joined:
             raise UsageError(f"{job.launch.request}: not while a rank has joined: it takes no part in making groups")
+        return job.pending.extra(self._comm)
+
+    def _memory(self, job: Job) -> Any:
+        """Make memory that all ranks of a node share; None where one has joined, which takes no part in that."""
+        if job.pending is None or job.launch.joined:
+            return None
         return job.pending.extra(self._comm)

@@ -1,6 +1,5 @@
-"""Data parallelism without a framework: buckets of gradients, when to reduce them, and the engine that does."""
+"""Data parallelism without a framework: the GradientReducer that every adapter drives, and what it is made of."""
 
-from commlib.data_parallel.agreement import check_agreement
 from commlib.data_parallel.alone import Alone
 from commlib.data_parallel.buckets import (
     BUCKET_CAP_MIB,
@@ -12,9 +11,17 @@ from commlib.data_parallel.buckets import (
     make_buckets,
 )
 from commlib.data_parallel.engine import Engine, MakePlan, Plan, Reducer
+from commlib.data_parallel.groups import Groups, place_groups, read_groups
+from commlib.data_parallel.options import Gradient, Options
 from commlib.data_parallel.overlap import cores_per_rank, overlap_pays
+from commlib.data_parallel.parameter_check import check_agreement
+from commlib.data_parallel.ranks import InOrder, Ranks
+from commlib.data_parallel.reducer import GradientReducer
 from commlib.data_parallel.report import Statistics, StepClock, StepReport
+from commlib.data_parallel.slots import Slots
+from commlib.data_parallel.state import load_compression, save_compression
 from commlib.data_parallel.tracker import Tracker
+from commlib.data_parallel.values import Values
 
 __all__ = [
     "BUCKET_CAP_MIB",
@@ -22,18 +29,30 @@ __all__ = [
     "Alone",
     "Bucket",
     "Engine",
+    "Gradient",
+    "GradientReducer",
+    "Groups",
+    "InOrder",
     "MakePlan",
+    "Options",
     "Parameter",
     "Plan",
+    "Ranks",
     "Reducer",
     "Slot",
+    "Slots",
     "Statistics",
     "StepClock",
     "StepReport",
     "Tracker",
+    "Values",
     "check_agreement",
     "complete_order",
     "cores_per_rank",
+    "load_compression",
     "make_buckets",
     "overlap_pays",
+    "place_groups",
+    "read_groups",
+    "save_compression",
 ]

@@ -1,18 +1,18 @@
-"""What reduces buckets whose gradients are compressed: the plans that an Engine asks for."""
+"""CompressedPlans: what an Engine reduces buckets by where gradients are compressed."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from typing import Any
 
-from commlib.compress import GradientCompression, Part
-from commlib.compress.bucket import CompressedBucket
+from commlib.compress import Part
 from commlib.data_parallel.buckets import Bucket
-from commlib.data_parallel.engine import Plan
+from commlib.data_parallel.engine import MakePlan, Plan
+from commlib.data_parallel.ranks import Compression
 
 
 class CompressedPlans:
-    """Makes plans for buckets of `comm`: compressed for float32, all-reduces as they are for other dtypes.
+    """Makes plans: compressed for buckets of float32 over all ranks, those of `plain` for others.
 
     `parameters` are the (name, shape) of each, by number. They are called for every bucket of an Engine, after
     `start`: what is remembered moves to the new buckets by the parameters' names. Asked again for a bucket, they reduce
@@ -20,10 +20,10 @@ class CompressedPlans:
     """
 
     def __init__(
-        self, comm: Any, compression: GradientCompression, parameters: Sequence[tuple[str, tuple[int, ...]]]
+        self, plain: MakePlan, compression: Compression, parameters: Sequence[tuple[str, tuple[int, ...]]]
     ) -> None:
-        self._comm, self._compression, self._parameters = comm, compression, parameters
-        self._made: dict[Bucket, CompressedBucket] = {}
+        self._plain, self._compression, self._parameters = plain, compression, parameters
+        self._made: dict[Bucket, Any] = {}
 
     def start(self) -> CompressedPlans:
         """Forget the buckets before; return this."""
@@ -33,19 +33,19 @@ class CompressedPlans:
 
     def __call__(self, bucket: Bucket, array: Any) -> Plan:
         """Return what reduces a bucket in its array."""
-        made = self._made.get(bucket)
-        if made is not None:
-            made.use(array)
-            return made
+        known = self._made.get(bucket)
+        if known is not None:
+            known.use(array)
+            reused: Plan = known
+            return reused
         parts = []
         for slot in bucket.slots:
             if slot.count:
                 name, shape = self._parameters[slot.parameter]
                 parts.append(Part(name, slot.offset, shape))
-        if bucket.dtype != "float32" or not parts:
-            plain: Plan = self._comm.plan_all_reduce(array, bucket.reduction, out=array)
-            return plain
+        if bucket.dtype != "float32" or bucket.axis or not parts:
+            return self._plain(bucket, array)
         key = f"bucket {bucket.index}"
-        made = self._compression.reduction(key, array, parts, bucket.flags, bucket.reduction)
+        made: Plan = self._compression.reduction(key, array, parts, bucket.flags, bucket.reduction)
         self._made[bucket] = made
         return made

@@ -6,8 +6,8 @@ DeviceArrays where the gradients are on a device. What is asked of those is queu
 
     backward: launch 0, launch 1, ... | finish | optimizer's step: prefetch(...) | forward: fetched(0), fetched(1), ...
 
-Buckets may be reduced over different groups of ranks; they are launched in one order all the same, so that ranks which
-share several groups come to them alike.
+Buckets may be reduced along different axes of ranks; they are launched in one order all the same, so that ranks which
+share several axes come to them alike.
 """
 
 from __future__ import annotations
@@ -19,9 +19,9 @@ from typing import Any, Protocol
 
 import numpy as np
 
-from commlib.data_parallel.agreement import Gathers
 from commlib.data_parallel.buckets import Bucket, Slot
 from commlib.data_parallel.memory import BucketMemory
+from commlib.data_parallel.parameter_check import Gathers
 from commlib.data_parallel.report import Statistics, all_reduce_bytes
 from commlib.dtypes import Array
 from commlib.kernels.host.stream import stream_copy
@@ -61,22 +61,30 @@ class Reducer(Gathers, Protocol):
 
 
 MakePlan = Callable[[Bucket, Array], Plan]
-Groups = Mapping[str, Reducer] | Callable[[str], Reducer]
+Axes = Mapping[str, Reducer] | Callable[[str], Reducer]
 
 
 class Engine:
     """Owns the buckets of one set of parameters on one rank. Construction is collective.
 
-    `comm` is what all buckets are reduced over, or a mapping or function from the names of groups. `plan` makes what
+    `comm` is what all buckets are reduced over, or a mapping or function from the names of axes. `plan` makes what
     reduces a bucket in its array, by default an all-reduce of the array as it is; it is asked for buckets with more
-    than one rank, in launch order, and again for one that moved. With one rank nothing is reduced, and every answer is
-    still right.
+    than one rank, in launch order, and again for one that moved. `together`: all are launched before any is waited for.
+    With one rank nothing is reduced, and every answer is still right.
     """
 
-    def __init__(self, comm: Reducer | Groups, buckets: Sequence[Bucket], plan: MakePlan | None = None) -> None:
+    def __init__(
+        self,
+        comm: Reducer | Axes,
+        buckets: Sequence[Bucket],
+        plan: MakePlan | None = None,
+        *,
+        together: bool = False,
+    ) -> None:
         self.buckets = tuple(buckets)
+        self._together = together
         self.statistics = Statistics()
-        comms = [_group(comm, bucket.group) for bucket in self.buckets]
+        comms = [_along(comm, bucket.axis) for bucket in self.buckets]
         self._comms = comms
         self._memory = [BucketMemory(bucket, own.empty) for own, bucket in zip(comms, self.buckets, strict=True)]
         self._slots: dict[int, Any] = {}
@@ -104,6 +112,10 @@ class Engine:
     def plans(self) -> Sequence[Plan | None]:
         """What reduces each bucket, in launch order; None where there is one rank."""
         return self._plans
+
+    def array(self, index: int) -> Any:
+        """Return the memory of a bucket."""
+        return self._memory[index].array
 
     def slot(self, parameter: int) -> Any:
         """Return the 1-D array, in symmetric memory, that holds the gradient of `parameter`."""
@@ -153,7 +165,7 @@ class Engine:
             self._reduce(remaining)
             for index in (*self._launched, *remaining):
                 self._memory[index].forget_flags()
-                self._memory[index].scale()
+                self._memory[index].scale(self.buckets[index].scale)
                 self._count(index)
         finally:
             self._pending.clear()
@@ -210,17 +222,19 @@ class Engine:
                 memory.fill(slot.offset, slot.offset + slot.count, 0)
                 memory.fill(slot.flag, slot.flag + 1, 0)
 
-    def _start(self, index: int) -> None:
+    def _start(self, index: int, *, awaited: bool = False) -> None:
         plan = self._plans[index]
         if plan is not None:
-            self._pending.append(plan.start())
+            # Plans that are launched together are told whether this thread is about to wait for them.
+            start: Callable[..., Pending] = plan.start
+            self._pending.append(start(awaited) if self._together else start())
 
     def _reduce(self, remaining: Collection[int]) -> None:
         fetching = [work for work in self._fetching if work is not None]
         self._fetching = []
-        if not all(work.done() for work in self._pending):
+        if self._together or not all(work.done() for work in self._pending):
             for index in remaining:
-                self._start(index)
+                self._start(index, awaited=True)
             remaining = ()
         self._wait([*fetching, *self._pending])
         # Nothing is left to keep in order with, and this thread has nothing else to do: waking another costs time.
@@ -249,7 +263,7 @@ class Engine:
         self.statistics.count(getattr(plan, "sent_bytes", sent), getattr(plan, "uncompressed_bytes", uncompressed))
 
 
-def _group(comm: Reducer | Groups, name: str) -> Reducer:
+def _along(comm: Reducer | Axes, name: str) -> Reducer:
     if isinstance(comm, Mapping):
         return comm[name]
     return comm(name) if callable(comm) else comm

@@ -62,16 +62,10 @@ class BucketMemory:
         kind = numpy_dtype(self.bucket.dtype)
         self.array[start : start + count] = DeviceArray(self.device, address, (count,), kind, None)
 
-    def scale(self) -> None:
-        """Multiply the gradients by what their bucket says."""
-        bucket = self.bucket
-        if bucket.scale == 1:
-            return
-        values = self.array[: bucket.flags]
-        if type(values) is DeviceArray:
-            self.device.kernels.scale(values, bucket.scale)
-        else:
-            np.multiply(values, values.dtype.type(bucket.scale), out=values)
+    def scale(self, factor: float) -> None:
+        """Multiply the gradients by a factor."""
+        if factor != 1:
+            self.device.kernels.scale(self.array[: self.bucket.flags], factor)
 
     def forget_flags(self) -> None:
         """Note that a reduction has written new flags."""

@@ -46,3 +46,12 @@ def resolve_op(op: Any = None, average: bool | None = None, default: ReduceOp = 
     except (KeyError, ValueError):
         known = ", ".join(_BY_NAME)
         raise UsageError(f"op is {op!r}; expected Average, Sum, Adasum, Min, Max or Product, or {known}") from None
+
+
+def reduction_name(op: Any) -> str:
+    """Return "mean" or "sum" for what `op=` of an optimizer takes. Raises UsageError for others."""
+    names = {Average: "mean", Sum: "sum"}
+    try:
+        return names[resolve_op(op)]
+    except (KeyError, ValueError):
+        raise UsageError(f"op must be one of {', '.join(names.values())}, got {op!r}") from None

@@ -19,7 +19,7 @@ from commlib.dtypes import Array
 from commlib.errors import UsageError
 from commlib.kernels.host import moments as kernels
 from commlib.kernels.host.orthonormal import dot
-from commlib.optim.one_bit_adam import Hyper, Moments, Parameter
+from commlib.optim.one_bit_moments import Hyper, Moments, Parameter
 
 
 @dataclass(frozen=True, slots=True)

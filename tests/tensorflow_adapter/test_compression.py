@@ -62,7 +62,7 @@ def test_keras_trains_and_ranks_stay_equal(comm: Any, name: str, mode: str) -> N
     assert train(comm, model, optimizer, range(1, 20), mode) < first
     assert_equal_everywhere(comm, model)
     if comm.size > 1:
-        state = optimizer.compression_state()
+        state = optimizer.compression_state()["parameters"]
         # In Keras' order of variables; with top-k the biases, which are small, travel as they are.
         assert sorted(state) == [f"variable {number}" for number in (range(4) if name == "int8" else (0, 2))]
         assert state["variable 0"]["residual"].shape == (40, 64)
@@ -84,7 +84,8 @@ def test_the_optimizer_of_the_keras_module(comm: Any, overlap: bool) -> None:
     train(comm, model, optimizer, range(2), "graph")
     assert_equal_everywhere(comm, model)
     assert 3 * optimizer.report.sent_bytes < optimizer.report.uncompressed_bytes
-    assert optimizer.statistics.early_launches == (4 if overlap else 0)
+    # In the second step, when ranks have agreed that they begin anew; and not the last bucket, which has the flags.
+    assert optimizer.statistics.early_launches == (1 if overlap else 0)
 
 
 @pytest.mark.ranks(min=2)

@@ -7,17 +7,13 @@ from typing import Any
 import keras
 import pytest
 
-from commlib import horovod as core
 from commlib_tensorflow.optimizer import DistributedOptimizer
 
 from .test_compression import network, train, weights
 
 
 def make(name: str) -> Any:
-    """Return an optimizer as a new process has it: nothing is remembered under its name."""
-    compressed = core.process_set_of().coordinator("test").compressed
-    compressed._buckets.clear()
-    compressed._loaded.clear()
+    """Return an optimizer as a new process has it: nothing is remembered of others of its name."""
     return DistributedOptimizer(keras.optimizers.SGD(0.05), name="resumed", compression=name, compress_within_node=True)
 
 

@@ -1,4 +1,4 @@
-"""1-bit Adam and 1-bit LAMB as optimizers of Keras. The arithmetic itself is tested in tests/unit/compress."""
+"""1-bit Adam and 1-bit LAMB as optimizers of Keras. The arithmetic itself is tested in tests/unit/optim."""
 
 from __future__ import annotations
 
@@ -119,3 +119,38 @@ def test_ranks_that_differ_are_told(comm: Any) -> None:
     model, optimizer = make(freeze_step=2 + comm.rank)
     with pytest.raises(MismatchError, match=r"OneBitAdam.*freeze_step"):
         train(comm, model, optimizer, 0, 1)
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"variance_floor": 1.0}, "OneBitAdam: variance_floor"),
+        ({"learning_rate": -1.0}, "OneBitAdam: expected lr >= 0"),
+        ({"epsilon": 0.0}, "eps > 0"),
+        ({"beta_2": 1.0}, "betas"),
+        ({"weight_decay": -0.1}, "weight_decay"),
+    ],
+)
+def test_wrong_options_are_told_when_it_is_made(comm: Any, options: dict[str, Any], message: str) -> None:
+    """They were told in the first step, by which time ranks had met, or never."""
+    with pytest.raises(UsageError, match=message):
+        make(**options)
+
+
+def test_the_learning_rate_may_be_a_schedule(comm: Any) -> None:
+    model, optimizer = make(learning_rate=keras.optimizers.schedules.ExponentialDecay(0.01, 1, 0.5))
+    before = weights(model)
+    train(comm, model, optimizer, 0, 1)
+    assert_changed(model, before)
+
+
+def test_late_gradients_are_warned_of(comm: Any) -> None:
+    """Only PyTorch's optimizer said so."""
+    variables = [keras.Variable(np.ones(2), dtype="float32") for _ in range(2)]
+    _, optimizer = make(freeze_step=2)
+    optimizer.build(variables)
+    for late in (0.0, 0.0, 0.0):
+        optimizer.apply([tf.ones(2), tf.fill(2, late)], variables)
+    with pytest.warns(UserWarning, match="larger freeze_step"):
+        optimizer.apply([tf.ones(2), tf.ones(2)], variables)
+    np.testing.assert_array_equal(variables[1].numpy(), [1.0, 1.0])

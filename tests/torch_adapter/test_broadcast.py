@@ -7,8 +7,8 @@ import torch
 from torch import Tensor, nn
 
 from commlib.errors import MismatchError, UsageError
+from commlib.horovod.broadcast import PACK_BYTES
 from commlib_torch import DistributedOptimizer, broadcast, broadcast_optimizer_state, broadcast_parameters
-from commlib_torch.broadcast import PACK_BYTES
 
 from .oracle import assert_close, assert_same_everywhere, batch, loss_of, mine, model, parameters_of
 

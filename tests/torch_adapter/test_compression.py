@@ -98,7 +98,7 @@ def test_a_skipped_step_leaves_no_residual(comm: Any) -> None:
     model = network()
     optimizer = wrap(model, "int4")
     train(comm, model, optimizer, range(3))
-    before = optimizer._gradients.compression.state()
+    before = optimizer.reducer.compression.state()
     for skip in ("overflow", "cleared"):
         optimizer.zero_grad()
         loss = loss_of(comm, model, 3)
@@ -108,12 +108,12 @@ def test_a_skipped_step_leaves_no_residual(comm: Any) -> None:
         finite = all(torch.isfinite(parameter.grad).all() for parameter in model.parameters())  # type: ignore[arg-type]
         assert finite == (skip == "cleared")
         optimizer.zero_grad()  # no step
-        after = optimizer._gradients.compression.state()
+        after = optimizer.reducer.compression.state()
         for name, known in before.items():
             for what, array in known.items():
                 assert (array == after[name][what]).all(), (skip, name, what)
     train(comm, model, optimizer, range(3, 5))
-    after = optimizer._gradients.compression.state()
+    after = optimizer.reducer.compression.state()
     assert any((known["residual"] != after[name]["residual"]).any() for name, known in before.items())
     assert all(torch.isfinite(parameter).all() for parameter in model.parameters())
 
@@ -155,7 +155,7 @@ def test_a_resumed_run_is_the_same_to_the_last_bit(comm: Any, name: str, overlap
         again.load_state_dict(saved["optimizer"])
         if stop == 2:  # saved before anything was done with it: nothing is lost
             more = saved_and_loaded(again.state_dict())
-            again._gradients.close()
+            again.close()
             again = wrap(resumed, name, **options)
             again.load_state_dict(more)
         train(comm, resumed, again, range(stop, 9))
@@ -205,9 +205,9 @@ def test_ranks_that_resume_differently_still_agree(comm: Any, caplog: Any, name:
     train(comm, second, again, range(5, 9))
     everyone = comm.all_gather_object(weights(second))
     assert all(theirs == everyone[0] for theirs in everyone)
-    assert again._gradients.course is not None
+    assert again.reducer.course is not None
     resumed = loaders == "rank 0's is loaded by all"
-    assert again._gradients.course.steps == (4 + 4 if resumed else 3)
+    assert again.reducer.course.steps == (4 + 4 if resumed else 3)
     if comm.rank == 0:
         assert any("starts anew" in message for message in caplog.messages) != resumed
     parameters = [parameter.detach().clone() for parameter in second.parameters()]
@@ -283,7 +283,7 @@ def test_a_rank_without_data_stands_in(comm: Any) -> None:
     join()
     everyone = comm.all_gather_object(weights(model))
     assert all(theirs == everyone[-1] for theirs in everyone[1:])
-    optimizer._gradients.close()
+    optimizer.close()
 
 
 @pytest.mark.ranks(min=2)

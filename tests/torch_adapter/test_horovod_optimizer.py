@@ -11,8 +11,8 @@ import torch
 from torch import Tensor, nn
 
 import commlib_torch as hvd
+from commlib.data_parallel import Options
 from commlib.errors import MismatchError, UsageError
-from commlib_torch._options import Options
 
 from .oracle import assert_close, assert_same_everywhere, batch, gradients_of, loss_of, mine, model, parameters_of
 
@@ -251,7 +251,7 @@ def test_groups_share_buckets(comm: Any) -> None:
     network = model()
     parameters = list(network.parameters())
     optimizer = wrap(network, groups=[[parameters[0], parameters[5]], parameters[2:4]])
-    buckets = [set(bucket.parameters) & set(range(6)) for bucket in optimizer._gradients._engine.buckets]
+    buckets = [set(bucket.parameters) & set(range(6)) for bucket in optimizer.reducer.buckets]
     assert {0, 5} in buckets and {2, 3} in buckets
     assert sorted(index for bucket in buckets for index in bucket) == list(range(6))
     loss_of(network, mine(comm, batch(comm))).backward()
@@ -265,7 +265,7 @@ def test_old_name_of_groups(comm: Any) -> None:
         warnings.simplefilter("always")
         optimizer = wrap(model(), num_groups=2)
     assert [warning.category for warning in caught] == [DeprecationWarning]
-    assert len(optimizer._gradients._groups) == 2
+    assert len(optimizer.reducer.groups) == 2
 
 
 def test_load_state_dict_and_copies(comm: Any) -> None:
@@ -294,7 +294,7 @@ def test_add_param_group_keeps_the_options(comm: Any) -> None:
     )
     optimizer.set_backward_passes_per_step(2)
     optimizer.add_param_group({"params": list(network[2:].parameters())})
-    assert optimizer._gradients.options == Options(compression=hvd.Compression.fp16, passes_per_step=2)
+    assert optimizer.reducer.options == Options(compression=hvd.Compression.fp16, passes_per_step=2)
 
 
 def test_refused(comm: Any) -> None:

@@ -125,7 +125,7 @@ def test_a_rank_outside_the_set_has_an_optimizer_like_the_others(comm: Any) -> N
     optimizer.load_state_dict(optimizer.state_dict())
     optimizer.add_param_group({"params": [nn.Parameter(torch.ones(2))]})
     assert optimizer.report.sent_bytes == 0
-    optimizer._gradients.close()
+    optimizer.close()
     assert hvd.remove_process_set(first)
 
 

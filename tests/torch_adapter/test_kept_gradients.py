@@ -94,7 +94,7 @@ def test_memory_is_symmetric_again_once_nobody_keeps_it(comm: Any) -> None:
     def step(value: float) -> Any:
         optimizer.zero_grad()
         model(value).backward()
-        return optimizer._gradients._engine
+        return optimizer.reducer.engine
 
     step(1)
     kept = model.one.grad
@@ -119,7 +119,7 @@ def test_nothing_moves_where_nothing_is_kept(comm: Any) -> None:
             model(float(step)).backward()
             nn.utils.clip_grad_norm_(model.parameters(), 1e9)
             optimizer.step()
-        engine = optimizer._gradients._engine
+        engine = optimizer.reducer.engine
         assert not any(engine.is_aside(bucket.index) for bucket in engine.buckets)
         slots = {engine.slot(number).ctypes.data for number in range(2)}
         assert {model.one.grad.data_ptr(), model.other.grad.data_ptr()} == slots  # type: ignore[union-attr]
@@ -199,7 +199,7 @@ def test_kept_by_a_rank_that_joins(comm: Any) -> None:
     expected = [3.0, 3.0] if comm.rank == 0 else [3.0, 3.0, *[3.0 * (comm.size - 1) / comm.size] * 2]
     join()
     assert [values(one) for one in kept] == [pytest.approx([value]) for value in expected]
-    optimizer._gradients.close()
+    optimizer.close()
 
 
 def test_a_closure_may_keep_gradients(comm: Any) -> None:

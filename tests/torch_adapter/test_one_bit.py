@@ -1,4 +1,4 @@
-"""1-bit Adam and 1-bit LAMB on torch's parameters. The arithmetic itself is tested in tests/unit/compress."""
+"""1-bit Adam and 1-bit LAMB on torch's parameters. The arithmetic itself is tested in tests/unit/optim."""
 
 from __future__ import annotations
 

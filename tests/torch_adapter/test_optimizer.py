@@ -327,7 +327,7 @@ def test_a_backward_that_raises_and_is_caught(comm: Any, overlap: bool) -> None:
 
 
 def test_the_reducer_goes_with_the_optimizer(comm: Any) -> None:
-    from commlib_torch._backward import backward_passes
+    from commlib_torch._autograd import backward_passes
 
     network = model()
     optimizer = DistributedOptimizer(torch.optim.SGD(network.parameters(), lr=0.1))

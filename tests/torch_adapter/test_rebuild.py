@@ -55,7 +55,7 @@ def plain(network: nn.Module) -> torch.optim.Optimizer:
 
 def layers_of(optimizer: Any) -> list[int]:
     """The layers in the order in which their gradients are sent; parameters 2 i and 2 i + 1 are those of layer i."""
-    sent = [p // 2 for bucket in optimizer._gradients._engine.buckets for p in bucket.parameters if p < 8]
+    sent = [p // 2 for bucket in optimizer.reducer.buckets for p in bucket.parameters if p < 8]
     return list(dict.fromkeys(sent))
 
 
@@ -102,7 +102,7 @@ def test_the_second_backward_launches_by_the_real_order(comm: Any, wrapper: str)
         optimizer.step()
         assert layers_of(reducer) == [1, 3, 0, 2]
     # All but the last one, whose flags are known when backward ends.
-    assert early[1:] == [len(reducer._gradients._engine.buckets) - 1] * 3
+    assert early[1:] == [len(reducer.reducer.buckets) - 1] * 3
     assert reducer.statistics.reductions == 4
     assert_close(parameters_of(network), parameters_of(train_alone(comm, 4)))
     assert_same_everywhere(comm, parameters_of(network))
@@ -136,7 +136,7 @@ def test_it_is_rank_0_whose_order_counts(comm: Any) -> None:
 def test_ranks_that_overlap_and_ranks_that_do_not(comm: Any, overlapping: str, monkeypatch: Any) -> None:
     """What pays is each rank's own judgement; rank 0's decides whether buckets are made anew, on all."""
     pays = (comm.rank == 0) == (overlapping == "rank 0")
-    monkeypatch.setattr("commlib_torch._gradients.overlap_pays", lambda *_, **__: pays)
+    monkeypatch.setattr("commlib.data_parallel.ranks.overlap_pays", lambda *_, **__: pays)
     network = Shuffled()
     optimizer = wrap(network, overlap=None)
     train(comm, optimizer, network, range(3))
@@ -200,11 +200,11 @@ def test_nothing_is_made_anew_without_a_reason(comm: Any, overlap: bool) -> None
     """The order is that of the module, or buckets are launched at the end anyway."""
     network = Shuffled()
     optimizer = wrap(network, overlap=overlap)
-    engine = optimizer._gradients._engine
+    engine = optimizer.reducer.engine
     order = (0, 1, 2, 3) if overlap else FORWARD
     train(comm, optimizer, network, range(3), lambda rank, step: order)
-    assert optimizer._gradients._engine is engine
-    assert optimizer._gradients._arrangement.is_settled
+    assert optimizer.reducer.engine is engine
+    assert optimizer.reducer.order_is_settled
 
 
 @pytest.mark.ranks(min=2)
@@ -214,7 +214,7 @@ def test_groups_stay_together(comm: Any) -> None:
     groups = [[*layers[3].parameters(), *layers[2].parameters()], [layers[0].weight]]
     optimizer = wrap(network, groups=groups)
     train(comm, optimizer, network, range(3))
-    buckets = [{p for p in b.parameters if p < 8} for b in optimizer._gradients._engine.buckets]
+    buckets = [{p for p in b.parameters if p < 8} for b in optimizer.reducer.buckets]
     assert {4, 5, 6, 7} in buckets
     assert {0} in buckets
     assert buckets[0] <= {2, 3}  # layer 1, ready first
@@ -322,6 +322,6 @@ def test_with_a_table_whose_gradient_is_sparse(comm: Any) -> None:
         torch.stack([alone(numbers_of(rank, step)) for rank in range(comm.size)]).mean().backward()
         for someone in (optimizer, its):
             someone.step()
-    sent = [p for b in optimizer._gradients._engine.buckets for p in b.parameters if p < 5]  # type: ignore[attr-defined]
+    sent = [p for b in optimizer.reducer.buckets for p in b.parameters if p < 5]  # type: ignore[attr-defined]
     assert sent == [1, 0, 4, 3, 2]  # one, two, and the table, without elements, at the end
     assert_close(parameters_of(network), parameters_of(alone))

@@ -41,7 +41,7 @@ def test_reports_add_up_to_the_statistics(comm: Any, overlap: bool) -> None:
         assert total == pytest.approx(getattr(optimizer.statistics, field), rel=1e-12)
     nbytes = optimizer.statistics.nbytes // 3
     expected = 2 * (comm.size - 1) / comm.size * nbytes
-    buckets = len(optimizer._gradients._engine.buckets)
+    buckets = len(optimizer.reducer.buckets)
     assert abs(reports[0].sent_bytes - expected) <= buckets  # each is rounded down
     assert reports[0].sent_bytes == reports[1].sent_bytes == reports[1].uncompressed_bytes
 

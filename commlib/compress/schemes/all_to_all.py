@@ -23,6 +23,7 @@ from commlib.compress.checks import with_options
 from commlib.compress.codec import Codec, draws
 from commlib.compress.feedback import Residual, add_counter, counter, is_finite
 from commlib.compress.flags import count_flags, pack_flags
+from commlib.compress.gaps import Gaps
 from commlib.compress.memory import Memory
 from commlib.compress.scheme import Comm, Part, State
 from commlib.devices.host import HOST
@@ -81,6 +82,7 @@ class AllToAllReducer:
         # What this rank loses of its own values, and of the sum of the chunk that it reduces.
         self._worker = Residual(self._count, memory) if feedback else None
         self._server = Residual(own, memory) if feedback else None
+        self._gaps = Gaps(parts, 0, self._count), Gaps(parts, self._bounds[comm.rank], self._bounds[comm.rank + 1])
 
     @property
     def sent_bytes(self) -> int:
@@ -94,7 +96,7 @@ class AllToAllReducer:
         rows = self._buffers(len(flags))
         self._draws += 1
         seed = self._key << 24 ^ self._draws << 12 ^ comm.rank
-        worker = None if self._worker is None else self._worker.stage()
+        worker = self._staged(self._worker, self._gaps[0])
         bits = memory.here(pack_flags(memory.on_host(flags)[0]))
         for rank, row in enumerate(self._parted(rows)):
             start, stop = bounds[rank], bounds[rank + 1]
@@ -109,13 +111,20 @@ class AllToAllReducer:
         all_bits = memory.on_host(*(row[room : room + len(bits)] for row in arrived))
         memory.put(flags, count_flags(all_bits, len(flags)))
         own = rows[: self._length]
-        server = None if self._server is None else self._server.stage()
+        server = self._staged(self._server, self._gaps[1])
         codec.encode(self._total, own[:room], seed=~(seed + bounds[comm.rank]), residual=server)
         comm.all_gather(own, out=self._gathered)
         for rank, summed in enumerate(self._parted(self._gathered)):
             codec.decode(summed[:room], values[bounds[rank] : bounds[rank + 1]])
         memory.wait()
         return is_finite(values[: self._count])
+
+    def _staged(self, residual: Residual | None, gaps: Gaps) -> tuple[Any, Any] | None:
+        if residual is None:
+            return None
+        staged = residual.stage()
+        gaps.clear(staged[0], self._memory.kernels)
+        return staged
 
     def commit(self) -> None:
         """Let the last reduction count."""

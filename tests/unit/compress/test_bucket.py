@@ -125,10 +125,14 @@ def test_names_of_pieces_are_read_again():
 def test_what_is_not_finite_does_not_stay_between_parameters():
     def reduce(comm):
         array = bucket(comm)
-        array[2005] = np.nan  # padding
+        array[2005] = np.nan  # padding: nobody's value
         plan = CompressedBucket(SlowLink(comm), AllToAll(Exact()), array, PARTS, FLAGS, "sum", "bucket")
         plan()
+        assert plan.finite
+        array[5] = np.nan
+        plan()
         assert not plan.finite
+        array[2005], array[:FLAGS] = np.inf, bucket(comm)[:FLAGS]
         plan()
         assert plan.finite
 

@@ -125,12 +125,12 @@ def test_kinds_do_not_mix_and_are_told() -> None:
     """Devices, groups and scales are as good a reason for a bucket of its own as a dtype."""
     kinds = [("cpu", "", 1.0), ("cuda", "", 1.0), ("cpu", "experts", 1.0), ("cpu", "experts", 0.5)]
     specs = [
-        Parameter(f"p{i}", 10, "float32", 4, device=device, group=group, scale=scale)
+        Parameter(f"p{i}", 10, "float32", 4, device=device, axis=group, scale=scale)
         for i, (device, group, scale) in enumerate(kinds * 2)
     ]
     buckets = make_buckets(specs)
     assert [bucket.parameters for bucket in buckets] == [(7, 3), (6, 2), (5, 1), (4, 0)]
-    assert [(bucket.device, bucket.group, bucket.scale) for bucket in buckets] == kinds[::-1]
+    assert [(bucket.device, bucket.axis, bucket.scale) for bucket in buckets] == kinds[::-1]
 
 
 def test_bytes_that_casting_saved() -> None:

@@ -133,11 +133,11 @@ def test_a_gradient_that_another_stream_writes_is_not_taken_too_soon(monkeypatch
     def rank(comm):
         engine = engine_of(comm)
         with LATE.using(LATE.stream()):
-            put(engine, 0, np.full(5, comm.rank, np.float32))
-            put(engine, 1, np.full(300, comm.rank, np.float32))
+            kept = [put(engine, i, np.full(count, comm.rank, np.float32)) for i, count in enumerate((5, 300))]
             engine.launch(0)
             engine.launch(1)
         engine.finish(())
+        del kept  # copies from them are queued until then
         np.testing.assert_array_equal(value(engine, 1), np.full(300, 0.25, np.float32))
 
     loopback.run(2, rank, config=CONFIG)

@@ -148,15 +148,15 @@ def split(comm: Communicator, color: int) -> Communicator:
 def test_groups_of_ranks(kind: str) -> None:
     """Buckets of several groups, in one order of launches: each is reduced over its own ranks."""
     specs = [
-        Parameter("expert", 6, "float32", 4, group="pairs"),
+        Parameter("expert", 6, "float32", 4, axis="pairs"),
         Parameter("dense", 5, "float32", 4),
-        Parameter("mine", 4, "float32", 4, group="alone", scale=0.25),
+        Parameter("mine", 4, "float32", 4, axis="alone", scale=0.25),
     ]
 
     def rank(comm: Communicator) -> None:
         groups = {"": comm, "pairs": split(comm, comm.rank // 2), "alone": split(comm, comm.rank)}
         engine = Engine(groups if kind == "mapping" else groups.__getitem__, make_buckets(specs))
-        assert [bucket.group for bucket in engine.buckets] == ["alone", "", "pairs"]
+        assert [bucket.axis for bucket in engine.buckets] == ["alone", "", "pairs"]
         assert [plan is None for plan in engine.plans] == [True, False, comm.rank == 2]
         for early in (0, 2):
             for parameter in range(3):

@@ -1,13 +1,48 @@
-"""Where a backward pass ends: one callback for all reducers, after the outermost graph, in construction order."""
+"""Autograd's side of a reduction: when a gradient is there, and where a backward pass ends."""
 
 from __future__ import annotations
 
 import itertools
 import weakref
+from collections.abc import Callable, Sequence
 from typing import Any, Protocol
 
 import torch
+from torch import Tensor
 from torch.autograd import Variable
+
+
+class Listener(Protocol):
+    """Hears of gradients, by the numbers of their parameters."""
+
+    def on_gradient(self, index: int) -> None: ...
+
+    def before_gradient(self, index: int) -> None: ...
+
+
+def listen(listener: Listener, parameters: Sequence[Tensor], *, before: bool) -> list[Any]:
+    """Call `on_gradient` after each accumulation of a gradient, and `before_gradient` too if that is wanted.
+
+    Returns handles to remove the hooks by. A parameter does not keep its listener alive.
+    """
+    reference = weakref.ref(listener)
+
+    def hook(method: str, index: int) -> Callable[[Tensor], None]:
+        call = getattr(type(listener), method)
+
+        def heard(_: Tensor) -> None:
+            listener = reference()
+            if listener is not None:
+                call(listener, index)
+
+        return heard
+
+    handles: list[Any] = []
+    for index, parameter in enumerate(parameters):
+        handles.append(parameter.register_post_accumulate_grad_hook(hook("on_gradient", index)))
+        if before:
+            handles.append(parameter.register_hook(hook("before_gradient", index)))
+    return handles
 
 
 class Member(Protocol):
@@ -41,7 +76,7 @@ class BackwardPasses:
 
     @property
     def members(self) -> list[Any]:
-        """All members, in order."""
+        """The members, in order."""
         return sorted(self._members, key=lambda member: member.serial)
 
     def arm(self) -> None:

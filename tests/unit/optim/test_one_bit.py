@@ -10,8 +10,9 @@ import pytest
 
 from commlib.compress.schemes.all_to_all import AllToAll
 from commlib.errors import MismatchError, UsageError
-from commlib.optim.one_bit_adam import Hyper, Moments, OneBitAdam
+from commlib.optim.one_bit_adam import OneBitAdam
 from commlib.optim.one_bit_lamb import Limits, OneBitLAMB
+from commlib.optim.one_bit_moments import Hyper, Moments
 from tests.late import LATE
 from tests.loopback import run
 from tests.unit.compress.known_codecs import Exact

@@ -1,4 +1,4 @@
-"""Where compression goes on after a restart: with the same buckets, from the first step, or as if it were new.
+"""Course: where compression goes on after a restart, with the same buckets and from the first step.
 
 The first step of a new run is not compressed: it shows in which order gradients become ready. A run that is resumed
 knows that, and would not be the same run with another step like that.
@@ -9,6 +9,8 @@ from __future__ import annotations
 import logging
 from dataclasses import asdict, dataclass
 from typing import Any
+
+from commlib.data_parallel.parameter_check import Gathers
 
 log = logging.getLogger("commlib")
 
@@ -36,7 +38,7 @@ class Course:
         return cls(saved["scheme"], None if order is None else tuple(order), tuple(saved["sparse"]), saved["steps"])
 
 
-def agree(comm: Any, mine: Course | None) -> Course | None:
+def agree(comm: Gathers, mine: Course | None) -> Course | None:
     """Return the course that all ranks have loaded, or None if they have not, or not the same. Collective."""
     everyone: list[Course | None] = comm.all_gather_object(mine)
     first = everyone[0]

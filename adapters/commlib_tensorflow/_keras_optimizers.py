@@ -1,0 +1,51 @@
+"""Optimizers of either Keras: their variables, learning rate and momentum."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import tensorflow as tf
+
+
+def build(model: Any, optimizer: Any = None) -> bool:
+    """Make the variables of an optimizer, by default the model's, if possible; say whether all variables are there."""
+    if not model.built:
+        return False
+    optimizer = optimizer if optimizer is not None else getattr(model, "optimizer", None)
+    if optimizer is None or getattr(optimizer, "built", False):
+        return True
+    variables = model.trainable_variables
+    if hasattr(optimizer, "build"):
+        optimizer.build(variables)
+    else:  # tf_keras.optimizers.legacy
+        with tf.init_scope():
+            optimizer._create_all_weights(variables)
+    return True
+
+
+def variables_of(optimizer: Any) -> list[Any]:
+    """Return all state of an optimizer of either Keras that training changes, the loss scale included."""
+    if optimizer is None:
+        return []
+    variables = optimizer.variables
+    found = list(variables() if callable(variables) else variables)
+    if getattr(optimizer, "dynamic_counter", None) is not None:  # the LossScaleOptimizer of Keras 2
+        found += [optimizer.dynamic_counter, optimizer._loss_scale.current_loss_scale]
+    return found
+
+
+def learning_rate_of(optimizer: Any) -> float:
+    """Return the learning rate of an optimizer as a number."""
+    return float(tf.convert_to_tensor(optimizer.learning_rate))
+
+
+def momentum_of(optimizer: Any) -> list[Any]:
+    """Return the variables that hold momentum in the learning rate's unit: those of SGD and RMSprop."""
+    inner = getattr(optimizer, "inner_optimizer", optimizer)
+    kinds = {kind.__name__ for kind in type(inner).__mro__}
+    if not getattr(inner, "momentum", 0) or not kinds & {"SGD", "RMSprop"}:
+        return []
+    found = getattr(inner, "momentums", None) or getattr(inner, "_momentums", None)
+    if found is not None:
+        return list(found)
+    return [v for v in variables_of(inner) if "momentum" in v.name]  # tf_keras.optimizers.legacy

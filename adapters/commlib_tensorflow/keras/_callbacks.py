@@ -1,0 +1,75 @@
+"""The callbacks of Horovod for either Keras: `commlib.horovod.callbacks`, derived from the Callback of that Keras."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from types import SimpleNamespace
+from typing import Any
+
+from commlib import horovod as core
+from commlib.horovod import callbacks as bodies
+from commlib.horovod.learning_rate import LearningRateSchedule, LearningRateWarmup
+from commlib_tensorflow import _keras_optimizers as optimizers
+from commlib_tensorflow._keras_optimizers import build, variables_of
+from commlib_tensorflow._keras_reduction import key_of
+from commlib_tensorflow.functions import broadcast_variables
+
+
+class BroadcastGlobalVariables:
+    """Give all ranks the weights and the optimizer's state of rank `root_rank` when training begins.
+
+    Before the first batch, if all ranks have made all variables by then (Keras 3 always has; Keras 2 where the model
+    knows the shape of its input); else after the first batch. `local_variables` are left as they are, and so are seeds
+    and metrics. Collective; once in the life of the callback. `device` means nothing here.
+    """
+
+    model: Any
+
+    def __init__(self, root_rank: int, device: str = "", local_variables: Iterable[Any] | None = None) -> None:
+        super().__init__()
+        self.root_rank = root_rank
+        self.broadcast_done = False
+        self._local = {key_of(variable) for variable in local_variables or ()}
+
+    def register_local_var(self, variable: Any) -> None:
+        """Leave `variable` as it is on each rank."""
+        self._local.add(key_of(variable))
+
+    def on_train_begin(self, logs: Any = None) -> None:
+        """Broadcast if all ranks can."""
+        if not self.broadcast_done and all(core.allgather_object(build(self.model), "BroadcastGlobalVariables")):
+            self._broadcast()
+
+    def on_train_batch_end(self, batch: int, logs: Any = None) -> None:
+        """Broadcast after the first batch, if that was not possible before."""
+        if not self.broadcast_done:
+            self._broadcast()
+
+    def _broadcast(self) -> None:
+        variables = [*self.model.weights, *variables_of(getattr(self.model, "optimizer", None))]
+        broadcast_variables([v for v in variables if key_of(v) not in self._local], root_rank=self.root_rank)
+        self.broadcast_done = True
+
+
+_BODIES: dict[str, tuple[type, str]] = {
+    "BroadcastGlobalVariablesCallback": (BroadcastGlobalVariables, "Callback"),
+    "MetricAverageCallback": (bodies.MetricAverage, "Callback"),
+    "LearningRateScheduleCallback": (LearningRateSchedule, "Callback"),
+    "LearningRateWarmupCallback": (LearningRateWarmup, "Callback"),
+    "BestModelCheckpoint": (bodies.BestModel, "ModelCheckpoint"),
+    "CommitStateCallback": (bodies.CommitState, "Callback"),
+    "UpdateBatchStateCallback": (bodies.UpdateBatchState, "Callback"),
+    "UpdateEpochStateCallback": (bodies.UpdateEpochState, "Callback"),
+}
+
+
+def of(keras: Any) -> SimpleNamespace:
+    """Return the callbacks, and those of `commlib_tensorflow.keras.elastic`, for `keras` or `tf_keras`."""
+    made = {name: _derive(body, getattr(keras.callbacks, base), name) for name, (body, base) in _BODIES.items()}
+    return SimpleNamespace(**made)
+
+
+def _derive(body: type, base: type, name: str) -> type:
+    """Return a class `name` that does what `body` does, derived from the Callback or so of a Keras."""
+    module = "commlib_tensorflow.keras.callbacks"
+    return type(name, (body, base), {"__doc__": body.__doc__, "__module__": module, "optimizers": optimizers})

@@ -1,0 +1,31 @@
+"""Rows of sparse gradients as arrays, and arrays of rows as sparse gradients."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from commlib.errors import UsageError
+from commlib_torch._bridge import Array, to_array, to_tensor
+
+
+def rows_of(name: str, gradient: Tensor, wire: str) -> tuple[Array, Array]:
+    """Return (numbers of rows, their values in the dtype of this name) of a sparse gradient, each row once.
+
+    Raises UsageError for sparse gradients of other kinds than an embedding's.
+    """
+    if gradient.layout != torch.sparse_coo or gradient.sparse_dim() != 1:
+        raise UsageError(
+            f"the gradient of {name} has layout {gradient.layout} with {gradient.sparse_dim()} sparse dimensions; only "
+            "rows, as of an embedding, are supported: pass sparse_as_dense=True"
+        )
+    gradient = gradient.coalesce()
+    values = gradient.values().detach().cpu().to(getattr(torch, wire)).contiguous()
+    return to_array(gradient.indices()[0].cpu().contiguous()), to_array(values)
+
+
+def sparse_of(parameter: Tensor, numbers: Array, rows: Array) -> Tensor:
+    """Return a sparse gradient of `parameter` that has these rows; rows of one number are added up."""
+    values = to_tensor(rows).to(parameter.device, parameter.dtype)
+    indices = to_tensor(numbers).to(parameter.device).unsqueeze(0)
+    return torch.sparse_coo_tensor(indices, values, tuple(parameter.shape), check_invariants=True).coalesce()

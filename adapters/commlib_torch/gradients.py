@@ -1,0 +1,170 @@
+"""Gradients of parameters reduced while backward runs: how autograd drives the core's GradientReducer."""
+
+from __future__ import annotations
+
+import gc
+from collections.abc import Collection, Iterable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from commlib.data_parallel import Gradient, GradientReducer, InOrder, Options, place_groups, read_groups
+from commlib.errors import UsageError
+from commlib.horovod.join import join as core_join
+from commlib_torch._autograd import backward_passes, listen
+from commlib_torch._bridge import check_dense, dtype_name
+from commlib_torch._memory import keep_freed_memory
+from commlib_torch._slots import Named, ParameterValues
+
+Groups = int | Sequence[Sequence[Tensor]] | None
+
+
+class Gradients:
+    """Reduces the gradients of `parameters` over `ranks` in every backward. Collective to make.
+
+    `parameters` are (name, parameter) pairs in module order, each parameter once; `known` are ids of others that
+    `groups` may name. Raises UsageError if they cannot be managed, or are already.
+    """
+
+    def __init__(
+        self,
+        parameters: Sequence[Named],
+        ranks: InOrder,
+        options: Options,
+        *,
+        groups: Groups = None,
+        known: Collection[int] = (),
+    ) -> None:
+        _check_parameters(parameters)
+        self.parameters = [parameter for _, parameter in parameters]
+        """Those whose gradients are reduced, in module order."""
+        self._ranks, self._groups = ranks, groups
+        self._ids = {id(parameter) for parameter in self.parameters}
+        placed = place_groups(read_groups(groups, _key), [id(parameter) for parameter in self.parameters], known)
+        self._values = ParameterValues(parameters, options.compressor, options.predivide)
+        self.reducer = GradientReducer(
+            ranks,
+            [_gradient_of(*named) for named in parameters],
+            self._values,
+            options,
+            groups=placed,
+            threads=torch.get_num_threads(),
+        )
+        self.serial = backward_passes.join(self)
+        self._hooks: list[Any] = []
+        if ranks.size > 1:  # one rank: gradients are final as they are
+            keep_freed_memory()
+            self._hooks = listen(self, self.parameters, before=self.reducer.scales_before_adding)
+
+    @property
+    def comm(self) -> Any:
+        """The communicator that gradients are reduced over."""
+        return self._ranks.comm
+
+    def __contains__(self, parameter: Tensor) -> bool:
+        return id(parameter) in self._ids
+
+    def again(self, parameters: Sequence[Named], known: Collection[int]) -> Gradients:
+        """Stop; return what reduces other parameters in the same way, and goes on with the statistics. Collective."""
+        self.close()
+        new = Gradients(parameters, self._ranks, self.reducer.options, groups=self._groups, known=known)
+        new.reducer.take_over(self.reducer)
+        return new
+
+    def close(self) -> None:
+        """Stop reducing. Gradients stay what they are."""
+        for hook in self._hooks:
+            hook.remove()
+        self._hooks.clear()
+        backward_passes.leave(self)
+
+    def synchronize(self) -> None:
+        """Reduce gradients now if the next step needs it: see `GradientReducer.synchronize`."""
+        with torch.no_grad():  # autograd adds to no gradient now
+            self.reducer.synchronize()
+
+    def reduce(self) -> None:
+        """Reduce gradients now, whether or not that is needed. Collective."""
+        with torch.no_grad():
+            self.reducer.reduce()
+
+    def contribute_nothing(self) -> int | None:
+        """Take part with nothing until all ranks do: see `GradientReducer.contribute_nothing`."""
+        with torch.no_grad():
+            return self.reducer.contribute_nothing()
+
+    def end_backward(self) -> None:
+        """Finish the backward in progress, if there is one."""
+        if self.reducer.active:
+            with torch.no_grad():
+                self.reducer.end()
+
+    def before_gradient(self, index: int) -> None:
+        """Note that autograd is about to add to the gradient of a parameter."""
+        self.reducer.before(index)
+
+    def on_gradient(self, index: int) -> None:
+        """Note that autograd has accumulated the gradient of a parameter."""
+        backward_passes.arm()
+        reducer = self.reducer
+        if not reducer.active:
+            # Several reducers at once: the order in which backward reaches them may differ among ranks.
+            reducer.begin(eager=len(backward_passes.members) == 1)
+        reducer.ready(index)
+
+
+def join(device: int = -1) -> int:
+    """Wait until all ranks have called this; return the rank that did so last. `device` is not used.
+
+    Until then this rank takes part with nothing in what the others do: see `commlib.horovod.join`.
+    """
+    if backward_passes.members:
+        gc.collect()  # optimizers that are no more, but in a cycle with their scheduler, must not wait for anybody
+    return core_join(backward_passes.members)
+
+
+def unique_parameters(named: Iterable[Named]) -> list[Named]:
+    """Return those that require gradients, each under its first name, in order. Raises UsageError for a name twice."""
+    seen: dict[int, str] = {}
+    names: set[str] = set()
+    result: list[Named] = []
+    for name, parameter in named:
+        if id(parameter) in seen:
+            continue
+        if name in names:
+            raise UsageError(f"two parameters are named {name!r}")
+        seen[id(parameter)] = name
+        names.add(name)
+        if parameter.requires_grad:
+            result.append((name, parameter))
+    return result
+
+
+def _key(member: Any) -> int:
+    if not isinstance(member, Tensor):
+        raise TypeError("tensors")
+    return id(member)
+
+
+def _gradient_of(name: str, parameter: Tensor) -> Gradient:
+    real = torch.view_as_real(parameter.detach()) if parameter.is_complex() else parameter
+    return Gradient(name, tuple(real.shape), dtype_name(real.dtype), parameter.device.type)
+
+
+def _check_parameters(parameters: Sequence[Named]) -> None:
+    """Raise UsageError unless all of them can be managed, and nobody else does already."""
+    for name, parameter in parameters:
+        try:
+            check_dense(parameter)
+        except UsageError as error:
+            raise UsageError(f"parameter {name}: {error}") from error
+        if not parameter.is_leaf:
+            raise UsageError(f"parameter {name} is not a leaf of autograd's graph, so it never gets a gradient")
+    for member in backward_passes.members:
+        for name, parameter in parameters:
+            if parameter in member:
+                raise UsageError(
+                    f"the gradient of {name} is already reduced by another DistributedOptimizer or DataParallel: "
+                    "use one of them"
+                )

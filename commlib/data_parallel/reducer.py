@@ -1,0 +1,422 @@
+"""GradientReducer: gradients of one set of parameters, reduced while backward runs. What every adapter drives.
+
+    begin | ready(3), ready(2) -> bucket 0 is launched, ready(1), ... | end: the rest is launched, all are waited for
+
+Each gradient has a slot in a symmetric bucket (`BucketOrder` says where). The adapter says when a gradient is ready and
+brings it there (`Values`); a bucket whose gradients are all ready is launched, and reduced in place while backward goes
+on. At the end gradients are final: clipping, loss scaling or logging need no call into commlib. Gradients that do not
+fit into buckets travel in other ways (`Unbucketed`). No framework is known here.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import replace
+
+from commlib.data_parallel.bucket_order import ACTIVE, FLAGS, OTHERS_MISSING, SPARSE_FOUND, BucketOrder
+from commlib.data_parallel.buckets import Bucket
+from commlib.data_parallel.compressed import CompressedPlans
+from commlib.data_parallel.course import Course, agree
+from commlib.data_parallel.engine import Engine, MakePlan
+from commlib.data_parallel.options import Gradient, Options
+from commlib.data_parallel.parameter_check import check_agreement
+from commlib.data_parallel.ranks import Compression, Ranks
+from commlib.data_parallel.report import Statistics, StepClock, StepReport
+from commlib.data_parallel.shards import Shards
+from commlib.data_parallel.tracker import Tracker
+from commlib.data_parallel.unbucketed import Unbucketed
+from commlib.data_parallel.values import Values
+from commlib.dtypes import Array
+from commlib.errors import MismatchError, UsageError
+
+
+class GradientReducer:
+    """Reduces `gradients`, given in module order, over `ranks` in every backward. Construction is collective.
+
+    `values` are where the framework has them. `groups` are numbers of gradients that share a bucket, `sparse` of those
+    known to be sparse, `order` of all as they become ready, if that is known; `threads` train on this rank. `what` is
+    what errors call them. Raises MismatchError on every rank if ranks hold different ones, UsageError for caps of
+    buckets that make no sense.
+    """
+
+    def __init__(
+        self,
+        ranks: Ranks,
+        gradients: Sequence[Gradient],
+        values: Values,
+        options: Options,
+        *,
+        groups: Sequence[Sequence[int]] = (),
+        sparse: Sequence[int] = (),
+        order: Sequence[int] | None = None,
+        threads: int = 1,
+        what: str = "data-parallel parameters",
+    ) -> None:
+        self.ranks, self.options = ranks, options.for_ranks_of(ranks)
+        options = self.options
+        self.gradients, self._values = tuple(gradients), values
+        self.groups = tuple(tuple(group) for group in groups)
+        settings = f"{options.describe()} groups={self.groups}"
+        lines = [
+            f"{gradient}, sparse" if index in sparse else str(gradient) for index, gradient in enumerate(gradients)
+        ]
+        check_agreement(ranks, what, [settings, *lines])
+        if order is not None:  # ranks may have seen different ones
+            order = ranks.all_gather_object(order)[0]
+        self._all = range(len(gradients))
+        self._active, self._sparse_found, self._others_missing = (
+            len(gradients) + flag for flag in (ACTIVE, SPARSE_FOUND, OTHERS_MISSING)
+        )
+        self._agreed_missing: frozenset[int] = frozenset()
+        self._scale_before_adding = options.op == "sum" and ranks.size > 1 and values.accumulates
+        self._holds_sum = [False] * len(gradients)
+        """The gradient is a sum over ranks already. Each rank then adds to 1/size of it, so that it is counted once."""
+        self._overlap = ranks.overlap_pays(threads) if options.overlap is None else options.overlap
+        self._sync = True
+        self._unbucketed = Unbucketed(ranks, options, gradients, values)
+        self._unbucketed.restore(sparse)
+        self._compression = ranks.compression(
+            options.scheme, within_node=options.within_node, count=int(options.bucket_cap_mib * 2**18)
+        )
+        shapes = [(gradient.name, gradient.shape) for gradient in gradients]
+        self._plans = CompressedPlans(ranks.plan, self._compression, shapes)
+        self._order = BucketOrder(ranks, options, gradients, groups, self._unbucketed, order)
+        self._is_undecided = self._compression.scheme is not None
+        """Nothing was reduced so far, so ranks have not said yet whether all of them resume one saved run."""
+        self._is_compressing = False
+        self._resumed: Course | None = None
+        self._compressed_steps = 0
+        buckets = self._order.buckets()
+        self.shards = Shards(ranks, buckets) if options.shard else None
+        """This rank's parts of the buckets, if they are sharded."""
+        self._tracker = Tracker([b.parameters for b in buckets], passes_per_step=options.passes_per_step)
+        self._engine = self._start_engine(buckets)
+        self._clock = StepClock()
+        self.report: StepReport | None = None
+        """What the last step cost; None before there was one."""
+
+    @property
+    def statistics(self) -> Statistics:
+        """What was reduced so far, and what it cost the training thread."""
+        return self._engine.statistics
+
+    @statistics.setter
+    def statistics(self, shared: Statistics) -> None:
+        self._engine.statistics = shared
+
+    @property
+    def compression(self) -> Compression:
+        """How gradients are compressed, why so, and what is remembered of them."""
+        return self._compression
+
+    @property
+    def buckets(self) -> tuple[Bucket, ...]:
+        """The buckets in launch order. Numbers from `len(gradients)` on are flags."""
+        return self._engine.buckets
+
+    @property
+    def engine(self) -> Engine:
+        """What reduces the buckets; another one when they change."""
+        return self._engine
+
+    @property
+    def order_is_settled(self) -> bool:
+        """Buckets change no more because of the order of gradients."""
+        return self._order.is_settled
+
+    @property
+    def active(self) -> bool:
+        """A backward has begun and not ended."""
+        return self._tracker.active
+
+    @property
+    def overlaps(self) -> bool:
+        """Buckets are launched while backward runs."""
+        return self._overlap
+
+    @property
+    def scales_before_adding(self) -> bool:
+        """`before` has to be called before a gradient is added to what is there."""
+        return self._scale_before_adding
+
+    @property
+    def course(self) -> Course | None:
+        """How compression goes on from here; None before it has begun."""
+        scheme = self._compression.scheme
+        if scheme is None or not self._is_compressing:
+            return self._resumed
+        order = None if self._order.order is None else tuple(self._order.order)
+        return Course(scheme.name, order, tuple(sorted(self._unbucketed.sparse)), self._compressed_steps)
+
+    def resume(self, course: Course) -> None:
+        """Begin with compression where a saved run was, if all ranks say the same before anything is reduced."""
+        if self._is_undecided:
+            self._resumed = course
+
+    def take_over(self, before: GradientReducer) -> None:
+        """Go on with the statistics, steps and residuals of another one. To be called on all ranks."""
+        self._engine.statistics = before.statistics
+        self._compression.load(before.compression.state())
+        self._is_undecided = self._is_undecided and before._is_undecided
+        self._clock, self.report = before._clock, before.report
+
+    # What happens in a training step
+
+    @contextmanager
+    def no_sync(self) -> Iterator[None]:
+        """Let backward passes within accumulate gradients on this rank only."""
+        before, self._sync = self._sync, False
+        try:
+            yield
+        finally:
+            self._sync = before
+
+    def set_passes_per_step(self, passes: int) -> None:
+        """Let every `passes`-th backward reduce from now on. To be called on all ranks."""
+        self.options = replace(self.options, passes_per_step=passes)
+        self._tracker.passes_per_step = passes
+
+    def begin(self, *, eager: bool = True) -> None:
+        """Note that a backward begins. `eager`: buckets may be launched before it ends."""
+        if self._tracker.begin(sync=self._sync, eager=self._overlap and eager and not self._is_undecided):
+            self._values.free()
+
+    def before(self, index: int) -> None:
+        """Note that something is about to be added to a gradient."""
+        if self._holds_sum[index]:
+            self._holds_sum[index] = False
+            if self._values.exists(index):
+                self._values.scale(index, 1 / self.ranks.size)
+
+    def ready(self, index: int) -> None:
+        """Note that a gradient is complete, and launch the buckets that are. Between `begin` and `end`."""
+        if self._unbucketed.is_new(index):
+            return  # not ready: its bucket must wait for what the ranks say about it
+        tracker = self._tracker
+        try:
+            launches = tracker.ready(index)
+        except RuntimeError as error:
+            raise UsageError(
+                f"the gradient of {self.gradients[index].name} became ready a second time before backward ended. "
+                f"{self._values.hint}"
+            ) from error
+        if not tracker.reducing or self._is_undecided:
+            return  # it stays where it is until a pass that reduces, or until the buckets are known
+        started = time.perf_counter()
+        self._put(index)
+        self.statistics.exposed_seconds += time.perf_counter() - started
+        for bucket in launches:
+            self._engine.launch(bucket)
+            self._values.hide(
+                i for i in self.buckets[bucket].parameters if i in self._all and i not in self._unbucketed
+            )
+
+    def end(self, *, strict: bool = False) -> None:
+        """Finish the backward in progress, if there is one: gradients are final afterwards.
+
+        A gradient that some ranks lack is zeros there, and they get the result too. Where that cannot be, this is
+        `strict` on all ranks; then it raises MismatchError on all of them.
+        """
+        if not self._tracker.active:
+            return
+        if not self._tracker.reducing:
+            self._tracker.end()
+            return
+        seen = self._tracker.order
+        if self._is_undecided:
+            self._tracker.end()
+            self._decide()
+            self._tracker.begin_step()
+        with self.statistics.exposing():
+            missing = [index for index in self._tracker.missing() if index in self._all]
+            unused = {index for index in missing if not self._put_old(index)}
+            lacking = frozenset(unused)
+            if not self._unbucketed.has_found:
+                unused.add(self._sparse_found)
+            if not strict or lacking == self._agreed_missing:
+                unused.add(self._others_missing)
+            remaining = self._tracker.end()
+            try:
+                self._engine.finish(remaining, unused)
+                self._compression.end_step()
+                if self.shards is not None:
+                    self.shards.take(self._engine)
+                if self._engine.used(self._others_missing):
+                    self._compare_missing(lacking)
+                for index in self._all:
+                    # A gradient that no rank had stays None, as it would in one process; else all take the result.
+                    if index not in self._unbucketed and (index not in unused or self._engine.used(index)):
+                        self._take(index)
+            finally:
+                self._values.forget()
+            self._finish_unbucketed(seen)
+        if self._scale_before_adding:
+            self._holds_sum = [True] * len(self.gradients)
+
+    def synchronize(self) -> None:
+        """Reduce gradients now if the next step needs it: nothing to do after a backward that reduced.
+
+        A rank that ran no backward, for want of a loss, joins the reduction of the others here.
+        """
+        if self._tracker.active:  # a backward raised before its end, and was caught; the others wait for this rank
+            self.end()
+        if self._tracker.must_reduce:
+            self.reduce()
+
+    def reduce(self) -> None:
+        """Reduce gradients now, whether or not that is needed. Collective."""
+        if self.ranks.size > 1:
+            self._tracker.begin_step()
+            self._values.free()
+            self.end()
+
+    def stepped(self) -> None:
+        """Note that an optimizer stepped."""
+        self._tracker.stepped()
+        self._compression.commit()
+        self.report = self._clock.step(self.statistics)
+
+    def cleared(self) -> None:
+        """Note that gradients were cleared."""
+        self._compression.rollback()  # unless a step has used them
+        self._tracker.cleared()
+
+    def gather(self) -> None:
+        """Start to gather the parameters that ranks have updated in their `shards`: those of the last bucket first.
+
+        Backward makes gradients in the order of the buckets, so forward needs them in the other. Collective.
+        """
+        assert self.shards is not None, "nothing is sharded"
+        self._engine.prefetch(reversed(self.shards.gathers()))
+
+    def gathered(self, index: int) -> Array:
+        """Wait until a parameter was gathered; return its elements, in one dimension, until the next gather."""
+        assert self.shards is not None, "nothing is sharded"
+        self._engine.fetched(len(self.buckets) - 1 - self.shards.bucket_of(index))
+        return self.shards.parameter(index)
+
+    def contribute_nothing(self) -> int | None:
+        """Take part with nothing in what the other ranks reduce, until all of them call this. Collective.
+
+        Gradients and parameters of this rank stay what they are. Returns how often others reduced, None if there is
+        nothing to reduce, nobody else, or no need to.
+        """
+        if self._tracker.active:
+            self.end()
+        if self.ranks.size == 1 or not self.buckets or not self.ranks.stands_in:
+            return None
+        if self.shards is not None:
+            raise UsageError("join: a rank whose part of the parameters others gather cannot leave them alone")
+        self._values.detach()
+        self._values.free()
+        everything = {*self._all, *range(len(self._all), len(self._all) + FLAGS)}
+        times = 0
+        if self._is_undecided:
+            self._decide()
+        while True:
+            self._engine.finish(range(len(self.buckets)), everything)
+            if not self._engine.used(self._active):
+                return times
+            self._finish_unbucketed((), has_joined=True)
+            times += 1
+
+    # How
+
+    def _put(self, index: int) -> None:
+        """Bring a gradient to where it is reduced from."""
+        if index in self._unbucketed:
+            self._unbucketed.prepare(index)
+        else:
+            self._values.put(index)
+
+    def _take(self, index: int) -> None:
+        """Make what was reduced the gradient, unless this rank has but a part of it."""
+        if self.shards is None:
+            self._values.take(index)
+        else:
+            self._values.hide([index])
+
+    def _put_old(self, index: int) -> bool:
+        """Put a gradient that earlier passes left; return False if there is none for the buckets."""
+        self.before(index)
+        if not self._values.exists(index) or self._unbucketed.is_new(index):
+            return False
+        self._put(index)
+        return True
+
+    def _compare_missing(self, mine: frozenset[int]) -> None:
+        """Raise MismatchError unless all ranks that have not joined lack the same gradients. Collective."""
+        rank, size = self.ranks.rank, self.ranks.size
+        everyone: list[tuple[int, frozenset[int]]] = self.ranks.all_gather_object((rank, mine))
+        for index in sorted(frozenset().union(*(theirs for _, theirs in everyone))):
+            without = [other for other, theirs in everyone if index in theirs]
+            if len(without) < len(everyone):
+                there = [other for other, theirs in everyone if index not in theirs]
+                raise MismatchError(
+                    f"the gradient of {self.gradients[index].name} is None on ranks {without}, but not on ranks "
+                    f"{there} (this is rank {rank} of {size}): give zeros where there is none"
+                )
+        self._agreed_missing = mine
+
+    def _decide(self) -> None:
+        """Agree on whether to go on with a saved run. Collective, once."""
+        self._is_undecided = False
+        course = agree(self.ranks, self._resumed)
+        if course is None:
+            self._compression.forget_common()
+            if self._order.is_settled:
+                self._compress()
+            return
+        self._order.restore(course.order)
+        self._unbucketed.restore(course.sparse)
+        self._compressed_steps = course.steps
+        self._compress()
+
+    def _finish_unbucketed(self, seen: Sequence[int], *, has_joined: bool = False) -> None:
+        """Reduce what is not in the buckets, and make the buckets anew if there is a reason to. Collective.
+
+        `seen` are the gradients that the backward made, in order.
+        """
+        self._compressed_steps += self._is_compressing
+        engine = self._engine
+        someone_found = engine.used(self._sparse_found) if engine.buckets else False
+        more = self._unbucketed.finish(
+            engine.used, engine.statistics, someone_found=someone_found, has_joined=has_joined
+        )
+        # What has just left the buckets was not ready in time: the next backward's order is the better one.
+        if more or self._order.learn(seen, overlap=self._overlap):
+            self._rebuild()
+        if not self._is_compressing and self._compression.scheme is not None and self._order.is_settled:
+            self._compress()
+
+    def _compress(self) -> None:
+        self._is_compressing = True
+        self._rebuild(anyway=True)
+
+    def _rebuild(self, *, anyway: bool = False) -> None:
+        """Make the buckets anew, if they change. Collective."""
+        buckets = self._order.buckets()
+        if anyway or buckets != self.buckets:
+            statistics = self._engine.statistics
+            self._engine = self._start_engine(buckets)
+            self._engine.statistics = statistics
+            self._tracker.use([bucket.parameters for bucket in buckets])
+
+    def _plan(self) -> MakePlan:
+        """Return what makes the plans of buckets."""
+        if self.shards is not None:
+            return self.shards.reduction
+        return self._plans.start() if self._is_compressing else self.ranks.plan
+
+    def _start_engine(self, buckets: Sequence[Bucket]) -> Engine:
+        engine = Engine(
+            self.ranks.along,
+            buckets,
+            self._plan(),
+            together=self.ranks.together,
+        )
+        members = [[i for i in b.parameters if i in self._all and i not in self._unbucketed] for b in buckets]
+        self._values.use(engine, members)
+        return engine

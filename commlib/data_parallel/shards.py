@@ -1,0 +1,144 @@
+"""Shards: each rank keeps one part of every bucket, of reduced gradients and of parameters, and gathers the parameters.
+
+    backward: reduce-scatter 0, 1, ... | the optimizer updates `own(b)` by `gradients(b)` | gather ..., 1, 0 | forward
+
+So gradients and what an optimizer remembers take 1/P of the memory, for the bytes of an all-reduce (Rajbhandari et al.
+2020, ZeRO). A bucket is cut without regard to parameters: `pieces` says what of which parameter a part has.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+from commlib.data_parallel.buckets import Bucket
+from commlib.data_parallel.engine import Engine, Pending, Plan
+from commlib.data_parallel.ranks import Ranks
+from commlib.dtypes import Array
+
+
+class Piece(NamedTuple):
+    """What this rank owns of one parameter: its elements from `first` on, at `start` to `stop` of its part."""
+
+    parameter: int
+    first: int
+    start: int
+    stop: int
+
+
+class Shards:
+    """This rank's parts of `buckets`, whose values are as many as `ranks` divide. Collective to make."""
+
+    def __init__(self, ranks: Ranks, buckets: Sequence[Bucket]) -> None:
+        self._buckets = tuple(buckets)
+        self._comms = [ranks.along(bucket.axis) for bucket in buckets]
+        self._gradients: list[Any] = []
+        self._own: list[Any] = []
+        self._whole: list[Any] = []
+        self._of: dict[int, tuple[int, int, int]] = {}  # the bucket, the first element and the end of each parameter
+        for index, (bucket, comm) in enumerate(zip(self._buckets, self._comms, strict=True)):
+            self._whole.append(comm.empty((bucket.flags,), bucket.dtype))
+            part = (bucket.flags // comm.size,)
+            self._own.append(self._whole[index] if comm.size == 1 else comm.empty(part, bucket.dtype))
+            self._gradients.append(comm.empty(part, bucket.dtype))
+            for slot in bucket.slots:
+                self._of[slot.parameter] = index, slot.offset, slot.offset + slot.count
+
+    def pieces(self, bucket: int) -> list[Piece]:
+        """Return what of which parameter this rank owns, in order."""
+        comm, length = self._comms[bucket], len(self._own[bucket])
+        begin = comm.rank * length
+        found = []
+        for slot in self._buckets[bucket].slots:
+            start, stop = max(slot.offset, begin), min(slot.offset + slot.count, begin + length)
+            if start < stop:
+                found.append(Piece(slot.parameter, start - slot.offset, start - begin, stop - begin))
+        return found
+
+    def gradients(self, bucket: int) -> Array:
+        """Return this rank's part of the reduced gradients of a bucket."""
+        found: Array = self._gradients[bucket]
+        return found
+
+    def own(self, bucket: int) -> Array:
+        """Return this rank's part of a bucket's parameters, to be written before they are gathered."""
+        found: Array = self._own[bucket]
+        return found
+
+    def parameter(self, index: int) -> Array:
+        """Return all elements of a parameter, as gathered last: a 1-D view that the next gather overwrites."""
+        bucket, start, stop = self._of[index]
+        found: Array = self._whole[bucket][start:stop]
+        return found
+
+    def bucket_of(self, index: int) -> int:
+        """Return the bucket of a parameter."""
+        return self._of[index][0]
+
+    def reduction(self, bucket: Bucket, array: Any) -> Plan:
+        """Return what reduces a bucket in its array: its values to the ranks' parts, its flags everywhere."""
+        comm: Any = self._comms[bucket.index]
+        values, flags = array[: bucket.flags], array[bucket.flags :]
+        plans = [comm.plan_all_reduce(flags, "sum", out=flags)]
+        if bucket.flags:
+            own = self._gradients[bucket.index]
+            plans.insert(0, comm.plan_reduce_scatter(values, bucket.reduction, out=own))
+        return PlanSequence(plans, (comm.size - 1) * bucket.nbytes // comm.size)
+
+    def take(self, engine: Engine) -> None:
+        """Take the gradients of buckets that one rank alone reduces, which no plan has brought here."""
+        for index, comm in enumerate(self._comms):
+            if comm.size == 1:
+                self._gradients[index][...] = engine.array(index)[: self._buckets[index].flags]
+
+    def gathers(self) -> list[Plan]:
+        """Return what gathers the parameters of each bucket from the ranks' parts."""
+        plans: list[Plan] = []
+        for comm, own, whole in zip(self._comms, self._own, self._whole, strict=True):
+            ranks: Any = comm
+            plans.append(PlanSequence([], 0) if own is whole else ranks.plan_all_gather(own, out=whole))
+        return plans
+
+
+class PlanSequence:
+    """A plan that runs others one after another."""
+
+    def __init__(self, plans: Sequence[Plan], nbytes: int) -> None:
+        self._plans = plans
+        self.sent_bytes = self.uncompressed_bytes = nbytes
+
+    def __call__(self) -> Any:
+        """Run them here and now."""
+        for plan in self._plans:
+            plan()
+
+    def start(self) -> Pending:
+        """Start them on the progress thread."""
+        return _All([plan.start() for plan in self._plans])
+
+
+class _All:
+    """Operations that were started one after another."""
+
+    def __init__(self, works: Sequence[Any]) -> None:
+        self._works = works
+
+    @property
+    def seconds(self) -> float:
+        """How long they ran."""
+        return float(sum(work.seconds for work in self._works))
+
+    def done(self) -> bool:
+        """Tell whether the last one has ended."""
+        return all(work.done() for work in self._works)
+
+    def wait(self, timeout: float | None = None) -> Any:
+        """Wait for all of them; raise the first failure when all have ended."""
+        failure: Exception | None = None
+        for work in self._works:
+            try:
+                work.wait(timeout)
+            except Exception as error:
+                failure = failure or error
+        if failure is not None:
+            raise failure

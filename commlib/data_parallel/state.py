@@ -1,0 +1,61 @@
+"""Save and load what compression remembers of each gradient, and where it goes on.
+
+Residuals are this rank's own. Another rank's would help nobody, so those that were saved by another rank, or in a job
+of another size, are left aside with a warning. What is the same on all ranks is taken from any rank's state.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable
+from typing import Any
+
+from commlib.compress.scheme import COMMON
+from commlib.data_parallel.course import Course
+from commlib.data_parallel.reducer import GradientReducer
+from commlib.dtypes import Array
+
+log = logging.getLogger("commlib")
+
+
+def save_compression(reducer: GradientReducer, convert: Callable[[Array], Any]) -> dict[str, Any]:
+    """Return what is remembered on this rank, arrays as `convert` makes them, or {} if there is nothing."""
+    state, course = reducer.compression.state(), reducer.course
+    if not state and course is None:
+        return {}
+    return {
+        "course": None if course is None else course.save(),
+        "rank": reducer.ranks.rank,
+        "size": reducer.ranks.size,
+        "compression": reducer.options.describe(),
+        "parameters": {name: {what: convert(array) for what, array in known.items()} for name, known in state.items()},
+    }
+
+
+def load_compression(reducer: GradientReducer, saved: dict[str, Any], convert: Callable[[Any], Array]) -> None:
+    """Take over what `save_compression` returned on this rank; `convert` makes arrays of it again."""
+    if saved["compression"] != reducer.options.describe():
+        log.warning("compression starts without residuals: they are of %s", saved["compression"])
+        return
+    mine = reducer.ranks.rank, reducer.ranks.size
+    theirs = saved["rank"], saved["size"]
+    if mine != theirs:
+        log.warning(
+            "compression starts without residuals: those in the state are of rank %d of %d, this is rank %d of %d; "
+            "save and load the optimizer's state on every rank to keep them",
+            *theirs,
+            *mine,
+        )
+    if mine[1] != theirs[1]:
+        return
+    reducer.compression.load(
+        {
+            name: {what: convert(value) for what, value in known.items() if mine == theirs or what in COMMON}
+            for name, known in saved["parameters"].items()
+        }
+    )
+    course = saved.get("course")  # states of earlier versions have none
+    if course is not None and reducer.compression.scheme is not None:
+        found = Course.load(course)
+        if found.scheme == reducer.compression.scheme.name:
+            reducer.resume(found)

@@ -1,0 +1,155 @@
+"""Unbucketed: gradients that travel outside the buckets, sparse ones and those that a user's compressor packs.
+
+They have a slot without elements, whose flag tells all ranks whether any of them has such a gradient.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+
+import numpy as np
+
+from commlib.data_parallel.options import Gradient, Options
+from commlib.data_parallel.ranks import Ranks
+from commlib.data_parallel.report import Statistics, all_reduce_bytes
+from commlib.data_parallel.values import Values
+from commlib.dtypes import NUMPY, Array
+from commlib.errors import MismatchError
+
+
+class Unbucketed:
+    """Which gradients travel outside the buckets, as far as all ranks know, and the exchanges that reduce them."""
+
+    def __init__(self, ranks: Ranks, options: Options, gradients: Sequence[Gradient], values: Values) -> None:
+        self._ranks, self._options, self._gradients, self._values = ranks, options, gradients, values
+        self._everything = options.compressor is not None
+        self._sparse: set[int] = set()
+        self._sparse_again: dict[int, int] = {}
+        """Those that all ranks know to have sparse gradients, which travel dense; with their sparse dimensions."""
+        self._found: dict[int, int] = {}
+        """Those that this rank found since ranks last spoke about it."""
+
+    def __contains__(self, index: object) -> bool:
+        return index in self._sparse or self._everything
+
+    @property
+    def sparse(self) -> frozenset[int]:
+        """Parameters that all ranks know to have sparse gradients."""
+        return frozenset(self._sparse)
+
+    def restore(self, sparse: Iterable[int]) -> None:
+        """Take parameters for known to have sparse gradients. The same on all ranks."""
+        self._sparse.update(sparse)
+
+    @property
+    def has_found(self) -> bool:
+        """This rank found a sparse gradient that not all ranks know of."""
+        return bool(self._found)
+
+    def is_new(self, index: int) -> bool:
+        """Note a sparse gradient of a parameter that not all ranks know to have such.
+
+        Returns whether it cannot travel before they do.
+        """
+        dimensions = self._values.sparse_dimensions(index)
+        if dimensions is None or index in self._sparse or index in self._sparse_again:
+            return False
+        self._found[index] = dimensions
+        return not self._options.sparse_as_dense
+
+    def prepare(self, index: int) -> None:
+        """Make the gradient of a parameter that is known to have sparse ones sparse, if it is not."""
+        is_sparse = self._values.sparse_dimensions(index) is not None
+        if index in self._sparse and not is_sparse:
+            self._values.make_sparse(index)
+        elif index not in self._sparse and is_sparse:
+            self._values.make_dense(index)
+
+    def finish(
+        self,
+        used: Callable[[int], bool],
+        statistics: Statistics,
+        *,
+        someone_found: bool,
+        has_joined: bool = False,
+    ) -> bool:
+        """Reduce what travels here; return whether more parameters do so from now on. Collective.
+
+        Every rank sees from the same flags what there is: `used` parameters, and whether any rank has found another
+        sparse one. A rank that `has_joined` gives nothing, and its gradients stay. Raises MismatchError on every rank
+        if a gradient is sparse on some and dense on others.
+        """
+        found = self._learn(used) if someone_found else set()
+        self._reduce_rows(
+            [index for index in sorted(self._sparse) if index in found or used(index)], statistics, has_joined
+        )
+        if self._everything and not has_joined:  # by name: those that have joined take part anyway
+            self._reduce_packed(
+                [i for i in range(len(self._gradients)) if i not in self._sparse and used(i)], statistics
+            )
+        if not has_joined:
+            self._make_sparse_again(used)
+        return bool(found)
+
+    def _reduce_rows(self, indices: Sequence[int], statistics: Statistics, has_joined: bool) -> None:
+        if not indices:
+            return
+        arrays: list[Array] = []
+        for index in indices:
+            wire = self._options.wire_dtype(self._gradients[index].dtype)
+            if has_joined or not self._values.exists(index):
+                shape = self._gradients[index].shape
+                arrays += [np.empty(0, np.int64), np.empty((0, *shape[1:]), NUMPY[wire])]
+            else:
+                arrays += self._values.rows(index, wire)
+        nbytes = sum(array.nbytes for array in arrays) * (self._ranks.size - 1)
+        statistics.count(nbytes, nbytes)
+        gathered = self._ranks.gather_rows(arrays)
+        divisor = self._ranks.size if self._options.op == "mean" else 1
+        for index, numbers, rows in zip(indices, gathered[::2], gathered[1::2], strict=True):
+            if not has_joined:
+                self._values.take_rows(index, numbers, rows, divisor)
+
+    def _reduce_packed(self, indices: Sequence[int], statistics: Statistics) -> None:
+        if not indices:
+            return
+        arrays = [self._values.compress(index) for index in indices]
+        first = self._gradients[indices[0]].name
+        self._ranks.reduce_by_name(
+            arrays,
+            f"gradients of {first} and {len(indices) - 1} more",
+            op=self._options.op,
+            predivide=self._options.predivide,
+        )
+        size = self._ranks.size
+        nbytes = sum(array.nbytes for array in arrays)
+        whole = sum(self._gradients[index].nbytes for index in indices)
+        statistics.count(all_reduce_bytes(size, nbytes), all_reduce_bytes(size, whole))
+        for index, array in zip(indices, arrays, strict=True):
+            self._values.decompress(index, array)
+
+    def _make_sparse_again(self, used: Callable[[int], bool]) -> None:
+        """Give back as sparse what travelled dense for that: optimizers such as SparseAdam take nothing else."""
+        for index, dimensions in self._sparse_again.items():
+            values = self._values
+            if used(index) and values.exists(index) and values.sparse_dimensions(index) is None:
+                values.make_sparse(index, dimensions)
+
+    def _learn(self, used: Callable[[int], bool]) -> set[int]:
+        """Tell the other ranks which parameters have sparse gradients; return those that travel here from now on."""
+        everyone: dict[int, int] = {}
+        for theirs in self._ranks.all_gather_object(self._found):
+            everyone |= theirs
+        self._found.clear()
+        if self._options.sparse_as_dense:
+            self._sparse_again |= everyone
+            return set()
+        found = set(everyone)
+        self._sparse |= found
+        for index in sorted(found):
+            if used(index):
+                raise MismatchError(
+                    f"the gradient of {self._gradients[index].name} is sparse on some ranks and dense on others: "
+                    "pass sparse_as_dense=True"
+                )
+        return found

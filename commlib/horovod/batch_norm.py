@@ -1,0 +1,87 @@
+"""Batch statistics of all ranks, as if their batches were one: what synchronised layers of both adapters share.
+
+Ranks gather (count, mean, sum of squared deviations) and combine them by the formula of Chan, Golub and LeVeque (1979).
+One all-reduce of sums and sums of squares would send less, but a variance that is the difference of two large numbers
+loses all its digits where the mean is large against it; and two all-reduces, of the mean and then of the deviations
+from it, would wait twice. Statistics are combined in float64.
+"""
+
+from __future__ import annotations
+
+import itertools
+import weakref
+from dataclasses import dataclass
+from typing import SupportsFloat
+
+import numpy as np
+
+from commlib.dtypes import Array
+from commlib.horovod.operations import start_allgather
+from commlib.horovod.process_sets import ProcessSet, global_process_set
+
+# Numbers for the layers of each process set, in the order of their making, which is the same on all its ranks.
+_numbers: weakref.WeakKeyDictionary[ProcessSet, itertools.count[int]] = weakref.WeakKeyDictionary()
+
+
+def next_layer(process_set: ProcessSet | None) -> int:
+    """Return the number of a new layer of a process set; None is all ranks. Its operations are known by it."""
+    everyone = global_process_set if process_set is None else process_set
+    return next(_numbers.setdefault(everyone, itertools.count()))
+
+
+@dataclass(frozen=True, slots=True)
+class BatchStatistics:
+    """Statistics of all ranks' values per channel, in float64, [channels].
+
+    count: how many there are, [1] if there are as many in each channel; variance: the biased one. Where there is no
+    value, mean and variance are 0.
+    """
+
+    count: Array
+    mean: Array
+    variance: Array
+
+
+def gather_statistics(
+    mine: Array, channels: int, name: str | None, process_set: ProcessSet | None, device: str = "cpu"
+) -> BatchStatistics:
+    """Combine this rank's statistics with those of the others. Collective.
+
+    `mine` is one-dimensional: the number of values per channel (one for all channels, or one for each), then their
+    means, then the sums of their squared deviations from these. `name` and `device`: see `start_allgather`.
+    """
+    pending = start_allgather([mine[np.newaxis]], name, process_set=process_set, device=device, blocking=True)
+    (everyone,) = pending.wait()
+    return combine(everyone, channels)
+
+
+def combine(everyone: Array, channels: int) -> BatchStatistics:
+    """Return the statistics of all values from those of each rank: a row each, as `gather_statistics` has it."""
+    rows = everyone.astype(np.float64)
+    counts, means, squares = np.split(rows, [rows.shape[1] - 2 * channels, rows.shape[1] - channels], axis=1)
+    count = counts.sum(0)
+    divisor = np.maximum(count, 1)
+    mean = (counts * means).sum(0) / divisor
+    # Differences from each rank's own mean are small, so nothing cancels as it would in E(x^2) - E(x)^2.
+    variance = (squares + counts * np.square(means - mean)).sum(0) / divisor
+    return BatchStatistics(count, mean, variance)
+
+
+def check_several(name: str, count: int) -> None:
+    """Raise ValueError for a single value, which has no variance; on every rank, as all know the count."""
+    if count <= 1:
+        raise ValueError(
+            f"{name}: expected more than 1 value per channel in training, but all ranks together have {count}"
+        )
+
+
+def running_factors(momentum: float | None, batches: SupportsFloat | None, count: int) -> tuple[float, float]:
+    """Return (the share of a batch in running statistics, what makes its biased variance of `count` values unbiased).
+
+    `batches` is the number of batches with this one: without a momentum, running statistics are their plain average.
+    Only then it is read, for which a GPU would have to be waited for.
+    """
+    if momentum is None:
+        assert batches is not None
+        momentum = 1.0 / float(batches)
+    return momentum, count / (count - 1)

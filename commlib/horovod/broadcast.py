@@ -1,0 +1,91 @@
+"""Give every rank the tensors of one of them: which ranks, under which names, and how many travel as one message."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from typing import Any, Protocol
+
+import numpy as np
+
+from commlib.dtypes import Array
+from commlib.horovod.operations import allgather_object, broadcast_object, start_broadcast
+from commlib.horovod.process_sets import ProcessSet, process_set_of, running
+
+PACK_BYTES = 8 * 2**20
+"""Smaller tensors travel together in messages of up to this size."""
+
+
+class Ranks(Protocol):
+    """The ranks that get the tensors, and what is done among them: a Communicator, or `NamedRanks`."""
+
+    @property
+    def rank(self) -> int: ...
+
+    @property
+    def size(self) -> int: ...
+
+    def all_gather_object(self, obj: Any) -> list[Any]: ...
+
+    def broadcast_object(self, obj: Any, root: int = 0) -> Any: ...
+
+    def broadcast(self, x: Any, root: int = 0) -> Any: ...
+
+
+class NamedRanks:
+    """The ranks of a process set, and operations by name; roots are numbers among all ranks."""
+
+    def __init__(self, name: str, process_set: ProcessSet | None) -> None:
+        self._name, self._process_set = name, process_set_of(process_set)
+        self._process_set.coordinator(name)  # raises on ranks that are not in it
+        self.rank: int = running().rank
+        self.size: int = self._process_set.size() or 1
+
+    def all_gather_object(self, obj: Any) -> list[Any]:
+        """Return the objects of all ranks."""
+        return allgather_object(obj, f"{self._name}.agreement", self._process_set)
+
+    def broadcast_object(self, obj: Any, root: int = 0) -> Any:
+        """Return the root's object."""
+        return broadcast_object(obj, root, f"{self._name}.object", self._process_set)
+
+    def broadcast(self, x: Any, root: int = 0) -> Any:
+        """Overwrite an array by the root's."""
+        name = f"{self._name}.values"
+        return start_broadcast([x], root, name, process_set=self._process_set, blocking=True).wait()
+
+
+def named(values: Mapping[str, Any] | Iterable[Any]) -> list[tuple[str, Any]]:
+    """Return pairs of names and values of a mapping, of pairs, or of values, whose names are "tensor 0" and so on."""
+    if isinstance(values, Mapping):
+        return list(values.items())
+    return [item if isinstance(item, tuple) else (f"tensor {n}", item) for n, item in enumerate(values)]
+
+
+def packs(sizes: Iterable[int], limit: int = PACK_BYTES) -> Iterator[list[int]]:
+    """Yield the numbers of the tensors of each message, in order. `sizes` are bytes; one above `limit` goes alone."""
+    pack: list[int] = []
+    total = 0
+    for number, nbytes in enumerate(sizes):
+        if pack and total + nbytes > limit:
+            yield pack
+            pack, total = [], 0
+        pack.append(number)
+        total += nbytes
+    if pack:
+        yield pack
+
+
+def broadcast_pack(arrays: Sequence[Array], root: int, ranks: Ranks) -> None:
+    """Overwrite contiguous arrays by the root's, as one message of bytes. They are of any dtypes. Collective."""
+    views = [array.reshape(-1).view(np.uint8) for array in arrays]
+    if len(views) == 1:
+        ranks.broadcast(views[0], root)
+        return
+    is_root = ranks.rank == root
+    message = np.concatenate(views) if is_root else np.empty(sum(map(len, views)), np.uint8)
+    ranks.broadcast(message, root)
+    bounds = itertools.accumulate(map(len, views), initial=0)
+    for view, start in zip(views, bounds, strict=False):
+        if not is_root:
+            view[:] = message[start : start + len(view)]

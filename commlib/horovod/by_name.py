@@ -1,0 +1,208 @@
+"""Gradients reduced by name: each bucket is an operation of its own, which ranks may ask for in any order.
+
+A rank that has joined takes part in it without knowing of the bucket: with zeros, and flags that say "unused".
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from commlib.buffers.aligned import aligned_empty
+from commlib.compress import GradientCompression, Part, Scheme, scheme_of
+from commlib.coordinator import Coordinator, Pending
+from commlib.coordinator.compressed_buckets import making, reducing
+from commlib.coordinator.request import Request
+from commlib.data_parallel import Alone, cores_per_rank
+from commlib.data_parallel.buckets import Bucket
+from commlib.dtypes import Array
+from commlib.errors import UsageError
+from commlib.horovod.basics import local_size, size
+from commlib.horovod.operations import allgather_object, start_allgather, start_allreduce
+from commlib.horovod.process_sets import ProcessSet, process_set_of, running
+from commlib.horovod.reductions import resolve_op
+
+
+def reduce_by_name(process_set: ProcessSet | None) -> Callable[..., None]:
+    """Return what reduces arrays in place over a process set, by name: see `Ranks.reduce_by_name`."""
+
+    def reduce(arrays: Sequence[Array], name: str, *, op: str, predivide: float) -> None:
+        start_allreduce(
+            arrays,
+            arrays,
+            name,
+            op=resolve_op(op),
+            prescale_factor=1 / predivide,
+            postscale_factor=predivide,
+            process_set=process_set,
+            blocking=True,
+        ).wait()
+
+    return reduce
+
+
+def overlap_pays_here(threads: int) -> bool:
+    """Tell what `commlib.data_parallel.overlap_pays` does, asking nobody: ranks may trace at different times."""
+    return local_size() < size() or cores_per_rank(running()) > threads
+
+
+class ByName:
+    """The `Ranks` of a process set, which meet under names that begin with `name`. Collective to make."""
+
+    stands_in = False
+    together = True
+
+    def __init__(self, process_set: ProcessSet | None, name: str) -> None:
+        self._process_set = process_set_of(process_set)
+        self._coordinator = self._process_set.coordinator(name)
+        comm = self._coordinator.comm
+        self.rank, self.size = comm.rank, comm.size
+        self.is_hierarchical = bool(comm.is_hierarchical)
+        self._made_during = self._coordinator.joins
+        self._memories = 0
+        self._name = name
+        # What was made under this name before had names of its own, also on ranks that had joined then.
+        counts = self._coordinator.serials
+        said = self.all_gather_object(counts.get(name, 0))
+        counts[name] = serial = max(said) + 1
+        self._was_complete = len(said) == self.size
+        self._name = name if serial == 1 else f"{name} ({serial})"
+
+    @property
+    def is_current(self) -> bool:
+        """Whether it still stands for all ranks.
+
+        Not after a shutdown; nor when a rank is back that had joined, and knows of nothing, when this was made.
+        """
+        process_set = self._process_set
+        if process_set.process_set_id is None or process_set.coordinator(self._name) is not self._coordinator:
+            return False
+        return self._was_complete or self._coordinator.joins == self._made_during
+
+    def all_gather_object(self, obj: Any) -> list[Any]:
+        """Return what each rank that has not joined says."""
+        return allgather_object(obj, f"{self._name}.said", self._process_set)
+
+    def overlap_pays(self, threads: int) -> bool:
+        """Tell whether buckets should be launched while `threads` train."""
+        return self.size > 1 and overlap_pays_here(threads)
+
+    def along(self, axis: str) -> Any:
+        """Return itself: there is one axis."""
+        if axis:
+            raise UsageError(f"{self._name}: axis {axis!r} needs communicators: operations by name have one axis")
+        return self
+
+    def empty(self, shape: Any, dtype: Any = "float32") -> Array:
+        """Return symmetric memory; where a rank has joined memory of this rank alone, with the same results."""
+        request = Request(
+            "memory", f"{self._name}.memory.{self._memories}", (), (("shape", str(shape)),), repeats=False
+        )
+        self._memories += 1
+        made = self._coordinator.submit(request, extra=lambda comm: comm.empty(shape, dtype), blocking=True).wait()
+        if made is None:
+            made = aligned_empty(shape, dtype)
+            made[...] = 0
+        memory: Array = made
+        return memory
+
+    def watch(self, text: str) -> Callable[[], None]:
+        """Return what to call in a wait for a device."""
+        watch: Callable[[], None] = self._coordinator.comm.watch(text)
+        return watch
+
+    def plan(self, bucket: Bucket, array: Any) -> NamedReduction:
+        """Return what reduces a bucket in its array."""
+        return NamedReduction(f"{self._name}.{bucket.index}", array, bucket.reduction, self._process_set)
+
+    def gather_rows(self, arrays: Sequence[Array]) -> list[Array]:
+        """Return each array of all ranks, one after another along dimension 0, in one operation."""
+        name = f"{self._name}.rows"
+        gathered: list[Array] = start_allgather(arrays, name, process_set=self._process_set, blocking=True).wait()
+        return gathered
+
+    def reduce_by_name(self, arrays: Sequence[Array], name: str, *, op: str, predivide: float) -> None:
+        """Reduce arrays in place, by name."""
+        reduce_by_name(self._process_set)(arrays, f"{self._name}.{name}", op=op, predivide=predivide)
+
+    def compression(self, scheme: Scheme | None, *, within_node: bool, count: int) -> Any:
+        """Return how buckets are compressed: as `scheme_of` says for the scheme's name, since joined ranks ask it."""
+        if scheme is not None:
+            known = scheme_of(scheme.name)
+            if type(known) is not type(scheme) or known.name != scheme.name:
+                raise UsageError(f"compression {scheme.name!r} must be known to commlib.compress.scheme_of by its name")
+        if scheme is None:
+            alone: Any = Alone()
+            return GradientCompression(alone, None)  # which compresses nothing
+        request = making(f"{self._name}.compressed", scheme.name, within_node=within_node, count=count)
+        return NamedCompression(
+            self._coordinator, request.name, self._coordinator.submit(request, blocking=True).wait()
+        )
+
+
+class NamedReduction:
+    """A plan that all-reduces an array in place, by name."""
+
+    def __init__(self, name: str, array: Array, op: str, process_set: ProcessSet) -> None:
+        self._name, self._arrays, self._op, self._process_set = name, [array], resolve_op(op), process_set
+
+    def start(self, awaited: bool = False) -> Pending:
+        """Ask for it. `awaited`: this thread is about to wait."""
+        arrays = self._arrays
+        return start_allreduce(arrays, arrays, self._name, op=self._op, process_set=self._process_set, blocking=awaited)
+
+    def __call__(self) -> Any:
+        """Ask for it, and wait."""
+        return self.start(True).wait()
+
+
+class NamedCompression:
+    """A `GradientCompression` whose buckets are reduced by name."""
+
+    def __init__(self, coordinator: Coordinator, family: str, compression: GradientCompression) -> None:
+        self._coordinator, self._family, self._compression = coordinator, family, compression
+        self._moves = 0
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._compression, name)
+
+    def move(self) -> None:
+        """Forget the buckets: see `GradientCompression.move`."""
+        self._moves += 1
+        self._compression.move()
+
+    def reduction(self, key: str, array: Any, parts: Sequence[Part], flags: int, op: str) -> NamedBucket:
+        """Return the reduction of a bucket, made when it first runs."""
+        request = reducing(self._family, self._moves, key, len(array), list(parts), flags, op)
+        return NamedBucket(self._coordinator, request, array)
+
+
+class NamedBucket:
+    """A plan that reduces a bucket, compressed, by name."""
+
+    def __init__(self, coordinator: Coordinator, request: Request, array: Array) -> None:
+        self._coordinator, self._request, self._array = coordinator, request, array
+
+    def use(self, array: Array) -> None:
+        """Reduce in another array of the same length from now on."""
+        self._array = array
+
+    def start(self, awaited: bool = False) -> Pending:
+        """Ask for it. `awaited`: this thread is about to wait."""
+        return self._coordinator.submit(self._request, [self._array], [self._array], blocking=awaited)
+
+    def __call__(self) -> Any:
+        """Ask for it, and wait."""
+        return self.start(True).wait()
+
+    @property
+    def sent_bytes(self) -> int:
+        """Bytes that this rank handed to messages across the slow link in the last reduction."""
+        made = self._coordinator.buckets.reduction(self._request.name)
+        return 0 if made is None else made.sent_bytes
+
+    @property
+    def uncompressed_bytes(self) -> int:
+        """What float32 would have taken."""
+        made = self._coordinator.buckets.reduction(self._request.name)
+        return 0 if made is None else made.uncompressed_bytes

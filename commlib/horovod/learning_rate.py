@@ -1,0 +1,144 @@
+"""Learning rates that follow a schedule or are warmed up, for a training loop like Keras' `fit`: see `callbacks`."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, Protocol
+
+from commlib.errors import UsageError
+from commlib.horovod.basics import rank, size
+
+
+class Optimizers(Protocol):
+    """What a framework knows of its optimizers. A learning rate is set as the attribute `learning_rate`."""
+
+    def learning_rate_of(self, optimizer: Any) -> float:
+        """Return it as a number."""
+        ...
+
+    def momentum_of(self, optimizer: Any) -> list[Any]:
+        """Return the variables that hold past gradients times past learning rates; they have `assign`."""
+        ...
+
+
+def warmup_factor(done: float, warmup_epochs: float, ranks: int) -> float:
+    """Return which part of all ranks' learning rate is used after `done` epochs: from 1 / `ranks` up to 1.
+
+    The batch that is about to run counts as done, so that each epoch ends with a round number.
+    """
+    return (1 + min(1.0, done / warmup_epochs) * (ranks - 1)) / ranks
+
+
+class LearningRateSchedule:
+    """Set the learning rate to `initial_lr * multiplier(epoch)` in epochs from `start_epoch` to before `end_epoch`.
+
+    With `staircase` at the beginning of each epoch, else in each batch, with fractions of epochs of `steps_per_epoch`
+    batches (found out if None). `multiplier` may be a number. With `momentum_correction` the momentum of SGD and
+    RMSprop, which holds past gradients times past learning rates, is scaled along (Goyal et al., 2017). `fit` reports
+    the learning rate as "lr".
+    """
+
+    model: Any
+    params: dict[str, Any]
+    optimizers: Optimizers
+    """To be set by the adapter's class."""
+
+    def __init__(
+        self,
+        initial_lr: float,
+        multiplier: Callable[[float], float] | float,
+        start_epoch: int = 0,
+        end_epoch: int | None = None,
+        staircase: bool = True,
+        momentum_correction: bool = True,
+        steps_per_epoch: int | None = None,
+    ) -> None:
+        super().__init__()
+        if initial_lr is None:
+            raise UsageError("initial_lr is needed: the learning rate that the multiplier multiplies")
+        self.initial_lr = float(initial_lr)
+        self.start_epoch, self.end_epoch = start_epoch, end_epoch
+        self.momentum_correction = momentum_correction
+        self.steps_per_epoch = steps_per_epoch
+        self.current_epoch = 0
+        if callable(multiplier):
+            self.staircase, self.multiplier = staircase, multiplier
+        else:
+            constant = float(multiplier)
+            self.staircase, self.multiplier = True, lambda epoch: constant
+
+    def on_train_begin(self, logs: Any = None) -> None:
+        """Find out the number of batches in an epoch, where that is needed."""
+        if not self.staircase and not self.steps_per_epoch:
+            self.steps_per_epoch = (self.params or {}).get("steps")
+            if not self.steps_per_epoch:
+                raise UsageError(
+                    f"{type(self).__name__}: the number of batches in an epoch is unknown before the first one has "
+                    "ended: pass steps_per_epoch"
+                )
+
+    def on_epoch_begin(self, epoch: int, logs: Any = None) -> None:
+        """Note the epoch."""
+        self.current_epoch = epoch
+
+    def on_train_batch_begin(self, batch: int, logs: Any = None) -> None:
+        """Set the learning rate."""
+        after = self.end_epoch is not None and self.current_epoch >= self.end_epoch
+        if self.current_epoch < self.start_epoch or after:
+            return
+        if self.staircase:
+            if batch == 0:
+                self._set(self.current_epoch)
+        else:
+            assert self.steps_per_epoch is not None
+            self._set(self.current_epoch + batch / self.steps_per_epoch)
+
+    def on_epoch_end(self, epoch: int, logs: Any = None) -> None:
+        """Report the learning rate."""
+        if logs is not None:
+            logs["lr"] = self.optimizers.learning_rate_of(self.model.optimizer)
+
+    def _set(self, epoch: float) -> None:
+        optimizer = self.model.optimizer
+        old, new = self.optimizers.learning_rate_of(optimizer), self.initial_lr * self.multiplier(epoch)
+        if old == new:
+            return
+        try:
+            optimizer.learning_rate = new
+        except TypeError as error:
+            raise UsageError(f"{type(self).__name__} cannot set the learning rate of the optimizer: {error}") from error
+        if self.momentum_correction and old > 0:
+            for momentum in self.optimizers.momentum_of(optimizer):
+                momentum.assign(momentum * (new / old))
+
+
+class LearningRateWarmup(LearningRateSchedule):
+    """Raise the learning rate from `initial_lr / size` to `initial_lr` over the first `warmup_epochs`, batch by batch.
+
+    `initial_lr` is that for all ranks together. `steps_per_epoch` is found out if None. With `verbose` rank 0 prints
+    when it is done.
+    """
+
+    def __init__(
+        self,
+        initial_lr: float,
+        warmup_epochs: int = 5,
+        momentum_correction: bool = True,
+        steps_per_epoch: int | None = None,
+        verbose: int = 0,
+    ) -> None:
+        def multiplier(epoch: float) -> float:
+            assert self.steps_per_epoch is not None
+            return warmup_factor(epoch + 1 / self.steps_per_epoch, warmup_epochs, size())
+
+        self.verbose = verbose
+        super().__init__(
+            initial_lr, multiplier, 0, warmup_epochs, False, momentum_correction, steps_per_epoch=steps_per_epoch
+        )
+
+    def on_epoch_end(self, epoch: int, logs: Any = None) -> None:
+        """Report the learning rate, and the end of the warm-up."""
+        super().on_epoch_end(epoch, logs)
+        if self.verbose and rank() == 0 and self.end_epoch is not None and epoch == self.end_epoch - 1:
+            rate = self.optimizers.learning_rate_of(self.model.optimizer)
+            print(f"\nEpoch {epoch + 1}: finished gradual learning rate warmup to {rate:g}.")

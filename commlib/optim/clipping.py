@@ -1,0 +1,41 @@
+"""Clip by the norm of all gradients together, with the same bits on all ranks.
+
+Squares are added by `sum_of_squares` in an order of their own, so ranks that have the same gradients scale them alike
+even where their CPUs differ, and none waits for another.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable
+
+from commlib.dtypes import Array
+from commlib.errors import UsageError
+from commlib.kernels.host.norm import sum_of_squares
+
+
+def check_limit(call: str, argument: str, limit: float) -> float:
+    """Return the largest norm that is allowed, as a float. Raises UsageError if it is negative or NaN."""
+    if not limit >= 0:
+        raise UsageError(f"{call}: {argument} must be a number that is not negative, got {limit}")
+    return float(limit)
+
+
+def norm_of(squares: Iterable[float]) -> float:
+    """Return the 2-norm of everything whose sums of squares are given."""
+    return math.sqrt(sum(squares))
+
+
+def norm_of_arrays(arrays: Iterable[Array]) -> float:
+    """Return the 2-norm of contiguous arrays of floats together. Raises UsageError for other dtypes."""
+    return norm_of(sum_of_squares(array.reshape(-1)) for array in arrays)
+
+
+def clip_factor(norm: float, limit: float, *, epsilon: float = 0.0, infinite_is_nan: bool = False) -> float:
+    """Return what scales gradients of this norm to `limit`; 1 where they are below it.
+
+    `epsilon` is added to the norm before it divides. A norm that is NaN scales by NaN; an infinite one by 0, or by NaN
+    if `infinite_is_nan`.
+    """
+    divisor = math.nan if infinite_is_nan and math.isinf(norm) else norm + epsilon
+    return 1.0 if divisor <= limit and math.isfinite(divisor) else limit / divisor

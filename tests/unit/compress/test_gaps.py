@@ -1,0 +1,68 @@
+"""What lies between the parts of a bucket has no influence on them, and is not part of what is remembered."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pytest
+
+from commlib.communicator import Communicator
+from commlib.compress import GradientCompression, Part, scheme_of
+from commlib.compress.gaps import Gaps
+from commlib.devices.host import HOST
+from tests import loopback
+from tests.late import LATE
+
+PARTS = [Part("b", 16, (3, 3)), Part("a", 0, (5,))]
+
+
+def test_spans_are_counted_from_the_beginning_of_a_piece() -> None:
+    assert Gaps(PARTS, 0, 32).spans == [(5, 16), (25, 32)]
+    assert Gaps(PARTS, 0, 25).spans == [(5, 16)]
+    assert Gaps(PARTS, 8, 32).spans == [(0, 8), (17, 24)]
+    assert Gaps(PARTS, 16, 25).spans == []
+    assert Gaps([], 0, 3).spans == [(0, 3)]
+
+
+def test_they_are_cleared_on_the_host_and_on_a_device() -> None:
+    expected = [1.0] * 5 + [0.0] * 11 + [1.0] * 9 + [0.0] * 7
+    values = np.ones(32, np.float32)
+    gaps = Gaps(PARTS, 0, 32)
+    gaps.clear(values, HOST.kernels)
+    assert values.tolist() == expected
+    late = LATE.put(np.ones(32, np.float32))
+    array = LATE.wrap(late, "test")
+    gaps.clear(array, LATE.kernels)
+    assert late.numpy().tolist() == expected
+
+
+@pytest.mark.parametrize("name", ["sign", "int8", "topk:ratio=0.2", "qsgd"])
+@pytest.mark.parametrize("nodes", [[0, 1], [0, 0, 1, 1]])
+def test_a_resumed_run_is_the_same_whatever_was_left_in_the_gaps(name: str, nodes: list[int]) -> None:
+    """A sign is never zero: what it left between the parts came back in the next step, and was not in the state."""
+
+    def step(plan: Any, array: Any, comm: Communicator, number: int) -> list[float]:
+        for part in PARTS:
+            array[part.start : part.stop] = np.arange(part.count) - 3.3 + comm.rank + number
+        array[32:] = 1
+        plan()
+        return [float(x) for part in PARTS for x in array[part.start : part.stop]]
+
+    def rank(comm: Communicator) -> None:
+        def make() -> Any:
+            array = comm.empty((48,), "float32")
+            compression = GradientCompression(comm, scheme_of(name), within_node=True)
+            return array, compression, compression.reduction("bucket", array, PARTS, 32, "mean")
+
+        array, compression, plan = make()
+        for number in range(3):
+            step(plan, array, comm, number)
+            compression.commit()
+        again, other, resumed = make()
+        again[:] = 77.0
+        other.load(compression.state())
+        for number in range(3, 6):
+            assert step(resumed, again, comm, number) == step(plan, array, comm, number)
+
+    loopback.run(len(nodes), rank, nodes=nodes)

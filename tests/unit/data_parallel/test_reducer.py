@@ -1,0 +1,298 @@
+"""GradientReducer on arrays, over ranks that are threads: what every framework gets, without one."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import numpy as np
+import pytest
+
+from commlib.communicator import Communicator
+from commlib.data_parallel import Gradient, GradientReducer, InOrder, Options
+from commlib.data_parallel.array_values import ArrayValues
+from commlib.errors import MismatchError, UsageError
+from tests import loopback
+
+SHAPES = {"a": (5,), "b": (3, 4), "c": (), "d": (40, 10)}
+GRADIENTS = [Gradient(name, shape, "float64") for name, shape in SHAPES.items()]
+TINY = 128 / 2**20
+ONE_NODE, TWO_NODES = [0, 0], [0, 1]
+
+
+def gradient(rank: int, index: int, step: int = 0) -> np.ndarray:
+    """Small whole numbers, whose means over up to 4 ranks are exact."""
+    shape = GRADIENTS[index].shape
+    return np.asarray(np.arange(np.prod(shape, dtype=int)).reshape(shape) % 7 + 12 * rank + index + step, np.float64)
+
+
+def mean(size: int, index: int, step: int = 0, used_by: Sequence[int] | None = None) -> np.ndarray:
+    ranks = range(size) if used_by is None else used_by
+    total = sum((gradient(rank, index, step) for rank in ranks), np.zeros(GRADIENTS[index].shape))
+    return np.asarray(total / size)
+
+
+def reducer_of(comm: Communicator, gradients: Sequence[Gradient] = GRADIENTS, **options: Any) -> Any:
+    """Return (a reducer with small buckets, where its gradients are)."""
+    more = {name: options.pop(name) for name in ("groups", "sparse", "order") if name in options}
+    axes = options.pop("axes", None)
+    values = ArrayValues(gradients)
+    options = {"bucket_cap_mib": TINY, "first_bucket_mib": TINY, "overlap": True, **options}
+    return GradientReducer(InOrder(comm, axes), gradients, values, Options(**options), **more), values
+
+
+def backward(reducer: Any, values: Any, given: dict[int, np.ndarray], **end: Any) -> list[np.ndarray | None]:
+    """Run one backward that makes these gradients in the order given; return what became of all."""
+    reducer.begin()
+    for index, array in given.items():
+        values.give(index, array)
+        reducer.ready(index)
+    reducer.end(**end)
+    return [values.result(index) for index in range(len(reducer.gradients))]
+
+
+def run(nodes: Sequence[int], rank: Callable[[Communicator], Any]) -> list[Any]:
+    return loopback.run(len(nodes), rank, nodes=nodes)
+
+
+@pytest.mark.parametrize("nodes", [[0], ONE_NODE, TWO_NODES, [0, 0, 1, 1], [0, 0, 0]])
+@pytest.mark.parametrize("options", [{}, {"overlap": False}, {"groups": [[0, 3]]}, {"bucket_cap_mib": 1.0}])
+def test_means_of_all_ranks(nodes: Sequence[int], options: dict[str, Any]) -> None:
+    def rank(comm: Communicator) -> None:
+        reducer, values = reducer_of(comm, **options)
+        for step in range(4):  # the buckets are made anew after the first step
+            results = backward(reducer, values, {i: gradient(comm.rank, i, step) for i in (1, 3, 0, 2)})
+            for index, result in enumerate(results):
+                np.testing.assert_array_equal(result, mean(comm.size, index, step))
+            reducer.stepped()
+            reducer.cleared()
+        assert reducer.statistics.reductions == reducer.report.step == 4
+
+    run(nodes, rank)
+
+
+def test_buckets_are_launched_while_backward_runs_in_the_order_that_was_learned() -> None:
+    def rank(comm: Communicator) -> None:
+        reducer, values = reducer_of(comm)
+        assert [bucket.parameters[0] for bucket in reducer.buckets] == [3, 2, 1, 0]
+        early = []
+        for step in range(3):
+            before = reducer.statistics.early_launches
+            backward(reducer, values, {i: gradient(comm.rank, i, step) for i in (1, 3, 0, 2)})
+            early.append(reducer.statistics.early_launches - before)
+            assert reducer.order_is_settled
+        assert [i for bucket in reducer.buckets for i in bucket.parameters if i < 4] == [1, 3, 0, 2]
+        assert early[1:] == [len(reducer.buckets) - 1] * 2  # the last one has the flags
+
+    run(TWO_NODES, rank)
+
+
+def test_an_order_that_is_known_beforehand_is_that_of_rank_0() -> None:
+    def rank(comm: Communicator) -> None:
+        reducer, _ = reducer_of(comm, order=[0, 1, 2, 3] if comm.rank == 0 else [3, 2, 1, 0])
+        assert reducer.order_is_settled
+        assert [i for bucket in reducer.buckets for i in bucket.parameters if i < 4] == [0, 1, 2, 3]
+
+    run(ONE_NODE, rank)
+
+
+@pytest.mark.parametrize("nodes", [ONE_NODE, TWO_NODES])
+def test_a_gradient_that_only_some_ranks_have(nodes: Sequence[int]) -> None:
+    """Zeros count for the others, who get the result; where no rank has one there is none."""
+
+    def rank(comm: Communicator) -> None:
+        reducer, values = reducer_of(comm)
+        for step in range(2):
+            given = {i: gradient(comm.rank, i, step) for i in ([0, 1] if comm.rank == 0 else [0])}
+            results = backward(reducer, values, given)
+            np.testing.assert_array_equal(results[0], mean(2, 0, step))
+            np.testing.assert_array_equal(results[1], mean(2, 1, step, [0]))
+            assert results[2] is results[3] is None
+
+    run(nodes, rank)
+
+
+@pytest.mark.parametrize("nodes", [ONE_NODE, TWO_NODES, [0, 0, 1, 1]])
+def test_where_all_ranks_must_have_the_same_gradients(nodes: Sequence[int]) -> None:
+    def rank(comm: Communicator) -> None:
+        reducer, values = reducer_of(comm)
+        every = {i: gradient(comm.rank, i) for i in range(3)}
+        for _ in range(2):  # the last one is on no rank, which is agreed on once
+            assert backward(reducer, values, every, strict=True)[3] is None
+        odd = {i: every[i] for i in ((0, 2) if comm.rank == comm.size - 1 else (0, 1, 2))}
+        with pytest.raises(
+            MismatchError, match=rf"gradient of b is None on ranks \[{comm.size - 1}\], but not on ranks"
+        ):
+            backward(reducer, values, odd, strict=True)
+        values.forget_all()
+        np.testing.assert_array_equal(backward(reducer, values, every, strict=True)[1], mean(comm.size, 1))
+
+    run(nodes, rank)
+
+
+def test_ranks_that_hold_other_gradients_are_told() -> None:
+    def rank(comm: Communicator) -> None:
+        mine = [*GRADIENTS[:3], Gradient("d", (40, 10 + comm.rank), "float64")]
+        with pytest.raises(
+            MismatchError, match=r"'d: float64\[40, 10\]' on rank 0 but 'd: float64\[40, 11\]' on rank 1"
+        ):
+            reducer_of(comm, mine)
+
+    run(ONE_NODE, rank)
+
+
+def test_an_axis_for_each_bucket() -> None:
+    """Experts' gradients are averaged over the ranks that hold the same experts, and scaled as if over all."""
+    gradients = [
+        Gradient("router", (5,), "float64"),
+        Gradient("expert", (4,), "float64", axis="edp", scale=0.5),
+        Gradient("dense", (3,), "float64"),
+        Gradient("last", (6,), "float64", axis="edp", scale=0.5),
+    ]
+
+    def rank(comm: Communicator) -> None:
+        edp = comm.split(comm.rank % 2)
+        assert edp is not None
+        # In reverse order an expert's bucket is the last one: flags go beside it.
+        for order in (None, [3, 2, 0, 1]):
+            reducer, values = reducer_of(comm, gradients, axes={"edp": edp}, order=order)
+            assert {bucket.axis for bucket in reducer.buckets} == {"", "edp"}
+            for step in range(3):
+                given = {i: np.full(g.shape, 8.0 * comm.rank + step) for i, g in enumerate(gradients)}
+                if comm.rank == 3:
+                    del given[3]
+                results: Any = backward(reducer, values, given)
+                everyone = sum(8.0 * r + step for r in range(4)) / 4
+                same = [r for r in range(4) if r % 2 == comm.rank % 2]
+                experts = sum(8.0 * r + step for r in same) / 4
+                last = sum(8.0 * r + step for r in same if r != 3) / 4
+                assert [set(result) for result in results] == [{everyone}, {experts}, {everyone}, {last}]
+
+    loopback.run(4, rank)
+
+
+@pytest.mark.parametrize("nodes", [[0], ONE_NODE, TWO_NODES, [0, 0, 0], [0, 0, 1, 1]])
+def test_sharded_training_is_training(nodes: Sequence[int]) -> None:
+    """Each rank updates its parts by SGD with momentum, which it keeps for them alone; the parameters are those of one
+    process."""
+
+    def rank(comm: Communicator) -> None:
+        reducer, values = reducer_of(comm, shard=True)
+        shards = reducer.shards
+        start = [gradient(9, index) for index in range(4)]
+        whole = [array.copy() for array in start]
+        momenta: list[np.ndarray] = [np.zeros_like(array) for array in whole]
+        mine = [np.zeros(len(shards.own(bucket))) for bucket in range(len(reducer.buckets))]
+        for bucket in range(len(reducer.buckets)):
+            for piece in shards.pieces(bucket):
+                count = piece.stop - piece.start
+                values_of = start[piece.parameter].reshape(-1)[piece.first : piece.first + count]
+                shards.own(bucket)[piece.start : piece.stop] = values_of
+        for step in range(3):
+            results = backward(reducer, values, {i: gradient(comm.rank, i, step) for i in (3, 2, 1, 0)})
+            assert results == [None] * 4  # no rank has them whole
+            for bucket, momentum in enumerate(mine):
+                momentum *= 0.5
+                momentum += shards.gradients(bucket)
+                shards.own(bucket)[...] -= momentum
+            reducer.gather()
+            reducer.stepped()
+            for index in range(4):
+                momenta[index] = momenta[index] * 0.5 + mean(comm.size, index, step)
+                whole[index] = whole[index] - momenta[index]
+            for index in (0, 1, 2, 3):
+                np.testing.assert_array_equal(reducer.gathered(index), whole[index].reshape(-1))
+        assert reducer.statistics.early_launches == 3 * (len(reducer.buckets) - 1)
+
+    run(nodes, rank)
+
+
+def test_parts_cover_all_parameters_once() -> None:
+    def rank(comm: Communicator) -> Any:
+        reducer, _ = reducer_of(comm, shard=True)
+        return [piece for bucket in range(len(reducer.buckets)) for piece in reducer.shards.pieces(bucket)]
+
+    covered = {index: np.zeros(np.prod(shape, dtype=int), int) for index, shape in enumerate(SHAPES.values())}
+    for pieces in loopback.run(3, rank):
+        for piece in pieces:
+            covered[piece.parameter][piece.first : piece.first + piece.stop - piece.start] += 1
+    assert all((count == 1).all() for count in covered.values())
+
+
+def test_what_does_not_go_with_sharding() -> None:
+    with pytest.raises(UsageError, match="cannot be compressed"):
+        Options(shard=True, compression="int8")
+
+    def rank(comm: Communicator) -> None:
+        reducer, _ = reducer_of(comm, shard=True)
+        with pytest.raises(UsageError, match="join"):
+            reducer.contribute_nothing()
+
+    run(ONE_NODE, rank)
+
+
+def test_results_that_are_kept_stay_what_they_are() -> None:
+    def rank(comm: Communicator) -> None:
+        reducer, values = reducer_of(comm)
+        kept = []
+        for step in range(4):
+            kept.append(backward(reducer, values, {i: gradient(comm.rank, i, step) for i in range(4)}))
+            for before, results in enumerate(kept):
+                for index, result in enumerate(results):
+                    np.testing.assert_array_equal(result, mean(2, index, before))
+
+    run(ONE_NODE, rank)
+
+
+@pytest.mark.parametrize("op", ["mean", "sum"])
+def test_rows(op: str) -> None:
+    """Sparse gradients travel as rows; ranks learn of them in the first step, or are told before."""
+
+    def rank(comm: Communicator) -> None:
+        gradients = [GRADIENTS[0], Gradient("table", (6, 2), "float64")]
+        for sparse in ([], [1]):
+            reducer, values = reducer_of(comm, gradients, sparse=sparse, op=op)
+            for step in range(3):
+                reducer.begin()
+                values.give(0, gradient(comm.rank, 0, step))
+                reducer.ready(0)
+                if comm.rank == 0 or step:
+                    values.give_rows(1, np.array([comm.rank, 3]), np.full((2, 2), 4.0 * comm.rank + step))
+                    reducer.ready(1)
+                reducer.end()
+                numbers, rows = values.rows_result(1)
+                ranks = range(comm.size) if step else [0]
+                assert numbers.tolist() == [number for r in ranks for number in (r, 3)]
+                scale = comm.size if op == "mean" else 1
+                assert rows[:, 0].tolist() == [(4.0 * r + step) / scale for r in ranks for _ in range(2)]
+                values.result(0)
+
+    run(ONE_NODE, rank)
+
+
+def test_a_rank_that_has_joined_adds_nothing() -> None:
+    def rank(comm: Communicator) -> None:
+        reducer, values = reducer_of(comm)
+        for step in range(comm.rank + 1):
+            results = backward(reducer, values, {i: gradient(comm.rank, i, step) for i in range(4)})
+            there = [r for r in range(comm.size) if r >= step]
+            np.testing.assert_array_equal(results[3], mean(comm.size, 3, step, there))
+        assert reducer.contribute_nothing() == comm.size - 1 - comm.rank
+
+    loopback.run(3, rank)
+
+
+def test_accumulation_over_passes() -> None:
+    """With `no_sync`, and with several passes for each step, a reduction has what was given last."""
+
+    def rank(comm: Communicator) -> None:
+        reducer, values = reducer_of(comm, passes_per_step=2)
+        for index in (0, 1):
+            reducer.begin()
+            values.give(index, gradient(comm.rank, index))
+            reducer.ready(index)
+            reducer.end()
+        np.testing.assert_array_equal(values.result(0), mean(2, 0))  # given in the pass that did not reduce
+        np.testing.assert_array_equal(values.result(1), mean(2, 1))
+
+    run(ONE_NODE, rank)
