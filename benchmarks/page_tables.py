@@ -12,7 +12,7 @@ from tests.multihost.hosts import bits_per_second
 
 Record = Mapping[str, Any]
 
-STARTS = "median (least-greatest) of the starts"
+STARTS = "median (least-greatest), or least-greatest alone, of the starts"
 ROUNDS = "median (10 % to 90 % of the rounds) of one start"
 OF_ONE_START = {  # where a record has no rounds
     "channel": "none, medians of the rounds of one start",

@@ -28,7 +28,7 @@ def spread_text(values: Sequence[float]) -> str:
 
 def range_text(values: Sequence[float], form: str) -> str:
     """Return "least-greatest", or one value if they read the same."""
-    ends = [format(value, form) for value in (min(values), max(values))] if values else [""]
+    ends = [format(value, form).removesuffix(".") for value in (min(values), max(values))] if values else [""]
     return ends[0] if ends[0] == ends[-1] else f"{ends[0]}-{ends[-1]}"
 
 
