@@ -115,7 +115,7 @@ def test_sets_of_one_name_do_not_share_what_compression_remembers(comm: Any, nam
 
 @pytest.mark.ranks(min=2)
 def test_a_resumed_run_has_the_same_bits(comm: Any, name: str) -> None:
-    straight, run = made(name, compression="sign", within_node=True)
+    _, run = made(name, compression="sign", within_node=True)
     expected = [reduce(comm, run, step)[1].copy() for step in range(6)][3:]
     stopped, run = made(f"{name} stopped", compression="sign", within_node=True)
     for step in range(3):
