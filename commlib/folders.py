@@ -1,4 +1,4 @@
-"""Where commlib keeps files of its own, and whether only this user can change what lies there.
+"""Folders: find where commlib keeps files of its own, and check that only this user can change what lies there.
 
 What is read back from such a folder decides what a job runs. So, as SSH does with its keys (StrictModes), the whole
 way to it is looked at: who owns a folder above, or may write to it, can put another one in its place. The way is

@@ -1,4 +1,4 @@
-"""What a distributed optimizer of Keras does with gradients, whichever Keras it is of.
+"""Reduce gradients for a distributed optimizer of Keras, of any version.
 
 The reduction itself is `Gradients`'s. Here is which gradients take part, under which names, and by what they are
 scaled: variables of this rank alone are left out, and gradients that Keras averaged over passes may be a sum again.

@@ -1,4 +1,4 @@
-"""DistributedGradientTape: tf.GradientTape whose gradients are combined over all ranks."""
+"""DistributedGradientTape: wrap tf.GradientTape, and combine its gradients over all ranks."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What to measure, checked: everything that can be said without the other ranks is said here."""
+"""Options: check what is to be measured, as far as a rank can by itself."""
 
 from __future__ import annotations
 

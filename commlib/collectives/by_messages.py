@@ -1,4 +1,4 @@
-"""MessageCall: a compiled call whose data, or a part of it, goes by messages."""
+"""MessageCall: run a compiled call that sends its data, or a part of it, by messages."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The path through the shared memory of a node, for groups whose ranks are all on one."""
+"""Node path: move data through the shared memory of a node, for groups that lie on one node."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Which algorithm to run: the fastest that was measured here, else the fastest that the model predicts."""
+"""Chooser: picks the algorithm that was fastest here, else the fastest by the model."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a table of measured times holds, and how each part is read from JSON: checked, with words that say where."""
+"""Records: hold a table's measured times. Each part is read from JSON and checked, with words that say where."""
 
 from __future__ import annotations
 

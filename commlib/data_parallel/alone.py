@@ -1,4 +1,4 @@
-"""A rank that trains by itself while others train together, such as one outside their process set."""
+"""Alone: let a rank train by itself while others train together, for example outside their process set."""
 
 from __future__ import annotations
 

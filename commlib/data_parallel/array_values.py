@@ -1,4 +1,4 @@
-"""ArrayValues: gradients that come and go as arrays, for a framework whose tensors nobody may write to."""
+"""ArrayValues: take and give gradients as arrays, for a framework that has read-only tensors."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Which gradient goes where: parameters packed into buckets. [pure]
+"""Buckets: pack parameters, and give each gradient its place. [pure]
 
 Backward makes gradients roughly in reverse module order, so parameters are packed in reverse until the real order is
 known: the first bucket is complete early, and is kept small so that communication starts early. Every rank computes the

@@ -1,4 +1,4 @@
-"""Course: where compression goes on after a restart, with the same buckets and from the first step.
+"""Course: go on with compression after a restart, with the same buckets and from the first step.
 
 The first step of a new run is not compressed: it shows in which order gradients become ready. A run that is resumed
 knows that, and would not be the same run with another step like that.

@@ -1,4 +1,4 @@
-"""Buckets in symmetric memory and the collectives that reduce them: what every framework's adapter shares.
+"""Engine: keep buckets in symmetric memory, and reduce them by collectives. Adapters of all frameworks share it.
 
 The adapter puts gradients into their slots (`write`, or into the array `slot` itself) and calls `launch(bucket)` in
 index order (a `Tracker` says when); then `finish` and `used`. No framework is known here: slots are numpy arrays, or

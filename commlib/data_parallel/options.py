@@ -1,4 +1,4 @@
-"""Options: how a GradientReducer reduces gradients, the same on all ranks."""
+"""Options: say how a GradientReducer reduces gradients, the same on all ranks."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Ranks: who reduces gradients together, and how their reductions are launched.
+"""Ranks: reduce gradients together, and launch their reductions in one order.
 
 `InOrder` launches on a communicator: every rank launches the same buckets in the same order, so nothing is agreed on.
 `commlib.horovod.by_name.ByName` launches operations by name: ranks may launch in any order, and may have joined.

@@ -1,4 +1,4 @@
-"""GradientReducer: gradients of one set of parameters, reduced while backward runs. What every adapter drives.
+"""GradientReducer: reduce the gradients of one set of parameters while backward runs. Every adapter drives it.
 
     begin | ready(3), ready(2) -> bucket 0 is launched, ready(1), ... | end: the rest is launched, all are waited for
 

@@ -1,4 +1,4 @@
-"""What reductions cost: counted since the start, and told apart by training step."""
+"""Report: count what reductions cost since the start, and tell it apart by training step."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Reporting: what users ask of anything that reduces gradients, be it an optimizer, a module or a tape."""
+"""Reporting: tell users of an optimizer, a module or a tape what it has reduced, and what that cost."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Shards: each rank keeps one part of every bucket, of reduced gradients and of parameters, and gathers the parameters.
+"""Shards: keep one part of every bucket on each rank, of gradients and of parameters, and gather the parameters.
 
     backward: reduce-scatter 0, 1, ... | the optimizer updates `own(b)` by `gradients(b)` | gather ..., 1, 0 | forward
 

@@ -1,4 +1,4 @@
-"""Slots: places in buckets that are lent to a framework as gradients, and taken back when nobody holds them.
+"""Slots: lend places in buckets to a framework as gradients, and take back those that are no longer referred to.
 
 A gradient that was reduced in its slot needs no copy: the framework gets an array over the slot itself. Whoever keeps
 that gradient expects it to stay what it is. So before slots are written again, those whose arrays are still referred to

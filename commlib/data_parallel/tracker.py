@@ -1,4 +1,4 @@
-"""When to reduce what: events of training in, launches out. [pure]
+"""Tracker: decide when each bucket is reduced. Events of training go in, launches come out. [pure]
 
     idle --begin--> backward --ready, ready, ...--> backward --end--> idle --stepped--> idle
 

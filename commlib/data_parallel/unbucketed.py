@@ -1,4 +1,4 @@
-"""Unbucketed: gradients that travel outside the buckets, sparse ones and those that a user's compressor packs.
+"""Unbucketed: reduce gradients outside the buckets, if they are sparse or packed by a user's compressor.
 
 They have a slot without elements, whose flag tells all ranks whether any of them has such a gradient.
 """

@@ -1,4 +1,4 @@
-"""Values: what a GradientReducer asks of a framework. Gradients are known by their numbers."""
+"""Values: ask a framework for its gradients, by their numbers."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Which verb runs on gradients in the backward of which verb, said once for all frameworks."""
+"""Rules: give each verb the verb that runs on gradients in its backward, once for all frameworks."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Do all ranks make the same call? Asked before data moves.
+"""Call check: compare the calls of all ranks before data moves.
 
 Within a node the board answers at the price of one meeting. Across nodes the ranks gather a number each, which costs
 some network latencies, so 'auto' does it for a group's first calls only; after that the signature is part of every

@@ -1,4 +1,4 @@
-"""The calls of a group on one rank, one after another: counted, compared with the other ranks', and run."""
+"""Call sequence: count the calls of a group on one rank, compare them with the other ranks', and run them in turn."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Group: one rank's place among others, and how operations run there, in order. It knows no verb.
+"""Group: run operations in order, as one rank among others. It knows no verb.
 
 A group costs one split of MPI's and no shared memory until it is used. Its board, its nodes and its rails are made by
 the first operation that needs them, which all ranks run.

@@ -1,4 +1,4 @@
-"""Memories: the symmetric memory of a group, on the host and on each device that it was asked for."""
+"""Memories: keep the symmetric memory of a group, on the host and on each device that it was asked for."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Operation: one call that is run once, checked and ready to run."""
+"""Operation: hold one call that is checked and ready to run once."""
 
 from __future__ import annotations
 

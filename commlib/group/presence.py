@@ -1,4 +1,4 @@
-"""Presence: which ranks of a group will never come, as far as a board of this node shows it."""
+"""Presence: tell which ranks of a group will never come, as far as a board of this node shows it."""
 
 from __future__ import annotations
 

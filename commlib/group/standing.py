@@ -1,4 +1,4 @@
-"""Standing: whether a group's calls still run on this rank, and what the other ranks are told when they do not."""
+"""Standing: tell whether a group's calls still run on this rank, and tell the other ranks when they do not."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Waits: a hook for many waits of one operation."""
+"""Waits: give the many waits of one operation a hook."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Give every rank the tensors of one of them: which ranks, under which names, and how many travel as one message."""
+"""Broadcast: give every rank the tensors of one rank, under names, in few messages."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Gradients reduced by name: each bucket is an operation of its own, which ranks may ask for in any order.
+"""Reduce gradients by name: each bucket is an operation of its own, and ranks may ask for them in any order.
 
 A rank that has joined takes part in it without knowing of the bucket: with zeros, and flags that say "unused".
 """

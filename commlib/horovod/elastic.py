@@ -1,4 +1,4 @@
-"""State that is committed and restored in memory, and the loop that does so when an operation fails.
+"""Elastic: commit and restore state in memory, in a loop that does so when an operation fails.
 
 The ranks of a job stay what they are so far: what Horovod calls elastic, joining and leaving hosts, is not there.
 """

@@ -1,4 +1,4 @@
-"""Horovod's environment variables: those that have a meaning here, and what it is.
+"""Environment: read those of Horovod's variables that have a meaning here.
 
     HOROVOD_FUSION_THRESHOLD=33554432    is    COMMLIB_FUSION_MIB=32
 

@@ -1,4 +1,4 @@
-"""NamedGradients: gradients that come as arrays, reduced by name. What a framework with immutable tensors drives.
+"""NamedGradients: reduce gradients by name that come as arrays, for a framework with immutable tensors.
 
     begin(kinds) | give(numbers, arrays), give(...) -> complete buckets are launched | end(rows) -> results
 

@@ -1,4 +1,4 @@
-"""join: a rank that has run out of data lets the others go on."""
+"""join: let the other ranks go on when a rank has run out of data."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Learning rates that follow a schedule or are warmed up, for a training loop like Keras' `fit`: see `callbacks`."""
+"""Learning rates: follow a schedule or warm up, in a training loop like Keras' `fit`. See `callbacks`."""
 
 from __future__ import annotations
 

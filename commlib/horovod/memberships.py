@@ -1,4 +1,4 @@
-"""Which process sets the ranks have given, and whether they agree.
+"""Memberships: collect the process sets that the ranks have given, and compare them.
 
 A set that is made of ranks is given by all ranks of the world, as it is. One that is made of a communicator is given by
 its members: a split gives each rank one communicator, and nobody has those of the others.

@@ -1,4 +1,4 @@
-"""Process sets: groups of ranks that run named operations of their own, each with a coordinator of its own."""
+"""Process sets: let groups of ranks run named operations of their own, each by a coordinator of its own."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Horovod's reduce operations, by its numbers, and what the core calls them."""
+"""Reductions: translate Horovod's reduce operations, given by its numbers, into the core's."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The board: where the ranks of one node meet, compare their calls, and leave word for each other.
+"""Board: let the ranks of one node meet, compare their calls, and leave notes for each other.
 
 The protocols are compiled (`kernels.node`); this is the memory they work on and the Python around a long wait.
 """

@@ -1,4 +1,4 @@
-"""NodeCollective: what the ranks of a node do together, compiled, and run as often as wanted on any arrays of its kind.
+"""NodeCollective: run a compiled collective of a node's ranks, as often as wanted, on any arrays of its kind.
 
 It is one collective of one group on arrays of one size. Where the arrays are in symmetric memory nothing is copied;
 elsewhere the data goes through the slots of the board. The kernels find that out, call by call.

@@ -1,4 +1,4 @@
-"""NodeContext: what the collectives of a node need of their group."""
+"""NodeContext: give the collectives of a node the parts of their group that they need."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Channel: an edge between two ranks, over which arrays go in both directions, in order, without any collective."""
+"""Channel: send arrays between two ranks, in both directions, in order, without any collective."""
 
 from __future__ import annotations
 

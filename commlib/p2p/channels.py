@@ -1,4 +1,4 @@
-"""The channels of one group: opened by two ranks each, whenever they like, and ended together at the latest.
+"""Channels: open and end the channels of one group. Two ranks open each, whenever they like; all end with the group.
 
 Opening one involves nobody else and waits for nobody: a rank makes what it receives into, posts a letter about it, and
 meets the other side's letter when it first uses the channel.

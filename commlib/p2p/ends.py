@@ -1,4 +1,4 @@
-"""Ends: both ends of a channel on one rank, and how they come to know the other rank's."""
+"""Ends: make both ends of a channel on one rank, and introduce them to the other rank's."""
 
 from __future__ import annotations
 

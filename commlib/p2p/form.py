@@ -1,4 +1,4 @@
-"""Form: how an array stands in a message of a channel: as it is, or encoded."""
+"""Form: write an array into a message of a channel, as it is or encoded."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Memory that kernels use by its address, and the order in which one takes the place of another."""
+"""Kept: keep memory alive that kernels use by its address, and let one piece take the place of another in order."""
 
 from __future__ import annotations
 

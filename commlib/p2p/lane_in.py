@@ -1,4 +1,4 @@
-"""The receiving end of a lane: what one rank receives from another of its node, by tag, in the order it was sent."""
+"""LaneIn: receive what another rank of the node sends over a lane, by tag, in the order it was sent."""
 
 from __future__ import annotations
 

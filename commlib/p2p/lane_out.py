@@ -1,4 +1,4 @@
-"""The sending end of a lane: what one rank sends to another one of its node, in the order in which it is sent."""
+"""LaneOut: send to another rank of the node over a lane, in the order of the calls."""
 
 from __future__ import annotations
 

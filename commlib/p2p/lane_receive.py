@@ -1,4 +1,4 @@
-"""A receive that is posted to a lane."""
+"""LaneReceive: post a receive to a lane."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Letters between two ranks of a group about their channels and lanes: how one was opened, and that it has ended.
+"""Mailbox: exchange letters between two ranks about their channels and lanes, at the opening and at the end.
 
 They have a tag of their own, above those of users' messages. Nobody waits for a letter to be read: its reader may look
 at it much later, or never.

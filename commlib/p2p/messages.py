@@ -1,4 +1,4 @@
-"""send, recv and send_recv: messages between two ranks, outside the order of the collectives."""
+"""send, recv and send_recv: move messages between two ranks, outside the order of the collectives."""
 
 from __future__ import annotations
 

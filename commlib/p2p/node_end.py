@@ -1,4 +1,4 @@
-"""The two ends of a channel's direction on a node: the receiver's inbox, and the sender's way into it.
+"""NodeEnd: hold what the two ends of a channel's direction share on a node. Both sides use the receiver's inbox.
 
 The compiled part is `kernels.host.channel`. This is the memory, what happens where a shape changes, and long waits.
 

@@ -1,4 +1,4 @@
-"""The sending end of a channel on a node: it writes into the inbox of the other rank."""
+"""Outbox: send a channel's messages on a node, into the inbox of the other rank."""
 
 from __future__ import annotations
 

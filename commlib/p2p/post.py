@@ -1,4 +1,4 @@
-"""Post: how messages go to each rank of a group: by lanes to those of this node, through MPI to the others.
+"""Post: send messages to each rank of a group, by lanes within this node and through MPI to the others.
 
 A lane is made by the first message that is sent in its direction. Its sender waits for nobody: it writes, and tells the
 receiver by a letter where. So all messages between two ranks of a node go by lanes, from the first one on.

@@ -1,4 +1,4 @@
-"""The two ends of a channel's direction between nodes: messages in persistent requests, received before they are sent.
+"""PostedEnd: hold what both ends of a channel share between nodes, persistent requests that receive before they send.
 
 Every message begins with a head that says its number, its shape and its length, so what comes may always be shorter
 than the memory that was posted for it. A longer one is announced by a head of its own: the receiver then posts more

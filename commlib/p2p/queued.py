@@ -1,4 +1,4 @@
-"""Queued: an asynchronous send that waits for room on the other side."""
+"""Queued: send asynchronously, and wait for room on the other side."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The rings that a rank has made for what it sends, until their receivers have found them: see `kernels.host.lane`."""
+"""Rings: keep the rings that a rank made for what it sends, until receivers find them. See `kernels.host.lane`."""
 
 from __future__ import annotations
 

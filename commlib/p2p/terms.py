@@ -1,4 +1,4 @@
-"""Terms: what both sides of a channel must have alike."""
+"""Terms: name what both sides of a channel must have alike."""
 
 from __future__ import annotations
 

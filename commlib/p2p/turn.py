@@ -1,4 +1,4 @@
-"""Turn: what Python has while it looks at an end that compiled functions look at, too."""
+"""Turn: take an end from compiled functions while Python looks at it."""
 
 from __future__ import annotations
 

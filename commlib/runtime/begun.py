@@ -1,4 +1,4 @@
-"""Begun: the work of an operation that whoever waits for it finishes."""
+"""Begun: hold the work of an operation until a thread waits for it and finishes it."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Claims: calls that have taken `Progress.running`, and say so nowhere, because a small call has no time for that.
+"""Claims: find calls that have taken `Progress.running` without a note of it, as a small call has no time for one.
 
 They are found by the frames of their thread, where a call of a signal handler asks for its own turn.
 """

@@ -1,4 +1,4 @@
-"""Compiled: a call that has been checked and prepared. Here, and nowhere else, calls enter the order of their group.
+"""Compiled: run a call that was checked and prepared. Calls enter the order of their group here, and nowhere else.
 
 A blocking call runs in its caller's thread when nothing is queued, and behind what is queued otherwise. An asynchronous
 one is begun in its caller's thread where that is enough, and queued otherwise: see `progress`.

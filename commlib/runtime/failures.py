@@ -1,4 +1,4 @@
-"""Failures: works that have ended badly, to be told of at the end where nobody has asked how they ended."""
+"""Failures: keep the works that ended badly, and report at the end those that were never asked how they ended."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Poll messages that are under way while nobody waits for them.
+"""Poller: move messages that are under way while no thread waits for them.
 
 It has a thread of its own, apart from the groups': one of those may be in a collective that another rank comes to only
 after it has exchanged a message with this one.

@@ -1,4 +1,4 @@
-"""What all communicators of one process share."""
+"""Runtime: hold what all communicators of one process share."""
 
 from __future__ import annotations
 

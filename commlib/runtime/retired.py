@@ -1,4 +1,4 @@
-"""Groups that this process no longer uses, until all their ranks say so: only then can MPI free what they are made of.
+"""Retired: keep groups that this process has dropped until all their ranks say so. Only then can MPI free them.
 
 Freeing a communicator is collective, but ranks drop their groups at different times. So a rank notes what it has
 dropped, and at the next collective moment, when a group is made of others, its ranks compare their notes.

@@ -1,4 +1,4 @@
-"""Look around during a long wait, and say who is late, on what."""
+"""Watchdog: look around during a long wait, and say which rank is late, on what."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Work: what every `*_async` verb returns."""
+"""Work: hold the operation that an `*_async` verb started."""
 
 from __future__ import annotations
 
