@@ -40,7 +40,7 @@ SENT = Path("/sys/class/net/eth0/statistics/tx_bytes")
 
 @dataclass
 class Figures:
-    """What one contender did with one size."""
+    """Hold the figures of one contender with one size."""
 
     wrong: int
     calls: int

@@ -22,7 +22,7 @@ _FILE = os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC  # a pipe mus
 
 
 class NotPrivateError(PermissionError):
-    """A folder or file that somebody else can change."""
+    """Another user can change the folder or file."""
 
 
 def user_cache(environment: Mapping[str, str] = os.environ) -> Path:

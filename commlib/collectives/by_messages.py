@@ -11,7 +11,7 @@ from commlib.runtime.compiled import Compiled
 
 
 class MessageCall(Compiled):
-    """What `move` does, as a call of a group: compared with the calls of the other ranks where that is due.
+    """Run `move` as a call of a group: compared with the calls of the other ranks where that is due.
 
     flat: `move` is given the arrays as 1-D. meets: see `Operation`.
     """

@@ -22,7 +22,7 @@ from commlib.schedule.layout import uneven
 
 
 class Calls(Protocol):
-    """Whose call it is."""
+    """The owner of a call: its group, and its station on each device."""
 
     group: Group
 

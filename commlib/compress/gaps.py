@@ -17,7 +17,7 @@ from commlib.kernels.protocol import Kernels
 
 
 class Gaps:
-    """The elements from `start` to `stop` of a bucket that belong to none of its parts, counted from `start`."""
+    """List the elements from `start` to `stop` of a bucket outside all of its parts, counted from `start`."""
 
     def __init__(self, parts: Sequence[Part], start: int, stop: int) -> None:
         ordered = sorted(parts, key=lambda part: part.start)

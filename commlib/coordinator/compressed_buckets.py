@@ -34,7 +34,7 @@ def reducing(family: str, moves: int, key: str, count: int, parts: list[Part], f
 
 
 class CompressedBuckets:
-    """All those of one process set. Ranks call `make` and `run` for the same requests in the same order."""
+    """Keep the compressed buckets of one process set. Ranks call `make` and `run` for the same requests in order."""
 
     def __init__(self, comm: Any) -> None:
         self._comm = comm

@@ -38,7 +38,7 @@ log = logging.getLogger("commlib")
 
 
 class Coordinator:
-    """One rank's side. `comm` is a group that nobody else uses; `members` are what its ranks are called.
+    """Run one rank's side. `comm` is a group of its own; `members` are the names of its ranks.
 
     negotiation: decides what is agreed (default: one of its own, for as many names as the settings say).
     """

@@ -20,7 +20,7 @@ _SHORTEST_PAUSE, _LONGEST_PAUSE = 1e-3, 50e-3
 
 
 class Awaited(Protocol):
-    """A group, as far as other ranks may wait for this one in it."""
+    """Watch a group, as far as other ranks may wait for this rank in it."""
 
     def is_awaited(self) -> bool:
         """Return whether some rank has begun what this one has not come to."""

@@ -24,7 +24,7 @@ from commlib.errors import UsageError
 
 
 class Execution:
-    """Runs agreed operations on `comm`, whose ranks are called `members`. fusion_bytes: see `Fusion`."""
+    """Runs agreed operations on `comm`; `members` are the names of its ranks. fusion_bytes: see `Fusion`."""
 
     def __init__(self, comm: Any, members: Sequence[int], fusion_bytes: int) -> None:
         self._comm, self._members = comm, tuple(members)

@@ -15,7 +15,7 @@ Array = Any
 
 
 class Drives(Protocol):
-    """What makes progress with pending operations. `failed` are those whose error nobody has asked for."""
+    """Make progress with pending operations. `failed` are those whose error was never asked for."""
 
     failed: dict[Any, None]
 
@@ -29,7 +29,7 @@ class Drives(Protocol):
 
 
 class Pending(Work):
-    """One named operation. Its arrays must not be touched until it is done."""
+    """Hold one named operation. Its arrays must not be touched until it is done."""
 
     __slots__ = ("_coordinator", "extra", "inputs", "outputs", "record", "request", "since", "warned")
 

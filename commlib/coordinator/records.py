@@ -13,7 +13,7 @@ from commlib.runtime.recording import Recording
 
 
 class Records:
-    """Those of one group, `name`."""
+    """Write the records of one group, `name`."""
 
     def __init__(self, recording: Recording, name: str) -> None:
         self._recording, self._name = recording, name

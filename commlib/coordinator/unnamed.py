@@ -16,7 +16,7 @@ _UNNAMED, _NAMES = ".noname.", 64
 
 
 class Unnamed:
-    """Those of one rank. Ranks count alike as long as none has joined."""
+    """Number the unnamed operations of one rank. Ranks count alike as long as none has joined."""
 
     def __init__(self) -> None:
         self._counters: defaultdict[str, itertools.count[int]] = defaultdict(itertools.count)  # by verb

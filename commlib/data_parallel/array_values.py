@@ -15,7 +15,7 @@ from commlib.dtypes import Array
 
 
 class ArrayValues:
-    """The `Values` of gradients that are given before each reduction, and of which results are asked for after it.
+    """Take gradients before each reduction, and give out results after it, as `Values`.
 
     An array that is given is only read, and must stay what it is until the reduction ends. A result is an array over
     the gradient's slot, which is not written again while anybody refers to it.

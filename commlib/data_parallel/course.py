@@ -17,7 +17,7 @@ log = logging.getLogger("commlib")
 
 @dataclass(frozen=True, slots=True)
 class Course:
-    """What decides how the next step is compressed, beside what is remembered of each parameter. Equal on all ranks."""
+    """Hold what decides how the next step is compressed, beside the memory of each parameter. Equal on all ranks."""
 
     scheme: str
     order: tuple[int, ...] | None

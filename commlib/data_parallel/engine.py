@@ -50,7 +50,7 @@ class Plan(Protocol):
 
 
 class Reducer(Gathers, Protocol):
-    """What the engine needs of a communicator."""
+    """A communicator, as far as the engine needs one."""
 
     @property
     def empty(self) -> Callable[..., Any]: ...

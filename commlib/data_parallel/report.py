@@ -11,7 +11,7 @@ from typing import Any
 
 @dataclass(slots=True)
 class Statistics:
-    """What was reduced so far, and what it cost the thread that trains."""
+    """Count what was reduced so far, and what it cost the thread that trains."""
 
     exposed_seconds: float = 0.0
     """Time the training thread waited for, or worked for, reductions: what overlap could not hide."""

@@ -8,7 +8,7 @@ from commlib.data_parallel.report import Statistics, StepReport
 
 
 class Reporting:
-    """Tells what `reducer` tells: a GradientReducer or NamedGradients; None where nothing is reduced."""
+    """Tells what `reducer` tells: a GradientReducer, or NamedGradients, or None where nothing is reduced."""
 
     @property
     def reducer(self) -> Any:

@@ -18,7 +18,7 @@ from commlib.dtypes import Array
 
 
 class Piece(NamedTuple):
-    """What this rank owns of one parameter: its elements from `first` on, at `start` to `stop` of its part."""
+    """Locate the elements of one parameter that this rank owns: from `first` on, at `start` to `stop` of its part."""
 
     parameter: int
     first: int

@@ -13,7 +13,7 @@ from collections.abc import Sequence
 
 
 class Tracker:
-    """The state of one training loop's gradients, on one rank.
+    """Follow the gradients of one training loop, on one rank.
 
     `buckets[b]` are the parameters (numbered from 0) of bucket b; every parameter is in exactly one bucket.
     """

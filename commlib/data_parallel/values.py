@@ -10,7 +10,7 @@ from commlib.dtypes import Array
 
 
 class Values(Protocol):
-    """The gradients of one set of parameters, as a framework has them, and their slots in buckets."""
+    """Give a framework's gradients, of one set of parameters, and their slots in buckets."""
 
     accumulates: bool
     """Gradients stay what they are after a reduction, and the next backward adds to them."""

@@ -11,7 +11,7 @@ from commlib.errors import UsageError
 
 @dataclass(frozen=True, slots=True)
 class Rule:
-    """What runs on gradients: a verb, the operation of a reduction, and a factor of size ** power on its result."""
+    """Say what runs on gradients: a verb, the operation of a reduction, and a factor of size ** power on its result."""
 
     verb: str
     op: str = ""

@@ -15,7 +15,7 @@ from commlib.runtime.progress import Progress
 
 @dataclass(frozen=True, slots=True)
 class Completion:
-    """That of one group, which watches its waits."""
+    """Finish kernels of one group, and watch its waits."""
 
     name: str
     rank: int

@@ -18,7 +18,7 @@ from commlib.transport.base import Transport
 
 
 class Programs:
-    """Those of one group, which watches their waits."""
+    """Run programs of one group, and watch their waits."""
 
     def __init__(
         self,

@@ -16,7 +16,7 @@ log = logging.getLogger("commlib")
 
 
 class Attached(Protocol):
-    """What ends with a group."""
+    """Ends with a group."""
 
     def leave(self, reason: str) -> None:
         """End on this rank: the group has failed, for a reason, or leaves."""
@@ -32,7 +32,7 @@ class Attached(Protocol):
 
 
 class Standing:
-    """That of one rank in a group.
+    """Tell how one rank stands in a group.
 
     stall_check: tells ranks that share no memory, if the group has one. is_seen: whether a parent's board shows this
     rank's end to those on its node. one_node: whether that is all ranks.

@@ -10,7 +10,7 @@ from commlib.transport.base import WaitHook
 
 
 class Watching(Protocol):
-    """Who watches waits."""
+    """Watches waits."""
 
     def watch(self, text: str) -> WaitHook:
         """Return the watchdog for one wait."""

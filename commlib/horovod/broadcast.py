@@ -17,7 +17,7 @@ PACK_BYTES = 8 * 2**20
 
 
 class Ranks(Protocol):
-    """The ranks that get the tensors, and what is done among them: a Communicator, or `NamedRanks`."""
+    """Broadcast tensors among ranks: a Communicator, or `NamedRanks`."""
 
     @property
     def rank(self) -> int: ...

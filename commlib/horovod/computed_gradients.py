@@ -13,7 +13,7 @@ from commlib.errors import UsageError
 
 
 class ComputedGradients:
-    """Remembers which gradients were reduced and given to the caller."""
+    """Remember the gradients that were reduced and given to the caller."""
 
     def __init__(self) -> None:
         self._given: list[Any] | None = None

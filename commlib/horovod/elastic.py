@@ -23,7 +23,7 @@ RECOVERABLE = (MismatchError, StallError)
 
 
 class State:
-    """What a training loop needs to go on from where it was. Subclasses say what `save`, `restore` and `sync` do."""
+    """Hold what a training loop needs to go on from where it was. Subclasses define `save`, `restore` and `sync`."""
 
     def __init__(self, **kwargs: Any) -> None:
         self._reset_callbacks: list[Callable[[], Any]] = []

@@ -85,7 +85,7 @@ _SETTINGS: dict[str, tuple[str, Callable[[str], str], str]] = {
 
 @dataclass(frozen=True, slots=True)
 class Environment:
-    """What Horovod's variables say."""
+    """Hold what Horovod's variables say."""
 
     settings: Mapping[str, str]
     """COMMLIB_* variables, where they are not set themselves."""

@@ -38,7 +38,7 @@ Gradients = tuple[Gradient, ...]
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Kept:
-    """What reduces one kind of call."""
+    """Reduce one kind of call."""
 
     gradients: Gradients
     reducer: GradientReducer
@@ -48,7 +48,7 @@ class Kept:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Call:
-    """What is known of a call before it runs: which gradients are dense and which sparse; the others are None here.
+    """Describe a call before it runs: its dense and its sparse gradients. The others are None here.
 
     `order` are the numbers of all as backward makes them. `threads` train on this rank. Where `strict`, a gradient that
     only some ranks have is an error.

@@ -10,7 +10,7 @@ from commlib.horovod.basics import rank, size
 
 
 class Optimizers(Protocol):
-    """What a framework knows of its optimizers. A learning rate is set as the attribute `learning_rate`."""
+    """Reach a framework's optimizers. A learning rate is set as the attribute `learning_rate`."""
 
     def learning_rate_of(self, optimizer: Any) -> float:
         """Return it as a number."""

@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 
 
 class ProcessSet:
-    """Some ranks. It has operations of its own once it is registered, by `init` or `add_process_set`.
+    """Group some ranks. It has operations of its own once it is registered, by `init` or `add_process_set`.
 
     Made of ranks of the world, or of an mpi4py communicator over them, `mpi_comm`. Registered sets have a
     `process_set_id`; several objects may be given to `init` that stand for one set.
@@ -107,7 +107,7 @@ class ProcessSet:
 
 
 class Registry:
-    """The process sets of one world. All ranks have the same ones, because adding and removing is agreed on."""
+    """Keep the process sets of one world. All ranks have the same, because adding and removing is agreed on."""
 
     def __init__(self, world: Any) -> None:
         self.world = world

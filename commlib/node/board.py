@@ -46,7 +46,7 @@ def _process_alive(process: int) -> bool:
 
 
 class NodeBoard:
-    """The meeting place of the ranks of one group that are on one node.
+    """Let the ranks of one group meet that are on one node.
 
     `spins` is how often a rank polls before it yields its core. `slot_bytes` is the size of each rank's two slots.
     `members` are their ranks in the group, by which `late` and `absent` call them (default: all of the group).

@@ -58,7 +58,7 @@ def ranges(layout: Layout, item_bytes: int) -> list[Range]:
 
 @dataclass(frozen=True, slots=True)
 class Exchange:
-    """What one rank publishes of its array, and where in its result what it takes from each rank goes.
+    """Describe what one rank publishes of its array, and where in its result the parts of each rank go.
 
     sends: one part that all ranks take, or one for each rank. takes: what this rank takes from each, in rank order;
     in a reduction only its own entry counts, for all have the same. longest: bytes of the longest part of any rank.
@@ -76,7 +76,7 @@ class Exchange:
 
 
 class NodeCollective(Compiled):
-    """A compiled collective of a node's ranks. `counted`: it is a call of the user's, and no part of one."""
+    """A compiled collective of a node's ranks. `counted`: the user called it; it is no part of another call."""
 
     __slots__ = ("_calls", "_context", "_keep", "_route")
 

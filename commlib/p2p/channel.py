@@ -31,7 +31,7 @@ if TYPE_CHECKING:
 
 
 class Owner(Protocol):
-    """Who keeps a group's channels."""
+    """Keep a group's channels."""
 
     def look(self, peer: int) -> None:
         """Ask for what another rank has told, and give back what is used no more. Never blocks."""

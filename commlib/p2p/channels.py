@@ -34,7 +34,7 @@ _MOST_DEPTH = 4096
 
 
 class Channels:
-    """What a group knows of its channels. Costs nothing until the first is opened."""
+    """Keep what a group knows of its channels. Costs nothing until the first is opened."""
 
     def __init__(self, group: Group, letters: Letters) -> None:
         self._group, self._letters = weakref.ref(group), letters

@@ -14,7 +14,7 @@ Shape = tuple[int, ...]
 
 
 class Codec(Protocol):
-    """What a channel needs of `compress.codec.Codec`."""
+    """Encode arrays for a channel: the part of `compress.codec.Codec` that it needs."""
 
     @property
     def name(self) -> str: ...

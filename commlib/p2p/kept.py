@@ -6,7 +6,7 @@ from typing import Any
 
 
 class Kept:
-    """What keeps such memory alive: what is used, or may be soon, by another thread perhaps.
+    """Keep such memory alive: memory in use, or soon in use, by another thread perhaps.
 
     Each change is one step that no thread and no signal handler can divide. Memory is added before kernels are told of
     it, with the number that it then has, and dropped when kernels use memory of a greater number.

@@ -11,7 +11,7 @@ from commlib.transport.base import Request
 
 
 class LaneReceive:
-    """One posted receive, of a message whose length is not known: a `ProbedReceive`."""
+    """Post one receive of a message of unknown length: a `ProbedReceive`."""
 
     by_lane = True
     __slots__ = ("_array", "_has_ended", "_into", "_lane", "_number", "_other_way", "nbytes")

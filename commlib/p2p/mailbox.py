@@ -38,7 +38,7 @@ class Address:
 
 
 class Mailbox:
-    """All letters of one rank in one group. Nothing here blocks, except `close`, briefly.
+    """Keep all letters of one rank in one group. Nothing here blocks, except `close`, briefly.
 
     Only the poller's thread takes letters in: a signal handler that raised in the middle of that would lose one, or the
     place in which the next one is awaited. Other threads ask for it, and look at what has come.

@@ -66,7 +66,7 @@ class _Message:
 
 
 class Messages(Work):
-    """Some posted messages. They move when somebody waits, and when the progress thread looks after them."""
+    """Hold some posted messages. They move when a thread waits, and when the progress thread looks after them."""
 
     __slots__ = ("_arrived", "_comm", "_lock", "_messages", "_peers", "_post", "_record", "_requests", "_value")
 

@@ -51,7 +51,7 @@ def stride_of(nbytes: int) -> int:
 
 
 class NodeEnd:
-    """What the kernels know of one end, and the slots' memory."""
+    """Hold what the kernels know of one end, and the slots' memory."""
 
     def __init__(self, form: Form, shape: Shape, dtype: np.dtype[Any], depth: int, spins: int) -> None:
         self.form, self.shape, self._dtype, self.depth = form, shape, dtype, depth

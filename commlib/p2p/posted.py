@@ -110,7 +110,7 @@ class Slot:
 
 
 class PostedEnd:
-    """What both ends have: the numbers that compiled functions share with Python, and slots."""
+    """Hold what both ends have: the numbers that compiled functions share with Python, and slots."""
 
     def __init__(
         self, transport: Transport, peer: int, form: Form, shape: Shape, dtype: np.dtype[Any], depth: int

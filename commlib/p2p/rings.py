@@ -27,7 +27,7 @@ class Ring:
 
 
 class Rings:
-    """Those that nobody has found yet: what is in them is still to be received, also when its sender has left."""
+    """Keep rings that no receiver has found yet: their messages can still be received after the sender has left."""
 
     def __init__(self) -> None:
         self._unfound: dict[Ring, None] = {}

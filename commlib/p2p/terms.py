@@ -13,7 +13,7 @@ from commlib.p2p.form import Shape
 
 @dataclass(frozen=True, slots=True)
 class Terms:
-    """What both sides of a channel must have alike."""
+    """Hold what both sides of a channel must have alike."""
 
     shape: Shape
     dtype: np.dtype[Any]

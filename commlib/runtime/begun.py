@@ -8,7 +8,7 @@ from commlib.runtime.work import Work
 
 
 class Finisher(Protocol):
-    """Who finishes what has been begun: the group's Progress."""
+    """Finish what has been begun, as the group's Progress does."""
 
     def hand_over(self) -> None:
         """Let the thread finish what has been begun."""
@@ -20,7 +20,7 @@ class Finisher(Protocol):
 
 
 class Begun(Work):
-    """An operation that has been begun, and is finished by who waits for it."""
+    """An operation that has been begun. The thread that waits for it finishes it."""
 
     __slots__ = ("_progress",)
 

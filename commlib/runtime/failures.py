@@ -6,7 +6,7 @@ from commlib.runtime.work import Work
 
 
 class Failures:
-    """Those of one group."""
+    """Keep the failures of one group."""
 
     def __init__(self) -> None:
         self._works: list[Work] = []

@@ -16,13 +16,13 @@ Key = tuple[str, int]
 
 
 class Closable(Protocol):
-    """What a group is made of: its transport, for example."""
+    """A part of a group: its transport, for example."""
 
     def close(self) -> None: ...
 
 
 class Retired:
-    """What one process has dropped. Its methods may be called in any thread, `note` also by the garbage collector."""
+    """Keep what one process has dropped. Any thread may call its methods, and the garbage collector may call `note`."""
 
     def __init__(self) -> None:
         self._groups: dict[Key, Sequence[Closable]] = {}

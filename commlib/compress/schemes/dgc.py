@@ -84,7 +84,7 @@ class DGC:
 
 
 class DGCReducer:
-    """Reduces one bucket. Momentum and what has accumulated are remembered by parameter, and so is the step."""
+    """Reduces one bucket. It remembers momentum, accumulated gradients and the step, by parameter."""
 
     def __init__(self, comm: Comm, parts: Sequence[Part], scheme: DGC, memory: Memory) -> None:
         self._scheme, self._parts, self._kernels = scheme, tuple(parts), memory.kernels
