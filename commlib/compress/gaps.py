@@ -1,7 +1,7 @@
 """Gaps: what lies between the parts of a bucket, and must not influence how they are encoded.
 
-Parts begin on cache lines. What a codec decodes between them need not be zero (a sign is not), and would be part of
-the next step's blocks; and since it is nobody's state, a run that is resumed would not be the same run.
+Parts begin on cache lines. A codec need not decode zeros between them (a sign is not zero). Those values would be part
+of the next step's blocks. They are saved in no state, so a resumed run would differ.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """CompressedBuckets: buckets of gradients that are compressed, and reduced by name.
 
-What a bucket is made of stands in its request. So a rank that has joined can do its part, and one that comes back goes
+What a bucket is made of stands in its request. So a rank that has joined can do its part. A rank that comes back goes
 on with what it remembers.
 """
 

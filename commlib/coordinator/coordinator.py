@@ -293,7 +293,7 @@ class Coordinator:
         self._driver.join(timeout)
 
     def unseen_failure(self) -> str:
-        """Return the first failed operation whose error nobody has asked for, or ""."""
+        """Return the first failed operation with an error that was never asked for, or ""."""
         for pending in list(self.failed):
             if (error := pending.unseen_error) is not None:
                 return f"failed {pending.request} ({type(error).__name__}: {error})"

@@ -61,14 +61,14 @@ class Driver:
         self._woken = False  # the thread has been told, and has not come to it yet
 
     def tell(self) -> None:
-        """Let whoever runs cycles know of what is pending now, or the thread begin to. The lock is held."""
+        """Tell the runner of cycles what is pending now, or let the thread begin. The lock is held."""
         if self.napping:
             self._changed.notify_all()
         elif not self.driving.locked():
             self._wake_thread()
 
     def wake(self) -> None:
-        """See to it that cycles are run although nobody waits for an operation."""
+        """Let cycles run although no thread waits for an operation."""
         with self._lock:
             if self._pending:
                 self._wake_thread()
@@ -132,7 +132,7 @@ class Driver:
             self._changed.notify_all()
 
     def _loop(self) -> None:
-        """Run cycles while something is pending and nobody else does."""
+        """Run cycles while something is pending and no other thread runs them."""
         while True:
             with self._lock:
                 self._changed.wait_for(self._is_due)

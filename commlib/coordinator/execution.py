@@ -140,7 +140,7 @@ class Execution:
         return job.pending.extra(self._comm)
 
     def _memory(self, job: Job) -> Any:
-        """Make memory that all ranks of a node share; None where one has joined, which takes no part in that."""
+        """Make memory that all ranks of a node share; None where a rank has joined and takes no part."""
         if job.pending is None or job.launch.joined:
             return None
         return job.pending.extra(self._comm)

@@ -64,7 +64,7 @@ class ArrayValues:
         self._slots.use(engine, members)
 
     def free(self) -> None:
-        """See to it that nobody looks at slots that are about to be written."""
+        """Make sure that slots which are about to be written are no longer referred to."""
         self._slots.free(lambda index: None)
 
     def exists(self, index: int) -> bool:
@@ -93,7 +93,7 @@ class ArrayValues:
         self._given.clear()
 
     def hide(self, indices: Iterable[int]) -> None:
-        """Do nothing: nobody accumulates here."""
+        """Do nothing: gradients are not accumulated here."""
 
     def detach(self) -> None:
         """Do nothing: slots are freed by `free`."""

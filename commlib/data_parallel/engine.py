@@ -67,10 +67,10 @@ Axes = Mapping[str, Reducer] | Callable[[str], Reducer]
 class Engine:
     """Owns the buckets of one set of parameters on one rank. Construction is collective.
 
-    `comm` is what all buckets are reduced over, or a mapping or function from the names of axes. `plan` makes what
-    reduces a bucket in its array, by default an all-reduce of the array as it is; it is asked for buckets with more
-    than one rank, in launch order, and again for one that moved. `together`: all are launched before any is waited for.
-    With one rank nothing is reduced, and every answer is still right.
+    All buckets are reduced over `comm`, or over the axes that a mapping or function finds by name. `plan` makes the
+    reduction of a bucket in its array, by default an all-reduce of the array as it is. It is called for buckets with
+    more than one rank, in launch order, and again when a bucket has moved. `together`: all are launched before any is
+    waited for. With one rank nothing is reduced, and every answer is still right.
     """
 
     def __init__(
@@ -244,7 +244,7 @@ class Engine:
                 plan()
 
     def _wait(self, works: Sequence[Pending]) -> None:
-        """Wait for all of them, and note how long they ran while nobody waited."""
+        """Wait for all of them, and note how long they ran without being waited for."""
         started = time.perf_counter()
         failure: Exception | None = None
         for work in works:

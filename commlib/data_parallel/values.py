@@ -22,7 +22,7 @@ class Values(Protocol):
         ...
 
     def free(self) -> None:
-        """See to it that nobody looks at slots that are about to be written: see `Slots.free`."""
+        """Make sure that slots which are about to be written are no longer referred to: see `Slots.free`."""
         ...
 
     def exists(self, index: int) -> bool:

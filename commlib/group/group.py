@@ -295,7 +295,7 @@ class Group:
         self._standing.abandon(text, error)
 
     def speak_for(self, explain: Callable[[float, list[int]], str]) -> None:
-        """Let somebody else speak for a group whose calls are not its user's.
+        """Let another speak for a group that makes calls which are not its user's.
 
         explain: words the warning about a long wait. Whoever speaks tells the other ranks of a failure, by `leave`.
         """
@@ -312,7 +312,7 @@ class Group:
         self._standing.leave(reason, deadline, history=self._calls.history)
 
     def announce(self, reason: str = "") -> None:
-        """Tell the other ranks the same, and wait for nobody."""
+        """Tell the other ranks the same, without waiting."""
         self._standing.announce(reason, history=self._calls.history)
 
     def close(self) -> None:

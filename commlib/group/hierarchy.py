@@ -14,7 +14,7 @@ from commlib.transport.base import Transport
 
 @dataclass(frozen=True, slots=True)
 class Hierarchy:
-    """Hold this rank's groups. place: its number on its node, and in its rail; `rail` is None where rails are fewer."""
+    """Hold this rank's groups. place: its number on its node, and that of its rail; `rail` is None beyond the rails."""
 
     topology: Topology
     number: int  # of this rank's node

@@ -64,7 +64,7 @@ class Standing:
     def abandon(self, text: str, error: BaseException) -> None:
         """Mark the group as failed: `error`, none of ours, came out of the call `text` before it had run to its end.
 
-        Or so it may be: nobody can tell at which instruction a signal handler has raised.
+        Or so it may be: there is no telling at which instruction a signal handler has raised.
         """
         if self.failure is not None or isinstance(error, CommlibError):
             return

@@ -42,7 +42,7 @@ def reduce_by_name(process_set: ProcessSet | None) -> Callable[..., None]:
 
 
 def overlap_pays_here(threads: int) -> bool:
-    """Tell what `commlib.data_parallel.overlap_pays` does, asking nobody: ranks may trace at different times."""
+    """Tell what `commlib.data_parallel.overlap_pays` does, without a message: ranks may trace at different times."""
     return local_size() < size() or cores_per_rank(running()) > threads
 
 

@@ -82,7 +82,7 @@ class NamedGradients:
 
     @property
     def alone(self) -> bool:
-        """Whether this rank reduces with no other one, as one that is not in the process set, like Horovod's."""
+        """Whether this rank reduces alone: it is the only rank or, as in Horovod, outside the process set."""
         return self.size == 1 or self.process_set.included() is False
 
     @property

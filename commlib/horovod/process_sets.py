@@ -197,7 +197,7 @@ class Registry:
     def close(self) -> str:
         """End all operations; what has not run ends with ShutdownError.
 
-        Returns the first failure that nobody has asked for, or "".
+        Returns the first failure that was never asked for, or "".
         """
         failures = [coordinator.unseen_failure() for coordinator in self.coordinators()]
         for coordinator in self.coordinators():

@@ -60,11 +60,11 @@ def ranges(layout: Layout, item_bytes: int) -> list[Range]:
 class Exchange:
     """Describe what one rank publishes of its array, and where in its result the parts of each rank go.
 
-    sends: one part that all ranks take, or one for each rank. takes: what this rank takes from each, in rank order;
-    in a reduction only its own entry counts, for all have the same. longest: bytes of the longest part of any rank.
-    offsets: bytes behind each rank's array, which has `nbytes`, to the part in it that this rank takes; None if it is
-    not worth asking whether the arrays are symmetric. in_target: those arrays are the results, of which what the ranks
-    publish are parts.
+    sends: one part that all ranks take, or one part for each rank. takes: the part that this rank takes from each, in
+    rank order; in a reduction only its own entry counts, for all have the same. longest: bytes of the longest part of
+    any rank. offsets: bytes behind each rank's array, which has `nbytes`, to the part in it that this rank takes; None
+    if it is not worth asking whether the arrays are symmetric. in_target: those arrays are the results, and the ranks
+    publish parts of them.
     """
 
     sends: Sequence[Range]

@@ -87,7 +87,7 @@ class LaneOut:
         self._kept.drop_before(int(self._end[kernels.RING]))
 
     def drop(self) -> None:
-        """Let nobody find what was made for it: nobody was told."""
+        """Withdraw what was made for it: no rank was told."""
         self._rings.drop(self._kept.numbered(1))
 
     def halt(self) -> None:

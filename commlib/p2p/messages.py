@@ -128,7 +128,7 @@ class Messages(Work):
         return value
 
     def complete(self) -> Any:
-        """Wait like `wait`, where nobody can wait again: what interrupts it takes it back, or fails the group."""
+        """Wait like `wait`, but for the last time: an interrupt takes it back, or fails the group."""
         try:
             return self.wait()
         except CommlibError:
@@ -143,7 +143,7 @@ class Messages(Work):
             raise
 
     def _withdraw(self) -> bool:
-        """Take a receive back of which nothing has come; a send cannot be."""
+        """Take a receive back if nothing has come of it. A send cannot be taken back."""
         requests = zip(self._messages, self._requests, strict=True)
         return len(self._messages) == 1 and all(m.incoming and cast(ProbedReceive, r).withdraw() for m, r in requests)
 

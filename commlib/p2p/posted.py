@@ -1,8 +1,8 @@
-"""PostedEnd: hold what both ends of a channel share between nodes, persistent requests that receive before they send.
+"""PostedEnd: hold what both ends of a channel share between nodes. Receives are posted before messages are sent.
 
-Every message begins with a head that says its number, its shape and its length, so what comes may always be shorter
-than the memory that was posted for it. A longer one is announced by a head of its own: the receiver then posts more
-memory, under the next tag, so that no message can meet memory that is too short for it. What one request cannot hold
+Every message begins with a head that says its number, its shape and its length. So a message may always be shorter than
+the memory that was posted for it. A longer message is announced by a head of its own: the receiver then posts more
+memory, under the next tag. So no message can meet memory that is too short. The rest that one request cannot hold
 follows under a tag for such tails.
 
 A message like the one before goes by compiled functions alone (`kernels.host.posted`), where the transport has what

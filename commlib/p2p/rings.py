@@ -40,16 +40,16 @@ class Rings:
         return ring
 
     def sweep(self) -> None:
-        """Let nobody find any more what has been found."""
+        """Withdraw rings that have been found."""
         for ring in [ring for ring in list(self._unfound) if ring.is_found]:
             self.drop(ring)
 
     def drop(self, ring: Ring) -> None:
-        """Let nobody find a ring any more. Idempotent."""
+        """Withdraw a ring. Idempotent."""
         ring.made.withdraw()
         self._unfound.pop(ring, None)
 
     def close(self) -> None:
-        """Let nobody find any of them any more."""
+        """Withdraw all rings."""
         for ring in list(self._unfound):
             self.drop(ring)

@@ -24,7 +24,7 @@ def claiming(method: Method) -> Method:
 
 
 def is_claimed_here(progress: object) -> bool:
-    """Return whether this thread holds `running` of a group's Progress, by a call other than the one that asks."""
+    """Return whether a call of this thread, other than the asking call, holds `running` of a group's Progress."""
     calls = 0
     frame: FrameType | None = sys._getframe()
     while frame is not None:

@@ -17,7 +17,7 @@ class Failures:
         self._works.append(work)
 
     def unseen(self) -> str:
-        """Return the first whose error nobody has asked for, in words, or ""."""
+        """Return the first with an error that was never asked for, in words, or ""."""
         for work in self._works:
             if (error := work.unseen_error) is not None:
                 return f"failed {work.description} ({type(error).__name__}: {error})"

@@ -80,7 +80,7 @@ class MessagePoller:
         return bool(ended)
 
     def drain(self, timeout: float) -> str:
-        """Wait until all works are done; return "" or, if that takes longer than `timeout` s, one that is not."""
+        """Wait until all works are done; return "", or after `timeout` s the name of an unfinished work."""
         with self._lock:
             if self._changed.wait_for(lambda: not self._awaited(), timeout):
                 return ""
@@ -93,7 +93,7 @@ class MessagePoller:
         self._changed = threading.Condition(self._lock)
 
     def close(self) -> None:
-        """Ask nobody any more."""
+        """Stop asking."""
         with self._lock:
             self._closed = True
             self._changed.notify_all()

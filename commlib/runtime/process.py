@@ -62,7 +62,7 @@ class Runtime:
             group.halt()
 
     def end(self) -> str:
-        """End all groups without ever hanging; return the first failure that nobody has asked for, or ""."""
+        """End all groups without ever hanging; return the first failure that was never asked for, or ""."""
         groups = list(self.groups)
         failure, threads = "", [self.poller, *(group.progress for group in groups)]
         if self.services is not None:

@@ -241,7 +241,7 @@ class Progress:
             self._failures.note(work)
 
     def _await_turn(self) -> bool:
-        """Wait for `running`; return False without it if nobody may ever release it: then operations only fail."""
+        """Wait for `running`; return False without it if it may never be released: then operations only fail."""
         while not self.running.acquire(timeout=0 if self._broken else _TURN):
             if self._broken:
                 return False
@@ -283,7 +283,7 @@ class Progress:
         return not self.pending & _COUNT and not self.busy
 
     def unseen_failure(self) -> str:
-        """Return the first failed work whose error nobody has asked for, or ""."""
+        """Return the first failed work with an error that was never asked for, or ""."""
         return self._failures.unseen()
 
     def close(self) -> None:

@@ -42,7 +42,7 @@ class Retired:
     def free(self, gather: Callable[[Any], list[Any]]) -> None:
         """Free the groups whose ranks have all dropped them. Collective; `gather` tells every rank's notes to all.
 
-        All ranks free them in the same order, so that none waits for one that waits for it.
+        All ranks free them in the same order, so that no two ranks wait for each other.
         """
         with self._lock:
             mine = sorted(self._groups)

@@ -72,12 +72,12 @@ class Work:
 
     @property
     def unseen_error(self) -> BaseException | None:
-        """What went wrong, if it has ended badly and nobody has asked."""
+        """What went wrong, if it has ended badly and was never asked."""
         return None if self.seen else self._error
 
     @classmethod
     def ended(cls, description: str, result: Any) -> Work:
-        """Return one that is done."""
+        """Return a work that is done."""
         work = cls.__new__(cls)
         work.description, work._result, work.seconds = description, result, 0.0
         work._done, work._error, work.seen = True, None, True

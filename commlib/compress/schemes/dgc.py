@@ -143,7 +143,7 @@ class DGCReducer:
         return add_counter(self._parts, "step", self._step, state)
 
     def load(self, state: Mapping[str, Mapping[str, Array]]) -> None:
-        """Take over what is known by parameter names; the step is that of the one that is furthest."""
+        """Take over what is known by parameter names. The step is that of the parameter that is furthest."""
         self.commit()
         self._momentum.load(self._parts, "momentum", state)
         self._accumulated.load(self._parts, "accumulated", state)
