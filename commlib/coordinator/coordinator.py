@@ -47,7 +47,7 @@ class Coordinator:
         self.comm = comm
         self.members = tuple(members)
         self.failed: dict[Pending, None] = {}
-        """Those that nobody has asked for since."""
+        """Those that were never asked for since."""
         self.requests: dict[Hashable, Request] = {}
         """Requests that were made before, by what they are made of: to check and to compare them anew takes longer."""
         self.cycles = 0

@@ -49,7 +49,7 @@ class Driver:
         self._pending, self._negotiation = pending, negotiation
         self._group, self._run, self._fail = group, run, fail
         self.driving = threading.Lock()
-        """Held by whoever runs cycles."""
+        """Held by the thread that runs cycles."""
         self._holder: object = None  # who took `driving` last: set first, so that whoever leaves knows its own
         self.thread: threading.Thread | None = None
         self.closed = False
@@ -57,7 +57,7 @@ class Driver:
         """Whether one is under way, written by who runs it: to leave it now is to be out of step."""
         self._pause = _SHORTEST_PAUSE
         self.napping = False
-        """Whether whoever runs cycles has nothing to tell."""
+        """Whether the thread that runs cycles has nothing to tell."""
         self._woken = False  # the thread has been told, and has not come to it yet
 
     def tell(self) -> None:

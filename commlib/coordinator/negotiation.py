@@ -5,7 +5,7 @@
 Each rank submits operations by name, in any order and at any time. In every cycle all ranks announce: one bit for each
 operation that was agreed on before (`ResponseCache`), the whole request for any other. The bits are combined by "and",
 the requests are gathered, and every rank puts the same answer through `agree`, so all launch the same operations in the
-same order. An operation is launched in the cycle in which the last rank has announced it.
+same order. An operation is launched in the cycle when the last rank has announced it.
 
 A rank that has joined has no data left. It counts as having announced everything, and takes part with nothing.
 """

@@ -50,7 +50,7 @@ class Pending(Work):
     def wait(self, timeout: float | None = None) -> Any:
         """Block until it has ended, at most `timeout` seconds, and return its result; see `Work.wait`.
 
-        Whoever waits negotiates: no other thread has to be woken for an operation that is waited for at once.
+        The waiting thread negotiates: no other thread has to be woken for an operation that is waited for at once.
         """
         if not self._done:
             if timeout is None:

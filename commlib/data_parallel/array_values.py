@@ -18,7 +18,7 @@ class ArrayValues:
     """Take gradients before each reduction, and give out results after it, as `Values`.
 
     An array that is given is only read, and must stay what it is until the reduction ends. A result is an array over
-    the gradient's slot, which is not written again while anybody refers to it.
+    the gradient's slot, which is not written again while the result is referred to.
     """
 
     accumulates = False
@@ -99,7 +99,7 @@ class ArrayValues:
         """Do nothing: slots are freed by `free`."""
 
     def scale(self, index: int, factor: float) -> None:
-        """Multiply a gradient: not in place, since it is somebody else's."""
+        """Multiply a gradient: not in place, since it belongs to the caller."""
         self._given[index] = np.multiply(self._given[index], self._given[index].dtype.type(factor))
 
     def sparse_dimensions(self, index: int) -> int | None:

@@ -134,8 +134,9 @@ class Engine:
     def move(self, index: int, *, aside: bool) -> None:
         """Give a bucket other memory, which this rank alone has, or (not `aside`) its symmetric memory again.
 
-        What it has so far is written no more: it belongs to whoever still looks at it. Not collective: where only some
-        ranks have a bucket aside, its reduction copies it, and has the same result. Not while anything is in flight.
+        Its memory so far is written no more: it belongs to the arrays that still look at it. Not collective: where only
+        some ranks have a bucket aside, its reduction copies it, and has the same result. Not while anything is in
+        flight.
         """
         self._memory[index].move(aside=aside)
         self._place(index)
@@ -181,8 +182,8 @@ class Engine:
     def prefetch(self, plans: Iterable[Plan]) -> None:
         """Start plans behind everything launched so far, in this order: gathers of parameters after a step, say.
 
-        Every rank starts the same ones. Whoever needs what plan i brings calls `fetched(i)` first; the next reduction
-        waits for all of them.
+        Every rank starts the same ones. Code that needs the result of plan i calls `fetched(i)` first; the next
+        reduction waits for all of them.
         """
         self.fetched()
         self._fetching = [plan.start() for plan in plans]

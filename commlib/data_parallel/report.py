@@ -16,7 +16,7 @@ class Statistics:
     exposed_seconds: float = 0.0
     """Time the training thread waited for, or worked for, reductions: what overlap could not hide."""
     hidden_seconds: float = 0.0
-    """Time in which reductions ran on the progress thread while nobody waited for them."""
+    """Time in which reductions ran on the progress thread without being waited for."""
     nbytes: int = 0
     """Bytes of gradients (padding and flags included) that this rank put into reductions."""
     sent_bytes: int = 0

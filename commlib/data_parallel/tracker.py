@@ -2,9 +2,9 @@
 
     idle --begin--> backward --ready, ready, ...--> backward --end--> idle --stepped--> idle
 
-A reducing backward launches every bucket exactly once and in index order, whatever the order in which gradients become
-ready: ranks whose autograd graphs differ still launch the same sequence. Whether a backward reduces depends on counts
-alone (`no_sync`, passes per step), never on what this rank's graph held.
+A reducing backward launches every bucket exactly once and in index order, in whatever order gradients become ready. So
+ranks with different autograd graphs still launch the same sequence. Whether a backward reduces depends on counts alone
+(`no_sync`, passes per step), never on what this rank's graph held.
 """
 
 from __future__ import annotations

@@ -42,7 +42,7 @@ class Values(Protocol):
         ...
 
     def hide(self, indices: Iterable[int]) -> None:
-        """Part gradients from slots that are in flight: whoever accumulates now, by mistake, must not do it there."""
+        """Part gradients from slots that are in flight: a mistaken accumulation now must not write there."""
         ...
 
     def detach(self) -> None:

@@ -217,7 +217,7 @@ class Group:
     def did_last(self) -> str:
         """Return what this rank did last in the group, to be appended to a message; "" if nothing is recorded.
 
-        Also where its calls are not its user's: whoever explains them says what was.
+        Also where its calls are not its user's: the group's speaker says what was.
         """
         return "" if self.explain is not None else self.runtime.recording.did_last(self.name)
 
@@ -297,7 +297,7 @@ class Group:
     def speak_for(self, explain: Callable[[float, list[int]], str]) -> None:
         """Let another speak for a group that makes calls which are not its user's.
 
-        explain: words the warning about a long wait. Whoever speaks tells the other ranks of a failure, by `leave`.
+        explain: words the warning about a long wait. The speaker tells the other ranks of a failure, by `leave`.
         """
         self.explain = explain
         self._standing.is_told = True

@@ -46,7 +46,7 @@ class Standing:
         self.is_open = False  # the ranks have met on the board
         self.failure: CommlibError | None = None  # after it the group's ranks are out of step
         self.is_told = False
-        """Whether somebody else tells the other ranks of a failure, in words of its own, by `leave`."""
+        """Whether the group's speaker tells the other ranks of a failure, in words of its own, by `leave`."""
 
     def attach(self, part: Attached) -> None:
         """Let what has an end of its own, the group's channels for example, end with the group."""

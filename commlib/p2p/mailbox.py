@@ -40,8 +40,8 @@ class Address:
 class Mailbox:
     """Keep all letters of one rank in one group. Nothing here blocks, except `close`, briefly.
 
-    Only the poller's thread takes letters in: a signal handler that raised in the middle of that would lose one, or the
-    place in which the next one is awaited. Other threads ask for it, and look at what has come.
+    Only the poller's thread takes letters in. A signal handler that raised meanwhile would lose a letter, or the place
+    where the next letter is awaited. Other threads ask for it, and look at what has come.
 
     key: of the group, unlike any other's. MPICH gives letters that were not taken before their group was closed to a
     later group. That group must read none of them.

@@ -15,7 +15,7 @@ class Finisher(Protocol):
         ...
 
     def finish_begun(self, work: Work) -> None:
-        """Finish `work` in this thread, unless somebody else does."""
+        """Finish `work` in this thread, unless another thread does."""
         ...
 
 

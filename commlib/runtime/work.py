@@ -84,7 +84,7 @@ class Work:
         return work
 
     def finish(self, result: Any = None, error: BaseException | None = None) -> None:
-        """End it. Called once, by whoever runs the operation."""
+        """End it. Called once, by the thread that runs the operation."""
         self._result, self._error = result, error
         self._trace = None if error is None else error.__traceback__
         self._done = True
