@@ -67,7 +67,9 @@ class ParameterValues:
         """Bring a parameter's gradient to where it is reduced from."""
         view, parameter = self._views[index], self._parameters[index]
         assert view is not None, "it has a slot"
-        grad = _gradient(parameter, self._names[index])
+        grad = parameter.grad
+        if grad is None:
+            raise UsageError(f"{self._names[index]} has no gradient after accumulation: did a hook take it away?")
         if grad.layout != torch.strided:
             grad = parameter.grad = grad.detach().to_dense()
         if not self._in_place[index]:
@@ -118,7 +120,7 @@ class ParameterValues:
     def scale(self, index: int, factor: float) -> None:
         """Multiply a gradient where it is."""
         with torch.no_grad():
-            _gradient(self._parameters[index], self._names[index]).mul_(factor)
+            _gradient(self._parameters[index]).mul_(factor)
 
     # Outside the buckets
 
@@ -132,16 +134,16 @@ class ParameterValues:
     def make_sparse(self, index: int, dimensions: int = 1) -> None:
         """Give a gradient that is dense so many sparse dimensions."""
         parameter = self._parameters[index]
-        parameter.grad = _gradient(parameter, self._names[index]).detach().to_sparse(dimensions)
+        parameter.grad = _gradient(parameter).detach().to_sparse(dimensions)
 
     def make_dense(self, index: int) -> None:
         """Make a sparse gradient dense."""
         parameter = self._parameters[index]
-        parameter.grad = _gradient(parameter, self._names[index]).detach().to_dense()
+        parameter.grad = _gradient(parameter).detach().to_dense()
 
     def rows(self, index: int, wire: str) -> tuple[Array, Array]:
         """Return (numbers of rows, their values as `wire`) of a sparse gradient, each row once."""
-        return _unbucketed.rows_of(self._names[index], _gradient(self._parameters[index], self._names[index]), wire)
+        return _unbucketed.rows_of(self._names[index], _gradient(self._parameters[index]), wire)
 
     def take_rows(self, index: int, numbers: Array, rows: Array, divisor: int) -> None:
         """Make rows, added up and divided, the gradient."""
@@ -189,7 +191,7 @@ class ParameterValues:
         return array.reshape(parameter.shape)
 
     def _lend(self, index: int) -> Tensor:
-        tensor = torch.from_numpy(self._slots.lend(index))
+        tensor = torch.from_numpy(self._slots.lent[index])
         return tensor.view(torch.bfloat16) if tensor.dtype == torch.int16 else tensor
 
     def _adds_up(self, index: int) -> bool:
@@ -199,9 +201,8 @@ class ParameterValues:
         return grad is not None and grad.data_ptr() == self._addresses[index] and not torch.is_grad_enabled()
 
 
-def _gradient(parameter: Tensor, name: str) -> Tensor:
-    if parameter.grad is None:
-        raise UsageError(f"{name} has no gradient after accumulation: did a hook take it away?")
+def _gradient(parameter: Tensor) -> Tensor:
+    assert parameter.grad is not None, "it exists"
     return parameter.grad
 
 

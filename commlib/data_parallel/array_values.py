@@ -81,7 +81,7 @@ class ArrayValues:
 
     def take(self, index: int) -> None:
         """Make what was reduced the result: the slot itself, or a copy where an earlier result was kept."""
-        lent = self._slots.lend(index)
+        lent = self._slots.lent[index]
         if index in self._slots.copied:
             copy = aligned_empty(lent.shape, lent.dtype)
             copy[...] = lent

@@ -251,10 +251,11 @@ class GradientReducer:
                     self.shards.take(self._engine)
                 if self._engine.used(self._others_missing):
                     self._compare_missing(lacking)
+                take = self._values.take if self.shards is None else self._drop
                 for index in self._all:
                     # A gradient that no rank had stays None, as it would in one process; else all take the result.
-                    if index not in self._unbucketed and (index not in unused or self._engine.used(index)):
-                        self._take(index)
+                    if self._has_slot[index] and (index not in unused or self._engine.used(index)):
+                        take(index)
             finally:
                 self._values.forget()
             self._finish_unbucketed(seen)
@@ -337,17 +338,14 @@ class GradientReducer:
 
     def _put(self, index: int) -> None:
         """Bring a gradient to where it is reduced from."""
-        if index in self._unbucketed:
-            self._unbucketed.prepare(index)
-        else:
+        if self._has_slot[index]:
             self._values.put(index)
-
-    def _take(self, index: int) -> None:
-        """Make what was reduced the gradient, unless this rank has but a part of it."""
-        if self.shards is None:
-            self._values.take(index)
         else:
-            self._values.hide([index])
+            self._unbucketed.prepare(index)
+
+    def _drop(self, index: int) -> None:
+        """Leave a parameter without a gradient: this rank has but a part of it."""
+        self._values.hide([index])
 
     def _put_old(self, index: int) -> bool:
         """Put a gradient that earlier passes left; return False if there is none for the buckets."""
@@ -428,6 +426,7 @@ class GradientReducer:
             self._plan(),
             together=self.ranks.together,
         )
-        members = [[i for i in b.parameters if i in self._all and i not in self._unbucketed] for b in buckets]
+        self._has_slot = [index not in self._unbucketed for index in self._all]
+        members = [[i for i in bucket.parameters if i in self._all and self._has_slot[i]] for bucket in buckets]
         self._values.use(engine, members)
         return engine

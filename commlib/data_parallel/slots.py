@@ -25,8 +25,8 @@ class Slots:
 
     def __init__(self, count: int, view: Callable[[int, Any], Array | None]) -> None:
         self._view = view
-        self._lent: list[Array] = [np.empty(0) for _ in range(count)]
-        """Slots as arrays. Nothing refers to these very objects but gradients that were made of them."""
+        self.lent: list[Array] = [np.empty(0) for _ in range(count)]
+        """Slots as arrays, to be lent. Nothing refers to these very objects but gradients that were made of them."""
         self._left: dict[int, list[Array]] = {}
         """Those in the symmetric memory of buckets that moved aside."""
         self.copied: set[int] = set()
@@ -36,13 +36,9 @@ class Slots:
         """Take the slots of `engine`, whose buckets have these `members`. What was lent before stays valid."""
         self._engine, self._members = engine, members
         self._left.clear()
-        self._lent = [np.empty(0) for _ in self._lent]
+        self.lent = [np.empty(0) for _ in self.lent]
         for bucket in range(len(members)):
             self._find(bucket)
-
-    def lend(self, number: int) -> Array:
-        """Return a slot, for a gradient that keeps this very object alive, as all do that share its memory."""
-        return self._lent[number]
 
     def free(self, moved: Callable[[int], None], adds_up: Callable[[int], bool] = lambda number: False) -> None:
         """Make sure that slots to be written are no longer referred to. Nothing may be in flight, or put.
@@ -54,7 +50,7 @@ class Slots:
             if not any(_are_kept(arrays)):
                 del self._left[bucket]
                 self._move(bucket, moved, aside=False)
-        kept = _are_kept(self._lent)
+        kept = _are_kept(self.lent)
         if not any(kept):
             return
         for bucket, members in enumerate(self._members):
@@ -62,7 +58,7 @@ class Slots:
             if surprised:
                 self.copied.update(surprised)
                 if not self._engine.is_aside(bucket):
-                    self._left[bucket] = [self._lent[number] for number in members]
+                    self._left[bucket] = [self.lent[number] for number in members]
                 self._move(bucket, moved, aside=True)
 
     def _move(self, bucket: int, moved: Callable[[int], None], *, aside: bool) -> None:
@@ -75,7 +71,7 @@ class Slots:
         for number in self._members[bucket]:
             view = self._view(number, self._engine.slot(number))
             if view is not None:
-                self._lent[number] = view
+                self.lent[number] = view
 
 
 def _are_kept(arrays: list[Array]) -> list[bool]:
