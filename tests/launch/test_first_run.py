@@ -8,6 +8,8 @@ import pytest
 
 from tests.launch.conftest import MpiRun
 
+pytestmark = pytest.mark.any_mpi
+
 PROGRAM = """
 import numpy as np
 import commlib
