@@ -60,7 +60,7 @@ end_parts() {
     lanes=$(jobs -rp)
     # shellcheck disable=SC2086 # several words
     [[ -z $lanes ]] || kill $lanes 2>/dev/null || true
-    wait
+    wait 2>/dev/null
     rm -rf "$parts"
 }
 
