@@ -11,7 +11,7 @@ import pytest
 from tests.device_ways import count
 from tests.late import LATE
 
-pytestmark = pytest.mark.any_mpi
+pytestmark = [pytest.mark.any_mpi, pytest.mark.any_ranks]
 
 COUNT = 6000  # bytes go by messages of their own, not with what describes them
 

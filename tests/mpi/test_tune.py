@@ -9,7 +9,7 @@ from commlib.cost.table import Table, mpi_library
 from commlib.schedule import algorithms
 from commlib.tune.measure import VERBS, measure
 
-pytestmark = pytest.mark.any_mpi
+pytestmark = [pytest.mark.any_mpi, pytest.mark.any_ranks]
 
 
 @pytest.mark.ranks(min=2)
