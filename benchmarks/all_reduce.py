@@ -19,12 +19,13 @@ see compare.py.
 from __future__ import annotations
 
 import argparse
-import json
 from contextlib import ExitStack
+from pathlib import Path
 
 from mpi4py import MPI
 
 import commlib
+from benchmarks import record
 from commlib.bench import gloo_peer
 from commlib.bench.options import PEERS, Options, check
 from commlib.bench.rows import Row, mistakes
@@ -43,13 +44,14 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--rounds", type=int, default=9)
     parser.add_argument("--quick", action="store_true", help="fewer sizes and rounds")
     parser.add_argument("--fresh", action="store_true", help="rewrite the buffer before every call")
-    parser.add_argument("--out", help="write raw results to this JSON file")
+    parser.add_argument("--out", type=Path, help="write raw results to this JSON file")
     return parser.parse_args()
 
 
 def main() -> None:
     arguments = parse()
     comm, world = commlib.init(), MPI.COMM_WORLD
+    facts = record.find_facts(world)
     peers = [peer for peer in arguments.peers if peer != "gloo" or gloo_peer.problem() is None]
     options = Options(
         "all_reduce",
@@ -71,16 +73,9 @@ def main() -> None:
             if world.rank == 0:
                 print_row(row, header=len(rows) == 1)
     if world.rank == 0 and arguments.out:
-        library = MPI.Get_library_version().splitlines()[0]
         kept = ("size", "count", "wrong", "seconds")
-        facts = {
-            "ranks": world.size,
-            "library": library,
-            **vars(arguments),
-            "rows": [{name: getattr(row, name) for name in kept} for row in rows],
-        }
-        with open(arguments.out, "w") as file:
-            json.dump(facts, file)
+        raw = [{name: getattr(row, name) for name in kept} for row in rows]
+        record.write(arguments.out, "all_reduce", facts, arguments, ranks=world.size, rows=raw)
     if failed := mistakes(rows):
         raise SystemExit(f"{failed} wrong elements")
 

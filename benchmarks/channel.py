@@ -18,7 +18,6 @@ contender's last message of every round is compared with what was sent.
 from __future__ import annotations
 
 import argparse
-import json
 import statistics
 import time
 from collections.abc import Callable
@@ -29,6 +28,7 @@ import numpy as np
 from mpi4py import MPI
 
 import commlib
+from benchmarks import record
 
 SIZES = [8, 256, 4096, 64 << 10, 256 << 10, 1 << 20, 4 << 20, 16 << 20, 64 << 20]
 PATTERNS = ("exchange", "there", "stream")
@@ -168,6 +168,7 @@ def main() -> None:
     comm = commlib.init()
     if comm.size != 2:
         raise SystemExit("start two ranks")
+    facts = record.find_facts(MPI.COMM_WORLD)
     rank, world, wrong, rows = comm.rank, MPI.COMM_WORLD, 0, []
     for nbytes in arguments.sizes:
         x = (np.arange(nbytes) % 251).astype(np.uint8)
@@ -196,8 +197,8 @@ def main() -> None:
         del players
     wrong = world.allreduce(wrong)
     if rank == 0 and arguments.out:
-        report = {"mpi": MPI.Get_library_version().split(",")[0].strip(), "wrong": wrong, "rows": rows}
-        arguments.out.write_text(json.dumps(report, indent=1) + "\n")
+        where = "one node" if comm.one_node else "two hosts"
+        record.write(arguments.out, "channel", facts, arguments, where=where, wrong=wrong, rows=rows)
     if wrong:
         raise SystemExit(f"{wrong} wrong results")
 

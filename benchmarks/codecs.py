@@ -1,6 +1,6 @@
 """How fast codecs encode and decode, on one thread.
 
-    python benchmarks/codecs.py [int8 "topk:ratio=0.001" ...] [--count 1048576] [--repeat 20]
+    python benchmarks/codecs.py [int8 "topk:ratio=0.001" ...] [--count 1048576] [--repeat 20] [--out FILE.json]
 
 Speeds are GB/s of float32: 4 bytes for each element of the array, whatever else is read and written. The time is the
 best of many runs on the same arrays, normally distributed; arrays that fit in the caches stay there. Columns:
@@ -17,12 +17,15 @@ from __future__ import annotations
 import argparse
 import time
 from collections.abc import Callable
+from pathlib import Path
 
 import numpy as np
 
+from benchmarks import record
 from commlib.compress.codec import Codec
 from commlib.compress.registry import CODECS, codec_of
 
+COLUMNS = ("encode", "feedback", "decode", "add", "bytes")
 VARIANTS = ("int8:rounding=stochastic", "int4:rounding=stochastic")
 
 
@@ -31,6 +34,7 @@ def parse() -> argparse.Namespace:
     parser.add_argument("codecs", nargs="*", default=[*CODECS, *VARIANTS], help="names, with options after a colon")
     parser.add_argument("--count", type=int, default=1 << 20, help="elements of the array")
     parser.add_argument("--repeat", type=int, default=20, help="runs, of which the best counts")
+    parser.add_argument("--out", type=Path, help="write the figures to this JSON file")
     return parser.parse_args()
 
 
@@ -62,10 +66,16 @@ def measure(codec: Codec, count: int, repeat: int) -> tuple[list[float], float]:
 
 def main() -> None:
     arguments = parse()
-    print(f"{'codec':<28}{'encode':>10}{'feedback':>10}{'decode':>10}{'add':>10}{'bytes':>10}")
+    print(f"{'codec':<28}" + "".join(f"{column:>10}" for column in COLUMNS))
+    figures = {}
     for name in arguments.codecs:
         speeds, size = measure(codec_of(name), arguments.count, arguments.repeat)
+        figures[name] = dict(zip(COLUMNS, [*speeds, size], strict=True))
         print(f"{name:<28}" + "".join(f"{speed:>10.1f}" for speed in speeds) + f"{size:>10.3f}", flush=True)
+    if arguments.out:
+        from mpi4py import MPI
+
+        record.write(arguments.out, "codecs", record.find_facts(MPI.COMM_WORLD), arguments, figures=figures)
 
 
 if __name__ == "__main__":

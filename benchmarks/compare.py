@@ -1,6 +1,6 @@
 """The all-reduce benchmark in several process starts, against MPI as it comes and as it is tuned.
 
-    python benchmarks/compare.py [--ranks 2] [--starts 3] [--out FOLDER] [-- OPTIONS OF all_reduce.py]
+    python benchmarks/compare.py [--ranks 2] [--starts 3] [--out FILE.json] [-- OPTIONS OF all_reduce.py]
 
 One process may be slower than the next for its whole life, so a single start proves nothing; and Open MPI's segmented
 ring, its best algorithm for large arrays, is chosen when the job starts. This runs all_reduce.py so many times with
@@ -13,12 +13,15 @@ from __future__ import annotations
 import argparse
 import json
 import os
+import shlex
 import statistics
 import subprocess
 import sys
 import tempfile
 from pathlib import Path
 from typing import Any
+
+from benchmarks import record
 
 WORKER = Path(__file__).with_name("all_reduce.py")
 RING = {
@@ -41,24 +44,38 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--ranks", type=int, default=2)
     parser.add_argument("--starts", type=int, default=3)
-    parser.add_argument("--out", type=Path, help="keep the raw JSON files in this folder")
+    parser.add_argument("--out", type=Path, help="write raw figures of all starts to this JSON file")
     parser.add_argument("options", nargs="*", help="after --: options of all_reduce.py")
     arguments = parser.parse_args()
-    folder = arguments.out or Path(tempfile.mkdtemp())
-    folder.mkdir(parents=True, exist_ok=True)
-    ratios: dict[int, dict[str, list[float]]] = {}
+    starts = []
+    with tempfile.TemporaryDirectory() as folder:
+        for _ in range(arguments.starts):
+            for setting, environment in SETTINGS.items():
+                measured = start(arguments.ranks, environment, arguments.options, Path(folder) / "start.json")
+                starts.append({"setting": setting, "rows": measured["rows"]})
+    facts = {**measured["facts"], "command": shlex.join(["python", "benchmarks/compare.py", *record.arguments()])}
+    if arguments.out:
+        record.write(arguments.out, "compare", facts, arguments, starts=starts)
+    show(*figures(starts))
+
+
+def figures(starts: list[dict[str, Any]]) -> tuple[dict[int, list[float]], dict[int, dict[str, list[float]]]]:
+    """Return, by size, commlib's times in seconds and the ratios of each peer, a figure for each start."""
     ours: dict[int, list[float]] = {}
-    for number in range(arguments.starts):
-        for setting, environment in SETTINGS.items():
-            file = folder / f"{setting.replace(' ', '-')}-{number}.json"
-            for row in start(arguments.ranks, environment, arguments.options, file)["rows"]:
-                medians = {name: statistics.median(values) for name, values in row["seconds"].items()}
-                mine = medians.pop("commlib")
-                ours.setdefault(row["size"], []).append(mine)
-                for name, time in medians.items():
-                    if setting == "default" or name == "mpi":
-                        label = name if setting == "default" else setting
-                        ratios.setdefault(row["size"], {}).setdefault(label, []).append(time / mine)
+    ratios: dict[int, dict[str, list[float]]] = {}
+    for one in starts:
+        for row in one["rows"]:
+            medians = {name: statistics.median(values) for name, values in row["seconds"].items()}
+            mine = medians.pop("commlib")
+            ours.setdefault(row["size"], []).append(mine)
+            for name, time in medians.items():
+                if one["setting"] == "default" or name == "mpi":
+                    label = name if one["setting"] == "default" else one["setting"]
+                    ratios.setdefault(row["size"], {}).setdefault(label, []).append(time / mine)
+    return ours, ratios
+
+
+def show(ours: dict[int, list[float]], ratios: dict[int, dict[str, list[float]]]) -> None:
     print(f"{'size':>10}{'time us':>11}  how many times as long the peer takes: median (least-greatest)")
     for size, times in ours.items():
         cells = "   ".join(

@@ -25,9 +25,7 @@ Contenders that are not in the table of benchmarks/compression_contenders.py are
 from __future__ import annotations
 
 import argparse
-import json
 import os
-import platform
 import statistics
 import sys
 import time
@@ -36,6 +34,7 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
+from benchmarks import record
 from benchmarks.compression_contenders import CONTENDERS, RATES, Training, contender
 from benchmarks.launching import run
 from tests.multihost.hosts import bits_per_second
@@ -187,6 +186,7 @@ def work(options: argparse.Namespace) -> int:
     torch.set_num_threads(1)
     commlib.init()
     world = MPI.COMM_WORLD.Dup()
+    facts = record.find_facts(world, starts_itself=True)
     with gloo_peer.joined(world, one_node=options.hosts == 1):
         measurement = Measurement(world, options)
         measurement.run()
@@ -198,22 +198,13 @@ def work(options: argparse.Namespace) -> int:
     title += f", {options.rows} rows per rank, {options.steps} steps, {options.optimizer} lr={options.lr:g}"
     print(title)
     show(measurement.figures)
-    record = {
-        "benchmark": "compression",
-        "title": title,
-        **{name: str(value) if isinstance(value, Path) else value for name, value in vars(options).items()},
-        "parameters": parameters,
-        "mpi": MPI.Get_library_version().split(",")[0].strip(),
-        "torch": torch.__version__,
-        "python": platform.python_version(),
-        "figures": {name: asdict(figures) for name, figures in measurement.figures.items()},
-    }
+    measured = {"title": title, "figures": {name: asdict(of) for name, of in measurement.figures.items()}}
     if options.out:
-        options.out.write_text(json.dumps(record, indent=1))
+        record.write(options.out, "compression", facts, options, parameters=parameters, **measured)
     if options.plot:
         from benchmarks.compression_plot import draw
 
-        draw(record, options.plot)
+        draw(measured, options.plot)
     return 0
 
 

@@ -12,11 +12,8 @@ from __future__ import annotations
 
 import argparse
 import itertools
-import json
 import os
-import platform
 import statistics
-import tempfile
 import time
 from collections.abc import Callable
 from contextlib import ExitStack
@@ -24,9 +21,12 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from mpi4py import MPI
 from torch import Tensor, nn
 
 import commlib
+from benchmarks import record
+from commlib.bench import gloo_peer
 from commlib_torch import DistributedOptimizer
 from commlib_torch._autograd import backward_passes
 
@@ -119,17 +119,6 @@ def ddp_gloo(comm: Any, model: nn.Module, arguments: argparse.Namespace, **optio
     return plain_step(wrapped, make_optimizer(model), arguments)
 
 
-def start_gloo(comm: Any, stack: ExitStack) -> None:
-    """Let torch.distributed meet in a file."""
-    folder = stack.enter_context(tempfile.TemporaryDirectory()) if comm.rank == 0 else None
-    folder = comm.broadcast_object(folder)
-    os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
-    torch.distributed.init_process_group(
-        "gloo", init_method=f"file://{folder}/store", rank=comm.rank, world_size=comm.size
-    )
-    stack.callback(torch.distributed.destroy_process_group)
-
-
 CONTENDERS: dict[str, Callable[..., Step]] = {
     "no communication": without_communication,
     "only meeting": only_meeting,
@@ -209,10 +198,11 @@ def main() -> None:
 
     torch.set_num_threads(1)
     comm = commlib.init()
+    facts = record.find_facts(MPI.COMM_WORLD)
     contenders: dict[str, Callable[..., Step]] = dict(CONTENDERS)
     options = dict(SWEEP) if arguments.sweep else {}
     with ExitStack() as stack:
-        start_gloo(comm, stack)
+        stack.enter_context(gloo_peer.joined(MPI.COMM_WORLD, one_node=comm.one_node))
         steps = {name: make(comm, make_model(arguments.width), arguments) for name, make in contenders.items()}
         for name, chosen in options.items():
             steps[name] = ours(comm, make_model(arguments.width), arguments, **chosen)
@@ -223,19 +213,7 @@ def main() -> None:
     title = f"{count / 1e6:.2f} M parameters, {comm.size} ranks, {os.cpu_count()} cores, {arguments.rows} rows per rank"
     show(seconds, title)
     if arguments.out:
-        record = {
-            "benchmark": "data_parallel",
-            "ranks": comm.size,
-            "cores": os.cpu_count(),
-            "parameters": count,
-            "rows_per_rank": arguments.rows,
-            "steps_per_round": arguments.steps,
-            "keep_gradients": arguments.keep_gradients,
-            "torch": torch.__version__,
-            "python": platform.python_version(),
-            "seconds_per_step": seconds,
-        }
-        arguments.out.write_text(json.dumps(record, indent=1))
+        record.write(arguments.out, "data_parallel", facts, arguments, parameters=count, seconds=seconds)
 
 
 if __name__ == "__main__":

@@ -17,7 +17,6 @@ TCP's headers take 4.4 % of a link with packets of 1500 bytes, so no share can l
 from __future__ import annotations
 
 import argparse
-import json
 import statistics
 import sys
 import time
@@ -28,6 +27,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+from benchmarks import record
 from benchmarks.launching import run
 from tests.multihost.hosts import bits_per_second
 
@@ -142,6 +142,7 @@ def work(options: argparse.Namespace) -> int:
     from commlib.bench import gloo_peer
 
     comm, world = commlib.init(), MPI.COMM_WORLD
+    facts = record.find_facts(world, starts_itself=True)
     if gloo_peer.problem() is not None:
         options.peers = [peer for peer in options.peers if peer != "gloo"]
     library = " ".join(MPI.Get_library_version().splitlines()[0].split(",")[0].split())
@@ -160,9 +161,8 @@ def work(options: argparse.Namespace) -> int:
             if world.rank == 0:
                 print_row(*rows[-1], options, header=len(rows) == 1)
     if world.rank == 0 and options.out:
-        facts = {**vars(options), "out": str(options.out), "library": library}
         raw = [{"size": size, **{name: vars(of) for name, of in figures.items()}} for size, figures in rows]
-        options.out.write_text(json.dumps({**facts, "rows": raw}))
+        record.write(options.out, "hosts", facts, options, rows=raw)
     return int(any(of.wrong for _, figures in rows for of in figures.values()))
 
 

@@ -16,7 +16,6 @@ import argparse
 import importlib
 import json
 import os
-import platform
 import socket
 import statistics
 import time
@@ -27,9 +26,11 @@ os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "2")  # before TensorFlow is impor
 
 import numpy as np
 import tensorflow as tf
+from mpi4py import MPI
 
 import commlib
 import commlib_tensorflow.keras as hvd
+from benchmarks import record
 
 REFERENCE = "no communication"
 
@@ -119,6 +120,7 @@ def main() -> None:
     tf.config.threading.set_intra_op_parallelism_threads(arguments.threads)
     tf.config.threading.set_inter_op_parallelism_threads(2)
     hvd.init()
+    facts = record.find_facts(MPI.COMM_WORLD)
     strategy = multi_worker() if arguments.legacy else None  # has to come before anything else of TensorFlow
     arguments.keras = importlib.import_module("tf_keras" if arguments.legacy else "keras")
     models = {
@@ -135,9 +137,9 @@ def main() -> None:
             seconds, f"{hvd.size()} ranks, {models['ours'].count_params()} parameters, {arguments.threads} thread each"
         )
         if arguments.out:
-            about = {"ranks": hvd.size(), "machine": platform.platform(), "tensorflow": tf.__version__}
-            settings = {name: str(value) for name, value in vars(arguments).items()}
-            arguments.out.write_text(json.dumps({**about, "settings": settings, "seconds": seconds}, indent=1))
+            arguments.keras = arguments.keras.__name__
+            count = models["ours"].count_params()
+            record.write(arguments.out, "keras_fit", facts, arguments, parameters=count, seconds=seconds)
 
 
 if __name__ == "__main__":

@@ -1,6 +1,6 @@
 """Named operations that arrive in another order on every rank, against MPI_Allreduce called in the same order on all.
 
-    mpirun -n 2 python benchmarks/named.py [--tensors 1000] [--bytes 4096] [--rounds 15]
+    mpirun -n 2 python benchmarks/named.py [--tensors 1000] [--bytes 4096] [--rounds 15] [--out FILE.json]
 
 Contenders reduce the same float32 arrays in place, in turn, in rounds; times are those of the slowest rank, medians
 over rounds. "named" asks for all of them by name, each rank in a random order of its own, then waits for each.
@@ -15,11 +15,13 @@ import random
 import statistics
 import time
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 from mpi4py import MPI
 
+from benchmarks import record
 from commlib import horovod as hvd
 
 
@@ -28,6 +30,7 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--tensors", type=int, default=1000)
     parser.add_argument("--bytes", type=int, default=4096, help="of each tensor")
     parser.add_argument("--rounds", type=int, default=15)
+    parser.add_argument("--out", type=Path, help="write raw figures to this JSON file")
     return parser.parse_args()
 
 
@@ -35,6 +38,7 @@ def main() -> None:
     arguments = parse()
     comm = hvd.init()
     world = MPI.COMM_WORLD
+    facts = record.find_facts(world)
     arrays = [np.zeros(arguments.bytes // 4, np.float32) for _ in range(arguments.tensors)]
     names = [f"tensor {number}" for number in range(arguments.tensors)]
     order = list(range(arguments.tensors))
@@ -92,6 +96,9 @@ def main() -> None:
             print(f"{name:<15}{1e3 * middle:>9.2f}{each:>9.2f}{spread:>20}{middle / peer:>8.2f}")
         ask = 1e6 * statistics.median(asking) / arguments.tensors
         print(f"to ask for one {ask:.2f} us; the first time {1e3 * first:.1f} ms in all")
+        if arguments.out:
+            told = {"asking": asking, "first": first, "seconds": seconds}
+            record.write(arguments.out, "named", facts, arguments, wrong=wrong, **told)
     if wrong:
         raise SystemExit(f"{wrong} wrong results")
 

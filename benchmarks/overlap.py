@@ -12,13 +12,13 @@ training thread spent on communication and what ran meanwhile, of rank 0, as its
 from __future__ import annotations
 
 import argparse
-import json
 import statistics
 import sys
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
+from benchmarks import record
 from benchmarks.launching import run
 
 REFERENCE = "no communication"
@@ -104,16 +104,19 @@ def show(seconds: dict[str, list[float]], statistics_of: dict[str, Any]) -> None
 
 def work(options: argparse.Namespace) -> int:
     """Be one rank of the job."""
+    from mpi4py import MPI
+
     import commlib
 
     seconds, statistics_of = in_torch(options) if options.framework == "torch" else in_tensorflow(options)
+    facts = record.find_facts(MPI.COMM_WORLD, starts_itself=True)
     if commlib.world().rank == 0:
         print(f"{options.framework}, {options.hosts} hosts, {options.rate}, {options.rows} rows per rank, ms a step")
         show(seconds, statistics_of)
         if options.out:
-            facts = {name: str(value) for name, value in vars(options).items()}
             told = {name: asdict(known) for name, known in statistics_of.items()}
-            options.out.write_text(json.dumps({**facts, "seconds": seconds, "statistics": told}, indent=1))
+            options.keras = None  # a module in TensorFlow
+            record.write(options.out, "overlap", facts, options, seconds=seconds, statistics=told)
     return 0
 
 

@@ -122,7 +122,7 @@ def _parse(name: str, kind: str, limits: Mapping[str, Any], text: str) -> Any:
 
 def load(environment: Mapping[str, str] = os.environ) -> Config:
     """Return the settings of `environment`. Raises UsageError for a bad value or an unknown COMMLIB_ name."""
-    known = {_variable(f.name): f for f in fields(Config)}
+    known = {variable(f.name): f for f in fields(Config)}
     given = {name: text for name, text in environment.items() if name.startswith("COMMLIB_")}
     if unknown := sorted(given.keys() - known.keys()):
         raise UsageError(f"unknown setting {', '.join(unknown)}; known are {', '.join(sorted(known))}")
@@ -133,7 +133,8 @@ def load(environment: Mapping[str, str] = os.environ) -> Config:
     return Config(**values)
 
 
-def _variable(name: str) -> str:
+def variable(name: str) -> str:
+    """Return the environment variable that field `name` of `Config` is read from."""
     return f"COMMLIB_{name.upper()}"
 
 
@@ -141,7 +142,7 @@ def compared(config: Config, environment: Mapping[str, str] = os.environ) -> dic
     """Return what all ranks must have alike, by the names of the environment variables."""
     own = {f.name: getattr(config, f.name) for f in fields(Config) if not f.metadata["differs"]}
     texts = {
-        _variable(name): str(int(value) if value is True or value is False else value) for name, value in own.items()
+        variable(name): str(int(value) if value is True or value is False else value) for name, value in own.items()
     }
     return texts | {name: environment.get(name, "unset") for name in ALSO_COMPARED}
 

@@ -59,6 +59,12 @@ def was_started() -> bool:
     return MPI is not None and bool(MPI.Is_initialized())
 
 
+def find_library() -> tuple[str, str]:
+    """Return the name of the MPI library and its file, without starting MPI. Raises TransportError if there is none."""
+    name = _library(_import_mpi())
+    return name, ", ".join(map(str, _mapped("libmpi")))
+
+
 def started_mpi() -> Any:
     """Return mpi4py's module MPI if MPI has been started in this process and has not ended, else None."""
     MPI: Any = sys.modules.get("mpi4py.MPI")

@@ -1,4 +1,4 @@
-"""commlib for TensorFlow and Keras 3: Horovod's API.
+"""commlib for TensorFlow and Keras 3: Horovod's API, and verbs on tensors.
 
 import commlib_tensorflow as hvd
 
@@ -7,141 +7,41 @@ hvd.broadcast_variables(model.variables, root_rank=0)
 with tf.GradientTape() as tape:
     ...
 tape = hvd.DistributedGradientTape(tape)
+
+Verbs that are spelt as in MPI texts (`all_reduce`) run in the order in which they are called, which must be the same on
+all ranks; those that are spelt as in Horovod (`allreduce`) have names, and run in any order.
 """
 
 from commlib import __version__
-from commlib.horovod import (
-    Adasum,
-    Average,
-    HorovodInternalError,
-    HorovodVersionMismatchError,
-    HostsUpdatedInterrupt,
-    Max,
-    Min,
-    ProcessSet,
-    Product,
-    ReduceOp,
-    Sum,
-    add_process_set,
-    ccl_built,
-    cross_rank,
-    cross_size,
-    cuda_built,
-    ddl_built,
-    global_process_set,
-    gloo_built,
-    gloo_enabled,
-    init,
-    is_homogeneous,
-    is_initialized,
-    local_rank,
-    local_size,
-    mpi_built,
-    mpi_enabled,
-    mpi_threads_supported,
-    nccl_built,
-    rank,
-    remove_process_set,
-    rocm_built,
-    shutdown,
-    size,
-    start_timeline,
-    stop_timeline,
-)
-from commlib_tensorflow import elastic
+from commlib import horovod as _horovod
+from commlib.horovod import *
+from commlib_tensorflow import broadcast as _broadcast
+from commlib_tensorflow import collectives as _collectives
+from commlib_tensorflow.broadcast import *
 from commlib_tensorflow.clip import clip_by_global_norm
-from commlib_tensorflow.collectives import (
-    allgather,
-    allreduce,
-    alltoall,
-    barrier,
-    broadcast,
-    broadcast_,
-    grouped_allgather,
-    grouped_allreduce,
-    grouped_reducescatter,
-    join,
-    reducescatter,
-)
+from commlib_tensorflow.collectives import *
 from commlib_tensorflow.compression import Compression
-from commlib_tensorflow.functions import (
-    BroadcastGlobalVariablesHook,
-    allgather_object,
-    broadcast_global_variables,
-    broadcast_object,
-    broadcast_object_fn,
-    broadcast_variables,
-)
 from commlib_tensorflow.gradient_tape import DistributedGradientTape, PartialDistributedGradientTape
+from commlib_tensorflow.horovod import elastic
+from commlib_tensorflow.horovod import operations as _operations
+from commlib_tensorflow.horovod import queries as _queries
+from commlib_tensorflow.horovod.operations import *
+from commlib_tensorflow.horovod.queries import *
 from commlib_tensorflow.optimizer import DistributedOptimizer
-from commlib_tensorflow.queries import local_rank_op, local_size_op, process_set_included_op, rank_op, size_op
 from commlib_tensorflow.sync_batch_norm import SyncBatchNormalization
 
 __all__ = [
     "__version__",
-    "init",
-    "shutdown",
-    "is_initialized",
-    "rank",
-    "size",
-    "local_rank",
-    "local_size",
-    "cross_rank",
-    "cross_size",
-    "is_homogeneous",
-    "rank_op",
-    "size_op",
-    "local_rank_op",
-    "local_size_op",
-    "process_set_included_op",
-    "mpi_threads_supported",
-    "mpi_enabled",
-    "mpi_built",
-    "gloo_enabled",
-    "gloo_built",
-    "nccl_built",
-    "ddl_built",
-    "ccl_built",
-    "cuda_built",
-    "rocm_built",
-    "start_timeline",
-    "stop_timeline",
-    "ProcessSet",
-    "add_process_set",
-    "remove_process_set",
-    "global_process_set",
-    "ReduceOp",
-    "Average",
-    "Sum",
-    "Adasum",
-    "Min",
-    "Max",
-    "Product",
     "Compression",
-    "allreduce",
-    "grouped_allreduce",
-    "allgather",
-    "grouped_allgather",
-    "broadcast",
-    "broadcast_",
-    "alltoall",
-    "reducescatter",
-    "grouped_reducescatter",
-    "join",
-    "barrier",
-    "broadcast_variables",
-    "broadcast_global_variables",
-    "BroadcastGlobalVariablesHook",
-    "broadcast_object",
-    "broadcast_object_fn",
-    "allgather_object",
-    "DistributedOptimizer",
-    "clip_by_global_norm",
     "DistributedGradientTape",
+    "DistributedOptimizer",
     "PartialDistributedGradientTape",
     "SyncBatchNormalization",
+    "clip_by_global_norm",
     "elastic",
-    "HorovodInternalError",
-    "HostsUpdatedInterrupt",
-    "HorovodVersionMismatchError",
 ]
+__all__ += _horovod.__all__
+__all__ += _broadcast.__all__
+__all__ += _collectives.__all__
+__all__ += _operations.__all__
+__all__ += _queries.__all__

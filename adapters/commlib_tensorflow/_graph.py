@@ -33,7 +33,7 @@ Host = Callable[..., Sequence[Array]]
 FunctionT = TypeVar("FunctionT", bound=Callable[..., Any])
 
 
-def as_written(function: FunctionT) -> FunctionT:
+def no_autograph(function: FunctionT) -> FunctionT:
     """Decorate a function that AutoGraph must not rewrite when a user's traced function calls it.
 
     What it raises is one of `commlib_tensorflow.errors`.

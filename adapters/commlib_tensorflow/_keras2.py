@@ -12,8 +12,7 @@ from typing import Any
 import tensorflow as tf
 
 from commlib.errors import UsageError
-from commlib_tensorflow._computed_gradients import gradients_of
-from commlib_tensorflow._keras_reduction import Distributed, DistributedKeras, Reduction, become
+from commlib_tensorflow._keras_reduction import Distributed, DistributedKeras, Reduction, become, gradients_of
 
 
 class Aggregates(DistributedKeras):

@@ -12,15 +12,16 @@ from typing import Any
 import tensorflow as tf
 
 from commlib import horovod as core
-from commlib.data_parallel import Statistics, StepReport
+from commlib.data_parallel import Reporting
 from commlib.errors import UsageError
-from commlib_tensorflow._computed_gradients import ComputedGradients, gradients_of
+from commlib.horovod.computed_gradients import ComputedGradients
+from commlib.horovod.wrapping import change_class
 from commlib_tensorflow.clip import clip_by_global_norm
-from commlib_tensorflow.collectives import allreduce
-from commlib_tensorflow.gradients import Gradients
+from commlib_tensorflow.gradients import Gradients, scaled
+from commlib_tensorflow.horovod.operations import allreduce
 
 
-class Distributed:
+class Distributed(Reporting):
     """What all optimizers that reduce their gradients are. Not for direct use: see DistributedOptimizer."""
 
     _commlib: Reduction
@@ -38,14 +39,9 @@ class Distributed:
         self._commlib.reducer.load_compression_state(state)
 
     @property
-    def report(self) -> StepReport | None:
-        """What communication cost in the last step; None before the first one, and on a single rank."""
-        return self._commlib.reducer.report
-
-    @property
-    def statistics(self) -> Statistics:
-        """What all reductions cost since the start."""
-        return self._commlib.reducer.statistics
+    def reducer(self) -> Gradients:
+        """What reduces the gradients: its options, and one `reducers[i]` for each kind of call so far."""
+        return self._commlib.reducer
 
 
 class DistributedKeras(Distributed):
@@ -167,34 +163,35 @@ class Reduction:
         return self._local | {key_of(v) for layer in self._local_layers for v in layer.trainable_weights}
 
 
+def gradients_of(loss: Any, var_list: Any, tape: Any = None) -> list[tuple[Any, Any]]:
+    """Return pairs of gradients and variables. `loss` is a function, or a tensor that `tape` has recorded."""
+    if not callable(loss):
+        if tape is None:
+            raise UsageError("compute_gradients: a loss that is a tensor needs the tape on which it was computed")
+    else:
+        tape = tf.GradientTape() if tape is None else tape
+        with tape:
+            if not callable(var_list):
+                for variable in tf.nest.flatten(var_list):
+                    tape.watch(variable if hasattr(variable, "ref") else variable.value)
+            loss = loss()
+    variables = tf.nest.flatten(var_list() if callable(var_list) else var_list)
+    return list(zip(tape.gradient(loss, variables), variables, strict=True))
+
+
 def key_of(variable: Any) -> Any:
     """Return what stands for a variable in sets, whether it is one of TensorFlow or wrapped by Keras 3."""
     return (variable if hasattr(variable, "ref") else variable.value).ref()
 
 
-def scaled(gradient: Any, factor: float) -> Any:
-    """Return a gradient, which may be sparse or None, times `factor`."""
-    if gradient is None or factor == 1.0:
-        return gradient
-    if isinstance(gradient, tf.IndexedSlices):
-        return tf.IndexedSlices(scaled(gradient.values, factor), gradient.indices, gradient.dense_shape)
-    return gradient * tf.cast(factor, gradient.dtype)
-
-
 def become(optimizer: Any, mixin: type, reduction: Reduction) -> None:
     """Make `optimizer` an instance of `mixin` and of its own class.
 
-    The object itself changes class, instead of a copy being made: whoever refers to it goes on using it. For those who
-    ask for its `__class__`, as Keras does when it saves, it is what it was: files need nothing of commlib to be read.
+    For those who ask for its `__class__`, as Keras does when it saves, it is what it was: files need nothing of commlib
+    to be read.
     """
     plain = type(optimizer)
-    names = {
-        "__module__": plain.__module__,
-        "__qualname__": plain.__qualname__,
-        "__doc__": plain.__doc__,
-        "__class__": property(lambda self: plain),
-    }
-    optimizer.__class__ = type(plain.__name__, (mixin, plain), names)
+    change_class(optimizer, mixin, __class__=property(lambda self: plain))
     object.__setattr__(optimizer, "_commlib", reduction)  # past Keras, which keeps track of what it is given
 
 

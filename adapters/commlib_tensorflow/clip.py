@@ -12,10 +12,10 @@ from commlib.dtypes import FLOATS, name_of
 from commlib.errors import UsageError
 from commlib.optim.clipping import check_limit, clip_factor, norm_of_arrays
 from commlib_tensorflow._bridge import Array, as_tensor
-from commlib_tensorflow._graph import Spec, as_written, call
+from commlib_tensorflow._graph import Spec, call, no_autograph
 
 
-@as_written
+@no_autograph
 def clip_by_global_norm(t_list: Sequence[Any], clip_norm: float) -> tuple[list[Any], Any]:
     """Return (the tensors of `t_list`, scaled so that the 2-norm of all of them is `clip_norm` at most; that norm).
 

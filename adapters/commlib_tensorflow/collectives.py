@@ -1,447 +1,141 @@
-"""Horovod's operations on tensors, eagerly and in traced functions.
+"""The ordered verbs on TensorFlow's tensors: see `commlib.tensors.ordered`. What they return are new tensors.
 
-Every operation meets those of the same name on the other ranks of its process set, whatever else is called between,
-and takes tensors, variables and whatever else `tf.convert_to_tensor` does, of any dtype that the core has (bfloat16
-included). Where it is named here as differentiable, gradients flow through it. The `device_...` arguments are for
-Horovod's callers: data of a GPU travels through the memory of the host wherever the operation is placed.
-
-All raise what the core raises: UsageError (a ValueError) for a call that is wrong on this rank, MismatchError on every
-rank where ranks ask for different things under one name. Each is one of tf.errors too, eagerly, in traced functions
-and in sessions: see `commlib_tensorflow.errors`.
+They take tensors, variables and whatever else `tf.convert_to_tensor` does, eagerly and in traced functions, where they
+run when those do, in the order in which they were traced; in graphs of TensorFlow 1 nothing orders them (UsageError).
+`recv` and `send_recv` take shape and dtype of what comes from a tensor `like` it. Every verb has an `_async` twin, for
+eager use only, that returns a `Work` at once. Errors are those of `commlib_tensorflow.errors`.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
-from typing import Any
+from collections.abc import Sequence
+from typing import Any, TypeVar
 
 import numpy as np
 import tensorflow as tf
 
 from commlib import horovod as core
-from commlib.errors import UsageError
-from commlib.functional import HOROVOD, find_rule
-from commlib_tensorflow._bridge import Array, as_tensor
-from commlib_tensorflow._graph import Spec, as_written, call, gradient_name, operation_name, ordered, records
-from commlib_tensorflow.compression import Compression, Compressor
+from commlib.errors import CommlibError, UsageError
+from commlib.tensors import (
+    NOTHING,
+    OBJECT,
+    RECEIVED,
+    SAME,
+    Bridge,
+    Call,
+    OrderedVerbs,
+    ReturningVerbs,
+    TensorWork,
+    VerbMaker,
+)
+from commlib_tensorflow._bridge import Array, as_tensor, to_array, to_tensor
+from commlib_tensorflow._graph import Spec, call, no_autograph, ordered
+from commlib_tensorflow.errors import as_tensorflows
 
-Compressing = type[Compressor] | Compressor
+__all__ = (
+    "Work", "all_gather", "all_gather_async", "all_gather_object", "all_gather_object_async", "all_gather_v",
+    "all_gather_v_async", "all_reduce", "all_reduce_async", "all_to_all", "all_to_all_async", "all_to_all_v",
+    "all_to_all_v_async", "barrier_async", "broadcast_async", "broadcast_object_async", "gather", "gather_async",
+    "recv", "recv_async", "reduce", "reduce_async", "reduce_scatter", "reduce_scatter_async", "scatter",
+    "scatter_async", "send", "send_async", "send_recv", "send_recv_async",
+)  # fmt: skip
 
-
-@as_written
-def allreduce(
-    tensor: Any,
-    average: bool | None = None,
-    device_dense: str = "",
-    device_sparse: str = "",
-    compression: Compressing = Compression.none,
-    op: Any = None,
-    prescale_factor: float = 1.0,
-    postscale_factor: float = 1.0,
-    name: str | None = None,
-    process_set: core.ProcessSet | None = None,
-    ignore_name_scope: bool = False,
-) -> Any:
-    """Return a new tensor: `tensor` of all ranks combined element by element, by default their average. Differentiable.
-
-    tf.IndexedSlices are gathered from all ranks, and their values divided for an average: the sum that they stand for
-    is then the combined one; only Sum and Average exist for them, and no scales (NotImplementedError).
-    """
-    op = core.resolve_op(op, average)
-    scales = prescale_factor, postscale_factor
-    if isinstance(tensor, tf.IndexedSlices):
-        name = operation_name("Allreduce", name, tensor.values, ignore_name_scope=ignore_name_scope)
-        return _allreduce_slices([tensor], name, op, scales, core.process_set_of(process_set))[0]
-    tensor = as_tensor(tensor)
-    name = operation_name("Allreduce", name, tensor, ignore_name_scope=ignore_name_scope)
-    compressed, context = compression.compress(tensor)
-    (reduced,) = _allreduce_tensors([compressed], name, op, scales, core.process_set_of(process_set))
-    return compression.decompress(reduced, context)
+R = TypeVar("R")
 
 
-@as_written
-def grouped_allreduce(
-    tensors: Sequence[Any],
-    average: bool | None = None,
-    device_dense: str = "",
-    device_sparse: str = "",
-    compression: Compressing = Compression.none,
-    op: Any = None,
-    prescale_factor: float = 1.0,
-    postscale_factor: float = 1.0,
-    process_set: core.ProcessSet | None = None,
-    ignore_name_scope: bool = False,
-    name: str | None = None,
-) -> list[Any]:
-    """Return new tensors: `allreduce` of each, in one operation that all ranks begin together. Differentiable.
+class Work(TensorWork[R]):
+    __doc__ = TensorWork.__doc__
 
-    tf.IndexedSlices among them, with the limits of `allreduce`, are gathered in another one.
-    """
-    op = core.resolve_op(op, average)
-    given = list(tensors)
-    slices = [tensor for tensor in given if isinstance(tensor, tf.IndexedSlices)]
-    dense = _tensors(given, but=tf.IndexedSlices)
-    if not given:
-        return []
-    scales, group = (prescale_factor, postscale_factor), core.process_set_of(process_set)
-    first = dense[0] if dense else slices[0].values
-    name = operation_name("GroupedAllreduce", name, first, ignore_name_scope=ignore_name_scope)
-    gathered = iter(_allreduce_slices(slices, None if name is None else f"{name}_slices", op, scales, group))
-    reduced: Iterator[Any] = iter(())
-    if dense:
-        compressed, contexts = zip(*(compression.compress(tensor) for tensor in dense), strict=True)
-        answers = _allreduce_tensors(compressed, name, op, scales, group)
-        reduced = (compression.decompress(*answer) for answer in zip(answers, contexts, strict=True))
-    return [next(gathered if isinstance(tensor, tf.IndexedSlices) else reduced) for tensor in given]
+    wait = no_autograph(TensorWork.wait)
+
+    def exception(self) -> BaseException | None:
+        """Return what the operation raised, or None; waits until it has ended."""
+        error = super().exception()
+        return as_tensorflows(error) if isinstance(error, CommlibError) else error
 
 
-@as_written
-def allgather(
-    tensor: Any,
-    name: str | None = None,
-    ignore_name_scope: bool = False,
-    process_set: core.ProcessSet | None = None,
-) -> Any:
-    """Return `tensor` of all ranks, one after another along dimension 0, whose lengths may differ. Differentiable.
-
-    Its gradient is this rank's rows of the average over ranks, as in Horovod.
-    """
-    tensor = as_tensor(tensor)
-    name = operation_name("Allgather", name, tensor, ignore_name_scope=ignore_name_scope)
-    return _allgather_tensors([tensor], name, core.process_set_of(process_set))[0]
+def run(verb: Call[R]) -> R:
+    """Call a verb and wait; in a traced function, make a node that does so."""
+    return verb.run() if tf.executing_eagerly() else _trace(verb)
 
 
-@as_written
-def grouped_allgather(
-    tensors: Sequence[Any],
-    name: str | None = None,
-    ignore_name_scope: bool = False,
-    process_set: core.ProcessSet | None = None,
-) -> list[Any]:
-    """Return `allgather` of each tensor, in one operation that all ranks begin together. Differentiable."""
-    given = _tensors(tensors)
-    if not given:
-        return []
-    name = operation_name("GroupedAllgather", name, given[0], ignore_name_scope=ignore_name_scope)
-    return _allgather_tensors(given, name, core.process_set_of(process_set))
-
-
-@as_written
-def broadcast(
-    tensor: Any,
-    root_rank: int,
-    name: str | None = None,
-    ignore_name_scope: bool = False,
-    process_set: core.ProcessSet | None = None,
-) -> Any:
-    """Return a new tensor with the values of rank `root_rank`'s, a rank among all. Differentiable.
-
-    Its gradient is the average over ranks on the root and zeros elsewhere, as in Horovod.
-    """
-    tensor = as_tensor(tensor)
-    name = operation_name("Broadcast", name, tensor, ignore_name_scope=ignore_name_scope)
-    group = core.process_set_of(process_set)
-
-    def backward(xs: Sequence[Any], dys: Sequence[Any]) -> list[Any]:
-        op = core.resolve_op(find_rule("broadcast", rules=HOROVOD).op)
-        averaged = _allreduce_tensors(dys, gradient_name(name), op, (1.0, 1.0), group)
-        return averaged if core.rank() == root_rank else [tf.zeros_like(dy) for dy in averaged]
-
-    return _differentiable(lambda xs: broadcast_tensors(xs, root_rank, name, group), backward, [tensor])[0]
-
-
-@as_written
-def broadcast_(
-    variables: Sequence[Any],
-    root_rank: int,
-    name: str | None = None,
-    process_set: core.ProcessSet | None = None,
-) -> list[Any]:
-    """Give variables, tf.Variable or keras.Variable, the values of rank `root_rank`'s, and return them.
-
-    All travel in one operation. In a graph of TensorFlow 1 what is returned are their new values, to be run.
-    """
-    variables = list(variables)
-    if not variables:
-        return []
-    for position, variable in enumerate(variables):
-        if not hasattr(variable, "assign"):
-            raise UsageError(f"broadcast_: entry {position} is no variable but a {type(variable).__name__}")
-    tensors = _tensors(variables)
-    name = operation_name("Broadcast", name)
-    values = broadcast_tensors(tensors, root_rank, name, core.process_set_of(process_set))
-    assigned = [variable.assign(value) for variable, value in zip(variables, values, strict=True)]
-    return variables if ordered() else assigned
-
-
-@as_written
-def alltoall(
-    tensor: Any,
-    splits: Any = None,
-    name: str | None = None,
-    ignore_name_scope: bool = False,
-    process_set: core.ProcessSet | None = None,
-) -> Any:
-    """Send splits[i] rows of `tensor` to rank i of the process set, and return what arrived here. Differentiable.
-
-    Without `splits` each rank gets an equal part. With them the result is (what arrived, rows from each rank).
-    """
-    tensor = as_tensor(tensor)
-    name = operation_name("Alltoall", name, tensor, ignore_name_scope=ignore_name_scope)
-    group = core.process_set_of(process_set)
-    if splits is None:
-        return _alltoall(tensor, None, name, group)[0]
-    splits = tf.convert_to_tensor(splits)
-    if not splits.dtype.is_integer:
-        raise UsageError(f"alltoall: splits must be integers, got {splits.dtype.name}")
-    output, received = _alltoall(tensor, splits, name, group)
-    return output, tf.cast(received, splits.dtype)
-
-
-@as_written
-def reducescatter(
-    tensor: Any,
-    device_dense: str = "",
-    compression: Compressing = Compression.none,
-    op: Any = core.Average,
-    name: str | None = None,
-    process_set: core.ProcessSet | None = None,
-    prescale_factor: float = 1.0,
-    postscale_factor: float = 1.0,
-    ignore_name_scope: bool = False,
-) -> Any:
-    """Combine `tensor` of all ranks and return this rank's part along dimension 0. Differentiable for Average and Sum.
-
-    If the length of dimension 0 is no multiple of the size, the first ranks get one row more.
-    """
-    tensor = as_tensor(tensor)
-    name = operation_name("Reducescatter", name, tensor, ignore_name_scope=ignore_name_scope)
-    compressed, context = compression.compress(tensor)
-    scales = prescale_factor, postscale_factor
-    (part,) = _reducescatter_tensors([compressed], name, core.resolve_op(op), scales, core.process_set_of(process_set))
-    return compression.decompress(part, context)
-
-
-@as_written
-def grouped_reducescatter(
-    tensors: Sequence[Any],
-    device_dense: str = "",
-    compression: Compressing = Compression.none,
-    op: Any = core.Average,
-    process_set: core.ProcessSet | None = None,
-    prescale_factor: float = 1.0,
-    postscale_factor: float = 1.0,
-    name: str | None = None,
-    ignore_name_scope: bool = False,
-) -> list[Any]:
-    """Return `reducescatter` of each tensor, in one operation that all ranks begin together. Differentiable as that."""
-    given = _tensors(tensors)
-    if not given:
-        return []
-    name = operation_name("GroupedReducescatter", name, given[0], ignore_name_scope=ignore_name_scope)
-    compressed, contexts = zip(*(compression.compress(tensor) for tensor in given), strict=True)
-    scales = prescale_factor, postscale_factor
-    parts = _reducescatter_tensors(compressed, name, core.resolve_op(op), scales, core.process_set_of(process_set))
-    return [compression.decompress(tensor, context) for tensor, context in zip(parts, contexts, strict=True)]
-
-
-@as_written
-def join() -> Any:
-    """Take part with nothing in what the others do, until all ranks have joined; return the rank that came last.
-
-    For a rank that has run out of data: see `commlib.horovod.start_join`. The result is an int32 tensor.
-    """
-    return call(lambda: [np.array(core.start_join(blocking=True).wait(), np.int32)], [], [Spec(tf.int32, ())])[0]
-
-
-@as_written
-def barrier(process_set: core.ProcessSet | None = None, name: str | None = None) -> Any:
-    """Wait until all ranks of the process set are here. In a traced function, when that runs.
-
-    Returns an operation in a graph of TensorFlow 1, None otherwise.
-    """
-    group = core.process_set_of(process_set)
-    name = operation_name("Barrier", name)
-
-    def meet() -> list[Array]:
-        core.start_barrier(group, name, blocking=True).wait()
-        return [np.zeros((), np.int32)]
-
-    (met,) = call(meet, [], [Spec(tf.int32, ())])
-    return None if ordered() else met.op
-
-
-# Gradients: what is below takes tensors and names as they are
-
-
-def _allreduce_tensors(
-    tensors: Sequence[Any], name: str | None, op: core.ReduceOp, scales: tuple[float, float], group: core.ProcessSet
-) -> list[Any]:
-    prescale, postscale = scales
-
-    def host(*arrays: Array) -> Sequence[Array]:
-        outputs = [core.empty(array.shape, array.dtype) for array in arrays]
-        core.start_allreduce(
-            arrays,
-            outputs,
-            name,
-            op=op,
-            prescale_factor=prescale,
-            postscale_factor=postscale,
-            process_set=group,
-            blocking=True,
-        ).wait()
-        return outputs
-
-    def backward(xs: Sequence[Any], dys: Sequence[Any]) -> list[Any]:
-        if op not in (core.Average, core.Sum):
-            raise UsageError(f"allreduce with op={op.name.capitalize()} has no gradient: only Average and Sum have one")
-        return _allreduce_tensors(dys, gradient_name(name), op, scales, group)
-
-    return _differentiable(lambda xs: call(host, xs, [Spec.like(x) for x in xs]), backward, tensors)
-
-
-def _allgather_tensors(tensors: Sequence[Any], name: str | None, group: core.ProcessSet) -> list[Any]:
-    def host(*arrays: Array) -> Sequence[Array]:
-        return list(core.start_allgather(arrays, name, process_set=group, blocking=True).wait())
-
-    def backward(xs: Sequence[Any], dys: Sequence[Any]) -> list[Any]:
-        below = gradient_name(name)
-        op = core.resolve_op(find_rule("all_gather_v", rules=HOROVOD).op)
-        averaged = _allreduce_tensors(dys, below, op, (1.0, 1.0), group)
-        rows = tf.stack([tf.shape(x, tf.int64)[0] for x in xs])
-        (everyone,) = _allgather_tensors([rows[tf.newaxis]], None if below is None else f"{below}_rows", group)
-        before = tf.reduce_sum(everyone[: group.rank()], axis=0)
-        return [dy[before[i] : before[i] + rows[i]] for i, dy in enumerate(averaged)]
-
-    return _differentiable(lambda xs: call(host, xs, [Spec.rows_of(x) for x in xs]), backward, tensors)
-
-
-def _reducescatter_tensors(
-    tensors: Sequence[Any], name: str | None, op: core.ReduceOp, scales: tuple[float, float], group: core.ProcessSet
-) -> list[Any]:
-    prescale, postscale = scales
-
-    def host(*arrays: Array) -> Sequence[Array]:
-        return list(
-            core.start_reducescatter(
-                arrays,
-                name,
-                op=op,
-                prescale_factor=prescale,
-                postscale_factor=postscale,
-                process_set=group,
-                blocking=True,
-            ).wait()
+def _start(verb: Call[R]) -> Work[R]:
+    if not tf.executing_eagerly():
+        raise UsageError(
+            f"{verb.verb}_async: a traced function cannot return what goes on after it: call {verb.verb} there"
         )
-
-    def backward(xs: Sequence[Any], dys: Sequence[Any]) -> list[Any]:
-        if op not in (core.Average, core.Sum):
-            raise UsageError(f"reducescatter with op={op.name.capitalize()} has no gradient: only Average and Sum have")
-        gathered = _allgather_tensors(dys, gradient_name(name), group)
-        rule = find_rule("reduce_scatter", op.core, HOROVOD)
-        factor = prescale * postscale * rule.factor(group.size() or 1)
-        return [dy if factor == 1 else dy * tf.cast(factor, dy.dtype) for dy in gathered]
-
-    return _differentiable(lambda xs: call(host, xs, [Spec.rows_of(x) for x in xs]), backward, tensors)
+    return Work(verb.start(), lambda result: result)
 
 
-def _alltoall(tensor: Any, splits: Any, name: str | None, group: core.ProcessSet) -> tuple[Any, Any]:
-    def host(array: Array, *given: Array) -> Sequence[Array]:
-        return list(
-            core.start_alltoall(array, given[0] if given else None, name, process_set=group, blocking=True).wait()
+def _trace(verb: Call[Any]) -> Any:
+    """Return the tensors that a verb will return when the graph being traced runs."""
+    if verb.result is OBJECT:
+        raise UsageError(f"{verb.verb}: a traced function has tensors only: call this outside of it")
+    if not ordered():
+        raise UsageError(
+            f"{verb.verb}: nothing orders the nodes of this graph, and ranks may run them in different orders: use "
+            "operations by name (allreduce, allgather, ...) in it, or a tf.function"
         )
-
-    def forward(x: Any) -> tuple[tuple[Any, Any], Callable[..., Any]]:
-        inputs = [x] if splits is None else [x, splits]
-        output, received = call(host, inputs, [Spec.rows_of(x), Spec(tf.int64, (group.size(),))])
-
-        def backward(dy: Any, _: Any = None) -> Any:
-            back = _alltoall(dy, received, gradient_name(name), group)[0]
-            # Splits may leave out rows at the end; those had no part in the result.
-            unsent = tf.shape(x)[:1] - tf.shape(back)[:1]
-            zeros = tf.zeros(tf.concat([unsent, tf.shape(back)[1:]], 0), back.dtype)
-            return back if splits is None else tf.concat([back, zeros], 0)
-
-        return (output, received), backward
-
-    output, received = tf.custom_gradient(forward)(tensor) if records() else forward(tensor)[0]
-    return output, received
-
-
-def broadcast_tensors(tensors: Sequence[Any], root_rank: int, name: str | None, group: core.ProcessSet) -> list[Any]:
-    """Return the values of rank `root_rank` for each tensor, in one operation. No gradient flows through."""
+    inputs = [as_tensor(value) for value in verb.inputs]
+    specs = _specs(verb, inputs)
 
     def host(*arrays: Array) -> Sequence[Array]:
-        copies = [core.empty(array.shape, array.dtype) for array in arrays]
-        if core.rank() == root_rank:
-            for copy, array in zip(copies, arrays, strict=True):
-                copy[...] = array
-        return list(core.start_broadcast(copies, root_rank, name, process_set=group, blocking=True).wait())
+        answer = verb.host(getattr(verb.comm, verb.verb), *arrays)
+        if verb.result is NOTHING:
+            return [np.zeros((), np.int32)]
+        results = list(answer) if verb.result is RECEIVED else [answer]
+        for result, spec in zip(results, specs, strict=True):
+            if result.dtype != spec.dtype.as_numpy_dtype:
+                raise UsageError(f"{verb.verb}: got {result.dtype}, but the tensor given here is {spec.dtype.name}")
+        return results
 
-    return call(host, tensors, [Spec.like(tensor) for tensor in tensors])
-
-
-def _differentiable(
-    operation: Callable[[list[Any]], list[Any]],
-    backward: Callable[[list[Any], list[Any]], list[Any]],
-    tensors: Sequence[Any],
-) -> list[Any]:
-    """Return `operation(tensors)`, whose gradients are what `backward` makes of tensors and gradients.
-
-    Only tensors that can have gradients take part in it: that depends on their dtypes, so it is the same on all ranks.
-    """
-    smooth = [index for index, t in enumerate(tensors) if t.dtype.is_floating or t.dtype.is_complex]
-    if not smooth or not records():
-        return operation(list(tensors))
-
-    def forward(*xs: Any) -> tuple[list[Any], Callable[..., list[Any]]]:
-        def gradients(*dys: Any) -> list[Any]:
-            answer: list[Any] = [None] * len(xs)
-            found = backward([xs[index] for index in smooth], [dys[index] for index in smooth])
-            for index, gradient in zip(smooth, found, strict=True):
-                answer[index] = gradient
-            return answer
-
-        return operation(list(xs)), gradients
-
-    return list(tf.custom_gradient(forward)(*tensors))
+    results = call(host, inputs, specs)
+    if verb.result is NOTHING:
+        return None
+    return tuple(results) if verb.result is RECEIVED else results[0]
 
 
-def _tensors(values: Sequence[Any], but: type | tuple[()] = ()) -> list[Any]:
-    """Return values as tensors, leaving out those of the class `but`."""
-    tensors = []
-    for position, value in enumerate(values):
-        if isinstance(value, but):
-            continue
-        try:
-            tensors.append(as_tensor(value))
-        except UsageError as error:
-            raise UsageError(f"entry {position}: {error}") from error
-    return tensors
+def _specs(verb: Call[Any], inputs: Sequence[Any]) -> list[Spec]:
+    if verb.result is NOTHING:
+        return [Spec(tf.int32, ())]
+    if not inputs:
+        raise UsageError(f"{verb.verb}: in a traced function every rank gives a tensor, of the dtype of the result")
+    if verb.result is SAME:
+        return [Spec.like(inputs[-1])]
+    if verb.result is RECEIVED:
+        return [Spec.rows_of(inputs[0]), Spec(tf.int64, (verb.comm.size,))]
+    shape = inputs[0].shape
+    if verb.verb == "scatter" or shape.rank is None:  # off the root, a scattered tensor's shape is ignored
+        return [Spec(inputs[0].dtype, tf.TensorShape(None))]
+    return [Spec(inputs[0].dtype, tf.TensorShape([None, *shape[1:]]))]
 
 
-def _allreduce_slices(
-    slices: Sequence[tf.IndexedSlices],
-    name: str | None,
-    op: core.ReduceOp,
-    scales: tuple[float, float],
-    group: core.ProcessSet,
-) -> list[tf.IndexedSlices]:
-    """Return the slices of all ranks, which all travel in one operation, divided for an average."""
-    if not slices:
-        return []
-    if op not in (core.Average, core.Sum):
-        raise NotImplementedError(
-            f"op={op.name.capitalize()} does not exist for tf.IndexedSlices: make them dense with "
-            "tf.convert_to_tensor, or pass sparse_as_dense=True to DistributedOptimizer or DistributedGradientTape"
-        )
-    if scales != (1.0, 1.0):
-        raise NotImplementedError("prescale_factor and postscale_factor do not exist for tf.IndexedSlices")
-    parts = [as_tensor(part) for one in slices for part in (one.values, one.indices)]
-    gathered = _allgather_tensors(parts, name, group)
-    results = []
-    for one, values, indices in zip(slices, gathered[::2], gathered[1::2], strict=True):
-        mean = values / tf.cast(group.size(), values.dtype) if op == core.Average else values
-        results.append(tf.IndexedSlices(mean, indices, one.dense_shape))
-    return results
+def _read(value: Any) -> Array:
+    return to_array(as_tensor(value))
+
+
+def _room(array: Array) -> Array:
+    return core.empty(array.shape, array.dtype)
+
+
+_BRIDGE: Bridge[Any] = Bridge(tf.Tensor, _read, to_tensor, _room)
+verbs = OrderedVerbs(_BRIDGE)
+_returning = ReturningVerbs(_BRIDGE)
+_verb = VerbMaker(__name__, "tf.Tensor", run, _start, no_autograph)
+
+all_reduce, all_reduce_async = _verb(verbs.all_reduce)
+reduce_scatter, reduce_scatter_async = _verb(verbs.reduce_scatter)
+reduce, reduce_async = _verb(verbs.reduce)
+broadcast_async = _verb.starting(verbs.broadcast)
+all_gather, all_gather_async = _verb(verbs.all_gather)
+all_gather_v, all_gather_v_async = _verb(verbs.all_gather_v)
+gather, gather_async = _verb(verbs.gather)
+scatter, scatter_async = _verb(verbs.scatter)
+all_to_all, all_to_all_async = _verb(verbs.all_to_all)
+all_to_all_v, all_to_all_v_async = _verb(verbs.all_to_all_v)
+send, send_async = _verb(verbs.send)
+recv, recv_async = _verb(_returning.recv)
+send_recv, send_recv_async = _verb(_returning.send_recv)
+barrier_async = _verb.starting(verbs.barrier)
+broadcast_object_async = _verb.starting(verbs.broadcast_object)
+all_gather_object, all_gather_object_async = _verb(verbs.all_gather_object)

@@ -32,55 +32,34 @@ class Error(tf.errors.OpError):  # type: ignore[misc]  # TensorFlow has no types
         self.args = (message,)  # as exceptions of Python have it
 
 
-class UsageError(Error, tf.errors.InvalidArgumentError, core.UsageError):  # type: ignore[misc]
-    """This call is wrong on this rank."""
-
-    code = tf.errors.INVALID_ARGUMENT
-
-
-class NotInitializedError(Error, tf.errors.FailedPreconditionError, tf.errors.InvalidArgumentError, core.UsageError):  # type: ignore[misc]
-    """This call came before `init`, or after `shutdown`."""
-
-    code = tf.errors.FAILED_PRECONDITION
+def _made(
+    like: type[core.CommlibError], code: int, *kinds: type, name: str = "", doc: str | None = None
+) -> type[Error]:
+    """Return an error that is the core's `like` and TensorFlow's `kinds` at once."""
+    more = {"code": code, "__doc__": doc or like.__doc__, "__module__": __name__}
+    return type(name or like.__name__, (Error, *kinds, like), more)
 
 
-class MismatchError(Error, tf.errors.FailedPreconditionError, tf.errors.UnknownError, core.MismatchError):  # type: ignore[misc]
-    """The ranks asked for different things. Raised on all of them."""
+_tf = tf.errors
+UsageError = _made(core.UsageError, _tf.INVALID_ARGUMENT, _tf.InvalidArgumentError)
+NotInitializedError = _made(
+    core.UsageError,
+    _tf.FAILED_PRECONDITION,
+    _tf.FailedPreconditionError,
+    _tf.InvalidArgumentError,
+    name="NotInitializedError",
+    doc="This call came before `init`, or after `shutdown`.",
+)
+MismatchError = _made(core.MismatchError, _tf.FAILED_PRECONDITION, _tf.FailedPreconditionError, _tf.UnknownError)
+ShutdownError = _made(core.ShutdownError, _tf.FAILED_PRECONDITION, _tf.FailedPreconditionError, _tf.UnknownError)
+StallError = _made(core.StallError, _tf.DEADLINE_EXCEEDED, _tf.DeadlineExceededError, _tf.UnknownError)
+PeerError = _made(core.PeerError, _tf.UNKNOWN, _tf.UnknownError)
+TransportError = _made(core.TransportError, _tf.UNKNOWN, _tf.UnknownError)
 
-    code = tf.errors.FAILED_PRECONDITION
-
-
-class ShutdownError(Error, tf.errors.FailedPreconditionError, tf.errors.UnknownError, core.ShutdownError):  # type: ignore[misc]
-    """The operation had not run when commlib was shut down."""
-
-    code = tf.errors.FAILED_PRECONDITION
-
-
-class StallError(Error, tf.errors.DeadlineExceededError, tf.errors.UnknownError, core.StallError):  # type: ignore[misc]
-    """A rank did not come within the time that was allowed."""
-
-    code = tf.errors.DEADLINE_EXCEEDED
-
-
-class PeerError(Error, tf.errors.UnknownError, core.PeerError):  # type: ignore[misc]
-    """A rank died, raised, or left while others still waited for it."""
-
-    code = tf.errors.UNKNOWN
-
-
-class TransportError(Error, tf.errors.UnknownError, core.TransportError):  # type: ignore[misc]
-    """MPI, shared memory or the network failed."""
-
-    code = tf.errors.UNKNOWN
-
-
-_CLASSES: dict[type[core.CommlibError], type[Error]] = {
-    core.UsageError: UsageError,
-    core.MismatchError: MismatchError,
-    core.ShutdownError: ShutdownError,
-    core.StallError: StallError,
-    core.PeerError: PeerError,
-    core.TransportError: TransportError,
+_CLASSES = {
+    like: kind
+    for kind in (UsageError, MismatchError, ShutdownError, StallError, PeerError, TransportError)
+    for like in (kind.__bases__[-1],)
 }
 
 

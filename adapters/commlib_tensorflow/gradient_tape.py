@@ -9,17 +9,18 @@ from typing import Any
 import tensorflow as tf
 
 from commlib import horovod as core
-from commlib.data_parallel import Statistics, StepReport
+from commlib.compress.casts import Compressing
+from commlib.data_parallel import BUCKET_CAP_MIB, FIRST_BUCKET_MIB, Reporting
 from commlib.errors import UsageError
-from commlib_tensorflow._graph import as_written
-from commlib_tensorflow.compression import Compression, GradientCompressing
-from commlib_tensorflow.gradients import Gradients
+from commlib_tensorflow._graph import no_autograph
+from commlib_tensorflow.compression import Compression
+from commlib_tensorflow.gradients import Gradients, scaled
 
 _shared_reducer: Callable[..., Gradients] = functools.lru_cache(maxsize=64)(Gradients)
 """A tape is made anew in every step; what ranks have agreed on outlives it."""
 
 
-class DistributedTape(tf.GradientTape):  # type: ignore[misc]  # TensorFlow has no types
+class DistributedTape(tf.GradientTape, Reporting):  # type: ignore[misc]  # TensorFlow has no types
     """What `DistributedGradientTape` returns: records as the tape that it was made from, and reduces in `gradient`."""
 
     def __init__(self, tape: tf.GradientTape, reducer: Gradients, scale_local_gradients: bool) -> None:
@@ -30,20 +31,15 @@ class DistributedTape(tf.GradientTape):  # type: ignore[misc]  # TensorFlow has 
         self._local: dict[int, Any] = {}
 
     @property
-    def report(self) -> StepReport | None:
-        """What communication cost in the last step of such tapes; None before the first one, and on a single rank."""
-        return self._reducer.report
-
-    @property
-    def statistics(self) -> Statistics:
-        """What all reductions of such tapes cost since the start."""
-        return self._reducer.statistics
+    def reducer(self) -> Gradients:
+        """What reduces the gradients of such tapes."""
+        return self._reducer
 
     def register_local_source(self, source: Any) -> None:
         """Note that a variable is this rank's own: its gradient is not combined with those of other ranks."""
         self._local[_identity(source)] = source
 
-    @as_written
+    @no_autograph
     def gradient(
         self,
         target: Any,
@@ -65,7 +61,8 @@ class DistributedTape(tf.GradientTape):  # type: ignore[misc]  # TensorFlow has 
         shared = [index for index, source in enumerate(flat_sources) if not self._is_local(source)]
         names = [f"source {i}" if use_generic_names else label(flat_sources[i], i) for i in shared]
         reduced = self._reducer([flat[index] for index in shared], names, [flat_sources[index] for index in shared])
-        answer = [self._scaled(gradient) for gradient in flat]
+        factor = 1 / self._reducer.size if self._scale_local_gradients else 1.0
+        answer = [scaled(gradient, factor) for gradient in flat]
         for index, gradient in zip(shared, reduced, strict=True):
             answer[index] = gradient
         return tf.nest.pack_sequence_as(sources, answer)
@@ -84,15 +81,6 @@ class DistributedTape(tf.GradientTape):  # type: ignore[misc]  # TensorFlow has 
     def _is_local(self, source: Any) -> bool:
         return _identity(source) in self._local
 
-    def _scaled(self, gradient: Any) -> Any:
-        if gradient is None or not self._scale_local_gradients:
-            return gradient
-        size = self._reducer.size
-        if isinstance(gradient, tf.IndexedSlices):
-            values = gradient.values / tf.cast(size, gradient.values.dtype)
-            return tf.IndexedSlices(values, gradient.indices, gradient.dense_shape)
-        return gradient / tf.cast(size, gradient.dtype)
-
     # The rest of a tape
 
     def __enter__(self) -> DistributedTape:
@@ -102,37 +90,28 @@ class DistributedTape(tf.GradientTape):  # type: ignore[misc]  # TensorFlow has 
     def __exit__(self, *exception: Any) -> None:
         self._wrapped.__exit__(*exception)
 
-    def watch(self, tensor: Any) -> None:
-        """Record what is computed from `tensor`."""
-        self._wrapped.watch(tensor)
 
-    def watched_variables(self) -> Any:
-        """Return the variables that are watched."""
-        return self._wrapped.watched_variables()
+def _passed_on(name: str) -> Any:
+    """Return a method that calls the one of the wrapped tape. A Jacobian is this rank's own."""
+    plain = getattr(tf.GradientTape, name)
 
-    def stop_recording(self) -> Any:
-        """Return a context manager that suspends recording."""
-        return self._wrapped.stop_recording()
+    @functools.wraps(plain)
+    def method(self: DistributedTape, *arguments: Any, **options: Any) -> Any:
+        return getattr(self._wrapped, name)(*arguments, **options)
 
-    def reset(self) -> None:
-        """Forget what was recorded."""
-        self._wrapped.reset()
-
-    def jacobian(self, *arguments: Any, **options: Any) -> Any:
-        """Return this rank's own Jacobian."""
-        return self._wrapped.jacobian(*arguments, **options)
-
-    def batch_jacobian(self, *arguments: Any, **options: Any) -> Any:
-        """Return this rank's own Jacobian per example."""
-        return self._wrapped.batch_jacobian(*arguments, **options)
+    return method
 
 
-@as_written
+for _name in ("watch", "watched_variables", "stop_recording", "reset", "jacobian", "batch_jacobian"):
+    setattr(DistributedTape, _name, _passed_on(_name))
+
+
+@no_autograph
 def DistributedGradientTape(
     gradtape: tf.GradientTape,
     device_dense: str = "",
     device_sparse: str = "",
-    compression: GradientCompressing = Compression.none,
+    compression: Compressing = Compression.none,
     sparse_as_dense: bool = False,
     op: Any = core.Average,
     gradient_predivide_factor: float = 1.0,
@@ -142,6 +121,9 @@ def DistributedGradientTape(
     scale_local_gradients: bool = True,
     compress_within_node: bool = False,
     overlap: bool | None = None,
+    *,
+    bucket_cap_mib: float = BUCKET_CAP_MIB,
+    first_bucket_mib: float = FIRST_BUCKET_MIB,
 ) -> DistributedTape:
     """Return a tape that records as `gradtape` does and whose `gradient` is combined over all ranks.
 
@@ -157,6 +139,8 @@ def DistributedGradientTape(
         compression=compression,
         compress_within_node=compress_within_node,
         overlap=overlap,
+        bucket_cap_mib=bucket_cap_mib,
+        first_bucket_mib=first_bucket_mib,
         gradient_predivide_factor=gradient_predivide_factor,
         sparse_as_dense=sparse_as_dense,
         groups=_by_name(groups) if groups is not None else num_groups or None,
@@ -165,12 +149,12 @@ def DistributedGradientTape(
     return DistributedTape(gradtape, reducer, scale_local_gradients)
 
 
-@as_written
+@no_autograph
 def PartialDistributedGradientTape(
     gradtape: tf.GradientTape,
     device_dense: str = "",
     device_sparse: str = "",
-    compression: GradientCompressing = Compression.none,
+    compression: Compressing = Compression.none,
     sparse_as_dense: bool = False,
     op: Any = core.Average,
     gradient_predivide_factor: float = 1.0,
@@ -179,26 +163,13 @@ def PartialDistributedGradientTape(
     process_set: core.ProcessSet | None = None,
     local_layers: Any = None,
     scale_local_gradients: bool = True,
-    compress_within_node: bool = False,
-    overlap: bool | None = None,
+    **more: Any,
 ) -> DistributedTape:
     """Return a `DistributedGradientTape` for which all weights of `local_layers`, a layer or several, are local."""
-    tape = DistributedGradientTape(
-        gradtape,
-        device_dense,
-        device_sparse,
-        compression,
-        sparse_as_dense,
-        op,
-        gradient_predivide_factor,
-        num_groups,
-        groups,
-        process_set,
-        scale_local_gradients,
-        compress_within_node,
-        overlap,
-    )
-    for layer in _layers(local_layers):
+    arguments = dict(locals())
+    layers = layers_of(arguments.pop("local_layers"))
+    tape = DistributedGradientTape(**arguments.pop("more"), **arguments)
+    for layer in layers:
         for weight in layer.trainable_weights:
             tape.register_local_source(weight)
     return tape
@@ -212,10 +183,11 @@ def label(variable: Any, index: int) -> str:
         return f"source {index}"
 
 
-def _layers(local_layers: Any) -> Iterable[Any]:
+def layers_of(local_layers: Any) -> Iterable[Any]:
+    """Return a layer or several as a list. Raises UsageError for what is none."""
     if local_layers is None:
         return ()
-    layers = list(local_layers) if isinstance(local_layers, list | tuple | set) else [local_layers]
+    layers = list(local_layers) if isinstance(local_layers, list | tuple | set | frozenset) else [local_layers]
     for layer in layers:
         if not hasattr(layer, "trainable_weights"):
             raise UsageError(f"local_layers must be layers of Keras, got {type(layer).__name__}")

@@ -1,4 +1,4 @@
-"""Gradients of many variables reduced together: how eager code and graphs drive the core's GradientReducer.
+"""Gradients of many variables reduced together: what `DistributedGradientTape` and the optimizers share.
 
 Dense gradients go into buckets; sparse ones (tf.IndexedSlices) are gathered. In a graph a node of the host takes
 gradients as soon as they are there, while backward goes on:
@@ -12,8 +12,7 @@ those behind. So they are made in the order in which backward makes gradients, a
 
 from __future__ import annotations
 
-import threading
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -23,35 +22,20 @@ import tensorflow as tf
 import commlib
 from commlib import horovod as core
 from commlib.buffers.aligned import aligned_empty
+from commlib.compress.casts import Compressing
 from commlib.compress.choice import Choice
-from commlib.data_parallel import (
-    BUCKET_CAP_MIB,
-    FIRST_BUCKET_MIB,
-    Gradient,
-    GradientReducer,
-    Options,
-    Statistics,
-    StepClock,
-    StepReport,
-    cores_per_rank,
-    load_compression,
-    place_groups,
-    read_groups,
-    save_compression,
-)
-from commlib.data_parallel.array_values import ArrayValues
-from commlib.data_parallel.bucket_order import buckets_of
+from commlib.data_parallel import BUCKET_CAP_MIB, FIRST_BUCKET_MIB, Gradient, Options, cores_per_rank, read_groups
 from commlib.errors import UsageError
-from commlib.horovod.by_name import ByName, overlap_pays_here
+from commlib.horovod.gradients import Call, NamedGradients, NamedReduction
 from commlib_tensorflow._bridge import Array, as_tensor, dtype_name
-from commlib_tensorflow._graph import Spec, as_written, call, ordered
-from commlib_tensorflow.collectives import grouped_allreduce
-from commlib_tensorflow.compression import Compression, GradientCompressing
+from commlib_tensorflow._graph import Spec, call, no_autograph, ordered
+from commlib_tensorflow.compression import Compression
+from commlib_tensorflow.horovod.operations import grouped_allreduce
 
 Groups = int | Sequence[Sequence[str]] | None
 
 
-class Gradients:
+class Gradients(NamedGradients):
     """Combines gradients over the ranks of a process set. Collective when called, under operations named `name`.
 
     op is that of `allreduce`, and so may compression be. It may also be a name such as "int8" or "powersgd:rank=4", or
@@ -70,7 +54,7 @@ class Gradients:
         name: str,
         *,
         op: core.ReduceOp = core.Average,
-        compression: GradientCompressing = Compression.none,
+        compression: Compressing = Compression.none,
         compress_within_node: bool = False,
         gradient_predivide_factor: float = 1.0,
         sparse_as_dense: bool = False,
@@ -80,10 +64,9 @@ class Gradients:
         bucket_cap_mib: float = BUCKET_CAP_MIB,
         first_bucket_mib: float = FIRST_BUCKET_MIB,
     ) -> None:
-        self.name = name
         self.op = core.resolve_op(op)
         self._in_buckets = self.op in (core.Average, core.Sum)
-        self.options = Options(
+        asked = Options(
             op="sum" if self.op == core.Sum else "mean",
             bucket_cap_mib=bucket_cap_mib,
             first_bucket_mib=first_bucket_mib,
@@ -93,33 +76,14 @@ class Gradients:
             predivide=gradient_predivide_factor,
             sparse_as_dense=sparse_as_dense,
         )
-        if not self._in_buckets and (gradient_predivide_factor != 1 or self.options.scheme):
+        if not self._in_buckets and (gradient_predivide_factor != 1 or asked.scheme):
             raise UsageError(f"op={self.op.name.capitalize()} takes neither compression nor gradient_predivide_factor")
-        self.groups = read_groups(groups, str)
-        self.process_set = core.process_set_of(process_set)
-        self.statistics = Statistics()
-        self.report: StepReport | None = None
-        """What the last step cost, a step being from the end of one reduction to that of the next."""
-        self._clock = StepClock()
-        self._loaded: dict[str, Any] | None = None
-        self._reducers: dict[tuple[Gradient, ...], tuple[GradientReducer, ArrayValues, ByName]] = {}
+        self.compressor: Any = asked.compressor
+        """The user's own, if there is one: what it makes of tensors goes into buckets as it is."""
+        options = replace(asked, compression=Choice()) if self.compressor else asked
+        super().__init__(name, options, read_groups(groups, str), process_set)
 
-    @property
-    def size(self) -> int:
-        """The number of ranks."""
-        return self.process_set.size() or 1
-
-    @property
-    def alone(self) -> bool:
-        """Whether this rank reduces with no other one, as one that is not in the process set, like Horovod's."""
-        return self.size == 1 or self.process_set.included() is False
-
-    @property
-    def reducers(self) -> list[GradientReducer]:
-        """What reduces gradients, one for each kind of call so far: its buckets, options and compression."""
-        return [reducer for reducer, _, _ in self._reducers.values()]
-
-    @as_written
+    @no_autograph
     def __call__(
         self, gradients: Sequence[Any], names: Sequence[str], like: Sequence[Any] = (), *, strict: bool = False
     ) -> list[Any]:
@@ -137,72 +101,16 @@ class Gradients:
             return given
         if not self._in_buckets:
             return self._one_by_one(given)
-        return _Call(self, given, names, like, strict=strict or not tf.executing_eagerly()).run()
-
-    def find(
-        self, gradients: tuple[Gradient, ...], there: Collection[int], sparse: Sequence[int], order: Sequence[int]
-    ) -> tuple[GradientReducer, ArrayValues]:
-        """Return what reduces gradients, of which those that are `there` are known. Collective when first called."""
-        for known, (reducer, values, ranks) in list(self._reducers.items()):
-            if len(known) == len(gradients) and all(known[index] == gradients[index] for index in there):
-                if ranks.is_current:
-                    return reducer, values
-                del self._reducers[known]
-        ranks, values = ByName(self.process_set, self.name), ArrayValues(gradients)
-        reducer = GradientReducer(
-            ranks,
-            gradients,
-            values,
-            replace(self.options, compression=Choice()) if self.options.compressor else self.options,
-            groups=place_groups(self.groups, [gradient.name for gradient in gradients]),
-            sparse=sparse,
-            order=order,
-            threads=_threads(),
-            what=self.name,
-        )
-        if self._loaded is not None:
-            load_compression(reducer, self._loaded, np.asarray)
-        reducer.statistics = self.statistics
-        self._reducers[gradients] = reducer, values, ranks
-        return reducer, values
-
-    def stepped(self, reducer: GradientReducer) -> None:
-        """Note that all gradients of a step were reduced."""
-        reducer.stepped()
-        self.report = self._clock.step(self.statistics)
-
-    def compression_state(self) -> dict[str, Any]:
-        """Return what compression remembers on this rank, for `load_compression_state` there; {} if nothing."""
-        if not self._reducers:
-            return self._loaded or {}
-        (reducer, _, _), *_ = self._reducers.values()
-        return save_compression(reducer, np.copy)
-
-    def load_compression_state(self, state: Mapping[str, Any]) -> None:
-        """Take over what `compression_state` returned: with the same bits if before the first step, on every rank."""
-        self._loaded = dict(state) if state else None
-        for reducer in self.reducers if state else ():
-            load_compression(reducer, dict(state), np.asarray)
+        return _Reduction(self, given, names, like or given, strict=strict or not tf.executing_eagerly()).run()
 
     def _one_by_one(self, given: Sequence[Any]) -> list[Any]:
         """Combine gradients by an operation that is not for buckets, in which several are one vector."""
         there = [gradient for gradient in given if gradient is not None]
-        results = iter(
-            grouped_allreduce(
-                there,
-                compression=self._compressor(),
-                op=self.op,
-                process_set=self.process_set,
-                name=self.name,
-                ignore_name_scope=True,
-            )
-        )
-        return [None if gradient is None else next(results) for gradient in given]
-
-    def _compressor(self) -> Any:
-        choice: Choice = self.options.compression
         casts = {"": Compression.none, "float16": Compression.fp16, "bfloat16": Compression.bf16}
-        return choice.compressor or casts[choice.wire]
+        compression = self.compressor or casts[self.options.compression.wire]
+        settings: dict[str, Any] = {"op": self.op, "process_set": self.process_set, "name": self.name}
+        results = iter(grouped_allreduce(there, compression=compression, ignore_name_scope=True, **settings))
+        return [None if gradient is None else next(results) for gradient in given]
 
     def _checked(self, gradient: Any, name: str) -> Any:
         if gradient is None:
@@ -216,38 +124,37 @@ class Gradients:
             raise UsageError(f"{self.name}: the gradient of {name}: {error}") from error
 
 
-class _Call:
+class _Reduction(NamedReduction):
     """One call of a `Gradients`; in a graph what each run of that call does."""
 
     def __init__(
         self, gradients: Gradients, given: Sequence[Any], names: Sequence[str], like: Sequence[Any], *, strict: bool
     ) -> None:
-        self._gradients, self._given, self._names, self._strict = gradients, given, names, strict
-        self._like = like or given
-        self._sparse = [index for index, gradient in enumerate(given) if isinstance(gradient, tf.IndexedSlices)]
-        self._dense = [i for i, gradient in enumerate(given) if gradient is not None and i not in self._sparse]
-        self._order = _order_of(given)
-        comm = gradients.process_set.coordinator(gradients.name).comm
-        self._options = gradients.options.for_ranks_of(comm)
-        self._arrays: dict[int, Array] = {}
+        sparse = [index for index, gradient in enumerate(given) if isinstance(gradient, tf.IndexedSlices)]
+        dense = [index for index, gradient in enumerate(given) if gradient is not None and index not in sparse]
+        super().__init__(gradients, Call(names, dense, sparse, _order_of(given), _threads(), strict))
+        self._dense, self._sparse, self._names = dense, sparse, names
+        self._given, self._like = given, like
+        self._compressor, self._options = gradients.compressor, gradients.options_here()
+        self._contexts: dict[int, Any] = {}
         self._also: list[int] = []  # gradients that are None here, but not on all ranks
-        self._lock = threading.Lock()  # nodes that nothing orders run at once
+        self._shapes: tuple[Any, ...] = ()
+        self._kinds: tuple[Gradient, ...] = ()
 
     def run(self) -> list[Any]:
         """Return the reduced gradients."""
         given = self._given
-        self._contexts: dict[int, Any] = {}
         sent = {index: self._to_send(index) for index in self._dense}
         slices: list[Any] = []
         specs = [Spec.like(sent[index]) for index in self._dense]
         for index in self._sparse:
-            values, indices = given[index].values, tf.cast(given[index].indices, tf.int64)
-            slices += [indices, values]
-            specs += [Spec.rows_of(indices), Spec.rows_of(values)]
+            slices += [tf.cast(given[index].indices, tf.int64), given[index].values]
+            specs += map(Spec.rows_of, slices[-2:])
         if not specs:  # nothing but None: TensorFlow wants an output all the same
             specs = [Spec(tf.int64, ())]
-        if not tf.executing_eagerly() and self._overlaps(sent):
-            answers = call(self._end, [*slices, *self._gives(sent)], specs)
+        nodes = self._nodes(sent)
+        if len(nodes) > 1:
+            answers = call(self._end, [*slices, *self._gives(sent, nodes)], specs)
         else:
             answers = call(self._all_at_once, [*(sent[index] for index in self._dense), *slices], specs)
         results: list[Any] = [None] * len(given)
@@ -256,8 +163,8 @@ class _Call:
             results[index] = self._received(index, next(remaining))
         for index in self._sparse:
             indices, values = next(remaining), next(remaining)
-            shape = given[index].dense_shape
-            results[index] = tf.IndexedSlices(values, tf.cast(indices, given[index].indices.dtype), shape)
+            indices = tf.cast(indices, given[index].indices.dtype)
+            results[index] = tf.IndexedSlices(values, indices, given[index].dense_shape)
         for index in self._also:
             results[index] = self._received(index, next(remaining))
         return results
@@ -266,8 +173,8 @@ class _Call:
 
     def _to_send(self, index: int) -> Any:
         gradient, options = self._given[index], self._options
-        if options.compressor is not None:
-            sent, self._contexts[index] = options.compressor.compress(gradient)
+        if self._compressor is not None:
+            sent, self._contexts[index] = self._compressor.compress(gradient)
             return sent
         if options.predivide != 1 and not gradient.dtype.is_integer:
             gradient = gradient / tf.cast(options.predivide, gradient.dtype)
@@ -275,8 +182,8 @@ class _Call:
 
     def _received(self, index: int, tensor: Any) -> Any:
         options = self._options
-        if options.compressor is not None:
-            return options.compressor.decompress(tensor, self._contexts.get(index))
+        if self._compressor is not None:
+            return self._compressor.decompress(tensor, self._contexts.get(index))
         tensor = tf.cast(tensor, self._dtype(index))
         if options.predivide != 1 and not tensor.dtype.is_integer:
             tensor = tensor * tf.cast(options.predivide, tensor.dtype)
@@ -287,54 +194,33 @@ class _Call:
         for known in (self._given[index], self._like[index]):
             if known is not None:
                 return tf.as_dtype(known.dtype)
-        return tf.as_dtype(self._reducer.gradients[index].dtype)
+        return tf.as_dtype(self._begun().gradients[index].dtype)
 
-    def _overlaps(self, sent: Mapping[int, Any]) -> bool:
-        """Tell whether each bucket is to have a node of its own: sizes must be known, and there must be several."""
-        if not all(tensor.shape.is_fully_defined() for tensor in sent.values()):
-            return False
-        gradients, options = self._gradients, self._options
-        overlap = overlap_pays_here(_threads()) if options.overlap is None else options.overlap
-        described = self._describe({index: (tensor.dtype, tensor.shape) for index, tensor in sent.items()})
-        groups = place_groups(gradients.groups, self._names)
-        buckets = buckets_of(described, options, groups, self._order, self._sparse)
-        self._nodes = [[i for i in bucket.parameters if i in sent] for bucket in buckets]
-        self._nodes = [node for node in self._nodes if node]
-        return bool(overlap) and len(self._nodes) > 1
+    def _nodes(self, sent: Mapping[int, Any]) -> list[list[int]]:
+        """Return the gradients for each node that gives some: one node where all are given at the end."""
+        if tf.executing_eagerly() or not all(tensor.shape.is_fully_defined() for tensor in sent.values()):
+            return [self._dense]
+        self._kinds = self._describe({index: (tensor.dtype, tensor.shape) for index, tensor in sent.items()})
+        return self._gradients.launches(self._kinds, self._call)
 
-    def _gives(self, sent: Mapping[int, Any]) -> list[Any]:
-        """Make a node per bucket that gives its gradients; return tensors that `end` takes, so as to come after."""
-        token = Spec(tf.int64, ())
-        described = self._describe({index: (tensor.dtype, tensor.shape) for index, tensor in sent.items()})
-        first: list[Any] = []
+    def _gives(self, sent: Mapping[int, Any], nodes: Sequence[Sequence[int]]) -> list[Any]:
+        """Make nodes that give gradients; return tensors that `end` takes, so as to come after."""
+
+        def giving(members: Sequence[int], begins: Any) -> Callable[..., list[Array]]:
+            def give(*arrays: Array) -> list[Array]:
+                self.give(members, arrays[: len(members)], begins)
+                return [np.zeros((), np.int64)]
+
+            return give
+
+        token = [Spec(tf.int64, ())]
+        # Where nothing orders the nodes, one before them all begins; else the first one does.
+        first = [] if ordered() else call(giving([], self._kinds), [], token)
         tokens: list[Any] = []
-        if not ordered():  # else it is one node less: the first one begins
-            first = call(self._giving([], described), [], [token])
-        for members in self._nodes:
-            begins = described if not tokens and not first else None
-            tokens += call(self._giving(members, begins), [*(sent[index] for index in members), *first], [token])
+        for members in nodes:
+            begins = self._kinds if not tokens and not first else None
+            tokens += call(giving(members, begins), [*(sent[index] for index in members), *first], token)
         return tokens
-
-    def _giving(self, members: Sequence[int], begins: tuple[Gradient, ...] | None) -> Callable[..., list[Array]]:
-        def give(*arrays: Array) -> list[Array]:
-            with self._lock, self._gradients.statistics.exposing():
-                if begins is not None:
-                    self._begin(begins, eager=True)
-                self._give(members, arrays)
-            return [np.zeros((), np.int64)]
-
-        return give
-
-    # On the host
-
-    def _all_at_once(self, *arrays: Array) -> list[Array]:
-        count = len(self._dense)
-        kinds = {i: (array.dtype, array.shape) for i, array in zip(self._dense, arrays[:count], strict=True)}
-        kinds |= {i: (rows.dtype, rows.shape) for i, rows in zip(self._sparse, arrays[count + 1 :: 2], strict=True)}
-        with self._gradients.statistics.exposing():
-            self._begin(self._describe(kinds), eager=False)
-            self._give(self._dense, arrays)
-        return self._end(*arrays[count:])
 
     def _describe(self, kinds: Mapping[int, tuple[Any, Any]]) -> tuple[Gradient, ...]:
         """Return what each gradient is, by dtypes and shapes of those that are sent."""
@@ -345,7 +231,7 @@ class _Call:
             if like is None and dtype is None:
                 described.append(Gradient(name, (0,), "float32", is_known=False))
                 continue
-            if like is not None and (dtype is None or self._options.compressor is None):
+            if like is not None and (dtype is None or self._compressor is None):
                 dtype = like.dtype  # before it was cast for the way
             if shape is None or (index in self._sparse and like is not None):
                 shape = like.shape
@@ -354,42 +240,37 @@ class _Call:
             described.append(Gradient(name, (*(n or 0 for n in shape), *pair), dtype_name(kind.real_dtype)))
         return tuple(described)
 
-    def _begin(self, described: tuple[Gradient, ...], *, eager: bool) -> None:
-        self._reducer, self._values = self._gradients.find(
-            described, [*self._dense, *self._sparse], self._sparse, self._order
-        )
-        if self._reducer.active:
-            self._reducer.end()  # of a run that failed: the others wait for this rank
-        self._values.forget_all()
-        self._reducer.begin(eager=eager)
+    # On the host
 
-    def _give(self, members: Sequence[int], arrays: Sequence[Array]) -> None:
-        for index, array in zip(members, arrays, strict=False):
-            self._values.give(index, array.view(array.real.dtype) if array.dtype.kind == "c" else array)
-            self._reducer.ready(index)
+    def _all_at_once(self, *arrays: Array) -> list[Array]:
+        count = len(self._dense)
+        shapes = tuple(array.shape for array in arrays)
+        if shapes != self._shapes or not self._kinds:
+            kinds = {i: (array.dtype, array.shape) for i, array in zip(self._dense, arrays[:count], strict=True)}
+            kinds |= {i: (rows.dtype, rows.shape) for i, rows in zip(self._sparse, arrays[count + 1 :: 2], strict=True)}
+            self._shapes, self._kinds = shapes, self._describe(kinds)
+        self.begin(self._kinds, eager=False)
+        self.give(self._dense, arrays[:count])
+        return self._end(*arrays[count:])
 
     def _end(self, *slices: Array) -> list[Array]:
-        reducer, values, gradients = self._reducer, self._values, self._gradients
-        with gradients.statistics.exposing():
-            for place, index in enumerate(self._sparse):
-                values.give_rows(index, slices[2 * place], slices[2 * place + 1])
-                reducer.ready(index)
-            reducer.end(strict=self._strict)
-        gradients.stepped(reducer)
-        results: list[Array] = []
-        for index in self._dense:
-            array = values.result(index)
-            assert array is not None, "this rank had it"
-            results.append(_own(array, self._dtype(index)))
+        count = 2 * len(self._sparse)  # what follows is of nodes before
+        results = self.end(list(zip(slices[:count:2], slices[1:count:2], strict=True)))
+        self._also = [index for index in results if self._given[index] is None]
+        answers = [_own(results[index], self._dtype(index)) for index in self._dense]
         for index in self._sparse:
-            results += values.rows_result(index)
-        self._also = []
-        for index, gradient in enumerate(self._given):
-            if gradient is None and (array := values.result(index)) is not None:
-                self._also.append(index)
-                results.append(_own(array, self._dtype(index)))
-        values.forget_all()
-        return results or [np.zeros((), np.int64)]
+            answers += results[index]
+        answers += [_own(results[index], self._dtype(index)) for index in self._also]
+        return answers or [np.zeros((), np.int64)]
+
+
+def scaled(gradient: Any, factor: float) -> Any:
+    """Return a gradient, which may be sparse or None, times `factor`."""
+    if gradient is None or factor == 1.0:
+        return gradient
+    if isinstance(gradient, tf.IndexedSlices):
+        return tf.IndexedSlices(scaled(gradient.values, factor), gradient.indices, gradient.dense_shape)
+    return gradient * tf.cast(factor, gradient.dtype)
 
 
 def _order_of(given: Sequence[Any]) -> list[int]:

@@ -17,15 +17,15 @@ import numpy as np
 import tensorflow as tf
 
 from commlib import horovod as core
+from commlib.buffers.pool import Pool
 from commlib.errors import UsageError
 from commlib.optim.one_bit_lamb import Limits
 from commlib.optim.one_bit_moments import Hyper, check_hyper
 from commlib.optim.one_bit_optimizer import OneBitOptimizer, OneBitSettings
 from commlib_tensorflow._bridge import Array
-from commlib_tensorflow._graph import Spec, as_written, call
+from commlib_tensorflow._graph import Spec, call, no_autograph
 from commlib_tensorflow._keras3 import _replace_in_keras
 from commlib_tensorflow._keras_reduction import Distributed, Reduction
-from commlib_tensorflow._pool import Pool
 
 
 def _saved(kind: type) -> type:
@@ -98,7 +98,7 @@ class OneBit(Distributed, keras.optimizers.Optimizer):  # type: ignore[misc]
         """Raise UsageError: variables are updated together."""
         raise UsageError(f"{type(self).__name__} updates all variables together: call apply()")
 
-    @as_written
+    @no_autograph
     def _backend_update_step(self, grads: Any, trainable_variables: Any, learning_rate: Any) -> None:
         # Keras calls this once for each real update, after it has accumulated and clipped.
         given = {

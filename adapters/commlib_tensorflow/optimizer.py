@@ -9,8 +9,9 @@ from typing import Any, TypeVar
 import tensorflow as tf
 
 from commlib import horovod as core
+from commlib.data_parallel import BUCKET_CAP_MIB, FIRST_BUCKET_MIB
 from commlib.errors import UsageError
-from commlib_tensorflow._keras_reduction import Distributed, Reduction
+from commlib_tensorflow._keras_reduction import Reduction
 from commlib_tensorflow.compression import Compression
 
 OptimizerT = TypeVar("OptimizerT")
@@ -34,6 +35,9 @@ def DistributedOptimizer(
     scale_local_gradients: bool = True,
     compress_within_node: bool = False,
     overlap: bool | None = None,
+    *,
+    bucket_cap_mib: float = BUCKET_CAP_MIB,
+    first_bucket_mib: float = FIRST_BUCKET_MIB,
 ) -> OptimizerT:
     """Make `optimizer` step with gradients that are reduced over all ranks, and return it.
 
@@ -56,9 +60,10 @@ def DistributedOptimizer(
     scheme of `commlib.compress`: fewer bytes between nodes, or with `compress_within_node` between all ranks. What is
     lost is added to the next step's gradients; `compression_state()` of the result returns it, and
     `load_compression_state(state)` takes it back, on each rank its own. `overlap` says whether a traced function starts
-    to reduce while backward goes on; None decides by where the ranks are and the cores they have. `report` of the
-    result says what communication cost in the last step. A `global_clipnorm` of Keras 3's optimizers has the same bits
-    on all ranks.
+    to reduce while backward goes on; None decides by where the ranks are and the cores they have. Buckets hold up to
+    `bucket_cap_mib` MiB, the first one `first_bucket_mib`. `report` of the result says what communication cost in the
+    last step, `statistics`, `exposed_seconds` and `compression_choice` the rest. A `global_clipnorm` of Keras 3's
+    optimizers has the same bits on all ranks.
 
     Raises UsageError for what is no such optimizer, is distributed already, or cannot be reduced as told.
     """
@@ -70,6 +75,8 @@ def DistributedOptimizer(
         compression=compression,
         compress_within_node=compress_within_node,
         overlap=overlap,
+        bucket_cap_mib=bucket_cap_mib,
+        first_bucket_mib=first_bucket_mib,
         sparse_as_dense=sparse_as_dense,
         gradient_predivide_factor=gradient_predivide_factor,
         groups=groups if groups is not None else num_groups or None,
@@ -119,6 +126,3 @@ def distribute(
             f"expected an optimizer of Keras 3, tf_keras or tf.compat.v1.train, got {type(optimizer).__name__}"
         )
     return optimizer
-
-
-__all__ = ["Distributed", "DistributedOptimizer", "distribute"]

@@ -12,8 +12,8 @@ import tensorflow as tf
 from commlib import horovod as core
 from commlib.horovod.batch_norm import gather_statistics
 from commlib_tensorflow._bridge import Array
-from commlib_tensorflow._graph import Spec, as_written, call, gradient_name, operation_name
-from commlib_tensorflow.collectives import allreduce
+from commlib_tensorflow._graph import Spec, call, gradient_name, no_autograph, operation_name
+from commlib_tensorflow.horovod.operations import allreduce
 
 
 @keras.saving.register_keras_serializable(package="commlib_tensorflow")
@@ -41,7 +41,7 @@ class SyncBatchNormalization(keras.layers.BatchNormalization):  # type: ignore[m
         return _moments_of_all(inputs, weights, list(self._reduction_axes), group)
 
 
-@as_written
+@no_autograph
 def _moments_of_all(
     inputs: tf.Tensor, weights: tf.Tensor, axes: list[int], group: core.ProcessSet
 ) -> tuple[tf.Tensor, tf.Tensor]:

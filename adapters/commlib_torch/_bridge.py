@@ -13,6 +13,7 @@ import torch
 from commlib.errors import UsageError
 
 Array = npt.NDArray[Any]
+_BFLOAT16 = np.dtype(ml_dtypes.bfloat16)
 
 
 def dtype_name(dtype: torch.dtype) -> str:
@@ -24,14 +25,16 @@ def check_dense(tensor: torch.Tensor) -> None:
     """Raise UsageError unless `tensor` is a dense tensor with values, wherever they are."""
     if not isinstance(tensor, torch.Tensor):
         raise UsageError(f"expected a torch tensor, got {type(tensor).__name__}")
-    if tensor.layout != torch.strided:
+    if tensor.layout is not torch.strided:
         raise UsageError(f"tensors of layout {tensor.layout} are not supported: call .to_dense() first")
-    if tensor.device.type == "meta":
+    if tensor.is_meta:
         raise UsageError("a tensor on device meta has no values: move it to a real device first")
 
 
 def check(tensor: torch.Tensor) -> None:
     """Raise UsageError unless the core can reach the memory of `tensor`."""
+    if isinstance(tensor, torch.Tensor) and tensor.is_cpu and tensor.layout is torch.strided:
+        return
     check_dense(tensor)
     if tensor.device.type != "cpu":
         raise UsageError(f"tensors on device {tensor.device} are not supported yet: call .cpu() first")
@@ -44,8 +47,12 @@ def to_array(tensor: torch.Tensor) -> Array:
     numpy counterpart.
     """
     check(tensor)
-    tensor = tensor.detach()
-    if tensor.dtype == torch.bfloat16:
+    return array_of(tensor.detach())
+
+
+def array_of(tensor: torch.Tensor) -> Array:
+    """Return what `to_array` does for a dense CPU tensor that is detached."""
+    if tensor.dtype is torch.bfloat16:
         return tensor.view(torch.int16).numpy().view(ml_dtypes.bfloat16)
     try:
         return tensor.numpy()
@@ -56,7 +63,7 @@ def to_array(tensor: torch.Tensor) -> Array:
 def to_tensor(array: Array) -> torch.Tensor:
     """Return a tensor with the shape, strides and memory of a numpy array, which it keeps alive. Nothing is copied."""
     array = np.asarray(array)
-    if array.dtype == ml_dtypes.bfloat16:
+    if array.dtype == _BFLOAT16:
         return torch.from_numpy(array.view(np.int16)).view(torch.bfloat16)
     return torch.from_numpy(array)
 
@@ -73,12 +80,13 @@ def on_host(tensor: torch.Tensor) -> torch.Tensor:
     From a GPU it is copied behind what the current stream still computes, and this waits for that.
     """
     check_dense(tensor)
-    return tensor.detach().cpu().resolve_conj().resolve_neg().contiguous()
+    here = tensor.detach() if tensor.is_cpu else tensor.detach().cpu()
+    return here.resolve_conj().resolve_neg().contiguous()
 
 
 def device_kind(tensors: Sequence[torch.Tensor]) -> str:
     """Return "cpu" or "gpu". Raises UsageError where some tensors are on the host and some on a GPU."""
-    kinds = {"cpu" if tensor.device.type == "cpu" else "gpu" for tensor in tensors}
+    kinds = {"cpu" if tensor.is_cpu else "gpu" for tensor in tensors}
     if len(kinds) > 1:
         where = ", ".join(str(tensor.device) for tensor in tensors)
         raise UsageError(f"the tensors of one group must be all on the host or all on GPUs, got {where}")

@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from commlib.data_parallel import Engine, Slots
+from commlib.errors import UsageError
 from commlib_torch import _unbucketed
 from commlib_torch._bridge import Array, to_array, to_tensor
 
@@ -65,8 +66,8 @@ class ParameterValues:
     def put(self, index: int) -> None:
         """Bring a parameter's gradient to where it is reduced from."""
         view, parameter = self._views[index], self._parameters[index]
+        assert view is not None, "it has a slot"
         grad = _gradient(parameter, self._names[index])
-        assert view is not None, "it has no slot"
         if grad.layout != torch.strided:
             grad = parameter.grad = grad.detach().to_dense()
         if not self._in_place[index]:
@@ -88,7 +89,7 @@ class ParameterValues:
     def take(self, index: int) -> None:
         """Make what was reduced the gradient of a parameter."""
         view, parameter = self._views[index], self._parameters[index]
-        assert view is not None, "it has no slot"
+        assert view is not None, "it has a slot"
         grad = self._becoming.get(index)
         if self._in_place[index]:
             grad = self._lend(index) if grad is None else grad
@@ -200,7 +201,7 @@ class ParameterValues:
 
 def _gradient(parameter: Tensor, name: str) -> Tensor:
     if parameter.grad is None:
-        raise AssertionError(f"{name} has no gradient")
+        raise UsageError(f"{name} has no gradient after accumulation: did a hook take it away?")
     return parameter.grad
 
 

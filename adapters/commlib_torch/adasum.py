@@ -10,19 +10,19 @@ import torch
 from torch import Tensor
 
 from commlib import horovod as core
+from commlib.compress.casts import Compressors
 from commlib.errors import UsageError
-from commlib_torch._named import ProcessSets, Reduction, start_allreduce
-from commlib_torch.compression import Compressors
+from commlib.horovod.wrapping import PicklesAsPlain
+from commlib_torch.horovod._start import ProcessSets, Reduction, start_allreduce
 
 
-class AdasumDistributed:
+class AdasumDistributed(PicklesAsPlain):
     """Step by itself on each rank, and combine the steps. Mixed into an optimizer that is wrapped with op=Adasum.
 
     Gradients stay this rank's own. `step()` does what the plain optimizer would, then moves every parameter from where
     it was by the Adasum of the ranks' moves: their sum where they are orthogonal, their mean where they are parallel.
     """
 
-    _plain: type
     _managed: list[tuple[str, Tensor]]
     _compression: Compressors
     _process_set: ProcessSets
@@ -58,12 +58,6 @@ class AdasumDistributed:
             for position, parameter in enumerate(groups[-1]["params"]):
                 if id(parameter) not in known and parameter.requires_grad:
                     self._managed.append((f"group {len(groups) - 1}, parameter {position}", parameter))
-
-    def __reduce_ex__(self, protocol: Any) -> Any:
-        """Pickle and copy as the plain optimizer."""
-        reduced: Any = super().__reduce_ex__(0)  # later protocols insist on the class that the object has
-        arguments = tuple(self._plain if item is type(self) else item for item in reduced[1])
-        return (reduced[0], arguments, *reduced[2:])
 
 
 def _remember(optimizer: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:

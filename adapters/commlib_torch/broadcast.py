@@ -16,10 +16,10 @@ from commlib.data_parallel import check_agreement
 from commlib.errors import UsageError
 from commlib.horovod.broadcast import NamedRanks, Ranks, broadcast_pack, named, packs
 from commlib.horovod.nested import put_back, take_out
+from commlib.tensors import check_ordered, choose_root
 from commlib_torch._bridge import check_dense, on_host
 from commlib_torch._call import InPlace
-from commlib_torch._named import ProcessSets
-from commlib_torch.movement import check_ordered, choose_root
+from commlib_torch.horovod._start import ProcessSets
 
 Parameters = Mapping[str, Tensor] | Iterable[tuple[str, Tensor]] | Iterable[Tensor]
 

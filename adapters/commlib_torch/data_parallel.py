@@ -11,26 +11,28 @@ from torch import nn
 
 from commlib import horovod as core
 from commlib.communicator import Communicator
+from commlib.compress.casts import Compressing
 from commlib.data_parallel import (
     BUCKET_CAP_MIB,
     FIRST_BUCKET_MIB,
     GradientReducer,
     InOrder,
     Options,
-    Statistics,
+    Reporting,
     load_compression,
     save_compression,
 )
+from commlib.data_parallel.naming import unique
 from commlib.horovod.reductions import reduction_name
 from commlib_torch._bridge import to_array
 from commlib_torch.broadcast import broadcast_parameters
-from commlib_torch.compression import Compressing, Compression
-from commlib_torch.gradients import Gradients, unique_parameters
+from commlib_torch.compression import Compression
+from commlib_torch.gradients import Gradients, trained
 
 _INNER = "module."
 
 
-class DataParallel(nn.Module):
+class DataParallel(nn.Module, Reporting):
     """Wrap `module` so that backward reduces its gradients over all ranks. Collective.
 
     Parameters and buffers are broadcast from rank 0 at construction; buffers (running statistics) are not kept equal
@@ -75,7 +77,7 @@ class DataParallel(nn.Module):
             within_node=compress_within_node,
         )
         self._gradients: Gradients | None = Gradients(
-            unique_parameters(module.named_parameters()), InOrder(comm), options
+            trained(unique(module.named_parameters())), InOrder(comm), options
         )
         broadcast_parameters([*module.named_parameters(), *module.named_buffers()], comm=comm)
         self.register_state_dict_post_hook(_strip_prefix)  # type: ignore[no-untyped-call]
@@ -111,16 +113,6 @@ class DataParallel(nn.Module):
     def reducer(self) -> GradientReducer | None:
         """What reduces the gradients: its buckets, options and compression; None in a copy."""
         return None if self._gradients is None else self._gradients.reducer
-
-    @property
-    def exposed_seconds(self) -> float:
-        """Seconds that the training thread has waited for communication so far."""
-        return self.statistics.exposed_seconds
-
-    @property
-    def statistics(self) -> Statistics:
-        """What was reduced so far."""
-        return Statistics() if self._gradients is None else self._gradients.reducer.statistics
 
     def named_parameters(
         self, prefix: str = "", recurse: bool = True, remove_duplicate: bool = True

@@ -9,12 +9,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from commlib.buffers.freed_memory import keep_freed_memory
 from commlib.data_parallel import Gradient, GradientReducer, InOrder, Options, place_groups, read_groups
 from commlib.errors import UsageError
 from commlib.horovod.join import join as core_join
 from commlib_torch._autograd import backward_passes, listen
 from commlib_torch._bridge import check_dense, dtype_name
-from commlib_torch._memory import keep_freed_memory
 from commlib_torch._slots import Named, ParameterValues
 
 Groups = int | Sequence[Sequence[Tensor]] | None
@@ -124,21 +124,9 @@ def join(device: int = -1) -> int:
     return core_join(backward_passes.members)
 
 
-def unique_parameters(named: Iterable[Named]) -> list[Named]:
-    """Return those that require gradients, each under its first name, in order. Raises UsageError for a name twice."""
-    seen: dict[int, str] = {}
-    names: set[str] = set()
-    result: list[Named] = []
-    for name, parameter in named:
-        if id(parameter) in seen:
-            continue
-        if name in names:
-            raise UsageError(f"two parameters are named {name!r}")
-        seen[id(parameter)] = name
-        names.add(name)
-        if parameter.requires_grad:
-            result.append((name, parameter))
-    return result
+def trained(named: Iterable[Named]) -> list[Named]:
+    """Return the parameters that require gradients."""
+    return [(name, parameter) for name, parameter in named if parameter.requires_grad]
 
 
 def _key(member: Any) -> int:

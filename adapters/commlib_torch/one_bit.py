@@ -22,7 +22,7 @@ from commlib.optim.one_bit_lamb import Limits
 from commlib.optim.one_bit_moments import Hyper, check_hyper
 from commlib.optim.one_bit_optimizer import OneBitOptimizer, OneBitSettings
 from commlib_torch._bridge import check, dtype_name, to_array, to_tensor
-from commlib_torch._named import ProcessSets
+from commlib_torch.horovod._start import ProcessSets
 
 _DTYPES = ("float32", "bfloat16", "float16")
 _OWN = "one_bit"  # the key in `state_dict()["state"]` of what belongs to no parameter

@@ -5,13 +5,14 @@ from __future__ import annotations
 import warnings
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager, contextmanager
-from typing import Any, TypeVar, cast
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
 
 from commlib import horovod as core
 from commlib.communicator import Communicator
+from commlib.compress.casts import Compressing
 from commlib.data_parallel import (
     BUCKET_CAP_MIB,
     FIRST_BUCKET_MIB,
@@ -19,21 +20,22 @@ from commlib.data_parallel import (
     GradientReducer,
     InOrder,
     Options,
-    Statistics,
-    StepReport,
+    Reporting,
     load_compression,
     save_compression,
 )
+from commlib.data_parallel.naming import ids_in, name_all
 from commlib.errors import UsageError
 from commlib.horovod.by_name import reduce_by_name
 from commlib.horovod.reductions import reduction_name
+from commlib.horovod.wrapping import PicklesAsPlain, change_class
 from commlib_torch._bridge import to_array
-from commlib_torch._named import ProcessSets
 from commlib_torch._slots import Named
 from commlib_torch.adasum import AdasumDistributed
 from commlib_torch.clip import clip_grad_norm_
-from commlib_torch.compression import Compressing, Compression
-from commlib_torch.gradients import Gradients, Groups, unique_parameters
+from commlib_torch.compression import Compression
+from commlib_torch.gradients import Gradients, Groups, trained
+from commlib_torch.horovod._start import ProcessSets
 
 KEY = "commlib"
 """Where a `state_dict` has what compression remembers; plain optimizers ignore that."""
@@ -114,14 +116,15 @@ def DistributedOptimizer(
         warnings.warn("num_groups is deprecated, in Horovod too: use groups", DeprecationWarning, stacklevel=2)
         groups = num_groups if groups is None else groups
     named = None if named_parameters is None else list(named_parameters)
-    chosen = _name_parameters(optimizer, named)
+    chosen = trained(name_all(optimizer.param_groups, named))
     outside = core.process_set_of(process_set).included() is False
     if op == core.Adasum or op == "adasum":
         if gradient_predivide_factor != 1 or comm is not None:
             raise UsageError("op=Adasum takes neither gradient_predivide_factor nor comm=; give process_set=")
         if not outside:
             core.process_set_of(process_set).coordinator("DistributedOptimizer")  # raises if it is not registered
-        wrapped: Any = _change_class(optimizer, AdasumDistributed)
+        change_class(optimizer, AdasumDistributed)
+        wrapped: Any = optimizer
         wrapped._start_adasum(chosen, compression, process_set)
         return optimizer
     options = Options(
@@ -142,8 +145,9 @@ def DistributedOptimizer(
     else:
         own: Any = Alone() if outside else core.process_set_of(process_set).communicator("DistributedOptimizer")
         ranks = InOrder(own, reduce_by_name=reduce_by_name(process_set))
-    gradients = Gradients(chosen, ranks, options, groups=groups, known=_parameter_ids(optimizer))
-    distributed: Any = _change_class(optimizer, Distributed)
+    gradients = Gradients(chosen, ranks, options, groups=groups, known=ids_in(optimizer.param_groups))
+    change_class(optimizer, Distributed)
+    distributed: Any = optimizer
     distributed._gradients = gradients
     distributed._named = named
     distributed._skip = False
@@ -153,18 +157,9 @@ def DistributedOptimizer(
     return optimizer
 
 
-def _change_class(optimizer: torch.optim.Optimizer, mixin: type) -> Any:
-    """Change the class of the object itself, instead of making a copy: whoever refers to it goes on using it."""
-    plain = type(optimizer)
-    names = {"__module__": plain.__module__, "__qualname__": plain.__qualname__, "_plain": plain}
-    optimizer.__class__ = type(plain.__name__, (mixin, plain), names)
-    return optimizer
-
-
-class Distributed:
+class Distributed(PicklesAsPlain, Reporting):
     """What a wrapped optimizer has beyond its own class. Not for direct use: see `DistributedOptimizer`."""
 
-    _plain: type
     _gradients: Gradients
     _named: list[Named] | None
     _skip: bool
@@ -214,17 +209,6 @@ class Distributed:
         """What reduces the gradients: its buckets, options and compression."""
         return self._gradients.reducer
 
-    @property
-    def report(self) -> StepReport | None:
-        """What communication cost in the last step; None before the first one."""
-        return self.reducer.report
-
-    @property
-    def compression_choice(self) -> str:
-        """How gradients are compressed, and why so."""
-        wire = self.reducer.options.wire_dtype("float32")
-        return self.reducer.compression.why if wire == "float32" else f"torch.{wire} on the wire: as asked"
-
     def state_dict(self) -> dict[str, Any]:
         """Return the optimizer's state, as torch does, and what compression remembers on this rank.
 
@@ -240,16 +224,6 @@ class Distributed:
         if KEY in state_dict:
             load_compression(self.reducer, state_dict[KEY], to_array)
 
-    @property
-    def exposed_seconds(self) -> float:
-        """Seconds that the training thread has waited for communication so far."""
-        return self.reducer.statistics.exposed_seconds
-
-    @property
-    def statistics(self) -> Statistics:
-        """What was reduced so far, and what it cost."""
-        return self.reducer.statistics
-
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Clear gradients, as torch does; what `no_sync` or earlier passes accumulated is given up."""
         super().zero_grad(set_to_none)  # type: ignore[misc]
@@ -259,14 +233,9 @@ class Distributed:
         """Add parameters, as torch does. Collective; between a step and the next backward."""
         super().add_param_group(param_group)  # type: ignore[misc]
         if "_gradients" in self.__dict__:
-            named = _name_parameters(cast(Any, self), self._named, strict=False)
-            self._gradients = self._gradients.again(named, _parameter_ids(cast(Any, self)))
-
-    def __reduce_ex__(self, protocol: Any) -> Any:
-        """Pickle and copy as the plain optimizer: a communicator belongs to this process."""
-        reduced: Any = super().__reduce_ex__(0)  # later protocols insist on the class that the object has
-        arguments = tuple(self._plain if item is type(self) else item for item in reduced[1])
-        return (reduced[0], arguments, *reduced[2:])
+            groups: list[dict[str, Any]] = self.param_groups  # type: ignore[attr-defined]
+            named = trained(name_all(groups, self._named, strict=False))
+            self._gradients = self._gradients.again(named, ids_in(groups))
 
 
 def _before_step(optimizer: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -290,21 +259,16 @@ def _averaging(optimizer: Any, closure: Callable[[], Any]) -> Callable[[], Any]:
 
     LBFGS decides by the loss how far to go, and when to stop evaluating: with losses of their own, ranks would part.
     """
-    ranks, op = optimizer.reducer.ranks, optimizer.reducer.options.op
 
     def wrapper() -> Any:
         before = optimizer.statistics.reductions
         loss = closure()
         if optimizer.statistics.reductions == before:
             optimizer._gradients.reduce()
-        if ranks.size == 1:
+        if optimizer.reducer.ranks.size == 1:
             return loss
-        mine = loss.item() if isinstance(loss, Tensor) else loss
-        losses = [value for value in ranks.all_gather_object(mine) if value is not None]
-        if not losses:
-            return None
-        total = sum(losses) / (ranks.size if op == "mean" else 1)
-        return torch.as_tensor(total, dtype=loss.dtype) if isinstance(loss, Tensor) else total
+        total = optimizer.reducer.combine(loss.item() if isinstance(loss, Tensor) else loss)
+        return torch.as_tensor(total, dtype=loss.dtype) if isinstance(loss, Tensor) and total is not None else total
 
     return wrapper
 
@@ -319,31 +283,3 @@ def _refuse_unmanaged(optimizer: Any) -> None:
                     "DistributedOptimizer was made, so its gradient is not reduced: unfreeze parameters first, or "
                     "add them later by add_param_group"
                 )
-
-
-def _name_parameters(
-    optimizer: torch.optim.Optimizer, named: list[Named] | None, *, strict: bool = True
-) -> list[Named]:
-    """Return the parameters to manage, in module order, with their names; those without a name last."""
-    mine = {
-        id(parameter): (f"group {number}, parameter {position}", parameter)
-        for number, group in enumerate(optimizer.param_groups)
-        for position, parameter in enumerate(group["params"])
-    }
-    for item in named or ():
-        if not (isinstance(item, tuple) and len(item) == 2 and isinstance(item[0], str)):
-            raise UsageError("named_parameters must be pairs of a name and a parameter, as of model.named_parameters()")
-    unique_parameters(named or ())  # raises where a name occurs twice
-    chosen: list[Named] = []
-    for name, parameter in named or ():
-        if mine.pop(id(parameter), None) is not None:
-            chosen.append((name, parameter))
-    left = list(mine.values())
-    missing = [name for name, parameter in left if parameter.requires_grad]
-    if named is not None and missing and strict:
-        raise UsageError(f"named_parameters lacks parameters of the optimizer: {'; '.join(missing)}")
-    return unique_parameters([*chosen, *left])
-
-
-def _parameter_ids(optimizer: torch.optim.Optimizer) -> set[int]:
-    return {id(parameter) for group in optimizer.param_groups for parameter in group["params"]}

@@ -16,7 +16,7 @@ from torch.nn.modules.batchnorm import _BatchNorm
 from commlib import horovod as core
 from commlib.horovod.batch_norm import check_several, gather_statistics, next_layer, running_factors
 from commlib_torch._bridge import device_kind, to_tensor
-from commlib_torch._named import ProcessSets, Reduction, first, on_host_array, start_allreduce
+from commlib_torch.horovod._start import ProcessSets, Reduction, first, on_host_array, start_allreduce
 
 
 class SyncBatchNorm(_BatchNorm):

@@ -50,9 +50,11 @@ def joined(world: Any, *, one_node: bool) -> Iterator[None]:
         dist.init_process_group("gloo", store=store, rank=world.rank, world_size=world.size)
         try:
             yield
-            world.Barrier()  # rank 0 is about to remove the folder
+            world.Barrier()  # else others might still need this rank's group
         finally:
             dist.destroy_process_group()  # its threads crash when the interpreter ends under them
+        del store
+        world.Barrier()  # rank 0 is about to remove the folder; a store that ends without its file aborts its process
 
 
 def _newest(*names: str) -> Any:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import platform
+import subprocess
 import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import fields
@@ -43,11 +44,25 @@ def gather_facts(world: Any, *, one_node: bool) -> dict[str, Any]:
         "load": os.getloadavg()[0],
         "mpi": name_of_library(MPI.Get_library_version()),
         "mpi_build": MPI.Get_library_version().strip("\0 \n"),
+        "commit": commit_of(Path(commlib.__file__).parents[1]),
         "versions": {"commlib": commlib.__version__, "python": platform.python_version(), **_versions()},
         "environment": settings_of(os.environ),
         "slurm": slurm_job(os.environ),
         "command": sys.argv[1:],
     }
+
+
+def commit_of(checkout: Path) -> str:
+    """Return the commit of a checkout, with "+" where files differ from it; "" where there is no checkout or no git."""
+    if not (checkout / ".git").exists():
+        return ""
+    git = ["git", "-C", str(checkout)]
+    try:
+        commit = subprocess.run([*git, "rev-parse", "--short=10", "HEAD"], capture_output=True, text=True, check=True)
+        changed = subprocess.run([*git, "diff", "--quiet", "HEAD", "--"], capture_output=True).returncode
+    except (OSError, subprocess.CalledProcessError):
+        return ""
+    return commit.stdout.strip() + "+" * bool(changed)
 
 
 def name_of_library(text: str) -> str:

@@ -8,6 +8,7 @@ import typer
 
 from commlib import __version__
 from commlib.cli.bench import bench
+from commlib.cli.info import info
 from commlib.cli.show import show
 from commlib.cli.tune import tune
 
@@ -36,5 +37,6 @@ def _commlib(
 
 
 app.command(no_args_is_help=True)(bench)
+app.command()(info)
 app.command()(show)
 app.command()(tune)

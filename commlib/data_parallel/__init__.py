@@ -18,6 +18,7 @@ from commlib.data_parallel.parameter_check import check_agreement
 from commlib.data_parallel.ranks import InOrder, Ranks
 from commlib.data_parallel.reducer import GradientReducer
 from commlib.data_parallel.report import Statistics, StepClock, StepReport
+from commlib.data_parallel.reporting import Reporting
 from commlib.data_parallel.slots import Slots
 from commlib.data_parallel.state import load_compression, save_compression
 from commlib.data_parallel.tracker import Tracker
@@ -39,6 +40,7 @@ __all__ = [
     "Plan",
     "Ranks",
     "Reducer",
+    "Reporting",
     "Slot",
     "Slots",
     "Statistics",

@@ -7,6 +7,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from commlib.compress import AllToAll, Scheme, codec_of
+from commlib.compress.casts import narrowed
 from commlib.compress.choice import Choice, choose
 from commlib.data_parallel.buckets import BUCKET_CAP_MIB, FIRST_BUCKET_MIB
 from commlib.dtypes import FLOATS, NUMPY
@@ -74,12 +75,9 @@ class Options:
 
     def wire_dtype(self, dtype: str) -> str:
         """Return the dtype in which gradients of `dtype` travel in buckets, or are compressed from."""
-        if dtype not in FLOATS:
-            return dtype
-        if self.scheme is not None:
+        if self.scheme is not None and dtype in FLOATS:
             return "float32"
-        wire: str = self.compression.wire
-        return wire if wire and NUMPY[wire].itemsize < NUMPY[dtype].itemsize else dtype
+        return narrowed(dtype, self.compression.wire)
 
     def describe(self) -> str:
         """Return what all ranks must agree on."""

@@ -112,6 +112,12 @@ class GradientReducer:
         return self._compression
 
     @property
+    def compression_choice(self) -> str:
+        """How gradients are compressed, and why so."""
+        wire = self.options.wire_dtype("float32")
+        return self._compression.why if wire == "float32" else f"{wire} on the wire: as asked"
+
+    @property
     def buckets(self) -> tuple[Bucket, ...]:
         """The buckets in launch order. Numbers from `len(gradients)` on are flags."""
         return self._engine.buckets
@@ -271,6 +277,11 @@ class GradientReducer:
             self._tracker.begin_step()
             self._values.free()
             self.end()
+
+    def combine(self, value: float | None) -> float | None:
+        """Return the mean (or sum) over ranks of a number, such as a loss; None where no rank has one. Collective."""
+        found = [theirs for theirs in self.ranks.all_gather_object(value) if theirs is not None]
+        return sum(found) / (self.ranks.size if self.options.op == "mean" else 1) if found else None
 
     def stepped(self) -> None:
         """Note that an optimizer stepped."""

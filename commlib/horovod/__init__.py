@@ -1,6 +1,10 @@
-"""Horovod's API without a framework: what `commlib_torch` and `commlib_tensorflow` say in the same words."""
+"""Horovod's API without a framework: what `commlib_torch` and `commlib_tensorflow` say in the same words.
 
-from commlib.horovod import elastic
+`__all__` names what both adapters take over as it is. They make verbs on tensors of the other names here.
+"""
+
+from commlib.buffers.aligned import aligned_empty
+from commlib.horovod import elastic as elastic
 from commlib.horovod.basics import (
     ccl_built,
     cross_rank,
@@ -27,27 +31,48 @@ from commlib.horovod.basics import (
 )
 from commlib.horovod.exceptions import HorovodInternalError, HorovodVersionMismatchError, HostsUpdatedInterrupt
 from commlib.horovod.operations import (
-    allgather_object,
-    broadcast_object,
-    empty,
-    start_allgather,
-    start_allreduce,
-    start_alltoall,
-    start_barrier,
-    start_broadcast,
-    start_compressed_allreduce,
-    start_join,
-    start_reducescatter,
+    allgather_object as allgather_object,
+)
+from commlib.horovod.operations import (
+    broadcast_object as broadcast_object,
+)
+from commlib.horovod.operations import (
+    start_allgather as start_allgather,
+)
+from commlib.horovod.operations import (
+    start_allreduce as start_allreduce,
+)
+from commlib.horovod.operations import (
+    start_alltoall as start_alltoall,
+)
+from commlib.horovod.operations import (
+    start_barrier as start_barrier,
+)
+from commlib.horovod.operations import (
+    start_broadcast as start_broadcast,
+)
+from commlib.horovod.operations import (
+    start_compressed_allreduce as start_compressed_allreduce,
+)
+from commlib.horovod.operations import (
+    start_join as start_join,
+)
+from commlib.horovod.operations import (
+    start_reducescatter as start_reducescatter,
 )
 from commlib.horovod.process_sets import (
     ProcessSet,
     add_process_set,
     global_process_set,
-    process_set_of,
     remove_process_set,
-    running,
 )
-from commlib.horovod.reductions import Adasum, Average, Max, Min, Product, ReduceOp, Sum, resolve_op
+from commlib.horovod.process_sets import process_set_of as process_set_of
+from commlib.horovod.process_sets import running as running
+from commlib.horovod.reductions import Adasum, Average, Max, Min, Product, ReduceOp, Sum
+from commlib.horovod.reductions import Reduction as Reduction
+from commlib.horovod.reductions import resolve_op as resolve_op
+
+empty = aligned_empty
 
 __all__ = [
     "Adasum",
@@ -62,15 +87,11 @@ __all__ = [
     "ReduceOp",
     "Sum",
     "add_process_set",
-    "allgather_object",
-    "broadcast_object",
     "ccl_built",
     "cross_rank",
     "cross_size",
     "cuda_built",
     "ddl_built",
-    "elastic",
-    "empty",
     "global_process_set",
     "gloo_built",
     "gloo_enabled",
@@ -83,22 +104,11 @@ __all__ = [
     "mpi_enabled",
     "mpi_threads_supported",
     "nccl_built",
-    "process_set_of",
     "rank",
     "remove_process_set",
-    "resolve_op",
     "rocm_built",
-    "running",
     "shutdown",
     "size",
-    "start_allgather",
-    "start_allreduce",
-    "start_alltoall",
-    "start_barrier",
-    "start_broadcast",
-    "start_compressed_allreduce",
-    "start_join",
-    "start_reducescatter",
     "start_timeline",
     "stop_timeline",
 ]

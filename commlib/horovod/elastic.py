@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 from commlib.errors import MismatchError, StallError
 from commlib.horovod.exceptions import HostsUpdatedInterrupt
+from commlib.horovod.keepers import Keeper
 from commlib.horovod.operations import broadcast_object
 
 log = logging.getLogger("commlib")
@@ -68,34 +69,70 @@ class State:
 
 
 class ObjectState(State):
-    """Attributes of any picklable kind: `ObjectState(epoch=0, batch=0)`; then `state.epoch` and so on."""
+    """Attributes of any picklable kind: `ObjectState(epoch=0, batch=0)`; then `state.epoch` and so on.
+
+    `keeper_of`, which subclasses override, finds what keeps an object of another kind, such as a model.
+    """
 
     def __init__(self, bcast_object: Callable[[Any], Any] = broadcast_object, **kwargs: Any) -> None:
+        self._keepers: dict[str, Keeper] = {}
         super().__init__()
         self._bcast_object = bcast_object
-        self._saved: dict[str, Any] = dict(kwargs)
+        plain: dict[str, Any] = {}
         for name, value in kwargs.items():
             setattr(self, name, value)
-        self._saved = copy.deepcopy(self._saved)
+            if (keeper := self.keeper_of(value)) is None:
+                plain[name] = value
+            else:
+                self._keepers[name] = keeper
+        self._saved: dict[str, Any] = copy.deepcopy(plain)
 
     if TYPE_CHECKING:
 
         def __getattr__(self, name: str) -> Any: ...  # those that were given
 
+    def keeper_of(self, value: Any) -> Keeper | None:
+        """Return what keeps the state of `value`, or None if it is a picklable value."""
+        return None
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        """Set an attribute. Another object with a keeper is kept from then on, from the state it has now."""
+        keepers = self.__dict__.get("_keepers", {})
+        if name in keepers:
+            keeper = self.keeper_of(value)
+            if keeper is None:
+                raise TypeError(f"{name} is a {type(value).__name__}, whose state cannot be kept as it was so far")
+            keepers[name] = keeper
+        super().__setattr__(name, value)
+
     def save(self) -> None:
-        """Keep copies of the attributes."""
+        """Keep copies of everything. Collective if there are samplers."""
+        for keeper in self._keepers.values():
+            keeper.save()
         self._saved = copy.deepcopy({name: getattr(self, name) for name in self._saved})
 
     def restore(self) -> None:
-        """Set the attributes to what they were when they were saved."""
-        for name, value in copy.deepcopy(self._saved).items():
-            setattr(self, name, value)
+        """Go back to the copies."""
+        for keeper in self._keepers.values():
+            keeper.restore()
+        self._put_back()
 
     def sync(self) -> None:
-        """Take the attributes of rank 0. Collective."""
+        """Take everything from rank 0, and keep copies. Collective."""
+        for keeper in self._keepers.values():
+            keeper.sync()
         if self._saved:
             self._saved = self._bcast_object({name: getattr(self, name) for name in self._saved})
-            self.restore()
+            self._put_back()
+
+    def reset(self) -> None:
+        """Prepare what is kept for a restart: share what is left of the samplers' indices anew."""
+        for keeper in self._keepers.values():
+            keeper.reset()
+
+    def _put_back(self) -> None:
+        for name, value in copy.deepcopy(self._saved).items():
+            setattr(self, name, value)
 
 
 def run(func: Callable[..., Any], *, attempts: int = 3) -> Callable[..., Any]:

@@ -24,26 +24,12 @@ from commlib.coordinator import Coordinator, Pending, Request
 from commlib.coordinator.compressed_reductions import VERB as COMPRESSED
 from commlib.coordinator.on_device import placed
 from commlib.coordinator.request import Shape
-from commlib.dtypes import FLOATS, Array, kernel_operation, name_of
+from commlib.dtypes import FLOATS, kernel_operation, name_of
 from commlib.errors import UsageError
 from commlib.horovod.process_sets import ProcessSet, coordinator_of, process_set_of
 from commlib.horovod.reductions import ReduceOp, resolve_op
 
-_ALIGNMENT = 64
 Options = tuple[tuple[str, str | int | float], ...]
-
-
-def empty(shape: Sequence[int], dtype: Any) -> Array:
-    """Return a new array with undefined values whose memory begins at a multiple of 64 bytes.
-
-    TensorFlow takes such memory over without a copy.
-    """
-    kind = np.dtype(dtype)
-    nbytes = int(np.prod(shape, dtype=np.int64)) * kind.itemsize
-    memory = np.empty(nbytes + _ALIGNMENT, np.uint8)
-    start = -memory.ctypes.data % _ALIGNMENT
-    array: Array = memory[start : start + nbytes].view(kind).reshape(tuple(shape))
-    return array
 
 
 def start_allreduce(

@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import enum
+from dataclasses import dataclass, replace
 from typing import Any
 
 from commlib.errors import UsageError
+from commlib.functional import HOROVOD, find_rule
+from commlib.horovod.process_sets import ProcessSet, process_set_of
 
 
 class ReduceOp(enum.IntEnum):
@@ -55,3 +58,57 @@ def reduction_name(op: Any) -> str:
         return names[resolve_op(op)]
     except (KeyError, ValueError):
         raise UsageError(f"op must be one of {', '.join(names.values())}, got {op!r}") from None
+
+
+@dataclass(frozen=True, slots=True)
+class Reduction:
+    """How values are combined, under which name, and by whom. None as `process_set` is all ranks."""
+
+    op: ReduceOp
+    name: str | None
+    prescale_factor: float = 1.0
+    postscale_factor: float = 1.0
+    process_set: ProcessSet | None = None
+
+    @classmethod
+    def of(
+        cls,
+        op: Any,
+        average: bool | None,
+        name: str | None,
+        prescale_factor: float,
+        postscale_factor: float,
+        process_set: ProcessSet | None,
+    ) -> Reduction:
+        """Return it for the arguments of a verb; `average` is the old form of `op`."""
+        return cls(resolve_op(op, average), name, prescale_factor, postscale_factor, process_set)
+
+    @classmethod
+    def of_gradients(cls, verb: str, name: str | None, process_set: ProcessSet | None) -> Reduction:
+        """Return how backward of a gather or a broadcast, a verb of the core, combines the gradients of all ranks."""
+        return cls(resolve_op(find_rule(verb, rules=HOROVOD).op), name, process_set=process_set)
+
+    def options(self) -> dict[str, Any]:
+        """Return it as arguments of `start_allreduce` and `start_reducescatter`."""
+        return {
+            "name": self.name,
+            "op": self.op,
+            "prescale_factor": self.prescale_factor,
+            "postscale_factor": self.postscale_factor,
+            "process_set": self.process_set,
+        }
+
+    def called(self, name: str | None) -> Reduction:
+        """Return the same under another name."""
+        return replace(self, name=name)
+
+    def check_linear(self, said: str) -> None:
+        """Raise UsageError unless there is a gradient with this operation; `said` is the verb with it, in words."""
+        if self.op not in (ReduceOp.AVERAGE, ReduceOp.SUM):
+            raise UsageError(f"{said} has no gradient: only Average and Sum have one")
+
+    @property
+    def gathered_factor(self) -> float:
+        """The number that backward of a reducescatter multiplies the gathered gradients by."""
+        factor = find_rule("reduce_scatter", self.op.core, HOROVOD).factor(process_set_of(self.process_set).size() or 1)
+        return self.prescale_factor * self.postscale_factor * factor

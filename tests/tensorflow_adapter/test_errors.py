@@ -13,7 +13,7 @@ import tensorflow as tf
 import commlib_tensorflow as hvd
 from commlib.errors import CommlibError, MismatchError, PeerError, ShutdownError, StallError, TransportError, UsageError
 from commlib_tensorflow import errors
-from commlib_tensorflow._graph import Spec, as_written, call, graph_errors
+from commlib_tensorflow._graph import Spec, call, graph_errors, no_autograph
 from tests.tensorflow_adapter.oracle import MODES, check, in_mode
 
 both = pytest.mark.parametrize("mode", MODES)
@@ -105,7 +105,7 @@ def failing(error: Exception) -> Any:
     def host(array: Any) -> Any:
         raise error
 
-    return as_written(lambda x: call(host, [x], [Spec.like(x)])[0])
+    return no_autograph(lambda x: call(host, [x], [Spec.like(x)])[0])
 
 
 @pytest.mark.parametrize("where", ["eager", "graph", "nested", "session", "dataset"])

@@ -347,3 +347,30 @@ def test_wrong_arguments(comm: Any) -> None:
         Gradients("wrong")([tf.constant("text")], ["a"])
     with pytest.raises(UsageError, match="former name"):
         hvd.DistributedGradientTape(tf.GradientTape(), num_groups=2, groups=2)
+
+
+@pytest.mark.ranks(min=2)
+@both
+def test_caps_of_buckets(comm: Any, mode: str) -> None:
+    """They are those of PyTorch's optimizer, and in a graph each bucket has a node of its own."""
+    variables = [tf.Variable(tf.ones(256)) for _ in range(4)]
+
+    def run() -> Any:
+        with tf.GradientTape() as tape:
+            loss = tf.add_n([tf.reduce_sum(variable * (comm.rank + 1.0)) for variable in variables])
+        tape = hvd.DistributedGradientTape(
+            tape, overlap=True, bucket_cap_mib=2 / 1024, first_bucket_mib=1 / 1024, op=hvd.Sum
+        )
+        return tape.gradient(loss, variables), tape.reducer
+
+    found: list[Any] = []
+
+    def step() -> Any:
+        gradients, reducer = run()
+        found.append(reducer)
+        return gradients
+
+    results = in_mode(mode, step)()
+    assert_close(results, [tf.fill([256], float(sum(range(1, comm.size + 1))))] * 4)
+    (reducer,) = found[0].reducers
+    assert [len([p for p in bucket.parameters if p < 4]) for bucket in reducer.buckets] == [1, 2, 1]

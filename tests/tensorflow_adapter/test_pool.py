@@ -7,8 +7,8 @@ import weakref
 import numpy as np
 import tensorflow as tf
 
+from commlib.buffers.pool import Pool
 from commlib_tensorflow._bridge import to_tensor
-from commlib_tensorflow._pool import Pool
 
 COUNT = 1 << 18
 

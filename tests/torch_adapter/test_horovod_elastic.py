@@ -8,7 +8,7 @@ from torch import nn
 
 import commlib_torch as hvd
 from commlib.errors import MismatchError
-from commlib_torch.elastic import ElasticSampler, TorchState, run
+from commlib_torch.horovod.elastic import ElasticSampler, TorchState, run
 
 from .oracle import assert_close, assert_same_everywhere, batch, loss_of, mine, model, parameters_of
 

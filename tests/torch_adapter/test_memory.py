@@ -6,7 +6,7 @@ import sys
 import pytest
 import torch
 
-from commlib_torch._memory import keep_freed_memory
+from commlib.buffers.freed_memory import keep_freed_memory
 
 
 @pytest.fixture(autouse=True)

@@ -49,8 +49,9 @@ IMPURE_STANDARD_LIBRARY = {
 
 # A module may import its own row and those above it, for type checkers too. The longest name that fits decides.
 LAYERS = (
-    ("commlib.errors", "commlib.config", "commlib.extras", "commlib.folders", "commlib.forks", "commlib.library_name",
-     "commlib.signature", "commlib.protocols", "commlib.arguments", "commlib.dtypes", "commlib.topology"),
+    ("commlib.errors", "commlib.config", "commlib.config_rows", "commlib.extras", "commlib.folders", "commlib.forks",
+     "commlib.library_name", "commlib.signature", "commlib.protocols", "commlib.arguments", "commlib.dtypes",
+     "commlib.topology"),
     ("commlib.mesh",),
     ("commlib.schedule",),
     ("commlib.cost",),
@@ -82,6 +83,7 @@ LAYERS = (
     ("commlib.coordinator",),
     ("commlib.functional", "commlib.pipeline", "commlib.tensor", "commlib.expert"),
     ("commlib.horovod",),
+    ("commlib.tensors",),
     ("commlib.tune",),
     ("commlib.console",),
     ("commlib.bench",),

@@ -9,6 +9,7 @@ import tensorflow as tf
 
 from commlib import horovod as core
 from commlib_tensorflow.compression import Compression
+from commlib_tensorflow.gradient_tape import layers_of
 from commlib_tensorflow.optimizer import distribute
 
 OptimizerT = TypeVar("OptimizerT")
@@ -34,26 +35,11 @@ def DistributedOptimizer(
     """Make `optimizer` step with gradients that are reduced over all ranks, and return it.
 
     The same as `commlib_tensorflow.DistributedOptimizer`, with the arguments in the order that `horovod.keras` has;
-    `more` are `compress_within_node` and `overlap`.
+    `more` are `compress_within_node`, `overlap`, `bucket_cap_mib` and `first_bucket_mib`.
     """
-    return PartialDistributedOptimizer(
-        optimizer,
-        name,
-        device_dense,
-        device_sparse,
-        compression,
-        sparse_as_dense,
-        gradient_predivide_factor,
-        op,
-        backward_passes_per_step,
-        average_aggregated_gradients,
-        num_groups,
-        groups,
-        process_set,
-        None,
-        scale_local_gradients,
-        **more,
-    )
+    arguments = dict(locals())
+    same: OptimizerT = PartialDistributedOptimizer(**arguments.pop("more"), **arguments)
+    return same
 
 
 def PartialDistributedOptimizer(
@@ -72,33 +58,27 @@ def PartialDistributedOptimizer(
     process_set: Any = core.global_process_set,
     local_layers: Any = None,
     scale_local_gradients: bool = True,
-    compress_within_node: bool = False,
-    overlap: bool | None = None,
+    **more: Any,
 ) -> OptimizerT:
     """Like DistributedOptimizer, but gradients of `local_layers` (a layer or several) stay on their rank.
 
     They are divided by the number of ranks unless `scale_local_gradients` is False.
     """
     del device_dense, device_sparse
-    if local_layers is None:
-        local_layers = ()
-    elif not isinstance(local_layers, list | tuple | set | frozenset):
-        local_layers = (local_layers,)
     return distribute(
         optimizer,
         name=name,
         op=op,
         compression=compression,
-        compress_within_node=compress_within_node,
-        overlap=overlap,
         sparse_as_dense=sparse_as_dense,
         gradient_predivide_factor=gradient_predivide_factor,
         groups=groups if groups is not None else num_groups or None,
         process_set=process_set,
         scale_local_gradients=scale_local_gradients,
-        local_layers=local_layers,
+        local_layers=layers_of(local_layers),
         backward_passes_per_step=backward_passes_per_step,
         average_aggregated_gradients=average_aggregated_gradients,
+        **more,
     )
 
 

@@ -8,8 +8,11 @@ import tensorflow as tf
 
 from commlib import horovod as core
 from commlib.errors import UsageError
-from commlib_tensorflow import collectives, functions
+from commlib_tensorflow.broadcast import broadcast_global_variables
 from commlib_tensorflow.compression import Compression
+from commlib_tensorflow.horovod import operations
+
+__all__ = ("allgather", "allreduce", "broadcast", "broadcast_global_variables", "reducescatter")
 
 
 def allreduce(
@@ -24,7 +27,7 @@ def allreduce(
 ) -> Any:
     """Return `value`, which is like a tensor, of all ranks combined, by default their average."""
     _eagerly("allreduce")
-    return collectives.allreduce(
+    return operations.allreduce(
         tf.convert_to_tensor(value),
         average=average,
         compression=compression,
@@ -39,13 +42,13 @@ def allreduce(
 def allgather(value: Any, name: str | None = None, process_set: Any = core.global_process_set) -> Any:
     """Return `value`, which is like a tensor, of all ranks, one after another along dimension 0."""
     _eagerly("allgather")
-    return collectives.allgather(tf.convert_to_tensor(value), name=name, process_set=process_set)
+    return operations.allgather(tf.convert_to_tensor(value), name=name, process_set=process_set)
 
 
 def broadcast(value: Any, root_rank: int, name: str | None = None, process_set: Any = core.global_process_set) -> Any:
     """Return `value`, which is like a tensor, of rank `root_rank`."""
     _eagerly("broadcast")
-    return collectives.broadcast(tf.convert_to_tensor(value), root_rank, name=name, process_set=process_set)
+    return operations.broadcast(tf.convert_to_tensor(value), root_rank, name=name, process_set=process_set)
 
 
 def reducescatter(
@@ -53,15 +56,7 @@ def reducescatter(
 ) -> Any:
     """Return this rank's share, along dimension 0, of `value` of all ranks combined."""
     _eagerly("reducescatter")
-    return collectives.reducescatter(tf.convert_to_tensor(value), op=op, name=name, process_set=process_set)
-
-
-def broadcast_global_variables(root_rank: int) -> Any:
-    """Return an operation that broadcasts all variables of a graph of TensorFlow 1; RuntimeError in eager mode.
-
-    For models of Keras there is BroadcastGlobalVariablesCallback.
-    """
-    return functions.broadcast_global_variables(root_rank)
+    return operations.reducescatter(tf.convert_to_tensor(value), op=op, name=name, process_set=process_set)
 
 
 def _eagerly(verb: str) -> None:

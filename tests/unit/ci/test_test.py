@@ -39,7 +39,7 @@ def run(tmp_path, monkeypatch):
         stand_ins = {
             "python": PYTHON,
             "mpiexec": MPIEXEC,
-            **dict.fromkeys(("ruff", "mypy", "codespell"), "#!/bin/sh\n"),
+            **dict.fromkeys(("ruff", "mypy", "codespell", "mkdocs"), "#!/bin/sh\n"),
         }
         for name, text in stand_ins.items():
             (tmp_path / venv / "bin" / name).write_text(text)
@@ -113,7 +113,7 @@ def test_quick_is_style_unit_tests_and_two_ranks(run):
     code, output = run("quick")
     assert code == 0
     assert list(parts(output)) == [
-        *("ruff check", "ruff format", "mypy", "codespell", "tests/unit"),
+        *("ruff check", "ruff format", "mypy", "codespell", "docs", "tests/unit"),
         *("openmpi: two ranks meet", "openmpi: tests/mpi on 2"),
     ]
 

@@ -1,0 +1,125 @@
+"""Give every rank the variables or objects of one of them, or of all."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from typing import Any
+
+import tensorflow as tf
+
+from commlib import horovod as core
+from commlib.communicator import Communicator
+from commlib.errors import UsageError
+from commlib.tensors import check_ordered, choose_root
+from commlib_tensorflow._bridge import as_tensor
+from commlib_tensorflow._graph import no_autograph, operation_name, ordered
+from commlib_tensorflow.collectives import run, verbs
+from commlib_tensorflow.horovod._autograd import broadcast_tensors
+
+__all__ = (
+    "BroadcastGlobalVariablesHook", "allgather_object", "broadcast_global_variables", "broadcast_object",
+    "broadcast_object_fn", "broadcast_variables",
+)  # fmt: skip
+
+
+@no_autograph
+def broadcast_variables(
+    variables: Iterable[Any],
+    root_rank: int,
+    process_set: core.ProcessSet | None = None,
+    inplace: bool = False,
+) -> Any:
+    """Give variables, tf.Variable or keras.Variable, the values of rank `root_rank`'s. Collective.
+
+    All travel in one operation; every rank gives variables of the same shapes and dtypes in the same order. Returns
+    an operation in a graph of TensorFlow 1, None otherwise. `inplace` makes no difference: values are assigned.
+    """
+    found = list(variables)
+    if not found:
+        return None
+    tensors = []
+    for position, variable in enumerate(found):
+        label = getattr(variable, "path", None) or getattr(variable, "name", None) or f"entry {position}"
+        if not hasattr(variable, "assign"):
+            raise UsageError(f"broadcast_variables: {label} is no variable but a {type(variable).__name__}")
+        try:
+            tensors.append(as_tensor(variable))
+        except UsageError as error:
+            raise UsageError(f"broadcast_variables: {label}: {error}") from error
+    name = operation_name("BroadcastVariables", None)
+    values = broadcast_tensors(tensors, root_rank, name, core.process_set_of(process_set))
+    updates = [variable.assign(value) for variable, value in zip(found, values, strict=True)]
+    return None if ordered() else tf.group(*updates)
+
+
+@no_autograph
+def broadcast_global_variables(root_rank: int) -> Any:
+    """Return an operation that broadcasts all variables of a graph of TensorFlow 1.
+
+    Raises RuntimeError in eager mode, where there is no list of all variables.
+    """
+    if ordered():
+        raise RuntimeError(
+            "broadcast_global_variables does not work in eager mode, where TensorFlow keeps no list of all variables: "
+            "use broadcast_variables(model.variables, root_rank), and the same for optimizer.variables"
+        )
+    return broadcast_variables(tf.compat.v1.global_variables(), root_rank)
+
+
+class BroadcastGlobalVariablesHook(tf.compat.v1.train.SessionRunHook):  # type: ignore[misc]  # TensorFlow has no types
+    """Broadcasts all variables of a graph of TensorFlow 1 when a MonitoredSession has initialised or restored them."""
+
+    def __init__(self, root_rank: int, device: str = "") -> None:
+        super().__init__()
+        self.root_rank, self.device = root_rank, device
+        self._broadcast: Any = None
+
+    def begin(self) -> None:
+        """Add the operation, before the graph is finalised."""
+        if self._broadcast is None or self._broadcast.graph is not tf.compat.v1.get_default_graph():
+            with tf.device(self.device):
+                self._broadcast = broadcast_global_variables(self.root_rank)
+
+    def after_create_session(self, session: Any, coord: Any) -> None:
+        """Run it."""
+        session.run(self._broadcast)
+
+
+@no_autograph
+def broadcast_object(
+    obj: Any,
+    root_rank: int | None = None,
+    session: Any = None,
+    name: str | None = None,
+    process_set: core.ProcessSet | None = None,
+    *,
+    root: int | None = None,
+    comm: Communicator | None = None,
+) -> Any:
+    """Return rank `root_rank`'s picklable object on all ranks. `session` is for Horovod's callers: none is needed.
+
+    With `comm` it is the ordered verb on that group, whose rank `root` then is.
+    """
+    source = choose_root(root_rank, root)
+    if comm is not None:
+        check_ordered(name, process_set)
+        return run(verbs.broadcast_object(obj, source, comm=comm))
+    return core.broadcast_object(obj, source, name, process_set)
+
+
+def broadcast_object_fn(
+    root_rank: int = 0,
+    session: Any = None,
+    name: str | None = None,
+    process_set: core.ProcessSet | None = None,
+) -> Callable[[Any], Any]:
+    """Return a function that does `broadcast_object` of what it is given."""
+    return lambda obj: broadcast_object(obj, root_rank, session, name, process_set)
+
+
+@no_autograph
+def allgather_object(
+    obj: Any, session: Any = None, name: str | None = None, process_set: core.ProcessSet | None = None
+) -> list[Any]:
+    """Return the picklable objects of all ranks, in rank order. `session` is for Horovod's callers: none is needed."""
+    return core.allgather_object(obj, name, process_set)

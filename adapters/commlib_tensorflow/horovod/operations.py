@@ -1,0 +1,330 @@
+"""Horovod's operations on tensors, eagerly and in traced functions.
+
+Every operation meets those of the same name on the other ranks of its process set, whatever else is called between,
+and takes tensors, variables and whatever else `tf.convert_to_tensor` does, of any dtype that the core has (bfloat16
+included). Where it is named here as differentiable, gradients flow through it. The `device_...` arguments are for
+Horovod's callers: data of a GPU travels through the memory of the host wherever the operation is placed.
+
+All raise what the core raises: UsageError (a ValueError) for a call that is wrong on this rank, MismatchError on every
+rank where ranks ask for different things under one name. Each is one of tf.errors too, eagerly, in traced functions
+and in sessions: see `commlib_tensorflow.errors`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import numpy as np
+import tensorflow as tf
+
+from commlib import horovod as core
+from commlib.communicator import Communicator
+from commlib.compress.casts import Compressors
+from commlib.errors import UsageError
+from commlib.horovod import Reduction
+from commlib.tensors import check_ordered, choose_root
+from commlib_tensorflow._bridge import Array, as_tensor
+from commlib_tensorflow._graph import Spec, call, no_autograph, operation_name, ordered
+from commlib_tensorflow.collectives import run, verbs
+from commlib_tensorflow.compression import Compression
+from commlib_tensorflow.horovod._autograd import (
+    allgather_tensors,
+    allreduce_tensors,
+    alltoall_tensor,
+    broadcast_tensor,
+    broadcast_tensors,
+    reducescatter_tensors,
+)
+
+__all__ = (
+    "allgather", "allreduce", "alltoall", "barrier", "broadcast", "broadcast_", "grouped_allgather",
+    "grouped_allreduce", "grouped_reducescatter", "join", "reducescatter",
+)  # fmt: skip
+
+
+@no_autograph
+def allreduce(
+    tensor: Any,
+    average: bool | None = None,
+    device_dense: str = "",
+    device_sparse: str = "",
+    compression: Compressors = Compression.none,
+    op: Any = None,
+    prescale_factor: float = 1.0,
+    postscale_factor: float = 1.0,
+    name: str | None = None,
+    process_set: core.ProcessSet | None = None,
+    ignore_name_scope: bool = False,
+) -> Any:
+    """Return a new tensor: `tensor` of all ranks combined element by element, by default their average. Differentiable.
+
+    tf.IndexedSlices are gathered from all ranks, and their values divided for an average: the sum that they stand for
+    is then the combined one; only Sum and Average exist for them, and no scales (NotImplementedError).
+    """
+    group = core.process_set_of(process_set)
+    how = Reduction.of(op, average, name, prescale_factor, postscale_factor, group)
+    if isinstance(tensor, tf.IndexedSlices):
+        name = operation_name("Allreduce", name, tensor.values, ignore_name_scope=ignore_name_scope)
+        return _allreduce_slices([tensor], how.called(name))[0]
+    tensor = as_tensor(tensor)
+    name = operation_name("Allreduce", name, tensor, ignore_name_scope=ignore_name_scope)
+    return _compressed(allreduce_tensors, [tensor], how.called(name), compression)[0]
+
+
+@no_autograph
+def grouped_allreduce(
+    tensors: Sequence[Any],
+    average: bool | None = None,
+    device_dense: str = "",
+    device_sparse: str = "",
+    compression: Compressors = Compression.none,
+    op: Any = None,
+    prescale_factor: float = 1.0,
+    postscale_factor: float = 1.0,
+    process_set: core.ProcessSet | None = None,
+    ignore_name_scope: bool = False,
+    name: str | None = None,
+) -> list[Any]:
+    """Return new tensors: `allreduce` of each, in one operation that all ranks begin together. Differentiable.
+
+    tf.IndexedSlices among them, with the limits of `allreduce`, are gathered in another one.
+    """
+    group = core.process_set_of(process_set)
+    how = Reduction.of(op, average, name, prescale_factor, postscale_factor, group)
+    given = list(tensors)
+    slices = [tensor for tensor in given if isinstance(tensor, tf.IndexedSlices)]
+    dense = _tensors(given, but=tf.IndexedSlices)
+    if not given:
+        return []
+    first = dense[0] if dense else slices[0].values
+    name = operation_name("GroupedAllreduce", name, first, ignore_name_scope=ignore_name_scope)
+    gathered = iter(_allreduce_slices(slices, how.called(None if name is None else f"{name}_slices")))
+    reduced = iter(_compressed(allreduce_tensors, dense, how.called(name), compression) if dense else ())
+    return [next(gathered if isinstance(tensor, tf.IndexedSlices) else reduced) for tensor in given]
+
+
+@no_autograph
+def allgather(
+    tensor: Any,
+    name: str | None = None,
+    ignore_name_scope: bool = False,
+    process_set: core.ProcessSet | None = None,
+) -> Any:
+    """Return `tensor` of all ranks, one after another along dimension 0, whose lengths may differ. Differentiable.
+
+    Its gradient is this rank's rows of the average over ranks, as in Horovod.
+    """
+    tensor = as_tensor(tensor)
+    name = operation_name("Allgather", name, tensor, ignore_name_scope=ignore_name_scope)
+    return allgather_tensors([tensor], name, core.process_set_of(process_set))[0]
+
+
+@no_autograph
+def grouped_allgather(
+    tensors: Sequence[Any],
+    name: str | None = None,
+    ignore_name_scope: bool = False,
+    process_set: core.ProcessSet | None = None,
+) -> list[Any]:
+    """Return `allgather` of each tensor, in one operation that all ranks begin together. Differentiable."""
+    given = _tensors(tensors)
+    if not given:
+        return []
+    name = operation_name("GroupedAllgather", name, given[0], ignore_name_scope=ignore_name_scope)
+    return allgather_tensors(given, name, core.process_set_of(process_set))
+
+
+@no_autograph
+def broadcast(
+    tensor: Any,
+    root_rank: int | None = None,
+    name: str | None = None,
+    ignore_name_scope: bool = False,
+    process_set: core.ProcessSet | None = None,
+    *,
+    root: int | None = None,
+    comm: Communicator | None = None,
+) -> Any:
+    """Return a new tensor with the values of rank `root_rank`'s, a rank among all. Differentiable.
+
+    Its gradient is the average over ranks on the root and zeros elsewhere, as in Horovod. With `comm` it is the ordered
+    verb on that group, whose rank `root` then is, and has no gradient.
+    """
+    source = choose_root(root_rank, root)
+    if comm is not None:
+        check_ordered(name, process_set)
+        return run(verbs.broadcast(tensor, source, comm=comm))
+    tensor = as_tensor(tensor)
+    name = operation_name("Broadcast", name, tensor, ignore_name_scope=ignore_name_scope)
+    return broadcast_tensor(tensor, source, name, core.process_set_of(process_set))
+
+
+@no_autograph
+def broadcast_(
+    variables: Sequence[Any],
+    root_rank: int,
+    name: str | None = None,
+    process_set: core.ProcessSet | None = None,
+) -> list[Any]:
+    """Give variables, tf.Variable or keras.Variable, the values of rank `root_rank`'s, and return them.
+
+    All travel in one operation. In a graph of TensorFlow 1 what is returned are their new values, to be run.
+    """
+    variables = list(variables)
+    if not variables:
+        return []
+    for position, variable in enumerate(variables):
+        if not hasattr(variable, "assign"):
+            raise UsageError(f"broadcast_: entry {position} is no variable but a {type(variable).__name__}")
+    tensors = _tensors(variables)
+    name = operation_name("Broadcast", name)
+    values = broadcast_tensors(tensors, root_rank, name, core.process_set_of(process_set))
+    assigned = [variable.assign(value) for variable, value in zip(variables, values, strict=True)]
+    return variables if ordered() else assigned
+
+
+@no_autograph
+def alltoall(
+    tensor: Any,
+    splits: Any = None,
+    name: str | None = None,
+    ignore_name_scope: bool = False,
+    process_set: core.ProcessSet | None = None,
+) -> Any:
+    """Send splits[i] rows of `tensor` to rank i of the process set, and return what arrived here. Differentiable.
+
+    Without `splits` each rank gets an equal part. With them the result is (what arrived, rows from each rank).
+    """
+    tensor = as_tensor(tensor)
+    name = operation_name("Alltoall", name, tensor, ignore_name_scope=ignore_name_scope)
+    group = core.process_set_of(process_set)
+    if splits is None:
+        return alltoall_tensor(tensor, None, name, group)[0]
+    splits = tf.convert_to_tensor(splits)
+    if not splits.dtype.is_integer:
+        raise UsageError(f"alltoall: splits must be integers, got {splits.dtype.name}")
+    output, received = alltoall_tensor(tensor, splits, name, group)
+    return output, tf.cast(received, splits.dtype)
+
+
+@no_autograph
+def reducescatter(
+    tensor: Any,
+    device_dense: str = "",
+    compression: Compressors = Compression.none,
+    op: Any = core.Average,
+    name: str | None = None,
+    process_set: core.ProcessSet | None = None,
+    prescale_factor: float = 1.0,
+    postscale_factor: float = 1.0,
+    ignore_name_scope: bool = False,
+) -> Any:
+    """Combine `tensor` of all ranks and return this rank's part along dimension 0. Differentiable for Average and Sum.
+
+    If the length of dimension 0 is no multiple of the size, the first ranks get one row more.
+    """
+    tensor = as_tensor(tensor)
+    name = operation_name("Reducescatter", name, tensor, ignore_name_scope=ignore_name_scope)
+    group = core.process_set_of(process_set)
+    how = Reduction.of(op, None, name, prescale_factor, postscale_factor, group)
+    return _compressed(reducescatter_tensors, [tensor], how, compression)[0]
+
+
+@no_autograph
+def grouped_reducescatter(
+    tensors: Sequence[Any],
+    device_dense: str = "",
+    compression: Compressors = Compression.none,
+    op: Any = core.Average,
+    process_set: core.ProcessSet | None = None,
+    prescale_factor: float = 1.0,
+    postscale_factor: float = 1.0,
+    name: str | None = None,
+    ignore_name_scope: bool = False,
+) -> list[Any]:
+    """Return `reducescatter` of each tensor, in one operation that all ranks begin together. Differentiable as that."""
+    given = _tensors(tensors)
+    if not given:
+        return []
+    name = operation_name("GroupedReducescatter", name, given[0], ignore_name_scope=ignore_name_scope)
+    group = core.process_set_of(process_set)
+    how = Reduction.of(op, None, name, prescale_factor, postscale_factor, group)
+    return _compressed(reducescatter_tensors, given, how, compression)
+
+
+@no_autograph
+def join() -> Any:
+    """Take part with nothing in what the others do, until all ranks have joined; return the rank that came last.
+
+    For a rank that has run out of data: see `commlib.horovod.start_join`. The result is an int32 tensor.
+    """
+    return call(lambda: [np.array(core.start_join(blocking=True).wait(), np.int32)], [], [Spec(tf.int32, ())])[0]
+
+
+@no_autograph
+def barrier(
+    process_set: core.ProcessSet | None = None, name: str | None = None, *, comm: Communicator | None = None
+) -> Any:
+    """Wait until all ranks of the process set are here, or of `comm`, in order. In a traced function, when that runs.
+
+    Returns an operation in a graph of TensorFlow 1, None otherwise.
+    """
+    if comm is not None:
+        check_ordered(name, process_set)
+        return run(verbs.barrier(comm=comm))
+    group = core.process_set_of(process_set)
+    name = operation_name("Barrier", name)
+
+    def meet() -> list[Array]:
+        core.start_barrier(group, name, blocking=True).wait()
+        return [np.zeros((), np.int32)]
+
+    (met,) = call(meet, [], [Spec(tf.int32, ())])
+    return None if ordered() else met.op
+
+
+def _compressed(
+    operation: Callable[[Sequence[Any], Reduction], list[Any]],
+    tensors: Sequence[Any],
+    how: Reduction,
+    compression: Compressors,
+) -> list[Any]:
+    """Return the results of a reduction of compressed tensors, decompressed."""
+    compressed, contexts = zip(*map(compression.compress, tensors), strict=True)
+    results = operation(compressed, how)
+    return [compression.decompress(result, context) for result, context in zip(results, contexts, strict=True)]
+
+
+def _tensors(values: Sequence[Any], but: type | tuple[()] = ()) -> list[Any]:
+    """Return values as tensors, leaving out those of the class `but`."""
+    tensors = []
+    for position, value in enumerate(values):
+        if isinstance(value, but):
+            continue
+        try:
+            tensors.append(as_tensor(value))
+        except UsageError as error:
+            raise UsageError(f"entry {position}: {error}") from error
+    return tensors
+
+
+def _allreduce_slices(slices: Sequence[tf.IndexedSlices], how: Reduction) -> list[tf.IndexedSlices]:
+    """Return the slices of all ranks, which all travel in one operation, divided for an average."""
+    if not slices:
+        return []
+    if how.op not in (core.Average, core.Sum):
+        raise NotImplementedError(
+            f"op={how.op.name.capitalize()} does not exist for tf.IndexedSlices: make them dense with "
+            "tf.convert_to_tensor, or pass sparse_as_dense=True to DistributedOptimizer or DistributedGradientTape"
+        )
+    if (how.prescale_factor, how.postscale_factor) != (1.0, 1.0):
+        raise NotImplementedError("prescale_factor and postscale_factor do not exist for tf.IndexedSlices")
+    parts = [as_tensor(part) for one in slices for part in (one.values, one.indices)]
+    gathered = allgather_tensors(parts, how.name, how.process_set)
+    size = core.process_set_of(how.process_set).size()
+    results = []
+    for one, values, indices in zip(slices, gathered[::2], gathered[1::2], strict=True):
+        mean = values / tf.cast(size, values.dtype) if how.op == core.Average else values
+        results.append(tf.IndexedSlices(mean, indices, one.dense_shape))
+    return results

@@ -1,0 +1,62 @@
+"""Who this process is, as tensors: in a traced function, asked when that runs."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import tensorflow as tf
+
+from commlib import horovod as core
+from commlib.horovod.process_sets import registry
+from commlib_tensorflow._graph import Spec, call, no_autograph
+
+__all__ = ("local_rank_op", "local_size_op", "process_set_included_op", "rank_op", "size_op")
+
+
+@no_autograph
+def rank_op(name: str | None = None) -> Any:
+    """Return this process's number among all as an int32 tensor."""
+    return _ask(core.rank, name)
+
+
+@no_autograph
+def size_op(process_set_id: int = 0, name: str | None = None) -> Any:
+    """Return the number of ranks of a process set as an int32 tensor; 0 if there is no such set."""
+
+    def size() -> int:
+        found = registry().sets.get(process_set_id)
+        return 0 if found is None else found.size() or 0
+
+    return _ask(size, name)
+
+
+@no_autograph
+def local_rank_op(name: str | None = None) -> Any:
+    """Return this process's number among those of its node as an int32 tensor."""
+    return _ask(core.local_rank, name)
+
+
+@no_autograph
+def local_size_op(name: str | None = None) -> Any:
+    """Return the number of ranks on this node as an int32 tensor."""
+    return _ask(core.local_size, name)
+
+
+@no_autograph
+def process_set_included_op(process_set_id: int = 0, name: str | None = None) -> Any:
+    """Return 1 if this process is in a process set, 0 if not, -1 before `init`, -2 if there is no such set (int32)."""
+
+    def included() -> int:
+        if not core.is_initialized():
+            return -1
+        found = registry().sets.get(process_set_id)
+        return -2 if found is None else int(bool(found.included()))
+
+    return _ask(included, name)
+
+
+def _ask(question: Callable[[], int], name: str | None) -> Any:
+    (answer,) = call(lambda: [np.array(question(), np.int32)], [], [Spec(tf.int32, ())])
+    return answer if name is None else tf.identity(answer, name)

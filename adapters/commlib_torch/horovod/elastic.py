@@ -1,0 +1,61 @@
+"""Training state that is committed and restored in memory, as in `horovod.torch.elastic`.
+
+    state = commlib_torch.elastic.TorchState(model=model, optimizer=optimizer, epoch=0)
+
+    @commlib_torch.elastic.run
+    def train(state): ...
+
+The ranks of a job stay the same; what is restored from is a failed operation.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch.utils.data import Sampler
+
+from commlib.horovod import sampler
+from commlib.horovod.elastic import ObjectState, State, run
+from commlib.horovod.keepers import Keeper, SamplerKeeper, StateKeeper
+from commlib_torch.broadcast import broadcast_optimizer_state, broadcast_parameters
+
+__all__ = ["ElasticSampler", "ObjectState", "State", "TorchState", "run"]
+
+
+class ElasticSampler(sampler.ElasticSampler, Sampler[int]):
+    __doc__ = sampler.ElasticSampler.__doc__
+
+
+class TorchState(ObjectState):
+    """Models, optimizers, schedulers, samplers and picklable values: what a training loop goes on from.
+
+    `model`, `optimizer` and every other argument become attributes. `commit()` keeps a copy in memory, `restore()` goes
+    back to it, `sync()` gives all ranks what rank 0 has. `commit` and `sync` are collective: what the ranks have
+    processed of a sampler's indices is put together.
+    """
+
+    def __init__(self, model: Any = None, optimizer: Any = None, **kwargs: Any) -> None:
+        super().__init__(model=model, optimizer=optimizer, **kwargs)
+
+    def keeper_of(self, value: Any) -> Keeper | None:
+        """Return what keeps a model, optimizer, sampler, scheduler or scaler; None for a picklable value."""
+        if isinstance(value, torch.nn.Module):
+            return _ModelKeeper(value)
+        if isinstance(value, torch.optim.Optimizer):
+            return _OptimizerKeeper(value)
+        if isinstance(value, sampler.ElasticSampler):
+            return SamplerKeeper(value)
+        if isinstance(value, torch.optim.lr_scheduler.LRScheduler | torch.amp.GradScaler):
+            return StateKeeper(value)
+        return None
+
+
+class _ModelKeeper(StateKeeper):
+    def give(self) -> None:
+        broadcast_parameters(self.value.state_dict(), 0)
+
+
+class _OptimizerKeeper(StateKeeper):
+    def give(self) -> None:
+        broadcast_optimizer_state(self.value, 0)

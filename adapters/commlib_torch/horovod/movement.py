@@ -1,0 +1,165 @@
+"""allgather, broadcast, alltoall, barrier and objects by name, with Horovod's arguments: see `reductions`.
+
+Verbs whose name the ordered verbs of `collectives` have, too, take `comm=`: with it they are the ordered verb among
+that group's ranks, whose numbers `root` then is; without it they are operations by name, and `root_rank` is a number
+among all ranks, whatever the process set.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from torch import Tensor
+
+from commlib import horovod as core
+from commlib.communicator import Communicator
+from commlib.errors import UsageError
+from commlib.tensors import Startable, check_ordered, choose_root
+from commlib_torch._call import Work, verb_maker
+from commlib_torch.collectives import ordered, writing
+from commlib_torch.horovod import _autograd
+from commlib_torch.horovod._start import (
+    Named,
+    ProcessSets,
+    Splits,
+    first,
+    start_allgather,
+    start_alltoall,
+    start_broadcast,
+)
+
+__all__ = (
+    "allgather", "allgather_async", "allgather_object", "alltoall", "alltoall_async", "barrier", "broadcast",
+    "broadcast_", "broadcast_async", "broadcast_async_", "broadcast_object", "grouped_allgather",
+    "grouped_allgather_async", "poll", "synchronize",
+)  # fmt: skip
+
+_verb = verb_maker(__name__)
+
+
+def _allgather(tensor: Tensor, name: str | None = None, process_set: ProcessSets = None) -> Named[Tensor]:
+    """Return `tensor` of all ranks, one after another along dimension 0, whose lengths may differ. Differentiable."""
+    return Named(
+        lambda blocking: start_allgather([tensor], name, process_set, blocking=blocking).then(first),
+        lambda: first(_autograd.allgather([tensor], name, process_set)),
+    )
+
+
+def _grouped_allgather(
+    tensors: Sequence[Tensor], name: str | None = None, process_set: ProcessSets = None
+) -> Named[list[Tensor]]:
+    """Return each of `tensors` of all ranks, one after another along dimension 0. Differentiable."""
+    return Named(
+        lambda blocking: start_allgather(tensors, name, process_set, blocking=blocking),
+        lambda: _autograd.allgather(tensors, name, process_set),
+    )
+
+
+def _broadcast(
+    tensor: Tensor,
+    root_rank: int | None = None,
+    name: str | None = None,
+    process_set: ProcessSets = None,
+    *,
+    root: int | None = None,
+    comm: Communicator | None = None,
+) -> Startable[Tensor]:
+    """Return a new tensor with the values of rank `root_rank`'s. Differentiable, unless `comm` is given."""
+    source = choose_root(root_rank, root)
+    if comm is not None:
+        check_ordered(name, process_set)
+        return ordered.broadcast(tensor, source, comm=comm)
+    return Named(
+        lambda blocking: start_broadcast(tensor.detach().clone(), source, name, process_set, blocking=blocking),
+        lambda: _autograd.broadcast(tensor, source, name, process_set),
+    )
+
+
+def _broadcast_(
+    tensor: Tensor,
+    root_rank: int | None = None,
+    name: str | None = None,
+    process_set: ProcessSets = None,
+    *,
+    root: int | None = None,
+    comm: Communicator | None = None,
+) -> Startable[Tensor]:
+    """Overwrite `tensor` on every rank by that of rank `root_rank`, and return it."""
+    source = choose_root(root_rank, root)
+    if comm is not None:
+        check_ordered(name, process_set)
+        return writing.broadcast_(tensor, source, comm=comm)
+    return Named(lambda blocking: start_broadcast(tensor, source, name, process_set, blocking=blocking))
+
+
+def _alltoall(
+    tensor: Tensor, splits: Splits | None = None, name: str | None = None, process_set: ProcessSets = None
+) -> Named[Any]:
+    """Send rows to every rank; return the rows that arrived here, in rank order. Differentiable.
+
+    Rank i gets `splits[i]` rows, and the result is (rows, how many came from each rank); without splits the rows are
+    dealt out equally, and the result is the rows alone.
+    """
+    finish: Callable[[Any], Any] = first if splits is None else tuple
+    return Named(
+        lambda blocking: start_alltoall(tensor, splits, name, process_set, blocking=blocking).then(finish),
+        lambda: finish(_autograd.alltoall(tensor, splits, name, process_set)),
+    )
+
+
+allgather, allgather_async = _verb(_allgather)
+grouped_allgather, grouped_allgather_async = _verb(_grouped_allgather)
+broadcast, broadcast_async = _verb(_broadcast)
+broadcast_, broadcast_async_ = _verb(_broadcast_)
+alltoall, alltoall_async = _verb(_alltoall)
+
+
+def barrier(process_set: ProcessSets = None, *, comm: Communicator | None = None) -> None:
+    """Wait until all ranks are here."""
+    if comm is not None:
+        check_ordered(None, process_set)
+        ordered.barrier(comm=comm).run()
+    else:
+        core.start_barrier(process_set, blocking=True).wait()
+
+
+def broadcast_object(
+    obj: Any,
+    root_rank: int | None = None,
+    name: str | None = None,
+    process_set: ProcessSets = None,
+    *,
+    root: int | None = None,
+    comm: Communicator | None = None,
+) -> Any:
+    """Return rank `root_rank`'s picklable object on all ranks."""
+    source = choose_root(root_rank, root)
+    if comm is not None:
+        check_ordered(name, process_set)
+        return ordered.broadcast_object(obj, source, comm=comm).run()
+    return core.broadcast_object(obj, source, name, process_set)
+
+
+def allgather_object(obj: Any, name: str | None = None, process_set: ProcessSets = None) -> list[Any]:
+    """Return the picklable objects of all ranks, in rank order."""
+    return core.allgather_object(obj, name, process_set)
+
+
+def poll(handle: Work[Any]) -> bool:
+    """Return whether the operation of `handle` has ended, so that `synchronize` will not wait."""
+    return _handle("poll", handle).done()
+
+
+def synchronize(handle: Work[Any] | Callable[[], Any]) -> Any:
+    """Wait for the operation of `handle` and return its result. Raises what the operation raised."""
+    if inspect.isfunction(handle):  # of sparse_allreduce_async
+        return handle()
+    return _handle("synchronize", handle).wait()
+
+
+def _handle(verb: str, handle: Any) -> Work[Any]:
+    if not isinstance(handle, Work):
+        raise UsageError(f"{verb}: expected a handle that an _async verb returned, got {type(handle).__name__}")
+    return handle

@@ -1,0 +1,44 @@
+"""Sparse tensors reduced by gathering what is in them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from commlib import horovod as core
+from commlib.errors import MismatchError, UsageError
+from commlib_torch.horovod._start import ProcessSets, start_allgather
+
+
+def sparse_allreduce_async(
+    tensor: Tensor, name: str | None = None, op: Any = core.Average, process_set: ProcessSets = None
+) -> Callable[[], Tensor]:
+    """Start to add up (or average) a sparse COO tensor over the ranks. Returns a callable that waits for the result.
+
+    Elements of the result may occur several times: it is not coalesced. Raises UsageError for other layouts and
+    operations; the callable raises MismatchError on every rank where shapes differ.
+    """
+    operation = core.resolve_op(op)
+    if operation not in (core.Average, core.Sum):
+        raise UsageError(f"sparse_allreduce_async: op must be Average or Sum, got {operation.name.title()}")
+    if tensor.layout != torch.sparse_coo:
+        raise UsageError(f"sparse_allreduce_async: expected a sparse COO tensor, got layout {tensor.layout}")
+    local = tensor.detach().coalesce()
+    shape = torch.tensor([[*local.shape]], device=local.device)
+    # One group, so that all of it arrives together; the shape to compare, since elements alone would always fit.
+    work = start_allgather([local.indices().t(), local.values(), shape], name, process_set)
+    size = core.process_set_of(process_set).size()
+    assert size is not None
+
+    def finish() -> Tensor:
+        indices, values, shapes = work.wait()
+        if not bool((shapes == shape).all()):
+            raise MismatchError(f"sparse_allreduce_async {name or ''}: the shapes of the ranks are {shapes.tolist()}")
+        if operation == core.Average:
+            values = values / size
+        return torch.sparse_coo_tensor(indices.t(), values, tuple(local.shape), check_invariants=True)
+
+    return finish

@@ -1,0 +1,163 @@
+"""Make Markdown tables of the records of benchmarks: each function takes the starts of one section."""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from benchmarks.compare import figures
+from benchmarks.page_text import bytes_text, inner, range_text, spread_text, table, time_text
+from tests.multihost.hosts import bits_per_second
+
+Record = Mapping[str, Any]
+
+STARTS = "median (least-greatest), or least-greatest alone, of the starts"
+ROUNDS = "median (10 % to 90 % of the rounds) of one start"
+OF_ONE_START = {  # where a record has no rounds
+    "channel": "none, medians of the rounds of one start",
+    "codecs": "none, the best runs of one start",
+    "compression": "none, medians of the steps of one start",
+    "all_reduce": "none, medians of the rounds of one start",
+}
+
+
+def compare(records: Sequence[Record]) -> str:
+    """All-reduce: commlib's time, and how many times as long each peer takes. A file has several starts, or one."""
+    starts = [one for record in records for one in record.get("starts", [{"setting": "default", **record}])]
+    ours, ratios = figures(starts)
+    peers = list(dict.fromkeys(peer for of in ratios.values() for peer in of))
+    names = {"mpi": "MPI_Allreduce", "pieces": "1 MiB pieces", "gloo": "torch gloo"}
+    rows = (
+        [bytes_text(size), time_text(statistics.median(times)), *(spread_text(ratios[size].get(p, [])) for p in peers)]
+        for size, times in ours.items()
+    )
+    return "Peers' columns: how many times as long as commlib they take.\n\n" + table(
+        ["bytes", "commlib", *(names.get(peer, peer) for peer in peers)], rows
+    )
+
+
+def verb(records: Sequence[Record]) -> str:
+    """`commlib bench VERB`: time, peers' times as multiples of it, and the share of what memory allows."""
+    shown = [row for record in records for row in record["rows"]]
+    by_size: dict[int, list[Record]] = {}
+    for row in shown:
+        by_size.setdefault(row["size"], []).append(row)
+    peers = [name for name in shown[0]["seconds"] if name != "commlib"]
+    rows = []
+    for size, starts in by_size.items():
+        times = [statistics.median(row["seconds"]["commlib"]) for row in starts]
+        cells = [spread_text(ratios(starts, "commlib", peer)) for peer in peers]
+        bounds = [row["of_bound"] for row in starts if row.get("of_bound")]
+        bound = f"{statistics.median(bounds):.0%}" if bounds else ""
+        rows.append([bytes_text(size), time_text(statistics.median(times)), *cells, bound])
+    return table(["bytes", "commlib", *(f"{peer}, times" for peer in peers), "of the bound"], rows)
+
+
+def channel(records: Sequence[Record]) -> str:
+    """Messages: the channel's time, and how many times as long the others take, a table for each pattern."""
+    parts = []
+    for pattern in records[0]["options"]["patterns"]:
+        found: dict[int, list[dict[str, float]]] = {}
+        for record in records:
+            own = [row for row in record["rows"] if row["pattern"] == pattern]
+            for size in dict.fromkeys(row["bytes"] for row in own):
+                found.setdefault(size, []).append({row["contender"]: row["us"] for row in own if row["bytes"] == size})
+        others = [name for name in next(iter(found.values()))[0] if name != "channel"]
+        rows = (
+            [
+                bytes_text(size),
+                time_text(statistics.median(one["channel"] for one in starts) / 1e6),
+                *(spread_text([one[name] / one["channel"] for one in starts]) for name in others),
+            ]
+            for size, starts in found.items()
+        )
+        parts.append(f"Pattern `{pattern}`:\n\n" + table(["bytes", "channel", *(f"{n}, times" for n in others)], rows))
+    return "\n\n".join(parts)
+
+
+def hosts(records: Sequence[Record]) -> str:
+    """All-reduce between hosts: time, and the share of what the links allow, of each contender."""
+    options = records[0]["options"]
+    names = [name for name in records[0]["rows"][0] if name != "size"]
+    rate = bits_per_second(options["rate"]) / 8
+    rows = []
+    for place, row in enumerate(records[0]["rows"]):
+        size = row["size"]
+        bound = 2 * (options["hosts"] - 1) / options["hosts"] * size / rate
+        cells = []
+        for name in names:
+            times = [statistics.median(record["rows"][place][name]["seconds"]) for record in records]
+            if len(records) == 1:
+                times = inner(records[0]["rows"][place][name]["seconds"])
+            share = range_text([bound / time for time in times], ".0%")
+            cells.append(f"{time_text(statistics.median(times))}, {share}")
+        rows.append([bytes_text(size), *cells])
+    return "Each cell: time, and the share of what the links allow.\n\n" + table(["bytes", *names], rows)
+
+
+def named(records: Sequence[Record]) -> str:
+    """Named operations: microseconds for each array, and multiples of MPI_Allreduce in order."""
+    tensors, peer = records[0]["options"]["tensors"], "MPI_Allreduce"
+    rows = (
+        [name, each_text(records, name, tensors), spread_text(ratios(records, peer, name))]
+        for name in records[0]["seconds"]
+    )
+    return table(["", "us for each array", f"times {peer}"], rows)
+
+
+def steps(records: Sequence[Record]) -> str:
+    """Training steps: milliseconds, and multiples of the step without communication; hidden time where it is told."""
+    reference = "no communication"
+    told = records[0].get("statistics", {})
+    rows = []
+    for name in records[0]["seconds"]:
+        medians = [statistics.median(record["seconds"][name]) for record in records]
+        cells = [name, range_text([1e3 * value for value in medians], ".1f")]
+        cells.append(spread_text(ratios(records, reference, name)))
+        if told:
+            hidden = [record["statistics"].get(name) for record in records]
+            milliseconds = [1e3 * one["hidden_seconds"] / one["reductions"] for one in hidden if one]
+            cells.append(range_text(milliseconds, ".1f"))
+        rows.append(cells)
+    return table(["contender", "ms a step", f"times {reference}", *(["hidden, ms"] if told else [])], rows)
+
+
+def compression(records: Sequence[Record]) -> str:
+    """Training with each codec: time of a step, bytes sent, validation loss after the last step."""
+    rows = []
+    for name in records[0]["figures"]:
+        of = [record["figures"][name] for record in records]
+        sent = [statistics.mean(one["sent"]) / 1024 for one in of if None not in one["sent"]]
+        rows.append([
+            name,
+            range_text([1e3 * statistics.median(one["seconds"]) for one in of], ".0f"),
+            range_text(sent, ".0f"),
+            range_text([one["validation"][-1][2] for one in of], ".3f"),
+        ])  # fmt: skip
+    return table(["contender", "ms a step", "KiB sent per rank", "validation loss"], rows)
+
+
+def codecs(records: Sequence[Record]) -> str:
+    """Codecs on one core: GB/s of float32, and bytes for each element."""
+    columns = list(next(iter(records[0]["figures"].values())))
+    rows = (
+        [name, *(range_text([record["figures"][name][c] for record in records], "#.3g") for c in columns)]
+        for name in records[0]["figures"]
+    )
+    return "GB/s of float32, and bytes of the payload for each element.\n\n" + table(["codec", *columns], rows)
+
+
+def ratios(records: Sequence[Record], base: str, name: str) -> list[float]:
+    """Return, for each start, how many times as long as `base` a contender takes; of one start for each inner round."""
+    if len(records) == 1:
+        seconds = records[0]["seconds"]
+        return inner([one / other for one, other in zip(seconds[name], seconds[base], strict=True)])
+    return [statistics.median(one["seconds"][name]) / statistics.median(one["seconds"][base]) for one in records]
+
+
+def each_text(records: Sequence[Record], name: str, count: int) -> str:
+    """Return microseconds for each of `count` arrays."""
+    if len(records) == 1:
+        return spread_text([1e6 * value / count for value in inner(records[0]["seconds"][name])])
+    return spread_text([1e6 * statistics.median(record["seconds"][name]) / count for record in records])

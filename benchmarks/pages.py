@@ -1,0 +1,170 @@
+"""Write the pages of benchmarks/results/ from the JSON files that benchmarks left there.
+
+    python benchmarks/pages.py            # after `python benchmarks/NAME.py ... --out benchmarks/results/NAME.json`
+    python benchmarks/pages.py --check    # ends with 1 if a page is not what its files say
+
+A page has a section for each benchmark, MPI library and set of options; several files of one section are several
+starts. A section says machine, date, commit, versions and command, and its spread is that of the starts: least and
+greatest, or of one start the 10 % and 90 % quantiles of its rounds.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from benchmarks import page_tables as tables
+from benchmarks.compare import SETTINGS
+from benchmarks.page_text import range_text
+
+RESULTS = Path(__file__).with_name("results")
+BUSY = 0.5  # load per core, at the start and at the end without the job's ranks, above which figures prove nothing
+
+Record = Mapping[str, Any]
+Table = Callable[[Sequence[Record]], str]
+
+
+@dataclass(frozen=True, slots=True)
+class Topic:
+    """One page. `tables`: by benchmark, how its records become a table; `hosts`: only of several hosts, or of one."""
+
+    name: str
+    title: str
+    about: str
+    tables: Mapping[str, Table]
+    hosts: bool | None = None
+
+
+TOPICS = (
+    Topic(
+        "node",
+        "On one node",
+        "Collectives and messages between the ranks of one node.",
+        {"compare": tables.compare, "all_reduce": tables.compare, "verb": tables.verb, "channel": tables.channel},
+        hosts=False,
+    ),
+    Topic(
+        "hosts",
+        "Between hosts",
+        "Collectives and messages between emulated hosts: network namespaces, TCP, links of a known rate.",
+        {"hosts": tables.hosts, "channel": tables.channel},
+        hosts=True,
+    ),
+    Topic("named", "Named operations", "Arrays that each rank asks for by name, in its own order.",
+          {"named": tables.named}),
+    Topic(
+        "training",
+        "Training steps",
+        "A training step with communication, as a multiple of the same step without.",
+        {"data_parallel": tables.steps, "keras_fit": tables.steps, "overlap": tables.steps},
+    ),
+    Topic("compression", "Compressed gradients", "Training with codecs, and the codecs alone.",
+          {"compression": tables.compression, "codecs": tables.codecs}),
+)  # fmt: skip
+
+
+def load(folder: Path = RESULTS) -> list[Record]:
+    """Return the records of a folder, in the order of their names."""
+    return [json.loads(path.read_text()) for path in sorted(folder.glob("*.json"))]
+
+
+def page(topic: Topic, records: Sequence[Record]) -> str:
+    """Return the Markdown of one topic."""
+    parts = [
+        f"# {topic.title}",
+        "<!-- Written by benchmarks/pages.py from the JSON files beside it. Do not edit. -->",
+        f"{topic.about} [How it is measured](../README.md).",
+    ]
+    sections: dict[str, list[Record]] = {}
+    for record in records:
+        if kind_of(record) in topic.tables and topic.hosts in (None, has_hosts(record)):
+            sections.setdefault(heading(record), []).append(record)
+    if not sections:
+        parts.append("No file of figures is kept yet. Earlier figures: [performance](../../docs/pages/performance.md).")
+    for title, found in sections.items():
+        parts += [f"## {title}", facts_text(found), topic.tables[kind_of(found[0])](found)]
+    return "\n\n".join(parts) + "\n"
+
+
+def kind_of(record: Record) -> str:
+    """Return the name of the benchmark; "verb" for any of `commlib bench`."""
+    name: str = record["benchmark"]
+    return "verb" if name.startswith("commlib bench ") else name
+
+
+def has_hosts(record: Record) -> bool:
+    """Return whether the ranks were on several hosts."""
+    hosts: int = record["options"].get("hosts", 1)
+    return record.get("where", "") == "two hosts" or hosts > 1
+
+
+def heading(record: Record) -> str:
+    """Return what was measured, on how many ranks, by which MPI, with which options. Equal for starts of the same."""
+    facts, words = record["facts"], command(record).split()
+    script = next((place for place, word in enumerate(words) if word.endswith(".py") or word == "bench"), 0)
+    options = " ".join(words[script + 1 :])
+    name = record["benchmark"].removeprefix("commlib ")
+    ranks = f"{facts['ranks']} rank{'s' * (facts['ranks'] > 1)}"
+    where = f", {record['where']}" if "where" in record else ""
+    return f"{name}, {ranks}{where}, {facts['mpi']}" + (f": `{options}`" if options else "")
+
+
+def facts_text(records: Sequence[Record]) -> str:
+    """Return where, when, at which commit and by which command the records of one section were measured."""
+    first = records[0]["facts"]
+    dates = sorted({record["facts"]["date"][:10] for record in records})
+    commits = sorted({record["facts"].get("commit") or "none" for record in records})
+    changed = " (+: with changes)" if any(commit.endswith("+") for commit in commits) else ""
+    versions = ", ".join(f"{name} {version}" for name, version in first["versions"].items())
+    loads = [record["facts"]["load"] for record in records]
+    after = [record["facts"].get("load_after", record["facts"]["load"]) for record in records]
+    several = len(records) > 1 or len(records[0].get("starts", ())) > len(SETTINGS)
+    spread = tables.STARTS if several else tables.OF_ONE_START.get(kind_of(records[0]), tables.ROUNDS)
+    lines = [
+        f"- Machine: {first['cpu']}, {first['cores']} cores, load {range_text(loads, '.1f')} at the start, "
+        f"{range_text(after, '.1f')} at the end",
+        f"- Date: {', '.join(dates)}; commit {', '.join(commits)}{changed}",
+        f"- Versions: {versions}",
+        f"- Command: `{command(records[0])}`; files: {len(records)}; spread: {spread}",
+    ]
+    if max(*loads, *(load - first["ranks"] for load in after)) > BUSY * first["cores"]:
+        lines.append("- **The machine was busy: these figures show the form of the page, and no speed.**")
+    return "\n".join(lines)
+
+
+def command(record: Record) -> str:
+    """Return the command line of a record; `commlib bench` keeps its arguments only."""
+    told = record["facts"]["command"]
+    if isinstance(told, str):
+        return told
+    words = [word for word, before in zip(told, ["", *told], strict=False) if "--out" not in (word, before)]
+    return " ".join(["mpirun", "-n", str(record["facts"]["ranks"]), "commlib", *words])
+
+
+def pages(folder: Path = RESULTS) -> dict[str, str]:
+    """Return every page by the name of its file."""
+    records = load(folder)
+    return {f"{topic.name}.md": page(topic, records) for topic in TOPICS}
+
+
+def main() -> int:
+    wrong = 0
+    for name, text in pages().items():
+        path = RESULTS / name
+        if path.exists() and path.read_text() == text:
+            continue
+        if "--check" in sys.argv[1:]:
+            print(f"{path} is not what its JSON files say: python benchmarks/pages.py writes it anew")
+            wrong += 1
+        else:
+            path.write_text(text)
+            print(f"wrote {path}")
+    return int(wrong > 0)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

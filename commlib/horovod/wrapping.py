@@ -1,0 +1,29 @@
+"""Change the class of a user's object instead of wrapping it: whoever refers to it goes on using it."""
+
+from __future__ import annotations
+
+from typing import Any
+
+
+def change_class(wrapped: Any, mixin: type, **more: Any) -> None:
+    """Make an object an instance of `mixin` and of its own class, under the name of that. `more` are attributes."""
+    plain = type(wrapped)
+    names: dict[str, Any] = {
+        "__module__": plain.__module__,
+        "__qualname__": plain.__qualname__,
+        "__doc__": plain.__doc__,
+    }
+    names |= {"plain_class": plain, **more}
+    wrapped.__class__ = type(plain.__name__, (mixin, plain), names)
+
+
+class PicklesAsPlain:
+    """Makes pickles and copies be of the plain class: a communicator belongs to this process."""
+
+    plain_class: type
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        """Return what pickle asks for. Later protocols insist on the class that the object has."""
+        reduced: Any = super().__reduce_ex__(0)
+        arguments = tuple(self.plain_class if item is type(self) else item for item in reduced[1])
+        return (reduced[0], arguments, *reduced[2:])

@@ -1,0 +1,50 @@
+"""TensorWork: an operation on tensors that runs on the progress thread."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, Generic, TypeVar
+
+R = TypeVar("R")
+S = TypeVar("S")
+
+
+class TensorWork(Generic[R]):
+    """What the `_async` verbs return: an operation that runs on the progress thread.
+
+    The tensors it was started with must not be touched until it is done.
+    """
+
+    __slots__ = ("_finish", "_result", "_work")
+
+    def __init__(self, work: Any, finish: Callable[[Any], R]) -> None:
+        self._work, self._finish = work, finish
+        self._result: list[R] = []
+
+    def done(self) -> bool:
+        """Return whether it has ended, well or not. Never blocks."""
+        return bool(self._work.done())
+
+    def wait(self, timeout: float | None = None) -> R:
+        """Block until it has ended, at most `timeout` seconds, and return its result.
+
+        Raises what the operation raised; StallError if the time is up (the operation goes on).
+        """
+        value = self._work.wait(timeout)
+        if not self._result:
+            self._result.append(self._finish(value))
+        return self._result[0]
+
+    def result(self) -> R:
+        """Return the result, waiting for it as long as it takes. Raises what the operation raised."""
+        return self.wait()
+
+    def exception(self) -> BaseException | None:
+        """Return what the operation raised, or None; waits until it has ended."""
+        error: BaseException | None = self._work.exception()
+        return error
+
+    def then(self, finish: Callable[[R], S]) -> TensorWork[S]:
+        """Return a handle of the same operation whose result is passed through `finish`."""
+        before = self._finish
+        return TensorWork(self._work, lambda value: finish(before(value)))

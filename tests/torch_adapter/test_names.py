@@ -1,0 +1,52 @@
+"""What `import commlib_torch as hvd` has: nothing less than before, and nothing by accident."""
+
+from typing import Any
+
+import commlib.horovod
+import commlib_torch as hvd
+
+HOROVOD = {
+    "Adasum", "Average", "HorovodInternalError", "HorovodVersionMismatchError", "HostsUpdatedInterrupt",
+    "Max", "Min", "ProcessSet", "Product", "ReduceOp", "Sum", "add_process_set", "ccl_built", "cross_rank",
+    "cross_size", "cuda_built", "ddl_built", "global_process_set", "gloo_built", "gloo_enabled", "init",
+    "is_homogeneous", "is_initialized", "local_rank", "local_size", "mpi_built", "mpi_enabled",
+    "mpi_threads_supported", "nccl_built", "rank", "remove_process_set", "rocm_built", "shutdown", "size",
+    "start_timeline", "stop_timeline",
+}  # fmt: skip
+
+ORDERED = {
+    "Work", "all_gather", "all_gather_async", "all_gather_object", "all_gather_object_async", "all_gather_v",
+    "all_gather_v_async", "all_reduce", "all_reduce_", "all_reduce_async", "all_reduce_async_", "all_to_all",
+    "all_to_all_async", "all_to_all_v", "all_to_all_v_async", "barrier_async", "broadcast_object_async",
+    "gather", "gather_async", "recv", "recv_async", "reduce", "reduce_async", "reduce_scatter",
+    "reduce_scatter_async", "scatter", "scatter_async", "send", "send_async", "send_recv", "send_recv_async",
+}  # fmt: skip
+
+OWN = {
+    "Compression", "DataParallel", "DistributedOptimizer", "OneBitAdam", "OneBitLAMB", "SyncBatchNorm",
+    "__version__", "allgather", "allgather_async", "allgather_object", "allreduce", "allreduce_",
+    "allreduce_async", "allreduce_async_", "alltoall", "alltoall_async", "barrier", "broadcast", "broadcast_",
+    "broadcast_async", "broadcast_async_", "broadcast_object", "broadcast_optimizer_state",
+    "broadcast_parameters", "clip_grad_norm_", "convert_sync_batchnorm", "elastic", "grouped_allgather",
+    "grouped_allgather_async", "grouped_allreduce", "grouped_allreduce_", "grouped_allreduce_async",
+    "grouped_allreduce_async_", "grouped_reducescatter", "grouped_reducescatter_async", "join", "poll",
+    "reducescatter", "reducescatter_async", "sparse_allreduce_async", "synchronize",
+}  # fmt: skip
+
+
+def exported(module: Any) -> set[str]:
+    """The names in `__all__`: each once, and each there."""
+    assert len(module.__all__) == len(set(module.__all__))
+    assert all(hasattr(module, name) for name in module.__all__)
+    return set(module.__all__)
+
+
+def test_exported_names() -> None:
+    assert exported(hvd) == HOROVOD | ORDERED | OWN
+    assert set(commlib.horovod.__all__) == HOROVOD
+
+
+def test_names_are_not_modules_of_the_same_name() -> None:
+    assert callable(hvd.broadcast) and callable(hvd.join) and callable(hvd.elastic.run)
+    for name in ORDERED:
+        assert getattr(hvd, name).__doc__

@@ -1,0 +1,137 @@
+"""Pages of results are what their JSON files say, for every benchmark that leaves some."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from benchmarks import pages
+from benchmarks.page_text import bytes_text, inner, range_text, spread_text, time_text
+
+FACTS = {
+    "date": "2026-11-23T04:00:00+00:00", "ranks": 2, "cores": 8, "cpu": "Some CPU", "load": 0.1, "load_after": 0.3,
+    "mpi": "Some MPI 1", "commit": "0123456789", "versions": {"commlib": "1", "numpy": "2"},
+    "command": "mpirun -n 2 python benchmarks/x.py --rounds 3",
+}  # fmt: skip
+
+
+def record(benchmark: str, options: dict[str, Any] | None = None, **measured: Any) -> dict[str, Any]:
+    return {"benchmark": benchmark, "facts": FACTS, "options": options or {}, **measured}
+
+
+def written(topic: str, *records: dict[str, Any]) -> str:
+    return pages.page(next(one for one in pages.TOPICS if one.name == topic), records)
+
+
+@pytest.mark.parametrize("name", [f"{topic.name}.md" for topic in pages.TOPICS])
+def test_committed_pages_are_those_of_the_files(name: str) -> None:
+    assert (pages.RESULTS / name).read_text() == pages.pages()[name], "python benchmarks/pages.py writes it anew"
+
+
+def test_a_section_says_where_when_and_how() -> None:
+    text = written("named", record("named", {"tensors": 2}, seconds={"named": [2e-5] * 3, "MPI_Allreduce": [1e-5] * 3}))
+    assert "## named, 2 ranks, Some MPI 1: `--rounds 3`" in text
+    assert "- Machine: Some CPU, 8 cores, load 0.1 at the start, 0.3 at the end" in text
+    assert "- Date: 2026-11-23; commit 0123456789\n- Versions: commlib 1, numpy 2\n" in text
+    assert "`mpirun -n 2 python benchmarks/x.py --rounds 3`; files: 1; spread: median (10 %" in text
+    assert "| named | 10.00 (10.00-10.00) | 2.00 (2.00-2.00) |" in text
+    assert "busy" not in text
+
+
+def test_several_files_are_several_starts() -> None:
+    slow, fast = (
+        record("named", {"tensors": 1}, seconds={"named": [time] * 3, "MPI_Allreduce": [1e-6] * 3})
+        for time in (4e-6, 2e-6)
+    )
+    text = written("named", slow, fast)
+    assert (
+        "files: 2; spread: median (least-greatest), or least-greatest alone, of the starts" in text
+        and text.count("## named") == 1
+    )
+    assert "| named | 3.00 (2.00-4.00) | 3.00 (2.00-4.00) |" in text
+
+
+@pytest.mark.parametrize(("before", "after"), [(4.1, 4.1), (0.1, 6.1)])
+def test_a_busy_machine_is_told(before: float, after: float) -> None:
+    busy = record("named", {"tensors": 1}, seconds={"named": [1.0], "MPI_Allreduce": [1.0]})
+    busy["facts"] = {**FACTS, "load": before, "load_after": after, "commit": "0123+"}
+    text = written("named", busy)
+    assert "**The machine was busy" in text and "commit 0123+ (+: with changes)" in text
+
+
+def test_all_reduce_in_several_starts() -> None:
+    def rows(mpi: float) -> list[dict[str, Any]]:
+        return [{"size": 4096, "seconds": {"commlib": [1e-6] * 3, "mpi": [mpi] * 3}}]
+
+    settings = [("default", 3e-6), ("tuned ring", 2e-6), ("default", 5e-6), ("tuned ring", 2e-6)]
+    starts = [{"setting": name, "rows": rows(mpi)} for name, mpi in settings]
+    text = written("node", record("compare", starts=starts))
+    assert "| bytes | commlib | MPI_Allreduce | tuned ring |" in text
+    assert "| 4 Ki | 1.00 us | 4.00 (3.00-5.00) | 2.00 (2.00-2.00) |" in text
+    one = {"seconds": {"commlib": [1e-6], "mpi": [2e-6]}, "size": 4}
+    assert "| 4 | 1.00 us | 2.00 |" in written("node", record("all_reduce", rows=[one]))
+
+
+def test_a_verb_of_the_command() -> None:
+    row = {"size": 1 << 20, "seconds": {"commlib": [1e-4] * 3, "mpi": [2e-4] * 3}, "of_bound": 0.5}
+    bench = record("commlib bench all_gather", rows=[row])
+    bench["facts"] = {**FACTS, "command": ["bench", "all_gather", "--out", "somewhere", "--peer", "mpi"]}
+    text = written("node", bench)
+    assert "## bench all_gather, 2 ranks, Some MPI 1: `all_gather --peer mpi`" in text
+    assert "| 1 Mi | 100 us | 2.00 (2.00-2.00) | 50% |" in text
+
+
+def test_channels_are_apart_on_a_node_and_between_hosts() -> None:
+    rows = [{"bytes": 8, "pattern": "there", "contender": name, "us": us} for name, us in (("channel", 2), ("MPI", 3))]
+    on_node = record("channel", {"patterns": ["there"]}, where="one node", rows=rows)
+    between = {**on_node, "where": "two hosts"}
+    for topic in ("node", "hosts"):
+        text = written(topic, on_node, between)
+        assert text.count("| 8 | 2.00 us | 1.50 |") == 1
+    assert "channel, 2 ranks, two hosts" in text
+
+
+def test_hosts_have_a_share_of_the_link() -> None:
+    of = {"seconds": [1e-3] * 3, "wrong": 0}
+    options = {"hosts": 2, "rate": "1gbit"}
+    text = written("hosts", record("hosts", options, rows=[{"size": 62500, "commlib": of, "mpi": of}]))
+    assert "| 62500 | 1.00 ms, 50% | 1.00 ms, 50% |" in text
+
+
+def test_steps_are_multiples_of_those_without_communication() -> None:
+    seconds = {"no communication": [0.1] * 3, "ours": [0.11] * 3}
+    told = {"ours": {"hidden_seconds": 0.5, "reductions": 100}}
+    text = written("training", record("overlap", seconds=seconds, statistics=told))
+    assert "| ours | 110.0 | 1.10 (1.10-1.10) | 5.0 |" in text
+    assert "hidden" not in written("training", record("keras_fit", seconds=seconds))
+
+
+def test_compression_and_codecs() -> None:
+    of = {"seconds": [0.1, 0.3, 0.2], "sent": [1024, 3072], "validation": [[1, 1.0, 9.0], [2, 2.0, 2.5]]}
+    text = written("compression", record("compression", figures={"int8": of, "local": {**of, "sent": [None]}}))
+    assert "| int8 | 200 | 2 | 2.500 |" in text and "| local | 200 |  | 2.500 |" in text
+    text = written("compression", record("codecs", figures={"int8": {"encode": 20.123, "bytes": 1.0}}))
+    assert "| int8 | 20.1 | 1.00 |" in text
+
+
+def test_nothing_kept_is_told() -> None:
+    assert "No file of figures is kept yet." in written("hosts")
+
+
+def test_pages_of_a_folder(tmp_path: Path) -> None:
+    (tmp_path / "a.json").write_text(json.dumps(record("codecs", figures={"int8": {"encode": 1.0}})))
+    made = pages.pages(tmp_path)
+    assert set(made) == {"node.md", "hosts.md", "named.md", "training.md", "compression.md"}
+    assert "int8" in made["compression.md"] and "int8" not in made["node.md"]
+
+
+def test_numbers() -> None:
+    assert [bytes_text(n) for n in (4, 1024, 1536, 64 << 20)] == ["4", "1 Ki", "1536", "64 Mi"]
+    assert [time_text(s) for s in (1e-6, 9.996e-4, 0.0123, 2.0)] == ["1.00 us", "1.00 ms", "12.3 ms", "2.00 s"]
+    assert inner(list(range(11))) == list(range(1, 10)) and inner([2, 1]) == [1, 2]
+    assert spread_text([]) == "" and spread_text([2]) == "2.00" and spread_text([1, 3]) == "2.00 (1.00-3.00)"
+    assert range_text([188.9, 194.2], "#.3g") == "189-194"
+    assert range_text([1.01, 1.02], ".1f") == "1.0" and range_text([1, 2], ".1f") == "1.0-2.0"

@@ -1,0 +1,75 @@
+"""The documents say what is so: generated tables, links, decisions."""
+
+from __future__ import annotations
+
+import re
+from dataclasses import fields
+from pathlib import Path
+
+import pytest
+
+from commlib.config import Config, variable
+from docs import hooks, settings
+
+ROOT = Path(__file__).parents[3]
+AT_THE_TOP = ("README.md", "ARCHITECTURE.md", "CONTRIBUTING.md", "CHANGELOG.md")
+DECISIONS = sorted((ROOT / "docs/pages/decisions").glob("*.md"))
+STATUS = re.compile(r"\*(2\d{3}-\d\d-\d\d), (in force|superseded|tried, and left)([^*]*)\*")
+ON_SITE = {"cluster.md", "ARCHITECTURE.md", "decisions/node.md"}
+
+
+def test_the_table_of_settings_is_that_of_the_code() -> None:
+    text = settings.PAGE.read_text()
+    assert settings.page(text) == text, "python docs/settings.py writes it anew"
+    assert all(f"`{variable(field.name)}`" in text for field in fields(Config))
+
+
+def test_a_page_without_marks_is_refused() -> None:
+    with pytest.raises(ValueError, match="has no"):
+        settings.page("# Settings\n")
+
+
+@pytest.mark.parametrize("name", AT_THE_TOP)
+def test_links_at_the_top_lead_somewhere(name: str) -> None:
+    for found in hooks.LINK.finditer((ROOT / name).read_text()):
+        target = (found[3] or "").partition("#")[0]
+        assert "://" in target or (ROOT / target).exists(), f"{name}: {target}"
+
+
+@pytest.mark.parametrize(
+    ("text", "expected"),
+    [
+        ("[a](cluster.md#b)", "[a](../cluster.md#b)"),
+        ("[a](../../../ARCHITECTURE.md)", "[a](../ARCHITECTURE.md)"),
+        ("[`b`](../decisions/node.md)", "[`b`](../decisions/node.md)"),
+        ("[the start](../../../ci/test)", "the start (`ci/test`)"),
+        ("[`ci/test`](../../../ci/test)", "`ci/test`"),
+        ("[w](https://example.org) [h](#here)", "[w](https://example.org) [h](#here)"),
+        ("`[a](none.md)`\n```\n[a](none.md)\n```\n", "`[a](none.md)`\n```\n[a](none.md)\n```\n"),
+    ],
+)
+def test_links_of_the_checkout_become_links_of_the_site(text: str, expected: str) -> None:
+    text = text.replace("(cluster", "(../cluster")
+    assert hooks.rewrite(text, "docs/pages/api/x.md", "api/x.md", ON_SITE) == expected
+
+
+def test_a_link_that_leads_nowhere_is_an_error() -> None:
+    with pytest.raises(ValueError, match=r"docs/pages/api/x.md: the link to none.md leads to docs/pages/api/none.md"):
+        hooks.rewrite("[a](none.md)", "docs/pages/api/x.md", "api/x.md", ON_SITE)
+
+
+def headings(text: str) -> list[tuple[str, str]]:
+    """Return each heading of the second level with its text."""
+    parts = re.split(r"^## (.+)$", text, flags=re.MULTILINE)[1:]
+    return list(zip(parts[::2], parts[1::2], strict=True))
+
+
+def test_every_decision_has_a_date_and_a_status_that_names_decisions() -> None:
+    found = [(path.name, title, body) for path in DECISIONS for title, body in headings(path.read_text())]
+    assert len(found) > 100
+    titles = {title for _, title, _ in found}
+    for name, title, body in found:
+        status = STATUS.match(body.strip())
+        assert status, f"{name}: {title}: expected a date and a status first"
+        assert set(re.findall(r'"([^"]+)"', status[3])) <= titles, f"{name}: {title}: no decision of that title"
+        assert len(body.strip().splitlines()) > 2, f"{name}: {title}: no reason"
