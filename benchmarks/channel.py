@@ -38,7 +38,7 @@ Move = Callable[[], Any]
 
 
 class Contender:
-    """How one message is sent, and one received. `recv` returns what has come; `done` ends its use."""
+    """Send one message and receive one. `recv` returns what has come; `done` ends its use."""
 
     def __init__(self, send: Move, recv: Callable[[], Any], done: Move, exchange: Move | None = None) -> None:
         self.send, self.recv, self.done = send, recv, done

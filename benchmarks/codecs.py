@@ -1,4 +1,4 @@
-"""How fast codecs encode and decode, on one thread.
+"""Measure how fast codecs encode and decode, on one thread.
 
     python benchmarks/codecs.py [int8 "topk:ratio=0.001" ...] [--count 1048576] [--repeat 20] [--out FILE.json]
 

@@ -46,7 +46,7 @@ NEAR = 1.01  # of the reference's loss: close enough to count as reached
 
 @dataclass
 class Figures:
-    """What one contender did."""
+    """Hold the figures of one contender."""
 
     seconds: list[float] = field(default_factory=list)  # of each step, of the slowest rank
     sent: list[float | None] = field(default_factory=list)  # bytes per rank and step, of each block

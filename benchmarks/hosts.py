@@ -1,4 +1,4 @@
-"""All-reduce between hosts whose links have a known rate, against its peers and against what the links allow.
+"""Compare all-reduce between hosts with its peers and with what the links allow. The links have a known rate.
 
     source ci/env.sh
     python benchmarks/hosts.py [--hosts 2] [--ranks-per-host 1] [--rate 1gbit] [--sizes BYTES ...] [--out FILE.json]
@@ -40,7 +40,7 @@ SENT = Path("/sys/class/net/eth0/statistics/tx_bytes")
 
 @dataclass
 class Figures:
-    """What one contender did with one size."""
+    """Hold the figures of one contender with one size."""
 
     wrong: int
     calls: int

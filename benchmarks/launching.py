@@ -1,4 +1,4 @@
-"""How a benchmark starts itself as a job: on this node, or on hosts that are made for it."""
+"""Launching: start a benchmark as a job, on this node or on hosts that are made for it."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What starting to reduce during backward gains where the network is slow: a training step with overlap and without.
+"""Compare training steps with overlap and without: reductions start during backward, and the network is slow.
 
     source ci/env.sh
     python benchmarks/overlap.py [--framework torch] [--hosts 2] [--rate 1gbit] [--rows 256]   # as root

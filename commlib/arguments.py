@@ -1,4 +1,4 @@
-"""What all verbs ask of their arguments."""
+"""Arguments: check what all verbs ask of them."""
 
 from __future__ import annotations
 

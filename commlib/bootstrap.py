@@ -20,7 +20,7 @@ from commlib.transport.base import Transport
 
 @dataclass(frozen=True, slots=True)
 class Agreement:
-    """What all ranks have alike. token: no other job has it, nor an earlier life of this one."""
+    """Hold what all ranks have alike. token: no other job has it, nor an earlier life of this one."""
 
     token: str
     chooser: Chooser

@@ -1,4 +1,4 @@
-"""What can go wrong, typed by whose fault it is.
+"""Errors: say what went wrong, one type for each place where the fault can lie.
 
 CommlibError                    catch this to catch everything commlib raises
 ├── UsageError                  this call, on this rank, is wrong: fix the call

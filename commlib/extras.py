@@ -1,4 +1,4 @@
-"""What this project can use beyond what it must have, and the command that installs it."""
+"""Extras: say which command installs what this project can use beyond what it must have."""
 
 from __future__ import annotations
 

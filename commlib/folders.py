@@ -1,4 +1,4 @@
-"""Where commlib keeps files of its own, and whether only this user can change what lies there.
+"""Folders: find where commlib keeps files of its own, and check that only this user can change what lies there.
 
 What is read back from such a folder decides what a job runs. So, as SSH does with its keys (StrictModes), the whole
 way to it is looked at: who owns a folder above, or may write to it, can put another one in its place. The way is
@@ -22,7 +22,7 @@ _FILE = os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC  # a pipe mus
 
 
 class NotPrivateError(PermissionError):
-    """A folder or file that somebody else can change."""
+    """Another user can change the folder or file."""
 
 
 def user_cache(environment: Mapping[str, str] = os.environ) -> Path:

@@ -1,4 +1,4 @@
-"""What operations of this process do: recorded, counted, and written to a trace. Off until it is asked for."""
+"""Observing: record, count and trace the operations of this process. Off until it is asked for."""
 
 from __future__ import annotations
 

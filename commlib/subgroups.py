@@ -34,7 +34,7 @@ class Parts(Generic[C]):
 
 
 class Subgroups(Generic[C]):
-    """Those of one group. make: makes the communicator of a group."""
+    """Keep the subgroups of one group. make: makes the communicator of a group."""
 
     def __init__(self, group: Group, make: Callable[[Group], C]) -> None:
         self._group, self._make = group, make

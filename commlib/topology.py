@@ -1,4 +1,4 @@
-"""Which ranks of a group share a node."""
+"""Topology: tell which ranks of a group share a node."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Train with a loop of one's own: a tape whose gradients are reduced over all ranks.
+"""Train with a loop of one's own: a tape reduces its gradients over all ranks.
 
     mpirun -n 2 python examples/loop_tensorflow.py
 

@@ -1,4 +1,4 @@
-"""What holds of every channel, on a node and between nodes: each function is run by both ranks of a pair."""
+"""Channel checks: test every channel, on a node and between nodes. Both ranks of a pair run each function."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""How the data of calls went over MPI: copies of the late device to and from the host, messages of its own memory."""
+"""Device ways: count how the data of calls went over MPI. Copies of the late device, or messages of its own memory."""
 
 from __future__ import annotations
 

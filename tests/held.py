@@ -1,4 +1,4 @@
-"""What this process holds now, to be compared with what it held before: for programs that tests start."""
+"""Held: count what this process holds now and compare it with before, for programs that tests start."""
 
 from __future__ import annotations
 

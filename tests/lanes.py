@@ -1,4 +1,4 @@
-"""What holds of messages between two ranks of a node, whoever the ranks are: processes under MPI, or threads."""
+"""Lane checks: test messages between two ranks of a node, be they processes under MPI or threads."""
 
 from __future__ import annotations
 

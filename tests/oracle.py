@@ -1,4 +1,4 @@
-"""What a collective's result must be, in numpy, to the last bit."""
+"""Oracle: compute what a collective's result must be, in numpy, to the last bit."""
 
 from __future__ import annotations
 

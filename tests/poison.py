@@ -1,4 +1,4 @@
-"""Arrays whose memory is overwritten the moment nobody holds them any more, as malloc may do at any time."""
+"""Poison: overwrite arrays the moment the last reference to them is gone, as malloc may do at any time."""
 
 from __future__ import annotations
 

@@ -51,7 +51,7 @@ def no_autograph(function: FunctionT) -> FunctionT:
 
 
 class Spec(NamedTuple):
-    """What one output will be: its dtype, and its shape as far as that is known when a function is traced."""
+    """Describe one output: its dtype, and its shape as far as that is known when a function is traced."""
 
     dtype: Any
     shape: Any

@@ -23,7 +23,7 @@ _MOST_KEPT = 16
 
 
 class GraphErrors:
-    """Remembers what functions of the host raised within graphs.
+    """Remember what functions of the host raised within graphs.
 
     `original` finds the exception behind an error of TensorFlow.
     """

@@ -1,4 +1,4 @@
-"""What a distributed optimizer of Keras does with gradients, whichever Keras it is of.
+"""Reduce gradients for a distributed optimizer of Keras, of any version.
 
 The reduction itself is `Gradients`'s. Here is which gradients take part, under which names, and by what they are
 scaled: variables of this rank alone are left out, and gradients that Keras averaged over passes may be a sum again.
@@ -22,7 +22,7 @@ from commlib_tensorflow.horovod.operations import allreduce
 
 
 class Distributed(Reporting):
-    """What all optimizers that reduce their gradients are. Not for direct use: see DistributedOptimizer."""
+    """Mark optimizers that reduce their gradients. Not for direct use: see DistributedOptimizer."""
 
     _commlib: Reduction
 
@@ -45,7 +45,7 @@ class Distributed(Reporting):
 
 
 class DistributedKeras(Distributed):
-    """What those of Keras are, besides."""
+    """Add what optimizers of Keras have besides."""
 
     def compute_gradients(self, loss: Any, var_list: Any, tape: Any = None) -> list[tuple[Any, Any]]:
         """Return pairs of gradients, reduced over all ranks, and variables: for `apply_gradients`. Collective.

@@ -1,4 +1,4 @@
-"""What this adapter raises: each error is commlib's and one of tf.errors at once, so that either may be caught.
+"""Errors: each is commlib's and one of tf.errors at once, so that either may be caught.
 
     UsageError             UsageError (a ValueError)   tf.errors.InvalidArgumentError
     NotInitializedError    UsageError (a ValueError)   tf.errors.FailedPreconditionError, InvalidArgumentError

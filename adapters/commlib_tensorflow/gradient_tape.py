@@ -1,4 +1,4 @@
-"""DistributedGradientTape: tf.GradientTape whose gradients are combined over all ranks."""
+"""DistributedGradientTape: wrap tf.GradientTape, and combine its gradients over all ranks."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ _shared_reducer: Callable[..., Gradients] = functools.lru_cache(maxsize=64)(Grad
 
 
 class DistributedTape(tf.GradientTape, Reporting):  # type: ignore[misc]  # TensorFlow has no types
-    """What `DistributedGradientTape` returns: records as the tape that it was made from, and reduces in `gradient`."""
+    """Record as the tape that it was made from, and reduce in `gradient`. `DistributedGradientTape` returns it."""
 
     def __init__(self, tape: tf.GradientTape, reducer: Gradients, scale_local_gradients: bool) -> None:
         # What a tape records to is the other one's business, so there is no super().__init__().

@@ -1,4 +1,4 @@
-"""What verbs need of torch tensors: arrays to read from and to write to, and tensors of what comes back."""
+"""Call: give verbs arrays to read from and to write to, and make tensors of what comes back."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""DataParallel: a module whose gradients are reduced over all ranks."""
+"""DataParallel: wrap a module, and reduce its gradients over all ranks."""
 
 from __future__ import annotations
 

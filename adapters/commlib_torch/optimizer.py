@@ -158,7 +158,7 @@ def DistributedOptimizer(
 
 
 class Distributed(PicklesAsPlain, Reporting):
-    """What a wrapped optimizer has beyond its own class. Not for direct use: see `DistributedOptimizer`."""
+    """Add what a wrapped optimizer has beyond its own class. Not for direct use: see `DistributedOptimizer`."""
 
     _gradients: Gradients
     _named: list[Named] | None

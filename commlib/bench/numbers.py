@@ -1,4 +1,4 @@
-"""Whole numbers whose combination is exact in every dtype, so that every element of a result is right or wrong.
+"""Numbers: give whole numbers that combine exactly in every dtype, so that every element is right or wrong.
 
 They repeat with a prime period, so that a whole array is given by one short table, and data that arrives at the wrong
 place, from the wrong rank or in the wrong block differs from what it should be. Half precision and 8-bit integers hold

@@ -1,4 +1,4 @@
-"""What to measure, checked: everything that can be said without the other ranks is said here."""
+"""Options: check what is to be measured, as far as a rank can by itself."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ def sizes_between(begin: int, end: int, factor: int) -> tuple[int, ...]:
 
 @dataclass(frozen=True, slots=True)
 class Options:
-    """One run. What is None is what the verb is mostly used with (see `check`)."""
+    """Hold one run as it is asked for. None stands for the value that the verb is mostly used with (see `check`)."""
 
     verb: str
     sizes: tuple[int, ...] | None = None
@@ -67,7 +67,7 @@ class Options:
 
 @dataclass(frozen=True, slots=True)
 class Settings:
-    """The same, complete."""
+    """Hold the same, complete."""
 
     verb: Verb
     sizes: tuple[int, ...]

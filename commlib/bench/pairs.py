@@ -37,7 +37,7 @@ Tell = Callable[[float, str], None]
 
 @dataclass(frozen=True, slots=True)
 class Matrix:
-    """What messages of so many bytes took: seconds of each pair (lower rank, higher rank)."""
+    """Hold how long messages of so many bytes took: seconds of each pair (lower rank, higher rank)."""
 
     nbytes: int
     seconds: dict[tuple[int, int], float]

@@ -1,4 +1,4 @@
-"""What is said about pairs: a matrix, its extremes and the slowest pair; lines of values; JSON."""
+"""Report on pairs: a matrix, its extremes and the slowest pair; lines of values; JSON."""
 
 from __future__ import annotations
 

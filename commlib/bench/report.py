@@ -1,4 +1,4 @@
-"""What a run says while it goes on: facts, the table line by line, progress. Rank 0 prints, the others are silent."""
+"""Report: print facts, the table line by line, and progress, while a run goes on. Only rank 0 prints."""
 
 from __future__ import annotations
 

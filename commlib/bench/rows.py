@@ -17,7 +17,7 @@ BOUND_FROM = 64 << 10  # bytes; below, the price of a call is the bound and not 
 
 @dataclass(frozen=True, slots=True)
 class Row:
-    """One verb, dtype, operation and size. The dicts are by contender; one without a figure is not in them.
+    """Hold one verb, dtype, operation and size. The dicts are by contender; a contender without a figure is left out.
 
     seconds: of one call, one figure per round. wrong: elements, over all ranks; None if unchecked.
     bound_seconds: of the pass over memory that `Verb.bound` tells, by all ranks at once, one figure per round.

@@ -35,7 +35,7 @@ def _silent(case: Case, done: int) -> None:
 
 
 class Session:
-    """What is measured, in order. All ranks make one, with the same settings, and iterate over it alike."""
+    """Measure, in order. All ranks make one, with the same settings, and iterate over it alike."""
 
     def __init__(self, comm: Any, world: Any, settings: Settings, *, bound: bool = True) -> None:
         """bound: measure the passes over memory that give the bound, too."""

@@ -1,4 +1,4 @@
-"""What is measured: each verb's buffers, its bus bandwidth, and the bytes that it cannot help moving.
+"""Verbs: define what is measured. Each has buffers, a bus bandwidth, and bytes that it cannot help moving.
 
 Sizes are those of nccl-tests (doc/PERFORMANCE.md): n bytes is the buffer of all_reduce, broadcast, reduce and
 send_recv, and the whole array, of which each rank has one of P parts on one side or on both, of the others.

@@ -1,4 +1,4 @@
-"""Make arrays whose memory begins where frameworks adopt it."""
+"""Make arrays that frameworks adopt: their memory begins at an aligned address."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""How much memory there is to take, on this machine and in the control groups (containers, batch jobs) of this process.
+"""Count the memory that can be taken on this machine and in the control groups (containers, jobs) of this process.
 
 Memory of files without a name has no limit of its own. The kernel would not refuse to give it, but end a process later.
 """

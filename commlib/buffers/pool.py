@@ -1,4 +1,4 @@
-"""Memory for results, used again as soon as nobody holds what was in it."""
+"""Pool: lend memory for results, and use it again once the results are no longer referred to."""
 
 from __future__ import annotations
 

@@ -30,7 +30,7 @@ class _Segment:
 
 
 class SymmetricMemory:
-    """The symmetric segments of one group on one node. `share` makes shared memory, `agree` gathers one object."""
+    """Keep the symmetric segments of one group on one node. `share` makes memory, `agree` gathers one object."""
 
     def __init__(self, rank: int, share: Callable[[int], SharedMemory], agree: Callable[[Any], list[Any]]) -> None:
         self._rank, self._share, self._agree = rank, share, agree

@@ -1,4 +1,4 @@
-"""MessageCall: a compiled call whose data, or a part of it, goes by messages."""
+"""MessageCall: run a compiled call that sends its data, or a part of it, by messages."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from commlib.runtime.compiled import Compiled
 
 
 class MessageCall(Compiled):
-    """What `move` does, as a call of a group: compared with the calls of the other ranks where that is due.
+    """Run `move` as a call of a group: compared with the calls of the other ranks where that is due.
 
     flat: `move` is given the arrays as 1-D. meets: see `Operation`.
     """

@@ -14,7 +14,7 @@ from commlib.runtime.work import Work
 
 
 class DeviceCall(Compiled):
-    """What `run` does, after what the caller's stream had been told before; the caller's stream then waits for it.
+    """Run `run` after the earlier work of the caller's stream, and let that stream wait for it.
 
     A blocking call returns when all ranks' data is there and on its way into the result; so does `Work.wait`.
     """

@@ -1,4 +1,4 @@
-"""The path through the shared memory of a node, for groups whose ranks are all on one."""
+"""Node path: move data through the shared memory of a node, for groups that lie on one node."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ def _compile(verb: Verb, call: Call, context: NodeContext) -> NodeCollective:
 
 
 class Opening(Compiled):
-    """A call of a group that had no board when the call was made: the first one that runs makes it, on all ranks."""
+    """Open a board for a group that had none. The first call that runs makes it, on all ranks."""
 
     __slots__ = ("_call", "_group", "_made", "_verb")
 

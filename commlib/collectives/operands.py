@@ -19,7 +19,7 @@ from commlib.schedule.layout import Layout, even, uneven
 
 @dataclass(slots=True)
 class Result:
-    """Where a verb's result goes: `flat` is contiguous and 1-D, `deliver` gives the user what was asked for."""
+    """Hold a verb's result: `flat` is contiguous and 1-D, `deliver` gives the user what was asked for."""
 
     array: Any
     flat: Any

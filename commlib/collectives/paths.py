@@ -21,7 +21,7 @@ target."""
 
 @dataclass(frozen=True, slots=True)
 class Verb:
-    """What a verb is, apart from the way that its data goes.
+    """Describe a verb, apart from the way that its data goes.
 
     messages: what it does by a schedule, on the memory of any device; every verb has it. exchange: what it is on a
     board, from the call, this rank and the size; or on_node, where that has kernels of its own. hierarchical: what it

@@ -36,14 +36,14 @@ _MOST_KINDS = 256
 
 @dataclass(frozen=True, slots=True)
 class Known:
-    """A compiled call that was made before, and the shape of its result; () if that is `x` itself."""
+    """Hold a compiled call that was made before, and the shape of its result; () if that is `x` itself."""
 
     compiled: Compiled
     shape: tuple[int, ...]
 
 
 class Calls:
-    """What was compiled for the calls of one group: a table for each verb, by what distinguishes its calls."""
+    """Keep what was compiled for the calls of one group: a table for each verb, by what distinguishes its calls."""
 
     def __init__(self, group: Group) -> None:
         self.group = group
@@ -131,7 +131,7 @@ class Calls:
 
 @dataclass(frozen=True, slots=True)
 class Ready:
-    """A compiled call, the arrays that it reads and writes, and what becomes of its value.
+    """Hold a compiled call, the arrays that it reads and writes, and what becomes of its value.
 
     deliver: makes of the value what the verb returns. known: whether that is the same before the call has run. x: what
     the user passed.

@@ -1,4 +1,4 @@
-"""scatter: every rank gets its part of one rank's array, whose shape and dtype only that rank knows."""
+"""scatter: give every rank its part of one rank's array. Only that rank knows the shape and dtype."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What scatter does with arrays of a device, of which all ranks but the root hear within the call only."""
+"""scatter on devices: the root describes its array within the call, and the other ranks make theirs from that."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from commlib.schedule.layout import uneven
 
 
 class Calls(Protocol):
-    """Whose call it is."""
+    """The owner of a call: its group, and its station on each device."""
 
     group: Group
 

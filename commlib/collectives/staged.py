@@ -22,7 +22,7 @@ from commlib.runtime.compiled import Compiled
 
 
 class Stations(Protocol):
-    """Who has a group's stations."""
+    """Keep a group's stations."""
 
     def station(self, device: Device) -> Station: ...
 

@@ -29,7 +29,7 @@ Run = Callable[[Any, Any, OnWait], Any]
 
 
 class Station:
-    """Runs calls one at a time, as their group's order has it. What they queue goes to one stream, in that order.
+    """Runs calls one at a time, in their group's order. The work they queue goes to one stream, in that order.
 
     So what a call reads of a block of host memory is read before the next one's copy into it.
     """

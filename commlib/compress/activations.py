@@ -23,7 +23,7 @@ _LENGTH = 8
 
 
 class Peers(Protocol):
-    """What is needed of a communicator."""
+    """A communicator, as far as it is needed here."""
 
     @property
     def size(self) -> int: ...

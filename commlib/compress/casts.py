@@ -13,7 +13,7 @@ from commlib.dtypes import FLOATS, NUMPY
 
 
 class Compressor(Protocol):
-    """What `compression=` takes. Ranks must compress equal shapes to equal shapes, which can be added up."""
+    """Compress a tensor, for `compression=`. Ranks compress equal shapes to equal shapes that can be added up."""
 
     def compress(self, tensor: Any) -> tuple[Any, Any]:
         """Return what is sent for `tensor`, and whatever `decompress` needs to know."""

@@ -16,7 +16,7 @@ CASTS = {"none": "", "fp16": "float16", "bf16": "bfloat16"}
 
 @dataclass(frozen=True, slots=True)
 class Choice:
-    """How gradients travel. At most one of the three is set."""
+    """Say how gradients travel. At most one of the three is set."""
 
     wire: str = ""
     """The dtype that floating-point gradients are cast to, such as "float16"; "" is their own."""

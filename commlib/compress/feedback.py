@@ -18,7 +18,7 @@ from commlib.dtypes import Array
 
 
 class Residual:
-    """What was lost of `count` float32 values: once as it was before the last reduction, once as it is since.
+    """Remember the losses of `count` float32 values: as they were before the last reduction, and as they are since.
 
     A step that was skipped, because of an overflow, must leave no trace; so both are kept, where the values are.
     """

@@ -1,7 +1,7 @@
 """Gaps: what lies between the parts of a bucket, and must not influence how they are encoded.
 
-Parts begin on cache lines. What a codec decodes between them need not be zero (a sign is not), and would be part of
-the next step's blocks; and since it is nobody's state, a run that is resumed would not be the same run.
+Parts begin on cache lines. A codec need not decode zeros between them (a sign is not zero). Those values would be part
+of the next step's blocks. They are saved in no state, so a resumed run would differ.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from commlib.kernels.protocol import Kernels
 
 
 class Gaps:
-    """The elements from `start` to `stop` of a bucket that belong to none of its parts, counted from `start`."""
+    """List the elements from `start` to `stop` of a bucket outside all of its parts, counted from `start`."""
 
     def __init__(self, parts: Sequence[Part], start: int, stop: int) -> None:
         ordered = sorted(parts, key=lambda part: part.start)

@@ -36,7 +36,7 @@ class Part:
 
 
 class Comm(Protocol):
-    """The ranks between which compressed data travels. A Communicator is one."""
+    """Move compressed data between ranks. A Communicator is one."""
 
     @property
     def rank(self) -> int: ...
@@ -91,7 +91,7 @@ class Reducer(Protocol):
 
 @runtime_checkable
 class Scheme(Protocol):
-    """A description of how to compress: what users give as `compression=`. Immutable."""
+    """Describe how to compress: users give it as `compression=`. Immutable."""
 
     @property
     def name(self) -> str:

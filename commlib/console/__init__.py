@@ -1,1 +1,1 @@
-"""What is printed on terminals: tables, folded lines, progress bars."""
+"""Console: print on terminals. Tables, folded lines, progress bars."""

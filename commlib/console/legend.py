@@ -1,4 +1,4 @@
-"""What the signs in a picture mean: those that stand in it, and no others."""
+"""Legend: explain the signs that stand in a picture, and no others."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""How far a long run is, on standard error: a bar on a terminal, and lines where a launcher stands in between.
+"""Progress: show how far a long run is, on standard error. A bar on a terminal, lines through a launcher.
 
 Launchers pass on whole lines, so a bar that is redrawn in its place would be seen at the end only.
 """

@@ -1,4 +1,4 @@
-"""How the command reads and writes numbers and tables."""
+"""Text: read and write numbers and tables for the command."""
 
 from __future__ import annotations
 

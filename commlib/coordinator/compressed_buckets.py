@@ -1,6 +1,6 @@
 """CompressedBuckets: buckets of gradients that are compressed, and reduced by name.
 
-What a bucket is made of stands in its request. So a rank that has joined can do its part, and one that comes back goes
+What a bucket is made of stands in its request. So a rank that has joined can do its part. A rank that comes back goes
 on with what it remembers.
 """
 
@@ -34,7 +34,7 @@ def reducing(family: str, moves: int, key: str, count: int, parts: list[Part], f
 
 
 class CompressedBuckets:
-    """All those of one process set. Ranks call `make` and `run` for the same requests in the same order."""
+    """Keep the compressed buckets of one process set. Ranks call `make` and `run` for the same requests in order."""
 
     def __init__(self, comm: Any) -> None:
         self._comm = comm

@@ -52,7 +52,7 @@ class _Bucket:
 
 
 class CompressedReductions:
-    """All those of one process set. Ranks call `run` for the same requests in the same order."""
+    """Run the compressed reductions of one process set. Ranks call `run` for the same requests in the same order."""
 
     def __init__(self, comm: Any) -> None:
         self._comm = comm

@@ -38,7 +38,7 @@ log = logging.getLogger("commlib")
 
 
 class Coordinator:
-    """One rank's side. `comm` is a group that nobody else uses; `members` are what its ranks are called.
+    """Run one rank's side. `comm` is a group of its own; `members` are the names of its ranks.
 
     negotiation: decides what is agreed (default: one of its own, for as many names as the settings say).
     """
@@ -47,7 +47,7 @@ class Coordinator:
         self.comm = comm
         self.members = tuple(members)
         self.failed: dict[Pending, None] = {}
-        """Those that nobody has asked for since."""
+        """Those that were never asked for since."""
         self.requests: dict[Hashable, Request] = {}
         """Requests that were made before, by what they are made of: to check and to compare them anew takes longer."""
         self.cycles = 0
@@ -293,7 +293,7 @@ class Coordinator:
         self._driver.join(timeout)
 
     def unseen_failure(self) -> str:
-        """Return the first failed operation whose error nobody has asked for, or ""."""
+        """Return the first failed operation with an error that was never asked for, or ""."""
         for pending in list(self.failed):
             if (error := pending.unseen_error) is not None:
                 return f"failed {pending.request} ({type(error).__name__}: {error})"

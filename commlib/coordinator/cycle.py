@@ -25,7 +25,7 @@ _LENGTH_BYTES = 2
 
 
 class Cycle:
-    """The exchange of one cycle after another, among the ranks of `comm`."""
+    """Run one cycle after another among the ranks of `comm`, an exchange each."""
 
     def __init__(self, comm: Any) -> None:
         self._comm = comm

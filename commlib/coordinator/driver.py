@@ -20,7 +20,7 @@ _SHORTEST_PAUSE, _LONGEST_PAUSE = 1e-3, 50e-3
 
 
 class Awaited(Protocol):
-    """A group, as far as other ranks may wait for this one in it."""
+    """Watch a group, as far as other ranks may wait for this rank in it."""
 
     def is_awaited(self) -> bool:
         """Return whether some rank has begun what this one has not come to."""
@@ -49,7 +49,7 @@ class Driver:
         self._pending, self._negotiation = pending, negotiation
         self._group, self._run, self._fail = group, run, fail
         self.driving = threading.Lock()
-        """Held by whoever runs cycles."""
+        """Held by the thread that runs cycles."""
         self._holder: object = None  # who took `driving` last: set first, so that whoever leaves knows its own
         self.thread: threading.Thread | None = None
         self.closed = False
@@ -57,18 +57,18 @@ class Driver:
         """Whether one is under way, written by who runs it: to leave it now is to be out of step."""
         self._pause = _SHORTEST_PAUSE
         self.napping = False
-        """Whether whoever runs cycles has nothing to tell."""
+        """Whether the thread that runs cycles has nothing to tell."""
         self._woken = False  # the thread has been told, and has not come to it yet
 
     def tell(self) -> None:
-        """Let whoever runs cycles know of what is pending now, or the thread begin to. The lock is held."""
+        """Tell the runner of cycles what is pending now, or let the thread begin. The lock is held."""
         if self.napping:
             self._changed.notify_all()
         elif not self.driving.locked():
             self._wake_thread()
 
     def wake(self) -> None:
-        """See to it that cycles are run although nobody waits for an operation."""
+        """Let cycles run although no thread waits for an operation."""
         with self._lock:
             if self._pending:
                 self._wake_thread()
@@ -132,7 +132,7 @@ class Driver:
             self._changed.notify_all()
 
     def _loop(self) -> None:
-        """Run cycles while something is pending and nobody else does."""
+        """Run cycles while something is pending and no other thread runs them."""
         while True:
             with self._lock:
                 self._changed.wait_for(self._is_due)

@@ -24,7 +24,7 @@ from commlib.errors import UsageError
 
 
 class Execution:
-    """Runs agreed operations on `comm`, whose ranks are called `members`. fusion_bytes: see `Fusion`."""
+    """Runs agreed operations on `comm`; `members` are the names of its ranks. fusion_bytes: see `Fusion`."""
 
     def __init__(self, comm: Any, members: Sequence[int], fusion_bytes: int) -> None:
         self._comm, self._members = comm, tuple(members)
@@ -140,7 +140,7 @@ class Execution:
         return job.pending.extra(self._comm)
 
     def _memory(self, job: Job) -> Any:
-        """Make memory that all ranks of a node share; None where one has joined, which takes no part in that."""
+        """Make memory that all ranks of a node share; None where a rank has joined and takes no part."""
         if job.pending is None or job.launch.joined:
             return None
         return job.pending.extra(self._comm)

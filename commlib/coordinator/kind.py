@@ -10,7 +10,7 @@ from commlib.dtypes import INTEGERS
 
 @dataclass(frozen=True, slots=True, eq=False)  # one object for each kind, so that it is found by its identity
 class Kind:
-    """Tensors of one kind can be reduced as one array."""
+    """Tell tensors apart: those of one kind can be reduced as one array."""
 
     dtype: str
     op: str

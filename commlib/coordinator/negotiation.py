@@ -5,7 +5,7 @@
 Each rank submits operations by name, in any order and at any time. In every cycle all ranks announce: one bit for each
 operation that was agreed on before (`ResponseCache`), the whole request for any other. The bits are combined by "and",
 the requests are gathered, and every rank puts the same answer through `agree`, so all launch the same operations in the
-same order. An operation is launched in the cycle in which the last rank has announced it.
+same order. An operation is launched in the cycle when the last rank has announced it.
 
 A rank that has joined has no data left. It counts as having announced everything, and takes part with nothing.
 """
@@ -22,14 +22,14 @@ JOIN = "join"
 
 
 class Launch(NamedTuple):
-    """All ranks but those that have joined have asked for it: run it now."""
+    """All ranks have asked for the operation, but for those that have joined: run it now."""
 
     request: Request
     joined: frozenset[int] = frozenset()
 
 
 class Failure(NamedTuple):
-    """It can never run. `late`: because ranks did not come in time, not because they disagree."""
+    """The operation can never run. `late`: ranks did not come in time; otherwise, ranks disagree."""
 
     request: Request
     reason: str
@@ -47,7 +47,7 @@ Response = Launch | Failure | Joined
 
 
 class RequestList(NamedTuple):
-    """What a rank tells in words: requests that are not cached, and, when asked, what it waits for."""
+    """Hold what a rank tells in words: requests that are not cached, and, when asked, what it waits for."""
 
     requests: tuple[Request, ...] = ()
     expired: tuple[str, ...] = ()
@@ -57,7 +57,7 @@ class RequestList(NamedTuple):
 
 
 class Announcement(NamedTuple):
-    """What a rank says in a cycle."""
+    """Hold what a rank says in a cycle."""
 
     bits: int
     """Those of the cached names that it waits for."""
@@ -68,7 +68,7 @@ class Announcement(NamedTuple):
 
 
 class Negotiation:
-    """One rank's side of it.
+    """Negotiate for one rank.
 
     members: what the ranks 0, 1, ... of the group are called in messages and as roots. capacity: how many names are
     remembered. Both are the same on all ranks.

@@ -11,7 +11,7 @@ from commlib.coordinator.pending import Pending
 
 @dataclass(frozen=True, slots=True)
 class Patience:
-    """warning, timeout: after how many seconds an operation has waited long, and too long; timeout 0: never."""
+    """Tell when an operation has waited long (after `warning` s) and too long (after `timeout` s; 0: never)."""
 
     warning: float
     timeout: float

@@ -15,7 +15,7 @@ Array = Any
 
 
 class Drives(Protocol):
-    """What makes progress with pending operations. `failed` are those whose error nobody has asked for."""
+    """Make progress with pending operations. `failed` are those whose error was never asked for."""
 
     failed: dict[Any, None]
 
@@ -29,7 +29,7 @@ class Drives(Protocol):
 
 
 class Pending(Work):
-    """One named operation. Its arrays must not be touched until it is done."""
+    """Hold one named operation. Its arrays must not be touched until it is done."""
 
     __slots__ = ("_coordinator", "extra", "inputs", "outputs", "record", "request", "since", "warned")
 
@@ -50,7 +50,7 @@ class Pending(Work):
     def wait(self, timeout: float | None = None) -> Any:
         """Block until it has ended, at most `timeout` seconds, and return its result; see `Work.wait`.
 
-        Whoever waits negotiates: no other thread has to be woken for an operation that is waited for at once.
+        The waiting thread negotiates: no other thread has to be woken for an operation that is waited for at once.
         """
         if not self._done:
             if timeout is None:

@@ -13,7 +13,7 @@ from commlib.runtime.recording import Recording
 
 
 class Records:
-    """Those of one group, `name`."""
+    """Write the records of one group, `name`."""
 
     def __init__(self, recording: Recording, name: str) -> None:
         self._recording, self._name = recording, name
@@ -26,7 +26,7 @@ class Records:
             record.queue()
 
     def mark_cycle(self) -> None:
-        """Write that a cycle begins, for who wants to know that too."""
+        """Write that a cycle begins, for readers that want to know this too."""
         recorder = self._recording.recorder
         if recorder is not None and recorder.marks_cycles:
             recorder.mark("CYCLE_START", self._name)

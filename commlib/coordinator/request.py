@@ -10,7 +10,7 @@ Shape = tuple[int | None, ...]
 
 
 class Request(NamedTuple):
-    """One named operation as one rank asks for it. Ranks that ask for the same thing have equal requests."""
+    """Describe one named operation as one rank asks for it. Ranks that ask for the same have equal requests."""
 
     verb: str
     name: str

@@ -1,7 +1,7 @@
 """Unnamed: name the operations that the user gives no name.
 
-Each gets one of few names, which come round again, so that an operation in a loop soon has one that ranks know. So many
-can be in flight at once; more of them wait here until their name is free.
+Names are few and come round again, so an operation in a loop soon has a name that ranks know. As many operations can be
+in flight at once; more of them wait here until their name is free.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ _UNNAMED, _NAMES = ".noname.", 64
 
 
 class Unnamed:
-    """Those of one rank. Ranks count alike as long as none has joined."""
+    """Number the unnamed operations of one rank. Ranks count alike as long as none has joined."""
 
     def __init__(self) -> None:
         self._counters: defaultdict[str, itertools.count[int]] = defaultdict(itertools.count)  # by verb

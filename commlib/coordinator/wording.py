@@ -20,7 +20,7 @@ _GIVEN_UP = "has given up"
 
 @dataclass(frozen=True, slots=True)
 class Ended:
-    """Why a process set can run nothing any more: type and words of all later errors, and what it was."""
+    """Say why a process set can run nothing any more: type and words of all later errors, and what it was."""
 
     kind: type[CommlibError]
     reason: str
@@ -28,7 +28,7 @@ class Ended:
 
 
 class Wording:
-    """Words of one rank. `comm` is the coordinator's group, `members` are what its ranks are called."""
+    """Find words for one rank. `comm` is the coordinator's group, `members` are the names of its ranks."""
 
     def __init__(self, comm: Any, members: Sequence[int], negotiation: Negotiation) -> None:
         self._comm, self._members, self._negotiation = comm, members, negotiation

@@ -1,4 +1,4 @@
-"""Which algorithm to run: the fastest that was measured here, else the fastest that the model predicts."""
+"""Chooser: picks the algorithm that was fastest here, else the fastest by the model."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ Kind = Literal["node", "network"]
 
 @dataclass(frozen=True, slots=True)
 class Choice:
-    """An algorithm, its number of segments, the seconds it should take, and who says so: "table" or "model"."""
+    """Hold an algorithm, its number of segments, the expected seconds, and the source of that: "table" or "model"."""
 
     algorithm: str
     segments: int
@@ -118,7 +118,7 @@ def usual_machine() -> Machine:
 
 
 class Settings(Protocol):
-    """What a `Tuning` asks of the settings (`commlib.config.Config` has it)."""
+    """Name what a `Tuning` asks of the settings (`commlib.config.Config` has it)."""
 
     @property
     def tuning_file(self) -> str: ...
@@ -126,7 +126,7 @@ class Settings(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class Tuning:
-    """What choices depend on. Rank 0 loads it and sends it to all, so that every rank chooses alike."""
+    """Hold what choices depend on. Rank 0 loads it and sends it to all, so that every rank chooses alike."""
 
     machine: Machine = DEFAULT
     table: Table | None = None

@@ -1,4 +1,4 @@
-"""Algorithms that know nothing of nodes, on a cluster whose nodes hold several ranks."""
+"""Flat: predict algorithms that ignore nodes, on a cluster with several ranks on each node."""
 
 from __future__ import annotations
 

@@ -49,7 +49,7 @@ _IN_BLOCKS = ("all_reduce", "reduce", "broadcast")
 
 @dataclass(frozen=True, slots=True)
 class Machine:
-    """What this model knows of a cluster: the links within a node and between nodes, and `gamma`.
+    """Describe a cluster to this model: the links within a node and between nodes, and `gamma`.
 
     gamma: seconds for each byte that a rank combines or copies.
     """

@@ -1,4 +1,4 @@
-"""What a table of measured times holds, and how each part is read from JSON: checked, with words that say where."""
+"""Records: hold a table's measured times. Each part is read from JSON and checked, with words that say where."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ class Measured:
 
 @dataclass(frozen=True, slots=True)
 class Entry:
-    """What was measured of one verb in one place; `times` in ascending order of `up_to`, then of `seconds`.
+    """Hold measured times of one verb in one place, in ascending order of `up_to`, then of `seconds`.
 
     library: the MPI library, as `mpi_library` writes it. item_size: bytes of an element, or "any".
     """
@@ -59,7 +59,7 @@ class Entry:
 
 @dataclass(frozen=True, slots=True)
 class Fitted:
-    """What was measured of a machine with one MPI library. network: None where there was one node."""
+    """Hold the measured figures of a machine with one MPI library. network: None where there was one node."""
 
     library: str
     node: Link | None

@@ -1,4 +1,4 @@
-"""What an algorithm costs in which all ranks keep step, from the rounds of one or two of them.
+"""Rounds: predict an algorithm that keeps all ranks in step, from the rounds of one or two of them.
 
 Simulating a ring costs P^2 messages, but as every rank does the same in every round, the rounds of one rank say it
 all: a round takes as long as its port is busy, then as long as combining what came. Where ranks are folded onto a

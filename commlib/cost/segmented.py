@@ -1,4 +1,4 @@
-"""How long trees and chains take whose data flows in segments: formulas for what would be S P messages to simulate.
+"""Formulas for the time of trees and chains with segmented data. To simulate them would take S P messages.
 
 All chunks are equally long here, so a time is a function of three: `alpha`, `transfer` (beta c), `combine` (gamma c).
 Below, m is a message, alpha + beta c, and g is gamma c. The first segment meets an idle machine: its time is that of

@@ -33,7 +33,7 @@ _MOST_BYTES = 64 << 20  # a thousand places are 3 MiB
 
 @dataclass(frozen=True, slots=True)
 class Table:
-    """Everything that was measured: entries and fitted machines, one for each key."""
+    """Keep everything that was measured: entries and fitted machines, one for each key."""
 
     entries: tuple[Entry, ...] = ()
     machines: tuple[Fitted, ...] = ()

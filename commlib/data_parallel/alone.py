@@ -1,4 +1,4 @@
-"""A rank that trains by itself while others train together, such as one outside their process set."""
+"""Alone: let a rank train by itself while others train together, for example outside their process set."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from commlib.dtypes import Array, numpy_dtype
 
 
 class Alone:
-    """What is needed of a communicator where there is nobody to reduce with. Making it is not collective."""
+    """Stand for a communicator where a rank has no other to reduce with. Making it is not collective."""
 
     rank, size = 0, 1
     is_hierarchical = False

@@ -1,4 +1,4 @@
-"""ArrayValues: gradients that come and go as arrays, for a framework whose tensors nobody may write to."""
+"""ArrayValues: take and give gradients as arrays, for a framework that has read-only tensors."""
 
 from __future__ import annotations
 
@@ -15,10 +15,10 @@ from commlib.dtypes import Array
 
 
 class ArrayValues:
-    """The `Values` of gradients that are given before each reduction, and of which results are asked for after it.
+    """Take gradients before each reduction, and give out results after it, as `Values`.
 
     An array that is given is only read, and must stay what it is until the reduction ends. A result is an array over
-    the gradient's slot, which is not written again while anybody refers to it.
+    the gradient's slot, which is not written again while the result is referred to.
     """
 
     accumulates = False
@@ -64,7 +64,7 @@ class ArrayValues:
         self._slots.use(engine, members)
 
     def free(self) -> None:
-        """See to it that nobody looks at slots that are about to be written."""
+        """Make sure that slots which are about to be written are no longer referred to."""
         self._slots.free(lambda index: None)
 
     def exists(self, index: int) -> bool:
@@ -93,13 +93,13 @@ class ArrayValues:
         self._given.clear()
 
     def hide(self, indices: Iterable[int]) -> None:
-        """Do nothing: nobody accumulates here."""
+        """Do nothing: gradients are not accumulated here."""
 
     def detach(self) -> None:
         """Do nothing: slots are freed by `free`."""
 
     def scale(self, index: int, factor: float) -> None:
-        """Multiply a gradient: not in place, since it is somebody else's."""
+        """Multiply a gradient: not in place, since it belongs to the caller."""
         self._given[index] = np.multiply(self._given[index], self._given[index].dtype.type(factor))
 
     def sparse_dimensions(self, index: int) -> int | None:

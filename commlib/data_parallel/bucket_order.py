@@ -1,4 +1,4 @@
-"""BucketOrder: which gradient is in which bucket, and when that changes.
+"""BucketOrder: put gradients into buckets, and rebuild the buckets when their order changes.
 
 Buckets are in reverse module order at first. The first backward shows in which order gradients really become ready;
 where buckets are launched during backward, they are then made anew, once, by the order of rank 0. They also change

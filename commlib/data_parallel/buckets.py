@@ -1,4 +1,4 @@
-"""Which gradient goes where: parameters packed into buckets. [pure]
+"""Buckets: pack parameters, and give each gradient its place. [pure]
 
 Backward makes gradients roughly in reverse module order, so parameters are packed in reverse until the real order is
 known: the first bucket is complete early, and is kept small so that communication starts early. Every rank computes the
@@ -31,7 +31,7 @@ Kind = tuple[str, int, str, str, str, float]
 
 @dataclass(frozen=True, slots=True)
 class Parameter:
-    """One gradient to reduce: `count` elements that travel as `dtype`, which has `itemsize` bytes."""
+    """Describe one gradient to reduce: `count` elements that travel as `dtype`, with `itemsize` bytes each."""
 
     name: str
     count: int
@@ -59,7 +59,7 @@ class Parameter:
 
 @dataclass(frozen=True, slots=True)
 class Slot:
-    """Where one parameter lives in its bucket. Units: elements of the bucket's dtype."""
+    """Say where one parameter lives in its bucket. Units: elements of the bucket's dtype."""
 
     parameter: int
     """Index of the parameter in module order."""
@@ -71,7 +71,7 @@ class Slot:
 
 @dataclass(frozen=True, slots=True)
 class Bucket:
-    """Gradients that are reduced as one array of `count` elements."""
+    """Group gradients that are reduced as one array of `count` elements."""
 
     index: int
     """Place in the launch order, the same on every rank."""

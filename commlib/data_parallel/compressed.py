@@ -1,4 +1,4 @@
-"""CompressedPlans: what an Engine reduces buckets by where gradients are compressed."""
+"""CompressedPlans: make the plans by which an Engine reduces buckets where gradients are compressed."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
-"""Course: where compression goes on after a restart, with the same buckets and from the first step.
+"""Course: go on with compression after a restart, with the same buckets and from the first step.
 
-The first step of a new run is not compressed: it shows in which order gradients become ready. A run that is resumed
-knows that, and would not be the same run with another step like that.
+The first step of a new run is not compressed: it shows in which order gradients become ready. A resumed run knows that.
+Another such step would make it a different run.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ log = logging.getLogger("commlib")
 
 @dataclass(frozen=True, slots=True)
 class Course:
-    """What decides how the next step is compressed, beside what is remembered of each parameter. Equal on all ranks."""
+    """Hold what decides how the next step is compressed, beside the memory of each parameter. Equal on all ranks."""
 
     scheme: str
     order: tuple[int, ...] | None

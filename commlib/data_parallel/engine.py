@@ -1,4 +1,4 @@
-"""Buckets in symmetric memory and the collectives that reduce them: what every framework's adapter shares.
+"""Engine: keep buckets in symmetric memory, and reduce them by collectives. Adapters of all frameworks share it.
 
 The adapter puts gradients into their slots (`write`, or into the array `slot` itself) and calls `launch(bucket)` in
 index order (a `Tracker` says when); then `finish` and `used`. No framework is known here: slots are numpy arrays, or
@@ -50,7 +50,7 @@ class Plan(Protocol):
 
 
 class Reducer(Gathers, Protocol):
-    """What the engine needs of a communicator."""
+    """A communicator, as far as the engine needs one."""
 
     @property
     def empty(self) -> Callable[..., Any]: ...
@@ -67,10 +67,10 @@ Axes = Mapping[str, Reducer] | Callable[[str], Reducer]
 class Engine:
     """Owns the buckets of one set of parameters on one rank. Construction is collective.
 
-    `comm` is what all buckets are reduced over, or a mapping or function from the names of axes. `plan` makes what
-    reduces a bucket in its array, by default an all-reduce of the array as it is; it is asked for buckets with more
-    than one rank, in launch order, and again for one that moved. `together`: all are launched before any is waited for.
-    With one rank nothing is reduced, and every answer is still right.
+    All buckets are reduced over `comm`, or over the axes that a mapping or function finds by name. `plan` makes the
+    reduction of a bucket in its array, by default an all-reduce of the array as it is. It is called for buckets with
+    more than one rank, in launch order, and again when a bucket has moved. `together`: all are launched before any is
+    waited for. With one rank nothing is reduced, and every answer is still right.
     """
 
     def __init__(
@@ -134,8 +134,9 @@ class Engine:
     def move(self, index: int, *, aside: bool) -> None:
         """Give a bucket other memory, which this rank alone has, or (not `aside`) its symmetric memory again.
 
-        What it has so far is written no more: it belongs to whoever still looks at it. Not collective: where only some
-        ranks have a bucket aside, its reduction copies it, and has the same result. Not while anything is in flight.
+        Its memory so far is written no more: it belongs to the arrays that still look at it. Not collective: where only
+        some ranks have a bucket aside, its reduction copies it, and has the same result. Not while anything is in
+        flight.
         """
         self._memory[index].move(aside=aside)
         self._place(index)
@@ -181,8 +182,8 @@ class Engine:
     def prefetch(self, plans: Iterable[Plan]) -> None:
         """Start plans behind everything launched so far, in this order: gathers of parameters after a step, say.
 
-        Every rank starts the same ones. Whoever needs what plan i brings calls `fetched(i)` first; the next reduction
-        waits for all of them.
+        Every rank starts the same ones. Code that needs the result of plan i calls `fetched(i)` first; the next
+        reduction waits for all of them.
         """
         self.fetched()
         self._fetching = [plan.start() for plan in plans]
@@ -244,7 +245,7 @@ class Engine:
                 plan()
 
     def _wait(self, works: Sequence[Pending]) -> None:
-        """Wait for all of them, and note how long they ran while nobody waited."""
+        """Wait for all of them, and note how long they ran without being waited for."""
         started = time.perf_counter()
         failure: Exception | None = None
         for work in works:

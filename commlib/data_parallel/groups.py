@@ -1,4 +1,4 @@
-"""Groups: gradients that the user wants to travel together."""
+"""Groups: keep gradients together that the user wants to travel together."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""BucketMemory: the memory of one bucket, on the device where its gradients are."""
+"""BucketMemory: make the memory of one bucket, on the device of its gradients."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Names of parameters: for messages, and for what is saved of each of them."""
+"""Name parameters, for messages and for what is saved of each."""
 
 from __future__ import annotations
 

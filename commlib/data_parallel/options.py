@@ -1,4 +1,4 @@
-"""Options: how a GradientReducer reduces gradients, the same on all ranks."""
+"""Options: say how a GradientReducer reduces gradients, the same on all ranks."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ REDUCTIONS = ("mean", "sum")
 
 @dataclass(frozen=True, slots=True)
 class Options:
-    """What is said about gradients, once. Raises UsageError for what makes no sense."""
+    """Say everything about gradients, once. Raises UsageError for what makes no sense."""
 
     op: str = "mean"
     bucket_cap_mib: float = BUCKET_CAP_MIB
@@ -96,7 +96,7 @@ class Options:
 
 @dataclass(frozen=True, slots=True)
 class Gradient:
-    """One gradient as an adapter describes it."""
+    """Describe one gradient as an adapter gives it."""
 
     name: str
     shape: tuple[int, ...]

@@ -1,4 +1,4 @@
-"""Whether reductions should run while backward does."""
+"""Overlap: decide whether reductions run during backward."""
 
 from __future__ import annotations
 

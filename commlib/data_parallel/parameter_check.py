@@ -10,7 +10,7 @@ from commlib.errors import MismatchError
 
 
 class Gathers(Protocol):
-    """What is needed of a communicator. Ranks that have joined may be missing from what it gathers."""
+    """A communicator, as far as it is needed here. Ranks that have joined may be missing from what it gathers."""
 
     @property
     def rank(self) -> int: ...

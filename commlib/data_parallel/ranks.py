@@ -1,4 +1,4 @@
-"""Ranks: who reduces gradients together, and how their reductions are launched.
+"""Ranks: reduce gradients together, and launch their reductions in one order.
 
 `InOrder` launches on a communicator: every rank launches the same buckets in the same order, so nothing is agreed on.
 `commlib.horovod.by_name.ByName` launches operations by name: ranks may launch in any order, and may have joined.
@@ -18,7 +18,7 @@ from commlib.errors import UsageError
 
 
 class Compression(Protocol):
-    """What `commlib.compress.GradientCompression` is: how buckets are compressed, and what is remembered of them."""
+    """Compress buckets as `commlib.compress.GradientCompression` does, and remember what is left of them."""
 
     scheme: Scheme | None
     why: str
@@ -90,7 +90,7 @@ class Ranks(Protocol):
 
 
 class InOrder:
-    """Ranks that launch reductions in one order, on a communicator `comm`; other axes are in `axes`, by name."""
+    """Launch reductions in one order, on a communicator `comm`; other axes are in `axes`, by name."""
 
     stands_in = True
     together = False

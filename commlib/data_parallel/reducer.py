@@ -1,4 +1,4 @@
-"""GradientReducer: gradients of one set of parameters, reduced while backward runs. What every adapter drives.
+"""GradientReducer: reduce the gradients of one set of parameters while backward runs. Every adapter drives it.
 
     begin | ready(3), ready(2) -> bucket 0 is launched, ready(1), ... | end: the rest is launched, all are waited for
 
@@ -311,8 +311,8 @@ class GradientReducer:
     def contribute_nothing(self) -> int | None:
         """Take part with nothing in what the other ranks reduce, until all of them call this. Collective.
 
-        Gradients and parameters of this rank stay what they are. Returns how often others reduced, None if there is
-        nothing to reduce, nobody else, or no need to.
+        Gradients and parameters of this rank stay what they are. Returns how often others reduced, or None: nothing to
+        reduce, no other rank, or no need.
         """
         if self._tracker.active:
             self.end()

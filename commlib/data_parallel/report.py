@@ -1,4 +1,4 @@
-"""What reductions cost: counted since the start, and told apart by training step."""
+"""Report: count what reductions cost since the start, and tell it apart by training step."""
 
 from __future__ import annotations
 
@@ -11,12 +11,12 @@ from typing import Any
 
 @dataclass(slots=True)
 class Statistics:
-    """What was reduced so far, and what it cost the thread that trains."""
+    """Count what was reduced so far, and what it cost the thread that trains."""
 
     exposed_seconds: float = 0.0
     """Time the training thread waited for, or worked for, reductions: what overlap could not hide."""
     hidden_seconds: float = 0.0
-    """Time in which reductions ran on the progress thread while nobody waited for them."""
+    """Time in which reductions ran on the progress thread without being waited for."""
     nbytes: int = 0
     """Bytes of gradients (padding and flags included) that this rank put into reductions."""
     sent_bytes: int = 0

@@ -1,4 +1,4 @@
-"""Reporting: what users ask of anything that reduces gradients, be it an optimizer, a module or a tape."""
+"""Reporting: tell users of an optimizer, a module or a tape what it has reduced, and what that cost."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from commlib.data_parallel.report import Statistics, StepReport
 
 
 class Reporting:
-    """Tells what `reducer` tells: a GradientReducer or NamedGradients; None where nothing is reduced."""
+    """Tells what `reducer` tells: a GradientReducer, or NamedGradients, or None where nothing is reduced."""
 
     @property
     def reducer(self) -> Any:

@@ -1,9 +1,10 @@
-"""Shards: each rank keeps one part of every bucket, of reduced gradients and of parameters, and gathers the parameters.
+"""Shards: keep one part of every bucket on each rank, of gradients and of parameters, and gather the parameters.
 
     backward: reduce-scatter 0, 1, ... | the optimizer updates `own(b)` by `gradients(b)` | gather ..., 1, 0 | forward
 
 So gradients and what an optimizer remembers take 1/P of the memory, for the bytes of an all-reduce (Rajbhandari et al.
-2020, ZeRO). A bucket is cut without regard to parameters: `pieces` says what of which parameter a part has.
+2020, ZeRO). A bucket is cut without regard to parameters: `pieces` lists the parameters in a part, and how much of
+each.
 """
 
 from __future__ import annotations
@@ -18,7 +19,7 @@ from commlib.dtypes import Array
 
 
 class Piece(NamedTuple):
-    """What this rank owns of one parameter: its elements from `first` on, at `start` to `stop` of its part."""
+    """Locate the elements of one parameter that this rank owns: from `first` on, at `start` to `stop` of its part."""
 
     parameter: int
     first: int
@@ -45,7 +46,7 @@ class Shards:
                 self._of[slot.parameter] = index, slot.offset, slot.offset + slot.count
 
     def pieces(self, bucket: int) -> list[Piece]:
-        """Return what of which parameter this rank owns, in order."""
+        """Return the pieces of parameters that this rank owns, in order."""
         comm, length = self._comms[bucket], len(self._own[bucket])
         begin = comm.rank * length
         found = []

@@ -1,8 +1,9 @@
-"""Slots: places in buckets that are lent to a framework as gradients, and taken back when nobody holds them.
+"""Slots: lend places in buckets to a framework as gradients, and take back those that are no longer referred to.
 
-A gradient that was reduced in its slot needs no copy: the framework gets an array over the slot itself. Whoever keeps
-that gradient expects it to stay what it is. So before slots are written again, those whose arrays are still referred to
-are found by their reference counts, and their buckets leave the memory to whoever holds it, until nobody does.
+A gradient that was reduced in its slot needs no copy: the framework gets an array over the slot itself. A framework
+that keeps this gradient expects it to stay the same. So before slots are written again, reference counts show which
+arrays are still in use. Buckets of those leave their memory to the users of the arrays, until the last reference is
+gone.
 """
 
 from __future__ import annotations
@@ -44,9 +45,9 @@ class Slots:
         return self._lent[number]
 
     def free(self, moved: Callable[[int], None], adds_up: Callable[[int], bool] = lambda number: False) -> None:
-        """See to it that nobody looks at slots that are about to be written. Nothing may be in flight, or put.
+        """Make sure that slots to be written are no longer referred to. Nothing may be in flight, or put.
 
-        `moved` is called for each gradient whose slot is elsewhere afterwards. `adds_up` tells that whoever holds a
+        `moved` is called for each gradient whose slot is elsewhere afterwards. `adds_up` tells that the holder of a
         gradient expects it to change: autograd adds to it where it is.
         """
         for bucket, arrays in list(self._left.items()):

@@ -1,7 +1,7 @@
 """Save and load what compression remembers of each gradient, and where it goes on.
 
-Residuals are this rank's own. Another rank's would help nobody, so those that were saved by another rank, or in a job
-of another size, are left aside with a warning. What is the same on all ranks is taken from any rank's state.
+Residuals are this rank's own. Another rank's would be of no use. So residuals saved by another rank, or in a job of
+another size, are left aside with a warning. State that is the same on all ranks is taken from any of them.
 """
 
 from __future__ import annotations

@@ -1,10 +1,10 @@
-"""When to reduce what: events of training in, launches out. [pure]
+"""Tracker: decide when each bucket is reduced. Events of training go in, launches come out. [pure]
 
     idle --begin--> backward --ready, ready, ...--> backward --end--> idle --stepped--> idle
 
-A reducing backward launches every bucket exactly once and in index order, whatever the order in which gradients become
-ready: ranks whose autograd graphs differ still launch the same sequence. Whether a backward reduces depends on counts
-alone (`no_sync`, passes per step), never on what this rank's graph held.
+A reducing backward launches every bucket exactly once and in index order, in whatever order gradients become ready. So
+ranks with different autograd graphs still launch the same sequence. Whether a backward reduces depends on counts alone
+(`no_sync`, passes per step), never on what this rank's graph held.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from collections.abc import Sequence
 
 
 class Tracker:
-    """The state of one training loop's gradients, on one rank.
+    """Follow the gradients of one training loop, on one rank.
 
     `buckets[b]` are the parameters (numbered from 0) of bucket b; every parameter is in exactly one bucket.
     """

@@ -1,4 +1,4 @@
-"""Unbucketed: gradients that travel outside the buckets, sparse ones and those that a user's compressor packs.
+"""Unbucketed: reduce gradients outside the buckets, if they are sparse or packed by a user's compressor.
 
 They have a slot without elements, whose flag tells all ranks whether any of them has such a gradient.
 """
@@ -18,7 +18,7 @@ from commlib.errors import MismatchError
 
 
 class Unbucketed:
-    """Which gradients travel outside the buckets, as far as all ranks know, and the exchanges that reduce them."""
+    """Hold the gradients that travel outside the buckets, as far as all ranks know, and reduce them by exchanges."""
 
     def __init__(self, ranks: Ranks, options: Options, gradients: Sequence[Gradient], values: Values) -> None:
         self._ranks, self._options, self._gradients, self._values = ranks, options, gradients, values

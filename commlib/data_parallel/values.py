@@ -1,4 +1,4 @@
-"""Values: what a GradientReducer asks of a framework. Gradients are known by their numbers."""
+"""Values: ask a framework for its gradients, by their numbers."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from commlib.dtypes import Array
 
 
 class Values(Protocol):
-    """The gradients of one set of parameters, as a framework has them, and their slots in buckets."""
+    """Give a framework's gradients, of one set of parameters, and their slots in buckets."""
 
     accumulates: bool
     """Gradients stay what they are after a reduction, and the next backward adds to them."""
@@ -22,7 +22,7 @@ class Values(Protocol):
         ...
 
     def free(self) -> None:
-        """See to it that nobody looks at slots that are about to be written: see `Slots.free`."""
+        """Make sure that slots which are about to be written are no longer referred to: see `Slots.free`."""
         ...
 
     def exists(self, index: int) -> bool:
@@ -42,7 +42,7 @@ class Values(Protocol):
         ...
 
     def hide(self, indices: Iterable[int]) -> None:
-        """Part gradients from slots that are in flight: whoever accumulates now, by mistake, must not do it there."""
+        """Part gradients from slots that are in flight: a mistaken accumulation now must not write there."""
         ...
 
     def detach(self) -> None:

@@ -1,4 +1,4 @@
-"""What is the same for arrays of all devices: numpy's on the host, DeviceArray elsewhere."""
+"""Arrays: treat arrays of all devices alike. numpy's on the host, DeviceArray elsewhere."""
 
 from __future__ import annotations
 

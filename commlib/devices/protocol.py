@@ -18,7 +18,7 @@ from commlib.protocols import SharedMemory
 
 
 class Event(Protocol):
-    """A place in a stream."""
+    """Mark a place in a stream."""
 
     def done(self) -> bool:
         """Return whether everything queued before it has run. Never blocks."""
@@ -57,7 +57,7 @@ class Buffer(Protocol):
 
 
 class Device(Protocol):
-    """One kind of memory, and who copies and computes there. One process uses one device of a kind at a time."""
+    """Copy and compute on one kind of memory. One process uses one device of a kind at a time."""
 
     @property
     def name(self) -> str:

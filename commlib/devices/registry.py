@@ -1,4 +1,4 @@
-"""Which device owns an array: a device says which types it knows."""
+"""Registry: find the device that owns an array. A device says which types it knows."""
 
 from __future__ import annotations
 

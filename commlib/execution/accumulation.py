@@ -13,7 +13,7 @@ from commlib.execution.reduce_op import ReduceOp
 
 
 class Accumulation:
-    """What a reduction by messages works with: the array itself, or a wider copy of it that is rounded once at the end.
+    """Hold what a reduction by messages works on: the array itself, or a wider copy that is rounded once at the end.
 
     once: nothing is combined twice on its way, so no copy needs to be wider.
     """

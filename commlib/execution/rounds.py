@@ -21,7 +21,7 @@ _YIELDS = 200  # how often a call asks giving the core away before it comes back
 
 
 class Round(NamedTuple):
-    """Messages, and the addresses of what is combined when they are there: see `reduce_as_written`."""
+    """Hold messages, and the addresses of what is combined when they are there: see `reduce_as_written`."""
 
     messages: PersistentRound
     addresses: Sequence[int]

@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class Call:
-    """A verb with its arguments, except the array; as a backward, with what it must know about the forward.
+    """Hold a verb and its arguments, except the array; a backward also holds what it must know about the forward.
 
     rows: for all_to_all_v how many rows go to each rank; for all_gather and reduce_scatter how many each rank has, if
     not equally many. shape, dtype: of the result on this rank, where the array does not tell. factor: on the result.

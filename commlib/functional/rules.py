@@ -1,4 +1,4 @@
-"""Which verb runs on gradients in the backward of which verb, said once for all frameworks."""
+"""Rules: give each verb the verb that runs on gradients in its backward, once for all frameworks."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from commlib.errors import UsageError
 
 @dataclass(frozen=True, slots=True)
 class Rule:
-    """What runs on gradients: a verb, the operation of a reduction, and a factor of size ** power on its result."""
+    """Say what runs on gradients: a verb, the operation of a reduction, and a factor of size ** power on its result."""
 
     verb: str
     op: str = ""

@@ -1,4 +1,4 @@
-"""Do all ranks make the same call? Asked before data moves.
+"""Call check: compare the calls of all ranks before data moves.
 
 Within a node the board answers at the price of one meeting. Across nodes the ranks gather a number each, which costs
 some network latencies, so 'auto' does it for a group's first calls only; after that the signature is part of every
@@ -96,7 +96,7 @@ _LAST_WORDS = 0  # the tag of them; those of calls are their numbers, from 1 on
 
 @dataclass(slots=True)
 class _Exchange:
-    """A text that goes to another rank, and one that comes from it; `send` or `receive` is None where none does."""
+    """A text to another rank and a text from it. `send` or `receive` is None where there is none."""
 
     peer: int
     send: Request | None
@@ -114,8 +114,8 @@ class StallCheck:
     """Compares calls once a wait is long, for groups whose ranks do not share memory.
 
     A rank that has waited long sends each other rank its last calls, by number, and posts a receive for theirs. Ranks
-    that disagree are stuck, or will be, so both sides come to this sooner or later. A rank that leaves, or whose group
-    has failed, says so in last words. Nothing is sent as long as nobody waits long.
+    that disagree are stuck, or will be, so both sides come to this sooner or later. A rank says so in last words when
+    it leaves or its group has failed. Nothing is sent as long as all waits are short.
     """
 
     def __init__(self, transport: Transport, group: str) -> None:

@@ -1,4 +1,4 @@
-"""The calls of a group on one rank, one after another: counted, compared with the other ranks', and run."""
+"""Call sequence: count the calls of a group on one rank, compare them with the other ranks', and run them in turn."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from commlib.transport.base import Transport
 
 
 class CallSequence:
-    """Those of one group, whose failures `standing` knows.
+    """Count and run the calls of one group. `standing` knows its failures.
 
     one_node: whether all ranks are on one node. needs_board: whether the first collective makes a board, by `open`,
     which then calls `meet_on`. group: watches waits.

@@ -1,4 +1,4 @@
-"""Completion: kernels of a node that did not end well at once are finished, or the ranks told who called what."""
+"""Completion: finish kernels of a node that did not end well at once, or tell the ranks who called what."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from commlib.runtime.progress import Progress
 
 @dataclass(frozen=True, slots=True)
 class Completion:
-    """That of one group, which watches its waits."""
+    """Finish kernels of one group, and watch its waits."""
 
     name: str
     rank: int

@@ -1,4 +1,4 @@
-"""Gathering: what all ranks say of themselves, by messages, where nothing else of a group is needed."""
+"""Gathering: tell all ranks what each says of itself. It needs messages, and nothing else of a group."""
 
 from __future__ import annotations
 

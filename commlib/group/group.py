@@ -1,4 +1,4 @@
-"""Group: one rank's place among others, and how operations run there, in order. It knows no verb.
+"""Group: run operations in order, as one rank among others. It knows no verb.
 
 A group costs one split of MPI's and no shared memory until it is used. Its board, its nodes and its rails are made by
 the first operation that needs them, which all ranks run.
@@ -217,7 +217,7 @@ class Group:
     def did_last(self) -> str:
         """Return what this rank did last in the group, to be appended to a message; "" if nothing is recorded.
 
-        Also where its calls are not its user's: whoever explains them says what was.
+        Also where its calls are not its user's: the group's speaker says what was.
         """
         return "" if self.explain is not None else self.runtime.recording.did_last(self.name)
 
@@ -295,9 +295,9 @@ class Group:
         self._standing.abandon(text, error)
 
     def speak_for(self, explain: Callable[[float, list[int]], str]) -> None:
-        """Let somebody else speak for a group whose calls are not its user's.
+        """Let another speak for a group that makes calls which are not its user's.
 
-        explain: words the warning about a long wait. Whoever speaks tells the other ranks of a failure, by `leave`.
+        explain: words the warning about a long wait. The speaker tells the other ranks of a failure, by `leave`.
         """
         self.explain = explain
         self._standing.is_told = True
@@ -312,7 +312,7 @@ class Group:
         self._standing.leave(reason, deadline, history=self._calls.history)
 
     def announce(self, reason: str = "") -> None:
-        """Tell the other ranks the same, and wait for nobody."""
+        """Tell the other ranks the same, without waiting."""
         self._standing.announce(reason, history=self._calls.history)
 
     def close(self) -> None:

@@ -1,4 +1,4 @@
-"""Hierarchy: the two groups that a group on several nodes is made of for this rank: its node, and its rail.
+"""Hierarchy: split a group on several nodes into two groups for this rank, its node and its rail.
 
 Rail r joins the r-th rank of every node (see `topology`). Both are used within operations of the whole group alone, so
 that nothing can come between; what users do on a node of their own has groups of its own.
@@ -14,7 +14,7 @@ from commlib.transport.base import Transport
 
 @dataclass(frozen=True, slots=True)
 class Hierarchy:
-    """place: this rank's number on its node, and that of its rail; `rail` is None where there are fewer rails."""
+    """Hold this rank's groups. place: its number on its node, and that of its rail; `rail` is None beyond the rails."""
 
     topology: Topology
     number: int  # of this rank's node

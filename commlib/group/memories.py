@@ -1,4 +1,4 @@
-"""Memories: the symmetric memory of a group, on the host and on each device that it was asked for."""
+"""Memories: keep the symmetric memory of a group, on the host and on each device that it was asked for."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ Gather = Callable[[Any], list[Any]]
 
 
 class Memories:
-    """Those of one group. gather: tells an object of every rank to all; gather_in_node: to those of this node."""
+    """Keep the memories of one group. gather: tells all ranks an object of each; gather_in_node: those of this node."""
 
     def __init__(self, hierarchy: Hierarchy, gather_in_node: Gather, gather: Gather) -> None:
         self._hierarchy, self._gather_in_node, self._gather = hierarchy, gather_in_node, gather

@@ -1,4 +1,4 @@
-"""Operation: one call that is run once, checked and ready to run."""
+"""Operation: hold one call that is checked and ready to run once."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import Any
 
 @dataclass(slots=True)  # not frozen: that would triple the price of making one, for each call
 class Operation:
-    """`text` says what is called; ranks that call the same thing have the same text. `run` does it.
+    """Hold a call: `text` says what is called, the same on all ranks that call the same thing. `run` does it.
 
     It holds the arrays that it reads and writes, so that they stay alive while it is queued.
 

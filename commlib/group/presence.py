@@ -1,4 +1,4 @@
-"""Presence: which ranks of a group will never come, as far as a board of this node shows it."""
+"""Presence: tell which ranks of a group will never come, as far as a board of this node shows it."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from commlib.node.board import NodeBoard
 
 @dataclass(frozen=True, slots=True)
 class Presence:
-    """What a board tells of the ranks of a group: its own, or one that was split from it.
+    """Read what a board tells of the ranks of a group: the group of the board, or a group split from that.
 
     ranks: the rank in the group of each of the board's members that is in it; None: the group is the board's own.
     """

@@ -1,4 +1,4 @@
-"""Programs: rounds of messages of a group, within its operations; and what its ranks tell each other by them."""
+"""Programs: run rounds of messages within a group's operations. By them its ranks also tell each other things."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from commlib.transport.base import Transport
 
 
 class Programs:
-    """Those of one group, which watches their waits."""
+    """Run programs of one group, and watch their waits."""
 
     def __init__(
         self,

@@ -1,4 +1,4 @@
-"""Root: the rank that a verb names, checked against its group."""
+"""Root: check the rank that a verb names against its group."""
 
 from __future__ import annotations
 

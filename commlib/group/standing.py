@@ -1,4 +1,4 @@
-"""Standing: whether a group's calls still run on this rank, and what the other ranks are told when they do not."""
+"""Standing: tell whether a group's calls still run on this rank, and tell the other ranks when they do not."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ log = logging.getLogger("commlib")
 
 
 class Attached(Protocol):
-    """What ends with a group."""
+    """Ends with a group."""
 
     def leave(self, reason: str) -> None:
         """End on this rank: the group has failed, for a reason, or leaves."""
@@ -32,7 +32,7 @@ class Attached(Protocol):
 
 
 class Standing:
-    """That of one rank in a group.
+    """Tell how one rank stands in a group.
 
     stall_check: tells ranks that share no memory, if the group has one. is_seen: whether a parent's board shows this
     rank's end to those on its node. one_node: whether that is all ranks.
@@ -46,7 +46,7 @@ class Standing:
         self.is_open = False  # the ranks have met on the board
         self.failure: CommlibError | None = None  # after it the group's ranks are out of step
         self.is_told = False
-        """Whether somebody else tells the other ranks of a failure, in words of its own, by `leave`."""
+        """Whether the group's speaker tells the other ranks of a failure, in words of its own, by `leave`."""
 
     def attach(self, part: Attached) -> None:
         """Let what has an end of its own, the group's channels for example, end with the group."""
@@ -64,7 +64,7 @@ class Standing:
     def abandon(self, text: str, error: BaseException) -> None:
         """Mark the group as failed: `error`, none of ours, came out of the call `text` before it had run to its end.
 
-        Or so it may be: nobody can tell at which instruction a signal handler has raised.
+        Or so it may be: there is no telling at which instruction a signal handler has raised.
         """
         if self.failure is not None or isinstance(error, CommlibError):
             return

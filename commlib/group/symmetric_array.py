@@ -1,4 +1,4 @@
-"""Arrays in symmetric memory: memory that all ranks of a node map."""
+"""Make arrays in symmetric memory: memory that all ranks of a node map."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Waits: a hook for many waits of one operation."""
+"""Waits: give the many waits of one operation a hook."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from commlib.transport.base import WaitHook
 
 
 class Watching(Protocol):
-    """Who watches waits."""
+    """Watches waits."""
 
     def watch(self, text: str) -> WaitHook:
         """Return the watchdog for one wait."""

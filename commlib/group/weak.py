@@ -1,4 +1,4 @@
-"""Weak: methods that do not keep their object alive."""
+"""Weak: make methods that do not keep their object alive."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Give every rank the tensors of one of them: which ranks, under which names, and how many travel as one message."""
+"""Broadcast: give every rank the tensors of one rank, under names, in few messages."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ PACK_BYTES = 8 * 2**20
 
 
 class Ranks(Protocol):
-    """The ranks that get the tensors, and what is done among them: a Communicator, or `NamedRanks`."""
+    """Broadcast tensors among ranks: a Communicator, or `NamedRanks`."""
 
     @property
     def rank(self) -> int: ...

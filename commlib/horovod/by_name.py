@@ -1,4 +1,4 @@
-"""Gradients reduced by name: each bucket is an operation of its own, which ranks may ask for in any order.
+"""Reduce gradients by name: each bucket is an operation of its own, and ranks may ask for them in any order.
 
 A rank that has joined takes part in it without knowing of the bucket: with zeros, and flags that say "unused".
 """
@@ -42,7 +42,7 @@ def reduce_by_name(process_set: ProcessSet | None) -> Callable[..., None]:
 
 
 def overlap_pays_here(threads: int) -> bool:
-    """Tell what `commlib.data_parallel.overlap_pays` does, asking nobody: ranks may trace at different times."""
+    """Tell what `commlib.data_parallel.overlap_pays` does, without a message: ranks may trace at different times."""
     return local_size() < size() or cores_per_rank(running()) > threads
 
 

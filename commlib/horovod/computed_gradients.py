@@ -1,4 +1,4 @@
-"""`compute_gradients` of a distributed optimizer: what it reduces, `apply_gradients` must not reduce once more.
+"""ComputedGradients: keep `apply_gradients` from reducing again what `compute_gradients` has reduced.
 
 Which gradients those are is known by the objects. Where others come instead, they may be what the caller made of them,
 clipped say: to average what is equal on all ranks changes nothing, so then they are reduced again; to add it up would.
@@ -13,7 +13,7 @@ from commlib.errors import UsageError
 
 
 class ComputedGradients:
-    """Remembers which gradients were reduced and given to the caller."""
+    """Remember the gradients that were reduced and given to the caller."""
 
     def __init__(self) -> None:
         self._given: list[Any] | None = None

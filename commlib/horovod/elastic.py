@@ -1,4 +1,4 @@
-"""State that is committed and restored in memory, and the loop that does so when an operation fails.
+"""Elastic: commit and restore state in memory, in a loop that does so when an operation fails.
 
 The ranks of a job stay what they are so far: what Horovod calls elastic, joining and leaving hosts, is not there.
 """
@@ -23,7 +23,7 @@ RECOVERABLE = (MismatchError, StallError)
 
 
 class State:
-    """What a training loop needs to go on from where it was. Subclasses say what `save`, `restore` and `sync` do."""
+    """Hold what a training loop needs to go on from where it was. Subclasses define `save`, `restore` and `sync`."""
 
     def __init__(self, **kwargs: Any) -> None:
         self._reset_callbacks: list[Callable[[], Any]] = []

@@ -1,4 +1,4 @@
-"""Horovod's environment variables: those that have a meaning here, and what it is.
+"""Environment: read those of Horovod's variables that have a meaning here.
 
     HOROVOD_FUSION_THRESHOLD=33554432    is    COMMLIB_FUSION_MIB=32
 
@@ -85,7 +85,7 @@ _SETTINGS: dict[str, tuple[str, Callable[[str], str], str]] = {
 
 @dataclass(frozen=True, slots=True)
 class Environment:
-    """What Horovod's variables say."""
+    """Hold what Horovod's variables say."""
 
     settings: Mapping[str, str]
     """COMMLIB_* variables, where they are not set themselves."""

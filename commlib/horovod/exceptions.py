@@ -1,4 +1,4 @@
-"""Horovod's exceptions, as far as scripts catch them."""
+"""Exceptions: define those of Horovod, as far as scripts catch them."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""NamedGradients: gradients that come as arrays, reduced by name. What a framework with immutable tensors drives.
+"""NamedGradients: reduce gradients by name that come as arrays, for a framework with immutable tensors.
 
     begin(kinds) | give(numbers, arrays), give(...) -> complete buckets are launched | end(rows) -> results
 
@@ -38,7 +38,7 @@ Gradients = tuple[Gradient, ...]
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Kept:
-    """What reduces one kind of call."""
+    """Reduce one kind of call."""
 
     gradients: Gradients
     reducer: GradientReducer
@@ -48,7 +48,7 @@ class Kept:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Call:
-    """What is known of a call before it runs: which gradients are dense and which sparse; the others are None here.
+    """Describe a call before it runs: its dense and its sparse gradients. The others are None here.
 
     `order` are the numbers of all as backward makes them. `threads` train on this rank. Where `strict`, a gradient that
     only some ranks have is an error.
@@ -82,7 +82,7 @@ class NamedGradients:
 
     @property
     def alone(self) -> bool:
-        """Whether this rank reduces with no other one, as one that is not in the process set, like Horovod's."""
+        """Whether this rank reduces alone: it is the only rank or, as in Horovod, outside the process set."""
         return self.size == 1 or self.process_set.included() is False
 
     @property

@@ -1,4 +1,4 @@
-"""join: a rank that has run out of data lets the others go on."""
+"""join: let the other ranks go on when a rank has run out of data."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ def join(reducers: Sequence[StandIn] = ()) -> int:
 
 
 def _last(by_name: int, counts: Sequence[int | None]) -> int:
-    """Return the rank that came last: the one that took part in reductions of others least often, if they tell.
+    """Return the rank that came last: it took part in reductions of others least often, if they tell.
 
     Named operations alone cannot: ranks that only reduce gradients hear of all joins at once, when the last one comes.
     """

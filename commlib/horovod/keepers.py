@@ -1,4 +1,4 @@
-"""Keepers: what a state does with one object that is no plain value, such as a model."""
+"""Keepers: save and restore one object of a state that is no plain value, such as a model."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Learning rates that follow a schedule or are warmed up, for a training loop like Keras' `fit`: see `callbacks`."""
+"""Learning rates: follow a schedule or warm up, in a training loop like Keras' `fit`. See `callbacks`."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from commlib.horovod.basics import rank, size
 
 
 class Optimizers(Protocol):
-    """What a framework knows of its optimizers. A learning rate is set as the attribute `learning_rate`."""
+    """Reach a framework's optimizers. A learning rate is set as the attribute `learning_rate`."""
 
     def learning_rate_of(self, optimizer: Any) -> float:
         """Return it as a number."""

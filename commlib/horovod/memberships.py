@@ -1,7 +1,7 @@
-"""Which process sets the ranks have given, and whether they agree.
+"""Memberships: collect the process sets that the ranks have given, and compare them.
 
-A set that is made of ranks is given by all ranks of the world, as it is. One that is made of a communicator is given by
-its members: a split gives each rank one communicator, and nobody has those of the others.
+All ranks of the world give a set that is made of ranks, as it is. Only its members give a set that is made of a
+communicator: a split gives each rank one communicator, and no rank has those of the others.
 """
 
 from __future__ import annotations

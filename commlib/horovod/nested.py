@@ -1,4 +1,4 @@
-"""Walk over nested state, such as what an optimizer's `state_dict()` returns."""
+"""Nested: walk over nested state, such as what an optimizer's `state_dict()` returns."""
 
 from __future__ import annotations
 

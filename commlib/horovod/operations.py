@@ -1,4 +1,4 @@
-"""Named operations on arrays, with Horovod's meaning: what both adapters convert tensors for.
+"""Operations: run named operations on arrays, with Horovod's meaning. Both adapters convert tensors for them.
 
 Every `start_*` asks for an operation and returns a `Pending` at once; it runs when all ranks of the process set have
 asked for it under the same name, in whatever order. `name=None` makes a name of a counter of the process set and the

@@ -1,4 +1,4 @@
-"""Process sets: groups of ranks that run named operations of their own, each with a coordinator of its own."""
+"""Process sets: let groups of ranks run named operations of their own, each by a coordinator of its own."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 
 
 class ProcessSet:
-    """Some ranks. It has operations of its own once it is registered, by `init` or `add_process_set`.
+    """Group some ranks. It has operations of its own once it is registered, by `init` or `add_process_set`.
 
     Made of ranks of the world, or of an mpi4py communicator over them, `mpi_comm`. Registered sets have a
     `process_set_id`; several objects may be given to `init` that stand for one set.
@@ -107,7 +107,7 @@ class ProcessSet:
 
 
 class Registry:
-    """The process sets of one world. All ranks have the same ones, because adding and removing is agreed on."""
+    """Keep the process sets of one world. All ranks have the same, because adding and removing is agreed on."""
 
     def __init__(self, world: Any) -> None:
         self.world = world
@@ -197,7 +197,7 @@ class Registry:
     def close(self) -> str:
         """End all operations; what has not run ends with ShutdownError.
 
-        Returns the first failure that nobody has asked for, or "".
+        Returns the first failure that was never asked for, or "".
         """
         failures = [coordinator.unseen_failure() for coordinator in self.coordinators()]
         for coordinator in self.coordinators():

@@ -1,4 +1,4 @@
-"""Horovod's reduce operations, by its numbers, and what the core calls them."""
+"""Reductions: translate Horovod's reduce operations, given by its numbers, into the core's."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from commlib.horovod.process_sets import ProcessSet, process_set_of
 
 
 class ReduceOp(enum.IntEnum):
-    """What a reduction does with the values of the ranks. Average divides by the number of ranks."""
+    """Name what a reduction does with the values of the ranks. Average divides by the number of ranks."""
 
     AVERAGE = 0
     SUM = 1
@@ -62,7 +62,7 @@ def reduction_name(op: Any) -> str:
 
 @dataclass(frozen=True, slots=True)
 class Reduction:
-    """How values are combined, under which name, and by whom. None as `process_set` is all ranks."""
+    """Say how values are combined, under which name, and by which ranks. None as `process_set` is all ranks."""
 
     op: ReduceOp
     name: str | None

@@ -1,4 +1,4 @@
-"""ElasticSampler: the indices of a dataset, shared among the ranks anew after each restart."""
+"""ElasticSampler: share the indices of a dataset among the ranks, anew after each restart."""
 
 from __future__ import annotations
 

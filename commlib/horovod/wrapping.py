@@ -1,4 +1,4 @@
-"""Change the class of a user's object instead of wrapping it: whoever refers to it goes on using it."""
+"""Wrapping: change the class of a user's object, so that every reference to it goes on working."""
 
 from __future__ import annotations
 

@@ -20,7 +20,7 @@ T = TypeVar("T")
 
 
 class Drawn(Protocol):
-    """What is drawn: a `MeshShape`."""
+    """Give the picture what it needs of a `MeshShape`."""
 
     @property
     def ranks(self) -> int: ...

@@ -1,4 +1,4 @@
-"""The board: where the ranks of one node meet, compare their calls, and leave word for each other.
+"""Board: let the ranks of one node meet, compare their calls, and leave notes for each other.
 
 The protocols are compiled (`kernels.node`); this is the memory they work on and the Python around a long wait.
 """
@@ -46,7 +46,7 @@ def _process_alive(process: int) -> bool:
 
 
 class NodeBoard:
-    """The meeting place of the ranks of one group that are on one node.
+    """Let the ranks of one group meet that are on one node.
 
     `spins` is how often a rank polls before it yields its core. `slot_bytes` is the size of each rank's two slots.
     `members` are their ranks in the group, by which `late` and `absent` call them (default: all of the group).

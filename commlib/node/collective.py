@@ -1,4 +1,4 @@
-"""NodeCollective: what the ranks of a node do together, compiled, and run as often as wanted on any arrays of its kind.
+"""NodeCollective: run a compiled collective of a node's ranks, as often as wanted, on any arrays of its kind.
 
 It is one collective of one group on arrays of one size. Where the arrays are in symmetric memory nothing is copied;
 elsewhere the data goes through the slots of the board. The kernels find that out, call by call.
@@ -58,13 +58,13 @@ def ranges(layout: Layout, item_bytes: int) -> list[Range]:
 
 @dataclass(frozen=True, slots=True)
 class Exchange:
-    """What one rank publishes of its array, and where in its result what it takes from each rank goes.
+    """Describe what one rank publishes of its array, and where in its result the parts of each rank go.
 
-    sends: one part that all ranks take, or one for each rank. takes: what this rank takes from each, in rank order;
-    in a reduction only its own entry counts, for all have the same. longest: bytes of the longest part of any rank.
-    offsets: bytes behind each rank's array, which has `nbytes`, to the part in it that this rank takes; None if it is
-    not worth asking whether the arrays are symmetric. in_target: those arrays are the results, of which what the ranks
-    publish are parts.
+    sends: one part that all ranks take, or one part for each rank. takes: the part that this rank takes from each, in
+    rank order; in a reduction only its own entry counts, for all have the same. longest: bytes of the longest part of
+    any rank. offsets: bytes behind each rank's array, which has `nbytes`, to the part in it that this rank takes; None
+    if it is not worth asking whether the arrays are symmetric. in_target: those arrays are the results, and the ranks
+    publish parts of them.
     """
 
     sends: Sequence[Range]
@@ -76,7 +76,7 @@ class Exchange:
 
 
 class NodeCollective(Compiled):
-    """A compiled collective of a node's ranks. `counted`: it is a call of the user's, and no part of one."""
+    """A compiled collective of a node's ranks. `counted`: the user called it; it is no part of another call."""
 
     __slots__ = ("_calls", "_context", "_keep", "_route")
 

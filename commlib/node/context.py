@@ -1,4 +1,4 @@
-"""NodeContext: what the collectives of a node need of their group."""
+"""NodeContext: give the collectives of a node the parts of their group that they need."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ Complete = Callable[[Any, int, Any, int, str], int]
 
 @dataclass(frozen=True, slots=True)
 class NodeContext:
-    """The board of a group's ranks on this node, the order of the group's operations, and whom to tell of trouble.
+    """Hold the board of a group's ranks on this node, the order of the group's operations, and its trouble reports.
 
     places: the address of the places of the group's symmetric memory, as `kernels.host.placed` reads them.
     """

@@ -1,4 +1,4 @@
-"""What a rank did last in a group, in words for who waits too long.
+"""Last words: tell in words what a rank did last in a group, for a rank that waits too long.
 
 A reader of its own beside the ring: a rank that waits for a named operation goes on agreeing, call after call, which
 would push what matters out of the ring within a minute.

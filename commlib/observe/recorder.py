@@ -23,7 +23,7 @@ MESSAGES = "messages"
 
 
 class Phase(Enum):
-    """What happens to an operation.
+    """Name what happens to an operation.
 
     QUEUED: waits for its turn, or a named one for the other ranks. BEGUN: its data is published, and nobody waits yet.
     RUN: its turn has come; a message: it is posted. ROUND: messages of its schedule are posted, or it waits on its
@@ -129,7 +129,7 @@ Reader = Callable[[Event], None]
 
 
 class Recorder:
-    """The last `capacity` events of this process. Any thread may write, and nobody waits: an append is atomic."""
+    """Hold the last `capacity` events of this process. Any thread may write without a wait: an append is atomic."""
 
     def __init__(self, capacity: int = CAPACITY) -> None:
         self.numbers = itertools.count(1)

@@ -24,7 +24,7 @@ from commlib.optim.one_bit_moments import Hyper, Moments, Parameter
 
 @dataclass(frozen=True, slots=True)
 class Limits:
-    """How far the coefficients of layers may go. Raises UsageError for empty ranges.
+    """Limit the coefficients of layers. Raises UsageError for empty ranges.
 
     `max_coeff`, `min_coeff`: of the coefficients before they are frozen; `coeff_beta`: of their moving average.
     `factor_max`, `factor_min`: of what they are multiplied by afterwards; in one step that changes by a share of
@@ -52,7 +52,7 @@ class Limits:
 
 
 class Layer:
-    """What LAMB remembers of one parameter, beside its moments."""
+    """Hold what LAMB remembers of one parameter, beside its moments."""
 
     def __init__(self, count: int) -> None:
         self.fresh: Array = np.zeros(count, np.float32)

@@ -27,7 +27,7 @@ from commlib.kernels.host import moments as kernels
 
 @dataclass(frozen=True, slots=True)
 class Hyper:
-    """What a step depends on, for one parameter. decoupled: the weights decay as in AdamW, not as in Adam."""
+    """Hold what a step depends on, for one parameter. decoupled: the weights decay as in AdamW, not as in Adam."""
 
     lr: float
     beta1: float

@@ -1,4 +1,4 @@
-"""Channel: an edge between two ranks, over which arrays go in both directions, in order, without any collective."""
+"""Channel: send arrays between two ranks, in both directions, in order, without any collective."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ if TYPE_CHECKING:
 
 
 class Owner(Protocol):
-    """Who keeps a group's channels."""
+    """Keep a group's channels."""
 
     def look(self, peer: int) -> None:
         """Ask for what another rank has told, and give back what is used no more. Never blocks."""

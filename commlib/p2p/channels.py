@@ -1,7 +1,7 @@
-"""The channels of one group: opened by two ranks each, whenever they like, and ended together at the latest.
+"""Channels: open and end the channels of one group. Two ranks open each, whenever they like; all end with the group.
 
-Opening one involves nobody else and waits for nobody: a rank makes what it receives into, posts a letter about it, and
-meets the other side's letter when it first uses the channel.
+Opening a channel involves no other rank and no wait. A rank makes the memory that it receives into, and posts a letter
+about it. It meets the other side's letter when it first uses the channel.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ _MOST_DEPTH = 4096
 
 
 class Channels:
-    """What a group knows of its channels. Costs nothing until the first is opened."""
+    """Keep what a group knows of its channels. Costs nothing until the first is opened."""
 
     def __init__(self, group: Group, letters: Letters) -> None:
         self._group, self._letters = weakref.ref(group), letters
@@ -105,7 +105,7 @@ class Channels:
             self.sweep()
 
     def sweep(self) -> None:
-        """Give back what channels have left that nobody uses any more."""
+        """Give back what ended channels have left, once it is unused."""
         while self._dropped:
             self.end(self._dropped.popleft(), "has dropped this channel")
         self._lingering = [ends for ends in self._lingering if not ends.try_close()]

@@ -1,4 +1,4 @@
-"""Ends: both ends of a channel on one rank, and how they come to know the other rank's."""
+"""Ends: make both ends of a channel on one rank, and introduce them to the other rank's."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
 
 class Ends:
-    """What sends and what receives, in memory of a node or in messages. `Channel` is what users have of it."""
+    """Send and receive, in memory of a node or in messages. Users have a `Channel` of it."""
 
     def __init__(
         self, mailbox: Mailbox, address: Address, terms: Terms, outgoing: Any, incoming: Any, tag: int

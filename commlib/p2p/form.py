@@ -1,4 +1,4 @@
-"""Form: how an array stands in a message of a channel: as it is, or encoded."""
+"""Form: write an array into a message of a channel, as it is or encoded."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ Shape = tuple[int, ...]
 
 
 class Codec(Protocol):
-    """What a channel needs of `compress.codec.Codec`."""
+    """Encode arrays for a channel: the part of `compress.codec.Codec` that it needs."""
 
     @property
     def name(self) -> str: ...

@@ -1,4 +1,4 @@
-"""The receiving end of a channel on a node: it owns the inbox."""
+"""Inbox: receive a channel's messages on a node. This end owns the memory."""
 
 from __future__ import annotations
 

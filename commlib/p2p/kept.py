@@ -1,4 +1,4 @@
-"""Memory that kernels use by its address, and the order in which one takes the place of another."""
+"""Kept: keep memory alive that kernels use by its address, and let one piece take the place of another in order."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from typing import Any
 
 
 class Kept:
-    """What keeps such memory alive: what is used, or may be soon, by another thread perhaps.
+    """Keep such memory alive: memory in use, or soon in use, by another thread perhaps.
 
     Each change is one step that no thread and no signal handler can divide. Memory is added before kernels are told of
     it, with the number that it then has, and dropped when kernels use memory of a greater number.

@@ -1,4 +1,4 @@
-"""The receiving end of a lane: what one rank receives from another of its node, by tag, in the order it was sent."""
+"""LaneIn: receive what another rank of the node sends over a lane, by tag, in the order it was sent."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ class LaneIn:
         self._end[ring.DTYPES] = arrays.DTYPES_AT
         self._rings, self._posts, self._aside = Kept(), Kept(), Kept()
         self.posted: set[Any] = set()
-        """Receives into whose memory messages may come: nobody else may keep it alive."""
+        """Receives with memory that messages may come into: perhaps nothing else keeps it alive."""
 
     @property
     def is_connected(self) -> bool:

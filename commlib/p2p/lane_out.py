@@ -1,4 +1,4 @@
-"""The sending end of a lane: what one rank sends to another one of its node, in the order in which it is sent."""
+"""LaneOut: send to another rank of the node over a lane, in the order of the calls."""
 
 from __future__ import annotations
 
@@ -87,7 +87,7 @@ class LaneOut:
         self._kept.drop_before(int(self._end[kernels.RING]))
 
     def drop(self) -> None:
-        """Let nobody find what was made for it: nobody was told."""
+        """Withdraw what was made for it: no rank was told."""
         self._rings.drop(self._kept.numbered(1))
 
     def halt(self) -> None:

@@ -1,4 +1,4 @@
-"""A receive that is posted to a lane."""
+"""LaneReceive: post a receive to a lane."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from commlib.transport.base import Request
 
 
 class LaneReceive:
-    """One posted receive, of a message whose length is not known: a `ProbedReceive`."""
+    """Post one receive of a message of unknown length: a `ProbedReceive`."""
 
     by_lane = True
     __slots__ = ("_array", "_has_ended", "_into", "_lane", "_number", "_other_way", "nbytes")

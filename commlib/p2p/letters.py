@@ -1,4 +1,4 @@
-"""The letters of one group: its channels and its lanes meet by them. Costs nothing until the first."""
+"""Letters: let the channels and lanes of one group meet. They cost nothing until the first."""
 
 from __future__ import annotations
 

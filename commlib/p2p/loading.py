@@ -1,4 +1,4 @@
-"""Load what lanes are made of, when the first message goes by one: few jobs send any, and it is compiled code."""
+"""Load what lanes are made of when the first message goes by one: few jobs send any, and it is compiled code."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
-"""Letters between two ranks of a group about their channels and lanes: how one was opened, and that it has ended.
+"""Mailbox: exchange letters between two ranks about their channels and lanes, at the opening and at the end.
 
-They have a tag of their own, above those of users' messages. Nobody waits for a letter to be read: its reader may look
-at it much later, or never.
+Letters have a tag of their own, above those of users' messages. There is no wait for a letter to be read: its reader
+may look at it much later, or never.
 """
 
 from __future__ import annotations
@@ -38,13 +38,13 @@ class Address:
 
 
 class Mailbox:
-    """All letters of one rank in one group. Nothing here blocks, except `close`, briefly.
+    """Keep all letters of one rank in one group. Nothing here blocks, except `close`, briefly.
 
-    Only the poller's thread takes letters in: a signal handler that raised in the middle of that would lose one, or the
-    place in which the next one is awaited. Other threads ask for it, and look at what has come.
+    Only the poller's thread takes letters in. A signal handler that raised meanwhile would lose a letter, or the place
+    where the next letter is awaited. Other threads ask for it, and look at what has come.
 
-    key: of the group, unlike any other's. MPICH gives letters that nobody took before their group was closed to a later
-    group, which is to read none of them.
+    key: of the group, unlike any other's. MPICH gives letters that were not taken before their group was closed to a
+    later group. That group must read none of them.
     """
 
     def __init__(self, transport: Transport, poller: MessagePoller, owner: object, key: int = 0) -> None:

@@ -1,4 +1,4 @@
-"""send, recv and send_recv: messages between two ranks, outside the order of the collectives."""
+"""send, recv and send_recv: move messages between two ranks, outside the order of the collectives."""
 
 from __future__ import annotations
 
@@ -66,7 +66,7 @@ class _Message:
 
 
 class Messages(Work):
-    """Some posted messages. They move when somebody waits, and when the progress thread looks after them."""
+    """Hold some posted messages. They move when a thread waits, and when the progress thread looks after them."""
 
     __slots__ = ("_arrived", "_comm", "_lock", "_messages", "_peers", "_post", "_record", "_requests", "_value")
 
@@ -128,7 +128,7 @@ class Messages(Work):
         return value
 
     def complete(self) -> Any:
-        """Wait like `wait`, where nobody can wait again: what interrupts it takes it back, or fails the group."""
+        """Wait like `wait`, but for the last time: an interrupt takes it back, or fails the group."""
         try:
             return self.wait()
         except CommlibError:
@@ -143,7 +143,7 @@ class Messages(Work):
             raise
 
     def _withdraw(self) -> bool:
-        """Take a receive back of which nothing has come; a send cannot be."""
+        """Take a receive back if nothing has come of it. A send cannot be taken back."""
         requests = zip(self._messages, self._requests, strict=True)
         return len(self._messages) == 1 and all(m.incoming and cast(ProbedReceive, r).withdraw() for m, r in requests)
 

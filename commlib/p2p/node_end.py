@@ -1,4 +1,4 @@
-"""The two ends of a channel's direction on a node: the receiver's inbox, and the sender's way into it.
+"""NodeEnd: hold what the two ends of a channel's direction share on a node. Both sides use the receiver's inbox.
 
 The compiled part is `kernels.host.channel`. This is the memory, what happens where a shape changes, and long waits.
 
@@ -51,7 +51,7 @@ def stride_of(nbytes: int) -> int:
 
 
 class NodeEnd:
-    """What the kernels know of one end, and the slots' memory."""
+    """Hold what the kernels know of one end, and the slots' memory."""
 
     def __init__(self, form: Form, shape: Shape, dtype: np.dtype[Any], depth: int, spins: int) -> None:
         self.form, self.shape, self._dtype, self.depth = form, shape, dtype, depth

@@ -1,4 +1,4 @@
-"""What is sent of a device's array, and filled for it: its own memory, or the host's that it is copied through."""
+"""Send and fill a device's array: from and into its own memory, or through a copy on the host."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The sending end of a channel on a node: it writes into the inbox of the other rank."""
+"""Outbox: send a channel's messages on a node, into the inbox of the other rank."""
 
 from __future__ import annotations
 
@@ -147,7 +147,7 @@ class Outbox(NodeEnd):
         self._end[kernels.HALTED] = yes or self._is_halted
 
     def tidy(self) -> None:
-        """Let nobody find memory that the receiver has mapped."""
+        """Withdraw memory that the receiver has mapped."""
         while self._larger and self._withdrawn < self._block[MAPPED_BY_RECEIVER]:
             self._larger.pop(0).withdraw()
             self._withdrawn += 1

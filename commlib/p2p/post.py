@@ -1,7 +1,7 @@
-"""Post: how messages go to each rank of a group: by lanes to those of this node, through MPI to the others.
+"""Post: send messages to each rank of a group, by lanes within this node and through MPI to the others.
 
-A lane is made by the first message that is sent in its direction. Its sender waits for nobody: it writes, and tells the
-receiver by a letter where. So all messages between two ranks of a node go by lanes, from the first one on.
+A lane is made by the first message that is sent in its direction. Its sender does not wait: it writes, and tells the
+receiver by a letter where. So all messages between two ranks of a node go by lanes, from the first message on.
 """
 
 from __future__ import annotations

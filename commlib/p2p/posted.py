@@ -1,8 +1,8 @@
-"""The two ends of a channel's direction between nodes: messages in persistent requests, received before they are sent.
+"""PostedEnd: hold what both ends of a channel share between nodes. Receives are posted before messages are sent.
 
-Every message begins with a head that says its number, its shape and its length, so what comes may always be shorter
-than the memory that was posted for it. A longer one is announced by a head of its own: the receiver then posts more
-memory, under the next tag, so that no message can meet memory that is too short for it. What one request cannot hold
+Every message begins with a head that says its number, its shape and its length. So a message may always be shorter than
+the memory that was posted for it. A longer message is announced by a head of its own: the receiver then posts more
+memory, under the next tag. So no message can meet memory that is too short. The rest that one request cannot hold
 follows under a tag for such tails.
 
 A message like the one before goes by compiled functions alone (`kernels.host.posted`), where the transport has what
@@ -110,7 +110,7 @@ class Slot:
 
 
 class PostedEnd:
-    """What both ends have: the numbers that compiled functions share with Python, and slots."""
+    """Hold what both ends have: the numbers that compiled functions share with Python, and slots."""
 
     def __init__(
         self, transport: Transport, peer: int, form: Form, shape: Shape, dtype: np.dtype[Any], depth: int

@@ -1,4 +1,4 @@
-"""The receiving end of a channel between nodes: `depth` receives, posted before anything is sent."""
+"""PostedReceives: receive a channel's messages between nodes, by `depth` receives posted before anything is sent."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The sending end of a channel between nodes: `depth` messages in memory of their own, each a persistent request."""
+"""PostedSends: send a channel's messages between nodes, from `depth` memories, each with a persistent request."""
 
 from __future__ import annotations
 

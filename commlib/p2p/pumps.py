@@ -1,4 +1,4 @@
-"""Pumps: let a channel's messages move while nobody waits for them, on the poller's thread."""
+"""Pumps: move a channel's messages on the poller's thread while no other thread waits for them."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Queued: an asynchronous send that waits for room on the other side."""
+"""Queued: send asynchronously, and wait for room on the other side."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from commlib.transport.base import WaitHook
 
 
 class Sending:
-    """What the poller asks: `Queued` itself is asked by users."""
+    """Answer the poller. Users ask `Queued` itself."""
 
     __slots__ = ("description", "done")
 
@@ -21,7 +21,7 @@ class Sending:
 
 
 class Queued(Work):
-    """It is sent by the poller.
+    """Hold a send until the poller has sent it.
 
     `watch` raises where it can be sent no more; `move` sends what there is room for; `wait_for` waits until this one
     has been sent, at most for some seconds.

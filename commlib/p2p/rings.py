@@ -1,4 +1,4 @@
-"""The rings that a rank has made for what it sends, until their receivers have found them: see `kernels.host.lane`."""
+"""Rings: keep the rings that a rank made for what it sends, until receivers find them. See `kernels.host.lane`."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ class Ring:
 
 
 class Rings:
-    """Those that nobody has found yet: what is in them is still to be received, also when its sender has left."""
+    """Keep rings that no receiver has found yet: their messages can still be received after the sender has left."""
 
     def __init__(self) -> None:
         self._unfound: dict[Ring, None] = {}
@@ -40,16 +40,16 @@ class Rings:
         return ring
 
     def sweep(self) -> None:
-        """Let nobody find any more what has been found."""
+        """Withdraw rings that have been found."""
         for ring in [ring for ring in list(self._unfound) if ring.is_found]:
             self.drop(ring)
 
     def drop(self, ring: Ring) -> None:
-        """Let nobody find a ring any more. Idempotent."""
+        """Withdraw a ring. Idempotent."""
         ring.made.withdraw()
         self._unfound.pop(ring, None)
 
     def close(self) -> None:
-        """Let nobody find any of them any more."""
+        """Withdraw all rings."""
         for ring in list(self._unfound):
             self.drop(ring)

@@ -1,4 +1,4 @@
-"""Terms: what both sides of a channel must have alike."""
+"""Terms: name what both sides of a channel must have alike."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from commlib.p2p.form import Shape
 
 @dataclass(frozen=True, slots=True)
 class Terms:
-    """What both sides of a channel must have alike."""
+    """Hold what both sides of a channel must have alike."""
 
     shape: Shape
     dtype: np.dtype[Any]

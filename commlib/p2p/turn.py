@@ -1,4 +1,4 @@
-"""Turn: what Python has while it looks at an end that compiled functions look at, too."""
+"""Turn: take an end from compiled functions while Python looks at it."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ _NAP = 20e-6  # seconds: a compiled function has it for as long
 
 
 class Turn:
-    """The turn of Python at the end at an address, taken by whoever holds that end's lock, again by signal handlers.
+    """Take Python's turn at the end at an address. The holder of that end's lock takes it, again in signal handlers.
 
     Where an exception comes in between, compiled functions may leave the end to Python from then on; nothing waits.
     """

@@ -1,4 +1,4 @@
-"""Begun: the work of an operation that whoever waits for it finishes."""
+"""Begun: hold the work of an operation until a thread waits for it and finishes it."""
 
 from __future__ import annotations
 
@@ -8,19 +8,19 @@ from commlib.runtime.work import Work
 
 
 class Finisher(Protocol):
-    """Who finishes what has been begun: the group's Progress."""
+    """Finish what has been begun, as the group's Progress does."""
 
     def hand_over(self) -> None:
         """Let the thread finish what has been begun."""
         ...
 
     def finish_begun(self, work: Work) -> None:
-        """Finish `work` in this thread, unless somebody else does."""
+        """Finish `work` in this thread, unless another thread does."""
         ...
 
 
 class Begun(Work):
-    """An operation that has been begun, and is finished by who waits for it."""
+    """An operation that has been begun. The thread that waits for it finishes it."""
 
     __slots__ = ("_progress",)
 

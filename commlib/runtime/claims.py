@@ -1,4 +1,4 @@
-"""Claims: calls that have taken `Progress.running`, and say so nowhere, because a small call has no time for that.
+"""Claims: find calls that have taken `Progress.running` without a note of it, as a small call has no time for one.
 
 They are found by the frames of their thread, where a call of a signal handler asks for its own turn.
 """
@@ -24,7 +24,7 @@ def claiming(method: Method) -> Method:
 
 
 def is_claimed_here(progress: object) -> bool:
-    """Return whether this thread holds `running` of a group's Progress, by a call other than the one that asks."""
+    """Return whether a call of this thread, other than the asking call, holds `running` of a group's Progress."""
     calls = 0
     frame: FrameType | None = sys._getframe()
     while frame is not None:

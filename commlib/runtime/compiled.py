@@ -1,4 +1,4 @@
-"""Compiled: a call that has been checked and prepared. Here, and nowhere else, calls enter the order of their group.
+"""Compiled: run a call that was checked and prepared. Calls enter the order of their group here, and nowhere else.
 
 A blocking call runs in its caller's thread when nothing is queued, and behind what is queued otherwise. An asynchronous
 one is begun in its caller's thread where that is enough, and queued otherwise: see `progress`.
@@ -25,7 +25,7 @@ def leave_to_python(address: int, source: int, target: int) -> int:
 class Compiled:
     """One kind of call, ready to run as often as wanted on arrays of that kind.
 
-    It holds no array: whoever runs it gives it the arrays, which are kept alive until it has run, also in the queue.
+    It holds no array. Its caller gives it the arrays, and they are kept alive until it has run, also in the queue.
     `_step(_address, id(x), id(target))` is a compiled function that runs the call, or 0 if it has done so: with it, a
     small call costs no more Python than is written in `now`.
     """

@@ -1,4 +1,4 @@
-"""DeviceWork: the work of a call whose result is on a device."""
+"""DeviceWork: follow a call that has its result on a device."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Failures: works that have ended badly, to be told of at the end where nobody has asked how they ended."""
+"""Failures: keep the works that ended badly, and report at the end those that were never asked how they ended."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from commlib.runtime.work import Work
 
 
 class Failures:
-    """Those of one group."""
+    """Keep the failures of one group."""
 
     def __init__(self) -> None:
         self._works: list[Work] = []
@@ -17,7 +17,7 @@ class Failures:
         self._works.append(work)
 
     def unseen(self) -> str:
-        """Return the first whose error nobody has asked for, in words, or ""."""
+        """Return the first with an error that was never asked for, in words, or ""."""
         for work in self._works:
             if (error := work.unseen_error) is not None:
                 return f"failed {work.description} ({type(error).__name__}: {error})"

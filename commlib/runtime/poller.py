@@ -1,4 +1,4 @@
-"""Poll messages that are under way while nobody waits for them.
+"""Poller: move messages that are under way while no thread waits for them.
 
 It has a thread of its own, apart from the groups': one of those may be in a collective that another rank comes to only
 after it has exchanged a message with this one.
@@ -80,7 +80,7 @@ class MessagePoller:
         return bool(ended)
 
     def drain(self, timeout: float) -> str:
-        """Wait until all works are done; return "" or, if that takes longer than `timeout` s, one that is not."""
+        """Wait until all works are done; return "", or after `timeout` s the name of an unfinished work."""
         with self._lock:
             if self._changed.wait_for(lambda: not self._awaited(), timeout):
                 return ""
@@ -93,7 +93,7 @@ class MessagePoller:
         self._changed = threading.Condition(self._lock)
 
     def close(self) -> None:
-        """Ask nobody any more."""
+        """Stop asking."""
         with self._lock:
             self._closed = True
             self._changed.notify_all()

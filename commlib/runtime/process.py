@@ -1,4 +1,4 @@
-"""What all communicators of one process share."""
+"""Runtime: hold what all communicators of one process share."""
 
 from __future__ import annotations
 
@@ -62,7 +62,7 @@ class Runtime:
             group.halt()
 
     def end(self) -> str:
-        """End all groups without ever hanging; return the first failure that nobody has asked for, or ""."""
+        """End all groups without ever hanging; return the first failure that was never asked for, or ""."""
         groups = list(self.groups)
         failure, threads = "", [self.poller, *(group.progress for group in groups)]
         if self.services is not None:

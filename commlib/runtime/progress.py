@@ -5,7 +5,8 @@ queues behind what is pending otherwise, so that the order of launches is the or
 do not wait for each other: threads that use different ones may take turns differently on each rank.
 
 A small asynchronous call is *begun* in its caller's thread: it publishes its data, which is all that other ranks need
-of this one. If they are not there yet, whoever waits for it finishes it, or the thread before anything that follows.
+of this one. If they are not there yet, the waiting thread finishes it, or the progress thread before anything that
+follows.
 """
 
 from __future__ import annotations
@@ -55,12 +56,12 @@ class _Job:
 class Progress:
     """One queue and one thread (started with the first queued operation; asleep while there is nothing to do).
 
-    What an operation reads and writes must stay where it is until it has run, whoever still wants its result: `run`
-    holds those arrays, and the queue holds `run`.
+    The arrays of an operation must stay where they are until it has run, even if its result is not wanted any more:
+    `run` holds the arrays, and the queue holds `run`.
 
-    interrupted: told of what has come out of a call before its operation had run to its end, or may have. Where that is
-    no error of ours, a signal handler's exception perhaps, other ranks may count on what this one has left half-way.
-    journal: what is written of the operations, while somebody wants to know.
+    interrupted: told of an exception that has left a call before its operation ended, or may have. If the exception is
+    no error of ours, but perhaps a signal handler's, other ranks may count on work that this rank has left half-way.
+    journal: what is written of the operations, while there is a reader.
     """
 
     def __init__(self, interrupted: Interrupted = _ignore, journal: Journal | None = None) -> None:
@@ -75,7 +76,7 @@ class Progress:
         self._changed = threading.Condition(self._lock)
         self.running = threading.Lock()  # held by whoever runs an operation
         self.busy = 0
-        """The thread in which an operation waits, or may; 0 for none. Written by who holds `running`."""
+        """The thread where an operation waits, or may wait; 0 for none. Written by the holder of `running`."""
         self.raised: BaseException | None = None  # what has come out of the operation that is running here
         self._broken = False  # an interrupted thread may have left `running` held; then every operation fails at once
         self._may_miscount = False  # an exception may have come between counting an operation and its end
@@ -176,7 +177,7 @@ class Progress:
         return work
 
     def failed(self, description: str, error: CommlibError) -> Work:
-        """Return the work of an operation that has failed as it was begun: the error is for whoever waits for it."""
+        """Return the work of an operation that has failed as it was begun: the error goes to the waiting thread."""
         work = Work(description)
         work.finish(error=error)
         self._failures.note(work)
@@ -204,7 +205,7 @@ class Progress:
             self._begun = None
 
     def finish_begun(self, work: Work) -> None:
-        """Finish `work` in this thread, unless somebody else does."""
+        """Finish `work` in this thread, unless another thread does."""
         try:
             with self._lock:
                 job = self._begun
@@ -241,7 +242,7 @@ class Progress:
             self._failures.note(work)
 
     def _await_turn(self) -> bool:
-        """Wait for `running`; return False without it if nobody may ever release it: then operations only fail."""
+        """Wait for `running`; return False without it if it may never be released: then operations only fail."""
         while not self.running.acquire(timeout=0 if self._broken else _TURN):
             if self._broken:
                 return False
@@ -283,7 +284,7 @@ class Progress:
         return not self.pending & _COUNT and not self.busy
 
     def unseen_failure(self) -> str:
-        """Return the first failed work whose error nobody has asked for, or ""."""
+        """Return the first failed work with an error that was never asked for, or ""."""
         return self._failures.unseen()
 
     def close(self) -> None:

@@ -1,4 +1,4 @@
-"""Recording: whether the operations of this process are recorded, and for whom."""
+"""Recording: tell whether the operations of this process are recorded, and for which readers."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Groups that this process no longer uses, until all their ranks say so: only then can MPI free what they are made of.
+"""Retired: keep groups that this process has dropped until all their ranks say so. Only then can MPI free them.
 
 Freeing a communicator is collective, but ranks drop their groups at different times. So a rank notes what it has
 dropped, and at the next collective moment, when a group is made of others, its ranks compare their notes.
@@ -16,13 +16,13 @@ Key = tuple[str, int]
 
 
 class Closable(Protocol):
-    """What a group is made of: its transport, for example."""
+    """A part of a group: its transport, for example."""
 
     def close(self) -> None: ...
 
 
 class Retired:
-    """What one process has dropped. Its methods may be called in any thread, `note` also by the garbage collector."""
+    """Keep what one process has dropped. Any thread may call its methods, and the garbage collector may call `note`."""
 
     def __init__(self) -> None:
         self._groups: dict[Key, Sequence[Closable]] = {}
@@ -42,7 +42,7 @@ class Retired:
     def free(self, gather: Callable[[Any], list[Any]]) -> None:
         """Free the groups whose ranks have all dropped them. Collective; `gather` tells every rank's notes to all.
 
-        All ranks free them in the same order, so that none waits for one that waits for it.
+        All ranks free them in the same order, so that no two ranks wait for each other.
         """
         with self._lock:
             mine = sorted(self._groups)

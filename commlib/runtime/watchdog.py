@@ -1,4 +1,4 @@
-"""Look around during a long wait, and say who is late, on what."""
+"""Watchdog: look around during a long wait, and say which rank is late, on what."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ _LONG = 1.0
 
 
 class Presence(Protocol):
-    """What is known of the other ranks without asking them."""
+    """Tell of the other ranks without asking them."""
 
     def absent(self) -> Mapping[int, str]:
         """Return the ranks that will never come, each with the reason."""
@@ -31,7 +31,7 @@ class Presence(Protocol):
 
 
 class StallCheck(Protocol):
-    """Who asks the other ranks what they wait for."""
+    """Ask the other ranks what they wait for."""
 
     def look(self) -> None:
         """Tell the other ranks that this one waits. Raises MismatchError if one of them made another call."""

@@ -1,4 +1,4 @@
-"""Work: what every `*_async` verb returns."""
+"""Work: hold the operation that an `*_async` verb started."""
 
 from __future__ import annotations
 
@@ -72,19 +72,19 @@ class Work:
 
     @property
     def unseen_error(self) -> BaseException | None:
-        """What went wrong, if it has ended badly and nobody has asked."""
+        """What went wrong, if it has ended badly and was never asked."""
         return None if self.seen else self._error
 
     @classmethod
     def ended(cls, description: str, result: Any) -> Work:
-        """Return one that is done."""
+        """Return a work that is done."""
         work = cls.__new__(cls)
         work.description, work._result, work.seconds = description, result, 0.0
         work._done, work._error, work.seen = True, None, True
         return work
 
     def finish(self, result: Any = None, error: BaseException | None = None) -> None:
-        """End it. Called once, by whoever runs the operation."""
+        """End it. Called once, by the thread that runs the operation."""
         self._result, self._error = result, error
         self._trace = None if error is None else error.__traceback__
         self._done = True

@@ -1,4 +1,4 @@
-"""What each verb is: which chunks hold a rank's input at the start, and what must be where at the end."""
+"""Contract: define each verb by the chunks of input a rank holds at the start and what must be where at the end."""
 
 from __future__ import annotations
 

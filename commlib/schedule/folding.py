@@ -21,7 +21,7 @@ Edge = Callable[[int], int]
 
 @dataclass(frozen=True, slots=True)
 class Folded:
-    """How `size` ranks fold onto a power of two."""
+    """Fold `size` ranks onto a power of two."""
 
     size: int
 

@@ -25,7 +25,7 @@ Regions = Callable[[int, int], tuple[int, ...]]
 
 @dataclass(frozen=True, slots=True)
 class Claims:
-    """What a docstring promises, in a form that a test can check; both are functions of (size, segments).
+    """Hold what a docstring promises, in a form that a test can check; both are functions of (size, segments).
 
     rounds: how many messages follow one another when every rank has one send port and one receive port: the time
         in the simulation at alpha = 1, beta = gamma = 0.

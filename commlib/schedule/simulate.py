@@ -41,7 +41,7 @@ def nodes(ranks_per_node: int, local: Link, network: Link) -> Links:
 
 @dataclass(frozen=True, slots=True)
 class Result:
-    """What a run costs: seconds until the last rank is done, and for each rank the bytes and messages it sends."""
+    """Hold the cost of a run: seconds until the last rank is done, and the bytes and messages that each rank sends."""
 
     time: float
     sent: tuple[float, ...]

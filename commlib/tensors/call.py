@@ -17,7 +17,7 @@ R = TypeVar("R")
 
 @dataclass(frozen=True, slots=True)
 class Bridge(Generic[T]):
-    """How the tensors of a framework become arrays and back.
+    """Turn the tensors of a framework into arrays and back.
 
     tensor: their class. read: an array with a tensor's values, contiguous; it is only read. new: the tensor over an
     array that the core made. room: a new array like another one, for a result; None is numpy's.
@@ -30,7 +30,7 @@ class Bridge(Generic[T]):
 
 
 class Result(Protocol):
-    """What comes back from a verb, and how it becomes what the user gets."""
+    """Hold what comes back from a verb, and how it becomes what the user gets."""
 
     def finish(self, bridge: Bridge[Any], answer: Any) -> Any:
         """Return it for the answer of the core."""

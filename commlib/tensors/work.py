@@ -10,7 +10,7 @@ S = TypeVar("S")
 
 
 class TensorWork(Generic[R]):
-    """What the `_async` verbs return: an operation that runs on the progress thread.
+    """Hold an operation that an `_async` verb started on the progress thread.
 
     The tensors it was started with must not be touched until it is done.
     """

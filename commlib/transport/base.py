@@ -18,7 +18,7 @@ WaitHook = Callable[[], None]
 
 
 class Space(IntEnum):
-    """What messages are for. Those of different spaces never match each other, whatever their tags."""
+    """Keep kinds of messages apart. Those of different spaces never match each other, whatever their tags."""
 
     COLLECTIVES, MESSAGES, CHECKS, CHANNELS = range(4)
 
@@ -55,7 +55,7 @@ class ProbedReceive(Request, Protocol):
 
 
 class MessageFunctions(NamedTuple):
-    """Where C functions are that start persistent messages and test them, so that compiled code can do it, too.
+    """Hold C functions that start persistent messages and test them, so that compiled code can do it, too.
 
     They are MPI's Startall and Testall: `int start(int count, void *handles)` and `int test(int count, void *handles,
     int *done, void *statuses)`, where 0 is success. They may be called by any thread, without the GIL. `failure` is in

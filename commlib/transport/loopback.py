@@ -54,7 +54,7 @@ class _Message:
 
 
 class Network:
-    """What the threads share: posted messages, and meeting points for collective set-up."""
+    """Hold what the threads share: posted messages, and meeting points for collective set-up."""
 
     def __init__(self, nodes: Sequence[int], devices: Sequence[str] = ()) -> None:
         self.nodes = tuple(nodes)  # the node of each world rank

@@ -37,7 +37,7 @@ def _failure(code: int) -> TransportError:
 
 
 class MpiRound:
-    """Persistent requests, the first of which are `receives` receives, and the memory that they are for."""
+    """Hold persistent requests, `receives` receives first, and the memory that they are for."""
 
     __slots__ = ("_memory", "_receives", "_requests", "handles")
 

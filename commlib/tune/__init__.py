@@ -1,1 +1,1 @@
-"""Which algorithm is the fastest here: a cost model, times that were measured, and a chooser over both."""
+"""Tuning: choose the algorithm that is fastest here, by a cost model and by times that were measured."""

@@ -1,4 +1,4 @@
-"""Where algorithms are measured: among the ranks of a node, and between nodes."""
+"""Scopes: choose the ranks that measure algorithms, within a node and between nodes."""
 
 from __future__ import annotations
 

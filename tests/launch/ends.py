@@ -1,4 +1,4 @@
-"""How jobs end that are to end well."""
+"""Ends: check the end of jobs that must end well."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""How channels end with their jobs: a rank that dies, leaves, or waits for ever, and a forked child."""
+"""Channels end with their jobs: a rank that dies, leaves, or waits for ever, and a forked child."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""How jobs end: ranks that raise, die, leave or hang must not leave the others waiting, and say who it was."""
+"""Jobs end: ranks that raise, die, leave or hang must not leave the others waiting, and the report names the rank."""
 
 from __future__ import annotations
 

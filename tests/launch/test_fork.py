@@ -1,4 +1,4 @@
-"""Forked children: they say that they are children, tell nobody anything, and end without disturbing the job."""
+"""Forked children say that they are children, speak to no rank, and end without disturbing the job."""
 
 from __future__ import annotations
 

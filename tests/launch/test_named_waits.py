@@ -1,4 +1,4 @@
-"""What ends a wait for named operations speaks of them: of names, process sets, and ranks as users know them."""
+"""A wait for named operations ends in the users' words: names, process sets, and ranks as users know them."""
 
 from __future__ import annotations
 

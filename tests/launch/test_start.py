@@ -1,4 +1,4 @@
-"""How jobs start, or say why they cannot: settings, launchers and libraries that do not fit, interrupts, kills."""
+"""Jobs start, or say why they cannot: settings, launchers and libraries that do not fit, interrupts, kills."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What several tests over MPI share: a device whose arrays go both ways, and whose races are seen."""
+"""Fixtures for tests over MPI: a device with arrays that go both ways, and with races that are seen."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""`commlib bench`: every contender is right in every verb, and one that is not is reported."""
+"""`commlib bench`: every contender is right in every verb, and a wrong contender is reported."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""scatter of a device's arrays, of which all ranks but the root hear within the call only."""
+"""scatter of a device's arrays: the ranks other than the root hear of them within the call only."""
 
 from __future__ import annotations
 

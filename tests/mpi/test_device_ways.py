@@ -1,4 +1,4 @@
-"""Which verbs send a device's own memory where MPI takes that, and which copy it to the host: a table, as measured."""
+"""Verbs send a device's own memory where MPI takes that, or copy it to the host: a table, as measured."""
 
 from __future__ import annotations
 

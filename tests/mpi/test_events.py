@@ -1,4 +1,4 @@
-"""What operations write to the recorder under MPI: collectives of every kind, messages, and named operations."""
+"""Operations write to the recorder under MPI: collectives of every kind, messages, and named operations."""
 
 from __future__ import annotations
 

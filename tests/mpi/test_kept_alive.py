@@ -1,4 +1,4 @@
-"""What is queued or in flight keeps what it reads and writes alive, whatever the user drops."""
+"""Operations that are queued or in flight keep what they read and write alive, whatever the user drops."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Results of named operations that do not fit, works that nobody waits for, and ranks that disagree late."""
+"""Results of named operations that do not fit, works that are never waited for, and ranks that disagree late."""
 
 from __future__ import annotations
 

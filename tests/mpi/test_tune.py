@@ -1,4 +1,4 @@
-"""Measuring over MPI: the table that comes out is one that is chosen by."""
+"""Measuring over MPI makes a table that choices are made by."""
 
 from __future__ import annotations
 

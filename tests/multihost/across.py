@@ -1,4 +1,4 @@
-"""What must hold wherever the ranks are, run by all of them on several layouts of hosts; test_hosts.py starts it.
+"""Checks that hold wherever the ranks are, run by all of them on several layouts of hosts; test_hosts.py starts it.
 
 Not called test_*.py, because on one host there is nothing here to test.
 """

@@ -1,4 +1,4 @@
-"""What must hold between hosts whatever the layout, run by all ranks on one of them; test_hosts.py starts it.
+"""Checks that hold between hosts in every layout, run by all ranks on one of them; test_hosts.py starts it.
 
 Not called test_*.py, because on one host tests/mpi says the same.
 """

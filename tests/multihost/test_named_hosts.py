@@ -58,3 +58,12 @@ def test_a_rank_on_another_host_is_named(tmp_path, how, why):
         said = rf"PeerError on {rank}: process set 0: allreduce 'a': rank {rank}: waited for a rank that will not come"
         assert re.search(rf"{said}: (.*; )?rank 3 {why}", done.stdout), done.stdout
     assert not re.search(r"uint64|op=and|call number|split\d", done.stdout + done.stderr), done.stdout + done.stderr
+
+
+def test_gradients_by_name_between_hosts():
+    """As on one host: joins, failures and compression, with two ranks on each of two hosts."""
+    pytest_ = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "tests/mpi/test_by_name.py"]
+    with Hosts(2) as hosts:
+        done = hosts.run(pytest_, 2, timeout=150, env={"COMMLIB_TIMEOUT": "60"}, capture=True)
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert " passed" in done.stdout

@@ -1,4 +1,4 @@
-"""What this process holds, and whether it holds more and more."""
+"""Resources: measure what this process holds, and whether it holds more and more."""
 
 from __future__ import annotations
 

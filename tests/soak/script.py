@@ -1,4 +1,4 @@
-"""What is called, and in which order: drawn from the seed, the same on all ranks."""
+"""Script: draw the calls and their order from the seed, the same on all ranks."""
 
 from __future__ import annotations
 

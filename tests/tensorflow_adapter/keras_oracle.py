@@ -1,4 +1,4 @@
-"""What the tests of the Keras part compare with: plain Keras in one process on the whole batch."""
+"""Oracle of the Keras part: train plain Keras in one process on the whole batch."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What the tests compare with: the same computation in one process, and helpers to run things both ways."""
+"""Oracle: compute the same in one process. Helpers run things both ways."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What is wrong is said on every rank, eagerly and in traced functions, and the next call works."""
+"""Every rank says what is wrong, eagerly and in traced functions, and the next call works."""
 
 import pickle
 import subprocess

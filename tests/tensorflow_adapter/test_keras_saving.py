@@ -1,4 +1,4 @@
-"""What is saved is the plain model, and what is loaded by commlib trains on over all ranks."""
+"""Saving writes the plain model, and a model loaded by commlib trains on over all ranks."""
 
 from __future__ import annotations
 

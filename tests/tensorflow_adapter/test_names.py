@@ -1,4 +1,4 @@
-"""What both modules of the adapter have: nothing less than before, and nothing by accident."""
+"""Both modules of the adapter have nothing less than before, and nothing by accident."""
 
 from typing import Any
 

@@ -1,4 +1,4 @@
-"""Memory of results comes back when nobody holds what was in it, and never before."""
+"""Memory of results comes back with the last reference to it, and never before."""
 
 from __future__ import annotations
 

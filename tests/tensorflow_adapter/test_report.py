@@ -1,4 +1,4 @@
-"""What a step cost, told by tapes and optimizers."""
+"""Tapes and optimizers tell what a step cost."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What the tests compare with: the same model, trained by plain torch in one process on the whole batch."""
+"""Oracle: train the same model by plain torch in one process on the whole batch."""
 
 from __future__ import annotations
 

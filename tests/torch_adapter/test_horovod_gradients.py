@@ -1,4 +1,4 @@
-"""What backward is of the verbs by name."""
+"""Verbs by name have the right backward."""
 
 import itertools
 from typing import Any

@@ -1,4 +1,4 @@
-"""What `import commlib_torch as hvd` has: nothing less than before, and nothing by accident."""
+"""`import commlib_torch as hvd` has nothing less than before, and nothing by accident."""
 
 from typing import Any
 

@@ -1,4 +1,4 @@
-"""What communication cost in each step."""
+"""Reports tell the cost of communication in each step."""
 
 import time
 from typing import Any

@@ -1,4 +1,4 @@
-"""Who may import whom: DESIGN's rules, read off the syntax trees (nothing is imported, so lazy imports count too)."""
+"""Imports follow DESIGN's rules, read off the syntax trees (nothing is imported, so lazy imports count too)."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What errors say: group, call, rank, expected and got, what to do; and which builtin errors they are."""
+"""Errors say group, call, rank, expected and got, what to do, and are the right builtin errors."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Whether a folder is private: nobody else can change what lies there, nor put another folder in its place."""
+"""A private folder: no other user can change what lies there, nor put another folder in its place."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Libraries under other names: the loader must take the empty library for the one that was asked for."""
+"""Libraries under other names: the loader accepts the empty library in place of the library it looks for."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What the soak draws: the same on all ranks, and everything there is."""
+"""The soak draws the same on all ranks, and everything there is."""
 
 from __future__ import annotations
 

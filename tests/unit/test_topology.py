@@ -1,4 +1,4 @@
-"""Which ranks share a node, and the rails between nodes."""
+"""Topology: ranks share nodes, and rails run between nodes."""
 
 from __future__ import annotations
 

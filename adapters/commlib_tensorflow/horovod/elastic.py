@@ -53,7 +53,7 @@ class TensorFlowState(ObjectState):
 
 
 class TensorFlowKerasState(TensorFlowState):
-    """A model of Keras, its optimizer (by default the one that it was compiled with), and further attributes."""
+    """A model of Keras, its optimizer (by default its own from `compile`), and further attributes."""
 
     def __init__(self, model: Any, optimizer: Any = None, **kwargs: Any) -> None:
         self.model = model

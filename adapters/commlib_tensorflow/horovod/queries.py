@@ -1,4 +1,4 @@
-"""Who this process is, as tensors: in a traced function, asked when that runs."""
+"""Queries: return rank, size and the like as tensors. A traced function asks for them when it runs."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""AllGather: reduce sparse payloads, whose lengths and indices differ from rank to rank.
+"""AllGather: reduce sparse payloads. Their lengths and indices differ from rank to rank.
 
 Every rank sends one message, in one all-gather, and decodes the messages of all ranks in rank order; so all have the
 same bits. Bytes grow with the number of ranks P: P - 1 messages come in, where a ring would bring 2(P-1)/P arrays, so

@@ -84,7 +84,7 @@ class DGC:
 
 
 class DGCReducer:
-    """Reduces one bucket. Momentum and what has accumulated are remembered by parameter, and so is the step."""
+    """Reduces one bucket. It remembers momentum, accumulated gradients and the step, by parameter."""
 
     def __init__(self, comm: Comm, parts: Sequence[Part], scheme: DGC, memory: Memory) -> None:
         self._scheme, self._parts, self._kernels = scheme, tuple(parts), memory.kernels
@@ -143,7 +143,7 @@ class DGCReducer:
         return add_counter(self._parts, "step", self._step, state)
 
     def load(self, state: Mapping[str, Mapping[str, Array]]) -> None:
-        """Take over what is known by parameter names; the step is that of the one that is furthest."""
+        """Take over what is known by parameter names. The step is that of the parameter that is furthest."""
         self.commit()
         self._momentum.load(self._parts, "momentum", state)
         self._accumulated.load(self._parts, "accumulated", state)

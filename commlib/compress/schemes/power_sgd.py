@@ -35,9 +35,9 @@ class PowerSGD:
 
     A parameter with two dimensions or more is a matrix, of shape[0] rows. It is compressed if that makes it more than
     `min_compression_rate` times smaller. `warm_start` begins with the factor of the last step, which makes the power
-    iteration converge over the steps; else with a random one. The first `start` reductions are exact. Of a factor's
-    columns those are dropped of which less than `epsilon` is independent of the others. `seed` must be the same on all
-    ranks. Raises UsageError for values that make no sense.
+    iteration converge over the steps; else with a random one. The first `start` reductions are exact. A factor's column
+    is dropped if less than `epsilon` of it is independent of the others. `seed` must be the same on all ranks. Raises
+    UsageError for values that make no sense.
     """
 
     rank: int = 4

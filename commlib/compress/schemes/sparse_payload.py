@@ -20,7 +20,7 @@ from commlib.devices.arrays import readable
 
 
 class GatheredPayload:
-    """The all-gather of one bucket.
+    """All-gather one bucket.
 
     lengths: of the message and of each payload (int64) | dense parts (float32) | flags (bits) | payloads
 
@@ -84,7 +84,7 @@ class GatheredPayload:
 
 
 class SharedIndices:
-    """The all-reduce of one bucket whose indices are the same on all ranks: flags, dense parts, what is chosen."""
+    """All-reduce one bucket whose indices are the same on all ranks: flags, dense parts, and the chosen values."""
 
     def __init__(
         self, comm: Comm, dense: Sequence[Part], sparse: Sequence[Part], codec: RandomK, memory: Memory

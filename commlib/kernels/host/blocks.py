@@ -1,4 +1,4 @@
-"""What the kernels that cut an array into blocks share: passes over one block, which stays in the L1 cache.
+"""Blocks: pass over one block of an array, which stays in the L1 cache. The kernels that cut arrays share this.
 
 Each pass is a loop of its own that LLVM vectorises; together they cost less than one loop that it does not. Sums have a
 fixed order, so that their bits do not depend on the CPU.

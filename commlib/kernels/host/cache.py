@@ -1,4 +1,4 @@
-"""Where compiled kernels are kept, so that only the first run on a kind of machine compiles them.
+"""Cache: keep compiled kernels, so that only the first run on a kind of machine compiles them.
 
 One file for each specialisation of a kernel, in a folder for each version of the sources, in the user's cache folder:
 so versions and checkouts do not disturb each other, and what is installed stays as it was. A file is run by whoever

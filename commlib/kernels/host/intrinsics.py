@@ -1,4 +1,4 @@
-"""What numba cannot say by itself: raw pointers, ordered loads and stores, giving the core away, half precision.
+"""Intrinsics: say what numba cannot. Raw pointers, ordered loads and stores, giving the core away, half precision.
 
 All of it is LLVM IR through llvmlite (inline assembly would not survive numba's disk cache on another CPU).
 """

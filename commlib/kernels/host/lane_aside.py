@@ -1,4 +1,4 @@
-"""What a lane's receiver keeps *aside*: messages that came before anybody waited for them, in the order they were sent.
+"""Keep messages *aside* that came before a receive was posted, in the order they were sent, at a lane's receiver.
 
 So one message that nobody wants does not block the ring. They lie as they lay there, from ASIDE_FIRST to ASIDE_LAST of
 ASIDE_UNITS units in memory of the receiver alone; what is kept no longer is marked NOTHING.

@@ -1,4 +1,4 @@
-"""How messages go into a lane: at the next free units of its ring, their heads' marks last."""
+"""Put messages into a lane: at the next free units of its ring, the marks of their heads last."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""How messages come out of a lane: to the receive that was posted first for their tag, or aside until there is one."""
+"""Take messages out of a lane: each goes to the receive posted first for its tag, or aside until there is one."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What is sent of a gradient, and what is left behind: compute, select, write the payload and the remainder at once.
+"""Sparsify: choose what is sent of a gradient. Compute, select, write the payload and the remainder at once.
 
 Arrays of float32 and payloads are given by their addresses. Where there is no residual `before` and `after` are 0; they
 may be the same.

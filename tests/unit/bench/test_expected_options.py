@@ -1,4 +1,4 @@
-"""What users of nccl-tests and OSU look for: warm-up, iterations, percentiles, both places side by side, CSV."""
+"""Users of nccl-tests and OSU find warm-up, iterations, percentiles, both places side by side, and CSV."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""How long a burst is, and what its figure is. The clock and the other rank are made up: nothing here takes time."""
+"""A burst has a length and a figure. The clock and the other rank are made up: nothing here takes time."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What rank 0 prints, from given figures."""
+"""Rank 0 prints a table from given figures."""
 
 from __future__ import annotations
 

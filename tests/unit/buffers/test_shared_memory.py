@@ -1,4 +1,4 @@
-"""Shared segments: mapped by all, named by nobody, told of by all when one cannot be had, and gone when dropped."""
+"""Shared segments: mapped by all, without a name, refused on all when one cannot be had, and gone when dropped."""
 
 from __future__ import annotations
 

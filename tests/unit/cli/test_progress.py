@@ -1,4 +1,4 @@
-"""What a long run shows of itself, on a terminal and through a launcher."""
+"""Progress of a long run shows on a terminal and through a launcher."""
 
 from __future__ import annotations
 

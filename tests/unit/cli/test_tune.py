@@ -1,4 +1,4 @@
-"""What `commlib tune` says at the end."""
+"""`commlib tune` names at its end the sizes that it had no time for."""
 
 from __future__ import annotations
 

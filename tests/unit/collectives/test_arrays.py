@@ -1,4 +1,4 @@
-"""What arrays a verb takes: contiguous or not, overlapping, read-only, of a wrong shape; which memory it writes."""
+"""Verbs take arrays contiguous or not, overlapping, read-only, of a wrong shape, and write the right memory."""
 
 from __future__ import annotations
 

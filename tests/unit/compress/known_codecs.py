@@ -1,4 +1,4 @@
-"""Codecs for tests of what uses codecs: one that loses nothing, and one that loses a known amount."""
+"""Codecs for tests of their users: one loses nothing, and one loses a known amount."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What lies between the parts of a bucket has no influence on them, and is not part of what is remembered."""
+"""Gaps between the parts of a bucket have no influence on them, and are not remembered."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Which named operations have waited long."""
+"""Patience tells which named operations have waited long."""
 
 from __future__ import annotations
 

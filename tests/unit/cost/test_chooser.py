@@ -1,4 +1,4 @@
-"""What is chosen: by the table where it speaks, else by the model, and the same everywhere."""
+"""The chooser asks the table first, else the model, and chooses the same everywhere."""
 
 from __future__ import annotations
 

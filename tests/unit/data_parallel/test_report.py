@@ -1,4 +1,4 @@
-"""What is counted, cut into steps."""
+"""Reports count what was reduced, cut into steps."""
 
 import time
 

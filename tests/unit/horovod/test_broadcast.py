@@ -1,4 +1,4 @@
-"""What travels together in a broadcast of many tensors, and the walk over nested state."""
+"""Packs hold tensors that travel together in a broadcast, and the walk visits nested state."""
 
 from __future__ import annotations
 

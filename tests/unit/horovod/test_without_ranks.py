@@ -1,4 +1,4 @@
-"""What of Horovod's API can be told without other ranks: operations by number, sets, state."""
+"""Horovod's API without other ranks: operations by number, sets, state."""
 
 from __future__ import annotations
 

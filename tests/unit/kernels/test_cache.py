@@ -1,4 +1,4 @@
-"""Where compiled kernels are kept: written once, found again, by many processes at once, on any file system."""
+"""Compiled kernels are written once and found again, by many processes at once, on any file system."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What is recorded of real operations, on ranks that are threads; and nothing while it is off."""
+"""Recording sees real operations, on ranks that are threads, and nothing while it is off."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What adapters drive 1-bit optimizers by: settings, the start, steps and state. The update is in test_one_bit."""
+"""Adapters drive 1-bit optimizers by settings, the start, steps and state. The update is in test_one_bit."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The poller: works are asked until they are done, and by nobody once their owner is forgotten."""
+"""The poller asks works until they are done, and forgets them with their owner."""
 
 from __future__ import annotations
 

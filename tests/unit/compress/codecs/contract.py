@@ -1,4 +1,4 @@
-"""What every dense codec promises, as checks for the tests of each of them."""
+"""Contract: check what every dense codec promises, for the tests of each."""
 
 from __future__ import annotations
 

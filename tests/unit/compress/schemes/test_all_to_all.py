@@ -1,4 +1,4 @@
-"""The quantised all-reduce, with codecs whose losses are known."""
+"""The quantised all-reduce, with codecs of known losses."""
 
 from __future__ import annotations
 

@@ -1,0 +1,181 @@
+"""Gradients as arrays, reduced by name: buckets, joins, compression, runs that fail half-way."""
+
+from __future__ import annotations
+
+import itertools
+from typing import Any
+
+import numpy as np
+import pytest
+
+from commlib import horovod as hvd
+from commlib.data_parallel import Gradient, Options
+from commlib.dtypes import NUMPY
+from commlib.errors import MismatchError
+from commlib.horovod.gradients import Call, NamedGradients, NamedReduction
+
+NAMES = ["a", "b", "c"]
+SHAPES: list[tuple[int, ...]] = [(5,), (40, 20), ()]
+KINDS = tuple(Gradient(name, shape, "float32") for name, shape in zip(NAMES, SHAPES, strict=True))
+TINY = 64 / 2**20
+
+_numbers = itertools.count()
+
+
+@pytest.fixture(autouse=True)
+def _running(comm: Any) -> None:
+    hvd.init()
+
+
+@pytest.fixture
+def name() -> str:
+    return f"gradients of test {next(_numbers)}"
+
+
+def gradient(rank: int, index: int, step: int = 0) -> np.ndarray:
+    count = int(np.prod(SHAPES[index], dtype=int))
+    return np.asarray((np.arange(count) % 5).reshape(SHAPES[index]) + 8 * rank + step, np.float32)
+
+
+def mean(comm: Any, index: int, step: int = 0, ranks: Any = None) -> np.ndarray:
+    there = range(comm.size) if ranks is None else ranks
+    return np.asarray(sum(gradient(rank, index, step) for rank in there) / comm.size)
+
+
+def made(name: str, there: tuple[int, ...] = (0, 1, 2), *, strict: bool = False, **options: Any) -> Any:
+    """Return (what reduces gradients with small buckets, one call of it)."""
+    options = {"bucket_cap_mib": TINY, "first_bucket_mib": TINY, "overlap": True, **options}
+    gradients = NamedGradients(name, Options(**options), 0, None)
+    return gradients, NamedReduction(gradients, Call(NAMES, there, (), [2, 1, 0], 1, strict))
+
+
+def reduce(
+    comm: Any, run: Any, step: int = 0, there: tuple[int, ...] = (0, 1, 2), wire: str = "float32"
+) -> dict[int, Any]:
+    """Give gradients in two parts, as nodes of a graph do, in the dtype that travels."""
+    arrays = {i: gradient(comm.rank, i, step).astype(NUMPY[wire]) for i in there}
+    run.give(there[2:], [arrays[i] for i in there[2:]], KINDS)
+    run.give(there[:2], [arrays[i] for i in there[:2]])
+    return dict(run.end([]))
+
+
+def check(comm: Any, results: dict[int, Any], step: int = 0, ranks: Any = None) -> None:
+    for index, result in results.items():
+        np.testing.assert_allclose(result, mean(comm, index, step, ranks), rtol=1e-6)
+
+
+def test_means_of_all_ranks(comm: Any, name: str) -> None:
+    gradients, run = made(name)
+    for step in range(4):
+        results = reduce(comm, run, step)
+        assert sorted(results) == [0, 1, 2]
+        check(comm, results, step)
+    assert len(gradients.reducers) == 1
+    assert gradients.statistics.reductions == gradients.report.step == 4
+    assert len(gradients.reducers[0].buckets) > 1
+    # In a bucket on a node of several ranks nothing is copied out.
+    assert all(result.ctypes.data % 64 == 0 for result in results.values())
+
+
+def test_a_rank_may_join_before_its_first_step_and_come_back(comm: Any, name: str) -> None:
+    """What the others have made meanwhile lacks this rank: it is made anew, by all."""
+    gradients, run = made(name)
+    for step in range(comm.rank):
+        check(comm, reduce(comm, run, step), step, [rank for rank in range(comm.size) if rank > step])
+    hvd.start_join(blocking=True).wait()
+    for step in range(2):
+        check(comm, reduce(comm, run, step), step)
+    assert len(gradients.reducers) == 1
+
+
+@pytest.mark.parametrize("compression", ["none", "bf16", "int8", "topk:ratio=0.999", "powersgd:rank=4"])
+def test_ranks_that_join_at_different_times(comm: Any, name: str, compression: str) -> None:
+    """Also while gradients are compressed: who has joined does its part, and goes on with what it remembers."""
+    gradients, run = made(name, compression=compression, within_node=True)
+    wire = gradients.options_here().wire_dtype("float32")
+    for turn in range(2):
+        for step in range(comm.rank + 1):
+            there = [rank for rank in range(comm.size) if rank >= step]
+            for index, result in reduce(comm, run, step, wire=wire).items():
+                expected = mean(comm, index, step, there)
+                scale = np.abs(expected).max()
+                assert np.abs(result.astype(np.float32) - expected).max() <= 0.35 * scale, (turn, step, index)
+                bits = hvd.allgather_object(result.tobytes(), f"{name} bits")
+                assert len(set(bits)) == 1
+        hvd.start_join(blocking=True).wait()
+
+
+def test_sets_of_one_name_do_not_share_what_compression_remembers(comm: Any, name: str) -> None:
+    results = []
+    for _ in range(2):
+        _, run = made(name, compression="int4", within_node=True)
+        results.append([reduce(comm, run, step)[1].copy() for step in range(3)])
+    np.testing.assert_array_equal(results[0], results[1])
+
+
+@pytest.mark.ranks(min=2)
+def test_a_resumed_run_has_the_same_bits(comm: Any, name: str) -> None:
+    _, run = made(name, compression="sign", within_node=True)
+    expected = [reduce(comm, run, step)[1].copy() for step in range(6)][3:]
+    stopped, run = made(f"{name} stopped", compression="sign", within_node=True)
+    for step in range(3):
+        reduce(comm, run, step)
+    again, run = made(f"{name} again", compression="sign", within_node=True)
+    again.load_compression_state(stopped.compression_state())
+    np.testing.assert_array_equal([reduce(comm, run, step)[1].copy() for step in range(3, 6)], expected)
+
+
+@pytest.mark.ranks(min=2)
+@pytest.mark.parametrize("strict", [False, True])
+def test_a_gradient_that_one_rank_lacks(comm: Any, name: str, strict: bool) -> None:
+    there = (0, 2) if comm.rank == 1 else (0, 1, 2)
+    _, run = made(name, there, strict=strict)
+    if strict:
+        with pytest.raises(MismatchError, match=r"gradient of b is None on ranks \[1\], but not on ranks \[0"):
+            reduce(comm, run, 0, there)
+    else:
+        results = reduce(comm, run, 0, there)
+        others = [rank for rank in range(comm.size) if rank != 1]
+        np.testing.assert_allclose(results[1], mean(comm, 1, 0, others), rtol=1e-6)
+    _, run = made(f"{name} whole", strict=strict)
+    check(comm, reduce(comm, run))
+
+
+@pytest.mark.ranks(min=2)
+def test_a_run_that_failed_half_way_counts_as_zeros(comm: Any, name: str) -> None:
+    """The others wait for it; so the next run ends it first."""
+    _, run = made(name)
+    check(comm, reduce(comm, run))
+    if comm.rank == 0:
+        run.give([2], [gradient(0, 2, 1)], KINDS)  # and then something raised
+        check(comm, reduce(comm, run, 2), 2)
+    else:
+        results = reduce(comm, run, 1)
+        np.testing.assert_allclose(results[2], mean(comm, 2, 1), rtol=1e-6)
+        np.testing.assert_allclose(results[1], mean(comm, 1, 1, range(1, comm.size)), rtol=1e-6)
+        check(comm, reduce(comm, run, 2), 2)
+
+
+@pytest.mark.ranks(min=2)
+def test_ranks_that_give_others_are_told(comm: Any, name: str) -> None:
+    _, run = made(name)
+    odd = (*KINDS[:2], Gradient("c", (comm.rank,), "float32"))
+    with pytest.raises(MismatchError, match=r"entry 3 is 'c: float32\[0\]' on rank 0 but 'c: float32\[1\]' on rank 1"):
+        run.begin(odd, eager=False)
+
+
+def test_threads_and_other_operations_between(comm: Any, name: str) -> None:
+    """Ranks may ask for other operations at other places of a step."""
+    _, run = made(name)
+    for step in range(3):
+        others = []
+        for place in range(3):
+            if place == (comm.rank + step) % 3:
+                x = np.full(3, comm.rank + 1.0)
+                others.append(hvd.start_allreduce([x], [np.empty(3)], f"{name} beside", op=hvd.Sum))
+            if place == 0:
+                run.give([2], [gradient(comm.rank, 2, step)], KINDS)
+            if place == 1:
+                run.give([0, 1], [gradient(comm.rank, i, step) for i in (0, 1)])
+        check(comm, dict(run.end([])), step)
+        assert others[0].wait()[0].tolist() == [sum(range(1, comm.size + 1))] * 3
