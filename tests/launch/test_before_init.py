@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import pytest
 
+pytestmark = pytest.mark.any_mpi
+
 CALLS = {
     "commlib": (
         "import commlib, numpy as np",

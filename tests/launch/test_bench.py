@@ -10,6 +10,8 @@ import time
 
 import pytest
 
+pytestmark = pytest.mark.any_mpi
+
 BENCH = ("-m", "commlib", "bench")
 QUICK = ("--rounds", "1")
 

@@ -4,6 +4,10 @@ from __future__ import annotations
 
 import json
 
+import pytest
+
+pytestmark = pytest.mark.any_mpi
+
 BENCH = ("-m", "commlib", "bench", "pairs")
 QUICK = ("--rounds", "1", "--iters", "2")
 

@@ -7,6 +7,8 @@ import sys
 
 import pytest
 
+pytestmark = pytest.mark.any_mpi
+
 ALONE = {"SLURM_STEP_ID": "0", "SLURM_STEP_NUM_TASKS": "4"}  # what srun says; MPI sees one process
 
 

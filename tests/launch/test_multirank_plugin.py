@@ -9,6 +9,8 @@ from pathlib import Path
 
 import pytest
 
+pytestmark = pytest.mark.any_mpi
+
 PREAMBLE = """
 import os, sys, time, warnings
 import pytest

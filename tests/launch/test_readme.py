@@ -7,6 +7,8 @@ from pathlib import Path
 
 import pytest
 
+pytestmark = pytest.mark.any_mpi
+
 README = (Path(__file__).parents[2] / "README.md").read_text()
 PROGRAMS = dict(re.findall(r"^```python\n(?=# (\w+\.py))(.*?)^```", README, re.MULTILINE | re.DOTALL))
 CONSOLE = "".join(re.findall(r"^```console\n(.*?)^```", README, re.MULTILINE | re.DOTALL))

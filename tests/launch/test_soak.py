@@ -6,6 +6,8 @@ import re
 
 import pytest
 
+pytestmark = pytest.mark.any_mpi
+
 HEAD = """
 import sys, time
 import numpy as np

@@ -8,10 +8,14 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+
 from commlib import folders
 from commlib.cost.records import Entry, Measured
 from commlib.cost.table import Table
 from tests.launch.conftest import MpiRun
+
+pytestmark = pytest.mark.any_mpi
 
 COMMAND = ["-c", "from commlib.cli import main; main()"]
 

@@ -11,6 +11,8 @@ import pytest
 import commlib
 from commlib.errors import StallError, UsageError
 
+pytestmark = pytest.mark.any_ranks
+
 
 def test_works_run_in_launch_order_on_one_thread_that_is_not_the_callers(comm):
     """What is small may have ended in the caller's thread: these are too large for that."""

@@ -19,6 +19,8 @@ from commlib.dtypes import DTYPES, OPERATIONS
 from commlib.errors import UsageError
 from tests.oracle import REDUCIBLE
 
+pytestmark = [pytest.mark.any_ranks, pytest.mark.any_mpi]
+
 WORLD = MPI.COMM_WORLD
 MIXED = ("float32", "bfloat16", "int8", "bool", "complex64")
 

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import pytest
 from mpi4py import MPI
 
 from commlib.bench.options import Options, check
 from commlib.bench.rows import mistakes
 from commlib.bench.session import Session
+
+pytestmark = [pytest.mark.any_ranks, pytest.mark.any_mpi]
 
 
 def rows(comm, verb, **options):

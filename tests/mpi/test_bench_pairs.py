@@ -10,7 +10,7 @@ from mpi4py import MPI
 from commlib.bench import pairs
 from commlib.bench.options import Options
 
-pytestmark = pytest.mark.ranks(min=2)
+pytestmark = [pytest.mark.ranks(min=2), pytest.mark.any_ranks, pytest.mark.any_mpi]
 
 
 def test_every_pair_is_measured_and_all_ranks_know_it(comm):

@@ -14,6 +14,8 @@ from commlib.devices.arrays import readable
 from tests import compressing
 from tests.late import LATE
 
+pytestmark = [pytest.mark.any_ranks, pytest.mark.any_mpi]
+
 SPECS = [Parameter(name, count, "float32", 4, device="late") for name, count in [("a", 5), ("b", 3000), ("c", 70_000)]]
 
 

@@ -22,7 +22,7 @@ from tests.device_ways import count
 from tests.late import LATE, OnDevice
 from tests.poison import poisoned
 
-pytestmark = pytest.mark.usefixtures("no_races")
+pytestmark = [pytest.mark.usefixtures("no_races"), pytest.mark.any_ranks]
 
 pair = pytest.mark.ranks(min=2)
 

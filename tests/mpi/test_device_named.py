@@ -11,6 +11,8 @@ from commlib import horovod as hvd
 from commlib.errors import MismatchError, UsageError
 from tests.late import LATE, LateArray
 
+pytestmark = [pytest.mark.any_mpi, pytest.mark.any_ranks]
+
 
 @pytest.fixture(autouse=True)
 def started(comm: Any, no_races: None) -> None:

@@ -9,7 +9,7 @@ from commlib.errors import UsageError
 from tests import checks
 from tests.late import LATE, LateArray, OnDevice
 
-pytestmark = pytest.mark.usefixtures("no_races")
+pytestmark = [pytest.mark.usefixtures("no_races"), pytest.mark.any_mpi, pytest.mark.any_ranks]
 ways = pytest.mark.parametrize("way", ["blocking", "async", "plan", "started plan"])
 
 

@@ -20,7 +20,7 @@ from tests import checks
 from tests.late import LATE, LateArray, OnDevice
 from tests.oracle import REDUCIBLE
 
-pytestmark = pytest.mark.usefixtures("no_races")
+pytestmark = [pytest.mark.usefixtures("no_races"), pytest.mark.any_mpi, pytest.mark.any_ranks]
 
 PAIRS = [pair for number, pair in enumerate(REDUCIBLE) if number % 7 == 0]
 SHAPES = ((), (0,), (5, 3), (3000,))

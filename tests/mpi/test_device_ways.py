@@ -11,6 +11,8 @@ import pytest
 from tests.device_ways import count
 from tests.late import LATE
 
+pytestmark = [pytest.mark.any_mpi, pytest.mark.any_ranks]
+
 COUNT = 6000  # bytes go by messages of their own, not with what describes them
 
 

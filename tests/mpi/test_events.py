@@ -14,6 +14,8 @@ from commlib import horovod as hvd
 from commlib.errors import MismatchError, UsageError
 from tests.every_verb import calls, check_one_call, phases
 
+pytestmark = pytest.mark.any_ranks
+
 pair = pytest.mark.ranks(min=2)
 
 

@@ -11,6 +11,8 @@ from mpi4py import MPI
 
 from commlib.bench import gloo_peer
 
+pytestmark = [pytest.mark.any_ranks, pytest.mark.any_mpi]
+
 
 def test_stores_end_before_their_folder_is_removed(comm: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     """A store whose file vanished while it ended aborted its process, on a loaded machine."""

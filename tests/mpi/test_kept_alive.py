@@ -10,7 +10,7 @@ import pytest
 
 from tests.poison import poisoned
 
-pytestmark = pytest.mark.ranks(min=2)
+pytestmark = [pytest.mark.ranks(min=2), pytest.mark.any_ranks]
 
 COUNTS = [10, 1100, 100_000]
 

@@ -13,7 +13,7 @@ from commlib.errors import CommlibError, MismatchError, PeerError, StallError
 from commlib.runtime.process import Runtime
 from commlib.transport.mpi import MpiTransport
 
-pytestmark = pytest.mark.ranks(min=2)
+pytestmark = [pytest.mark.ranks(min=2), pytest.mark.any_ranks]
 
 X = np.arange(1, 7.0)
 

@@ -51,6 +51,7 @@ def test_axes_work_at_the_same_time(comm):
     mesh.close()
 
 
+@pytest.mark.any_ranks
 def test_many_meshes_can_be_dropped(comm):
     """Groups that were not closed are freed at later collective moments: MPI has a few thousand communicators only."""
     for _ in range(20):

@@ -11,6 +11,8 @@ import pytest
 from commlib import horovod as hvd
 from commlib.errors import MismatchError, UsageError
 
+pytestmark = pytest.mark.any_ranks
+
 
 @pytest.fixture(autouse=True)
 def _running(comm: Any) -> None:

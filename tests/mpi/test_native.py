@@ -10,12 +10,13 @@ from commlib.dtypes import accumulator_dtype
 from commlib.errors import UsageError
 from tests import checks
 from tests.oracle import REDUCIBLE, values
+from tests.reducible import pairs
 
 NATIVE = [(dtype, op) for dtype, op in REDUCIBLE if accumulator_dtype(dtype, op) == dtype]
 REFUSED = [case for case in REDUCIBLE if case not in NATIVE]
 
 
-@pytest.mark.parametrize("dtype, op", NATIVE)
+@pairs(NATIVE)
 def test_native(comm, dtype, op):
     for shape in ((), (0,), (5, 3), (3000,)):
         checks.all_reduce(comm, dtype, shape, op, "native")
@@ -25,7 +26,7 @@ def test_native_in_pieces(comm):
     checks.all_reduce(comm, "float64", (400_001,), "sum", "native")  # 3.2 MB: four pieces
 
 
-@pytest.mark.parametrize("dtype, op", REFUSED)
+@pairs(REFUSED)
 def test_what_mpi_would_round_more_than_once_is_refused(comm, dtype, op):
     with pytest.raises(UsageError, match=f"'native': MPI cannot reduce {dtype} by {op} without losing digits"):
         comm.all_reduce(values(dtype, 3, 0), op, algorithm="native")

@@ -7,6 +7,8 @@ from typing import Any
 import numpy as np
 import pytest
 
+pytestmark = pytest.mark.any_ranks
+
 
 class GiveUp(Exception):
     pass

@@ -8,6 +8,8 @@ import numpy as np
 import pytest
 from mpi4py import MPI
 
+pytestmark = pytest.mark.any_ranks
+
 
 @pytest.mark.ranks(min=2)
 def test_a_message_that_nobody_receives_stops_no_other(comm):

@@ -11,10 +11,11 @@ from commlib.dtypes import DTYPES, numpy_dtype
 from commlib.errors import UsageError
 from commlib.kernels.host.node import TILE_BYTES
 from tests import checks
-from tests.oracle import REDUCIBLE, assert_same, combined
+from tests.oracle import assert_same, combined
+from tests.reducible import pairs
 
 
-@pytest.mark.parametrize("dtype, op", REDUCIBLE)
+@pairs()
 def test_all_reduce_of_symmetric_arrays(comm, dtype, op):
     for shape in ((0,), (7,), (33, 41), (20_011,)):
         x, out = comm.empty(shape, dtype), comm.empty(shape, dtype)

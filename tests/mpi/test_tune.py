@@ -9,6 +9,8 @@ from commlib.cost.table import Table, mpi_library
 from commlib.schedule import algorithms
 from commlib.tune.measure import VERBS, measure
 
+pytestmark = [pytest.mark.any_mpi, pytest.mark.any_ranks]
+
 
 @pytest.mark.ranks(min=2)
 def test_a_measured_table_is_chosen_by(comm, tmp_path):

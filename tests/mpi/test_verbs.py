@@ -11,11 +11,12 @@ from commlib.dtypes import DTYPES
 from commlib.schedule import algorithms
 from tests import checks
 from tests.oracle import REDUCIBLE
+from tests.reducible import pairs
 
 SHAPES = ((), (0,), (5, 3), (3000,))
 
 
-@pytest.mark.parametrize("dtype, op", REDUCIBLE)
+@pairs()
 def test_reductions(comm, dtype, op):
     for shape in SHAPES:
         checks.all_reduce(comm, dtype, shape, op)

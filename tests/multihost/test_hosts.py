@@ -37,7 +37,19 @@ def run_tests(ranks_per_host, tests, *, seconds=240, env=None):
         pytest.fail(f"exit code {done.returncode}\n{done.stdout}\n{done.stderr}")
 
 
-@pytest.mark.parametrize("ranks_per_host", [(2, 2), (1, 1, 1, 1), (3, 1), (2, 2, 1)], ids=str)
+def layout(*ranks_per_host, marks=()):
+    return pytest.param(ranks_per_host, marks=marks, id=str(ranks_per_host))
+
+
+@pytest.mark.parametrize(
+    "ranks_per_host",
+    [
+        layout(2, 2),
+        layout(1, 1, 1, 1, marks=pytest.mark.any_mpi),
+        layout(3, 1),
+        layout(2, 2, 1, marks=pytest.mark.any_mpi),
+    ],
+)
 def test_every_layout(ranks_per_host):
     run_tests(ranks_per_host, [ACROSS])
 

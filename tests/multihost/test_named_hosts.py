@@ -9,6 +9,8 @@ import pytest
 
 from tests.multihost.hosts import Hosts
 
+pytestmark = pytest.mark.any_mpi
+
 PROGRAM = """
 import sys, time
 import numpy as np

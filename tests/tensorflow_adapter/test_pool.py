@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import weakref
+
 import numpy as np
 import tensorflow as tf
 
@@ -42,5 +44,8 @@ def test_a_tensor_or_a_variable_keeps_its_memory() -> None:
 def test_small_arrays_are_simply_new() -> None:
     pool = Pool()
     assert pool.empty((0, 3), "int8").shape == (0, 3)
-    assert pool.empty((), "float64").shape == ()
-    assert not pool._blocks
+    array = pool.empty((), "float64")
+    assert array.shape == ()
+    memory = weakref.ref(array.base)
+    del array
+    assert memory() is None  # not kept by the pool

@@ -384,9 +384,9 @@ def test_what_is_allowed_is_not_found(tmp_path: Path) -> None:
 def test_importing_commlib_is_fast_and_imports_nothing_heavy() -> None:
     program = """
 import sys, time
-start = time.perf_counter()
+start = time.process_time()
 import commlib
-seconds = time.perf_counter() - start
+seconds = time.process_time() - start
 heavy = {"mpi4py", "numba", "llvmlite", "cupy", "torch", "tensorflow", "keras"} & set(sys.modules)
 print(seconds, *sorted(heavy))
 """
@@ -396,4 +396,4 @@ print(seconds, *sorted(heavy))
         measured, *heavy = done.stdout.split()
         assert heavy == []
         seconds.append(float(measured))
-    assert min(seconds) < 0.2  # the best, because another process may have slowed down the others
+    assert min(seconds) < 0.2  # of a core, so that other processes count little; the best, because they count

@@ -52,12 +52,17 @@ def run(tmp_path, monkeypatch):
             (tmp_path / "said" / folder).write_text(text)
             (tmp_path / "said" / f"{folder}.code").write_text(str(code))
         environment = {**os.environ, "VENV": str(tmp_path / "one"), "VENV_MPICH": str(tmp_path / "two")}
-        done = subprocess.run(
+        with subprocess.Popen(
             [tmp_path / "ci" / "test", *arguments],
-            env=environment, capture_output=True, text=True, timeout=120, check=False,
-        )  # fmt: skip
-        assert done.stderr == ""
-        return done.returncode, done.stdout
+            env=environment,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+        ) as job:
+            (tmp_path / "process").write_text(str(job.pid))
+            out, err = job.communicate(timeout=120)
+        assert err == ""
+        return job.returncode, out
 
     return call
 
@@ -129,6 +134,39 @@ def test_a_part_that_falls_silent_is_ended(run, monkeypatch, tmp_path):
     assert code == 1
     found = parts(output)
     assert found.pop("mypy").startswith("FAILED (printed nothing for 1 s") and set(found.values()) == {"ok"}
+
+
+def test_two_parts_run_at_a_time_and_are_printed_in_order(run, monkeypatch, tmp_path):
+    """mypy ends only once the unit tests, which come after it, have begun."""
+    mypy, python = (tmp_path / "one" / "bin" / name for name in ("mypy", "python"))
+    mypy.write_text("#!/bin/sh\nfor _ in $(seq 300); do [ -e begun ] && echo met && exit; sleep 0.1; done; exit 1\n")
+    python.write_text(python.read_text().replace("-mpytest)", "-mpytest)\n    touch begun"))
+    code, output = run("quick")
+    assert code == 0, output
+    assert output.index("=== mypy\nmet") < output.index("=== codespell") < output.index("=== tests/unit\n...")
+    (tmp_path / "begun").unlink()
+    monkeypatch.setenv("LANES", "1")
+    mypy.write_text(mypy.read_text().replace("300", "3"))
+    code, output = run("quick")
+    assert code == 1 and parts(output)["mypy"] == "FAILED"
+
+
+def test_the_slowest_parts_are_told(run, tmp_path):
+    (tmp_path / "one" / "bin" / "codespell").write_text("#!/bin/sh\nsleep 2\n")
+    _, output = run("quick")
+    slowest = output.split("=== slowest parts (s)\n")[1].splitlines()
+    assert slowest[0].split()[1] == "codespell" and int(slowest[0].split()[0]) >= 2 and len(slowest) == 5
+
+
+def test_nothing_is_left_behind_or_goes_on_once_it_is_ended(run, tmp_path, monkeypatch):
+    monkeypatch.setenv("TMPDIR", str(tmp_path / "temporary"))
+    (tmp_path / "temporary").mkdir()
+    mypy = tmp_path / "one" / "bin" / "mypy"
+    mypy.write_text("#!/bin/sh\necho $$ >begun\nkill $(cat process)\nsleep 100\n")
+    code, _ = run("quick")
+    assert code != 0
+    assert not Path(f"/proc/{(tmp_path / 'begun').read_text().strip()}").exists()
+    assert not list((tmp_path / "temporary").iterdir())
 
 
 def test_unknown_words_are_refused(tmp_path):

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import ctypes
+import os
+import subprocess
 import threading
 import time
 from dataclasses import dataclass
@@ -174,6 +176,16 @@ def test_the_board_says_who_is_late_and_who_has_left():
     assert both[0].late() == [] and both[0].absent() == {}
     both[1].leave()
     assert list(both[0].absent()) == [1] and "left the program" in both[0].absent()[1]
+
+
+def test_the_board_says_whose_process_is_gone(monkeypatch):
+    with subprocess.Popen(["sleep", "60"]) as process:
+        monkeypatch.setattr(os, "getpid", lambda: process.pid)  # these ranks are threads of one that stays
+        first, _ = boards(2)
+        assert first.absent() == {}
+        process.kill()
+    gone = f"is dead (its process {process.pid} is gone)"
+    assert first.absent() == {0: gone, 1: gone}
 
 
 def test_texts_are_exchanged_whole_or_cut():
