@@ -134,6 +134,7 @@ class _Reduction(NamedReduction):
         dense = [index for index, gradient in enumerate(given) if gradient is not None and index not in sparse]
         super().__init__(gradients, Call(names, dense, sparse, _order_of(given), _threads(), strict))
         self._dense, self._sparse, self._names = dense, sparse, names
+        self._eager = tf.executing_eagerly()  # a function of the host is always, whoever calls it
         self._given, self._like = given, like
         self._compressor, self._options = gradients.compressor, gradients.options_here()
         self._contexts: dict[int, Any] = {}
@@ -257,10 +258,10 @@ class _Reduction(NamedReduction):
         count = 2 * len(self._sparse)  # what follows is of nodes before
         results = self.end(list(zip(slices[:count:2], slices[1:count:2], strict=True)))
         self._also = [index for index in results if self._given[index] is None]
-        answers = [_own(results[index], self._dtype(index)) for index in self._dense]
+        answers = [_own(results[index], self._dtype(index), eager=self._eager) for index in self._dense]
         for index in self._sparse:
             answers += results[index]
-        answers += [_own(results[index], self._dtype(index)) for index in self._also]
+        answers += [_own(results[index], self._dtype(index), eager=self._eager) for index in self._also]
         return answers or [np.zeros((), np.int64)]
 
 
@@ -295,7 +296,7 @@ def _threads() -> int:
     return int(tf.config.threading.get_intra_op_parallelism_threads()) or cores_per_rank(commlib.world())
 
 
-def _own(array: Array, dtype: Any) -> Array:
+def _own(array: Array, dtype: Any, *, eager: bool) -> Array:
     """Return a result of this dtype, as an array that TensorFlow may adopt.
 
     It has to adopt the very object, by which a slot is known to be in use; else it gets a copy.
@@ -305,4 +306,4 @@ def _own(array: Array, dtype: Any) -> Array:
         pairs[...] = array
         whole: Array = pairs.view(dtype.as_numpy_dtype).reshape(array.shape[:-1])
         return whole
-    return array.copy() if array.dtype.kind == "V" and tf.executing_eagerly() else array
+    return array.copy() if array.dtype.kind == "V" and eager else array

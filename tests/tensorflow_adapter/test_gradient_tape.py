@@ -374,3 +374,15 @@ def test_caps_of_buckets(comm: Any, mode: str) -> None:
     assert_close(results, [tf.fill([256], float(sum(range(1, comm.size + 1))))] * 4)
     (reducer,) = found[0].reducers
     assert [len([p for p in bucket.parameters if p < 4]) for bucket in reducer.buckets] == [1, 2, 1]
+
+
+@pytest.mark.ranks(min=2)
+@pytest.mark.parametrize("dtype", [tf.float16, tf.bfloat16, tf.float64, tf.complex64, tf.int32], ids=lambda d: d.name)
+@both
+def test_results_of_any_dtype_that_are_kept_stay_what_they_are(comm: Any, mode: str, dtype: Any) -> None:
+    reducer = Gradients(f"kept {mode} {dtype.name}", op=hvd.Sum)
+    step = in_mode(mode, lambda x: reducer([x, x + x], ["x", "y"]))
+    kept = [step(tf.cast(tf.fill([5000], number), dtype)) for number in range(6)]
+    for number, (one, two) in enumerate(kept):
+        check(one, tf.cast(tf.fill([5000], number * comm.size), dtype))
+        check(two, tf.cast(tf.fill([5000], 2 * number * comm.size), dtype))
