@@ -1,41 +1,19 @@
-"""Sending tensors in 16 bits: see `commlib.compress.casts`."""
+"""Casts of tensors to 16 bits, for `compression=`: see `commlib.compress.casts`."""
 
 from __future__ import annotations
 
-from typing import Any, ClassVar
-
 import tensorflow as tf
 
-from commlib.compress.casts import Cast
+from commlib.compress.casts import make_casts
 from commlib_tensorflow._bridge import dtype_name
 
-
-class NoneCompressor(Cast):
-    """Sends tensors as they are."""
-
-    wire: ClassVar[Any] = None
-
-    @staticmethod
-    def name_of(tensor: Any) -> str:
-        """Return the core's name of a tensor's dtype."""
-        return dtype_name(tensor.dtype)
-
-    @staticmethod
-    def cast(tensor: Any, name: str) -> Any:
-        """Return a tensor in the dtype of this name."""
-        return tf.cast(tensor, name)
-
-
-class FP16Compressor(NoneCompressor):
-    """Sends wider floating-point tensors as float16."""
-
-    wire, wire_name = tf.float16, "float16"
-
-
-class BF16Compressor(NoneCompressor):
-    """Sends wider floating-point tensors as bfloat16: less precise than float16, but with the range of float32."""
-
-    wire, wire_name = tf.bfloat16, "bfloat16"
+NoneCompressor, FP16Compressor, BF16Compressor = make_casts(
+    __name__,
+    lambda tensor: dtype_name(tensor.dtype),
+    tf.cast,
+    tf.float16,
+    tf.bfloat16,
+)
 
 
 class Compression:

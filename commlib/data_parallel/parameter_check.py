@@ -35,6 +35,19 @@ def check_agreement(comm: Gathers, what: str, lines: Sequence[str]) -> None:
     raise MismatchError(f"{what}: {_first_difference(everyone)} (this is rank {comm.rank} of {comm.size})")
 
 
+def check_missing(comm: Gathers, names: Sequence[str], mine: frozenset[int]) -> None:
+    """Raise MismatchError unless all ranks that have not joined lack the same gradients, by number. Collective."""
+    everyone: list[tuple[int, frozenset[int]]] = comm.all_gather_object((comm.rank, mine))
+    for index in sorted(mine.union(*(theirs for _, theirs in everyone))):
+        without = [rank for rank, theirs in everyone if index in theirs]
+        there = [rank for rank, theirs in everyone if index not in theirs]
+        if there:
+            raise MismatchError(
+                f"the gradient of {names[index]} is None on ranks {without}, but not on ranks {there} (this is rank "
+                f"{comm.rank} of {comm.size}): give zeros where there is none"
+            )
+
+
 def _first_difference(everyone: Sequence[tuple[int, Sequence[str]]]) -> str:
     first, reference = everyone[0]
     other, lines = next((rank, lines) for rank, lines in everyone if lines != reference)

@@ -21,7 +21,7 @@ from commlib.data_parallel.compressed import CompressedPlans
 from commlib.data_parallel.course import Course, agree
 from commlib.data_parallel.engine import Engine, MakePlan
 from commlib.data_parallel.options import Gradient, Options
-from commlib.data_parallel.parameter_check import check_agreement
+from commlib.data_parallel.parameter_check import check_agreement, check_missing
 from commlib.data_parallel.ranks import Compression, Ranks
 from commlib.data_parallel.report import Statistics, StepClock, StepReport
 from commlib.data_parallel.shards import Shards
@@ -29,7 +29,7 @@ from commlib.data_parallel.tracker import Tracker
 from commlib.data_parallel.unbucketed import Unbucketed
 from commlib.data_parallel.values import Values
 from commlib.dtypes import Array
-from commlib.errors import MismatchError, UsageError
+from commlib.errors import UsageError
 
 
 class GradientReducer:
@@ -215,9 +215,7 @@ class GradientReducer:
         self.statistics.exposed_seconds += time.perf_counter() - started
         for bucket in launches:
             self._engine.launch(bucket)
-            self._values.hide(
-                i for i in self.buckets[bucket].parameters if i in self._all and i not in self._unbucketed
-            )
+            self._values.hide(self._members[bucket])
 
     def end(self, *, strict: bool = False) -> None:
         """Finish the backward in progress, if there is one: gradients are final afterwards.
@@ -250,7 +248,8 @@ class GradientReducer:
                 if self.shards is not None:
                     self.shards.take(self._engine)
                 if self._engine.used(self._others_missing):
-                    self._compare_missing(lacking)
+                    check_missing(self.ranks, [gradient.name for gradient in self.gradients], lacking)
+                    self._agreed_missing = lacking
                 take = self._values.take if self.shards is None else self._drop
                 for index in self._all:
                     # A gradient that no rank had stays None, as it would in one process; else all take the result.
@@ -355,20 +354,6 @@ class GradientReducer:
         self._put(index)
         return True
 
-    def _compare_missing(self, mine: frozenset[int]) -> None:
-        """Raise MismatchError unless all ranks that have not joined lack the same gradients. Collective."""
-        rank, size = self.ranks.rank, self.ranks.size
-        everyone: list[tuple[int, frozenset[int]]] = self.ranks.all_gather_object((rank, mine))
-        for index in sorted(frozenset().union(*(theirs for _, theirs in everyone))):
-            without = [other for other, theirs in everyone if index in theirs]
-            if len(without) < len(everyone):
-                there = [other for other, theirs in everyone if index not in theirs]
-                raise MismatchError(
-                    f"the gradient of {self.gradients[index].name} is None on ranks {without}, but not on ranks "
-                    f"{there} (this is rank {rank} of {size}): give zeros where there is none"
-                )
-        self._agreed_missing = mine
-
     def _decide(self) -> None:
         """Agree on whether to go on with a saved run. Collective, once."""
         self._is_undecided = False
@@ -405,9 +390,14 @@ class GradientReducer:
         self._rebuild(anyway=True)
 
     def _rebuild(self, *, anyway: bool = False) -> None:
-        """Make the buckets anew, if they change. Collective."""
+        """Make the buckets anew, if they change. Collective. Raises UsageError on every rank if they are sharded."""
         buckets = self._order.buckets()
         if anyway or buckets != self.buckets:
+            if self.shards is not None:
+                raise UsageError(
+                    "a gradient turned out to be sparse, so it must leave its bucket, but buckets are sharded: pass "
+                    "sparse_as_dense=True"
+                )
             statistics = self._engine.statistics
             self._engine = self._start_engine(buckets)
             self._engine.statistics = statistics
@@ -420,13 +410,8 @@ class GradientReducer:
         return self._plans.start() if self._is_compressing else self.ranks.plan
 
     def _start_engine(self, buckets: Sequence[Bucket]) -> Engine:
-        engine = Engine(
-            self.ranks.along,
-            buckets,
-            self._plan(),
-            together=self.ranks.together,
-        )
+        engine = Engine(self.ranks.along, buckets, self._plan(), together=self.ranks.together)
         self._has_slot = [index not in self._unbucketed for index in self._all]
-        members = [[i for i in bucket.parameters if i in self._all and self._has_slot[i]] for bucket in buckets]
-        self._values.use(engine, members)
+        self._members = [[i for i in bucket.parameters if i in self._all and self._has_slot[i]] for bucket in buckets]
+        self._values.use(engine, self._members)
         return engine

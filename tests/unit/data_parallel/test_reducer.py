@@ -231,6 +231,19 @@ def test_what_does_not_go_with_sharding() -> None:
     run(ONE_NODE, rank)
 
 
+def test_a_sparse_gradient_that_ranks_learn_of_late_cannot_be_sharded() -> None:
+    def rank(comm: Communicator) -> None:
+        reducer, values = reducer_of(comm, [GRADIENTS[0], Gradient("table", (6, 2), "float64")], shard=True)
+        reducer.begin()
+        if comm.rank == 1:
+            values.give_rows(1, np.array([1]), np.ones((1, 2)))
+            reducer.ready(1)
+        with pytest.raises(UsageError, match="buckets are sharded: pass sparse_as_dense=True"):
+            reducer.end()
+
+    run(ONE_NODE, rank)
+
+
 def test_results_that_are_kept_stay_what_they_are() -> None:
     def rank(comm: Communicator) -> None:
         reducer, values = reducer_of(comm)
