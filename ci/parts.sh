@@ -1,7 +1,7 @@
 # shellcheck shell=bash
-# Source this. `part` queues a command, `run_parts` runs the queue, LANES at a time (2), and prints the parts in the order
-# of the queue, each as it goes on; `summary` says how each went. Most tests wait for most of the time, so that two parts
-# at a time keep two cores busy. LANES=1 runs one part after another.
+# Source this. `part` queues a command, `run_parts` runs what is queued, LANES at a time (2), and prints the parts in the
+# order of the queue, each as it goes on; `summary` says how each went. Most tests wait for most of the time, so that two
+# parts at a time keep two cores busy. LANES=1 runs one part after another.
 # A part may take long, but not fall silent: it is ended when it has printed nothing for 5 minutes (SILENCE=seconds).
 
 silence=${SILENCE:-300} # seconds: more than any one test may take
@@ -13,6 +13,7 @@ paths=() # PATH, as it was when the part was queued: it says under which MPI
 lines=() # of the summary
 skipped=()
 failed=0
+ran=0 # parts
 parts=$(mktemp -d)
 
 # part NAME COMMAND...: queues the command.
@@ -27,7 +28,7 @@ part() {
 lane() {
     local number start rc job=
     trap 'kill $job 2>/dev/null; wait; exit 143' TERM
-    for number in "${!names[@]}"; do
+    for ((number = ran; number < ${#names[@]}; number++)); do
         mkdir "$parts/$number" 2>/dev/null || continue
         start=$SECONDS rc=0
         PATH=${paths[number]} python "$PWD/ci/while_moving.py" "$silence:$longest" bash -c "exec ${commands[number]}" \
@@ -46,12 +47,13 @@ run_parts() {
     for ((each = 0; each < ${LANES:-2}; each++)); do
         lane &
     done
-    for number in "${!names[@]}"; do
+    for ((number = ran; number < ${#names[@]}; number++)); do
         printf '\n=== %s\n' "${names[number]}"
         follow "$parts/$number"
         note "$number"
     done
     wait
+    ran=${#names[@]}
 }
 
 # end_parts: ends what still runs.

@@ -113,7 +113,7 @@ def test_quick_is_style_unit_tests_and_two_ranks(run):
     code, output = run("quick")
     assert code == 0
     assert list(parts(output)) == [
-        *("ruff check", "ruff format", "mypy", "codespell", "docs", "tests/unit"),
+        *("kernels", "ruff check", "ruff format", "mypy", "codespell", "docs", "tests/unit"),
         *("openmpi: two ranks meet", "openmpi: tests/mpi on 2"),
     ]
 
