@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -12,7 +12,6 @@ import numpy as np
 from commlib.buffers.views import address_of
 from commlib.compress import GradientCompression, Part, scheme_of
 from commlib.compress.bucket import CompressedBucket
-from commlib.compress.scheme import State
 from commlib.coordinator.request import Request
 from commlib.coordinator.scaling import scale
 from commlib.dtypes import Array
@@ -58,7 +57,6 @@ class CompressedReductions:
         self._comm = comm
         self._compressions: dict[tuple[str, bool], GradientCompression] = {}
         self._buckets: dict[str, _Bucket] = {}
-        self._loaded: dict[str, Mapping[str, Mapping[str, Array]]] = {}
 
     def compression(self, request: Request) -> GradientCompression:
         """Return how a request is compressed; its `scheme` is None where nothing is. Collective when first asked."""
@@ -83,25 +81,6 @@ class CompressedReductions:
             scale(bucket.array, float(request.option("postscale_factor", 1.0)))
             bucket.hand_out(targets)
 
-    def state(self, name: str) -> State:
-        """Return what this rank remembers of the tensors that are reduced under a name: "0", "1", ... in order."""
-        bucket = self._buckets.get(name)
-        if bucket is None or bucket.reduction.reducer is None:
-            return {key: dict(known) for key, known in self._loaded.get(name, {}).items()}
-        return bucket.reduction.reducer.state()
-
-    def load(self, name: str, state: Mapping[str, Mapping[str, Array]]) -> None:
-        """Take over what `state` returned, now and if the name is used for the first time later."""
-        self._loaded[name] = state
-        bucket = self._buckets.get(name)
-        if bucket is not None and bucket.reduction.reducer is not None:
-            bucket.reduction.reducer.load(state)
-
-    def sent_bytes(self, name: str) -> tuple[int, int]:
-        """Return what this rank sent across the slow link in the last reduction, and what float32 would have taken."""
-        bucket = self._buckets.get(name)
-        return (0, 0) if bucket is None else (bucket.reduction.sent_bytes, bucket.reduction.uncompressed_bytes)
-
     def _make(self, request: Request) -> _Bucket:
         parts, start = [], 0
         for number, (_, shape) in enumerate(request.tensors):
@@ -112,8 +91,6 @@ class CompressedReductions:
         array = self._comm.empty(start)
         op = str(request.option("op"))
         reduction = CompressedBucket(compression.link, compression.scheme, array, parts, start, op, request.name)
-        if request.name in self._loaded and reduction.reducer is not None:
-            reduction.reducer.load(self._loaded[request.name])
         return _Bucket(request, array, parts, reduction, np.array([4 * part.count for part in parts], np.int64))
 
 

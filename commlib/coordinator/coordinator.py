@@ -18,7 +18,6 @@ from typing import Any
 
 from commlib import forks
 from commlib.coordinator.compressed_buckets import CompressedBuckets
-from commlib.coordinator.compressed_reductions import CompressedReductions
 from commlib.coordinator.cycle import Cycle
 from commlib.coordinator.driver import Driver
 from commlib.coordinator.execution import Execution
@@ -81,11 +80,6 @@ class Coordinator:
         )
         self.drive, self.wake = self._driver.drive, self._driver.wake
         comm.group.speak_for(self._explain)
-
-    @property
-    def compressed(self) -> CompressedReductions:
-        """The all-reduces whose tensors are compressed, and what is remembered of them."""
-        return self._execution.compressed
 
     @property
     def buckets(self) -> CompressedBuckets:
