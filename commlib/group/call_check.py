@@ -124,6 +124,8 @@ class StallCheck:
         self._posted: dict[int, list[_Exchange]] = {}  # by number
         self._parting: list[_Exchange] = []
         self._said: _Words | None = None  # as it left
+        self.has_spoken = False
+        """Whether this rank has sent, or was sent, what may never be taken."""
 
     def note(self, sequence: int, text: str) -> None:
         """Remember a call."""
@@ -143,6 +145,7 @@ class StallCheck:
 
         finished: it has also done its part in its last one. history: a hash of its calls, -1 for none.
         """
+        self.has_spoken |= not finished
         if self._said is None:  # the first reason counts
             self._said = _Words(max(self._calls, default=0) - (not finished), history, reason)
             self._say(self._said)
@@ -160,6 +163,7 @@ class StallCheck:
             for request in (exchange.send, exchange.receive):
                 while request is not None and not request.test() and time.monotonic() < deadline:
                     time.sleep(1e-4)
+                self.has_spoken |= request is not None and not request.test()
         words = {exchange.peer: _Words.read(text) for exchange in self._parting if (text := exchange.text())}
         for exchange in exchanges:
             if exchange.receive is not None and not exchange.receive.test():
@@ -191,6 +195,7 @@ class StallCheck:
 
     def _post(self, *, listen: bool = True) -> None:
         for sequence in sorted(self._calls.keys() - self._posted.keys()):
+            self.has_spoken = True
             self._posted[sequence] = self._to_all(sequence, self._calls[sequence], listen=listen)
 
     def _say(self, words: _Words) -> None:

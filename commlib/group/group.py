@@ -7,7 +7,7 @@ the first operation that needs them, which all ranks run.
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Sequence
 from functools import cached_property, partial
 from typing import Any, NoReturn
 
@@ -33,7 +33,7 @@ from commlib.observe.journal import Journal
 from commlib.runtime.compiled import Task
 from commlib.runtime.process import Runtime
 from commlib.runtime.progress import Progress
-from commlib.runtime.retired import Closable
+from commlib.runtime.retired import Closable, Key, Retired
 from commlib.runtime.watchdog import Watchdog
 from commlib.runtime.work import Work
 from commlib.topology import Topology
@@ -101,7 +101,7 @@ class Group:
         runtime.recording.add(self.progress)
         self._made_of: list[Closable] = [transport] if within is None else []
         noted = f"{runtime.token}.{self.key}", self.size
-        self._retire = weakref.finalize(self, runtime.retired.note, noted, self._made_of)
+        self._retire = weakref.finalize(self, _retire, self._standing, runtime.retired, noted, self._made_of)
         self._retire.atexit = False
 
     def __repr__(self) -> str:
@@ -325,10 +325,15 @@ class Group:
         if self.board is not None:
             self.board.close()
         if (retirement := self._retire.detach()) is not None:
-            for part in retirement[2][1]:
+            for part in retirement[2][-1]:
                 part.close()
 
     def retire(self) -> None:
         """Note that this group is used no more: what it is made of is freed once all its ranks have noted it."""
-        if self.failure is None:  # else messages may be under way for ever
-            self._retire()
+        self._retire()
+
+
+def _retire(standing: Standing, retired: Retired, key: Key, parts: Sequence[Closable]) -> None:
+    """Note a group, unless messages of it may be under way for ever: MPI would give them to the next one it makes."""
+    if standing.is_quiet:
+        retired.note(key, parts)

@@ -52,6 +52,11 @@ class Standing:
         """Let what has an end of its own, the group's channels for example, end with the group."""
         self._attached.append(part)
 
+    @property
+    def is_quiet(self) -> bool:
+        """Whether all that this rank and the others have sent each other was or will be taken."""
+        return self.failure is None and (self._stall_check is None or not self._stall_check.has_spoken)
+
     # Failures
 
     def note(self, text: str, error: BaseException, *, out_of_step: bool) -> None:

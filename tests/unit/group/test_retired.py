@@ -1,0 +1,55 @@
+"""Groups that are dropped: their communicators are freed, unless a message of theirs may still come.
+
+MPICH gives a new communicator the place of one that was freed, and with it the messages that nobody took: a new group
+heard the last words of an older one that had failed.
+"""
+
+from __future__ import annotations
+
+import gc
+import time
+from typing import Any
+
+import numpy as np
+import pytest
+
+from commlib.config import Config
+from tests.loopback import run
+
+
+def healthy(group: Any) -> None:
+    group.all_reduce(np.ones(3))
+
+
+def failed(group: Any) -> None:
+    if group.rank == 0:
+        group.group.abandon("a call", OSError("out of luck"))
+
+
+def long_wait(group: Any) -> None:
+    """Rank 1 sends its calls to rank 0, which never waits for long, and so never looks for them."""
+    if group.rank == 0:
+        time.sleep(0.6)
+    group.all_reduce(np.ones(3))
+
+
+@pytest.mark.parametrize("use, freed", [(healthy, True), (failed, False), (long_wait, False)])
+def test_a_dropped_group(use, freed):
+    """It is freed once all of its ranks have noted it."""
+
+    def work(comm):
+        group = comm.split(0)
+        use(group)
+        key = f"{comm.runtime.token}.{group.group.key}", 2
+        del group
+        noted = []
+        for rank in range(2):  # a thread's collection does nothing while another thread collects
+            comm.barrier()
+            if rank == comm.rank:
+                gc.collect()
+                comm.runtime.retired.free(lambda notes: noted.extend(notes) or [])
+        comm.barrier()
+        return key in noted
+
+    noted = run(2, work, nodes=[0, 1], config=Config(timeout=20, stall_warning=0.2))
+    assert all(noted) == freed, noted
