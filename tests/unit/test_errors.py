@@ -15,6 +15,12 @@ from commlib.errors import CommlibError, MismatchError, PeerError, ShutdownError
 from tests.loopback import run
 
 
+@pytest.fixture(scope="module", autouse=True)
+def loaded():
+    """Load what calls need here: on a busy machine it takes longer than ranks wait below."""
+    run(3, lambda comm: (comm.all_reduce(np.ones(3)), comm.broadcast_object(1)))
+
+
 def test_the_tree():
     kinds = [getattr(errors, name) for name in dir(errors) if name.endswith("Error")]
     assert len(kinds) == 7 and all(issubclass(kind, CommlibError) for kind in kinds)
