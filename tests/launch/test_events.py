@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import json
 
+import pytest
+
 HEAD = """
 import numpy as np
 import commlib
 """
 
 
+@pytest.mark.any_mpi
 def test_settings_record_from_the_start(mpirun, tmp_path):
     done = mpirun(
         2,
@@ -42,6 +45,7 @@ def test_a_trace_ends_well_without_shutdown_and_is_rank_0s_by_default(mpirun, tm
     assert {event["pid"] for event in events} == {0}
 
 
+@pytest.mark.any_mpi
 def test_a_trace_that_one_rank_cannot_write_ends_all(mpirun, tmp_path):
     """Else the others would wait in `init` for ever."""
     (tmp_path / "trace0.json").mkdir()
@@ -60,6 +64,7 @@ except commlib.UsageError as error:
     assert done.stdout.count("refused: ") == 2 and done.stdout.count("(rank 0)") == 2, done.stdout
 
 
+@pytest.mark.any_mpi
 def test_a_setting_of_commlibs_own_wins_over_horovods(mpirun, tmp_path):
     done = mpirun(
         1,
