@@ -171,7 +171,7 @@ def test_a_rank_that_asks_for_nothing_is_named_with_what_it_did_last():
         coordinator = Coordinator(comm, range(comm.size))
         return work(coordinator, comm.rank)
 
-    assert run(2, rank_main, config=Config(timeout=0.5)) == [0, 1]
+    assert run(2, rank_main, config=Config(timeout=1.5)) == [0, 1]  # enough for what comes first on a busy machine
 
 
 def test_what_is_pending_at_the_end_says_so():
