@@ -364,7 +364,7 @@ class Communicator:
 
     def send_async(self, x: Any, peer: int, tag: int = 0) -> Work:
         """Start `send`."""
-        return self._look_after(messages.send(self.group, self._post, x, peer, tag))
+        return messages.send(self.group, self._post, x, peer, tag).start()
 
     def recv(self, x: Any, peer: int, tag: int = 0) -> Any:
         """Receive into `x` what rank `peer` sends with this tag, and return `x`. The byte counts must agree."""
@@ -374,7 +374,7 @@ class Communicator:
 
     def recv_async(self, x: Any, peer: int, tag: int = 0) -> Work:
         """Start `recv`."""
-        return self._look_after(messages.recv(self.group, self._post, x, peer, tag))
+        return messages.recv(self.group, self._post, x, peer, tag).start()
 
     def send_recv(self, x: Any, peer: int, out: Any, source: int, tag: int = 0) -> Any:
         """Send `x` to rank `peer` while receiving into `out` from rank `source`; return `out`."""
@@ -382,7 +382,7 @@ class Communicator:
 
     def send_recv_async(self, x: Any, peer: int, out: Any, source: int, tag: int = 0) -> Work:
         """Start `send_recv`."""
-        return self._look_after(messages.send_recv(self.group, self._post, x, peer, out, source, tag))
+        return messages.send_recv(self.group, self._post, x, peer, out, source, tag).start()
 
     def channel(
         self,
@@ -406,10 +406,6 @@ class Communicator:
 
             codec = codec_of(codec)
         return self._channels.open(peer, edge, shape, dtype, depth, codec)
-
-    def _look_after(self, work: Work) -> Work:
-        self.runtime.poller.watch(work, self.group)
-        return work
 
     # Synchronisation and objects
 

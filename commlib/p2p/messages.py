@@ -16,7 +16,7 @@ from commlib.devices.array import DeviceArray
 from commlib.devices.arrays import overlap, viewed, written
 from commlib.devices.protocol import Event
 from commlib.errors import CommlibError, MismatchError, ShutdownError, StallError, UsageError
-from commlib.observe.recorder import MESSAGES
+from commlib.observe.recorder import MESSAGES, Record
 from commlib.p2p.on_device import memory_of
 from commlib.p2p.post import Post
 from commlib.runtime.work import Work
@@ -65,35 +65,80 @@ class _Message:
             self.array[...] = self.flat.reshape(self.array.shape)
 
 
+# Messages that were being posted when a signal handler raised: they may be under way, so their memory must stay.
+_LEFT_BEHIND: list[_Message] = []
+
+
 class Messages(Work):
-    """Hold some posted messages. They move when a thread waits, and when the progress thread looks after them."""
+    """Hold some messages. Once posted they move when a thread waits, and when the progress thread looks after them.
+
+    They are there before they are posted, so that there is no instruction at which an exception could let their arrays
+    go while they are under way.
+    """
 
     __slots__ = ("_arrived", "_comm", "_lock", "_messages", "_peers", "_post", "_record", "_requests", "_value")
 
     def __init__(self, comm: Group, post: Post, text: str, messages: list[_Message], value: Any) -> None:
         super().__init__(text)
+        self._comm, self._post, self._messages, self._value = comm, post, messages, value
+        self._peers = [message.peer for message in messages]
+        self._arrived: list[tuple[Any, Event, Any]] = []  # what is on its way to a device: that, when, and from where
+        self._lock = threading.Lock()  # MPI allows one thread at a time to ask for a request
+        self._requests: list[Request] = []  # of those that are posted
+        self._record: Record | None = None
+
+    def start(self) -> Messages:
+        """Post them, and let the poller look after them."""
+        try:
+            self._begin()
+            self._comm.runtime.poller.watch(self, self._comm)
+        except CommlibError:
+            raise
+        except BaseException as error:
+            self._interrupt(error)
+            raise
+        return self
+
+    def complete(self) -> Any:
+        """Post them and wait like `wait`, but for the last time: an interrupt takes it back, or fails the group."""
+        try:
+            self._begin()
+            return self.wait()
+        except CommlibError:
+            raise
+        except BaseException as error:
+            self._interrupt(error)
+            raise
+
+    def _begin(self) -> None:
+        comm, text = self._comm, self.description
         forks.check(text)
         if comm.runtime.closing:
             raise ShutdownError(f"{text}: commlib has been shut down")
         if comm.failure is not None:
             comm.raise_failure(text)
-        self._comm, self._post, self._messages, self._value = comm, post, messages, value
-        self._peers = [message.peer for message in messages]
-        self._arrived: list[tuple[Any, Event, Any]] = []  # what is on its way to a device: that, when, and from where
-        self._lock = threading.Lock()  # MPI allows one thread at a time to ask for a request
-        self._requests: list[Request] = []
-        self._record = None if comm.journal.recorder is None else comm.journal.open(text, messages[0].flat)
-        if self._record is not None:
-            self._record.row = MESSAGES
-            self._record.run()
+        if (record := comm.journal.open(text, self._messages[0].flat)) is not None:
+            self._record, record.row = record, MESSAGES
+            record.run()
         try:
-            for message in messages:
-                self._requests.append(message.post(post))
-        except BaseException as error:
-            if self._record is not None:
-                self._record.end(error)
-            comm.abandon(text, error)
+            for message in self._messages:
+                self._requests.append(message.post(self._post))
+        except CommlibError as error:
+            self._end(error)
             raise
+
+    def _interrupt(self, error: BaseException) -> None:
+        """Take back a receive of which nothing has come, or let the group fail: nobody knows what has moved."""
+        with self._lock:
+            if super().done():
+                return
+            is_posted = len(self._requests) == len(self._messages)
+            if not is_posted:
+                _LEFT_BEHIND.extend(self._messages)
+            if not (is_posted and self._withdraw()):
+                self._comm.abandon(self.description, error)
+            self._end(ShutdownError(f"{self.description}: interrupted by {type(error).__name__}"))
+            self.seen = True
 
     def done(self) -> bool:
         """Make progress, and return whether all of them have arrived. Never blocks."""
@@ -126,21 +171,6 @@ class Messages(Work):
         for device, event, _ in self._arrived:
             device.current().wait(event)
         return value
-
-    def complete(self) -> Any:
-        """Wait like `wait`, but for the last time: an interrupt takes it back, or fails the group."""
-        try:
-            return self.wait()
-        except CommlibError:
-            raise
-        except BaseException as error:
-            with self._lock:
-                if not super().done():
-                    if not self._withdraw():
-                        self._comm.abandon(self.description, error)
-                    self._end(ShutdownError(f"{self.description}: interrupted by {type(error).__name__}"))
-                    self.seen = True
-            raise
 
     def _withdraw(self) -> bool:
         """Take a receive back if nothing has come of it. A send cannot be taken back."""

@@ -34,7 +34,7 @@ LAST, STOP = -1, 77
 def test_alarms_at_any_time(comm, count, is_sender):
     """Rank 0 is interrupted again and again: nothing is lost that it knows of, or the group has failed."""
     chance = random.Random(count)
-    for _ in range(12):
+    for _ in range(6):
         group = comm.split(0)
         group.barrier()  # it has a board from then on, by which the others learn of a failure
         if comm.rank == 0:
