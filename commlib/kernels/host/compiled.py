@@ -8,8 +8,11 @@ compiled code is used, through the three methods that its dispatchers call.
 
 from __future__ import annotations
 
+import _thread
+import atexit
 import functools
 import pickle
+import threading
 from collections.abc import Callable
 from contextlib import AbstractContextManager
 from typing import Any
@@ -41,11 +44,13 @@ def kernel(**options: Any) -> Callable[[Any], Any]:
 
         @functools.wraps(compile_here)
         def compile_once(signature: Any) -> Any:
-            with global_compiler_lock:
-                if tuple(sigutils.normalize_signature(signature)[0]) in dispatcher.overloads:
-                    return compile_here(signature)
-                with kept.turn(signature, dispatcher.targetctx):
-                    return compile_here(signature)
+            if tuple(sigutils.normalize_signature(signature)[0]) in dispatcher.overloads:
+                return compile_here(signature)
+            return undisturbed(in_turn, signature)
+
+        def in_turn(signature: Any) -> Any:
+            with global_compiler_lock, kept.turn(signature, dispatcher.targetctx):
+                return compile_here(signature)  # which returns what another thread has compiled meanwhile
 
         dispatcher.compile = compile_once
         return dispatcher
@@ -59,11 +64,54 @@ def callback(signature: Any, **options: Any) -> Callable[[Any], Any]:
     def decorate(function: Any) -> Any:
         compiled = CFunc(function, sigutils.normalize_signature(signature), locals={}, options=options)
         compiled._cache = kept = _Kept(function)
-        with global_compiler_lock, kept.turn(compiled._sig, compiled._targetdescr.target_context):
-            compiled.compile()
+
+        def in_turn() -> None:
+            with global_compiler_lock, kept.turn(compiled._sig, compiled._targetdescr.target_context):
+                compiled.compile()
+
+        undisturbed(in_turn)
         return compiled
 
     return decorate
+
+
+def undisturbed(work: Callable[..., Any], *arguments: Any) -> Any:
+    """Return `work(*arguments)`, in the middle of which the handler of a signal cannot raise.
+
+    Python runs handlers in the main thread, so a thread of its own does the work. Whoever is interrupted while waiting
+    for it leaves it to end: numba, left half-way, could not compile any more.
+    """
+    if threading.current_thread() is not threading.main_thread() or global_compiler_lock.is_locked():
+        return work(*arguments)  # in the second case for a kernel, or a user's function, that is being compiled here
+    results: list[Any] = []
+    errors: list[BaseException] = []
+    running = threading.Lock()  # of Python's threads, these alone may be interrupted at any instruction
+    running.acquire()
+
+    def run() -> None:
+        try:
+            results.append(work(*arguments))
+        except BaseException as error:
+            errors.append(error)
+        finally:
+            running.release()
+
+    try:
+        _thread.start_new_thread(run, ())
+    except RuntimeError:  # Python is ending, or has no room for a thread
+        return work(*arguments)
+    with running:
+        pass
+    for error in errors:
+        raise error
+    return results[0]
+
+
+@atexit.register
+def _let_it_end() -> None:
+    """Wait for what an interrupted call has left to be compiled: LLVM must not go while it works."""
+    with global_compiler_lock:
+        pass
 
 
 class _Kept(NullCache):  # type: ignore[misc]
