@@ -21,6 +21,7 @@ from commlib.kernels.host import intrinsics as ins
 from commlib.kernels.host.arrays import table as _table
 from commlib.kernels.host.compiled import kernel
 from commlib.kernels.host.stream import stream_copy
+from commlib.kernels.host.waiting import ASK, pause
 
 # What a kernel returns; `take` returns the slot, which is not negative, if it has taken a message.
 DONE, WAITING, STOPPED, OTHER, HELD = 0, -1, -2, -3, -4
@@ -69,17 +70,10 @@ def leave(address: int) -> None:
 @kernel(nogil=True)
 def _await(end: Any, flag: int, number: int) -> bool:
     """Wait until the int64 at `flag` is at least `number`; False if that takes long."""
-    polls, naps = 0, 0
+    polls = 0
     while ins.load_acquire(flag) < number:
-        polls += 1
-        if polls <= end[SPINS]:
-            ins.pause()
-        elif polls <= end[SPINS] + end[YIELDS]:
-            ins.sched_yield()
-        elif naps < end[NAPS]:
-            naps += 1
-            ins.usleep(end[NAP_MICROSECONDS])
-        else:
+        polls = pause(polls, end[SPINS], end[YIELDS], end[NAPS], end[NAP_MICROSECONDS])
+        if polls == ASK:
             return False
     return True
 

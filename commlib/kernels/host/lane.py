@@ -24,6 +24,7 @@ from commlib.kernels.host import arrays
 from commlib.kernels.host import intrinsics as ins
 from commlib.kernels.host.arrays import table
 from commlib.kernels.host.compiled import kernel
+from commlib.kernels.host.waiting import pause
 
 # What kernels return: done; it takes long; the end is halted; Python must do it; there is no room.
 DONE, WAITING, STOPPED, OTHER, FULL = 0, -1, -2, -3, -4
@@ -113,17 +114,9 @@ def note_at(end: Any, at: int, array: int) -> Any:
 
 
 @kernel(nogil=True)
-def pause(end: Any, polls: int) -> bool:
-    """Let time pass between two polls, the more the later; False if there have been so many that Python is asked."""
-    if polls <= end[SPINS]:
-        ins.pause()
-    elif polls <= end[SPINS] + end[YIELDS]:
-        ins.sched_yield()
-    elif polls <= end[SPINS] + end[YIELDS] + end[NAPS]:
-        ins.usleep(end[NAP_MICROSECONDS])
-    else:
-        return False
-    return True
+def pause_at(end: Any, polls: int) -> Any:
+    """Let time pass between two polls: see `waiting.pause`."""
+    return pause(polls, end[SPINS], end[YIELDS], end[NAPS], end[NAP_MICROSECONDS])
 
 
 @kernel(nogil=True)

@@ -38,10 +38,11 @@ from commlib.kernels.host.lane import (
     head_at,
     let_go,
     note_at,
-    pause,
+    pause_at,
     unit_at,
     units_of,
 )
+from commlib.kernels.host.waiting import ASK
 
 # A ring that is empty is used from its start again after so many units: they stay in the fastest caches.
 _SOON = 256
@@ -114,8 +115,8 @@ def put(at: int, array: int, tag: int) -> int:
         if status == DONE:
             ins.store_release(note, array)
             return DONE
-        polls += 1
-        if not pause(end, polls):
+        polls = pause_at(end, polls)
+        if polls == ASK:
             return FULL
 
 

@@ -40,11 +40,12 @@ from commlib.kernels.host.lane import (
     head_at,
     let_go,
     note_at,
-    pause,
+    pause_at,
     unit_at,
 )
 from commlib.kernels.host.lane_aside import drop_aside, find_aside, length_of, move_aside
 from commlib.kernels.host.lane_posts import deliver, waiting_post
+from commlib.kernels.host.waiting import ASK
 
 DRAINED = 1  # what `_find` returns where another ring follows
 
@@ -128,8 +129,8 @@ def take(at: int, array: int, tag: int) -> int:
             return DONE
         if status != WAITING:
             return OTHER
-        polls += 1
-        if not pause(end, polls):
+        polls = pause_at(end, polls)
+        if polls == ASK:
             return WAITING
 
 

@@ -31,6 +31,7 @@ from numba.core import types
 from commlib.kernels.host import intrinsics as ins
 from commlib.kernels.host.compiled import kernel
 from commlib.kernels.host.stream import stream_copy
+from commlib.kernels.host.waiting import ASK, pause
 
 # What a kernel returns.
 DONE, WAITING, MISMATCH, BROKEN, APART = range(5)
@@ -135,21 +136,14 @@ def _arrive(call: Any, control: Any) -> None:
 def _await_peers(call: Any, control: Any) -> int:
     """Wait until every rank has reached this rank's epoch with the same signature."""
     epoch, size, board = control[EPOCH], control[SIZE], control[BOARD]
-    polls, naps = 0, 0
+    polls = 0
     verdict = DONE
     for step in range(1, size):
         peer = (control[RANK] + step) % size
         line = board + peer * LINE_BYTES
         while ins.load_acquire(line + ARRIVED) < epoch:
-            polls += 1
-            if polls <= call[SPINS]:
-                ins.pause()
-            elif polls <= call[SPINS] + call[YIELDS]:
-                ins.sched_yield()
-            elif naps < call[NAPS]:
-                naps += 1
-                ins.usleep(call[NAP_MICROSECONDS])
-            else:
+            polls = pause(polls, call[SPINS], call[YIELDS], call[NAPS], call[NAP_MICROSECONDS])
+            if polls == ASK:
                 return WAITING
         # Whatever the verdict, wait for the others too: all ranks leave at the same epoch.
         if ins.load_acquire(line + SIGNATURES + 8 * (epoch & 1)) != call[SIGNATURE]:

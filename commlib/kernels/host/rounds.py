@@ -16,6 +16,7 @@ from commlib.kernels.host.arrays import DATA, int32, table
 from commlib.kernels.host.compiled import kernel
 from commlib.kernels.host.node import all_equal
 from commlib.kernels.host.reduce import reduce_as_written
+from commlib.kernels.host.waiting import ASK, pause
 
 # What `play` returns. DIFFERENT: not all marks were this rank's own. FAILED: CODE says with what.
 DONE, DIFFERENT, WAITING, FAILED = 0, 1, -1, -2
@@ -52,11 +53,9 @@ def _await(program: Any, row: Any) -> Any:
             return FAILED
         if int32(program[FLAG]) != 0:
             return DONE
-        polls += 1
-        if polls > program[SPINS] + program[YIELDS]:
+        polls = pause(polls, program[SPINS], program[YIELDS], 0, 0)
+        if polls == ASK:
             return WAITING
-        if polls > program[SPINS]:
-            ins.sched_yield()
 
 
 @kernel(nogil=True)
