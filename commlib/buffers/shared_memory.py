@@ -69,13 +69,13 @@ class Segment:
     """`nbytes` of zeroed shared memory for each rank: see `typing.SharedMemory`."""
 
     def __init__(self, mappings: Sequence[Mapping], nbytes: int, *, is_named: bool) -> None:
-        self._mappings = list(mappings)
+        self.mappings = list(mappings)
         self.is_named = is_named  # files without names cannot be shared among these ranks
         self.bases = [mapping.address for mapping in mappings]
         self.nbytes = nbytes
 
     def close(self) -> None:
-        self._mappings.clear()
+        self.mappings.clear()
 
 
 class _TryNamedError(TransportError):

@@ -60,6 +60,7 @@ class LateDevice:
         self.kernels = LateKernels(self)
         self._lock = threading.Lock()
         self._pending: dict[int, list[Place]] = {}  # what queued work reads and writes
+        self._shared: weakref.WeakKeyDictionary[Any, int] = weakref.WeakKeyDictionary()  # mappings, and their bytes
         self._numbers = itertools.count()
         self.queued = 0  # copies and kernels so far
         self.races = 0  # what changed while it was read
@@ -118,7 +119,9 @@ class LateDevice:
         return np.full(nbytes, 0xA5, np.uint8)
 
     def share(self, nbytes: int, rank: int, gather: Callable[[Any], list[Any]]) -> Any:
-        return shared_memory.share(rank, nbytes, gather)
+        segment = shared_memory.share(rank, nbytes, gather)
+        self._shared.update(dict.fromkeys(segment.mappings, nbytes))
+        return segment
 
     def copy(self, target: Any, source: Any) -> None:
         if target.nbytes != source.nbytes:
@@ -145,6 +148,12 @@ class LateDevice:
                     ctypes.memset(target[0], target[2], target[1])
             self._pending[number] = [*targets, *sources]
             self.queued += 1
+            # A driver unmaps what ranks share when nothing uses it any more.
+            used = [
+                mapping
+                for mapping, nbytes in self._shared.items()
+                if any(meet((mapping.address, nbytes, 0), place) for place in self._pending[number])
+            ]
 
         kept = [x for x in (*writes, *reads) if isinstance(x, np.ndarray)]  # host memory must not go meanwhile
 
@@ -164,6 +173,7 @@ class LateDevice:
             with self._lock:
                 del self._pending[number]
             kept.clear()
+            used.clear()
 
         self.current().queue.put(work)
 
