@@ -1,7 +1,7 @@
 """Messages between two ranks: a channel against MPI's persistent requests and MPI's Send and Recv.
 
     mpirun --bind-to none -n 2 python benchmarks/channel.py [--sizes BYTES ...] [--rounds 15] [--out FILE.json]
-    python tests/multihost/hosts.py 2 --rate 1gbit --ranks-per-host 1 -- python benchmarks/channel.py   # two hosts
+    python ci/hosts.py 2 --rate 1gbit --ranks-per-host 1 -- python benchmarks/channel.py   # two hosts
 
 Contenders move the same bytes in turn, in rounds whose order rotates, in one process on each rank. Times are those of
 the slower rank, of one message: the median over rounds of the mean of a burst. Patterns:

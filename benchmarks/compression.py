@@ -5,7 +5,7 @@
     python benchmarks/compression.py --hosts 4 --rate 1gbit --width 256 --rows 2 --lr 0.05
     python benchmarks/compression.py --hosts 1 [--ranks-per-host 2]  # this node, no network
 
-Starts one job on emulated hosts (tests/multihost/hosts.py) or on this node, which trains a small transformer
+Starts one job on emulated hosts (ci/hosts.py) or on this node, which trains a small transformer
 (benchmarks/text_model.py) once for each contender: from the same start, on the same data, each on a model of its own,
 in blocks of steps that take turns in rotating order, so that all meet the same machine in the same mood.
 
@@ -37,7 +37,7 @@ from typing import Any
 from benchmarks import record
 from benchmarks.compression_contenders import CONTENDERS, RATES, Training, contender
 from benchmarks.launching import run
-from tests.multihost.hosts import bits_per_second
+from ci.hosts import bits_per_second
 
 SENT = Path("/sys/class/net/eth0/statistics/tx_bytes")
 REFERENCE = "none"  # what others are compared with

@@ -3,7 +3,7 @@
     source ci/env.sh
     python benchmarks/hosts.py [--hosts 2] [--ranks-per-host 1] [--rate 1gbit] [--sizes BYTES ...] [--out FILE.json]
 
-Starts one job on emulated hosts (tests/multihost/hosts.py: root only) with the mpiexec of this environment. The
+Starts one job on emulated hosts (ci/hosts.py: root only) with the mpiexec of this environment. The
 contenders reduce the same float32 array in place, in turn, in rounds whose order rotates: commlib, MPI_Allreduce of the
 MPI library in use, and gloo by torch.distributed if torch is installed. Times are those of the slowest rank: the median
 over rounds of the mean of a burst of calls.
@@ -29,7 +29,7 @@ from typing import Any
 
 from benchmarks import record
 from benchmarks.launching import run
-from tests.multihost.hosts import bits_per_second
+from ci.hosts import bits_per_second
 
 Call = Callable[[], Any]
 SIZES = [4, 1 << 10, 64 << 10, 4 << 20, 16 << 20, 64 << 20]

@@ -9,7 +9,7 @@ import sys
 from collections.abc import Callable
 from pathlib import Path
 
-from tests.multihost.hosts import Hosts, HostsError, find_mpiexec, launch_settings
+from ci.hosts import Hosts, HostsError, find_mpiexec, launch_settings
 
 
 def start_job(script: str, *, hosts: int, ranks_per_host: int, rate: str, timeout: float) -> int:

@@ -3,7 +3,7 @@
     source ci/env.sh
     python benchmarks/overlap.py [--framework torch] [--hosts 2] [--rate 1gbit] [--rows 256]   # as root
 
-Starts one job on emulated hosts (tests/multihost/hosts.py), one rank on each. The models are those of
+Starts one job on emulated hosts (ci/hosts.py), one rank on each. The models are those of
 benchmarks/data_parallel.py and benchmarks/keras_fit.py, 4 million parameters, and the contenders take turns as there;
 in PyTorch torch's DistributedDataParallel on gloo, which overlaps, is one of them. Beside each step stand what the
 training thread spent on communication and what ran meanwhile, of rank 0, as its reports say.

@@ -8,7 +8,7 @@ from typing import Any
 
 from benchmarks.compare import figures
 from benchmarks.page_text import bytes_text, inner, range_text, spread_text, table, time_text
-from tests.multihost.hosts import bits_per_second
+from ci.hosts import bits_per_second
 
 Record = Mapping[str, Any]
 

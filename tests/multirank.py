@@ -13,12 +13,14 @@ from __future__ import annotations
 
 import faulthandler
 import gc
+import hashlib
 import io
 import os
 import signal
 import sys
 import time
 from collections.abc import Generator
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import pytest
@@ -91,6 +93,7 @@ class MultiRank:
         self.timeout = float(config.getini("faulthandler_timeout") or 0)
         self.collection_errors: list[str] = []
         self.agreed = True  # no exchange after the ranks went different ways
+        self.file: Path | None = None  # of the test that runs
         # pytest redirects descriptor 2 during tests. It does not now, but the copy stays good.
         self.stderr = os.fdopen(os.dup(2), "w")
         # A rank that dies takes the job with it: mpiexec terminates the others, and they say where they were.
@@ -104,19 +107,24 @@ class MultiRank:
 
     def exchange(self, place: str, mine: Any) -> list[Any]:
         """All-gather `mine`, having checked that all ranks are at the same `place`; end the session if they are not."""
-        self._await_everyone(mine)
-        there = self.comm.allgather(place)
-        everyone = self.comm.allgather(mine)
+        if self._is_same_everywhere(place, mine):
+            return [mine] * self.size
+        there, everyone = zip(*self.comm.allgather((place, mine)), strict=True)
         if len(set(there)) > 1:
             self.agreed = False
-            self._exit("the ranks went different ways", there)
-        return everyone
+            self._exit("the ranks went different ways", list(there))
+        return list(everyone)
 
-    def _await_everyone(self, mine: Any) -> None:
-        """Wait without keeping a core busy, and without being cut off before the rank that is stuck."""
+    def _is_same_everywhere(self, place: str, mine: Any) -> bool:
+        """Wait for all ranks, without keeping a core busy and without being cut off before the rank that is stuck.
+
+        What is the same on all ranks is told by its digest: it mostly is, and there are thousands of exchanges.
+        """
         self._restart_timer(self.timeout + EXTRA_SECONDS)
         tell_at = time.monotonic() + self.timeout / 2
-        everyone_here = self.comm.Ibarrier()
+        digest = hashlib.sha256(repr((place, mine)).encode()).digest()
+        digests = bytearray(len(digest) * self.size)
+        everyone_here = self.comm.Iallgather(digest, digests)
         while not everyone_here.Test():
             time.sleep(0.0002)
             if isinstance(mine, Outcome) and mine.kind == "failed" and time.monotonic() > tell_at:
@@ -124,6 +132,7 @@ class MultiRank:
                 self._print_now(f"rank {self.rank} failed and still waits for the others:\n{mine.text}")
                 tell_at = float("inf")
         self._restart_timer(self.timeout)
+        return digests == digest * self.size
 
     def _restart_timer(self, seconds: float) -> None:
         if self.timeout > 0:
@@ -160,9 +169,17 @@ class MultiRank:
         everyone = self.exchange("collection", tests)
         if len(set(everyone)) > 1:
             self._exit("the ranks found different tests", everyone)
-        # Tests that collect garbage look at what came after this, instead of 0.3 s at pytest, numba and a framework.
-        gc.collect()
-        gc.freeze()
+
+    @pytest.hookimpl(tryfirst=True)
+    def pytest_runtest_call(self, item: pytest.Item) -> None:
+        """Let tests that collect garbage look at what is of their file alone, not 0.3 s at all that was there before.
+
+        Here, and not before the fixtures of the file's first test, by which numba or a framework may come.
+        """
+        if item.path != self.file:
+            self.file = item.path
+            gc.collect()
+            gc.freeze()
 
     @pytest.hookimpl(wrapper=True, tryfirst=True)  # outermost: xfail has been dealt with
     def pytest_runtest_makereport(self, item: pytest.Item) -> Generator[None, pytest.TestReport, pytest.TestReport]:

@@ -1,4 +1,4 @@
-"""The first run of all: nothing is compiled yet."""
+"""The first run: kernels are not compiled yet."""
 
 from __future__ import annotations
 
@@ -44,34 +44,39 @@ cache.write = die
 
 
 @pytest.fixture
-def empty(tmp_path: Path) -> dict[str, str]:
-    """The setting of a cache in which nothing is, and that numba's own is not used."""
-    return {"XDG_CACHE_HOME": str(tmp_path / "cache"), "NUMBA_CACHE_DIR": ""}
+def lacking(tmp_path: Path) -> dict[str, str]:
+    """The setting of a cache in which some kernels are not, and that numba's own is not used: all take 20 s."""
+    kept = cache.folder()
+    assert kept is not None
+    here = tmp_path / "cache"
+    (here / "commlib").mkdir(0o700, parents=True)
+    here.chmod(0o700)
+    copy = shutil.copytree(kept, here / "commlib" / kept.name)
+    for kernel in copy.glob("reduce.*"):
+        kernel.unlink()
+    return {"XDG_CACHE_HOME": str(here), "NUMBA_CACHE_DIR": ""}
 
 
-def compiles_once(mpirun: MpiRun, ranks: int, empty: dict[str, str]) -> None:
-    first = mpirun(ranks, PROGRAM, env=empty, timeout=100)
+def compiles_once(mpirun: MpiRun, ranks: int, lacking: dict[str, str]) -> None:
+    first = mpirun(ranks, PROGRAM, env=lacking, timeout=100)
     assert first.returncode == 0, first.stderr
     assert first.stderr.count(LINE) == 1, first.stderr
-    then = mpirun(ranks, PROGRAM, env=empty)
+    then = mpirun(ranks, PROGRAM, env=lacking)
     assert (then.returncode, then.stderr) == (0, "")
 
 
-def test_ranks_compile_together_and_one_of_them_says_so(mpirun: MpiRun, empty: dict[str, str]) -> None:
+def test_ranks_compile_together_and_one_of_them_says_so(mpirun: MpiRun, lacking: dict[str, str]) -> None:
     """Every rank compiled every kernel, and none said what it was doing."""
-    compiles_once(mpirun, 4, empty)
+    compiles_once(mpirun, 4, lacking)
+
+
+@pytest.mark.long
+def test_ranks_that_find_nothing_at_all_compile_together(mpirun: MpiRun, tmp_path: Path) -> None:
+    compiles_once(mpirun, 4, {"XDG_CACHE_HOME": str(tmp_path / "cache"), "NUMBA_CACHE_DIR": ""})
 
 
 def test_a_rank_that_is_killed_while_it_compiles_ends_the_job_and_not_the_next(
-    mpirun: MpiRun, empty: dict[str, str]
+    mpirun: MpiRun, lacking: dict[str, str]
 ) -> None:
-    kept = cache.folder()
-    assert kept is not None
-    here = Path(empty["XDG_CACHE_HOME"])
-    here.mkdir(0o700)
-    (here / "commlib").mkdir(0o700)
-    copy = shutil.copytree(kept, here / "commlib" / kept.name)  # all but some are there, to save time
-    for kernel in copy.glob("reduce.*"):
-        kernel.unlink()
-    assert mpirun(2, KILLED, env=empty).returncode != 0
-    compiles_once(mpirun, 2, empty)
+    assert mpirun(2, KILLED, env=lacking).returncode != 0
+    compiles_once(mpirun, 2, lacking)

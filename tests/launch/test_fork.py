@@ -151,6 +151,7 @@ print("well", flush=True)
     assert (done.returncode, done.stdout) == (0, "well\nwell\n"), done.stderr
 
 
+@pytest.mark.any_mpi
 def test_workers_of_a_data_loader(mpirun):
     """An uncaught error of a worker is told by its parent; the workers end, and say nothing of MPI."""
     pytest.importorskip("torch")

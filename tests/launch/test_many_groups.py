@@ -93,6 +93,7 @@ print("done")
 """
 
 
+@pytest.mark.any_mpi
 def test_groups_cost_no_shared_memory_until_they_are_used(mpirun):
     done = mpirun(4, HEAD + UNUSED)
     prints(done, *["done"] * 4)

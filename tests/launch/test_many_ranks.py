@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import pytest
+
 PROGRAM = """
 import commlib
 from tests import checks
@@ -26,6 +28,7 @@ if comm.rank == 0:
 """
 
 
+@pytest.mark.any_mpi
 def test_sixteen_ranks(mpirun):
     done = mpirun(16, PROGRAM, timeout=110)
     assert done.returncode == 0, done.stderr

@@ -31,6 +31,7 @@ DIFFERENT = {
 }
 
 
+@pytest.mark.any_mpi
 def test_settings_that_differ_are_all_named_on_all_ranks(mpirun):
     program = f"""{RANK}
 for name, values in {DIFFERENT}.items():
@@ -63,6 +64,7 @@ print([world.accepts(kind) for kind in ("late", "cuda", "moon", "")])"""
     assert mpirun(1, program).stdout == "[False, False, False, False]\n"
 
 
+@pytest.mark.any_mpi
 def test_a_bad_setting_on_one_rank_is_an_error_on_all(mpirun):
     program = f"""{RANK}
 if rank == 1:
@@ -284,6 +286,7 @@ while True:
             (tmp_path / str(process)).unlink()
 
 
+@pytest.mark.any_mpi
 def test_what_an_older_job_left_is_swept_by_the_next(mpirun):
     gone = subprocess.Popen(["true"])
     gone.wait()

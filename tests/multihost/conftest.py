@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.multihost.hosts import missing_rights
+from ci.hosts import missing_rights
 
 ROOT = Path(__file__).parents[2]
 

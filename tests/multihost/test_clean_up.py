@@ -14,8 +14,8 @@ from pathlib import Path
 
 import pytest
 
-from tests.multihost import hosts as module
-from tests.multihost.hosts import Hosts, HostsError
+from ci import hosts as module
+from ci.hosts import Hosts, HostsError
 
 SCRIPT = [sys.executable, module.__file__]
 READY = "import time; print('running', flush=True); time.sleep({})"

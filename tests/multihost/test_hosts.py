@@ -9,7 +9,7 @@ import time
 
 import pytest
 
-from tests.multihost.hosts import Hosts
+from ci.hosts import Hosts
 
 ACROSS = "tests/multihost/across.py"
 BETWEEN = "tests/multihost/between.py"

@@ -7,7 +7,7 @@ import sys
 
 import pytest
 
-from tests.multihost.hosts import Hosts
+from ci.hosts import Hosts
 
 pytestmark = pytest.mark.any_mpi
 

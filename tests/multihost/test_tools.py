@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import sys
 
-from tests.multihost.hosts import SBIN, TOOLS, Hosts, missing_rights
+from ci.hosts import SBIN, TOOLS, Hosts, missing_rights
 
 
 def test_tools_beside_path(monkeypatch, tmp_path):
@@ -19,6 +19,6 @@ def test_tools_beside_path(monkeypatch, tmp_path):
 
 
 def test_what_is_missing_is_named(monkeypatch, tmp_path):
-    monkeypatch.setattr("tests.multihost.hosts.SBIN", ())
+    monkeypatch.setattr("ci.hosts.SBIN", ())
     monkeypatch.setenv("PATH", str(tmp_path))
     assert missing_rights() == f"hosts are emulated by {', '.join(TOOLS)}, not installed here"

@@ -184,5 +184,6 @@ for function in (hvd.rank_op, tf.function(lambda: hvd.rank_op())):
         assert isinstance(error, ValueError) and isinstance(error, hvd.HorovodInternalError), type(error)
         print("caught")
 """
-    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=False)
-    assert done.stdout == "caught\ncaught\n", done.stderr
+    if comm.rank == 0:  # as every rank would: it is alone
+        done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=False)
+        assert done.stdout == "caught\ncaught\n", done.stderr

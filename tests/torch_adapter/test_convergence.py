@@ -20,7 +20,8 @@ from commlib_torch import DistributedOptimizer
 
 from .oracle import assert_same_everywhere, parameters_of
 
-pytestmark = pytest.mark.ranks(min=2, max=2)  # one number of ranks is enough, and the numbers below are for it
+# One number of ranks is enough, and the numbers below are for it.
+pytestmark = [pytest.mark.ranks(min=2, max=2), pytest.mark.long]
 
 SIZES = Sizes(width=32, layers=1, heads=2, context=32)
 STEPS, LAST, ROWS, SEED = 100, 10, 8, 0

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import gc
 import threading
+import weakref
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -13,12 +15,12 @@ from commlib.devices.arrays import device_of, empty_like, overlap, readable
 from commlib.devices.host import HOST
 from commlib.devices.waiting import wait_for
 from commlib.errors import UsageError
-from tests.late import LATE, LateArray, LateDevice
+from tests.late import LATE, LateArray, LateDevice, device
 
 
 @pytest.fixture
 def slow():
-    return LateDevice(delay=0.05)
+    return LateDevice(delay=0.2)  # in which a busy machine lets this thread look
 
 
 def test_new_memory_is_poison(slow):
@@ -72,13 +74,23 @@ def test_host_memory_that_is_written_before_it_was_read_does_not_arrive(slow):
     assert (array.numpy() != 1).all()
 
 
-def test_what_changes_while_it_is_read_arrives_as_poison(slow):
+def test_what_changes_while_it_is_read_arrives_as_poison(slow, monkeypatch):
     array, other = slow.put(np.zeros(4)), slow.put(np.ones(4))
     slow.synchronise()
+    reading, written = threading.Event(), threading.Event()
+
+    def work_of_either(_):  # the reader is at it until the writer is done
+        if not reading.is_set():
+            reading.set()
+            written.wait(20)
+
+    monkeypatch.setattr(device, "time", SimpleNamespace(sleep=work_of_either))
     copied = slow.wrap(array, "x").copy().owner
+    assert reading.wait(20)
     with slow.using(slow.stream()):
         slow.copy(slow.wrap(array, "x"), slow.wrap(other, "x"))
         slow.synchronise()
+    written.set()
     slow.synchronise()
     assert np.isnan(copied.numpy()).all() and slow.races == 1
 
@@ -152,3 +164,18 @@ def test_arrays_of_a_device_are_cut_and_reshaped():
         array[::2]
     with pytest.raises(ValueError):
         array.reshape(5)
+
+
+def test_shared_memory_stays_until_what_was_queued_is_done(slow):
+    segment = slow.share(4096, 0, lambda value: [value])
+    slow.synchronise()
+    with slow.using(slow.stream()):
+        array = slow.at(segment.bases[0], (4,), np.float64, segment)
+        slow.copy(slow.wrap(array, "x"), np.ones(4))
+        event = slow.current().record()
+    mapping = weakref.ref(segment.mappings[0])
+    del array, segment
+    gc.collect()
+    assert mapping() is not None
+    event.block()
+    assert mapping() is None

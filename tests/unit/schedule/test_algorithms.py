@@ -8,7 +8,7 @@ import pytest
 
 from commlib.schedule import Algorithm, Link, algorithms, find, program, simulate, verbs, verify
 
-SIZES = (*range(1, 34), 64, 100, 128)
+SIZES = (*range(1, 34), 64, 100)
 ALL = [(verb, name) for verb in verbs() for name in algorithms(verb)]
 every_algorithm = pytest.mark.parametrize(("verb", "name"), ALL, ids=[f"{verb}-{name}" for verb, name in ALL])
 

@@ -1,6 +1,6 @@
 """Hosts of a cluster, emulated on this machine by Linux namespaces.
 
-    python tests/multihost/hosts.py 2 --rate 1gbit --ranks-per-host 2 -- python script.py
+    python ci/hosts.py 2 --rate 1gbit --ranks-per-host 2 -- python script.py
     with Hosts(2, rate="1gbit") as hosts: hosts.run(["python", "script.py"], ranks_per_host=[3, 1], timeout=60)
 
 Each host h0, h1, ... has its own name, network, System V and POSIX shared memory, /sys, /etc/hosts and TMPDIR; the rest
