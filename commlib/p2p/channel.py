@@ -22,6 +22,7 @@ from commlib.p2p.on_device import fetched
 from commlib.p2p.posted import MOST_DIMENSIONS
 from commlib.p2p.pumps import Pumps
 from commlib.p2p.queued import Queued, Sending
+from commlib.p2p.taken import first, taken
 from commlib.runtime.work import Work
 from commlib.transport.base import WaitHook
 from commlib.transport.polling import poll
@@ -368,8 +369,7 @@ class Channel:
         """Send what is queued as far as there is room; return whether nothing is left. Never blocks, never raises."""
         end, queue = self.ends.outgoing, self._queue
         try:
-            while queue:
-                work = queue[0]
+            while (work := first(queue)) is not None:
                 work.watch()
                 if not self.ends.try_connect(self._group, self.text):
                     return False
@@ -377,7 +377,8 @@ class Channel:
                 if not end.has_room():
                     return False
                 end.send(work.array, work.description, _give_way)
-                queue.popleft().finish()
+                if next(taken(queue), None) is work:  # or else another thread has let it fail
+                    work.finish()
             end.defer(yes=False)
             self._pumps.sent()
         except _NoRoomError:  # another thread was faster
@@ -388,8 +389,8 @@ class Channel:
         return True
 
     def _end_queue(self, error: CommlibError) -> None:
-        while self._queue:
-            self._queue.popleft().finish(error=error)
+        for work in taken(self._queue):
+            work.finish(error=error)
 
     def _await(self, work: Queued, timeout: float | None) -> None:
         """Wait until a queued send has been sent, or has failed."""

@@ -22,6 +22,7 @@ from commlib.p2p.form import Codec, Coded, Form, Plain
 from commlib.p2p.letters import Letters
 from commlib.p2p.mailbox import TAG, Address, Mailbox
 from commlib.p2p.posted import MOST_DIMENSIONS, TAGS
+from commlib.p2p.taken import taken
 from commlib.p2p.terms import Terms
 
 if TYPE_CHECKING:
@@ -43,7 +44,7 @@ class Channels:
         self._opened: Counter[tuple[int, int | str]] = Counter()
         self._made = 0
         self._dropped: deque[Ends] = deque()  # of channels that nobody closed; filled by the garbage collector
-        self._lingering: list[Ends] = []  # closed, but the other side may still map their memory
+        self._lingering: deque[Ends] = deque()  # closed, but the other side may still map their memory
         self._left = ""
 
     def open(self, peer: int, edge: int | str, shape: Any, dtype: Any, depth: int, codec: Codec | None) -> Channel:
@@ -106,9 +107,9 @@ class Channels:
 
     def sweep(self) -> None:
         """Give back what ended channels have left, once it is unused."""
-        while self._dropped:
-            self.end(self._dropped.popleft(), "has dropped this channel")
-        self._lingering = [ends for ends in self._lingering if not ends.try_close()]
+        for ends in taken(self._dropped):
+            self.end(ends, "has dropped this channel")
+        self._lingering.extend([ends for ends in taken(self._lingering) if not ends.try_close()])
 
     def end(self, ends: Ends, reason: str) -> None:
         """Tell the other side that this one takes part no more, and give back what it has, now or later. Idempotent."""
@@ -139,9 +140,8 @@ class Channels:
         if not self._left:
             self.leave("")
             return
-        for ends in self._lingering:
+        for ends in taken(self._lingering):
             ends.close()
-        self._lingering.clear()
 
     def _channels(self) -> Sequence[Channel]:
         return [channel for known in list(self._open.values()) if (channel := known()) is not None]

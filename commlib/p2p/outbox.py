@@ -44,8 +44,8 @@ class Outbox(NodeEnd):
     ) -> None:
         super().__init__(form, shape, dtype, depth, spins)
         self._is_named = is_named
-        self._larger: list[PeerMemory] = []  # for messages that are too long for the inbox
-        self._withdrawn = 0
+        self._larger: dict[int, PeerMemory] = {}  # for messages that are too long for the inbox, by their number
+        self._made = 0  # of those
         self._owner = 0  # the thread that has reserved a slot
         self.put = _put if form.is_plain and ARRAYS_ARE_WHERE_EXPECTED else ask_python_too
         self.lent: list[Array] = []
@@ -104,16 +104,16 @@ class Outbox(NodeEnd):
         return self._owner != 0 or bool(self._end[kernels.BUSY])
 
     def _announce(self, slot: int, shape: Shape) -> None:
-        nbytes, memory = self.form.nbytes(shape), None
+        nbytes, larger = self.form.nbytes(shape), None
         if nbytes > self._room():
             self.tidy()
             stride = stride_of(max(nbytes, int(GROWTH * self._room())))
-            self._larger.append(PeerMemory(self.depth * stride, is_named=self._is_named))
-            memory = self._larger[-1].place
-        text = json.dumps({"shape": shape, "memory": memory}).encode()
+            larger = self._larger[self._made] = PeerMemory(self.depth * stride, is_named=self._is_named)
+            self._made += 1
+        text = json.dumps({"shape": shape, "memory": larger and larger.place}).encode()
         self._records[slot][: len(text) + 1] = np.frombuffer(text + b"\0", np.uint8)
-        if memory is not None:
-            self._lay_out(self._larger[-1].memory, 0, self._larger[-1].place[2] // self.depth)
+        if larger is not None:
+            self._lay_out(larger.memory, 0, larger.place[2] // self.depth)
         self._agree(shape)
         self._end[kernels.SPEC] += 1
 
@@ -147,13 +147,14 @@ class Outbox(NodeEnd):
         self._end[kernels.HALTED] = yes or self._is_halted
 
     def tidy(self) -> None:
-        """Withdraw memory that the receiver has mapped."""
-        while self._larger and self._withdrawn < self._block[MAPPED_BY_RECEIVER]:
-            self._larger.pop(0).withdraw()
-            self._withdrawn += 1
+        """Withdraw memory that the receiver has mapped. The poller may do so at the same time."""
+        for number in list(self._larger):
+            is_mapped = number < self._block[MAPPED_BY_RECEIVER]
+            if is_mapped and (memory := self._larger.pop(number, None)) is not None:
+                memory.withdraw()
 
     def close(self) -> None:
         """Let go of the memory, also of messages that the receiver has not found."""
         self.halt(yes=True)
-        for memory in self._larger:
+        for memory in list(self._larger.values()):
             memory.withdraw()

@@ -121,11 +121,11 @@ for trial in range(12):
     steps = interrupts = 0
     for step in range(60):
         x, y = np.full(3, float(step + rank)), np.full(500, 1.0)
-        work, other = [
-            coordinator.submit(Request("allreduce", name, (("float64", a.shape),), (("op", "sum"),)), [a], [a])
-            for name, a in (("x", x), (f"y{step % 3}", y))
-        ]
-        try:
+        try:  # an alarm after both are done is told to the next that is submitted
+            work, other = [
+                coordinator.submit(Request("allreduce", name, (("float64", a.shape),), (("op", "sum"),)), [a], [a])
+                for name, a in (("x", x), (f"y{step % 3}", y))
+            ]
             try:
                 if rank == last and step >= 2 * trial:
                     signal.setitimer(signal.ITIMER_REAL, 1e-5 + rng.random() * 5e-4)

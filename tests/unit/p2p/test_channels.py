@@ -49,6 +49,34 @@ def test_messages_longer_than_one_request(monkeypatch):
     run(2, check, nodes=[0, 1])
 
 
+def test_memory_that_the_receiver_has_not_mapped_is_not_withdrawn(monkeypatch):
+    """The poller may look after a long message while the thread that sends another one does."""
+    outgoing: list[Any] = []
+
+    class Withdrawn(PeerMemory):
+        def withdraw(self):
+            outgoing[0].tidy()  # as another thread in the middle of it would
+            super().withdraw()
+
+    monkeypatch.setattr(outbox, "PeerMemory", Withdrawn)
+
+    def check(comm):
+        channel = comm.channel(1 - comm.rank, "long", (1,), "int64", 2)
+        if comm.rank == 0:
+            outgoing.append(channel.ends.outgoing)
+            channel.send(np.arange(10_000))
+            channel.send(np.arange(90_000))
+        comm.barrier()
+        for count in (10_000, 90_000):
+            if comm.rank == 1:
+                assert (channel.recv() == np.arange(count)).all()
+            comm.barrier()
+            outgoing[0].tidy()
+            comm.barrier()
+
+    run(2, check, nodes=[0, 0])
+
+
 @layouts
 def test_the_timeout_of_all_waits_fails_the_channel(nodes):
     gave_up = threading.Event()
