@@ -27,12 +27,14 @@ class Pumps:
         self._ends = weakref.ref(ends)
         self._text = text
         self._sending = self._listening = False
+        self._sent = 0  # how often `sent` was called
         self._listens = isinstance(ends.incoming, PostedReceives)
         self._until = 0.0
 
     def sent(self, *, lags: bool = False) -> None:
         """See to what has been sent and has not left yet, or not been found. `lags`: there is such a message."""
         ends = self._ends()
+        self._sent += 1  # before the look at `_sending`: see `_send`
         lags = not self._sending and ends is not None and (lags or ends.outgoing.may_lag)
         if lags and ends is not None and ends.outgoing.is_under_way:
             self._sending = True
@@ -47,9 +49,11 @@ class Pumps:
                 self._poller.watch(_Pump(f"recv on {self._text}", self._listen), self._owner(), awaited=False)
 
     def _send(self) -> bool:
-        ends = self._ends()
+        ends, before = self._ends(), self._sent
         if ends is None or not _ask(ends, sending=True):
             self._sending = False
+            # What was sent after it was asked for, and before it was said, has been left to this.
+            self._sending = self._sent != before and ends is not None
         return not self._sending
 
     def _listen(self) -> bool:
