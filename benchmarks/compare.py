@@ -47,13 +47,14 @@ def main() -> None:
     parser.add_argument("--out", type=Path, help="write raw figures of all starts to this JSON file")
     parser.add_argument("options", nargs="*", help="after --: options of all_reduce.py")
     arguments = parser.parse_args()
-    starts = []
+    starts, facts = [], dict[str, Any]()
     with tempfile.TemporaryDirectory() as folder:
         for _ in range(arguments.starts):
             for setting, environment in SETTINGS.items():
                 measured = start(arguments.ranks, environment, arguments.options, Path(folder) / "start.json")
                 starts.append({"setting": setting, "rows": measured["rows"]})
-    facts = {**measured["facts"], "command": shlex.join(["python", "benchmarks/compare.py", *record.arguments()])}
+                facts = facts or measured["facts"]  # later ones find the load of those before
+    facts["command"] = shlex.join(["python", "benchmarks/compare.py", *record.arguments()])
     if arguments.out:
         record.write(arguments.out, "compare", facts, arguments, starts=starts)
     show(*figures(starts))
