@@ -148,13 +148,14 @@ class Outbox(NodeEnd):
 
     def tidy(self) -> None:
         """Withdraw memory that the receiver has mapped. The poller may do so at the same time."""
-        for number in list(self._larger):
-            is_mapped = number < self._block[MAPPED_BY_RECEIVER]
-            if is_mapped and (memory := self._larger.pop(number, None)) is not None:
+        self._withdraw([number for number in list(self._larger) if number < self._block[MAPPED_BY_RECEIVER]])
+
+    def _withdraw(self, numbers: list[int]) -> None:
+        for number in numbers:
+            if (memory := self._larger.pop(number, None)) is not None:
                 memory.withdraw()
 
     def close(self) -> None:
         """Let go of the memory, also of messages that the receiver has not found."""
         self.halt(yes=True)
-        for memory in list(self._larger.values()):
-            memory.withdraw()
+        self._withdraw(list(self._larger))

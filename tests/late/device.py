@@ -120,7 +120,8 @@ class LateDevice:
 
     def share(self, nbytes: int, rank: int, gather: Callable[[Any], list[Any]]) -> Any:
         segment = shared_memory.share(rank, nbytes, gather)
-        self._shared.update(dict.fromkeys(segment.mappings, nbytes))
+        with self._lock:
+            self._shared.update(dict.fromkeys(segment.mappings, nbytes))
         return segment
 
     def copy(self, target: Any, source: Any) -> None:
