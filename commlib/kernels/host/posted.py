@@ -17,6 +17,7 @@ from commlib.kernels.host import intrinsics as ins
 from commlib.kernels.host.arrays import int32, table
 from commlib.kernels.host.channel import COUNT, DEPTH, HALTED, SLOT, SPEC, enter, is_as_agreed, leave
 from commlib.kernels.host.compiled import kernel
+from commlib.kernels.host.waiting import SAMPLE, late, now
 
 PYTHONS = 2  # BUSY while it is Python's turn
 LAGS = 1  # returned beside `channel.DONE`, `OTHER` and slots: a message was put that has not left yet
@@ -126,7 +127,12 @@ def take(address: int) -> int:
     row = _row(end, slot)
     has_come, polls = False, 0
     while row[LIKE] != 0 and not has_come and polls <= end[POLLS]:
-        has_come = _is_idle(end, row)
+        if polls % SAMPLE:
+            has_come = _is_idle(end, row)
+        else:
+            began = now()
+            has_come = _is_idle(end, row)
+            polls += SAMPLE * late(began)
         polls += 1
     status = channel.OTHER
     if has_come and _is_expected(end, row):

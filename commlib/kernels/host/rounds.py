@@ -16,7 +16,7 @@ from commlib.kernels.host.arrays import DATA, int32, table
 from commlib.kernels.host.compiled import kernel
 from commlib.kernels.host.node import all_equal
 from commlib.kernels.host.reduce import reduce_as_written
-from commlib.kernels.host.waiting import ASK, pause
+from commlib.kernels.host.waiting import ASK, late, now, pause
 
 # What `play` returns. DIFFERENT: not all marks were this rank's own. FAILED: CODE says with what.
 DONE, DIFFERENT, WAITING, FAILED = 0, 1, -1, -2
@@ -47,13 +47,14 @@ def _await(program: Any, row: Any) -> Any:
     """Wait until all messages of a round are complete: DONE, WAITING or FAILED."""
     polls = 0
     while True:
+        began = now()
         code = requests.test(program[TEST], row[MESSAGES], row[HANDLES], program[FLAG], program[STATUSES])
         if code != 0:
             program[CODE] = code
             return FAILED
         if int32(program[FLAG]) != 0:
             return DONE
-        polls = pause(polls, program[SPINS], program[YIELDS], 0, 0)
+        polls = pause(polls + late(began), program[SPINS], program[YIELDS], 0, 0)
         if polls == ASK:
             return WAITING
 

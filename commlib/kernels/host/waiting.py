@@ -16,13 +16,13 @@ ASK = -1  # it has taken long: Python looks around
 
 # Nanoseconds for which a yield counts as one. On a core of its own it takes less than one of these. Where other
 # processes compute, each of them uses up its slice first: of thousands of such yields, a warning, a limit of time or
-# Ctrl-C would wait for half a minute.
+# Ctrl-C would wait for half a minute. A library's question may yield, too (Open MPI's `mpi_yield_when_idle`).
 _YIELD = 50_000
-_SAMPLE = 4  # one yield of so many is timed: to look at the clock takes a tenth of one
+SAMPLE = 4  # one yield of so many is timed: to look at the clock takes a tenth of one
 
 
 @intrinsic
-def _now(typingctx: Any) -> Any:
+def now(typingctx: Any) -> Any:
     """Return the nanoseconds of the monotonic clock."""
 
     def codegen(context: Any, builder: Any, signature: Any, args: Any) -> Any:
@@ -39,6 +39,12 @@ def _now(typingctx: Any) -> Any:
 
 
 @nb.njit(inline="always")  # type: ignore[untyped-decorator]
+def late(began: int) -> Any:
+    """Return as how many more polls one counts that `began` so long ago."""
+    return (now() - began) // _YIELD
+
+
+@nb.njit(inline="always")  # type: ignore[untyped-decorator]
 def pause(polls: int, spins: int, yields: int, naps: int, microseconds: int) -> Any:
     """Let time pass after so many polls, the more the later; return how many there have been now, or ASK.
 
@@ -49,12 +55,12 @@ def pause(polls: int, spins: int, yields: int, naps: int, microseconds: int) -> 
     if polls <= spins:
         ins.pause()
     elif polls <= spins + yields:
-        if polls % _SAMPLE:
+        if polls % SAMPLE:
             ins.sched_yield()
         else:
-            began = _now()
+            began = now()
             ins.sched_yield()
-            polls = min(polls + _SAMPLE * ((_now() - began) // _YIELD), spins + yields)
+            polls = min(polls + SAMPLE * late(began), spins + yields)
     elif polls <= spins + yields + naps:
         ins.usleep(microseconds)
     else:
