@@ -1,0 +1,109 @@
+"""Clock: run lowered programs at given costs, and note when everything happens."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from dataclasses import dataclass
+
+from commlib.pipeline.schedule.costs import Costs
+from commlib.pipeline.schedule.ir import COMPUTE, RECVS, SENDS, Action, Kind, ScheduleError
+from commlib.pipeline.schedule.lower import Lowered, Way, released_by
+from commlib.pipeline.schedule.replay import Replay, way_of
+
+
+@dataclass(frozen=True, slots=True)
+class Timing:
+    """When everything happens. spans: for each rank, (start, end) of each of its actions.
+
+    busy: seconds each rank computes. peak: most activations of (stage, microbatch) that each rank holds at once;
+    peak_bytes: their bytes. sent: bytes that each rank sends.
+    """
+
+    lowered: Lowered
+    spans: tuple[tuple[tuple[float, float], ...], ...]
+    busy: tuple[float, ...]
+    peak: tuple[int, ...]
+    peak_bytes: tuple[int, ...]
+    sent: tuple[int, ...]
+
+    @property
+    def seconds(self) -> float:
+        """How long the whole batch takes."""
+        return max((spans[-1][1] for spans in self.spans if spans), default=0.0)
+
+    @property
+    def bubble(self) -> float:
+        """The fraction of all ranks' time in which they compute nothing."""
+        whole = self.seconds * len(self.spans)
+        return 1 - sum(self.busy) / whole if whole else 0.0
+
+
+def time(lowered: Lowered, costs: Costs) -> Timing:
+    """Return when everything happens. Raises ScheduleError if it comes to a halt."""
+    return _Clock(lowered, costs).run()
+
+
+class _Clock:
+    def __init__(self, lowered: Lowered, costs: Costs) -> None:
+        self._lowered, self._costs = lowered, costs
+        ranks = lowered.schedule.ranks
+        self._now = [0.0] * ranks
+        self._spans: list[list[tuple[float, float]]] = [[] for _ in range(ranks)]
+        self._busy, self._sent = [0.0] * ranks, [0] * ranks
+        self._arrived: dict[Action, float] = {}
+        self._sends: defaultdict[Way, int] = defaultdict(int)
+        self._returned: defaultdict[Way, list[float]] = defaultdict(list)
+        self._last = released_by(lowered.schedule)
+        self._received: defaultdict[tuple[int, int], list[Way]] = defaultdict(list)
+
+    def run(self) -> Timing:
+        stuck = Replay(self._lowered).run(self._seen)
+        if stuck:
+            first, title = stuck[0], self._lowered.schedule.title
+            raise ScheduleError(f"{title}: rank {first.rank}: {first.action} {first.why}, for ever")
+        peaks = [self._peak(rank) for rank in range(self._lowered.schedule.ranks)]
+        return Timing(
+            self._lowered,
+            tuple(map(tuple, self._spans)),
+            tuple(self._busy),
+            tuple(count for count, _ in peaks),
+            tuple(nbytes for _, nbytes in peaks),
+            tuple(self._sent),
+        )
+
+    def _seen(self, rank: int, position: int, action: Action) -> None:
+        start = self._now[rank]
+        if action.kind in RECVS:
+            start = max(start, self._arrived.pop(action))
+            self._received[action.stage, action.microbatch].append(way_of(action))
+        elif action.kind in SENDS:
+            way = way_of(action)
+            before = self._sends[way] - self._lowered.depth(way)
+            if before >= 0:
+                start = max(start, self._returned[way][before])
+            self._sends[way] += 1
+        seconds = self._costs.seconds(action)
+        end = start + seconds
+        self._now[rank] = end
+        self._spans[rank].append((start, end))
+        if action.kind in COMPUTE or action.kind is Kind.STEP:
+            self._busy[rank] += seconds
+            if self._last.get((action.stage, action.microbatch)) == action:
+                for way in self._received.pop((action.stage, action.microbatch), ()):
+                    self._returned[way].append(end)
+        elif action.kind in SENDS:
+            self._arrived[action.other_end] = end + self._costs.transit(action.link)
+            self._sent[rank] += self._costs.messages.get(action.link, 0)
+
+    def _peak(self, rank: int) -> tuple[int, int]:
+        """Return the most activations that a rank holds, and the most bytes."""
+        program = self._lowered.schedule.programs[rank]
+        held = most = nbytes = most_bytes = 0
+        for action in program:
+            size = self._costs.activations[action.stage] if self._costs.activations else 0
+            if action.kind is Kind.F:
+                held, nbytes = held + 1, nbytes + size
+                most, most_bytes = max(most, held), max(most_bytes, nbytes)
+            if action.kind in COMPUTE and self._last[action.stage, action.microbatch] == action:
+                held, nbytes = held - 1, nbytes - size
+        return most, most_bytes

@@ -1,0 +1,39 @@
+"""PipeDream: weights are updated while the pipeline runs, so that it is never emptied within a batch."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from commlib.pipeline.schedule.ir import Action, Kind, Weights
+from commlib.pipeline.schedule.plans.one_f_one_b import alternating
+from commlib.pipeline.schedule.registry import plan
+
+
+def _updating(rank: int, ranks: int, microbatches: int, every: int) -> Iterator[Action]:
+    done = 0
+    for action in alternating(rank, ranks, microbatches):
+        yield action
+        if action.kind is Kind.B:
+            done += 1
+            if done % every == 0 or done == microbatches:
+                yield Action(rank, Kind.STEP)
+
+
+@plan("pipedream", weights=Weights.NEWEST)
+def pipedream(rank: int, ranks: int, microbatches: int, *, every: int = 1) -> Iterator[Action]:
+    """1F1B with an update after each backward: no flush. A forward uses the newest weights that its stage has.
+
+    Idle at the ends of a batch only. Rank r keeps p - r versions of its weights: a backward uses those of its forward.
+    Harlap et al., "PipeDream: Fast and Efficient Pipeline Parallel DNN Training", 2018; Narayanan et al., 2019.
+    """
+    yield from _updating(rank, ranks, microbatches, every)
+
+
+@plan("pipedream_2bw", weights=Weights.PREVIOUS)
+def pipedream_2bw(rank: int, ranks: int, microbatches: int, *, every: int) -> Iterator[Action]:
+    """1F1B with an update after every p microbatches or more. All stages use the weights before the last update.
+
+    Idle at the ends of a batch only. Two versions of the weights; W(t+1) = W(t) - f(gradient at W(t-1)) everywhere.
+    Narayanan et al., "Memory-Efficient Pipeline-Parallel DNN Training", 2021 (PipeDream-2BW).
+    """
+    yield from _updating(rank, ranks, microbatches, every)

@@ -1,0 +1,99 @@
+"""Draw schedules as text: a row for each rank, time to the right.
+
+F3  forward of microbatch 3        I3  gradients of its inputs      ·   idle
+B3  its backward                   W3  gradients of the weights     ─   the action before goes on
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+
+from commlib.pipeline.schedule.clock import Timing
+from commlib.pipeline.schedule.costs import Costs
+from commlib.pipeline.schedule.ir import COMPUTE, Action, Schedule
+from commlib.pipeline.schedule.simulate import simulate
+
+IDLE, GOES_ON = "·", "─"
+_AROUND = 6  # actions that are drawn before and after a fault
+
+
+def render(schedule: Schedule, costs: Costs | None = None, *, width: int | None = None) -> str:
+    """Return the picture of a schedule at costs that are whole numbers (default: F = I = W = 1, B = 2).
+
+    width: columns of text after which it goes on below. Where ranks have several stages, actions say which.
+    """
+    timing = simulate(schedule, costs)
+    rows = [_cells(timing, rank) for rank in range(schedule.ranks)]
+    size = max((len(cell) for row in rows for cell in row), default=1)
+    heads = [f"rank {rank}" for rank in range(schedule.ranks)]
+    indent = max(map(len, heads)) + 3
+    columns = max((len(row) for row in rows), default=0)
+    room = columns if width is None else max(1, (width - indent) // (size + 1))
+    parts = []
+    for start in range(0, columns, room):
+        lines = []
+        for head, row in zip(heads, rows, strict=True):
+            cells = " ".join(
+                cell.ljust(size, GOES_ON if cell == GOES_ON else " ") for cell in row[start : start + room]
+            )
+            lines.append(f"{head:<{indent - 3}} │ {cells}".rstrip())
+        parts.append("\n".join(lines))
+    return f"{schedule.title}: {summary(timing)}\n" + "\n\n".join(parts) + "\n"
+
+
+def summary(timing: Timing) -> str:
+    """Say how much of the time is idle, and how many activations ranks hold."""
+    peak = sorted(set(timing.peak))
+    held = f"{peak[0]} to {peak[-1]}" if len(peak) > 1 else str(peak[0])
+    return f"{timing.bubble:.1%} idle, at most {held} activations on a rank"
+
+
+def label(action: Action, schedule: Schedule) -> str:
+    """Name an action as short as can be: without its stage where ranks have one each."""
+    return str(action) if schedule.stages > schedule.ranks else f"{action.kind}{action.microbatch}"
+
+
+def _cells(timing: Timing, rank: int) -> list[str]:
+    """Return what stands at each unit of time."""
+    schedule = timing.lowered.schedule
+    cells = [IDLE] * round(timing.seconds)
+    for action, (start, end) in zip(schedule.programs[rank], timing.spans[rank], strict=True):
+        if action.kind not in COMPUTE:
+            continue
+        first, after = round(start), round(end)
+        for place in range(first, after):
+            cells[place] = label(action, schedule) if place == first else GOES_ON
+    return cells
+
+
+def pointed(schedule: Schedule, at: Mapping[int, int]) -> str:
+    """Return the programs, whatever they are, with an arrow below the action of each rank in `at`."""
+    lines: list[str] = []
+    for rank, program in enumerate(schedule.programs):
+        place = at.get(rank, min(at.values(), default=0))
+        cells, arrow = _window(program, place)
+        head = f"  rank {rank} │ "
+        lines.append(head + " ".join(cells))
+        if rank in at:
+            before = len(" ".join([*cells[:arrow], ""])) if arrow else 0
+            lines.append(" " * (len(head) + before) + "↑")
+    return "\n".join(lines)
+
+
+def _window(program: tuple[Action, ...], place: int) -> tuple[list[str], int]:
+    """Return the actions around a place, "…" for those left out, and which of them it is."""
+    start = max(0, min(place, len(program)) - _AROUND)
+    cells = [str(action) for action in program[start : place + _AROUND + 1]]
+    if place >= len(program):
+        cells.append("(end)")
+    head = ["…"] * (start > 0)
+    return [*head, *cells, *["…"] * (place + _AROUND + 1 < len(program))], len(head) + place - start
+
+
+def legend() -> Iterator[tuple[str, str]]:
+    """Yield each sign and what it means."""
+    yield "F3", "forward of microbatch 3; 2F3 of stage 2, where ranks have several"
+    yield "B3", "its backward: the gradients of the stage's inputs and weights"
+    yield "I3, W3", "the same in two parts: of its inputs, for which the stage before waits, and of its weights"
+    yield IDLE, "idle"
+    yield GOES_ON, "what is before it goes on"

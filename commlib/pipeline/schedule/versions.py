@@ -1,0 +1,50 @@
+"""Versions: which weights each forward uses where they are updated while the pipeline runs, and how many are kept."""
+
+from __future__ import annotations
+
+from collections import Counter
+
+from commlib.pipeline.schedule.ir import COMPUTE, Kind, Schedule, Weights
+from commlib.pipeline.schedule.lower import released_by
+
+
+def versions(schedule: Schedule) -> dict[tuple[int, int], tuple[int, int]]:
+    """Return, for (stage, microbatch), the updates in the weights that its forward uses, and those there are by then.
+
+    All microbatches from one update to the next count as a batch. `Weights.PREVIOUS`: batch t uses W(t - 1), and the
+    first two use W(0), on all stages alike.
+    """
+    found: dict[tuple[int, int], tuple[int, int]] = {}
+    updates: Counter[int] = Counter()
+    for program in schedule.programs:
+        for action in program:
+            if action.kind is Kind.STEP:
+                updates[action.stage] += 1
+            elif action.kind is Kind.F:
+                newest = updates[action.stage]
+                previous = max(0, action.microbatch // (schedule.every or schedule.microbatches) - 1)
+                wanted = previous if schedule.weights is Weights.PREVIOUS else newest
+                found[action.stage, action.microbatch] = wanted, newest
+    return found
+
+
+def kept(schedule: Schedule) -> tuple[int, ...]:
+    """Return the most versions of its weights that each stage has at once, the newest included."""
+    uses, last = versions(schedule), released_by(schedule)
+    most = [1] * schedule.stages
+    newest: Counter[int] = Counter()
+    used: dict[int, Counter[int]] = {stage: Counter() for stage in range(schedule.stages)}
+    for program in schedule.programs:
+        for action in program:
+            stage = action.stage
+            if action.kind is Kind.STEP:
+                newest[stage] += 1
+            elif action.kind is Kind.F:
+                used[stage][uses[stage, action.microbatch][0]] += 1
+            if action.kind in COMPUTE and last[stage, action.microbatch] == action:
+                used[stage][uses[stage, action.microbatch][0]] -= 1
+            live = {version for version, count in used[stage].items() if count} | {newest[stage]}
+            if schedule.weights is Weights.PREVIOUS and newest[stage]:
+                live.add(newest[stage] - 1)  # for forwards that are still to come
+            most[stage] = max(most[stage], len(live))
+    return tuple(most)
