@@ -58,12 +58,13 @@ def disturbed(schedule: Schedule, seed: int) -> Schedule:
     """Return a schedule some of whose actions have changed places, or are missing: legal or not."""
     chance = random.Random(seed)
     programs = [list(program) for program in schedule.programs]
-    for _ in range(chance.randint(1, 3)):
+    for _ in range(chance.randint(1, 2)):
         program = chance.choice(programs)
         if len(program) > 1:
-            i, j = chance.sample(range(len(program)), 2)
-            program[i], program[j] = program[j], program[i]
-        if program and chance.random() < 0.1:
+            first = chance.randrange(len(program) - 1)
+            second = first + 1 if chance.random() < 0.7 else chance.randrange(len(program))
+            program[first], program[second] = program[second], program[first]
+        if program and chance.random() < 0.03:
             program.pop(chance.randrange(len(program)))
     return replace(schedule, programs=tuple(map(tuple, programs)))
 

@@ -51,8 +51,8 @@ class _Clock:
         self._spans: list[list[tuple[float, float]]] = [[] for _ in range(ranks)]
         self._busy, self._sent = [0.0] * ranks, [0] * ranks
         self._arrived: dict[Action, float] = {}
-        self._sends: defaultdict[Way, int] = defaultdict(int)
-        self._returned: defaultdict[Way, list[float]] = defaultdict(list)
+        self._sends: defaultdict[Way, list[int]] = defaultdict(list)
+        self._returned: dict[tuple[Way, int], float] = {}
         self._last = released_by(lowered.schedule)
         self._received: defaultdict[tuple[int, int], list[Way]] = defaultdict(list)
 
@@ -78,10 +78,11 @@ class _Clock:
             self._received[action.stage, action.microbatch].append(way_of(action))
         elif action.kind in SENDS:
             way = way_of(action)
-            before = self._sends[way] - self._lowered.depth(way)
+            sent = self._sends[way]
+            before = len(sent) - self._lowered.depth(way)
             if before >= 0:
-                start = max(start, self._returned[way][before])
-            self._sends[way] += 1
+                start = max(start, self._returned[way, sent[before]])
+            sent.append(action.microbatch)
         seconds = self._costs.seconds(action)
         end = start + seconds
         self._now[rank] = end
@@ -90,7 +91,7 @@ class _Clock:
             self._busy[rank] += seconds
             if self._last.get((action.stage, action.microbatch)) == action:
                 for way in self._received.pop((action.stage, action.microbatch), ()):
-                    self._returned[way].append(end)
+                    self._returned[way, action.microbatch] = end
         elif action.kind in SENDS:
             self._arrived[action.other_end] = end + self._costs.transit(action.link)
             self._sent[rank] += self._costs.messages.get(action.link, 0)

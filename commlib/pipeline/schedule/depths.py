@@ -34,18 +34,21 @@ def deepened(lowered: Lowered) -> Lowered:
 
 
 def _unreturned(lowered: Lowered) -> dict[Way, int]:
-    """Return the most messages of each way that are sent and not handed back, or are held, and one on its way."""
+    """Return how many messages of each way there are from the oldest that is not handed back to the newest sent.
+
+    That, or as many as are held, and one on its way.
+    """
     schedule = lowered.schedule
     last = released_by(schedule)
     timing = time(lowered, Costs.even(schedule.stages))
-    events: defaultdict[Way, list[tuple[float, int]]] = defaultdict(list)
+    events: defaultdict[Way, list[tuple[float, bool, int]]] = defaultdict(list)
     held: defaultdict[Way, int] = defaultdict(int)
     most: defaultdict[Way, int] = defaultdict(int)
     for program, spans in zip(schedule.programs, timing.spans, strict=True):
         received: defaultdict[tuple[int, int], list[Way]] = defaultdict(list)
         for action, (_, end) in zip(program, spans, strict=True):
             if action.kind in SENDS:
-                events[way_of(action)].append((end, 1))
+                events[way_of(action)].append((end, True, action.microbatch))
             elif action.kind in RECVS:
                 way = way_of(action)
                 received[action.stage, action.microbatch].append(way)
@@ -54,10 +57,15 @@ def _unreturned(lowered: Lowered) -> dict[Way, int]:
             elif action.kind in COMPUTE and last[action.stage, action.microbatch] == action:
                 for way in received.pop((action.stage, action.microbatch), ()):
                     held[way] -= 1
-                    events[way].append((end, -1))
+                    events[way].append((end, False, action.microbatch))
     for way, changes in events.items():
-        count = 0
-        for _, change in sorted(changes):  # what is handed back first makes room at the same time
-            count += change
-            most[way] = max(most[way], count)
+        waiting: dict[int, int] = {}  # numbers of messages, the oldest first
+        changes.sort(key=lambda change: change[:2])  # what is handed back first makes room at the same time
+        sent = 0
+        for _, is_sent, microbatch in changes:
+            if is_sent:
+                waiting[microbatch], sent = sent, sent + 1
+                most[way] = max(most[way], sent - next(iter(waiting.values())))
+            else:
+                del waiting[microbatch]
     return {way: min(depth, schedule.microbatches) for way, depth in most.items()}

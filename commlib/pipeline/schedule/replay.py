@@ -1,7 +1,8 @@
 """Replay lowered programs of all ranks until they are done, or all of them wait.
 
-Ranks wait in two ways only: for a message that has not been sent, and for room in a way that is full. Each way has one
-sender and one receiver, so that no timing can change what comes: if this order ends, every order does.
+Ranks wait in two ways only: for a message that has not been sent, and for the room of the message that was sent `depth`
+messages before. Each way has one sender and one receiver, so that no timing can change what comes: if this order ends,
+every order does.
 """
 
 from __future__ import annotations
@@ -38,8 +39,9 @@ class Replay:
     def __init__(self, lowered: Lowered) -> None:
         self._lowered = lowered
         self._last = released_by(lowered.schedule)
-        self._sent: defaultdict[Way, set[int]] = defaultdict(set)
-        self._used: defaultdict[Way, int] = defaultdict(int)
+        self._sent: defaultdict[Way, list[int]] = defaultdict(list)
+        self._there: set[tuple[Way, int]] = set()
+        self._returned: set[tuple[Way, int]] = set()
         self._held: defaultdict[tuple[int, int], list[Way]] = defaultdict(list)
         self._waiting: dict[tuple[str, Way], int] = {}
 
@@ -66,25 +68,26 @@ class Replay:
         """Return what an action waits for: a message, or room for one."""
         if action.kind in RECVS:
             way = way_of(action)
-            return None if action.microbatch in self._sent[way] else ("message", way)
+            return None if (way, action.microbatch) in self._there else ("message", way)
         if action.kind in SENDS:
             way = way_of(action)
-            return ("room", way) if self._used[way] >= self._lowered.depth(way) else None
+            before = len(self._sent[way]) - self._lowered.depth(way)
+            return None if before < 0 or (way, self._sent[way][before]) in self._returned else ("room", way)
         return None
 
     def _do(self, action: Action) -> list[int]:
         """Do an action; return the ranks that may go on."""
         if action.kind in SENDS:
             way = way_of(action)
-            self._sent[way].add(action.microbatch)
-            self._used[way] += 1
+            self._sent[way].append(action.microbatch)
+            self._there.add((way, action.microbatch))
             return self._woken("message", way)
         if action.kind in RECVS:
             self._held[action.stage, action.microbatch].append(way_of(action))
         elif self._last.get((action.stage, action.microbatch)) == action:
             woken = []
             for way in self._held.pop((action.stage, action.microbatch), ()):
-                self._used[way] -= 1
+                self._returned.add((way, action.microbatch))
                 woken += self._woken("room", way)
             return woken
         return []
@@ -98,4 +101,4 @@ class Replay:
         if action.kind in RECVS:
             return f"waits for {action.other_end} of rank {place[action.peer]}"
         depth = self._lowered.depth(way_of(action))
-        return f"waits until rank {place[action.peer]} hands back one of the {depth} messages before it"
+        return f"waits until rank {place[action.peer]} hands back the message {depth} before it"

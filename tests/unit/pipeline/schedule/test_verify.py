@@ -64,7 +64,7 @@ def test_2bw_needs_the_update_before_the_last() -> None:
 def test_a_way_that_is_too_shallow_is_a_deadlock() -> None:
     lowered = verify(make("gpipe", 2, 4))
     shallow = replace(lowered, depths=dict.fromkeys(lowered.depths, 2))
-    with pytest.raises(ScheduleError, match=r"0SEND_F2 waits until rank 1 hands back one of the 2 messages before it"):
+    with pytest.raises(ScheduleError, match=r"0SEND_F2 waits until rank 1 hands back the message 2 before it"):
         check_messages(shallow)
 
 
@@ -111,7 +111,7 @@ def test_disturbed_schedules_are_refused_exactly_if_they_do_not_end(first: int) 
             assert not ends(schedule, links), error
         else:
             assert ends(schedule, links), schedule
-    assert 200 < refused < 900
+    assert 200 < refused < 980
 
 
 def test_lowering_lowered_programs_changes_nothing() -> None:
