@@ -1,9 +1,13 @@
-"""Random schedules of pipelines, legal and not, and an oracle that knows nothing of messages."""
+"""Random schedules of pipelines, legal and not; stages made of arrays; and oracles that know nothing of messages."""
 
 from __future__ import annotations
 
 import random
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
+from typing import Any
+
+import numpy as np
 
 from commlib.pipeline.schedule import Action, Kind, Link, Schedule
 
@@ -100,3 +104,118 @@ def ends(schedule: Schedule, links: tuple[Link, ...]) -> bool:
                 at[rank] += 1
                 moved = True
     return all(place == len(program) for place, program in zip(at, schedule.programs, strict=True))
+
+
+class ArrayTensors:
+    """Arrays are tensors that always want a gradient, if they are floats."""
+
+    def array(self, value: Any) -> Any:
+        return value
+
+    def wants_gradient(self, value: Any) -> bool:
+        return bool(value.dtype.kind == "f")
+
+    def tensor(self, array: Any, *, wants_gradient: bool) -> Any:
+        return array
+
+
+class ArrayStage:
+    """Give w times the sum of what comes in, to whoever takes it; the last one's loss is the sum of that times 3.
+
+    All numbers are small integers, so that sums are exact in any order. Inputs are looked at again in the backward: a
+    message that was handed back too early shows.
+    """
+
+    def __init__(
+        self,
+        stage: int,
+        links: Sequence[Link],
+        inputs: Callable[[int], Any] | None = None,
+        *,
+        before: Callable[[Action], None] = lambda action: None,
+    ) -> None:
+        self.stage, self.inputs, self.before = stage, inputs, before
+        self.targets = [link.target for link in links if link.source == stage]
+        self.sources = [link.source for link in links if link.target == stage]
+        self.weight, self.gradient = stage + 2.0, 0.0
+        self.losses: dict[int, float] = {}
+        self.given: dict[int, tuple[dict[int, Any], Any]] = {}
+        self.pending: dict[int, tuple[Any, Any]] = {}
+        self.finals: list[bool] = []
+        self.reduced = 0
+
+    def forward(self, microbatch: int, inputs: Mapping[int, Sequence[Any]]) -> dict[int, list[Any]]:
+        self.before(Action(self.stage, Kind.F, microbatch))
+        given = {source: values[0] for source, values in inputs.items()}
+        assert set(given) == set(self.sources)
+        total = sum(given.values()) if given else self.inputs(microbatch)  # type: ignore[misc]
+        self.given[microbatch] = given, np.array(total)
+        out = self.weight * total
+        if not self.targets:
+            self.losses[microbatch] = float(3 * out.sum())
+        return {target: [out, np.array([microbatch], np.int64), None] for target in self.targets}
+
+    def _gradients(self, microbatch: int, gradients: Mapping[int, Sequence[Any]]) -> tuple[Any, Any]:
+        given, total = self.given.pop(microbatch)
+        if given:
+            assert (sum(given.values()) == total).all(), "an input has changed since its forward"
+        assert set(gradients) == set(self.targets)
+        for values in gradients.values():
+            assert len(values) == 3 and values[1] is None and values[2] is None
+        return total, sum(values[0] for values in gradients.values()) if gradients else np.full_like(total, 3.0)
+
+    def _back(self, gradient: Any) -> dict[int, list[Any]]:
+        return {source: [self.weight * gradient, None, None] for source in self.sources}
+
+    def backward(self, microbatch: int, gradients: Any, *, final: bool) -> dict[int, list[Any]]:
+        self.before(Action(self.stage, Kind.B, microbatch))
+        total, gradient = self._gradients(microbatch, gradients)
+        self.gradient += float((total * gradient).sum())
+        self.finals.append(final)
+        return self._back(gradient)
+
+    def backward_input(self, microbatch: int, gradients: Any) -> dict[int, list[Any]]:
+        self.before(Action(self.stage, Kind.I, microbatch))
+        total, gradient = self._gradients(microbatch, gradients)
+        self.pending[microbatch] = total, gradient
+        return self._back(gradient)
+
+    def backward_weight(self, microbatch: int, *, final: bool) -> None:
+        self.before(Action(self.stage, Kind.W, microbatch))
+        total, gradient = self.pending.pop(microbatch)
+        self.gradient += float((total * gradient).sum())
+        self.finals.append(final)
+
+    def reduce(self) -> None:
+        self.reduced += 1
+
+    def step(self) -> None:
+        raise AssertionError("no schedule of these tests updates weights")
+
+    def use(self, version: int) -> None:
+        raise AssertionError("no schedule of these tests has versions")
+
+
+def batch_of(microbatch: int) -> Any:
+    """Return what goes into a microbatch: some small integers, whose number differs between microbatches."""
+    return (np.arange(5 + microbatch % 3) + microbatch).astype(np.float64)
+
+
+def expected(links: Sequence[Link], stages: int, microbatches: Sequence[int]) -> tuple[dict[int, float], list[float]]:
+    """Return the loss of each microbatch, and the gradient of each stage's weight."""
+    losses: dict[int, float] = {}
+    weights = [stage + 2.0 for stage in range(stages)]
+    gradients = [0.0] * stages
+    for microbatch in microbatches:
+        totals: list[Any] = []
+        for stage in range(stages):
+            sources = [link.source for link in links if link.target == stage]
+            totals.append(sum(weights[s] * totals[s] for s in sources) if sources else batch_of(microbatch))
+        losses[microbatch] = float(3 * (weights[-1] * totals[-1]).sum())
+        back: list[Any] = [None] * stages
+        for stage in reversed(range(stages)):
+            targets = [link.target for link in links if link.source == stage]
+            ones = np.full_like(totals[stage], 3.0)
+            back[stage] = sum(weights[t] * back[t] for t in targets) if targets else ones
+            gradients[stage] += float((totals[stage] * back[stage]).sum())
+    return losses, gradients

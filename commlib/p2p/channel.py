@@ -77,6 +77,7 @@ class Channel:
         "edge",
         "ends",
         "peer",
+        "purpose",
         "text",
     )
 
@@ -90,6 +91,8 @@ class Channel:
         self._hand_back = ends.incoming.hand_back
         self._failure: CommlibError | None = None
         self._is_closed = False
+        self.purpose: Callable[[], str] = str
+        """Says at the end of warnings and errors what a wait is for."""
         self._queue: deque[Queued] = deque()
         self._pumps = Pumps(group, ends, text)
         self._pumps.received()
@@ -179,7 +182,7 @@ class Channel:
         """
         if shape is None and (slot := self._free_slot(self._out)) >= 0:
             return self._lent[slot]
-        what, end = f"buffer of {self.text}", self.ends.outgoing
+        what, end = f"buffer of {self.text}{self.purpose()}", self.ends.outgoing
         lengths = end.shape if shape is None else (shape,) if isinstance(shape, int) else tuple(shape)
         with self._guarded(what, end) as watch:
             on_wait = watch()
@@ -196,14 +199,14 @@ class Channel:
             self._channels.look(self.peer)
             return self.ends.try_connect(self._group, self.text) and self.ends.incoming.has_come()
 
-    def close(self) -> None:
-        """End this side. Idempotent. What was sent can still be received on the other side."""
+    def close(self, reason: str = "has closed this channel") -> None:
+        """End this side. Idempotent. The other side can still receive what was sent; then it is told `reason`."""
         if self._is_closed or forks.is_child():
             return
         self._is_closed = True
         error = ShutdownError(f"{self._group.name}: {self.text}: closed before it was sent")
         self._end_queue(error)
-        self._channels.end(self.ends, "has closed this channel")
+        self._channels.end(self.ends, reason)
 
     # The rest: what is checked, waits and failures
 
@@ -221,7 +224,7 @@ class Channel:
         return contiguous(array, "send")
 
     def _send(self, x: Any, timeout: float | None) -> None:
-        what, end = f"send on {self.text}", self.ends.outgoing
+        what, end = f"send on {self.text}{self.purpose()}", self.ends.outgoing
         array = self._checked(x)
         with self._guarded(what, end) as watch:
             on_wait = watch(timeout)
@@ -233,7 +236,7 @@ class Channel:
         self._pumps.sent()
 
     def _recv(self, timeout: float | None) -> Array:
-        what, end = f"recv on {self.text}", self.ends.incoming
+        what, end = f"recv on {self.text}{self.purpose()}", self.ends.incoming
         with self._guarded(what, end) as watch:
             on_wait = watch(timeout)
             self._connect(what, on_wait)

@@ -1,0 +1,135 @@
+"""Ways: send a stage's values to another one over a channel, written straight into the memory that it receives into."""
+
+from __future__ import annotations
+
+from collections.abc import Hashable, Sequence
+from typing import Any
+
+import numpy as np
+
+from commlib.compress.activations import decode, encode
+from commlib.compress.codec import Codec
+from commlib.dtypes import Array, numpy_dtype
+from commlib.errors import TransportError
+from commlib.p2p.channel import Channel
+from commlib.pipeline.message import HEAD, NUMBER, TEXT_BYTES, Terms
+from commlib.pipeline.stage import Tensors, Values
+
+_NOTHING = 0
+"""The number, instead of that of terms, of a message for a microbatch that is empty."""
+
+_Views = tuple[Array, list[Array | None]]
+"""A message's memory, kept so that it is no other's, and the arrays in it."""
+
+
+class Sender:
+    """The sending end of a way."""
+
+    def __init__(self, channel: Channel, tensors: Tensors, codec: Codec | None) -> None:
+        self._channel, self._tensors, self._codec = channel, tensors, codec
+        self._known: dict[Hashable, tuple[int, Terms]] = {}
+        self._number, self._terms = 0, Terms((), HEAD)
+        self._last_sent = 0  # bytes of the last message
+        self._views: dict[int, _Views] = {}
+        self._seed = 0
+
+    def send(self, values: Values | None) -> None:
+        """Send values, or None for a microbatch that has none."""
+        if values is None:
+            self._put(_head(np.zeros(HEAD, np.uint8), _NOTHING))
+            return
+        tensors = self._tensors
+        arrays = [None if value is None else tensors.array(value) for value in values]
+        gradients = [value is not None and tensors.wants_gradient(value) for value in values]
+        text = self._agree(arrays, gradients)
+        message, views = self._message(self._terms.nbytes + len(text))
+        _head(message, self._number, text)
+        for piece, view, array in zip(self._terms.pieces, views, arrays, strict=True):
+            if piece is None or view is None or array is None:
+                continue
+            if piece.coded and self._codec is not None:
+                self._seed += 1
+                view[:] = encode(self._codec, np.ascontiguousarray(array), seed=self._seed)
+            else:
+                np.copyto(view, array)
+        self._put(message)
+
+    def _agree(self, arrays: Sequence[Array | None], gradients: Sequence[bool]) -> bytes:
+        """Find the terms of what is sent next; return their text if the other side does not know them."""
+        key = tuple(array if array is None else (array.dtype, array.shape) for array in arrays), tuple(gradients)
+        known, text = self._known.get(key), b""
+        if known is None:
+            known = self._known[key] = len(self._known) + 1, Terms.of(arrays, gradients, self._codec)
+            text = known[1].to_bytes()
+        if known[0] != self._number:
+            self._number, self._terms = known
+            self._views.clear()
+        return text
+
+    def _message(self, nbytes: int) -> _Views:
+        """Return memory for so many bytes, if possible that of the other side; and the arrays in it."""
+        message = self._channel.buffer(None if nbytes == self._last_sent else nbytes)
+        found = self._views.get(id(message))
+        if found is None:
+            if len(self._views) > self._channel.depth:  # memory that changes each time is not kept
+                self._views.clear()
+            found = self._views[id(message)] = message, self._terms.views(message)
+        return found
+
+    def _put(self, message: Array) -> None:
+        self._channel.send(message)
+        self._last_sent = len(message)
+
+
+def _head(message: Array, number: int, text: bytes = b"") -> Array:
+    """Write the head of a message, and the text at its end; return it."""
+    head = message[:HEAD].view(np.int64)
+    head[NUMBER], head[TEXT_BYTES] = number, len(text)
+    if text:
+        message[-len(text) :] = np.frombuffer(text, np.uint8)
+    return message
+
+
+class Receiver:
+    """The receiving end of a way."""
+
+    def __init__(self, channel: Channel, tensors: Tensors, codec: Codec | None) -> None:
+        self._channel, self._tensors, self._codec = channel, tensors, codec
+        self._known: dict[int, Terms] = {}
+        self._views: dict[int, tuple[int, _Views]] = {}
+
+    def recv(self) -> tuple[list[Any] | None, Array | None]:
+        """Wait for the next values; return them, or None if there are none, and what `release` takes."""
+        message = self._channel.recv()
+        head = message[:HEAD].view(np.int64)
+        number, text_bytes = int(head[NUMBER]), int(head[TEXT_BYTES])
+        if number == _NOTHING:
+            self._channel.release(message)
+            return None, None
+        if text_bytes:
+            self._known[number] = Terms.read(message[-text_bytes:].tobytes())
+        return self._values(number, message), message
+
+    def release(self, message: Array | None) -> None:
+        """Hand back the memory of values that are needed no more."""
+        if message is not None:
+            self._channel.release(message)
+
+    def _values(self, number: int, message: Array) -> list[Any]:
+        terms = self._known.get(number)
+        if terms is None:
+            raise TransportError(f"{self._channel.text}: a message of terms {number}, which were not sent before")
+        known = self._views.get(id(message))
+        if known is None or known[0] != number or known[1][0] is not message:
+            if len(self._views) > 2 * self._channel.depth:
+                self._views.clear()
+            known = self._views[id(message)] = number, (message, terms.views(message))
+        values: list[Any] = []
+        for piece, view in zip(terms.pieces, known[1][1], strict=True):
+            if piece is None or view is None:
+                values.append(None)
+                continue
+            if piece.coded and self._codec is not None:
+                view = decode(self._codec, view, np.empty(piece.shape, numpy_dtype(piece.dtype)))
+            values.append(self._tensors.tensor(view, wants_gradient=piece.gradient))
+        return values
