@@ -10,6 +10,7 @@ from typing import Any
 import numpy as np
 
 from commlib.pipeline.schedule import Action, Kind, Link, Schedule
+from commlib.pipeline.stage import Values
 
 Work = list[Action]
 
@@ -144,37 +145,42 @@ class ArrayStage:
         self.finals: list[bool] = []
         self.reduced = 0
 
-    def forward(self, microbatch: int, inputs: Mapping[int, Sequence[Any]]) -> dict[int, list[Any]]:
+    def forward(self, microbatch: int, inputs: Mapping[int, Values]) -> dict[int, Values]:
         self.before(Action(self.stage, Kind.F, microbatch))
-        given = {source: values[0] for source, values in inputs.items()}
+        given = {}
+        for source, (tensors, note) in inputs.items():
+            assert note == f"of {source}"
+            given[source] = tensors[0]
         assert set(given) == set(self.sources)
         total = sum(given.values()) if given else self.inputs(microbatch)  # type: ignore[misc]
         self.given[microbatch] = given, np.array(total)
         out = self.weight * total
         if not self.targets:
             self.losses[microbatch] = float(3 * out.sum())
-        return {target: [out, np.array([microbatch], np.int64), None] for target in self.targets}
+        values = Values([out, np.array([microbatch], np.int64), None], f"of {self.stage}")
+        return dict.fromkeys(self.targets, values)
 
-    def _gradients(self, microbatch: int, gradients: Mapping[int, Sequence[Any]]) -> tuple[Any, Any]:
+    def _gradients(self, microbatch: int, gradients: Mapping[int, Values]) -> tuple[Any, Any]:
         given, total = self.given.pop(microbatch)
         if given:
             assert (sum(given.values()) == total).all(), "an input has changed since its forward"
         assert set(gradients) == set(self.targets)
         for values in gradients.values():
-            assert len(values) == 3 and values[1] is None and values[2] is None
-        return total, sum(values[0] for values in gradients.values()) if gradients else np.full_like(total, 3.0)
+            assert len(values.tensors) == 3 and values.tensors[1] is None and values.tensors[2] is None
+        back = sum(values.tensors[0] for values in gradients.values()) if gradients else np.full_like(total, 3.0)
+        return total, back
 
-    def _back(self, gradient: Any) -> dict[int, list[Any]]:
-        return {source: [self.weight * gradient, None, None] for source in self.sources}
+    def _back(self, gradient: Any) -> dict[int, Values]:
+        return dict.fromkeys(self.sources, Values([self.weight * gradient, None, None]))
 
-    def backward(self, microbatch: int, gradients: Any, *, final: bool) -> dict[int, list[Any]]:
+    def backward(self, microbatch: int, gradients: Any, *, final: bool) -> dict[int, Values]:
         self.before(Action(self.stage, Kind.B, microbatch))
         total, gradient = self._gradients(microbatch, gradients)
         self.gradient += float((total * gradient).sum())
         self.finals.append(final)
         return self._back(gradient)
 
-    def backward_input(self, microbatch: int, gradients: Any) -> dict[int, list[Any]]:
+    def backward_input(self, microbatch: int, gradients: Any) -> dict[int, Values]:
         self.before(Action(self.stage, Kind.I, microbatch))
         total, gradient = self._gradients(microbatch, gradients)
         self.pending[microbatch] = total, gradient

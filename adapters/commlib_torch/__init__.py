@@ -30,6 +30,7 @@ from commlib_torch.horovod.reductions import *
 from commlib_torch.horovod.sparse import sparse_allreduce_async
 from commlib_torch.one_bit import OneBitAdam, OneBitLAMB
 from commlib_torch.optimizer import DistributedOptimizer
+from commlib_torch.pipeline import Pipeline, pipeline
 from commlib_torch.sync_batch_norm import SyncBatchNorm, convert_sync_batchnorm
 
 __all__ = [
@@ -39,6 +40,7 @@ __all__ = [
     "DistributedOptimizer",
     "OneBitAdam",
     "OneBitLAMB",
+    "Pipeline",
     "SyncBatchNorm",
     "broadcast_optimizer_state",
     "broadcast_parameters",
@@ -46,6 +48,7 @@ __all__ = [
     "convert_sync_batchnorm",
     "elastic",
     "join",
+    "pipeline",
     "sparse_allreduce_async",
 ]
 __all__ += _horovod.__all__

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import itertools
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any, Protocol
 
 import torch
@@ -64,6 +65,9 @@ class BackwardPasses:
         self._members: weakref.WeakSet[Any] = weakref.WeakSet()
         self._serials = itertools.count()
         self._armed: set[int] = set()
+        self._is_one = False  # within `as_one`
+        self.counts = True
+        """Whether gradients that become ready now are complete; else more will be added to them."""
 
     def join(self, member: Member) -> int:
         """Add a member; return its place in the order."""
@@ -81,11 +85,33 @@ class BackwardPasses:
 
     def arm(self) -> None:
         """See to it that the backward pass that is running calls back when it ends. Called from within backward."""
+        if self._is_one:
+            return
         graph = torch._C._current_graph_task_id()
         if graph in self._armed:
             return
         self._armed.add(graph)
         Variable._execution_engine.queue_callback(self._end)
+
+    @contextmanager
+    def as_one(self) -> Iterator[None]:
+        """Let all backwards within be one, as those of a pipeline's microbatches are: it ends with the context."""
+        self._is_one = True
+        try:
+            yield
+        finally:
+            self._is_one = False
+        for member in self.members:
+            member.end_backward()
+
+    @contextmanager
+    def part(self, *, final: bool) -> Iterator[None]:
+        """Run a backward after which gradients of its weights are complete if it is the final one."""
+        self.counts = final
+        try:
+            yield
+        finally:
+            self.counts = True
 
     def _end(self) -> None:
         node = torch._C._current_autograd_node()

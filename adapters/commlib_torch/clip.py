@@ -28,8 +28,8 @@ def clip_grad_norm_(parameters: Tensor | Iterable[Tensor], max_norm: float) -> T
     limit = check_limit("clip_grad_norm_", "max_norm", max_norm)
     parameters = [parameters] if isinstance(parameters, Tensor) else parameters
     gradients = [parameter.grad for parameter in parameters if parameter.grad is not None]
-    values = [_values(gradient) for gradient in gradients]
-    norm = norm_of(map(_squares, values))
+    values = [values_of(gradient) for gradient in gradients]
+    norm = norm_of(map(squares_of, values))
     factor = clip_factor(norm, limit, epsilon=1e-6)  # as torch's own
     if factor != 1:
         for gradient in gradients:
@@ -39,7 +39,7 @@ def clip_grad_norm_(parameters: Tensor | Iterable[Tensor], max_norm: float) -> T
     return torch.tensor(norm, dtype=torch.float64 if double else torch.float32, device=device)
 
 
-def _values(gradient: Tensor) -> Tensor:
+def values_of(gradient: Tensor) -> Tensor:
     """Return the elements of a gradient, in one dimension."""
     if gradient.layout != torch.strided:
         gradient = gradient.coalesce().values()  # the other elements are zeros
@@ -48,7 +48,7 @@ def _values(gradient: Tensor) -> Tensor:
     return gradient.detach().resolve_neg().reshape(-1)
 
 
-def _squares(values: Tensor) -> float:
+def squares_of(values: Tensor) -> float:
     if values.device.type == "cpu" and values.dtype in _SUMMED:
         return sum_of_squares(to_array(values))
     return float(torch.linalg.vector_norm(values, dtype=torch.float64).square())

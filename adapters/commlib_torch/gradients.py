@@ -106,6 +106,8 @@ class Gradients:
 
     def on_gradient(self, index: int) -> None:
         """Note that autograd has accumulated the gradient of a parameter."""
+        if not backward_passes.counts:
+            return
         backward_passes.arm()
         reducer = self.reducer
         if not reducer.active:

@@ -36,13 +36,16 @@ class Piece:
 
 @dataclass(frozen=True, slots=True)
 class Terms:
-    """What a message holds: a piece for each value, None where there is none."""
+    """What a message holds: a piece for each value, None where there is none; and the values' note."""
 
     pieces: tuple[Piece | None, ...]
+    note: str
     nbytes: int
 
     @classmethod
-    def of(cls, arrays: Sequence[Array | None], gradients: Sequence[bool], codec: Codec | None) -> Terms:
+    def of(
+        cls, arrays: Sequence[Array | None], gradients: Sequence[bool], note: str = "", codec: Codec | None = None
+    ) -> Terms:
         """Lay out arrays in this order. Floats are encoded if there is a codec."""
         pieces: list[Piece | None] = []
         end = HEAD
@@ -55,7 +58,7 @@ class Terms:
             nbytes = codec.payload_bytes(array.size) if codec is not None and coded else array.nbytes
             pieces.append(Piece(name, array.shape, gradient, coded, end, nbytes))
             end += -(-nbytes // HEAD) * HEAD
-        return cls(tuple(pieces), end)
+        return cls(tuple(pieces), note, end)
 
     def views(self, message: Array) -> list[Array | None]:
         """Return the arrays in a message; a payload of bytes for one that is encoded."""
@@ -64,14 +67,14 @@ class Terms:
     def to_bytes(self) -> bytes:
         """Return a text from which `read` makes the same."""
         fields = [piece and [getattr(piece, name) for name in Piece.__slots__] for piece in self.pieces]
-        return json.dumps([self.nbytes, fields]).encode()
+        return json.dumps([self.nbytes, self.note, fields]).encode()
 
     @classmethod
     def read(cls, text: bytes) -> Terms:
         """Return what another rank's `to_bytes` says."""
-        nbytes, fields = json.loads(text)
+        nbytes, note, fields = json.loads(text)
         pieces = [piece and Piece(piece[0], tuple(piece[1]), *piece[2:]) for piece in fields]
-        return cls(tuple(pieces), nbytes)
+        return cls(tuple(pieces), note, nbytes)
 
 
 def _view(message: Array, piece: Piece) -> Array:

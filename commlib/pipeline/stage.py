@@ -3,12 +3,20 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 from commlib.dtypes import Array
 
-Values = Sequence[Any]
-"""Tensors of a framework; None stands for a gradient that there is not."""
+
+class Values(NamedTuple):
+    """Go from one stage to another: tensors of a framework, None where there is no gradient.
+
+    note: what else the other side has to know of them, such as their names. It is sent when it changes.
+    """
+
+    tensors: Sequence[Any]
+    note: str = ""
+
 
 ByStage = Mapping[int, Values]
 """What comes from, or goes to, each stage that this one is linked to."""

@@ -28,7 +28,7 @@ class Sender:
     def __init__(self, channel: Channel, tensors: Tensors, codec: Codec | None) -> None:
         self._channel, self._tensors, self._codec = channel, tensors, codec
         self._known: dict[Hashable, tuple[int, Terms]] = {}
-        self._number, self._terms = 0, Terms((), HEAD)
+        self._number, self._terms = 0, Terms((), "", HEAD)
         self._last_sent = 0  # bytes of the last message
         self._views: dict[int, _Views] = {}
         self._seed = 0
@@ -39,9 +39,9 @@ class Sender:
             self._put(_head(np.zeros(HEAD, np.uint8), _NOTHING))
             return
         tensors = self._tensors
-        arrays = [None if value is None else tensors.array(value) for value in values]
-        gradients = [value is not None and tensors.wants_gradient(value) for value in values]
-        text = self._agree(arrays, gradients)
+        arrays = [None if value is None else tensors.array(value) for value in values.tensors]
+        gradients = [value is not None and tensors.wants_gradient(value) for value in values.tensors]
+        text = self._agree(arrays, gradients, values.note)
         message, views = self._message(self._terms.nbytes + len(text))
         _head(message, self._number, text)
         for piece, view, array in zip(self._terms.pieces, views, arrays, strict=True):
@@ -54,12 +54,16 @@ class Sender:
                 np.copyto(view, array)
         self._put(message)
 
-    def _agree(self, arrays: Sequence[Array | None], gradients: Sequence[bool]) -> bytes:
+    def _agree(self, arrays: Sequence[Array | None], gradients: Sequence[bool], note: str) -> bytes:
         """Find the terms of what is sent next; return their text if the other side does not know them."""
-        key = tuple(array if array is None else (array.dtype, array.shape) for array in arrays), tuple(gradients)
+        key = (
+            tuple([array if array is None else (array.dtype, array.shape) for array in arrays]),
+            tuple(gradients),
+            note,
+        )
         known, text = self._known.get(key), b""
         if known is None:
-            known = self._known[key] = len(self._known) + 1, Terms.of(arrays, gradients, self._codec)
+            known = self._known[key] = len(self._known) + 1, Terms.of(arrays, gradients, note, self._codec)
             text = known[1].to_bytes()
         if known[0] != self._number:
             self._number, self._terms = known
@@ -98,7 +102,7 @@ class Receiver:
         self._known: dict[int, Terms] = {}
         self._views: dict[int, tuple[int, _Views]] = {}
 
-    def recv(self) -> tuple[list[Any] | None, Array | None]:
+    def recv(self) -> tuple[Values | None, Array | None]:
         """Wait for the next values; return them, or None if there are none, and what `release` takes."""
         message = self._channel.recv()
         head = message[:HEAD].view(np.int64)
@@ -115,7 +119,7 @@ class Receiver:
         if message is not None:
             self._channel.release(message)
 
-    def _values(self, number: int, message: Array) -> list[Any]:
+    def _values(self, number: int, message: Array) -> Values:
         terms = self._known.get(number)
         if terms is None:
             raise TransportError(f"{self._channel.text}: a message of terms {number}, which were not sent before")
@@ -132,4 +136,4 @@ class Receiver:
             if piece.coded and self._codec is not None:
                 view = decode(self._codec, view, np.empty(piece.shape, numpy_dtype(piece.dtype)))
             values.append(self._tensors.tensor(view, wants_gradient=piece.gradient))
-        return values
+        return Values(values, terms.note)

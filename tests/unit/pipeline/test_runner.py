@@ -12,6 +12,7 @@ from commlib.config import Config
 from commlib.errors import PeerError, StallError, UsageError
 from commlib.pipeline.runner import Runner
 from commlib.pipeline.schedule import Action, Kind, Link, Schedule, ScheduleError, chain, make, simulate, table, verify
+from commlib.pipeline.stage import Values
 from tests import loopback
 from tests.pipelines import ArrayStage, ArrayTensors, batch_of, disturbed, expected, random_schedule
 
@@ -91,17 +92,17 @@ def test_shapes_and_dtypes_may_change_at_any_time() -> None:
         def forward(self, microbatch: int, inputs: Any) -> Any:
             if self.stage == 0:
                 values = [np.full(shape, microbatch, dtype) for dtype, shape in kinds[: 1 + microbatch % 5]]
-                return {1: values[::-1]}
-            for (dtype, shape), got in zip(kinds[microbatch % 5 :: -1], inputs[0], strict=True):
+                return {1: Values(values[::-1])}
+            for (dtype, shape), got in zip(kinds[microbatch % 5 :: -1], inputs[0].tensors, strict=True):
                 assert got.dtype == dtype and got.shape == shape and (got == microbatch).all()
-            self.given[microbatch] = inputs[0], None
+            self.given[microbatch] = inputs[0].tensors, None
             return {}
 
         def backward(self, microbatch: int, gradients: Any, *, final: bool) -> Any:
             if self.stage == 1:
                 given: Any = self.given.pop(microbatch)[0]
-                return {0: [one * 2 if one.dtype.kind == "f" else None for one in given]}
-            for (dtype, shape), got in zip(kinds[microbatch % 5 :: -1], gradients[1], strict=True):
+                return {0: Values([one * 2 if one.dtype.kind == "f" else None for one in given])}
+            for (dtype, shape), got in zip(kinds[microbatch % 5 :: -1], gradients[1].tensors, strict=True):
                 assert got is None if dtype == "int8" else (got.shape == shape and (got == 2 * microbatch).all())
             return {}
 

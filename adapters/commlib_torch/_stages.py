@@ -1,0 +1,337 @@
+"""Stages: compute a part of a model on microbatches with autograd, for the core's pipeline runner."""
+
+from __future__ import annotations
+
+import base64
+import pickle
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from functools import lru_cache, partial
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils import _pytree as pytree
+from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
+
+from commlib.dtypes import Array
+from commlib.errors import UsageError
+from commlib.pipeline.stage import ByStage, Values
+from commlib_torch._autograd import backward_passes
+from commlib_torch._bridge import array_of, to_tensor
+from commlib_torch._parts import INPUTS, OUTPUT
+from commlib_torch._weight_gradients import SplitBackward
+
+Loss = Callable[..., Tensor]
+
+CHECKPOINTS = ("none", "selective", "full")
+
+
+class TorchTensors:
+    """Torch's tensors and the host's arrays. device: where the stages of this rank compute."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = None if device.type == "cpu" else device
+
+    def array(self, value: Tensor) -> Array:
+        """Return the elements of a tensor; from a GPU, copied to the host once what computes them is done."""
+        here = value.detach()
+        if not here.is_cpu:
+            here = here.cpu()
+        return array_of(here.resolve_conj().resolve_neg())
+
+    def wants_gradient(self, value: Tensor) -> bool:
+        """Return whether autograd would need it."""
+        return value.requires_grad
+
+    def tensor(self, array: Array, *, wants_gradient: bool) -> Tensor:
+        """Return a tensor over an array of the host, or a copy of it on the GPU."""
+        tensor = to_tensor(array)
+        if self._device is not None:
+            tensor = tensor.to(self._device)
+        return tensor.requires_grad_(wants_gradient)
+
+
+@dataclass(slots=True)
+class Batch:
+    """What all stages of this rank know of the batch that is under way.
+
+    inputs: (args, kwargs) of each microbatch, where the first stage is. targets, shares: of each microbatch, where the
+    last one is; a share is what its loss counts in an update. terms: of how many each loss is the mean. losses and
+    outputs are filled by the last stage.
+    """
+
+    inputs: Sequence[tuple[Any, Any]] = ()
+    targets: Sequence[Any] = ()
+    shares: Sequence[float] = ()
+    terms: Sequence[float] = ()
+    scale: float = 1.0
+    is_training: bool = False
+    wants_outputs: bool = False
+    losses: dict[int, Tensor] = field(default_factory=dict)
+    outputs: dict[int, Any] = field(default_factory=dict)
+
+
+@dataclass(slots=True)
+class _Kept:
+    """What the backward of a microbatch needs: the stage's inputs and outputs by link, and its loss."""
+
+    inputs: dict[int, list[Tensor | None]]
+    outputs: dict[int, list[Tensor]]
+    loss: Tensor | None
+
+
+class TorchStage:
+    """One stage on this rank. takes, gives: the names of the values of each link, by the other stage."""
+
+    def __init__(
+        self,
+        part: nn.Module,
+        takes: Mapping[int, Sequence[str]],
+        gives: Mapping[int, Sequence[str]],
+        *,
+        is_first: bool,
+        is_last: bool,
+        loss: Loss | None,
+        recompute: str,
+    ) -> None:
+        self.part, self._takes, self._gives = part, takes, gives
+        self._is_first, self._is_last, self._loss = is_first, is_last, loss
+        self._call = _recomputing(part, recompute)
+        self.batch = Batch()
+        """Set before each run."""
+        self.weights: StashedWeights | None = None
+        """Of schedules that update weights while the pipeline runs."""
+        self._kept: dict[int, _Kept] = {}
+        self._split: dict[int, tuple[_Kept, SplitBackward]] = {}
+
+    def clear(self) -> None:
+        """Forget what is under way."""
+        self._kept.clear()
+        self._split.clear()
+        self.batch = Batch()
+
+    def forward(self, microbatch: int, inputs: ByStage) -> ByStage:
+        """See `commlib.pipeline.stage.Stage`."""
+        batch = self.batch
+        named: dict[str, Any] = {INPUTS: batch.inputs[microbatch]} if self._is_first else {}
+        leaves: dict[int, list[Tensor | None]] = {}
+        for source, values in inputs.items():
+            own = [tensor.detach().requires_grad_(tensor.requires_grad) for tensor in values.tensors]
+            leaves[source] = [tensor if tensor.requires_grad else None for tensor in own]
+            named.update(zip(self._takes[source], _nested(own, values.note), strict=True))
+        with torch.set_grad_enabled(batch.is_training):
+            results = self._run(named)
+            given: dict[int, Values] = {}
+            for target, names in self._gives.items():
+                given[target] = Values(*_flat([results[name] for name in names]))
+            loss = self._finish(microbatch, results[OUTPUT]) if self._is_last else None
+        if batch.is_training:
+            outputs = {target: list(values.tensors) for target, values in given.items()}
+            self._kept[microbatch] = _Kept(leaves, outputs, loss)
+        return given
+
+    def _run(self, named: dict[str, Any]) -> dict[str, Any]:
+        if not self.batch.is_training:
+            return self.part(named)  # type: ignore[no-any-return]
+        return self._call(named) if self.weights is None else self.weights.call(named)
+
+    def _finish(self, microbatch: int, output: Any) -> Tensor | None:
+        """Note the output or the loss of the last stage, and return what its backward begins with."""
+        batch = self.batch
+        if batch.wants_outputs:
+            # What a stage has passed on lies in memory that the next microbatch may use.
+            batch.outputs[microbatch] = pytree.tree_map_only(Tensor, torch.clone, output)
+            return None
+        if self._loss is None:
+            raise UsageError("pipeline: there is no loss: give loss= to pipeline(), or call predict")
+        target = batch.targets[microbatch]
+        loss = self._loss(output) if target is None else self._loss(output, target)
+        if not isinstance(loss, Tensor) or loss.numel() != 1:
+            got = f"a tensor of shape {tuple(loss.shape)}" if isinstance(loss, Tensor) else type(loss).__name__
+            raise UsageError(f"pipeline: the loss is {got}, expected a tensor with one element")
+        batch.losses[microbatch] = loss.detach()
+        return loss.reshape(()) * (batch.shares[microbatch] * batch.scale)
+
+    def backward(self, microbatch: int, gradients: ByStage, *, final: bool) -> ByStage:
+        """See `commlib.pipeline.stage.Stage`."""
+        kept = self._kept.pop(microbatch)
+        roots, grads = _roots(kept, gradients)
+        if roots:
+            with backward_passes.part(final=final):
+                torch.autograd.backward(roots, grads)
+        if self.weights is not None:
+            self.weights.collect()
+        return _input_gradients(kept)
+
+    def backward_input(self, microbatch: int, gradients: ByStage) -> ByStage:
+        """See `commlib.pipeline.stage.Stage`."""
+        kept = self._kept.pop(microbatch)
+        roots, grads = _roots(kept, gradients)
+        leaves = [tensor for own in kept.inputs.values() for tensor in own if tensor is not None]
+        split = SplitBackward(roots, grads, leaves)
+        with backward_passes.part(final=False):
+            split.input_gradients()
+        self._split[microbatch] = kept, split
+        return _input_gradients(kept)
+
+    def backward_weight(self, microbatch: int, *, final: bool) -> None:
+        """See `commlib.pipeline.stage.Stage`."""
+        _, split = self._split.pop(microbatch)
+        with backward_passes.part(final=final):
+            split.weight_gradients()
+        if self.weights is not None:
+            self.weights.collect()
+
+    def reduce(self) -> None:
+        """Do nothing: the hooks of a DistributedOptimizer have launched what is complete."""
+
+    def step(self) -> None:
+        """Update the weights."""
+        assert self.weights is not None
+        self.weights.step()
+
+    def use(self, version: int) -> None:
+        """Compute with the weights after so many updates of this run."""
+        if self.weights is not None:
+            self.weights.use(version)
+
+
+class StashedWeights:
+    """The versions of a stage's weights that microbatches under way use, where updates do not wait for them.
+
+    Each version is a set of leaves of its own, which autograd keeps for as long as a backward needs them: so a backward
+    uses those of its forward, and updates in place disturb none. Gradients are handed to the parameters.
+    """
+
+    def __init__(self, part: nn.Module, optimizer: torch.optim.Optimizer) -> None:
+        self._part, self._optimizer = part, optimizer
+        self._parameters = dict(part.named_parameters())
+        self.begin()
+
+    def begin(self) -> None:
+        """Begin a run: the weights are version 0."""
+        self._updates = 0
+        self._versions: dict[int, dict[str, Tensor]] = {}
+        self._used: list[dict[str, Tensor]] = []
+        self.use(0)
+
+    def use(self, version: int) -> None:
+        """Compute with the weights after so many updates."""
+        if version not in self._versions and version == self._updates:
+            self._versions[version] = {
+                name: parameter.detach().clone().requires_grad_(parameter.requires_grad)
+                for name, parameter in self._parameters.items()
+            }
+            self._used.append(self._versions[version])
+        self._current = self._versions.get(version, {})  # a backward asks for none
+
+    def call(self, named: dict[str, Any]) -> dict[str, Any]:
+        """Call the part with the weights that are in use."""
+        return torch.func.functional_call(self._part, self._current, (named,))  # type: ignore[no-any-return]
+
+    def collect(self) -> None:
+        """Add the gradients of all versions to those of the parameters."""
+        for leaves in self._used:
+            for name, leaf in leaves.items():
+                if leaf.grad is None:
+                    continue
+                parameter = self._parameters[name]
+                parameter.grad = leaf.grad if parameter.grad is None else parameter.grad + leaf.grad
+                leaf.grad = None
+
+    def step(self) -> None:
+        """Update the parameters; the version before stays in use where it is."""
+        self.use(self._updates)
+        self._optimizer.step()
+        self._optimizer.zero_grad()
+        self._updates += 1
+        self._versions = {version: kept for version, kept in self._versions.items() if version >= self._updates - 1}
+
+
+def _roots(kept: _Kept, gradients: ByStage) -> tuple[list[Tensor], list[Tensor | None]]:
+    """Return where a backward begins, and with what. A value that several stages took has several gradients."""
+    if kept.loss is not None:
+        return ([kept.loss], [None]) if kept.loss.requires_grad else ([], [])
+    found: dict[int, tuple[Tensor, Tensor]] = {}
+    for target, values in gradients.items():
+        for tensor, gradient in zip(kept.outputs[target], values.tensors, strict=True):
+            if gradient is None or not tensor.requires_grad:
+                continue
+            before = found.get(id(tensor))
+            found[id(tensor)] = tensor, gradient if before is None else before[1] + gradient
+    return [tensor for tensor, _ in found.values()], [gradient for _, gradient in found.values()]
+
+
+def _input_gradients(kept: _Kept) -> dict[int, Values]:
+    return {
+        source: Values([None if leaf is None else leaf.grad for leaf in leaves])
+        for source, leaves in kept.inputs.items()
+    }
+
+
+# Nested values as tensors and a note
+
+
+def _flat(values: list[Any]) -> tuple[list[Tensor], str]:
+    """Return the tensors in some values, and a note from which `_nested` makes the values again."""
+    if all(isinstance(value, Tensor) for value in values):
+        return values, ""
+    leaves, spec = pytree.tree_flatten(values)
+    tensors = [leaf for leaf in leaves if isinstance(leaf, Tensor)]
+    others = [None if isinstance(leaf, Tensor) else (leaf,) for leaf in leaves]
+    return tensors, base64.b64encode(pickle.dumps((pytree.treespec_dumps(spec), others))).decode()
+
+
+def _nested(tensors: list[Tensor], note: str) -> list[Any]:
+    if not note:
+        return tensors
+    spec, others = _read(note)
+    rest = iter(tensors)
+    leaves = [next(rest) if other is None else other[0] for other in others]
+    return pytree.tree_unflatten(leaves, spec)  # type: ignore[no-any-return]
+
+
+@lru_cache(maxsize=256)
+def _read(note: str) -> Any:
+    spec, others = pickle.loads(base64.b64decode(note))  # written by another rank of this job
+    return pytree.treespec_loads(spec), others
+
+
+# Recomputing activations
+
+
+def _recomputing(part: nn.Module, how: str) -> Callable[[dict[str, Any]], dict[str, Any]]:
+    """Return what calls a part, and keeps of its activations "full": none, "selective": products, "none": all."""
+    if how not in CHECKPOINTS:
+        raise UsageError(f"pipeline: checkpoint is {how!r}, expected one of {', '.join(CHECKPOINTS)}")
+    if how == "none":
+        return part
+    if how == "full":
+        return partial(checkpoint, part, use_reentrant=False)
+    contexts = partial(create_selective_checkpoint_contexts, _keep_products)
+    return partial(checkpoint, part, use_reentrant=False, context_fn=contexts)
+
+
+_PRODUCTS = frozenset(
+    getattr(torch.ops.aten, name).default
+    for name in ("mm", "bmm", "addmm", "baddbmm", "convolution", "_scaled_dot_product_flash_attention_for_cpu")
+)
+
+
+def _keep_products(context: Any, operation: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
+    return CheckpointPolicy.MUST_SAVE if operation in _PRODUCTS else CheckpointPolicy.PREFER_RECOMPUTE
+
+
+@contextmanager
+def in_mode(modules: Sequence[nn.Module], *, training: bool) -> Iterator[None]:
+    """Let modules be in training or evaluation mode within, and as they were afterwards."""
+    before = {module: module.training for part in modules for module in part.modules()}
+    for part in modules:
+        part.train(training)
+    try:
+        yield
+    finally:
+        for module, mode in before.items():
+            module.training = mode

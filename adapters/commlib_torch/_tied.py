@@ -1,0 +1,79 @@
+"""Tied weights: keep a weight that stages on several ranks share the same, and its gradient complete."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+
+from commlib.communicator import Communicator
+from commlib_torch._bridge import array_of
+
+
+@dataclass(frozen=True, slots=True)
+class _Tied:
+    """A weight of this rank, and the communicator of the ranks that have it."""
+
+    weight: nn.Parameter
+    comm: Communicator
+
+
+class TiedWeights:
+    """The weights of this rank that other ranks have, too."""
+
+    def __init__(self, weights: Sequence[_Tied]) -> None:
+        self._weights = weights
+        self._before: list[Tensor | None] = []
+
+    @classmethod
+    def found(cls, comm: Communicator, parts: Sequence[nn.Module], placement: Sequence[int]) -> TiedWeights:
+        """Find the weights that several ranks have in a model that this rank still has as a whole. Collective."""
+        owners: dict[int, tuple[nn.Parameter, list[int]]] = {}
+        for part, rank in zip(parts, placement, strict=True):
+            for parameter in part.parameters():
+                ranks = owners.setdefault(id(parameter), (parameter, []))[1]
+                if rank not in ranks:
+                    ranks.append(rank)
+        shared = [(parameter, tuple(sorted(ranks))) for parameter, ranks in owners.values() if len(ranks) > 1]
+        groups = list(dict.fromkeys(ranks for _, ranks in shared))
+        requests = [(0 if comm.rank in ranks else -1, 0, f"{comm.name}.tied") for ranks in groups]
+        made = dict(zip(groups, comm.split_all(requests) if requests else [], strict=True))
+        return cls([_Tied(parameter, group) for parameter, ranks in shared if (group := made[ranks]) is not None])
+
+    @torch.no_grad()
+    def spread(self) -> None:
+        """Give all owners the weights of the first one. Collective over them."""
+        for tied in self._weights:
+            tied.comm.broadcast(array_of(tied.weight.detach()), 0)
+
+    @contextmanager
+    def apart(self) -> Iterator[None]:
+        """Keep the gradients of this step apart from those that are there already: they are complete."""
+        before = self._before = [None if t.weight.grad is None else t.weight.grad.clone() for t in self._weights]
+        for tied in self._weights:
+            tied.weight.grad = None
+        try:
+            yield
+        except BaseException:
+            for tied, gradient in zip(self._weights, before, strict=True):
+                tied.weight.grad = gradient
+            raise
+
+    @torch.no_grad()
+    def add_up(self) -> None:
+        """Add the gradients of all owners, once, and then those from before. Collective over the owners."""
+        for tied, before in zip(self._weights, self._before, strict=True):
+            if tied.weight.grad is None:
+                tied.weight.grad = torch.zeros_like(tied.weight)
+            array = array_of(tied.weight.grad)
+            tied.comm.all_reduce(array, "sum", out=array)
+            if before is not None:
+                tied.weight.grad.add_(before)
+        self._before = []
+
+    def is_counted_elsewhere(self, weight: Tensor) -> bool:
+        """Return whether another rank counts this weight in norms."""
+        return any(tied.weight is weight and tied.comm.rank != 0 for tied in self._weights)

@@ -1,0 +1,363 @@
+"""Pipeline: train a model whose stages are on the ranks of a group, a batch at a time, as one process would."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils import _pytree as pytree
+
+from commlib.communicator import Communicator
+from commlib.compress.codec import Codec
+from commlib.compress.registry import codec_of
+from commlib.errors import UsageError
+from commlib.optim.clipping import check_limit, clip_factor, norm_of
+from commlib.pipeline.batch import rows_of, shares
+from commlib.pipeline.pipe import AnySchedule, Pipe, resolve
+from commlib.pipeline.schedule import Kind
+from commlib.pipeline.schedule.lower import Way
+from commlib_torch._autograd import backward_passes
+from commlib_torch._bridge import array_of
+from commlib_torch._parts import Cut, Split, cut
+from commlib_torch._stages import Batch, Loss, StashedWeights, TorchStage, TorchTensors, in_mode
+from commlib_torch._tied import TiedWeights
+from commlib_torch.clip import squares_of, values_of
+
+
+def pipeline(
+    model: Any,
+    comm: Communicator,
+    *,
+    schedule: AnySchedule = "1f1b",
+    microbatches: int,
+    loss: Loss | None = None,
+    split: Split = "auto",
+    stages: int | None = None,
+    checkpoint: str = "none",
+    codec: Codec | str | None = None,
+    weigh: Callable[[Any], float] | None = None,
+    optimizer: Callable[[Sequence[tuple[str, nn.Parameter]]], torch.optim.Optimizer] | None = None,
+    every: int | None = None,
+) -> Pipeline:
+    """Put the stages of a model on the ranks of `comm`, such as `mesh["pp"]`. The same call on every rank; collective.
+
+        pipe = ct.pipeline(model, mesh["pp"], schedule="1f1b", microbatches=8, loss=loss_fn)
+        optimizer = torch.optim.AdamW(pipe.parameters())
+        loss = pipe.step(x, y); optimizer.step(); optimizer.zero_grad()
+
+    model: an nn.Sequential, a list of modules, or any module that torch.fx can trace; this rank keeps its stages, under
+    the names that they have in the model. schedule: a name ("gpipe", "1f1b", "interleaved", "zb_h1", "zb_v",
+    "dualpipev", "breadth_first", "pipedream", "pipedream_2bw"), the path of a CSV file, or a Schedule. microbatches:
+    into how many parts a batch is cut, along the first dimension. loss: of (output, target), the mean over the rows.
+    split: "auto" (even parameter bytes), or how many layers each stage has, or the names of the submodules with which
+    the later stages begin. stages: in all, where a rank has several. checkpoint: what is kept of activations between
+    forward and backward: "none" recomputed, "selective" (products are kept) or "full" (only a stage's inputs are).
+    codec: how activations and their gradients travel, such as "bf16" or "int8". weigh: of a microbatch's target, how
+    many terms its loss is the mean of, where that is not its rows. optimizer: makes the optimizer of named parameters,
+    for schedules that update weights themselves; every: microbatches between their updates.
+
+    Raises UsageError for what makes no sense on this rank, MismatchError on all ranks if they ask for different things,
+    ScheduleError for a schedule that cannot run.
+    """
+    chosen = resolve(schedule, comm.size, microbatches, stages=stages, every=every)
+    pieces = cut(model, chosen.stages, split)
+    return Pipeline(
+        comm, pieces, chosen, loss=loss, checkpoint=checkpoint, codec=codec, weigh=weigh, optimizer=optimizer
+    )
+
+
+class Pipeline(nn.Module):
+    """This rank's stages of a model. Made by `pipeline`.
+
+    It has the parameters and buffers of its stages, under the names of the whole model: in `named_parameters()`,
+    `state_dict()` and `load_state_dict()`, which takes what is its own from a state of the whole model.
+    """
+
+    def __init__(
+        self,
+        comm: Communicator,
+        pieces: Cut,
+        schedule: Any,
+        *,
+        loss: Loss | None,
+        checkpoint: str,
+        codec: Codec | str | None,
+        weigh: Callable[[Any], float] | None,
+        optimizer: Callable[[Sequence[tuple[str, nn.Parameter]]], torch.optim.Optimizer] | None,
+    ) -> None:
+        super().__init__()
+        self._weigh = weigh
+        own = schedule.stages_of(comm.rank)
+        tied = TiedWeights.found(comm, pieces.parts, schedule.placement)
+        self._tied = tied
+        self._names = {name for part in pieces.parts for name in part.state_dict()}
+        last = schedule.stages - 1
+        self._stages: dict[int, TorchStage] = {}
+        for stage in own:
+            part = pieces.parts[stage]
+            self.add_module(_prefix(stage)[:-1], part)
+            takes = {link.source: names for link, names in pieces.values.items() if link.target == stage}
+            gives = {link.target: names for link, names in pieces.values.items() if link.source == stage}
+            self._stages[stage] = TorchStage(
+                part, takes, gives, is_first=stage == 0, is_last=stage == last, loss=loss, recompute=checkpoint
+            )
+        lines = [f"split {pieces.counts}", f"codec {codec}", f"checkpoint {checkpoint}"]
+        for stage, part in enumerate(pieces.parts):
+            lines += [f"stage {stage}: {name} {tuple(p.shape)} {p.dtype}" for name, p in part.named_parameters()]
+        self._pipe = Pipe(
+            comm,
+            schedule,
+            pieces.links,
+            self._stages,
+            TorchTensors(self._device()),
+            codecs=_codecs(codec, pieces),
+            lines=lines,
+        )
+        self.register_state_dict_post_hook(_strip)  # type: ignore[no-untyped-call]
+        self.register_load_state_dict_pre_hook(_place)  # type: ignore[no-untyped-call]
+        tied.spread()
+        self._optimizer: torch.optim.Optimizer | None = None
+        if schedule.every:
+            self._update_by(optimizer)
+        elif optimizer is not None:
+            raise UsageError(f"pipeline: schedule {schedule.name} leaves updates to you: it takes no optimizer=")
+
+    def _device(self) -> torch.device:
+        return next((parameter.device for parameter in self.parameters()), torch.device("cpu"))
+
+    def _update_by(self, make: Callable[[Any], torch.optim.Optimizer] | None) -> None:
+        if make is None:
+            raise UsageError(
+                f"pipeline: schedule {self._pipe.schedule.name} updates weights while it runs: give optimizer=, which "
+                "makes the optimizer of named parameters, such as lambda named: torch.optim.SGD([p for _, p in named])"
+            )
+        for stage in self._stages.values():
+            optimizer = make(list(stage.part.named_parameters()))
+            stage.weights = StashedWeights(stage.part, optimizer)
+
+    # What users call
+
+    def step(self, x: Any = None, y: Any = None, *, scale: float = 1.0) -> Tensor:
+        """Run forward and backward on a batch; return its mean loss, on every rank. Collective.
+
+        Gradients are added to those that are there, as one process would with the whole batch. x: a tensor, a tuple of
+        arguments or a dict of named ones, needed on the rank of the first stage; y: needed on that of the last. scale:
+        what gradients, but not the loss, are multiplied by.
+        """
+        empty = self._begin(x, y, is_training=True, scale=scale)
+        try:
+            with self._tied.apart(), backward_passes.as_one():
+                self._pipe.train(empty)
+            self._tied.add_up()
+            return self._loss()
+        finally:
+            self._end()
+
+    def evaluate(self, x: Any = None, y: Any = None) -> Tensor:
+        """Return the mean loss of a batch in evaluation mode, on every rank. Collective."""
+        with in_mode(self._parts, training=False):
+            empty = self._begin(x, y)
+            try:
+                self._pipe.forward(empty)
+                return self._loss()
+            finally:
+                self._end()
+
+    def predict(self, x: Any = None) -> Any:
+        """Return what the model gives for a batch in evaluation mode, on every rank. Collective."""
+        with in_mode(self._parts, training=False):
+            empty = self._begin(x, None, wants_outputs=True)
+            try:
+                self._pipe.forward(empty)
+                return self._outputs()
+            finally:
+                self._end()
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        """Refuse to be called: a batch goes through all ranks."""
+        raise UsageError("a pipeline is not called: use step(x, y), evaluate(x, y) or predict(x), on every rank")
+
+    def clip_grad_norm(self, max_norm: float) -> Tensor:
+        """Scale gradients so that the 2-norm of those of all stages is `max_norm` at most; return what it was.
+
+        A weight that several stages share counts once. The same bits on all ranks. Collective.
+        """
+        limit = check_limit("clip_grad_norm", "max_norm", max_norm)
+        own = [(parameter, parameter.grad) for parameter in self.parameters() if parameter.grad is not None]
+        counted = [gradient for parameter, gradient in own if not self._tied.is_counted_elsewhere(parameter)]
+        squares = sum(squares_of(values_of(gradient)) for gradient in counted)
+        norm = norm_of(self._pipe.comm.all_gather_object(squares))
+        factor = clip_factor(norm, limit, epsilon=1e-6)
+        if factor != 1:
+            for _, gradient in own:
+                gradient.mul_(factor)
+        return torch.tensor(norm, dtype=torch.float32)
+
+    def picture(self, *, width: int | None = None) -> str:
+        """Draw the schedule. Not collective."""
+        return self._pipe.picture(width=width)
+
+    def gather_state_dict(self) -> dict[str, Tensor]:
+        """Return the state of the whole model, on every rank. Collective."""
+        states = self._pipe.comm.all_gather_object(self.state_dict())
+        return {name: value for state in states for name, value in state.items()}
+
+    def close(self) -> None:
+        """End this rank's part. The others are told."""
+        self._pipe.close()
+
+    @property
+    def pipe(self) -> Pipe:
+        """What runs the schedule."""
+        return self._pipe
+
+    # Names
+
+    def named_parameters(
+        self, prefix: str = "", recurse: bool = True, remove_duplicate: bool = True
+    ) -> Iterator[tuple[str, nn.Parameter]]:
+        """Yield the parameters of this rank's stages, under the names of the whole model."""
+        return self._named("named_parameters", prefix, recurse=recurse, remove_duplicate=remove_duplicate)
+
+    def named_buffers(
+        self, prefix: str = "", recurse: bool = True, remove_duplicate: bool = True
+    ) -> Iterator[tuple[str, Tensor]]:
+        """Yield the buffers of this rank's stages, under the names of the whole model."""
+        return self._named("named_buffers", prefix, recurse=recurse, remove_duplicate=remove_duplicate)
+
+    def _named(self, what: str, prefix: str, **options: bool) -> Iterator[tuple[str, Any]]:
+        seen: set[int] = set()
+        for part in self._parts:
+            for name, value in getattr(part, what)(prefix, **options):
+                if id(value) not in seen or not options["remove_duplicate"]:
+                    seen.add(id(value))
+                    yield name, value
+
+    @property
+    def _parts(self) -> list[nn.Module]:
+        return [stage.part for stage in self._stages.values()]
+
+    # The rest
+
+    def _begin(
+        self,
+        x: Any,
+        y: Any,
+        *,
+        is_training: bool = False,
+        wants_outputs: bool = False,
+        scale: float = 1.0,
+    ) -> set[int]:
+        """Cut the batch; return which microbatches are empty, on the first stage's rank."""
+        schedule, rank = self._pipe.schedule, self._pipe.comm.rank
+        batch = Batch(is_training=is_training, wants_outputs=wants_outputs, scale=scale)
+        empty: set[int] = set()
+        if rank == self._pipe.first:
+            if x is None:
+                raise UsageError(f"pipeline: rank {rank} has the first stage: give it x")
+            args, kwargs = _arguments(x)
+            rows = _rows((args, kwargs), schedule.microbatches, "x")
+            batch.inputs = [(_taken(args, part), _taken(kwargs, part)) for part in rows]
+            empty = {number for number, part in enumerate(rows) if part.start == part.stop}
+        if rank == self._pipe.last and not wants_outputs:
+            if y is None and x is None:
+                raise UsageError(f"pipeline: rank {rank} has the last stage: give it y, or x where the loss needs no y")
+            rows = _rows(x if y is None else y, schedule.microbatches, "x" if y is None else "y")
+            batch.targets = [None if y is None else _taken(y, part) for part in rows]
+            batch.terms = self._terms(batch.targets, [part.stop - part.start for part in rows])
+            every = schedule.every or schedule.microbatches
+            parts = (batch.terms[start : start + every] for start in range(0, schedule.microbatches, every))
+            batch.shares = [share for part in parts for share in shares(part)]
+        for stage in self._stages.values():
+            stage.batch = batch
+            if stage.weights is not None:
+                stage.weights.begin()
+        self._batch = batch
+        return empty
+
+    def _terms(self, targets: Sequence[Any], rows: Sequence[int]) -> list[float]:
+        """Return how many terms each microbatch's loss is the mean of."""
+        if self._weigh is None:
+            return [float(count) for count in rows]
+        return [float(self._weigh(target)) if count else 0.0 for target, count in zip(targets, rows, strict=True)]
+
+    def _loss(self) -> Tensor:
+        batch = self._batch
+        counts = shares(batch.terms)
+        total = sum(float(loss) * counts[number] for number, loss in sorted(batch.losses.items()))
+        dtype = next((loss.dtype for loss in batch.losses.values()), torch.float32)
+        (told, is_double) = self._pipe.tell([total, float(dtype is torch.float64)])
+        return torch.tensor(told, dtype=torch.float64 if is_double else torch.float32)
+
+    def _outputs(self) -> Any:
+        comm, last = self._pipe.comm, self._pipe.last
+        outputs = [output for _, output in sorted(self._batch.outputs.items())]
+        whole = pytree.tree_map(lambda *parts: torch.cat(parts), *outputs) if comm.rank == last else None
+        leaves, spec = pytree.tree_flatten(whole)
+        kinds = [(leaf.shape, leaf.dtype) for leaf in leaves if leaf is not None]
+        kinds, shape = comm.broadcast_object((kinds, pytree.treespec_dumps(spec)), last)
+        if comm.rank != last:
+            leaves = [torch.empty(shape, dtype=dtype) for shape, dtype in kinds]
+        for leaf in leaves:
+            if leaf.is_cpu:
+                comm.broadcast(array_of(leaf), last)
+        return pytree.tree_unflatten(leaves, pytree.treespec_loads(shape))
+
+    def _end(self) -> None:
+        for stage in self._stages.values():
+            stage.clear()
+        self._batch = Batch()
+
+
+def _prefix(stage: int) -> str:
+    return f"stage{stage}."
+
+
+def _strip(module: Any, state: dict[str, Any], prefix: str, local_metadata: Any) -> None:
+    """Take away the number of the stage."""
+    for stage in module._stages:
+        inner = prefix + _prefix(stage)
+        renamed = {prefix + key.removeprefix(inner) if key.startswith(inner) else key: state[key] for key in state}
+        state.clear()
+        state.update(renamed)
+
+
+def _place(module: Any, state: dict[str, Any], prefix: str, *_: Any) -> None:
+    """Give each of this rank's names the number of its stage, and drop those of other ranks."""
+    found = {key: value for key, value in state.items() if key.removeprefix(prefix) not in module._names}
+    for stage, kept in module._stages.items():
+        for name in kept.part.state_dict():
+            if prefix + name in state:
+                found[prefix + _prefix(stage) + name] = state[prefix + name]
+    state.clear()
+    state.update(found)
+
+
+def _codecs(codec: Codec | str | None, pieces: Cut) -> Mapping[Way, Any]:
+    if codec is None:
+        return {}
+    made = codec_of(codec)
+    return {(link, kind): made for link in pieces.links for kind in (Kind.F, Kind.B)}
+
+
+def _arguments(x: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    if isinstance(x, dict):
+        return (), x
+    return (tuple(x), {}) if isinstance(x, tuple | list) else ((x,), {})
+
+
+def _rows(value: Any, microbatches: int, what: str) -> list[slice]:
+    """Return the rows of each microbatch. Raises UsageError if tensors have different numbers of rows, or none has."""
+    counts = {leaf.shape[0] for leaf in pytree.tree_leaves(value) if isinstance(leaf, Tensor) and leaf.ndim}
+    if len(counts) != 1:
+        got = (
+            f"{len(counts)} different ones: {', '.join(map(str, sorted(counts)))}" if counts else "no tensor with rows"
+        )
+        raise UsageError(f"pipeline: {what}: expected tensors of one number of rows (first dimension), got {got}")
+    return rows_of(counts.pop(), microbatches)
+
+
+def _taken(value: Any, rows: slice) -> Any:
+    return pytree.tree_map(lambda leaf: leaf[rows] if isinstance(leaf, Tensor) and leaf.ndim else leaf, value)

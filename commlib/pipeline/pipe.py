@@ -1,0 +1,131 @@
+"""Pipe: what every framework's pipeline is made of, on one rank."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import replace
+from os import PathLike
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from commlib.communicator import Communicator
+from commlib.compress.codec import Codec
+from commlib.data_parallel.parameter_check import check_agreement
+from commlib.errors import UsageError
+from commlib.pipeline.runner import Runner
+from commlib.pipeline.schedule import Kind, Link, Lowered, Schedule, find, make, render, verify
+from commlib.pipeline.schedule.csv import read
+from commlib.pipeline.schedule.lower import Way
+from commlib.pipeline.stage import Stage, Tensors
+
+AnySchedule = str | Schedule | PathLike[str]
+
+
+def resolve(
+    schedule: AnySchedule, ranks: int, microbatches: int, *, stages: int | None = None, every: int | None = None
+) -> Schedule:
+    """Return a schedule by name ("1f1b"), of a CSV file (a path), or as it is.
+
+    stages: in all, of schedules that take any number. Raises UsageError if it is not for so many ranks or microbatches.
+    """
+    if isinstance(schedule, str) and not schedule.lower().endswith(".csv"):
+        return make(find(schedule).name, ranks, microbatches, stages=stages, every=every)
+    found = schedule if isinstance(schedule, Schedule) else read(Path(schedule).read_text(), Path(schedule).stem)
+    if (found.ranks, found.microbatches) != (ranks, microbatches):
+        raise UsageError(
+            f"schedule {found.title}: this pipeline has {ranks} ranks, and {microbatches} microbatches were asked for"
+        )
+    if stages is not None and stages != found.stages:
+        raise UsageError(f"schedule {found.title}: {stages} stages were asked for")
+    return found
+
+
+class Pipe:
+    """One rank's part of a pipeline over `comm`: its schedule, proved, and what runs it. Collective to make.
+
+    links: which stages take what from which. stages: this rank's. lines: what must be alike on all ranks, for
+    MismatchError. codecs: how values travel on a way. Raises ScheduleError on all ranks for a schedule that is none.
+    """
+
+    def __init__(
+        self,
+        comm: Communicator,
+        schedule: Schedule,
+        links: Sequence[Link],
+        stages: Mapping[int, Stage],
+        tensors: Tensors,
+        *,
+        codecs: Mapping[Way, Codec] | None = None,
+        lines: Sequence[str] = (),
+    ) -> None:
+        text = f"{schedule.title}, placed on ranks {schedule.placement}, links {', '.join(map(str, links))}"
+        programs = [" ".join(map(str, program)) for program in schedule.programs]
+        check_agreement(comm, "a pipeline", [text, *lines, *programs])
+        own = comm.split(0, name=f"{comm.name}.pipeline")
+        assert own is not None
+        self.comm = own
+        """A communicator of its own: several pipelines of the same ranks do not meet."""
+        self.stages, self._tensors, self._codecs = stages, tensors, codecs or {}
+        self.lowered: Lowered = verify(schedule, links, reduce=True)
+        self.runner = Runner(own, self.lowered, stages, tensors, codecs=codecs)
+        """What runs the schedule."""
+        self._forward: Runner | None = None
+
+    @property
+    def schedule(self) -> Schedule:
+        """The schedule, with its messages."""
+        return self.lowered.schedule
+
+    @property
+    def first(self) -> int:
+        """The rank of the first stage."""
+        return self.schedule.placement[0]
+
+    @property
+    def last(self) -> int:
+        """The rank of the last stage."""
+        return self.schedule.placement[-1]
+
+    def train(self, empty: Collection[int] = ()) -> None:
+        """Run the schedule once. empty: microbatches without rows, on the rank of the first stage."""
+        self.runner.run(empty)
+
+    def forward(self, empty: Collection[int] = ()) -> None:
+        """Run the forwards alone, in the schedule's order."""
+        if self._forward is None:
+            alone = only_forward(self.schedule)
+            lowered = verify(alone, self.lowered.links)
+            self._forward = Runner(self.comm, lowered, self.stages, self._tensors, name="forward", codecs=self._codecs)
+        self._forward.run(empty)
+
+    def tell(self, numbers: Sequence[float]) -> list[float]:
+        """Return the last stage's numbers on all ranks; other ranks give as many, whatever they are. Collective."""
+        values = np.array(numbers, np.float64)
+        self.comm.broadcast(values, self.last)
+        return [float(value) for value in values]
+
+    def picture(self, *, width: int | None = None) -> str:
+        """Draw the schedule."""
+        return render(replace(self.schedule, programs=bare(self.schedule)), width=width)
+
+    def close(self) -> None:
+        """End this rank's part: the others are told. Idempotent."""
+        self.runner.close()
+        if self._forward is not None:
+            self._forward.close()
+
+
+def bare(schedule: Schedule) -> tuple[tuple[Any, ...], ...]:
+    """Return the programs without messages and reductions."""
+    return tuple(
+        tuple(action for action in program if action.peer < 0 and action.kind is not Kind.REDUCE)
+        for program in schedule.programs
+    )
+
+
+def only_forward(schedule: Schedule) -> Schedule:
+    """Return a schedule of the same forwards in the same order, which is legal if the whole was."""
+    programs = tuple(tuple(action for action in program if action.kind is Kind.F) for program in schedule.programs)
+    return Schedule(f"{schedule.name}, forward only", schedule.microbatches, schedule.placement, programs)

@@ -1,0 +1,335 @@
+"""A model in stages trains as it does in one process, whatever the schedule."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+import commlib_torch as ct
+from commlib.errors import MismatchError, PeerError, UsageError
+from commlib.pipeline.schedule import simulate, table
+from commlib_torch import pipeline
+
+FLUSHING = [name for name, plan in table.items() if not plan.updates]
+WIDTH = 6
+
+# Sums of microbatches' gradients are added in another order than in one process: some ulps of float64.
+EXACT = 1e-12
+
+
+def layers(count: int, seed: int = 0) -> nn.Sequential:
+    torch.manual_seed(seed)
+    return nn.Sequential(*(nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Tanh()) for _ in range(count))).double()
+
+
+def batch(rows: int, seed: int = 1) -> tuple[Tensor, Tensor]:
+    generator = torch.Generator().manual_seed(seed)
+    return tuple(torch.randn(rows, WIDTH, generator=generator, dtype=torch.float64) for _ in range(2))  # type: ignore[return-value]
+
+
+def gradients_of(model: nn.Module) -> dict[str, Tensor | None]:
+    named = model.named_parameters(remove_duplicate=False)
+    return {name: None if p.grad is None else p.grad.clone() for name, p in named}
+
+
+def assert_same(got: Any, expected: Any) -> None:
+    """Compare what this rank has with what one process has."""
+    for name, value in got.items():
+        if expected[name] is None or value is None:
+            assert expected[name] is None and value is None, name
+        else:
+            assert torch.allclose(value, expected[name], rtol=EXACT, atol=EXACT), f"{name}: {value} {expected[name]}"
+
+
+def alone(model: nn.Module, *batches: tuple[Any, Any], loss: Any = F.mse_loss) -> list[Tensor]:
+    """Run forward and backward in one process."""
+    losses = []
+    for x, y in batches:
+        value = loss(model(*x) if isinstance(x, tuple) else model(x), y)
+        value.backward()
+        losses.append(value.detach())
+    return losses
+
+
+@pytest.mark.parametrize("microbatches", [1, 3, 8])
+@pytest.mark.parametrize("name", FLUSHING)
+def test_gradients_and_weights_are_those_of_one_process(comm: Any, name: str, microbatches: int) -> None:
+    """Two batches are accumulated, of which one leaves microbatches uneven or empty; then the weights are updated."""
+    whole = layers(12)
+    pipe = pipeline(layers(12), comm, schedule=name, microbatches=microbatches, loss=F.mse_loss)
+    ours = torch.optim.AdamW(pipe.parameters(), lr=0.1)
+    theirs = torch.optim.AdamW(whole.parameters(), lr=0.1)
+    for step in range(3):
+        batches = batch(16, step), batch(7, step + 10)
+        expected = alone(whole, *batches)
+        for (x, y), loss in zip(batches, expected, strict=True):
+            got = pipe.step(x if comm.rank == pipe.pipe.first else None, y if comm.rank == pipe.pipe.last else None)
+            torch.testing.assert_close(got, loss, rtol=EXACT, atol=0)
+        assert_same(gradients_of(pipe), gradients_of(whole))
+        ours.step()
+        theirs.step()
+        ours.zero_grad()
+        theirs.zero_grad()
+        assert_same(pipe.state_dict(), whole.state_dict())
+    x, y = batch(9, 5)
+    torch.testing.assert_close(pipe.evaluate(x, y), F.mse_loss(whole(x), y).detach(), rtol=EXACT, atol=0)
+    torch.testing.assert_close(pipe.predict(x), whole(x).detach(), rtol=EXACT, atol=EXACT)
+    assert pipe.gather_state_dict().keys() == whole.state_dict().keys()
+    assert_same(pipe.gather_state_dict(), whole.state_dict())
+    pipe.close()
+
+
+@pytest.mark.parametrize("name", ["1f1b", "interleaved", "zb_v"])
+def test_activations_held_are_those_of_the_simulator(comm: Any, name: str) -> None:
+    pipe = pipeline(layers(8), comm, schedule=name, microbatches=8, loss=F.mse_loss)
+    pipe.step(*batch(8))
+    assert pipe.pipe.runner.peak == simulate(pipe.pipe.lowered).peak[comm.rank]
+    pipe.close()
+
+
+class Skipping(nn.Module):
+    """Skips over several stages, two inputs, integers among them, several values, and a weight that is used twice."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed = nn.Embedding(10, WIDTH)
+        self.first = nn.Linear(WIDTH, WIDTH)
+        self.scale = nn.Parameter(torch.ones(WIDTH))
+        self.second = nn.Linear(WIDTH, WIDTH)
+        self.third = nn.Linear(WIDTH, WIDTH)
+        self.fourth = nn.Linear(WIDTH, WIDTH)
+        self.head = nn.Linear(WIDTH, 10, bias=False)
+        self.head.weight = self.embed.weight
+        self.shift: Tensor
+        self.register_buffer("shift", torch.full((WIDTH,), 0.5))
+
+    def forward(self, words: Tensor, weights: Tensor) -> Tensor:
+        early = self.embed(words)
+        x = torch.tanh(self.first(early)) * self.scale
+        y = torch.tanh(self.second(x)) + self.shift
+        z = torch.relu(self.third(y) + early)
+        even = words % 2 == 0
+        z = self.fourth(z) * weights + torch.where(even.unsqueeze(-1), x, y)
+        out: Tensor = self.head(z)
+        return out
+
+
+def skipping() -> Skipping:
+    torch.manual_seed(3)
+    return Skipping().double()
+
+
+@pytest.mark.parametrize("split", ["auto", "names"])
+@pytest.mark.parametrize("name", ["gpipe", "1f1b", "zb_h1", "interleaved"])
+def test_skips_ties_and_other_values(comm: Any, name: str, split: str) -> None:
+    ranks = comm.size
+    chunks = 2 if name == "interleaved" and ranks < 3 else 1
+    places = ["second", "third", "fourth"][: ranks * chunks - 1] if split == "names" else "auto"
+    whole = skipping()
+    pipe = pipeline(
+        skipping(), comm, schedule=name, microbatches=4, loss=F.cross_entropy, split=places, stages=ranks * chunks
+    )
+    generator = torch.Generator().manual_seed(5)
+    for _ in range(2):
+        words = torch.randint(10, (8,), generator=generator)
+        weights = torch.rand(8, 1, generator=generator, dtype=torch.float64)
+        targets = torch.randint(10, (8,), generator=generator)
+        (expected,) = alone(whole, ((words, weights), targets), loss=F.cross_entropy)
+        got = pipe.step((words, weights) if comm.rank == 0 else None, targets)
+        torch.testing.assert_close(got, expected, rtol=EXACT, atol=0)
+        assert_same(gradients_of(pipe), gradients_of(whole))
+    norm = torch.nn.utils.clip_grad_norm_(whole.parameters(), 0.1)
+    torch.testing.assert_close(pipe.clip_grad_norm(0.1).double(), norm, rtol=1e-6, atol=0)
+    # The factor is made of the norm in float64 here and there.
+    for key, gradient in gradients_of(pipe).items():
+        torch.testing.assert_close(gradient, gradients_of(whole).get(key), rtol=1e-6, atol=1e-12)
+    pipe.close()
+
+
+def test_several_values_between_layers(comm: Any) -> None:
+    """Tuples are the next layer's arguments; None, numbers and integers come through."""
+
+    class Layer(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.linear = nn.Linear(WIDTH, WIDTH)
+
+        def forward(self, x: Tensor, mask: Tensor, extra: Any = None, times: int = 1) -> Any:
+            assert mask.dtype == torch.bool and not mask.requires_grad
+            assert (extra is None) == (times == 1)
+            return torch.where(mask, torch.sin(self.linear(x)), x), mask, {"seen": mask.sum()}, times + 1
+
+    class Last(nn.Module):
+        def forward(self, x: Tensor, mask: Tensor, extra: Any, times: int) -> Tensor:
+            out: Tensor = x * times + extra["seen"]
+            return out
+
+    torch.manual_seed(0)
+    model: list[nn.Module] = [*(Layer().double() for _ in range(4)), Last()]
+    pipe = pipeline(model, comm, schedule="1f1b", microbatches=2, loss=F.mse_loss)
+    x, y = batch(6)
+    value: Any = (x, x > 0)
+    losses = []
+    for part in (slice(0, 3), slice(3, 6)):  # what is counted in a microbatch is not what is counted in the batch
+        value = (x[part], x[part] > 0)
+        for layer in model:
+            value = layer(*value)
+        losses.append(F.mse_loss(value, y[part]) / 2)
+    sum(losses).backward()  # type: ignore[union-attr]
+    expected = {f"{n}.{k}": g for n, layer in enumerate(model) for k, g in gradients_of(layer).items()}
+    for layer in model:
+        layer.zero_grad()
+    got = pipe.step((x, x > 0), y)
+    torch.testing.assert_close(got, sum(losses).detach(), rtol=EXACT, atol=0)  # type: ignore[union-attr]
+    assert_same(gradients_of(pipe), expected)
+    pipe.close()
+
+
+@pytest.mark.parametrize("checkpoint", ["none", "selective", "full"])
+def test_recomputed_activations(comm: Any, checkpoint: str) -> None:
+    """Dropout is the same when a forward is computed again."""
+    results = []
+    for how in ("none", checkpoint):
+        torch.manual_seed(0)
+        model = nn.Sequential(*(nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Dropout(0.5)) for _ in range(4))).double()
+        pipe = pipeline(model, comm, schedule="1f1b", microbatches=4, loss=F.mse_loss, checkpoint=how)
+        torch.manual_seed(7 + comm.rank)
+        loss = pipe.step(*batch(8))
+        results.append((loss, gradients_of(pipe)))
+        pipe.close()
+    assert torch.equal(results[0][0], results[1][0])
+    assert_same(results[1][1], results[0][1])
+
+
+@pytest.mark.parametrize("codec", ["bf16", "int8"])
+def test_activations_travel_encoded(comm: Any, codec: str) -> None:
+    whole = layers(4).float()
+    pipe = pipeline(layers(4).float(), comm, schedule="1f1b", microbatches=2, loss=F.mse_loss, codec=codec)
+    x, y = (value.float() for value in batch(8))
+    (expected,) = alone(whole, (x, y))
+    got = pipe.step(x, y)
+    torch.testing.assert_close(got, expected, rtol=0.05, atol=0)
+    if comm.size > 1:
+        assert got != expected, "nothing was encoded"
+    pipe.close()
+
+
+@pytest.mark.parametrize("name", ["pipedream", "pipedream_2bw"])
+def test_updates_while_the_pipeline_runs(comm: Any, name: str) -> None:
+    """As one process that uses, for each microbatch and stage, the weights that the schedule says."""
+    from commlib.pipeline.schedule import Kind, make
+    from commlib.pipeline.schedule.versions import versions
+
+    microbatches, every = 8, comm.size if name == "pipedream_2bw" else 1
+    pipe = pipeline(
+        layers(comm.size), comm, schedule=name, microbatches=microbatches, loss=F.mse_loss,
+        optimizer=lambda named: torch.optim.SGD([p for _, p in named], lr=0.3, momentum=0.9),
+    )  # fmt: skip
+    schedule = make(name, comm.size, microbatches)
+    used = versions(schedule)
+    whole = layers(comm.size)
+    optimizers = [torch.optim.SGD(layer.parameters(), lr=0.3, momentum=0.9) for layer in whole]
+    for step in range(2):
+        x, y = batch(16, step)
+        xs, ys = x.chunk(microbatches), y.chunk(microbatches)
+        # All actions of all ranks in an order that is legal, on a stack of versions of each layer's weights.
+        kept = [[{k: v.detach().clone() for k, v in layer.state_dict().items()}] for layer in whole]
+        outs: dict[Any, Any] = {}
+        order = simulate(schedule)
+        actions = sorted(
+            (span, stage, action)
+            for stage, program in enumerate(order.lowered.schedule.programs)
+            for span, action in zip(order.spans[stage], program, strict=True)
+            if action.peer < 0
+        )
+        losses = []
+        for _, stage, action in sorted(actions, key=lambda item: item[0][1]):
+            layer, number = whole[stage], action.microbatch
+            if action.kind is Kind.F:
+                given = xs[number] if stage == 0 else outs[stage - 1, number][1].detach().requires_grad_()
+                weights = {k: v.clone().requires_grad_() for k, v in kept[stage][used[stage, number][0]].items()}
+                outs[stage, number] = given, torch.func.functional_call(layer, weights, (given,)), weights
+            elif action.kind is Kind.B:
+                given, out, weights = outs[stage, number]
+                if stage == comm.size - 1:
+                    loss = F.mse_loss(out, ys[number])
+                    losses.append(loss.detach())
+                    (loss / min(every, microbatches - number // every * every)).backward()
+                else:
+                    out.backward(outs[stage + 1, number][0].grad)
+                for key, parameter in layer.named_parameters():
+                    gradient = weights[key].grad
+                    parameter.grad = gradient if parameter.grad is None else parameter.grad + gradient
+            elif action.kind is Kind.STEP:
+                optimizers[stage].step()
+                optimizers[stage].zero_grad()
+                kept[stage].append({k: v.detach().clone() for k, v in layer.state_dict().items()})
+        got = pipe.step(x, y)
+        torch.testing.assert_close(got, torch.stack(losses).mean(), rtol=EXACT, atol=0)
+        assert_same(pipe.state_dict(), whole.state_dict())
+    pipe.close()
+
+
+def test_state_of_the_whole_model_is_loaded(comm: Any) -> None:
+    whole = layers(6, seed=9)
+    pipe = pipeline(layers(6), comm, schedule="1f1b", microbatches=2)
+    pipe.load_state_dict(whole.state_dict())
+    assert_same(pipe.state_dict(), whole.state_dict())
+    with pytest.raises(RuntimeError, match=r"Unexpected key.*nothing\.weight"):
+        pipe.load_state_dict({**whole.state_dict(), "nothing.weight": torch.zeros(1)})
+    with pytest.raises(RuntimeError, match="Missing key"):
+        pipe.load_state_dict({})
+    pipe.close()
+
+
+# What is refused
+
+
+@pytest.mark.ranks(min=2)
+def test_ranks_that_ask_for_different_things(comm: Any) -> None:
+    with pytest.raises(MismatchError, match=r"2 microbatch.*on rank 0 but .*3 microbatch"):
+        pipeline(layers(4), comm, microbatches=2 if comm.rank == 0 else 3)
+    with pytest.raises(MismatchError, match=r"stage 0: 0.0.weight"):
+        model = layers(4) if comm.rank else nn.Sequential(*(nn.Linear(2, 2) for _ in range(4)))
+        pipeline(model, comm, microbatches=2)
+
+
+def test_what_makes_no_sense(comm: Any) -> None:
+    with pytest.raises(UsageError, match="layers cannot be cut into"):
+        pipeline(layers(comm.size - 1), comm, microbatches=2) if comm.size > 1 else pipeline([], comm, microbatches=2)
+    with pytest.raises(UsageError, match="there is no schedule 'f1b1'"):
+        pipeline(layers(4), comm, microbatches=2, schedule="f1b1")
+    with pytest.raises(UsageError, match="checkpoint is 'all'"):
+        pipeline(layers(4), comm, microbatches=2, checkpoint="all")
+    pipe = pipeline(layers(4), comm, microbatches=2)
+    with pytest.raises(UsageError, match="a pipeline is not called"):
+        pipe(batch(2)[0])
+    if comm.rank == 0:
+        with pytest.raises(UsageError, match="rank 0 has the first stage: give it x"):
+            pipe.step(None, batch(2)[1])
+    pipe.close()
+
+
+@pytest.mark.ranks(min=2)
+def test_a_loss_that_raises_ends_the_pipeline_everywhere(comm: Any) -> None:
+    def loss(output: Tensor, target: Tensor) -> Tensor:
+        raise ZeroDivisionError("no rows")
+
+    pipe = pipeline(layers(4), comm, microbatches=4, loss=loss)
+    with pytest.raises((ZeroDivisionError, PeerError)) as caught:
+        pipe.step(*batch(8))
+    text = "\n".join([str(caught.value), *caught.value.__notes__])
+    last = comm.size - 1
+    if comm.rank == last:
+        assert caught.type is ZeroDivisionError and f"at {last}F0 (forward of microbatch 0 in stage {last})" in text
+    elif comm.rank == last - 1:
+        assert f"it failed at {last}F0 (ZeroDivisionError: no rows)" in text
+    pipe.close()
+
+
+def test_names_are_exported() -> None:
+    assert ct.pipeline is pipeline
