@@ -1,4 +1,4 @@
-"""`commlib show`: algorithms, what each rank does and how long it would take; and meshes. Needs no MPI."""
+"""`commlib show`: algorithms, what each rank does and how long it would take; meshes; pipelines. Needs no MPI."""
 
 from __future__ import annotations
 
@@ -10,23 +10,34 @@ from typing import Annotated, Any
 import typer
 
 from commlib.cli.mesh import make_mesh, mesh_data, mesh_text
+from commlib.cli.pipeline import (
+    Asked,
+    list_text,
+    pipeline_csv,
+    pipeline_data,
+    pipeline_list,
+    pipeline_svg,
+    pipeline_text,
+)
 from commlib.cli.prediction import SIZES, described, load_machine, predict_all
 from commlib.console.legend import legend as explain
 from commlib.console.text import columns, parse_bytes
 from commlib.console.width import folded, reader_width, wrapped
 from commlib.errors import UsageError
+from commlib.pipeline.schedule import ScheduleError
 from commlib.schedule import algorithms, find, program, render
 
 MOST_COLUMNS = 128
 
 
 def show(
-    verb: Annotated[str, typer.Argument(help="all_reduce, broadcast, all_to_all, ...; or mesh")],
+    verb: Annotated[str, typer.Argument(help="all_reduce, broadcast, all_to_all, ...; or mesh, pipeline")],
     algorithm: Annotated[
         str | None, typer.Option(help="Draw this algorithm; without it, list those of the verb.")
     ] = None,
     ranks: Annotated[
-        int | None, typer.Option(min=1, help="Draw for this many ranks. [default: 8; mesh: the product of the axes]")
+        int | None,
+        typer.Option(min=1, help="Draw for so many. [default: 8; mesh: the product of the axes; pipeline: 4]"),
     ] = None,
     root: Annotated[int | None, typer.Option(min=0, help="The root, of verbs that have one. [default: 0]")] = None,
     segments: Annotated[int | None, typer.Option(min=1, help="Pieces in a pipeline. [default: 1]")] = None,
@@ -46,6 +57,16 @@ def show(
     ] = None,
     axes: Annotated[str | None, typer.Option(help="Mesh: pp=2,dp=-1,tp=2, the last one fastest.")] = None,
     refactor: Annotated[list[str] | None, typer.Option(help="Mesh: new axes for old ones: dp:edp=-1,ep=4.")] = None,
+    schedule: Annotated[
+        str | None, typer.Option(help="Pipeline: draw this schedule, or a CSV file; without it, list them.")
+    ] = None,
+    stages: Annotated[int | None, typer.Option(min=1, help="Pipeline: stages of the model, on all ranks.")] = None,
+    microbatches: Annotated[int | None, typer.Option(min=1, help="Pipeline: parts of a batch. [default: 8]")] = None,
+    costs: Annotated[
+        str | None, typer.Option(help="Pipeline: what F, I and W take in a stage. [default: 1,1,1]")
+    ] = None,
+    svg: Annotated[Path | None, typer.Option(help="Pipeline: write the picture to this file.")] = None,
+    as_csv: Annotated[bool, typer.Option("--csv", help="Pipeline: print the schedule as CSV.")] = False,
     legend: Annotated[
         bool | None,
         typer.Option("--legend/--no-legend", help="Explain the signs of a picture. [default: on a terminal]"),
@@ -54,7 +75,8 @@ def show(
 ) -> None:
     """Show the algorithms of a verb, what each rank does in one, or with --predict what they would cost.
 
-    mesh: show which rank is where along named axes, and which axes stay inside a node.
+    mesh: show which rank is where along named axes, and which axes stay inside a node. pipeline: show the schedules of
+    pipelines, how idle they leave ranks, and what these hold.
 
     Tables and pictures are as wide as the terminal (or COLUMNS); what is written to a file is not broken.
     """
@@ -74,7 +96,20 @@ def show(
     }
     cluster |= {"--" + name.replace("_", "-"): value for name, value in numbers.items()}
     layout = {"--axes": axes, "--refactor": refactor}
+    piped: dict[str, Any] = {
+        "--schedule": schedule,
+        "--stages": stages,
+        "--microbatches": microbatches,
+        "--costs": costs,
+    }
+    piped |= {"--costs": costs, "--svg": svg, "--csv": as_csv or None}
     try:
+        if verb == "pipeline":
+            others = drawing | cluster | layout | {"--algorithm": algorithm, "--predict": predict or None}
+            _refuse({name: others[name] for name in others if name != "--ranks"}, "is not for pipeline")
+            _pipeline(Asked(schedule, ranks, stages, microbatches, costs), svg, as_csv, as_json, legend)
+            return
+        _refuse(piped, "is for pipeline: commlib show pipeline")
         if verb == "mesh":
             others = drawing | cluster | {"--algorithm": algorithm, "--predict": predict or None, "--legend": legend}
             _refuse({name: others[name] for name in others if not name.startswith("--ranks")}, "is not for mesh")
@@ -95,8 +130,23 @@ def show(
             _print(_listed(verb) if as_json else _list(verb))
         else:
             _draw(verb, algorithm, ranks or 8, root or 0, segments or 1, as_json, legend)
-    except UsageError as error:
+    except (UsageError, ScheduleError) as error:
         raise typer.BadParameter(str(error)) from error
+
+
+def _pipeline(asked: Asked, svg: Path | None, as_csv: bool, as_json: bool, with_legend: bool | None) -> None:
+    width, name = reader_width(), asked.schedule
+    if name is None:
+        _refuse({"--svg": svg, "--csv": as_csv or None}, "needs --schedule")
+        _print(pipeline_list(asked) if as_json else list_text(asked, width))
+    elif svg is not None:
+        svg.write_text(pipeline_svg(asked, name), encoding="utf-8")
+        _print(f"wrote {svg}")
+    elif as_csv or as_json:
+        _print(pipeline_csv(asked, name) if as_csv else pipeline_data(asked, name))
+    else:
+        explained = with_legend or (with_legend is None and width is not None)
+        _print(pipeline_text(asked, name, width, with_legend=explained))
 
 
 def _refuse(options: dict[str, Any], why: str) -> None:
