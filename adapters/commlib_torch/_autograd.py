@@ -66,8 +66,7 @@ class BackwardPasses:
         self._serials = itertools.count()
         self._armed: set[int] = set()
         self._is_one = False  # within `as_one`
-        self.counts = True
-        """Whether gradients that become ready now are complete; else more will be added to them."""
+        self._is_final, self._later = True, frozenset[int]()
 
     def join(self, member: Member) -> int:
         """Add a member; return its place in the order."""
@@ -105,13 +104,17 @@ class BackwardPasses:
             member.end_backward()
 
     @contextmanager
-    def part(self, *, final: bool) -> Iterator[None]:
-        """Run a backward after which gradients of its weights are complete if it is the final one."""
-        self.counts = final
+    def part(self, *, final: bool, later: frozenset[int] = frozenset()) -> Iterator[None]:
+        """Run a backward after which gradients are complete if it is the `final` one: but those of `later`, by id."""
+        self._is_final, self._later = final, later
         try:
             yield
         finally:
-            self.counts = True
+            self._is_final, self._later = True, frozenset()
+
+    def completes(self, parameter: Tensor) -> bool:
+        """Return whether a gradient that is made now is complete; else more will be added to it."""
+        return self._is_final and id(parameter) not in self._later
 
     def _end(self) -> None:
         node = torch._C._current_autograd_node()

@@ -103,6 +103,8 @@ class TorchStage:
         """Set before each run."""
         self.weights: StashedWeights | None = None
         """Of schedules that update weights while the pipeline runs."""
+        self.later: frozenset[int] = frozenset()
+        """Ids of weights to whose gradients another stage of this rank adds, after this one's last microbatch."""
         self._kept: dict[int, _Kept] = {}
         self._split: dict[int, tuple[_Kept, SplitBackward]] = {}
 
@@ -152,14 +154,14 @@ class TorchStage:
             got = f"a tensor of shape {tuple(loss.shape)}" if isinstance(loss, Tensor) else type(loss).__name__
             raise UsageError(f"pipeline: the loss is {got}, expected a tensor with one element")
         batch.losses[microbatch] = loss.detach()
-        return loss.reshape(()) * (batch.shares[microbatch] * batch.scale)
+        return loss
 
     def backward(self, microbatch: int, gradients: ByStage, *, final: bool) -> ByStage:
         """See `commlib.pipeline.stage.Stage`."""
         kept = self._kept.pop(microbatch)
-        roots, grads = _roots(kept, gradients)
+        roots, grads = self._roots(microbatch, kept, gradients)
         if roots:
-            with backward_passes.part(final=final):
+            with backward_passes.part(final=final, later=self.later):
                 torch.autograd.backward(roots, grads)
         if self.weights is not None:
             self.weights.collect()
@@ -168,7 +170,7 @@ class TorchStage:
     def backward_input(self, microbatch: int, gradients: ByStage) -> ByStage:
         """See `commlib.pipeline.stage.Stage`."""
         kept = self._kept.pop(microbatch)
-        roots, grads = _roots(kept, gradients)
+        roots, grads = self._roots(microbatch, kept, gradients)
         leaves = [tensor for own in kept.inputs.values() for tensor in own if tensor is not None]
         split = SplitBackward(roots, grads, leaves)
         with backward_passes.part(final=False):
@@ -179,10 +181,27 @@ class TorchStage:
     def backward_weight(self, microbatch: int, *, final: bool) -> None:
         """See `commlib.pipeline.stage.Stage`."""
         _, split = self._split.pop(microbatch)
-        with backward_passes.part(final=final):
+        with backward_passes.part(final=final, later=self.later):
             split.weight_gradients()
         if self.weights is not None:
             self.weights.collect()
+
+    def _roots(self, microbatch: int, kept: _Kept, gradients: ByStage) -> tuple[list[Tensor], list[Tensor | None]]:
+        """Return where a backward begins, and with what. A value that several stages took has several gradients."""
+        if kept.loss is not None:
+            if not kept.loss.requires_grad:
+                return [], []
+            # What the microbatch's loss counts in that of the batch: so gradients are right as they are added up.
+            share = self.batch.shares[microbatch] * self.batch.scale
+            return [kept.loss], [torch.full_like(kept.loss, share)]
+        found: dict[int, tuple[Tensor, Tensor]] = {}
+        for target, values in gradients.items():
+            for tensor, gradient in zip(kept.outputs[target], values.tensors, strict=True):
+                if gradient is None or not tensor.requires_grad:
+                    continue
+                before = found.get(id(tensor))
+                found[id(tensor)] = tensor, gradient if before is None else before[1] + gradient
+        return [tensor for tensor, _ in found.values()], [gradient for _, gradient in found.values()]
 
     def reduce(self) -> None:
         """Do nothing: the hooks of a DistributedOptimizer have launched what is complete."""
@@ -248,20 +267,6 @@ class StashedWeights:
         self._optimizer.zero_grad()
         self._updates += 1
         self._versions = {version: kept for version, kept in self._versions.items() if version >= self._updates - 1}
-
-
-def _roots(kept: _Kept, gradients: ByStage) -> tuple[list[Tensor], list[Tensor | None]]:
-    """Return where a backward begins, and with what. A value that several stages took has several gradients."""
-    if kept.loss is not None:
-        return ([kept.loss], [None]) if kept.loss.requires_grad else ([], [])
-    found: dict[int, tuple[Tensor, Tensor]] = {}
-    for target, values in gradients.items():
-        for tensor, gradient in zip(kept.outputs[target], values.tensors, strict=True):
-            if gradient is None or not tensor.requires_grad:
-                continue
-            before = found.get(id(tensor))
-            found[id(tensor)] = tensor, gradient if before is None else before[1] + gradient
-    return [tensor for tensor, _ in found.values()], [gradient for _, gradient in found.values()]
 
 
 def _input_gradients(kept: _Kept) -> dict[int, Values]:

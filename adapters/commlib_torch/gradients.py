@@ -106,7 +106,7 @@ class Gradients:
 
     def on_gradient(self, index: int) -> None:
         """Note that autograd has accumulated the gradient of a parameter."""
-        if not backward_passes.counts:
+        if not backward_passes.completes(self.parameters[index]):
             return
         backward_passes.arm()
         reducer = self.reducer

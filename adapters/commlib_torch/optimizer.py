@@ -29,6 +29,7 @@ from commlib.errors import UsageError
 from commlib.horovod.by_name import reduce_by_name
 from commlib.horovod.reductions import reduction_name
 from commlib.horovod.wrapping import PicklesAsPlain, change_class
+from commlib.mesh_groups import Mesh
 from commlib_torch._bridge import to_array
 from commlib_torch._slots import Named
 from commlib_torch.adasum import AdasumDistributed
@@ -60,6 +61,7 @@ def DistributedOptimizer(
     overlap: bool | None = None,
     compress_within_node: bool = False,
     comm: Communicator | None = None,
+    mesh: Mesh | None = None,
 ) -> OptimizerT:
     """Make `optimizer` step with gradients that are reduced over all ranks, and return it. Collective.
 
@@ -91,7 +93,7 @@ def DistributedOptimizer(
     `gradient_predivide_factor=f` divides by f before adding, and multiplies by f / size afterwards. `groups` are
     lists of parameters that travel together, or a number of such lists to make. Sparse gradients are gathered; with
     `sparse_as_dense` they travel dense, and are sparse again afterwards. `process_set` are the ranks to reduce over, by
-    default all; other ranks step by themselves. Or give `comm`, a communicator.
+    default all; other ranks step by themselves. Or give `comm`, a communicator, or `mesh`, whose axis "dp" it is.
 
     Buckets hold up to `bucket_cap_mib` MiB, the first one `first_bucket_mib`. With `overlap` they are sent while
     backward runs, else when it ends; by default where the group spans several nodes, or each rank has more cores than
@@ -109,6 +111,10 @@ def DistributedOptimizer(
         raise UsageError(f"expected a torch optimizer, got {type(optimizer).__name__}")
     if getattr(optimizer, "averages_by_itself", False):
         raise UsageError(f"{type(optimizer).__name__} averages over the ranks by itself: use it as it is")
+    if mesh is not None:
+        if comm is not None or "dp" not in mesh:
+            raise UsageError("mesh= says over which ranks to reduce by its axis dp: give it one, and no comm=")
+        comm = mesh["dp"]
     if comm is not None and process_set is not None:
         raise UsageError("process_set and comm both say over which ranks to reduce: give one of them")
     core.running()

@@ -115,6 +115,7 @@ class Pipeline(nn.Module):
             codecs=_codecs(codec, pieces),
             lines=lines,
         )
+        self._order_shared()
         self.register_state_dict_post_hook(_strip)  # type: ignore[no-untyped-call]
         self.register_load_state_dict_pre_hook(_place)  # type: ignore[no-untyped-call]
         tied.spread()
@@ -126,6 +127,15 @@ class Pipeline(nn.Module):
 
     def _device(self) -> torch.device:
         return next((parameter.device for parameter in self.parameters()), torch.device("cpu"))
+
+    def _order_shared(self) -> None:
+        """Let weights that several stages of this rank share be complete with the last of these."""
+        done = self._pipe.runner.last_gradients
+        seen: set[int] = set()
+        for stage in sorted(self._stages, key=lambda number: done.get(number, -1), reverse=True):
+            own = {id(parameter) for parameter in self._stages[stage].part.parameters()}
+            self._stages[stage].later = frozenset(own & seen)
+            seen |= own
 
     def _update_by(self, make: Callable[[Any], torch.optim.Optimizer] | None) -> None:
         if make is None:
@@ -350,6 +360,8 @@ def _arguments(x: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
 
 def _rows(value: Any, microbatches: int, what: str) -> list[slice]:
     """Return the rows of each microbatch. Raises UsageError if tensors have different numbers of rows, or none has."""
+    if isinstance(value, Tensor) and value.ndim:
+        return rows_of(value.shape[0], microbatches)
     counts = {leaf.shape[0] for leaf in pytree.tree_leaves(value) if isinstance(leaf, Tensor) and leaf.ndim}
     if len(counts) != 1:
         got = (
@@ -360,4 +372,11 @@ def _rows(value: Any, microbatches: int, what: str) -> list[slice]:
 
 
 def _taken(value: Any, rows: slice) -> Any:
+    """Return the rows of a tensor, or of those in a nest of containers; what has no rows is for all."""
+    if isinstance(value, Tensor):
+        return value[rows] if value.ndim else value
+    if type(value) is tuple:
+        return tuple(_taken(one, rows) for one in value)
+    if not value:
+        return value
     return pytree.tree_map(lambda leaf: leaf[rows] if isinstance(leaf, Tensor) and leaf.ndim else leaf, value)

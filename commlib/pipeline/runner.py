@@ -111,6 +111,12 @@ class Runner:
             else:
                 self._receivers[way] = Receiver(channel, tensors, codecs.get(way))
 
+    @property
+    def last_gradients(self) -> dict[int, int]:
+        """The place of the action that makes the last gradients of each stage of this rank."""
+        program = enumerate(self._program)
+        return {action.stage: place for place, action in program if action.kind in (Kind.B, Kind.W)}
+
     def run(self, empty: Collection[int] = ()) -> None:
         """Run all actions once. empty: microbatches that have no rows, known where stages without sources are.
 

@@ -1,0 +1,124 @@
+"""Pipelines with data-parallel replicas: two stages on two ranks each, as one process with the whole batch."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from commlib import Mesh
+from commlib.data_parallel import GradientReducer
+from commlib.errors import UsageError
+from commlib_torch import DataParallel, DistributedOptimizer, pipeline
+
+WIDTH = 6
+EXACT = 1e-12  # some ulps of float64: sums in another order
+
+pytestmark = pytest.mark.ranks(min=4, max=4)
+
+
+class Model(nn.Module):
+    """Eight layers, the first and the last of which share their weight."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.first = nn.Linear(WIDTH, WIDTH)
+        self.layers = nn.ModuleList(nn.Linear(WIDTH, WIDTH) for _ in range(6))
+        self.last = nn.Linear(WIDTH, WIDTH)
+        self.last.weight = self.first.weight
+        self.double()
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = torch.tanh(self.first(x))
+        for layer in self.layers:
+            x = torch.tanh(layer(x))
+        out: Tensor = self.last(x)
+        return out
+
+
+def batch(rows: int, seed: int) -> tuple[Tensor, Tensor]:
+    generator = torch.Generator().manual_seed(seed)
+    x, y = (torch.randn(rows, WIDTH, generator=generator, dtype=torch.float64) for _ in range(2))
+    return x, y
+
+
+@pytest.mark.parametrize("overlap", [False, True])
+@pytest.mark.parametrize("name", ["1f1b", "zb_v", "breadth_first"])
+def test_as_one_process_with_the_whole_batch(comm: Any, name: str, overlap: bool) -> None:
+    """Three steps; the gradients of two batches are added up in each, and clipped by the norm over all stages."""
+    mesh = Mesh(pp=2, dp=2)
+    pipe = pipeline(Model(), mesh["pp"], schedule=name, microbatches=3, loss=F.mse_loss)
+    optimizer = DistributedOptimizer(
+        torch.optim.AdamW(pipe.parameters(), lr=0.05), pipe.named_parameters(), mesh=mesh, overlap=overlap,
+        bucket_cap_mib=1e-4, first_bucket_mib=1e-4,
+    )  # fmt: skip
+    whole = Model()
+    theirs = torch.optim.AdamW(whole.parameters(), lr=0.05)
+    replica = mesh.coordinate("dp")
+    for step in range(3):
+        for half in range(2):
+            x, y = batch(14, 2 * step + half)
+            loss = F.mse_loss(whole(x), y)
+            loss.backward()
+            mine = slice(7 * replica, 7 * replica + 7)
+            got = pipe.step(x[mine], y[mine])
+            both = sum(comm.all_gather_object(float(got))) / comm.size
+            assert both == pytest.approx(loss.item(), rel=EXACT)
+        norm = nn.utils.clip_grad_norm_(whole.parameters(), 0.05)
+        assert float(pipe.clip_grad_norm(0.05)) == pytest.approx(float(norm), rel=1e-6)
+        optimizer.step()
+        theirs.step()
+        optimizer.zero_grad()
+        theirs.zero_grad()
+        expected = whole.state_dict()
+        for key, value in pipe.state_dict().items():
+            # The norm is rounded to float32 on neither side, but added in another order.
+            torch.testing.assert_close(value, expected[key], rtol=1e-9, atol=1e-9)
+    pipe.close()
+    mesh.close()
+
+
+def test_gradients_are_ready_when_their_last_microbatch_is_done(comm: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Breadth first: the second stage's gradients are reduced while the first one still computes its own."""
+    mesh = Mesh(pp=2, dp=2)
+    pipe = pipeline(Model(), mesh["pp"], schedule="breadth_first", microbatches=3, loss=F.mse_loss)
+    optimizer: Any = DistributedOptimizer(
+        torch.optim.SGD(pipe.parameters(), lr=0.1), pipe.named_parameters(), mesh=mesh, overlap=True
+    )
+    ready: list[tuple[int, int]] = []
+    plain = GradientReducer.ready
+
+    def noting(reducer: GradientReducer, index: int) -> None:
+        ready.append((pipe.pipe.runner._position, index))
+        plain(reducer, index)
+
+    monkeypatch.setattr(GradientReducer, "ready", noting)
+    pipe.step(*batch(6, 0))
+    program = pipe.pipe.schedule.programs[mesh["pp"].rank]
+    places = {str(action): place for place, action in enumerate(program)}
+    rank = mesh["pp"].rank
+    late, early = places[f"{rank}B2"], places[f"{rank + 2}B2"]
+    assert {place for place, _ in ready} == {early, late}
+    assert len({index for _, index in ready}) == len(ready) == len(optimizer.reducer.gradients)
+    pipe.close()
+    mesh.close()
+
+
+def test_a_mesh_without_replicas_is_refused(comm: Any) -> None:
+    mesh = Mesh(pp=4)
+    model = nn.Linear(2, 2)
+    with pytest.raises(UsageError, match="by its axis dp"):
+        DistributedOptimizer(torch.optim.SGD(model.parameters(), lr=0.1), model.named_parameters(), mesh=mesh)
+    mesh.close()
+
+
+def test_data_parallel_of_a_stage_is_no_way(comm: Any) -> None:
+    """A pipeline is not called, so a wrapper that is called around it says so."""
+    pipe = pipeline(Model(), comm, microbatches=2, loss=F.mse_loss)
+    with pytest.raises(UsageError, match="a pipeline is not called"):
+        DataParallel(pipe, comm=comm.split(comm.rank))(batch(2, 0)[0])
+    pipe.close()
