@@ -19,6 +19,7 @@ from commlib.dtypes import Array
 from commlib.errors import UsageError
 from commlib.pipeline.stage import ByStage, Values
 from commlib_torch._autograd import backward_passes
+from commlib_torch._batch_statistics import kept_buffers
 from commlib_torch._bridge import array_of, to_tensor
 from commlib_torch._parts import INPUTS, OUTPUT
 from commlib_torch._weight_gradients import SplitBackward
@@ -99,6 +100,8 @@ class TorchStage:
         self.part, self._takes, self._gives = part, takes, gives
         self._is_first, self._is_last, self._loss = is_first, is_last, loss
         self._call = _recomputing(part, recompute)
+        # Buffers, such as running statistics, are changed by a forward, and not again when it is computed again.
+        self._recomputed = [part] if recompute != "none" else []
         self.batch = Batch()
         """Set before each run."""
         self.weights: StashedWeights | None = None
@@ -161,7 +164,7 @@ class TorchStage:
         kept = self._kept.pop(microbatch)
         roots, grads = self._roots(microbatch, kept, gradients)
         if roots:
-            with backward_passes.part(final=final, later=self.later):
+            with backward_passes.part(final=final, later=self.later), kept_buffers(self._recomputed):
                 torch.autograd.backward(roots, grads)
         if self.weights is not None:
             self.weights.collect()
@@ -173,7 +176,7 @@ class TorchStage:
         roots, grads = self._roots(microbatch, kept, gradients)
         leaves = [tensor for own in kept.inputs.values() for tensor in own if tensor is not None]
         split = SplitBackward(roots, grads, leaves)
-        with backward_passes.part(final=False):
+        with backward_passes.part(final=False), kept_buffers(self._recomputed):
             split.input_gradients()
         self._split[microbatch] = kept, split
         return _input_gradients(kept)
@@ -181,7 +184,7 @@ class TorchStage:
     def backward_weight(self, microbatch: int, *, final: bool) -> None:
         """See `commlib.pipeline.stage.Stage`."""
         _, split = self._split.pop(microbatch)
-        with backward_passes.part(final=final, later=self.later):
+        with backward_passes.part(final=final, later=self.later), kept_buffers(self._recomputed):
             split.weight_gradients()
         if self.weights is not None:
             self.weights.collect()

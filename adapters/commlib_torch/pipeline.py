@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import nullcontext
 from typing import Any
 
 import torch
@@ -17,12 +18,17 @@ from commlib.optim.clipping import check_limit, clip_factor, norm_of
 from commlib.pipeline.batch import rows_of, shares
 from commlib.pipeline.pipe import AnySchedule, Pipe, resolve
 from commlib.pipeline.schedule import Kind
+from commlib.pipeline.schedule.auto import LayerCosts, choose
+from commlib.pipeline.schedule.balance import balance
 from commlib.pipeline.schedule.lower import Way
 from commlib_torch._autograd import backward_passes
+from commlib_torch._batch_statistics import WholeBatchStatistics
 from commlib_torch._bridge import array_of
-from commlib_torch._parts import Cut, Split, cut
+from commlib_torch._measured import layer_costs
+from commlib_torch._parts import Cut, Layers, Split, Units, counts_by
 from commlib_torch._stages import Batch, Loss, StashedWeights, TorchStage, TorchTensors, in_mode
 from commlib_torch._tied import TiedWeights
+from commlib_torch._traced import Traced
 from commlib_torch.clip import squares_of, values_of
 
 
@@ -36,10 +42,13 @@ def pipeline(
     split: Split = "auto",
     stages: int | None = None,
     checkpoint: str = "none",
+    batch_norm: str = "microbatch",
     codec: Codec | str | None = None,
     weigh: Callable[[Any], float] | None = None,
     optimizer: Callable[[Sequence[tuple[str, nn.Parameter]]], torch.optim.Optimizer] | None = None,
     every: int | None = None,
+    example: Any = None,
+    memory: int | None = None,
 ) -> Pipeline:
     """Put the stages of a model on the ranks of `comm`, such as `mesh["pp"]`. The same call on every rank; collective.
 
@@ -51,9 +60,13 @@ def pipeline(
     the names that they have in the model. schedule: a name ("gpipe", "1f1b", "interleaved", "zb_h1", "zb_v",
     "dualpipev", "breadth_first", "pipedream", "pipedream_2bw"), the path of a CSV file, or a Schedule. microbatches:
     into how many parts a batch is cut, along the first dimension. loss: of (output, target), the mean over the rows.
-    split: "auto" (even parameter bytes), or how many layers each stage has, or the names of the submodules with which
-    the later stages begin. stages: in all, where a rank has several. checkpoint: what is kept of activations between
-    forward and backward: "none" recomputed, "selective" (products are kept) or "full" (only a stage's inputs are).
+    split: "auto" (even parameter bytes), "time" (even time, as measured), or how many layers each stage has, or the
+    names of the submodules with which the later stages begin. stages: in all, where a rank has several.
+    schedule="auto" chooses by simulated time, from what each layer is measured to cost, with at most `memory` bytes of
+    activations on a rank: `pipe.why` says why. Both need example=, an x of as many rows as a microbatch has, on rank 0.
+    checkpoint: what is kept of activations between forward and backward: "none" recomputed, "selective" (products are
+    kept) or "full" (only a stage's inputs are). batch_norm: "microbatch" updates running statistics with each
+    microbatch, "batch" once with those of the whole batch.
     codec: how activations and their gradients travel, such as "bf16" or "int8". weigh: of a microbatch's target, how
     many terms its loss is the mean of, where that is not its rows. optimizer: makes the optimizer of named parameters,
     for schedules that update weights themselves; every: microbatches between their updates.
@@ -61,11 +74,58 @@ def pipeline(
     Raises UsageError for what makes no sense on this rank, MismatchError on all ranks if they ask for different things,
     ScheduleError for a schedule that cannot run.
     """
-    chosen = resolve(schedule, comm.size, microbatches, stages=stages, every=every)
-    pieces = cut(model, chosen.stages, split)
-    return Pipeline(
+    units = _units(model, comm.size)
+    if schedule == "auto":
+        measured = _measured(comm, units, example)
+        choice = choose(measured, comm.size, microbatches, memory=memory)
+        chosen, counts, why = choice.best.schedule, choice.best.counts, choice.why
+    else:
+        if memory is not None:
+            raise UsageError('pipeline: memory= is a limit for schedule="auto"')
+        chosen, why = resolve(schedule, comm.size, microbatches, stages=stages, every=every), ""
+        if split == "time":
+            counts = balance(_measured(comm, units, example).whole, chosen.stages)
+        else:
+            counts = counts_by(units, chosen.stages, split)
+    pieces = units.cut(counts)
+    if batch_norm not in ("microbatch", "batch"):
+        raise UsageError(f"pipeline: batch_norm is {batch_norm!r}, expected 'microbatch' or 'batch'")
+    pipe = Pipeline(
         comm, pieces, chosen, loss=loss, checkpoint=checkpoint, codec=codec, weigh=weigh, optimizer=optimizer
     )
+    if batch_norm == "batch":
+        pipe.statistics = WholeBatchStatistics(list(pipe.parts))
+    pipe.why = why
+    return pipe
+
+
+def _units(model: Any, ranks: int) -> Units:
+    """Return a model as a sequence of units. Raises UsageError for what is none."""
+    if isinstance(model, nn.Sequential | nn.ModuleList):
+        return Layers(model.named_children())
+    if isinstance(model, nn.Module):
+        return Traced(model, ranks)
+    if not isinstance(model, list | tuple) or not all(isinstance(layer, nn.Module) for layer in model):
+        kinds = sorted({type(layer).__name__ for layer in model}) if isinstance(model, list | tuple) else []
+        got = f"a list of {', '.join(kinds)}" if kinds else type(model).__name__
+        raise UsageError(f"pipeline: expected an nn.Module or a list of them, got {got}")
+    return Layers((str(number), layer) for number, layer in enumerate(model))
+
+
+def _measured(comm: Communicator, units: Units, example: Any) -> LayerCosts:
+    """Return what each unit costs on rank 0, on all ranks. Collective."""
+    found: LayerCosts | str = ""
+    if comm.rank == 0:
+        if example is None:
+            found = (
+                "pipeline: give example= on rank 0: an x of as many rows as a microbatch has, to measure layers with"
+            )
+        else:
+            found = layer_costs(units.cut([1] * len(units.sizes())), _arguments(example))
+    told: LayerCosts | str = comm.broadcast_object(found)
+    if isinstance(told, str):
+        raise UsageError(told)
+    return told
 
 
 class Pipeline(nn.Module):
@@ -88,6 +148,10 @@ class Pipeline(nn.Module):
         optimizer: Callable[[Sequence[tuple[str, nn.Parameter]]], torch.optim.Optimizer] | None,
     ) -> None:
         super().__init__()
+        self.why = ""
+        """Why this schedule was chosen, if it was."""
+        self.statistics: WholeBatchStatistics | None = None
+        """What makes running statistics those of whole batches, if that was asked for."""
         self._weigh = weigh
         own = schedule.stages_of(comm.rank)
         tied = TiedWeights.found(comm, pieces.parts, schedule.placement)
@@ -158,7 +222,8 @@ class Pipeline(nn.Module):
         """
         empty = self._begin(x, y, is_training=True, scale=scale)
         try:
-            with self._tied.apart(), backward_passes.as_one():
+            whole = nullcontext() if self.statistics is None else self.statistics.step()
+            with whole, self._tied.apart(), backward_passes.as_one():
                 self._pipe.train(empty)
             self._tied.add_up()
             return self._loss()
@@ -167,7 +232,7 @@ class Pipeline(nn.Module):
 
     def evaluate(self, x: Any = None, y: Any = None) -> Tensor:
         """Return the mean loss of a batch in evaluation mode, on every rank. Collective."""
-        with in_mode(self._parts, training=False):
+        with in_mode(self.parts, training=False):
             empty = self._begin(x, y)
             try:
                 self._pipe.forward(empty)
@@ -177,7 +242,7 @@ class Pipeline(nn.Module):
 
     def predict(self, x: Any = None) -> Any:
         """Return what the model gives for a batch in evaluation mode, on every rank. Collective."""
-        with in_mode(self._parts, training=False):
+        with in_mode(self.parts, training=False):
             empty = self._begin(x, None, wants_outputs=True)
             try:
                 self._pipe.forward(empty)
@@ -239,14 +304,15 @@ class Pipeline(nn.Module):
 
     def _named(self, what: str, prefix: str, **options: bool) -> Iterator[tuple[str, Any]]:
         seen: set[int] = set()
-        for part in self._parts:
+        for part in self.parts:
             for name, value in getattr(part, what)(prefix, **options):
                 if id(value) not in seen or not options["remove_duplicate"]:
                     seen.add(id(value))
                     yield name, value
 
     @property
-    def _parts(self) -> list[nn.Module]:
+    def parts(self) -> list[nn.Module]:
+        """The stages of this rank."""
         return [stage.part for stage in self._stages.values()]
 
     # The rest

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from typing import Any
 
 import pytest
@@ -205,6 +206,35 @@ def test_recomputed_activations(comm: Any, checkpoint: str) -> None:
     assert_same(results[1][1], results[0][1])
 
 
+@pytest.mark.parametrize("checkpoint", ["none", "full"])
+def test_running_statistics(comm: Any, checkpoint: str) -> None:
+    """By microbatch: as one process that trains on one after another. By batch: as one that sees the whole batch."""
+
+    def model() -> nn.Sequential:
+        torch.manual_seed(0)
+        return nn.Sequential(
+            *(nn.Sequential(nn.BatchNorm1d(WIDTH), nn.Linear(WIDTH, WIDTH)) for _ in range(4))
+        ).double()
+
+    x, y = batch(12)
+    apart, first = model(), model()
+    for part in x.chunk(3):
+        apart(part)
+    first[0](x)  # only the first layer's input is what one process has: later ones are normalised by microbatch
+    for kind, expected in (("microbatch", apart.state_dict()), ("batch", first.state_dict())):
+        pipe = pipeline(
+            model(), comm, schedule="1f1b", microbatches=3, loss=F.mse_loss, checkpoint=checkpoint, batch_norm=kind
+        )
+        pipe.step(x, y)
+        for key, value in pipe.state_dict().items():
+            if "running" in key or "tracked" in key:
+                if kind == "microbatch" or key.startswith("0."):
+                    torch.testing.assert_close(value, expected[key], rtol=EXACT, atol=EXACT)
+                elif "tracked" in key:
+                    assert value == 1
+        pipe.close()
+
+
 @pytest.mark.parametrize("codec", ["bf16", "int8"])
 def test_activations_travel_encoded(comm: Any, codec: str) -> None:
     whole = layers(4).float()
@@ -283,6 +313,51 @@ def test_state_of_the_whole_model_is_loaded(comm: Any) -> None:
         pipe.load_state_dict({**whole.state_dict(), "nothing.weight": torch.zeros(1)})
     with pytest.raises(RuntimeError, match="Missing key"):
         pipe.load_state_dict({})
+    pipe.close()
+
+
+@pytest.mark.parametrize("model", [lambda: layers(8), skipping], ids=["layers", "traced"])
+def test_chosen_by_measured_costs(comm: Any, model: Any) -> None:
+    """Any choice trains alike; nothing of the model is changed by measuring it."""
+    whole = model()
+    generator = torch.Generator().manual_seed(2)
+    is_traced = isinstance(whole, Skipping)
+    x: Any = batch(8)[0]
+    y = batch(8)[1]
+    if is_traced:
+        x = torch.randint(10, (8,), generator=generator), torch.rand(8, 1, generator=generator, dtype=torch.float64)
+        y = torch.randint(10, (8,), generator=generator)
+    loss = F.cross_entropy if is_traced else F.mse_loss
+    (expected,) = alone(whole, (x, y), loss=loss)
+    several: tuple[dict[str, Any], ...] = {"schedule": "auto"}, {"schedule": "1f1b", "split": "time"}
+    for options in several:
+        example = tuple(part[:2] for part in x) if is_traced else x[:2]
+        pipe = pipeline(
+            model(), comm, microbatches=4, loss=loss, example=example if comm.rank == 0 else None, **options
+        )
+        assert ("simulated" in pipe.why) == (options["schedule"] == "auto")
+        assert not any(parameter.grad is not None for parameter in pipe.parameters())
+        torch.testing.assert_close(pipe.step(x, y), expected, rtol=EXACT, atol=0)
+        assert_same(gradients_of(pipe), gradients_of(whole))
+        pipe.close()
+    with pytest.raises(UsageError, match="no schedule holds at most 1 bytes"):
+        pipeline(model(), comm, schedule="auto", microbatches=4, loss=loss, example=example, memory=1)
+    with pytest.raises(UsageError, match="give example= on rank 0"):
+        pipeline(model(), comm, schedule="auto", microbatches=4, loss=loss)
+
+
+def test_layers_that_take_longer_get_stages_of_their_own(comm: Any) -> None:
+    class Slow(nn.Module):
+        def forward(self, x: Tensor) -> Tensor:
+            time.sleep(0.02)
+            return x
+
+    quick = [nn.Linear(WIDTH, WIDTH).double() for _ in range(3 * comm.size)]
+    pipe = pipeline(
+        [Slow(), *quick], comm, schedule="1f1b", split="time", microbatches=2, loss=F.mse_loss, example=batch(2)[0]
+    )
+    if comm.size > 1:
+        assert (comm.rank == 0) == (not list(pipe.parameters()))
     pipe.close()
 
 

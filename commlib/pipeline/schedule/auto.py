@@ -1,0 +1,129 @@
+"""Auto: choose a schedule by simulated time, from what each layer of a model costs, under a limit of memory."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import accumulate, pairwise
+
+from commlib.errors import UsageError
+from commlib.pipeline.schedule.balance import balance
+from commlib.pipeline.schedule.clock import Timing
+from commlib.pipeline.schedule.costs import Costs
+from commlib.pipeline.schedule.depths import deepened
+from commlib.pipeline.schedule.ir import Link, Schedule
+from commlib.pipeline.schedule.lower import lower
+from commlib.pipeline.schedule.registry import make, table
+from commlib.pipeline.schedule.simulate import simulate
+
+_MOST_CHUNKS = 4  # stages on a rank that are tried
+_ENOUGH = 0.01  # a schedule must be faster by so much to be worth more activations
+
+
+@dataclass(frozen=True, slots=True)
+class LayerCosts:
+    """What each layer of a model costs for one microbatch: seconds of F, I and W, and bytes.
+
+    activations: what a layer keeps for its backward. outputs: what it gives to the next one.
+    """
+
+    forward: tuple[float, ...]
+    input: tuple[float, ...]
+    weight: tuple[float, ...]
+    activations: tuple[int, ...]
+    outputs: tuple[int, ...]
+
+    @property
+    def whole(self) -> tuple[float, ...]:
+        """Seconds of forward and backward of each layer."""
+        return tuple(map(sum, zip(self.forward, self.input, self.weight, strict=True)))
+
+    def of_stages(self, counts: Sequence[int]) -> Costs:
+        """Return what stages of so many layers each cost."""
+        parts = [slice(start, end) for start, end in pairwise((0, *accumulate(counts)))]
+        return Costs(
+            tuple(sum(self.forward[part]) for part in parts),
+            tuple(sum(self.input[part]) for part in parts),
+            tuple(sum(self.weight[part]) for part in parts),
+            activations=tuple(sum(self.activations[part]) for part in parts),
+            messages={Link(s, s + 1): self.outputs[part.stop - 1] for s, part in enumerate(parts[:-1])},
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class Candidate:
+    """A schedule that was tried. counts: layers of each stage. fits: its activations are within the limit."""
+
+    schedule: Schedule
+    counts: tuple[int, ...]
+    timing: Timing
+    fits: bool
+
+    @property
+    def nbytes(self) -> int:
+        """The most bytes of activations that a rank holds."""
+        return max(self.timing.peak_bytes)
+
+
+@dataclass(frozen=True, slots=True)
+class Choice:
+    """The schedule that was chosen, all that were tried, the fastest first, and why."""
+
+    best: Candidate
+    tried: tuple[Candidate, ...]
+    why: str
+
+
+def choose(layers: LayerCosts, ranks: int, microbatches: int, *, memory: int | None = None) -> Choice:
+    """Return the fastest schedule whose ranks hold at most `memory` bytes of activations.
+
+    All schedules that leave updates to the optimizer are tried, with up to 4 stages on a rank; layers are cut so that
+    the most expensive stage costs least. Of those within 1 % of the fastest, the one that holds least is chosen. Raises
+    UsageError if none fits, with the least that any holds.
+    """
+    tried = sorted(_candidates(layers, ranks, microbatches, memory), key=lambda one: (one.timing.seconds, one.nbytes))
+    if not tried:
+        raise UsageError(f"{len(layers.forward)} layers cannot be cut into stages for {ranks} ranks")
+    fitting = [one for one in tried if one.fits]
+    if not fitting:
+        least = min(tried, key=lambda one: one.nbytes)
+        raise UsageError(
+            f"no schedule holds at most {memory} bytes of activations on each of {ranks} ranks; the least is "
+            f"{least.nbytes}, of {least.schedule.name}: use more microbatches, or recompute activations"
+        )
+    fastest = fitting[0]
+    near = [one for one in fitting if one.timing.seconds <= fastest.timing.seconds * (1 + _ENOUGH)]
+    best = min(near, key=lambda one: (one.nbytes, one.schedule.stages, one.timing.seconds))
+    return Choice(best, tuple(tried), _why(best, tried, memory))
+
+
+def _candidates(layers: LayerCosts, ranks: int, microbatches: int, memory: int | None) -> list[Candidate]:
+    found = []
+    for name, plan in table.items():
+        if plan.updates:
+            continue
+        for chunks in range(2, _MOST_CHUNKS + 1) if plan.is_looped else (plan.chunks,):
+            if chunks * ranks > len(layers.forward):
+                continue
+            schedule = make(name, ranks, microbatches, stages=chunks * ranks)
+            counts = balance(layers.whole, schedule.stages)
+            timing = simulate(deepened(lower(schedule)), layers.of_stages(counts))
+            fits = memory is None or max(timing.peak_bytes) <= memory
+            found.append(Candidate(schedule, counts, timing, fits))
+    return found
+
+
+def _why(best: Candidate, tried: Sequence[Candidate], memory: int | None) -> str:
+    """Say what was chosen, and what was faster or held less."""
+    milliseconds = f"{best.timing.seconds * 1e3:.3g} ms"
+    text = (
+        f"{best.schedule.name} with {best.schedule.stages} stages: simulated {milliseconds} a batch, "
+        f"{best.timing.bubble:.1%} idle, {best.nbytes} bytes of activations at most"
+    )
+    others = [one for one in tried if one is not best]
+    faster = next((one for one in others if one.timing.seconds < best.timing.seconds), None)
+    if faster is not None:
+        gain = 1 - faster.timing.seconds / best.timing.seconds
+        reason = f"holds {faster.nbytes}" if faster.fits else f"holds {faster.nbytes}, more than the {memory} allowed"
+        text += f"; {faster.schedule.name} ({faster.schedule.stages} stages) is {gain:.1%} faster, but {reason}"
+    return text

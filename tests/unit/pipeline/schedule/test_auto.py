@@ -1,0 +1,50 @@
+"""The schedule that is chosen is the fastest that fits."""
+
+from __future__ import annotations
+
+import pytest
+
+from commlib.errors import UsageError
+from commlib.pipeline.schedule.auto import LayerCosts, choose
+
+
+def layers(count: int, *, slow: dict[int, float] | None = None) -> LayerCosts:
+    times = tuple((slow or {}).get(layer, 1.0) for layer in range(count))
+    return LayerCosts(times, times, times, (100,) * count, (10,) * count)
+
+
+def test_without_a_limit_the_least_idle_one() -> None:
+    choice = choose(layers(16), 4, 8)
+    assert choice.best.timing.seconds <= choice.tried[0].timing.seconds * 1.01
+    assert choice.best.schedule.name in choice.why and "idle" in choice.why
+    names = {one.schedule.name for one in choice.tried}
+    assert names == {"gpipe", "1f1b", "interleaved", "breadth_first", "zb_h1", "zb_v", "dualpipev"}
+    assert {one.schedule.stages for one in choice.tried} == {4, 8, 12, 16}
+
+
+def test_a_limit_excludes_what_holds_more() -> None:
+    free = choose(layers(16), 4, 32)
+    least = min(one.nbytes for one in free.tried)
+    tight = choose(layers(16), 4, 32, memory=least)
+    assert tight.best.nbytes == least
+    assert all(one.fits == (one.nbytes <= least) for one in tight.tried)
+    if tight.best.timing.seconds > free.best.timing.seconds:
+        assert f"more than the {least} allowed" in tight.why
+    with pytest.raises(UsageError, match=f"no schedule holds at most {least - 1} bytes.*the least is {least}"):
+        choose(layers(16), 4, 32, memory=least - 1)
+
+
+def test_uneven_layers_are_cut_by_their_time() -> None:
+    """One layer takes as long as seven others: it gets a stage of its own, so finer cuts gain nothing."""
+    choice = choose(layers(8, slow={3: 7.0}), 2, 8)
+    one_each = next(one for one in choice.tried if one.schedule.name == "1f1b")
+    assert one_each.counts in ((3, 5), (4, 4))
+    costs = layers(8, slow={3: 7.0}).of_stages((3, 5))
+    assert costs.forward == (3.0, 11.0) and costs.activations == (300, 500)
+
+
+def test_fewer_layers_than_stages_leave_fewer_schedules() -> None:
+    choice = choose(layers(4), 4, 8)
+    assert {one.schedule.stages for one in choice.tried} == {4}
+    with pytest.raises(UsageError, match="3 layers cannot be cut into stages for 4 ranks"):
+        choose(layers(3), 4, 8)
