@@ -25,6 +25,7 @@ from commlib_torch._autograd import backward_passes
 from commlib_torch._batch_statistics import WholeBatchStatistics
 from commlib_torch._bridge import array_of
 from commlib_torch._measured import layer_costs
+from commlib_torch._optimizer_state import load_named, merged, named_state
 from commlib_torch._parts import Cut, Layers, Split, Units, counts_by
 from commlib_torch._stages import Batch, Loss, StashedWeights, TorchStage, TorchTensors, in_mode
 from commlib_torch._tied import TiedWeights
@@ -278,6 +279,18 @@ class Pipeline(nn.Module):
         """Return the state of the whole model, on every rank. Collective."""
         states = self._pipe.comm.all_gather_object(self.state_dict())
         return {name: value for state in states for name, value in state.items()}
+
+    def gather_optimizer_state(self, optimizer: torch.optim.Optimizer) -> dict[str, Any]:
+        """Return the state of the optimizers of all ranks, by the names of the whole model, on every rank. Collective.
+
+        `load_optimizer_state` takes it on any number of stages.
+        """
+        own = named_state(optimizer, self.named_parameters(remove_duplicate=False))
+        return merged(self._pipe.comm.all_gather_object(own))
+
+    def load_optimizer_state(self, optimizer: torch.optim.Optimizer, state: Mapping[str, Any]) -> None:
+        """Load what is this rank's of a state that `gather_optimizer_state` returned. Not collective."""
+        load_named(optimizer, self.named_parameters(remove_duplicate=False), state)
 
     def close(self) -> None:
         """End this rank's part. The others are told."""
