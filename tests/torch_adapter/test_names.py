@@ -23,14 +23,15 @@ ORDERED = {
 }  # fmt: skip
 
 OWN = {
-    "Compression", "DataParallel", "DistributedOptimizer", "OneBitAdam", "OneBitLAMB", "SyncBatchNorm",
+    "Compression", "DataParallel", "DistributedOptimizer", "OneBitAdam", "OneBitLAMB", "Pipeline",
+    "SyncBatchNorm",
     "__version__", "allgather", "allgather_async", "allgather_object", "allreduce", "allreduce_",
     "allreduce_async", "allreduce_async_", "alltoall", "alltoall_async", "barrier", "broadcast", "broadcast_",
     "broadcast_async", "broadcast_async_", "broadcast_object", "broadcast_optimizer_state",
     "broadcast_parameters", "clip_grad_norm_", "convert_sync_batchnorm", "elastic", "grouped_allgather",
     "grouped_allgather_async", "grouped_allreduce", "grouped_allreduce_", "grouped_allreduce_async",
-    "grouped_allreduce_async_", "grouped_reducescatter", "grouped_reducescatter_async", "join", "poll",
-    "reducescatter", "reducescatter_async", "sparse_allreduce_async", "synchronize",
+    "grouped_allreduce_async_", "grouped_reducescatter", "grouped_reducescatter_async", "join", "pipeline",
+    "poll", "reducescatter", "reducescatter_async", "sparse_allreduce_async", "synchronize",
 }  # fmt: skip
 
 
@@ -47,6 +48,6 @@ def test_exported_names() -> None:
 
 
 def test_names_are_not_modules_of_the_same_name() -> None:
-    assert callable(hvd.broadcast) and callable(hvd.join) and callable(hvd.elastic.run)
+    assert callable(hvd.broadcast) and callable(hvd.join) and callable(hvd.elastic.run) and callable(hvd.pipeline)
     for name in ORDERED:
         assert getattr(hvd, name).__doc__
