@@ -14,7 +14,7 @@ from ci.hosts import Hosts
 ACROSS = "tests/multihost/across.py"
 BETWEEN = "tests/multihost/between.py"
 # What was written for one host and holds for several: order, groups, messages.
-SHARED = [f"tests/mpi/test_{name}.py" for name in ("async", "channel", "groups", "mesh", "messages")]
+SHARED = [f"tests/mpi/test_{name}.py" for name in ("async", "channel", "groups", "mesh", "messages", "pipeline")]
 # What does not, as it says itself.
 ONE_HOST = ["tests/mpi/test_groups.py::test_node"]
 
