@@ -134,11 +134,13 @@ class ArrayStage:
         inputs: Callable[[int], Any] | None = None,
         *,
         before: Callable[[Action], None] = lambda action: None,
+        changes_nothing: bool = False,
     ) -> None:
         self.stage, self.inputs, self.before = stage, inputs, before
+        self.changes_nothing = changes_nothing
         self.targets = [link.target for link in links if link.source == stage]
         self.sources = [link.source for link in links if link.target == stage]
-        self.weight, self.gradient = stage + 2.0, 0.0
+        self.weight, self.gradient = 1.0 if changes_nothing else stage + 2.0, 0.0
         self.losses: dict[int, float] = {}
         self.given: dict[int, tuple[dict[int, Any], Any]] = {}
         self.pending: dict[int, tuple[Any, Any]] = {}
@@ -152,9 +154,13 @@ class ArrayStage:
             assert note == f"of {source}"
             given[source] = tensors[0]
         assert set(given) == set(self.sources)
-        total = sum(given.values()) if given else self.inputs(microbatch)  # type: ignore[misc]
+        if len(given) == 1:
+            (total,) = given.values()
+        else:
+            total = sum(given.values()) if given else self.inputs(microbatch)  # type: ignore[misc]
         self.given[microbatch] = given, np.array(total)
-        out = self.weight * total
+        # What changes nothing gives what it was given: in the memory of the message in which that came.
+        out = total if self.changes_nothing else self.weight * total
         if not self.targets:
             self.losses[microbatch] = float(3 * out.sum())
         values = Values([out, np.array([microbatch], np.int64), None], f"of {self.stage}")
@@ -167,11 +173,15 @@ class ArrayStage:
         assert set(gradients) == set(self.targets)
         for values in gradients.values():
             assert len(values.tensors) == 3 and values.tensors[1] is None and values.tensors[2] is None
+        if len(gradients) == 1:
+            (values,) = gradients.values()
+            return total, values.tensors[0]
         back = sum(values.tensors[0] for values in gradients.values()) if gradients else np.full_like(total, 3.0)
         return total, back
 
     def _back(self, gradient: Any) -> dict[int, Values]:
-        return dict.fromkeys(self.sources, Values([self.weight * gradient, None, None]))
+        back = gradient if self.changes_nothing else self.weight * gradient
+        return dict.fromkeys(self.sources, Values([back, None, None]))
 
     def backward(self, microbatch: int, gradients: Any, *, final: bool) -> dict[int, Values]:
         self.before(Action(self.stage, Kind.B, microbatch))

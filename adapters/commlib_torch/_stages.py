@@ -108,6 +108,8 @@ class TorchStage:
         """Of schedules that update weights while the pipeline runs."""
         self.later: frozenset[int] = frozenset()
         """Ids of weights to whose gradients another stage of this rank adds, after this one's last microbatch."""
+        # A first layer that works in place, such as ReLU(inplace=True), must have inputs that nobody else has.
+        self._clones = _begins_in_place(part)
         self._kept: dict[int, _Kept] = {}
         self._split: dict[int, tuple[_Kept, SplitBackward]] = {}
 
@@ -122,11 +124,13 @@ class TorchStage:
         batch = self.batch
         named: dict[str, Any] = {INPUTS: batch.inputs[microbatch]} if self._is_first else {}
         leaves: dict[int, list[Tensor | None]] = {}
-        for source, values in inputs.items():
-            own = [tensor.detach().requires_grad_(tensor.requires_grad) for tensor in values.tensors]
-            leaves[source] = [tensor if tensor.requires_grad else None for tensor in own]
-            named.update(zip(self._takes[source], _nested(own, values.note), strict=True))
         with torch.set_grad_enabled(batch.is_training):
+            for source, values in inputs.items():
+                own = [tensor.detach().requires_grad_(tensor.requires_grad) for tensor in values.tensors]
+                leaves[source] = [tensor if tensor.requires_grad else None for tensor in own]
+                if self._clones:
+                    own = [tensor.clone() for tensor in own]
+                named.update(zip(self._takes[source], _nested(own, values.note), strict=True))
             results = self._run(named)
             given: dict[int, Values] = {}
             for target, names in self._gives.items():
@@ -305,6 +309,11 @@ def _nested(tensors: list[Tensor], note: str) -> list[Any]:
 def _read(note: str) -> Any:
     spec, others = pickle.loads(base64.b64decode(note))  # written by another rank of this job
     return pytree.treespec_loads(spec), others
+
+
+def _begins_in_place(part: nn.Module) -> bool:
+    """Return whether any module of a part may change what it is given: only a copy can be given to it."""
+    return any(getattr(module, "inplace", False) for module in part.modules())
 
 
 # Recomputing activations

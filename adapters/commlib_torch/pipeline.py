@@ -384,14 +384,13 @@ class Pipeline(nn.Module):
         comm, last = self._pipe.comm, self._pipe.last
         outputs = [output for _, output in sorted(self._batch.outputs.items())]
         whole = pytree.tree_map(lambda *parts: torch.cat(parts), *outputs) if comm.rank == last else None
-        leaves, spec = pytree.tree_flatten(whole)
+        leaves, spec = pytree.tree_flatten(pytree.tree_map_only(Tensor, Tensor.cpu, whole))
         kinds = [(leaf.shape, leaf.dtype) for leaf in leaves if leaf is not None]
         kinds, shape = comm.broadcast_object((kinds, pytree.treespec_dumps(spec)), last)
         if comm.rank != last:
             leaves = [torch.empty(shape, dtype=dtype) for shape, dtype in kinds]
         for leaf in leaves:
-            if leaf.is_cpu:
-                comm.broadcast(array_of(leaf), last)
+            comm.broadcast(array_of(leaf), last)
         return pytree.tree_unflatten(leaves, pytree.treespec_loads(shape))
 
     def _end(self) -> None:

@@ -14,7 +14,7 @@ from commlib.dtypes import Array
 from commlib.errors import UsageError
 from commlib.pipeline.message import HEAD
 from commlib.pipeline.schedule.ir import RECVS, SENDS, Action, Kind, Weights
-from commlib.pipeline.schedule.lower import Lowered, Way, released_by
+from commlib.pipeline.schedule.lower import Lowered, Way, handed_back, released_by
 from commlib.pipeline.schedule.render import pointed
 from commlib.pipeline.schedule.replay import way_of
 from commlib.pipeline.schedule.versions import versions
@@ -73,7 +73,7 @@ class Runner:
         self._uses = {} if schedule.weights is Weights.FLUSH else versions(schedule)
         self._sources = {stage: lowered.sources(stage) for stage in stages}
         self._targets = {stage: lowered.targets(stage) for stage in stages}
-        self._do: dict[Kind, Callable[[Action], None]] = {
+        do: dict[Kind, Callable[[Action], None]] = {
             Kind.F: self._forward,
             Kind.B: self._backward,
             Kind.I: self._backward,
@@ -81,7 +81,9 @@ class Runner:
             Kind.REDUCE: lambda action: self._stages[action.stage].reduce(),
             Kind.STEP: lambda action: self._stages[action.stage].step(),
         }
-        self._do |= dict.fromkeys(SENDS, self._send) | dict.fromkeys(RECVS, self._recv)
+        do |= dict.fromkeys(SENDS, self._send) | dict.fromkeys(RECVS, self._recv)
+        back = handed_back(lowered)
+        self._steps = [(do[action.kind], action, back.get(action, ())) for action in self._program]
         self.spans: list[tuple[float, float]] | None = None
         """When each action of the last run began and ended (seconds, monotonic), if this is a list."""
         self.peak = 0
@@ -125,18 +127,20 @@ class Runner:
         if self._failure:
             raise UsageError(f"{self._lowered.schedule.title}: {self._failure}: make another pipeline, on all ranks")
         self._nothing, self.peak = set(empty), 0
-        do, spans = self._do, self.spans
-        try:
-            if spans is None:
-                for position, action in enumerate(self._program):
-                    self._position = position
-                    do[action.kind](action)
-                return
+        spans = self.spans
+        if spans is not None:
             spans.clear()
-            for position, action in enumerate(self._program):
-                self._position, began = position, time.monotonic()
-                do[action.kind](action)
-                spans.append((began, time.monotonic()))
+        try:
+            for position, (do, action, done) in enumerate(self._steps):
+                self._position = position
+                if spans is None:
+                    do(action)
+                else:
+                    began = time.monotonic()
+                    do(action)
+                    spans.append((began, time.monotonic()))
+                for key in done:
+                    self._hand_back(key)
         except BaseException as error:
             self._fail(error)
             raise
@@ -191,7 +195,7 @@ class Runner:
             self.peak = max(self.peak, self._alive)
         self._pass_on(action, self._targets[stage], results, self._given)
         if self._last[key] is action:
-            self._release(key)
+            self._end(key)
 
     def _backward(self, action: Action) -> None:
         stage, microbatch = action.stage, action.microbatch
@@ -209,7 +213,7 @@ class Runner:
                 results = self._stages[stage].backward(microbatch, gradients, final=final)  # type: ignore[arg-type]
         self._pass_on(action, self._sources[stage], results, self._gradients)
         if self._last[key] is action:
-            self._release(key)
+            self._end(key)
 
     def _backward_weight(self, action: Action) -> None:
         key = action.stage, action.microbatch
@@ -217,7 +221,7 @@ class Runner:
             if self._uses:
                 self._stages[action.stage].use(self._uses[key][0])
             self._stages[action.stage].backward_weight(action.microbatch, final=self._position in self._final)
-        self._release(key)
+        self._end(key)
 
     def _pass_on(
         self,
@@ -233,14 +237,17 @@ class Runner:
             else:
                 self._leaving[action.stage, action.microbatch, other, action.kind is Kind.F] = results[other]
 
-    def _release(self, key: _Key) -> None:
-        """Hand back the memory of what came for a microbatch: its stage is done with it."""
-        for receiver, message in self._held.pop(key, ()):
-            receiver.release(message)
+    def _end(self, key: _Key) -> None:
+        """Note that the activations of a microbatch are needed no more."""
         if key in self._empty:
             self._empty.discard(key)
         else:
             self._alive -= 1
+
+    def _hand_back(self, key: _Key) -> None:
+        """Hand back the memory of what came for a microbatch: its stage is done with it."""
+        for receiver, message in self._held.pop(key, ()):
+            receiver.release(message)
 
     def _send(self, action: Action) -> None:
         key = action.stage, action.microbatch, action.peer, action.kind is Kind.SEND_F

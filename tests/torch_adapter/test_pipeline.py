@@ -190,6 +190,48 @@ def test_several_values_between_layers(comm: Any) -> None:
     pipe.close()
 
 
+@pytest.mark.parametrize("name", ["1f1b", "zb_v"])
+def test_layers_that_work_in_place_or_change_nothing(comm: Any, name: str) -> None:
+    def model() -> nn.Sequential:
+        torch.manual_seed(0)
+        kinds: list[nn.Module] = []
+        for _ in range(8):
+            kinds += [nn.ReLU(inplace=True), nn.Identity(), nn.Linear(WIDTH, WIDTH), nn.Dropout(0.0)]
+        return nn.Sequential(nn.Linear(WIDTH, WIDTH), *kinds).double()
+
+    whole, pipe = model(), pipeline(model(), comm, schedule=name, microbatches=8, loss=F.mse_loss)
+    for step in range(2):
+        x, y = batch(16, step)
+        (expected,) = alone(whole, (x.clone(), y))
+        torch.testing.assert_close(pipe.step(x, y), expected, rtol=EXACT, atol=0)
+        torch.testing.assert_close(pipe.evaluate(x, y), expected, rtol=EXACT, atol=0)
+        assert_same(gradients_of(pipe), gradients_of(whole))
+    torch.testing.assert_close(pipe.predict(x), whole(x).detach(), rtol=EXACT, atol=EXACT)
+    pipe.close()
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.complex128])
+def test_other_dtypes(comm: Any, dtype: torch.dtype) -> None:
+    """Activations travel as they are: the same bits as one process that computes in microbatches."""
+
+    def model() -> nn.Sequential:
+        torch.manual_seed(0)
+        return nn.Sequential(*(nn.Linear(WIDTH, WIDTH) for _ in range(4))).to(dtype)
+
+    def loss(output: Tensor, target: Tensor) -> Tensor:
+        return (output - target).abs().square().mean()
+
+    x, y = (value.to(dtype) for value in batch(4))
+    whole, pipe = model(), pipeline(model(), comm, schedule="1f1b", microbatches=2, loss=loss)
+    for part, target in zip(x.chunk(2), y.chunk(2), strict=True):
+        value = loss(whole(part), target)
+        value.backward(torch.full_like(value, 0.5))
+    pipe.step(x, y)
+    for key, gradient in gradients_of(pipe).items():
+        assert torch.equal(gradient, gradients_of(whole)[key])  # type: ignore[arg-type]
+    pipe.close()
+
+
 @pytest.mark.parametrize("checkpoint", ["none", "selective", "full"])
 def test_recomputed_activations(comm: Any, checkpoint: str) -> None:
     """Dropout is the same when a forward is computed again."""

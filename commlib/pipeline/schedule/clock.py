@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 from commlib.pipeline.schedule.costs import Costs
 from commlib.pipeline.schedule.ir import COMPUTE, RECVS, SENDS, Action, Kind, ScheduleError
-from commlib.pipeline.schedule.lower import Lowered, Way, released_by
+from commlib.pipeline.schedule.lower import Lowered, Way, handed_back, released_by
 from commlib.pipeline.schedule.replay import Replay, way_of
 
 
@@ -54,6 +54,7 @@ class _Clock:
         self._sends: defaultdict[Way, list[int]] = defaultdict(list)
         self._returned: dict[tuple[Way, int], float] = {}
         self._last = released_by(lowered.schedule)
+        self._back = handed_back(lowered)
         self._received: defaultdict[tuple[int, int], list[Way]] = defaultdict(list)
 
     def run(self) -> Timing:
@@ -89,12 +90,12 @@ class _Clock:
         self._spans[rank].append((start, end))
         if action.kind in COMPUTE or action.kind is Kind.STEP:
             self._busy[rank] += seconds
-            if self._last.get((action.stage, action.microbatch)) == action:
-                for way in self._received.pop((action.stage, action.microbatch), ()):
-                    self._returned[way, action.microbatch] = end
         elif action.kind in SENDS:
             self._arrived[action.other_end] = end + self._costs.transit(action.link)
             self._sent[rank] += self._costs.messages.get(action.link, 0)
+        for key in self._back.get(action, ()):
+            for way in self._received.pop(key, ()):
+                self._returned[way, key[1]] = end
 
     def _peak(self, rank: int) -> tuple[int, int]:
         """Return the most activations that a rank holds, and the most bytes."""

@@ -10,8 +10,8 @@ from dataclasses import replace
 
 from commlib.pipeline.schedule.clock import time
 from commlib.pipeline.schedule.costs import Costs
-from commlib.pipeline.schedule.ir import COMPUTE, RECVS, SENDS
-from commlib.pipeline.schedule.lower import Lowered, Way, released_by
+from commlib.pipeline.schedule.ir import RECVS, SENDS
+from commlib.pipeline.schedule.lower import Lowered, Way, handed_back
 from commlib.pipeline.schedule.replay import Replay, way_of
 
 
@@ -39,7 +39,7 @@ def _unreturned(lowered: Lowered) -> dict[Way, int]:
     That, or as many as are held, and one on its way.
     """
     schedule = lowered.schedule
-    last = released_by(schedule)
+    back = handed_back(lowered)
     timing = time(lowered, Costs.even(schedule.stages))
     events: defaultdict[Way, list[tuple[float, bool, int]]] = defaultdict(list)
     held: defaultdict[Way, int] = defaultdict(int)
@@ -54,10 +54,10 @@ def _unreturned(lowered: Lowered) -> dict[Way, int]:
                 received[action.stage, action.microbatch].append(way)
                 held[way] += 1
                 most[way] = max(most[way], held[way] + 1)
-            elif action.kind in COMPUTE and last[action.stage, action.microbatch] == action:
-                for way in received.pop((action.stage, action.microbatch), ()):
+            for key in back.get(action, ()):
+                for way in received.pop(key, ()):
                     held[way] -= 1
-                    events[way].append((end, False, action.microbatch))
+                    events[way].append((end, False, key[1]))
     for way, changes in events.items():
         waiting: dict[int, int] = {}  # numbers of messages, the oldest first
         changes.sort(key=lambda change: change[:2])  # what is handed back first makes room at the same time

@@ -11,7 +11,7 @@ from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
-from commlib.pipeline.schedule.ir import Action, Kind, Link, Schedule, chain
+from commlib.pipeline.schedule.ir import COMPUTE, SENDS, Action, Kind, Link, Schedule, chain
 
 Way = tuple[Link, Kind]
 """A link and a direction: Kind.F or Kind.B."""
@@ -130,10 +130,36 @@ def _with_reductions(program: Sequence[Action]) -> list[Action]:
 
 
 def released_by(schedule: Schedule) -> dict[tuple[int, int], Action]:
-    """Return, for (stage, microbatch), the action after which the stage needs nothing of that microbatch any more."""
+    """Return, for (stage, microbatch), the action after which its activations are needed no more."""
     last: dict[tuple[int, int], Action] = {}
     for program in schedule.programs:
         for action in program:
             if action.kind in (Kind.F, Kind.B, Kind.I, Kind.W):
                 last[action.stage, action.microbatch] = action
     return last
+
+
+def handed_back(lowered: Lowered) -> dict[Action, list[tuple[int, int]]]:
+    """Return after which action the messages that came for each (stage, microbatch) are needed no more.
+
+    Results may lie in the memory of what they were made of, as those of a layer that changes nothing: so that is needed
+    until they have been sent, and as long as a stage of the same rank that was given them needs its own.
+    """
+    schedule = lowered.schedule
+    last: dict[tuple[int, int], tuple[int, Action]] = {}
+    for program in schedule.programs:
+        for place, action in enumerate(program):
+            if action.kind in COMPUTE or action.kind in SENDS:
+                last[action.stage, action.microbatch] = place, action
+    backwards = schedule.has_backward  # gradients go to earlier stages; without them activations to later ones
+    for stage in range(schedule.stages) if backwards else reversed(range(schedule.stages)):
+        others = lowered.sources(stage) if backwards else lowered.targets(stage)
+        for other in others:
+            if schedule.placement[other] == schedule.placement[stage]:
+                for microbatch in range(schedule.microbatches):
+                    key = stage, microbatch
+                    last[key] = max(last[key], last[other, microbatch], key=lambda use: use[0])
+    found: dict[Action, list[tuple[int, int]]] = {}
+    for key, (_, action) in last.items():
+        found.setdefault(action, []).append(key)
+    return found

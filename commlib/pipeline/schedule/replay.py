@@ -12,7 +12,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from commlib.pipeline.schedule.ir import RECVS, SENDS, Action, Kind
-from commlib.pipeline.schedule.lower import Lowered, Way, released_by
+from commlib.pipeline.schedule.lower import Lowered, Way, handed_back
 
 Seen = Callable[[int, int, Action], None]
 """Called with rank, position and action, in a legal order."""
@@ -38,7 +38,7 @@ class Replay:
 
     def __init__(self, lowered: Lowered) -> None:
         self._lowered = lowered
-        self._last = released_by(lowered.schedule)
+        self._back = handed_back(lowered)
         self._sent: defaultdict[Way, list[int]] = defaultdict(list)
         self._there: set[tuple[Way, int]] = set()
         self._returned: set[tuple[Way, int]] = set()
@@ -77,20 +77,19 @@ class Replay:
 
     def _do(self, action: Action) -> list[int]:
         """Do an action; return the ranks that may go on."""
+        woken: list[int] = []
         if action.kind in SENDS:
             way = way_of(action)
             self._sent[way].append(action.microbatch)
             self._there.add((way, action.microbatch))
-            return self._woken("message", way)
-        if action.kind in RECVS:
+            woken += self._woken("message", way)
+        elif action.kind in RECVS:
             self._held[action.stage, action.microbatch].append(way_of(action))
-        elif self._last.get((action.stage, action.microbatch)) == action:
-            woken = []
-            for way in self._held.pop((action.stage, action.microbatch), ()):
-                self._returned.add((way, action.microbatch))
+        for key in self._back.get(action, ()):
+            for way in self._held.pop(key, ()):
+                self._returned.add((way, key[1]))
                 woken += self._woken("room", way)
-            return woken
-        return []
+        return woken
 
     def _woken(self, what: str, way: Way) -> list[int]:
         rank = self._waiting.pop((what, way), None)

@@ -10,6 +10,7 @@ import pytest
 
 from commlib.config import Config
 from commlib.errors import PeerError, StallError, UsageError
+from commlib.pipeline.pipe import Pipe
 from commlib.pipeline.runner import Runner
 from commlib.pipeline.schedule import Action, Kind, Link, Schedule, ScheduleError, chain, make, simulate, table, verify
 from commlib.pipeline.stage import Values
@@ -74,6 +75,32 @@ def test_random_schedules_run_or_are_refused(first: int) -> None:
         run_all(schedule, links, nodes=nodes)
         ran += 1
     assert ran >= 50 and refused
+
+
+@pytest.mark.parametrize("name", ["1f1b", "zb_v", "dualpipev", "interleaved"])
+def test_layers_that_change_nothing_pass_on_the_memory_of_messages(name: str) -> None:
+    """What they give lies in what they were given: that must not be handed back before it has been sent, or used."""
+    ranks, microbatches = 3, 9
+    schedule = make(name, ranks, microbatches)
+    links = chain(schedule.stages)
+    last = schedule.stages - 1
+
+    def rank_main(comm: Any) -> Any:
+        stages = {s: ArrayStage(s, links, batch_of, changes_nothing=True) for s in schedule.stages_of(comm.rank)}
+        pipe = Pipe(comm, schedule, links, stages, ArrayTensors())
+        for kind in ("train", "forward", "forward", "train"):
+            if kind == "forward":
+                for stage in stages.values():
+                    stage.losses.clear()
+            getattr(pipe, kind)()
+            if last in stages:
+                assert stages[last].losses == {m: 3 * batch_of(m).sum() for m in range(microbatches)}, kind
+        pipe.close()
+        return {number: stage.gradient for number, stage in stages.items()}
+
+    gradients = {number: value for own in loopback.run(ranks, rank_main) for number, value in own.items()}
+    total = 2 * 3 * sum(float(batch_of(m).sum()) for m in range(microbatches))
+    assert gradients == dict.fromkeys(range(schedule.stages), total)
 
 
 def test_microbatches_that_are_empty() -> None:
