@@ -123,6 +123,54 @@ def steps(records: Sequence[Record]) -> str:
     return table(["contender", "ms a step", f"times {reference}", *(["hidden, ms"] if told else [])], rows)
 
 
+def pipeline(records: Sequence[Record]) -> str:
+    """Pipelines: a step beside torch's, the time of stages that sleep beside the simulator's, and of each action."""
+    peers, bubbles, overheads = (
+        [[record[part][place] for record in records] for place in range(len(records[0][part]))]
+        for part in ("peers", "bubble", "overhead")
+    )
+    parts = []
+    if peers:
+        rows = [
+            [
+                f"{of[0]['kind']} {of[0]['rows']} x {of[0]['width']}",
+                range_text([1e3 * one["computes"] for one in of], ".2f"),
+                bytes_text(of[0]["nbytes"]),
+                of[0]["schedule"],
+                range_text([1e3 * statistics.median(one["seconds"]["ours"]) for one in of], ".2f"),
+                spread_text(ratios(of, "ours", "torch")),
+            ]
+            for of in peers
+        ]
+        columns = ["layers", "a microbatch computes in a stage, ms", "and sends, bytes", "schedule", "ms a step"]
+        parts.append(table([*columns, "torch.distributed.pipelining, times"], rows))
+    if bubbles:
+        rows = [
+            [
+                of[0]["schedule"],
+                of[0]["stages"],
+                range_text([1e3 * statistics.median(one["seconds"]) for one in of], ".1f"),
+                spread_text([statistics.median(one["seconds"]) / one["simulated"] for one in of]),
+                range_text([one["bubble"] for one in of], ".3f"),
+                range_text([one["simulated_bubble"] for one in of], ".3f"),
+            ]
+            for of in bubbles
+        ]
+        columns = ["schedule", "stages", "ms", "times the simulator's", "idle", "simulated"]
+        parts.append("Stages that sleep:\n\n" + table(columns, rows))
+    if overheads:
+        rows = [
+            [
+                of[0]["schedule"],
+                str(of[0]["actions"]),
+                range_text([1e6 * statistics.median(one["seconds"]) / one["actions"] for one in of], ".1f"),
+            ]
+            for of in overheads
+        ]
+        parts.append("Stages that do nothing:\n\n" + table(["schedule", "actions", "us for each"], rows))
+    return "\n\n".join(parts)
+
+
 def compression(records: Sequence[Record]) -> str:
     """Training with each codec: time of a step, bytes sent, validation loss after the last step."""
     rows = []

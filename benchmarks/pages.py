@@ -62,6 +62,8 @@ TOPICS = (
         "A training step with communication, as a multiple of the same step without.",
         {"data_parallel": tables.steps, "keras_fit": tables.steps, "overlap": tables.steps},
     ),
+    Topic("pipeline", "Pipelines", "Training steps in stages, beside a peer, the simulator and the time of nothing.",
+          {"pipeline": tables.pipeline}),
     Topic("compression", "Compressed gradients", "Training with codecs, and the codecs alone.",
           {"compression": tables.compression, "codecs": tables.codecs}),
 )  # fmt: skip

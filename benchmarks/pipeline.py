@@ -34,16 +34,32 @@ from commlib_torch import pipeline
 
 Step = Callable[[], object]
 
-# Rows of a microbatch and width of the layers: about 0.1, 1 and 20 ms of forward and backward in a stage, here.
-SIZES = {"0.2 ms": (8, 128), "1 ms": (16, 256), "20 ms": (128, 768)}
+# The kind of layers, the rows of a microbatch, and the width of the layers. What a stage computes in it is measured.
+SIZES = (
+    ("perceptron", 8, 128),
+    ("perceptron", 32, 384),
+    ("perceptron", 256, 1024),
+    ("convolutions", 1, 8),
+    ("convolutions", 16, 16),
+)
 LAYERS = 2  # in a stage
+SIDE = 64  # of the images of convolutions, in pixels
 PEERS = {"gpipe": "ScheduleGPipe", "1f1b": "Schedule1F1B"}
 
 
-def layers(count: int, width: int) -> nn.Sequential:
-    """A perceptron, the same on every rank."""
+def layers(kind: str, count: int, width: int) -> nn.Sequential:
+    """A network of layers that are alike, the same on every rank."""
     torch.manual_seed(0)
-    return nn.Sequential(*(nn.Sequential(nn.Linear(width, width), nn.ReLU()) for _ in range(count)))
+
+    def layer() -> nn.Module:
+        return nn.Linear(width, width) if kind == "perceptron" else nn.Conv2d(width, width, 3, padding=1)
+
+    return nn.Sequential(*(nn.Sequential(layer(), nn.ReLU()) for _ in range(count)))
+
+
+def batch(kind: str, rows: int, width: int) -> tuple[Tensor, Tensor]:
+    shape = (rows, width) if kind == "perceptron" else (rows, width, SIDE, SIDE)
+    return torch.randn(shape), torch.randn(shape)
 
 
 def ours(comm: Any, model: nn.Sequential, name: str, microbatches: int, x: Tensor, y: Tensor) -> Step:
@@ -94,19 +110,18 @@ def in_turn(comm: Any, steps: dict[str, Step], rounds: int, repeats: int) -> dic
 
 def peers(comm: Any, arguments: argparse.Namespace) -> list[dict[str, Any]]:
     found = []
-    for size, (rows, width) in SIZES.items():
+    for kind, rows, width in SIZES:
         for name in arguments.schedules.split(","):
             count = arguments.microbatches
-            x, y = torch.randn(rows * count, width), torch.randn(rows * count, width)
+            x, y = batch(kind, rows * count, width)
             steps = {
-                who: make_one(comm, layers(LAYERS * comm.size, width), name, count, x, y)
+                who: make_one(comm, layers(kind, LAYERS * comm.size, width), name, count, x, y)
                 for who, make_one in (("ours", ours), ("torch", theirs))
             }
-            repeats = 1 if width > 512 else 5
-            seconds = in_turn(comm, steps, arguments.rounds, repeats)
-            one = layers(LAYERS, width)
-            alone = compute_seconds(one, x[:rows], y[:rows])
-            found.append({"microbatch": size, "schedule": name, "computes": alone, "seconds": seconds})
+            alone = max(comm.all_gather_object(compute_seconds(layers(kind, LAYERS, width), x[:rows], y[:rows])))
+            seconds = in_turn(comm, steps, arguments.rounds, max(1, round(5e-3 / alone)))
+            size = {"kind": kind, "rows": rows, "width": width, "nbytes": x[:rows].nbytes}
+            found.append({**size, "schedule": name, "computes": alone, "seconds": seconds})
     return found
 
 
@@ -235,14 +250,16 @@ def show(measured: dict[str, list[dict[str, Any]]], ranks: int) -> None:
         return made
 
     console = Console(width=120)
-    one = table("peers", "microbatch", "computes, ms", "schedule", "ours, ms", "torch, ms", "ratio")
+    columns = ("computes, ms", "KiB", "schedule", "ours, ms", "torch, ms", "ratio")
+    one = table("peers: a microbatch computes in a stage, and sends", "layers", *columns)
     for row in measured["peers"]:
         mine, other = (row["seconds"][who] for who in ("ours", "torch"))
         ratio = statistics.median(a / b for a, b in zip(mine, other, strict=True))
         cells = [1e3 * statistics.median(values) for values in (mine, other)]
         numbers = [1e3 * row["computes"], *cells]
         texts = [f"{number:.2f}" for number in numbers]
-        one.add_row(row["microbatch"], texts[0], row["schedule"], *texts[1:], f"{ratio:.3f}")
+        size = f"{row['kind']} {row['rows']} x {row['width']}"
+        one.add_row(size, texts[0], str(row["nbytes"] >> 10), row["schedule"], *texts[1:], f"{ratio:.3f}")
     console.print(one)
     two = table("bubble", "schedule", "stages", "ms", "simulated, ms", "bubble", "simulated")
     for row in measured["bubble"]:

@@ -109,6 +109,21 @@ def test_steps_are_multiples_of_those_without_communication() -> None:
     assert "hidden" not in written("training", record("keras_fit", seconds=seconds))
 
 
+def test_pipelines() -> None:
+    size = {"kind": "perceptron", "rows": 8, "width": 128, "nbytes": 4096, "schedule": "1f1b", "computes": 1e-3}
+    peers = [{**size, "seconds": {"ours": [0.01] * 3, "torch": [0.02] * 3}}]
+    sleeping = {"schedule": "gpipe", "stages": "even", "seconds": [0.11] * 3, "simulated": 0.1}
+    bubble = [{**sleeping, "bubble": 0.2, "simulated_bubble": 0.19}]
+    overhead = [{"schedule": "1f1b", "actions": 100, "seconds": [5e-4] * 3}]
+    one = record("pipeline", peers=peers, bubble=bubble, overhead=overhead)
+    text = written("pipeline", one)
+    assert "| perceptron 8 x 128 | 1.00 | 4 Ki | 1f1b | 10.00 | 2.00 (2.00-2.00) |" in text
+    assert "| gpipe | even | 110.0 | 1.10 | 0.200 | 0.190 |" in text and "| 1f1b | 100 | 5.0 |" in text
+    several = written("pipeline", one, record("pipeline", peers=peers, bubble=[], overhead=[]) | {"bubble": bubble,
+                      "overhead": overhead})  # fmt: skip
+    assert several.count("| 1f1b | 100 | 5.0 |") == 1
+
+
 def test_compression_and_codecs() -> None:
     of = {"seconds": [0.1, 0.3, 0.2], "sent": [1024, 3072], "validation": [[1, 1.0, 9.0], [2, 2.0, 2.5]]}
     text = written("compression", record("compression", figures={"int8": of, "local": {**of, "sent": [None]}}))
@@ -124,7 +139,7 @@ def test_nothing_kept_is_told() -> None:
 def test_pages_of_a_folder(tmp_path: Path) -> None:
     (tmp_path / "a.json").write_text(json.dumps(record("codecs", figures={"int8": {"encode": 1.0}})))
     made = pages.pages(tmp_path)
-    assert set(made) == {"node.md", "hosts.md", "named.md", "training.md", "compression.md"}
+    assert set(made) == {"node.md", "hosts.md", "named.md", "training.md", "pipeline.md", "compression.md"}
     assert "int8" in made["compression.md"] and "int8" not in made["node.md"]
 
 
