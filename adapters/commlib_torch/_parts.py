@@ -9,9 +9,8 @@ from typing import Any, Protocol
 
 from torch import nn
 
-from commlib.errors import UsageError
 from commlib.pipeline.schedule import Link
-from commlib.pipeline.schedule.balance import balance
+from commlib.pipeline.split import counts_given, even_counts, unknown_split
 
 INPUTS, OUTPUT = "inputs", "output"
 """The names of what the first stage is given, as (args, kwargs), and of what the last one returns."""
@@ -56,13 +55,8 @@ def counts_by(units: Units, stages: int, split: Split) -> tuple[int, ...]:
     if not isinstance(split, str):
         return units.count_of(list(split), stages)
     if split != "auto":
-        raise UsageError(
-            f"pipeline: split is {split!r}, expected 'auto', 'time', numbers of layers, or names of submodules"
-        )
-    sizes = units.sizes()
-    # What has no parameters costs something, too: as much as a hundredth of an average unit.
-    least = sum(sizes) / len(sizes) / 100 if sum(sizes) else 1.0
-    return balance([size + least for size in sizes], stages)
+        raise unknown_split(split)
+    return even_counts(units.sizes(), stages)
 
 
 class Layers:
@@ -77,20 +71,7 @@ class Layers:
 
     def count_of(self, split: Sequence[Any], stages: int) -> tuple[int, ...]:
         """Return numbers of layers as they are given, or those between the layers that are named."""
-        names = [name for name, _ in self._layers]
-        if all(isinstance(count, int) for count in split):
-            counts = tuple(split)
-            if len(counts) != stages or min(counts, default=0) < 1 or sum(counts) != len(names):
-                raise UsageError(
-                    f"pipeline: split is {list(counts)}; expected {stages} positive numbers that add up to the "
-                    f"{len(names)} layers"
-                )
-            return counts
-        check_names(split, stages)
-        unknown = [name for name in split if name not in names]
-        if unknown:
-            raise UsageError(f"pipeline: split: there is no layer {unknown[0]!r}; there are {', '.join(names)}")
-        return between([names.index(name) for name in split], len(names), split)
+        return counts_given(split, [name for name, _ in self._layers], stages)
 
     def cut(self, counts: Sequence[int]) -> Cut:
         """See `Units`."""
@@ -125,24 +106,6 @@ class _Layers(nn.Module):
         for layer in layers:
             value = layer(*value) if isinstance(value, tuple) else layer(value)
         return {self.gives: value}
-
-
-def check_names(split: Sequence[Any], stages: int) -> None:
-    """Raise UsageError unless there is a name for each stage but the first."""
-    if not all(isinstance(name, str) for name in split):
-        raise UsageError("pipeline: split: give names of submodules, or (of a sequence of layers) numbers of layers")
-    if len(split) != stages - 1:
-        raise UsageError(
-            f"pipeline: split names {len(split)} submodules; expected {stages - 1}: one for each later stage"
-        )
-
-
-def between(starts: Sequence[int], count: int, split: Sequence[Any]) -> tuple[int, ...]:
-    """Return how many units lie from each start to the next. Raises UsageError if they do not follow each other."""
-    counts = tuple(end - start for start, end in pairwise((0, *starts, count)))
-    if min(counts) < 1:
-        raise UsageError(f"pipeline: split {list(split)}: name submodules in the order of their use, not the first one")
-    return counts
 
 
 def parameter_bytes(module: nn.Module) -> int:

@@ -11,7 +11,8 @@ from torch import fx, nn
 
 from commlib.errors import UsageError
 from commlib.pipeline.schedule import Link
-from commlib_torch._parts import INPUTS, OUTPUT, Cut, Named, between, check_names
+from commlib.pipeline.split import check_names, counts_between
+from commlib_torch._parts import INPUTS, OUTPUT, Cut, Named
 
 _SEVERAL = 4
 """How many times more units than stages there should be, so that these can be even."""
@@ -74,7 +75,7 @@ class Traced:
         check_names(split, stages)
         starts = [self._first_of(name) for name in split]
         self._places = sorted({*self._places, *starts})
-        return between([self._places.index(start) for start in starts], len(self._places) - 1, split)
+        return counts_between([self._places.index(start) for start in starts], len(self._places) - 1, split)
 
     def _first_of(self, name: str) -> int:
         for node, number in self._order.items():
