@@ -28,6 +28,7 @@ from commlib_tensorflow.horovod import queries as _queries
 from commlib_tensorflow.horovod.operations import *
 from commlib_tensorflow.horovod.queries import *
 from commlib_tensorflow.optimizer import DistributedOptimizer
+from commlib_tensorflow.pipeline import Pipeline, pipeline
 from commlib_tensorflow.sync_batch_norm import SyncBatchNormalization
 
 __all__ = [
@@ -36,9 +37,11 @@ __all__ = [
     "DistributedGradientTape",
     "DistributedOptimizer",
     "PartialDistributedGradientTape",
+    "Pipeline",
     "SyncBatchNormalization",
     "clip_by_global_norm",
     "elastic",
+    "pipeline",
 ]
 __all__ += _horovod.__all__
 __all__ += _broadcast.__all__

@@ -111,7 +111,7 @@ class TorchStage:
         # A first layer that works in place, such as ReLU(inplace=True), must have inputs that nobody else has.
         self._clones = _begins_in_place(part)
         self._kept: dict[int, _Kept] = {}
-        self._split: dict[int, tuple[_Kept, SplitBackward]] = {}
+        self._split: dict[int, tuple[SplitBackward, list[Tensor | None]]] = {}
 
     def clear(self) -> None:
         """Forget what is under way."""
@@ -168,8 +168,10 @@ class TorchStage:
         kept = self._kept.pop(microbatch)
         roots, grads = self._roots(microbatch, kept, gradients)
         if roots:
+            new = self._without_gradient()
             with backward_passes.part(final=final, later=self.later), kept_buffers(self._recomputed):
                 torch.autograd.backward(roots, grads)
+            _own_memory(new, grads)
         if self.weights is not None:
             self.weights.collect()
         return _input_gradients(kept)
@@ -182,14 +184,16 @@ class TorchStage:
         split = SplitBackward(roots, grads, leaves)
         with backward_passes.part(final=False), kept_buffers(self._recomputed):
             split.input_gradients()
-        self._split[microbatch] = kept, split
+        self._split[microbatch] = split, grads
         return _input_gradients(kept)
 
     def backward_weight(self, microbatch: int, *, final: bool) -> None:
         """See `commlib.pipeline.stage.Stage`."""
-        _, split = self._split.pop(microbatch)
+        split, grads = self._split.pop(microbatch)
+        new = self._without_gradient()
         with backward_passes.part(final=final, later=self.later), kept_buffers(self._recomputed):
             split.weight_gradients()
+        _own_memory(new, grads)
         if self.weights is not None:
             self.weights.collect()
 
@@ -209,6 +213,11 @@ class TorchStage:
                 before = found.get(id(tensor))
                 found[id(tensor)] = tensor, gradient if before is None else before[1] + gradient
         return [tensor for tensor, _ in found.values()], [gradient for _, gradient in found.values()]
+
+    def _without_gradient(self) -> list[Tensor]:
+        """Return the weights whose gradient the next backward makes, instead of adding to it."""
+        leaves = self.part.parameters() if self.weights is None else self.weights.leaves
+        return [leaf for leaf in leaves if leaf.grad is None and leaf.requires_grad]
 
     def reduce(self) -> None:
         """Do nothing: the hooks of a DistributedOptimizer have launched what is complete."""
@@ -253,6 +262,11 @@ class StashedWeights:
             self._used.append(self._versions[version])
         self._current = self._versions.get(version, {})  # a backward asks for none
 
+    @property
+    def leaves(self) -> list[Tensor]:
+        """The weights of all versions."""
+        return [leaf for leaves in self._used for leaf in leaves.values()]
+
     def call(self, named: dict[str, Any]) -> dict[str, Any]:
         """Call the part with the weights that are in use."""
         return torch.func.functional_call(self._part, self._current, (named,))  # type: ignore[no-any-return]
@@ -274,6 +288,14 @@ class StashedWeights:
         self._optimizer.zero_grad()
         self._updates += 1
         self._versions = {version: kept for version, kept in self._versions.items() if version >= self._updates - 1}
+
+
+def _own_memory(leaves: Sequence[Tensor], received: Sequence[Tensor | None]) -> None:
+    """Copy gradients that autograd has made of a received one without a copy: its memory is the next message's."""
+    messages = {gradient.untyped_storage().data_ptr() for gradient in received if gradient is not None}
+    for leaf in leaves:
+        if leaf.grad is not None and leaf.grad.untyped_storage().data_ptr() in messages:
+            leaf.grad = leaf.grad.clone()
 
 
 def _input_gradients(kept: _Kept) -> dict[int, Values]:

@@ -24,8 +24,10 @@ class _Tied:
 class TiedWeights:
     """The weights of this rank that other ranks have, too."""
 
-    def __init__(self, weights: Sequence[_Tied]) -> None:
+    def __init__(self, weights: Sequence[_Tied], *, exist: bool) -> None:
         self._weights = weights
+        self.exist = exist
+        """Whether any rank has any."""
         self._before: list[Tensor | None] = []
 
     @classmethod
@@ -41,7 +43,8 @@ class TiedWeights:
         groups = list(dict.fromkeys(ranks for _, ranks in shared))
         requests = [(0 if comm.rank in ranks else -1, 0, f"{comm.name}.tied") for ranks in groups]
         made = dict(zip(groups, comm.split_all(requests) if requests else [], strict=True))
-        return cls([_Tied(parameter, group) for parameter, ranks in shared if (group := made[ranks]) is not None])
+        own = [_Tied(parameter, group) for parameter, ranks in shared if (group := made[ranks]) is not None]
+        return cls(own, exist=bool(shared))
 
     @torch.no_grad()
     def spread(self) -> None:

@@ -156,6 +156,11 @@ class Pipeline(nn.Module):
         self._weigh = weigh
         own = schedule.stages_of(comm.rank)
         tied = TiedWeights.found(comm, pieces.parts, schedule.placement)
+        if schedule.every and tied.exist:
+            raise UsageError(
+                f"pipeline: stages on several ranks share a weight, but schedule {schedule.name} updates each stage by "
+                "itself, before the gradients of all are there: use another schedule"
+            )
         self._tied = tied
         self._names = {name for part in pieces.parts for name in part.state_dict()}
         last = schedule.stages - 1
@@ -343,6 +348,7 @@ class Pipeline(nn.Module):
         schedule, rank = self._pipe.schedule, self._pipe.comm.rank
         batch = Batch(is_training=is_training, wants_outputs=wants_outputs, scale=scale)
         empty: set[int] = set()
+        self._rows = -1
         if rank == self._pipe.first:
             if x is None:
                 raise UsageError(f"pipeline: rank {rank} has the first stage: give it x")
@@ -350,10 +356,14 @@ class Pipeline(nn.Module):
             rows = _rows((args, kwargs), schedule.microbatches, "x")
             batch.inputs = [(_taken(args, part), _taken(kwargs, part)) for part in rows]
             empty = {number for number, part in enumerate(rows) if part.start == part.stop}
+            self._rows = rows[-1].stop
         if rank == self._pipe.last and not wants_outputs:
             if y is None and x is None:
                 raise UsageError(f"pipeline: rank {rank} has the last stage: give it y, or x where the loss needs no y")
             rows = _rows(x if y is None else y, schedule.microbatches, "x" if y is None else "y")
+            if self._rows not in (-1, rows[-1].stop):
+                raise UsageError(f"pipeline: x has {self._rows} rows, and y {rows[-1].stop}: give those of one batch")
+            self._rows = rows[-1].stop
             batch.targets = [None if y is None else _taken(y, part) for part in rows]
             batch.terms = self._terms(batch.targets, [part.stop - part.start for part in rows])
             every = schedule.every or schedule.microbatches
@@ -373,11 +383,12 @@ class Pipeline(nn.Module):
         return [float(self._weigh(target)) if count else 0.0 for target, count in zip(targets, rows, strict=True)]
 
     def _loss(self) -> Tensor:
+        """Return the loss of the batch, which the last stage has, on all ranks."""
         batch = self._batch
         counts = shares(batch.terms)
         total = sum(float(loss) * counts[number] for number, loss in sorted(batch.losses.items()))
         dtype = next((loss.dtype for loss in batch.losses.values()), torch.float32)
-        (told, is_double) = self._pipe.tell([total, float(dtype is torch.float64)])
+        (told, is_double) = self._pipe.tell([total, float(dtype is torch.float64)], rows=self._rows)
         return torch.tensor(told, dtype=torch.float64 if is_double else torch.float32)
 
     def _outputs(self) -> Any:

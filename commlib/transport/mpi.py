@@ -244,4 +244,21 @@ class MpiTransport:
         if self._ranks:
             return
         for comm in (*self._apart.values(), self._comm):
+            _empty(comm)
             comm.Free()
+
+
+_LOOKS = 3  # at what may have come, after each meeting
+
+
+def _empty(comm: Any) -> None:
+    """Take what was sent in a communicator and never received: MPICH would give it to a later one. Collective.
+
+    What was sent before the ranks met is there, or comes before they have met again.
+    """
+    status = MPI.Status()
+    for _ in range(2):
+        comm.Barrier()
+        for _ in range(_LOOKS):
+            while (message := comm.Improbe(MPI.ANY_SOURCE, MPI.ANY_TAG, status)) is not None:
+                message.Recv([bytearray(status.Get_count(MPI.BYTE)), MPI.BYTE])

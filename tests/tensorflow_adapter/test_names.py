@@ -24,11 +24,11 @@ ORDERED = {
 
 OWN = {
     "BroadcastGlobalVariablesHook", "Compression", "DistributedGradientTape", "DistributedOptimizer",
-    "PartialDistributedGradientTape", "SyncBatchNormalization", "__version__", "allgather",
+    "PartialDistributedGradientTape", "Pipeline", "SyncBatchNormalization", "__version__", "allgather",
     "allgather_object", "allreduce", "alltoall", "barrier", "broadcast", "broadcast_",
     "broadcast_global_variables", "broadcast_object", "broadcast_object_fn", "broadcast_variables",
     "clip_by_global_norm", "elastic", "grouped_allgather", "grouped_allreduce", "grouped_reducescatter",
-    "join", "local_rank_op", "local_size_op", "process_set_included_op", "rank_op", "reducescatter",
+    "join", "local_rank_op", "local_size_op", "pipeline", "process_set_included_op", "rank_op", "reducescatter",
     "size_op",
 }  # fmt: skip
 

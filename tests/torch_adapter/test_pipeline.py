@@ -403,7 +403,54 @@ def test_layers_that_take_longer_get_stages_of_their_own(comm: Any) -> None:
     pipe.close()
 
 
+@pytest.mark.parametrize("name", ["1f1b", "zb_h1"])
+@pytest.mark.ranks(min=2)
+def test_gradients_do_not_lie_in_messages(comm: Any, name: str) -> None:
+    """Autograd may make a received gradient that of a weight without a copy: its memory is the next message's."""
+
+    class Shift(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.w = nn.Parameter(torch.zeros(WIDTH, dtype=torch.float64))
+
+        def forward(self, x: Tensor) -> Tensor:
+            return x + self.w[None]
+
+    def model() -> list[nn.Module]:
+        torch.manual_seed(0)
+        # One alone: where two follow each other, torch lets both gradients lie in the same memory, in one process too.
+        return [Shift(), *(nn.Linear(WIDTH, WIDTH).double() for _ in range(comm.size - 1))]
+
+    whole = nn.Sequential(*model())
+    split = [1] * comm.size
+    pipe = pipeline(model(), comm, schedule=name, microbatches=1, loss=F.mse_loss, split=split)
+    for step in range(4):
+        (expected,) = alone(whole, batch(1, step))
+        torch.testing.assert_close(pipe.step(*batch(1, step)), expected, rtol=EXACT, atol=0)
+    assert_same(gradients_of(pipe), gradients_of(whole))
+    pipe.close()
+
+
 # What is refused
+
+
+@pytest.mark.ranks(min=2)
+def test_x_and_y_of_different_batches_are_refused_everywhere(comm: Any) -> None:
+    pipe = pipeline(layers(4), comm, microbatches=2, loss=lambda output, target: output.sum() + target.sum())
+    x, y = batch(8)
+    x, y = (x, None) if comm.rank == 0 else (None, y[:6])  # type: ignore[assignment]
+    with pytest.raises(UsageError, match=rf"8 on rank 0, 6 on rank {comm.size - 1}"):
+        pipe.step(x, y if comm.rank == comm.size - 1 else None)
+    pipe.close()
+
+
+@pytest.mark.ranks(min=2)
+def test_tied_weights_are_refused_where_stages_update_by_themselves(comm: Any) -> None:
+    first = nn.Linear(WIDTH, WIDTH)
+    model = [first, *(nn.Linear(WIDTH, WIDTH) for _ in range(comm.size))]
+    model[-1].weight = first.weight
+    with pytest.raises(UsageError, match="stages on several ranks share a weight, but schedule pipedream updates"):
+        pipeline(model, comm, schedule="pipedream", microbatches=2, optimizer=lambda named: None)  # type: ignore[arg-type, return-value]
 
 
 @pytest.mark.ranks(min=2)

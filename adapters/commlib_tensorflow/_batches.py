@@ -1,0 +1,122 @@
+"""Batches: cut what a user gives into microbatches, and shuffle arrays alike on all ranks."""
+
+from __future__ import annotations
+
+import math
+import zlib
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import keras
+import numpy as np
+import tensorflow as tf
+
+from commlib.errors import UsageError
+from commlib_tensorflow._bridge import to_array
+
+
+def inputs_of(graph: Any, x: Any) -> list[tf.Tensor]:
+    """Return a batch as tensors that a functional model's inputs take, in their order, as the model itself would.
+
+    Raises UsageError if there are too few or too many of them.
+    """
+    specs = graph.inputs
+    names = [spec.name for spec in specs]
+    if isinstance(x, dict):
+        keys = keras.tree.flatten(graph.input) and (list(graph.input) if isinstance(graph.input, dict) else names)
+        missing = [key for key in keys if key not in x]
+        if missing:
+            raise UsageError(f"pipeline: x has no {missing[0]!r}; the model's inputs are {', '.join(map(str, keys))}")
+        ordered = keras.tree.flatten({key: x[key] for key in keys}) if isinstance(graph.input, dict) else None
+        flat = ordered if ordered is not None else [x[key] for key in keys]
+    else:
+        flat = keras.tree.flatten(x)
+    if len(flat) != len(specs):
+        raise UsageError(f"pipeline: x has {len(flat)} tensors; the model has {len(specs)} inputs: {', '.join(names)}")
+    return [_fitted(value, spec) for value, spec in zip(flat, specs, strict=True)]
+
+
+def _fitted(value: Any, spec: Any) -> tf.Tensor:
+    """Return a value with an input's dtype, and with a last dimension of 1 more or less where that is what it has."""
+    tensor = tf.convert_to_tensor(value)
+    if tensor.dtype != tf.as_dtype(spec.dtype):
+        tensor = tf.cast(tensor, spec.dtype)
+    rank, expected = len(tensor.shape), len(spec.shape)
+    if rank == expected - 1 and spec.shape[-1] == 1:
+        return tf.expand_dims(tensor, -1)
+    if rank == expected + 1 and tensor.shape[-1] == 1:
+        return tf.squeeze(tensor, -1)
+    if rank != expected:
+        raise UsageError(f"pipeline: x has shape {tuple(tensor.shape)} where input {spec.name!r} has {spec.shape}")
+    return tensor
+
+
+def as_tensors(value: Any) -> Any:
+    """Return nested arrays as tensors; None stays."""
+    return keras.tree.map_structure(lambda leaf: leaf if leaf is None else tf.convert_to_tensor(leaf), value)
+
+
+def rows_in(value: Any, what: str) -> int:
+    """Return how many rows nested tensors have. Raises UsageError if they have different numbers, or none."""
+    counts = {int(leaf.shape[0]) for leaf in keras.tree.flatten(value) if leaf is not None and len(leaf.shape)}
+    if len(counts) != 1:
+        got = f"different ones: {', '.join(map(str, sorted(counts)))}" if counts else "no tensor with rows"
+        raise UsageError(f"pipeline: {what}: expected tensors of one number of rows (first dimension), got {got}")
+    return counts.pop()
+
+
+def taken(value: Any, rows: slice) -> Any:
+    """Return some rows of nested tensors."""
+    return keras.tree.map_structure(lambda leaf: leaf if leaf is None or not len(leaf.shape) else leaf[rows], value)
+
+
+def digest(value: Any) -> int:
+    """Return a number that tells batches apart."""
+    number = 0
+    for leaf in keras.tree.flatten(value):
+        if leaf is not None and leaf.dtype != tf.string:
+            array: Any = to_array(leaf).reshape(-1).view(np.uint8)
+            number = zlib.crc32(array, number)
+    return number
+
+
+# What `fit` is given
+
+
+def are_arrays(x: Any) -> bool:
+    """Return whether `fit` is given arrays, rather than what yields batches."""
+    leaves = keras.tree.flatten(x)
+    return bool(leaves) and all(hasattr(leaf, "shape") and hasattr(leaf, "__getitem__") for leaf in leaves)
+
+
+def split_rows(data: Any, fraction: float) -> tuple[Any, Any]:
+    """Return the first rows of arrays, and the last ones, which are so much of them, as Keras's validation_split."""
+    rows = rows_in(data, "fit")
+    at = math.floor(rows * (1 - fraction))
+    if not 0 < at < rows:
+        raise UsageError(f"fit: validation_split={fraction} of {rows} rows leaves {at} to train with")
+    return taken(data, slice(0, at)), taken(data, slice(at, None))
+
+
+def shuffled(data: Sequence[Any], batch_size: int, seed: int) -> tf.data.Dataset:
+    """Return batches of arrays (x, y, sample_weight), in another order each time that they are gone through.
+
+    The order is that of `seed` alone, so it is the same on all ranks.
+    """
+    rows = rows_in(data, "fit")
+    tensors = keras.tree.map_structure(lambda leaf: leaf if leaf is None else tf.convert_to_tensor(leaf), tuple(data))
+    generator = np.random.default_rng(seed)
+
+    def orders() -> Iterator[Any]:
+        order = generator.permutation(rows)
+        for start in range(0, rows, batch_size):
+            yield order[start : start + batch_size]
+
+    def gather(places: tf.Tensor) -> Any:
+        return keras.tree.map_structure(lambda leaf: leaf if leaf is None else tf.gather(leaf, places), given)
+
+    given = tensors if tensors[2] is not None else tensors[:2]
+    given = given if given[1] is not None or len(given) == 3 else given[:1]
+    dataset = tf.data.Dataset.from_generator(orders, output_signature=tf.TensorSpec((None,), tf.int64))
+    batches = dataset.apply(tf.data.experimental.assert_cardinality(-(-rows // batch_size)))
+    return batches.map(gather).prefetch(1)

@@ -1,0 +1,172 @@
+"""Functions: what TensorFlow compiles of a stage: its forward, its backward and its regularisers.
+
+Everything that a forward reads is an argument, and new states of layers are results. So it can be computed again from
+what it had: with the same masks of dropout, the same statistics. A backward does so where activations are not kept, or
+where it is split: a tape has the gradients of inputs and weights at once.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import keras
+import tensorflow as tf
+
+from commlib.errors import UsageError
+from commlib_tensorflow._parts import Part
+from commlib_tensorflow._traced import check_state
+
+Loss = Callable[[Any, list[Any], Any], Any]
+"""Of targets, the model's outputs and sample weights: the mean over the rows."""
+
+Named = dict[str, tf.Tensor]
+
+
+class StageFunctions:
+    """What a stage computes, with the variables that are trainable when this is made.
+
+    wanted: the names of the inputs whose gradients other stages need. outputs: the names of the model's outputs, on the
+    last stage. regularized: the variables whose regularisers count in this stage. shared: variables that other ranks
+    have, too. again: backwards compute their forward again. eager: compile nothing.
+    """
+
+    def __init__(
+        self,
+        stage: int,
+        part: Part,
+        *,
+        wanted: Sequence[str],
+        outputs: Sequence[str],
+        loss: Loss | None,
+        regularized: Sequence[Any],
+        shared: Sequence[Any],
+        again: bool,
+        eager: bool,
+    ) -> None:
+        self._stage, self._part, self._wanted, self._outputs = stage, part, wanted, outputs
+        self._loss, self._shared, self._again = loss, shared, again
+        self.trainable: list[Any] = list(part.trainable_variables)
+        """The variables that get gradients."""
+        self.state: list[Any] = list(part.non_trainable_variables)
+        """The others, such as statistics and seeds."""
+        self.regularized = list(regularized)
+        """The variables whose regularisers count in this stage."""
+        made = _as_it_is if eager else _compiled
+        self.forward = made(self._forward)
+        """Of weights, state, inputs, targets and sample weights; see `_forward`."""
+        self.backward = made(self._backward)
+        """Of the same, with the gradients of results and the shares of losses; see `_backward`."""
+        self.regularize = made(self._regularize)
+        """Of the regularised weights; see `_regularize`."""
+
+    def record(
+        self, weights: Any, state: Any, given: Named, target: Any, sample_weight: Any, shares: Any
+    ) -> tuple[tuple[Named, Any, Any, list[Any]], Recorded]:
+        """Return what `forward` does in training, and its activations, for a backward that computes nothing again."""
+        wanted = [name for name in self._wanted if given[name].dtype.is_floating]
+        sources = [*weights, *(given[name] for name in wanted)]
+        with tf.GradientTape(watch_accessed_variables=False) as tape:
+            tape.watch(sources)
+            made = self.forward(weights, state, given, target, sample_weight, training=True, has_loss=True)
+            scaled = _scaled(made[1:3], shares)
+        return made, Recorded(tape, made[0], scaled, sources, wanted)
+
+    def _forward(
+        self, weights: Any, state: Any, given: Named, target: Any, sample_weight: Any, *, training: bool, has_loss: bool
+    ) -> tuple[Named, Any, Any, list[Any]]:
+        """Return the results, the loss, what layers add to it, and the new states; None where there is none."""
+        results, extra, changed = self._call(weights, state, given, training=training)
+        loss = self._loss_of(results, target, sample_weight) if self._outputs and has_loss else None
+        return results, loss, extra, changed
+
+    def _backward(
+        self, weights: Any, state: Any, given: Named, gradients: Named, target: Any, sample_weight: Any, shares: Any,
+        *, wants_weights: bool, wants_inputs: bool,
+    ) -> tuple[list[Any], Named]:  # fmt: skip
+        """Return the gradients of the weights and of the inputs. shares: of the loss, and of what layers add."""
+        wanted = [name for name in self._wanted if given[name].dtype.is_floating] if wants_inputs else []
+        sources = [*(weights if wants_weights else ()), *(given[name] for name in wanted)]
+        with tf.GradientTape(watch_accessed_variables=False) as tape:
+            tape.watch(sources)
+            results, extra, _ = self._call(weights, state, given, training=True)
+            loss = self._loss_of(results, target, sample_weight) if self._outputs else None
+            scaled = _scaled([loss, extra], shares)
+        found = _gradients(tape, results, gradients, scaled, sources)
+        count = len(weights) if wants_weights else 0
+        return found[:count], dict(zip(wanted, found[count:], strict=True))
+
+    def _regularize(self, weights: Any, scale: Any) -> tuple[Any, list[Any]]:
+        """Return the sum of the regularisers, and the gradients of `scale` times that."""
+        with tf.GradientTape(watch_accessed_variables=False) as tape:
+            tape.watch(weights)
+            pairs = zip(self.regularized, weights, strict=True)
+            losses = [tf.reduce_sum(variable.regularizer(weight)) for variable, weight in pairs]
+            scaled = [loss * tf.cast(scale, loss.dtype) for loss in losses]
+        return tf.add_n([tf.cast(loss, tf.float64) for loss in losses]), tape.gradient(scaled, weights)
+
+    def _call(self, weights: Any, state: Any, given: Named, *, training: bool) -> tuple[Named, Any, list[Any]]:
+        """Return results, the sum of what layers added as losses, and their states; None for what did not change."""
+        variables = [*zip(self.trainable, weights, strict=True), *zip(self.state, state, strict=True)]
+        with keras.StatelessScope(variables, collect_losses=True) as scope:
+            before = dict(scope.state_mapping)
+            results = self._part(given, training=training)
+            losses = [tf.cast(tf.reduce_sum(loss), tf.float64) for loss in scope.losses]
+        after = scope.state_mapping
+        check_state(self._stage, before, after, self.state if training else (), self._shared, again=self._again)
+        changed = [None if after[id(v)] is before[id(v)] else after[id(v)] for v in self.state]
+        return results, tf.add_n(losses) if losses else None, changed
+
+    def _loss_of(self, results: Named, target: Any, sample_weight: Any) -> Any:
+        if self._loss is None:
+            raise UsageError("pipeline: there is no loss: give loss= to pipeline() or to compile()")
+        loss = self._loss(target, [results[name] for name in self._outputs], sample_weight)
+        shape = getattr(loss, "shape", None)
+        if shape is None or shape.num_elements() not in (1, None):
+            got = type(loss).__name__ if shape is None else f"a tensor of shape {tuple(shape)}"
+            raise UsageError(f"pipeline: the loss is {got}, expected a tensor with one element")
+        return tf.reshape(loss, ())
+
+
+@dataclass(frozen=True, slots=True)
+class Recorded:
+    """A forward on a tape of its own, with the activations."""
+
+    tape: Any
+    results: Named
+    scaled: list[tf.Tensor]
+    sources: list[tf.Tensor]
+    wanted: list[str]
+
+    def backward(self, gradients: Named) -> tuple[list[Any], Named]:
+        """Return the gradients of the weights and of the inputs, given those of results."""
+        found = _gradients(self.tape, self.results, gradients, self.scaled, self.sources)
+        count = len(self.sources) - len(self.wanted)
+        return found[:count], dict(zip(self.wanted, found[count:], strict=True))
+
+
+def _scaled(losses: Iterable[Any], shares: Any) -> list[tf.Tensor]:
+    """Return losses times their shares. They are scaled, and not the gradients: what is too small for them is kept."""
+    return [loss * tf.cast(shares[place], loss.dtype) for place, loss in enumerate(losses) if loss is not None]
+
+
+def _gradients(
+    tape: Any, results: Named, gradients: Named, losses: Sequence[tf.Tensor], sources: Sequence[tf.Tensor]
+) -> list[tf.Tensor | None]:
+    roots = [*(results[name] for name in gradients), *losses]
+    if not roots:
+        return [None] * len(sources)
+    starts = [*gradients.values(), *(tf.ones((), loss.dtype) for loss in losses)]
+    found = tape.gradient(roots, list(sources), output_gradients=starts)
+    return [None if gradient is None else tf.convert_to_tensor(gradient) for gradient in found]
+
+
+def _compiled(function: Callable[..., Any]) -> Callable[..., Any]:
+    """Let TensorFlow compile a function, once for each signature; not XLA, which knows no sizes that change."""
+    made: Callable[..., Any] = tf.function(function, autograph=False, reduce_retracing=True, jit_compile=False)
+    return made
+
+
+def _as_it_is(function: Callable[..., Any]) -> Callable[..., Any]:
+    return function

@@ -1,0 +1,108 @@
+"""Split: decide between which operations of a Keras model its stages are cut."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from itertools import pairwise
+from typing import Any
+
+import tensorflow as tf
+
+from commlib.errors import UsageError
+from commlib.pipeline.split import counts_given, even_counts, unknown_split
+
+Split = str | Sequence[int] | Sequence[str] | Callable[[Any], Sequence[int]]
+
+
+class Nodes:
+    """The calls of a graph's operations, in a topological order, and the names of the values that they make."""
+
+    def __init__(self, graph: Any) -> None:
+        # Keras says in which order it calls operations, and with what, in no public way.
+        by_depth: Mapping[int, Sequence[Any]] = graph._nodes_by_depth
+        ordered = [node for depth in sorted(by_depth, reverse=True) for node in by_depth[depth]]
+        self.all: list[Any] = [node for node in ordered if not node.is_input]
+        self.names: dict[int, str] = {}
+        """Of each value, by the id of its KerasTensor."""
+        self.tensors: dict[str, Any] = {}
+        """Of each name, the KerasTensor."""
+        for number, tensor in enumerate(graph.inputs):
+            self._name(tensor, f"input {number}")
+        for number, node in enumerate(self.all):
+            for place, tensor in enumerate(node.outputs):
+                self._name(tensor, f"{node.operation.name} {number}.{place}")
+        self.inputs = tuple(self.names[id(tensor)] for tensor in graph.inputs)
+        self.outputs = tuple(self.names[id(tensor)] for tensor in graph.outputs)
+
+    def _name(self, tensor: Any, name: str) -> None:
+        self.names[id(tensor)] = name
+        self.tensors[name] = tensor
+
+    def is_masked(self, name: str) -> bool:
+        """Return whether a value has a mask."""
+        return getattr(self.tensors[name], "_keras_mask", None) is not None
+
+    def taken(self, node: Any) -> Iterator[str]:
+        """Yield the names of what a call takes."""
+        return (self.names[id(tensor)] for tensor in node.input_tensors)
+
+
+def counts_of(nodes: Nodes, stages: int, split: Any) -> tuple[int, ...]:
+    """Return how many operations each stage has."""
+    if not isinstance(split, str):
+        return counts_given(split, [node.operation.name for node in nodes.all], stages)
+    if split != "auto":
+        raise unknown_split(split)
+    return _balanced(nodes, stages)
+
+
+def _balanced(nodes: Nodes, stages: int) -> tuple[int, ...]:
+    """Cut where weights are even, between operations over which as few values as possible cross."""
+    count = len(nodes.all)
+    crossing = _alive(nodes)
+    for most in sorted(set(crossing[1:])):
+        places = [0, *(place for place in range(1, count) if crossing[place] <= most), count]
+        if len(places) > stages:
+            break
+    else:
+        if stages > 1 or not count:
+            raise UsageError(f"pipeline: {count} layers cannot be cut into {stages} stages: each needs one at least")
+        return (count,)
+    seen: set[int] = set()
+    sizes = [_new_bytes(node.operation, seen) for node in nodes.all]
+    chosen = even_counts([sum(sizes[s:e]) for s, e in pairwise(places)], stages)
+    ends, taken = [0], 0
+    for number in chosen:
+        taken += number
+        ends.append(places[taken])
+    return tuple(end - start for start, end in pairwise(ends))
+
+
+def _alive(nodes: Nodes) -> list[int]:
+    """Return how many values are made before each operation and used by it or a later one."""
+    count = len(nodes.all)
+    made = dict.fromkeys(nodes.inputs, -1)
+    last: dict[str, int] = {}
+    for number, node in enumerate(nodes.all):
+        last |= dict.fromkeys(nodes.taken(node), number)
+        made |= {nodes.names[id(tensor)]: number for tensor in node.outputs}
+    last |= dict.fromkeys(nodes.outputs, count)
+    return [sum(made[name] < place <= end for name, end in last.items()) for place in range(count)]
+
+
+def _new_bytes(operation: Any, seen: set[int]) -> float:
+    """Return the bytes of the weights that an operation is the first one to use."""
+    total = 0.0
+    for variable in getattr(operation, "trainable_variables", ()):
+        if id(variable) not in seen:
+            seen.add(id(variable))
+            total += nbytes(variable)
+    return total
+
+
+def nbytes(variable: Any) -> int:
+    """Return the bytes of a variable."""
+    width: int = tf.as_dtype(variable.dtype).size
+    elements: int = math.prod(variable.shape)
+    return elements * width

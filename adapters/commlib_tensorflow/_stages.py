@@ -1,0 +1,271 @@
+"""Stages: run a part of a Keras model on microbatches, for the core's pipeline runner."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+import tensorflow as tf
+
+from commlib.dtypes import Array
+from commlib.pipeline.stage import ByStage, Values
+from commlib_tensorflow._bridge import to_array, to_tensor
+from commlib_tensorflow._functions import Loss, Named, Recorded, StageFunctions
+from commlib_tensorflow._parts import Part
+from commlib_tensorflow._values import Values as VariableValues
+
+
+class TensorflowTensors:
+    """TensorFlow's tensors and the host's arrays."""
+
+    def array(self, value: tf.Tensor) -> Array:
+        """Return the elements of a tensor; from a GPU, a copy."""
+        return to_array(value)
+
+    def wants_gradient(self, value: tf.Tensor) -> bool:
+        """Return whether a gradient may flow: whether it is of floats."""
+        return bool(value.dtype.is_floating)
+
+    def tensor(self, array: Array, *, wants_gradient: bool) -> tf.Tensor:
+        """Return a tensor over an array of the host."""
+        return to_tensor(array)
+
+
+@dataclass(slots=True)
+class Batch:
+    """What all stages of this rank know of the batch that is under way.
+
+    inputs: named values of each microbatch, where the first stage is. targets, sample_weights: of each microbatch,
+    where the last one is; so are terms, of how many each loss is the mean, and shares, what each loss counts in an
+    update. row_shares: the same by rows, everywhere. scale: what gradients, but not the loss, are multiplied by.
+    losses, extras (what layers add, by stage and microbatch) and outputs are filled by stages; so are gradients, by the
+    id of the variable.
+    """
+
+    inputs: Sequence[Named] = ()
+    targets: Sequence[Any] = ()
+    sample_weights: Sequence[Any] = ()
+    row_shares: Sequence[float] = ()
+    shares: Sequence[float] = ()
+    terms: Sequence[float] = ()
+    scale: float = 1.0
+    is_training: bool = False
+    has_loss: bool = False
+    keeps_outputs: bool = False
+    losses: dict[int, tf.Tensor] = field(default_factory=dict)
+    extras: dict[tuple[int, int], tf.Tensor] = field(default_factory=dict)
+    outputs: dict[int, list[tf.Tensor]] = field(default_factory=dict)
+    gradients: dict[int, tf.Tensor] = field(default_factory=dict)
+
+    def add(self, variables: Sequence[Any], gradients: Sequence[tf.Tensor | None]) -> None:
+        """Add to the gradients of variables; where there is none, none comes to be."""
+        own = self.gradients
+        for variable, gradient in zip(variables, gradients, strict=True):
+            if gradient is not None:
+                before = own.get(id(variable))
+                own[id(variable)] = gradient if before is None else before + gradient
+
+
+@dataclass(slots=True)
+class _Kept:
+    """What the backward of a microbatch needs: what its forward had."""
+
+    weights: list[tf.Tensor]
+    state: list[tf.Tensor]
+    given: Named
+    gradients: Named = field(default_factory=dict)
+    recorded: Recorded | None = None
+
+    def arrays(self) -> list[Array]:
+        """Return the memory that is another microbatch's after the backward."""
+        return [to_array(tensor) for tensor in (*self.given.values(), *self.gradients.values())]
+
+
+class TensorflowStage:
+    """One stage on this rank.
+
+    takes, gives: the names of the values of each link, by the other stage. outputs: the names of the model's outputs,
+    on the last stage; masks: of the masks that some of them have. again: backwards compute their forward again, instead
+    of keeping its activations.
+    """
+
+    def __init__(
+        self,
+        number: int,
+        part: Part,
+        takes: Mapping[int, Sequence[str]],
+        gives: Mapping[int, Sequence[str]],
+        *,
+        outputs: Sequence[str],
+        masks: Sequence[str],
+        values: VariableValues,
+        again: bool,
+    ) -> None:
+        self.number, self.part, self._takes, self._gives, self._again = number, part, takes, gives, again
+        self._outputs, self._masks, self._values = outputs, masks, values
+        self._sent = tuple(dict.fromkeys(name for names in gives.values() for name in names))
+        self.batch = Batch()
+        """Set before each run."""
+        self._kept: dict[int, _Kept] = {}
+        self.prepare(None, regularized=(), shared=(), eager=False, update=None)
+
+    def prepare(
+        self,
+        loss: Loss | None,
+        *,
+        regularized: Sequence[Any],
+        shared: Sequence[Any],
+        eager: bool,
+        update: Callable[[TensorflowStage], None] | None,
+    ) -> None:
+        """Begin anew, with the variables that are trainable now.
+
+        update: updates this stage's weights, in schedules that do so while they run; for the others see
+        `StageFunctions`.
+        """
+        wanted = [name for names in self._takes.values() for name in names]
+        self.functions = StageFunctions(
+            self.number, self.part, wanted=wanted, outputs=self._outputs, loss=loss, regularized=regularized,
+            shared=shared, again=self._again, eager=eager,
+        )  # fmt: skip
+        """What is computed."""
+        self._update = update
+
+    def clear(self) -> None:
+        """Forget what is under way."""
+        self._kept.clear()
+        self.batch = Batch()
+
+    # What the runner calls
+
+    def forward(self, microbatch: int, inputs: ByStage) -> ByStage:
+        """See `commlib.pipeline.stage.Stage`."""
+        batch = self.batch
+        given: Named = {} if self._takes else dict(batch.inputs[microbatch])
+        for source, values in inputs.items():
+            given.update(zip(self._takes[source], values.tensors, strict=True))
+        functions = self.functions
+        weights, state = self._values.read(functions.trainable), self._values.read(functions.state)
+        arguments, recorded = (weights, state, given, *self._target(microbatch)), None
+        if batch.is_training and not self._again:
+            (results, loss, extra, changed), recorded = functions.record(*arguments, self._shares(microbatch))
+        else:
+            results, loss, extra, changed = functions.forward(
+                *arguments, training=batch.is_training, has_loss=batch.has_loss
+            )
+        if batch.is_training:
+            self._kept[microbatch] = _Kept(weights, state, given, recorded=recorded)
+            self._values.write(functions.state, changed)
+        if loss is not None:
+            batch.losses[microbatch] = loss
+        if extra is not None:
+            batch.extras[self.number, microbatch] = extra
+        # What came in a message lies in memory that the next one may use.
+        arrays = [to_array(tensor) for values in inputs.values() for tensor in values.tensors]
+        if batch.keeps_outputs and self._outputs:
+            batch.outputs[microbatch] = [_own(results[name], arrays) for name in (*self._outputs, *self._masks)]
+        sent = {name: _own(results[name], arrays) for name in self._sent}
+        return {target: Values([sent[name] for name in names]) for target, names in self._gives.items()}
+
+    def backward(self, microbatch: int, gradients: ByStage, *, final: bool) -> ByStage:
+        """See `commlib.pipeline.stage.Stage`."""
+        kept = self._kept.pop(microbatch)
+        kept.gradients = self._summed(gradients)
+        if kept.recorded is not None:
+            of_weights, of_inputs = kept.recorded.backward(kept.gradients)
+        else:
+            of_weights, of_inputs = self._differentiate(microbatch, kept, weights=True, inputs=bool(self._takes))
+        self._add(of_weights, kept)
+        return self._to_sources(of_inputs, kept)
+
+    def backward_input(self, microbatch: int, gradients: ByStage) -> ByStage:
+        """See `commlib.pipeline.stage.Stage`."""
+        kept = self._kept[microbatch]
+        kept.gradients = self._summed(gradients)
+        if not self._takes:
+            return {}
+        _, of_inputs = self._differentiate(microbatch, kept, weights=False, inputs=True)
+        return self._to_sources(of_inputs, kept)
+
+    def backward_weight(self, microbatch: int, *, final: bool) -> None:
+        """See `commlib.pipeline.stage.Stage`."""
+        kept = self._kept.pop(microbatch)
+        of_weights, _ = self._differentiate(microbatch, kept, weights=True, inputs=False)
+        self._add(of_weights, kept)
+
+    def reduce(self) -> None:
+        """Do nothing: a distributed optimizer reduces when it updates."""
+
+    def step(self) -> None:
+        """Update the weights."""
+        assert self._update is not None
+        self._update(self)
+
+    def use(self, version: int) -> None:
+        """Compute with the weights after so many updates of this run."""
+        self._values.use(version)
+
+    def regularization(self, *, gradients: bool) -> float:
+        """Return the regularisers' loss, which counts once in an update, and add its gradients to the batch's."""
+        functions = self.functions
+        if not functions.regularized:
+            return 0.0
+        weights = self._values.read(functions.regularized)
+        loss, found = functions.regularize(weights, tf.constant(self.batch.scale, tf.float64))
+        if gradients:
+            self.batch.add(functions.regularized, found)
+        return float(loss)
+
+    def _target(self, microbatch: int) -> tuple[Any, Any]:
+        batch = self.batch
+        if not (self._outputs and batch.has_loss):
+            return None, None
+        return batch.targets[microbatch], batch.sample_weights[microbatch]
+
+    def _shares(self, microbatch: int) -> tf.Tensor:
+        """Return what the gradients of a microbatch's loss, and of what layers add to it, are multiplied by."""
+        batch = self.batch
+        share = batch.shares[microbatch] if self._outputs else 0.0
+        return tf.constant([share * batch.scale, batch.row_shares[microbatch] * batch.scale], tf.float64)
+
+    def _differentiate(
+        self, microbatch: int, kept: _Kept, *, weights: bool, inputs: bool
+    ) -> tuple[list[tf.Tensor | None], Named]:
+        return self.functions.backward(  # type: ignore[no-any-return]
+            kept.weights, kept.state, kept.given, kept.gradients, *self._target(microbatch),
+            self._shares(microbatch), wants_weights=weights, wants_inputs=inputs,
+        )  # fmt: skip
+
+    # Gradients to and from other stages
+
+    def _summed(self, gradients: ByStage) -> Named:
+        """Return the gradients of what was sent, by name. A value that several stages took has several."""
+        found: Named = {}
+        for target, values in gradients.items():
+            for name, gradient in zip(self._gives[target], values.tensors, strict=True):
+                if gradient is not None:
+                    found[name] = found[name] + gradient if name in found else gradient
+        return found
+
+    def _add(self, of_weights: Sequence[tf.Tensor | None], kept: _Kept) -> None:
+        """Add to the gradients of weights. One may be that of a result itself, where a microbatch has one row."""
+        arrays = kept.arrays()
+        own = [None if gradient is None else _own(gradient, arrays) for gradient in of_weights]
+        self.batch.add(self.functions.trainable, own)
+
+    def _to_sources(self, of_inputs: Named, kept: _Kept) -> dict[int, Values]:
+        arrays = kept.arrays()
+        found = {name: None if value is None else _own(value, arrays) for name, value in of_inputs.items()}
+        return {source: Values([found.get(name) for name in names]) for source, names in self._takes.items()}
+
+
+def _own(tensor: tf.Tensor, arrays: Sequence[Array]) -> tf.Tensor:
+    """Return a tensor that has memory of its own: a copy, if it lies in one of `arrays`."""
+    if not arrays:
+        return tensor
+    array = to_array(tensor)
+    if any(np.may_share_memory(array, other) for other in arrays):
+        return tf.convert_to_tensor(np.array(array))
+    return tensor

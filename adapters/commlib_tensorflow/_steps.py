@@ -1,0 +1,272 @@
+"""Steps: run a batch through a pipeline of Keras stages, and come to the same loss on every rank."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import keras
+import numpy as np
+import tensorflow as tf
+
+from commlib.communicator import Communicator
+from commlib.compress.codec import Codec
+from commlib.compress.registry import codec_of
+from commlib.errors import UsageError
+from commlib.pipeline.batch import rows_of, shares
+from commlib.pipeline.pipe import Pipe
+from commlib.pipeline.schedule import Kind, Schedule
+from commlib.pipeline.schedule.lower import Way
+from commlib_tensorflow._batches import as_tensors, digest, inputs_of, rows_in, taken
+from commlib_tensorflow._bridge import to_array, to_tensor
+from commlib_tensorflow._parts import MASK, Cut
+from commlib_tensorflow._stages import Batch, TensorflowStage, TensorflowTensors
+from commlib_tensorflow._tied import TiedWeights
+from commlib_tensorflow._values import Values
+
+CHECKPOINTS = ("none", "full")
+
+_NONE, _FAILED = -1, -2
+"""Instead of a number of rows, or of a digest: nothing was given, and: what was given is wrong."""
+
+
+@dataclass(slots=True)
+class Result:
+    """A batch that was run.
+
+    outputs (flat), their masks, target and sample_weight: on the last stage's rank, if they are wanted.
+    """
+
+    loss: float
+    rows: int
+    outputs: list[tf.Tensor] | None = None
+    masks: list[tf.Tensor | None] = field(default_factory=list)
+    target: Any = None
+    sample_weight: Any = None
+
+
+class Steps:
+    """This rank's stages, and what runs batches through them. Collective to make."""
+
+    def __init__(
+        self,
+        comm: Communicator,
+        pieces: Cut,
+        schedule: Schedule,
+        *,
+        checkpoint: str,
+        codec: Codec | str | None,
+        weigh: Callable[[Any], float] | None,
+    ) -> None:
+        self.graph, self._inputs, self._weigh = pieces.graph, pieces.inputs, weigh
+        self._masked = [name + MASK in pieces.masks for name in pieces.outputs]
+        if checkpoint not in CHECKPOINTS:
+            raise UsageError(f"pipeline: checkpoint is {checkpoint!r}, expected one of {', '.join(CHECKPOINTS)}")
+        own = schedule.stages_of(comm.rank)
+        splits = any(action.kind is Kind.I for program in schedule.programs for action in program)
+        again = checkpoint == "full" or splits
+        self.parts = [pieces.parts[number] for number in own]
+        self.tied = TiedWeights.found(comm, pieces.parts, schedule.placement)
+        if schedule.every and (self.tied.exist or schedule.stages > schedule.ranks):
+            what = "layers that stages on several ranks share" if self.tied.exist else "several stages on a rank"
+            raise UsageError(f"pipeline: schedule {schedule.name} updates stages one by one, so it takes no {what}")
+        self.variables = {id(variable): variable for part in self.parts for variable in part.variables}
+        """This rank's variables, by their id."""
+        self._values = Values(self.variables.values())
+        last = schedule.stages - 1
+        self.stages = {number: self._stage(number, pieces, is_last=number == last, again=again) for number in own}
+        """This rank's stages, by number."""
+        first_use = {id(v): number for number, part in reversed(list(enumerate(pieces.parts))) for v in part.variables}
+        self._first_use = first_use
+        self.gradients: dict[int, tf.Tensor] = {}
+        """Of all steps so far, by the id of the variable."""
+        lines = [f"split {pieces.counts}", f"codec {codec}", f"checkpoint {checkpoint}"]
+        for number, part in enumerate(pieces.parts):
+            lines += [f"stage {number}: {v.path} {tuple(v.shape)} {v.dtype}" for v in part.variables]
+        self.pipe = Pipe(
+            comm, schedule, pieces.links, self.stages, TensorflowTensors(), codecs=_codecs(codec, pieces), lines=lines
+        )
+        """What runs the schedule."""
+        self.tied.spread()
+
+    def _stage(self, number: int, pieces: Cut, *, is_last: bool, again: bool) -> TensorflowStage:
+        return TensorflowStage(
+            number,
+            pieces.parts[number],
+            {link.source: names for link, names in pieces.values.items() if link.target == number},
+            {link.target: names for link, names in pieces.values.items() if link.source == number},
+            outputs=pieces.outputs if is_last else (),
+            masks=pieces.masks if is_last else (),
+            values=self._values,
+            again=again,
+        )
+
+    def prepare(self, loss: Any, *, eager: bool, update: Callable[[Sequence[Any], Sequence[Any]], None]) -> None:
+        """Begin anew: with a loss, the variables that are trainable now, and what updates them."""
+
+        def update_stage(stage: TensorflowStage) -> None:
+            stage.regularization(gradients=True)
+            gradients, stage.batch.gradients = stage.batch.gradients, {}
+            trainable = stage.functions.trainable
+            self._values.updated()
+            update(trainable, [gradients.get(id(variable)) for variable in trainable])
+
+        shared = [variable for variable in self.variables.values() if self.tied.has(variable)]
+        for number, stage in self.stages.items():
+            regularized = [
+                variable
+                for variable in stage.part.trainable_variables
+                if variable.regularizer is not None and self._first_use[id(variable)] == number
+            ]
+            stage.prepare(loss, regularized=regularized, shared=shared, eager=eager, update=update_stage)
+
+    def run(
+        self,
+        x: Any,
+        y: Any,
+        sample_weight: Any,
+        *,
+        is_training: bool = False,
+        has_loss: bool = True,
+        keeps_outputs: bool = False,
+        scale: float = 1.0,
+    ) -> Result:
+        """Run a batch; return its loss, on every rank. Gradients are added to `gradients`. Collective."""
+        schedule = self.pipe.schedule
+        batch = Batch(is_training=is_training, has_loss=has_loss, keeps_outputs=keeps_outputs, scale=scale)
+        rows, target, weight = self._begin(batch, x, y, sample_weight)
+        self._values.begin()
+        for stage in self.stages.values():
+            stage.batch = batch
+        try:
+            empty = {
+                number for number, part in enumerate(rows_of(rows, schedule.microbatches)) if part.start == part.stop
+            }
+            if is_training:
+                self.pipe.train(empty)
+            else:
+                self.pipe.forward(empty)
+            loss = self._end(batch, rows) if has_loss else 0.0
+            result = Result(loss, rows, target=target, sample_weight=weight)
+            if keeps_outputs and self.pipe.comm.rank == self.pipe.last:
+                result.outputs, result.masks = self._outputs(batch)
+            return result
+        finally:
+            for stage in self.stages.values():
+                stage.clear()
+            self._values.begin()
+
+    def _begin(self, batch: Batch, x: Any, y: Any, sample_weight: Any) -> tuple[int, Any, Any]:
+        """Cut the batch, and agree on its rows. Raises UsageError on all ranks if one was given what is wrong."""
+        comm, first, last = self.pipe.comm, self.pipe.first, self.pipe.last
+        told, inputs, error = [_NONE, _NONE, _NONE], None, None
+        try:
+            if comm.rank == first:
+                if x is None:
+                    raise UsageError(f"pipeline: rank {comm.rank} has the first stage: give it x")
+                inputs = inputs_of(self.graph, x)
+                told[0] = rows_in(inputs, "x")
+            if comm.rank in (first, last) and batch.has_loss:
+                y, sample_weight = as_tensors(y), as_tensors(sample_weight)
+                if y is not None:
+                    told[1:] = rows_in((y, sample_weight), "y"), digest(y) if first != last else _NONE
+                elif comm.rank == last:
+                    raise UsageError(f"pipeline: rank {comm.rank} has the last stage: give it y")
+        except Exception as caught:
+            error, told = caught, [_FAILED] * 3
+        every = comm.all_gather(np.array([told], np.int64))
+        if error is not None:
+            raise error
+        failed = [rank for rank, numbers in enumerate(every) if numbers[0] == _FAILED]
+        if failed:
+            raise UsageError(f"pipeline: rank {failed[0]} was given a batch that is wrong, as its own error says")
+        rows = int(every[first][0])
+        if batch.has_loss and every[last][1] != rows:
+            raise UsageError(f"pipeline: x has {rows} rows on rank {first}, y has {every[last][1]} on rank {last}")
+        if batch.has_loss and every[first][1] != _NONE and every[first][2] != every[last][2]:
+            raise UsageError(
+                f"pipeline: ranks {first} and {last} were given different y, so x and y are not of the same rows: give "
+                "all ranks the same batches, and shuffle with a seed that is the same on all of them"
+            )
+        parts = rows_of(rows, self.pipe.schedule.microbatches)
+        counts = [part.stop - part.start for part in parts]
+        batch.row_shares = self._in_updates(counts)
+        if inputs is not None:
+            batch.inputs = [dict(zip(self._inputs, taken(inputs, part), strict=True)) for part in parts]
+        if comm.rank == last and batch.has_loss:
+            batch.targets = [taken(y, part) for part in parts]
+            batch.sample_weights = [taken(sample_weight, part) for part in parts]
+            batch.terms = self._terms(batch.targets, counts)
+            batch.shares = self._in_updates(batch.terms)
+        return rows, y, sample_weight
+
+    def _in_updates(self, counts: Sequence[float]) -> list[float]:
+        """Return what each microbatch counts in the update that it belongs to."""
+        every = self.pipe.schedule.every or len(counts)
+        return [share for start in range(0, len(counts), every) for share in shares(counts[start : start + every])]
+
+    def _terms(self, targets: Sequence[Any], rows: Sequence[int]) -> list[float]:
+        """Return how many terms each microbatch's loss is the mean of."""
+        if self._weigh is None:
+            return [float(count) for count in rows]
+        return [float(self._weigh(target)) if count else 0.0 for target, count in zip(targets, rows, strict=True)]
+
+    def _end(self, batch: Batch, rows: int) -> float:
+        """Complete gradients and loss, and let the variables have the states of layers."""
+        schedule = self.pipe.schedule
+        flushes = batch.is_training and not schedule.every
+        own = sum(stage.regularization(gradients=flushes) for stage in self.stages.values())
+        of_rows = shares([part.stop - part.start for part in rows_of(rows, schedule.microbatches)])
+        own += sum(float(value) * of_rows[number] for (_, number), value in sorted(batch.extras.items()))
+        if batch.losses:
+            of_terms = shares(batch.terms)
+            own += sum(float(value) * of_terms[number] for number, value in sorted(batch.losses.items()))
+        if batch.is_training:
+            self._values.end()
+        if flushes:
+            self.tied.add_up(batch.gradients)
+            for key, gradient in batch.gradients.items():
+                self.gradients[key] = self.gradients[key] + gradient if key in self.gradients else gradient
+        return float(sum(self.pipe.comm.all_gather(np.array([own]))))
+
+    def _outputs(self, batch: Batch) -> tuple[list[tf.Tensor], list[tf.Tensor | None]]:
+        """Return the outputs of all microbatches together, and their masks."""
+        parts = [outputs for _, outputs in sorted(batch.outputs.items())]
+        whole = [tf.concat(tensors, 0) for tensors in zip(*parts, strict=True)]
+        count = len(self._masked)
+        masks = iter(whole[count:])
+        return whole[:count], [next(masks) if is_masked else None for is_masked in self._masked]
+
+    def shared(self, outputs: list[tf.Tensor] | None) -> list[tf.Tensor]:
+        """Return the last stage's outputs on every rank. Collective."""
+        comm, last = self.pipe.comm, self.pipe.last
+        arrays = [] if outputs is None else [to_array(output) for output in outputs]
+        specs = comm.broadcast_object([(array.shape, array.dtype) for array in arrays], last)
+        if comm.rank != last:
+            arrays = [np.empty(shape, dtype) for shape, dtype in specs]
+        for array in arrays:
+            comm.broadcast(array, last)
+        return outputs if outputs is not None else [to_tensor(array) for array in arrays]
+
+    @property
+    def weighs(self) -> bool:
+        """Whether the user says how many terms a microbatch's loss is the mean of."""
+        return self._weigh is not None
+
+    @property
+    def needs_terms(self) -> bool:
+        """Whether the loss is the mean over something else than rows, and nobody says over how much of it."""
+        return any(self._masked) and self._weigh is None and self.pipe.schedule.microbatches > 1
+
+    def nest(self, outputs: Sequence[Any]) -> Any:
+        """Return outputs as the model does, which is the tensor itself where there is one."""
+        nested = keras.tree.pack_sequence_as(self.graph.output, list(outputs))
+        return nested[0] if isinstance(nested, list | tuple) and len(nested) == 1 else nested
+
+
+def _codecs(codec: Codec | str | None, pieces: Cut) -> Mapping[Way, Any]:
+    if codec is None:
+        return {}
+    made = codec_of(codec)
+    return {(link, kind): made for link in pieces.links for kind in (Kind.F, Kind.B)}

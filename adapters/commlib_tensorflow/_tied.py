@@ -1,0 +1,72 @@
+"""Tied weights: keep a weight that stages on several ranks share the same, and its gradient complete."""
+
+from __future__ import annotations
+
+from collections.abc import MutableMapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import tensorflow as tf
+
+from commlib.communicator import Communicator
+from commlib_tensorflow._bridge import to_array, to_tensor
+
+
+@dataclass(frozen=True, slots=True)
+class _Tied:
+    """A variable of this rank, and the communicator of the ranks that have it."""
+
+    variable: Any
+    comm: Communicator
+
+
+class TiedWeights:
+    """The variables of this rank that other ranks have, too."""
+
+    def __init__(self, tied: Sequence[_Tied], exist: bool) -> None:
+        self._tied = tied
+        self.exist = exist
+        """Whether any rank has any."""
+
+    @classmethod
+    def found(cls, comm: Communicator, parts: Sequence[Any], placement: Sequence[int]) -> TiedWeights:
+        """Find the variables that several ranks have in a model that this rank still has as a whole. Collective."""
+        owners: dict[int, tuple[Any, list[int]]] = {}
+        for part, rank in zip(parts, placement, strict=True):
+            for variable in part.variables:
+                ranks = owners.setdefault(id(variable), (variable, []))[1]
+                if rank not in ranks:
+                    ranks.append(rank)
+        shared = [(variable, tuple(sorted(ranks))) for variable, ranks in owners.values() if len(ranks) > 1]
+        groups = list(dict.fromkeys(ranks for _, ranks in shared))
+        requests = [(0 if comm.rank in ranks else -1, 0, f"{comm.name}.tied") for ranks in groups]
+        made = dict(zip(groups, comm.split_all(requests) if requests else [], strict=True))
+        own = [_Tied(variable, group) for variable, ranks in shared if (group := made[ranks]) is not None]
+        return cls(own, bool(shared))
+
+    def spread(self) -> None:
+        """Give all owners the values of the first one. Collective over them."""
+        for tied in self._tied:
+            array = np.array(to_array(tf.convert_to_tensor(tied.variable.value)))
+            tied.comm.broadcast(array, 0)
+            tied.variable.assign(array)
+
+    def add_up(self, gradients: MutableMapping[int, tf.Tensor | None]) -> None:
+        """Add the gradients of all owners, by the id of the variable. Collective over the owners."""
+        for tied in self._tied:
+            if not tied.variable.trainable:
+                continue
+            own = gradients.get(id(tied.variable))
+            value = tf.convert_to_tensor(tied.variable.value)
+            array = np.zeros(value.shape, value.dtype.as_numpy_dtype) if own is None else np.array(to_array(own))
+            tied.comm.all_reduce(array, "sum", out=array)
+            gradients[id(tied.variable)] = to_tensor(array)
+
+    def has(self, variable: Any) -> bool:
+        """Return whether other ranks have a variable, too."""
+        return any(tied.variable is variable for tied in self._tied)
+
+    def is_counted_elsewhere(self, variable: Any) -> bool:
+        """Return whether another rank counts this variable in norms."""
+        return any(tied.variable is variable and tied.comm.rank != 0 for tied in self._tied)

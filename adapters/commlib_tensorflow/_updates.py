@@ -1,0 +1,133 @@
+"""Updates: let a Keras optimizer update this rank's part of a model as it would update the whole."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import keras
+import tensorflow as tf
+
+from commlib.communicator import Communicator
+from commlib.dtypes import Array
+from commlib.errors import UsageError
+from commlib.kernels.host.norm import sum_of_squares
+from commlib.optim.clipping import clip_factor, norm_of
+from commlib_tensorflow._bridge import to_array
+from commlib_tensorflow._keras_reduction import Distributed
+
+Gradients = Sequence[tf.Tensor | None]
+
+
+def check_optimizer(optimizer: Any, *, ranks: int, flushes: bool) -> None:
+    """Refuse what an optimizer of a part of a model cannot do. Raises UsageError that says what to do instead."""
+    if isinstance(optimizer, keras.optimizers.LossScaleOptimizer):
+        raise UsageError(
+            "pipeline: a LossScaleOptimizer, which compile() makes of every optimizer of a mixed_float16 model, finds "
+            "the loss scale from this rank's gradients alone: use mixed_bfloat16, or give the optimizer a fixed "
+            "loss_scale_factor and compile(auto_scale_loss=False)"
+        )
+    if ranks > 1 and getattr(optimizer, "global_clipnorm", None):
+        why = ""
+        if not flushes:
+            why = "this schedule updates stages at different times: use clipnorm or clipvalue"
+        elif optimizer.gradient_accumulation_steps:
+            why = "gradient_accumulation_steps makes it clip later than here: use more microbatches instead"
+        elif isinstance(optimizer, Distributed):
+            why = "a DistributedOptimizer reduces after this: use clipnorm or clipvalue"
+        if why:
+            raise UsageError(f"pipeline: global_clipnorm needs the gradients of all stages, and {why}")
+
+
+def check_loss(loss: Any, *, weighs: bool) -> None:
+    """Refuse losses that are no mean over rows, which those of microbatches would not add up to. Raises UsageError."""
+    for leaf in keras.tree.flatten(loss):
+        reduction = getattr(leaf, "reduction", "sum_over_batch_size")
+        fitting = ("sum_over_batch_size", "mean", *(("mean_with_sample_weight",) if weighs else ()))
+        if reduction not in fitting:
+            raise UsageError(
+                f"pipeline: the reduction of {type(leaf).__name__} is {reduction!r}, expected 'sum_over_batch_size': "
+                "the losses of microbatches are weighted by their rows"
+            )
+
+
+def update(optimizer: Any, variables: Sequence[Any], gradients: Gradients, norm: Callable[[Gradients], float]) -> None:
+    """Update variables. norm: of gradients, that of those of all stages; asked for where the optimizer clips by it."""
+    limit = getattr(optimizer, "global_clipnorm", None)
+    if limit:
+        limit *= scale_of(optimizer)  # Keras unscales before it clips
+        gradients = scaled(gradients, clip_factor(norm(gradients), limit, infinite_is_nan=True))
+    if all(gradient is None for gradient in gradients):
+        return
+    if not limit:
+        optimizer.apply(list(gradients), list(variables))
+        return
+    before, optimizer.global_clipnorm = optimizer.global_clipnorm, None
+    try:
+        optimizer.apply(list(gradients), list(variables))
+    finally:
+        optimizer.global_clipnorm = before
+
+
+def scale_of(optimizer: Any) -> float:
+    """Return what an optimizer multiplies losses by, and divides gradients by."""
+    return float(getattr(optimizer, "loss_scale_factor", None) or 1.0)
+
+
+def norm_over(comm: Communicator, gradients: Gradients) -> float:
+    """Return the 2-norm of the gradients of all ranks. Collective."""
+    squares = sum(sum_of_squares(_flat(gradient)) for gradient in gradients if gradient is not None)
+    return norm_of(comm.all_gather_object(float(squares)))
+
+
+def _flat(gradient: tf.Tensor) -> Array:
+    return to_array(gradient).reshape(-1)
+
+
+def scaled(gradients: Gradients, factor: float) -> list[tf.Tensor | None]:
+    """Return gradients times a number."""
+    if factor == 1:
+        return list(gradients)
+    return [None if g is None else g * tf.constant(factor, g.dtype) for g in gradients]
+
+
+# The state of an optimizer, by variable rather than by rank
+
+
+def state_of(optimizer: Any) -> tuple[dict[str, Array], dict[str, list[Array | None]]]:
+    """Return an optimizer's variables: those that are for all weights, and lists of those for each."""
+    singles, lists = _found(optimizer)
+    values = {
+        name: [None if v is None else to_array(tf.convert_to_tensor(v.value)) for v in own]
+        for name, own in lists.items()
+    }
+    return {name: to_array(tf.convert_to_tensor(variable.value)) for name, variable in singles.items()}, values
+
+
+def put_state(optimizer: Any, singles: dict[str, Array], lists: dict[str, dict[int, Array | None]]) -> None:
+    """Give an optimizer that is built the state that others had. lists: by the place of the weight."""
+    own_singles, own_lists = _found(optimizer)
+    for name, variable in own_singles.items():
+        if name in singles:
+            variable.assign(singles[name])
+    for name, variables in own_lists.items():
+        for place, variable in enumerate(variables):
+            value = lists.get(name, {}).get(place)
+            if variable is not None and value is not None:
+                variable.assign(value)
+
+
+def _found(optimizer: Any) -> tuple[dict[str, Any], dict[str, list[Any]]]:
+    """Return the attributes of an optimizer that are variables, and those that are lists of one for each weight."""
+    if optimizer is None or not optimizer.built:
+        return {}, {}
+    count = len(optimizer._trainable_variables)
+    singles = {name: value for name, value in vars(optimizer).items() if isinstance(value, keras.Variable)}
+    lists: dict[str, list[Any]] = {}
+    for name, value in vars(optimizer).items():
+        if name in ("_variables", "_trainable_variables") or not isinstance(value, list) or len(value) != count:
+            continue
+        own = [one if isinstance(one, keras.Variable) else None for one in value]
+        if any(one is not None for one in own):
+            lists[name] = own
+    return singles, lists

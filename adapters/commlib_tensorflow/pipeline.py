@@ -1,0 +1,403 @@
+"""Pipeline: train a Keras model whose stages are on the ranks of a group, a batch at a time, as one process would."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import keras
+import numpy as np
+import tensorflow as tf
+
+from commlib.communicator import Communicator
+from commlib.compress.codec import Codec
+from commlib.dtypes import Array
+from commlib.errors import UsageError
+from commlib.optim.clipping import check_limit, clip_factor
+from commlib.pipeline.pipe import AnySchedule, Pipe, resolve
+from commlib.pipeline.schedule import Schedule
+from commlib_tensorflow._batches import are_arrays, shuffled, split_rows
+from commlib_tensorflow._logs import Logs
+from commlib_tensorflow._parts import Cut, cut
+from commlib_tensorflow._split import Split
+from commlib_tensorflow._steps import Result, Steps
+from commlib_tensorflow._updates import (
+    Gradients,
+    check_loss,
+    check_optimizer,
+    norm_over,
+    scale_of,
+    scaled,
+    state_of,
+    update,
+)
+from commlib_tensorflow._whole import WholeModel
+
+
+def pipeline(
+    model: Any,
+    comm: Communicator,
+    *,
+    schedule: AnySchedule = "1f1b",
+    microbatches: int,
+    loss: Any = None,
+    split: Split = "auto",
+    stages: int | None = None,
+    checkpoint: str = "none",
+    codec: Codec | str | None = None,
+    weigh: Callable[[Any], float] | None = None,
+    optimizer: Any = None,
+    every: int | None = None,
+) -> Pipeline:
+    """Put the stages of a Keras model on the ranks of `comm`, such as `mesh["pp"]`. The same call on every rank.
+
+        pipe = ct.pipeline(model, mesh["pp"], schedule="1f1b", microbatches=8)
+        pipe.compile(optimizer="adam", loss="mse", metrics=["mae"])
+        pipe.fit(x, y, epochs=3)
+
+    or, a step at a time, with `loss=` and `optimizer=` here instead of compile:
+
+        loss = pipe.step(x, y); pipe.apply_gradients()
+
+    model: a keras.Sequential, a functional model, or a list of layers that begins with a keras.Input; the pipeline has
+    its layers, not copies. schedule: a name ("gpipe", "1f1b", "interleaved", "zb_h1", "zb_v", "dualpipev",
+    "breadth_first", "pipedream", "pipedream_2bw"), the path of a CSV file, or a Schedule. microbatches: into how many
+    parts a batch is cut, along the first dimension. loss: as compile() takes it, of (target, output), the mean over the
+    rows. split: "auto" (even bytes of weights), or how many layers each stage has, or the names of the layers with
+    which the later stages begin. stages: in all, where a rank has several. checkpoint: what is kept of activations
+    between forward and backward: "none" is computed again, or "full": only a stage's inputs are kept, as they are in
+    any case by schedules that split backwards. codec: how activations and their gradients travel, such as "bf16" or
+    "int8". weigh: of a microbatch's target, how many terms its loss is the mean of, where that is not its rows.
+    optimizer: as compile() takes it. every: microbatches between updates, in schedules that update weights while they
+    run; they use the compiled optimizer.
+
+    Collective. Raises UsageError for what makes no sense on this rank, MismatchError on all ranks if they ask for
+    different things, ScheduleError for a schedule that cannot run.
+    """
+    chosen = resolve(schedule, comm.size, microbatches, stages=stages, every=every)
+    pieces = cut(model, chosen.stages, split)
+    if isinstance(model, list | tuple):
+        model = pieces.graph
+    pipe = Pipeline(comm, model, pieces, chosen, checkpoint=checkpoint, codec=codec, weigh=weigh)
+    if loss is not None or optimizer is not None:
+        pipe.compile(optimizer=optimizer, loss=loss)
+    return pipe
+
+
+@dataclass(slots=True)
+class _Own:
+    """What a pipeline has beside its layers; Keras is not to look into it."""
+
+    steps: Steps
+    whole: WholeModel
+    logs: Logs
+
+
+class Pipeline(keras.Model):  # type: ignore[misc]  # Keras has no types
+    """This rank's stages of a model, as a Keras model. Made by `pipeline`.
+
+    All ranks call `fit`, `evaluate`, `predict`, `save` and the others alike, with the same arguments: x is looked at on
+    the rank of the first stage, y on that of the last. What they return, and what callbacks see, is the same on all.
+    Variables, and the optimizer, are those of this rank's stages.
+    """
+
+    def __init__(
+        self,
+        comm: Communicator,
+        model: Any,
+        pieces: Cut,
+        schedule: Schedule,
+        *,
+        checkpoint: str,
+        codec: Codec | str | None,
+        weigh: Callable[[Any], float] | None,
+    ) -> None:
+        super().__init__(name=model.name)
+        whole = WholeModel(model, pieces.parts, schedule.placement)
+        steps = Steps(comm, pieces, schedule, checkpoint=checkpoint, codec=codec, weigh=weigh)
+        self._own = _Own(steps, whole, Logs(None))
+        self.optimizer = None
+        self.parts = steps.parts
+        self.output_names = list(pieces.graph.output_names)
+        self.built = True
+        self._prepare()
+
+    # A step at a time
+
+    def step(self, x: Any = None, y: Any = None, sample_weight: Any = None) -> tf.Tensor:
+        """Run forward and backward on a batch; return its mean loss, on every rank. Collective.
+
+        Gradients are added to those that are in `gradients`, as one process would compute them on the whole batch; of
+        an optimizer that scales losses, they are scaled. x: a tensor, a list of them or a dict by the names of the
+        inputs, needed on the rank of the first stage; y and sample_weight: needed on that of the last.
+        """
+        result = self._train(x, y, sample_weight)
+        return tf.constant(result.loss, keras.config.floatx())
+
+    @property
+    def gradients(self) -> list[tf.Tensor | None]:
+        """The gradients of `trainable_variables`, in their order; None where there is none."""
+        return [self._own.steps.gradients.get(id(variable)) for variable in self.trainable_variables]
+
+    @gradients.setter
+    def gradients(self, gradients: Sequence[tf.Tensor | None]) -> None:
+        pairs = zip(self.trainable_variables, gradients, strict=True)
+        self._own.steps.gradients = {id(v): tf.convert_to_tensor(g) for v, g in pairs if g is not None}
+
+    def apply_gradients(self) -> None:
+        """Update this rank's weights with the gradients by the compiled optimizer, and forget the gradients."""
+        if self.optimizer is None:
+            raise UsageError("apply_gradients: there is no optimizer: give optimizer= to pipeline() or to compile()")
+        self._update(self.trainable_variables, self.gradients)
+        self.zero_gradients()
+
+    def zero_gradients(self) -> None:
+        """Forget the gradients."""
+        self._own.steps.gradients = {}
+
+    def clip_grad_norm(self, max_norm: float) -> tf.Tensor:
+        """Scale gradients so that the 2-norm of those of all stages is `max_norm` at most; return what it was.
+
+        A weight that several stages share counts once. The same bits on all ranks. Collective.
+        """
+        scale = scale_of(self.optimizer)
+        limit = check_limit("clip_grad_norm", "max_norm", max_norm)
+        norm = self._norm(self.gradients) / scale
+        self.gradients = scaled(self.gradients, clip_factor(norm, limit, infinite_is_nan=True))
+        return tf.constant(norm, tf.float64)
+
+    # Keras
+
+    def compile(self, optimizer: Any = "rmsprop", loss: Any = None, **options: Any) -> None:
+        """Set optimizer, loss and metrics, as `keras.Model.compile` does. The same call on every rank.
+
+        Raises UsageError for jit_compile=True, for an optimizer with a dynamic loss scale, and for a global_clipnorm
+        where gradients are not complete when the optimizer is given them.
+        """
+        if options.pop("jit_compile", "auto") is True:
+            raise UsageError("pipeline: jit_compile=True: stages are compiled by TensorFlow alone; leave it out")
+        optimizer = keras.optimizers.get(optimizer)
+        schedule = self._own.steps.pipe.schedule
+        check_optimizer(optimizer, ranks=schedule.ranks, flushes=not schedule.every)
+        check_loss(loss, weighs=self._own.steps.weighs)
+        super().compile(optimizer=optimizer, loss=self.loss if loss is None else loss, jit_compile=False, **options)
+        check_optimizer(self.optimizer, ranks=schedule.ranks, flushes=not schedule.every)
+        self._prepare()
+
+    def fit(
+        self,
+        x: Any = None,
+        y: Any = None,
+        batch_size: int | None = None,
+        epochs: int = 1,
+        verbose: Any = "auto",
+        callbacks: Any = None,
+        validation_split: float = 0.0,
+        validation_data: Any = None,
+        shuffle: bool = True,
+        class_weight: Any = None,
+        sample_weight: Any = None,
+        **options: Any,
+    ) -> Any:
+        """Train as `keras.Model.fit` does. Collective: the same arguments on every rank.
+
+        Arrays are shuffled alike on all ranks. What yields batches has to do so itself: a seed that is the same.
+        """
+        if validation_split and validation_data is None:
+            (x, y, sample_weight), validation_data = split_rows((x, y, sample_weight), validation_split)
+        if shuffle and are_arrays(x):
+            seed = self._own.steps.pipe.comm.broadcast_object(int(np.random.randint(2**31)), 0)
+            x, y, sample_weight = shuffled((x, y, sample_weight), batch_size or 32, seed), None, None
+            if validation_data is not None:
+                options.setdefault("validation_batch_size", batch_size or 32)
+            batch_size = None
+        return super().fit(
+            x=x, y=y, batch_size=batch_size, epochs=epochs, verbose=self._verbose(verbose), callbacks=callbacks,
+            validation_data=validation_data, shuffle=False, class_weight=class_weight, sample_weight=sample_weight,
+            **options,
+        )  # fmt: skip
+
+    def evaluate(self, x: Any = None, y: Any = None, *args: Any, verbose: Any = "auto", **options: Any) -> Any:
+        """Return loss and metrics, as `keras.Model.evaluate` does, on every rank. Collective."""
+        return super().evaluate(x, y, *args, verbose=self._verbose(verbose), **options)
+
+    def predict(self, x: Any = None, *args: Any, verbose: Any = "auto", **options: Any) -> Any:
+        """Return what the model gives, as `keras.Model.predict` does, on every rank. Collective."""
+        return super().predict(x, *args, verbose=self._verbose(verbose), **options)
+
+    def train_step(self, data: Any) -> dict[str, float]:
+        """Train on a batch; return the logs."""
+        result = self._train(*keras.utils.unpack_x_y_sample_weight(data), keeps_outputs=self._own.logs.has_metrics)
+        if not self._own.steps.pipe.schedule.every:
+            self.apply_gradients()
+        return self._own.logs.add(result, self.pipe)
+
+    def test_step(self, data: Any) -> dict[str, float]:
+        """Evaluate a batch; return the logs."""
+        data = keras.utils.unpack_x_y_sample_weight(data)
+        result = self._own.steps.run(*data, keeps_outputs=self._own.logs.has_metrics)
+        return self._own.logs.add(result, self.pipe)
+
+    def predict_step(self, data: Any) -> Any:
+        """Return what the model gives for a batch."""
+        steps = self._own.steps
+        x, _, _ = keras.utils.unpack_x_y_sample_weight(data)
+        outputs = steps.run(x, None, None, has_loss=False, keeps_outputs=True).outputs
+        return steps.nest(steps.shared(outputs))
+
+    def make_train_function(self, force: bool = False) -> None:
+        """Let fit take its steps outside of graphs: messages are no part of one."""
+        self.train_function = self._each(self.train_step)
+
+    def make_test_function(self, force: bool = False) -> None:
+        """Let evaluate take its steps outside of graphs."""
+        self.test_function = self._each(self.test_step)
+
+    def make_predict_function(self, force: bool = False) -> None:
+        """Let predict take its steps outside of graphs."""
+
+        def function(batches: Iterable[Any]) -> Any:
+            found = [self.predict_step(data) for data in batches]
+            return keras.tree.map_structure(lambda *parts: tf.concat(parts, 0), *found)
+
+        self.predict_function = function
+
+    def call(self, *args: Any, **kwargs: Any) -> Any:
+        """Refuse to be called: a batch goes through all ranks."""
+        raise UsageError("a pipeline is not called: use fit, evaluate, predict or step(x, y), on every rank")
+
+    def reset_metrics(self) -> None:
+        """Forget the losses and metrics of batches before."""
+        super().reset_metrics()
+        self._own.logs.reset()
+
+    def get_metrics_result(self) -> dict[str, Any]:
+        """Return the loss and metrics of the batches so far: the same on every rank."""
+        return dict(self._own.logs.latest)
+
+    # Files
+
+    def save(self, filepath: Any, overwrite: bool = True, zipped: bool | None = None, **options: Any) -> None:
+        """Write the whole model to a file that `keras.models.load_model` reads, with or without commlib.
+
+        It is compiled as this one, with the state of the optimizer. Rank 0 writes. Collective.
+        """
+        singles, lists = state_of(self.optimizer)
+        places = [self._own.whole.order[id(variable)] for variable in self.trainable_variables]
+        own = {name: dict(zip(places, values, strict=True)) for name, values in lists.items()}
+        states = self._own.steps.pipe.comm.all_gather_object((singles, own))
+
+        def write(model: Any) -> None:
+            if self.optimizer is not None:
+                # Of the same loss and metrics, which need not be known by a name; the optimizer is of this rank alone.
+                like = keras.optimizers.deserialize(keras.optimizers.serialize(self.optimizer))
+                model.compile(**{**self._compile_config.config, "optimizer": like})
+                self._own.whole.put_optimizer_state(model, states)
+            model.save(filepath, overwrite=overwrite, zipped=zipped, **options)
+
+        self._own.whole.write(self.pipe.comm, write)
+
+    def save_weights(self, filepath: Any, overwrite: bool = True, **options: Any) -> None:
+        """Write the whole model's weights, as `keras.Model.save_weights` does. Rank 0 writes. Collective."""
+
+        def write(model: Any) -> None:
+            model.save_weights(filepath, overwrite=overwrite, **options)
+
+        self._own.whole.write(self.pipe.comm, write)
+
+    def load_weights(self, filepath: Any, skip_mismatch: bool = False, **options: Any) -> None:
+        """Read a whole model's weights, and keep those of this rank's stages. Every rank reads the file."""
+        model = self._own.whole.built()
+        if skip_mismatch:  # what is skipped stays as it is
+            for variable, value in zip(model.variables, self._own.whole.values(self.pipe.comm), strict=True):
+                variable.assign(value)
+        model.load_weights(filepath, skip_mismatch=skip_mismatch, **options)
+        self._own.whole.take(model, self._own.steps.variables)
+
+    def gather_weights(self) -> list[Array]:
+        """Return the weights of the whole model, in the order of its `weights`, on every rank. Collective."""
+        return self._own.whole.weights(self.pipe.comm)
+
+    def get_config(self) -> Any:
+        """Refuse: this rank has a part of the model only."""
+        raise UsageError("a pipeline has no configuration of its own: save() writes the whole model's, on all ranks")
+
+    # The rest
+
+    def picture(self, *, width: int | None = None) -> str:
+        """Draw the schedule. Not collective."""
+        return self.pipe.picture(width=width)
+
+    def close(self) -> None:
+        """End this rank's part. The others are told."""
+        self.pipe.close()
+
+    @property
+    def pipe(self) -> Pipe:
+        """What runs the schedule."""
+        return self._own.steps.pipe
+
+    def _prepare(self) -> None:
+        """Begin anew, after compile."""
+        own = self._own
+        has_losses = self._compile_loss is not None and len(self.output_names) > 1
+        own.logs = Logs(self._measured if has_losses or self._compile_metrics is not None else None)
+        loss = None if self._compile_loss is None else self._loss_of
+        own.steps.prepare(loss, eager=bool(self.run_eagerly), update=self._update)
+
+    def _loss_of(self, target: Any, outputs: list[Any], sample_weight: Any) -> Any:
+        """Return the compiled loss. What it keeps of each output is not of microbatches: see `_measured`."""
+        if self._own.steps.needs_terms:
+            raise UsageError(
+                "pipeline: the model's output has a mask, so the loss of a microbatch is the mean over what is not "
+                "masked: give weigh= to pipeline(), which says of a microbatch's target how much that is"
+            )
+        with keras.StatelessScope():
+            return self._compile_loss(target, self._own.steps.nest(outputs), sample_weight)
+
+    def _measured(self, target: Any, outputs: list[Any], sample_weight: Any) -> dict[str, Any]:
+        """Update the metrics with a whole batch, and return their values."""
+        output = self._own.steps.nest(outputs)
+        if self._compile_loss.metrics:  # those of several outputs
+            self._compile_loss(target, output, sample_weight)
+        if self._compile_metrics is not None:
+            self._compile_metrics.update_state(target, output, sample_weight)
+        return super().get_metrics_result()  # type: ignore[no-any-return]
+
+    def _train(self, x: Any, y: Any, sample_weight: Any, *, keeps_outputs: bool = False) -> Result:
+        scale = scale_of(self.optimizer)
+        if self._own.steps.pipe.schedule.every and self.optimizer is None:
+            name = self._own.steps.pipe.schedule.name
+            raise UsageError(f"pipeline: schedule {name} updates weights while it runs: give optimizer=, or compile()")
+        return self._own.steps.run(x, y, sample_weight, is_training=True, keeps_outputs=keeps_outputs, scale=scale)
+
+    def _update(self, variables: Sequence[Any], gradients: Gradients) -> None:
+        update(self.optimizer, variables, gradients, self._norm)
+
+    def _norm(self, gradients: Gradients) -> float:
+        tied = self._own.steps.tied
+        pairs = zip(gradients, self.trainable_variables, strict=True)
+        return norm_over(self.pipe.comm, [None if tied.is_counted_elsewhere(v) else g for g, v in pairs])
+
+    def _each(self, step: Callable[[Any], dict[str, float]]) -> Callable[[Any], dict[str, float]]:
+        """Return what takes as many steps as compile() says in an execution."""
+
+        def function(iterator: Any) -> dict[str, float]:
+            logs: dict[str, float] | None = None
+            for _, data in zip(range(self.steps_per_execution), iterator, strict=False):
+                logs = step(keras.tree.map_structure(_without_optional, data))
+            if logs is None:
+                raise StopIteration
+            return logs
+
+        return function
+
+    def _verbose(self, verbose: Any) -> Any:
+        """Let only one rank print, unless it is said otherwise."""
+        return 0 if verbose == "auto" and self.pipe.comm.rank else verbose
+
+
+def _without_optional(leaf: Any) -> Any:
+    """Return None for what a dataset says there is none of, as Keras does."""
+    return None if isinstance(leaf, tf.experimental.Optional) else leaf

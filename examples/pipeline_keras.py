@@ -1,0 +1,125 @@
+"""Train a byte-level transformer in Keras in stages, save it, and go on with another number of stages.
+
+    mpirun -n 2 python examples/pipeline_keras.py
+    mpirun -n 4 python examples/pipeline_keras.py    # as root, or on fewer cores: see ci/env.sh
+
+The model is a plain functional one; `ct.pipeline` puts a stage on each rank, and `fit` goes on as it was. The whole
+model is saved as an ordinary Keras file, and loaded into half as many stages (two pipelines that train alike). Beside
+it one process trains on the same batches: losses and weights must be alike.
+"""
+
+from __future__ import annotations
+
+import os
+import sysconfig
+import tempfile
+from pathlib import Path
+from typing import Any
+
+os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "2")  # before TensorFlow is imported
+
+import keras
+import numpy as np
+
+import commlib
+import commlib_tensorflow as ct
+
+WIDTH, LAYERS, HEADS, CONTEXT, ROWS, STEPS = 32, 4, 4, 32, 16, 8
+
+
+def block(x: Any, number: int) -> Any:
+    """Causal attention and a perceptron, each behind a norm and added to what came in."""
+    layers = keras.layers
+    normed = layers.LayerNormalization(name=f"norm_attention_{number}")(x)
+    attention = layers.MultiHeadAttention(HEADS, WIDTH // HEADS, name=f"attention_{number}")
+    x = layers.Add()([x, attention(normed, normed, use_causal_mask=True)])
+    normed = layers.LayerNormalization(name=f"norm_mlp_{number}")(x)
+    wide = layers.Dense(4 * WIDTH, "gelu", name=f"widen_{number}")(normed)
+    return layers.Add()([x, layers.Dense(WIDTH, name=f"narrow_{number}")(wide)])
+
+
+def make_model() -> Any:
+    """The same on every rank."""
+    keras.utils.set_random_seed(0)
+    text = keras.Input((CONTEXT,), dtype="int32")
+    places = keras.Input((CONTEXT,), dtype="int32")
+    x = keras.layers.Embedding(256, WIDTH, name="bytes")(text)
+    x = keras.layers.Add()([x, keras.layers.Embedding(CONTEXT, WIDTH, name="places")(places)])
+    for number in range(LAYERS):
+        x = block(x, number)
+    logits = keras.layers.Dense(256, name="logits")(keras.layers.LayerNormalization(name="norm")(x))
+    return keras.Model([text, places], logits)
+
+
+def compile_model(model: Any) -> None:
+    loss = keras.losses.SparseCategoricalCrossentropy(from_logits=True)
+    model.compile(optimizer=keras.optimizers.SGD(0.3, momentum=0.9), loss=loss)
+
+
+def data() -> tuple[list[Any], Any]:
+    """Windows of the source of Python's own standard library: 2 * STEPS batches of ROWS."""
+    folder = Path(sysconfig.get_paths()["stdlib"])
+    text = b"".join(path.read_bytes() for path in sorted(folder.glob("a*.py")))[: 1 << 18]
+    stream = np.frombuffer(text, np.uint8).astype(np.int32)
+    starts = np.random.default_rng(1).integers(len(stream) - CONTEXT, size=2 * STEPS * ROWS)
+    windows = stream[starts[:, None] + np.arange(CONTEXT + 1)]
+    places = np.tile(np.arange(CONTEXT, dtype=np.int32), (len(windows), 1))
+    return [windows[:, :-1], places], windows[:, 1:]
+
+
+def fit(model: Any, x: list[Any], y: Any) -> list[float]:
+    """Train on each batch once; return the losses."""
+    losses: list[float] = []
+    seen = keras.callbacks.LambdaCallback(on_train_batch_end=lambda batch, logs: losses.append(logs["loss"]))
+    model.fit(x, y, batch_size=ROWS, shuffle=False, verbose=0, callbacks=[seen])
+    # Keras tells the mean over the batches so far.
+    means = np.array(losses) * np.arange(1, len(losses) + 1)
+    return [float(loss) for loss in np.diff(means, prepend=0.0)]
+
+
+def main() -> None:
+    comm = commlib.init()
+    x, y = data()
+    half = STEPS * ROWS
+    first, second = ([part[:half] for part in x], y[:half]), ([part[half:] for part in x], y[half:])
+
+    # A stage on each rank.
+    pipe = ct.pipeline(make_model(), comm, schedule="1f1b", microbatches=4)
+    compile_model(pipe)
+    losses = fit(pipe, *first)
+    if comm.rank == 0:
+        print(pipe.picture())
+
+    # Save the whole, as any Keras model.
+    folder = comm.broadcast_object(tempfile.mkdtemp())
+    pipe.save(f"{folder}/model.keras")
+    comm.barrier()
+    pipe.close()
+
+    # Go on with half as many stages.
+    mesh = commlib.Mesh(copy=2, pp=comm.size // 2)
+    loaded = keras.models.load_model(f"{folder}/model.keras")
+    pipe = ct.pipeline(loaded, mesh["pp"], schedule="gpipe", microbatches=2)
+    compile_model(pipe)
+    losses += fit(pipe, *second)
+
+    alone = make_model()
+    expected = []
+    for x_part, y_part in (first, second):
+        compile_model(alone)  # the momentum begins anew, here and there
+        expected += fit(alone, x_part, y_part)
+    weights = zip(pipe.gather_weights(), alone.get_weights(), strict=True)
+    # float32: sums of microbatches in another order, some 1e-6 of a loss and more of a weight after 16 steps.
+    worst = max(abs(one - other) for one, other in zip(losses, expected, strict=True))
+    apart = max(float(np.abs(one - other).max()) for one, other in weights)
+    if worst > 1e-3 or apart > 1e-2 or expected[-1] > 0.8 * expected[0]:
+        raise SystemExit(f"rank {comm.rank}: losses differ by {worst}, weights by {apart}: {losses} {expected}")
+    if comm.rank == 0:
+        stages, told = f"{comm.size} stages, then {comm.size // 2}", f"{losses[0]:.3f} to {losses[-1]:.3f}"
+        print(
+            f"{stages}: loss {told}, as in one process (losses differ by {worst:.1e} at most, weights by {apart:.1e})"
+        )
+
+
+if __name__ == "__main__":
+    main()
