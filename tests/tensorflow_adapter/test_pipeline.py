@@ -26,11 +26,13 @@ EXACT = 1e-12
 
 @pytest.fixture(autouse=True)
 def in_float64() -> Iterator[None]:
-    """Let Keras compute in float64, losses and metrics included."""
-    before = keras.config.floatx()
+    """Let Keras compute in float64, losses and metrics included. Its policy is made once, of what floatx is then."""
+    before, policy = keras.config.floatx(), keras.config.dtype_policy()
     keras.config.set_floatx("float64")
+    keras.config.set_dtype_policy("float64")
     yield
     keras.config.set_floatx(before)
+    keras.config.set_dtype_policy(policy)
 
 
 def filled(model: Any, seed: int = 0) -> Any:
