@@ -74,7 +74,7 @@ def _join(comm: Any, transport: Transport | None, defaults: Mapping[str, str]) -
         agreement = bootstrap.agree(transport, settings, bad)
     except CommlibError:  # on all ranks
         recording.close()
-        transport.close()
+        transport.close(met=False)
         raise
     return bootstrap.join(transport, settings, agreement, recording, None if _before is None else _before.retired)
 

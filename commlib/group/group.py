@@ -316,7 +316,10 @@ class Group:
         self._standing.announce(reason, history=self._calls.history)
 
     def close(self) -> None:
-        """Release everything. Collective, and only when no rank uses it any more."""
+        """Release everything. Collective, and only when no rank uses it any more.
+
+        What it is made of is freed when the ranks next meet: see `Retired`.
+        """
         self.runtime.groups.discard(self)
         self.progress.close()
         self.runtime.poller.forget(self)
@@ -324,9 +327,7 @@ class Group:
         self._memories.close()
         if self.board is not None:
             self.board.close()
-        if (retirement := self._retire.detach()) is not None:
-            for part in retirement[2][-1]:
-                part.close()
+        self.retire()
 
     def retire(self) -> None:
         """Note that this group is used no more: what it is made of is freed once all its ranks have noted it."""

@@ -200,8 +200,8 @@ class Transport(Protocol):
         """
         ...
 
-    def close(self) -> None:
-        """Release the group. Collective."""
+    def close(self, *, met: bool = True) -> None:
+        """Release the group. Collective. met: all ranks are here, so what was never received can be taken first."""
         ...
 
     @property

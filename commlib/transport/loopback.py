@@ -260,7 +260,7 @@ class LoopbackTransport:
         parts = self._meet("share", (own, base))
         return LoopbackSharedMemory([part for part, _ in parts], [base for _, base in parts], nbytes)
 
-    def close(self) -> None:
+    def close(self, *, met: bool = True) -> None:
         pass
 
 

@@ -10,8 +10,9 @@ import pytest
 from mpi4py import MPI
 
 
+@pytest.mark.parametrize("how", ["dropped", "closed"])
 @pytest.mark.ranks(min=2)
-def test_a_freed_group_leaves_nothing_to_the_next_communicator(comm: Any) -> None:
+def test_a_freed_group_leaves_nothing_to_the_next_communicator(comm: Any, how: str) -> None:
     """MPICH gives a freed communicator's number to the next one, and with it what was sent and never received.
 
     So a receive of the user's, in a communicator of its own, took the farewell of a channel, and its sender waited.
@@ -23,6 +24,8 @@ def test_a_freed_group_leaves_nothing_to_the_next_communicator(comm: Any) -> Non
                 if peer != comm.rank:
                     group.channel(peer, "edge", 4).close()
             group.send_async(np.ones(3), (comm.rank + 1) % comm.size, tag=7)
+            if how == "closed":
+                group.close()
         del group, groups
         gc.collect()
         comm.split(0)  # frees them
