@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -12,12 +12,10 @@ import tensorflow as tf
 
 from commlib.communicator import Communicator
 from commlib.compress.codec import Codec
-from commlib.compress.registry import codec_of
 from commlib.errors import UsageError
-from commlib.pipeline.batch import rows_of, shares
+from commlib.pipeline.batch import rows_of, shares, shares_in_updates, terms
 from commlib.pipeline.pipe import Pipe
 from commlib.pipeline.schedule import Kind, Schedule
-from commlib.pipeline.schedule.lower import Way
 from commlib_tensorflow._batches import as_tensors, digest, inputs_of, rows_in, taken
 from commlib_tensorflow._bridge import to_array, to_tensor
 from commlib_tensorflow._parts import MASK, Cut
@@ -84,9 +82,7 @@ class Steps:
         lines = [f"split {pieces.counts}", f"codec {codec}", f"checkpoint {checkpoint}"]
         for number, part in enumerate(pieces.parts):
             lines += [f"stage {number}: {v.path} {tuple(v.shape)} {v.dtype}" for v in part.variables]
-        self.pipe = Pipe(
-            comm, schedule, pieces.links, self.stages, TensorflowTensors(), codecs=_codecs(codec, pieces), lines=lines
-        )
+        self.pipe = Pipe(comm, schedule, pieces.links, self.stages, TensorflowTensors(), codec=codec, lines=lines)
         """What runs the schedule."""
         self.tied.spread()
 
@@ -191,26 +187,15 @@ class Steps:
             )
         parts = rows_of(rows, self.pipe.schedule.microbatches)
         counts = [part.stop - part.start for part in parts]
-        batch.row_shares = self._in_updates(counts)
+        batch.row_shares = shares_in_updates(counts, self.pipe.schedule.every)
         if inputs is not None:
             batch.inputs = [dict(zip(self._inputs, taken(inputs, part), strict=True)) for part in parts]
         if comm.rank == last and batch.has_loss:
             batch.targets = [taken(y, part) for part in parts]
             batch.sample_weights = [taken(sample_weight, part) for part in parts]
-            batch.terms = self._terms(batch.targets, counts)
-            batch.shares = self._in_updates(batch.terms)
+            batch.terms = terms(batch.targets, counts, self._weigh)
+            batch.shares = shares_in_updates(batch.terms, self.pipe.schedule.every)
         return rows, y, sample_weight
-
-    def _in_updates(self, counts: Sequence[float]) -> list[float]:
-        """Return what each microbatch counts in the update that it belongs to."""
-        every = self.pipe.schedule.every or len(counts)
-        return [share for start in range(0, len(counts), every) for share in shares(counts[start : start + every])]
-
-    def _terms(self, targets: Sequence[Any], rows: Sequence[int]) -> list[float]:
-        """Return how many terms each microbatch's loss is the mean of."""
-        if self._weigh is None:
-            return [float(count) for count in rows]
-        return [float(self._weigh(target)) if count else 0.0 for target, count in zip(targets, rows, strict=True)]
 
     def _end(self, batch: Batch, rows: int) -> float:
         """Complete gradients and loss, and let the variables have the states of layers."""
@@ -263,10 +248,3 @@ class Steps:
         """Return outputs as the model does, which is the tensor itself where there is one."""
         nested = keras.tree.pack_sequence_as(self.graph.output, list(outputs))
         return nested[0] if isinstance(nested, list | tuple) and len(nested) == 1 else nested
-
-
-def _codecs(codec: Codec | str | None, pieces: Cut) -> Mapping[Way, Any]:
-    if codec is None:
-        return {}
-    made = codec_of(codec)
-    return {(link, kind): made for link in pieces.links for kind in (Kind.F, Kind.B)}

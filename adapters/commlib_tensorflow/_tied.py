@@ -10,6 +10,7 @@ import numpy as np
 import tensorflow as tf
 
 from commlib.communicator import Communicator
+from commlib.pipeline.tied import find_tied
 from commlib_tensorflow._bridge import to_array, to_tensor
 
 
@@ -32,18 +33,8 @@ class TiedWeights:
     @classmethod
     def found(cls, comm: Communicator, parts: Sequence[Any], placement: Sequence[int]) -> TiedWeights:
         """Find the variables that several ranks have in a model that this rank still has as a whole. Collective."""
-        owners: dict[int, tuple[Any, list[int]]] = {}
-        for part, rank in zip(parts, placement, strict=True):
-            for variable in part.variables:
-                ranks = owners.setdefault(id(variable), (variable, []))[1]
-                if rank not in ranks:
-                    ranks.append(rank)
-        shared = [(variable, tuple(sorted(ranks))) for variable, ranks in owners.values() if len(ranks) > 1]
-        groups = list(dict.fromkeys(ranks for _, ranks in shared))
-        requests = [(0 if comm.rank in ranks else -1, 0, f"{comm.name}.tied") for ranks in groups]
-        made = dict(zip(groups, comm.split_all(requests) if requests else [], strict=True))
-        own = [_Tied(variable, group) for variable, ranks in shared if (group := made[ranks]) is not None]
-        return cls(own, bool(shared))
+        own, exist = find_tied(comm, [part.variables for part in parts], placement)
+        return cls([_Tied(variable, group) for variable, group in own], exist)
 
     def spread(self) -> None:
         """Give all owners the values of the first one. Collective over them."""

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from commlib.communicator import Communicator
+from commlib.pipeline.tied import find_tied
 from commlib_torch._bridge import array_of
 
 
@@ -33,18 +34,8 @@ class TiedWeights:
     @classmethod
     def found(cls, comm: Communicator, parts: Sequence[nn.Module], placement: Sequence[int]) -> TiedWeights:
         """Find the weights that several ranks have in a model that this rank still has as a whole. Collective."""
-        owners: dict[int, tuple[nn.Parameter, list[int]]] = {}
-        for part, rank in zip(parts, placement, strict=True):
-            for parameter in part.parameters():
-                ranks = owners.setdefault(id(parameter), (parameter, []))[1]
-                if rank not in ranks:
-                    ranks.append(rank)
-        shared = [(parameter, tuple(sorted(ranks))) for parameter, ranks in owners.values() if len(ranks) > 1]
-        groups = list(dict.fromkeys(ranks for _, ranks in shared))
-        requests = [(0 if comm.rank in ranks else -1, 0, f"{comm.name}.tied") for ranks in groups]
-        made = dict(zip(groups, comm.split_all(requests) if requests else [], strict=True))
-        own = [_Tied(parameter, group) for parameter, ranks in shared if (group := made[ranks]) is not None]
-        return cls(own, exist=bool(shared))
+        own, exist = find_tied(comm, [part.parameters() for part in parts], placement)
+        return cls([_Tied(parameter, group) for parameter, group in own], exist=exist)
 
     @torch.no_grad()
     def spread(self) -> None:

@@ -12,15 +12,12 @@ from torch.utils import _pytree as pytree
 
 from commlib.communicator import Communicator
 from commlib.compress.codec import Codec
-from commlib.compress.registry import codec_of
 from commlib.errors import UsageError
 from commlib.optim.clipping import check_limit, clip_factor, norm_of
-from commlib.pipeline.batch import rows_of, shares
+from commlib.pipeline.batch import rows_of, shares, shares_in_updates, terms
 from commlib.pipeline.pipe import AnySchedule, Pipe, resolve
-from commlib.pipeline.schedule import Kind
 from commlib.pipeline.schedule.auto import LayerCosts, choose
 from commlib.pipeline.schedule.balance import balance
-from commlib.pipeline.schedule.lower import Way
 from commlib_torch._autograd import backward_passes
 from commlib_torch._batch_statistics import WholeBatchStatistics
 from commlib_torch._bridge import array_of
@@ -182,7 +179,7 @@ class Pipeline(nn.Module):
             pieces.links,
             self._stages,
             TorchTensors(self._device()),
-            codecs=_codecs(codec, pieces),
+            codec=codec,
             lines=lines,
         )
         self._order_shared()
@@ -365,22 +362,14 @@ class Pipeline(nn.Module):
                 raise UsageError(f"pipeline: x has {self._rows} rows, and y {rows[-1].stop}: give those of one batch")
             self._rows = rows[-1].stop
             batch.targets = [None if y is None else _taken(y, part) for part in rows]
-            batch.terms = self._terms(batch.targets, [part.stop - part.start for part in rows])
-            every = schedule.every or schedule.microbatches
-            parts = (batch.terms[start : start + every] for start in range(0, schedule.microbatches, every))
-            batch.shares = [share for part in parts for share in shares(part)]
+            batch.terms = terms(batch.targets, [part.stop - part.start for part in rows], self._weigh)
+            batch.shares = shares_in_updates(batch.terms, schedule.every)
         for stage in self._stages.values():
             stage.batch = batch
             if stage.weights is not None:
                 stage.weights.begin()
         self._batch = batch
         return empty
-
-    def _terms(self, targets: Sequence[Any], rows: Sequence[int]) -> list[float]:
-        """Return how many terms each microbatch's loss is the mean of."""
-        if self._weigh is None:
-            return [float(count) for count in rows]
-        return [float(self._weigh(target)) if count else 0.0 for target, count in zip(targets, rows, strict=True)]
 
     def _loss(self) -> Tensor:
         """Return the loss of the batch, which the last stage has, on all ranks."""
@@ -432,13 +421,6 @@ def _place(module: Any, state: dict[str, Any], prefix: str, *_: Any) -> None:
                 found[prefix + _prefix(stage) + name] = state[prefix + name]
     state.clear()
     state.update(found)
-
-
-def _codecs(codec: Codec | str | None, pieces: Cut) -> Mapping[Way, Any]:
-    if codec is None:
-        return {}
-    made = codec_of(codec)
-    return {(link, kind): made for link in pieces.links for kind in (Kind.F, Kind.B)}
 
 
 def _arguments(x: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from itertools import pairwise
+from typing import Any
 
 
 def rows_of(rows: int, microbatches: int) -> list[slice]:
@@ -17,3 +18,16 @@ def shares(counts: Sequence[float]) -> list[float]:
     """Return what each microbatch's mean counts in the mean of all, given how many terms each has."""
     total = sum(counts)
     return [count / total if total else 0.0 for count in counts]
+
+
+def shares_in_updates(counts: Sequence[float], every: int) -> list[float]:
+    """Return what each microbatch's mean counts in its update: one follows every so many; 0: one follows them all."""
+    step = every or len(counts)
+    return [share for start in range(0, len(counts), step) for share in shares(counts[start : start + step])]
+
+
+def terms(targets: Sequence[Any], rows: Sequence[int], weigh: Callable[[Any], float] | None) -> list[float]:
+    """Return how many terms each microbatch's loss is the mean of: its rows, or what `weigh` says of its target."""
+    if weigh is None:
+        return [float(count) for count in rows]
+    return [float(weigh(target)) if count else 0.0 for target, count in zip(targets, rows, strict=True)]

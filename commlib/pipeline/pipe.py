@@ -12,12 +12,12 @@ import numpy as np
 
 from commlib.communicator import Communicator
 from commlib.compress.codec import Codec
+from commlib.compress.registry import codec_of
 from commlib.data_parallel.parameter_check import check_agreement
 from commlib.errors import UsageError
 from commlib.pipeline.runner import Runner
 from commlib.pipeline.schedule import Kind, Link, Lowered, Schedule, find, make, render, verify
 from commlib.pipeline.schedule.csv import read
-from commlib.pipeline.schedule.lower import Way
 from commlib.pipeline.stage import Stage, Tensors
 
 AnySchedule = str | Schedule | PathLike[str]
@@ -46,7 +46,8 @@ class Pipe:
     """One rank's part of a pipeline over `comm`: its schedule, proved, and what runs it. Collective to make.
 
     links: which stages take what from which. stages: this rank's. lines: what must be alike on all ranks, for
-    MismatchError. codecs: how values travel on a way. Raises ScheduleError on all ranks for a schedule that is none.
+    MismatchError. codec: how floats travel between ranks. Raises ScheduleError on all ranks where a schedule
+    is none.
     """
 
     def __init__(
@@ -57,7 +58,7 @@ class Pipe:
         stages: Mapping[int, Stage],
         tensors: Tensors,
         *,
-        codecs: Mapping[Way, Codec] | None = None,
+        codec: Codec | str | None = None,
         lines: Sequence[str] = (),
     ) -> None:
         text = f"{schedule.title}, placed on ranks {schedule.placement}, links {', '.join(map(str, links))}"
@@ -67,9 +68,11 @@ class Pipe:
         assert own is not None
         self.comm = own
         """A communicator of its own: several pipelines of the same ranks do not meet."""
-        self.stages, self._tensors, self._codecs = stages, tensors, codecs or {}
+        self.stages, self._tensors = stages, tensors
+        chosen = None if codec is None else codec_of(codec)
+        self._codecs = {} if chosen is None else {(link, kind): chosen for link in links for kind in (Kind.F, Kind.B)}
         self.lowered: Lowered = verify(schedule, links, reduce=True)
-        self.runner = Runner(own, self.lowered, stages, tensors, codecs=codecs)
+        self.runner = Runner(own, self.lowered, stages, tensors, codecs=self._codecs)
         """What runs the schedule."""
         self._forward: Runner | None = None
 
