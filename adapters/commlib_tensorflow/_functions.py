@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import keras
@@ -16,6 +17,7 @@ import tensorflow as tf
 
 from commlib.errors import UsageError
 from commlib_tensorflow._parts import Part
+from commlib_tensorflow._selective import products_so_far, without_products
 from commlib_tensorflow._traced import check_state
 
 Loss = Callable[[Any, list[Any], Any], Any]
@@ -29,7 +31,8 @@ class StageFunctions:
 
     wanted: the names of the inputs whose gradients other stages need. outputs: the names of the model's outputs, on the
     last stage. regularized: the variables whose regularisers count in this stage. shared: variables that other ranks
-    have, too. again: backwards compute their forward again. eager: compile nothing.
+    have, too. again: backwards compute their forward again. keeps_products: but for its products, which a forward
+    returns. eager: compile nothing; then products are computed again, too.
     """
 
     def __init__(
@@ -43,10 +46,12 @@ class StageFunctions:
         regularized: Sequence[Any],
         shared: Sequence[Any],
         again: bool,
-        eager: bool,
+        keeps_products: bool = False,
+        eager: bool = False,
     ) -> None:
         self._stage, self._part, self._wanted, self._outputs = stage, part, wanted, outputs
         self._loss, self._shared, self._again = loss, shared, again
+        self._keeps_products = keeps_products and not eager
         self.trainable: list[Any] = list(part.trainable_variables)
         """The variables that get gradients."""
         self.state: list[Any] = list(part.non_trainable_variables)
@@ -63,7 +68,7 @@ class StageFunctions:
 
     def record(
         self, weights: Any, state: Any, given: Named, target: Any, sample_weight: Any, shares: Any
-    ) -> tuple[tuple[Named, Any, Any, list[Any]], Recorded]:
+    ) -> tuple[tuple[Named, Any, Any, list[Any], list[tf.Tensor]], Recorded]:
         """Return what `forward` does in training, and its activations, for a backward that computes nothing again."""
         wanted = [name for name in self._wanted if given[name].dtype.is_floating]
         sources = [*weights, *(given[name] for name in wanted)]
@@ -75,22 +80,36 @@ class StageFunctions:
 
     def _forward(
         self, weights: Any, state: Any, given: Named, target: Any, sample_weight: Any, *, training: bool, has_loss: bool
-    ) -> tuple[Named, Any, Any, list[Any]]:
-        """Return the results, the loss, what layers add to it, and the new states; None where there is none."""
-        results, extra, changed = self._call(weights, state, given, training=training)
+    ) -> tuple[Named, Any, Any, list[Any], list[tf.Tensor]]:
+        """Return the results, the loss, what layers add to it, the new states, and the products, if these are kept.
+
+        None where there is none.
+        """
+        results, extra, changed = self.call(weights, state, given, training=training)
         loss = self._loss_of(results, target, sample_weight) if self._outputs and has_loss else None
-        return results, loss, extra, changed
+        products = products_so_far() if self._keeps_products and training else []
+        return results, loss, extra, changed, products
 
     def _backward(
         self, weights: Any, state: Any, given: Named, gradients: Named, target: Any, sample_weight: Any, shares: Any,
-        *, wants_weights: bool, wants_inputs: bool,
+        products: Sequence[tf.Tensor], *, wants_weights: bool, wants_inputs: bool,
     ) -> tuple[list[Any], Named]:  # fmt: skip
         """Return the gradients of the weights and of the inputs. shares: of the loss, and of what layers add."""
+        arguments = weights, state, given, gradients, target, sample_weight, shares
+        differentiate = partial(self._differentiate, wants_weights=wants_weights, wants_inputs=wants_inputs)
+        if not products:
+            return differentiate(*arguments)
+        return without_products(differentiate, products, *arguments)  # type: ignore[no-any-return]
+
+    def _differentiate(
+        self, weights: Any, state: Any, given: Named, gradients: Named, target: Any, sample_weight: Any, shares: Any,
+        *, wants_weights: bool, wants_inputs: bool,
+    ) -> tuple[list[Any], Named]:  # fmt: skip
         wanted = [name for name in self._wanted if given[name].dtype.is_floating] if wants_inputs else []
         sources = [*(weights if wants_weights else ()), *(given[name] for name in wanted)]
         with tf.GradientTape(watch_accessed_variables=False) as tape:
             tape.watch(sources)
-            results, extra, _ = self._call(weights, state, given, training=True)
+            results, extra, _ = self.call(weights, state, given, training=True)
             loss = self._loss_of(results, target, sample_weight) if self._outputs else None
             scaled = _scaled([loss, extra], shares)
         found = _gradients(tape, results, gradients, scaled, sources)
@@ -106,7 +125,7 @@ class StageFunctions:
             scaled = [loss * tf.cast(scale, loss.dtype) for loss in losses]
         return tf.add_n([tf.cast(loss, tf.float64) for loss in losses]), tape.gradient(scaled, weights)
 
-    def _call(self, weights: Any, state: Any, given: Named, *, training: bool) -> tuple[Named, Any, list[Any]]:
+    def call(self, weights: Any, state: Any, given: Named, *, training: bool) -> tuple[Named, Any, list[Any]]:
         """Return results, the sum of what layers added as losses, and their states; None for what did not change."""
         variables = [*zip(self.trainable, weights, strict=True), *zip(self.state, state, strict=True)]
         with keras.StatelessScope(variables, collect_losses=True) as scope:

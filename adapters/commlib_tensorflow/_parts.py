@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from itertools import accumulate
 from typing import Any
 
 import keras
@@ -11,7 +12,7 @@ import tensorflow as tf
 
 from commlib.errors import UsageError
 from commlib.pipeline.schedule import Link
-from commlib_tensorflow._split import Nodes, Split, counts_of
+from commlib_tensorflow._split import Nodes
 
 Named = dict[str, Any]
 
@@ -45,23 +46,12 @@ class Cut:
         return tuple(self.values)
 
 
-def cut(model: Any, stages: int, split: Split) -> Cut:
-    """Cut a model into `stages` parts, each a layer that maps named values to named values.
+def cut(graph: Any, nodes: Nodes, counts: Sequence[int]) -> Cut:
+    """Cut a functional model into stages of so many operations, each a layer that maps named values to named values.
 
-    model: a keras.Sequential, a functional model, or a list of layers that begins with a keras.Input. It is cut between
-    operations, in a topological order of them; what skips stages goes directly to each stage that uses it.
-
-    split: "auto", so that the bytes of weights are even, and between operations over which few values cross; or how
-    many operations each stage has; or the names of the layers at which the second, third, ... stage begins; or a
-    function of the model that returns one of these. Raises UsageError.
+    Operations are in a topological order; what skips stages goes directly to each stage that uses it.
     """
-    graph = functional(model)
-    nodes = Nodes(graph)
-    chosen = split(model) if callable(split) else split
-    counts = counts_of(nodes, stages, chosen)
-    ends = [0]
-    for count in counts:
-        ends.append(ends[-1] + count)
+    stages, ends = len(counts), [0, *accumulate(counts)]
     stage_of = {id(node): stage for stage in range(stages) for node in nodes.all[ends[stage] : ends[stage + 1]]}
     values = _crossing(nodes, stage_of, stages)
     masks = tuple(name + MASK for name in nodes.outputs if nodes.is_masked(name))
@@ -72,11 +62,14 @@ def cut(model: Any, stages: int, split: Split) -> Cut:
             gives += [*nodes.outputs, *masks]
         own = nodes.all[ends[stage] : ends[stage + 1]]
         parts.append(Part(graph, stage, own, nodes.names, tuple(dict.fromkeys(gives))))
-    return Cut(graph, tuple(parts), values, nodes.inputs, nodes.outputs, masks, counts)
+    return Cut(graph, tuple(parts), values, nodes.inputs, nodes.outputs, masks, tuple(counts))
 
 
 def functional(model: Any) -> Any:
-    """Return a model as one whose operations are known. Raises UsageError for what is none."""
+    """Return a model as one whose operations are known. Raises UsageError for what is none.
+
+    model: a keras.Sequential, a functional model, or a list of layers that begins with a keras.Input.
+    """
     if isinstance(model, list | tuple):
         model = keras.Sequential(list(model))
     if not isinstance(model, keras.Model):
@@ -139,6 +132,11 @@ class Part(keras.layers.Layer):  # type: ignore[misc]  # Keras has no types
         operations = {id(node.operation): node.operation for node in nodes}
         self.calls = [operation for operation in operations.values() if isinstance(operation, keras.layers.Layer)]
         self.built = True
+
+    @property
+    def nodes(self) -> Sequence[Any]:
+        """The calls, in their order."""
+        return self._nodes.value  # type: ignore[no-any-return]
 
     def call(self, values: Named, training: bool | None = None) -> Named:
         """Call the operations on named values; return those that others need, with their masks."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from itertools import pairwise
+from itertools import accumulate, pairwise
 from typing import Any
 
 import tensorflow as tf
@@ -12,7 +12,10 @@ import tensorflow as tf
 from commlib.errors import UsageError
 from commlib.pipeline.split import counts_given, even_counts, unknown_split
 
-Split = str | Sequence[int] | Sequence[str] | Callable[[Any], Sequence[int]]
+Split = str | Sequence[int] | Sequence[str] | Callable[[Any], Sequence[int] | Sequence[str] | str]
+
+_SEVERAL = 4
+"""How many times more units than ranks there should be, so that stages of even time can be made of them."""
 
 
 class Nodes:
@@ -59,24 +62,38 @@ def counts_of(nodes: Nodes, stages: int, split: Any) -> tuple[int, ...]:
 
 def _balanced(nodes: Nodes, stages: int) -> tuple[int, ...]:
     """Cut where weights are even, between operations over which as few values as possible cross."""
+    units = units_of(nodes, stages)
+    ends = [0, *accumulate(units)]
+    seen: set[int] = set()
+    sizes = [_new_bytes(node.operation, seen) for node in nodes.all]
+    return of_units(units, even_counts([sum(sizes[start:end]) for start, end in pairwise(ends)], stages))
+
+
+def units_of(nodes: Nodes, least: int) -> tuple[int, ...]:
+    """Return the operations of each unit: as few values as possible cross between them, but there are `least` units.
+
+    Raises UsageError if there are fewer operations than that.
+    """
     count = len(nodes.all)
     crossing = _alive(nodes)
     for most in sorted(set(crossing[1:])):
         places = [0, *(place for place in range(1, count) if crossing[place] <= most), count]
-        if len(places) > stages:
-            break
-    else:
-        if stages > 1 or not count:
-            raise UsageError(f"pipeline: {count} layers cannot be cut into {stages} stages: each needs one at least")
-        return (count,)
-    seen: set[int] = set()
-    sizes = [_new_bytes(node.operation, seen) for node in nodes.all]
-    chosen = even_counts([sum(sizes[s:e]) for s, e in pairwise(places)], stages)
-    ends, taken = [0], 0
-    for number in chosen:
-        taken += number
-        ends.append(places[taken])
-    return tuple(end - start for start, end in pairwise(ends))
+        if len(places) > least:
+            return tuple(end - start for start, end in pairwise(places))
+    if least > 1 or not count:
+        raise UsageError(f"pipeline: {count} layers cannot be cut into {least} stages: each needs one at least")
+    return (count,)
+
+
+def units_to_measure(nodes: Nodes, ranks: int) -> tuple[int, ...]:
+    """Return the operations of each unit of which stages of even time are made."""
+    return units_of(nodes, max(1, min(_SEVERAL * ranks, len(nodes.all))))
+
+
+def of_units(units: Sequence[int], counts: Sequence[int]) -> tuple[int, ...]:
+    """Return how many operations stages have that have so many units each."""
+    ends = [0, *accumulate(counts)]
+    return tuple(sum(units[start:end]) for start, end in pairwise(ends))
 
 
 def _alive(nodes: Nodes) -> list[int]:

@@ -11,6 +11,7 @@ import tensorflow as tf
 
 from commlib.dtypes import Array
 from commlib.pipeline.stage import ByStage, Values
+from commlib_tensorflow._batch_statistics import WholeBatchStatistics
 from commlib_tensorflow._bridge import to_array, to_tensor
 from commlib_tensorflow._functions import Loss, Named, Recorded, StageFunctions
 from commlib_tensorflow._parts import Part
@@ -39,14 +40,15 @@ class Batch:
 
     inputs: named values of each microbatch, where the first stage is. targets, sample_weights: of each microbatch,
     where the last one is; so are terms, of how many each loss is the mean, and shares, what each loss counts in an
-    update. row_shares: the same by rows, everywhere. scale: what gradients, but not the loss, are multiplied by.
-    losses, extras (what layers add, by stage and microbatch) and outputs are filled by stages; so are gradients, by the
-    id of the variable.
+    update. rows: of each microbatch, everywhere, and row_shares: what they count in an update. scale: what gradients,
+    but not the loss, are multiplied by. losses, extras (what layers add, by stage and microbatch) and outputs are
+    filled by stages; so are gradients, by the id of the variable.
     """
 
     inputs: Sequence[Named] = ()
     targets: Sequence[Any] = ()
     sample_weights: Sequence[Any] = ()
+    rows: Sequence[int] = ()
     row_shares: Sequence[float] = ()
     shares: Sequence[float] = ()
     terms: Sequence[float] = ()
@@ -70,11 +72,12 @@ class Batch:
 
 @dataclass(slots=True)
 class _Kept:
-    """What the backward of a microbatch needs: what its forward had."""
+    """What the backward of a microbatch needs: what its forward had, and what is kept of what it computed."""
 
     weights: list[tf.Tensor]
     state: list[tf.Tensor]
     given: Named
+    products: list[tf.Tensor]
     gradients: Named = field(default_factory=dict)
     recorded: Recorded | None = None
 
@@ -88,7 +91,8 @@ class TensorflowStage:
 
     takes, gives: the names of the values of each link, by the other stage. outputs: the names of the model's outputs,
     on the last stage; masks: of the masks that some of them have. again: backwards compute their forward again, instead
-    of keeping its activations.
+    of keeping its activations; keeps_products: but not its products. statistics: what makes moving statistics those of
+    whole batches, if they are to be.
     """
 
     def __init__(
@@ -102,8 +106,11 @@ class TensorflowStage:
         masks: Sequence[str],
         values: VariableValues,
         again: bool,
+        keeps_products: bool,
+        statistics: WholeBatchStatistics | None,
     ) -> None:
-        self.number, self.part, self._takes, self._gives, self._again = number, part, takes, gives, again
+        self.number, self.part, self._takes, self._gives = number, part, takes, gives
+        self._again, self._keeps_products, self._statistics = again, keeps_products, statistics
         self._outputs, self._masks, self._values = outputs, masks, values
         self._sent = tuple(dict.fromkeys(name for names in gives.values() for name in names))
         self.batch = Batch()
@@ -128,7 +135,7 @@ class TensorflowStage:
         wanted = [name for names in self._takes.values() for name in names]
         self.functions = StageFunctions(
             self.number, self.part, wanted=wanted, outputs=self._outputs, loss=loss, regularized=regularized,
-            shared=shared, again=self._again, eager=eager,
+            shared=shared, again=self._again, keeps_products=self._keeps_products, eager=eager,
         )  # fmt: skip
         """What is computed."""
         self._update = update
@@ -148,15 +155,19 @@ class TensorflowStage:
             given.update(zip(self._takes[source], values.tensors, strict=True))
         functions = self.functions
         weights, state = self._values.read(functions.trainable), self._values.read(functions.state)
+        statistics = self._statistics if batch.is_training else None
+        if statistics is not None:
+            state = statistics.hide(functions.state, state)
         arguments, recorded = (weights, state, given, *self._target(microbatch)), None
         if batch.is_training and not self._again:
-            (results, loss, extra, changed), recorded = functions.record(*arguments, self._shares(microbatch))
+            made, recorded = functions.record(*arguments, self._shares(microbatch))
         else:
-            results, loss, extra, changed = functions.forward(
-                *arguments, training=batch.is_training, has_loss=batch.has_loss
-            )
+            made = functions.forward(*arguments, training=batch.is_training, has_loss=batch.has_loss)
+        results, loss, extra, changed, products = made
         if batch.is_training:
-            self._kept[microbatch] = _Kept(weights, state, given, recorded=recorded)
+            self._kept[microbatch] = _Kept(weights, state, given, products, recorded=recorded)
+            if statistics is not None:
+                changed = statistics.take(functions.state, changed, batch.rows[microbatch])
             self._values.write(functions.state, changed)
         if loss is not None:
             batch.losses[microbatch] = loss
@@ -235,7 +246,7 @@ class TensorflowStage:
     ) -> tuple[list[tf.Tensor | None], Named]:
         return self.functions.backward(  # type: ignore[no-any-return]
             kept.weights, kept.state, kept.given, kept.gradients, *self._target(microbatch),
-            self._shares(microbatch), wants_weights=weights, wants_inputs=inputs,
+            self._shares(microbatch), kept.products, wants_weights=weights, wants_inputs=inputs,
         )  # fmt: skip
 
     # Gradients to and from other stages

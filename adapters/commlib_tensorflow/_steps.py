@@ -11,11 +11,11 @@ import numpy as np
 import tensorflow as tf
 
 from commlib.communicator import Communicator
-from commlib.compress.codec import Codec
 from commlib.errors import UsageError
 from commlib.pipeline.batch import rows_of, shares, shares_in_updates, terms
-from commlib.pipeline.pipe import Pipe
+from commlib.pipeline.pipe import Codecs, Pipe
 from commlib.pipeline.schedule import Kind, Schedule
+from commlib_tensorflow._batch_statistics import WholeBatchStatistics
 from commlib_tensorflow._batches import as_tensors, digest, inputs_of, rows_in, taken
 from commlib_tensorflow._bridge import to_array, to_tensor
 from commlib_tensorflow._parts import MASK, Cut
@@ -23,7 +23,8 @@ from commlib_tensorflow._stages import Batch, TensorflowStage, TensorflowTensors
 from commlib_tensorflow._tied import TiedWeights
 from commlib_tensorflow._values import Values
 
-CHECKPOINTS = ("none", "full")
+CHECKPOINTS = ("none", "selective", "full")
+BATCH_NORMS = ("microbatch", "batch")
 
 _NONE, _FAILED = -1, -2
 """Instead of a number of rows, or of a digest: nothing was given, and: what was given is wrong."""
@@ -54,17 +55,22 @@ class Steps:
         schedule: Schedule,
         *,
         checkpoint: str,
-        codec: Codec | str | None,
+        batch_norm: str,
+        codec: Codecs,
         weigh: Callable[[Any], float] | None,
     ) -> None:
         self.graph, self._inputs, self._weigh = pieces.graph, pieces.inputs, weigh
         self._masked = [name + MASK in pieces.masks for name in pieces.outputs]
         if checkpoint not in CHECKPOINTS:
             raise UsageError(f"pipeline: checkpoint is {checkpoint!r}, expected one of {', '.join(CHECKPOINTS)}")
+        if batch_norm not in BATCH_NORMS:
+            raise UsageError(f"pipeline: batch_norm is {batch_norm!r}, expected one of {', '.join(BATCH_NORMS)}")
         own = schedule.stages_of(comm.rank)
         splits = any(action.kind is Kind.I for program in schedule.programs for action in program)
-        again = checkpoint == "full" or splits
+        self._again, self._keeps_products = checkpoint != "none" or splits, checkpoint == "selective"
         self.parts = [pieces.parts[number] for number in own]
+        # Of all stages, so that all ranks refuse the same model.
+        self._statistics = WholeBatchStatistics(pieces.parts) if batch_norm == "batch" else None
         self.tied = TiedWeights.found(comm, pieces.parts, schedule.placement)
         if schedule.every and (self.tied.exist or schedule.stages > schedule.ranks):
             what = "layers that stages on several ranks share" if self.tied.exist else "several stages on a rank"
@@ -73,20 +79,20 @@ class Steps:
         """This rank's variables, by their id."""
         self._values = Values(self.variables.values())
         last = schedule.stages - 1
-        self.stages = {number: self._stage(number, pieces, is_last=number == last, again=again) for number in own}
+        self.stages = {number: self._stage(number, pieces, is_last=number == last) for number in own}
         """This rank's stages, by number."""
         first_use = {id(v): number for number, part in reversed(list(enumerate(pieces.parts))) for v in part.variables}
         self._first_use = first_use
         self.gradients: dict[int, tf.Tensor] = {}
         """Of all steps so far, by the id of the variable."""
-        lines = [f"split {pieces.counts}", f"codec {codec}", f"checkpoint {checkpoint}"]
+        lines = [f"split {pieces.counts}", f"codec {codec}", f"checkpoint {checkpoint}", f"batch_norm {batch_norm}"]
         for number, part in enumerate(pieces.parts):
             lines += [f"stage {number}: {v.path} {tuple(v.shape)} {v.dtype}" for v in part.variables]
         self.pipe = Pipe(comm, schedule, pieces.links, self.stages, TensorflowTensors(), codec=codec, lines=lines)
         """What runs the schedule."""
         self.tied.spread()
 
-    def _stage(self, number: int, pieces: Cut, *, is_last: bool, again: bool) -> TensorflowStage:
+    def _stage(self, number: int, pieces: Cut, *, is_last: bool) -> TensorflowStage:
         return TensorflowStage(
             number,
             pieces.parts[number],
@@ -95,7 +101,9 @@ class Steps:
             outputs=pieces.outputs if is_last else (),
             masks=pieces.masks if is_last else (),
             values=self._values,
-            again=again,
+            again=self._again,
+            keeps_products=self._keeps_products,
+            statistics=self._statistics,
         )
 
     def prepare(self, loss: Any, *, eager: bool, update: Callable[[Sequence[Any], Sequence[Any]], None]) -> None:
@@ -133,6 +141,8 @@ class Steps:
         batch = Batch(is_training=is_training, has_loss=has_loss, keeps_outputs=keeps_outputs, scale=scale)
         rows, target, weight = self._begin(batch, x, y, sample_weight)
         self._values.begin()
+        if self._statistics is not None:
+            self._statistics.begin()
         for stage in self.stages.values():
             stage.batch = batch
         try:
@@ -187,7 +197,7 @@ class Steps:
             )
         parts = rows_of(rows, self.pipe.schedule.microbatches)
         counts = [part.stop - part.start for part in parts]
-        batch.row_shares = shares_in_updates(counts, self.pipe.schedule.every)
+        batch.rows, batch.row_shares = counts, shares_in_updates(counts, self.pipe.schedule.every)
         if inputs is not None:
             batch.inputs = [dict(zip(self._inputs, taken(inputs, part), strict=True)) for part in parts]
         if comm.rank == last and batch.has_loss:
@@ -209,6 +219,8 @@ class Steps:
             own += sum(float(value) * of_terms[number] for number, value in sorted(batch.losses.items()))
         if batch.is_training:
             self._values.end()
+            if self._statistics is not None:
+                self._statistics.end()
         if flushes:
             self.tied.add_up(batch.gradients)
             for key, gradient in batch.gradients.items():

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
 import keras
@@ -11,16 +12,18 @@ import numpy as np
 import tensorflow as tf
 
 from commlib.communicator import Communicator
-from commlib.compress.codec import Codec
 from commlib.dtypes import Array
 from commlib.errors import UsageError
 from commlib.optim.clipping import check_limit, clip_factor
-from commlib.pipeline.pipe import AnySchedule, Pipe, resolve
+from commlib.pipeline.choice import check_example, choose_stages
+from commlib.pipeline.pipe import AnySchedule, Codecs, Pipe
 from commlib.pipeline.schedule import Schedule
-from commlib_tensorflow._batches import are_arrays, shuffled, split_rows
+from commlib.pipeline.schedule.auto import LayerCosts
+from commlib_tensorflow._batches import are_arrays, inputs_of, shuffled, split_rows
 from commlib_tensorflow._logs import Logs
-from commlib_tensorflow._parts import Cut, cut
-from commlib_tensorflow._split import Split
+from commlib_tensorflow._measured import layer_costs
+from commlib_tensorflow._parts import Cut, cut, functional
+from commlib_tensorflow._split import Nodes, Split, counts_of, of_units, units_to_measure
 from commlib_tensorflow._steps import Result, Steps
 from commlib_tensorflow._updates import (
     Gradients,
@@ -45,10 +48,13 @@ def pipeline(
     split: Split = "auto",
     stages: int | None = None,
     checkpoint: str = "none",
-    codec: Codec | str | None = None,
+    batch_norm: str = "microbatch",
+    codec: Codecs = None,
     weigh: Callable[[Any], float] | None = None,
     optimizer: Any = None,
     every: int | None = None,
+    example: Any = None,
+    memory: int | None = None,
 ) -> Pipeline:
     """Put the stages of a Keras model on the ranks of `comm`, such as `mesh["pp"]`. The same call on every rank.
 
@@ -64,22 +70,44 @@ def pipeline(
     its layers, not copies. schedule: a name ("gpipe", "1f1b", "interleaved", "zb_h1", "zb_v", "dualpipev",
     "breadth_first", "pipedream", "pipedream_2bw"), the path of a CSV file, or a Schedule. microbatches: into how many
     parts a batch is cut, along the first dimension. loss: as compile() takes it, of (target, output), the mean over the
-    rows. split: "auto" (even bytes of weights), or how many layers each stage has, or the names of the layers with
-    which the later stages begin. stages: in all, where a rank has several. checkpoint: what is kept of activations
-    between forward and backward: "none" is computed again, or "full": only a stage's inputs are kept, as they are in
-    any case by schedules that split backwards. codec: how activations and their gradients travel, such as "bf16" or
-    "int8". weigh: of a microbatch's target, how many terms its loss is the mean of, where that is not its rows.
+    rows. split: "auto" (even bytes of weights), "time" (even time, as measured), or how many operations each stage has,
+    or the names of the layers with which the later stages begin, or a function of the model that returns one of these.
+    stages: in all, where a rank has several.
+    schedule="auto" chooses by simulated time, from what each part of the model is measured to cost, with at most
+    `memory` bytes of activations on a rank: `pipe.why` says why. Both need example=, an x of as many rows as a
+    microbatch has, on rank 0.
+    checkpoint: what is kept of activations between forward and backward: "none" is computed again, "selective"
+    (products are kept, but those within loops), or "full": only a stage's inputs are kept. Schedules that split
+    backwards compute again whatever is not kept. batch_norm: "microbatch" updates moving statistics with each
+    microbatch, "batch" once with those of the whole batch.
+    codec: how activations and their gradients travel, such as "bf16" or "int8"; or a mapping by the stages between
+    which they do: {(0, 1): "bf16", (1, 0): "int8"}. weigh: of a microbatch's target, how many terms its loss is the
+    mean of, where that is not its rows.
     optimizer: as compile() takes it. every: microbatches between updates, in schedules that update weights while they
     run; they use the compiled optimizer.
 
     Collective. Raises UsageError for what makes no sense on this rank, MismatchError on all ranks if they ask for
     different things, ScheduleError for a schedule that cannot run.
     """
-    chosen = resolve(schedule, comm.size, microbatches, stages=stages, every=every)
-    pieces = cut(model, chosen.stages, split)
+    graph = functional(model)
     if isinstance(model, list | tuple):
-        model = pieces.graph
-    pipe = Pipeline(comm, model, pieces, chosen, checkpoint=checkpoint, codec=codec, weigh=weigh)
+        model = graph
+    nodes = Nodes(graph)
+    units = units_to_measure(nodes, comm.size)
+
+    def measure() -> LayerCosts:
+        costs = layer_costs(cut(graph, nodes, units), inputs_of(graph, check_example(example)))
+        return replace(costs, keeps_inputs=checkpoint == "full")
+
+    chosen = choose_stages(
+        comm, schedule, microbatches, split=split(model) if callable(split) else split, stages=stages, every=every,
+        memory=memory, measure=measure, count=partial(counts_of, nodes),
+    )  # fmt: skip
+    pieces = cut(graph, nodes, of_units(units, chosen.counts) if chosen.is_measured else chosen.counts)
+    pipe = Pipeline(
+        comm, model, pieces, chosen.schedule, checkpoint=checkpoint, batch_norm=batch_norm, codec=codec, weigh=weigh
+    )
+    pipe._own.why = chosen.why
     if loss is not None or optimizer is not None:
         pipe.compile(optimizer=optimizer, loss=loss)
     return pipe
@@ -92,6 +120,7 @@ class _Own:
     steps: Steps
     whole: WholeModel
     logs: Logs
+    why: str = ""
 
 
 class Pipeline(keras.Model):  # type: ignore[misc]  # Keras has no types
@@ -110,12 +139,13 @@ class Pipeline(keras.Model):  # type: ignore[misc]  # Keras has no types
         schedule: Schedule,
         *,
         checkpoint: str,
-        codec: Codec | str | None,
+        batch_norm: str,
+        codec: Codecs,
         weigh: Callable[[Any], float] | None,
     ) -> None:
         super().__init__(name=model.name)
         whole = WholeModel(model, pieces.parts, schedule.placement)
-        steps = Steps(comm, pieces, schedule, checkpoint=checkpoint, codec=codec, weigh=weigh)
+        steps = Steps(comm, pieces, schedule, checkpoint=checkpoint, batch_norm=batch_norm, codec=codec, weigh=weigh)
         self._own = _Own(steps, whole, Logs(None))
         self.optimizer = None
         self.parts = steps.parts
@@ -332,6 +362,11 @@ class Pipeline(keras.Model):  # type: ignore[misc]  # Keras has no types
     def close(self) -> None:
         """End this rank's part. The others are told."""
         self.pipe.close()
+
+    @property
+    def why(self) -> str:
+        """Why this schedule was chosen, if it was."""
+        return self._own.why
 
     @property
     def pipe(self) -> Pipe:

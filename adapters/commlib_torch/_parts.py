@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import accumulate, pairwise
 from typing import Any, Protocol
@@ -15,7 +15,7 @@ from commlib.pipeline.split import counts_given, even_counts, unknown_split
 INPUTS, OUTPUT = "inputs", "output"
 """The names of what the first stage is given, as (args, kwargs), and of what the last one returns."""
 
-Split = str | Sequence[int] | Sequence[str]
+Split = str | Sequence[int] | Sequence[str] | Callable[[Any], Sequence[int] | Sequence[str] | str]
 
 Named = dict[str, Any]
 
@@ -50,7 +50,7 @@ class Units(Protocol):
         ...
 
 
-def counts_by(units: Units, stages: int, split: Split) -> tuple[int, ...]:
+def counts_by(units: Units, stages: int, split: Any) -> tuple[int, ...]:
     """Return how many units each stage has: even in the bytes of parameters if split is "auto". Raises UsageError."""
     if not isinstance(split, str):
         return units.count_of(list(split), stages)

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import nullcontext
+from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -11,13 +13,12 @@ from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
 from commlib.communicator import Communicator
-from commlib.compress.codec import Codec
 from commlib.errors import UsageError
 from commlib.optim.clipping import check_limit, clip_factor, norm_of
 from commlib.pipeline.batch import rows_of, shares, shares_in_updates, terms
-from commlib.pipeline.pipe import AnySchedule, Pipe, resolve
-from commlib.pipeline.schedule.auto import LayerCosts, choose
-from commlib.pipeline.schedule.balance import balance
+from commlib.pipeline.choice import check_example, choose_stages
+from commlib.pipeline.pipe import AnySchedule, Codecs, Pipe
+from commlib.pipeline.schedule.auto import LayerCosts
 from commlib_torch._autograd import backward_passes
 from commlib_torch._batch_statistics import WholeBatchStatistics
 from commlib_torch._bridge import array_of
@@ -41,7 +42,7 @@ def pipeline(
     stages: int | None = None,
     checkpoint: str = "none",
     batch_norm: str = "microbatch",
-    codec: Codec | str | None = None,
+    codec: Codecs = None,
     weigh: Callable[[Any], float] | None = None,
     optimizer: Callable[[Sequence[tuple[str, nn.Parameter]]], torch.optim.Optimizer] | None = None,
     every: int | None = None,
@@ -59,13 +60,15 @@ def pipeline(
     "dualpipev", "breadth_first", "pipedream", "pipedream_2bw"), the path of a CSV file, or a Schedule. microbatches:
     into how many parts a batch is cut, along the first dimension. loss: of (output, target), the mean over the rows.
     split: "auto" (even parameter bytes), "time" (even time, as measured), or how many layers each stage has, or the
-    names of the submodules with which the later stages begin. stages: in all, where a rank has several.
+    names of the submodules with which the later stages begin, or a function of the model that returns one of these.
+    stages: in all, where a rank has several.
     schedule="auto" chooses by simulated time, from what each layer is measured to cost, with at most `memory` bytes of
     activations on a rank: `pipe.why` says why. Both need example=, an x of as many rows as a microbatch has, on rank 0.
     checkpoint: what is kept of activations between forward and backward: "none" recomputed, "selective" (products are
     kept) or "full" (only a stage's inputs are). batch_norm: "microbatch" updates running statistics with each
     microbatch, "batch" once with those of the whole batch.
-    codec: how activations and their gradients travel, such as "bf16" or "int8". weigh: of a microbatch's target, how
+    codec: how activations and their gradients travel, such as "bf16" or "int8"; or a mapping by the stages between
+    which they do: {(0, 1): "bf16", (1, 0): "int8"}. weigh: of a microbatch's target, how
     many terms its loss is the mean of, where that is not its rows. optimizer: makes the optimizer of named parameters,
     for schedules that update weights themselves; every: microbatches between their updates.
 
@@ -73,27 +76,19 @@ def pipeline(
     ScheduleError for a schedule that cannot run.
     """
     units = _units(model, comm.size)
-    if schedule == "auto":
-        measured = _measured(comm, units, example)
-        choice = choose(measured, comm.size, microbatches, memory=memory)
-        chosen, counts, why = choice.best.schedule, choice.best.counts, choice.why
-    else:
-        if memory is not None:
-            raise UsageError('pipeline: memory= is a limit for schedule="auto"')
-        chosen, why = resolve(schedule, comm.size, microbatches, stages=stages, every=every), ""
-        if split == "time":
-            counts = balance(_measured(comm, units, example).whole, chosen.stages)
-        else:
-            counts = counts_by(units, chosen.stages, split)
-    pieces = units.cut(counts)
+    chosen = choose_stages(
+        comm, schedule, microbatches, split=split(model) if callable(split) else split, stages=stages, every=every,
+        memory=memory, measure=lambda: _measured(units, example, checkpoint), count=partial(counts_by, units),
+    )  # fmt: skip
+    pieces = units.cut(chosen.counts)
     if batch_norm not in ("microbatch", "batch"):
         raise UsageError(f"pipeline: batch_norm is {batch_norm!r}, expected 'microbatch' or 'batch'")
     pipe = Pipeline(
-        comm, pieces, chosen, loss=loss, checkpoint=checkpoint, codec=codec, weigh=weigh, optimizer=optimizer
+        comm, pieces, chosen.schedule, loss=loss, checkpoint=checkpoint, codec=codec, weigh=weigh, optimizer=optimizer
     )
     if batch_norm == "batch":
         pipe.statistics = WholeBatchStatistics(list(pipe.parts))
-    pipe.why = why
+    pipe.why = chosen.why
     return pipe
 
 
@@ -110,20 +105,10 @@ def _units(model: Any, ranks: int) -> Units:
     return Layers((str(number), layer) for number, layer in enumerate(model))
 
 
-def _measured(comm: Communicator, units: Units, example: Any) -> LayerCosts:
-    """Return what each unit costs on rank 0, on all ranks. Collective."""
-    found: LayerCosts | str = ""
-    if comm.rank == 0:
-        if example is None:
-            found = (
-                "pipeline: give example= on rank 0: an x of as many rows as a microbatch has, to measure layers with"
-            )
-        else:
-            found = layer_costs(units.cut([1] * len(units.sizes())), _arguments(example))
-    told: LayerCosts | str = comm.broadcast_object(found)
-    if isinstance(told, str):
-        raise UsageError(told)
-    return told
+def _measured(units: Units, example: Any, checkpoint: str) -> LayerCosts:
+    """Return what each unit costs here."""
+    costs = layer_costs(units.cut([1] * len(units.sizes())), _arguments(check_example(example)))
+    return replace(costs, keeps_inputs=checkpoint == "full")
 
 
 class Pipeline(nn.Module):
@@ -141,7 +126,7 @@ class Pipeline(nn.Module):
         *,
         loss: Loss | None,
         checkpoint: str,
-        codec: Codec | str | None,
+        codec: Codecs,
         weigh: Callable[[Any], float] | None,
         optimizer: Callable[[Sequence[tuple[str, nn.Parameter]]], torch.optim.Optimizer] | None,
     ) -> None:

@@ -18,9 +18,14 @@ from commlib.errors import UsageError
 from commlib.pipeline.runner import Runner
 from commlib.pipeline.schedule import Kind, Link, Lowered, Schedule, find, make, render, verify
 from commlib.pipeline.schedule.csv import read
+from commlib.pipeline.schedule.lower import Way
 from commlib.pipeline.stage import Stage, Tensors
 
 AnySchedule = str | Schedule | PathLike[str]
+
+Codecs = Codec | str | None | Mapping[tuple[int, int], Codec | str | None]
+"""How floats travel: on all ways, or on those from one stage to another, (0, 1) with activations, (1, 0) with their
+gradients; on others as they are."""
 
 
 def resolve(
@@ -58,19 +63,18 @@ class Pipe:
         stages: Mapping[int, Stage],
         tensors: Tensors,
         *,
-        codec: Codec | str | None = None,
+        codec: Codecs = None,
         lines: Sequence[str] = (),
     ) -> None:
         text = f"{schedule.title}, placed on ranks {schedule.placement}, links {', '.join(map(str, links))}"
         programs = [" ".join(map(str, program)) for program in schedule.programs]
         check_agreement(comm, "a pipeline", [text, *lines, *programs])
+        self._codecs = _codecs(codec, links)
         own = comm.split(0, name=f"{comm.name}.pipeline")
         assert own is not None
         self.comm = own
         """A communicator of its own: several pipelines of the same ranks do not meet."""
         self.stages, self._tensors = stages, tensors
-        chosen = None if codec is None else codec_of(codec)
-        self._codecs = {} if chosen is None else {(link, kind): chosen for link in links for kind in (Kind.F, Kind.B)}
         self.lowered: Lowered = verify(schedule, links, reduce=True)
         self.runner = Runner(own, self.lowered, stages, tensors, codecs=self._codecs)
         """What runs the schedule."""
@@ -128,6 +132,19 @@ class Pipe:
         self.runner.close()
         if self._forward is not None:
             self._forward.close()
+
+
+def _codecs(codec: Codecs, links: Sequence[Link]) -> dict[Way, Codec]:
+    """Return how floats travel on each way that has a codec. Raises UsageError for stages without a way."""
+    ways: dict[tuple[int, int], Way] = {(link.source, link.target): (link, Kind.F) for link in links}
+    ways |= {(link.target, link.source): (link, Kind.B) for link in links}
+    each = codec if isinstance(codec, Mapping) else dict.fromkeys(ways, codec)
+    if unknown := [stages for stages in each if stages not in ways]:
+        raise UsageError(
+            f"pipeline: codec: nothing goes from stage to stage as {unknown[0]!r} says; expected some of "
+            f"{', '.join(map(str, ways)) or 'none'}"
+        )
+    return {ways[stages]: codec_of(one) for stages, one in each.items() if one is not None}
 
 
 def bare(schedule: Schedule) -> tuple[tuple[Any, ...], ...]:

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from itertools import chain, pairwise
+from itertools import chain
 from typing import Any
 
 import keras
@@ -16,99 +15,22 @@ from commlib.errors import MismatchError, PeerError, UsageError
 from commlib.pipeline.schedule import Kind, make, simulate, table
 from commlib.pipeline.schedule.versions import versions
 from commlib_tensorflow import pipeline
+from tests.keras_pipelines import (
+    WIDTH,
+    Alone,
+    assert_gradients,
+    assert_weights,
+    batch,
+    filled,
+    in_float64,
+    key,
+    layers,
+    near,
+)
+
+__all__ = ["in_float64"]  # which pytest uses
 
 FLUSHING = [name for name, plan in table.items() if not plan.updates]
-WIDTH = 4
-
-# Sums of microbatches' gradients are added in another order than in one process: some ulps of float64.
-EXACT = 1e-12
-
-
-@pytest.fixture(autouse=True)
-def in_float64() -> Iterator[None]:
-    """Let Keras compute in float64, losses and metrics included. Its policy is made once, of what floatx is then."""
-    before, policy = keras.config.floatx(), keras.config.dtype_policy()
-    keras.config.set_floatx("float64")
-    keras.config.set_dtype_policy("float64")
-    yield
-    keras.config.set_floatx(before)
-    keras.config.set_dtype_policy(policy)
-
-
-def filled(model: Any, seed: int = 0) -> Any:
-    """Give a model the same weights on every rank."""
-    generator = np.random.default_rng(seed)
-    model.set_weights([generator.normal(size=weight.shape) * 0.5 for weight in model.get_weights()])
-    return model
-
-
-def layers(count: int, seed: int = 0) -> Any:
-    dense = [keras.layers.Dense(WIDTH, activation="tanh", name=f"d{number}") for number in range(count)]
-    return filled(keras.Sequential([keras.Input((WIDTH,)), *dense]), seed)
-
-
-def batch(rows: int, seed: int = 1) -> tuple[Any, Any]:
-    generator = np.random.default_rng(seed)
-    return generator.normal(size=(rows, WIDTH)), generator.normal(size=(rows, WIDTH))
-
-
-def key(variable: Any) -> str:
-    """What a variable is called, whatever its model is."""
-    return "/".join(variable.path.split("/")[-2:])
-
-
-def near(got: Any, expected: Any, tolerance: float = EXACT) -> None:
-    np.testing.assert_allclose(np.asarray(got), np.asarray(expected), rtol=tolerance, atol=tolerance)
-
-
-def assert_gradients(pipe: Any, expected: dict[str, Any], tolerance: float = EXACT) -> None:
-    for variable, gradient in zip(pipe.trainable_variables, pipe.gradients, strict=True):
-        other = expected[key(variable)]
-        assert (gradient is None) == (other is None), key(variable)
-        if gradient is not None:
-            near(gradient, tf.convert_to_tensor(other), tolerance)
-
-
-def assert_weights(pipe: Any, whole: Any, tolerance: float = EXACT) -> None:
-    expected = {key(variable): variable for variable in whole.variables}
-    for variable in pipe.variables:
-        if "seed_generator" not in variable.path:  # whose names are numbers
-            near(variable, expected[key(variable)], tolerance)
-
-
-class Alone:
-    """One process with the whole model. microbatches: it is given parts of a batch, and adds up what they count."""
-
-    def __init__(self, model: Any, optimizer: Any = None, loss: Any = "mse") -> None:
-        self.model, self.gradients = model, dict.fromkeys(map(key, model.trainable_variables))
-        model.compile(optimizer=optimizer, loss=loss)
-
-    def step(self, x: Any, y: Any, sample_weight: Any = None, microbatches: int = 1) -> float:
-        total, rows = 0.0, len(keras.tree.flatten(y)[0])
-        bounds = np.cumsum([0, *(len(part) for part in np.array_split(np.arange(rows), microbatches))])
-        for start, end in pairwise(bounds):
-            if start == end:
-                continue
-            part = [
-                None if value is None else keras.tree.map_structure(lambda leaf: leaf[start:end], value)  # noqa: B023
-                for value in (x, y, sample_weight)
-            ]
-            part = [None if v is None else keras.tree.map_structure(tf.convert_to_tensor, v) for v in part]
-            with tf.GradientTape() as tape:
-                output = self.model(part[0], training=True)
-                loss = self.model.compute_loss(part[0], part[1], output, part[2]) * (end - start) / rows
-            total += float(loss)
-            found = tape.gradient(loss, self.model.trainable_variables)
-            for variable, gradient in zip(self.model.trainable_variables, found, strict=True):
-                if gradient is not None:
-                    before = self.gradients[key(variable)]
-                    gradient = tf.convert_to_tensor(gradient)
-                    self.gradients[key(variable)] = gradient if before is None else before + gradient
-        return total
-
-    def update(self) -> None:
-        self.model.optimizer.apply(list(self.gradients.values()), self.model.trainable_variables)
-        self.gradients = dict.fromkeys(self.gradients)
 
 
 @pytest.mark.parametrize("microbatches", [3, 8])
@@ -204,7 +126,15 @@ def stateful() -> Any:
 
 
 @pytest.mark.parametrize(
-    ("name", "checkpoint"), [("1f1b", "none"), ("1f1b", "full"), ("zb_h1", "none"), ("interleaved", "full")]
+    ("name", "checkpoint"),
+    [
+        ("1f1b", "none"),
+        ("1f1b", "full"),
+        ("1f1b", "selective"),
+        ("zb_h1", "none"),
+        ("zb_h1", "selective"),
+        ("interleaved", "full"),
+    ],
 )
 def test_dropout_statistics_and_regularisers(comm: Any, name: str, checkpoint: str) -> None:
     """A forward that is computed again has the masks and statistics of the first time, and changes nothing.
@@ -596,7 +526,7 @@ def test_what_makes_no_sense(comm: Any) -> None:
     refuse("is not built", [keras.layers.Dense(2)])
     refuse("expected a Keras model or a list of layers, got int", 3)
     refuse("there is no schedule 'f1b1'", schedule="f1b1")
-    refuse("checkpoint is 'selective', expected one of none, full", checkpoint="selective")
+    refuse("checkpoint is 'some', expected one of none, selective, full", checkpoint="some")
     refuse("split is 'even'", split="even")
     refuse("split is .*; expected", split=[9])
     scaled = keras.optimizers.LossScaleOptimizer(keras.optimizers.SGD())

@@ -290,6 +290,38 @@ def test_activations_travel_encoded(comm: Any, codec: str) -> None:
     pipe.close()
 
 
+@pytest.mark.ranks(min=2)
+def test_a_codec_for_each_direction(comm: Any) -> None:
+    x, y = batch(8)
+    count = 2 * comm.size
+    plain = pipeline(layers(count), comm, microbatches=2, loss=F.mse_loss)
+    exact = plain.step(x, y)
+    several: tuple[tuple[dict[tuple[int, int], str | None], bool], ...] = (
+        ({(0, 1): "int8"}, False),
+        ({(1, 0): "int8", (0, 1): None}, True),
+    )
+    for codec, is_exact in several:
+        pipe = pipeline(layers(count), comm, microbatches=2, loss=F.mse_loss, codec=codec)
+        assert (pipe.step(x, y) == exact) == is_exact
+        pairs = zip(pipe.parameters(), plain.parameters(), strict=True)
+        same = all(a.grad is not None and b.grad is not None and torch.equal(a.grad, b.grad) for a, b in pairs)
+        assert same == (is_exact and comm.rank > 0), "gradients come back with errors from stage 1 to stage 0 alone"
+        pipe.close()
+    plain.close()
+    with pytest.raises(UsageError, match=r"from stage to stage as \(0, 7\) says; expected some of \(0, 1\)"):
+        pipeline(layers(count), comm, microbatches=2, loss=F.mse_loss, codec={(0, 7): "int8"})
+
+
+def test_a_function_says_where_to_cut(comm: Any) -> None:
+    def first_alone(model: Any) -> list[int]:
+        assert isinstance(model, nn.Sequential)
+        return [1] * (comm.size - 1) + [len(model) - comm.size + 1]
+
+    pipe = pipeline(layers(6), comm, microbatches=2, loss=F.mse_loss, split=first_alone)
+    assert len(list(pipe.parts[0].children())) == (1 if comm.rank < comm.size - 1 else 7 - comm.size)
+    pipe.close()
+
+
 @pytest.mark.parametrize("name", ["pipedream", "pipedream_2bw"])
 def test_updates_while_the_pipeline_runs(comm: Any, name: str) -> None:
     """As one process that uses, for each microbatch and stage, the weights that the schedule says."""

@@ -11,7 +11,7 @@ from commlib.pipeline.schedule.balance import balance
 from commlib.pipeline.schedule.clock import Timing
 from commlib.pipeline.schedule.costs import Costs
 from commlib.pipeline.schedule.depths import deepened
-from commlib.pipeline.schedule.ir import Link, Schedule
+from commlib.pipeline.schedule.ir import Kind, Link, Schedule
 from commlib.pipeline.schedule.lower import lower
 from commlib.pipeline.schedule.registry import make, table
 from commlib.pipeline.schedule.simulate import simulate
@@ -24,7 +24,9 @@ _ENOUGH = 0.01  # a schedule must be faster by so much to be worth more activati
 class LayerCosts:
     """What each layer of a model costs for one microbatch: seconds of F, I and W, and bytes.
 
-    activations: what a layer keeps for its backward. outputs: what it gives to the next one.
+    activations: what a layer keeps for its backward. outputs: what it gives to the next one. keeps_inputs: a stage
+    keeps nothing but its inputs, and its backward computes the forward again. again: so it is in schedules that split
+    backwards, where I and W both do.
     """
 
     forward: tuple[float, ...]
@@ -32,20 +34,26 @@ class LayerCosts:
     weight: tuple[float, ...]
     activations: tuple[int, ...]
     outputs: tuple[int, ...]
+    keeps_inputs: bool = False
+    again: bool = False
 
     @property
     def whole(self) -> tuple[float, ...]:
         """Seconds of forward and backward of each layer."""
         return tuple(map(sum, zip(self.forward, self.input, self.weight, strict=True)))
 
-    def of_stages(self, counts: Sequence[int]) -> Costs:
-        """Return what stages of so many layers each cost."""
+    def of_stages(self, counts: Sequence[int], *, splits: bool = False) -> Costs:
+        """Return what stages of so many layers each cost. splits: in a schedule that has I and W."""
         parts = [slice(start, end) for start, end in pairwise((0, *accumulate(counts)))]
+        forward = tuple(sum(self.forward[part]) for part in parts)
+        twice = splits and self.again
+        once = twice or self.keeps_inputs
+        inputs = tuple(self.outputs[part.start - 1] if part.start else 0 for part in parts)
         return Costs(
-            tuple(sum(self.forward[part]) for part in parts),
-            tuple(sum(self.input[part]) for part in parts),
-            tuple(sum(self.weight[part]) for part in parts),
-            activations=tuple(sum(self.activations[part]) for part in parts),
+            forward,
+            tuple(sum(self.input[part]) + once * more for part, more in zip(parts, forward, strict=True)),
+            tuple(sum(self.weight[part]) + twice * more for part, more in zip(parts, forward, strict=True)),
+            activations=inputs if once else tuple(sum(self.activations[part]) for part in parts),
             messages={Link(s, s + 1): self.outputs[part.stop - 1] for s, part in enumerate(parts[:-1])},
         )
 
@@ -107,7 +115,8 @@ def _candidates(layers: LayerCosts, ranks: int, microbatches: int, memory: int |
                 continue
             schedule = make(name, ranks, microbatches, stages=chunks * ranks)
             counts = balance(layers.whole, schedule.stages)
-            timing = simulate(deepened(lower(schedule)), layers.of_stages(counts))
+            splits = any(action.kind is Kind.I for program in schedule.programs for action in program)
+            timing = simulate(deepened(lower(schedule)), layers.of_stages(counts, splits=splits))
             fits = memory is None or max(timing.peak_bytes) <= memory
             found.append(Candidate(schedule, counts, timing, fits))
     return found

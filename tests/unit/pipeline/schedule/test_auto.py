@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 
 from commlib.errors import UsageError
@@ -48,3 +50,16 @@ def test_fewer_layers_than_stages_leave_fewer_schedules() -> None:
     assert {one.schedule.stages for one in choice.tried} == {4}
     with pytest.raises(UsageError, match="3 layers cannot be cut into stages for 4 ranks"):
         choose(layers(3), 4, 8)
+
+
+def test_what_is_computed_again_takes_longer_and_is_not_kept() -> None:
+    plain = layers(4).of_stages((1, 3))
+    full = replace(layers(4), keeps_inputs=True).of_stages((1, 3))
+    assert full.input == (2.0, 6.0) and full.weight == plain.weight and full.forward == plain.forward
+    assert full.activations == (0, 10), "the batch, and what the first stage gives"
+    again = replace(layers(4), again=True)
+    assert again.of_stages((1, 3)) == plain
+    split = again.of_stages((1, 3), splits=True)
+    assert split.input == split.weight == (2.0, 6.0) and split.activations == (0, 10)
+    chosen = choose(replace(layers(16), again=True), 4, 8)
+    assert chosen.best.schedule.name not in ("zb_h1", "zb_v", "dualpipev"), "computing twice takes longer than waiting"

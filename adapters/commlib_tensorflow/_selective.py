@@ -1,0 +1,77 @@
+"""Selective: compute a forward again but for its products, whose results were kept.
+
+Products (of matrices, and convolutions) take most of a forward's time, and what follows them makes most of what it
+keeps. TensorFlow's graph of a backward that computes its forward again is changed before it is used: whoever reads a
+product reads what was kept instead. So the product itself is read by nobody, and TensorFlow leaves it out.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import tensorflow as tf
+
+from commlib.errors import UsageError
+
+_PRODUCTS = frozenset(
+    (
+        "MatMul", "BatchMatMul", "BatchMatMulV2", "BatchMatMulV3", "Einsum", "Conv2D", "Conv3D",
+        "DepthwiseConv2dNative", "Conv2DBackpropInput", "Conv3DBackpropInputV2",
+    )
+)  # fmt: skip
+
+
+def products_so_far() -> list[tf.Tensor]:
+    """Return the results of the products that the function which is being traced has computed until now.
+
+    Those within loops and within functions that it calls are not among them.
+    """
+    return [operation.outputs[0] for operation in _products(tf.compat.v1.get_default_graph())]
+
+
+def without_products(function: Callable[..., Any], kept: Sequence[tf.Tensor], *arguments: Any) -> Any:
+    """Return what `function` does of `arguments` (nested tensors and None), in the graph that is being traced.
+
+    The first products that it computes are not computed: `kept` are their results. Raises UsageError if they are
+    others than those that were kept.
+    """
+    given = [leaf for leaf in tf.nest.flatten(arguments) if leaf is not None]
+
+    def flat(*tensors: tf.Tensor) -> Any:
+        rest = iter(tensors)
+        return function(*tf.nest.map_structure(lambda leaf: None if leaf is None else next(rest), arguments))
+
+    specs = [tf.TensorSpec.from_tensor(tensor) for tensor in given]
+    traced = tf.function(flat, autograph=False).get_concrete_function(*specs)
+    operations = _products(traced.graph)[: len(kept)]
+    if [operation.outputs[0].dtype for operation in operations] != [tensor.dtype for tensor in kept]:
+        raise UsageError(
+            f"pipeline: checkpoint='selective': a stage computed {len(kept)} products, and others when its forward is "
+            "computed again: use 'full' or 'none' for layers that do not always compute the same"
+        )
+    definition = traced.graph.as_graph_def()
+    names = {operation.name: f"kept/{number}" for number, operation in enumerate(operations)}
+    for node in definition.node:
+        for place, read in enumerate(node.input):
+            node.input[place] = names.get(read.removesuffix(":0"), read)
+    for name, tensor in zip(names.values(), kept, strict=True):
+        node = definition.node.add(name=name, op="Placeholder")
+        node.attr["dtype"].type = tensor.dtype.as_datatype_enum
+    # What is captured of outside, too: the graph knows it by the inputs that follow.
+    captured = [tf.identity(tensor) for tensor in traced.captured_inputs]
+    values = {own.name: value for own, value in zip(traced.inputs, [*given, *captured], strict=True)}
+    values |= {f"{name}:0": tensor for name, tensor in zip(names.values(), kept, strict=True)}
+    outputs = [leaf for leaf in tf.nest.flatten(traced.structured_outputs) if leaf is not None]
+    found = tf.graph_util.import_graph_def(definition, values, [names.get(o.op.name, o.name) for o in outputs], "again")
+    rest = iter(_tensor(one) for one in found)
+    return tf.nest.map_structure(lambda leaf: None if leaf is None else next(rest), traced.structured_outputs)
+
+
+def _tensor(found: Any) -> tf.Tensor:
+    """Return what was found by name, which is an operation where the name has no place of an output."""
+    return found.outputs[0] if isinstance(found, tf.Operation) else found
+
+
+def _products(graph: Any) -> list[Any]:
+    return [operation for operation in graph.get_operations() if operation.type in _PRODUCTS]

@@ -1,0 +1,268 @@
+"""What a Keras pipeline keeps, how its statistics are those of whole batches, and how it is cut by measured time."""
+
+from __future__ import annotations
+
+import time
+from typing import Any
+
+import keras
+import numpy as np
+import pytest
+import tensorflow as tf
+
+from commlib.errors import UsageError
+from commlib_tensorflow import _functions, pipeline
+from commlib_tensorflow._selective import products_so_far, without_products
+from tests.keras_pipelines import (
+    WIDTH,
+    Alone,
+    assert_gradients,
+    assert_weights,
+    batch,
+    filled,
+    in_float64,
+    layers,
+    near,
+)
+
+__all__ = ["in_float64"]  # which pytest uses
+
+
+# checkpoint="selective"
+
+
+def net(x: tf.Tensor, w: tf.Tensor, v: tf.Tensor) -> tf.Tensor:
+    # silu has a gradient of its own, which reads what the forward had; relu's reads its result.
+    return tf.nn.relu(tf.matmul(tf.nn.silu(tf.matmul(x, w)), v))
+
+
+def gradients(x: tf.Tensor, w: tf.Tensor, v: tf.Tensor) -> Any:
+    with tf.GradientTape() as tape:
+        tape.watch([x, w, v])
+        loss = tf.reduce_sum(net(x, w, v) ** 2)
+    return {"of": tape.gradient(loss, [x, w, v]), "none": None}
+
+
+def test_a_forward_is_computed_again_without_its_products() -> None:
+    generator = np.random.default_rng(0)
+    x, w, v = (tf.constant(generator.normal(size=(5, 5))) for _ in range(3))
+
+    @tf.function
+    def forward(*arguments: Any) -> Any:
+        return net(*arguments), products_so_far()
+
+    again = tf.function(lambda kept, *arguments: without_products(gradients, kept, *arguments), autograph=False)
+    _, kept = forward(x, w, v)
+    assert len(kept) == 2
+    found = again(kept, x, w, v)
+    assert found["none"] is None
+    for got, expected in zip(found["of"], gradients(x, w, v)["of"], strict=True):
+        near(got, expected)
+    graph = again.get_concrete_function(kept, x, w, v).graph
+    operations = [one for one in graph.get_operations() if one.type == "MatMul"]
+    unread = [one for one in operations if not one.outputs[0].consumers()]
+    assert len(operations) == 6, "two products, and the gradients of both factors of each"
+    assert len(unread) == 2, "nobody reads the two products"
+    with pytest.raises(UsageError, match="others when its forward is computed again"):
+        again([*kept, *kept, *kept, *kept], x, w, v)
+
+
+def products() -> Any:
+    """Products of every kind: of dense layers, convolutions, attention and within a loop."""
+    image = keras.Input((4, 4, 2))
+    x = keras.layers.Conv2D(4, 2, activation="silu", name="c0")(image)
+    x = keras.layers.DepthwiseConv2D(2, padding="same", activation="gelu", name="c1")(x)
+    x = keras.layers.Conv2DTranspose(4, 2, activation="relu", name="c2")(x)
+    x = keras.layers.Reshape((16, 4), name="r")(x)
+    x = keras.layers.MultiHeadAttention(2, 3, dropout=0.2, seed=4, name="a")(x, x)
+    x = keras.layers.LayerNormalization(name="n")(x)
+    x = keras.layers.GRU(3, return_sequences=True, name="g")(x)
+    x = keras.layers.EinsumDense("abc,cd->ad", 3, activation="swish", name="e")(x)
+    return filled(keras.Model(image, keras.layers.Dense(2, activation="softplus", name="d")(x)))
+
+
+@pytest.mark.parametrize("eager", [False, True])
+@pytest.mark.parametrize("name", ["1f1b", "zb_h1"])
+def test_products_are_kept(comm: Any, name: str, eager: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    traced = []
+
+    def noting(function: Any, kept: Any, *arguments: Any) -> Any:
+        traced.append(len(kept))
+        return without_products(function, kept, *arguments)
+
+    monkeypatch.setattr(_functions, "without_products", noting)
+    generator = np.random.default_rng(5)
+    x, y = generator.normal(size=(6, 4, 4, 2)), generator.normal(size=(6, 2))
+    alone = Alone(products())
+    pipe = pipeline(products(), comm, schedule=name, microbatches=3, checkpoint="selective")
+    pipe.compile(optimizer="sgd", loss="mse", run_eagerly=eager)
+    near(pipe.step(x, y), alone.step(x, y, microbatches=3))  # dropout draws for each microbatch
+    assert_gradients(pipe, alone.gradients, 1e-10)
+    assert (len(traced) > 0) is not eager, "a function that is not compiled keeps none"
+    pipe.close()
+
+
+# batch_norm="batch"
+
+
+def normalized() -> Any:
+    """Its first batch norm sees what it would in one process: nothing before depends on the rows of a microbatch."""
+    first = [keras.layers.Dense(WIDTH, activation="tanh", name="d0"), keras.layers.BatchNormalization(name="n0")]
+    rest = [keras.layers.Dense(WIDTH, activation="tanh", name=f"d{number}") for number in range(1, 6)]
+    second = keras.layers.BatchNormalization(momentum=0.5, name="n1")
+    return filled(keras.Sequential([keras.Input((WIDTH,)), *first, *rest, second]))
+
+
+@pytest.mark.parametrize(
+    ("name", "checkpoint"),
+    [("1f1b", "none"), ("1f1b", "selective"), ("zb_h1", "none"), ("interleaved", "full"), ("pipedream", "none")],
+)
+def test_statistics_of_whole_batches(comm: Any, name: str, checkpoint: str) -> None:
+    whole = normalized()
+    updates: dict[str, Any] = {"optimizer": keras.optimizers.SGD(0.0)} if name == "pipedream" else {}
+    pipe = pipeline(
+        normalized(), comm, schedule=name, microbatches=5, loss="mse", checkpoint=checkpoint, batch_norm="batch",
+        **updates,
+    )  # fmt: skip
+    alone = Alone(normalized())
+    inputs = keras.Model(whole.inputs, whole.get_layer("d5").output)
+    n1 = whole.get_layer("n1")
+    for step, rows in enumerate((13, 3)):  # one leaves microbatches empty
+        x, y = batch(rows, step)
+        if name != "pipedream":
+            near(pipe.step(x, y), alone.step(x, y, microbatches=5))  # normalised by microbatches all the same
+            assert_gradients(pipe, alone.gradients)
+        else:
+            pipe.step(x, y)
+        # The second one sees what the first one has normalised by microbatches: so put these through it together.
+        parts = [part for part in np.array_split(x, 5) if len(part)]
+        seen = np.concatenate([normalized_by(whole, inputs, part) for part in parts])
+        n1(seen, training=True)
+        whole.get_layer("n0")(whole.get_layer("d0")(x), training=True)
+        expected = {layer.name: layer for layer in (n1, whole.get_layer("n0"))}
+        for variable in pipe.non_trainable_variables:
+            layer, kind = variable.path.split("/")[-2:]
+            near(variable, getattr(expected[layer], kind), 1e-10)
+    pipe.close()
+
+
+def normalized_by(whole: Any, inputs: Any, part: Any) -> Any:
+    """What the second batch norm is given of a microbatch; nothing changes."""
+    before = [np.array(v) for v in whole.non_trainable_variables]
+    made = np.array(inputs(part, training=True))
+    for variable, value in zip(whole.non_trainable_variables, before, strict=True):
+        variable.assign(value)
+    return made
+
+
+def test_frozen_statistics_stay(comm: Any) -> None:
+    model = normalized()
+    model.get_layer("n0").trainable = False
+    before = [np.array(v) for v in model.get_layer("n0").weights]
+    pipe = pipeline(model, comm, microbatches=2, loss="mse", batch_norm="batch")
+    pipe.step(*batch(8))
+    for variable, value in zip(model.get_layer("n0").weights, before, strict=True):
+        near(variable, value)
+    pipe.close()
+
+
+def test_statistics_that_are_of_no_one_batch(comm: Any) -> None:
+    x = keras.Input((WIDTH,))
+    norm = keras.layers.BatchNormalization(name="twice")
+    y = norm(keras.layers.Dense(WIDTH)(norm(x)))
+    words = keras.Input((3,), dtype="int32")
+    masked = keras.layers.BatchNormalization(name="masked")(keras.layers.Embedding(3, 2, mask_zero=True)(words))
+    for model, text in (
+        (keras.Model(x, keras.layers.Dense(2)(y)), "twice.* is called 2 times"),
+        (keras.Model(words, keras.layers.GRU(2)(masked)), "masked.* has a mask"),
+    ):
+        with pytest.raises(UsageError, match=text):
+            pipeline(model, comm, microbatches=2, batch_norm="batch")
+    with pytest.raises(UsageError, match="batch_norm is 'never', expected one of microbatch, batch"):
+        pipeline(layers(4), comm, microbatches=2, batch_norm="never")
+
+
+# schedule="auto", split="time"
+
+
+def test_chosen_by_measured_costs(comm: Any) -> None:
+    """Any choice trains alike; nothing of the model is changed by measuring it."""
+    x, y = batch(8)
+    example = x[:2] if comm.rank == 0 else None
+    for options in ({"schedule": "auto"}, {"schedule": "auto", "memory": 10**6}, {"schedule": "1f1b", "split": "time"}):
+        alone = Alone(normalized(), "sgd")
+        pipe = pipeline(normalized(), comm, microbatches=4, loss="mse", example=example, **options)
+        assert ("simulated" in pipe.why) == (options["schedule"] == "auto")
+        assert_weights(pipe, alone.model)
+        near(pipe.step(x, y), alone.step(x, y, microbatches=4))
+        assert_gradients(pipe, alone.gradients)
+        pipe.close()
+    if comm.size > 1:  # what a first stage keeps is the batch
+        with pytest.raises(UsageError, match="no schedule holds at most 1 bytes"):
+            pipeline(layers(8), comm, schedule="auto", microbatches=4, example=example, memory=1)
+    with pytest.raises(UsageError, match="give example= on rank 0"):
+        pipeline(layers(8), comm, schedule="auto", microbatches=4)
+    with pytest.raises(UsageError, match="x has shape" if comm.rank == 0 else "rank 0 could not measure.*x has shape"):
+        pipeline(layers(8), comm, schedule="auto", microbatches=4, example=np.zeros((2, 3, WIDTH)))
+    with pytest.raises(UsageError, match="memory= is a limit for"):
+        pipeline(layers(8), comm, microbatches=4, memory=10)
+    with pytest.raises(UsageError, match="leave out stages="):
+        pipeline(layers(8), comm, schedule="auto", microbatches=4, stages=2 * comm.size, example=example)
+
+
+class Slow(keras.layers.Layer):  # type: ignore[misc]  # Keras has no types
+    def call(self, x: Any) -> Any:
+        return tf.ensure_shape(tf.numpy_function(self.late, [x], x.dtype), x.shape)
+
+    def late(self, x: Any) -> Any:
+        time.sleep(0.02)
+        return x
+
+
+def test_layers_that_take_longer_get_stages_of_their_own(comm: Any) -> None:
+    quick = [keras.layers.Dense(WIDTH) for _ in range(3 * comm.size)]
+    model = [keras.Input((WIDTH,)), Slow(), *quick]
+    pipe = pipeline(model, comm, split="time", microbatches=2, example=batch(2)[0])
+    if comm.size > 1:
+        assert (comm.rank == 0) == (not pipe.variables)
+    pipe.close()
+
+
+def test_what_a_unit_keeps() -> None:
+    """In bytes: the result of tanh, of which its gradient is made, and the input of a product, of which weights' is."""
+    from commlib_tensorflow._measured import layer_costs
+    from commlib_tensorflow._parts import cut, functional
+    from commlib_tensorflow._split import Nodes
+
+    model = [
+        keras.Input((WIDTH,)), keras.layers.Dense(100, activation="tanh"), keras.layers.Activation("linear"),
+        keras.layers.Dense(WIDTH),
+    ]  # fmt: skip
+    graph = functional(model)
+    costs = layer_costs(cut(graph, Nodes(graph), [1, 1, 1]), [tf.constant(batch(2)[0])])
+    assert costs.activations == (8 * 2 * (WIDTH + 100), 0, 8 * 2 * 100)
+    assert costs.outputs == (8 * 2 * 100, 8 * 2 * 100, 8 * 2 * WIDTH)
+    assert costs.input[0] == 0, "nobody wants the gradient of the batch"
+    assert costs.again
+
+
+# codec=, by stages
+
+
+@pytest.mark.ranks(min=2)
+def test_a_codec_for_each_direction(comm: Any) -> None:
+    x, y = batch(8)
+    model = 2 * comm.size
+    plain = pipeline(layers(model), comm, microbatches=2, loss="mse")
+    exact = plain.step(x, y)
+    for codec, is_exact in (({(0, 1): "int8"}, False), ({(1, 0): "int8", (0, 1): None}, True)):
+        pipe = pipeline(layers(model), comm, microbatches=2, loss="mse", codec=codec)
+        loss = pipe.step(x, y)
+        assert (float(loss) == float(exact)) == is_exact
+        pairs = zip(pipe.gradients, plain.gradients, strict=True)
+        same = all(np.array_equal(np.array(a), np.array(b)) for a, b in pairs)
+        assert same == (is_exact and comm.rank > 0), "gradients come back with errors from stage 1 to stage 0 alone"
+        pipe.close()
+    plain.close()
+    with pytest.raises(UsageError, match=r"from stage to stage as \(0, 7\) says; expected some of \(0, 1\)"):
+        pipeline(layers(model), comm, microbatches=2, codec={(0, 7): "int8"})
