@@ -171,6 +171,26 @@ def pipeline(records: Sequence[Record]) -> str:
     return "\n\n".join(parts)
 
 
+def pipeline_keras(records: Sequence[Record]) -> str:
+    """Keras' fit in stages: beside one process, and beside what the simulator says of it."""
+    rows = []
+    for place in range(len(records[0]["fits"])):
+        of = [record["fits"][place] for record in records]
+        alone, staged = ([statistics.median(one["seconds"][who]) for one in of] for who in ("one process", "pipeline"))
+        rows.append([
+            f"{of[0]['kind']} {of[0]['rows']} x {of[0]['width']}",
+            of[0]["schedule"],
+            range_text([1e3 * value for value in alone], ".0f"),
+            range_text([1e3 * value for value in staged], ".0f"),
+            range_text([a / b for a, b in zip(alone, staged, strict=True)], ".2f"),
+            range_text([a / one["predicted"] for a, one in zip(alone, of, strict=True)], ".2f"),
+            range_text([one["bubble"] for one in of], ".3f"),
+            range_text([one["predicted_bubble"] for one in of], ".3f"),
+        ])  # fmt: skip
+    columns = ["layers", "schedule", "one process, ms a step", "pipeline", "speed-up", "predicted", "idle", "predicted"]
+    return table(columns, rows)
+
+
 def compression(records: Sequence[Record]) -> str:
     """Training with each codec: time of a step, bytes sent, validation loss after the last step."""
     rows = []

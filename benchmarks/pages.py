@@ -63,7 +63,7 @@ TOPICS = (
         {"data_parallel": tables.steps, "keras_fit": tables.steps, "overlap": tables.steps},
     ),
     Topic("pipeline", "Pipelines", "Training steps in stages, beside a peer, the simulator and the time of nothing.",
-          {"pipeline": tables.pipeline}),
+          {"pipeline": tables.pipeline, "pipeline_keras": tables.pipeline_keras}),
     Topic("compression", "Compressed gradients", "Training with codecs, and the codecs alone.",
           {"compression": tables.compression, "codecs": tables.codecs}),
 )  # fmt: skip

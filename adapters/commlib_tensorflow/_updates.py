@@ -51,22 +51,45 @@ def check_loss(loss: Any, *, weighs: bool) -> None:
             )
 
 
-def update(optimizer: Any, variables: Sequence[Any], gradients: Gradients, norm: Callable[[Gradients], float]) -> None:
-    """Update variables. norm: of gradients, that of those of all stages; asked for where the optimizer clips by it."""
-    limit = getattr(optimizer, "global_clipnorm", None)
-    if limit:
-        limit *= scale_of(optimizer)  # Keras unscales before it clips
-        gradients = scaled(gradients, clip_factor(norm(gradients), limit, infinite_is_nan=True))
-    if all(gradient is None for gradient in gradients):
-        return
-    if not limit:
-        optimizer.apply(list(gradients), list(variables))
-        return
-    before, optimizer.global_clipnorm = optimizer.global_clipnorm, None
-    try:
-        optimizer.apply(list(gradients), list(variables))
-    finally:
-        optimizer.global_clipnorm = before
+class Updates:
+    """Updates variables by a Keras optimizer, in a function that TensorFlow compiles, as `fit` does elsewhere.
+
+    Not the first time, when the optimizer makes its variables; nor where it reduces gradients, which needs the host.
+    """
+
+    def __init__(self, optimizer: Any, *, eager: bool) -> None:
+        self._optimizer = optimizer
+        self._compiles = not eager and not isinstance(optimizer, Distributed)
+        self._functions: dict[tuple[int, ...], Any] = {}
+
+    def __call__(self, variables: Sequence[Any], gradients: Gradients, norm: Callable[[Gradients], float]) -> None:
+        """Update variables. norm: of gradients, that of those of all stages; asked for if the optimizer clips by it."""
+        optimizer = self._optimizer
+        limit = getattr(optimizer, "global_clipnorm", None)
+        if limit:
+            limit *= scale_of(optimizer)  # Keras unscales before it clips
+            gradients = scaled(gradients, clip_factor(norm(gradients), limit, infinite_is_nan=True))
+        if all(gradient is None for gradient in gradients):
+            return
+        if not limit:
+            self._apply(variables, gradients)
+            return
+        before, optimizer.global_clipnorm = optimizer.global_clipnorm, None
+        try:
+            self._apply(variables, gradients)
+        finally:
+            optimizer.global_clipnorm = before
+
+    def _apply(self, variables: Sequence[Any], gradients: Gradients) -> None:
+        optimizer = self._optimizer
+        if not (self._compiles and optimizer.built):
+            optimizer.apply(list(gradients), list(variables))
+            return
+        key = tuple(map(id, variables))
+        if key not in self._functions:
+            own = list(variables)
+            self._functions[key] = tf.function(lambda gradients: optimizer.apply(gradients, own), autograph=False)
+        self._functions[key](list(gradients))
 
 
 def scale_of(optimizer: Any) -> float:

@@ -27,13 +27,13 @@ from commlib_tensorflow._split import Nodes, Split, counts_of, of_units, units_t
 from commlib_tensorflow._steps import Result, Steps
 from commlib_tensorflow._updates import (
     Gradients,
+    Updates,
     check_loss,
     check_optimizer,
     norm_over,
     scale_of,
     scaled,
     state_of,
-    update,
 )
 from commlib_tensorflow._whole import WholeModel
 
@@ -120,6 +120,7 @@ class _Own:
     steps: Steps
     whole: WholeModel
     logs: Logs
+    updates: Updates
     why: str = ""
 
 
@@ -146,7 +147,7 @@ class Pipeline(keras.Model):  # type: ignore[misc]  # Keras has no types
         super().__init__(name=model.name)
         whole = WholeModel(model, pieces.parts, schedule.placement)
         steps = Steps(comm, pieces, schedule, checkpoint=checkpoint, batch_norm=batch_norm, codec=codec, weigh=weigh)
-        self._own = _Own(steps, whole, Logs(None))
+        self._own = _Own(steps, whole, Logs(None), Updates(None, eager=False))
         self.optimizer = None
         self.parts = steps.parts
         self.output_names = list(pieces.graph.output_names)
@@ -378,6 +379,7 @@ class Pipeline(keras.Model):  # type: ignore[misc]  # Keras has no types
         own = self._own
         has_losses = self._compile_loss is not None and len(self.output_names) > 1
         own.logs = Logs(self._measured if has_losses or self._compile_metrics is not None else None)
+        own.updates = Updates(self.optimizer, eager=bool(self.run_eagerly))
         loss = None if self._compile_loss is None else self._loss_of
         own.steps.prepare(loss, eager=bool(self.run_eagerly), update=self._update)
 
@@ -408,7 +410,7 @@ class Pipeline(keras.Model):  # type: ignore[misc]  # Keras has no types
         return self._own.steps.run(x, y, sample_weight, is_training=True, keeps_outputs=keeps_outputs, scale=scale)
 
     def _update(self, variables: Sequence[Any], gradients: Gradients) -> None:
-        update(self.optimizer, variables, gradients, self._norm)
+        self._own.updates(variables, gradients, self._norm)
 
     def _norm(self, gradients: Gradients) -> float:
         tied = self._own.steps.tied

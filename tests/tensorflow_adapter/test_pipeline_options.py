@@ -266,3 +266,35 @@ def test_a_codec_for_each_direction(comm: Any) -> None:
     plain.close()
     with pytest.raises(UsageError, match=r"from stage to stage as \(0, 7\) says; expected some of \(0, 1\)"):
         pipeline(layers(model), comm, microbatches=2, codec={(0, 7): "int8"})
+
+
+# Updates
+
+
+class Counting(keras.optimizers.SGD):  # type: ignore[misc]  # Keras has no types
+    """Counts how often Python says what an update is: once more than TensorFlow compiles it."""
+
+    said = 0
+
+    def update_step(self, *arguments: Any) -> Any:
+        self.said += 1
+        return super().update_step(*arguments)
+
+
+@pytest.mark.parametrize("eager", [False, True])
+def test_updates_are_compiled(comm: Any, eager: bool) -> None:
+    alone = Alone(layers(4), keras.optimizers.SGD(0.1, momentum=0.9))
+    optimizer = Counting(0.1, momentum=0.9)
+    pipe = pipeline(layers(4), comm, microbatches=2)
+    pipe.compile(optimizer=optimizer, loss="mse", run_eagerly=eager)
+    for step in range(4):
+        if step == 3:
+            optimizer.learning_rate = 0.01  # a variable, so that compiled functions see it
+            alone.model.optimizer.learning_rate = 0.01
+        near(pipe.step(*batch(6, step)), alone.step(*batch(6, step)))
+        pipe.apply_gradients()
+        alone.update()
+        assert_weights(pipe, alone.model)
+    weights = len(pipe.trainable_variables)
+    assert optimizer.said == (4 * weights if eager else 2 * weights), "once to make its variables, once to compile"
+    pipe.close()
