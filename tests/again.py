@@ -6,6 +6,8 @@ marked `any_ranks`, one from another MPI `any_mpi`. Both run on 2 ranks under th
 
 from __future__ import annotations
 
+from collections.abc import Collection
+
 import pytest
 
 MARKS = {"ranks": "any_ranks", "mpi": "any_mpi"}
@@ -25,3 +27,22 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
         config.hook.pytest_deselected(items=repeats)
         left_out = set(map(id, repeats))
         items[:] = [item for item in items if id(item) not in left_out]
+
+
+def mark_adapter(
+    items: list[pytest.Item], folder: str, *, every_mpi: Collection[str], every_number: Collection[str]
+) -> None:
+    """Mark the tests in an adapter's folder: adapters see the core alone, which is tested everywhere.
+
+    Only those in files `every_mpi` learn something from another MPI; from another number of ranks only those named
+    `every_number`, and those that need more than 2.
+    """
+    for item in items:
+        if item.path.parent.name != folder:
+            continue
+        if item.path.name not in every_mpi:
+            item.add_marker(pytest.mark.any_mpi)
+        needed = item.get_closest_marker("ranks")
+        least = 1 if needed is None else needed.kwargs.get("min", 1)
+        if least < 3 and getattr(item, "originalname", "") not in every_number:
+            item.add_marker(pytest.mark.any_ranks)

@@ -6,6 +6,8 @@ os.environ.setdefault("CUDA_VISIBLE_DEVICES", "-1")
 import pytest
 import tensorflow as tf
 
+from tests.again import mark_adapter
+
 # Ranks are the parallelism here, and every thread more is one that 4 ranks compete with.
 tf.config.threading.set_intra_op_parallelism_threads(1)
 tf.config.threading.set_inter_op_parallelism_threads(2)
@@ -18,13 +20,10 @@ def initialised(comm):
     """Call init before anything else, as every script does."""
 
 
-SEEN = (
-    "test_collectives.py",
-    "test_gradient_tape.py",
-)  # under every MPI; the rest says nothing new of it: adapters see the core alone
-
-
 def pytest_collection_modifyitems(items):
-    for item in items:
-        if item.path.parent.name == "tensorflow_adapter" and item.path.name not in SEEN:
-            item.add_marker(pytest.mark.any_mpi)
+    mark_adapter(
+        items,
+        "tensorflow_adapter",
+        every_mpi=("test_collectives.py", "test_gradient_tape.py"),
+        every_number=("test_gradients_and_weights_are_those_of_one_process",),
+    )

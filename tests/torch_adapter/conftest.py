@@ -1,5 +1,7 @@
 import pytest
 
+from tests.again import mark_adapter
+
 pytest_plugins = ["tests.multirank"]
 
 
@@ -8,13 +10,10 @@ def initialised(comm):
     """Call init before anything else, as every script does."""
 
 
-SEEN = (
-    "test_collectives.py",
-    "test_optimizer.py",
-)  # under every MPI; the rest says nothing new of it: adapters see the core alone
-
-
 def pytest_collection_modifyitems(items):
-    for item in items:
-        if item.path.parent.name == "torch_adapter" and item.path.name not in SEEN:
-            item.add_marker(pytest.mark.any_mpi)
+    mark_adapter(
+        items,
+        "torch_adapter",
+        every_mpi=("test_collectives.py", "test_optimizer.py"),
+        every_number=("test_gradients_and_weights_are_those_of_one_process",),
+    )

@@ -105,6 +105,38 @@ def test_gradients_are_ready_when_their_last_microbatch_is_done(comm: Any, monke
     mesh.close()
 
 
+@pytest.mark.parametrize("name", ["pipedream", "pipedream_2bw"])
+def test_updates_while_the_pipeline_runs_are_of_all_replicas(comm: Any, name: str) -> None:
+    """As a pipeline without replicas, whose microbatches are those of both, one after the other."""
+    mesh = Mesh(pp=2, dp=2)
+    every = 2 if name == "pipedream_2bw" else 1
+
+    def layers() -> nn.Sequential:
+        torch.manual_seed(3)
+        return nn.Sequential(*(nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Tanh()) for _ in range(4))).double()
+
+    def distributed(named: Any) -> Any:
+        return DistributedOptimizer(torch.optim.Adam([p for _, p in named], lr=0.05), named, mesh=mesh)
+
+    pipe, plain = (
+        pipeline(layers(), mesh["pp"], schedule=name, microbatches=4, every=every, loss=F.mse_loss, optimizer=optimizer)
+        for optimizer in (distributed, lambda named: torch.optim.Adam([p for _, p in named], lr=0.05))
+    )
+    replica = mesh.coordinate("dp")
+    for step in range(3):
+        x, y = (value.reshape(4, 2, 3, WIDTH) for value in batch(24, step))  # microbatch, replica, row
+        mine = pipe.step(x[:, replica].reshape(12, WIDTH), y[:, replica].reshape(12, WIDTH))
+        whole = plain.step(x.reshape(24, WIDTH), y.reshape(24, WIDTH))
+        both = sum(comm.all_gather_object(float(mine))) / comm.size
+        assert both == pytest.approx(float(whole), rel=EXACT)
+        expected = plain.state_dict()
+        for key, value in pipe.state_dict().items():
+            torch.testing.assert_close(value, expected[key], rtol=1e-9, atol=1e-9)
+    pipe.close()
+    plain.close()
+    mesh.close()
+
+
 def test_a_mesh_without_replicas_is_refused(comm: Any) -> None:
     mesh = Mesh(pp=4)
     model = nn.Linear(2, 2)
