@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import replace
 from functools import partial
@@ -15,16 +15,18 @@ from torch.utils import _pytree as pytree
 from commlib.communicator import Communicator
 from commlib.errors import UsageError
 from commlib.optim.clipping import check_limit, clip_factor, norm_of
-from commlib.pipeline.batch import rows_of, shares, shares_in_updates, terms
+from commlib.pipeline.batch import shares, shares_in_updates, terms
 from commlib.pipeline.choice import check_example, choose_stages
 from commlib.pipeline.pipe import AnySchedule, Codecs, Pipe
 from commlib.pipeline.schedule.auto import LayerCosts
 from commlib_torch._autograd import backward_passes
 from commlib_torch._batch_statistics import WholeBatchStatistics
+from commlib_torch._batches import arguments, rows_in, taken
 from commlib_torch._bridge import array_of
 from commlib_torch._measured import layer_costs
 from commlib_torch._optimizer_state import load_named, merged, named_state
 from commlib_torch._parts import Cut, Layers, Split, Units, counts_by
+from commlib_torch._staged import Staged
 from commlib_torch._stages import Batch, Loss, StashedWeights, TorchStage, TorchTensors, in_mode
 from commlib_torch._tied import TiedWeights
 from commlib_torch._traced import Traced
@@ -107,15 +109,14 @@ def _units(model: Any, ranks: int) -> Units:
 
 def _measured(units: Units, example: Any, checkpoint: str) -> LayerCosts:
     """Return what each unit costs here."""
-    costs = layer_costs(units.cut([1] * len(units.sizes())), _arguments(check_example(example)))
+    costs = layer_costs(units.cut([1] * len(units.sizes())), arguments(check_example(example)))
     return replace(costs, keeps_inputs=checkpoint == "full")
 
 
-class Pipeline(nn.Module):
+class Pipeline(Staged):
     """This rank's stages of a model. Made by `pipeline`.
 
-    It has the parameters and buffers of its stages, under the names of the whole model: in `named_parameters()`,
-    `state_dict()` and `load_state_dict()`, which takes what is its own from a state of the whole model.
+    It has the parameters and buffers of its stages, under the names of the whole model.
     """
 
     def __init__(
@@ -130,13 +131,14 @@ class Pipeline(nn.Module):
         weigh: Callable[[Any], float] | None,
         optimizer: Callable[[Sequence[tuple[str, nn.Parameter]]], torch.optim.Optimizer] | None,
     ) -> None:
-        super().__init__()
+        own = schedule.stages_of(comm.rank)
+        names = {name for part in pieces.parts for name in part.state_dict()}
+        super().__init__({stage: pieces.parts[stage] for stage in own}, names)
         self.why = ""
         """Why this schedule was chosen, if it was."""
         self.statistics: WholeBatchStatistics | None = None
         """What makes running statistics those of whole batches, if that was asked for."""
         self._weigh = weigh
-        own = schedule.stages_of(comm.rank)
         tied = TiedWeights.found(comm, pieces.parts, schedule.placement)
         if schedule.every and tied.exist:
             raise UsageError(
@@ -144,12 +146,10 @@ class Pipeline(nn.Module):
                 "itself, before the gradients of all are there: use another schedule"
             )
         self._tied = tied
-        self._names = {name for part in pieces.parts for name in part.state_dict()}
         last = schedule.stages - 1
         self._stages: dict[int, TorchStage] = {}
         for stage in own:
             part = pieces.parts[stage]
-            self.add_module(_prefix(stage)[:-1], part)
             takes = {link.source: names for link, names in pieces.values.items() if link.target == stage}
             gives = {link.target: names for link, names in pieces.values.items() if link.source == stage}
             self._stages[stage] = TorchStage(
@@ -168,8 +168,6 @@ class Pipeline(nn.Module):
             lines=lines,
         )
         self._order_shared()
-        self.register_state_dict_post_hook(_strip)  # type: ignore[no-untyped-call]
-        self.register_load_state_dict_pre_hook(_place)  # type: ignore[no-untyped-call]
         tied.spread()
         self._optimizer: torch.optim.Optimizer | None = None
         if schedule.every:
@@ -288,33 +286,6 @@ class Pipeline(nn.Module):
         """What runs the schedule."""
         return self._pipe
 
-    # Names
-
-    def named_parameters(
-        self, prefix: str = "", recurse: bool = True, remove_duplicate: bool = True
-    ) -> Iterator[tuple[str, nn.Parameter]]:
-        """Yield the parameters of this rank's stages, under the names of the whole model."""
-        return self._named("named_parameters", prefix, recurse=recurse, remove_duplicate=remove_duplicate)
-
-    def named_buffers(
-        self, prefix: str = "", recurse: bool = True, remove_duplicate: bool = True
-    ) -> Iterator[tuple[str, Tensor]]:
-        """Yield the buffers of this rank's stages, under the names of the whole model."""
-        return self._named("named_buffers", prefix, recurse=recurse, remove_duplicate=remove_duplicate)
-
-    def _named(self, what: str, prefix: str, **options: bool) -> Iterator[tuple[str, Any]]:
-        seen: set[int] = set()
-        for part in self.parts:
-            for name, value in getattr(part, what)(prefix, **options):
-                if id(value) not in seen or not options["remove_duplicate"]:
-                    seen.add(id(value))
-                    yield name, value
-
-    @property
-    def parts(self) -> list[nn.Module]:
-        """The stages of this rank."""
-        return [stage.part for stage in self._stages.values()]
-
     # The rest
 
     def _begin(
@@ -334,19 +305,19 @@ class Pipeline(nn.Module):
         if rank == self._pipe.first:
             if x is None:
                 raise UsageError(f"pipeline: rank {rank} has the first stage: give it x")
-            args, kwargs = _arguments(x)
-            rows = _rows((args, kwargs), schedule.microbatches, "x")
-            batch.inputs = [(_taken(args, part), _taken(kwargs, part)) for part in rows]
+            args, kwargs = arguments(x)
+            rows = rows_in((args, kwargs), schedule.microbatches, "x")
+            batch.inputs = [(taken(args, part), taken(kwargs, part)) for part in rows]
             empty = {number for number, part in enumerate(rows) if part.start == part.stop}
             self._rows = rows[-1].stop
         if rank == self._pipe.last and not wants_outputs:
             if y is None and x is None:
                 raise UsageError(f"pipeline: rank {rank} has the last stage: give it y, or x where the loss needs no y")
-            rows = _rows(x if y is None else y, schedule.microbatches, "x" if y is None else "y")
+            rows = rows_in(x if y is None else y, schedule.microbatches, "x" if y is None else "y")
             if self._rows not in (-1, rows[-1].stop):
                 raise UsageError(f"pipeline: x has {self._rows} rows, and y {rows[-1].stop}: give those of one batch")
             self._rows = rows[-1].stop
-            batch.targets = [None if y is None else _taken(y, part) for part in rows]
+            batch.targets = [None if y is None else taken(y, part) for part in rows]
             batch.terms = terms(batch.targets, [part.stop - part.start for part in rows], self._weigh)
             batch.shares = shares_in_updates(batch.terms, schedule.every)
         for stage in self._stages.values():
@@ -382,57 +353,3 @@ class Pipeline(nn.Module):
         for stage in self._stages.values():
             stage.clear()
         self._batch = Batch()
-
-
-def _prefix(stage: int) -> str:
-    return f"stage{stage}."
-
-
-def _strip(module: Any, state: dict[str, Any], prefix: str, local_metadata: Any) -> None:
-    """Take away the number of the stage."""
-    for stage in module._stages:
-        inner = prefix + _prefix(stage)
-        renamed = {prefix + key.removeprefix(inner) if key.startswith(inner) else key: state[key] for key in state}
-        state.clear()
-        state.update(renamed)
-
-
-def _place(module: Any, state: dict[str, Any], prefix: str, *_: Any) -> None:
-    """Give each of this rank's names the number of its stage, and drop those of other ranks."""
-    found = {key: value for key, value in state.items() if key.removeprefix(prefix) not in module._names}
-    for stage, kept in module._stages.items():
-        for name in kept.part.state_dict():
-            if prefix + name in state:
-                found[prefix + _prefix(stage) + name] = state[prefix + name]
-    state.clear()
-    state.update(found)
-
-
-def _arguments(x: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    if isinstance(x, dict):
-        return (), x
-    return (tuple(x), {}) if isinstance(x, tuple | list) else ((x,), {})
-
-
-def _rows(value: Any, microbatches: int, what: str) -> list[slice]:
-    """Return the rows of each microbatch. Raises UsageError if tensors have different numbers of rows, or none has."""
-    if isinstance(value, Tensor) and value.ndim:
-        return rows_of(value.shape[0], microbatches)
-    counts = {leaf.shape[0] for leaf in pytree.tree_leaves(value) if isinstance(leaf, Tensor) and leaf.ndim}
-    if len(counts) != 1:
-        got = (
-            f"{len(counts)} different ones: {', '.join(map(str, sorted(counts)))}" if counts else "no tensor with rows"
-        )
-        raise UsageError(f"pipeline: {what}: expected tensors of one number of rows (first dimension), got {got}")
-    return rows_of(counts.pop(), microbatches)
-
-
-def _taken(value: Any, rows: slice) -> Any:
-    """Return the rows of a tensor, or of those in a nest of containers; what has no rows is for all."""
-    if isinstance(value, Tensor):
-        return value[rows] if value.ndim else value
-    if type(value) is tuple:
-        return tuple(_taken(one, rows) for one in value)
-    if not value:
-        return value
-    return pytree.tree_map(lambda leaf: leaf[rows] if isinstance(leaf, Tensor) and leaf.ndim else leaf, value)

@@ -1,0 +1,73 @@
+"""Staged: some stages of a model as one module, under the names that everything has in the whole model."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterator, Mapping
+from typing import Any
+
+from torch import Tensor, nn
+
+
+class Staged(nn.Module):
+    """Stages of a model, by number. names: of everything in the state of the whole model.
+
+    Parameters and buffers have the names of the whole model in `named_parameters()`, `named_buffers()`, `state_dict()`
+    and `load_state_dict()`, which takes what is its own from a state of the whole model.
+    """
+
+    def __init__(self, parts: Mapping[int, nn.Module], names: Collection[str]) -> None:
+        super().__init__()
+        self._numbers, self._whole_names = tuple(parts), frozenset(names)
+        for stage, part in parts.items():
+            self.add_module(_prefix(stage)[:-1], part)
+        self.register_state_dict_post_hook(_strip)  # type: ignore[no-untyped-call]
+        self.register_load_state_dict_pre_hook(_place)  # type: ignore[no-untyped-call]
+
+    @property
+    def parts(self) -> list[nn.Module]:
+        """The stages of this rank."""
+        return [self.get_submodule(_prefix(stage)[:-1]) for stage in self._numbers]
+
+    def named_parameters(
+        self, prefix: str = "", recurse: bool = True, remove_duplicate: bool = True
+    ) -> Iterator[tuple[str, nn.Parameter]]:
+        """Yield the parameters of this rank's stages, under the names of the whole model."""
+        return self._named("named_parameters", prefix, recurse=recurse, remove_duplicate=remove_duplicate)
+
+    def named_buffers(
+        self, prefix: str = "", recurse: bool = True, remove_duplicate: bool = True
+    ) -> Iterator[tuple[str, Tensor]]:
+        """Yield the buffers of this rank's stages, under the names of the whole model."""
+        return self._named("named_buffers", prefix, recurse=recurse, remove_duplicate=remove_duplicate)
+
+    def _named(self, what: str, prefix: str, **options: bool) -> Iterator[tuple[str, Any]]:
+        seen: set[int] = set()
+        for part in self.parts:
+            for name, value in getattr(part, what)(prefix, **options):
+                if id(value) not in seen or not options["remove_duplicate"]:
+                    seen.add(id(value))
+                    yield name, value
+
+
+def _prefix(stage: int) -> str:
+    return f"stage{stage}."
+
+
+def _strip(module: Any, state: dict[str, Any], prefix: str, local_metadata: Any) -> None:
+    """Take away the number of the stage."""
+    for stage in module._numbers:
+        inner = prefix + _prefix(stage)
+        renamed = {prefix + key.removeprefix(inner) if key.startswith(inner) else key: state[key] for key in state}
+        state.clear()
+        state.update(renamed)
+
+
+def _place(module: Any, state: dict[str, Any], prefix: str, *_: Any) -> None:
+    """Give each of this rank's names the number of its stage, and drop those of other ranks."""
+    found = {key: value for key, value in state.items() if key.removeprefix(prefix) not in module._whole_names}
+    for stage, part in zip(module._numbers, module.parts, strict=True):
+        for name in part.state_dict():
+            if prefix + name in state:
+                found[prefix + _prefix(stage) + name] = state[prefix + name]
+    state.clear()
+    state.update(found)
