@@ -139,11 +139,18 @@ def pipeline(records: Sequence[Record]) -> str:
                 of[0]["schedule"],
                 range_text([1e3 * statistics.median(one["seconds"]["ours"]) for one in of], ".2f"),
                 spread_text(ratios(of, "ours", "torch")),
+                range_text(
+                    [
+                        statistics.median(one["seconds"]["torch"]) / (_longest(record) * one["computes"])
+                        for record, one in zip(records, of, strict=True)
+                    ],
+                    ".2f",
+                ),
             ]
             for of in peers
         ]
         columns = ["layers", "a microbatch computes in a stage, ms", "and sends, bytes", "schedule", "ms a step"]
-        parts.append(table([*columns, "torch.distributed.pipelining, times"], rows))
+        parts.append(table([*columns, "times torch.distributed.pipelining", "if computing were all"], rows))
     if bubbles:
         rows = [
             [
@@ -169,6 +176,11 @@ def pipeline(records: Sequence[Record]) -> str:
         ]
         parts.append("Stages that do nothing:\n\n" + table(["schedule", "actions", "us for each"], rows))
     return "\n\n".join(parts)
+
+
+def _longest(record: Record) -> int:
+    """Return how many microbatches follow each other on the longest path of a schedule with one stage on each rank."""
+    return int(record["options"]["microbatches"]) + int(record["facts"]["ranks"]) - 1
 
 
 def pipeline_keras(records: Sequence[Record]) -> str:

@@ -2,8 +2,9 @@
 
     mpiexec -n 2 python benchmarks/pipeline.py [--out result.json] [--rounds 15] [--schedules gpipe,1f1b]
 
-Three parts. "peers": a perceptron with a stage on each rank is trained by ours and by torch's pipelining over gloo, in
-turn in one process per rank, on models that are alike, at several sizes of a microbatch. "bubble": stages that sleep
+Three parts. "peers": a network with a stage on each rank is trained by ours and by torch's pipelining over gloo, in
+turn in one process per rank, on models that are alike, at several sizes of a microbatch; beside it what computing alone
+takes on the schedule's longest path. "bubble": stages that sleep
 instead of computing, as long as the other one or not, beside what the simulator says. "overhead": stages that do
 nothing, per action. A round's figure is its slowest rank's mean step time; the tables show medians over rounds.
 """
@@ -126,11 +127,11 @@ def peers(comm: Any, arguments: argparse.Namespace) -> list[dict[str, Any]]:
 
 
 def compute_seconds(part: nn.Module, x: Tensor, y: Tensor) -> float:
-    """Return what forward and backward of one microbatch in one stage take."""
+    """Return what forward and backward of one microbatch in one stage take, the gradient of its input included."""
     times = []
     for _ in range(12):
         began = time.perf_counter()
-        nn.functional.mse_loss(part(x), y).backward()
+        nn.functional.mse_loss(part(x.detach().requires_grad_()), y).backward()
         times.append(time.perf_counter() - began)
     return statistics.median(times)
 
