@@ -16,6 +16,7 @@ from commlib.data_parallel import Reporting
 from commlib.errors import UsageError
 from commlib.horovod.computed_gradients import ComputedGradients
 from commlib.horovod.wrapping import change_class
+from commlib_tensorflow._in_parts import InParts
 from commlib_tensorflow.clip import clip_by_global_norm
 from commlib_tensorflow.gradients import Gradients, scaled
 from commlib_tensorflow.horovod.operations import allreduce
@@ -121,8 +122,32 @@ class Reduction:
         """Return pairs of reduced gradients and variables, which are not reduced again when they are applied."""
         variables = [variable for _, variable in pairs]
         reduced = self.reduce([gradient for gradient, _ in pairs], variables)
-        self._computed.note(reduced)
+        self.note(reduced)
         return list(zip(reduced, variables, strict=True))
+
+    def note(self, reduced: Sequence[Any]) -> None:
+        """Remember gradients that are reduced: not to be reduced again when these very tensors are applied."""
+        self._computed.note(reduced)
+
+    def in_parts(self, variables: Sequence[Any], order: Sequence[int]) -> InParts | None:
+        """Begin to reduce gradients that come a part at a time, in this order; None if they must come at once.
+
+        That is where they are not to be sent early, some stay here, or a compressor of the user's takes tensors.
+        """
+        reducer = self.reducer
+        if reducer.options.overlap is False or reducer.compressor is not None or self.has_local:
+            return None
+        return InParts(reducer, [self._name_of(variable) for variable in variables], variables, order)
+
+    @property
+    def ranks(self) -> Sequence[int]:
+        """The ranks that reduce together."""
+        return self._process_set.ranks or ()
+
+    @property
+    def has_local(self) -> bool:
+        """Whether gradients of some variables stay on this rank."""
+        return bool(self._local_keys())
 
     def are_reduced(self, gradients: Sequence[Any]) -> bool:
         """Return whether gradients that are to be applied are those that `compute` returned. Asked once for them."""

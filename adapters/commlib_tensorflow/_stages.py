@@ -15,6 +15,7 @@ from commlib_tensorflow._batch_statistics import WholeBatchStatistics
 from commlib_tensorflow._bridge import to_array, to_tensor
 from commlib_tensorflow._functions import Loss, Named, Recorded, StageFunctions
 from commlib_tensorflow._parts import Part
+from commlib_tensorflow._replicas import StageReduction
 from commlib_tensorflow._values import Values as VariableValues
 
 
@@ -41,8 +42,9 @@ class Batch:
     inputs: named values of each microbatch, where the first stage is. targets, sample_weights: of each microbatch,
     where the last one is; so are terms, of how many each loss is the mean, and shares, what each loss counts in an
     update. rows: of each microbatch, everywhere, and row_shares: what they count in an update. scale: what gradients,
-    but not the loss, are multiplied by. losses, extras (what layers add, by stage and microbatch) and outputs are
-    filled by stages; so are gradients, by the id of the variable.
+    but not the loss, are multiplied by. losses, extras (what layers add, by stage and microbatch), penalties (what
+    regularisers add, by stage) and outputs are filled by stages; so are gradients, by the id of the variable.
+    reduction: what reduces these over replicas, if that is done by stages.
     """
 
     inputs: Sequence[Named] = ()
@@ -59,7 +61,9 @@ class Batch:
     losses: dict[int, tf.Tensor] = field(default_factory=dict)
     extras: dict[tuple[int, int], tf.Tensor] = field(default_factory=dict)
     outputs: dict[int, list[tf.Tensor]] = field(default_factory=dict)
+    penalties: dict[int, float] = field(default_factory=dict)
     gradients: dict[int, tf.Tensor] = field(default_factory=dict)
+    reduction: StageReduction | None = None
 
     def add(self, variables: Sequence[Any], gradients: Sequence[tf.Tensor | None]) -> None:
         """Add to the gradients of variables; where there is none, none comes to be."""
@@ -207,7 +211,11 @@ class TensorflowStage:
         self._add(of_weights, kept)
 
     def reduce(self) -> None:
-        """Do nothing: a distributed optimizer reduces when it updates."""
+        """Let go of the gradients that are complete, if they are reduced by stages; else the optimizer reduces all."""
+        batch = self.batch
+        if batch.reduction is not None:
+            batch.penalties[self.number] = self.regularization(gradients=True)
+            batch.reduction.give(self.number, batch.gradients)
 
     def step(self) -> None:
         """Update the weights."""

@@ -19,6 +19,7 @@ from commlib_tensorflow._batch_statistics import WholeBatchStatistics
 from commlib_tensorflow._batches import as_tensors, digest, inputs_of, rows_in, taken
 from commlib_tensorflow._bridge import to_array, to_tensor
 from commlib_tensorflow._parts import MASK, Cut
+from commlib_tensorflow._replicas import ByStages
 from commlib_tensorflow._stages import Batch, TensorflowStage, TensorflowTensors
 from commlib_tensorflow._tied import TiedWeights
 from commlib_tensorflow._values import Values
@@ -116,6 +117,7 @@ class Steps:
             self._values.updated()
             update(trainable, [gradients.get(id(variable)) for variable in trainable])
 
+        self._complete = self._completed()
         shared = [variable for variable in self.variables.values() if self.tied.has(variable)]
         for number, stage in self.stages.items():
             regularized = [
@@ -124,6 +126,20 @@ class Steps:
                 if variable.regularizer is not None and self._first_use[id(variable)] == number
             ]
             stage.prepare(loss, regularized=regularized, shared=shared, eager=eager, update=update_stage)
+
+    def _completed(self) -> dict[int, list[Any]]:
+        """Return the variables whose gradients each stage completes, in the order of the stages' last gradients.
+
+        Not those of which other ranks have a part.
+        """
+        last = self.pipe.runner.last_gradients
+        found: dict[int, list[Any]] = {number: [] for number in sorted(self.stages, key=last.__getitem__)}
+        owners = {id(v): number for number in found for v in self.stages[number].part.trainable_variables}
+        for number, own in found.items():
+            for variable in self.stages[number].part.trainable_variables:
+                if owners[id(variable)] == number and not self.tied.has(variable):
+                    own.append(variable)
+        return found
 
     def run(
         self,
@@ -135,11 +151,17 @@ class Steps:
         has_loss: bool = True,
         keeps_outputs: bool = False,
         scale: float = 1.0,
+        by_stages: ByStages | None = None,
     ) -> Result:
-        """Run a batch; return its loss, on every rank. Gradients are added to `gradients`. Collective."""
+        """Run a batch; return its loss, on every rank. Gradients are added to `gradients`. Collective.
+
+        by_stages: what may reduce them over replicas while stages still compute, if an optimizer is given them next.
+        """
         schedule = self.pipe.schedule
         batch = Batch(is_training=is_training, has_loss=has_loss, keeps_outputs=keeps_outputs, scale=scale)
         rows, target, weight = self._begin(batch, x, y, sample_weight)
+        if by_stages is not None and not schedule.every and not self.gradients:
+            batch.reduction = by_stages(self._complete)
         self._values.begin()
         if self._statistics is not None:
             self._statistics.begin()
@@ -211,7 +233,10 @@ class Steps:
         """Complete gradients and loss, and let the variables have the states of layers."""
         schedule = self.pipe.schedule
         flushes = batch.is_training and not schedule.every
-        own = sum(stage.regularization(gradients=flushes) for stage in self.stages.values())
+        for number, stage in self.stages.items():
+            if number not in batch.penalties:
+                batch.penalties[number] = stage.regularization(gradients=flushes)
+        own = sum(value for _, value in sorted(batch.penalties.items()))
         of_rows = shares([part.stop - part.start for part in rows_of(rows, schedule.microbatches)])
         own += sum(float(value) * of_rows[number] for (_, number), value in sorted(batch.extras.items()))
         if batch.losses:
@@ -223,6 +248,8 @@ class Steps:
                 self._statistics.end()
         if flushes:
             self.tied.add_up(batch.gradients)
+            if batch.reduction is not None:
+                batch.gradients = batch.reduction.finish(batch.gradients)
             for key, gradient in batch.gradients.items():
                 self.gradients[key] = self.gradients[key] + gradient if key in self.gradients else gradient
         return float(sum(self.pipe.comm.all_gather(np.array([own]))))

@@ -15,8 +15,7 @@ from commlib.kernels.host.norm import sum_of_squares
 from commlib.optim.clipping import clip_factor, norm_of
 from commlib_tensorflow._bridge import to_array
 from commlib_tensorflow._keras_reduction import Distributed
-
-Gradients = Sequence[tf.Tensor | None]
+from commlib_tensorflow._replicas import Gradients, note, reduced
 
 
 def check_optimizer(optimizer: Any, *, ranks: int, flushes: bool) -> None:
@@ -33,8 +32,6 @@ def check_optimizer(optimizer: Any, *, ranks: int, flushes: bool) -> None:
             why = "this schedule updates stages at different times: use clipnorm or clipvalue"
         elif optimizer.gradient_accumulation_steps:
             why = "gradient_accumulation_steps makes it clip later than here: use more microbatches instead"
-        elif isinstance(optimizer, Distributed):
-            why = "a DistributedOptimizer reduces after this: use clipnorm or clipvalue"
         if why:
             raise UsageError(f"pipeline: global_clipnorm needs the gradients of all stages, and {why}")
 
@@ -68,12 +65,14 @@ class Updates:
         limit = getattr(optimizer, "global_clipnorm", None)
         if limit:
             limit *= scale_of(optimizer)  # Keras unscales before it clips
+            gradients = reduced(optimizer, variables, gradients)
             gradients = scaled(gradients, clip_factor(norm(gradients), limit, infinite_is_nan=True))
         if all(gradient is None for gradient in gradients):
             return
         if not limit:
             self._apply(variables, gradients)
             return
+        note(optimizer, gradients)
         before, optimizer.global_clipnorm = optimizer.global_clipnorm, None
         try:
             self._apply(variables, gradients)

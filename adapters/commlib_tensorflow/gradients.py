@@ -132,7 +132,7 @@ class _Reduction(NamedReduction):
     ) -> None:
         sparse = [index for index, gradient in enumerate(given) if isinstance(gradient, tf.IndexedSlices)]
         dense = [index for index, gradient in enumerate(given) if gradient is not None and index not in sparse]
-        super().__init__(gradients, Call(names, dense, sparse, _order_of(given), _threads(), strict))
+        super().__init__(gradients, Call(names, dense, sparse, _order_of(given), threads(), strict))
         self._dense, self._sparse, self._names = dense, sparse, names
         self._eager = tf.executing_eagerly()  # a function of the host is always, whoever calls it
         self._given, self._like = given, like
@@ -173,22 +173,16 @@ class _Reduction(NamedReduction):
     # In the graph
 
     def _to_send(self, index: int) -> Any:
-        gradient, options = self._given[index], self._options
+        gradient = self._given[index]
         if self._compressor is not None:
             sent, self._contexts[index] = self._compressor.compress(gradient)
             return sent
-        if options.predivide != 1 and not gradient.dtype.is_integer:
-            gradient = gradient / tf.cast(options.predivide, gradient.dtype)
-        return tf.cast(gradient, options.wire_dtype(dtype_name(gradient.dtype)))
+        return to_send(gradient, self._options)
 
     def _received(self, index: int, tensor: Any) -> Any:
-        options = self._options
         if self._compressor is not None:
             return self._compressor.decompress(tensor, self._contexts.get(index))
-        tensor = tf.cast(tensor, self._dtype(index))
-        if options.predivide != 1 and not tensor.dtype.is_integer:
-            tensor = tensor * tf.cast(options.predivide, tensor.dtype)
-        return tensor
+        return received(tensor, self._dtype(index), self._options)
 
     def _dtype(self, index: int) -> Any:
         """Return the dtype of a gradient, which may be None here."""
@@ -236,9 +230,7 @@ class _Reduction(NamedReduction):
                 dtype = like.dtype  # before it was cast for the way
             if shape is None or (index in self._sparse and like is not None):
                 shape = like.shape
-            kind = tf.as_dtype(dtype)
-            pair = (2,) if kind.is_complex else ()
-            described.append(Gradient(name, (*(n or 0 for n in shape), *pair), dtype_name(kind.real_dtype)))
+            described.append(gradient_of(name, dtype, shape))
         return tuple(described)
 
     # On the host
@@ -258,10 +250,10 @@ class _Reduction(NamedReduction):
         count = 2 * len(self._sparse)  # what follows is of nodes before
         results = self.end(list(zip(slices[:count:2], slices[1:count:2], strict=True)))
         self._also = [index for index in results if self._given[index] is None]
-        answers = [_own(results[index], self._dtype(index), eager=self._eager) for index in self._dense]
+        answers = [own_array(results[index], self._dtype(index), eager=self._eager) for index in self._dense]
         for index in self._sparse:
             answers += results[index]
-        answers += [_own(results[index], self._dtype(index), eager=self._eager) for index in self._also]
+        answers += [own_array(results[index], self._dtype(index), eager=self._eager) for index in self._also]
         return answers or [np.zeros((), np.int64)]
 
 
@@ -272,6 +264,28 @@ def scaled(gradient: Any, factor: float) -> Any:
     if isinstance(gradient, tf.IndexedSlices):
         return tf.IndexedSlices(scaled(gradient.values, factor), gradient.indices, gradient.dense_shape)
     return gradient * tf.cast(factor, gradient.dtype)
+
+
+def to_send(gradient: Any, options: Options) -> Any:
+    """Return a gradient as it travels."""
+    if options.predivide != 1 and not gradient.dtype.is_integer:
+        gradient = gradient / tf.cast(options.predivide, gradient.dtype)
+    return tf.cast(gradient, options.wire_dtype(dtype_name(gradient.dtype)))
+
+
+def received(tensor: Any, dtype: Any, options: Options) -> Any:
+    """Return a gradient of this dtype, of what came."""
+    tensor = tf.cast(tensor, dtype)
+    if options.predivide != 1 and not tensor.dtype.is_integer:
+        tensor = tensor * tf.cast(options.predivide, tensor.dtype)
+    return tensor
+
+
+def gradient_of(name: str, dtype: Any, shape: Any) -> Gradient:
+    """Return what a gradient of this dtype and shape is to a reducer, for which complex numbers are pairs."""
+    kind = tf.as_dtype(dtype)
+    pair = (2,) if kind.is_complex else ()
+    return Gradient(name, (*(n or 0 for n in shape), *pair), dtype_name(kind.real_dtype))
 
 
 def _order_of(given: Sequence[Any]) -> list[int]:
@@ -291,12 +305,12 @@ def _order_of(given: Sequence[Any]) -> list[int]:
     return sorted(numbers, key=place)
 
 
-def _threads() -> int:
+def threads() -> int:
     """Return the threads on which TensorFlow computes."""
     return int(tf.config.threading.get_intra_op_parallelism_threads()) or cores_per_rank(commlib.world())
 
 
-def _own(array: Array, dtype: Any, *, eager: bool) -> Array:
+def own_array(array: Array, dtype: Any, *, eager: bool) -> Array:
     """Return a result of this dtype, as an array that TensorFlow may adopt.
 
     It has to adopt the very object, by which a slot is known to be in use; else it gets a copy.

@@ -11,6 +11,8 @@ import tensorflow as tf
 from commlib import horovod as core
 from commlib.data_parallel import BUCKET_CAP_MIB, FIRST_BUCKET_MIB
 from commlib.errors import UsageError
+from commlib.horovod.mesh_sets import process_set_along
+from commlib.mesh_groups import Mesh
 from commlib_tensorflow._keras_reduction import Reduction
 from commlib_tensorflow.compression import Compression
 
@@ -38,6 +40,7 @@ def DistributedOptimizer(
     *,
     bucket_cap_mib: float = BUCKET_CAP_MIB,
     first_bucket_mib: float = FIRST_BUCKET_MIB,
+    mesh: Mesh | None = None,
 ) -> OptimizerT:
     """Make `optimizer` step with gradients that are reduced over all ranks, and return it.
 
@@ -55,6 +58,8 @@ def DistributedOptimizer(
     Horovod. `register_local_var(variable)` of the result leaves a gradient on this rank; it is divided by the number
     of ranks unless `scale_local_gradients` is False. `name` is under what messages meet those of the other ranks, by
     default that of the class. `use_locking` and the devices are accepted for Horovod's sake, and mean nothing here.
+    `process_set` are the ranks to reduce over, by default all; other ranks step by themselves. Or give `mesh`, whose
+    axis "dp" it is; then this is collective over all ranks.
 
     `compression` may also be a name such as "int8", "topk:ratio=0.01", "powersgd:rank=4" or "auto", or a codec or
     scheme of `commlib.compress`: fewer bytes between nodes, or with `compress_within_node` between all ranks. What is
@@ -81,6 +86,7 @@ def DistributedOptimizer(
         gradient_predivide_factor=gradient_predivide_factor,
         groups=groups if groups is not None else num_groups or None,
         process_set=process_set,
+        mesh=mesh,
         scale_local_gradients=scale_local_gradients,
         local_layers=(),
         backward_passes_per_step=backward_passes_per_step,
@@ -95,6 +101,8 @@ def distribute(
     backward_passes_per_step: int,
     average_aggregated_gradients: bool,
     op: Any,
+    process_set: Any,
+    mesh: Mesh | None = None,
     **settings: Any,
 ) -> OptimizerT:
     """Make `optimizer` reduce its gradients, and return it: what all DistributedOptimizers come to."""
@@ -103,6 +111,11 @@ def distribute(
         raise UsageError(f"op must be Average or Sum for a DistributedOptimizer, got {op.name.capitalize()}")
     if backward_passes_per_step < 1:
         raise UsageError(f"backward_passes_per_step must be at least 1, got {backward_passes_per_step}")
+    if mesh is not None:
+        if not (process_set is None or process_set is core.global_process_set) or "dp" not in mesh:
+            raise UsageError("mesh= says over which ranks to reduce by its axis dp: give it one, and no process_set=")
+        process_set = process_set_along(mesh, "dp", "DistributedOptimizer")
+    settings["process_set"] = process_set
     keras2 = sys.modules.get("tf_keras")  # who has an optimizer of either Keras has imported that
     keras3 = sys.modules.get("keras")
     name = name or f"Distributed{type(getattr(optimizer, 'inner_optimizer', optimizer)).__name__}"

@@ -23,10 +23,10 @@ from commlib_tensorflow._batches import are_arrays, inputs_of, shuffled, split_r
 from commlib_tensorflow._logs import Logs
 from commlib_tensorflow._measured import layer_costs
 from commlib_tensorflow._parts import Cut, cut, functional
+from commlib_tensorflow._replicas import Gradients, by_stages, check_replicas, note, reduced
 from commlib_tensorflow._split import Nodes, Split, counts_of, of_units, units_to_measure
 from commlib_tensorflow._steps import Result, Steps
 from commlib_tensorflow._updates import (
-    Gradients,
     Updates,
     check_loss,
     check_optimizer,
@@ -83,8 +83,8 @@ def pipeline(
     codec: how activations and their gradients travel, such as "bf16" or "int8"; or a mapping by the stages between
     which they do: {(0, 1): "bf16", (1, 0): "int8"}. weigh: of a microbatch's target, how many terms its loss is the
     mean of, where that is not its rows.
-    optimizer: as compile() takes it. every: microbatches between updates, in schedules that update weights while they
-    run; they use the compiled optimizer.
+    optimizer: as compile() takes it; of replicas, a DistributedOptimizer(..., mesh=mesh). every: microbatches between
+    updates, in schedules that update weights while they run; they use the compiled optimizer.
 
     Collective. Raises UsageError for what makes no sense on this rank, MismatchError on all ranks if they ask for
     different things, ScheduleError for a schedule that cannot run.
@@ -190,12 +190,15 @@ class Pipeline(keras.Model):  # type: ignore[misc]  # Keras has no types
     def clip_grad_norm(self, max_norm: float) -> tf.Tensor:
         """Scale gradients so that the 2-norm of those of all stages is `max_norm` at most; return what it was.
 
-        A weight that several stages share counts once. The same bits on all ranks. Collective.
+        A weight that several stages share counts once. The same bits on all ranks. Collective: a DistributedOptimizer's
+        gradients are reduced first.
         """
         scale = scale_of(self.optimizer)
         limit = check_limit("clip_grad_norm", "max_norm", max_norm)
-        norm = self._norm(self.gradients) / scale
-        self.gradients = scaled(self.gradients, clip_factor(norm, limit, infinite_is_nan=True))
+        gradients = reduced(self.optimizer, self.trainable_variables, self.gradients)
+        norm = self._norm(gradients) / scale
+        self.gradients = scaled(gradients, clip_factor(norm, limit, infinite_is_nan=True))
+        note(self.optimizer, self.gradients)
         return tf.constant(norm, tf.float64)
 
     # Keras
@@ -203,8 +206,8 @@ class Pipeline(keras.Model):  # type: ignore[misc]  # Keras has no types
     def compile(self, optimizer: Any = "rmsprop", loss: Any = None, **options: Any) -> None:
         """Set optimizer, loss and metrics, as `keras.Model.compile` does. The same call on every rank.
 
-        Raises UsageError for jit_compile=True, for an optimizer with a dynamic loss scale, and for a global_clipnorm
-        where gradients are not complete when the optimizer is given them.
+        Raises UsageError for jit_compile=True, for an optimizer with a dynamic loss scale, for a global_clipnorm where
+        gradients are not complete when the optimizer is given them, and for one that reduces over different stages.
         """
         if options.pop("jit_compile", "auto") is True:
             raise UsageError("pipeline: jit_compile=True: stages are compiled by TensorFlow alone; leave it out")
@@ -214,6 +217,7 @@ class Pipeline(keras.Model):  # type: ignore[misc]  # Keras has no types
         check_loss(loss, weighs=self._own.steps.weighs)
         super().compile(optimizer=optimizer, loss=self.loss if loss is None else loss, jit_compile=False, **options)
         check_optimizer(self.optimizer, ranks=schedule.ranks, flushes=not schedule.every)
+        check_replicas(self.optimizer, self.pipe.comm)
         self._prepare()
 
     def fit(
@@ -259,7 +263,9 @@ class Pipeline(keras.Model):  # type: ignore[misc]  # Keras has no types
 
     def train_step(self, data: Any) -> dict[str, float]:
         """Train on a batch; return the logs."""
-        result = self._train(*keras.utils.unpack_x_y_sample_weight(data), keeps_outputs=self._own.logs.has_metrics)
+        x, y, sample_weight = keras.utils.unpack_x_y_sample_weight(data)
+        reduce = partial(by_stages, self.optimizer, self.trainable_variables)
+        result = self._train(x, y, sample_weight, keeps_outputs=self._own.logs.has_metrics, by_stages=reduce)
         if not self._own.steps.pipe.schedule.every:
             self.apply_gradients()
         return self._own.logs.add(result, self.pipe)
@@ -402,12 +408,12 @@ class Pipeline(keras.Model):  # type: ignore[misc]  # Keras has no types
             self._compile_metrics.update_state(target, output, sample_weight)
         return super().get_metrics_result()  # type: ignore[no-any-return]
 
-    def _train(self, x: Any, y: Any, sample_weight: Any, *, keeps_outputs: bool = False) -> Result:
+    def _train(self, x: Any, y: Any, sample_weight: Any, **options: Any) -> Result:
         scale = scale_of(self.optimizer)
         if self._own.steps.pipe.schedule.every and self.optimizer is None:
             name = self._own.steps.pipe.schedule.name
             raise UsageError(f"pipeline: schedule {name} updates weights while it runs: give optimizer=, or compile()")
-        return self._own.steps.run(x, y, sample_weight, is_training=True, keeps_outputs=keeps_outputs, scale=scale)
+        return self._own.steps.run(x, y, sample_weight, is_training=True, scale=scale, **options)
 
     def _update(self, variables: Sequence[Any], gradients: Gradients) -> None:
         self._own.updates(variables, gradients, self._norm)

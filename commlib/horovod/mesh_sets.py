@@ -1,0 +1,29 @@
+"""The groups along an axis of a mesh as process sets: what reduces by name reduces over one of them."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from commlib.errors import UsageError
+from commlib.horovod.process_sets import ProcessSet, registry, running
+
+if TYPE_CHECKING:
+    from commlib.mesh_groups import Mesh
+
+
+def process_set_along(mesh: Mesh, axis: str, what: str) -> ProcessSet:
+    """Return the process set of this rank's group along an axis. It needs the mesh no more. Collective over all ranks.
+
+    The sets of all groups are registered, unless they are already. Raises UsageError on all ranks of a mesh that is not
+    over all ranks, MismatchError on all ranks if their meshes have other groups.
+    """
+    world = running()
+    ranks = mesh.comm.all_gather_object(world.rank)  # the mesh may count them in another order
+    if len(ranks) < world.size:
+        raise UsageError(
+            f"{what}: {mesh.shape} is over {len(ranks)} of {world.size} ranks, but its groups are registered as "
+            "process sets, which all ranks do together: make a mesh over all ranks, or give process_set="
+        )
+    sets = [ProcessSet(ranks[place] for place in group) for group in mesh.shape.groups(axis)]
+    registry().add_missing(sets, what)
+    return next(each for each in sets if each.included())
