@@ -99,7 +99,8 @@ class _Layers(nn.Module):
     def forward(self, values: Named) -> Named:
         """Call the layers one after another."""
         value = values[self.takes]
-        layers = iter(self.children())
+        # children() leaves out a layer that comes again
+        layers = (layer for layer in self._modules.values() if layer is not None)
         if self.takes == INPUTS:
             args, kwargs = value
             value = next(layers)(*args, **kwargs)

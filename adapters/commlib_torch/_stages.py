@@ -5,7 +5,7 @@ from __future__ import annotations
 import base64
 import pickle
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field
 from functools import lru_cache, partial
 from typing import Any
@@ -101,7 +101,7 @@ class TorchStage:
         self._is_first, self._is_last, self._loss = is_first, is_last, loss
         self._call = _recomputing(part, recompute)
         # Buffers, such as running statistics, are changed by a forward, and not again when it is computed again.
-        self._recomputed = [part] if recompute != "none" else []
+        self._backward_context: Any = nullcontext if recompute == "none" else partial(kept_buffers, [part])
         self.batch = Batch()
         """Set before each run."""
         self.weights: StashedWeights | None = None
@@ -110,6 +110,8 @@ class TorchStage:
         """Ids of weights to whose gradients another stage of this rank adds, after this one's last microbatch."""
         # A first layer that works in place, such as ReLU(inplace=True), must have inputs that nobody else has.
         self._clones = _begins_in_place(part)
+        self._leaves: list[Tensor] = []
+        """The weights that get gradients in this batch: to go through a module takes as long as a small layer."""
         self._kept: dict[int, _Kept] = {}
         self._split: dict[int, tuple[SplitBackward, list[Tensor | None]]] = {}
 
@@ -117,6 +119,7 @@ class TorchStage:
         """Forget what is under way."""
         self._kept.clear()
         self._split.clear()
+        self._leaves = []
         self.batch = Batch()
 
     def forward(self, microbatch: int, inputs: ByStage) -> ByStage:
@@ -168,8 +171,8 @@ class TorchStage:
         kept = self._kept.pop(microbatch)
         roots, grads = self._roots(microbatch, kept, gradients)
         if roots:
-            new = self._without_gradient()
-            with backward_passes.part(final=final, later=self.later), kept_buffers(self._recomputed):
+            new = self._without_gradient(grads)
+            with backward_passes.part(final=final, later=self.later), self._backward_context():
                 torch.autograd.backward(roots, grads)
             _own_memory(new, grads)
         if self.weights is not None:
@@ -182,7 +185,7 @@ class TorchStage:
         roots, grads = self._roots(microbatch, kept, gradients)
         leaves = [tensor for own in kept.inputs.values() for tensor in own if tensor is not None]
         split = SplitBackward(roots, grads, leaves)
-        with backward_passes.part(final=False), kept_buffers(self._recomputed):
+        with backward_passes.part(final=False), self._backward_context():
             split.input_gradients()
         self._split[microbatch] = split, grads
         return _input_gradients(kept)
@@ -190,8 +193,8 @@ class TorchStage:
     def backward_weight(self, microbatch: int, *, final: bool) -> None:
         """See `commlib.pipeline.stage.Stage`."""
         split, grads = self._split.pop(microbatch)
-        new = self._without_gradient()
-        with backward_passes.part(final=final, later=self.later), kept_buffers(self._recomputed):
+        new = self._without_gradient(grads)
+        with backward_passes.part(final=final, later=self.later), self._backward_context():
             split.weight_gradients()
         _own_memory(new, grads)
         if self.weights is not None:
@@ -214,10 +217,15 @@ class TorchStage:
                 found[id(tensor)] = tensor, gradient if before is None else before[1] + gradient
         return [tensor for tensor, _ in found.values()], [gradient for _, gradient in found.values()]
 
-    def _without_gradient(self) -> list[Tensor]:
-        """Return the weights whose gradient the next backward makes, instead of adding to it."""
-        leaves = self.part.parameters() if self.weights is None else self.weights.leaves
-        return [leaf for leaf in leaves if leaf.grad is None and leaf.requires_grad]
+    def _without_gradient(self, received: Sequence[Tensor | None]) -> list[Tensor]:
+        """Return the weights whose gradient the next backward makes, of received ones, instead of adding to it."""
+        if self._is_last or not received:
+            return []
+        if self.weights is not None:
+            leaves = self.weights.leaves
+        else:
+            leaves = self._leaves = self._leaves or [leaf for leaf in self.part.parameters() if leaf.requires_grad]
+        return [leaf for leaf in leaves if leaf.grad is None]
 
     def reduce(self) -> None:
         """Do nothing: the hooks of a DistributedOptimizer have launched what is complete."""

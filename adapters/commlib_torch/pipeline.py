@@ -97,7 +97,7 @@ def pipeline(
 def _units(model: Any, ranks: int) -> Units:
     """Return a model as a sequence of units. Raises UsageError for what is none."""
     if isinstance(model, nn.Sequential | nn.ModuleList):
-        return Layers(model.named_children())
+        return Layers(model._modules.items())  # named_children() leaves out a layer that comes again
     if isinstance(model, nn.Module):
         return Traced(model, ranks)
     if not isinstance(model, list | tuple) or not all(isinstance(layer, nn.Module) for layer in model):

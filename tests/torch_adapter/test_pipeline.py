@@ -312,6 +312,31 @@ def test_a_codec_for_each_direction(comm: Any) -> None:
         pipeline(layers(count), comm, microbatches=2, loss=F.mse_loss, codec={(0, 7): "int8"})
 
 
+@pytest.mark.parametrize("kind", [nn.Sequential, nn.ModuleList, list])
+def test_a_layer_that_comes_twice_is_called_twice(comm: Any, kind: Any) -> None:
+    """In one stage and in two: an activation, and a layer with weights, whose gradient is the sum of both."""
+
+    def repeating() -> nn.Sequential:
+        torch.manual_seed(0)
+        double, act = nn.Linear(WIDTH, WIDTH), nn.Softplus()
+        several = [nn.Linear(WIDTH, WIDTH) for _ in range(comm.size)]
+        return nn.Sequential(double, act, act, double, *(layer for own in several for layer in (own, act)), double)
+
+    whole = repeating().double()
+    layers = repeating().double()
+    pipe = pipeline(
+        kind(layers) if kind is not nn.Sequential else layers, comm, microbatches=2, loss=F.mse_loss,
+        split=[len(layers) - comm.size + 1] + [1] * (comm.size - 1),
+    )  # fmt: skip
+    x, y = batch(8)
+    (expected,) = alone(whole, (x, y))
+    torch.testing.assert_close(pipe.step(x, y), expected, rtol=EXACT, atol=0)
+    theirs = gradients_of(whole)
+    for name, parameter in pipe.named_parameters():
+        torch.testing.assert_close(parameter.grad, theirs[name if name in theirs else f"0.{name.split('.')[1]}"])
+    pipe.close()
+
+
 def test_a_function_says_where_to_cut(comm: Any) -> None:
     def first_alone(model: Any) -> list[int]:
         assert isinstance(model, nn.Sequential)
