@@ -115,13 +115,20 @@ def test_pipelines() -> None:
     sleeping = {"schedule": "gpipe", "stages": "even", "seconds": [0.11] * 3, "simulated": 0.1}
     bubble = [{**sleeping, "bubble": 0.2, "simulated_bubble": 0.19}]
     overhead = [{"schedule": "1f1b", "actions": 100, "seconds": [5e-4] * 3}]
-    one = record("pipeline", peers=peers, bubble=bubble, overhead=overhead)
+    one = record("pipeline", options={"microbatches": 7}, peers=peers, bubble=bubble, overhead=overhead)
     text = written("pipeline", one)
-    assert "| perceptron 8 x 128 | 1.00 | 4 Ki | 1f1b | 10.00 | 2.00 (2.00-2.00) |" in text
+    # Of 2 ranks: 8 microbatches follow each other on the longest path, which compute for 8 of the peer's 20 ms.
+    assert "| perceptron 8 x 128 | 1.00 | 4 Ki | 1f1b | 10.00 | 2.00 (2.00-2.00) | 2.50 |" in text
     assert "| gpipe | even | 110.0 | 1.10 | 0.200 | 0.190 |" in text and "| 1f1b | 100 | 5.0 |" in text
-    several = written("pipeline", one, record("pipeline", peers=peers, bubble=[], overhead=[]) | {"bubble": bubble,
-                      "overhead": overhead})  # fmt: skip
+    several = written("pipeline", one, one)
     assert several.count("| 1f1b | 100 | 5.0 |") == 1
+
+
+def test_pipelines_of_keras() -> None:
+    size = {"kind": "dense", "rows": 8, "width": 128, "schedule": "1f1b", "bubble": 0.2, "predicted_bubble": 0.19}
+    seconds = {"one process": [0.3, 0.3, 0.4], "pipeline": [0.2] * 3}
+    text = written("pipeline", record("pipeline_keras", fits=[{**size, "seconds": seconds, "predicted": 0.25}]))
+    assert "| dense 8 x 128 | 1f1b | 300 | 200 | 1.50 | 1.20 | 0.200 | 0.190 |" in text
 
 
 def test_compression_and_codecs() -> None:
