@@ -14,8 +14,9 @@ if TYPE_CHECKING:
 def process_set_along(mesh: Mesh, axis: str, what: str) -> ProcessSet:
     """Return the process set of this rank's group along an axis. It needs the mesh no more. Collective over all ranks.
 
-    The sets of all groups are registered, unless they are already. Raises UsageError on all ranks of a mesh that is not
-    over all ranks, MismatchError on all ranks if their meshes have other groups.
+    The sets of all groups are registered, unless they are already; users may add sets of the same ranks. Raises
+    UsageError on all ranks of a mesh that is not over all ranks, MismatchError on all ranks if their meshes have other
+    groups.
     """
     world = running()
     ranks = mesh.comm.all_gather_object(world.rank)  # the mesh may count them in another order
@@ -25,5 +26,7 @@ def process_set_along(mesh: Mesh, axis: str, what: str) -> ProcessSet:
             "process sets, which all ranks do together: make a mesh over all ranks, or give process_set="
         )
     sets = [ProcessSet(ranks[place] for place in group) for group in mesh.shape.groups(axis)]
+    for each in sets:
+        each.is_implied = True
     registry().add_missing(sets, what)
     return next(each for each in sets if each.included())

@@ -36,6 +36,8 @@ class ProcessSet:
         self._coordinator: Coordinator | None = None
         self._communicator: Any = None
         self._first: ProcessSet | None = None  # what was registered with these ranks before this
+        self.is_implied = False
+        """Registered by something else than the user, who may add and remove a set of these ranks all the same."""
 
     def size(self) -> int | None:
         """Return the number of ranks, or None while it is not registered."""
@@ -81,6 +83,10 @@ class ProcessSet:
             self._communicator = split.wait()
         return self._communicator
 
+    def forget(self) -> None:
+        """Become what it was before it was registered."""
+        self.process_set_id = self._coordinator = self._communicator = self._first = None
+
     @property
     def is_nothing(self) -> bool:
         """Made of no communicator: that of a rank that a split left out."""
@@ -122,10 +128,14 @@ class Registry:
             raise UsageError(f"add_process_set: {process_set} is registered already")
         ranks = self._ranks_of(process_set, "add_process_set")
         known = self._find(ranks)
-        if known is not None:
-            raise UsageError(f"add_process_set: {known} has these ranks already")
-        group = self._agreed("add_process_set", list(ranks), lambda comm: _split(comm, ranks))
-        self._register(process_set, ranks, group)
+        if known is not None and (users := [each for each in self._alike(known) if not each.is_implied]):
+            raise UsageError(f"add_process_set: {users[0]} has these ranks already")
+        make = None if known else ranks
+        group = self._agreed("add_process_set", list(ranks), lambda comm: make and _split(comm, make))
+        if known is None:
+            self._register(process_set, ranks, group)
+        else:
+            self._stand_for(process_set, known)
 
     def add_missing(self, process_sets: Sequence[ProcessSet], what: str) -> None:
         """Register sets, or let them stand for those that are registered with their ranks: all of them, or none.
@@ -168,7 +178,15 @@ class Registry:
 
         Collective over all ranks.
         """
-        process_set = process_set._first or process_set
+        first = process_set._first
+        if first is not None and first.is_implied:
+            self._agreed("remove_process_set", process_set.ranks, lambda comm: None)
+            assert first.process_set_id is not None
+            others = self._others[first.process_set_id]
+            self._others[first.process_set_id] = [each for each in others if each is not process_set]
+            process_set.forget()
+            return True
+        process_set = first or process_set
         number = process_set.process_set_id
         if number is None or number == 0 or self.sets.get(number) is not process_set:
             return False
@@ -190,7 +208,7 @@ class Registry:
         assert process_set.process_set_id is not None
         del self.sets[process_set.process_set_id]
         for each in (process_set, *self._others.pop(process_set.process_set_id, ())):
-            each.process_set_id = each._coordinator = each._communicator = each._first = None
+            each.forget()
         if process_set is global_process_set:
             process_set.ranks = process_set.mpi_comm = None
 
@@ -235,6 +253,11 @@ class Registry:
 
     def _find(self, ranks: Ranks) -> ProcessSet | None:
         return next((known for known in self.sets.values() if tuple(known.ranks or ()) == ranks), None)
+
+    def _alike(self, known: ProcessSet) -> list[ProcessSet]:
+        """Return a set that is registered, and whatever stands for it."""
+        assert known.process_set_id is not None
+        return [known, *self._others.get(known.process_set_id, ())]
 
     def _stand_for(self, process_set: ProcessSet, known: ProcessSet) -> None:
         assert known.process_set_id is not None

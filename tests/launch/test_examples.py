@@ -25,6 +25,13 @@ def test_an_example(mpirun, script):
     assert done.returncode == 0, done.stdout + done.stderr
 
 
+@pytest.mark.long  # four ranks on the cores of two
+@pytest.mark.parametrize("script", [name for name in SCRIPTS if name.startswith("pipeline")])
+def test_a_pipeline_of_four_stages(mpirun, script):
+    done = mpirun(4, EXAMPLES / script, timeout=300)
+    assert done.returncode == 0, done.stdout + done.stderr
+
+
 @pytest.mark.long  # the same script on what tests/tensorflow_adapter/test_keras_legacy.py tests
 def test_a_script_for_keras_on_keras_2(mpirun):
     done = mpirun(2, EXAMPLES / "horovod_keras.py", env={"TF_USE_LEGACY_KERAS": "1"}, timeout=110)

@@ -13,6 +13,7 @@ import commlib_tensorflow as ct
 from commlib import Mesh
 from commlib.data_parallel import GradientReducer
 from commlib.errors import PeerError, UsageError
+from commlib.pipeline.schedule import table
 from commlib_tensorflow import DistributedOptimizer, pipeline
 from commlib_tensorflow._replicas import StageReduction
 from commlib_tensorflow._stages import TensorflowStage
@@ -69,7 +70,7 @@ def by_stages(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     return steps
 
 
-@pytest.mark.parametrize("name", ["1f1b", "zb_v", "breadth_first"])
+@pytest.mark.parametrize("name", [name for name, plan in table.items() if not plan.updates])
 def test_steps_are_those_of_one_process(comm: Any, by_stages: list[int], name: str) -> None:
     """The gradients of two batches are added up in each step, and clipped by the norm of all stages in the first."""
     mesh = Mesh(pp=2, dp=2)
@@ -260,6 +261,25 @@ def test_the_ranks_of_meshes(comm: Any) -> None:
     others = comm.split(0, (1, 3, 2, 0)[rank])  # in the order 3, 0, 2, 1
     assert reducer(comm=others, pp=2, dp=2).process_set.ranks == ([0, 3] if rank in (0, 3) else [1, 2])
     others.close()
+
+
+def test_users_may_add_sets_of_the_same_ranks(comm: Any) -> None:
+    """What a mesh has registered is not theirs: they add and remove such a set as if it were not there."""
+    mesh = Mesh(pp=2, dp=2)
+    reducers: list[Any] = [DistributedOptimizer(keras.optimizers.SGD(), mesh=mesh).reducer for _ in range(2)]
+    mesh.close()
+    for _ in range(2):
+        added = ct.add_process_set([0, 1])
+        assert added.included() == (comm.rank < 2)
+        if comm.rank < 2:
+            assert ct.allreduce(tf.constant(comm.rank + 1.0), process_set=added) == 1.5
+        with pytest.raises(UsageError, match="has these ranks already"):
+            ct.add_process_set([0, 1])
+        assert ct.remove_process_set(added) and added.process_set_id is None
+        assert not ct.remove_process_set(added)
+    for reducer in reducers:
+        got = reducer([tf.constant([float(comm.rank)])], ["weight"])
+        near(got[0], [comm.rank // 2 * 2 + 0.5])
 
 
 def test_what_makes_no_sense(comm: Any) -> None:
