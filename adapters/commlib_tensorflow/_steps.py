@@ -88,7 +88,7 @@ class Steps:
         """Of all steps so far, by the id of the variable."""
         lines = [f"split {pieces.counts}", f"codec {codec}", f"checkpoint {checkpoint}", f"batch_norm {batch_norm}"]
         for number, part in enumerate(pieces.parts):
-            lines += [f"stage {number}: {v.path} {tuple(v.shape)} {v.dtype}" for v in part.variables]
+            lines += [f"stage {number}: {_kind_of(variable)}" for variable in part.variables]
         self.pipe = Pipe(comm, schedule, pieces.links, self.stages, TensorflowTensors(), codec=codec, lines=lines)
         """What runs the schedule."""
         self.tied.spread()
@@ -287,3 +287,8 @@ class Steps:
         """Return outputs as the model does, which is the tensor itself where there is one."""
         nested = keras.tree.pack_sequence_as(self.graph.output, list(outputs))
         return nested[0] if isinstance(nested, list | tuple) and len(nested) == 1 else nested
+
+
+def _kind_of(variable: Any) -> str:
+    """Say what a variable is, without the numbers in names: Keras counts what a process has made before."""
+    return f"{variable.name.rstrip('0123456789')} {tuple(variable.shape)} {variable.dtype}"

@@ -482,6 +482,28 @@ def test_ranks_that_ask_for_different_things(comm: Any) -> None:
 
 
 @pytest.mark.ranks(min=2)
+def test_names_that_keras_makes_may_differ(comm: Any, tmp_path: Any) -> None:
+    """Keras counts the layers that a process has made: one that has made others before calls the next one otherwise."""
+    others = [keras.layers.Dense(2) for _ in range(3 * comm.rank)]
+    model = filled(
+        keras.Sequential([keras.Input((WIDTH,)), *(keras.layers.Dense(WIDTH) for _ in range(2 * comm.size))])
+    )
+    names = comm.all_gather_object(model.layers[-1].name)
+    assert len(set(names)) == comm.size, f"this test is of none: {names}, {len(others)}"
+    alone = Alone(model)
+    pipe = pipeline(model, comm, microbatches=2, loss="mse")
+    near(pipe.step(*batch(8)), alone.step(*batch(8)))
+    assert_gradients(pipe, alone.gradients)
+    path = comm.broadcast_object(str(tmp_path / "model.keras"), 0)
+    pipe.save(path)
+    loaded = keras.models.load_model(path)
+    for got, expected in zip(loaded.get_weights(), pipe.gather_weights(), strict=True):
+        near(got, expected)
+    pipe.load_weights(path)
+    pipe.close()
+
+
+@pytest.mark.ranks(min=2)
 def test_batches_that_do_not_belong_together(comm: Any) -> None:
     """They are refused on all ranks, and the pipeline stays usable."""
     pipe = pipeline(layers(4), comm, microbatches=2, loss="mse")
