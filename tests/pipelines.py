@@ -8,7 +8,9 @@ from dataclasses import replace
 from typing import Any
 
 import numpy as np
+import pytest
 
+from commlib.errors import PeerError
 from commlib.pipeline.schedule import Action, Kind, Link, Schedule
 from commlib.pipeline.stage import Values
 
@@ -235,3 +237,15 @@ def expected(links: Sequence[Link], stages: int, microbatches: Sequence[int]) ->
             back[stage] = sum(weights[t] * back[t] for t in targets) if targets else ones
             gradients[stage] += float((totals[stage] * back[stage]).sum())
     return losses, gradients
+
+
+def assert_a_failing_loss_is_told(comm: Any, step: Callable[[], object]) -> None:
+    """Check what ranks say of a step whose loss raises ZeroDivisionError("no rows") where the last stage is."""
+    with pytest.raises((ZeroDivisionError, PeerError)) as caught:
+        step()
+    text = "\n".join([str(caught.value), *caught.value.__notes__])
+    last = comm.size - 1
+    if comm.rank == last:
+        assert caught.type is ZeroDivisionError and f"at {last}F0 (forward of microbatch 0 in stage {last})" in text
+    elif comm.rank == last - 1:
+        assert f"it failed at {last}F0 (ZeroDivisionError: no rows)" in text

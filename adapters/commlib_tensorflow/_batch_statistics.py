@@ -40,7 +40,9 @@ class WholeBatchStatistics:
         self._layers: list[Any] = []
         for node in calls:
             for layer in _batch_norms(node.operation):
-                _check(layer, node, counts[id(node.operation)])
+                # Keras notes the calls of a layer within another model; those of a layer within a layer nobody does.
+                within = 1 if layer is node.operation else len(layer._inbound_nodes)
+                _check(layer, node, max(counts[id(node.operation)], within))
                 self._layers.append(layer)
         self._active: list[Any] = []
         self._seen: dict[int, _Seen] = {}

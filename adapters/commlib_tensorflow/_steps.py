@@ -24,9 +24,6 @@ from commlib_tensorflow._stages import Batch, TensorflowStage, TensorflowTensors
 from commlib_tensorflow._tied import TiedWeights
 from commlib_tensorflow._values import Values
 
-CHECKPOINTS = ("none", "selective", "full")
-BATCH_NORMS = ("microbatch", "batch")
-
 _NONE, _FAILED = -1, -2
 """Instead of a number of rows, or of a digest: nothing was given, and: what was given is wrong."""
 
@@ -62,10 +59,6 @@ class Steps:
     ) -> None:
         self.graph, self._inputs, self._weigh = pieces.graph, pieces.inputs, weigh
         self._masked = [name + MASK in pieces.masks for name in pieces.outputs]
-        if checkpoint not in CHECKPOINTS:
-            raise UsageError(f"pipeline: checkpoint is {checkpoint!r}, expected one of {', '.join(CHECKPOINTS)}")
-        if batch_norm not in BATCH_NORMS:
-            raise UsageError(f"pipeline: batch_norm is {batch_norm!r}, expected one of {', '.join(BATCH_NORMS)}")
         own = schedule.stages_of(comm.rank)
         splits = any(action.kind is Kind.I for program in schedule.programs for action in program)
         self._again, self._keeps_products = checkpoint != "none" or splits, checkpoint == "selective"

@@ -15,7 +15,7 @@ from commlib.communicator import Communicator
 from commlib.dtypes import Array
 from commlib.errors import UsageError
 from commlib.optim.clipping import check_limit, clip_factor
-from commlib.pipeline.choice import check_example, choose_stages
+from commlib.pipeline.choice import check_example, check_words, choose_stages
 from commlib.pipeline.pipe import AnySchedule, Codecs, Pipe
 from commlib.pipeline.schedule import Schedule
 from commlib.pipeline.schedule.auto import LayerCosts
@@ -89,6 +89,7 @@ def pipeline(
     Collective. Raises UsageError for what makes no sense on this rank, MismatchError on all ranks if they ask for
     different things, ScheduleError for a schedule that cannot run.
     """
+    check_words(checkpoint=checkpoint, batch_norm=batch_norm)
     graph = functional(model)
     if isinstance(model, list | tuple):
         model = graph

@@ -16,7 +16,7 @@ from commlib.communicator import Communicator
 from commlib.errors import UsageError
 from commlib.optim.clipping import check_limit, clip_factor, norm_of
 from commlib.pipeline.batch import shares, shares_in_updates, terms
-from commlib.pipeline.choice import check_example, choose_stages
+from commlib.pipeline.choice import check_example, check_words, choose_stages
 from commlib.pipeline.pipe import AnySchedule, Codecs, Pipe
 from commlib.pipeline.schedule.auto import LayerCosts
 from commlib_torch._autograd import backward_passes
@@ -77,14 +77,13 @@ def pipeline(
     Raises UsageError for what makes no sense on this rank, MismatchError on all ranks if they ask for different things,
     ScheduleError for a schedule that cannot run.
     """
+    check_words(checkpoint=checkpoint, batch_norm=batch_norm)
     units = _units(model, comm.size)
     chosen = choose_stages(
         comm, schedule, microbatches, split=split(model) if callable(split) else split, stages=stages, every=every,
         memory=memory, measure=lambda: _measured(units, example, checkpoint), count=partial(counts_by, units),
     )  # fmt: skip
     pieces = units.cut(chosen.counts)
-    if batch_norm not in ("microbatch", "batch"):
-        raise UsageError(f"pipeline: batch_norm is {batch_norm!r}, expected 'microbatch' or 'batch'")
     pipe = Pipeline(
         comm, pieces, chosen.schedule, loss=loss, checkpoint=checkpoint, codec=codec, weigh=weigh, optimizer=optimizer
     )

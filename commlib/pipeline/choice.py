@@ -13,6 +13,12 @@ from commlib.pipeline.schedule import Schedule
 from commlib.pipeline.schedule.auto import LayerCosts, choose
 from commlib.pipeline.schedule.balance import balance
 
+CHECKPOINTS = ("none", "selective", "full")
+"""What is computed again of a stage in its backward: nothing, all but products, all."""
+
+BATCH_NORMS = ("microbatch", "batch")
+"""Of what the statistics are that batch norm keeps for inference."""
+
 
 @dataclass(frozen=True, slots=True)
 class Chosen:
@@ -53,6 +59,13 @@ def choose_stages(
     if isinstance(split, str) and split == "time":
         return Chosen(found, balance(_from_rank_0(comm, measure).whole, found.stages), is_measured=True)
     return Chosen(found, tuple(count(found.stages, split)))
+
+
+def check_words(*, checkpoint: str, batch_norm: str) -> None:
+    """Raise UsageError for a word that says nothing."""
+    for name, word, words in (("checkpoint", checkpoint, CHECKPOINTS), ("batch_norm", batch_norm, BATCH_NORMS)):
+        if word not in words:
+            raise UsageError(f"pipeline: {name} is {word!r}, expected one of {', '.join(words)}")
 
 
 def check_example(example: Any) -> Any:

@@ -172,12 +172,19 @@ def test_statistics_that_are_of_no_one_batch(comm: Any) -> None:
     y = norm(keras.layers.Dense(WIDTH)(norm(x)))
     words = keras.Input((3,), dtype="int32")
     masked = keras.layers.BatchNormalization(name="masked")(keras.layers.Embedding(3, 2, mask_zero=True)(words))
+    inner = keras.layers.BatchNormalization(name="inner")
+    within = keras.Model(x, inner(keras.layers.Dense(WIDTH)(inner(x))))
     for model, text in (
         (keras.Model(x, keras.layers.Dense(2)(y)), "twice.* is called 2 times"),
+        (keras.Model(x, keras.layers.Dense(2)(within(x))), "inner.* is called 2 times"),
         (keras.Model(words, keras.layers.GRU(2)(masked)), "masked.* has a mask"),
     ):
         with pytest.raises(UsageError, match=text):
             pipeline(model, comm, microbatches=2, batch_norm="batch")
+    once = keras.Model(x, keras.layers.BatchNormalization()(keras.layers.Dense(WIDTH)(x)))
+    pipeline(
+        keras.Model(x, keras.layers.Dense(WIDTH)(once(x))), comm.split(comm.rank), microbatches=2, batch_norm="batch"
+    ).close()
     with pytest.raises(UsageError, match="batch_norm is 'never', expected one of microbatch, batch"):
         pipeline(layers(4), comm, microbatches=2, batch_norm="never")
 
