@@ -17,12 +17,11 @@ from commlib.errors import UsageError
 from commlib.optim.clipping import check_limit, clip_factor
 from commlib.pipeline.choice import check_example, check_words, choose_stages
 from commlib.pipeline.pipe import AnySchedule, Codecs, Pipe
-from commlib.pipeline.schedule import Schedule
 from commlib.pipeline.schedule.auto import LayerCosts
 from commlib_tensorflow._batches import are_arrays, inputs_of, shuffled, split_rows
 from commlib_tensorflow._logs import Logs
 from commlib_tensorflow._measured import layer_costs
-from commlib_tensorflow._parts import Cut, cut, functional
+from commlib_tensorflow._parts import cut, functional
 from commlib_tensorflow._replicas import Gradients, by_stages, check_replicas, note, reduced
 from commlib_tensorflow._split import Nodes, Split, counts_of, of_units, units_to_measure
 from commlib_tensorflow._steps import Result, Steps
@@ -105,10 +104,8 @@ def pipeline(
         memory=memory, measure=measure, count=partial(counts_of, nodes),
     )  # fmt: skip
     pieces = cut(graph, nodes, of_units(units, chosen.counts) if chosen.is_measured else chosen.counts)
-    pipe = Pipeline(
-        comm, model, pieces, chosen.schedule, checkpoint=checkpoint, batch_norm=batch_norm, codec=codec, weigh=weigh
-    )
-    pipe._own.why = chosen.why
+    steps = Steps(comm, pieces, chosen.schedule, checkpoint=checkpoint, batch_norm=batch_norm, codec=codec, weigh=weigh)
+    pipe = Pipeline(model.name, steps, WholeModel(model, pieces.parts, chosen.schedule.placement), why=chosen.why)
     if loss is not None or optimizer is not None:
         pipe.compile(optimizer=optimizer, loss=loss)
     return pipe
@@ -122,7 +119,7 @@ class _Own:
     whole: WholeModel
     logs: Logs
     updates: Updates
-    why: str = ""
+    why: str
 
 
 class Pipeline(keras.Model):  # type: ignore[misc]  # Keras has no types
@@ -133,25 +130,12 @@ class Pipeline(keras.Model):  # type: ignore[misc]  # Keras has no types
     Variables, and the optimizer, are those of this rank's stages.
     """
 
-    def __init__(
-        self,
-        comm: Communicator,
-        model: Any,
-        pieces: Cut,
-        schedule: Schedule,
-        *,
-        checkpoint: str,
-        batch_norm: str,
-        codec: Codecs,
-        weigh: Callable[[Any], float] | None,
-    ) -> None:
-        super().__init__(name=model.name)
-        whole = WholeModel(model, pieces.parts, schedule.placement)
-        steps = Steps(comm, pieces, schedule, checkpoint=checkpoint, batch_norm=batch_norm, codec=codec, weigh=weigh)
-        self._own = _Own(steps, whole, Logs(None), Updates(None, eager=False))
+    def __init__(self, name: str, steps: Steps, whole: WholeModel, *, why: str = "") -> None:
+        super().__init__(name=name)
+        self._own = _Own(steps, whole, Logs(None), Updates(None, eager=False), why)
         self.optimizer = None
         self.parts = steps.parts
-        self.output_names = list(pieces.graph.output_names)
+        self.output_names = list(steps.graph.output_names)
         self.built = True
         self._prepare()
 

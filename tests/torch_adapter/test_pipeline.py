@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import time
 from typing import Any
 
@@ -444,6 +445,21 @@ def test_chosen_by_measured_costs(comm: Any, model: Any) -> None:
         pipeline(model(), comm, schedule="auto", microbatches=4, loss=loss, example=example, memory=1)
     with pytest.raises(UsageError, match="give example= on rank 0"):
         pipeline(model(), comm, schedule="auto", microbatches=4, loss=loss)
+
+
+@pytest.mark.ranks(min=2)
+def test_what_is_computed_again_counts_in_the_choice(comm: Any) -> None:
+    def least(checkpoint: str) -> int:
+        with pytest.raises(UsageError, match="no schedule holds at most 1 bytes") as refused:
+            pipeline(
+                layers(8), comm, schedule="auto", microbatches=4, loss=F.mse_loss, checkpoint=checkpoint,
+                example=batch(2)[0], memory=1,
+            )  # fmt: skip
+        found = re.search(r"the least is (\d+)", str(refused.value))
+        assert found is not None
+        return int(found[1])
+
+    assert least("full") < least("none")
 
 
 def test_layers_that_take_longer_get_stages_of_their_own(comm: Any) -> None:
