@@ -1,0 +1,143 @@
+"""Moves of tensors over an axis, with their gradients: see `commlib.tensor.moves` for what each does.
+
+Each is one node of a graph, which calls the host. Nodes run in the order in which they are made, the same on all ranks.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+import tensorflow as tf
+
+from commlib import horovod as core
+from commlib.communicator import Communicator
+from commlib.errors import UsageError
+from commlib.functional.axis import Axis
+from commlib.functional.moves import run
+from commlib.schedule.layout import even
+from commlib.tensor import moves
+from commlib.tensor.moves import COPY, REDUCE, Move
+from commlib_tensorflow._bridge import Array, as_tensor
+from commlib_tensorflow._graph import Spec, call, no_autograph, ordered
+
+On = Axis | Communicator
+"""The ranks of an axis: `mesh["tp"]`, or an Axis."""
+
+
+@no_autograph
+def copy(x: Any, axis: On) -> tf.Tensor:
+    """Return `x`, which is whole on every rank, for what differs from rank to rank: its gradients are added up."""
+    return moved(as_tensor(x), axis_of(axis), COPY)
+
+
+@no_autograph
+def reduce(x: Any, axis: On) -> tf.Tensor:
+    """Return the sum of `x` over the ranks, whole on each. Collective, as are those below."""
+    return moved(as_tensor(x), axis_of(axis), REDUCE)
+
+
+@no_autograph
+def scatter(x: Any, axis: On, dim: int = 0) -> tf.Tensor:
+    """Return this rank's shard of `x` along `dim`, of what all ranks have. The first ranks have one row more."""
+    return moved(as_tensor(x), axis_of(axis), moves.scatter(dim))
+
+
+@no_autograph
+def gather(x: Any, axis: On, dim: int = 0, *, partial: bool = False) -> tf.Tensor:
+    """Return the shards of all ranks, joined along `dim`; their lengths may differ.
+
+    partial: what is computed with the result differs from rank to rank, so that its gradients are added up.
+    """
+    return moved(as_tensor(x), axis_of(axis), moves.gather(dim, partial=partial))
+
+
+@no_autograph
+def reduce_scatter(x: Any, axis: On, dim: int = 0) -> tf.Tensor:
+    """Return this rank's shard along `dim` of the sum of `x` over the ranks."""
+    return moved(as_tensor(x), axis_of(axis), moves.reduce_scatter(dim))
+
+
+@no_autograph
+def all_to_all(x: Any, axis: On, divide: int, join: int) -> tf.Tensor:
+    """Divide `x` along one dimension among the ranks, and join along another one what they have sent."""
+    return moved(as_tensor(x), axis_of(axis), moves.all_to_all(divide, join))
+
+
+def axis_of(axis: On) -> Axis:
+    """Return an Axis over a communicator."""
+    return axis if isinstance(axis, Axis) else Axis(axis, empty=core.empty)
+
+
+def moved(x: tf.Tensor, axis: Axis, move: Move, lengths: Any = None) -> tf.Tensor:
+    """Return a moved tensor. lengths: a tensor with those of the shards, where they are known only at run time."""
+    if axis.size == 1 and move.name != "all_to_all":
+        return x
+    if not ordered():
+        raise UsageError(
+            f"{move.name}: nothing orders the nodes of this graph, and ranks may run them in different orders: use a "
+            "tf.function"
+        )
+    move = _with_known_lengths(axis, move, x)
+
+    def moving(x: tf.Tensor) -> tuple[tf.Tensor, Any]:
+        if move.name == "copy":
+            return tf.identity(x), lambda gradient: moved(as_tensor(gradient), axis, REDUCE)
+        if move.name == "reduce":
+            (result,) = call(lambda array: [run(axis, move, array)[0]], [x], [Spec.like(x)])
+            return result, lambda gradient: moved(as_tensor(gradient), axis, COPY)
+        result, found = _node(x, axis, move, lengths)
+        return result, lambda gradient: moved(as_tensor(gradient), axis, move.conjugate, found)
+
+    return tf.custom_gradient(moving)(x)
+
+
+def _node(x: tf.Tensor, axis: Axis, move: Move, lengths: Any) -> tuple[tf.Tensor, Any]:
+    """Return the result, and the lengths of the shards if they are not known before: of both dimensions, in a row."""
+    spec = Spec(x.dtype, _shape(axis, move, x))
+    if move.lengths and (move.joined or move.name != "all_to_all"):
+        (result,) = call(lambda array: [run(axis, move, array)[0]], [x], [spec])
+        return result, None
+
+    def host(array: Array, *given: Array) -> Sequence[Array]:
+        result, known = run(axis, _told(move, given[0]) if given else move, array)
+        return [result, np.array([*known.lengths, *known.joined], np.int64)]
+
+    count = axis.size * (1 + (move.name == "all_to_all"))
+    result, found = call(host, [x] if lengths is None else [x, lengths], [spec, Spec(tf.int64, (count,))])
+    return result, found
+
+
+def _told(move: Move, lengths: Array) -> Move:
+    """Return a move with lengths that its conjugate has found: those of an all_to_all the other way round."""
+    given = tuple(map(int, lengths))
+    if move.name != "all_to_all":
+        return move.known(given)
+    half = len(given) // 2
+    return move.known(given[half:], given[:half])
+
+
+def _with_known_lengths(axis: Axis, move: Move, x: tf.Tensor) -> Move:
+    """Return the move with lengths that follow from a known shape."""
+    if move.lengths or move.name not in ("scatter", "reduce_scatter") or x.shape.rank is None:
+        return move
+    length = x.shape[move.dim]
+    return move if length is None else move.known(even(length, axis.size).counts)
+
+
+def _shape(axis: Axis, move: Move, x: tf.Tensor) -> tf.TensorShape:
+    """Return the result's shape as far as it is known."""
+    if x.shape.rank is None:
+        return x.shape
+    shape = x.shape.as_list()
+    if move.name == "all_to_all":
+        length = shape[move.dim]
+        divided = move.lengths or (even(length, axis.size).counts if length is not None else ())
+        shape[move.dim] = divided[axis.rank] if divided else None
+        shape[move.join] = sum(move.joined) if move.joined else None
+    elif move.name in ("gather", "gather_partial"):
+        shape[move.dim] = sum(move.lengths) if move.lengths else None
+    else:
+        shape[move.dim] = move.lengths[axis.rank] if move.lengths else None
+    return tf.TensorShape(shape)

@@ -1,0 +1,57 @@
+"""parallelize: divide the layers of a plain model of Keras among the ranks of an axis, by a plan."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import keras
+
+from commlib import horovod as core
+from commlib.buffers.freed_memory import keep_freed_memory
+from commlib.communicator import Communicator
+from commlib.data_parallel.parameter_check import check_agreement
+from commlib.errors import UsageError
+from commlib.functional.axis import Axis
+from commlib.tensor.plan import Plan, lines, resolve
+from commlib.tensor.styles import Replicate
+from commlib_tensorflow.tensor.layers import find_layer
+
+
+def parallelize(model: keras.Model, axis: Communicator, plan: Plan, *, codec: Any = None) -> keras.Model:
+    """Divide the layers that `plan` names among the ranks of `axis`, such as `mesh["tp"]`, and return `model`.
+
+    It is the same model: layers and variables stay the objects that they are, with rank 0's values; variables are
+    smaller where they are divided. plan: styles by patterns of layers' paths, `{"block_*/up": Column(),
+    "block_*/down": Row()}`. codec: in which activations and their gradients travel, such as "bf16". The model must be
+    built; compile it before or after, but let no optimizer have made its own variables.
+
+    Collective over the axis. Raises UsageError for a plan that does not fit, MismatchError if ranks hold different
+    models or plans.
+    """
+    shared = Axis(axis, codec, empty=core.empty)
+    layers = layers_of(model)
+    styles = resolve(plan, list(layers))
+    shapes = [f"{variable.dtype}{list(variable.shape)}" for variable in model.variables]
+    check_agreement(axis, "parallelize", [f"codec {codec}", *lines(styles), *shapes])
+    if getattr(getattr(model, "optimizer", None), "built", False):
+        raise UsageError(
+            "parallelize: the model's optimizer has variables of whole weights: divide the model before it is trained"
+        )
+    found = [(name, layers[name], style, find_layer(name, layers[name], style)) for name, style in styles.items()]
+    for variable in model.variables:
+        values = variable.numpy()
+        variable.assign(axis.broadcast(values))
+    for name, layer, style, kind in found:
+        if not isinstance(style, Replicate):
+            layer.__class__ = kind
+            layer.become(name, shared, style)
+    model.train_function = model.test_function = model.predict_function = None
+    keep_freed_memory()
+    return model
+
+
+def layers_of(model: keras.Model) -> dict[str, Any]:
+    """Return the layers within a model, by their paths."""
+    if not isinstance(model, keras.Model):
+        raise UsageError(f"parallelize: expected a keras.Model, got {type(model).__name__}")
+    return {layer.path or layer.name: layer for layer in model._flatten_layers(include_self=False)}

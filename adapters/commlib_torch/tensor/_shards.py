@@ -1,0 +1,48 @@
+"""Parameters that hold a shard: how they become that, and how one tells."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import torch
+from torch import Tensor, nn
+
+from commlib.errors import UsageError
+from commlib.functional.axis import Axis
+from commlib.functional.shards import Shard
+from commlib.tensor.sharding import Sharding
+from commlib_torch._bridge import array_of, packed, to_tensor
+
+_MARK = "commlib_shard"
+
+
+def shard_of(parameter: Tensor) -> Shard | None:
+    """Return what a parameter holds a part of; None if it is whole."""
+    return getattr(parameter, _MARK, None)
+
+
+def divide(what: str, module: nn.Module, name: str, axis: Axis, sharding: Sharding) -> None:
+    """Let a parameter of a module hold this rank's part of its values: the same object, with a smaller tensor.
+
+    An optimizer that has it already goes on with it. A parameter that several modules share is divided once. Raises
+    UsageError if it is divided otherwise already.
+    """
+    parameter = getattr(module, name)
+    shard = Shard(axis, sharding)
+    before = shard_of(parameter)
+    if before is not None:
+        if before.axis is axis and before.sharding == sharding:
+            return  # tied
+        raise UsageError(f"{what}.{name} is divided already, as {before.sharding}: tied weights need one style")
+    sharding.check(f"{what}.{name}", axis.size)
+    with torch.no_grad():
+        parameter.data = to_tensor(shard.own(array_of(packed(parameter))))
+        parameter.grad = None
+    setattr(parameter, _MARK, shard)
+
+
+def shards_in(model: nn.Module) -> Iterator[tuple[str, nn.Parameter, Shard]]:
+    """Yield (name, parameter, shard) of each parameter that is divided, once."""
+    for name, parameter in model.named_parameters():
+        if (shard := shard_of(parameter)) is not None:
+            yield name, parameter, shard

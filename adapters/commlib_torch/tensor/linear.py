@@ -1,0 +1,131 @@
+"""Linear layers that are divided among the ranks of an axis."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from commlib.errors import UsageError
+from commlib.functional.axis import Axis
+from commlib.tensor import moves
+from commlib.tensor.moves import REDUCE
+from commlib.tensor.sharding import Sharding, parts_of
+from commlib.tensor.styles import Column, Row
+from commlib_torch.tensor._entry import product
+from commlib_torch.tensor._shards import divide
+from commlib_torch.tensor.moves import On, axis_of, copy, moved
+
+
+class ColumnLinear(nn.Linear):
+    """A linear layer whose outputs are divided: each rank has some rows of the weight.
+
+    As `nn.Linear(in_features, out_features)`, with the values that this has for the same seed. x: (..., in_features),
+    whole on every rank, or divided along `sequence`. Returns (..., this rank's outputs), or all with `gather`. Other
+    arguments: see `commlib.tensor.Column`.
+    """
+
+    def __init__(
+        self,
+        in_features: int,
+        out_features: int,
+        axis: On,
+        bias: bool = True,
+        *,
+        style: Column | None = None,
+        **kwargs: Any,
+    ) -> None:
+        super().__init__(in_features, out_features, bias, **kwargs)
+        self.become("ColumnLinear", axis_of(axis), style or Column())
+
+    def become(self, what: str, axis: Axis, style: Column) -> None:
+        """Divide what is an ordinary layer so far."""
+        parts = parts_of(what, style.parts, self.out_features)
+        shape = (self.out_features, self.in_features)
+        self.axis, self.style = axis, style
+        self.sharding = Sharding(shape, 0, parts, style.units)
+        divide(what, self, "weight", axis, self.sharding)
+        if self.bias is not None:
+            divide(what, self, "bias", axis, Sharding(shape[:1], 0, parts, style.units))
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Return this rank's outputs, or all of them."""
+        out = product(x, self.weight, self.bias, self.axis, self.style.sequence)
+        return gathered(out, self.axis, self.sharding) if self.style.gather else out
+
+    def extra_repr(self) -> str:
+        """Say what is divided."""
+        return f"{super().extra_repr()}, {self.style}, {self.axis!r}"
+
+
+class RowLinear(nn.Linear):
+    """A linear layer whose inputs are divided: each rank has some columns of the weight; outputs are added up.
+
+    As `nn.Linear(in_features, out_features)`, with the values that this has for the same seed. x: (..., this rank's
+    inputs), or all with `split`. Returns (..., out_features), whole on every rank or divided along `sequence`.
+    """
+
+    def __init__(
+        self,
+        in_features: int,
+        out_features: int,
+        axis: On,
+        bias: bool = True,
+        *,
+        style: Row | None = None,
+        **kwargs: Any,
+    ) -> None:
+        super().__init__(in_features, out_features, bias, **kwargs)
+        self.become("RowLinear", axis_of(axis), style or Row())
+
+    def become(self, what: str, axis: Axis, style: Row) -> None:
+        """Divide what is an ordinary layer so far."""
+        self.axis, self.style = axis, style
+        self.sharding = Sharding((self.out_features, self.in_features), 1, (), style.units)
+        divide(what, self, "weight", axis, self.sharding)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Return the outputs, whole or this rank's part of the sequence."""
+        axis, sequence = self.axis, self.style.sequence
+        if self.style.split:
+            x = moved(x, axis, moves.scatter(-1, self.sharding.lengths(axis.size)))
+        check_inputs(self, x, self.weight.shape[1])
+        part = F.linear(x, self.weight)
+        out = moved(part, axis, REDUCE if sequence is None else moves.reduce_scatter(sequence), may_write=True)
+        if self.bias is None:
+            return out
+        # Of a divided sequence each rank has a part of the bias' gradient.
+        return out + (self.bias if sequence is None else copy(self.bias, axis)).to(out.dtype)
+
+    def extra_repr(self) -> str:
+        """Say what is divided."""
+        return f"{super().extra_repr()}, {self.style}, {self.axis!r}"
+
+
+def gathered(out: Tensor, axis: Axis, sharding: Sharding) -> Tensor:
+    """Return the outputs of all ranks in the order of the whole, along the last dimension."""
+    whole = moved(out, axis, moves.gather(-1, lengths=sharding.lengths(axis.size)))
+    if len(sharding.parts) < 2:
+        return whole
+    offsets = [sum(sharding.lengths(axis.size)[:rank]) for rank in range(axis.size)]
+    pieces = [
+        whole[..., offsets[rank] + first : offsets[rank] + last] for rank, first, last, _ in sharding.pieces(axis.size)
+    ]
+    return torch.cat(pieces, -1)
+
+
+def check_inputs(module: Any, x: Tensor, expected: int) -> None:
+    """Raise UsageError unless the input is divided as the weight is."""
+    if x.shape[-1] != expected:
+        whole = module.sharding.shape[module.sharding.dim]
+        hint = (
+            "this is the whole: give Row(split=True), or let a Column come before it"
+            if x.shape[-1] == whole
+            else "give both the same units"
+        )
+        raise UsageError(
+            f"{type(module).__name__} on rank {module.axis.rank} of {module.axis.comm.name}: its input has "
+            f"{x.shape[-1]} features, expected {expected} of {whole}: {hint}"
+        )

@@ -1,0 +1,83 @@
+"""Moves of tensors over an axis, with their gradients: see `commlib.tensor.moves` for what each does."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from torch import Tensor
+from torch.autograd import Function
+
+from commlib.communicator import Communicator
+from commlib.functional.axis import Axis
+from commlib.functional.moves import run
+from commlib.tensor import moves
+from commlib.tensor.moves import COPY, REDUCE, Move
+from commlib_torch._bridge import array_of, packed, to_tensor
+
+On = Axis | Communicator
+"""The ranks of an axis: `mesh["tp"]`, or an Axis."""
+
+
+def copy(x: Tensor, axis: On) -> Tensor:
+    """Return `x`, which is whole on every rank, for what differs from rank to rank: its gradients are added up."""
+    return moved(x, axis_of(axis), COPY)
+
+
+def reduce(x: Tensor, axis: On) -> Tensor:
+    """Return the sum of `x` over the ranks, whole on each. Collective, as are those below."""
+    return moved(x, axis_of(axis), REDUCE)
+
+
+def scatter(x: Tensor, axis: On, dim: int = 0) -> Tensor:
+    """Return this rank's shard of `x` along `dim`, of what all ranks have. The first ranks have one row more."""
+    return moved(x, axis_of(axis), moves.scatter(dim))
+
+
+def gather(x: Tensor, axis: On, dim: int = 0, *, partial: bool = False) -> Tensor:
+    """Return the shards of all ranks, joined along `dim`; their lengths may differ.
+
+    partial: what is computed with the result differs from rank to rank, so that its gradients are added up.
+    """
+    return moved(x, axis_of(axis), moves.gather(dim, partial=partial))
+
+
+def reduce_scatter(x: Tensor, axis: On, dim: int = 0) -> Tensor:
+    """Return this rank's shard along `dim` of the sum of `x` over the ranks."""
+    return moved(x, axis_of(axis), moves.reduce_scatter(dim))
+
+
+def all_to_all(x: Tensor, axis: On, divide: int, join: int) -> Tensor:
+    """Divide `x` along one dimension among the ranks, and join along another one what they have sent."""
+    return moved(x, axis_of(axis), moves.all_to_all(divide, join))
+
+
+def axis_of(axis: On) -> Axis:
+    """Return an Axis over a communicator."""
+    return axis if isinstance(axis, Axis) else Axis(axis)
+
+
+def moved(x: Tensor, axis: Axis, move: Move, *, may_write: bool = False) -> Tensor:
+    """Return a moved tensor. may_write: nobody needs the values of `x`, not even its own gradient."""
+    if axis.size == 1 and move.name != "all_to_all":
+        return x
+    found: Tensor = _Moved.apply(x, axis, move, may_write)  # type: ignore[no-untyped-call]
+    return found
+
+
+class _Moved(Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, axis: Axis, move: Move, may_write: bool) -> Tensor:
+        ctx.axis, ctx.move = axis, move
+        if move.name == "copy":
+            return x.view_as(x)
+        given = packed(x)
+        if may_write and given.data_ptr() == x.data_ptr():
+            run(axis, move, array_of(given), may_write=True)
+            ctx.mark_dirty(x)
+            return x
+        result, ctx.move = run(axis, move, array_of(given))
+        return to_tensor(result)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None, None, None]:
+        return moved(gradient, ctx.axis, ctx.move.conjugate), None, None, None

@@ -1,0 +1,58 @@
+"""parallelize: divide the layers of a plain model among the ranks of an axis, by a plan."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import nn
+
+from commlib.buffers.freed_memory import keep_freed_memory
+from commlib.communicator import Communicator
+from commlib.data_parallel.parameter_check import check_agreement
+from commlib.errors import UsageError
+from commlib.functional.axis import Axis
+from commlib.tensor.plan import Plan, lines, resolve
+from commlib.tensor.styles import Replicate, Style
+from commlib_torch._bridge import array_of, packed
+from commlib_torch.tensor.layers import find_layer
+
+
+def parallelize(model: nn.Module, axis: Communicator, plan: Plan, *, codec: Any = None) -> nn.Module:
+    """Divide the layers that `plan` names among the ranks of `axis`, such as `mesh["tp"]`, and return `model`.
+
+    It is the same model: modules and parameters stay the objects that they are, with rank 0's values, and parameters
+    are plain tensors, smaller ones where they are divided. plan: styles by patterns of names, `{"layers.*.up":
+    Column(), "layers.*.down": Row()}`. codec: in which activations and their gradients travel, such as "bf16".
+
+    Collective over the axis. Raises UsageError for a plan that does not fit, MismatchError if ranks hold different
+    models or plans.
+    """
+    shared = Axis(axis, codec)
+    modules = dict(model.named_modules(remove_duplicate=False))
+    styles = resolve(plan, list(modules))
+    shapes = [f"{name}: {list(parameter.shape)}" for name, parameter in model.named_parameters()]
+    check_agreement(axis, "parallelize", [f"codec {codec}", *lines(styles), *shapes])
+    found = [(name, modules[name], style, find_layer(name, modules[name], style)) for name, style in styles.items()]
+    _take_values_of_rank_0(model, axis)
+    done: dict[int, tuple[str, Style]] = {}
+    for name, module, style, layer in found:
+        before = done.setdefault(id(module), (name, style))
+        if before[1] != style:
+            raise UsageError(f"plan: {name} and {before[0]} are one module: give them one style")
+        if before[0] == name and not isinstance(style, Replicate):
+            module.__class__ = layer
+            module.become(name, shared, style)
+    shared.threads = torch.get_num_threads()
+    keep_freed_memory()
+    return model
+
+
+def _take_values_of_rank_0(model: nn.Module, axis: Communicator) -> None:
+    with torch.no_grad():
+        for tensor in (*model.parameters(), *model.buffers()):
+            if tensor.numel():
+                values = packed(tensor)
+                axis.broadcast(array_of(values))
+                if values.data_ptr() != tensor.data_ptr():
+                    tensor.copy_(values)

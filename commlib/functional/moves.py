@@ -1,0 +1,161 @@
+"""Moves on arrays: run a `commlib.tensor.Move` over an axis."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+
+import numpy as np
+
+from commlib.dtypes import Array
+from commlib.errors import UsageError
+from commlib.functional.axis import Axis
+from commlib.schedule.layout import even, uneven
+from commlib.tensor.moves import Move
+
+
+def run(axis: Axis, move: Move, x: Array, *, may_write: bool = False) -> tuple[Array, Move]:
+    """Return (the moved array, the move with the lengths of all shards: its conjugate needs them).
+
+    Collective over the axis, but for "copy" and "scatter", which are this rank's own. The result is contiguous, and
+    new unless nothing changes, or `may_write` to `x`. Raises UsageError for a dimension or lengths that do not fit.
+    """
+    if move.name == "copy" or (axis.size == 1 and move.name != "all_to_all"):
+        return x, move
+    if move.name == "reduce":
+        x = np.ascontiguousarray(x)
+        return axis.wire(x.dtype).all_reduce(x, out=x if may_write else axis.empty(x.shape, x.dtype)), move
+    return _RUN[move.name](axis, move, x)
+
+
+def start(axis: Axis, move: Move, x: Array) -> Callable[[], Array]:
+    """Begin "reduce" or "reduce_scatter", the moves that gradients take; return what waits for the result.
+
+    What is encoded, or needs its dimensions in another order, is done here and now. `x` must not change meanwhile.
+    """
+    comm, is_plain = axis.comm, axis.wire(x.dtype).is_plain
+    if move.name == "reduce" and is_plain:
+        work = comm.all_reduce_async(np.ascontiguousarray(x), out=axis.empty(x.shape, x.dtype))
+        return work.wait
+    if move.name == "reduce_scatter" and is_plain and _around(x.shape, dim := _dim(move, move.dim, x))[0] == 1:
+        lengths = _divided(axis, move, x, dim)
+        shape = _with(x.shape, dim, lengths[axis.rank])
+        front = np.ascontiguousarray(x).reshape(x.shape[dim], -1)
+        out = axis.empty(shape, x.dtype)
+        work = comm.reduce_scatter_v_async(front, lengths, out=out.reshape(lengths[axis.rank], -1))
+        return lambda: work.wait().reshape(shape)
+    result, _ = run(axis, move, x)
+    return lambda: result
+
+
+def _scatter(axis: Axis, move: Move, x: Array) -> tuple[Array, Move]:
+    dim = _dim(move, move.dim, x)
+    lengths = _divided(axis, move, x, dim)
+    start, stop = uneven(lengths).slice_of(axis.rank)
+    shard = x[(slice(None),) * dim + (slice(start, stop),)]
+    return _filled(axis, shard), move.known(lengths)
+
+
+def _gather(axis: Axis, move: Move, x: Array) -> tuple[Array, Move]:
+    dim = _dim(move, move.dim, x)
+    lengths = move.lengths or _asked(axis, x.shape[dim])
+    if len(lengths) != axis.size or lengths[axis.rank] != x.shape[dim]:
+        raise UsageError(f"{axis.comm.name}: {move.name}: shards of {lengths}, got {x.shape} on rank {axis.rank}")
+    lead, own, tail = _around(x.shape, dim)
+    shape = _with(x.shape, dim, sum(lengths))
+    if len(set(lengths)) > 1:
+        front = np.ascontiguousarray(np.moveaxis(x, dim, 0))
+        gathered = axis.wire(x.dtype).all_gather_v(front, lengths)
+        whole = gathered if lead == 1 else _filled(axis, np.moveaxis(gathered, 0, dim))
+    elif lead == 1:
+        flat = np.ascontiguousarray(x).reshape(own, tail)
+        whole = axis.wire(x.dtype).all_gather(flat, out=axis.empty((own * axis.size, tail), x.dtype))
+    else:  # shards as they are, one behind another, then in their places
+        gathered = axis.wire(x.dtype).all_gather(np.ascontiguousarray(x).reshape(1, -1))
+        whole = _filled(axis, gathered.reshape(axis.size, lead, own, tail).transpose(1, 0, 2, 3))
+    return whole.reshape(shape), move.known(lengths)
+
+
+def _reduce_scatter(axis: Axis, move: Move, x: Array) -> tuple[Array, Move]:
+    dim = _dim(move, move.dim, x)
+    lengths = _divided(axis, move, x, dim)
+    lead, _, _ = _around(x.shape, dim)
+    front = np.ascontiguousarray(np.moveaxis(x, dim, 0))
+    out = axis.empty((lengths[axis.rank], *front.shape[1:]), x.dtype)
+    axis.wire(x.dtype).reduce_scatter_v(front, lengths, out=out)
+    shard = out if lead == 1 else _filled(axis, np.moveaxis(out, 0, dim))
+    return shard.reshape(_with(x.shape, dim, lengths[axis.rank])), move.known(lengths)
+
+
+def _all_to_all(axis: Axis, move: Move, x: Array) -> tuple[Array, Move]:
+    divide, join = _dim(move, move.dim, x), _dim(move, move.join, x)
+    if divide == join:
+        raise UsageError(f"{axis.comm.name}: all_to_all: dimension {divide} cannot be divided and joined at once")
+    lengths = _divided(axis, move, x, divide)
+    joined = move.joined or _asked(axis, x.shape[join])
+    if len(joined) != axis.size or joined[axis.rank] != x.shape[join]:
+        raise UsageError(f"{axis.comm.name}: all_to_all: shards of {joined}, got {x.shape} on rank {axis.rank}")
+    rest = x.size // max(1, x.shape[divide] * x.shape[join]) if x.size else 0
+    packed = np.empty(x.size, x.dtype)
+    at, cuts = 0, uneven(lengths)
+    for peer in range(axis.size):
+        start, stop = cuts.slice_of(peer)
+        part = x[(slice(None),) * divide + (slice(start, stop),)]
+        packed[at : at + part.size].reshape(part.shape)[...] = part
+        at += part.size
+    splits = [length * x.shape[join] * rest for length in lengths]
+    takes = [lengths[axis.rank] * length * rest for length in joined]
+    came = axis.wire(x.dtype).all_to_all_v(packed, splits, takes)
+    out = axis.empty(_with(_with(x.shape, divide, lengths[axis.rank]), join, sum(joined)), x.dtype)
+    at, places = 0, uneven(joined)
+    for peer, count in enumerate(takes):
+        start, stop = places.slice_of(peer)
+        room = out[(slice(None),) * join + (slice(start, stop),)]
+        room[...] = came[at : at + count].reshape(room.shape)
+        at += count
+    return out, move.known(lengths, joined)
+
+
+_RUN: dict[str, Callable[[Axis, Move, Array], tuple[Array, Move]]] = {
+    "scatter": _scatter,
+    "gather": _gather,
+    "gather_partial": _gather,
+    "reduce_scatter": _reduce_scatter,
+    "all_to_all": _all_to_all,
+}
+
+
+def _asked(axis: Axis, length: int) -> tuple[int, ...]:
+    """Return how long the shards of all ranks are."""
+    return tuple(axis.comm.all_gather(np.array([length], np.int64)).tolist())
+
+
+def _divided(axis: Axis, move: Move, x: Array, dim: int) -> tuple[int, ...]:
+    """Return how long the shards of what all ranks have will be."""
+    lengths = move.lengths or even(x.shape[dim], axis.size).counts
+    if len(lengths) != axis.size or sum(lengths) != x.shape[dim]:
+        raise UsageError(
+            f"{axis.comm.name}: {move.name}: shards of {lengths} along dimension {dim} of an array of shape {x.shape}"
+        )
+    return lengths
+
+
+def _dim(move: Move, dim: int, x: Array) -> int:
+    if not -x.ndim <= dim < x.ndim:
+        raise UsageError(f"{move.name}: an array of shape {x.shape} has no dimension {dim}")
+    return dim % x.ndim
+
+
+def _around(shape: tuple[int, ...], dim: int) -> tuple[int, int, int]:
+    return math.prod(shape[:dim]), shape[dim], math.prod(shape[dim + 1 :])
+
+
+def _with(shape: tuple[int, ...], dim: int, length: int) -> tuple[int, ...]:
+    return (*shape[:dim], length, *shape[dim + 1 :])
+
+
+def _filled(axis: Axis, values: Array) -> Array:
+    """Return a new contiguous array with these values."""
+    out: Array = axis.empty(values.shape, values.dtype)
+    out[...] = values
+    return out

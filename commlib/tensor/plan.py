@@ -1,0 +1,50 @@
+"""Plan: which layer has which style, by patterns of names. [pure]"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from difflib import get_close_matches
+from fnmatch import fnmatchcase
+
+from commlib.errors import UsageError
+from commlib.tensor.styles import Column, Replicate, Row, Style, Vocabulary
+from commlib.tensor.styles import Sequence as SequenceStyle
+
+Plan = Mapping[str, Style]
+"""Styles by patterns of names, in which `*` stands for any characters: {"layers.*.up": Column(), "*.down": Row()}."""
+
+_STYLES = (Column, Row, Vocabulary, SequenceStyle, Replicate)
+
+
+def resolve(plan: Plan, names: Sequence[str]) -> dict[str, Style]:
+    """Return the style of each layer that the plan names, in the order of `names`: those of all layers.
+
+    A whole name counts before a pattern. Raises UsageError for what is no style, for a pattern that no layer has, and
+    for a layer with two styles.
+    """
+    given: dict[str, list[tuple[str, Style]]] = {name: [] for name in names}
+    for pattern, style in plan.items():
+        if not isinstance(style, _STYLES):
+            known = ", ".join(kind.__name__ for kind in _STYLES)
+            raise UsageError(f"plan: {pattern!r} is {style!r}, expected an instance of {known}")
+        matched = [pattern] if pattern in given else [name for name in names if fnmatchcase(name, pattern)]
+        if not matched:
+            close = get_close_matches(pattern, names, 3, 0.4) or list(names)[:8]
+            raise UsageError(f"plan: no layer is called {pattern!r}; there are {', '.join(close)}, ...")
+        for name in matched:
+            given[name].append((pattern, style))
+    return {name: _one(name, found) for name, found in given.items() if found}
+
+
+def _one(name: str, found: list[tuple[str, Style]]) -> Style:
+    exact = [style for pattern, style in found if pattern == name]
+    styles = exact or [style for _, style in found]
+    if any(style != styles[0] for style in styles):
+        said = ", ".join(f"{pattern!r}: {style}" for pattern, style in found)
+        raise UsageError(f"plan: {name} has several styles: {said}: give it one, under its whole name")
+    return styles[0]
+
+
+def lines(styles: Mapping[str, Style]) -> list[str]:
+    """Return the styles as text, one line for each layer: what ranks compare."""
+    return [f"{name}: {style}" for name, style in styles.items()]

@@ -1,0 +1,92 @@
+"""Sharding: which part of a weight each rank of an axis keeps. [pure]"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import accumulate
+
+from commlib.errors import UsageError
+from commlib.schedule.layout import even
+
+
+@dataclass(frozen=True, slots=True)
+class Sharding:
+    """One dimension of an array, divided among the ranks of an axis.
+
+    shape: of the whole array. dim: the dimension, from 0. parts: its lengths that are divided each by itself, one after
+    another, such as those of Q, K and V in one weight. units: how many pieces of a part stay whole, such as heads; the
+    first ranks have one more where they do not go up. By default every element may stand alone.
+
+        Sharding((1536, 512), 0, parts=(512, 512, 512), units=8): 4 heads of Q, 4 of K and 4 of V on each of 2 ranks
+    """
+
+    shape: tuple[int, ...]
+    dim: int
+    parts: tuple[int, ...] = ()
+    units: int = 0
+
+    def __post_init__(self) -> None:
+        if not 0 <= self.dim < len(self.shape):
+            raise UsageError(f"an array of shape {list(self.shape)} has no dimension {self.dim} to be divided")
+        length = self.shape[self.dim]
+        if sum(self.parts or (length,)) != length or min(self.parts, default=1) < 1:
+            raise UsageError(
+                f"parts {list(self.parts)} add up to {sum(self.parts)}, expected positive ones: {length}, "
+                f"dimension {self.dim} of an array of shape {list(self.shape)}"
+            )
+        for part in self.parts or (length,):
+            if self.units and part % self.units:
+                raise UsageError(
+                    f"a part of length {part} has no {self.units} equal units: dimension {self.dim} of an array of "
+                    f"shape {list(self.shape)}"
+                )
+
+    def spans(self, rank: int, size: int) -> tuple[tuple[int, int], ...]:
+        """Return where the pieces of one of `size` ranks begin and end along the dimension, one for each part."""
+        found, start = [], 0
+        for part in self.parts or (self.shape[self.dim],):
+            units = self.units or part
+            first, last = even(units, size).slice_of(rank)
+            found.append((start + first * part // units, start + last * part // units))
+            start += part
+        return tuple(found)
+
+    def length(self, rank: int, size: int) -> int:
+        """Return how long the dimension is on one of `size` ranks."""
+        return sum(stop - start for start, stop in self.spans(rank, size))
+
+    def lengths(self, size: int) -> tuple[int, ...]:
+        """Return how long the dimension is on each rank."""
+        return tuple(self.length(rank, size) for rank in range(size))
+
+    def local(self, rank: int, size: int) -> tuple[int, ...]:
+        """Return the shape of what a rank keeps."""
+        return (*self.shape[: self.dim], self.length(rank, size), *self.shape[self.dim + 1 :])
+
+    def pieces(self, size: int) -> list[tuple[int, int, int, int]]:
+        """Return (rank, first and last in its shard, first in the whole) of all pieces, in the order of the whole."""
+        found = []
+        for rank in range(size):
+            spans = self.spans(rank, size)
+            starts = accumulate((stop - start for start, stop in spans), initial=0)
+            found += [(rank, at, at + stop - start, start) for at, (start, stop) in zip(starts, spans, strict=False)]
+        return sorted(found, key=lambda piece: (piece[3], piece[0]))
+
+    def check(self, what: str, size: int) -> None:
+        """Raise UsageError unless each of `size` ranks gets something."""
+        if min(self.lengths(size)) < 1:
+            units = self.units or min(self.parts or (self.shape[self.dim],))
+            raise UsageError(
+                f"{what}: {units} units along dimension {self.dim} of shape {list(self.shape)} cannot be divided among "
+                f"{size} ranks: use a smaller axis, or leave it whole (Replicate)"
+            )
+
+
+def parts_of(what: str, parts: int | Sequence[int], length: int) -> tuple[int, ...]:
+    """Return the lengths of parts, given as their number or as they are. Raises UsageError."""
+    if isinstance(parts, int):
+        if parts < 1 or length % parts:
+            raise UsageError(f"{what}: parts={parts}, but {length} outputs are not as many equal parts")
+        return (length // parts,) * parts if parts > 1 else ()
+    return tuple(parts)

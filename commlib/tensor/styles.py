@@ -1,0 +1,107 @@
+"""Styles: how a layer is divided among the ranks of an axis. [pure]"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence as Sequence_
+from dataclasses import dataclass
+
+from commlib.errors import UsageError
+
+
+@dataclass(frozen=True, slots=True)
+class Column:
+    """Divide a layer's outputs: features of a linear layer, heads of attention, channels of a convolution.
+
+    Its input is whole on every rank, or with `sequence` its shards along that dimension are gathered. Its output stays
+    divided, for a `Row` to follow, unless `gather`. parts: several weights in one, as fused Q, K and V or gate and up
+    are, as a number of equal ones or their lengths; each is divided by itself. units: what stays whole, such as the
+    number of heads (those of K and V, where these have fewer).
+    """
+
+    parts: int | tuple[int, ...] = 1
+    units: int = 0
+    gather: bool = False
+    sequence: int | None = None
+
+    def __post_init__(self) -> None:
+        if not isinstance(self.parts, int):
+            object.__setattr__(self, "parts", _lengths("Column", self.parts))
+        _check_units("Column", self.units)
+        _check_dim("Column", self.sequence)
+
+
+@dataclass(frozen=True, slots=True)
+class Row:
+    """Divide a layer's inputs: its input is divided as the output of a `Column` is, its output is added up.
+
+    The bias is added once, after that. The output is whole on every rank, or with `sequence` divided along that
+    dimension. split: the input is whole, and each rank takes its part. units: as for the `Column` before it.
+    """
+
+    split: bool = False
+    units: int = 0
+    sequence: int | None = None
+
+    def __post_init__(self) -> None:
+        _check_units("Row", self.units)
+        _check_dim("Row", self.sequence)
+
+
+@dataclass(frozen=True, slots=True)
+class Vocabulary:
+    """Divide the rows of an embedding, or of the linear layer that makes logits, by words.
+
+    An embedding's output is whole, or with `sequence` divided along that dimension. Logits stay divided for
+    `vocabulary_cross_entropy`, unless `gather`; with `sequence` their input is gathered along it.
+    """
+
+    gather: bool = False
+    sequence: int | None = None
+
+    def __post_init__(self) -> None:
+        _check_dim("Vocabulary", self.sequence)
+
+
+@dataclass(frozen=True, slots=True)
+class Sequence:
+    """Leave a layer's weights whole, for an input that is divided along `dim`: norms and dropout between blocks.
+
+    Each rank has a part of the gradient of its weights; these are added. Dropout draws other masks on each rank: give
+    it this style, too, where features are divided (-1), between a `Column` and its `Row`.
+    """
+
+    dim: int = 1
+
+    def __post_init__(self) -> None:
+        _check_dim("Sequence", self.dim)
+
+
+@dataclass(frozen=True, slots=True)
+class Replicate:
+    """Leave a layer whole on every rank.
+
+    into_sharded: its output is used together with what is divided, as K and V of one head for all are: then each rank
+    has a part of its gradient, and these are added.
+    """
+
+    into_sharded: bool = False
+
+
+Style = Column | Row | Vocabulary | Sequence | Replicate
+
+
+def _lengths(style: str, parts: Sequence_[int]) -> tuple[int, ...]:
+    found = tuple(parts)
+    if not found or not all(isinstance(part, int) and part > 0 for part in found):
+        raise UsageError(f"{style}: parts are {list(found)}, expected a number, or the lengths of the parts")
+    return found
+
+
+def _check_units(style: str, units: int) -> None:
+    if not isinstance(units, int) or units < 0:
+        raise UsageError(f"{style}: units is {units!r}, expected how many pieces stay whole, such as heads")
+
+
+def _check_dim(style: str, dim: int | None) -> None:
+    if dim is not None and (isinstance(dim, bool) or not isinstance(dim, int)):
+        raise UsageError(f"{style}: the dimension of the sequence is {dim!r}, expected a number such as 1")
