@@ -69,9 +69,9 @@ class _Moved(Function):
     def forward(ctx: Any, x: Tensor, axis: Axis, move: Move, may_write: bool) -> Tensor:
         ctx.axis, ctx.move = axis, move
         if move.name == "copy":
-            return x.view_as(x)
+            return x.detach()  # no view: that would keep `x` itself
         given = packed(x)
-        if may_write and given.data_ptr() == x.data_ptr():
+        if may_write and move is REDUCE and given.data_ptr() == x.data_ptr():
             run(axis, move, array_of(given), may_write=True)
             ctx.mark_dirty(x)
             return x
