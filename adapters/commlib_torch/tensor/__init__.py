@@ -3,6 +3,7 @@
 from commlib_torch.tensor.linear import ColumnLinear, RowLinear
 from commlib_torch.tensor.moves import all_to_all, copy, gather, reduce, reduce_scatter, scatter
 from commlib_torch.tensor.parallelize import parallelize
+from commlib_torch.tensor.state import gather_optimizer_state, gather_state_dict, load_optimizer_state
 
 __all__ = [
     "ColumnLinear",
@@ -10,6 +11,9 @@ __all__ = [
     "all_to_all",
     "copy",
     "gather",
+    "gather_optimizer_state",
+    "gather_state_dict",
+    "load_optimizer_state",
     "parallelize",
     "reduce",
     "reduce_scatter",

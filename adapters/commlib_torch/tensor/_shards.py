@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -11,9 +12,10 @@ from commlib.errors import UsageError
 from commlib.functional.axis import Axis
 from commlib.functional.shards import Shard
 from commlib.tensor.sharding import Sharding
-from commlib_torch._bridge import array_of, packed, to_tensor
+from commlib_torch._bridge import array_of, on_host, packed, to_tensor
 
 _MARK = "commlib_shard"
+_TAKES = "commlib_takes_own"
 
 
 def shard_of(parameter: Tensor) -> Shard | None:
@@ -28,6 +30,9 @@ def divide(what: str, module: nn.Module, name: str, axis: Axis, sharding: Shardi
     UsageError if it is divided otherwise already.
     """
     parameter = getattr(module, name)
+    if not getattr(module, _TAKES, False):
+        setattr(module, _TAKES, True)
+        module.register_load_state_dict_pre_hook(_take_own)
     shard = Shard(axis, sharding)
     before = shard_of(parameter)
     if before is not None:
@@ -39,6 +44,14 @@ def divide(what: str, module: nn.Module, name: str, axis: Axis, sharding: Shardi
         parameter.data = to_tensor(shard.own(array_of(packed(parameter))))
         parameter.grad = None
     setattr(parameter, _MARK, shard)
+
+
+def _take_own(module: nn.Module, state: dict[str, Any], prefix: str, *_: Any) -> None:
+    """Take this rank's parts of what is loaded, where that is whole."""
+    for name, parameter in module.named_parameters(recurse=False):
+        shard, value = shard_of(parameter), state.get(prefix + name)
+        if shard is not None and isinstance(value, Tensor) and tuple(value.shape) == shard.sharding.shape:
+            state[prefix + name] = to_tensor(shard.own(array_of(on_host(value))))
 
 
 def shards_in(model: nn.Module) -> Iterator[tuple[str, nn.Parameter, Shard]]:
