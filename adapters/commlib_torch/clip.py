@@ -11,7 +11,7 @@ from commlib.communicator import Communicator
 from commlib.kernels.host.norm import sum_of_squares
 from commlib.optim.clipping import check_limit, clip_factor, norm_of, sum_over_axes
 from commlib_torch._bridge import to_array
-from commlib_torch.tensor._shards import shard_of
+from commlib_torch._shards import shard_of
 
 _SUMMED = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 

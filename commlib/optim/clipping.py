@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable
+from itertools import repeat
 
 import numpy as np
 
@@ -29,9 +30,13 @@ def norm_of(squares: Iterable[float]) -> float:
     return math.sqrt(sum(squares))
 
 
-def norm_of_arrays(arrays: Iterable[Array]) -> float:
-    """Return the 2-norm of contiguous arrays of floats together. Raises UsageError for other dtypes."""
-    return norm_of(sum_of_squares(array.reshape(-1)) for array in arrays)
+def norm_of_arrays(arrays: Iterable[Array], comms: Iterable[Communicator | None] | None = None) -> float:
+    """Return the 2-norm of contiguous arrays of floats together. comms: of each, the ranks that have its other parts.
+
+    Collective over these. Raises UsageError for other dtypes.
+    """
+    squares = [sum_of_squares(array.reshape(-1)) for array in arrays]
+    return math.sqrt(sum_over_axes(zip(comms or repeat(None), squares, strict=False)))
 
 
 def clip_factor(norm: float, limit: float, *, epsilon: float = 0.0, infinite_is_nan: bool = False) -> float:

@@ -13,8 +13,8 @@ from torch import Tensor, nn
 from commlib import Mesh
 from commlib.errors import MismatchError, UsageError
 from commlib.tensor import Column, Replicate, Row
+from commlib_torch._shards import shard_of, shards_in
 from commlib_torch.tensor import ColumnLinear, RowLinear, gather, parallelize, scatter
-from commlib_torch.tensor._shards import shard_of, shards_in
 
 WIDTH, HIDDEN = 7, 11  # odd: nothing divides them
 

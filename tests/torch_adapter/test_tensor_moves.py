@@ -26,7 +26,8 @@ def shard(x: Tensor, comm: Any, dim: int) -> Tensor:
 
 def gradient(out: Tensor, x: Tensor, weight: Tensor) -> Tensor:
     """Of a loss whose own gradient depends on `out`, so that there is a second one."""
-    return torch.autograd.grad((out.pow(3) * weight).sum(), x, create_graph=True)[0]
+    found: Tensor = torch.autograd.grad((out.pow(3) * weight).sum(), x, create_graph=True)[0]
+    return found
 
 
 def close(got: Tensor, expected: Tensor) -> None:

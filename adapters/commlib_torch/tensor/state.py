@@ -12,7 +12,7 @@ from commlib.errors import UsageError
 from commlib.functional.shards import Shard
 from commlib_torch._bridge import array_of, on_host, to_tensor
 from commlib_torch._optimizer_state import load_named, named_state
-from commlib_torch.tensor._shards import shard_of
+from commlib_torch._shards import shard_of
 
 Named = Iterable[tuple[str, nn.Parameter]]
 
