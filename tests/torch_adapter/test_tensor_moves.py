@@ -21,7 +21,8 @@ def whole(seed: int = 0, shape: tuple[int, ...] = SHAPE) -> Tensor:
 
 def shard(x: Tensor, comm: Any, dim: int) -> Tensor:
     """The rank's part: the first ranks have one more."""
-    return x.tensor_split(comm.size, dim)[comm.rank]
+    own: Tensor = x.tensor_split(comm.size, dim)[comm.rank]
+    return own
 
 
 def gradient(out: Tensor, x: Tensor, weight: Tensor) -> Tensor:
