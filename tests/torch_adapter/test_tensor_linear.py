@@ -133,14 +133,17 @@ def test_layers_with_one_input_share_one_reduction(comm: Any) -> None:
     torch.manual_seed(0)
     divided: Any = parallelize(Attention(fused=False).double(), comm, {"[qkv]": Column(units=4), "out": Row(units=4)})
     calls = []
-    reduce = type(comm).all_reduce
     with pytest.MonkeyPatch.context() as patch:
 
-        def counted(self: Any, x: Any, *arguments: Any, **options: Any) -> Any:
-            calls.append(x.nbytes)
-            return reduce(self, x, *arguments, **options)
+        def counted(reduce: Any) -> Any:
+            def counting(self: Any, x: Any, *arguments: Any, **options: Any) -> Any:
+                calls.append(x.nbytes)
+                return reduce(self, x, *arguments, **options)
 
-        patch.setattr(type(comm), "all_reduce", counted)
+            return counting
+
+        for name in ("all_reduce", "all_reduce_async"):
+            patch.setattr(type(comm), name, counted(getattr(type(comm), name)))
         x = data().requires_grad_()
         divided(x).sum().backward()
     assert calls == [x.nbytes] * 2  # the output, forward; the input, backward
