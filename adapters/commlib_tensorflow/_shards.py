@@ -5,6 +5,9 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Any
 
+import numpy as np
+
+from commlib.dtypes import Array
 from commlib.errors import UsageError
 from commlib.functional.axis import Axis
 from commlib.functional.shards import Shard
@@ -41,6 +44,33 @@ def divide(what: str, variable: Any, axis: Axis, sharding: Sharding) -> None:
     variable._initialize(own)
     variable._shape = own.shape
     setattr(variable, _MARK, shard)
+
+
+def whole_shape(variable: Any) -> tuple[int, ...]:
+    """Return the shape that a variable has in one process."""
+    shard = shard_of(variable)
+    return tuple(variable.shape) if shard is None else shard.sharding.shape
+
+
+def whole_of(variable: Any, value: Array) -> Array:
+    """Return a value of the shape of a variable, such as its own, as a whole. Collective if the variable is divided."""
+    shard = shard_of(variable)
+    if shard is None or value.shape != shard.sharding.local(shard.axis.rank, shard.axis.size):
+        return value
+    return shard.whole(value)
+
+
+def own_of(variable: Any, value: Any) -> Any:
+    """Return this rank's part of a whole value. Raises UsageError for another shape."""
+    shard = shard_of(variable)
+    if shard is None:
+        return value
+    if tuple(value.shape) != shard.sharding.shape:
+        raise UsageError(
+            f"{variable.path} is given values of shape {tuple(value.shape)}, expected {shard.sharding.shape}, that of "
+            "the model that is whole"
+        )
+    return shard.own(np.asarray(value[...]))
 
 
 def shards_in(model: Any) -> Iterator[tuple[Any, Shard]]:

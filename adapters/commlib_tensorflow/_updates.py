@@ -12,10 +12,11 @@ from commlib.communicator import Communicator
 from commlib.dtypes import Array
 from commlib.errors import UsageError
 from commlib.kernels.host.norm import sum_of_squares
-from commlib.optim.clipping import clip_factor, norm_of
+from commlib.optim.clipping import clip_factor, norm_of, sum_over_axes
 from commlib_tensorflow._bridge import to_array
 from commlib_tensorflow._keras_reduction import Distributed
 from commlib_tensorflow._replicas import Gradients, note, reduced
+from commlib_tensorflow._shards import shard_of
 
 
 def check_optimizer(optimizer: Any, *, ranks: int, flushes: bool) -> None:
@@ -96,10 +97,17 @@ def scale_of(optimizer: Any) -> float:
     return float(getattr(optimizer, "loss_scale_factor", None) or 1.0)
 
 
-def norm_over(comm: Communicator, gradients: Gradients) -> float:
-    """Return the 2-norm of the gradients of all ranks. Collective."""
-    squares = sum(sum_of_squares(_flat(gradient)) for gradient in gradients if gradient is not None)
-    return norm_of(comm.all_gather_object(float(squares)))
+def norm_over(comm: Communicator, gradients: Sequence[tuple[Any, tf.Tensor | None]]) -> float:
+    """Return the 2-norm of the gradients of all ranks, given with their variables. Collective.
+
+    Gradients of a divided variable count as a whole.
+    """
+    shards = [shard_of(variable) for variable, _ in gradients]
+    squares = sum_over_axes(
+        (None if shard is None else shard.axis.comm, 0.0 if gradient is None else sum_of_squares(_flat(gradient)))
+        for shard, (_, gradient) in zip(shards, gradients, strict=True)
+    )
+    return norm_of(comm.all_gather_object(squares))
 
 
 def _flat(gradient: tf.Tensor) -> Array:
@@ -137,6 +145,11 @@ def put_state(optimizer: Any, singles: dict[str, Array], lists: dict[str, dict[i
             value = lists.get(name, {}).get(place)
             if variable is not None and value is not None:
                 variable.assign(value)
+
+
+def lists_of(optimizer: Any) -> dict[str, list[Any]]:
+    """Return the attributes of an optimizer that are lists of variables, or None, one for each weight."""
+    return _found(optimizer)[1]
 
 
 def _found(optimizer: Any) -> tuple[dict[str, Any], dict[str, list[Any]]]:

@@ -14,6 +14,7 @@ from commlib.communicator import Communicator
 from commlib.dtypes import Array
 from commlib.errors import UsageError
 from commlib_tensorflow._bridge import to_array
+from commlib_tensorflow._shards import own_of, shard_of, whole_of, whole_shape
 from commlib_tensorflow._updates import put_state
 
 
@@ -39,7 +40,9 @@ class WholeModel:
             for variable in part.variables:
                 owners.setdefault(id(variable), rank)
         self._owners = [owners.get(id(variable)) for variable in model.variables]
-        self._specs = [(tuple(v.shape), tf.as_dtype(v.dtype).as_numpy_dtype) for v in model.variables]
+        self._specs = [(whole_shape(v), tf.as_dtype(v.dtype).as_numpy_dtype) for v in model.variables]
+        shards = [shard for v in model.variables if (shard := shard_of(v)) is not None]
+        self._writes = all(shard.axis.rank == 0 for shard in shards)  # of ranks with parts of the same, one
         own = {id(variable): variable for part in parts for variable in part.variables}
         self._own: list[Any] = [own.get(id(v), v if id(v) not in owners else None) for v in model.variables]
         self.order = {id(variable): place for place, variable in enumerate(model.variables)}
@@ -50,11 +53,11 @@ class WholeModel:
         """Yield the values of all variables, on every rank, one at a time. Collective."""
         for variable, owner, (shape, dtype) in zip(self._own, self._owners, self._specs, strict=True):
             if owner is None:
-                yield np.array(to_array(tf.convert_to_tensor(variable.value)))
+                yield whole_of(variable, np.array(to_array(tf.convert_to_tensor(variable.value))))
                 continue
             array = np.empty(shape, dtype)
             if comm.rank == owner:
-                array[...] = to_array(tf.convert_to_tensor(variable.value))
+                array[...] = whole_of(variable, to_array(tf.convert_to_tensor(variable.value)))
             comm.broadcast(array, owner)
             yield array
 
@@ -89,7 +92,7 @@ class WholeModel:
         """Give this rank's variables, by their id, the values that they have in a model like the unsplit one."""
         for variable, other in zip(self._own, model.variables, strict=True):
             if variable is not None and id(variable) in mine:
-                variable.assign(other.value)
+                variable.assign(own_of(variable, other.value))
 
     def write(self, comm: Communicator, write: Callable[[Any], None]) -> None:
         """Let rank 0 write a model like the unsplit one, with the weights of all ranks, and the others wait for it.
@@ -99,7 +102,7 @@ class WholeModel:
         raised: Exception | None = None
         model: Any = None
         try:
-            model = self.built() if comm.rank == 0 else None
+            model = self.built() if comm.rank == 0 and self._writes else None
         except Exception as error:
             raised = error
         for place, value in enumerate(self.values(comm)):

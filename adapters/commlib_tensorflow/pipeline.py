@@ -23,6 +23,7 @@ from commlib_tensorflow._logs import Logs
 from commlib_tensorflow._measured import layer_costs
 from commlib_tensorflow._parts import cut, functional
 from commlib_tensorflow._replicas import Gradients, by_stages, check_replicas, note, reduced
+from commlib_tensorflow._shards import whole_of
 from commlib_tensorflow._split import Nodes, Split, counts_of, of_units, units_to_measure
 from commlib_tensorflow._steps import Result, Steps
 from commlib_tensorflow._updates import (
@@ -307,7 +308,7 @@ class Pipeline(keras.Model):  # type: ignore[misc]  # Keras has no types
         """
         singles, lists = state_of(self.optimizer)
         places = [self._own.whole.order[id(variable)] for variable in self.trainable_variables]
-        own = {name: dict(zip(places, values, strict=True)) for name, values in lists.items()}
+        own = {name: dict(zip(places, self._as_wholes(values), strict=True)) for name, values in lists.items()}
         states = self._own.steps.pipe.comm.all_gather_object((singles, own))
 
         def write(model: Any) -> None:
@@ -319,6 +320,10 @@ class Pipeline(keras.Model):  # type: ignore[misc]  # Keras has no types
             model.save(filepath, overwrite=overwrite, zipped=zipped, **options)
 
         self._own.whole.write(self.pipe.comm, write)
+
+    def _as_wholes(self, values: Sequence[Array | None]) -> list[Array | None]:
+        pairs = zip(self.trainable_variables, values, strict=True)
+        return [None if value is None else whole_of(variable, value) for variable, value in pairs]
 
     def save_weights(self, filepath: Any, overwrite: bool = True, **options: Any) -> None:
         """Write the whole model's weights, as `keras.Model.save_weights` does. Rank 0 writes. Collective."""
@@ -405,8 +410,8 @@ class Pipeline(keras.Model):  # type: ignore[misc]  # Keras has no types
 
     def _norm(self, gradients: Gradients) -> float:
         tied = self._own.steps.tied
-        pairs = zip(gradients, self.trainable_variables, strict=True)
-        return norm_over(self.pipe.comm, [None if tied.is_counted_elsewhere(v) else g for g, v in pairs])
+        pairs = zip(self.trainable_variables, gradients, strict=True)
+        return norm_over(self.pipe.comm, [(v, g) for v, g in pairs if not tied.is_counted_elsewhere(v)])
 
     def _each(self, step: Callable[[Any], dict[str, float]]) -> Callable[[Any], dict[str, float]]:
         """Return what takes as many steps as compile() says in an execution."""

@@ -99,7 +99,8 @@ def test_replicas(comm: Any, float64: None, options: Any) -> None:
     divided.compile(DistributedOptimizer(keras.optimizers.Adam(0.01, **options), mesh=mesh), "mse")
     replicas, place = mesh.shape.size("dp"), mesh.coordinate("dp")
     own = [part.reshape(-1, replicas, ROWS // replicas, WIDTH)[:, place].reshape(-1, WIDTH) for part in data()]
-    fit(divided, *own, rows=ROWS // replicas)
+    x, y = own
+    fit(divided, x, y, ROWS // replicas)
     for got, expected in zip(whole_weights(divided), plain.weights, strict=True):
         close(got, expected.numpy())
 
