@@ -71,7 +71,7 @@ class _Moved(Function):
         if move.name == "copy":
             return x.view_as(x)
         given = packed(x)
-        if may_write and given.data_ptr() == x.data_ptr():
+        if may_write and move.name == "reduce" and given.data_ptr() == x.data_ptr():
             run(axis, move, array_of(given), may_write=True)
             ctx.mark_dirty(x)
             return x
