@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from functools import partial
 from typing import Any
 
 import pytest
@@ -84,16 +85,19 @@ def test_cross_attention(tp, kind, need_weights):
     compare(found, apart, (0, 1, 2), attn_mask=per_head[:HEADS], key_padding_mask=hidden[1], **how)
 
 
+@pytest.mark.parametrize("overlaps", [False, True])
 @pytest.mark.parametrize("need_weights", [False, True])
-def test_self_attention(tp, need_weights):
+def test_self_attention(tp, need_weights, overlaps):
     for options in ({}, {"batch_first": True}):
-        found = pair(tp, lambda options=options: nn.MultiheadAttention(WIDTH, HEADS, **options), {"": Column()})
+        found = pair(tp, partial(nn.MultiheadAttention, WIDTH, HEADS, **options), {"": Column()})
+        found.divided.axis.overlaps = overlaps
         for inputs in ([random(3, 6, WIDTH)], [random(6, WIDTH)]):
             length = inputs[0].shape[-2 if options or inputs[0].dim() == 2 else 0]
             mask = torch.ones(length, length, dtype=torch.bool).triu(1)
             compare(found, inputs, (0, 0, 0), need_weights=need_weights)
             compare(found, inputs, (0, 0, 0), need_weights=need_weights, attn_mask=mask, is_causal=True)
     found = pair(tp, lambda: nn.MultiheadAttention(WIDTH, HEADS), {"": Column()})
+    found.divided.axis.overlaps = overlaps
     for which in ((0, 0, 1), (0, 1, 0)):  # Q and K of one tensor; Q and V
         compare(found, [random(3, 6, WIDTH), random(3, 6, WIDTH, seed=5)], which, need_weights=need_weights)
 
@@ -219,18 +223,20 @@ def test_autocast(tp):
 def test_what_does_not_fit_is_refused(tp):
     attention: Any = parallelize(nn.MultiheadAttention(WIDTH, HEADS), tp, {"": Column()})
     x = random(4, 2, WIDTH).float()
-    for options, said in [
+    cases: list[tuple[dict[str, Any], str]] = [
         ({"is_causal": True}, "is_causal"),
         ({"attn_mask": torch.ones(3, 4)}, r"attn_mask has shape \[3, 4\], expected \[4, 4\]"),
         ({"attn_mask": torch.ones(2, 4, 4)}, r"expected \[10, 4, 4\]"),
         ({"attn_mask": torch.ones(4, 4, dtype=torch.int64)}, "torch.int64"),
         ({"key_padding_mask": torch.ones(3, 4)}, r"expected \[2, 4\]"),
-    ]:
+    ]
+    for options, said in cases:
         with pytest.raises(UsageError, match=said):
             attention(x, x, x, **options)
     with pytest.raises(UsageError, match="its 5 heads"):
         parallelize(nn.MultiheadAttention(WIDTH, HEADS), tp, {"": Column(gather=True)})
-    for options, said in [({"kv_heads": 3}, "multiple"), ({"dropout": 1.0}, "dropout")]:
+    cases = [({"kv_heads": 3}, "multiple"), ({"dropout": 1.0}, "dropout")]
+    for options, said in cases:
         with pytest.raises(UsageError, match=said):
             ParallelAttention(16, 4, tp, **options)
     layer = ParallelAttention(16, 4, tp)

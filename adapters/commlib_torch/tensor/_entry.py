@@ -25,6 +25,7 @@ from commlib.functional.axis import Axis
 from commlib.functional.moves import run, start
 from commlib.tensor.moves import COPY, Move, gather
 from commlib_torch._bridge import array_of, packed, to_tensor
+from commlib_torch._uncompiled import uncompiled
 from commlib_torch.tensor.moves import moved
 
 
@@ -41,6 +42,7 @@ class Entered(NamedTuple):
         return self.source() is x and self.version == x._version and self.move == move and self.records == _records(x)
 
 
+@uncompiled
 def product(x: Tensor, weight: Tensor, bias: Tensor | None, axis: Axis, sequence: int | None) -> Tensor:
     """Return x @ weight.T + bias for a weight that is divided along its outputs, and an input that is whole.
 
@@ -63,6 +65,7 @@ def product(x: Tensor, weight: Tensor, bias: Tensor | None, axis: Axis, sequence
     return found
 
 
+@uncompiled
 def entered(x: Tensor, axis: Axis, move: Move, make: Callable[[Tensor, Axis, Move], Tensor]) -> Tensor:
     """Return the moved input; the same one for layers that are called with the same input one after another."""
     if x.is_inference():  # has no version: whether it has changed is not known

@@ -11,10 +11,12 @@ from torch import Tensor
 from commlib.errors import UsageError
 from commlib.functional.axis import Axis
 from commlib.schedule.layout import even
+from commlib_torch._uncompiled import uncompiled
 from commlib_torch.tensor.moves import copy
 from commlib_torch.tensor.streams import divided
 
 
+@uncompiled
 def attended(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, rate: float, causal: bool, axis: Axis) -> Tensor:
     """Return F.scaled_dot_product_attention of this rank's heads: (batch, heads, tokens, features of a head).
 

@@ -14,7 +14,7 @@ from commlib.functional.axis import Axis
 from commlib.functional.shards import Shard
 from commlib.tensor.sharding import Sharding
 from commlib_torch._bridge import array_of, packed, to_tensor
-from commlib_torch.tensor._fast_path import keep_unfused
+from commlib_torch._fast_path import keep_unfused
 
 _MARK = "commlib_shard"
 

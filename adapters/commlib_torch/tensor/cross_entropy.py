@@ -11,11 +11,13 @@ from torch.autograd import Function
 from commlib.errors import UsageError
 from commlib.functional.axis import Axis
 from commlib_torch._bridge import array_of
+from commlib_torch._uncompiled import uncompiled
 from commlib_torch.tensor.moves import On, axis_of
 
 _REDUCTIONS = ("mean", "sum", "none")
 
 
+@uncompiled
 def vocabulary_cross_entropy(
     logits: Tensor,
     target: Tensor,

@@ -15,7 +15,7 @@ from commlib.functional.axis import Axis
 from commlib.tensor.plan import Plan, lines, resolve
 from commlib.tensor.styles import Style
 from commlib_torch._bridge import array_of, packed
-from commlib_torch.tensor._fast_path import keep_padding
+from commlib_torch._fast_path import keep_padding
 from commlib_torch.tensor.layers import find_layer
 
 

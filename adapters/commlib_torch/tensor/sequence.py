@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from commlib.errors import UsageError
 from commlib.functional.axis import Axis
 from commlib.tensor.styles import Replicate, Sequence
+from commlib_torch._uncompiled import uncompiled
 from commlib_torch.tensor.moves import copy
 from commlib_torch.tensor.streams import divided
 
@@ -63,6 +64,7 @@ class OnShards(nn.Module):
                 "that look at each position by itself"
             )
 
+    @uncompiled
     def forward(self, x: Any, *args: Any, **kwargs: Any) -> Any:
         """Return what the layer makes of a shard."""
         if not self.training:

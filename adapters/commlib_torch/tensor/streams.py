@@ -17,6 +17,7 @@ from commlib.errors import UsageError
 from commlib.functional.axis import Axis
 from commlib.mesh_groups import Mesh
 from commlib.tensor.streams import fold, seed_at
+from commlib_torch._uncompiled import uncompiled
 from commlib_torch.tensor.moves import On, axis_of
 
 
@@ -32,6 +33,7 @@ def seed(mesh: Mesh, number: int, same: Collection[str] = ("tp",)) -> int:
     return found
 
 
+@uncompiled
 def draw(axis: On, device: torch.device | str = "cpu") -> torch.Generator:
     """Return a generator for what is divided among the ranks of an axis, another one at each call.
 
@@ -60,6 +62,7 @@ def divided(axis: On, device: torch.device | str = "cpu") -> Iterator[None]:
         generator.set_state(before)
 
 
+@uncompiled
 def dropout(x: Tensor, p: float, training: bool, axis: On) -> Tensor:
     """Return `F.dropout(x, p, training)` of what is divided among the ranks of an axis: with another mask on each."""
     if not training or p == 0:
