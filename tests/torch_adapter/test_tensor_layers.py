@@ -103,12 +103,21 @@ def test_norms_on_shards_of_a_sequence(tp, norm, dim):
     check(tp, again, random(7, 7, 6), shards=dim, part=own_head(tp, dim))
 
 
-def test_a_norm_reduces_its_weights_once(tp):
-    """One message for weight and bias together."""
-    found = pair(tp, lambda: nn.LayerNorm(5), {"": Sequence(0)})
-    check(tp, found, random(9, 5), shards=0, part=own_head(tp, 0))
-    check(tp, pair(tp, lambda: nn.LayerNorm(5, elementwise_affine=False), {"": Sequence(0)}), random(9, 5),
-          shards=0, part=own_head(tp, 0))  # fmt: skip
+def test_a_norm_reduces_its_weights_once(tp, monkeypatch):
+    """One message for weight and bias together; none where there are no weights."""
+    calls: list[Any] = []
+    all_reduce = commlib.Communicator.all_reduce
+    for options, expected in (({}, 1), ({"elementwise_affine": False}, 0)):
+        found = pair(tp, partial(nn.LayerNorm, 5, **options), {"": Sequence(0)})
+        with monkeypatch.context() as patch:
+            patch.setattr(
+                commlib.Communicator,
+                "all_reduce",
+                lambda self, x, *args, **kwargs: calls.append(x.shape) or all_reduce(self, x, *args, **kwargs),
+            )
+            check(tp, found, random(9, 5), shards=0, part=own_head(tp, 0))
+        assert len(calls) == expected * (tp.size > 1)
+        calls.clear()
 
 
 def test_second_gradients_through_a_norm(tp):

@@ -100,6 +100,7 @@ def test_dropout_of_all_kinds(mesh, tp, kind):
     for layer, is_same in ((divided, False), (plain, True), (copy.deepcopy(divided), False)):
         drawn = everyone(tp, layer(x))
         assert all((other == drawn[0]) is is_same for other in drawn[1:])
+    assert divided(input=x).shape == x.shape
     divided.eval()
     before = torch.get_rng_state()
     torch.testing.assert_close(divided(x), plain.eval()(x))
@@ -187,8 +188,7 @@ class Language(nn.Module):
         return found
 
 
-@pytest.mark.parametrize("backend", ["eager", "aot_eager"])
-@pytest.mark.parametrize("sequence", [None, 1])
+@pytest.mark.parametrize(("backend", "sequence"), [("eager", None), ("aot_eager", 1)])
 def test_compiled_models(mesh, tp, backend, sequence):
     """Graphs break where data travels; values, gradients and random streams stay the same, batch after batch."""
     torch.manual_seed(6)

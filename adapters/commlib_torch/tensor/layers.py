@@ -32,11 +32,13 @@ _LAYERS: dict[tuple[type[nn.Module], type[Style]], type[nn.Module]] = {
 
 def find_layer(name: str, module: nn.Module, style: Style) -> type[nn.Module]:
     """Return the class that a module becomes: its own if nothing changes. Raises UsageError if none is known."""
+    plain = type(module)
+    if isinstance(style, Replicate) and not style.into_sharded:
+        return plain
     if "forward" in vars(module):
         raise UsageError(f"plan: {name} has a forward of its own, put over that of its class: divide the model before")
-    plain = type(module)
     if isinstance(style, Replicate):
-        return mixed(IntoSharded, plain) if style.into_sharded else plain  # type: ignore[arg-type]  # types have a hash
+        return mixed(IntoSharded, plain)  # type: ignore[arg-type]  # types have a hash
     if found := _LAYERS.get((plain, type(style))):
         return found
     if isinstance(style, Sequence) and next(module.parameters(), None) is None:

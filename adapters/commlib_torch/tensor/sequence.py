@@ -65,12 +65,13 @@ class OnShards(nn.Module):
             )
 
     @uncompiled
-    def forward(self, x: Any, *args: Any, **kwargs: Any) -> Any:
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
         """Return what the layer makes of a shard."""
         if not self.training:
-            return super().forward(x, *args, **kwargs)
-        with divided(self.axis, x.device if isinstance(x, Tensor) else "cpu"):
-            return super().forward(x, *args, **kwargs)
+            return super().forward(*args, **kwargs)
+        given = next((x for x in (*args, *kwargs.values()) if isinstance(x, Tensor)), None)
+        with divided(self.axis, "cpu" if given is None else given.device):
+            return super().forward(*args, **kwargs)
 
 
 class IntoSharded(nn.Module):
