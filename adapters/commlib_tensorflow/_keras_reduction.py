@@ -165,7 +165,8 @@ class Reduction:
             places = [number for number, variable in enumerate(variables) if (key_of(variable) in local) == here]
             if not places:
                 continue
-            clipped, _ = clip_by_global_norm([gradients[place] for place in places], clip_norm)
+            own = [variables[place] for place in places]
+            clipped, _ = clip_by_global_norm([gradients[place] for place in places], clip_norm, own)
             for place, gradient in zip(places, clipped, strict=True):
                 results[place] = gradient
         return results
@@ -221,13 +222,14 @@ def become(optimizer: Any, mixin: type, reduction: Reduction) -> None:
 
 
 def replace(owner: Any, name: str, make: Callable[[Any], Any]) -> None:
-    """Replace attribute `name` of a class of Keras, once, by what `make` makes of it."""
+    """Replace attribute `name` of a class of Keras by what `make` makes of it, each `make` once."""
     original = vars(owner)[name]
     getter = original.fget if isinstance(original, property) else original
-    if not hasattr(getter, "_commlib"):
+    made_by = getattr(getter, "_commlib", ())
+    if make not in made_by:
         replacement: Any = make(original)
         marked: Any = replacement.fget if isinstance(replacement, property) else replacement
-        marked._commlib = True
+        marked._commlib = (*made_by, make)
         setattr(owner, name, replacement)
 
 

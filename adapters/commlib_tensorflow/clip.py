@@ -13,26 +13,34 @@ from commlib.errors import UsageError
 from commlib.optim.clipping import check_limit, clip_factor, norm_of_arrays
 from commlib_tensorflow._bridge import Array, as_tensor
 from commlib_tensorflow._graph import Spec, call, no_autograph
+from commlib_tensorflow._shards import shard_of
 
 
 @no_autograph
-def clip_by_global_norm(t_list: Sequence[Any], clip_norm: float) -> tuple[list[Any], Any]:
+def clip_by_global_norm(
+    t_list: Sequence[Any], clip_norm: float, variables: Sequence[Any] = ()
+) -> tuple[list[Any], Any]:
     """Return (the tensors of `t_list`, scaled so that the 2-norm of all of them is `clip_norm` at most; that norm).
 
     For gradients that were reduced. They may be of different floating dtypes, tf.IndexedSlices, or None, which stays
     None; the norm is a scalar of float32, or of float64 if one of them is. The same gradients give the same bits on
     every CPU, so ranks' weights stay the same even where their CPUs differ, which tf.clip_by_global_norm does not
     promise; else it does what that does: with a norm that is infinite or NaN everything becomes NaN. Eagerly or in a
-    traced function; no rank waits for another one here.
+    traced function; no rank waits for another one here. But where some of `variables`, whose gradients these are, are
+    divided among ranks: these count as a whole, and their ranks call this together.
 
     Raises UsageError for a `clip_norm` that is negative or NaN, or for what is no tensor of floats.
     """
     limit = check_limit("clip_by_global_norm", "clip_norm", clip_norm)
     values = [_values(gradient) for gradient in t_list]
     given = [value for value in values if value is not None]
+    if variables and len(variables) != len(t_list):
+        raise UsageError(f"clip_by_global_norm: {len(t_list)} gradients, but {len(variables)} variables")
+    shards = [shard_of(v) for v, value in zip(variables, values, strict=False) if value is not None]
+    comms = [None if shard is None else shard.axis.comm for shard in shards] or None
 
     def measure(*arrays: Array) -> list[Array]:
-        norm = norm_of_arrays(arrays)
+        norm = norm_of_arrays(arrays, comms)
         return [np.array(norm), np.array(clip_factor(norm, limit, infinite_is_nan=True))]
 
     scalar = Spec(tf.float64, ())

@@ -10,6 +10,7 @@ import tensorflow as tf
 
 from commlib import horovod as core
 from commlib.data_parallel import BUCKET_CAP_MIB, FIRST_BUCKET_MIB
+from commlib.data_parallel.mesh_axes import data_axes
 from commlib.errors import UsageError
 from commlib.horovod.mesh_sets import process_set_along
 from commlib.mesh_groups import Mesh
@@ -59,7 +60,8 @@ def DistributedOptimizer(
     of ranks unless `scale_local_gradients` is False. `name` is under what messages meet those of the other ranks, by
     default that of the class. `use_locking` and the devices are accepted for Horovod's sake, and mean nothing here.
     `process_set` are the ranks to reduce over, by default all; other ranks step by themselves. Or give `mesh`, whose
-    axis "dp" it is; then this is collective over all ranks.
+    axes "dp" and "cp" it is; then this is collective over all ranks. Ranks along "tp" have the same data, or parts of a
+    variable: nothing is reduced.
 
     `compression` may also be a name such as "int8", "topk:ratio=0.01", "powersgd:rank=4" or "auto", or a codec or
     scheme of `commlib.compress`: fewer bytes between nodes, or with `compress_within_node` between all ranks. What is
@@ -112,9 +114,9 @@ def distribute(
     if backward_passes_per_step < 1:
         raise UsageError(f"backward_passes_per_step must be at least 1, got {backward_passes_per_step}")
     if mesh is not None:
-        if not (process_set is None or process_set is core.global_process_set) or "dp" not in mesh:
-            raise UsageError("mesh= says over which ranks to reduce by its axis dp: give it one, and no process_set=")
-        process_set = process_set_along(mesh, "dp", "DistributedOptimizer")
+        if not (process_set is None or process_set is core.global_process_set):
+            raise UsageError("mesh= says over which ranks to reduce by its axis dp, and cp: give no process_set=")
+        process_set = process_set_along(mesh, data_axes(mesh), "DistributedOptimizer")
     settings["process_set"] = process_set
     keras2 = sys.modules.get("tf_keras")  # who has an optimizer of either Keras has imported that
     keras3 = sys.modules.get("keras")

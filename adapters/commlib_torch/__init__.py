@@ -28,6 +28,7 @@ from commlib_torch.horovod import reductions as _reductions
 from commlib_torch.horovod.movement import *
 from commlib_torch.horovod.reductions import *
 from commlib_torch.horovod.sparse import sparse_allreduce_async
+from commlib_torch.loss_scale import GradScaler
 from commlib_torch.one_bit import OneBitAdam, OneBitLAMB
 from commlib_torch.optimizer import DistributedOptimizer
 from commlib_torch.pipeline import Pipeline, pipeline
@@ -38,6 +39,7 @@ __all__ = [
     "Compression",
     "DataParallel",
     "DistributedOptimizer",
+    "GradScaler",
     "OneBitAdam",
     "OneBitLAMB",
     "Pipeline",

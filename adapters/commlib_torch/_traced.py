@@ -18,13 +18,19 @@ _SEVERAL = 4
 """How many times more units than stages there should be, so that these can be even."""
 
 
+class _Tracer(fx.Tracer):
+    def is_leaf_module(self, m: nn.Module, module_qualified_name: str) -> bool:
+        """Leave layers that are divided among ranks whole: they do more than torch.fx can see."""
+        return type(m).__module__.startswith("commlib_torch.") or super().is_leaf_module(m, module_qualified_name)
+
+
 class Traced:
     """A model's operations, in units between which as few values as possible cross."""
 
     def __init__(self, model: nn.Module, stages: int) -> None:
         self._model = model
         try:
-            self._graph = fx.Tracer().trace(model)
+            self._graph = _Tracer().trace(model)
         except Exception as error:
             raise UsageError(
                 f"pipeline: {type(model).__name__} cannot be traced ({type(error).__name__}: {error}). Give its layers "

@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 
 import torch
 from torch import Tensor
 
+from commlib.communicator import Communicator
 from commlib.kernels.host.norm import sum_of_squares
-from commlib.optim.clipping import check_limit, clip_factor, norm_of
+from commlib.optim.clipping import check_limit, clip_factor, norm_of, sum_over_axes
 from commlib_torch._bridge import to_array
+from commlib_torch._shards import shard_of
 
 _SUMMED = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 
@@ -21,15 +23,16 @@ def clip_grad_norm_(parameters: Tensor | Iterable[Tensor], max_norm: float) -> T
     Returns the norm that they had, as a tensor of float64 or, without any gradient of float64, float32. The same
     gradients on the CPU give the same bits on every CPU, so ranks' parameters stay the same even where their CPUs
     differ, which torch.nn.utils.clip_grad_norm_ does not promise; else it does what that does: a norm that is infinite
-    or NaN scales by 0 or NaN. No rank waits for another one here.
+    or NaN scales by 0 or NaN. A parameter that is divided among ranks counts as a whole: then these ranks must all call
+    this, with the same parameters. Else no rank waits for another one here.
 
     Raises UsageError for a `max_norm` that is negative or NaN.
     """
     limit = check_limit("clip_grad_norm_", "max_norm", max_norm)
-    parameters = [parameters] if isinstance(parameters, Tensor) else parameters
+    parameters = [parameters] if isinstance(parameters, Tensor) else list(parameters)
     gradients = [parameter.grad for parameter in parameters if parameter.grad is not None]
     values = [values_of(gradient) for gradient in gradients]
-    norm = norm_of(map(squares_of, values))
+    norm = norm_of([sum_over_axes(squares_by_axis(parameters))])
     factor = clip_factor(norm, limit, epsilon=1e-6)  # as torch's own
     if factor != 1:
         for gradient in gradients:
@@ -37,6 +40,14 @@ def clip_grad_norm_(parameters: Tensor | Iterable[Tensor], max_norm: float) -> T
     double = any(value.dtype == torch.float64 for value in values)
     device = gradients[0].device if gradients else None
     return torch.tensor(norm, dtype=torch.float64 if double else torch.float32, device=device)
+
+
+def squares_by_axis(parameters: Iterable[Tensor]) -> Iterator[tuple[Communicator | None, float]]:
+    """Yield the sum of squares of each gradient, 0 without one, with the ranks that have its other parts."""
+    for parameter in parameters:
+        shard, gradient = shard_of(parameter), parameter.grad
+        comm = None if shard is None else shard.axis.comm
+        yield comm, 0.0 if gradient is None else squares_of(values_of(gradient))
 
 
 def values_of(gradient: Tensor) -> Tensor:

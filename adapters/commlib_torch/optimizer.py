@@ -24,6 +24,7 @@ from commlib.data_parallel import (
     load_compression,
     save_compression,
 )
+from commlib.data_parallel.mesh_axes import data_axes
 from commlib.data_parallel.naming import ids_in, name_all
 from commlib.errors import UsageError
 from commlib.horovod.by_name import reduce_by_name
@@ -93,7 +94,8 @@ def DistributedOptimizer(
     `gradient_predivide_factor=f` divides by f before adding, and multiplies by f / size afterwards. `groups` are
     lists of parameters that travel together, or a number of such lists to make. Sparse gradients are gathered; with
     `sparse_as_dense` they travel dense, and are sparse again afterwards. `process_set` are the ranks to reduce over, by
-    default all; other ranks step by themselves. Or give `comm`, a communicator, or `mesh`, whose axis "dp" it is.
+    default all; other ranks step by themselves. Or give `comm`, a communicator, or `mesh`,
+    whose axes "dp" and "cp" it is. Ranks along "tp" have the same data, or parts of a parameter: nothing is reduced.
 
     Buckets hold up to `bucket_cap_mib` MiB, the first one `first_bucket_mib`. With `overlap` they are sent while
     backward runs, else when it ends; by default where the group spans several nodes, or each rank has more cores than
@@ -112,9 +114,9 @@ def DistributedOptimizer(
     if getattr(optimizer, "averages_by_itself", False):
         raise UsageError(f"{type(optimizer).__name__} averages over the ranks by itself: use it as it is")
     if mesh is not None:
-        if comm is not None or "dp" not in mesh:
-            raise UsageError("mesh= says over which ranks to reduce by its axis dp: give it one, and no comm=")
-        comm = mesh["dp"]
+        if comm is not None:
+            raise UsageError("mesh= says over which ranks to reduce by its axis dp, and cp: give no comm=")
+        comm = mesh[data_axes(mesh)]
     if comm is not None and process_set is not None:
         raise UsageError("process_set and comm both say over which ranks to reduce: give one of them")
     core.running()

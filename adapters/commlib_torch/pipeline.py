@@ -14,7 +14,7 @@ from torch.utils import _pytree as pytree
 
 from commlib.communicator import Communicator
 from commlib.errors import UsageError
-from commlib.optim.clipping import check_limit, clip_factor, norm_of
+from commlib.optim.clipping import check_limit, clip_factor, norm_of, sum_over_axes
 from commlib.pipeline.batch import shares, shares_in_updates, terms
 from commlib.pipeline.choice import check_example, check_words, choose_stages
 from commlib.pipeline.pipe import AnySchedule, Codecs, Pipe
@@ -24,13 +24,14 @@ from commlib_torch._batch_statistics import WholeBatchStatistics
 from commlib_torch._batches import arguments, rows_in, taken
 from commlib_torch._bridge import array_of
 from commlib_torch._measured import layer_costs
-from commlib_torch._optimizer_state import load_named, merged, named_state
+from commlib_torch._optimizer_state import merged
 from commlib_torch._parts import Cut, Layers, Split, Units, counts_by
 from commlib_torch._staged import Staged
 from commlib_torch._stages import Batch, Loss, StashedWeights, TorchStage, TorchTensors, in_mode
 from commlib_torch._tied import TiedWeights
 from commlib_torch._traced import Traced
-from commlib_torch.clip import squares_of, values_of
+from commlib_torch.clip import squares_by_axis
+from commlib_torch.tensor.state import gather_optimizer_state, gather_state_dict, load_optimizer_state
 
 
 def pipeline(
@@ -245,14 +246,14 @@ class Pipeline(Staged):
         A weight that several stages share counts once. The same bits on all ranks. Collective.
         """
         limit = check_limit("clip_grad_norm", "max_norm", max_norm)
-        own = [(parameter, parameter.grad) for parameter in self.parameters() if parameter.grad is not None]
-        counted = [gradient for parameter, gradient in own if not self._tied.is_counted_elsewhere(parameter)]
-        squares = sum(squares_of(values_of(gradient)) for gradient in counted)
+        counted = [parameter for parameter in self.parameters() if not self._tied.is_counted_elsewhere(parameter)]
+        squares = sum_over_axes(squares_by_axis(counted))
         norm = norm_of(self._pipe.comm.all_gather_object(squares))
         factor = clip_factor(norm, limit, epsilon=1e-6)
         if factor != 1:
-            for _, gradient in own:
-                gradient.mul_(factor)
+            for parameter in self.parameters():
+                if parameter.grad is not None:
+                    parameter.grad.mul_(factor)
         return torch.tensor(norm, dtype=torch.float32)
 
     def picture(self, *, width: int | None = None) -> str:
@@ -261,7 +262,7 @@ class Pipeline(Staged):
 
     def gather_state_dict(self) -> dict[str, Tensor]:
         """Return the state of the whole model, on every rank. Collective."""
-        states = self._pipe.comm.all_gather_object(self.state_dict())
+        states = self._pipe.comm.all_gather_object(gather_state_dict(self))
         return {name: value for state in states for name, value in state.items()}
 
     def gather_optimizer_state(self, optimizer: torch.optim.Optimizer) -> dict[str, Any]:
@@ -269,12 +270,12 @@ class Pipeline(Staged):
 
         `load_optimizer_state` takes it on any number of stages.
         """
-        own = named_state(optimizer, self.named_parameters(remove_duplicate=False))
+        own = gather_optimizer_state(optimizer, self.named_parameters(remove_duplicate=False))
         return merged(self._pipe.comm.all_gather_object(own))
 
     def load_optimizer_state(self, optimizer: torch.optim.Optimizer, state: Mapping[str, Any]) -> None:
         """Load what is this rank's of a state that `gather_optimizer_state` returned. Not collective."""
-        load_named(optimizer, self.named_parameters(remove_duplicate=False), state)
+        load_optimizer_state(optimizer, self.named_parameters(remove_duplicate=False), state)
 
     def close(self) -> None:
         """End this rank's part. The others are told."""

@@ -21,7 +21,7 @@ def run(axis: Axis, move: Move, x: Array, *, may_write: bool = False) -> tuple[A
     new unless nothing changes, or `may_write` to `x`. Raises UsageError for a dimension or lengths that do not fit.
     """
     if move.name == "copy" or (axis.size == 1 and move.name != "all_to_all"):
-        return x, move
+        return np.ascontiguousarray(x), move
     if move.name == "reduce":
         x = np.ascontiguousarray(x)
         return axis.wire(x.dtype).all_reduce(x, out=x if may_write else axis.empty(x.shape, x.dtype)), move
@@ -39,10 +39,10 @@ def start(axis: Axis, move: Move, x: Array) -> Callable[[], Array]:
         return work.wait
     if move.name == "reduce_scatter" and is_plain and _around(x.shape, dim := _dim(move, move.dim, x))[0] == 1:
         lengths = _divided(axis, move, x, dim)
-        shape = _with(x.shape, dim, lengths[axis.rank])
-        front = np.ascontiguousarray(x).reshape(x.shape[dim], -1)
-        out = axis.empty(shape, x.dtype)
-        work = comm.reduce_scatter_v_async(front, lengths, out=out.reshape(lengths[axis.rank], -1))
+        _, length, tail = _around(x.shape, dim)
+        shape, front = _with(x.shape, dim, lengths[axis.rank]), np.ascontiguousarray(x).reshape(length, tail)
+        out = axis.empty((lengths[axis.rank], tail), x.dtype)
+        work = comm.reduce_scatter_v_async(front, lengths, out=out)
         return lambda: work.wait().reshape(shape)
     result, _ = run(axis, move, x)
     return lambda: result
@@ -95,7 +95,7 @@ def _all_to_all(axis: Axis, move: Move, x: Array) -> tuple[Array, Move]:
     joined = move.joined or _asked(axis, x.shape[join])
     if len(joined) != axis.size or joined[axis.rank] != x.shape[join]:
         raise UsageError(f"{axis.comm.name}: all_to_all: shards of {joined}, got {x.shape} on rank {axis.rank}")
-    rest = x.size // max(1, x.shape[divide] * x.shape[join]) if x.size else 0
+    rest = math.prod(length for dim, length in enumerate(x.shape) if dim not in (divide, join))
     packed = np.empty(x.size, x.dtype)
     at, cuts = 0, uneven(lengths)
     for peer in range(axis.size):

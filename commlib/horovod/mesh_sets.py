@@ -1,7 +1,8 @@
-"""The groups along an axis of a mesh as process sets: what reduces by name reduces over one of them."""
+"""The groups along axes of a mesh as process sets: what reduces by name reduces over one of them."""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 from commlib.errors import UsageError
@@ -11,8 +12,8 @@ if TYPE_CHECKING:
     from commlib.mesh_groups import Mesh
 
 
-def process_set_along(mesh: Mesh, axis: str, what: str) -> ProcessSet:
-    """Return the process set of this rank's group along an axis. It needs the mesh no more. Collective over all ranks.
+def process_set_along(mesh: Mesh, axes: Sequence[str], what: str) -> ProcessSet:
+    """Return the process set of this rank's group along axes. It needs the mesh no more. Collective over all ranks.
 
     The sets of all groups are registered, unless they are already; users may add sets of the same ranks. Raises
     UsageError on all ranks of a mesh that is not over all ranks, MismatchError on all ranks if their meshes have other
@@ -25,7 +26,7 @@ def process_set_along(mesh: Mesh, axis: str, what: str) -> ProcessSet:
             f"{what}: {mesh.shape} is over {len(ranks)} of {world.size} ranks, but its groups are registered as "
             "process sets, which all ranks do together: make a mesh over all ranks, or give process_set="
         )
-    sets = [ProcessSet(ranks[place] for place in group) for group in mesh.shape.groups(axis)]
+    sets = [ProcessSet(ranks[place] for place in group) for group in mesh.shape.groups(*axes)]
     for each in sets:
         each.is_implied = True
     registry().add_missing(sets, what)

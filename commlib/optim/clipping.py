@@ -8,7 +8,11 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable
+from itertools import repeat
 
+import numpy as np
+
+from commlib.communicator import Communicator
 from commlib.dtypes import Array
 from commlib.errors import UsageError
 from commlib.kernels.host.norm import sum_of_squares
@@ -26,9 +30,13 @@ def norm_of(squares: Iterable[float]) -> float:
     return math.sqrt(sum(squares))
 
 
-def norm_of_arrays(arrays: Iterable[Array]) -> float:
-    """Return the 2-norm of contiguous arrays of floats together. Raises UsageError for other dtypes."""
-    return norm_of(sum_of_squares(array.reshape(-1)) for array in arrays)
+def norm_of_arrays(arrays: Iterable[Array], comms: Iterable[Communicator | None] | None = None) -> float:
+    """Return the 2-norm of contiguous arrays of floats together. comms: of each, the ranks that have its other parts.
+
+    Collective over these. Raises UsageError for other dtypes.
+    """
+    squares = [sum_of_squares(array.reshape(-1)) for array in arrays]
+    return math.sqrt(sum_over_axes(zip(comms or repeat(None), squares, strict=False)))
 
 
 def clip_factor(norm: float, limit: float, *, epsilon: float = 0.0, infinite_is_nan: bool = False) -> float:
@@ -39,3 +47,18 @@ def clip_factor(norm: float, limit: float, *, epsilon: float = 0.0, infinite_is_
     """
     divisor = math.nan if infinite_is_nan and math.isinf(norm) else norm + epsilon
     return 1.0 if divisor <= limit and math.isfinite(divisor) else limit / divisor
+
+
+def sum_over_axes(squares: Iterable[tuple[Communicator | None, float]]) -> float:
+    """Return the sum of squares of everything, where some of it is divided among the ranks of an axis. Collective.
+
+    squares: sums of squares, each with the ranks that have the other parts, or None for what every rank has as a
+    whole, which counts once. Ranks of one axis name it in the same order.
+    """
+    whole, parts = 0.0, dict[int, tuple[Communicator, float]]()
+    for comm, square in squares:
+        if comm is None:
+            whole += square
+        else:
+            parts[id(comm)] = comm, parts.get(id(comm), (comm, 0.0))[1] + square
+    return sum((float(comm.all_reduce(np.array([square]))[0]) for comm, square in parts.values()), whole)

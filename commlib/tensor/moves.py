@@ -56,6 +56,8 @@ class Move:
     @property
     def conjugate(self) -> Move:
         """The move of the gradient."""
+        if self is COPY or self is REDUCE:  # most are
+            return REDUCE if self is COPY else COPY
         name = _CONJUGATE[self.name]
         if name == "all_to_all":
             return Move(name, self.join, self.dim, self.joined, self.lengths)

@@ -70,8 +70,12 @@ class Sharding:
         for rank in range(size):
             spans = self.spans(rank, size)
             starts = accumulate((stop - start for start, stop in spans), initial=0)
-            found += [(rank, at, at + stop - start, start) for at, (start, stop) in zip(starts, spans, strict=False)]
-        return sorted(found, key=lambda piece: (piece[3], piece[0]))
+            found += [
+                (rank, at, at + stop - start, start)
+                for at, (start, stop) in zip(starts, spans, strict=False)
+                if start < stop
+            ]
+        return sorted(found, key=lambda piece: piece[3])
 
     def check(self, what: str, size: int) -> None:
         """Raise UsageError unless each of `size` ranks gets something."""

@@ -63,6 +63,12 @@ def test_mismatches():
     run_tests([2, 2], ["tests/mpi/test_mismatch.py"], env={"COMMLIB_CHECK": "always"})
 
 
+@pytest.mark.any_mpi
+def test_divided_layers():
+    """On an axis that crosses hosts: there a gradient is reduced while that of the weight is computed."""
+    run_tests([1, 1, 1], [f"tests/torch_adapter/test_tensor_{name}.py" for name in ("moves", "linear")])
+
+
 # How jobs end
 
 HEAD = """

@@ -13,7 +13,7 @@ from commlib.tensor import moves
 from commlib.tensor.moves import COPY, REDUCE
 from commlib.tensor.sharding import Sharding, parts_of
 from commlib.tensor.styles import Column, Row
-from commlib_tensorflow.tensor._shards import divide
+from commlib_tensorflow._shards import divide
 from commlib_tensorflow.tensor.moves import On, axis_of, copy, moved
 
 

@@ -15,6 +15,7 @@ from commlib.functional.axis import Axis
 from commlib.tensor.plan import Plan, lines, resolve
 from commlib.tensor.styles import Replicate
 from commlib_tensorflow.tensor.layers import find_layer
+from commlib_tensorflow.tensor.optimizing import watch_optimizers
 
 
 def parallelize(model: keras.Model, axis: Communicator, plan: Plan, *, codec: Any = None) -> keras.Model:
@@ -46,6 +47,7 @@ def parallelize(model: keras.Model, axis: Communicator, plan: Plan, *, codec: An
             layer.__class__ = kind
             layer.become(name, shared, style)
     model.train_function = model.test_function = model.predict_function = None
+    watch_optimizers()
     keep_freed_memory()
     return model
 

@@ -1,7 +1,7 @@
 """Tensor parallelism for PyTorch: moves, divided layers, and `parallelize` for plain models."""
 
+from commlib_torch._shards import shard_of
 from commlib_torch.tensor import streams
-from commlib_torch.tensor._shards import shard_of
 from commlib_torch.tensor.attention import ColumnAttention
 from commlib_torch.tensor.conv import ColumnConv1d, ColumnConv2d, ColumnConv3d, RowConv1d, RowConv2d, RowConv3d
 from commlib_torch.tensor.cross_entropy import vocabulary_cross_entropy
@@ -12,6 +12,7 @@ from commlib_torch.tensor.moves import all_to_all, copy, gather, reduce, reduce_
 from commlib_torch.tensor.parallel_attention import ParallelAttention
 from commlib_torch.tensor.parallelize import parallelize
 from commlib_torch.tensor.sequence import SequenceLayerNorm, SequenceRMSNorm
+from commlib_torch.tensor.state import gather_optimizer_state, gather_state_dict, load_optimizer_state
 
 __all__ = [
     "ColumnAttention",
@@ -33,6 +34,9 @@ __all__ = [
     "all_to_all",
     "copy",
     "gather",
+    "gather_optimizer_state",
+    "gather_state_dict",
+    "load_optimizer_state",
     "parallelize",
     "reduce",
     "reduce_scatter",

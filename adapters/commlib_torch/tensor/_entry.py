@@ -106,7 +106,7 @@ class _Start(Function):
     def forward(ctx: Any, x: Tensor, axis: Axis, move: Move, box: _Box) -> Tensor:
         ctx.axis, ctx.move, ctx.box, ctx.shape = axis, move, box, x.shape
         if move is COPY:
-            return x.view_as(x)
+            return x.detach()
         result, ctx.move = run(axis, move, array_of(packed(x)))
         return to_tensor(result)
 
@@ -123,7 +123,7 @@ class _Finish(Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, box: _Box) -> Tensor:
         ctx.box = box
-        return x.view_as(x)
+        return x.detach()
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
@@ -142,7 +142,7 @@ class _LateWeight(Function):
     @staticmethod
     def forward(ctx: Any, weight: Tensor, late: _Late) -> Tensor:
         ctx.late = late
-        return weight.view_as(weight)
+        return weight.detach()
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
@@ -150,7 +150,10 @@ class _LateWeight(Function):
         if made_of is None:
             return gradient, None
         gradient_of_output, x = made_of
-        return gradient_of_output.t() @ x, None
+        product = gradient_of_output.t() @ x
+        if any(gradient.stride()):  # not only what the product left: it has a second gradient, too
+            product += gradient
+        return product, None
 
 
 class _Product(Function):

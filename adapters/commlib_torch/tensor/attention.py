@@ -15,9 +15,9 @@ from commlib.tensor import moves
 from commlib.tensor.moves import REDUCE
 from commlib.tensor.sharding import Sharding
 from commlib.tensor.styles import Column, Row
+from commlib_torch._shards import divide
 from commlib_torch.tensor._entry import product
 from commlib_torch.tensor._heads import attended, mask_of
-from commlib_torch.tensor._shards import divide
 from commlib_torch.tensor.linear import RowLinear
 from commlib_torch.tensor.moves import On, axis_of, moved
 from commlib_torch.tensor.streams import dropout

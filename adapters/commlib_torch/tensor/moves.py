@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+import torch
 from torch import Tensor
 from torch.autograd import Function
 
@@ -62,23 +63,35 @@ def moved(x: Tensor, axis: Axis, move: Move, *, may_write: bool = False) -> Tens
     """Return a moved tensor. may_write: nobody needs the values of `x`, not even its own gradient."""
     if axis.size == 1 and move.name != "all_to_all":
         return x
+    if not (x.requires_grad and torch.is_grad_enabled()):  # as in backward
+        return _run(x, axis, move, may_write)[0]
     found: Tensor = _Moved.apply(x, axis, move, may_write)  # type: ignore[no-untyped-call]
     return found
+
+
+def _run(x: Tensor, axis: Axis, move: Move, may_write: bool) -> tuple[Tensor, Move]:
+    """Return the moved tensor, and the move as its conjugate needs it."""
+    if move.name == "copy":
+        return x, move
+    given = packed(x)
+    if may_write and move is REDUCE and given.data_ptr() == x.data_ptr():
+        run(axis, move, array_of(given), may_write=True)
+        return x, move
+    result, known = run(axis, move, array_of(given))
+    return to_tensor(result), known
 
 
 class _Moved(Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, axis: Axis, move: Move, may_write: bool) -> Tensor:
-        ctx.axis, ctx.move = axis, move
-        if move.name == "copy":
-            return x.view_as(x)
-        given = packed(x)
-        if may_write and move.name == "reduce" and given.data_ptr() == x.data_ptr():
-            run(axis, move, array_of(given), may_write=True)
-            ctx.mark_dirty(x)
-            return x
-        result, ctx.move = run(axis, move, array_of(given))
-        return to_tensor(result)
+        ctx.axis = axis
+        result, ctx.move = _run(x, axis, move, may_write)
+        if result is not x:
+            return result
+        if move is COPY:
+            return x.detach()  # no view: that would keep `x` itself
+        ctx.mark_dirty(x)
+        return x
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None, None, None]:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import nn
@@ -18,8 +18,10 @@ from commlib_torch._bridge import array_of, packed
 from commlib_torch._fast_path import keep_padding
 from commlib_torch.tensor.layers import find_layer
 
+ModelT = TypeVar("ModelT", bound=nn.Module)
 
-def parallelize(model: nn.Module, axis: Communicator, plan: Plan, *, codec: Any = None) -> nn.Module:
+
+def parallelize(model: ModelT, axis: Communicator, plan: Plan, *, codec: Any = None) -> ModelT:
     """Divide the layers that `plan` names among the ranks of `axis`, such as `mesh["tp"]`, and return `model`.
 
     It is the same model: modules and parameters stay the objects that they are, with rank 0's values, and parameters

@@ -13,10 +13,11 @@ from commlib.errors import UsageError
 from commlib.functional.axis import Axis
 from commlib.functional.shards import Shard
 from commlib.tensor.sharding import Sharding
-from commlib_torch._bridge import array_of, packed, to_tensor
+from commlib_torch._bridge import array_of, on_host, packed, to_tensor
 from commlib_torch._fast_path import keep_unfused
 
 _MARK = "commlib_shard"
+_TAKES = "commlib_takes_own"
 
 
 def shard_of(parameter: Tensor) -> Shard | None:
@@ -32,6 +33,9 @@ def divide(what: str, module: nn.Module, name: str, axis: Axis, sharding: Shardi
     """
     keep_unfused(module)
     parameter = getattr(module, name)
+    if not getattr(module, _TAKES, False):
+        setattr(module, _TAKES, True)
+        module.register_load_state_dict_pre_hook(_take_own)
     shard = Shard(axis, sharding)
     before = shard_of(parameter)
     if before is not None:
@@ -58,6 +62,14 @@ def _mark(parameter: nn.Parameter, shard: Shard) -> None:
 
     setattr(parameter, _MARK, shard)
     setattr(parameter, "__deepcopy__", copied)  # noqa: B010  # of this object, not of its class
+
+
+def _take_own(module: nn.Module, state: dict[str, Any], prefix: str, *_: Any) -> None:
+    """Take this rank's parts of what is loaded, where that is whole."""
+    for name, parameter in module.named_parameters(recurse=False):
+        shard, value = shard_of(parameter), state.get(prefix + name)
+        if shard is not None and isinstance(value, Tensor) and tuple(value.shape) == shard.sharding.shape:
+            state[prefix + name] = to_tensor(shard.own(array_of(on_host(value))))
 
 
 def shards_in(model: nn.Module) -> Iterator[tuple[str, nn.Parameter, Shard]]:

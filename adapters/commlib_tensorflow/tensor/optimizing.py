@@ -1,0 +1,101 @@
+"""Optimizers of Keras and divided variables: norms are those of whole weights, and ranks agree on an overflow.
+
+Keras clips gradients, and looks for infinities, in one process. `parallelize` replaces these two methods of Keras'
+optimizers by ones that do the same for everybody else. What looks at whole weights in another way is refused.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+import keras
+import numpy as np
+import tensorflow as tf
+
+from commlib.errors import UsageError
+from commlib.functional.axis import Axis
+from commlib.kernels.host.norm import sum_of_squares
+from commlib_tensorflow._bridge import Array
+from commlib_tensorflow._graph import Spec, call
+from commlib_tensorflow._keras_reduction import replace
+from commlib_tensorflow._shards import shard_of
+from commlib_tensorflow.clip import clip_by_global_norm
+
+_LOOK_AT_WHOLE_WEIGHTS = ("Adafactor", "Lamb", "Muon")
+_CLIPPED = "_commlib_clipped"
+
+
+def watch_optimizers() -> None:
+    """Let Keras' optimizers know of divided variables, from now on."""
+    for name, make in (("_backend_apply_gradients", _noting), ("_clip_gradients", _clipping)):
+        replace(next(kind for kind in keras.optimizers.Optimizer.__mro__ if name in vars(kind)), name, make)
+    replace(keras.optimizers.LossScaleOptimizer, "check_finite", _agreeing)
+
+
+def axes_of(variables: Iterable[Any]) -> list[Axis]:
+    """Return the axes that some of the variables are divided over, each once, in order."""
+    return list(dict.fromkeys(shard.axis for v in variables if (shard := shard_of(v)) is not None))
+
+
+def _noting(original: Any) -> Any:
+    @functools.wraps(original)
+    def _backend_apply_gradients(self: Any, grads: Any, trainable_variables: Any) -> Any:
+        divided = next((v for v in trainable_variables if shard_of(v) is not None), None)
+        if divided is not None and type(self).__name__ in _LOOK_AT_WHOLE_WEIGHTS:
+            raise UsageError(
+                f"{type(self).__name__} looks at whole weights, but {divided.path} is divided among ranks: use an "
+                "optimizer that treats each element by itself, such as Adam or SGD"
+            )
+        object.__setattr__(self, _CLIPPED, list(trainable_variables))  # past Keras, which tracks what it is given
+        return original(self, grads, trainable_variables)
+
+    return _backend_apply_gradients
+
+
+def _clipping(original: Any) -> Any:
+    @functools.wraps(original)
+    def _clip_gradients(self: Any, grads: Any) -> Any:
+        variables = getattr(self, _CLIPPED, ())
+        if not axes_of(variables) or not (self.clipnorm or self.global_clipnorm):
+            return original(self, grads)
+        if self.clipnorm:
+            return _clipped_each(grads, variables, self.clipnorm)
+        return clip_by_global_norm(grads, self.global_clipnorm, variables)[0]
+
+    return _clip_gradients
+
+
+def _clipped_each(gradients: Sequence[Any], variables: Sequence[Any], clip_norm: float) -> list[Any]:
+    """Clip each gradient by its own norm, which for a part is that of the whole: one message for each axis."""
+    results = [tf.clip_by_norm(gradient, clip_norm) for gradient in gradients]
+    for axis in axes_of(variables):
+        places = [n for n, v in enumerate(variables) if (shard := shard_of(v)) is not None and shard.axis is axis]
+        own = [tf.convert_to_tensor(gradients[place]) for place in places]
+
+        def measure(*arrays: Array, axis: Axis = axis) -> list[Array]:
+            squares = np.array([sum_of_squares(array.reshape(-1)) for array in arrays])
+            return [np.sqrt(axis.comm.all_reduce(squares))]
+
+        (norms,) = call(measure, own, [Spec(tf.float64, (len(own),))])
+        for place, gradient, norm in zip(places, own, tf.unstack(norms), strict=True):
+            factor = tf.where(norm > clip_norm, clip_norm / norm, tf.ones_like(norm))
+            results[place] = gradient * tf.cast(factor, gradient.dtype)
+    return results
+
+
+def _agreeing(original: Any) -> Any:
+    @functools.wraps(original)
+    def check_finite(self: Any, grads: Any) -> Any:
+        finite = original(self, grads)
+        for axis in axes_of(self.inner_optimizer._trainable_variables):
+            (flag,) = call(
+                lambda array, axis=axis: [axis.comm.all_reduce(array.astype(np.int32), "min")],
+                [tf.cast(finite, tf.int32)],
+                [Spec(tf.int32, ())],
+            )
+            finite = tf.cast(flag, tf.bool)
+        return finite
+
+    return check_finite

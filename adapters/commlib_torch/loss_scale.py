@@ -1,0 +1,41 @@
+"""GradScaler: a dynamic loss scale for float16 that ranks agree on."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from commlib import horovod as core
+from commlib.communicator import Communicator
+from commlib.errors import UsageError
+from commlib.mesh_groups import Mesh
+from commlib_torch._bridge import array_of
+
+
+class GradScaler(torch.amp.GradScaler):
+    """`torch.amp.GradScaler`, whose ranks all skip a step if one of them has found an infinity or NaN.
+
+    Where a model is divided, ranks see the gradients of different weights: alone, some would step and some not, and
+    their scales would part. mesh, comm: the ranks that agree, by default all; `unscale_`, or else `step`, is then
+    collective over them. device and the other arguments are those of torch's. Raises UsageError.
+    """
+
+    def __init__(
+        self, device: str = "cpu", *, mesh: Mesh | None = None, comm: Communicator | None = None, **options: Any
+    ) -> None:
+        if mesh is not None and comm is not None:
+            raise UsageError("GradScaler: mesh and comm both say which ranks agree: give one of them")
+        super().__init__(device, **options)
+        self._comm = comm or (mesh.comm if mesh is not None else core.running())
+
+    def _unscale_grads_(self, *args: Any, **kwargs: Any) -> dict[torch.device, Tensor]:
+        found: dict[torch.device, Tensor] = super()._unscale_grads_(*args, **kwargs)
+        worst = torch.zeros(())
+        for value in found.values():
+            worst = torch.maximum(worst, value.detach().cpu().reshape(()))
+        self._comm.all_reduce(array_of(worst), "max", out=array_of(worst))
+        for value in found.values():
+            value.fill_(worst.item())
+        return found

@@ -1,0 +1,94 @@
+"""State by the names and shapes of the whole model: gathered from any number of ranks, loaded on any other."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from commlib.errors import UsageError
+from commlib.functional.shards import Shard
+from commlib_torch._bridge import array_of, on_host, to_tensor
+from commlib_torch._optimizer_state import load_named, named_state
+from commlib_torch._shards import shard_of
+
+Named = Iterable[tuple[str, nn.Parameter]]
+
+
+def gather_state_dict(model: nn.Module) -> dict[str, Any]:
+    """Return the state of a model as that of the model that is whole: its names, its shapes, on every rank.
+
+    Collective over the axes that its parameters are divided over. Values are copies, on the host where they are put
+    together. `load_state_dict` takes it, of a plain model and of one that is divided among any number of ranks.
+    """
+    found: dict[str, Any] = {}
+    wholes: dict[int, Tensor] = {}
+    for name, value in model.state_dict(keep_vars=True).items():
+        shard = shard_of(value) if isinstance(value, Tensor) else None
+        if shard is not None and id(value) not in wholes:  # tied weights have several names
+            wholes[id(value)] = _whole(value, shard)
+        found[name] = wholes[id(value)] if shard is not None else _copied(value)
+    return found
+
+
+def gather_optimizer_state(optimizer: torch.optim.Optimizer, named_parameters: Named) -> dict[str, Any]:
+    """Return an optimizer's state by the names of parameters, whole, on every rank.
+
+    named_parameters: such as `model.named_parameters()`. Collective over the axes that parameters are divided over, so
+    ranks must have state for the same parameters. Raises UsageError for state of a divided parameter that is neither
+    one number nor of its shape: such an optimizer looks at whole weights, and was wrong already.
+    """
+    named = list(named_parameters)
+    return _by_parameter(named_state(optimizer, named), named, _whole_state)
+
+
+def load_optimizer_state(optimizer: torch.optim.Optimizer, named_parameters: Named, state: Mapping[str, Any]) -> None:
+    """Load what `gather_optimizer_state` returned, on any number of ranks: each takes its parts. Not collective."""
+    named = list(named_parameters)
+    load_named(optimizer, named, _by_parameter(state, named, _own))
+
+
+def _by_parameter(
+    state: Mapping[str, Any], named: Iterable[tuple[str, nn.Parameter]], change: Callable[[str, Tensor, Shard], Tensor]
+) -> dict[str, Any]:
+    shards = {name: shard for name, parameter in named if (shard := shard_of(parameter)) is not None}
+    values = {
+        name: {
+            key: change(f"{key} of {name}", value, shards[name]) if _is_divided(value, name, shards) else value
+            for key, value in kept.items()
+        }
+        for name, kept in state["state"].items()
+    }
+    return {**state, "state": values}
+
+
+def _is_divided(value: Any, name: str, shards: Mapping[str, Shard]) -> bool:
+    return name in shards and isinstance(value, Tensor) and value.dim() > 0
+
+
+def _whole_state(what: str, value: Tensor, shard: Shard) -> Tensor:
+    expected = shard.sharding.local(shard.axis.rank, shard.axis.size)
+    if tuple(value.shape) != expected:
+        raise UsageError(
+            f"{what} has shape {tuple(value.shape)}, expected {expected}, that of the parameter's part: this optimizer "
+            "keeps something else than a number for each weight, which cannot be put together"
+        )
+    return _whole(value, shard)
+
+
+def _whole(value: Tensor, shard: Shard) -> Tensor:
+    return to_tensor(shard.whole(array_of(on_host(value))))
+
+
+def _own(name: str, value: Any, shard: Shard) -> Tensor:
+    if tuple(value.shape) != shard.sharding.shape:
+        raise UsageError(
+            f"{name} has shape {tuple(value.shape)}, expected {shard.sharding.shape}, that of the model that is whole"
+        )
+    return to_tensor(shard.own(array_of(on_host(value))))
+
+
+def _copied(value: Any) -> Any:
+    return value.detach().clone() if isinstance(value, Tensor) else value

@@ -1,0 +1,194 @@
+"""Keras models that are divided: what a move costs in a graph, and `fit` beside one process.
+
+    mpiexec -n 2 python benchmarks/tensor_keras.py [--out result.json] [--rounds 9]
+
+"moves": a traced function of many all-reduces one after another, per all-reduce, beside the same function with nothing
+in their places; forward alone, and forward and backward, in which each all-reduce has a copy with it whose gradient is
+reduced. "fit": a feed-forward network of several blocks is trained by `fit` divided, and whole on rank 0 alone while
+the others wait, in turn. A round's figure is its slowest rank's; the table shows medians over rounds.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import statistics
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "3")
+
+import keras
+import numpy as np
+import tensorflow as tf
+from mpi4py import MPI
+
+import commlib
+from benchmarks import record
+from commlib.tensor import Column, Row
+from commlib_tensorflow.tensor import copy, parallelize, reduce
+
+MOVES = 32  # in one function
+BLOCKS = 4
+BATCHES = 6  # in an epoch; the first one is not timed
+SIZES = ((16, 256), (256, 512), (512, 1024))
+"""Rows of a batch, and the width of the blocks."""
+
+Run = Callable[[], float]
+
+
+def chain(comm: Any, count: int, *, backward: bool) -> Callable[[Any], Any]:
+    """Return a traced function of `count` all-reduces, each of what the one before has made."""
+
+    def forward(x: Any) -> Any:
+        for _ in range(count):
+            x = tf.tanh(x) * 0.5
+            x = reduce(copy(x, comm) if backward else x, comm)
+        for _ in range(MOVES - count):
+            x = tf.tanh(x) * 0.5
+        return x
+
+    def function(x: Any) -> Any:
+        if not backward:
+            return forward(x)
+        with tf.GradientTape() as tape:
+            tape.watch(x)
+            y = forward(x)
+        return tape.gradient(y, x)
+
+    return tf.function(function, autograph=False)  # type: ignore[no-any-return]
+
+
+def moves(comm: Any, arguments: argparse.Namespace) -> list[dict[str, Any]]:
+    found = []
+    for elements in (1, 4096, 262144):
+        x = tf.ones((elements,), tf.float32)
+        for backward in (False, True):
+            functions = {"moves": chain(comm, MOVES, backward=backward), "nothing": chain(comm, 0, backward=backward)}
+            runs = {name: _timed(function, x) for name, function in functions.items()}
+            seconds = in_turn(comm, runs, arguments.rounds)
+            count = MOVES * (1 + backward)
+            found.append({"nbytes": 4 * elements, "backward": backward, "count": count, "seconds": seconds})
+    return found
+
+
+def _timed(function: Callable[[Any], Any], x: Any) -> Run:
+    def run() -> float:
+        began = time.perf_counter()
+        for _ in range(5):
+            function(x)
+        return (time.perf_counter() - began) / 5
+
+    return run
+
+
+def model_of(width: int) -> Any:
+    """Feed-forward blocks with residuals, the same on every rank."""
+    keras.utils.set_random_seed(0)
+    x = given = keras.Input((width,))
+    for block in range(BLOCKS):
+        h = keras.layers.LayerNormalization()(x)
+        h = keras.layers.Dense(4 * width, activation="gelu", name=f"up_{block}")(h)
+        x = keras.layers.Add()([x, keras.layers.Dense(width, name=f"down_{block}")(h)])
+    return keras.Model(given, x)
+
+
+class Clock(keras.callbacks.Callback):  # type: ignore[misc]  # Keras has no types
+    """Notes when each batch ends."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.ends: list[float] = []
+
+    def on_train_batch_end(self, batch: int, logs: Any = None) -> None:
+        """Note the time."""
+        self.ends.append(time.perf_counter())
+
+
+def fit(model: Any, rows: int, width: int) -> Run:
+    """Return what fits for an epoch, and returns the mean seconds of a step after the first."""
+    x, y = np.random.default_rng(0).normal(size=(2, BATCHES * rows, width)).astype(np.float32)
+    model.compile(keras.optimizers.SGD(1e-3), "mse", jit_compile=False)
+
+    def run() -> float:
+        clock = Clock()
+        model.fit(x, y, batch_size=rows, verbose=0, shuffle=False, callbacks=[clock])
+        return (clock.ends[-1] - clock.ends[0]) / (len(clock.ends) - 1)
+
+    return run
+
+
+def fits(comm: Any, arguments: argparse.Namespace) -> list[dict[str, Any]]:
+    found = []
+    for rows, width in SIZES:
+        divided = parallelize(model_of(width), comm, {"up_*": Column(), "down_*": Row()})
+        runs = {"divided": fit(divided, rows, width), "one process": fit(model_of(width), rows, width)}
+        found.append({"rows": rows, "width": width, "seconds": in_turn(comm, runs, arguments.rounds)})
+    return found
+
+
+def in_turn(comm: Any, runs: dict[str, Run], rounds: int) -> dict[str, list[float]]:
+    """Return the seconds of each contender in each round, the slowest rank's; "one process" is rank 0's alone."""
+    names = list(runs)
+    seconds: dict[str, list[float]] = {name: [] for name in names}
+    for turn in range(rounds + 1):
+        for place in range(len(names)):
+            name = names[(place + turn) % len(names)]
+            comm.barrier()
+            taken = runs[name]() if name != "one process" or comm.rank == 0 else 0.0
+            slowest = max(comm.all_gather_object(taken))
+            if turn:
+                seconds[name].append(slowest)
+    return seconds
+
+
+def per_move(row: dict[str, Any]) -> list[float]:
+    """Return what one all-reduce took in each round, in seconds."""
+    pairs = zip(row["seconds"]["moves"], row["seconds"]["nothing"], strict=True)
+    return [(moved - nothing) / row["count"] for moved, nothing in pairs]
+
+
+def show(measured: dict[str, list[dict[str, Any]]], ranks: int) -> None:
+    from rich.console import Console
+    from rich.table import Table
+
+    console = Console(width=120)
+    one = Table(title=f"moves in a graph, {ranks} ranks")
+    for column in ("bytes", "", "us for each all-reduce"):
+        one.add_column(column, justify="right")
+    for row in measured["moves"]:
+        what = "forward and backward" if row["backward"] else "forward"
+        one.add_row(str(row["nbytes"]), what, f"{1e6 * statistics.median(per_move(row)):.1f}")
+    console.print(one)
+    two = Table(title=f"fit, {ranks} ranks")
+    for column in ("rows", "width", "divided, ms", "one process, ms", "speed-up"):
+        two.add_column(column, justify="right")
+    for row in measured["fits"]:
+        mine, alone = row["seconds"]["divided"], row["seconds"]["one process"]
+        gain = statistics.median(b / a for a, b in zip(mine, alone, strict=True))
+        cells = [f"{1e3 * statistics.median(values):.1f}" for values in (mine, alone)]
+        two.add_row(str(row["rows"]), str(row["width"]), *cells, f"{gain:.2f}")
+    console.print(two)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--rounds", type=int, default=9)
+    parser.add_argument("--out", type=Path, help="write raw figures as JSON")
+    arguments = parser.parse_args()
+    tf.config.threading.set_intra_op_parallelism_threads(1)  # a core for each rank, and for one process as well
+    tf.config.threading.set_inter_op_parallelism_threads(1)
+    comm = commlib.init()
+    facts = record.find_facts(MPI.COMM_WORLD)
+    measured = {"moves": moves(comm, arguments), "fits": fits(comm, arguments)}
+    if comm.rank:
+        return
+    show(measured, comm.size)
+    if arguments.out:
+        record.write(arguments.out, "tensor_keras", facts, arguments, **measured)
+
+
+if __name__ == "__main__":
+    main()

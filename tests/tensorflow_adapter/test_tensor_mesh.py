@@ -1,0 +1,134 @@
+"""Divided Keras models in `fit`: with replicas, clipping, accumulation and loss scales, as one process."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import keras
+import numpy as np
+import pytest
+
+from commlib import Mesh
+from commlib.errors import UsageError
+from commlib.tensor import Column, Row
+from commlib_tensorflow import DistributedOptimizer
+from commlib_tensorflow._shards import shard_of
+from commlib_tensorflow.tensor import parallelize
+
+WIDTH, HIDDEN, ROWS = 6, 9, 8
+PLAN: Any = {"up*": Column(), "down*": Row()}
+
+
+@pytest.fixture
+def float64() -> Iterator[None]:
+    before = keras.config.floatx(), keras.config.dtype_policy()
+    keras.config.set_floatx("float64")
+    keras.config.set_dtype_policy("float64")
+    yield
+    keras.config.set_floatx(before[0])
+    keras.config.set_dtype_policy(before[1])
+
+
+def make() -> Any:
+    """Two blocks with a residual and a norm each."""
+    keras.utils.set_random_seed(0)
+    x = given = keras.Input((WIDTH,))
+    for block in range(2):
+        h = keras.layers.LayerNormalization(name=f"norm{block}")(x)
+        h = keras.layers.Dense(HIDDEN, activation="tanh", name=f"up{block}")(h)
+        x = keras.layers.Add(name=f"add{block}")([x, keras.layers.Dense(WIDTH, name=f"down{block}")(h)])
+    return keras.Model(given, x)
+
+
+def data(batches: int = 4) -> tuple[Any, Any]:
+    x, y = np.random.default_rng(1).standard_normal((2, batches * ROWS, WIDTH))
+    return x, y
+
+
+def whole_weights(model: Any) -> list[Any]:
+    """Return all weights as they are in one process. Collective."""
+    found = []
+    for weight in model.weights:
+        shard = shard_of(weight)
+        found.append(weight.numpy() if shard is None else shard.whole(weight.numpy()))
+    return found
+
+
+def fit(model: Any, x: Any, y: Any, rows: int = ROWS) -> list[float]:
+    losses: list[float] = model.fit(x, y, batch_size=rows, epochs=2, shuffle=False, verbose=0).history["loss"]
+    return losses
+
+
+def close(got: Any, expected: Any) -> None:
+    np.testing.assert_allclose(got, expected, rtol=1e-11, atol=1e-12)
+
+
+OPTIONS: Any = [
+    {},
+    {"global_clipnorm": 0.05},
+    {"clipnorm": 0.02},
+    {"clipvalue": 0.01},
+    {"gradient_accumulation_steps": 2},
+]
+
+
+@pytest.mark.parametrize("options", OPTIONS, ids=lambda options: next(iter(options), "plain"))
+def test_fit(comm: Any, float64: None, options: Any) -> None:
+    plain, divided = make(), parallelize(make(), comm, PLAN)
+    losses = []
+    for model in (plain, divided):
+        model.compile(keras.optimizers.Adam(0.01, **options), "mse")
+        losses.append(fit(model, *data()))
+    close(losses[1], losses[0])
+    for got, expected in zip(whole_weights(divided), plain.weights, strict=True):
+        close(got, expected.numpy())
+
+
+@pytest.mark.ranks(min=2)
+@pytest.mark.parametrize(
+    "options", [{}, {"global_clipnorm": 0.05}, {"clipnorm": 0.02}], ids=["plain", "global", "each"]
+)
+def test_replicas(comm: Any, float64: None, options: Any) -> None:
+    if comm.size % 2:
+        pytest.skip("two ranks divide the model")
+    mesh = Mesh(dp=-1, tp=2)
+    plain, divided = make(), parallelize(make(), mesh["tp"], PLAN)
+    plain.compile(keras.optimizers.Adam(0.01, **options), "mse")
+    fit(plain, *data())
+    divided.compile(DistributedOptimizer(keras.optimizers.Adam(0.01, **options), mesh=mesh), "mse")
+    replicas, place = mesh.shape.size("dp"), mesh.coordinate("dp")
+    own = [part.reshape(-1, replicas, ROWS // replicas, WIDTH)[:, place].reshape(-1, WIDTH) for part in data()]
+    fit(divided, *own, rows=ROWS // replicas)
+    for got, expected in zip(whole_weights(divided), plain.weights, strict=True):
+        close(got, expected.numpy())
+
+
+@pytest.mark.ranks(min=2)
+def test_ranks_agree_on_the_loss_scale(comm: Any) -> None:
+    """An overflow in the part of one rank alone: all skip the step and halve the scale."""
+    divided = parallelize(make(), comm, PLAN)
+    scaled = keras.optimizers.LossScaleOptimizer(keras.optimizers.SGD(0.1), initial_scale=8.0)
+    scaled.build(divided.trainable_variables)
+    gradients = [np.ones(variable.shape, np.float32) for variable in divided.trainable_variables]
+    before = whole_weights(divided)
+    if comm.rank == comm.size - 1:
+        place = next(n for n, variable in enumerate(divided.trainable_variables) if shard_of(variable) is not None)
+        gradients[place][0] = np.inf
+    tensors = [keras.ops.convert_to_tensor(gradient) for gradient in gradients]
+    scaled.apply(tensors, divided.trainable_variables)
+    assert all(np.array_equal(a, b) for a, b in zip(before, whole_weights(divided), strict=True))
+    assert float(scaled.dynamic_scale) == 4.0
+    scaled.apply([keras.ops.ones_like(gradient) for gradient in tensors], divided.trainable_variables)
+    assert not any(np.array_equal(a, b) for a, b in zip(before, whole_weights(divided), strict=True))
+
+
+@pytest.mark.ranks(min=2)
+def test_optimizers_that_look_at_whole_weights_are_refused(comm: Any) -> None:
+    divided = parallelize(make(), comm, PLAN)
+    divided.compile(keras.optimizers.Adafactor(0.01), "mse", run_eagerly=True)
+    with pytest.raises(UsageError, match=r"Adafactor looks at whole weights, but up0/kernel is divided among ranks"):
+        divided.fit(*data(1), verbose=0)
+    plain = make()  # those of others do as before
+    plain.compile(keras.optimizers.Adafactor(0.01), "mse")
+    plain.fit(*data(1), verbose=0)

@@ -1,0 +1,264 @@
+"""Divided linear layers: outputs, gradients and training are those of the layer that is whole."""
+
+from __future__ import annotations
+
+import copy
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from commlib import Mesh
+from commlib.errors import MismatchError, UsageError
+from commlib.tensor import Column, Replicate, Row
+from commlib_torch._shards import shard_of, shards_in
+from commlib_torch.tensor import ColumnLinear, RowLinear, gather, parallelize, scatter
+
+WIDTH, HIDDEN = 7, 11  # odd: nothing divides them
+
+
+class MLP(nn.Module):
+    def __init__(self, hidden: int = HIDDEN, *, bias: bool = True) -> None:
+        super().__init__()
+        self.up = nn.Linear(WIDTH, hidden, bias)
+        self.down = nn.Linear(hidden, WIDTH, bias)
+
+    def forward(self, x: Tensor) -> Tensor:
+        out: Tensor = self.down(F.gelu(self.up(x)))
+        return out
+
+
+def make(seed: int = 0, **options: Any) -> MLP:
+    torch.manual_seed(seed)
+    return MLP(**options).double()
+
+
+def data(rows: int = 5, seed: int = 1) -> Tensor:
+    return torch.randn(2, rows, WIDTH, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
+
+
+def close(got: Any, expected: Any) -> None:
+    torch.testing.assert_close(got, expected, rtol=1e-12, atol=1e-12)
+
+
+def compare(divided: nn.Module, plain: nn.Module, x: Tensor, *, second: bool = False) -> None:
+    """Compare outputs, and gradients of inputs and weights; and those of a penalty on the inputs' gradients."""
+    found = []
+    for model in (divided, plain):
+        given = x.clone().requires_grad_()
+        out = model(given)
+        loss = out.pow(2).sum()
+        (first,) = torch.autograd.grad(loss, given, create_graph=second, retain_graph=True)
+        (loss + first.pow(2).sum() if second else loss).backward()
+        found.append((out, first, given.grad))
+    close(found[0], found[1])
+    for (name, got), expected in zip(divided.named_parameters(), plain.parameters(), strict=True):
+        shard = shard_of(got)
+        whole = expected.grad
+        assert whole is not None, name
+        close(got.grad, whole if shard is None else torch.from_numpy(shard.own(whole.numpy())))
+
+
+@pytest.mark.parametrize("overlaps", [False, True])
+@pytest.mark.parametrize("bias", [False, True])
+@pytest.mark.parametrize("second", [False, True])
+def test_column_and_row(comm: Any, bias: bool, second: bool, overlaps: bool) -> None:
+    plain = make(bias=bias)
+    divided: Any = parallelize(copy.deepcopy(plain), Mesh(tp=comm.size)["tp"], {"up": Column(), "down": Row()})
+    assert nn.Linear in type(divided.up).__mro__  # still
+    divided.up.axis.overlaps = overlaps
+    compare(divided, plain, data(), second=second)
+
+
+@pytest.mark.parametrize("overlaps", [False, True])
+@pytest.mark.parametrize("dim", [0, 1])
+@pytest.mark.parametrize("rows", [5, 8, 1])
+def test_a_divided_sequence(comm: Any, dim: int, rows: int, overlaps: bool) -> None:
+    """Between divided layers each rank has a part of the sequence, of an odd length too, and the bias counts once."""
+    plain = make()
+    plan: Any = {"up": Column(sequence=dim), "down": Row(sequence=dim)}
+    divided: Any = parallelize(copy.deepcopy(plain), comm, plan)
+    divided.up.axis.overlaps = overlaps
+
+    class Outside(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.inner = divided
+
+        def forward(self, x: Tensor) -> Tensor:
+            return gather(self.inner(scatter(x, comm, dim)), comm, dim)
+
+    compare(Outside(), plain, data(rows))
+
+
+class Attention(nn.Module):
+    """Q, K and V are three layers with one input, or one layer with three parts; heads are of odd number."""
+
+    def __init__(self, *, fused: bool, heads: int = 4, size: int = 3) -> None:
+        super().__init__()
+        self.fused, self.size = fused, size
+        width = heads * size
+        if fused:
+            self.qkv = nn.Linear(WIDTH, 3 * width)
+        else:
+            self.q, self.k, self.v = (nn.Linear(WIDTH, width) for _ in range(3))
+        self.out = nn.Linear(width, WIDTH)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = torch.tanh(x)
+        three = self.qkv(x).chunk(3, -1) if self.fused else (self.q(x), self.k(x), self.v(x))
+        heads = [part.unflatten(-1, (-1, self.size)).transpose(1, 2) for part in three]
+        mixed = F.scaled_dot_product_attention(*heads).transpose(1, 2).flatten(2)
+        out: Tensor = self.out(mixed)
+        return out
+
+
+@pytest.mark.parametrize("overlaps", [False, True])
+@pytest.mark.parametrize("fused", [False, True])
+def test_heads_stay_whole(comm: Any, fused: bool, overlaps: bool) -> None:
+    torch.manual_seed(0)
+    plain = Attention(fused=fused).double()
+    columns = Column(parts=3 if fused else 1, units=4)
+    plan: Any = {"qkv": columns} if fused else {"[qkv]": columns}
+    divided: Any = parallelize(copy.deepcopy(plain), comm, {**plan, "out": Row(units=4)})
+    divided.out.axis.overlaps = overlaps
+    compare(divided, plain, data())
+
+
+@pytest.mark.ranks(min=2)
+def test_layers_with_one_input_share_one_reduction(comm: Any) -> None:
+    """Of the gradient of Q's, K's and V's input; three would be three times the bytes."""
+    torch.manual_seed(0)
+    divided: Any = parallelize(Attention(fused=False).double(), comm, {"[qkv]": Column(units=4), "out": Row(units=4)})
+    calls = []
+    with pytest.MonkeyPatch.context() as patch:
+
+        def counted(reduce: Any) -> Any:
+            def counting(self: Any, x: Any, *arguments: Any, **options: Any) -> Any:
+                calls.append(x.nbytes)
+                return reduce(self, x, *arguments, **options)
+
+            return counting
+
+        for name in ("all_reduce", "all_reduce_async"):
+            patch.setattr(type(comm), name, counted(getattr(type(comm), name)))
+        x = data().requires_grad_()
+        divided(x).sum().backward()
+    assert calls == [x.nbytes] * 2  # the output, forward; the input, backward
+    axis = divided.out.axis
+    assert axis.entered is None  # the input is gone, and what was made of it with it
+
+
+def test_gather_and_split(comm: Any) -> None:
+    for parts in (1, (5, 6)):
+        torch.manual_seed(0)
+        plain = nn.Sequential(nn.Linear(WIDTH, HIDDEN), nn.LayerNorm(HIDDEN), nn.Linear(HIDDEN, WIDTH)).double()
+        plan: Any = {"0": Column(gather=True, parts=parts), "1": Replicate(), "2": Row(split=True)}
+        compare(parallelize(copy.deepcopy(plain), comm, plan), plain, data())
+
+
+def test_values_do_not_depend_on_the_number_of_ranks(comm: Any) -> None:
+    torch.manual_seed(3)
+    plain = nn.Sequential(nn.Linear(WIDTH, HIDDEN), nn.Linear(HIDDEN, WIDTH)).double()
+    after = torch.rand(1)
+    torch.manual_seed(3)
+    up = ColumnLinear(WIDTH, HIDDEN, comm).double()
+    down = RowLinear(HIDDEN, WIDTH, comm).double()
+    assert torch.equal(torch.rand(1), after)
+    compare(nn.Sequential(up, down), plain, data())
+
+
+@pytest.mark.parametrize("overlaps", [False, True])
+def test_training_in_float32_and_autocast(comm: Any, overlaps: bool) -> None:
+    plain = make().float()
+    divided: Any = parallelize(copy.deepcopy(plain), comm, {"up": Column(), "down": Row()})
+    divided.up.axis.overlaps = overlaps
+    for autocast in (False, True):
+        for model in (plain, divided):
+            model.zero_grad()
+            with torch.autocast("cpu", torch.bfloat16, enabled=autocast):
+                out = model(data().float())
+            out.float().pow(2).sum().backward()
+        tolerance = 0.05 if autocast else 1e-5  # bfloat16 has 8 bits; sums are taken in another order
+        for _, parameter, shard in shards_in(divided):
+            grad = parameter.grad
+            assert grad is not None
+            whole = torch.from_numpy(shard.whole(grad.numpy()))
+            expected = dict(plain.named_parameters())[_].grad
+            assert expected is not None
+            assert (whole - expected).abs().max() <= tolerance * expected.abs().max()
+
+
+@pytest.mark.parametrize("first", [False, True])
+def test_an_optimizer_goes_on_with_the_parameters(comm: Any, first: bool) -> None:
+    """They are the same objects: an optimizer made before the model was divided trains it all the same."""
+    plain, model = make(), make()
+    optimizer = torch.optim.Adam(model.parameters(), 0.01) if first else None
+    parallelize(model, comm, {"up": Column(), "down": Row()})
+    optimizer = optimizer or torch.optim.Adam(model.parameters(), 0.01)
+    other = torch.optim.Adam(plain.parameters(), 0.01)
+    for step in range(3):
+        for network, stepping in ((model, optimizer), (plain, other)):
+            stepping.zero_grad()
+            network(data(seed=step)).pow(2).mean().backward()
+            stepping.step()
+    close(model(data()), plain(data()))
+
+
+def test_rank_0_says_the_values(comm: Any) -> None:
+    plain, model = make(0), make(comm.rank)
+    compare(parallelize(model, comm, {"up": Column(), "down": Row()}), plain, data())
+
+
+def test_codec(comm: Any) -> None:
+    plain = make().float()
+    divided: Any = parallelize(copy.deepcopy(plain), comm, {"up": Column(), "down": Row()}, codec="bf16")
+    got, expected = divided(data().float()), plain(data().float())
+    assert (got - expected).abs().max() <= 0.02 * expected.abs().max()
+    assert comm.size == 1 or not torch.equal(got, expected)
+
+
+@pytest.mark.ranks(min=2)
+@pytest.mark.parametrize(
+    ("plan", "error", "text"),
+    [
+        ({"up": Column(), "dwn": Row()}, UsageError, "no layer is called 'dwn'; there are down"),
+        ({"up": Column(parts=2)}, UsageError, "up: parts=2, but 11 outputs are not as many equal parts"),
+        ({"up": Column(units=3)}, UsageError, "a part of length 11 has no 3 equal units"),
+        ({"": Column()}, UsageError, "is a MLP, but Column is for"),
+    ],
+)
+def test_wrong_plans(comm: Any, plan: Any, error: type[Exception], text: str) -> None:
+    with pytest.raises(error) as told:
+        parallelize(make(), comm, plan)
+    assert text in str(told.value)
+
+
+@pytest.mark.ranks(min=2)
+def test_ranks_that_disagree_are_told(comm: Any) -> None:
+    plan: Any = {"up": Column(), "down": Row()} if comm.rank else {"up": Column(), "down": Row(units=1)}
+    with pytest.raises(MismatchError, match=r"down: Row\(split=False, units="):
+        parallelize(make(), comm, plan)
+    with pytest.raises(MismatchError, match="codec"):
+        parallelize(make(), comm, {"up": Column()}, codec="bf16" if comm.rank else None)
+    with pytest.raises(MismatchError, match=r"up\.weight"):
+        parallelize(make(hidden=11 + comm.rank), comm, {"up": Column()})
+
+
+@pytest.mark.ranks(min=2)
+def test_an_input_that_is_not_divided_is_refused(comm: Any) -> None:
+    model = parallelize(make(), comm, {"down": Row()})
+    with pytest.raises(UsageError, match=r"its input has 11 features, expected \d of 11: this is the whole: give Row"):
+        model(data())
+
+
+def test_a_divided_model_can_be_copied_but_not_pickled(comm: Any) -> None:
+    import pickle
+
+    model = parallelize(make(), comm, {"up": Column(), "down": Row()})
+    twin = copy.deepcopy(model)
+    close(twin(data()), model(data()))
+    with pytest.raises(UsageError, match="cannot be pickled: save what gather_state_dict"):
+        pickle.dumps(model)

@@ -1,0 +1,175 @@
+"""Divided layers together with replicas and stages, as one process with the whole batch."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
+
+from commlib import Mesh
+from commlib.errors import UsageError
+from commlib.tensor import Column, Row
+from commlib_torch import DistributedOptimizer, GradScaler, pipeline
+from commlib_torch.tensor import gather_state_dict, parallelize
+
+WIDTH = 6
+PLAN: Any = {"*.up": Column(), "*.down": Row()}
+
+
+class Block(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm, self.up, self.down = nn.LayerNorm(WIDTH), nn.Linear(WIDTH, 10), nn.Linear(10, WIDTH)
+        self.again: bool | None = None
+        """Compute activations again in backward; whether re-entrantly."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        out: Tensor = self.inner(x) if self.again is None else checkpoint(self.inner, x, use_reentrant=self.again)
+        return out
+
+    def inner(self, x: Tensor) -> Tensor:
+        out: Tensor = x + self.down(F.gelu(self.up(self.norm(x))))
+        return out
+
+
+def model() -> nn.Sequential:
+    torch.manual_seed(0)
+    return nn.Sequential(*(Block() for _ in range(4))).double()
+
+
+def batch(rows: int, seed: int) -> tuple[Tensor, Tensor]:
+    generator = torch.Generator().manual_seed(seed)
+    x, y = (torch.randn(rows, 3, WIDTH, generator=generator, dtype=torch.float64) for _ in range(2))
+    return x, y
+
+
+def close(got: Any, expected: Any) -> None:
+    torch.testing.assert_close(got, expected, rtol=1e-11, atol=1e-11)
+
+
+def alone(steps: int, limit: float = 0.1, rows: int = 4) -> tuple[nn.Module, list[Tensor]]:
+    """Train in one process; return the model and its losses."""
+    whole = model()
+    optimizer = torch.optim.AdamW(whole.parameters(), 0.01)
+    losses = []
+    for step in range(steps):
+        optimizer.zero_grad()
+        for part in range(2):  # accumulated
+            x, y = batch(rows, 2 * step + part)
+            loss = F.mse_loss(whole(x), y)
+            loss.backward()
+            losses.append(loss.detach())
+        nn.utils.clip_grad_norm_(whole.parameters(), limit)
+        optimizer.step()
+    return whole, losses
+
+
+@pytest.mark.ranks(min=2)
+@pytest.mark.parametrize("again", [None, False, True])
+def test_replicas(comm: Any, again: bool | None) -> None:
+    """Gradients of two batches are added up and clipped; activations are computed again, collectives within."""
+    if comm.size % 2:
+        pytest.skip("two ranks divide the model")
+    mesh = Mesh(dp=-1, tp=2)
+    divided: Any = parallelize(model(), mesh["tp"], PLAN)
+    for block in divided:
+        block.again = again
+    optimizer: Any = DistributedOptimizer(
+        torch.optim.AdamW(divided.parameters(), 0.01), divided.named_parameters(), mesh=mesh,
+        backward_passes_per_step=2, bucket_cap_mib=1e-4, first_bucket_mib=1e-4,
+    )  # fmt: skip
+    replicas, place = mesh.shape.size("dp"), mesh.coordinate("dp")
+    losses = []
+    for step in range(3):
+        optimizer.zero_grad()
+        for part in range(2):
+            x, y = batch(4, 2 * step + part)
+            own = slice(place * 4 // replicas, (place + 1) * 4 // replicas)
+            loss = F.mse_loss(divided(x[own].requires_grad_(again is True)), y[own])
+            loss.backward()
+            losses.append(torch.from_numpy(mesh["dp"].all_reduce(loss.detach().numpy(), "mean")))
+        optimizer.clip_grad_norm(0.1)
+        optimizer.step()
+    whole, expected = alone(3)
+    close(losses, expected)
+    close(gather_state_dict(divided), whole.state_dict())
+
+
+@pytest.mark.ranks(min=4, max=4)
+@pytest.mark.parametrize("schedule", ["gpipe", "1f1b", "interleaved", "zb_h1"])
+@pytest.mark.parametrize("traced", [False, True])
+def test_stages(comm: Any, schedule: str, traced: bool) -> None:
+    mesh = Mesh(pp=2, tp=2)
+    divided = parallelize(model(), mesh["tp"], PLAN)
+    pipe = pipeline(
+        _Traced(divided) if traced else divided, mesh["pp"], schedule=schedule, microbatches=2, loss=F.mse_loss
+    )
+    optimizer = torch.optim.AdamW(pipe.parameters(), 0.01)
+    losses = []
+    for step in range(3):
+        optimizer.zero_grad()
+        losses += [pipe.step(*batch(4, 2 * step + part)) for part in range(2)]
+        pipe.clip_grad_norm(0.1)
+        optimizer.step()
+    whole, expected = alone(3)
+    close(losses, expected)
+    found = {name.removeprefix("layers."): value for name, value in pipe.gather_state_dict().items()}
+    close(found, whole.state_dict())
+    again = pipeline(model(), mesh["pp"], schedule="gpipe", microbatches=2, loss=F.mse_loss)  # not divided
+    again.load_state_dict(found)
+    other = torch.optim.AdamW(again.parameters(), 0.01)
+    state = pipe.gather_optimizer_state(optimizer)
+    if not traced:
+        again.load_optimizer_state(other, state)
+        for running, stepping in ((pipe, optimizer), (again, other)):
+            stepping.zero_grad()
+            running.step(*batch(4, 9))
+            stepping.step()
+        close(pipe.gather_state_dict(), again.gather_state_dict())
+
+
+class _Traced(nn.Module):
+    """No sequence, so that it is cut between operations."""
+
+    def __init__(self, layers: nn.Module) -> None:
+        super().__init__()
+        self.layers = layers
+
+    def forward(self, x: Tensor) -> Tensor:
+        out: Tensor = self.layers(x)
+        return out
+
+
+@pytest.mark.ranks(min=2)
+def test_ranks_agree_on_the_loss_scale(comm: Any) -> None:
+    """An overflow in the part of one rank: all skip the step, and halve the scale."""
+    divided: Any = parallelize(model().float(), comm, PLAN)
+    optimizer = torch.optim.SGD(divided.parameters(), 0.01)
+    scaler = GradScaler(init_scale=8.0, growth_interval=1)
+    scales = []
+    for step in range(3):
+        optimizer.zero_grad()
+        x, y = (part.float() for part in batch(4, step))
+        scaler.scale(F.mse_loss(divided(x), y)).backward()
+        before = gather_state_dict(divided)
+        if step == 1 and comm.rank == comm.size - 1:
+            divided[0].up.weight.grad[0, 0] = float("inf")
+        if step == 2:
+            scaler.unscale_(optimizer)
+        scaler.step(optimizer)
+        scaler.update()
+        changed = any(not torch.equal(value, before[name]) for name, value in gather_state_dict(divided).items())
+        assert changed == (step != 1)
+        scales.append(scaler.get_scale())
+    assert comm.all_gather_object(scales) == [[16.0, 8.0, 16.0]] * comm.size
+
+
+def test_a_mesh_without_data_axes_is_refused(comm: Any) -> None:
+    mesh = Mesh(tp=comm.size)
+    network = model()
+    with pytest.raises(UsageError, match=r"Mesh\(tp=\d\) has neither: give it one, dp=1"):
+        DistributedOptimizer(torch.optim.SGD(network.parameters(), 0.1), network.named_parameters(), mesh=mesh)

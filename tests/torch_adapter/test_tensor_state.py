@@ -1,0 +1,127 @@
+"""State of divided models: by whole names and shapes, for any number of ranks; and clipping by the norm of all."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from commlib import Mesh
+from commlib.errors import UsageError
+from commlib.tensor import Column, Row
+from commlib_torch import clip_grad_norm_
+from commlib_torch.tensor import gather_optimizer_state, gather_state_dict, load_optimizer_state, parallelize
+
+PLAN: Any = {"up": Column(), "down": Row()}
+
+
+class MLP(nn.Module):
+    """With a weight that two layers share, and a buffer."""
+
+    def __init__(self, seed: int = 0) -> None:
+        super().__init__()
+        torch.manual_seed(seed)
+        self.up, self.norm, self.down = nn.Linear(7, 11), nn.LayerNorm(7), nn.Linear(11, 7)
+        self.register_buffer("steps", torch.tensor(seed))
+        self.double()
+
+    def forward(self, x: Tensor) -> Tensor:
+        out: Tensor = self.norm(x + self.down(F.gelu(self.up(x))))
+        return out
+
+
+def data(seed: int = 1) -> Tensor:
+    return torch.randn(5, 7, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
+
+
+def train(model: nn.Module, optimizer: torch.optim.Optimizer, steps: int = 2, limit: float = 0.0) -> list[float]:
+    """Return the norms of the gradients."""
+    norms = []
+    for step in range(steps):
+        optimizer.zero_grad()
+        model(data(step)).pow(3).mean().backward()
+        if limit:
+            norms.append(float(clip_grad_norm_(model.parameters(), limit)))
+        optimizer.step()
+    return norms
+
+
+def adam(model: nn.Module) -> torch.optim.Optimizer:
+    return torch.optim.AdamW(model.parameters(), 0.01)
+
+
+def close(got: Any, expected: Any) -> None:
+    torch.testing.assert_close(got, expected, rtol=1e-12, atol=1e-12)
+
+
+def test_state_is_that_of_the_whole_model(comm: Any) -> None:
+    """Trained here, gone on with there: in one process, and divided over another number of ranks."""
+    plain, divided = MLP(), parallelize(MLP(), comm, PLAN)
+    ours, theirs = adam(divided), adam(plain)
+    train(plain, theirs)
+    train(divided, ours)
+    state = gather_state_dict(divided)
+    close(state, plain.state_dict())
+    kept = gather_optimizer_state(ours, divided.named_parameters())
+    first = comm.rank == 0
+    pair = comm.split(int(comm.rank < 2), comm.rank)  # another number of ranks, if there are more than 2
+    for axis in (comm, pair):
+        again = parallelize(MLP(3), axis, PLAN)
+        again.load_state_dict(state)
+        optimizer = adam(again)
+        load_optimizer_state(optimizer, again.named_parameters(), kept)
+        other = MLP(4)
+        other.load_state_dict(state)
+        alone = adam(other)
+        load_optimizer_state(alone, other.named_parameters(), kept)
+        train(again, optimizer)
+        train(other, alone)
+        close(gather_state_dict(again), other.state_dict())
+    assert first == (comm.rank == 0)
+
+
+def test_the_optimizer_s_state_is_whole(comm: Any) -> None:
+    plain, divided = MLP(), parallelize(MLP(), comm, PLAN)
+    ours, theirs = adam(divided), adam(plain)
+    train(plain, theirs)
+    train(divided, ours)
+    kept = gather_optimizer_state(ours, divided.named_parameters())
+    names = [name for name, _ in plain.named_parameters()]
+    for name, values in zip(names, theirs.state_dict()["state"].values(), strict=True):
+        close(kept["state"][name], values)
+
+
+def test_own_parts_can_be_loaded_too(comm: Any) -> None:
+    divided = parallelize(MLP(), comm, PLAN)
+    saved = {name: value.clone() for name, value in divided.state_dict().items()}
+    train(divided, adam(divided))
+    divided.load_state_dict(saved)
+    close(gather_state_dict(divided), MLP().state_dict())
+
+
+@pytest.mark.ranks(min=2)
+def test_other_shapes_are_refused(comm: Any) -> None:
+    divided = parallelize(MLP(), comm, PLAN)
+    state = gather_state_dict(divided)
+    with pytest.raises(RuntimeError, match=r"size mismatch for up\.weight"):
+        divided.load_state_dict({**state, "up.weight": torch.zeros(12, 7)})
+    optimizer = adam(divided)
+    train(divided, optimizer)
+    kept = gather_optimizer_state(optimizer, divided.named_parameters())
+    kept["state"]["up.weight"]["exp_avg"] = torch.zeros(12, 7)
+    with pytest.raises(UsageError, match=r"exp_avg of up.weight has shape \(12, 7\), expected \(11, 7\)"):
+        load_optimizer_state(optimizer, divided.named_parameters(), kept)
+
+
+@pytest.mark.parametrize("limit", [0.001, 1e3])
+def test_every_parameter_counts_once_in_the_norm(comm: Any, limit: float) -> None:
+    plain, divided = MLP(), parallelize(MLP(), Mesh(tp=comm.size)["tp"], PLAN)
+    ours = train(divided, adam(divided), 3, limit)
+    theirs = train(plain, adam(plain), 3, limit)
+    close(ours, theirs)
+    assert ours[0] > 0.001
+    assert len(set(map(tuple, comm.all_gather_object(ours)))) == 1  # the same bits on all ranks
+    close(gather_state_dict(divided), plain.state_dict())

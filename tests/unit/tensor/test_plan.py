@@ -1,0 +1,61 @@
+"""Plans: which layer a pattern names, and what is told to who writes a wrong one."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from commlib.errors import UsageError
+from commlib.tensor import Column, Replicate, Row, Sequence, Vocabulary, resolve
+
+NAMES = ["", "embed", "layers", "layers.0", "layers.0.up", "layers.0.down", "layers.1", "layers.1.up", "layers.1.down"]
+
+
+def test_patterns_name_layers_in_their_order() -> None:
+    found = resolve({"*.down": Row(), "layers.*.up": Column(), "embed": Vocabulary()}, NAMES)
+    assert found == {
+        "embed": Vocabulary(), "layers.0.up": Column(), "layers.0.down": Row(), "layers.1.up": Column(),
+        "layers.1.down": Row(),
+    }  # fmt: skip
+
+
+def test_a_whole_name_counts_before_a_pattern() -> None:
+    found = resolve({"*.up": Column(), "layers.1.up": Replicate()}, NAMES)
+    assert found == {"layers.0.up": Column(), "layers.1.up": Replicate()}
+
+
+@pytest.mark.parametrize(
+    ("plan", "text"),
+    [
+        ({"layer.*.up": Column()}, "no layer is called 'layer.*.up'; there are layers"),
+        ({"*.up": Column}, "'*.up' is <class 'commlib.tensor.styles.Column'>, expected an instance of Column, Row"),
+        ({"*.up": Column(), "layers.1.*": Row()}, "layers.1.up has several styles: '*.up': Column"),
+    ],
+)
+def test_wrong_plans(plan: Any, text: str) -> None:
+    with pytest.raises(UsageError) as told:
+        resolve(plan, NAMES)
+    assert text in str(told.value)
+
+
+@pytest.mark.parametrize(
+    ("make", "text"),
+    [
+        (lambda: Column(parts=(4, 0)), "Column: parts are [4, 0]"),
+        (lambda: Column(units=-1), "Column: units is -1"),
+        (lambda: Row(sequence=True), "Row: the dimension of the sequence is True"),
+        (
+            lambda: Sequence("1"),  # type: ignore[arg-type]
+            "Sequence: the dimension of the sequence is '1'",
+        ),
+    ],
+)
+def test_wrong_styles(make: Any, text: str) -> None:
+    with pytest.raises(UsageError) as told:
+        make()
+    assert text in str(told.value)
+
+
+def test_parts_may_be_a_list() -> None:
+    assert Column(parts=[4, 2, 2]) == Column(parts=(4, 2, 2))  # type: ignore[arg-type]

@@ -1,0 +1,58 @@
+"""Shardings: spans of parts and units, against an array that is cut by hand; nothing lost, nothing twice."""
+
+from __future__ import annotations
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from commlib.errors import UsageError
+from commlib.tensor import Sharding
+from commlib.tensor.sharding import parts_of
+
+
+def test_heads_of_q_k_and_v() -> None:
+    sharding = Sharding((24, 7), 0, parts=(16, 4, 4), units=4)
+    assert sharding.spans(0, 2) == ((0, 8), (16, 18), (20, 22))
+    assert sharding.spans(1, 2) == ((8, 16), (18, 20), (22, 24))
+    assert sharding.local(1, 2) == (12, 7)
+
+
+def test_the_first_ranks_have_one_more() -> None:
+    assert Sharding((3, 7), 1).lengths(3) == (3, 2, 2)
+    assert Sharding((12,), 0, units=3).lengths(2) == (8, 4)  # whole heads
+
+
+@given(st.data())
+def test_pieces_are_the_whole(data: st.DataObject) -> None:
+    units = data.draw(st.integers(1, 6))
+    parts = tuple(units * n for n in data.draw(st.lists(st.integers(1, 4), min_size=1, max_size=3)))
+    size = data.draw(st.integers(1, 5))
+    sharding = Sharding((sum(parts), 2), 0, parts, units)
+    shards = [[i for span in sharding.spans(rank, size) for i in range(*span)] for rank in range(size)]
+    assert sorted(i for shard in shards for i in shard) == list(range(sum(parts)))
+    whole: list[int] = []
+    for rank, first, last, start in sharding.pieces(size):
+        assert start == len(whole)
+        whole += shards[rank][first:last]
+    assert whole == list(range(sum(parts)))
+    assert sharding.lengths(size) == tuple(map(len, shards))
+
+
+def test_what_cannot_be_divided() -> None:
+    with pytest.raises(UsageError, match="has no dimension 2 to be divided"):
+        Sharding((3, 4), 2)
+    with pytest.raises(UsageError, match=r"parts \[2, 3\] add up to 5, expected positive ones: 4, dimension 1"):
+        Sharding((3, 4), 1, parts=(2, 3))
+    with pytest.raises(UsageError, match="a part of length 4 has no 3 equal units"):
+        Sharding((3, 4), 1, units=3)
+    with pytest.raises(UsageError, match=r"up: 2 units along dimension 0 .* cannot be divided among 3 ranks"):
+        Sharding((8, 4), 0, units=2).check("up", 3)
+
+
+def test_parts_by_number_or_lengths() -> None:
+    assert parts_of("up", 1, 8) == ()
+    assert parts_of("up", 2, 8) == (4, 4)
+    assert parts_of("up", (6, 2), 8) == (6, 2)
+    with pytest.raises(UsageError, match="up: parts=3, but 8 outputs are not as many equal parts"):
+        parts_of("up", 3, 8)
