@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Iterator
 from typing import Any
 
@@ -13,6 +14,7 @@ from commlib.functional.axis import Axis
 from commlib.functional.shards import Shard
 from commlib.tensor.sharding import Sharding
 from commlib_torch._bridge import array_of, on_host, packed, to_tensor
+from commlib_torch._fast_path import keep_unfused
 
 _MARK = "commlib_shard"
 _TAKES = "commlib_takes_own"
@@ -29,6 +31,7 @@ def divide(what: str, module: nn.Module, name: str, axis: Axis, sharding: Shardi
     An optimizer that has it already goes on with it. A parameter that several modules share is divided once. Raises
     UsageError if it is divided otherwise already.
     """
+    keep_unfused(module)
     parameter = getattr(module, name)
     if not getattr(module, _TAKES, False):
         setattr(module, _TAKES, True)
@@ -43,7 +46,22 @@ def divide(what: str, module: nn.Module, name: str, axis: Axis, sharding: Shardi
     with torch.no_grad():
         parameter.data = to_tensor(shard.own(array_of(packed(parameter))))
         parameter.grad = None
+    _mark(parameter, shard)
+
+
+def _mark(parameter: nn.Parameter, shard: Shard) -> None:
+    """Note what a parameter holds. Copies that `copy.deepcopy` makes have the note, too: PyTorch's would not."""
+    reference = weakref.ref(parameter)
+
+    def copied(memo: dict[int, Any]) -> nn.Parameter:
+        original = reference()
+        assert original is not None  # it is being copied
+        found: nn.Parameter = nn.Parameter.__deepcopy__(original, memo)
+        _mark(found, shard)
+        return found
+
     setattr(parameter, _MARK, shard)
+    setattr(parameter, "__deepcopy__", copied)  # noqa: B010  # of this object, not of its class
 
 
 def _take_own(module: nn.Module, state: dict[str, Any], prefix: str, *_: Any) -> None:

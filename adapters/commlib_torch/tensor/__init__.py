@@ -1,13 +1,36 @@
 """Tensor parallelism for PyTorch: moves, divided layers, and `parallelize` for plain models."""
 
-from commlib_torch.tensor.linear import ColumnLinear, RowLinear
+from commlib_torch._shards import shard_of
+from commlib_torch.tensor import streams
+from commlib_torch.tensor.attention import ColumnAttention
+from commlib_torch.tensor.conv import ColumnConv1d, ColumnConv2d, ColumnConv3d, RowConv1d, RowConv2d, RowConv3d
+from commlib_torch.tensor.cross_entropy import vocabulary_cross_entropy
+from commlib_torch.tensor.embedding import ColumnEmbedding, VocabularyEmbedding
+from commlib_torch.tensor.linear import ColumnLinear, RowLinear, VocabularyLinear
+from commlib_torch.tensor.mlp import ParallelMLP
 from commlib_torch.tensor.moves import all_to_all, copy, gather, reduce, reduce_scatter, scatter
+from commlib_torch.tensor.parallel_attention import ParallelAttention
 from commlib_torch.tensor.parallelize import parallelize
+from commlib_torch.tensor.sequence import SequenceLayerNorm, SequenceRMSNorm
 from commlib_torch.tensor.state import gather_optimizer_state, gather_state_dict, load_optimizer_state
 
 __all__ = [
+    "ColumnAttention",
+    "ColumnConv1d",
+    "ColumnConv2d",
+    "ColumnConv3d",
+    "ColumnEmbedding",
     "ColumnLinear",
+    "ParallelAttention",
+    "ParallelMLP",
+    "RowConv1d",
+    "RowConv2d",
+    "RowConv3d",
     "RowLinear",
+    "SequenceLayerNorm",
+    "SequenceRMSNorm",
+    "VocabularyEmbedding",
+    "VocabularyLinear",
     "all_to_all",
     "copy",
     "gather",
@@ -18,4 +41,7 @@ __all__ = [
     "reduce",
     "reduce_scatter",
     "scatter",
+    "shard_of",
+    "streams",
+    "vocabulary_cross_entropy",
 ]

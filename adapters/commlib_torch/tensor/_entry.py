@@ -25,6 +25,7 @@ from commlib.functional.axis import Axis
 from commlib.functional.moves import run, start
 from commlib.tensor.moves import COPY, Move, gather
 from commlib_torch._bridge import array_of, packed, to_tensor
+from commlib_torch._uncompiled import uncompiled
 from commlib_torch.tensor.moves import moved
 
 
@@ -38,14 +39,10 @@ class Entered(NamedTuple):
     result: Tensor
 
     def holds(self, x: Tensor, move: Move) -> bool:
-        return (
-            self.source() is x
-            and self.version == x._version
-            and self.move == move
-            and self.records == torch.is_grad_enabled()
-        )
+        return self.source() is x and self.version == x._version and self.move == move and self.records == _records(x)
 
 
+@uncompiled
 def product(x: Tensor, weight: Tensor, bias: Tensor | None, axis: Axis, sequence: int | None) -> Tensor:
     """Return x @ weight.T + bias for a weight that is divided along its outputs, and an input that is whole.
 
@@ -68,8 +65,11 @@ def product(x: Tensor, weight: Tensor, bias: Tensor | None, axis: Axis, sequence
     return found
 
 
+@uncompiled
 def entered(x: Tensor, axis: Axis, move: Move, make: Callable[[Tensor, Axis, Move], Tensor]) -> Tensor:
     """Return the moved input; the same one for layers that are called with the same input one after another."""
+    if x.is_inference():  # has no version: whether it has changed is not known
+        return make(x, axis, move)
     last: Entered | None = axis.entered
     if last is not None and last.holds(x, move):
         return last.result
@@ -79,8 +79,13 @@ def entered(x: Tensor, axis: Axis, move: Move, make: Callable[[Tensor, Axis, Mov
         if axis.entered is not None and axis.entered.source is reference:
             axis.entered = None
 
-    axis.entered = Entered(weakref.ref(x, forget), x._version, move, torch.is_grad_enabled(), result)
+    axis.entered = Entered(weakref.ref(x, forget), x._version, move, _records(x), result)
     return result
+
+
+def _records(x: Tensor) -> bool:
+    """Return whether what is computed of `x` has a gradient."""
+    return torch.is_grad_enabled() and x.requires_grad
 
 
 def _overlapping(x: Tensor, axis: Axis, move: Move) -> Tensor:

@@ -5,23 +5,45 @@ from __future__ import annotations
 from torch import nn
 
 from commlib.errors import UsageError
-from commlib.tensor.styles import Column, Replicate, Row, Style
-from commlib_torch.tensor.linear import ColumnLinear, RowLinear
+from commlib.tensor.styles import Column, Replicate, Row, Sequence, Style, Vocabulary
+from commlib_torch.tensor.attention import ColumnAttention
+from commlib_torch.tensor.conv import ColumnConv1d, ColumnConv2d, ColumnConv3d, RowConv1d, RowConv2d, RowConv3d
+from commlib_torch.tensor.embedding import ColumnEmbedding, VocabularyEmbedding
+from commlib_torch.tensor.linear import ColumnLinear, RowLinear, VocabularyLinear
+from commlib_torch.tensor.sequence import IntoSharded, OnShards, SequenceLayerNorm, SequenceRMSNorm, mixed
 
 _LAYERS: dict[tuple[type[nn.Module], type[Style]], type[nn.Module]] = {
     (nn.Linear, Column): ColumnLinear,
     (nn.Linear, Row): RowLinear,
+    (nn.Linear, Vocabulary): VocabularyLinear,
+    (nn.Embedding, Vocabulary): VocabularyEmbedding,
+    (nn.Embedding, Column): ColumnEmbedding,
+    (nn.Conv1d, Column): ColumnConv1d,
+    (nn.Conv2d, Column): ColumnConv2d,
+    (nn.Conv3d, Column): ColumnConv3d,
+    (nn.Conv1d, Row): RowConv1d,
+    (nn.Conv2d, Row): RowConv2d,
+    (nn.Conv3d, Row): RowConv3d,
+    (nn.MultiheadAttention, Column): ColumnAttention,
+    (nn.LayerNorm, Sequence): SequenceLayerNorm,
+    (nn.RMSNorm, Sequence): SequenceRMSNorm,
 }
 
 
 def find_layer(name: str, module: nn.Module, style: Style) -> type[nn.Module]:
-    """Return the class that a module becomes. Raises UsageError if none is known."""
+    """Return the class that a module becomes: its own if nothing changes. Raises UsageError if none is known."""
+    plain = type(module)
     if isinstance(style, Replicate) and not style.into_sharded:
-        return type(module)
-    for (plain, kind), layer in _LAYERS.items():
-        if type(module) is plain and isinstance(style, kind):
-            return layer
+        return plain
+    if "forward" in vars(module):
+        raise UsageError(f"plan: {name} has a forward of its own, put over that of its class: divide the model before")
+    if isinstance(style, Replicate):
+        return mixed(IntoSharded, plain)  # type: ignore[arg-type]  # types have a hash
+    if found := _LAYERS.get((plain, type(style))):
+        return found
+    if isinstance(style, Sequence) and next(module.parameters(), None) is None:
+        return mixed(OnShards, plain)  # type: ignore[arg-type]
     able = sorted({plain.__name__ for plain, kind in _LAYERS if isinstance(style, kind)})
     raise UsageError(
-        f"plan: {name} is a {type(module).__name__}, but {type(style).__name__} is for {', '.join(able) or 'no layer'}"
+        f"plan: {name} is a {plain.__name__}, but {type(style).__name__} is for {', '.join(able) or 'no layer'}"
     )

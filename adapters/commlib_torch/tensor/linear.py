@@ -13,7 +13,7 @@ from commlib.functional.axis import Axis
 from commlib.tensor import moves
 from commlib.tensor.moves import REDUCE
 from commlib.tensor.sharding import Sharding, parts_of
-from commlib.tensor.styles import Column, Row
+from commlib.tensor.styles import Column, Row, Vocabulary
 from commlib_torch._shards import divide
 from commlib_torch.tensor._entry import product
 from commlib_torch.tensor.moves import On, axis_of, copy, moved
@@ -60,6 +60,31 @@ class ColumnLinear(nn.Linear):
         return f"{super().extra_repr()}, {self.style}, {self.axis!r}"
 
 
+class VocabularyLinear(ColumnLinear):
+    """The layer that makes logits, divided by words: as `ColumnLinear`, for the style `Vocabulary`.
+
+    Its weight may be that of a `VocabularyEmbedding`: it is divided once. Returns (..., this rank's words), for
+    `vocabulary_cross_entropy`, or all with `gather`.
+    """
+
+    def __init__(
+        self,
+        in_features: int,
+        out_features: int,
+        axis: On,
+        bias: bool = True,
+        *,
+        style: Vocabulary | None = None,
+        **kwargs: Any,
+    ) -> None:
+        nn.Linear.__init__(self, in_features, out_features, bias, **kwargs)
+        self.become("VocabularyLinear", axis_of(axis), style or Vocabulary())
+
+    def become(self, what: str, axis: Axis, style: Column | Vocabulary) -> None:
+        """Divide what is an ordinary layer so far."""
+        super().become(what, axis, Column(gather=style.gather, sequence=style.sequence))
+
+
 class RowLinear(nn.Linear):
     """A linear layer whose inputs are divided: each rank has some columns of the weight; outputs are added up.
 
@@ -104,28 +129,27 @@ class RowLinear(nn.Linear):
         return f"{super().extra_repr()}, {self.style}, {self.axis!r}"
 
 
-def gathered(out: Tensor, axis: Axis, sharding: Sharding) -> Tensor:
-    """Return the outputs of all ranks in the order of the whole, along the last dimension."""
-    whole = moved(out, axis, moves.gather(-1, lengths=sharding.lengths(axis.size)))
+def gathered(out: Tensor, axis: Axis, sharding: Sharding, dim: int = -1) -> Tensor:
+    """Return the outputs of all ranks in the order of the whole, along a dimension."""
+    lengths = sharding.lengths(axis.size)
+    whole = moved(out, axis, moves.gather(dim, lengths=lengths))
     if len(sharding.parts) < 2:
         return whole
-    offsets = [sum(sharding.lengths(axis.size)[:rank]) for rank in range(axis.size)]
-    pieces = [
-        whole[..., offsets[rank] + first : offsets[rank] + last] for rank, first, last, _ in sharding.pieces(axis.size)
-    ]
-    return torch.cat(pieces, -1)
+    offsets = [sum(lengths[:rank]) for rank in range(axis.size)]
+    pieces = sharding.pieces(axis.size)
+    return torch.cat([whole.narrow(dim, offsets[rank] + first, last - first) for rank, first, last, _ in pieces], dim)
 
 
-def check_inputs(module: Any, x: Tensor, expected: int) -> None:
+def check_inputs(module: Any, x: Tensor, expected: int, dim: int = -1) -> None:
     """Raise UsageError unless the input is divided as the weight is."""
-    if x.shape[-1] != expected:
+    if x.shape[dim] != expected:
         whole = module.sharding.shape[module.sharding.dim]
         hint = (
             "this is the whole: give Row(split=True), or let a Column come before it"
-            if x.shape[-1] == whole
+            if x.shape[dim] == whole
             else "give both the same units"
         )
         raise UsageError(
             f"{type(module).__name__} on rank {module.axis.rank} of {module.axis.comm.name}: its input has "
-            f"{x.shape[-1]} features, expected {expected} of {whole}: {hint}"
+            f"{x.shape[dim]} {'features' if dim == -1 else 'channels'}, expected {expected} of {whole}: {hint}"
         )

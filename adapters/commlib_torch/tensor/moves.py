@@ -14,6 +14,7 @@ from commlib.functional.moves import run
 from commlib.tensor import moves
 from commlib.tensor.moves import COPY, REDUCE, Move
 from commlib_torch._bridge import array_of, packed, to_tensor
+from commlib_torch._uncompiled import uncompiled
 
 On = Axis | Communicator
 """The ranks of an axis: `mesh["tp"]`, or an Axis."""
@@ -57,6 +58,7 @@ def axis_of(axis: On) -> Axis:
     return axis if isinstance(axis, Axis) else Axis(axis)
 
 
+@uncompiled
 def moved(x: Tensor, axis: Axis, move: Move, *, may_write: bool = False) -> Tensor:
     """Return a moved tensor. may_write: nobody needs the values of `x`, not even its own gradient."""
     if axis.size == 1 and move.name != "all_to_all":

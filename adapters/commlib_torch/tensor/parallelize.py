@@ -13,8 +13,9 @@ from commlib.data_parallel.parameter_check import check_agreement
 from commlib.errors import UsageError
 from commlib.functional.axis import Axis
 from commlib.tensor.plan import Plan, lines, resolve
-from commlib.tensor.styles import Replicate, Style
+from commlib.tensor.styles import Style
 from commlib_torch._bridge import array_of, packed
+from commlib_torch._fast_path import keep_padding
 from commlib_torch.tensor.layers import find_layer
 
 ModelT = TypeVar("ModelT", bound=nn.Module)
@@ -42,9 +43,10 @@ def parallelize(model: ModelT, axis: Communicator, plan: Plan, *, codec: Any = N
         before = done.setdefault(id(module), (name, style))
         if before[1] != style:
             raise UsageError(f"plan: {name} and {before[0]} are one module: give them one style")
-        if before[0] == name and not isinstance(style, Replicate):
+        if before[0] == name and layer is not type(module):
             module.__class__ = layer
             module.become(name, shared, style)
+    keep_padding(model)
     shared.threads = torch.get_num_threads()
     keep_freed_memory()
     return model

@@ -1,0 +1,142 @@
+"""Multi-head attention of PyTorch, with its heads divided among the ranks of an axis."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from commlib.errors import UsageError
+from commlib.functional.axis import Axis
+from commlib.schedule.layout import even
+from commlib.tensor import moves
+from commlib.tensor.moves import REDUCE
+from commlib.tensor.sharding import Sharding
+from commlib.tensor.styles import Column, Row
+from commlib_torch._shards import divide
+from commlib_torch.tensor._entry import product
+from commlib_torch.tensor._heads import attended, mask_of
+from commlib_torch.tensor.linear import RowLinear
+from commlib_torch.tensor.moves import On, axis_of, moved
+from commlib_torch.tensor.streams import dropout
+
+
+class ColumnAttention(nn.MultiheadAttention):
+    """An `nn.MultiheadAttention` whose heads are divided: each rank has some of them; their outputs are added up.
+
+    Arguments and results are those of `nn.MultiheadAttention`, with the values that this has for the same seed. Inputs
+    are whole on every rank, or divided along `sequence`, as the output is then. Masks are those of whole sequences and
+    all heads. The weights of attention are returned for all heads, too: give need_weights=False to save a reduction.
+    """
+
+    def __init__(
+        self, embed_dim: int, num_heads: int, axis: On, *args: Any, style: Column | None = None, **kwargs: Any
+    ) -> None:
+        super().__init__(embed_dim, num_heads, *args, **kwargs)
+        self.become("ColumnAttention", axis_of(axis), style or Column())
+
+    def become(self, what: str, axis: Axis, style: Column) -> None:
+        """Divide what is ordinary attention so far."""
+        width, heads = self.embed_dim, self.num_heads
+        if style.gather or style.parts != 1 or style.units not in (0, heads):
+            raise UsageError(
+                f"{what}: {style}: attention is divided by its {heads} heads: give Column(sequence=...) alone"
+            )
+        self.axis, self.style = axis, style
+        three = (width,) * 3
+        if self.in_proj_weight is not None:
+            divide(what, self, "in_proj_weight", axis, Sharding((3 * width, width), 0, three, heads))
+        else:
+            for name, features in (("q", width), ("k", self.kdim), ("v", self.vdim)):
+                divide(what, self, f"{name}_proj_weight", axis, Sharding((width, features), 0, (), heads))
+        if self.in_proj_bias is not None:
+            divide(what, self, "in_proj_bias", axis, Sharding((3 * width,), 0, three, heads))
+        for name in ("bias_k", "bias_v"):
+            if getattr(self, name) is not None:
+                divide(what, self, name, axis, Sharding((1, 1, width), 2, (), heads))
+        out: Any = self.out_proj
+        out.__class__ = RowLinear
+        out.become(f"{what}.out_proj", axis, Row(units=heads, sequence=style.sequence))
+
+    def forward(
+        self,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        key_padding_mask: Tensor | None = None,
+        need_weights: bool = True,
+        attn_mask: Tensor | None = None,
+        average_attn_weights: bool = True,
+        is_causal: bool = False,
+    ) -> tuple[Tensor, Tensor | None]:
+        """Return (output, weights or None), as `nn.MultiheadAttention` does."""
+        if query.is_nested:
+            raise UsageError("ColumnAttention: nested tensors are not supported: give padded ones and key_padding_mask")
+        if is_causal and attn_mask is None:
+            raise UsageError("ColumnAttention: is_causal says that attn_mask is causal: give that, too")
+        q, k, v = (self._as_heads(x) for x in self._projected(query, key, value))
+        keys = k.shape[2]
+        k, v = self._extended(k, self.bias_k), self._extended(v, self.bias_v)
+        # PyTorch's own layer, too, takes the hint for the mask in this case only.
+        causal = is_causal and key_padding_mask is None and not need_weights
+        attn_mask = None if causal else attn_mask
+        mask = mask_of(attn_mask, key_padding_mask, q, keys, k.shape[2] - keys, self.axis, self.num_heads)
+        if not need_weights:
+            rate = self.dropout if self.training else 0.0
+            return self._output(attended(q, k, v, mask, rate, causal, self.axis), query.dim()), None
+        scores = q * q.shape[-1] ** -0.5 @ k.transpose(-2, -1)
+        weights = torch.softmax(scores if mask is None else scores + mask, -1)
+        weights = dropout(weights, self.dropout, self.training, self.axis)
+        found = self._output(weights @ v, query.dim())
+        weights = self._of_all_heads(weights, average_attn_weights)
+        return found, weights if query.dim() == 3 else weights.squeeze(0)
+
+    def _projected(self, query: Tensor, key: Tensor, value: Tensor) -> Sequence[Tensor]:
+        """Return this rank's features of Q, K and V; inputs that are one tensor are moved once."""
+        axis, sequence, bias, inputs = self.axis, self.style.sequence, self.in_proj_bias, (query, key, value)
+        if self.in_proj_weight is None:
+            weights: Sequence[Tensor] = (self.q_proj_weight, self.k_proj_weight, self.v_proj_weight)
+        elif query is key is value:
+            return product(query, self.in_proj_weight, bias, axis, sequence).chunk(3, -1)
+        else:
+            weights = self.in_proj_weight.chunk(3)
+        biases = (None,) * 3 if bias is None else bias.chunk(3)
+        # The same inputs one behind another: they share one move.
+        order = sorted(range(3), key=lambda at: next(first for first in range(3) if inputs[first] is inputs[at]))
+        found = {at: product(inputs[at], weights[at], biases[at], axis, sequence) for at in order}
+        return found[0], found[1], found[2]
+
+    def _as_heads(self, x: Tensor) -> Tensor:
+        """Return features of heads as (batch, heads, tokens, features of a head)."""
+        x = x.unflatten(-1, (-1, self.head_dim))
+        if x.dim() == 3:
+            return x.transpose(0, 1).unsqueeze(0)
+        return x.transpose(1, 2) if self.batch_first else x.permute(1, 2, 0, 3)
+
+    def _output(self, x: Tensor, dims: int) -> Tensor:
+        """Return the output of heads, in the order of dimensions that inputs have."""
+        if dims == 2:
+            x = x.squeeze(0).transpose(0, 1)
+        else:
+            x = x.transpose(1, 2) if self.batch_first else x.permute(2, 0, 1, 3)
+        found: Tensor = self.out_proj(x.flatten(-2))
+        return found
+
+    def _extended(self, x: Tensor, bias: Tensor | None) -> Tensor:
+        """Return K or V with those that `add_bias_kv` and `add_zero_attn` put behind them."""
+        parts = [x]
+        if bias is not None:
+            own = bias.to(x.dtype).reshape(1, 1, -1, self.head_dim).transpose(1, 2)
+            parts.append(own.expand(len(x), -1, -1, -1))
+        if self.add_zero_attn:
+            parts.append(torch.zeros_like(x[:, :, :1]))
+        return x if len(parts) == 1 else torch.cat(parts, 2)
+
+    def _of_all_heads(self, weights: Tensor, average: bool) -> Tensor:
+        """Return the weights of attention of all ranks' heads: (batch, heads, queries, keys), or their mean."""
+        if average:
+            total = moved(weights.sum(1), self.axis, REDUCE, may_write=True)
+            return total / float(self.num_heads)
+        return moved(weights, self.axis, moves.gather(1, lengths=even(self.num_heads, self.axis.size).counts))

@@ -1,0 +1,125 @@
+"""Convolutions that are divided among the ranks of an axis, by their output or input channels."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from torch import Tensor, nn
+from torch.nn.modules.conv import _ConvNd
+
+from commlib.errors import UsageError
+from commlib.functional.axis import Axis
+from commlib.tensor import moves
+from commlib.tensor.moves import COPY, REDUCE
+from commlib.tensor.sharding import Sharding, parts_of
+from commlib.tensor.styles import Column, Row
+from commlib_torch._shards import divide
+from commlib_torch.tensor._entry import entered
+from commlib_torch.tensor.linear import check_inputs, gathered
+from commlib_torch.tensor.moves import On, axis_of, copy, moved
+
+
+class ColumnConv(_ConvNd):
+    """A convolution whose output channels are divided: as `ColumnLinear`, for images of any number of dimensions.
+
+    As `nn.Conv1d(...)`, `nn.Conv2d(...)` or `nn.Conv3d(...)`, with the values that these have for the same seed.
+    """
+
+    def __init__(self, *args: Any, axis: On, style: Column | None = None, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self.become(type(self).__name__, axis_of(axis), style or Column())
+
+    def become(self, what: str, axis: Axis, style: Column) -> None:
+        """Divide what is an ordinary convolution so far."""
+        _check_groups(what, self)
+        parts = parts_of(what, style.parts, self.out_channels)
+        shape = tuple(self.weight.shape)
+        self.axis, self.style = axis, style
+        self.sharding = Sharding((self.out_channels, *shape[1:]), 0, parts, style.units)
+        divide(what, self, "weight", axis, self.sharding)
+        if self.bias is not None:
+            divide(what, self, "bias", axis, Sharding((self.out_channels,), 0, parts, style.units))
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Return this rank's channels, or all of them."""
+        sequence = self.style.sequence
+        inside = entered(x, self.axis, COPY if sequence is None else moves.gather(sequence, partial=True), moved)
+        out: Tensor = self._conv_forward(inside, self.weight, self.bias)
+        return gathered(out, self.axis, self.sharding, _channels(self)) if self.style.gather else out
+
+    def extra_repr(self) -> str:
+        """Say what is divided."""
+        plain: str = super().extra_repr()  # type: ignore[no-untyped-call]
+        return f"{plain}, {self.style}, {self.axis!r}"
+
+
+class RowConv(_ConvNd):
+    """A convolution whose input channels are divided; outputs are added up: as `RowLinear`.
+
+    As `nn.Conv1d(...)`, `nn.Conv2d(...)` or `nn.Conv3d(...)`, with the values that these have for the same seed.
+    """
+
+    def __init__(self, *args: Any, axis: On, style: Row | None = None, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self.become(type(self).__name__, axis_of(axis), style or Row())
+
+    def become(self, what: str, axis: Axis, style: Row) -> None:
+        """Divide what is an ordinary convolution so far."""
+        _check_groups(what, self)
+        self.axis, self.style = axis, style
+        shape = tuple(self.weight.shape)
+        self.sharding = Sharding((shape[0], self.in_channels, *shape[2:]), 1, (), style.units)
+        divide(what, self, "weight", axis, self.sharding)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Return all channels, of whole images or of this rank's part of the sequence."""
+        axis, sequence, channels = self.axis, self.style.sequence, _channels(self)
+        if self.style.split:
+            x = moved(x, axis, moves.scatter(channels, self.sharding.lengths(axis.size)))
+        check_inputs(self, x, self.weight.shape[1], channels)
+        part = self._conv_forward(x, self.weight, None)
+        out = moved(part, axis, REDUCE if sequence is None else moves.reduce_scatter(sequence))
+        if self.bias is None:
+            return out
+        # Of a divided sequence each rank has a part of the bias' gradient.
+        bias = self.bias if sequence is None else copy(self.bias, axis)
+        return out + bias.to(out.dtype).reshape(-1, *(1,) * (-1 - channels))
+
+    def extra_repr(self) -> str:
+        """Say what is divided."""
+        plain: str = super().extra_repr()  # type: ignore[no-untyped-call]
+        return f"{plain}, {self.style}, {self.axis!r}"
+
+
+class ColumnConv1d(ColumnConv, nn.Conv1d):
+    """See `ColumnConv`. x: (batch, channels, length), or without the batch."""
+
+
+class ColumnConv2d(ColumnConv, nn.Conv2d):
+    """See `ColumnConv`. x: (batch, channels, height, width), or without the batch."""
+
+
+class ColumnConv3d(ColumnConv, nn.Conv3d):
+    """See `ColumnConv`. x: (batch, channels, depth, height, width), or without the batch."""
+
+
+class RowConv1d(RowConv, nn.Conv1d):
+    """See `RowConv`. x: (batch, this rank's channels, length), or without the batch."""
+
+
+class RowConv2d(RowConv, nn.Conv2d):
+    """See `RowConv`. x: (batch, this rank's channels, height, width), or without the batch."""
+
+
+class RowConv3d(RowConv, nn.Conv3d):
+    """See `RowConv`. x: (batch, this rank's channels, depth, height, width), or without the batch."""
+
+
+def _channels(module: _ConvNd) -> int:
+    """Return the dimension of channels, from the end."""
+    return -1 - len(module.kernel_size)
+
+
+def _check_groups(what: str, module: _ConvNd) -> None:
+    if module.groups != 1:
+        raise UsageError(f"{what}: a convolution with groups={module.groups} cannot be divided: leave it whole")

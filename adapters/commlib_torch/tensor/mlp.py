@@ -1,0 +1,68 @@
+"""ParallelMLP: two linear layers and what is between them, divided from the start."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from commlib.errors import UsageError
+from commlib.tensor.styles import Column, Row
+from commlib_torch.tensor.linear import ColumnLinear, RowLinear
+from commlib_torch.tensor.moves import On, axis_of
+
+Activation = Callable[[Tensor], Tensor]
+
+_ACTIVATIONS: dict[str, Activation] = {
+    "elu": F.elu, "gelu": F.gelu, "leaky_relu": F.leaky_relu, "mish": F.mish, "relu": F.relu, "selu": F.selu,
+    "sigmoid": F.sigmoid, "silu": F.silu, "softplus": F.softplus, "tanh": F.tanh,
+}  # fmt: skip
+
+
+class ParallelMLP(nn.Module):
+    """A linear layer to `hidden` features, an activation, and a linear layer back, divided among the ranks of an axis.
+
+    x: (..., width), whole on every rank, or divided along the dimension `sequence`, as the output is then. gated: the
+    activation of one half of 2 * hidden features times the other half. activation: its name, or a function that looks
+    at one element at a time. On an axis of one rank it is the unsharded layer, and for the same seed it has the same
+    values on any number of ranks.
+    """
+
+    def __init__(
+        self,
+        width: int,
+        hidden: int,
+        axis: On,
+        *,
+        gated: bool = False,
+        activation: str | Activation = "gelu",
+        sequence: int | None = None,
+        bias: bool = True,
+        **kwargs: Any,
+    ) -> None:
+        super().__init__()
+        self.axis, self.gated, self.activation = axis_of(axis), gated, _activation(activation)
+        columns = Column(parts=2 if gated else 1, sequence=sequence)
+        self.up = ColumnLinear(width, (1 + gated) * hidden, self.axis, bias, style=columns, **kwargs)
+        self.down = RowLinear(hidden, width, self.axis, bias, style=Row(sequence=sequence), **kwargs)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Return the output."""
+        inside: Tensor = self.up(x)
+        if self.gated:
+            gate, up = inside.chunk(2, -1)
+            inside = self.activation(gate) * up
+        else:
+            inside = self.activation(inside)
+        out: Tensor = self.down(inside)
+        return out
+
+
+def _activation(given: str | Activation) -> Activation:
+    if callable(given):
+        return given
+    if given not in _ACTIVATIONS:
+        raise UsageError(f"ParallelMLP: activation {given!r}, expected a function, or one of {', '.join(_ACTIVATIONS)}")
+    return _ACTIVATIONS[given]

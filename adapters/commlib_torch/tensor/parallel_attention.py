@@ -1,0 +1,84 @@
+"""ParallelAttention: self-attention that is divided by heads from the start."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from torch import Tensor, nn
+
+from commlib.errors import UsageError
+from commlib.tensor.styles import Column, Row
+from commlib_torch.tensor._heads import attended
+from commlib_torch.tensor.linear import ColumnLinear, RowLinear
+from commlib_torch.tensor.moves import On, axis_of, copy
+
+
+class ParallelAttention(nn.Module):
+    """Self-attention of `heads` heads, which are divided among the ranks of an axis.
+
+    x: (batch, tokens, width), whole on every rank, or divided along the dimension `sequence`, as the output is then.
+    kv_heads: how many heads K and V have, by default as many; each serves as many neighbouring ones of Q. Q, K and V
+    are one weight. dropout: of the weights of attention. On an axis of one rank it is the unsharded layer, and for the
+    same seed it has the same values on any number of ranks. Raises UsageError for numbers that do not go up.
+    """
+
+    def __init__(
+        self,
+        width: int,
+        heads: int,
+        axis: On,
+        *,
+        kv_heads: int | None = None,
+        causal: bool = False,
+        bias: bool = True,
+        dropout: float = 0.0,
+        sequence: int | None = None,
+        **kwargs: Any,
+    ) -> None:
+        super().__init__()
+        self.axis, self.heads, self.kv_heads = axis_of(axis), heads, heads if kv_heads is None else kv_heads
+        if heads < 1 or width % heads or self.kv_heads < 1 or heads % self.kv_heads:
+            raise UsageError(
+                f"ParallelAttention: width {width}, {heads} heads, {self.kv_heads} of K and V: each must be a multiple "
+                "of the next"
+            )
+        if not 0 <= dropout < 1:
+            raise UsageError(f"ParallelAttention: dropout is {dropout}, expected at least 0, and less than 1")
+        self.causal, self.dropout, self.head_width = causal, dropout, width // heads
+        parts = (width, *(self.kv_heads * self.head_width,) * 2)
+        columns = Column(parts=parts, units=self.kv_heads, sequence=sequence)
+        rows = Row(units=self.kv_heads, sequence=sequence)
+        self.qkv = ColumnLinear(width, sum(parts), self.axis, bias, style=columns, **kwargs)
+        self.out = RowLinear(width, width, self.axis, bias, style=rows, **kwargs)
+
+    def forward(self, x: Tensor, mask: Tensor | None = None) -> Tensor:
+        """Return the output. mask: as that of F.scaled_dot_product_attention, of whole sequences and all heads."""
+        kv = self.qkv.sharding.spans(self.axis.rank, self.axis.size)[1]
+        groups, first = (kv[1] - kv[0]) // self.head_width, (kv[0] - self.heads * self.head_width) // self.head_width
+        each = self.heads // self.kv_heads
+        own = groups * each
+        found = self.qkv(x).unflatten(-1, (-1, self.head_width)).transpose(-3, -2)
+        q, k, v = found.split((own, groups, groups), -3)
+        if mask is not None:
+            mask = self._own(mask, first * each, own)
+        rate = self.dropout if self.training else 0.0
+        out = attended(q, k, v, mask, rate, self.causal, self.axis)
+        result: Tensor = self.out(out.transpose(-3, -2).flatten(-2))
+        return result
+
+    def _own(self, mask: Tensor, first: int, heads: int) -> Tensor:
+        """Return the mask of this rank's heads."""
+        if mask.requires_grad:  # it serves the heads of all ranks
+            mask = copy(mask, self.axis)
+        if mask.dim() < 3 or mask.shape[-3] == 1:
+            return mask
+        if mask.shape[-3] != self.heads:
+            raise UsageError(
+                f"ParallelAttention: a mask of shape {list(mask.shape)}, expected {self.heads} heads or 1 before the "
+                "last two dimensions"
+            )
+        return mask.narrow(-3, first, heads)
+
+    def extra_repr(self) -> str:
+        """Say what it is made of."""
+        return f"heads={self.heads}, kv_heads={self.kv_heads}, causal={self.causal}, {self.axis!r}"

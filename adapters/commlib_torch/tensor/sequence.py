@@ -1,0 +1,128 @@
+"""Layers between divided ones: norms and dropout on shards, and whole layers whose output goes into divided ones."""
+
+from __future__ import annotations
+
+from functools import cache
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from commlib.errors import UsageError
+from commlib.functional.axis import Axis
+from commlib.tensor.styles import Replicate, Sequence
+from commlib_torch._uncompiled import uncompiled
+from commlib_torch.tensor.moves import copy
+from commlib_torch.tensor.streams import divided
+
+_MIXING = (nn.modules.batchnorm._NormBase, nn.GroupNorm, nn.LocalResponseNorm)
+"""Layers without weights, perhaps, whose outputs depend on several positions of a sequence."""
+
+
+class SequenceLayerNorm(nn.LayerNorm):
+    """A LayerNorm of a shard of a sequence: weights are whole, and the ranks' parts of their gradient are added."""
+
+    def become(self, what: str, axis: Axis, style: Sequence) -> None:
+        """Take shards instead of whole sequences."""
+        self.axis, self.style = axis, style
+        _check_features(what, self.normalized_shape, style.dim)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Return the norm of a shard."""
+        _check_features(type(self).__name__, self.normalized_shape, self.style.dim, x.dim())
+        weight, bias = _copied(self.axis, self.weight, self.bias)
+        return F.layer_norm(x, self.normalized_shape, weight, bias, self.eps)
+
+
+class SequenceRMSNorm(nn.RMSNorm):
+    """An RMSNorm of a shard of a sequence: weights are whole, and the ranks' parts of their gradient are added."""
+
+    def become(self, what: str, axis: Axis, style: Sequence) -> None:
+        """Take shards instead of whole sequences."""
+        self.axis, self.style = axis, style
+        _check_features(what, self.normalized_shape, style.dim)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Return the norm of a shard."""
+        _check_features(type(self).__name__, self.normalized_shape, self.style.dim, x.dim())
+        weight, _ = _copied(self.axis, self.weight, None)
+        return F.rms_norm(x, list(self.normalized_shape), weight, self.eps)
+
+
+class OnShards(nn.Module):
+    """A layer without weights, such as dropout, that draws other random numbers on each rank in training."""
+
+    def become(self, what: str, axis: Axis, style: Sequence) -> None:
+        """Take shards instead of whole tensors."""
+        self.axis, self.style = axis, style
+        names = [name for name, _ in (*self.named_parameters(), *self.named_buffers())]
+        if names or isinstance(self, _MIXING):
+            why = f"has {', '.join(names)}" if names else "looks at a whole sequence"
+            raise UsageError(
+                f"plan: {what} {why}: Sequence is for LayerNorm, RMSNorm, and layers without weights or statistics "
+                "that look at each position by itself"
+            )
+
+    @uncompiled
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        """Return what the layer makes of a shard."""
+        if not self.training:
+            return super().forward(*args, **kwargs)
+        given = next((x for x in (*args, *kwargs.values()) if isinstance(x, Tensor)), None)
+        with divided(self.axis, "cpu" if given is None else given.device):
+            return super().forward(*args, **kwargs)
+
+
+class IntoSharded(nn.Module):
+    """A whole layer whose output is used by what is divided: the ranks' parts of its gradient are added."""
+
+    def become(self, what: str, axis: Axis, style: Replicate) -> None:
+        """Add the gradients of the output."""
+        self.axis, self.style = axis, style
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        """Return what the layer gives."""
+        return _into_sharded(super().forward(*args, **kwargs), self.axis)
+
+
+@cache
+def mixed(kind: type[nn.Module], plain: type[nn.Module]) -> type[nn.Module]:
+    """Return a class of modules that are `plain`, with the forward of `kind` around theirs."""
+    return type(f"{kind.__name__}{plain.__name__}", (kind, plain), {"__doc__": plain.__doc__})
+
+
+def _into_sharded(found: Any, axis: Axis) -> Any:
+    if isinstance(found, Tensor):
+        return copy(found, axis) if found.is_floating_point() else found
+    if isinstance(found, dict):
+        return {key: _into_sharded(value, axis) for key, value in found.items()}
+    if isinstance(found, list | tuple) and type(found) in (list, tuple):
+        return type(found)(_into_sharded(value, axis) for value in found)
+    if found is None:
+        return None
+    raise UsageError(
+        f"Replicate(into_sharded=True): a layer gave a {type(found).__name__}, expected tensors, alone or in tuples, "
+        "lists and dicts: call commlib_torch.tensor.copy on its tensors yourself"
+    )
+
+
+def _copied(axis: Axis, weight: Tensor | None, bias: Tensor | None) -> tuple[Tensor | None, Tensor | None]:
+    """Return both as they are; their gradients are added up by one small reduction."""
+    if axis.size == 1 or weight is None:
+        return weight, bias
+    if bias is None:
+        return copy(weight, axis), None
+    both = copy(torch.stack((weight, bias)), axis)
+    return both[0], both[1]
+
+
+def _check_features(what: str, features: tuple[int, ...], dim: int, dims: int | None = None) -> None:
+    """Raise UsageError if the dimension that is divided is one of those that a norm looks at as a whole."""
+    if dim >= 0 and dims is None:
+        return  # until there is an input
+    if (dim if dims is None or dim < 0 else dim - dims) >= -len(features):
+        raise UsageError(
+            f"{what}: Sequence(dim={dim}), but this is a norm over the last {len(features)} dimensions, and would see "
+            "a part of them: gather the features first"
+        )

@@ -1,0 +1,261 @@
+"""Embeddings, logits and their loss, divided by words: beside plain ones."""
+
+from __future__ import annotations
+
+import copy
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+import commlib
+from commlib.errors import UsageError
+from commlib.schedule.layout import even
+from commlib.tensor import Column, Plan, Row, Vocabulary
+from commlib_torch.tensor import (
+    ColumnEmbedding,
+    VocabularyEmbedding,
+    VocabularyLinear,
+    parallelize,
+    vocabulary_cross_entropy,
+)
+from tests.torch_adapter.dividing import Pair, assert_equal, check, own_head, pair, random
+
+WORDS = 11
+
+
+@pytest.fixture(scope="module")
+def tp(comm):
+    return commlib.Mesh(tp=comm.size)["tp"]
+
+
+def words(*shape: int, seed: int = 0, most: int = WORDS) -> torch.Tensor:
+    return torch.randint(0, most, shape, generator=torch.Generator().manual_seed(seed))
+
+
+@pytest.mark.parametrize("padding", [None, 0, 4, -1])
+def test_an_embedding_by_words(tp, padding):
+    for style, part in ((Vocabulary(), lambda whole: whole), (Vocabulary(sequence=1), own_head(tp, 1))):
+        found = pair(tp, lambda: nn.Embedding(WORDS, 5, padding_idx=padding), {"": style})
+        for shape in ((3, 7), (2, 2), (4, 1)):
+            check(tp, found, words(*shape), part=part)
+    found = pair(tp, lambda: nn.Embedding(WORDS, 5, padding_idx=padding), {"": Vocabulary()})
+    check(tp, found, words(9))
+    check(tp, found, words(0))
+    check(tp, found, torch.tensor(WORDS - 1))
+    check(tp, found, words(3, 2).int())
+
+
+def test_an_embedding_by_features(tp):
+    for style, part in (
+        (Column(), own_head(tp)),
+        (Column(gather=True), lambda whole: whole),
+        (Column(parts=(4, 5), gather=True), lambda whole: whole),
+    ):
+        check(tp, pair(tp, lambda: nn.Embedding(WORDS, 9, padding_idx=2), {"": style}), words(3, 7), part=part)
+    found = pair(tp, lambda: nn.Embedding(WORDS, 9, scale_grad_by_freq=True), {"": Column(gather=True, sequence=1)})
+    check(tp, found, words(3, 7), shards=1)
+
+
+def test_norms_of_words(tp):
+    """max_norm changes the rows that are looked up, and no others."""
+    found = pair(tp, lambda: nn.Embedding(WORDS, 5, max_norm=0.5), {"": Vocabulary()})
+    asked = torch.tensor([1, 1, WORDS - 1])
+    assert_equal(found.divided(asked), found.plain(asked))
+    check(tp, found, asked)
+    every = torch.arange(WORDS)
+    assert_equal(found.divided(every), found.plain(every))
+
+
+def test_layers_made_divided(tp):
+    made: list[tuple[Any, Any, torch.Tensor]] = [
+        (lambda: nn.Embedding(WORDS, 5), lambda: VocabularyEmbedding(WORDS, 5, tp), words(4)),
+        (lambda: nn.Embedding(WORDS, 5), lambda: ColumnEmbedding(WORDS, 5, tp, style=Column(gather=True)), words(4)),
+        (lambda: nn.Linear(5, WORDS), lambda: VocabularyLinear(5, WORDS, tp, style=Vocabulary(gather=True)),
+         random(4, 5).float()),
+    ]  # fmt: skip
+    for plain, divided, x in made:
+        torch.manual_seed(2)
+        expected = plain()(x)
+        torch.manual_seed(2)
+        torch.testing.assert_close(divided()(x), expected)
+
+
+class Language(nn.Module):
+    """An embedding and the logits that share its weight."""
+
+    def __init__(self, tied: bool = True):
+        super().__init__()
+        self.table, self.up, self.down = nn.Embedding(WORDS, 6), nn.Linear(6, 8), nn.Linear(8, 6)
+        self.head = nn.Linear(6, WORDS, bias=not tied)
+        if tied:
+            self.head.weight = self.table.weight
+
+    def forward(self, x):
+        x = self.table(x)
+        return self.head(x + self.down(self.up(x).tanh()))
+
+
+def plan_of(sequence: int | None = None, gather: bool = False) -> Plan:
+    return {
+        "table": Vocabulary(sequence=sequence), "up": Column(sequence=sequence), "down": Row(sequence=sequence),
+        "head": Vocabulary(sequence=sequence, gather=gather),
+    }  # fmt: skip
+
+
+@pytest.mark.parametrize("tied", [False, True])
+@pytest.mark.parametrize("sequence", [None, 1])
+def test_logits(tp, tied, sequence):
+    found = pair(tp, lambda: Language(tied), plan_of(sequence))
+    check(tp, found, words(3, 5), part=own_head(tp))
+    check(tp, pair(tp, lambda: Language(tied), plan_of(sequence, gather=True)), words(3, 5))
+    if tied:
+        assert found.divided.head.weight is found.divided.table.weight
+        again = copy.deepcopy(found.divided)
+        assert again.head.weight is again.table.weight
+        check(tp, Pair(found.plain, again), words(3, 5), part=own_head(tp))
+
+
+@pytest.mark.parametrize("sequence", [None, 1])
+@pytest.mark.parametrize("optimizer", [torch.optim.SGD, torch.optim.Adam])
+def test_training_with_an_optimizer_made_before(tp, optimizer, sequence):
+    """Losses of a plain model and a divided one, step after step, with tied weights."""
+    plain = pair(tp, Language, plan_of()).plain
+    divided = copy.deepcopy(plain)
+    losses: list[list[torch.Tensor]] = []
+    for model, is_divided in ((plain, False), (divided, True)):
+        steps = optimizer(model.parameters(), lr=0.05)
+        if is_divided:
+            parallelize(model, tp, plan_of(sequence))
+        losses.append([])
+        for step in range(4):
+            x, y = words(3, 5, seed=step), words(3, 5, seed=100 + step)
+            y[0, :2] = -100
+            logits = model(x)
+            loss = (
+                vocabulary_cross_entropy(logits, y, tp, label_smoothing=0.1, vocabulary=WORDS)
+                if is_divided
+                else F.cross_entropy(logits.flatten(0, 1), y.flatten(), label_smoothing=0.1)
+            )
+            steps.zero_grad()
+            loss.backward()
+            steps.step()
+            losses[-1].append(loss.detach())
+    assert_equal(torch.stack(losses[1]), torch.stack(losses[0]), tolerance=1e-11)
+
+
+@pytest.mark.parametrize("reduction", ["mean", "sum", "none"])
+@pytest.mark.parametrize("smoothing", [0.0, 0.2])
+@pytest.mark.parametrize("shape", [(), (5,), (2, 3), (0,)])
+def test_cross_entropy(tp, shape, smoothing, reduction):
+    target = words(*shape, seed=3)
+    if len(shape) == 2:
+        target[0, 1], target[1, 2] = 7, 7
+    whole, options = random(*shape, WORDS) * 30, {"label_smoothing": smoothing, "reduction": reduction}
+    whole[..., 2] = 0 if smoothing else -torch.inf
+    target = torch.where(target == 2, 3, target)
+    plain = whole.clone().requires_grad_()
+    expected = F.cross_entropy(
+        plain.reshape(-1, WORDS),
+        target.reshape(-1),
+        ignore_index=7,
+        **options,
+    )
+    if reduction == "none":
+        expected = expected.reshape(shape)
+    own = own_head(tp)(whole).clone().requires_grad_()
+    got = vocabulary_cross_entropy(own, target, tp, ignore_index=7, **options)
+    torch.testing.assert_close(got, expected, rtol=1e-12, atol=1e-12, equal_nan=True)
+    factors = random(*expected.shape, seed=5)
+    (expected * factors).sum().backward()
+    (got * factors).sum().backward()
+    assert plain.grad is not None
+    torch.testing.assert_close(own.grad, own_head(tp)(plain.grad), rtol=0, atol=1e-14, equal_nan=True)
+
+
+def test_cross_entropy_of_nothing_is_nan(tp):
+    target = torch.full((3,), -100)
+    plain = random(3, WORDS).requires_grad_()
+    own = own_head(tp)(plain.detach()).clone().requires_grad_()
+    got = vocabulary_cross_entropy(own, target, tp)
+    assert got.isnan()
+    F.cross_entropy(plain, target).backward()
+    got.backward()
+    assert plain.grad is not None
+    torch.testing.assert_close(own.grad, own_head(tp)(plain.grad), equal_nan=True)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
+def test_cross_entropy_of_narrow_floats(tp, dtype):
+    whole = (random(6, WORDS) * 3).to(dtype)
+    plain = whole.float().clone().requires_grad_()
+    own = own_head(tp)(whole).clone().requires_grad_()
+    expected = F.cross_entropy(plain, words(6))
+    got = vocabulary_cross_entropy(own, words(6), tp)
+    assert got.dtype == torch.float32
+    torch.testing.assert_close(got, expected, rtol=1e-6, atol=1e-6)
+    expected.backward()
+    got.backward()
+    assert plain.grad is not None
+    assert own.grad is not None
+    assert own.grad.dtype == dtype
+    torch.testing.assert_close(own.grad, own_head(tp)(plain.grad).to(dtype), rtol=1e-2, atol=1e-6)
+
+
+def test_cross_entropy_twice(tp):
+    """Its gradient may be taken again where the graph is kept; there is none of that gradient."""
+    logits = own_head(tp)(random(4, WORDS)).clone().requires_grad_()
+    loss = vocabulary_cross_entropy(logits, words(4), tp)
+    first, second = (torch.autograd.grad(loss, logits, retain_graph=True)[0] for _ in range(2))
+    assert torch.equal(first, second)
+    with pytest.raises(UsageError, match="second gradient"):
+        torch.autograd.grad(loss, logits, create_graph=True)
+
+
+def test_what_does_not_fit_is_refused(tp):
+    cases: list[tuple[nn.Module, Any, str]] = [
+        (nn.Embedding(WORDS, 4, sparse=True), Vocabulary(), "sparse=True"),
+        (nn.Embedding(WORDS, 4, scale_grad_by_freq=True), Vocabulary(), "scale_grad_by_freq=True"),
+        (nn.Embedding(WORDS, 4), Vocabulary(gather=True), "for logits"),
+        (nn.Embedding(WORDS, 4, max_norm=1.0), Column(), "max_norm"),
+    ]
+    for module, style, said in cases:
+        with pytest.raises(UsageError, match=said):
+            parallelize(module, tp, {"": style})
+    table = parallelize(nn.Embedding(WORDS, 4), tp, {"": Vocabulary()})
+    for wrong in (-1, WORDS):
+        with pytest.raises(UsageError, match=f"word {wrong}, expected 0 to 10"):
+            table(torch.tensor([0, wrong]))
+    own = own_head(tp)(random(3, WORDS))
+    for target, options, said in [
+        (random(3), {}, "probabilities"),
+        (words(2), {}, "for a target of shape"),
+        (torch.tensor([0, 11, 1]), {}, "word 11, expected 0 to 10"),
+        (words(3), {"vocabulary": 12}, "expected vocabulary=12"),
+        (words(3), {"label_smoothing": 2.0}, "label_smoothing"),
+        (words(3), {"reduction": "all"}, "reduction"),
+    ]:
+        with pytest.raises(UsageError, match=said):
+            vocabulary_cross_entropy(own, target, tp, **options)  # type: ignore[arg-type]
+
+
+@pytest.mark.ranks(min=2)
+def test_tied_weights_need_one_style(tp):
+    with pytest.raises(UsageError, match="tied"):
+        parallelize(Language(), tp, {"table": Column(), "head": Vocabulary()})
+
+
+def test_own_words_only(tp):
+    """Each rank holds its words: uneven numbers of them, and no padding."""
+    table: Any = parallelize(nn.Embedding(WORDS, 4), tp, {"": Vocabulary()})
+    assert len(table.weight) == even(WORDS, tp.size).counts[tp.rank]
+
+
+def test_frozen_words(tp):
+    found = pair(tp, Language, plan_of())
+    for model in found:
+        model.table.weight.requires_grad_(False)
+    check(tp, found, words(2, 3), part=own_head(tp))
+    assert found.divided.table.weight.grad is None
