@@ -84,3 +84,22 @@ def picked(array: Array, ranges: Sequence[range], dim: int) -> Array:
     front = (slice(None),) * (dim % array.ndim)
     parts = [array[(*front, slice(part.start, part.stop))] for part in ranges]
     return np.concatenate(parts or [array[(*front, slice(0, 0))]], axis=dim)
+
+
+def position_ids(layout: Layout, rank: int, bounds: Sequence[int]) -> Array:
+    """Return the positions of a rank's tokens within their documents, as int64. bounds: see `document_bounds`."""
+    own = np.concatenate([np.arange(0), *(np.arange(part.start, part.stop) for part in layout.ranges(rank))])
+    starts = np.asarray(bounds, np.int64)
+    return np.asarray(own - starts[np.searchsorted(starts, own, "right") - 1], np.int64)
+
+
+def next_tokens(tokens: Array, bounds: Sequence[int], dim: int, ignore: int) -> Array:
+    """Return for each token the next one along `dim`, and `ignore` for the last one of each document.
+
+    To be taken of whole sequences, before they are divided. Unsigned integers become int64.
+    """
+    found = np.full(tokens.shape, ignore, np.int64 if tokens.dtype.kind == "u" else tokens.dtype)
+    rows = np.moveaxis(found, dim, 0)
+    rows[:-1] = np.moveaxis(tokens, dim, 0)[1:]
+    rows[[stop - 1 for stop in bounds[1:]]] = ignore
+    return found

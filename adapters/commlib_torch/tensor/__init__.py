@@ -1,5 +1,6 @@
-"""Tensor parallelism for PyTorch: moves, divided layers, and `parallelize` for plain models."""
+"""Tensor and context parallelism for PyTorch: moves, divided layers, `parallelize` for plain models, attention."""
 
+from commlib_torch.tensor import context
 from commlib_torch.tensor.linear import ColumnLinear, RowLinear
 from commlib_torch.tensor.moves import all_to_all, copy, gather, reduce, reduce_scatter, scatter
 from commlib_torch.tensor.parallelize import parallelize
@@ -8,6 +9,7 @@ __all__ = [
     "ColumnLinear",
     "RowLinear",
     "all_to_all",
+    "context",
     "copy",
     "gather",
     "parallelize",

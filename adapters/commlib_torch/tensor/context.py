@@ -1,4 +1,13 @@
-"""Context parallelism: attention over sequences that are divided among the ranks of an axis."""
+"""Context parallelism: attention over sequences that are divided among the ranks of an axis.
+
+from commlib_torch.tensor import context as cp
+
+for batch in cp.SequenceLoader(batches, mesh["cp"]):            # this rank's tokens, positions and next tokens
+    logits = model(batch["input_ids"], batch["position_ids"])   # with cp.attention(q, k, v, mesh["cp"], causal=True)
+    labels = batch["labels"]
+    loss = F.cross_entropy(logits.flatten(0, 1), labels.flatten(), reduction="sum")
+    cp.loss_mean(loss, (labels != -100).sum(), mesh["cp"]).backward()   # gradients: to be summed over the axis
+"""
 
 from __future__ import annotations
 
@@ -13,6 +22,9 @@ from commlib_torch._bridge import check, dtype_name
 from commlib_torch.tensor._by_heads import attention_by_heads
 from commlib_torch.tensor._ring import ring_attention
 from commlib_torch.tensor.moves import On, axis_of
+from commlib_torch.tensor.sequences import SequenceLoader, loss_mean, position_ids, shard_sequence, unshard_sequence
+
+__all__ = ["SequenceLoader", "attention", "loss_mean", "position_ids", "shard_sequence", "unshard_sequence"]
 
 
 def attention(
