@@ -1,7 +1,7 @@
-"""Tensor parallelism for PyTorch: moves, divided layers, and `parallelize` for plain models."""
+"""Tensor and context parallelism for PyTorch: moves, divided layers, `parallelize` for plain models, attention."""
 
 from commlib_torch._shards import shard_of
-from commlib_torch.tensor import streams
+from commlib_torch.tensor import context, streams
 from commlib_torch.tensor.attention import ColumnAttention
 from commlib_torch.tensor.conv import ColumnConv1d, ColumnConv2d, ColumnConv3d, RowConv1d, RowConv2d, RowConv3d
 from commlib_torch.tensor.cross_entropy import vocabulary_cross_entropy
@@ -32,6 +32,7 @@ __all__ = [
     "VocabularyEmbedding",
     "VocabularyLinear",
     "all_to_all",
+    "context",
     "copy",
     "gather",
     "gather_optimizer_state",
