@@ -15,7 +15,9 @@ are spelt as in Horovod (`allreduce`) have names, and run in any order.
 from commlib import __version__
 from commlib import horovod as _horovod
 from commlib.horovod import *
+from commlib.tensor import Column, Replicate, Row, Sequence, Vocabulary
 from commlib_torch import collectives as _collectives
+from commlib_torch import tensor
 from commlib_torch.broadcast import broadcast_optimizer_state, broadcast_parameters
 from commlib_torch.clip import clip_grad_norm_
 from commlib_torch.collectives import *
@@ -33,25 +35,51 @@ from commlib_torch.one_bit import OneBitAdam, OneBitLAMB
 from commlib_torch.optimizer import DistributedOptimizer
 from commlib_torch.pipeline import Pipeline, pipeline
 from commlib_torch.sync_batch_norm import SyncBatchNorm, convert_sync_batchnorm
+from commlib_torch.tensor import (
+    ParallelAttention,
+    ParallelMLP,
+    context,
+    gather_optimizer_state,
+    gather_state_dict,
+    load_optimizer_state,
+    parallelize,
+    streams,
+    vocabulary_cross_entropy,
+)
 
 __all__ = [
     "__version__",
+    "Column",
     "Compression",
     "DataParallel",
     "DistributedOptimizer",
     "GradScaler",
     "OneBitAdam",
     "OneBitLAMB",
+    "ParallelAttention",
+    "ParallelMLP",
     "Pipeline",
+    "Replicate",
+    "Row",
+    "Sequence",
     "SyncBatchNorm",
+    "Vocabulary",
     "broadcast_optimizer_state",
     "broadcast_parameters",
     "clip_grad_norm_",
+    "context",
     "convert_sync_batchnorm",
     "elastic",
+    "gather_optimizer_state",
+    "gather_state_dict",
     "join",
+    "load_optimizer_state",
+    "parallelize",
     "pipeline",
     "sparse_allreduce_async",
+    "streams",
+    "tensor",
+    "vocabulary_cross_entropy",
 ]
 __all__ += _horovod.__all__
 __all__ += _collectives.__all__

@@ -32,6 +32,22 @@ def test_a_pipeline_of_four_stages(mpirun, script):
     assert done.returncode == 0, done.stdout + done.stderr
 
 
+def test_sequences_divided_among_two_ranks(mpirun):
+    done = mpirun(2, [str(EXAMPLES / "gpt_torch.py"), "--cp", "2", "--tp", "1"], timeout=110)
+    assert done.returncode == 0, done.stdout + done.stderr
+
+
+PAIRS = ("", "--pp 2", "--cp 2", "--pp 2 --cp 2 --tp 1", "--cp 2 --tp 1", "--pp 2 --tp 1")
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("axes", PAIRS)
+@pytest.mark.parametrize("script", [name for name in SCRIPTS if name.startswith("gpt")])
+def test_a_mesh_of_four_ranks(mpirun, script, axes):
+    done = mpirun(4, [str(EXAMPLES / script), *axes.split()], timeout=300)
+    assert done.returncode == 0, done.stdout + done.stderr
+
+
 @pytest.mark.long  # the same script on what tests/tensorflow_adapter/test_keras_legacy.py tests
 def test_a_script_for_keras_on_keras_2(mpirun):
     done = mpirun(2, EXAMPLES / "horovod_keras.py", env={"TF_USE_LEGACY_KERAS": "1"}, timeout=110)
