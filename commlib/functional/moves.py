@@ -95,7 +95,7 @@ def _all_to_all(axis: Axis, move: Move, x: Array) -> tuple[Array, Move]:
     joined = move.joined or _asked(axis, x.shape[join])
     if len(joined) != axis.size or joined[axis.rank] != x.shape[join]:
         raise UsageError(f"{axis.comm.name}: all_to_all: shards of {joined}, got {x.shape} on rank {axis.rank}")
-    rest = x.size // max(1, x.shape[divide] * x.shape[join]) if x.size else 0
+    rest = math.prod(length for at, length in enumerate(x.shape) if at not in (divide, join))
     packed = np.empty(x.size, x.dtype)
     at, cuts = 0, uneven(lengths)
     for peer in range(axis.size):
