@@ -34,6 +34,11 @@ NO_XLA = (
     "which reduces the gradients. Leave jit_compile out, or compile the layers alone with tf.function(jit_compile=True)"
 )
 
+NO_XLA_DIVIDED = (
+    "jit_compile=True does not go with a model whose layers are divided among ranks: a function that XLA compiles "
+    "cannot call the host, which moves tensors between them. Pass jit_compile=False to compile()"
+)
+
 
 class ReducesBeforeClipping(DistributedKeras):
     """Reduces what `_clip_gradients` gets: once for each real update."""
@@ -142,6 +147,19 @@ def is_distributed(model: Any) -> bool:
     return any(isinstance(getattr(optimizer, "inner_optimizer", optimizer), Distributed) for optimizer in found)
 
 
+def never_compile(model: Any) -> None:
+    """Let a model whose layers call the host refuse XLA from now on."""
+    model._commlib_calls_host = True
+    _replace_in_keras()
+
+
+def _refusal(model: Any) -> str | None:
+    """Return why a model cannot be compiled by XLA; None if it can."""
+    if getattr(model, "_commlib_calls_host", False):
+        return NO_XLA_DIVIDED
+    return NO_XLA if is_distributed(model) else None
+
+
 def _replace_in_keras() -> None:
     replace(keras.optimizers.LossScaleOptimizer, "check_finite", _agreeing)
     for name, make in (("_resolve_auto_jit_compile", _resolving), ("jit_compile", _refusing)):
@@ -164,7 +182,7 @@ def _agreeing(original: Any) -> Any:
 def _resolving(original: Any) -> Any:
     @functools.wraps(original)
     def _resolve_auto_jit_compile(self: Any) -> bool:
-        return not is_distributed(self) and bool(original(self))
+        return _refusal(self) is None and bool(original(self))
 
     return _resolve_auto_jit_compile
 
@@ -174,8 +192,8 @@ def _refusing(original: Any) -> Any:
         return original.fget(self)
 
     def set_(self: Any, value: Any) -> None:
-        if value and is_distributed(self):
-            raise UsageError(NO_XLA)
+        if value and (why := _refusal(self)) is not None:
+            raise UsageError(why)
         original.fset(self, value)
 
     return property(get, set_, original.fdel, original.__doc__)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from typing import Any, Protocol
 
@@ -100,7 +101,7 @@ class Encoded:
 
     def all_gather_v(self, x: Array, lengths: Sequence[int]) -> Array:
         """Join arrays of some lengths along dimension 0."""
-        row = x.size // max(1, len(x)) if x.size else 0
+        row = math.prod(x.shape[1:])
         counts = [length * row for length in lengths]
         came = self._comm.all_gather_v(encode(self._codec, x))
         found = self._decoded(came, counts, x.dtype)
@@ -108,7 +109,7 @@ class Encoded:
 
     def reduce_scatter_v(self, x: Array, lengths: Sequence[int], *, out: Array) -> Array:
         """Add the arrays of all ranks; keep this rank's rows of the sum."""
-        row = x.size // max(1, len(x)) if x.size else 0
+        row = math.prod(x.shape[1:])
         own = lengths[self._comm.rank] * row
         came = self._exchanged(x.reshape(-1), [length * row for length in lengths], [own] * self._comm.size)
         parts = came.reshape(self._comm.size, own)

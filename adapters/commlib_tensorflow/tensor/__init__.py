@@ -1,17 +1,33 @@
 """Tensor parallelism for TensorFlow and Keras: moves, divided layers, and `parallelize` for plain models."""
 
-from commlib_tensorflow.tensor.dense import ColumnDense, RowDense
+from commlib_tensorflow.tensor.blocks import ParallelAttention, ParallelMLP
+from commlib_tensorflow.tensor.cross_entropy import VocabularyCrossEntropy, vocabulary_cross_entropy
+from commlib_tensorflow.tensor.dense import ColumnDense, RowDense, VocabularyDense
+from commlib_tensorflow.tensor.einsum import ColumnEinsumDense, RowEinsumDense
+from commlib_tensorflow.tensor.embedding import ColumnEmbedding, VocabularyEmbedding
 from commlib_tensorflow.tensor.moves import all_to_all, copy, gather, reduce, reduce_scatter, scatter
 from commlib_tensorflow.tensor.parallelize import parallelize
+from commlib_tensorflow.tensor.streams import dropout, seed
 
 __all__ = [
     "ColumnDense",
+    "ColumnEinsumDense",
+    "ColumnEmbedding",
+    "ParallelAttention",
+    "ParallelMLP",
     "RowDense",
+    "RowEinsumDense",
+    "VocabularyCrossEntropy",
+    "VocabularyDense",
+    "VocabularyEmbedding",
     "all_to_all",
     "copy",
+    "dropout",
     "gather",
     "parallelize",
     "reduce",
     "reduce_scatter",
     "scatter",
+    "seed",
+    "vocabulary_cross_entropy",
 ]

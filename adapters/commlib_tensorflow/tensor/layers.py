@@ -7,22 +7,52 @@ from typing import Any
 import keras
 
 from commlib.errors import UsageError
-from commlib.tensor.styles import Column, Replicate, Row, Style
-from commlib_tensorflow.tensor.dense import ColumnDense, RowDense
+from commlib.tensor.styles import Column, Replicate, Row, Sequence, Style, Vocabulary
+from commlib_tensorflow.tensor.attention import ColumnAttention
+from commlib_tensorflow.tensor.conv import ColumnConv, RowConv
+from commlib_tensorflow.tensor.dense import ColumnDense, RowDense, VocabularyDense
+from commlib_tensorflow.tensor.einsum import ColumnEinsumDense, RowEinsumDense
+from commlib_tensorflow.tensor.embedding import ColumnEmbedding, VocabularyEmbedding
+from commlib_tensorflow.tensor.sequence import (
+    IntoSharded,
+    OnShards,
+    SequenceLayerNormalization,
+    SequenceRMSNormalization,
+    mixed,
+)
+
+_CONVOLUTIONS = (keras.layers.Conv1D, keras.layers.Conv2D, keras.layers.Conv3D)
+_ATTENTION = (keras.layers.MultiHeadAttention, keras.layers.GroupQueryAttention)
 
 _LAYERS: dict[tuple[type, type[Style]], type] = {
     (keras.layers.Dense, Column): ColumnDense,
     (keras.layers.Dense, Row): RowDense,
+    (keras.layers.Dense, Vocabulary): VocabularyDense,
+    (keras.layers.EinsumDense, Column): ColumnEinsumDense,
+    (keras.layers.EinsumDense, Row): RowEinsumDense,
+    (keras.layers.Embedding, Column): ColumnEmbedding,
+    (keras.layers.Embedding, Vocabulary): VocabularyEmbedding,
+    (keras.layers.LayerNormalization, Sequence): SequenceLayerNormalization,
+    (keras.layers.RMSNormalization, Sequence): SequenceRMSNormalization,
+    **{(plain, Column): mixed(ColumnConv, plain) for plain in _CONVOLUTIONS},
+    **{(plain, Row): mixed(RowConv, plain) for plain in _CONVOLUTIONS},
+    **{(plain, Column): mixed(ColumnAttention, plain) for plain in _ATTENTION},
 }
 
 
-def find_layer(name: str, layer: Any, style: Style) -> type:
-    """Return the class that a layer becomes. Raises UsageError if none is known."""
+def find_layer(name: str, layer: Any, style: Style) -> Any:
+    """Return the class that a layer becomes, None if it stays what it is. Raises UsageError if none is known."""
+    plain: Any = type(layer)
+    if isinstance(style, Replicate) and not style.into_sharded:
+        return None
+    if hasattr(layer, "become"):
+        raise UsageError(f"plan: {name} is divided already, as {layer.style}")
+    if (found := _LAYERS.get((plain, type(style)))) is not None:
+        return found
     if isinstance(style, Replicate):
-        return type(layer)
-    for (plain, kind), found in _LAYERS.items():
-        if type(layer) is plain and isinstance(style, kind):
-            return found
+        return mixed(IntoSharded, plain)
+    if isinstance(style, Sequence):
+        return mixed(OnShards, plain)
     able = sorted({plain.__name__ for plain, kind in _LAYERS if isinstance(style, kind)})
     raise UsageError(
         f"plan: {name} is a {type(layer).__name__}, but {type(style).__name__} is for {', '.join(able) or 'no layer'}"

@@ -79,7 +79,9 @@ def moved(x: tf.Tensor, axis: Axis, move: Move, lengths: Any = None) -> tf.Tenso
             f"{move.name}: nothing orders the nodes of this graph, and ranks may run them in different orders: use a "
             "tf.function"
         )
-    move = _with_known_lengths(axis, move, x)
+    _check_dims(move, x)
+    if lengths is None:
+        move = _with_known_lengths(axis, move, x)
 
     def moving(x: tf.Tensor) -> tuple[tf.Tensor, Any]:
         if move.name == "copy":
@@ -116,6 +118,13 @@ def _told(move: Move, lengths: Array) -> Move:
         return move.known(given)
     half = len(given) // 2
     return move.known(given[half:], given[:half])
+
+
+def _check_dims(move: Move, x: tf.Tensor) -> None:
+    rank = x.shape.rank
+    for dim in () if rank is None or move.name in ("copy", "reduce") else (move.dim, move.join):
+        if not -rank <= dim < rank:
+            raise UsageError(f"{move.name}: a tensor of shape {x.shape} has no dimension {dim}")
 
 
 def _with_known_lengths(axis: Axis, move: Move, x: tf.Tensor) -> Move:

@@ -1,0 +1,91 @@
+"""Divided layers: what those of all kinds have in common, from the input to the output."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import keras
+import tensorflow as tf
+
+from commlib.errors import UsageError
+from commlib.functional.axis import Axis
+from commlib.tensor import moves
+from commlib.tensor.moves import COPY, REDUCE
+from commlib.tensor.sharding import Sharding
+from commlib.tensor.styles import Column
+from commlib_tensorflow.tensor.moves import copy, moved
+
+_ELEMENTWISE = frozenset((
+    "linear", "relu", "relu6", "leaky_relu", "elu", "selu", "celu", "gelu", "silu", "swish", "mish", "softplus",
+    "softsign", "sigmoid", "hard_sigmoid", "hard_silu", "hard_swish", "log_sigmoid", "tanh", "hard_tanh",
+    "tanh_shrink", "hard_shrink", "soft_shrink", "exponential", "squareplus", "threshold", "sparse_plus",
+))  # fmt: skip
+
+
+def entered(x: Any, axis: Axis, sequence: int | None) -> Any:
+    """Return the input of what divides its outputs: as it is, or gathered along the sequence."""
+    return moved(x, axis, COPY if sequence is None else moves.gather(sequence, partial=True))
+
+
+def gathered(out: Any, axis: Axis, sharding: Sharding, dim: int = -1) -> Any:
+    """Return the outputs of all ranks in the order of the whole, along a dimension."""
+    lengths = sharding.lengths(axis.size)
+    whole = moved(out, axis, moves.gather(dim, lengths=lengths))
+    if len(sharding.parts) < 2:
+        return whole
+    offsets = [sum(lengths[:rank]) for rank in range(axis.size)]
+    pieces = sharding.pieces(axis.size)
+    dim %= out.shape.rank
+    return tf.concat(
+        [
+            whole[(slice(None),) * dim + (slice(offsets[rank] + first, offsets[rank] + last),)]
+            for rank, first, last, _ in pieces
+        ],
+        dim,
+    )
+
+
+def added_up(part: Any, bias: Any, axis: Axis, sequence: int | None) -> Any:
+    """Return the sum over the ranks, whole or this rank's shard of it, and then the bias, once."""
+    x = moved(part, axis, REDUCE if sequence is None else moves.reduce_scatter(sequence))
+    if bias is None:
+        return x
+    # Of a divided sequence each rank has a part of the bias' gradient.
+    return x + tf.cast(bias if sequence is None else copy(bias, axis), x.dtype)
+
+
+def is_elementwise(activation: Any) -> bool:
+    """Return whether an activation of Keras looks at one element at a time. Those of users are taken to do so."""
+    name = getattr(activation, "__name__", "")
+    return getattr(keras.activations, name, None) is not activation or name in _ELEMENTWISE
+
+
+def check_elementwise(what: str, activation: Any, style: Column) -> None:
+    """Raise UsageError for an activation that looks at all outputs, of which a rank has a part."""
+    if not (style.gather or is_elementwise(activation)):
+        raise UsageError(
+            f"plan: {what}: its activation {keras.activations.serialize(activation)!r} needs all outputs: give "
+            "Column(gather=True), or make it a layer of its own behind a Row"
+        )
+
+
+def check_plain(what: str, layer: Any) -> None:
+    """Raise UsageError for a layer that is not built, or is changed in ways that do not go with being divided."""
+    if not layer.built:
+        raise UsageError(f"plan: {what} is not built: call the model once, or give it an Input")
+    if getattr(layer, "lora_enabled", False) or getattr(layer, "quantization_mode", None):
+        raise UsageError(f"plan: {what} has LoRA or is quantised: divide it before that")
+    layer.supports_jit = False
+
+
+def check_inputs(layer: Any, x: Any, dim: int) -> None:
+    """Raise UsageError unless the input is divided as the kernel is."""
+    whole, expected = layer.sharding.shape[layer.sharding.dim], layer.sharding.length(layer.axis.rank, layer.axis.size)
+    got = x.shape[dim]
+    if got in (expected, None):
+        return
+    hint = "this is the whole: give Row(split=True), or let a Column come before it"
+    raise UsageError(
+        f"{layer.name} on rank {layer.axis.rank} of {layer.axis.comm.name}: its input has length {got} along dimension "
+        f"{dim}, expected {expected} of {whole}: {hint if got == whole else 'give both the same units'}"
+    )

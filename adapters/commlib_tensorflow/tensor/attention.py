@@ -1,0 +1,90 @@
+"""Multi-head attention of Keras, its heads divided among the ranks of an axis."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from commlib.errors import UsageError
+from commlib.functional.axis import Axis
+from commlib.tensor import moves
+from commlib.tensor.styles import Column, Row
+from commlib_tensorflow.tensor._divided import check_plain, entered
+from commlib_tensorflow.tensor._masks import gathered_mask
+from commlib_tensorflow.tensor.einsum import ColumnEinsumDense, RowEinsumDense
+from commlib_tensorflow.tensor.moves import moved
+from commlib_tensorflow.tensor.streams import divide_streams
+
+
+class ColumnAttention:
+    """A `MultiHeadAttention` or `GroupQueryAttention` of Keras whose heads are divided, those of K and V as units.
+
+    Each rank has some heads of all projections, and adds its part of the output. Arguments and results are Keras'.
+    Inputs are whole on every rank, or divided along `sequence` of the style; so is the output. Masks that are given are
+    those of whole sequences; those that Keras sends along with tensors are divided as these are. Scores that are
+    returned are those of all heads.
+    """
+
+    def become(self: Any, what: str, axis: Axis, style: Column) -> None:
+        """Divide what is ordinary attention so far."""
+        check_plain(what, self)
+        heads = getattr(self, "num_key_value_heads", None) or self.num_heads
+        if style.gather or style.parts != 1 or style.units not in (0, heads):
+            raise UsageError(
+                f"plan: {what}: {style} for attention, whose units are its heads: give Column(sequence=...)"
+            )
+        self.divided_axis, self.style = axis, style
+        for name in ("query", "key", "value", "gate"):
+            if (dense := getattr(self, f"_{name}_dense", None)) is not None:
+                dense.__class__ = ColumnEinsumDense
+                dense.become(f"{what}/{name}", axis, Column(units=heads))
+                dense.enters = False
+        self._output_dense.__class__ = RowEinsumDense
+        self._output_dense.become(f"{what}/attention_output", axis, Row(units=heads, sequence=style.sequence))
+        divide_streams(self._dropout_layer, axis)
+
+    def call(
+        self: Any,
+        query: Any,
+        value: Any,
+        key: Any = None,
+        query_mask: Any = None,
+        value_mask: Any = None,
+        key_mask: Any = None,
+        **kwargs: Any,
+    ) -> Any:
+        """Return the output, and with `return_attention_scores` the scores of all heads."""
+        axis, sequence = self.divided_axis, self.style.sequence
+        moves_of: dict[int, Any] = {}  # one for each tensor that comes, however often it does
+        given = [query, value, value if key is None else key]
+        inside = []
+        for x in given:
+            if id(x) not in moves_of:
+                moves_of[id(x)] = entered(x, axis, sequence)
+            inside.append(moves_of[id(x)])
+        masks = {}
+        for name, x, mask in zip(("query", "value", "key"), given, (query_mask, value_mask, key_mask), strict=True):
+            if id(mask) not in moves_of:
+                moves_of[id(mask)] = gathered_mask(mask, axis, sequence, len(x.shape))
+            masks[f"{name}_mask"] = moves_of[id(mask)]
+        _set_mask(inside[0], masks["query_mask"])  # where Keras' MultiHeadAttention looks for it
+        found = super().call(*inside, **masks, **kwargs)  # type: ignore[misc]
+        output, *scores = found if isinstance(found, tuple) else (found,)
+        if query_mask is not None:
+            _set_mask(output, query_mask)
+        if not scores:
+            return output
+        heads = -2 * len(getattr(self, "_attention_axes", (1,))) - 1
+        whole = moved(scores[0], axis, moves.gather(heads, lengths=_heads(self)))
+        return output, whole
+
+
+def _heads(layer: Any) -> tuple[int, ...]:
+    """Return how many heads of the query each rank has."""
+    return tuple(layer._query_dense.sharding.lengths(layer.divided_axis.size))
+
+
+def _set_mask(x: Any, mask: Any) -> None:
+    """Let a tensor have a mask, as Keras does."""
+    if mask is None:
+        return
+    x._keras_mask = mask

@@ -1,0 +1,161 @@
+"""Parallel blocks: attention and the feed-forward part of a transformer as layers that are divided from the start."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import keras
+import tensorflow as tf
+
+from commlib.errors import UsageError
+from commlib.schedule.layout import even
+from commlib.tensor.styles import Column, Row
+from commlib_tensorflow.tensor._divided import is_elementwise
+from commlib_tensorflow.tensor.dense import ColumnDense, RowDense
+from commlib_tensorflow.tensor.moves import On, axis_of
+from commlib_tensorflow.tensor.streams import dropout
+
+
+class ParallelAttention(keras.layers.Layer):  # type: ignore[misc]  # Keras has no types
+    """Self-attention whose heads are divided: one fused layer for Q, K and V, and one for the output.
+
+    width: of inputs and outputs, (batch, sequence, width). kv_heads: how many heads K and V have, each for as many
+    heads of Q; the ranks divide these. causal: no position sees a later one. dropout: of the attention weights in
+    training. sequence: the dimension along which inputs and outputs are divided, None for whole ones. On an axis of one
+    rank it is the layer that is not divided. Raises UsageError for sizes that do not fit.
+    """
+
+    def __init__(
+        self,
+        width: int,
+        heads: int,
+        axis: On,
+        *,
+        kv_heads: int | None = None,
+        causal: bool = False,
+        bias: bool = True,
+        dropout: float = 0.0,
+        sequence: int | None = None,
+        **kwargs: Any,
+    ) -> None:
+        super().__init__(**kwargs)
+        shared, units = axis_of(axis), kv_heads or heads
+        if width % heads or heads % units:
+            raise UsageError(
+                f"ParallelAttention: width={width}, heads={heads}, kv_heads={units}: expected a width that is a "
+                "multiple of the heads, and these one of kv_heads"
+            )
+        self.supports_jit = False
+        self.width, self.features, self.groups = width, width // heads, heads // units
+        self.causal, self.dropout = causal, dropout
+        self.divided_axis = shared
+        self.local = even(units, shared.size).counts[shared.rank]
+        parts = (width, units * self.features, units * self.features)
+        self.qkv = ColumnDense(
+            sum(parts),
+            shared,
+            style=Column(parts=parts, units=units, sequence=sequence),
+            use_bias=bias,
+            dtype=self.dtype_policy,
+            name="qkv",
+        )
+        self.output_dense = RowDense(
+            width,
+            shared,
+            features=width,
+            style=Row(units=units, sequence=sequence),
+            use_bias=bias,
+            dtype=self.dtype_policy,
+            name="output",
+        )
+        self.seed_generator = keras.random.SeedGenerator()
+
+    def build(self, input_shape: Any) -> None:
+        """Make the weights. Collective."""
+        _check_width(self, input_shape)
+        self.qkv.build(input_shape)
+        self.output_dense.build(input_shape)
+
+    def call(self, inputs: Any, attention_mask: Any = None, training: Any = None) -> Any:
+        """Return the output. attention_mask: booleans (batch, 1, sequence, sequence) or of such, True where to look."""
+        qkv = self.qkv(inputs)
+        shape = tf.shape(qkv)[:2]
+        sizes = [self.local * self.groups * self.features, *[self.local * self.features] * 2]
+        q, k, v = (
+            tf.reshape(x, tf.concat([shape, [self.local, -1, self.features]], 0)) for x in tf.split(qkv, sizes, -1)
+        )
+        # b: batch, t and s: positions, h: heads of K and V, g: the heads of Q for each, d: features
+        scores = tf.einsum("bthgd,bshd->bhgts", q / math.sqrt(self.features), k[:, :, :, 0])
+        weights = self._softmax(scores, attention_mask)
+        if training:
+            weights = dropout(weights, self.dropout, self.seed_generator, self.divided_axis)
+        out = tf.einsum("bhgts,bshd->bthgd", weights, v[:, :, :, 0])
+        return self.output_dense(tf.reshape(out, tf.concat([shape, [sizes[0]]], 0)))
+
+    def _softmax(self, scores: Any, mask: Any) -> Any:
+        wide = tf.cast(scores, tf.float64 if scores.dtype == tf.float64 else tf.float32)
+        if self.causal:
+            wide = tf.where(tf.linalg.band_part(tf.ones(tf.shape(wide)[-2:], tf.bool), -1, 0), wide, wide.dtype.min)
+        if mask is not None:
+            wide = tf.where(tf.cast(mask, tf.bool)[:, :, tf.newaxis], wide, wide.dtype.min)
+        return tf.cast(tf.nn.softmax(wide), scores.dtype)
+
+    def compute_output_shape(self, input_shape: Any, attention_mask_shape: Any = None) -> Any:
+        """Return the shape of whole outputs."""
+        return input_shape
+
+
+class ParallelMLP(keras.layers.Layer):  # type: ignore[misc]  # Keras has no types
+    """The feed-forward part of a transformer, its hidden units divided: a layer divided by columns, one by rows.
+
+    width: of inputs and outputs, (..., width). gated: activation(gate) * up, which are one fused layer. sequence: the
+    dimension along which inputs and outputs are divided, None for whole ones. On an axis of one rank it is the layer
+    that is not divided. Raises UsageError for an activation that looks at all hidden units.
+    """
+
+    def __init__(
+        self,
+        width: int,
+        hidden: int,
+        axis: On,
+        *,
+        gated: bool = False,
+        activation: Any = "gelu",
+        sequence: int | None = None,
+        bias: bool = True,
+        **kwargs: Any,
+    ) -> None:
+        super().__init__(**kwargs)
+        shared = axis_of(axis)
+        self.supports_jit = False
+        self.width, self.gated, self.activation = width, gated, keras.activations.get(activation)
+        if not is_elementwise(self.activation):
+            raise UsageError(f"ParallelMLP: activation {activation!r} looks at all hidden units, which are divided")
+        common = {"use_bias": bias, "dtype": self.dtype_policy}
+        style = Column(parts=2 if gated else 1, sequence=sequence)
+        self.up = ColumnDense(hidden * (2 if gated else 1), shared, style=style, name="up", **common)
+        self.down = RowDense(width, shared, features=hidden, style=Row(sequence=sequence), name="down", **common)
+
+    def build(self, input_shape: Any) -> None:
+        """Make the weights. Collective."""
+        _check_width(self, input_shape)
+        self.up.build(input_shape)
+        self.down.build(input_shape)
+
+    def call(self, inputs: Any) -> Any:
+        """Return the output."""
+        x = self.up(inputs)
+        if not self.gated:
+            return self.down(self.activation(x))
+        gate, up = tf.split(x, 2, -1)
+        return self.down(self.activation(gate) * up)
+
+    def compute_output_shape(self, input_shape: Any) -> Any:
+        """Return the shape of whole outputs."""
+        return input_shape
+
+
+def _check_width(layer: Any, shape: Any) -> None:
+    if shape[-1] != layer.width:
+        raise UsageError(f"{type(layer).__name__}: its input has {shape[-1]} features, expected width={layer.width}")

@@ -1,0 +1,106 @@
+"""Convolutions that are divided among the ranks of an axis, by their output or input channels."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import keras
+import tensorflow as tf
+
+from commlib.errors import UsageError
+from commlib.functional.axis import Axis
+from commlib.tensor import moves
+from commlib.tensor.sharding import Sharding, parts_of
+from commlib.tensor.styles import Column, Row
+from commlib_tensorflow._shards import divide
+from commlib_tensorflow.tensor._divided import (
+    added_up,
+    check_elementwise,
+    check_inputs,
+    check_plain,
+    entered,
+    gathered,
+)
+from commlib_tensorflow.tensor.moves import moved
+
+
+class ColumnConv:
+    """A convolution of Keras whose output channels (filters) are divided: as `ColumnDense`, for any image."""
+
+    def become(self: Any, what: str, axis: Axis, style: Column) -> None:
+        """Divide what is an ordinary convolution so far."""
+        _check(what, self)
+        check_elementwise(what, self.activation, style)
+        self.axis, self.style = axis, style
+        shape = tuple(self.kernel.shape)
+        parts = parts_of(what, style.parts, self.filters)
+        self.sharding = Sharding(shape, len(shape) - 1, parts, style.units)
+        divide(what, self._kernel, axis, self.sharding)
+        if self.bias is not None:
+            divide(what, self.bias, axis, Sharding(shape[-1:], 0, parts, style.units))
+
+    def call(self: Any, inputs: Any) -> Any:
+        """Return this rank's channels, or all of them."""
+        x = _convolved(self, entered(inputs, self.axis, self.style.sequence))
+        if self.bias is not None:
+            x = x + _along_channels(self, self.bias, x)
+        if self.style.gather:
+            x = gathered(x, self.axis, self.sharding, _channels(self))
+        return x if self.activation is None else self.activation(x)
+
+
+class RowConv:
+    """A convolution of Keras whose input channels are divided; outputs are added up: as `RowDense`, for any image."""
+
+    def become(self: Any, what: str, axis: Axis, style: Row) -> None:
+        """Divide what is an ordinary convolution so far."""
+        _check(what, self)
+        self.axis, self.style = axis, style
+        shape = tuple(self.kernel.shape)
+        self.sharding = Sharding(shape, len(shape) - 2, (), style.units)
+        divide(what, self._kernel, axis, self.sharding)
+        self.input_spec = keras.layers.InputSpec(min_ndim=self.rank + 2)
+
+    def call(self: Any, inputs: Any) -> Any:
+        """Return all channels, of whole images or of this rank's part of the sequence."""
+        axis, channels, x = self.axis, _channels(self), inputs
+        if self.style.split:
+            x = moved(x, axis, moves.scatter(channels, self.sharding.lengths(axis.size)))
+        check_inputs(self, x, channels)
+        bias = None if self.bias is None else _along_channels(self, self.bias, x)
+        x = added_up(_convolved(self, x), bias, axis, self.style.sequence)
+        return x if self.activation is None else self.activation(x)
+
+
+def _convolved(layer: Any, x: Any) -> Any:
+    """Return what Keras' own layer has before the bias, whatever the number of channels."""
+    padding = layer.padding
+    if padding == "causal":  # of 1-D convolutions: nothing comes from the future
+        before = layer.dilation_rate[0] * (layer.kernel_size[0] - 1)
+        places = [(0, 0), (before, 0), (0, 0)]
+        x, padding = tf.pad(x, places if _channels(layer) == -1 else [places[0], places[2], places[1]]), "valid"
+    return keras.ops.conv(
+        x,
+        layer.kernel,
+        strides=list(layer.strides),
+        padding=padding,
+        dilation_rate=layer.dilation_rate,
+        data_format=layer.data_format,
+    )
+
+
+def _along_channels(layer: Any, bias: Any, x: Any) -> Any:
+    after = layer.rank if _channels(layer) == 1 else 0
+    return tf.reshape(tf.cast(bias, x.dtype), [-1, *[1] * after])
+
+
+def _channels(layer: Any) -> int:
+    return -1 if layer.data_format == "channels_last" else 1
+
+
+def _check(what: str, layer: Any) -> None:
+    check_plain(what, layer)
+    if layer.groups != 1:
+        raise UsageError(
+            f"plan: {what}: a convolution with groups={layer.groups} cannot be divided: groups share no channels"
+        )

@@ -1,0 +1,158 @@
+"""Cross-entropy of logits that are divided by words: see `commlib.tensor.vocabulary` for the recipe."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import keras
+import numpy as np
+import tensorflow as tf
+
+from commlib.errors import UsageError
+from commlib.functional.axis import Axis
+from commlib.tensor.moves import REDUCE
+from commlib_tensorflow._bridge import Array, as_tensor
+from commlib_tensorflow._graph import Spec, call, no_autograph
+from commlib_tensorflow.tensor.moves import On, axis_of, moved
+
+_REDUCTIONS = ("mean", "sum", "none")
+
+
+@no_autograph
+def vocabulary_cross_entropy(
+    logits: Any,
+    target: Any,
+    axis: On,
+    *,
+    ignore_index: int = -100,
+    label_smoothing: float = 0.0,
+    reduction: str = "mean",
+    vocabulary: int | None = None,
+) -> tf.Tensor:
+    """Return the cross-entropy of logits whose words are divided among the ranks of an axis.
+
+    As that of PyTorch over the last dimension. logits: (..., this rank's words), of any floating dtype. target:
+    integers (...), words of the whole vocabulary, the same on every rank. vocabulary: the number of all words, if it is
+    to be checked. Returns a float32, or a float64 for such logits: the mean or sum over the rows that are not ignored
+    (nan for none), or with "none" that of each row (...), 0 where it is ignored.
+
+    Collective: two reductions of a few numbers for each row; none in the backward. Raises UsageError on all ranks.
+    """
+    logits, target = as_tensor(logits), as_tensor(target)
+    shared = axis_of(axis.comm if isinstance(axis, Axis) else axis)  # sums are not encoded, whatever the codec
+    _check(logits, target, label_smoothing, reduction)
+    wide = tf.cast(logits, tf.float64 if logits.dtype == tf.float64 else tf.float32)
+    words = wide.shape[-1]
+    x, rows = tf.reshape(wide, [-1, words]), tf.reshape(tf.cast(target, tf.int64), [-1])
+    is_ignored = rows == ignore_index
+    most, start, total = _shared_maximum(x, rows, ignore_index, shared, vocabulary)
+    # Whatever is subtracted, the loss is the same: this has no gradient.
+    x = x - tf.stop_gradient(most)[:, tf.newaxis]
+    is_own = (rows >= start) & (rows < start + words) & ~is_ignored
+    own = tf.where(is_own, rows - start, 0)
+    sums = [tf.reduce_sum(tf.exp(x), -1), tf.where(is_own, tf.gather(x, own, batch_dims=1), 0)]
+    if label_smoothing:
+        sums.append(tf.reduce_sum(x, -1))
+    said = tf.unstack(moved(tf.stack(sums), shared, REDUCE), num=len(sums))
+    losses = tf.math.log(said[0]) - (1 - label_smoothing) * said[1]
+    if label_smoothing:
+        losses -= label_smoothing / tf.cast(total, x.dtype) * said[2]
+    losses = tf.where(is_ignored, tf.zeros_like(losses), losses)
+    if reduction == "none":
+        return tf.reshape(losses, tf.shape(target))
+    whole = tf.reduce_sum(losses)
+    return whole if reduction == "sum" else whole / tf.cast(tf.reduce_sum(tf.cast(~is_ignored, tf.int64)), x.dtype)
+
+
+class VocabularyCrossEntropy(keras.losses.Loss):  # type: ignore[misc]  # Keras has no types
+    """The loss of a model whose logits are divided by words: as `SparseCategoricalCrossentropy(from_logits=True)`.
+
+    y_true: words (...), or (..., 1). y_pred: (..., this rank's words). ignore_index: as Keras' `ignore_class`, a word
+    whose rows count in no mean. Metrics of the model would see a part of the words.
+    """
+
+    def __init__(
+        self,
+        axis: On,
+        *,
+        ignore_index: int | None = None,
+        label_smoothing: float = 0.0,
+        vocabulary: int | None = None,
+        reduction: str = "sum_over_batch_size",
+        name: str = "vocabulary_cross_entropy",
+        dtype: Any = None,
+    ) -> None:
+        super().__init__(name=name, reduction=reduction, dtype=dtype)
+        self.divided_axis, self.ignore_index = axis_of(axis), ignore_index
+        self.label_smoothing, self.vocabulary = label_smoothing, vocabulary
+
+    def call(self, y_true: Any, y_pred: Any) -> Any:
+        """Return the loss of each row."""
+        if len(y_true.shape) == len(y_pred.shape) and y_true.shape[-1] == 1:
+            y_true = tf.squeeze(y_true, -1)
+        words = tf.cast(tf.round(y_true), tf.int64)  # Keras makes floats of them
+        losses = vocabulary_cross_entropy(
+            y_pred,
+            words,
+            self.divided_axis,
+            ignore_index=-100 if self.ignore_index is None else self.ignore_index,
+            label_smoothing=self.label_smoothing,
+            reduction="none",
+            vocabulary=self.vocabulary,
+        )
+        if self.ignore_index is not None:
+            losses._keras_mask = words != self.ignore_index  # where Keras looks for what counts in the mean
+        return losses
+
+
+def _shared_maximum(x: tf.Tensor, target: tf.Tensor, ignored: int, axis: Axis, vocabulary: int | None) -> Any:
+    """Return the largest logit of each row, this rank's first word, and how many there are."""
+
+    def host(mine: Array, words: Array) -> list[Array]:
+        if axis.size > 1:
+            mine = axis.comm.all_reduce(mine, "max", out=axis.empty(mine.shape, mine.dtype))
+        counts = [int(count) for count in mine[-axis.size :]]
+        _check_words(axis, counts, vocabulary, words[words != ignored])
+        place = np.array([sum(counts[: axis.rank]), sum(counts)], np.int64)
+        return [np.ascontiguousarray(mine[: -axis.size]), place]
+
+    # How many words each rank has goes along: in float32 exact up to 2^24.
+    counts = tf.scatter_nd([[axis.rank]], [tf.cast(tf.shape(x)[-1], x.dtype)], [axis.size])
+    mine = tf.concat([tf.reduce_max(tf.stop_gradient(x), -1), counts], 0)
+    most, place = call(host, [mine, target], [Spec(x.dtype, x.shape[:1]), Spec(tf.int64, (2,))])
+    return most, place[0], place[1]
+
+
+def _check(logits: tf.Tensor, target: tf.Tensor, smoothing: float, reduction: str) -> None:
+    if target.dtype.is_floating:
+        raise UsageError(
+            "vocabulary_cross_entropy: the target has probabilities of classes, expected integers: the words"
+        )
+    if not logits.dtype.is_floating or not logits.shape.rank or not logits.shape[-1]:
+        raise UsageError(
+            f"vocabulary_cross_entropy: logits of {logits.dtype.name}{logits.shape}, expected floats with this rank's "
+            "words as their last dimension, which is known"
+        )
+    if not logits.shape[:-1].is_compatible_with(target.shape):
+        raise UsageError(
+            f"vocabulary_cross_entropy: logits of shape {logits.shape} for a target of shape {target.shape}, expected "
+            "one word for each row of logits"
+        )
+    if not 0 <= smoothing <= 1:
+        raise UsageError(f"vocabulary_cross_entropy: label_smoothing is {smoothing}, expected 0 to 1")
+    if reduction not in _REDUCTIONS:
+        raise UsageError(f"vocabulary_cross_entropy: reduction is {reduction!r}, expected {', '.join(_REDUCTIONS)}")
+
+
+def _check_words(axis: Axis, counts: list[int], total: int | None, words: Array) -> None:
+    if total is not None and sum(counts) != total:
+        raise UsageError(
+            f"vocabulary_cross_entropy on {axis.comm.name}: the ranks have logits of {counts} words, together "
+            f"{sum(counts)}, expected vocabulary={total}: do not gather them, and give all ranks' layers one axis"
+        )
+    wrong = words[(words < 0) | (words >= sum(counts))]
+    if wrong.size:
+        raise UsageError(
+            f"vocabulary_cross_entropy: a target is word {int(wrong[0])}, expected 0 to {sum(counts) - 1}, or "
+            "ignore_index"
+        )

@@ -1,0 +1,103 @@
+"""Einsum layers that are divided among the ranks of an axis: such as the projections of attention, by heads."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import keras
+import tensorflow as tf
+
+from commlib.errors import UsageError
+from commlib.functional.axis import Axis
+from commlib.tensor import moves
+from commlib.tensor.einsum import Equation
+from commlib.tensor.sharding import Sharding, parts_of
+from commlib.tensor.styles import Column, Row
+from commlib_tensorflow._shards import divide
+from commlib_tensorflow.tensor._divided import (
+    added_up,
+    check_elementwise,
+    check_inputs,
+    check_plain,
+    entered,
+    gathered,
+)
+from commlib_tensorflow.tensor._masks import gathered_mask, scattered_mask
+from commlib_tensorflow.tensor.moves import copy, moved
+
+
+class ColumnEinsumDense(keras.layers.EinsumDense):  # type: ignore[misc]  # Keras has no types
+    """An einsum layer of which one output dimension is divided: the first of the kernel's, such as d of abc,cde->abde.
+
+    inputs: whole on every rank, or divided along `sequence`. Returns this rank's part of the outputs, or all of them
+    with `gather`. Other arguments: see `commlib.tensor.Column`.
+    """
+
+    enters = True
+    """Its input has to be moved into what is divided; attention does that once for several layers."""
+
+    def become(self, what: str, axis: Axis, style: Column) -> None:
+        """Divide what is an ordinary layer so far."""
+        check_plain(what, self)
+        equation = Equation.of(what, self.equation)
+        if not equation.columns:
+            raise UsageError(
+                f"plan: {what}: no dimension of its kernel is an output of {self.equation!r}: leave it whole"
+            )
+        place = equation.columns[0]
+        if place.outside in (-1, len(equation.outputs) - 1):
+            check_elementwise(what, self.activation, style)
+        self.axis, self.style, self.dim = axis, style, place.outside
+        shape = tuple(self.kernel.shape)
+        parts = parts_of(what, style.parts, shape[place.kernel])
+        self.sharding = Sharding(shape, place.kernel, parts, style.units)
+        divide(what, self._kernel, axis, self.sharding)
+        self.bias_dim = None if self.bias is None else equation.bias(place.letter, self.bias_axes)
+        if self.bias_dim is not None:
+            divide(what, self.bias, axis, Sharding(tuple(self.bias.shape), self.bias_dim, parts, style.units))
+
+    def call(self, inputs: Any, training: Any = None) -> Any:
+        """Return this rank's outputs, or all of them."""
+        x = entered(inputs, self.axis, self.style.sequence) if self.enters else inputs
+        x = keras.ops.einsum(self.equation, x, self.kernel)
+        if self.bias is not None:
+            # What all parts of the output share has a part of its gradient on each rank.
+            x = x + tf.cast(self.bias if self.bias_dim is not None else copy(self.bias, self.axis), x.dtype)
+        if self.style.gather:
+            x = gathered(x, self.axis, self.sharding, self.dim)
+        return x if self.activation is None else self.activation(x)
+
+    def compute_mask(self, inputs: Any, previous_mask: Any) -> Any:
+        """Return the mask of the output."""
+        return gathered_mask(previous_mask, self.axis, self.style.sequence, len(inputs.shape))
+
+
+class RowEinsumDense(keras.layers.EinsumDense):  # type: ignore[misc]  # Keras has no types
+    """An einsum layer whose input is divided where products are added up, such as c of abcd,cde->abe: the first such.
+
+    inputs: this rank's part, or the whole with `split`. Returns the outputs, whole on every rank or divided along
+    `sequence`.
+    """
+
+    def become(self, what: str, axis: Axis, style: Row) -> None:
+        """Divide what is an ordinary layer so far."""
+        check_plain(what, self)
+        rows = Equation.of(what, self.equation).rows
+        if not rows:
+            raise UsageError(f"plan: {what}: {self.equation!r} adds up no dimension of its kernel: leave it whole")
+        self.axis, self.style, self.dim = axis, style, rows[0].outside
+        self.sharding = Sharding(tuple(self.kernel.shape), rows[0].kernel, (), style.units)
+        divide(what, self._kernel, axis, self.sharding)
+
+    def call(self, inputs: Any, training: Any = None) -> Any:
+        """Return the outputs, whole or this rank's part of the sequence."""
+        axis, x = self.axis, inputs
+        if self.style.split:
+            x = moved(x, axis, moves.scatter(self.dim, self.sharding.lengths(axis.size)))
+        check_inputs(self, x, self.dim)
+        x = added_up(keras.ops.einsum(self.equation, x, self.kernel), self.bias, axis, self.style.sequence)
+        return x if self.activation is None else self.activation(x)
+
+    def compute_mask(self, inputs: Any, previous_mask: Any) -> Any:
+        """Return the mask of the output."""
+        return scattered_mask(previous_mask, self.axis, self.style.sequence, len(inputs.shape))

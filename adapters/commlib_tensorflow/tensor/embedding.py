@@ -1,0 +1,102 @@
+"""Embeddings that are divided among the ranks of an axis, by words or by features."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import keras
+import tensorflow as tf
+
+from commlib.errors import UsageError
+from commlib.functional.axis import Axis
+from commlib.tensor import moves
+from commlib.tensor.moves import REDUCE
+from commlib.tensor.sharding import Sharding, parts_of
+from commlib.tensor.styles import Column, Vocabulary
+from commlib.tensor.vocabulary import words_of
+from commlib_tensorflow._shards import divide
+from commlib_tensorflow.tensor._divided import check_plain, gathered
+from commlib_tensorflow.tensor._masks import gathered_mask, scattered_mask
+from commlib_tensorflow.tensor._values import take_values_of_rank_0
+from commlib_tensorflow.tensor.moves import On, axis_of, moved
+
+
+class VocabularyEmbedding(keras.layers.Embedding):  # type: ignore[misc]  # Keras has no types
+    """An embedding whose words are divided: each rank has some rows of the table; outputs are added up.
+
+    As `keras.layers.Embedding(input_dim, output_dim)`, with the values that this has on rank 0. inputs: integers, the
+    same on every rank. Returns (*inputs.shape, output_dim), whole on every rank or divided along `sequence`. Raises
+    UsageError, in a graph InvalidArgumentError, on all ranks for a word that is not in the vocabulary.
+    """
+
+    def __init__(
+        self, input_dim: int, output_dim: int, axis: On, *, style: Vocabulary | None = None, **kwargs: Any
+    ) -> None:
+        super().__init__(input_dim, output_dim, **kwargs)
+        self._given = axis_of(axis), style or Vocabulary()
+
+    def build(self, input_shape: Any = None) -> None:
+        """Make the table as an ordinary layer does, and keep this rank's part. Collective."""
+        if self.built:
+            return
+        super().build(input_shape)
+        take_values_of_rank_0(self.name, self.variables, self._given[0].comm)
+        self.become(self.path or self.name, *self._given)
+
+    def become(self, what: str, axis: Axis, style: Vocabulary) -> None:
+        """Divide what is an ordinary embedding so far."""
+        check_plain(what, self)
+        if style.gather:
+            raise UsageError(f"plan: {what}: an embedding's output is whole: Vocabulary(gather=True) is for logits")
+        self.axis, self.style = axis, style
+        self.sharding = Sharding((self.input_dim, self.output_dim), 0)
+        divide(what, self._embeddings, axis, self.sharding)
+        self.first, self.last = words_of(self.sharding, axis.rank, axis.size)
+
+    def call(self, inputs: Any) -> Any:
+        """Return the features of words."""
+        words = tf.cast(inputs, tf.int64)
+        self._check(words)
+        is_own = (words >= self.first) & (words < self.last)
+        found = tf.gather(self.embeddings, tf.where(is_own, words - self.first, 0))
+        found = tf.cast(tf.where(is_own[..., tf.newaxis], found, 0), self.compute_dtype)
+        sequence = self.style.sequence
+        return moved(found, self.axis, REDUCE if sequence is None else moves.reduce_scatter(sequence))
+
+    def compute_mask(self, inputs: Any, mask: Any = None) -> Any:
+        """Return the mask of the output."""
+        return scattered_mask(super().compute_mask(inputs, mask), self.axis, self.style.sequence, len(inputs.shape) + 1)
+
+    def _check(self, words: Any) -> None:
+        text = f"{self.name} on {self.axis.comm.name}: a word is not one of 0 to {self.input_dim - 1}"
+        if not tf.executing_eagerly():
+            tf.debugging.Assert(tf.reduce_all((words >= 0) & (words < self.input_dim)), [text])
+        elif not bool(tf.reduce_all((words >= 0) & (words < self.input_dim))):
+            raise UsageError(text)
+
+
+class ColumnEmbedding(keras.layers.Embedding):  # type: ignore[misc]  # Keras has no types
+    """An embedding whose features are divided: each rank has some columns of the table.
+
+    inputs: integers, the same on every rank, or divided along `sequence`. Returns (*inputs.shape, this rank's
+    features), or all with `gather`.
+    """
+
+    def become(self, what: str, axis: Axis, style: Column) -> None:
+        """Divide what is an ordinary embedding so far."""
+        check_plain(what, self)
+        self.axis, self.style = axis, style
+        parts = parts_of(what, style.parts, self.output_dim)
+        self.sharding = Sharding((self.input_dim, self.output_dim), 1, parts, style.units)
+        divide(what, self._embeddings, axis, self.sharding)
+
+    def call(self, inputs: Any) -> Any:
+        """Return this rank's features of words, or all of them."""
+        if self.style.sequence is not None:
+            inputs = moved(inputs, self.axis, moves.gather(self.style.sequence))
+        found = super().call(inputs)
+        return gathered(found, self.axis, self.sharding) if self.style.gather else found
+
+    def compute_mask(self, inputs: Any, mask: Any = None) -> Any:
+        """Return the mask of the output."""
+        return gathered_mask(super().compute_mask(inputs, mask), self.axis, self.style.sequence, len(inputs.shape) + 1)

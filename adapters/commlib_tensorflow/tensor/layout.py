@@ -1,0 +1,144 @@
+"""Layouts of Keras' variables: the styles of layers that they stand for."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import replace
+from typing import Any
+
+import keras
+
+from commlib.errors import UsageError
+from commlib.tensor.einsum import Equation
+from commlib.tensor.layout_map import LayoutMap, Roles, divided_dims, style_of
+from commlib.tensor.styles import Column, Row, Sequence, Style
+from commlib_tensorflow.tensor._divided import is_elementwise
+
+_ATTENTION = (keras.layers.MultiHeadAttention, keras.layers.GroupQueryAttention)
+_CONVOLUTIONS = (keras.layers.Conv1D, keras.layers.Conv2D, keras.layers.Conv3D)
+
+
+def styles_of_layouts(model: Any, layers: Mapping[str, list[Any]], layouts: LayoutMap) -> dict[str, Style]:
+    """Return the styles of layers, by their names.
+
+    What a layer gives and takes is then whole, as a LayoutMap has it, but between layers of which one divides its
+    outputs and the next its inputs: where a model's graph is known, nothing is gathered there.
+    """
+    every = {id(layer): (name, layer) for name, same in reversed(list(layers.items())) for layer in same}
+    variables = {id(one): one for _, layer in every.values() for one in layer.variables}
+    dims = dict(
+        zip(variables, divided_dims(layouts, [(v.path, len(v.shape)) for v in variables.values()]), strict=True)
+    )
+    styles: dict[str, Style] = {}
+    for name, layer in reversed(list(every.values())):
+        roles = [(v.path, roles, dims.pop(id(v), None)) for v, roles in _roles(layer) if v is not None]
+        if roles and (style := style_of(roles)) is not None:
+            styles[name] = style
+    if left := [variables[key].path for key, dim in dims.items() if dim is not None]:
+        raise UsageError(f"plan: {left[0]} cannot be divided: its layer is none that has parts, give it no layout")
+    _join_attention(dict(every.values()), styles)
+    return _wired(model, dict(every.values()), styles)
+
+
+def _roles(layer: Any) -> Iterator[tuple[Any, Roles]]:
+    """Yield the variables of a layer, the kernel first, and what their dimensions are."""
+    if type(layer) is keras.layers.Dense:
+        yield layer.kernel, ("inputs", "outputs")
+        yield layer.bias, ("outputs",)
+    elif type(layer) is keras.layers.Embedding:
+        yield layer.embeddings, ("words", "outputs")
+    elif type(layer) in _CONVOLUTIONS:
+        yield layer.kernel, (*[None] * layer.rank, "inputs", "outputs")
+        yield layer.bias, ("outputs",)
+    elif type(layer) is keras.layers.EinsumDense:
+        equation = Equation.of(layer.path, layer.equation)
+        kernel: list[str | None] = [None] * len(layer.kernel.shape)
+        for role, places in (("inputs", equation.rows[:1]), ("outputs", equation.columns[:1])):
+            for place in places:
+                kernel[place.kernel] = role
+        yield layer.kernel, tuple(kernel)
+        if layer.bias is not None:
+            bias: list[str | None] = [None] * len(layer.bias.shape)
+            for place in equation.columns[:1]:
+                if (dim := equation.bias(place.letter, layer.bias_axes)) is not None:
+                    bias[dim] = "outputs"
+            yield layer.bias, tuple(bias)
+
+
+def _join_attention(layers: Mapping[str, Any], styles: dict[str, Style]) -> None:
+    """Let attention have one style instead of its projections, of which all are divided or none."""
+    for name, layer in layers.items():
+        if not isinstance(layer, _ATTENTION):
+            continue
+        expected: dict[str, Style] = {
+            inner: Row() if inner.endswith("/attention_output") else Column()
+            for inner in layers
+            if inner.startswith(f"{name}/") and type(layers[inner]) is keras.layers.EinsumDense
+        }
+        given = {inner: styles.pop(inner) for inner in expected if inner in styles}
+        if given and given != expected:
+            raise UsageError(
+                f"plan: of {name}, {', '.join(given) or 'nothing'} is divided: give query, key and value a layout that "
+                "divides their heads, and attention_output too"
+            )
+        if given:
+            styles[name] = Column()
+
+
+def _wired(model: Any, layers: Mapping[str, Any], styles: dict[str, Style]) -> dict[str, Style]:
+    """Return styles that gather and split, but for what goes straight from one divided layer to another."""
+    names = {id(layer): name for name, layer in layers.items()}
+    ends = {id(_maker(one)) for layer in (model, *layers.values()) for one in _outputs(layer)}
+
+    def takers(layer: Any) -> list[Any] | None:
+        """Return the layers that take the output where it may stay divided, those between included; None if any not."""
+        found: list[Any] = []
+        nodes = getattr(layer, "_outbound_nodes", [])
+        if not nodes or id(layer) in ends:
+            return None
+        for node in nodes:
+            taker = node.operation
+            found.append(taker)
+            if len(taker._inbound_nodes) != 1:
+                return None
+            if isinstance(styles.get(names.get(id(taker), "")), Row):
+                continue
+            if not _passes(taker) or (further := takers(taker)) is None:
+                return None
+            found += further
+        return found
+
+    wired = dict(styles)
+    for name, style in styles.items():
+        if isinstance(style, Row):
+            wired[name] = replace(style, split=True)
+    for name, style in styles.items():
+        if not isinstance(style, Column) or isinstance(layers[name], _ATTENTION):
+            continue
+        taken = takers(layers[name])
+        if taken is None:
+            wired[name] = replace(style, gather=True)
+            continue
+        for taker in taken:
+            between = names.get(id(taker), "")
+            if isinstance(styles.get(between), Row):
+                wired[between] = styles[between]
+            elif isinstance(taker, keras.layers.Dropout):
+                wired[between] = Sequence(-1)
+    return wired
+
+
+def _passes(layer: Any) -> bool:
+    """Return whether a layer looks at one element at a time."""
+    if isinstance(layer, keras.layers.Activation):
+        return is_elementwise(layer.activation)
+    return type(layer) is keras.layers.Dropout
+
+
+def _outputs(layer: Any) -> list[Any]:
+    """Return the outputs of a model with a graph, none of any other layer."""
+    return keras.tree.flatten(layer.outputs) if isinstance(layer, keras.Model) and hasattr(layer, "outputs") else []
+
+
+def _maker(tensor: Any) -> Any:
+    return tensor._keras_history.operation

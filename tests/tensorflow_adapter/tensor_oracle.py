@@ -1,0 +1,104 @@
+"""Oracle of tensor parallelism: a plain model of Keras on every rank, and the same one divided."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import keras
+import numpy as np
+import tensorflow as tf
+
+from commlib_tensorflow._shards import shard_of
+from commlib_tensorflow.tensor import gather, parallelize, scatter
+from tests.keras_pipelines import filled, in_float64
+
+__all__ = ["in_float64"]  # which pytest uses
+
+EXACT = 1e-12
+
+
+def values(*shape: int, seed: int = 0) -> Any:
+    """Numbers that are the same on every rank."""
+    return np.random.default_rng(seed).normal(size=shape)
+
+
+def words(vocabulary: int, *shape: int, seed: int = 0) -> Any:
+    return np.random.default_rng(seed).integers(0, vocabulary, size=shape)
+
+
+def near(got: Any, expected: Any, tolerance: float = EXACT, what: str = "") -> None:
+    """Compare with the largest element, or 0.1: some gradients, such as that of a bias of K, are but rounding."""
+    got, expected = (np.asarray(tf.convert_to_tensor(one)) for one in (got, expected))
+    assert got.shape == expected.shape, f"{what}: {got.shape}, expected {expected.shape}"
+    if expected.size:
+        worst = np.max(np.abs(got.astype(np.float64) - expected.astype(np.float64)))
+        assert worst <= tolerance * max(0.1, np.max(np.abs(expected))), f"{what}: off by {worst}"
+
+
+def near_shard(got: Any, expected: Any, variable: Any, tolerance: float = EXACT) -> None:
+    """Compare what belongs to a variable of a divided model with the whole of it."""
+    shard, whole = shard_of(variable), np.asarray(tf.convert_to_tensor(expected))
+    near(got, whole if shard is None else shard.own(whole), tolerance, variable.path)
+
+
+def sequential(*layers: Any, shape: tuple[int | None, ...], seed: int = 0, dtype: Any = None) -> Any:
+    return filled(keras.Sequential([keras.Input(shape, dtype=dtype), *layers]), seed)
+
+
+def run(call: Callable[..., Any], variables: list[Any], inputs: list[Any], shapes: list[Any], compiled: bool) -> Any:
+    """Return the outputs of a model, their gradients for inputs and those for variables, all of fixed numbers."""
+    wanted = [values(*shape, seed=9 + number) for number, shape in enumerate(shapes)]
+
+    def step(*given: Any) -> Any:
+        with tf.GradientTape() as tape:
+            floats = [x for x in given if x.dtype.is_floating]
+            tape.watch(floats)
+            found = keras.tree.flatten(call(*given))
+            loss = sum(tf.reduce_sum(out * tf.cast(one, out.dtype)) for out, one in zip(found, wanted, strict=True))
+        gradients = tape.gradient(loss, [*floats, *variables])
+        return found, gradients[: len(floats)], gradients[len(floats) :]
+
+    given = [tf.constant(x) for x in inputs]
+    return (tf.function(step, autograph=False) if compiled else step)(*given)
+
+
+def same(
+    make: Callable[[], Any],
+    plan: Any,
+    axis: Any,
+    *inputs: Any,
+    compiled: bool = True,
+    sequence: int | None = None,
+    tolerance: float = EXACT,
+    **options: Any,
+) -> Any:
+    """Compare a divided model with the plain one: outputs, gradients of inputs and of variables. Return the divided.
+
+    sequence: the divided model takes and gives shards along it.
+    """
+    whole, own = make(), make()
+    parallelize(own, axis, plan)
+
+    def plain(*given: Any) -> Any:
+        return whole(_inputs(given), **options)
+
+    def divided(*given: Any) -> Any:
+        if sequence is None:
+            return own(_inputs(given), **options)
+        found = own(_inputs([scatter(x, axis, sequence) for x in given]), **options)
+        return keras.tree.map_structure(lambda out: gather(out, axis, sequence), found)
+
+    shapes = [out.shape for out in keras.tree.flatten(plain(*inputs))]
+    expected = run(plain, whole.trainable_variables, list(inputs), shapes, compiled)
+    got = run(divided, own.trainable_variables, list(inputs), shapes, compiled)
+    for part in (0, 1):
+        for number, (one, other) in enumerate(zip(got[part], expected[part], strict=True)):
+            near(one, other, tolerance, f"{('output', 'gradient of input')[part]} {number}")
+    for variable, one, other in zip(own.trainable_variables, got[2], expected[2], strict=True):
+        near_shard(one, other, variable, tolerance)
+    return own
+
+
+def _inputs(given: Any) -> Any:
+    return given[0] if len(given) == 1 else list(given)

@@ -1,0 +1,132 @@
+"""Cross-entropy of divided logits, with Keras' own as the oracle."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import keras
+import numpy as np
+import pytest
+import tensorflow as tf
+
+from commlib.errors import UsageError
+from commlib.functional.axis import Axis
+from commlib.tensor import Column, Row, Vocabulary
+from commlib.tensor.sharding import Sharding
+from commlib_tensorflow.tensor import VocabularyCrossEntropy, parallelize, scatter, vocabulary_cross_entropy
+from tests.keras_pipelines import filled
+from tests.tensorflow_adapter.tensor_oracle import in_float64, near, values, words
+
+__all__ = ["in_float64"]
+
+L = keras.layers
+VOCABULARY = 11
+
+
+def oracle(logits: Any, target: Any, ignored: int, smoothing: float) -> Any:
+    """The loss of each row of whole logits."""
+    is_counted = target != ignored
+    wanted = tf.one_hot(tf.where(is_counted, target, 0), logits.shape[-1], dtype=logits.dtype)
+    wanted = (1 - smoothing) * wanted + smoothing / logits.shape[-1]
+    return tf.where(is_counted, -tf.reduce_sum(wanted * tf.nn.log_softmax(logits), -1), 0)
+
+
+@pytest.mark.parametrize("compiled", [False, True])
+@pytest.mark.parametrize("reduction", ["mean", "sum", "none"])
+@pytest.mark.parametrize("smoothing", [0.0, 0.3])
+def test_loss_and_gradients(comm: Any, smoothing: float, reduction: str, compiled: bool) -> None:
+    """Second-order gradients too."""
+    logits = tf.constant(30 * values(2, 5, VOCABULARY))
+    target = tf.constant(words(VOCABULARY, 2, 5))
+    target = tf.where(target == 3, tf.cast(-100, target.dtype), target)
+    weights = tf.constant(values(2, 5, seed=4) if reduction == "none" else values(1, seed=4))
+    wanted = tf.constant(values(2, 5, VOCABULARY, seed=6))
+
+    def step(loss_of: Any) -> Any:
+        with tf.GradientTape() as second:
+            second.watch(logits)
+            with tf.GradientTape() as first:
+                first.watch(logits)
+                loss = loss_of(logits)
+                total = tf.reduce_sum(loss * weights)
+            gradient = first.gradient(total, logits)
+            further = tf.reduce_sum(gradient * wanted)
+        return loss, gradient, second.gradient(further, logits)
+
+    def divided(x: Any) -> Any:
+        own = scatter(x, comm, -1)
+        return vocabulary_cross_entropy(own, target, comm, label_smoothing=smoothing, reduction=reduction)
+
+    def whole(x: Any) -> Any:
+        rows = oracle(x, target, -100, smoothing)
+        if reduction == "none":
+            return rows
+        return tf.reduce_sum(rows) / (int(np.sum(target != -100)) if reduction == "mean" else 1)
+
+    run = tf.function(step, autograph=False) if compiled else step
+    for what, got, expected in zip(("loss", "gradient", "second"), run(divided), step(whole), strict=True):
+        near(got, expected, 1e-11 if what == "second" else 1e-12, what)
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16"])
+def test_precision(comm: Any, dtype: str) -> None:
+    """It is computed in float32 at least, and not in the codec of an axis."""
+    logits, target = tf.cast(values(6, VOCABULARY), dtype), words(VOCABULARY, 6)
+    expected = tf.reduce_mean(oracle(tf.cast(logits, tf.float64), tf.constant(target), -100, 0))
+    found = vocabulary_cross_entropy(scatter(logits, comm, -1), target, Axis(comm, "int8"))
+    assert found.dtype == tf.float32
+    near(found, expected, 1e-6)
+
+
+def test_nothing_counts(comm: Any) -> None:
+    logits, target = scatter(values(3, VOCABULARY), comm, -1), np.full(3, 7)
+    assert np.isnan(vocabulary_cross_entropy(logits, target, comm, ignore_index=7))
+    near(vocabulary_cross_entropy(logits, target, comm, ignore_index=7, reduction="none"), np.zeros(3))
+
+
+@pytest.mark.parametrize("compiled", [False, True])
+def test_misuse(comm: Any, compiled: bool) -> None:
+    logits = scatter(values(3, VOCABULARY), comm, -1)
+
+    def refused(match: str, target: Any = (0, 1, 2), **options: Any) -> None:
+        def loss() -> Any:
+            return vocabulary_cross_entropy(logits, np.array(target), comm, **options)
+
+        with pytest.raises((UsageError, tf.errors.OpError), match=match):
+            (tf.function(loss) if compiled else loss)()
+
+    refused("word 11, expected 0 to 10", (0, 11, 1))
+    refused("word -1", (0, -1, 1))
+    refused("together 11, expected vocabulary=12", vocabulary=12)
+    refused("probabilities", (0.0, 1.0, 0.0))
+    refused("0 to 1", label_smoothing=2)
+    refused("reduction is 'all'", reduction="all")
+    refused("one word for each row", ((0, 1),))
+
+
+def model() -> Any:
+    given = keras.Input((5,), dtype="int32")
+    x = L.Embedding(VOCABULARY, 6, name="words")(given)
+    x = L.Dense(4, name="down")(L.Dense(7, "tanh", name="up")(x))
+    return filled(keras.Model(given, L.Dense(VOCABULARY, name="head")(x)))
+
+
+@pytest.mark.parametrize("ignored", [None, 2])
+def test_fit(comm: Any, ignored: int | None) -> None:
+    """fit, with weights of samples, has the losses and the weights of the plain model."""
+    x, y = words(VOCABULARY, 12, 5), words(VOCABULARY, 12, 5, seed=1)
+    weights = values(12, 5, seed=2) ** 2
+    options = {"batch_size": 5, "epochs": 2, "shuffle": False, "verbose": 0, "sample_weight": weights}
+    plain, own = model(), model()
+    loss = keras.losses.SparseCategoricalCrossentropy(from_logits=True, ignore_class=ignored)
+    plain.compile(optimizer=keras.optimizers.Adam(0.1), loss=loss)
+    expected = plain.fit(x, y, **options).history["loss"]
+    plan = {"words": Vocabulary(), "up": Column(), "down": Row(), "head": Vocabulary()}
+    parallelize(own, comm, plan)
+    divided = VocabularyCrossEntropy(comm, ignore_index=ignored, vocabulary=VOCABULARY)
+    own.compile(optimizer=keras.optimizers.Adam(0.1), loss=divided)
+    near(own.fit(x, y, **options).history["loss"], expected)
+    near(own.evaluate(x, y[..., np.newaxis], verbose=0), plain.evaluate(x, y, verbose=0))
+    kernel = own.get_layer("head").kernel
+    own_words = slice(*Sharding((VOCABULARY,), 0).spans(comm.rank, comm.size)[0])
+    near(kernel, plain.get_layer("head").kernel.numpy()[:, own_words], 1e-9)
