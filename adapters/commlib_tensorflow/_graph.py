@@ -75,6 +75,10 @@ def call(host: Host, inputs: Sequence[Any], outputs: Sequence[Spec]) -> list[Any
     """
     if tf.executing_eagerly():
         return [to_tensor(array) for array in host(*map(to_array, inputs))]
+    return _made(tf.numpy_function if ordered() else call_aside, host, inputs, outputs)
+
+
+def _made(make_node: Callable[..., Any], host: Host, inputs: Sequence[Any], outputs: Sequence[Spec]) -> list[Any]:
     _refuse_xla()
 
     def guarded(*arrays: Any) -> list[Array]:
@@ -85,11 +89,37 @@ def call(host: Host, inputs: Sequence[Any], outputs: Sequence[Spec]) -> list[Any
             graph_errors.note(error)
             raise
 
-    make_node = tf.numpy_function if ordered() else call_aside
     results = make_node(guarded, list(inputs), [spec.dtype for spec in outputs])
     for result, spec in zip(results, outputs, strict=True):
         result.set_shape(spec.shape)
     return list(results)
+
+
+def call_in_order(what: str, host: Host, inputs: Sequence[Any], outputs: Sequence[Spec]) -> list[Any]:
+    """Return what `call` does, of a host function that waits for other ranks in the order in which nodes are made.
+
+    Where TensorFlow does not order nodes, in what it makes of a traced function to have its gradients outside of it,
+    each of these waits for the one before. Raises UsageError in other graphs that order nothing. what: for errors.
+    """
+    if ordered():
+        return call(host, inputs, outputs)
+    graph = tf.compat.v1.get_default_graph()
+    if not hasattr(graph, "outer_graph") or hasattr(graph.outer_graph, "outer_graph") or not _is_eager_outside():
+        raise UsageError(
+            f"{what}: nothing orders the nodes of this graph, and ranks may run them in different orders: use a "
+            "tf.function, and take gradients within the outermost one or outside of all"
+        )
+    with tf.control_dependencies(getattr(graph, _LAST, [])):
+        results = _made(tf.numpy_function, host, inputs, outputs)
+    setattr(graph, _LAST, [results[0].op])
+    return results
+
+
+_LAST = "_commlib_last"
+
+
+def _is_eager_outside() -> bool:
+    return bool(tf.compat.v1.executing_eagerly_outside_functions())
 
 
 def ordered() -> bool:
@@ -105,7 +135,7 @@ def ordered() -> bool:
         if not getattr(graph, "_add_control_dependencies", True):
             return False
         graph = graph.outer_graph
-    return bool(tf.compat.v1.executing_eagerly_outside_functions())
+    return _is_eager_outside()
 
 
 def records() -> bool:

@@ -7,6 +7,7 @@ from commlib_tensorflow.tensor.einsum import ColumnEinsumDense, RowEinsumDense
 from commlib_tensorflow.tensor.embedding import ColumnEmbedding, VocabularyEmbedding
 from commlib_tensorflow.tensor.moves import all_to_all, copy, gather, reduce, reduce_scatter, scatter
 from commlib_tensorflow.tensor.parallelize import parallelize
+from commlib_tensorflow.tensor.state import gather_model, gather_weights, set_weights
 from commlib_tensorflow.tensor.streams import dropout, seed
 
 __all__ = [
@@ -24,10 +25,13 @@ __all__ = [
     "copy",
     "dropout",
     "gather",
+    "gather_model",
+    "gather_weights",
     "parallelize",
     "reduce",
     "reduce_scatter",
     "scatter",
     "seed",
+    "set_weights",
     "vocabulary_cross_entropy",
 ]

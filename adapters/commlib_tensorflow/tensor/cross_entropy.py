@@ -12,7 +12,7 @@ from commlib.errors import UsageError
 from commlib.functional.axis import Axis
 from commlib.tensor.moves import REDUCE
 from commlib_tensorflow._bridge import Array, as_tensor
-from commlib_tensorflow._graph import Spec, call, no_autograph
+from commlib_tensorflow._graph import Spec, call_in_order, no_autograph
 from commlib_tensorflow.tensor.moves import On, axis_of, moved
 
 _REDUCTIONS = ("mean", "sum", "none")
@@ -119,7 +119,9 @@ def _shared_maximum(x: tf.Tensor, target: tf.Tensor, ignored: int, axis: Axis, v
     # How many words each rank has goes along: in float32 exact up to 2^24.
     counts = tf.scatter_nd([[axis.rank]], [tf.cast(tf.shape(x)[-1], x.dtype)], [axis.size])
     mine = tf.concat([tf.reduce_max(tf.stop_gradient(x), -1), counts], 0)
-    most, place = call(host, [mine, target], [Spec(x.dtype, x.shape[:1]), Spec(tf.int64, (2,))])
+    most, place = call_in_order(
+        "vocabulary_cross_entropy", host, [mine, target], [Spec(x.dtype, x.shape[:1]), Spec(tf.int64, (2,))]
+    )
     return most, place[0], place[1]
 
 

@@ -20,7 +20,7 @@ from commlib.schedule.layout import even
 from commlib.tensor import moves
 from commlib.tensor.moves import COPY, REDUCE, Move
 from commlib_tensorflow._bridge import Array, as_tensor
-from commlib_tensorflow._graph import Spec, call, no_autograph, ordered
+from commlib_tensorflow._graph import Spec, call_in_order, no_autograph
 
 On = Axis | Communicator
 """The ranks of an axis: `mesh["tp"]`, or an Axis."""
@@ -74,11 +74,6 @@ def moved(x: tf.Tensor, axis: Axis, move: Move, lengths: Any = None) -> tf.Tenso
     """Return a moved tensor. lengths: a tensor with those of the shards, where they are known only at run time."""
     if axis.size == 1 and move.name != "all_to_all":
         return x
-    if not ordered():
-        raise UsageError(
-            f"{move.name}: nothing orders the nodes of this graph, and ranks may run them in different orders: use a "
-            "tf.function"
-        )
     _check_dims(move, x)
     if lengths is None:
         move = _with_known_lengths(axis, move, x)
@@ -87,7 +82,7 @@ def moved(x: tf.Tensor, axis: Axis, move: Move, lengths: Any = None) -> tf.Tenso
         if move.name == "copy":
             return tf.identity(x), lambda gradient: moved(as_tensor(gradient), axis, REDUCE)
         if move.name == "reduce":
-            (result,) = call(lambda array: [run(axis, move, array)[0]], [x], [Spec.like(x)])
+            (result,) = call_in_order(move.name, lambda array: [run(axis, move, array)[0]], [x], [Spec.like(x)])
             return result, lambda gradient: moved(as_tensor(gradient), axis, COPY)
         result, found = _node(x, axis, move, lengths)
         return result, lambda gradient: moved(as_tensor(gradient), axis, move.conjugate, found)
@@ -99,7 +94,7 @@ def _node(x: tf.Tensor, axis: Axis, move: Move, lengths: Any) -> tuple[tf.Tensor
     """Return the result, and the lengths of the shards if they are not known before: of both dimensions, in a row."""
     spec = Spec(x.dtype, _shape(axis, move, x))
     if move.lengths and (move.joined or move.name != "all_to_all"):
-        (result,) = call(lambda array: [run(axis, move, array)[0]], [x], [spec])
+        (result,) = call_in_order(move.name, lambda array: [run(axis, move, array)[0]], [x], [spec])
         return result, None
 
     def host(array: Array, *given: Array) -> Sequence[Array]:
@@ -107,7 +102,9 @@ def _node(x: tf.Tensor, axis: Axis, move: Move, lengths: Any) -> tuple[tf.Tensor
         return [result, np.array([*known.lengths, *known.joined], np.int64)]
 
     count = axis.size * (1 + (move.name == "all_to_all"))
-    result, found = call(host, [x] if lengths is None else [x, lengths], [spec, Spec(tf.int64, (count,))])
+    result, found = call_in_order(
+        move.name, host, [x] if lengths is None else [x, lengths], [spec, Spec(tf.int64, (count,))]
+    )
     return result, found
 
 

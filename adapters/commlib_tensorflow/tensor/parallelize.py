@@ -21,6 +21,7 @@ from commlib_tensorflow.tensor._values import take_values_of_rank_0
 from commlib_tensorflow.tensor.layers import find_layer
 from commlib_tensorflow.tensor.layout import styles_of_layouts
 from commlib_tensorflow.tensor.optimizing import watch_optimizers
+from commlib_tensorflow.tensor.state import divide_optimizer, kept_as
 
 
 def parallelize(model: keras.Model, axis: Communicator, plan: Mapping[str, Any], *, codec: Any = None) -> keras.Model:
@@ -30,7 +31,7 @@ def parallelize(model: keras.Model, axis: Communicator, plan: Mapping[str, Any],
     smaller where they are divided. plan: styles by patterns of layers' names from the model down, `{"block_*/up":
     Column(), "block_*/down": Row()}`; or, as Keras' LayoutMap, axes by patterns (regular expressions) of variables'
     paths, `{"up/kernel": (None, "tp")}`. codec: in which activations and their gradients travel, such as "bf16". The
-    model must be built; compile it before or after, but let no optimizer have made its own variables.
+    model must be built; compile it before or after. What an optimizer has made of training so far is divided, too.
 
     A regularizer of what is divided has the gradient of the whole, but adds this rank's part of it to the loss that is
     reported. Collective over the axis. Raises UsageError for a plan that does not fit, and for jit_compile=True, also
@@ -42,10 +43,6 @@ def parallelize(model: keras.Model, axis: Communicator, plan: Mapping[str, Any],
     found = [(name, only(name, layers[name]), style) for name, style in styles.items()]
     kinds = [(name, layer, style, find_layer(name, layer, style)) for name, layer, style in found]
     check_agreement(axis, "parallelize", [f"codec {codec}", *lines(layers, styles), *map(said, model.variables)])
-    if getattr(getattr(model, "optimizer", None), "built", False):
-        raise UsageError(
-            "parallelize: the model's optimizer has variables of whole weights: divide the model before it is trained"
-        )
     if getattr(model, "_jit_compile", False):
         raise UsageError(NO_XLA_DIVIDED)
     take_values_of_rank_0("parallelize", model.variables, axis)
@@ -55,8 +52,11 @@ def parallelize(model: keras.Model, axis: Communicator, plan: Mapping[str, Any],
         if before[1] != style:
             raise UsageError(f"plan: {name} and {before[0]} are one layer: give them one style")
         if before[0] == name and kind is not None:
-            layer.__class__ = kind
+            layer.__class__ = kept_as(kind, type(layer))
             layer.become(name, shared, style)
+    optimizer = getattr(model, "optimizer", None)
+    if getattr(optimizer, "built", False):
+        divide_optimizer(getattr(optimizer, "inner_optimizer", optimizer))
     never_compile(model)
     model.train_function = model.test_function = model.predict_function = None
     watch_optimizers()
