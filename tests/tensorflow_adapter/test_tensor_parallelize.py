@@ -120,6 +120,15 @@ def test_mixed_precision(comm: Any, policy: str) -> None:
     )
 
 
+def test_a_codec(comm: Any) -> None:
+    whole, own = plain(), plain()
+    parallelize(own, comm, PLAN, codec="bf16")
+    x, expected = values(4, 5), whole(values(4, 5))
+    near(own(x), expected, 2e-2)
+    if comm.size > 1:
+        assert np.any(np.asarray(own(x)) != np.asarray(expected))
+
+
 def test_a_whole_layer_whose_output_goes_into_divided_ones(comm: Any) -> None:
     """Each rank uses a whole bias for its own units: its gradient is the sum."""
 
@@ -152,6 +161,12 @@ def test_layers_made_divided(comm: Any) -> None:
     layer = RowDense(3, comm, features=7)
     layer(up(tf.constant(x)))
     assert sum(comm.all_gather_object(layer.kernel.shape[0])) == 7
+
+
+def test_layers_that_are_built_while_a_function_is_traced(comm: Any) -> None:
+    layer = ColumnDense(7, comm)
+    with pytest.raises(UsageError, match="call the model once"):
+        tf.function(layer, autograph=False)(values(4, 5))
 
 
 def test_names_that_differ_between_ranks(comm: Any) -> None:
