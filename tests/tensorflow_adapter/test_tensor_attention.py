@@ -12,7 +12,7 @@ import tensorflow as tf
 from commlib.errors import UsageError
 from commlib.tensor import Column, Row, Sequence, Vocabulary
 from commlib_tensorflow._shards import shard_of
-from commlib_tensorflow.tensor import ParallelAttention, ParallelMLP, parallelize
+from commlib_tensorflow.tensor import ParallelAttention, ParallelMLP, gather, parallelize, scatter
 from tests.keras_pipelines import filled
 from tests.tensorflow_adapter.tensor_oracle import EXACT, in_float64, near, same, values, words
 
@@ -153,8 +153,6 @@ def test_parallel_mlp(comm: Any, options: Any, sequence: int | None) -> None:
 
 
 def _same_block(comm: Any, make: Any, width: int, sequence: int | None) -> None:
-    from commlib_tensorflow.tensor import gather, scatter
-
     alone = comm.split(comm.rank)
     x, wanted = tf.constant(values(2, 7, width)), tf.constant(values(2, 7, width, seed=1))
     found = []
@@ -176,6 +174,39 @@ def _same_block(comm: Any, make: Any, width: int, sequence: int | None) -> None:
         variable = found[1][0].trainable_variables[number - 2] if number > 1 else None
         shard = None if variable is None else shard_of(variable)
         near(got, expected if shard is None else shard.own(np.asarray(expected)), EXACT, f"{number}")
+
+
+@pytest.mark.any_ranks
+@pytest.mark.parametrize(("kv_heads", "causal"), [(8, False), (2, True), (1, True)])
+def test_parallel_attention_is_attention(comm: Any, kv_heads: int, causal: bool) -> None:
+    """With Keras' own as the oracle, masks included."""
+    axis, features = comm.split(comm.rank), 4  # whose root Keras, which has it in float32, knows exactly
+    plain = L.GroupQueryAttention(features, 8, kv_heads)
+    x, mask = values(2, LENGTH, 32), values(2, 1, LENGTH, LENGTH, seed=5) > -0.5
+    mask[..., 0] = True
+    plain(x, x)
+    for variable in plain.trainable_variables:
+        variable.assign(values(*variable.shape, seed=sum(map(ord, variable.path[-9:]))))
+    own = ParallelAttention(32, 8, axis, kv_heads=kv_heads, causal=causal)
+    own(x)
+    by_path = {"/".join(one.path.split("/")[-2:]): one.numpy() for one in plain.trainable_variables}
+    for name, shape in (("kernel", (32, -1)), ("bias", (-1,))):
+        parts = [by_path[f"{part}/{name}"].reshape(shape) for part in ("query", "key", "value")]
+        getattr(own.qkv, name).assign(np.concatenate(parts, -1))
+    own.output_dense.kernel.assign(by_path["attention_output/kernel"].reshape(32, 32))
+    own.output_dense.bias.assign(by_path["attention_output/bias"])
+    for options in ({}, {"attention_mask": mask}):
+        # Without scores, Keras has the softmax in float32.
+        expected, _ = plain(x, x, use_causal_mask=causal, return_attention_scores=True, **options)
+        near(own(x, **options), expected)
+
+
+def test_dropout_of_parallel_attention(comm: Any) -> None:
+    layer, x = ParallelAttention(24, 8, comm, dropout=0.5), tf.constant(values(2, LENGTH, 24))
+    first, second = layer(x, training=True), layer(x, training=True)
+    assert np.any(np.asarray(first) != np.asarray(second))
+    near(comm.broadcast(first.numpy()), first)
+    near(layer(x), layer(x))
 
 
 def test_blocks_that_do_not_fit(comm: Any) -> None:

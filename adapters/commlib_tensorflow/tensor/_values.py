@@ -12,12 +12,11 @@ from commlib.errors import UsageError
 
 
 def take_values_of_rank_0(what: str, variables: Iterable[Any], comm: Communicator) -> None:
-    """Give variables of Keras the values that they have on rank 0. Collective."""
-    with tf.init_scope():  # Keras may build a layer while a function is traced
-        for variable in variables:
-            if getattr(variable, "_value", variable) is None:
-                raise UsageError(
-                    f"{what}: Keras makes the values of {variable.path} later: call the model once on some data before "
-                    "it is trained"
-                )
-            variable.assign(comm.broadcast(variable.numpy()))
+    """Give variables of Keras the values that they have on rank 0. Collective.
+
+    Raises UsageError while a function or a model is traced: the variables have no values then.
+    """
+    if not tf.executing_eagerly():
+        raise UsageError(f"{what} is built while a function is traced: call the model once on some data before")
+    for variable in variables:
+        variable.assign(comm.broadcast(variable.numpy()))

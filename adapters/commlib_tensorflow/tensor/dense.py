@@ -60,7 +60,7 @@ class ColumnDense(keras.layers.Dense):  # type: ignore[misc]  # Keras has no typ
         x = entered(inputs, self.axis, self.style.sequence)
         if not self.style.gather:
             return super().call(x)
-        x = tf.matmul(x, self.kernel)
+        x = keras.ops.matmul(x, self.kernel)
         if self.bias is not None:
             x = x + tf.cast(self.bias, x.dtype)
         x = gathered(x, self.axis, self.sharding)
@@ -120,7 +120,7 @@ class RowDense(keras.layers.Dense):  # type: ignore[misc]  # Keras has no types
         if self.style.split:
             x = moved(x, axis, moves.scatter(-1, self.sharding.lengths(axis.size)))
         check_inputs(self, x, -1)
-        x = added_up(tf.matmul(x, self.kernel), self.bias, axis, self.style.sequence)
+        x = added_up(keras.ops.matmul(x, self.kernel), self.bias, axis, self.style.sequence)
         return x if self.activation is None else self.activation(x)
 
     def compute_mask(self, inputs: Any, previous_mask: Any) -> Any:

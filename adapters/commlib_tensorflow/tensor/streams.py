@@ -37,11 +37,13 @@ def seed(mesh: Mesh, number: int, same: Collection[str] = ("tp",)) -> int:
 def dropout(x: Any, rate: float, seed_generator: Any, axis: On) -> Any:
     """Return `keras.random.dropout(x, rate, seed=seed_generator)` of what is divided: with another mask on each rank.
 
-    For layers in training: it draws whenever it is called with a rate above 0.
+    For layers in training: it draws whenever it is called with a rate above 0. seed_generator: a SeedGenerator, or what
+    its `next()` gave: draw that outside of a function that `tf.recompute_grad` calls twice, which drops the same then.
     """
     if rate == 0:
         return x
-    return tf.nn.experimental.stateless_dropout(x, rate, seed=tf.cast(own(seed_generator.next(), axis), tf.int32))
+    drawn = seed_generator.next() if isinstance(seed_generator, keras.random.SeedGenerator) else seed_generator
+    return tf.nn.experimental.stateless_dropout(x, rate, seed=tf.cast(own(drawn, axis), tf.int32))
 
 
 class OwnStream(keras.random.SeedGenerator):  # type: ignore[misc]  # Keras has no types

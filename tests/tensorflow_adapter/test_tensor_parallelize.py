@@ -1,0 +1,226 @@
+"""parallelize on models of every kind: trained by fit, they have the losses and weights of the plain model."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import keras
+import numpy as np
+import pytest
+import tensorflow as tf
+
+from commlib.errors import MismatchError, UsageError
+from commlib.tensor import Column, Replicate, Row, Sequence
+from commlib_tensorflow._shards import shards_in
+from commlib_tensorflow.tensor import ColumnDense, RowDense, parallelize
+from tests.keras_pipelines import filled
+from tests.tensorflow_adapter.tensor_oracle import in_float64, near, near_shard, same, sequential, values
+
+__all__ = ["in_float64"]
+
+L = keras.layers
+PLAN = {"up": Column(), "down": Row()}
+
+
+def plain(**options: Any) -> Any:
+    return sequential(L.Dense(7, "tanh", name="up", **options), L.Dense(3, name="down", **options), shape=(5,))
+
+
+class Subclassed(keras.Model):  # type: ignore[misc]
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = [plain(), sequential(L.Dense(7, "relu", name="up"), L.Dense(5, name="down"), shape=(3,))]
+        self.norm = L.LayerNormalization()
+
+    def call(self, x: Any) -> Any:
+        return self.norm(self.blocks[1](self.blocks[0](x)))
+
+
+def called() -> Any:
+    model = Subclassed()
+    model(values(2, 5))
+    return filled(model)
+
+
+def nested() -> Any:
+    given = keras.Input((5,))
+    block = keras.Sequential([keras.Input((5,)), L.Dense(7, "relu", name="up"), L.Dense(5, name="down")], name="block")
+    return filled(keras.Model(given, block(L.Add()([given, block(given)]))))
+
+
+MODELS = {
+    "sequential": (plain, PLAN),
+    "subclassed": (called, {"*/up": Column(), "*/down": Row()}),
+    "nested and shared": (nested, {"block/up": Column(), "block/down": Row()}),
+    "regularized": (lambda: plain(kernel_regularizer="l2"), PLAN),
+}
+
+
+def train(model: Any, optimizer: Any, **options: Any) -> Any:
+    model.compile(optimizer=optimizer, loss="mse", **options)
+    x, width = values(12, 5), model(values(1, 5)).shape[-1]
+    return model.fit(x, values(12, width, seed=1), batch_size=5, epochs=2, shuffle=False, verbose=0).history["loss"]
+
+
+@pytest.mark.parametrize("kind", MODELS)
+@pytest.mark.parametrize("optimizer", ["sgd", "adam"])
+def test_fit(comm: Any, kind: str, optimizer: str) -> None:
+    make, plan = MODELS[kind]
+    whole, own = make(), make()
+    assert parallelize(own, comm, plan) is own
+    losses = train(whole, optimizer), train(own, optimizer)
+    if kind != "regularized" or comm.size == 1:
+        near(*losses)
+    for one, other in zip(own.variables, whole.variables, strict=True):
+        near_shard(one, other, one, 1e-9)
+    assert len(list(shards_in(own))) >= 3
+    own.summary(print_fn=lambda *_, **__: None)
+
+
+@pytest.mark.parametrize("options", [{"run_eagerly": True}, {"steps_per_execution": 2}, {"jit_compile": "auto"}])
+def test_ways_to_run(comm: Any, options: Any) -> None:
+    whole, own = plain(), plain()
+    parallelize(own, comm, PLAN)
+    near(
+        train(own, keras.optimizers.SGD(0.1, momentum=0.9), **options),
+        train(whole, keras.optimizers.SGD(0.1, momentum=0.9)),
+    )
+    near(own.predict(values(4, 5), verbose=0), whole.predict(values(4, 5), verbose=0))
+
+
+def test_compiled_and_run_before(comm: Any) -> None:
+    """What was traced of the plain model is forgotten."""
+    whole, own = plain(), plain()
+    for model in (whole, own):
+        model.compile(optimizer="adam", loss="mse")
+        model.predict(values(4, 5), verbose=0)
+    parallelize(own, comm, PLAN)
+    x, y = values(6, 5), values(6, 3)
+    near(own.predict(x, verbose=0), whole.predict(x, verbose=0))
+    near(own.fit(x, y, verbose=0).history["loss"], whole.fit(x, y, verbose=0).history["loss"])
+
+
+@pytest.mark.parametrize("policy", ["mixed_bfloat16", "mixed_float16"])
+def test_mixed_precision(comm: Any, policy: str) -> None:
+    keras.config.set_floatx("float32")
+    keras.config.set_dtype_policy(policy)
+    low = {"mixed_bfloat16": 2e-2, "mixed_float16": 3e-3}[policy]
+    own = same(plain, PLAN, comm, values(4, 5).astype(np.float32), tolerance=low)
+    assert {v.dtype for v in own.variables} == {"float32"}
+    assert own(values(4, 5)).dtype == policy.removeprefix("mixed_")
+    same(
+        lambda: sequential(
+            L.LayerNormalization(name="n"), L.Dense(5, name="up"), L.Dense(5, name="down"), shape=(4, 5)
+        ),
+        {"n": Sequence(), "up": Column(sequence=1), "down": Row(sequence=1)},
+        comm,
+        values(2, 4, 5).astype(np.float32),
+        sequence=1,
+        tolerance=2 * low,
+    )
+
+
+def test_a_codec(comm: Any) -> None:
+    whole, own = plain(), plain()
+    parallelize(own, comm, PLAN, codec="bf16")
+    x, expected = values(4, 5), whole(values(4, 5))
+    near(own(x), expected, 2e-2)
+    if comm.size > 1:
+        assert np.any(np.asarray(own(x)) != np.asarray(expected))
+
+
+def test_a_whole_layer_whose_output_goes_into_divided_ones(comm: Any) -> None:
+    """Each rank uses a whole bias for its own units: its gradient is the sum."""
+
+    class Shifted(keras.Model):  # type: ignore[misc]
+        def __init__(self) -> None:
+            super().__init__()
+            self.up, self.down, self.shift = L.Dense(8, name="up"), L.Dense(3, name="down"), L.Dense(1, name="shift")
+
+        def call(self, x: Any) -> Any:
+            return self.down(tf.tanh(self.up(x) + self.shift(x)))
+
+    def make() -> Any:
+        model = Shifted()
+        model(values(2, 5))
+        return filled(model)
+
+    same(make, {**PLAN, "shift": Replicate(into_sharded=True)}, comm, values(4, 5))
+
+
+def test_layers_made_divided(comm: Any) -> None:
+    """They take rank 0's values; the shapes that Keras infers are those of the whole."""
+    keras.utils.set_random_seed(comm.rank)
+    given = keras.Input((5,))
+    up = ColumnDense(7, comm, activation="relu", name="up")
+    model = keras.Model(given, RowDense(3, comm, name="down")(L.Dropout(0.0)(up(given))))
+    x = values(4, 5)
+    near(comm.broadcast(model(x).numpy()), model(x))
+    assert up.output.shape == (None, 7)
+    assert sum(comm.all_gather_object(up.kernel.shape[1])) == 7
+    layer = RowDense(3, comm, features=7)
+    layer(up(tf.constant(x)))
+    assert sum(comm.all_gather_object(layer.kernel.shape[0])) == 7
+
+
+def test_layers_that_are_built_while_a_function_is_traced(comm: Any) -> None:
+    layer = ColumnDense(7, comm)
+    with pytest.raises(UsageError, match="call the model once"):
+        tf.function(layer, autograph=False)(values(4, 5))
+
+
+def test_names_that_differ_between_ranks(comm: Any) -> None:
+    """Keras counts what a process has made before: dense_3 here may be dense_4 there."""
+    for _ in range(comm.rank):
+        L.Dense(1)
+    model = sequential(L.Dense(7), L.Dense(5), shape=(5,))
+    parallelize(model, comm, {model.layers[0].name: Column(), model.layers[1].name: Row()})
+
+
+@pytest.mark.ranks(min=2)
+def test_ranks_with_other_plans_or_models(comm: Any) -> None:
+    plan = PLAN if comm.rank else {"up": Column(gather=True)}
+    with pytest.raises(MismatchError, match="parallelize"):
+        parallelize(plain(), comm, plan)
+    model = sequential(L.Dense(7 + comm.rank, name="up"), shape=(5,))
+    with pytest.raises(MismatchError, match="parallelize"):
+        parallelize(model, comm, {"up": Column(gather=True)})
+
+
+def test_misuse(comm: Any) -> None:
+    def refused(model: Any, match: str, plan: Any = None) -> None:
+        with pytest.raises(UsageError, match=match):
+            parallelize(model, comm, plan or PLAN)
+
+    compiled = plain()
+    compiled.compile(optimizer="sgd", loss="mse", jit_compile=True)
+    refused(compiled, "jit_compile=True")
+    trained = plain()
+    train(trained, "sgd")
+    refused(trained, "divide the model before it is trained")
+    refused(L.Dense(3), "expected a keras.Model, got keras.Dense")
+    refused(keras.Sequential([L.Dense(7, name="up"), L.Dense(3, name="down")]), "no layer is called|not built")
+    refused(plain(), "no layer is called 'middle'", {"middle": Column()})
+    refused(plain(kernel_constraint="non_neg"), "has a constraint")
+    twice = Subclassed()
+    twice.blocks = [L.Dense(5, name="up"), L.Dense(5, name="up")]
+    refused(twice, "2 layers are called up", {"up": Column()})
+    divided = plain()
+    parallelize(divided, comm, PLAN)
+    refused(divided, "is divided already")
+    with pytest.raises(UsageError, match="jit_compile=True"):
+        divided.compile(optimizer="sgd", loss="mse", jit_compile=True)
+
+
+def test_models_of_keras_2(comm: Any) -> None:
+    legacy = pytest.importorskip("tf_keras")
+    with pytest.raises(UsageError, match="use Keras 3"):
+        parallelize(legacy.Sequential([legacy.layers.Dense(3)]), comm, PLAN)
+
+
+@pytest.mark.ranks(min=2)
+def test_an_input_that_is_not_divided(comm: Any) -> None:
+    model = plain()
+    parallelize(model, comm, {"down": Row()})
+    with pytest.raises(UsageError, match=r"this is the whole: give Row\(split=True\)"):
+        model(values(2, 5))

@@ -1,0 +1,106 @@
+"""Random streams: the same draws where a tensor is whole, others where it is divided."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import keras
+import numpy as np
+import pytest
+import tensorflow as tf
+
+from commlib import Mesh
+from commlib.errors import UsageError
+from commlib.tensor import Column, Row, Sequence
+from commlib_tensorflow.tensor import dropout, parallelize, seed
+from tests.tensorflow_adapter.tensor_oracle import in_float64, near, sequential, values
+
+__all__ = ["in_float64"]
+
+L = keras.layers
+
+
+def of_all(comm: Any, x: Any) -> list[Any]:
+    return [np.asarray(one) for one in comm.all_gather_object(np.asarray(x).tolist())]
+
+
+def differ(every: list[Any]) -> bool:
+    return all(np.any(one != other) for at, one in enumerate(every) for other in every[:at])
+
+
+@pytest.mark.parametrize("compiled", [False, True])
+def test_dropout_of_what_is_divided(comm: Any, compiled: bool) -> None:
+    generator, x = keras.random.SeedGenerator(7), tf.ones((40, 50))
+
+    def draw() -> Any:
+        return dropout(x, 0.25, generator, comm)
+
+    run = tf.function(draw) if compiled else draw
+    first, second = (run().numpy() for _ in range(2))
+    assert np.any(first != second)
+    assert differ(of_all(comm, first))
+    assert set(np.unique(first)) == {0, np.float64(tf.cast(1 / 0.75, x.dtype))}
+    assert abs(np.mean(first == 0) - 0.25) < 0.05
+    near(of_all(comm, generator.state)[0], generator.state)
+    generator.state.assign([7, 0])
+    near(run(), first)
+    if comm.size == 1:
+        near(first, keras.random.dropout(x, 0.25, seed=keras.random.SeedGenerator(7)))
+
+
+@pytest.mark.parametrize("compiled", [False, True])
+def test_what_is_recomputed_drops_the_same(comm: Any, compiled: bool) -> None:
+    generator, x = keras.random.SeedGenerator(7), tf.ones((4, 50))
+
+    def step() -> Any:
+        drawn = generator.next()
+        inner = tf.recompute_grad(lambda x: dropout(x, 0.5, drawn, comm) * x)
+        with tf.GradientTape() as tape:
+            tape.watch(x)
+            out = inner(x)
+        return out, tape.gradient(out, x)
+
+    out, gradient = (tf.function(step) if compiled else step)()
+    near(gradient, 2 * out)
+    assert int(generator.state[1]) == 1
+
+
+def test_layers(comm: Any) -> None:
+    """Dropout between divided layers drops other features on each rank; behind them the same on all."""
+    model = sequential(
+        L.Dense(8, name="up"), L.Dropout(0.5, name="inner"), L.Dense(6, name="down"), L.Dropout(0.5), shape=(5,)
+    )
+    parallelize(model, comm, {"up": Column(), "inner": Sequence(-1), "down": Row()})
+    x = tf.constant(values(4, 5))
+    for run in (model, tf.function(lambda x, training: model(x, training=training))):
+        out = run(x, training=True)
+        assert np.any(np.asarray(out) == 0)
+        near(of_all(comm, out)[0], out)
+        near(of_all(comm, run(x, training=False))[0], run(x, training=False))
+    inner = model.get_layer("inner")
+    assert differ(of_all(comm, inner(tf.ones((40, 50)), training=True)))
+    near(inner(x), x)
+
+
+def test_noise_on_shards(comm: Any) -> None:
+    model = sequential(L.GaussianNoise(1.0, name="noise"), L.Activation("relu", name="act"), shape=(None, 5))
+    parallelize(model, comm, {"noise": Sequence(), "act": Sequence()})
+    assert differ(of_all(comm, model(tf.zeros((2, 3, 5)), training=True)))
+
+
+def test_seeds_of_a_divided_model_are_those_of_rank_0(comm: Any) -> None:
+    model = keras.Sequential([keras.Input((5,)), L.Dropout(0.5, seed=100 + comm.rank), L.Dense(4, name="d")])
+    parallelize(model, comm, {"d": Column(gather=True)})
+    near(model.layers[0].seed_generator.state, [100, 0])
+
+
+def test_seed(comm: Any) -> None:
+    mesh = Mesh(dp=comm.size, tp=1, comm=comm)
+    assert len(set(comm.all_gather_object(seed(mesh, 5)))) == comm.size
+    assert differ(of_all(comm, keras.random.normal((20,))))
+    mesh = Mesh(dp=1, tp=comm.size, comm=comm)
+    assert set(comm.all_gather_object(seed(mesh, 5))) == {5}
+    drawn = keras.random.normal((20,))
+    near(of_all(comm, drawn)[0], drawn)
+    with pytest.raises(UsageError, match="whole number"):
+        seed(mesh, -1)
