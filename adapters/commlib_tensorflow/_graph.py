@@ -126,14 +126,15 @@ def ordered() -> bool:
     """Return whether nodes run in the order in which they are made, as they do eagerly and in traced functions.
 
     In graphs of TensorFlow 1 they do not, nor in what TensorFlow makes of a traced function to have its gradients
-    outside of it. A traced function within such a graph may run beside another one.
+    outside of it. A traced function within such a graph may run beside another one. Keras' scratch graphs, in which it
+    looks at shapes, never run.
     """
     if tf.executing_eagerly():
         return True
     graph = tf.compat.v1.get_default_graph()
     while hasattr(graph, "outer_graph"):  # a function
         if not getattr(graph, "_add_control_dependencies", True):
-            return False
+            return str(graph.name).startswith("scratch_graph")
         graph = graph.outer_graph
     return _is_eager_outside()
 

@@ -33,8 +33,9 @@ class SequenceLoader:
     it is handed on as a tuple, for `attention`. tokens, labels: other names for these two.
 
     reads: "all", every rank reads the same batches, which is checked; or "first", the first rank reads them and sends
-    them to the others, which may give None. Iterating is collective. Raises MismatchError where ranks have read
-    different batches, UsageError for arrays that do not fit, PeerError if the first rank could not read.
+    them to the others, which may give None. Making a loader and iterating are collective. It has a group of its own, so
+    that another thread may read ahead, as Keras' does. Raises MismatchError where ranks have read different batches,
+    UsageError for arrays that do not fit, PeerError if the first rank could not read.
     """
 
     def __init__(
@@ -64,6 +65,9 @@ class SequenceLoader:
         self._tokens, self._labels, self._whole = tokens, labels, frozenset(whole)
         self._shift, self._ignore, self._shares = shift, ignore, reads == "first"
         self._to_array, self._from_array = to_array, from_array
+        split = axis.comm.split(0, axis.rank, name=f"{axis.comm.name}.batches")
+        assert split is not None
+        self._comm = split
 
     def __len__(self) -> int:
         """Return the number of batches, where this rank reads some of a known number."""
@@ -78,14 +82,14 @@ class SequenceLoader:
         if self._shares:
             return self._sent(read)
         batch = self._read(read)
-        if self._axis.size > 1:
+        if self._comm.size > 1:
             lines = [_END] if batch is None else [f"{name}: {_digest(value)}" for name, value in batch.items()]
-            check_agreement(self._axis.comm, "SequenceLoader: batches differ", lines)
+            check_agreement(self._comm, "SequenceLoader: batches differ", lines)
         return batch
 
     def _sent(self, read: Iterator[Any]) -> dict[str, Any] | None:
         """Return what the first rank has read. Its errors are told: nobody waits for a batch that does not come."""
-        comm = self._axis.comm
+        comm = self._comm
         if self._axis.rank:
             kind, batch = comm.broadcast_object(None)
             if kind == "failed":

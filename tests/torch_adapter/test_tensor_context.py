@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
+from torch.utils.checkpoint import checkpoint
 
 from commlib.errors import MismatchError, UsageError
 from commlib.functional.axis import Axis
@@ -169,6 +170,21 @@ def test_autocast(comm: Any) -> None:
     x = own(drawn(2, 9, 4, 1), comm, "balanced").float()
     with torch.autocast("cpu", torch.bfloat16):
         assert attention(x, x, x, comm).dtype is torch.bfloat16
+
+
+@pytest.mark.parametrize("method", METHODS)
+def test_recomputed_and_compiled(comm: Any, method: str) -> None:
+    layer, x = torch.nn.Linear(4, 4).double(), own(drawn(2, 9, 4, 1), comm, "balanced")
+
+    def attend(x: Tensor) -> Tensor:
+        y = layer(x)
+        return attention(y, y, y, comm, causal=True, method=method) * 2
+
+    (want,) = torch.autograd.grad(attend(x).square().sum(), layer.weight)
+    compiled = torch.compile(attend, backend="aot_eager")
+    for run in (lambda x: checkpoint(attend, x, use_reentrant=False), compiled):
+        (got,) = torch.autograd.grad(run(x).square().sum(), layer.weight)
+        assert_near(got, want, want)
 
 
 @pytest.mark.parametrize(

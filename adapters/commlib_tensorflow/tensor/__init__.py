@@ -1,5 +1,6 @@
-"""Tensor parallelism for TensorFlow and Keras: moves, divided layers, and `parallelize` for plain models."""
+"""Tensor and context parallelism for TensorFlow and Keras: moves, divided layers, `parallelize`, attention."""
 
+from commlib_tensorflow.tensor import context
 from commlib_tensorflow.tensor.blocks import ParallelAttention, ParallelMLP
 from commlib_tensorflow.tensor.cross_entropy import VocabularyCrossEntropy, vocabulary_cross_entropy
 from commlib_tensorflow.tensor.dense import ColumnDense, RowDense, VocabularyDense
@@ -22,6 +23,7 @@ __all__ = [
     "VocabularyDense",
     "VocabularyEmbedding",
     "all_to_all",
+    "context",
     "copy",
     "dropout",
     "gather",

@@ -42,8 +42,10 @@ def taken(x: Tensor, ranges: Sequence[range], dim: int) -> Tensor:
 
 def _local(q: Tensor, k: Tensor, v: Tensor, call: Attention, bounds: tuple[int, ...]) -> Tensor:
     served = call.heads.served
-    if not q.numel():  # what has no elements keeps its place among gradients: all ranks call the same
-        return v.repeat_interleave(served, 1)
+    if not q.numel():
+        # What has no elements has its place among gradients, so that all ranks call the same; and a product saves a
+        # tensor, as attention does: a checkpoint recomputes when the first one is needed, on all ranks at once.
+        return (v * v).repeat_interleave(served, 1)
     parts = [
         scaled_dot_product_attention(
             q[:, :, start:stop],

@@ -19,6 +19,7 @@ from torch import Tensor
 from commlib.functional.attention import Attention
 from commlib.functional.axis import Axis
 from commlib_torch._bridge import check, dtype_name
+from commlib_torch._uncompiled import uncompiled
 from commlib_torch.tensor._by_heads import attention_by_heads
 from commlib_torch.tensor._ring import ring_attention
 from commlib_torch.tensor.moves import On, axis_of
@@ -27,6 +28,7 @@ from commlib_torch.tensor.sequences import SequenceLoader, loss_mean, position_i
 __all__ = ["SequenceLoader", "attention", "loss_mean", "position_ids", "shard_sequence", "unshard_sequence"]
 
 
+@uncompiled
 def attention(
     q: Tensor,
     k: Tensor,

@@ -17,6 +17,7 @@ from commlib.tensor import moves
 from commlib.tensor.context import Layout, document_bounds
 from commlib.tensor.moves import REDUCE
 from commlib_torch._bridge import array_of, dtype_name, packed, to_tensor
+from commlib_torch._uncompiled import uncompiled
 from commlib_torch.tensor._by_heads import taken
 from commlib_torch.tensor.moves import On, axis_of, moved
 
@@ -31,6 +32,7 @@ def shard_sequence(x: Tensor, axis: On, dim: int = 1, *, layout: str = "balanced
     return taken(x, Layout(x.shape[dim], over.size, layout).ranges(over.rank), dim)
 
 
+@uncompiled
 def unshard_sequence(
     x: Tensor, axis: On, dim: int = 1, *, layout: str = "balanced", length: int | None = None, partial: bool = False
 ) -> Tensor:
@@ -57,6 +59,7 @@ def position_ids(length: int, axis: On, *, layout: str = "balanced", documents: 
     return to_tensor(positions_of(divided, over.rank, document_bounds(documents, length)))
 
 
+@uncompiled
 def loss_mean(loss_sum: Tensor, n_tokens: int | Tensor, axis: On) -> Tensor:
     """Return the mean loss over the tokens of all ranks, the same on each. Collective.
 
