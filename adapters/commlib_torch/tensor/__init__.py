@@ -3,6 +3,7 @@
 from commlib_torch.tensor.linear import ColumnLinear, RowLinear
 from commlib_torch.tensor.moves import all_to_all, copy, gather, reduce, reduce_scatter, scatter
 from commlib_torch.tensor.parallelize import parallelize
+from commlib_torch.tensor.verify import verify
 
 __all__ = [
     "ColumnLinear",
@@ -14,4 +15,5 @@ __all__ = [
     "reduce",
     "reduce_scatter",
     "scatter",
+    "verify",
 ]

@@ -5,7 +5,7 @@ from __future__ import annotations
 from torch import nn
 
 from commlib.errors import UsageError
-from commlib.tensor.styles import Column, Row, Style
+from commlib.tensor.styles import Column, Replicate, Row, Style
 from commlib_torch.tensor.linear import ColumnLinear, RowLinear
 
 _LAYERS: dict[tuple[type[nn.Module], type[Style]], type[nn.Module]] = {
@@ -16,6 +16,8 @@ _LAYERS: dict[tuple[type[nn.Module], type[Style]], type[nn.Module]] = {
 
 def find_layer(name: str, module: nn.Module, style: Style) -> type[nn.Module]:
     """Return the class that a module becomes. Raises UsageError if none is known."""
+    if isinstance(style, Replicate) and not style.into_sharded:
+        return type(module)
     for (plain, kind), layer in _LAYERS.items():
         if type(module) is plain and isinstance(style, kind):
             return layer

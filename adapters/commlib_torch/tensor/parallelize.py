@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -15,26 +16,47 @@ from commlib.functional.axis import Axis
 from commlib.tensor.plan import Plan, lines, resolve
 from commlib.tensor.styles import Replicate, Style
 from commlib_torch._bridge import array_of, packed
+from commlib_torch.tensor.checking import Checks, found_plan
 from commlib_torch.tensor.layers import find_layer
 
 
-def parallelize(model: nn.Module, axis: Communicator, plan: Plan, *, codec: Any = None) -> nn.Module:
+def parallelize(
+    model: nn.Module,
+    axis: Communicator,
+    plan: Plan | str,
+    *,
+    verify: Any = None,
+    example: Any = None,
+    codec: Any = None,
+    divided_output: bool = False,
+    report: Callable[[str], object] = print,
+) -> nn.Module:
     """Divide the layers that `plan` names among the ranks of `axis`, such as `mesh["tp"]`, and return `model`.
 
     It is the same model: modules and parameters stay the objects that they are, with rank 0's values, and parameters
     are plain tensors, smaller ones where they are divided. plan: styles by patterns of names, `{"layers.*.up":
-    Column(), "layers.*.down": Row()}`. codec: in which activations and their gradients travel, such as "bf16".
+    Column(), "layers.*.down": Row()}`; or "auto" for models like transformers, which rank 0 reports as a table.
 
-    Collective over the axis. Raises UsageError for a plan that does not fit, MismatchError if ranks hold different
-    models or plans.
+    verify: a batch (a tensor, or a tuple or dict of the model's arguments), the same on all ranks, for one forward and
+    backward beside the undivided model; that is copied for so long. example: a batch on which the plan is checked by
+    `commlib.tensor.rules`, before anything is divided. Without either these are checked at the model's first call,
+    which runs the model twice. codec: in which activations and their gradients travel, such as "bf16".
+    divided_output: what the model returns may stay divided.
+
+    Collective over the axis. Raises UsageError for a plan that does not fit, breaks a rule, or gives other numbers,
+    MismatchError if ranks hold different models or plans.
     """
     shared = Axis(axis, codec)
+    batch = example if verify is None else verify
+    if isinstance(plan, str):
+        plan = found_plan(model, shared, plan, batch, report)
     modules = dict(model.named_modules(remove_duplicate=False))
     styles = resolve(plan, list(modules))
     shapes = [f"{name}: {list(parameter.shape)}" for name, parameter in model.named_parameters()]
     check_agreement(axis, "parallelize", [f"codec {codec}", *lines(styles), *shapes])
     found = [(name, modules[name], style, find_layer(name, modules[name], style)) for name, style in styles.items()]
     _take_values_of_rank_0(model, axis)
+    checks = Checks(model, shared, styles, batch, numbers=verify is not None, divided=divided_output)
     done: dict[int, tuple[str, Style]] = {}
     for name, module, style, layer in found:
         before = done.setdefault(id(module), (name, style))
@@ -45,6 +67,7 @@ def parallelize(model: nn.Module, axis: Communicator, plan: Plan, *, codec: Any 
             module.become(name, shared, style)
     shared.threads = torch.get_num_threads()
     keep_freed_memory()
+    checks.divided(model)
     return model
 
 
