@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import warnings
 from contextlib import nullcontext
+from typing import Any
 
 import pytest
 import torch
@@ -13,9 +14,9 @@ from torch import nn
 
 import commlib
 from commlib.errors import UsageError
-from commlib.tensor import Column, Row
+from commlib.tensor import Column, Plan, Row
 from commlib_torch.tensor import ColumnLinear, parallelize, verify
-from commlib_torch.tensor.tracing import trace
+from commlib_torch.tensor.tracing import attempted
 
 WORDS, WIDTH, HEADS, TOKENS = 37, 24, 6, 5
 
@@ -95,8 +96,8 @@ class LanguageModel(nn.Module):
 GPT = {"way": "chunk"}
 LLAMA = {"kv": 3, "gated": True, "norm": OwnNorm}
 FUSED = {"way": "parts"}
-PAIR = {"h": Column(), "i": Row()}
-PLAN = {**{f"g.{name}": Column(units=HEADS) for name in "abc"}, "g.d": Row(units=HEADS), **PAIR}
+PAIR: Plan = {"h": Column(), "i": Row()}
+PLAN: Plan = {**{f"g.{name}": Column(units=HEADS) for name in "abc"}, "g.d": Row(units=HEADS), **PAIR}
 
 
 @pytest.fixture
@@ -149,7 +150,8 @@ class TestPlans:
     @pytest.mark.parametrize("options", [GPT, LLAMA, FUSED])
     def test_auto(self, tp, options):
         """Names say nothing: plans come from which layer follows which."""
-        model, said = made(LanguageModel, **options), []
+        said: list[str] = []
+        model = made(LanguageModel, **options)
         plain = copy.deepcopy(model)
         divided = parallelize(model, tp, "auto", verify=words(), report=said.append)
         assert len(said) == (tp.rank == 0)
@@ -168,12 +170,12 @@ class TestPlans:
     def test_auto_of_an_encoder_layer(self, tp):
         model = made(nn.TransformerEncoderLayer, WIDTH, HEADS, 41, 0.0, batch_first=True)
         plain = copy.deepcopy(model)
-        divided = parallelize(model, tp, "auto", example=rows(), report=lambda table: None)
+        divided: Any = parallelize(model, tp, "auto", example=rows(), report=lambda table: None)
         assert (divided.linear1.style, divided.linear2.style) == (Column(), Row())
         same_training(plain, divided, rows())
 
     def test_auto_says_why(self, tp):
-        said = []
+        said: list[str] = []
         with pytest.raises(UsageError, match="finds no layer"):
             parallelize(nn.Sequential(nn.Linear(4, 6), nn.Softmax(-1), nn.Linear(6, 4)), tp, "auto",
                         example=torch.rand(2, 4), report=said.append)  # fmt: skip
@@ -206,7 +208,7 @@ class TestPlans:
         refused(tp, made(Block), {name: style for name, style in PLAN.items() if name != left_out}, said)
 
     def test_wrong_plans(self, tp):
-        fused = {"g.d": Row(units=HEADS), **PAIR}
+        fused: Plan = {"g.d": Row(units=HEADS), **PAIR}
         refused(tp, made(Block, **GPT), {**fused, "g.abc": Column(units=HEADS)}, r"chunk in g.*Column\(parts=3\)")
         refused(tp, made(Block, **FUSED), {**fused, "g.abc": Column()}, r"needs all of a dimension|fused features")
         refused(tp, made(Block), {**PLAN, "i": Row(sequence=1)}, r"add.*divided|returns what is whole")
@@ -246,7 +248,7 @@ class TestPlans:
                 y = (heads @ heads.transpose(-1, -2)).softmax(-1) @ heads
                 return self.b(y.transpose(1, 2).flatten(2))
 
-        plan = {"a": Column(), "b": Row()}
+        plan: Plan = {"a": Column(), "b": Row()}
         with pytest.raises(UsageError, match=r"reshape in the model.*no other, but.*say -1"):
             parallelize(made(Mixing), tp, plan, example=rows())
         alone = parallelize(made(Mixing), tp, plan)
@@ -304,15 +306,16 @@ class TestVerify:
                 y = self[0](x)
                 return self[1](Loses.apply(y) if self.loses else y)
 
-        plain = made(Lossy, nn.Linear(7, 9), nn.Linear(9, 5))
-        divided = parallelize(copy.deepcopy(plain), tp, {"0": Column(), "1": Row()}, verify=rows()[0, :, :7])
+        plain: Any = made(Lossy, nn.Linear(7, 9), nn.Linear(9, 5))
+        divided: Any = parallelize(copy.deepcopy(plain), tp, {"0": Column(), "1": Row()}, verify=rows()[0, :, :7])
         divided.loses = True
         with pytest.raises(UsageError, match=r"the gradient of input 0 differs.* 0\.5 of its largest"):
             verify(divided, plain, tp, rows()[0, :, :7])
 
     def test_it_leaves_no_trace(self, tp):
         torch.manual_seed(5)
-        model = nn.Sequential(nn.Linear(7, 9), nn.ReLU(), nn.Linear(9, 5), nn.BatchNorm1d(5), nn.Dropout(0.5)).train()
+        layers = nn.Linear(7, 9), nn.ReLU(), nn.Linear(9, 5), nn.BatchNorm1d(5), nn.Dropout(0.5)
+        model: Any = nn.Sequential(*layers).train()
         statistics, state = model[3].running_mean.clone(), torch.get_rng_state()
         x = torch.randn(4, 7, generator=torch.Generator().manual_seed(2), requires_grad=True)
         parallelize(model, tp, {"0": Column(), "2": Row()}, verify=x)
@@ -382,6 +385,7 @@ class TestTraces:
                 return run(x)
 
         x = torch.rand(6, 4, generator=torch.Generator().manual_seed(4))
-        found = trace(Runs(), (x,))
+        found, error = attempted(Runs(), (x,), {})
+        assert error is None
         assert found.shapes[found.outputs[0]] == tuple(run(x.clone()).shape)
         assert all(step.kind != "unseen" for step in found.steps)

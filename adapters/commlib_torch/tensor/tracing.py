@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
-from types import MappingProxyType
 from typing import Any
 
 import torch
@@ -19,28 +18,15 @@ from commlib_torch.tensor import _leaves
 from commlib_torch.tensor._operations import Called, described
 
 
-def trace(
-    model: nn.Module,
-    args: Sequence[Any],
-    options: Mapping[str, Any] = MappingProxyType({}),
-    styles: Collection[str] = (),
-) -> Trace:
-    """Run a model once, and return its layers and the operations between them in the order in which they ran.
+def attempted(
+    model: nn.Module, args: Sequence[Any], options: Mapping[str, Any], styles: Collection[str] = ()
+) -> tuple[Trace, Exception | None]:
+    """Run a model once; return its layers and the operations between them in the order in which they ran.
 
     args, options: what it is called with. styles: layers that are taken as a whole because they have one. Any control
-    flow works: what ran is what is recorded. No gradients are computed; random states and buffers are as before. A
-    model that is divided runs its collectives.
+    flow works: what ran is what is recorded; if the model fails, with the error, and up to the step that did. No
+    gradients are computed; random states and buffers are as before. A model that is divided runs its collectives.
     """
-    found, error = attempted(model, args, options, styles)
-    if error is not None:
-        raise error
-    return found
-
-
-def attempted(
-    model: nn.Module, args: Sequence[Any], options: Mapping[str, Any], styles: Collection[str]
-) -> tuple[Trace, Exception | None]:
-    """Do what `trace` does; return the error if the model fails, and its steps up to the one that did."""
     recorder = Recorder(model, styles)
     with torch.no_grad(), unchanged(model):
         try:

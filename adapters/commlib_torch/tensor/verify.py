@@ -2,23 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from commlib.errors import UsageError
-from commlib.functional.axis import Axis
-from commlib.functional.differences import Pair, compare
-from commlib.functional.shards import Shard
-from commlib.tensor.rules import check
+from commlib.dtypes import Array
+from commlib.functional.runs import WHOLE, Outputs, Run, compare_runs, outputs_of
 from commlib.tensor.sharding import Sharding
-from commlib.tensor.states import State
-from commlib.tensor.trace import Step, Trace
 from commlib_torch._bridge import array_of, packed
-from commlib_torch.tensor._shards import shard_of
+from commlib_torch.tensor._shards import shards_in
 from commlib_torch.tensor.moves import On, axis_of
 from commlib_torch.tensor.tracing import Recorder, arguments_of, styles_in, tensors_in, unchanged
 
@@ -34,36 +29,40 @@ def verify(model: nn.Module, reference: nn.Module, axis: On, batch: Any, *, tole
     Collective over the axis. Raises UsageError on all ranks: the first that differs, by how much, on which ranks.
     Gradients that parameters have, random states and buffers stay as they are.
     """
-    on = axis_of(axis)
-    whole, whole_values, whole_gradients = _run(reference, batch, None)
-    states = check(whole, styles_in(model), divided_output=True).states
-    lengths = {place: states[value] for place, value in enumerate(whole.outputs)}
-    own, own_values, own_gradients = _run(model, batch, (on, lengths, [whole_values[v] for v in whole.outputs]))
-    modules = dict(model.named_modules())
-    pairs = list(_values(whole, own, states, whole_values, own_values, modules))
-    compare(on, [*pairs, *_gradients(model, own_gradients, whole_gradients)], tolerance)
+    on, styles, call = axis_of(axis), styles_in(model), arguments_of(batch)
+    whole = ran(reference, call, styles, WHOLE)
+    own = ran(model, call, styles, outputs_of(whole, styles, on))
+    compare_runs(on, whole, own, styles, tolerance)
 
 
-_Outputs = tuple[Axis, Mapping[int, State], list[Tensor]]
-"""An axis, how a model's outputs are divided over it, and those of the whole model."""
-
-
-def _run(
-    model: nn.Module, batch: Any, outputs: _Outputs | None
-) -> tuple[Trace, list[Tensor], dict[str, Tensor | None]]:
-    """Return the trace of one forward, all its values, and the gradients of inputs and weights by name."""
+def ran(model: nn.Module, call: Any, styles: Collection[str], outputs: Outputs) -> Run:
+    """Run a model forward and backward in evaluation mode. call: its arguments, as `arguments_of` gives them."""
     fresh = _Fresh()
-    args, options = (fresh.of(part) for part in arguments_of(batch))
+    args, options = (fresh.of(part) for part in call)
+    recorder = Recorder(model, styles)
     with unchanged(model), evaluating(model), torch.enable_grad():
-        recorder = Recorder(model)
         trace, result = recorder.run(args, options)
-        loss = sum((_weighted(at, value, outputs) for at, value in enumerate(tensors_in(result))), torch.zeros(()))
+        loss = torch.zeros((), dtype=torch.float64)
+        for at, value in enumerate(tensors_in(result)):
+            if value.is_floating_point():
+                weights = torch.from_numpy(outputs.weights(at, tuple(value.shape)))
+                loss = loss + (value * weights.to(value)).sum()
         wanted = {f"input {at}": tensor for at, tensor in enumerate(fresh.inputs)}
         wanted |= {name: weight for name, weight in model.named_parameters() if weight.requires_grad}
         found: Any = [None] * len(wanted)
-        if isinstance(loss, Tensor) and loss.requires_grad:
+        if loss.requires_grad:
             found = torch.autograd.grad(loss, list(wanted.values()), allow_unused=True)
-    return trace, recorder.tensors, dict(zip(wanted, found, strict=True))
+    values = [_array(value) for value in recorder.tensors]
+    recorder.tensors.clear()  # a graph that lived on would remember the shapes of weights that are divided now
+    gradients = {name: None if each is None else _array(each) for name, each in zip(wanted, found, strict=True)}
+    shards = {name: shard for name, _, shard in shards_in(model)}
+    shardings = {name: getattr(module, "sharding", None) for name, module in model.named_modules()}
+    known = {name: sharding for name, sharding in shardings.items() if isinstance(sharding, Sharding)}
+    return Run(trace, values, gradients, shards, known)
+
+
+def _array(tensor: Tensor) -> Array:
+    return array_of(packed(tensor))
 
 
 class _Fresh:
@@ -85,19 +84,6 @@ class _Fresh:
         return value
 
 
-def _weighted(at: int, value: Tensor, outputs: _Outputs | None) -> Tensor | float:
-    """Return a sum of a result's elements times numbers that are always the same."""
-    if not value.is_floating_point():
-        return 0.0
-    shape = value.shape if outputs is None else outputs[2][at].shape
-    weights = torch.randn(shape, generator=torch.Generator().manual_seed(at), dtype=torch.float64)
-    if outputs is not None and outputs[1][at].is_divided:
-        dim, axis = outputs[1][at].dim, outputs[0]
-        lengths = axis.comm.all_gather_object(value.shape[dim])
-        weights = weights.narrow(dim, sum(lengths[: axis.rank]), value.shape[dim])
-    return (value * weights.to(value)).sum()
-
-
 @contextmanager
 def evaluating(model: nn.Module) -> Iterator[None]:
     """Let a model evaluate for a while, layer by layer: a fused path would not be seen, nor know divided weights."""
@@ -111,61 +97,3 @@ def evaluating(model: nn.Module) -> Iterator[None]:
         torch.backends.mha.set_fastpath_enabled(fused)
         for module in training:
             module.training = True
-
-
-def _values(
-    whole: Trace,
-    own: Trace,
-    states: Mapping[int, State],
-    whole_values: list[Tensor],
-    own_values: list[Tensor],
-    modules: Mapping[str, nn.Module],
-) -> Iterator[Pair]:
-    """Yield what can be compared of two runs, step by step."""
-    for step, local in _aligned(whole, own):
-        for value, part in zip(step.outputs, local.outputs, strict=False):
-            state, expected, came = states[value], whole_values[value], own_values[part]
-            if step.kind in ("given", "constant", "weight", "unseen") or state.name in ("unknown", "partial"):
-                continue
-            arrays = array_of(packed(came.detach())), array_of(packed(expected.detach()))
-            if not state.is_divided:
-                yield Pair(step.where, *arrays)
-            elif state.parts == 1:
-                yield Pair(step.where, *arrays, dim=state.dim)
-            elif step.kind == "product":
-                yield Pair(step.where, *arrays, shard=_features(modules[step.layer], state, expected))
-
-
-def _aligned(whole: Trace, own: Trace) -> Iterator[tuple[Step, Step]]:
-    """Yield the steps of two runs that belong together: all, or if they differ the calls of layers."""
-    both = [[step for step in trace.steps if step.kind != "weight"] for trace in (whole, own)]
-    if [(step.layer, step.kind) for step in both[0]] == [(step.layer, step.kind) for step in both[1]]:
-        yield from zip(*both, strict=True)
-        return
-    calls = [[step for step in steps if step.layer] for steps in both]
-    yield from ((step, part) for step, part in zip(*calls, strict=False) if step.layer == part.layer)
-
-
-def _features(layer: Any, state: State, whole: Tensor) -> Shard:
-    """Return what a rank has of a layer's outputs, some fused parts: they are divided as its weight is."""
-    given = layer.sharding
-    return Shard(layer.axis, Sharding(tuple(whole.shape), state.dim, given.parts, given.units))
-
-
-def _gradients(
-    model: nn.Module, own: Mapping[str, Tensor | None], whole: Mapping[str, Tensor | None]
-) -> Iterator[Pair]:
-    parameters = dict(model.named_parameters())
-    largest = max((float(gradient.abs().max()) for gradient in whole.values() if gradient is not None), default=0.0)
-    for name, expected in whole.items():
-        came, shard = own[name], shard_of(parameters[name]) if name in parameters else None
-        if came is None and expected is None:
-            continue
-        if came is None or expected is None:
-            raise UsageError(f"verify: {_gradient_of(name)} is there in one of the two models alone")
-        arrays = array_of(packed(came)), array_of(packed(expected))
-        yield Pair(_gradient_of(name), *arrays, shard=shard, floor=largest / 100)
-
-
-def _gradient_of(name: str) -> str:
-    return f"the gradient of {name}"

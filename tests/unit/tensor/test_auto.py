@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 
-from commlib.tensor import Column, Replicate, Row, Sequence, Vocabulary
+from commlib.tensor import Column, Plan, Replicate, Row, Sequence, Vocabulary
 from commlib.tensor.auto import auto
 from commlib.tensor.rules import check
 from commlib.tensor.table import plan_table
@@ -44,9 +46,9 @@ def language_model(tied=False, **options):
     return m.trace(m.linear("head", m.norm("last", x), WORDS), tied=[("words", "head")] if tied else [])
 
 
-ENDS = {"words": Vocabulary(), "head": Vocabulary(gather=True)}
-HEADS = {"q": Column(units=4), "k": Column(units=4), "v": Column(units=4), "o": Row(units=4)}
-PAIR = {"up": Column(), "down": Row()}
+ENDS: Plan = {"words": Vocabulary(), "head": Vocabulary(gather=True)}
+HEADS: dict[str, Column | Row] = {"q": Column(units=4), "k": Column(units=4), "v": Column(units=4), "o": Row(units=4)}
+PAIR: Plan = {"up": Column(), "down": Row()}
 
 
 def both(styles):
@@ -60,7 +62,7 @@ def test_gpt(tied):
 
 def test_gated_and_grouped():
     """Queries and keys are divided by the heads of keys, the fewer."""
-    grouped = {name: type(style)(units=2) for name, style in HEADS.items()}
+    grouped: Plan = {name: replace(style, units=2) for name, style in HEADS.items()}
     trace = language_model(gated=True, kv=2)
     assert found(trace).plan == {**ENDS, **both({**grouped, **PAIR, "gate": Column()})}
     reasons = found(trace, 3).reasons

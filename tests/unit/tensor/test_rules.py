@@ -5,12 +5,12 @@ from __future__ import annotations
 import pytest
 
 from commlib.errors import UsageError
-from commlib.tensor import Column, Replicate, Row, Sequence, Vocabulary
+from commlib.tensor import Column, Plan, Replicate, Row, Sequence, Vocabulary
 from commlib.tensor.rules import RULES, PlanError, check
 from tests.traces import Written
 
-PAIR = {"up": Column(), "down": Row()}
-IN_SEQUENCE = {"norm": Sequence(1), "up": Column(sequence=1), "down": Row(sequence=1)}
+PAIR: Plan = {"up": Column(), "down": Row()}
+IN_SEQUENCE: Plan = {"norm": Sequence(1), "up": Column(sequence=1), "down": Row(sequence=1)}
 
 
 def refused(trace, plan, rule, *said, **options):
@@ -139,7 +139,7 @@ def block(between=None):
 
 
 def test_a_region_that_is_divided_along_its_sequence():
-    plan = {"words": Vocabulary(sequence=1), **IN_SEQUENCE, "head": Vocabulary(gather=True, sequence=1)}
+    plan: Plan = {"words": Vocabulary(sequence=1), **IN_SEQUENCE, "head": Vocabulary(gather=True, sequence=1)}
     check(block(), plan)
     refused(block(), {**plan, "words": Vocabulary()}, "count", "norm (LayerNorm)", "leave it out")
     refused(block(), {**plan, "up": Column()}, "column", "sequence=1")
@@ -175,7 +175,7 @@ def attention(kv=4, parts=None, replicate=False):
     return m.trace(m.linear("o", m.joined(m.matmul(scores, v)), 16))
 
 
-QKV = {"q": Column(units=4), "k": Column(units=4), "v": Column(units=4), "o": Row(units=4)}
+QKV: Plan = {"q": Column(units=4), "k": Column(units=4), "v": Column(units=4), "o": Row(units=4)}
 
 
 def test_heads_are_divided():
@@ -201,7 +201,7 @@ def test_parts_may_be_a_dimension():
 
 
 def test_one_head_of_keys_serves_all_queries():
-    plan = {"q": Column(units=4), "o": Row(units=4)}
+    plan: Plan = {"q": Column(units=4), "o": Row(units=4)}
     shared = Replicate(into_sharded=True)
     trace = attention(kv=1)
     refused(trace, plan, "gradient", "Replicate(into_sharded=True)")
