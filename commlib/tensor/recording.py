@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Hashable, Iterable, Sequence
 from typing import Any
 
 from commlib.tensor.equations import Shape
@@ -10,17 +10,20 @@ from commlib.tensor.trace import Step, Trace
 
 
 class Recording:
-    """The steps so far. Tensors are told apart by identity, so all of them are kept until the recording goes.
+    """The steps so far. Tensors are told apart by `key`, their identity, so all of them are kept until it goes.
 
     shape_of: returns a tensor's shape. outside: is asked about a tensor that no step has made: it returns the kind of
     step ("constant" or "weight") that it comes from and the layer that has it, or None if nothing is known of it.
     """
 
     def __init__(
-        self, shape_of: Callable[[Any], Shape], outside: Callable[[Any], tuple[str, str] | None] = lambda tensor: None
+        self,
+        shape_of: Callable[[Any], Shape],
+        outside: Callable[[Any], tuple[str, str] | None],
+        key: Callable[[Any], Hashable] = id,
     ) -> None:
-        self._shape_of, self._outside = shape_of, outside
-        self._numbers: dict[int, int] = {}
+        self._shape_of, self._outside, self._key = shape_of, outside, key
+        self._numbers: dict[Hashable, int] = {}
         self.tensors: list[Any] = []
         """By their numbers."""
         self._steps: list[Step] = []
@@ -38,7 +41,7 @@ class Recording:
         return Trace(tuple(self._steps), shapes, outputs, tuple(tied), whole)
 
     def _number(self, tensor: Any) -> int:
-        known = self._numbers.get(id(tensor))
+        known = self._numbers.get(self._key(tensor))
         if known is not None:
             return known
         kind, layer = self._outside(tensor) or ("unseen", "")
@@ -48,6 +51,6 @@ class Recording:
         return number
 
     def _new(self, tensor: Any) -> int:
-        self._numbers[id(tensor)] = len(self.tensors)
+        self._numbers[self._key(tensor)] = len(self.tensors)
         self.tensors.append(tensor)
         return len(self.tensors) - 1

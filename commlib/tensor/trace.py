@@ -27,8 +27,8 @@ class Step:
     """One call of a layer, or of an operation within it.
 
     layer: its name; "" for an operation between layers. text: what it is, such as "Linear", or "softmax in blocks.0".
-    dim: of the features of a product or a table, or that along which is split or joined. size: what a layer has in the
-    whole: (inputs, outputs) of a product, (words, features) of a table, (heads, heads) of attention. weights: an
+    dim: along which is split or joined. dims: those of a product's features, before and after. size: what a layer has
+    in the whole: (inputs, outputs) of a product, (words, features) of a table, (heads, heads) of attention. weights: an
     equation with weights of its own, such as a norm. draws: it draws random numbers, such as dropout. asked: the shape
     that a reshape was asked for, -1 included, or the lengths of pieces, if numbers were given. The last step of a call
     that failed has no outputs.
@@ -41,6 +41,7 @@ class Step:
     text: str = ""
     equation: Equation | None = None
     dim: int = -1
+    dims: tuple[int, int] = (-1, -1)
     size: tuple[int, int] = (0, 0)
     weights: bool = False
     draws: bool = False

@@ -3,6 +3,7 @@
 from commlib_tensorflow.tensor.dense import ColumnDense, RowDense
 from commlib_tensorflow.tensor.moves import all_to_all, copy, gather, reduce, reduce_scatter, scatter
 from commlib_tensorflow.tensor.parallelize import parallelize
+from commlib_tensorflow.tensor.verify import verify
 
 __all__ = [
     "ColumnDense",
@@ -14,4 +15,5 @@ __all__ = [
     "reduce",
     "reduce_scatter",
     "scatter",
+    "verify",
 ]

@@ -39,7 +39,7 @@ def described(module: nn.Module, x: Tensor) -> dict[str, Any]:
             return {"kind": "product", "size": (module.in_features, module.out_features)}
         case _ConvNd():
             dim = -1 - len(module.kernel_size)
-            return {"kind": "product", "dim": dim, "size": (module.in_channels, module.out_channels)}
+            return {"kind": "product", "dims": (dim, dim), "size": (module.in_channels, module.out_channels)}
         case nn.Embedding():
             return {"kind": "table", "size": (module.num_embeddings, module.embedding_dim)}
         case nn.MultiheadAttention():

@@ -61,6 +61,7 @@ def parallelize(
     check_agreement(axis, "parallelize", [f"codec {codec}", *lines(styles), *shapes])
     found = [(name, modules[name], style, find_layer(name, modules[name], style)) for name, style in styles.items()]
     _take_values_of_rank_0(model, axis)
+    checks = None
     if call is not None:
         first = {module: name for name, module in model.named_modules()}
         given = {first[module]: style for _, module, style, _ in found} | styles_in(model)
@@ -75,7 +76,7 @@ def parallelize(
             module.become(name, shared, style)
     shared.threads = torch.get_num_threads()
     keep_freed_memory()
-    if call is not None:
+    if checks is not None:
         checks.divided()
     else:
         AtFirstCall.of(model, divided_output=divided_output, warns=axis.rank == 0)

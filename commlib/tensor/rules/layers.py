@@ -12,8 +12,8 @@ from commlib.tensor.trace import Step
 def product(following: Following, step: Step) -> State:
     """Follow a layer that mixes all features."""
     value, style = step.inputs[0], following.styles.get(step.layer)
-    state, dim = following.of(value), following.dim(step.dim, value)
-    out = following.result_dim(step.dim, step)
+    state, dim = following.of(value), following.dim(step.dims[0], value)
+    out = following.result_dim(step.dims[1], step)
     refuse_partial(step, state)
     if state == SHARED:
         raise counted(step, state)
