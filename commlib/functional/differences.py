@@ -36,8 +36,10 @@ def compare(axis: Axis, pairs: list[Pair], tolerance: float | None = None) -> No
     """Raise UsageError on all ranks if a value differs on any: the first one in order, by how much, on which ranks.
 
     Collective. Ranks must give the same pairs. tolerance: relative to the largest element of the whole; by default
-    that of `TOLERANCES` for the value's dtype.
+    that of `TOLERANCES` for the coarsest dtype among the values.
     """
+    if tolerance is None:
+        tolerance = max((TOLERANCES.get(pair.own.dtype.name, 0.0) for pair in pairs), default=0.0)
     lengths = [0 if pair.dim is None else pair.own.shape[pair.dim] for pair in pairs]
     everyone = axis.comm.all_gather_object(lengths)
     if len({len(given) for given in everyone}) > 1:
@@ -60,7 +62,7 @@ def compare(axis: Axis, pairs: list[Pair], tolerance: float | None = None) -> No
         )
 
 
-def _difference(pair: Pair, start: int, tolerance: float | None) -> str:
+def _difference(pair: Pair, start: int, tolerance: float) -> str:
     """Return by how much a value differs, in words; "" if it does not."""
     whole, own = pair.whole, pair.own
     if pair.shard is not None:
@@ -71,7 +73,7 @@ def _difference(pair: Pair, start: int, tolerance: float | None) -> str:
         return f"its shape is {list(own.shape)}, expected {list(whole.shape)}"
     if not own.size:
         return ""
-    limit = TOLERANCES.get(own.dtype.name, 0.0) if tolerance is None else tolerance
+    limit = tolerance if own.dtype.name in TOLERANCES or own.dtype.kind == "c" else 0.0
     kind = np.complex128 if own.dtype.kind == "c" else np.float64
     ours, theirs, every = own.astype(kind), whole.astype(kind), pair.whole.astype(kind)
     same = (ours == theirs) | (np.isnan(ours) & np.isnan(theirs))

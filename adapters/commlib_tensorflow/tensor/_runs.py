@@ -16,10 +16,19 @@ from commlib_tensorflow.tensor._shards import shard_of
 from commlib_tensorflow.tensor.tracing import Layers, Recorder, graph_of, tensors_in
 
 
-def ran(model: Any, layers: Layers, inputs: Any, styles: Collection[str], outputs: Outputs) -> Run:
-    """Run a model forward and backward, not in training, by one graph that gives all its values."""
+def ran(
+    model: Any, layers: Layers, inputs: Any, styles: Collection[str], outputs: Outputs, paths: Sequence[str] = ()
+) -> Run:
+    """Run a model forward and backward, not in training, by one graph that gives all its values.
+
+    paths: how its weights are called, if not by their own.
+    """
+    own = [variable.path for variable in model.trainable_variables]
     recorder = Recorder(model, layers, styles)
-    variables = {f"{variable.path} ({at})": variable for at, variable in enumerate(model.trainable_variables)}
+    variables = {
+        f"{path} ({at})": variable
+        for at, (path, variable) in enumerate(zip(paths or own, model.trainable_variables, strict=True))
+    }
     wanted: list[str] = []
     """Names of all gradients that the graph could give."""
 

@@ -66,9 +66,11 @@ def check_at_first_call(model: Any, layers: Layers, *, divided_output: bool, war
 
     def call(inputs: Any, *args: Any, **options: Any) -> Any:
         del model.call  # that of the class is left
-        check_call(
-            Traced(model, layers), keras.tree.map_structure(_spec, inputs), divided_output=divided_output, warns=warns
-        )
+        specs = keras.tree.map_structure(_spec, inputs)
+        try:
+            check_call(Traced(model, layers), specs, divided_output=divided_output, warns=warns)
+        except UsageError as error:
+            raise UsageError(str(error)) from error  # Keras adds to its text, and needs a class that takes that alone
         return model.call(inputs, *args, **options)
 
     model.call = call

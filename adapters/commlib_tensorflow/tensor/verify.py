@@ -26,6 +26,7 @@ def verify(model: Any, reference: Any, axis: On, batch: Any, *, tolerance: float
     on, layers = axis_of(axis), layers_of(model)
     styles = styles_in(layers)
     theirs = dict(zip(layers, layers_of(reference).values(), strict=True))
-    whole = ran(reference, theirs, batch, styles, WHOLE)
+    paths = [variable.path for variable in model.trainable_variables]
+    whole = ran(reference, theirs, batch, styles, WHOLE, paths)
     own = ran(model, layers, batch, styles, outputs_of(whole, styles, on))
     compare_runs(on, whole, own, styles, tolerance)
