@@ -15,8 +15,10 @@ all ranks; those that are spelt as in Horovod (`allreduce`) have names, and run 
 from commlib import __version__
 from commlib import horovod as _horovod
 from commlib.horovod import *
+from commlib.tensor import Column, Replicate, Row, Sequence, Vocabulary
 from commlib_tensorflow import broadcast as _broadcast
 from commlib_tensorflow import collectives as _collectives
+from commlib_tensorflow import tensor
 from commlib_tensorflow.broadcast import *
 from commlib_tensorflow.clip import clip_by_global_norm
 from commlib_tensorflow.collectives import *
@@ -30,18 +32,44 @@ from commlib_tensorflow.horovod.queries import *
 from commlib_tensorflow.optimizer import DistributedOptimizer
 from commlib_tensorflow.pipeline import Pipeline, pipeline
 from commlib_tensorflow.sync_batch_norm import SyncBatchNormalization
+from commlib_tensorflow.tensor import (
+    ParallelAttention,
+    ParallelMLP,
+    VocabularyCrossEntropy,
+    context,
+    gather_model,
+    gather_weights,
+    parallelize,
+    streams,
+    vocabulary_cross_entropy,
+)
 
 __all__ = [
     "__version__",
+    "Column",
     "Compression",
     "DistributedGradientTape",
     "DistributedOptimizer",
+    "ParallelAttention",
+    "ParallelMLP",
     "PartialDistributedGradientTape",
     "Pipeline",
+    "Replicate",
+    "Row",
+    "Sequence",
     "SyncBatchNormalization",
+    "Vocabulary",
+    "VocabularyCrossEntropy",
     "clip_by_global_norm",
+    "context",
     "elastic",
+    "gather_model",
+    "gather_weights",
+    "parallelize",
     "pipeline",
+    "streams",
+    "tensor",
+    "vocabulary_cross_entropy",
 ]
 __all__ += _horovod.__all__
 __all__ += _broadcast.__all__

@@ -169,7 +169,7 @@ def test_what_does_not_fit_is_refused(tp):
         with pytest.raises(UsageError, match=said):
             parallelize(model, tp, plan)
     norm = parallelize(nn.LayerNorm(4), tp, {"": Sequence(1)})
-    with pytest.raises(UsageError, match="gather the features"):
+    with pytest.raises(UsageError, match="takes none that is divided"):
         norm(torch.ones(2, 4))
     patched: Any = nn.Linear(4, 4)
     patched.forward = lambda x: x

@@ -12,8 +12,8 @@ from torch.utils.checkpoint import checkpoint
 
 import commlib
 from commlib.errors import UsageError
-from commlib.tensor import Column, Plan, Row, Sequence
-from commlib_torch.tensor import ParallelAttention, parallelize, streams, vocabulary_cross_entropy
+from commlib.tensor import Column, Plan, Row, Sequence, Vocabulary
+from commlib_torch.tensor import ParallelAttention, parallelize, scatter, streams, vocabulary_cross_entropy
 from tests.torch_adapter.dividing import assert_equal, own_head, random
 
 
@@ -179,12 +179,12 @@ def test_dropout_within_attention(mesh, tp):
 
 
 class Language(nn.Module):
-    def __init__(self) -> None:
+    def __init__(self, into: Any) -> None:
         super().__init__()
-        self.table, self.block, self.head = nn.Linear(5, 8), Block(), nn.Linear(8, 11)
+        self.table, self.block, self.head, self.into = nn.Linear(5, 8), Block(), nn.Linear(8, 11), into
 
     def forward(self, x: Tensor) -> Tensor:
-        found: Tensor = self.head(self.block(self.table(x)))
+        found: Tensor = self.head(self.block(self.into(self.table(x))))
         return found
 
 
@@ -192,7 +192,8 @@ class Language(nn.Module):
 def test_compiled_models(mesh, tp, backend, sequence):
     """Graphs break where data travels; values, gradients and random streams stay the same, batch after batch."""
     torch.manual_seed(6)
-    model = parallelize(Language().double(), tp, {**plan_of(sequence), "head": Column(sequence=sequence)})
+    into = nn.Identity() if sequence is None else lambda x: scatter(x, tp, sequence)
+    model = parallelize(Language(into).double(), tp, {**plan_of(sequence), "head": Vocabulary(sequence=sequence)})
     compiled = torch.compile(model, backend=backend)
     target = torch.arange(12).reshape(2, 6) % 11
     for step in range(4):
@@ -201,8 +202,7 @@ def test_compiled_models(mesh, tp, backend, sequence):
         for called in (model, compiled):
             streams.seed(mesh, step)
             model.zero_grad()
-            x = random(2, 6, 5, seed=step)
-            x = (x if sequence is None else own_head(tp, sequence)(x)).clone().requires_grad_()
+            x = random(2, 6, 5, seed=step).requires_grad_()
             loss = vocabulary_cross_entropy(called(x), target, tp)
             loss.backward()
             found.append([loss.detach(), x.grad, *(p.grad for p in model.parameters())])

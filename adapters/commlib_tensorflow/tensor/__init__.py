@@ -1,6 +1,6 @@
 """Tensor and context parallelism for TensorFlow and Keras: moves, divided layers, `parallelize`, attention."""
 
-from commlib_tensorflow.tensor import context
+from commlib_tensorflow.tensor import context, streams
 from commlib_tensorflow.tensor.blocks import ParallelAttention, ParallelMLP
 from commlib_tensorflow.tensor.cross_entropy import VocabularyCrossEntropy, vocabulary_cross_entropy
 from commlib_tensorflow.tensor.dense import ColumnDense, RowDense, VocabularyDense
@@ -10,6 +10,7 @@ from commlib_tensorflow.tensor.moves import all_to_all, copy, gather, reduce, re
 from commlib_tensorflow.tensor.parallelize import parallelize
 from commlib_tensorflow.tensor.state import gather_model, gather_weights, set_weights
 from commlib_tensorflow.tensor.streams import dropout, seed
+from commlib_tensorflow.tensor.verify import verify
 
 __all__ = [
     "ColumnDense",
@@ -35,5 +36,7 @@ __all__ = [
     "scatter",
     "seed",
     "set_weights",
+    "streams",
     "vocabulary_cross_entropy",
+    "verify",
 ]

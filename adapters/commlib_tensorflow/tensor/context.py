@@ -8,7 +8,7 @@ for batch in cp.SequenceLoader(batches, mesh["cp"]):            # this rank's to
         counted = batch["labels"] != -100
         losses = keras.losses.sparse_categorical_crossentropy(batch["labels"] * counted, logits, True) * counted
         loss = cp.loss_mean(tf.reduce_sum(losses), tf.math.count_nonzero(counted), mesh["cp"])
-    gradients = tape.gradient(loss, variables)                   # to be summed over the axis
+    gradients = tape.gradient(loss, variables)                   # to be averaged over the axis
 """
 
 from __future__ import annotations

@@ -75,8 +75,8 @@ def loss_mean(loss_sum: Any, n_tokens: Any, axis: On) -> tf.Tensor:
 
     loss_sum: the sum of the losses of this rank's tokens, one number. n_tokens: how many these are, such as those whose
     label is not ignored; 0 is right for a rank without any, and NaN comes out if all have none. The gradient of
-    `loss_sum` is one over the tokens of all ranks. So gradients of variables are to be added up over the axis, not
-    averaged (`op=Sum`): then they are those of one process with the whole sequence.
+    `loss_sum` is the number of ranks over the tokens of all, so that the average over the axis of the gradients of
+    variables, as `DistributedOptimizer(mesh=)` takes it over dp and cp, is that of one process.
     """
     loss_sum = as_tensor(loss_sum)
     if loss_sum.shape.num_elements() != 1 or not loss_sum.dtype.is_floating:
@@ -86,8 +86,11 @@ def loss_mean(loss_sum: Any, n_tokens: Any, axis: On) -> tf.Tensor:
         )
     # In float64, which counts tokens exactly, and without the axis' codec, which would not.
     both = [tf.reshape(tf.cast(x, tf.float64), ()) for x in (loss_sum, tf.convert_to_tensor(n_tokens))]
-    total, tokens = tf.unstack(moved(tf.stack(both), Axis(axis_of(axis).comm, empty=core.empty), REDUCE))
-    return tf.reshape(tf.cast(total / tf.stop_gradient(tokens), loss_sum.dtype), loss_sum.shape)
+    over = Axis(axis_of(axis).comm, empty=core.empty)
+    total, tokens = map(tf.stop_gradient, tf.unstack(moved(tf.stack(both), over, REDUCE)))
+    own = over.size * both[0] / tokens
+    mean = total / tokens + (own - tf.stop_gradient(own))
+    return tf.reshape(tf.cast(mean, loss_sum.dtype), loss_sum.shape)
 
 
 class SequenceLoader(sequence_loader.SequenceLoader):

@@ -13,6 +13,7 @@ from commlib_torch.tensor.parallel_attention import ParallelAttention
 from commlib_torch.tensor.parallelize import parallelize
 from commlib_torch.tensor.sequence import SequenceLayerNorm, SequenceRMSNorm
 from commlib_torch.tensor.state import gather_optimizer_state, gather_state_dict, load_optimizer_state
+from commlib_torch.tensor.verify import verify
 
 __all__ = [
     "ColumnAttention",
@@ -45,4 +46,5 @@ __all__ = [
     "shard_of",
     "streams",
     "vocabulary_cross_entropy",
+    "verify",
 ]

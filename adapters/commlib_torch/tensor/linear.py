@@ -27,6 +27,8 @@ class ColumnLinear(nn.Linear):
     arguments: see `commlib.tensor.Column`.
     """
 
+    style: Column | Vocabulary
+
     def __init__(
         self,
         in_features: int,
@@ -83,6 +85,7 @@ class VocabularyLinear(ColumnLinear):
     def become(self, what: str, axis: Axis, style: Column | Vocabulary) -> None:
         """Divide what is an ordinary layer so far."""
         super().become(what, axis, Column(gather=style.gather, sequence=style.sequence))
+        self.style = style
 
 
 class RowLinear(nn.Linear):

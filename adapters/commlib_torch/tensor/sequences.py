@@ -76,9 +76,10 @@ def loss_mean(loss_sum: Tensor, n_tokens: int | Tensor, axis: On) -> Tensor:
     counted = torch.as_tensor(n_tokens).detach().to(torch.float64).reshape(())
     # In float64, which counts tokens exactly, and without the axis' codec, which would not.
     sums = torch.stack((loss_sum.to(torch.float64).reshape(()), counted))
-    total, tokens = moved(sums, Axis(axis_of(axis).comm), REDUCE)
-    own = sums[0] / tokens.detach()
-    mean: Tensor = total / tokens.detach() + (axis_of(axis).size - 1) * (own - own.detach())
+    over = Axis(axis_of(axis).comm)
+    total, tokens = moved(sums.detach(), over, REDUCE)
+    own = over.size * sums[0] / tokens
+    mean: Tensor = total / tokens + (own - own.detach())
     return mean.to(loss_sum.dtype).reshape(loss_sum.shape)
 
 

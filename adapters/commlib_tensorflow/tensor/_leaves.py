@@ -1,0 +1,82 @@
+"""Leaves: the layers of Keras that a trace takes as a whole, without what they do inside."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import keras
+from keras import layers
+
+from commlib.functional.axis import Axis
+from commlib.tensor import equations
+from commlib.tensor.einsum import Equation as Einsum
+from commlib.tensor.equations import Equation
+from commlib_tensorflow.tensor._operations import shape_of
+
+_CONVOLUTIONS = (layers.Conv1D, layers.Conv2D, layers.Conv3D)
+_ATTENTION = (layers.MultiHeadAttention, layers.GroupQueryAttention)
+_NORMS = (layers.LayerNormalization, layers.RMSNormalization)
+_OTHER_NORMS = (layers.BatchNormalization, layers.GroupNormalization, layers.SpectralNormalization)
+_DROPOUT = (
+    layers.Dropout, layers.SpatialDropout1D, layers.SpatialDropout2D, layers.SpatialDropout3D, layers.GaussianDropout,
+    layers.AlphaDropout, layers.GaussianNoise,
+)  # fmt: skip
+_KNOWN = (
+    layers.Dense, layers.EinsumDense, layers.Embedding, layers.PReLU, *_CONVOLUTIONS, *_ATTENTION, *_NORMS,
+    *_OTHER_NORMS, *_DROPOUT,
+)  # fmt: skip
+
+
+def is_leaf(layer: Any) -> bool:
+    """Return whether a layer is taken as a whole: layers that are known, and whatever is divided by itself."""
+    return isinstance(layer, _KNOWN) or isinstance(getattr(layer, "axis", None), Axis)
+
+
+def described(layer: Any, x: Any) -> dict[str, Any]:
+    """Return the fields of a leaf's step, for its first input: its kind, and what goes with that."""
+    shape = shape_of(x)
+    every = tuple(range(len(shape)))
+    match layer:
+        case layers.Dense():
+            return {"kind": "product", "size": _whole(layer, "kernel")}
+        case layers.EinsumDense():
+            return _einsum(layer)
+        case keras.layers.Conv1D() | keras.layers.Conv2D() | keras.layers.Conv3D():
+            dim = -1 if layer.data_format == "channels_last" else 1
+            return {"kind": "product", "dims": (dim, dim), "size": _whole(layer, "kernel")[-2:]}
+        case layers.Embedding():
+            return {"kind": "table", "size": (layer.input_dim, layer.output_dim)}
+        case layers.GroupQueryAttention():
+            return {"kind": "attention", "size": (layer.num_query_heads, layer.num_key_value_heads)}
+        case layers.MultiHeadAttention():
+            return {"kind": "attention", "size": (layer.num_heads, layer.num_heads)}
+        case layers.LayerNormalization() | layers.RMSNormalization():
+            dims = (layer.axis,) if isinstance(layer.axis, int) else layer.axis
+            return _equation(equations.along(shape, tuple(dims)), layer)
+        case layers.PReLU():
+            return _equation(equations.along(shape, every[1:]), layer)
+    if isinstance(layer, _OTHER_NORMS):
+        return _equation(equations.along(shape, every), layer)
+    if isinstance(layer, _DROPOUT):
+        draws = getattr(layer, "rate", getattr(layer, "stddev", 0)) > 0
+        return _equation(equations.pointwise(shape), layer) | {"draws": draws}
+    return {"kind": "unknown"}
+
+
+def _einsum(layer: Any) -> dict[str, Any]:
+    """Return the fields of an EinsumDense, by the first dimension of its kernel that is summed, and that is not."""
+    found = Einsum.of(layer.name, layer.equation)
+    if not (found.rows and found.columns):
+        return {"kind": "unknown"}
+    row, column, whole = found.rows[0], found.columns[0], _whole(layer, "kernel")
+    return {"kind": "product", "dims": (row.outside, column.outside), "size": (whole[row.kernel], whole[column.kernel])}
+
+
+def _whole(layer: Any, name: str) -> tuple[int, ...]:
+    """Return the shape of a layer's weight in the whole."""
+    sharding = getattr(layer, "sharding", None)
+    return tuple(getattr(layer, name).shape) if sharding is None else tuple(sharding.shape)
+
+
+def _equation(equation: Equation, layer: Any) -> dict[str, Any]:
+    return {"kind": "equation", "equation": equation, "weights": bool(layer.trainable_variables)}

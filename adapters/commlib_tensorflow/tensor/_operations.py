@@ -1,0 +1,236 @@
+"""Operations of TensorFlow's graphs: which dimensions of the results are which ones of the inputs."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import numpy as np
+import tensorflow as tf
+
+from commlib.tensor import equations
+from commlib.tensor.equations import Equation, Shape
+from commlib.tensor.trace import UNKNOWN_LENGTH
+
+Found = dict[str, Any]
+"""The fields of a step: its kind, its inputs, and what goes with that."""
+
+SOURCES = frozenset((
+    "Const", "Shape", "ShapeN", "Size", "Rank", "Fill", "Range", "LinSpace", "Placeholder", "ReadVariableOp",
+    "VarHandleOp", "StatelessRandomUniformV2", "StatelessRandomNormalV2", "StatelessRandomUniform", "RandomUniform",
+))  # fmt: skip
+"""Nothing that a model computes goes into them, but for shapes."""
+
+
+def shape_of(tensor: Any) -> Shape:
+    """Return a tensor's shape; lengths that are not known are those of no other."""
+    if tensor.shape.rank is None:
+        return ()
+    return tuple(UNKNOWN_LENGTH if length is None else length for length in tensor.shape.as_list())
+
+
+def described(op: Any) -> Found:
+    """Return what is known of an operation: kind "unknown" if that is nothing."""
+    inputs = list(op.inputs)
+    if op.type in ("EagerPyFunc", "PyFunc", "PyFuncStateless"):
+        return {"kind": "unseen", "inputs": []}  # of the host: it may be a move
+    known = all(tensor.shape.rank is not None for tensor in (*inputs, *op.outputs))
+    describe = _OPERATIONS.get(op.type) if known and op.outputs else None
+    found = describe(op, inputs) if describe is not None else None
+    return {"kind": "unknown", "inputs": inputs} if found is None else found
+
+
+def _equation(equation: Equation, inputs: Sequence[Any]) -> Found:
+    return {"kind": "equation", "equation": equation, "inputs": list(inputs)}
+
+
+def _number(tensor: Any) -> Any:
+    """Return a constant as numbers; None if it is no constant."""
+    return tf.get_static_value(tensor)
+
+
+def _numbers(tensor: Any) -> list[int] | None:
+    found = _number(tensor)
+    return None if found is None else [int(each) for each in np.atleast_1d(found)]
+
+
+def _pointwise(op: Any, inputs: list[Any]) -> Found | None:
+    shapes = [shape_of(tensor) for tensor in inputs]
+    found = equations.pointwise(*shapes, shape_of(op.outputs[0]))  # the result's, for what it expands
+    return _equation(Equation(found.inputs[:-1], found.output), inputs)
+
+
+def _first(op: Any, inputs: list[Any]) -> Found | None:
+    return _pointwise(op, inputs[:1])
+
+
+def _bias(op: Any, inputs: list[Any]) -> Found | None:
+    shape = shape_of(inputs[0])
+    every = tuple(range(len(shape)))
+    place = 1 if op.get_attr("data_format") == b"NCHW" else len(shape) - 1
+    return _equation(Equation((every, (place,)), every), inputs)
+
+
+def _softmax(op: Any, inputs: list[Any]) -> Found | None:
+    return _equation(equations.along(shape_of(inputs[0]), (-1,)), inputs)
+
+
+def _along(op: Any, inputs: list[Any]) -> Found | None:
+    dims = _numbers(inputs[-1])
+    shape = shape_of(inputs[0])
+    return _equation(equations.along(shape, range(len(shape)) if dims is None else dims), inputs[:1])
+
+
+def _band(op: Any, inputs: list[Any]) -> Found | None:
+    return _equation(equations.along(shape_of(inputs[0]), (-1, -2)), inputs[:1])
+
+
+def _top(op: Any, inputs: list[Any]) -> Found | None:
+    return _equation(equations.along(shape_of(inputs[0]), (-1,)), inputs[:1])
+
+
+def _reduced(op: Any, inputs: list[Any]) -> Found | None:
+    dims = _numbers(inputs[1])
+    shape = shape_of(inputs[0])
+    if dims is None:
+        return None
+    kept = len(shape_of(op.outputs[0])) == len(shape)
+    return _equation(equations.reduced(shape, dims, kept=kept), inputs[:1])
+
+
+def _viewed(inputs: list[Any], dims: Sequence[int]) -> Found:
+    return _equation(equations.viewed(len(shape_of(inputs[0])), dims), inputs[:1])
+
+
+def _transpose(op: Any, inputs: list[Any]) -> Found | None:
+    dims = _numbers(inputs[1])
+    return None if dims is None else _viewed(inputs, dims)
+
+
+def _expanded(op: Any, inputs: list[Any]) -> Found | None:
+    given = _numbers(inputs[1])
+    if given is None:
+        return None
+    dims = list(range(len(shape_of(inputs[0]))))
+    dims.insert(given[0] % (len(dims) + 1), -1)
+    return _viewed(inputs, dims)
+
+
+def _squeezed(op: Any, inputs: list[Any]) -> Found | None:
+    shape = shape_of(inputs[0])
+    asked = [dim % len(shape) for dim in op.get_attr("squeeze_dims")] or range(len(shape))
+    return _viewed(inputs, [dim for dim in range(len(shape)) if dim not in asked or shape[dim] != 1])
+
+
+def _strided(op: Any, inputs: list[Any]) -> Found | None:
+    begin, end, step = (_numbers(tensor) for tensor in inputs[1:4])
+    if begin is None or end is None or step is None:
+        return None
+    masks = {name: op.get_attr(f"{name}_mask") for name in ("begin", "end", "ellipsis", "new_axis", "shrink_axis")}
+    shape, dims, at = shape_of(inputs[0]), list[int](), 0
+    consumed = sum(not (masks["new_axis"] | masks["ellipsis"]) >> bit & 1 for bit in range(len(begin)))
+    for bit in range(len(begin)):
+        if masks["ellipsis"] >> bit & 1:
+            dims += range(at, at + len(shape) - consumed)
+            at += len(shape) - consumed
+        elif masks["new_axis"] >> bit & 1:
+            dims.append(-1)
+        else:
+            if not masks["shrink_axis"] >> bit & 1:
+                first = None if masks["begin"] >> bit & 1 else begin[bit]
+                last = None if masks["end"] >> bit & 1 else end[bit]
+                part = slice(first, last, step[bit])
+                whole = step[bit] == 1 and len(range(*part.indices(shape[at]))) == shape[at]
+                dims.append(at if whole else -1)
+            at += 1
+    return _viewed(inputs, [*dims, *range(at, len(shape))])
+
+
+def _sliced(op: Any, inputs: list[Any]) -> Found | None:
+    before, after = shape_of(inputs[0]), shape_of(op.outputs[0])
+    return _viewed(
+        inputs, [dim if old == new else -1 for dim, (old, new) in enumerate(zip(before, after, strict=True))]
+    )
+
+
+def _gathered(op: Any, inputs: list[Any]) -> Found | None:
+    axis = _numbers(inputs[2])
+    if axis is None:
+        return None
+    rank, inner = len(shape_of(inputs[0])), len(shape_of(inputs[1]))
+    dim = axis[0] % rank
+    if op.get_attr("batch_dims"):
+        return None
+    return _viewed(inputs, [*range(dim), *(-1,) * inner, *range(dim + 1, rank)])
+
+
+def _reshape(op: Any, inputs: list[Any]) -> Found | None:
+    asked = _numbers(inputs[1])
+    if UNKNOWN_LENGTH in shape_of(inputs[0])[1:] or UNKNOWN_LENGTH in shape_of(op.outputs[0])[1:]:
+        return None
+    return {"kind": "reshape", "inputs": inputs[:1], "asked": tuple(asked or ())}
+
+
+def _split(op: Any, inputs: list[Any]) -> Found | None:
+    if op.type == "Unpack":
+        return {"kind": "split", "inputs": inputs, "dim": op.get_attr("axis")}
+    dim = _numbers(inputs[0] if op.type == "Split" else inputs[2])
+    asked = _numbers(inputs[1]) if op.type == "SplitV" else None
+    if dim is None:
+        return None
+    return {"kind": "split", "inputs": [inputs[op.type == "Split"]], "dim": dim[0], "asked": tuple(asked or ())}
+
+
+def _joined(op: Any, inputs: list[Any]) -> Found | None:
+    if op.type == "Pack":
+        return {"kind": "join", "inputs": inputs, "dim": op.get_attr("axis")}
+    dim = _numbers(inputs[-1])
+    return None if dim is None else {"kind": "join", "inputs": inputs[:-1], "dim": dim[0]}
+
+
+def _product(op: Any, inputs: list[Any]) -> Found | None:
+    turns = ("transpose_a", "transpose_b") if op.type == "MatMul" else ("adj_x", "adj_y")
+    shapes = [shape_of(tensor) for tensor in inputs]
+    turned = [op.get_attr(name) for name in turns]
+    plain = [(*s[:-2], s[-1], s[-2]) if turn else s for s, turn in zip(shapes, turned, strict=True)]
+    found = equations.product(*plain)
+    back = [(*n[:-2], n[-1], n[-2]) if turn else n for n, turn in zip(found.inputs, turned, strict=True)]
+    return _equation(Equation(tuple(back), found.output), inputs)
+
+
+def _einsum(op: Any, inputs: list[Any]) -> Found | None:
+    text = op.get_attr("equation").decode()
+    return _equation(equations.einsum(text, [shape_of(tensor) for tensor in inputs]), inputs)
+
+
+_POINTWISE = (
+    "Abs", "Acos", "Add", "AddN", "AddV2", "Asin", "Atan", "BitwiseAnd", "Cast", "Ceil", "CheckNumerics", "ClipByValue",
+    "Cos", "Cosh", "Div", "DivNoNan", "Elu", "Equal", "Erf", "Erfc", "Exp", "Expm1", "Floor", "FloorDiv", "FloorMod",
+    "Greater", "GreaterEqual", "Identity", "IsFinite", "IsInf", "IsNan", "LeakyRelu", "Less", "LessEqual", "Log",
+    "Log1p", "LogicalAnd", "LogicalNot", "LogicalOr", "Maximum", "Minimum", "Mod", "Mul", "MulNoNan", "Neg", "NotEqual",
+    "OnesLike", "Pow", "PreventGradient", "RealDiv", "Reciprocal", "Relu", "Relu6", "Rint", "Round", "Rsqrt", "Select",
+    "SelectV2", "Selu", "Sigmoid", "Sign", "Sin", "Sinh", "Snapshot", "Softplus", "Softsign", "Sqrt", "Square",
+    "SquaredDifference", "StopGradient", "Sub", "Tan", "Tanh", "TruncateDiv", "Xdivy", "ZerosLike",
+)  # fmt: skip
+
+_OPERATIONS: dict[str, Callable[[Any, list[Any]], Found | None]] = {
+    **dict.fromkeys(_POINTWISE, _pointwise),
+    "BroadcastTo": _first,
+    "BiasAdd": _bias,
+    **dict.fromkeys(("Softmax", "LogSoftmax"), _softmax),
+    **dict.fromkeys(("Cumsum", "Cumprod", "ReverseV2", "Roll"), _along),
+    "MatrixBandPart": _band,
+    **dict.fromkeys(("TopKV2", "InTopKV2"), _top),
+    **dict.fromkeys(("Sum", "Mean", "Max", "Min", "Prod", "All", "Any", "ArgMax", "ArgMin"), _reduced),
+    "Transpose": _transpose,
+    "ExpandDims": _expanded,
+    "Squeeze": _squeezed,
+    "StridedSlice": _strided,
+    "Slice": _sliced,
+    "GatherV2": _gathered,
+    "Reshape": _reshape,
+    **dict.fromkeys(("Split", "SplitV", "Unpack"), _split),
+    **dict.fromkeys(("ConcatV2", "Pack"), _joined),
+    **dict.fromkeys(("MatMul", "BatchMatMul", "BatchMatMulV2", "BatchMatMulV3"), _product),
+    "Einsum": _einsum,
+}

@@ -1,0 +1,78 @@
+"""Runs: one forward and backward of a Keras model, value by value."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Sequence
+from typing import Any
+
+import keras
+import numpy as np
+import tensorflow as tf
+
+from commlib.dtypes import Array
+from commlib.functional.runs import Outputs, Run
+from commlib.tensor.sharding import Sharding
+from commlib_tensorflow._shards import shard_of
+from commlib_tensorflow.tensor.tracing import Layers, Recorder, graph_of, tensors_in
+
+
+def ran(
+    model: Any, layers: Layers, inputs: Any, styles: Collection[str], outputs: Outputs, paths: Sequence[str] = ()
+) -> Run:
+    """Run a model forward and backward, not in training, by one graph that gives all its values.
+
+    paths: how its weights are called, if not by their own.
+    """
+    own = [variable.path for variable in model.trainable_variables]
+    recorder = Recorder(model, layers, styles)
+    variables = {
+        f"{path} ({at})": variable
+        for at, (path, variable) in enumerate(zip(paths or own, model.trainable_variables, strict=True))
+    }
+    wanted: list[str] = []
+    """Names of all gradients that the graph could give."""
+
+    def once(values: Any) -> Any:
+        given = [tensor for tensor in tensors_in(values) if tensor.dtype.is_floating]
+        wanted.extend((*(f"input {at}" for at in range(len(given))), *variables))
+        with tf.GradientTape() as tape:
+            tape.watch(given)
+            result = recorder.run(values, training=False)
+            if recorder.error is not None:
+                raise recorder.error
+            loss = _loss(tensors_in(result), outputs)
+        found = tape.gradient(loss, [*given, *(variable.value for variable in variables.values())])
+        gradients = {
+            name: tf.convert_to_tensor(each) for name, each in zip(wanted, found, strict=True) if each is not None
+        }
+        made = [value for step in recorder.trace().steps for value in step.outputs]
+        return {str(value): recorder.tensors[value] for value in made if _is_array(recorder.tensors[value])}, gradients
+
+    tensors = keras.tree.map_structure(tf.convert_to_tensor, inputs)
+    values, gradients = graph_of(once, tensors)(tensors)
+    shardings = {name: getattr(layer, "sharding", None) for name, layer in layers.items()}
+    return Run(
+        trace=recorder.trace(),
+        values=[_array(values.get(str(number))) for number in range(len(recorder.tensors))],
+        gradients={name: _array(gradients[name]) if name in gradients else None for name in wanted},
+        shards={name: shard for name, variable in variables.items() if (shard := shard_of(variable)) is not None},
+        shardings={name: given for name, given in shardings.items() if isinstance(given, Sharding)},
+    )
+
+
+def _loss(results: Sequence[Any], outputs: Outputs) -> Any:
+    loss = tf.zeros((), tf.float64)
+    for at, value in enumerate(results):
+        if value.dtype.is_floating:
+            weights = tf.constant(outputs.weights(at, tuple(value.shape)))
+            loss += tf.cast(tf.reduce_sum(value * tf.cast(weights, value.dtype)), tf.float64)
+    return loss
+
+
+def _is_array(tensor: Any) -> bool:
+    return tensor.dtype not in (tf.resource, tf.variant, tf.string)
+
+
+def _array(tensor: Any) -> Array:
+    found: Array = np.empty(0) if tensor is None else tensor.numpy()
+    return found

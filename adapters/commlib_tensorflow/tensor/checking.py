@@ -1,0 +1,76 @@
+"""Checking: hold a plan of a Keras model against the rules, before it is divided or at its first call."""
+
+from __future__ import annotations
+
+from collections.abc import Collection
+from typing import Any
+
+import keras
+import tensorflow as tf
+
+from commlib.errors import UsageError
+from commlib.functional.checks import check_call
+from commlib.functional.runs import Outputs, Run
+from commlib.tensor.styles import Style
+from commlib.tensor.trace import Trace
+from commlib_tensorflow.tensor._runs import ran
+from commlib_tensorflow.tensor.layers import find_layer
+from commlib_tensorflow.tensor.tracing import Layers, attempted, concrete, styles_in
+
+
+class Traced:
+    """A model of Keras for `commlib.functional.checks`: a call is what it is called with, or specs of that."""
+
+    def __init__(self, model: Any, layers: Layers) -> None:
+        self._model, self._layers = model, layers
+
+    def attempt(self, call: Any, styles: Collection[str]) -> tuple[Trace, Exception | None]:
+        """Return the model's trace."""
+        return attempted(self._model, self._layers, call, styles)
+
+    def run(self, call: Any, styles: Collection[str], outputs: Outputs) -> Run:
+        """Run the model forward and backward."""
+        return ran(self._model, self._layers, call, styles, outputs)
+
+    def styles(self) -> dict[str, Style]:
+        """Return the styles of the layers that are divided."""
+        return styles_in(self._layers)
+
+    def able(self, name: str, style: Style) -> bool:
+        """Return whether a layer can be divided in a style."""
+        try:
+            find_layer(name, self._layers[name], style)
+        except UsageError:
+            return False
+        return True
+
+
+def known_call(model: Any) -> Any:
+    """Return specs of what a functional or Sequential model is called with; None for other models.
+
+    Lengths that the model leaves open get some number.
+    """
+    if isinstance(model, keras.Sequential):
+        given = model.inputs[0] if model.built else None
+    else:
+        given = getattr(model, "_inputs_struct", None)  # `inputs` has lost the names of a dict
+    return None if given is None else keras.tree.map_structure(_spec, given)
+
+
+def _spec(one: Any) -> tf.TensorSpec:
+    return tf.TensorSpec(concrete(one.shape), one.dtype)
+
+
+def check_at_first_call(model: Any, layers: Layers, *, divided_output: bool, warns: bool) -> None:
+    """Check a divided model's plan when it is called for the first time, before that call."""
+
+    def call(inputs: Any, *args: Any, **options: Any) -> Any:
+        del model.call  # that of the class is left
+        specs = keras.tree.map_structure(_spec, inputs)
+        try:
+            check_call(Traced(model, layers), specs, divided_output=divided_output, warns=warns)
+        except UsageError as error:
+            raise UsageError(str(error)) from error  # Keras adds to its text, and needs a class that takes that alone
+        return model.call(inputs, *args, **options)
+
+    model.call = call

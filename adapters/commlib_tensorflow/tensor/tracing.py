@@ -1,0 +1,204 @@
+"""Tracing: build the graph of a model's call, and return what it does as a `commlib.tensor.trace.Trace`."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Any
+
+import keras
+import tensorflow as tf
+
+from commlib.tensor.recording import Recording
+from commlib.tensor.styles import Style
+from commlib.tensor.trace import Trace
+from commlib_tensorflow.tensor import _leaves
+from commlib_tensorflow.tensor._operations import SOURCES, described, shape_of
+
+Layers = Mapping[str, Any]
+"""The layers of a model by their names."""
+
+
+def attempted(model: Any, layers: Layers, inputs: Any, styles: Collection[str] = ()) -> tuple[Trace, Exception | None]:
+    """Return a model's layers and the operations between them, in the order in which they are called.
+
+    inputs: with what it is called, or `tf.TensorSpec`s of it. styles: layers that are taken as a whole because they
+    have one. A graph is made, and never run: nothing is computed, and a divided model communicates nothing. If the call
+    fails, its error is returned, and the trace up to the layer that did.
+    """
+    recorder = Recorder(model, layers, styles)
+
+    def once(values: Any) -> None:
+        recorder.run(values, training=False)
+
+    with tf.init_scope():
+        graph_of(once, inputs)
+    return recorder.trace(), recorder.error
+
+
+def styles_in(layers: Layers) -> dict[str, Style]:
+    """Return the styles of the layers that are divided already."""
+    given = {name: getattr(layer, "style", None) for name, layer in layers.items()}
+    return {name: style for name, style in given.items() if isinstance(style, Style)}
+
+
+def graph_of(function: Any, inputs: Any) -> Any:
+    """Return a concrete function for these inputs: its graph is made, as it is written."""
+    plain = tf.autograph.experimental.do_not_convert(function)
+    return tf.function(plain, autograph=False).get_concrete_function(keras.tree.map_structure(_spec, inputs))
+
+
+def _spec(value: Any) -> Any:
+    if isinstance(value, tf.TensorSpec):
+        return value
+    tensor = value if tf.is_tensor(value) else tf.convert_to_tensor(value)
+    return tf.TensorSpec(concrete(tensor.shape), tensor.dtype)
+
+
+def concrete(shape: Any) -> tuple[int, ...]:
+    """Return a shape in which lengths that are not known have some length, all another one."""
+    lengths = iter((2, 7, 5, 11, 13))
+    return tuple(next(lengths) if length is None else length for length in shape)
+
+
+@dataclass(slots=True)
+class _Call:
+    """The operations of a graph that one call of a layer has made: from the first up to the last but one."""
+
+    name: str
+    layer: Any
+    inputs: list[Any]
+    first: int
+    leaf: bool
+    last: int = -1
+    results: list[Any] = field(default_factory=list)
+
+
+class Recorder:
+    """Records what a call of a model adds to the graph that is being made. tensors: all values, by their numbers."""
+
+    def __init__(self, model: Any, layers: Layers, styles: Collection[str]) -> None:
+        self._model, self._layers, self._styles = model, layers, styles
+        self._names = {id(layer): name for name, layer in reversed(list(layers.items()))}
+        self._calls: list[_Call] = []
+        self._inside = 0
+        self._results: list[Any] = []
+        self.error: Exception | None = None
+        self._weights = {
+            id(variable.value.handle): name for name, layer in layers.items() for variable in layer.trainable_variables
+        }
+        self._recording = Recording(shape_of, self._source, lambda tensor: tensor.name)
+        self.tensors = self._recording.tensors
+
+    def run(self, values: Any, *, training: bool) -> Any:
+        """Call the model, and note its steps. What it raises is kept as `error`."""
+        self._graph = tf.compat.v1.get_default_graph()
+        for tensor in tensors_in(values):
+            self._recording.add("", "given", (), (tensor,), text="an argument")
+        before, result = self._count(), None
+        with self._watching(), keras.StatelessScope():
+            try:
+                result = self._model(values, training=training)
+            except Exception as error:
+                self.error = error
+        self._results = tensors_in(result)
+        self._note(before)
+        return result
+
+    def trace(self) -> Trace:
+        """Return the trace of what ran."""
+        return self._recording.trace(self._results, self._tied(), whole=not styles_in(self._layers))
+
+    def _count(self) -> int:
+        return len(self._graph.get_operations())
+
+    @contextmanager
+    def _watching(self) -> Iterator[None]:
+        """Let each call of a layer of the model be noted, for a while."""
+        plain = keras.layers.Layer.__call__
+        recorder = self
+
+        def noted(layer: Any, *args: Any, **options: Any) -> Any:
+            return recorder._called(plain, layer, args, options)
+
+        keras.layers.Layer.__call__ = noted
+        try:
+            yield
+        finally:
+            keras.layers.Layer.__call__ = plain
+
+    def _called(self, plain: Any, layer: Any, args: Any, options: Any) -> Any:
+        name = self._names.get(id(layer))
+        if name is None or self._inside or tf.compat.v1.get_default_graph() is not self._graph:
+            return plain(layer, *args, **options)
+        leaf = name in self._styles or _leaves.is_leaf(layer)
+        call = _Call(name, layer, tensors_in([args, options]), self._count(), leaf)
+        self._calls.append(call)
+        self._inside += leaf
+        try:
+            result = plain(layer, *args, **options)
+            call.results = tensors_in(result)
+        finally:
+            self._inside -= leaf
+            call.last = self._count()
+        return result
+
+    def _note(self, first: int) -> None:
+        """Note all that was added to the graph, in order: leaves as one step, other operations one by one."""
+        ops = self._graph.get_operations()
+        leaves = iter([*(call for call in self._calls if call.leaf), None])
+        leaf, at = next(leaves), first
+        while at < len(ops) or leaf is not None:
+            if leaf is not None and leaf.first <= at:
+                self._leaf(leaf)
+                at, leaf = max(at, leaf.last), next(leaves)
+            elif at < len(ops):
+                self._operation(ops[at], at)
+                at += 1
+            else:
+                break
+
+    def _leaf(self, call: _Call) -> None:
+        if not call.inputs:
+            return
+        found = _leaves.described(call.layer, call.inputs[0])
+        text = type(call.layer).__name__
+        self._recording.add(call.name, inputs=call.inputs, outputs=call.results, text=text, **found)
+
+    def _operation(self, op: Any, at: int) -> None:
+        if not op.outputs or op.type in SOURCES or op.outputs[0].dtype in (tf.resource, tf.variant):
+            return
+        inside = [call.name for call in self._calls if not call.leaf and call.first <= at < call.last]
+        text = f"{op.type} in {inside[-1] if inside else 'the model'}"
+        if op.type == "IdentityN":
+            for tensor, result in zip(op.inputs, op.outputs, strict=True):
+                self._recording.add("", "unknown", (tensor,), (result,), text=text)
+            return
+        found = described(op)
+        self._recording.add("", outputs=op.outputs, text=text, **found)
+
+    def _source(self, tensor: Any) -> tuple[str, str] | None:
+        """Return where a value comes from that no step has made."""
+        if tensor.op.type == "ReadVariableOp":
+            handles = {inner.name: outer for outer, inner in self._graph.captures}
+            outer = handles.get(tensor.op.inputs[0].name)
+            name = self._weights.get(id(outer))
+            return ("constant", "") if name is None else ("weight", name)
+        return ("constant", "") if tensor.op.type in SOURCES else None
+
+    def _tied(self) -> list[tuple[str, ...]]:
+        """Return the names of layers that share a weight."""
+        owners: dict[int, list[str]] = {}
+        leaves = {name for name, layer in self._layers.items() if name in self._styles or _leaves.is_leaf(layer)}
+        inner = {name for name in leaves if any(name.startswith(f"{leaf}/") for leaf in leaves)}
+        for name, layer in self._layers.items():
+            if name in leaves - inner and self._names[id(layer)] == name:
+                for variable in layer.trainable_variables:
+                    owners.setdefault(id(variable), []).append(name)
+        return [tuple(names) for names in dict.fromkeys(map(tuple, owners.values())) if len(names) > 1]
+
+
+def tensors_in(value: Any) -> list[Any]:
+    """Return the tensors in a structure, in order."""
+    return [leaf for leaf in keras.tree.flatten(value) if tf.is_tensor(leaf)]

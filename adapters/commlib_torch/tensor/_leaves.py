@@ -1,0 +1,63 @@
+"""Leaves: the layers of PyTorch that a trace takes as a whole, without what they do inside."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from torch import Tensor, nn
+from torch.nn.modules.batchnorm import _BatchNorm
+from torch.nn.modules.conv import _ConvNd
+from torch.nn.modules.dropout import _DropoutNd
+
+from commlib.functional.axis import Axis
+from commlib.tensor import equations
+from commlib.tensor.equations import Equation
+
+_POINTWISE = (
+    nn.CELU, nn.ELU, nn.GELU, nn.Hardshrink, nn.Hardsigmoid, nn.Hardswish, nn.Hardtanh, nn.Identity, nn.LeakyReLU,
+    nn.LogSigmoid, nn.Mish, nn.ReLU, nn.ReLU6, nn.SELU, nn.SiLU, nn.Sigmoid, nn.Softplus, nn.Softshrink, nn.Softsign,
+    nn.Tanh, nn.Tanhshrink, nn.Threshold,
+)  # fmt: skip
+
+_KNOWN = (
+    nn.Linear, _ConvNd, nn.Embedding, nn.MultiheadAttention, nn.LayerNorm, nn.RMSNorm, nn.GroupNorm, _BatchNorm,
+    _DropoutNd, nn.Softmax, nn.LogSoftmax, nn.Softmin, nn.PReLU, *_POINTWISE,
+)  # fmt: skip
+
+
+def is_leaf(module: nn.Module) -> bool:
+    """Return whether a module is taken as a whole: layers that are known, and whatever is divided by itself."""
+    return isinstance(module, _KNOWN) or isinstance(getattr(module, "axis", None), Axis)
+
+
+def described(module: nn.Module, x: Tensor) -> dict[str, Any]:
+    """Return the fields of a leaf's step, for its first input: its kind, and what goes with that."""
+    shape = tuple(x.shape)
+    every = tuple(range(len(shape)))
+    match module:
+        case nn.Linear():
+            return {"kind": "product", "size": (module.in_features, module.out_features)}
+        case _ConvNd():
+            dim = -1 - len(module.kernel_size)
+            return {"kind": "product", "dims": (dim, dim), "size": (module.in_channels, module.out_channels)}
+        case nn.Embedding():
+            return {"kind": "table", "size": (module.num_embeddings, module.embedding_dim)}
+        case nn.MultiheadAttention():
+            return {"kind": "attention", "size": (module.num_heads, module.num_heads)}
+        case nn.LayerNorm() | nn.RMSNorm():
+            return _equation(equations.along(shape, every[-len(module.normalized_shape) :]), module)
+        case nn.GroupNorm():
+            return _equation(equations.along(shape, every[1:]), module)
+        case _BatchNorm():
+            return _equation(equations.along(shape, every), module)
+        case _DropoutNd():
+            return _equation(equations.pointwise(shape), module) | {"draws": module.p > 0}
+        case nn.Softmax() | nn.LogSoftmax() | nn.Softmin():
+            return _equation(equations.along(shape, every if module.dim is None else (module.dim,)), module)
+        case nn.PReLU():
+            return _equation(equations.along(shape, every[1:2] if module.num_parameters > 1 else ()), module)
+    return _equation(equations.pointwise(shape), module) if isinstance(module, _POINTWISE) else {"kind": "unknown"}
+
+
+def _equation(equation: Equation, module: nn.Module) -> dict[str, Any]:
+    return {"kind": "equation", "equation": equation, "weights": any(True for _ in module.parameters())}

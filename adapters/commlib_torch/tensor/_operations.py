@@ -1,0 +1,277 @@
+"""Operations of PyTorch by their names: which dimensions of the results are which ones of the inputs."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from torch import Tensor
+
+from commlib.tensor import equations
+from commlib.tensor.equations import Equation, Shape
+
+Found = dict[str, Any]
+"""The fields of a step: its kind, and what goes with that."""
+
+
+@dataclass(frozen=True, slots=True)
+class Called:
+    """A function of PyTorch, what it was called with, and what it returned."""
+
+    name: str
+    args: tuple[Any, ...]
+    options: dict[str, Any]
+    inputs: Sequence[Tensor]
+    outputs: Sequence[Tensor]
+
+    def argument(self, at: int, name: str, default: Any = None) -> Any:
+        """Return an argument by its place or its name."""
+        return self.args[at] if len(self.args) > at else self.options.get(name, default)
+
+    def rest(self, name: str) -> tuple[Any, ...]:
+        """Return numbers that are given one by one, or as a sequence."""
+        given = self.args[1:] or (self.options.get(name, ()),)
+        return tuple(given[0]) if len(given) == 1 and isinstance(given[0], Sequence) else given
+
+    @property
+    def shape(self) -> Shape:
+        """The shape of the first input."""
+        return tuple(self.inputs[0].shape)
+
+
+def described(called: Called) -> Found:
+    """Return what is known of a call: kind "unknown" if that is nothing."""
+    if not called.inputs:
+        return {"kind": "constant"}
+    describe = _OPERATIONS.get(called.name)
+    found = describe(called) if describe is not None else None
+    return {"kind": "unknown"} if found is None else found
+
+
+def _equation(equation: Equation | None, **more: Any) -> Found | None:
+    return None if equation is None else {"kind": "equation", "equation": equation, **more}
+
+
+def _pointwise(called: Called) -> Found | None:
+    shapes = [tuple(tensor.shape) for tensor in called.inputs]
+    results = [tuple(tensor.shape) for tensor in called.outputs[:1]]  # of what is expanded
+    found = equations.pointwise(*shapes, *results)
+    return _equation(Equation(found.inputs[: len(shapes)], found.output))
+
+
+def _dropout(called: Called) -> Found | None:
+    draws = bool(called.argument(2, "training", True)) and called.argument(1, "p", 0.5) > 0
+    return _equation(equations.pointwise(called.shape), draws=draws)
+
+
+def _along(called: Called, default: int | None = -1, place: int = 1) -> Found | None:
+    given = called.argument(place, "dim", default)
+    dims = range(len(called.shape)) if given is None else (given,) if isinstance(given, int) else given
+    return _equation(equations.along(called.shape, dims))
+
+
+def _rolled(called: Called) -> Found | None:
+    given = called.argument(2, "dims", ()) if called.name == "roll" else called.rest("dims")
+    dims = (given,) if isinstance(given, int) else tuple(given)
+    return _equation(equations.along(called.shape, dims or range(len(called.shape))))
+
+
+def _normalized(called: Called) -> Found | None:
+    """layer_norm and rms_norm: (x, shape, weight, bias)."""
+    rank, count = len(called.shape), len(called.argument(1, "normalized_shape"))
+    found = equations.pointwise(*(tuple(tensor.shape) for tensor in called.inputs))
+    return _equation(Equation(found.inputs, found.output, frozenset(range(rank - count, rank))))
+
+
+def _reduced(called: Called) -> Found | None:
+    if len(called.inputs) > 1:
+        return _pointwise(called)
+    given = called.argument(1, "dim", called.options.get("axis"))
+    dims = range(len(called.shape)) if given is None else (given,) if isinstance(given, int) else given
+    kept = any(len(tensor.shape) == len(called.shape) for tensor in called.outputs)
+    return _equation(equations.reduced(called.shape, dims or range(len(called.shape)), kept=kept))
+
+
+def _loss(called: Called) -> Found | None:
+    """A loss of predictions and targets: needs all classes, and adds up all else."""
+    shape = called.shape
+    classes = frozenset({1} if len(shape) > 1 else {0}) if called.name in ("cross_entropy", "nll_loss") else frozenset()
+    every = tuple(range(len(shape)))
+    target = tuple(dim for dim in every if dim not in classes) if classes else every
+    if (
+        any(tensor.dim() for tensor in called.outputs)
+        or len(called.inputs) != 2
+        or len(target) != called.inputs[1].dim()
+    ):
+        return None
+    return _equation(Equation((every, target), (), classes))
+
+
+def _viewed(called: Called, dims: Sequence[int]) -> Found | None:
+    return _equation(equations.viewed(len(called.shape), dims))
+
+
+def _transpose(called: Called) -> Found | None:
+    rank = len(called.shape)
+    dims = list(range(rank))
+    if called.name in ("t", "T", "mT", "H", "mH"):
+        dims = dims[::-1] if called.name in ("t", "T") else [*dims[:-2], *dims[:-3:-1]]
+    else:
+        first, second = called.argument(1, "dim0") % rank, called.argument(2, "dim1") % rank
+        dims[first], dims[second] = second, first
+    return _viewed(called, dims)
+
+
+def _permute(called: Called) -> Found | None:
+    return _viewed(called, [dim % len(called.shape) for dim in called.rest("dims")])
+
+
+def _unsqueeze(called: Called) -> Found | None:
+    dims = list(range(len(called.shape)))
+    dims.insert(called.argument(1, "dim") % (len(dims) + 1), -1)
+    return _viewed(called, dims)
+
+
+def _squeeze(called: Called) -> Found | None:
+    given = called.argument(1, "dim")
+    rank = len(called.shape)
+    asked = range(rank) if given is None else [dim % rank for dim in ((given,) if isinstance(given, int) else given)]
+    return _viewed(called, [dim for dim in range(rank) if dim not in asked or called.shape[dim] != 1])
+
+
+def _selected(called: Called) -> Found | None:
+    dims = list(range(len(called.shape)))
+    dim = called.argument(1, "dim") % len(dims)
+    return _viewed(called, [-1 if at == dim else at for at in dims if called.name != "select" or at != dim])
+
+
+def _picked(called: Called) -> Found | None:
+    """x[...] with numbers, slices, None and an ellipsis."""
+    index = called.args[1] if isinstance(called.args[1], tuple) else (called.args[1],)
+    if not all(part is None or part is ... or isinstance(part, int | slice) for part in index):
+        return None
+    missing = len(called.shape) - sum(part is not None and part is not ... for part in index)
+    if ... not in index:
+        index = (*index, ...)
+    dims, at = list[int](), 0
+    for part in index:
+        if part is None:
+            dims.append(-1)
+        elif part is ...:
+            dims += range(at, at + missing)
+            at += missing
+        else:
+            if isinstance(part, slice):
+                length = called.shape[at]
+                dims.append(at if len(range(*part.indices(length))) == length and part.step in (None, 1) else -1)
+            at += 1
+    return _viewed(called, dims)
+
+
+def _same_places(called: Called) -> Found | None:
+    """Elements are repeated where they are, as keys are for all queries of a group."""
+    given = called.argument(2, "dim")
+    return None if given is None else _viewed(called, range(len(called.shape)))
+
+
+def _reshape(called: Called) -> Found | None:
+    asked: tuple[Any, ...] = ()
+    if called.name in ("view", "reshape"):
+        asked = called.rest("shape") or called.rest("size")
+    elif called.name == "unflatten":
+        dim, sizes = called.argument(1, "dim") % len(called.shape), tuple(called.argument(2, "sizes"))
+        asked = (*called.shape[:dim], *sizes, *called.shape[dim + 1 :])
+    if asked and not all(isinstance(length, int) for length in asked):
+        return _pointwise(called)  # another dtype
+    return {"kind": "reshape", "asked": tuple(asked)}
+
+
+def _split(called: Called) -> Found | None:
+    given = called.argument(1, "split_size_or_sections", called.options.get("split_size"))
+    if called.name in ("split", "split_with_sizes"):
+        asked = (given,) if isinstance(given, int) else tuple(given)
+        return {"kind": "split", "dim": called.argument(2, "dim", 0), "asked": asked}
+    place = 1 if called.name in ("unbind", "__iter__") else 2
+    return {"kind": "split", "dim": called.argument(place, "dim", 0)}
+
+
+def _joined(called: Called) -> Found | None:
+    return {"kind": "join", "dim": called.argument(1, "dim", 0)}
+
+
+def _product(called: Called) -> Found | None:
+    left, right = (tuple(tensor.shape) for tensor in called.inputs)
+    return _equation(equations.product(left, right))
+
+
+def _einsum(called: Called) -> Found | None:
+    if not isinstance(called.args[0], str):
+        return None
+    return _equation(equations.einsum(called.args[0], [tuple(tensor.shape) for tensor in called.inputs]))
+
+
+def _linear(called: Called) -> Found | None:
+    return {"kind": "product", "size": tuple(called.inputs[1].shape[::-1])}
+
+
+def _attention(called: Called) -> Found | None:
+    shapes = [tuple(tensor.shape) for tensor in called.inputs]
+    found = equations.attention(*shapes[:3])
+    masks: list[tuple[int, ...]] = []
+    for shape in shapes[3:]:
+        scores = (*found.inputs[0][:-1], found.inputs[1][-2])
+        first = len(scores) - len(shape)
+        masks.append(
+            tuple(~scores[first + at] if length == 1 else scores[first + at] for at, length in enumerate(shape))
+        )
+    draws = called.argument(4, "dropout_p", 0.0) > 0
+    return _equation(Equation((*found.inputs, *masks), found.output, found.needs), draws=draws)
+
+
+_POINTWISE = (
+    "abs", "add", "addcdiv", "addcmul", "and", "bfloat16", "bitwise_and", "bitwise_not", "bitwise_or",
+    "broadcast_to", "ceil", "celu", "clamp", "clamp_max", "clamp_min", "clip", "clone", "contiguous", "cos",
+    "detach", "div", "divide", "double", "elu", "empty_like", "eq", "erf", "exp", "exp2", "expand", "expand_as",
+    "fill", "float", "floor", "floor_divide", "floordiv", "full_like", "ge", "gelu", "gt", "half", "hardsigmoid",
+    "hardswish", "hardtanh", "iadd", "imul", "int", "invert", "isfinite", "isinf", "isnan", "isub", "itruediv",
+    "le", "leaky_relu", "lerp", "log", "log1p", "log2", "log_sigmoid", "logical_and", "logical_not", "logical_or",
+    "logsigmoid", "long", "lt", "masked_fill", "maximum", "minimum", "mish", "mod", "mse_loss", "mul", "multiply",
+    "nan_to_num", "ne", "neg", "negative", "ones_like", "or", "pow", "radd", "reciprocal", "relu", "relu6",
+    "remainder", "rmul", "rpow", "rsqrt", "rsub", "rtruediv", "round", "selu", "sigmoid", "sign", "silu", "sin",
+    "softplus", "softsign", "sqrt", "square", "sub", "subtract", "tanh", "to", "truediv", "type", "type_as",
+    "where", "xor", "zero", "zeros_like",
+)  # fmt: skip
+
+_OPERATIONS: dict[str, Callable[[Called], Found | None]] = {
+    **dict.fromkeys(_POINTWISE, _pointwise),
+    **dict.fromkeys(("dropout", "feature_dropout", "alpha_dropout", "dropout1d", "dropout2d"), _dropout),
+    **dict.fromkeys(("softmax", "log_softmax", "softmin", "cumsum", "cumprod", "sort", "argsort", "glu"), _along),
+    "logcumsumexp": _along,
+    "topk": lambda called: _along(called, -1, 2),
+    "normalize": lambda called: _along(called, 1, 2),
+    "tril": lambda called: _equation(equations.along(called.shape, (-1, -2))),
+    "triu": lambda called: _equation(equations.along(called.shape, (-1, -2))),
+    **dict.fromkeys(("roll", "flip"), _rolled),
+    **dict.fromkeys(("layer_norm", "rms_norm"), _normalized),
+    **dict.fromkeys(
+        ("sum", "mean", "amax", "amin", "max", "min", "prod", "var", "std", "logsumexp", "all", "any", "argmax",
+         "argmin"),
+        _reduced,
+    ),
+    **dict.fromkeys(("cross_entropy", "nll_loss", "mse_loss", "l1_loss"), _loss),
+    **dict.fromkeys(("transpose", "swapaxes", "swapdims", "t", "T", "mT", "H", "mH"), _transpose),
+    "permute": _permute,
+    "unsqueeze": _unsqueeze,
+    "squeeze": _squeeze,
+    **dict.fromkeys(("select", "narrow", "index_select"), _selected),
+    "getitem": _picked,
+    "repeat_interleave": _same_places,
+    **dict.fromkeys(("view", "reshape", "flatten", "unflatten", "view_as", "reshape_as"), _reshape),
+    **dict.fromkeys(("split", "split_with_sizes", "chunk", "tensor_split", "unbind", "iter"), _split),
+    **dict.fromkeys(("cat", "concat", "concatenate", "stack"), _joined),
+    **dict.fromkeys(("matmul", "bmm", "mm", "rmatmul"), _product),
+    "einsum": _einsum,
+    "linear": _linear,
+    "scaled_dot_product_attention": _attention,
+}  # fmt: skip

@@ -1,0 +1,180 @@
+"""Tracing: run a model once on an example, and return what it does as a `commlib.tensor.trace.Trace`."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode, resolve_name
+
+from commlib.errors import UsageError
+from commlib.tensor.recording import Recording
+from commlib.tensor.styles import Style
+from commlib.tensor.trace import Trace
+from commlib_torch.tensor import _leaves
+from commlib_torch.tensor._operations import Called, described
+
+
+def attempted(
+    model: nn.Module, args: Sequence[Any], options: Mapping[str, Any], styles: Collection[str] = ()
+) -> tuple[Trace, Exception | None]:
+    """Run a model once; return its layers and the operations between them in the order in which they ran.
+
+    args, options: what it is called with. styles: layers that are taken as a whole because they have one. Any control
+    flow works: what ran is what is recorded; if the model fails, with the error, and up to the step that did. No
+    gradients are computed; random states and buffers are as before. A model that is divided runs its collectives.
+    """
+    recorder = Recorder(model, styles)
+    with torch.no_grad(), unchanged(model):
+        try:
+            return recorder.run(args, options)[0], None
+        except Exception as error:
+            return recorder.trace_of(()), error
+
+
+def styles_in(model: nn.Module) -> dict[str, Style]:
+    """Return the styles of the layers that are divided already."""
+    given = {name: getattr(module, "style", None) for name, module in model.named_modules()}
+    return {name: style for name, style in given.items() if isinstance(style, Style)}
+
+
+def arguments_of(batch: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """Return what a model is called with. Raises UsageError for what is no tensor, tuple or dict."""
+    if isinstance(batch, Tensor):
+        return (batch,), {}
+    if isinstance(batch, Mapping):
+        return (), dict(batch)
+    if isinstance(batch, tuple | list):
+        return tuple(batch), {}
+    raise UsageError(f"expected a tensor, or a tuple or dict of the model's arguments, got {type(batch).__name__}")
+
+
+def tensors_in(value: Any) -> list[Tensor]:
+    """Return the tensors in nested sequences, mappings and objects with fields, in order."""
+    if isinstance(value, Tensor):
+        return [value]
+    if isinstance(value, Mapping):
+        return [tensor for part in value.values() for tensor in tensors_in(part)]
+    if isinstance(value, Sequence) and not isinstance(value, str | bytes):
+        return [tensor for part in value for tensor in tensors_in(part)]
+    fields = getattr(value, "__dataclass_fields__", ())
+    return [tensor for name in fields for tensor in tensors_in(getattr(value, name))]
+
+
+@contextmanager
+def unchanged(model: nn.Module) -> Iterator[None]:
+    """Leave a model's buffers, and the states of random generators, as they were before."""
+    with torch.random.fork_rng():
+        before = [(buffer, buffer.detach().clone()) for buffer in model.buffers()]
+        try:
+            yield
+        finally:
+            with torch.no_grad():
+                for buffer, values in before:
+                    buffer.copy_(values)
+
+
+class Recorder(TorchFunctionMode):
+    """Sees each function of PyTorch that is called, and by hooks each layer. tensors: all values, by their numbers."""
+
+    def __init__(self, model: nn.Module, styles: Collection[str] = ()) -> None:
+        super().__init__()
+        self._model, self._styles = model, styles
+        self._weights, self._constants = dict[int, str](), set[int]()
+        for name, module in model.named_modules():
+            self._weights |= {id(weight): name for weight in module.parameters(recurse=False)}
+            self._constants |= {id(tensor) for tensor in (*module.buffers(recurse=False), *vars(module).values())}
+        self._within: list[str] = []
+        self._leaves: list[str] = []
+        """Leaves that are running, one within another."""
+        self._recording = Recording(lambda tensor: tuple(tensor.shape), self._source)
+        self.tensors = self._recording.tensors
+
+    def run(self, args: Sequence[Any], options: Mapping[str, Any]) -> tuple[Trace, Any]:
+        """Run the model as it is called now; return the trace, and the model's result."""
+        for tensor in tensors_in([*args, *options.values()]):
+            self._recording.add("", "given", (), (tensor,), text="an argument")
+        with self._watching(), self:
+            result = self._model(*args, **options)
+        return self.trace_of(result), result
+
+    def trace_of(self, result: Any) -> Trace:
+        """Return the trace of what ran so far."""
+        return self._recording.trace(tensors_in(result), _tied(self._model), whole=not styles_in(self._model))
+
+    @contextmanager
+    def _watching(self) -> Iterator[None]:
+        """Put hooks on all layers, for a while."""
+        with ExitStack() as stack:
+            for name, module in self._model.named_modules():
+                before, after = self._hooks(name, module)
+                stack.callback(module.register_forward_pre_hook(before, with_kwargs=True).remove)
+                stack.callback(module.register_forward_hook(after, with_kwargs=True, always_call=True).remove)
+            yield
+
+    def _hooks(self, name: str, module: nn.Module) -> tuple[Any, Any]:
+        leaf = name in self._styles or _leaves.is_leaf(module)
+
+        def before(module: nn.Module, args: Any, options: Any) -> None:
+            self._within.append(name)
+            if leaf:
+                self._leaves.append(name)
+
+        def after(module: nn.Module, args: Any, options: Any, result: Any) -> None:
+            """Note the call of a leaf. A call that failed has no result."""
+            self._within.pop()
+            inputs = tensors_in([args, options])
+            if leaf and self._leaves.pop() == name and not self._leaves and inputs:
+                found = _leaves.described(module, inputs[0])
+                text = type(module).__name__
+                self._recording.add(name, inputs=inputs, outputs=tensors_in(result), text=text, **found)
+
+        return before, after
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        options = kwargs or {}
+        try:
+            result = func(*args, **options)
+        except Exception:
+            if not self._leaves:
+                self._note(_name(func), args, options, [])
+            raise
+        if self._leaves:
+            return result
+        name = _name(func)
+        if name == "iter":
+            result = list(result)
+        if outputs := tensors_in([args, options])[:1] if name == "setitem" else tensors_in(result):
+            self._note(name, args, options, outputs)
+        return iter(result) if name == "iter" else result
+
+    def _note(self, name: str, args: Any, options: Any, outputs: list[Tensor]) -> None:
+        inputs = tensors_in([args, options])
+        where = next((name for name in reversed(self._within) if name), "the model")
+        found = described(Called(name, args, options, inputs, outputs))
+        self._recording.add("", inputs=inputs, outputs=outputs, text=f"{name} in {where}", **found)
+
+    def _source(self, tensor: Tensor) -> tuple[str, str] | None:
+        if id(tensor) in self._weights:
+            return "weight", self._weights[id(tensor)]
+        return ("constant", "") if id(tensor) in self._constants else None
+
+
+def _name(func: Any) -> str:
+    """Return a function's name without marks of methods, properties and changes in place: "add" of `__iadd__`, too."""
+    if getattr(func, "__name__", "") == "__get__":
+        return str(getattr(func.__self__, "__name__", ""))
+    full = resolve_name(func) or getattr(func, "__name__", "")
+    return str(full).rpartition(".")[2].strip("_")
+
+
+def _tied(model: nn.Module) -> list[tuple[str, ...]]:
+    """Return the names of modules that share a weight."""
+    owners: dict[int, list[str]] = {}
+    for name, module in model.named_modules():
+        for weight in module.parameters(recurse=False):
+            owners.setdefault(id(weight), []).append(name)
+    return [tuple(names) for names in owners.values() if len(names) > 1]

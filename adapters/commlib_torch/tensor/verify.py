@@ -1,0 +1,99 @@
+"""verify: run a divided model and the undivided one on the same batch, and name the first layer that differs."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterator, Mapping
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from commlib.dtypes import Array
+from commlib.functional.runs import WHOLE, Outputs, Run, compare_runs, outputs_of
+from commlib.tensor.sharding import Sharding
+from commlib_torch._bridge import array_of, packed
+from commlib_torch._shards import shards_in
+from commlib_torch.tensor.moves import On, axis_of
+from commlib_torch.tensor.tracing import Recorder, arguments_of, styles_in, tensors_in, unchanged
+
+
+def verify(model: nn.Module, reference: nn.Module, axis: On, batch: Any, *, tolerance: float | None = None) -> None:
+    """Compare one forward and backward of a divided model with those of the undivided one.
+
+    batch: a tensor, or a tuple or dict of the model's arguments, whole and the same on every rank. Both run in
+    evaluation mode; what is compared, in this order, are the results of all layers and of the operations between them
+    as they ran, the gradients of the inputs and those of the weights, for a loss that is a fixed weighted sum of the
+    outputs. tolerance: relative to the largest element; by default 1e-9 in float64, 1e-4 in float32, 5e-2 in bfloat16.
+
+    Collective over the axis. Raises UsageError on all ranks: the first that differs, by how much, on which ranks.
+    Gradients that parameters have, random states and buffers stay as they are.
+    """
+    on, styles, call = axis_of(axis), styles_in(model), arguments_of(batch)
+    whole = ran(reference, call, styles, WHOLE)
+    own = ran(model, call, styles, outputs_of(whole, styles, on))
+    compare_runs(on, whole, own, styles, tolerance)
+
+
+def ran(model: nn.Module, call: Any, styles: Collection[str], outputs: Outputs) -> Run:
+    """Run a model forward and backward in evaluation mode. call: its arguments, as `arguments_of` gives them."""
+    fresh = _Fresh()
+    args, options = (fresh.of(part) for part in call)
+    recorder = Recorder(model, styles)
+    with unchanged(model), evaluating(model), torch.enable_grad():
+        trace, result = recorder.run(args, options)
+        loss = torch.zeros((), dtype=torch.float64)
+        for at, value in enumerate(tensors_in(result)):
+            if value.is_floating_point():
+                weights = torch.from_numpy(outputs.weights(at, tuple(value.shape)))
+                loss = loss + (value * weights.to(value)).sum()
+        wanted = {f"input {at}": tensor for at, tensor in enumerate(fresh.inputs)}
+        wanted |= {name: weight for name, weight in model.named_parameters() if weight.requires_grad}
+        found: Any = [None] * len(wanted)
+        if loss.requires_grad:
+            found = torch.autograd.grad(loss, list(wanted.values()), allow_unused=True)
+    values = [_array(value) for value in recorder.tensors]
+    recorder.tensors.clear()  # a graph that lived on would remember the shapes of weights that are divided now
+    gradients = {name: None if each is None else _array(each) for name, each in zip(wanted, found, strict=True)}
+    shards = {name: shard for name, _, shard in shards_in(model)}
+    shardings = {name: getattr(module, "sharding", None) for name, module in model.named_modules()}
+    known = {name: sharding for name, sharding in shardings.items() if isinstance(sharding, Sharding)}
+    return Run(trace, values, gradients, shards, known)
+
+
+def _array(tensor: Tensor) -> Array:
+    return array_of(packed(tensor))
+
+
+class _Fresh:
+    """Copies of a batch's tensors, of which the floats take gradients."""
+
+    def __init__(self) -> None:
+        self.inputs: list[Tensor] = []
+
+    def of(self, value: Any) -> Any:
+        if isinstance(value, Tensor):
+            copied = value.detach().clone()
+            if copied.is_floating_point():
+                self.inputs.append(copied.requires_grad_())
+            return copied
+        if isinstance(value, Mapping):
+            return {key: self.of(part) for key, part in value.items()}
+        if isinstance(value, tuple | list):
+            return type(value)(self.of(part) for part in value)
+        return value
+
+
+@contextmanager
+def evaluating(model: nn.Module) -> Iterator[None]:
+    """Let a model evaluate for a while, layer by layer: a fused path would not be seen, nor know divided weights."""
+    training = [module for module in model.modules() if module.training]
+    fused = torch.backends.mha.get_fastpath_enabled()
+    torch.backends.mha.set_fastpath_enabled(False)
+    model.eval()
+    try:
+        yield
+    finally:
+        torch.backends.mha.set_fastpath_enabled(fused)
+        for module in training:
+            module.training = True

@@ -1,0 +1,99 @@
+"""Checks: hold a plan against the rules before a model is divided, and what the divided model does after that."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable, Collection, Mapping
+from typing import Any, Protocol
+
+from commlib.errors import UsageError
+from commlib.functional.agreement import together
+from commlib.functional.axis import Axis
+from commlib.functional.runs import WHOLE, Outputs, Run, compare_runs, outputs_of
+from commlib.tensor.auto import auto
+from commlib.tensor.plan import Plan
+from commlib.tensor.rules import check, compare
+from commlib.tensor.styles import Style
+from commlib.tensor.table import plan_table
+from commlib.tensor.trace import Trace
+
+
+class Model(Protocol):
+    """A framework's model. call: with what it is called, as the framework has it."""
+
+    def attempt(self, call: Any, styles: Collection[str]) -> tuple[Trace, Exception | None]:
+        """Return its trace, for which layers with styles are taken as a whole; if it fails, as far as it came."""
+
+    def run(self, call: Any, styles: Collection[str], outputs: Outputs) -> Run:
+        """Run it forward and backward, in evaluation mode, from a sum of its outputs times `outputs.weights`."""
+
+    def styles(self) -> dict[str, Style]:
+        """Return the styles of the layers that are divided."""
+
+    def able(self, name: str, style: Style) -> bool:
+        """Return whether a layer can be divided in a style."""
+
+
+def found_plan(model: Model, axis: Axis, plan: Any, call: Any, report: Callable[[str], object]) -> Plan:
+    """Return the plan that "auto" finds for a model, and report it as a table, on rank 0. Raises UsageError."""
+    if plan != "auto":
+        raise UsageError(f'parallelize: plan is {plan!r}, expected styles by names of layers, or "auto"')
+    if call is None:
+        raise UsageError('parallelize: plan="auto" runs the model once: give example=, or verify=, a batch for it')
+    trace, error = model.attempt(call, ())
+    if error is not None:
+        raise error
+    found = auto(trace, axis.size, model.able)
+    if axis.rank == 0:
+        report(plan_table(found.plan, found.reasons, trace, axis.size))
+    if not found.plan:
+        raise UsageError('parallelize: plan="auto" finds no layer that it could divide: give a plan')
+    return found.plan
+
+
+class Checks:
+    """What is checked of a plan: the rules before the model is divided, shapes and numbers after that.
+
+    call: with what the model is called. numbers: it is run, beside its trace. All ranks raise alike.
+    """
+
+    def __init__(
+        self, model: Model, axis: Axis, styles: Mapping[str, Style], call: Any, *, numbers: bool, divided_output: bool
+    ) -> None:
+        self._model, self._axis, self._styles, self._call = model, axis, styles, call
+        self._whole, error = model.attempt(call, styles)
+        if error is not None:
+            raise error
+        self._checked = together(axis.comm, lambda: check(self._whole, styles, divided_output=divided_output))
+        self._run = model.run(call, styles, WHOLE) if numbers else None
+
+    def divided(self) -> None:
+        """Check the model after it was divided. What was kept of the undivided one goes."""
+        local, error = self._model.attempt(self._call, self._styles)
+        together(self._axis.comm, lambda: self._compared(local, error))
+        whole, self._run = self._run, None
+        if whole is not None:
+            own = self._model.run(self._call, self._styles, outputs_of(whole, self._styles, self._axis))
+            compare_runs(self._axis, whole, own, self._styles)
+
+    def _compared(self, local: Trace, error: Exception | None) -> None:
+        if error is None:
+            compare(self._whole, local, self._checked)
+            return
+        check(local, self._styles, divided_output=True)
+        where = local.steps[-1].where if local.steps else "its beginning"
+        raise UsageError(f"parallelize: the divided model fails, at {where}: {error}") from error
+
+
+def check_call(model: Model, call: Any, *, divided_output: bool, warns: bool) -> None:
+    """Check the rules for a call of a model that is divided. Raises PlanError, a UsageError.
+
+    warns: say as a warning what could not be told.
+    """
+    styles = model.styles()
+    trace, error = model.attempt(call, styles)
+    # Where it failed for another reason than the plan, so will the call.
+    doubts = check(trace, styles, divided_output=divided_output or error is not None).doubts
+    if doubts and warns:
+        more = f" ({len(doubts) - 1} more like this)" if len(doubts) > 1 else ""
+        warnings.warn(f"{doubts[0]}{more}", stacklevel=3)

@@ -1,0 +1,114 @@
+"""Runs: one forward and backward of a model, value by value, and two of them held against each other."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from commlib.dtypes import Array
+from commlib.errors import UsageError
+from commlib.functional.axis import Axis
+from commlib.functional.differences import Pair, compare
+from commlib.functional.shards import Shard
+from commlib.tensor.rules import check
+from commlib.tensor.sharding import Sharding
+from commlib.tensor.states import State
+from commlib.tensor.styles import Style
+from commlib.tensor.trace import Step, Trace
+
+_FROM_OUTSIDE = ("given", "constant", "weight", "unseen")
+
+
+@dataclass(frozen=True, slots=True)
+class Run:
+    """A trace, its values by their numbers, and the gradients of inputs ("input 0") and of weights, by name.
+
+    shards: of the weights that are divided. shardings: of the outputs of layers that divide them, by name.
+    """
+
+    trace: Trace
+    values: Sequence[Array]
+    gradients: Mapping[str, Array | None]
+    shards: Mapping[str, Shard]
+    shardings: Mapping[str, Sharding]
+
+
+@dataclass(frozen=True, slots=True)
+class Outputs:
+    """How the outputs of a model lie on the ranks, and the shapes of the whole."""
+
+    axis: Axis | None
+    states: Sequence[State]
+    shapes: Sequence[tuple[int, ...]]
+
+    def weights(self, at: int, shape: tuple[int, ...]) -> Array:
+        """Return numbers by which the elements of an output are multiplied in the loss: the same in every run.
+
+        shape: of the output here. Collective over the axis for an output that is divided.
+        """
+        whole = self.shapes[at] if self.shapes else shape
+        found = np.random.default_rng(at).standard_normal(whole)
+        if self.axis is None or not self.states[at].is_divided:
+            return found
+        dim = self.states[at].dim
+        lengths = self.axis.comm.all_gather_object(shape[dim])
+        start = sum(lengths[: self.axis.rank])
+        return found[(slice(None),) * dim + (slice(start, start + shape[dim]),)]
+
+
+WHOLE = Outputs(None, (), ())
+
+
+def outputs_of(whole: Run, styles: Mapping[str, Style], axis: Axis) -> Outputs:
+    """Return how the outputs of a model with these styles lie, by a run of the model that is not divided."""
+    states = check(whole.trace, styles, divided_output=True).states
+    places = whole.trace.outputs
+    return Outputs(axis, [states[value] for value in places], [whole.trace.shapes[value] for value in places])
+
+
+def compare_runs(axis: Axis, whole: Run, own: Run, styles: Mapping[str, Style], tolerance: float | None = None) -> None:
+    """Raise UsageError on all ranks if a divided model computed something else than the undivided one. Collective.
+
+    What is compared, in this order: the results of layers, and of operations between them if the same ones ran, then
+    gradients of inputs and of weights. Of what is unknown nothing is claimed.
+    """
+    states = check(whole.trace, styles, divided_output=True).states
+    compare(axis, [*_values(axis, whole, own, states), *_gradients(whole, own)], tolerance)
+
+
+def _values(axis: Axis, whole: Run, own: Run, states: Mapping[int, State]) -> Iterator[Pair]:
+    for step, local in _aligned(whole.trace, own.trace):
+        for value, part in zip(step.outputs, local.outputs, strict=False):
+            state, arrays = states[value], (own.values[part], whole.values[value])
+            if step.kind in _FROM_OUTSIDE or state.name in ("unknown", "partial"):
+                continue
+            if not state.is_divided:
+                yield Pair(step.where, *arrays)
+            elif state.parts == 1:
+                yield Pair(step.where, *arrays, dim=state.dim)
+            elif given := own.shardings.get(step.layer):
+                features = Sharding(arrays[1].shape, state.dim, given.parts, given.units)
+                yield Pair(step.where, *arrays, shard=Shard(axis, features))
+
+
+def _aligned(whole: Trace, own: Trace) -> Iterator[tuple[Step, Step]]:
+    """Yield the steps of two runs that belong together: all, or if they differ the calls of layers."""
+    both = [[step for step in trace.steps if step.kind not in _FROM_OUTSIDE] for trace in (whole, own)]
+    if [(step.layer, step.kind) for step in both[0]] != [(step.layer, step.kind) for step in both[1]]:
+        both = [[step for step in steps if step.layer] for steps in both]
+    yield from ((step, part) for step, part in zip(*both, strict=False) if step.layer == part.layer)
+
+
+def _gradients(whole: Run, own: Run) -> Iterator[Pair]:
+    largest = max(
+        (float(np.abs(each).max()) for each in whole.gradients.values() if each is not None and each.size), default=0.0
+    )
+    for name, expected in whole.gradients.items():
+        came, what = own.gradients[name], f"the gradient of {name}"
+        if came is None and expected is None:
+            continue
+        if came is None or expected is None:
+            raise UsageError(f"verify: {what} is there in one of the two models alone")
+        yield Pair(what, came, expected, shard=own.shards.get(name), floor=largest / 100)

@@ -1,0 +1,149 @@
+"""Auto: find the plan of a model like a transformer, by tracing which layer follows which. [pure]
+
+A pair is a layer, or several with one input, whose features reach one other layer and nothing else: Q, K and V reach
+the output of attention, up and gate reach down. The first are Columns, the last is a Row. The rules judge each pair.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+
+from commlib.tensor.pairs import NotPossible, divided_pair
+from commlib.tensor.rules import PlanError, check
+from commlib.tensor.styles import Column, Style, Vocabulary
+from commlib.tensor.trace import Step, Trace
+
+Able = Callable[[str, Style], bool]
+"""Whether an adapter knows how to divide a layer, by its name, in a style."""
+
+
+@dataclass(slots=True)
+class Found:
+    """A plan, and for each layer that could be divided why it is, or is not."""
+
+    plan: dict[str, Style] = field(default_factory=dict)
+    reasons: dict[str, str] = field(default_factory=dict)
+
+
+def auto(trace: Trace, size: int, able: Able) -> Found:
+    """Return the plan for an axis of `size` ranks, from the trace of a model that is not divided."""
+    found = Found()
+    _vocabularies(trace, size, able, found)
+    for step in trace.steps:
+        if step.kind == "attention" and step.layer not in found.reasons:
+            _attention(step, size, able, found)
+    for last, firsts in _pairs(trace, found).items():
+        _pair(trace, size, able, found, firsts, last)
+    for step in trace.steps:
+        if step.kind == "product":
+            found.reasons.setdefault(step.layer, "what it gives does not reach one other layer alone")
+    while True:
+        try:
+            check(trace, found.plan)
+            return found
+        except PlanError as error:
+            _give_up(trace, found, error)
+
+
+def _give_up(trace: Trace, found: Found, error: PlanError) -> None:
+    """Leave out what breaks a rule in the whole plan, with all that goes with it."""
+    names = {error.step.layer, error.state.by} & set(found.plan)
+    why = found.reasons[next(iter(names))] if names else None
+    for name in [name for name in found.plan if not names or found.reasons[name] == why or name in names]:
+        del found.plan[name]
+        found.reasons[name] = f"{error}"
+
+
+def _vocabularies(trace: Trace, size: int, able: Able, found: Found) -> None:
+    """Find embeddings of words, which come from outside, and the layer whose result are as many logits."""
+    users, arguments = trace.users(), {v for step in trace.steps if step.kind == "given" for v in step.outputs}
+    logits = [step for step in trace.steps if step.kind == "product" and _is_last(trace, users, step)]
+    for step in trace.steps:
+        if step.kind != "table":
+            continue
+        words, features = step.size
+        tied = {name for names in trace.tied if step.layer in names for name in names}
+        heads = {head.layer for head in logits if head.size[1] == words or head.layer in tied}
+        if not heads and (words < features or not arguments.intersection(step.inputs)):
+            found.reasons[step.layer] = f"{words} rows are few, or no words"
+        elif words < size:
+            found.reasons[step.layer] = f"{words} rows for {size} ranks"
+        elif tied - heads - {step.layer}:
+            found.reasons[step.layer] = f"its weight is that of {', '.join(sorted(tied - {step.layer}))}, too"
+        else:
+            _vocabulary(step.layer, heads, able, found)
+
+
+def _vocabulary(table: str, heads: set[str], able: Able, found: Found) -> None:
+    styles: dict[str, Style] = {table: Vocabulary(), **dict.fromkeys(sorted(heads), Vocabulary(gather=True))}
+    unable = [name for name, style in styles.items() if not able(name, style)]
+    for name, style in styles.items():
+        if unable:
+            found.reasons[name] = f"{unable[0]} cannot be divided by words"
+        else:
+            found.plan[name] = style
+            found.reasons[name] = "words" if name == table else f"logits of the words of {table}"
+
+
+def _is_last(trace: Trace, users: Mapping[int, list[int]], step: Step) -> bool:
+    ends, values = _reach(trace, users, step)
+    return not ends and bool(values.intersection(trace.outputs))
+
+
+def _attention(step: Step, size: int, able: Able, found: Found) -> None:
+    style = Column()
+    if step.size[1] < size:
+        found.reasons[step.layer] = f"{step.size[1]} heads for {size} ranks"
+    elif able(step.layer, style):
+        found.plan[step.layer], found.reasons[step.layer] = style, f"a whole attention of {step.size[1]} heads"
+    else:
+        found.reasons[step.layer] = f"a {step.text} with these options cannot be divided"
+
+
+def _reach(trace: Trace, users: Mapping[int, list[int]], step: Step) -> tuple[list[Step], set[int]]:
+    """Return the layers that a layer's result reaches without another one between, and the values on the way."""
+    ends: dict[int, Step] = {}
+    waiting, seen = list(step.outputs), set(step.outputs)
+    while waiting:
+        for at in users.get(waiting.pop(), ()):
+            user = trace.steps[at]
+            if user.kind in ("product", "table", "attention"):
+                ends[at] = user
+            else:
+                waiting += [value for value in user.outputs if value not in seen]
+                seen.update(user.outputs)
+    return [ends[at] for at in sorted(ends)], seen
+
+
+def _pairs(trace: Trace, found: Found) -> dict[str, list[str]]:
+    """Return by each layer that could be a Row those that could be its Columns."""
+    users, pairs, taken = trace.users(), dict[str, list[str]](), set[str]()
+    for step in trace.steps:
+        if step.kind != "product" or step.layer in found.reasons or step.layer in taken:
+            continue
+        ends, values = _reach(trace, users, step)
+        names = {end.layer for end in ends}
+        if len(names) != 1 or values.intersection(trace.outputs) or ends[0].kind != "product":
+            continue
+        (last,) = names
+        if last == step.layer or last in found.reasons or any(last in firsts for firsts in pairs.values()):
+            continue
+        if step.layer not in pairs.setdefault(last, []):
+            pairs[last].append(step.layer)
+        taken |= {last, step.layer}
+    return pairs
+
+
+def _pair(trace: Trace, size: int, able: Able, found: Found, firsts: list[str], last: str) -> None:
+    """Try to divide some layers and the one that they reach."""
+    try:
+        styles = divided_pair(trace, size, firsts, last)
+        for name, style in styles.items():
+            if not able(name, style):
+                raise NotPossible(f"{name} cannot be divided as {style}")
+    except (PlanError, NotPossible) as error:
+        found.reasons.update(dict.fromkeys((*firsts, last), f"{error}"))
+        return
+    found.plan.update(styles)
+    found.reasons.update(dict.fromkeys(styles, f"{', '.join(firsts)} -> {last}"))

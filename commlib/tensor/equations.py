@@ -1,0 +1,108 @@
+"""Equations: which dimension of an operation's result is which one of its inputs, as in einsum. [pure]
+
+Each dimension has a number: equal numbers are the same dimension. `~n` is a dimension of length 1 that is repeated
+along n. A number that the result lacks is summed, averaged or else reduced. What an operation computes is left out.
+
+    softmax of (rows, words) over words     Equation(((0, 1),), (0, 1), needs={1})
+    (rows, columns) + (1, columns)          Equation(((0, 1), (~0, 1)), (0, 1))
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Sequence
+from dataclasses import dataclass
+
+from commlib.errors import UsageError
+
+Shape = tuple[int, ...]
+
+NEW = 1 << 20
+"""A dimension that the result has for the first time."""
+
+
+@dataclass(frozen=True, slots=True)
+class Equation:
+    """The numbers of the dimensions of each input and of the result. needs: of which all must be at hand."""
+
+    inputs: tuple[tuple[int, ...], ...]
+    output: tuple[int, ...]
+    needs: frozenset[int] = frozenset()
+
+
+def pointwise(*shapes: Shape) -> Equation:
+    """Return the equation of an operation on single elements, with shapes that are broadcast as in numpy."""
+    rank = max(map(len, shapes), default=0)
+    longest = [max((shape[at - rank] for shape in shapes if len(shape) >= rank - at), default=1) for at in range(rank)]
+    return Equation(tuple(_aligned(shape, longest) for shape in shapes), tuple(range(rank)))
+
+
+def along(shape: Shape, dims: Collection[int]) -> Equation:
+    """Return the equation of an operation that needs all of some dimensions and keeps them: softmax, norms, sorting."""
+    every = tuple(range(len(shape)))
+    return Equation((every,), every, frozenset(dim % len(shape) for dim in dims))
+
+
+def reduced(shape: Shape, dims: Collection[int], *, kept: bool = False) -> Equation:
+    """Return the equation of sums, means and extremes over some dimensions. kept: with length 1."""
+    gone = {dim % len(shape) for dim in dims}
+    every = tuple(range(len(shape)))
+    output = tuple(NEW if dim in gone else dim for dim in every if kept or dim not in gone)
+    return Equation((every,), output)
+
+
+def viewed(rank: int, dims: Sequence[int]) -> Equation:
+    """Return the equation of transposing, slicing and picking: `dims` has for each dimension of the result the one of
+    the input that it is, wholly; -1 if it is none. What a dimension is picked from must be at hand.
+    """
+    every = tuple(range(rank))
+    gone = frozenset(every).difference(dims)
+    return Equation((every,), tuple(NEW if dim < 0 else dim for dim in dims), gone)
+
+
+def product(left: Shape, right: Shape) -> Equation:
+    """Return the equation of a product of matrices, in batches or not; of vectors, too."""
+    rows, columns, between = NEW - 1, NEW - 2, NEW - 3
+    batch = pointwise(left[:-2], right[:-2])
+    first = (*batch.inputs[0], rows)[: len(left) - 1]
+    second = (*batch.inputs[1], between)[: len(right) - 1] if len(right) > 1 else ()
+    last = (columns,) if len(right) > 1 else ()
+    output = (*batch.output, *((rows,) if len(left) > 1 else ()), *last)
+    return Equation(((*first, between), (*second, *last) if last else (between,)), output)
+
+
+def attention(query: Shape, key: Shape, value: Shape) -> Equation:
+    """Return the equation of attention: (..., queries, features), (..., keys, features), (..., keys, outputs)."""
+    batch = pointwise(query[:-2], key[:-2], value[:-2])
+    queries, keys, features, outputs = NEW - 1, NEW - 2, NEW - 3, NEW - 4
+    ends = ((queries, features), (keys, features), (keys, outputs))
+    inputs = tuple((*front, *end) for front, end in zip(batch.inputs, ends, strict=True))
+    return Equation(inputs, (*batch.output, queries, outputs), frozenset((keys, features)))
+
+
+def einsum(text: str, shapes: Sequence[Shape]) -> Equation:
+    """Return the equation of einsum's own notation, an ellipsis included."""
+    given, arrow, output = text.replace(" ", "").partition("->")
+    terms = given.split(",")
+    if len(terms) != len(shapes):
+        raise UsageError(f"einsum {text!r} has {len(terms)} operands, got {len(shapes)}")
+    if not arrow:
+        letters = sorted({letter for letter in given if letter.isalpha() and given.count(letter) == 1})
+        output = ("..." if "..." in given else "") + "".join(letters)
+    rest = [len(shape) - len(term.replace("...", "")) for term, shape in zip(terms, shapes, strict=True)]
+    width = max((count for term, count in zip(terms, rest, strict=True) if "..." in term), default=0)
+    inputs = tuple(_numbers(term, count, width) for term, count in zip(terms, rest, strict=True))
+    return Equation(inputs, _numbers(output, width, width))
+
+
+def _aligned(shape: Shape, longest: Sequence[int]) -> tuple[int, ...]:
+    first = len(longest) - len(shape)
+    return tuple(
+        ~(first + at) if length == 1 and longest[first + at] != 1 else first + at for at, length in enumerate(shape)
+    )
+
+
+def _numbers(term: str, count: int, width: int) -> tuple[int, ...]:
+    """Return letters by their codes; the dimensions of an ellipsis are numbered from the right."""
+    before, dots, after = term.partition("...")
+    middle = range(width - count, width) if dots else ()
+    return (*map(ord, before), *(NEW + 1 + number for number in middle), *map(ord, after))

@@ -1,0 +1,56 @@
+"""Recording: number a framework's tensors while a model runs, and note its steps. [pure]"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Hashable, Iterable, Sequence
+from typing import Any
+
+from commlib.tensor.equations import Shape
+from commlib.tensor.trace import Step, Trace
+
+
+class Recording:
+    """The steps so far. Tensors are told apart by `key`, their identity, so all of them are kept until it goes.
+
+    shape_of: returns a tensor's shape. outside: is asked about a tensor that no step has made: it returns the kind of
+    step ("constant" or "weight") that it comes from and the layer that has it, or None if nothing is known of it.
+    """
+
+    def __init__(
+        self,
+        shape_of: Callable[[Any], Shape],
+        outside: Callable[[Any], tuple[str, str] | None],
+        key: Callable[[Any], Hashable] = id,
+    ) -> None:
+        self._shape_of, self._outside, self._key = shape_of, outside, key
+        self._numbers: dict[Hashable, int] = {}
+        self.tensors: list[Any] = []
+        """By their numbers."""
+        self._steps: list[Step] = []
+
+    def add(self, layer: str, kind: str, inputs: Iterable[Any], outputs: Iterable[Any], **more: Any) -> None:
+        """Note a step: its results are new values, even where a tensor was changed in place."""
+        taken = tuple(self._number(tensor) for tensor in inputs)
+        made = tuple(self._new(tensor) for tensor in outputs)
+        self._steps.append(Step(layer, kind, taken, made, **more))
+
+    def trace(self, results: Sequence[Any], tied: Iterable[tuple[str, ...]], *, whole: bool) -> Trace:
+        """Return what was recorded of a model that returned `results`."""
+        outputs = tuple(self._number(tensor) for tensor in results)
+        shapes = {number: self._shape_of(tensor) for number, tensor in enumerate(self.tensors)}
+        return Trace(tuple(self._steps), shapes, outputs, tuple(tied), whole)
+
+    def _number(self, tensor: Any) -> int:
+        known = self._numbers.get(self._key(tensor))
+        if known is not None:
+            return known
+        kind, layer = self._outside(tensor) or ("unseen", "")
+        text = f"a weight of {layer or 'the model'}" if kind == "weight" else "a value from outside"
+        number = self._new(tensor)
+        self._steps.append(Step(layer, kind, (), (number,), text))
+        return number
+
+    def _new(self, tensor: Any) -> int:
+        self._numbers[self._key(tensor)] = len(self.tensors)
+        self.tensors.append(tensor)
+        return len(self.tensors) - 1

@@ -1,0 +1,112 @@
+"""Operations: follow values through what an equation describes, and what is unknown. [pure]"""
+
+from __future__ import annotations
+
+from commlib.tensor.rules.broken import PlanError, refuse_partial
+from commlib.tensor.rules.following import Following
+from commlib.tensor.states import CONSTANT, GIVEN, SHARED, UNKNOWN, WEIGHT, State, whole_of
+from commlib.tensor.styles import Column, Replicate, Row, Sequence, Vocabulary
+from commlib.tensor.trace import Step
+
+
+def given(following: Following, step: Step) -> State:
+    """Return the state of what comes from outside, or of a weight that is used by itself."""
+    if step.kind == "weight" and isinstance(following.styles.get(step.layer), Column | Row | Vocabulary):
+        came = f"{step.layer}'s weight is used outside it, where its gradient and its values are this rank's part"
+        raise PlanError(step, "inside", came, "call the layer, or leave it whole")
+    return {"given": GIVEN, "constant": CONSTANT, "weight": WEIGHT, "unseen": UNKNOWN}[step.kind]
+
+
+def unknown(following: Following, step: Step) -> State:
+    """Claim nothing, unless all that it takes is whole, or a style says how it goes on."""
+    style, found = following.styles.get(step.layer), [following.of(value) for value in step.inputs]
+    if isinstance(style, Sequence):
+        _sequence(following, step, style)
+        same = step.outputs and following.shape(step.inputs[0]) == following.shape(step.outputs[0])
+        return following.of(step.inputs[0]) if same else UNKNOWN
+    if not all(state.name == "whole" for state in found):
+        return UNKNOWN
+    return SHARED if isinstance(style, Replicate) and style.into_sharded else whole_of(found)
+
+
+def equation(following: Following, step: Step) -> State:
+    """Return the state of what an equation gives."""
+    terms, style = step.equation, following.styles.get(step.layer)
+    assert terms is not None
+    if isinstance(style, Sequence) and (step.weights or step.draws):
+        _sequence(following, step, style)
+    found = [following.of(value) for value in step.inputs]
+    refuse_unlike(following, step, found, terms.inputs)
+    if not any(state.is_divided for state in found) or UNKNOWN in found:
+        return of_whole(found)
+    divided, dims = next((state, dims) for state, dims in zip(found, terms.inputs, strict=True) if state.is_divided)
+    if divided.dim >= len(dims):
+        return UNKNOWN
+    label = _plain(dims[divided.dim])
+    if label in terms.needs:
+        todo = f"put {divided.by}'s parts together before it: " + (
+            "by gather=True, or by a Row" if divided.name == "features" else "gather along the sequence"
+        )
+        raise PlanError(step, "needs", f"its input is {divided}", todo, divided)
+    if step.weights and not isinstance(style, Sequence):
+        came = f"its input is {divided}, so each rank has a part of its weights' gradient"
+        raise PlanError(step, "gradient", came, f"give it Sequence({divided.dim})", divided)
+    if step.draws and not isinstance(style, Sequence):
+        came = f"its input is {divided}, and it would draw the same on all"
+        raise PlanError(step, "draws", came, f"let a dropout layer draw them, with Sequence({divided.dim})", divided)
+    if label not in terms.output:
+        return State("partial", by=f"{step.where}, of what is divided by {divided.by}")
+    return divided.at(terms.output.index(label))
+
+
+def _sequence(following: Following, step: Step, style: Sequence) -> None:
+    """Check a layer that takes its input for divided."""
+    value = step.inputs[0]
+    state, dim = following.of(value), following.dim(style.dim, value)
+    if state.name == "whole":
+        if state.origin != "given":
+            came = f"it has {style}, and its input is whole"
+            rule = "count" if step.weights else "same"
+            raise PlanError(step, rule, came, "leave it out of the plan, or divide its input", state)
+        following.came_divided(value, State("sequence", dim, "the caller"))
+
+
+def refuse_unlike(following: Following, step: Step, found: list[State], inputs: tuple[tuple[int, ...], ...]) -> None:
+    """Raise PlanError if values meet that lie differently on the ranks."""
+    for state in found:
+        if len(found) > 1:
+            refuse_partial(step, state)
+    known = [(state, dims) for state, dims in zip(found, inputs, strict=True) if state.is_divided]
+    labels = {_plain(dims[state.dim]): state for state, dims in known if state.dim < len(dims)}
+    if not labels:
+        return
+    (label, first), *others = labels.items()
+    if others:
+        raise PlanError(step, "meet", f"one is {first}, another one {others[0][1]}", "divide both alike", first)
+    fused = {state.parts for state, _ in known}
+    if len(fused) > 1:
+        raise PlanError(step, "parts", f"{sorted(fused)} of them meet", "split them first", first)
+    for at, (state, dims) in enumerate(zip(found, inputs, strict=True)):
+        if state.name != "whole":
+            continue
+        if label in dims:
+            what = {"weight": "a weight that is not divided", "constant": "a constant"}.get(state.origin, "a value")
+            came = f"{what} has all of that dimension (input {at}), and another input is {first}"
+            todo = f"put {first.by}'s parts together before (Row, or gather=True), or divide this one, too"
+            raise PlanError(step, "meet", came, todo, first)
+        if state.origin in ("computed", "weight"):
+            came = f"input {at} is whole and meets what is {first}, so each rank has a part of its gradient"
+            todo = "let it come from a layer with Replicate(into_sharded=True), or of a Sequence"
+            raise PlanError(step, "gradient", came, todo, first)
+
+
+def of_whole(found: list[State]) -> State:
+    """Return the state of what is computed where nothing is divided, or too little is known."""
+    if any(state.name == "partial" for state in found):
+        return next(state for state in found if state.name == "partial")
+    return whole_of(found) if all(state.name == "whole" for state in found) else UNKNOWN
+
+
+def _plain(label: int) -> int:
+    """Return the number of a dimension, be it repeated along that or not."""
+    return label if label >= 0 else ~label

@@ -1,0 +1,85 @@
+"""Shapes: follow values through reshapes, and through pieces that are split and joined. [pure]"""
+
+from __future__ import annotations
+
+from commlib.tensor.rules.broken import PlanError
+from commlib.tensor.rules.following import Following
+from commlib.tensor.rules.operations import of_whole, refuse_unlike
+from commlib.tensor.states import UNKNOWN, State, reshaped
+from commlib.tensor.trace import Step
+
+
+def reshape(following: Following, step: Step) -> State:
+    """Follow the same elements into another shape."""
+    state = following.of(step.inputs[0])
+    if not state.is_divided:
+        return of_whole([state])
+    old = following.shape(step.inputs[0])
+    if not step.outputs:
+        came = f"{list(old)}, {state}, cannot become {list(step.asked)} on this rank"
+        raise PlanError(step, "shape", came, "let the model say -1 for the dimension that is divided", state)
+    new = following.shape(step.outputs[0])
+    found = reshaped(state, old, new)
+    if found is None:
+        came = f"its input has {state.parts} parts, {state}, and is given the shape {list(new)}"
+        todo = f"make them a dimension of {state.parts}, chunk them, or say what is fused by Column(parts=)"
+        raise PlanError(step, "parts", came, todo, state)
+    if found.is_divided and new[found.dim] < old[state.dim] and not following.trace.whole and state.parts == 1:
+        _heads(following, step, state, old[state.dim], new[found.dim])
+    return found
+
+
+def _heads(following: Following, step: Step, state: State, length: int, count: int) -> None:
+    """Check that what becomes heads on one rank is heads of the whole."""
+    inner = length // max(1, count)
+    if state.unit > 0 and inner % state.unit and state.unit % inner:
+        came = f"{state.by} has units of {state.unit} features, and {length} of them become {count} of {inner}"
+        raise PlanError(step, "heads", came, "let the model's reshape say -1 for the number of heads", state)
+    if state.unit == 0 or (state.unit > 0 and inner % state.unit):
+        following.doubts.append(
+            f"{step.where}: {length} features of {state.by} become {count} of {inner} on this rank: if the model gives "
+            "a fixed number of heads, these are not those of the whole: give verify= or example=, or Column(units=)"
+        )
+
+
+def split(following: Following, step: Step) -> State:
+    """Follow what is split into pieces."""
+    state, value = following.of(step.inputs[0]), step.inputs[0]
+    if not state.is_divided or not step.outputs:
+        return of_whole([state])
+    dim = following.dim(step.dim, value)
+    dropped = len(following.shape(step.outputs[0])) < len(following.shape(value))
+    if dim != state.dim:
+        return state.at(state.dim - 1) if dropped and dim < state.dim else state
+    if state.name == "features" and state.parts == len(step.outputs) and not dropped:
+        return State("features", dim, state.by, 1, state.unit)
+    if state.name == "sequence":
+        return UNKNOWN
+    came = f"{state.by} has {state.parts} part{'s' * (state.parts > 1)}, and its features become {len(step.outputs)}"
+    todo = f"give it Column(parts={len(step.outputs)})"
+    raise PlanError(step, "parts", came, todo, state)
+
+
+def join(following: Following, step: Step) -> State:
+    """Follow pieces that are put together."""
+    found = [following.of(value) for value in step.inputs]
+    if not step.outputs:
+        return UNKNOWN
+    rank = len(following.shape(step.outputs[0]))
+    inserts = len(following.shape(step.inputs[0])) < rank
+    dim = step.dim % max(1, rank)
+    plain = tuple(range(rank - inserts))
+    divided = next((state for state in found if state.is_divided), None)
+    if divided is None or UNKNOWN in found:
+        return of_whole(found)
+    if any(state.name == "whole" for state in found):
+        came = f"one input is whole, and another one is {divided}"
+        raise PlanError(step, "meet", came, "divide both alike", divided)
+    refuse_unlike(following, step, found, (plain,) * len(found))
+    if inserts:
+        return divided.at(divided.dim + (dim <= divided.dim))
+    if dim != divided.dim:
+        return divided
+    if divided.name == "sequence":
+        return UNKNOWN
+    return State("features", dim, divided.by, sum(state.parts for state in found), 0)

@@ -1,0 +1,92 @@
+"""States: how a value of a model lies on the ranks of an axis while a plan divides its layers. [pure]"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from itertools import accumulate
+from operator import mul
+
+from commlib.tensor.equations import Shape
+
+
+@dataclass(frozen=True, slots=True)
+class State:
+    """How a value lies on the ranks.
+
+    name: "whole" (the same on every rank), "features" or "sequence" (divided along `dim`), "partial" (made of this
+    rank's part alone), "unknown" (nothing is claimed). by: what made it so. parts: of fused features, as Q, K and V,
+    that are not split yet. unit: how many features stay together, such as those of a head; 0 if nobody said. origin, of
+    what is whole: "computed" from weights, "given" as an argument, "constant", a "weight" itself, or "shared": made to
+    be used with what is divided.
+    """
+
+    name: str
+    dim: int = 0
+    by: str = ""
+    parts: int = 1
+    unit: int = 0
+    origin: str = ""
+
+    @property
+    def is_divided(self) -> bool:
+        return self.name in ("features", "sequence")
+
+    def at(self, dim: int) -> State:
+        """Return the same along another dimension."""
+        return replace(self, dim=dim)
+
+    def __str__(self) -> str:
+        if self.name == "sequence":
+            return f"divided along dimension {self.dim}, a sequence (by {self.by})"
+        if self.name == "features":
+            return f"divided along dimension {self.dim} (by {self.by})"
+        if self.name == "partial":
+            return f"made of this rank's part alone (by {self.by})"
+        return self.name
+
+
+SETTLED = -1
+"""The unit of what was given a dimension of its own."""
+
+UNKNOWN = State("unknown")
+CONSTANT = State("whole", origin="constant")
+GIVEN = State("whole", origin="given")
+WEIGHT = State("whole", origin="weight")
+SHARED = State("whole", origin="shared")
+COMPUTED = State("whole", origin="computed")
+
+
+def whole_of(states: list[State]) -> State:
+    """Return what is computed of values that are whole."""
+    origins = {state.origin for state in states}
+    for origin in ("shared", "weight", "computed"):
+        if origin in origins:
+            return SHARED if origin == "shared" else COMPUTED
+    return GIVEN if "given" in origins else CONSTANT
+
+
+def reshaped(state: State, old: Shape, new: Shape) -> State | None:
+    """Return how a divided value lies after the same elements are given another shape; None if its parts are torn.
+
+    The divided dimension may become several, of which the first one is divided: heads and their features. It may be
+    joined with those behind it. Fused parts may become a dimension of their own in front of it.
+    """
+    if new[: state.dim + 1] == old[: state.dim + 1]:
+        return state
+    before, length = _before(old)[state.dim], old[state.dim]
+    places = [dim for dim, count in enumerate(_before(new)) if count == before]
+    if length > 1 and len(places) > 1 and state.unit != length:  # the one head of a rank is a dimension of length 1
+        places = [dim for dim in places if new[dim] > 1]
+    if not places or (length == 1 and len(places) > 1):
+        return UNKNOWN
+    dim = places[0]
+    if state.parts == 1:
+        return replace(state, dim=dim, unit=SETTLED if new[dim] < length else state.unit)
+    if new[dim] == state.parts and dim + 1 < len(new):
+        return replace(state, dim=dim + 1, parts=1, unit=SETTLED if dim + 2 < len(new) else state.unit)
+    return state.at(dim) if new[dim] == length else None if new[dim] < length else UNKNOWN
+
+
+def _before(shape: Shape) -> list[int]:
+    """Return for each dimension the product of those before it."""
+    return list(accumulate(shape[:-1], mul, initial=1)) if shape else []

@@ -1,0 +1,83 @@
+"""Trace: what a model does with an input, as data: its layers, and the operations between them. [pure]
+
+Values have numbers. A step takes some and makes others; steps stand in the order in which they ran. Kinds of steps:
+
+    given       an argument of the model; `constant`: a value that comes from elsewhere and has no gradient, as a mask
+    weight      a weight of the model that is used by itself, outside the layers below
+    unseen      a value that nothing has made which could be seen
+    product     a layer that mixes all features: linear layers, convolutions
+    table       a layer that looks rows up: embeddings
+    attention   a layer that is a whole attention, with its projections
+    equation    what an `Equation` describes: elementwise operations, norms, softmax, products of activations, ...
+    reshape     the same elements in the same order in another shape
+    split       pieces along a dimension; `join` puts pieces together
+    unknown     anything else: of what is whole it makes what is whole, of all else nothing is known
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from commlib.tensor.equations import Equation, Shape
+
+UNKNOWN_LENGTH = 1 << 30
+"""In shapes, a length that is not known: that of no other dimension."""
+
+
+@dataclass(frozen=True, slots=True)
+class Step:
+    """One call of a layer, or of an operation within it.
+
+    layer: its name; "" for an operation between layers. text: what it is, such as "Linear", or "softmax in blocks.0".
+    dim: along which is split or joined. dims: those of a product's features, before and after. size: what a layer has
+    in the whole: (inputs, outputs) of a product, (words, features) of a table, (heads, heads) of attention. weights: an
+    equation with weights of its own, such as a norm. draws: it draws random numbers, such as dropout. asked: the shape
+    that a reshape was asked for, -1 included, or the lengths of pieces, if numbers were given. The last step of a call
+    that failed has no outputs.
+    """
+
+    layer: str
+    kind: str
+    inputs: tuple[int, ...]
+    outputs: tuple[int, ...]
+    text: str = ""
+    equation: Equation | None = None
+    dim: int = -1
+    dims: tuple[int, int] = (-1, -1)
+    size: tuple[int, int] = (0, 0)
+    weights: bool = False
+    draws: bool = False
+    asked: tuple[int, ...] = ()
+
+    @property
+    def where(self) -> str:
+        """Return how messages call it."""
+        said = self.text or self.kind
+        return f"{self.layer} ({said})" if self.layer else said
+
+
+@dataclass(frozen=True, slots=True)
+class Trace:
+    """The steps of one call, the shapes of all values, and the numbers of those that the model returns.
+
+    tied: layers that share a weight. whole: the model was not divided yet, and shapes are those of the whole.
+    """
+
+    steps: tuple[Step, ...]
+    shapes: Mapping[int, Shape]
+    outputs: tuple[int, ...]
+    tied: tuple[tuple[str, ...], ...] = ()
+    whole: bool = True
+
+    def users(self) -> dict[int, list[int]]:
+        """Return which steps take a value, by its number."""
+        found: dict[int, list[int]] = {}
+        for at, step in enumerate(self.steps):
+            for value in dict.fromkeys(step.inputs):
+                found.setdefault(value, []).append(at)
+        return found
+
+    def maker(self, value: int) -> Step:
+        """Return the step that makes a value."""
+        return next(step for step in self.steps if value in step.outputs)

@@ -1,0 +1,360 @@
+"""Plans of Keras models: wrong ones are refused, right ones accepted, and verify names the layer that differs."""
+
+from __future__ import annotations
+
+import warnings
+from typing import Any
+
+import keras
+import numpy as np
+import pytest
+import tensorflow as tf
+from keras import layers, ops
+
+import commlib
+from commlib.errors import UsageError
+from commlib.tensor import Column, Plan, Row
+from commlib_tensorflow.tensor import parallelize, verify
+from commlib_tensorflow.tensor.tracing import attempted
+
+WORDS, WIDTH, HEADS, TOKENS = 37, 24, 6, 5
+
+
+@pytest.fixture(autouse=True)
+def float64():
+    before = keras.config.floatx(), keras.config.dtype_policy()
+    keras.config.set_floatx("float64")
+    keras.config.set_dtype_policy("float64")
+    yield
+    keras.config.set_floatx(before[0])
+    keras.config.set_dtype_policy(before[1])
+
+
+@pytest.fixture
+def tp(comm):
+    return commlib.Mesh(tp=comm.size)["tp"]
+
+
+class Attention(layers.Layer):  # type: ignore[misc]  # Keras has no types
+    """Heads in the ways in which models cut them."""
+
+    def __init__(self, way: str, **options: Any) -> None:
+        super().__init__(**options)
+        self.size, self.way = WIDTH // HEADS, way
+        names = "abc" if way == "plain" else ["abc"]
+        self.firsts = [layers.Dense(WIDTH * (1 if way == "plain" else 3), name=name) for name in names]
+        self.last = layers.Dense(WIDTH, name="d")
+
+    def build(self, shape: Any) -> None:
+        for layer in (*self.firsts, self.last):
+            layer.build(shape)
+
+    def call(self, x: Any) -> Any:
+        rows, tokens = ops.shape(x)[0], ops.shape(x)[1]
+        if self.way == "parts":
+            cut = ops.reshape(self.firsts[0](x), (rows, tokens, 3, -1, self.size))
+            q, k, v = tf.unstack(tf.transpose(cut, (2, 0, 3, 1, 4)))
+        else:
+            each = [first(x) for first in self.firsts] if self.way == "plain" else ops.split(self.firsts[0](x), 3, -1)
+            shape = (rows, tokens, -1, self.size)
+            q, k, v = (ops.transpose(ops.reshape(part, shape), (0, 2, 1, 3)) for part in each)
+        if self.way == "parts":
+            scores = ops.einsum("bhqd,bhkd->bhqk", q, k) * self.size**-0.5
+        else:
+            scores = tf.matmul(q, k, transpose_b=True) * self.size**-0.5
+        mask = tf.linalg.band_part(tf.ones((tokens, tokens), tf.bool), -1, 0)
+        y = ops.matmul(ops.softmax(tf.where(mask, scores, -1e9)), v)
+        return self.last(ops.reshape(ops.transpose(y, (0, 2, 1, 3)), (rows, tokens, -1)))
+
+
+def block(x, name, way="plain", gated=False):
+    x = x + Attention(way, name=f"{name}_g")(layers.LayerNormalization(name=f"{name}_e")(x))
+    y = layers.RMSNormalization(name=f"{name}_f")(x)
+    h = layers.Dense(41, "gelu", name=f"{name}_h")(y)
+    if gated:
+        h = layers.Multiply()([h, layers.Dense(41, name=f"{name}_j")(y)])
+    return layers.Add()([x, layers.Dense(WIDTH, name=f"{name}_i")(h)])
+
+
+def language_model(**options):
+    keras.utils.set_random_seed(3)
+    ids = keras.Input((TOKENS,), dtype="int32")
+    x = layers.Embedding(WORDS, WIDTH, name="k")(ids)
+    x = block(x, "m0", **options)
+    return keras.Model(ids, layers.Dense(WORDS, name="o")(layers.LayerNormalization(name="n")(x)))
+
+
+def one_block(**options):
+    keras.utils.set_random_seed(3)
+    x = keras.Input((TOKENS, WIDTH))
+    return keras.Model(x, block(x, "m", **options))
+
+
+class Subclassed(keras.Model):  # type: ignore[misc]
+    def __init__(self) -> None:
+        super().__init__()
+        self.g = Attention("plain", name="g")
+        self.h, self.i = layers.Dense(41, name="h"), layers.Dense(WIDTH, name="i")
+
+    def call(self, x: Any) -> Any:
+        x = x + self.g(x)
+        return x + self.i(tf.nn.relu(self.h(x)))
+
+
+def subclassed():
+    keras.utils.set_random_seed(3)
+    model = Subclassed()
+    model(rows())
+    return model
+
+
+def words():
+    return np.random.default_rng(1).integers(0, WORDS, (2, TOKENS)).astype("int32")
+
+
+def rows():
+    return np.random.default_rng(1).standard_normal((2, TOKENS, WIDTH))
+
+
+def same_training(plain, divided, x, y):
+    """Train both in fit; the losses are equal."""
+    loss = keras.losses.SparseCategoricalCrossentropy(from_logits=True) if x.dtype == np.int32 else "mse"
+    histories = []
+    for model in (plain, divided):
+        model.compile(keras.optimizers.SGD(1e-2), loss, jit_compile=False)
+        histories.append(model.fit(x, y, epochs=2, batch_size=1, shuffle=False, verbose=0).history["loss"])
+    assert histories[0] == pytest.approx(histories[1], rel=1e-10)
+
+
+PAIR: Plan = {"*h": Column(), "*i": Row()}
+PLAN: Plan = {**{f"*/{name}": Column(units=HEADS) for name in "abc"}, "*/d": Row(units=HEADS), **PAIR}
+OF_BLOCK: Plan = {**{f"m_g/{name}": Column(units=HEADS) for name in "abc"}, "m_g/d": Row(units=HEADS)}
+OF_BLOCK = {**OF_BLOCK, "m_h": Column(), "m_i": Row()}
+
+
+@pytest.mark.ranks(max=3)
+class TestPlans:
+    @pytest.mark.parametrize("options", [{"way": "chunk"}, {"gated": True}, {"way": "parts"}])
+    def test_auto(self, tp, options):
+        model, plain, said = language_model(**options), language_model(**options), list[str]()
+        divided = parallelize(model, tp, "auto", verify=words(), report=said.append)
+        assert len(said) == (tp.rank == 0)
+        fused = "way" in options
+        for first in ["abc"] if fused else ["a", "b", "c"]:
+            assert divided_style(divided, f"m0_g/{first}") == Column(3 if fused else 1, HEADS)
+        assert divided_style(divided, "m0_g/d") == Row(units=HEADS)
+        assert divided_style(divided, "m0_h") == Column()
+        assert divided_style(divided, "m0_i") == Row()
+        same_training(plain, divided, words(), words())
+
+    def test_auto_of_a_subclassed_model(self, tp):
+        model, plain = subclassed(), subclassed()
+        with pytest.raises(UsageError, match="give example=, or verify="):
+            parallelize(model, tp, "auto")
+        divided = parallelize(model, tp, "auto", example=rows(), report=lambda table: None)
+        assert divided.h.style == Column()
+        assert divided.g.last.style == Row(units=HEADS)
+        same_training(plain, divided, rows(), rows())
+
+    @pytest.mark.parametrize("way", ["verify", "example", "first call"])
+    @pytest.mark.parametrize("kind", [one_block, subclassed])
+    def test_right_plans(self, tp, way, kind):
+        model, plain = kind(), kind()
+        with warnings.catch_warnings():
+            warnings.simplefilter("error", UserWarning)
+            divided = parallelize(model, tp, PLAN, **({} if way == "first call" else {way: rows()}))
+            same_training(plain, divided, rows(), rows())
+
+    @pytest.mark.parametrize(
+        ("left_out", "said"),
+        [
+            ("m_g/d", r"m_g/d \(Dense\).*takes all features"),
+            ("m_g/a", r"what is divided meets only what is divided the same way"),
+            ("m_i", r"m_i \(Dense\).*takes all features"),
+            ("m_h", r"m_i \(Dense\).*a Row takes what a Column has divided.*split=True"),
+        ],
+    )
+    def test_what_is_left_out(self, tp, left_out, said):
+        """A functional model needs no example."""
+        plan = {name: style for name, style in OF_BLOCK.items() if name != left_out}
+        model = one_block()
+        for options in ({}, {"example": rows()}):
+            with pytest.raises(UsageError, match=said):
+                parallelize(model, tp, plan, **options)
+        assert not any(hasattr(layer, "style") for layer in model.layers)
+
+    @pytest.mark.parametrize("call", ["call", "fit"])
+    def test_the_first_call_of_a_subclassed_model_is_refused(self, tp, call):
+        model = parallelize(subclassed(), tp, {"h": Column()})
+        model.compile("sgd", "mse", jit_compile=False)
+        with pytest.raises(UsageError, match=r"i \(Dense\).*takes all features"):
+            model(rows()) if call == "call" else model.fit(rows(), rows(), verbose=0)
+
+    def test_wrong_plans(self, tp):
+        for way, said in (("chunk", r"Split in m_g.*Column\(parts=3\)"), ("parts", "fused features|parts")):
+            with pytest.raises(UsageError, match=said):
+                parallelize(one_block(way=way), tp, {"m_g/abc": Column(units=HEADS), "m_g/d": Row(units=HEADS)})
+        between = {
+            "needs all of a dimension": layers.LayerNormalization(),
+            "other random numbers on each rank": layers.Dropout(0.1),
+            "all of a dimension takes none": layers.PReLU(),
+        }
+        for said, layer in between.items():
+            model = keras.Sequential(
+                [keras.Input((8,)), layers.Dense(12, name="up"), layer, layers.Dense(8, name="dn")]
+            )
+            with pytest.raises(UsageError, match=said if "take" not in said else "needs all|take gradients"):
+                parallelize(model, tp, {"*up": Column(), "*dn": Row()})
+
+    def test_an_output_may_stay_divided_if_one_says_so(self, tp):
+        def model():
+            return keras.Sequential([keras.Input((8,)), layers.Dense(12, "relu", name="up")])
+
+        x = np.random.default_rng(0).standard_normal((3, 8))
+        with pytest.raises(UsageError, match="a model returns what is whole"):
+            parallelize(model(), tp, {"*up": Column()})
+        out = parallelize(model(), tp, {"*up": Column()}, verify=x, divided_output=True)(x)
+        assert out.shape[1] <= 12
+
+    @pytest.mark.ranks(min=2, max=3)
+    def test_a_fixed_number_of_heads_is_found(self, tp):
+        class Mixing(layers.Layer):  # type: ignore[misc]
+            def __init__(self) -> None:
+                super().__init__()
+                self.a, self.b = layers.Dense(WIDTH, name="a"), layers.Dense(WIDTH, name="b")
+
+            def build(self, shape: Any) -> None:
+                self.a.build(shape)
+                self.b.build(shape)
+
+            def call(self, x: Any) -> Any:
+                heads = tf.transpose(tf.reshape(self.a(x), (2, TOKENS, HEADS, -1)), (0, 2, 1, 3))
+                y = tf.matmul(tf.nn.softmax(tf.matmul(heads, heads, transpose_b=True)), heads)
+                return self.b(tf.reshape(tf.transpose(y, (0, 2, 1, 3)), (2, TOKENS, -1)))
+
+        x = keras.Input((TOKENS, WIDTH), batch_size=2)
+        model = keras.Model(x, Mixing()(x))
+        with pytest.raises(UsageError, match=r"no other, but.*say -1|the divided model fails"):
+            parallelize(model, tp, {"*/a": Column(), "*/b": Row()})
+
+
+def divided_style(model, name):
+    layer = model
+    for part in name.split("/"):
+        inner = layer.layers if isinstance(layer, keras.Model) else [*layer.firsts, layer.last]
+        layer = next(one for one in inner if one.name == part)
+    return layer.style
+
+
+@pytest.mark.ranks(max=3)
+class TestVerify:
+    @pytest.mark.ranks(min=2, max=3)
+    @pytest.mark.parametrize("name", ["m_g/b", "m_i", "m_e"])
+    def test_a_layer_that_differs_is_named(self, tp, name):
+        model, plain = one_block(), one_block()
+        divided = parallelize(model, tp, OF_BLOCK)
+        verify(divided, plain, tp, rows())
+        if tp.rank == 1:
+            layer = divided.get_layer(name.partition("/")[0])
+            weight = (layer.firsts[1] if "/" in name else layer).trainable_variables[0]
+            changed = weight.numpy()
+            changed.reshape(-1)[0] += 1e-3
+            weight.assign(changed)
+        with pytest.raises(UsageError) as caught:
+            verify(divided, plain, tp, rows())
+        said = str(caught.value)
+        assert f"verify: {name} (" in said, said
+        ranks = "on ranks" if name == "m_i" else "on rank 1 of"
+        assert ranks in said, said
+        verify(divided, plain, tp, rows(), tolerance=1.0)
+
+    def test_a_wrong_gradient_is_named(self, tp):
+        @tf.custom_gradient
+        def halved(x: Any) -> Any:
+            return tf.identity(x), lambda gradient: gradient / 2
+
+        class Lossy(keras.Model):  # type: ignore[misc]
+            loses = False
+
+            def __init__(self) -> None:
+                super().__init__()
+                self.up, self.down = layers.Dense(9, name="up"), layers.Dense(5, name="down")
+
+            def call(self, x: Any) -> Any:
+                y = self.up(x)
+                return self.down(halved(y) if self.loses else y)
+
+        x, models = rows()[0], []
+        for _ in range(2):
+            keras.utils.set_random_seed(3)
+            models.append(Lossy())
+            models[-1](x)
+        plain, divided = models
+        parallelize(divided, tp, {"up": Column(), "down": Row()}, verify=x)
+        divided.loses = True
+        with pytest.raises(UsageError, match=r"the gradient of input 0 differs.* 0\.5 of its largest"):
+            verify(divided, plain, tp, x)
+
+    def test_several_inputs_and_dtypes(self, tp):
+        for dtype in ("float32", "bfloat16", "mixed_bfloat16"):
+            first, second = (keras.Input((7,), name=name) for name in ("first", "second"))
+            y = layers.Dense(9, name="up", dtype=dtype)(layers.Concatenate()([first, second]))
+            model = keras.Model({"first": first, "second": second}, layers.Dense(5, name="down", dtype=dtype)(y))
+            x = rows()[0, :, :7]
+            parallelize(model, tp, {"up": Column(), "down": Row()}, verify={"first": x, "second": x[::-1]})
+
+    def test_it_leaves_no_trace(self, tp):
+        model = keras.Sequential(
+            [keras.Input((7,)), layers.Dense(9, name="up"), layers.Dense(5, name="dn"), layers.BatchNormalization(),
+             layers.Dropout(0.5, name="drop")]
+        )  # fmt: skip
+        seeds = [variable.numpy() for variable in model.non_trainable_variables]
+        parallelize(model, tp, {"*up": Column(), "*dn": Row()}, verify=rows()[0, :, :7])
+        assert all(map(np.array_equal, seeds, [variable.numpy() for variable in model.non_trainable_variables]))
+        assert not model.losses
+        assert keras.layers.Layer.__call__.__module__.startswith("keras")
+
+
+@pytest.mark.ranks(max=2)
+class TestTraces:
+    def test_first_calls_are_checked_once(self, tp):
+        calls = []
+
+        class Counted(Subclassed):
+            def call(self, x: Any) -> Any:
+                calls.append(1)
+                return super().call(x)
+
+        model = Counted()
+        model(rows())
+        parallelize(model, tp, PLAN)
+        calls.clear()
+        for _ in range(3):
+            model(rows())
+        assert len(calls) == 4
+        assert "call" not in vars(model)
+
+    @pytest.mark.parametrize(
+        "run",
+        [
+            lambda x: ops.sum(ops.matmul(ops.transpose(x), x), 0),
+            lambda x: ops.einsum("ij,kj->ik", x, x)[:, None, 0],
+            lambda x: ops.expand_dims(ops.squeeze(tf.unstack(ops.stack([x, x], 1), axis=1)[0]), -1),
+            lambda x: x[1:3, ..., ::2] + x[-1, :2],
+            lambda x: ops.max(x, 0) + ops.cast(ops.sum(ops.top_k(x, 2)[1]), x.dtype),
+            lambda x: ops.reshape(ops.roll(x, 1, 0), (2, -1)),
+            lambda x: ops.take(x, [0, 2], axis=1) + ops.slice(x, (0, 0), (6, 2)),
+            lambda x: ops.concatenate([x, *ops.split(x, [1, 3], 1)], 1) + ops.sum(ops.cumsum(x, 1)),
+            lambda x: tf.linalg.band_part(tf.matmul(x, x, transpose_b=True), 0, -1),
+        ],
+    )
+    def test_operations_are_traced(self, run):
+        class Runs(keras.Model):  # type: ignore[misc]
+            def call(self, x: Any) -> Any:
+                return run(x)
+
+        x = np.random.default_rng(4).random((6, 4))
+        found, error = attempted(Runs(), {}, x)
+        assert error is None
+        assert found.shapes[found.outputs[0]] == tuple(run(tf.constant(x)).shape)
+        assert all(step.kind not in ("unseen", "unknown") for step in found.steps)

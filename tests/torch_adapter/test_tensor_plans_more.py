@@ -1,0 +1,178 @@
+"""Plans of layers beyond linear ones: embeddings, logits, whole attention, norms and dropout on shards.
+
+These need the styles Vocabulary and Sequence, and Column on nn.MultiheadAttention, on plain modules of PyTorch.
+"""
+
+from __future__ import annotations
+
+import copy
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+import commlib
+from commlib.errors import UsageError
+from commlib.tensor import Column, Plan, Replicate, Row, Sequence, Vocabulary
+from commlib_torch.tensor import parallelize, verify
+
+WORDS, WIDTH, HEADS, TOKENS = 37, 24, 6, 5
+
+
+class LanguageModel(nn.Module):
+    def __init__(self, dropout: float = 0.0, tied: bool = False) -> None:
+        super().__init__()
+        self.words, self.places = nn.Embedding(WORDS, WIDTH), nn.Embedding(TOKENS, WIDTH)
+        self.norm, self.up = nn.LayerNorm(WIDTH), nn.Linear(WIDTH, 41)
+        self.act, self.drop, self.down = nn.GELU(), nn.Dropout(dropout), nn.Linear(41, WIDTH)
+        self.last, self.head = nn.LayerNorm(WIDTH), nn.Linear(WIDTH, WORDS, bias=False)
+        if tied:
+            self.head.weight = self.words.weight
+
+    def forward(self, ids: Tensor) -> Tensor:
+        x = self.words(ids) + self.places(torch.arange(TOKENS))
+        x = x + self.down(self.drop(self.act(self.up(self.norm(x)))))
+        found: Tensor = self.head(self.last(x))
+        return found
+
+
+class OneHeadOfKeys(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.q, self.o = nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH)
+        self.k, self.v = nn.Linear(WIDTH, 4), nn.Linear(WIDTH, 4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        q = self.q(x).unflatten(2, (-1, 4)).transpose(1, 2)
+        k, v = (layer(x).unsqueeze(1) for layer in (self.k, self.v))
+        y = (q @ k.transpose(-1, -2)).softmax(-1) @ v
+        found: Tensor = self.o(y.transpose(1, 2).flatten(2))
+        return found
+
+
+ALONG: Plan = {
+    "words": Vocabulary(sequence=1),
+    "norm": Sequence(),
+    "up": Column(sequence=1),
+    "down": Row(sequence=1),
+    "last": Sequence(),
+    "head": Vocabulary(gather=True, sequence=1),
+}
+
+
+@pytest.fixture
+def tp(comm):
+    return commlib.Mesh(tp=comm.size)["tp"]
+
+
+def made(kind, *args, **options):
+    torch.manual_seed(3)
+    return kind(*args, **options).double()
+
+
+def words():
+    return torch.randint(0, WORDS, (2, TOKENS), generator=torch.Generator().manual_seed(1))
+
+
+def rows():
+    return torch.randn(2, TOKENS, WIDTH, generator=torch.Generator().manual_seed(1), dtype=torch.float64)
+
+
+def same_losses(plain, divided, x):
+    optimizers = [torch.optim.SGD(model.parameters(), 0.1) for model in (plain, divided)]
+    for _ in range(3):
+        losses = []
+        for model, optimizer in zip((plain, divided), optimizers, strict=True):
+            out = model(x)
+            loss = F.cross_entropy(out.flatten(0, 1), x.flatten()) if out.shape[-1] == WORDS else out.square().mean()
+            optimizer.zero_grad()
+            loss.backward()
+            optimizer.step()
+            losses.append(loss.item())
+        assert losses[0] == pytest.approx(losses[1], rel=1e-10)
+
+
+@pytest.mark.ranks(max=3)
+@pytest.mark.parametrize("tied", [False, True])
+def test_auto_divides_words_and_logits(tp, tied):
+    model: Any = made(LanguageModel, tied=tied)
+    plain = copy.deepcopy(model)
+    parallelize(model, tp, "auto", verify=words(), report=lambda table: None)
+    assert (model.words.style, model.head.style) == (Vocabulary(), Vocabulary(gather=True))
+    assert (model.up.style, model.down.style) == (Column(), Row())
+    assert not hasattr(model.places, "style")
+    same_losses(plain, model, words())
+
+
+@pytest.mark.ranks(max=3)
+@pytest.mark.parametrize("norm_first", [False, True])
+def test_auto_of_an_encoder_layer(tp, norm_first):
+    model: Any = made(nn.TransformerEncoderLayer, WIDTH, HEADS, 41, 0.1, batch_first=True, norm_first=norm_first)
+    plain = copy.deepcopy(model)
+    parallelize(model, tp, "auto", verify=rows(), report=lambda table: None)
+    assert model.self_attn.style == Column()
+    assert (model.linear1.style, model.dropout.style, model.linear2.style) == (Column(), Sequence(2), Row())
+    same_losses(plain.eval(), model.eval(), rows())
+
+
+@pytest.mark.ranks(max=3)
+def test_auto_shares_one_head_of_keys(tp):
+    model: Any = made(OneHeadOfKeys)
+    plain = copy.deepcopy(model)
+    parallelize(model, tp, "auto", verify=rows(), report=lambda table: None)
+    assert (model.q.style, model.o.style) == (Column(units=HEADS), Row(units=HEADS))
+    assert model.k.style == model.v.style == Replicate(into_sharded=True)
+    same_losses(plain, model, rows())
+
+
+class Without(LanguageModel):
+    """Positions would be those of a shard: they are left out."""
+
+    def forward(self, ids: Tensor) -> Tensor:
+        x = self.words(ids)
+        x = x + self.down(self.drop(self.act(self.up(self.norm(x)))))
+        found: Tensor = self.head(self.last(x))
+        return found
+
+
+@pytest.mark.ranks(max=3)
+@pytest.mark.parametrize("way", ["verify", "example", "first call"])
+def test_a_region_along_its_sequence(tp, way):
+    model = made(Without)
+    plain = copy.deepcopy(model)
+    divided = parallelize(model, tp, ALONG, **({} if way == "first call" else {way: words()}))
+    verify(divided, plain, tp, words())
+    same_losses(plain, divided, words())
+
+
+@pytest.mark.ranks(max=3)
+@pytest.mark.parametrize(
+    ("changes", "said"),
+    [
+        ({"norm": None}, r"norm \(LayerNorm\).*weights that are whole take gradients"),
+        ({"head": None}, r"head \(Linear\).*weights that are whole take gradients"),
+        ({"words": Vocabulary()}, r"norm .*must not be added up"),
+        ({"down": Row()}, "what is divided meets only"),
+        ({"up": Column()}, "a Column takes what is whole"),
+        ({"drop": None}, r"drop \(Dropout\).*other random numbers"),
+        ({"places": None}, "what is divided meets only"),
+    ],
+)
+def test_wrong_regions_are_refused(tp, changes, said):
+    kind = LanguageModel if "places" in changes else Without
+    plan = {"drop": Sequence(-1), **ALONG, **changes}
+    plan = {name: style for name, style in plan.items() if style is not None}
+    for options in ({"example": words()}, {}):
+        with pytest.raises(UsageError, match=said):
+            parallelize(made(kind, dropout=0.1), tp, plan, **options)(words())
+
+
+@pytest.mark.ranks(max=3)
+def test_logits_stay_divided_for_a_loss_that_knows(tp):
+    model = made(LanguageModel)
+    out = parallelize(model, tp, {"words": Vocabulary(), "head": Vocabulary()}, verify=words())(words())
+    assert out.shape[-1] <= WORDS
+    with pytest.raises(UsageError, match="tied weights need one style"):
+        parallelize(made(LanguageModel, tied=True), tp, {"words": Vocabulary()}, example=words())

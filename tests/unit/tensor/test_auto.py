@@ -1,0 +1,183 @@
+"""Plans that are found in traces of models like transformers, and why other layers stay whole."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+
+from commlib.tensor import Column, Plan, Replicate, Row, Sequence, Vocabulary
+from commlib.tensor.auto import auto
+from commlib.tensor.rules import check
+from commlib.tensor.table import plan_table
+from tests.traces import Written
+
+WORDS, WIDTH = 40, 16
+
+
+def found(trace, size=2, able=lambda name, style: True):
+    result = auto(trace, size, able)
+    check(trace, result.plan)
+    return result
+
+
+def block(m, x, name, *, kv=4, fused=False, gated=False, drop=False):
+    y = m.norm(f"{name}.n1", x)
+    if fused:
+        q, k, v = m.split(m.linear(f"{name}.qkv", y, 3 * WIDTH), WIDTH, WIDTH, WIDTH)
+    else:
+        q, k, v = (m.linear(f"{name}.{part}", y, 4 * heads) for part, heads in (("q", 4), ("k", kv), ("v", kv)))
+    y = m.attend(m.heads(q, 4), m.heads(k, kv), m.heads(v, kv))
+    x = m.pointwise(x, m.linear(f"{name}.o", m.joined(y), WIDTH))
+    y = m.norm(f"{name}.n2", x)
+    h = m.pointwise(m.linear(f"{name}.up", y, 64), text="gelu")
+    if gated:
+        h = m.pointwise(h, m.linear(f"{name}.gate", y, 64), text="mul")
+    if drop:
+        h = m.dropout(f"{name}.drop", h)
+    return m.pointwise(x, m.linear(f"{name}.down", h, WIDTH))
+
+
+def language_model(tied=False, **options):
+    m = Written()
+    x = m.pointwise(m.table("words", m.given(2, 5), WORDS, WIDTH), m.table("places", m.constant(5), 32, WIDTH))
+    for at in range(2):
+        x = block(m, x, f"b{at}", **options)
+    return m.trace(m.linear("head", m.norm("last", x), WORDS), tied=[("words", "head")] if tied else [])
+
+
+ENDS: Plan = {"words": Vocabulary(), "head": Vocabulary(gather=True)}
+HEADS: dict[str, Column | Row] = {"q": Column(units=4), "k": Column(units=4), "v": Column(units=4), "o": Row(units=4)}
+PAIR: Plan = {"up": Column(), "down": Row()}
+
+
+def both(styles):
+    return {f"b{at}.{name}": style for at in range(2) for name, style in styles.items()}
+
+
+@pytest.mark.parametrize("tied", [False, True])
+def test_gpt(tied):
+    assert found(language_model(tied)).plan == {**ENDS, **both({**HEADS, **PAIR})}
+
+
+def test_gated_and_grouped():
+    """Queries and keys are divided by the heads of keys, the fewer."""
+    grouped: Plan = {name: replace(style, units=2) for name, style in HEADS.items()}
+    trace = language_model(gated=True, kv=2)
+    assert found(trace).plan == {**ENDS, **both({**grouped, **PAIR, "gate": Column()})}
+    reasons = found(trace, 3).reasons
+    assert reasons["b0.k"] == "2 heads for 3 ranks"
+    assert found(trace, 3).plan == {**ENDS, **both({**PAIR, "gate": Column()})}
+
+
+def test_fused():
+    heads = {"qkv": Column(parts=3, units=4), "o": Row(units=4)}
+    assert found(language_model(fused=True)).plan == {**ENDS, **both({**heads, **PAIR})}
+
+
+def test_one_head_of_keys():
+    shared = Replicate(into_sharded=True)
+    assert found(language_model(kv=1)).plan == {**ENDS, **both({**HEADS, "k": shared, "v": shared, **PAIR})}
+
+
+def test_dropout_between_a_pair():
+    plan = found(language_model(drop=True)).plan
+    assert plan["b1.drop"] == Sequence(2)
+    result = found(language_model(drop=True), able=lambda name, style: not isinstance(style, Sequence))
+    assert "b1.up" not in result.plan
+    assert "b1.drop cannot be divided" in result.reasons["b1.up"]
+
+
+def test_what_an_adapter_cannot_divide_stays_whole():
+    result = found(language_model(), able=lambda name, style: not isinstance(style, Vocabulary))
+    assert result.plan == both({**HEADS, **PAIR})
+    assert "cannot be divided by words" in result.reasons["head"]
+
+
+def fused_model(cut):
+    m = Written()
+    x = m.given(2, 5, WIDTH)
+    return m.trace(m.linear("o", cut(m, m.linear("qkv", x, 3 * WIDTH)), WIDTH))
+
+
+def test_parts_as_a_dimension():
+    def first(m, qkv):  # (3, heads, features), as many vision transformers have it
+        cut = m.permute(m.reshape(qkv, 2, 5, 3, 4, 4, asked=(2, 5, 3, -1, 4)), 2, 0, 3, 1, 4)
+        return m.joined(m.attend(*(m.pick(cut, 0) for _ in range(3))))
+
+    def second(m, qkv):  # (heads, 3 * features)
+        cut = m.permute(m.reshape(qkv, 2, 5, 4, 12, asked=(2, 5, -1, 12)), 0, 2, 1, 3)
+        return m.joined(m.attend(*m.split(cut, 4, 4, 4)))
+
+    assert found(fused_model(first)).plan == {"qkv": Column(parts=3, units=4), "o": Row(units=4)}
+    assert found(fused_model(second)).plan == {"qkv": Column(units=4), "o": Row(units=4)}
+
+
+def test_numbers_that_fit_the_whole_alone():
+    """After dividing, a reshape to a fixed number of heads would fail, or mix heads."""
+
+    def fixed(m, qkv):
+        q, k, v = (m.reshape(part, 2, 5, 4, 4, asked=(2, 5, 4, 4)) for part in m.split(qkv, 16, 16, 16))
+        return m.joined(m.attend(*(m.permute(part, 0, 2, 1, 3) for part in (q, k, v))))
+
+    def lengths(m, qkv):
+        return m.joined(m.attend(*(m.heads(part, 4) for part in m.split(qkv, 16, 16, 16, asked=(16, 16, 16)))))
+
+    result = auto(fused_model(fixed), 2, lambda name, style: True)
+    assert not result.plan
+    assert "let it say -1 for dimension 2" in result.reasons["qkv"]
+    result = auto(fused_model(lengths), 2, lambda name, style: True)
+    assert not result.plan
+    assert "let it say how many pieces" in result.reasons["o"]
+
+
+def test_a_chain_is_divided_in_pairs():
+    m = Written()
+    x = m.given(5, 8)
+    for name in "abcde":
+        x = m.pointwise(m.linear(name, x, 8), text="relu")
+    plan = found(m.trace(x)).plan
+    assert plan == {"a": Column(), "b": Row(), "c": Column(), "d": Row()}
+
+
+def test_what_the_rules_refuse_stays_whole():
+    m = Written()
+    h = m.softmax(m.linear("up", m.given(5, 8), 16))
+    result = found(m.trace(m.linear("down", h, 8)))
+    assert not result.plan
+    assert "needs all of a dimension" in result.reasons["down"]
+
+
+def test_whole_attention_and_other_tables():
+    m = Written()
+    ids = m.given(2, 5)
+    x = m.pointwise(m.table("words", ids, 1000, WIDTH), m.table("kinds", ids, 2, WIDTH))
+    x = m.attention("mixer", x, 4)
+    trace = m.trace(m.linear("classes", x, 3))
+    result = found(trace)
+    assert result.plan == {"words": Vocabulary(), "mixer": Column()}
+    assert "few" in result.reasons["kinds"]
+    assert found(trace, 5).reasons["mixer"] == "4 heads for 5 ranks"
+
+
+def test_a_weight_that_is_used_outside_its_layer_stays_whole():
+    m = Written()
+    x = m.table("words", m.given(5), WORDS, WIDTH)
+    x = m.linear("down", m.pointwise(m.linear("up", x, 64)), WIDTH)
+    trace = m.trace(m.matmul(x, m.permute(m.weight("words", WORDS, WIDTH), 1, 0)))
+    result = found(trace)
+    assert result.plan == PAIR
+    assert "used outside it" in result.reasons["words"]
+
+
+def test_the_table():
+    trace = language_model(fused=True)
+    result = found(trace)
+    lines = plan_table(result.plan, result.reasons, trace, 3).splitlines()
+    assert lines[0].split() == ["layer", "style", "whole", "rank", "0", "of", "3", "why"]
+    (qkv,) = (line for line in lines if line.startswith("b0.qkv"))
+    assert " ".join(qkv.split()) == "b0.qkv Column(parts=3, units=4) 16 x 48 16 x 24 b0.qkv -> b0.o"
+    (places,) = (line for line in lines if line.startswith("places"))
+    assert "whole" in places
+    assert "32 x 16" in places
+    assert max(map(len, lines)) < 120
