@@ -74,6 +74,7 @@ def parallelize(
         if not isinstance(style, Replicate):
             layer.__class__ = kind
             layer.become(name, shared, style)
+            layer.style = style  # the plan's, where a layer has made another one of it
     model.train_function = model.test_function = model.predict_function = None
     keep_freed_memory()
     if checks is not None:

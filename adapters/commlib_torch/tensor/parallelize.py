@@ -74,6 +74,7 @@ def parallelize(
         if before[0] == name and not isinstance(style, Replicate):
             module.__class__ = layer
             module.become(name, shared, style)
+            module.style = style  # the plan's, where a layer has made another one of it
     shared.threads = torch.get_num_threads()
     keep_freed_memory()
     if checks is not None:
