@@ -185,7 +185,7 @@ class TestPlans:
 
     @pytest.mark.parametrize("call", ["call", "fit"])
     def test_the_first_call_of_a_subclassed_model_is_refused(self, tp, call):
-        model = parallelize(subclassed(), tp, {"*/h": Column()})
+        model = parallelize(subclassed(), tp, {"*h": Column()})
         model.compile("sgd", "mse", jit_compile=False)
         with pytest.raises(UsageError, match=r"i \(Dense\).*takes all features"):
             model(rows()) if call == "call" else model.fit(rows(), rows(), verbose=0)
@@ -231,7 +231,7 @@ class TestPlans:
 
         model = Moves()
         model(rows())
-        parallelize(model, tp, {"*/down": Row()})
+        parallelize(model, tp, {"*down": Row()})
         assert model(rows()).shape == rows().shape
 
     @pytest.mark.ranks(min=2, max=3)
@@ -308,7 +308,7 @@ class TestVerify:
             models.append(Lossy())
             models[-1](x)
         plain, divided = models
-        parallelize(divided, tp, {"*/up": Column(), "*/down": Row()}, verify=x)
+        parallelize(divided, tp, {"*up": Column(), "*down": Row()}, verify=x)
         divided.loses = True
         with pytest.raises(UsageError, match=r"the gradient of input 0 differs.* 0\.5 of its largest"):
             verify(divided, plain, tp, x)

@@ -9,12 +9,10 @@ import numpy as np
 import tensorflow as tf
 
 from commlib.tensor import equations
-from commlib.tensor.equations import Equation, Shape
+from commlib.tensor.equations import UNKNOWN_LENGTH, Equation, Shape
 
 Found = dict[str, Any]
 """The fields of a step: its kind, its inputs, and what goes with that."""
-
-UNKNOWN_LENGTH = 1 << 30
 
 SOURCES = frozenset((
     "Const", "Shape", "ShapeN", "Size", "Rank", "Fill", "Range", "LinSpace", "Placeholder", "ReadVariableOp",

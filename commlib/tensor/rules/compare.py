@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from commlib.tensor.equations import Shape
+from commlib.tensor.equations import UNKNOWN_LENGTH, Shape
 from commlib.tensor.rules.broken import PlanError
 from commlib.tensor.rules.check import Checked
 from commlib.tensor.states import State
@@ -33,6 +33,8 @@ def _fits(state: State, expected: Shape, came: Shape) -> bool:
     if len(expected) != len(came):
         return False
     return all(
-        part <= length if state.is_divided and dim == state.dim else part == length
+        length == UNKNOWN_LENGTH
+        or part == UNKNOWN_LENGTH
+        or (part <= length if state.is_divided and dim == state.dim else part == length)
         for dim, (length, part) in enumerate(zip(expected, came, strict=True))
     )
