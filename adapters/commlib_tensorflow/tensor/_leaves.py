@@ -73,8 +73,14 @@ def _einsum(layer: Any) -> dict[str, Any]:
     if summed is None or made is None:
         return {"kind": "unknown"}
     whole = _whole(layer, "kernel")
-    dims = x.index(summed) - len(x), output.index(made) - len(output)
+    dims = _place(x, summed), _place(output, made)
     return {"kind": "product", "dims": dims, "size": (whole[kernel.index(summed)], whole[kernel.index(made)])}
+
+
+def _place(letters: str, letter: str) -> int:
+    """Return the dimension of a letter: counted from the end behind an ellipsis."""
+    before, _, after = letters.partition("...")
+    return before.index(letter) if letter in before else after.index(letter) - len(after)
 
 
 def _whole(layer: Any, name: str) -> tuple[int, ...]:

@@ -199,9 +199,11 @@ class Recorder:
         """Return the names of layers that share a weight."""
         owners: dict[int, list[str]] = {}
         for name, layer in self._layers.items():
-            if _leaves.is_leaf(layer) and self._names[id(layer)] == name:
-                for variable in layer.trainable_variables:
-                    owners.setdefault(id(variable), []).append(name)
+            if self._names[id(layer)] == name:
+                inner = {id(weight) for one in layer._flatten_layers(include_self=False) for weight in one.weights}
+                for weight in layer.trainable_variables:
+                    if id(weight) not in inner:
+                        owners.setdefault(id(weight), []).append(name)
         return [tuple(names) for names in dict.fromkeys(map(tuple, owners.values())) if len(names) > 1]
 
 
