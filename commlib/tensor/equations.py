@@ -19,6 +19,9 @@ Shape = tuple[int, ...]
 NEW = 1 << 20
 """A dimension that the result has for the first time."""
 
+UNKNOWN_LENGTH = 1 << 30
+"""The length of a dimension that is not known while a model is traced."""
+
 
 @dataclass(frozen=True, slots=True)
 class Equation:

@@ -21,9 +21,6 @@ from dataclasses import dataclass
 
 from commlib.tensor.equations import Equation, Shape
 
-UNKNOWN_LENGTH = 1 << 30
-"""In shapes, a length that is not known: that of no other dimension."""
-
 
 @dataclass(frozen=True, slots=True)
 class Step:

@@ -14,7 +14,7 @@ from keras import layers, ops
 import commlib
 from commlib.errors import UsageError
 from commlib.tensor import Column, Plan, Row
-from commlib_tensorflow.tensor import parallelize, verify
+from commlib_tensorflow.tensor import gather, parallelize, scatter, verify
 from commlib_tensorflow.tensor.tracing import attempted
 
 WORDS, WIDTH, HEADS, TOKENS = 37, 24, 6, 5
@@ -185,7 +185,7 @@ class TestPlans:
 
     @pytest.mark.parametrize("call", ["call", "fit"])
     def test_the_first_call_of_a_subclassed_model_is_refused(self, tp, call):
-        model = parallelize(subclassed(), tp, {"h": Column()})
+        model = parallelize(subclassed(), tp, {"*h": Column()})
         model.compile("sgd", "mse", jit_compile=False)
         with pytest.raises(UsageError, match=r"i \(Dense\).*takes all features"):
             model(rows()) if call == "call" else model.fit(rows(), rows(), verbose=0)
@@ -215,6 +215,24 @@ class TestPlans:
             parallelize(model(), tp, {"*up": Column()})
         out = parallelize(model(), tp, {"*up": Column()}, verify=x, divided_output=True)(x)
         assert out.shape[1] <= 12
+
+    def test_moves_of_a_model_itself_are_not_judged(self, tp):
+        """On one rank, too, where they move nothing."""
+
+        class Moves(keras.Model):  # type: ignore[misc]
+            def __init__(self) -> None:
+                super().__init__()
+                self.up, self.down = layers.Dense(7, name="up"), layers.Dense(WIDTH, name="down")
+
+            def call(self, x: Any) -> Any:
+                x = self.up(x * 2)
+                x = self.down(scatter(x, tp, -1) if hasattr(self.down, "style") else x)
+                return gather(scatter(x, tp, 1), tp, 1)
+
+        model = Moves()
+        model(rows())
+        parallelize(model, tp, {"*down": Row()})
+        assert model(rows()).shape == rows().shape
 
     @pytest.mark.ranks(min=2, max=3)
     def test_a_fixed_number_of_heads_is_found(self, tp):
@@ -290,7 +308,7 @@ class TestVerify:
             models.append(Lossy())
             models[-1](x)
         plain, divided = models
-        parallelize(divided, tp, {"up": Column(), "down": Row()}, verify=x)
+        parallelize(divided, tp, {"*up": Column(), "*down": Row()}, verify=x)
         divided.loses = True
         with pytest.raises(UsageError, match=r"the gradient of input 0 differs.* 0\.5 of its largest"):
             verify(divided, plain, tp, x)

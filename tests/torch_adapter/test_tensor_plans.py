@@ -15,7 +15,7 @@ from torch import nn
 import commlib
 from commlib.errors import UsageError
 from commlib.tensor import Column, Plan, Row
-from commlib_torch.tensor import ColumnLinear, parallelize, verify
+from commlib_torch.tensor import ColumnLinear, gather, parallelize, scatter, verify
 from commlib_torch.tensor.tracing import attempted
 
 WORDS, WIDTH, HEADS, TOKENS = 37, 24, 6, 5
@@ -234,6 +234,11 @@ class TestPlans:
         with pytest.raises(UsageError, match="tied weights need one style"):
             parallelize(model, tp, {"0": Column(), "2": Row()}, example=torch.rand(3, 8))
 
+    def test_moves_of_a_model_itself_are_not_judged(self, tp):
+        """On one rank, too, where they move nothing."""
+        model = parallelize(made(Moves, tp), tp, {"down": Row()})
+        assert model(rows()).shape == rows().shape
+
     @pytest.mark.ranks(min=2)
     def test_a_fixed_number_of_heads_is_found(self, tp):
         """einops and views that say how many heads there are mix heads, or fail, on a rank that has some."""
@@ -258,6 +263,18 @@ class TestPlans:
         else:
             with pytest.warns(UserWarning, match="fixed number of heads") if tp.rank == 0 else nullcontext():
                 alone(rows())
+
+
+class Moves(nn.Module):
+    """A model that divides rows, and joins them again, by moves of its own."""
+
+    def __init__(self, axis) -> None:
+        super().__init__()
+        self.axis_of_rows, self.up, self.down = axis, nn.Linear(WIDTH, 7), nn.Linear(7, WIDTH)
+
+    def forward(self, x):
+        x = self.down(scatter(self.up(x * 2), self.axis_of_rows, -1))
+        return gather(scatter(x, self.axis_of_rows, 1), self.axis_of_rows, 1)
 
 
 class Fails(nn.Sequential):

@@ -11,6 +11,7 @@ from commlib.functional.axis import Axis
 from commlib.tensor import equations
 from commlib.tensor.einsum import Equation as Einsum
 from commlib.tensor.equations import Equation
+from commlib.tensor.styles import Style
 from commlib_tensorflow.tensor._operations import shape_of
 
 _CONVOLUTIONS = (layers.Conv1D, layers.Conv2D, layers.Conv3D)
@@ -29,7 +30,8 @@ _KNOWN = (
 
 def is_leaf(layer: Any) -> bool:
     """Return whether a layer is taken as a whole: layers that are known, and whatever is divided by itself."""
-    return isinstance(layer, _KNOWN) or isinstance(getattr(layer, "axis", None), Axis)
+    divided = isinstance(getattr(layer, "style", None), Style) or isinstance(getattr(layer, "axis", None), Axis)
+    return divided or isinstance(layer, _KNOWN)
 
 
 def described(layer: Any, x: Any) -> dict[str, Any]:

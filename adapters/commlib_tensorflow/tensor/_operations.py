@@ -9,8 +9,7 @@ import numpy as np
 import tensorflow as tf
 
 from commlib.tensor import equations
-from commlib.tensor.equations import Equation, Shape
-from commlib.tensor.trace import UNKNOWN_LENGTH
+from commlib.tensor.equations import UNKNOWN_LENGTH, Equation, Shape
 
 Found = dict[str, Any]
 """The fields of a step: its kind, its inputs, and what goes with that."""

@@ -84,6 +84,7 @@ def parallelize(
         if before[0] == name and kind is not None:
             layer.__class__ = kept_as(kind, type(layer))  # type: ignore[arg-type]  # types have a hash
             layer.become(name, shared, style)
+            layer.style = style  # the plan's, where a layer has made another one of it
     optimizer = getattr(model, "optimizer", None)
     if getattr(optimizer, "built", False):
         divide_optimizer(getattr(optimizer, "inner_optimizer", optimizer))

@@ -10,10 +10,10 @@ from typing import Any
 import keras
 import tensorflow as tf
 
-from commlib.tensor.recording import Recording
+from commlib.tensor.recording import Recording, replaced
 from commlib.tensor.styles import Style
 from commlib.tensor.trace import Trace
-from commlib_tensorflow.tensor import _leaves
+from commlib_tensorflow.tensor import _leaves, moves
 from commlib_tensorflow.tensor._operations import SOURCES, described, shape_of
 
 Layers = Mapping[str, Any]
@@ -116,17 +116,22 @@ class Recorder:
     @contextmanager
     def _watching(self) -> Iterator[None]:
         """Let each call of a layer of the model be noted, for a while."""
-        plain = keras.layers.Layer.__call__
+        plain, plainly_moved = keras.layers.Layer.__call__, moves.moved
         recorder = self
 
         def noted(layer: Any, *args: Any, **options: Any) -> Any:
             return recorder._called(plain, layer, args, options)
 
-        keras.layers.Layer.__call__ = noted
-        try:
+        def moved(x: Any, *args: Any) -> Any:
+            call = _Call("", None, [x], self._count(), True)
+            result = plainly_moved(x, *args)
+            if not self._inside and tf.compat.v1.get_default_graph() is self._graph:
+                call.last, call.results = self._count(), [result]
+                self._calls.append(call)
+            return result
+
+        with replaced(keras.layers.Layer, "__call__", noted), replaced(moves, "moved", moved):
             yield
-        finally:
-            keras.layers.Layer.__call__ = plain
 
     def _called(self, plain: Any, layer: Any, args: Any, options: Any) -> Any:
         name = self._names.get(id(layer))
@@ -160,6 +165,9 @@ class Recorder:
                 break
 
     def _leaf(self, call: _Call) -> None:
+        if call.layer is None:  # a move that the model makes itself
+            self._recording.add("", "unseen", (), call.results, text="a move")
+            return
         if not call.inputs:
             return
         found = _leaves.described(call.layer, call.inputs[0])
@@ -190,12 +198,12 @@ class Recorder:
     def _tied(self) -> list[tuple[str, ...]]:
         """Return the names of layers that share a weight."""
         owners: dict[int, list[str]] = {}
-        leaves = {name for name, layer in self._layers.items() if name in self._styles or _leaves.is_leaf(layer)}
-        inner = {name for name in leaves if any(name.startswith(f"{leaf}/") for leaf in leaves)}
         for name, layer in self._layers.items():
-            if name in leaves - inner and self._names[id(layer)] == name:
-                for variable in layer.trainable_variables:
-                    owners.setdefault(id(variable), []).append(name)
+            if self._names[id(layer)] == name:
+                inner = {id(weight) for one in layer._flatten_layers(include_self=False) for weight in one.weights}
+                for weight in layer.trainable_variables:
+                    if id(weight) not in inner:
+                        owners.setdefault(id(weight), []).append(name)
         return [tuple(names) for names in dict.fromkeys(map(tuple, owners.values())) if len(names) > 1]
 
 

@@ -12,6 +12,7 @@ from torch.nn.modules.dropout import _DropoutNd
 from commlib.functional.axis import Axis
 from commlib.tensor import equations
 from commlib.tensor.equations import Equation
+from commlib.tensor.styles import Style
 
 _POINTWISE = (
     nn.CELU, nn.ELU, nn.GELU, nn.Hardshrink, nn.Hardsigmoid, nn.Hardswish, nn.Hardtanh, nn.Identity, nn.LeakyReLU,
@@ -27,7 +28,8 @@ _KNOWN = (
 
 def is_leaf(module: nn.Module) -> bool:
     """Return whether a module is taken as a whole: layers that are known, and whatever is divided by itself."""
-    return isinstance(module, _KNOWN) or isinstance(getattr(module, "axis", None), Axis)
+    divided = isinstance(getattr(module, "style", None), Style) or isinstance(getattr(module, "axis", None), Axis)
+    return divided or isinstance(module, _KNOWN)
 
 
 def described(module: nn.Module, x: Tensor) -> dict[str, Any]:

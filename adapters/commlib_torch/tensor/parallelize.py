@@ -75,6 +75,7 @@ def parallelize(
         if before[0] == name and layer is not type(module):
             module.__class__ = layer
             module.become(name, shared, style)
+            module.style = style  # the plan's, where a layer has made another one of it
     keep_padding(model)
     shared.threads = torch.get_num_threads()
     keep_freed_memory()

@@ -8,13 +8,14 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.autograd import Function
 from torch.overrides import TorchFunctionMode, resolve_name
 
 from commlib.errors import UsageError
-from commlib.tensor.recording import Recording
+from commlib.tensor.recording import Recording, replaced
 from commlib.tensor.styles import Style
 from commlib.tensor.trace import Trace
-from commlib_torch.tensor import _leaves
+from commlib_torch.tensor import _leaves, moves
 from commlib_torch.tensor._operations import Called, described
 
 
@@ -97,7 +98,7 @@ class Recorder(TorchFunctionMode):
         """Run the model as it is called now; return the trace, and the model's result."""
         for tensor in tensors_in([*args, *options.values()]):
             self._recording.add("", "given", (), (tensor,), text="an argument")
-        with self._watching(), self:
+        with self._watching(), self._unseen(), self:
             result = self._model(*args, **options)
         return self.trace_of(result), result
 
@@ -114,6 +115,26 @@ class Recorder(TorchFunctionMode):
                 stack.callback(module.register_forward_pre_hook(before, with_kwargs=True).remove)
                 stack.callback(module.register_forward_hook(after, with_kwargs=True, always_call=True).remove)
             yield
+
+    @contextmanager
+    def _unseen(self) -> Iterator[None]:
+        """Look into no autograd function and no move, for a while: what they give comes from where nobody knows."""
+        apply = self._opaque(vars(Function)["apply"].__func__)
+        with replaced(Function, "apply", classmethod(apply)), replaced(moves, "moved", self._opaque(moves.moved)):
+            yield
+
+    def _opaque(self, function: Any) -> Any:
+        def called(*args: Any, **options: Any) -> Any:
+            self._leaves.append("")
+            try:
+                result = function(*args, **options)
+            finally:
+                self._leaves.pop()
+            if not self._leaves:
+                self._recording.add("", "unseen", (), tensors_in(result), text="a function of its own")
+            return result
+
+        return called
 
     def _hooks(self, name: str, module: nn.Module) -> tuple[Any, Any]:
         leaf = name in self._styles or _leaves.is_leaf(module)

@@ -9,7 +9,7 @@ from commlib.tensor.rules import layers, operations, shapes
 from commlib.tensor.rules.broken import PlanError, counted
 from commlib.tensor.rules.following import Following
 from commlib.tensor.states import SHARED, State
-from commlib.tensor.styles import Replicate, Style, Vocabulary
+from commlib.tensor.styles import Column, Replicate, Style, Vocabulary
 from commlib.tensor.trace import Step, Trace
 
 
@@ -28,11 +28,7 @@ def check(trace: Trace, styles: Mapping[str, Style], *, divided_output: bool = F
     one divided layer itself.
     """
     following = Following(trace, styles)
-    for names in trace.tied:
-        given = {name: styles.get(name) for name in names}
-        if len({_way(style) for style in given.values()}) > 1:
-            said = ", ".join(f"{name}: {style or 'whole'}" for name, style in given.items())
-            raise PlanError(Step(names[0], "weight", (), ()), "tied", f"these share one: {said}", "give them the same")
+    _check_tied(trace, styles)
     for step in trace.steps:
         result = _KINDS[step.kind](following, step)
         for value in step.outputs:
@@ -42,9 +38,19 @@ def check(trace: Trace, styles: Mapping[str, Style], *, divided_output: bool = F
     return Checked(following.states, tuple(following.doubts))
 
 
-def _way(style: Style | None) -> object:
-    """Return what tied layers must have in common."""
-    return type(style) if isinstance(style, Vocabulary) else None if isinstance(style, Replicate) else style
+def _check_tied(trace: Trace, styles: Mapping[str, Style]) -> None:
+    tables = {step.layer for step in trace.steps if step.kind == "table"}
+    for names in trace.tied:
+        if len({_way(styles.get(name), name in tables) for name in names}) > 1:
+            said = ", ".join(f"{name}: {styles.get(name) or 'whole'}" for name in names)
+            raise PlanError(Step(names[0], "weight", (), ()), "tied", f"these share one: {said}", "give them the same")
+
+
+def _way(style: Style | None, is_table: bool) -> object:
+    """Return what tied layers must have in common: rows of a table are the outputs of a linear layer."""
+    if isinstance(style, Vocabulary) or (style == Column(gather=getattr(style, "gather", False)) and not is_table):
+        return "rows"
+    return None if isinstance(style, Replicate) else style
 
 
 def _returned(following: Following, value: int) -> None:

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from commlib.tensor.equations import Shape
+from commlib.tensor.equations import UNKNOWN_LENGTH, Shape
 from commlib.tensor.rules.broken import PlanError
 from commlib.tensor.rules.check import Checked
 from commlib.tensor.states import State
-from commlib.tensor.trace import UNKNOWN_LENGTH, Trace
+from commlib.tensor.trace import Trace
 
 
 def compare(whole: Trace, local: Trace, checked: Checked) -> bool:
@@ -33,7 +33,8 @@ def _fits(state: State, expected: Shape, came: Shape) -> bool:
     if len(expected) != len(came):
         return False
     return all(
-        UNKNOWN_LENGTH in (part, length)
+        length == UNKNOWN_LENGTH
+        or part == UNKNOWN_LENGTH
         or (part <= length if state.is_divided and dim == state.dim else part == length)
         for dim, (length, part) in enumerate(zip(expected, came, strict=True))
     )

@@ -233,7 +233,9 @@ def test_tied_weights_need_one_style():
     m = Written()
     trace = m.trace(m.linear("head", m.table("words", m.given(5), 40, 8), 40), tied=[("words", "head")])
     check(trace, {"words": Vocabulary(), "head": Vocabulary(gather=True)})
+    check(trace, {"words": Vocabulary(), "head": Column(gather=True)})  # the same rows of the same weight
     refused(trace, {"words": Vocabulary()}, "tied", "words", "head: whole")
+    refused(trace, {"words": Column(gather=True), "head": Column(gather=True)}, "tied")
     refused(trace, {"words": Column(gather=True), "head": Vocabulary()}, "tied")
 
 
