@@ -20,6 +20,7 @@ from commlib_tensorflow._keras3 import NO_XLA_DIVIDED, never_compile
 from commlib_tensorflow.tensor._values import take_values_of_rank_0
 from commlib_tensorflow.tensor.layers import find_layer
 from commlib_tensorflow.tensor.layout import styles_of_layouts
+from commlib_tensorflow.tensor.streams import draw_alike
 
 
 def parallelize(model: keras.Model, axis: Communicator, plan: Mapping[str, Any], *, codec: Any = None) -> keras.Model:
@@ -31,9 +32,12 @@ def parallelize(model: keras.Model, axis: Communicator, plan: Mapping[str, Any],
     paths, `{"up/kernel": (None, "tp")}`. codec: in which activations and their gradients travel, such as "bf16". The
     model must be built; compile it before or after, but let no optimizer have made its own variables.
 
-    A regularizer of what is divided has the gradient of the whole, but adds this rank's part of it to the loss that is
-    reported. Collective over the axis. Raises UsageError for a plan that does not fit, and for jit_compile=True, also
-    later: XLA cannot call the host; MismatchError if ranks hold different models or plans.
+    All ranks of the axis need the same rows: where their seeds differ, or none was given, they are seeded alike here,
+    so that `fit` shuffles alike. A regularizer of what is divided has the gradient of the whole, but adds this rank's
+    part of it to the loss that is reported.
+
+    Collective over the axis. Raises UsageError for a plan that does not fit, and for jit_compile=True, also later: XLA
+    cannot call the host; MismatchError if ranks hold different models or plans.
     """
     shared = Axis(axis, codec, empty=core.empty)
     layers = layers_of(model)
@@ -48,6 +52,7 @@ def parallelize(model: keras.Model, axis: Communicator, plan: Mapping[str, Any],
     if getattr(model, "_jit_compile", False):
         raise UsageError(NO_XLA_DIVIDED)
     take_values_of_rank_0("parallelize", model.variables, axis)
+    draw_alike(axis)
     done: dict[int, tuple[str, Style]] = {}
     for name, layer, style, kind in kinds:
         before = done.setdefault(id(layer), (name, style))
