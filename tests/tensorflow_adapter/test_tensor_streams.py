@@ -94,6 +94,18 @@ def test_seeds_of_a_divided_model_are_those_of_rank_0(comm: Any) -> None:
     near(model.layers[0].seed_generator.state, [100, 0])
 
 
+def test_fit_shuffles_alike(comm: Any) -> None:
+    """Ranks that were seeded otherwise, or not at all, trained on other rows each, and nobody said so."""
+    for given in (100 + comm.rank, 5):
+        keras.utils.set_random_seed(given)
+        model = sequential(L.Dense(8, name="up"), L.Dense(5, name="down"), shape=(5,))
+        parallelize(model, comm, {"up": Column(), "down": Row()})
+        model.compile(optimizer="sgd", loss="mse")
+        losses = model.fit(values(20, 5), values(20, 5, seed=1), batch_size=3, epochs=2, verbose=0).history["loss"]
+        near(of_all(comm, losses)[0], np.asarray(losses))
+    assert tf.compat.v1.get_seed(1)[0] == 5, "a seed that all ranks have stays"
+
+
 def test_seed(comm: Any) -> None:
     mesh = Mesh(dp=comm.size, tp=1, comm=comm)
     assert len(set(comm.all_gather_object(seed(mesh, 5)))) == comm.size

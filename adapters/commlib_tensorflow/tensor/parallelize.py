@@ -25,6 +25,7 @@ from commlib_tensorflow.tensor.layout import styles_of_layouts
 from commlib_tensorflow.tensor.names import layers_named, only
 from commlib_tensorflow.tensor.optimizing import watch_optimizers
 from commlib_tensorflow.tensor.state import divide_optimizer, kept_as
+from commlib_tensorflow.tensor.streams import draw_alike
 from commlib_tensorflow.tensor.tracing import styles_in
 
 
@@ -54,8 +55,11 @@ def parallelize(
     call. codec: in which activations and their gradients travel, such as "bf16". divided_output: what the model returns
     may stay divided.
 
-    A regularizer of what is divided has the gradient of the whole, but adds this rank's part of it to the loss that is
-    reported. Collective over the axis. Raises UsageError for a plan that does not fit, breaks a rule, or gives other
+    All ranks of the axis need the same rows: where their seeds differ, or none was given, they are seeded alike here,
+    so that `fit` shuffles alike. A regularizer of what is divided has the gradient of the whole, but adds this rank's
+    part of it to the loss that is reported.
+
+    Collective over the axis. Raises UsageError for a plan that does not fit, breaks a rule, or gives other
     numbers, and for jit_compile=True, also later: XLA cannot call the host; MismatchError if ranks hold different
     models or plans.
     """
@@ -72,6 +76,7 @@ def parallelize(
     if getattr(model, "_jit_compile", False):
         raise UsageError(NO_XLA_DIVIDED)
     take_values_of_rank_0("parallelize", model.variables, axis)
+    draw_alike(axis)
     checks = None
     if call is not None:
         given = styles | styles_in(layers)

@@ -7,18 +7,22 @@ whoever saves and restores Keras' has all streams.
 
 from __future__ import annotations
 
+import random
 from collections.abc import Collection
 from typing import Any
 
 import keras
+import numpy as np
 import tensorflow as tf
 
+from commlib.communicator import Communicator
 from commlib.errors import UsageError
 from commlib.functional.axis import Axis
 from commlib.mesh_groups import Mesh
 from commlib.tensor.streams import fold, seed_at
 from commlib_tensorflow.tensor.moves import On, axis_of
 
+_NO_SEED = 87654321  # what TensorFlow says if nobody has given one
 _BITS = 31  # of a seed: Keras takes it modulo 2^31 - 2, which leaves these as good as they are
 
 
@@ -32,6 +36,16 @@ def seed(mesh: Mesh, number: int, same: Collection[str] = ("tp",)) -> int:
     found = seed_at(number, mesh.shape.coordinates(mesh.comm.rank), same) % (1 << 32)
     keras.utils.set_random_seed(found)
     return found
+
+
+def draw_alike(comm: Communicator) -> None:
+    """Let all ranks draw the same from now on: they are seeded alike, by rank 0, unless they have been. Collective.
+
+    Of what Keras draws of itself, the order of rows in `fit` has to be the same, or ranks would add up other rows.
+    """
+    seeds = set(comm.all_gather_object(tf.compat.v1.get_seed(1)[0]))
+    if comm.size > 1 and (len(seeds) > 1 or _NO_SEED in seeds):
+        keras.utils.set_random_seed(int(comm.broadcast(np.array([random.getrandbits(_BITS)]))[0]))
 
 
 def dropout(x: Any, rate: float, seed_generator: Any, axis: On) -> Any:
