@@ -203,6 +203,58 @@ def pipeline_keras(records: Sequence[Record]) -> str:
     return table(columns, rows)
 
 
+def tensor(records: Sequence[Record]) -> str:
+    """A divided block: beside torch's DTensor, its own computing and one process; what is kept, and what is sent."""
+    rows = []
+    for place in range(len(records[0]["block"])):
+        of = [record["block"][place] for record in records]
+        middle = {
+            who: [statistics.median(one["seconds"][who]) for one in of] for who in ("ours", "computes", "one process")
+        }
+        kept = [[sum(one["kept"][who].values()) / 1e6 for one in of] for who in ("ours", "one process")]
+        rows.append([
+            str(of[0]["tokens"]),
+            range_text([1e3 * value for value in middle["ours"]], ".2f"),
+            spread_text(ratios(of, "ours", "torch")),
+            range_text([1e3 * value for value in middle["computes"]], ".2f"),
+            range_text([a / b for a, b in zip(middle["one process"], middle["ours"], strict=True)], ".2f"),
+            f"{range_text(kept[0], '.1f')} of {range_text(kept[1], '.1f')}",
+            f"{bytes_text(of[0]['reduced'])} ({bytes_text(of[0]['formula'])})",
+        ])  # fmt: skip
+    columns = ["tokens", "ms a step", "times DTensor on gloo", "computing alone, ms", "speed-up over one process",
+               "MB kept, of one process'", "bytes all-reduced (by the formula)"]  # fmt: skip
+    return table(columns, rows)
+
+
+def tensor_keras(records: Sequence[Record]) -> str:
+    """Divided Keras models: what a move costs in a graph, and fit beside one process."""
+
+    def cost(row: Record) -> float:
+        pairs = zip(row["seconds"]["moves"], row["seconds"]["nothing"], strict=True)
+        return statistics.median(1e6 * (moved - nothing) / row["count"] for moved, nothing in pairs)
+
+    moves = [
+        [
+            bytes_text(of[0]["nbytes"]),
+            "forward and backward" if of[0]["backward"] else "forward",
+            range_text([cost(one) for one in of], ".0f"),
+        ]
+        for of in ([record["moves"][place] for record in records] for place in range(len(records[0]["moves"])))
+    ]
+    fits = []
+    for place in range(len(records[0]["fits"])):
+        of = [record["fits"][place] for record in records]
+        alone, divided = ([statistics.median(one["seconds"][who]) for one in of] for who in ("one process", "divided"))
+        fits.append([
+            f"{of[0]['rows']} x {of[0]['width']}",
+            range_text([1e3 * value for value in divided], ".1f"),
+            range_text([1e3 * value for value in alone], ".1f"),
+            range_text([a / b for a, b in zip(alone, divided, strict=True)], ".2f"),
+        ])  # fmt: skip
+    one = table(["bytes", "", "us for each all-reduce"], moves)
+    return f"{one}\n\n" + table(["rows x width", "fit, ms a step", "one process", "speed-up"], fits)
+
+
 def compression(records: Sequence[Record]) -> str:
     """Training with each codec: time of a step, bytes sent, validation loss after the last step."""
     rows = []

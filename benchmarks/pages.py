@@ -64,6 +64,8 @@ TOPICS = (
     ),
     Topic("pipeline", "Pipelines", "Training steps in stages, beside a peer, the simulator and the time of nothing.",
           {"pipeline": tables.pipeline, "pipeline_keras": tables.pipeline_keras}),
+    Topic("tensor", "Divided layers", "Layers of a model divided among ranks, beside a peer and one process.",
+          {"tensor": tables.tensor, "tensor_keras": tables.tensor_keras}),
     Topic("compression", "Compressed gradients", "Training with codecs, and the codecs alone.",
           {"compression": tables.compression, "codecs": tables.codecs}),
 )  # fmt: skip

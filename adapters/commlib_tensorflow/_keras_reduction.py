@@ -168,7 +168,8 @@ class Reduction:
             own = [variables[place] for place in places]
             clipped, _ = clip_by_global_norm([gradients[place] for place in places], clip_norm, own)
             for place, gradient in zip(places, clipped, strict=True):
-                results[place] = gradient
+                # Keras makes rows of embeddings dense here, so that moments are those of sums of rows, not of each.
+                results[place] = tf.convert_to_tensor(gradient)
         return results
 
     def agree_finite(self, finite: Any) -> Any:

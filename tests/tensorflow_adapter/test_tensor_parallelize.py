@@ -195,9 +195,6 @@ def test_misuse(comm: Any) -> None:
     compiled = plain()
     compiled.compile(optimizer="sgd", loss="mse", jit_compile=True)
     refused(compiled, "jit_compile=True")
-    trained = plain()
-    train(trained, "sgd")
-    refused(trained, "divide the model before it is trained")
     refused(L.Dense(3), "expected a keras.Model, got keras.Dense")
     refused(keras.Sequential([L.Dense(7, name="up"), L.Dense(3, name="down")]), "no layer is called|not built")
     refused(plain(), "no layer is called 'middle'", {"middle": Column()})
@@ -221,6 +218,5 @@ def test_models_of_keras_2(comm: Any) -> None:
 @pytest.mark.ranks(min=2)
 def test_an_input_that_is_not_divided(comm: Any) -> None:
     model = plain()
-    parallelize(model, comm, {"down": Row()})
-    with pytest.raises(UsageError, match=r"this is the whole: give Row\(split=True\)"):
-        model(values(2, 5))
+    with pytest.raises(UsageError, match=r"its input is whole: give it split=True"):
+        parallelize(model, comm, {"down": Row()})

@@ -62,7 +62,8 @@ def _clipping(original: Any) -> Any:
             return original(self, grads)
         if self.clipnorm:
             return _clipped_each(grads, variables, self.clipnorm)
-        return clip_by_global_norm(grads, self.global_clipnorm, variables)[0]
+        clipped, _ = clip_by_global_norm(grads, self.global_clipnorm, variables)
+        return [None if gradient is None else tf.convert_to_tensor(gradient) for gradient in clipped]  # as Keras does
 
     return _clip_gradients
 

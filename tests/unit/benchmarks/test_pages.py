@@ -131,6 +131,24 @@ def test_pipelines_of_keras() -> None:
     assert "| dense 8 x 128 | 1f1b | 300 | 200 | 1.50 | 1.20 | 0.200 | 0.190 |" in text
 
 
+def test_divided_blocks() -> None:
+    seconds = {"ours": [0.01] * 3, "torch": [0.02] * 3, "computes": [0.008] * 3, "one process": [0.018] * 3}
+    kept = {
+        who: {"parameters": size, "activations": 10**6} for who, size in (("ours", 10**6), ("one process", 3 * 10**6))
+    }
+    block = [{"tokens": 16, "seconds": seconds, "kept": kept, "reduced": 131072, "formula": 131072}]
+    text = written("tensor", record("tensor", block=block))
+    assert "| 16 | 10.00 | 2.00 (2.00-2.00) | 8.00 | 1.80 | 2.0 of 4.0 | 128 Ki (128 Ki) |" in text
+
+
+def test_divided_models_of_keras() -> None:
+    seconds = {"moves": [2e-3] * 3, "nothing": [1e-3] * 3}
+    moves = [{"nbytes": 4, "backward": True, "count": 20, "seconds": seconds}]
+    fits = [{"rows": 8, "width": 64, "seconds": {"divided": [0.1] * 3, "one process": [0.15] * 3}}]
+    text = written("tensor", record("tensor_keras", moves=moves, fits=fits))
+    assert "| 4 | forward and backward | 50 |" in text and "| 8 x 64 | 100.0 | 150.0 | 1.50 |" in text
+
+
 def test_compression_and_codecs() -> None:
     of = {"seconds": [0.1, 0.3, 0.2], "sent": [1024, 3072], "validation": [[1, 1.0, 9.0], [2, 2.0, 2.5]]}
     text = written("compression", record("compression", figures={"int8": of, "local": {**of, "sent": [None]}}))

@@ -1,0 +1,174 @@
+"""Train a byte-level GPT in Keras whose layers, sequences, stages and batches are divided, as one process would.
+
+    mpirun -n 2 python examples/gpt_keras.py                # tp=2: layers are divided
+    mpirun -n 2 python examples/gpt_keras.py --cp 2 --tp 1  # sequences are divided
+    mpirun -n 4 python examples/gpt_keras.py                # dp=2, tp=2; or --pp 2, or --cp 2
+
+The model is plain Keras and trained by `fit`. A plan says which layers are divided; `mesh` has the axes, and what is
+left of the ranks are replicas. Beside it one process trains the whole model: losses and weights must be alike.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import sysconfig
+from pathlib import Path
+from typing import Any
+
+os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "3")
+
+import keras
+import numpy as np
+import tensorflow as tf
+
+import commlib
+import commlib_tensorflow as ct
+
+WIDTH, LAYERS, HEADS, CONTEXT, ROWS, STEPS = 64, 4, 4, 33, 8, 8
+
+PLAN: dict[str, Any] = {
+    "words": ct.Vocabulary(),
+    "[qkv]*": ct.Column(units=HEADS),
+    "out*": ct.Row(units=HEADS),
+    "up*": ct.Column(),
+    "down*": ct.Row(),
+    "logits": ct.Vocabulary(),
+}
+
+
+class Attend(keras.layers.Layer):  # type: ignore[misc]  # Keras has no types
+    """Causal attention of as many heads as are here; over a sequence that is divided among the ranks of an axis."""
+
+    def __init__(self, axis: Any, **options: Any) -> None:
+        super().__init__(**options)
+        self.axis_of_sequence = axis
+
+    def call(self, q: Any, k: Any, v: Any) -> Any:
+        """Return what the tokens of this rank take from those before them."""
+        size = WIDTH // HEADS
+        heads = [
+            tf.transpose(tf.reshape(x, (-1, x.shape[1], x.shape[2] // size, size)), (0, 2, 1, 3)) for x in (q, k, v)
+        ]
+        if self.axis_of_sequence is not None:
+            mixed = ct.context.attention(*heads, self.axis_of_sequence, causal=True, length=CONTEXT)
+        else:
+            scores = tf.matmul(heads[0], heads[1], transpose_b=True) / size**0.5
+            seen = tf.linalg.band_part(tf.ones((CONTEXT, CONTEXT)), -1, 0)
+            mixed = tf.matmul(tf.nn.softmax(tf.where(seen > 0, scores, -1e9)), heads[2])
+        return tf.reshape(tf.transpose(mixed, (0, 2, 1, 3)), tf.shape(q))
+
+    def compute_output_shape(self, q: Any, *others: Any) -> Any:
+        """Return the shape of q."""
+        return q
+
+
+def make_model(tokens: int, axis: Any = None) -> Any:
+    """The same on every rank, for so many tokens of a sequence."""
+    keras.utils.set_random_seed(0)
+    layers = keras.layers
+    text, places = (keras.Input((tokens,), dtype="int32", name=name) for name in ("text", "places"))
+    x = layers.Embedding(256, WIDTH, name="words")(text) + layers.Embedding(CONTEXT, WIDTH, name="positions")(places)
+    for block in range(LAYERS):
+        h = layers.LayerNormalization(name=f"norm{block}")(x)
+        q, k, v = (layers.Dense(WIDTH, name=f"{name}{block}")(h) for name in "qkv")
+        x = x + layers.Dense(WIDTH, name=f"out{block}")(Attend(axis, name=f"attend{block}")(q, k, v))
+        h = layers.LayerNormalization(name=f"inner_norm{block}")(x)
+        h = layers.Dense(4 * WIDTH, activation="gelu", name=f"up{block}")(h)
+        x = x + layers.Dense(WIDTH, name=f"down{block}")(h)
+    x = layers.LayerNormalization(name="last_norm")(x)
+    return keras.Model([text, places], layers.Dense(256, name="logits")(x))
+
+
+def batches() -> list[tuple[Any, Any]]:
+    """Windows of the source of Python's own standard library, and the bytes that follow each of theirs."""
+    folder = Path(sysconfig.get_paths()["stdlib"])
+    text = b"".join(path.read_bytes() for path in sorted(folder.glob("a*.py")))[: 1 << 18]
+    stream = np.frombuffer(text, np.uint8).astype(np.int32)
+    starts = np.random.default_rng(1).integers(len(stream) - CONTEXT, size=(STEPS, ROWS))
+    windows = stream[starts[..., None] + np.arange(CONTEXT + 1)]
+    return [(window[:, :-1], window[:, 1:]) for window in windows]
+
+
+def optimizer_of() -> Any:
+    # Keras squares repeated rows of an embedding apart in norms and moments; stages and ranks add them up first.
+    return keras.optimizers.SGD(0.2, momentum=0.9)
+
+
+def fitted(model: Any, x: Any, places: Any, y: Any) -> float:
+    """Train on one batch; return its loss."""
+    history = model.fit((x, places), y, batch_size=len(x), shuffle=False, verbose=0).history
+    return float(history["loss"][0])
+
+
+def in_one_process(batches: list[tuple[Any, Any]]) -> tuple[list[float], Any]:
+    model = make_model(CONTEXT)
+    model.compile(optimizer_of(), keras.losses.SparseCategoricalCrossentropy(from_logits=True), jit_compile=False)
+    places = np.broadcast_to(np.arange(CONTEXT, dtype=np.int32), (ROWS, CONTEXT))
+    return [fitted(model, x, places, y) for x, y in batches], model
+
+
+class Divided:
+    """The same training on all ranks of a mesh."""
+
+    def __init__(self, mesh: commlib.Mesh) -> None:
+        self.mesh, cp = mesh, mesh["cp"]
+        self.places = np.asarray(ct.context.position_ids(CONTEXT, cp)).astype(np.int32)
+        model = make_model(len(self.places), cp if cp.size > 1 else None)
+        model = ct.parallelize(model, mesh["tp"], PLAN, divided_output=True)
+        self.is_staged = mesh["pp"].size > 1
+        self.model = ct.pipeline(model, mesh["pp"], schedule="1f1b", microbatches=2) if self.is_staged else model
+        optimizer = optimizer_of()
+        if mesh["dp", "cp"].size > 1:
+            optimizer = ct.DistributedOptimizer(optimizer, mesh=mesh)
+        self.model.compile(optimizer, self.loss)
+
+    def loss(self, targets: Any, logits: Any) -> Any:
+        """Return the mean over the tokens of all parts of the sequences."""
+        targets = tf.cast(targets, tf.int64)
+        total = ct.vocabulary_cross_entropy(logits, targets, self.mesh["tp"], reduction="sum")
+        return ct.context.loss_mean(total, tf.size(targets), self.mesh["cp"])
+
+    def step(self, x: Any, y: Any) -> float:
+        """Train on this rank's rows and tokens of a batch; return the loss of these rows."""
+        replicas, place = self.mesh.shape.size("dp"), self.mesh.coordinate("dp")
+        own = [
+            np.asarray(ct.context.shard_sequence(np.split(part, replicas)[place], self.mesh["cp"])) for part in (x, y)
+        ]
+        return fitted(self.model, own[0], np.broadcast_to(self.places, own[0].shape), own[1])
+
+    def weights(self) -> list[Any]:
+        """Return the weights of the whole model."""
+        found: list[Any] = self.model.gather_weights() if self.is_staged else ct.gather_weights(self.model)
+        return found
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    for axis, size in (("pp", 1), ("cp", 1), ("tp", 2)):
+        parser.add_argument(f"--{axis}", type=int, default=size)
+    arguments = parser.parse_args()
+    comm = commlib.init()
+    ct.init()
+    mesh = commlib.Mesh(pp=arguments.pp, dp=-1, cp=arguments.cp, tp=arguments.tp)
+    text = batches()
+    training = Divided(mesh)
+    losses = []
+    for x, y in text:
+        own = training.step(x, y)
+        losses.append(float(sum(mesh["dp"].all_gather_object(own))) / mesh["dp"].size)
+
+    expected, model = in_one_process(text)
+    # float32: sums in another order, some 1e-7 of a loss, and more of a weight after some steps of Adam.
+    worst = max(abs(one - other) for one, other in zip(losses, expected, strict=True))
+    pairs = zip(training.weights(), model.get_weights(), strict=True)
+    apart = max(float(np.abs(one - other).max()) for one, other in pairs)
+    if worst > 1e-4 or apart > 1e-2 or expected[-1] > 0.8 * expected[0]:
+        raise SystemExit(f"rank {comm.rank}: losses differ by {worst}, weights by {apart}: {losses} {expected}")
+    if comm.rank == 0:
+        print(f"{mesh.shape}: loss {losses[0]:.3f} to {losses[-1]:.3f}, as in one process")
+        print(f"(losses differ by {worst:.1e} at most, weights by {apart:.1e})")
+
+
+if __name__ == "__main__":
+    main()
