@@ -1,12 +1,14 @@
-"""Traces written by hand, as an adapter would record them: for tests of rules and of plans that are found."""
+"""Traces written by hand, as an adapter would record them, and a proof of the equations that adapters find."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from typing import Any
 
+import numpy as np
+
 from commlib.tensor import equations
-from commlib.tensor.equations import Equation, Shape
+from commlib.tensor.equations import NEW, Equation, Shape
 from commlib.tensor.trace import Step, Trace
 
 
@@ -124,3 +126,30 @@ class Written:
 
     def trace(self, *outputs: int, tied: Sequence[tuple[str, ...]] = (), whole: bool = True) -> Trace:
         return Trace(tuple(self._steps), dict(self._shapes), outputs, tuple(tied), whole)
+
+
+def _half(equation: Equation, label: int, arrays: Sequence[Any], half: int) -> list[Any]:
+    """Return one half of each input along a dimension, of those that have it."""
+    found = []
+    for array, labels in zip(arrays, equation.inputs, strict=True):
+        at = labels.index(label) if label in labels else None
+        found.append(array if at is None else np.split(array, 2, at)[half])
+    return found
+
+
+def holds(equation: Equation, run: Any, *arrays: Any) -> int:
+    """Check that halves of inputs along a dimension of the result give its halves; return for how many that was done.
+
+    run: computes a numpy array of numpy arrays. Dimensions that are needed, or are of odd length, are left out.
+    """
+    whole = run(*arrays)
+    assert len(equation.output) == whole.ndim
+    checked = 0
+    for at, label in enumerate(equation.output):
+        lengths = {a.shape[d.index(label)] for a, d in zip(arrays, equation.inputs, strict=True) if label in d}
+        if label == NEW or label in equation.needs or not lengths or any(length % 2 for length in lengths):
+            continue
+        halves = [run(*_half(equation, label, arrays, half)) for half in range(2)]
+        np.testing.assert_allclose(np.concatenate(halves, at), whole, atol=1e-12)
+        checked += 1
+    return checked

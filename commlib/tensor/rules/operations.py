@@ -63,6 +63,9 @@ def _sequence(following: Following, step: Step, style: Sequence) -> None:
     """Check a layer that takes its input for divided."""
     value = step.inputs[0]
     state, dim = following.of(value), following.dim(style.dim, value)
+    if step.equation is not None and dim in step.equation.needs:
+        came = f"it has {style}, so that it would see a part of the features"
+        raise PlanError(step, "needs", came, "gather the features first", state)
     if state.name == "whole":
         if state.origin != "given":
             came = f"it has {style}, and its input is whole"

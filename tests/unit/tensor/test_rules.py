@@ -156,6 +156,11 @@ def test_a_region_that_is_divided_along_its_sequence():
     check(block(lambda m, y: m.attention("mixer", y, 2)), {**plan, "mixer": Column(sequence=1)})
 
 
+def test_a_norm_of_a_part_is_refused():
+    m = Written()
+    refused(m.trace(m.norm("norm", m.given(2, 6, 8))), {"norm": Sequence(-1)}, "needs", "a part of the features")
+
+
 def test_the_output_stays_along_a_sequence_only_if_it_came_so():
     m = Written()
     trace = m.trace(m.linear("down", m.linear("up", m.norm("norm", m.given(2, 6, 8)), 16), 8))
