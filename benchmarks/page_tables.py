@@ -231,7 +231,7 @@ def tensor_keras(records: Sequence[Record]) -> str:
 
     def cost(row: Record) -> float:
         pairs = zip(row["seconds"]["moves"], row["seconds"]["nothing"], strict=True)
-        return statistics.median(1e6 * (moved - nothing) / row["count"] for moved, nothing in pairs)
+        return float(statistics.median(1e6 * (moved - nothing) / row["count"] for moved, nothing in pairs))
 
     moves = [
         [

@@ -47,16 +47,17 @@ class Attend(keras.layers.Layer):  # type: ignore[misc]  # Keras has no types
     def call(self, q: Any, k: Any, v: Any) -> Any:
         """Return what the tokens of this rank take from those before them."""
         size = WIDTH // HEADS
-        heads = [
+        shape = tf.shape(q)
+        q, k, v = (
             tf.transpose(tf.reshape(x, (-1, x.shape[1], x.shape[2] // size, size)), (0, 2, 1, 3)) for x in (q, k, v)
-        ]
+        )
         if self.axis_of_sequence is not None:
-            mixed = ct.context.attention(*heads, self.axis_of_sequence, causal=True, length=CONTEXT)
+            mixed = ct.context.attention(q, k, v, self.axis_of_sequence, causal=True, length=CONTEXT)
         else:
-            scores = tf.matmul(heads[0], heads[1], transpose_b=True) / size**0.5
+            scores = tf.matmul(q, k, transpose_b=True) / size**0.5
             seen = tf.linalg.band_part(tf.ones((CONTEXT, CONTEXT)), -1, 0)
-            mixed = tf.matmul(tf.nn.softmax(tf.where(seen > 0, scores, -1e9)), heads[2])
-        return tf.reshape(tf.transpose(mixed, (0, 2, 1, 3)), tf.shape(q))
+            mixed = tf.matmul(tf.nn.softmax(tf.where(seen > 0, scores, -1e9)), v)
+        return tf.reshape(tf.transpose(mixed, (0, 2, 1, 3)), shape)
 
     def compute_output_shape(self, q: Any, *others: Any) -> Any:
         """Return the shape of q."""

@@ -160,7 +160,7 @@ def test_a_block_on_shards(comm: Any, norm: Any, length: int) -> None:
 def test_what_sees_a_part_is_refused(comm: Any) -> None:
     def refused(layer: Any, style: Any, match: str) -> None:
         with pytest.raises(UsageError, match=f"{match}|needs all of a dimension"):
-            parallelize(sequential(layer, shape=(4, 6)), comm, {layer.name: style})
+            parallelize(sequential(layer, shape=(4, 6)), comm, {layer.name: style}, divided_output=True)
 
     refused(L.LayerNormalization(), Sequence(-1), "see a part")
     refused(L.BatchNormalization(), Sequence(), "has weights")

@@ -19,6 +19,8 @@ def compare(whole: Trace, local: Trace, checked: Checked) -> bool:
     if kinds[0] != kinds[1]:
         return False
     for step, own in zip(whole.steps, local.steps, strict=True):
+        if step.kind == "constant":
+            continue  # of zeros made like a part, say
         for value, part in zip(step.outputs, own.outputs, strict=True):
             state = checked.states[value]
             expected, came = whole.shapes.get(value, ()), local.shapes.get(part, ())
