@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -13,8 +13,11 @@ import tensorflow as tf
 from commlib.tensor.recording import Recording, replaced
 from commlib.tensor.styles import Style
 from commlib.tensor.trace import Trace
-from commlib_tensorflow.tensor import _leaves, moves
+from commlib_tensorflow.tensor import _leaves, context, moves
 from commlib_tensorflow.tensor._operations import SOURCES, described, shape_of
+
+_OPAQUE = ((moves, "moved"), (context, "ring_attention"), (context, "attention_by_heads"))
+"""Functions between ranks that a model may call itself, and where they are looked up."""
 
 Layers = Mapping[str, Any]
 """The layers of a model by their names."""
@@ -116,22 +119,34 @@ class Recorder:
     @contextmanager
     def _watching(self) -> Iterator[None]:
         """Let each call of a layer of the model be noted, for a while."""
-        plain, plainly_moved = keras.layers.Layer.__call__, moves.moved
+        plain = keras.layers.Layer.__call__
         recorder = self
 
         def noted(layer: Any, *args: Any, **options: Any) -> Any:
             return recorder._called(plain, layer, args, options)
 
-        def moved(x: Any, *args: Any) -> Any:
-            call = _Call("", None, [x], self._count(), True)
-            result = plainly_moved(x, *args)
+        with ExitStack() as stack:
+            stack.enter_context(replaced(keras.layers.Layer, "__call__", noted))
+            for owner, name in _OPAQUE:
+                stack.enter_context(replaced(owner, name, self._opaque(getattr(owner, name))))
+            yield
+
+    def _opaque(self, function: Any) -> Any:
+        """Return a function that is not looked into: what it gives comes from where nobody knows."""
+
+        def called(*args: Any) -> Any:
+            call = _Call("", None, tensors_in(args), self._count(), True)
+            self._inside += 1
+            try:
+                result = function(*args)
+            finally:
+                self._inside -= 1
             if not self._inside and tf.compat.v1.get_default_graph() is self._graph:
-                call.last, call.results = self._count(), [result]
+                call.last, call.results = self._count(), tensors_in(result)
                 self._calls.append(call)
             return result
 
-        with replaced(keras.layers.Layer, "__call__", noted), replaced(moves, "moved", moved):
-            yield
+        return called
 
     def _called(self, plain: Any, layer: Any, args: Any, options: Any) -> Any:
         name = self._names.get(id(layer))
@@ -165,8 +180,8 @@ class Recorder:
                 break
 
     def _leaf(self, call: _Call) -> None:
-        if call.layer is None:  # a move that the model makes itself
-            self._recording.add("", "unseen", (), call.results, text="a move")
+        if call.layer is None:
+            self._recording.add("", "unseen", (), call.results, text="a function between ranks")
             return
         if not call.inputs:
             return
