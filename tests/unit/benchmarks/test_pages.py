@@ -164,7 +164,7 @@ def test_nothing_kept_is_told() -> None:
 def test_pages_of_a_folder(tmp_path: Path) -> None:
     (tmp_path / "a.json").write_text(json.dumps(record("codecs", figures={"int8": {"encode": 1.0}})))
     made = pages.pages(tmp_path)
-    assert set(made) == {"node.md", "hosts.md", "named.md", "training.md", "pipeline.md", "compression.md"}
+    assert set(made) == {"node.md", "hosts.md", "named.md", "training.md", "pipeline.md", "tensor.md", "compression.md"}
     assert "int8" in made["compression.md"] and "int8" not in made["node.md"]
 
 

@@ -17,7 +17,7 @@ from commlib.tensor.einsum import Equation, Place
         ("...x,xy->...y", [("y", 1, -1)], [("x", 0, -1)]),
         ("...xz,xzyw->...yw", [("y", 2, -2), ("w", 3, -1)], [("x", 0, -2), ("z", 1, -1)]),
         ("ax..., xy -> ay...", [("y", 1, 1)], [("x", 0, 1)]),
-        ("abc,acd->abd", [("d", 2, 2)], [("c", 1, 2)]),  # a is in all: neither
+        ("abc,ace->abe", [("e", 2, 2)], [("c", 1, 2)]),  # a is in all: neither
         ("abc,c->abc", [], []),
     ],
 )
