@@ -25,7 +25,7 @@ import tensorflow as tf
 import commlib
 import commlib_tensorflow as ct
 
-WIDTH, LAYERS, HEADS, CONTEXT, ROWS, STEPS = 64, 4, 4, 33, 8, 8
+WIDTH, LAYERS, HEADS, CONTEXT, ROWS, STEPS = 64, 2, 4, 33, 8, 8
 
 PLAN: dict[str, Any] = {
     "words": ct.Vocabulary(),
