@@ -125,7 +125,7 @@ def encoder() -> Any:
     return filled(keras.Model(given, L.Dense(11, name="head")(x)))
 
 
-@pytest.mark.parametrize("sequence", [None, 1])
+@pytest.mark.parametrize("sequence", [pytest.param(None, marks=pytest.mark.long), 1])
 def test_encoder(comm: Any, sequence: int | None) -> None:
     plan: dict[str, Any] = {
         "words": Vocabulary(sequence=sequence),

@@ -68,7 +68,7 @@ OPTIONS: Any = [
     {},
     {"global_clipnorm": 0.05},
     {"clipnorm": 0.02},
-    {"clipvalue": 0.01},
+    pytest.param({"clipvalue": 0.01}, marks=pytest.mark.long),
     {"gradient_accumulation_steps": 2},
 ]
 

@@ -63,7 +63,7 @@ def train(model: Any, optimizer: Any, **options: Any) -> Any:
 
 
 @pytest.mark.parametrize("kind", MODELS)
-@pytest.mark.parametrize("optimizer", ["sgd", "adam"])
+@pytest.mark.parametrize("optimizer", [pytest.param("sgd", marks=pytest.mark.long), "adam"])
 def test_fit(comm: Any, kind: str, optimizer: str) -> None:
     make, plan = MODELS[kind]
     whole, own = make(), make()

@@ -133,7 +133,9 @@ OF_BLOCK = {**OF_BLOCK, "m_h": Column(), "m_i": Row()}
 
 @pytest.mark.ranks(max=3)
 class TestPlans:
-    @pytest.mark.parametrize("options", [{"way": "chunk"}, {"gated": True}, {"way": "parts"}])
+    @pytest.mark.parametrize(
+        "options", [{"way": "chunk"}, {"gated": True}, pytest.param({"way": "parts"}, marks=pytest.mark.long)]
+    )
     def test_auto(self, tp, options):
         model, plain, said = language_model(**options), language_model(**options), list[str]()
         divided = parallelize(model, tp, "auto", verify=words(), report=said.append)
@@ -266,7 +268,7 @@ def divided_style(model, name):
 @pytest.mark.ranks(max=3)
 class TestVerify:
     @pytest.mark.ranks(min=2, max=3)
-    @pytest.mark.parametrize("name", ["m_g/b", "m_i", "m_e"])
+    @pytest.mark.parametrize("name", ["m_g/b", pytest.param("m_i", marks=pytest.mark.long), "m_e"])
     def test_a_layer_that_differs_is_named(self, tp, name):
         model, plain = one_block(), one_block()
         divided = parallelize(model, tp, OF_BLOCK)

@@ -173,3 +173,31 @@ def test_a_mesh_without_data_axes_is_refused(comm: Any) -> None:
     network = model()
     with pytest.raises(UsageError, match=r"Mesh\(tp=\d\) has neither: give it one, dp=1"):
         DistributedOptimizer(torch.optim.SGD(network.parameters(), 0.1), network.named_parameters(), mesh=mesh)
+
+
+@pytest.mark.ranks(min=2)
+@pytest.mark.parametrize("kind", [torch.optim.Adafactor, torch.optim.LBFGS, torch.optim.Muon])
+@pytest.mark.parametrize("wrapped", [False, True])
+def test_optimizers_that_look_at_whole_weights_are_refused(comm: Any, kind: Any, wrapped: bool) -> None:
+    """They are for whole weights; nothing has changed when they are refused."""
+    x, y = batch(2, 0)
+    mesh = Mesh(dp=1, tp=-1)
+    divided = parallelize(model(), mesh["tp"], PLAN)
+    matrices = [parameter for parameter in divided.parameters() if parameter.dim() == 2]
+    optimizer = kind(matrices)
+    if wrapped and kind is not torch.optim.LBFGS:  # which DistributedOptimizer refuses itself
+        optimizer = DistributedOptimizer(optimizer, mesh=mesh)
+
+    def loss() -> Tensor:
+        optimizer.zero_grad()
+        found = F.mse_loss(divided(x), y)
+        found.backward()
+        return found
+
+    loss()
+    before = [matrix.detach().clone() for matrix in matrices]
+    with pytest.raises(UsageError, match=f"{kind.__name__} on rank {comm.rank} .*whole weights"):
+        optimizer.step(loss) if kind is torch.optim.LBFGS else optimizer.step()
+    close(list(matrices), before)
+    whole = kind([parameter for parameter in model().parameters() if parameter.dim() == 2][:1])
+    whole.step(lambda: torch.zeros(())) if kind is torch.optim.LBFGS else whole.step()
