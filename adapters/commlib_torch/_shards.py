@@ -1,4 +1,4 @@
-"""Parameters that hold a shard: how they become that, and how one tells."""
+"""Parameters that hold a shard: how one tells, and how copies do."""
 
 from __future__ import annotations
 
@@ -6,18 +6,11 @@ import weakref
 from collections.abc import Iterator
 from typing import Any
 
-import torch
 from torch import Tensor, nn
 
-from commlib.errors import UsageError
-from commlib.functional.axis import Axis
 from commlib.functional.shards import Shard
-from commlib.tensor.sharding import Sharding
-from commlib_torch._bridge import array_of, on_host, packed, to_tensor
-from commlib_torch._fast_path import keep_unfused
 
 _MARK = "commlib_shard"
-_TAKES = "commlib_takes_own"
 
 
 def shard_of(parameter: Tensor) -> Shard | None:
@@ -25,31 +18,7 @@ def shard_of(parameter: Tensor) -> Shard | None:
     return getattr(parameter, _MARK, None)
 
 
-def divide(what: str, module: nn.Module, name: str, axis: Axis, sharding: Sharding) -> None:
-    """Let a parameter of a module hold this rank's part of its values: the same object, with a smaller tensor.
-
-    An optimizer that has it already goes on with it. A parameter that several modules share is divided once. Raises
-    UsageError if it is divided otherwise already.
-    """
-    keep_unfused(module)
-    parameter = getattr(module, name)
-    if not getattr(module, _TAKES, False):
-        setattr(module, _TAKES, True)
-        module.register_load_state_dict_pre_hook(_take_own)
-    shard = Shard(axis, sharding)
-    before = shard_of(parameter)
-    if before is not None:
-        if before.axis is axis and before.sharding == sharding:
-            return  # tied
-        raise UsageError(f"{what}.{name} is divided already, as {before.sharding}: tied weights need one style")
-    sharding.check(f"{what}.{name}", axis.size)
-    with torch.no_grad():
-        parameter.data = to_tensor(shard.own(array_of(packed(parameter))))
-        parameter.grad = None
-    _mark(parameter, shard)
-
-
-def _mark(parameter: nn.Parameter, shard: Shard) -> None:
+def mark(parameter: nn.Parameter, shard: Shard) -> None:
     """Note what a parameter holds. Copies that `copy.deepcopy` makes have the note, too: PyTorch's would not."""
     reference = weakref.ref(parameter)
 
@@ -57,19 +26,11 @@ def _mark(parameter: nn.Parameter, shard: Shard) -> None:
         original = reference()
         assert original is not None  # it is being copied
         found: nn.Parameter = nn.Parameter.__deepcopy__(original, memo)
-        _mark(found, shard)
+        mark(found, shard)
         return found
 
     setattr(parameter, _MARK, shard)
     setattr(parameter, "__deepcopy__", copied)  # noqa: B010  # of this object, not of its class
-
-
-def _take_own(module: nn.Module, state: dict[str, Any], prefix: str, *_: Any) -> None:
-    """Take this rank's parts of what is loaded, where that is whole."""
-    for name, parameter in module.named_parameters(recurse=False):
-        shard, value = shard_of(parameter), state.get(prefix + name)
-        if shard is not None and isinstance(value, Tensor) and tuple(value.shape) == shard.sharding.shape:
-            state[prefix + name] = to_tensor(shard.own(array_of(on_host(value))))
 
 
 def shards_in(model: nn.Module) -> Iterator[tuple[str, nn.Parameter, Shard]]:

@@ -12,7 +12,6 @@ from commlib.functional.axis import Axis
 from commlib.tensor import moves
 from commlib.tensor.sharding import Sharding, parts_of
 from commlib.tensor.styles import Column, Row
-from commlib_tensorflow._shards import divide
 from commlib_tensorflow.tensor._divided import (
     added_up,
     check_elementwise,
@@ -21,6 +20,7 @@ from commlib_tensorflow.tensor._divided import (
     entered,
     gathered,
 )
+from commlib_tensorflow.tensor._dividing import divide
 from commlib_tensorflow.tensor.moves import moved
 
 

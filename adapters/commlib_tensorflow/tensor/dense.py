@@ -11,7 +11,6 @@ from commlib.functional.axis import Axis
 from commlib.tensor import moves
 from commlib.tensor.sharding import Sharding, parts_of
 from commlib.tensor.styles import Column, Row, Vocabulary
-from commlib_tensorflow._shards import divide
 from commlib_tensorflow.tensor._divided import (
     added_up,
     check_elementwise,
@@ -20,6 +19,7 @@ from commlib_tensorflow.tensor._divided import (
     entered,
     gathered,
 )
+from commlib_tensorflow.tensor._dividing import divide
 from commlib_tensorflow.tensor._masks import gathered_mask, scattered_mask
 from commlib_tensorflow.tensor._values import take_values_of_rank_0
 from commlib_tensorflow.tensor.moves import On, axis_of, moved

@@ -13,7 +13,6 @@ from commlib.tensor import moves
 from commlib.tensor.einsum import Equation
 from commlib.tensor.sharding import Sharding, parts_of
 from commlib.tensor.styles import Column, Row
-from commlib_tensorflow._shards import divide
 from commlib_tensorflow.tensor._divided import (
     added_up,
     check_elementwise,
@@ -22,6 +21,7 @@ from commlib_tensorflow.tensor._divided import (
     entered,
     gathered,
 )
+from commlib_tensorflow.tensor._dividing import divide
 from commlib_tensorflow.tensor._masks import gathered_mask, scattered_mask
 from commlib_tensorflow.tensor.moves import copy, moved
 

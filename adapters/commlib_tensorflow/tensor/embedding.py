@@ -14,8 +14,8 @@ from commlib.tensor.moves import REDUCE
 from commlib.tensor.sharding import Sharding, parts_of
 from commlib.tensor.styles import Column, Vocabulary
 from commlib.tensor.vocabulary import words_of
-from commlib_tensorflow._shards import divide
 from commlib_tensorflow.tensor._divided import check_plain, gathered
+from commlib_tensorflow.tensor._dividing import divide
 from commlib_tensorflow.tensor._masks import gathered_mask, scattered_mask
 from commlib_tensorflow.tensor._values import take_values_of_rank_0
 from commlib_tensorflow.tensor.moves import On, axis_of, moved

@@ -1,7 +1,8 @@
 """Optimizers of Keras and divided variables: norms are those of whole weights, and ranks agree on an overflow.
 
-Keras clips gradients, and looks for infinities, in one process. `parallelize` replaces these two methods of Keras'
-optimizers by ones that do the same for everybody else. What looks at whole weights in another way is refused.
+Keras clips gradients, and looks for infinities, in one process. The first divided variable replaces these
+methods of Keras' optimizers by ones that do the same for everybody else. What looks at whole weights in another way is
+refused.
 """
 
 from __future__ import annotations
@@ -14,8 +15,8 @@ import keras
 import numpy as np
 import tensorflow as tf
 
-from commlib.errors import UsageError
 from commlib.functional.axis import Axis
+from commlib.functional.optimizers import check_optimizer
 from commlib.kernels.host.norm import sum_of_squares
 from commlib_tensorflow._bridge import Array
 from commlib_tensorflow._graph import Spec, call
@@ -23,7 +24,6 @@ from commlib_tensorflow._keras_reduction import replace
 from commlib_tensorflow._shards import shard_of
 from commlib_tensorflow.clip import clip_by_global_norm
 
-_LOOK_AT_WHOLE_WEIGHTS = ("Adafactor", "Lamb", "Muon")
 _CLIPPED = "_commlib_clipped"
 
 
@@ -42,12 +42,7 @@ def axes_of(variables: Iterable[Any]) -> list[Axis]:
 def _noting(original: Any) -> Any:
     @functools.wraps(original)
     def _backend_apply_gradients(self: Any, grads: Any, trainable_variables: Any) -> Any:
-        divided = next((v for v in trainable_variables if shard_of(v) is not None), None)
-        if divided is not None and type(self).__name__ in _LOOK_AT_WHOLE_WEIGHTS:
-            raise UsageError(
-                f"{type(self).__name__} looks at whole weights, but {divided.path} is divided among ranks: use an "
-                "optimizer that treats each element by itself, such as Adam or SGD"
-            )
+        check_optimizer(self, ((variable.path, shard_of(variable)) for variable in trainable_variables))
         object.__setattr__(self, _CLIPPED, list(trainable_variables))  # past Keras, which tracks what it is given
         return original(self, grads, trainable_variables)
 

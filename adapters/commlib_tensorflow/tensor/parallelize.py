@@ -23,7 +23,6 @@ from commlib_tensorflow.tensor.checking import Traced, check_at_first_call, know
 from commlib_tensorflow.tensor.layers import find_layer
 from commlib_tensorflow.tensor.layout import styles_of_layouts
 from commlib_tensorflow.tensor.names import layers_named, only
-from commlib_tensorflow.tensor.optimizing import watch_optimizers
 from commlib_tensorflow.tensor.state import divide_optimizer, kept_as
 from commlib_tensorflow.tensor.streams import draw_alike
 from commlib_tensorflow.tensor.tracing import styles_in
@@ -95,7 +94,6 @@ def parallelize(
         divide_optimizer(getattr(optimizer, "inner_optimizer", optimizer))
     never_compile(model)
     model.train_function = model.test_function = model.predict_function = None
-    watch_optimizers()
     keep_freed_memory()
     if checks is not None:
         checks.divided()

@@ -15,7 +15,7 @@ from commlib.tensor import moves
 from commlib.tensor.moves import REDUCE
 from commlib.tensor.sharding import Sharding
 from commlib.tensor.styles import Column, Row
-from commlib_torch._shards import divide
+from commlib_torch.tensor._dividing import divide
 from commlib_torch.tensor._entry import product
 from commlib_torch.tensor._heads import attended, mask_of
 from commlib_torch.tensor.linear import RowLinear

@@ -13,7 +13,7 @@ from commlib.tensor import moves
 from commlib.tensor.moves import COPY, REDUCE
 from commlib.tensor.sharding import Sharding, parts_of
 from commlib.tensor.styles import Column, Row
-from commlib_torch._shards import divide
+from commlib_torch.tensor._dividing import divide
 from commlib_torch.tensor._entry import entered
 from commlib_torch.tensor.linear import check_inputs, gathered
 from commlib_torch.tensor.moves import On, axis_of, copy, moved

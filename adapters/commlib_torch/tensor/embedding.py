@@ -15,7 +15,7 @@ from commlib.tensor.moves import REDUCE
 from commlib.tensor.sharding import Sharding, parts_of
 from commlib.tensor.styles import Column, Vocabulary
 from commlib.tensor.vocabulary import words_of
-from commlib_torch._shards import divide
+from commlib_torch.tensor._dividing import divide
 from commlib_torch.tensor.linear import gathered
 from commlib_torch.tensor.moves import On, axis_of, moved
 

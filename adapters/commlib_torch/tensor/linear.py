@@ -14,7 +14,7 @@ from commlib.tensor import moves
 from commlib.tensor.moves import REDUCE
 from commlib.tensor.sharding import Sharding, parts_of
 from commlib.tensor.styles import Column, Row, Vocabulary
-from commlib_torch._shards import divide
+from commlib_torch.tensor._dividing import divide
 from commlib_torch.tensor._entry import product
 from commlib_torch.tensor.moves import On, axis_of, copy, moved
 

@@ -20,7 +20,6 @@ from commlib_torch._bridge import array_of, packed
 from commlib_torch._fast_path import keep_padding
 from commlib_torch.tensor.checking import AtFirstCall, Traced
 from commlib_torch.tensor.layers import find_layer
-from commlib_torch.tensor.optimizing import watch_optimizers
 from commlib_torch.tensor.tracing import arguments_of, styles_in
 
 ModelT = TypeVar("ModelT", bound=nn.Module)
@@ -78,7 +77,6 @@ def parallelize(
             module.become(name, shared, style)
             module.style = style  # the plan's, where a layer has made another one of it
     keep_padding(model)
-    watch_optimizers()
     shared.threads = torch.get_num_threads()
     keep_freed_memory()
     if checks is not None:

@@ -1,0 +1,39 @@
+"""Optimizers know of layers that were made divided, in a program that never calls `parallelize`."""
+
+from __future__ import annotations
+
+import pytest
+
+pytestmark = pytest.mark.any_mpi
+
+REFUSED = """
+import commlib, torch
+from commlib_torch.tensor import ColumnLinear
+layer = ColumnLinear(4, 8, commlib.init(), bias=False)
+layer(torch.ones(3, 4)).sum().backward()
+try:
+    torch.optim.Adafactor(layer.parameters()).step()
+except commlib.UsageError as error:
+    assert "whole weights" in str(error), error
+else:
+    raise AssertionError("it took a part for the whole")
+"""
+
+# Of 32 ones the norm is the root of 32, though each rank has 16.
+CLIPPED = """
+import commlib, keras, numpy as np
+from commlib_tensorflow.tensor import ColumnDense
+layer = ColumnDense(8, commlib.init(), use_bias=False)
+layer.build((None, 4))
+before = layer.kernel.numpy()
+optimizer = keras.optimizers.SGD(1.0, global_clipnorm=0.5)
+optimizer.apply([keras.ops.ones_like(layer.kernel)], [layer.kernel])
+np.testing.assert_allclose(before - layer.kernel.numpy(), 0.5 / 32**0.5, rtol=1e-5)
+"""
+
+
+@pytest.mark.parametrize(("module", "program"), [("torch", REFUSED), ("tensorflow", CLIPPED)])
+def test_layers_that_were_made_divided(mpirun, module, program):
+    pytest.importorskip(module)
+    done = mpirun(2, program, env={"TF_CPP_MIN_LOG_LEVEL": "3", "CUDA_VISIBLE_DEVICES": "-1"}, timeout=120)
+    assert done.returncode == 0, done.stdout + done.stderr
