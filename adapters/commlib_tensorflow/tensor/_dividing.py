@@ -1,4 +1,4 @@
-"""How variables become shards."""
+"""Divide a variable of Keras: it is the same object from then on, with one rank's part of its values."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""How parameters become shards."""
+"""Divide a parameter: it is the same object from then on, with one rank's part, and loads its part of whole state."""
 
 from __future__ import annotations
 
