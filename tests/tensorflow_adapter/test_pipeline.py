@@ -34,7 +34,7 @@ __all__ = ["in_float64"]  # which pytest uses
 FLUSHING = [name for name, plan in table.items() if not plan.updates]
 
 
-@pytest.mark.parametrize("microbatches", [3, 8])
+@pytest.mark.parametrize("microbatches", [3, pytest.param(8, marks=pytest.mark.long)])
 @pytest.mark.parametrize("name", FLUSHING)
 def test_gradients_and_weights_are_those_of_one_process(comm: Any, name: str, microbatches: int) -> None:
     """Two batches are accumulated, of which one leaves microbatches uneven or empty; then the weights are updated."""
@@ -81,7 +81,13 @@ def skipping() -> Any:
 
 
 @pytest.mark.parametrize(
-    ("name", "split"), [("1f1b", "auto"), ("gpipe", "names"), ("zb_h1", "names"), ("interleaved", "auto")]
+    ("name", "split"),
+    [
+        ("1f1b", "auto"),
+        pytest.param("gpipe", "names", marks=pytest.mark.long),
+        ("zb_h1", "names"),
+        ("interleaved", "auto"),
+    ],
 )
 def test_skips_ties_masks_and_integers(comm: Any, name: str, split: str) -> None:
     chunks = 2 if name == "interleaved" and comm.size < 3 else 1
@@ -130,7 +136,7 @@ def stateful() -> Any:
     ("name", "checkpoint"),
     [
         ("1f1b", "none"),
-        ("1f1b", "full"),
+        pytest.param("1f1b", "full", marks=pytest.mark.long),
         ("1f1b", "selective"),
         ("zb_h1", "none"),
         ("zb_h1", "selective"),

@@ -81,8 +81,14 @@ def products() -> Any:
     return filled(keras.Model(image, keras.layers.Dense(2, activation="softplus", name="d")(x)))
 
 
-@pytest.mark.parametrize("eager", [False, True])
-@pytest.mark.parametrize("name", ["1f1b", "zb_h1"])
+@pytest.mark.parametrize(
+    ("name", "eager"),
+    [
+        ("1f1b", False),
+        ("zb_h1", True),
+        *(pytest.param(*each, marks=pytest.mark.long) for each in [("1f1b", True), ("zb_h1", False)]),
+    ],
+)
 def test_products_are_kept(comm: Any, name: str, eager: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     traced = []
 
@@ -115,7 +121,13 @@ def normalized() -> Any:
 
 @pytest.mark.parametrize(
     ("name", "checkpoint"),
-    [("1f1b", "none"), ("1f1b", "selective"), ("zb_h1", "none"), ("interleaved", "full"), ("pipedream", "none")],
+    [
+        pytest.param("1f1b", "none", marks=pytest.mark.long),
+        ("1f1b", "selective"),
+        pytest.param("zb_h1", "none", marks=pytest.mark.long),
+        ("interleaved", "full"),
+        ("pipedream", "none"),
+    ],
 )
 def test_statistics_of_whole_batches(comm: Any, name: str, checkpoint: str) -> None:
     whole = normalized()

@@ -87,7 +87,9 @@ def test_fit(comm: Any, float64: None, options: Any) -> None:
 
 @pytest.mark.ranks(min=2)
 @pytest.mark.parametrize(
-    "options", [{}, {"global_clipnorm": 0.05}, {"clipnorm": 0.02}], ids=["plain", "global", "each"]
+    "options",
+    [{}, {"global_clipnorm": 0.05}, pytest.param({"clipnorm": 0.02}, marks=pytest.mark.long)],
+    ids=["plain", "global", "each"],
 )
 def test_replicas(comm: Any, float64: None, options: Any) -> None:
     if comm.size % 2:

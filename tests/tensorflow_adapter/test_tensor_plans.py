@@ -157,8 +157,17 @@ class TestPlans:
         assert divided.g.last.style == Row(units=HEADS)
         same_training(plain, divided, rows(), rows())
 
-    @pytest.mark.parametrize("way", ["verify", "example", "first call"])
-    @pytest.mark.parametrize("kind", [one_block, subclassed])
+    @pytest.mark.parametrize(
+        ("kind", "way"),
+        [
+            (one_block, "verify"),
+            (one_block, "example"),
+            (subclassed, "first call"),
+            pytest.param(one_block, "first call", marks=pytest.mark.long),
+            pytest.param(subclassed, "verify", marks=pytest.mark.long),
+            pytest.param(subclassed, "example", marks=pytest.mark.long),
+        ],
+    )
     def test_right_plans(self, tp, way, kind):
         model, plain = kind(), kind()
         with warnings.catch_warnings():
