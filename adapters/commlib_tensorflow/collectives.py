@@ -14,7 +14,6 @@ from typing import Any, TypeVar
 import numpy as np
 import tensorflow as tf
 
-from commlib import horovod as core
 from commlib.errors import CommlibError, UsageError
 from commlib.tensors import (
     NOTHING,
@@ -29,7 +28,7 @@ from commlib.tensors import (
     VerbMaker,
 )
 from commlib_tensorflow._bridge import Array, as_tensor, to_array, to_tensor
-from commlib_tensorflow._graph import Spec, call, no_autograph, ordered
+from commlib_tensorflow._graph import Spec, call, no_autograph, ordered, result_empty
 from commlib_tensorflow.errors import as_tensorflows
 
 __all__ = (
@@ -115,7 +114,7 @@ def _read(value: Any) -> Array:
 
 
 def _room(array: Array) -> Array:
-    return core.empty(array.shape, array.dtype)
+    return result_empty(array.shape, array.dtype)
 
 
 _BRIDGE: Bridge[Any] = Bridge(tf.Tensor, _read, to_tensor, _room)

@@ -12,7 +12,7 @@ import tensorflow as tf
 from commlib import horovod as core
 from commlib.horovod.batch_norm import gather_statistics
 from commlib_tensorflow._bridge import Array
-from commlib_tensorflow._graph import Spec, call, gradient_name, no_autograph, operation_name
+from commlib_tensorflow._graph import Spec, call, gradient_name, no_autograph, operation_name, result_empty
 from commlib_tensorflow.horovod.operations import allreduce
 
 
@@ -58,7 +58,7 @@ def _moments_of_all(
         def host(count: Array, mean: Array, squares: Array) -> list[Array]:
             found = gather_statistics(np.concatenate([count, mean, squares]), len(mean), name, group)
             divisor = np.maximum(found.count, 1)
-            return [_aligned(array, mean.dtype) for array in (divisor, found.mean, found.variance)]
+            return [_converted(array, mean.dtype) for array in (divisor, found.mean, found.variance)]
 
         total, mean, variance = call(host, [count, mean, squares], [Spec(x.dtype, channels)] * 3)
 
@@ -81,8 +81,8 @@ def _moments_of_all(
     return mean, variance
 
 
-def _aligned(array: Array, dtype: Any) -> Array:
-    result = core.empty(array.shape, dtype)
+def _converted(array: Array, dtype: Any) -> Array:
+    result = result_empty(array.shape, dtype)
     result[...] = array
     return result
 

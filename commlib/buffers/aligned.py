@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from typing import Any
 
@@ -16,8 +17,5 @@ ALIGNMENT = 64
 def aligned_empty(shape: Sequence[int], dtype: Any) -> Array:
     """Return a new array with undefined values whose memory begins at a multiple of 64 bytes."""
     kind = numpy_dtype(dtype)
-    nbytes = int(np.prod(shape, dtype=np.int64)) * kind.itemsize
-    memory = np.empty(nbytes + ALIGNMENT, np.uint8)
-    start = -memory.ctypes.data % ALIGNMENT
-    array: Array = memory[start : start + nbytes].view(kind).reshape(tuple(shape))
-    return array
+    memory = np.empty(math.prod(shape) * kind.itemsize + ALIGNMENT, np.uint8)
+    return np.ndarray(shape, kind, memory, -memory.ctypes.data % ALIGNMENT)

@@ -14,14 +14,14 @@ import tensorflow as tf
 from commlib import horovod as core
 from commlib.horovod import Reduction
 from commlib_tensorflow._bridge import Array
-from commlib_tensorflow._graph import Spec, call, gradient_name, records
+from commlib_tensorflow._graph import Spec, call, gradient_name, records, result_empty
 
 
 def allreduce_tensors(tensors: Sequence[Any], how: Reduction) -> list[Any]:
     """Combine tensors element by element. Backward combines gradients in the same way."""
 
     def host(*arrays: Array) -> Sequence[Array]:
-        outputs = [core.empty(array.shape, array.dtype) for array in arrays]
+        outputs = [result_empty(array.shape, array.dtype) for array in arrays]
         core.start_allreduce(arrays, outputs, **how.options(), blocking=True).wait()
         return outputs
 
@@ -103,7 +103,7 @@ def broadcast_tensors(tensors: Sequence[Any], root_rank: int, name: str | None, 
     """Return the values of rank `root_rank` for each tensor, in one operation. No gradient flows through."""
 
     def host(*arrays: Array) -> Sequence[Array]:
-        copies = [core.empty(array.shape, array.dtype) for array in arrays]
+        copies = [result_empty(array.shape, array.dtype) for array in arrays]
         if core.rank() == root_rank:
             for copy, array in zip(copies, arrays, strict=True):
                 copy[...] = array

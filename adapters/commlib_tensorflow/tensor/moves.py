@@ -11,7 +11,6 @@ from typing import Any
 import numpy as np
 import tensorflow as tf
 
-from commlib import horovod as core
 from commlib.communicator import Communicator
 from commlib.errors import UsageError
 from commlib.functional.axis import Axis
@@ -20,7 +19,7 @@ from commlib.schedule.layout import even
 from commlib.tensor import moves
 from commlib.tensor.moves import COPY, REDUCE, Move
 from commlib_tensorflow._bridge import Array, as_tensor
-from commlib_tensorflow._graph import Spec, call_in_order, no_autograph
+from commlib_tensorflow._graph import Spec, call_in_order, no_autograph, result_empty
 
 On = Axis | Communicator
 """The ranks of an axis: `mesh["tp"]`, or an Axis."""
@@ -67,7 +66,7 @@ def all_to_all(x: Any, axis: On, divide: int, join: int) -> tf.Tensor:
 
 def axis_of(axis: On) -> Axis:
     """Return an Axis over a communicator."""
-    return axis if isinstance(axis, Axis) else Axis(axis, empty=core.empty)
+    return axis if isinstance(axis, Axis) else Axis(axis, empty=result_empty)
 
 
 def moved(x: tf.Tensor, axis: Axis, move: Move, lengths: Any = None) -> tf.Tensor:

@@ -7,7 +7,6 @@ from typing import Any
 
 import keras
 
-from commlib import horovod as core
 from commlib.buffers.freed_memory import keep_freed_memory
 from commlib.communicator import Communicator
 from commlib.data_parallel.parameter_check import check_agreement
@@ -17,6 +16,7 @@ from commlib.functional.checks import Checks, found_plan
 from commlib.tensor.layout_map import is_layout_map
 from commlib.tensor.plan import resolve
 from commlib.tensor.styles import Style
+from commlib_tensorflow._graph import result_empty
 from commlib_tensorflow._keras3 import NO_XLA_DIVIDED, never_compile
 from commlib_tensorflow.tensor._values import take_values_of_rank_0
 from commlib_tensorflow.tensor.checking import Traced, check_at_first_call, known_call
@@ -62,7 +62,7 @@ def parallelize(
     numbers, and for jit_compile=True, also later: XLA cannot call the host; MismatchError if ranks hold different
     models or plans.
     """
-    shared = Axis(axis, codec, empty=core.empty)
+    shared = Axis(axis, codec, empty=result_empty)
     named = layers_named(model)
     layers = {name: same[0] for name, same in named.items()}
     traced, call = Traced(model, layers), example if verify is None else verify

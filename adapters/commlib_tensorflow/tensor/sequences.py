@@ -7,7 +7,6 @@ from typing import Any
 
 import tensorflow as tf
 
-from commlib import horovod as core
 from commlib.errors import UsageError
 from commlib.functional import sequence_loader
 from commlib.functional.axis import Axis
@@ -17,7 +16,7 @@ from commlib.tensor import moves
 from commlib.tensor.context import Layout, document_bounds
 from commlib.tensor.moves import REDUCE
 from commlib_tensorflow._bridge import as_tensor, dtype_name, to_tensor
-from commlib_tensorflow._graph import no_autograph
+from commlib_tensorflow._graph import no_autograph, result_empty
 from commlib_tensorflow.tensor._agreed import agreed
 from commlib_tensorflow.tensor._by_heads import taken
 from commlib_tensorflow.tensor.moves import On, axis_of, moved
@@ -86,7 +85,7 @@ def loss_mean(loss_sum: Any, n_tokens: Any, axis: On) -> tf.Tensor:
         )
     # In float64, which counts tokens exactly, and without the axis' codec, which would not.
     both = [tf.reshape(tf.cast(x, tf.float64), ()) for x in (loss_sum, tf.convert_to_tensor(n_tokens))]
-    over = Axis(axis_of(axis).comm, empty=core.empty)
+    over = Axis(axis_of(axis).comm, empty=result_empty)
     total, tokens = map(tf.stop_gradient, tf.unstack(moved(tf.stack(both), over, REDUCE)))
     own = over.size * both[0] / tokens
     mean = total / tokens + (own - tf.stop_gradient(own))
