@@ -10,7 +10,7 @@ import tensorflow as tf
 from commlib.errors import UsageError
 from commlib.functional.axis import Axis
 from commlib.tensor import moves
-from commlib.tensor.einsum import Equation
+from commlib.tensor.einsum import Einsum
 from commlib.tensor.sharding import Sharding, parts_of
 from commlib.tensor.styles import Column, Row
 from commlib_tensorflow.tensor._divided import (
@@ -39,7 +39,7 @@ class ColumnEinsumDense(keras.layers.EinsumDense):  # type: ignore[misc]  # Kera
     def become(self, what: str, axis: Axis, style: Column) -> None:
         """Divide what is an ordinary layer so far."""
         check_plain(what, self)
-        equation = Equation.of(what, self.equation)
+        equation = Einsum.of(what, self.equation)
         if not equation.columns:
             raise UsageError(
                 f"plan: {what}: no dimension of its kernel is an output of {self.equation!r}: leave it whole"
@@ -82,7 +82,7 @@ class RowEinsumDense(keras.layers.EinsumDense):  # type: ignore[misc]  # Keras h
     def become(self, what: str, axis: Axis, style: Row) -> None:
         """Divide what is an ordinary layer so far."""
         check_plain(what, self)
-        rows = Equation.of(what, self.equation).rows
+        rows = Einsum.of(what, self.equation).rows
         if not rows:
             raise UsageError(f"plan: {what}: {self.equation!r} adds up no dimension of its kernel: leave it whole")
         self.axis, self.style, self.dim = axis, style, rows[0].outside
