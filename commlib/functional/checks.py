@@ -6,6 +6,7 @@ import warnings
 from collections.abc import Callable, Collection, Mapping
 from typing import Any, Protocol
 
+from commlib.data_parallel.parameter_check import Gathers
 from commlib.errors import UsageError
 from commlib.functional.agreement import together
 from commlib.functional.axis import Axis
@@ -91,6 +92,30 @@ class Checks:
         check(local, self._styles, divided_output=True)
         where = local.steps[-1].where if local.steps else "its beginning"
         raise UsageError(f"parallelize: the divided model fails, at {where}: {error}") from error
+
+
+def check_parts(comm: Gathers, model: Model, call: Any, *, checked: bool, divided_output: bool, warns: bool) -> None:
+    """Check the plan of a divided model that a pipeline calls part by part, and so never as a whole.
+
+    comm: of the pipeline. call: with what the whole is called, on one rank at least, or None. checked: the plan was
+    checked on this rank. Where no rank can tell, rank 0 warns. Collective over `comm`. Raises UsageError on all ranks.
+    """
+    everyone = comm.all_gather_object((checked, call is not None))
+    if any(done for done, _ in everyone):
+        return
+    if any(has_call for _, has_call in everyone):
+
+        def check_here() -> None:
+            if call is not None:
+                check_call(model, call, divided_output=divided_output, warns=warns)
+
+        together(comm, check_here)
+    elif warns and comm.rank == 0:
+        warnings.warn(
+            "pipeline: the plan of the divided layers is not checked: that is done when the model is called, which a "
+            "pipeline does not do. Give pipeline an example=, or parallelize an example= or verify=",
+            stacklevel=4,
+        )
 
 
 def _traced(model: Model, call: Any, styles: Collection[str]) -> Trace:

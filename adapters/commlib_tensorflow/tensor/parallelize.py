@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import keras
@@ -72,9 +72,10 @@ def parallelize(
     traced, call = Traced(model, layers), example if verify is None else verify
     call = known_call(model) if call is None else call
     wanted: Any = found_plan(traced, shared, plan, call, report) if isinstance(plan, str) else plan
-    found = together(axis, lambda: _layers(model, named, shared, wanted))
+    found = together(axis, lambda: _layers(model, named, wanted))
     styles = {name: style for name, _, style, _ in found}
     check_agreement(axis, "parallelize", [f"codec {codec}", *_lines(layers, styles), *map(_said, model.variables)])
+    together(axis, lambda: _check_divisions(found, Division(shared)))
     checks = None
     with values_of_rank_0("parallelize", model.variables, axis):
         if call is not None:
@@ -100,19 +101,19 @@ def parallelize(
     return model
 
 
-def _layers(model: Any, named: Mapping[str, list[Any]], axis: Axis, plan: Any) -> list[tuple[str, Any, Style, Any]]:
-    """Return (name, layer, style, what it becomes) of what a plan names, if all of it can be divided."""
+def _layers(model: Any, named: Mapping[str, list[Any]], plan: Any) -> list[tuple[str, Any, Style, Any]]:
+    """Return (name, layer, style, the class that it becomes or None) of what a plan names."""
     if getattr(model, "_jit_compile", False):
         raise UsageError(NO_XLA_DIVIDED)
     styles = styles_of_layouts(model, named, plan) if is_layout_map(plan) else resolve(plan, list(named))
-    found, division = [], Division(axis)
-    for name, style in styles.items():
-        layer = only(name, named[name])
-        kind = find_layer(name, layer, style)
+    found = [(name, only(name, named[name]), style) for name, style in styles.items()]
+    return [(name, layer, style, find_layer(name, layer, style)) for name, layer, style in found]
+
+
+def _check_divisions(found: Sequence[tuple[str, Any, Style, Any]], division: Division) -> None:
+    for name, layer, style, kind in found:
         if division.is_new(name, layer, style) and kind is not None:
             check_division(name, kind.shardings(layer, name, style), division)
-        found.append((name, layer, style, kind))
-    return found
 
 
 def _lines(layers: Mapping[str, Any], styles: Mapping[str, Style]) -> list[str]:

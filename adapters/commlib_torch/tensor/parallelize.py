@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any, TypeVar
 
@@ -59,10 +59,11 @@ def parallelize(
     traced, batch = Traced(model), example if verify is None else verify
     call = together(axis, lambda: None if batch is None else arguments_of(batch))
     wanted = found_plan(traced, shared, plan, call, report) if isinstance(plan, str) else plan
-    found = together(axis, lambda: _layers(model, shared, wanted))
+    found = together(axis, lambda: _layers(model, wanted))
     styles = {name: style for name, _, style, _ in found}
     shapes = [f"{name}: {list(parameter.shape)}" for name, parameter in model.named_parameters()]
     check_agreement(axis, "parallelize", [f"codec {codec}", *lines(styles), *shapes])
+    together(axis, lambda: _check_divisions(found, Division(shared)))
     checks = None
     with _values_of_rank_0(model, axis):
         if call is not None:
@@ -86,17 +87,17 @@ def parallelize(
     return model
 
 
-def _layers(model: nn.Module, axis: Axis, plan: Plan) -> list[tuple[str, Any, Style, type[nn.Module]]]:
-    """Return (name, module, style, what it becomes) of what a plan names, if all of it can be divided."""
+def _layers(model: nn.Module, plan: Plan) -> list[tuple[str, Any, Style, Any]]:
+    """Return (name, module, style, the class that it becomes) of what a plan names."""
     modules = dict(model.named_modules(remove_duplicate=False))
-    found, division = [], Division(axis)
-    for name, style in resolve(plan, list(modules)).items():
-        module = modules[name]
-        layer: Any = find_layer(name, module, style)
+    styles = resolve(plan, list(modules))
+    return [(name, modules[name], style, find_layer(name, modules[name], style)) for name, style in styles.items()]
+
+
+def _check_divisions(found: Sequence[tuple[str, Any, Style, Any]], division: Division) -> None:
+    for name, module, style, layer in found:
         if division.is_new(name, module, style) and layer is not type(module):
             check_division(name, module, layer.shardings(module, name, style), division)
-        found.append((name, module, style, layer))
-    return found
 
 
 @contextmanager
