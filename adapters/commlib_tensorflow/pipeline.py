@@ -36,6 +36,7 @@ from commlib_tensorflow._updates import (
     state_of,
 )
 from commlib_tensorflow._whole import WholeModel
+from commlib_tensorflow.tensor.checking import check_stages
 
 
 def pipeline(
@@ -93,6 +94,7 @@ def pipeline(
     graph = functional(model)
     if isinstance(model, list | tuple):
         model = graph
+    check_stages(comm, graph)
     nodes = Nodes(graph)
     units = units_to_measure(nodes, comm.size)
 

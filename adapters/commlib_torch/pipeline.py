@@ -25,12 +25,13 @@ from commlib_torch._batches import arguments, rows_in, taken
 from commlib_torch._bridge import array_of
 from commlib_torch._measured import layer_costs
 from commlib_torch._optimizer_state import merged
-from commlib_torch._parts import Cut, Layers, Split, Units, counts_by
+from commlib_torch._parts import INPUTS, Cut, Layers, Split, Units, counts_by
 from commlib_torch._staged import Staged
 from commlib_torch._stages import Batch, Loss, StashedWeights, TorchStage, TorchTensors, in_mode
 from commlib_torch._tied import TiedWeights
 from commlib_torch._traced import Traced
 from commlib_torch.clip import squares_by_axis
+from commlib_torch.tensor.checking import check_stages
 from commlib_torch.tensor.state import gather_optimizer_state, gather_state_dict, load_optimizer_state
 
 
@@ -67,6 +68,7 @@ def pipeline(
     stages: in all, where a rank has several.
     schedule="auto" chooses by simulated time, from what each layer is measured to cost, with at most `memory` bytes of
     activations on a rank: `pipe.why` says why. Both need example=, an x of as many rows as a microbatch has, on rank 0.
+    So does the check of a plan, where `parallelize` has divided the model and was given no example.
     checkpoint: what is kept of activations between forward and backward: "none" recomputed, "selective" (products are
     kept) or "full" (only a stage's inputs are). batch_norm: "microbatch" updates running statistics with each
     microbatch, "batch" once with those of the whole batch.
@@ -83,6 +85,10 @@ def pipeline(
     chosen = choose_stages(
         comm, schedule, microbatches, split=split(model) if callable(split) else split, stages=stages, every=every,
         memory=memory, measure=lambda: _measured(units, example, checkpoint), count=partial(counts_by, units),
+    )  # fmt: skip
+    check_stages(
+        comm, model, lambda: units.cut([len(units.sizes())]).parts[0],
+        None if example is None else (({INPUTS: arguments(example)},), {}), calls_layers=isinstance(units, Layers),
     )  # fmt: skip
     pieces = units.cut(chosen.counts)
     pipe = Pipeline(

@@ -6,13 +6,14 @@ import warnings
 from collections.abc import Callable, Collection, Mapping
 from typing import Any, Protocol
 
+from commlib.data_parallel.parameter_check import Gathers
 from commlib.errors import UsageError
 from commlib.functional.agreement import together
 from commlib.functional.axis import Axis
 from commlib.functional.runs import WHOLE, Outputs, Run, compare_runs, outputs_of
-from commlib.tensor.auto import auto
+from commlib.tensor.auto import Found, auto
 from commlib.tensor.plan import Plan
-from commlib.tensor.rules import check, compare
+from commlib.tensor.rules import Checked, check, compare
 from commlib.tensor.styles import Style
 from commlib.tensor.table import plan_table
 from commlib.tensor.trace import Trace
@@ -36,14 +37,16 @@ class Model(Protocol):
 
 def found_plan(model: Model, axis: Axis, plan: Any, call: Any, report: Callable[[str], object]) -> Plan:
     """Return the plan that "auto" finds for a model, and report it as a table, on rank 0. Raises UsageError."""
-    if plan != "auto":
-        raise UsageError(f'parallelize: plan is {plan!r}, expected styles by names of layers, or "auto"')
-    if call is None:
-        raise UsageError('parallelize: plan="auto" runs the model once: give example=, or verify=, a batch for it')
-    trace, error = model.attempt(call, ())
-    if error is not None:
-        raise error
-    found = auto(trace, axis.size, model.able)
+
+    def find() -> tuple[Trace, Found]:
+        if plan != "auto":
+            raise UsageError(f'parallelize: plan is {plan!r}, expected styles by names of layers, or "auto"')
+        if call is None:
+            raise UsageError('parallelize: plan="auto" runs the model once: give example=, or verify=, a batch for it')
+        trace = _traced(model, call, ())
+        return trace, auto(trace, axis.size, model.able)
+
+    trace, found = together(axis.comm, find)
     if axis.rank == 0:
         report(plan_table(found.plan, found.reasons, trace, axis.size))
     if not found.plan:
@@ -52,20 +55,26 @@ def found_plan(model: Model, axis: Axis, plan: Any, call: Any, report: Callable[
 
 
 class Checks:
-    """What is checked of a plan: the rules before the model is divided, shapes and numbers after that.
+    """What is checked of a plan: the rules before anything is changed, shapes and numbers after that.
 
-    call: with what the model is called. numbers: it is run, beside its trace. All ranks raise alike.
+    call: with what the model is called. All ranks raise alike.
     """
 
     def __init__(
-        self, model: Model, axis: Axis, styles: Mapping[str, Style], call: Any, *, numbers: bool, divided_output: bool
+        self, model: Model, axis: Axis, styles: Mapping[str, Style], call: Any, *, divided_output: bool
     ) -> None:
         self._model, self._axis, self._styles, self._call = model, axis, styles, call
-        self._whole, error = model.attempt(call, styles)
-        if error is not None:
-            raise error
-        self._checked = together(axis.comm, lambda: check(self._whole, styles, divided_output=divided_output))
-        self._run = model.run(call, styles, WHOLE) if numbers else None
+        self._run: Run | None = None
+
+        def checked() -> tuple[Trace, Checked]:
+            whole = _traced(model, call, styles)
+            return whole, check(whole, styles, divided_output=divided_output)
+
+        self._whole, self._checked = together(axis.comm, checked)
+
+    def keep_numbers(self) -> None:
+        """Run the undivided model, for `divided` to compare numbers as well. Ranks have the same values by now."""
+        self._run = together(self._axis.comm, lambda: self._model.run(self._call, self._styles, WHOLE))
 
     def divided(self) -> None:
         """Check the model after it was divided. What was kept of the undivided one goes."""
@@ -83,6 +92,37 @@ class Checks:
         check(local, self._styles, divided_output=True)
         where = local.steps[-1].where if local.steps else "its beginning"
         raise UsageError(f"parallelize: the divided model fails, at {where}: {error}") from error
+
+
+def check_parts(comm: Gathers, model: Model, call: Any, *, checked: bool, divided_output: bool, warns: bool) -> None:
+    """Check the plan of a divided model that a pipeline calls part by part, and so never as a whole.
+
+    comm: of the pipeline. call: with what the whole is called, on one rank at least, or None. checked: the plan was
+    checked on this rank. Where no rank can tell, rank 0 warns. Collective over `comm`. Raises UsageError on all ranks.
+    """
+    everyone = comm.all_gather_object((checked, call is not None))
+    if any(done for done, _ in everyone):
+        return
+    if any(has_call for _, has_call in everyone):
+
+        def check_here() -> None:
+            if call is not None:
+                check_call(model, call, divided_output=divided_output, warns=warns)
+
+        together(comm, check_here)
+    elif warns and comm.rank == 0:
+        warnings.warn(
+            "pipeline: the plan of the divided layers is not checked: that is done when the model is called, which a "
+            "pipeline does not do. Give pipeline an example=, or parallelize an example= or verify=",
+            stacklevel=4,
+        )
+
+
+def _traced(model: Model, call: Any, styles: Collection[str]) -> Trace:
+    trace, error = model.attempt(call, styles)
+    if error is not None:
+        raise error
+    return trace
 
 
 def check_call(model: Model, call: Any, *, divided_output: bool, warns: bool) -> None:

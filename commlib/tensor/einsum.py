@@ -20,7 +20,7 @@ class Place:
 
 
 @dataclass(frozen=True, slots=True)
-class Equation:
+class Einsum:
     """An equation of an input and a kernel, such as "abc,cde->abde"."""
 
     inputs: str
@@ -28,7 +28,7 @@ class Equation:
     outputs: str
 
     @classmethod
-    def of(cls, what: str, equation: str) -> Equation:
+    def of(cls, what: str, equation: str) -> Einsum:
         """Return an equation as it is written. Raises UsageError for what is no equation of two operands."""
         found = _EQUATION.fullmatch(equation.replace(" ", ""))
         if found is None:

@@ -12,7 +12,7 @@ import pytest
 from commlib import Mesh
 from commlib.errors import UsageError
 from commlib.tensor import Column, Row
-from commlib_tensorflow import DistributedOptimizer
+from commlib_tensorflow import DistributedOptimizer, pipeline
 from commlib_tensorflow._shards import shard_of
 from commlib_tensorflow.tensor import parallelize
 
@@ -135,3 +135,29 @@ def test_optimizers_that_look_at_whole_weights_are_refused(comm: Any) -> None:
     plain = make()  # those of others do as before
     plain.compile(keras.optimizers.Adafactor(0.01), "mse")
     plain.fit(*data(1), verbose=0)
+
+
+@pytest.mark.any_ranks
+def test_plans_of_what_a_pipeline_cuts(comm: Any) -> None:
+    """A pipeline calls a model's parts, so the check at the first call of the model around them never came."""
+
+    class Around(keras.Model):  # type: ignore[misc]
+        def __init__(self) -> None:
+            super().__init__()
+            dense = [keras.layers.Dense(4, name=f"d{place}") for place in range(2 * comm.size)]
+            self.inner = keras.Sequential([keras.Input((4,)), *dense])
+
+        def call(self, x: Any) -> Any:
+            return self.inner(x)
+
+    mesh = Mesh(pp=comm.size, tp=1)
+
+    def piped(plan: Any) -> Any:
+        model = Around()
+        model(np.ones((2, 4)))
+        parallelize(model, mesh["tp"], plan)
+        return pipeline(model.inner, mesh["pp"], microbatches=2)
+
+    with pytest.raises(UsageError, match="takes all features"):
+        piped({"*/d0": Column()})
+    piped({"*/d0": Column(), "*/d1": Row()}).close()

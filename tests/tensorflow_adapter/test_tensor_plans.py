@@ -13,7 +13,7 @@ from keras import layers, ops
 
 import commlib
 from commlib.errors import UsageError
-from commlib.tensor import Column, Plan, Row
+from commlib.tensor import Column, Plan, Row, Sequence
 from commlib_tensorflow.tensor import gather, parallelize, scatter, verify
 
 WORDS, WIDTH, HEADS, TOKENS = 37, 24, 6, 5
@@ -360,3 +360,69 @@ def test_first_calls_are_checked_once(tp):
         model(rows())
     assert len(calls) == 4
     assert "call" not in vars(model)
+
+
+@pytest.mark.any_ranks
+class TestAllOrNothing:
+    """A plan that failed at one of its layers left those before it divided."""
+
+    def refused(self, comm, model, plan, said, **options):
+        """The model stays what it is, also where ranks hold other values, or one rank alone finds something wrong."""
+        kinds, before = [type(layer) for layer in model.layers], model.get_weights()
+        with pytest.raises(UsageError, match=said):
+            parallelize(model, comm, plan, **options)
+        assert [type(layer) for layer in model.layers] == kinds
+        assert not any(hasattr(layer, "style") for layer in model.layers)
+        assert all(map(np.array_equal, model.get_weights(), before))
+
+    def test_layers_that_cannot_be_divided(self, comm):
+        def model(*last, width=6):
+            given = [keras.Input((width,)), layers.Dense(width, name="a")]
+            return keras.Sequential([*given, *last])
+
+        last = comm.rank == comm.size - 1
+        wrong = {
+            "divided among": (layers.Dense(4, name="b"), Row(units=1)) if comm.size > 1 else None,
+            "add up to 5": (layers.Dense(4, name="b"), Column(parts=(2, 3))),
+            "has a constraint": (layers.Dense(4, kernel_constraint="non_neg" if last else None, name="b"), Row()),
+            "needs all outputs": (layers.Dense(4, activation="softmax", name="b"), Column()),
+            "would see a part": (layers.LayerNormalization(name="b"), Sequence(-1)),
+            "looks at several positions": (layers.Reshape((3, 2), name="b"), Sequence()),
+        }
+        for said, case in wrong.items():
+            if case is not None:
+                self.refused(comm, model(case[0]), {"a": Column(), "b": case[1]}, said)
+        tied = model(layers.Dense(6, name="b"))
+        tied.layers[1]._tracker.unlock()
+        tied.layers[1]._kernel = tied.layers[0]._kernel
+        self.refused(comm, tied, {"a": Column(), "b": Row()}, "tied weights need one style")
+        convolutions = keras.Sequential(
+            [keras.Input((5, 4)), layers.Conv1D(4, 1, name="a"), layers.Conv1D(4, 1, groups=2, name="b")]
+        )
+        self.refused(comm, convolutions, {"a": Column(), "b": Row()}, "groups=2")
+
+    def test_ranks_that_hold_other_values(self, comm):
+        keras.utils.set_random_seed(comm.rank)
+        model = keras.Sequential([keras.Input((4,)), layers.Dense(6, name="a"), layers.Dense(4, name="b")])
+        self.refused(comm, model, {"a": Column()}, "takes all features")
+
+    def test_a_model_that_fails_on_one_rank(self, comm):
+        class Fails(keras.Model):  # type: ignore[misc]
+            fails = False
+
+            def __init__(self) -> None:
+                super().__init__()
+                self.up, self.down = layers.Dense(6, name="up"), layers.Dense(4, name="down")
+
+            def call(self, x: Any) -> Any:
+                if self.fails:
+                    raise KeyError("x")
+                return self.down(self.up(x))
+
+        model, x = Fails(), rows()[0, :, :4]
+        model(x)
+        model.fails = comm.rank == comm.size - 1
+        for plan in ({"*up": Column(), "*down": Row()}, "auto"):
+            with pytest.raises(KeyError if model.fails else UsageError):
+                parallelize(model, comm, plan, example=x)
+        assert type(model.up) is layers.Dense

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import warnings
+from contextlib import nullcontext
 from typing import Any
 
 import pytest
@@ -14,6 +16,7 @@ from commlib import Mesh
 from commlib.errors import UsageError
 from commlib.tensor import Column, Row
 from commlib_torch import DistributedOptimizer, GradScaler, pipeline
+from commlib_torch._traced import Traced
 from commlib_torch.tensor import gather_state_dict, parallelize
 
 WIDTH = 6
@@ -204,3 +207,36 @@ def test_optimizers_that_look_at_whole_weights_are_refused(comm: Any, kind: str,
         step(optimizer)
     close(list(matrices), before)
     step(make([parameter for parameter in model().parameters() if parameter.dim() == 2][:1]))  # whole ones may
+
+
+@pytest.mark.any_ranks
+@pytest.mark.parametrize("traced", [False, True])
+def test_plans_of_what_a_pipeline_cuts(comm: Any, traced: bool) -> None:
+    """A pipeline calls a model's parts, so the check at the model's first call never came."""
+    mesh, x = Mesh(pp=comm.size, tp=1), batch(4, 0)[0]
+
+    def piped(plan: Any, **options: Any) -> Any:
+        layers = nn.Sequential(*(nn.Linear(*x.shape[-1:] * 2).double() for _ in range(2 * comm.size)))
+        divided: Any = _Traced(layers) if traced else layers
+        plan = {f"layers.{name}" if traced else name: style for name, style in plan.items()}
+        divided = parallelize(divided, mesh["tp"], plan, **options.pop("given", {}))
+        return pipeline(divided, mesh["pp"], microbatches=2, loss=F.mse_loss, **options)
+
+    wrong, right = {"0": Column()}, {"0": Column(), "1": Row()}
+    example = x[:2] if comm.rank == 0 else None
+    with pytest.raises(UsageError, match="takes all features"):
+        piped(wrong, example=example)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        piped(right, example=example).close()
+        piped(right, given={"example": x}).close()
+    with pytest.warns(UserWarning, match="Give pipeline an example=") if comm.rank == 0 else nullcontext():
+        piped(wrong).close()
+
+
+def test_tracing_a_model_is_no_call_of_it(comm: Any) -> None:
+    """The check at the first call was spent on what torch.fx calls a model with."""
+    inner = parallelize(nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.ReLU()), Mesh(tp=comm.size)["tp"], {"0": Column()})
+    Traced(_Traced(inner), 1)
+    with pytest.raises(UsageError, match="returns what is whole"):
+        inner(torch.zeros(2, WIDTH))

@@ -176,3 +176,57 @@ def test_logits_stay_divided_for_a_loss_that_knows(tp):
     assert out.shape[-1] <= WORDS
     with pytest.raises(UsageError, match="tied weights need one style"):
         parallelize(made(LanguageModel, tied=True), tp, {"words": Vocabulary()}, example=words())
+
+
+@pytest.mark.any_ranks
+class TestAllOrNothing:
+    """A plan that failed at one of its layers left those before it divided."""
+
+    def refused(self, comm, model, plan, said, **options):
+        """The model stays what it is, also where ranks hold other values, or one rank alone finds something wrong."""
+        kinds = [type(module) for module in model.modules()]
+        before = {name: value.clone() for name, value in model.state_dict().items()}
+        with pytest.raises(UsageError, match=said):
+            parallelize(model, comm, plan, **options)
+        assert [type(module) for module in model.modules()] == kinds
+        assert not any(hasattr(module, "style") for module in model.modules())
+        assert all(torch.equal(value, before[name]) for name, value in model.state_dict().items())
+
+    def test_layers_that_cannot_be_divided(self, comm):
+        first = nn.Linear(4, 6)
+        wrong = {
+            "divided among": (nn.Linear(6, 4), Row(units=1)) if comm.size > 1 else None,
+            "add up to 5": (nn.Linear(6, 4), Column(parts=(2, 3))),
+            "groups=2": (nn.Conv1d(6, 4, 1, groups=2), Column()),
+            "its 2 heads": (nn.MultiheadAttention(6, 2), Column(parts=3)),
+            "see a part": (nn.LayerNorm(6), Sequence(-1)),
+            "looks at a whole sequence": (nn.BatchNorm1d(6, affine=False, track_running_stats=False), Sequence()),
+            "max_norm": (nn.Embedding(6, 4, max_norm=1.0), Column()),
+            "sparse": (nn.Embedding(6, 4, sparse=comm.rank == comm.size - 1), Vocabulary()),
+        }
+        for said, case in wrong.items():
+            if case is not None:
+                self.refused(comm, nn.Sequential(first, case[0]), {"0": Column(), "1": case[1]}, said)
+        tied = nn.Sequential(nn.Linear(4, 4, bias=False), nn.Linear(4, 4, bias=False))
+        tied[1].weight = tied[0].weight
+        self.refused(comm, tied, {"0": Column(), "1": Row()}, "tied weights need one style")
+        again = parallelize(nn.Sequential(first, nn.Linear(6, 4)), comm, {"0": Column(), "1": Row()})
+        with pytest.raises(UsageError, match="is divided already"):
+            parallelize(again, comm, {"1": Replicate(into_sharded=True)})
+
+    def test_ranks_that_hold_other_values(self, comm):
+        torch.manual_seed(comm.rank)
+        model = nn.Sequential(nn.Linear(4, 6), nn.ReLU(), nn.Linear(6, 4))
+        self.refused(comm, model, {"0": Column()}, "takes all features", example=torch.rand(2, 4))
+
+    def test_a_model_that_fails_on_one_rank(self, comm):
+        class Fails(nn.Sequential):
+            def forward(self, x):
+                return super().forward(x if comm.rank < comm.size - 1 else x[0, 0])
+
+        model = Fails(nn.Linear(4, 6), nn.Linear(6, 4))
+        with pytest.raises((UsageError, RuntimeError)):
+            parallelize(model, comm, {"0": Column(), "1": Row()}, example=torch.rand(2, 4))
+        assert type(model[0]) is nn.Linear
+        with pytest.raises((UsageError, RuntimeError)):
+            parallelize(model, comm, "auto", example=torch.rand(2, 4))

@@ -75,7 +75,6 @@ def check_plain(what: str, layer: Any) -> None:
         raise UsageError(f"plan: {what} is not built: call the model once, or give it an Input")
     if getattr(layer, "lora_enabled", False) or getattr(layer, "quantization_mode", None):
         raise UsageError(f"plan: {what} has LoRA or is quantised: divide it before that")
-    layer.supports_jit = False
 
 
 def check_inputs(layer: Any, x: Any, dim: int) -> None:

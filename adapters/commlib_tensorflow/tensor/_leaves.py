@@ -9,7 +9,7 @@ from keras import layers
 
 from commlib.functional.axis import Axis
 from commlib.tensor import equations
-from commlib.tensor.einsum import Equation as Einsum
+from commlib.tensor.einsum import Einsum
 from commlib.tensor.equations import Equation
 from commlib.tensor.styles import Style
 from commlib_tensorflow.tensor._operations import shape_of

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any
 
+import numpy as np
 import tensorflow as tf
 
 from commlib.communicator import Communicator
@@ -20,3 +22,22 @@ def take_values_of_rank_0(what: str, variables: Iterable[Any], comm: Communicato
         raise UsageError(f"{what} is built while a function is traced: call the model once on some data before")
     for variable in variables:
         variable.assign(comm.broadcast(variable.numpy()))
+
+
+@contextmanager
+def values_of_rank_0(what: str, variables: Sequence[Any], comm: Communicator) -> Iterator[None]:
+    """Give variables the values that they have on rank 0, and their own again if what follows raises. Collective."""
+    before = [variable.numpy() for variable in variables]
+    take_values_of_rank_0(what, variables, comm)
+    own = [(variable, value) for variable, value in zip(variables, before, strict=True) if _differs(variable, value)]
+    del before
+    try:
+        yield
+    except BaseException:
+        for variable, value in own:
+            variable.assign(value)
+        raise
+
+
+def _differs(variable: Any, value: Any) -> bool:
+    return bool(np.any(variable.numpy() != value))

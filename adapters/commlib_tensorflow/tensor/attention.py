@@ -9,6 +9,7 @@ from commlib.functional.axis import Axis
 from commlib.tensor import moves
 from commlib.tensor.styles import Column, Row
 from commlib_tensorflow.tensor._divided import check_plain, entered
+from commlib_tensorflow.tensor._dividing import Shardings, divide
 from commlib_tensorflow.tensor._masks import gathered_mask
 from commlib_tensorflow.tensor.einsum import ColumnEinsumDense, RowEinsumDense
 from commlib_tensorflow.tensor.moves import moved
@@ -24,20 +25,31 @@ class ColumnAttention:
     returned are those of all heads.
     """
 
-    def become(self: Any, what: str, axis: Axis, style: Column) -> None:
-        """Divide what is ordinary attention so far."""
+    def shardings(self: Any, what: str, style: Column) -> Shardings:
+        """Return how its variables are divided; `self` may be an ordinary layer. Raises UsageError if it cannot be."""
         check_plain(what, self)
-        heads = getattr(self, "num_key_value_heads", None) or self.num_heads
+        heads = _units(self)
         if style.gather or style.parts != 1 or style.units not in (0, heads):
             raise UsageError(
                 f"plan: {what}: {style} for attention, whose units are its heads: give Column(sequence=...)"
             )
+        found = [
+            pair
+            for name, dense in _projections(self).items()
+            for pair in ColumnEinsumDense.shardings(dense, f"{what}/{name}", Column(units=heads))
+        ]
+        return [*found, *RowEinsumDense.shardings(self._output_dense, f"{what}/attention_output", Row(units=heads))]
+
+    def become(self: Any, what: str, axis: Axis, style: Column) -> None:
+        """Divide what is ordinary attention so far."""
+        divide(what, axis, self.shardings(what, style))
+        self.supports_jit = False
         self.divided_axis, self.style = axis, style
-        for name in ("query", "key", "value", "gate"):
-            if (dense := getattr(self, f"_{name}_dense", None)) is not None:
-                dense.__class__ = ColumnEinsumDense
-                dense.become(f"{what}/{name}", axis, Column(units=heads))
-                dense.enters = False
+        heads = _units(self)
+        for name, dense in _projections(self).items():
+            dense.__class__ = ColumnEinsumDense
+            dense.become(f"{what}/{name}", axis, Column(units=heads))
+            dense.enters = False
         self._output_dense.__class__ = RowEinsumDense
         self._output_dense.become(f"{what}/attention_output", axis, Row(units=heads, sequence=style.sequence))
         divide_streams(self._dropout_layer, axis)
@@ -76,6 +88,17 @@ class ColumnAttention:
         heads = -2 * len(getattr(self, "_attention_axes", (1,))) - 1
         whole = moved(scores[0], axis, moves.gather(heads, lengths=_heads(self)))
         return output, whole
+
+
+def _units(layer: Any) -> int:
+    """Return how many heads K and V have."""
+    return getattr(layer, "num_key_value_heads", None) or layer.num_heads  # type: ignore[no-any-return]
+
+
+def _projections(layer: Any) -> dict[str, Any]:
+    """Return the layers that make heads, by what these are."""
+    found = {name: getattr(layer, f"_{name}_dense", None) for name in ("query", "key", "value", "gate")}
+    return {name: dense for name, dense in found.items() if dense is not None}
 
 
 def _heads(layer: Any) -> tuple[int, ...]:

@@ -8,13 +8,15 @@ from typing import Any
 import keras
 import tensorflow as tf
 
+from commlib.communicator import Communicator
 from commlib.errors import UsageError
-from commlib.functional.checks import check_call
+from commlib.functional.checks import check_call, check_parts
 from commlib.functional.runs import Outputs, Run
 from commlib.tensor.styles import Style
 from commlib.tensor.trace import Trace
 from commlib_tensorflow.tensor._runs import ran
 from commlib_tensorflow.tensor.layers import find_layer
+from commlib_tensorflow.tensor.names import layers_of
 from commlib_tensorflow.tensor.tracing import Layers, attempted, concrete, styles_in
 
 
@@ -61,8 +63,34 @@ def _spec(one: Any) -> tf.TensorSpec:
     return tf.TensorSpec(concrete(one.shape), one.dtype)
 
 
+class Unchecked:
+    """What the layers of a model have whose plan is to be checked yet."""
+
+    def __init__(self, *, warns: bool) -> None:
+        self.warns, self.done = warns, False
+
+
+def check_stages(comm: Communicator, graph: Any) -> None:
+    """Check the plan of the divided layers of a model that a pipeline calls part by part, if nobody has yet.
+
+    graph: a functional model, which is within the one that was divided. Collective over `comm`.
+    """
+    layers = layers_of(graph)
+    if not styles_in(layers):
+        return
+    given = (getattr(layer, "plan_check", None) for layer in layers.values())
+    left = [one for one in given if isinstance(one, Unchecked) and not one.done]
+    traced, warns = Traced(graph, layers), any(one.warns for one in left)
+    check_parts(comm, traced, known_call(graph), checked=not left, divided_output=True, warns=warns)
+    for one in left:
+        one.done = True
+
+
 def check_at_first_call(model: Any, layers: Layers, *, divided_output: bool, warns: bool) -> None:
     """Check a divided model's plan when it is called for the first time, before that call."""
+    unchecked = Unchecked(warns=warns)
+    for name in styles_in(layers):
+        layers[name].plan_check = unchecked
 
     def call(inputs: Any, *args: Any, **options: Any) -> Any:
         del model.call  # that of the class is left
@@ -71,6 +99,7 @@ def check_at_first_call(model: Any, layers: Layers, *, divided_output: bool, war
             check_call(Traced(model, layers), specs, divided_output=divided_output, warns=warns)
         except UsageError as error:
             raise UsageError(str(error)) from error  # Keras adds to its text, and needs a class that takes that alone
+        unchecked.done = True
         return model.call(inputs, *args, **options)
 
     model.call = call

@@ -12,6 +12,7 @@ from commlib.functional.axis import Axis
 from commlib.tensor import moves
 from commlib.tensor.sharding import Sharding, parts_of
 from commlib.tensor.styles import Column, Row
+from commlib_tensorflow._shards import whole_shape
 from commlib_tensorflow.tensor._divided import (
     added_up,
     check_elementwise,
@@ -20,24 +21,29 @@ from commlib_tensorflow.tensor._divided import (
     entered,
     gathered,
 )
-from commlib_tensorflow.tensor._dividing import divide
+from commlib_tensorflow.tensor._dividing import Shardings, divide
 from commlib_tensorflow.tensor.moves import moved
 
 
 class ColumnConv:
     """A convolution of Keras whose output channels (filters) are divided: as `ColumnDense`, for any image."""
 
-    def become(self: Any, what: str, axis: Axis, style: Column) -> None:
-        """Divide what is an ordinary convolution so far."""
+    def shardings(self: Any, what: str, style: Column) -> Shardings:
+        """Return how its variables are divided; `self` may be an ordinary layer. Raises UsageError if it cannot be."""
         _check(what, self)
         check_elementwise(what, self.activation, style)
-        self.axis, self.style = axis, style
-        shape = tuple(self.kernel.shape)
-        parts = parts_of(what, style.parts, self.filters)
-        self.sharding = Sharding(shape, len(shape) - 1, parts, style.units)
-        divide(what, self._kernel, axis, self.sharding)
+        shape, parts = whole_shape(self._kernel), parts_of(what, style.parts, self.filters)
+        found = [(self._kernel, Sharding(shape, len(shape) - 1, parts, style.units))]
         if self.bias is not None:
-            divide(what, self.bias, axis, Sharding(shape[-1:], 0, parts, style.units))
+            found.append((self.bias, Sharding(shape[-1:], 0, parts, style.units)))
+        return found
+
+    def become(self: Any, what: str, axis: Axis, style: Column) -> None:
+        """Divide what is an ordinary convolution so far."""
+        shardings = self.shardings(what, style)
+        divide(what, axis, shardings)
+        self.supports_jit = False
+        self.axis, self.style, self.sharding = axis, style, shardings[0][1]
 
     def call(self: Any, inputs: Any) -> Any:
         """Return this rank's channels, or all of them."""
@@ -52,13 +58,18 @@ class ColumnConv:
 class RowConv:
     """A convolution of Keras whose input channels are divided; outputs are added up: as `RowDense`, for any image."""
 
+    def shardings(self: Any, what: str, style: Row) -> Shardings:
+        """Return how its variables are divided; `self` may be an ordinary layer. Raises UsageError if it cannot be."""
+        _check(what, self)
+        shape = whole_shape(self._kernel)
+        return [(self._kernel, Sharding(shape, len(shape) - 2, (), style.units))]
+
     def become(self: Any, what: str, axis: Axis, style: Row) -> None:
         """Divide what is an ordinary convolution so far."""
-        _check(what, self)
-        self.axis, self.style = axis, style
-        shape = tuple(self.kernel.shape)
-        self.sharding = Sharding(shape, len(shape) - 2, (), style.units)
-        divide(what, self._kernel, axis, self.sharding)
+        shardings = self.shardings(what, style)
+        divide(what, axis, shardings)
+        self.supports_jit = False
+        self.axis, self.style, self.sharding = axis, style, shardings[0][1]
         self.input_spec = keras.layers.InputSpec(min_ndim=self.rank + 2)
 
     def call(self: Any, inputs: Any) -> Any:

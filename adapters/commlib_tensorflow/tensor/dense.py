@@ -11,6 +11,7 @@ from commlib.functional.axis import Axis
 from commlib.tensor import moves
 from commlib.tensor.sharding import Sharding, parts_of
 from commlib.tensor.styles import Column, Row, Vocabulary
+from commlib_tensorflow._shards import whole_shape
 from commlib_tensorflow.tensor._divided import (
     added_up,
     check_elementwise,
@@ -19,7 +20,7 @@ from commlib_tensorflow.tensor._divided import (
     entered,
     gathered,
 )
-from commlib_tensorflow.tensor._dividing import divide
+from commlib_tensorflow.tensor._dividing import Shardings, divide
 from commlib_tensorflow.tensor._masks import gathered_mask, scattered_mask
 from commlib_tensorflow.tensor._values import take_values_of_rank_0
 from commlib_tensorflow.tensor.moves import On, axis_of, moved
@@ -43,17 +44,22 @@ class ColumnDense(keras.layers.Dense):  # type: ignore[misc]  # Keras has no typ
         take_values_of_rank_0(self.name, self.variables, self._given[0].comm)
         self.become(self.path or self.name, *self._given)
 
-    def become(self, what: str, axis: Axis, style: Column) -> None:
-        """Divide what is an ordinary layer so far."""
+    def shardings(self, what: str, style: Column) -> Shardings:
+        """Return how its variables are divided; `self` may be an ordinary layer. Raises UsageError if it cannot be."""
         check_plain(what, self)
         check_elementwise(what, self.activation, style)
-        self.axis, self.style = axis, style
-        parts = parts_of(what, style.parts, self.units)
-        shape = tuple(self.kernel.shape)
-        self.sharding = Sharding(shape, 1, parts, style.units)
-        divide(what, self._kernel, axis, self.sharding)
+        parts, shape = parts_of(what, style.parts, self.units), whole_shape(self._kernel)
+        found = [(self._kernel, Sharding(shape, 1, parts, style.units))]
         if self.bias is not None:
-            divide(what, self.bias, axis, Sharding(shape[1:], 0, parts, style.units))
+            found.append((self.bias, Sharding(shape[1:], 0, parts, style.units)))
+        return found
+
+    def become(self, what: str, axis: Axis, style: Column) -> None:
+        """Divide what is an ordinary layer so far."""
+        shardings = ColumnDense.shardings(self, what, style)
+        divide(what, axis, shardings)
+        self.supports_jit = False
+        self.axis, self.style, self.sharding = axis, style, shardings[0][1]
 
     def call(self, inputs: Any, training: Any = None) -> Any:
         """Return this rank's units, or all of them."""
@@ -81,6 +87,10 @@ class VocabularyDense(ColumnDense):
         keras.layers.Dense.__init__(self, units, **kwargs)
         self._given: Any = axis_of(axis), style or Vocabulary()
 
+    def shardings(self, what: str, style: Column | Vocabulary) -> Shardings:
+        """Return how its variables are divided; `self` may be an ordinary layer. Raises UsageError if it cannot be."""
+        return ColumnDense.shardings(self, what, Column(gather=style.gather))
+
     def become(self, what: str, axis: Axis, style: Column | Vocabulary) -> None:
         """Divide what is an ordinary layer so far."""
         super().become(what, axis, Column(gather=style.gather, sequence=style.sequence))
@@ -106,12 +116,17 @@ class RowDense(keras.layers.Dense):  # type: ignore[misc]  # Keras has no types
         take_values_of_rank_0(self.name, self.variables, self._given[0].comm)
         self.become(self.path or self.name, *self._given)
 
+    def shardings(self, what: str, style: Row) -> Shardings:
+        """Return how its variables are divided; `self` may be an ordinary layer. Raises UsageError if it cannot be."""
+        check_plain(what, self)
+        return [(self._kernel, Sharding(whole_shape(self._kernel), 0, (), style.units))]
+
     def become(self, what: str, axis: Axis, style: Row) -> None:
         """Divide what is an ordinary layer so far."""
-        check_plain(what, self)
-        self.axis, self.style = axis, style
-        self.sharding = Sharding(tuple(self.kernel.shape), 0, (), style.units)
-        divide(what, self._kernel, axis, self.sharding)
+        shardings = self.shardings(what, style)
+        divide(what, axis, shardings)
+        self.supports_jit = False
+        self.axis, self.style, self.sharding = axis, style, shardings[0][1]
         self.input_spec = keras.layers.InputSpec(min_ndim=2)  # what comes is smaller than Keras has been told
 
     def call(self, inputs: Any, training: Any = None) -> Any:

@@ -10,9 +10,10 @@ import tensorflow as tf
 from commlib.errors import UsageError
 from commlib.functional.axis import Axis
 from commlib.tensor import moves
-from commlib.tensor.einsum import Equation
+from commlib.tensor.einsum import Einsum
 from commlib.tensor.sharding import Sharding, parts_of
 from commlib.tensor.styles import Column, Row
+from commlib_tensorflow._shards import whole_shape
 from commlib_tensorflow.tensor._divided import (
     added_up,
     check_elementwise,
@@ -21,7 +22,7 @@ from commlib_tensorflow.tensor._divided import (
     entered,
     gathered,
 )
-from commlib_tensorflow.tensor._dividing import divide
+from commlib_tensorflow.tensor._dividing import Shardings, divide
 from commlib_tensorflow.tensor._masks import gathered_mask, scattered_mask
 from commlib_tensorflow.tensor.moves import copy, moved
 
@@ -36,10 +37,10 @@ class ColumnEinsumDense(keras.layers.EinsumDense):  # type: ignore[misc]  # Kera
     enters = True
     """Its input has to be moved into what is divided; attention does that once for several layers."""
 
-    def become(self, what: str, axis: Axis, style: Column) -> None:
-        """Divide what is an ordinary layer so far."""
+    def shardings(self, what: str, style: Column) -> Shardings:
+        """Return how its variables are divided; `self` may be an ordinary layer. Raises UsageError if it cannot be."""
         check_plain(what, self)
-        equation = Equation.of(what, self.equation)
+        equation = Einsum.of(what, self.equation)
         if not equation.columns:
             raise UsageError(
                 f"plan: {what}: no dimension of its kernel is an output of {self.equation!r}: leave it whole"
@@ -47,14 +48,21 @@ class ColumnEinsumDense(keras.layers.EinsumDense):  # type: ignore[misc]  # Kera
         place = equation.columns[0]
         if place.outside in (-1, len(equation.outputs) - 1):
             check_elementwise(what, self.activation, style)
-        self.axis, self.style, self.dim = axis, style, place.outside
-        shape = tuple(self.kernel.shape)
+        shape = whole_shape(self._kernel)
         parts = parts_of(what, style.parts, shape[place.kernel])
-        self.sharding = Sharding(shape, place.kernel, parts, style.units)
-        divide(what, self._kernel, axis, self.sharding)
-        self.bias_dim = None if self.bias is None else equation.bias(place.letter, self.bias_axes)
-        if self.bias_dim is not None:
-            divide(what, self.bias, axis, Sharding(tuple(self.bias.shape), self.bias_dim, parts, style.units))
+        found = [(self._kernel, Sharding(shape, place.kernel, parts, style.units))]
+        if self.bias is not None and (dim := equation.bias(place.letter, self.bias_axes)) is not None:
+            found.append((self.bias, Sharding(whole_shape(self.bias), dim, parts, style.units)))
+        return found
+
+    def become(self, what: str, axis: Axis, style: Column) -> None:
+        """Divide what is an ordinary layer so far."""
+        shardings = self.shardings(what, style)
+        divide(what, axis, shardings)
+        self.supports_jit = False
+        self.axis, self.style, self.sharding = axis, style, shardings[0][1]
+        self.dim = Einsum.of(what, self.equation).columns[0].outside
+        self.bias_dim = shardings[1][1].dim if len(shardings) > 1 else None
 
     def call(self, inputs: Any, training: Any = None) -> Any:
         """Return this rank's outputs, or all of them."""
@@ -79,15 +87,21 @@ class RowEinsumDense(keras.layers.EinsumDense):  # type: ignore[misc]  # Keras h
     `sequence`.
     """
 
-    def become(self, what: str, axis: Axis, style: Row) -> None:
-        """Divide what is an ordinary layer so far."""
+    def shardings(self, what: str, style: Row) -> Shardings:
+        """Return how its variables are divided; `self` may be an ordinary layer. Raises UsageError if it cannot be."""
         check_plain(what, self)
-        rows = Equation.of(what, self.equation).rows
+        rows = Einsum.of(what, self.equation).rows
         if not rows:
             raise UsageError(f"plan: {what}: {self.equation!r} adds up no dimension of its kernel: leave it whole")
-        self.axis, self.style, self.dim = axis, style, rows[0].outside
-        self.sharding = Sharding(tuple(self.kernel.shape), rows[0].kernel, (), style.units)
-        divide(what, self._kernel, axis, self.sharding)
+        return [(self._kernel, Sharding(whole_shape(self._kernel), rows[0].kernel, (), style.units))]
+
+    def become(self, what: str, axis: Axis, style: Row) -> None:
+        """Divide what is an ordinary layer so far."""
+        shardings = self.shardings(what, style)
+        divide(what, axis, shardings)
+        self.supports_jit = False
+        self.axis, self.style, self.sharding = axis, style, shardings[0][1]
+        self.dim = Einsum.of(what, self.equation).rows[0].outside
 
     def call(self, inputs: Any, training: Any = None) -> Any:
         """Return the outputs, whole or this rank's part of the sequence."""

@@ -15,7 +15,7 @@ from commlib.tensor.sharding import Sharding, parts_of
 from commlib.tensor.styles import Column, Vocabulary
 from commlib.tensor.vocabulary import words_of
 from commlib_tensorflow.tensor._divided import check_plain, gathered
-from commlib_tensorflow.tensor._dividing import divide
+from commlib_tensorflow.tensor._dividing import Shardings, divide
 from commlib_tensorflow.tensor._masks import gathered_mask, scattered_mask
 from commlib_tensorflow.tensor._values import take_values_of_rank_0
 from commlib_tensorflow.tensor.moves import On, axis_of, moved
@@ -43,14 +43,19 @@ class VocabularyEmbedding(keras.layers.Embedding):  # type: ignore[misc]  # Kera
         take_values_of_rank_0(self.name, self.variables, self._given[0].comm)
         self.become(self.path or self.name, *self._given)
 
-    def become(self, what: str, axis: Axis, style: Vocabulary) -> None:
-        """Divide what is an ordinary embedding so far."""
+    def shardings(self, what: str, style: Vocabulary) -> Shardings:
+        """Return how its variables are divided; `self` may be an ordinary layer. Raises UsageError if it cannot be."""
         check_plain(what, self)
         if style.gather:
             raise UsageError(f"plan: {what}: an embedding's output is whole: Vocabulary(gather=True) is for logits")
-        self.axis, self.style = axis, style
-        self.sharding = Sharding((self.input_dim, self.output_dim), 0)
-        divide(what, self._embeddings, axis, self.sharding)
+        return [(self._embeddings, Sharding((self.input_dim, self.output_dim), 0))]
+
+    def become(self, what: str, axis: Axis, style: Vocabulary) -> None:
+        """Divide what is an ordinary embedding so far."""
+        shardings = self.shardings(what, style)
+        divide(what, axis, shardings)
+        self.supports_jit = False
+        self.axis, self.style, self.sharding = axis, style, shardings[0][1]
         self.first, self.last = words_of(self.sharding, axis.rank, axis.size)
 
     def call(self, inputs: Any) -> Any:
@@ -82,13 +87,18 @@ class ColumnEmbedding(keras.layers.Embedding):  # type: ignore[misc]  # Keras ha
     features), or all with `gather`.
     """
 
+    def shardings(self, what: str, style: Column) -> Shardings:
+        """Return how its variables are divided; `self` may be an ordinary layer. Raises UsageError if it cannot be."""
+        check_plain(what, self)
+        parts = parts_of(what, style.parts, self.output_dim)
+        return [(self._embeddings, Sharding((self.input_dim, self.output_dim), 1, parts, style.units))]
+
     def become(self, what: str, axis: Axis, style: Column) -> None:
         """Divide what is an ordinary embedding so far."""
-        check_plain(what, self)
-        self.axis, self.style = axis, style
-        parts = parts_of(what, style.parts, self.output_dim)
-        self.sharding = Sharding((self.input_dim, self.output_dim), 1, parts, style.units)
-        divide(what, self._embeddings, axis, self.sharding)
+        shardings = self.shardings(what, style)
+        divide(what, axis, shardings)
+        self.supports_jit = False
+        self.axis, self.style, self.sharding = axis, style, shardings[0][1]
 
     def call(self, inputs: Any) -> Any:
         """Return this rank's features of words, or all of them."""

@@ -9,7 +9,7 @@ from typing import Any
 import keras
 
 from commlib.errors import UsageError
-from commlib.tensor.einsum import Equation
+from commlib.tensor.einsum import Einsum
 from commlib.tensor.layout_map import LayoutMap, Roles, divided_dims, style_of
 from commlib.tensor.styles import Column, Row, Sequence, Style
 from commlib_tensorflow.tensor._divided import is_elementwise
@@ -51,7 +51,7 @@ def _roles(layer: Any) -> Iterator[tuple[Any, Roles]]:
         yield layer.kernel, (*[None] * layer.rank, "inputs", "outputs")
         yield layer.bias, ("outputs",)
     elif type(layer) is keras.layers.EinsumDense:
-        equation = Equation.of(layer.path, layer.equation)
+        equation = Einsum.of(layer.path, layer.equation)
         kernel: list[str | None] = [None] * len(layer.kernel.shape)
         for role, places in (("inputs", equation.rows[:1]), ("outputs", equation.columns[:1])):
             for place in places:

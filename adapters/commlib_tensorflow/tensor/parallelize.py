@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import keras
@@ -11,14 +11,17 @@ from commlib.buffers.freed_memory import keep_freed_memory
 from commlib.communicator import Communicator
 from commlib.data_parallel.parameter_check import check_agreement
 from commlib.errors import UsageError
+from commlib.functional.agreement import together
 from commlib.functional.axis import Axis
 from commlib.functional.checks import Checks, found_plan
+from commlib.functional.division import Division
 from commlib.tensor.layout_map import is_layout_map
 from commlib.tensor.plan import resolve
 from commlib.tensor.styles import Style
 from commlib_tensorflow._graph import result_empty
 from commlib_tensorflow._keras3 import NO_XLA_DIVIDED, never_compile
-from commlib_tensorflow.tensor._values import take_values_of_rank_0
+from commlib_tensorflow.tensor._dividing import check_division
+from commlib_tensorflow.tensor._values import values_of_rank_0
 from commlib_tensorflow.tensor.checking import Traced, check_at_first_call, known_call
 from commlib_tensorflow.tensor.layers import find_layer
 from commlib_tensorflow.tensor.layout import styles_of_layouts
@@ -58,34 +61,30 @@ def parallelize(
     so that `fit` shuffles alike. A regularizer of what is divided has the gradient of the whole, but adds this rank's
     part of it to the loss that is reported.
 
-    Collective over the axis. Raises UsageError for a plan that does not fit, breaks a rule, or gives other
-    numbers, and for jit_compile=True, also later: XLA cannot call the host; MismatchError if ranks hold different
-    models or plans.
+    Collective over the axis. Raises UsageError, on all ranks, for a plan that does not fit, breaks a rule, or gives
+    other numbers, and for jit_compile=True, also later: XLA cannot call the host; MismatchError if ranks hold different
+    models or plans. The model is as it was then, but if it was divided before it showed that it fails or gives other
+    numbers (verify=, example=): that one has to be made anew.
     """
     shared = Axis(axis, codec, empty=result_empty)
-    named = layers_named(model)
+    named = together(axis, lambda: layers_named(model))
     layers = {name: same[0] for name, same in named.items()}
     traced, call = Traced(model, layers), example if verify is None else verify
     call = known_call(model) if call is None else call
     wanted: Any = found_plan(traced, shared, plan, call, report) if isinstance(plan, str) else plan
-    styles = styles_of_layouts(model, named, wanted) if is_layout_map(wanted) else resolve(wanted, list(named))
-    found = [(name, only(name, named[name]), style) for name, style in styles.items()]
-    kinds = [(name, layer, style, find_layer(name, layer, style)) for name, layer, style in found]
+    found = together(axis, lambda: _layers(model, named, wanted))
+    styles = {name: style for name, _, style, _ in found}
     check_agreement(axis, "parallelize", [f"codec {codec}", *_lines(layers, styles), *map(_said, model.variables)])
-    if getattr(model, "_jit_compile", False):
-        raise UsageError(NO_XLA_DIVIDED)
-    take_values_of_rank_0("parallelize", model.variables, axis)
-    draw_alike(axis)
+    together(axis, lambda: _check_divisions(found, Division(shared)))
     checks = None
-    if call is not None:
-        given = styles | styles_in(layers)
-        checks = Checks(traced, shared, given, call, numbers=verify is not None, divided_output=divided_output)
-    done: dict[int, tuple[str, Style]] = {}
-    for name, layer, style, kind in kinds:
-        before = done.setdefault(id(layer), (name, style))
-        if before[1] != style:
-            raise UsageError(f"plan: {name} and {before[0]} are one layer: give them one style")
-        if before[0] == name and kind is not None:
+    with values_of_rank_0("parallelize", model.variables, axis):
+        if call is not None:
+            checks = Checks(traced, shared, styles | styles_in(layers), call, divided_output=divided_output)
+            if verify is not None:
+                checks.keep_numbers()
+    draw_alike(axis)
+    for name, layer, style, kind in found:
+        if kind is not None and not hasattr(layer, "become"):  # one that has several names has become it by the first
             layer.__class__ = kept_as(kind, type(layer))  # type: ignore[arg-type]  # types have a hash
             layer.become(name, shared, style)
             layer.style = style  # the plan's, where a layer has made another one of it
@@ -100,6 +99,21 @@ def parallelize(
     else:
         check_at_first_call(model, layers, divided_output=divided_output, warns=axis.rank == 0)
     return model
+
+
+def _layers(model: Any, named: Mapping[str, list[Any]], plan: Any) -> list[tuple[str, Any, Style, Any]]:
+    """Return (name, layer, style, the class that it becomes or None) of what a plan names."""
+    if getattr(model, "_jit_compile", False):
+        raise UsageError(NO_XLA_DIVIDED)
+    styles = styles_of_layouts(model, named, plan) if is_layout_map(plan) else resolve(plan, list(named))
+    found = [(name, only(name, named[name]), style) for name, style in styles.items()]
+    return [(name, layer, style, find_layer(name, layer, style)) for name, layer, style in found]
+
+
+def _check_divisions(found: Sequence[tuple[str, Any, Style, Any]], division: Division) -> None:
+    for name, layer, style, kind in found:
+        if division.is_new(name, layer, style) and kind is not None:
+            check_division(name, kind.shardings(layer, name, style), division)
 
 
 def _lines(layers: Mapping[str, Any], styles: Mapping[str, Style]) -> list[str]:

@@ -13,6 +13,7 @@ from commlib.errors import UsageError
 from commlib.functional.axis import Axis
 from commlib.tensor.styles import Replicate, Sequence
 from commlib_tensorflow.tensor._divided import check_plain
+from commlib_tensorflow.tensor._dividing import Shardings
 from commlib_tensorflow.tensor.moves import copy
 from commlib_tensorflow.tensor.streams import divide_streams
 
@@ -23,11 +24,16 @@ _MIXING = ("attention", "convolutional", "normalization", "pooling", "preprocess
 class SequenceLayerNormalization(keras.layers.LayerNormalization):  # type: ignore[misc]  # Keras has no types
     """A layer norm of a shard of a sequence: weights are whole, and the ranks' parts of their gradient are added."""
 
+    def shardings(self, what: str, style: Sequence) -> Shardings:
+        """Return how its variables are divided: none is. Raises UsageError for a dimension that the norm looks at."""
+        check_plain(what, self)
+        _check_features(what, self.axis, style.dim)
+        return []
+
     def become(self, what: str, axis: Axis, style: Sequence) -> None:
         """Take shards instead of whole sequences."""
-        check_plain(what, self)
+        self.supports_jit = False
         self.divided_axis, self.style = axis, style
-        _check_features(what, self.axis, style.dim)
 
     def call(self, inputs: Any) -> Any:
         """Return the norm of a shard."""
@@ -42,11 +48,16 @@ class SequenceLayerNormalization(keras.layers.LayerNormalization):  # type: igno
 class SequenceRMSNormalization(keras.layers.RMSNormalization):  # type: ignore[misc]  # Keras has no types
     """An RMS norm of a shard of a sequence: weights are whole, and the ranks' parts of their gradient are added."""
 
+    def shardings(self, what: str, style: Sequence) -> Shardings:
+        """Return how its variables are divided: none is. Raises UsageError for a dimension that the norm looks at."""
+        check_plain(what, self)
+        _check_features(what, self.axis, style.dim)
+        return []
+
     def become(self, what: str, axis: Axis, style: Sequence) -> None:
         """Take shards instead of whole sequences."""
-        check_plain(what, self)
+        self.supports_jit = False
         self.divided_axis, self.style = axis, style
-        _check_features(what, self.axis, style.dim)
 
     def call(self, x: Any) -> Any:
         """Return the norm of a shard."""
@@ -58,8 +69,8 @@ class SequenceRMSNormalization(keras.layers.RMSNormalization):  # type: ignore[m
 class OnShards:
     """A layer without weights, such as dropout, that draws other random numbers on each rank."""
 
-    def become(self: Any, what: str, axis: Axis, style: Sequence) -> None:
-        """Take shards instead of whole tensors."""
+    def shardings(self: Any, what: str, style: Sequence) -> Shardings:
+        """Return how its variables are divided: none is. Raises UsageError for a layer that sees several positions."""
         family = next(kind.__module__ for kind in type(self).__mro__ if kind.__module__.startswith("keras."))
         if self.weights or any(f"layers.{name}." in family for name in _MIXING):
             why = f"has weights, such as {self.weights[0].path}" if self.weights else "looks at several positions"
@@ -72,12 +83,20 @@ class OnShards:
                 f"plan: {what} draws one number for several positions, which may be on several ranks: leave it as it "
                 "is, if features are whole, so that all ranks draw the same"
             )
+        return []
+
+    def become(self: Any, what: str, axis: Axis, style: Sequence) -> None:
+        """Take shards instead of whole tensors."""
         self.divided_axis, self.style = axis, style
         divide_streams(self, axis)
 
 
 class IntoSharded:
     """A whole layer whose output is used by what is divided: the ranks' parts of its gradient are added."""
+
+    def shardings(self: Any, what: str, style: Replicate) -> Shardings:
+        """Return how its variables are divided: none is."""
+        return []
 
     def become(self: Any, what: str, axis: Axis, style: Replicate) -> None:
         """Add the gradients of the output."""
@@ -102,7 +121,8 @@ def _has_gradient(x: Any) -> bool:
 
 
 def _draws_for_several(layer: Any) -> bool:
-    return getattr(layer, "noise_shape", None) is not None or type(layer).__name__.startswith("OnShardsSpatialDropout")
+    spatial = any(kind.__name__.startswith("SpatialDropout") for kind in type(layer).__mro__)
+    return spatial or getattr(layer, "noise_shape", None) is not None
 
 
 def _copied(axis: Axis, gamma: Any, beta: Any) -> tuple[Any, Any]:

@@ -67,7 +67,7 @@ def divide_optimizer(optimizer: Any) -> None:
         for weight, variable in zip(optimizer._trainable_variables, variables, strict=True):
             shard = shard_of(weight)
             if shard is not None and variable is not None and tuple(variable.shape) == shard.sharding.shape:
-                divide(f"{name} of {optimizer.name}", variable, shard.axis, shard.sharding)
+                divide(f"{name} of {optimizer.name}", shard.axis, [(variable, shard.sharding)])
     # Keras knows weights by TensorFlow's variables, which are others now.
     optimizer._trainable_variables_indices = {
         optimizer._var_key(weight): place for place, weight in enumerate(optimizer._trainable_variables)

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from commlib.errors import UsageError
 from commlib.functional.axis import Axis
+from commlib.functional.division import Division
 from commlib.functional.shards import Shard
 from commlib.tensor.sharding import Sharding
 from commlib_torch._bridge import array_of, on_host, packed, to_tensor
@@ -19,29 +20,33 @@ from commlib_torch.tensor.optimizing import watch_optimizers
 _TAKES = "commlib_takes_own"
 
 
-def divide(what: str, module: nn.Module, name: str, axis: Axis, sharding: Sharding) -> None:
-    """Let a parameter of a module hold this rank's part of its values: the same object, with a smaller tensor.
+def check_division(what: str, module: nn.Module, shardings: Mapping[str, Sharding], division: Division) -> None:
+    """Raise UsageError unless parameters of a module can be divided so: those that it has, by their names."""
+    for name, sharding in shardings.items():
+        parameter = module.get_parameter(name)
+        division.add(f"{what}.{name}", parameter, shard_of(parameter), sharding)
 
-    An optimizer that has it already goes on with it. A parameter that several modules share is divided once. Raises
-    UsageError if it is divided otherwise already.
+
+def divide(what: str, module: nn.Module, axis: Axis, shardings: Mapping[str, Sharding]) -> None:
+    """Let parameters of a module hold this rank's part of their values: the same objects, with smaller tensors.
+
+    An optimizer that has one already goes on with it. A parameter that several modules share is divided once. Raises
+    UsageError, before anything is changed, if one is divided otherwise already.
     """
+    check_division(what, module, shardings, Division(axis))
     watch_optimizers()
     keep_unfused(module)
-    parameter = getattr(module, name)
     if not getattr(module, _TAKES, False):
         setattr(module, _TAKES, True)
         module.register_load_state_dict_pre_hook(_take_own)
-    shard = Shard(axis, sharding)
-    before = shard_of(parameter)
-    if before is not None:
-        if before.axis is axis and before.sharding == sharding:
-            return  # tied
-        raise UsageError(f"{what}.{name} is divided already, as {before.sharding}: tied weights need one style")
-    sharding.check(f"{what}.{name}", axis.size)
-    with torch.no_grad():
-        parameter.data = to_tensor(shard.own(array_of(packed(parameter))))
-        parameter.grad = None
-    mark(parameter, shard)
+    for name, sharding in shardings.items():
+        parameter, shard = module.get_parameter(name), Shard(axis, sharding)
+        if shard_of(parameter) is not None:
+            continue  # tied
+        with torch.no_grad():
+            parameter.data = to_tensor(shard.own(array_of(packed(parameter))))
+            parameter.grad = None
+        mark(parameter, shard)
 
 
 def _take_own(module: nn.Module, state: dict[str, Any], prefix: str, *_: Any) -> None:

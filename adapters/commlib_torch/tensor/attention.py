@@ -37,28 +37,35 @@ class ColumnAttention(nn.MultiheadAttention):
         super().__init__(embed_dim, num_heads, *args, **kwargs)
         self.become("ColumnAttention", axis_of(axis), style or Column())
 
-    def become(self, what: str, axis: Axis, style: Column) -> None:
-        """Divide what is ordinary attention so far."""
+    def shardings(self, what: str, style: Column) -> dict[str, Sharding]:
+        """Return how its weights are divided; `self` may be an ordinary layer. Raises UsageError if they cannot be."""
         width, heads = self.embed_dim, self.num_heads
         if style.gather or style.parts != 1 or style.units not in (0, heads):
             raise UsageError(
                 f"{what}: {style}: attention is divided by its {heads} heads: give Column(sequence=...) alone"
             )
-        self.axis, self.style = axis, style
         three = (width,) * 3
-        if self.in_proj_weight is not None:
-            divide(what, self, "in_proj_weight", axis, Sharding((3 * width, width), 0, three, heads))
-        else:
-            for name, features in (("q", width), ("k", self.kdim), ("v", self.vdim)):
-                divide(what, self, f"{name}_proj_weight", axis, Sharding((width, features), 0, (), heads))
-        if self.in_proj_bias is not None:
-            divide(what, self, "in_proj_bias", axis, Sharding((3 * width,), 0, three, heads))
-        for name in ("bias_k", "bias_v"):
-            if getattr(self, name) is not None:
-                divide(what, self, name, axis, Sharding((1, 1, width), 2, (), heads))
+        every = {
+            "in_proj_weight": Sharding((3 * width, width), 0, three, heads),
+            "q_proj_weight": Sharding((width, width), 0, (), heads),
+            "k_proj_weight": Sharding((width, self.kdim), 0, (), heads),
+            "v_proj_weight": Sharding((width, self.vdim), 0, (), heads),
+            "in_proj_bias": Sharding((3 * width,), 0, three, heads),
+            "bias_k": Sharding((1, 1, width), 2, (), heads),
+            "bias_v": Sharding((1, 1, width), 2, (), heads),
+        }
+        own = {name: sharding for name, sharding in every.items() if getattr(self, name) is not None}
+        out: Any = self.out_proj
+        of_out = RowLinear.shardings(out, f"{what}.out_proj", Row(units=heads))
+        return own | {f"out_proj.{name}": sharding for name, sharding in of_out.items()}
+
+    def become(self, what: str, axis: Axis, style: Column) -> None:
+        """Divide what is ordinary attention so far."""
+        divide(what, self, axis, self.shardings(what, style))
+        self.axis, self.style = axis, style
         out: Any = self.out_proj
         out.__class__ = RowLinear
-        out.become(f"{what}.out_proj", axis, Row(units=heads, sequence=style.sequence))
+        out.become(f"{what}.out_proj", axis, Row(units=self.num_heads, sequence=style.sequence))
 
     def forward(
         self,

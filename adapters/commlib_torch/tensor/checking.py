@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection
+from collections.abc import Callable, Collection
 from typing import Any
 
 import torch
-from torch import nn
+from torch import fx, nn
+from torch.utils._pytree import tree_leaves
 
+from commlib.communicator import Communicator
 from commlib.errors import UsageError
-from commlib.functional.checks import check_call
+from commlib.functional.checks import check_call, check_parts
 from commlib.functional.runs import Outputs, Run
 from commlib.tensor.styles import Style
 from commlib.tensor.trace import Trace
@@ -52,15 +54,50 @@ class AtFirstCall:
     def of(cls, model: nn.Module, *, divided_output: bool, warns: bool) -> None:
         """Put one on a model."""
         hook = cls(divided_output, warns)
+        for module in model.modules():
+            if isinstance(getattr(module, "style", None), Style):
+                module.plan_check = hook  # type: ignore[assignment]  # no module
         hook._handle = model.register_forward_pre_hook(hook, with_kwargs=True, prepend=True)
 
     def __init__(self, divided_output: bool, warns: bool) -> None:
-        self._divided_output, self._warns = divided_output, warns
+        self.divided_output, self.warns = divided_output, warns
+        self.done = False
         self._handle: Any = None  # copied with the model and its hooks
 
     def __call__(self, model: nn.Module, args: Any, options: Any) -> None:
         """Check the plan for this call."""
-        if torch.compiler.is_compiling():
-            return  # the first call that is not compiled is checked
+        if torch.compiler.is_compiling() or any(isinstance(leaf, fx.Proxy) for leaf in tree_leaves((args, options))):
+            return  # the first call that is not compiled or traced is checked
         self._handle.remove()
-        check_call(Traced(model), (args, options), divided_output=self._divided_output, warns=self._warns)
+        check_call(Traced(model), (args, options), divided_output=self.divided_output, warns=self.warns)
+        self.done = True
+
+
+def check_stages(
+    comm: Communicator, model: Any, whole: Callable[[], nn.Module], call: Any, *, calls_layers: bool
+) -> None:
+    """Check the plan of the divided layers of a model that a pipeline calls part by part, if nobody has yet.
+
+    model: a module or a list of them. whole: makes all of it one part, to be called as `call` says on the ranks that
+    have one. calls_layers: the layers of the model are called as they are, with their hooks. Collective over `comm`.
+    """
+    given = [model] if isinstance(model, nn.Module) else model
+    modules = {module for one in given for module in one.modules()}
+    if not any(isinstance(getattr(module, "style", None), Style) for module in modules):
+        return
+    hooks = {
+        id(hook): hook for module in modules if isinstance(hook := getattr(module, "plan_check", None), AtFirstCall)
+    }
+    called = {id(hook) for module in modules - {model} if calls_layers for hook in module._forward_pre_hooks.values()}
+    left = [hook for key, hook in hooks.items() if not hook.done and key not in called]
+    own = model._forward_pre_hooks.values() if isinstance(model, nn.Module) else ()
+    check_parts(
+        comm,
+        Traced(whole()),
+        call,
+        checked=not left,
+        divided_output=any(hook.divided_output or hook not in own for hook in left),
+        warns=any(hook.warns for hook in left),
+    )
+    for hook in left:
+        hook.done = True

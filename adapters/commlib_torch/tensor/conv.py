@@ -29,16 +29,19 @@ class ColumnConv(_ConvNd):
         super().__init__(*args, **kwargs)
         self.become(type(self).__name__, axis_of(axis), style or Column())
 
-    def become(self, what: str, axis: Axis, style: Column) -> None:
-        """Divide what is an ordinary convolution so far."""
+    def shardings(self, what: str, style: Column) -> dict[str, Sharding]:
+        """Return how its weights are divided; `self` may be an ordinary layer. Raises UsageError if they cannot be."""
         _check_groups(what, self)
         parts = parts_of(what, style.parts, self.out_channels)
-        shape = tuple(self.weight.shape)
-        self.axis, self.style = axis, style
-        self.sharding = Sharding((self.out_channels, *shape[1:]), 0, parts, style.units)
-        divide(what, self, "weight", axis, self.sharding)
-        if self.bias is not None:
-            divide(what, self, "bias", axis, Sharding((self.out_channels,), 0, parts, style.units))
+        shape = (self.out_channels, *self.weight.shape[1:])
+        weight, bias = Sharding(shape, 0, parts, style.units), Sharding(shape[:1], 0, parts, style.units)
+        return {"weight": weight} if self.bias is None else {"weight": weight, "bias": bias}
+
+    def become(self, what: str, axis: Axis, style: Column) -> None:
+        """Divide what is an ordinary convolution so far."""
+        shardings = self.shardings(what, style)
+        divide(what, self, axis, shardings)
+        self.axis, self.style, self.sharding = axis, style, shardings["weight"]
 
     def forward(self, x: Tensor) -> Tensor:
         """Return this rank's channels, or all of them."""
@@ -63,13 +66,17 @@ class RowConv(_ConvNd):
         super().__init__(*args, **kwargs)
         self.become(type(self).__name__, axis_of(axis), style or Row())
 
+    def shardings(self, what: str, style: Row) -> dict[str, Sharding]:
+        """Return how its weights are divided; `self` may be an ordinary layer. Raises UsageError if they cannot be."""
+        _check_groups(what, self)
+        shape = tuple(self.weight.shape)
+        return {"weight": Sharding((shape[0], self.in_channels, *shape[2:]), 1, (), style.units)}
+
     def become(self, what: str, axis: Axis, style: Row) -> None:
         """Divide what is an ordinary convolution so far."""
-        _check_groups(what, self)
-        self.axis, self.style = axis, style
-        shape = tuple(self.weight.shape)
-        self.sharding = Sharding((shape[0], self.in_channels, *shape[2:]), 1, (), style.units)
-        divide(what, self, "weight", axis, self.sharding)
+        shardings = self.shardings(what, style)
+        divide(what, self, axis, shardings)
+        self.axis, self.style, self.sharding = axis, style, shardings["weight"]
 
     def forward(self, x: Tensor) -> Tensor:
         """Return all channels, of whole images or of this rank's part of the sequence."""

@@ -41,16 +41,20 @@ class VocabularyEmbedding(nn.Embedding):
         super().__init__(num_embeddings, embedding_dim, padding_idx, **kwargs)
         self.become("VocabularyEmbedding", axis_of(axis), style or Vocabulary())
 
-    def become(self, what: str, axis: Axis, style: Vocabulary) -> None:
-        """Divide what is an ordinary embedding so far."""
+    def shardings(self, what: str, style: Vocabulary) -> dict[str, Sharding]:
+        """Return how its weights are divided; `self` may be an ordinary layer. Raises UsageError if they cannot be."""
         for option in ("sparse", "scale_grad_by_freq"):
             if getattr(self, option):
                 raise UsageError(f"{what}: an embedding with {option}=True cannot be divided by words: turn it off")
         if style.gather:
             raise UsageError(f"{what}: an embedding's output is whole: Vocabulary(gather=True) is for logits")
-        self.axis, self.style = axis, style
-        self.sharding = Sharding((self.num_embeddings, self.embedding_dim), 0)
-        divide(what, self, "weight", axis, self.sharding)
+        return {"weight": Sharding((self.num_embeddings, self.embedding_dim), 0)}
+
+    def become(self, what: str, axis: Axis, style: Vocabulary) -> None:
+        """Divide what is an ordinary embedding so far."""
+        shardings = self.shardings(what, style)
+        divide(what, self, axis, shardings)
+        self.axis, self.style, self.sharding = axis, style, shardings["weight"]
         self.first, self.last = words_of(self.sharding, axis.rank, axis.size)
 
     def forward(self, words: Tensor) -> Tensor:
@@ -106,14 +110,18 @@ class ColumnEmbedding(nn.Embedding):
         super().__init__(num_embeddings, embedding_dim, padding_idx, **kwargs)
         self.become("ColumnEmbedding", axis_of(axis), style or Column())
 
-    def become(self, what: str, axis: Axis, style: Column) -> None:
-        """Divide what is an ordinary embedding so far."""
+    def shardings(self, what: str, style: Column) -> dict[str, Sharding]:
+        """Return how its weights are divided; `self` may be an ordinary layer. Raises UsageError if they cannot be."""
         if self.max_norm is not None:
             raise UsageError(f"{what}: max_norm looks at all features of a word: divide it by words (Vocabulary)")
         parts = parts_of(what, style.parts, self.embedding_dim)
-        self.axis, self.style = axis, style
-        self.sharding = Sharding((self.num_embeddings, self.embedding_dim), 1, parts, style.units)
-        divide(what, self, "weight", axis, self.sharding)
+        return {"weight": Sharding((self.num_embeddings, self.embedding_dim), 1, parts, style.units)}
+
+    def become(self, what: str, axis: Axis, style: Column) -> None:
+        """Divide what is an ordinary embedding so far."""
+        shardings = self.shardings(what, style)
+        divide(what, self, axis, shardings)
+        self.axis, self.style, self.sharding = axis, style, shardings["weight"]
 
     def forward(self, words: Tensor) -> Tensor:
         """Return this rank's features of words, or all of them."""

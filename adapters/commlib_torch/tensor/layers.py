@@ -35,6 +35,8 @@ def find_layer(name: str, module: nn.Module, style: Style) -> type[nn.Module]:
     plain = type(module)
     if isinstance(style, Replicate) and not style.into_sharded:
         return plain
+    if hasattr(module, "become"):
+        raise UsageError(f"plan: {name} is divided already, as {module.style}")
     if "forward" in vars(module):
         raise UsageError(f"plan: {name} has a forward of its own, put over that of its class: divide the model before")
     if isinstance(style, Replicate):

@@ -42,15 +42,18 @@ class ColumnLinear(nn.Linear):
         super().__init__(in_features, out_features, bias, **kwargs)
         self.become("ColumnLinear", axis_of(axis), style or Column())
 
-    def become(self, what: str, axis: Axis, style: Column) -> None:
-        """Divide what is an ordinary layer so far."""
+    def shardings(self, what: str, style: Column) -> dict[str, Sharding]:
+        """Return how its weights are divided; `self` may be an ordinary layer. Raises UsageError if they cannot be."""
         parts = parts_of(what, style.parts, self.out_features)
         shape = (self.out_features, self.in_features)
-        self.axis, self.style = axis, style
-        self.sharding = Sharding(shape, 0, parts, style.units)
-        divide(what, self, "weight", axis, self.sharding)
-        if self.bias is not None:
-            divide(what, self, "bias", axis, Sharding(shape[:1], 0, parts, style.units))
+        weight, bias = Sharding(shape, 0, parts, style.units), Sharding(shape[:1], 0, parts, style.units)
+        return {"weight": weight} if self.bias is None else {"weight": weight, "bias": bias}
+
+    def become(self, what: str, axis: Axis, style: Column) -> None:
+        """Divide what is an ordinary layer so far."""
+        shardings = ColumnLinear.shardings(self, what, style)
+        divide(what, self, axis, shardings)
+        self.axis, self.style, self.sharding = axis, style, shardings["weight"]
 
     def forward(self, x: Tensor) -> Tensor:
         """Return this rank's outputs, or all of them."""
@@ -82,6 +85,10 @@ class VocabularyLinear(ColumnLinear):
         nn.Linear.__init__(self, in_features, out_features, bias, **kwargs)
         self.become("VocabularyLinear", axis_of(axis), style or Vocabulary())
 
+    def shardings(self, what: str, style: Column | Vocabulary) -> dict[str, Sharding]:
+        """Return how its weights are divided; `self` may be an ordinary layer. Raises UsageError if they cannot be."""
+        return ColumnLinear.shardings(self, what, Column())
+
     def become(self, what: str, axis: Axis, style: Column | Vocabulary) -> None:
         """Divide what is an ordinary layer so far."""
         super().become(what, axis, Column(gather=style.gather, sequence=style.sequence))
@@ -108,11 +115,15 @@ class RowLinear(nn.Linear):
         super().__init__(in_features, out_features, bias, **kwargs)
         self.become("RowLinear", axis_of(axis), style or Row())
 
+    def shardings(self, what: str, style: Row) -> dict[str, Sharding]:
+        """Return how its weights are divided; `self` may be an ordinary layer. Raises UsageError if they cannot be."""
+        return {"weight": Sharding((self.out_features, self.in_features), 1, (), style.units)}
+
     def become(self, what: str, axis: Axis, style: Row) -> None:
         """Divide what is an ordinary layer so far."""
-        self.axis, self.style = axis, style
-        self.sharding = Sharding((self.out_features, self.in_features), 1, (), style.units)
-        divide(what, self, "weight", axis, self.sharding)
+        shardings = self.shardings(what, style)
+        divide(what, self, axis, shardings)
+        self.axis, self.style, self.sharding = axis, style, shardings["weight"]
 
     def forward(self, x: Tensor) -> Tensor:
         """Return the outputs, whole or this rank's part of the sequence."""

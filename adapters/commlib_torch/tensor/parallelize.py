@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any, TypeVar
 
 import torch
@@ -11,13 +12,15 @@ from torch import nn
 from commlib.buffers.freed_memory import keep_freed_memory
 from commlib.communicator import Communicator
 from commlib.data_parallel.parameter_check import check_agreement
-from commlib.errors import UsageError
+from commlib.functional.agreement import together
 from commlib.functional.axis import Axis
 from commlib.functional.checks import Checks, found_plan
+from commlib.functional.division import Division
 from commlib.tensor.plan import Plan, lines, resolve
 from commlib.tensor.styles import Style
 from commlib_torch._bridge import array_of, packed
 from commlib_torch._fast_path import keep_padding
+from commlib_torch.tensor._dividing import check_division
 from commlib_torch.tensor.checking import AtFirstCall, Traced
 from commlib_torch.tensor.layers import find_layer
 from commlib_torch.tensor.tracing import arguments_of, styles_in
@@ -48,31 +51,29 @@ def parallelize(
     call, which runs the model twice. codec: in which activations and their gradients travel, such as "bf16".
     divided_output: what the model returns may stay divided.
 
-    Collective over the axis. Raises UsageError for a plan that does not fit, breaks a rule, or gives other numbers,
-    MismatchError if ranks hold different models or plans.
+    Collective over the axis. Raises UsageError, on all ranks, for a plan that does not fit, breaks a rule, or gives
+    other numbers, MismatchError if ranks hold different models or plans. The model is as it was then, but if it was
+    divided before it showed that it fails or gives other numbers (verify=, example=): that one has to be made anew.
     """
     shared = Axis(axis, codec)
     traced, batch = Traced(model), example if verify is None else verify
-    call = None if batch is None else arguments_of(batch)
-    if isinstance(plan, str):
-        plan = found_plan(traced, shared, plan, call, report)
-    modules = dict(model.named_modules(remove_duplicate=False))
-    styles = resolve(plan, list(modules))
+    call = together(axis, lambda: None if batch is None else arguments_of(batch))
+    wanted = found_plan(traced, shared, plan, call, report) if isinstance(plan, str) else plan
+    found = together(axis, lambda: _layers(model, wanted))
+    styles = {name: style for name, _, style, _ in found}
     shapes = [f"{name}: {list(parameter.shape)}" for name, parameter in model.named_parameters()]
     check_agreement(axis, "parallelize", [f"codec {codec}", *lines(styles), *shapes])
-    found = [(name, modules[name], style, find_layer(name, modules[name], style)) for name, style in styles.items()]
-    _take_values_of_rank_0(model, axis)
+    together(axis, lambda: _check_divisions(found, Division(shared)))
     checks = None
-    if call is not None:
-        first = {module: name for name, module in model.named_modules()}
-        given = {first[module]: style for _, module, style, _ in found} | styles_in(model)
-        checks = Checks(traced, shared, given, call, numbers=verify is not None, divided_output=divided_output)
-    done: dict[int, tuple[str, Style]] = {}
+    with _values_of_rank_0(model, axis):
+        if call is not None:
+            first = {module: name for name, module in model.named_modules()}
+            given = {first[module]: style for _, module, style, _ in found} | styles_in(model)
+            checks = Checks(traced, shared, given, call, divided_output=divided_output)
+            if verify is not None:
+                checks.keep_numbers()
     for name, module, style, layer in found:
-        before = done.setdefault(id(module), (name, style))
-        if before[1] != style:
-            raise UsageError(f"plan: {name} and {before[0]} are one module: give them one style")
-        if before[0] == name and layer is not type(module):
+        if layer is not type(module):  # one that has several names has changed by the first
             module.__class__ = layer
             module.become(name, shared, style)
             module.style = style  # the plan's, where a layer has made another one of it
@@ -86,11 +87,35 @@ def parallelize(
     return model
 
 
-def _take_values_of_rank_0(model: nn.Module, axis: Communicator) -> None:
+def _layers(model: nn.Module, plan: Plan) -> list[tuple[str, Any, Style, Any]]:
+    """Return (name, module, style, the class that it becomes) of what a plan names."""
+    modules = dict(model.named_modules(remove_duplicate=False))
+    styles = resolve(plan, list(modules))
+    return [(name, modules[name], style, find_layer(name, modules[name], style)) for name, style in styles.items()]
+
+
+def _check_divisions(found: Sequence[tuple[str, Any, Style, Any]], division: Division) -> None:
+    for name, module, style, layer in found:
+        if division.is_new(name, module, style) and layer is not type(module):
+            check_division(name, module, layer.shardings(module, name, style), division)
+
+
+@contextmanager
+def _values_of_rank_0(model: nn.Module, axis: Communicator) -> Iterator[None]:
+    """Give a model the values of rank 0, and its own again if what follows raises. Collective."""
+    own = []
     with torch.no_grad():
         for tensor in (*model.parameters(), *model.buffers()):
             if tensor.numel():
-                values = packed(tensor)
+                values = packed(tensor).clone()
                 axis.broadcast(array_of(values))
-                if values.data_ptr() != tensor.data_ptr():
+                if not torch.equal(values, tensor):
+                    own.append((tensor, tensor.detach().clone()))
                     tensor.copy_(values)
+    try:
+        yield
+    except BaseException:
+        with torch.no_grad():
+            for tensor, values in own:
+                tensor.copy_(values)
+        raise

@@ -11,6 +11,7 @@ from torch import Tensor, nn
 
 from commlib.errors import UsageError
 from commlib.functional.axis import Axis
+from commlib.tensor.sharding import Sharding
 from commlib.tensor.styles import Replicate, Sequence
 from commlib_torch._uncompiled import uncompiled
 from commlib_torch.tensor.moves import copy
@@ -23,10 +24,14 @@ _MIXING = (nn.modules.batchnorm._NormBase, nn.GroupNorm, nn.LocalResponseNorm)
 class SequenceLayerNorm(nn.LayerNorm):
     """A LayerNorm of a shard of a sequence: weights are whole, and the ranks' parts of their gradient are added."""
 
+    def shardings(self, what: str, style: Sequence) -> dict[str, Sharding]:
+        """Return how its weights are divided: none is. Raises UsageError for a dimension that the norm looks at."""
+        _check_features(what, self.normalized_shape, style.dim)
+        return {}
+
     def become(self, what: str, axis: Axis, style: Sequence) -> None:
         """Take shards instead of whole sequences."""
         self.axis, self.style = axis, style
-        _check_features(what, self.normalized_shape, style.dim)
 
     def forward(self, x: Tensor) -> Tensor:
         """Return the norm of a shard."""
@@ -38,10 +43,14 @@ class SequenceLayerNorm(nn.LayerNorm):
 class SequenceRMSNorm(nn.RMSNorm):
     """An RMSNorm of a shard of a sequence: weights are whole, and the ranks' parts of their gradient are added."""
 
+    def shardings(self, what: str, style: Sequence) -> dict[str, Sharding]:
+        """Return how its weights are divided: none is. Raises UsageError for a dimension that the norm looks at."""
+        _check_features(what, self.normalized_shape, style.dim)
+        return {}
+
     def become(self, what: str, axis: Axis, style: Sequence) -> None:
         """Take shards instead of whole sequences."""
         self.axis, self.style = axis, style
-        _check_features(what, self.normalized_shape, style.dim)
 
     def forward(self, x: Tensor) -> Tensor:
         """Return the norm of a shard."""
@@ -53,9 +62,8 @@ class SequenceRMSNorm(nn.RMSNorm):
 class OnShards(nn.Module):
     """A layer without weights, such as dropout, that draws other random numbers on each rank in training."""
 
-    def become(self, what: str, axis: Axis, style: Sequence) -> None:
-        """Take shards instead of whole tensors."""
-        self.axis, self.style = axis, style
+    def shardings(self, what: str, style: Sequence) -> dict[str, Sharding]:
+        """Return how its weights are divided: none is. Raises UsageError for a layer that sees several positions."""
         names = [name for name, _ in (*self.named_parameters(), *self.named_buffers())]
         if names or isinstance(self, _MIXING):
             why = f"has {', '.join(names)}" if names else "looks at a whole sequence"
@@ -63,6 +71,11 @@ class OnShards(nn.Module):
                 f"plan: {what} {why}: Sequence is for LayerNorm, RMSNorm, and layers without weights or statistics "
                 "that look at each position by itself"
             )
+        return {}
+
+    def become(self, what: str, axis: Axis, style: Sequence) -> None:
+        """Take shards instead of whole tensors."""
+        self.axis, self.style = axis, style
 
     @uncompiled
     def forward(self, *args: Any, **kwargs: Any) -> Any:
@@ -76,6 +89,10 @@ class OnShards(nn.Module):
 
 class IntoSharded(nn.Module):
     """A whole layer whose output is used by what is divided: the ranks' parts of its gradient are added."""
+
+    def shardings(self, what: str, style: Replicate) -> dict[str, Sharding]:
+        """Return how its weights are divided: none is."""
+        return {}
 
     def become(self, what: str, axis: Axis, style: Replicate) -> None:
         """Add the gradients of the output."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from commlib.errors import UsageError
-from commlib.tensor.einsum import Equation, Place
+from commlib.tensor.einsum import Einsum, Place
 
 
 @pytest.mark.parametrize(
@@ -22,7 +22,7 @@ from commlib.tensor.einsum import Equation, Place
     ],
 )
 def test_places(equation: str, columns: list[tuple[str, int, int]], rows: list[tuple[str, int, int]]) -> None:
-    found = Equation.of("layer", equation)
+    found = Einsum.of("layer", equation)
     assert found.columns == tuple(Place(*one) for one in columns)
     assert found.rows == tuple(Place(*one) for one in rows)
 
@@ -40,10 +40,10 @@ def test_places(equation: str, columns: list[tuple[str, int, int]], rows: list[t
     ],
 )
 def test_bias(equation: str, axes: str, letter: str, dim: int | None) -> None:
-    assert Equation.of("layer", equation).bias(letter, axes) == dim
+    assert Einsum.of("layer", equation).bias(letter, axes) == dim
 
 
 @pytest.mark.parametrize("equation", ["ab,bc", "ab,bc,cd->ad", "ab,b...->a...", "", "ab->a"])
 def test_what_is_no_equation(equation: str) -> None:
     with pytest.raises(UsageError, match="expected an input, a kernel and an output"):
-        Equation.of("layer", equation)
+        Einsum.of("layer", equation)
