@@ -9,6 +9,7 @@ import numpy as np
 
 from commlib.dtypes import Array
 from commlib.errors import UsageError
+from commlib.functional.agreement import told
 from commlib.functional.axis import Axis
 from commlib.schedule.layout import even, uneven
 from commlib.tensor.moves import Move
@@ -58,7 +59,7 @@ def _scatter(axis: Axis, move: Move, x: Array) -> tuple[Array, Move]:
 
 def _gather(axis: Axis, move: Move, x: Array) -> tuple[Array, Move]:
     dim = _dim(move, move.dim, x)
-    lengths = move.lengths or _asked(axis, x.shape[dim])
+    lengths = move.lengths or _asked(axis, move, x, dim)
     if len(lengths) != axis.size or lengths[axis.rank] != x.shape[dim]:
         raise UsageError(f"{axis.comm.name}: {move.name}: shards of {lengths}, got {x.shape} on rank {axis.rank}")
     lead, own, tail = _around(x.shape, dim)
@@ -92,7 +93,7 @@ def _all_to_all(axis: Axis, move: Move, x: Array) -> tuple[Array, Move]:
     if divide == join:
         raise UsageError(f"{axis.comm.name}: all_to_all: dimension {divide} cannot be divided and joined at once")
     lengths = _divided(axis, move, x, divide)
-    joined = move.joined or _asked(axis, x.shape[join])
+    joined = move.joined or _asked(axis, move, x, join)
     if len(joined) != axis.size or joined[axis.rank] != x.shape[join]:
         raise UsageError(f"{axis.comm.name}: all_to_all: shards of {joined}, got {x.shape} on rank {axis.rank}")
     rest = math.prod(length for dim, length in enumerate(x.shape) if dim not in (divide, join))
@@ -125,9 +126,11 @@ _RUN: dict[str, Callable[[Axis, Move, Array], tuple[Array, Move]]] = {
 }
 
 
-def _asked(axis: Axis, length: int) -> tuple[int, ...]:
-    """Return how long the shards of all ranks are."""
-    return tuple(axis.comm.all_gather(np.array([length], np.int64)).tolist())
+def _asked(axis: Axis, move: Move, x: Array, dim: int) -> tuple[int, ...]:
+    """Return how long the shards of all ranks are along a dimension: all else must agree."""
+    rest = [*x.shape[:dim], *x.shape[dim + 1 :]]
+    lines = [f"{move.name} along {move.dim}", f"dimension {dim}", f"other dimensions: {rest}", f"dtype: {x.dtype}"]
+    return told(axis.comm, f"{axis.comm.name}: {move.name}", lines, x.shape[dim])
 
 
 def _divided(axis: Axis, move: Move, x: Array, dim: int) -> tuple[int, ...]:

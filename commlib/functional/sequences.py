@@ -2,16 +2,15 @@
 
 from __future__ import annotations
 
-import hashlib
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 
-from commlib.data_parallel.parameter_check import check_agreement
 from commlib.dtypes import Array
 from commlib.errors import UsageError
+from commlib.functional.agreement import told
 from commlib.functional.axis import Axis
 from commlib.tensor.context import Layout, document_bounds
 
@@ -66,12 +65,7 @@ def settle(axis: Axis, terms: Terms, tokens: int) -> Layout:
     """
     if axis.size == 1:
         return terms.layout((tokens,))
-    lines = terms.lines()
-    digest = int.from_bytes(hashlib.sha256("\n".join(lines).encode()).digest()[:8], signed=True)
-    everyone = axis.comm.all_gather(np.array([[digest, tokens]], np.int64))
-    if len(set(everyone[:, 0].tolist())) > 1:
-        check_agreement(axis.comm, terms.what, lines)
-    return terms.layout(everyone[:, 1].tolist())
+    return terms.layout(told(axis.comm, terms.what, terms.lines(), tokens))
 
 
 def shard(array: Array, layout: Layout, rank: int, dim: int) -> Array:

@@ -1,4 +1,4 @@
-"""Optimizers know of layers that were made divided, in a program that never calls `parallelize`."""
+"""Optimizers know of layers that were made divided without `parallelize`; failing in backward ends the job."""
 
 from __future__ import annotations
 
@@ -37,3 +37,28 @@ def test_layers_that_were_made_divided(mpirun, module, program):
     pytest.importorskip(module)
     done = mpirun(2, program, env={"TF_CPP_MIN_LOG_LEVEL": "3", "CUDA_VISIBLE_DEVICES": "-1"}, timeout=120)
     assert done.returncode == 0, done.stdout + done.stderr
+
+
+# The last rank fails behind its reduction of the input's gradient; the others wait for it in their next forward.
+FAILS = """
+import commlib, torch
+from commlib_torch.tensor import ColumnLinear, RowLinear
+comm = commlib.init()
+up, down = ColumnLinear(4, 8, comm), RowLinear(8, 4, comm)
+up.axis.overlaps = down.axis.overlaps = True
+def fail(gradient):
+    raise ValueError("out of luck")
+for step in range(3):
+    x = torch.ones(3, 4).requires_grad_()
+    y = x * 2
+    if step == 1 and comm.rank == comm.size - 1:
+        y.register_hook(fail)
+    down(up(y)).sum().backward()
+"""
+
+
+def test_a_rank_that_fails_in_backward_ends_the_job(mpirun):
+    pytest.importorskip("torch")
+    done = mpirun(3, FAILS, timeout=60)
+    assert done.returncode != 0
+    assert "commlib: rank 2 of 3" in done.stderr and "ended by an uncaught ValueError: out of luck" in done.stderr

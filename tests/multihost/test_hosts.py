@@ -13,6 +13,7 @@ from ci.hosts import Hosts
 
 ACROSS = "tests/multihost/across.py"
 BETWEEN = "tests/multihost/between.py"
+DIVIDED = "tests/multihost/divided.py"
 # What was written for one host and holds for several: order, groups, messages.
 SHARED = [f"tests/mpi/test_{name}.py" for name in ("async", "channel", "groups", "mesh", "messages", "pipeline")]
 # What does not, as it says itself.
@@ -67,6 +68,15 @@ def test_mismatches():
 def test_divided_layers():
     """On an axis that crosses hosts: there a gradient is reduced while that of the weight is computed."""
     run_tests([1, 1, 1], [f"tests/torch_adapter/test_tensor_{name}.py" for name in ("moves", "linear")])
+
+
+@pytest.mark.any_mpi
+@pytest.mark.parametrize("ranks_per_host", [layout(2, 2), layout(2, 1, marks=pytest.mark.long)])
+def test_axes_within_and_between_hosts(ranks_per_host):
+    """Of layers and of sequences, in PyTorch and in Keras."""
+    pytest.importorskip("tensorflow")
+    env = {"TF_CPP_MIN_LOG_LEVEL": "3", "CUDA_VISIBLE_DEVICES": "-1"}
+    run_tests(ranks_per_host, [DIVIDED], seconds=400, env=env)
 
 
 # How jobs end

@@ -168,6 +168,23 @@ def test_the_gradient_of_a_gradient(comm: Any) -> None:
     assert_near(got, own(want, comm, "balanced"), want)
 
 
+def test_gradients_outside_of_a_function(comm: Any) -> None:
+    """Keys of several calls travelled in any order there, and met those of another call: gradients were noise."""
+    x = own(drawn(2, 9, 4, 1), comm, "balanced")
+
+    def run(x: Any) -> Any:
+        return tf.add_n([cp.attention(x * n, x + n, x, comm, causal=True, length=9) for n in range(1, 5)])
+
+    gradients = []
+    for attend in (run, *[tf.function(run)] * 3):
+        with tf.GradientTape() as tape:
+            tape.watch(x)
+            loss = tf.reduce_sum(attend(x) ** 2)
+        gradients.append(tape.gradient(loss, x))
+    for gradient in gradients[1:]:
+        assert_near(gradient, gradients[0], gradients[0])
+
+
 @pytest.mark.parametrize(
     ("options", "said"),
     [

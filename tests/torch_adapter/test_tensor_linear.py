@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import copy
+import gc
+import weakref
 from typing import Any
 
 import pytest
@@ -151,6 +153,19 @@ def test_layers_with_one_input_share_one_reduction(comm: Any) -> None:
     assert calls == [x.nbytes] * 2  # the output, forward; the input, backward
     axis = divided.out.axis
     assert axis.entered is None  # the input is gone, and what was made of it with it
+
+
+def test_an_input_without_gradients_is_forgotten(comm: Any) -> None:
+    """Each axis kept the last one that was given in evaluation, for ever."""
+    divided = parallelize(make(), comm, {"up": Column(), "down": Row()})
+    x = data()
+    with torch.no_grad():
+        divided(x)
+        divided(x)
+    kept = weakref.ref(x)
+    del x
+    gc.collect()
+    assert kept() is None
 
 
 def test_gather_and_split(comm: Any) -> None:

@@ -18,7 +18,8 @@ from commlib.errors import UsageError
 from commlib.tensor import Column, Plan, Replicate, Row, Sequence, Vocabulary
 from commlib_torch.tensor import parallelize, verify
 
-WORDS, WIDTH, HEADS, TOKENS = 37, 24, 6, 5
+WORDS, WIDTH, HEADS = 37, 24, 6
+TOKENS = 7  # no rank of 3 has one token alone, which would go with any number of others
 
 
 class LanguageModel(nn.Module):

@@ -12,7 +12,7 @@ from commlib.functional.attention import Attention
 from commlib.functional.axis import Axis
 from commlib.functional.sequences import Terms, settle
 from commlib.tensor.context import Layout
-from commlib_tensorflow._graph import Spec, call, ordered
+from commlib_tensorflow._graph import Spec, call_in_order, ordered
 
 
 def agreed(axis: Axis, terms: Terms, x: tf.Tensor, dim: int) -> tuple[Layout, tf.Tensor]:
@@ -35,7 +35,7 @@ def agreed(axis: Axis, terms: Terms, x: tf.Tensor, dim: int) -> tuple[Layout, tf
         )
     layout = Layout(terms.length, axis.size, terms.order)
     own = layout.counts[axis.rank]
-    x = _after(lambda tokens: settle(axis, terms, tokens), x, dim)
+    x = _after(terms.what, lambda tokens: settle(axis, terms, tokens), x, dim)
     return layout, tf.ensure_shape(x, [*x.shape[:dim], own, *x.shape[dim + 1 :]])
 
 
@@ -44,14 +44,14 @@ def agreed_backward(what: Attention, q: tf.Tensor) -> tf.Tensor:
     if tf.executing_eagerly():
         what.agree_backward(q.shape[2])
         return q
-    return _after(what.agree_backward, q, 2)
+    return _after("attention, backward", what.agree_backward, q, 2)
 
 
-def _after(agree: Callable[[int], Any], x: tf.Tensor, dim: int) -> tf.Tensor:
+def _after(what: str, agree: Callable[[int], Any], x: tf.Tensor, dim: int) -> tf.Tensor:
     def host(tokens: Any) -> list[Any]:
         agree(int(tokens))
         return [tokens]
 
-    (found,) = call(host, [tf.shape(x, tf.int64)[dim]], [Spec(tf.int64, ())])
+    (found,) = call_in_order(what, host, [tf.shape(x, tf.int64)[dim]], [Spec(tf.int64, ())])
     with tf.control_dependencies([found]):
         return tf.identity(x)

@@ -11,7 +11,7 @@ from commlib.errors import UsageError
 from commlib.functional.attention import Attention
 from commlib.functional.ring import Ring, pass_on
 from commlib_tensorflow._bridge import to_array, to_tensor
-from commlib_tensorflow._graph import Spec, call
+from commlib_tensorflow._graph import Spec, call_in_order
 from commlib_tensorflow.errors import as_tensorflows
 from commlib_tensorflow.tensor._agreed import agreed_backward
 from commlib_tensorflow.tensor._blocks import attend, gradients
@@ -89,7 +89,10 @@ class _Blocks:
             wait = pass_on(self._axis, to_array(x), tokens, tag)
             return lambda: to_tensor(wait())
         spec = Spec(x.dtype, [*x.shape[:-2], tokens, x.shape[-1]])
-        (arrived,) = call(lambda array: [pass_on(self._axis, array, tokens, tag)()], [x], [spec])
+        # In the order of the graph: messages of two calls have the same tags, and meet in the order in which they go.
+        (arrived,) = call_in_order(
+            "attention by a ring", lambda array: [pass_on(self._axis, array, tokens, tag)()], [x], [spec]
+        )
         return lambda: arrived
 
 

@@ -74,6 +74,8 @@ def entered(x: Tensor, axis: Axis, move: Move, make: Callable[[Tensor, Axis, Mov
     if last is not None and last.holds(x, move):
         return last.result
     result = make(x, axis, move)
+    if result is x:  # nothing to share; and it would keep itself
+        return result
 
     def forget(reference: weakref.ref[Tensor]) -> None:
         if axis.entered is not None and axis.entered.source is reference:

@@ -9,7 +9,7 @@ import pytest
 
 from commlib.communicator import Communicator
 from commlib.dtypes import Array
-from commlib.errors import UsageError
+from commlib.errors import MismatchError, UsageError
 from commlib.functional.axis import Axis
 from commlib.functional.moves import run as move_on
 from commlib.functional.moves import start
@@ -138,6 +138,50 @@ def test_encoded(size: int, codec: str) -> None:
 def near(got: Array, expected: Any, most: float) -> None:
     assert got.shape == expected.shape
     assert np.abs(got - expected).max() <= most * 1.01
+
+
+ONE_MORE = {
+    "reduce": (REDUCE, (3, 4), (3, 5)),
+    "reduce, as many elements": (REDUCE, (3, 4), (4, 3)),
+    "gather": (gather(0), (2, 3), (2, 4)),
+    "gather of other lengths": (gather(0), (2, 3), (1, 4)),
+    "reduce_scatter": (reduce_scatter(0), (6, 3), (7, 3)),
+    "all_to_all": (all_to_all(0, 1), (4, 3), (6, 2)),
+    "all_to_all, as many elements": (all_to_all(0, 1), (2, 3, 4), (4, 3, 2)),
+}
+
+
+@pytest.mark.parametrize("size", (2, 3))
+@pytest.mark.parametrize(
+    ("what", "codec"),
+    [
+        (what, codec)
+        for what in ONE_MORE
+        for codec in (None, "bf16")
+        if codec or what != "reduce, as many elements"  # plain sums of as many numbers are not told apart
+    ],
+)
+def test_a_rank_with_another_shape_is_told(what: str, codec: str | None, size: int) -> None:
+    """Of an all_to_all, and of all that is encoded, ranks took other numbers for theirs, or one failed alone."""
+    move, usual, other = ONE_MORE[what]
+
+    def body(comm: Communicator) -> None:
+        x = np.ones(other if comm.rank == size - 1 else usual, np.float32)
+        with pytest.raises(MismatchError, match=f"rank.* {size - 1}"):
+            move_on(Axis(comm, codec), move, x)
+
+    run(size, body)
+
+
+@pytest.mark.parametrize("move", [REDUCE, gather(0), reduce_scatter(0), all_to_all(0, 1)], ids=lambda move: move.name)
+@pytest.mark.parametrize("theirs", [("float64", "bf16"), ("float32", "fp8"), ("float32", None)], ids=str)
+def test_a_rank_with_another_codec_or_dtype_is_told(move: Any, theirs: Any) -> None:
+    def body(comm: Communicator) -> None:
+        dtype, codec = theirs if comm.rank else ("float32", "bf16")
+        with pytest.raises(MismatchError):
+            move_on(Axis(comm, codec), move, np.ones((4, 6), dtype))
+
+    run(2, body)
 
 
 def test_every_rank_decodes_the_same_sum() -> None:
