@@ -8,10 +8,11 @@ from typing import Any
 import keras
 import numpy as np
 import pytest
+import tensorflow as tf
 
 from commlib import Mesh
 from commlib.errors import UsageError
-from commlib.tensor import Column, Row
+from commlib.tensor import Column, Row, Vocabulary
 from commlib_tensorflow import DistributedOptimizer
 from commlib_tensorflow._shards import shard_of
 from commlib_tensorflow.tensor import parallelize
@@ -103,6 +104,44 @@ def test_replicas(comm: Any, float64: None, options: Any) -> None:
     own = [part.reshape(-1, replicas, ROWS // replicas, WIDTH)[:, place].reshape(-1, WIDTH) for part in data()]
     x, y = own
     fit(divided, x, y, ROWS // replicas)
+    for got, expected in zip(whole_weights(divided), plain.weights, strict=True):
+        close(got, expected.numpy())
+
+
+def make_with_words() -> Any:
+    """A divided embedding and a whole one, whose gradients are rows, and dense layers."""
+    keras.utils.set_random_seed(0)
+    given = keras.Input((5,), dtype="int32")
+    x = keras.layers.Embedding(7, WIDTH, name="words")(given) + keras.layers.Embedding(7, WIDTH, name="kinds")(given)
+    x = keras.layers.Dense(HIDDEN, activation="tanh", name="up")(x)
+    return keras.Model(given, keras.layers.Dense(3, name="down")(x))
+
+
+@pytest.mark.ranks(min=2)
+@pytest.mark.parametrize("style", [Vocabulary(), Column(gather=True)], ids=["words", "features"])
+@pytest.mark.parametrize("options", [{"global_clipnorm": 0.05}, {"clipnorm": 0.02}], ids=["global", "each"])
+def test_replicas_with_embeddings(comm: Any, float64: None, style: Any, options: Any) -> None:
+    """Words come again and again: Keras squares each of their rows, in norms and in Adam's moments."""
+    if comm.size % 2:
+        pytest.skip("two ranks divide the model")
+    mesh = Mesh(dp=-1, tp=2)
+    plain = make_with_words()
+    divided = parallelize(make_with_words(), mesh["tp"], {**PLAN, "words": style})
+    optimizers = [keras.optimizers.Adam(0.01, **options) for _ in range(2)]
+    plain.compile(optimizers[0], "mse", run_eagerly=True)
+    divided.compile(DistributedOptimizer(optimizers[1], mesh=mesh), "mse")
+    x = np.random.default_rng(1).integers(7, size=(2 * ROWS, 5))
+    y = np.random.default_rng(2).standard_normal((2 * ROWS, 5, 3))
+    replicas, place = mesh.shape.size("dp"), mesh.coordinate("dp")
+    own = [part.reshape(2, replicas, -1, *part.shape[1:])[:, place].reshape(-1, *part.shape[1:]) for part in (x, y)]
+    plain.fit(x, y, batch_size=ROWS, shuffle=False, verbose=0)
+    divided.fit(*own, batch_size=ROWS // replicas, shuffle=False, verbose=0)
+    for model, rows, targets in ((plain, x, y), (divided, *own)):  # without fit
+        with tf.GradientTape() as tape:
+            loss = tf.reduce_mean(tf.square(model(rows) - targets))
+        gradients = tape.gradient(loss, model.trainable_variables)
+        assert any(isinstance(gradient, tf.IndexedSlices) for gradient in gradients)
+        model.optimizer.apply(gradients, model.trainable_variables)
     for got, expected in zip(whole_weights(divided), plain.weights, strict=True):
         close(got, expected.numpy())
 
