@@ -168,6 +168,29 @@ def test_the_gradient_of_a_gradient(comm: Any) -> None:
     assert_near(got, own(want, comm, "balanced"), want)
 
 
+@pytest.mark.parametrize("method", METHODS)
+def test_recomputed(comm: Any, method: str) -> None:
+    """Attention that is computed again in backward, between the steps of another call's: in one order on all ranks."""
+    layer, x = keras.layers.Dense(4, dtype="float64"), own(drawn(2, 9, 4, 1), comm, "balanced")
+    layer.build((None, 4))
+    layer.kernel.assign(drawn(1, 4, 4, 2)[0, 0])
+
+    def attend(x: Any) -> Any:
+        y = layer(x)
+        return cp.attention(y, y, y, comm, causal=True, method=method, length=9) * 2
+
+    def gradients(attend: Any, x: Any) -> Any:
+        with tf.GradientTape() as tape:
+            tape.watch(x)
+            loss = tf.reduce_sum(attend(attend(x)) ** 2)
+        return tape.gradient(loss, [x, layer.kernel])
+
+    wanted = gradients(attend, x)
+    for run in (gradients, tf.function(gradients, autograph=False)):
+        for got, want in zip(run(tf.recompute_grad(attend), x), wanted, strict=True):
+            assert_near(got, want, want)
+
+
 @pytest.mark.parametrize(
     ("options", "said"),
     [

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Iterator
 from typing import Any
 
@@ -15,7 +16,7 @@ from commlib.errors import UsageError
 from commlib.tensor import Column, Row, Vocabulary
 from commlib_tensorflow import DistributedOptimizer
 from commlib_tensorflow._shards import shard_of
-from commlib_tensorflow.tensor import parallelize
+from commlib_tensorflow.tensor import gather, parallelize, scatter
 
 WIDTH, HIDDEN, ROWS = 6, 9, 8
 PLAN: Any = {"up*": Column(), "down*": Row()}
@@ -174,3 +175,39 @@ def test_optimizers_that_look_at_whole_weights_are_refused(comm: Any) -> None:
     plain = make()  # those of others do as before
     plain.compile(keras.optimizers.Adafactor(0.01), "mse")
     plain.fit(*data(1), verbose=0)
+
+
+@pytest.mark.parametrize(("mode", "sequence"), [("full", None), ("activations", None), ("recompute_grad", 1)])
+def test_layers_that_are_computed_again(comm: Any, float64: None, mode: str, sequence: int | None) -> None:
+    """Their moves run again in backward. Keras' own "full" is for eager training alone: a plan must be checked too."""
+
+    def build(scope: Any) -> Any:
+        keras.utils.set_random_seed(0)
+        with scope:
+            layers = [keras.layers.Dense(HIDDEN, activation="tanh", name="up"), keras.layers.Dense(WIDTH, name="down")]
+        return keras.Sequential([keras.Input((5, WIDTH)), *layers])
+
+    scope: Any = contextlib.nullcontext() if mode == "recompute_grad" else keras.RematScope(mode=mode)
+    style: Any = {"sequence": sequence}
+    plan = {"up": Column(**style), "down": Row(**style)}
+    plain, divided = build(contextlib.nullcontext()), parallelize(build(scope), comm, plan, divided_output=True)
+    again = tf.recompute_grad(divided) if mode == "recompute_grad" else divided
+    x, y = np.random.default_rng(1).standard_normal((2, ROWS, 5, WIDTH))
+
+    def of_shards(x: Any) -> Any:
+        return again(x) if sequence is None else gather(again(scatter(x, comm, 1)), comm, 1)
+
+    def gradients(call: Any, model: Any) -> Any:
+        given = tf.constant(x)
+        with tf.GradientTape() as tape:
+            tape.watch(given)
+            loss = tf.reduce_mean(tf.square(call(given) - y))
+        return tape.gradient(loss, [given, *model.trainable_variables])
+
+    expected = gradients(plain, plain)
+    run = gradients if mode == "full" else tf.function(gradients, autograph=False)
+    got = run(of_shards, divided)
+    close(got[0], expected[0])
+    for one, other, variable in zip(got[1:], expected[1:], divided.trainable_variables, strict=True):
+        shard = shard_of(variable)
+        close(one, other if shard is None else shard.own(other.numpy()))
