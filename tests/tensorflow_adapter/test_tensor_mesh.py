@@ -119,7 +119,9 @@ def make_with_words() -> Any:
 
 
 @pytest.mark.ranks(min=2)
-@pytest.mark.parametrize("style", [Vocabulary(), Column(gather=True)], ids=["words", "features"])
+@pytest.mark.parametrize(
+    "style", [Vocabulary(), pytest.param(Column(gather=True), marks=pytest.mark.long)], ids=["words", "features"]
+)
 @pytest.mark.parametrize("options", [{"global_clipnorm": 0.05}, {"clipnorm": 0.02}], ids=["global", "each"])
 def test_replicas_with_embeddings(comm: Any, float64: None, style: Any, options: Any) -> None:
     """Words come again and again: Keras squares each of their rows, in norms and in Adam's moments."""
@@ -145,6 +147,29 @@ def test_replicas_with_embeddings(comm: Any, float64: None, style: Any, options:
         model.optimizer.apply(gradients, model.trainable_variables)
     for got, expected in zip(whole_weights(divided), plain.weights, strict=True):
         close(got, expected.numpy())
+
+
+@pytest.mark.ranks(min=2)
+def test_scaled_losses_and_rows(comm: Any) -> None:
+    """Rows with an infinity on the one rank that has the word: all skip the step. Later ones are clipped."""
+    plain, divided = make_with_words(), parallelize(make_with_words(), comm, {**PLAN, "words": Vocabulary()})
+    x = np.random.default_rng(1).integers(7, size=(ROWS, 5))
+    for model in (plain, divided):
+        optimizer = keras.optimizers.LossScaleOptimizer(keras.optimizers.Adam(0.01, clipnorm=0.02), initial_scale=8.0)
+        for factor in (np.inf, 8.0, 4.0):
+            with tf.GradientTape() as tape:
+                loss = tf.reduce_mean(tf.square(model(x)))
+            gradients = tape.gradient(loss, model.trainable_variables)
+            table = gradients[0]
+            assert isinstance(table, tf.IndexedSlices)
+            scaled = [tf.convert_to_tensor(gradient) * 4.0 for gradient in gradients[1:]]
+            values = tf.where(table.values == 0, 0.0, table.values * factor)
+            rows = tf.IndexedSlices(values, table.indices, table.dense_shape)
+            optimizer.apply([rows, *scaled], model.trainable_variables)
+        assert float(optimizer.dynamic_scale) == 4.0
+        assert int(optimizer.inner_optimizer.iterations) == 2
+    for got, expected in zip(whole_weights(divided), plain.weights, strict=True):
+        np.testing.assert_allclose(got, expected.numpy(), rtol=1e-4, atol=1e-5)  # float32
 
 
 @pytest.mark.ranks(min=2)

@@ -32,7 +32,7 @@ pytestmark = pytest.mark.ranks(min=4, max=4)
 L = keras.layers
 
 
-class Attend(L.Layer):  # type: ignore[misc]  # Keras has no types
+class Attend(keras.layers.Layer):  # type: ignore[misc]  # Keras has no types
     """Causal attention of as many heads as are here; over a divided sequence, if there is an axis."""
 
     def __init__(self, axis: Any, **options: Any) -> None:
