@@ -46,7 +46,7 @@ def clip_by_global_norm(
     scalar = Spec(tf.float64, ())
     norm, factor = call(measure, given, [scalar, scalar])
     clipped = [
-        None if v is None else _like(g, v * tf.cast(factor, v.dtype)) for g, v in zip(t_list, values, strict=True)
+        None if v is None else with_values(g, v * tf.cast(factor, v.dtype)) for g, v in zip(t_list, values, strict=True)
     ]
     double = any(value.dtype == tf.float64 for value in given)
     return clipped, tf.cast(norm, tf.float64 if double else tf.float32)
@@ -56,13 +56,19 @@ def _values(gradient: Any) -> Any:
     """Return the tensor that a gradient's squares are in."""
     if gradient is None:
         return None
-    values = as_tensor(gradient.values if isinstance(gradient, tf.IndexedSlices) else gradient)
+    values = values_of(gradient)
     if name_of(values.dtype.as_numpy_dtype) not in FLOATS:
         raise UsageError(f"clip_by_global_norm: expected tensors of floats, got {values.dtype.name}")
     return values
 
 
-def _like(gradient: Any, values: Any) -> Any:
+def values_of(gradient: Any) -> Any:
+    """Return the tensor that a gradient's squares are in: its rows, if it is tf.IndexedSlices."""
+    return as_tensor(gradient.values if isinstance(gradient, tf.IndexedSlices) else gradient)
+
+
+def with_values(gradient: Any, values: Any) -> Any:
+    """Return a gradient with other values: tf.IndexedSlices if it is one."""
     if isinstance(gradient, tf.IndexedSlices):
         return tf.IndexedSlices(values, gradient.indices, gradient.dense_shape)
     return values

@@ -185,6 +185,29 @@ def test_gradients_outside_of_a_function(comm: Any) -> None:
         assert_near(gradient, gradients[0], gradients[0])
 
 
+@pytest.mark.parametrize("method", METHODS)
+def test_recomputed(comm: Any, method: str) -> None:
+    """Attention that is computed again in backward, between the steps of another call's: in one order on all ranks."""
+    layer, x = keras.layers.Dense(4, dtype="float64"), own(drawn(2, 9, 4, 1), comm, "balanced")
+    layer.build((None, 4))
+    layer.kernel.assign(drawn(1, 4, 4, 2)[0, 0])
+
+    def attend(x: Any) -> Any:
+        y = layer(x)
+        return cp.attention(y, y, y, comm, causal=True, method=method, length=9) * 2
+
+    def gradients(attend: Any, x: Any) -> Any:
+        with tf.GradientTape() as tape:
+            tape.watch(x)
+            loss = tf.reduce_sum(attend(attend(x)) ** 2)
+        return tape.gradient(loss, [x, layer.kernel])
+
+    wanted = gradients(attend, x)
+    for run in (gradients, tf.function(gradients, autograph=False)):
+        for got, want in zip(run(tf.recompute_grad(attend), x), wanted, strict=True):
+            assert_near(got, want, want)
+
+
 @pytest.mark.parametrize(
     ("options", "said"),
     [
@@ -324,9 +347,12 @@ def float64() -> Iterator[None]:
 
 
 @pytest.mark.usefixtures("float64")
-@pytest.mark.parametrize(("method", "layout"), zip(METHODS, LAYOUTS, strict=True))
-def test_fit_trains_as_in_one_process(comm: Any, method: str, layout: str) -> None:
-    batches = [np.random.default_rng(seed).integers(0, 11, (2, 13)) for seed in range(3)]
+@pytest.mark.parametrize(
+    ("method", "layout", "passes"), [("ring", "balanced", None), ("all_to_all", "contiguous", 2)], ids=str
+)
+def test_fit_trains_as_in_one_process(comm: Any, method: str, layout: str, passes: int | None) -> None:
+    """Also where Keras adds up the gradients of two batches before they are averaged over the axis."""
+    batches = [np.random.default_rng(seed).integers(0, 11, (2, 13)) for seed in range(3 * (passes or 1))]
     alone_axis = comm.split(comm.rank)
     weights = []
     for axis, own_axis in ((comm, comm), (alone_axis, None)):
@@ -337,11 +363,11 @@ def test_fit_trains_as_in_one_process(comm: Any, method: str, layout: str) -> No
                 yield (batch["input_ids"], batch["position_ids"]), batch["labels"]
 
         model = model_of(own_axis, len(places(axis, 13, layout)), method=method, layout=layout)
-        optimizer = keras.optimizers.SGD(0.3, 0.9)
+        optimizer = keras.optimizers.SGD(0.3, 0.9, gradient_accumulation_steps=passes)
         if own_axis is not None:
             optimizer = ctk.DistributedOptimizer(optimizer)
         model.compile(optimizer, loss_of(axis), jit_compile=False)
-        model.fit(rows(), steps_per_epoch=3, epochs=1, verbose=0)
+        model.fit(rows(), steps_per_epoch=len(batches), epochs=1, verbose=0)
         weights.append(model.get_weights())
     alone_axis.close()
     for one, other in zip(*weights, strict=True):

@@ -2,19 +2,21 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Iterator
 from typing import Any
 
 import keras
 import numpy as np
 import pytest
+import tensorflow as tf
 
 from commlib import Mesh
 from commlib.errors import UsageError
-from commlib.tensor import Column, Row
+from commlib.tensor import Column, Row, Vocabulary
 from commlib_tensorflow import DistributedOptimizer, pipeline
 from commlib_tensorflow._shards import shard_of
-from commlib_tensorflow.tensor import parallelize
+from commlib_tensorflow.tensor import gather, parallelize, scatter
 
 WIDTH, HIDDEN, ROWS = 6, 9, 8
 PLAN: Any = {"up*": Column(), "down*": Row()}
@@ -107,6 +109,69 @@ def test_replicas(comm: Any, float64: None, options: Any) -> None:
         close(got, expected.numpy())
 
 
+def make_with_words() -> Any:
+    """A divided embedding and a whole one, whose gradients are rows, and dense layers."""
+    keras.utils.set_random_seed(0)
+    given = keras.Input((5,), dtype="int32")
+    x = keras.layers.Embedding(7, WIDTH, name="words")(given) + keras.layers.Embedding(7, WIDTH, name="kinds")(given)
+    x = keras.layers.Dense(HIDDEN, activation="tanh", name="up")(x)
+    return keras.Model(given, keras.layers.Dense(3, name="down")(x))
+
+
+@pytest.mark.ranks(min=2)
+@pytest.mark.parametrize(
+    "style", [Vocabulary(), pytest.param(Column(gather=True), marks=pytest.mark.long)], ids=["words", "features"]
+)
+@pytest.mark.parametrize("options", [{"global_clipnorm": 0.05}, {"clipnorm": 0.02}], ids=["global", "each"])
+def test_replicas_with_embeddings(comm: Any, float64: None, style: Any, options: Any) -> None:
+    """Words come again and again: Keras squares each of their rows, in norms and in Adam's moments."""
+    if comm.size % 2:
+        pytest.skip("two ranks divide the model")
+    mesh = Mesh(dp=-1, tp=2)
+    plain = make_with_words()
+    divided = parallelize(make_with_words(), mesh["tp"], {**PLAN, "words": style})
+    optimizers = [keras.optimizers.Adam(0.01, **options) for _ in range(2)]
+    plain.compile(optimizers[0], "mse", run_eagerly=True)
+    divided.compile(DistributedOptimizer(optimizers[1], mesh=mesh), "mse")
+    x = np.random.default_rng(1).integers(7, size=(2 * ROWS, 5))
+    y = np.random.default_rng(2).standard_normal((2 * ROWS, 5, 3))
+    replicas, place = mesh.shape.size("dp"), mesh.coordinate("dp")
+    own = [part.reshape(2, replicas, -1, *part.shape[1:])[:, place].reshape(-1, *part.shape[1:]) for part in (x, y)]
+    plain.fit(x, y, batch_size=ROWS, shuffle=False, verbose=0)
+    divided.fit(*own, batch_size=ROWS // replicas, shuffle=False, verbose=0)
+    for model, rows, targets in ((plain, x, y), (divided, *own)):  # without fit
+        with tf.GradientTape() as tape:
+            loss = tf.reduce_mean(tf.square(model(rows) - targets))
+        gradients = tape.gradient(loss, model.trainable_variables)
+        assert any(isinstance(gradient, tf.IndexedSlices) for gradient in gradients)
+        model.optimizer.apply(gradients, model.trainable_variables)
+    for got, expected in zip(whole_weights(divided), plain.weights, strict=True):
+        close(got, expected.numpy())
+
+
+@pytest.mark.ranks(min=2)
+def test_scaled_losses_and_rows(comm: Any) -> None:
+    """Rows with an infinity on the one rank that has the word: all skip the step. Later ones are clipped."""
+    plain, divided = make_with_words(), parallelize(make_with_words(), comm, {**PLAN, "words": Vocabulary()})
+    x = np.random.default_rng(1).integers(7, size=(ROWS, 5))
+    for model in (plain, divided):
+        optimizer = keras.optimizers.LossScaleOptimizer(keras.optimizers.Adam(0.01, clipnorm=0.02), initial_scale=8.0)
+        for factor in (np.inf, 8.0, 4.0):
+            with tf.GradientTape() as tape:
+                loss = tf.reduce_mean(tf.square(model(x)))
+            gradients = tape.gradient(loss, model.trainable_variables)
+            table = gradients[0]
+            assert isinstance(table, tf.IndexedSlices)
+            scaled = [tf.convert_to_tensor(gradient) * 4.0 for gradient in gradients[1:]]
+            values = tf.where(table.values == 0, 0.0, table.values * factor)
+            rows = tf.IndexedSlices(values, table.indices, table.dense_shape)
+            optimizer.apply([rows, *scaled], model.trainable_variables)
+        assert float(optimizer.dynamic_scale) == 4.0
+        assert int(optimizer.inner_optimizer.iterations) == 2
+    for got, expected in zip(whole_weights(divided), plain.weights, strict=True):
+        np.testing.assert_allclose(got, expected.numpy(), rtol=1e-4, atol=1e-5)  # float32
+
+
 @pytest.mark.ranks(min=2)
 def test_ranks_agree_on_the_loss_scale(comm: Any) -> None:
     """An overflow in the part of one rank alone: all skip the step and halve the scale."""
@@ -161,3 +226,39 @@ def test_plans_of_what_a_pipeline_cuts(comm: Any) -> None:
     with pytest.raises(UsageError, match="takes all features"):
         piped({"*/d0": Column()})
     piped({"*/d0": Column(), "*/d1": Row()}).close()
+
+
+@pytest.mark.parametrize(("mode", "sequence"), [("full", None), ("activations", None), ("recompute_grad", 1)])
+def test_layers_that_are_computed_again(comm: Any, float64: None, mode: str, sequence: int | None) -> None:
+    """Their moves run again in backward. Keras' own "full" is for eager training alone: a plan must be checked too."""
+
+    def build(scope: Any) -> Any:
+        keras.utils.set_random_seed(0)
+        with scope:
+            layers = [keras.layers.Dense(HIDDEN, activation="tanh", name="up"), keras.layers.Dense(WIDTH, name="down")]
+        return keras.Sequential([keras.Input((5, WIDTH)), *layers])
+
+    scope: Any = contextlib.nullcontext() if mode == "recompute_grad" else keras.RematScope(mode=mode)
+    style: Any = {"sequence": sequence}
+    plan = {"up": Column(**style), "down": Row(**style)}
+    plain, divided = build(contextlib.nullcontext()), parallelize(build(scope), comm, plan, divided_output=True)
+    again = tf.recompute_grad(divided) if mode == "recompute_grad" else divided
+    x, y = np.random.default_rng(1).standard_normal((2, ROWS, 5, WIDTH))
+
+    def of_shards(x: Any) -> Any:
+        return again(x) if sequence is None else gather(again(scatter(x, comm, 1)), comm, 1)
+
+    def gradients(call: Any, model: Any) -> Any:
+        given = tf.constant(x)
+        with tf.GradientTape() as tape:
+            tape.watch(given)
+            loss = tf.reduce_mean(tf.square(call(given) - y))
+        return tape.gradient(loss, [given, *model.trainable_variables])
+
+    expected = gradients(plain, plain)
+    run = gradients if mode == "full" else tf.function(gradients, autograph=False)
+    got = run(of_shards, divided)
+    close(got[0], expected[0])
+    for one, other, variable in zip(got[1:], expected[1:], divided.trainable_variables, strict=True):
+        shard = shard_of(variable)
+        close(one, other if shard is None else shard.own(other.numpy()))

@@ -22,7 +22,7 @@ from commlib_tensorflow._bridge import Array
 from commlib_tensorflow._graph import Spec, call
 from commlib_tensorflow._keras_reduction import replace
 from commlib_tensorflow._shards import shard_of
-from commlib_tensorflow.clip import clip_by_global_norm
+from commlib_tensorflow.clip import clip_by_global_norm, values_of, with_values
 
 _CLIPPED = "_commlib_clipped"
 
@@ -64,20 +64,24 @@ def _clipping(original: Any) -> Any:
 
 
 def _clipped_each(gradients: Sequence[Any], variables: Sequence[Any], clip_norm: float) -> list[Any]:
-    """Clip each gradient by its own norm, which for a part is that of the whole: one message for each axis."""
+    """Clip each gradient by its own norm, which for a part is that of the whole: one message for each axis.
+
+    Of rows of an embedding, each counts, and they stay rows: so does `tf.clip_by_norm`, and Keras' moments are others
+    if rows of one word are added up.
+    """
     results = [tf.clip_by_norm(gradient, clip_norm) for gradient in gradients]
     for axis in axes_of(variables):
         places = [n for n, v in enumerate(variables) if (shard := shard_of(v)) is not None and shard.axis is axis]
-        own = [tf.convert_to_tensor(gradients[place]) for place in places]
+        own = [values_of(gradients[place]) for place in places]
 
         def measure(*arrays: Array, axis: Axis = axis) -> list[Array]:
             squares = np.array([sum_of_squares(array.reshape(-1)) for array in arrays])
             return [np.sqrt(axis.comm.all_reduce(squares))]
 
         (norms,) = call(measure, own, [Spec(tf.float64, (len(own),))])
-        for place, gradient, norm in zip(places, own, tf.unstack(norms), strict=True):
+        for place, values, norm in zip(places, own, tf.unstack(norms), strict=True):
             factor = tf.where(norm > clip_norm, clip_norm / norm, tf.ones_like(norm))
-            results[place] = gradient * tf.cast(factor, gradient.dtype)
+            results[place] = with_values(gradients[place], values * tf.cast(factor, values.dtype))
     return results
 
 

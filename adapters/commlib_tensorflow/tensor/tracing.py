@@ -127,6 +127,10 @@ class Recorder:
 
         with ExitStack() as stack:
             stack.enter_context(replaced(keras.layers.Layer, "__call__", noted))
+            # Keras cannot compute layers again in graphs; what they compute is the same without.
+            stack.enter_context(
+                replaced(keras.layers.Layer, "rematerialized_call", lambda _, call, *args, **options: call)
+            )
             for owner, name in _OPAQUE:
                 stack.enter_context(replaced(owner, name, self._opaque(getattr(owner, name))))
             yield
