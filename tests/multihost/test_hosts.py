@@ -47,8 +47,8 @@ def layout(*ranks_per_host, marks=()):
     [
         layout(2, 2),
         layout(1, 1, 1, 1, marks=pytest.mark.any_mpi),
-        layout(3, 1),
-        layout(2, 2, 1, marks=pytest.mark.any_mpi),
+        layout(3, 1, marks=pytest.mark.any_mpi),
+        layout(2, 2, 1, marks=pytest.mark.long),
     ],
 )
 def test_every_layout(ranks_per_host):

@@ -188,7 +188,9 @@ class Language(nn.Module):
         return found
 
 
-@pytest.mark.parametrize(("backend", "sequence"), [("eager", None), ("aot_eager", 1)])
+@pytest.mark.parametrize(
+    ("backend", "sequence"), [pytest.param("eager", None, marks=pytest.mark.long), ("aot_eager", 1)]
+)
 def test_compiled_models(mesh, tp, backend, sequence):
     """Graphs break where data travels; values, gradients and random streams stay the same, batch after batch."""
     torch.manual_seed(6)
