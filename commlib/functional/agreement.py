@@ -10,7 +10,7 @@ import numpy as np
 
 from commlib.communicator import Communicator
 from commlib.data_parallel.parameter_check import Gathers, check_agreement
-from commlib.errors import CommlibError, UsageError
+from commlib.errors import CommlibError, MismatchError, UsageError
 
 _T = TypeVar("_T")
 
@@ -19,7 +19,8 @@ def together(comm: Gathers, run: Callable[[], _T]) -> _T:
     """Return what `run` returns here; if it raises on any rank, raise on all. Collective.
 
     All raise UsageError, with the message of the first rank that has one, and the ranks that do; but a rank on which
-    something else was raised raises that. What a group itself has raised, as MismatchError, is raised at once.
+    something else was raised raises that. What a group itself has raised, as MismatchError, is raised at once,
+    and so is what `run` raised here while other ranks made other calls.
     """
     raised: Exception | None = None
     try:
@@ -28,7 +29,10 @@ def together(comm: Gathers, run: Callable[[], _T]) -> _T:
         if isinstance(error, CommlibError) and not isinstance(error, UsageError):
             raise
         raised = error
-    everyone = comm.all_gather_object("" if raised is None else _said(raised))
+    try:
+        everyone = comm.all_gather_object("" if raised is None else _said(raised))
+    except MismatchError as error:  # a rank on which nothing was wrong had other calls to make first
+        raise error if raised is None else raised from None
     text = next((said for said in everyone if said), "")
     if not text:
         return result

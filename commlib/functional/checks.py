@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any, Protocol
 
 from commlib.data_parallel.parameter_check import Gathers
-from commlib.errors import UsageError
+from commlib.errors import CommlibError, UsageError
 from commlib.functional.agreement import together
 from commlib.functional.axis import Axis
 from commlib.functional.runs import WHOLE, Outputs, Run, compare_runs, outputs_of
@@ -125,15 +125,44 @@ def _traced(model: Model, call: Any, styles: Collection[str]) -> Trace:
     return trace
 
 
+def check_first_call(comm: Gathers, model: Model, call: Any, *, divided_output: bool, warns: bool) -> None:
+    """Check the rules for the first call of a model that is divided: as `check_call`, on all ranks of `comm`.
+
+    A rank whose part is one token may see nothing wrong, and go on to where the others never come. Collective over
+    `comm`. Raises UsageError on all ranks, or MismatchError on one that has gone on and cannot tell why.
+    """
+    attempted = model.attempt(call, model.styles())
+    doubts: Sequence[str]
+    if _is_of_group(attempted[1]):  # ranks made different calls, and all know: to meet once more would be another one
+        doubts = _doubts(model, attempted, divided_output)
+    else:
+        doubts = together(comm, lambda: _doubts(model, attempted, divided_output))
+    _warn(doubts if warns else ())
+
+
 def check_call(model: Model, call: Any, *, divided_output: bool, warns: bool) -> None:
     """Check the rules for a call of a model that is divided. Raises PlanError, a UsageError.
 
     warns: say as a warning what could not be told.
     """
-    styles = model.styles()
-    trace, error = model.attempt(call, styles)
+    doubts = _doubts(model, model.attempt(call, model.styles()), divided_output)
+    _warn(doubts if warns else ())
+
+
+def _doubts(model: Model, attempted: tuple[Trace, Exception | None], divided_output: bool) -> Sequence[str]:
+    trace, error = attempted
     # Where it failed for another reason than the plan, so will the call.
-    doubts = check(trace, styles, divided_output=divided_output or error is not None).doubts
-    if doubts and warns:
+    doubts = check(trace, model.styles(), divided_output=divided_output or error is not None).doubts
+    if error is not None and _is_of_group(error):
+        raise error
+    return doubts
+
+
+def _is_of_group(error: Exception | None) -> bool:
+    return isinstance(error, CommlibError) and not isinstance(error, UsageError)
+
+
+def _warn(doubts: Sequence[str]) -> None:
+    if doubts:
         more = f" ({len(doubts) - 1} more like this)" if len(doubts) > 1 else ""
-        warnings.warn(f"{doubts[0]}{more}", stacklevel=3)
+        warnings.warn(f"{doubts[0]}{more}", stacklevel=4)

@@ -18,8 +18,7 @@ from commlib.errors import UsageError
 from commlib.tensor import Column, Plan, Replicate, Row, Sequence, Vocabulary
 from commlib_torch.tensor import parallelize, verify
 
-WORDS, WIDTH, HEADS = 37, 24, 6
-TOKENS = 7  # no rank of 3 has one token alone, which would go with any number of others
+WORDS, WIDTH, HEADS, TOKENS = 37, 24, 6, 5
 
 
 class LanguageModel(nn.Module):
@@ -168,6 +167,15 @@ def test_wrong_regions_are_refused(tp, changes, said):
     for options in ({"example": words()}, {}):
         with pytest.raises(UsageError, match=said):
             parallelize(made(kind, dropout=0.1), tp, plan, **options)(words())
+
+
+@pytest.mark.ranks(min=2, max=2)
+def test_a_rank_of_one_token_waits_for_nobody(tp):
+    """One token goes with any number of others: this rank saw nothing wrong, and waited for one that had raised."""
+    divided = parallelize(made(Without), tp, {**ALONG, "down": Row()})
+    with pytest.raises(UsageError, match="meets only"):
+        divided(words()[:, :3])
+    tp.barrier()
 
 
 @pytest.mark.ranks(max=3)

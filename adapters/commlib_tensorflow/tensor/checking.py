@@ -10,7 +10,7 @@ import tensorflow as tf
 
 from commlib.communicator import Communicator
 from commlib.errors import UsageError
-from commlib.functional.checks import check_call, check_parts
+from commlib.functional.checks import check_first_call, check_parts
 from commlib.functional.runs import Outputs, Run
 from commlib.tensor.styles import Style
 from commlib.tensor.trace import Trace
@@ -86,9 +86,9 @@ def check_stages(comm: Communicator, graph: Any) -> None:
         one.done = True
 
 
-def check_at_first_call(model: Any, layers: Layers, *, divided_output: bool, warns: bool) -> None:
+def check_at_first_call(model: Any, layers: Layers, comm: Communicator, *, divided_output: bool) -> None:
     """Check a divided model's plan when it is called for the first time, before that call."""
-    unchecked = Unchecked(warns=warns)
+    unchecked = Unchecked(warns=comm.rank == 0)
     for name in styles_in(layers):
         layers[name].plan_check = unchecked
 
@@ -96,7 +96,7 @@ def check_at_first_call(model: Any, layers: Layers, *, divided_output: bool, war
         del model.call  # that of the class is left
         specs = keras.tree.map_structure(_spec, inputs)
         try:
-            check_call(Traced(model, layers), specs, divided_output=divided_output, warns=warns)
+            check_first_call(comm, Traced(model, layers), specs, divided_output=divided_output, warns=unchecked.warns)
         except UsageError as error:
             raise UsageError(str(error)) from error  # Keras adds to its text, and needs a class that takes that alone
         unchecked.done = True

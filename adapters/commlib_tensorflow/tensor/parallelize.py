@@ -97,7 +97,7 @@ def parallelize(
     if checks is not None:
         checks.divided()
     else:
-        check_at_first_call(model, layers, divided_output=divided_output, warns=axis.rank == 0)
+        check_at_first_call(model, layers, axis, divided_output=divided_output)
     return model
 
 

@@ -11,7 +11,8 @@ from torch.utils._pytree import tree_leaves
 
 from commlib.communicator import Communicator
 from commlib.errors import UsageError
-from commlib.functional.checks import check_call, check_parts
+from commlib.functional.axis import Axis
+from commlib.functional.checks import check_first_call, check_parts
 from commlib.functional.runs import Outputs, Run
 from commlib.tensor.styles import Style
 from commlib.tensor.trace import Trace
@@ -51,16 +52,17 @@ class AtFirstCall:
     """A hook that checks a divided model's plan at its first call, and goes. It runs the model once more."""
 
     @classmethod
-    def of(cls, model: nn.Module, *, divided_output: bool, warns: bool) -> None:
+    def of(cls, model: nn.Module, axis: Axis, *, divided_output: bool) -> None:
         """Put one on a model."""
-        hook = cls(divided_output, warns)
+        hook = cls(axis, divided_output)
         for module in model.modules():
             if isinstance(getattr(module, "style", None), Style):
                 module.plan_check = hook  # type: ignore[assignment]  # no module
         hook._handle = model.register_forward_pre_hook(hook, with_kwargs=True, prepend=True)
 
-    def __init__(self, divided_output: bool, warns: bool) -> None:
-        self.divided_output, self.warns = divided_output, warns
+    def __init__(self, axis: Axis, divided_output: bool) -> None:
+        self.divided_output, self.warns = divided_output, axis.rank == 0
+        self._axis = axis
         self.done = False
         self._handle: Any = None  # copied with the model and its hooks
 
@@ -69,7 +71,8 @@ class AtFirstCall:
         if torch.compiler.is_compiling() or any(isinstance(leaf, fx.Proxy) for leaf in tree_leaves((args, options))):
             return  # the first call that is not compiled or traced is checked
         self._handle.remove()
-        check_call(Traced(model), (args, options), divided_output=self.divided_output, warns=self.warns)
+        call = args, options
+        check_first_call(self._axis.comm, Traced(model), call, divided_output=self.divided_output, warns=self.warns)
         self.done = True
 
 

@@ -83,7 +83,7 @@ def parallelize(
     if checks is not None:
         checks.divided()
     else:
-        AtFirstCall.of(model, divided_output=divided_output, warns=axis.rank == 0)
+        AtFirstCall.of(model, shared, divided_output=divided_output)
     return model
 
 
