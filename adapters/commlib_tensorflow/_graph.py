@@ -1,7 +1,6 @@
 """One way to call a function of the host on tensors: at once if TensorFlow runs eagerly, else as one node of the graph.
 
 A node is one `tf.numpy_function`, however many tensors go in and out: a call costs about 30 us, a further tensor 8 us.
-Result memory: see `result_empty`.
 It is stateful, so a traced function runs its nodes in the order in which they were made, the same on every rank. Where
 nothing orders them, as in graphs of TensorFlow 1, nodes keep no thread while they wait: see `_aside`.
 """
