@@ -1,7 +1,8 @@
 # shellcheck shell=bash
 # Source this. `part` queues a command, `run_parts` runs what is queued, LANES at a time (2), and prints the parts in the
 # order of the queue, each as it goes on; `summary` says how each went. Most tests wait for most of the time, so that two
-# parts at a time keep two cores busy. LANES=1 runs one part after another.
+# parts at a time keep two cores busy. LANES=1 runs one part after another. Beside the seconds of a part stand those that
+# its processes computed: what a change costs shows there, whatever ran beside.
 # A part may take long, but not fall silent: it is ended when it has printed nothing for 5 minutes (SILENCE=seconds).
 
 silence=${SILENCE:-300} # seconds: more than any one test may take
@@ -14,6 +15,7 @@ lines=() # of the summary
 skipped=()
 failed=0
 ran=0 # parts
+per_second=$(getconf CLK_TCK)
 parts=$(mktemp -d)
 
 # part NAME COMMAND...: queues the command.
@@ -26,19 +28,28 @@ part() {
 
 # lane: runs parts that no other lane has taken, one after another, until there are none.
 lane() {
-    local number start rc job=
+    local number start computed ended rc job=
     trap 'kill $job 2>/dev/null; wait; exit 143' TERM
     for ((number = ran; number < ${#names[@]}; number++)); do
         mkdir "$parts/$number" 2>/dev/null || continue
         start=$SECONDS rc=0
+        ticks computed
         PATH=${paths[number]} python "$PWD/ci/while_moving.py" "$silence:$longest" bash -c "exec ${commands[number]}" \
             </dev/null &>"$parts/$number/log" &
         job=$!
         wait "$job" || rc=$?
         job=
-        echo "$rc $((SECONDS - start))" >"$parts/$number/new"
+        ticks ended
+        echo "$rc $((SECONDS - start)) $(((ended - computed) / per_second))" >"$parts/$number/new"
         mv "$parts/$number/new" "$parts/$number/ended"
     done
+}
+
+# ticks NAME: sets the variable to what the processes that this shell has waited for computed, in ticks of the clock.
+ticks() {
+    local fields
+    read -ra fields <"/proc/$BASHPID/stat"
+    printf -v "$1" %d $((fields[15] + fields[16]))
 }
 
 run_parts() {
@@ -83,12 +94,12 @@ follow() {
 
 # note NUMBER: notes how the part went.
 note() {
-    local rc seconds verdict
-    read -r rc seconds <"$parts/$1/ended"
+    local rc seconds computed verdict
+    read -r rc seconds computed <"$parts/$1/ended"
     verdict=$(outcome "$rc" "$parts/$1/log")
     ((rc == 0)) || failed=$((failed + 1))
     [[ $verdict != SKIPPED* ]] || skipped+=("${names[$1]}: ${verdict#SKIPPED: }")
-    lines+=("$(printf '%-40s %4d s  %s' "${names[$1]}" "$seconds" "$verdict")")
+    lines+=("$(printf '%-40s %4d s %5d s cpu  %s' "${names[$1]}" "$seconds" "$computed" "$verdict")")
 }
 
 # outcome CODE LOG: how the part went. Pytest ends well, too, if it has skipped all that it found.
@@ -114,9 +125,11 @@ plain() {
     sed $'s/\033\\[[0-9;]*m//g' "$1"
 }
 
-# summary: a line for each part, the slowest, and what was skipped as a whole.
+# summary: a line for each part (seconds, seconds of a core: cpu, how it went), the slowest, and what was skipped as a whole.
 summary() {
-    printf '\n=== summary (%d s)\n' "$SECONDS"
+    local computed
+    ticks computed # of the lanes, and all that ran in them
+    printf '\n=== summary (%d s, %d s cpu)\n' "$SECONDS" $((computed / per_second))
     printf '%s\n' "${lines[@]}"
     printf '\n=== slowest parts (s)\n'
     printf '%s\n' "${lines[@]}" | sed -E 's/^(.{40}) +([0-9]+) s.*/\2\t\1/' | sort -rn | head -n 5
