@@ -31,8 +31,8 @@ class Model(Protocol):
     def styles(self) -> dict[str, Style]:
         """Return the styles of the layers that are divided."""
 
-    def able(self, name: str, style: Style) -> bool:
-        """Return whether a layer can be divided in a style."""
+    def able(self, name: str, style: Style, axis: Axis) -> bool:
+        """Return whether a layer can be divided in a style among the ranks of an axis."""
 
 
 def found_plan(model: Model, axis: Axis, plan: Any, call: Any, report: Callable[[str], object]) -> Plan:
@@ -44,7 +44,7 @@ def found_plan(model: Model, axis: Axis, plan: Any, call: Any, report: Callable[
         if call is None:
             raise UsageError('parallelize: plan="auto" runs the model once: give example=, or verify=, a batch for it')
         trace = _traced(model, call, ())
-        return trace, auto(trace, axis.size, model.able)
+        return trace, auto(trace, axis.size, lambda name, style: model.able(name, style, axis))
 
     trace, found = together(axis.comm, find)
     if axis.rank == 0:

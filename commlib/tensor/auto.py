@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 
 from commlib.tensor.pairs import NotPossible, divided_pair
 from commlib.tensor.rules import PlanError, check
-from commlib.tensor.styles import Column, Style, Vocabulary
+from commlib.tensor.styles import Column, Style, Vocabulary, brief
 from commlib.tensor.trace import Step, Trace
 
 Able = Callable[[str, Style], bool]
@@ -141,7 +141,7 @@ def _pair(trace: Trace, size: int, able: Able, found: Found, firsts: list[str], 
         styles = divided_pair(trace, size, firsts, last)
         for name, style in styles.items():
             if not able(name, style):
-                raise NotPossible(f"{name} cannot be divided as {style}")
+                raise NotPossible(f"{name} cannot be divided as {brief(style)}")
     except (PlanError, NotPossible) as error:
         found.reasons.update(dict.fromkeys((*firsts, last), f"{error}"))
         return

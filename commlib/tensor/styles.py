@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence as Sequence_
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 
 from commlib.errors import UsageError
 
@@ -105,3 +105,10 @@ def _check_units(style: str, units: int) -> None:
 def _check_dim(style: str, dim: int | None) -> None:
     if dim is not None and (isinstance(dim, bool) or not isinstance(dim, int)):
         raise UsageError(f"{style}: the dimension of the sequence is {dim!r}, expected a number such as 1")
+
+
+def brief(style: Style) -> str:
+    """Return a style as it would be written: with what is not as by default."""
+    plain = type(style)()
+    changed = [f for f in fields(style) if getattr(style, f.name) != getattr(plain, f.name)]
+    return f"{type(style).__name__}({', '.join(f'{f.name}={getattr(style, f.name)}' for f in changed)})"

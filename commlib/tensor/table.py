@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import fields
 
 from commlib.tensor.sharding import Sharding, parts_of
-from commlib.tensor.styles import Column, Row, Style, Vocabulary
+from commlib.tensor.styles import Column, Row, Style, Vocabulary, brief
 from commlib.tensor.trace import Step, Trace
 
 
@@ -18,19 +17,12 @@ def plan_table(plan: Mapping[str, Style], reasons: Mapping[str, str], trace: Tra
         whole = sizes[name].size
         own = _own(sizes[name], plan.get(name), size)
         why = reasons.get(name, "as given")
-        rows.append((name or "(model)", _brief(plan.get(name)), _text(whole), _text(own), why))
+        rows.append(
+            (name or "(model)", "whole" if name not in plan else brief(plan[name]), _text(whole), _text(own), why)
+        )
     widths = [max(map(len, column)) for column in list(zip(*rows, strict=True))[:-1]]
     lines = [[cell.ljust(width) for cell, width in zip(row, (*widths, 0), strict=True)] for row in rows]
     return "\n".join("  ".join(line).rstrip() for line in lines)
-
-
-def _brief(style: Style | None) -> str:
-    """Return a style with what is not as by default."""
-    if style is None:
-        return "whole"
-    plain = type(style)()
-    changed = [f for f in fields(style) if getattr(style, f.name) != getattr(plain, f.name)]
-    return f"{type(style).__name__}({', '.join(f'{f.name}={getattr(style, f.name)}' for f in changed)})"
 
 
 def _text(size: tuple[int, int]) -> str:

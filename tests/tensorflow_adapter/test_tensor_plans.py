@@ -148,6 +148,17 @@ class TestPlans:
         assert divided_style(divided, "m0_i") == Row()
         same_training(plain, divided, words(), words())
 
+    def test_auto_leaves_out_what_cannot_be_divided(self, tp):
+        """A constraint is nothing to the rules, but would see a part of what it constrains."""
+        said: list[str] = []
+        x = y = keras.Input([WIDTH])
+        for name, constraint in (("kept", keras.constraints.UnitNorm()), ("m", None)):
+            y = keras.layers.Dense(12, "relu", kernel_constraint=constraint, name=f"{name}_h")(y)
+            y = keras.layers.Dense(WIDTH, name=f"{name}_i")(y)
+        divided = parallelize(keras.Model(x, y), tp, "auto", report=said.append)
+        assert [layer.name for layer in divided.layers if hasattr(layer, "style")] == ["m_h", "m_i"]
+        assert tp.rank or "kept_h cannot be divided as Column()" in said[0]
+
     def test_auto_of_a_subclassed_model(self, tp):
         model, plain = subclassed(), subclassed()
         with pytest.raises(UsageError, match="give example=, or verify="):

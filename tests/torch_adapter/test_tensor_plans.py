@@ -184,6 +184,16 @@ class TestPlans:
         with pytest.raises(UsageError, match='expected styles by names of layers, or "auto"'):
             parallelize(nn.Linear(4, 6), tp, "Auto")
 
+    def test_auto_leaves_out_what_cannot_be_divided(self, tp):
+        """A convolution in groups is as good as any other to the rules, but no layer knows how to divide it."""
+        said: list[str] = []
+        grouped = nn.Sequential(nn.Conv1d(4, 12, 1), nn.ReLU(), nn.Conv1d(12, 4, 1, groups=4))
+        model = nn.Sequential(grouped, nn.Sequential(nn.Conv1d(4, 12, 1), nn.ReLU(), nn.Conv1d(12, 4, 1)))
+        divided = parallelize(model, tp, "auto", example=torch.rand(2, 4, 5), report=said.append)
+        styles = {name: module.style for name, module in divided.named_modules() if hasattr(module, "style")}
+        assert styles == {"1.0": Column(), "1.2": Row()}
+        assert tp.rank or "0.2 cannot be divided as Row()" in said[0]
+
     @pytest.mark.parametrize("way", ["verify", "example", "first call"])
     def test_right_plans(self, tp, way):
         model = made(Block)

@@ -10,12 +10,14 @@ import tensorflow as tf
 
 from commlib.communicator import Communicator
 from commlib.errors import UsageError
+from commlib.functional.axis import Axis
 from commlib.functional.checks import check_first_call, check_parts
+from commlib.functional.division import Division
 from commlib.functional.runs import Outputs, Run
 from commlib.tensor.styles import Style
 from commlib.tensor.trace import Trace
 from commlib_tensorflow.tensor._runs import ran
-from commlib_tensorflow.tensor.layers import find_layer
+from commlib_tensorflow.tensor.layers import check_layers, find_layer
 from commlib_tensorflow.tensor.names import layers_of
 from commlib_tensorflow.tensor.tracing import Layers, attempted, concrete, styles_in
 
@@ -38,10 +40,11 @@ class Traced:
         """Return the styles of the layers that are divided."""
         return styles_in(self._layers)
 
-    def able(self, name: str, style: Style) -> bool:
-        """Return whether a layer can be divided in a style."""
+    def able(self, name: str, style: Style, axis: Axis) -> bool:
+        """Return whether a layer can be divided in a style among the ranks of an axis."""
+        layer = self._layers[name]
         try:
-            find_layer(name, self._layers[name], style)
+            check_layers([(name, layer, style, find_layer(name, layer, style))], Division(axis))
         except UsageError:
             return False
         return True

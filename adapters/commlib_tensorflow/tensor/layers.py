@@ -1,13 +1,16 @@
-"""Layers that can be divided: which class does that for a plain layer of Keras and a style."""
+"""Layers that can be divided: which class does that for a plain layer of Keras and a style, and whether it can."""
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from typing import Any
 
 import keras
 
 from commlib.errors import UsageError
+from commlib.functional.division import Division
 from commlib.tensor.styles import Column, Replicate, Row, Sequence, Style, Vocabulary
+from commlib_tensorflow.tensor._dividing import check_division
 from commlib_tensorflow.tensor.attention import ColumnAttention
 from commlib_tensorflow.tensor.conv import ColumnConv, RowConv
 from commlib_tensorflow.tensor.dense import ColumnDense, RowDense, VocabularyDense
@@ -57,3 +60,10 @@ def find_layer(name: str, layer: Any, style: Style) -> Any:
     raise UsageError(
         f"plan: {name} is a {type(layer).__name__}, but {type(style).__name__} is for {', '.join(able) or 'no layer'}"
     )
+
+
+def check_layers(found: Iterable[tuple[str, Any, Style, Any]], division: Division) -> None:
+    """Raise UsageError unless all of (name, layer, style, the class that it becomes) can be divided together."""
+    for name, layer, style, kind in found:
+        if division.is_new(name, layer, style) and kind is not None:
+            check_division(name, kind.shardings(layer, name, style), division)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import keras
@@ -20,10 +20,9 @@ from commlib.tensor.plan import resolve
 from commlib.tensor.styles import Style
 from commlib_tensorflow._graph import result_empty
 from commlib_tensorflow._keras3 import NO_XLA_DIVIDED, never_compile
-from commlib_tensorflow.tensor._dividing import check_division
 from commlib_tensorflow.tensor._values import values_of_rank_0
 from commlib_tensorflow.tensor.checking import Traced, check_at_first_call, known_call
-from commlib_tensorflow.tensor.layers import find_layer
+from commlib_tensorflow.tensor.layers import check_layers, find_layer
 from commlib_tensorflow.tensor.layout import styles_of_layouts
 from commlib_tensorflow.tensor.names import layers_named, only
 from commlib_tensorflow.tensor.state import divide_optimizer, kept_as
@@ -75,7 +74,7 @@ def parallelize(
     found = together(axis, lambda: _layers(model, named, wanted))
     styles = {name: style for name, _, style, _ in found}
     check_agreement(axis, "parallelize", [f"codec {codec}", *_lines(layers, styles), *map(_said, model.variables)])
-    together(axis, lambda: _check_divisions(found, Division(shared)))
+    together(axis, lambda: check_layers(found, Division(shared)))
     checks = None
     with values_of_rank_0("parallelize", model.variables, axis):
         if call is not None:
@@ -108,12 +107,6 @@ def _layers(model: Any, named: Mapping[str, list[Any]], plan: Any) -> list[tuple
     styles = styles_of_layouts(model, named, plan) if is_layout_map(plan) else resolve(plan, list(named))
     found = [(name, only(name, named[name]), style) for name, style in styles.items()]
     return [(name, layer, style, find_layer(name, layer, style)) for name, layer, style in found]
-
-
-def _check_divisions(found: Sequence[tuple[str, Any, Style, Any]], division: Division) -> None:
-    for name, layer, style, kind in found:
-        if division.is_new(name, layer, style) and kind is not None:
-            check_division(name, kind.shardings(layer, name, style), division)
 
 
 def _lines(layers: Mapping[str, Any], styles: Mapping[str, Style]) -> list[str]:

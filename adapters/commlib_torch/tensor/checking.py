@@ -13,10 +13,11 @@ from commlib.communicator import Communicator
 from commlib.errors import UsageError
 from commlib.functional.axis import Axis
 from commlib.functional.checks import check_first_call, check_parts
+from commlib.functional.division import Division
 from commlib.functional.runs import Outputs, Run
 from commlib.tensor.styles import Style
 from commlib.tensor.trace import Trace
-from commlib_torch.tensor.layers import find_layer
+from commlib_torch.tensor.layers import check_layers, find_layer
 from commlib_torch.tensor.tracing import attempted, styles_in
 from commlib_torch.tensor.verify import ran
 
@@ -40,12 +41,14 @@ class Traced:
         """Return the styles of the layers that are divided."""
         return styles_in(self._model)
 
-    def able(self, name: str, style: Style) -> bool:
-        """Return whether a layer can be divided in a style."""
+    def able(self, name: str, style: Style, axis: Axis) -> bool:
+        """Return whether a layer can be divided in a style among the ranks of an axis."""
+        module = self._model.get_submodule(name)
         try:
-            return find_layer(name, self._model.get_submodule(name), style) is not None
+            check_layers([(name, module, style, find_layer(name, module, style))], Division(axis))
         except UsageError:
             return False
+        return True
 
 
 class AtFirstCall:

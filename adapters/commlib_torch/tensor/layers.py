@@ -1,11 +1,16 @@
-"""Layers that can be divided: which class does that for a plain module and a style."""
+"""Layers that can be divided: which class does that for a plain module and a style, and whether it can."""
 
 from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Any
 
 from torch import nn
 
 from commlib.errors import UsageError
+from commlib.functional.division import Division
 from commlib.tensor.styles import Column, Replicate, Row, Sequence, Style, Vocabulary
+from commlib_torch.tensor._dividing import check_division
 from commlib_torch.tensor.attention import ColumnAttention
 from commlib_torch.tensor.conv import ColumnConv1d, ColumnConv2d, ColumnConv3d, RowConv1d, RowConv2d, RowConv3d
 from commlib_torch.tensor.embedding import ColumnEmbedding, VocabularyEmbedding
@@ -49,3 +54,10 @@ def find_layer(name: str, module: nn.Module, style: Style) -> type[nn.Module]:
     raise UsageError(
         f"plan: {name} is a {plain.__name__}, but {type(style).__name__} is for {', '.join(able) or 'no layer'}"
     )
+
+
+def check_layers(found: Iterable[tuple[str, Any, Style, Any]], division: Division) -> None:
+    """Raise UsageError unless all of (name, module, style, the class that it becomes) can be divided together."""
+    for name, module, style, layer in found:
+        if division.is_new(name, module, style) and layer is not type(module):
+            check_division(name, module, layer.shardings(module, name, style), division)

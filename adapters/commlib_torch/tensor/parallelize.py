@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any, TypeVar
 
@@ -20,9 +20,8 @@ from commlib.tensor.plan import Plan, lines, resolve
 from commlib.tensor.styles import Style
 from commlib_torch._bridge import array_of, packed
 from commlib_torch._fast_path import keep_padding
-from commlib_torch.tensor._dividing import check_division
 from commlib_torch.tensor.checking import AtFirstCall, Traced
-from commlib_torch.tensor.layers import find_layer
+from commlib_torch.tensor.layers import check_layers, find_layer
 from commlib_torch.tensor.tracing import arguments_of, styles_in
 
 ModelT = TypeVar("ModelT", bound=nn.Module)
@@ -63,7 +62,7 @@ def parallelize(
     styles = {name: style for name, _, style, _ in found}
     shapes = [f"{name}: {list(parameter.shape)}" for name, parameter in model.named_parameters()]
     check_agreement(axis, "parallelize", [f"codec {codec}", *lines(styles), *shapes])
-    together(axis, lambda: _check_divisions(found, Division(shared)))
+    together(axis, lambda: check_layers(found, Division(shared)))
     checks = None
     with _values_of_rank_0(model, axis):
         if call is not None:
@@ -92,12 +91,6 @@ def _layers(model: nn.Module, plan: Plan) -> list[tuple[str, Any, Style, Any]]:
     modules = dict(model.named_modules(remove_duplicate=False))
     styles = resolve(plan, list(modules))
     return [(name, modules[name], style, find_layer(name, modules[name], style)) for name, style in styles.items()]
-
-
-def _check_divisions(found: Sequence[tuple[str, Any, Style, Any]], division: Division) -> None:
-    for name, module, style, layer in found:
-        if division.is_new(name, module, style) and layer is not type(module):
-            check_division(name, module, layer.shardings(module, name, style), division)
 
 
 @contextmanager
