@@ -1,8 +1,8 @@
 # shellcheck shell=bash
 # Source this. `part` queues a command, `run_parts` runs what is queued, LANES at a time (2), and prints the parts in the
 # order of the queue, each as it goes on; `summary` says how each went. Most tests wait for most of the time, so that two
-# parts at a time keep two cores busy. LANES=1 runs one part after another. Beside the seconds of a part stand those that
-# its processes computed: what a change costs shows there, whatever ran beside.
+# parts at a time keep two cores busy. LANES=1 runs one part after another.
+# What the processes of a part computed is said, too: what a change costs shows there, whatever ran beside.
 # A part may take long, but not fall silent: it is ended when it has printed nothing for 5 minutes (SILENCE=seconds).
 
 silence=${SILENCE:-300} # seconds: more than any one test may take
@@ -12,6 +12,7 @@ names=()
 commands=()
 paths=() # PATH, as it was when the part was queued: it says under which MPI
 lines=() # of the summary
+work=()  # of each part
 skipped=()
 failed=0
 ran=0 # parts
@@ -99,7 +100,8 @@ note() {
     verdict=$(outcome "$rc" "$parts/$1/log")
     ((rc == 0)) || failed=$((failed + 1))
     [[ $verdict != SKIPPED* ]] || skipped+=("${names[$1]}: ${verdict#SKIPPED: }")
-    lines+=("$(printf '%-40s %4d s %5d s cpu  %s' "${names[$1]}" "$seconds" "$computed" "$verdict")")
+    lines+=("$(printf '%-40s %4d s  %s' "${names[$1]}" "$seconds" "$verdict")")
+    work+=("$(printf '%d\t%s' "$computed" "${names[$1]}")")
 }
 
 # outcome CODE LOG: how the part went. Pytest ends well, too, if it has skipped all that it found.
@@ -125,12 +127,14 @@ plain() {
     sed $'s/\033\\[[0-9;]*m//g' "$1"
 }
 
-# summary: a line for each part (seconds, seconds of a core: cpu, how it went), the slowest, and what was skipped as a whole.
+# summary: a line for each part what computed most, the slowest, and what was skipped as a whole.
 summary() {
     local computed
     ticks computed # of the lanes, and all that ran in them
-    printf '\n=== summary (%d s, %d s cpu)\n' "$SECONDS" $((computed / per_second))
+    printf '\n=== summary (%d s, %d s of a core)\n' "$SECONDS" $((computed / per_second))
     printf '%s\n' "${lines[@]}"
+    printf '\n=== what computed most (s of a core)\n'
+    printf '%s\n' "${work[@]}" | sort -rn | head -n 12
     printf '\n=== slowest parts (s)\n'
     printf '%s\n' "${lines[@]}" | sed -E 's/^(.{40}) +([0-9]+) s.*/\2\t\1/' | sort -rn | head -n 5
     if ((${#skipped[@]} > 0)); then
