@@ -18,7 +18,7 @@ os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "2")  # before TensorFlow is impor
 import keras
 import numpy as np
 import tensorflow as tf
-from sklearn.datasets import load_digits
+from digits import load_digits
 
 import commlib_tensorflow.keras as ct
 
@@ -54,9 +54,9 @@ def compiled(model: Any, optimizer: Any) -> Any:
 
 def digits() -> Data:
     """Return 1797 images [n, 8, 8, 1] of values in [0, 1] and their labels [n], shuffled."""
-    data = load_digits()
-    order = np.random.default_rng(0).permutation(len(data.target))
-    return data.images[order, :, :, None].astype(np.float32) / 16, data.target[order]
+    images, labels = load_digits()
+    order = np.random.default_rng(0).permutation(len(labels))
+    return images[order, :, :, None], labels[order]
 
 
 def batches(images: Any, labels: Any, *, rank: int, size: int) -> Any:

@@ -14,8 +14,8 @@ import time
 from collections.abc import Iterator
 
 import torch
+from digits import load_digits
 from rich.progress import track
-from sklearn.datasets import load_digits
 from torch import Tensor, nn
 
 import commlib_torch as ct
@@ -43,10 +43,9 @@ def sgd(model: nn.Module) -> torch.optim.SGD:
 
 def digits() -> tuple[Tensor, Tensor]:
     """Return 1797 images [n, 1, 8, 8] of values in [0, 1] and their labels [n], shuffled."""
-    data = load_digits()
-    order = torch.randperm(len(data.target), generator=torch.Generator().manual_seed(0))
-    images = torch.tensor(data.images, dtype=torch.float32).unsqueeze(1) / 16
-    return images[order], torch.tensor(data.target)[order]
+    images, labels = map(torch.from_numpy, load_digits())
+    order = torch.randperm(len(labels), generator=torch.Generator().manual_seed(0))
+    return images.unsqueeze(1)[order], labels[order]
 
 
 def batches(count: int) -> Iterator[Tensor]:

@@ -10,7 +10,7 @@ import tempfile
 
 import numpy as np
 import tensorflow as tf
-from sklearn.datasets import load_digits
+from digits import load_digits
 
 import commlib_tensorflow.keras as hvd
 
@@ -23,8 +23,8 @@ for gpu in gpus:
 if gpus:
     tf.config.set_visible_devices(gpus[hvd.local_rank()], "GPU")
 
-data = load_digits()
-images, labels = data.images[..., np.newaxis].astype("float32") / 16, data.target
+images, labels = load_digits()
+images = images[..., np.newaxis]
 train, test = (images[:1440], labels[:1440]), (images[1440:], labels[1440:])
 dataset = tf.data.Dataset.from_tensor_slices(train).repeat().shuffle(1440, seed=hvd.rank()).batch(32)
 

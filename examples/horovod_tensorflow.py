@@ -13,7 +13,7 @@ import sys
 import tempfile
 
 import tensorflow as tf
-from sklearn.datasets import load_digits
+from digits import load_digits
 
 import commlib_tensorflow as hvd
 
@@ -26,8 +26,8 @@ for gpu in gpus:
 if gpus:
     tf.config.set_visible_devices(gpus[hvd.local_rank()], "GPU")
 
-data = load_digits()
-images, labels = data.data.astype("float32") / 16, data.target
+images, labels = load_digits()
+images = images.reshape(-1, 64)
 dataset = tf.data.Dataset.from_tensor_slices((images[:1440], labels[:1440]))
 dataset = dataset.repeat().shuffle(1440, seed=hvd.rank()).batch(32)
 

@@ -15,7 +15,7 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
-from sklearn.datasets import load_digits
+from digits import load_digits
 from torch import nn, optim
 from torch.utils.data import DataLoader, TensorDataset
 from torch.utils.data.distributed import DistributedSampler
@@ -50,9 +50,8 @@ class Net(nn.Module):
 
 
 def digits() -> tuple[TensorDataset, TensorDataset]:
-    data = load_digits()
-    images = torch.tensor(data.images, dtype=torch.float32).unsqueeze(1) / 16
-    labels = torch.tensor(data.target)
+    images, labels = map(torch.from_numpy, load_digits())
+    images = images.unsqueeze(1)
     order = torch.randperm(len(labels), generator=torch.Generator().manual_seed(0))
     images, labels = images[order], labels[order]
     return TensorDataset(images[:-360], labels[:-360]), TensorDataset(images[-360:], labels[-360:])

@@ -16,7 +16,7 @@ os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "2")  # before TensorFlow is impor
 import keras
 import numpy as np
 import tensorflow as tf
-from sklearn.datasets import load_digits
+from digits import load_digits
 
 import commlib_tensorflow as ct
 
@@ -27,9 +27,9 @@ MIN_ACCURACY = 0.95
 
 def main() -> int:
     ct.init()
-    data = load_digits()
-    order = np.random.default_rng(0).permutation(len(data.target))
-    images, labels = data.data[order].astype(np.float32) / 16, data.target[order]
+    images, labels = load_digits()
+    order = np.random.default_rng(0).permutation(len(labels))
+    images, labels = images[order].reshape(-1, 64), labels[order]
     testing = images[-360:], labels[-360:]
     mine = slice(ct.rank(), len(labels) - 360, ct.size())
     dataset = tf.data.Dataset.from_tensor_slices((images[mine], labels[mine]))
