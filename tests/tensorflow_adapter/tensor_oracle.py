@@ -63,6 +63,16 @@ def run(call: Callable[..., Any], variables: list[Any], inputs: list[Any], shape
     return (tf.function(step, autograph=False) if compiled else step)(*given)
 
 
+def alone(axis: Any, reference: Callable[[], Any]) -> Any:
+    """Return what a function returns on rank 0, with arrays for tensors, on all ranks: one process is enough for it."""
+    found = keras.tree.map_structure(_array, reference()) if axis.rank == 0 else None
+    return axis.broadcast_object(found)
+
+
+def _array(value: Any) -> Any:
+    return np.asarray(tf.convert_to_tensor(value)) if isinstance(value, tf.Tensor | tf.IndexedSlices) else value
+
+
 def same(
     make: Callable[[], Any],
     plan: Any,
@@ -89,8 +99,11 @@ def same(
         found = own(_inputs([scatter(x, axis, sequence) for x in given]), **options)
         return keras.tree.map_structure(lambda out: gather(out, axis, sequence), found)
 
-    shapes = [out.shape for out in keras.tree.flatten(plain(*inputs))]
-    expected = run(plain, whole.trainable_variables, list(inputs), shapes, compiled)
+    def reference() -> Any:
+        shapes = [tuple(out.shape) for out in keras.tree.flatten(plain(*inputs))]
+        return shapes, run(plain, whole.trainable_variables, list(inputs), shapes, compiled)
+
+    shapes, expected = alone(axis, reference)
     got = run(divided, own.trainable_variables, list(inputs), shapes, compiled)
     for part in (0, 1):
         for number, (one, other) in enumerate(zip(got[part], expected[part], strict=True)):

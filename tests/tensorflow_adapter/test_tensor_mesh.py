@@ -17,6 +17,7 @@ from commlib.tensor import Column, Row, Vocabulary
 from commlib_tensorflow import DistributedOptimizer, pipeline
 from commlib_tensorflow._shards import shard_of
 from commlib_tensorflow.tensor import gather, parallelize, scatter
+from tests.tensorflow_adapter.tensor_oracle import alone
 
 WIDTH, HIDDEN, ROWS = 6, 9, 8
 PLAN: Any = {"up*": Column(), "down*": Row()}
@@ -66,6 +67,23 @@ def close(got: Any, expected: Any) -> None:
     np.testing.assert_allclose(got, expected, rtol=1e-11, atol=1e-12)
 
 
+_references: dict[str, Any] = {}
+
+
+def reference(comm: Any, options: Any) -> Any:
+    """Return the losses and weights of one process, which trains once for all tests. Collective."""
+
+    def trained() -> Any:
+        plain = make()
+        plain.compile(keras.optimizers.Adam(0.01, **options), "mse")
+        return fit(plain, *data()), plain.get_weights()
+
+    key = str(options)
+    if key not in _references:
+        _references[key] = alone(comm, trained)
+    return _references[key]
+
+
 OPTIONS: Any = [
     {},
     {"global_clipnorm": 0.05},
@@ -77,14 +95,12 @@ OPTIONS: Any = [
 
 @pytest.mark.parametrize("options", OPTIONS, ids=lambda options: next(iter(options), "plain"))
 def test_fit(comm: Any, float64: None, options: Any) -> None:
-    plain, divided = make(), parallelize(make(), comm, PLAN)
-    losses = []
-    for model in (plain, divided):
-        model.compile(keras.optimizers.Adam(0.01, **options), "mse")
-        losses.append(fit(model, *data()))
-    close(losses[1], losses[0])
-    for got, expected in zip(whole_weights(divided), plain.weights, strict=True):
-        close(got, expected.numpy())
+    losses, weights = reference(comm, options)
+    divided = parallelize(make(), comm, PLAN)
+    divided.compile(keras.optimizers.Adam(0.01, **options), "mse")
+    close(fit(divided, *data()), losses)
+    for got, expected in zip(whole_weights(divided), weights, strict=True):
+        close(got, expected)
 
 
 @pytest.mark.ranks(min=2)
@@ -97,16 +113,15 @@ def test_replicas(comm: Any, float64: None, options: Any) -> None:
     if comm.size % 2:
         pytest.skip("two ranks divide the model")
     mesh = Mesh(dp=-1, tp=2)
-    plain, divided = make(), parallelize(make(), mesh["tp"], PLAN)
-    plain.compile(keras.optimizers.Adam(0.01, **options), "mse")
-    fit(plain, *data())
+    _, weights = reference(comm, options)
+    divided = parallelize(make(), mesh["tp"], PLAN)
     divided.compile(DistributedOptimizer(keras.optimizers.Adam(0.01, **options), mesh=mesh), "mse")
     replicas, place = mesh.shape.size("dp"), mesh.coordinate("dp")
     own = [part.reshape(-1, replicas, ROWS // replicas, WIDTH)[:, place].reshape(-1, WIDTH) for part in data()]
     x, y = own
     fit(divided, x, y, ROWS // replicas)
-    for got, expected in zip(whole_weights(divided), plain.weights, strict=True):
-        close(got, expected.numpy())
+    for got, expected in zip(whole_weights(divided), weights, strict=True):
+        close(got, expected)
 
 
 def make_with_words() -> Any:
