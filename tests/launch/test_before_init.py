@@ -54,7 +54,9 @@ CALLS = {
 MODULES = {"torch": ["commlib_torch"], "tensorflow": ["commlib_tensorflow", "commlib_tensorflow.keras"]}
 
 
-@pytest.mark.parametrize("module", CALLS)
+@pytest.mark.parametrize(
+    "module", [pytest.param(name, marks=pytest.mark.long) if name == "tensorflow" else name for name in CALLS]
+)
 def test_calls_before_init_and_after_shutdown(mpirun, module):
     """`hvd.allreduce` initialised in silence, `hvd.rank` raised and named `commlib.init`."""
     if module in ("torch", "tensorflow"):

@@ -19,7 +19,13 @@ def test_they_are_all_here():
     assert len(SCRIPTS) >= 4
 
 
-@pytest.mark.parametrize("script", SCRIPTS)
+# TensorFlow takes long to start. The others of Horovod's and Keras' are told by the same calls.
+LONG = ("horovod_tensorflow.py", "loop_tensorflow.py")
+
+
+@pytest.mark.parametrize(
+    "script", [pytest.param(name, marks=pytest.mark.long) if name in LONG else name for name in SCRIPTS]
+)
 def test_an_example(mpirun, script):
     done = mpirun(2, EXAMPLES / script, timeout=110)
     assert done.returncode == 0, done.stdout + done.stderr
@@ -32,6 +38,7 @@ def test_a_pipeline_of_four_stages(mpirun, script):
     assert done.returncode == 0, done.stdout + done.stderr
 
 
+@pytest.mark.long
 def test_sequences_divided_among_two_ranks(mpirun):
     done = mpirun(2, [str(EXAMPLES / "gpt_torch.py"), "--cp", "2", "--tp", "1"], timeout=110)
     assert done.returncode == 0, done.stdout + done.stderr

@@ -46,7 +46,7 @@ def layout(*ranks_per_host, marks=()):
     "ranks_per_host",
     [
         layout(2, 2),
-        layout(1, 1, 1, 1, marks=pytest.mark.any_mpi),
+        layout(1, 1, 1, 1, marks=pytest.mark.long),
         layout(3, 1, marks=pytest.mark.any_mpi),
         layout(2, 2, 1, marks=pytest.mark.long),
     ],

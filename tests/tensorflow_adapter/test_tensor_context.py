@@ -348,7 +348,15 @@ def float64() -> Iterator[None]:
 
 @pytest.mark.usefixtures("float64")
 @pytest.mark.parametrize(
-    ("method", "layout", "passes"), [("ring", "balanced", None), ("all_to_all", "contiguous", 2)], ids=str
+    ("method", "layout", "passes"),
+    [
+        ("ring", "balanced", 2),
+        *(
+            pytest.param(*options, marks=pytest.mark.long)
+            for options in (("ring", "balanced", None), ("all_to_all", "contiguous", 2))
+        ),
+    ],
+    ids=str,
 )
 def test_fit_trains_as_in_one_process(comm: Any, method: str, layout: str, passes: int | None) -> None:
     """Also where Keras adds up the gradients of two batches before they are averaged over the axis."""

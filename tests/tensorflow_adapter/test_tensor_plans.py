@@ -291,7 +291,9 @@ def divided_style(model, name):
 @pytest.mark.ranks(max=3)
 class TestVerify:
     @pytest.mark.ranks(min=2, max=3)
-    @pytest.mark.parametrize("name", ["m_g/b", pytest.param("m_i", marks=pytest.mark.long), "m_e"])
+    @pytest.mark.parametrize(
+        "name", ["m_g/b", *(pytest.param(name, marks=pytest.mark.long) for name in ("m_i", "m_e"))]
+    )
     def test_a_layer_that_differs_is_named(self, tp, name):
         model, plain = one_block(), one_block()
         divided = parallelize(model, tp, OF_BLOCK)

@@ -15,6 +15,7 @@ from commlib.errors import UsageError
 from commlib.tensor import Column, Row
 from commlib_tensorflow import pipeline
 from commlib_tensorflow.tensor import gather_model, gather_weights, parallelize, set_weights
+from tests.tensorflow_adapter.tensor_oracle import alone
 
 WIDTH, HIDDEN, ROWS = 6, 9, 8
 PLAN: Any = {"up*": Column(), "down*": Row()}
@@ -80,8 +81,14 @@ def test_parts_are_neither_taken_nor_written_as_wholes(comm: Any, folder: Path) 
 
 def test_a_model_goes_on_from_a_file(comm: Any, folder: Path) -> None:
     """Trained divided, saved whole with its optimizer, and gone on with divided, in one process, and on other ranks."""
-    plain, divided = make(), parallelize(make(), comm, PLAN)
-    fit(plain)
+    divided = parallelize(make(), comm, PLAN)
+
+    def trained() -> Any:
+        plain = make()
+        fit(plain)
+        return fit(plain, 2), plain.get_weights()
+
+    expected, weights = alone(comm, trained)
     fit(divided)
     whole = gather_model(divided)
     assert type(whole.get_layer("up0")) is keras.layers.Dense
@@ -89,17 +96,15 @@ def test_a_model_goes_on_from_a_file(comm: Any, folder: Path) -> None:
         whole.save(folder / "model.keras")
         whole.save_weights(folder / "model.weights.h5")
     comm.barrier()
-    expected = fit(plain, 2)
     close(fit(divided, 2), expected)
     for axis in (comm, comm.split(int(comm.rank < 2), comm.rank)):
         loaded = parallelize(keras.models.load_model(folder / "model.keras"), axis, PLAN)
         close(fit(loaded, 2), expected)
-        close(gather_weights(loaded), plain.get_weights())
+        close(gather_weights(loaded), weights)
         fresh = parallelize(make(5), axis, PLAN)
         fresh.load_weights(folder / "model.weights.h5")
         close(gather_weights(fresh), whole.get_weights())
-    alone = keras.models.load_model(folder / "model.keras")
-    close(fit(alone, 2), expected)
+    close(alone(comm, lambda: fit(keras.models.load_model(folder / "model.keras"), 2)), expected)
 
 
 @pytest.mark.ranks(min=4, max=4)

@@ -89,7 +89,9 @@ def test_messages_of_somebody_else() -> None:
         check_messages(other(early, second))
 
 
-@pytest.mark.parametrize("first", range(0, 2000, 500))
+@pytest.mark.parametrize(
+    "first", [0, *(pytest.param(first, marks=pytest.mark.long) for first in range(500, 2000, 500))]
+)
 def test_random_legal_schedules_are_accepted(first: int) -> None:
     for seed in range(first, first + 500):
         schedule, links = random_schedule(seed)
@@ -98,7 +100,9 @@ def test_random_legal_schedules_are_accepted(first: int) -> None:
         assert not Replay(lowered).run(lambda rank, position, action: None)
 
 
-@pytest.mark.parametrize("first", range(0, 4000, 1000))
+@pytest.mark.parametrize(
+    "first", [0, *(pytest.param(first, marks=pytest.mark.long) for first in range(1000, 4000, 1000))]
+)
 def test_disturbed_schedules_are_refused_exactly_if_they_do_not_end(first: int) -> None:
     refused = 0
     for seed in range(first, first + 1000):
