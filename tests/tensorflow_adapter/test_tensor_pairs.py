@@ -99,8 +99,8 @@ def alone(*, adds_rows: bool) -> tuple[list[float], list[Any]]:
     return losses, model.get_weights()
 
 
-# Always: "dp cp" in PyTorch, "dp tp" of a smaller model in test_tensor_mesh.py, "pp tp" in test_tensor_state.py, "pp dp"
-# in test_pipeline_replicas.py.
+# Always: "dp cp" in PyTorch, "dp tp" of a smaller model in test_tensor_mesh.py, "pp tp" in test_tensor_state.py, and
+# "pp dp" in test_pipeline_replicas.py.
 long = (pytest.param(axes, marks=pytest.mark.long) for axes in ("dp tp", "pp tp", "pp dp", "dp cp"))
 
 

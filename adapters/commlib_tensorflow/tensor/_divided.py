@@ -10,7 +10,7 @@ import tensorflow as tf
 from commlib.errors import UsageError
 from commlib.functional.axis import Axis
 from commlib.tensor import moves
-from commlib.tensor.moves import COPY, REDUCE
+from commlib.tensor.moves import REDUCE
 from commlib.tensor.sharding import Sharding
 from commlib.tensor.styles import Column
 from commlib_tensorflow.tensor.moves import copy, moved
@@ -20,11 +20,6 @@ _ELEMENTWISE = frozenset((
     "softsign", "sigmoid", "hard_sigmoid", "hard_silu", "hard_swish", "log_sigmoid", "tanh", "hard_tanh",
     "tanh_shrink", "hard_shrink", "soft_shrink", "exponential", "squareplus", "threshold", "sparse_plus",
 ))  # fmt: skip
-
-
-def entered(x: Any, axis: Axis, sequence: int | None) -> Any:
-    """Return the input of what divides its outputs: as it is, or gathered along the sequence."""
-    return moved(x, axis, COPY if sequence is None else moves.gather(sequence, partial=True))
 
 
 def gathered(out: Any, axis: Axis, sharding: Sharding, dim: int = -1) -> Any:

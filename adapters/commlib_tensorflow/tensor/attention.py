@@ -8,8 +8,9 @@ from commlib.errors import UsageError
 from commlib.functional.axis import Axis
 from commlib.tensor import moves
 from commlib.tensor.styles import Column, Row
-from commlib_tensorflow.tensor._divided import check_plain, entered
+from commlib_tensorflow.tensor._divided import check_plain
 from commlib_tensorflow.tensor._dividing import Shardings, divide
+from commlib_tensorflow.tensor._entering import entered
 from commlib_tensorflow.tensor._masks import gathered_mask
 from commlib_tensorflow.tensor.einsum import ColumnEinsumDense, RowEinsumDense
 from commlib_tensorflow.tensor.moves import moved

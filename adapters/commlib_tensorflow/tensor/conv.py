@@ -18,10 +18,10 @@ from commlib_tensorflow.tensor._divided import (
     check_elementwise,
     check_inputs,
     check_plain,
-    entered,
     gathered,
 )
 from commlib_tensorflow.tensor._dividing import Shardings, divide
+from commlib_tensorflow.tensor._entering import entered
 from commlib_tensorflow.tensor.moves import moved
 
 

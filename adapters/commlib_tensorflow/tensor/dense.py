@@ -17,10 +17,10 @@ from commlib_tensorflow.tensor._divided import (
     check_elementwise,
     check_inputs,
     check_plain,
-    entered,
     gathered,
 )
 from commlib_tensorflow.tensor._dividing import Shardings, divide
+from commlib_tensorflow.tensor._entering import entered
 from commlib_tensorflow.tensor._masks import gathered_mask, scattered_mask
 from commlib_tensorflow.tensor._values import take_values_of_rank_0
 from commlib_tensorflow.tensor.moves import On, axis_of, moved
