@@ -32,7 +32,9 @@ np.testing.assert_allclose(before - layer.kernel.numpy(), 0.5 / 32**0.5, rtol=1e
 """
 
 
-@pytest.mark.parametrize(("module", "program"), [("torch", REFUSED), ("tensorflow", CLIPPED)])
+@pytest.mark.parametrize(
+    ("module", "program"), [("torch", REFUSED), pytest.param("tensorflow", CLIPPED, marks=pytest.mark.long)]
+)
 def test_layers_that_were_made_divided(mpirun, module, program):
     pytest.importorskip(module)
     done = mpirun(2, program, env={"TF_CPP_MIN_LOG_LEVEL": "3", "CUDA_VISIBLE_DEVICES": "-1"}, timeout=120)

@@ -75,6 +75,7 @@ def test_ranks_that_find_nothing_at_all_compile_together(mpirun: MpiRun, tmp_pat
     compiles_once(mpirun, 4, {"XDG_CACHE_HOME": str(tmp_path / "cache"), "NUMBA_CACHE_DIR": ""})
 
 
+@pytest.mark.long
 def test_a_rank_that_is_killed_while_it_compiles_ends_the_job_and_not_the_next(
     mpirun: MpiRun, lacking: dict[str, str]
 ) -> None:

@@ -29,7 +29,8 @@ if comm.rank == 0:
 
 
 @pytest.mark.any_mpi
-def test_sixteen_ranks(mpirun):
-    done = mpirun(16, PROGRAM, timeout=110)
+@pytest.mark.parametrize("ranks", [8, pytest.param(16, marks=pytest.mark.long)])
+def test_more_ranks_than_cores(mpirun, ranks):
+    done = mpirun(ranks, PROGRAM, timeout=110)
     assert done.returncode == 0, done.stderr
-    assert "all 16" in done.stdout
+    assert f"all {ranks}" in done.stdout

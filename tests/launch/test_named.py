@@ -8,6 +8,8 @@ HEAD = """
 import sys, time
 import numpy as np
 import commlib
+
+import pytest
 from commlib import horovod as hvd
 
 def reduce(name, rows=3):
@@ -86,6 +88,7 @@ reduce("x").wait()
     ), done.stderr
 
 
+@pytest.mark.any_mpi
 def test_ranks_that_ask_for_different_names_are_told(mpirun):
     done = mpirun(
         2,
@@ -124,6 +127,7 @@ reduce("x").wait()
     assert "rank 1 of 2" in done.stderr and "out of luck" in done.stderr
 
 
+@pytest.mark.any_mpi
 def test_an_operation_that_nobody_else_asks_for_is_named_at_the_end(mpirun):
     done = mpirun(
         2,
@@ -247,6 +251,7 @@ print("fine")
     assert done.stdout.count("fine") == 3
 
 
+@pytest.mark.any_mpi
 def test_horovods_environment(mpirun, tmp_path):
     """It was ignored in silence. A setting of commlib's own wins; what means nothing is named, once."""
     done = mpirun(

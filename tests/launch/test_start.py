@@ -215,7 +215,7 @@ def test_the_mpich_of_debian_is_found(bare_python, launch_environment):
 SLEEPER = "import commlib\ncomm = commlib.init()\nwhile True:\n    comm.barrier()\n"
 
 
-@pytest.mark.parametrize("number", range(6))
+@pytest.mark.parametrize("number", [0, 3, *(pytest.param(n, marks=pytest.mark.long) for n in (1, 2, 4, 5))])
 def test_an_interrupt_of_one_rank_while_it_starts_ends_the_job(mpirun, number):
     """While MPI started, it was raised where nobody knew yet that MPI had: the others waited for ever."""
     delay = random.Random(number).uniform(0.05, 0.8)

@@ -47,7 +47,8 @@ def layout(*ranks_per_host, marks=()):
     [
         layout(2, 2),
         layout(1, 1, 1, 1, marks=pytest.mark.long),
-        layout(3, 1, marks=pytest.mark.any_mpi),
+        layout(2, 1, marks=pytest.mark.any_mpi),
+        layout(3, 1, marks=pytest.mark.long),
         layout(2, 2, 1, marks=pytest.mark.long),
     ],
 )
@@ -64,6 +65,7 @@ def test_mismatches():
     run_tests([2, 2], ["tests/mpi/test_mismatch.py"], env={"COMMLIB_CHECK": "always"})
 
 
+@pytest.mark.long  # axes within and between hosts say most of it
 @pytest.mark.any_mpi
 def test_divided_layers():
     """On an axis that crosses hosts: there a gradient is reduced while that of the weight is computed."""

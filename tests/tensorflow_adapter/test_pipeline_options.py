@@ -85,8 +85,7 @@ def products() -> Any:
     ("name", "eager"),
     [
         ("1f1b", False),
-        ("zb_h1", True),
-        *(pytest.param(*each, marks=pytest.mark.long) for each in [("1f1b", True), ("zb_h1", False)]),
+        *(pytest.param(*each, marks=pytest.mark.long) for each in [("1f1b", True), ("zb_h1", False), ("zb_h1", True)]),
     ],
 )
 def test_products_are_kept(comm: Any, name: str, eager: bool, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -39,7 +39,7 @@ def over(layer: Any, inputs: int = 1, masks: bool = False, **call: Any) -> Any:
     return filled(keras.Model(given, layer(*(taken * 2 if inputs == 1 else taken), **call)))
 
 
-@pytest.mark.parametrize("compiled", [False, True])
+@pytest.mark.parametrize("compiled", [pytest.param(False, marks=pytest.mark.long), True])
 @pytest.mark.parametrize(
     ("make", "inputs", "call"),
     [

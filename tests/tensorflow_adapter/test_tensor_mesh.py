@@ -87,7 +87,7 @@ def reference(comm: Any, options: Any) -> Any:
 OPTIONS: Any = [
     {},
     {"global_clipnorm": 0.05},
-    {"clipnorm": 0.02},
+    pytest.param({"clipnorm": 0.02}, marks=pytest.mark.long),
     pytest.param({"clipvalue": 0.01}, marks=pytest.mark.long),
     {"gradient_accumulation_steps": 2},
 ]
@@ -106,7 +106,7 @@ def test_fit(comm: Any, float64: None, options: Any) -> None:
 @pytest.mark.ranks(min=2)
 @pytest.mark.parametrize(
     "options",
-    [{}, {"global_clipnorm": 0.05}, pytest.param({"clipnorm": 0.02}, marks=pytest.mark.long)],
+    [pytest.param({}, marks=pytest.mark.long), {"global_clipnorm": 0.05}, {"clipnorm": 0.02}],
     ids=["plain", "global", "each"],
 )
 def test_replicas(comm: Any, float64: None, options: Any) -> None:

@@ -62,7 +62,7 @@ def train(model: Any, optimizer: Any, **options: Any) -> Any:
     return model.fit(x, values(12, width, seed=1), batch_size=5, epochs=2, shuffle=False, verbose=0).history["loss"]
 
 
-@pytest.mark.parametrize("kind", MODELS)
+@pytest.mark.parametrize("kind", [pytest.param("sequential", marks=pytest.mark.long), *list(MODELS)[1:]])
 @pytest.mark.parametrize("optimizer", [pytest.param("sgd", marks=pytest.mark.long), "adam"])
 def test_fit(comm: Any, kind: str, optimizer: str) -> None:
     make, plan = MODELS[kind]

@@ -20,11 +20,17 @@ from tests.oracle import REDUCIBLE
 # Ranks, and the node of each.
 ONE_NODE = [[0] * size for size in range(1, 6)]
 LAYOUTS = [*ONE_NODE, [0, 1], [0, 0, 1], [0, 0, 1, 1], [0, 1, 0, 1, 2]]
+FOUR = [[0], [0, 0, 0], [0, 1], [0, 1, 0, 1, 2]]  # for what tries every dtype
 # 1 KiB slots: even small arrays go through the node kernels in many pieces.
 CONFIG = Config(timeout=10, slot_kib=1)
 FEW = ("float32", "bfloat16", "int8", "bool", "complex64")
 
 layouts = pytest.mark.parametrize("nodes", LAYOUTS, ids=lambda nodes: "".join(map(str, nodes)))
+four_layouts = pytest.mark.parametrize(
+    "nodes",
+    [pytest.param(nodes, marks=() if nodes in FOUR else pytest.mark.long) for nodes in LAYOUTS],
+    ids=lambda nodes: "".join(map(str, nodes)),
+)
 
 
 def each(verb: str) -> pytest.MarkDecorator:
@@ -42,7 +48,7 @@ def spread(nodes: list[int], function: Any) -> None:
     run(len(nodes), function, nodes=nodes, config=CONFIG)
 
 
-@layouts
+@four_layouts
 def test_all_reduce_of_every_dtype(nodes):
     def check(comm):
         for dtype, op in REDUCIBLE:
@@ -52,7 +58,7 @@ def test_all_reduce_of_every_dtype(nodes):
     spread(nodes, check)
 
 
-@layouts
+@four_layouts
 def test_other_reductions_of_every_dtype(nodes):
     def check(comm):
         for dtype, op in REDUCIBLE:
