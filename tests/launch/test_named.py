@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import re
 
+import pytest
+
 HEAD = """
 import sys, time
 import numpy as np
 import commlib
-
-import pytest
 from commlib import horovod as hvd
 
 def reduce(name, rows=3):
