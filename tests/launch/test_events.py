@@ -81,6 +81,7 @@ hvd.shutdown()
     assert "barrier" in (tmp_path / "own.json").read_text() and not (tmp_path / "theirs.json").exists()
 
 
+@pytest.mark.any_mpi
 def test_a_forked_child_leaves_the_trace_alone(mpirun, tmp_path):
     done = mpirun(
         1,

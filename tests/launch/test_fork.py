@@ -17,6 +17,7 @@ def end_of(child):
 """
 
 
+@pytest.mark.any_mpi
 def test_every_call_of_a_child_says_that_it_is_one(mpirun):
     """A child's all_reduce was paired with that of the peer."""
     done = mpirun(
@@ -116,6 +117,7 @@ print("well", flush=True)
     assert (done.returncode, done.stdout, done.stderr) == (0, "well\nwell\n", "")
 
 
+@pytest.mark.any_mpi
 def test_named_operations_of_a_child(mpirun):
     done = mpirun(
         2,

@@ -6,6 +6,8 @@ import re
 
 import pytest
 
+pytestmark = pytest.mark.any_mpi
+
 HEAD = """
 import faulthandler, random, signal, sys, time
 import numpy as np
@@ -31,7 +33,7 @@ signal.signal(signal.SIGALRM, raise_alarm)
 """
 
 
-@pytest.mark.parametrize("ranks, node_path", [pytest.param(2, "1", marks=pytest.mark.any_mpi), (3, "0")])
+@pytest.mark.parametrize("ranks, node_path", [(2, "1"), (3, "0")])
 def test_interrupted_while_others_are_late(mpirun, ranks, node_path):
     """The others were told only if they came to the call after it; between nodes they waited for ever."""
     done = mpirun(
@@ -104,7 +106,7 @@ print(f"\\nfine on {rank}", flush=True)
     assert "raised here" in done.stdout and done.stdout.count("fine on") == 2, done.stdout
 
 
-@pytest.mark.parametrize("node_path", [pytest.param("1", marks=pytest.mark.any_mpi), "0"])
+@pytest.mark.parametrize("node_path", ["1", "0"])
 def test_a_signal_at_any_moment(mpirun, node_path):
     """Every result is right, or the set has failed on all ranks and says so; nothing hangs."""
     done = mpirun(

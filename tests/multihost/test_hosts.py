@@ -56,6 +56,7 @@ def test_every_layout(ranks_per_host):
     run_tests(ranks_per_host, [ACROSS])
 
 
+@pytest.mark.any_mpi
 def test_dtypes_order_groups_messages_and_waits():
     run_tests([2, 2], [BETWEEN, *SHARED])
 

@@ -70,7 +70,14 @@ def by_stages(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     return steps
 
 
-@pytest.mark.parametrize("name", [name for name, plan in table.items() if not plan.updates])
+@pytest.mark.parametrize(
+    "name",
+    [
+        pytest.param(name, marks=() if name in ("1f1b", "zb_v") else pytest.mark.long)
+        for name, plan in table.items()
+        if not plan.updates
+    ],
+)
 def test_steps_are_those_of_one_process(comm: Any, by_stages: list[int], name: str) -> None:
     """The gradients of two batches are added up in each step, and clipped by the norm of all stages in the first."""
     mesh = Mesh(pp=2, dp=2)
@@ -96,7 +103,14 @@ def test_steps_are_those_of_one_process(comm: Any, by_stages: list[int], name: s
     mesh.close()
 
 
-@pytest.mark.parametrize(("name", "overlap"), [("1f1b", False), ("zb_v", True), ("breadth_first", True)])
+@pytest.mark.parametrize(
+    ("name", "overlap"),
+    [
+        pytest.param("1f1b", False, marks=pytest.mark.long),
+        ("zb_v", True),
+        pytest.param("breadth_first", True, marks=pytest.mark.long),
+    ],
+)
 def test_fit_is_that_of_one_process(comm: Any, by_stages: list[int], name: str, overlap: bool) -> None:
     """Logs are averaged over the replicas."""
     mesh = Mesh(pp=2, dp=2)

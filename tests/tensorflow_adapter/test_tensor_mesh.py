@@ -187,6 +187,33 @@ def test_scaled_losses_and_rows(comm: Any) -> None:
         np.testing.assert_allclose(got, expected.numpy(), rtol=1e-4, atol=1e-5)  # float32
 
 
+@pytest.fixture
+def mixed_float16() -> Iterator[None]:
+    before = keras.config.dtype_policy()
+    keras.config.set_dtype_policy("mixed_float16")
+    yield
+    keras.config.set_dtype_policy(before)
+
+
+def test_float16_from_end_to_end(comm: Any, mixed_float16: None) -> None:
+    """Keras scales the loss by itself: losses, steps and scales are those of one process, but for rounding."""
+    x = np.random.default_rng(1).integers(7, size=(4 * ROWS, 5))
+    y = np.random.default_rng(2).standard_normal((4 * ROWS, 5, 3))
+
+    def trained(model: Any) -> Any:
+        model.compile(keras.optimizers.Adam(0.01, global_clipnorm=0.5), "mse")
+        losses = model.fit(x, y, batch_size=ROWS, epochs=3, shuffle=False, verbose=0).history["loss"]
+        return losses, float(model.optimizer.dynamic_scale), int(model.optimizer.inner_optimizer.iterations)
+
+    losses, scale, steps = alone(comm, lambda: trained(make_with_words()))
+    divided = parallelize(make_with_words(), comm, {**PLAN, "words": Vocabulary()})
+    assert divided(x[:1]).dtype == "float16" and {weight.dtype for weight in divided.weights} == {"float32"}
+    found = trained(divided)
+    assert found[0] == pytest.approx(losses, rel=3e-3)  # float16 has 11 bits: three roundings
+    assert found[0][-1] < 0.98 * found[0][0]
+    assert set(comm.all_gather_object(found[1:])) == {(scale, steps)}
+
+
 @pytest.mark.ranks(min=2)
 def test_ranks_agree_on_the_loss_scale(comm: Any) -> None:
     """An overflow in the part of one rank alone: all skip the step and halve the scale."""
