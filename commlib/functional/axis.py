@@ -8,6 +8,7 @@ from typing import Any
 
 import numpy as np
 
+from commlib.buffers.freed_memory import keep_freed_memory
 from commlib.communicator import Communicator
 from commlib.compress.codec import Codec
 from commlib.compress.registry import codec_of
@@ -26,6 +27,7 @@ class Axis:
     def __init__(self, comm: Communicator, codec: Codec | str | None = None, *, empty: Callable[..., Any] = np.empty):
         if not isinstance(comm, Communicator):
             raise UsageError(f"expected the communicator of an axis, such as mesh['tp'], got {type(comm).__name__}")
+        keep_freed_memory()  # results are made anew in each step
         self.comm, self.rank, self.size = comm, comm.rank, comm.size
         self.codec = None if codec is None else codec_of(codec)
         self.empty = empty

@@ -7,7 +7,6 @@ from typing import Any
 
 import keras
 
-from commlib.buffers.freed_memory import keep_freed_memory
 from commlib.communicator import Communicator
 from commlib.data_parallel.parameter_check import check_agreement
 from commlib.errors import UsageError
@@ -92,7 +91,6 @@ def parallelize(
         divide_optimizer(getattr(optimizer, "inner_optimizer", optimizer))
     never_compile(model)
     model.train_function = model.test_function = model.predict_function = None
-    keep_freed_memory()
     if checks is not None:
         checks.divided()
     else:

@@ -9,7 +9,6 @@ from typing import Any, TypeVar
 import torch
 from torch import nn
 
-from commlib.buffers.freed_memory import keep_freed_memory
 from commlib.communicator import Communicator
 from commlib.data_parallel.parameter_check import check_agreement
 from commlib.functional.agreement import together
@@ -78,7 +77,6 @@ def parallelize(
             module.style = style  # the plan's, where a layer has made another one of it
     keep_padding(model)
     shared.threads = torch.get_num_threads()
-    keep_freed_memory()
     if checks is not None:
         checks.divided()
     else:
