@@ -108,7 +108,5 @@ def _heads(layer: Any) -> tuple[int, ...]:
 
 
 def _set_mask(x: Any, mask: Any) -> None:
-    """Let a tensor have a mask, as Keras does."""
-    if mask is None:
-        return
+    """Let a tensor have a mask, or none, as Keras does."""
     x._keras_mask = mask
