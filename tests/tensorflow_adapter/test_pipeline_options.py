@@ -177,6 +177,7 @@ def test_frozen_statistics_stay(comm: Any) -> None:
     pipe.close()
 
 
+@pytest.mark.ranks(max=2)  # models of two layers
 def test_statistics_that_are_of_no_one_batch(comm: Any) -> None:
     x = keras.Input((WIDTH,))
     norm = keras.layers.BatchNormalization(name="twice")
