@@ -42,7 +42,8 @@ class Retired:
     def free(self, gather: Callable[[Any], list[Any]]) -> None:
         """Free the groups whose ranks have all dropped them. Collective; `gather` tells every rank's notes to all.
 
-        All ranks free them in the same order, so that no two ranks wait for each other.
+        All ranks free them in the same order, so that no two ranks wait for each other. Several threads may do so at once,
+        for different groups: whoever comes first frees what more than one has found.
         """
         with self._lock:
             mine = sorted(self._groups)
@@ -50,6 +51,6 @@ class Retired:
         for key in mine:
             if dropped[key] == key[1]:
                 with self._lock:
-                    parts = self._groups.pop(key)
+                    parts = self._groups.pop(key, ())
                 for part in parts:
                     part.close()
