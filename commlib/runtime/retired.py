@@ -42,8 +42,8 @@ class Retired:
     def free(self, gather: Callable[[Any], list[Any]]) -> None:
         """Free the groups whose ranks have all dropped them. Collective; `gather` tells every rank's notes to all.
 
-        All ranks free them in the same order, so that no two ranks wait for each other. Several threads may do so at once,
-        for different groups: whoever comes first frees what more than one has found.
+        All ranks free them in the same order, so that no two ranks wait for each other. Several threads may do so at
+        once, for different groups: whoever comes first frees what more than one has found.
         """
         with self._lock:
             mine = sorted(self._groups)
