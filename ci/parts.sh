@@ -127,7 +127,7 @@ plain() {
     sed $'s/\033\\[[0-9;]*m//g' "$1"
 }
 
-# summary: a line for each part what computed most, the slowest, and what was skipped as a whole.
+# summary: a line for each part, what computed most, the slowest, and what was skipped as a whole.
 summary() {
     local computed
     ticks computed # of the lanes, and all that ran in them

@@ -31,12 +31,19 @@ class Model(Protocol):
     def styles(self) -> dict[str, Style]:
         """Return the styles of the layers that are divided."""
 
-    def able(self, name: str, style: Style, axis: Axis) -> bool:
-        """Return whether a layer can be divided in a style among the ranks of an axis."""
+    def check_layer(self, name: str, style: Style, axis: Axis) -> None:
+        """Raise UsageError unless a layer can be divided in a style among the ranks of an axis."""
 
 
 def found_plan(model: Model, axis: Axis, plan: Any, call: Any, report: Callable[[str], object]) -> Plan:
     """Return the plan that "auto" finds for a model, and report it as a table, on rank 0. Raises UsageError."""
+
+    def able(name: str, style: Style) -> bool:
+        try:
+            model.check_layer(name, style, axis)
+        except UsageError:
+            return False
+        return True
 
     def find() -> tuple[Trace, Found]:
         if plan != "auto":
@@ -44,7 +51,7 @@ def found_plan(model: Model, axis: Axis, plan: Any, call: Any, report: Callable[
         if call is None:
             raise UsageError('parallelize: plan="auto" runs the model once: give example=, or verify=, a batch for it')
         trace = _traced(model, call, ())
-        return trace, auto(trace, axis.size, lambda name, style: model.able(name, style, axis))
+        return trace, auto(trace, axis.size, able)
 
     trace, found = together(axis.comm, find)
     if axis.rank == 0:

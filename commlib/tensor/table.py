@@ -17,9 +17,8 @@ def plan_table(plan: Mapping[str, Style], reasons: Mapping[str, str], trace: Tra
         whole = sizes[name].size
         own = _own(sizes[name], plan.get(name), size)
         why = reasons.get(name, "as given")
-        rows.append(
-            (name or "(model)", "whole" if name not in plan else brief(plan[name]), _text(whole), _text(own), why)
-        )
+        style = brief(plan[name]) if name in plan else "whole"
+        rows.append((name or "(model)", style, _text(whole), _text(own), why))
     widths = [max(map(len, column)) for column in list(zip(*rows, strict=True))[:-1]]
     lines = [[cell.ljust(width) for cell, width in zip(row, (*widths, 0), strict=True)] for row in rows]
     return "\n".join("  ".join(line).rstrip() for line in lines)

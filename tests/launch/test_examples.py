@@ -19,7 +19,7 @@ def test_they_are_all_here():
     assert len(SCRIPTS) >= 4
 
 
-# TensorFlow takes long to start. The others of Horovod's and Keras' are told by the same calls.
+# TensorFlow takes long to start, and what these call is called by horovod_keras.py and the adapter's own tests, too.
 LONG = ("horovod_tensorflow.py", "loop_tensorflow.py")
 
 

@@ -3,6 +3,7 @@ import os
 os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "3")  # before TensorFlow is imported
 os.environ.setdefault("CUDA_VISIBLE_DEVICES", "-1")
 
+import keras
 import pytest
 import tensorflow as tf
 
@@ -18,6 +19,14 @@ pytest_plugins = ["tests.multirank"]
 @pytest.fixture(scope="session", autouse=True)
 def initialised(comm):
     """Call init before anything else, as every script does."""
+
+
+@pytest.fixture
+def mixed_float16():
+    before = keras.config.dtype_policy()
+    keras.config.set_dtype_policy("mixed_float16")
+    yield
+    keras.config.set_dtype_policy(before)
 
 
 def pytest_collection_modifyitems(items):

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from typing import Any
 
 import keras
@@ -65,14 +64,6 @@ def test_overflow_on_one_rank(comm: Any, kind: str, passes: int) -> None:
     assert_changed(alone, before)
     assert_close(model, alone, 1e-6)  # in float32: the learning rate times the number of passes
     assert_same_everywhere([*weights(model), *state_of(optimizer)])
-
-
-@pytest.fixture
-def mixed_float16() -> Iterator[None]:
-    before = keras.config.dtype_policy()
-    keras.config.set_dtype_policy("mixed_float16")
-    yield
-    keras.config.set_dtype_policy(before)
 
 
 def test_fit_in_mixed_precision(comm: Any, mixed_float16: None) -> None:

@@ -187,14 +187,6 @@ def test_scaled_losses_and_rows(comm: Any) -> None:
         np.testing.assert_allclose(got, expected.numpy(), rtol=1e-4, atol=1e-5)  # float32
 
 
-@pytest.fixture
-def mixed_float16() -> Iterator[None]:
-    before = keras.config.dtype_policy()
-    keras.config.set_dtype_policy("mixed_float16")
-    yield
-    keras.config.set_dtype_policy(before)
-
-
 def test_float16_from_end_to_end(comm: Any, mixed_float16: None) -> None:
     """Keras scales the loss by itself: losses, steps and scales are those of one process, but for rounding."""
     x = np.random.default_rng(1).integers(7, size=(4 * ROWS, 5))

@@ -40,14 +40,10 @@ class Traced:
         """Return the styles of the layers that are divided."""
         return styles_in(self._layers)
 
-    def able(self, name: str, style: Style, axis: Axis) -> bool:
-        """Return whether a layer can be divided in a style among the ranks of an axis."""
+    def check_layer(self, name: str, style: Style, axis: Axis) -> None:
+        """Raise UsageError unless a layer can be divided in a style among the ranks of an axis."""
         layer = self._layers[name]
-        try:
-            check_layers([(name, layer, style, find_layer(name, layer, style))], Division(axis))
-        except UsageError:
-            return False
-        return True
+        check_layers([(name, layer, style, find_layer(name, layer, style))], Division(axis))
 
 
 def known_call(model: Any) -> Any:

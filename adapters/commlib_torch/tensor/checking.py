@@ -10,7 +10,6 @@ from torch import fx, nn
 from torch.utils._pytree import tree_leaves
 
 from commlib.communicator import Communicator
-from commlib.errors import UsageError
 from commlib.functional.axis import Axis
 from commlib.functional.checks import check_first_call, check_parts
 from commlib.functional.division import Division
@@ -41,14 +40,10 @@ class Traced:
         """Return the styles of the layers that are divided."""
         return styles_in(self._model)
 
-    def able(self, name: str, style: Style, axis: Axis) -> bool:
-        """Return whether a layer can be divided in a style among the ranks of an axis."""
+    def check_layer(self, name: str, style: Style, axis: Axis) -> None:
+        """Raise UsageError unless a layer can be divided in a style among the ranks of an axis."""
         module = self._model.get_submodule(name)
-        try:
-            check_layers([(name, module, style, find_layer(name, module, style))], Division(axis))
-        except UsageError:
-            return False
-        return True
+        check_layers([(name, module, style, find_layer(name, module, style))], Division(axis))
 
 
 class AtFirstCall:
