@@ -9,10 +9,10 @@ from commlib.dtypes import Array
 from commlib.expert.exchange import Empty
 from commlib.expert.passage import Assigned, Passage, by_token, local_counts, passage_of, tokens_of
 from commlib.expert.placement import Placement
-from commlib.kernels.host.rows import scale_rows, sum_rows
+from commlib.kernels.host.rows import sum_rows
 from commlib.kernels.host.segments import find_rows, put_rows
 
-_HERE = np.zeros(1, np.int64)
+_HERE, _NO_GATES = np.zeros(1, np.int64), np.empty(0, np.float32)
 
 
 class Alone:
@@ -28,23 +28,23 @@ class Alone:
         return passage, self.combine_back(what, passage, x), gates, local_counts(passage)
 
     def dispatch_back(self, what: str, passage: Passage, rows: Array, numbers: Array) -> tuple[Array, Array]:
-        return self._summed(passage, rows), numbers
+        return self._summed(passage, rows, _NO_GATES), numbers
 
     def combine(self, what: str, passage: Passage, rows: Array, gates: Array) -> Array:
-        scaled = np.empty_like(rows)
-        scale_rows(rows, gates, address_of(scaled))
-        return self._summed(passage, scaled)
+        return self._summed(passage, rows, gates)
 
     def combine_back(self, what: str, passage: Passage, x: Array) -> Array:
         rows: Array = self._empty((int(passage[0]), x.shape[1]), x.dtype)
         put_rows(passage, self._owners, address_of(x), x.itemsize * x.shape[1], 0, _at(rows), _HERE)
         return rows
 
-    def _summed(self, passage: Passage, rows: Array) -> Array:
-        addresses = np.empty(len(rows), np.int64)
-        find_rows(passage, self._owners, rows.itemsize * rows.shape[1], _at(rows), _HERE, addresses, 0)
+    def _summed(self, passage: Passage, rows: Array, gates: Array) -> Array:
+        addresses, factors = np.empty(len(rows), np.int64), np.empty(len(rows), np.float32)
+        own = address_of(rows)
+        item = rows.itemsize * rows.shape[1]
+        find_rows(passage, self._owners, 0, item, _at(rows), _HERE, own, gates, addresses, factors)
         sums: Array = self._empty((tokens_of(passage), rows.shape[1]), rows.dtype)
-        sum_rows(sums, *by_token(passage), addresses)
+        sum_rows(sums, *by_token(passage), addresses, factors)
         return sums
 
 

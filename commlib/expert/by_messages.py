@@ -32,7 +32,7 @@ from commlib.expert.passage import Assigned, Passage
 from commlib.expert.placement import Placement
 from commlib.expert.regions import Meeting, digest_for, lines
 from commlib.data_parallel.parameter_check import check_agreement
-from commlib.kernels.host.rows import scale_rows, sum_rows
+from commlib.kernels.host.rows import sum_rows
 
 
 class _Parts(NamedTuple):
@@ -108,18 +108,16 @@ class ByMessages:
         return self._taken(copies, p.copy_of)
 
     def combine(self, what: str, passage: Passage, rows: Array, gates: Array) -> Array:
-        scaled = np.empty_like(rows)
-        scale_rows(rows, gates, address_of(scaled))
-        return self._back(passage, scaled, None)[0]
+        return self._back(passage, rows, None, gates)[0]
 
     def dispatch_back(self, what: str, passage: Passage, rows: Array, numbers: Array) -> tuple[Array, Array]:
-        return self._back(passage, rows, numbers)
+        return self._back(passage, rows, numbers, np.ones(len(rows), np.float32))
 
-    def _back(self, passage: Passage, rows: Array, numbers: Array | None) -> tuple[Array, Any]:
-        """Add up rows copy by copy, send them, and add up what comes token by token; numbers go beside."""
+    def _back(self, passage: Passage, rows: Array, numbers: Array | None, gates: Array) -> tuple[Array, Any]:
+        """Add up rows, times gates, copy by copy, send them, and add up what comes token by token; numbers go beside."""
         p = _unpacked(passage)
         copies = np.empty((len(p.copy_starts) - 1, rows.shape[1]), rows.dtype)
-        _sum(copies, p.copy_starts, p.by_copy, rows)
+        _sum(copies, p.copy_starts, p.by_copy, rows, gates)
         if numbers is None:
             came, found = self._move(copies, p.takes, p.sends)[0], None
         else:
@@ -129,7 +127,7 @@ class ByMessages:
             found = np.empty_like(heard)
             found[p.order] = heard
         sums: Array = self._empty((len(p.token_starts) - 1, rows.shape[1]), rows.dtype)
-        _sum(sums, p.token_starts, p.by_token, came)
+        _sum(sums, p.token_starts, p.by_token, came, np.ones(len(came), np.float32))
         return sums, found
 
     def _met(self, call: tuple[object, ...], numbers: Sequence[int]) -> Array:
@@ -229,6 +227,6 @@ def _segments(starts: Array, order: Array) -> Array:
     return np.concatenate([np.arange(starts[each], starts[each + 1]) for each in order])
 
 
-def _sum(sums: Array, starts: Array, members: Array, rows: Array) -> None:
+def _sum(sums: Array, starts: Array, members: Array, rows: Array, factors: Array) -> None:
     addresses = address_of(rows) + np.arange(len(rows)) * (rows.itemsize * rows.shape[1])
-    sum_rows(sums, starts, members, addresses)
+    sum_rows(sums, starts, members, addresses, factors)

@@ -25,23 +25,33 @@ from commlib.expert.passage import (
 )
 from commlib.expert.placement import Placement
 from commlib.expert.regions import NONE, Meeting, Regions, digest_for
-from commlib.kernels.host.rows import scale_rows, sum_rows
-from commlib.kernels.host.segments import LINE, bytes_needed, find_rows, put_rows
+from commlib.kernels.host.rows import publish_scaled, sum_rows
+from commlib.kernels.host.segments import (
+    LINE,
+    bytes_needed,
+    find_rows,
+    publish_rows,
+    put_rows,
+    take_numbers,
+)
 
+_NO_GATES = np.empty(0, np.float32)
 _digest = lru_cache(4096)(lambda *what: digest_for(what))
 
 
 class OnNode:
-    """See `commlib.expert.exchange.Exchange`. `comm`: a communicator that nothing else uses.
+    """See `commlib.expert.exchange.Exchange`. `comm`: a communicator that nothing else uses but those with its `regions`.
 
     A region holds a rank's rows, and behind them, from the next cache line, a number (float32) for each.
     """
 
-    def __init__(self, comm: Communicator, placement: Placement, empty: Empty = np.empty) -> None:
+    def __init__(
+        self, comm: Communicator, placement: Placement, empty: Empty = np.empty, *, regions: Regions | None = None
+    ) -> None:
         self.placement, self._empty, self._rank = placement, empty, comm.rank
         self._owners, self._order = (np.array(each, np.int32) for each in (placement.owners, placement.order))
         self._local = placement.owners.count(comm.rank)
-        self.regions = Regions(comm)
+        self.regions = Regions(comm) if regions is None else regions
         self._counting, self._written, self._published = (
             Meeting(comm, count) for count in (len(placement.owners), 0, 1)
         )
@@ -59,17 +69,24 @@ class OnNode:
         return self._put((what, "combine, backward", x.shape[1], x.dtype), passage, x, None)[0]
 
     def combine(self, what: str, passage: Passage, rows: Array, gates: Array) -> Array:
-        call = what, "combine", rows.shape[1], rows.dtype
-        return self._sums(call, passage, rows, None, lambda at: scale_rows(rows, gates, at))[0]
+        def write(at: int) -> None:
+            publish_scaled(passage, self._owners, self._order, self._rank, rows, gates, at)
+
+        sums, _ = self._sums((what, "combine", rows.shape[1], rows.dtype), passage, rows, gates, write)
+        return sums
 
     def dispatch_back(self, what: str, passage: Passage, rows: Array, numbers: Array) -> tuple[Array, Array]:
+        item = rows.itemsize * rows.shape[1]
+
         def write(at: int) -> None:
-            ctypes.memmove(at, address_of(rows), rows.nbytes)
+            publish_rows(passage, self._owners, self._order, self._rank, item, address_of(rows), at)
             ctypes.memmove(at + _padded(rows.nbytes), address_of(numbers), numbers.nbytes)
 
         call = what, "dispatch, backward", rows.shape[1], rows.dtype
+        sums, told = self._sums(call, passage, rows, _NO_GATES, write)
         found = np.empty(assignments_of(passage), np.float32)
-        return self._sums(call, passage, rows, found, write)
+        take_numbers(passage, self._owners, self._rank, item, self.regions.bases, told, numbers, found)
+        return sums, found
 
     def _put(self, call: Any, passage: Passage, x: Array, numbers: Array | None) -> tuple[Array, Array]:
         """Write rows, and numbers, to where they belong; return what others have written here."""
@@ -92,11 +109,12 @@ class OnNode:
         return rows, came[_padded(mine * item) :].view(np.float32)
 
     def _sums(
-        self, call: Any, passage: Passage, rows: Array, numbers: Array | None, write: Callable[[int], None]
-    ) -> tuple[Array, Any]:
-        """Publish rows, which `write` writes to an address; return the sum for each token of this rank, and `numbers`.
+        self, call: Any, passage: Passage, rows: Array, gates: Array, write: Callable[[int], None]
+    ) -> tuple[Array, Array]:
+        """Let others read what `write` writes to an address; return the sum for each token of this rank.
 
-        These are filled with what lies behind the rows of each assignment.
+        Rows of this rank's own tokens are read where they are, and multiplied by their gates, if there are any. The
+        second result is the region of each rank.
         """
         regions, rank, item = self.regions, self._rank, rows.itemsize * rows.shape[1]
         bytes_needed(passage, item, True, regions.sizes, regions.next, self._needs)
@@ -117,12 +135,13 @@ class OnNode:
             regions.hold(at)
             late = (*call, "late")
             regions.meet(self._written, _digest(*late), late)
-        addresses = np.empty(assignments_of(passage), np.int64)
-        numbers_at = 0 if numbers is None else address_of(numbers)
-        find_rows(passage, self._owners, item, regions.bases, told, addresses, numbers_at)
+        number = assignments_of(passage)
+        addresses, factors = np.empty(number, np.int64), np.empty(number, np.float32)
+        own = address_of(rows)
+        find_rows(passage, self._owners, rank, item, regions.bases, told, own, gates, addresses, factors)
         sums: Array = self._empty((tokens_of(passage), rows.shape[1]), rows.dtype)
-        sum_rows(sums, *by_token(passage), addresses)
-        return sums, numbers
+        sum_rows(sums, *by_token(passage), addresses, factors)
+        return sums, told
 
 
 def _padded(nbytes: int) -> int:

@@ -2,21 +2,48 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 
+from commlib.communicator import Communicator
+from commlib.data_parallel.alone import Alone
 from commlib.dtypes import Array
+from commlib.errors import UsageError
 from commlib.functional.axis import Axis
 from commlib.tensor.sharding import Sharding
 
 
 @dataclass(frozen=True, slots=True)
 class Shard:
-    """What a parameter holds on this rank: the part of an axis' rank of an array that is divided by `sharding`."""
+    """What a parameter holds on this rank: the part of an axis' rank of an array that is divided by `sharding`.
+
+    is_local: the ranks of the axis have other data, and this part sees all of theirs: its gradient is the sum over the
+    ranks already, and is added up over `replicas` alone, those that have the same part, if there are any.
+    """
 
     axis: Axis
     sharding: Sharding
+    replicas: Communicator | None = None
+    is_local: bool = False
+
+    @property
+    def reduced_over(self) -> str:
+        """The name of the ranks over which a gradient is reduced; "" are all that train together."""
+        if not self.is_local:
+            return ""
+        return f"{self.axis.comm.name}, replicas" if self.replicas is None else self.replicas.name
+
+    def scale(self, op: str, ranks: int) -> float:
+        """Return what a gradient is multiplied by, once it is reduced by `op`; ranks: those that train together.
+
+        Of what sees all their data, a mean is the sum divided by all of them, not only by those that have the part.
+        """
+        if not self.is_local or op != "mean":
+            return 1.0
+        return (1 if self.replicas is None else self.replicas.size) / ranks
 
     def own(self, whole: Array) -> Array:
         """Return this rank's part of the whole array: a new one."""
@@ -32,6 +59,25 @@ class Shard:
         for rank, first, last, start in sharding.pieces(size):
             out[start : start + last - first] = gathered[offsets[rank] + first : offsets[rank] + last]
         return np.ascontiguousarray(np.moveaxis(out, 0, sharding.dim))
+
+
+def reduced_apart(shards: Iterable[tuple[str, Shard | None]]) -> dict[str, Any]:
+    """Return the ranks, by `reduced_over`, of shards that are not reduced over all ranks. shards: by names, for errors.
+
+    Raises UsageError where ranks have parts of different sizes: they could not make the same buckets.
+    """
+    found: dict[str, Any] = {}
+    for name, shard in shards:
+        if shard is None or not shard.is_local:
+            continue
+        lengths = shard.sharding.lengths(shard.axis.size)
+        if len(set(lengths)) > 1:
+            raise UsageError(
+                f"{name}: ranks have {list(lengths)} of {shard.sharding.shape[0]} experts: to be trained they need "
+                f"equally many, so give a multiple of {shard.axis.size} experts"
+            )
+        found[shard.reduced_over] = Alone() if shard.replicas is None else shard.replicas
+    return found
 
 
 def part(whole: Array, sharding: Sharding, rank: int, size: int) -> Array:

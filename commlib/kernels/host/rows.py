@@ -16,6 +16,7 @@ from commlib.dtypes import Array, name_of
 from commlib.kernels.host import intrinsics as ins
 from commlib.kernels.host.compiled import kernel
 from commlib.kernels.host.reduce import narrow, widen
+from commlib.kernels.host.segments import next_of_others, prefetch_row
 
 # Products are added up apart for each place in a block: a compiler may use vectors of any length for that without
 # another order of additions, so the bits do not depend on the CPU.
@@ -27,7 +28,7 @@ def _summing(kind: str) -> Any:
     wide = np.float64 if kind == "float64" else np.float32
 
     @kernel(nogil=True)
-    def sum_rows(target: Any, starts: Any, slots: Any, addresses: Any) -> None:
+    def sum_rows(target: Any, starts: Any, slots: Any, addresses: Any, factors: Any) -> None:
         width = target.shape[1]
         total = np.empty(width, wide)
         for token in range(len(target)):
@@ -36,21 +37,28 @@ def _summing(kind: str) -> Any:
             if last == first:
                 row[:] = 0
                 continue
-            one = nb.carray(ins.as_pointer(addresses[slots[first]]), width, target.dtype)
+            a = slots[first]
+            one, by_one = nb.carray(ins.as_pointer(addresses[a]), width, target.dtype), factors[a]
             if last == first + 1:
-                ins.memcpy(row.ctypes.data, addresses[slots[first]], width * row.itemsize)
+                if by_one == 1:
+                    ins.memcpy(row.ctypes.data, addresses[a], width * row.itemsize)
+                else:
+                    for j in range(width):
+                        row[j] = narrow(kind, widen(kind, one[j]) * by_one)
                 continue
-            other = nb.carray(ins.as_pointer(addresses[slots[first + 1]]), width, target.dtype)
+            b = slots[first + 1]
+            other, by_other = nb.carray(ins.as_pointer(addresses[b]), width, target.dtype), factors[b]
             if last == first + 2:
                 for j in range(width):
-                    row[j] = narrow(kind, widen(kind, one[j]) + widen(kind, other[j]))
+                    row[j] = narrow(kind, widen(kind, one[j]) * by_one + widen(kind, other[j]) * by_other)
                 continue
             for j in range(width):
-                total[j] = widen(kind, one[j]) + widen(kind, other[j])
+                total[j] = widen(kind, one[j]) * by_one + widen(kind, other[j]) * by_other
             for i in range(first + 2, last):
-                more = nb.carray(ins.as_pointer(addresses[slots[i]]), width, target.dtype)
+                c = slots[i]
+                more, by_more = nb.carray(ins.as_pointer(addresses[c]), width, target.dtype), factors[c]
                 for j in range(width):
-                    total[j] += widen(kind, more[j])
+                    total[j] += widen(kind, more[j]) * by_more
             for j in range(width):
                 row[j] = narrow(kind, total[j])
 
@@ -60,15 +68,20 @@ def _summing(kind: str) -> Any:
 @cache
 def _scaling(kind: str) -> Any:
     @kernel(nogil=True)
-    def scale_rows(rows: Any, factors: Any, target: int) -> None:
+    def publish(block: Any, owners: Any, order: Any, rank: int, rows: Any, factors: Any, target: int) -> None:
         width = rows.shape[1]
-        for i in range(len(rows)):
-            row, factor = rows[i], factors[i]
-            out = nb.carray(ins.as_pointer(target + i * width * rows.itemsize), width, rows.dtype)
-            for j in range(width):
-                out[j] = narrow(kind, widen(kind, row[j]) * factor)
+        item_bytes = width * rows.itemsize
+        at, place = 0, 0
+        while place <= len(order):
+            start, stop, at, place = next_of_others(block, owners, order, rank, at, place)
+            for i in range(start, stop):
+                prefetch_row(target + i * item_bytes, item_bytes)
+                row, factor = rows[i], factors[i]
+                out = nb.carray(ins.as_pointer(target + i * item_bytes), width, rows.dtype)
+                for j in range(width):
+                    out[j] = narrow(kind, widen(kind, row[j]) * factor)
 
-    return scale_rows
+    return publish
 
 
 @cache
@@ -101,17 +114,22 @@ def _products(kind: str) -> Any:
     return multiply_rows
 
 
-def sum_rows(target: Array, starts: Array, slots: Array, addresses: Array) -> None:
-    """Let each row t of `target` be the sum of the rows at addresses[slots[starts[t] : starts[t + 1]]], 0 of none.
+def sum_rows(target: Array, starts: Array, slots: Array, addresses: Array, factors: Array) -> None:
+    """Let each row t of `target` be the sum of the rows slots[starts[t] : starts[t + 1]], times their factors, 0 of none.
 
-    target: contiguous, 2-D, of floats; the others int32 and, the addresses, int64.
+    target: contiguous, 2-D, of floats. addresses: of all rows, int64. factors: float32; the others are int32.
     """
-    _summing(name_of(target.dtype))(_stored(target), starts, slots, addresses)
+    _summing(name_of(target.dtype))(_stored(target), starts, slots, addresses, factors)
 
 
-def scale_rows(rows: Array, factors: Array, target: int) -> None:
-    """Write `rows` (contiguous, 2-D, of floats), each multiplied by its factor (float32), to an address."""
-    _scaling(name_of(rows.dtype))(_stored(rows), factors, target)
+def publish_scaled(
+    block: Array, owners: Array, order: Array, rank: int, rows: Array, factors: Array, target: int
+) -> None:
+    """Write the rows that others have sent, times their factors (float32), to an address, each to its place.
+
+    block: of a passage. rows: contiguous, 2-D, of floats.
+    """
+    _scaling(name_of(rows.dtype))(block, owners, order, rank, _stored(rows), factors, target)
 
 
 def multiply_rows(rows: Array, others: Array, factors: Array, scaled: Array, products: Array) -> None:

@@ -29,6 +29,9 @@ from commlib.kernels.host.compiled import kernel
 HEAD = 5
 LINE = 64
 
+# How far ahead lines are brought in that other cores have. Their stores would wait for one line after another.
+AHEAD = 2048
+
 
 def block_length(assignments: int, tokens: int, experts: int, ranks: int, local: int) -> int:
     """Return how many numbers a block has."""
@@ -112,6 +115,13 @@ def bytes_needed(block: Any, item_bytes: int, numbers: bool, sizes: Any, chosen:
     return max(most, 1) if short else 0
 
 
+@nb.njit(inline="always")  # type: ignore[untyped-decorator]
+def prefetch_row(at: int, item_bytes: int) -> None:
+    """Bring in what is written soon, with about this row: readers have it in their caches."""
+    for line in range(AHEAD, AHEAD + item_bytes, LINE):
+        ins.prefetch_to_write(at + line)
+
+
 @kernel(nogil=True)
 def put_rows(block: Any, owners: Any, source: int, item_bytes: int, numbers: int, bases: Any, chosen: Any) -> None:
     """Copy the rows of tokens, at `source`, to where their experts read them, and numbers, at `numbers` unless 0.
@@ -125,6 +135,7 @@ def put_rows(block: Any, owners: Any, source: int, item_bytes: int, numbers: int
         at = begin + offsets[expert] * item_bytes
         for i in range(starts[expert], starts[expert + 1]):
             ins.memcpy(at, source + tokens[i] * item_bytes, item_bytes)
+            prefetch_row(at, item_bytes)
             at += item_bytes
         if numbers != 0:
             at = begin + padded(totals[owner] * item_bytes) + 4 * offsets[expert]
@@ -132,19 +143,70 @@ def put_rows(block: Any, owners: Any, source: int, item_bytes: int, numbers: int
 
 
 @kernel(nogil=True)
-def find_rows(block: Any, owners: Any, item_bytes: int, bases: Any, chosen: Any, addresses: Any, numbers: int) -> None:
-    """Write where the row of each assignment lies, and copy the numbers that lie behind them to `numbers` unless 0."""
-    _, _, _, starts, offsets, totals, _ = parts(block)
+def find_rows(
+    block: Any,
+    owners: Any,
+    rank: int,
+    item_bytes: int,
+    bases: Any,
+    chosen: Any,
+    own: int,
+    gates: Any,
+    addresses: Any,
+    factors: Any,
+) -> None:
+    """Write where the row of each assignment lies, and what it is still to be multiplied by.
+
+    Those of this rank's experts lie at `own` as they were made, and their factors are in `gates`, unless that is empty.
+    """
+    _, _, _, starts, offsets, _, _ = parts(block)
     for expert in range(len(offsets)):
         owner = owners[expert]
-        begin = bases[chosen[owner], owner]
-        at = begin + offsets[expert] * item_bytes
+        begin = own if owner == rank else bases[chosen[owner], owner]
         for i in range(starts[expert], starts[expert + 1]):
-            addresses[i] = at
-            at += item_bytes
-        if numbers != 0:
-            at = begin + padded(totals[owner] * item_bytes) + 4 * offsets[expert]
-            ins.memcpy(numbers + 4 * starts[expert], at, 4 * (starts[expert + 1] - starts[expert]))
+            row = offsets[expert] + i - starts[expert]
+            addresses[i] = begin + row * item_bytes
+            factors[i] = gates[row] if owner == rank and len(gates) > 0 else np.float32(1)
+
+
+@kernel(nogil=True)
+def take_numbers(
+    block: Any, owners: Any, rank: int, item_bytes: int, bases: Any, chosen: Any, own: Any, out: Any
+) -> None:
+    """Take the number of each assignment from behind the rows, that of this rank's experts from `own`."""
+    _, _, _, starts, offsets, totals, _ = parts(block)
+    for expert in range(len(offsets)):
+        owner, count = owners[expert], starts[expert + 1] - starts[expert]
+        at = own.ctypes.data if owner == rank else bases[chosen[owner], owner] + padded(totals[owner] * item_bytes)
+        ins.memcpy(out.ctypes.data + 4 * starts[expert], at + 4 * offsets[expert], 4 * count)
+
+
+@nb.njit(inline="always")  # type: ignore[untyped-decorator]
+def next_of_others(block: Any, owners: Any, order: Any, rank: int, row: int, place: int) -> Any:
+    """Return the next span of rows from `row` on that others have sent: (start, stop, next row, next place).
+
+    place: how many experts, by `order`, have been looked at. A start that is not below the stop has no rows.
+    """
+    _, _, _, starts, offsets, totals, _ = parts(block)
+    while place < len(order):
+        expert = order[place]
+        place += 1
+        if owners[expert] == rank:
+            own = offsets[expert]
+            return row, own, own + starts[expert + 1] - starts[expert], place
+    return row, totals[rank], totals[rank], place + 1
+
+
+@kernel(nogil=True)
+def publish_rows(block: Any, owners: Any, order: Any, rank: int, item_bytes: int, rows: int, target: int) -> None:
+    """Copy the rows that others have sent to `target`, each to its place."""
+    row, place = 0, 0
+    while place <= len(order):
+        start, stop, row, place = next_of_others(block, owners, order, rank, row, place)
+        for i in range(start, stop):
+            at = target + i * item_bytes
+            prefetch_row(at, item_bytes)
+            ins.memcpy(at, rows + i * item_bytes, item_bytes)
 
 
 @kernel(nogil=True)

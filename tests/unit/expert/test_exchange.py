@@ -39,7 +39,10 @@ def assign(chosen: Array) -> Assignment:
     numbers[tokens, experts] = np.arange(len(tokens))
     starts = np.cumsum([0, *chosen.sum(1)])
     return Assignment(
-        tokens.astype(np.int32), chosen.sum(0).astype(np.int64), starts.astype(np.int32), numbers[chosen].astype(np.int32)
+        tokens.astype(np.int32),
+        chosen.sum(0).astype(np.int64),
+        starts.astype(np.int32),
+        numbers[chosen].astype(np.int32),
     )
 
 

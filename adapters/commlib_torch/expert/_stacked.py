@@ -1,0 +1,76 @@
+"""Experts of one rank as one module, whose parameters have the experts along their first dimension."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from commlib.errors import UsageError
+from commlib.expert.placement import Placement
+from commlib.expert.ranks import ExpertRanks
+from commlib.functional.shards import Shard
+from commlib.tensor.sharding import Sharding
+from commlib.tensor.streams import fold
+from commlib_torch._shards import mark
+from commlib_torch.tensor._dividing import take_own_when_loaded
+from commlib_torch.tensor.optimizing import watch_optimizers
+
+
+def stacked(what: str, make: Callable[[], nn.Module], seed: int, placement: Placement, ranks: ExpertRanks) -> nn.Module:
+    """Return the experts of this rank, made one by one as `make` makes one when PyTorch is seeded for it.
+
+    The values of an expert depend on the seed and its number alone, not on the ranks. Its parameters are marked as parts
+    of those of all experts. Raises UsageError for modules that cannot be stacked.
+    """
+    made = []
+    for expert in placement.of_rank(ranks.axis.rank):
+        with seeded(fold(seed, expert)):
+            made.append(make())
+    whole = made[0]
+    _check(what, made)
+    others = [dict(each.named_parameters()) for each in made]
+    for name, parameter in list(whole.named_parameters()):
+        module, _, last = name.rpartition(".")
+        values = torch.stack([other[name].detach() for other in others])
+        stack = nn.Parameter(values, requires_grad=parameter.requires_grad)
+        setattr(whole.get_submodule(module), last, stack)
+        sharding = Sharding((len(placement.owners), *parameter.shape), 0)
+        mark(stack, Shard(ranks.axis, sharding, ranks.replicas, is_local=True))
+    for module in whole.modules():
+        take_own_when_loaded(module)
+    watch_optimizers()
+    return whole
+
+
+def each_alone(experts: nn.Module, rows: Tensor, counts: Sequence[int]) -> Tensor:
+    """Return what each expert makes of its rows, one after another; of none, too, so that all have gradients."""
+    names, stacks = zip(*experts.named_parameters(), strict=True)
+    results = []
+    for part, values in zip(rows.split(list(counts)), zip(*(stack.unbind(0) for stack in stacks), strict=True)):
+        results.append(torch.func.functional_call(experts, dict(zip(names, values, strict=True)), (part,)))
+    return torch.cat(results)
+
+
+@contextmanager
+def seeded(seed: int) -> Iterator[None]:
+    """Let PyTorch's generator of the host begin anew inside, and go on as before afterwards."""
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(seed)
+        yield
+
+
+def _check(what: str, made: Sequence[nn.Module]) -> None:
+    first: dict[str, Any] = {name: parameter.shape for name, parameter in made[0].named_parameters()}
+    for name, _ in made[0].named_buffers():
+        raise UsageError(
+            f"{what}: an expert has a buffer, {name}: experts keep parameters alone, since each sees other tokens"
+        )
+    if not first:
+        raise UsageError(f"{what}: an expert has no parameters")
+    for number, other in enumerate(made):
+        if {name: parameter.shape for name, parameter in other.named_parameters()} != first:
+            raise UsageError(f"{what}: expert {number} of this rank has other parameters than the first one")

@@ -1,0 +1,52 @@
+"""ExpertRanks: which ranks share experts, which have copies of them, and which have other tokens."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from math import gcd
+
+from commlib.communicator import Communicator
+from commlib.data_parallel.mesh_axes import data_axes
+from commlib.errors import UsageError
+from commlib.functional.axis import Axis
+from commlib.mesh_groups import Mesh
+
+_NOT_DATA = ("tp", "pp")
+"""Axes of a mesh along which ranks have the same tokens, or other layers."""
+
+
+@dataclass(frozen=True, slots=True)
+class ExpertRanks:
+    """The ranks of one rank's experts. All of them have other tokens.
+
+    axis: those among which the experts are divided. replicas: those that have the same experts as this rank, over which
+    their gradients are added up; None if there is no other. data: all ranks that train together, whose tokens count in
+    losses and balance; gradients are divided by their number.
+    """
+
+    axis: Axis
+    replicas: Communicator | None
+    data: Communicator
+
+    @classmethod
+    def of(cls, ranks: Mesh | Communicator | Axis, experts: int, *, make: type[Axis] | None = None) -> ExpertRanks:
+        """Return those of a mesh: along its axis ep, if it has one, else along its axis dp as far as experts go.
+
+        A mesh whose axis dp has no part ep is refactored, dp into edp and ep, which is collective over the mesh: ep is
+        the largest number that divides both the ranks along dp and the experts. A communicator or an axis is that of
+        the experts, and all ranks. Raises UsageError.
+        """
+        if isinstance(ranks, Axis):
+            return cls(ranks, None, ranks.comm)
+        if isinstance(ranks, Communicator):
+            return cls(Axis(ranks), None, ranks)
+        if not isinstance(ranks, Mesh):
+            raise UsageError(f"experts: expected a mesh, or the communicator of an axis, got {type(ranks).__name__}")
+        mesh = ranks
+        if "ep" not in mesh:
+            if "dp" not in mesh.axes:
+                raise UsageError(f"experts are divided along an axis ep, or a part of dp; {mesh.shape} has neither")
+            mesh = mesh.refactor({"dp": {"edp": -1, "ep": gcd(mesh.shape.size("dp"), experts)}})
+        copies = tuple(axis for axis in mesh.axes if axis not in (*_NOT_DATA, "ep"))
+        replicas = mesh[copies] if copies and mesh.shape.size(*copies) > 1 else None
+        return cls(Axis(mesh["ep"]), replicas, mesh[data_axes(mesh)])
