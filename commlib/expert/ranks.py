@@ -5,9 +5,12 @@ from __future__ import annotations
 from dataclasses import dataclass
 from math import gcd
 
+import numpy as np
+
 from commlib.communicator import Communicator
 from commlib.data_parallel.mesh_axes import data_axes
 from commlib.errors import UsageError
+from commlib.expert.exchange import Empty
 from commlib.functional.axis import Axis
 from commlib.mesh_groups import Mesh
 
@@ -29,17 +32,17 @@ class ExpertRanks:
     data: Communicator
 
     @classmethod
-    def of(cls, ranks: Mesh | Communicator | Axis, experts: int, *, make: type[Axis] | None = None) -> ExpertRanks:
+    def of(cls, ranks: Mesh | Communicator | Axis, experts: int, *, empty: Empty = np.empty) -> ExpertRanks:
         """Return those of a mesh: along its axis ep, if it has one, else along its axis dp as far as experts go.
 
         A mesh whose axis dp has no part ep is refactored, dp into edp and ep, which is collective over the mesh: ep is
         the largest number that divides both the ranks along dp and the experts. A communicator or an axis is that of
-        the experts, and all ranks. Raises UsageError.
+        the experts, and all ranks. empty: makes the arrays of results. Raises UsageError.
         """
         if isinstance(ranks, Axis):
             return cls(ranks, None, ranks.comm)
         if isinstance(ranks, Communicator):
-            return cls(Axis(ranks), None, ranks)
+            return cls(Axis(ranks, empty=empty), None, ranks)
         if not isinstance(ranks, Mesh):
             raise UsageError(f"experts: expected a mesh, or the communicator of an axis, got {type(ranks).__name__}")
         mesh = ranks
@@ -49,4 +52,4 @@ class ExpertRanks:
             mesh = mesh.refactor({"dp": {"edp": -1, "ep": gcd(mesh.shape.size("dp"), experts)}})
         copies = tuple(axis for axis in mesh.axes if axis not in (*_NOT_DATA, "ep"))
         replicas = mesh[copies] if copies and mesh.shape.size(*copies) > 1 else None
-        return cls(Axis(mesh["ep"]), replicas, mesh[data_axes(mesh)])
+        return cls(Axis(mesh["ep"], empty=empty), replicas, mesh[data_axes(mesh)])

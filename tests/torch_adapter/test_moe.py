@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from commlib import Communicator
 from commlib.expert import Experts
-from commlib_torch.expert import MoE, auxiliary_loss
+from commlib_torch.expert import auxiliary_loss
 from tests.torch_adapter.expert_oracle import compare_gradients, layer, made, near, single, step, tokens
 
 

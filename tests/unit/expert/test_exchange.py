@@ -17,6 +17,7 @@ from commlib.dtypes import Array, numpy_dtype
 from commlib.expert.alone import Alone
 from commlib.expert.by_messages import ByMessages
 from commlib.expert.exchange import Exchange
+from commlib.expert.hierarchical import Hierarchical
 from commlib.expert.on_node import OnNode
 from commlib.expert.placement import Placement
 from tests.loopback import run
@@ -46,16 +47,23 @@ def assign(chosen: Array) -> Assignment:
     )
 
 
-def expected_rows(chosen: list[Array], xs: list[Array], placement: Placement, rank: int) -> Array:
-    """Return the rows that a rank must get: expert by expert, rank by rank, token by token."""
-    rows = [x[table[:, expert]] for expert in placement.of_rank(rank) for table, x in zip(chosen, xs, strict=True)]
-    return np.concatenate(rows)
+def expected_rows(
+    chosen: list[Array], xs: list[Array], placement: Placement, rank: int, nodes: list[int] | None
+) -> Array:
+    """Return the rows that a rank must get: expert by expert, rank by rank, token by token.
+
+    nodes: of the ranks. Ranks are then in the order of their places in these.
+    """
+    places = nodes and [nodes[:rank].count(node) for rank, node in enumerate(nodes)]
+    order = sorted(range(len(xs)), key=lambda rank: (places[rank] if places else 0, rank))
+    return np.concatenate([xs[one][chosen[one][:, expert]] for expert in placement.of_rank(rank) for one in order])
 
 
 Make = Callable[[Communicator, Placement], Exchange]
 WAYS: dict[str, Make] = {
     "node": lambda comm, placement: OnNode(comm, placement),
     "messages": lambda comm, placement: ByMessages(comm, placement),
+    "hierarchical": lambda comm, placement: Hierarchical(comm, placement),
 }
 
 
@@ -76,7 +84,7 @@ def check(way: Make, ranks: int, chosen: list[list[Array]], width: int, dtype: s
         for number, layer in enumerate(chosen):
             assigned, x = assign(layer[me]), xs[number][me]
             passage, rows, came, counts = exchange.dispatch(f"layer {number}", assigned, x, gates[number][me])
-            np.testing.assert_array_equal(rows, expected_rows(layer, xs[number], placement, me))
+            np.testing.assert_array_equal(rows, expected_rows(layer, xs[number], placement, me, nodes))
             mine = placement.of_rank(me)
             np.testing.assert_array_equal(counts, [sum(int(one[:, expert].sum()) for one in layer) for expert in mine])
             sums = exchange.combine(f"layer {number}", passage, rows, came)
@@ -87,7 +95,7 @@ def check(way: Make, ranks: int, chosen: list[list[Array]], width: int, dtype: s
         for number in reversed(range(len(chosen))):
             passage, rows, came = kept.pop()
             layer, x = chosen[number], xs[number][me]
-            np.testing.assert_array_equal(rows, expected_rows(layer, xs[number], placement, me))  # nobody wrote there
+            np.testing.assert_array_equal(rows, expected_rows(layer, xs[number], placement, me, nodes))  # nobody wrote there
             again = exchange.combine_back(f"layer {number}", passage, x)
             np.testing.assert_array_equal(again, rows)
             sums, numbers = exchange.dispatch_back(f"layer {number}", passage, again, came * 2)
@@ -110,13 +118,15 @@ def tables(draw: Any, ranks: int, layers: int) -> list[list[Array]]:
     return found
 
 
-@pytest.mark.parametrize("ranks", [1, 2, 3])
-@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize(
+    ("way", "ranks"),
+    [("node", 1), ("node", 2), ("node", 3), ("messages", 2), ("messages", 3), ("hierarchical", 4)],
+)
 def test_there_and_back(way: str, ranks: int) -> None:
     @settings(max_examples=20, deadline=None)
     @given(tables(ranks, 3), st.sampled_from([1, 5, 64]), st.sampled_from(["float32", "bfloat16", "float64"]))
     def there_and_back(chosen: list[list[Array]], width: int, dtype: str) -> None:
-        check(WAYS[way], ranks, chosen, width, dtype, None)
+        check(WAYS[way], ranks, chosen, width, dtype, [0, 0, 1, 1] if way == "hierarchical" else None)
 
     there_and_back()
 

@@ -1,0 +1,6 @@
+"""Mixtures of experts for Keras: the layer, and what turns MLPs of a plain model into such."""
+
+from commlib_tensorflow.expert.mlp import MLP
+from commlib_tensorflow.expert.moe import MoE
+
+__all__ = ["MLP", "MoE"]

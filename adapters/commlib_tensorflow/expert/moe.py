@@ -1,0 +1,135 @@
+"""MoE: a layer whose tokens each go to a few of many experts, which are divided among ranks."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable
+from typing import Any
+
+import keras
+import tensorflow as tf
+
+from commlib.communicator import Communicator
+from commlib.dtypes import Array
+from commlib.errors import UsageError
+from commlib.expert.experts import Experts
+from commlib.expert.mixture import Mixture
+from commlib.expert.ranks import ExpertRanks
+from commlib.expert.routing import Routing
+from commlib.functional.axis import Axis
+from commlib.mesh_groups import Mesh
+from commlib_tensorflow._graph import no_autograph, result_empty
+from commlib_tensorflow.expert._functions import combined, sent
+from commlib_tensorflow.expert._stacked import each_alone, seeded, stacked
+from commlib_tensorflow.expert.mlp import MLP
+
+
+class MoE(keras.layers.Layer):  # type: ignore[misc]  # Keras has no types
+    """A mixture of experts: a router sends each token to a few of them, and adds up what they make of it.
+
+    inputs: (..., width), other tokens on each rank; a rank may have none. Returns the same shape. experts: how many,
+    and how tokens go to them. ranks: a mesh (its axis ep, or a part of dp), or the communicator of the ranks that share
+    the experts. expert: makes one, a layer from (rows, width) to the same, instead of the built-in MLP.
+
+    The values of weights depend on rank 0's seed, not on the number of ranks. Those of experts are parts of stacks
+    [experts, ...]: `gather_weights`. Losses of the router are added as Keras' layers add them, in training. A mask says
+    which tokens are padding: they go nowhere. Collective to make, to build and to call, forward and backward.
+    """
+
+    def __init__(
+        self,
+        experts: Experts,
+        ranks: Mesh | Communicator | Axis,
+        *,
+        expert: Callable[[], Any] | None = None,
+        **kwargs: Any,
+    ) -> None:
+        super().__init__(**kwargs)
+        self.options, self._make = experts, expert
+        self.ranks = ExpertRanks.of(ranks, experts.count, empty=result_empty)
+        self.mixture = Mixture(self.name, experts, self.ranks)
+        self.supports_masking, self.supports_jit = True, False
+        (self._seed, *_) = self.ranks.data.all_gather_object(random.randint(1, 10**9))
+        self._draws = keras.random.SeedGenerator(self._seed) if experts.draws or experts.jitter else None
+
+    def build(self, input_shape: Any) -> None:
+        """Make the weights."""
+        options, width = self.options, input_shape[-1]
+        if width is None:
+            raise UsageError(f"{self.name}: the last dimension of {tuple(input_shape)} is not known")
+        self.width = width
+        with seeded(self._seed):
+            self.router = self.add_weight(
+                shape=(options.count, width),
+                initializer=keras.initializers.GlorotUniform(seed=random.randint(1, 10**9)),
+                name="router",
+                autocast=False,
+            )
+            self.shared = self._mlp(options.shared) if options.shared else None
+            if self.shared is not None:
+                self.shared.build((None, width))
+        make = self._make or (lambda: self._mlp(1))
+        self._expert, self._stacks = stacked(self, make, width, self._seed, self.mixture.placement, self.ranks)
+        self.expert_bias = None
+        if options.bias_rate:
+            self.expert_bias = self.add_weight(
+                shape=(options.count,), initializer="zeros", trainable=False, name="expert_bias", autocast=False
+            )
+
+    def _mlp(self, times: int) -> Any:
+        options = self.options
+        if options.hidden is None:
+            raise UsageError("MoE: give Experts(hidden=...), the features within the built-in MLP, or expert=")
+        return MLP(
+            self.width,
+            times * options.hidden,
+            gated=options.gated,
+            activation=options.activation,
+            use_bias=options.bias,
+            dtype=self.dtype_policy,
+        )
+
+    @no_autograph
+    def call(self, inputs: Any, training: Any = None, mask: Any = None) -> Any:
+        """Return the outputs."""
+        options, mixture = self.options, self.mixture
+        tokens = tf.reshape(inputs, (-1, self.width))
+        sequence = tf.shape(inputs)[-2] if len(inputs.shape) > 2 else tf.shape(tokens)[0]
+        training = bool(training)
+        more = {"sequence": sequence}
+        if mask is not None:
+            more["mask"] = tf.reshape(tf.cast(mask, tf.bool), (-1,))
+        if self.expert_bias is not None:
+            more["bias"] = tf.convert_to_tensor(self.expert_bias)
+        if training and options.draws:
+            more["seed"] = keras.random.randint((), 0, 1 << 30, dtype="int32", seed=self._draws)
+        names = list(more)
+
+        def route(logits: Array, *arrays: Array) -> Routing:
+            given: dict[str, Any] = dict(zip(names, arrays, strict=True))
+            for name in ("sequence", "seed"):
+                if name in given:
+                    given[name] = int(given[name])
+            return mixture.route(logits, training=training, **given)
+
+        local = len(mixture.placement.of_rank(self.ranks.axis.rank))
+        came = sent(tokens, self._logits(tokens, training), mixture, route, list(more.values()))
+        out = each_alone(self._expert, self._stacks, came.rows, came.counts, local)
+        y = combined(out, came.gates, mixture, came.state, tokens)
+        if training:
+            self.add_loss(options.balance_weight * came.losses[0] + options.z_weight * came.losses[1])
+        if self.shared is not None:
+            y = y + self.shared(tokens)
+        return tf.reshape(y, tf.shape(inputs))
+
+    def _logits(self, tokens: Any, training: bool) -> Any:
+        """Return the router's scores, in float32 whatever else is computed in."""
+        x = tf.cast(tokens, tf.float32)
+        if training and self.options.jitter:
+            jitter = self.options.jitter
+            x = x * keras.random.uniform(tf.shape(x), 1 - jitter, 1 + jitter, dtype="float32", seed=self._draws)
+        return tf.matmul(x, tf.cast(self.router, tf.float32), transpose_b=True)
+
+    def compute_output_shape(self, input_shape: Any) -> Any:
+        """Return the shape of the output, that of the input."""
+        return input_shape
