@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from commlib.communicator import Communicator
 from commlib.compress.codec import Codec
 from commlib.expert.alone import Alone
-from commlib.expert.by_messages import ByMessages
+from commlib.expert.chosen import Chosen
 from commlib.expert.exchange import Exchange
 from commlib.expert.on_node import OnNode
 from commlib.expert.placement import Placement
@@ -39,6 +39,6 @@ def exchange_over(axis: Axis, placement: Placement, codec: Codec | None = None) 
         if ways.regions is not None:
             ways.made[key] = OnNode(ways.comm, placement, axis.empty, regions=ways.regions)
         else:
-            ways.made[key] = ByMessages(ways.comm, placement, axis.empty, codec=codec)
+            ways.made[key] = Chosen(ways.comm, placement, axis.empty, codec=codec)
     found: Exchange = ways.made[key]
     return found

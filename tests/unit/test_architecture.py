@@ -31,6 +31,8 @@ PURE = (
     "commlib.cost.model",
     "commlib.cost.flat",
     "commlib.cost.hierarchical",
+    "commlib.cost.exchanges",
+    "commlib.expert.placement",
     "commlib.tune.fit",
     "commlib.cost.records",
     "commlib.folders",  # looks at folders, reads and writes files, and is otherwise as pure
