@@ -47,6 +47,7 @@ class Mixture:
             mask=mask,
             sequence=sequence,
             comm=self.ranks.axis.comm,
+            data=self.ranks.data,
         )
         if training:
             self.load += found.load
