@@ -15,7 +15,7 @@ from commlib.expert.ranks import ExpertRanks
 from commlib.functional.shards import Shard
 from commlib.tensor.sharding import Sharding
 from commlib.tensor.streams import fold
-from commlib_torch._shards import mark
+from commlib_torch._shards import mark, mark_in_state
 from commlib_torch.tensor._dividing import take_own_when_loaded
 from commlib_torch.tensor.optimizing import watch_optimizers
 
@@ -42,6 +42,7 @@ def stacked(what: str, make: Callable[[], nn.Module], seed: int, placement: Plac
         mark(stack, Shard(ranks.axis, sharding, ranks.replicas, is_local=True))
     for module in whole.modules():
         take_own_when_loaded(module)
+        module.register_state_dict_post_hook(mark_in_state)  # type: ignore[no-untyped-call]
     watch_optimizers()
     return whole
 

@@ -1,0 +1,185 @@
+"""Models with experts, trained over replicas, stages and divided layers, as one process with the whole batch."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
+
+from commlib import Communicator, Mesh
+from commlib.expert import Experts
+from commlib_torch import (
+    DistributedOptimizer,
+    broadcast_optimizer_state,
+    broadcast_parameters,
+    clip_grad_norm_,
+    gather_optimizer_state,
+    gather_state_dict,
+    load_optimizer_state,
+)
+from commlib_torch.expert import MoE, auxiliary_loss
+from tests.torch_adapter.expert_oracle import near, single
+
+WIDTH, EXPERTS = 8, Experts(4, top_k=2, hidden=6, balance_weight=0.1)
+
+
+class Block(nn.Module):
+    def __init__(self, ranks: Any, options: Experts = EXPERTS, again: bool = False) -> None:
+        super().__init__()
+        self.norm, self.mlp, self.again = nn.LayerNorm(WIDTH), MoE(WIDTH, options, ranks), again
+
+    def inner(self, x: Tensor) -> Tensor:
+        out: Tensor = x + self.mlp(self.norm(x))
+        return out
+
+    def forward(self, x: Tensor) -> Tensor:
+        out: Tensor = checkpoint(self.inner, x, use_reentrant=False) if self.again else self.inner(x)
+        return out
+
+
+def model(ranks: Any, options: Experts = EXPERTS, layers: int = 2, again: bool = False) -> nn.Sequential:
+    torch.manual_seed(0)
+    blocks = [Block(ranks, options, again) for _ in range(layers)]
+    return nn.Sequential(nn.Linear(WIDTH, WIDTH), *blocks, nn.Linear(WIDTH, WIDTH)).double()
+
+
+def batch(rows: int, seed: int) -> tuple[Tensor, Tensor]:
+    generator = torch.Generator().manual_seed(seed)
+    x, y = (torch.randn(rows, 3, WIDTH, generator=generator, dtype=torch.float64) for _ in range(2))
+    return x, y
+
+
+def loss_of(model: nn.Module, x: Tensor, y: Tensor) -> Tensor:
+    return F.mse_loss(model(x), y) + auxiliary_loss(model)
+
+
+def train(model: nn.Module, optimizer: Any, part: Any, rows: int, steps: Any, passes: int = 1) -> list[Tensor]:
+    """Train; return the losses. part: of (tokens), what this rank has of a batch."""
+    losses = []
+    for number in steps:
+        x, y = (part(each) for each in batch(rows, number))
+        total = torch.zeros((), dtype=torch.float64)
+        for own_x, own_y in zip(x.chunk(passes), y.chunk(passes), strict=True):
+            loss = loss_of(model, own_x, own_y) / passes
+            loss.backward()
+            total += loss.detach()
+        losses.append(total)
+        clip_grad_norm_(model.parameters(), 0.5)
+        optimizer.step()
+        optimizer.zero_grad()
+    return losses
+
+
+def sgd(model: nn.Module) -> Any:
+    return torch.optim.SGD(model.parameters(), 0.1, momentum=0.9)
+
+
+def alone(comm: Communicator, rows: int, steps: Any, options: Experts = EXPERTS) -> tuple[nn.Module, list[Tensor]]:
+    whole = model(single(comm), options)
+    return whole, train(whole, sgd(whole), lambda each: each, rows, steps)
+
+
+def compare(comm: Communicator, got: dict[str, Tensor], whole: nn.Module) -> None:
+    expected = whole.state_dict()
+    assert set(got) == set(expected)
+    for name, value in got.items():
+        near(value, expected[name], name)
+
+
+def own_rows(comm: Communicator) -> Any:
+    return lambda each: each.chunk(comm.size)[comm.rank]
+
+
+def meshes(size: int) -> list[dict[str, int]]:
+    return [{"edp": 1, "ep": size}] + [{"edp": size // 2, "ep": 2}] * (size == 4) + [{"edp": size, "ep": 1}]
+
+
+@pytest.mark.parametrize("which", [0, 1, 2])
+@pytest.mark.parametrize("again", [False, True])
+def test_as_one_process(comm: Communicator, which: int, again: bool) -> None:
+    """Over experts, copies of experts, and both; also where activations are computed again in backward."""
+    found = meshes(comm.size)
+    if which >= len(found) or comm.size == 3:
+        pytest.skip("not on so many ranks")
+    mesh = Mesh(dp=comm.size).refactor({"dp": found[which]})
+    rows = 2 * comm.size
+    whole, expected = alone(comm, rows, range(3))
+    own = model(mesh, again=again)
+    optimizer = DistributedOptimizer(sgd(own), own.named_parameters(), mesh=mesh)
+    losses = train(own, optimizer, own_rows(comm), rows, range(3))
+    for got, one in zip(losses, expected, strict=True):
+        mean = comm.all_reduce(got.reshape(1).numpy(), "mean")
+        near(torch.from_numpy(mean), one.reshape(1), "loss")
+    compare(comm, gather_state_dict(own), whole)
+    mesh.close()
+
+
+def test_accumulation_steps_change_nothing(comm: Communicator) -> None:
+    """The balance of a sequence is the same, however many passes a step has."""
+    if comm.size == 3:
+        pytest.skip("4 experts")
+    rows = 4 * comm.size
+    whole, _ = alone(comm, rows, range(2))
+    own = model(comm)
+    optimizer = DistributedOptimizer(
+        sgd(own), own.named_parameters(), comm=comm, backward_passes_per_step=2
+    )
+    train(own, optimizer, own_rows(comm), rows, range(2), passes=2)
+    compare(comm, gather_state_dict(own), whole)
+
+
+def test_what_is_saved_goes_on_elsewhere(comm: Communicator) -> None:
+    """State is of all experts, moments included: another number of ranks goes on with it."""
+    if comm.size == 3:
+        pytest.skip("4 experts")
+    rows = 2 * comm.size
+    whole, _ = alone(comm, rows, range(4))
+    own = model(comm)
+    optimizer = DistributedOptimizer(sgd(own), own.named_parameters(), comm=comm)
+    train(own, optimizer, own_rows(comm), rows, range(2))
+    state, moments = gather_state_dict(own), gather_optimizer_state(optimizer, own.named_parameters())
+    assert state["1.mlp.experts.up.weight"].shape == (4, 6, WIDTH)
+    # On one rank, with all experts.
+    other = model(single(comm))
+    with torch.no_grad():
+        for parameter in other.parameters():
+            parameter.zero_()
+    other.load_state_dict(state)
+    again = sgd(other)
+    load_optimizer_state(again, other.named_parameters(), moments)
+    train(other, again, lambda each: each, rows, range(2, 4))
+    compare(comm, dict(other.state_dict()), whole)
+    # And on all of them again.
+    third = model(comm)
+    third.load_state_dict(state)
+    optimizer = DistributedOptimizer(sgd(third), third.named_parameters(), comm=comm)
+    load_optimizer_state(optimizer, third.named_parameters(), moments)
+    train(third, optimizer, own_rows(comm), rows, range(2, 4))
+    compare(comm, gather_state_dict(third), whole)
+
+
+@pytest.mark.ranks(min=2)
+def test_a_broadcast_leaves_experts_alone(comm: Communicator) -> None:
+    """Ranks have different experts: the root's must not take their places, nor their moments."""
+    own = model(comm, Experts(2 * comm.size, hidden=4))
+    with torch.no_grad():
+        own[0].weight.add_(comm.rank)
+    before = {name: value.clone() for name, value in own.state_dict().items()}
+    for given in (own.state_dict(), own.named_parameters()):
+        broadcast_parameters(given, root_rank=0)
+    for name, value in own.state_dict().items():
+        if "experts" in name:
+            assert torch.equal(value, before[name]), name
+    first = float(own[0].weight.detach().sum())
+    assert comm.all_gather_object(first) == [first] * comm.size
+    optimizer = torch.optim.Adam(own.parameters())
+    loss_of(own, *batch(2, comm.rank)).backward()
+    optimizer.step()
+    expert = own[1].mlp.experts.up.weight
+    kept = optimizer.state[expert]["exp_avg"].clone()
+    broadcast_optimizer_state(optimizer, root_rank=0)
+    assert torch.equal(optimizer.state[expert]["exp_avg"], kept)
