@@ -20,6 +20,7 @@ from commlib_torch import (
     gather_optimizer_state,
     gather_state_dict,
     load_optimizer_state,
+    pipeline,
 )
 from commlib_torch.expert import MoE, auxiliary_loss
 from tests.torch_adapter.expert_oracle import near, single
@@ -183,3 +184,28 @@ def test_a_broadcast_leaves_experts_alone(comm: Communicator) -> None:
     kept = optimizer.state[expert]["exp_avg"].clone()
     broadcast_optimizer_state(optimizer, root_rank=0)
     assert torch.equal(optimizer.state[expert]["exp_avg"], kept)
+
+
+@pytest.mark.ranks(min=2)
+@pytest.mark.parametrize("schedule", ["gpipe", "1f1b", "zb_h1"])
+def test_stages(comm: Communicator, schedule: str) -> None:
+    """Losses of routers are the same under any number of stages and microbatches."""
+    if comm.size == 3:
+        pytest.skip("4 experts")
+    mesh = Mesh(pp=2, dp=comm.size // 2)
+    dp = mesh["dp"]
+    rows = 5 * dp.size
+    whole, expected = alone(comm, rows, range(2))
+    own = pipeline(model(mesh), mesh["pp"], schedule=schedule, microbatches=4, loss=F.mse_loss)
+    optimizer = DistributedOptimizer(sgd(own), own.named_parameters(), mesh=mesh)
+    for number in range(2):
+        x, y = (own_rows(dp)(each) for each in batch(rows, number))
+        loss = own.step(x, y)
+        near(torch.from_numpy(dp.all_reduce(loss.reshape(1).numpy(), "mean")), expected[number].reshape(1), "loss")
+        own.clip_grad_norm(0.5)
+        optimizer.step()
+        optimizer.zero_grad()
+    state = own.gather_state_dict()
+    compare(comm, state, whole)
+    own.close()
+    mesh.close()
