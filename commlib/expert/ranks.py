@@ -12,7 +12,9 @@ from commlib.data_parallel.mesh_axes import data_axes
 from commlib.errors import UsageError
 from commlib.expert.exchange import Empty
 from commlib.functional.axis import Axis
+from commlib.functional.shards import Shard
 from commlib.mesh_groups import Mesh
+from commlib.tensor.sharding import Nested, Sharding
 
 _NOT_DATA = ("tp", "pp")
 """Axes of a mesh along which ranks have the same tokens, or other layers."""
@@ -20,16 +22,19 @@ _NOT_DATA = ("tp", "pp")
 
 @dataclass(frozen=True, slots=True)
 class ExpertRanks:
-    """The ranks of one rank's experts. All of them have other tokens.
+    """The ranks of one rank's experts. All of them have other tokens, but those of `tensor`.
 
     axis: those among which the experts are divided. replicas: those that have the same experts as this rank, over which
     their gradients are added up; None if there is no other. data: all ranks that train together, whose tokens count in
-    losses and balance; gradients are divided by their number.
+    losses and balance; gradients are divided by their number. tensor: those, with the same tokens, among which each
+    expert may be divided; and with them the ranks of `axis`, in one communicator whose ranks count along `tensor` first.
     """
 
     axis: Axis
     replicas: Communicator | None
     data: Communicator
+    tensor: Axis | None = None
+    product: Axis | None = None
 
     @classmethod
     def of(cls, ranks: Mesh | Communicator | Axis, experts: int, *, empty: Empty = np.empty) -> ExpertRanks:
@@ -52,4 +57,16 @@ class ExpertRanks:
             mesh = mesh.refactor({"dp": {"edp": -1, "ep": gcd(mesh.shape.size("dp"), experts)}})
         copies = tuple(axis for axis in mesh.axes if axis not in (*_NOT_DATA, "ep"))
         replicas = mesh[copies] if copies and mesh.shape.size(*copies) > 1 else None
-        return cls(Axis(mesh["ep"], empty=empty), replicas, mesh[data_axes(mesh)])
+        found = Axis(mesh["ep"], empty=empty), replicas, mesh[data_axes(mesh)]
+        if "tp" not in mesh.axes or mesh.shape.size("tp") == 1:
+            return cls(*found)
+        return cls(*found, Axis(mesh["tp"], empty=empty), Axis(mesh["ep", "tp"], empty=empty))
+
+
+def shard_for(shape: tuple[int, ...], divided: Sharding | None, ranks: ExpertRanks) -> Shard:
+    """Return what a rank has of the stacks of all experts: [experts, ...]; divided: how one expert is, along `tensor`."""
+    experts = Sharding(shape, 0)
+    if divided is None or ranks.tensor is None or ranks.product is None:
+        return Shard(ranks.axis, experts, ranks.replicas, is_local=True)
+    inner = Sharding(shape, divided.dim + 1, divided.parts, divided.units)
+    return Shard(ranks.product, Nested(experts, inner, ranks.tensor.size), ranks.replicas, is_local=True)

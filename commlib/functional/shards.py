@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+import math
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -13,7 +14,7 @@ from commlib.data_parallel.alone import Alone
 from commlib.dtypes import Array
 from commlib.errors import UsageError
 from commlib.functional.axis import Axis
-from commlib.tensor.sharding import Sharding
+from commlib.tensor.sharding import Nested, Sharding
 
 
 @dataclass(frozen=True, slots=True)
@@ -25,7 +26,7 @@ class Shard:
     """
 
     axis: Axis
-    sharding: Sharding
+    sharding: Sharding | Nested
     replicas: Communicator | None = None
     is_local: bool = False
 
@@ -52,13 +53,11 @@ class Shard:
     def whole(self, own: Array) -> Array:
         """Return the whole array, made of the parts of all ranks. Collective over the axis."""
         sharding, size = self.sharding, self.axis.size
-        front = np.ascontiguousarray(np.moveaxis(own, sharding.dim, 0))
-        gathered = self.axis.comm.all_gather_v(front)
-        offsets = np.cumsum([0, *sharding.lengths(size)])
-        out = np.empty((len(gathered), *front.shape[1:]), own.dtype)
-        for rank, first, last, start in sharding.pieces(size):
-            out[start : start + last - first] = gathered[offsets[rank] + first : offsets[rank] + last]
-        return np.ascontiguousarray(np.moveaxis(out, 0, sharding.dim))
+        gathered = self.axis.comm.all_gather_v(np.ascontiguousarray(own).reshape(-1))
+        shapes = [sharding.local(rank, size) for rank in range(size)]
+        ends = np.cumsum([math.prod(shape) for shape in shapes])[:-1]
+        parts = [part.reshape(shape) for part, shape in zip(np.split(gathered, ends), shapes, strict=True)]
+        return joined(parts, sharding)
 
 
 def reduced_apart(shards: Iterable[tuple[str, Shard | None]]) -> dict[str, Any]:
@@ -80,8 +79,24 @@ def reduced_apart(shards: Iterable[tuple[str, Shard | None]]) -> dict[str, Any]:
     return found
 
 
-def part(whole: Array, sharding: Sharding, rank: int, size: int) -> Array:
+def part(whole: Array, sharding: Sharding | Nested, rank: int, size: int) -> Array:
     """Return the part of one of `size` ranks: a new, contiguous array."""
+    if isinstance(sharding, Nested):
+        inner = sharding.ranks
+        return part(part(whole, sharding.outer, rank // inner, size // inner), sharding.inner, rank % inner, inner)
     front = (slice(None),) * sharding.dim
     pieces = [whole[(*front, slice(*span))] for span in sharding.spans(rank, size)]
     return np.concatenate(pieces, axis=sharding.dim)
+
+
+def joined(parts: Sequence[Array], sharding: Sharding | Nested) -> Array:
+    """Return the whole array, made of the parts of all ranks in their order: a new, contiguous one."""
+    if isinstance(sharding, Nested):
+        inner = sharding.ranks
+        groups = [parts[start : start + inner] for start in range(0, len(parts), inner)]
+        return joined([joined(group, sharding.inner) for group in groups], sharding.outer)
+    front = (slice(None),) * sharding.dim
+    pieces = sharding.pieces(len(parts))
+    return np.concatenate(
+        [parts[rank][(*front, slice(first, last))] for rank, first, last, _ in pieces], axis=sharding.dim
+    )

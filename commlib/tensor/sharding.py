@@ -87,6 +87,39 @@ class Sharding:
             )
 
 
+@dataclass(frozen=True, slots=True)
+class Nested:
+    """Two dimensions of an array, divided among the ranks of a product of two axes, of which the second is the faster.
+
+    outer: how it is divided along the first axis. inner: along the second, which has `ranks`. Both are of the whole
+    shape, and of other dimensions.
+    """
+
+    outer: Sharding
+    inner: Sharding
+    ranks: int
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """That of the whole array."""
+        return self.outer.shape
+
+    def local(self, rank: int, size: int) -> tuple[int, ...]:
+        """Return the shape of what a rank keeps."""
+        kept = list(self.outer.local(rank // self.ranks, size // self.ranks))
+        kept[self.inner.dim] = self.inner.length(rank % self.ranks, self.ranks)
+        return tuple(kept)
+
+    def lengths(self, size: int) -> tuple[int, ...]:
+        """Return how long the outer dimension is on each rank."""
+        return tuple(self.outer.length(rank // self.ranks, size // self.ranks) for rank in range(size))
+
+    def check(self, what: str, size: int) -> None:
+        """Raise UsageError unless each rank gets something."""
+        self.outer.check(what, size // self.ranks)
+        self.inner.check(what, self.ranks)
+
+
 def parts_of(what: str, parts: int | Sequence[int], length: int) -> tuple[int, ...]:
     """Return the lengths of parts, given as their number or as they are. Raises UsageError."""
     if isinstance(parts, int):

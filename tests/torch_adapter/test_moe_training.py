@@ -209,3 +209,28 @@ def test_stages(comm: Communicator, schedule: str) -> None:
     compare(comm, state, whole)
     own.close()
     mesh.close()
+
+
+@pytest.mark.ranks(min=2)
+@pytest.mark.parametrize("gated", [False, True])
+def test_divided_experts(comm: Communicator, gated: bool) -> None:
+    """Experts along one axis, each of them divided along another one, whose ranks have the same tokens."""
+    if comm.size == 3:
+        pytest.skip("4 experts")
+    options = Experts(4, top_k=2, hidden=7, gated=gated, activation="silu", shared=1)
+    mesh = Mesh(dp=-1, tp=2)
+    dp = mesh["dp"]
+    rows = 2 * dp.size
+    whole, _ = alone(comm, rows, range(3), options)
+    own = model(mesh, options)
+    optimizer = DistributedOptimizer(sgd(own), own.named_parameters(), mesh=mesh)
+    train(own, optimizer, own_rows(dp), rows, range(3))
+    state = gather_state_dict(own)
+    compare(comm, state, whole)
+    other = model(mesh, options)
+    with torch.no_grad():
+        for parameter in other.parameters():
+            parameter.zero_()
+    other.load_state_dict(state)
+    compare(comm, gather_state_dict(other), whole)
+    mesh.close()

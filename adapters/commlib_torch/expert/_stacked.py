@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -11,20 +11,29 @@ from torch import Tensor, nn
 
 from commlib.errors import UsageError
 from commlib.expert.placement import Placement
-from commlib.expert.ranks import ExpertRanks
-from commlib.functional.shards import Shard
-from commlib.tensor.sharding import Sharding
+from commlib.expert.ranks import ExpertRanks, shard_for
+from commlib.functional.shards import part
+from commlib.tensor.sharding import Nested, Sharding
 from commlib.tensor.streams import fold
+from commlib_torch._bridge import array_of, to_tensor
 from commlib_torch._shards import mark, mark_in_state
 from commlib_torch.tensor._dividing import take_own_when_loaded
 from commlib_torch.tensor.optimizing import watch_optimizers
 
 
-def stacked(what: str, make: Callable[[], nn.Module], seed: int, placement: Placement, ranks: ExpertRanks) -> nn.Module:
+def stacked(
+    what: str,
+    make: Callable[[], nn.Module],
+    seed: int,
+    placement: Placement,
+    ranks: ExpertRanks,
+    divided: Mapping[str, Sharding],
+) -> nn.Module:
     """Return the experts of this rank, made one by one as `make` makes one when PyTorch is seeded for it.
 
     The values of an expert depend on the seed and its number alone, not on the ranks. Its parameters are marked as parts
-    of those of all experts. Raises UsageError for modules that cannot be stacked.
+    of those of all experts. divided: how parameters of one expert, by their names, are divided among ranks of tensor
+    parallelism, if there are any. Raises UsageError for modules that cannot be stacked.
     """
     made = []
     for expert in placement.of_rank(ranks.axis.rank):
@@ -36,10 +45,14 @@ def stacked(what: str, make: Callable[[], nn.Module], seed: int, placement: Plac
     for name, parameter in list(whole.named_parameters()):
         module, _, last = name.rpartition(".")
         values = torch.stack([other[name].detach() for other in others])
+        shard = shard_for((len(placement.owners), *parameter.shape), divided.get(name), ranks)
+        if isinstance(shard.sharding, Nested):
+            tensor = ranks.tensor
+            assert tensor is not None
+            values = to_tensor(part(array_of(values), shard.sharding.inner, tensor.rank, tensor.size))
         stack = nn.Parameter(values, requires_grad=parameter.requires_grad)
         setattr(whole.get_submodule(module), last, stack)
-        sharding = Sharding((len(placement.owners), *parameter.shape), 0)
-        mark(stack, Shard(ranks.axis, sharding, ranks.replicas, is_local=True))
+        mark(stack, shard)
     for module in whole.modules():
         take_own_when_loaded(module)
         module.register_state_dict_post_hook(mark_in_state)  # type: ignore[no-untyped-call]

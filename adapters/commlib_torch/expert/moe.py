@@ -55,9 +55,12 @@ class MoE(KeepsLosses):
         (seed, *_) = found.data.all_gather_object(int(torch.randint(1 << 62, (), device="cpu")))
         make = expert or (lambda: self._mlp(1))
         with seeded(seed):
+            divided = self._mlp(1).divided() if expert is None and found.tensor is not None else {}
+        with seeded(seed):
             self.router = nn.Linear(width, experts.count, bias=False)
             self.shared = self._mlp(experts.shared) if experts.shared else None
-        self.experts = stacked(name, make, seed, self.mixture.placement, found)
+        self.experts = stacked(name, make, seed, self.mixture.placement, found, divided)
+        self._tensor = found.tensor if divided else None
         self.register_buffer("expert_bias", torch.zeros(experts.count) if experts.bias_rate else None)
 
     def _mlp(self, times: int) -> MLP:
@@ -99,8 +102,7 @@ class MoE(KeepsLosses):
         rows, row_gates, passage, counts = Dispatched.apply(  # type: ignore[no-untyped-call]
             tokens, gates, mixture.exchange, mixture.name, routing
         )
-        grouped: Any = getattr(self.experts, "grouped", None)
-        out = each_alone(self.experts, rows, counts) if grouped is None else grouped(rows, counts)
+        out = self._computed(rows, counts)
         if out.shape != rows.shape:
             raise UsageError(f"{mixture.name}: experts made {tuple(out.shape)} of rows {tuple(rows.shape)}")
         if self.training:
@@ -109,6 +111,14 @@ class MoE(KeepsLosses):
             out, row_gates, mixture.exchange, mixture.name, passage
         )
         return y
+
+    def _computed(self, rows: Tensor, counts: list[int]) -> Tensor:
+        """Return what the experts of this rank make of their rows."""
+        grouped: Any = getattr(self.experts, "grouped", None)
+        if grouped is None:
+            return each_alone(self.experts, rows, counts)
+        found: Tensor = grouped(rows, counts) if self._tensor is None else grouped(rows, counts, self._tensor)
+        return found
 
     def _logits(self, tokens: Tensor) -> Tensor:
         """Return the router's scores, in float32 whatever else is computed in."""
