@@ -20,7 +20,7 @@ _NOT_DATA = ("tp", "pp")
 """Axes of a mesh along which ranks have the same tokens, or other layers."""
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, eq=False)
 class ExpertRanks:
     """The ranks of one rank's experts. All of them have other tokens, but those of `tensor`.
 
@@ -37,30 +37,50 @@ class ExpertRanks:
     product: Axis | None = None
 
     @classmethod
-    def of(cls, ranks: Mesh | Communicator | Axis, experts: int, *, empty: Empty = np.empty) -> ExpertRanks:
+    def of(cls, ranks: Ranks, experts: int, *, empty: Empty = np.empty) -> ExpertRanks:
         """Return those of a mesh: along its axis ep, if it has one, else along its axis dp as far as experts go.
 
         A mesh whose axis dp has no part ep is refactored, dp into edp and ep, which is collective over the mesh: ep is
         the largest number that divides both the ranks along dp and the experts. A communicator or an axis is that of
         the experts, and all ranks. empty: makes the arrays of results. Raises UsageError.
         """
+        if isinstance(ranks, ExpertRanks):
+            return ranks
         if isinstance(ranks, Axis):
             return cls(ranks, None, ranks.comm)
+        if not isinstance(ranks, Mesh | Communicator):
+            raise UsageError(f"experts: expected a mesh, or the communicator of an axis, got {type(ranks).__name__}")
+        # Layers of the same ranks share what lies between these.
+        key = "experts", 0 if isinstance(ranks, Communicator) else _parts(ranks, experts), empty
+        if key not in ranks.kept:
+            ranks.kept[key] = cls._found(ranks, key[1], empty)
+        found: ExpertRanks = ranks.kept[key]
+        return found
+
+    @classmethod
+    def _found(cls, ranks: Mesh | Communicator, parts: int, empty: Empty) -> ExpertRanks:
         if isinstance(ranks, Communicator):
             return cls(Axis(ranks, empty=empty), None, ranks)
-        if not isinstance(ranks, Mesh):
-            raise UsageError(f"experts: expected a mesh, or the communicator of an axis, got {type(ranks).__name__}")
-        mesh = ranks
-        if "ep" not in mesh:
-            if "dp" not in mesh.axes:
-                raise UsageError(f"experts are divided along an axis ep, or a part of dp; {mesh.shape} has neither")
-            mesh = mesh.refactor({"dp": {"edp": -1, "ep": gcd(mesh.shape.size("dp"), experts)}})
+        mesh = ranks.refactor({"dp": {"edp": -1, "ep": parts}}) if parts else ranks
         copies = tuple(axis for axis in mesh.axes if axis not in (*_NOT_DATA, "ep"))
         replicas = mesh[copies] if copies and mesh.shape.size(*copies) > 1 else None
         found = Axis(mesh["ep"], empty=empty), replicas, mesh[data_axes(mesh)]
         if "tp" not in mesh.axes or mesh.shape.size("tp") == 1:
             return cls(*found)
         return cls(*found, Axis(mesh["tp"], empty=empty), Axis(mesh["ep", "tp"], empty=empty))
+
+
+def _parts(mesh: Mesh, experts: int) -> int:
+    """Return into how many parts dp is to be divided; 0 if the mesh has an axis ep. Raises UsageError."""
+    if "ep" in mesh:
+        return 0
+    if "dp" not in mesh.axes:
+        raise UsageError(f"experts are divided along an axis ep, or a part of dp; {mesh.shape} has neither")
+    return gcd(mesh.shape.size("dp"), experts)
+
+
+Ranks = Mesh | Communicator | Axis | ExpertRanks
+"""What users give: a mesh, or the communicator of an axis."""
 
 
 def shard_for(shape: tuple[int, ...], divided: Sharding | None, ranks: ExpertRanks) -> Shard:

@@ -9,15 +9,12 @@ from typing import Any
 import keras
 import tensorflow as tf
 
-from commlib.communicator import Communicator
 from commlib.dtypes import Array
 from commlib.errors import UsageError
 from commlib.expert.experts import Experts
 from commlib.expert.mixture import Mixture
-from commlib.expert.ranks import ExpertRanks
+from commlib.expert.ranks import ExpertRanks, Ranks
 from commlib.expert.routing import Routing
-from commlib.functional.axis import Axis
-from commlib.mesh_groups import Mesh
 from commlib_tensorflow._graph import no_autograph, result_empty
 from commlib_tensorflow.expert._functions import combined, sent
 from commlib_tensorflow.expert._stacked import each_alone, seeded, stacked
@@ -39,7 +36,7 @@ class MoE(keras.layers.Layer):  # type: ignore[misc]  # Keras has no types
     def __init__(
         self,
         experts: Experts,
-        ranks: Mesh | Communicator | Axis,
+        ranks: Ranks,
         *,
         expert: Callable[[], Any] | None = None,
         **kwargs: Any,

@@ -1,7 +1,8 @@
 """Mixtures of experts for PyTorch: the layer, and what turns MLPs of a plain model into such."""
 
+from commlib_torch.expert.expertize import expertize
 from commlib_torch.expert.losses import auxiliary_loss
 from commlib_torch.expert.mlp import MLP
 from commlib_torch.expert.moe import MoE
 
-__all__ = ["MLP", "MoE", "auxiliary_loss"]
+__all__ = ["MLP", "MoE", "auxiliary_loss", "expertize"]

@@ -17,6 +17,7 @@ from commlib.tensor.sharding import Nested, Sharding
 from commlib.tensor.streams import fold
 from commlib_torch._bridge import array_of, to_tensor
 from commlib_torch._shards import mark, mark_in_state
+from commlib_torch.expert._grouped import grouped_linear
 from commlib_torch.tensor._dividing import take_own_when_loaded
 from commlib_torch.tensor.optimizing import watch_optimizers
 
@@ -60,13 +61,31 @@ def stacked(
     return whole
 
 
-def each_alone(experts: nn.Module, rows: Tensor, counts: Sequence[int]) -> Tensor:
+def computed(experts: nn.Module, rows: Tensor, counts: Sequence[int]) -> Tensor:
+    """Return what the experts of a rank make of their rows, the first counts[0] of which are the first one's.
+
+    Linear layers and functions of one element at a time, one after another, take all rows at once.
+    """
+    if type(experts) is not nn.Sequential or not all(isinstance(layer, _AT_ONCE) for layer in experts):
+        return _each_alone(experts, rows, counts)
+    for layer in experts:
+        rows = grouped_linear(rows, layer.weight, layer.bias, counts) if isinstance(layer, nn.Linear) else layer(rows)
+    return rows
+
+
+def _each_alone(experts: nn.Module, rows: Tensor, counts: Sequence[int]) -> Tensor:
     """Return what each expert makes of its rows, one after another; of none, too, so that all have gradients."""
     names, stacks = zip(*experts.named_parameters(), strict=True)
     results = []
     for part, values in zip(rows.split(list(counts)), zip(*(stack.unbind(0) for stack in stacks), strict=True)):
         results.append(torch.func.functional_call(experts, dict(zip(names, values, strict=True)), (part,)))
     return torch.cat(results)
+
+
+_AT_ONCE = (
+    nn.Linear, nn.ReLU, nn.GELU, nn.SiLU, nn.Tanh, nn.Sigmoid, nn.ELU, nn.LeakyReLU, nn.Mish, nn.SELU, nn.Softplus,
+    nn.Dropout, nn.Identity,
+)  # fmt: skip
 
 
 @contextmanager

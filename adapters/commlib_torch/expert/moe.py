@@ -9,17 +9,14 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from commlib.communicator import Communicator
 from commlib.errors import UsageError
 from commlib.expert.experts import Experts
 from commlib.expert.mixture import Mixture
-from commlib.expert.ranks import ExpertRanks
-from commlib.functional.axis import Axis
-from commlib.mesh_groups import Mesh
+from commlib.expert.ranks import ExpertRanks, Ranks
 from commlib_torch._bridge import array_of, packed
 from commlib_torch._uncompiled import uncompiled
 from commlib_torch.expert._functions import Combined, Dispatched, Routed
-from commlib_torch.expert._stacked import each_alone, seeded, stacked
+from commlib_torch.expert._stacked import computed, seeded, stacked
 from commlib_torch.expert.losses import KeepsLosses
 from commlib_torch.expert.mlp import MLP
 
@@ -43,7 +40,7 @@ class MoE(KeepsLosses):
         self,
         width: int,
         experts: Experts,
-        ranks: Mesh | Communicator | Axis,
+        ranks: Ranks,
         *,
         expert: Callable[[], nn.Module] | None = None,
         name: str = "MoE",
@@ -116,7 +113,7 @@ class MoE(KeepsLosses):
         """Return what the experts of this rank make of their rows."""
         grouped: Any = getattr(self.experts, "grouped", None)
         if grouped is None:
-            return each_alone(self.experts, rows, counts)
+            return computed(self.experts, rows, counts)
         found: Tensor = grouped(rows, counts) if self._tensor is None else grouped(rows, counts, self._tensor)
         return found
 
