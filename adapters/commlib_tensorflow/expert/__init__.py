@@ -1,6 +1,7 @@
 """Mixtures of experts for Keras: the layer, and what turns MLPs of a plain model into such."""
 
+from commlib_tensorflow.expert.expertize import expertize
 from commlib_tensorflow.expert.mlp import MLP
 from commlib_tensorflow.expert.moe import MoE
 
-__all__ = ["MLP", "MoE"]
+__all__ = ["MLP", "MoE", "expertize"]

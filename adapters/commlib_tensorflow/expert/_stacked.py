@@ -13,11 +13,13 @@ import tensorflow as tf
 
 from commlib.errors import UsageError
 from commlib.expert.placement import Placement
-from commlib.expert.ranks import ExpertRanks
-from commlib.functional.shards import Shard
-from commlib.tensor.sharding import Sharding
+from commlib.expert.ranks import ExpertRanks, shard_for
+from commlib.functional.axis import Axis
+from commlib.functional.shards import part
+from commlib.tensor.sharding import Nested, Sharding
 from commlib.tensor.streams import fold
 from commlib_tensorflow._shards import mark
+from commlib_tensorflow.expert.mlp import MLP
 from commlib_tensorflow.tensor.optimizing import watch_optimizers
 
 
@@ -60,25 +62,37 @@ def stacked(
             "trainable weights alone, since each sees other tokens (no dropout, no batch normalisation)"
         )
     stacks = []
+    is_divided = isinstance(first, MLP) and ranks.tensor is not None
+    divided = first.divided() if is_divided else {}
     for number, variable in enumerate(first.trainable_variables):
         values = np.stack([layer.trainable_variables[number].numpy() for layer in made])
-        stacks.append(stack(owner, variable.path.rpartition("/")[2], values, placement, ranks))
+        stacks.append(_stack(owner, variable.name, values, divided.get(variable.name), placement, ranks))
     watch_optimizers()
     return Expert(first), stacks
 
 
-def stack(owner: Any, name: str, values: Any, placement: Placement, ranks: ExpertRanks) -> Any:
+def _stack(
+    owner: Any, name: str, values: Any, divided: Sharding | None, placement: Placement, ranks: ExpertRanks
+) -> Any:
     """Return a weight of `owner` with the values of this rank's experts, one behind another."""
+    shard = shard_for((len(placement.owners), *values.shape[1:]), divided, ranks)
+    if isinstance(shard.sharding, Nested):
+        assert ranks.tensor is not None
+        values = part(values, shard.sharding.inner, ranks.tensor.rank, ranks.tensor.size)
     weight = owner.add_weight(
         shape=values.shape, initializer=lambda shape, dtype: keras.ops.cast(values, dtype), trainable=True, name=name
     )
-    sharding = Sharding((len(placement.owners), *values.shape[1:]), 0)
-    mark(weight, Shard(ranks.axis, sharding, ranks.replicas, is_local=True))
+    mark(weight, shard)
     return weight
 
 
-def each_alone(expert: Expert, stacks: Sequence[Any], rows: Any, counts: Any, local: int) -> Any:
-    """Return what each expert makes of its rows, one after another."""
+def computed(expert: Expert, stacks: Sequence[Any], rows: Any, counts: Any, local: int, tensor: Axis | None) -> Any:
+    """Return what the experts of a rank make of their rows, of which each has `counts`.
+
+    tensor: the ranks among which each of them is divided, if it is.
+    """
+    if isinstance(expert.layer, MLP):
+        return expert.layer.grouped(stacks, rows, counts, local, tensor)
     parts = tf.split(rows, counts, num=local)
     values = zip(*(tf.unstack(keras.ops.convert_to_tensor(one), num=local) for one in stacks), strict=True)
     return tf.concat([expert.call(weights, part) for weights, part in zip(values, parts, strict=True)], 0)

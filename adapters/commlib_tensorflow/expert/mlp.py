@@ -2,10 +2,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import keras
 import tensorflow as tf
+
+from commlib.functional.axis import Axis
+from commlib.tensor.sharding import Sharding
+from commlib_tensorflow.tensor.moves import copy, reduce
 
 
 class MLP(keras.layers.Layer):  # type: ignore[misc]  # Keras has no types
@@ -48,6 +53,37 @@ class MLP(keras.layers.Layer):  # type: ignore[misc]  # Keras has no types
         inside = self._inside(_linear(inputs, self.up_weight, self.up_bias))
         return _linear(inside, self.down_weight, self.down_bias)
 
+    def divided(self) -> dict[str, Sharding]:
+        """Return how its weights are divided among ranks of tensor parallelism: columns, then rows."""
+        inside = (1 + self.gated) * self.hidden
+        halves = (self.hidden, self.hidden) if self.gated else ()
+        return {
+            "up_weight": Sharding((inside, self.width), 0, halves),
+            "up_bias": Sharding((inside,), 0, halves),
+            "down_weight": Sharding((self.width, self.hidden), 1),
+        }
+
+    def grouped(self, stacks: Sequence[Any], rows: Any, counts: Any, local: int, tensor: Axis | None) -> Any:
+        """Return the outputs of several experts: the first counts[0] rows are of the first.
+
+        stacks: their weights, in the order of this layer's own. tensor: the ranks among which each is divided, if it is.
+        """
+        names = [variable.name for variable in self.trainable_variables]
+        weights = {name: keras.ops.convert_to_tensor(stack) for name, stack in zip(names, stacks, strict=True)}
+        up, down = (tf.unstack(weights[name], num=local) for name in ("up_weight", "down_weight"))
+        up_bias = tf.unstack(weights["up_bias"], num=local) if self.use_bias else [None] * local
+        if tensor is not None:
+            rows = copy(rows, tensor)
+        parts = tf.split(rows, counts, num=local)
+        each = [
+            tf.matmul(self._inside(_product(part, up[e], up_bias[e])), down[e], transpose_b=True)
+            for e, part in enumerate(parts)
+        ]
+        out = tf.concat(each, 0)
+        if tensor is not None:
+            out = reduce(out, tensor)
+        return out + tf.repeat(weights["down_bias"], counts, axis=0) if self.use_bias else out
+
     def _inside(self, x: Any) -> Any:
         if not self.gated:
             return self.activation(x)
@@ -67,5 +103,9 @@ class MLP(keras.layers.Layer):  # type: ignore[misc]  # Keras has no types
 
 
 def _linear(x: Any, weight: Any, bias: Any) -> Any:
-    x = tf.matmul(x, keras.ops.convert_to_tensor(weight), transpose_b=True)
-    return x if bias is None else x + keras.ops.convert_to_tensor(bias)
+    return _product(x, keras.ops.convert_to_tensor(weight), None if bias is None else keras.ops.convert_to_tensor(bias))
+
+
+def _product(x: Any, weight: Any, bias: Any) -> Any:
+    x = tf.matmul(x, weight, transpose_b=True)
+    return x if bias is None else x + bias

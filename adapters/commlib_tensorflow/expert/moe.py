@@ -17,7 +17,7 @@ from commlib.expert.ranks import ExpertRanks, Ranks
 from commlib.expert.routing import Routing
 from commlib_tensorflow._graph import no_autograph, result_empty
 from commlib_tensorflow.expert._functions import combined, sent
-from commlib_tensorflow.expert._stacked import each_alone, seeded, stacked
+from commlib_tensorflow.expert._stacked import computed, seeded, stacked
 from commlib_tensorflow.expert.mlp import MLP
 
 
@@ -111,7 +111,8 @@ class MoE(keras.layers.Layer):  # type: ignore[misc]  # Keras has no types
 
         local = len(mixture.placement.of_rank(self.ranks.axis.rank))
         came = sent(tokens, self._logits(tokens, training), mixture, route, list(more.values()))
-        out = each_alone(self._expert, self._stacks, came.rows, came.counts, local)
+        tensor = self.ranks.tensor if self._make is None else None
+        out = computed(self._expert, self._stacks, came.rows, came.counts, local, tensor)
         y = combined(out, came.gates, mixture, came.state, tokens)
         if training:
             self.add_loss(options.balance_weight * came.losses[0] + options.z_weight * came.losses[1])
