@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import random
 from typing import Any
 
 import keras
@@ -162,4 +161,29 @@ def test_refusals(comm: Communicator) -> None:
         expertize(plain, comm, {"block_*/norm": Experts(4)})
     with pytest.raises(UsageError, match="copy=True or hidden="):
         expertize(plain, comm, {"block_*/mlp": Experts(4, copy=True, hidden=3)})
-    assert random and pipeline and plain.layers[1].mlp.built
+    assert plain.layers[1].mlp.built
+
+
+@pytest.mark.ranks(min=2)
+@pytest.mark.parametrize("schedule", ["1f1b", "zb_h1"])
+def test_stages(comm: Communicator, schedule: str) -> None:
+    """Losses of routers are the same under any number of stages and microbatches."""
+    if comm.size == 3:
+        pytest.skip("4 experts")
+    mesh = Mesh(pp=2, dp=comm.size // 2)
+    dp = mesh["dp"]
+    rows = 5 * dp.size
+    batches = [batch(rows, number) for number in range(2)]
+    whole = model(single(comm), functional=True)
+    expected = fit(whole, sgd(), batches)
+    pipe = pipeline(model(mesh, functional=True), mesh["pp"], schedule=schedule, microbatches=4)
+    pipe.compile(DistributedOptimizer(sgd(), mesh=mesh), "mse")
+    x, y = (np.concatenate([own(one[at], dp) for one in batches]) for at in (0, 1))
+    history = pipe.fit(x, y, batch_size=5, shuffle=False, verbose=0).history
+    loss = comm.all_reduce(np.array(history["loss"]), "mean")
+    np.testing.assert_allclose(loss, [np.mean(expected)], rtol=1e-4)
+    for got, wanted, variable in zip(pipe.gather_weights(), whole.get_weights(), whole.weights, strict=True):
+        if variable.dtype == "float32":
+            np.testing.assert_allclose(got, wanted, rtol=TOLERANCE, atol=TOLERANCE, err_msg=variable.path)
+    pipe.close()
+    mesh.close()
