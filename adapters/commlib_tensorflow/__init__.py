@@ -24,7 +24,7 @@ from commlib_tensorflow.broadcast import *
 from commlib_tensorflow.clip import clip_by_global_norm
 from commlib_tensorflow.collectives import *
 from commlib_tensorflow.compression import Compression
-from commlib_tensorflow.expert import MoE, expertize
+from commlib_tensorflow.expert import MoE, expert_stats, expertize
 from commlib_tensorflow.gradient_tape import DistributedGradientTape, PartialDistributedGradientTape
 from commlib_tensorflow.horovod import elastic
 from commlib_tensorflow.horovod import operations as _operations
@@ -67,6 +67,7 @@ __all__ = [
     "clip_by_global_norm",
     "context",
     "elastic",
+    "expert_stats",
     "expertize",
     "gather_model",
     "gather_weights",

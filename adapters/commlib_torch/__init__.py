@@ -24,7 +24,7 @@ from commlib_torch.clip import clip_grad_norm_
 from commlib_torch.collectives import *
 from commlib_torch.compression import Compression
 from commlib_torch.data_parallel import DataParallel
-from commlib_torch.expert import MoE, auxiliary_loss, expertize
+from commlib_torch.expert import MoE, auxiliary_loss, expert_stats, expertize
 from commlib_torch.gradients import join
 from commlib_torch.horovod import elastic
 from commlib_torch.horovod import movement as _movement
@@ -75,6 +75,7 @@ __all__ = [
     "context",
     "convert_sync_batchnorm",
     "elastic",
+    "expert_stats",
     "expertize",
     "gather_optimizer_state",
     "gather_state_dict",

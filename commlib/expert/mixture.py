@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import copy
+from collections.abc import Iterable
+from typing import Any
+
 import numpy as np
 
 from commlib.compress.registry import codec_of
@@ -9,7 +13,8 @@ from commlib.dtypes import Array
 from commlib.expert.experts import Experts
 from commlib.expert.placement import Placement
 from commlib.expert.ranks import ExpertRanks
-from commlib.expert.routing import Routing, route
+from commlib.expert.routing import Routing, route, updated_bias
+from commlib.expert.stats import Counted, Stats, gathered
 from commlib.expert.ways import exchange_over
 
 
@@ -24,6 +29,8 @@ class Mixture:
         self.placement = Placement.even(experts.count, ranks.axis.size)
         codec = None if experts.codec is None else codec_of(experts.codec)
         self.exchange = exchange_over(ranks.axis, self.placement, codec)
+        self.counted = Counted(experts.count)
+        self._journal = ranks.axis.comm.group.journal
         self.load = np.zeros(experts.count, np.int64)
         """How often each expert was chosen by tokens of this rank in training, since the last `take_load`."""
 
@@ -51,6 +58,25 @@ class Mixture:
         )
         if training:
             self.load += found.load
+        self.counted.add(found, len(logits) if mask is None else int(mask.sum()))
+        recorder = self._journal.recorder
+        if recorder is not None:
+            recorder.count(f"load of {self.name}", self._journal.name, found.load.tolist())
+        return found
+
+    def rebalanced(self, bias: Array) -> Array:
+        """Return what is added to scores for choosing, after a step. Collective over all that train together."""
+        return updated_bias(self.experts, bias, self.take_load())
+
+    def __deepcopy__(self, memo: Any) -> Mixture:
+        """Return that of a copied layer: it shares the ways between ranks, and counts anew."""
+        found = copy.copy(self)
+        found.counted, found.load = Counted(self.experts.count), np.zeros_like(self.load)
+        return found
+
+    def stats(self) -> Stats:
+        """Return how experts were used since the last time, by tokens of all ranks. Collective."""
+        (found,) = gathered([self.counted], self.ranks.data)
         return found
 
     def take_load(self) -> Array:
@@ -58,3 +84,16 @@ class Mixture:
         load: Array = self.ranks.data.all_reduce(self.load)
         self.load[:] = 0
         return load
+
+
+def stats_of(mixtures: Iterable[Mixture]) -> dict[str, Stats]:
+    """Return how the experts of layers were used since the last time, by name. Collective, one message for all."""
+    found = list(mixtures)
+    data = {id(one.ranks.data): one.ranks.data for one in found}
+    told: dict[str, Stats] = {}
+    for key, comm in data.items():
+        own = [one for one in found if id(one.ranks.data) == key]
+        for one, stats in zip(own, gathered([each.counted for each in own], comm), strict=True):
+            name = one.name if one.name not in told else f"{one.name} ({len(told)})"
+            told[name] = stats
+    return told

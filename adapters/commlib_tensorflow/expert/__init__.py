@@ -2,6 +2,6 @@
 
 from commlib_tensorflow.expert.expertize import expertize
 from commlib_tensorflow.expert.mlp import MLP
-from commlib_tensorflow.expert.moe import MoE
+from commlib_tensorflow.expert.moe import MoE, expert_stats
 
-__all__ = ["MLP", "MoE", "expertize"]
+__all__ = ["MLP", "MoE", "expert_stats", "expertize"]

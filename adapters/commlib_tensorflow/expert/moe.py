@@ -12,10 +12,12 @@ import tensorflow as tf
 from commlib.dtypes import Array
 from commlib.errors import UsageError
 from commlib.expert.experts import Experts
-from commlib.expert.mixture import Mixture
+from commlib.expert.mixture import Mixture, stats_of
 from commlib.expert.ranks import ExpertRanks, Ranks
 from commlib.expert.routing import Routing
-from commlib_tensorflow._graph import no_autograph, result_empty
+from commlib.expert.stats import Stats
+from commlib_tensorflow._graph import Spec, call_in_order, no_autograph, result_empty
+from commlib_tensorflow.expert._after_step import call_after_step
 from commlib_tensorflow.expert._functions import combined, sent
 from commlib_tensorflow.expert._stacked import computed, seeded, stacked
 from commlib_tensorflow.expert.mlp import MLP
@@ -72,6 +74,7 @@ class MoE(keras.layers.Layer):  # type: ignore[misc]  # Keras has no types
             self.expert_bias = self.add_weight(
                 shape=(options.count,), initializer="zeros", trainable=False, name="expert_bias", autocast=False
             )
+            call_after_step(self.router, self._balance)
 
     def _mlp(self, times: int) -> Any:
         options = self.options
@@ -120,6 +123,17 @@ class MoE(keras.layers.Layer):  # type: ignore[misc]  # Keras has no types
             y = y + self.shared(tokens)
         return tf.reshape(y, tf.shape(inputs))
 
+    def _balance(self) -> None:
+        """Let scores for choosing move towards even load, after a step."""
+        bias = self.expert_bias
+        spec = Spec(tf.float32, tuple(bias.shape))
+        (moved,) = call_in_order("experts", lambda array: [self.mixture.rebalanced(array)], [tf.convert_to_tensor(bias)], [spec])
+        bias.assign(moved)
+
+    def stats(self) -> Stats:
+        """Return how experts were used since the last time, by tokens of all ranks. Collective."""
+        return self.mixture.stats()
+
     def _logits(self, tokens: Any, training: bool) -> Any:
         """Return the router's scores, in float32 whatever else is computed in."""
         x = tf.cast(tokens, tf.float32)
@@ -131,3 +145,11 @@ class MoE(keras.layers.Layer):  # type: ignore[misc]  # Keras has no types
     def compute_output_shape(self, input_shape: Any) -> Any:
         """Return the shape of the output, that of the input."""
         return input_shape
+
+
+def expert_stats(model: keras.Model) -> dict[str, Stats]:
+    """Return how the experts of a model's layers were used since the last time, by name, by tokens of all ranks.
+
+    Collective, one small message. `commlib.expert.stats.drawn` draws them as bars.
+    """
+    return stats_of(layer.mixture for layer in model._flatten_layers() if isinstance(layer, MoE))

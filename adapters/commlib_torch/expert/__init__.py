@@ -3,6 +3,6 @@
 from commlib_torch.expert.expertize import expertize
 from commlib_torch.expert.losses import auxiliary_loss
 from commlib_torch.expert.mlp import MLP
-from commlib_torch.expert.moe import MoE
+from commlib_torch.expert.moe import MoE, expert_stats
 
-__all__ = ["MLP", "MoE", "auxiliary_loss", "expertize"]
+__all__ = ["MLP", "MoE", "auxiliary_loss", "expert_stats", "expertize"]

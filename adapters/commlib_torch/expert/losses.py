@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Iterable
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -11,12 +12,19 @@ from torch import Tensor, nn
 _MANY = 16
 
 
+class _Losses(list[Tensor]):
+    """Those of one layer; a copy of the layer has none of them."""
+
+    def __deepcopy__(self, memo: Any) -> _Losses:
+        return _Losses()
+
+
 class KeepsLosses(nn.Module):
     """A layer that has a loss of its own in training, beside its output."""
 
     def __init__(self) -> None:
         super().__init__()
-        self.losses: list[Tensor] = []
+        self.losses = _Losses()
         """Of the forwards since they were taken."""
 
     def keep(self, loss: Tensor) -> None:
@@ -30,6 +38,7 @@ class KeepsLosses(nn.Module):
                 "give Experts(balance='none', z_weight=0)",
                 stacklevel=3,
             )
+            self.losses.clear()  # with what their gradients need
 
 
 def keepers_in(model: nn.Module) -> list[KeepsLosses]:

@@ -11,10 +11,12 @@ from torch import Tensor, nn
 
 from commlib.errors import UsageError
 from commlib.expert.experts import Experts
-from commlib.expert.mixture import Mixture
+from commlib.expert.mixture import Mixture, stats_of
 from commlib.expert.ranks import ExpertRanks, Ranks
-from commlib_torch._bridge import array_of, packed
+from commlib.expert.stats import Stats
+from commlib_torch._bridge import array_of, packed, to_tensor
 from commlib_torch._uncompiled import uncompiled
+from commlib_torch.expert._after_step import call_after_step
 from commlib_torch.expert._functions import Combined, Dispatched, Routed
 from commlib_torch.expert._stacked import computed, seeded, stacked
 from commlib_torch.expert.losses import KeepsLosses
@@ -87,11 +89,13 @@ class MoE(KeepsLosses):
         options, mixture = self.options, self.mixture
         logits = self._logits(tokens)
         draws = self.training and options.draws
+        if self.expert_bias is not None and self.training:
+            call_after_step(self.router.weight, self._balance)
         routing = mixture.route(
             array_of(packed(logits)),
             training=self.training,
             seed=int(torch.randint(1 << 62, (), device="cpu")) if draws else 0,
-            bias=None if self.expert_bias is None else array_of(packed(self.expert_bias)),
+            bias=None if self.expert_bias is None else array_of(packed(self.expert_bias.float())),
             mask=None if mask is None else array_of(packed(mask.reshape(-1))),
             sequence=sequence,
         )
@@ -102,12 +106,23 @@ class MoE(KeepsLosses):
         out = self._computed(rows, counts)
         if out.shape != rows.shape:
             raise UsageError(f"{mixture.name}: experts made {tuple(out.shape)} of rows {tuple(rows.shape)}")
-        if self.training:
+        if self.training and (options.balance != "none" or options.z_weight):
             self.keep(options.balance_weight * balance + options.z_weight * z)
         y: Tensor = Combined.apply(  # type: ignore[no-untyped-call]
             out, row_gates, mixture.exchange, mixture.name, passage
         )
         return y
+
+    @torch.no_grad()
+    def _balance(self) -> None:
+        """Let scores for choosing move towards even load, after a step."""
+        assert self.expert_bias is not None
+        bias = array_of(packed(self.expert_bias.float()))
+        self.expert_bias.copy_(to_tensor(self.mixture.rebalanced(bias)))
+
+    def stats(self) -> Stats:
+        """Return how experts were used since the last time, by tokens of all ranks. Collective."""
+        return self.mixture.stats()
 
     def _computed(self, rows: Tensor, counts: list[int]) -> Tensor:
         """Return what the experts of this rank make of their rows."""
@@ -129,3 +144,11 @@ class MoE(KeepsLosses):
     def extra_repr(self) -> str:
         """Say how many experts there are, and where."""
         return f"{self.width}, {self.options.count} experts, {self.mixture.ranks.axis!r}"
+
+
+def expert_stats(model: nn.Module) -> dict[str, Stats]:
+    """Return how the experts of a model's layers were used since the last time, by name, by tokens of all ranks.
+
+    Collective, one small message. `commlib.expert.stats.drawn` draws them as bars.
+    """
+    return stats_of(module.mixture for module in model.modules() if isinstance(module, MoE))
