@@ -13,7 +13,7 @@ import tensorflow as tf
 from commlib import Communicator
 from commlib.expert import Experts
 from commlib_tensorflow._shards import shard_of
-from commlib_tensorflow.expert import MoE
+from commlib_tensorflow.expert import MoE, expert_stats
 
 WIDTH = 12
 TOLERANCE = 2e-5
@@ -47,7 +47,7 @@ def step(layer: Any, x: Any, auxiliary: float, compiled: bool) -> tuple[Any, Any
             tape.watch(x)
             y = layer(x, training=True)
             loss = tf.add_n(layer.losses) if layer.losses else tf.constant(0.0)
-            total = tf.reduce_sum(y * tf.sin(3 * x)) + auxiliary * loss
+            total = tf.cast(tf.reduce_sum(y * tf.sin(3 * x)), tf.float32) + auxiliary * loss
         weights = [variable.value for variable in layer.trainable_variables]
         of_x, *of_weights = tape.gradient(total, [x, *weights])
         return y, loss, of_x, of_weights
@@ -110,3 +110,49 @@ def own() -> Any:
 
 def test_any_layer(comm: Communicator) -> None:
     check(comm, Experts(6, top_k=2), expert=own)
+
+
+@pytest.mark.parametrize("compiled", [False, True])
+def test_balance_without_a_loss(comm: Communicator, compiled: bool) -> None:
+    """After each step what is added to scores for choosing moves towards even load, alike on all ranks."""
+    keras.utils.set_random_seed(0)
+    layer = MoE(Experts(6, top_k=1, hidden=4, balance="none", bias_rate=0.05), comm, name="one")
+    model = keras.Sequential([keras.Input((5, WIDTH)), layer])
+    model.compile(keras.optimizers.SGD(0.0), "mse", run_eagerly=not compiled)
+    x = tokens(comm, None)[comm.rank]
+    layer.router.assign_add(np.eye(6, 1, dtype=np.float32) * x.mean((0, 1)))  # many prefer this one
+    loads = []
+    for _ in range(60 if compiled else 3):
+        before = layer.expert_bias.numpy()
+        model.train_on_batch(x, x)
+        load = np.array(layer.stats().load)
+        expected = before + 0.05 * np.sign(np.round(load.mean() - load, 9))
+        near(layer.expert_bias, expected, "bias")
+        loads.append(load.max() / load.mean())
+    if compiled:
+        assert np.mean(loads[-20:]) < np.mean(loads[:5])
+    assert expert_stats(model)["one"].tokens == 0
+
+
+def test_masked_tokens_go_nowhere(comm: Communicator) -> None:
+    layer = made(Experts(6, hidden=4), comm)
+    x = tf.constant(tokens(comm, None)[comm.rank])
+    mask = tf.sequence_mask([3] * 3, 5)
+    y = layer(x, training=True, mask=mask)
+    loss = float(layer.losses[0])
+    assert not np.any(y[:, 3:])
+    near(y[:, :3], layer(x[:, :3], training=True), "outputs")
+    near(loss, layer.losses[0], "loss")
+    assert layer.stats().tokens == 2 * 9 * comm.size
+
+
+@pytest.mark.usefixtures("mixed_float16")
+def test_mixed_precision(comm: Communicator) -> None:
+    """The router computes in float32 whatever the layer does."""
+    layer = made(Experts(6, hidden=16, gated=True, activation="silu"), comm)
+    y, _, of_x, of_weights = step(layer, tokens(comm, None)[comm.rank].astype(np.float16), 1.0, True)
+    assert y.dtype == of_x.dtype == tf.float16
+    assert {gradient.dtype for gradient in of_weights} == {tf.float32}
+    keras.config.set_dtype_policy("float32")
+    expected, *_ = step(made(Experts(6, hidden=16, gated=True, activation="silu"), comm), tokens(comm, None)[comm.rank], 1.0, True)
+    np.testing.assert_allclose(y, expected, rtol=0.05, atol=0.02)
