@@ -1,4 +1,4 @@
-"""Gradients of weights, such as experts, that see the data of several ranks: they are added up among their copies alone."""
+"""Gradients of weights, such as experts, that see the data of several ranks: added up among their copies alone."""
 
 from __future__ import annotations
 
@@ -41,12 +41,14 @@ def reduced(gradients: Sequence[Any], variables: Sequence[Any], op: str, ranks: 
             return results
 
         given = [found[place] for place in copied]
-        for place, total in zip(copied, call_in_order("experts", add_up, given, list(map(Spec.like, given)))):
+        totals = call_in_order("experts", add_up, given, list(map(Spec.like, given)))
+        for place, total in zip(copied, totals, strict=True):
             found[place] = total
     for place in there:
         factor = _of(shards[place]).scale(op, ranks)
         if factor != 1:
-            found[place] = found[place] * tf.constant(factor, found[place].dtype)
+            gradient: Any = found[place]
+            found[place] = gradient * tf.constant(factor, gradient.dtype)
     return found
 
 

@@ -58,8 +58,8 @@ class Batch:
     """What all stages of this rank know of the batch that is under way.
 
     inputs: (args, kwargs) of each microbatch, where the first stage is. targets, shares: of each microbatch, where the
-    last one is; a share is what its loss counts in an update. terms: of how many each loss is the mean. rows, row_shares: of
-    each microbatch, and what they count in an update, everywhere, if there are layers with losses of their own.
+    last one is; a share is what its loss counts in an update. terms: of how many each loss is the mean. rows,
+    row_shares: of each microbatch, and what they count in an update, everywhere, if layers have losses of their own.
     losses and outputs are filled by the last stage, extras by all: the losses of their layers.
     """
 

@@ -1,4 +1,4 @@
-"""What it costs to send tokens to experts: to each rank by itself, or to each node once."""
+"""The cost of sending tokens to experts: to each rank by itself, or to each node once."""
 
 from __future__ import annotations
 

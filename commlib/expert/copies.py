@@ -1,7 +1,7 @@
 """Copies: tokens between ranks that share no memory. A token goes to a rank once, however many experts it has there.
 
-What a rank gets are *copies* of tokens, rank by rank, and which of its experts want each; what comes back is one row for
-each copy. The passage has, as int32, what both ends need:
+What a rank gets are *copies* of tokens, rank by rank, and which of its experts want each; what comes back is one row
+for each copy. The passage has, as int32, what both ends need:
 
     copied        [sent] the token of each copy that this rank sends, by rank, then by token
     by_token      [sent] the same copies token by token, and where each token's begin [tokens + 1]
@@ -17,7 +17,7 @@ each copy. The passage has, as int32, what both ends need:
 from __future__ import annotations
 
 from collections.abc import Sequence
-from itertools import accumulate
+from itertools import accumulate, pairwise
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -26,12 +26,12 @@ from commlib.buffers.views import address_of
 from commlib.communicator import Communicator
 from commlib.compress.activations import decode, encode
 from commlib.compress.codec import Codec
+from commlib.data_parallel.parameter_check import check_agreement
 from commlib.dtypes import Array
 from commlib.expert.exchange import Empty
 from commlib.expert.passage import Assigned, Passage
 from commlib.expert.placement import Placement
 from commlib.expert.regions import Meeting, digest_for, lines
-from commlib.data_parallel.parameter_check import check_agreement
 from commlib.kernels.host.rows import sum_rows
 
 
@@ -124,7 +124,6 @@ class Copies:
         add_up(sums, p.token_starts, p.by_token, came, np.ones(len(came), np.float32))
         return sums, found
 
-
     def _met(self, call: tuple[object, ...], numbers: Sequence[int]) -> Array:
         meeting = self._counting
         meeting.own[0], meeting.own[2:] = digest_for(call), numbers
@@ -193,6 +192,7 @@ class Copies:
         else:
             decode(self._codec, payload, out)
 
+
 def packed(**parts: Array) -> Passage:
     """Return a passage of its parts."""
     each = [parts[name] for name in Parts._fields]
@@ -202,8 +202,8 @@ def packed(**parts: Array) -> Passage:
 def unpacked(passage: Passage) -> Parts:
     """Return the parts of a passage."""
     count = len(Parts._fields)
-    ends = list(accumulate(passage[:count].tolist(), initial=count))
-    return Parts(*(passage[start:stop] for start, stop in zip(ends, ends[1:], strict=False)))
+    ends = accumulate(passage[:count].tolist(), initial=count)
+    return Parts(*(passage[start:stop] for start, stop in pairwise(ends)))
 
 
 def _starts(numbers: Array, count: int) -> Array:

@@ -1,9 +1,8 @@
-"""Dropping: which tokens an expert takes, where it does not take all: by position, score, or chance; or its own choice."""
+"""Dropping: which tokens an expert takes, if it does not take all: by position, score or chance, or by its choice."""
 
 from __future__ import annotations
 
 import hashlib
-from typing import Any
 
 import numpy as np
 
@@ -72,16 +71,15 @@ def drop(
     else:
         everyone = together.all_gather_object((tokens, wanted, priority))
         capacity = experts.capacity(sum(one[0] for one in everyone), training=training)
-        every = _highest(*(np.concatenate([one[at] for one in everyone]) for at in (1, 2)), capacity)
+        experts_of, priorities = (np.concatenate([one[at] for one in everyone]) for at in (1, 2))
+        every = _highest(experts_of, priorities, capacity)
         start = sum(len(one[1]) for one in everyone[: together.rank])
         kept = every[start : start + len(wanted)]
     chosen[rows[~kept], columns[~kept]] = -1
     return int((~kept).sum())
 
 
-def chosen_by_experts(
-    experts: Experts, scores: Array, mask: Array, training: bool, comm: Communicator | None
-) -> Array:
+def chosen_by_experts(experts: Experts, scores: Array, mask: Array, training: bool, comm: Communicator | None) -> Array:
     """Return the experts that have chosen each token, [tokens, experts]: -1 where they have not."""
     together = comm if experts.capacity_over == "all" else None
     there = mask if len(mask) else np.ones(len(scores), np.bool_)
@@ -102,12 +100,12 @@ def chosen_by_experts(
 
 
 def _highest(wanted: Array, priority: Array, capacity: int | None) -> Array:
-    """Return which assignments are among the `capacity` with the highest priority of their expert; of equals the first."""
+    """Return which assignments are among the first of their expert by priority; of equals, which come first."""
     if capacity is None:
         return np.ones(len(wanted), np.bool_)
     order = np.lexsort((np.arange(len(wanted)), -priority, wanted))
     place = np.arange(len(wanted)) - np.searchsorted(wanted[order], wanted[order])
-    kept: Any = np.empty(len(wanted), np.bool_)
+    kept: Array = np.empty(len(wanted), np.bool_)
     kept[order] = place < capacity
     return kept
 

@@ -87,7 +87,14 @@ class Experts:
         for name, words in _WORDS.items():
             if getattr(self, name) not in words:
                 raise UsageError(f"Experts: {name} is {getattr(self, name)!r}, expected one of {', '.join(words)}")
-        for name, least in (("count", 1), ("top_k", 1), ("groups", 1), ("min_capacity", 0), ("shared", 0), ("chunks", 1)):
+        for name, least in (
+            ("count", 1),
+            ("top_k", 1),
+            ("groups", 1),
+            ("min_capacity", 0),
+            ("shared", 0),
+            ("chunks", 1),
+        ):
             value = getattr(self, name)
             if isinstance(value, bool) or not isinstance(value, int) or value < least:
                 raise UsageError(f"Experts: {name} is {value!r}, expected a whole number from {least} on")

@@ -43,9 +43,7 @@ class Hierarchical:
         number = comm.topology.node(comm.rank)
         place = nodes[number].index(comm.rank)
         node_of = {rank: at for at, ranks in enumerate(nodes) for rank in ranks}
-        rail, node = comm.split_all(
-            [(place, number, f"{comm.name}.rail"), (number, place, f"{comm.name}.node")]
-        )
+        rail, node = comm.split_all([(place, number, f"{comm.name}.rail"), (number, place, f"{comm.name}.node")])
         assert rail is not None
         assert node is not None
         self._rail = Copies(rail, Placement(tuple(node_of[owner] for owner in placement.owners), len(nodes)), codec)

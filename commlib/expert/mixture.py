@@ -44,7 +44,7 @@ class Mixture:
         mask: Array | None = None,
         sequence: int = 0,
     ) -> Routing:
-        """Return where the tokens of this rank go: see `commlib.expert.routing.route`. Collective where options say so."""
+        """Return where the tokens of this rank go: see `commlib.expert.routing.route`. Collective if options say so."""
         found = route(
             self.experts,
             logits,

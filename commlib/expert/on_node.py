@@ -40,7 +40,7 @@ _digest = lru_cache(4096)(lambda *what: digest_for(what))
 
 
 class OnNode:
-    """See `commlib.expert.exchange.Exchange`. `comm`: a communicator that nothing else uses but those with its `regions`.
+    """See `commlib.expert.exchange.Exchange`. comm: nothing else uses it, but those with its regions.
 
     A region holds a rank's rows, and behind them, from the next cache line, a number (float32) for each.
     """

@@ -27,7 +27,7 @@ class ExpertRanks:
     axis: those among which the experts are divided. replicas: those that have the same experts as this rank, over which
     their gradients are added up; None if there is no other. data: all ranks that train together, whose tokens count in
     losses and balance; gradients are divided by their number. tensor: those, with the same tokens, among which each
-    expert may be divided; and with them the ranks of `axis`, in one communicator whose ranks count along `tensor` first.
+    expert may be divided. product: these and those of `axis` together, those of `tensor` the faster.
     """
 
     axis: Axis
@@ -84,7 +84,7 @@ Ranks = Mesh | Communicator | Axis | ExpertRanks
 
 
 def shard_for(shape: tuple[int, ...], divided: Sharding | None, ranks: ExpertRanks) -> Shard:
-    """Return what a rank has of the stacks of all experts: [experts, ...]; divided: how one expert is, along `tensor`."""
+    """Return what a rank has of the stacks of all experts, [experts, ...]; divided: how one is, along `tensor`."""
     experts = Sharding(shape, 0)
     if divided is None or ranks.tensor is None or ranks.product is None:
         return Shard(ranks.axis, experts, ranks.replicas, is_local=True)

@@ -29,8 +29,8 @@ class Routing:
 
     balance is experts / top_k * sum over experts of f P: f is how often an expert was chosen per token, before
     dropping, and P its mean share in the scores; 1 where both are even. "sequence": the mean of that of each sequence,
-    by its tokens. "global": f is of all ranks' tokens; the mean over ranks is the loss of all of them together. z is the
-    mean over tokens of the square of the logarithm of the sum of exponentials. Masked tokens count nowhere.
+    by its tokens. "global": f is of all ranks' tokens; the mean over ranks is the loss of all of them together. z is
+    the mean over tokens of the square of the logarithm of the sum of exponentials. Masked tokens count nowhere.
     """
 
     tokens: Array
@@ -179,7 +179,8 @@ def route(
 
 def updated_bias(experts: Experts, bias: Array, load: Array) -> Array:
     """Return the bias after a step in which experts were chosen so often: those below the mean get more."""
-    return (bias + experts.bias_rate * np.sign(load.mean() - load)).astype(np.float32)
+    found: Array = (bias + experts.bias_rate * np.sign(load.mean() - load)).astype(np.float32)
+    return found
 
 
 def _balance(

@@ -48,6 +48,6 @@ def _one(name: str, found: list[tuple[str, S]]) -> S:
     return styles[0]
 
 
-def lines(styles: Mapping[str, Style]) -> list[str]:
+def lines(styles: Mapping[str, object]) -> list[str]:
     """Return the styles as text, one line for each layer: what ranks compare."""
     return [f"{name}: {style}" for name, style in styles.items()]

@@ -52,14 +52,17 @@ def step(layer: Any, x: Any, auxiliary: float, compiled: bool) -> tuple[Any, Any
         of_x, *of_weights = tape.gradient(total, [x, *weights])
         return y, loss, of_x, of_weights
 
-    return (tf.function(run) if compiled else run)(tf.constant(x))
+    found: tuple[Any, Any, Any, list[Any]] = (tf.function(run) if compiled else run)(tf.constant(x))
+    return found
 
 
 def near(got: Any, expected: Any, what: str) -> None:
     np.testing.assert_allclose(np.asarray(got), np.asarray(expected), rtol=TOLERANCE, atol=TOLERANCE, err_msg=what)
 
 
-def check(comm: Communicator, options: Any, rows: list[int] | None = None, compiled: bool = True, **kwargs: Any) -> None:
+def check(
+    comm: Communicator, options: Any, rows: list[int] | None = None, compiled: bool = True, **kwargs: Any
+) -> None:
     xs = tokens(comm, rows)
     layer, whole = made(options, comm, **kwargs), made(options, single(comm), **kwargs)
     y, loss, of_x, of_weights = step(layer, xs[comm.rank], 1.0, compiled)
@@ -116,7 +119,7 @@ def test_any_layer(comm: Communicator) -> None:
 def test_balance_without_a_loss(comm: Communicator, compiled: bool) -> None:
     """After each step what is added to scores for choosing moves towards even load, alike on all ranks."""
     keras.utils.set_random_seed(0)
-    layer = MoE(Experts(6, top_k=1, hidden=4, balance="none", bias_rate=0.05), comm, name="one")
+    layer: Any = MoE(Experts(6, top_k=1, hidden=4, balance="none", bias_rate=0.05), comm, name="one")
     model = keras.Sequential([keras.Input((5, WIDTH)), layer])
     model.compile(keras.optimizers.SGD(0.0), "mse", run_eagerly=not compiled)
     x = tokens(comm, None)[comm.rank]
@@ -154,5 +157,7 @@ def test_mixed_precision(comm: Communicator) -> None:
     assert y.dtype == of_x.dtype == tf.float16
     assert {gradient.dtype for gradient in of_weights} == {tf.float32}
     keras.config.set_dtype_policy("float32")
-    expected, *_ = step(made(Experts(6, hidden=16, gated=True, activation="silu"), comm), tokens(comm, None)[comm.rank], 1.0, True)
+    expected, *_ = step(
+        made(Experts(6, hidden=16, gated=True, activation="silu"), comm), tokens(comm, None)[comm.rank], 1.0, True
+    )
     np.testing.assert_allclose(y, expected, rtol=0.05, atol=0.02)

@@ -42,7 +42,7 @@ class Block(nn.Module):
         return out
 
 
-def model(ranks: Any, options: Experts = EXPERTS, layers: int = 2, again: bool = False) -> nn.Sequential:
+def model(ranks: Any, options: Experts = EXPERTS, layers: int = 2, again: bool = False) -> Any:
     torch.manual_seed(0)
     blocks = [Block(ranks, options, again) for _ in range(layers)]
     return nn.Sequential(nn.Linear(WIDTH, WIDTH), *blocks, nn.Linear(WIDTH, WIDTH)).double()
@@ -126,9 +126,7 @@ def test_accumulation_steps_change_nothing(comm: Communicator) -> None:
     rows = 4 * comm.size
     whole, _ = alone(comm, rows, range(2))
     own = model(comm)
-    optimizer = DistributedOptimizer(
-        sgd(own), own.named_parameters(), comm=comm, backward_passes_per_step=2
-    )
+    optimizer = DistributedOptimizer(sgd(own), own.named_parameters(), comm=comm, backward_passes_per_step=2)
     train(own, optimizer, own_rows(comm), rows, range(2), passes=2)
     compare(comm, gather_state_dict(own), whole)
 

@@ -1,4 +1,4 @@
-"""What is to be done once an optimizer of Keras has updated a variable."""
+"""Call methods once an optimizer of Keras has updated a variable."""
 
 from __future__ import annotations
 

@@ -50,7 +50,7 @@ def sent(x: Any, logits: Any, mixture: Mixture, route: Callable[..., Routing], m
         return [rows, gates.copy(), counts.astype(np.int32), losses, state.copy()]
 
     def backward(state: Array, of_rows: Array, of_gates: Array, of_losses: Array) -> Sequence[Array]:
-        routing, passage = pickle.loads(state)
+        routing, passage = pickle.loads(state.data)
         of_x, gates = exchange.dispatch_back(name, passage, of_rows, of_gates)
         return [of_x, routing.gradient(gates, float(of_losses[0]), float(of_losses[1]))]
 
@@ -78,10 +78,10 @@ def combined(rows: Any, gates: Any, mixture: Mixture, state: Any, tokens: Any) -
     exchange, name = mixture.exchange, mixture.name
 
     def forward(rows: Array, gates: Array, state: Array) -> Sequence[Array]:
-        return [exchange.combine(name, pickle.loads(state)[1], rows, gates)]
+        return [exchange.combine(name, pickle.loads(state.data)[1], rows, gates)]
 
     def backward(gradient: Array, rows: Array, gates: Array, state: Array) -> Sequence[Array]:
-        came = exchange.combine_back(name, pickle.loads(state)[1], gradient)
+        came = exchange.combine_back(name, pickle.loads(state.data)[1], gradient)
         of_gates = np.empty_like(gates)
         multiply_rows(came, rows, gates, came, of_gates)
         return [came, of_gates]

@@ -24,10 +24,10 @@ def expertize(model: keras.Model, ranks: Ranks, plan: Mapping[str, Experts]) -> 
     """Turn the MLPs that `plan` names into mixtures of experts among `ranks`, and return `model`.
 
     plan: experts by patterns of layers' names from the model down, `{"block_*/mlp": Experts(8, top_k=2)}`. ranks: a
-    mesh, along its axis ep or a part of dp, or the communicator of the ranks that share the experts. Each MLP is a layer
-    from (..., width) to the same, such as a Sequential; experts are layers like it, made from its configuration, with
-    new values, or with copy=True its own values (upcycling: with a top_k above 1 the model computes at first what it
-    did); with hidden= they are built-in MLPs instead.
+    mesh, along its axis ep or a part of dp, or the communicator of the ranks that share the experts. Each MLP is a
+    layer from (..., width) to the same, such as a Sequential; experts are layers like it, made from its configuration,
+    with new values, or with copy=True its own values (upcycling: with a top_k above 1 the model computes at first what
+    it did); with hidden= they are built-in MLPs instead.
 
     The model must be built, and not trained yet; it stays the same object, as do its other layers. Collective. Raises
     UsageError on all ranks, before anything is changed, for a plan that does not fit, MismatchError if ranks have
@@ -78,10 +78,10 @@ def width_of(name: str, layer: Any) -> int:
     kernels = [tuple(variable.shape) for variable in layer.trainable_variables if len(variable.shape) == 2]
     if not kernels or kernels[0][0] not in {outputs for _, outputs in kernels}:
         raise UsageError(
-            f"expertize: {name} is a {type(layer).__name__}, expected an MLP whose first kernel takes the features that "
-            "another one gives"
+            f"expertize: {name} is a {type(layer).__name__}, expected an MLP whose first kernel takes the features "
+            "that another one gives"
         )
-    return kernels[0][0]
+    return int(kernels[0][0])
 
 
 def _like(layer: Any) -> Any:
@@ -115,7 +115,9 @@ def _made(layer: Any, experts: Experts, ranks: Ranks) -> MoE:
 
 def _become(layer: Any, made: MoE) -> None:
     """Let a layer be another one, at its place in the model: whoever has it, has the other one from then on."""
-    nodes = {name: vars(layer)[name] for name in ("_inbound_nodes", "_outbound_nodes", "_parent_path") if name in vars(layer)}
+    nodes = {
+        name: vars(layer)[name] for name in ("_inbound_nodes", "_outbound_nodes", "_parent_path") if name in vars(layer)
+    }
     layer.__class__ = type(made)
     vars(layer).clear()
     vars(layer).update({**vars(made), **nodes})

@@ -66,7 +66,7 @@ class MLP(keras.layers.Layer):  # type: ignore[misc]  # Keras has no types
     def grouped(self, stacks: Sequence[Any], rows: Any, counts: Any, local: int, tensor: Axis | None) -> Any:
         """Return the outputs of several experts: the first counts[0] rows are of the first.
 
-        stacks: their weights, in the order of this layer's own. tensor: the ranks among which each is divided, if it is.
+        stacks: their weights, in the order of this layer's own. tensor: the ranks among which each is divided, or None.
         """
         names = [variable.name for variable in self.trainable_variables]
         weights = {name: keras.ops.convert_to_tensor(stack) for name, stack in zip(names, stacks, strict=True)}

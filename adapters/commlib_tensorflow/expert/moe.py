@@ -69,7 +69,7 @@ class MoE(keras.layers.Layer):  # type: ignore[misc]  # Keras has no types
                 self.shared.build((None, width))
         make = self._make or (lambda: self._mlp(1))
         self._expert, self._stacks = stacked(self, make, width, self._seed, self.mixture.placement, self.ranks)
-        self.expert_bias = None
+        self.expert_bias: Any = None
         if options.bias_rate:
             self.expert_bias = self.add_weight(
                 shape=(options.count,), initializer="zeros", trainable=False, name="expert_bias", autocast=False
@@ -125,9 +125,11 @@ class MoE(keras.layers.Layer):  # type: ignore[misc]  # Keras has no types
 
     def _balance(self) -> None:
         """Let scores for choosing move towards even load, after a step."""
-        bias = self.expert_bias
+        bias: Any = self.expert_bias
         spec = Spec(tf.float32, tuple(bias.shape))
-        (moved,) = call_in_order("experts", lambda array: [self.mixture.rebalanced(array)], [tf.convert_to_tensor(bias)], [spec])
+        (moved,) = call_in_order(
+            "experts", lambda array: [self.mixture.rebalanced(array)], [tf.convert_to_tensor(bias)], [spec]
+        )
         bias.assign(moved)
 
     def stats(self) -> Stats:

@@ -10,6 +10,7 @@ import keras
 
 from commlib.dtypes import Array
 from commlib.errors import UsageError
+from commlib.tensor.sharding import Nested
 from commlib_tensorflow._shards import own_of, shard_of, whole_of
 from commlib_tensorflow._updates import lists_of, put_state, state_of
 from commlib_tensorflow.tensor._dividing import divide
@@ -66,7 +67,9 @@ def divide_optimizer(optimizer: Any) -> None:
     for name, variables in lists_of(optimizer).items():
         for weight, variable in zip(optimizer._trainable_variables, variables, strict=True):
             shard = shard_of(weight)
-            if shard is not None and variable is not None and tuple(variable.shape) == shard.sharding.shape:
+            if shard is None or isinstance(shard.sharding, Nested):  # experts are made divided, before an optimizer is
+                continue
+            if variable is not None and tuple(variable.shape) == shard.sharding.shape:
                 divide(f"{name} of {optimizer.name}", shard.axis, [(variable, shard.sharding)])
     # Keras knows weights by TensorFlow's variables, which are others now.
     optimizer._trainable_variables_indices = {

@@ -1,4 +1,4 @@
-"""What is to be done once an optimizer has updated a parameter."""
+"""Call methods once an optimizer has updated a parameter."""
 
 from __future__ import annotations
 
@@ -7,14 +7,14 @@ import weakref
 from collections.abc import Callable
 from typing import Any
 
-from torch import nn
+from torch import Tensor
 from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
 _MARK = "commlib_after_step"
 
 
-def call_after_step(parameter: nn.Parameter, method: Callable[[], None]) -> None:
+def call_after_step(parameter: Tensor, method: Callable[[], None]) -> None:
     """Let a method of the parameter's module be called after each step of an optimizer that has the parameter."""
     if not hasattr(parameter, _MARK):
         setattr(parameter, _MARK, weakref.WeakMethod(method))

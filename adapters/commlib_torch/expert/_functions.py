@@ -31,7 +31,7 @@ class Routed(Function):
 
 
 class Dispatched(Function):
-    """Rows of tokens to experts: `rows, gates, passage, counts = Dispatched.apply(x, gates, exchange, what, routing)`."""
+    """Rows of tokens to experts: `rows, gates, passage, counts = Dispatched.apply(x, gates, exchange, ...)`."""
 
     @staticmethod
     def forward(

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from itertools import accumulate
+from itertools import accumulate, pairwise
 from typing import Any
 
 import torch
@@ -14,7 +14,8 @@ from torch.autograd import Function
 def grouped_linear(rows: Tensor, weight: Tensor, bias: Tensor | None, counts: Sequence[int]) -> Tensor:
     """Return `F.linear` of each group of rows with its weight: the first counts[0] rows with weight[0], and so on.
 
-    rows: [sum(counts), inputs]. weight: [groups, outputs, inputs]. bias: [groups, outputs]. Under autocast in its dtype.
+    rows: [sum(counts), inputs]. weight: [groups, outputs, inputs]. bias: [groups, outputs].
+    Under autocast: in its dtype.
     """
     device = rows.device.type
     if torch.is_autocast_enabled(device):
@@ -59,5 +60,4 @@ class _Grouped(Function):
 
 
 def _spans(counts: Sequence[int]) -> list[tuple[int, int]]:
-    ends = list(accumulate(counts, initial=0))
-    return list(zip(ends, ends[1:], strict=False))
+    return list(pairwise(accumulate(counts, initial=0)))

@@ -32,9 +32,9 @@ def stacked(
 ) -> nn.Module:
     """Return the experts of this rank, made one by one as `make` makes one when PyTorch is seeded for it.
 
-    The values of an expert depend on the seed and its number alone, not on the ranks. Its parameters are marked as parts
-    of those of all experts. divided: how parameters of one expert, by their names, are divided among ranks of tensor
-    parallelism, if there are any. Raises UsageError for modules that cannot be stacked.
+    The values of an expert depend on the seed and its number alone, not on the ranks. Its parameters are marked as
+    parts of those of all experts. divided: how parameters of one expert, by their names, are divided among ranks of
+    tensor parallelism, if there are any. Raises UsageError for modules that cannot be stacked.
     """
     made = []
     for expert in placement.of_rank(ranks.axis.rank):
@@ -44,7 +44,7 @@ def stacked(
     _check(what, made)
     others = [dict(each.named_parameters()) for each in made]
     for name, parameter in list(whole.named_parameters()):
-        module, _, last = name.rpartition(".")
+        inner, _, last = name.rpartition(".")
         values = torch.stack([other[name].detach() for other in others])
         shard = shard_for((len(placement.owners), *parameter.shape), divided.get(name), ranks)
         if isinstance(shard.sharding, Nested):
@@ -52,11 +52,11 @@ def stacked(
             assert tensor is not None
             values = to_tensor(part(array_of(values), shard.sharding.inner, tensor.rank, tensor.size))
         stack = nn.Parameter(values, requires_grad=parameter.requires_grad)
-        setattr(whole.get_submodule(module), last, stack)
+        setattr(whole.get_submodule(inner), last, stack)
         mark(stack, shard)
     for module in whole.modules():
         take_own_when_loaded(module)
-        module.register_state_dict_post_hook(mark_in_state)  # type: ignore[no-untyped-call]
+        module.register_state_dict_post_hook(mark_in_state)
     watch_optimizers()
     return whole
 
@@ -77,8 +77,9 @@ def _each_alone(experts: nn.Module, rows: Tensor, counts: Sequence[int]) -> Tens
     """Return what each expert makes of its rows, one after another; of none, too, so that all have gradients."""
     names, stacks = zip(*experts.named_parameters(), strict=True)
     results = []
-    for part, values in zip(rows.split(list(counts)), zip(*(stack.unbind(0) for stack in stacks), strict=True)):
-        results.append(torch.func.functional_call(experts, dict(zip(names, values, strict=True)), (part,)))
+    each = zip(*(stack.unbind(0) for stack in stacks), strict=True)
+    for own, values in zip(rows.split(list(counts)), each, strict=True):
+        results.append(torch.func.functional_call(experts, dict(zip(names, values, strict=True)), (own,)))
     return torch.cat(results)
 
 

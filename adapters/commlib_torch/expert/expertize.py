@@ -94,9 +94,7 @@ def _maker(module: nn.Module, experts: Experts) -> Callable[[], nn.Module]:
     return make
 
 
-def _made(
-    name: str, module: nn.Module, experts: Experts, ranks: Ranks, make: Callable[[], nn.Module] | None
-) -> MoE:
+def _made(name: str, module: nn.Module, experts: Experts, ranks: Ranks, make: Callable[[], nn.Module] | None) -> MoE:
     first = next(module.parameters())
     found = MoE(width_of(name, module), experts, ranks, expert=make, name=name)
     found.to(first.device, first.dtype)

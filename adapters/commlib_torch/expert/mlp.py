@@ -9,7 +9,6 @@ from torch import Tensor, nn
 
 from commlib.functional.axis import Axis
 from commlib.tensor.sharding import Sharding
-
 from commlib_torch.expert._grouped import grouped_linear
 from commlib_torch.tensor.mlp import Activation, activation_of
 from commlib_torch.tensor.moves import copy, reduce
@@ -45,7 +44,7 @@ class MLP(nn.Module):
         }
 
     def grouped(self, rows: Tensor, counts: Sequence[int], tensor: Axis | None = None) -> Tensor:
-        """Return the outputs of several experts, whose parameters are stacked: the first counts[0] rows are the first's.
+        """Return the outputs of several experts, with stacked parameters: the first counts[0] rows are of the first.
 
         tensor: the ranks among which each expert is divided, if it is.
         """

@@ -115,9 +115,10 @@ def _products(kind: str) -> Any:
 
 
 def sum_rows(target: Array, starts: Array, slots: Array, addresses: Array, factors: Array) -> None:
-    """Let each row t of `target` be the sum of the rows slots[starts[t] : starts[t + 1]], times their factors, 0 of none.
+    """Let each row t of `target` be the sum of the rows slots[starts[t] : starts[t + 1]], times their factors.
 
-    target: contiguous, 2-D, of floats. addresses: of all rows, int64. factors: float32; the others are int32.
+    It is 0 where there are none. target: contiguous, 2-D, of floats. addresses: of all rows, int64. factors: float32;
+    the others are int32.
     """
     _summing(name_of(target.dtype))(_stored(target), starts, slots, addresses, factors)
 

@@ -65,7 +65,7 @@ def parts_of(block: Array) -> tuple[Array, ...]:
 def write_block(
     counts: Any, order: Any, owners: Any, rank: int, tokens: Any, token_starts: Any, slots: Any, block: Any
 ) -> None:
-    """Write a passage. counts: of assignments, [ranks, experts]. order: of the experts, by rank. owners: their ranks."""
+    """Write a passage. counts: of assignments, [ranks, experts]. order: of experts, by rank. owners: their ranks."""
     ranks, experts = counts.shape
     local: Any = 0
     for expert in range(experts):
@@ -105,7 +105,8 @@ def bytes_needed(block: Any, item_bytes: int, numbers: bool, sizes: Any, chosen:
     item_bytes: of a row. numbers: there is a float32 with each. chosen: the region of each rank or -1, sizes: of all.
     """
     totals = parts(block)[5]
-    most, short = 0, False
+    most: Any = 0
+    short = False
     for rank in range(len(totals)):
         rows = np.int64(totals[rank])
         need = padded(rows * item_bytes) + 4 * rows if numbers else rows * item_bytes

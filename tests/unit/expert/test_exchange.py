@@ -95,7 +95,9 @@ def check(way: Make, ranks: int, chosen: list[list[Array]], width: int, dtype: s
         for number in reversed(range(len(chosen))):
             passage, rows, came = kept.pop()
             layer, x = chosen[number], xs[number][me]
-            np.testing.assert_array_equal(rows, expected_rows(layer, xs[number], placement, me, nodes))  # nobody wrote there
+            np.testing.assert_array_equal(
+                rows, expected_rows(layer, xs[number], placement, me, nodes)
+            )  # nobody wrote there
             again = exchange.combine_back(f"layer {number}", passage, x)
             np.testing.assert_array_equal(again, rows)
             sums, numbers = exchange.dispatch_back(f"layer {number}", passage, again, came * 2)
