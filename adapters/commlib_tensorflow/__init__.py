@@ -24,7 +24,7 @@ from commlib_tensorflow.broadcast import *
 from commlib_tensorflow.clip import clip_by_global_norm
 from commlib_tensorflow.collectives import *
 from commlib_tensorflow.compression import Compression
-from commlib_tensorflow.expert import MoE, expert_stats, expertize
+from commlib_tensorflow.expert import MoE, expert_stats, expertize, load_experts, save_experts
 from commlib_tensorflow.gradient_tape import DistributedGradientTape, PartialDistributedGradientTape
 from commlib_tensorflow.horovod import elastic
 from commlib_tensorflow.horovod import operations as _operations
@@ -71,8 +71,10 @@ __all__ = [
     "expertize",
     "gather_model",
     "gather_weights",
+    "load_experts",
     "parallelize",
     "pipeline",
+    "save_experts",
     "streams",
     "tensor",
     "vocabulary_cross_entropy",

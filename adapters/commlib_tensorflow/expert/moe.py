@@ -68,7 +68,7 @@ class MoE(keras.layers.Layer):  # type: ignore[misc]  # Keras has no types
             if self.shared is not None:
                 self.shared.build((None, width))
         make = self._make or (lambda: self._mlp(1))
-        self._expert, self._stacks = stacked(self, make, width, self._seed, self.mixture.placement, self.ranks)
+        self._expert, self.stacks = stacked(self, make, width, self._seed, self.mixture.placement, self.ranks)
         self.expert_bias: Any = None
         if options.bias_rate:
             self.expert_bias = self.add_weight(
@@ -115,7 +115,7 @@ class MoE(keras.layers.Layer):  # type: ignore[misc]  # Keras has no types
         local = len(mixture.placement.of_rank(self.ranks.axis.rank))
         came = sent(tokens, self._logits(tokens, training), mixture, route, list(more.values()))
         tensor = self.ranks.tensor if self._make is None else None
-        out = computed(self._expert, self._stacks, came.rows, came.counts, local, tensor)
+        out = computed(self._expert, self.stacks, came.rows, came.counts, local, tensor)
         y = combined(out, came.gates, mixture, came.state, tokens)
         if training:
             self.add_loss(options.balance_weight * came.losses[0] + options.z_weight * came.losses[1])
