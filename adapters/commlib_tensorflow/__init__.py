@@ -24,7 +24,7 @@ from commlib_tensorflow.broadcast import *
 from commlib_tensorflow.clip import clip_by_global_norm
 from commlib_tensorflow.collectives import *
 from commlib_tensorflow.compression import Compression
-from commlib_tensorflow.expert import MoE, expert_stats, expertize, load_experts, save_experts
+from commlib_tensorflow.expert import MoE, expert_stats, expertize, load_experts, rebalance_experts, save_experts
 from commlib_tensorflow.gradient_tape import DistributedGradientTape, PartialDistributedGradientTape
 from commlib_tensorflow.horovod import elastic
 from commlib_tensorflow.horovod import operations as _operations
@@ -74,6 +74,7 @@ __all__ = [
     "load_experts",
     "parallelize",
     "pipeline",
+    "rebalance_experts",
     "save_experts",
     "streams",
     "tensor",

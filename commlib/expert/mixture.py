@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable
 from typing import Any
 
 import numpy as np
@@ -12,6 +12,7 @@ from commlib.compress.registry import codec_of
 from commlib.dtypes import Array
 from commlib.expert.experts import Experts
 from commlib.expert.placement import Placement
+from commlib.expert.planner import imbalance, plan
 from commlib.expert.ranks import ExpertRanks
 from commlib.expert.routing import Routing, route, updated_bias
 from commlib.expert.stats import Counted, Stats, gathered
@@ -27,8 +28,8 @@ class Mixture:
     def __init__(self, name: str, experts: Experts, ranks: ExpertRanks) -> None:
         self.name, self.experts, self.ranks = name, experts, ranks
         self.placement = Placement.even(experts.count, ranks.axis.size)
-        codec = None if experts.codec is None else codec_of(experts.codec)
-        self.exchange = exchange_over(ranks.axis, self.placement, codec)
+        self._codec = None if experts.codec is None else codec_of(experts.codec)
+        self.exchange = exchange_over(ranks.axis, self.placement, self._codec)
         self.counted = Counted(experts.count)
         self._journal = ranks.axis.comm.group.journal
         self.load = np.zeros(experts.count, np.int64)
@@ -79,6 +80,26 @@ class Mixture:
         (found,) = gathered([self.counted], self.ranks.data)
         return found
 
+    def better_placement(self, least: float) -> tuple[Placement, float, float]:
+        """Return where experts had better be, and the imbalance of ranks now and then.
+
+        By how often they were chosen since `stats` or this was last called, by tokens of all ranks; collective. It is
+        where they are unless the busiest rank gets `least` times less.
+        """
+        load = [max(share, 0.0) for share in self.stats().load]
+        found = plan(load, self.placement)
+        before, after = imbalance(load, self.placement), imbalance(load, found)
+        return (found if before >= least * after else self.placement), before, after
+
+    def place(self, placement: Placement) -> None:
+        """Send tokens by another placement from now on: experts have moved. Collective."""
+        self.placement = placement
+        self.exchange = exchange_over(self.ranks.axis, placement, self._codec)
+
+    def name_among(self, names: Collection[str]) -> str:
+        """Return the layer's name, or one made of it that is not among others."""
+        return self.name if self.name not in names else f"{self.name} ({len(names)})"
+
     def take_load(self) -> Array:
         """Return how often experts were chosen in training since the last time, by tokens of all ranks. Collective."""
         load: Array = self.ranks.data.all_reduce(self.load)
@@ -94,6 +115,5 @@ def stats_of(mixtures: Iterable[Mixture]) -> dict[str, Stats]:
     for key, comm in data.items():
         own = [one for one in found if id(one.ranks.data) == key]
         for one, stats in zip(own, gathered([each.counted for each in own], comm), strict=True):
-            name = one.name if one.name not in told else f"{one.name} ({len(told)})"
-            told[name] = stats
+            told[one.name_among(told)] = stats
     return told

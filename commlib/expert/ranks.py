@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from math import gcd
 
 import numpy as np
@@ -14,7 +14,7 @@ from commlib.expert.exchange import Empty
 from commlib.functional.axis import Axis
 from commlib.functional.shards import Shard
 from commlib.mesh_groups import Mesh
-from commlib.tensor.sharding import Nested, Sharding
+from commlib.tensor.sharding import Nested, Scattered, Sharding
 
 _NOT_DATA = ("tp", "pp")
 """Axes of a mesh along which ranks have the same tokens, or other layers."""
@@ -81,6 +81,13 @@ def _parts(mesh: Mesh, experts: int) -> int:
 
 Ranks = Mesh | Communicator | Axis | ExpertRanks
 """What users give: a mesh, or the communicator of an axis."""
+
+
+def placed(shard: Shard, owners: tuple[int, ...]) -> Shard:
+    """Return what a rank has of stacks of experts that have these owners."""
+    outer = Scattered(shard.sharding.shape, owners)
+    sharding = replace(shard.sharding, outer=outer) if isinstance(shard.sharding, Nested) else outer
+    return replace(shard, sharding=sharding)
 
 
 def shard_for(shape: tuple[int, ...], divided: Sharding | None, ranks: ExpertRanks) -> Shard:

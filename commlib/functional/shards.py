@@ -14,7 +14,7 @@ from commlib.data_parallel.alone import Alone
 from commlib.dtypes import Array
 from commlib.errors import UsageError
 from commlib.functional.axis import Axis
-from commlib.tensor.sharding import Nested, Sharding
+from commlib.tensor.sharding import AnySharding, Nested
 
 
 @dataclass(frozen=True, slots=True)
@@ -26,7 +26,7 @@ class Shard:
     """
 
     axis: Axis
-    sharding: Sharding | Nested
+    sharding: AnySharding
     replicas: Communicator | None = None
     is_local: bool = False
 
@@ -79,7 +79,7 @@ def reduced_apart(shards: Iterable[tuple[str, Shard | None]]) -> dict[str, Any]:
     return found
 
 
-def part(whole: Array, sharding: Sharding | Nested, rank: int, size: int) -> Array:
+def part(whole: Array, sharding: AnySharding, rank: int, size: int) -> Array:
     """Return the part of one of `size` ranks: a new, contiguous array."""
     if isinstance(sharding, Nested):
         inner = sharding.ranks
@@ -89,7 +89,7 @@ def part(whole: Array, sharding: Sharding | Nested, rank: int, size: int) -> Arr
     return np.concatenate(pieces, axis=sharding.dim)
 
 
-def joined(parts: Sequence[Array], sharding: Sharding | Nested) -> Array:
+def joined(parts: Sequence[Array], sharding: AnySharding) -> Array:
     """Return the whole array, made of the parts of all ranks in their order: a new, contiguous one."""
     if isinstance(sharding, Nested):
         inner = sharding.ranks

@@ -13,7 +13,7 @@ from commlib import Communicator, Mesh
 from commlib.errors import UsageError
 from commlib.expert import Experts
 from commlib_tensorflow import DistributedGradientTape, DistributedOptimizer, gather_weights, pipeline
-from commlib_tensorflow.expert import MoE, expertize
+from commlib_tensorflow.expert import MoE, expertize, rebalance_experts
 from commlib_tensorflow.tensor.state import set_weights
 
 WIDTH, TOLERANCE = 8, 5e-5
@@ -187,3 +187,25 @@ def test_stages(comm: Communicator, schedule: str) -> None:
             np.testing.assert_allclose(got, wanted, rtol=TOLERANCE, atol=TOLERANCE, err_msg=variable.path)
     pipe.close()
     mesh.close()
+
+
+@pytest.mark.ranks(min=2)
+def test_experts_that_moved_go_on(comm: Communicator) -> None:
+    """Weights and moments go with them, and the compiled loop finds them where they are."""
+    plan = {"block_*/mlp": Experts(2 * comm.size, top_k=2, hidden=6)}
+    rows = 2 * comm.size
+    batches = [batch(rows, number) for number in range(4)]
+    whole = model(single(comm), plan)
+    fit(whole, sgd(), batches)
+    made, optimizer = model(comm, plan), DistributedOptimizer(sgd())
+    made.compile(optimizer, "mse")
+    for number, (x, y) in enumerate(batches):
+        if number == 2:
+            for block in ("block_0", "block_1"):
+                mixture = made.get_layer(block).mlp.mixture
+                mixture.stats()
+                mixture.counted.numbers[:] = [90, 80, *range(2 * comm.size - 2), 300, 0, 0]
+            rebalance_experts(made, optimizer)
+            assert mixture.placement.owners[0] != mixture.placement.owners[1]
+        made.train_on_batch(own(x, comm), own(y, comm))
+    compare(comm, made, whole)

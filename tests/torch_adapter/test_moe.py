@@ -49,6 +49,7 @@ OPTIONS: dict[str, Any] = {
     "probable": {"top_k": 2, "capacity_factor": 0.5, "min_capacity": 1, "capacity_over": "all", "drop": "probability"},
     "expert choice": {"top_k": 2, "choice": "expert", "capacity_over": "all", "balance": "none"},
     "groups": {"top_k": 2, "groups": 3, "max_groups": 1},
+    "parts": {"top_k": 2, "chunks": 3},
 }
 
 
@@ -59,7 +60,8 @@ def test_equals_one_rank(comm: Communicator, name: str) -> None:
 
 def test_other_numbers_of_tokens(comm: Communicator) -> None:
     """A rank may have no tokens at all; it takes part all the same."""
-    check(comm, Experts(6, hidden=10, balance="none"), rows=[4, 0, 1, 2])
+    for chunks in (1, 2):
+        check(comm, Experts(6, hidden=10, balance="none", chunks=chunks), rows=[4, 0, 1, 2])
 
 
 class Own(nn.Module):

@@ -22,7 +22,7 @@ from commlib_torch import (
     load_optimizer_state,
     pipeline,
 )
-from commlib_torch.expert import MoE, auxiliary_loss
+from commlib_torch.expert import MoE, auxiliary_loss, rebalance_experts
 from tests.torch_adapter.expert_oracle import near, single
 
 WIDTH, EXPERTS = 8, Experts(4, top_k=2, hidden=6, balance_weight=0.1)
@@ -231,4 +231,39 @@ def test_divided_experts(comm: Communicator, gated: bool) -> None:
             parameter.zero_()
     other.load_state_dict(state)
     compare(comm, gather_state_dict(other), whole)
+    mesh.close()
+
+
+@pytest.mark.ranks(min=2)
+@pytest.mark.parametrize("which", ["experts", "divided"])
+def test_experts_that_moved_go_on(comm: Communicator, which: str) -> None:
+    """Weights and moments go with them; what is saved then is still by their global numbers."""
+    if comm.size == 3:
+        pytest.skip("4 experts")
+    options = Experts(8, top_k=2, hidden=6)
+    mesh = Mesh(dp=-1) if which == "experts" else Mesh(dp=-1, tp=2)
+    dp = mesh["dp"]
+    rows = 2 * dp.size
+    whole, _ = alone(comm, rows, range(4), options)
+    own = model(mesh, options)
+    optimizer = DistributedOptimizer(sgd(own), own.named_parameters(), mesh=mesh)
+    train(own, optimizer, own_rows(dp), rows, range(2))
+    axis = own[1].mlp.mixture.ranks.axis
+    for layer in (own[1].mlp, own[2].mlp):  # experts 0 and 1 are popular, which are neighbours
+        layer.stats()
+        layer.mixture.counted.numbers[:] = [100, 90, 1, 2, 3, 4, 5, 6, 300, 0, 0]
+    told = rebalance_experts(own, optimizer)
+    assert len(told) == 2
+    placement = own[1].mlp.mixture.placement
+    assert axis.size == 1 or placement.owners[0] != placement.owners[1]
+    assert rebalance_experts(own, optimizer) == {name: (1.0, 1.0) for name in told}  # nothing was chosen since
+    assert own[1].mlp.mixture.placement == placement
+    train(own, optimizer, own_rows(dp), rows, range(2, 4))
+    state, moments = gather_state_dict(own), gather_optimizer_state(optimizer, own.named_parameters())
+    compare(comm, state, whole)
+    other = model(single(comm), options)
+    other.load_state_dict(state)
+    load_optimizer_state(sgd(other), other.named_parameters(), moments)
+    own.load_state_dict(state)
+    compare(comm, gather_state_dict(own), whole)
     mesh.close()

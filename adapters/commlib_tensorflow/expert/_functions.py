@@ -39,19 +39,19 @@ def sent(x: Any, logits: Any, mixture: Mixture, route: Callable[..., Routing], m
 
     route: makes the routing of an array of logits, and of arrays of `more`.
     """
-    exchange, name, width = mixture.exchange, mixture.name, x.shape[-1]
+    width = x.shape[-1]
     local = len(mixture.placement.of_rank(mixture.ranks.axis.rank))
 
     def forward(x: Array, logits: Array, *more: Array) -> Sequence[Array]:
         routing = route(logits, *more)
-        passage, rows, gates, counts = exchange.dispatch(name, routing, x, routing.gates)
+        passage, rows, gates, counts = mixture.exchange.dispatch(mixture.name, routing, x, routing.gates)
         state = np.frombuffer(pickle.dumps((routing, passage), pickle.HIGHEST_PROTOCOL), np.uint8)
         losses = np.array([routing.balance, routing.z], np.float32)
         return [rows, gates.copy(), counts.astype(np.int32), losses, state.copy()]
 
     def backward(state: Array, of_rows: Array, of_gates: Array, of_losses: Array) -> Sequence[Array]:
         routing, passage = pickle.loads(state.data)
-        of_x, gates = exchange.dispatch_back(name, passage, of_rows, of_gates)
+        of_x, gates = mixture.exchange.dispatch_back(mixture.name, passage, of_rows, of_gates)
         return [of_x, routing.gradient(gates, float(of_losses[0]), float(of_losses[1]))]
 
     def sending(x: Any, logits: Any) -> tuple[tuple[Any, ...], Any]:
@@ -75,13 +75,11 @@ def combined(rows: Any, gates: Any, mixture: Mixture, state: Any, tokens: Any) -
 
     tokens: what was sent, whose shape the result has.
     """
-    exchange, name = mixture.exchange, mixture.name
-
     def forward(rows: Array, gates: Array, state: Array) -> Sequence[Array]:
-        return [exchange.combine(name, pickle.loads(state.data)[1], rows, gates)]
+        return [mixture.exchange.combine(mixture.name, pickle.loads(state.data)[1], rows, gates)]
 
     def backward(gradient: Array, rows: Array, gates: Array, state: Array) -> Sequence[Array]:
-        came = exchange.combine_back(name, pickle.loads(state.data)[1], gradient)
+        came = mixture.exchange.combine_back(mixture.name, pickle.loads(state.data)[1], gradient)
         of_gates = np.empty_like(gates)
         multiply_rows(came, rows, gates, came, of_gates)
         return [came, of_gates]

@@ -11,6 +11,7 @@ from torch import Tensor, nn
 
 from commlib.errors import UsageError
 from commlib.expert.experts import Experts
+from commlib.expert.flow import Flow, parts_of
 from commlib.expert.mixture import Mixture, stats_of
 from commlib.expert.ranks import ExpertRanks, Ranks
 from commlib.expert.stats import Stats
@@ -18,6 +19,7 @@ from commlib_torch._bridge import array_of, packed, to_tensor
 from commlib_torch._uncompiled import uncompiled
 from commlib_torch.expert._after_step import call_after_step
 from commlib_torch.expert._functions import Combined, Dispatched, Routed
+from commlib_torch.expert._parts import in_parts
 from commlib_torch.expert._stacked import computed, seeded, stacked
 from commlib_torch.expert.losses import KeepsLosses
 from commlib_torch.expert.mlp import MLP
@@ -100,14 +102,16 @@ class MoE(KeepsLosses):
             sequence=sequence,
         )
         gates, balance, z = Routed.apply(logits, routing)  # type: ignore[no-untyped-call]
+        if self.training and (options.balance != "none" or options.z_weight):
+            self.keep(options.balance_weight * balance + options.z_weight * z)
+        if options.chunks > 1 and mixture.ranks.axis.size > 1:
+            parts = parts_of(routing, options.chunks)
+            flow = Flow(mixture, parts, array_of(packed(tokens)), array_of(packed(gates)))
+            return in_parts(flow, tokens, gates, self._computed)
         rows, row_gates, passage, counts = Dispatched.apply(  # type: ignore[no-untyped-call]
             tokens, gates, mixture.exchange, mixture.name, routing
         )
         out = self._computed(rows, counts)
-        if out.shape != rows.shape:
-            raise UsageError(f"{mixture.name}: experts made {tuple(out.shape)} of rows {tuple(rows.shape)}")
-        if self.training and (options.balance != "none" or options.z_weight):
-            self.keep(options.balance_weight * balance + options.z_weight * z)
         y: Tensor = Combined.apply(  # type: ignore[no-untyped-call]
             out, row_gates, mixture.exchange, mixture.name, passage
         )
@@ -128,8 +132,11 @@ class MoE(KeepsLosses):
         """Return what the experts of this rank make of their rows."""
         grouped: Any = getattr(self.experts, "grouped", None)
         if grouped is None:
-            return computed(self.experts, rows, counts)
-        found: Tensor = grouped(rows, counts) if self._tensor is None else grouped(rows, counts, self._tensor)
+            found = computed(self.experts, rows, counts)
+        else:
+            found = grouped(rows, counts) if self._tensor is None else grouped(rows, counts, self._tensor)
+        if found.shape != rows.shape:
+            raise UsageError(f"{self.mixture.name}: experts made {tuple(found.shape)} of rows {tuple(rows.shape)}")
         return found
 
     def _logits(self, tokens: Tensor) -> Tensor:
