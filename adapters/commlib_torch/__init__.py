@@ -24,7 +24,15 @@ from commlib_torch.clip import clip_grad_norm_
 from commlib_torch.collectives import *
 from commlib_torch.compression import Compression
 from commlib_torch.data_parallel import DataParallel
-from commlib_torch.expert import MoE, auxiliary_loss, expert_stats, expertize, load_experts, rebalance_experts, save_experts
+from commlib_torch.expert import (
+    MoE,
+    auxiliary_loss,
+    expert_stats,
+    expertize,
+    load_experts,
+    rebalance_experts,
+    save_experts,
+)
 from commlib_torch.gradients import join
 from commlib_torch.horovod import elastic
 from commlib_torch.horovod import movement as _movement

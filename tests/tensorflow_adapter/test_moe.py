@@ -90,6 +90,7 @@ OPTIONS: dict[str, Any] = {
     "global": {"top_k": 2, "balance": "global"},
     "capacity": {"top_k": 2, "capacity_factor": 0.5, "min_capacity": 1, "capacity_over": "all"},
     "probable": {"top_k": 2, "capacity_factor": 0.5, "min_capacity": 1, "capacity_over": "all", "drop": "probability"},
+    "parts": {"top_k": 2, "chunks": 3},
     "expert choice": {"top_k": 2, "choice": "expert", "capacity_over": "all", "balance": "none"},
 }
 
@@ -102,7 +103,9 @@ def test_equals_one_rank(comm: Communicator, name: str) -> None:
 @pytest.mark.parametrize("compiled", [False, True])
 def test_other_numbers_of_tokens(comm: Communicator, compiled: bool) -> None:
     """A rank may have no tokens at all; it takes part all the same. Eagerly and in a graph."""
-    check(comm, Experts(6, hidden=10, balance="none"), rows=[4, 0, 1, 2], compiled=compiled)
+    for chunks in (1, 2):
+        options = Experts(6, hidden=10, balance="none", chunks=chunks)
+        check(comm, options, rows=[4, 0, 1, 2], compiled=compiled)
 
 
 def own() -> Any:

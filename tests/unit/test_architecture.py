@@ -32,7 +32,9 @@ PURE = (
     "commlib.cost.flat",
     "commlib.cost.hierarchical",
     "commlib.cost.exchanges",
-    "commlib.expert.placement", "commlib.expert.planner", "commlib.expert.experts",
+    "commlib.expert.placement",
+    "commlib.expert.planner",
+    "commlib.expert.experts",
     "commlib.tune.fit",
     "commlib.cost.records",
     "commlib.folders",  # looks at folders, reads and writes files, and is otherwise as pure

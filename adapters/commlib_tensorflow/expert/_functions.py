@@ -14,6 +14,7 @@ import numpy as np
 import tensorflow as tf
 
 from commlib.dtypes import Array
+from commlib.expert.flow import parts_of
 from commlib.expert.mixture import Mixture
 from commlib.expert.routing import Routing
 from commlib.kernels.host.rows import multiply_rows
@@ -45,9 +46,8 @@ def sent(x: Any, logits: Any, mixture: Mixture, route: Callable[..., Routing], m
     def forward(x: Array, logits: Array, *more: Array) -> Sequence[Array]:
         routing = route(logits, *more)
         passage, rows, gates, counts = mixture.exchange.dispatch(mixture.name, routing, x, routing.gates)
-        state = np.frombuffer(pickle.dumps((routing, passage), pickle.HIGHEST_PROTOCOL), np.uint8)
         losses = np.array([routing.balance, routing.z], np.float32)
-        return [rows, gates.copy(), counts.astype(np.int32), losses, state.copy()]
+        return [rows, gates.copy(), counts.astype(np.int32), losses, _packed((routing, passage))]
 
     def backward(state: Array, of_rows: Array, of_gates: Array, of_losses: Array) -> Sequence[Array]:
         routing, passage = pickle.loads(state.data)
@@ -70,11 +70,85 @@ def sent(x: Any, logits: Any, mixture: Mixture, route: Callable[..., Routing], m
     return Sent(*tf.custom_gradient(sending)(x, logits))
 
 
+class Routed(NamedTuple):
+    """Where tokens go, in several parts. gates: of assignments, part by part. losses: balance and z.
+
+    tokens, assignments: how many each part has. state: for `dispatched`.
+    """
+
+    gates: Any
+    losses: Any
+    tokens: Any
+    assignments: Any
+    state: Any
+
+
+def routed(logits: Any, parts: int, route: Callable[..., Routing], more: Sequence[Any]) -> Routed:
+    """Route tokens by their logits (float32), and cut them into parts. route: as for `sent`."""
+
+    def forward(logits: Array, *more: Array) -> Sequence[Array]:
+        routing = route(logits, *more)
+        cut = parts_of(routing, parts)
+        order = np.concatenate([part.places for part in cut])
+        losses = np.array([routing.balance, routing.z], np.float32)
+        lengths = [
+            np.array(each, np.int32) for each in zip(*((p.last - p.first, len(p.places)) for p in cut), strict=True)
+        ]
+        return [routing.gates[order], losses, *lengths, _packed((routing, cut, order))]
+
+    def backward(state: Array, of_gates: Array, of_losses: Array) -> Sequence[Array]:
+        routing, _, order = pickle.loads(state.data)
+        gates = np.empty_like(of_gates)
+        gates[order] = of_gates
+        return [routing.gradient(gates, float(of_losses[0]), float(of_losses[1]))]
+
+    def routing(logits: Any) -> tuple[tuple[Any, ...], Any]:
+        lengths = Spec(tf.int32, (parts,))
+        specs = [Spec(tf.float32, (None,)), Spec(tf.float32, (2,)), lengths, lengths, Spec(tf.uint8, (None,))]
+        found = call_in_order("experts", forward, [logits, *more], specs)
+
+        def gradient(of_gates: Any, of_losses: Any, *_: Any) -> Any:
+            inputs = [found[-1], as_tensor(of_gates), as_tensor(of_losses)]
+            return call_in_order("experts", backward, inputs, [Spec.like(logits)])[0]
+
+        return tuple(found), gradient
+
+    return Routed(*tf.custom_gradient(routing)(logits))
+
+
+def dispatched(x: Any, gates: Any, mixture: Mixture, part: int, state: Any) -> Sent:
+    """Send one part of what was routed: its tokens, and the gates of its assignments. Collective, as its gradient."""
+    width = x.shape[-1]
+    local = len(mixture.placement.of_rank(mixture.ranks.axis.rank))
+
+    def forward(x: Array, gates: Array, state: Array) -> Sequence[Array]:
+        own = pickle.loads(state.data)[1][part]
+        passage, rows, came, counts = mixture.exchange.dispatch(mixture.name, own, x, gates)
+        return [rows, came.copy(), counts.astype(np.int32), _packed((None, passage))]
+
+    def backward(state: Array, of_rows: Array, of_gates: Array) -> Sequence[Array]:
+        return list(mixture.exchange.dispatch_back(mixture.name, pickle.loads(state.data)[1], of_rows, of_gates))
+
+    def sending(x: Any, gates: Any) -> tuple[tuple[Any, ...], Any]:
+        specs = [Spec(x.dtype, (None, width)), Spec(tf.float32, (None,)), Spec(tf.int32, (local,)), _STATE]
+        found = call_in_order("experts", forward, [x, gates, state], specs)
+
+        def gradient(of_rows: Any, of_gates: Any, *_: Any) -> list[Any]:
+            inputs = [found[-1], as_tensor(of_rows), as_tensor(of_gates)]
+            return call_in_order("experts", backward, inputs, [Spec.like(x), Spec.like(gates)])
+
+        return tuple(found), gradient
+
+    rows, came, counts, passage = tf.custom_gradient(sending)(x, gates)
+    return Sent(rows, came, counts, None, passage)
+
+
 def combined(rows: Any, gates: Any, mixture: Mixture, state: Any, tokens: Any) -> Any:
     """Return for each token the sum of what experts made of it, times its gates. Collective, as its gradient is.
 
     tokens: what was sent, whose shape the result has.
     """
+
     def forward(rows: Array, gates: Array, state: Array) -> Sequence[Array]:
         return [mixture.exchange.combine(mixture.name, pickle.loads(state.data)[1], rows, gates)]
 
@@ -94,3 +168,10 @@ def combined(rows: Any, gates: Any, mixture: Mixture, state: Any, tokens: Any) -
         return found, gradient
 
     return tf.custom_gradient(combining)(rows, gates)
+
+
+def _packed(state: Any) -> Array:
+    return np.frombuffer(pickle.dumps(state, pickle.HIGHEST_PROTOCOL), np.uint8).copy()
+
+
+_STATE = Spec(tf.uint8, (None,))

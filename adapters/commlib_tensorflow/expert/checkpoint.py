@@ -45,7 +45,9 @@ def load_experts(path: checkpoint.Path, model: keras.Model, optimizer: Any = Non
     layers = _layers(model)
 
     def put(found: list[dict[str, Array]]) -> None:
-        shapes = [{name: _shape(variable, is_kernel) for name, variable, is_kernel in _named(layer)} for layer in layers]
+        shapes = [
+            {name: _shape(variable, is_kernel) for name, variable, is_kernel in _named(layer)} for layer in layers
+        ]
         checkpoint.check(found, shapes)
         for layer, arrays in zip(layers, found, strict=True):
             for name, variable, is_kernel in _named(layer):

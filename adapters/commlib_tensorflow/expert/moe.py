@@ -18,7 +18,7 @@ from commlib.expert.routing import Routing
 from commlib.expert.stats import Stats
 from commlib_tensorflow._graph import Spec, call_in_order, no_autograph, result_empty
 from commlib_tensorflow.expert._after_step import call_after_step
-from commlib_tensorflow.expert._functions import combined, sent
+from commlib_tensorflow.expert._functions import Sent, combined, dispatched, routed, sent
 from commlib_tensorflow.expert._stacked import computed, seeded, stacked
 from commlib_tensorflow.expert.mlp import MLP
 
@@ -112,16 +112,36 @@ class MoE(keras.layers.Layer):  # type: ignore[misc]  # Keras has no types
                     given[name] = int(given[name])
             return mixture.route(logits, training=training, **given)
 
-        local = len(mixture.placement.of_rank(self.ranks.axis.rank))
-        came = sent(tokens, self._logits(tokens, training), mixture, route, list(more.values()))
-        tensor = self.ranks.tensor if self._make is None else None
-        out = computed(self._expert, self.stacks, came.rows, came.counts, local, tensor)
-        y = combined(out, came.gates, mixture, came.state, tokens)
+        logits, given = self._logits(tokens, training), list(more.values())
+        if options.chunks > 1 and self.ranks.axis.size > 1:
+            y, losses = self._in_parts(tokens, logits, route, given)
+        else:
+            came = sent(tokens, logits, mixture, route, given)
+            y, losses = self._computed(came, tokens), came.losses
         if training:
-            self.add_loss(options.balance_weight * came.losses[0] + options.z_weight * came.losses[1])
+            self.add_loss(options.balance_weight * losses[0] + options.z_weight * losses[1])
         if self.shared is not None:
             y = y + self.shared(tokens)
         return tf.reshape(y, tf.shape(inputs))
+
+    def _computed(self, came: Sent, tokens: Any) -> Any:
+        """Return for tokens what the experts of all ranks make of them."""
+        tensor = self.ranks.tensor if self._make is None else None
+        local = len(self.mixture.placement.of_rank(self.ranks.axis.rank))
+        out = computed(self._expert, self.stacks, came.rows, came.counts, local, tensor)
+        return combined(out, came.gates, self.mixture, came.state, tokens)
+
+    def _in_parts(self, tokens: Any, logits: Any, route: Any, given: Any) -> tuple[Any, Any]:
+        """Return that of tokens in several parts, and the losses: one part travels while experts compute another."""
+        count = self.options.chunks
+        found = routed(logits, count, route, given)
+        xs, gates = tf.split(tokens, found.tokens, num=count), tf.split(found.gates, found.assignments, num=count)
+        results, came = [], [dispatched(xs[0], gates[0], self.mixture, 0, found.state)]
+        for part in range(count):
+            if part + 1 < count:
+                came.append(dispatched(xs[part + 1], gates[part + 1], self.mixture, part + 1, found.state))
+            results.append(self._computed(came[part], xs[part]))
+        return tf.concat(results, 0), found.losses
 
     def _balance(self) -> None:
         """Let scores for choosing move towards even load, after a step."""

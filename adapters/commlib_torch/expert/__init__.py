@@ -7,4 +7,13 @@ from commlib_torch.expert.mlp import MLP
 from commlib_torch.expert.moe import MoE, expert_stats
 from commlib_torch.expert.rebalance import rebalance_experts
 
-__all__ = ["MLP", "MoE", "auxiliary_loss", "expert_stats", "expertize", "load_experts", "rebalance_experts", "save_experts"]
+__all__ = [
+    "MLP",
+    "MoE",
+    "auxiliary_loss",
+    "expert_stats",
+    "expertize",
+    "load_experts",
+    "rebalance_experts",
+    "save_experts",
+]
