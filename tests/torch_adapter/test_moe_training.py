@@ -12,6 +12,7 @@ from torch.utils.checkpoint import checkpoint
 
 from commlib import Communicator, Mesh
 from commlib.expert import Experts
+from commlib.tensor import Column, Row
 from commlib_torch import (
     DistributedOptimizer,
     broadcast_optimizer_state,
@@ -20,9 +21,10 @@ from commlib_torch import (
     gather_optimizer_state,
     gather_state_dict,
     load_optimizer_state,
+    parallelize,
     pipeline,
 )
-from commlib_torch.expert import MoE, auxiliary_loss, rebalance_experts
+from commlib_torch.expert import MoE, auxiliary_loss, expertize, rebalance_experts
 from tests.torch_adapter.expert_oracle import near, single
 
 WIDTH, EXPERTS = 8, Experts(4, top_k=2, hidden=6, balance_weight=0.1)
@@ -265,5 +267,48 @@ def test_experts_that_moved_go_on(comm: Communicator, which: str) -> None:
     other.load_state_dict(state)
     load_optimizer_state(sgd(other), other.named_parameters(), moments)
     own.load_state_dict(state)
+    compare(comm, gather_state_dict(own), whole)
+    mesh.close()
+
+
+class Mixed(nn.Module):
+    """A layer that a plan divides, and a mixture of experts."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.up, self.down, self.norm = nn.Linear(WIDTH, 10), nn.Linear(10, WIDTH), nn.LayerNorm(WIDTH)
+        self.mlp = nn.Sequential(nn.Linear(WIDTH, 6), nn.GELU(), nn.Linear(6, WIDTH))
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = x + self.down(F.gelu(self.up(x)))
+        out: Tensor = x + self.mlp(self.norm(x))
+        return out
+
+
+@pytest.mark.ranks(min=2)
+@pytest.mark.parametrize("checked", ["example", "first call"])
+def test_beside_divided_layers(comm: Communicator, checked: str) -> None:
+    """A plan's check runs the model, which must not count as a training step of the router."""
+    if comm.size == 3:
+        pytest.skip("4 experts")
+    mesh = Mesh(dp=-1, tp=2)
+    dp = mesh["dp"]
+    rows = 2 * dp.size
+    plan = {"mlp": Experts(4, top_k=2)}
+
+    def made(ranks: Any) -> Any:
+        torch.manual_seed(0)
+        found = Mixed().double()
+        return expertize(found, ranks, plan)
+
+    whole = made(single(comm))
+    expected = train(whole, sgd(whole), lambda each: each, rows, range(2))
+    own = made(mesh)
+    example = batch(1, 9)[0] if checked == "example" else None
+    parallelize(own, mesh["tp"], {"up": Column(), "down": Row()}, example=example)
+    optimizer = DistributedOptimizer(sgd(own), own.named_parameters(), mesh=mesh)
+    losses = train(own, optimizer, own_rows(dp), rows, range(2))
+    mean = dp.all_reduce(torch.stack(losses).numpy(), "mean")
+    near(torch.from_numpy(mean), torch.stack(expected), "losses")
     compare(comm, gather_state_dict(own), whole)
     mesh.close()
