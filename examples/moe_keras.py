@@ -27,19 +27,24 @@ import commlib
 import commlib_tensorflow as ct
 from commlib.expert.stats import drawn
 
-WIDTH, LAYERS, HEADS, CONTEXT, ROWS, STEPS, SHOWN = 64, 2, 4, 64, 8, 60, 10
+WIDTH, LAYERS, HEADS, CONTEXT, ROWS, STEPS, SHOWN = 64, 2, 4, 64, 8, 40, 10
 
 
-class Positions(keras.layers.Layer):  # type: ignore[misc]  # Keras has no types
-    """Adds a learned vector for each position."""
+class Embed(keras.layers.Layer):  # type: ignore[misc]  # Keras has no types
+    """Bytes to vectors, with learned positions.
+
+    By products, not lookups: of those Adam squares the gradients of repeated bytes apart in one process, and added up
+    on ranks.
+    """
 
     def build(self, input_shape: Any) -> None:
         """Make the vectors."""
-        self.places = self.add_weight(shape=(CONTEXT, WIDTH), initializer="uniform", name="places")
+        self.words = self.add_weight(shape=(256, WIDTH), initializer="random_normal", name="words")
+        self.places = self.add_weight(shape=(CONTEXT, WIDTH), initializer="random_normal", name="places")
 
-    def call(self, x: Any) -> Any:
-        """Return x with its positions."""
-        return x + self.places
+    def call(self, text: Any) -> Any:
+        """Return the vectors."""
+        return tf.matmul(tf.one_hot(text, 256), self.words) + self.places
 
 
 def make_model(ranks: Any, experts: ct.Experts) -> Any:
@@ -47,7 +52,7 @@ def make_model(ranks: Any, experts: ct.Experts) -> Any:
     keras.utils.set_random_seed(0)
     layers = keras.layers
     text = keras.Input((CONTEXT,), dtype="int32")
-    x = Positions(name="positions")(layers.Embedding(256, WIDTH, name="words")(text))
+    x = Embed(name="embed")(text)
     for block in range(LAYERS):
         h = layers.LayerNormalization(name=f"norm{block}")(x)
         attention = layers.MultiHeadAttention(HEADS, WIDTH // HEADS, name=f"attention{block}")
@@ -96,8 +101,7 @@ def fitted(model: Any, optimizer: Any, comm: commlib.Communicator) -> list[float
 
 
 def optimizer_of() -> Any:
-    # Keras squares repeated rows of an embedding apart in norms and moments; ranks add them up first.
-    return keras.optimizers.SGD(0.2, momentum=0.9)
+    return keras.optimizers.Adam(3e-3, global_clipnorm=1.0)
 
 
 def main() -> None:

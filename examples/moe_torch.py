@@ -5,7 +5,8 @@
     mpirun -n 2 python examples/moe_torch.py --top-k 2 --capacity 1.25    # and experts that are full drop tokens
 
 The model is plain PyTorch. Every rank has other rows of a batch and some of the experts; tokens travel to theirs.
-Rank 0 then trains the whole model on whole batches: losses and weights must be alike. At the end: who was used how much.
+Rank 0 then trains the whole model on whole batches: losses and weights must be alike. At the end: who was used how
+much.
 """
 
 from __future__ import annotations
@@ -23,7 +24,7 @@ import commlib
 import commlib_torch as ct
 from commlib.expert.stats import drawn
 
-WIDTH, LAYERS, HEADS, CONTEXT, ROWS, STEPS, SHOWN = 64, 2, 4, 64, 8, 60, 10
+WIDTH, LAYERS, HEADS, CONTEXT, ROWS, STEPS, SHOWN = 64, 2, 4, 64, 8, 40, 10
 
 
 class Embed(nn.Module):
