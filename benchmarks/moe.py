@@ -6,17 +6,15 @@
 same bytes, which neither sorts nor adds up anything; "gloo, counts" has before them the exchange of counts that rows
 without a capacity need. "layer": forward and backward. "by hand" is the same layer with `all_to_all_single`, whose
 outputs and gradients must be the same; "one-hot" the one with a capacity and masks [tokens, experts, capacity];
-"dense" an MLP with as many active parameters; "products" the experts' products of matrices and nothing else. Contenders
-take turns in one process per rank, in bursts; a figure is the slowest rank's mean. Beside them where our step's time goes.
+"dense" an MLP with as many active parameters; "products" the experts' products of matrices and nothing else.
+Contenders take turns in one process per rank, in bursts; a figure is the slowest rank's mean. Beside them where the
+time of our step goes.
 """
 
 from __future__ import annotations
 
 import argparse
 import statistics
-import time
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -29,18 +27,14 @@ from torch import Tensor, nn
 
 import commlib
 from benchmarks import moe_peers, record
+from benchmarks.moe_parts import EXCHANGES, Call, in_turn, parts, ratio, shares, watched
 from commlib.bench import gloo_peer
-from commlib.bench.measure import burst_of
 from commlib.dtypes import Array
 from commlib.expert import Experts
 from commlib.expert.placement import Placement
-from commlib.expert.routing import Routing
 from commlib.expert.ways import exchange_over
 from commlib.functional.axis import Axis
 from commlib_torch.expert import MoE, auxiliary_loss
-
-Call = Callable[[], object]
-EXCHANGES = ("dispatch", "combine", "dispatch_back", "combine_back")
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,20 +54,6 @@ class Assigned:
         slots[tokens] = np.arange(len(tokens), dtype=np.int32)
         counts = np.bincount(chosen, minlength=experts).astype(np.int64)
         return cls(tokens, counts, np.arange(len(tokens) + 1, dtype=np.int32), slots)
-
-
-def in_turn(world: Any, calls: dict[str, Call], rounds: int) -> dict[str, list[float]]:
-    """Return the seconds of a call of each contender in each round, the slowest rank's."""
-    bursts = {name: burst_of(world, call) for name, call in calls.items()}
-    names = list(calls)
-    seconds: dict[str, list[float]] = {name: [] for name in names}
-    for turn in range(rounds + 1):
-        for place in range(len(names)):
-            name = names[(place + turn) % len(names)]
-            taken = bursts[name]()
-            if turn:
-                seconds[name].append(taken)
-    return seconds
 
 
 def moves(comm: Any, world: Any, arguments: argparse.Namespace) -> list[dict[str, Any]]:
@@ -169,7 +149,7 @@ def _layer(comm: Any, world: Any, arguments: argparse.Namespace, top_k: int, hid
     check(model, by_hand, x, of_y)
     stepping(one_hot, x, of_y)()
     counts: list[list[int]] = []
-    with watched(model, {}, counts):
+    with watched(model.mixture, {}, counts):
         step = stepping(model, x, of_y)
         step()
     calls: dict[str, Call] = {
@@ -185,64 +165,8 @@ def _layer(comm: Any, world: Any, arguments: argparse.Namespace, top_k: int, hid
         "dropped": max(comm.all_gather_object(one_hot.dropped)),
         "rows": comm.all_gather_object(sum(counts[-1])),
         "seconds": in_turn(world, calls, arguments.rounds),
-        "parts": parts(model, step, arguments.rounds),
+        "parts": parts(model.mixture, step, arguments.rounds),
     }
-
-
-def parts(model: Any, step: Call, rounds: int) -> dict[str, float]:
-    """Return the mean seconds of a step of this rank, and of what it spends outside of PyTorch. Of bursts of 20 steps."""
-    found: list[dict[str, float]] = []
-    for _ in range(rounds):
-        spent: dict[str, float] = {}
-        with watched(model, spent, []):
-            step()
-            spent.clear()
-            began = time.perf_counter()
-            for _ in range(20):
-                step()
-            spent["step"] = time.perf_counter() - began
-        found.append({name: seconds / 20 for name, seconds in spent.items()})
-    return {name: statistics.median(one.get(name, 0.0) for one in found) for name in found[0]}
-
-
-@contextmanager
-def watched(model: Any, spent: dict[str, float], counts: list[list[int]]) -> Iterator[None]:
-    """Add the seconds of routing, of each exchange and of what they wait in, and note how many rows experts get."""
-    mixture = model.mixture
-    exchange, regions = mixture.exchange, getattr(mixture.exchange, "regions", None)
-    places = [(exchange, name, name) for name in EXCHANGES]
-    places += [(mixture, "route", "routing"), (Routing, "gradient", "routing, backward")]
-    if regions is not None:
-        places.append((regions, "meet", "meetings"))
-    before = [(owner, name, vars(owner).get(name)) for owner, name, _ in places]
-    for owner, name, told in places:
-        setattr(owner, name, _timed(getattr(owner, name), told, spent))
-    dispatch = exchange.dispatch
-
-    def noting(*given: Any) -> Any:
-        found = dispatch(*given)
-        counts.append(found[3].tolist())
-        return found
-
-    exchange.dispatch = noting
-    try:
-        yield
-    finally:
-        for owner, name, own in before:
-            if own is None:
-                delattr(owner, name)
-            else:
-                setattr(owner, name, own)
-
-
-def _timed(function: Callable[..., Any], told: str, spent: dict[str, float]) -> Callable[..., Any]:
-    def timed(*given: Any, **more: Any) -> Any:
-        began = time.perf_counter()
-        found = function(*given, **more)
-        spent[told] = spent.get(told, 0.0) + time.perf_counter() - began
-        return found
-
-    return timed
 
 
 def show(measured: dict[str, list[dict[str, Any]]], ranks: int) -> None:
@@ -257,7 +181,7 @@ def show(measured: dict[str, list[dict[str, Any]]], ranks: int) -> None:
         cells = [1e6 * pick(row["seconds"]["ours"]) for pick in (statistics.median, min)]
         shown = [f"{cell:.1f}" for cell in cells]
         for name in ("gloo", "gloo, counts"):
-            shown += [f"{1e6 * statistics.median(row['seconds'][name]):.0f}", _ratio(row, name, "ours")]
+            shown += [f"{1e6 * statistics.median(row['seconds'][name]):.0f}", ratio(row, name, "ours")]
         one.add_row(str(row["nbytes"]), *shown)
     console.print(one)
     two = Table(title=f"a layer, forward and backward, {ranks} ranks: ms, and ours as a multiple")
@@ -268,7 +192,7 @@ def show(measured: dict[str, list[dict[str, Any]]], ranks: int) -> None:
         mine = row["seconds"]["ours"]
         shown = [f"{1e3 * statistics.median(mine):.2f}", f"{1e3 * min(mine):.2f}"]
         for name in names[1:]:
-            shown += [f"{1e3 * statistics.median(row['seconds'][name]):.2f}", _ratio(row, "ours", name)]
+            shown += [f"{1e3 * statistics.median(row['seconds'][name]):.2f}", ratio(row, "ours", name)]
         two.add_row(str(row["top_k"]), str(row["hidden"]), *shown)
     console.print(two)
     three = Table(title="of our step, us on rank 0 (meetings are within exchanges)")
@@ -282,17 +206,6 @@ def show(measured: dict[str, list[dict[str, Any]]], ranks: int) -> None:
             *(f"{value:.1%}" for value in shares(spent)), f"{row['dropped']:.1%}",
         )  # fmt: skip
     console.print(three)
-
-
-def shares(spent: dict[str, float]) -> tuple[float, float]:
-    """Return which shares of a step exchanges and routing take."""
-    routing = spent["routing"] + spent["routing, backward"]
-    return sum(spent[name] for name in EXCHANGES) / spent["step"], routing / spent["step"]
-
-
-def _ratio(row: dict[str, Any], one: str, other: str) -> str:
-    pairs = zip(row["seconds"][one], row["seconds"][other], strict=True)
-    return f"{statistics.median(a / b for a, b in pairs):.2f}"
 
 
 def main() -> None:

@@ -1,7 +1,7 @@
 """The contenders of benchmarks/moe.py: mixtures of experts as one writes them with torch.distributed, and dense MLPs.
 
-Experts are linear layers with biases and gelu in between, routers softmax of a linear layer without a bias; neighbours of
-experts are on one rank. Tokens are [tokens, width], one sequence.
+Experts are linear layers with biases and gelu in between, routers softmax of a linear layer without a bias;
+neighbouring experts are on one rank. Tokens are [tokens, width], one sequence.
 """
 
 from __future__ import annotations
