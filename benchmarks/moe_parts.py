@@ -1,4 +1,4 @@
-"""What the benchmarks of mixtures of experts share: contenders in turn, and where the time of a step goes."""
+"""Common parts of the benchmarks of mixtures of experts: contenders in turn, and where the time of a step goes."""
 
 from __future__ import annotations
 

@@ -18,6 +18,7 @@ import numpy as np
 from commlib.communicator import Communicator
 from commlib.dtypes import NUMPY, Array
 from commlib.errors import UsageError
+from commlib.expert.ranks import ExpertRanks
 from commlib.functional.agreement import together
 
 Layer = Mapping[str, Array]
@@ -26,22 +27,25 @@ Path = str | PathLike[str]
 _KINDS = "kinds"
 
 
-def write(comm: Communicator, path: Path, layers: Sequence[Layer]) -> None:
-    """Write layers to a file (npz), on rank 0. Collective. Raises, on all ranks, what writing raises as UsageError."""
+def write(ranks: ExpertRanks, path: Path, layers: Sequence[Layer]) -> None:
+    """Write layers to a file (npz), on the first rank. Collective. Raises what writing raises as UsageError."""
 
     def writing() -> None:
-        if comm.rank:
+        if ranks.data.rank or (ranks.tensor is not None and ranks.tensor.rank):
             return
         named = {f"{place}/{name}": array for place, layer in enumerate(layers) for name, array in layer.items()}
         kinds = {name: array.dtype.name for name, array in named.items()}
-        told = np.frombuffer(json.dumps(kinds).encode(), np.uint8)
+        arrays: dict[str, Any] = {name: _bits(array) for name, array in named.items()}
+        arrays[_KINDS] = np.frombuffer(json.dumps(kinds).encode(), np.uint8)
         try:
             with open(path, "wb") as file:
-                np.savez(file, **{_KINDS: told}, **{name: _bits(array) for name, array in named.items()})
+                np.savez(file, **arrays)
         except OSError as error:
             raise UsageError(f"save_experts: cannot write {path}: {error}") from error
 
-    together(comm, writing)
+    together(ranks.data, writing)
+    if ranks.tensor is not None:
+        ranks.tensor.comm.barrier()  # the file is there for these, too
 
 
 def read(path: Path) -> list[dict[str, Array]]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import keras
@@ -12,8 +13,15 @@ import tensorflow as tf
 from commlib import Communicator, Mesh
 from commlib.errors import UsageError
 from commlib.expert import Experts
-from commlib_tensorflow import DistributedGradientTape, DistributedOptimizer, gather_weights, pipeline
+from commlib_tensorflow import (
+    DistributedGradientTape,
+    DistributedOptimizer,
+    broadcast_variables,
+    gather_weights,
+    pipeline,
+)
 from commlib_tensorflow.expert import MoE, expertize, rebalance_experts
+from commlib_tensorflow.keras.callbacks import BroadcastGlobalVariablesCallback
 from commlib_tensorflow.tensor.state import set_weights
 
 WIDTH, TOLERANCE = 8, 5e-5
@@ -208,4 +216,61 @@ def test_experts_that_moved_go_on(comm: Communicator) -> None:
             rebalance_experts(made, optimizer)
             assert mixture.placement.owners[0] != mixture.placement.owners[1]
         made.train_on_batch(own(x, comm), own(y, comm))
+    compare(comm, made, whole)
+
+
+@pytest.mark.ranks(min=2)
+def test_a_broadcast_leaves_experts_alone(comm: Communicator) -> None:
+    """Ranks have different experts: the root's must not take their places, nor their moments."""
+    made = model(comm, {"block_*/mlp": Experts(2 * comm.size, hidden=4)})
+    made.compile(keras.optimizers.Adam(0.01), "mse")
+    made.train_on_batch(*batch(2, comm.rank))
+    made.layers[0].kernel.assign_add(np.full((WIDTH, WIDTH), comm.rank, np.float32))
+    layer = made.get_layer("block_0").mlp
+    moments = [each for each in made.optimizer.variables if each.shape == layer.stacks[0].shape]
+    before = [each.numpy() for each in (*layer.stacks, *moments)]
+    assert len(moments) >= 4
+    broadcast_variables(made.variables, root_rank=0)
+    callback = BroadcastGlobalVariablesCallback(0)
+    callback.set_model(made)
+    callback.on_train_batch_end(0)
+    for each, value in zip((*layer.stacks, *moments), before, strict=True):
+        np.testing.assert_array_equal(each, value)
+    for each in (made.layers[0].kernel, *made.optimizer.variables[2:4]):  # behind steps and rate: moments of that
+        told = comm.all_gather_object(each.numpy().tolist())
+        assert all(one == told[0] for one in told)
+
+
+def test_files_and_second_gradients_are_refused(comm: Communicator, tmp_path: Path) -> None:
+    """A file would have one rank's experts; a second gradient would lack what goes through experts."""
+    made = model(comm)
+    if comm.size in (2, 4):
+        with pytest.raises(UsageError, match="has a part of this model"):
+            made.save_weights(tmp_path / "own.weights.h5")
+    if comm.size == 3:
+        return
+    x = tf.constant(batch(2, 0)[0])
+    with tf.GradientTape() as outer:
+        outer.watch(x)
+        with tf.GradientTape() as tape:
+            tape.watch(x)
+            y = tf.reduce_sum(made(x) ** 2)
+        total = tf.reduce_sum(tape.gradient(y, x) ** 2)
+    with pytest.raises(UsageError, match="no gradients of gradients"):
+        outer.gradient(total, x)
+
+
+def test_a_whole_file_is_read(comm: Communicator, tmp_path: Path) -> None:
+    """One that a single process has written: each rank takes its experts."""
+    if comm.size == 3:
+        pytest.skip("4 experts")
+    whole = model(single(comm))
+    path = comm.broadcast_object(str(tmp_path / "whole.weights.h5"))
+    if comm.rank == 0:
+        whole.save_weights(path)
+    comm.barrier()
+    made = model(comm)
+    for variable in made.trainable_variables:
+        variable.assign(tf.zeros_like(variable))
+    made.load_weights(path)
     compare(comm, made, whole)

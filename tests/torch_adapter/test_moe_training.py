@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -24,7 +25,14 @@ from commlib_torch import (
     parallelize,
     pipeline,
 )
-from commlib_torch.expert import MoE, auxiliary_loss, expertize, rebalance_experts
+from commlib_torch.expert import (
+    MoE,
+    auxiliary_loss,
+    expertize,
+    load_experts,
+    rebalance_experts,
+    save_experts,
+)
 from tests.torch_adapter.expert_oracle import near, single
 
 WIDTH, EXPERTS = 8, Experts(4, top_k=2, hidden=6, balance_weight=0.1)
@@ -213,7 +221,7 @@ def test_stages(comm: Communicator, schedule: str) -> None:
 
 @pytest.mark.ranks(min=2)
 @pytest.mark.parametrize("gated", [False, True])
-def test_divided_experts(comm: Communicator, gated: bool) -> None:
+def test_divided_experts(comm: Communicator, gated: bool, tmp_path: Path) -> None:
     """Experts along one axis, each of them divided along another one, whose ranks have the same tokens."""
     if comm.size == 3:
         pytest.skip("4 experts")
@@ -233,6 +241,12 @@ def test_divided_experts(comm: Communicator, gated: bool) -> None:
             parameter.zero_()
     other.load_state_dict(state)
     compare(comm, gather_state_dict(other), whole)
+    path = comm.broadcast_object(str(tmp_path / "experts"))
+    save_experts(path, own, optimizer)
+    third = model(single(comm), options)
+    third.load_state_dict({name: torch.zeros_like(value) if "mlp" in name else value for name, value in state.items()})
+    load_experts(path, third)
+    compare(comm, third.state_dict(), whole)
     mesh.close()
 
 
@@ -258,7 +272,7 @@ def test_experts_that_moved_go_on(comm: Communicator, which: str) -> None:
     assert len(told) == 2
     placement = own[1].mlp.mixture.placement
     assert axis.size == 1 or placement.owners[0] != placement.owners[1]
-    assert rebalance_experts(own, optimizer) == {name: (1.0, 1.0) for name in told}  # nothing was chosen since
+    assert rebalance_experts(own, optimizer) == dict.fromkeys(told, (1.0, 1.0))  # nothing was chosen since
     assert own[1].mlp.mixture.placement == placement
     train(own, optimizer, own_rows(dp), rows, range(2, 4))
     state, moments = gather_state_dict(own), gather_optimizer_state(optimizer, own.named_parameters())

@@ -14,12 +14,14 @@ import numpy as np
 import tensorflow as tf
 
 from commlib.dtypes import Array
+from commlib.errors import UsageError
 from commlib.expert.flow import parts_of
 from commlib.expert.mixture import Mixture
 from commlib.expert.routing import Routing
 from commlib.kernels.host.rows import multiply_rows
 from commlib_tensorflow._bridge import as_tensor
 from commlib_tensorflow._graph import Spec, call_in_order
+from commlib_tensorflow.errors import as_tensorflows
 
 
 class Sent(NamedTuple):
@@ -61,9 +63,8 @@ def sent(x: Any, logits: Any, mixture: Mixture, route: Callable[..., Routing], m
         ]  # fmt: skip
         rows, gates, counts, losses, state = call_in_order("experts", forward, [x, logits, *more], specs)
 
-        def gradient(of_rows: Any, of_gates: Any, of_counts: Any, of_losses: Any, of_state: Any) -> list[Any]:
-            inputs = [state, as_tensor(of_rows), as_tensor(of_gates), as_tensor(of_losses)]
-            return call_in_order("experts", backward, inputs, [Spec.like(x), Spec.like(logits)])
+        def gradient(of_rows: Any, of_gates: Any, of_counts: Any, of_losses: Any, of_state: Any) -> Any:
+            return _once(backward, [state], [of_rows, of_gates, of_losses], [Spec.like(x), Spec.like(logits)])
 
         return (rows, gates, counts, losses, state), gradient
 
@@ -108,8 +109,7 @@ def routed(logits: Any, parts: int, route: Callable[..., Routing], more: Sequenc
         found = call_in_order("experts", forward, [logits, *more], specs)
 
         def gradient(of_gates: Any, of_losses: Any, *_: Any) -> Any:
-            inputs = [found[-1], as_tensor(of_gates), as_tensor(of_losses)]
-            return call_in_order("experts", backward, inputs, [Spec.like(logits)])[0]
+            return _once(backward, [found[-1]], [of_gates, of_losses], [Spec.like(logits)])
 
         return tuple(found), gradient
 
@@ -133,9 +133,8 @@ def dispatched(x: Any, gates: Any, mixture: Mixture, part: int, state: Any) -> S
         specs = [Spec(x.dtype, (None, width)), Spec(tf.float32, (None,)), Spec(tf.int32, (local,)), _STATE]
         found = call_in_order("experts", forward, [x, gates, state], specs)
 
-        def gradient(of_rows: Any, of_gates: Any, *_: Any) -> list[Any]:
-            inputs = [found[-1], as_tensor(of_rows), as_tensor(of_gates)]
-            return call_in_order("experts", backward, inputs, [Spec.like(x), Spec.like(gates)])
+        def gradient(of_rows: Any, of_gates: Any, *_: Any) -> Any:
+            return _once(backward, [found[-1]], [of_rows, of_gates], [Spec.like(x), Spec.like(gates)])
 
         return tuple(found), gradient
 
@@ -152,7 +151,7 @@ def combined(rows: Any, gates: Any, mixture: Mixture, state: Any, tokens: Any) -
     def forward(rows: Array, gates: Array, state: Array) -> Sequence[Array]:
         return [mixture.exchange.combine(mixture.name, pickle.loads(state.data)[1], rows, gates)]
 
-    def backward(gradient: Array, rows: Array, gates: Array, state: Array) -> Sequence[Array]:
+    def backward(state: Array, gradient: Array, rows: Array, gates: Array) -> Sequence[Array]:
         came = mixture.exchange.combine_back(mixture.name, pickle.loads(state.data)[1], gradient)
         of_gates = np.empty_like(gates)
         multiply_rows(came, rows, gates, came, of_gates)
@@ -161,13 +160,30 @@ def combined(rows: Any, gates: Any, mixture: Mixture, state: Any, tokens: Any) -
     def combining(rows: Any, gates: Any) -> tuple[Any, Any]:
         (found,) = call_in_order("experts", forward, [rows, gates, state], [Spec(rows.dtype, tokens.shape)])
 
-        def gradient(of_found: Any) -> list[Any]:
-            inputs = [as_tensor(of_found), rows, gates, state]
-            return call_in_order("experts", backward, inputs, [Spec.like(rows), Spec.like(gates)])
+        def gradient(of_found: Any) -> Any:
+            specs = [Spec.like(rows), Spec.like(gates)]
+            return _once(backward, [state], [of_found, rows, gates], specs)
 
         return found, gradient
 
     return tf.custom_gradient(combining)(rows, gates)
+
+
+def _once(host: Any, told: Sequence[Any], gradients: Sequence[Any], specs: Sequence[Spec]) -> Any:
+    """Return what `host` makes of gradients, and raise where somebody wants the gradient of that.
+
+    What travels in it has no gradient that TensorFlow would know of, and it would leave it out without a word.
+    """
+
+    def node(*inputs: Any) -> tuple[Any, Any]:
+        found = call_in_order("experts", host, [*told, *inputs], specs)
+        return found[0] if len(found) == 1 else found, _refuse
+
+    return tf.custom_gradient(node)(*map(as_tensor, gradients))
+
+
+def _refuse(*gradients: Any) -> Any:
+    raise as_tensorflows(UsageError("a mixture of experts has no gradients of gradients"))
 
 
 def _packed(state: Any) -> Array:

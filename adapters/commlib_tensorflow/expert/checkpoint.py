@@ -1,4 +1,4 @@
-"""save_experts, load_experts: files that any number of ranks, and PyTorch, can read: see `commlib.expert.checkpoint`."""
+"""save_experts, load_experts: files that any number of ranks, and PyTorch, read: see `commlib.expert.checkpoint`."""
 
 from __future__ import annotations
 
@@ -30,10 +30,10 @@ def save_experts(path: checkpoint.Path, model: keras.Model, optimizer: Any = Non
             arrays[name] = _turned(whole_of(variable, variable.numpy()), is_kernel)
             for own, moment, factor in _moments(optimizer, variable):
                 arrays[f"{name}/{own}"] = _turned(whole_of(variable, moment.numpy()), is_kernel) / factor
-                arrays[f"{name}/step"] = np.float32(_plain(optimizer).iterations.numpy())
+                arrays[f"{name}/step"] = np.array(_plain(optimizer).iterations.numpy(), np.float32)
         found.append(arrays)
     if layers:
-        checkpoint.write(layers[0].mixture.ranks.data, path, found)
+        checkpoint.write(layers[0].mixture.ranks, path, found)
 
 
 def load_experts(path: checkpoint.Path, model: keras.Model, optimizer: Any = None) -> None:

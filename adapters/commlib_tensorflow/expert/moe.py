@@ -21,9 +21,10 @@ from commlib_tensorflow.expert._after_step import call_after_step
 from commlib_tensorflow.expert._functions import Sent, combined, dispatched, routed, sent
 from commlib_tensorflow.expert._stacked import computed, seeded, stacked
 from commlib_tensorflow.expert.mlp import MLP
+from commlib_tensorflow.tensor.state import InFiles
 
 
-class MoE(keras.layers.Layer):  # type: ignore[misc]  # Keras has no types
+class MoE(InFiles, keras.layers.Layer):  # type: ignore[misc]  # Keras has no types
     """A mixture of experts: a router sends each token to a few of them, and adds up what they make of it.
 
     inputs: (..., width), other tokens on each rank; a rank may have none. Returns the same shape. experts: how many,
@@ -46,6 +47,7 @@ class MoE(keras.layers.Layer):  # type: ignore[misc]  # Keras has no types
         super().__init__(**kwargs)
         self.options, self._make = experts, expert
         self.ranks = ExpertRanks.of(ranks, experts.count, empty=result_empty)
+        self.axis = self.ranks.axis if self.ranks.product is None else self.ranks.product
         self.mixture = Mixture(self.name, experts, self.ranks)
         self.supports_masking, self.supports_jit = True, False
         (self._seed, *_) = self.ranks.data.all_gather_object(random.randint(1, 10**9))

@@ -36,7 +36,7 @@ def save_experts(path: checkpoint.Path, model: nn.Module, optimizer: torch.optim
                 arrays[f"{name}/{_STEP}"] = array_of(torch.as_tensor(float(state[_STEP])))
         found.append(arrays)
     if layers:
-        checkpoint.write(layers[0].mixture.ranks.data, path, found)
+        checkpoint.write(layers[0].mixture.ranks, path, found)
 
 
 def load_experts(path: checkpoint.Path, model: nn.Module, optimizer: torch.optim.Optimizer | None = None) -> None:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import numpy as np
 from hypothesis import given
 from hypothesis import strategies as st
@@ -33,7 +35,7 @@ def test_no_rank_gets_more_experts_and_none_more_load(ranks: int, each: int, dat
 
 def test_rows_move_with_their_experts() -> None:
     old, new = Placement.even(6, 3), Placement((2, 0, 1, 1, 0, 2), 3)
-    whole = [np.arange(6 * 5, dtype=np.float32).reshape(6, 5), np.arange(6, dtype=np.int64) + 100]
+    whole: list[Any] = [np.arange(6 * 5, dtype=np.float32).reshape(6, 5), np.arange(6, dtype=np.int64) + 100]
 
     def rank_main(comm: Communicator) -> None:
         own = [array[list(old.of_rank(comm.rank))] for array in whole]
