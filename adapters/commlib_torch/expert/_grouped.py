@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from itertools import accumulate, pairwise
 from typing import Any
 
 import torch
@@ -11,7 +9,7 @@ from torch import Tensor
 from torch.autograd import Function
 
 
-def grouped_linear(rows: Tensor, weight: Tensor, bias: Tensor | None, counts: Sequence[int]) -> Tensor:
+def grouped_linear(rows: Tensor, weight: Tensor, bias: Tensor | None, counts: list[int]) -> Tensor:
     """Return `F.linear` of each group of rows with its weight: the first counts[0] rows with weight[0], and so on.
 
     rows: [sum(counts), inputs]. weight: [groups, outputs, inputs]. bias: [groups, outputs].
@@ -28,16 +26,17 @@ def grouped_linear(rows: Tensor, weight: Tensor, bias: Tensor | None, counts: Se
 
 class _Grouped(Function):
     @staticmethod
-    def forward(ctx: Any, rows: Tensor, weight: Tensor, bias: Tensor | None, counts: Sequence[int]) -> Tensor:
+    def forward(ctx: Any, rows: Tensor, weight: Tensor, bias: Tensor | None, counts: list[int]) -> Tensor:
         ctx.counts, ctx.has_bias = counts, bias is not None
         ctx.save_for_backward(rows, weight)
         out = rows.new_empty(rows.shape[0], weight.shape[1])
-        for group, (start, stop) in enumerate(_spans(counts)):
-            matrix = weight[group].t()
-            if bias is None:
-                torch.mm(rows[start:stop], matrix, out=out[start:stop])
-            else:
-                torch.addmm(bias[group], rows[start:stop], matrix, out=out[start:stop])
+        parts, results, matrices = rows.split(counts), out.split(counts), weight.transpose(1, 2).unbind()
+        if bias is None:
+            for part, matrix, result in zip(parts, matrices, results, strict=True):
+                torch.mm(part, matrix, out=result)
+        else:
+            for part, matrix, result, own in zip(parts, matrices, results, bias.unbind(), strict=True):
+                torch.addmm(own, part, matrix, out=result)
         return out
 
     @staticmethod
@@ -48,16 +47,14 @@ class _Grouped(Function):
         of_rows = torch.empty_like(rows) if wants[0] else None
         of_weight = torch.empty_like(weight) if wants[1] else None
         of_bias = weight.new_empty(weight.shape[:2]) if ctx.has_bias and wants[2] else None
-        for group, (start, stop) in enumerate(_spans(ctx.counts)):
-            part = gradient[start:stop]
-            if of_rows is not None:
-                torch.mm(part, weight[group], out=of_rows[start:stop])
-            if of_weight is not None:
-                torch.mm(part.t(), rows[start:stop], out=of_weight[group])
-            if of_bias is not None:
-                torch.sum(part, 0, out=of_bias[group])
+        parts = gradient.split(ctx.counts)
+        if of_rows is not None:
+            for part, matrix, result in zip(parts, weight.unbind(), of_rows.split(ctx.counts), strict=True):
+                torch.mm(part, matrix, out=result)
+        if of_weight is not None:
+            for part, own, result in zip(parts, rows.split(ctx.counts), of_weight.unbind(), strict=True):
+                torch.mm(part.t(), own, out=result)
+        if of_bias is not None:
+            for part, result in zip(parts, of_bias.unbind(), strict=True):
+                torch.sum(part, 0, out=result)
         return of_rows, of_weight, of_bias, None
-
-
-def _spans(counts: Sequence[int]) -> list[tuple[int, int]]:
-    return list(pairwise(accumulate(counts, initial=0)))

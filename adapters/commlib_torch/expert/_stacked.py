@@ -69,7 +69,11 @@ def computed(experts: nn.Module, rows: Tensor, counts: Sequence[int]) -> Tensor:
     if type(experts) is not nn.Sequential or not all(isinstance(layer, _AT_ONCE) for layer in experts):
         return _each_alone(experts, rows, counts)
     for layer in experts:
-        rows = grouped_linear(rows, layer.weight, layer.bias, counts) if isinstance(layer, nn.Linear) else layer(rows)
+        rows = (
+            grouped_linear(rows, layer.weight, layer.bias, list(counts))
+            if isinstance(layer, nn.Linear)
+            else layer(rows)
+        )
     return rows
 
 

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-
 import torch
 from torch import Tensor, nn
 
@@ -43,7 +41,7 @@ class MLP(nn.Module):
             "down.weight": Sharding(tuple(self.down.weight.shape), 1),
         }
 
-    def grouped(self, rows: Tensor, counts: Sequence[int], tensor: Axis | None = None) -> Tensor:
+    def grouped(self, rows: Tensor, counts: list[int], tensor: Axis | None = None) -> Tensor:
         """Return the outputs of several experts, with stacked parameters: the first counts[0] rows are of the first.
 
         tensor: the ranks among which each expert is divided, if it is.
