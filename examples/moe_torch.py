@@ -97,7 +97,8 @@ def main() -> None:
         "--capacity", type=float, help="how many times its even share an expert takes; else all that come"
     )
     arguments = parser.parse_args()
-    # capacity_over: what is dropped must not depend on the number of ranks, if one process is to do the same.
+    # capacity_over: what is dropped must not depend on the number of ranks, if one process is to do the same. It counts
+    # those that share experts: all of them, if there are as many experts as ranks, or some multiple.
     experts = ct.Experts(
         arguments.experts, top_k=arguments.top_k, capacity_factor=arguments.capacity, capacity_over="all"
     )

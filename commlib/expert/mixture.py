@@ -54,8 +54,7 @@ class Mixture:
             bias=bias,
             mask=mask,
             sequence=sequence,
-            comm=self.ranks.axis.comm,
-            data=self.ranks.data,
+            comm=self.ranks.data,
         )
         if training:
             self.load += found.load

@@ -57,6 +57,11 @@ class ExpertRanks:
         found: ExpertRanks = ranks.kept[key]
         return found
 
+    def first(self, seed: int) -> int:
+        """Return the seed that the first rank gives, on all that train together or divide an expert. Collective."""
+        found = self.data.all_gather_object(seed)[0]
+        return int(found if self.tensor is None else self.tensor.comm.all_gather_object(found)[0])
+
     @classmethod
     def _found(cls, ranks: Mesh | Communicator, parts: int, empty: Empty) -> ExpertRanks:
         if isinstance(ranks, Communicator):

@@ -99,14 +99,13 @@ def route(
     mask: Array | None = None,
     sequence: int = 0,
     comm: Communicator | None = None,
-    data: Communicator | None = None,
 ) -> Routing:
     """Return where tokens go, by their logits, float32 [tokens, experts].
 
     seed: all that is drawn follows from it, and from the rank. bias: added to scores for choosing, float32 [experts].
     mask: False for tokens that go nowhere, bool [tokens]. sequence: tokens of each, one after another; 0: all are one.
-    comm: the ranks whose tokens share the capacity of experts, if that is over all. data: those whose tokens count in
-    the global loss, by default the same. Collective where options say so. Raises UsageError for other shapes.
+    comm: the ranks whose tokens share the capacity of experts, if that is over all, and count in the global loss.
+    Collective where options say so. Raises UsageError for other shapes.
     """
     tokens = len(logits)
     if logits.ndim != 2 or logits.shape[1] != experts.count:
@@ -115,7 +114,6 @@ def route(
     if tokens % length:
         raise UsageError(f"route: {tokens} tokens are no sequences of {length}")
     comm = None if comm is None or comm.size == 1 else comm
-    data = comm if data is None else data if data.size > 1 else None
     rank = 0 if comm is None else comm.rank
     clean = logits
     if training and experts.noise:
@@ -159,7 +157,7 @@ def route(
     found, starts, slots = block[:number], block[number : number + tokens + 1], block[number + tokens + 1 :]
     gates, counts, sums = np.empty(number, np.float32), np.empty(experts.count, np.int64), np.empty(tokens)
     assign(scores, chosen, experts.normalises, experts.scale, found, gates, counts, starts, slots, sums)
-    balance, of_shares = _balance(experts, chosen_in, shares, lengths, data)
+    balance, of_shares = _balance(experts, chosen_in, shares, lengths, comm)
     here = max(int(lengths.sum()), 1)
     kept = _Kept(
         clean,
@@ -184,7 +182,7 @@ def updated_bias(experts: Experts, bias: Array, load: Array) -> Array:
 
 
 def _balance(
-    experts: Experts, chosen: Array, shares: Array, lengths: Array, data: Communicator | None
+    experts: Experts, chosen: Array, shares: Array, lengths: Array, comm: Communicator | None
 ) -> tuple[float, Array]:
     """Return the loss, and the gradient of each token's share, by sequence.
 
@@ -199,9 +197,9 @@ def _balance(
         of_shares = factor * chosen / np.maximum(lengths, 1)[:, None] / here
     else:
         counts, all_tokens, ranks = chosen.sum(0), here, 1
-        if experts.balance == "global" and data is not None:
-            told: Any = data.all_reduce(np.array([*counts, int(lengths.sum())], np.int64))
-            counts, all_tokens, ranks = told[:-1], max(int(told[-1]), 1), data.size
+        if experts.balance == "global" and comm is not None:
+            told: Any = comm.all_reduce(np.array([*counts, int(lengths.sum())], np.int64))
+            counts, all_tokens, ranks = told[:-1], max(int(told[-1]), 1), comm.size
         of_shares = np.broadcast_to(factor * counts / all_tokens / all_tokens * ranks, shares.shape)
     return float((of_shares * shares).sum()), np.ascontiguousarray(of_shares, np.float64)
 

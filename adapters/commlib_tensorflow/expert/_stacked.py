@@ -66,7 +66,8 @@ def stacked(
     divided = first.divided() if is_divided else {}
     for number, variable in enumerate(first.trainable_variables):
         values = np.stack([layer.trainable_variables[number].numpy() for layer in made])
-        stacks.append(_stack(owner, variable.name, values, divided.get(variable.name), placement, ranks))
+        name = f"experts_{number}_{variable.name}"
+        stacks.append(_stack(owner, name, values, divided.get(variable.name), placement, ranks))
     watch_optimizers()
     return Expert(first), stacks
 

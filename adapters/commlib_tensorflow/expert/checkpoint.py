@@ -9,10 +9,12 @@ import keras
 import numpy as np
 
 from commlib.dtypes import Array
+from commlib.errors import UsageError
 from commlib.expert import checkpoint
 from commlib_tensorflow._shards import own_of, whole_of, whole_shape
 from commlib_tensorflow._updates import lists_of
 from commlib_tensorflow.expert.moe import MoE
+from commlib_tensorflow.pipeline import Pipeline
 
 _MOMENTS = {"_momentums": "first", "_velocities": "second", "momentums": "momentum"}
 
@@ -64,6 +66,8 @@ def load_experts(path: checkpoint.Path, model: keras.Model, optimizer: Any = Non
 
 
 def _layers(model: Any) -> list[MoE]:
+    if isinstance(model, Pipeline):
+        raise UsageError("experts of a pipeline are on several ranks: save what pipe.gather_weights() returns")
     return [layer for layer in model._flatten_layers() if isinstance(layer, MoE)]
 
 
@@ -72,7 +76,7 @@ def _named(layer: Any) -> Iterator[tuple[str, Any, bool]]:
     yield "router", layer.router, False
     for what, variables in (("experts", layer.stacks), ("shared", layer.shared and layer.shared.trainable_variables)):
         for place, variable in enumerate(variables or ()):
-            yield f"{what}.{place}", variable, variable.name == "kernel"
+            yield f"{what}.{place}", variable, variable.name.endswith("kernel")
     if layer.expert_bias is not None:
         yield "expert_bias", layer.expert_bias, False
 

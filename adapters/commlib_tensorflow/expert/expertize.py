@@ -60,6 +60,8 @@ def _found(model: Any, plan: Mapping[str, Experts]) -> list[tuple[int, Any, Expe
         if not layer.built:
             raise UsageError(f"expertize: {name} is not built: call the model once, or give it an Input")
         width_of(name, layer)
+        if experts.shared and experts.hidden is None:
+            raise UsageError(f"expertize: {name}: shared experts are built-in MLPs: give hidden=, their features")
         if experts.copy and experts.hidden is not None:
             raise UsageError(f"expertize: {name}: copies of a dense MLP have its size: give copy=True or hidden=")
         if experts.hidden is None:

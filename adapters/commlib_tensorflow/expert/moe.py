@@ -16,6 +16,7 @@ from commlib.expert.mixture import Mixture, stats_of
 from commlib.expert.ranks import ExpertRanks, Ranks
 from commlib.expert.routing import Routing
 from commlib.expert.stats import Stats
+from commlib.tensor.streams import fold
 from commlib_tensorflow._graph import Spec, call_in_order, no_autograph, result_empty
 from commlib_tensorflow.expert._after_step import call_after_step
 from commlib_tensorflow.expert._functions import Sent, combined, dispatched, routed, sent
@@ -50,8 +51,9 @@ class MoE(InFiles, keras.layers.Layer):  # type: ignore[misc]  # Keras has no ty
         self.axis = self.ranks.axis if self.ranks.product is None else self.ranks.product
         self.mixture = Mixture(self.name, experts, self.ranks)
         self.supports_masking, self.supports_jit = True, False
-        (self._seed, *_) = self.ranks.data.all_gather_object(random.randint(1, 10**9))
-        self._draws = keras.random.SeedGenerator(self._seed) if experts.draws or experts.jitter else None
+        self._seed = self.ranks.first(random.randint(1, 10**9))
+        own = fold(self._seed, self.ranks.data.rank) >> 33  # others on ranks with other tokens
+        self._draws = keras.random.SeedGenerator(own) if experts.draws or experts.jitter else None
 
     def build(self, input_shape: Any) -> None:
         """Make the weights."""
@@ -165,6 +167,13 @@ class MoE(InFiles, keras.layers.Layer):  # type: ignore[misc]  # Keras has no ty
             jitter = self.options.jitter
             x = x * keras.random.uniform(tf.shape(x), 1 - jitter, 1 + jitter, dtype="float32", seed=self._draws)
         return tf.matmul(x, tf.cast(self.router, tf.float32), transpose_b=True)
+
+    def get_config(self) -> dict[str, Any]:
+        """Refuse: a file would have one rank's experts, and ranks are no part of a configuration."""
+        raise UsageError(
+            f"{self.name}: a mixture of experts among ranks has no configuration: save what gather_weights(model) "
+            "returns, or use save_experts"
+        )
 
     def compute_output_shape(self, input_shape: Any) -> Any:
         """Return the shape of the output, that of the input."""

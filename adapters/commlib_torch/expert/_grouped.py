@@ -7,6 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.autograd import Function
+from torch.autograd.function import once_differentiable
 
 
 def grouped_linear(rows: Tensor, weight: Tensor, bias: Tensor | None, counts: list[int]) -> Tensor:
@@ -40,6 +41,7 @@ class _Grouped(Function):
         return out
 
     @staticmethod
+    @once_differentiable
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, Tensor | None, Tensor | None, None]:
         rows, weight = ctx.saved_tensors
         gradient = gradient.contiguous()

@@ -9,9 +9,11 @@ import torch
 from torch import Tensor, nn
 
 from commlib.dtypes import Array
+from commlib.errors import UsageError
 from commlib.expert import checkpoint
 from commlib_torch._bridge import array_of, on_host, to_tensor
 from commlib_torch._shards import shard_of
+from commlib_torch._staged import Staged
 from commlib_torch.expert.moe import MoE
 
 _MOMENTS = {"exp_avg": "first", "exp_avg_sq": "second", "momentum_buffer": "momentum"}
@@ -73,6 +75,8 @@ def _put_state(optimizer: torch.optim.Optimizer, parameter: nn.Parameter, name: 
 
 
 def _layers(model: nn.Module) -> list[MoE]:
+    if isinstance(model, Staged):
+        raise UsageError("experts of a pipeline are on several ranks: save what pipe.gather_state_dict() returns")
     return [module for module in model.modules() if isinstance(module, MoE)]
 
 

@@ -53,6 +53,8 @@ def _found(model: nn.Module, plan: Mapping[str, Experts]) -> list[tuple[str, nn.
         if not name:
             raise UsageError("expertize: the plan names the model itself: make it a layer of another one")
         width_of(name, module)
+        if experts.shared and experts.hidden is None:
+            raise UsageError(f"expertize: {name}: shared experts are built-in MLPs: give hidden=, their features")
         if experts.copy and experts.hidden is not None:
             raise UsageError(f"expertize: {name}: copies of a dense MLP have its size: give copy=True or hidden=")
         if not experts.copy and experts.hidden is None:

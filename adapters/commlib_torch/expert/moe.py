@@ -53,7 +53,7 @@ class MoE(KeepsLosses):
         found = ExpertRanks.of(ranks, experts.count)
         self.width, self.options = width, experts
         self.mixture = Mixture(name, experts, found)
-        (seed, *_) = found.data.all_gather_object(int(torch.randint(1 << 62, (), device="cpu")))
+        seed = found.first(int(torch.randint(1 << 62, (), device="cpu")))
         make = expert or (lambda: self._mlp(1))
         with seeded(seed):
             divided = self._mlp(1).divided() if expert is None and found.tensor is not None else {}
