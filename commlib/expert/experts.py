@@ -8,6 +8,8 @@ from typing import Any
 
 from commlib.errors import UsageError
 
+_ROUNDING = 1e-12  # 10 tokens times 1.1 are 11
+
 _WORDS = {
     "scores": ("softmax", "sigmoid"),
     "capacity_over": ("rank", "all"),
@@ -34,7 +36,7 @@ class Experts:
 
     Capacity:
     capacity_factor: an expert takes factor * top_k * tokens / experts of the tokens, at least min_capacity; None: all
-    that come, dropless. eval_capacity_factor: that in evaluation, if it is another one. capacity_over: of the tokens of
+    that come, dropless. eval_capacity_factor: that in evaluation, if it is another one; infinite: dropless. capacity_over: of the tokens of
     each rank by themselves, or of all ranks together. drop: who stays: those that come first (all first choices before
     all second ones), or have the highest scores, or anyone.
 
@@ -103,10 +105,15 @@ class Experts:
                 raise UsageError(f"Experts: {name} is {getattr(self, name)}, expected a number that is not negative")
         for name in ("capacity_factor", "eval_capacity_factor"):
             factor = getattr(self, name)
-            if factor is not None and not 0 < factor < math.inf:
+            if factor is not None and not factor > 0:
                 raise UsageError(f"Experts: {name} is {factor}, expected a positive number, or None")
         if not 0 < self.scale < math.inf:
             raise UsageError(f"Experts: scale is {self.scale}, expected a positive number")
+        for name in ("force_balanced", "gated", "bias", "copy"):
+            if not isinstance(getattr(self, name), bool):
+                raise UsageError(f"Experts: {name} is {getattr(self, name)!r}, expected True or False")
+        if not self.jitter < 1:
+            raise UsageError(f"Experts: jitter is {self.jitter}, expected a number below 1")
         if self.hidden is not None and self.hidden < 1:
             raise UsageError(f"Experts: hidden is {self.hidden}, expected at least 1")
         self._check_groups()
@@ -149,5 +156,6 @@ class Experts:
             if self.choice == "token":
                 return None
             factor = 1.0
-        wanted = math.ceil(factor * self.top_k * tokens / self.count)
+        even = factor * self.top_k * tokens / self.count
+        wanted = math.ceil(even * (1 - _ROUNDING)) if math.isfinite(even) else tokens
         return min(tokens, max(wanted, self.min_capacity))

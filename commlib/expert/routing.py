@@ -110,6 +110,9 @@ def route(
     tokens = len(logits)
     if logits.ndim != 2 or logits.shape[1] != experts.count:
         raise UsageError(f"route: logits of shape {list(logits.shape)}, expected [tokens, {experts.count}]")
+    if logits.dtype != np.float32 or (mask is not None and (mask.shape != (tokens,) or mask.dtype != np.bool_)):
+        got = "" if mask is None else f" and a mask {mask.dtype}{list(mask.shape)}"
+        raise UsageError(f"route: logits of {logits.dtype}{got}, expected float32, and for a mask bool[{tokens}]")
     length = max(sequence or tokens, 1)
     if tokens % length:
         raise UsageError(f"route: {tokens} tokens are no sequences of {length}")

@@ -202,7 +202,9 @@ def assign(
             ends[expert] += 1
             tokens[slot] = t
             score = np.float64(scores[t, expert])
-            gates[slot] = scale * score / total if normalises else scale * score
+            if normalises:  # 0 where all scores have underflowed
+                score = score / total if total != 0 else 0.0
+            gates[slot] = scale * score
             slots[starts[t] + i] = slot
         starts[t + 1] = starts[t] + number
     return at
@@ -244,11 +246,13 @@ def gradient(
             for i in range(first, last):
                 slot = slots[i]
                 inner += np.float64(of_gates[slot]) * scores[t, experts_of[slot]]
-            inner = inner / sums[t] if last > first else 0.0
+            inner = inner / sums[t] if sums[t] != 0 else 0.0
         for i in range(first, last):
             slot = slots[i]
             value = np.float64(of_gates[slot])
-            of_scores[experts_of[slot]] += scale * (value - inner) / sums[t] if normalises else scale * value
+            if normalises:
+                value = (value - inner) / sums[t] if sums[t] != 0 else 0.0
+            of_scores[experts_of[slot]] += scale * value
         sequence = t // length
         if kind == SIGMOID:
             total = inner = 0.0

@@ -228,6 +228,8 @@ def test_bias() -> None:
         ({"jitter": -1}, "jitter is -1, expected a number that is not negative"),
         ({"scale": float("nan")}, "scale is nan"),
         ({"hidden": 0}, "hidden is 0"),
+        ({"jitter": 1.5}, "jitter is 1.5, expected a number below 1"),
+        ({"gated": 1}, "gated is 1, expected True or False"),
     ],
 )
 def test_what_makes_no_sense(options: dict[str, Any], words: str) -> None:
@@ -238,5 +240,25 @@ def test_what_makes_no_sense(options: dict[str, Any], words: str) -> None:
 def test_shapes_that_do_not_fit() -> None:
     with pytest.raises(UsageError, match=r"logits of shape \[3, 5\], expected \[tokens, 6\]"):
         route(experts(), np.zeros((3, 5), np.float32), training=True)
+    with pytest.raises(UsageError, match=r"logits of float64, expected float32"):
+        route(experts(), np.zeros((3, 6)), training=True)
+    with pytest.raises(UsageError, match=r"a mask bool\[4\], expected float32, and for a mask bool\[3\]"):
+        route(experts(), np.zeros((3, 6), np.float32), training=True, mask=np.ones(4, np.bool_))
     with pytest.raises(UsageError, match="7 tokens are no sequences of 2"):
         route(experts(), np.zeros((7, 6), np.float32), training=True, sequence=2)
+
+
+def test_capacity_is_not_rounded_up_for_rounding() -> None:
+    """10 tokens times 1.1 are 11.000000000000002."""
+    assert Experts(1, top_k=1, capacity_factor=1.1).capacity(10, training=True) == 10  # no more than there are
+    assert Experts(2, top_k=1, capacity_factor=2.2, min_capacity=0).capacity(10, training=True) == 10
+    assert Experts(4, top_k=2, capacity_factor=1.1, min_capacity=0).capacity(20, training=True) == 11
+    assert Experts(4, eval_capacity_factor=float("inf"), capacity_factor=1.0).capacity(20, training=False) == 20
+
+
+def test_scores_that_underflow() -> None:
+    """Gates that add up to 1 cannot be made of zeros: they stay zeros, and have no gradient."""
+    logits = np.full((3, 6), -200.0, np.float32)
+    found = route(experts(top_k=2, scores="sigmoid"), logits, training=True)
+    assert not found.gates.any()
+    assert np.isfinite(found.gradient(np.ones(6, np.float32), 0.0, 0.0)).all()
