@@ -274,7 +274,8 @@ def moe(records: Sequence[Record]) -> str:
     columns = ["experts", "ms a step", "times by hand", "times one-hot", "times dense", "times products"]
     return "\n\n".join([
         table(["bytes for each rank", "there and back, us", "least", "gloo, times", "gloo with counts, times"], moves),
-        table(columns, steps),
+        "A step of a layer, forward and backward; then how many times as long as each other one it takes:\n\n"
+        + table(columns, steps),
         "Of rank 0's step, in microseconds; meetings are within the exchanges:\n\n"
         + table(["experts", *_MOE_PARTS], shown),
     ])  # fmt: skip
@@ -305,7 +306,7 @@ def moe_keras(records: Sequence[Record]) -> str:
         steps.append([name, *cells, *_parts([one["parts"] for one in of], _MOE_PARTS)])
     columns = ["experts", "ms a step", "times dense", *(f"{name}, us" for name in _MOE_PARTS)]
     one = table(["tokens", "us for each node", "routing and exchange", "meetings"], nodes)
-    return f"{one}\n\n" + table(columns, steps)
+    return f"{one}\n\nA step, and how many times as long as the dense one it takes:\n\n" + table(columns, steps)
 
 
 def _parts(records: Sequence[Record], names: Sequence[str]) -> list[str]:
