@@ -36,9 +36,9 @@ class Experts:
 
     Capacity:
     capacity_factor: an expert takes factor * top_k * tokens / experts of the tokens, at least min_capacity; None: all
-    that come, dropless. eval_capacity_factor: that in evaluation, if it is another one; infinite: dropless. capacity_over: of the tokens of
-    each rank by themselves, or of all ranks together. drop: who stays: those that come first (all first choices before
-    all second ones), or have the highest scores, or anyone.
+    that come, dropless. eval_capacity_factor: that in evaluation, if it is another one; infinite: dropless.
+    capacity_over: of the tokens of each rank by themselves, or of all ranks together. drop: who stays: those that come
+    first (all first choices before all second ones), or have the highest scores, or anyone.
 
     Balance:
     balance: over what the load-balancing loss (Switch) is taken: "sequence" (the same whatever microbatches, ranks,
