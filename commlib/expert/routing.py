@@ -131,6 +131,7 @@ def route(
     choose(
         logits,
         clean,
+        clean is not logits,
         given,
         SIGMOID if experts.scores == "sigmoid" else SOFTMAX,
         _NO_BIAS if bias is None else bias,

@@ -17,19 +17,23 @@ SOFTMAX, SIGMOID = 0, 1
 
 
 @nb.njit(inline="always")  # type: ignore[untyped-decorator]
-def _softmax(row: Any, into: Any) -> float:
-    """Write the softmax of a row; return the logarithm of the sum of exponentials."""
+def _softmax(row: Any, into: Any) -> tuple[float, float]:
+    """Write the softmax of a row; return the logarithm of the sum of exponentials, and the entropy."""
     highest = row[0]
     for e in range(1, len(row)):
         highest = max(highest, row[e])
-    total = 0.0
+    total = of_exponents = 0.0
     for e in range(len(row)):
-        value = math.exp(np.float64(row[e]) - highest)
+        exponent = np.float64(row[e]) - highest
+        value = math.exp(exponent)
         into[e] = value
         total += value
+        if value != 0:  # -inf has no share in it
+            of_exponents += value * exponent
     for e in range(len(row)):
         into[e] = into[e] / total
-    return highest + math.log(total)
+    log_total = math.log(total)
+    return highest + log_total, log_total - of_exponents / total
 
 
 @nb.njit(inline="always")  # type: ignore[untyped-decorator]
@@ -60,6 +64,7 @@ def _limit_groups(keys: Any, groups: int, allowed: int, best: Any) -> None:
 def choose(
     logits: Any,
     clean: Any,
+    noisy: bool,
     mask: Any,
     kind: int,
     bias: Any,
@@ -76,7 +81,7 @@ def choose(
 ) -> None:
     """Write scores [tokens, experts] and the experts of each token [tokens, k], -1 where there is none.
 
-    clean: logits without noise. mask, bias: empty for none. length: of a sequence. counts, means: how often each expert
+    clean: logits without noise; noisy: if they are others. mask, bias: empty for none. length: of a sequence. counts, means: how often each expert
     was chosen, and the sum of its share in scores, [sequences, experts]. tokens: of each sequence. sums: of entropy,
     and of squares of the logarithm of the sum of exponentials.
     """
@@ -94,23 +99,25 @@ def choose(
             continue
         sequence = t // length
         tokens[sequence] += 1
-        log_sum = _softmax(clean[t], wide)
+        log_sum, entropy = _softmax(clean[t], wide)
         sums[1] += log_sum * log_sum
         if kind == SIGMOID:
-            total = 0.0
+            total = entropy = 0.0
             for e in range(experts):
                 scores[t, e] = 1 / (1 + math.exp(-np.float64(logits[t, e])))
                 total += scores[t, e]
             for e in range(experts):
                 wide[e] = scores[t, e] / total if total > 0 else 1 / experts
+                if wide[e] > 0:
+                    entropy -= wide[e] * math.log(wide[e])
         else:
-            _softmax(logits[t], wide)
+            if noisy:
+                _, entropy = _softmax(logits[t], wide)
             for e in range(experts):
                 scores[t, e] = wide[e]
+        sums[0] += entropy
         for e in range(experts):
             means[sequence, e] += wide[e]
-            if wide[e] > 0:
-                sums[0] -= wide[e] * math.log(wide[e])
             keys[e] = scores[t, e] + bias[e] if len(bias) > 0 else scores[t, e]
         if allowed < groups:
             _limit_groups(keys, groups, allowed, best)
@@ -201,10 +208,8 @@ def assign(
             slot = ends[expert]
             ends[expert] += 1
             tokens[slot] = t
-            score = np.float64(scores[t, expert])
-            if normalises:  # 0 where all scores have underflowed
-                score = score / total if total != 0 else 0.0
-            gates[slot] = scale * score
+            over = total if normalises else 1.0
+            gates[slot] = scale * scores[t, expert] / over if over != 0 else 0.0  # 0: all scores have underflowed
             slots[starts[t] + i] = slot
         starts[t + 1] = starts[t] + number
     return at
@@ -249,10 +254,8 @@ def gradient(
             inner = inner / sums[t] if sums[t] != 0 else 0.0
         for i in range(first, last):
             slot = slots[i]
-            value = np.float64(of_gates[slot])
-            if normalises:
-                value = (value - inner) / sums[t] if sums[t] != 0 else 0.0
-            of_scores[experts_of[slot]] += scale * value
+            over = sums[t] if normalises else 1.0
+            of_scores[experts_of[slot]] += scale * (of_gates[slot] - inner) / over if over != 0 else 0.0
         sequence = t // length
         if kind == SIGMOID:
             total = inner = 0.0
@@ -273,6 +276,6 @@ def gradient(
             for e in range(experts):
                 out[t, e] = scores[t, e] * (of_scores[e] - inner)
         if of_log_sums != 0:
-            log_sum = _softmax(clean[t], wide)
+            log_sum, _ = _softmax(clean[t], wide)
             for e in range(experts):
                 out[t, e] += of_log_sums * 2 * log_sum * wide[e]
