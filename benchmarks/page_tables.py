@@ -255,6 +255,73 @@ def tensor_keras(records: Sequence[Record]) -> str:
     return f"{one}\n\n" + table(["rows x width", "fit, ms a step", "one process", "speed-up"], fits)
 
 
+def moe(records: Sequence[Record]) -> str:
+    """Mixtures of experts: rows there and back beside gloo's, a layer's step beside others, and its parts."""
+    first = records[0]
+    moves = []
+    for place in range(len(first["moves"])):
+        of = [record["moves"][place] for record in records]
+        cells = [spread_text(ratios(of, "ours", name)) for name in ("gloo", "gloo, counts")]
+        least = [min(one["seconds"]["ours"]) for one in of]
+        moves.append([bytes_text(of[0]["nbytes"]), _each(of, "ours", 1e6, ".0f"), _in(least, 1e6, ".0f"), *cells])
+    steps, shown = [], []
+    for place in range(len(first["layer"])):
+        of = [record["layer"][place] for record in records]
+        name = f"top-{of[0]['top_k']}, {of[0]['hidden']}"
+        cells = [spread_text(ratios(of, peer, "ours")) for peer in ("by hand", "one-hot", "dense", "products")]
+        steps.append([name, _each(of, "ours", 1e3, ".2f"), *cells])
+        shown.append([name, *_parts([one["parts"] for one in of], _MOE_PARTS)])
+    columns = ["experts", "ms a step", "times by hand", "times one-hot", "times dense", "times products"]
+    return "\n\n".join([
+        table(["bytes for each rank", "there and back, us", "least", "gloo, times", "gloo with counts, times"], moves),
+        "A step of a layer, forward and backward; then how many times as long as each other one it takes:\n\n"
+        + table(columns, steps),
+        "Of rank 0's step, in microseconds; meetings are within the exchanges:\n\n"
+        + table(["experts", *_MOE_PARTS], shown),
+    ])  # fmt: skip
+
+
+_MOE_PARTS = ("routing", "routing, backward", "dispatch", "combine", "dispatch_back", "combine_back", "meetings")
+
+
+def moe_keras(records: Sequence[Record]) -> str:
+    """Mixtures of experts in Keras: what a node of the host costs, and a step beside a dense one."""
+    nodes, steps = [], []
+    for place in range(len(records[0]["nodes"])):
+        of = [record["nodes"][place] for record in records]
+        costs = []
+        for one in of:
+            pairs = zip(one["seconds"]["nodes"], one["seconds"]["nothing"], strict=True)
+            costs.append(statistics.median((moved - nothing) / one["count"] for moved, nothing in pairs))
+        inside = [
+            sum(value for name, value in one["parts"].items() if name not in ("step", "meetings")) / one["count"]
+            for one in of
+        ]
+        waits = [one["parts"]["meetings"] / one["count"] for one in of]
+        nodes.append([str(of[0]["tokens"]), *(_in(values, 1e6, ".0f") for values in (costs, inside, waits))])
+    for place in range(len(records[0]["steps"])):
+        of = [record["steps"][place] for record in records]
+        name = f"top-{of[0]['top_k']}, {of[0]['hidden']}"
+        cells = [_each(of, "ours", 1e3, ".2f"), spread_text(ratios(of, "dense", "ours"))]
+        steps.append([name, *cells, *_parts([one["parts"] for one in of], _MOE_PARTS)])
+    columns = ["experts", "ms a step", "times dense", *(f"{name}, us" for name in _MOE_PARTS)]
+    one = table(["tokens", "us for each node", "routing and exchange", "meetings"], nodes)
+    return f"{one}\n\nA step, and how many times as long as the dense one it takes:\n\n" + table(columns, steps)
+
+
+def _parts(records: Sequence[Record], names: Sequence[str]) -> list[str]:
+    return [_in([record.get(name, 0.0) for record in records], 1e6, ".0f") for name in names]
+
+
+def _in(seconds: Sequence[float], scale: float, form: str) -> str:
+    return range_text([scale * value for value in seconds], form)
+
+
+def _each(records: Sequence[Record], name: str, scale: float, form: str) -> str:
+    """Return a contender's medians of the starts."""
+    return _in([statistics.median(record["seconds"][name]) for record in records], scale, form)
+
+
 def compression(records: Sequence[Record]) -> str:
     """Training with each codec: time of a step, bytes sent, validation loss after the last step."""
     rows = []

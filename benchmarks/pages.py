@@ -66,6 +66,8 @@ TOPICS = (
           {"pipeline": tables.pipeline, "pipeline_keras": tables.pipeline_keras}),
     Topic("tensor", "Divided layers", "Layers of a model divided among ranks, beside a peer and one process.",
           {"tensor": tables.tensor, "tensor_keras": tables.tensor_keras}),
+    Topic("moe", "Mixtures of experts", "Tokens to experts and back, and the step of a layer, beside peers.",
+          {"moe": tables.moe, "moe_keras": tables.moe_keras}),
     Topic("compression", "Compressed gradients", "Training with codecs, and the codecs alone.",
           {"compression": tables.compression, "codecs": tables.codecs}),
 )  # fmt: skip

@@ -67,6 +67,8 @@ class Communicator:
         self._all_reduces = self._calls.all_reduces
         self._subgroups = Subgroups(self.group, _of_group)
         self._meeting: Plan | None = None
+        self.kept: dict[Any, Any] = {}
+        """What other parts of commlib have made for these ranks."""
 
     def __repr__(self) -> str:
         return f"<Communicator {self.name}: rank {self.rank} of {self.size}>"

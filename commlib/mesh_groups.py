@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from types import TracebackType
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from commlib.errors import UsageError
 from commlib.mesh import Factors, MeshShape
@@ -35,6 +35,8 @@ class Mesh:
     def _make(self, comm: Communicator, shape: MeshShape, parent: Mesh | None) -> None:
         self.comm, self.shape = comm, shape
         self._parent, self._is_closed = parent, False
+        self.kept: dict[Any, Any] = {}
+        """What other parts of commlib have made for these axes."""
         new: list[tuple[str, ...]] = [
             (axis,) for axis in shape.axes if parent is None or axis not in parent.shape.names
         ]
@@ -109,6 +111,7 @@ class Mesh:
             for group in self._groups.values():
                 group.close()
             self._groups.clear()
+            self.kept.clear()
 
     def __enter__(self) -> Mesh:
         return self
@@ -119,6 +122,7 @@ class Mesh:
         else:  # the other ranks may not come: the groups are freed once all ranks have dropped them
             self._is_closed = True
             self._groups.clear()
+            self.kept.clear()
 
     def __repr__(self) -> str:
         place = ", ".join(f"{name}={at}" for name, at in self.shape.coordinates(self.comm.rank).items())

@@ -1,6 +1,6 @@
 """python -m tests.ahead: compile the kernels that tests run, before a test counts seconds or gives up after some.
 
-Processes that come to the same kernel wait for one of them, so each of these two has work of its own.
+Processes that come to the same kernel wait for one of them, so each of these has work of its own.
 """
 
 from __future__ import annotations
@@ -13,8 +13,14 @@ from typing import Any
 import numpy as np
 
 from commlib.config import Config
-from commlib.dtypes import kernel_operation
+from commlib.dtypes import NUMPY, kernel_operation
+from commlib.expert import Experts
+from commlib.expert.alone import Alone
+from commlib.expert.on_node import OnNode
+from commlib.expert.placement import Placement
+from commlib.expert.routing import route
 from commlib.kernels.host.reduce import reduce_function
+from commlib.kernels.host.rows import multiply_rows
 from tests import compressing
 from tests.every_verb import calls
 from tests.loopback import run
@@ -46,6 +52,22 @@ def compression() -> None:
     on_two_ranks(rank)
 
 
+def experts() -> None:
+    def there_and_back(exchange: Any) -> None:
+        for kind in ("float32", "float64", "float16", "bfloat16"):
+            x = np.ones((4, 3), NUMPY[kind])
+            passage, rows, gates, _ = exchange.dispatch("ahead", routing, x, routing.gates)
+            exchange.combine("ahead", passage, rows, gates)
+            of_rows, of_gates = np.empty_like(rows), np.empty_like(gates)
+            multiply_rows(exchange.combine_back("ahead", passage, x), rows, gates, of_rows, of_gates)
+            exchange.dispatch_back("ahead", passage, of_rows, of_gates)
+
+    routing = route(Experts(2, top_k=1, capacity_factor=1.0), np.ones((4, 2), np.float32), training=True)
+    routing.gradient(routing.gates, 1.0, 1.0)
+    there_and_back(Alone(Placement.even(2, 1)))  # where no rank waits for another one that compiles
+    run(2, lambda comm: there_and_back(OnNode(comm, Placement.even(2, 2))), config=Config(timeout=0))
+
+
 def on_two_ranks(rank: Callable[[Any], None]) -> None:
     for nodes in ([0, 0], [0, 1]):
         run(2, rank, nodes=nodes, config=Config(timeout=0))
@@ -58,7 +80,7 @@ def share(work: Callable[[], None], pairs: slice) -> None:
 
 def main() -> None:
     with ProcessPoolExecutor(2, multiprocessing.get_context("spawn")) as pool:
-        for _ in pool.map(share, (verbs, compression), (slice(0, None, 2), slice(1, None, 2))):
+        for _ in pool.map(share, (verbs, compression, experts), (slice(0, None, 2), slice(1, None, 2), slice(0, 0))):
             pass  # raises what a process has raised
 
 

@@ -14,6 +14,7 @@ all ranks; those that are spelt as in Horovod (`allreduce`) have names, and run 
 
 from commlib import __version__
 from commlib import horovod as _horovod
+from commlib.expert import Experts
 from commlib.horovod import *
 from commlib.tensor import Column, Replicate, Row, Sequence, Vocabulary
 from commlib_tensorflow import broadcast as _broadcast
@@ -23,6 +24,7 @@ from commlib_tensorflow.broadcast import *
 from commlib_tensorflow.clip import clip_by_global_norm
 from commlib_tensorflow.collectives import *
 from commlib_tensorflow.compression import Compression
+from commlib_tensorflow.expert import MoE, expert_stats, expertize, load_experts, rebalance_experts, save_experts
 from commlib_tensorflow.gradient_tape import DistributedGradientTape, PartialDistributedGradientTape
 from commlib_tensorflow.horovod import elastic
 from commlib_tensorflow.horovod import operations as _operations
@@ -50,6 +52,8 @@ __all__ = [
     "Compression",
     "DistributedGradientTape",
     "DistributedOptimizer",
+    "Experts",
+    "MoE",
     "ParallelAttention",
     "ParallelMLP",
     "PartialDistributedGradientTape",
@@ -63,10 +67,15 @@ __all__ = [
     "clip_by_global_norm",
     "context",
     "elastic",
+    "expert_stats",
+    "expertize",
     "gather_model",
     "gather_weights",
+    "load_experts",
     "parallelize",
     "pipeline",
+    "rebalance_experts",
+    "save_experts",
     "streams",
     "tensor",
     "vocabulary_cross_entropy",

@@ -17,6 +17,8 @@ from commlib.errors import UsageError
 from commlib.horovod.computed_gradients import ComputedGradients
 from commlib.horovod.wrapping import change_class
 from commlib_tensorflow._in_parts import InParts
+from commlib_tensorflow._local_shards import places_of
+from commlib_tensorflow._local_shards import reduced as reduced_apart
 from commlib_tensorflow.clip import clip_by_global_norm
 from commlib_tensorflow.gradients import Gradients, scaled
 from commlib_tensorflow.horovod.operations import allreduce
@@ -106,16 +108,23 @@ class Reduction:
         """Return the reduced gradients of `variables`. None stays None. In a graph or eagerly."""
         self.ran = True
         local = self._local_keys()
-        shared = [number for number, variable in enumerate(variables) if key_of(variable) not in local]
+        apart = set(places_of(variables))
+        shared = [n for n, variable in enumerate(variables) if n not in apart and key_of(variable) not in local]
         # As if it were averaged with zeros of the others.
         factor = 1 / self.size if self._scale_local else 1.0
         results = [scaled(gradient, factor) for gradient in gradients]
         if shared:
             names = [self._name_of(variables[number]) for number in shared]
             own = [variables[number] for number in shared]
-            reduced = self.reducer([gradients[number] for number in shared], names, own, strict=True)
-            for number, gradient in zip(shared, reduced, strict=True):
+            found = self.reducer([gradients[number] for number in shared], names, own, strict=True)
+            for number, gradient in zip(shared, found, strict=True):
                 results[number] = gradient
+        if apart:
+            op = "mean" if self.reducer.op == core.Average else "sum"
+            places = sorted(apart)
+            own, theirs = [gradients[place] for place in places], [variables[place] for place in places]
+            for place, gradient in zip(places, reduced_apart(own, theirs, op, self.size), strict=True):
+                results[place] = gradient
         return [scaled(gradient, float(self._undo_division)) for gradient in results]
 
     def compute(self, pairs: Sequence[tuple[Any, Any]]) -> list[tuple[Any, Any]]:
@@ -135,7 +144,7 @@ class Reduction:
         That is where they are not to be sent early, some stay here, or a compressor of the user's takes tensors.
         """
         reducer = self.reducer
-        if reducer.options.overlap is False or reducer.compressor is not None or self.has_local:
+        if reducer.options.overlap is False or reducer.compressor is not None or self.has_local or places_of(variables):
             return None
         return InParts(reducer, [self._name_of(variable) for variable in variables], variables, order)
 

@@ -15,6 +15,7 @@ from commlib.kernels.host.norm import sum_of_squares
 from commlib.optim.clipping import clip_factor, norm_of, sum_over_axes
 from commlib_tensorflow._bridge import to_array
 from commlib_tensorflow._keras_reduction import Distributed
+from commlib_tensorflow._local_shards import places_of
 from commlib_tensorflow._replicas import Gradients, note, reduced
 from commlib_tensorflow._shards import shard_of
 
@@ -145,6 +146,17 @@ def put_state(optimizer: Any, singles: dict[str, Array], lists: dict[str, dict[i
             value = lists.get(name, {}).get(place)
             if variable is not None and value is not None:
                 variable.assign(value)
+
+
+def kept_for_local(optimizer: Any) -> list[Any]:
+    """Return what an optimizer of Keras 3 keeps for variables, such as experts, that are not the same on all ranks."""
+    weights = list(getattr(optimizer, "_trainable_variables", None) or ())
+    places = places_of(weights)
+    if not places:
+        return []
+    plain = getattr(optimizer, "inner_optimizer", optimizer)
+    kept = [variables[place] for variables in lists_of(plain).values() for place in places]
+    return [variable for variable in kept if variable is not None]
 
 
 def lists_of(optimizer: Any) -> dict[str, list[Any]]:

@@ -13,6 +13,7 @@ from commlib.errors import UsageError
 from commlib.tensors import check_ordered, choose_root
 from commlib_tensorflow._bridge import as_tensor
 from commlib_tensorflow._graph import no_autograph, operation_name, ordered
+from commlib_tensorflow._local_shards import places_of
 from commlib_tensorflow.collectives import run, verbs
 from commlib_tensorflow.horovod._autograd import broadcast_tensors
 
@@ -31,10 +32,13 @@ def broadcast_variables(
 ) -> Any:
     """Give variables, tf.Variable or keras.Variable, the values of rank `root_rank`'s. Collective.
 
-    All travel in one operation; every rank gives variables of the same shapes and dtypes in the same order. Returns
+    All travel in one operation; every rank gives variables of the same shapes and dtypes in the same order. Experts are
+    not the same on all ranks, and stay what they are. Returns
     an operation in a graph of TensorFlow 1, None otherwise. `inplace` makes no difference: values are assigned.
     """
-    found = list(variables)
+    given = list(variables)
+    local = set(places_of(given))
+    found = [variable for place, variable in enumerate(given) if place not in local]
     if not found:
         return None
     tensors = []

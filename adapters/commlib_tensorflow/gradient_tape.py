@@ -13,6 +13,8 @@ from commlib.compress.casts import Compressing
 from commlib.data_parallel import BUCKET_CAP_MIB, FIRST_BUCKET_MIB, Reporting
 from commlib.errors import UsageError
 from commlib_tensorflow._graph import no_autograph
+from commlib_tensorflow._local_shards import places_of
+from commlib_tensorflow._local_shards import reduced as reduced_apart
 from commlib_tensorflow.compression import Compression
 from commlib_tensorflow.gradients import Gradients, scaled
 
@@ -58,13 +60,19 @@ class DistributedTape(tf.GradientTape, Reporting):  # type: ignore[misc]  # Tens
         gradients = self._wrapped.gradient(target, sources, output_gradients, unconnected_gradients)
         flat_sources = tf.nest.flatten(sources)
         flat = tf.nest.flatten(gradients)
-        shared = [index for index, source in enumerate(flat_sources) if not self._is_local(source)]
+        apart = places_of(flat_sources)
+        shared = [n for n, source in enumerate(flat_sources) if n not in apart and not self._is_local(source)]
         names = [f"source {i}" if use_generic_names else label(flat_sources[i], i) for i in shared]
         reduced = self._reducer([flat[index] for index in shared], names, [flat_sources[index] for index in shared])
         factor = 1 / self._reducer.size if self._scale_local_gradients else 1.0
         answer = [scaled(gradient, factor) for gradient in flat]
         for index, gradient in zip(shared, reduced, strict=True):
             answer[index] = gradient
+        if apart:
+            op = "sum" if self._reducer.op == core.Sum else "mean"
+            own, theirs = [flat[index] for index in apart], [flat_sources[index] for index in apart]
+            for index, gradient in zip(apart, reduced_apart(own, theirs, op, self._reducer.size), strict=True):
+                answer[index] = gradient
         return tf.nest.pack_sequence_as(sources, answer)
 
     def get_local_and_global_gradients(

@@ -14,6 +14,7 @@ are spelt as in Horovod (`allreduce`) have names, and run in any order.
 
 from commlib import __version__
 from commlib import horovod as _horovod
+from commlib.expert import Experts
 from commlib.horovod import *
 from commlib.tensor import Column, Replicate, Row, Sequence, Vocabulary
 from commlib_torch import collectives as _collectives
@@ -23,6 +24,15 @@ from commlib_torch.clip import clip_grad_norm_
 from commlib_torch.collectives import *
 from commlib_torch.compression import Compression
 from commlib_torch.data_parallel import DataParallel
+from commlib_torch.expert import (
+    MoE,
+    auxiliary_loss,
+    expert_stats,
+    expertize,
+    load_experts,
+    rebalance_experts,
+    save_experts,
+)
 from commlib_torch.gradients import join
 from commlib_torch.horovod import elastic
 from commlib_torch.horovod import movement as _movement
@@ -53,7 +63,9 @@ __all__ = [
     "Compression",
     "DataParallel",
     "DistributedOptimizer",
+    "Experts",
     "GradScaler",
+    "MoE",
     "OneBitAdam",
     "OneBitLAMB",
     "ParallelAttention",
@@ -64,18 +76,24 @@ __all__ = [
     "Sequence",
     "SyncBatchNorm",
     "Vocabulary",
+    "auxiliary_loss",
     "broadcast_optimizer_state",
     "broadcast_parameters",
     "clip_grad_norm_",
     "context",
     "convert_sync_batchnorm",
     "elastic",
+    "expert_stats",
+    "expertize",
     "gather_optimizer_state",
     "gather_state_dict",
     "join",
+    "load_experts",
     "load_optimizer_state",
     "parallelize",
     "pipeline",
+    "rebalance_experts",
+    "save_experts",
     "sparse_allreduce_async",
     "streams",
     "tensor",

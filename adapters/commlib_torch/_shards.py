@@ -33,6 +33,13 @@ def mark(parameter: nn.Parameter, shard: Shard) -> None:
     setattr(parameter, "__deepcopy__", copied)  # noqa: B010  # of this object, not of its class
 
 
+def mark_in_state(module: nn.Module, state: dict[str, Any], prefix: str, *_: Any) -> None:
+    """Let tensors of a state dict know what they hold, as parameters do: a hook for `register_state_dict_post_hook`."""
+    for name, parameter in module.named_parameters(recurse=False):
+        if (shard := shard_of(parameter)) is not None and prefix + name in state:
+            setattr(state[prefix + name], _MARK, shard)
+
+
 def shards_in(model: nn.Module) -> Iterator[tuple[str, nn.Parameter, Shard]]:
     """Yield (name, parameter, shard) of each parameter that is divided, once."""
     for name, parameter in model.named_parameters():

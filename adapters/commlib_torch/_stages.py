@@ -23,6 +23,7 @@ from commlib_torch._batch_statistics import kept_buffers
 from commlib_torch._bridge import array_of, to_tensor
 from commlib_torch._parts import INPUTS, OUTPUT
 from commlib_torch._weight_gradients import SplitBackward
+from commlib_torch.expert.losses import keepers_in, taken
 
 Loss = Callable[..., Tensor]
 
@@ -57,28 +58,34 @@ class Batch:
     """What all stages of this rank know of the batch that is under way.
 
     inputs: (args, kwargs) of each microbatch, where the first stage is. targets, shares: of each microbatch, where the
-    last one is; a share is what its loss counts in an update. terms: of how many each loss is the mean. losses and
-    outputs are filled by the last stage.
+    last one is; a share is what its loss counts in an update. terms: of how many each loss is the mean. rows,
+    row_shares: of each microbatch, and what they count in an update, everywhere, if layers have losses of their own.
+    losses and outputs are filled by the last stage, extras by all: the losses of their layers.
     """
 
     inputs: Sequence[tuple[Any, Any]] = ()
     targets: Sequence[Any] = ()
     shares: Sequence[float] = ()
     terms: Sequence[float] = ()
+    rows: Sequence[int] = ()
+    row_shares: Sequence[float] = ()
     scale: float = 1.0
     is_training: bool = False
     wants_outputs: bool = False
     losses: dict[int, Tensor] = field(default_factory=dict)
+    extras: dict[int, float] = field(default_factory=dict)
     outputs: dict[int, Any] = field(default_factory=dict)
 
 
 @dataclass(slots=True)
 class _Kept:
-    """What the backward of a microbatch needs: the stage's inputs and outputs by link, and its loss."""
+    """What the backward of a microbatch needs: the stage's inputs and outputs by link, and its losses."""
 
     inputs: dict[int, list[Tensor | None]]
     outputs: dict[int, list[Tensor]]
     loss: Tensor | None
+    extra: Tensor | None
+    """That of the stage's layers."""
 
 
 class TorchStage:
@@ -108,6 +115,7 @@ class TorchStage:
         """Ids of weights to whose gradients another stage of this rank adds, after this one's last microbatch."""
         # A first layer that works in place, such as ReLU(inplace=True), must have inputs that nobody else has.
         self._clones = _begins_in_place(part)
+        self._keepers = keepers_in(part)
         self._leaves: list[Tensor] = []
         """The weights that get gradients in this batch: to go through a module takes as long as a small layer."""
         self._kept: dict[int, _Kept] = {}
@@ -139,7 +147,10 @@ class TorchStage:
             loss = self._finish(microbatch, results[OUTPUT]) if self._is_last else None
         if batch.is_training:
             outputs = {target: list(values.tensors) for target, values in given.items()}
-            self._kept[microbatch] = _Kept(leaves, outputs, loss)
+            extra = taken(self._keepers) if self._keepers else None
+            if extra is not None:
+                batch.extras[microbatch] = batch.extras.get(microbatch, 0.0) + float(extra.detach())
+            self._kept[microbatch] = _Kept(leaves, outputs, loss, extra)
         return given
 
     def _run(self, named: dict[str, Any]) -> dict[str, Any]:
@@ -200,13 +211,11 @@ class TorchStage:
 
     def _roots(self, microbatch: int, kept: _Kept, gradients: ByStage) -> tuple[list[Tensor], list[Tensor | None]]:
         """Return where a backward begins, and with what. A value that several stages took has several gradients."""
-        if kept.loss is not None:
-            if not kept.loss.requires_grad:
-                return [], []
-            # What the microbatch's loss counts in that of the batch: so gradients are right as they are added up.
-            share = self.batch.shares[microbatch] * self.batch.scale
-            return [kept.loss], [torch.full_like(kept.loss, share)]
         found: dict[int, tuple[Tensor, Tensor]] = {}
+        # What the microbatch's loss counts in that of the batch: so gradients are right as they are added up.
+        for loss, shares in ((kept.loss, self.batch.shares), (kept.extra, self.batch.row_shares)):
+            if loss is not None and loss.requires_grad:
+                found[id(loss)] = loss, torch.full_like(loss, shares[microbatch] * self.batch.scale)
         for target, values in gradients.items():
             for tensor, gradient in zip(kept.outputs[target], values.tensors, strict=True):
                 if gradient is None or not tensor.requires_grad:

@@ -6,6 +6,7 @@ With `comm=` in order, among that group's ranks; without it by name, so it fits 
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Iterable, Mapping, Sequence
 
 import torch
@@ -19,6 +20,7 @@ from commlib.horovod.nested import put_back, take_out
 from commlib.tensors import check_ordered, choose_root
 from commlib_torch._bridge import check_dense, on_host
 from commlib_torch._call import InPlace
+from commlib_torch._shards import shard_of
 from commlib_torch.horovod._start import ProcessSets
 
 Parameters = Mapping[str, Tensor] | Iterable[tuple[str, Tensor]] | Iterable[Tensor]
@@ -35,6 +37,7 @@ def broadcast_parameters(
     """Overwrite tensors on every rank by those of `root_rank`, in place. Collective.
 
     `params` is `model.state_dict()`, `model.named_parameters()`, or an iterable of tensors; any shapes and dtypes.
+    Experts are not the same on all ranks: they are made equal among those ranks alone that have the same ones.
     Raises MismatchError on every rank if ranks give different names, shapes or dtypes; UsageError for what is no
     tensor.
     """
@@ -49,7 +52,11 @@ def broadcast_parameters(
             raise UsageError(f"{name}: {error}") from error
     lines = [f"{name}: {tensor.dtype}{list(tensor.shape)}" for name, tensor in pairs]
     check_agreement(ranks, "tensors to broadcast", [f"root {source}", *lines])
-    _broadcast_tensors([tensor for _, tensor in pairs], source, ranks)
+    _broadcast_tensors([tensor for _, tensor in pairs if not _is_local(tensor)], source, ranks)
+    for _, tensor in pairs:
+        shard = shard_of(tensor)
+        if shard is not None and shard.is_local and shard.replicas is not None:
+            _broadcast_tensors([tensor], 0, shard.replicas)
 
 
 def broadcast_optimizer_state(
@@ -64,9 +71,16 @@ def broadcast_optimizer_state(
     """Give every rank the state and the hyperparameters of the optimizer of `root_rank`. Collective.
 
     Works whether or not an optimizer has stepped yet: ranks without state take the root's, and if it has none all end
-    up without. No step is run, so `model`, which Horovod wants for some optimizers, is not used. Raises MismatchError
+    up without. No step is run, so `model`, which Horovod wants for some optimizers, is not used. Of experts, which are
+    not the same on all ranks, each rank keeps the state that it has; see `gather_optimizer_state`. Raises MismatchError
     on every rank if parameter groups differ.
     """
+    own = {
+        parameter: dict(optimizer.state[parameter]) if parameter in optimizer.state else None
+        for group in optimizer.param_groups
+        for parameter in group["params"]
+        if _is_local(parameter)
+    }
     ranks, source = _ranks("broadcast_optimizer_state", root_rank, root, process_set, comm)
     groups = [str([str(list(p.shape)) for p in group["params"]]) for group in optimizer.param_groups]
     check_agreement(ranks, "optimizer parameter groups", [f"root {source}", *groups])
@@ -79,6 +93,20 @@ def broadcast_optimizer_state(
     _broadcast_tensors(tensors, source, ranks)
     # The root loads its own state too: what loading does to it (casts, say) must happen on every rank.
     optimizer.load_state_dict(put_back(structure, tensors))
+    for parameter, state in own.items():
+        if state is not None:
+            optimizer.state[parameter] = state
+        elif optimizer.state.pop(parameter, None):
+            warnings.warn(
+                "broadcast_optimizer_state: the root has state of experts that this rank has not: it begins anew here. "
+                "Load what gather_optimizer_state returned on every rank instead",
+                stacklevel=2,
+            )
+
+
+def _is_local(tensor: Tensor) -> bool:
+    shard = shard_of(tensor)
+    return shard is not None and shard.is_local
 
 
 def _ranks(

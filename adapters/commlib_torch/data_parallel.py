@@ -16,7 +16,6 @@ from commlib.data_parallel import (
     BUCKET_CAP_MIB,
     FIRST_BUCKET_MIB,
     GradientReducer,
-    InOrder,
     Options,
     Reporting,
     load_compression,
@@ -27,7 +26,7 @@ from commlib.horovod.reductions import reduction_name
 from commlib_torch._bridge import to_array
 from commlib_torch.broadcast import broadcast_parameters
 from commlib_torch.compression import Compression
-from commlib_torch.gradients import Gradients, trained
+from commlib_torch.gradients import Gradients, ranks_of, trained
 
 _INNER = "module."
 
@@ -76,9 +75,8 @@ class DataParallel(nn.Module, Reporting):
             compression=compression,
             within_node=compress_within_node,
         )
-        self._gradients: Gradients | None = Gradients(
-            trained(unique(module.named_parameters())), InOrder(comm), options
-        )
+        parameters = trained(unique(module.named_parameters()))
+        self._gradients: Gradients | None = Gradients(parameters, ranks_of(parameters, comm), options)
         broadcast_parameters([*module.named_parameters(), *module.named_buffers()], comm=comm)
         self.register_state_dict_post_hook(_strip_prefix)  # type: ignore[no-untyped-call]
         self.register_load_state_dict_pre_hook(_add_prefix)  # type: ignore[no-untyped-call]

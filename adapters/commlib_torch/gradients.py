@@ -12,9 +12,11 @@ from torch import Tensor
 from commlib.buffers.freed_memory import keep_freed_memory
 from commlib.data_parallel import Gradient, GradientReducer, InOrder, Options, place_groups, read_groups
 from commlib.errors import UsageError
+from commlib.functional.shards import reduced_apart
 from commlib.horovod.join import join as core_join
 from commlib_torch._autograd import backward_passes, listen
 from commlib_torch._bridge import check_dense, dtype_name
+from commlib_torch._shards import shard_of
 from commlib_torch._slots import Named, ParameterValues
 
 Groups = int | Sequence[Sequence[Tensor]] | None
@@ -45,7 +47,7 @@ class Gradients:
         self._values = ParameterValues(parameters, options.compressor, options.predivide)
         self.reducer = GradientReducer(
             ranks,
-            [_gradient_of(*named) for named in parameters],
+            [_gradient_of(*named, options.op, ranks.size) for named in parameters],
             self._values,
             options,
             groups=placed,
@@ -137,9 +139,21 @@ def _key(member: Any) -> int:
     return id(member)
 
 
-def _gradient_of(name: str, parameter: Tensor) -> Gradient:
+def ranks_of(parameters: Iterable[Named], comm: Any, **options: Any) -> InOrder:
+    """Return the ranks over which gradients are reduced: `comm`, and those that have the same part of a parameter.
+
+    Raises UsageError for parameters of which some ranks have a larger part.
+    """
+    return InOrder(comm, reduced_apart((name, shard_of(parameter)) for name, parameter in parameters), **options)
+
+
+def _gradient_of(name: str, parameter: Tensor, op: str, ranks: int) -> Gradient:
     real = torch.view_as_real(parameter.detach()) if parameter.is_complex() else parameter
-    return Gradient(name, tuple(real.shape), dtype_name(real.dtype), parameter.device.type)
+    shape, kind, device = tuple(real.shape), dtype_name(real.dtype), parameter.device.type
+    shard = shard_of(parameter)
+    if shard is None:
+        return Gradient(name, shape, kind, device)
+    return Gradient(name, shape, kind, device, shard.reduced_over, shard.scale(op, ranks))
 
 
 def _check_parameters(parameters: Sequence[Named]) -> None:

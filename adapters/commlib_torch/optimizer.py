@@ -18,7 +18,6 @@ from commlib.data_parallel import (
     FIRST_BUCKET_MIB,
     Alone,
     GradientReducer,
-    InOrder,
     Options,
     Reporting,
     load_compression,
@@ -36,7 +35,7 @@ from commlib_torch._slots import Named
 from commlib_torch.adasum import AdasumDistributed
 from commlib_torch.clip import clip_grad_norm_
 from commlib_torch.compression import Compression
-from commlib_torch.gradients import Gradients, Groups, trained
+from commlib_torch.gradients import Gradients, Groups, ranks_of, trained
 from commlib_torch.horovod._start import ProcessSets
 
 KEY = "commlib"
@@ -149,10 +148,10 @@ def DistributedOptimizer(
     if options.compressor is not None and comm is not None:
         raise UsageError("a compressor of your own needs process_set= instead of comm=: it reduces by name")
     if comm is not None:
-        ranks = InOrder(comm)
+        ranks = ranks_of(chosen, comm)
     else:
         own: Any = Alone() if outside else core.process_set_of(process_set).communicator("DistributedOptimizer")
-        ranks = InOrder(own, reduce_by_name=reduce_by_name(process_set))
+        ranks = ranks_of(chosen, own, reduce_by_name=reduce_by_name(process_set))
     gradients = Gradients(chosen, ranks, options, groups=groups, known=ids_in(optimizer.param_groups))
     change_class(optimizer, Distributed)
     distributed: Any = optimizer

@@ -15,7 +15,7 @@ from torch.utils import _pytree as pytree
 from commlib.communicator import Communicator
 from commlib.errors import UsageError
 from commlib.optim.clipping import check_limit, clip_factor, norm_of, sum_over_axes
-from commlib.pipeline.batch import shares, shares_in_updates, terms
+from commlib.pipeline.batch import rows_of, shares, shares_in_updates, terms
 from commlib.pipeline.choice import check_example, check_words, choose_stages
 from commlib.pipeline.pipe import AnySchedule, Codecs, Pipe
 from commlib.pipeline.schedule.auto import LayerCosts
@@ -31,6 +31,7 @@ from commlib_torch._stages import Batch, Loss, StashedWeights, TorchStage, Torch
 from commlib_torch._tied import TiedWeights
 from commlib_torch._traced import Traced
 from commlib_torch.clip import squares_by_axis
+from commlib_torch.expert.losses import keepers_in
 from commlib_torch.tensor.checking import check_stages
 from commlib_torch.tensor.state import gather_optimizer_state, gather_state_dict, load_optimizer_state
 
@@ -173,6 +174,7 @@ class Pipeline(Staged):
             codec=codec,
             lines=lines,
         )
+        self._has_extras = any(keepers_in(part) for part in pieces.parts)
         self._order_shared()
         tied.spread()
         self._optimizer: torch.optim.Optimizer | None = None
@@ -208,6 +210,7 @@ class Pipeline(Staged):
     def step(self, x: Any = None, y: Any = None, *, scale: float = 1.0) -> Tensor:
         """Run forward and backward on a batch; return its mean loss, on every rank. Collective.
 
+        Losses that layers have of their own, such as those of routers, are part of it.
         Gradients are added to those that are there, as one process would with the whole batch. x: a tensor, a tuple of
         arguments or a dict of named ones, needed on the rank of the first stage; y: needed on that of the last. scale:
         what gradients, but not the loss, are multiplied by.
@@ -326,6 +329,10 @@ class Pipeline(Staged):
             batch.targets = [None if y is None else taken(y, part) for part in rows]
             batch.terms = terms(batch.targets, [part.stop - part.start for part in rows], self._weigh)
             batch.shares = shares_in_updates(batch.terms, schedule.every)
+        if self._has_extras and is_training:
+            whole = rows_of(self._pipe.tell_rows(self._rows), schedule.microbatches)
+            batch.rows = [part.stop - part.start for part in whole]
+            batch.row_shares = shares_in_updates(batch.rows, schedule.every)
         for stage in self._stages.values():
             stage.batch = batch
             if stage.weights is not None:
@@ -339,7 +346,9 @@ class Pipeline(Staged):
         counts = shares(batch.terms)
         total = sum(float(loss) * counts[number] for number, loss in sorted(batch.losses.items()))
         dtype = next((loss.dtype for loss in batch.losses.values()), torch.float32)
-        (told, is_double) = self._pipe.tell([total, float(dtype is torch.float64)], rows=self._rows)
+        weights = shares(batch.rows)
+        extra = sum(loss * weights[number] for number, loss in sorted(batch.extras.items()))
+        (told, is_double) = self._pipe.tell([total, float(dtype is torch.float64)], rows=self._rows, added=extra)
         return torch.tensor(told, dtype=torch.float64 if is_double else torch.float32)
 
     def _outputs(self) -> Any:

@@ -194,7 +194,7 @@ class GradientReducer:
         if self._holds_sum[index]:
             self._holds_sum[index] = False
             if self._values.exists(index):
-                self._values.scale(index, 1 / self.ranks.size)
+                self._values.scale(index, 1 / self.ranks.along(self.gradients[index].axis).size)
 
     def ready(self, index: int) -> None:
         """Note that a gradient is complete, and launch the buckets that are. Between `begin` and `end`."""

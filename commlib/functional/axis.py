@@ -47,6 +47,8 @@ class Axis:
     """How many threads compute on this rank."""
     entered: Any = None
     """What an adapter remembers of the last input that was moved into divided layers."""
+    exchanges: Any = None
+    """What `commlib.expert` keeps of the ways between its ranks."""
 
     def __deepcopy__(self, memo: Any) -> Axis:
         return self

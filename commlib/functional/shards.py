@@ -2,21 +2,49 @@
 
 from __future__ import annotations
 
+import math
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 
+from commlib.communicator import Communicator
+from commlib.data_parallel.alone import Alone
 from commlib.dtypes import Array
+from commlib.errors import UsageError
 from commlib.functional.axis import Axis
-from commlib.tensor.sharding import Sharding
+from commlib.tensor.sharding import AnySharding, Nested
 
 
 @dataclass(frozen=True, slots=True)
 class Shard:
-    """What a parameter holds on this rank: the part of an axis' rank of an array that is divided by `sharding`."""
+    """What a parameter holds on this rank: the part of an axis' rank of an array that is divided by `sharding`.
+
+    is_local: the ranks of the axis have other data, and this part sees all of theirs: its gradient is the sum over the
+    ranks already, and is added up over `replicas` alone, those that have the same part, if there are any.
+    """
 
     axis: Axis
-    sharding: Sharding
+    sharding: AnySharding
+    replicas: Communicator | None = None
+    is_local: bool = False
+
+    @property
+    def reduced_over(self) -> str:
+        """The name of the ranks over which a gradient is reduced; "" are all that train together."""
+        if not self.is_local:
+            return ""
+        return f"{self.axis.comm.name}, replicas" if self.replicas is None else self.replicas.name
+
+    def scale(self, op: str, ranks: int) -> float:
+        """Return what a gradient is multiplied by, once it is reduced by `op`; ranks: those that train together.
+
+        Of what sees all their data, a mean is the sum divided by all of them, not only by those that have the part.
+        """
+        if not self.is_local or op != "mean":
+            return 1.0
+        return (1 if self.replicas is None else self.replicas.size) / ranks
 
     def own(self, whole: Array) -> Array:
         """Return this rank's part of the whole array: a new one."""
@@ -25,17 +53,50 @@ class Shard:
     def whole(self, own: Array) -> Array:
         """Return the whole array, made of the parts of all ranks. Collective over the axis."""
         sharding, size = self.sharding, self.axis.size
-        front = np.ascontiguousarray(np.moveaxis(own, sharding.dim, 0))
-        gathered = self.axis.comm.all_gather_v(front)
-        offsets = np.cumsum([0, *sharding.lengths(size)])
-        out = np.empty((len(gathered), *front.shape[1:]), own.dtype)
-        for rank, first, last, start in sharding.pieces(size):
-            out[start : start + last - first] = gathered[offsets[rank] + first : offsets[rank] + last]
-        return np.ascontiguousarray(np.moveaxis(out, 0, sharding.dim))
+        gathered = self.axis.comm.all_gather_v(np.ascontiguousarray(own).reshape(-1))
+        shapes = [sharding.local(rank, size) for rank in range(size)]
+        ends = np.cumsum([math.prod(shape) for shape in shapes])[:-1]
+        parts = [part.reshape(shape) for part, shape in zip(np.split(gathered, ends), shapes, strict=True)]
+        return joined(parts, sharding)
 
 
-def part(whole: Array, sharding: Sharding, rank: int, size: int) -> Array:
+def reduced_apart(shards: Iterable[tuple[str, Shard | None]]) -> dict[str, Any]:
+    """Return the ranks, by `reduced_over`, of shards that are not reduced over all ranks. shards: by names, for errors.
+
+    Raises UsageError where ranks have parts of different sizes: they could not make the same buckets.
+    """
+    found: dict[str, Any] = {}
+    for name, shard in shards:
+        if shard is None or not shard.is_local:
+            continue
+        lengths = shard.sharding.lengths(shard.axis.size)
+        if len(set(lengths)) > 1:
+            raise UsageError(
+                f"{name}: ranks have {list(lengths)} of {shard.sharding.shape[0]} experts: to be trained they need "
+                f"equally many, so give a multiple of {shard.axis.size} experts"
+            )
+        found[shard.reduced_over] = Alone() if shard.replicas is None else shard.replicas
+    return found
+
+
+def part(whole: Array, sharding: AnySharding, rank: int, size: int) -> Array:
     """Return the part of one of `size` ranks: a new, contiguous array."""
+    if isinstance(sharding, Nested):
+        inner = sharding.ranks
+        return part(part(whole, sharding.outer, rank // inner, size // inner), sharding.inner, rank % inner, inner)
     front = (slice(None),) * sharding.dim
     pieces = [whole[(*front, slice(*span))] for span in sharding.spans(rank, size)]
     return np.concatenate(pieces, axis=sharding.dim)
+
+
+def joined(parts: Sequence[Array], sharding: AnySharding) -> Array:
+    """Return the whole array, made of the parts of all ranks in their order: a new, contiguous one."""
+    if isinstance(sharding, Nested):
+        inner = sharding.ranks
+        groups = [parts[start : start + inner] for start in range(0, len(parts), inner)]
+        return joined([joined(group, sharding.inner) for group in groups], sharding.outer)
+    front = (slice(None),) * sharding.dim
+    pieces = sharding.pieces(len(parts))
+    return np.concatenate(
+        [parts[rank][(*front, slice(first, last))] for rank, first, last, _ in pieces], axis=sharding.dim
+    )

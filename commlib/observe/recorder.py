@@ -9,7 +9,7 @@ from __future__ import annotations
 import itertools
 import threading
 from collections import deque
-from collections.abc import Callable, Hashable
+from collections.abc import Callable, Hashable, Iterable
 from enum import Enum
 from functools import lru_cache
 from time import monotonic_ns
@@ -27,7 +27,8 @@ class Phase(Enum):
 
     QUEUED: waits for its turn, or a named one for the other ranks. BEGUN: its data is published, and nobody waits yet.
     RUN: its turn has come; a message: it is posted. ROUND: messages of its schedule are posted, or it waits on its
-    node. END: it has ended, well or not. MARK: something else happened.
+    node. END: it has ended, well or not. MARK: something else happened. COUNT: numbers of something, such as the load
+    of experts, are in the event's detail.
     """
 
     QUEUED = "queued"
@@ -36,6 +37,7 @@ class Phase(Enum):
     ROUND = "round"
     END = "end"
     MARK = "mark"
+    COUNT = "count"
 
 
 @lru_cache(1024)
@@ -149,6 +151,10 @@ class Recorder:
     def mark(self, what: str, group: str) -> None:
         """Write that something happened to no operation in particular."""
         self.write(Record(self, what, group, ""), Phase.MARK)
+
+    def count(self, what: str, group: str, numbers: Iterable[int]) -> None:
+        """Write numbers of something."""
+        self.write(Record(self, what, group, ""), Phase.COUNT, " ".join(map(str, numbers)))
 
     def events(self, group: str = "") -> list[Event]:
         """Return what the ring holds, or what it holds of one group, oldest first.

@@ -118,6 +118,9 @@ class Timeline:
         record, phase = event.record, event.phase
         if phase is Phase.MARK:
             yield from self._in_row(_CYCLES, "cycles", {"ph": "i", "name": record.text, "s": "p"})
+        elif phase is Phase.COUNT:
+            numbers = {str(place): int(number) for place, number in enumerate(event.detail.split())}
+            yield {"ts": self._time(), "tid": 0, "ph": "C", "name": record.text, "args": numbers}
         elif record.row == MESSAGES:
             if phase in (Phase.RUN, Phase.END):
                 yield self._overlapping(record, "b" if phase is Phase.RUN else "e", "message", f"{record.verb}")

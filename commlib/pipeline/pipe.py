@@ -107,13 +107,13 @@ class Pipe:
             self._forward = Runner(self.comm, lowered, self.stages, self._tensors, name="forward", codecs=self._codecs)
         self._forward.run(empty)
 
-    def tell(self, numbers: Sequence[float], *, rows: int = -1) -> list[float]:
+    def tell(self, numbers: Sequence[float], *, rows: int = -1, added: float = 0.0) -> list[float]:
         """Return the last stage's numbers on all ranks; other ranks give as many, whatever they are. Collective.
 
-        rows: how many the batch has, where that is known (-1: it is not). Raises UsageError on all ranks if they
-        differ: what was computed is of no batch then.
+        added: what is added to the first number, from each rank. rows: how many the batch has, where that is known (-1:
+        it is not). Raises UsageError on all ranks if they differ: what was computed is of no batch then.
         """
-        told = self.comm.all_gather(np.array([rows, *numbers], np.float64)).reshape(self.comm.size, -1)
+        told = self.comm.all_gather(np.array([rows, *numbers, added], np.float64)).reshape(self.comm.size, -1)
         known = {rank: int(count) for rank, count in enumerate(told[:, 0]) if count >= 0}
         if len(set(known.values())) > 1:
             counts = ", ".join(f"{count} on rank {rank}" for rank, count in known.items())
@@ -121,7 +121,12 @@ class Pipe:
                 f"pipeline: the batch has different numbers of rows: {counts}; x of the first stage's rank and y of "
                 "the last one's must be of one batch"
             )
-        return [float(value) for value in told[self.last, 1:]]
+        first, *others = (float(value) for value in told[self.last, 1:-1])
+        return [first + float(told[:, -1].sum()), *others]
+
+    def tell_rows(self, rows: int) -> int:
+        """Return on all ranks how many rows the batch has, which the first stage's rank knows. Collective."""
+        return int(self.comm.broadcast(np.array([rows], np.int64), self.first)[0])
 
     def picture(self, *, width: int | None = None) -> str:
         """Draw the schedule."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from difflib import get_close_matches
 from fnmatch import fnmatchcase
+from typing import TypeVar
 
 from commlib.errors import UsageError
 from commlib.tensor.styles import Column, Replicate, Row, Style, Vocabulary
@@ -15,17 +16,19 @@ Plan = Mapping[str, Style]
 
 _STYLES = (Column, Row, Vocabulary, SequenceStyle, Replicate)
 
+S = TypeVar("S")
 
-def resolve(plan: Plan, names: Sequence[str]) -> dict[str, Style]:
+
+def resolve(plan: Mapping[str, S], names: Sequence[str], kinds: tuple[type, ...] = _STYLES) -> dict[str, S]:
     """Return the style of each layer that the plan names, in the order of `names`: those of all layers.
 
-    A whole name counts before a pattern. Raises UsageError for what is no style, for a pattern that no layer has, and
-    for a layer with two styles.
+    A whole name counts before a pattern. kinds: the classes of styles. Raises UsageError for what is no style, for a
+    pattern that no layer has, and for a layer with two styles.
     """
-    given: dict[str, list[tuple[str, Style]]] = {name: [] for name in names}
+    given: dict[str, list[tuple[str, S]]] = {name: [] for name in names}
     for pattern, style in plan.items():
-        if not isinstance(style, _STYLES):
-            known = ", ".join(kind.__name__ for kind in _STYLES)
+        if not isinstance(style, kinds):
+            known = ", ".join(kind.__name__ for kind in kinds)
             raise UsageError(f"plan: {pattern!r} is {style!r}, expected an instance of {known}")
         matched = [pattern] if pattern in given else [name for name in names if fnmatchcase(name, pattern)]
         if not matched:
@@ -36,7 +39,7 @@ def resolve(plan: Plan, names: Sequence[str]) -> dict[str, Style]:
     return {name: _one(name, found) for name, found in given.items() if found}
 
 
-def _one(name: str, found: list[tuple[str, Style]]) -> Style:
+def _one(name: str, found: list[tuple[str, S]]) -> S:
     exact = [style for pattern, style in found if pattern == name]
     styles = exact or [style for _, style in found]
     if any(style != styles[0] for style in styles):
@@ -45,6 +48,6 @@ def _one(name: str, found: list[tuple[str, Style]]) -> Style:
     return styles[0]
 
 
-def lines(styles: Mapping[str, Style]) -> list[str]:
+def lines(styles: Mapping[str, object]) -> list[str]:
     """Return the styles as text, one line for each layer: what ranks compare."""
     return [f"{name}: {style}" for name, style in styles.items()]

@@ -87,6 +87,85 @@ class Sharding:
             )
 
 
+@dataclass(frozen=True, slots=True)
+class Scattered:
+    """The rows of an array, each on the rank that `owners` says; a rank has its own in ascending order.
+
+    shape: of the whole array.
+    """
+
+    shape: tuple[int, ...]
+    owners: tuple[int, ...]
+
+    def spans(self, rank: int, size: int) -> tuple[tuple[int, int], ...]:
+        """Return where the rows of a rank begin and end, one by one."""
+        return tuple((row, row + 1) for row, owner in enumerate(self.owners) if owner == rank)
+
+    def length(self, rank: int, size: int) -> int:
+        """Return how many rows a rank has."""
+        return self.owners.count(rank)
+
+    def lengths(self, size: int) -> tuple[int, ...]:
+        """Return how many rows each rank has."""
+        return tuple(self.owners.count(rank) for rank in range(size))
+
+    def local(self, rank: int, size: int) -> tuple[int, ...]:
+        """Return the shape of what a rank keeps."""
+        return (self.length(rank, size), *self.shape[1:])
+
+    def pieces(self, size: int) -> list[tuple[int, int, int, int]]:
+        """Return (rank, first and last in its shard, first in the whole) of all pieces, in the order of the whole."""
+        seen = [0] * size
+        found = []
+        for row, owner in enumerate(self.owners):
+            found.append((owner, seen[owner], seen[owner] + 1, row))
+            seen[owner] += 1
+        return found
+
+    def check(self, what: str, size: int) -> None:
+        """Raise UsageError unless each rank gets something."""
+        if min(self.lengths(size)) < 1:
+            raise UsageError(f"{what}: rows on ranks {list(self.owners)}: each of {size} ranks needs one")
+
+    @property
+    def dim(self) -> int:
+        """The dimension that is divided."""
+        return 0
+
+
+@dataclass(frozen=True, slots=True)
+class Nested:
+    """Two dimensions of an array, divided among the ranks of a product of two axes, of which the second is the faster.
+
+    outer: how it is divided along the first axis. inner: along the second, which has `ranks`. Both are of the whole
+    shape, and of other dimensions.
+    """
+
+    outer: Sharding | Scattered
+    inner: Sharding
+    ranks: int
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """That of the whole array."""
+        return self.outer.shape
+
+    def local(self, rank: int, size: int) -> tuple[int, ...]:
+        """Return the shape of what a rank keeps."""
+        kept = list(self.outer.local(rank // self.ranks, size // self.ranks))
+        kept[self.inner.dim] = self.inner.length(rank % self.ranks, self.ranks)
+        return tuple(kept)
+
+    def lengths(self, size: int) -> tuple[int, ...]:
+        """Return how long the outer dimension is on each rank."""
+        return tuple(self.outer.length(rank // self.ranks, size // self.ranks) for rank in range(size))
+
+    def check(self, what: str, size: int) -> None:
+        """Raise UsageError unless each rank gets something."""
+        self.outer.check(what, size // self.ranks)
+        self.inner.check(what, self.ranks)
+
+
 def parts_of(what: str, parts: int | Sequence[int], length: int) -> tuple[int, ...]:
     """Return the lengths of parts, given as their number or as they are. Raises UsageError."""
     if isinstance(parts, int):
@@ -94,3 +173,7 @@ def parts_of(what: str, parts: int | Sequence[int], length: int) -> tuple[int, .
             raise UsageError(f"{what}: parts={parts}, but {length} outputs are not as many equal parts")
         return (length // parts,) * parts if parts > 1 else ()
     return tuple(parts)
+
+
+AnySharding = Sharding | Scattered | Nested
+"""How an array is divided among ranks."""

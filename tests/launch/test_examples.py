@@ -55,6 +55,17 @@ def test_a_mesh_of_four_ranks(mpirun, script, axes):
     assert done.returncode == 0, done.stdout + done.stderr
 
 
+@pytest.mark.long
+@pytest.mark.parametrize("script", [name for name in SCRIPTS if name.startswith("moe")])
+@pytest.mark.parametrize(
+    ("ranks", "options"), [(2, "--top-k 2 --capacity 1.25"), (4, ""), (4, "--experts 2 --top-k 2")]
+)
+def test_mixtures_of_experts(mpirun, script, ranks, options):
+    """Experts that drop tokens; on more ranks; and fewer experts than ranks, with copies."""
+    done = mpirun(ranks, [str(EXAMPLES / script), *options.split()], timeout=300)
+    assert done.returncode == 0, done.stdout + done.stderr
+
+
 @pytest.mark.long  # the same script on what tests/tensorflow_adapter/test_keras_legacy.py tests
 def test_a_script_for_keras_on_keras_2(mpirun):
     done = mpirun(2, EXAMPLES / "horovod_keras.py", env={"TF_USE_LEGACY_KERAS": "1"}, timeout=110)

@@ -74,6 +74,21 @@ def test_divided_layers():
 
 
 @pytest.mark.any_mpi
+@pytest.mark.parametrize("ranks_per_host", [layout(2, 2), layout(2, 1), layout(1, 1, marks=pytest.mark.long)])
+def test_experts(ranks_per_host):
+    """Tokens go to each host once, or to each rank where hosts differ; encoded if that is asked for."""
+    moe = "tests/torch_adapter/test_moe.py::test_equals_one_rank"
+    run_tests(ranks_per_host, ["tests/mpi/test_experts.py", moe])
+
+
+@pytest.mark.any_mpi
+@pytest.mark.long
+def test_training_experts():
+    names = ("torch_adapter/test_moe_training", "torch_adapter/test_moe", "tensorflow_adapter/test_moe")
+    run_tests([2, 2], [f"tests/{name}.py" for name in names])
+
+
+@pytest.mark.any_mpi
 @pytest.mark.parametrize("ranks_per_host", [layout(2, 2), layout(2, 1, marks=pytest.mark.long)])
 def test_axes_within_and_between_hosts(ranks_per_host):
     """Of layers and of sequences, in PyTorch and in Keras."""

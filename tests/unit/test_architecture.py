@@ -31,6 +31,10 @@ PURE = (
     "commlib.cost.model",
     "commlib.cost.flat",
     "commlib.cost.hierarchical",
+    "commlib.cost.exchanges",
+    "commlib.expert.placement",
+    "commlib.expert.planner",
+    "commlib.expert.experts",
     "commlib.tune.fit",
     "commlib.cost.records",
     "commlib.folders",  # looks at folders, reads and writes files, and is otherwise as pure
@@ -106,6 +110,7 @@ HOST_KERNELS_ALLOWED = (
     "commlib.p2p.rings", "commlib.p2p.lane_out", "commlib.p2p.lane_in", "commlib.p2p.lane_receive",
     "commlib.data_parallel.engine",  # copies past the caches
     "commlib.optim",  # on the host only as yet: 1-bit optimizers
+    "commlib.expert",  # so are these: rows of tokens, in memory that ranks share
     "commlib.coordinator",  # named operations, where arrays of devices come as copies
     "commlib_torch", "commlib_tensorflow",
 )  # fmt: skip

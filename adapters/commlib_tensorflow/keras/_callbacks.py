@@ -12,6 +12,7 @@ from commlib.horovod.learning_rate import LearningRateSchedule, LearningRateWarm
 from commlib_tensorflow import _keras_optimizers as optimizers
 from commlib_tensorflow._keras_optimizers import build, variables_of
 from commlib_tensorflow._keras_reduction import key_of
+from commlib_tensorflow._updates import kept_for_local
 from commlib_tensorflow.broadcast import broadcast_variables
 
 
@@ -46,8 +47,10 @@ class BroadcastGlobalVariables:
             self._broadcast()
 
     def _broadcast(self) -> None:
-        variables = [*self.model.weights, *variables_of(getattr(self.model, "optimizer", None))]
-        broadcast_variables([v for v in variables if key_of(v) not in self._local], root_rank=self.root_rank)
+        optimizer = getattr(self.model, "optimizer", None)
+        variables = [*self.model.weights, *variables_of(optimizer)]
+        local = self._local | set(map(key_of, kept_for_local(optimizer)))
+        broadcast_variables([v for v in variables if key_of(v) not in local], root_rank=self.root_rank)
         self.broadcast_done = True
 
 

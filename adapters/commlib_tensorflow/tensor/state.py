@@ -10,6 +10,7 @@ import keras
 
 from commlib.dtypes import Array
 from commlib.errors import UsageError
+from commlib.tensor.sharding import Sharding
 from commlib_tensorflow._shards import own_of, shard_of, whole_of
 from commlib_tensorflow._updates import lists_of, put_state, state_of
 from commlib_tensorflow.tensor._dividing import divide
@@ -66,7 +67,11 @@ def divide_optimizer(optimizer: Any) -> None:
     for name, variables in lists_of(optimizer).items():
         for weight, variable in zip(optimizer._trainable_variables, variables, strict=True):
             shard = shard_of(weight)
-            if shard is not None and variable is not None and tuple(variable.shape) == shard.sharding.shape:
+            if shard is None or not isinstance(
+                shard.sharding, Sharding
+            ):  # experts are made divided, before an optimizer is
+                continue
+            if variable is not None and tuple(variable.shape) == shard.sharding.shape:
                 divide(f"{name} of {optimizer.name}", shard.axis, [(variable, shard.sharding)])
     # Keras knows weights by TensorFlow's variables, which are others now.
     optimizer._trainable_variables_indices = {
@@ -77,11 +82,11 @@ def divide_optimizer(optimizer: Any) -> None:
 @cache
 def kept_as(kind: type, plain: type) -> type:
     """Return a class of layers that are `kind`, and say that they are `plain` to who writes or reads files."""
-    return type(kind.__name__, (_InFiles, kind), {"__doc__": kind.__doc__, "__class__": property(lambda self: plain)})
+    return type(kind.__name__, (InFiles, kind), {"__doc__": kind.__doc__, "__class__": property(lambda self: plain)})
 
 
-class _InFiles:
-    """Take own parts of what is read; refuse to write them as if they were all."""
+class InFiles:
+    """A layer over `axis`: take own parts of what is read; refuse to write them as if they were all."""
 
     axis: Any
     variables: list[Any]

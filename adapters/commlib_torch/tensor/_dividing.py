@@ -36,9 +36,7 @@ def divide(what: str, module: nn.Module, axis: Axis, shardings: Mapping[str, Sha
     check_division(what, module, shardings, Division(axis))
     watch_optimizers()
     keep_unfused(module)
-    if not getattr(module, _TAKES, False):
-        setattr(module, _TAKES, True)
-        module.register_load_state_dict_pre_hook(_take_own)
+    take_own_when_loaded(module)
     for name, sharding in shardings.items():
         parameter, shard = module.get_parameter(name), Shard(axis, sharding)
         if shard_of(parameter) is not None:
@@ -47,6 +45,13 @@ def divide(what: str, module: nn.Module, axis: Axis, shardings: Mapping[str, Sha
             parameter.data = to_tensor(shard.own(array_of(packed(parameter))))
             parameter.grad = None
         mark(parameter, shard)
+
+
+def take_own_when_loaded(module: nn.Module) -> None:
+    """Let a module take this rank's parts of whole state that it loads."""
+    if not getattr(module, _TAKES, False):
+        setattr(module, _TAKES, True)
+        module.register_load_state_dict_pre_hook(_take_own)
 
 
 def _take_own(module: nn.Module, state: dict[str, Any], prefix: str, *_: Any) -> None:

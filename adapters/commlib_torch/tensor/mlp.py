@@ -43,7 +43,8 @@ class ParallelMLP(nn.Module):
         **kwargs: Any,
     ) -> None:
         super().__init__()
-        self.axis, self.gated, self.activation = axis_of(axis), gated, _activation(activation)
+        self.axis, self.gated = axis_of(axis), gated
+        self.activation = activation_of("ParallelMLP", activation)
         columns = Column(parts=2 if gated else 1, sequence=sequence)
         self.up = ColumnLinear(width, (1 + gated) * hidden, self.axis, bias, style=columns, **kwargs)
         self.down = RowLinear(hidden, width, self.axis, bias, style=Row(sequence=sequence), **kwargs)
@@ -60,9 +61,10 @@ class ParallelMLP(nn.Module):
         return out
 
 
-def _activation(given: str | Activation) -> Activation:
+def activation_of(what: str, given: str | Activation) -> Activation:
+    """Return an activation that is given by its name, or itself. Raises UsageError."""
     if callable(given):
         return given
     if given not in _ACTIVATIONS:
-        raise UsageError(f"ParallelMLP: activation {given!r}, expected a function, or one of {', '.join(_ACTIVATIONS)}")
+        raise UsageError(f"{what}: activation {given!r}, expected a function, or one of {', '.join(_ACTIVATIONS)}")
     return _ACTIVATIONS[given]

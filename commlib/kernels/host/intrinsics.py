@@ -54,6 +54,21 @@ def store_release(typingctx: Any, address: Any, value: Any) -> Any:
 
 
 @intrinsic
+def prefetch_to_write(typingctx: Any, address: Any) -> Any:
+    """Let the cache line at `address` come into this core's cache, to be written: another core may have it."""
+
+    def codegen(context: Any, builder: Any, signature: Any, args: Any) -> Any:
+        pointer = ir.IntType(8).as_pointer()
+        i32 = ir.IntType(32)
+        function_type = ir.FunctionType(ir.VoidType(), [pointer, i32, i32, i32])
+        function = cgutils.get_or_insert_function(builder.module, function_type, "llvm.prefetch.p0i8")
+        builder.call(function, [builder.inttoptr(args[0], pointer), i32(1), i32(3), i32(1)])
+        return context.get_dummy_value()
+
+    return types.void(types.intp), codegen
+
+
+@intrinsic
 def pause(typingctx: Any) -> Any:
     """Tell the CPU that this is a spin loop (nothing on machines without such a hint)."""
 

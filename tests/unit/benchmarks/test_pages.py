@@ -149,6 +149,31 @@ def test_divided_models_of_keras() -> None:
     assert "| 4 | forward and backward | 50 |" in text and "| 8 x 64 | 100.0 | 150.0 | 1.50 |" in text
 
 
+PARTS = {
+    "step": 1e-2, "routing": 1e-4, "routing, backward": 3e-5, "dispatch": 5e-5, "combine": 6e-5, "dispatch_back": 7e-5,
+    "combine_back": 8e-5, "meetings": 9e-5,
+}  # fmt: skip
+
+
+def test_mixtures_of_experts() -> None:
+    seconds = {"ours": [4e-5, 5e-5, 5e-5], "gloo": [1e-3] * 3, "gloo, counts": [2e-3] * 3}
+    moves = [{"nbytes": 65536, "seconds": seconds}]
+    names = {"ours": 0.004, "by hand": 0.008, "one-hot": 0.016, "dense": 0.002, "products": 0.001}
+    step = {"top_k": 2, "hidden": 64, "seconds": {name: [value] * 3 for name, value in names.items()}, "parts": PARTS}
+    text = written("moe", record("moe", moves=moves, layer=[step]))
+    assert "| 64 Ki | 50 | 40 | 20.00 (20.00-25.00) | 40.00 (40.00-50.00) |" in text
+    assert "| top-2, 64 | 4.00 | 0.50 (0.50-0.50) | 0.25 (0.25-0.25) | 2.00 (2.00-2.00) | 4.00 (4.00-4.00) |" in text
+    assert "| top-2, 64 | 100 | 30 | 50 | 60 | 70 | 80 | 90 |" in text
+
+
+def test_mixtures_of_experts_in_keras() -> None:
+    nodes = [{"tokens": 8, "count": 10, "seconds": {"nodes": [2e-3] * 3, "nothing": [1e-3] * 3}, "parts": PARTS}]
+    steps = [{"top_k": 1, "hidden": 64, "seconds": {"ours": [6e-3] * 3, "dense": [3e-3] * 3}, "parts": PARTS}]
+    text = written("moe", record("moe_keras", nodes=nodes, steps=steps))
+    assert "| 8 | 100 | 39 | 9 |" in text
+    assert "| top-1, 64 | 6.00 | 2.00 (2.00-2.00) | 100 | 30 | 50 | 60 | 70 | 80 | 90 |" in text
+
+
 def test_compression_and_codecs() -> None:
     of = {"seconds": [0.1, 0.3, 0.2], "sent": [1024, 3072], "validation": [[1, 1.0, 9.0], [2, 2.0, 2.5]]}
     text = written("compression", record("compression", figures={"int8": of, "local": {**of, "sent": [None]}}))
@@ -164,7 +189,8 @@ def test_nothing_kept_is_told() -> None:
 def test_pages_of_a_folder(tmp_path: Path) -> None:
     (tmp_path / "a.json").write_text(json.dumps(record("codecs", figures={"int8": {"encode": 1.0}})))
     made = pages.pages(tmp_path)
-    assert set(made) == {"node.md", "hosts.md", "named.md", "training.md", "pipeline.md", "tensor.md", "compression.md"}
+    names = ("node", "hosts", "named", "training", "pipeline", "tensor", "moe", "compression")
+    assert set(made) == {f"{name}.md" for name in names}
     assert "int8" in made["compression.md"] and "int8" not in made["node.md"]
 
 

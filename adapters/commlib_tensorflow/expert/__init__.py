@@ -1,0 +1,9 @@
+"""Mixtures of experts for Keras: the layer, and what turns MLPs of a plain model into such."""
+
+from commlib_tensorflow.expert.checkpoint import load_experts, save_experts
+from commlib_tensorflow.expert.expertize import expertize
+from commlib_tensorflow.expert.mlp import MLP
+from commlib_tensorflow.expert.moe import MoE, expert_stats
+from commlib_tensorflow.expert.rebalance import rebalance_experts
+
+__all__ = ["MLP", "MoE", "expert_stats", "expertize", "load_experts", "rebalance_experts", "save_experts"]

@@ -1,0 +1,125 @@
+"""expertize: turn MLPs of a plain model of Keras into mixtures of experts."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import keras
+import numpy as np
+
+from commlib.data_parallel.parameter_check import check_agreement
+from commlib.errors import UsageError
+from commlib.expert.experts import Experts
+from commlib.expert.ranks import ExpertRanks, Ranks
+from commlib.functional.agreement import together
+from commlib.mesh_groups import Mesh
+from commlib.tensor.plan import resolve
+from commlib_tensorflow._keras3 import NO_XLA_DIVIDED, never_compile
+from commlib_tensorflow.expert.moe import MoE
+from commlib_tensorflow.tensor.names import layers_named, only
+
+
+def expertize(model: keras.Model, ranks: Ranks, plan: Mapping[str, Experts]) -> keras.Model:
+    """Turn the MLPs that `plan` names into mixtures of experts among `ranks`, and return `model`.
+
+    plan: experts by patterns of layers' names from the model down, `{"block_*/mlp": Experts(8, top_k=2)}`. ranks: a
+    mesh, along its axis ep or a part of dp, or the communicator of the ranks that share the experts. Each MLP is a
+    layer from (..., width) to the same, such as a Sequential; experts are layers like it, made from its configuration,
+    with new values, or with copy=True its own values (upcycling: with a top_k above 1 the model computes at first what
+    it did); with hidden= they are built-in MLPs instead.
+
+    The model must be built, and not trained yet; it stays the same object, as do its other layers. Collective. Raises
+    UsageError on all ranks, before anything is changed, for a plan that does not fit, MismatchError if ranks have
+    different models or plans.
+    """
+    comm = ranks.comm if isinstance(ranks, Mesh) else ExpertRanks.of(ranks, 1).data
+    found = together(comm, lambda: _found(model, plan))
+    lines = [f"layer {place}: {experts}" for place, _, experts in found]
+    check_agreement(comm, "expertize", [*lines, *(f"{v.dtype}{list(v.shape)}" for v in model.variables)])
+    made = {id(layer): _made(layer, experts, ranks) for _, layer, experts in found}
+    for _, layer, _ in found:
+        _become(layer, made[id(layer)])
+    never_compile(model)
+    model.train_function = model.test_function = model.predict_function = None
+    return model
+
+
+def _found(model: Any, plan: Mapping[str, Experts]) -> list[tuple[int, Any, Experts]]:
+    """Return (place among all layers, layer, experts) of what a plan names."""
+    if getattr(model, "_jit_compile", False):
+        raise UsageError(NO_XLA_DIVIDED)
+    if getattr(getattr(model, "optimizer", None), "built", False):
+        raise UsageError("expertize: the model has been trained: its optimizer knows the weights that would go")
+    named = layers_named(model)
+    places = {name: place for place, name in enumerate(named)}
+    resolved = resolve(plan, list(named), (Experts,))
+    found = [(places[name], only(name, named[name]), experts) for name, experts in resolved.items()]
+    for place, layer, experts in found:
+        name = list(named)[place]
+        if not layer.built:
+            raise UsageError(f"expertize: {name} is not built: call the model once, or give it an Input")
+        width_of(name, layer)
+        if experts.shared and experts.hidden is None:
+            raise UsageError(f"expertize: {name}: shared experts are built-in MLPs: give hidden=, their features")
+        if experts.copy and experts.hidden is not None:
+            raise UsageError(f"expertize: {name}: copies of a dense MLP have its size: give copy=True or hidden=")
+        if experts.hidden is None:
+            try:
+                _like(layer)
+            except Exception as error:
+                raise UsageError(
+                    f"expertize: {name} cannot be made from its configuration ({type(error).__name__}: {error}): give "
+                    "hidden= for built-in MLPs"
+                ) from error
+    return found
+
+
+def width_of(name: str, layer: Any) -> int:
+    """Return the features that an MLP takes and gives. Raises UsageError where its kernels do not say so."""
+    kernels = [tuple(variable.shape) for variable in layer.trainable_variables if len(variable.shape) == 2]
+    if not kernels or kernels[0][0] not in {outputs for _, outputs in kernels}:
+        raise UsageError(
+            f"expertize: {name} is a {type(layer).__name__}, expected an MLP whose first kernel takes the features "
+            "that another one gives"
+        )
+    return int(kernels[0][0])
+
+
+def _like(layer: Any) -> Any:
+    """Return a new layer of the same configuration, built for rows [number, width]."""
+    if type(layer) is keras.Sequential:  # but for the shape that it has been built for
+        made = keras.Sequential([inner.__class__.from_config(inner.get_config()) for inner in layer.layers])
+    else:
+        made = layer.__class__.from_config(layer.get_config())
+    made(np.zeros((1, width_of(layer.name, layer)), np.float32))
+    return made
+
+
+def _made(layer: Any, experts: Experts, ranks: Ranks) -> MoE:
+    make: Callable[[], Any] | None = None
+    if experts.hidden is None:
+        values = layer.get_weights() if experts.copy else None
+
+        def make() -> Any:
+            made = _like(layer)
+            if values is not None:
+                made.set_weights(values)
+            return made
+
+    found = MoE(experts, ranks, expert=make, name=layer.name, dtype=layer.dtype_policy)
+    found.mixture.name = layer.path or layer.name
+    found.build((None, width_of(layer.name, layer)))
+    for variable in found.variables:
+        variable._path = f"{layer.path or layer.name}/{variable.name}"
+    return found
+
+
+def _become(layer: Any, made: MoE) -> None:
+    """Let a layer be another one, at its place in the model: whoever has it, has the other one from then on."""
+    nodes = {
+        name: vars(layer)[name] for name in ("_inbound_nodes", "_outbound_nodes", "_parent_path") if name in vars(layer)
+    }
+    layer.__class__ = type(made)
+    vars(layer).clear()
+    vars(layer).update({**vars(made), **nodes})

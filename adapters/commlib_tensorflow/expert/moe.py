@@ -1,0 +1,188 @@
+"""MoE: a layer whose tokens each go to a few of many experts, which are divided among ranks."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable
+from typing import Any
+
+import keras
+import tensorflow as tf
+
+from commlib.dtypes import Array
+from commlib.errors import UsageError
+from commlib.expert.experts import Experts
+from commlib.expert.mixture import Mixture, stats_of
+from commlib.expert.ranks import ExpertRanks, Ranks
+from commlib.expert.routing import Routing
+from commlib.expert.stats import Stats
+from commlib.tensor.streams import fold
+from commlib_tensorflow._graph import Spec, call_in_order, no_autograph, result_empty
+from commlib_tensorflow.expert._after_step import call_after_step
+from commlib_tensorflow.expert._functions import Sent, combined, dispatched, routed, sent
+from commlib_tensorflow.expert._stacked import computed, seeded, stacked
+from commlib_tensorflow.expert.mlp import MLP
+from commlib_tensorflow.tensor.state import InFiles
+
+
+class MoE(InFiles, keras.layers.Layer):  # type: ignore[misc]  # Keras has no types
+    """A mixture of experts: a router sends each token to a few of them, and adds up what they make of it.
+
+    inputs: (..., width), other tokens on each rank; a rank may have none. Returns the same shape. experts: how many,
+    and how tokens go to them. ranks: a mesh (its axis ep, or a part of dp), or the communicator of the ranks that share
+    the experts. expert: makes one, a layer from (rows, width) to the same, instead of the built-in MLP.
+
+    The values of weights depend on rank 0's seed, not on the number of ranks. Those of experts are parts of stacks
+    [experts, ...]: `gather_weights`. Losses of the router are added as Keras' layers add them, in training. A mask says
+    which tokens are padding: they go nowhere. Collective to make, to build and to call, forward and backward.
+    """
+
+    def __init__(
+        self,
+        experts: Experts,
+        ranks: Ranks,
+        *,
+        expert: Callable[[], Any] | None = None,
+        **kwargs: Any,
+    ) -> None:
+        super().__init__(**kwargs)
+        self.options, self._make = experts, expert
+        self.ranks = ExpertRanks.of(ranks, experts.count, empty=result_empty)
+        self.axis = self.ranks.axis if self.ranks.product is None else self.ranks.product
+        self.mixture = Mixture(self.name, experts, self.ranks)
+        self.supports_masking, self.supports_jit = True, False
+        self._seed = self.ranks.first(random.randint(1, 10**9))
+        own = fold(self._seed, self.ranks.data.rank) >> 33  # others on ranks with other tokens
+        self._draws = keras.random.SeedGenerator(own) if experts.draws or experts.jitter else None
+
+    def build(self, input_shape: Any) -> None:
+        """Make the weights."""
+        options, width = self.options, input_shape[-1]
+        if width is None:
+            raise UsageError(f"{self.name}: the last dimension of {tuple(input_shape)} is not known")
+        self.width = width
+        with seeded(self._seed):
+            self.router = self.add_weight(
+                shape=(options.count, width),
+                initializer=keras.initializers.GlorotUniform(seed=random.randint(1, 10**9)),
+                name="router",
+                autocast=False,
+            )
+            self.shared = self._mlp(options.shared) if options.shared else None
+            if self.shared is not None:
+                self.shared.build((None, width))
+        make = self._make or (lambda: self._mlp(1))
+        self._expert, self.stacks = stacked(self, make, width, self._seed, self.mixture.placement, self.ranks)
+        self.expert_bias: Any = None
+        if options.bias_rate:
+            self.expert_bias = self.add_weight(
+                shape=(options.count,), initializer="zeros", trainable=False, name="expert_bias", autocast=False
+            )
+            call_after_step(self.router, self._balance)
+
+    def _mlp(self, times: int) -> Any:
+        options = self.options
+        if options.hidden is None:
+            raise UsageError("MoE: give Experts(hidden=...), the features within the built-in MLP, or expert=")
+        return MLP(
+            self.width,
+            times * options.hidden,
+            gated=options.gated,
+            activation=options.activation,
+            use_bias=options.bias,
+            dtype=self.dtype_policy,
+        )
+
+    @no_autograph
+    def call(self, inputs: Any, training: Any = None, mask: Any = None) -> Any:
+        """Return the outputs."""
+        options, mixture = self.options, self.mixture
+        tokens = tf.reshape(inputs, (-1, self.width))
+        sequence = tf.shape(inputs)[-2] if len(inputs.shape) > 2 else tf.shape(tokens)[0]
+        training = bool(training)
+        more = {"sequence": sequence}
+        if mask is not None:
+            more["mask"] = tf.reshape(tf.cast(mask, tf.bool), (-1,))
+        if self.expert_bias is not None:
+            more["bias"] = tf.convert_to_tensor(self.expert_bias)
+        if training and options.draws:
+            more["seed"] = keras.random.randint((), 0, 1 << 30, dtype="int32", seed=self._draws)
+        names = list(more)
+
+        def route(logits: Array, *arrays: Array) -> Routing:
+            given: dict[str, Any] = dict(zip(names, arrays, strict=True))
+            for name in ("sequence", "seed"):
+                if name in given:
+                    given[name] = int(given[name])
+            return mixture.route(logits, training=training, **given)
+
+        logits, given = self._logits(tokens, training), list(more.values())
+        if options.chunks > 1 and self.ranks.axis.size > 1:
+            y, losses = self._in_parts(tokens, logits, route, given)
+        else:
+            came = sent(tokens, logits, mixture, route, given)
+            y, losses = self._computed(came, tokens), came.losses
+        if training:
+            self.add_loss(options.balance_weight * losses[0] + options.z_weight * losses[1])
+        if self.shared is not None:
+            y = y + self.shared(tokens)
+        return tf.reshape(y, tf.shape(inputs))
+
+    def _computed(self, came: Sent, tokens: Any) -> Any:
+        """Return for tokens what the experts of all ranks make of them."""
+        tensor = self.ranks.tensor if self._make is None else None
+        local = len(self.mixture.placement.of_rank(self.ranks.axis.rank))
+        out = computed(self._expert, self.stacks, came.rows, came.counts, local, tensor)
+        return combined(out, came.gates, self.mixture, came.state, tokens)
+
+    def _in_parts(self, tokens: Any, logits: Any, route: Any, given: Any) -> tuple[Any, Any]:
+        """Return that of tokens in several parts, and the losses: one part travels while experts compute another."""
+        count = self.options.chunks
+        found = routed(logits, count, route, given)
+        xs, gates = tf.split(tokens, found.tokens, num=count), tf.split(found.gates, found.assignments, num=count)
+        results, came = [], [dispatched(xs[0], gates[0], self.mixture, 0, found.state)]
+        for part in range(count):
+            if part + 1 < count:
+                came.append(dispatched(xs[part + 1], gates[part + 1], self.mixture, part + 1, found.state))
+            results.append(self._computed(came[part], xs[part]))
+        return tf.concat(results, 0), found.losses
+
+    def _balance(self) -> None:
+        """Let scores for choosing move towards even load, after a step."""
+        bias: Any = self.expert_bias
+        spec = Spec(tf.float32, tuple(bias.shape))
+        (moved,) = call_in_order(
+            "experts", lambda array: [self.mixture.rebalanced(array)], [tf.convert_to_tensor(bias)], [spec]
+        )
+        bias.assign(moved)
+
+    def stats(self) -> Stats:
+        """Return how experts were used since the last time, by tokens of all ranks. Collective."""
+        return self.mixture.stats()
+
+    def _logits(self, tokens: Any, training: bool) -> Any:
+        """Return the router's scores, in float32 whatever else is computed in."""
+        x = tf.cast(tokens, tf.float32)
+        if training and self.options.jitter:
+            jitter = self.options.jitter
+            x = x * keras.random.uniform(tf.shape(x), 1 - jitter, 1 + jitter, dtype="float32", seed=self._draws)
+        return tf.matmul(x, tf.cast(self.router, tf.float32), transpose_b=True)
+
+    def get_config(self) -> dict[str, Any]:
+        """Refuse: a file would have one rank's experts, and ranks are no part of a configuration."""
+        raise UsageError(
+            f"{self.name}: a mixture of experts among ranks has no configuration: save what gather_weights(model) "
+            "returns, or use save_experts"
+        )
+
+    def compute_output_shape(self, input_shape: Any) -> Any:
+        """Return the shape of the output, that of the input."""
+        return input_shape
+
+
+def expert_stats(model: keras.Model) -> dict[str, Stats]:
+    """Return how the experts of a model's layers were used since the last time, by name, by tokens of all ranks.
+
+    Collective, one small message. `commlib.expert.stats.drawn` draws them as bars.
+    """
+    return stats_of(layer.mixture for layer in model._flatten_layers() if isinstance(layer, MoE))

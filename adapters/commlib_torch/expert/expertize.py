@@ -1,0 +1,104 @@
+"""expertize: turn MLPs of a plain model into mixtures of experts."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Mapping
+from typing import TypeVar
+
+from torch import nn
+
+from commlib.data_parallel.parameter_check import check_agreement
+from commlib.errors import UsageError
+from commlib.expert.experts import Experts
+from commlib.expert.ranks import ExpertRanks, Ranks
+from commlib.functional.agreement import together
+from commlib.mesh_groups import Mesh
+from commlib.tensor.plan import lines, resolve
+from commlib_torch.expert.moe import MoE
+
+ModelT = TypeVar("ModelT", bound=nn.Module)
+
+
+def expertize(model: ModelT, ranks: Ranks, plan: Mapping[str, Experts]) -> ModelT:
+    """Turn the MLPs that `plan` names into mixtures of experts among `ranks`, and return `model`.
+
+    plan: experts by patterns of names, `{"layers.*.mlp": Experts(8, top_k=2)}`. ranks: a mesh, along its axis ep or a
+    part of dp, or the communicator of the ranks that share the experts. Each MLP is a module from (..., width) to the
+    same; experts are modules like it, with new values, or with copy=True its own values (upcycling: with a top_k above
+    1 the model computes at first what it did); with hidden= they are built-in MLPs instead.
+
+    Collective. Raises UsageError on all ranks, before anything is changed, for a plan that does not fit, MismatchError
+    if ranks have different models or plans.
+    """
+    comm = ranks.comm if isinstance(ranks, Mesh) else ExpertRanks.of(ranks, 1).data
+    found = together(comm, lambda: _found(model, plan))
+    shapes = [f"{name}: {list(parameter.shape)}" for name, parameter in model.named_parameters()]
+    check_agreement(comm, "expertize", [*lines({name: experts for name, _, experts in found}), *shapes])
+    made: dict[int, MoE] = {}
+    for name, module, experts in found:
+        if id(module) not in made:  # one module may have several names
+            make = None if experts.hidden is not None else _maker(module, experts)
+            made[id(module)] = _made(name, module, experts, ranks, make)
+    for name, module, _ in found:
+        parent, _, last = name.rpartition(".")
+        setattr(model.get_submodule(parent), last, made[id(module)])
+    return model
+
+
+def _found(model: nn.Module, plan: Mapping[str, Experts]) -> list[tuple[str, nn.Module, Experts]]:
+    modules = dict(model.named_modules(remove_duplicate=False))
+    found = [(name, modules[name], experts) for name, experts in resolve(plan, list(modules), (Experts,)).items()]
+    for name, module, experts in found:
+        if not name:
+            raise UsageError("expertize: the plan names the model itself: make it a layer of another one")
+        width_of(name, module)
+        if experts.shared and experts.hidden is None:
+            raise UsageError(f"expertize: {name}: shared experts are built-in MLPs: give hidden=, their features")
+        if experts.copy and experts.hidden is not None:
+            raise UsageError(f"expertize: {name}: copies of a dense MLP have its size: give copy=True or hidden=")
+        if not experts.copy and experts.hidden is None:
+            for inner, layer in module.named_modules():
+                own = list(layer.parameters(recurse=False))
+                if own and not hasattr(layer, "reset_parameters"):
+                    raise UsageError(
+                        f"expertize: {name}.{inner} has parameters, and no reset_parameters() that gives each expert "
+                        "values of its own: give copy=True, or hidden="
+                    )
+    return found
+
+
+def width_of(name: str, module: nn.Module) -> int:
+    """Return the features that an MLP takes and gives. Raises UsageError where its linear layers do not say so."""
+    layers = [layer for layer in module.modules() if isinstance(layer, nn.Linear)]
+    widths = {layer.in_features for layer in layers} & {layer.out_features for layer in layers}
+    width = layers[0].in_features if layers else 0
+    if width not in widths:
+        raise UsageError(
+            f"expertize: {name} is a {type(module).__name__}, expected an MLP whose first linear layer takes the "
+            "features that another one gives"
+        )
+    return width
+
+
+def _maker(module: nn.Module, experts: Experts) -> Callable[[], nn.Module]:
+    """Return what makes an expert like a module."""
+
+    def make() -> nn.Module:
+        made = copy.deepcopy(module)
+        if not experts.copy:
+            for layer in made.modules():
+                reset = getattr(layer, "reset_parameters", None)
+                if reset is not None:
+                    reset()
+        return made
+
+    return make
+
+
+def _made(name: str, module: nn.Module, experts: Experts, ranks: Ranks, make: Callable[[], nn.Module] | None) -> MoE:
+    first = next(module.parameters())
+    found = MoE(width_of(name, module), experts, ranks, expert=make, name=name)
+    found.to(first.device, first.dtype)
+    found.train(module.training)
+    return found

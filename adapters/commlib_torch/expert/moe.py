@@ -1,0 +1,161 @@
+"""MoE: a layer whose tokens each go to a few of many experts, which are divided among ranks."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from commlib.errors import UsageError
+from commlib.expert.experts import Experts
+from commlib.expert.flow import Flow, parts_of
+from commlib.expert.mixture import Mixture, stats_of
+from commlib.expert.ranks import ExpertRanks, Ranks
+from commlib.expert.stats import Stats
+from commlib_torch._bridge import array_of, packed, to_tensor
+from commlib_torch._uncompiled import uncompiled
+from commlib_torch.expert._after_step import call_after_step
+from commlib_torch.expert._functions import Combined, Dispatched, Routed
+from commlib_torch.expert._parts import in_parts
+from commlib_torch.expert._stacked import computed, seeded, stacked
+from commlib_torch.expert.losses import KeepsLosses
+from commlib_torch.expert.mlp import MLP
+
+
+class MoE(KeepsLosses):
+    """A mixture of experts: a router sends each token to a few of them, and adds up what they make of it.
+
+    x: (..., width), other tokens on each rank; a rank may have none. Returns the same shape. experts: how many, and how
+    tokens go to them. ranks: a mesh (its axis ep, or a part of dp), or the communicator of the ranks that share the
+    experts. expert: makes one, a module from (rows, width) to the same, instead of the built-in MLP; one with a method
+    `grouped(rows, counts)`, as `MLP` has it, computes all experts of a rank at once. name: for errors and `stats`.
+
+    The values of parameters depend on rank 0's seed, not on the number of ranks. Those of experts are parts of stacks
+    [experts, ...], as state dicts have them: `gather_state_dict`. Add `auxiliary_loss(model)` to the loss; a pipeline
+    does so by itself. Collective to make and to call, forward and backward.
+    """
+
+    expert_bias: Tensor | None
+
+    def __init__(
+        self,
+        width: int,
+        experts: Experts,
+        ranks: Ranks,
+        *,
+        expert: Callable[[], nn.Module] | None = None,
+        name: str = "MoE",
+    ) -> None:
+        super().__init__()
+        found = ExpertRanks.of(ranks, experts.count)
+        self.width, self.options = width, experts
+        self.mixture = Mixture(name, experts, found)
+        seed = found.first(int(torch.randint(1 << 62, (), device="cpu")))
+        make = expert or (lambda: self._mlp(1))
+        with seeded(seed):
+            divided = self._mlp(1).divided() if expert is None and found.tensor is not None else {}
+        with seeded(seed):
+            self.router = nn.Linear(width, experts.count, bias=False)
+            self.shared = self._mlp(experts.shared) if experts.shared else None
+        self.experts = stacked(name, make, seed, self.mixture.placement, found, divided)
+        self._tensor = found.tensor if divided else None
+        self.register_buffer("expert_bias", torch.zeros(experts.count) if experts.bias_rate else None)
+
+    def _mlp(self, times: int) -> MLP:
+        options = self.options
+        if options.hidden is None:
+            raise UsageError("MoE: give Experts(hidden=...), the features within the built-in MLP, or expert=")
+        return MLP(
+            self.width,
+            times * options.hidden,
+            gated=options.gated,
+            activation=options.activation,
+            bias=options.bias,
+        )
+
+    def forward(self, x: Tensor, mask: Tensor | None = None) -> Tensor:
+        """Return the outputs. mask: False for tokens, of shape (...), that are padding: zeros come for them."""
+        if x.shape[-1] != self.width:
+            raise UsageError(f"{self.mixture.name}: expected (..., {self.width}), got {tuple(x.shape)}")
+        tokens = x.reshape(-1, self.width)
+        y = self._mixed(tokens, mask, x.shape[-2] if x.dim() > 2 else len(tokens))
+        if self.shared is not None:
+            y = y + self.shared(tokens)
+        return y.reshape(x.shape)
+
+    @uncompiled
+    def _mixed(self, tokens: Tensor, mask: Tensor | None, sequence: int) -> Tensor:
+        options, mixture = self.options, self.mixture
+        logits = self._logits(tokens)
+        draws = self.training and options.draws
+        if self.expert_bias is not None and self.training:
+            call_after_step(self.router.weight, self._balance)
+        routing = mixture.route(
+            array_of(packed(logits)),
+            training=self.training,
+            seed=int(torch.randint(1 << 62, (), device="cpu")) if draws else 0,
+            bias=None if self.expert_bias is None else array_of(packed(self.expert_bias.float())),
+            mask=None if mask is None else array_of(packed(mask.reshape(-1))),
+            sequence=sequence,
+        )
+        gates, balance, z = Routed.apply(logits, routing)  # type: ignore[no-untyped-call]
+        if self.training and (options.balance != "none" or options.z_weight):
+            self.keep(options.balance_weight * balance + options.z_weight * z)
+        if options.chunks > 1 and mixture.ranks.axis.size > 1:
+            parts = parts_of(routing, options.chunks)
+            flow = Flow(mixture, parts, array_of(packed(tokens)), array_of(packed(gates)))
+            return in_parts(flow, tokens, gates, self._computed)
+        rows, row_gates, passage, counts = Dispatched.apply(  # type: ignore[no-untyped-call]
+            tokens, gates, mixture.exchange, mixture.name, routing
+        )
+        out = self._computed(rows, counts)
+        y: Tensor = Combined.apply(  # type: ignore[no-untyped-call]
+            out, row_gates, mixture.exchange, mixture.name, passage
+        )
+        return y
+
+    @torch.no_grad()
+    def _balance(self) -> None:
+        """Let scores for choosing move towards even load, after a step."""
+        assert self.expert_bias is not None
+        bias = array_of(packed(self.expert_bias.float()))
+        self.expert_bias.copy_(to_tensor(self.mixture.rebalanced(bias)))
+
+    def stats(self) -> Stats:
+        """Return how experts were used since the last time, by tokens of all ranks. Collective."""
+        return self.mixture.stats()
+
+    def _computed(self, rows: Tensor, counts: list[int]) -> Tensor:
+        """Return what the experts of this rank make of their rows."""
+        grouped: Any = getattr(self.experts, "grouped", None)
+        if grouped is None:
+            found = computed(self.experts, rows, counts)
+        else:
+            found = grouped(rows, counts) if self._tensor is None else grouped(rows, counts, self._tensor)
+        if found.shape != rows.shape:
+            raise UsageError(f"{self.mixture.name}: experts made {tuple(found.shape)} of rows {tuple(rows.shape)}")
+        return found
+
+    def _logits(self, tokens: Tensor) -> Tensor:
+        """Return the router's scores, in float32 whatever else is computed in."""
+        jitter = self.options.jitter if self.training else 0.0
+        with torch.autocast(tokens.device.type, enabled=False):
+            x = tokens.float()
+            if jitter:
+                x = x * torch.empty_like(x).uniform_(1 - jitter, 1 + jitter)
+            return F.linear(x, self.router.weight.float())
+
+    def extra_repr(self) -> str:
+        """Say how many experts there are, and where."""
+        return f"{self.width}, {self.options.count} experts, {self.mixture.ranks.axis!r}"
+
+
+def expert_stats(model: nn.Module) -> dict[str, Stats]:
+    """Return how the experts of a model's layers were used since the last time, by name, by tokens of all ranks.
+
+    Collective, one small message. `commlib.expert.stats.drawn` draws them as bars.
+    """
+    return stats_of(module.mixture for module in model.modules() if isinstance(module, MoE))

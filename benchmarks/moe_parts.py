@@ -1,0 +1,96 @@
+"""Common parts of the benchmarks of mixtures of experts: contenders in turn, and where the time of a step goes."""
+
+from __future__ import annotations
+
+import statistics
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+from commlib.bench.measure import burst_of
+from commlib.expert.routing import Routing
+
+Call = Callable[[], object]
+EXCHANGES = ("dispatch", "combine", "dispatch_back", "combine_back")
+
+
+def in_turn(world: Any, calls: dict[str, Call], rounds: int) -> dict[str, list[float]]:
+    """Return the seconds of a call of each contender in each round, the slowest rank's."""
+    bursts = {name: burst_of(world, call) for name, call in calls.items()}
+    names = list(calls)
+    seconds: dict[str, list[float]] = {name: [] for name in names}
+    for turn in range(rounds + 1):
+        for place in range(len(names)):
+            name = names[(place + turn) % len(names)]
+            taken = bursts[name]()
+            if turn:
+                seconds[name].append(taken)
+    return seconds
+
+
+def parts(mixture: Any, step: Call, rounds: int) -> dict[str, float]:
+    """Return the mean seconds of a step of this rank, and of what it spends outside of PyTorch."""
+    found: list[dict[str, float]] = []
+    for _ in range(rounds):
+        spent: dict[str, float] = {}
+        with watched(mixture, spent, []):
+            step()
+            spent.clear()
+            began = time.perf_counter()
+            for _ in range(20):
+                step()
+            spent["step"] = time.perf_counter() - began
+        found.append({name: seconds / 20 for name, seconds in spent.items()})
+    return {name: statistics.median(one.get(name, 0.0) for one in found) for name in found[0]}
+
+
+@contextmanager
+def watched(mixture: Any, spent: dict[str, float], counts: list[list[int]]) -> Iterator[None]:
+    """Add the seconds of routing, of each exchange and of what they wait in, and note how many rows experts get."""
+    exchange, regions = mixture.exchange, getattr(mixture.exchange, "regions", None)
+    places = [(exchange, name, name) for name in EXCHANGES]
+    places += [(mixture, "route", "routing"), (Routing, "gradient", "routing, backward")]
+    if regions is not None:
+        places.append((regions, "meet", "meetings"))
+    before = [(owner, name, vars(owner).get(name)) for owner, name, _ in places]
+    for owner, name, told in places:
+        setattr(owner, name, _timed(getattr(owner, name), told, spent))
+    dispatch = exchange.dispatch
+
+    def noting(*given: Any) -> Any:
+        found = dispatch(*given)
+        counts.append(found[3].tolist())
+        return found
+
+    exchange.dispatch = noting
+    try:
+        yield
+    finally:
+        for owner, name, own in before:
+            if own is None:
+                delattr(owner, name)
+            else:
+                setattr(owner, name, own)
+
+
+def _timed(function: Callable[..., Any], told: str, spent: dict[str, float]) -> Callable[..., Any]:
+    def timed(*given: Any, **more: Any) -> Any:
+        began = time.perf_counter()
+        found = function(*given, **more)
+        spent[told] = spent.get(told, 0.0) + time.perf_counter() - began
+        return found
+
+    return timed
+
+
+def shares(spent: dict[str, float]) -> tuple[float, float]:
+    """Return which shares of a step exchanges and routing take."""
+    routing = spent["routing"] + spent["routing, backward"]
+    return sum(spent[name] for name in EXCHANGES) / spent["step"], routing / spent["step"]
+
+
+def ratio(row: dict[str, Any], one: str, other: str) -> str:
+    """Return how many times as long as another one a contender takes, the median of rounds."""
+    pairs = zip(row["seconds"][one], row["seconds"][other], strict=True)
+    return f"{statistics.median(a / b for a, b in pairs):.2f}"

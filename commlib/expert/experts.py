@@ -1,0 +1,161 @@
+"""Experts: what users say of a mixture of experts. [pure]"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import Any
+
+from commlib.errors import UsageError
+
+_ROUNDING = 1e-12  # 10 tokens times 1.1 are 11
+
+_WORDS = {
+    "scores": ("softmax", "sigmoid"),
+    "capacity_over": ("rank", "all"),
+    "drop": ("position", "probability", "random"),
+    "second": ("all", "random"),
+    "choice": ("token", "expert"),
+    "balance": ("sequence", "microbatch", "global", "none"),
+}
+
+
+@dataclass(frozen=True, slots=True)
+class Experts:
+    """So many experts, and how tokens go to them.
+
+    Of each token:
+    top_k: how many experts it goes to. scores: how logits become scores. normalise: gates of a token add up to 1, those
+    of the experts that it still has after dropping (GShard); None: if top_k is more than 1, since a router learns
+    nothing from a gate that is always 1 (Switch). scale: gates are multiplied by it. groups, max_groups: experts lie in
+    so many equal groups, such as those of the nodes, and a token has experts in max_groups of them at most: those whose
+    two best scores add up to most (DeepSeek-V3). second="random": the second of two experts is taken with twice the
+    probability of its share in both (GShard), in training. choice="expert": experts choose tokens instead, as many as
+    their capacity is (expert choice). jitter: the router's input is multiplied by a number within 1 -+ jitter; noise:
+    the standard deviation of normal noise on logits; both in training.
+
+    Capacity:
+    capacity_factor: an expert takes factor * top_k * tokens / experts of the tokens, at least min_capacity; None: all
+    that come, dropless. eval_capacity_factor: that in evaluation, if it is another one; infinite: dropless.
+    capacity_over: of the tokens of each rank by themselves, or of all ranks together. drop: who stays: those that come
+    first (all first choices before all second ones), or have the highest scores, or anyone.
+
+    Balance:
+    balance: over what the load-balancing loss (Switch) is taken: "sequence" (the same whatever microbatches, ranks,
+    stages and accumulation steps there are), "microbatch" (this rank's tokens of one call) or "global" (all ranks'
+    tokens of one call). balance_weight, z_weight: what that loss, and the router's z-loss (ST-MoE), count. bias_rate:
+    balance without a loss: after each step, what is added to scores for choosing alone moves by so much towards even
+    load (DeepSeek-V3). force_balanced: tokens go round robin, for benchmarks.
+
+    The built-in expert is an MLP with `hidden` features, an activation, gated or not, with or without biases. shared:
+    so many more experts, as one MLP that all tokens go to. copy: of a dense MLP that becomes experts, all begin as
+    copies. codec: how tokens travel between nodes, such as "bf16" or "fp8". chunks: tokens are sent in so many parts,
+    the next one while experts compute.
+
+    Raises UsageError for what makes no sense.
+    """
+
+    count: int
+    top_k: int = 2
+    scores: str = "softmax"
+    normalise: bool | None = None
+    scale: float = 1.0
+    groups: int = 1
+    max_groups: int | None = None
+    second: str = "all"
+    choice: str = "token"
+    jitter: float = 0.0
+    noise: float = 0.0
+    capacity_factor: float | None = None
+    eval_capacity_factor: float | None = None
+    min_capacity: int = 4
+    capacity_over: str = "rank"
+    drop: str = "position"
+    balance: str = "sequence"
+    balance_weight: float = 0.01
+    z_weight: float = 0.0
+    bias_rate: float = 0.0
+    force_balanced: bool = False
+    hidden: int | None = None
+    activation: Any = "gelu"
+    gated: bool = False
+    bias: bool = True
+    shared: int = 0
+    copy: bool = False
+    codec: Any = None
+    chunks: int = 1
+
+    def __post_init__(self) -> None:
+        for name, words in _WORDS.items():
+            if getattr(self, name) not in words:
+                raise UsageError(f"Experts: {name} is {getattr(self, name)!r}, expected one of {', '.join(words)}")
+        for name, least in (
+            ("count", 1),
+            ("top_k", 1),
+            ("groups", 1),
+            ("min_capacity", 0),
+            ("shared", 0),
+            ("chunks", 1),
+        ):
+            value = getattr(self, name)
+            if isinstance(value, bool) or not isinstance(value, int) or value < least:
+                raise UsageError(f"Experts: {name} is {value!r}, expected a whole number from {least} on")
+        for name in ("jitter", "noise", "balance_weight", "z_weight", "bias_rate"):
+            if not 0 <= getattr(self, name) < math.inf:
+                raise UsageError(f"Experts: {name} is {getattr(self, name)}, expected a number that is not negative")
+        for name in ("capacity_factor", "eval_capacity_factor"):
+            factor = getattr(self, name)
+            if factor is not None and not factor > 0:
+                raise UsageError(f"Experts: {name} is {factor}, expected a positive number, or None")
+        if not 0 < self.scale < math.inf:
+            raise UsageError(f"Experts: scale is {self.scale}, expected a positive number")
+        for name in ("force_balanced", "gated", "bias", "copy"):
+            if not isinstance(getattr(self, name), bool):
+                raise UsageError(f"Experts: {name} is {getattr(self, name)!r}, expected True or False")
+        if not self.jitter < 1:
+            raise UsageError(f"Experts: jitter is {self.jitter}, expected a number below 1")
+        if self.hidden is not None and self.hidden < 1:
+            raise UsageError(f"Experts: hidden is {self.hidden}, expected at least 1")
+        self._check_groups()
+        if self.second == "random" and self.top_k != 2:
+            raise UsageError(f"Experts: second='random' is for top_k=2, got {self.top_k}")
+        if self.choice == "expert":
+            wrong = {"groups": self.groups > 1, "second": self.second != "all", "bias_rate": self.bias_rate > 0}
+            wrong["force_balanced"] = self.force_balanced
+            if bad := [name for name, given in wrong.items() if given]:
+                raise UsageError(f"Experts: choice='expert' does not go with {', '.join(bad)}")
+
+    def _check_groups(self) -> None:
+        if self.count % self.groups:
+            raise UsageError(f"Experts: {self.count} experts are not {self.groups} equal groups")
+        allowed = self.groups if self.max_groups is None else self.max_groups
+        if not 1 <= allowed <= self.groups:
+            raise UsageError(f"Experts: max_groups is {self.max_groups}, expected 1 to {self.groups}, the groups")
+        reachable = allowed * (self.count // self.groups)
+        if self.top_k > reachable:
+            raise UsageError(f"Experts: top_k is {self.top_k}, but a token can have {reachable} experts at most")
+
+    @property
+    def normalises(self) -> bool:
+        """Whether the gates of a token add up to 1 (times `scale`)."""
+        if self.normalise is not None:
+            return self.normalise
+        return self.top_k > 1 and self.choice == "token"
+
+    @property
+    def draws(self) -> bool:
+        """Whether routing depends on a seed in training."""
+        return self.noise > 0 or self.second == "random" or (self.drop == "random" and self.capacity_factor is not None)
+
+    def capacity(self, tokens: int, *, training: bool) -> int | None:
+        """Return how many of so many tokens an expert takes at most; None: all."""
+        factor = self.capacity_factor
+        if not training and self.eval_capacity_factor is not None:
+            factor = self.eval_capacity_factor
+        if factor is None:
+            if self.choice == "token":
+                return None
+            factor = 1.0
+        even = factor * self.top_k * tokens / self.count
+        wanted = math.ceil(even * (1 - _ROUNDING)) if math.isfinite(even) else tokens
+        return min(tokens, max(wanted, self.min_capacity))

@@ -1,0 +1,117 @@
+"""Flow: tokens in several parts, so that one travels while experts compute another one.
+
+All exchanges of a layer are started in one order, the same on all ranks, and run behind one another on the thread of
+their group:
+
+    dispatch 0, dispatch 1, (experts compute part 0) combine 0, dispatch 2, (part 1) combine 1, ...
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from commlib.dtypes import Array
+from commlib.expert.mixture import Mixture
+from commlib.expert.passage import Assigned, Passage
+from commlib.runtime.work import Work
+from commlib.schedule.layout import even
+
+
+class Part(NamedTuple):
+    """Some tokens of a rank, first to last, as a routing of their own. places: of its assignments in the whole's."""
+
+    first: int
+    last: int
+    places: Array
+    tokens: Array
+    counts: Array
+    starts: Array
+    slots: Array
+
+
+def parts_of(assigned: Assigned, parts: int) -> list[Part]:
+    """Cut a routing into parts with as many tokens each, or one more."""
+    tokens, starts, counts = assigned.tokens, assigned.starts, assigned.counts
+    layout = even(len(starts) - 1, parts)
+    experts_of = np.repeat(np.arange(len(counts)), counts)
+    found = []
+    for part in range(parts):
+        first, last = layout.slice_of(part)
+        places = np.flatnonzero((tokens >= first) & (tokens < last))
+        number = np.zeros(len(tokens), np.int32)
+        number[places] = np.arange(len(places), dtype=np.int32)
+        found.append(
+            Part(
+                first,
+                last,
+                places,
+                (tokens[places] - first).astype(np.int32),
+                np.bincount(experts_of[places], minlength=len(counts)).astype(np.int64),
+                (starts[first : last + 1] - starts[first]).astype(np.int32),
+                number[assigned.slots[starts[first] : starts[last]]],
+            )
+        )
+    return found
+
+
+class Flow:
+    """The exchanges of one call of a layer, by the numbers of its parts. x: [tokens, width]; gates: of all assignments.
+
+    Each is started, and waited for where its result is needed.
+    """
+
+    def __init__(self, mixture: Mixture, parts: list[Part], x: Array, gates: Array) -> None:
+        self.parts, self._mixture = parts, mixture
+        self._x, self._gates = x, gates
+        self._works: dict[tuple[str, int], Work] = {}
+        self._passages: dict[int, Passage] = {}
+
+    def dispatch(self, part: int) -> None:
+        """Start to send a part."""
+        own = self.parts[part]
+        x, gates = self._x[own.first : own.last], self._gates[own.places]
+        exchange, name = self._mixture.exchange, self._mixture.name
+        self._start("dispatch", part, lambda: exchange.dispatch(name, own, x, gates))
+
+    def dispatched(self, part: int) -> tuple[Array, Array, list[int]]:
+        """Return the rows that came, their gates, and how many each expert has."""
+        passage, rows, gates, counts = self._wait("dispatch", part)
+        self._passages[part] = passage
+        return rows, gates, counts.tolist()
+
+    def combine(self, part: int, rows: Array, gates: Array) -> None:
+        """Start to send back what experts made of a part."""
+        passage, exchange, name = self._passages[part], self._mixture.exchange, self._mixture.name
+        self._start("combine", part, lambda: exchange.combine(name, passage, rows, gates))
+
+    def combined(self, part: int) -> Array:
+        """Return what came back."""
+        return self._wait("combine", part)  # type: ignore[no-any-return]
+
+    def combine_back(self, part: int, gradient: Array) -> None:
+        """Start to send the gradient of what came back."""
+        passage, exchange, name = self._passages[part], self._mixture.exchange, self._mixture.name
+        self._start("combine, backward", part, lambda: exchange.combine_back(name, passage, gradient))
+
+    def combined_back(self, part: int) -> Array:
+        """Return the gradients that came."""
+        return self._wait("combine, backward", part)  # type: ignore[no-any-return]
+
+    def dispatch_back(self, part: int, rows: Array, gates: Array) -> None:
+        """Start to send back the gradients of rows and gates."""
+        passage, exchange, name = self._passages[part], self._mixture.exchange, self._mixture.name
+        self._start("dispatch, backward", part, lambda: exchange.dispatch_back(name, passage, rows, gates))
+
+    def dispatched_back(self, part: int) -> tuple[Array, Array]:
+        """Return the gradients of the part's tokens and gates."""
+        return self._wait("dispatch, backward", part)  # type: ignore[no-any-return]
+
+    def _start(self, what: str, part: int, run: Callable[[], Any]) -> None:
+        comm = self._mixture.ranks.axis.comm
+        self._works[what, part] = comm.plan_program(f"{self._mixture.name}: {what}, part {part}", run).start()
+
+    def _wait(self, what: str, part: int) -> Any:
+        return self._works.pop((what, part)).wait()

@@ -1,0 +1,215 @@
+"""Routing: where tokens go, by the logits of their router, and the gradient of that."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from commlib.communicator import Communicator
+from commlib.dtypes import Array
+from commlib.errors import UsageError
+from commlib.expert import dropping
+from commlib.expert.experts import Experts
+from commlib.kernels.host.route import SIGMOID, SOFTMAX, assign, choose, gradient
+
+_NO_MASK, _NO_BIAS = np.zeros(0, np.bool_), np.zeros(0, np.float32)
+
+
+@dataclass(frozen=True, slots=True)
+class Routing:
+    """Where the tokens of one rank go. An assignment is a token and one of its experts.
+
+    tokens: the token of each assignment, int32 [n], by expert, then by token. gates: float32 [n]. counts: of each
+    expert, int64 [experts]. starts, slots: the assignments of token t are slots[starts[t] : starts[t + 1]], int32, in
+    the order of their experts. load: how often each expert was chosen, before any was dropped, int64 [experts].
+    dropped: assignments that were. entropy: the mean of that of tokens' scores, in nats. balance, z: the losses,
+    without their weights.
+
+    balance is experts / top_k * sum over experts of f P: f is how often an expert was chosen per token, before
+    dropping, and P its mean share in the scores; 1 where both are even. "sequence": the mean of that of each sequence,
+    by its tokens. "global": f is of all ranks' tokens; the mean over ranks is the loss of all of them together. z is
+    the mean over tokens of the square of the logarithm of the sum of exponentials. Masked tokens count nowhere.
+    """
+
+    tokens: Array
+    gates: Array
+    counts: Array
+    starts: Array
+    slots: Array
+    load: Array
+    dropped: int
+    entropy: float
+    balance: float
+    z: float
+    kept: _Kept
+
+    def gradient(self, of_gates: Array, of_balance: float, of_z: float) -> Array:
+        """Return the gradient of the logits, float32 [tokens, experts], of those of gates (float32 [n]) and losses.
+
+        What was chosen, dropped and counted is constant.
+        """
+        kept = self.kept
+        out = np.empty_like(kept.scores)
+        experts_of = np.repeat(np.arange(len(self.counts), dtype=np.int32), self.counts)
+        gradient(
+            kept.clean,
+            kept.scores,
+            kept.mask,
+            kept.kind,
+            experts_of,
+            self.starts,
+            self.slots,
+            kept.sums,
+            kept.normalises,
+            kept.scale,
+            of_gates,
+            kept.of_shares * of_balance,
+            kept.length,
+            of_z * kept.of_log_sums,
+            out,
+        )
+        return out
+
+
+@dataclass(frozen=True, slots=True)
+class _Kept:
+    """What the gradient needs. of_shares: of each share in scores, for a gradient of 1 of the balance loss."""
+
+    clean: Array
+    scores: Array
+    mask: Array
+    kind: int
+    sums: Array
+    normalises: bool
+    scale: float
+    of_shares: Array
+    length: int
+    of_log_sums: float
+
+
+def route(
+    experts: Experts,
+    logits: Array,
+    *,
+    training: bool,
+    seed: int = 0,
+    bias: Array | None = None,
+    mask: Array | None = None,
+    sequence: int = 0,
+    comm: Communicator | None = None,
+) -> Routing:
+    """Return where tokens go, by their logits, float32 [tokens, experts].
+
+    seed: all that is drawn follows from it, and from the rank. bias: added to scores for choosing, float32 [experts].
+    mask: False for tokens that go nowhere, bool [tokens]. sequence: tokens of each, one after another; 0: all are one.
+    comm: the ranks whose tokens share the capacity of experts, if that is over all, and count in the global loss.
+    Collective where options say so. Raises UsageError for other shapes.
+    """
+    tokens = len(logits)
+    if logits.ndim != 2 or logits.shape[1] != experts.count:
+        raise UsageError(f"route: logits of shape {list(logits.shape)}, expected [tokens, {experts.count}]")
+    if logits.dtype != np.float32 or (mask is not None and (mask.shape != (tokens,) or mask.dtype != np.bool_)):
+        got = "" if mask is None else f" and a mask {mask.dtype}{list(mask.shape)}"
+        raise UsageError(f"route: logits of {logits.dtype}{got}, expected float32, and for a mask bool[{tokens}]")
+    length = max(sequence or tokens, 1)
+    if tokens % length:
+        raise UsageError(f"route: {tokens} tokens are no sequences of {length}")
+    comm = None if comm is None or comm.size == 1 else comm
+    rank = 0 if comm is None else comm.rank
+    clean = logits
+    if training and experts.noise:
+        noise = dropping.generator(seed, rank, "noise").standard_normal(logits.shape, np.float32)
+        logits = logits + np.float32(experts.noise) * noise
+    given = _NO_MASK if mask is None else mask
+    sequences = max(tokens // length, 1)
+    k = experts.top_k
+    scores, chosen = np.empty(logits.shape, np.float32), np.empty((tokens, k), np.int32)
+    chosen_in, shares = np.empty((sequences, experts.count), np.int64), np.empty((sequences, experts.count))
+    lengths, totals = np.empty(sequences, np.int64), np.empty(2)
+    choose(
+        logits,
+        clean,
+        clean is not logits,
+        given,
+        SIGMOID if experts.scores == "sigmoid" else SOFTMAX,
+        _NO_BIAS if bias is None else bias,
+        experts.groups,
+        experts.max_groups or experts.groups,
+        experts.force_balanced,
+        length,
+        scores,
+        chosen,
+        chosen_in,
+        shares,
+        lengths,
+        totals,
+    )
+    if experts.choice == "expert":
+        chosen = dropping.chosen_by_experts(experts, scores, given, training, comm)
+        chosen_in = _counted(chosen, length, sequences, experts.count)
+    elif training and experts.second == "random":
+        dropping.drop_second(scores, chosen, dropping.generator(seed, rank, "second"))
+        chosen_in = _counted(chosen, length, sequences, experts.count)
+    load = chosen_in.sum(0)
+    dropped = 0
+    if experts.choice == "token" and (experts.capacity_factor or experts.eval_capacity_factor):
+        dropped = dropping.drop(experts, scores, chosen, load, int(lengths.sum()), training, seed, comm)
+    number = int(load.sum()) - dropped
+    block = np.empty(2 * number + tokens + 1, np.int32)
+    found, starts, slots = block[:number], block[number : number + tokens + 1], block[number + tokens + 1 :]
+    gates, counts, sums = np.empty(number, np.float32), np.empty(experts.count, np.int64), np.empty(tokens)
+    assign(scores, chosen, experts.normalises, experts.scale, found, gates, counts, starts, slots, sums)
+    balance, of_shares = _balance(experts, chosen_in, shares, lengths, comm)
+    here = max(int(lengths.sum()), 1)
+    kept = _Kept(
+        clean,
+        scores,
+        given,
+        SIGMOID if experts.scores == "sigmoid" else SOFTMAX,
+        sums,
+        experts.normalises,
+        experts.scale,
+        of_shares,
+        length,
+        1 / here,
+    )
+    entropy, z = float(totals[0]) / here, float(totals[1]) / here
+    return Routing(found, gates, counts, starts, slots, load, dropped, entropy, balance, z, kept)
+
+
+def updated_bias(experts: Experts, bias: Array, load: Array) -> Array:
+    """Return the bias after a step in which experts were chosen so often: those below the mean get more."""
+    found: Array = (bias + experts.bias_rate * np.sign(load.mean() - load)).astype(np.float32)
+    return found
+
+
+def _balance(
+    experts: Experts, chosen: Array, shares: Array, lengths: Array, comm: Communicator | None
+) -> tuple[float, Array]:
+    """Return the loss, and the gradient of each token's share, by sequence.
+
+    chosen: how often, [sequences, experts]. shares: summed over tokens, [sequences, experts]. lengths: in tokens.
+    """
+    if experts.balance == "none":
+        return 0.0, np.zeros(shares.shape)
+    factor = experts.count / experts.top_k
+    here = max(int(lengths.sum()), 1)
+    if experts.balance == "sequence":
+        # Of a sequence of n tokens: factor * sum(chosen / n * shares / n), which counts n / here.
+        of_shares = factor * chosen / np.maximum(lengths, 1)[:, None] / here
+    else:
+        counts, all_tokens, ranks = chosen.sum(0), here, 1
+        if experts.balance == "global" and comm is not None:
+            told: Any = comm.all_reduce(np.array([*counts, int(lengths.sum())], np.int64))
+            counts, all_tokens, ranks = told[:-1], max(int(told[-1]), 1), comm.size
+        of_shares = np.broadcast_to(factor * counts / all_tokens / all_tokens * ranks, shares.shape)
+    return float((of_shares * shares).sum()), np.ascontiguousarray(of_shares, np.float64)
+
+
+def _counted(chosen: Array, length: int, sequences: int, experts: int) -> Array:
+    counts = np.zeros((sequences, experts), np.int64)
+    rows, columns = np.nonzero(chosen >= 0)
+    np.add.at(counts, (rows // length, chosen[rows, columns]), 1)
+    return counts

@@ -1,0 +1,90 @@
+"""Stats: how evenly experts are used, added up over calls and ranks, and drawn as bars."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from commlib.communicator import Communicator
+from commlib.dtypes import Array
+from commlib.expert.routing import Routing
+
+_BAR = "▏▎▍▌▋▊▉█"
+
+
+@dataclass(frozen=True, slots=True)
+class Stats:
+    """What became of so many tokens. load: what share of all choices each expert had, before dropping.
+
+    drop_rate: the share of choices that were dropped. imbalance: the load of the busiest expert by the mean one: 1 is
+    even. entropy: the mean of that of tokens' scores, in nats; even scores have the logarithm of the experts' number.
+    """
+
+    tokens: int
+    load: tuple[float, ...]
+    drop_rate: float
+    imbalance: float
+    entropy: float
+
+    def __str__(self) -> str:
+        return (
+            f"{self.tokens} tokens, imbalance {self.imbalance:.2f}, dropped {self.drop_rate:.1%}, "
+            f"entropy {self.entropy:.2f}"
+        )
+
+    def bars(self, width: int = 40) -> str:
+        """Draw the load, a line for each expert; a full bar is that of the busiest one."""
+        most = max(self.load, default=0.0) or 1.0
+        return "\n".join(
+            f"{number:>4} {_bar(share / most, width)} {share:6.1%}" for number, share in enumerate(self.load)
+        )
+
+
+def _bar(share: float, width: int) -> str:
+    eighths = round(share * width * 8)
+    whole, rest = divmod(eighths, 8)
+    drawn = "█" * whole + (_BAR[rest - 1] if rest else "")
+    return drawn.ljust(width)
+
+
+class Counted:
+    """Adds up the routings of one layer on one rank."""
+
+    def __init__(self, experts: int) -> None:
+        self.numbers = np.zeros(experts + 3)
+        """How often each was chosen, then tokens, dropped choices, and entropies added up."""
+
+    def add(self, routing: Routing, tokens: int) -> None:
+        """Count the routing of so many tokens."""
+        self.numbers[:-3] += routing.load
+        self.numbers[-3:] += tokens, routing.dropped, routing.entropy * tokens
+
+
+def gathered(counted: Sequence[Counted], comm: Communicator) -> list[Stats]:
+    """Return what layers counted on all ranks since the last time. Collective, one small message."""
+    together: Array = comm.all_reduce(np.concatenate([one.numbers for one in counted]))
+    found = []
+    for one in counted:
+        mine, together = together[: len(one.numbers)], together[len(one.numbers) :]
+        found.append(_stats(mine))
+        one.numbers[:] = 0
+    return found
+
+
+def _stats(numbers: Array) -> Stats:
+    load, (tokens, dropped, entropy) = numbers[:-3], numbers[-3:]
+    choices = float(load.sum())
+    return Stats(
+        int(tokens),
+        tuple(float(each) / (choices or 1.0) for each in load),
+        float(dropped) / (choices or 1.0),
+        float(load.max() / load.mean()) if choices else 1.0,
+        float(entropy) / (float(tokens) or 1.0),
+    )
+
+
+def drawn(stats: Mapping[str, Stats], width: int = 40) -> str:
+    """Draw the stats of layers, by name."""
+    return "\n".join(f"{name}: {each}\n{each.bars(width)}" for name, each in stats.items())

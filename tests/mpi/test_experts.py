@@ -1,0 +1,126 @@
+"""Tokens to experts and back over real ranks, and several hosts where tests/multihost runs this."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pytest
+
+from commlib import Communicator
+from commlib.compress.registry import codec_of
+from commlib.errors import MismatchError, UsageError
+from commlib.expert.hierarchical import Hierarchical
+from commlib.expert.on_node import OnNode
+from commlib.expert.placement import Placement
+from commlib.expert.ways import exchange_over
+from commlib.functional.axis import Axis
+from tests.unit.expert.test_exchange import assign, expected_rows
+
+EXPERTS, WIDTH = 8, 33
+LOSS = {None: 0.0, "bf16": 2**-8, "fp8": 2**-3}
+"""What of a number is lost at most, as a fraction of it or of the largest of its block."""
+
+
+def tables(comm: Communicator, step: int, rows: int = 40) -> list[Any]:
+    """Which tokens go to which experts, on each rank: other numbers of tokens, sometimes none."""
+    draw = np.random.default_rng(step)
+    return [draw.random((rows * ((rank + step) % 3), EXPERTS)) < 0.3 for rank in range(comm.size)]
+
+
+@pytest.mark.parametrize("codec", [None, "bf16", "fp8"])
+def test_there_and_back(comm: Communicator, codec: str | None) -> None:
+    """Between nodes rows may travel encoded; within a node, and gates, as they are."""
+    placement = Placement.even(EXPERTS, comm.size)
+    exchange = exchange_over(Axis(comm), placement, None if codec is None else codec_of(codec))
+    loss = 0.0 if comm.one_node else LOSS[codec]
+    for step in range(4):
+        chosen = tables(comm, step)
+        draw = np.random.default_rng(100 + step)
+        xs = [draw.normal(size=(len(table), WIDTH)).astype(np.float32) for table in chosen]
+        table, x = chosen[comm.rank], xs[comm.rank]
+        gates = np.random.default_rng(step + comm.rank).random(int(table.sum())).astype(np.float32)
+        passage, rows, came, counts = exchange.dispatch("one", assign(table), x, gates)
+        wanted = [sum(int(each[:, expert].sum()) for each in chosen) for expert in placement.of_rank(comm.rank)]
+        assert counts.tolist() == wanted
+        expected = expected_rows(chosen, xs, placement, comm.rank, None)
+        # Their order within an expert is that of the way that was chosen.
+        first = 0
+        for count in wanted:
+            got, own = (np.sort(each[first : first + count], 0) for each in (rows, expected))
+            np.testing.assert_allclose(got, own, atol=loss * 5, rtol=0)
+            first += count
+        sums = exchange.combine("one", passage, rows, came)
+        weights = np.zeros(table.shape)
+        weights.T[table.T] = gates
+        np.testing.assert_allclose(sums, x * weights.sum(1)[:, None], atol=1e-5 + 40 * loss, rtol=0)
+        again = exchange.combine_back("one", passage, x)
+        sums, numbers = exchange.dispatch_back("one", passage, again, came)
+        np.testing.assert_array_equal(numbers, gates)
+        np.testing.assert_allclose(sums, x * table.sum(1)[:, None], atol=1e-5 + 40 * loss, rtol=0)
+
+
+@pytest.mark.ranks(min=2)
+def test_ranks_that_mean_different_layers(comm: Communicator) -> None:
+    """All raise, and say which; the next exchange goes well."""
+    if comm.is_hierarchical:
+        pytest.skip("partners on other nodes and ranks of a node find that out one after another")
+    exchange = exchange_over(Axis(comm), Placement.even(EXPERTS, comm.size))
+    table = np.ones((3, EXPERTS), bool)
+    x, gates = np.ones((3, WIDTH), np.float32), np.ones(3 * EXPERTS, np.float32)
+    exchange.dispatch("first", assign(table), x, gates)
+    with pytest.raises(MismatchError, match="layer of rank 0"):
+        name = f"layer of rank {0 if comm.rank == 0 else 1}"
+        exchange.dispatch(name, assign(table), x, gates)
+    with pytest.raises(MismatchError, match="float"):
+        exchange.dispatch("third", assign(table), x.astype([np.float32, np.float64][comm.rank == 1]), gates)
+    passage, rows, came, _ = exchange.dispatch("fourth", assign(table), x, gates)
+    np.testing.assert_array_equal(exchange.combine("fourth", passage, rows, came), EXPERTS * x)
+
+
+@pytest.mark.ranks(min=2)
+def test_rows_are_nobody_elses(comm: Communicator) -> None:
+    """What came stays as it is while later exchanges run, however late it is let go."""
+    if not comm.group.shares_memory:
+        pytest.skip("by messages each array is its own")
+    comm = comm.split(0)  # type: ignore[assignment]
+    exchange = OnNode(comm, Placement.even(EXPERTS, comm.size))
+    held: list[Any] = []
+    for step in range(12):
+        chosen = tables(comm, step)
+        xs = [np.full((len(table), WIDTH), 100 * step + rank, np.float32) for rank, table in enumerate(chosen)]
+        gates = np.ones(int(chosen[comm.rank].sum()), np.float32)
+        passage, rows, came, _ = exchange.dispatch("one", assign(chosen[comm.rank]), xs[comm.rank], gates)
+        held.append((rows, expected_rows(chosen, xs, exchange.placement, comm.rank, None)))
+        exchange.combine("one", passage, rows, came)
+        rows[:] += 0  # it may be written
+        del rows, came
+        if step % 3 == comm.rank % 3:
+            held.pop(0)
+        for kept, expected in held:
+            np.testing.assert_array_equal(kept, expected)
+        if held and step % 4 == 3:
+            held[0][0][:] = -1  # a poison that nobody else must see
+            held.pop(0)
+
+
+@pytest.mark.ranks(min=2)
+def test_too_few_experts(comm: Communicator) -> None:
+    with pytest.raises(UsageError, match="every rank needs at least one"):
+        Placement.even(comm.size - 1, comm.size)
+
+
+@pytest.mark.ranks(min=4)
+def test_nodes_are_reached_once(comm: Communicator) -> None:
+    """Through partners, as through messages to each rank."""
+    nodes = comm.topology.nodes
+    if comm.one_node or len({len(ranks) for ranks in nodes}) > 1:
+        pytest.skip("needs several nodes with as many ranks")
+    exchange = Hierarchical(comm, Placement.even(EXPERTS, comm.size))
+    for step in range(3):
+        chosen = tables(comm, step)
+        table = chosen[comm.rank]
+        x = np.random.default_rng(comm.rank).normal(size=(len(table), WIDTH)).astype(np.float32)
+        passage, rows, came, _ = exchange.dispatch("one", assign(table), x, np.ones(int(table.sum()), np.float32))
+        sums = exchange.combine("one", passage, rows, came)
+        np.testing.assert_allclose(sums, x * table.sum(1)[:, None], rtol=1e-5, atol=1e-5)

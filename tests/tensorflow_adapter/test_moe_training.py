@@ -1,0 +1,276 @@
+"""Models of Keras with experts, trained over replicas, stages and divided layers, as in one process."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import keras
+import numpy as np
+import pytest
+import tensorflow as tf
+
+from commlib import Communicator, Mesh
+from commlib.errors import UsageError
+from commlib.expert import Experts
+from commlib_tensorflow import (
+    DistributedGradientTape,
+    DistributedOptimizer,
+    broadcast_variables,
+    gather_weights,
+    pipeline,
+)
+from commlib_tensorflow.expert import MoE, expertize, rebalance_experts
+from commlib_tensorflow.keras.callbacks import BroadcastGlobalVariablesCallback
+from commlib_tensorflow.tensor.state import set_weights
+
+WIDTH, TOLERANCE = 8, 5e-5
+PLAN = {"block_*/mlp": Experts(4, top_k=2, hidden=6, balance_weight=0.1)}
+
+
+def single(comm: Communicator) -> Communicator:
+    found = comm.split(comm.rank, name="alone")
+    assert found is not None
+    return found
+
+
+class Block(keras.layers.Layer):  # type: ignore[misc]
+    def __init__(self, **kwargs: Any) -> None:
+        super().__init__(**kwargs)
+        self.norm = keras.layers.LayerNormalization(name="norm")
+        self.mlp = keras.Sequential([keras.layers.Dense(12, "gelu"), keras.layers.Dense(WIDTH)], name="mlp")
+
+    def build(self, input_shape: Any) -> None:
+        self.norm.build(input_shape)
+        self.mlp.build(input_shape)
+
+    def call(self, x: Any) -> Any:
+        return x + self.mlp(self.norm(x))
+
+
+def model(ranks: Any, plan: Any = PLAN, functional: bool = False) -> Any:
+    keras.utils.set_random_seed(0)
+    layers = [keras.layers.Dense(WIDTH), Block(name="block_0"), Block(name="block_1"), keras.layers.Dense(WIDTH)]
+    if functional:
+        x = inputs = keras.Input((3, WIDTH))
+        for layer in layers:
+            x = layer(x)
+        made = keras.Model(inputs, x)
+    else:
+        made = keras.Sequential([keras.Input((3, WIDTH)), *layers])
+    return made if ranks is None else expertize(made, ranks, plan)
+
+
+def batch(rows: int, seed: int) -> tuple[Any, Any]:
+    draw = np.random.default_rng(seed)
+    return tuple(draw.normal(size=(rows, 3, WIDTH)).astype(np.float32) for _ in range(2))  # type: ignore[return-value]
+
+
+def sgd() -> Any:
+    return keras.optimizers.SGD(0.1, momentum=0.9, global_clipnorm=0.5)
+
+
+def fit(made: Any, optimizer: Any, batches: Any) -> list[float]:
+    made.compile(optimizer, "mse")
+    return [float(made.train_on_batch(x, y)) for x, y in batches]
+
+
+def own(each: Any, comm: Communicator) -> Any:
+    return np.split(each, comm.size)[comm.rank]
+
+
+def compare(comm: Communicator, made: Any, whole: Any) -> None:
+    for got, expected, variable in zip(gather_weights(made), whole.get_weights(), whole.weights, strict=True):
+        if variable.dtype == "float32":
+            np.testing.assert_allclose(got, expected, rtol=TOLERANCE, atol=TOLERANCE, err_msg=variable.path)
+
+
+@pytest.mark.parametrize("functional", [False, True])
+@pytest.mark.parametrize("copies", [False, True])
+def test_fit_as_one_process(comm: Communicator, functional: bool, copies: bool) -> None:
+    """Over experts, or copies of all of them, in the loop that Keras compiles."""
+    if comm.size == 3:
+        pytest.skip("4 experts")
+    ep = 1 if copies else min(comm.size, 2)
+    mesh = Mesh(dp=-1).refactor({"dp": {"edp": -1, "ep": ep}})
+    rows = 2 * comm.size
+    batches = [batch(rows, number) for number in range(3)]
+    whole = model(single(comm), functional=functional)
+    expected = fit(whole, sgd(), batches)
+    made = model(mesh, functional=functional)
+    assert isinstance(made.get_layer("block_0").mlp, MoE)
+    losses = fit(made, DistributedOptimizer(sgd(), mesh=mesh), [[own(each, comm) for each in one] for one in batches])
+    mean = comm.all_reduce(np.array(losses), "mean")
+    np.testing.assert_allclose(mean, expected, rtol=1e-4)
+    compare(comm, made, whole)
+    again = model(mesh, functional=functional)
+    set_weights(again, gather_weights(made))
+    compare(comm, again, whole)
+    mesh.close()
+
+
+def test_tape(comm: Communicator) -> None:
+    if comm.size == 3:
+        pytest.skip("4 experts")
+    made, whole = model(comm), model(single(comm))
+    x, y = batch(2 * comm.size, 0)
+
+    def gradients(tape: Any, model: Any, x: Any, y: Any) -> Any:
+        with tape:
+            loss = tf.reduce_mean((model(x, training=True) - y) ** 2) + tf.add_n(model.losses)
+        return tape.gradient(loss, [variable.value for variable in model.trainable_variables])
+
+    for variable, gradient in zip(made.trainable_variables, [None] * len(made.trainable_variables), strict=True):
+        assert gradient is None
+        assert variable.trainable
+    expected = gradients(tf.GradientTape(), whole, x, y)
+    tape = DistributedGradientTape(tf.GradientTape())
+    with tape:
+        loss = tf.reduce_mean((made(own(x, comm), training=True) - own(y, comm)) ** 2) + tf.add_n(made.losses)
+    got = tape.gradient(loss, made.trainable_variables)
+    from commlib_tensorflow._shards import shard_of
+
+    for variable, one, other in zip(made.trainable_variables, got, expected, strict=True):
+        shard = shard_of(variable)
+        other = other.numpy() if shard is None else shard.own(other.numpy())
+        np.testing.assert_allclose(one, other, rtol=TOLERANCE, atol=TOLERANCE, err_msg=variable.path)
+
+
+def test_copies_compute_what_the_dense_model_did(comm: Communicator) -> None:
+    plain = model(None)
+    made = model(comm, {"block_*/mlp": Experts(2 * comm.size, top_k=2, copy=True)})
+    x, _ = batch(2, comm.rank)
+    np.testing.assert_allclose(made(x), plain(x), rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.ranks(min=2)
+@pytest.mark.parametrize("gated", [False, True])
+def test_divided_experts(comm: Communicator, gated: bool) -> None:
+    """Experts along one axis, each of them divided along another one, whose ranks have the same tokens."""
+    if comm.size == 3:
+        pytest.skip("4 experts")
+    plan = {"block_*/mlp": Experts(4, top_k=2, hidden=7, gated=gated, activation="silu", shared=1)}
+    mesh = Mesh(dp=-1, tp=2)
+    dp = mesh["dp"]
+    batches = [batch(2 * dp.size, number) for number in range(2)]
+    whole = model(single(comm), plan)
+    fit(whole, sgd(), batches)
+    made = model(mesh, plan)
+    fit(made, DistributedOptimizer(sgd(), mesh=mesh), [[own(each, dp) for each in one] for one in batches])
+    compare(comm, made, whole)
+    mesh.close()
+
+
+def test_refusals(comm: Communicator) -> None:
+    plain = model(None)
+    with pytest.raises(UsageError, match=r"no layer is called 'block_\*/mpl'"):
+        expertize(plain, comm, {"block_*/mpl": Experts(4)})
+    with pytest.raises(UsageError, match="expected an MLP"):
+        expertize(plain, comm, {"block_*/norm": Experts(4)})
+    with pytest.raises(UsageError, match="copy=True or hidden="):
+        expertize(plain, comm, {"block_*/mlp": Experts(4, copy=True, hidden=3)})
+    assert plain.layers[1].mlp.built
+
+
+@pytest.mark.ranks(min=2)
+@pytest.mark.parametrize("schedule", ["1f1b", "zb_h1"])
+def test_stages(comm: Communicator, schedule: str) -> None:
+    """Losses of routers are the same under any number of stages and microbatches."""
+    if comm.size == 3:
+        pytest.skip("4 experts")
+    mesh = Mesh(pp=2, dp=comm.size // 2)
+    dp = mesh["dp"]
+    rows = 5 * dp.size
+    batches = [batch(rows, number) for number in range(2)]
+    whole = model(single(comm), functional=True)
+    expected = fit(whole, sgd(), batches)
+    pipe = pipeline(model(mesh, functional=True), mesh["pp"], schedule=schedule, microbatches=4)
+    pipe.compile(DistributedOptimizer(sgd(), mesh=mesh), "mse")
+    x, y = (np.concatenate([own(one[at], dp) for one in batches]) for at in (0, 1))
+    history = pipe.fit(x, y, batch_size=5, shuffle=False, verbose=0).history
+    loss = comm.all_reduce(np.array(history["loss"]), "mean")
+    np.testing.assert_allclose(loss, [np.mean(expected)], rtol=1e-4)
+    for got, wanted, variable in zip(pipe.gather_weights(), whole.get_weights(), whole.weights, strict=True):
+        if variable.dtype == "float32":
+            np.testing.assert_allclose(got, wanted, rtol=TOLERANCE, atol=TOLERANCE, err_msg=variable.path)
+    pipe.close()
+    mesh.close()
+
+
+@pytest.mark.ranks(min=2)
+def test_experts_that_moved_go_on(comm: Communicator) -> None:
+    """Weights and moments go with them, and the compiled loop finds them where they are."""
+    plan = {"block_*/mlp": Experts(2 * comm.size, top_k=2, hidden=6)}
+    rows = 2 * comm.size
+    batches = [batch(rows, number) for number in range(4)]
+    whole = model(single(comm), plan)
+    fit(whole, sgd(), batches)
+    made, optimizer = model(comm, plan), DistributedOptimizer(sgd())
+    made.compile(optimizer, "mse")
+    for number, (x, y) in enumerate(batches):
+        if number == 2:
+            for block in ("block_0", "block_1"):
+                mixture = made.get_layer(block).mlp.mixture
+                mixture.stats()
+                mixture.counted.numbers[:] = [90, 80, *range(2 * comm.size - 2), 300, 0, 0]
+            rebalance_experts(made, optimizer)
+            assert mixture.placement.owners[0] != mixture.placement.owners[1]
+        made.train_on_batch(own(x, comm), own(y, comm))
+    compare(comm, made, whole)
+
+
+@pytest.mark.ranks(min=2)
+def test_a_broadcast_leaves_experts_alone(comm: Communicator) -> None:
+    """Ranks have different experts: the root's must not take their places, nor their moments."""
+    made = model(comm, {"block_*/mlp": Experts(2 * comm.size, hidden=4)})
+    made.compile(keras.optimizers.Adam(0.01), "mse")
+    made.train_on_batch(*batch(2, comm.rank))
+    made.layers[0].kernel.assign_add(np.full((WIDTH, WIDTH), comm.rank, np.float32))
+    layer = made.get_layer("block_0").mlp
+    moments = [each for each in made.optimizer.variables if each.shape == layer.stacks[0].shape]
+    before = [each.numpy() for each in (*layer.stacks, *moments)]
+    assert len(moments) >= 4
+    broadcast_variables(made.variables, root_rank=0)
+    callback = BroadcastGlobalVariablesCallback(0)
+    callback.set_model(made)
+    callback.on_train_batch_end(0)
+    for each, value in zip((*layer.stacks, *moments), before, strict=True):
+        np.testing.assert_array_equal(each, value)
+    for each in (made.layers[0].kernel, *made.optimizer.variables[2:4]):  # behind steps and rate: moments of that
+        told = comm.all_gather_object(each.numpy().tolist())
+        assert all(one == told[0] for one in told)
+
+
+def test_files_and_second_gradients_are_refused(comm: Communicator, tmp_path: Path) -> None:
+    """A file would have one rank's experts; a second gradient would lack what goes through experts."""
+    made = model(comm)
+    if comm.size in (2, 4):
+        with pytest.raises(UsageError, match="has a part of this model"):
+            made.save_weights(tmp_path / "own.weights.h5")
+    if comm.size == 3:
+        return
+    x = tf.constant(batch(2, 0)[0])
+    with tf.GradientTape() as outer:
+        outer.watch(x)
+        with tf.GradientTape() as tape:
+            tape.watch(x)
+            y = tf.reduce_sum(made(x) ** 2)
+        total = tf.reduce_sum(tape.gradient(y, x) ** 2)
+    with pytest.raises(UsageError, match="no gradients of gradients"):
+        outer.gradient(total, x)
+
+
+def test_a_whole_file_is_read(comm: Communicator, tmp_path: Path) -> None:
+    """One that a single process has written: each rank takes its experts."""
+    if comm.size == 3:
+        pytest.skip("4 experts")
+    whole = model(single(comm))
+    path = comm.broadcast_object(str(tmp_path / "whole.weights.h5"))
+    if comm.rank == 0:
+        whole.save_weights(path)
+    comm.barrier()
+    made = model(comm)
+    for variable in made.trainable_variables:
+        variable.assign(tf.zeros_like(variable))
+    made.load_weights(path)
+    compare(comm, made, whole)

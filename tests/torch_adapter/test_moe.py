@@ -1,0 +1,184 @@
+"""A mixture of experts over some ranks is the same layer on one rank that has all tokens."""
+
+from __future__ import annotations
+
+import copy
+import pickle
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor, nn
+
+from commlib import Communicator
+from commlib.errors import UsageError
+from commlib.expert import Experts
+from commlib_torch._shards import shard_of
+from commlib_torch.expert import auxiliary_loss, expert_stats
+from tests.torch_adapter.expert_oracle import compare_gradients, layer, made, near, single, step, tokens
+
+
+def check(comm: Communicator, options: Any, rows: list[int] | None = None, **kwargs: Any) -> None:
+    xs = tokens(comm, rows=rows)
+    model, whole = made(layer(options, **kwargs), comm), made(layer(options, **kwargs), single(comm))
+    y, loss, of_x = step(model, xs[comm.rank])
+    # The loss of one process is a mean over all tokens, those of ranks are over theirs, and are added up here.
+    expected, whole_loss, of_all = step(whole, torch.cat(xs), float(comm.size))
+    first = sum(len(x) for x in xs[: comm.rank])
+    mine = slice(first, first + len(xs[comm.rank]))
+    near(y, expected[mine], "outputs")
+    if rows is None:
+        mean = comm.all_reduce(loss.reshape(1).numpy(), "mean")
+        near(torch.from_numpy(mean), whole_loss.reshape(1), "auxiliary loss")
+    near(of_x, of_all[mine], "gradient of the inputs")
+    compare_gradients(comm, model, whole)
+
+
+OPTIONS: dict[str, Any] = {
+    "top-1": {"top_k": 1},
+    "top-2": {"top_k": 2},
+    "top-3": {"top_k": 3},
+    "sigmoid": {"top_k": 2, "scores": "sigmoid"},
+    "gated": {"top_k": 2, "gated": True, "activation": "silu", "bias": False},
+    "shared": {"top_k": 1, "shared": 2},
+    "z": {"top_k": 2, "z_weight": 0.1},
+    "global": {"top_k": 2, "balance": "global"},
+    "capacity": {"top_k": 2, "capacity_factor": 0.5, "min_capacity": 1, "capacity_over": "all"},
+    "random": {"top_k": 2, "capacity_factor": 0.5, "min_capacity": 1, "capacity_over": "all", "drop": "random"},
+    "probable": {"top_k": 2, "capacity_factor": 0.5, "min_capacity": 1, "capacity_over": "all", "drop": "probability"},
+    "expert choice": {"top_k": 2, "choice": "expert", "capacity_over": "all", "balance": "none"},
+    "groups": {"top_k": 2, "groups": 3, "max_groups": 1},
+    "parts": {"top_k": 2, "chunks": 3},
+}
+
+
+@pytest.mark.parametrize("name", OPTIONS)
+def test_equals_one_rank(comm: Communicator, name: str) -> None:
+    check(comm, Experts(6, hidden=10, **OPTIONS[name]))
+
+
+def test_other_numbers_of_tokens(comm: Communicator) -> None:
+    """A rank may have no tokens at all; it takes part all the same."""
+    for chunks in (1, 2):
+        check(comm, Experts(6, hidden=10, balance="none", chunks=chunks), rows=[4, 0, 1, 2])
+
+
+class Own(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm, self.up, self.down = nn.LayerNorm(12), nn.Linear(12, 7), nn.Linear(7, 12)
+
+    def forward(self, x: Tensor) -> Tensor:
+        out: Tensor = self.down(torch.tanh(self.up(self.norm(x))))
+        return out
+
+
+def test_any_module(comm: Communicator) -> None:
+    check(comm, Experts(6, top_k=2), expert=Own)
+
+
+def test_experts_that_nobody_chose_have_zeros(comm: Communicator) -> None:
+    model: Any = made(layer(Experts(6, top_k=1, hidden=4, balance="none")), comm)
+    with torch.no_grad():
+        model.router.weight.zero_()
+        model.router.weight[0] += 1
+    x = torch.ones(3, 12, dtype=torch.float64)
+    step(model, x)
+    for parameter in model.experts.parameters():
+        assert parameter.grad is not None
+        if comm.size > 1 and comm.rank > 0:
+            assert not parameter.grad.any()
+    assert not auxiliary_loss(model).requires_grad
+
+
+def test_stats(comm: Communicator) -> None:
+    """Of tokens of all ranks; the layer's name says whose they are; and so does the timeline."""
+    model: Any = made(layer(Experts(6, top_k=2, hidden=4, force_balanced=True), name="one"), comm)
+    for _ in range(2):
+        model(tokens(comm)[comm.rank][:, :3])
+    auxiliary_loss(model)
+    ((name, stats),) = expert_stats(nn.Sequential(model)).items()
+    assert name == "one"
+    assert stats.tokens == 18 * comm.size
+    assert stats.load == pytest.approx([1 / 6] * 6)
+    assert stats.imbalance == pytest.approx(1)
+    assert stats.drop_rate == 0
+    assert 0 < stats.entropy <= np.log(6)
+    assert stats.bars(8).splitlines()[0] == "   0 ████████  16.7%"
+    assert model.stats().tokens == 0
+
+
+def test_balance_without_a_loss(comm: Communicator) -> None:
+    """After each step what is added to scores for choosing moves towards even load, alike on all ranks."""
+    options = Experts(6, top_k=1, hidden=4, balance="none", bias_rate=0.05)
+    model: Any = made(layer(options), comm)
+    optimizer = torch.optim.SGD(model.parameters(), 0.0)
+    x = tokens(comm)[comm.rank]
+    with torch.no_grad():
+        model.router.weight[0] += 1.0 * x.mean((0, 1))  # many prefer this one
+    loads = []
+    for _ in range(80):
+        for part in x.split(2):  # the passes of a step count together
+            model(part).sum().backward()
+        before = model.expert_bias.clone()
+        load = model.mixture.load.copy()
+        optimizer.step()
+        expected = comm.all_reduce(load)
+        near(model.expert_bias, before + 0.05 * torch.from_numpy(np.sign(expected.mean() - expected)), "bias", 1e-6)
+        loads.append(expected.max() / expected.mean())
+    assert np.mean(loads[-20:]) < np.mean(loads[:5])
+    assert len(set(map(str, comm.all_gather_object(model.expert_bias.tolist())))) == 1
+
+
+def test_copies_share_the_ways_between_ranks(comm: Communicator) -> None:
+    model: Any = made(layer(Experts(6, hidden=4)), comm)
+    twin = copy.deepcopy(model)
+    x = tokens(comm)[comm.rank]
+    near(twin(x), model(x), "outputs", 0.0)
+    assert twin.mixture.exchange is model.mixture.exchange
+    assert shard_of(twin.experts.up.weight) is not None
+    with pytest.raises(UsageError, match="cannot be pickled"):
+        pickle.dumps(model)
+
+
+def test_backward_twice(comm: Communicator) -> None:
+    """Several losses may go back through one forward."""
+    model: Any = made(layer(Experts(6, hidden=4)), comm)
+    x = tokens(comm)[comm.rank].requires_grad_()
+    y = model(x)
+    one = torch.autograd.grad(y.sum(), x, retain_graph=True)[0]
+    two = torch.autograd.grad((2 * y).sum(), x)[0]
+    near(two, 2 * one, "gradient", 1e-9)
+    with pytest.raises(RuntimeError):
+        torch.autograd.grad(torch.autograd.grad(model(x).sum(), x, create_graph=True)[0].sum(), x)
+
+
+def test_half_precision(comm: Communicator) -> None:
+    """The router computes in float32 whatever the layer does: tokens go where they do in float32."""
+    options = Experts(6, top_k=2, hidden=16, gated=True)
+    model: Any = made(layer(options), comm).float()
+    x = tokens(comm)[comm.rank].float()
+    expected = model(x.bfloat16().float())
+    with torch.autocast("cpu", torch.bfloat16):
+        y = model(x.bfloat16())
+    assert y.dtype == torch.bfloat16
+    near(y.float(), expected, "outputs", 0.03)
+    for what in (torch.float16, torch.bfloat16):
+        half = copy.deepcopy(model).to(what)
+        z = half(x.to(what).requires_grad_())
+        z.float().sum().backward()
+        assert z.dtype == what
+        near(z.float(), expected, "outputs", 0.06)
+
+
+def test_masked_tokens_go_nowhere(comm: Communicator) -> None:
+    model: Any = made(layer(Experts(6, hidden=4)), comm)
+    x = tokens(comm)[comm.rank]
+    mask = torch.arange(5).expand(len(x), 5) < 3
+    y = model(x, mask)
+    loss = auxiliary_loss(model)
+    assert not y[:, 3:].any()
+    near(y[:, :3], model(x[:, :3]), "outputs", 1e-6)
+    near(loss, auxiliary_loss(model), "loss", 1e-6)
+    assert model.stats().tokens == 2 * 9 * comm.size

@@ -1,0 +1,328 @@
+"""Models with experts, trained over replicas, stages and divided layers, as one process with the whole batch."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
+
+from commlib import Communicator, Mesh
+from commlib.expert import Experts
+from commlib.tensor import Column, Row
+from commlib_torch import (
+    DistributedOptimizer,
+    broadcast_optimizer_state,
+    broadcast_parameters,
+    clip_grad_norm_,
+    gather_optimizer_state,
+    gather_state_dict,
+    load_optimizer_state,
+    parallelize,
+    pipeline,
+)
+from commlib_torch.expert import (
+    MoE,
+    auxiliary_loss,
+    expertize,
+    load_experts,
+    rebalance_experts,
+    save_experts,
+)
+from tests.torch_adapter.expert_oracle import near, single
+
+WIDTH, EXPERTS = 8, Experts(4, top_k=2, hidden=6, balance_weight=0.1)
+
+
+class Block(nn.Module):
+    def __init__(self, ranks: Any, options: Experts = EXPERTS, again: bool = False) -> None:
+        super().__init__()
+        self.norm, self.mlp, self.again = nn.LayerNorm(WIDTH), MoE(WIDTH, options, ranks), again
+
+    def inner(self, x: Tensor) -> Tensor:
+        out: Tensor = x + self.mlp(self.norm(x))
+        return out
+
+    def forward(self, x: Tensor) -> Tensor:
+        out: Tensor = checkpoint(self.inner, x, use_reentrant=False) if self.again else self.inner(x)
+        return out
+
+
+def model(ranks: Any, options: Experts = EXPERTS, layers: int = 2, again: bool = False) -> Any:
+    torch.manual_seed(0)
+    blocks = [Block(ranks, options, again) for _ in range(layers)]
+    return nn.Sequential(nn.Linear(WIDTH, WIDTH), *blocks, nn.Linear(WIDTH, WIDTH)).double()
+
+
+def batch(rows: int, seed: int) -> tuple[Tensor, Tensor]:
+    generator = torch.Generator().manual_seed(seed)
+    x, y = (torch.randn(rows, 3, WIDTH, generator=generator, dtype=torch.float64) for _ in range(2))
+    return x, y
+
+
+def loss_of(model: nn.Module, x: Tensor, y: Tensor) -> Tensor:
+    return F.mse_loss(model(x), y) + auxiliary_loss(model)
+
+
+def train(model: nn.Module, optimizer: Any, part: Any, rows: int, steps: Any, passes: int = 1) -> list[Tensor]:
+    """Train; return the losses. part: of (tokens), what this rank has of a batch."""
+    losses = []
+    for number in steps:
+        x, y = (part(each) for each in batch(rows, number))
+        total = torch.zeros((), dtype=torch.float64)
+        for own_x, own_y in zip(x.chunk(passes), y.chunk(passes), strict=True):
+            loss = loss_of(model, own_x, own_y) / passes
+            loss.backward()
+            total += loss.detach()
+        losses.append(total)
+        clip_grad_norm_(model.parameters(), 0.5)
+        optimizer.step()
+        optimizer.zero_grad()
+    return losses
+
+
+def sgd(model: nn.Module) -> Any:
+    return torch.optim.SGD(model.parameters(), 0.1, momentum=0.9)
+
+
+def alone(comm: Communicator, rows: int, steps: Any, options: Experts = EXPERTS) -> tuple[nn.Module, list[Tensor]]:
+    whole = model(single(comm), options)
+    return whole, train(whole, sgd(whole), lambda each: each, rows, steps)
+
+
+def compare(comm: Communicator, got: dict[str, Tensor], whole: nn.Module) -> None:
+    expected = whole.state_dict()
+    assert set(got) == set(expected)
+    for name, value in got.items():
+        near(value, expected[name], name)
+
+
+def own_rows(comm: Communicator) -> Any:
+    return lambda each: each.chunk(comm.size)[comm.rank]
+
+
+def meshes(size: int) -> list[dict[str, int]]:
+    return [{"edp": 1, "ep": size}] + [{"edp": size // 2, "ep": 2}] * (size == 4) + [{"edp": size, "ep": 1}]
+
+
+@pytest.mark.parametrize("which", [0, 1, 2])
+@pytest.mark.parametrize("again", [False, True])
+def test_as_one_process(comm: Communicator, which: int, again: bool) -> None:
+    """Over experts, copies of experts, and both; also where activations are computed again in backward."""
+    found = meshes(comm.size)
+    if which >= len(found) or comm.size == 3:
+        pytest.skip("not on so many ranks")
+    mesh = Mesh(dp=comm.size).refactor({"dp": found[which]})
+    rows = 2 * comm.size
+    whole, expected = alone(comm, rows, range(3))
+    own = model(mesh, again=again)
+    optimizer = DistributedOptimizer(sgd(own), own.named_parameters(), mesh=mesh)
+    losses = train(own, optimizer, own_rows(comm), rows, range(3))
+    for got, one in zip(losses, expected, strict=True):
+        mean = comm.all_reduce(got.reshape(1).numpy(), "mean")
+        near(torch.from_numpy(mean), one.reshape(1), "loss")
+    compare(comm, gather_state_dict(own), whole)
+    mesh.close()
+
+
+def test_accumulation_steps_change_nothing(comm: Communicator) -> None:
+    """The balance of a sequence is the same, however many passes a step has."""
+    if comm.size == 3:
+        pytest.skip("4 experts")
+    rows = 4 * comm.size
+    whole, _ = alone(comm, rows, range(2))
+    own = model(comm)
+    optimizer = DistributedOptimizer(sgd(own), own.named_parameters(), comm=comm, backward_passes_per_step=2)
+    train(own, optimizer, own_rows(comm), rows, range(2), passes=2)
+    compare(comm, gather_state_dict(own), whole)
+
+
+def test_what_is_saved_goes_on_elsewhere(comm: Communicator) -> None:
+    """State is of all experts, moments included: another number of ranks goes on with it."""
+    if comm.size == 3:
+        pytest.skip("4 experts")
+    rows = 2 * comm.size
+    whole, _ = alone(comm, rows, range(4))
+    own = model(comm)
+    optimizer = DistributedOptimizer(sgd(own), own.named_parameters(), comm=comm)
+    train(own, optimizer, own_rows(comm), rows, range(2))
+    state, moments = gather_state_dict(own), gather_optimizer_state(optimizer, own.named_parameters())
+    assert state["1.mlp.experts.up.weight"].shape == (4, 6, WIDTH)
+    # On one rank, with all experts.
+    other = model(single(comm))
+    with torch.no_grad():
+        for parameter in other.parameters():
+            parameter.zero_()
+    other.load_state_dict(state)
+    again = sgd(other)
+    load_optimizer_state(again, other.named_parameters(), moments)
+    train(other, again, lambda each: each, rows, range(2, 4))
+    compare(comm, dict(other.state_dict()), whole)
+    # And on all of them again.
+    third = model(comm)
+    third.load_state_dict(state)
+    optimizer = DistributedOptimizer(sgd(third), third.named_parameters(), comm=comm)
+    load_optimizer_state(optimizer, third.named_parameters(), moments)
+    train(third, optimizer, own_rows(comm), rows, range(2, 4))
+    compare(comm, gather_state_dict(third), whole)
+
+
+@pytest.mark.ranks(min=2)
+def test_a_broadcast_leaves_experts_alone(comm: Communicator) -> None:
+    """Ranks have different experts: the root's must not take their places, nor their moments."""
+    own = model(comm, Experts(2 * comm.size, hidden=4))
+    with torch.no_grad():
+        own[0].weight.add_(comm.rank)
+    before = {name: value.clone() for name, value in own.state_dict().items()}
+    for given in (own.state_dict(), own.named_parameters()):
+        broadcast_parameters(given, root_rank=0)
+    for name, value in own.state_dict().items():
+        if "experts" in name:
+            assert torch.equal(value, before[name]), name
+    first = float(own[0].weight.detach().sum())
+    assert comm.all_gather_object(first) == [first] * comm.size
+    optimizer = torch.optim.Adam(own.parameters())
+    loss_of(own, *batch(2, comm.rank)).backward()
+    optimizer.step()
+    expert = own[1].mlp.experts.up.weight
+    kept = optimizer.state[expert]["exp_avg"].clone()
+    broadcast_optimizer_state(optimizer, root_rank=0)
+    assert torch.equal(optimizer.state[expert]["exp_avg"], kept)
+
+
+@pytest.mark.ranks(min=2)
+@pytest.mark.parametrize("schedule", ["gpipe", "1f1b", "zb_h1"])
+def test_stages(comm: Communicator, schedule: str) -> None:
+    """Losses of routers are the same under any number of stages and microbatches."""
+    if comm.size == 3:
+        pytest.skip("4 experts")
+    mesh = Mesh(pp=2, dp=comm.size // 2)
+    dp = mesh["dp"]
+    rows = 5 * dp.size
+    whole, expected = alone(comm, rows, range(2))
+    own = pipeline(model(mesh), mesh["pp"], schedule=schedule, microbatches=4, loss=F.mse_loss)
+    optimizer = DistributedOptimizer(sgd(own), own.named_parameters(), mesh=mesh)
+    for number in range(2):
+        x, y = (own_rows(dp)(each) for each in batch(rows, number))
+        loss = own.step(x, y)
+        near(torch.from_numpy(dp.all_reduce(loss.reshape(1).numpy(), "mean")), expected[number].reshape(1), "loss")
+        own.clip_grad_norm(0.5)
+        optimizer.step()
+        optimizer.zero_grad()
+    state = own.gather_state_dict()
+    compare(comm, state, whole)
+    own.close()
+    mesh.close()
+
+
+@pytest.mark.ranks(min=2)
+@pytest.mark.parametrize("gated", [False, True])
+def test_divided_experts(comm: Communicator, gated: bool, tmp_path: Path) -> None:
+    """Experts along one axis, each of them divided along another one, whose ranks have the same tokens."""
+    if comm.size == 3:
+        pytest.skip("4 experts")
+    options = Experts(4, top_k=2, hidden=7, gated=gated, activation="silu", shared=1)
+    mesh = Mesh(dp=-1, tp=2)
+    dp = mesh["dp"]
+    rows = 2 * dp.size
+    whole, _ = alone(comm, rows, range(3), options)
+    own = model(mesh, options)
+    optimizer = DistributedOptimizer(sgd(own), own.named_parameters(), mesh=mesh)
+    train(own, optimizer, own_rows(dp), rows, range(3))
+    state = gather_state_dict(own)
+    compare(comm, state, whole)
+    other = model(mesh, options)
+    with torch.no_grad():
+        for parameter in other.parameters():
+            parameter.zero_()
+    other.load_state_dict(state)
+    compare(comm, gather_state_dict(other), whole)
+    path = comm.broadcast_object(str(tmp_path / "experts"))
+    save_experts(path, own, optimizer)
+    third = model(single(comm), options)
+    third.load_state_dict({name: torch.zeros_like(value) if "mlp" in name else value for name, value in state.items()})
+    load_experts(path, third)
+    compare(comm, third.state_dict(), whole)
+    mesh.close()
+
+
+@pytest.mark.ranks(min=2)
+@pytest.mark.parametrize("which", ["experts", "divided"])
+def test_experts_that_moved_go_on(comm: Communicator, which: str) -> None:
+    """Weights and moments go with them; what is saved then is still by their global numbers."""
+    if comm.size == 3:
+        pytest.skip("4 experts")
+    options = Experts(8, top_k=2, hidden=6)
+    mesh = Mesh(dp=-1) if which == "experts" else Mesh(dp=-1, tp=2)
+    dp = mesh["dp"]
+    rows = 2 * dp.size
+    whole, _ = alone(comm, rows, range(4), options)
+    own = model(mesh, options)
+    optimizer = DistributedOptimizer(sgd(own), own.named_parameters(), mesh=mesh)
+    train(own, optimizer, own_rows(dp), rows, range(2))
+    axis = own[1].mlp.mixture.ranks.axis
+    for layer in (own[1].mlp, own[2].mlp):  # experts 0 and 1 are popular, which are neighbours
+        layer.stats()
+        layer.mixture.counted.numbers[:] = [100, 90, 1, 2, 3, 4, 5, 6, 300, 0, 0]
+    told = rebalance_experts(own, optimizer)
+    assert len(told) == 2
+    placement = own[1].mlp.mixture.placement
+    assert axis.size == 1 or placement.owners[0] != placement.owners[1]
+    assert rebalance_experts(own, optimizer) == dict.fromkeys(told, (1.0, 1.0))  # nothing was chosen since
+    assert own[1].mlp.mixture.placement == placement
+    train(own, optimizer, own_rows(dp), rows, range(2, 4))
+    state, moments = gather_state_dict(own), gather_optimizer_state(optimizer, own.named_parameters())
+    compare(comm, state, whole)
+    other = model(single(comm), options)
+    other.load_state_dict(state)
+    load_optimizer_state(sgd(other), other.named_parameters(), moments)
+    own.load_state_dict(state)
+    compare(comm, gather_state_dict(own), whole)
+    mesh.close()
+
+
+class Mixed(nn.Module):
+    """A layer that a plan divides, and a mixture of experts."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.up, self.down, self.norm = nn.Linear(WIDTH, 10), nn.Linear(10, WIDTH), nn.LayerNorm(WIDTH)
+        self.mlp = nn.Sequential(nn.Linear(WIDTH, 6), nn.GELU(), nn.Linear(6, WIDTH))
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = x + self.down(F.gelu(self.up(x)))
+        out: Tensor = x + self.mlp(self.norm(x))
+        return out
+
+
+@pytest.mark.ranks(min=2)
+@pytest.mark.parametrize("checked", ["example", "first call"])
+def test_beside_divided_layers(comm: Communicator, checked: str) -> None:
+    """A plan's check runs the model, which must not count as a training step of the router."""
+    if comm.size == 3:
+        pytest.skip("4 experts")
+    mesh = Mesh(dp=-1, tp=2)
+    dp = mesh["dp"]
+    rows = 2 * dp.size
+    plan = {"mlp": Experts(4, top_k=2)}
+
+    def made(ranks: Any) -> Any:
+        torch.manual_seed(0)
+        found = Mixed().double()
+        return expertize(found, ranks, plan)
+
+    whole = made(single(comm))
+    expected = train(whole, sgd(whole), lambda each: each, rows, range(2))
+    own = made(mesh)
+    example = batch(1, 9)[0] if checked == "example" else None
+    parallelize(own, mesh["tp"], {"up": Column(), "down": Row()}, example=example)
+    optimizer = DistributedOptimizer(sgd(own), own.named_parameters(), mesh=mesh)
+    losses = train(own, optimizer, own_rows(dp), rows, range(2))
+    mean = dp.all_reduce(torch.stack(losses).numpy(), "mean")
+    near(torch.from_numpy(mean), torch.stack(expected), "losses")
+    compare(comm, gather_state_dict(own), whole)
+    mesh.close()

@@ -1,0 +1,108 @@
+"""What routing must give, written from the papers in plain loops: slow, and independent of `commlib.expert.routing`.
+
+Switch (2101.03961): top-1, capacity, the load-balancing loss. GShard (2006.16668): second choices after all first ones,
+gates of what a token still has add up to 1. ST-MoE (2202.08906): the z-loss. DeepSeek-V3 (2412.19437): a bias for
+choosing alone, limited groups, sigmoid scores, the loss of a sequence. Expert choice (2202.09368).
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+
+from commlib.expert import Experts
+
+Chosen = dict[tuple[int, int], int]
+"""(token, expert): which choice of the token it was, from 0."""
+
+
+@dataclass
+class Selection:
+    """What does not change when logits change a little. chosen: before dropping. kept: after it."""
+
+    chosen: Chosen = field(default_factory=dict)
+    kept: set[tuple[int, int]] = field(default_factory=set)
+
+
+def scores_of(experts: Experts, logits: Any) -> Any:
+    logits = np.asarray(logits, np.float64)
+    if experts.scores == "sigmoid":
+        return 1 / (1 + np.exp(-logits))
+    powers = np.exp(logits - logits.max(1, keepdims=True)) if logits.size else logits
+    return powers / powers.sum(1, keepdims=True)
+
+
+def select(experts: Experts, logits: Any, mask: Any = None, bias: Any = None, training: bool = True) -> Selection:
+    """Choose and drop, for the tokens of all ranks together, or of one."""
+    scores = scores_of(experts, logits).astype(np.float32).astype(np.float64)  # equal where they are in float32
+    there = [token for token in range(len(scores)) if mask is None or mask[token]]
+    found = Selection()
+    if experts.choice == "expert":
+        capacity = experts.capacity(len(there), training=training)
+        for expert in range(experts.count):
+            for token in sorted(there, key=lambda token: (-scores[token, expert], token))[:capacity]:
+                found.chosen[token, expert] = 0
+        found.kept = set(found.chosen)
+        return found
+    size = experts.count // experts.groups
+    for place, token in enumerate(there):
+        keys = [scores[token, e] + (0.0 if bias is None else float(bias[e])) for e in range(experts.count)]
+        groups = [sorted(keys[g * size : (g + 1) * size], reverse=True) for g in range(experts.groups)]
+        best = sorted(range(experts.groups), key=lambda g: (-sum(groups[g][:2]), g))
+        allowed = {e for g in best[: experts.max_groups or experts.groups] for e in range(g * size, (g + 1) * size)}
+        order = sorted(allowed, key=lambda e: (-keys[e], e))[: experts.top_k]
+        if experts.force_balanced:
+            order = [(place * experts.top_k + choice) % experts.count for choice in range(experts.top_k)]
+        for choice, expert in enumerate(order):
+            found.chosen[token, expert] = choice
+    capacity = experts.capacity(len(there), training=training)
+    for expert in range(experts.count):
+        mine = [(token, choice) for (token, one), choice in found.chosen.items() if one == expert]
+        if experts.drop == "position":
+            mine.sort(key=lambda pair: (pair[1], pair[0]))
+        else:
+            mine.sort(key=lambda pair: (-scores[pair[0], expert], pair[0]))
+        found.kept |= {(token, expert) for token, _ in mine[:capacity]}
+    return found
+
+
+def gates_of(experts: Experts, logits: Any, kept: set[tuple[int, int]]) -> dict[tuple[int, int], float]:
+    scores = scores_of(experts, logits)
+    gates = {}
+    for token, expert in kept:
+        whole = sum(scores[token, other] for one, other in kept if one == token) if experts.normalises else 1.0
+        gates[token, expert] = experts.scale * scores[token, expert] / whole
+    return gates
+
+
+def balance_of(experts: Experts, logits: Any, chosen: Chosen, mask: Any, sequence: int) -> float:
+    """The loss of all tokens: of each sequence, weighted by its tokens, or of all together."""
+    scores = scores_of(experts, logits)
+    shares = scores / scores.sum(1, keepdims=True) if scores.size else scores
+    length = sequence if experts.balance == "sequence" and sequence else max(len(scores), 1)
+    total, weights = 0.0, 0
+    for start in range(0, len(scores), length):
+        tokens = [t for t in range(start, start + length) if mask is None or mask[t]]
+        if not tokens:
+            continue
+        loss = 0.0
+        for expert in range(experts.count):
+            f = sum((token, expert) in chosen for token in tokens) / len(tokens) / experts.top_k
+            loss += experts.count * f * float(np.mean([shares[token, expert] for token in tokens]))
+        total, weights = total + loss * len(tokens), weights + len(tokens)
+    return total / weights if weights else 0.0
+
+
+def z_of(logits: Any, mask: Any) -> float:
+    rows = [row for token, row in enumerate(np.asarray(logits, np.float64)) if mask is None or mask[token]]
+    logs = [max(row) + math.log(sum(math.exp(one - max(row)) for one in row)) for row in rows]
+    return float(np.mean(np.square(logs))) if rows else 0.0
+
+
+def entropy_of(experts: Experts, logits: Any, mask: Any) -> float:
+    scores = scores_of(experts, logits)
+    rows = [row / row.sum() for token, row in enumerate(scores) if mask is None or mask[token]]
+    return float(np.mean([-sum(p * math.log(p) for p in row if p > 0) for row in rows])) if rows else 0.0

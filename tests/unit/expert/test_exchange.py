@@ -1,0 +1,153 @@
+"""Exchange: rows come to their experts in order, sums come back to their tokens, by every way."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from commlib.communicator import Communicator
+from commlib.dtypes import Array, numpy_dtype
+from commlib.expert.alone import Alone
+from commlib.expert.by_messages import ByMessages
+from commlib.expert.exchange import Exchange
+from commlib.expert.hierarchical import Hierarchical
+from commlib.expert.on_node import OnNode
+from commlib.expert.placement import Placement
+from tests.loopback import run
+
+
+@dataclass
+class Assignment:
+    """Some experts for each token."""
+
+    tokens: Array
+    counts: Array
+    starts: Array
+    slots: Array
+
+
+def assign(chosen: Array) -> Assignment:
+    """Return the assignment of a table [tokens, experts] of bool."""
+    experts, tokens = np.nonzero(chosen.T)
+    numbers = np.zeros(chosen.shape, np.int32)
+    numbers[tokens, experts] = np.arange(len(tokens))
+    starts = np.cumsum([0, *chosen.sum(1)])
+    return Assignment(
+        tokens.astype(np.int32),
+        chosen.sum(0).astype(np.int64),
+        starts.astype(np.int32),
+        numbers[chosen].astype(np.int32),
+    )
+
+
+def expected_rows(
+    chosen: list[Array], xs: list[Array], placement: Placement, rank: int, nodes: list[int] | None
+) -> Array:
+    """Return the rows that a rank must get: expert by expert, rank by rank, token by token.
+
+    nodes: of the ranks. Ranks are then in the order of their places in these.
+    """
+    places = nodes and [nodes[:rank].count(node) for rank, node in enumerate(nodes)]
+    order = sorted(range(len(xs)), key=lambda rank: (places[rank] if places else 0, rank))
+    return np.concatenate([xs[one][chosen[one][:, expert]] for expert in placement.of_rank(rank) for one in order])
+
+
+Make = Callable[[Communicator, Placement], Exchange]
+WAYS: dict[str, Make] = {
+    "node": lambda comm, placement: OnNode(comm, placement),
+    "messages": lambda comm, placement: ByMessages(comm, placement),
+    "hierarchical": lambda comm, placement: Hierarchical(comm, placement),
+}
+
+
+def check(way: Make, ranks: int, chosen: list[list[Array]], width: int, dtype: str, nodes: list[int] | None) -> None:
+    """Send several layers' tokens there and back, forward and backward, the last one's backward first."""
+    kind = numpy_dtype(dtype)
+    experts = chosen[0][0].shape[1]
+    placement = Placement.even(experts, ranks)
+    draw = np.random.default_rng(0)
+    # Small integers: sums are exact in every dtype.
+    xs = [[draw.integers(-4, 5, (len(one), width)).astype(kind) for one in layer] for layer in chosen]
+    gates = [[draw.integers(1, 4, int(one.sum())).astype(np.float32) for one in layer] for layer in chosen]
+
+    def rank_main(comm: Communicator) -> None:
+        me = comm.rank
+        exchange = way(comm, placement) if ranks > 1 else Alone(placement)
+        kept: list[Any] = []
+        for number, layer in enumerate(chosen):
+            assigned, x = assign(layer[me]), xs[number][me]
+            passage, rows, came, counts = exchange.dispatch(f"layer {number}", assigned, x, gates[number][me])
+            np.testing.assert_array_equal(rows, expected_rows(layer, xs[number], placement, me, nodes))
+            mine = placement.of_rank(me)
+            np.testing.assert_array_equal(counts, [sum(int(one[:, expert].sum()) for one in layer) for expert in mine])
+            sums = exchange.combine(f"layer {number}", passage, rows, came)
+            weights = np.zeros(layer[me].shape)
+            weights.T[layer[me].T] = gates[number][me]
+            np.testing.assert_array_equal(sums, (x.astype(np.float64) * weights.sum(1)[:, None]).astype(kind))
+            kept.append((passage, rows, came))
+        for number in reversed(range(len(chosen))):
+            passage, rows, came = kept.pop()
+            layer, x = chosen[number], xs[number][me]
+            np.testing.assert_array_equal(
+                rows, expected_rows(layer, xs[number], placement, me, nodes)
+            )  # nobody wrote there
+            again = exchange.combine_back(f"layer {number}", passage, x)
+            np.testing.assert_array_equal(again, rows)
+            sums, numbers = exchange.dispatch_back(f"layer {number}", passage, again, came * 2)
+            np.testing.assert_array_equal(numbers, gates[number][me] * 2)
+            np.testing.assert_array_equal(sums, (x.astype(np.float64) * layer[me].sum(1)[:, None]).astype(kind))
+
+    run(ranks, rank_main, nodes=nodes)
+
+
+@st.composite
+def tables(draw: Any, ranks: int, layers: int) -> list[list[Array]]:
+    experts = draw(st.integers(ranks, ranks + 3))
+    seed, density = draw(st.integers(0, 1000)), draw(st.sampled_from([0.0, 0.2, 0.6, 1.0]))
+    lengths = draw(st.lists(st.sampled_from([0, 1, 3, 17]), min_size=ranks, max_size=ranks))
+    random = np.random.default_rng(seed)
+    found = [[random.random((length, experts)) < density for length in lengths] for _ in range(layers)]
+    if draw(st.booleans()):
+        for one in found[0]:
+            one[:, 0] = False  # an expert without tokens
+    return found
+
+
+@pytest.mark.parametrize(
+    ("way", "ranks"),
+    [("node", 1), ("node", 2), ("node", 3), ("messages", 2), ("messages", 3), ("hierarchical", 4)],
+)
+def test_there_and_back(way: str, ranks: int) -> None:
+    @settings(max_examples=20, deadline=None)
+    @given(tables(ranks, 3), st.sampled_from([1, 5, 64]), st.sampled_from(["float32", "bfloat16", "float64"]))
+    def there_and_back(chosen: list[list[Array]], width: int, dtype: str) -> None:
+        check(WAYS[way], ranks, chosen, width, dtype, [0, 0, 1, 1] if way == "hierarchical" else None)
+
+    there_and_back()
+
+
+def test_regions_are_taken_again() -> None:
+    """Memory is bounded by what is in use at once."""
+
+    def rank_main(comm: Communicator) -> int:
+        exchange = OnNode(comm, Placement.even(4, 2))
+        for step in range(100):
+            chosen = np.random.default_rng(step).random((50, 4)) < 0.5
+            assigned = assign(chosen)
+            x = np.ones((50, 8), np.float32)
+            passage, rows, gates, _ = exchange.dispatch("a", assigned, x, np.ones(len(assigned.tokens), np.float32))
+            exchange.combine("a", passage, rows, gates)
+            of_rows = exchange.combine_back("a", passage, x)
+            exchange.dispatch_back("a", passage, of_rows, gates)
+            del rows, gates, of_rows
+        return exchange.regions.nbytes
+
+    largest = 2 * 2 * 50 * (8 + 1) * 4  # every token to both experts of a rank
+    for kept in run(2, rank_main):
+        assert kept < 8 * largest
