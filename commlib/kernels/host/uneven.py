@@ -47,6 +47,7 @@ from commlib.kernels.host.node import (
     _table,
 )
 from commlib.kernels.host.placed import _find
+from commlib.kernels.host.stream import stream_copy
 
 # What a kernel returns beside the statuses of `node`. SIZED: go on when TARGET is set, to as many rows as have come.
 # REFUSED: this rank's call is not right in itself, or its arrays overlap, and nothing has been done.
@@ -57,6 +58,9 @@ SMALL_BYTES, READ_FROM = 4096, 12 << 10
 
 # A window is no longer than this: what is drained is then still in the cache of the core that has filled it.
 WINDOW_BYTES = 128 << 10
+
+# From here on a part is copied past the caches, in which its beginning would not be found any more.
+STREAMED_PART = 8 << 20
 
 # Fields of a call of this kind.
 (
@@ -318,6 +322,14 @@ def _drain(uneven: Any, control: Any) -> None:
             ins.memcpy(uneven[TARGET] + peer[AT] + begin - peer[STREAM], slot + begin - first, end - begin)
 
 
+@nb.njit(inline="always")  # type: ignore[untyped-decorator]
+def _copy(target: int, source: int, length: int) -> None:
+    if length >= STREAMED_PART:
+        stream_copy(target, source, length)
+    else:
+        ins.memcpy(target, source, length)
+
+
 @kernel(nogil=True)
 def _move(uneven: Any, control: Any) -> None:
     """Do all that needs no slot."""
@@ -333,7 +345,7 @@ def _move(uneven: Any, control: Any) -> None:
             offset = 0
             for other in range(number):
                 offset += parts[SPLITS + other]
-            ins.memcpy(peer[TO], uneven[SOURCE] + offset * uneven[ROW], peer[BRINGS])
+            _copy(peer[TO], uneven[SOURCE] + offset * uneven[ROW], peer[BRINGS])
         if uneven[VERDICT] != DONE or peer[LENGTH] == 0:
             continue
         target = uneven[TARGET] + peer[AT]
@@ -342,9 +354,9 @@ def _move(uneven: Any, control: Any) -> None:
             own = 0
             for other in range(rank):
                 own += parts[SPLITS + other]
-            ins.memcpy(target, uneven[SOURCE] + own * uneven[ROW], peer[LENGTH])
+            _copy(target, uneven[SOURCE] + own * uneven[ROW], peer[LENGTH])
         elif peer[MODES] == PULL:
-            ins.memcpy(target, peer[FROM], peer[LENGTH])
+            _copy(target, peer[FROM], peer[LENGTH])
         elif peer[MODES] == READ and not _read(uneven, processes[number], target, peer[FROM], peer[LENGTH]):
             uneven[VERDICT] = UNREADABLE
 
