@@ -19,6 +19,7 @@ OF_ONE_START = {  # where a record has no rounds
     "codecs": "none, the best runs of one start",
     "compression": "none, medians of the steps of one start",
     "all_reduce": "none, medians of the rounds of one start",
+    "all_to_all_v": "none, medians of the rounds of one start",
 }
 
 
@@ -74,6 +75,22 @@ def channel(records: Sequence[Record]) -> str:
         )
         parts.append(f"Pattern `{pattern}`:\n\n" + table(["bytes", "channel", *(f"{n}, times" for n in others)], rows))
     return "\n\n".join(parts)
+
+
+def all_to_all_v(records: Sequence[Record]) -> str:
+    """Uneven exchanges: MPI's time, and how many times as long as each way of ours it takes."""
+    kinds = dict.fromkeys((row["pattern"], row["bytes"]) for row in records[0]["rows"])
+    names = [name for name in dict.fromkeys(row["contender"] for row in records[0]["rows"]) if name != "MPI"]
+    rows = []
+    for kind in sorted(kinds, key=lambda kind: kind[0]):
+        of = [
+            {row["contender"]: row["us"] for row in record["rows"] if (row["pattern"], row["bytes"]) == kind}
+            for record in records
+        ]
+        ours = (spread_text([one["MPI"] / one[name] for one in of]) for name in names)
+        rows.append([kind[0], bytes_text(kind[1]), range_text([one["MPI"] for one in of], ".1f"), *ours])
+    text = "How many times as long as each way MPI_Alltoallv takes, which has ordinary arrays."
+    return f"{text}\n\n" + table(["counts", "bytes for each rank", "MPI_Alltoallv, us", *names], rows)
 
 
 def hosts(records: Sequence[Record]) -> str:

@@ -44,7 +44,13 @@ TOPICS = (
         "node",
         "On one node",
         "Collectives and messages between the ranks of one node.",
-        {"compare": tables.compare, "all_reduce": tables.compare, "verb": tables.verb, "channel": tables.channel},
+        {
+            "compare": tables.compare,
+            "all_reduce": tables.compare,
+            "verb": tables.verb,
+            "all_to_all_v": tables.all_to_all_v,
+            "channel": tables.channel,
+        },
         hosts=False,
     ),
     Topic(

@@ -12,7 +12,8 @@ from commlib.buffers.plain import are_plain
 from commlib.collectives import objects
 from commlib.collectives.all_gather import all_gather, all_gather_v
 from commlib.collectives.all_reduce import all_reduce
-from commlib.collectives.all_to_all import all_to_all, all_to_all_v
+from commlib.collectives.all_to_all import all_to_all
+from commlib.collectives.all_to_all_v import all_to_all_v, at_once
 from commlib.collectives.barrier import barrier
 from commlib.collectives.broadcast import broadcast
 from commlib.collectives.gather import gather
@@ -345,17 +346,33 @@ class Communicator:
         """Prepare `all_to_all`."""
         return all_to_all(self._calls, x, out, algorithm).plan("all_to_all")
 
-    def all_to_all_v(self, x: Any, splits: Sequence[int]) -> Any:
-        """Send `splits[i]` rows of `x` to rank i; return (what the ranks sent here, int64 rows from each rank)."""
-        return all_to_all_v(self._calls, x, splits).run()
+    def all_to_all_v(
+        self, x: Any, splits: Sequence[int], *, takes: Sequence[int] | None = None, out: Any = None
+    ) -> Any:
+        """Send `splits[i]` rows of `x` to rank i; return (what the ranks sent here, int64 rows from each rank).
 
-    def all_to_all_v_async(self, x: Any, splits: Sequence[int]) -> Work:
+        takes: the rows that come from each rank, where all ranks know them. They are then not told to each other, but
+        checked: MismatchError on ranks that do not agree; between nodes on those that receive. out: where to put what
+        comes, of as many rows. Without `takes` that shows when it comes: UsageError here if it is another number.
+        Fastest on a node where `x` or `out` is symmetric memory (`empty`) on all ranks, at any place in it.
+        """
+        if type(x) is ndarray:
+            done = at_once(self._calls, x, splits, takes, out)
+            if done is not None:
+                return done
+        return all_to_all_v(self._calls, x, splits, takes, out).run()
+
+    def all_to_all_v_async(
+        self, x: Any, splits: Sequence[int], *, takes: Sequence[int] | None = None, out: Any = None
+    ) -> Work:
         """Start `all_to_all_v`."""
-        return all_to_all_v(self._calls, x, splits).start()
+        return all_to_all_v(self._calls, x, splits, takes, out).start()
 
-    def plan_all_to_all_v(self, x: Any, splits: Sequence[int]) -> Plan:
-        """Prepare `all_to_all_v`."""
-        return all_to_all_v(self._calls, x, splits).plan("all_to_all_v")
+    def plan_all_to_all_v(
+        self, x: Any, splits: Sequence[int], *, takes: Sequence[int] | None = None, out: Any = None
+    ) -> Plan:
+        """Prepare `all_to_all_v`. With `takes`, its result is always the same memory."""
+        return all_to_all_v(self._calls, x, splits, takes, out).plan()
 
     # Messages between two ranks. They match by (peer, tag), in order, and do not queue behind collectives.
 

@@ -48,6 +48,11 @@ class Config:
     timeout: float = _setting(0.0, "seconds after which a wait raises StallError; 0 waits for ever")
     exit_timeout: float = _setting(5.0, "seconds that shutdown and interpreter exit wait for work in flight")
     node_path: bool = _setting(True, "use shared memory between the ranks of a node")
+    peer_reads: bool = _setting(
+        True,
+        "let the ranks of a node read large ordinary arrays out of each other's memory (process_vm_readv), where the "
+        "system lets them",
+    )
     slot_kib: int = _setting(
         512, "KiB of each rank's two shared slots through which ordinary arrays are reduced", least=1, most=1 << 20
     )

@@ -178,10 +178,15 @@ def all_to_all_v(comm: Any, dtype: str, splits: list[list[int]], row: tuple[int,
     xs = [values(dtype, (sum(splits[rank]), *row), rank) for rank in range(comm.size)]
     parts = [np.split(x, np.cumsum(splits[rank])[:-1]) for rank, x in enumerate(xs)]
     x = xs[comm.rank].copy()
-    received, lengths = comm.all_to_all_v(x, splits[comm.rank])
-    assert_same(received, np.concatenate([sent[comm.rank] for sent in parts]))
-    assert_same(lengths, np.array([splits[rank][comm.rank] for rank in range(comm.size)], np.int64))
-    assert_same(x, xs[comm.rank])
+    expected = np.concatenate([sent[comm.rank] for sent in parts])
+    takes = [splits[rank][comm.rank] for rank in range(comm.size)]
+    for known in (None, takes):
+        for out in (None, np.empty_like(expected)):
+            received, lengths = comm.all_to_all_v(x, splits[comm.rank], takes=known, out=out)
+            assert out is None or received is out
+            assert_same(received, expected)
+            assert_same(lengths, np.array(takes, np.int64))
+            assert_same(x, xs[comm.rank])
 
 
 def send_recv(comm: Any, dtype: str, shape: tuple[int, ...], tag: int = 0) -> None:

@@ -25,6 +25,7 @@ from commlib.devices.registry import named
 from commlib.dtypes import Array
 from commlib.errors import UsageError
 from commlib.group.group import Group
+from commlib.node.uneven import UnevenExchange
 from commlib.runtime.compiled import Compiled, Plan
 from commlib.runtime.work import Work
 
@@ -48,6 +49,7 @@ class Calls:
     def __init__(self, group: Group) -> None:
         self.group = group
         self.all_reduces: dict[Hashable, Compiled] = {}
+        self.uneven: dict[Hashable, UnevenExchange] = {}
         self._tables: defaultdict[str, dict[Hashable, Known]] = defaultdict(dict)
         self._stations: dict[Any, Station] = {}
 
@@ -126,6 +128,7 @@ class Calls:
             station.close()
         self._stations.clear()
         self.all_reduces.clear()
+        self.uneven.clear()
         self._tables.clear()
 
 
@@ -163,17 +166,22 @@ class Ready:
 
     def plan(self, verb: str) -> Plan:
         """Bind it to its arrays. Raises UsageError if it works on a copy of them, which would not follow them."""
-        for array, given in ((self.source, self.x), (self.target, self.target)):
-            given = array if given is None else viewed(given, f"plan_{verb}")
-            if not is_contiguous(given):
-                raise UsageError(f"plan_{verb}: x and out must be contiguous: a copy of them would not follow them")
-            if array.size and not overlap(array, given):
-                raise UsageError(f"plan_{verb}: x and out overlap: they must be the same array, or apart")
+        check_bound(self.source, self.x, verb)
+        check_bound(self.target, self.target, verb)
         if not self.known and self.target is not self.source:
             raise UsageError(f"plan_{verb}: x and out must be contiguous: a copy of them would not follow them")
         if self.known:
             return self.compiled.bind(self.source, self.target, value=self.deliver(None))
         return self.compiled.bind(self.source, self.target, deliver=self.deliver)
+
+
+def check_bound(array: Any, given: Any, verb: str) -> None:
+    """Raise UsageError if `array`, on which a plan works, is a copy of the one that was given."""
+    given = array if given is None else viewed(given, f"plan_{verb}")
+    if not is_contiguous(given):
+        raise UsageError(f"plan_{verb}: x and out must be contiguous: a copy of them would not follow them")
+    if array.size and not overlap(array, given):
+        raise UsageError(f"plan_{verb}: x and out overlap: they must be the same array, or apart")
 
 
 def itself(value: Any) -> Any:

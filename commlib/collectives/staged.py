@@ -52,8 +52,11 @@ def compile_on_device(paths: tuple[Path, ...], station: Station, group: Group, v
     return DeviceCall(group.progress, call.text, station, run, blocks=blocks)
 
 
-def made_on_device(group: Group, station: Station, compiled: Compiled) -> Compiled:
-    """Return the same for a call that makes its result itself: an array, or a tuple of that and of what stays here."""
+def made_on_device(group: Group, station: Station, compiled: Compiled, out: DeviceArray | None = None) -> Compiled:
+    """Return the same for a call that makes its result itself: an array, or a tuple of that and of what stays here.
+
+    out: where to put the array.
+    """
     if group.transport.accepts(station.device.name):
         return DeviceCall(group.progress, compiled.text, station, lambda x, *_: compiled.perform(x, x))
 
@@ -61,7 +64,7 @@ def made_on_device(group: Group, station: Station, compiled: Compiled) -> Compil
         source = fetched(station, x, on_wait)
         value = compiled.perform(source, source)
         if isinstance(value, tuple):
-            return delivered(station, value[0], x.stream, on_wait), *value[1:]
+            return delivered(station, value[0], x.stream, on_wait, out), *value[1:]
         return delivered(station, value, x.stream, on_wait)
 
     return DeviceCall(group.progress, compiled.text, station, run)
@@ -140,13 +143,18 @@ def fetched(station: Station, x: DeviceArray, on_wait: OnWait) -> Array:
     return block
 
 
-def delivered(station: Station, value: Array, stream: Any, on_wait: OnWait) -> Any:
+def delivered(station: Station, value: Array, stream: Any, on_wait: OnWait, out: DeviceArray | None = None) -> Any:
     """Return a new array of the device with the values of a host array, which arrive in the stream's order.
 
-    It is memory of the caller's `stream`: a device may use that again as soon as this stream comes to its end.
+    out: where to put them instead. A new one is memory of the caller's `stream`: a device may use that again as soon as
+    this stream comes to its end.
     """
     block = station.block(1, value.nbytes, on_wait).view(value.dtype).reshape(value.shape)
     block[...] = value
+    if out is not None:
+        station.device.current().wait(stream.record())
+        station.device.copy(out, block)
+        return out
     with station.device.using(stream):
         made = station.device.empty(value.shape, value.dtype)
     station.device.current().wait(stream.record())  # who had this memory before may still use it

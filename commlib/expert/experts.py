@@ -147,6 +147,11 @@ class Experts:
         """Whether routing depends on a seed in training."""
         return self.noise > 0 or self.second == "random" or (self.drop == "random" and self.capacity_factor is not None)
 
+    @property
+    def has_losses(self) -> bool:
+        """Whether the router has losses in training."""
+        return self.balance != "none" or self.z_weight > 0
+
     def capacity(self, tokens: int, *, training: bool) -> int | None:
         """Return how many of so many tokens an expert takes at most; None: all."""
         factor = self.capacity_factor

@@ -25,7 +25,8 @@ class Call:
     """Hold a verb and its arguments, except the array; a backward also holds what it must know about the forward.
 
     rows: for all_to_all_v how many rows go to each rank; for all_gather and reduce_scatter how many each rank has, if
-    not equally many. shape, dtype: of the result on this rank, where the array does not tell. factor: on the result.
+    not equally many. takes: for all_to_all_v how many come from each, if all ranks know. shape, dtype: of the result on
+    this rank, where the array does not tell. factor: on the result.
     """
 
     verb: str
@@ -35,6 +36,7 @@ class Call:
     source: int = -1
     tag: int = 0
     rows: tuple[int, ...] = ()
+    takes: tuple[int, ...] | None = None
     shape: tuple[int, ...] | None = None
     dtype: Any = None
     factor: float = 1.0
@@ -115,8 +117,8 @@ def _all_to_all(comm: Communicator, call: Call, x: Any) -> tuple[Any, _Facts]:
 
 
 def _all_to_all_v(comm: Communicator, call: Call, x: Any) -> tuple[Any, _Facts]:
-    result, received = comm.all_to_all_v(x, call.rows)
-    return result, {"rows": tuple(map(int, received))}
+    result, received = comm.all_to_all_v(x, call.rows, takes=call.takes)
+    return result, {"rows": tuple(received.tolist()), "takes": tuple(call.rows)}
 
 
 def _send(comm: Communicator, call: Call, x: Any) -> tuple[Any, _Facts]:

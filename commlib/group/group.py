@@ -143,6 +143,7 @@ class Group:
                 slot_bytes=self.config.slot_kib * 1024,
                 spins=self.runtime.spins,
                 members=self.hierarchy.ranks,
+                peer_reads=self.config.peer_reads,
             )
             board.enter(self.watch("set-up of shared memory"))  # from here on the board tells of a failure
             self._calls.meet_on(board)

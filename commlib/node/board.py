@@ -13,7 +13,9 @@ from typing import Any
 
 import numpy as np
 
+from commlib.buffers.peer_reading import Probe, can_read
 from commlib.kernels.host import node as kernels
+from commlib.kernels.host.uneven import note_bytes
 from commlib.transport.base import Gather, Transport, WaitHook
 
 Call = Any  # an int64 array of kernels.CALL_FIELDS fields
@@ -23,6 +25,9 @@ _PATIENCE = [kernels.SPINS, kernels.YIELDS, kernels.NAPS, kernels.NAP_MICROSECON
 
 _TEXT_BYTES = 1024
 _PRESENT, _LEFT = 1, 2
+
+# What a rank's status holds: whether it is there, its process, its probe, and whether it can read all others' memory.
+_THERE, _PROCESS, _PROBE, _SECRET, _READS = range(5)
 LEFT = "has shut commlib down or left the program"
 
 # How long one kernel call waits before it comes back to Python to look around: spins, yields, then 1 ms of naps.
@@ -49,6 +54,7 @@ class NodeBoard:
     """Let the ranks of one group meet that are on one node.
 
     `spins` is how often a rank polls before it yields its core. `slot_bytes` is the size of each rank's two slots.
+    `peer_reads`: they may read each other's memory, if the system lets them.
     `members` are their ranks in the group, by which `late` and `absent` call them (default: all of the group).
     Collective to make, `gather` tells a rank's value to all of the node; then all ranks `enter`.
     """
@@ -61,6 +67,7 @@ class NodeBoard:
         slot_bytes: int,
         spins: int,
         members: Sequence[int] | None = None,
+        peer_reads: bool = False,
     ) -> None:
         self._transport = transport
         self.members = tuple(members or range(transport.size))
@@ -70,7 +77,7 @@ class NodeBoard:
         status = lines
         text = status + 64
         slots = text + _TEXT_BYTES
-        self._memory = transport.share(slots + 2 * slot_bytes, gather)
+        self._memory = transport.share(slots + 2 * (slot_bytes + note_bytes(self.size)), gather)
         bases = self._memory.bases
         self._status = [_as_array(base + status, 64).view(np.int64) for base in bases]
         self._texts = [_as_array(base + text, _TEXT_BYTES) for base in bases]
@@ -85,14 +92,23 @@ class NodeBoard:
         self._barrier = kernels.entry_point(kernels.barrier)
         self._meeting = self.new_call()[np.newaxis]
         self._meeting_address = self._meeting.ctypes.data
-        self._status[self.rank][:2] = _PRESENT, os.getpid()
+        self._probe = Probe()
+        self._status[self.rank][: _SECRET + 1] = _PRESENT, os.getpid(), *self._probe.place
         self._watched = [False] * self.size
+        self._peer_reads, self.reads_peers = peer_reads, False
+        self.processes = np.zeros(self.size, np.int64)
 
     def enter(self, on_wait: WaitHook) -> None:
         """Wait until all ranks have made theirs. Collective."""
         self.meet(kernels.DONE, on_wait)
         # Ranks in another PID namespace cannot be seen, so their absence would mean nothing.
-        self._watched = [_process_alive(int(status[1])) for status in self._status]
+        self._watched = [_process_alive(int(status[_PROCESS])) for status in self._status]
+        self.processes[:] = [status[_PROCESS] for status in self._status]
+        if self._peer_reads:
+            probes = [status[_PROCESS : _SECRET + 1].tolist() for status in self._status]
+            self._status[self.rank][_READS] = all(can_read(*probe) for probe in probes)
+            self.meet(kernels.DONE, on_wait)
+            self.reads_peers = all(status[_READS] for status in self._status)
 
     @property
     def named_memory(self) -> bool:
@@ -179,19 +195,19 @@ class NodeBoard:
 
     def leave(self, reason: str = LEFT) -> None:
         """Tell the others that this rank comes to no meeting any more; its first reason counts. Never blocks."""
-        if self._status[self.rank][0] != _LEFT:
+        if self._status[self.rank][_THERE] != _LEFT:
             self._write_text(reason)
-            self._status[self.rank][0] = _LEFT
+            self._status[self.rank][_THERE] = _LEFT
 
     def absent(self) -> dict[int, str]:
         """Return the ranks that will never come, each with the reason."""
         gone = {}
         for rank, (status, watched) in enumerate(zip(self._status, self._watched, strict=True)):
             member = self.members[rank]
-            if status[0] == _LEFT:
+            if status[_THERE] == _LEFT:
                 gone[member] = self._read_text(rank)
-            elif watched and not _process_alive(int(status[1])):
-                gone[member] = f"is dead (its process {int(status[1])} is gone)"
+            elif watched and not _process_alive(int(status[_PROCESS])):
+                gone[member] = f"is dead (its process {int(status[_PROCESS])} is gone)"
         return gone
 
     def close(self) -> None:

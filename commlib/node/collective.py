@@ -7,7 +7,8 @@ elsewhere the data goes through the slots of the board. The kernels find that ou
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -43,7 +44,20 @@ _RUNNING = [
     kernels.NAP_MICROSECONDS,
 ]
 _SPINS_AND_YIELDS = slice(kernels.SPINS, kernels.YIELDS + 1)
-_ARRAYS_ARE_WHERE_EXPECTED = kernels.arrays_are_where_expected()
+ARRAYS_ARE_WHERE_EXPECTED = kernels.arrays_are_where_expected()
+
+
+@contextmanager
+def leaving_the_core(calls: Any) -> Iterator[None]:
+    """Let calls, a row each, wait as they must on the progress thread."""
+    patience = calls[:, _SPINS_AND_YIELDS]
+    usual = patience.copy()
+    patience[:] = min(usual[0, 0], _BACKGROUND_SPINS), _BACKGROUND_YIELDS
+    try:
+        yield
+    finally:
+        patience[:] = usual
+
 
 Range = tuple[int, int]  # (offset, length) in bytes
 NOTHING: Range = (0, 0)
@@ -87,7 +101,7 @@ class NodeCollective(Compiled):
         self._route = np.zeros(placed.ROUTE_FIELDS, np.int64)
         self._address = address_of(self._route)
         self._keep: list[Any] = []
-        if _ARRAYS_ARE_WHERE_EXPECTED:
+        if ARRAYS_ARE_WHERE_EXPECTED:
             self._step = _run_on_arrays
         staged, symmetric = (address_of(call) for call in self._calls)
         self._set(SIGNATURE=signature(text), COUNTS=int(counted))
@@ -214,7 +228,7 @@ class NodeCollective(Compiled):
 
     def begin(self, x: Any, target: Any) -> bool:
         """Publish this rank's data, and return whether the call is done; if not, `perform` goes on with it."""
-        if _ARRAYS_ARE_WHERE_EXPECTED:
+        if ARRAYS_ARE_WHERE_EXPECTED:
             status = _begin_on_arrays(self._address, id(x), id(target))
         else:
             self._calls[0, _SOURCE], self._calls[0, _TARGET] = address_of(x), address_of(target)
@@ -234,11 +248,6 @@ class NodeCollective(Compiled):
         self._context.complete(_run, self._address, self._calls, status, self.text)
 
     def _run_in_background(self) -> None:
-        patience = self._calls[:, _SPINS_AND_YIELDS]
-        usual = patience.copy()
-        patience[:] = min(usual[0, 0], _BACKGROUND_SPINS), _BACKGROUND_YIELDS
-        try:
+        with leaving_the_core(self._calls):
             if status := _run(self._address):
                 self._complete(status)
-        finally:
-            patience[:] = usual

@@ -92,17 +92,22 @@ class OrderedVerbs(Generic[T]):
         """Send the i-th of `size` equal parts of `tensor` along dimension 0 to rank i; return what arrived here."""
         return Call(self._bridge, comm, "all_to_all", lambda verb, x: verb(x), (tensor,), SAME)
 
-    def all_to_all_v(self, tensor: T, splits: Sequence[int] | T, *, comm: Comm = None) -> Call[tuple[T, T]]:
-        """Send `splits[i]` rows of `tensor` to rank i; return (what arrived here, int64 rows from each rank)."""
-        inputs = (tensor, splits) if isinstance(splits, self._bridge.tensor) else (tensor,)
-        return Call(
-            self._bridge,
-            comm,
-            "all_to_all_v",
-            lambda verb, x, *rows: verb(x, rows[0].tolist() if rows else splits),
-            inputs,
-            RECEIVED,
-        )
+    def all_to_all_v(
+        self, tensor: T, splits: Sequence[int] | T, *, takes: Sequence[int] | T | None = None, comm: Comm = None
+    ) -> Call[tuple[T, T]]:
+        """Send `splits[i]` rows of `tensor` to rank i; return (what arrived here, int64 rows from each rank).
+
+        takes: the rows that come from each rank, where all ranks know them.
+        """
+        given = (splits, takes)
+        asked = [counts for counts in given if isinstance(counts, self._bridge.tensor)]
+
+        def host(verb: Callable[..., Any], x: Any, *arrays: Any) -> Any:
+            known = iter(arrays)
+            rows = [next(known).tolist() if isinstance(counts, self._bridge.tensor) else counts for counts in given]
+            return verb(x, rows[0], takes=rows[1])
+
+        return Call(self._bridge, comm, "all_to_all_v", host, (tensor, *asked), RECEIVED)
 
     def send(self, tensor: T, peer: int, tag: int = 0, *, comm: Comm = None) -> Call[None]:
         """Send `tensor` to rank `peer`. Returns when `tensor` may be changed."""

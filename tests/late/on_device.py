@@ -38,15 +38,11 @@ class OnDevice:
                     here[...] = late.numpy()
                 else:
                     assert here.tobytes() == late.numpy().tobytes(), "an array that is only read was changed"
-            for here, late in there.values():
-                if got is late:
-                    return here
-            if isinstance(got, tuple):
-                return tuple(_back(item) for item in got)
-            return _back(got)
+
+            def back(value: Any) -> Any:
+                same = [here for here, late in there.values() if value is late]
+                return same[0] if same else value.numpy() if isinstance(value, LateArray) else value
+
+            return tuple(map(back, got)) if isinstance(got, tuple) else back(got)
 
         return run
-
-
-def _back(value: Any) -> Any:
-    return value.numpy() if isinstance(value, LateArray) else value

@@ -108,12 +108,16 @@ def test_exchanges(comm: Any, dtype: Any, as_tensor: bool, mode: str) -> None:
     expected = [10 * peer + comm.rank for peer, n in enumerate(counts) for _ in range(n)]
 
     def exchange(x: Any, rows: Any, given: Any) -> Any:
-        return *ct.all_to_all_v(x, given if as_tensor else splits), ct.all_to_all(rows)
+        known = ct.all_to_all_v(x, splits, takes=given if as_tensor else counts)
+        return *ct.all_to_all_v(x, given if as_tensor else splits), ct.all_to_all(rows), *known
 
     rows = values(dtype, comm.rank, (comm.size, 2))
-    out, received, shared = in_mode(mode, exchange)(tf.cast(tf.constant(numbers), dtype), rows, tf.constant(splits))
-    check(out, tf.cast(tf.constant(expected), dtype))
-    check(received, tf.constant(counts, tf.int64))
+    out, received, shared, *known = in_mode(mode, exchange)(
+        tf.cast(tf.constant(numbers), dtype), rows, tf.constant(splits)
+    )
+    for arrived, lengths in ((out, received), known):
+        check(arrived, tf.cast(tf.constant(expected), dtype))
+        check(lengths, tf.constant(counts, tf.int64))
     check(shared, tf.stack([part[comm.rank] for part in everyone(comm, dtype, (comm.size, 2))]))
 
 

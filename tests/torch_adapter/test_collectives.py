@@ -142,7 +142,12 @@ def test_exchanges(comm: Any, dtype: torch.dtype) -> None:
         check(received, torch.stack([row[comm.rank] for row in rows]))
     splits = [(comm.rank + peer) % 3 for peer in range(comm.size)]
     sent = torch.cat([torch.full((n,), 10 * comm.rank + peer) for peer, n in enumerate(splits)]).to(dtype)
-    for out, counts in (ct.all_to_all_v(sent, splits), ct.all_to_all_v_async(sent, splits).wait()):
+    for out, counts in (
+        ct.all_to_all_v(sent, splits),
+        ct.all_to_all_v(sent, torch.tensor(splits), takes=torch.tensor(splits)),
+        ct.all_to_all_v_async(sent, splits).wait(),
+        ct.all_to_all_v_async(sent, torch.tensor(splits), takes=splits).wait(),
+    ):
         assert counts.tolist() == [(peer + comm.rank) % 3 for peer in range(comm.size)]
         check(out, torch.cat([torch.full((int(n),), 10 * p + comm.rank) for p, n in enumerate(counts)]).to(dtype))
 

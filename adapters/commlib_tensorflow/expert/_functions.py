@@ -1,7 +1,7 @@
 """Nodes around the core's routing and exchange, with their gradients.
 
-Each is one call of the host. What a node must know of an earlier one comes to it as a tensor of bytes, so that it does
-not matter when a graph runs its nodes, or whether it runs the backward at all.
+Each is one call of the host. What a node must know of an earlier one comes to it as a tensor, so that it does not
+matter when a graph runs its nodes, or whether it runs the backward at all.
 """
 
 from __future__ import annotations
@@ -27,14 +27,14 @@ from commlib_tensorflow.errors import as_tensorflows
 class Sent(NamedTuple):
     """What came to the experts of this rank: rows [number, width], their gates, and how many each has.
 
-    losses: balance and z. state: for `combined`.
+    passage: for `combined`. losses: balance and z, where it was routed, too.
     """
 
     rows: Any
     gates: Any
     counts: Any
-    losses: Any
-    state: Any
+    passage: Any
+    losses: Any = None
 
 
 def sent(x: Any, logits: Any, mixture: Mixture, route: Callable[..., Routing], more: Sequence[Any]) -> Sent:
@@ -49,24 +49,26 @@ def sent(x: Any, logits: Any, mixture: Mixture, route: Callable[..., Routing], m
         routing = route(logits, *more)
         passage, rows, gates, counts = mixture.exchange.dispatch(mixture.name, routing, x, routing.gates)
         losses = np.array([routing.balance, routing.z], np.float32)
-        return [rows, gates.copy(), counts.astype(np.int32), losses, _packed((routing, passage))]
+        return [rows, gates.copy(), counts.astype(np.int32), passage, losses, _packed(routing)]
 
-    def backward(state: Array, of_rows: Array, of_gates: Array, of_losses: Array) -> Sequence[Array]:
-        routing, passage = pickle.loads(state.data)
+    def backward(passage: Array, state: Array, of_rows: Array, of_gates: Array, of_losses: Array) -> Sequence[Array]:
         of_x, gates = mixture.exchange.dispatch_back(mixture.name, passage, of_rows, of_gates)
+        routing: Routing = pickle.loads(state.data)
         return [of_x, routing.gradient(gates, float(of_losses[0]), float(of_losses[1]))]
 
     def sending(x: Any, logits: Any) -> tuple[tuple[Any, ...], Any]:
         specs = [
-            Spec(x.dtype, (None, width)), Spec(tf.float32, (None,)), Spec(tf.int32, (local,)), Spec(tf.float32, (2,)),
-            Spec(tf.uint8, (None,)),
+            Spec(x.dtype, (None, width)), Spec(tf.float32, (None,)), Spec(tf.int32, (local,)), _PASSAGE,
+            Spec(tf.float32, (2,)), _STATE,
         ]  # fmt: skip
-        rows, gates, counts, losses, state = call_in_order("experts", forward, [x, logits, *more], specs)
+        *found, state = call_in_order("experts", forward, [x, logits, *more], specs)
+        passage = found[3]
 
-        def gradient(of_rows: Any, of_gates: Any, of_counts: Any, of_losses: Any, of_state: Any) -> Any:
-            return _once(backward, [state], [of_rows, of_gates, of_losses], [Spec.like(x), Spec.like(logits)])
+        def gradient(of_rows: Any, of_gates: Any, of_counts: Any, of_passage: Any, of_losses: Any) -> Any:
+            specs = [Spec.like(x), Spec.like(logits)]
+            return _once(backward, [passage, state], [of_rows, of_gates, of_losses], specs)
 
-        return (rows, gates, counts, losses, state), gradient
+        return tuple(found), gradient
 
     return Sent(*tf.custom_gradient(sending)(x, logits))
 
@@ -124,13 +126,13 @@ def dispatched(x: Any, gates: Any, mixture: Mixture, part: int, state: Any) -> S
     def forward(x: Array, gates: Array, state: Array) -> Sequence[Array]:
         own = pickle.loads(state.data)[1][part]
         passage, rows, came, counts = mixture.exchange.dispatch(mixture.name, own, x, gates)
-        return [rows, came.copy(), counts.astype(np.int32), _packed((None, passage))]
+        return [rows, came.copy(), counts.astype(np.int32), passage]
 
-    def backward(state: Array, of_rows: Array, of_gates: Array) -> Sequence[Array]:
-        return list(mixture.exchange.dispatch_back(mixture.name, pickle.loads(state.data)[1], of_rows, of_gates))
+    def backward(passage: Array, of_rows: Array, of_gates: Array) -> Sequence[Array]:
+        return list(mixture.exchange.dispatch_back(mixture.name, passage, of_rows, of_gates))
 
     def sending(x: Any, gates: Any) -> tuple[tuple[Any, ...], Any]:
-        specs = [Spec(x.dtype, (None, width)), Spec(tf.float32, (None,)), Spec(tf.int32, (local,)), _STATE]
+        specs = [Spec(x.dtype, (None, width)), Spec(tf.float32, (None,)), Spec(tf.int32, (local,)), _PASSAGE]
         found = call_in_order("experts", forward, [x, gates, state], specs)
 
         def gradient(of_rows: Any, of_gates: Any, *_: Any) -> Any:
@@ -138,31 +140,30 @@ def dispatched(x: Any, gates: Any, mixture: Mixture, part: int, state: Any) -> S
 
         return tuple(found), gradient
 
-    rows, came, counts, passage = tf.custom_gradient(sending)(x, gates)
-    return Sent(rows, came, counts, None, passage)
+    return Sent(*tf.custom_gradient(sending)(x, gates))
 
 
-def combined(rows: Any, gates: Any, mixture: Mixture, state: Any, tokens: Any) -> Any:
+def combined(rows: Any, gates: Any, mixture: Mixture, passage: Any, tokens: Any) -> Any:
     """Return for each token the sum of what experts made of it, times its gates. Collective, as its gradient is.
 
     tokens: what was sent, whose shape the result has.
     """
 
-    def forward(rows: Array, gates: Array, state: Array) -> Sequence[Array]:
-        return [mixture.exchange.combine(mixture.name, pickle.loads(state.data)[1], rows, gates)]
+    def forward(rows: Array, gates: Array, passage: Array) -> Sequence[Array]:
+        return [mixture.exchange.combine(mixture.name, passage, rows, gates)]
 
-    def backward(state: Array, gradient: Array, rows: Array, gates: Array) -> Sequence[Array]:
-        came = mixture.exchange.combine_back(mixture.name, pickle.loads(state.data)[1], gradient)
+    def backward(passage: Array, gradient: Array, rows: Array, gates: Array) -> Sequence[Array]:
+        came = mixture.exchange.combine_back(mixture.name, passage, gradient)
         of_gates = np.empty_like(gates)
         multiply_rows(came, rows, gates, came, of_gates)
         return [came, of_gates]
 
     def combining(rows: Any, gates: Any) -> tuple[Any, Any]:
-        (found,) = call_in_order("experts", forward, [rows, gates, state], [Spec(rows.dtype, tokens.shape)])
+        (found,) = call_in_order("experts", forward, [rows, gates, passage], [Spec(rows.dtype, tokens.shape)])
 
         def gradient(of_found: Any) -> Any:
             specs = [Spec.like(rows), Spec.like(gates)]
-            return _once(backward, [state], [of_found, rows, gates], specs)
+            return _once(backward, [passage], [of_found, rows, gates], specs)
 
         return found, gradient
 
@@ -190,4 +191,4 @@ def _packed(state: Any) -> Array:
     return np.frombuffer(pickle.dumps(state, pickle.HIGHEST_PROTOCOL), np.uint8).copy()
 
 
-_STATE = Spec(tf.uint8, (None,))
+_PASSAGE, _STATE = Spec(tf.int32, (None,)), Spec(tf.uint8, (None,))

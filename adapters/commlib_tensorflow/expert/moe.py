@@ -122,7 +122,7 @@ class MoE(InFiles, keras.layers.Layer):  # type: ignore[misc]  # Keras has no ty
         else:
             came = sent(tokens, logits, mixture, route, given)
             y, losses = self._computed(came, tokens), came.losses
-        if training:
+        if training and options.has_losses:
             self.add_loss(options.balance_weight * losses[0] + options.z_weight * losses[1])
         if self.shared is not None:
             y = y + self.shared(tokens)
@@ -133,7 +133,7 @@ class MoE(InFiles, keras.layers.Layer):  # type: ignore[misc]  # Keras has no ty
         tensor = self.ranks.tensor if self._make is None else None
         local = len(self.mixture.placement.of_rank(self.ranks.axis.rank))
         out = computed(self._expert, self.stacks, came.rows, came.counts, local, tensor)
-        return combined(out, came.gates, self.mixture, came.state, tokens)
+        return combined(out, came.gates, self.mixture, came.passage, tokens)
 
     def _in_parts(self, tokens: Any, logits: Any, route: Any, given: Any) -> tuple[Any, Any]:
         """Return that of tokens in several parts, and the losses: one part travels while experts compute another."""

@@ -102,7 +102,7 @@ class MoE(KeepsLosses):
             sequence=sequence,
         )
         gates, balance, z = Routed.apply(logits, routing)  # type: ignore[no-untyped-call]
-        if self.training and (options.balance != "none" or options.z_weight):
+        if self.training and options.has_losses:
             self.keep(options.balance_weight * balance + options.z_weight * z)
         if options.chunks > 1 and mixture.ranks.axis.size > 1:
             parts = parts_of(routing, options.chunks)

@@ -81,9 +81,9 @@ def choose(
 ) -> None:
     """Write scores [tokens, experts] and the experts of each token [tokens, k], -1 where there is none.
 
-    clean: logits without noise; noisy: if they are others. mask, bias: empty for none. length: of a sequence. counts, means: how often each expert
-    was chosen, and the sum of its share in scores, [sequences, experts]. tokens: of each sequence. sums: of entropy,
-    and of squares of the logarithm of the sum of exponentials.
+    clean: logits without noise; noisy: if they are others. mask, bias: empty for none. length: of a sequence. counts,
+    means: how often each expert was chosen, and the sum of its share in scores, [sequences, experts]. tokens: of each
+    sequence. sums: of entropy, and of squares of the logarithm of the sum of exponentials.
     """
     experts, k = logits.shape[1], chosen.shape[1]
     wide, keys, best = np.empty(experts), np.empty(experts), np.empty(groups)
