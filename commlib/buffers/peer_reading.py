@@ -1,4 +1,4 @@
-"""Peer reading: try if this process may read another one's memory (`process_vm_readv`), to copy without a stop in between.
+"""Peer reading: try if this process may read another's memory (`process_vm_readv`), to copy without a stop in between.
 
 Systems let a user's processes do so unless a security module or a container's filter forbids it. And a process of that
 number may be another one than is meant, in another container. So it is tried, on a number that only the right one has.

@@ -159,7 +159,7 @@ class Copies:
         extra = 4 * ((indices is not None) + (numbers is not None))
         heard = [0] * size if hears is None else hears.tolist()
         wanted = [self._payload(count, item, width) + extra * n for count, n in zip(takes.tolist(), heard, strict=True)]
-        came, _ = self._comm.all_to_all_v(np.concatenate(messages), splits)
+        came, _ = self._comm.all_to_all_v(np.concatenate(messages), splits, takes=wanted)
         ends = [0, *accumulate(wanted)]
         found = np.empty((int(takes.sum()), width), rows.dtype)
         their_indices, their_numbers = np.empty(sum(heard), np.int32), np.empty(sum(heard), np.float32)

@@ -28,8 +28,8 @@ class Exchange(Protocol):
         """Send rows of `x` [tokens, width], and gates (float32, a number with each assignment).
 
         Returns the passage; the rows that came, expert by expert, within an expert by rank and then by token; their
-        gates; and how many there are for each expert of this rank (int32). The rows are memory that may only be read
-        while that array, or another one of it, exists.
+        gates; and how many there are for each expert of this rank (int32). The rows are this rank's memory while
+        that array, or another one of it, exists.
         """
         ...
 

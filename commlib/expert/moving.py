@@ -24,7 +24,8 @@ def moved(arrays: Sequence[Array], old: Placement, new: Placement, comm: Communi
     nbytes = sum(array[:1].nbytes if len(array) else 0 for array in arrays)
     rows = [_bytes(arrays, here.index(expert)) for experts in leaving for expert in experts]
     sent = np.concatenate(rows) if rows else np.empty(0, np.uint8)
-    came, _ = comm.all_to_all_v(sent, [len(experts) * nbytes for experts in leaving])
+    sends, takes = ([len(experts) * nbytes for experts in each] for each in (leaving, coming))
+    came, _ = comm.all_to_all_v(sent, sends, takes=takes)
     order = [expert for experts in coming for expert in experts]
     found = []
     at = 0

@@ -137,7 +137,7 @@ def route(
         _NO_BIAS if bias is None else bias,
         experts.groups,
         experts.max_groups or experts.groups,
-        experts.force_balanced,
+        rank * tokens * k % experts.count if experts.force_balanced else -1,  # as if one rank had all tokens
         length,
         scores,
         chosen,

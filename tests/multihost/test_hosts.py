@@ -74,7 +74,9 @@ def test_divided_layers():
 
 
 @pytest.mark.any_mpi
-@pytest.mark.parametrize("ranks_per_host", [layout(2, 2), layout(2, 1), layout(1, 1, marks=pytest.mark.long)])
+@pytest.mark.parametrize(
+    "ranks_per_host", [layout(2, 2), *(layout(*each, marks=pytest.mark.long) for each in [(2, 1), (1, 1)])]
+)
 def test_experts(ranks_per_host):
     """Tokens go to each host once, or to each rank where hosts differ; encoded if that is asked for."""
     moe = "tests/torch_adapter/test_moe.py::test_equals_one_rank"

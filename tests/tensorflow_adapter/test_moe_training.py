@@ -85,8 +85,10 @@ def compare(comm: Communicator, made: Any, whole: Any) -> None:
             np.testing.assert_allclose(got, expected, rtol=TOLERANCE, atol=TOLERANCE, err_msg=variable.path)
 
 
-@pytest.mark.parametrize("functional", [False, True])
-@pytest.mark.parametrize("copies", [False, True])
+@pytest.mark.parametrize(
+    ("functional", "copies"),
+    [(False, False), (True, True), *(pytest.param(not one, one, marks=pytest.mark.long) for one in (False, True))],
+)
 def test_fit_as_one_process(comm: Communicator, functional: bool, copies: bool) -> None:
     """Over experts, or copies of all of them, in the loop that Keras compiles."""
     if comm.size == 3:
@@ -144,7 +146,7 @@ def test_copies_compute_what_the_dense_model_did(comm: Communicator) -> None:
 
 
 @pytest.mark.ranks(min=2)
-@pytest.mark.parametrize("gated", [False, True])
+@pytest.mark.parametrize("gated", [pytest.param(False, marks=pytest.mark.long), True])
 def test_divided_experts(comm: Communicator, gated: bool) -> None:
     """Experts along one axis, each of them divided along another one, whose ranks have the same tokens."""
     if comm.size == 3:
@@ -173,7 +175,7 @@ def test_refusals(comm: Communicator) -> None:
 
 
 @pytest.mark.ranks(min=2)
-@pytest.mark.parametrize("schedule", ["1f1b", "zb_h1"])
+@pytest.mark.parametrize("schedule", [pytest.param("1f1b", marks=pytest.mark.long), "zb_h1"])
 def test_stages(comm: Communicator, schedule: str) -> None:
     """Losses of routers are the same under any number of stages and microbatches."""
     if comm.size == 3:

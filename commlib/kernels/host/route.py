@@ -70,7 +70,7 @@ def choose(
     bias: Any,
     groups: int,
     allowed: int,
-    balanced: bool,
+    balanced: int,
     length: int,
     scores: Any,
     chosen: Any,
@@ -81,9 +81,10 @@ def choose(
 ) -> None:
     """Write scores [tokens, experts] and the experts of each token [tokens, k], -1 where there is none.
 
-    clean: logits without noise; noisy: if they are others. mask, bias: empty for none. length: of a sequence. counts,
-    means: how often each expert was chosen, and the sum of its share in scores, [sequences, experts]. tokens: of each
-    sequence. sums: of entropy, and of squares of the logarithm of the sum of exponentials.
+    clean: logits without noise; noisy: if they are others. balanced: the first of all experts, which then follow one
+    another, or -1. mask, bias: empty for none. length: of a sequence. counts, means: how often each expert was chosen,
+    and the sum of its share in scores, [sequences, experts]. tokens: of each sequence. sums: of entropy, and of squares
+    of the logarithm of the sum of exponentials.
     """
     experts, k = logits.shape[1], chosen.shape[1]
     wide, keys, best = np.empty(experts), np.empty(experts), np.empty(groups)
@@ -91,7 +92,7 @@ def choose(
     counts[:] = 0
     means[:] = 0
     tokens[:] = 0
-    place = 0
+    place = balanced
     for t in range(len(logits)):
         if len(mask) > 0 and not mask[t]:
             scores[t, :] = 0
@@ -123,7 +124,7 @@ def choose(
             _limit_groups(keys, groups, allowed, best)
         for j in range(k):
             expert = -1
-            if balanced:
+            if balanced >= 0:
                 expert = (place + j) % experts
             else:
                 for e in range(experts):

@@ -159,6 +159,18 @@ def test_ranks_together(options: dict[str, Any], lengths: Sequence[int]) -> None
         np.testing.assert_allclose(gradients, whole, rtol=1e-5, atol=1e-8)
 
 
+def test_forced_balance_is_that_of_all_tokens_on_one_rank() -> None:
+    own = experts(top_k=2, force_balanced=True)
+    logits = np.zeros((12, 6), np.float32)
+    every = as_pairs(route(own, logits, training=True))
+
+    def rank_main(comm: Communicator) -> list[tuple[int, int]]:
+        found = route(own, logits[:4], training=True, comm=comm)
+        return [(4 * comm.rank + token, expert) for token, expert in as_pairs(found)]
+
+    assert sorted(pair for pairs in run(3, rank_main) for pair in pairs) == sorted(every)
+
+
 def test_a_random_order_keeps_any() -> None:
     """By position the last tokens would always go."""
     own = experts(top_k=1, capacity_factor=0.5, min_capacity=1, drop="random")
