@@ -9,13 +9,14 @@ What an optimizer keeps for one is behind its name: "router/first" and "router/s
 from __future__ import annotations
 
 import json
+import os
+import pathlib
 from collections.abc import Callable, Mapping, Sequence
 from os import PathLike
 from typing import Any
 
 import numpy as np
 
-from commlib.communicator import Communicator
 from commlib.dtypes import NUMPY, Array
 from commlib.errors import UsageError
 from commlib.expert.ranks import ExpertRanks
@@ -37,15 +38,16 @@ def write(ranks: ExpertRanks, path: Path, layers: Sequence[Layer]) -> None:
         kinds = {name: array.dtype.name for name, array in named.items()}
         arrays: dict[str, Any] = {name: _bits(array) for name, array in named.items()}
         arrays[_KINDS] = np.frombuffer(json.dumps(kinds).encode(), np.uint8)
+        beside = pathlib.Path(f"{os.fspath(path)}.new")
         try:
-            with open(path, "wb") as file:
+            with open(beside, "wb") as file:
                 np.savez(file, **arrays)
+            os.replace(beside, path)  # what was there before is kept until all is written
         except OSError as error:
+            beside.unlink(missing_ok=True)
             raise UsageError(f"save_experts: cannot write {path}: {error}") from error
 
-    together(ranks.data, writing)
-    if ranks.tensor is not None:
-        ranks.tensor.comm.barrier()  # the file is there for these, too
+    _on_all(ranks, writing)
 
 
 def read(path: Path) -> list[dict[str, Array]]:
@@ -76,9 +78,17 @@ def check(layers: Sequence[Layer], shapes: Sequence[Mapping[str, tuple[int, ...]
                 )
 
 
-def load_together(comm: Communicator, path: Path, put: Callable[[list[dict[str, Array]]], Any]) -> None:
+def load_together(ranks: ExpertRanks, path: Path, put: Callable[[list[dict[str, Array]]], Any]) -> None:
     """Read a file and hand its layers to `put`. Raises on all ranks what is wrong on one. Collective."""
-    together(comm, lambda: put(read(path)))
+    _on_all(ranks, lambda: put(read(path)))
+
+
+def _on_all(ranks: ExpertRanks, run: Callable[[], Any]) -> None:
+    """Run it together on all ranks: also on those among which each expert is divided."""
+    if ranks.tensor is None:
+        together(ranks.data, run)
+    else:
+        together(ranks.tensor.comm, lambda: together(ranks.data, run))
 
 
 def _bits(array: Array) -> Array:

@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from commlib import Communicator, Mesh
+from commlib.errors import UsageError
 from commlib.expert import Experts
 from commlib.tensor import Column, Row
 from commlib_torch import (
@@ -244,6 +245,9 @@ def test_divided_experts(comm: Communicator, gated: bool, tmp_path: Path) -> Non
     path = tmp_path / "experts"
     save_experts(comm.broadcast_object(str(path)), own, optimizer)
     path.write_bytes(comm.broadcast_object(path.read_bytes() if comm.rank == 0 else b""))  # hosts have their own files
+    for wrong in (lambda: save_experts(tmp_path, own), lambda: load_experts(path if comm.rank else tmp_path, own)):
+        with pytest.raises(UsageError, match=r"cannot write|is no file that save_experts has written"):
+            wrong()
     third = model(single(comm), options)
     third.load_state_dict({name: torch.zeros_like(value) if "mlp" in name else value for name, value in state.items()})
     load_experts(path, third)

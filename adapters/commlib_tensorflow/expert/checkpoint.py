@@ -62,7 +62,7 @@ def load_experts(path: checkpoint.Path, model: keras.Model, optimizer: Any = Non
                         _plain(optimizer).iterations.assign(int(arrays[f"{name}/step"]))
 
     if layers:
-        checkpoint.load_together(layers[0].mixture.ranks.data, path, put)
+        checkpoint.load_together(layers[0].mixture.ranks, path, put)
 
 
 def _layers(model: Any) -> list[MoE]:

@@ -59,7 +59,7 @@ def load_experts(path: checkpoint.Path, model: nn.Module, optimizer: torch.optim
                         _put_state(optimizer, tensor, name, arrays)
 
     if layers:
-        checkpoint.load_together(layers[0].mixture.ranks.data, path, put)
+        checkpoint.load_together(layers[0].mixture.ranks, path, put)
 
 
 def _put_state(optimizer: torch.optim.Optimizer, parameter: nn.Parameter, name: str, arrays: dict[str, Array]) -> None:
