@@ -48,6 +48,10 @@ class Opening(Compiled):
         self._group, self._verb, self._call = group, verb, call
         self._made: NodeCollective | None = None
 
+    @property
+    def settled(self) -> Compiled:
+        return self if self._made is None else self._made
+
     def perform(self, x: Any, target: Any) -> Any:
         if not self._group.is_open:
             return self._group.perform_call(self.text, partial(self._open, x, target))

@@ -98,6 +98,11 @@ class Compiled:
             progress.refuse_nested(self.text)
         return self._progress.start(self.text, run, x)
 
+    @property
+    def settled(self) -> Compiled:
+        """What runs the same from now on with less ado: another one, once the first call has made that."""
+        return self
+
     def bind(self, x: Any, target: Any, *, value: Any = None, deliver: Callable[[Any], Any] | None = None) -> Plan:
         """Return what runs it always on these arrays. Its result is `value`, or what `deliver` makes of that."""
         return Plan(self, x, target, value, deliver)
@@ -175,7 +180,9 @@ class Plan:
         """Run it now, after everything that was launched before, and return its result."""
         step = self._step
         if step is None:
-            return self._finish(self._compiled.now(*self._bound))
+            value = self._finish(self._compiled.now(*self._bound))
+            self._settle()
+            return value
         # As in `Compiled.now`, but nothing is asked of the arrays any more.
         try:
             if self._acquire(False):
@@ -198,7 +205,14 @@ class Plan:
 
     def start(self) -> Work:
         """Start it, to run after everything that was launched before."""
+        self._settle()
         return self._compiled.start(*self._bound, value=self._value, deliver=self._deliver)
+
+    def _settle(self) -> None:
+        found = self._compiled.settled
+        if found is not self._compiled:
+            bound = found.bind(*self._bound, value=self._value, deliver=self._deliver)
+            self._compiled, self._step, self._address = bound._compiled, bound._step, bound._address
 
     def _finish(self, value: Any) -> Any:
         return self._value if self._deliver is None else self._deliver(value)

@@ -114,3 +114,28 @@ def test_a_root_outside_the_group_is_refused(comm):
     group = comm.split(comm.rank)
     with pytest.raises(UsageError, match=r"root is 1, but world\.split.* has the ranks 0 to 0"):
         group.broadcast(np.ones(1), 1)
+
+
+@pytest.mark.parametrize("first", ["now", "started"])
+def test_a_plan_that_is_made_before_a_group_has_memory(comm, first):
+    """Its first run makes that, and later ones go the short way; also with one in flight."""
+    group = comm.split(0)
+    x, out = np.empty(7, np.float32), np.empty((group.size, 7), np.float32)
+    plan = group.plan_all_gather(x, out=out.reshape(-1))
+
+    def check(step):
+        assert (out == np.arange(group.size)[:, None] + step).all()
+        out[:] = -1
+        group.barrier()  # others may still read or write
+
+    for step in range(6):
+        x[:] = group.rank + step
+        if (first == "started") == (step % 2 == 0):
+            plan.start().wait()
+        else:
+            plan()
+        check(step)
+    x[:] = group.rank
+    for work in [plan.start() for _ in range(3)]:
+        work.wait()
+    check(0)
