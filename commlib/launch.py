@@ -23,6 +23,11 @@ _LAUNCHERS = (
     ("A launcher that speaks PMIx", "", "PMIX_RANK"),
 )
 
+# Seconds that Open MPI waits before it aborts, be it told to or because another rank is gone: the first abort ends the
+# others meanwhile. Where aborts of several hosts cross, the launcher can wait for ever, with no rank left.
+_ABORT_DELAY = "1"
+_ABORT_DELAYS = ("OMPI_MCA_opal_abort_delay", "OMPI_MCA_mpi_abort_delay")  # and its old name
+
 _finalizes = False  # MPI ends with this process's exit hook, not by mpi4py, which would end it in forked children too
 
 
@@ -48,6 +53,8 @@ def load_mpi() -> Any:
 def _start(MPI: Any) -> None:
     from mpi4py import rc
 
+    if not any(name in os.environ for name in _ABORT_DELAYS):
+        os.environ[_ABORT_DELAYS[0]] = _ABORT_DELAY
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", "suspicious MPI execution environment")  # `check_launcher` says it better
         MPI.Init_thread(getattr(MPI, f"THREAD_{rc.thread_level}".upper()) if rc.threads else MPI.THREAD_SINGLE)

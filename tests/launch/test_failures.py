@@ -81,6 +81,24 @@ if comm.rank == 1:
     assert re.search(r"commlib: rank 1 of 2 on \S+ ended by an uncaught ValueError: out of luck", err)
 
 
+@pytest.mark.parametrize(
+    ("env", "seconds"),
+    [({}, "1"), ({"OMPI_MCA_opal_abort_delay": "0"}, None), ({"OMPI_MCA_mpi_abort_delay": "2"}, "2")],
+)
+def test_aborts_do_not_cross(mpirun, hydra, env, seconds):
+    """Open MPI's launcher could wait for ever: a rank whose connection an abort had cut aborted in the same moment.
+
+    Each leaves the abort before it time to end it, unless the user has set that time.
+    """
+    if hydra:
+        pytest.skip("a setting of Open MPI")
+    code, _, err = end(
+        mpirun, 2, "event()\nif comm.rank == 1:\n    raise ValueError('out of luck')\ncomm.recv(x, 1)\n", env=env
+    )
+    assert code != 0
+    assert re.findall(r"Delaying for (\d+) seconds? before aborting", err) == ([] if seconds is None else [seconds])
+
+
 def test_last_words_are_not_lost_in_the_buffer_of_another_hook(mpirun):
     """torch.distributed installs such a hook; the job used to end without a word."""
     code, _, err = end(

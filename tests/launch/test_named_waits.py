@@ -33,7 +33,9 @@ late = hvd.size() - 1
 INTERNAL = r"uint64|uint8|op=and|all_gather|all_reduce|call number|split\d"
 
 
-@pytest.mark.parametrize("ranks, node_path", [(2, "1"), (3, "1"), (3, "0"), (4, "0")])
+@pytest.mark.parametrize(
+    "ranks, node_path", [(2, "1"), pytest.param(3, "1", marks=pytest.mark.long), (3, "0"), (4, "0")]
+)
 def test_a_rank_that_left(mpirun, ranks, node_path):
     """It was "all_reduce of 1 x uint64, op=and", of "world.split1(0)" between nodes."""
     done = mpirun(
@@ -63,7 +65,7 @@ if hvd.rank() != late:
             assert re.search(said, done.stdout), done.stdout
 
 
-@pytest.mark.parametrize("ranks", [2, 3])
+@pytest.mark.parametrize("ranks", [pytest.param(2, marks=pytest.mark.long), 3])
 def test_a_rank_that_is_late(mpirun, ranks):
     """It learns that the others have given up, too, and need not wait for them in turn."""
     done = mpirun(

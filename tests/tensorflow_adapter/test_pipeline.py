@@ -142,7 +142,7 @@ def stateful() -> Any:
     [
         ("1f1b", "none"),
         pytest.param("1f1b", "full", marks=pytest.mark.long),
-        ("1f1b", "selective"),
+        pytest.param("1f1b", "selective", marks=pytest.mark.long),
         pytest.param("zb_h1", "none", marks=pytest.mark.long),
         ("zb_h1", "selective"),
         ("interleaved", "full"),

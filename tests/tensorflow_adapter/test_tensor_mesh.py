@@ -85,7 +85,7 @@ def reference(comm: Any, options: Any) -> Any:
 
 
 OPTIONS: Any = [
-    {},
+    pytest.param({}, marks=pytest.mark.long),
     {"global_clipnorm": 0.05},
     pytest.param({"clipnorm": 0.02}, marks=pytest.mark.long),
     pytest.param({"clipvalue": 0.01}, marks=pytest.mark.long),
@@ -106,7 +106,11 @@ def test_fit(comm: Any, float64: None, options: Any) -> None:
 @pytest.mark.ranks(min=2)
 @pytest.mark.parametrize(
     "options",
-    [pytest.param({}, marks=pytest.mark.long), {"global_clipnorm": 0.05}, {"clipnorm": 0.02}],
+    [
+        pytest.param({}, marks=pytest.mark.long),
+        {"global_clipnorm": 0.05},
+        pytest.param({"clipnorm": 0.02}, marks=pytest.mark.long),
+    ],
     ids=["plain", "global", "each"],
 )
 def test_replicas(comm: Any, float64: None, options: Any) -> None:

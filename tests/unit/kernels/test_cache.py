@@ -131,6 +131,7 @@ def test_where_others_may_write_a_temporary_folder_is_used(package):
     assert not list((package[0] / "home").iterdir())
 
 
+@pytest.mark.long
 def test_many_processes_may_compile_different_things_at_once(package):
     """Two that added to one index at the same time could each take the other's code for their own."""
     dtypes = ["int8", "int32", "float32"]
@@ -165,6 +166,7 @@ def test_a_damaged_kernel_is_named_and_compiled_anew(package):
     assert run(package, 3, "int32") == (kept, "")
 
 
+@pytest.mark.long
 def test_a_whole_kernel_that_cannot_be_loaded_is_compiled_anew(package, monkeypatch):
     """As when numba was exchanged for another one of the same version."""
     kept, _ = run(package, 3, "int32")
