@@ -29,6 +29,12 @@ class Kernels(Protocol):
         """target = the first (operation) the second ..., in this order; the target may be one of them."""
         ...
 
+    def reduce_to(
+        self, dtype: str, operation: str, divisor: int, operands: Sequence[Any], targets: Sequence[Any]
+    ) -> None:
+        """Write the same to several targets, which other devices may have; they may be among the operands."""
+        ...
+
     def cast(self, source: Any, target: Any) -> None:
         """Convert numbers to the target's dtype, rounding to nearest even; what is too large becomes infinite."""
         ...

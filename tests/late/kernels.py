@@ -39,6 +39,13 @@ class LateKernels:
         bare, to = [_bare(operand) for operand in operands], _bare(target)
         self._queue([target], operands, lambda: self._host.reduce(dtype, operation, divisor, bare, to), whole)
 
+    def reduce_to(
+        self, dtype: str, operation: str, divisor: int, operands: Sequence[Any], targets: Sequence[Any]
+    ) -> None:
+        whole = not {operand.address for operand in operands} & {target.address for target in targets}
+        bare, to = [_bare(operand) for operand in operands], [_bare(target) for target in targets]
+        self._queue(targets, operands, lambda: self._host.reduce_to(dtype, operation, divisor, bare, to), whole)
+
     def cast(self, source: Any, target: Any) -> None:
         bare, to = _bare(source), _bare(target)
         self._queue([target], [source], lambda: self._host.cast(bare, to), True)

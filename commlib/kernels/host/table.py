@@ -52,10 +52,15 @@ class HostKernels:
     """See `kernels.protocol.Kernels`. It reads and writes any memory that the host can address."""
 
     def reduce(self, dtype: str, operation: str, divisor: int, operands: Sequence[Any], target: Any) -> None:
+        self.reduce_to(dtype, operation, divisor, operands, [target])
+
+    def reduce_to(
+        self, dtype: str, operation: str, divisor: int, operands: Sequence[Any], targets: Sequence[Any]
+    ) -> None:
         function = reduce_function(dtype, operation).ctypes
         inputs = np.array([_at(operand) for operand in operands], np.int64)
-        output = np.array([_at(target)], np.int64)
-        function(address_of(inputs), len(inputs), address_of(output), 1, 0, len(target), divisor)
+        outputs = np.array([_at(target) for target in targets], np.int64)
+        function(address_of(inputs), len(inputs), address_of(outputs), len(outputs), 0, len(targets[0]), divisor)
 
     def cast(self, source: Any, target: Any) -> None:
         wide, narrow = _numpy(source), _numpy(target)

@@ -1,0 +1,11 @@
+// Write up to COUNT addresses to memory of the device: an argument is the quickest way there.
+#include "common.cuh"
+
+struct Addresses {
+    u64 at[COUNT];
+};
+
+extern "C" __global__ void write_addresses(const Addresses addresses, u64 *target, u64 count) {
+    for (u64 i = thread(); i < count; i += threads()) target[i] = addresses.at[i];
+}
+KERNEL(write_addresses)

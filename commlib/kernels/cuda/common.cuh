@@ -1,0 +1,71 @@
+// What every kernel here includes. NVRTC compiles these files for a GPU; tests compile the same files with g++ and run a
+// launch as a loop (tests/cuda/on_host.h and on_lanes.h say what the words below are there).
+//
+// A kernel is written for *workers*: groups of LANES threads that go through the data together, LANES neighbours at a
+// time, and may combine what each of them found (`all_max`, `all_sum`, `all_or`). On a GPU a worker is a warp. In the
+// tests it is one thread, for which combining is nothing, or 32 fibers; so no kernel may need a certain number. A kernel
+// whose items have nothing to do with each other uses `thread()` and `threads()` instead, which are lanes of all workers.
+//
+// Arithmetic is that of IEEE 754, one rounding for each operation as it is written: no fused multiply-adds (compiled
+// with --fmad=false), no flushing of denormal numbers. So results are the host's kernels', bit for bit.
+#pragma once
+
+typedef signed char i8;
+typedef short i16;
+typedef int i32;
+typedef long long i64;
+typedef unsigned char u8;
+typedef unsigned short u16;
+typedef unsigned int u32;
+typedef unsigned long long u64;
+
+#ifdef __CUDACC__
+
+#define LANES 32u
+#define EVERY_LANE 0xffffffffu
+#ifndef KERNEL
+#define KERNEL(name)  // behind each kernel: tests make of it what they launch
+#endif
+
+__device__ inline u64 thread() { return (u64)blockIdx.x * blockDim.x + threadIdx.x; }
+__device__ inline u64 threads() { return (u64)gridDim.x * blockDim.x; }
+
+// Return the greatest of all lanes' values, to all of them.
+__device__ inline u32 all_max(u32 value) {
+    for (u32 apart = LANES / 2; apart > 0; apart /= 2) {
+        u32 other = __shfl_xor_sync(EVERY_LANE, value, apart);
+        value = value > other ? value : other;
+    }
+    return value;
+}
+
+// Return the sum of all lanes' values, to all of them; the order is fixed, though it is not that of the host.
+template <class T>
+__device__ inline T all_sum(T value) {
+    for (u32 apart = LANES / 2; apart > 0; apart /= 2) value += __shfl_xor_sync(EVERY_LANE, value, apart);
+    return value;
+}
+
+// Return whether any lane's value is true, to all of them.
+__device__ inline bool all_or(bool value) { return __any_sync(EVERY_LANE, value); }
+
+#ifdef __CUDA_ARCH__
+__device__ inline float half_to_float(u16 bits) {
+    float value;
+    asm("cvt.f32.f16 %0, %1;" : "=f"(value) : "h"(bits));
+    return value;
+}
+__device__ inline u16 float_to_half(float value) {
+    u16 bits;
+    asm("cvt.rn.f16.f32 %0, %1;" : "=h"(bits) : "f"(value));
+    return bits;
+}
+#endif
+__device__ inline u32 bits_of(float value) { return __float_as_uint(value); }
+__device__ inline float float_of(u32 bits) { return __uint_as_float(bits); }
+
+#endif
+
+__device__ inline u64 worker() { return thread() / LANES; }
+__device__ inline u64 workers() { return threads() / LANES; }
+__device__ inline u32 lane() { return (u32)(thread() % LANES); }

@@ -1,0 +1,67 @@
+// How often each value of a digit occurs, and which of them the k-th largest number has.
+#pragma once
+#include "scan.cuh"
+
+#define DIGITS 2048u  // values that a digit may have
+#define DIGITS_PER_LANE (DIGITS / LANES)
+
+// A table of counts lies so that a lane's digits, which follow each other, are read along with the other lanes'.
+__device__ inline u32 place_of(u32 digit) { return digit % DIGITS_PER_LANE * LANES + digit / DIGITS_PER_LANE; }
+
+#ifdef __CUDACC__
+// A block counts in its own memory, because all together would stand in line for the few digits that most numbers have.
+// Every thread of a block must begin and end.
+__device__ inline u32 *begin_counts(u32 *) {
+    __shared__ u32 counts[DIGITS];
+    for (u32 i = threadIdx.x; i < DIGITS; i += blockDim.x) counts[i] = 0;
+    __syncthreads();
+    return counts;
+}
+
+__device__ inline void count_digit(u32 *counts, u32 digit) { atomicAdd(&counts[digit], 1u); }
+
+__device__ inline void end_counts(const u32 *counts, u32 *table) {
+    __syncthreads();
+    for (u32 i = threadIdx.x; i < DIGITS; i += blockDim.x) {
+        if (counts[i]) atomicAdd(&table[place_of(i)], counts[i]);
+    }
+}
+#else
+inline u32 *begin_counts(u32 *table) { return table; }
+inline void count_digit(u32 *table, u32 digit) { ++table[place_of(digit)]; }
+inline void end_counts(const u32 *, u32 *) {}
+#endif
+
+struct Counted {
+    u32 all, high;
+};
+
+// Return how many numbers there are, and how many have at least this digit, to all lanes.
+__device__ inline Counted count_all(const u32 *table, u32 digit) {
+    Counted own = {0, 0};
+    for (u32 j = 0; j < DIGITS_PER_LANE; ++j) {
+        u32 here = table[j * LANES + lane()];
+        own.all += here;
+        if (lane() * DIGITS_PER_LANE + j >= digit) own.high += here;
+    }
+    return {all_sum(own.all), all_sum(own.high)};
+}
+
+struct Choice {
+    u32 digit;
+    u32 rest;  // which one it is of those that have this digit, counted from 1
+};
+
+// Return the digit that the k-th largest number has, to all lanes; k is at least 1, and there are as many.
+__device__ inline Choice choose(const u32 *table, u32 k) {
+    u32 own = 0;
+    for (u32 j = 0; j < DIGITS_PER_LANE; ++j) own += table[j * LANES + lane()];
+    u32 above = all_sum(own) - all_before(own) - own;
+    u32 digit = 0, rest = 0;
+    if (above < k && k <= above + own) {
+        u32 j = DIGITS_PER_LANE - 1;
+        for (rest = k - above; rest > table[j * LANES + lane()]; --j) rest -= table[j * LANES + lane()];
+        digit = lane() * DIGITS_PER_LANE + j;
+    }
+    return {all_max(digit), all_max(rest)};
+}

@@ -1,0 +1,70 @@
+// What elements are: a type for each dtype of commlib/dtypes.py, named as there with a capital, such as Bfloat16.
+// `widen` makes of an element what it is computed with; converted back, as in `(Bfloat16)value`, that is rounded to
+// nearest even.
+#pragma once
+#include "common.cuh"
+
+typedef i8 Int8;
+typedef i16 Int16;
+typedef i32 Int32;
+typedef i64 Int64;
+typedef u8 Uint8;
+typedef u16 Uint16;
+typedef u32 Uint32;
+typedef u64 Uint64;
+typedef float Float32;
+typedef double Float64;
+
+// Round float64 to float32 such that rounding again is the same as rounding once: what is lost sets the last bit.
+__device__ inline float to_odd(double value) {
+    float rounded = (float)value;
+    u32 bits = bits_of(rounded);
+    if ((rounded < 0 ? -rounded : rounded) > (value < 0 ? -value : value)) bits -= 1;
+    if (float_of(bits) != value) bits |= 1;
+    return float_of(bits);
+}
+
+struct Float16 {
+    u16 bits;
+
+    Float16() = default;
+    __device__ explicit Float16(float value) : bits(float_to_half(value)) {}
+    __device__ explicit Float16(double value) : Float16(to_odd(value)) {}
+    template <class Integer>
+    __device__ explicit Float16(Integer value) : Float16((float)value) {}  // twice rounded, as numpy does
+};
+
+struct Bfloat16 {
+    u16 bits;
+
+    Bfloat16() = default;
+    __device__ explicit Bfloat16(float value) {  // other numbers become float32 first, as on the host
+        u32 wide = bits_of(value);
+        // A GPU's own NaN has all bits set: rounding would carry it into -0.
+        if (value != value) bits = (u16)(wide >> 16 | 0x40);
+        else bits = (u16)((wide + 0x7fff + (wide >> 16 & 1)) >> 16);
+    }
+};
+
+struct Bool {
+    u8 byte;
+
+    Bool() = default;
+    template <class Wide>
+    __device__ explicit Bool(Wide value) : byte(value != 0) {}
+};
+
+template <class Part>
+struct Complex {
+    Part real, imaginary;
+};
+typedef Complex<float> Complex64;
+typedef Complex<double> Complex128;
+
+__device__ inline float widen(Float16 x) { return half_to_float(x.bits); }
+__device__ inline float widen(Bfloat16 x) { return float_of((u32)x.bits << 16); }
+__device__ inline u8 widen(Bool x) { return x.byte != 0; }  // any byte but 0 is true
+template <class T>
+__device__ inline T widen(T x) {
+    return x;
+}

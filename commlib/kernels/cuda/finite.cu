@@ -1,0 +1,21 @@
+// Tell whether a float32 is infinite or NaN, by writing 1 to `found`, which was 0.
+#include "floats.cuh"
+#include "runs.cuh"
+
+struct Search {
+    const float *x;
+    u32 *found;
+
+    template <u32 N>
+    __device__ void run(u64 start) const {
+        auto run = read<float, N>(x + start);
+        bool any = false;
+        UNROLL for (u32 i = 0; i < N; ++i) any |= !is_finite(run.get(i));
+        if (any) *found = 1;  // all who write write the same
+    }
+};
+
+extern "C" __global__ void find_not_finite(const float *x, u64 count, u32 *found) {
+    each_run<WIDE<float>>(x, count, Search{x, found});
+}
+KERNEL(find_not_finite)

@@ -1,0 +1,132 @@
+// The measure of a block: what of it all its elements are encoded by.
+//
+// Who includes this says SUMS (0 or 1: whether measures need a sum) and defines a struct Scale before:
+//
+//     Scale(u32 greatest, u32 n, float top)  from the bits of the greatest |v| of n elements
+//     float leaf(float v)                    what is added up
+//     float measure(float sum)               the block's unit or magnitude, from the sum of all leaves (0 without SUMS)
+//
+// A block that has an infinity or NaN measures NaN.
+#pragma once
+#include "floats.cuh"
+#include "halves.cuh"
+#include "pieces.cuh"
+
+// The elements that are encoded, of one block: x, or x + before.
+struct Values {
+    const float *x, *before;
+
+    __device__ Values(const float *x, const float *before, u64 first)
+        : x(x + first), before(before ? before + first : before) {}
+
+    __device__ float operator[](u32 i) const { return before ? x[i] + before[i] : x[i]; }
+
+    // Read all of a block whose length is a power of two; who has which element is said beside `sum_of_held`.
+    template <u32 GROUPS>
+    __device__ void hold(Four (&v)[GROUPS]) const {
+        UNROLL for (u32 g = 0; g < GROUPS; ++g) v[g] = ((const Four *)x)[lane() + LANES * g];
+        if (!before) return;
+        UNROLL for (u32 g = 0; g < GROUPS; ++g) {
+            Four old = ((const Four *)before)[lane() + LANES * g];
+            UNROLL for (u32 k = 0; k < 4; ++k) v[g].at[k] += old.at[k];
+        }
+    }
+};
+
+// Return the bits of the greatest |v| from one index to another, to all lanes.
+__device__ inline u32 greatest_of(Values v, u32 from, u32 to) {
+    u32 found = 0;
+    for (u32 i = from + lane(); i < to; i += LANES) {
+        u32 magnitude = magnitude_of(v[i]);
+        found = magnitude > found ? magnitude : found;
+    }
+    return all_max(found);
+}
+
+// Return a block's measure, to all lanes. It is read twice if there is a sum.
+__device__ inline float measured(Values v, u32 n, float top) {
+    u32 greatest = greatest_of(v, 0, n);
+    if (greatest >= INFINITY_BITS) return NOT_A_NUMBER;
+    Scale scale(greatest, n, top);
+#if SUMS
+    return scale.measure(sum_by_halves(n, [&](u32 i) { return scale.leaf(v[i]); }));
+#else
+    return scale.measure(0);
+#endif
+}
+
+// Return the measure of a block that lanes hold, to all of them.
+template <u32 GROUPS>
+__device__ inline float measured(const Four (&v)[GROUPS], float top) {
+    u32 found = 0;
+    UNROLL for (u32 g = 0; g < GROUPS; ++g) {
+        UNROLL for (u32 k = 0; k < 4; ++k) {
+            u32 magnitude = magnitude_of(v[g].at[k]);
+            found = magnitude > found ? magnitude : found;
+        }
+    }
+    u32 greatest = all_max(found);
+    if (greatest >= INFINITY_BITS) return NOT_A_NUMBER;
+    Scale scale(greatest, 4 * GROUPS * LANES, top);
+#if SUMS
+    return scale.measure(sum_of_held(v, [&](float value) { return scale.leaf(value); }));
+#else
+    return scale.measure(0);
+#endif
+}
+
+// Long blocks are measured by many workers: the greatest of each piece, then sums of columns, then what is left.
+
+extern "C" __global__ void greatest(const float *x, const float *before, u64 count, u32 block, u32 *found) {
+    u32 pieces = pieces_of(block);
+    u64 blocks = blocks_of(count, block);
+    for (u64 item = worker(); item < blocks * pieces; item += workers()) {
+        u64 number = item / pieces;
+        u32 from = (u32)(item % pieces) * PIECE, n = length_of(number, count, block);
+        u32 most = greatest_of(Values(x, before, number * block), from, piece_end(from, n));
+        if (lane() == 0) found[item] = most;
+    }
+}
+KERNEL(greatest)
+
+// Return the greatest of what was found in a block's pieces, to all lanes.
+__device__ inline u32 greatest_found(const u32 *found, u32 pieces) {
+    u32 most = 0;
+    for (u32 i = lane(); i < pieces; i += LANES) most = found[i] > most ? found[i] : most;
+    return all_max(most);
+}
+
+#if SUMS
+// levels: how often a block is halved to make it a row of sums. A worker does as many of its columns as it has lanes.
+extern "C" __global__ void columns(const float *x, const float *before, u64 count, u32 block, float top,
+                                   const u32 *found, u32 levels, float *sums) {
+    u32 pieces = pieces_of(block), row = halved(block, levels), parts = (row + LANES - 1) / LANES;
+    u64 blocks = blocks_of(count, block);
+    for (u64 item = worker(); item < blocks * parts; item += workers()) {
+        u64 number = item / parts;
+        u32 column = (u32)(item % parts) * LANES + lane(), n = length_of(number, count, block);
+        Values v(x, before, number * block);
+        Scale scale(greatest_found(found + number * pieces, pieces), n, top);
+        if (column < halved(n, levels))
+            sums[number * row + column] = column_sum(n, levels, column, [&](u32 i) { return scale.leaf(v[i]); });
+    }
+}
+KERNEL(columns)
+#endif
+
+extern "C" __global__ void measure(u8 *payload, u64 count, u32 block, float top, const u32 *found, u32 levels,
+                                   const float *sums) {
+    u32 pieces = pieces_of(block);
+    u64 blocks = blocks_of(count, block);
+    for (u64 number = worker(); number < blocks; number += workers()) {
+        u32 n = length_of(number, count, block), most = greatest_found(found + number * pieces, pieces);
+        float sum = 0;
+#if SUMS
+        const float *mine = sums + number * halved(block, levels);
+        sum = sum_by_halves(halved(n, levels), [&](u32 i) { return mine[i]; });
+#endif
+        float size = most < INFINITY_BITS ? Scale(most, n, top).measure(sum) : NOT_A_NUMBER;
+        if (lane() == 0) store(payload + 4 * number, bits_of(size));
+    }
+}
+KERNEL(measure)

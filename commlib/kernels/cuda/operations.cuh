@@ -1,0 +1,116 @@
+// The operations of commlib/kernels/host/reduce.py, each a type: what elements are widened to, how two such values are
+// combined, and how the result is finished.
+#pragma once
+#include "elements.cuh"
+
+// Integers wrap around: without a sign, where that is no error in C++.
+template <class T>
+__device__ inline T plus(T a, T b) {
+    return (T)((u64)a + (u64)b);
+}
+template <class T>
+__device__ inline T times(T a, T b) {
+    return (T)((u64)a * (u64)b);
+}
+__device__ inline float plus(float a, float b) { return a + b; }
+__device__ inline float times(float a, float b) { return a * b; }
+__device__ inline double plus(double a, double b) { return a + b; }
+__device__ inline double times(double a, double b) { return a * b; }
+template <class Part>
+__device__ inline Complex<Part> plus(Complex<Part> a, Complex<Part> b) {
+    return {a.real + b.real, a.imaginary + b.imaginary};
+}
+template <class Part>
+__device__ inline Complex<Part> times(Complex<Part> a, Complex<Part> b) {
+    return {a.real * b.real - a.imaginary * b.imaginary, a.real * b.imaginary + a.imaginary * b.real};
+}
+
+// The mean of integers needs 64 bits, so that their sum does not wrap around before it is divided.
+template <class T>
+__device__ inline auto to_64_bits(T x) {
+    if constexpr ((T)-1 < (T)0) return (i64)x;
+    else return (u64)x;
+}
+__device__ inline float to_64_bits(float x) { return x; }
+__device__ inline double to_64_bits(double x) { return x; }
+template <class Part>
+__device__ inline Complex<Part> to_64_bits(Complex<Part> x) {
+    return x;
+}
+
+__device__ inline u64 divide(u64 total, i64 divisor) { return total / (u64)divisor; }
+__device__ inline i64 divide(i64 total, i64 divisor) {
+    // Truncated toward zero. Magnitudes mostly fit 32 bits, which a GPU divides several times as fast.
+    u64 quotient = (total < 0 ? 0 - (u64)total : (u64)total) / (u64)divisor;
+    return (i64)(total < 0 ? 0 - quotient : quotient);
+}
+__device__ inline float divide(float total, i64 divisor) { return total / (float)divisor; }
+__device__ inline double divide(double total, i64 divisor) { return total / (double)divisor; }
+template <class Part>
+__device__ inline Complex<Part> divide(Complex<Part> total, i64 divisor) {
+    // Python's division by a complex number with no imaginary part: infinity * 0 makes the other part NaN.
+    Part none = 0, by = (Part)divisor;
+    return {(total.real + total.imaginary * none) / by, (total.imaginary - total.real * none) / by};
+}
+
+struct Sum {
+    template <class T>
+    static __device__ auto widen(T x) {
+        return ::widen(x);
+    }
+    template <class Wide>
+    static __device__ Wide combine(Wide a, Wide b) {
+        return plus(a, b);
+    }
+    template <class Wide>
+    static __device__ Wide finish(Wide total, i64) {
+        return total;
+    }
+};
+
+struct Mean : Sum {
+    template <class T>
+    static __device__ auto widen(T x) {
+        return to_64_bits(::widen(x));
+    }
+    template <class Wide>
+    static __device__ Wide finish(Wide total, i64 divisor) {
+        return divide(total, divisor);
+    }
+};
+
+struct Prod : Sum {
+    template <class Wide>
+    static __device__ Wide combine(Wide a, Wide b) {
+        return times(a, b);
+    }
+};
+
+// NaN wins a minimum or maximum, as in numpy: "not a <= b and not a != a" leaves b, which may be one.
+struct Min : Sum {
+    template <class Wide>
+    static __device__ Wide combine(Wide a, Wide b) {
+        return a <= b || a != a ? a : b;
+    }
+};
+
+struct Max : Sum {
+    template <class Wide>
+    static __device__ Wide combine(Wide a, Wide b) {
+        return a >= b || a != a ? a : b;
+    }
+};
+
+struct And : Sum {
+    template <class Wide>
+    static __device__ Wide combine(Wide a, Wide b) {
+        return a & b;
+    }
+};
+
+struct Or : Sum {
+    template <class Wide>
+    static __device__ Wide combine(Wide a, Wide b) {
+        return a | b;
+    }
+};

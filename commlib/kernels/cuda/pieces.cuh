@@ -1,0 +1,14 @@
+// Blocks: an array is cut in blocks of a fixed length, of which the last may be shorter. Where a block is too long for
+// one worker, each does a piece of it at a time.
+#pragma once
+#include "common.cuh"
+
+#define PIECE 1024u  // elements, or bytes of codes
+
+__device__ inline u64 blocks_of(u64 count, u32 block) { return (count + block - 1) / block; }
+__device__ inline u32 length_of(u64 number, u64 count, u32 block) {
+    u64 left = count - number * block;
+    return left < block ? (u32)left : block;
+}
+__device__ inline u32 pieces_of(u32 length) { return (length + PIECE - 1) / PIECE; }
+__device__ inline u32 piece_end(u32 from, u32 length) { return from + PIECE < length ? from + PIECE : length; }

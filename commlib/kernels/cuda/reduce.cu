@@ -1,0 +1,51 @@
+// Combine arrays of ELEMENT by OPERATION, and write the result to one or more arrays, in one pass over them all.
+#include "operations.cuh"
+#include "runs.cuh"
+
+// Operands that are read before the first of them is needed, so that no thread waits for one after the other.
+#define BATCH 4u
+
+// Where the operands begin, and behind them the targets: the first NEAR of them.
+struct Addresses {
+    u64 at[NEAR];
+};
+
+struct Reduction {
+    const Addresses &near;
+    const u64 *far;  // what is not in `near`
+    u32 operands, targets;
+    i64 divisor;
+
+    __device__ ELEMENT *array(u32 k) const { return (ELEMENT *)(k < NEAR ? near.at[k] : far[k - NEAR]); }
+
+    // A target may be one of the operands: a thread writes where it has read.
+    template <u32 N>
+    __device__ void run(u64 start) const {
+        decltype(OPERATION::widen(ELEMENT())) total[N] = {};
+        Run<ELEMENT, N> some[BATCH];
+        for (u32 k = 0; k < operands; k += BATCH) {
+            UNROLL for (u32 j = 0; j < BATCH; ++j)
+                if (k + j < operands) some[j] = read<ELEMENT, N>(array(k + j) + start);
+            UNROLL for (u32 j = 0; j < BATCH; ++j)
+                if (k + j < operands) add(total, some[j], k + j == 0);
+        }
+        Run<ELEMENT, N> result;
+        UNROLL for (u32 i = 0; i < N; ++i) result.set(i, (ELEMENT)OPERATION::finish(total[i], divisor));
+        for (u32 k = 0; k < targets; ++k) write(array(operands + k) + start, result);
+    }
+
+    template <class Wide, u32 N>
+    static __device__ void add(Wide (&total)[N], const Run<ELEMENT, N> &run, bool first) {
+        UNROLL for (u32 i = 0; i < N; ++i) {
+            Wide value = OPERATION::widen(run.get(i));
+            total[i] = first ? value : OPERATION::combine(total[i], value);
+        }
+    }
+};
+
+extern "C" __global__ void reduce(
+    const Addresses near, const u64 *far, u32 operands, u32 targets, u64 count, i64 divisor) {
+    Reduction reduction = {near, far, operands, targets, divisor};
+    each_run<WIDE<ELEMENT>>(reduction.array(operands), count, reduction);
+}
+KERNEL(reduce)

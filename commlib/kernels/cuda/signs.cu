@@ -1,0 +1,107 @@
+// Signs and mean magnitudes in blocks; payloads are laid out as kernels/host/signs.py says. What is encoded with the
+// magnitude NaN is lost to nothing: its bits are 0, and its residual stays.
+//
+// HELD: the length of a block that a worker's lanes hold, a power of two from 1024, so that each lane has whole words
+// of signs; 0 if they hold none.
+#include "floats.cuh"
+
+#define SUMS 1
+
+// A block's mean magnitude. Shares are added up, so that it cannot overflow.
+struct Scale {
+    float share;
+
+    __device__ Scale(u32, u32 n, float) : share(1 / (float)n) {}
+    __device__ float leaf(float v) const { return float_of(magnitude_of(v)) * share; }
+    __device__ float measure(float sum) const {
+        float mean = lesser(sum, GREATEST);
+        return mean >= LEAST_NORMAL ? mean : 0.0f;
+    }
+};
+
+#include "measure.cuh"
+
+__device__ inline u32 bytes_of(u32 n) { return (n + 7) / 8; }
+
+// Return an element's sign bit, and leave what is lost of it.
+__device__ inline u32 sign_of(float &value, float magnitude) {
+    u32 bits = bits_of(value);
+    value = value - float_of(bits_of(magnitude) | (bits & SIGN));
+    return bits >> 31;
+}
+
+// Encode the elements whose signs are in the bytes `from` to `to` of a block with n elements.
+__device__ inline void encode(Values v, float *after, u8 *signs, u32 n, float magnitude, u32 from, u32 to) {
+    bool broken = is_nan(magnitude);
+    for (u32 i = from + lane(); i < to; i += LANES) {
+        u32 byte = 0;
+        for (u32 k = 0, at = i; k < 8 && at < n; ++k, at += bytes_of(n)) {
+            float value = v[at];
+            byte |= sign_of(value, magnitude) << k;
+            if (after) after[at] = broken ? v.before[at] : value;
+        }
+        signs[i] = (u8)(broken ? 0 : byte);
+    }
+}
+
+#if HELD
+#define GROUPS (HELD / (4 * LANES))
+
+// Encode a block that lanes hold: four bytes of signs are a word.
+__device__ inline void encode_held(Four (&v)[GROUPS], float *after, u8 *signs, float magnitude) {
+    UNROLL for (u32 g = 0; g < GROUPS / 8; ++g) {
+        u32 word = 0;
+        UNROLL for (u32 k = 0; k < 8; ++k) {
+            UNROLL for (u32 byte = 0; byte < 4; ++byte)
+                word |= sign_of(v[g + k * (GROUPS / 8)].at[byte], magnitude) << (8 * byte + k);
+        }
+        ((u32 *)signs)[lane() + LANES * g] = word;
+    }
+    if (!after) return;
+    UNROLL for (u32 g = 0; g < GROUPS; ++g) ((Four *)after)[lane() + LANES * g] = v[g];
+}
+#endif
+
+// A worker does a block at a time: first it finds the magnitude, then the signs.
+extern "C" __global__ void signs(const float *x, const float *before, float *after, u8 *payload, u64 count, u32 block) {
+    u64 blocks = blocks_of(count, block);
+    for (u64 number = worker(); number < blocks; number += workers()) {
+        u64 first = number * block;
+        u32 n = length_of(number, count, block);
+        Values v(x, before, first);
+        float *lost = after ? after + first : after;
+        u8 *mine = payload + 4 * blocks + number * bytes_of(block);
+        float magnitude;
+#if HELD
+        if (n == HELD && aligned<Four>(x) && aligned<Four>(before) && aligned<Four>(after) && aligned<u32>(mine)) {
+            Four held[GROUPS];
+            v.hold(held);
+            magnitude = measured(held, 0);
+            if (is_nan(magnitude)) encode(v, lost, mine, n, magnitude, 0, bytes_of(n));
+            else encode_held(held, lost, mine, magnitude);
+        } else
+#endif
+        {
+            magnitude = measured(v, n, 0);
+            encode(v, lost, mine, n, magnitude, 0, bytes_of(n));
+        }
+        if (lane() == 0) store(payload + 4 * number, bits_of(magnitude));
+    }
+}
+KERNEL(signs)
+
+// Encode long blocks, which were measured: a worker does a piece at a time.
+extern "C" __global__ void encode_pieces(const float *x, const float *before, float *after, u8 *payload, u64 count,
+                                         u32 block) {
+    u32 pieces = pieces_of(bytes_of(block));
+    u64 blocks = blocks_of(count, block);
+    for (u64 item = worker(); item < blocks * pieces; item += workers()) {
+        u64 number = item / pieces, first = number * block;
+        u32 n = length_of(number, count, block), from = (u32)(item % pieces) * PIECE;
+        u8 *mine = payload + 4 * blocks + number * bytes_of(block);
+        float magnitude = float_of(load<u32>(payload + 4 * number));
+        encode(Values(x, before, first), after ? after + first : after, mine, n, magnitude, from,
+               piece_end(from, bytes_of(n)));
+    }
+}
+KERNEL(encode_pieces)

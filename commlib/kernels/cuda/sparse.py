@@ -1,0 +1,164 @@
+"""Sparse payloads: the largest elements, or random ones, and where they are. See select.cu and sparse.cu.
+
+Everything is found on the device. What the caller waits for is a number at the end: the length of the payload, or what
+is wrong with it.
+
+A NaN that arithmetic makes has the bits that a GPU gives it, so the payload of a sum that is not finite may have other
+NaNs than the host's. All else is the host's, bit for bit. What `read_sparse` has written of a payload in which it finds
+a fault may be more than the host writes: all that lies inside.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+
+from commlib.kernels.cuda import arithmetic, places
+from commlib.kernels.cuda.arguments import at, f32, u32, u64
+from commlib.kernels.cuda.launcher import Launcher
+from commlib.kernels.protocol import Fault, Value
+
+# The numbers of sparse.cu, select.cu, scan.cuh and digits.cuh.
+_KINDS: dict[Value, int] = {"float32": 0, "float16": 1, "bfloat16": 2}
+_PLAIN, _FED, _ACCUMULATED = range(3)
+_TILE = 256  # elements
+_PAIR, _SUPERS, _MOST_CHUNKS = 16, 128, 128 * 64
+_STATE = 4 * (3 * 2048 + 3 * 2 + 2)
+_FOUND = _STATE - 4  # where in the state it says how many are chosen
+_FAULTS = 12
+_ROUND = 32  # a chunk is a multiple of it: each lane has as many
+
+_ARRAYS = np.dtype(
+    [(name, "u8") for name in ("x", "before", "u", "after", "u_after", "count")]
+    + [("scale", "f4"), ("decay", "f4"), ("nesterov", "u4"), ("kind", "u4")]
+)
+_LIST = np.dtype(
+    [(name, "u8") for name in ("indices", "values", "number", "most", "span")] + [("kind", "u4"), ("unused", "u4")]
+)
+_PAYLOAD = np.dtype([("bytes", "u8"), ("length", "u8"), ("chunks", "u8"), ("kind", "u4"), ("unused", "u4")])
+
+
+def largest(launcher: Launcher, x: Any, before: Any, after: Any, k: int, value: Value, payload: Any) -> int:
+    """Write the k largest of float32 and where they are, and return how many bytes that took."""
+    if before is None:
+        return _choose(launcher, _PLAIN, _arrays(x, None, None, x, None, value), k, value, payload)
+    return _choose(launcher, _FED, _arrays(x, before, None, after, None, value), k, value, payload)
+
+
+def accumulate(
+    launcher: Launcher,
+    gradient: Any,
+    u: Any,
+    v: Any,
+    u_after: Any,
+    v_after: Any,
+    scale: float,
+    momentum: float,
+    nesterov: bool,
+    k: int,
+    value: Value,
+    payload: Any,
+) -> int:
+    """Do a step of Deep Gradient Compression, write the k largest elements, and return how many bytes that took."""
+    arrays = _arrays(gradient, v, u, v_after, u_after, value, scale, momentum, nesterov)
+    return _choose(launcher, _ACCUMULATED, arrays, k, value, payload)
+
+
+def random(launcher: Launcher, x: Any, before: Any, after: Any, k: int, seed: int, scale: float, payload: Any) -> int:
+    """Write k elements that `seed` chooses, and return how many bytes that took."""
+    indices, values = launcher.scratch(4 * k).view(np.uint32), launcher.scratch(4 * k).view(np.float32)
+    places.draw(launcher, len(x), seed, indices)
+    places.take(launcher, x, before, after, indices, scale, values)
+    return _write(launcher, at(indices), at(values), u64(0), k, "float32", _zeros(launcher, _sums(_chunks(k))), payload)
+
+
+def read_sparse(launcher: Launcher, payload: Any, value: Value, out: Any, add: bool) -> Fault:
+    """Write what `largest` or `random` has written as float32, or add it; return what is wrong with it."""
+    chunks = _chunks(len(payload))
+    zeros = _zeros(launcher, _sums(chunks) + _FAULTS)
+    sums, faults = at(zeros), zeros[_sums(chunks) :]
+    told = np.array((at(payload), len(payload), chunks, _KINDS[value], 0), _PAYLOAD)
+    rest = at(out), u64(len(out)), u32(add)
+    tiles = 0 if add else -(-len(out) // _TILE)
+    launcher.launch("sparse.cu", "add_up_gaps", {}, max(chunks, tiles), told, sums, *rest)
+    launcher.launch("sparse.cu", "read_values", {}, chunks, told, sums, *rest, at(faults))
+    outside, too_short, other_kind = launcher.read(faults, np.uint32)
+    # An element outside is found before the payload ends.
+    return "other kind" if other_kind else "outside" if outside else "too short" if too_short else ""
+
+
+def _arrays(
+    x: Any,
+    before: Any,
+    u: Any,
+    after: Any,
+    u_after: Any,
+    value: Value,
+    scale: float = 1,
+    momentum: float = 0,
+    nesterov: bool = False,
+) -> Any:
+    addresses = (at(array) for array in (x, before, u, after, u_after))
+    with np.errstate(over="ignore"):
+        return np.array((*addresses, len(x), f32(scale), f32(momentum), nesterov, _KINDS[value]), _ARRAYS)
+
+
+def _choose(launcher: Launcher, source: int, arrays: Any, k: int, value: Value, payload: Any) -> int:
+    """Select, and write the payload. There are sums twice: of chunks of elements, and of what is chosen."""
+    count = int(arrays["count"])
+    words, tiles = -(-count // 32), -(-count // _TILE)
+    chunks = _chunks(words)
+    zeros = _zeros(launcher, _STATE + _sums(chunks) + _sums(_chunks(k)))
+    mask, indices = launcher.scratch(4 * words), launcher.scratch(4 * k)
+    state, sums = at(zeros), at(zeros[_STATE:])
+    by_word = at(mask), u64(words)
+    by_chunk = *by_word, u64(_span(words)), sums
+
+    def launch(kernel: str, workers: int, *args: Any) -> None:
+        launcher.launch("select.cu", kernel, {"SOURCE": source}, workers, arrays, *args)
+
+    launch("total", tiles, state, at(mask))
+    launch("mark", tiles, u32(k), state, at(mask))
+    launch("refine", tiles, state, *by_word)
+    launch("tally", chunks, state, *by_chunk)
+    launch("choose_marked", chunks, state, *by_chunk, at(indices), at(payload))
+    found = u64(state + u64(_FOUND))
+    return _write(launcher, at(indices), u64(0), found, k, value, zeros[_STATE + _sums(chunks) :], payload)
+
+
+def _write(
+    launcher: Launcher,
+    indices: np.uint64,
+    values: np.uint64,
+    number: np.uint64,
+    most: int,
+    value: Value,
+    sums: Any,
+    payload: Any,
+) -> int:
+    """Write a payload but for its values, if they are there already (values = 0), and return its length."""
+    listed = np.array((indices, values, number, most, _span(most), _KINDS[value], 0), _LIST)
+    length = launcher.scratch(8)
+    launcher.launch("sparse.cu", "measure", {}, _chunks(most), listed, at(sums), at(payload))
+    launcher.launch("sparse.cu", "write_gaps", {}, _chunks(most), listed, at(sums), at(payload), at(length))
+    return int(launcher.read(length, np.uint64)[0])
+
+
+def _span(count: int) -> int:
+    """Return how many elements, or words, a chunk has: a few rounds of a worker's lanes, more where there are many."""
+    return -(-max(count, 1) // (_MOST_CHUNKS * _ROUND)) * _ROUND
+
+
+def _chunks(count: int) -> int:
+    return max(1, -(-count // _span(count)))
+
+
+def _sums(chunks: int) -> int:
+    return _PAIR * (_SUPERS + chunks)
+
+
+def _zeros(launcher: Launcher, nbytes: int) -> Any:
+    memory = launcher.scratch(nbytes)
+    arithmetic.fill(launcher, memory.view(np.uint32), 0)
+    return memory
