@@ -1,7 +1,7 @@
 """Views: any framework's host array as a numpy array over the same memory, without a copy.
 
 numpy reads most arrays by itself (buffer protocol, `__array_interface__`). It refuses bfloat16 through DLPack, so that
-protocol is read here: a capsule with a pointer, a dtype code and strides (https://dmlc.github.io/dlpack).
+protocol is read here (`dlpack`).
 """
 
 from __future__ import annotations
@@ -13,32 +13,13 @@ from typing import Any
 
 import numpy as np
 
+from commlib.buffers import dlpack
 from commlib.dtypes import NUMPY, name_of
 from commlib.errors import UsageError
 
 log = logging.getLogger("commlib")
 
-_CODES = {0: "int", 1: "uint", 2: "float", 4: "bfloat", 5: "complex", 6: "bool"}
-_HOST_DEVICES = {1, 3, 11}  # CPU, CUDA pinned, ROCm pinned
-
-
-class _DLTensor(ctypes.Structure):
-    _fields_ = [
-        ("data", ctypes.c_void_p),
-        ("device_type", ctypes.c_int32),
-        ("device_id", ctypes.c_int32),
-        ("ndim", ctypes.c_int32),
-        ("code", ctypes.c_uint8),
-        ("bits", ctypes.c_uint8),
-        ("lanes", ctypes.c_uint16),
-        ("shape", ctypes.POINTER(ctypes.c_int64)),
-        ("strides", ctypes.POINTER(ctypes.c_int64)),
-        ("byte_offset", ctypes.c_uint64),
-    ]
-
-
-_get_pointer = ctypes.pythonapi.PyCapsule_GetPointer
-_get_pointer.restype, _get_pointer.argtypes = ctypes.c_void_p, [ctypes.py_object, ctypes.c_char_p]
+_HOST_DEVICES = {dlpack.CPU, dlpack.CUDA_HOST, dlpack.ROCM_HOST}
 
 
 class _Holder:
@@ -51,20 +32,15 @@ class _Holder:
 
 def _from_dlpack(x: Any) -> np.ndarray[Any, Any]:
     capsule = x.__dlpack__()
-    tensor = _DLTensor.from_address(_get_pointer(capsule, b"dltensor"))
-    if tensor.device_type not in _HOST_DEVICES:
-        raise UsageError(f"array on DLPack device type {tensor.device_type}: only host arrays are supported here")
-    kind = _CODES.get(tensor.code, f"code {tensor.code} of ")
-    name = "bool" if kind == "bool" else f"{kind}{tensor.bits}"
-    dtype = NUMPY[name_of(name)]
-    shape = tuple(tensor.shape[i] for i in range(tensor.ndim))
-    strides = tuple(tensor.strides[i] * dtype.itemsize for i in range(tensor.ndim)) if tensor.strides else None
-    if 0 in shape:
-        return np.empty(shape, dtype)
-    stored = f"<V{dtype.itemsize}" if name == "bfloat16" else dtype.str
-    pointer = (tensor.data or 0) + tensor.byte_offset
-    interface = {"shape": shape, "strides": strides, "typestr": stored, "data": (pointer, False), "version": 3}
-    return np.asarray(_Holder(interface, x, capsule)).view(dtype)
+    there = dlpack.read(capsule)
+    if there.device_type not in _HOST_DEVICES:
+        raise UsageError(f"array on DLPack device type {there.device_type}: only host arrays are supported here")
+    if 0 in there.shape:
+        return np.empty(there.shape, there.dtype)
+    stored = f"<V{there.dtype.itemsize}" if there.dtype == NUMPY["bfloat16"] else there.dtype.str
+    data = (there.address, False)
+    interface = {"shape": there.shape, "strides": there.strides, "typestr": stored, "data": data, "version": 3}
+    return np.asarray(_Holder(interface, x, capsule)).view(there.dtype)
 
 
 def _buffer(x: Any) -> memoryview | None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from functools import cached_property
 from typing import Any
@@ -11,7 +11,9 @@ import numpy as np
 
 from commlib.buffers import shared_memory
 from commlib.buffers.views import address_of, as_host, contiguous, writable
+from commlib.devices.protocol import Signals
 from commlib.dtypes import Array
+from commlib.errors import TransportError
 from commlib.kernels.protocol import Kernels
 from commlib.protocols import SharedMemory
 
@@ -71,6 +73,9 @@ class HostDevice:
 
     def share(self, nbytes: int, rank: int, gather: Callable[[Any], list[Any]]) -> SharedMemory:
         return shared_memory.share(rank, nbytes, gather)
+
+    def signals(self, memory: SharedMemory, tell: Sequence[int], hear: Sequence[int]) -> Signals:
+        raise TransportError("the host has no streams: its ranks meet on a board")
 
 
 HOST = HostDevice()

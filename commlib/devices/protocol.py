@@ -7,7 +7,7 @@ kernels go; so no call here names its stream. The host is the device on which ev
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from typing import Any, Protocol
 
@@ -54,6 +54,25 @@ class Buffer(Protocol):
 
     @property
     def stream(self) -> Any: ...
+
+
+class Signals(Protocol):
+    """Let the streams of a node's ranks meet: each tells the others of a number, and waits until they have told theirs.
+
+    The words (uint32) in which they do are memory of the host that all ranks map. A number comes after another one if
+    it is less than 2**31 ahead of it, modulo 2**32.
+    """
+
+    def meet(self, number: int) -> None:
+        """Queue on the current stream: tell the others of a number, then wait until each has told that, or a later one.
+
+        What follows is behind all that their streams did before.
+        """
+        ...
+
+    def close(self) -> None:
+        """Give the memory back. Nothing queued may still use it."""
+        ...
 
 
 class Device(Protocol):
@@ -108,5 +127,12 @@ class Device(Protocol):
         """Return zeroed memory of the device that all ranks of a node can address. Collective.
 
         `gather` tells every rank's picklable value to all.
+        """
+        ...
+
+    def signals(self, memory: SharedMemory, tell: Sequence[int], hear: Sequence[int]) -> Signals:
+        """Return what meets by the words at addresses in a host's shared memory, which it keeps.
+
+        tell: those that this rank writes; hear: those that it waits for. Raises TransportError if a stream cannot.
         """
         ...

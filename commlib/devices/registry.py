@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable
 from typing import Any
 
@@ -21,20 +22,32 @@ def register(name: str, kind: type, device_of: Callable[[Any], Any], device: Cal
 
 def lookup(x: Any) -> Any:
     """Return the device that owns an array; None if it is on the host."""
-    if not _OWNERS:  # most processes have no other device, and calls on the host's arrays come here
-        return None
-    for kind in type(x).__mro__:
-        if (device_of := _OWNERS.get(kind)) is not None:
+    kind = type(x)
+    for base in kind.__mro__ if _OWNERS else ():
+        if (device_of := _OWNERS.get(base)) is not None:
             return device_of(x)
+    if hasattr(kind, "__cuda_array_interface__") or hasattr(kind, "__dlpack_device__"):
+        return _cuda().device_of(x)
     return None
 
 
 def named(name: str) -> Any:
     """Return this process' device of a kind, or None if it has none."""
+    if name == "cuda":
+        return _cuda().device_or_none()
     device = _NAMED.get(name)
     return None if device is None else device()
 
 
 def streams() -> dict[str, Any]:
-    """Return this thread's current stream on each device of this process, by the device's name."""
-    return {name: device.current() for name, find in _NAMED.items() if (device := find()) is not None}
+    """Return this thread's current stream on each device that this process has used, by the device's name."""
+    found = {name: device.current() for name, find in _NAMED.items() if (device := find()) is not None}
+    if "commlib.devices.cuda.process" in sys.modules and (gpu := _cuda().used()) is not None:
+        found[gpu.name] = gpu.current()
+    return found
+
+
+def _cuda() -> Any:
+    from commlib.devices.cuda import process  # only where something may be on a GPU
+
+    return process

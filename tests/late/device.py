@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 import ctypes
-import itertools
 import math
 import threading
-import time
 import weakref
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -19,9 +17,11 @@ from commlib.buffers.views import address_of
 from commlib.devices.array import DeviceArray
 from commlib.devices.registry import register
 from commlib.dtypes import Array, name_of, numpy_dtype
-from commlib.errors import UsageError
+from commlib.errors import TransportError, UsageError
+from tests.late.engine import Engine
 from tests.late.kernels import LateKernels
-from tests.late.memory import GiveUp, Owner, Place, meet, place_of, poison_of
+from tests.late.memory import GiveUp, Owner, place_of, poison_of
+from tests.late.signals import LateSignals
 from tests.late.stream import LateStream
 
 
@@ -54,16 +54,30 @@ class LateDevice:
     """See `devices.protocol.Device`. delay: seconds that every copy and kernel takes."""
 
     name = "late"
+    kind = LateArray
+    has_signals = False  # as of a GPU whose memory other processes cannot map
 
     def __init__(self, delay: float = 0.3e-3) -> None:
-        self.delay, self._default, self._local = delay, LateStream(), threading.local()
+        self._engine, self._default, self._local = Engine(delay), LateStream(), threading.local()
         self.kernels = LateKernels(self)
-        self._lock = threading.Lock()
-        self._pending: dict[int, list[Place]] = {}  # what queued work reads and writes
-        self._shared: weakref.WeakKeyDictionary[Any, int] = weakref.WeakKeyDictionary()  # mappings, and their bytes
-        self._numbers = itertools.count()
-        self.queued = 0  # copies and kernels so far
-        self.races = 0  # what changed while it was read
+
+    @property
+    def delay(self) -> float:
+        return self._engine.delay
+
+    @delay.setter
+    def delay(self, seconds: float) -> None:
+        self._engine.delay = seconds
+
+    @property
+    def queued(self) -> int:
+        """How many copies and kernels so far."""
+        return self._engine.queued
+
+    @property
+    def races(self) -> int:
+        """How much changed so far while it was read."""
+        return self._engine.races
 
     def stream(self) -> LateStream:
         return LateStream()
@@ -104,6 +118,10 @@ class LateDevice:
         self.copy(self.wrap(array, "put"), values)
         return array
 
+    def fetch(self, array: LateArray) -> Array:
+        """Return the values of an array, when what this thread's stream has been told so far is done."""
+        return array.numpy()
+
     def at(self, address: int, shape: tuple[int, ...], dtype: Any, owner: Any) -> LateArray:
         return LateArray(self, address, shape, dtype, owner)
 
@@ -120,9 +138,13 @@ class LateDevice:
 
     def share(self, nbytes: int, rank: int, gather: Callable[[Any], list[Any]]) -> Any:
         segment = shared_memory.share(rank, nbytes, gather)
-        with self._lock:
-            self._shared.update(dict.fromkeys(segment.mappings, nbytes))
+        self._engine.note_shared(segment.mappings, nbytes)
         return segment
+
+    def signals(self, memory: Any, tell: Sequence[int], hear: Sequence[int]) -> LateSignals:
+        if not self.has_signals:
+            raise TransportError("late streams do not wait for those of other ranks: has_signals is False")
+        return LateSignals(self, memory, tell, hear)
 
     def copy(self, target: Any, source: Any) -> None:
         if target.nbytes != source.nbytes:
@@ -141,42 +163,8 @@ class LateDevice:
     ) -> None:
         """Queue work. whole: it writes all of `writes` without reading it, unless that is in `reads` too."""
         targets, sources = [place_of(x) for x in writes], [place_of(x) for x in reads]
-        with self._lock:
-            number = next(self._numbers)
-            busy = [place for places in self._pending.values() for place in places]
-            if whole and not any(meet(target, other) for target in targets for other in [*busy, *sources]):
-                for target in targets:
-                    ctypes.memset(target[0], target[2], target[1])
-            self._pending[number] = [*targets, *sources]
-            self.queued += 1
-            # A driver unmaps what ranks share when nothing uses it any more.
-            used = [
-                mapping
-                for mapping, nbytes in self._shared.items()
-                if any(meet((mapping.address, nbytes, 0), place) for place in self._pending[number])
-            ]
-
         kept = [x for x in (*writes, *reads) if isinstance(x, np.ndarray)]  # host memory must not go meanwhile
-
-        def work() -> None:
-            before = [ctypes.string_at(at, nbytes) for at, nbytes, _ in targets]
-            read = [place for place in sources if not any(meet(place, target) for target in targets)]
-            values = [ctypes.string_at(at, nbytes) for at, nbytes, _ in read]
-            for at, nbytes, poison in targets:
-                ctypes.memset(at, poison, nbytes)
-            time.sleep(self.delay)
-            if values == [ctypes.string_at(at, nbytes) for at, nbytes, _ in read]:
-                for (at, nbytes, _), held in zip(targets, before, strict=True):
-                    ctypes.memmove(at, held, nbytes)
-                run()
-            else:
-                self.races += 1  # somebody wrote what was being read: the result stays poison
-            with self._lock:
-                del self._pending[number]
-            kept.clear()
-            used.clear()
-
-        self.current().queue.put(work)
+        self._engine.submit(self.current(), targets, sources, run, whole=whole, kept=kept)
 
 
 LATE = LateDevice()

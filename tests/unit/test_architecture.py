@@ -73,8 +73,8 @@ LAYERS = (
     ("commlib.subgroups",),
     ("commlib.communicator",),
     ("commlib.bootstrap",),
-    ("commlib.launch", "commlib.exits", "commlib.world", "commlib.observing",
-     "commlib.mesh_groups"),
+    ("commlib.launch", "commlib.exits", "commlib.world", "commlib.observing", "commlib.cuda_probe",
+     "commlib.mpi_on_gpus", "commlib.mesh_groups"),
     ("commlib",),  # the public names
     ("commlib.compress",),
     ("commlib.data_parallel",),
@@ -132,7 +132,7 @@ NUMPY_MEMORY = {
     "ascontiguousarray", "concatenate", "empty", "empty_like", "frombuffer", "full", "full_like", "ones", "ones_like",
     "stack", "zeros", "zeros_like",
 }  # fmt: skip
-CUPY_ALLOWED = ("commlib.kernels.cuda", "commlib.buffers")  # and there inside functions only
+CUPY_ALLOWED = ("commlib.devices.cuda",)  # and there inside functions only
 
 
 @dataclass(frozen=True, slots=True)
@@ -371,7 +371,7 @@ def test_what_is_allowed_is_not_found(tmp_path: Path) -> None:
         "commlib/schedule/ring.py": "import math\nfrom commlib.errors import UsageError\nfrom . import ir\n",
         "commlib/schedule/ir.py": "",
         "commlib/errors.py": "",
-        "commlib/buffers/view.py": "def f():\n    import cupy\n",
+        "commlib/devices/cuda/process.py": "def f():\n    import cupy\n",
         "commlib/bench/gloo_peer.py": "def f():\n    import torch.distributed\n",
         "adapters/commlib_torch/optimizer.py": "import torch\nimport commlib\n",
     }

@@ -15,7 +15,7 @@ from commlib.devices.arrays import device_of, empty_like, overlap, readable
 from commlib.devices.host import HOST
 from commlib.devices.waiting import wait_for
 from commlib.errors import UsageError
-from tests.late import LATE, LateArray, LateDevice, device
+from tests.late import LATE, LateArray, LateDevice, engine
 
 
 @pytest.fixture
@@ -84,7 +84,7 @@ def test_what_changes_while_it_is_read_arrives_as_poison(slow, monkeypatch):
             reading.set()
             written.wait(20)
 
-    monkeypatch.setattr(device, "time", SimpleNamespace(sleep=work_of_either))
+    monkeypatch.setattr(engine, "time", SimpleNamespace(sleep=work_of_either))
     copied = slow.wrap(array, "x").copy().owner
     assert reading.wait(20)
     with slow.using(slow.stream()):

@@ -1,0 +1,178 @@
+"""CudaDevice: the GPU of this process as the seam asks for it. See `devices.protocol.Device`."""
+
+from __future__ import annotations
+
+import math
+from collections import deque
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from functools import cached_property, partial
+from typing import Any
+
+import numpy as np
+
+from commlib.buffers.views import address_of
+from commlib.devices.array import DeviceArray
+from commlib.devices.cuda import foreign
+from commlib.devices.cuda.launcher import CupyLauncher
+from commlib.devices.cuda.peers import PeerMemory, share
+from commlib.devices.cuda.signals import CudaSignals
+from commlib.devices.cuda.stream import CudaEvent, CudaStream
+from commlib.dtypes import Array, name_of
+from commlib.errors import TransportError, UsageError
+from commlib.kernels.protocol import Kernels
+from commlib.protocols import SharedMemory
+
+
+class CudaDevice:
+    """One GPU, by way of CuPy: its current stream is this thread's, its pool gives the memory.
+
+    Arrays are those of any library; what the device makes itself are CuPy's.
+    """
+
+    name = "cuda"
+
+    def __init__(self, cupy: Any, index: int) -> None:
+        self.index, self._cupy, self._cuda = index, cupy, cupy.cuda
+        self._gpu = self._cuda.Device(index)
+        self._new_event = partial(self._cuda.Event, disable_timing=True)
+        # Host memory of copies under way: its pool would give it to somebody else.
+        self._under_way: deque[tuple[CudaEvent, Array]] = deque()
+
+    def __repr__(self) -> str:
+        return f"<CudaDevice {self.index}>"
+
+    @cached_property
+    def kernels(self) -> Kernels:
+        from commlib.kernels.cuda.table import (
+            CudaKernels,  # with the sources of all kernels: only where one is asked for
+        )
+
+        return CudaKernels(CupyLauncher(self, self._cupy))
+
+    def stream(self) -> CudaStream:
+        with self._gpu:
+            return CudaStream(self._cuda.Stream(non_blocking=True), self._new_event)
+
+    def current(self) -> CudaStream:
+        return CudaStream(self._cuda.get_current_stream(self.index), self._new_event)
+
+    def existing(self, number: int) -> CudaStream:
+        """Return a stream that another library has made, by its address."""
+        stream = self._cuda.Stream
+        if number == 0:
+            return CudaStream(stream.null, self._new_event)
+        return CudaStream(self._cuda.ExternalStream(number, self.index), self._new_event)
+
+    @contextmanager
+    def using(self, stream: Any) -> Iterator[None]:
+        with self._gpu, stream.raw:
+            yield
+
+    def empty(self, shape: tuple[int, ...], dtype: Any) -> Any:
+        kind = np.dtype(dtype)
+        nbytes = math.prod(shape) * kind.itemsize
+        return self._cupy.ndarray(shape, kind, memptr=self._allocate(nbytes, f"an array {shape} of {name_of(kind)}"))
+
+    def memory(self, nbytes: int, what: str) -> DeviceArray:
+        """Return memory of the current stream (uint8). what: it is for. Raises TransportError if there is none."""
+        pointer = self._allocate(nbytes, what)
+        return DeviceArray(self, pointer.ptr, (nbytes,), np.uint8, pointer)
+
+    def _allocate(self, nbytes: int, what: str) -> Any:
+        try:
+            with self._gpu:
+                return self._cuda.alloc(max(nbytes, 1))
+        except self._cuda.memory.OutOfMemoryError as error:
+            raise TransportError(f"no memory on GPU {self.index} for {nbytes} bytes, {what}: {self._left()}") from error
+
+    def _left(self) -> str:
+        """Say who has how much, and what helps."""
+        pool = self._cupy.get_default_memory_pool()
+        with self._gpu:
+            free, total = self._cuda.runtime.memGetInfo()
+        return (
+            f"{free} of its {total} bytes are free; CuPy's pool holds {pool.total_bytes()}, of which it uses "
+            f"{pool.used_bytes()}. What other libraries keep is freed by them (torch.cuda.empty_cache()), what CuPy "
+            "keeps by cupy.get_default_memory_pool().free_all_blocks()"
+        )
+
+    def at(self, address: int, shape: tuple[int, ...], dtype: Any, owner: Any) -> Any:
+        nbytes = math.prod(shape) * np.dtype(dtype).itemsize
+        memory = self._cuda.UnownedMemory(address, max(nbytes, 1), owner, self.index)
+        return self._cupy.ndarray(shape, np.dtype(dtype), memptr=self._cuda.MemoryPointer(memory, 0))
+
+    def wrap(self, x: Any, verb: str, what: str = "x", *, written: bool = False) -> DeviceArray:
+        if type(x) is self._cupy.ndarray:
+            there = foreign.Described(x.data.ptr, x.shape, x.dtype, x.flags.c_contiguous)
+        else:
+            there = self._described(x, verb, what, written)
+        try:
+            name_of(there.dtype)
+        except UsageError as error:
+            raise UsageError(f"{verb}: {what}: {error}") from None
+        if not there.contiguous:
+            raise UsageError(
+                f"{verb}: {what} of shape {there.shape} is not contiguous: on a GPU nothing is copied unasked; pass "
+                "cupy.ascontiguousarray(x), or x.contiguous() in PyTorch"
+            )
+        if written and there.read_only:
+            raise UsageError(f"{verb}: {what} is read-only, but the result is written to it: pass a writable array")
+        return DeviceArray(self, there.address, there.shape, there.dtype, x if there.keep is None else (x, there.keep))
+
+    def _described(self, x: Any, verb: str, what: str, written: bool) -> foreign.Described:
+        """Describe another library's array, in order with the current stream."""
+        here = self.current()
+        number = foreign.plain_number(here.raw.ptr)
+        theirs = foreign.current_of(x)
+        try:
+            if hasattr(type(x), "__dlpack__") and theirs is None:
+                there = foreign.by_dlpack(x, number)
+                unknown = True  # where the library goes on
+            else:
+                there = foreign.by_interface(x.__cuda_array_interface__)
+                theirs, unknown = there.stream if theirs is None else theirs, False
+        except UsageError as error:
+            raise UsageError(f"{verb}: {what}: {error}") from None
+        except Exception as error:  # each library raises its own, for example for tensors that need a gradient
+            raise UsageError(f"{verb}: {what} of type {type(x).__name__} cannot be read: {error}") from error
+        if written and (unknown or theirs not in (None, number)):
+            at = "a stream that is not known here" if unknown else f"stream {theirs:#x}"
+            raise UsageError(
+                f"{verb}: {what}, a {type(x).__module__} array, is written, and used on {at}, while the current one is "
+                f"{number:#x}: pass a CuPy array over it (cupy.from_dlpack), or make its stream CuPy's current one "
+                "(with cupy.cuda.ExternalStream(address):); commlib_torch does that for PyTorch"
+            )
+        if theirs not in (None, number):
+            assert theirs is not None
+            here.wait(self.existing(theirs).record())
+        return there
+
+    def copy(self, target: Any, source: Any) -> None:
+        if target.nbytes != source.nbytes:
+            raise ValueError(f"{source.nbytes} bytes do not fit into {target.nbytes}")
+        if target.nbytes == 0:
+            return
+        runtime, here = self._cuda.runtime, self.current()
+        with self._gpu:
+            runtime.memcpyAsync(_at(target), _at(source), target.nbytes, runtime.memcpyDefault, here.raw.ptr)
+        kept = self._under_way
+        while kept and kept[0][0].done():
+            kept.popleft()
+        for array in (target, source):
+            if isinstance(array, np.ndarray):
+                kept.append((here.record(), array))
+
+    def staging(self, nbytes: int) -> Array:
+        with self._gpu:
+            return np.frombuffer(self._cuda.alloc_pinned_memory(max(nbytes, 1)), np.uint8, nbytes)
+
+    def share(self, nbytes: int, rank: int, gather: Callable[[Any], list[Any]]) -> PeerMemory:
+        return share(self._cuda, self.index, nbytes, rank, gather)
+
+    def signals(self, memory: SharedMemory, tell: Sequence[int], hear: Sequence[int]) -> CudaSignals:
+        return CudaSignals(self._gpu, self._cuda, memory, tell, hear)
+
+
+def _at(array: Any) -> int:
+    return address_of(array) if isinstance(array, np.ndarray) else int(array.address)

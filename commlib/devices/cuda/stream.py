@@ -1,0 +1,40 @@
+"""CudaStream and CudaEvent: streams and events of CuPy as the seam asks for them."""
+
+from __future__ import annotations
+
+from typing import Any
+
+
+class CudaEvent:
+    """See `devices.protocol.Event`."""
+
+    __slots__ = ("raw",)
+
+    def __init__(self, raw: Any) -> None:
+        self.raw = raw
+
+    def done(self) -> bool:
+        return bool(self.raw.done)
+
+
+class CudaStream:
+    """See `devices.protocol.Stream`. Two are equal if they are the same stream."""
+
+    __slots__ = ("_new_event", "raw")
+
+    def __init__(self, raw: Any, new_event: Any) -> None:
+        self.raw, self._new_event = raw, new_event
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, CudaStream) and self.raw.ptr == other.raw.ptr
+
+    def __hash__(self) -> int:
+        return hash(self.raw.ptr)
+
+    def record(self) -> CudaEvent:
+        event = self._new_event()
+        event.record(self.raw)
+        return CudaEvent(event)
+
+    def wait(self, event: Any) -> None:
+        self.raw.wait_event(event.raw)

@@ -1,0 +1,82 @@
+"""Engine: what a late device does with its memory. Work is queued, and what it writes is poison meanwhile."""
+
+from __future__ import annotations
+
+import ctypes
+import itertools
+import threading
+import time
+import weakref
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any
+
+from tests.late.memory import Place, meet
+from tests.late.stream import LateStream
+
+
+class Engine:
+    """See above. delay: seconds that every copy and kernel takes."""
+
+    def __init__(self, delay: float) -> None:
+        self.delay = delay
+        self._lock = threading.Lock()
+        self._pending: dict[int, list[Place]] = {}  # what queued work reads and writes
+        self._shared: weakref.WeakKeyDictionary[Any, int] = weakref.WeakKeyDictionary()  # mappings, and their bytes
+        self._numbers = itertools.count()
+        self.queued = 0  # copies and kernels so far
+        self.races = 0  # what changed while it was read
+
+    def note_shared(self, mappings: Iterable[Any], nbytes: int) -> None:
+        """Keep what ranks share mapped while something queued uses it, as a driver does. A mapping has an address."""
+        with self._lock:
+            self._shared.update(dict.fromkeys(mappings, nbytes))
+
+    def submit(
+        self,
+        stream: LateStream,
+        targets: Sequence[Place],
+        sources: Sequence[Place],
+        run: Callable[[], Any],
+        *,
+        whole: bool = False,
+        kept: Sequence[Any] = (),
+    ) -> None:
+        """Queue work. whole: it writes all of `targets` without reading it, unless that is in `sources` too.
+
+        kept: stays alive until it has run.
+        """
+        held = list(kept)
+        with self._lock:
+            number = next(self._numbers)
+            busy = [place for places in self._pending.values() for place in places]
+            # Other processes may read what they share until this comes to be, in an order that is not known here.
+            busy += [(mapping.address, nbytes, 0) for mapping, nbytes in self._shared.items()]
+            if whole and not any(meet(target, other) for target in targets for other in [*busy, *sources]):
+                for target in targets:
+                    ctypes.memset(target[0], target[2], target[1])
+            self._pending[number] = [*targets, *sources]
+            self.queued += 1
+            held += [
+                mapping
+                for mapping, nbytes in self._shared.items()
+                if any(meet((mapping.address, nbytes, 0), place) for place in self._pending[number])
+            ]
+
+        def work() -> None:
+            before = [ctypes.string_at(at, nbytes) for at, nbytes, _ in targets]
+            read = [place for place in sources if not any(meet(place, target) for target in targets)]
+            values = [ctypes.string_at(at, nbytes) for at, nbytes, _ in read]
+            for at, nbytes, poison in targets:
+                ctypes.memset(at, poison, nbytes)
+            time.sleep(self.delay)
+            if values == [ctypes.string_at(at, nbytes) for at, nbytes, _ in read]:
+                for (at, nbytes, _), was in zip(targets, before, strict=True):
+                    ctypes.memmove(at, was, nbytes)
+                run()
+            else:
+                self.races += 1  # somebody wrote what was being read: the result stays poison
+            with self._lock:
+                del self._pending[number]
+            held.clear()
+
+        stream.queue.put(work)
