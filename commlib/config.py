@@ -62,10 +62,28 @@ class Config:
     staging_kib: int = _setting(
         2048, "KiB of each piece in which a large array of a device goes through host memory", least=1, most=1 << 20
     )
+    device_peers: bool = _setting(
+        True, "let the devices of a node's ranks read and write each other's memory (CUDA IPC), where they can"
+    )
+    device_slot_kib: int = _setting(
+        16384,
+        "KiB of each rank's two slots of device memory through which ordinary arrays go to the other devices of a node",
+        least=64,
+        most=1 << 22,
+    )
     mpi_devices: str = _setting(
         "",
-        "kinds of devices, with commas between them, whose memory MPI sends and receives as it is, such as 'cuda' "
-        "where MPI is CUDA-aware; arrays of others go through host memory",
+        "kinds of devices, with commas between them, whose memory MPI sends and receives as it is, beside what "
+        "COMMLIB_CUDA_AWARE says of GPUs; arrays of others go through host memory",
+    )
+    cuda_aware: str = _setting(
+        "auto",
+        "whether MPI sends and receives memory of GPUs as it is: 'auto' asks the library and tries it in a process of "
+        "its own, where there is a GPU; 'yes' or 'no' as you say",
+        ("auto", "yes", "no"),
+    )
+    nccl: bool = _setting(
+        True, "let NCCL move data of GPUs between nodes, and on a node where their memory is not shared, if it can"
     )
     spins: int = _setting(
         -1, "polls before a waiting rank yields its core; -1 chooses by cores per rank", least=-1, differs=_PER_RANK
@@ -120,9 +138,12 @@ def _parse(name: str, kind: str, limits: Mapping[str, Any], text: str) -> Any:
     except (KeyError, ValueError):
         bounds = "" if kind == "bool" else f" from {least} to {most}"
         raise UsageError(f"environment variable {name}={text!r}: expected {kind}{bounds}") from None
-    if choices and text.lower() not in choices:
+    word = text.lower()
+    if "yes" in choices and "no" in choices:
+        word = "yes" if word in _TRUE else "no" if word in _FALSE else word
+    if choices and word not in choices:
         raise UsageError(f"environment variable {name}={text!r}: expected one of {', '.join(choices)}")
-    return text.lower() if choices else text
+    return word if choices else text
 
 
 def load(environment: Mapping[str, str] = os.environ) -> Config:

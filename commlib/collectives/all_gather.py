@@ -35,7 +35,7 @@ def all_gather(calls: Calls, x: Any, out: Any, algorithm: str) -> Ready:
     if not in_place and overlap(flat, target.flat):
         flat = flat.copy()  # it would be overwritten before all have read it
     call = Call("all_gather", array.shape, array.dtype, algorithm=algorithm, device=name_of_device(array))
-    verb = _IN_PLACE if in_place and not call.device else VERB
+    verb = _IN_PLACE if in_place else VERB
     key = (array.dtype, array.shape, algorithm, *["in place"] * in_place)
     return Ready.into(calls.find(verb, call, key, target.array.shape), flat, target, x)
 

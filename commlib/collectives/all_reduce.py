@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from commlib.collectives import hierarchical_all_reduce as hierarchical
+from commlib.collectives import hierarchical_on_device
 from commlib.collectives.call import Call
 from commlib.collectives.operands import apart, result, source
 from commlib.collectives.paths import Move, Verb
@@ -17,8 +18,10 @@ from commlib.execution.persistent import PERSISTENT_BYTES, PersistentAllReduce
 from commlib.execution.reduce_op import ReduceOp
 from commlib.execution.streaming import Region
 from commlib.group.group import Group
+from commlib.node import device_collective
 from commlib.node.collective import NodeCollective
 from commlib.node.context import NodeContext
+from commlib.node.device_board import DeviceBoard
 from commlib.schedule import find
 from commlib.schedule.layout import blocks
 from commlib.signature import signature
@@ -36,6 +39,11 @@ def all_reduce(calls: Calls, x: Any, op: str, out: Any, algorithm: str) -> Ready
 def _on_node(context: NodeContext, call: Call) -> NodeCollective:
     op = ReduceOp.of(call.dtype, call.op, context.board.size)
     return NodeCollective.all_reduce(context, call.text, call.count, op)
+
+
+def _on_devices(board: DeviceBoard, open_slots: device_collective.Open, call: Call) -> device_collective.Move:
+    op = ReduceOp.of(call.dtype, call.op, board.size)
+    return device_collective.all_reduce(board, open_slots, call.count, op)
 
 
 def choose_algorithm(group: Group, verb: str, call: Call) -> tuple[str, int]:
@@ -75,4 +83,12 @@ def _messages(group: Group, call: Call) -> Move:
     return move
 
 
-VERB = Verb("all_reduce", _messages, on_node=_on_node, hierarchical=hierarchical.all_reduce, elementwise=True)
+VERB = Verb(
+    "all_reduce",
+    _messages,
+    on_node=_on_node,
+    on_devices=_on_devices,
+    hierarchical=hierarchical.all_reduce,
+    hierarchical_on_devices=hierarchical_on_device.all_reduce,
+    elementwise=True,
+)

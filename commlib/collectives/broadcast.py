@@ -15,7 +15,7 @@ from commlib.dtypes import Array
 from commlib.execution.streaming import Region
 from commlib.group.group import Group
 from commlib.group.root import checked_root
-from commlib.node.collective import NodeCollective
+from commlib.node.collective import Exchange, NodeCollective
 from commlib.node.context import NodeContext
 from commlib.schedule.layout import blocks
 
@@ -36,6 +36,10 @@ def _on_node(context: NodeContext, call: Call) -> NodeCollective:
     return NodeCollective.broadcast(context, call.text, call.nbytes, call.root)
 
 
+def _exchange(call: Call, rank: int, size: int) -> Exchange:
+    return Exchange.broadcast(call.nbytes, call.root, rank, size)
+
+
 def _messages(group: Group, call: Call) -> Move:
     steps, pieces = planned(group, call, call.nbytes)
     layouts = blocks(call.count, steps.regions[0], pieces)
@@ -46,4 +50,11 @@ def _messages(group: Group, call: Call) -> Move:
     return move
 
 
-VERB = Verb("broadcast", _messages, on_node=_on_node, hierarchical=hierarchical.broadcast, elementwise=True)
+VERB = Verb(
+    "broadcast",
+    _messages,
+    exchange=_exchange,
+    on_node=_on_node,
+    hierarchical=hierarchical.broadcast,
+    elementwise=True,
+)

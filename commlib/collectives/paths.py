@@ -12,6 +12,9 @@ from commlib.errors import UsageError
 from commlib.group.group import Group
 from commlib.node.collective import Exchange, NodeCollective
 from commlib.node.context import NodeContext
+from commlib.node.device_board import DeviceBoard
+from commlib.node.device_collective import Move as DeviceMove
+from commlib.node.device_collective import Open
 from commlib.runtime.compiled import Compiled
 
 Move = Callable[[Array, Array], Any]
@@ -24,8 +27,10 @@ class Verb:
     """Describe a verb, apart from the way that its data goes.
 
     messages: what it does by a schedule, on the memory of any device; every verb has it. exchange: what it is on a
-    board, from the call, this rank and the size; or on_node, where that has kernels of its own. hierarchical: what it
-    does in nodes and between. elementwise: a call may be done piece by piece, each a call on fewer elements, in place.
+    board, from the call, this rank and the size; or on_node, where that has kernels of its own, and on_devices, where
+    it has a form of its own between the devices of a node. hierarchical: what it does in nodes and between;
+    hierarchical_on_devices: the same on arrays of devices.
+    elementwise: a call may be done piece by piece, each a call on fewer elements, in place.
     """
 
     name: str
@@ -33,6 +38,8 @@ class Verb:
     exchange: Callable[[Call, int, int], Exchange] | None = None
     on_node: Callable[[NodeContext, Call], NodeCollective] | None = None
     hierarchical: Callable[[Group, Call], Move] | None = None
+    on_devices: Callable[[DeviceBoard, Open, Call], DeviceMove] | None = None
+    hierarchical_on_devices: Callable[[DeviceBoard, Open, Group, Call], DeviceMove] | None = None
     elementwise: bool = False
 
 

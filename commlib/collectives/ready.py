@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Callable, Hashable
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
@@ -13,6 +13,7 @@ from commlib.collectives.call import Call
 from commlib.collectives.hierarchical import Hierarchical
 from commlib.collectives.native import Native
 from commlib.collectives.node import Node, Opening
+from commlib.collectives.node_on_device import Peers
 from commlib.collectives.operands import Result
 from commlib.collectives.paths import Path, Verb, compile_call
 from commlib.collectives.scheduled import Scheduled
@@ -28,6 +29,9 @@ from commlib.group.group import Group
 from commlib.node.uneven import UnevenExchange
 from commlib.runtime.compiled import Compiled, Plan
 from commlib.runtime.work import Work
+
+if TYPE_CHECKING:
+    from commlib.collectives.nccl import Nccl
 
 PATHS: tuple[Path, ...] = (Native(), Node(), Hierarchical(), Scheduled())
 
@@ -52,6 +56,8 @@ class Calls:
         self.uneven: dict[Hashable, UnevenExchange] = {}
         self._tables: defaultdict[str, dict[Hashable, Known]] = defaultdict(dict)
         self._stations: dict[Any, Station] = {}
+        self._peers: dict[Any, Peers] = {}
+        self._nccl: dict[Any, Nccl] = {}
 
     def find(self, verb: Verb, call: Call, key: Hashable, shape: tuple[int, ...] = ()) -> Compiled:
         """Return the compiled call for `key`, made if need be, with which `plain` finds it from then on."""
@@ -81,9 +87,18 @@ class Calls:
 
     def _compile(self, verb: Verb, call: Call) -> Compiled:
         group = self.group
-        if not call.device:
+        if not call.device and call.algorithm != "nccl":
             return compile_call(PATHS, group, verb, call)
-        return compile_on_device(PATHS, self.station(named(call.device)), group, verb, call)
+        from commlib.collectives.nccl import Nccl, check  # not before somebody has a device
+
+        check(group, verb, call)
+        device = named(call.device)
+        station = self.station(device)
+        peers = self._peers.get(device)
+        if peers is None:
+            peers = self._peers[device] = Peers(group, station)
+            self._nccl[device] = Nccl(group, device)
+        return compile_on_device(PATHS, station, peers, self._nccl[device], group, verb, call)
 
     def whole(self, compiled: Compiled, array: Any, x: Any) -> Ready:
         """Return what runs a call that makes its result itself: an array, or a tuple of it and what the host keeps.
@@ -127,6 +142,8 @@ class Calls:
         for station in self._stations.values():
             station.close()
         self._stations.clear()
+        self._peers.clear()
+        self._nccl.clear()
         self.all_reduces.clear()
         self.uneven.clear()
         self._tables.clear()

@@ -6,11 +6,13 @@ Large arrays go in pieces: while the host works on one, the next is on its way o
 from __future__ import annotations
 
 from dataclasses import replace
-from typing import Any, Protocol
+from functools import partial
+from typing import TYPE_CHECKING, Any, Protocol
 
 from commlib.collectives.by_messages import MessageCall
 from commlib.collectives.call import Call
 from commlib.collectives.device_call import DeviceCall
+from commlib.collectives.node_on_device import Peers, through_peers
 from commlib.collectives.paths import Path, Verb, compile_call
 from commlib.collectives.station import OnWait, Run, Station
 from commlib.devices.array import DeviceArray
@@ -20,6 +22,9 @@ from commlib.dtypes import Array
 from commlib.group.group import Group
 from commlib.runtime.compiled import Compiled
 
+if TYPE_CHECKING:
+    from commlib.collectives.nccl import Nccl
+
 
 class Stations(Protocol):
     """Keep a group's stations."""
@@ -27,11 +32,23 @@ class Stations(Protocol):
     def station(self, device: Device) -> Station: ...
 
 
-def compile_on_device(paths: tuple[Path, ...], station: Station, group: Group, verb: Verb, call: Call) -> Compiled:
-    """Compile a call on arrays of a device: of its memory where the transport takes that, by the path that `algorithm`
-    names if it takes it too, else by messages; on the host's paths otherwise."""
+def compile_on_device(
+    paths: tuple[Path, ...], station: Station, peers: Peers, nccl: Nccl, group: Group, verb: Verb, call: Call
+) -> Compiled:
+    """Compile a call on arrays of a device: between the devices of a node, where they can reach each other; else by
+    NCCL; else of its memory where the transport takes that, by the path that `algorithm` names if it takes it too, or
+    by messages; on the host's paths otherwise."""
+    last = partial(_without_peers, paths, station, group, verb, call)
+    otherwise = partial(nccl.through, verb, call, last) if nccl.may_choose(verb, call) else last
+    if call.algorithm == "nccl":
+        run = nccl.through(verb, call)
+    else:
+        run = through_peers(peers, group, verb, call, otherwise) if peers.may_take(verb, call) else otherwise()
+    return DeviceCall(group.progress, call.text, station, run, blocks=call.algorithm == "native")
+
+
+def _without_peers(paths: tuple[Path, ...], station: Station, group: Group, verb: Verb, call: Call) -> Run:
     named = next((path for path in paths if path.name and path.name == call.algorithm), None)
-    blocks = call.algorithm == "native"
     if group.transport.accepts(call.device) and (named is None or named.takes_devices):
         if named is None:
             direct: Compiled = MessageCall(group, call.text, verb.messages(group, call))
@@ -41,15 +58,13 @@ def compile_on_device(paths: tuple[Path, ...], station: Station, group: Group, v
         def there(x: Any, target: Any, on_wait: OnWait) -> Any:
             return direct.perform(x, target)
 
-        return DeviceCall(group.progress, call.text, station, there, blocks=blocks)
+        return there
     if verb.elementwise:
         count = max(1, group.config.staging_kib * 1024 // call.dtype.itemsize)
         parts = cut(call, count)
         made = {part: compile_call(paths, group, verb, part) for _, _, part in reversed(parts)}
-        run = in_pieces(station, [(start, stop, made[part]) for start, stop, part in parts], group.rank, verb, call)
-    else:
-        run = through_host(station, compile_call(paths, group, verb, call), group.rank, verb, call)
-    return DeviceCall(group.progress, call.text, station, run, blocks=blocks)
+        return in_pieces(station, [(start, stop, made[part]) for start, stop, part in parts], group.rank, verb, call)
+    return through_host(station, compile_call(paths, group, verb, call), group.rank, verb, call)
 
 
 def made_on_device(group: Group, station: Station, compiled: Compiled, out: DeviceArray | None = None) -> Compiled:
@@ -88,30 +103,41 @@ def through_host(station: Station, whole: Compiled, rank: int, verb: Verb, call:
 
 
 def in_pieces(station: Station, pieces: list[tuple[int, int, Compiled]], rank: int, verb: Verb, call: Call) -> Run:
-    """Return what does the same piece by piece, each (start, stop, compiled call), in place in two blocks in turn."""
+    """Return what does the same piece by piece, each (start, stop, compiled call), in place in three blocks in turn.
+
+    One piece is copied out on the station's stream while the host works on the one before and the one before that is
+    copied in on another: a device copies both ways at once.
+    """
     reads, writes = moves(verb, call, rank)
     longest = max((stop - start for start, stop, _ in pieces), default=0) * call.dtype.itemsize
 
     def run(x: DeviceArray, target: DeviceArray, on_wait: OnWait) -> None:
-        device = station.device
-        blocks = [station.block(number, longest, on_wait).view(call.dtype) for number in range(2)]
+        device, out, back = station.device, station.device.current(), station.way_back
+        blocks = [station.block(number, longest, on_wait).view(call.dtype) for number in range(3)]
+        free: list[Any] = [None] * 3  # when what a block had before is in its place
+        back.wait(out.record())
 
         def fetch(number: int) -> tuple[Array, Any]:
             start, stop, _ = pieces[number]
-            block = blocks[number % 2][: stop - start]
+            block = blocks[number % 3][: stop - start]
+            if free[number % 3] is not None:
+                out.wait(free[number % 3])
             if reads:
                 device.copy(block, x[start:stop])
-            return block, device.current().record()
+            return block, out.record()
 
         under_way = [fetch(0)] if pieces else []
         for number, (start, stop, compiled) in enumerate(pieces):
             block, there = under_way.pop()
             if number + 1 < len(pieces):
-                under_way.append(fetch(number + 1))  # behind the copy out of its block, in the stream's order
+                under_way.append(fetch(number + 1))
             wait_for(there, on_wait)
             compiled.perform(block, block)
             if writes:
-                device.copy(target[start:stop], block)
+                with device.using(back):
+                    device.copy(target[start:stop], block)
+                free[number % 3] = back.record()
+        out.wait(back.record())
 
     return run
 

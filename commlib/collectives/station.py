@@ -36,10 +36,13 @@ class Station:
 
     def __init__(self, group: Group, device: Device) -> None:
         self._group, self.device = group, device
-        self._stream = device.stream()
+        self._stream, self.way_back = device.stream(), device.stream()
+        """The second one is for copies to the device, beside those from it; in order with the first where calls end."""
         self._blocks: dict[int, Array] = {}
         # The arrays of calls whose last work is under way: their memory must not be used for anything else.
         self._held: deque[tuple[Event, Any]] = deque()
+        self.let_go: Callable[[], None] | None = None
+        """What ends the waits of its stream for other ranks."""
 
     def run(self, text: str, run: Run, x: Any, ready: Event, target: Any) -> tuple[Any, Event]:
         """Do a call on arrays that are `ready` then; return its value, and the event behind all that it has queued."""
@@ -73,6 +76,8 @@ class Station:
         try:
             wait_for(event, on_wait)
         except StallError as error:
+            if self.let_go is not None:
+                self.let_go()
             log.error("%s; its memory is left as it is", error)
             _LEFT_BEHIND.append((self._blocks, self._held))
         self._blocks, self._held = {}, deque()

@@ -94,8 +94,8 @@ class Group:
         self._programs = Programs(transport, self.hierarchy, self._calls, self.journal, self)
         # Found here without a frame more: they are on the way of every call that goes by messages.
         self.perform_call, self.execute = self._calls.perform, self._programs.execute
-        self.gather_objects = self._programs.gather_objects
-        self._memories = Memories(self.hierarchy, self._programs.gather_in_node, self.gather_objects)
+        self.gather_objects, self.gather_in_node = self._programs.gather_objects, self._programs.gather_in_node
+        self._memories = Memories(self.hierarchy, self.gather_in_node, self.gather_objects)
         self.symmetric = self._memories.host
         runtime.groups.add(self)
         runtime.recording.add(self.progress)
@@ -139,7 +139,7 @@ class Group:
         if self._context is None:
             board = self._standing.board = NodeBoard(
                 self.hierarchy.node,
-                self._programs.gather_in_node,
+                self.gather_in_node,
                 slot_bytes=self.config.slot_kib * 1024,
                 spins=self.runtime.spins,
                 members=self.hierarchy.ranks,

@@ -88,6 +88,12 @@ class Exchange:
     nbytes: int = 0
     in_target: bool = False
 
+    @classmethod
+    def broadcast(cls, nbytes: int, root: int, rank: int, size: int) -> Exchange:
+        """Return that of a broadcast."""
+        takes = [(0, nbytes) if peer == root != rank else NOTHING for peer in range(size)]
+        return cls([(0, nbytes if rank == root else 0)], takes, nbytes, [0] * size, nbytes)
+
 
 class NodeCollective(Compiled):
     """A compiled collective of a node's ranks. `counted`: the user called it; it is no part of another call."""
@@ -172,9 +178,7 @@ class NodeCollective(Compiled):
     def broadcast(cls, context: NodeContext, text: str, nbytes: int, root: int) -> NodeCollective:
         """Return a broadcast of `nbytes`, in place."""
         rank, size = context.board.rank, context.board.size
-        takes = [(0, nbytes) if peer == root != rank else NOTHING for peer in range(size)]
-        exchange = Exchange([(0, nbytes if rank == root else 0)], takes, nbytes, [0] * size, nbytes)
-        call = cls.exchange(context, text, exchange, counted=True)
+        call = cls.exchange(context, text, Exchange.broadcast(nbytes, root, rank, size), counted=True)
         call._set_route(KIND=placed.BROADCAST)
         call._set(COUNT=nbytes, ROOT=root)
         return call

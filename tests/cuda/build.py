@@ -17,7 +17,17 @@ import pytest
 
 HERE = Path(__file__).parent
 # As NVRTC is told: each operation is rounded as it is written. Strict about what NVRTC would refuse, too.
-OPTIONS = ("-std=c++17", "-O2", "-shared", "-fPIC", "-ffp-contract=off", "-fno-strict-aliasing", "-Wall", "-Werror", "-Wno-unknown-pragmas")
+OPTIONS = (
+    "-std=c++17",
+    "-O2",
+    "-shared",
+    "-fPIC",
+    "-ffp-contract=off",
+    "-fno-strict-aliasing",
+    "-Wall",
+    "-Werror",
+    "-Wno-unknown-pragmas",
+)
 
 
 def compiler() -> str:

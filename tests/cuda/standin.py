@@ -106,7 +106,7 @@ class Event:
 
 
 class Stream:
-    """cupy.cuda.Stream, and ExternalStream: another object for the same stream."""
+    """cupy.cuda.Stream."""
 
     null: ClassVar[Stream]
     known: ClassVar[weakref.WeakValueDictionary[int, LateStream]] = weakref.WeakValueDictionary()
@@ -115,6 +115,15 @@ class Stream:
         self.late = LateStream()
         self.ptr = 0 if null else next(_numbers)
         Stream.known[self.ptr] = self.late
+
+    @classmethod
+    def from_external(cls, obj: Any) -> Stream:
+        """Return another object for the same stream."""
+        version, ptr = obj.__cuda_stream__()
+        assert version == 0 and ptr > 1, "the default stream is Stream.null"
+        stream = cls.__new__(cls)
+        stream.ptr, stream.late = ptr, cls.known[ptr]
+        return stream
 
     def record(self, event: Event | None = None) -> Event:
         event = Event() if event is None else event
@@ -135,13 +144,6 @@ class Stream:
 
     def __exit__(self, *args: object) -> None:
         _thread.streams[_thread.device] = _thread.__dict__["before"].pop()
-
-
-class ExternalStream(Stream):
-    def __init__(self, ptr: int, device_id: int = -1) -> None:
-        if ptr in (0, dlpack.CPU):
-            raise ValueError("the default stream is Stream.null")
-        self.ptr, self.late = ptr, Stream.known[ptr]
 
 
 Stream.null = Stream(null=True)
@@ -313,9 +315,19 @@ class _Shared:
         self.nbytes, self.descriptor = nbytes, descriptor
         self.mapping = Mapping(path, nbytes + self.HEADER)
         self.address = self.mapping.address + self.HEADER
-        # Each process counts for itself.
-        self.opened = (ctypes.c_int64 * (self.HEADER // 8)).from_address(self.mapping.address)
+        # Each process counts for itself: its number, and how often it has this open.
+        self._counts = (ctypes.c_int64 * (self.HEADER // 8)).from_address(self.mapping.address)
         ENGINE.note_shared([self.mapping], nbytes + self.HEADER)
+
+    def count(self, add: int) -> None:
+        place = 2 * (os.getpid() % (len(self._counts) // 2))
+        self._counts[place] = os.getpid()
+        self._counts[place + 1] += add
+
+    def opened(self) -> list[int]:
+        """Return the processes that have it open."""
+        pairs = zip(self._counts[::2], self._counts[1::2], strict=True)
+        return [process for process, times in pairs if times and os.path.exists(f"/proc/{process}")]
 
 
 _made: dict[int, _Shared] = {}
@@ -335,13 +347,13 @@ def _malloc(size: int) -> int:
 
 def _free(ptr: int) -> None:
     memory = _made.pop(ptr)
-    if others := sum(memory.opened):
-        VIOLATIONS.append(f"memory was freed that others had open {others} times")
+    if others := memory.opened():
+        VIOLATIONS.append(f"memory was freed that these processes had open: {others}")
     os.close(memory.descriptor)
 
 
-def _ipc_get_handle(ptr: int) -> bytes:
-    memory = _made[ptr]
+def _ipc_get_handle(devPtr: int) -> bytes:
+    memory = _made[devPtr]
     return struct.pack("<QQQ40x", os.getpid(), memory.descriptor, memory.nbytes)
 
 
@@ -353,14 +365,14 @@ def _ipc_open_handle(handle: bytes, flags: int = 1) -> int:
         memory = _Shared(f"/proc/{process}/fd/{descriptor}", nbytes)
     except OSError as error:
         raise CUDARuntimeError(f"cudaErrorInvalidValue: {error}") from error
-    memory.opened[os.getpid() % len(memory.opened)] += 1
+    memory.count(1)
     _open[memory.address] = memory
     return memory.address
 
 
-def _ipc_close_handle(ptr: int) -> None:
-    memory = _open.pop(ptr)
-    memory.opened[os.getpid() % len(memory.opened)] -= 1
+def _ipc_close_handle(devPtr: int) -> None:
+    memory = _open.pop(devPtr)
+    memory.count(-1)
 
 
 def _memset(ptr: int, value: int, size: int) -> None:
@@ -389,7 +401,7 @@ runtime = SimpleNamespace(
     getDevice=lambda: _thread.device,
     getDeviceCount=lambda: GPUS,
     deviceGetAttribute=lambda attrib, device: {16: 2}[attrib],
-    memGetInfo=lambda: (_pool.limit - _pool.used, _pool.limit),
+    memGetInfo=lambda: (_pool.limit - _pool.used - sum(memory.nbytes for memory in _made.values()), _pool.limit),
     memcpyAsync=_memcpy_async,
     memset=_memset,
     malloc=_malloc,
@@ -425,7 +437,7 @@ def install() -> ModuleType:
         signals.driver = Driver  # type: ignore[assignment]
         cuda = ModuleType("cupy.cuda")
         vars(cuda).update(
-            Device=Device, Event=Event, Stream=Stream, ExternalStream=ExternalStream, runtime=runtime, alloc=alloc,
+            Device=Device, Event=Event, Stream=Stream, runtime=runtime, alloc=alloc,
             alloc_pinned_memory=alloc_pinned_memory, get_current_stream=get_current_stream, MemoryPointer=MemoryPointer,
             UnownedMemory=UnownedMemory, memory=SimpleNamespace(OutOfMemoryError=OutOfMemoryError),
         )  # fmt: skip

@@ -1,0 +1,109 @@
+"""Node path on devices: move data between the devices of a node's ranks; on several nodes, between those and in them.
+
+A group's first call with arrays of a device finds out whether its ranks' streams can meet and their memory can be
+shared; where one of them cannot, the group's calls go through the host from then on.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+from commlib.collectives.call import Call
+from commlib.collectives.paths import Verb
+from commlib.collectives.station import OnWait, Run, Station
+from commlib.devices.array import DeviceArray
+from commlib.errors import TransportError
+from commlib.execution.reduce_op import ReduceOp
+from commlib.group.group import Group
+from commlib.node.device_board import DeviceBoard
+from commlib.node.device_collective import Move, exchange
+
+log = logging.getLogger("commlib")
+
+
+class Peers:
+    """Hold where the ranks of a group meet on one kind of device, once that is made."""
+
+    def __init__(self, group: Group, station: Station) -> None:
+        self._group, self._station = group, station
+        self.board: DeviceBoard | None = None
+        self.refusal = _refusal(group)
+
+    def may_take(self, verb: Verb, call: Call) -> bool:
+        """Return whether a call may go between the devices, as far as is known. The same on all ranks."""
+        if self.refusal:
+            return False
+        if self._group.one_node:
+            has_form = verb.exchange is not None or verb.on_devices is not None
+            return has_form and call.algorithm in ("auto", "node")
+        return verb.hierarchical_on_devices is not None and call.algorithm in ("auto", "hierarchical")
+
+    def open(self, text: str, on_wait: OnWait) -> DeviceBoard | None:
+        """Return the board of this node, made by the first call of all ranks; None if some node can have none."""
+        if self.board is None and not self.refusal:
+            first = f"{text}, which first lets streams of {self._station.device.name} meet"
+            self._group.perform_call(first, partial(self._make, on_wait), meets=True)
+        return self.board
+
+    def _make(self, on_wait: OnWait) -> None:
+        group, device, made, refusal = self._group, self._station.device, None, ""
+        memory, gather = group.symmetric_on(device), group.gather_in_node
+        try:
+            made = DeviceBoard.make(device, group.open().board, memory, group.hierarchy.node, gather, on_wait)
+        except TransportError as error:
+            refusal = str(error)
+        refusals = [told for told in group.gather_objects(refusal) if told]
+        if made is None or refusals:
+            if made is not None:
+                made.close()
+            self.refusal = refusals[0]
+            level = logging.WARNING if group.rank == 0 else logging.DEBUG
+            log.log(level, "%s: collectives on %s go through the host: %s", group.name, device.name, self.refusal)
+            return
+        self.board, self._station.let_go = made, made.release
+        group.attach(made)
+
+
+def _refusal(group: Group) -> str:
+    """Return what is known beforehand against it: the same on all ranks."""
+    if not group.config.device_peers:
+        return "COMMLIB_DEVICE_PEERS=0"
+    if not (group.shares_memory or group.is_hierarchical):
+        return "the ranks share no memory"
+    return "" if min(map(len, group.topology.nodes)) > 1 else "some node has one rank"
+
+
+def through_peers(peers: Peers, group: Group, verb: Verb, call: Call, otherwise: Callable[[], Run]) -> Run:
+    """Return what does a call between the ranks' devices, or else as what `otherwise` returns."""
+    made: list[Move] = []
+    instead: list[Run] = []
+
+    def move(x: DeviceArray, target: DeviceArray, on_wait: OnWait) -> None:
+        if not made:
+            assert peers.board is not None
+            made.append(_made(peers.board, group, verb, call))
+        made[0](x, target, on_wait)
+
+    def run(x: DeviceArray, target: DeviceArray, on_wait: OnWait) -> Any:
+        if peers.open(call.text, on_wait) is None:
+            if not instead:
+                instead.append(otherwise())
+            return instead[0](x, target, on_wait)
+        return group.perform_call(call.text, move, x.reshape(-1), target.reshape(-1), on_wait)
+
+    return run
+
+
+def _made(board: DeviceBoard, group: Group, verb: Verb, call: Call) -> Move:
+    open_slots = partial(board.open_slots, group.config.device_slot_kib * 1024, group.gather_in_node)
+    if not group.one_node:
+        assert verb.hierarchical_on_devices is not None
+        return verb.hierarchical_on_devices(board, open_slots, group, call)
+    if verb.on_devices is not None:
+        return verb.on_devices(board, open_slots, call)
+    assert verb.exchange is not None
+    op = ReduceOp.of(call.dtype, call.op, group.size) if call.op else None
+    return exchange(board, open_slots, verb.exchange(call, group.rank, group.size), op)

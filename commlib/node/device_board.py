@@ -1,0 +1,148 @@
+"""DeviceBoard: let the streams of a node's ranks meet, and give them memory of their devices to exchange data through.
+
+The host of a rank only queues what its stream does: the streams wait for each other by themselves (`Signals`).
+"""
+
+from __future__ import annotations
+
+import ctypes
+import time
+from collections.abc import Callable
+from typing import Any
+
+from commlib.buffers.symmetric import SymmetricMemory
+from commlib.devices.array import DeviceArray
+from commlib.devices.protocol import Device, Signals
+from commlib.devices.waiting import wait_for
+from commlib.errors import StallError, TransportError
+from commlib.node.board import NodeBoard
+from commlib.protocols import SharedMemory
+from commlib.transport.base import Gather, Transport, WaitHook
+
+# Words of different ranks are in cache lines of their own.
+_LINE = 64
+_PAGE = 4096
+
+_AHEAD = 1 << 30  # what a stream waits for is behind that, whatever it waits for
+_NUMBERS = 1 << 32
+
+# Seconds for the first meeting: all ranks are there, so a device that has not met by then will not.
+_FIRST = 10.0
+
+_ALIGNED = 512  # bytes between parts of a slot
+
+
+class DeviceBoard:
+    """See above. Where the ranks of one group are, all on one node: `board` is their host's.
+
+    memory: the group's symmetric memory on the device.
+    """
+
+    def __init__(
+        self, device: Device, board: NodeBoard, memory: SymmetricMemory, words: SharedMemory, signals: Signals
+    ) -> None:
+        self.device, self.rank, self.size = device, board.rank, board.size
+        self._board, self._memory, self._words, self._signals = board, memory, words, signals
+        self._number = 0
+        self._slots: SharedMemory | None = None
+        self._slot_bytes, self._turn = 0, 0
+
+    @classmethod
+    def make(
+        cls,
+        device: Device,
+        board: NodeBoard,
+        memory: SymmetricMemory,
+        transport: Transport,
+        gather: Gather,
+        on_wait: WaitHook,
+    ) -> DeviceBoard:
+        """Return that of all ranks. Collective. Raises TransportError on all ranks if one of them cannot."""
+        size = board.size
+        words = transport.share(-(-size * _LINE // _PAGE) * _PAGE, gather)
+        tell = [words.bases[peer] + board.rank * _LINE for peer in range(size) if peer != board.rank]
+        hear = [words.bases[board.rank] + peer * _LINE for peer in range(size) if peer != board.rank]
+        made: DeviceBoard | None = None
+        refusal = ""
+        try:
+            made = cls(device, board, memory, words, device.signals(words, tell, hear))
+        except TransportError as error:
+            refusal = f"rank {board.members[board.rank]}: {error}"
+        _agree(gather, refusal)
+        assert made is not None
+        deadline = time.monotonic() + _FIRST
+
+        def look() -> None:
+            on_wait()
+            if time.monotonic() > deadline:
+                raise StallError("")
+
+        made.meet()
+        try:
+            wait_for(device.current().record(), look)
+        except StallError:
+            refusal = f"rank {made.rank}: its stream did not meet the others within {_FIRST} s"
+            made.release()
+        _agree(gather, refusal)
+        return made
+
+    def meet(self) -> None:
+        """Queue: what follows on this stream is behind what all ranks' streams had done when they came here."""
+        self._number = (self._number + 1) % _NUMBERS  # it goes round as 32 bits do
+        self._signals.meet(self._number)
+
+    def is_same(self, number: int, on_wait: WaitHook) -> bool:
+        """Return whether all ranks have given the same number. The hosts meet. Collective."""
+        return self._board.meet(number, on_wait)
+
+    def find(self, array: DeviceArray) -> tuple[int, list[int]]:
+        """Return (its place, the addresses of all ranks' arrays there) of one in symmetric memory, else (0, [])."""
+        return self._memory.find(array.address, array.nbytes) or (0, [])
+
+    def open_slots(self, nbytes: int, gather: Callable[[Any], list[Any]]) -> None:
+        """Make two slots of so many bytes on each rank's device, unless they are there. Collective."""
+        if self._slots is None:
+            self._slots, self._slot_bytes = self.device.share(2 * nbytes, self.rank, gather), nbytes
+
+    def part_bytes(self, parts: int) -> int:
+        """Return how long a part of a slot is that is cut into so many."""
+        return self._slot_bytes // parts // _ALIGNED * _ALIGNED
+
+    def turn_slots(self) -> list[int]:
+        """Return the addresses of all ranks' slots whose turn it is.
+
+        What others read of this rank's they have read two turns later, if all ranks meet once in each.
+        """
+        assert self._slots is not None
+        self._turn = 1 - self._turn
+        return [base + self._turn * self._slot_bytes for base in self._slots.bases]
+
+    def at(self, address: int, count: int, dtype: Any) -> DeviceArray:
+        """Return memory of any rank's device as an array."""
+        return DeviceArray(self.device, address, (count,), dtype, self)
+
+    def release(self) -> None:
+        """Let go this rank's stream, which waits for somebody that will not come. Its results are worth nothing."""
+        number = (self._number + _AHEAD) % _NUMBERS
+        for peer in range(self.size):
+            ctypes.c_uint32.from_address(self._words.bases[self.rank] + peer * _LINE).value = number
+
+    def leave(self, reason: str) -> None:
+        """See `group.standing.Attached`. Without a reason what is under way may still end well."""
+        if reason:
+            self.release()
+
+    def close(self) -> None:
+        """Give everything back. Nothing queued may still use it."""
+        self._signals.close()
+        self._words.close()
+        if self._slots is not None:
+            self._slots.close()
+
+    def halt(self) -> None:
+        """See `group.standing.Attached`."""
+
+
+def _agree(gather: Gather, refusal: str) -> None:
+    if refusals := [told for told in gather(refusal) if told]:
+        raise TransportError("; ".join(refusals))

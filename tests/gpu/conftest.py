@@ -1,0 +1,56 @@
+"""Fixtures for tests of GPUs: on a real one where there is one, else on CuPy's stand-in, which is host memory."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from typing import TYPE_CHECKING
+
+import pytest
+
+if TYPE_CHECKING:
+    from commlib.communicator import Communicator
+    from tests.cuda.gpu import Gpu
+
+pytest_plugins = ["tests.multirank"]
+
+# What a machine with a GPU must have, lest it test the stand-in and nobody sees.
+REAL = os.environ.pop("COMMLIB_TEST_GPU", "") == "real"
+
+
+@pytest.fixture(scope="session")
+def gpu() -> Gpu:
+    from tests.cuda.gpu import gpu
+
+    found = gpu()
+    if REAL and not found.is_real:
+        pytest.exit("COMMLIB_TEST_GPU=real, and this process finds no GPU", returncode=3)
+    return found
+
+
+@pytest.fixture(scope="module", params=["peers", "staged"])
+def comm(request: pytest.FixtureRequest, gpu: Gpu) -> Iterator[Communicator]:
+    """All ranks; their GPUs reach each other's memory, or all goes through the host."""
+    import commlib
+    from commlib.communicator import Communicator
+    from commlib.config import Config
+    from commlib.runtime.process import Runtime
+    from commlib.transport.mpi import MpiTransport
+
+    world = commlib.init()
+    settings = Config(timeout=20, device_peers=request.param == "peers", nccl=False, device_slot_kib=256)
+    runtime = Runtime(settings, world.runtime.ranks_on_node)
+    group = Communicator(MpiTransport(world.native.Dup()), runtime, f"gpu {request.param}")
+    yield group
+    group.close()
+
+
+@pytest.fixture(autouse=True)
+def well_behaved(gpu: Gpu) -> Iterator[None]:
+    """Fail a test in which the stand-in saw what a GPU would not forgive."""
+    from tests.cuda import standin
+
+    races = standin.ENGINE.races
+    yield
+    assert standin.ENGINE.races == races
+    assert not standin.VIOLATIONS

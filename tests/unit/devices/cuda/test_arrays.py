@@ -1,0 +1,200 @@
+"""Arrays of any library on the GPU are taken without a copy, in order with whoever makes their contents."""
+
+from __future__ import annotations
+
+import ctypes
+
+import ml_dtypes
+import numpy as np
+import pytest
+
+from commlib.buffers import dlpack
+from commlib.devices.arrays import device_named, device_of, readable, written
+from commlib.devices.cuda import foreign, process
+from commlib.devices.host import HOST
+from commlib.devices.registry import lookup, streams
+from commlib.dtypes import DTYPES, NUMPY
+from commlib.errors import UsageError
+from tests import checks
+from tests.late import OnDevice
+from tests.loopback import run
+
+
+class ByInterface:
+    """An array of a library that has only `__cuda_array_interface__`, such as numba's."""
+
+    def __init__(self, array, **changes):
+        plain = {
+            "shape": array.shape,
+            "typestr": array.dtype.str,
+            "data": (array.data.ptr, False),
+            "version": 3,
+        }
+        self.array = array
+        self.interface = {**plain, **changes}
+
+    @property
+    def __cuda_array_interface__(self):
+        return self.interface
+
+
+class Capsule(ctypes.Structure):
+    """DLManagedTensor, as far as anybody reads it here."""
+
+    _fields_ = (
+        ("data", ctypes.c_void_p),
+        ("device_type", ctypes.c_int32),
+        ("device_id", ctypes.c_int32),
+        ("ndim", ctypes.c_int32),
+        ("code", ctypes.c_uint8),
+        ("bits", ctypes.c_uint8),
+        ("lanes", ctypes.c_uint16),
+        ("shape", ctypes.POINTER(ctypes.c_int64)),
+        ("strides", ctypes.POINTER(ctypes.c_int64)),
+        ("byte_offset", ctypes.c_uint64),
+    )
+
+
+class ByDlpack:
+    """An array of a library that has only DLPack. `asked`: for which streams it was asked to be there."""
+
+    def __init__(self, array, strides=None, index=0, code=2, kind=dlpack.CUDA):
+        self.array, self.strides, self.index, self.code, self.kind, self.asked = array, strides, index, code, kind, []
+
+    def __dlpack_device__(self):
+        return self.kind, self.index
+
+    def __dlpack__(self, stream=None):
+        self.asked.append(stream)
+        ndim, array = len(self.array.shape), self.array
+        self.shape = (ctypes.c_int64 * ndim)(*array.shape)
+        steps = None if self.strides is None else (ctypes.c_int64 * ndim)(*self.strides)
+        pointer = ctypes.POINTER(ctypes.c_int64)
+        self.tensor = Capsule(
+            array.data.ptr, self.kind, self.index, ndim, self.code, 8 * array.dtype.itemsize, 1,
+            ctypes.cast(self.shape, pointer), None if steps is None else ctypes.cast(steps, pointer), 0,
+        )  # fmt: skip
+        self.steps = steps
+        new = ctypes.pythonapi.PyCapsule_New
+        new.restype, new.argtypes = ctypes.py_object, [ctypes.c_void_p, ctypes.c_char_p, ctypes.c_void_p]
+        return new(ctypes.addressof(self.tensor), b"dltensor", None)
+
+
+def test_cupys_arrays_are_the_same_memory(gpu):
+    for dtype in DTYPES:
+        x = gpu.device.empty((3, 4), NUMPY[dtype])
+        array = readable(x, "test")
+        assert (array.address, array.shape, array.dtype) == (x.data.ptr, (3, 4), NUMPY[dtype])
+        assert device_of(x) is gpu.device and array.device.name == "cuda"
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_arrays_by_their_interface(gpu, dtype):
+    x = gpu.put(np.ones((5, 2), NUMPY[dtype]))
+    array = readable(ByInterface(x), "test")
+    assert (array.address, array.shape, array.dtype) == (x.data.ptr, (5, 2), NUMPY[dtype])
+
+
+def test_bfloat16_by_dlpack(gpu):
+    x = gpu.put(np.ones((5, 2), ml_dtypes.bfloat16))
+    array = readable(ByDlpack(x, code=4), "test")
+    assert (array.address, array.shape, array.dtype) == (x.data.ptr, (5, 2), NUMPY["bfloat16"])
+    assert readable(ByDlpack(x, strides=(2, 1), code=4), "test").shape == (5, 2)
+
+
+def test_what_is_on_the_host_stays_there(gpu):
+    x = np.ones(3, np.float32)
+    assert lookup(x) is None and device_of(x) is HOST and device_of([1.0]) is HOST
+    assert lookup(ByDlpack(gpu.put(x), kind=dlpack.CPU)) is None
+
+
+def test_what_is_wrong_is_said(gpu):
+    x = gpu.put(np.ones((4, 4), np.float32))
+    for odd, words in [
+        (ByInterface(x, strides=(4, 16)), "not contiguous"),
+        (ByDlpack(x, strides=(1, 4)), "not contiguous"),
+        (ByInterface(x, typestr="<M8[s]"), "not supported"),
+        (ByDlpack(x, code=9), "not supported"),
+        (ByInterface(x, typestr="?!"), "cannot be read"),
+    ]:
+        with pytest.raises(UsageError, match=f"test: x.*{words}"):
+            readable(odd, "test")
+    with pytest.raises(UsageError, match="read-only"):
+        written(ByInterface(x, data=(x.data.ptr, True)), "test")
+    assert readable(ByInterface(x, data=(x.data.ptr, True)), "test").size == 16
+    assert readable(ByInterface(x, shape=(0, 4), strides=(1, 99)), "test").shape == (0, 4)
+    assert readable(ByInterface(x, shape=(1, 4), strides=(999, 4)), "test").shape == (1, 4)
+
+
+def test_one_process_uses_one_gpu(gpu):
+    with pytest.raises(UsageError, match=r"on GPU 1.*has used GPU 0.*set_device"):
+        readable(ByDlpack(gpu.put(np.ones(3, np.float32)), index=1), "test")
+    assert process.used() is gpu.device is device_named("cuda", "test") and "cuda" in streams()
+
+
+def test_the_stream_of_the_contents_is_waited_for(gpu, slowly):
+    """That which the interface names, or that which DLPack is asked to be ready for."""
+    device, x = gpu.device, gpu.device.empty((100,), "float32")
+    theirs = device.stream()
+    with device.using(theirs):
+        gpu.fill(x, 7)
+    with device.using(device.stream()):
+        copied = readable(ByInterface(x, stream=theirs.raw.ptr), "test").copy().owner
+        np.testing.assert_array_equal(gpu.fetch(gpu.cupy.ndarray((100,), "float32", copied.data)), 7)
+        asked = ByDlpack(x)
+        readable(asked, "test")
+        assert asked.asked == [device.current().raw.ptr]
+    readable(asked, "test")
+    assert asked.asked[-1] == 1  # the default stream has this number there
+
+
+def test_writing_where_somebody_else_goes_on_is_refused(gpu):
+    x = gpu.put(np.ones(4, np.float32))
+    with pytest.raises(UsageError, match=r"written, and used on stream 0x.*make its stream CuPy's current one"):
+        written(ByInterface(x, stream=gpu.device.stream().raw.ptr), "test")
+    with pytest.raises(UsageError, match="written, and used on a stream that is not known here"):
+        written(ByDlpack(x), "test")
+    for same in (None, 1):
+        assert written(ByInterface(x, stream=same), "test").size == 4
+
+
+def test_a_library_may_say_what_its_current_stream_is(gpu, slowly):
+    class Tensor(ByInterface):
+        pass
+
+    theirs = gpu.device.stream()
+    foreign.register_stream(Tensor, lambda x: theirs.raw.ptr)
+    x = gpu.device.empty((100,), "float32")
+    with gpu.device.using(theirs):
+        gpu.fill(x, 3)
+    with gpu.device.using(gpu.device.stream()):
+        with pytest.raises(UsageError, match="used on stream"):
+            written(Tensor(x), "test")
+        copied = readable(Tensor(x), "test").copy().owner
+        np.testing.assert_array_equal(gpu.fetch(gpu.cupy.ndarray((100,), "float32", copied.data)), 3)
+    with gpu.device.using(theirs):
+        assert written(Tensor(x), "test").size == 100
+
+
+def test_every_verb_takes_them(gpu):
+    """Results are CuPy's; `out` may be of any library."""
+
+    class Foreign:
+        def __init__(self, gpu):
+            self.__dict__.update(vars(gpu))
+            self.kind, self.gpu = ByInterface, gpu
+
+        def put(self, values):
+            return ByInterface(self.gpu.put(values))
+
+        def fetch(self, array):
+            return self.gpu.fetch(array)
+
+    def check(comm):
+        x = ByInterface(gpu.put(np.full(30, comm.rank + 1.0)))
+        assert comm.all_reduce(x, out=x) is x
+        np.testing.assert_array_equal(gpu.fetch(x), 3.0)
+        assert type(comm.all_reduce(x)) is gpu.kind
+        checks.broadcast(OnDevice(comm, Foreign(gpu)), "float32", (40,), root=1)
+
+    run(2, check)

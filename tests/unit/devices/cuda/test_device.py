@@ -1,0 +1,129 @@
+"""The GPU's memory, streams and copies: what is early, what is late, what is freed, and what is said of too little."""
+
+from __future__ import annotations
+
+import gc
+import threading
+
+import numpy as np
+import pytest
+
+from commlib.devices.waiting import wait_for
+from commlib.errors import TransportError
+from commlib.runtime.device_work import DeviceWork
+from tests.cuda import standin
+from tests.loopback import run
+
+
+def on_the_stand_in(gpu):
+    if gpu.is_real:
+        pytest.skip("only the stand-in can be asked")
+
+
+def test_copies_are_late_and_in_order(gpu, slowly):
+    on_the_stand_in(gpu)
+    x = gpu.device.empty((10,), "float32")
+    gpu.fill(x, 5)
+    assert np.isnan(x.peek()).all()
+    np.testing.assert_array_equal(gpu.fetch(x), 5)
+
+
+def test_pinned_memory_stays_while_a_copy_reads_it(gpu, slowly):
+    x = gpu.device.empty((1000,), "float32")
+    block = gpu.device.staging(4000)
+    block.view(np.float32)[:] = 3
+    gpu.device.copy(gpu.device.wrap(x, "x"), block)
+    del block
+    gc.collect()
+    others = [gpu.device.staging(4000) for _ in range(4)]  # of which one would have that memory
+    for other in others:
+        other[:] = 0
+    np.testing.assert_array_equal(gpu.fetch(x), 3)
+
+
+def test_pinned_memory_is_given_back(gpu):
+    on_the_stand_in(gpu)
+    block = gpu.device.staging(64)
+    block[:] = 1
+    view = block[:8]
+    del block
+    assert (view == 1).all()  # it is still used
+
+
+def test_copies_of_other_lengths_are_refused(gpu):
+    x, y = (gpu.device.wrap(gpu.device.empty((n,), "float32"), "x") for n in (3, 4))
+    with pytest.raises(ValueError, match="16 bytes do not fit into 12"):
+        gpu.device.copy(x, y)
+
+
+def test_each_thread_has_a_stream_of_its_own(gpu):
+    device, found = gpu.device, []
+    with device.using(device.stream()):
+        here = device.current()
+        thread = threading.Thread(target=lambda: found.append(device.current()))
+        thread.start()
+        thread.join()
+    assert here != found[0] == device.current()
+    assert device.existing(here.raw.ptr) == here and hash(device.existing(here.raw.ptr)) == hash(here)
+
+
+def test_events_say_what_has_run(gpu, slowly):
+    gpu.fill(gpu.device.empty((10,), "float32"), 1)
+    event = gpu.device.current().record()
+    on_the_stand_in(gpu)
+    assert not event.done()
+    wait_for(event, lambda: None)
+    assert event.done()
+
+
+def test_too_little_memory_is_ours_to_report(gpu):
+    on_the_stand_in(gpu)
+    pool = gpu.cupy.get_default_memory_pool()
+    pool.set_limit(size=pool.used_bytes() + 1000)
+    try:
+        with pytest.raises(
+            TransportError, match=r"no memory on GPU 0 for 4000 bytes, an array \(1000,\) of float32"
+        ) as e:
+            gpu.device.empty((1000,), "float32")
+        for words in ("of its", "CuPy's pool holds", "of which it uses", "free_all_blocks"):
+            assert words in str(e.value)
+    finally:
+        pool.set_limit(size=None)
+
+
+def test_work_orders_the_callers_stream_or_blocks(gpu, slowly):
+    def check(comm):
+        with gpu.device.using(gpu.device.stream()):
+            x = gpu.put(np.full(10, comm.rank + 1.0))
+            work = comm.all_reduce_async(x, out=x)
+            assert isinstance(work, DeviceWork) and work.wait() is x
+            np.testing.assert_array_equal(gpu.fetch(x), 3.0)
+            work = comm.all_reduce_async(x, out=x)
+            assert work.wait(host=True) is x
+            if not gpu.is_real:
+                np.testing.assert_array_equal(x.peek(), 6.0)
+
+    run(2, check)
+
+
+def test_nothing_grows(gpu):
+    """Whatever is made for a call is given back; 10,000 calls are in the full run."""
+
+    def check(comm):
+        with gpu.device.using(gpu.device.stream()):
+            x = gpu.put(np.ones(100, np.float32))
+            before = None
+            for step in range(300):
+                comm.all_reduce(x)
+                comm.all_reduce_async(x).wait()
+                if step == 100:
+                    gpu.fetch(x)
+                    gc.collect()
+                    before = gpu.cupy.get_default_memory_pool().used_bytes()
+            gpu.fetch(x)
+            gc.collect()
+            return gpu.cupy.get_default_memory_pool().used_bytes() - before
+
+    (grown,) = run(1, check)
+    assert grown <= 0
+    assert standin.ENGINE.queued > 0 or gpu.is_real
