@@ -6,7 +6,7 @@ from collections.abc import Callable
 from functools import partial
 from typing import Any
 
-from commlib.collectives.station import Run, Station
+from commlib.collectives.station import OnWait, Run, Station
 from commlib.runtime.compiled import Compiled
 from commlib.runtime.device_work import DeviceWork
 from commlib.runtime.progress import Progress
@@ -46,6 +46,10 @@ class DeviceCall(Compiled):
             return value if deliver is None else deliver(got)
 
         return self._progress.start(self.text, run, work=work)
+
+    def run_in(self, x: Any, target: Any, on_wait: OnWait) -> Any:
+        """Do the same within another call of its station."""
+        return self._run(x, target, on_wait)
 
     def perform(self, x: Any, target: Any) -> Any:
         array, ready = x

@@ -19,7 +19,7 @@ from commlib.errors import TransportError
 from commlib.execution.reduce_op import ReduceOp
 from commlib.group.group import Group
 from commlib.node.device_board import DeviceBoard
-from commlib.node.device_collective import Move, exchange
+from commlib.node.device_collective import Move, Open, exchange
 
 log = logging.getLogger("commlib")
 
@@ -40,6 +40,17 @@ class Peers:
             has_form = verb.exchange is not None or verb.on_devices is not None
             return has_form and call.algorithm in ("auto", "node")
         return verb.hierarchical_on_devices is not None and call.algorithm in ("auto", "hierarchical")
+
+    @property
+    def may_exchange(self) -> bool:
+        """Return whether rows may go between the devices, as far as is known. The same on all ranks."""
+        return self._group.one_node and not self.refusal
+
+    def opened(self) -> tuple[DeviceBoard, Open]:
+        """Return the board, which is there, and what makes its slots."""
+        assert self.board is not None
+        group = self._group
+        return self.board, partial(self.board.open_slots, group.config.device_slot_kib * 1024, group.gather_in_node)
 
     def open(self, text: str, on_wait: OnWait) -> DeviceBoard | None:
         """Return the board of this node, made by the first call of all ranks; None if some node can have none."""
@@ -83,8 +94,7 @@ def through_peers(peers: Peers, group: Group, verb: Verb, call: Call, otherwise:
 
     def move(x: DeviceArray, target: DeviceArray, on_wait: OnWait) -> None:
         if not made:
-            assert peers.board is not None
-            made.append(_made(peers.board, group, verb, call))
+            made.append(_made(peers, group, verb, call))
         made[0](x, target, on_wait)
 
     def run(x: DeviceArray, target: DeviceArray, on_wait: OnWait) -> Any:
@@ -97,8 +107,8 @@ def through_peers(peers: Peers, group: Group, verb: Verb, call: Call, otherwise:
     return run
 
 
-def _made(board: DeviceBoard, group: Group, verb: Verb, call: Call) -> Move:
-    open_slots = partial(board.open_slots, group.config.device_slot_kib * 1024, group.gather_in_node)
+def _made(peers: Peers, group: Group, verb: Verb, call: Call) -> Move:
+    board, open_slots = peers.opened()
     if not group.one_node:
         assert verb.hierarchical_on_devices is not None
         return verb.hierarchical_on_devices(board, open_slots, group, call)

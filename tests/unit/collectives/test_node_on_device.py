@@ -9,11 +9,10 @@ import pytest
 
 from commlib.config import Config
 from commlib.dtypes import DTYPES
-from commlib.errors import MismatchError, PeerError, TransportError
+from commlib.errors import MismatchError, PeerError, TransportError, UsageError
 from commlib.node.device_board import DeviceBoard
-from tests import checks
+from tests import checks, loopback
 from tests.late import LATE, OnDevice
-from tests.loopback import run
 from tests.oracle import REDUCIBLE
 
 CONFIG = Config(timeout=10, device_slot_kib=64)  # what is larger goes through the slots in pieces
@@ -51,6 +50,16 @@ def copies(monkeypatch):
 
     monkeypatch.setattr(LATE, "copy", counting)
     return found
+
+
+def run(size, function, **options):
+    """Run it on ranks that are threads, each with a stream of its own: else they would wait for each other's calls."""
+
+    def check(comm):
+        with LATE.using(LATE.stream()):
+            return function(comm)
+
+    return loopback.run(size, check, **options)
 
 
 def filled(comm, count, symmetric, add=0):
@@ -92,6 +101,68 @@ def test_movement(size):
     run(size, check, config=CONFIG)
 
 
+@ordered
+@ranks
+@pytest.mark.parametrize("known", [False, True])
+@pytest.mark.parametrize("symmetric", [False, True])
+def test_uneven_rows(size, known, symmetric, copies):
+    """Few and many of them, none for some; into memory that is given, and new."""
+
+    def check(comm):
+        rank = comm.rank
+        for scale in (1, 700):
+            counts = np.array([[scale * ((a * b + a) % 4) for b in range(size)] for a in range(size)])
+            rows, came = int(counts[rank].sum()), counts[:, rank]
+            most = int(counts.sum(axis=1).max()) + 1
+            whole = comm.empty((most, 30), "float32", device=LATE) if symmetric else LATE.empty((most, 30))
+            mine = [np.arange(counts[r].sum() * 30, dtype=np.float32).reshape(-1, 30) + 1e5 * r for r in range(size)]
+            x = whole[:rows]
+            LATE.copy(LATE.wrap(x, "x"), LATE.wrap(LATE.put(mine[rank]), "mine"))
+            starts = counts.cumsum(axis=1) - counts
+            expected = np.concatenate([mine[r][starts[r, rank] :][: counts[r, rank]] for r in range(size)])
+            takes = came.tolist() if known else None
+            LATE.synchronise()
+            comm.barrier()
+            copies.clear()
+            comm.barrier()
+            for out in (None, LATE.empty((int(came.sum()), 30))):
+                result, received = comm.all_to_all_v(x, counts[rank].tolist(), takes=takes, out=out)
+                assert received.tolist() == came.tolist() and (out is None or result is out)
+                comm.barrier()
+                assert not copies
+                comm.barrier()
+                np.testing.assert_array_equal(result.numpy(), expected)
+                copies.clear()
+                comm.barrier()
+
+    run(size, check, config=CONFIG)
+
+
+def test_rows_that_are_not_what_was_said():
+    """Only the rank that expects others is told; the rest have theirs, and the group goes on."""
+
+    def check(comm):
+        x = LATE.put(np.full((6, 2), comm.rank, np.float32))
+        takes = [2, 2, 2] if comm.rank else [2, 1, 2]
+        if comm.rank:
+            result, _ = comm.all_to_all_v(x, [2, 2, 2], takes=takes)
+            np.testing.assert_array_equal(result.numpy()[:, 0], [0, 0, 1, 1, 2, 2])
+        else:
+            with pytest.raises(MismatchError, match="rank 1 sent 2 rows to rank 0, which expected 1"):
+                comm.all_to_all_v(x, [2, 2, 2], takes=takes)
+        for room in (5, 6):
+            out = LATE.empty((room if comm.rank == 1 else 6, 2))
+            if room == 5 and comm.rank == 1:
+                with pytest.raises(UsageError, match=r"6 rows came to rank 1.*out has 5"):
+                    comm.all_to_all_v(x, [2, 2, 2], out=out)
+            else:
+                np.testing.assert_array_equal(
+                    comm.all_to_all_v(x, [2, 2, 2], out=out)[0].numpy()[:, 0], [0, 0, 1, 1, 2, 2]
+                )
+
+    run(3, check, config=CONFIG)
+
+
 LAYOUTS = ([0, 0, 1, 1], [0, 1, 0, 1, 0], [0, 0, 0, 1, 1, 2, 2])
 
 
@@ -101,7 +172,7 @@ LAYOUTS = ([0, 0, 1, 1], [0, 1, 0, 1, 0], [0, 0, 0, 1, 1, 2, 2])
 def test_all_reduce_between_nodes(nodes, devices, copies):
     """Each share crosses the network once: with messages that take the device's memory nothing goes by the host."""
 
-    def reduce(comm):
+    def check(comm):
         there = OnDevice(comm)
         for dtype, op in [
             ("float32", "sum"),
@@ -124,10 +195,6 @@ def test_all_reduce_between_nodes(nodes, devices, copies):
         comm.barrier()
         assert (x.numpy() == total(len(nodes))).all()
         return copied
-
-    def check(comm):
-        with LATE.using(LATE.stream()):  # else ranks, which are threads, would wait for each other's calls
-            return reduce(comm)
 
     rails = min(nodes.count(node) for node in nodes)
     on_rails = rails * len(set(nodes))

@@ -1,0 +1,55 @@
+"""Rows of an all_to_all_v between the devices of a node's ranks: how many is told on the host, the rest is queued."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+
+from commlib.collectives.all_gather import gather_counts
+from commlib.collectives.operands import Result, made_like
+from commlib.devices.array import DeviceArray
+from commlib.dtypes import Array
+from commlib.group.group import Group
+from commlib.node.collective import NOTHING, Exchange, ranges
+from commlib.node.device_board import DeviceBoard
+from commlib.node.device_collective import Open, exchange
+from commlib.schedule.layout import uneven
+from commlib.transport.base import WaitHook
+
+
+def exchange_rows(
+    board: DeviceBoard,
+    open_slots: Open,
+    group: Group,
+    text: str,
+    x: DeviceArray,
+    splits: Sequence[int],
+    takes: Sequence[int] | None,
+    out: Result | None,
+    on_wait: WaitHook,
+) -> tuple[Any, Array]:
+    """Exchange rows within an operation; return the new array, None if they went to `out`, and how many came from whom.
+
+    takes: how many come, if that is known. If others come, or they do not fit into `out`, this rank takes nothing; the
+    others get theirs.
+    """
+    rank, size = group.rank, group.size
+    row = math.prod(x.shape[1:])
+    counts = gather_counts(group, text, np.array(splits, np.int64)).reshape(size, size)
+    came = counts[:, rank]
+    fits = takes is None or came.tolist() == list(takes)
+    if out is not None:
+        fits &= out.array.shape[0] == came.sum()
+        target, made = out.array, None
+    else:
+        target, made = made_like(x, (int(came.sum()), *x.shape[1:]))
+    longest = int(counts.max(initial=0)) * row * x.itemsize
+    sends = ranges(uneven(int(count) * row for count in splits), x.itemsize)
+    into = ranges(uneven(int(count) * row for count in came), x.itemsize) if fits else [NOTHING] * size
+    before = counts[:, :rank].sum(axis=1) * row * x.itemsize  # what others have for lower ranks
+    what = Exchange(sends, into, longest, before.tolist(), size * longest)
+    exchange(board, open_slots, what, None)(x.reshape(-1), target.reshape(-1), on_wait)
+    return made, came.copy()
