@@ -9,7 +9,7 @@ import numpy as np
 from commlib.buffers.views import address_of, as_host, contiguous, writable
 from commlib.devices.array import DeviceArray
 from commlib.devices.host import HOST
-from commlib.devices.registry import lookup, named
+from commlib.devices.registry import lookup, named, refusal
 from commlib.errors import UsageError
 
 
@@ -40,7 +40,9 @@ def device_named(name: str, verb: str) -> Any:
     """Return this process' device of a kind, the host for "". Raises UsageError if it has none."""
     device = named(name) if name else HOST
     if device is None:
-        raise UsageError(f"{verb}: the array is on a device of the kind {name!r}, which this rank has not")
+        raise UsageError(
+            f"{verb}: it wants a device of the kind {name!r}, which this rank has not: {refusal(name)}"
+        )
     return device
 
 

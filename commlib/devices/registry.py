@@ -39,6 +39,11 @@ def named(name: str) -> Any:
     return None if device is None else device()
 
 
+def refusal(name: str) -> str:
+    """Return why this process has no device of a kind."""
+    return _cuda().refusal() if name == "cuda" else f"there is no kind of device called {name!r}"
+
+
 def streams() -> dict[str, Any]:
     """Return this thread's current stream on each device that this process has used, by the device's name."""
     found = {name: device.current() for name, find in _NAMED.items() if (device := find()) is not None}

@@ -9,6 +9,7 @@ from typing import Any
 
 from commlib.arguments import integer
 from commlib.buffers.views import address_of
+from commlib.devices.arrays import device_named
 from commlib.devices.host import HOST
 from commlib.devices.protocol import Device
 from commlib.dtypes import name_of, numpy_dtype
@@ -17,8 +18,12 @@ from commlib.group.group import Group
 from commlib.group.operation import Operation
 
 
-def empty(group: Group, shape: int | Sequence[int], dtype: Any, device: Device) -> Operation:
-    """Return what makes a zeroed array, on all ranks. Raises UsageError for a shape that none can have."""
+def empty(group: Group, shape: int | Sequence[int], dtype: Any, device: Device | str) -> Operation:
+    """Return what makes a zeroed array, on all ranks. Raises UsageError for a shape that none can have, and a device.
+
+    device: or its kind, "host" or "cuda".
+    """
+    place: Device = device_named("" if device == "host" else device, "empty") if isinstance(device, str) else device
     kind = numpy_dtype(dtype)
     lengths = shape if isinstance(shape, Sequence) else (shape,)
     dimensions = tuple(integer("empty", "a length of the shape", length) for length in lengths)
@@ -29,8 +34,8 @@ def empty(group: Group, shape: int | Sequence[int], dtype: Any, device: Device) 
     nbytes = math.prod(dimensions) * kind.itemsize
 
     def run() -> Any:
-        memory = group.symmetric_on(device).allocate(nbytes)
-        return device.at(address_of(memory), dimensions, kind, memory)
+        memory = group.symmetric_on(place).allocate(nbytes)
+        return place.at(address_of(memory), dimensions, kind, memory)
 
     text = f"empty of shape {dimensions} {name_of(kind)}"
-    return Operation(text if device is HOST else f"{text} on {device.name}", run, meets=True)
+    return Operation(text if place is HOST else f"{text} on {place.name}", run, meets=True)

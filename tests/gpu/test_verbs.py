@@ -49,7 +49,7 @@ def test_async_twins(comm, gpu):
 def test_symmetric_memory(comm, gpu, count):
     """Reduced where it lies, again and again, beside ordinary arrays of the same kind."""
     size = comm.size
-    x, y = comm.empty((count,), "float32", device=gpu.device), gpu.device.empty((count,), "float32")
+    x, y = comm.empty((count,), "float32", device="cuda"), gpu.device.empty((count,), "float32")
     assert not gpu.fetch(x).any()
     for step in range(3):
         for array in (x, y):

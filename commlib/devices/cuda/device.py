@@ -52,17 +52,17 @@ class CudaDevice:
 
     def stream(self) -> CudaStream:
         with self._gpu:
-            return CudaStream(self._cuda.Stream(non_blocking=True), self._new_event)
+            return CudaStream(self._cuda.Stream(non_blocking=True), self._gpu, self._new_event)
 
     def current(self) -> CudaStream:
-        return CudaStream(self._cuda.get_current_stream(self.index), self._new_event)
+        return CudaStream(self._cuda.get_current_stream(self.index), self._gpu, self._new_event)
 
     def existing(self, number: int) -> CudaStream:
         """Return a stream that another library has made, by its address."""
         stream = self._cuda.Stream
         if number == 0:
-            return CudaStream(stream.null, self._new_event)
-        return CudaStream(self._cuda.ExternalStream(number, self.index), self._new_event)
+            return CudaStream(stream.null, self._gpu, self._new_event)
+        return CudaStream(stream.from_external(_Numbered(number)), self._gpu, self._new_event)
 
     @contextmanager
     def using(self, stream: Any) -> Iterator[None]:
@@ -141,7 +141,7 @@ class CudaDevice:
             raise UsageError(
                 f"{verb}: {what}, a {type(x).__module__} array, is written, and used on {at}, while the current one is "
                 f"{number:#x}: pass a CuPy array over it (cupy.from_dlpack), or make its stream CuPy's current one "
-                "(with cupy.cuda.ExternalStream(address):); commlib_torch does that for PyTorch"
+                "(with cupy.cuda.Stream.from_external(stream):); commlib_torch does that for PyTorch"
             )
         if theirs not in (None, number):
             assert theirs is not None
@@ -172,6 +172,16 @@ class CudaDevice:
 
     def signals(self, memory: SharedMemory, tell: Sequence[int], hear: Sequence[int]) -> CudaSignals:
         return CudaSignals(self._gpu, self._cuda, memory, tell, hear)
+
+
+class _Numbered:
+    """A stream of another library as CuPy takes it."""
+
+    def __init__(self, number: int) -> None:
+        self._number = number
+
+    def __cuda_stream__(self) -> tuple[int, int]:
+        return 0, self._number
 
 
 def _at(array: Any) -> int:

@@ -16,7 +16,6 @@ from commlib.devices.protocol import Device
 from commlib.devices.waiting import wait_for
 from commlib.dtypes import name_of
 from commlib.errors import StallError, TransportError
-from commlib.extras import install
 
 log = logging.getLogger("commlib")
 
@@ -43,7 +42,7 @@ def library() -> Any:
     except ImportError as error:
         raise TransportError(f"CuPy has no NCCL: {error}") from error
     if not found.available:
-        raise TransportError(f"CuPy finds no NCCL: {install('cuda12', 'cuda13')}, or pip install nvidia-nccl-cu12")
+        raise TransportError("CuPy finds no NCCL: pip install nvidia-nccl-cu12, or -cu13, as CuPy is")
     return found
 
 

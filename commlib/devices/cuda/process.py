@@ -51,6 +51,15 @@ def device_of(x: Any) -> CudaDevice | None:
     return None if index is None else device(index)
 
 
+def refusal() -> str:
+    """Return why this process has none."""
+    try:
+        device()
+    except UsageError as error:
+        return str(error)
+    return ""
+
+
 def device_or_none() -> CudaDevice | None:
     """Return this process' GPU; None if it has none."""
     try:

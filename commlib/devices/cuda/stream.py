@@ -18,12 +18,16 @@ class CudaEvent:
 
 
 class CudaStream:
-    """See `devices.protocol.Stream`. Two are equal if they are the same stream."""
+    """See `devices.protocol.Stream`. Two are equal if they are the same stream.
 
-    __slots__ = ("_new_event", "raw")
+    gpu: a cupy.cuda.Device. Another one may be current in a thread that records or waits, where events are made, too,
+    and a default stream is that of the current one.
+    """
 
-    def __init__(self, raw: Any, new_event: Any) -> None:
-        self.raw, self._new_event = raw, new_event
+    __slots__ = ("_gpu", "_new_event", "raw")
+
+    def __init__(self, raw: Any, gpu: Any, new_event: Any) -> None:
+        self.raw, self._gpu, self._new_event = raw, gpu, new_event
 
     def __eq__(self, other: object) -> bool:
         return isinstance(other, CudaStream) and self.raw.ptr == other.raw.ptr
@@ -32,9 +36,11 @@ class CudaStream:
         return hash(self.raw.ptr)
 
     def record(self) -> CudaEvent:
-        event = self._new_event()
-        event.record(self.raw)
+        with self._gpu:
+            event = self._new_event()
+            event.record(self.raw)
         return CudaEvent(event)
 
     def wait(self, event: Any) -> None:
-        self.raw.wait_event(event.raw)
+        with self._gpu:
+            self.raw.wait_event(event.raw)

@@ -1,0 +1,67 @@
+"""What goes wrong on a rank's GPU is told to the others, with its rank; a failed group lets its streams go."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import numpy as np
+import pytest
+
+import commlib
+from commlib.communicator import Communicator
+from commlib.config import Config
+from commlib.errors import MismatchError, PeerError, UsageError
+from commlib.runtime.process import Runtime
+from commlib.transport.mpi import MpiTransport
+
+pytestmark = pytest.mark.ranks(min=2)
+
+
+@pytest.fixture(params=["peers", "staged"])
+def failing(request: pytest.FixtureRequest, gpu) -> Iterator[Communicator]:
+    """All ranks, in a group that may fail."""
+    world = commlib.init()
+    settings = Config(timeout=20, device_peers=request.param == "peers", device_slot_kib=256)
+    runtime = Runtime(settings, world.runtime.ranks_on_node)
+    yield Communicator(MpiTransport(world.native.Dup()), runtime, f"failing {request.param}")
+    world.barrier()
+
+
+def test_a_gpu_that_is_lost(failing, gpu, monkeypatch):
+    """The rank that lost it has CUDA's error, and the others its rank and that error."""
+    comm, runtime = failing, gpu.cupy.cuda.runtime
+    x = gpu.put(np.ones(100_000, np.float32))
+    comm.all_reduce(x)
+    copy = runtime.memcpyAsync
+
+    def lost(*args):
+        raise RuntimeError("cudaErrorIllegalAddress: an illegal memory access was encountered")
+
+    if comm.rank == 1:
+        monkeypatch.setattr(runtime, "memcpyAsync", lost)
+        with pytest.raises(RuntimeError, match="IllegalAddress"):
+            comm.all_reduce(x)
+        monkeypatch.setattr(runtime, "memcpyAsync", copy)
+    else:
+        with pytest.raises(PeerError, match=r"rank 1 has given up this group.*IllegalAddress|rank 1.*RuntimeError"):
+            for _ in range(3):
+                comm.all_reduce(x)
+    gpu.fetch(x)  # no stream waits any more
+
+
+def test_other_calls(failing, gpu):
+    x = gpu.put(np.ones(1000 + failing.rank % 2, np.float32))
+    with pytest.raises(MismatchError, match=r"rank 1: all_reduce of 1001 x float32.*device=cuda"):
+        failing.all_reduce(x)
+    y = gpu.put(np.ones(1000, np.float32))
+    np.testing.assert_array_equal(gpu.fetch(failing.all_reduce(y)), failing.size)
+    failing.close()
+
+
+def test_arrays_of_the_host_and_of_a_gpu(failing, gpu):
+    here, there = np.ones(4, np.float32), gpu.put(np.ones(4, np.float32))
+    with pytest.raises(UsageError, match="x is on cuda and out on host"):
+        failing.all_reduce(there, out=here)
+    with pytest.raises(MismatchError, match="device=cuda"):
+        failing.all_reduce(there if failing.rank else here)
+    failing.close()
