@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import secrets
+from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
 from commlib.buffers import shared_memory
 from commlib.communicator import Communicator
@@ -20,15 +22,20 @@ from commlib.transport.base import Transport
 
 @dataclass(frozen=True, slots=True)
 class Agreement:
-    """Hold what all ranks have alike. token: no other job has it, nor an earlier life of this one."""
+    """Hold what all ranks have alike. token: no other job has it, nor an earlier life of this one.
+
+    told: what each rank had to tell the others beside its settings.
+    """
 
     token: str
     chooser: Chooser
+    told: Sequence[Any] = ()
 
 
-def agree(transport: Transport, settings: Config, bad: str = "") -> Agreement:
-    """Compare the settings of all ranks. Collective. bad: what is wrong with this rank's own, or "".
+def agree(transport: Transport, settings: Config, bad: str = "", told: Any = None) -> Agreement:
+    """Compare the settings of all ranks. Collective.
 
+    bad: what is wrong with this rank's own, or "". told: what else, picklable, the others are to know of it.
     Raises UsageError for wrong settings and MismatchError for different ones, on all ranks alike.
     """
     tuning, error = b"", None
@@ -37,13 +44,13 @@ def agree(transport: Transport, settings: Config, bad: str = "") -> Agreement:
             tuning = Tuning.load(settings).to_bytes()
         except CommlibError as caught:
             error = caught
-    everyone = gather_objects((bad, compared(settings), (secrets.token_hex(4), tuning, error)), transport)
+    everyone = gather_objects((bad, compared(settings), (secrets.token_hex(4), tuning, error), told), transport)
     compare([found[:2] for found in everyone])
     token, tuning, error = everyone[0][2]
     if error is not None:
         raise error
     loaded = Tuning.from_bytes(tuning)
-    return Agreement(token, Chooser(loaded.machine, loaded.table))
+    return Agreement(token, Chooser(loaded.machine, loaded.table), [found[3] for found in everyone])
 
 
 def join(

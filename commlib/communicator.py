@@ -135,9 +135,9 @@ class Communicator:
     def empty(self, shape: int | Sequence[int], dtype: Any = "float32", device: Any = HOST) -> Any:
         """Return a zeroed array in symmetric memory: memory that all ranks of the node map.
 
-        Collective, with the same shape, dtype and kind of device (see `commlib.devices`) on all ranks. A collective on
-        such arrays of the host copies nothing. The memory is given back at a later call of `empty`, once the arrays of
-        all ranks are gone.
+        Collective, with the same shape, dtype and kind of device on all ranks: "host", "cuda" (this process' GPU), or a
+        device (see `commlib.devices`). A collective on such arrays copies nothing. The memory is given back at a later
+        call of `empty`, once the arrays of all ranks are gone.
         """
         return self.group.run(symmetric_array.empty(self.group, shape, dtype, device))
 
@@ -152,7 +152,8 @@ class Communicator:
 
         op: sum, mean, min, max or prod (bool: sum and max are "or", prod and min "and"). The mean of integers
         truncates toward zero. float16 and bfloat16 are combined in float32 and rounded once, to nearest even.
-        algorithm: "auto", "node" (shared memory), "native" (MPI's own), or a schedule ("ring", "double_tree", ...).
+        algorithm: "auto", "node" (shared memory), "native" (MPI's own), "nccl" (between GPUs), or a schedule ("ring",
+        "double_tree", ...).
         """
         if type(x) is ndarray:
             # What a small call costs is mostly what Python does before it: no view, no text, no object is made here.

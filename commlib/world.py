@@ -6,7 +6,7 @@ import os
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
-from commlib import config, exits, forks
+from commlib import config, exits, forks, mpi_on_gpus
 from commlib.errors import CommlibError, UsageError
 from commlib.launch import check_launcher, interrupts_held_back, load_mpi
 
@@ -14,6 +14,7 @@ if TYPE_CHECKING:
     from commlib.communicator import Communicator
     from commlib.runtime.process import Runtime
     from commlib.transport.base import Transport
+    from commlib.transport.mpi import MpiTransport
 
 _world: Communicator | None = None
 _before: Runtime | None = None  # the last world's, of what is left to be freed together
@@ -59,8 +60,10 @@ def _join(comm: Any, transport: Transport | None, defaults: Mapping[str, str]) -
     except UsageError as error:
         settings, bad = config.Config(), str(error)  # the others must be told, so MPI is started nevertheless
     _set_up_logging(settings.log_level)
+    over_mpi = told = None
     if transport is None:
-        transport = _over_mpi(comm, settings)
+        transport = over_mpi = _over_mpi(comm, settings)
+        told = mpi_on_gpus.tell(settings)
 
     from commlib import bootstrap
     from commlib.runtime.recording import Recording
@@ -71,15 +74,17 @@ def _join(comm: Any, transport: Transport | None, defaults: Mapping[str, str]) -
     except UsageError as error:
         bad = bad or str(error)
     try:
-        agreement = bootstrap.agree(transport, settings, bad)
+        agreement = bootstrap.agree(transport, settings, bad, told)
     except CommlibError:  # on all ranks
         recording.close()
         transport.close(met=False)
         raise
+    if over_mpi is not None and mpi_on_gpus.agree(agreement.told, transport):
+        over_mpi.take("cuda")
     return bootstrap.join(transport, settings, agreement, recording, None if _before is None else _before.retired)
 
 
-def _over_mpi(comm: Any, settings: config.Config) -> Transport:
+def _over_mpi(comm: Any, settings: config.Config) -> MpiTransport:
     """Return a transport of MPI. The ranks have yet to compare their settings."""
     MPI = load_mpi()
     if comm is None:
@@ -87,8 +92,7 @@ def _over_mpi(comm: Any, settings: config.Config) -> Transport:
 
     from commlib.transport.mpi import MpiTransport
 
-    devices = [kind for kind in settings.mpi_devices.replace(" ", "").split(",") if kind]
-    return MpiTransport((MPI.COMM_WORLD if comm is None else comm).Dup(), devices=devices)
+    return MpiTransport((MPI.COMM_WORLD if comm is None else comm).Dup(), devices=mpi_on_gpus.kinds(settings))
 
 
 def world() -> Communicator:

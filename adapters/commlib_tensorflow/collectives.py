@@ -2,6 +2,7 @@
 
 They take tensors, variables and whatever else `tf.convert_to_tensor` does, eagerly and in traced functions, where they
 run when those do, in the order in which they were traced; in graphs of TensorFlow 1 nothing orders them (UsageError).
+What is on a GPU stays there in eager use (see `devices`), and goes through the host in traced functions.
 `recv` and `send_recv` take shape and dtype of what comes from a tensor `like` it. Every verb has an `_async` twin, for
 eager use only, that returns a `Work` at once. Errors are those of `commlib_tensorflow.errors`.
 """
@@ -29,6 +30,7 @@ from commlib.tensors import (
 )
 from commlib_tensorflow._bridge import Array, as_tensor, to_array, to_tensor
 from commlib_tensorflow._graph import Spec, call, no_autograph, ordered, result_empty
+from commlib_tensorflow.devices import array_over, device_of, tensor_over
 from commlib_tensorflow.errors import as_tensorflows
 
 __all__ = (
@@ -109,15 +111,23 @@ def _specs(verb: Call[Any], inputs: Sequence[Any]) -> list[Spec]:
     return [Spec(inputs[0].dtype, tf.TensorShape([None, *shape[1:]]))]
 
 
-def _read(value: Any) -> Array:
-    return to_array(as_tensor(value))
+def _read(value: Any) -> Any:
+    tensor = as_tensor(value)
+    device = device_of(tensor)
+    return to_array(tensor) if device is None else array_over(tensor, device)
 
 
-def _room(array: Array) -> Array:
-    return result_empty(array.shape, array.dtype)
+def _new(array: Any) -> tf.Tensor:
+    return to_tensor(array) if type(array) is np.ndarray else tensor_over(array)
 
 
-_BRIDGE: Bridge[Any] = Bridge(tf.Tensor, _read, to_tensor, _room)
+def _room(array: Any) -> Any:
+    return (
+        result_empty(array.shape, array.dtype) if type(array) is np.ndarray else array.empty(array.shape, array.dtype)
+    )
+
+
+_BRIDGE: Bridge[Any] = Bridge(tf.Tensor, _read, _new, _room)
 verbs = OrderedVerbs(_BRIDGE)
 _returning = ReturningVerbs(_BRIDGE)
 _verb = VerbMaker(__name__, "tf.Tensor", run, _start, no_autograph)

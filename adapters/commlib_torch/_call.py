@@ -9,28 +9,29 @@ import torch
 from torch import Tensor
 
 from commlib.tensors import Bridge, TensorWork, VerbMaker
-from commlib_torch._bridge import Array, array_of, packed, to_tensor
+from commlib_torch._bridge import core_array, packed, read, room, to_tensor
+from commlib_torch.devices import in_order
 
 Work = TensorWork
-
-
-def read(tensor: Tensor) -> Array:
-    """Return an array with the values of `tensor`: its memory, if that is contiguous."""
-    return array_of(packed(tensor))
 
 
 class InPlace:
     """A tensor that an operation writes to: `array` is its memory, or stands in for it until `finish`.
 
-    `stage` makes the stand-in: `packed`, or `on_host` where the tensor may be on a GPU.
+    stage: makes the stand-in. array: makes the core's array over that.
     """
 
     __slots__ = ("_staged", "_tensor", "array")
 
-    def __init__(self, tensor: Tensor, stage: Callable[[Tensor], Tensor] = packed) -> None:
+    def __init__(
+        self,
+        tensor: Tensor,
+        stage: Callable[[Tensor], Tensor] = packed,
+        array: Callable[[Tensor], Any] = core_array,
+    ) -> None:
         self._tensor = tensor
         self._staged = stage(tensor)
-        self.array = array_of(self._staged)
+        self.array = array(self._staged)
 
     def finish(self, *_: Any) -> Tensor:
         """Return the tensor, with the values of `array`."""
@@ -43,7 +44,7 @@ class InPlace:
         return tensor
 
 
-BRIDGE = Bridge(Tensor, read, to_tensor)
+BRIDGE = Bridge(Tensor, read, to_tensor, room, in_order)
 
 
 def verb_maker(module: str) -> VerbMaker:

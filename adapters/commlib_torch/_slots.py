@@ -1,8 +1,8 @@
 """Gradients of parameters, as a GradientReducer asks for them: brought into slots of buckets, and taken out of them.
 
 A slot that is of a gradient's own dtype and device becomes the gradient: `parameter.grad` is a view of it, which is
-reduced in place. Another slot has a copy, and the result is copied back. A user may keep such a gradient over
-`zero_grad()`: itself, a part of it, or its numpy array: see `commlib.data_parallel.slots`.
+reduced in place, on the host and on a GPU alike. Another slot has a copy, and the result is copied back. A user may
+keep such a gradient over `zero_grad()`: itself, a part of it, or its numpy array: see `commlib.data_parallel.slots`.
 """
 
 from __future__ import annotations
@@ -15,8 +15,9 @@ import torch
 from torch import Tensor
 
 from commlib.data_parallel import Engine, Slots
+from commlib.devices.array import DeviceArray
 from commlib.errors import UsageError
-from commlib_torch import _unbucketed
+from commlib_torch import _unbucketed, devices
 from commlib_torch._bridge import Array, to_array, to_tensor
 
 Named = tuple[str, Tensor]
@@ -167,7 +168,7 @@ class ParameterValues:
     def _find(self, index: int) -> None:
         """Find the slot of a parameter."""
         parameter = self._parameters[index]
-        flat = to_tensor(self._engine.slot(index).view())
+        flat = to_tensor(self._engine.slot(index)[:])  # another object: only what is lent is counted
         if parameter.is_complex():
             view = torch.view_as_complex(flat.view(*parameter.shape, 2))
         else:
@@ -176,13 +177,18 @@ class ParameterValues:
         fits = view.dtype == parameter.dtype and view.device == parameter.device
         self._in_place[index] = fits and index not in self._slots.copied
 
-    def _fitting(self, index: int, slot: Any) -> Array | None:
-        """Return a slot in the shape of its parameter, in a dtype that torch takes; None if it is of another kind."""
+    def _fitting(self, index: int, slot: Any) -> Any:
+        """Return what is lent of a slot; None if that is of another kind than its parameter.
+
+        On the host it is the slot in the shape of the parameter, in a dtype that torch takes.
+        """
         parameter = self._parameters[index]
-        tensor = to_tensor(slot.view())
+        tensor = to_tensor(slot[:])
         real = torch.view_as_real(parameter.detach()) if parameter.is_complex() else parameter
         if tensor.dtype != real.dtype or tensor.device != parameter.device:
             return None
+        if type(slot) is DeviceArray:
+            return devices.lend(slot)
         array: Array = slot
         if parameter.dtype == torch.bfloat16:
             array = slot.view(np.int16)
@@ -191,7 +197,12 @@ class ParameterValues:
         return array.reshape(parameter.shape)
 
     def _lend(self, index: int) -> Tensor:
-        tensor = torch.from_numpy(self._slots.lent[index])
+        lent, slot = self._slots.lent[index], self._engine.slot(index)
+        if type(slot) is DeviceArray:
+            flat = devices.made_of(lent, slot)
+            parameter = self._parameters[index]
+            return flat.view(parameter.dtype).view(parameter.shape)
+        tensor = torch.from_numpy(lent)
         return tensor.view(torch.bfloat16) if tensor.dtype == torch.int16 else tensor
 
     def _adds_up(self, index: int) -> bool:

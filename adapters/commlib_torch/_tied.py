@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from commlib.communicator import Communicator
 from commlib.pipeline.tied import find_tied
-from commlib_torch._bridge import array_of
+from commlib_torch.collectives import writing
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,7 +41,7 @@ class TiedWeights:
     def spread(self) -> None:
         """Give all owners the weights of the first one. Collective over them."""
         for tied in self._weights:
-            tied.comm.broadcast(array_of(tied.weight.detach()), 0)
+            writing.broadcast_(tied.weight.detach(), 0, comm=tied.comm).run()
 
     @contextmanager
     def apart(self) -> Iterator[None]:
@@ -62,8 +62,7 @@ class TiedWeights:
         for tied, before in zip(self._weights, self._before, strict=True):
             if tied.weight.grad is None:
                 tied.weight.grad = torch.zeros_like(tied.weight)
-            array = array_of(tied.weight.grad)
-            tied.comm.all_reduce(array, "sum", out=array)
+            writing.all_reduce_(tied.weight.grad, comm=tied.comm).run()
             if before is not None:
                 tied.weight.grad.add_(before)
         self._before = []

@@ -18,7 +18,7 @@ from commlib.errors import UsageError
 from commlib.horovod.broadcast import NamedRanks, Ranks, broadcast_pack, named, packs
 from commlib.horovod.nested import put_back, take_out
 from commlib.tensors import check_ordered, choose_root
-from commlib_torch._bridge import check_dense, on_host
+from commlib_torch._bridge import array_of, check_dense, on_host
 from commlib_torch._call import InPlace
 from commlib_torch._shards import shard_of
 from commlib_torch.horovod._start import ProcessSets
@@ -124,7 +124,7 @@ def _broadcast_tensors(tensors: Sequence[Tensor], root: int, ranks: Ranks) -> No
     if ranks.size == 1:
         return
     for pack in packs(tensor.numel() * tensor.element_size() for tensor in tensors):
-        places = [InPlace(tensors[number], on_host) for number in pack]
+        places = [InPlace(tensors[number], on_host, array_of) for number in pack]
         broadcast_pack([place.array for place in places], root, ranks)
         if ranks.rank != root:
             for place in places:

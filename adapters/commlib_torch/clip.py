@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 
 import torch
 from torch import Tensor
@@ -22,9 +22,9 @@ def clip_grad_norm_(parameters: Tensor | Iterable[Tensor], max_norm: float) -> T
 
     Returns the norm that they had, as a tensor of float64 or, without any gradient of float64, float32. The same
     gradients on the CPU give the same bits on every CPU, so ranks' parameters stay the same even where their CPUs
-    differ, which torch.nn.utils.clip_grad_norm_ does not promise; else it does what that does: a norm that is infinite
-    or NaN scales by 0 or NaN. A parameter that is divided among ranks counts as a whole: then these ranks must all call
-    this, with the same parameters. Else no rank waits for another one here.
+    differ, which torch.nn.utils.clip_grad_norm_ does not promise; on GPUs they do on those of one kind. Else it does
+    what that does: a norm that is infinite or NaN scales by 0 or NaN. A parameter that is divided among ranks counts as
+    a whole: then these ranks must all call this, with the same parameters. Else no rank waits for another one here.
 
     Raises UsageError for a `max_norm` that is negative or NaN.
     """
@@ -44,10 +44,12 @@ def clip_grad_norm_(parameters: Tensor | Iterable[Tensor], max_norm: float) -> T
 
 def squares_by_axis(parameters: Iterable[Tensor]) -> Iterator[tuple[Communicator | None, float]]:
     """Yield the sum of squares of each gradient, 0 without one, with the ranks that have its other parts."""
-    for parameter in parameters:
-        shard, gradient = shard_of(parameter), parameter.grad
+    given = list(parameters)
+    squares = squares_of([values_of(parameter.grad) for parameter in given if parameter.grad is not None])
+    for parameter in given:
+        shard = shard_of(parameter)
         comm = None if shard is None else shard.axis.comm
-        yield comm, 0.0 if gradient is None else squares_of(values_of(gradient))
+        yield comm, 0.0 if parameter.grad is None else next(squares)
 
 
 def values_of(gradient: Tensor) -> Tensor:
@@ -59,7 +61,17 @@ def values_of(gradient: Tensor) -> Tensor:
     return gradient.detach().resolve_neg().reshape(-1)
 
 
-def squares_of(values: Tensor) -> float:
-    if values.device.type == "cpu" and values.dtype in _SUMMED:
-        return sum_of_squares(to_array(values))
-    return float(torch.linalg.vector_norm(values, dtype=torch.float64).square())
+def squares_of(gradients: Sequence[Tensor]) -> Iterator[float]:
+    """Yield the sum of squares of each. A GPU is asked for those of all of its own at once: the host waits for it."""
+    asked: dict[torch.device, list[Tensor]] = {}
+    for values in gradients:
+        if not _is_summed_here(values):
+            norm = torch.linalg.vector_norm(values, dtype=torch.float64)
+            asked.setdefault(values.device, []).append(norm.square())
+    told = {device: iter(torch.stack(squares).tolist()) for device, squares in asked.items()}
+    for values in gradients:
+        yield sum_of_squares(to_array(values)) if _is_summed_here(values) else next(told[values.device])
+
+
+def _is_summed_here(values: Tensor) -> bool:
+    return values.is_cpu and values.dtype in _SUMMED

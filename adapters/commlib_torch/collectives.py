@@ -1,8 +1,10 @@
 """The ordered verbs on torch tensors: see `commlib.tensors.ordered`.
 
-Contiguous CPU tensors are read and written where they are; others may have any strides. A tensor on a GPU is a
-UsageError. Every verb has an `_async` twin that returns a `Work` at once; its tensors must not be touched until that is
-done.
+Contiguous tensors are read and written where they are, on the host or on this process' GPU; others may have any
+strides. Every verb has an `_async` twin that returns a `Work` at once; its tensors must not be touched until that has
+been waited for. On a GPU a verb comes after what torch's current stream has been told, and what that is told later
+comes after the verb: the host does not wait for the GPU, unless data goes through its memory, or `wait(host=True)` asks
+for it. Every rank has its tensors on the same kind of device.
 """
 
 from __future__ import annotations

@@ -26,6 +26,7 @@ from commlib.horovod.reductions import reduction_name
 from commlib_torch._bridge import to_array
 from commlib_torch.broadcast import broadcast_parameters
 from commlib_torch.compression import Compression
+from commlib_torch.devices import in_order
 from commlib_torch.gradients import Gradients, ranks_of, trained
 
 _INNER = "module."
@@ -100,12 +101,16 @@ class DataParallel(nn.Module, Reporting):
 
         It is not in `state_dict()`, which is that of the wrapped module.
         """
-        return {} if self._gradients is None else save_compression(self._gradients.reducer, torch.from_numpy)
+        if self._gradients is None:
+            return {}
+        with in_order():
+            return save_compression(self._gradients.reducer, torch.from_numpy)
 
     def load_compression_state(self, state: dict[str, Any]) -> None:
         """Take over what `compression_state` returned: with the same bits if before the first step, on every rank."""
         if self._gradients is not None and state:
-            load_compression(self._gradients.reducer, state, to_array)
+            with in_order():
+                load_compression(self._gradients.reducer, state, to_array)
 
     @property
     def reducer(self) -> GradientReducer | None:

@@ -1,9 +1,16 @@
-"""Gradients of parameters reduced while backward runs: how autograd drives the core's GradientReducer."""
+"""Gradients of parameters reduced while backward runs: how autograd drives the core's GradientReducer.
+
+On a GPU the reducer works in the order of torch's streams: what backward has queued is waited for there, and what comes
+after backward waits for the reductions there. The host waits once for each backward, at its end: for flags that say
+what other ranks had, such as a gradient that became sparse, because what it does next depends on them.
+"""
 
 from __future__ import annotations
 
 import gc
-from collections.abc import Collection, Iterable, Sequence
+import threading
+from collections.abc import Collection, Iterable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
 
 import torch
@@ -15,9 +22,10 @@ from commlib.errors import UsageError
 from commlib.functional.shards import reduced_apart
 from commlib.horovod.join import join as core_join
 from commlib_torch._autograd import backward_passes, listen
-from commlib_torch._bridge import check_dense, dtype_name
+from commlib_torch._bridge import check, dtype_name
 from commlib_torch._shards import shard_of
 from commlib_torch._slots import Named, ParameterValues
+from commlib_torch.devices import Following, in_order, where
 
 Groups = int | Sequence[Sequence[Tensor]] | None
 
@@ -45,14 +53,15 @@ class Gradients:
         self._ids = {id(parameter) for parameter in self.parameters}
         placed = place_groups(read_groups(groups, _key), [id(parameter) for parameter in self.parameters], known)
         self._values = ParameterValues(parameters, options.compressor, options.predivide)
-        self.reducer = GradientReducer(
-            ranks,
-            [_gradient_of(*named, options.op, ranks.size) for named in parameters],
-            self._values,
-            options,
-            groups=placed,
-            threads=torch.get_num_threads(),
-        )
+        self._follow = Following()
+        gradients = [_gradient_of(*named, options.op, ranks.size) for named in parameters]
+        # Autograd has a thread for each device: hooks of parameters on several of them would run at once.
+        several = len({gradient.device for gradient in gradients}) > 1
+        self._alone: AbstractContextManager[Any] = threading.Lock() if several else nullcontext()
+        with in_order():
+            self.reducer = GradientReducer(
+                ranks, gradients, self._values, options, groups=placed, threads=torch.get_num_threads()
+            )
         self.serial = backward_passes.join(self)
         self._hooks: list[Any] = []
         if ranks.size > 1:  # one rank: gradients are final as they are
@@ -71,7 +80,8 @@ class Gradients:
         """Stop; return what reduces other parameters in the same way, and goes on with the statistics. Collective."""
         self.close()
         new = Gradients(parameters, self._ranks, self.reducer.options, groups=self._groups, known=known)
-        new.reducer.take_over(self.reducer)
+        with in_order():
+            new.reducer.take_over(self.reducer)
         return new
 
     def close(self) -> None:
@@ -83,28 +93,29 @@ class Gradients:
 
     def synchronize(self) -> None:
         """Reduce gradients now if the next step needs it: see `GradientReducer.synchronize`."""
-        with torch.no_grad():  # autograd adds to no gradient now
+        with self._between():
             self.reducer.synchronize()
 
     def reduce(self) -> None:
         """Reduce gradients now, whether or not that is needed. Collective."""
-        with torch.no_grad():
+        with self._between():
             self.reducer.reduce()
 
     def contribute_nothing(self) -> int | None:
         """Take part with nothing until all ranks do: see `GradientReducer.contribute_nothing`."""
-        with torch.no_grad():
+        with self._between():
             return self.reducer.contribute_nothing()
 
     def end_backward(self) -> None:
         """Finish the backward in progress, if there is one."""
         if self.reducer.active:
-            with torch.no_grad():
+            with self._between():
                 self.reducer.end()
 
     def before_gradient(self, index: int) -> None:
         """Note that autograd is about to add to the gradient of a parameter."""
-        self.reducer.before(index)
+        with self._alone, in_order():
+            self.reducer.before(index)
 
     def on_gradient(self, index: int) -> None:
         """Note that autograd has accumulated the gradient of a parameter."""
@@ -112,10 +123,19 @@ class Gradients:
             return
         backward_passes.arm()
         reducer = self.reducer
-        if not reducer.active:
-            # Several reducers at once: the order in which backward reaches them may differ among ranks.
-            reducer.begin(eager=len(backward_passes.members) == 1)
-        reducer.ready(index)
+        with self._alone, in_order():
+            self._follow()
+            if not reducer.active:
+                # Several reducers at once: the order in which backward reaches them may differ among ranks.
+                reducer.begin(eager=len(backward_passes.members) == 1)
+            reducer.ready(index)
+
+    @contextmanager
+    def _between(self) -> Iterator[None]:
+        """Work within when autograd adds to no gradient."""
+        with torch.no_grad(), in_order():
+            self._follow()
+            yield
 
 
 def join(device: int = -1) -> int:
@@ -149,7 +169,7 @@ def ranks_of(parameters: Iterable[Named], comm: Any, **options: Any) -> InOrder:
 
 def _gradient_of(name: str, parameter: Tensor, op: str, ranks: int) -> Gradient:
     real = torch.view_as_real(parameter.detach()) if parameter.is_complex() else parameter
-    shape, kind, device = tuple(real.shape), dtype_name(real.dtype), parameter.device.type
+    shape, kind, device = tuple(real.shape), dtype_name(real.dtype), where(parameter)
     shard = shard_of(parameter)
     if shard is None:
         return Gradient(name, shape, kind, device)
@@ -160,7 +180,7 @@ def _check_parameters(parameters: Sequence[Named]) -> None:
     """Raise UsageError unless all of them can be managed, and nobody else does already."""
     for name, parameter in parameters:
         try:
-            check_dense(parameter)
+            check(parameter)
         except UsageError as error:
             raise UsageError(f"parameter {name}: {error}") from error
         if not parameter.is_leaf:

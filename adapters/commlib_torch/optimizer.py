@@ -35,6 +35,7 @@ from commlib_torch._slots import Named
 from commlib_torch.adasum import AdasumDistributed
 from commlib_torch.clip import clip_grad_norm_
 from commlib_torch.compression import Compression
+from commlib_torch.devices import in_order
 from commlib_torch.gradients import Gradients, Groups, ranks_of, trained
 from commlib_torch.horovod._start import ProcessSets
 
@@ -222,14 +223,16 @@ class Distributed(PicklesAsPlain, Reporting):
         Saved on every rank, and loaded there before the first step, it makes a new run go on with the same bits.
         """
         state: dict[str, Any] = super().state_dict()  # type: ignore[misc]
-        remembered = save_compression(self.reducer, torch.from_numpy)
+        with in_order():
+            remembered = save_compression(self.reducer, torch.from_numpy)
         return {**state, KEY: remembered} if remembered else state
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Load the optimizer's state, as torch does, and what compression remembered if it was on this rank."""
         super().load_state_dict({key: value for key, value in state_dict.items() if key != KEY})  # type: ignore[misc]
         if KEY in state_dict:
-            load_compression(self.reducer, state_dict[KEY], to_array)
+            with in_order():
+                load_compression(self.reducer, state_dict[KEY], to_array)
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Clear gradients, as torch does; what `no_sync` or earlier passes accumulated is given up."""
@@ -275,7 +278,9 @@ def _averaging(optimizer: Any, closure: Callable[[], Any]) -> Callable[[], Any]:
         if optimizer.reducer.ranks.size == 1:
             return loss
         total = optimizer.reducer.combine(loss.item() if isinstance(loss, Tensor) else loss)
-        return torch.as_tensor(total, dtype=loss.dtype) if isinstance(loss, Tensor) and total is not None else total
+        if not isinstance(loss, Tensor) or total is None:
+            return total
+        return torch.as_tensor(total, dtype=loss.dtype, device=loss.device)
 
     return wrapper
 

@@ -15,8 +15,8 @@ from torch.nn.modules.batchnorm import _BatchNorm
 
 from commlib import horovod as core
 from commlib.horovod.batch_norm import check_several, gather_statistics, next_layer, running_factors
-from commlib_torch._bridge import device_kind, to_tensor
-from commlib_torch.horovod._start import ProcessSets, Reduction, first, on_host_array, start_allreduce
+from commlib_torch._bridge import device_kind, host_array, to_tensor
+from commlib_torch.horovod._start import ProcessSets, Reduction, first, start_allreduce
 
 
 class SyncBatchNorm(_BatchNorm):
@@ -159,7 +159,7 @@ def _statistics(x: Tensor, name: str, process_set: core.ProcessSet) -> tuple[Ten
     if count:
         variance, mean = torch.var_mean(x, _others(x), correction=0)
         mine[0], mine[1 : channels + 1], mine[channels + 1 :] = count, mean, variance.double() * count
-    found = gather_statistics(on_host_array(mine), channels, name, process_set, device_kind([x]))
+    found = gather_statistics(host_array(mine), channels, name, process_set, device_kind([x]))
     total = int(found.count[0])
     check_several(name, total)
     return to_tensor(found.mean).to(x.device), to_tensor(found.variance).to(x.device), total

@@ -1,4 +1,4 @@
-"""`commlib info`: what is installed, which MPI is found, and every setting with its value here. Starts no MPI."""
+"""`commlib info`: what is installed, which MPI is found, and every setting with its value. It starts no MPI itself."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from typing import Annotated, Any
 import typer
 
 import commlib
-from commlib import config, launch
+from commlib import config, cuda_probe, launch, mpi_on_gpus
 from commlib.config_rows import Row, rows, value_text
 from commlib.console.width import reader_width, wrapped
 from commlib.errors import TransportError, UsageError
@@ -59,6 +59,7 @@ def find_facts() -> dict[str, Any]:
         "packages": {name: found for name in PACKAGES if (found := _version(name))},
         "mpi": mpi,
         "mpi_library": library,
+        "gpus": _gpus(),
         "cores": len(os.sched_getaffinity(0)),
         "cache": str(user_cache()),
     }
@@ -73,6 +74,7 @@ def facts_text(facts: dict[str, Any]) -> str:
         f"Python    {facts['python']}, {facts['cores']} cores",
         f"packages  {packages}",
         f"MPI       {facts['mpi']}{library}",
+        f"GPUs      {facts['gpus']}",
         f"cache     {facts['cache']}",
     ))  # fmt: skip
 
@@ -81,6 +83,15 @@ def setting_text(row: Row, value: str) -> str:
     """Return two lines of a setting: its value, with the default if that is another one; its meaning."""
     default = "" if value == row.default else f"  (default: {row.default or 'empty'})"
     return f"{row.variable}={value}{default}\n    {row.meaning}"
+
+
+def _gpus() -> str:
+    """Return whether MPI takes memory of a GPU, where there may be one: MPI is started for it, in another process."""
+    if not mpi_on_gpus.may_have_gpu():
+        return "none that CuPy could use"
+    found = cuda_probe.probe()
+    claim = found.claim or "MPI could not be asked"
+    return f"{claim}; MPI {'takes memory of a GPU' if not found.failure else f'took none: {found.failure}'}"
 
 
 def _version(package: str) -> str:

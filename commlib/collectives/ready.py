@@ -93,12 +93,17 @@ class Calls:
 
         check(group, verb, call)
         device = named(call.device)
-        station = self.station(device)
+        nccl = self._nccl.get(device)
+        if nccl is None:
+            nccl = self._nccl[device] = Nccl(group, device)
+        return compile_on_device(PATHS, self.station(device), self.peers(device), nccl, group, verb, call)
+
+    def peers(self, device: Device) -> Peers:
+        """Return where the ranks of the group meet on a device."""
         peers = self._peers.get(device)
         if peers is None:
-            peers = self._peers[device] = Peers(group, station)
-            self._nccl[device] = Nccl(group, device)
-        return compile_on_device(PATHS, station, peers, self._nccl[device], group, verb, call)
+            peers = self._peers[device] = Peers(self.group, self.station(device))
+        return peers
 
     def whole(self, compiled: Compiled, array: Any, x: Any) -> Ready:
         """Return what runs a call that makes its result itself: an array, or a tuple of it and what the host keeps.

@@ -67,7 +67,7 @@ def _without_peers(paths: tuple[Path, ...], station: Station, group: Group, verb
     return through_host(station, compile_call(paths, group, verb, call), group.rank, verb, call)
 
 
-def made_on_device(group: Group, station: Station, compiled: Compiled, out: DeviceArray | None = None) -> Compiled:
+def made_on_device(group: Group, station: Station, compiled: Compiled, out: DeviceArray | None = None) -> DeviceCall:
     """Return the same for a call that makes its result itself: an array, or a tuple of that and of what stays here.
 
     out: where to put the array.

@@ -7,7 +7,9 @@ from typing import Any
 
 import numpy as np
 
-from commlib.dtypes import Array, numpy_dtype
+from commlib.devices.host import HOST
+from commlib.devices.protocol import Device
+from commlib.dtypes import numpy_dtype
 
 
 class Alone:
@@ -16,9 +18,13 @@ class Alone:
     rank, size = 0, 1
     is_hierarchical = False
 
-    def empty(self, shape: Any, dtype: Any = "float32") -> Array:
+    def empty(self, shape: Any, dtype: Any = "float32", device: Device = HOST) -> Any:
         """Return a zeroed array."""
-        return np.zeros(shape, numpy_dtype(dtype))
+        if device is HOST:
+            return np.zeros(shape, numpy_dtype(dtype))
+        made = device.empty(shape, numpy_dtype(dtype))
+        device.kernels.fill(device.wrap(made, "empty").reshape(-1), 0)
+        return made
 
     def watch(self, text: str) -> Callable[[], None]:
         """Return what to call in a wait: nothing ends it."""

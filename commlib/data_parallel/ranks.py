@@ -13,6 +13,7 @@ from commlib.compress import GradientCompression, Scheme
 from commlib.data_parallel.buckets import Bucket
 from commlib.data_parallel.engine import Plan, Reducer
 from commlib.data_parallel.overlap import cores_per_rank, overlap_pays
+from commlib.devices.arrays import device_named
 from commlib.dtypes import Array
 from commlib.errors import UsageError
 
@@ -84,8 +85,8 @@ class Ranks(Protocol):
         """Reduce arrays in place, by name: ranks that have joined take part without knowing of them."""
         ...
 
-    def compression(self, scheme: Scheme | None, *, within_node: bool, count: int) -> Compression:
-        """Return how buckets of about `count` elements are compressed. Collective."""
+    def compression(self, scheme: Scheme | None, *, within_node: bool, count: int, device: str = "cpu") -> Compression:
+        """Return how buckets of about `count` elements on a device are compressed. Collective."""
         ...
 
 
@@ -131,6 +132,9 @@ class InOrder:
             return self._by_name(arrays, name, op=op, predivide=predivide)
         raise UsageError("a compressor of your own needs process_set= instead of comm=: it reduces by name")
 
-    def compression(self, scheme: Scheme | None, *, within_node: bool, count: int) -> GradientCompression:
-        """Return how buckets of about `count` elements are compressed. Collective."""
-        return GradientCompression(self.comm, scheme, within_node=within_node, count=count)
+    def compression(
+        self, scheme: Scheme | None, *, within_node: bool, count: int, device: str = "cpu"
+    ) -> GradientCompression:
+        """Return how buckets of about `count` elements on a device are compressed. Collective."""
+        there = device_named("" if device == "cpu" else device, "compression")
+        return GradientCompression(self.comm, scheme, within_node=within_node, count=count, device=there)

@@ -77,8 +77,12 @@ class GradientReducer:
         self._sync = True
         self._unbucketed = Unbucketed(ranks, options, gradients, values)
         self._unbucketed.restore(sparse)
+        devices = sorted({gradient.device for gradient in gradients}, key=lambda name: (name == "cpu", name))
         self._compression = ranks.compression(
-            options.scheme, within_node=options.within_node, count=int(options.bucket_cap_mib * 2**18)
+            options.scheme,
+            within_node=options.within_node,
+            count=int(options.bucket_cap_mib * 2**18),
+            device=next(iter(devices), "cpu"),
         )
         shapes = [(gradient.name, gradient.shape) for gradient in gradients]
         self._plans = CompressedPlans(ranks.plan, self._compression, shapes)

@@ -40,9 +40,7 @@ def device_named(name: str, verb: str) -> Any:
     """Return this process' device of a kind, the host for "". Raises UsageError if it has none."""
     device = named(name) if name else HOST
     if device is None:
-        raise UsageError(
-            f"{verb}: it wants a device of the kind {name!r}, which this rank has not: {refusal(name)}"
-        )
+        raise UsageError(f"{verb}: it wants a device of the kind {name!r}, which this rank has not: {refusal(name)}")
     return device
 
 

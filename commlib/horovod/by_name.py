@@ -125,8 +125,11 @@ class ByName:
         """Reduce arrays in place, by name."""
         reduce_by_name(self._process_set)(arrays, f"{self._name}.{name}", op=op, predivide=predivide)
 
-    def compression(self, scheme: Scheme | None, *, within_node: bool, count: int) -> Any:
-        """Return how buckets are compressed: as `scheme_of` says for the scheme's name, since joined ranks ask it."""
+    def compression(self, scheme: Scheme | None, *, within_node: bool, count: int, device: str = "cpu") -> Any:
+        """Return how buckets are compressed: as `scheme_of` says for the scheme's name, since joined ranks ask it.
+
+        `device` is not used: what is reduced by name goes through the host.
+        """
         if scheme is not None:
             known = scheme_of(scheme.name)
             if type(known) is not type(scheme) or known.name != scheme.name:

@@ -27,7 +27,7 @@ _AHEAD = 1 << 30  # what a stream waits for is behind that, whatever it waits fo
 _NUMBERS = 1 << 32
 
 # Seconds for the first meeting: all ranks are there, so a device that has not met by then will not.
-_FIRST = 10.0
+FIRST_MEETING = 10.0
 
 _ALIGNED = 512  # bytes between parts of a slot
 
@@ -70,7 +70,7 @@ class DeviceBoard:
             refusal = f"rank {board.members[board.rank]}: {error}"
         _agree(gather, refusal)
         assert made is not None
-        deadline = time.monotonic() + _FIRST
+        deadline = time.monotonic() + FIRST_MEETING
 
         def look() -> None:
             on_wait()
@@ -81,7 +81,7 @@ class DeviceBoard:
         try:
             wait_for(device.current().record(), look)
         except StallError:
-            refusal = f"rank {made.rank}: its stream did not meet the others within {_FIRST} s"
+            refusal = f"rank {made.rank}: its stream did not meet the others within {FIRST_MEETING} s"
             made.release()
         _agree(gather, refusal)
         return made

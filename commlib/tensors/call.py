@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import Any, Generic, Protocol, TypeVar
 
@@ -20,13 +21,15 @@ class Bridge(Generic[T]):
     """Turn the tensors of a framework into arrays and back.
 
     tensor: their class. read: an array with a tensor's values, contiguous; it is only read. new: the tensor over an
-    array that the core made. room: a new array like another one, for a result; None is numpy's.
+    array that the core made. room: a new array like another one, for a result; None is numpy's. in_order: within it the
+    core works on devices in the order of the streams that the framework has there now.
     """
 
     tensor: type[T]
     read: Callable[[T], Array]
     new: Callable[[Any], T]
     room: Callable[[Array], Array] | None = None
+    in_order: Callable[[], AbstractContextManager[Any]] = nullcontext
 
 
 class Result(Protocol):
@@ -99,12 +102,16 @@ class Call(Generic[R]):
     def run(self) -> R:
         """Call the verb and wait."""
         bridge = self.bridge
-        answer = self.host(getattr(self.comm, self.verb), *map(bridge.read, self.inputs))
+        arrays = [*map(bridge.read, self.inputs)]
+        with bridge.in_order():
+            answer = self.host(getattr(self.comm, self.verb), *arrays)
         finished: R = self.result.finish(bridge, answer)
         return finished
 
     def start(self) -> TensorWork[R]:
         """Call the verb's `_async` twin."""
         bridge, result = self.bridge, self.result
-        work = self.host(getattr(self.comm, f"{self.verb}_async"), *map(bridge.read, self.inputs))
-        return TensorWork(work, lambda answer: result.finish(bridge, answer))
+        arrays = [*map(bridge.read, self.inputs)]
+        with bridge.in_order():
+            work = self.host(getattr(self.comm, f"{self.verb}_async"), *arrays)
+        return TensorWork(work, lambda answer: result.finish(bridge, answer), bridge.in_order)

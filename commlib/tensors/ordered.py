@@ -14,7 +14,10 @@ from typing import Any, Generic, TypeVar
 import numpy as np
 
 from commlib.communicator import Communicator
+from commlib.devices.array import DeviceArray
+from commlib.devices.arrays import device_of
 from commlib.horovod import running
+from commlib.p2p.on_device import fetched
 from commlib.tensors.call import NOTHING, OBJECT, RECEIVED, ROWS, SAME, Bridge, Call, Place
 
 T = TypeVar("T")
@@ -64,7 +67,7 @@ class OrderedVerbs(Generic[T]):
         def host(verb: Callable[..., Any], x: Any) -> Any:
             own = room(x)
             if here:
-                own[...] = x
+                device_of(x).copy(own, x)
             return verb(own, root)
 
         return Call(self._bridge, comm, "broadcast", host, (tensor,), SAME)
@@ -99,15 +102,20 @@ class OrderedVerbs(Generic[T]):
 
         takes: the rows that come from each rank, where all ranks know them.
         """
-        given = (splits, takes)
+        given, group = (splits, takes), comm or running()
         asked = [counts for counts in given if isinstance(counts, self._bridge.tensor)]
+
+        def numbers(counts: Any) -> list[int]:
+            if type(counts) is DeviceArray:
+                counts = fetched(group.group, counts, "all_to_all_v: rows for each rank")
+            return counts.tolist()  # type: ignore[no-any-return]
 
         def host(verb: Callable[..., Any], x: Any, *arrays: Any) -> Any:
             known = iter(arrays)
-            rows = [next(known).tolist() if isinstance(counts, self._bridge.tensor) else counts for counts in given]
+            rows = [numbers(next(known)) if isinstance(counts, self._bridge.tensor) else counts for counts in given]
             return verb(x, rows[0], takes=rows[1])
 
-        return Call(self._bridge, comm, "all_to_all_v", host, (tensor, *asked), RECEIVED)
+        return Call(self._bridge, group, "all_to_all_v", host, (tensor, *asked), RECEIVED)
 
     def send(self, tensor: T, peer: int, tag: int = 0, *, comm: Comm = None) -> Call[None]:
         """Send `tensor` to rank `peer`. Returns when `tensor` may be changed."""

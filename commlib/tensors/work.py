@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any, Generic, TypeVar
+
+from commlib.runtime.device_work import DeviceWork
 
 R = TypeVar("R")
 S = TypeVar("S")
@@ -12,25 +15,36 @@ S = TypeVar("S")
 class TensorWork(Generic[R]):
     """Hold an operation that an `_async` verb started on the progress thread.
 
-    The tensors it was started with must not be touched until it is done.
+    The tensors it was started with must not be touched until it has been waited for. in_order: see `Bridge`.
     """
 
-    __slots__ = ("_finish", "_result", "_work")
+    __slots__ = ("_finish", "_in_order", "_result", "_work")
 
-    def __init__(self, work: Any, finish: Callable[[Any], R]) -> None:
-        self._work, self._finish = work, finish
+    def __init__(
+        self,
+        work: Any,
+        finish: Callable[[Any], R],
+        in_order: Callable[[], AbstractContextManager[Any]] = nullcontext,
+    ) -> None:
+        self._work, self._finish, self._in_order = work, finish, in_order
         self._result: list[R] = []
 
     def done(self) -> bool:
         """Return whether it has ended, well or not. Never blocks."""
         return bool(self._work.done())
 
-    def wait(self, timeout: float | None = None) -> R:
+    def wait(self, timeout: float | None = None, *, host: bool = False) -> R:
         """Block until it has ended, at most `timeout` seconds, and return its result.
 
-        Raises what the operation raised; StallError if the time is up (the operation goes on).
+        On a device the result may still be on its way then: what the caller's stream does from now on comes after it;
+        with `host` this blocks until it is there. Raises what the operation raised; StallError if the time is up (the
+        operation goes on).
         """
-        value = self._work.wait(timeout)
+        with self._in_order():
+            if host and isinstance(self._work, DeviceWork):
+                value = self._work.wait(timeout, host=True)
+            else:
+                value = self._work.wait(timeout)
         if not self._result:
             self._result.append(self._finish(value))
         return self._result[0]
@@ -41,10 +55,11 @@ class TensorWork(Generic[R]):
 
     def exception(self) -> BaseException | None:
         """Return what the operation raised, or None; waits until it has ended."""
-        error: BaseException | None = self._work.exception()
+        with self._in_order():
+            error: BaseException | None = self._work.exception()
         return error
 
     def then(self, finish: Callable[[R], S]) -> TensorWork[S]:
         """Return a handle of the same operation whose result is passed through `finish`."""
         before = self._finish
-        return TensorWork(self._work, lambda value: finish(before(value)))
+        return TensorWork(self._work, lambda value: finish(before(value)), self._in_order)

@@ -53,8 +53,7 @@ class MpiTransport:
 
     longest: bytes of the longest message; longer ones are cut into pieces. The same on all ranks.
     most_tags: how many tags its MPI has. Where they are too few to share out, each space has a communicator of its own.
-    devices: kinds of devices whose memory its MPI reads and writes at its addresses, the same on all ranks. What MPI
-    library can do that is not known here: those that wheels bring cannot.
+    devices: kinds of devices whose memory its MPI reads and writes at its addresses, the same on all ranks.
     """
 
     def __init__(
@@ -236,6 +235,10 @@ class MpiTransport:
 
     def accepts(self, device: str) -> bool:
         return device in self._devices
+
+    def take(self, device: str) -> None:
+        """Let memory of a kind of device be sent as it is: on all ranks, before any group is made of this one."""
+        self._devices |= {device}
 
     def share(self, nbytes: int, gather: Gather) -> SharedMemory:
         return segment.share(self.rank, nbytes, gather)

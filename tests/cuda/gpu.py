@@ -33,7 +33,8 @@ class Gpu:
         block = self.device.staging(there.nbytes)
         self.device.copy(block, there)
         self.cupy.cuda.get_current_stream().synchronize()
-        return block.view(there.dtype).reshape(there.shape).copy()
+        values: Array = block.view(there.dtype).reshape(there.shape).copy()
+        return values
 
     def fill(self, array: Any, value: int) -> None:
         """Queue writing a number to all elements."""

@@ -35,4 +35,5 @@ class HostLauncher:
         return np.full(nbytes, 0xA5, np.uint8)
 
     def read(self, memory: Array, dtype: Any) -> Array:
-        return memory.view(dtype).copy()
+        values: Array = memory.view(dtype).copy()
+        return values

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import ctypes
 import os
+import shutil
 import tempfile
 import threading
 import time
@@ -67,12 +68,16 @@ class NcclCommunicator:
 
         if rank in broken:
             raise NcclError(2)
-        told = _meet(Path(tempfile.gettempdir(), f"commlib-nccl-{commId[:32].decode()}"), ndev, rank)
+        folder = Path(tempfile.gettempdir(), f"commlib-nccl-{commId[:32].decode()}")
+        told = _meet(folder, ndev, rank)
         if len({bus for _, bus in told}) < ndev and os.environ.get("NCCL_MULTI_RANK_GPU_ENABLE") != "1":
             raise NcclError(5)
         members = MPI.COMM_WORLD.Get_group().Incl([int(world) for world, _ in told])
         self._mpi: Any = MPI.COMM_WORLD.Create_group(members, tag=77)
         self._rank, self._size = rank, ndev
+        self._mpi.Barrier()
+        if rank == 0:
+            shutil.rmtree(folder)
         self._given_up = threading.Event()
 
     def destroy(self) -> None:
@@ -123,10 +128,15 @@ class NcclCommunicator:
         def run() -> None:
             own = _array(*source, kind).copy()  # it may be a part of the target
             everyone = np.empty((self._size, len(own)), kind)
-            request = mpi.Iallgather(own.view(np.uint8), everyone.view(np.uint8))
-            while not request.Test():
+            requests = [mpi.Irecv(row.view(np.uint8), peer) for peer, row in enumerate(everyone)]
+            requests += [mpi.Isend(own.view(np.uint8), peer) for peer in range(self._size)]
+            while not all(request.Test() for request in requests):
                 if self._given_up.is_set():
-                    _left_behind.append((request, everyone))
+                    for request in requests[: self._size]:
+                        if request:
+                            request.Cancel()
+                            request.Wait()
+                    _left_behind.append((requests, own))
                     return
                 time.sleep(20e-6)
             _array(*target, kind)[:] = result(list(everyone))[: target[1]]

@@ -84,7 +84,8 @@ class Device:
         _thread.device = self._local().pop()
 
     def _local(self) -> list[int]:  # one object may be entered by several threads
-        return _thread.__dict__.setdefault("entered", [])
+        entered: list[int] = _thread.__dict__.setdefault("entered", [])
+        return entered
 
 
 class Event:
@@ -240,7 +241,7 @@ class ndarray:
 
     @property
     def nbytes(self) -> int:
-        return self.size * self.dtype.itemsize
+        return self.size * int(self.dtype.itemsize)
 
     @property
     def __cuda_array_interface__(self) -> dict[str, Any]:
@@ -314,7 +315,7 @@ class _Shared:
     def __init__(self, path: str, nbytes: int, descriptor: int = -1) -> None:
         self.nbytes, self.descriptor = nbytes, descriptor
         self.mapping = Mapping(path, nbytes + self.HEADER)
-        self.address = self.mapping.address + self.HEADER
+        self.address: int = self.mapping.address + self.HEADER
         # Each process counts for itself: its number, and how often it has this open.
         self._counts = (ctypes.c_int64 * (self.HEADER // 8)).from_address(self.mapping.address)
         ENGINE.note_shared([self.mapping], nbytes + self.HEADER)

@@ -1,4 +1,4 @@
-"""Nothing grows: neither a GPU's memory nor the host's, however often a verb is called and whatever is made and dropped."""
+"""Nothing grows, neither a GPU's memory nor the host's, however often verbs are called and arrays made and dropped."""
 
 from __future__ import annotations
 

@@ -75,7 +75,7 @@ def test_large_exchanges_of_symmetric_memory(comm, gpu):
     gpu.device.copy(gpu.device.wrap(x, "x"), gpu.device.wrap(gpu.put(mine), "mine"))
     everyone = [np.arange(size * rows, dtype=np.float32) + 1000 * rank for rank in range(size)]
     part = slice(comm.rank * rows, (comm.rank + 1) * rows)
-    np.testing.assert_array_equal(gpu.fetch(comm.reduce_scatter(x)), sum(everyone)[part])
+    np.testing.assert_array_equal(gpu.fetch(comm.reduce_scatter(x)), np.sum(everyone, axis=0)[part])
     np.testing.assert_array_equal(gpu.fetch(comm.all_to_all(x)), np.concatenate([each[part] for each in everyone]))
     np.testing.assert_array_equal(gpu.fetch(comm.all_gather(x)), np.concatenate(everyone))
     comm.all_gather(x[part], out=x)

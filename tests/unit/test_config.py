@@ -32,6 +32,9 @@ def test_every_setting_has_a_default_of_its_type_and_a_meaning():
         ("slot_kib", "64", 64),
         *[("node_path", text, True) for text in ("1", "true", "YES", "On")],
         *[("node_path", text, False) for text in ("0", "false", "NO", "Off")],
+        *[("cuda_aware", text, "yes") for text in ("yes", "1", "True")],
+        *[("cuda_aware", text, "no") for text in ("No", "0", "false")],
+        ("cuda_aware", "AUTO", "auto"),
     ],
 )
 def test_values(name, text, value):
@@ -49,6 +52,7 @@ def test_values(name, text, value):
         ("TIMEOUT", "long", "expected float"),
         ("CHECK", "sometimes", "expected one of auto, always, never"),
         ("LOG_LEVEL", "loud", "expected one of debug, info, warning, error"),
+        ("CUDA_AWARE", "maybe", "expected one of auto, yes, no"),
     ],
 )
 def test_bad_values(name, text, expected):

@@ -15,7 +15,7 @@ from commlib.expert.flow import Flow, parts_of
 from commlib.expert.mixture import Mixture, stats_of
 from commlib.expert.ranks import ExpertRanks, Ranks
 from commlib.expert.stats import Stats
-from commlib_torch._bridge import array_of, packed, to_tensor
+from commlib_torch._bridge import array_of, check_host, host_array, packed, to_tensor
 from commlib_torch._uncompiled import uncompiled
 from commlib_torch.expert._after_step import call_after_step
 from commlib_torch.expert._functions import Combined, Dispatched, Routed
@@ -94,17 +94,18 @@ class MoE(KeepsLosses):
         if self.expert_bias is not None and self.training:
             call_after_step(self.router.weight, self._balance)
         routing = mixture.route(
-            array_of(packed(logits)),
+            host_array(logits),
             training=self.training,
             seed=int(torch.randint(1 << 62, (), device="cpu")) if draws else 0,
-            bias=None if self.expert_bias is None else array_of(packed(self.expert_bias.float())),
-            mask=None if mask is None else array_of(packed(mask.reshape(-1))),
+            bias=None if self.expert_bias is None else host_array(self.expert_bias.float()),
+            mask=None if mask is None else host_array(mask.reshape(-1)),
             sequence=sequence,
         )
         gates, balance, z = Routed.apply(logits, routing)  # type: ignore[no-untyped-call]
         if self.training and options.has_losses:
             self.keep(options.balance_weight * balance + options.z_weight * z)
         if options.chunks > 1 and mixture.ranks.axis.size > 1:
+            check_host(tokens)  # chunks are under way in memory that the host's threads fill
             parts = parts_of(routing, options.chunks)
             flow = Flow(mixture, parts, array_of(packed(tokens)), array_of(packed(gates)))
             return in_parts(flow, tokens, gates, self._computed)
@@ -121,7 +122,7 @@ class MoE(KeepsLosses):
     def _balance(self) -> None:
         """Let scores for choosing move towards even load, after a step."""
         assert self.expert_bias is not None
-        bias = array_of(packed(self.expert_bias.float()))
+        bias = host_array(self.expert_bias.float())
         self.expert_bias.copy_(to_tensor(self.mixture.rebalanced(bias)))
 
     def stats(self) -> Stats:

@@ -1,7 +1,7 @@
 """Operations by name, on tensors: what the core is given, and how its answer becomes tensors again.
 
-A list of tensors is one group: it runs as a whole, once every rank has submitted it. Tensors on GPUs are staged through
-the host.
+A list of tensors is one group: it runs as a whole, once every rank has submitted it. What is on GPUs goes through the
+host when its turn has come; it is back there when the operation is done.
 """
 
 from __future__ import annotations
@@ -10,13 +10,12 @@ import functools
 from collections.abc import Callable, Sequence
 from typing import Generic, ParamSpec, TypeVar
 
-import numpy as np
 import torch
 from torch import Tensor
 
 from commlib import horovod as core
 from commlib.horovod import Reduction as Reduction
-from commlib_torch._bridge import Array, array_of, check_dense, device_kind, on_host, to_tensor
+from commlib_torch._bridge import Array, check_dense, device_kind, read, room, to_tensor
 from commlib_torch._call import InPlace, Work
 
 P = ParamSpec("P")
@@ -86,22 +85,22 @@ def start_allreduce(
     device = _check(tensors)
     places: list[InPlace] = []
     if in_place:
-        places = [InPlace(tensor, on_host) for tensor in tensors]
+        places = [InPlace(tensor) for tensor in tensors]
         inputs = outputs = [place.array for place in places]
     else:
         inputs = _arrays(tensors)
-        outputs = [np.empty_like(array) for array in inputs]
+        outputs = [room(array) for array in inputs]
     pending = core.start_allreduce(inputs, outputs, **how.options(), device=device, blocking=blocking)
     if in_place:
         return Work(pending, lambda _: [place.finish() for place in places])
-    return Work(pending, _back_to(tensors))
+    return Work(pending, _tensors)
 
 
 def start_reducescatter(tensors: Sequence[Tensor], how: Reduction, *, blocking: bool = False) -> Work[list[Tensor]]:
     """Combine tensors and give each rank its part along dimension 0."""
     device = _check(tensors)
     pending = core.start_reducescatter(_arrays(tensors), **how.options(), device=device, blocking=blocking)
-    return Work(pending, _back_to(tensors))
+    return Work(pending, _tensors)
 
 
 def start_allgather(
@@ -110,7 +109,7 @@ def start_allgather(
     """Join each tensor with those of the other ranks along dimension 0, whose lengths may differ."""
     device = _check(tensors)
     pending = core.start_allgather(_arrays(tensors), name, process_set=process_set, device=device, blocking=blocking)
-    return Work(pending, _back_to(tensors))
+    return Work(pending, _tensors)
 
 
 def start_broadcast(
@@ -118,7 +117,7 @@ def start_broadcast(
 ) -> Work[Tensor]:
     """Overwrite `tensor` by that of the global rank `root`."""
     device = _check([tensor])
-    place = InPlace(tensor, on_host)
+    place = InPlace(tensor)
     pending = core.start_broadcast([place.array], root, name, process_set=process_set, device=device, blocking=blocking)
     return Work(pending, place.finish)
 
@@ -129,20 +128,13 @@ def start_alltoall(
     """Send `splits[i]` rows to the i-th rank; the result is (the rows that arrived, how many from each rank)."""
     device = _check([tensor])
     counts = splits.detach().cpu().numpy() if isinstance(splits, Tensor) else splits
-    pending = core.start_alltoall(
-        on_host_array(tensor), counts, name, process_set=process_set, device=device, blocking=blocking
-    )
+    pending = core.start_alltoall(read(tensor), counts, name, process_set=process_set, device=device, blocking=blocking)
     kind = splits.dtype if isinstance(splits, Tensor) else torch.int64
 
     def finish(answer: tuple[Array, Array]) -> tuple[Tensor, Tensor]:
-        return to_tensor(answer[0]).to(tensor.device), to_tensor(answer[1]).to(kind)
+        return to_tensor(answer[0]), to_tensor(answer[1]).to(kind)
 
     return Work(pending, finish)
-
-
-def on_host_array(tensor: Tensor) -> Array:
-    """Return an array with the values of a tensor: its memory, if that is contiguous and on the host."""
-    return array_of(on_host(tensor))
 
 
 def _check(tensors: Sequence[Tensor]) -> str:
@@ -152,13 +144,8 @@ def _check(tensors: Sequence[Tensor]) -> str:
 
 
 def _arrays(tensors: Sequence[Tensor]) -> list[Array]:
-    return [on_host_array(tensor) for tensor in tensors]
+    return [read(tensor) for tensor in tensors]
 
 
-def _back_to(tensors: Sequence[Tensor]) -> Callable[[Sequence[Array]], list[Tensor]]:
-    devices = [tensor.device for tensor in tensors]
-
-    def finish(arrays: Sequence[Array]) -> list[Tensor]:
-        return [to_tensor(array).to(device) for array, device in zip(arrays, devices, strict=True)]
-
-    return finish
+def _tensors(arrays: Sequence[Array]) -> list[Tensor]:
+    return [to_tensor(array) for array in arrays]

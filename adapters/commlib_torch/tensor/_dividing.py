@@ -12,7 +12,7 @@ from commlib.functional.axis import Axis
 from commlib.functional.division import Division
 from commlib.functional.shards import Shard
 from commlib.tensor.sharding import Sharding
-from commlib_torch._bridge import array_of, on_host, packed, to_tensor
+from commlib_torch._bridge import back, host_array, to_tensor
 from commlib_torch._fast_path import keep_unfused
 from commlib_torch._shards import mark, shard_of
 from commlib_torch.tensor.optimizing import watch_optimizers
@@ -42,7 +42,7 @@ def divide(what: str, module: nn.Module, axis: Axis, shardings: Mapping[str, Sha
         if shard_of(parameter) is not None:
             continue  # tied
         with torch.no_grad():
-            parameter.data = to_tensor(shard.own(array_of(packed(parameter))))
+            parameter.data = back(shard.own(host_array(parameter)), parameter)
             parameter.grad = None
         mark(parameter, shard)
 
@@ -59,4 +59,4 @@ def _take_own(module: nn.Module, state: dict[str, Any], prefix: str, *_: Any) ->
     for name, parameter in module.named_parameters(recurse=False):
         shard, value = shard_of(parameter), state.get(prefix + name)
         if shard is not None and isinstance(value, Tensor) and tuple(value.shape) == shard.sharding.shape:
-            state[prefix + name] = to_tensor(shard.own(array_of(on_host(value))))
+            state[prefix + name] = to_tensor(shard.own(host_array(value)))

@@ -26,6 +26,7 @@ from commlib.functional.moves import run, start
 from commlib.tensor.moves import COPY, Move, gather
 from commlib_torch._bridge import array_of, packed, to_tensor
 from commlib_torch._uncompiled import uncompiled
+from commlib_torch.devices import device_of
 from commlib_torch.tensor.moves import moved
 
 
@@ -51,7 +52,8 @@ def product(x: Tensor, weight: Tensor, bias: Tensor | None, axis: Axis, sequence
     move = COPY if sequence is None else gather(sequence, partial=True)
     if axis.size == 1:
         return torch.nn.functional.linear(x, weight, bias)
-    if not (axis.overlaps and torch.is_grad_enabled() and weight.requires_grad and x.requires_grad):
+    overlaps = axis.overlaps and device_of(x) is None  # products on a GPU run on while the host waits
+    if not (overlaps and torch.is_grad_enabled() and weight.requires_grad and x.requires_grad):
         return torch.nn.functional.linear(entered(x, axis, move, moved), weight, bias)
     late = _Late()
     # Made before `start`, so that it runs after that.

@@ -18,7 +18,7 @@ from torch import Tensor
 
 from commlib.functional.attention import Attention
 from commlib.functional.axis import Axis
-from commlib_torch._bridge import check, dtype_name
+from commlib_torch._bridge import check_host, dtype_name
 from commlib_torch._uncompiled import uncompiled
 from commlib_torch.tensor._by_heads import attention_by_heads
 from commlib_torch.tensor._ring import ring_attention
@@ -90,6 +90,6 @@ def _axis_of(axis: On) -> Axis:
 
 def _cast(x: Tensor) -> Tensor:
     """Return a tensor in the dtype in which scaled_dot_product_attention would take it."""
-    check(x)
+    check_host(x)
     lower = torch.is_autocast_enabled("cpu") and x.dtype is torch.float32
     return x.to(torch.get_autocast_dtype("cpu")) if lower else x

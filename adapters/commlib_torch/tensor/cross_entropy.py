@@ -10,8 +10,8 @@ from torch.autograd import Function
 
 from commlib.errors import UsageError
 from commlib.functional.axis import Axis
-from commlib_torch._bridge import array_of
 from commlib_torch._uncompiled import uncompiled
+from commlib_torch.collectives import writing
 from commlib_torch.tensor.moves import On, axis_of
 
 _REDUCTIONS = ("mean", "sum", "none")
@@ -105,8 +105,7 @@ def _shared_maximum(x: Tensor, axis: Axis) -> tuple[Tensor, list[int]]:
 
 def _reduce(x: Tensor, axis: Axis, op: str) -> None:
     if axis.size > 1:
-        array = array_of(x)
-        axis.comm.all_reduce(array, op, out=array)
+        writing.all_reduce_(x, op, comm=axis.comm).run()
 
 
 def _check(logits: Tensor, target: Tensor, smoothing: float, reduction: str) -> None:

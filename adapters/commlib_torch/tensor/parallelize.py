@@ -17,7 +17,7 @@ from commlib.functional.checks import Checks, found_plan
 from commlib.functional.division import Division
 from commlib.tensor.plan import Plan, lines, resolve
 from commlib.tensor.styles import Style
-from commlib_torch._bridge import array_of, packed
+from commlib_torch._bridge import array_of, on_host
 from commlib_torch._fast_path import keep_padding
 from commlib_torch.tensor.checking import AtFirstCall, Traced
 from commlib_torch.tensor.layers import check_layers, find_layer
@@ -98,8 +98,9 @@ def _values_of_rank_0(model: nn.Module, axis: Communicator) -> Iterator[None]:
     with torch.no_grad():
         for tensor in (*model.parameters(), *model.buffers()):
             if tensor.numel():
-                values = packed(tensor).clone()
+                values = on_host(tensor).clone()
                 axis.broadcast(array_of(values))
+                values = values.to(tensor.device)
                 if not torch.equal(values, tensor):
                     own.append((tensor, tensor.detach().clone()))
                     tensor.copy_(values)

@@ -16,7 +16,7 @@ from commlib.functional.sequences import position_ids as positions_of
 from commlib.tensor import moves
 from commlib.tensor.context import Layout, document_bounds
 from commlib.tensor.moves import REDUCE
-from commlib_torch._bridge import array_of, dtype_name, packed, to_tensor
+from commlib_torch._bridge import dtype_name, host_array, to_tensor
 from commlib_torch._uncompiled import uncompiled
 from commlib_torch.tensor._by_heads import taken
 from commlib_torch.tensor.moves import On, axis_of, moved
@@ -94,7 +94,7 @@ class SequenceLoader(sequence_loader.SequenceLoader):
 
 
 def _array(value: Any) -> Any:
-    return array_of(packed(torch.as_tensor(value)))
+    return host_array(torch.as_tensor(value))
 
 
 def _dim(what: str, x: Tensor, dim: int) -> int:

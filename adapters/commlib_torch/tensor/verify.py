@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from commlib.dtypes import Array
 from commlib.functional.runs import WHOLE, Outputs, Run, compare_runs, outputs_of
 from commlib.tensor.sharding import Sharding
-from commlib_torch._bridge import array_of, packed
+from commlib_torch._bridge import host_array
 from commlib_torch._shards import shards_in
 from commlib_torch.tensor.moves import On, axis_of
 from commlib_torch.tensor.tracing import Recorder, arguments_of, styles_in, tensors_in, unchanged
@@ -62,7 +62,7 @@ def ran(model: nn.Module, call: Any, styles: Collection[str], outputs: Outputs) 
 
 
 def _array(tensor: Tensor) -> Array:
-    return array_of(packed(tensor))
+    return host_array(tensor)
 
 
 class _Fresh:

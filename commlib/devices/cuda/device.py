@@ -128,7 +128,7 @@ class CudaDevice:
         try:
             if hasattr(type(x), "__dlpack__") and theirs is None:
                 there = foreign.by_dlpack(x, number)
-                unknown = True  # where the library goes on
+                theirs, unknown = there.stream, True  # where the library goes on
             else:
                 there = foreign.by_interface(x.__cuda_array_interface__)
                 theirs, unknown = there.stream if theirs is None else theirs, False

@@ -66,10 +66,13 @@ def by_interface(interface: dict[str, Any]) -> Described:
 
 def by_dlpack(x: Any, stream: int) -> Described:
     """Describe an array by DLPack; `stream`, the number of the current one, waits for its contents. UsageError."""
-    capsule = x.__dlpack__(stream=stream or LEGACY_DEFAULT)
+    try:
+        capsule, after = x.__dlpack__(stream=stream or LEGACY_DEFAULT), None
+    except RuntimeError:  # TensorFlow takes no stream: then contents are there for the default one, as DLPack has it
+        capsule, after = x.__dlpack__(), 0
     there = dlpack.read(capsule)
     contiguous = is_contiguous(there.shape, there.strides, there.dtype.itemsize)
-    return Described(there.address, there.shape, there.dtype, contiguous, keep=capsule)
+    return Described(there.address, there.shape, there.dtype, contiguous, stream=after, keep=capsule)
 
 
 def is_contiguous(shape: tuple[int, ...], strides: tuple[int, ...] | None, item: int) -> bool:

@@ -9,10 +9,11 @@ import pytest
 from typer.testing import CliRunner
 
 import commlib
-from commlib import launch
+from commlib import cuda_probe, launch, mpi_on_gpus
 from commlib.cli.app import app
 from commlib.config import Config, variable
 from commlib.config_rows import rows
+from commlib.cuda_probe import Found
 from commlib.errors import TransportError
 
 
@@ -55,6 +56,19 @@ def test_no_mpi_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
 
     monkeypatch.setattr(launch, "find_library", none)
     assert "MPI       none: mpi4py cannot load an MPI library\n" in info()
+
+
+def test_gpus(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(mpi_on_gpus, "may_have_gpu", lambda: False)
+    assert "GPUs      none that CuPy could use\n" in info()
+    monkeypatch.setattr(mpi_on_gpus, "may_have_gpu", lambda: True)
+    for found, text in (
+        (Found("MPI X: says 1", ""), "MPI X: says 1; MPI takes memory of a GPU"),
+        (Found("MPI X: says 1", "ended by SIGSEGV"), "MPI X: says 1; MPI took none: ended by SIGSEGV"),
+        (Found("", "no device"), "MPI could not be asked; MPI took none: no device"),
+    ):
+        monkeypatch.setattr(cuda_probe, "probe", lambda found=found: found)
+        assert f"GPUs      {text}\n" in info(COLUMNS="120")
 
 
 def test_a_wrong_setting_is_an_error() -> None:

@@ -245,7 +245,7 @@ def test_symmetric_exchanges(size):
         everyone = [np.arange(size * rows, dtype=np.float32) + 1000 * rank for rank in range(size)]
         LATE.copy(LATE.wrap(x, "x"), LATE.wrap(LATE.put(everyone[comm.rank]), "mine"))
         part = slice(comm.rank * rows, (comm.rank + 1) * rows)
-        np.testing.assert_array_equal(comm.reduce_scatter(x).numpy(), sum(everyone)[part])
+        np.testing.assert_array_equal(comm.reduce_scatter(x).numpy(), np.sum(everyone, axis=0)[part])
         np.testing.assert_array_equal(comm.all_to_all(x).numpy(), np.concatenate([each[part] for each in everyone]))
         np.testing.assert_array_equal(comm.all_gather(x).numpy(), np.concatenate(everyone))
         comm.all_gather(x[part], out=x)
@@ -341,7 +341,7 @@ def test_one_rank_whose_device_cannot(monkeypatch, caplog):
 
 def test_streams_that_never_meet(monkeypatch, caplog):
     """They are tried when the board is made."""
-    monkeypatch.setattr("commlib.node.device_board._FIRST", 0.3)
+    monkeypatch.setattr("commlib.node.device_board.FIRST_MEETING", 0.3)
     monkeypatch.setattr("tests.late.signals.tell", lambda words, number: None)
     run(2, lambda comm: checks.all_reduce(OnDevice(comm), "float32", (100,), "sum"), config=CONFIG)
     assert "its stream did not meet the others" in caplog.text

@@ -16,6 +16,7 @@ from commlib.devices.registry import lookup, streams
 from commlib.dtypes import DTYPES, NUMPY
 from commlib.errors import UsageError
 from tests import checks
+from tests.cuda import standin
 from tests.late import OnDevice
 from tests.loopback import run
 
@@ -100,6 +101,27 @@ def test_bfloat16_by_dlpack(gpu):
     array = readable(ByDlpack(x, code=4), "test")
     assert (array.address, array.shape, array.dtype) == (x.data.ptr, (5, 2), NUMPY["bfloat16"])
     assert readable(ByDlpack(x, strides=(2, 1), code=4), "test").shape == (5, 2)
+
+
+class WithoutStreams(ByDlpack):
+    """As TensorFlow's: it takes no stream, so contents are there for the default one."""
+
+    def __dlpack__(self, stream=None):
+        if stream is not None:
+            raise RuntimeError("does not support DLPack export with a non-None stream")
+        return super().__dlpack__()
+
+
+def test_a_library_that_takes_no_stream(gpu, monkeypatch):
+    """Its contents come to be on the default stream; another one that is current waits for that."""
+    monkeypatch.setattr(standin.ENGINE, "delay", 0.05)
+    with gpu.device.using(gpu.device.existing(0)):
+        x = gpu.put(np.full(70_000, 3, np.float32))  # late
+    with gpu.device.using(gpu.device.stream()):
+        copy = readable(WithoutStreams(x), "test").copy()
+        np.testing.assert_array_equal(gpu.fetch(copy.owner), np.full(70_000, 3, np.float32))
+        with pytest.raises(UsageError, match="a stream that is not known here"):
+            written(WithoutStreams(x), "test", "out")
 
 
 def test_what_is_on_the_host_stays_there(gpu):

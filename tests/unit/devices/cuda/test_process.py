@@ -38,9 +38,7 @@ INTERFACE = (
     ],
 )
 def test_without_cupy(call, words):
-    done = subprocess.run(
-        [sys.executable, "-c", PROGRAM.format(call=call)], capture_output=True, text=True, timeout=60
-    )
+    done = subprocess.run([sys.executable, "-c", PROGRAM.format(call=call)], capture_output=True, text=True, timeout=60)
     assert done.returncode == 0, done.stderr
     assert words in done.stdout
     if "gpu" not in call:

@@ -113,6 +113,7 @@ def test_the_drivers_operation_is_laid_out_as_its_header_says(tmp_path):
     """
     source, library = tmp_path / "layout.cpp", tmp_path / "layout.so"
     source.write_text(code)
+    assert HEADER is not None and signals.OPERATION.fields is not None
     compiler = [build.compiler(), "-shared", "-fPIC", f"-I{HEADER.parent}", "-Wno-invalid-offsetof"]
     subprocess.run([*compiler, str(source), "-o", str(library)], check=True)
     found = np.zeros(12, np.int64)

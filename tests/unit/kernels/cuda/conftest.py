@@ -9,7 +9,10 @@ import pytest
 from tests.cuda.launcher import HostLauncher
 
 
-@pytest.fixture(scope="module", autouse=True, params=[1, pytest.param(32, marks=pytest.mark.long)], ids="{} lanes".format)
+LANES = [1, pytest.param(32, marks=pytest.mark.long)]
+
+
+@pytest.fixture(scope="module", autouse=True, params=LANES, ids="{} lanes".format)
 def lanes(request: pytest.FixtureRequest) -> Iterator[None]:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(HostLauncher, "lanes", request.param)

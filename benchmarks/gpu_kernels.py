@@ -1,0 +1,151 @@
+"""Kernels on the GPU of one process: how fast each one goes through memory, beside a copy of as many bytes.
+
+Their results are compared with the host's by tests/gpu/test_kernels.py.
+"""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Iterator
+from dataclasses import asdict, dataclass
+from typing import Any
+
+import numpy as np
+
+from benchmarks.gpu_machine import Call, Machine, copy_rate
+from commlib.dtypes import COMPLEX, DTYPES, NUMPY
+
+NBYTES, TINY_BYTES = 256 << 20, 16 << 10  # of a float32 array
+BLOCK = 256
+ROUNDS, BURST_SECONDS = 3, 0.03
+PIECES = 64  # arrays that are packed into one
+
+
+@dataclass(frozen=True, slots=True)
+class Case:
+    """A kernel on fixed arrays. moved: bytes that it must read and write. waits: it returns a number, and so blocks."""
+
+    name: str
+    moved: int
+    call: Call
+    waits: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class Row:
+    """GB/s of a kernel and of a copy of as many bytes; seconds of each round, by events, or by the host if it waits."""
+
+    name: str
+    moved: int
+    clock: str
+    seconds: list[float]
+    copy: float
+
+    @property
+    def rate(self) -> float:
+        return self.moved / statistics.median(self.seconds) / 1e9
+
+
+def cases(machine: Machine, nbytes: int) -> Iterator[Case]:
+    """Yield every kernel whose speed counts."""
+    yield from _reductions(machine, nbytes)
+    kernels, count = machine.device.kernels, nbytes // 4
+    x, before, out = (_floats(machine, count, seed) for seed in range(3))
+    half = _array(machine, count, "bfloat16")
+    wide = _array(machine, count // 2, "float64")
+    yield Case("cast float32 to bfloat16", 6 * count, lambda: kernels.cast(x, half))
+    yield Case("cast bfloat16 to float32", 6 * count, lambda: kernels.cast(half, out))
+    yield Case("cast float32 to float64", 6 * count, lambda: kernels.cast(x[: count // 2], wide))
+    yield Case("fill float32", 4 * count, lambda: kernels.fill(out, 1))
+    yield Case("scale float32", 8 * count, lambda: kernels.scale(out, 0.5))
+    yield Case("squares float32", 4 * count, lambda: kernels.squares(x), waits=True)
+    yield Case("is_finite", 4 * count, lambda: kernels.is_finite(x), waits=True)
+    yield Case("add_momentum", 20 * count, lambda: kernels.add_momentum(out, before, before, 1.0, 0.9, False))
+    packed = _array(machine, 4 * count, "uint8")
+    pieces = [x[start : start + count // PIECES] for start in range(0, count, count // PIECES)]
+    yield Case(f"pack {PIECES} arrays", 8 * count, lambda: kernels.pack(pieces, packed))
+    yield Case(f"unpack {PIECES} arrays", 8 * count, lambda: kernels.unpack(packed, pieces))
+    yield from _codecs(machine, x, before, out, packed)
+
+
+def _reductions(machine: Machine, nbytes: int) -> Iterator[Case]:
+    kernels = machine.device.kernels
+    for dtype in DTYPES:
+        arrays = [_array(machine, nbytes // NUMPY[dtype].itemsize, dtype) for _ in range(5)]
+        op = "max" if dtype == "bool" else "sum"
+        for inputs in (2, 4):
+            given, target = arrays[:inputs], arrays[4]
+            yield Case(
+                f"reduce {inputs} {dtype}", (inputs + 1) * nbytes,
+                lambda given=given, target=target, dtype=dtype, op=op: kernels.reduce(dtype, op, 1, given, target),  # type: ignore[misc]
+            )  # fmt: skip
+        if dtype not in COMPLEX:
+            targets = arrays[:2]
+            yield Case(
+                f"reduce_to 2 {dtype}", 4 * nbytes,
+                lambda targets=targets, dtype=dtype, op=op: kernels.reduce_to(dtype, op, 1, targets, targets),  # type: ignore[misc]
+            )  # fmt: skip
+
+
+def _codecs(machine: Machine, x: Any, before: Any, out: Any, payload: Any) -> Iterator[Case]:
+    kernels, count = machine.device.kernels, len(x)
+    scales = 4 * count // BLOCK
+    yield Case("narrow to bfloat16", 6 * count, lambda: kernels.narrow(x, None, None, payload, True))
+    yield Case("widen from bfloat16", 6 * count, lambda: kernels.widen(payload[: 2 * count], out, True, False))
+    for code, top, size in (("int8", 127.0, count), ("int4", 7.0, count // 2), ("e4m3", 448.0, count)):
+        written = payload[: size + scales]
+        how: tuple[Any, ...] = (BLOCK, code, top, False, False, 0)
+        yield Case(f"quantise {code}", 4 * count + size + scales,
+                   lambda written=written, how=how: kernels.quantise(x, None, None, written, *how))  # type: ignore[misc]  # fmt: skip
+        yield Case(f"quantise {code} with feedback", 12 * count + size + scales,
+                   lambda written=written, how=how: kernels.quantise(x, before, before, written, *how))  # type: ignore[misc]  # fmt: skip
+        yield Case(f"restore {code}", 4 * count + size + scales,
+                   lambda written=written, code=code: kernels.restore(written, out, BLOCK, code, False))  # type: ignore[misc]  # fmt: skip
+        yield Case(f"restore {code}, added", 8 * count + size + scales,
+                   lambda written=written, code=code: kernels.restore(written, out, BLOCK, code, True))  # type: ignore[misc]  # fmt: skip
+    bits = payload[: count // 8 + scales]
+    yield Case("signs", 4 * count + len(bits), lambda: kernels.signs(x, None, None, bits, BLOCK))
+    yield Case("unsign", 4 * count + len(bits), lambda: kernels.unsign(bits, out, BLOCK, False))
+    k = max(1, count // 1000)
+    # Of what is chosen, and how long that is, nothing is counted: it is little.
+    yield Case("largest 0.1 %", 4 * count, lambda: kernels.largest(x, None, None, k, "float32", payload), waits=True)
+    used = kernels.largest(x, None, None, k, "float32", payload)
+    chosen = payload[:used]
+    yield Case("read_sparse 0.1 %", 4 * count, lambda: kernels.read_sparse(chosen, "float32", out, False), waits=True)
+
+
+def _array(machine: Machine, count: int, dtype: str) -> Any:
+    array = machine.device.wrap(machine.empty(count, dtype), "benchmark")
+    machine.device.kernels.fill(array, 0)
+    return array
+
+
+def _floats(machine: Machine, count: int, seed: int) -> Any:
+    made = machine.empty(count, "float32")
+    period = np.random.default_rng(seed).standard_normal(min(count, 1_000_003), np.float32)
+    machine.put(made, np.resize(period, count))
+    return machine.device.wrap(made, "benchmark")
+
+
+def measure(machine: Machine, *, tiny: bool) -> dict[str, Any]:
+    """Measure and print all kernels; return the figures."""
+    nbytes = TINY_BYTES if tiny else NBYTES
+    copies: dict[int, float] = {}
+    rows = []
+    print(f"{'kernel':<32}{'MiB moved':>11}{'us':>10}{'GB/s':>9}{'copy GB/s':>11}{'of copy':>9}  clock")
+    for case in cases(machine, nbytes):
+        case.call()
+        machine.finish()
+        host, _ = machine.seconds(case.call, 1)
+        calls = 1 if tiny else max(2, min(500, int(BURST_SECONDS / host)))
+        taken = [machine.seconds(case.call, calls)[0 if case.waits else 1] for _ in range(1 if tiny else ROUNDS)]
+        if case.moved not in copies:
+            copies[case.moved] = copy_rate(machine, case.moved // 2, 2 if tiny else 10)
+        row = Row(case.name, case.moved, "host" if case.waits else "events", taken, copies[case.moved])
+        rows.append({**asdict(row), "rate": row.rate})
+        print(
+            f"{row.name:<32}{row.moved / 2**20:>11.1f}{statistics.median(taken) * 1e6:>10.1f}{row.rate:>9.1f}"
+            f"{row.copy:>11.1f}{100 * row.rate / row.copy:>7.0f} %  {row.clock}",
+            flush=True,
+        )
+    return {"kernels": rows}

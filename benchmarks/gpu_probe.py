@@ -1,0 +1,191 @@
+"""Probe: report in one table what a machine's GPU can do, as far as commlib depends on it.
+
+    mpiexec -n 2 python benchmarks/gpu_probe.py [--nccl] [--tiny] [--out FILE.json]
+
+Times of a meeting are those of a loop of meetings on one stream of each rank, per meeting: nothing else runs meanwhile.
+--nccl tries last whether NCCL lets the ranks share a GPU: a library that does not may hang here.
+"""
+
+from __future__ import annotations
+
+import argparse
+import mmap
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from mpi4py import MPI
+
+import commlib
+from benchmarks import record
+from benchmarks.gpu_contenders import Nccl
+from benchmarks.gpu_data import Check, Job
+from benchmarks.gpu_machine import Machine, copy_rate, one_way_rates, pinned_rate
+from commlib import cuda_probe
+from commlib.buffers.views import address_of
+from commlib.errors import CommlibError
+from commlib.group.operation import Operation
+from commlib.node.device_board import DeviceBoard
+from commlib.transport import cuda_aware
+
+MIB, TINY_BYTES = 256, 64 << 10
+MEETINGS, LAUNCHES, TINY_CALLS = 2000, 2000, 5
+_PORTABLE_AND_MAPPED = 3  # of cudaHostRegister
+
+
+class Probe:
+    """Collects the rows of the table: what, how much of it, and in words."""
+
+    def __init__(self, comm: Any, machine: Machine, *, tiny: bool) -> None:
+        self._comm, self._machine = comm, machine
+        self._nbytes = TINY_BYTES if tiny else MIB << 20
+        self._launches, self._meetings = (TINY_CALLS, TINY_CALLS) if tiny else (LAUNCHES, MEETINGS)
+        self.rows: list[dict[str, Any]] = []
+
+    def note(self, what: str, said: str, **figures: float) -> None:
+        self.rows.append({"what": what, "said": said, **figures})
+        if self._comm.rank == 0:
+            print(f"{what:<48}{said}", flush=True)
+
+    def memory(self) -> None:
+        """Measure copies; those within the GPU on the first rank alone."""
+        machine, world = self._machine, MPI.COMM_WORLD
+        alone: list[float] = []
+        if world.rank == 0:
+            alone = [copy_rate(machine, self._nbytes, 10), *one_way_rates(machine, self._nbytes)]
+        within, to, back = world.bcast(alone)
+        self.note("copy within the GPU, read and written", f"{within:.1f} GB/s", gb_s=within)
+        self.note("copy to the GPU, pinned", f"{to:.1f} GB/s", gb_s=to)
+        self.note("copy from the GPU, pinned", f"{back:.1f} GB/s", gb_s=back)
+        both = pinned_rate(machine, world, self._nbytes)
+        self.note("copies both ways, all ranks at once", f"{both:.1f} GB/s for each rank", gb_s=both)
+
+    def launches(self) -> None:
+        """Measure what a kernel of one element costs."""
+        machine, kernels = self._machine, self._machine.device.kernels
+        one = machine.device.wrap(machine.empty(1, "float32"), "probe")
+        launch = partial(kernels.fill, one, 0)
+        launch()
+        _, each = machine.seconds(launch, self._launches)
+
+        def alone() -> None:
+            launch()
+            machine.finish()
+
+        waited, _ = machine.seconds(alone, self._launches)
+        self.note("launch of a kernel, queued one after another", f"{each * 1e6:.2f} us", us=each * 1e6)
+        self.note("launch of a kernel, and the wait for it", f"{waited * 1e6:.2f} us", us=waited * 1e6)
+
+    def registering(self) -> None:
+        """Try to let the GPU know memory that processes share."""
+        runtime = self._machine.cupy.cuda.runtime
+        with mmap.mmap(-1, 4096) as page:
+            array = np.frombuffer(page, np.uint8)
+            address = address_of(array)
+            del array
+            try:
+                runtime.hostRegister(address, 4096, _PORTABLE_AND_MAPPED)
+                runtime.hostUnregister(address)
+                self.note("shared host memory is registered", "works")
+            except runtime.CUDARuntimeError as error:
+                self.note("shared host memory is registered", f"no: {error}")
+
+    def peers(self) -> None:
+        """Try to open each other's memory, and to let streams meet. Collective."""
+        group, device = self._comm.group, self._machine.device
+        if group.size == 1:
+            self.note("meetings, IPC", "one rank has nobody to meet")
+            return
+
+        def share() -> None:
+            device.share(self._nbytes, group.rank, group.gather_objects).close()
+
+        def meet() -> DeviceBoard:
+            context, memory = group.open(), group.symmetric_on(device)
+            return DeviceBoard.make(device, context.board, memory, group.transport, group.gather_objects, lambda: None)
+
+        self._try("memory of other ranks' GPUs is opened (IPC)", share)
+        board = self._try("streams meet (cuStreamBatchMemOp)", meet)
+        if board is None:
+            return
+        board.meet()
+        self._machine.finish()
+        self._comm.barrier()
+        host, _ = self._machine.seconds(board.meet, self._meetings)
+        each = max(self._comm.all_gather_object(host))
+        self.note(f"meeting of {group.size} ranks", f"{each * 1e6:.1f} us", us=each * 1e6)
+
+        def alone() -> None:
+            board.meet()
+            self._machine.finish()
+
+        self._comm.barrier()
+        host, _ = self._machine.seconds(alone, max(1, self._meetings // 10))
+        waited = max(self._comm.all_gather_object(host))
+        self.note(f"meeting of {group.size} ranks, and the wait", f"{waited * 1e6:.1f} us", us=waited * 1e6)
+        board.close()
+
+    def _try(self, what: str, run: Callable[[], Any]) -> Any:
+        """Run something as one operation of all ranks; return its value, None if it failed."""
+
+        def told() -> tuple[Any, str]:
+            try:
+                return run(), ""
+            except CommlibError as error:
+                return None, str(error)
+
+        value, problem = self._comm.group.run(Operation(f"probe: {what}", told, meets=True))
+        self.note(what, f"no: {problem}" if problem else "works")
+        return value
+
+    def mpi(self) -> None:
+        """Ask MPI, and try it if it says yes: in another process, which may die of it. Collective."""
+        answer, failure = cuda_aware.ask_loaded(MPI), ""
+        if answer.says and MPI.COMM_WORLD.rank == 0:
+            failure = cuda_probe.probe(seconds=15).failure
+        failure = MPI.COMM_WORLD.bcast(failure)
+        said = "works" if answer.says and not failure else f"no: {failure or answer.how}"
+        self.note("MPI takes memory of a GPU", said)
+
+    def nccl(self) -> None:
+        """Try an all-reduce by NCCL among all ranks. Collective."""
+        world, machine = MPI.COMM_WORLD, self._machine
+        job = Job.of("all_reduce", "float32", 4096, world.size)
+        problem = ""
+        try:
+            peer = Nccl(machine, world)
+            task = job.task(machine, machine.empty(1024, "float32"), None)
+            wrong = Check.of(job, world.rank).wrong(machine, world, task, peer.call(task), peer.finish)
+            problem = f"{wrong} wrong elements" if wrong else ""
+        except Exception as error:  # NCCL's own, or that it is not there
+            problem = (str(error) or repr(error)).splitlines()[0]
+        found = next(filter(None, world.allgather(problem)), "")
+        self.note(f"NCCL among {world.size} ranks", f"no: {found}" if found else "works", yes=float(not found))
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--nccl", action="store_true")
+    parser.add_argument("--tiny", action="store_true", help="on the stand-in of host memory")
+    parser.add_argument("--out", type=Path)
+    arguments = parser.parse_args()
+    comm = commlib.init()
+    facts = record.find_facts(MPI.COMM_WORLD)
+    machine = Machine(tiny=arguments.tiny)
+    facts["gpu"] = machine.facts()
+    probe = Probe(comm, machine, tiny=arguments.tiny)
+    with machine.device.using(machine.device.stream()):
+        for step in (probe.memory, probe.launches, probe.registering, probe.peers, probe.mpi):
+            step()
+            if comm.rank == 0 and arguments.out:  # what is known is kept, if the next one hangs
+                record.write(arguments.out, "gpu probe", facts, arguments, rows=probe.rows)
+        if arguments.nccl:
+            probe.nccl()
+            if comm.rank == 0 and arguments.out:
+                record.write(arguments.out, "gpu probe", facts, arguments, rows=probe.rows)
+
+
+if __name__ == "__main__":
+    main()

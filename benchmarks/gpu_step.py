@@ -1,0 +1,96 @@
+"""Step: how much longer a data-parallel step of a torch model on GPUs takes than one without communication."""
+
+from __future__ import annotations
+
+import hashlib
+import statistics
+import time
+from collections.abc import Callable
+from contextlib import ExitStack
+from types import SimpleNamespace
+from typing import Any
+
+from mpi4py import MPI
+
+from commlib.bench import gloo_peer
+
+REFERENCE = "no communication"
+WIDTH, ROWS, STEPS, WARM_UP = 4096, 4096, 5, 2
+TINY = {"width": 64, "rows": 8}
+
+
+def measure(comm: Any, stack: ExitStack, *, tiny: bool, rounds: int) -> dict[str, Any]:
+    """Measure and print the steps of all contenders; return the figures. Collective.
+
+    In a dry run the model is on the host, as the stand-in has no tensors. Says "not yet" in one line, and returns that,
+    where commlib_torch takes no model on a GPU.
+    """
+    try:
+        import torch
+
+        from benchmarks import data_parallel as training
+    except ImportError as error:
+        return _not_yet(comm, f"PyTorch is not here: {error}")
+    world = MPI.COMM_WORLD
+    stack.enter_context(gloo_peer.joined(world, one_node=comm.one_node))
+    where = torch.device("cpu" if tiny else "cuda")
+    width, rows = (TINY["width"], TINY["rows"]) if tiny else (WIDTH, ROWS)
+    finish: Callable[[], None] = (lambda: None) if tiny else torch.cuda.synchronize
+    options: Any = SimpleNamespace(keep_gradients=False)
+    generator = torch.Generator().manual_seed(comm.rank)
+    inputs = torch.randn(rows, 784, generator=generator).to(where)
+    labels = torch.randint(10, (rows,), generator=generator).to(where)
+    models = {name: training.make_model(width).to(where) for name in (REFERENCE, "commlib", "no overlap", "DDP, gloo")}
+    problem = ""
+    try:
+        steps = {
+            REFERENCE: training.without_communication(comm, models[REFERENCE], options),
+            "commlib": training.ours(comm, models["commlib"], options, overlap=True),
+            "no overlap": training.ours(comm, models["no overlap"], options, overlap=False),
+        }
+        steps["commlib"](inputs, labels)
+        steps["no overlap"](inputs, labels)
+    except Exception as error:  # whatever it is, it is told
+        problem = f"commlib_torch: {(str(error) or repr(error)).splitlines()[0]}"
+    if problems := [found for found in world.allgather(problem) if found]:
+        return _not_yet(comm, problems[0])
+    steps["DDP, gloo"] = training.ddp_gloo(comm, models["DDP, gloo"], options)
+    seconds: dict[str, list[float]] = {name: [] for name in steps}
+    order = list(steps)
+    for turn in range(WARM_UP + rounds):
+        order = order[1:] + order[:1]
+        for name in order:
+            finish()
+            comm.barrier()
+            begin = time.perf_counter()
+            for _ in range(STEPS):
+                steps[name](inputs, labels)
+            finish()
+            taken = world.allreduce((time.perf_counter() - begin) / STEPS, MPI.MAX)
+            if turn >= WARM_UP:
+                seconds[name].append(taken)
+    wrong = {name: 1 for name in steps if name != REFERENCE and _differ(world, models[name])}
+    parameters = sum(parameter.numel() for parameter in models[REFERENCE].parameters())
+    exposed = {
+        name: statistics.median(100 * (one / base - 1) for one, base in zip(taken, seconds[REFERENCE], strict=True))
+        for name, taken in seconds.items()
+    }
+    if comm.rank == 0:
+        print(f"{parameters / 1e6:.1f} M parameters, {rows} rows per rank, {comm.size} ranks; by the host's clock")
+        print(f"{'contender':<20}{'step ms':>10}{'exposed':>10}{'wrong':>7}")
+        for name, taken in seconds.items():
+            step = 1e3 * statistics.median(taken)
+            print(f"{name:<20}{step:>10.2f}{exposed[name]:>8.1f} %{wrong.get(name, 0):>7}", flush=True)
+    return {"seconds": seconds, "exposed_percent": exposed, "parameters": parameters, "wrong": wrong}
+
+
+def _not_yet(comm: Any, why: str) -> dict[str, Any]:
+    if comm.rank == 0:
+        print(f"not yet: {why}", flush=True)
+    return {"not_yet": why}
+
+
+def _differ(world: Any, model: Any) -> bool:
+    """Return whether the ranks' weights differ, which started alike and saw other data. Collective."""
+    bits = b"".join(parameter.detach().cpu().numpy().tobytes() for parameter in model.parameters())
+    return len(set(world.allgather(hashlib.sha256(bits).hexdigest()))) > 1

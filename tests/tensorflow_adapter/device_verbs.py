@@ -1,0 +1,94 @@
+"""Bodies of tests: the ordered verbs on TensorFlow's tensors of a device, eagerly."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import ml_dtypes
+import numpy as np
+import tensorflow as tf
+
+import commlib_tensorflow as ct
+from commlib.dtypes import NUMPY
+
+
+def of(rank: int, dtype: str, rows: int = 6) -> Any:
+    """What a rank has: small whole numbers, exact in every dtype."""
+    numbers = np.arange(rows * 3).reshape(rows, 3) % 5 + rank
+    return (numbers % 2 if dtype == "bool" else numbers).astype(NUMPY[dtype])
+
+
+def check(place: Any, got: Any, expected: Any, given: Any = None) -> None:
+    """Compare values; a result is where its input was, which TensorFlow may have put elsewhere."""
+    assert isinstance(got, tf.Tensor)
+    assert given is None or expected.size == 0 or got.backing_device == given.backing_device
+    assert got.dtype == tf.as_dtype(expected.dtype)
+    np.testing.assert_array_equal(got.numpy().astype(complex), expected.astype(complex))
+
+
+def total(parts: list[Any]) -> Any:
+    stacked = np.stack(parts)
+    if stacked.dtype == bool:
+        return stacked.any(0)
+    wide = stacked.astype(np.float32) if stacked.dtype == ml_dtypes.bfloat16 else stacked
+    return wide.sum(0).astype(stacked.dtype)
+
+
+def verbs(comm: Any, place: Any, dtype: str) -> None:
+    """All verbs, waiting and not; inputs stay what they are."""
+    size, rank, last = comm.size, comm.rank, comm.size - 1
+    parts = [of(peer, dtype) for peer in range(size)]
+    mine = place.put(parts[rank])
+    assert dtype != "float32" or place.device in mine.backing_device
+    for got in (ct.all_reduce(mine, comm=comm), ct.all_reduce_async(mine, comm=comm).wait()):
+        check(place, got, total(parts), mine)
+    for got in (ct.reduce(mine, root=last, comm=comm), ct.reduce_async(mine, root=last, comm=comm).wait()):
+        if rank == last:
+            check(place, got, total(parts), mine)
+    rows = np.array_split(total(parts), size)[rank]
+    for got in (ct.reduce_scatter(mine, comm=comm), ct.reduce_scatter_async(mine, comm=comm).wait()):
+        check(place, got, rows, mine)
+    for got in (ct.broadcast(mine, root=last, comm=comm), ct.broadcast_async(mine, root=last, comm=comm).wait()):
+        check(place, got, parts[last], mine)
+    for got in (ct.all_gather(mine, comm=comm), ct.all_gather_async(mine, comm=comm).wait()):
+        check(place, got, np.concatenate(parts), mine)
+    uneven = np.concatenate([part[: peer + 1] for peer, part in enumerate(parts)])
+    for got in (
+        ct.all_gather_v(mine[: rank + 1], comm=comm),
+        ct.all_gather_v_async(mine[: rank + 1], comm=comm).wait(),
+    ):
+        check(place, got, uneven)
+    gathered = ct.gather(mine, last, comm=comm)
+    if rank == last:
+        check(place, gathered, np.concatenate(parts))
+    whole = place.put(np.concatenate(parts)) if rank == last else None
+    check(place, ct.scatter(whole, last, comm=comm), parts[rank])
+    pieces = place.put(np.concatenate([of(rank + 10 * peer, dtype, 2) for peer in range(size)]))
+    check(place, ct.all_to_all(pieces, comm=comm), np.concatenate([of(p + 10 * rank, dtype, 2) for p in range(size)]))
+    splits = [(rank + peer) % 2 for peer in range(size)]
+    rows = np.concatenate([of(peer, dtype, (rank + peer) % 2) for peer in range(size)])
+    came = np.concatenate([of(rank, dtype, (peer + rank) % 2) for peer in range(size)])
+    for asked in (splits, place.put(np.array(splits))):
+        got, counts = ct.all_to_all_v(place.put(rows), asked, comm=comm)
+        check(place, got, came)
+        assert counts.numpy().tolist() == splits
+    right, left = (rank + 1) % size, (rank - 1) % size
+    check(place, ct.send_recv(mine, right, mine, left, comm=comm), parts[left])
+    if size > 1 and rank < 2:
+        if rank == 0:
+            ct.send(mine, 1, 5, comm=comm)
+        else:
+            check(place, ct.recv(mine, 0, 5, comm=comm), parts[0])
+    check(place, mine, parts[rank])
+
+
+def results_in_use(comm: Any, place: Any) -> None:
+    """What TensorFlow makes of a result stays right when the result is given up, and others come."""
+    kept = []
+    for step in range(20):
+        x = place.put(np.full((300, 100), comm.rank + step, np.float32))
+        kept.append(tf.reduce_sum(ct.all_reduce(x, comm=comm) * 2.0))
+    base = comm.size * (comm.size - 1) / 2
+    np.testing.assert_array_equal(
+        [float(value) for value in kept], [60_000.0 * (base + comm.size * step) for step in range(20)]
+    )

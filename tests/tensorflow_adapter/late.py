@@ -1,0 +1,59 @@
+"""TensorFlow's CPU tensors as tensors of a device that is host memory: TensorFlow computes at once, commlib late.
+
+So whoever forgets to wait for commlib gives TensorFlow NaN, or other numbers.
+"""
+
+from __future__ import annotations
+
+import ctypes
+from typing import Any
+
+import numpy as np
+import tensorflow as tf
+
+from commlib.buffers.aligned import aligned_empty
+from commlib.devices.array import DeviceArray
+from commlib_tensorflow import devices
+from tests.late import LATE
+
+
+class HostTensors:
+    """See `commlib_tensorflow.devices.Kind`; as a place, where bodies of tests put tensors. device: its name.
+
+    core: the core's device.
+    """
+
+    device = "CPU"
+
+    def __init__(self, core: Any) -> None:
+        self.name: str = core.name
+        self.taken: list[int] = []
+        """Where results were that TensorFlow has taken."""
+        self._core = core
+        self._end = devices.register("CPU", self)
+
+    def close(self) -> None:
+        """Let CPU tensors be the host's again."""
+        self._end()
+
+    def put(self, values: Any) -> tf.Tensor:
+        return tf.constant(values)
+
+    def device_of(self, tensor: Any, number: int) -> Any:
+        return self._core
+
+    def capsule(self, array: DeviceArray) -> Any:
+        self.taken.append(array.address)
+        kind: Any = type("Lent", (ctypes.c_uint8 * array.nbytes,), {"owner": None})
+        lent = kind.from_address(array.address)
+        lent.owner = array.owner
+        given = np.frombuffer(lent, array.dtype).reshape(array.shape)
+        if array.address % 64:  # TensorFlow would end the process
+            given = aligned_empty(array.shape, array.dtype)
+            given[...] = np.frombuffer(lent, array.dtype).reshape(array.shape)
+        return given.__dlpack__()
+
+
+def late() -> HostTensors:
+    """Put CPU tensors on the late device."""
+    return HostTensors(LATE)

@@ -1,0 +1,65 @@
+"""Eager tensors of a device: TensorFlow's, on the late device. What commlib does is late; nobody must see that."""
+
+from __future__ import annotations
+
+import ctypes
+import gc
+from collections.abc import Iterator
+from typing import Any
+
+import numpy as np
+import pytest
+
+import commlib_tensorflow as ct
+from commlib.dtypes import DTYPES
+from tests.late import LATE
+from tests.tensorflow_adapter import device_verbs
+from tests.tensorflow_adapter.late import HostTensors, late
+
+
+@pytest.fixture
+def place(monkeypatch: pytest.MonkeyPatch) -> Iterator[HostTensors]:
+    monkeypatch.setattr(LATE, "delay", 1e-3)
+    place, races, queued = late(), LATE.races, LATE.queued
+    yield place
+    place.close()
+    assert LATE.races == races
+    assert place.taken and (LATE.queued > queued or ct.size() == 1)  # all went that way
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_verbs(comm: Any, place: HostTensors, dtype: str) -> None:
+    device_verbs.verbs(comm, place, dtype)
+
+
+def test_results_in_use(comm: Any, place: HostTensors) -> None:
+    device_verbs.results_in_use(comm, place)
+
+
+def test_memory_that_came_back_is_kept_until_tensorflow_was_waited_for(comm: Any, place: HostTensors) -> None:
+    """TensorFlow gives memory back when what reads it has been queued, not when it has run."""
+
+    def there() -> Any:
+        LATE.synchronise()
+        found = np.empty(1000, np.float32)
+        ctypes.memmove(found.ctypes.data, address, found.nbytes)
+        return found
+
+    got = ct.all_reduce(place.put(np.ones(1000, np.float32)), comm=comm)
+    address = place.taken[-1]
+    del got
+    gc.collect()
+    assert (there() == comm.size).all()
+    ct.all_reduce(place.put(np.ones(3, np.float32)), comm=comm)  # the next tensor is read
+    gc.collect()
+    assert np.isnan(there()).all()
+
+
+@pytest.mark.ranks(min=2)
+def test_a_missing_wait_is_seen(comm: Any, place: HostTensors, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The tests above can fail."""
+    monkeypatch.setattr("commlib_tensorflow.devices.wait_for", lambda event, on_wait: None)
+    with pytest.raises(AssertionError):
+        device_verbs.results_in_use(comm, place)
+    LATE.synchronise()
+    comm.barrier()

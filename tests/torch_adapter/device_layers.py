@@ -1,0 +1,80 @@
+"""Bodies of tests: divided layers, experts and stages on a device compute what they do on the host. See `place`."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+import commlib_torch as ct
+from tests.torch_adapter.expert_oracle import WIDTH, layer, made, near, step, tokens
+from tests.torch_adapter.place import Place
+
+Put = Callable[[Tensor], Tensor]
+TOLERANCE = 1e-4  # products in float32, which other libraries add up in another order
+
+
+def _both(place: Place, run: Callable[[str, Put], dict[str, Tensor]]) -> None:
+    """Compare what `run` returns on the host and on the device."""
+    with place.host():
+        expected = run("cpu", torch.Tensor.clone)
+    found = run(place.device, place.put)
+    assert found.keys() == expected.keys()
+    for name, got in found.items():
+        assert got.device.type == place.device
+        near(got.detach().cpu(), expected[name].detach(), name, TOLERANCE)
+
+
+def _gradients(model: nn.Module) -> dict[str, Tensor]:
+    return {name: weight.grad for name, weight in model.named_parameters() if weight.grad is not None}
+
+
+def divided_layers(comm: Any, place: Place) -> None:
+    """A plan: inputs are copied, and gathered along a sequence; outputs are summed, and scattered."""
+
+    def run(device: str, put: Put) -> dict[str, Tensor]:
+        torch.manual_seed(3)
+        model = nn.Sequential(nn.Linear(12, 24), nn.GELU(), nn.Linear(24, 12)).to(device)
+        model = ct.parallelize(model, comm, {"0": ct.Column(), "2": ct.Row()})
+        x = put(torch.arange(60.0).view(1, 5, 12).sin()).requires_grad_()
+        y = model(x)
+        y.square().sum().backward()
+        assert x.grad is not None
+        return {"y": y, "of x": x.grad, **_gradients(model)}
+
+    _both(place, run)
+
+
+def experts(comm: Any, place: Place) -> None:
+    """Tokens to experts and back."""
+
+    def run(device: str, put: Put) -> dict[str, Tensor]:
+        options = ct.Experts(4, top_k=2, hidden=10, capacity_factor=1.25)
+        model = made(layer(options), comm).to(device)
+        y, loss, of_x = step(model, put(tokens(comm)[comm.rank]))
+        assert y.shape[-1] == WIDTH
+        return {"y": y, "loss": loss, "of x": of_x, **_gradients(model)}
+
+    _both(place, run)
+
+
+def stages(comm: Any, place: Place) -> None:
+    """A pipeline of stages on a device."""
+
+    def run(device: str, put: Put) -> dict[str, Tensor]:
+        torch.manual_seed(4)
+        model = nn.Sequential(*(nn.Sequential(nn.Linear(6, 6), nn.Tanh()) for _ in range(4))).double().to(device)
+        pipe = ct.pipeline(model, comm, schedule="1f1b", microbatches=4, loss=F.mse_loss)
+        x, y = put(torch.arange(48.0).view(8, 6).double().cos()), put(torch.ones(8, 6).double())
+        loss = pipe.step(x, y)
+        found = {"loss": loss.to(device), **_gradients(pipe)}
+        pipe.close()
+        return found
+
+    _both(place, run)
+
+
+BODIES = [divided_layers, experts, stages]

@@ -1,0 +1,180 @@
+"""Bodies of tests: verbs on tensors of a device, in the order of calls and by name. See `place`."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+import commlib_torch as ct
+from tests.torch_adapter import values
+from tests.torch_adapter.place import Place
+
+
+def there(place: Place, got: Any) -> Tensor:
+    """Return a result as a tensor of the host; it has to be on the device."""
+    assert isinstance(got, Tensor)
+    assert got.device.type == place.device
+    return got.detach().cpu()
+
+
+def total(parts: list[Tensor]) -> Tensor:
+    stacked = torch.stack(parts)
+    return stacked.any(0) if stacked.dtype == torch.bool else stacked.sum(0).to(stacked.dtype)
+
+
+def reductions(comm: Any, place: Place, dtype: torch.dtype, form: str = "plain") -> None:
+    """all_reduce, reduce and reduce_scatter, waiting and not, into new tensors and in place."""
+    parts = values.everyone(comm, dtype, form)
+    last, expected = comm.size - 1, total(parts)
+
+    def own() -> Tensor:
+        return values.FORMS[form](place.put(values.of(comm.rank, dtype)))
+
+    mine = own()
+    values.check(there(place, ct.all_reduce(mine, comm=comm)), expected)
+    values.check(there(place, ct.all_reduce_async(mine, comm=comm).wait()), expected)
+    values.check(there(place, mine), parts[comm.rank])  # untouched
+    assert ct.all_reduce_(mine, comm=comm) is mine
+    values.check(there(place, mine), expected)
+    mine = own()
+    work = ct.all_reduce_async_(mine, comm=comm)
+    assert work.wait(host=True) is mine is work.result()
+    assert work.done() and work.exception() is None
+    values.check(there(place, mine), expected)
+    for got in (ct.reduce(own(), root=last, comm=comm), ct.reduce_async(own(), root=last, comm=comm).wait()):
+        if comm.rank == last:
+            values.check(there(place, got), expected)
+        else:
+            assert got is None
+    rows = values.share(len(expected), comm.size, comm.rank)
+    for got in (ct.reduce_scatter(own(), comm=comm), ct.reduce_scatter_async(own(), comm=comm).wait()):
+        values.check(there(place, got), expected[rows])
+
+
+def movement(comm: Any, place: Place, dtype: torch.dtype) -> None:
+    """All verbs that move data, waiting and not."""
+    size, rank, last = comm.size, comm.rank, comm.size - 1
+    parts = values.everyone(comm, dtype)
+    mine = place.put(parts[rank])
+    for got in (ct.broadcast(mine, root=last, comm=comm), ct.broadcast_async(mine, root=last, comm=comm).wait()):
+        values.check(there(place, got), parts[last])
+    values.check(there(place, mine), parts[rank])
+    for got in (ct.all_gather(mine, comm=comm), ct.all_gather_async(mine, comm=comm).wait()):
+        values.check(there(place, got), torch.cat(parts))
+    uneven = [part[: number + 1] for number, part in enumerate(parts)]
+    for got in (
+        ct.all_gather_v(mine[: rank + 1], comm=comm),
+        ct.all_gather_v_async(mine[: rank + 1], comm=comm).wait(),
+    ):
+        values.check(there(place, got), torch.cat(uneven))
+    gathered = ct.gather(mine, last, comm=comm)
+    if rank == last:
+        values.check(there(place, gathered), torch.cat(parts))
+    whole = torch.cat(parts)
+    given = place.put(whole) if rank == last else None
+    for got in (ct.scatter(given, last, comm=comm), ct.scatter_async(given, last, comm=comm).wait()):
+        values.check(there(place, got), parts[rank])
+    pieces = place.put(torch.cat([values.of(rank + 10 * peer, dtype, 2) for peer in range(size)]))
+    came = torch.cat([values.of(peer + 10 * rank, dtype, 2) for peer in range(size)])
+    for got in (ct.all_to_all(pieces, comm=comm), ct.all_to_all_async(pieces, comm=comm).wait()):
+        values.check(there(place, got), came)
+    splits = [(rank + peer) % 2 for peer in range(size)]
+    rows = torch.cat([values.of(peer, dtype, (rank + peer) % 2) for peer in range(size)])
+    expected = torch.cat([values.of(rank, dtype, (peer + rank) % 2) for peer in range(size)])
+    for asked in (splits, torch.tensor(splits), place.put(torch.tensor(splits))):
+        got, counts = ct.all_to_all_v(place.put(rows), asked, comm=comm)
+        values.check(there(place, got), expected)
+        assert counts.tolist() == [(peer + rank) % 2 for peer in range(size)]
+    around = (rank + 1) % size, (rank - 1) % size
+    room = place.put(torch.zeros_like(parts[rank]))
+    assert ct.send_recv(mine, around[0], room, around[1], comm=comm) is room
+    values.check(there(place, room), parts[around[1]])
+    if size > 1 and rank < 2:
+        turned = place.put(parts[rank].t())  # what is received goes where it belongs, whatever the strides
+        if rank == 0:
+            ct.send(turned, 1, 5, comm=comm)
+        else:
+            got = ct.recv_async(turned.t().contiguous().t(), 0, 5, comm=comm).wait()
+            values.check(there(place, got), parts[0].t())
+
+
+def by_name(comm: Any, place: Place) -> None:
+    """Operations by name, in another order on each rank, and groups of them."""
+    parts = values.everyone(comm)
+    mine = place.put(parts[comm.rank])
+    names = [f"tensor {number}" for number in range(3)]
+    if comm.rank % 2:
+        names.reverse()
+    works = {name: ct.allreduce_async(mine + int(name[-1]), name=name, op=ct.Sum) for name in names}
+    for name, work in works.items():
+        values.check(there(place, ct.synchronize(work)), total(parts) + comm.size * int(name[-1]))
+    for dtype in values.ALL:
+        own = place.put(values.of(comm.rank, dtype))
+        everyone = values.everyone(comm, dtype)
+        values.check(there(place, ct.allreduce(own, op=ct.Sum)), total(everyone))
+        values.check(there(place, ct.allgather(own[: comm.rank + 1])), torch.cat(rows_of(everyone)))
+        assert ct.broadcast_(own, comm.size - 1) is own
+        values.check(there(place, own), everyone[-1])
+    turned = place.put(parts[comm.rank]).t()
+    assert ct.allreduce_(turned, op=ct.Sum) is turned
+    values.check(there(place, turned), total(parts).t())
+    several = [place.put(values.of(comm.rank, dtype)) for dtype in values.FLOATS]
+    for got, dtype in zip(ct.grouped_allreduce(several, op=ct.Sum), values.FLOATS, strict=True):
+        values.check(there(place, got), total(values.everyone(comm, dtype)))
+    rows = values.share(6, comm.size, comm.rank)
+    values.check(there(place, ct.reducescatter(mine, op=ct.Sum)), total(parts)[rows])
+    got, counts = ct.alltoall(place.put(torch.cat([parts[comm.rank]] * comm.size)), torch.tensor([6] * comm.size))
+    values.check(there(place, got), torch.cat(parts))
+    assert counts.tolist() == [6] * comm.size
+
+
+def rows_of(parts: list[Tensor]) -> list[Tensor]:
+    return [part[: number + 1] for number, part in enumerate(parts)]
+
+
+def gradients_by_name(comm: Any, place: Place) -> None:
+    """Operations by name can be differentiated where they can on the host, with the same gradients."""
+    rank, size = comm.rank, comm.size
+
+    def gradients(put: Any) -> list[Tensor]:
+        x = put(values.of(rank, torch.float64)).requires_grad_()
+        factor = put(values.of(rank + 1, torch.float64))
+        splits = torch.tensor([6 // size] * size)
+        outputs = (
+            ct.allreduce(x, name="a") * factor,
+            ct.allgather(x[: rank + 1], name="b").square(),
+            ct.broadcast(x, size - 1, name="c") * factor,
+            ct.reducescatter(x, name="d").square(),
+            ct.alltoall(x, splits, name="e")[0].square(),
+        )
+        return [torch.autograd.grad(output.sum(), x)[0] for output in outputs]
+
+    with place.host():
+        expected = gradients(torch.Tensor.clone)
+    for got, same in zip(gradients(place.put), expected, strict=True):
+        torch.testing.assert_close(there(place, got), same, rtol=1e-12, atol=1e-12)
+
+
+def moves(comm: Any, place: Place) -> None:
+    """What layers of tensor parallelism are made of, forward and backward."""
+    parts = [values.of(rank, torch.float64, rows=2 * comm.size) for rank in range(comm.size)]
+
+    def run(put: Any) -> list[Tensor]:
+        found = []
+        for move in (ct.tensor.copy, ct.tensor.reduce, ct.tensor.scatter, ct.tensor.gather, ct.tensor.reduce_scatter):
+            x = put(parts[comm.rank]).requires_grad_()
+            y = move(x, comm)
+            y.square().sum().backward()
+            assert x.grad is not None
+            found += [y.detach(), x.grad]
+        return found
+
+    with place.host():
+        expected = run(torch.Tensor.clone)
+    for got, same in zip(run(place.put), expected, strict=True):
+        values.check(there(place, got), same)
+
+
+BODIES = [by_name, gradients_by_name, moves]
