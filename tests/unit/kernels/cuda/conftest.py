@@ -8,7 +8,6 @@ import pytest
 
 from tests.cuda.launcher import HostLauncher
 
-
 LANES = [1, pytest.param(32, marks=pytest.mark.long)]
 
 
