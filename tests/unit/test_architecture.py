@@ -32,6 +32,7 @@ PURE = (
     "commlib.cost.flat",
     "commlib.cost.hierarchical",
     "commlib.cost.exchanges",
+    "commlib.cost.gpus",
     "commlib.expert.placement",
     "commlib.expert.planner",
     "commlib.expert.experts",
