@@ -13,12 +13,14 @@ import ctypes
 import itertools
 import math
 import os
+import pickle
 import struct
 import sys
 import threading
 import time
 import weakref
 from functools import partial
+from pathlib import Path
 from types import ModuleType, SimpleNamespace
 from typing import Any, ClassVar
 
@@ -71,6 +73,8 @@ class Device:
         if not 0 <= self.id < GPUS:
             raise CUDARuntimeError("cudaErrorInvalidDevice: invalid device ordinal")
         self._before: list[int] = []
+
+    compute_capability = "90"
 
     def use(self) -> None:
         _thread.device = self.id
@@ -276,13 +280,55 @@ class ndarray:
         return out
 
 
-class RawModule:
-    """cupy.RawModule: g++ compiles it."""
+class Nvrtc:
+    """cupy.cuda.nvrtc: what it makes is the text itself, which g++ compiles when it is loaded."""
 
-    def __init__(self, code: str, *, options: tuple[str, ...] = ()) -> None:
-        assert all(option.startswith(("-D", "--std=", "--fmad=false")) for option in options), options
+    NVRTCError = type("NVRTCError", (RuntimeError,), {})
+    _programs: ClassVar[dict[int, Any]] = {}
+
+    @staticmethod
+    def getVersion() -> tuple[int, int]:
+        return 12, 9
+
+    @staticmethod
+    def getSupportedArchs() -> tuple[int, ...]:
+        return 70, 80, 90
+
+    @classmethod
+    def createProgram(cls, src: str, name: str, headers: Any, include_names: Any) -> int:
+        cls._programs[number := next(_numbers)] = src
+        return number
+
+    @classmethod
+    def compileProgram(cls, prog: int, options: tuple[str, ...]) -> None:
+        assert all(option.startswith(("-D", "--std=", "--fmad=false", "-arch=sm_90")) for option in options), options
         assert "--fmad=false" in options
-        self._library = build.library(code, tuple(option[2:] for option in options if option.startswith("-D")))
+        defines = tuple(option[2:] for option in options if option.startswith("-D"))
+        try:
+            build.library(cls._programs[prog], defines)
+        except AssertionError as error:
+            raise cls.NVRTCError(str(error)) from error
+        cls._programs[prog] = cls._programs[prog], defines
+
+    @classmethod
+    def getCUBIN(cls, prog: int) -> bytes:
+        return pickle.dumps(cls._programs[prog])
+
+    @classmethod
+    def getPTX(cls, prog: int) -> bytes:
+        return cls.getCUBIN(prog)
+
+    @classmethod
+    def destroyProgram(cls, prog: int) -> None:
+        del cls._programs[prog]
+
+
+class RawModule:
+    """cupy.RawModule of what `Nvrtc` has made."""
+
+    def __init__(self, code: str | None = None, *, path: str | None = None, options: tuple[str, ...] = ()) -> None:
+        assert code is None and path is not None and not options, "CuPy flushes denormal numbers in what it compiles"
+        self._library = build.library(*pickle.loads(Path(path).read_bytes()))
 
     def get_function(self, name: str) -> Any:
         def launch(grid: tuple[int, ...], block: tuple[int, ...], args: Any, *, shared_mem: int = 0) -> None:
@@ -399,9 +445,10 @@ runtime = SimpleNamespace(
     CUDARuntimeError=CUDARuntimeError,
     memcpyDefault=4,
     cudaDevAttrMultiProcessorCount=16,
+    cudaDevAttrCanUseHostPointerForRegisteredMem=91,
     getDevice=lambda: _thread.device,
     getDeviceCount=lambda: GPUS,
-    deviceGetAttribute=lambda attrib, device: {16: 2}[attrib],
+    deviceGetAttribute=lambda attrib, device: {16: 2, 91: 1}[attrib],
     memGetInfo=lambda: (_pool.limit - _pool.used - sum(memory.nbytes for memory in _made.values()), _pool.limit),
     memcpyAsync=_memcpy_async,
     memset=_memset,
@@ -438,7 +485,7 @@ def install() -> ModuleType:
         signals.driver = Driver  # type: ignore[assignment]
         cuda = ModuleType("cupy.cuda")
         vars(cuda).update(
-            Device=Device, Event=Event, Stream=Stream, runtime=runtime, alloc=alloc,
+            Device=Device, Event=Event, Stream=Stream, runtime=runtime, nvrtc=Nvrtc, alloc=alloc,
             alloc_pinned_memory=alloc_pinned_memory, get_current_stream=get_current_stream, MemoryPointer=MemoryPointer,
             UnownedMemory=UnownedMemory, memory=SimpleNamespace(OutOfMemoryError=OutOfMemoryError),
         )  # fmt: skip

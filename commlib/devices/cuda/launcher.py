@@ -1,4 +1,4 @@
-"""CupyLauncher: compile kernels by NVRTC, once and kept on disk by CuPy, and queue them on the current stream."""
+"""CupyLauncher: load kernels that were compiled for this GPU, and queue them on the current stream."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ import threading
 from typing import Any, Protocol
 
 from commlib.devices.array import DeviceArray
+from commlib.devices.cuda.binaries import binary
 from commlib.devices.protocol import Stream
 from commlib.devices.waiting import wait_for
 from commlib.dtypes import Array
@@ -39,6 +40,7 @@ class CupyLauncher:
         runtime = cupy.cuda.runtime
         multiprocessors = runtime.deviceGetAttribute(runtime.cudaDevAttrMultiProcessorCount, device.index)
         self.most_workers: int = _WORKERS_OF_A_MULTIPROCESSOR * multiprocessors
+        self._capability = int(cupy.cuda.Device(device.index).compute_capability)
         self._functions: dict[tuple[Any, ...], Any] = {}
         self._compiling = threading.Lock()
 
@@ -56,8 +58,8 @@ class CupyLauncher:
         with self._compiling:
             if key not in self._functions:
                 options = (*OPTIONS, *(f"-D{name}={value}" for name, value in sorted(defines.items())))
-                module = self._cupy.RawModule(code=whole(source), options=options)
-                self._functions[key] = module.get_function(kernel)
+                path = binary(self._cupy, whole(source), options, self._capability, source)
+                self._functions[key] = self._cupy.RawModule(path=path).get_function(kernel)
             return self._functions[key]
 
     def scratch(self, nbytes: int) -> Any:

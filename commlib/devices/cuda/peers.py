@@ -128,6 +128,7 @@ def share(cuda: Any, gpu: int, nbytes: int, rank: int, gather: Gather) -> PeerMe
     def make() -> tuple[int, bytes, tuple[int, str]]:
         made.append(address := runtime.malloc(max(nbytes, 1)))
         runtime.memset(address, 0, max(nbytes, 1))
+        cuda.Stream.null.synchronize()  # others will read it on streams of theirs
         return address, runtime.ipcGetMemHandle(address), _identity()
 
     def open_all() -> None:

@@ -54,6 +54,8 @@ class CudaSignals:
         self._end.atexit = False
         try:
             self._queue = driver().cuStreamBatchMemOp_v2
+            if not runtime.deviceGetAttribute(runtime.cudaDevAttrCanUseHostPointerForRegisteredMem, gpu.id):
+                raise OSError("it addresses the host's memory by other numbers")
             with gpu:
                 for base in memory.bases:
                     runtime.hostRegister(base, memory.nbytes, _PORTABLE_AND_MAPPED)

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 CI = Path(__file__).parents[3] / "ci"
-FOLDERS = ("unit", "mpi", "torch_adapter", "tensorflow_adapter", "launch", "multihost")
+FOLDERS = ("unit", "mpi", "torch_adapter", "tensorflow_adapter", "launch", "multihost", "gpu")
 # What pytest says of each folder is in a file of that name; everything else is well.
 PYTHON = f"""#!/bin/sh
 case "$1$2" in
@@ -107,6 +107,7 @@ def test_a_failure_is_one_whatever_comes_after_it(run):
         *(f"openmpi: tests/mpi on {ranks}" for ranks in (1, 2, 4)),
         "mpich: tests/mpi on 3",
     ]
+    assert [name for name in found if "tests/gpu" in name] == ["openmpi: tests/gpu on 2"]
 
 
 def test_quick_is_style_unit_tests_and_two_ranks(run):
@@ -125,6 +126,7 @@ def test_full_is_everything_under_each_mpi(run):
     for mpi in ("openmpi", "mpich"):
         assert [f"{mpi}: tests/mpi on {ranks}" in names for ranks in (1, 2, 3, 4)] == [True] * 4
         assert [f"{mpi}: tests/torch_adapter on {ranks}" in names for ranks in (1, 2, 3)] == [True] * 3
+        assert [f"{mpi}: tests/gpu on {ranks}" in names for ranks in (1, 2, 3, 4)] == [True] * 4
 
 
 def test_a_part_that_falls_silent_is_ended(run, monkeypatch, tmp_path):

@@ -19,12 +19,15 @@ from tests.cuda import build, standin
 
 # Of classes, what commlib calls; `late` and `peek` are the stand-in's own.
 CLASSES = {
-    "Device": ("use", "__enter__", "__exit__"),
+    "Device": ("use", "__enter__", "__exit__", "compute_capability"),
     "Event": ("record", "synchronize", "done"),
     "Stream": ("record", "wait_event", "synchronize", "__enter__", "__exit__", "null", "from_external"),
     "MemoryPointer": (),
     "UnownedMemory": (),
 }
+NVRTC = (
+    "createProgram", "compileProgram", "getCUBIN", "getPTX", "destroyProgram", "getVersion", "getSupportedArchs",
+)  # fmt: skip
 FUNCTIONS = ("alloc", "alloc_pinned_memory", "get_current_stream")
 
 PROGRAM = """
@@ -40,6 +43,8 @@ for name, members in {classes}.items():
     kind = getattr(cupy.cuda, name)
     found["class " + name] = all(hasattr(kind, member) for member in members)
 found["ndarray"] = all(hasattr(cupy.ndarray, name) for name in ("data", "flags", "shape", "dtype", "get"))
+for name in {nvrtc}:
+    found["nvrtc." + name] = getattr(cupy.cuda.nvrtc, name).__doc__
 found["RawModule"] = cupy.RawModule.__doc__
 found["pool"] = all(
     hasattr(cupy.cuda.MemoryPool, name) for name in ("used_bytes", "total_bytes", "set_limit", "free_all_blocks")
@@ -59,7 +64,7 @@ def real():
     if not python:
         pytest.skip("CuPy is not installed, and COMMLIB_TEST_CUPY names no interpreter that has it")
     names = [name for name in vars(standin.runtime) if name != "CUDARuntimeError"]
-    program = PROGRAM.format(functions=FUNCTIONS, runtime=names, classes=CLASSES)
+    program = PROGRAM.format(nvrtc=NVRTC, functions=FUNCTIONS, runtime=names, classes=CLASSES)
     done = subprocess.run([python, "-W", "ignore", "-c", program], capture_output=True, text=True, check=True)
     import json
 
@@ -77,6 +82,8 @@ def test_functions_have_the_same_arguments(real):
     for name, told in real.items():
         if name.startswith("runtime.") and isinstance(told, str):
             ours = getattr(standin.runtime, name.removeprefix("runtime."))
+        elif name.startswith("nvrtc."):
+            ours = getattr(standin.Nvrtc, name.removeprefix("nvrtc."))
         elif name in FUNCTIONS:
             ours = getattr(standin, name)
         else:
@@ -89,7 +96,7 @@ def test_names_and_numbers_are_the_same(real):
         if name.startswith("runtime.") and isinstance(told, int):
             assert getattr(standin.runtime, name.removeprefix("runtime.")) == told, name
     assert all(real[name] for name in (*(f"class {kind}" for kind in CLASSES), "ndarray", "pool", "errors"))
-    assert "tuple options=()" in real["RawModule"]
+    assert "str path=None" in real["RawModule"]
 
 
 HEADER = next(
