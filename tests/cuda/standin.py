@@ -206,7 +206,7 @@ class UnownedMemory:
 
 class MemoryPointer:
     def __init__(self, mem: Any, offset: int) -> None:
-        self.mem, self.ptr = mem, mem.ptr + offset
+        self.mem, self.ptr, self.device_id = mem, mem.ptr + offset, mem.device_id
 
 
 def alloc(size: int) -> MemoryPointer:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import threading
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -38,15 +39,18 @@ class CudaDevice:
         self._new_event = partial(self._cuda.Event, disable_timing=True)
         # Host memory of copies under way: its pool would give it to somebody else.
         self._under_way: deque[tuple[CudaEvent, Array]] = deque()
+        self._looking = threading.Lock()
+
+    def makes(self, x: Any) -> bool:
+        """Return whether an array is one of CuPy's, as those are that it makes itself."""
+        return type(x) is self._cupy.ndarray
 
     def __repr__(self) -> str:
         return f"<CudaDevice {self.index}>"
 
     @cached_property
     def kernels(self) -> Kernels:
-        from commlib.kernels.cuda.table import (
-            CudaKernels,  # with the sources of all kernels: only where one is asked for
-        )
+        from commlib.kernels.cuda.table import CudaKernels  # with all kernels' sources: only where one is asked for
 
         return CudaKernels(CupyLauncher(self, self._cupy))
 
@@ -103,7 +107,7 @@ class CudaDevice:
         return self._cupy.ndarray(shape, np.dtype(dtype), memptr=self._cuda.MemoryPointer(memory, 0))
 
     def wrap(self, x: Any, verb: str, what: str = "x", *, written: bool = False) -> DeviceArray:
-        if type(x) is self._cupy.ndarray:
+        if self.makes(x):
             there = foreign.Described(x.data.ptr, x.shape, x.dtype, x.flags.c_contiguous)
         else:
             there = self._described(x, verb, what, written)
@@ -156,12 +160,12 @@ class CudaDevice:
         runtime, here = self._cuda.runtime, self.current()
         with self._gpu:
             runtime.memcpyAsync(_at(target), _at(source), target.nbytes, runtime.memcpyDefault, here.raw.ptr)
-        kept = self._under_way
-        while kept and kept[0][0].done():
-            kept.popleft()
-        for array in (target, source):
-            if isinstance(array, np.ndarray):
-                kept.append((here.record(), array))
+        if host := [array for array in (target, source) if isinstance(array, np.ndarray)]:
+            there, kept = here.record(), self._under_way
+            with self._looking:  # else two threads that see the first one done would take the second one, too
+                while kept and kept[0][0].done():
+                    kept.popleft()
+                kept.extend((there, array) for array in host)
 
     def staging(self, nbytes: int) -> Array:
         with self._gpu:

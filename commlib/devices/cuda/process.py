@@ -47,6 +47,9 @@ def used() -> CudaDevice | None:
 
 def device_of(x: Any) -> CudaDevice | None:
     """Return the GPU that has an array of any library; None if it is not on one. Raises UsageError."""
+    found = _process.device
+    if found is not None and found.makes(x):  # by far the most frequent
+        return found if x.data.device_id == found.index else device(x.data.device_id)
     index = foreign.gpu_of(x)
     return None if index is None else device(index)
 

@@ -56,6 +56,31 @@ def test_copies_of_other_lengths_are_refused(gpu):
         gpu.device.copy(x, y)
 
 
+def test_threads_that_copy_at_once(gpu):
+    """What one of them keeps no other one gives back."""
+    arrays = [gpu.device.wrap(gpu.device.empty((500,), "float32"), "x") for _ in range(4)]
+    wrong: list[float] = []
+
+    def copy(number):
+        with gpu.device.using(gpu.device.stream()):
+            for step in range(60):
+                block = gpu.device.staging(2000)
+                block.view(np.float32)[:] = step
+                gpu.device.copy(arrays[number], block)
+                del block
+                back = gpu.device.staging(2000)
+                gpu.device.copy(back, arrays[number])
+                wait_for(gpu.device.current().record(), lambda: None)
+                wrong.extend(back.view(np.float32)[back.view(np.float32) != step])
+
+    threads = [threading.Thread(target=copy, args=(number,)) for number in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert not wrong
+
+
 def test_each_thread_has_a_stream_of_its_own(gpu):
     device, found = gpu.device, []
     with device.using(device.stream()):

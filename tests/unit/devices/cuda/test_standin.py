@@ -22,7 +22,7 @@ CLASSES = {
     "Device": ("use", "__enter__", "__exit__", "compute_capability"),
     "Event": ("record", "synchronize", "done"),
     "Stream": ("record", "wait_event", "synchronize", "__enter__", "__exit__", "null", "from_external"),
-    "MemoryPointer": (),
+    "MemoryPointer": ("device_id", "ptr", "mem"),
     "UnownedMemory": (),
 }
 NVRTC = (
@@ -58,11 +58,11 @@ print(json.dumps(found))
 
 @pytest.fixture(scope="module")
 def real():
-    """Return what the real CuPy has, from an interpreter that has it: this one, or that of COMMLIB_TEST_CUPY."""
+    """Return what the real CuPy has, from an interpreter that has it: this one, or that of GPU_TEST_CUPY."""
     installed = PathFinder.find_spec("cupy") is not None  # whatever stands in for it in this process
-    python = os.environ.get("COMMLIB_TEST_CUPY", sys.executable if installed else "")
+    python = os.environ.get("GPU_TEST_CUPY", sys.executable if installed else "")
     if not python:
-        pytest.skip("CuPy is not installed, and COMMLIB_TEST_CUPY names no interpreter that has it")
+        pytest.skip("CuPy is not installed, and GPU_TEST_CUPY names no interpreter that has it")
     names = [name for name in vars(standin.runtime) if name != "CUDARuntimeError"]
     program = PROGRAM.format(nvrtc=NVRTC, functions=FUNCTIONS, runtime=names, classes=CLASSES)
     done = subprocess.run([python, "-W", "ignore", "-c", program], capture_output=True, text=True, check=True)
