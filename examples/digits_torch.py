@@ -1,6 +1,6 @@
 """Train a small convolutional network on handwritten digits, data-parallel, and prove that it is the same training.
 
-    mpirun -n 2 python examples/digits_torch.py
+    mpirun -n 2 python examples/digits_torch.py [--device cuda]
 
 Every rank takes its share of each batch. Afterwards every rank trains the same network once more, alone, on the whole
 batches: the weights of both trainings must agree but for the rounding of another order of summation.
@@ -8,6 +8,7 @@ batches: the weights of both trainings must agree but for the rounding of anothe
 
 from __future__ import annotations
 
+import argparse
 import copy
 import sys
 import time
@@ -90,15 +91,25 @@ def largest_difference(model: nn.Module, reference: nn.Module) -> float:
     return max(float((a - b).abs().max() / b.abs().max()) for a, b in pairs)
 
 
+def parse() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    parser.add_argument("--device", default="cpu", choices=["cpu", "cuda"], help="ranks may share a GPU")
+    return parser.parse_args()
+
+
 def main() -> int:
+    arguments = parse()
     ct.init()
+    device = torch.device(arguments.device)
+    if device.type == "cuda":
+        torch.cuda.set_device(ct.local_rank() % torch.cuda.device_count())
     if BATCH % ct.size():
         sys.exit(f"{ct.size()} ranks cannot share a batch of {BATCH} equally")
-    images, labels = digits()
+    images, labels = (values.to(device) for values in digits())
     training, testing = (images[:-TEST], labels[:-TEST]), (images[-TEST:], labels[-TEST:])
 
     torch.manual_seed(ct.rank())  # other weights on each rank ...
-    model = network()
+    model = network().to(device)
     ct.broadcast_parameters(model.state_dict(), root=0)  # ... until here
     alone = copy.deepcopy(model)
 

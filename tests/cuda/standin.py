@@ -268,6 +268,14 @@ class ndarray:
         memory = MemoryPointer(self.data.mem, self.data.ptr - self.data.mem.ptr + start * row)
         return ndarray((stop - start, *self.shape[1:]), self.dtype, memory)
 
+    def set(self, arr: Any) -> None:
+        """Copy an array of the host here, in the stream's order; it may be changed at once."""
+        kept = np.array(arr, self.dtype, order="C").reshape(self.shape)
+        target = _place(self.data.ptr, self.nbytes)
+        ENGINE.submit(
+            get_current_stream().late, [target], [], lambda: ctypes.memmove(target[0], address_of(kept), kept.nbytes)
+        )
+
     def get(self) -> Any:
         """Return the values, when what this thread's stream has been told so far is done."""
         get_current_stream().synchronize()

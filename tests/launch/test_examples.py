@@ -12,7 +12,7 @@ import pytest
 pytestmark = pytest.mark.any_mpi
 
 EXAMPLES = Path(__file__).parents[2] / "examples"
-SCRIPTS = sorted(path.name for path in EXAMPLES.glob("*.py") if not path.name.startswith("digits"))
+SCRIPTS = sorted(path.name for path in EXAMPLES.glob("*.py") if not path.name.startswith(("digits", "gpu")))
 
 
 def test_they_are_all_here():
@@ -30,6 +30,13 @@ LONG = ("horovod_tensorflow.py", "loop_tensorflow.py", "pipeline_keras.py", "gpt
 def test_an_example(mpirun, script):
     done = mpirun(2, EXAMPLES / script, timeout=110)
     assert done.returncode == 0, done.stdout + done.stderr
+
+
+def test_arrays_on_gpus(mpirun):
+    """On the stand-in for CuPy."""
+    done = mpirun(3, ["-m", "tests.cuda", str(EXAMPLES / "gpu_arrays.py")], env={"PYTHONPATH": str(EXAMPLES.parent)})
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert "3 ranks, mean 2.0, right" in done.stdout
 
 
 @pytest.mark.long  # four ranks on the cores of two
