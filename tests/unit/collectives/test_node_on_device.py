@@ -366,6 +366,25 @@ def test_other_calls_are_told_before_anything_is_queued():
     run(2, check, config=CONFIG)
 
 
+def test_a_rank_that_never_comes_holds_up_nobody_for_ever(monkeypatch, caplog):
+    """Where hosts do not meet before, a stream waits; it is let go when the group is closed."""
+    monkeypatch.setattr("commlib.collectives.station.LAST", 0.3)
+
+    def check(comm):
+        x = filled(comm, 1000, symmetric=False)
+        comm.all_reduce(x)
+        x.numpy()
+        comm.barrier()
+        if comm.rank == 0:
+            comm.all_reduce(x)
+            assert not LATE.current().record().done()
+            comm.close()
+            x.numpy()
+
+    run(2, check, config=replace(CONFIG, check="never"))
+    assert "late still works after 0.3 s" in caplog.text
+
+
 def test_a_rank_that_fails_lets_the_others_go():
     def check(comm):
         x = filled(comm, 1000, symmetric=False)
