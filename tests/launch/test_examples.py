@@ -19,9 +19,12 @@ def test_they_are_all_here():
     assert len(SCRIPTS) >= 4
 
 
-# TensorFlow takes long to start, and what these call is called by horovod_keras.py, the examples for PyTorch and the
-# adapter's own tests, too.
-LONG = ("horovod_tensorflow.py", "loop_tensorflow.py", "pipeline_keras.py", "gpt_keras.py", "moe_keras.py")
+# TensorFlow takes long to start, experts to train, and what these call is called by the other examples and by the tests
+# of the adapters, too.
+LONG = (
+    *("horovod_tensorflow.py", "loop_tensorflow.py", "pipeline_keras.py", "gpt_keras.py"),
+    *("moe_torch.py", "moe_keras.py"),
+)
 
 
 @pytest.mark.parametrize(
