@@ -47,7 +47,7 @@ def library(code: str, defines: tuple[str, ...], lanes: int = 1) -> ctypes.CDLL:
     header = HERE / ("on_host.h" if lanes == 1 else "on_lanes.h")
     strict = () if lanes == 1 else ("-fsanitize=alignment", "-fsanitize-undefined-trap-on-error")
     options = [*OPTIONS, *strict, *(f"-D{define}" for define in defines)]
-    told = "\0".join([code, *options, header.read_text()])
+    told = "\0".join([code, *options, header.read_text(), (HERE / "words.h").read_text()])
     folder = Path(tempfile.gettempdir()) / f"commlib-cuda-on-host-{os.getuid()}"
     folder.mkdir(exist_ok=True)
     target = folder / f"{hashlib.sha256(told.encode()).hexdigest()[:32]}.so"
