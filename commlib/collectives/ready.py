@@ -120,6 +120,7 @@ class Calls:
         station = self._stations.get(device)
         if station is None:
             station = self._stations[device] = Station(self.group, device)
+            self.group.attach(station)
         return station
 
     def plain(self, verb: str, key: Hashable, x: Array, out: Any) -> Array | None:

@@ -65,8 +65,22 @@ class Station:
             block = self._blocks[number] = self.device.staging(nbytes)
         return block[:nbytes]
 
+    def leave(self, reason: str) -> None:
+        """See `group.standing.Attached`: end what is under way; with a reason let it go on without the others."""
+        if reason and self.let_go is not None:
+            self.let_go()
+        elif not reason:
+            self._end()
+
     def close(self) -> None:
         """Wait until the device has done what was queued, for a few seconds: also where everything else is given up."""
+        self._end()
+        self._blocks, self._held = {}, deque()
+
+    def halt(self) -> None:
+        """See `group.standing.Attached`."""
+
+    def _end(self) -> None:
         event, deadline = self._stream.record(), time.monotonic() + LAST
 
         def on_wait() -> None:
@@ -77,7 +91,6 @@ class Station:
             wait_for(event, on_wait)
         except StallError as error:
             if self.let_go is not None:
-                self.let_go()
+                self.let_go()  # the others will not come any more, and whoever frees memory would wait for that
             log.error("%s; its memory is left as it is", error)
             _LEFT_BEHIND.append((self._blocks, self._held))
-        self._blocks, self._held = {}, deque()

@@ -366,8 +366,9 @@ def test_other_calls_are_told_before_anything_is_queued():
     run(2, check, config=CONFIG)
 
 
-def test_a_rank_that_never_comes_holds_up_nobody_for_ever(monkeypatch, caplog):
-    """Where hosts do not meet before, a stream waits; it is let go when the group is closed."""
+@pytest.mark.parametrize("end", ["close", "leave"])
+def test_a_rank_that_never_comes_holds_up_nobody_for_ever(end, monkeypatch, caplog):
+    """Where hosts do not meet before, a stream waits; it is let go when the group is closed, or left."""
     monkeypatch.setattr("commlib.collectives.station.LAST", 0.3)
 
     def check(comm):
@@ -378,7 +379,7 @@ def test_a_rank_that_never_comes_holds_up_nobody_for_ever(monkeypatch, caplog):
         if comm.rank == 0:
             comm.all_reduce(x)
             assert not LATE.current().record().done()
-            comm.close()
+            comm.close() if end == "close" else comm.group.leave()
             x.numpy()
 
     run(2, check, config=replace(CONFIG, check="never"))
