@@ -56,7 +56,9 @@ class Gradients:
         self._follow = Following()
         gradients = [_gradient_of(*named, options.op, ranks.size) for named in parameters]
         # Autograd has a thread for each device: hooks of parameters on several of them would run at once.
-        several = len({gradient.device for gradient in gradients}) > 1
+        places = {gradient.device for gradient in gradients}
+        several = len(places) > 1
+        self._on_host = places <= {"cpu"}  # where a hook costs no more than it must
         self._alone: AbstractContextManager[Any] = threading.Lock() if several else nullcontext()
         with in_order():
             self.reducer = GradientReducer(
@@ -114,6 +116,9 @@ class Gradients:
 
     def before_gradient(self, index: int) -> None:
         """Note that autograd is about to add to the gradient of a parameter."""
+        if self._on_host:
+            self.reducer.before(index)
+            return
         with self._alone, in_order():
             self.reducer.before(index)
 
@@ -122,13 +127,19 @@ class Gradients:
         if not backward_passes.completes(self.parameters[index]):
             return
         backward_passes.arm()
-        reducer = self.reducer
+        if self._on_host:
+            self._ready(index)
+            return
         with self._alone, in_order():
             self._follow()
-            if not reducer.active:
-                # Several reducers at once: the order in which backward reaches them may differ among ranks.
-                reducer.begin(eager=len(backward_passes.members) == 1)
-            reducer.ready(index)
+            self._ready(index)
+
+    def _ready(self, index: int) -> None:
+        reducer = self.reducer
+        if not reducer.active:
+            # Several reducers at once: the order in which backward reaches them may differ among ranks.
+            reducer.begin(eager=len(backward_passes.members) == 1)
+        reducer.ready(index)
 
     @contextmanager
     def _between(self) -> Iterator[None]:

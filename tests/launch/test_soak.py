@@ -88,6 +88,7 @@ def test_a_hang_ends_and_prints_the_stuck_line(soak):
     assert re.search(rf'program_\d+.py", line {line} in barrier', done.stderr)
 
 
+@pytest.mark.long
 def test_a_leak_is_found(soak):
     done = soak(LEAK)
     assert done.returncode != 0

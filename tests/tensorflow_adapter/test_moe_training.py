@@ -202,6 +202,7 @@ def test_stages(comm: Communicator, schedule: str) -> None:
     mesh.close()
 
 
+@pytest.mark.long  # PyTorch's twin is run always: the core moves them
 @pytest.mark.ranks(min=2)
 def test_experts_that_moved_go_on(comm: Communicator) -> None:
     """Weights and moments go with them, and the compiled loop finds them where they are."""

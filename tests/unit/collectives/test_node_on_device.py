@@ -18,7 +18,7 @@ from tests.oracle import REDUCIBLE
 CONFIG = Config(timeout=10, device_slot_kib=64)  # what is larger goes through the slots in pieces
 SIZES = ((), (0,), (5, 3), (3000,), (70_001,))
 
-ranks = pytest.mark.parametrize("size", [2, 3, 4])
+ranks = pytest.mark.parametrize("size", [2, 3, pytest.param(4, marks=pytest.mark.long)])
 
 
 @pytest.fixture(autouse=True)

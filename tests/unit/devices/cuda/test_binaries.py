@@ -23,9 +23,12 @@ def cache(tmp_path, monkeypatch):
 def compilations(gpu, monkeypatch):
     """Return the options of all that NVRTC is asked for."""
     found, compile = [], gpu.cupy.cuda.nvrtc.compileProgram
-    monkeypatch.setattr(
-        gpu.cupy.cuda.nvrtc, "compileProgram", lambda prog, options: (found.append(options), compile(prog, options))[1]
-    )
+
+    def noting(prog, options):
+        found.append(options)
+        compile(prog, options)
+
+    monkeypatch.setattr(gpu.cupy.cuda.nvrtc, "compileProgram", noting)
     return found
 
 
