@@ -18,6 +18,7 @@ from commlib.devices.array import DeviceArray
 from commlib.errors import TransportError
 from commlib.execution.reduce_op import ReduceOp
 from commlib.group.group import Group
+from commlib.group.weak import WeakPart
 from commlib.node.device_board import DeviceBoard
 from commlib.node.device_collective import Move, Open, exchange
 
@@ -75,7 +76,7 @@ class Peers:
             log.log(level, "%s: collectives on %s go through the host: %s", group.name, device.name, self.refusal)
             return
         self.board, self._station.let_go = made, made.release
-        group.attach(made)
+        group.attach(WeakPart(made))
 
 
 def _refusal(group: Group) -> str:

@@ -26,6 +26,7 @@ from commlib.devices.registry import named
 from commlib.dtypes import Array
 from commlib.errors import UsageError
 from commlib.group.group import Group
+from commlib.group.weak import WeakPart
 from commlib.node.uneven import UnevenExchange
 from commlib.runtime.compiled import Compiled, Plan
 from commlib.runtime.work import Work
@@ -120,7 +121,7 @@ class Calls:
         station = self._stations.get(device)
         if station is None:
             station = self._stations[device] = Station(self.group, device)
-            self.group.attach(station)
+            self.group.attach(WeakPart(station))
         return station
 
     def plain(self, verb: str, key: Hashable, x: Array, out: Any) -> Array | None:

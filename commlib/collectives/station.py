@@ -66,7 +66,7 @@ class Station:
         return block[:nbytes]
 
     def leave(self, reason: str) -> None:
-        """See `group.standing.Attached`: end what is under way; with a reason let it go on without the others."""
+        """End what is under way; with a reason let it go on without the other ranks."""
         if reason and self.let_go is not None:
             self.let_go()
         elif not reason:
@@ -76,9 +76,6 @@ class Station:
         """Wait until the device has done what was queued, for a few seconds: also where everything else is given up."""
         self._end()
         self._blocks, self._held = {}, deque()
-
-    def halt(self) -> None:
-        """See `group.standing.Attached`."""
 
     def _end(self) -> None:
         event, deadline = self._stream.record(), time.monotonic() + LAST
@@ -94,3 +91,6 @@ class Station:
                 self.let_go()  # the others will not come any more, and whoever frees memory would wait for that
             log.error("%s; its memory is left as it is", error)
             _LEFT_BEHIND.append((self._blocks, self._held))
+
+    def halt(self) -> None:
+        """Nothing moves in a forked child."""

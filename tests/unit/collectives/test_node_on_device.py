@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import gc
+import time
+import weakref
 from dataclasses import replace
 
 import numpy as np
@@ -364,6 +367,25 @@ def test_other_calls_are_told_before_anything_is_queued():
         np.testing.assert_array_equal(comm.all_reduce(x).numpy(), np.full(1000, 3.0))  # in step again
 
     run(2, check, config=CONFIG)
+
+
+@pytest.mark.parametrize("peers", [True, False])
+@pytest.mark.parametrize("symmetric", [True, False])
+def test_a_group_that_is_dropped_is_freed(peers, symmetric):
+    def check(comm):
+        part = comm.split(0)
+        part.all_reduce(filled(part, 100_000, symmetric)).numpy()
+        part.all_reduce_async(filled(part, 10, symmetric)).wait().numpy()
+        found = weakref.ref(part.group)
+        comm.barrier()
+        del part
+        deadline = time.monotonic() + 5  # another thread may still be on its way out of it
+        while found() is not None and time.monotonic() < deadline:
+            gc.collect()
+            time.sleep(0.01)
+        return found() is None
+
+    assert run(2, check, config=replace(CONFIG, device_peers=peers)) == [True, True]
 
 
 @pytest.mark.parametrize("end", ["close", "leave"])
