@@ -27,7 +27,7 @@
 #define __launch_bounds__(...)
 
 namespace lanes {
-constexpr unsigned WARP = 32, BLOCK = 64, STACK = 1 << 17;
+constexpr unsigned WARP_LANES = 32, BLOCK_THREADS = 64, STACK_BYTES = 1 << 17;
 enum What { NONE, XOR, DOWN, UP, FROM, ANY, BALLOT, ALL_THREADS };
 
 struct Fiber {
@@ -39,7 +39,7 @@ struct Fiber {
 };
 
 inline ucontext_t scheduler;
-inline Fiber fibers[BLOCK];
+inline Fiber fibers[BLOCK_THREADS];
 inline std::vector<char> stacks;
 inline unsigned current;
 inline bool moved;
@@ -63,12 +63,12 @@ template <class T>
 unsigned exchange(T value, What what) {
     static_assert(sizeof(T) <= 8);
     Fiber &mine = fibers[current];
-    unsigned turn = mine.came++ & 1, first = current / WARP * WARP;
+    unsigned turn = mine.came++ & 1, first = current / WARP_LANES * WARP_LANES;
     mine.value[turn] = 0;
     std::memcpy(&mine.value[turn], &value, sizeof(T));
     mine.what[turn] = what;
     moved = true;
-    for (unsigned lane = 0; lane < WARP; ++lane) {
+    for (unsigned lane = 0; lane < WARP_LANES; ++lane) {
         Fiber &other = fibers[first + lane];
         while (other.came < mine.came) {
             if (other.done) fail("a lane ended while others wait for it");
@@ -82,7 +82,7 @@ unsigned exchange(T value, What what) {
 template <class T>
 T of(unsigned lane, unsigned turn) {
     T value;
-    std::memcpy(&value, &fibers[current / WARP * WARP + lane].value[turn], sizeof(T));
+    std::memcpy(&value, &fibers[current / WARP_LANES * WARP_LANES + lane].value[turn], sizeof(T));
     return value;
 }
 
@@ -94,20 +94,20 @@ inline void enter() {
 }
 
 inline void run_block() {
-    stacks.resize(BLOCK * STACK);
-    for (unsigned number = 0; number < BLOCK; ++number) {
+    stacks.resize(BLOCK_THREADS * STACK_BYTES);
+    for (unsigned number = 0; number < BLOCK_THREADS; ++number) {
         Fiber &fiber = fibers[number];
         fiber.done = false, fiber.came = fiber.met = 0;
         getcontext(&fiber.context);
-        fiber.context.uc_stack.ss_sp = stacks.data() + number * STACK;
-        fiber.context.uc_stack.ss_size = STACK;
+        fiber.context.uc_stack.ss_sp = stacks.data() + number * STACK_BYTES;
+        fiber.context.uc_stack.ss_size = STACK_BYTES;
         fiber.context.uc_link = nullptr;
         makecontext(&fiber.context, enter, 0);
     }
-    for (unsigned pass = 0, left = BLOCK; left > 0; ++pass) {
+    for (unsigned pass = 0, left = BLOCK_THREADS; left > 0; ++pass) {
         left = 0, moved = false;
-        for (unsigned number = 0; number < BLOCK; ++number) {
-            current = pass & 1 ? BLOCK - 1 - number : number;
+        for (unsigned number = 0; number < BLOCK_THREADS; ++number) {
+            current = pass & 1 ? BLOCK_THREADS - 1 - number : number;
             if (fibers[current].done) continue;
             swapcontext(&scheduler, &fibers[current].context);
             left += !fibers[current].done;
@@ -130,8 +130,8 @@ struct Kernel<void (*)(A...)> {
         std::lock_guard<std::mutex> alone(one_at_a_time);
         function = kernel, arguments = args;
         body = [] { call(std::index_sequence_for<A...>{}); };
-        block_dimension.x = BLOCK;
-        grid_dimension.x = static_cast<unsigned>((workers * WARP + BLOCK - 1) / BLOCK);
+        block_dimension.x = BLOCK_THREADS;
+        grid_dimension.x = static_cast<unsigned>((workers * WARP_LANES + BLOCK_THREADS - 1) / BLOCK_THREADS);
         for (block_index.x = 0; block_index.x < grid_dimension.x; ++block_index.x) run_block();
     }
     static void sizes(int *out) {
@@ -157,14 +157,14 @@ inline void __syncthreads() {
     lanes::Fiber &mine = lanes::fibers[lanes::current];
     ++mine.met;
     lanes::moved = true;
-    for (unsigned number = 0; number < lanes::BLOCK; ++number) {
+    for (unsigned number = 0; number < lanes::BLOCK_THREADS; ++number) {
         while (lanes::fibers[number].met < mine.met) {
             if (lanes::fibers[number].done) lanes::fail("a thread ended while others wait for it");
             lanes::yield();
         }
     }
 }
-inline unsigned own_lane() { return lanes::current % lanes::WARP; }
+inline unsigned own_lane() { return lanes::current % lanes::WARP_LANES; }
 template <class T>
 T __shfl_xor_sync(unsigned, T value, unsigned apart) {
     return lanes::of<T>(own_lane() ^ apart, lanes::exchange(value, lanes::XOR));
@@ -172,7 +172,7 @@ T __shfl_xor_sync(unsigned, T value, unsigned apart) {
 template <class T>
 T __shfl_down_sync(unsigned, T value, unsigned apart) {
     unsigned turn = lanes::exchange(value, lanes::DOWN), from = own_lane() + apart;
-    return lanes::of<T>(from < lanes::WARP ? from : own_lane(), turn);
+    return lanes::of<T>(from < lanes::WARP_LANES ? from : own_lane(), turn);
 }
 template <class T>
 T __shfl_up_sync(unsigned, T value, unsigned apart) {
@@ -182,16 +182,16 @@ T __shfl_up_sync(unsigned, T value, unsigned apart) {
 template <class T>
 T __shfl_sync(unsigned, T value, unsigned from) {
     unsigned turn = lanes::exchange(value, lanes::FROM);
-    return lanes::of<T>(from % lanes::WARP, turn);
+    return lanes::of<T>(from % lanes::WARP_LANES, turn);
 }
 inline unsigned __ballot_sync(unsigned, int value) {
     unsigned turn = lanes::exchange(static_cast<unsigned>(value != 0), lanes::BALLOT), bits = 0;
-    for (unsigned lane = 0; lane < lanes::WARP; ++lane) bits |= lanes::of<unsigned>(lane, turn) << lane;
+    for (unsigned lane = 0; lane < lanes::WARP_LANES; ++lane) bits |= lanes::of<unsigned>(lane, turn) << lane;
     return bits;
 }
 inline int __any_sync(unsigned, int value) {
     unsigned turn = lanes::exchange(static_cast<unsigned>(value != 0), lanes::ANY);
-    for (unsigned lane = 0; lane < lanes::WARP; ++lane) {
+    for (unsigned lane = 0; lane < lanes::WARP_LANES; ++lane) {
         if (lanes::of<unsigned>(lane, turn)) return 1;
     }
     return 0;
