@@ -111,7 +111,9 @@ def array_over(tensor: Any, device: Device) -> DeviceArray:
     capsule = tf.experimental.dlpack.to_dlpack(tensor)
     del _given_back.owners[:before]
     there = dlpack.read(capsule)
-    return DeviceArray(device, there.address, there.shape, tensor.dtype.as_numpy_dtype, (tensor, capsule))
+    return DeviceArray(
+        device, there.address, there.shape, tensor.dtype.as_numpy_dtype, (tensor, capsule), device.current()
+    )
 
 
 def tensor_over(made: Any) -> Any:

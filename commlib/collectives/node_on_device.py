@@ -12,6 +12,7 @@ from functools import partial
 from typing import Any
 
 from commlib.collectives.call import Call
+from commlib.collectives.device_call import DeviceCall
 from commlib.collectives.paths import Verb
 from commlib.collectives.station import OnWait, Run, Station
 from commlib.devices.array import DeviceArray
@@ -88,10 +89,13 @@ def _refusal(group: Group) -> str:
     return "" if min(map(len, group.topology.nodes)) > 1 else "some node has one rank"
 
 
-def through_peers(peers: Peers, group: Group, verb: Verb, call: Call, otherwise: Callable[[], Run]) -> Run:
-    """Return what does a call between the ranks' devices, or else as what `otherwise` returns."""
+def through_peers(
+    peers: Peers, station: Station, group: Group, verb: Verb, call: Call, otherwise: Callable[[], Run]
+) -> DeviceCall:
+    """Return a call between the ranks' devices, or else as what `otherwise` returns."""
     made: list[Move] = []
     instead: list[Run] = []
+    text = call.text
 
     def move(x: DeviceArray, target: DeviceArray, on_wait: OnWait) -> None:
         if not made:
@@ -99,13 +103,17 @@ def through_peers(peers: Peers, group: Group, verb: Verb, call: Call, otherwise:
         made[0](x, target, on_wait)
 
     def run(x: DeviceArray, target: DeviceArray, on_wait: OnWait) -> Any:
-        if peers.open(call.text, on_wait) is None:
+        if peers.open(text, on_wait) is None:
             if not instead:
                 instead.append(otherwise())
             return instead[0](x, target, on_wait)
-        return group.perform_call(call.text, move, x.reshape(-1), target.reshape(-1), on_wait)
+        return group.perform_call(text, move, x.reshape(-1), target.reshape(-1), on_wait)
 
-    return run
+    def only_queues() -> bool:
+        return group.one_node and peers.board is not None
+
+    on_wait = group.on_wait(f"{text}: copies to and from {station.device.name}")
+    return DeviceCall(group.progress, text, station, run, only_queues=only_queues, on_wait=on_wait)
 
 
 def _made(peers: Peers, group: Group, verb: Verb, call: Call) -> Move:

@@ -43,7 +43,9 @@ def compile_on_device(
     if call.algorithm == "nccl":
         run = nccl.through(verb, call)
     else:
-        run = through_peers(peers, group, verb, call, otherwise) if peers.may_take(verb, call) else otherwise()
+        if peers.may_take(verb, call):
+            return through_peers(peers, station, group, verb, call, otherwise)
+        run = otherwise()
     return DeviceCall(group.progress, call.text, station, run, blocks=call.algorithm == "native")
 
 

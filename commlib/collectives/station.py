@@ -8,7 +8,7 @@ from collections import deque
 from collections.abc import Callable
 from typing import Any
 
-from commlib.devices.protocol import Device, Event
+from commlib.devices.protocol import Device, Event, Stream
 from commlib.devices.waiting import wait_for
 from commlib.dtypes import Array
 from commlib.errors import StallError
@@ -29,14 +29,18 @@ Run = Callable[[Any, Any, OnWait], Any]
 
 
 class Station:
-    """Runs calls one at a time, in their group's order. The work they queue goes to one stream, in that order.
+    """Runs calls one at a time, in their group's order. The work they queue is done in that order: on one stream, but
+    what its caller waits for is on the caller's.
 
     So what a call reads of a block of host memory is read before the next one's copy into it.
     """
 
     def __init__(self, group: Group, device: Device) -> None:
         self._group, self.device = group, device
-        self._stream, self.way_back = device.stream(), device.stream()
+        self._stream = self._last = device.stream()
+        self._done: Event | None = None  # behind what the last call has queued, on the stream `_last`
+        self._moved: Event | None = None
+        self.way_back = device.stream()
         """The second one is for copies to the device, beside those from it; in order with the first where calls end."""
         self._blocks: dict[int, Array] = {}
         # The arrays of calls whose last work is under way: their memory must not be used for anything else.
@@ -50,12 +54,31 @@ class Station:
             self._held.popleft()
         with self.device.using(self._stream):
             self._stream.wait(ready)
+            self._go_on(self._stream)
             try:
                 value = run(x, target, self._group.watch(f"{text}: copies to and from {self.device.name}", ()))
             finally:
-                done = self._stream.record()
+                done = self._done = self._stream.record()
                 self._held.append((done, (x, target)))
         return value, done
+
+    def run_there(self, stream: Stream, run: Run, x: Any, target: Any, on_wait: OnWait) -> Any:
+        """Do a call, which only queues, on its caller's stream, where its arrays are ready; return its value."""
+        self._go_on(stream)
+        try:
+            if stream == self.device.current():
+                return run(x, target, on_wait)
+            with self.device.using(stream):
+                return run(x, target, on_wait)
+        finally:
+            self._done = self._moved = stream.record(self._moved)
+
+    def _go_on(self, stream: Stream) -> None:
+        """Let a stream wait for the last call, if that is on another one."""
+        if stream != self._last:
+            if self._done is not None:
+                stream.wait(self._done)
+            self._last = stream
 
     def block(self, number: int, nbytes: int, on_wait: OnWait) -> Array:
         """Return host memory (uint8). The same number is the same memory, for whoever asks for no more than before."""
@@ -78,7 +101,8 @@ class Station:
         self._blocks, self._held = {}, deque()
 
     def _end(self) -> None:
-        event, deadline = self._stream.record(), time.monotonic() + LAST
+        event = self._stream.record() if self._done is None else self._done
+        deadline = time.monotonic() + LAST
 
         def on_wait() -> None:
             if time.monotonic() > deadline:

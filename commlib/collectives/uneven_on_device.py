@@ -51,5 +51,5 @@ def exchange_rows(
     into = ranges(uneven(int(count) * row for count in came), x.itemsize) if fits else [NOTHING] * size
     before = counts[:, :rank].sum(axis=1) * row * x.itemsize  # what others have for lower ranks
     what = Exchange(sends, into, longest, before.tolist(), size * longest)
-    exchange(board, open_slots, what, None)(x.reshape(-1), target.reshape(-1), on_wait)
+    exchange(board, open_slots, what, None, again=False)(x.reshape(-1), target.reshape(-1), on_wait)
     return made, came.copy()

@@ -12,7 +12,7 @@ class DeviceArray:
     """Contiguous memory with a shape and a dtype: as much of numpy's array as moving and combining data takes.
 
     What it does to data is queued on the device's current stream. owner: what keeps the memory alive, the user's array
-    mostly. stream: the current one when it was made.
+    mostly. stream: on which the contents of a user's array come to be; None for memory that is commlib's own.
     """
 
     __slots__ = ("address", "device", "dtype", "owner", "shape", "stream")
@@ -21,7 +21,7 @@ class DeviceArray:
         self, device: Any, address: int, shape: tuple[int, ...], dtype: Any, owner: Any, stream: Any = None
     ) -> None:
         self.device, self.address, self.shape, self.dtype, self.owner = device, address, shape, np.dtype(dtype), owner
-        self.stream = device.current() if stream is None else stream
+        self.stream = stream
 
     def __repr__(self) -> str:
         return f"<DeviceArray {self.shape} {self.dtype} on {self.device.name} at {self.address:#x}>"
@@ -60,6 +60,8 @@ class DeviceArray:
     def reshape(self, *shape: Any) -> DeviceArray:
         lengths = shape[0] if len(shape) == 1 and isinstance(shape[0], tuple) else shape
         if lengths == (-1,):
+            if len(self.shape) == 1:
+                return self
             lengths = (self.size,)
         if math.prod(lengths) != self.size:
             raise ValueError(f"an array of shape {self.shape} cannot have the shape {lengths}")

@@ -11,7 +11,7 @@ import numpy as np
 
 from commlib.buffers import shared_memory
 from commlib.buffers.views import address_of, as_host, contiguous, writable
-from commlib.devices.protocol import Signals
+from commlib.devices.protocol import Exported, Opened, Signals
 from commlib.dtypes import Array
 from commlib.errors import TransportError
 from commlib.kernels.protocol import Kernels
@@ -21,7 +21,7 @@ from commlib.protocols import SharedMemory
 class _InOrder:
     """The host's only stream, and every event of it."""
 
-    def record(self) -> _InOrder:
+    def record(self, event: Any = None) -> _InOrder:
         return self
 
     def wait(self, event: Any) -> None:
@@ -68,11 +68,20 @@ class HostDevice:
     def copy(self, target: Any, source: Any) -> None:
         target[...] = source
 
+    def repeatable(self, run: Callable[[], None]) -> Callable[[], None]:
+        return run
+
     def staging(self, nbytes: int) -> Array:
         return np.empty(nbytes, np.uint8)
 
     def share(self, nbytes: int, rank: int, gather: Callable[[Any], list[Any]]) -> SharedMemory:
         return shared_memory.share(rank, nbytes, gather)
+
+    def export(self, nbytes: int) -> Exported:
+        raise TransportError("the host's memory is shared by files: see buffers.peer_memory")
+
+    def open(self, handle: str) -> Opened:
+        raise TransportError("the host's memory is shared by files: see buffers.peer_memory")
 
     def signals(self, memory: SharedMemory, tell: Sequence[int], hear: Sequence[int]) -> Signals:
         raise TransportError("the host has no streams: its ranks meet on a board")

@@ -28,8 +28,8 @@ class Event(Protocol):
 class Stream(Protocol):
     """A queue of a device: what is queued runs in its order."""
 
-    def record(self) -> Event:
-        """Return the event behind everything queued so far."""
+    def record(self, event: Any = None) -> Event:
+        """Return the event behind everything queued so far. event: what it returned before, which is moved there."""
         ...
 
     def wait(self, event: Any) -> None:
@@ -72,6 +72,34 @@ class Signals(Protocol):
 
     def close(self) -> None:
         """Give the memory back. Nothing queued may still use it."""
+        ...
+
+
+class Exported(Protocol):
+    """Memory of a device, uninitialised, that another process of the node can open. handle: a text that says where."""
+
+    @property
+    def address(self) -> int: ...
+
+    @property
+    def nbytes(self) -> int: ...
+
+    @property
+    def handle(self) -> str: ...
+
+    def free(self) -> None:
+        """Give it back. Nobody may have it open, and nothing queued may use it. Idempotent."""
+        ...
+
+
+class Opened(Protocol):
+    """Memory that another process exports, in this one."""
+
+    @property
+    def address(self) -> int: ...
+
+    def close(self) -> None:
+        """Let go of it. Nothing queued may use it. Idempotent."""
         ...
 
 
@@ -119,6 +147,13 @@ class Device(Protocol):
         """Queue a copy of contiguous memory. One of them may be host memory from `staging`, untouched until then."""
         ...
 
+    def repeatable(self, run: Callable[[], None]) -> Callable[[], None]:
+        """Return what queues the same copies within the device and the same kernels as `run`, as often as it is called.
+
+        On the stream that is current then. Nothing is queued now; `run` is called once, now or each time.
+        """
+        ...
+
     def staging(self, nbytes: int) -> Array:
         """Return host memory (uint8) that copies to and from the device are fast with."""
         ...
@@ -128,6 +163,14 @@ class Device(Protocol):
 
         `gather` tells every rank's picklable value to all.
         """
+        ...
+
+    def export(self, nbytes: int) -> Exported:
+        """Return new memory for one other rank of the node. Raises TransportError. Not collective."""
+        ...
+
+    def open(self, handle: str) -> Opened:
+        """Open what another rank exports, by its handle. Raises TransportError if this device cannot reach it."""
         ...
 
     def signals(self, memory: SharedMemory, tell: Sequence[int], hear: Sequence[int]) -> Signals:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable
+from functools import cache
 from typing import Any
 
 # Filled where a device is first used; nothing else in the process depends on it.
@@ -52,6 +53,7 @@ def streams() -> dict[str, Any]:
     return found
 
 
+@cache
 def _cuda() -> Any:
     from commlib.devices.cuda import process  # only where something may be on a GPU
 

@@ -11,7 +11,7 @@ from commlib.config import Config
 from commlib.errors import MismatchError
 from commlib.group.call_check import StallCheck, compare_messages, explain_difference, mismatch
 from commlib.group.standing import Standing
-from commlib.group.waits import Watching
+from commlib.group.waits import Waits, Watching
 from commlib.node.board import NodeBoard
 from commlib.signature import follow, signature
 from commlib.transport.base import Transport
@@ -96,7 +96,7 @@ class CallSequence:
     def _compare(self, text: str, meets: bool) -> None:
         if self._transport.size == 1 or (self._check == "never" and not meets):
             return
-        texts, board, watch = None, self._standing.board, self._group.watch(text)
+        texts, board, watch = None, self._standing.board, Waits(self._group, text)
         if self._one_node and board is not None:
             if not board.meet(signature(text), watch):
                 texts = board.exchange_texts(text, watch)

@@ -7,10 +7,12 @@ through slots.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Hashable, Sequence
+from functools import partial
 from typing import Any
 
 from commlib.devices.array import DeviceArray
+from commlib.devices.repeats import Repeats, once
 from commlib.execution.reduce_op import ReduceOp
 from commlib.node.collective import Exchange, Range
 from commlib.node.device_board import DeviceBoard
@@ -28,9 +30,13 @@ Move = Callable[[DeviceArray, DeviceArray, WaitHook], None]
 Open = Callable[[], None]
 """Make the board's slots, within an operation; collective at first."""
 
+Queue = Callable[[Hashable, Callable[[], None]], None]
+"""Queue what a function does, which depends on a key: see `devices.repeats`."""
 
-def exchange(board: DeviceBoard, open_slots: Open, what: Exchange, op: ReduceOp | None) -> Move:
-    """Return an exchange: see `node.collective.Exchange`."""
+
+def exchange(board: DeviceBoard, open_slots: Open, what: Exchange, op: ReduceOp | None, *, again: bool = True) -> Move:
+    """Return an exchange: see `node.collective.Exchange`. again: it is used more than once."""
+    queue: Queue = Repeats(board.device).queue if again else once
 
     def move(x: DeviceArray, target: DeviceArray, on_wait: WaitHook) -> None:
         if what.offsets is not None and what.nbytes > SMALL_BYTES:
@@ -40,12 +46,12 @@ def exchange(board: DeviceBoard, open_slots: Open, what: Exchange, op: ReduceOp 
                     _copy_own(board, what, x, target)
                 parts = [base + offset for base, offset in zip(bases, what.offsets, strict=True)]
                 board.meet()
-                _take(board, parts, what.takes, 0, what.longest, op, target)
+                queue((place, target.address), partial(_take, board, parts, what.takes, 0, what.longest, op, target))
                 board.meet()
                 return
         if what.longest:
             open_slots()
-            _through_slots(board, what, op, x, target)
+            _through_slots(board, what, op, x, target, queue)
 
     return move
 
@@ -56,17 +62,18 @@ def all_reduce(board: DeviceBoard, open_slots: Open, count: int, op: ReduceOp) -
     everything = Exchange([(0, nbytes)], [(0, nbytes)] * board.size, nbytes)
     if nbytes <= SMALL_BYTES:
         return exchange(board, open_slots, everything, op)
+    queue = Repeats(board.device).queue
 
     def move(x: DeviceArray, target: DeviceArray, on_wait: WaitHook) -> None:
         place, bases = board.find(target)
         if board.is_same(place, on_wait) and place:
             if x.address != target.address:
                 board.device.copy(target, x)
-            _reduce_shares(board, bases, count, op, target.dtype)
+            _reduce_shares(board, bases, count, op, target.dtype, queue)
             return
         open_slots()
         if board.size == 2:  # half of the other one's array is read in either case
-            _through_slots(board, everything, op, x, target)
+            _through_slots(board, everything, op, x, target, queue)
             return
         longest = board.part_bytes(1) // op.item_bytes
         for start in range(0, count, longest):
@@ -74,42 +81,53 @@ def all_reduce(board: DeviceBoard, open_slots: Open, count: int, op: ReduceOp) -
             slots = board.turn_slots()
             mine = board.at(slots[board.rank], stop - start, x.dtype)
             board.device.copy(mine, x[start:stop])
-            _reduce_shares(board, slots, stop - start, op, x.dtype)
+            _reduce_shares(board, slots, stop - start, op, x.dtype, queue)
             board.device.copy(target[start:stop], mine)
 
     return move
 
 
-def _reduce_shares(board: DeviceBoard, arrays: Sequence[int], count: int, op: ReduceOp, dtype: Any) -> None:
+def _reduce_shares(
+    board: DeviceBoard, arrays: Sequence[int], count: int, op: ReduceOp, dtype: Any, queue: Queue
+) -> None:
     """Reduce all ranks' arrays at these addresses, each its share, and write that to all of them."""
     share = -(-count * op.item_bytes // board.size // _SHARE_BYTES) * _SHARE_BYTES // op.item_bytes
     start = min(board.rank * share, count)
     mine = min(share, count - start)
-    board.meet()
-    if mine:
+
+    def combine() -> None:
         parts = [board.at(address + start * op.item_bytes, mine, dtype) for address in arrays]
         board.device.kernels.reduce_to(op.dtype, op.operation, op.divisor, parts, parts)
+
+    board.meet()
+    if mine:
+        queue((count, *arrays), combine)
     board.meet()
 
 
 def _through_slots(
-    board: DeviceBoard, what: Exchange, op: ReduceOp | None, x: DeviceArray, target: DeviceArray
+    board: DeviceBoard, what: Exchange, op: ReduceOp | None, x: DeviceArray, target: DeviceArray, queue: Queue
 ) -> None:
     """Copy what others take of `x` to this rank's slot, and take from theirs, piece by piece."""
     parts = len(what.sends)
     piece = board.part_bytes(parts)
     own = 0 if parts == 1 else board.rank  # the number of the part that this rank takes, of everyone's
     mine = x.address + what.sends[own][0]
-    for start in range(0, what.longest, piece):
-        slots = board.turn_slots()
+
+    def give(start: int, slot: int) -> None:
         for number, sent in enumerate(what.sends):
             length = _left(sent, start, piece)
             if length and (parts == 1 or number != own):
-                _copy(board, slots[board.rank] + number * piece, x.address + sent[0] + start, length)
+                _copy(board, slot + number * piece, x.address + sent[0] + start, length)
+
+    for start in range(0, what.longest, piece):
+        slots = board.turn_slots()
+        key = start, slots[board.rank], x.address
+        queue(key, partial(give, start, key[1]))
         board.meet()
         sources = [slot + own * piece - start for slot in slots]
         sources[board.rank] = mine
-        _take(board, sources, what.takes, start, piece, op, target)
+        queue((*key, target.address), partial(_take, board, sources, what.takes, start, piece, op, target))
 
 
 def _take(

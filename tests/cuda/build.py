@@ -68,11 +68,16 @@ def written(defines: Mapping[str, object]) -> tuple[str, ...]:
     return tuple(f"{name}={value}" for name, value in sorted(defines.items()))
 
 
+def sizes(built: ctypes.CDLL, kernel: str) -> list[int]:
+    """Return how many bytes each of a kernel's arguments has."""
+    found = (ctypes.c_int * 65)()
+    getattr(built, f"sizes_{kernel}")(found)
+    return list(found)[: list(found).index(0)]
+
+
 def run(built: ctypes.CDLL, kernel: str, workers: int, values: list[np.ndarray]) -> None:
     """Run a launch; values: the arguments as 0-d arrays, of which the kernel must want as many bytes each."""
-    sizes = (ctypes.c_int * 65)()
-    getattr(built, f"sizes_{kernel}")(sizes)
-    wanted = list(sizes)[: list(sizes).index(0)]
+    wanted = sizes(built, kernel)
     given = [value.nbytes for value in values]
     assert wanted == given, f"{kernel} has arguments of {wanted} bytes, and was given {given}"
     pointers = (ctypes.c_void_p * max(len(values), 1))(*(value.ctypes.data for value in values))

@@ -12,6 +12,7 @@ from __future__ import annotations
 import ctypes
 import pickle
 import sys
+import weakref
 from functools import partial
 from pathlib import Path
 from types import ModuleType, SimpleNamespace
@@ -36,6 +37,7 @@ from tests.cuda.standin_memory import (
 )
 from tests.cuda.standin_streams import ENGINE, POISON, Device, Event, Stream, get_current_stream, numbers
 from tests.late.signals import hear, tell
+from tests.late.stream import LateStream
 
 __all__ = ["ENGINE", "POISON", "VIOLATIONS", "Device", "Event", "Nvrtc", "RawModule", "Stream", "install", "runtime"]
 
@@ -90,17 +92,48 @@ class RawModule:
         assert code is None and path is not None and not options, "CuPy flushes denormal numbers in what it compiles"
         self._library = build.library(*pickle.loads(Path(path).read_bytes()))
 
-    def get_function(self, name: str) -> Any:
-        def launch(grid: tuple[int, ...], block: tuple[int, ...], args: Any, *, shared_mem: int = 0) -> None:
-            assert block[0] <= 1024 and 0 < grid[0] < 1 << 31
-            for arg in args:
-                if not isinstance(arg, np.generic | np.ndarray):
-                    raise TypeError(f"{name}: an argument is a {type(arg).__name__}: give numpy scalars")
-            values = [np.array(arg) for arg in args]
-            threads = grid[0] * block[0]
-            ENGINE.submit(get_current_stream().late, [], [], lambda: build.run(self._library, name, threads, values))
+    def get_function(self, name: str) -> RawKernel:
+        return RawKernel(self._library, name)
 
-        return launch
+
+class RawKernel:
+    """What `RawModule.get_function` returns."""
+
+    by_number: ClassVar[weakref.WeakValueDictionary[int, RawKernel]] = weakref.WeakValueDictionary()
+
+    def __init__(self, library: ctypes.CDLL, name: str) -> None:
+        self._library, self.name = library, name
+        self.kernel = SimpleNamespace(ptr=next(numbers))
+        self.by_number[self.kernel.ptr] = self
+
+    def __call__(self, grid: tuple[int, ...], block: tuple[int, ...], args: Any, *, shared_mem: int = 0) -> None:
+        for arg in args:
+            if not isinstance(arg, np.generic | np.ndarray):
+                raise TypeError(f"{self.name}: an argument is a {type(arg).__name__}: give numpy scalars")
+        self.submit(get_current_stream().late, grid[0], block[0], [np.array(arg) for arg in args])
+
+    def submit(self, stream: LateStream, blocks: int, block: int, values: list[np.ndarray]) -> None:
+        assert block <= 1024 and 0 < blocks < 1 << 31
+        ENGINE.submit(stream, [], [], lambda: build.run(self._library, self.name, blocks * block, values))
+
+    def values_at(self, pointers: int) -> list[np.ndarray]:
+        """Return copies of a launch's arguments, from the addresses of where each of them is."""
+        sizes = build.sizes(self._library, self.name)
+        places = (ctypes.c_void_p * len(sizes)).from_address(pointers)
+        return [np.array(np.void(ctypes.string_at(at, size))) for at, size in zip(places, sizes, strict=True)]
+
+
+class driver:
+    """cupy.cuda.driver."""
+
+    @staticmethod
+    def launchKernel(
+        f: int, grid_dim_x: int, grid_dim_y: int, grid_dim_z: int, block_dim_x: int, block_dim_y: int, block_dim_z: int,
+        shared_mem_bytes: int, stream: int, kernel_params: int, extra: int,
+    ) -> None:  # fmt: skip
+        assert (grid_dim_y, grid_dim_z, block_dim_y, block_dim_z, shared_mem_bytes, extra) == (1, 1, 1, 1, 0, 0)
+        kernel = RawKernel.by_number[f]
+        kernel.submit(Stream.known[stream], grid_dim_x, block_dim_x, kernel.values_at(kernel_params))
 
 
 class Driver:
@@ -126,7 +159,7 @@ def install() -> ModuleType:
         signals.driver = Driver  # type: ignore[assignment]
         cuda = ModuleType("cupy.cuda")
         vars(cuda).update(
-            Device=Device, Event=Event, Stream=Stream, runtime=runtime, nvrtc=Nvrtc, alloc=alloc,
+            Device=Device, Event=Event, Stream=Stream, runtime=runtime, driver=driver, nvrtc=Nvrtc, alloc=alloc,
             alloc_pinned_memory=alloc_pinned_memory, get_current_stream=get_current_stream, MemoryPointer=MemoryPointer,
             UnownedMemory=UnownedMemory, memory=SimpleNamespace(OutOfMemoryError=OutOfMemoryError),
         )  # fmt: skip

@@ -19,6 +19,7 @@ from commlib.devices.registry import register
 from commlib.dtypes import Array, name_of, numpy_dtype
 from commlib.errors import TransportError, UsageError
 from tests.late.engine import Engine
+from tests.late.exported import LateExported, LateOpened
 from tests.late.kernels import LateKernels
 from tests.late.memory import GiveUp, Owner, place_of, poison_of
 from tests.late.signals import LateSignals
@@ -131,7 +132,10 @@ class LateDevice:
             name_of(x.dtype)
         except UsageError as error:
             raise UsageError(f"{verb}: {what}: {error}") from None
-        return DeviceArray(self, x.address, x.shape, x.dtype, x)
+        return DeviceArray(self, x.address, x.shape, x.dtype, x, self.current())
+
+    def repeatable(self, run: Callable[[], None]) -> Callable[[], None]:
+        return run
 
     def staging(self, nbytes: int) -> Array:
         return np.full(nbytes, 0xA5, np.uint8)
@@ -140,6 +144,18 @@ class LateDevice:
         segment = shared_memory.share(rank, nbytes, gather)
         self._engine.note_shared(segment.mappings, nbytes)
         return segment
+
+    def export(self, nbytes: int) -> LateExported:
+        made = LateExported(nbytes)
+        self._engine.note_shared(made.mappings, nbytes)
+        return made
+
+    def open(self, handle: str) -> LateOpened:
+        if not self.has_signals:
+            raise TransportError("late memory is not opened by other ranks: has_signals is False")
+        found = LateOpened(handle)
+        self._engine.note_shared(found.mappings, found.nbytes)
+        return found
 
     def signals(self, memory: Any, tell: Sequence[int], hear: Sequence[int]) -> LateSignals:
         if not self.has_signals:

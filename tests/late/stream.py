@@ -40,10 +40,11 @@ class LateStream:
         threading.Thread(target=_serve, args=(self.queue,), name="late stream", daemon=True).start()
         weakref.finalize(self, self.queue.put, None).atexit = False
 
-    def record(self) -> LateEvent:
-        event = LateEvent()
-        self.queue.put(event.happen)
-        return event
+    def record(self, event: Any = None) -> LateEvent:
+        # A new one each time: who waits for what was recorded before does not wait for what comes now, as in CUDA.
+        made = LateEvent()
+        self.queue.put(made.happen)
+        return made
 
     def wait(self, event: Any) -> None:
         self.queue.put(event.block)

@@ -16,9 +16,10 @@ from commlib.buffers.views import address_of
 from commlib.devices.array import DeviceArray
 from commlib.devices.cuda import foreign
 from commlib.devices.cuda.launcher import CupyLauncher
-from commlib.devices.cuda.peers import PeerMemory, share
+from commlib.devices.cuda.peers import Exported, Opened, PeerMemory, share
 from commlib.devices.cuda.signals import CudaSignals
 from commlib.devices.cuda.stream import CudaEvent, CudaStream
+from commlib.devices.cuda.tape import Tape
 from commlib.dtypes import Array, name_of
 from commlib.errors import TransportError, UsageError
 from commlib.kernels.protocol import Kernels
@@ -40,6 +41,7 @@ class CudaDevice:
         # Host memory of copies under way: its pool would give it to somebody else.
         self._under_way: deque[tuple[CudaEvent, Array]] = deque()
         self._looking = threading.Lock()
+        self.tape = Tape()
 
     def makes(self, x: Any) -> bool:
         """Return whether an array is one of CuPy's, as those are that it makes itself."""
@@ -122,7 +124,8 @@ class CudaDevice:
             )
         if written and there.read_only:
             raise UsageError(f"{verb}: {what} is read-only, but the result is written to it: pass a writable array")
-        return DeviceArray(self, there.address, there.shape, there.dtype, x if there.keep is None else (x, there.keep))
+        owner = x if there.keep is None else (x, there.keep)
+        return DeviceArray(self, there.address, there.shape, there.dtype, owner, self.current())
 
     def _described(self, x: Any, verb: str, what: str, written: bool) -> foreign.Described:
         """Describe another library's array, in order with the current stream."""
@@ -157,9 +160,13 @@ class CudaDevice:
             raise ValueError(f"{source.nbytes} bytes do not fit into {target.nbytes}")
         if target.nbytes == 0:
             return
-        runtime, here = self._cuda.runtime, self.current()
+        if self.tape.is_recording:
+            assert not isinstance(target, np.ndarray) and not isinstance(source, np.ndarray), "the host's may be gone"
+            self.tape.add(self._copy, target.address, source.address, target.nbytes)
+            return
+        here = self.current()
         with self._gpu:
-            runtime.memcpyAsync(_at(target), _at(source), target.nbytes, runtime.memcpyDefault, here.raw.ptr)
+            self._copy(here.raw.ptr, _at(target), _at(source), target.nbytes)
         if host := [array for array in (target, source) if isinstance(array, np.ndarray)]:
             there, kept = here.record(), self._under_way
             with self._looking:  # else two threads that see the first one done would take the second one, too
@@ -167,12 +174,35 @@ class CudaDevice:
                     kept.popleft()
                 kept.extend((there, array) for array in host)
 
+    def _copy(self, stream: int, target: int, source: int, nbytes: int) -> None:
+        runtime = self._cuda.runtime
+        runtime.memcpyAsync(target, source, nbytes, runtime.memcpyDefault, stream)
+
+    def repeatable(self, run: Callable[[], None]) -> Callable[[], None]:
+        with self.tape.recording() as queued:
+            run()
+        current, gpu, index = self._cuda.get_current_stream, self._gpu, self.index
+
+        def again() -> None:
+            stream = current(index).ptr
+            with gpu:
+                for queue, *arguments in queued:
+                    queue(stream, *arguments)
+
+        return again
+
     def staging(self, nbytes: int) -> Array:
         with self._gpu:
             return np.frombuffer(self._cuda.alloc_pinned_memory(max(nbytes, 1)), np.uint8, nbytes)
 
     def share(self, nbytes: int, rank: int, gather: Callable[[Any], list[Any]]) -> PeerMemory:
         return share(self._cuda, self.index, nbytes, rank, gather)
+
+    def export(self, nbytes: int) -> Exported:
+        return Exported(self._cuda, self.index, nbytes)
+
+    def open(self, handle: str) -> Opened:
+        return Opened(self._cuda, self.index, handle)
 
     def signals(self, memory: SharedMemory, tell: Sequence[int], hear: Sequence[int]) -> CudaSignals:
         return CudaSignals(self._gpu, self._cuda, memory, tell, hear)

@@ -8,6 +8,7 @@ gone.
 from __future__ import annotations
 
 import ctypes
+import json
 import os
 import threading
 import weakref
@@ -162,3 +163,57 @@ def share(cuda: Any, gpu: int, nbytes: int, rank: int, gather: Gather) -> PeerMe
 def _identity() -> tuple[int, str]:
     """Return what distinguishes this process from all others of this host, in whatever containers they are."""
     return os.getpid(), os.readlink("/proc/self/ns/pid")
+
+
+class Exported:
+    """See `devices.protocol.Exported`."""
+
+    def __init__(self, cuda: Any, gpu: int, nbytes: int) -> None:
+        self.nbytes = nbytes
+        try:
+            with cuda.Device(gpu):
+                self.address: int = cuda.runtime.malloc(max(nbytes, 1))
+                self._end = weakref.finalize(self, _free, cuda, gpu, self.address)
+                self._end.atexit = False  # at the process' end the driver frees all
+                handle: bytes = cuda.runtime.ipcGetMemHandle(self.address)
+        except cuda.runtime.CUDARuntimeError as error:
+            raise TransportError(f"cannot make {nbytes} bytes on GPU {gpu} for another process: {error}") from error
+        self.handle = json.dumps([*_identity(), self.address, handle.hex()])
+
+    def free(self) -> None:
+        self._end()
+
+
+def _free(cuda: Any, gpu: int, address: int) -> None:
+    with cuda.Device(gpu):
+        cuda.runtime.free(address)
+
+
+class Opened:
+    """See `devices.protocol.Opened`."""
+
+    def __init__(self, cuda: Any, gpu: int, handle: str) -> None:
+        process, space, address, raw = json.loads(handle)
+        self.address: int = address
+        self._end: Any = None
+        if (process, space) == _identity():  # ranks may be threads, and a process cannot open its own
+            return
+        try:
+            with cuda.Device(gpu):
+                self.address = cuda.runtime.ipcOpenMemHandle(bytes.fromhex(raw))
+        except cuda.runtime.CUDARuntimeError as error:
+            raise TransportError(
+                f"cannot open memory of process {process} on GPU {gpu}: {error}: are all GPUs of the node visible to "
+                "all of its ranks, and can they reach each other (nvidia-smi topo -p2p r)?"
+            ) from error
+        self._end = weakref.finalize(self, _close, cuda, gpu, self.address)
+        self._end.atexit = False
+
+    def close(self) -> None:
+        if self._end is not None:
+            self._end()
+
+
+def _close(cuda: Any, gpu: int, address: int) -> None:
+    with cuda.Device(gpu):
+        cuda.runtime.ipcCloseMemHandle(address)

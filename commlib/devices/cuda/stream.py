@@ -35,11 +35,11 @@ class CudaStream:
     def __hash__(self) -> int:
         return hash(self.raw.ptr)
 
-    def record(self) -> CudaEvent:
+    def record(self, event: Any = None) -> CudaEvent:
         with self._gpu:
-            event = self._new_event()
-            event.record(self.raw)
-        return CudaEvent(event)
+            found = CudaEvent(self._new_event()) if event is None else event
+            found.raw.record(self.raw)
+        return found
 
     def wait(self, event: Any) -> None:
         with self._gpu:

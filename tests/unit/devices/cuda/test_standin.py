@@ -45,7 +45,9 @@ for name, members in {classes}.items():
 found["ndarray"] = all(hasattr(cupy.ndarray, name) for name in ("data", "flags", "shape", "dtype", "get"))
 for name in {nvrtc}:
     found["nvrtc." + name] = getattr(cupy.cuda.nvrtc, name).__doc__
+found["driver.launchKernel"] = cupy.cuda.driver.launchKernel.__doc__
 found["RawModule"] = cupy.RawModule.__doc__
+found["kernel"] = hasattr(cupy.RawKernel, "kernel") and hasattr(cupy.cuda.Function, "ptr")
 found["pool"] = all(
     hasattr(cupy.cuda.MemoryPool, name) for name in ("used_bytes", "total_bytes", "set_limit", "free_all_blocks")
 )
@@ -86,6 +88,8 @@ def test_functions_have_the_same_arguments(real):
             ours = getattr(standin.Nvrtc, name.removeprefix("nvrtc."))
         elif name in FUNCTIONS:
             ours = getattr(standin, name)
+        elif name.startswith("driver."):
+            ours = getattr(standin.driver, name.removeprefix("driver."))
         else:
             continue
         assert list(inspect.signature(ours).parameters) == arguments(told), name
@@ -95,7 +99,7 @@ def test_names_and_numbers_are_the_same(real):
     for name, told in real.items():
         if name.startswith("runtime.") and isinstance(told, int):
             assert getattr(standin.runtime, name.removeprefix("runtime.")) == told, name
-    assert all(real[name] for name in (*(f"class {kind}" for kind in CLASSES), "ndarray", "pool", "errors"))
+    assert all(real[name] for name in (*(f"class {kind}" for kind in CLASSES), "ndarray", "pool", "errors", "kernel"))
     assert "str path=None" in real["RawModule"]
 
 

@@ -1,0 +1,95 @@
+"""What is queued again with less ado: the same copies and kernels, on the stream that is current then."""
+
+from __future__ import annotations
+
+import gc
+import threading
+
+import numpy as np
+import pytest
+
+from commlib.devices.repeats import Repeats
+
+
+def array(gpu, value, count=1000, dtype="float32"):
+    x = gpu.device.empty((count,), dtype)
+    gpu.fill(x, value)
+    return x, gpu.device.wrap(x, "x")
+
+
+def test_it_is_queued_each_time_and_not_before(gpu):
+    (a, there), (_, other), (c, target), (d, copied) = (array(gpu, value) for value in (1, 2, 0, 0))
+
+    def run():
+        gpu.device.kernels.reduce("float32", "sum", 1, [there, other], target)
+        gpu.device.copy(copied, target)
+
+    again = gpu.device.repeatable(run)
+    for x in (c, d):
+        np.testing.assert_array_equal(gpu.fetch(x), 0)
+    for value in (1, 5, 7):
+        gpu.fill(a, value)
+        again()
+        np.testing.assert_array_equal(gpu.fetch(c), value + 2)
+        np.testing.assert_array_equal(gpu.fetch(d), value + 2)
+
+
+def test_it_goes_to_the_stream_that_is_current_then(gpu, slowly):
+    _, there = array(gpu, 0)
+    x, target = array(gpu, 0)
+    again = gpu.device.repeatable(lambda: gpu.device.copy(target, there))
+    gpu.fetch(x)
+    stream = gpu.device.stream()
+    with gpu.device.using(stream):
+        for value in range(5):  # in the order of this stream, or it would copy what is not there yet
+            gpu.device.kernels.fill(there, value)
+            again()
+            np.testing.assert_array_equal(gpu.fetch(x), value)
+
+
+def test_more_arrays_than_fit_among_the_arguments(gpu):
+    """Their addresses are in memory of the device, which what is queued again keeps."""
+    arrays = [array(gpu, number + 1, count=33) for number in range(40)]
+    x, target = array(gpu, 0, count=33)
+    operands = [there for _, there in arrays]
+    again = gpu.device.repeatable(lambda: gpu.device.kernels.reduce("float32", "sum", 1, operands, target))
+    gc.collect()
+    rubbish = [array(gpu, 7, count=200, dtype="uint8") for _ in range(50)]
+    for _ in range(3):
+        again()
+        np.testing.assert_array_equal(gpu.fetch(x), 40 * 41 / 2)
+        gpu.fill(x, 0)
+    assert rubbish
+
+
+def test_other_threads_queue_meanwhile(gpu):
+    (a, there), (_, other) = array(gpu, 1), array(gpu, 2)
+
+    def run():
+        thread = threading.Thread(target=gpu.fill, args=(a, 9))
+        thread.start()
+        thread.join()
+        gpu.device.copy(there, other)
+
+    again = gpu.device.repeatable(run)
+    np.testing.assert_array_equal(gpu.fetch(a), 9)
+    again()
+    np.testing.assert_array_equal(gpu.fetch(a), 2)
+
+
+def test_what_the_host_reads_cannot_be_queued_again(gpu):
+    _, there = array(gpu, 1)
+    with pytest.raises(AssertionError, match="what the host reads"):
+        gpu.device.repeatable(lambda: gpu.device.kernels.squares(there))
+    x, target = array(gpu, 0)
+    gpu.device.kernels.fill(target, 4)  # it is queued as ever
+    np.testing.assert_array_equal(gpu.fetch(x), 4)
+
+
+def test_few_are_remembered(gpu):
+    repeats, ran = Repeats(gpu.device), []
+    for key in [*range(70), 69, 69]:
+        repeats.queue(key, lambda key=key: ran.append(key))
+    assert ran == list(range(70))
+    repeats.queue(0, lambda: ran.append("again"))
+    assert ran[-1] == "again"
