@@ -123,6 +123,23 @@ class Kernels(Protocol):
         """Write float32 values to the places."""
         ...
 
+    # Rows are of floats, and lie in two arrays: place p >= 0 (int32) is row p of `there`, another one row ~p of `here`,
+    # times factors[~p] (float32; None: 1). Sums are made in float32 (float64 of float64), in the order of places, and
+    # rounded once.
+
+    def take_rows(self, here: Any, there: Any, factors: Any, places: Any, width: int, target: Any) -> None:
+        """Let row i of `target`, of `width` elements, be the one at places[i]."""
+        ...
+
+    def sum_rows(self, here: Any, there: Any, factors: Any, starts: Any, places: Any, width: int, target: Any) -> None:
+        """Let row t of `target` be the sum of those at places[starts[t] : starts[t + 1]], 0 if there are none."""
+        ...
+
+    def multiply_rows(self, rows: Any, others: Any, factors: Any, width: int, scaled: Any, products: Any) -> None:
+        """Let `scaled`, which may be `rows`, be rows times factors (float32), and `products` (float32) the scalar
+        product of each row with its other, added up as `commlib.kernels.host.rows` says."""
+        ...
+
     def add_momentum(self, gradient: Any, u: Any, u_after: Any, scale: float, momentum: float, nesterov: bool) -> None:
         """Replace a gradient (float32), times `scale`, by its sum with the momentum; `u_after` is what u becomes."""
         ...

@@ -196,6 +196,39 @@ def make_orthonormalise():
     yield np.full(30, np.inf, np.float32), 3, 1e-6
 
 
+def rows_of(dtype: str, width: int) -> tuple[Any, Any, Any]:
+    """Return 30 rows here and 20 there, and factors of those here."""
+    return values(dtype, 30 * width, 1), values(dtype, 20 * width, 2), values("float32", 30, 3)
+
+
+def places_of_rows(count: int) -> Any:
+    return np.random.default_rng(count).integers(-30, 20, count).astype(np.int32)
+
+
+def make_take_rows():
+    for dtype, width in itertools.product(FLOATS, (1, 65, 512)):
+        here, there, factors = rows_of(dtype, width)
+        for by in (None, factors):
+            yield here, there, by, places_of_rows(50), width, np.zeros(50 * width, NUMPY[dtype])
+
+
+def make_sum_rows():
+    starts = np.cumsum([0, *np.arange(40) % 5]).astype(np.int32)
+    for dtype, width in itertools.product(FLOATS, (1, 65, 512)):
+        here, there, factors = rows_of(dtype, width)
+        for by in (None, factors):
+            target = np.zeros((len(starts) - 1) * width, NUMPY[dtype])
+            yield here, there, by, starts, places_of_rows(int(starts[-1])), width, target
+
+
+def make_multiply_rows():
+    for dtype, width in itertools.product(FLOATS, (1, 65, 512)):
+        for in_place in (False, True):
+            one, other = values(dtype, 30 * width, 1), values(dtype, 30 * width, 2)
+            scaled = one if in_place else np.zeros_like(one)
+            yield one, other, values("float32", 30, 3), width, scaled, np.zeros(30, np.float32)
+
+
 def integers(count: int, seed: int) -> Any:
     """Return small whole numbers, whose products are exact in any order."""
     return np.random.default_rng(seed).integers(-7, 8, count).astype(np.float32)

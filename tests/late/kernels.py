@@ -120,6 +120,23 @@ class LateKernels:
         a, at, to = _bare(values), _bare(places), _bare(out)
         self._queue([out], [values, places], lambda: self._host.place(a, at, to))
 
+    def take_rows(self, here: Any, there: Any, factors: Any, places: Any, width: int, target: Any) -> None:
+        a = _bare(here), _bare(there), _bare(factors), _bare(places)
+        to = _bare(target)
+        run = lambda: self._host.take_rows(*a, width, to)  # noqa: E731
+        self._queue([target], [here, there, factors, places], run, True)
+
+    def sum_rows(self, here: Any, there: Any, factors: Any, starts: Any, places: Any, width: int, target: Any) -> None:
+        a = _bare(here), _bare(there), _bare(factors), _bare(starts), _bare(places)
+        to = _bare(target)
+        run = lambda: self._host.sum_rows(*a, width, to)  # noqa: E731
+        self._queue([target], [here, there, factors, starts, places], run, True)
+
+    def multiply_rows(self, rows: Any, others: Any, factors: Any, width: int, scaled: Any, products: Any) -> None:
+        a, to = (_bare(rows), _bare(others), _bare(factors)), (_bare(scaled), _bare(products))
+        run = lambda: self._host.multiply_rows(*a, width, *to)  # noqa: E731
+        self._queue([scaled, products], [rows, others, factors], run, scaled.address != rows.address)
+
     def add_momentum(self, gradient: Any, u: Any, u_after: Any, *how: Any) -> None:
         a = [_bare(array) for array in (gradient, u, u_after)]
         self._queue([gradient, u_after], [u], lambda: self._host.add_momentum(*a, *how))

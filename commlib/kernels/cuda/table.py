@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-from commlib.kernels.cuda import arithmetic, codes, low_rank, places, sparse
+from commlib.kernels.cuda import arithmetic, codes, low_rank, places, rows, sparse
 from commlib.kernels.cuda.launcher import Launcher
 from commlib.kernels.protocol import Code, Fault, Value
 
@@ -90,6 +90,15 @@ class CudaKernels:
 
     def place(self, values: Any, places_: Any, out: Any) -> None:
         places.place(self._launcher, values, places_, out)
+
+    def take_rows(self, here: Any, there: Any, factors: Any, places_: Any, width: int, target: Any) -> None:
+        rows.take_rows(self._launcher, here, there, factors, places_, width, target)
+
+    def sum_rows(self, here: Any, there: Any, factors: Any, starts: Any, places_: Any, width: int, target: Any) -> None:
+        rows.sum_rows(self._launcher, here, there, factors, starts, places_, width, target)
+
+    def multiply_rows(self, rows_: Any, others: Any, factors: Any, width: int, scaled: Any, products: Any) -> None:
+        rows.multiply_rows(self._launcher, rows_, others, factors, width, scaled, products)
 
     def random(self, x: Any, before: Any, after: Any, k: int, seed: int, scale: float, payload: Any) -> int:
         return sparse.random(self._launcher, x, before, after, k, seed, scale, payload)

@@ -10,7 +10,7 @@ import numpy as np
 
 from commlib.buffers.views import address_of
 from commlib.dtypes import Array
-from commlib.kernels.host import convert, draw, low_rank, norm, orthonormal, quantise, signs, sparse, sparsify
+from commlib.kernels.host import convert, draw, low_rank, norm, orthonormal, quantise, rows, signs, sparse, sparsify
 from commlib.kernels.host.reduce import reduce_function
 from commlib.kernels.protocol import Code, Fault, Value
 
@@ -148,6 +148,24 @@ class HostKernels:
 
     def place(self, values: Any, places: Any, out: Any) -> None:
         _numpy(out)[_numpy(places)] = _numpy(values)
+
+    def take_rows(self, here: Any, there: Any, factors: Any, places: Any, width: int, target: Any) -> None:
+        starts = np.arange(len(places) + 1, dtype=np.int32)
+        self.sum_rows(here, there, factors, starts, places, width, target)
+
+    def sum_rows(self, here: Any, there: Any, factors: Any, starts: Any, places: Any, width: int, target: Any) -> None:
+        numbers, item = _numpy(places).astype(np.int64), width * target.itemsize
+        is_here = numbers < 0
+        addresses = np.where(is_here, _at(here) + ~numbers * item, _at(there) + numbers * item)
+        by = np.ones(len(numbers), np.float32)
+        if factors is not None:
+            by[is_here] = _numpy(factors)[~numbers[is_here]]
+        slots = np.arange(len(numbers), dtype=np.int32)
+        rows.sum_rows(_numpy(target).reshape(len(starts) - 1, width), _numpy(starts), slots, addresses, by)
+
+    def multiply_rows(self, rows_: Any, others: Any, factors: Any, width: int, scaled: Any, products: Any) -> None:
+        one, other, to = (_numpy(array).reshape(len(factors), width) for array in (rows_, others, scaled))
+        rows.multiply_rows(one, other, _numpy(factors), to, _numpy(products))
 
     def add_momentum(self, gradient: Any, u: Any, u_after: Any, scale: float, momentum: float, nesterov: bool) -> None:
         g, old, decay = _numpy(gradient), _numpy(u), np.float32(momentum)

@@ -81,6 +81,12 @@ def call_all(kernels: CudaKernels) -> None:
     kernels.take(x, x, x, places, 1.0, x[:40].copy())
     kernels.random(x, x, x, 40, 1, 1.0, payload)
     kernels.add_momentum(x, x, x, 1.0, 0.9, False)
+    for dtype in FLOATS:
+        rows = arrays[dtype]
+        for factors in (None, x):
+            kernels.take_rows(rows, rows, factors, places, 8, rows)
+        kernels.sum_rows(rows, rows, x, places, places, 8, rows)
+        kernels.multiply_rows(rows, rows, x, 8, rows, x)
     for value in ("float32", "float16", "bfloat16"):
         for before in (None, x):
             kernels.largest(x, before, before, 40, value, payload)
@@ -127,7 +133,9 @@ def test_other_architectures(source: str, arch: str) -> None:
         check(source, defines, arch)
 
 
-@pytest.mark.parametrize("source", ["cast.cu", "finite.cu", "momentum.cu", "pack.cu", "reduce.cu", "scale.cu"])
+@pytest.mark.parametrize(
+    "source", ["cast.cu", "finite.cu", "momentum.cu", "pack.cu", "reduce.cu", "rows.cu", "scale.cu"]
+)
 def test_runs_are_loaded_and_stored_at_once(source: str) -> None:
     """The compiler once made one branch of those for aligned and for other addresses, and stored words one by one."""
     for defines in list(modules()[source])[::40]:
