@@ -54,6 +54,18 @@ struct Bool {
     __device__ explicit Bool(Wide value) : byte(value != 0) {}
 };
 
+// A word of four integers without regard to their sign, or of four truth values.
+struct FourBytes {
+    u32 bytes;
+};
+
+struct FourBools {
+    u32 bytes;
+
+    FourBools() = default;
+    __device__ explicit FourBools(u32 ones) : bytes(ones) {}
+};
+
 template <class Part>
 struct Complex {
     Part real, imaginary;
@@ -64,6 +76,10 @@ typedef Complex<double> Complex128;
 __device__ inline float widen(Float16 x) { return half_to_float(x.bits); }
 __device__ inline float widen(Bfloat16 x) { return float_of((u32)x.bits << 16); }
 __device__ inline u8 widen(Bool x) { return x.byte != 0; }  // any byte but 0 is true
+__device__ inline u32 widen(FourBools x) {
+    u32 low = (x.bytes & 0x7f7f7f7fu) + 0x7f7f7f7fu;  // sets the upper bit of a byte that has another one
+    return (low | x.bytes) >> 7 & 0x01010101u;
+}
 template <class T>
 __device__ inline T widen(T x) {
     return x;

@@ -16,6 +16,10 @@ __device__ inline float plus(float a, float b) { return a + b; }
 __device__ inline float times(float a, float b) { return a * b; }
 __device__ inline double plus(double a, double b) { return a + b; }
 __device__ inline double times(double a, double b) { return a * b; }
+__device__ inline FourBytes plus(FourBytes a, FourBytes b) {  // the upper bits apart, so that none is carried on
+    u32 low = (a.bytes & 0x7f7f7f7fu) + (b.bytes & 0x7f7f7f7fu);
+    return {low ^ ((a.bytes ^ b.bytes) & 0x80808080u)};
+}
 template <class Part>
 __device__ inline Complex<Part> plus(Complex<Part> a, Complex<Part> b) {
     return {a.real + b.real, a.imaginary + b.imaginary};
@@ -114,3 +118,23 @@ struct Or : Sum {
         return a | b;
     }
 };
+
+// What is combined at once: mostly one element, but of some bytes four in a WORD.
+template <class Operation, class T, bool WORD>
+struct Part {
+    typedef T Type;
+    static constexpr u32 COUNT = 1;
+};
+template <class Word>
+struct FourAtOnce {
+    typedef Word Type;
+    static constexpr u32 COUNT = 4;
+};
+template <>
+struct Part<Sum, Int8, true> : FourAtOnce<FourBytes> {};
+template <>
+struct Part<Sum, Uint8, true> : FourAtOnce<FourBytes> {};
+template <>
+struct Part<And, Bool, true> : FourAtOnce<FourBools> {};
+template <>
+struct Part<Or, Bool, true> : FourAtOnce<FourBools> {};

@@ -21,22 +21,26 @@ struct Reduction {
     // A target may be one of the operands: a thread writes where it has read.
     template <u32 N>
     __device__ void run(u64 start) const {
-        decltype(OPERATION::widen(ELEMENT())) total[N] = {};
-        Run<ELEMENT, N> some[BATCH];
+        typedef Part<OPERATION, ELEMENT, N % 4 == 0> Taken;
+        typedef typename Taken::Type Type;
+        constexpr u32 M = N / Taken::COUNT;
+        decltype(OPERATION::widen(Type())) total[M] = {};
+        Run<Type, M> some[BATCH];
         for (u32 k = 0; k < operands; k += BATCH) {
             UNROLL for (u32 j = 0; j < BATCH; ++j)
-                if (k + j < operands) some[j] = read<ELEMENT, N>(array(k + j) + start);
+                if (k + j < operands) some[j] = taken_as<Run<Type, M>>(read<ELEMENT, N>(array(k + j) + start));
             UNROLL for (u32 j = 0; j < BATCH; ++j)
                 if (k + j < operands) add(total, some[j], k + j == 0);
         }
-        Run<ELEMENT, N> result;
-        UNROLL for (u32 i = 0; i < N; ++i) result.set(i, (ELEMENT)OPERATION::finish(total[i], divisor));
+        Run<Type, M> combined;
+        UNROLL for (u32 i = 0; i < M; ++i) combined.set(i, (Type)OPERATION::finish(total[i], divisor));
+        auto result = taken_as<Run<ELEMENT, N>>(combined);
         for (u32 k = 0; k < targets; ++k) write(array(operands + k) + start, result);
     }
 
-    template <class Wide, u32 N>
-    static __device__ void add(Wide (&total)[N], const Run<ELEMENT, N> &run, bool first) {
-        UNROLL for (u32 i = 0; i < N; ++i) {
+    template <class Wide, class Type, u32 M>
+    static __device__ void add(Wide (&total)[M], const Run<Type, M> &run, bool first) {
+        UNROLL for (u32 i = 0; i < M; ++i) {
             Wide value = OPERATION::widen(run.get(i));
             total[i] = first ? value : OPERATION::combine(total[i], value);
         }

@@ -32,6 +32,13 @@ struct alignas(N * sizeof(T)) Run<T, N, true> {
     }
 };
 
+// Return the same bytes as a run of other elements.
+template <class Other, class Run>
+__device__ inline Other taken_as(const Run &run) {
+    static_assert(sizeof(Other) == sizeof(Run));
+    return *(const Other *)&run;
+}
+
 // How many elements of T are one load.
 template <class T>
 constexpr u32 WIDE = 16 / sizeof(T);
