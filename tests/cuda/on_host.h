@@ -51,6 +51,7 @@ inline unsigned int all_max(unsigned int value) { return value; }
 template <class T>
 inline T all_sum(T value) { return value; }
 inline bool all_or(bool value) { return value; }
+inline unsigned int bits_apart(unsigned int word, unsigned int) { return word; }
 
 inline unsigned int bits_of(float value) {
     unsigned int bits;

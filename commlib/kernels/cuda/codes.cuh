@@ -3,6 +3,7 @@
 // CODE: one of the four below. AT_RANDOM: whether integers are rounded to one of both neighbours by chance.
 #pragma once
 #include "floats.cuh"
+#include "memory.cuh"
 #include "noise.cuh"
 
 #define INT8 0
@@ -11,6 +12,13 @@
 #define E5M2 3
 
 #define CODE_BITS (CODE == INT4 ? 4u : 8u)
+
+// Whether the GPU rounds to small floats by itself, as those from sm_89 on do.
+#if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 890 && CODE >= E4M3
+#define CONVERTS 1
+#else
+#define CONVERTS 0
+#endif
 
 // Return how many bytes the codes of n elements of a block take.
 __device__ inline u32 bytes_of(u32 n) { return CODE == INT4 ? (n + 1) / 2 : n; }
@@ -25,20 +33,17 @@ __device__ inline float power_of_two(i32 exponent) { return float_of((u32)(expon
 
 __device__ inline float least_unit() { return LEAST_NORMAL; }
 
-__device__ inline float rounded(float wanted, float top, u32 index, Keys keys) {
-    float near = (wanted + TO_INTEGER) - TO_INTEGER;
+// Return the code of a number, given in units: its integer in the lowest bits.
+__device__ inline u32 code_of(float wanted, float top, u32 index, Keys keys) {
+    float nearest = wanted + TO_INTEGER;
 #if AT_RANDOM
+    float near = nearest - TO_INTEGER;
     float rest = wanted - near;  // exact, at most a half: the chance of the neighbour on its side
     float step = float_of(bits_of(1.0f) | (bits_of(rest) & SIGN));
     float chosen = near + (uniform(index, keys) < float_of(magnitude_of(rest)) ? step : 0.0f);
-    return lesser(greater(chosen, -top), top);
-#else
-    return near;
+    nearest = lesser(greater(chosen, -top), top) + TO_INTEGER;
 #endif
-}
-
-__device__ inline u32 code_of(float r) {
-    return (bits_of(r + TO_INTEGER) - bits_of(TO_INTEGER)) & ((1u << CODE_BITS) - 1);
+    return (bits_of(nearest) - bits_of(TO_INTEGER)) & ((1u << CODE_BITS) - 1);
 }
 
 __device__ inline float decoded(u32 code, float unit) {
@@ -58,24 +63,43 @@ __device__ inline float to_denormal() { return power_of_two(EXPONENT - MANTISSA 
 // Return the unit whose product with the least denormal code is the least normal float32.
 __device__ inline float least_unit() { return power_of_two(MANTISSA - EXPONENT - 126); }
 
-__device__ inline float rounded(float wanted, float, u32, Keys) {
+// Return the code of a number, given in units.
+__device__ inline u32 code_of(float wanted, float, u32, Keys) {
     u32 size = magnitude_of(wanted);
-    u32 normal = (size + ((1u << (SHIFT - 1)) - 1) + (size >> SHIFT & 1u)) & (0xFFFFFFFFu << SHIFT);
-    u32 denormal = bits_of((float_of(size) + to_denormal()) - to_denormal());
-    return float_of((float_of(size) < power_of_two(EXPONENT) ? denormal : normal) | (bits_of(wanted) & SIGN));
-}
-
-__device__ inline u32 code_of(float r) {
-    u32 size = magnitude_of(r);
+    u32 normal = ((size + ((1u << (SHIFT - 1)) - 1) + (size >> SHIFT & 1u)) >> SHIFT) - BIAS;
     u32 denormal = bits_of(float_of(size) + to_denormal()) - bits_of(to_denormal());
-    return (float_of(size) < power_of_two(EXPONENT) ? denormal : (size >> SHIFT) - BIAS) | (bits_of(r) & SIGN) >> 24;
+    return (float_of(size) < power_of_two(EXPONENT) ? denormal : normal) | (bits_of(wanted) & SIGN) >> 24;
 }
 
+// A code's bits at the place of those of a float32, normal or denormal, are the number but for the exponent's bias.
 __device__ inline float decoded(u32 code, float unit) {
-    u32 size = code & 127u;
-    u32 normal = (size + BIAS) << SHIFT;
-    u32 denormal = bits_of((float)(i32)size * power_of_two(EXPONENT - MANTISSA));
-    return float_of((size < 1u << MANTISSA ? denormal : normal) | (code & 128u) << 24) * unit;
+    float small = float_of((code & 127u) << SHIFT | (code & 128u) << 24);
+    return small * power_of_two(126 + EXPONENT) * unit;
 }
+
+#if CONVERTS
+#if CODE == E4M3
+#define CONVERT "cvt.rn.satfinite.e4m3x2.f32 "
+#else
+#define CONVERT "cvt.rn.satfinite.e5m2x2.f32 "
+#endif
+
+// Return the codes of four numbers, given in units, each in a byte from the lowest on. The same as `code_of` for all
+// that is no NaN and is rounded to no more than the greatest code.
+__device__ inline u32 converted(float a, float b, float c, float d) {
+    u32 word;
+    asm("{.reg .b16 low, high; " CONVERT "low, %2, %1; " CONVERT "high, %4, %3; mov.b32 %0, {low, high};}"
+        : "=r"(word)
+        : "f"(a), "f"(b), "f"(c), "f"(d));
+    return word;
+}
+#endif
 
 #endif
+
+// Return four elements whose codes are each in a byte of a word, from its lowest bit, or from another, on.
+__device__ inline Four four_decoded(u32 word, float unit) {
+    Four v;
+    UNROLL for (u32 k = 0; k < 4; ++k) v.at[k] = decoded(word >> (8 * k) & 255u, unit);
+    return v;
+}

@@ -11,8 +11,8 @@ from commlib.kernels.protocol import Code
 # As in the files beside this: elements, or bytes of codes, that a worker does at a time.
 _PIECE = 1024
 
-# A worker's lanes can hold blocks up to this length, and several workers share a longer one.
-_LONGEST_HELD = 2048
+# A worker's lanes can hold blocks of such lengths, and several workers share a longer one.
+_SHORTEST_HELD, _LONGEST_HELD = 256, 2048
 
 
 def narrow(launcher: Launcher, x: Any, before: Any, after: Any, payload: Any, bfloat: bool) -> None:
@@ -39,7 +39,7 @@ def quantise(
     seed: int,
 ) -> None:
     at_random = at_random and code in ("int8", "int4")  # floats are rounded to nearest in any case
-    how = {"CODE": code.upper(), "BY_NORM": int(by_norm), "AT_RANDOM": int(at_random), "HELD": _held(block, 256)}
+    how = {"CODE": code.upper(), "BY_NORM": int(by_norm), "AT_RANDOM": int(at_random), "HELD": _held(block)}
     size = u64(len(x)), u32(block)
     arguments = at(x), at(before), at(after), at(payload), *size, f32(top), u64(seed % 2**64)
     if block <= _LONGEST_HELD:
@@ -55,11 +55,12 @@ def restore(launcher: Launcher, payload: Any, out: Any, block: int, code: Code, 
     codes = (block + 1) // 2 if code == "int4" else block
     workers = _up(len(out), block) * _up(codes, _PIECE)
     arguments = at(payload), at(out), u64(len(out)), u32(block), u32(add)
-    launcher.launch("restore.cu", "restore", {"CODE": code.upper()}, workers, *arguments)
+    how = {"CODE": code.upper(), "HELD": _held(block)}
+    launcher.launch("restore.cu", "restore", how, workers, *arguments)
 
 
 def signs(launcher: Launcher, x: Any, before: Any, after: Any, payload: Any, block: int) -> None:
-    how = {"HELD": _held(block, 1024)}
+    how = {"HELD": _held(block)}
     arguments = at(x), at(before), at(after), at(payload), u64(len(x)), u32(block)
     if block <= _LONGEST_HELD:
         launcher.launch("signs.cu", "signs", how, _up(len(x), block), *arguments)
@@ -72,7 +73,7 @@ def signs(launcher: Launcher, x: Any, before: Any, after: Any, payload: Any, blo
 def unsign(launcher: Launcher, payload: Any, out: Any, block: int, add: bool) -> None:
     workers = _up(len(out), block) * _up(block, 8 * _PIECE)
     arguments = at(payload), at(out), u64(len(out)), u32(block), u32(add)
-    launcher.launch("unsign.cu", "unsign", {}, workers, *arguments)
+    launcher.launch("unsign.cu", "unsign", {"HELD": _held(block)}, workers, *arguments)
 
 
 def _measure(
@@ -101,9 +102,9 @@ def _measure(
     launcher.launch(source, "measure", how, blocks, at(payload), *size, f32(top), at(found), u32(levels), at(added))
 
 
-def _held(block: int, least: int) -> int:
-    """Return the block's length if lanes hold it in registers: a power of two from `least` on; else 0."""
-    return block if least <= block <= _LONGEST_HELD and block & (block - 1) == 0 else 0
+def _held(block: int) -> int:
+    """Return the block's length if lanes hold it in registers: a power of two; else 0."""
+    return block if _SHORTEST_HELD <= block <= _LONGEST_HELD and block & (block - 1) == 0 else 0
 
 
 def _up(count: int, share: int) -> int:

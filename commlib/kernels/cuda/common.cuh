@@ -19,6 +19,11 @@ typedef unsigned short u16;
 typedef unsigned int u32;
 typedef unsigned long long u64;
 
+// Behind __global__: so few registers that so many blocks of 8 workers are resident at once on a multiprocessor. A
+// launch has up to 8 for each. What is not resident begins when the others end, and alone it would not keep the memory
+// busy: so it is best if 8 are, else a number that divides 8.
+#define RESIDENT(blocks) __launch_bounds__(256, blocks)
+
 #ifdef __CUDACC__
 
 #define LANES 32u
@@ -44,6 +49,12 @@ template <class T>
 __device__ inline T all_sum(T value) {
     for (u32 apart = LANES / 2; apart > 0; apart /= 2) value += __shfl_xor_sync(EVERY_LANE, value, apart);
     return value;
+}
+
+// Return the bits that this lane's word and those of all lanes a multiple of `apart` away have, a power of two.
+__device__ inline u32 bits_apart(u32 word, u32 apart) {
+    for (; apart < LANES; apart *= 2) word |= __shfl_xor_sync(EVERY_LANE, word, apart);
+    return word;
 }
 
 // Return whether any lane's value is true, to all of them.

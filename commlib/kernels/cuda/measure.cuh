@@ -6,11 +6,14 @@
 //     float leaf(float v)                    what is added up
 //     float measure(float sum)               the block's unit or magnitude, from the sum of all leaves (0 without SUMS)
 //
-// A block that has an infinity or NaN measures NaN.
+// A block that has an infinity or NaN measures NaN. HELD: the length of blocks that a worker's lanes hold, or 0.
 #pragma once
 #include "floats.cuh"
 #include "halves.cuh"
 #include "pieces.cuh"
+
+// Of threads on a multiprocessor (see common.cuh): as many as have the registers to hold their blocks of HELD elements.
+#define BLOCKS (HELD == 256 ? 8 : HELD == 512 ? 4 : 2)
 
 // The elements that are encoded, of one block: x, or x + before.
 struct Values {
@@ -81,9 +84,9 @@ extern "C" __global__ void greatest(const float *x, const float *before, u64 cou
     u32 pieces = pieces_of(block);
     u64 blocks = blocks_of(count, block);
     for (u64 item = worker(); item < blocks * pieces; item += workers()) {
-        u64 number = item / pieces;
-        u32 from = (u32)(item % pieces) * PIECE, n = length_of(number, count, block);
-        u32 most = greatest_of(Values(x, before, number * block), from, piece_end(from, n));
+        Piece piece = piece_of(item, pieces);
+        u32 n = length_of(piece.block, count, block);
+        u32 most = greatest_of(Values(x, before, piece.block * block), piece.from, piece_end(piece.from, n));
         if (lane() == 0) found[item] = most;
     }
 }

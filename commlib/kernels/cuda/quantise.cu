@@ -45,11 +45,18 @@ struct Rounding {
     __device__ Rounding(float unit, float top, u64 first, Keys keys)
         : unit(unit), inverse(unit > 0 ? 1 / unit : 0.0f), top(top), first((u32)first), keys(keys) {}
 
-    // Return the code of the block's i-th element, of which only what is lost is left.
-    __device__ u32 operator()(float &value, u32 i) const {
-        float r = rounded(value * inverse, top, first + i, keys);
-        value = value - r * unit;
-        return code_of(r);
+    // Return the code of the block's i-th element.
+    __device__ u32 code(float value, u32 i) const { return code_of(value * inverse, top, first + i, keys); }
+
+    // Return the codes of four elements from the i-th on, each in a byte of a word.
+    __device__ u32 four_codes(Four v, u32 i) const {
+#if CONVERTS
+        return converted(v.at[0] * inverse, v.at[1] * inverse, v.at[2] * inverse, v.at[3] * inverse);
+#else
+        u32 word = 0;
+        UNROLL for (u32 k = 0; k < 4; ++k) word |= code(v.at[k], i + k) << (8 * k);
+        return word;
+#endif
     }
 };
 
@@ -57,8 +64,8 @@ struct Rounding {
 __device__ inline u32 encoded(Values v, float *after, Rounding rounding, u32 i) {
     bool broken = is_nan(rounding.unit);
     float value = v[i];
-    u32 code = rounding(value, i);
-    if (after) after[i] = broken ? v.before[i] : value;
+    u32 code = rounding.code(value, i);
+    if (after) after[i] = broken ? v.before[i] : value - decoded(code, rounding.unit);
     return broken ? 0 : code;
 }
 
@@ -76,49 +83,60 @@ __device__ inline void encode(Values v, float *after, u8 *codes, u32 n, Rounding
 #define GROUPS (HELD / (4 * LANES))
 
 // Encode a block that lanes hold: four codes, or pairs of them, are a word.
-__device__ inline void encode_held(Four (&v)[GROUPS], float *after, u8 *codes, Rounding rounding) {
+__device__ inline void encode_held(const Four (&v)[GROUPS], const Four *before, Four *after, u32 *codes,
+                                   Rounding rounding) {
     const u32 groups = CODE == INT4 ? GROUPS / 2 : GROUPS;
+    bool broken = is_nan(rounding.unit);
+    u32 words[groups];
     UNROLL for (u32 g = 0; g < groups; ++g) {
-        u32 word = 0;
-        UNROLL for (u32 k = 0; k < 4; ++k) {
-            u32 i = 4 * (lane() + LANES * g) + k;
-            word |= rounding(v[g].at[k], i) << (8 * k);
+        u32 i = 4 * (lane() + LANES * g);
+        words[g] = rounding.four_codes(v[g], i);
 #if CODE == INT4
-            word |= rounding(v[g + groups].at[k], i + HELD / 2) << (8 * k + 4);
+        words[g] |= rounding.four_codes(v[g + groups], i + HELD / 2) << 4;
 #endif
-        }
-        ((u32 *)codes)[lane() + LANES * g] = word;
+        codes[lane() + LANES * g] = broken ? 0 : words[g];
     }
     if (!after) return;
-    UNROLL for (u32 g = 0; g < GROUPS; ++g) ((Four *)after)[lane() + LANES * g] = v[g];
+    UNROLL for (u32 g = 0; g < GROUPS; ++g) {
+        Four known = four_decoded(words[g % groups] >> (g < groups ? 0 : 4), rounding.unit);
+        UNROLL for (u32 k = 0; k < 4; ++k) known.at[k] = v[g].at[k] - known.at[k];
+        after[lane() + LANES * g] = broken ? before[lane() + LANES * g] : known;
+    }
+}
+
+__device__ inline void quantise_held(const float *x, const float *before, float *after, float *units, u32 *codes,
+                                     u64 blocks, float top, Keys keys) {
+    for (u64 number = worker(); number < blocks; number += workers()) {
+        u64 first = number * HELD;
+        Four v[GROUPS];
+        Values(x, before, first).hold(v);
+        float unit = measured(v, top);
+        encode_held(v, (const Four *)(before + first), after ? (Four *)(after + first) : 0,
+                    codes + number * (bytes_of(HELD) / 4), Rounding(unit, top, first, keys));
+        if (lane() == 0) units[number] = unit;
+    }
 }
 #endif
 
 // A worker does a block at a time: first it finds the unit, then the codes.
-extern "C" __global__ void quantise(const float *x, const float *before, float *after, u8 *payload, u64 count,
-                                    u32 block, float top, u64 seed) {
+extern "C" __global__ RESIDENT(BLOCKS) void quantise(
+    const float *x, const float *before, float *after, u8 *payload, u64 count, u32 block, float top, u64 seed) {
     Keys keys = keys_of(seed);
-    u64 blocks = blocks_of(count, block);
-    for (u64 number = worker(); number < blocks; number += workers()) {
+    u64 blocks = blocks_of(count, block), done = 0;
+    u8 *all = payload + 4 * blocks;
+#if HELD
+    if (aligned<Four>(x) && aligned<Four>(before) && aligned<Four>(after) && aligned<u32>(payload)) {
+        done = count / HELD;
+        quantise_held(x, before, after, (float *)payload, (u32 *)all, done, top, keys);
+    }
+#endif
+    for (u64 number = done + worker(); number < blocks; number += workers()) {
         u64 first = number * block;
         u32 n = length_of(number, count, block);
         Values v(x, before, first);
-        float *lost = after ? after + first : after;
-        u8 *codes = payload + 4 * blocks + number * bytes_of(block);
-        float unit;
-#if HELD
-        if (n == HELD && aligned<Four>(x) && aligned<Four>(before) && aligned<Four>(after) && aligned<u32>(codes)) {
-            Four held[GROUPS];
-            v.hold(held);
-            unit = measured(held, top);
-            if (is_nan(unit)) encode(v, lost, codes, n, Rounding(unit, top, first, keys), 0, bytes_of(n));
-            else encode_held(held, lost, codes, Rounding(unit, top, first, keys));
-        } else
-#endif
-        {
-            unit = measured(v, n, top);
-            encode(v, lost, codes, n, Rounding(unit, top, first, keys), 0, bytes_of(n));
-        }
+        float unit = measured(v, n, top);
+        encode(v, after ? after + first : after, all + number * bytes_of(block), n, Rounding(unit, top, first, keys), 0,
+               bytes_of(n));
         if (lane() == 0) store(payload + 4 * number, bits_of(unit));
     }
 }
@@ -131,12 +149,13 @@ extern "C" __global__ void encode_pieces(const float *x, const float *before, fl
     u32 pieces = pieces_of(bytes_of(block));
     u64 blocks = blocks_of(count, block);
     for (u64 item = worker(); item < blocks * pieces; item += workers()) {
-        u64 number = item / pieces, first = number * block;
-        u32 n = length_of(number, count, block), from = (u32)(item % pieces) * PIECE, to = bytes_of(n);
-        float unit = float_of(load<u32>(payload + 4 * number));
-        u8 *codes = payload + 4 * blocks + number * bytes_of(block);
+        Piece piece = piece_of(item, pieces);
+        u64 first = piece.block * block;
+        u32 n = length_of(piece.block, count, block);
+        float unit = float_of(load<u32>(payload + 4 * piece.block));
+        u8 *codes = payload + 4 * blocks + piece.block * bytes_of(block);
         encode(Values(x, before, first), after ? after + first : after, codes, n, Rounding(unit, top, first, keys),
-               from, piece_end(from, to));
+               piece.from, piece_end(piece.from, bytes_of(n)));
     }
 }
 KERNEL(encode_pieces)

@@ -1,32 +1,58 @@
 // Write what `quantise` has encoded as float32, or add it.
+//
+// HELD: the length of the blocks if it is a power of two from 256 to 2048; else 0.
 #include "codes.cuh"
-#include "memory.cuh"
 #include "pieces.cuh"
 
-// Return four elements whose codes are each in a byte of a word, from its lowest bit, or from another, on.
-__device__ inline Four four_decoded(u32 word, float unit) {
-    Four v;
-    UNROLL for (u32 k = 0; k < 4; ++k) v.at[k] = decoded(word >> (8 * k) & 255u, unit);
-    return v;
+// Decode the word of codes that is the r-th of a block.
+__device__ inline void restore_word(float *block, u32 n, u32 r, u32 word, float unit, bool add) {
+    Four *to = (Four *)block + r;
+    put(to, four_decoded(word, unit), add);
+    if (CODE == INT4) put(to + n / 8, four_decoded(word >> 4, unit), add);
 }
 
-extern "C" __global__ void restore(const u8 *payload, float *out, u64 count, u32 block, u32 add) {
+#if HELD
+#define WORDS (bytes_of(HELD) / 4)
+
+// Decode whole blocks, whose words of codes follow each other: two in each thread, so that both are under way at once.
+__device__ inline void restore_held(const float *units, const u32 *codes, float *out, u64 blocks, bool add) {
+    for (u64 i = thread(), words = blocks * WORDS; i < words; i += 2 * threads()) {
+        u64 next = i + threads();
+        bool two = next < words;
+        u32 word = codes[i], other = two ? codes[next] : 0;
+        float unit = units[i / WORDS], its = two ? units[next / WORDS] : 0;
+        restore_word(out + i / WORDS * HELD, HELD, i % WORDS, word, unit, add);
+        if (two) restore_word(out + next / WORDS * HELD, HELD, next % WORDS, other, its, add);
+    }
+}
+#endif
+
+extern "C" __global__ RESIDENT(CODE == INT4 ? 4 : 8) void restore(
+    const u8 *payload, float *out, u64 count, u32 block, u32 add) {
     u32 pieces = pieces_of(bytes_of(block));
-    u64 blocks = blocks_of(count, block);
-    for (u64 item = worker(); item < blocks * pieces; item += workers()) {
-        u64 number = item / pieces;
-        u32 n = length_of(number, count, block), upper = bytes_of(n);  // the first element in the upper half of a byte
-        u32 from = (u32)(item % pieces) * PIECE, to = piece_end(from, upper);
-        const u8 *codes = payload + 4 * blocks + number * bytes_of(block);
-        float *mine = out + number * block, unit = float_of(load<u32>(payload + 4 * number));
-        if (aligned<u32>(codes) && aligned<Four>(mine) && (CODE != INT4 || n % 8 == 0)) {
-            for (; from + 4 * LANES <= to; from += 4 * LANES) {
-                u32 i = from + 4 * lane(), word = *(const u32 *)(codes + i);
-                put((Four *)(mine + i), four_decoded(word, unit), add);
-                if (CODE == INT4) put((Four *)(mine + upper + i), four_decoded(word >> 4, unit), add);
-            }
+    u64 blocks = blocks_of(count, block), done = 0;
+    const u8 *all = payload + 4 * blocks;
+    bool wide = aligned<u32>(payload) && aligned<Four>(out);
+#if HELD
+    if (wide) {
+        done = count / HELD;
+        restore_held((const float *)payload, (const u32 *)all, out, done, add);
+    }
+#endif
+    for (u64 item = done * pieces + worker(); item < blocks * pieces; item += workers()) {
+        Piece piece = piece_of(item, pieces);
+        u32 n = length_of(piece.block, count, block), upper = bytes_of(n);  // the first element in a byte's upper half
+        u32 to = piece_end(piece.from, upper);
+        const u8 *codes = all + piece.block * bytes_of(block);
+        float *mine = out + piece.block * block, unit = float_of(load<u32>(payload + 4 * piece.block));
+#if !HELD
+        if (wide && block % 8 == 0 && n % 8 == 0) {
+            for (u32 r = piece.from / 4 + lane(); r < to / 4; r += LANES)
+                restore_word(mine, n, r, ((const u32 *)codes)[r], unit, add);
+            continue;
         }
-        for (u32 i = from + lane(); i < to; i += LANES) {
+#endif
+        for (u32 i = piece.from + lane(); i < to; i += LANES) {
             put(mine + i, decoded(codes[i], unit), add);
             if (upper + i < n) put(mine + upper + i, decoded(codes[i] >> 4, unit), add);
         }

@@ -1,8 +1,7 @@
 // Signs and mean magnitudes in blocks; payloads are laid out as kernels/host/signs.py says. What is encoded with the
 // magnitude NaN is lost to nothing: its bits are 0, and its residual stays.
 //
-// HELD: the length of a block that a worker's lanes hold, a power of two from 1024, so that each lane has whole words
-// of signs; 0 if they hold none.
+// HELD: the length of a block that a worker's lanes hold, a power of two from 256; 0 if they hold none.
 #include "floats.cuh"
 
 #define SUMS 1
@@ -46,45 +45,58 @@ __device__ inline void encode(Values v, float *after, u8 *signs, u32 n, float ma
 
 #if HELD
 #define GROUPS (HELD / (4 * LANES))
+#define WORDS (HELD / 32u)  // of signs
 
-// Encode a block that lanes hold: four bytes of signs are a word.
-__device__ inline void encode_held(Four (&v)[GROUPS], float *after, u8 *signs, float magnitude) {
-    UNROLL for (u32 g = 0; g < GROUPS / 8; ++g) {
+// Encode a block that lanes hold. Four neighbours are a bit in each byte of a word; which bit it is, and which word,
+// says where they are. If there are fewer words than lanes several lanes have parts of the same word.
+__device__ inline void encode_held(Four (&v)[GROUPS], const Four *before, Four *after, u32 *signs, float magnitude) {
+    const u32 own = WORDS > LANES ? WORDS / LANES : 1;
+    bool broken = is_nan(magnitude);
+    UNROLL for (u32 j = 0; j < own; ++j) {
         u32 word = 0;
-        UNROLL for (u32 k = 0; k < 8; ++k) {
-            UNROLL for (u32 byte = 0; byte < 4; ++byte)
-                word |= sign_of(v[g + k * (GROUPS / 8)].at[byte], magnitude) << (8 * byte + k);
+        UNROLL for (u32 g = j; g < GROUPS; g += own) {
+            u32 bit = (lane() + LANES * g) / WORDS;
+            UNROLL for (u32 byte = 0; byte < 4; ++byte) word |= sign_of(v[g].at[byte], magnitude) << (8 * byte + bit);
         }
-        ((u32 *)signs)[lane() + LANES * g] = word;
+        word = bits_apart(word, WORDS);
+        if (lane() < WORDS) signs[lane() + LANES * j] = broken ? 0 : word;
     }
     if (!after) return;
-    UNROLL for (u32 g = 0; g < GROUPS; ++g) ((Four *)after)[lane() + LANES * g] = v[g];
+    UNROLL for (u32 g = 0; g < GROUPS; ++g)
+        after[lane() + LANES * g] = broken ? before[lane() + LANES * g] : v[g];
+}
+
+__device__ inline void signs_held(const float *x, const float *before, float *after, float *magnitudes, u32 *signs,
+                                  u64 blocks) {
+    for (u64 number = worker(); number < blocks; number += workers()) {
+        u64 first = number * HELD;
+        Four v[GROUPS];
+        Values(x, before, first).hold(v);
+        float magnitude = measured(v, 0);
+        encode_held(v, (const Four *)(before + first), after ? (Four *)(after + first) : 0, signs + number * WORDS,
+                    magnitude);
+        if (lane() == 0) magnitudes[number] = magnitude;
+    }
 }
 #endif
 
 // A worker does a block at a time: first it finds the magnitude, then the signs.
-extern "C" __global__ void signs(const float *x, const float *before, float *after, u8 *payload, u64 count, u32 block) {
-    u64 blocks = blocks_of(count, block);
-    for (u64 number = worker(); number < blocks; number += workers()) {
+extern "C" __global__ RESIDENT(BLOCKS) void signs(
+    const float *x, const float *before, float *after, u8 *payload, u64 count, u32 block) {
+    u64 blocks = blocks_of(count, block), done = 0;
+    u8 *all = payload + 4 * blocks;
+#if HELD
+    if (aligned<Four>(x) && aligned<Four>(before) && aligned<Four>(after) && aligned<u32>(payload)) {
+        done = count / HELD;
+        signs_held(x, before, after, (float *)payload, (u32 *)all, done);
+    }
+#endif
+    for (u64 number = done + worker(); number < blocks; number += workers()) {
         u64 first = number * block;
         u32 n = length_of(number, count, block);
         Values v(x, before, first);
-        float *lost = after ? after + first : after;
-        u8 *mine = payload + 4 * blocks + number * bytes_of(block);
-        float magnitude;
-#if HELD
-        if (n == HELD && aligned<Four>(x) && aligned<Four>(before) && aligned<Four>(after) && aligned<u32>(mine)) {
-            Four held[GROUPS];
-            v.hold(held);
-            magnitude = measured(held, 0);
-            if (is_nan(magnitude)) encode(v, lost, mine, n, magnitude, 0, bytes_of(n));
-            else encode_held(held, lost, mine, magnitude);
-        } else
-#endif
-        {
-            magnitude = measured(v, n, 0);
-            encode(v, lost, mine, n, magnitude, 0, bytes_of(n));
-        }
+        float magnitude = measured(v, n, 0);
+        encode(v, after ? after + first : after, all + number * bytes_of(block), n, magnitude, 0, bytes_of(n));
         if (lane() == 0) store(payload + 4 * number, bits_of(magnitude));
     }
 }
@@ -96,12 +108,13 @@ extern "C" __global__ void encode_pieces(const float *x, const float *before, fl
     u32 pieces = pieces_of(bytes_of(block));
     u64 blocks = blocks_of(count, block);
     for (u64 item = worker(); item < blocks * pieces; item += workers()) {
-        u64 number = item / pieces, first = number * block;
-        u32 n = length_of(number, count, block), from = (u32)(item % pieces) * PIECE;
-        u8 *mine = payload + 4 * blocks + number * bytes_of(block);
-        float magnitude = float_of(load<u32>(payload + 4 * number));
-        encode(Values(x, before, first), after ? after + first : after, mine, n, magnitude, from,
-               piece_end(from, bytes_of(n)));
+        Piece piece = piece_of(item, pieces);
+        u64 first = piece.block * block;
+        u32 n = length_of(piece.block, count, block);
+        u8 *mine = payload + 4 * blocks + piece.block * bytes_of(block);
+        float magnitude = float_of(load<u32>(payload + 4 * piece.block));
+        encode(Values(x, before, first), after ? after + first : after, mine, n, magnitude, piece.from,
+               piece_end(piece.from, bytes_of(n)));
     }
 }
 KERNEL(encode_pieces)

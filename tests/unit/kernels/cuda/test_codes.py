@@ -29,12 +29,12 @@ QUANTISED = [
     ("int4", 7.0, False, False, (24, 256, 1024, 5000)),
     ("int4", 7.0, False, True, (256, 104)),
     ("int4", 7.0, True, False, (512, 3000)),
-    ("e4m3", 448.0, False, False, (1024, 72, 3000)),
+    ("e4m3", 448.0, False, False, (256, 1024, 72, 3000)),
     ("e4m3", 448.0, True, True, (256,)),
-    ("e5m2", 57344.0, False, False, (1024, 72)),
+    ("e5m2", 57344.0, False, False, (256, 1024, 72)),
 ]
 CASES = [(*how, block) for *how, blocks in QUANTISED for block in blocks]
-SIGNED = (8, 40, 128, 1000, 1024, 2048, 2056, 5000, 9000)
+SIGNED = (8, 40, 128, 256, 512, 1000, 1024, 2048, 2056, 5000, 9000)
 
 
 def hard(count: int, block: int, first: int) -> Array:
@@ -70,6 +70,21 @@ KINDS = (
     culprit(-np.inf),
     culprit(np.nan),
 )
+
+
+SMALL = {"e4m3": (ml_dtypes.float8_e4m3fn, 127), "e5m2": (ml_dtypes.float8_e5m2, 124)}  # how many are finite
+
+
+def between_codes(code: str, block: int) -> Array:
+    """Return blocks with unit 1 that have all small floats, the middles between them, and those next to the middles."""
+    kind, finite = SMALL[code]
+    known = np.arange(finite, dtype=np.uint8).view(kind).astype(np.float32)
+    middles = (known[:-1] + known[1:]) / np.float32(2)
+    nexts = [np.nextafter(middles, np.float32(side)) for side in (0, np.inf)]
+    sizes = np.concatenate([known, middles, *nexts])
+    values = np.random.default_rng(1).permutation(np.concatenate([sizes, -sizes]))
+    parts = np.split(values, range(block - 1, len(values), block - 1))
+    return np.concatenate([np.append(known[-1], part) for part in parts])
 
 
 def counts(block: int) -> list[int]:
@@ -168,6 +183,15 @@ def test_quantise_and_restore(code, top, by_norm, at_random, block):
         payload = np.empty(length, np.uint8)
         HOST.quantise(x, None, None, payload, *how)
         check_decoding(HOST.restore, codes.restore, payload, count, block, code)
+
+
+@pytest.mark.parametrize(("code", "block"), list(product(("e4m3", "e5m2"), (256, 40))))
+def test_small_floats_are_rounded_to_nearest_even(code, block):
+    x, kind = between_codes(code, block), SMALL[code][0]
+    payload, blocks = np.empty(4 * -(-len(x) // block) + len(x), np.uint8), -(-len(x) // block)
+    codes.quantise(HostLauncher(), x, None, None, payload, block, code, float(x[0]), False, False, 0)
+    np.testing.assert_array_equal(payload[: 4 * blocks].view(np.float32), 1)
+    np.testing.assert_array_equal(payload[4 * blocks :], x.astype(kind).view(np.uint8))
 
 
 @pytest.mark.parametrize(("code", "block"), list(product(("int8", "int4", "e4m3", "e5m2"), (512, 520))))

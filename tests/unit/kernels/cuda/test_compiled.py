@@ -67,12 +67,12 @@ def call_all(kernels: CudaKernels) -> None:
         kernels.narrow(x, None, None, payload, bfloat)
         kernels.widen(payload, x, bfloat, False)
     for code, top in (("int8", 127.0), ("int4", 7.0), ("e4m3", 448.0), ("e5m2", 57344.0)):
-        for block, by_norm, at_random in itertools.product((2048, 300, COUNT), (False, True), (False, True)):
+        for block, by_norm, at_random in itertools.product((256, 2048, 300, COUNT), (False, True), (False, True)):
             for before in (None, x):
                 how: tuple[Any, ...] = (block, code, top, by_norm, at_random, 1)
                 kernels.quantise(x, before, before, payload, *how)
             kernels.restore(payload, x, block, code, False)  # type: ignore[arg-type]
-    for block in (2048, 300, COUNT):
+    for block in (256, 512, 1024, 2048, 300, COUNT):
         for before in (None, x):
             kernels.signs(x, before, before, payload, block)
         kernels.unsign(payload, x, block, False)
