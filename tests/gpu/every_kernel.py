@@ -15,7 +15,7 @@ from tests.cuda.hard import values
 from tests.oracle import REDUCIBLE
 from tests.unit.kernels.cuda.test_arithmetic import CASTS, convertible
 from tests.unit.kernels.cuda.test_codes import CASES as QUANTISED
-from tests.unit.kernels.cuda.test_codes import hard
+from tests.unit.kernels.cuda.test_codes import SIGNED, between_codes, hard
 from tests.unit.kernels.cuda.test_sparse import values_of
 
 HOST = HostKernels()
@@ -107,23 +107,31 @@ def make_quantise():
     for (code, top, by_norm, at_random, block), (before, after) in itertools.product(QUANTISED, residuals(COUNT)):
         how = block, code, top, by_norm, at_random, 12345
         yield hard(COUNT, block, 0), before, after, payload_of(code, COUNT, block), *how
+    for code, block in itertools.product(("e4m3", "e5m2"), (256, 1024, 40)):
+        x = between_codes(code, block)
+        for before in (None, np.zeros_like(x)):
+            how = block, code, float(x[0]), False, False, 0
+            yield x, before, before, payload_of(code, len(x), block), *how
 
 
 def make_restore():
     codes: tuple[Code, ...] = ("int8", "int4", "e4m3", "e5m2")
-    for code, block, add in itertools.product(codes, (512, 520), (False, True)):
+    for code, block, add in itertools.product(codes, (256, 520, 1024, 4096), (False, True)):
         payload = payload_of(code, COUNT, block)
         HOST.quantise(hard(COUNT, block, 0), None, None, payload, block, code, 7.0, False, False, 0)
         yield payload, values_of("normal", COUNT), block, code, add
+        every = payload.copy()
+        every[4 * -(-COUNT // block) :] = np.arange(len(payload) - 4 * -(-COUNT // block)) % 256
+        yield every, values_of("normal", COUNT), block, code, add
 
 
 def make_signs():
-    for block, (before, after) in itertools.product((8, 40, 1024, 2056, 9000), residuals(COUNT)):
+    for block, (before, after) in itertools.product(SIGNED, residuals(COUNT)):
         yield hard(COUNT, block, 0), before, after, payload_of("int8", COUNT, block), block
 
 
 def make_unsign():
-    for block, add in itertools.product((8, 40, 1024, 2056, 9000), (False, True)):
+    for block, add in itertools.product(SIGNED, (False, True)):
         payload = payload_of("int8", COUNT, block)
         HOST.signs(hard(COUNT, block, 0), None, None, payload, block)
         yield payload, values_of("normal", COUNT), block, add

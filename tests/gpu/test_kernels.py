@@ -17,14 +17,14 @@ from tests.gpu.every_kernel import HOST, MAKERS
 
 pytestmark = pytest.mark.any_ranks
 
-FRONT = 4  # elements before each array, which nothing may touch
+FRONTS = (4, 1)  # elements before each array, which nothing may touch: it begins where wide loads can, or not
 
 
 class There:
-    """The GPU's copies of host arrays: the same array is the same copy. All lie behind a front."""
+    """The GPU's copies of host arrays: the same array is the same copy. All lie behind a front of so many elements."""
 
-    def __init__(self, gpu: Any) -> None:
-        self._gpu, self._copies = gpu, dict[int, tuple[Any, Any]]()
+    def __init__(self, gpu: Any, front: int = FRONTS[0]) -> None:
+        self._gpu, self._front, self._copies = gpu, front, dict[int, tuple[Any, Any]]()
 
     def put(self, value: Any) -> Any:
         if isinstance(value, list):
@@ -32,17 +32,18 @@ class There:
         if not isinstance(value, np.ndarray):
             return value
         if id(value) not in self._copies:
-            front = np.full(FRONT * value.itemsize, 99, np.uint8)
+            front = np.full(self._front * value.itemsize, 99, np.uint8)
             self._copies[id(value)] = value, self._gpu.put(np.concatenate([front, value.view(np.uint8)]))
         whole = self._gpu.device.wrap(self._copies[id(value)][1], "test")
-        return whole[FRONT * value.itemsize :].view(value.dtype)
+        return whole[self._front * value.itemsize :].view(value.dtype)
 
     def results(self) -> Iterator[tuple[Any, Any]]:
         """Yield each host array and what the GPU has made of its copy."""
         for value, copy in self._copies.values():
             found = self._gpu.fetch(copy)
-            assert (found[: FRONT * value.itemsize] == 99).all(), "what lies before an array was written"
-            yield value, found[FRONT * value.itemsize :].copy().view(value.dtype)
+            nbytes = self._front * value.itemsize
+            assert (found[:nbytes] == 99).all(), "what lies before an array was written"
+            yield value, found[nbytes:].copy().view(value.dtype)
 
 
 def parts(name: str, arguments: tuple[Any, ...], array: Any) -> list[Any]:
@@ -63,7 +64,7 @@ def test_a_kernel(gpu, name):
     for number, arguments in enumerate(MAKERS[name]()):
         if number % 5 and not gpu.is_real:
             continue  # for the stand-in g++ takes its time
-        there = There(gpu)
+        there = There(gpu, FRONTS[number % 2])
         answer = cuda(*map(there.put, arguments))
         found = list(there.results())
         with np.errstate(all="ignore"):
