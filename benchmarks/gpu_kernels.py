@@ -13,10 +13,10 @@ from typing import Any
 import numpy as np
 
 from benchmarks.gpu_machine import Call, Machine, copy_rate
-from commlib.dtypes import COMPLEX, DTYPES, NUMPY
+from commlib.dtypes import COMPLEX, DTYPES, NUMPY, kernel_operation
 
 NBYTES, TINY_BYTES = 256 << 20, 16 << 10  # of a float32 array
-BLOCK = 256
+BLOCKS = (256, 1024)  # one or the other is what codecs take if nothing is said
 ROUNDS, BURST_SECONDS = 3, 0.03
 PIECES = 64  # arrays that are packed into one
 
@@ -72,7 +72,7 @@ def _reductions(machine: Machine, nbytes: int) -> Iterator[Case]:
     kernels = machine.device.kernels
     for dtype in DTYPES:
         arrays = [_array(machine, nbytes // NUMPY[dtype].itemsize, dtype) for _ in range(5)]
-        op = "max" if dtype == "bool" else "sum"
+        op = kernel_operation(dtype, "sum")
         for inputs in (2, 4):
             given, target = arrays[:inputs], arrays[4]
             yield Case(
@@ -89,29 +89,38 @@ def _reductions(machine: Machine, nbytes: int) -> Iterator[Case]:
 
 def _codecs(machine: Machine, x: Any, before: Any, out: Any, payload: Any) -> Iterator[Case]:
     kernels, count = machine.device.kernels, len(x)
-    scales = 4 * count // BLOCK
     yield Case("narrow to bfloat16", 6 * count, lambda: kernels.narrow(x, None, None, payload, True))
     yield Case("widen from bfloat16", 6 * count, lambda: kernels.widen(payload[: 2 * count], out, True, False))
-    for code, top, size in (("int8", 127.0, count), ("int4", 7.0, count // 2), ("e4m3", 448.0, count)):
-        written = payload[: size + scales]
-        how: tuple[Any, ...] = (BLOCK, code, top, False, False, 0)
-        yield Case(f"quantise {code}", 4 * count + size + scales,
-                   lambda written=written, how=how: kernels.quantise(x, None, None, written, *how))  # type: ignore[misc]  # fmt: skip
-        yield Case(f"quantise {code} with feedback", 12 * count + size + scales,
-                   lambda written=written, how=how: kernels.quantise(x, before, before, written, *how))  # type: ignore[misc]  # fmt: skip
-        yield Case(f"restore {code}", 4 * count + size + scales,
-                   lambda written=written, code=code: kernels.restore(written, out, BLOCK, code, False))  # type: ignore[misc]  # fmt: skip
-        yield Case(f"restore {code}, added", 8 * count + size + scales,
-                   lambda written=written, code=code: kernels.restore(written, out, BLOCK, code, True))  # type: ignore[misc]  # fmt: skip
-    bits = payload[: count // 8 + scales]
-    yield Case("signs", 4 * count + len(bits), lambda: kernels.signs(x, None, None, bits, BLOCK))
-    yield Case("unsign", 4 * count + len(bits), lambda: kernels.unsign(bits, out, BLOCK, False))
+    for block in BLOCKS:
+        yield from _blocks(machine, x, before, out, payload, block)
     k = max(1, count // 1000)
     # Of what is chosen, and how long that is, nothing is counted: it is little.
     yield Case("largest 0.1 %", 4 * count, lambda: kernels.largest(x, None, None, k, "float32", payload), waits=True)
     used = kernels.largest(x, None, None, k, "float32", payload)
     chosen = payload[:used]
     yield Case("read_sparse 0.1 %", 4 * count, lambda: kernels.read_sparse(chosen, "float32", out, False), waits=True)
+
+
+def _blocks(machine: Machine, x: Any, before: Any, out: Any, payload: Any, block: int) -> Iterator[Case]:
+    """Yield the codecs whose payloads are of blocks."""
+    kernels, count = machine.device.kernels, len(x)
+    scales = 4 * count // block
+    for code, top, size in (("int8", 127.0, count), ("int4", 7.0, count // 2), ("e4m3", 448.0, count)):
+        written, name = payload[: size + scales], f"{code} {block}"
+        how: tuple[Any, ...] = (block, code, top, False, False, 0)
+        yield Case(f"quantise {name}", 4 * count + size + scales,
+                   lambda written=written, how=how: kernels.quantise(x, None, None, written, *how))  # type: ignore[misc]  # fmt: skip
+        yield Case(f"quantise {name} with feedback", 12 * count + size + scales,
+                   lambda written=written, how=how: kernels.quantise(x, before, before, written, *how))  # type: ignore[misc]  # fmt: skip
+        yield Case(f"restore {name}", 4 * count + size + scales,
+                   lambda written=written, code=code: kernels.restore(written, out, block, code, False))  # type: ignore[misc]  # fmt: skip
+        yield Case(f"restore {name}, added", 8 * count + size + scales,
+                   lambda written=written, code=code: kernels.restore(written, out, block, code, True))  # type: ignore[misc]  # fmt: skip
+    bits = payload[: count // 8 + scales]
+    yield Case(f"signs {block}", 4 * count + len(bits), lambda: kernels.signs(x, None, None, bits, block))
+    yield Case(f"signs {block} with feedback", 12 * count + len(bits),
+               lambda: kernels.signs(x, before, before, bits, block))  # fmt: skip
+    yield Case(f"unsign {block}", 4 * count + len(bits), lambda: kernels.unsign(bits, out, block, False))
 
 
 def _array(machine: Machine, count: int, dtype: str) -> Any:
