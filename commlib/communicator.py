@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any, overload
 
 from numpy import empty, ndarray
 
@@ -24,6 +24,7 @@ from commlib.collectives.reduce_scatter import reduce_scatter, reduce_scatter_v
 from commlib.collectives.scan import scan
 from commlib.collectives.scatter import scatter
 from commlib.config import Config
+from commlib.devices.arrays import device_named
 from commlib.devices.host import HOST
 from commlib.group import symmetric_array
 from commlib.group.group import Group
@@ -39,6 +40,9 @@ from commlib.runtime.work import Work
 from commlib.subgroups import Parts, Subgroups
 from commlib.topology import Topology
 from commlib.transport.base import Transport
+
+if TYPE_CHECKING:
+    from commlib.p2p.device_channel import DeviceChannel
 
 
 class Communicator:
@@ -404,6 +408,7 @@ class Communicator:
         """Start `send_recv`."""
         return messages.send_recv(self.group, self._post, x, peer, out, source, tag).start()
 
+    @overload
     def channel(
         self,
         peer: int,
@@ -413,19 +418,48 @@ class Communicator:
         depth: int = 2,
         *,
         codec: Any = None,
-    ) -> Channel:
+        device: None = None,
+    ) -> Channel: ...
+
+    @overload
+    def channel(
+        self,
+        peer: int,
+        edge: int | str,
+        shape: int | Sequence[int],
+        dtype: Any = "float32",
+        depth: int = 2,
+        *,
+        codec: Any = None,
+        device: Any,
+    ) -> DeviceChannel: ...
+
+    def channel(
+        self,
+        peer: int,
+        edge: int | str,
+        shape: int | Sequence[int],
+        dtype: Any = "float32",
+        depth: int = 2,
+        *,
+        codec: Any = None,
+        device: Any = None,
+    ) -> Any:
         """Open an edge to rank `peer`, which opens it too: arrays then go in both directions, in order.
 
         Not collective: it concerns two ranks and waits for nobody. `edge`, a number or a name, tells the edges of two
-        ranks apart. Both sides give the same shape, dtype, depth and codec. `depth` messages fit into each direction;
-        a shape may be another one later. codec: a name ("int8") or a codec of fixed length, for floats. On a node the
-        sender writes into the receiver's memory, and `recv` returns a view of it: see `Channel`.
+        ranks apart. Both sides give the same shape, dtype, depth, codec and kind of device. `depth` messages fit into
+        each direction; a shape may be another one later. codec: a name ("int8") or a codec of fixed length, for floats.
+        On a node the sender writes into the receiver's memory, and `recv` returns a view of it: see `Channel`.
+        device: "cuda", or a device (see `commlib.devices`): arrays are there on both sides: see `DeviceChannel`.
         """
         if codec is not None:
             from commlib.compress.registry import codec_of  # few need it
 
             codec = codec_of(codec)
-        return self._channels.open(peer, edge, shape, dtype, depth, codec)
+        if isinstance(device, str):
+            device = device_named("" if device == HOST.name else device, "channel")
+        return self._channels.open(peer, edge, shape, dtype, depth, codec, None if device is HOST else device)
 
     # Synchronisation and objects
 

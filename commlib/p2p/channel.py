@@ -84,7 +84,7 @@ class Channel:
     def __init__(self, group: Group, channels: Owner, ends: Ends, text: str) -> None:
         self._group, self._channels, self.ends, self.text = group, channels, ends, text
         self.peer, self.edge = ends.address.peer, ends.address.edge
-        self.dtype, self.depth = ends.terms.dtype, ends.terms.depth
+        self.dtype, self.depth = ends.dtype, ends.terms.depth
         self._put, self._out = ends.outgoing.put, ends.outgoing.at
         self._take, self._in, self._views = ends.incoming.take, ends.incoming.at, ends.incoming.views
         self._free_slot, self._lent = ends.outgoing.free_slot, ends.outgoing.lent
@@ -159,20 +159,63 @@ class Channel:
         """Start `send`. The array must not be changed until the work is done; later sends go after it."""
         what, end = f"send on {self.text}", self.ends.outgoing
         array = self._checked(x)
+        if self.has_room(what):
+            with self._guarded(what, end) as watch:
+                end.send(array, what, watch())
+            self._pumps.sent()
+            return Work.ended(what, None)
+        return self.send_later(lambda: array)
+
+    def send_later(self, make: Callable[[], Array | None]) -> Work:
+        """Start to send what `make` returns: an array as `send` takes it, or None while that is not there yet.
+
+        It is asked on another thread, once there is room, until it has returned an array.
+        """
+        what, end = f"send on {self.text}", self.ends.outgoing
         with self._guarded(what, end) as watch:
             self._refuse(what)
-            self._channels.look(self.peer)
-            is_connected = self.ends.try_connect(self._group, self.text)
-            self._refuse_unreachable(what)
-            if is_connected and not self._queue and end.has_room():
-                end.send(array, what, watch())
-                self._pumps.sent()
-                return Work.ended(what, None)
-            work = Queued(what, array, watch(), self._move, self._await)
+            work = Queued(what, make, watch(), self._move, self._await)
             end.defer(yes=True)
             self._queue.append(work)
         self._group.runtime.poller.watch(Sending(work), self._group)
         return work
+
+    def has_room(self, what: str) -> bool:
+        """Return whether `send` would return at once. what: why it is asked. Never blocks."""
+        end = self.ends.outgoing
+        with self._guarded(what, end):
+            self._refuse(what)
+            self._channels.look(self.peer)
+            is_connected = self.ends.try_connect(self._group, self.text)
+            self._refuse_unreachable(what)
+            return is_connected and not self._queue and end.has_room()
+
+    def await_room(self, what: str, timeout: float | None = None) -> None:
+        """Wait until `send` would return at once, at most `timeout` seconds: StallError. what: it is waited for."""
+        end = self.ends.outgoing
+        with self._guarded(what, end) as watch:
+            on_wait = watch(timeout)
+            self._connect(what, on_wait)
+            self._refuse_unreachable(what)
+            poll(lambda: not self._queue and end.has_room(), on_wait)
+
+    def flush(self, timeout: float) -> None:
+        """Wait until what `send_later` has queued is sent, at most `timeout` seconds."""
+        deadline = time.monotonic() + timeout
+        while self._queue and self._failure is None and time.monotonic() < deadline:
+            time.sleep(1e-4)
+
+    def connect(self, what: str, timeout: float | None = None) -> None:
+        """Wait until the other side has opened the channel, too, at most `timeout` seconds: StallError."""
+        with self._guarded(what, self.ends.outgoing) as watch:
+            self._connect(what, watch(timeout))
+
+    def give_up(self, what: str, error: BaseException) -> None:
+        """Let the channel fail because `error` came out of a call half-way."""
+        if isinstance(error, CommlibError):
+            self._fail(error)
+        else:
+            self._abandon(what, error)
 
     def buffer(self, shape: int | Shape | None = None) -> Array:
         """Return an array to write the next message to (default: of the last shape sent). `send` does not copy it.
@@ -363,7 +406,7 @@ class Channel:
         if self._failure is None:
             self._failure = error
             self.ends.halt()
-            self.ends.tell(f"has given up this channel ({type(error).__name__}: {error})")
+            self.ends.tell(f"has given up this channel ({type(error).__name__}: {error})", failed=True)
             self._end_queue(error)
 
     # Sends that wait for room: the poller's thread sends them, so no signal handler can come in between
@@ -377,9 +420,9 @@ class Channel:
                 if not self.ends.try_connect(self._group, self.text):
                     return False
                 self._refuse_unreachable(work.description)
-                if not end.has_room():
+                if not end.has_room() or (array := work.made()) is None:
                     return False
-                end.send(work.array, work.description, _give_way)
+                end.send(array, work.description, _give_way)
                 if next(taken(queue), None) is work:  # or else another thread has let it fail
                     work.finish()
             end.defer(yes=False)

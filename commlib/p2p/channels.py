@@ -6,15 +6,18 @@ about it. It meets the other side's letter when it first uses the channel.
 
 from __future__ import annotations
 
+import logging
+import time
 import weakref
 from collections import Counter, deque
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 from commlib import forks
 from commlib.arguments import integer
+from commlib.devices.protocol import Device
 from commlib.dtypes import numpy_dtype
 from commlib.errors import CommlibError, ShutdownError, TransportError, UsageError
 from commlib.node.board import LEFT
@@ -28,10 +31,15 @@ from commlib.p2p.terms import Terms
 if TYPE_CHECKING:
     from commlib.group.group import Group
     from commlib.p2p.channel import Channel
+    from commlib.p2p.device_channel import DeviceChannel
+    from commlib.p2p.device_edge import DeviceEdge
     from commlib.p2p.ends import Ends
+
+log = logging.getLogger("commlib")
 
 _LONGEST_EDGE = 200  # characters
 _MOST_DEPTH = 4096
+_PARTING = 10.0  # seconds for what devices have still to do when a group ends
 
 
 class Channels:
@@ -46,12 +54,22 @@ class Channels:
         self._dropped: deque[Ends] = deque()  # of channels that nobody closed; filled by the garbage collector
         self._lingering: deque[Ends] = deque()  # closed, but the other side may still map their memory
         self._left = ""
+        self._said: set[str] = set()
 
-    def open(self, peer: int, edge: int | str, shape: Any, dtype: Any, depth: int, codec: Codec | None) -> Channel:
+    def open(
+        self,
+        peer: int,
+        edge: int | str,
+        shape: Any,
+        dtype: Any,
+        depth: int,
+        codec: Codec | None,
+        device: Device | None = None,
+    ) -> Any:
         """Open this rank's side of a channel: see `Communicator.channel`."""
         group = self._group()
         assert group is not None
-        terms, form = _terms(group, peer, edge, shape, dtype, depth, codec)
+        terms, form = _terms(group, peer, edge, shape, dtype, depth, codec, device)
         text = f"channel {edge!r} with rank {peer}"
         forks.check(text)
         if group.failure is not None:
@@ -73,21 +91,30 @@ class Channels:
                 "close and reopen fewer, open them in another group, or use send and recv"
             )
         try:
-            return self._open_new(group, self._mailbox, address, terms, form, tag, text)
+            return self._open_new(group, self._mailbox, address, terms, form, tag, text, device)
         except BaseException as error:  # the other side may have been told
             group.abandon(text, error)
             raise
 
     def _open_new(
-        self, group: Group, mailbox: Mailbox, address: Address, terms: Terms, form: Form, tag: int, text: str
-    ) -> Channel:
+        self,
+        group: Group,
+        mailbox: Mailbox,
+        address: Address,
+        terms: Terms,
+        form: Form,
+        tag: int,
+        text: str,
+        device: Device | None,
+    ) -> Channel | DeviceChannel:
         from commlib.p2p.channel import Channel  # loads kernels, and few groups have channels
         from commlib.p2p.ends import Ends
 
         self._opened[address.peer, address.edge] += 1
         self._made += 1
+        edge = None if device is None else self._edge(group, device, address.peer, terms)
         try:
-            ends = Ends.make(group, mailbox, address, terms, form, tag)
+            ends = Ends.make(group, mailbox, address, terms, form, tag, edge)
         except CommlibError as error:
             mailbox.post(address, "hello", error=str(error))
             raise
@@ -96,7 +123,34 @@ class Channels:
         channel = Channel(group, self, ends, text)
         self._open[address] = weakref.ref(channel)
         weakref.finalize(channel, self._dropped.append, ends).atexit = False
-        return channel
+        if edge is None:
+            return channel
+        from commlib.p2p.device_channel import DeviceChannel
+
+        group.runtime.poller.watch(_Meeting(text, group, ends, self._say), group, awaited=False)
+        return DeviceChannel(channel, group, edge, terms)
+
+    def _edge(self, group: Group, device: Device, peer: int, terms: Terms) -> DeviceEdge:
+        from commlib.p2p.device_edge import DeviceEdge
+
+        refusal = ""
+        if not group.config.device_peers:
+            refusal = "COMMLIB_DEVICE_PEERS=0"
+        elif not group.config.node_path or peer not in group.hierarchy.ranks:
+            refusal = "the ranks share no memory"
+        return DeviceEdge(device, terms.depth, terms.nbytes, refusal, is_named=group.named_memory)
+
+    def _say(self, group: Group, ends: Ends) -> None:
+        """Say why channels of devices go by way of the host, once for each reason."""
+        edge, peer = ends.device, ends.address.peer
+        if edge is None or not edge.refusal or edge.refusal in self._said or group.rank > peer:
+            return
+        self._said.add(edge.refusal)
+        level = logging.INFO if edge.is_expected else logging.WARNING
+        log.log(
+            level, "%s: channels of %s between ranks %d and %d go by way of the host: %s",
+            group.name, edge.device.name, group.rank, peer, edge.refusal,
+        )  # fmt: skip
 
     def look(self, peer: int) -> None:
         """Ask for what another rank has told, and give back what is used no more. Never blocks."""
@@ -111,11 +165,11 @@ class Channels:
             self.end(ends, "has dropped this channel")
         self._lingering.extend([ends for ends in taken(self._lingering) if not ends.try_close()])
 
-    def end(self, ends: Ends, reason: str) -> None:
+    def end(self, ends: Ends, reason: str, *, failed: bool = False) -> None:
         """Tell the other side that this one takes part no more, and give back what it has, now or later. Idempotent."""
         self._open.pop(ends.address, None)
         ends.halt()
-        ends.tell(reason)
+        ends.tell(reason, failed=failed)
         if not ends.try_close():
             self._lingering.append(ends)
 
@@ -130,7 +184,9 @@ class Channels:
             return
         self._left = reason or LEFT
         for channel in self._channels():
-            self.end(channel.ends, self._left)
+            if channel.ends.device is not None and not reason:
+                channel.flush(_PARTING)
+            self.end(channel.ends, self._left, failed=bool(reason))
         self.sweep()
         if not reason:
             self.close()
@@ -140,7 +196,10 @@ class Channels:
         if not self._left:
             self.leave("")
             return
+        deadline = time.monotonic() + _PARTING
         for ends in taken(self._lingering):
+            if ends.device is not None:
+                ends.device.part(deadline)
             ends.close()
 
     def _channels(self) -> Sequence[Channel]:
@@ -151,8 +210,28 @@ def _is_open(known: weakref.ref[Channel]) -> bool:
     return known() is not None
 
 
+class _Meeting:
+    """Let the two sides of a channel between devices meet on the poller's thread, whatever their hosts do meanwhile."""
+
+    def __init__(self, text: str, group: Group, ends: Ends, say: Callable[[Group, Ends], None]) -> None:
+        self.description, self._text = f"opening {text}", text
+        self._group, self._ends, self._say = weakref.ref(group), weakref.ref(ends), say
+
+    def done(self) -> bool:
+        group, ends = self._group(), self._ends()
+        if group is None or ends is None or ends.is_closed:
+            return True
+        try:
+            if not ends.try_connect(group, self._text):
+                return ends.bye() is not None
+        except CommlibError:  # whoever uses the channel finds out
+            return True
+        self._say(group, ends)
+        return True
+
+
 def _terms(
-    group: Group, peer: int, edge: Any, shape: Any, dtype: Any, depth: int, codec: Codec | None
+    group: Group, peer: int, edge: Any, shape: Any, dtype: Any, depth: int, codec: Codec | None, device: Device | None
 ) -> tuple[Terms, Form]:
     """Return what both sides must have alike. Raises UsageError for what no side may have."""
     if not 0 <= integer("channel", "peer", peer) < group.size or peer == group.rank:
@@ -172,5 +251,12 @@ def _terms(
     if not 1 <= integer("channel", "depth", depth) <= _MOST_DEPTH:
         raise UsageError(f"channel: depth is {depth}, expected 1 to {_MOST_DEPTH} messages")
     kind: np.dtype[Any] = numpy_dtype(dtype)
+    if device is not None:
+        if codec is not None:
+            raise UsageError(
+                "channel: codec= is for arrays of the host: between devices open a channel of uint8, and send what "
+                "commlib.compress.activations.encode returns"
+            )
+        return Terms(dimensions, kind, depth, "none", device.name), Plain(np.dtype(np.uint8))
     form: Form = Plain(kind) if codec is None else Coded(codec, kind)
     return Terms(dimensions, kind, depth, form.name), form

@@ -5,8 +5,12 @@ from __future__ import annotations
 import threading
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
+
 from commlib import forks
 from commlib.errors import MismatchError, PeerError
+from commlib.p2p.device_edge import DeviceEdge
+from commlib.p2p.device_head import HEAD
 from commlib.p2p.form import Form
 from commlib.p2p.inbox import Inbox
 from commlib.p2p.mailbox import Address, Mailbox
@@ -23,35 +27,57 @@ class Ends:
     """Send and receive, in memory of a node or in messages. Users have a `Channel` of it."""
 
     def __init__(
-        self, mailbox: Mailbox, address: Address, terms: Terms, outgoing: Any, incoming: Any, tag: int
+        self,
+        mailbox: Mailbox,
+        address: Address,
+        terms: Terms,
+        outgoing: Any,
+        incoming: Any,
+        tag: int,
+        device: DeviceEdge | None,
     ) -> None:
         self.mailbox, self.address, self.terms = mailbox, address, terms
+        self.device = device
+        """What carries data between devices, if that was asked for; these ends then carry a few bytes of a message."""
+        self.dtype = terms.dtype if device is None else np.dtype(np.uint8)
+        """Of the arrays that the host's memory carries."""
         self.outgoing: Outbox | PostedSends = outgoing
         self.incoming: Inbox | PostedReceives = incoming
         self._tag = tag
         self._connecting = threading.RLock()
-        self.is_connected = False
+        self.is_connected = self._has_met = False
         self.unreachable = ""  # why nothing can be sent
         self._has_told = self.is_closed = False
 
     @classmethod
-    def make(cls, group: Group, mailbox: Mailbox, address: Address, terms: Terms, form: Form, tag: int) -> Ends:
+    def make(
+        cls,
+        group: Group,
+        mailbox: Mailbox,
+        address: Address,
+        terms: Terms,
+        form: Form,
+        tag: int,
+        device: DeviceEdge | None = None,
+    ) -> Ends:
         """Make what this rank receives into, and what it will send with. Raises TransportError."""
+        shape, dtype = (terms.shape, terms.dtype) if device is None else ((HEAD,), np.dtype(np.uint8))
         outgoing: Outbox | PostedSends
         incoming: Inbox | PostedReceives
         if group.config.node_path and address.peer in group.hierarchy.ranks:
-            arguments = form, terms.shape, terms.dtype, terms.depth, group.runtime.spins
+            arguments = form, shape, dtype, terms.depth, group.runtime.spins
             is_named = group.named_memory
             incoming, outgoing = Inbox(*arguments, is_named=is_named), Outbox(*arguments, is_named=is_named)
         else:
-            messages = mailbox.transport, address.peer, form, terms.shape, terms.dtype, terms.depth
+            messages = mailbox.transport, address.peer, form, shape, dtype, terms.depth
             incoming, outgoing = PostedReceives(*messages, tag=tag), PostedSends(*messages)
-        return cls(mailbox, address, terms, outgoing, incoming, tag)
+        return cls(mailbox, address, terms, outgoing, incoming, tag, device)
 
     def hello(self) -> dict[str, Any]:
         """Return what the other side must know."""
         place = self.incoming.made.place if isinstance(self.incoming, Inbox) else None
-        return {"error": "", "terms": str(self.terms), "tag": self._tag, "inbox": place}
+        told: dict[str, Any] = {"error": "", "terms": str(self.terms), "tag": self._tag, "inbox": place}
+        return told if self.device is None else told | {"device": self.device.hello()}
 
     def try_connect(self, group: Group, text: str) -> bool:
         """Come to know the other side, if its letter is there; return whether it is.
@@ -64,6 +90,20 @@ class Ends:
             return self.is_connected or self._try_connect(group, text)
 
     def _try_connect(self, group: Group, text: str) -> bool:
+        if not self._has_met and not self._meet(group, text):
+            return False
+        if self.device is not None:
+            verdict = self.mailbox.letter(self.address, "device")
+            if verdict is None:
+                return False
+            self.device.settle(verdict["refusal"])
+        self.outgoing.halt(yes=bool(self.unreachable))
+        self.incoming.halt(yes=False)
+        self.is_connected = True
+        return True
+
+    def _meet(self, group: Group, text: str) -> bool:
+        """Read what the other side says of itself, if it is there; return whether it was."""
         peer = self.address.peer
         hello = self.mailbox.letter(self.address, "hello")
         if hello is None:
@@ -87,9 +127,11 @@ class Ends:
         else:
             self.outgoing.connect(hello["tag"])
         self.incoming.connect()
-        self.outgoing.halt(yes=bool(self.unreachable))
-        self.incoming.halt(yes=False)
-        self.is_connected = True
+        if self.device is not None:
+            self.device.meet(hello["device"])
+            self.mailbox.post(self.address, "device", refusal=self.device.refusal[:1000])
+            self.mailbox.expect(self.address, "device")
+        self._has_met = True
         return True
 
     def bye(self) -> dict[str, Any] | None:
@@ -101,14 +143,18 @@ class Ends:
         self.outgoing.halt(yes=True)
         self.incoming.halt(yes=True)
 
-    def tell(self, reason: str) -> None:
-        """Tell the other side why this one takes part no more; the first reason counts."""
+    def tell(self, reason: str, *, failed: bool = False) -> None:
+        """Tell the other side why this one takes part no more; the first reason counts. failed: it should have."""
         if not self._has_told and not forks.is_child():
             self._has_told = True
-            self.mailbox.post(self.address, "bye", why=reason[:1000], sent=self.outgoing.count)
+            self.mailbox.post(self.address, "bye", why=reason[:1000], sent=self.outgoing.count, failed=failed)
+            if failed and self.device is not None:
+                self.device.fail()
 
     def try_close(self) -> bool:
         """Give everything back, unless the other side may still need some of it; return whether it was."""
+        if self.device is not None and not self.device.is_over:
+            return False
         if not self.is_closed and not (self.incoming.is_settled and self.outgoing.is_settled) and self.bye() is None:
             return False
         self.close()
@@ -120,4 +166,6 @@ class Ends:
             self.is_closed = True
             self.outgoing.close()
             self.incoming.close()
+            if self.device is not None:
+                self.device.close()
             self.mailbox.forget(self.address)

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import logging
+import threading
 import time
 import weakref
 from collections.abc import Callable
@@ -51,6 +52,7 @@ class Mailbox:
         self.transport, self._poller, self._owner, self._key = transport, poller, weakref.ref(owner), key
         self._awaited: dict[int, tuple[ProbedReceive, bytearray]] = {}  # by peer
         self._posted: list[tuple[Request, bytes]] = []
+        self._posting = threading.RLock()  # users' threads and the poller's write letters
         self._come: dict[tuple[Address, str], dict[str, Any]] = {}
         self._expected: dict[tuple[Address, str], None] = {}
         self._asked: dict[int, None] = {}
@@ -58,11 +60,12 @@ class Mailbox:
         self._taken_in = 0.0
 
     def post(self, to: Address, kind: str, **content: Any) -> None:
-        """Send a letter of some kind ("hello", "bye") to the peer's end of a channel."""
+        """Send a letter of some kind ("hello", "device", "bye") to the peer's end of a channel."""
         data = json.dumps([self._key, to.edge, to.instance, kind, content]).encode()
         assert len(data) <= _MOST_BYTES
-        self._posted = [pair for pair in self._posted if not pair[0].test()]
-        self._posted.append((self.transport.send(to.peer, TAG, memoryview(data)), data))
+        with self._posting:
+            self._posted = [pair for pair in self._posted if not pair[0].test()]
+            self._posted.append((self.transport.send(to.peer, TAG, memoryview(data)), data))
 
     def letter(self, of: Address, kind: str) -> dict[str, Any] | None:
         """Return what has come of this kind, or None. Never looks whether more has."""
@@ -118,8 +121,8 @@ class Mailbox:
 
     def forget(self, address: Address) -> None:
         """Drop the letters to a channel that has ended."""
-        self._expected.pop((address, "hello"), None)
-        for kind in ("hello", "bye"):
+        for kind in ("hello", "device", "bye"):
+            self._expected.pop((address, kind), None)
             self._come.pop((address, kind), None)
 
     def close(self) -> None:

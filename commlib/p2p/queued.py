@@ -23,22 +23,29 @@ class Sending:
 class Queued(Work):
     """Hold a send until the poller has sent it.
 
-    `watch` raises where it can be sent no more; `move` sends what there is room for; `wait_for` waits until this one
-    has been sent, at most for some seconds.
+    `make` returns what is sent, or None while it is not there yet. `watch` raises where it can be sent no more; `move`
+    sends what there is room for; `wait_for` waits until this one has been sent, at most for some seconds.
     """
 
-    __slots__ = ("_move", "_wait_for", "array", "watch")
+    __slots__ = ("_make", "_move", "_wait_for", "array", "watch")
 
     def __init__(
         self,
         description: str,
-        array: Array,
+        make: Callable[[], Array | None],
         watch: WaitHook,
         move: Callable[[], bool],
         wait_for: Callable[[Queued, float | None], None],
     ) -> None:
         super().__init__(description)
-        self.array, self.watch, self._move, self._wait_for = array, watch, move, wait_for
+        self._make, self.watch, self._move, self._wait_for = make, watch, move, wait_for
+        self.array: Array | None = None
+
+    def made(self) -> Array | None:
+        """Return what is sent, made once; None while it is not there yet."""
+        if self.array is None:
+            self.array = self._make()
+        return self.array
 
     @property
     def has_ended(self) -> bool:

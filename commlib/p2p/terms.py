@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 from typing import Any
 
@@ -19,6 +20,14 @@ class Terms:
     dtype: np.dtype[Any]
     depth: int
     codec: str
+    device: str = ""
+    """The kind of device that has the arrays; "" for the host."""
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of an array."""
+        return math.prod(self.shape) * self.dtype.itemsize
 
     def __str__(self) -> str:
-        return f"{name_of(self.dtype)}, shape {self.shape}, depth {self.depth}, codec {self.codec}"
+        text = f"{name_of(self.dtype)}, shape {self.shape}, depth {self.depth}, codec {self.codec}"
+        return f"{text}, device {self.device}" if self.device else text

@@ -1,0 +1,76 @@
+"""DeviceIn: the receiving direction of a channel between devices: messages are copied from the sender's slots."""
+
+from __future__ import annotations
+
+from collections import deque
+from typing import Any
+
+from commlib.devices.array import DeviceArray
+from commlib.devices.protocol import Device, Event, Opened
+from commlib.errors import TransportError
+from commlib.p2p.under_way import UnderWay
+from commlib.p2p.words import NUMBERS, Words
+
+
+class DeviceIn:
+    """See above. Calls are made one after another. hello: what the sender's `DeviceOut.hello` says."""
+
+    def __init__(self, device: Device, depth: int, hello: dict[str, Any]) -> None:
+        """Raises TransportError if the device cannot."""
+        self._device, self._depth = device, depth
+        self.words = Words.found(tuple(hello["words"]), depth)
+        self.count = 0
+        """How many messages were received."""
+        self.under_way = UnderWay(device)
+        self._before: deque[tuple[Opened, list[Event]]] = deque()  # memory of earlier messages, until these happen
+        self._closed = 0
+        self._signals = self.words.signals(device, self.words.freed, self.words.filled)
+        self.under_way.add(self._signals.trial)
+        try:
+            self._open(hello["memory"])
+        except TransportError:
+            self._signals.close()
+            raise
+
+    def _open(self, news: str) -> None:
+        stride, _, handle = news.partition(" ")
+        self._stride, self._memory = int(stride), self._device.open(handle)
+
+    def turn_to(self, news: str) -> None:
+        """Begin with new memory of the sender, of which `DeviceOut.put` has told. Raises TransportError."""
+        self._before.append((self._memory, self.under_way.pending))
+        self._open(news)
+
+    def take(self, into: DeviceArray) -> None:
+        """Queue on the current stream: read the next message once it is there, and tell that its slot is free."""
+        slot, number = self.count % self._depth, (self.count + 1) % NUMBERS
+        self._signals.hear[slot].meet(number)
+        if into.nbytes:
+            start = self._memory.address + slot * self._stride
+            source = DeviceArray(self._device, start, (into.nbytes,), "uint8", self._memory)
+            self._device.copy(into.reshape(-1).view("uint8"), source)
+        self._signals.tell[slot].meet(number)
+        self.count += 1
+        self.under_way.note()
+        if self._before:
+            self._close_before()
+
+    def _close_before(self) -> None:
+        """Close earlier memory that nothing reads any more."""
+        while self._before and all(event.done() for event in self._before[0][1]):
+            self._before.popleft()[0].close()
+            self._closed += 1
+            self.words.close_memories(self._closed)
+
+    def let_go(self) -> None:
+        """Let go all streams, of both ranks, that wait for one another in this direction."""
+        self.words.let_go(self.count)
+
+    def close(self) -> None:
+        """Give everything back. Nothing queued here may still use it."""
+        for memory, _ in self._before:
+            memory.close()
+        self._memory.close()
+        self._before.clear()
+        self._signals.close()
+        self.words.close_memories()
