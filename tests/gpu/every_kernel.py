@@ -16,7 +16,7 @@ from tests.oracle import REDUCIBLE
 from tests.unit.kernels.cuda.test_arithmetic import CASTS, convertible
 from tests.unit.kernels.cuda.test_codes import CASES as QUANTISED
 from tests.unit.kernels.cuda.test_codes import SIGNED, between_codes, hard
-from tests.unit.kernels.cuda.test_sparse import values_of
+from tests.unit.kernels.cuda.test_sparse import misleading, values_of
 
 HOST = HostKernels()
 COUNT = 5000
@@ -145,6 +145,9 @@ def make_largest():
         value = list(VALUES)[number % 3]
         payload = np.zeros(host_sparse.most(150_000, 1500, VALUES[value]), np.uint8)
         yield values_of(kind, 150_000), before, after, 1500, value, payload
+    for factor, (before, after) in itertools.product((100.0, 0.0), residuals(len(misleading(1.0)))):
+        x = misleading(factor)
+        yield x, before, after, 40_000, "float32", np.zeros(host_sparse.most(len(x), 40_000, 0), np.uint8)
 
 
 def make_random():

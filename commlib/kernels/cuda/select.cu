@@ -1,12 +1,15 @@
 // The largest elements of an array: found exactly, by the digits of the k-th magnitude (11, 10 and 10 bits).
 //
-//   total   y is computed, and the first digits are counted: for most steps the only pass over all arrays
-//   mark    a bit for each element whose first digit is as large; the second digits of those that may be the k-th
-//   refine  the third digits of those that still may
+//   sample  the first digits of some tiles are counted, for a guess which digit the k-th has
+//   total   y is computed; a bit for each element whose first digit is not below the guess, and these are counted: the
+//           only pass over all arrays
+//   again   where those are fewer than k: all that are not zero have a bit, and are counted
+//   narrow  the bits of elements below the first digit of the k-th are cleared; the second digits of those that have it
+//   refine  the third digits of those that still may be the k-th
 //   tally   how many each chunk of the bits has above the k-th magnitude, and how many as large
 //   choose_marked  the values to the payload, the indices to a list, what is lost to the residual
 //
-// Behind `mark` only elements with a bit are read. Of equals the first ones are chosen; if some are not finite these
+// Behind `total` only elements with a bit are read. Of equals the first ones are chosen; if some are not finite these
 // alone, which are the largest magnitudes. Zeros are never chosen.
 //
 // SOURCE says what y is: 0: x; 1: x + before, the residual of error feedback; 2: what Deep Gradient Compression
@@ -25,11 +28,14 @@ struct Arrays {
     u32 nesterov, kind;
 };
 
+// All zero at first.
 struct State {
-    u32 tables[3][DIGITS];  // of zeros at first
+    u32 sampled[DIGITS], first[DIGITS], again[DIGITS], second[DIGITS], third[DIGITS];  // tables of digits
     Choice choices[3];
+    u32 guess;   // the least first digit that `total` gives a bit
     u32 broken;  // how many are not finite
     u32 found;   // how many are chosen
+    u32 unused;  // behind this there are sums of 8 bytes
 };
 
 struct Sum {
@@ -69,80 +75,133 @@ struct Bits {
         words[step * LANES / 32] |= all_bits(value) << (step * LANES % 32);
     }
     __device__ inline void write(u32 *mask, u64 start, u64 count) const {
-        UNROLL for (u32 w = 0; w < WORDS; ++w) {
-            if (lane() == w % LANES && start + 32 * w < count) mask[start / 32 + w] = words[w];
+        UNROLL for (u32 from = 0; from < WORDS; from += LANES) {  // of lanes each stores its own
+            u32 w = from + lane(), own = 0;
+            UNROLL for (u32 k = 0; k < WORDS; ++k) own = k == w ? words[k] : own;
+            if (w < WORDS && start + 32 * w < count) mask[start / 32 + w] = own;
         }
     }
 };
 
-// mask: afterwards the elements that are not finite, where there is a residual
-extern "C" __global__ void total(Arrays a, State *state, u32 *mask) {
-    u32 *counts = begin_counts(state->tables[0]);
-    for (u64 start = TILE * worker(); start < a.count; start += TILE * workers()) {
-        float x[STEPS], before[STEPS], u[STEPS];
+// What a lane has of a tile.
+struct Loaded {
+    float x[STEPS], before[STEPS], u[STEPS];
+
+    __device__ inline Loaded(const Arrays &a, u64 start) {
         UNROLL for (u32 step = 0; step < STEPS; ++step) {
             u64 i = start + step * LANES + lane();
             x[step] = i < a.count ? a.x[i] : 0;
             before[step] = SOURCE && i < a.count ? a.before[i] : 0;
             u[step] = SOURCE == ACCUMULATED && i < a.count ? a.u[i] : 0;
         }
-        Bits broken = {};
+    }
+    __device__ inline Sum sum(const Arrays &a, u32 step) const { return sum_of(a, x[step], before[step], u[step]); }
+};
+
+// stride: of tiles one is looked at
+extern "C" __global__ void sample(Arrays a, u64 stride, State *state) {
+    u32 *counts = begin_counts(state->sampled);
+    for (u64 start = TILE * stride * worker(); start < a.count; start += TILE * stride * workers()) {
+        Loaded loaded(a, start);
+        UNROLL for (u32 step = 0; step < STEPS; ++step) {
+            u32 magnitude = magnitude_of(loaded.sum(a, step).y);  // of zero behind the end
+            if (magnitude) count_digit(counts, magnitude >> 20);
+        }
+    }
+    end_counts(counts, state->sampled);
+}
+KERNEL(sample)
+
+// rank: of the sampled, which one's digit is the guess. mask: afterwards the elements that may be chosen, but for those
+// that are not finite if there is a residual: these are in `unfit`
+extern "C" __global__ RESIDENT(SOURCE ? 4 : 8) void total(Arrays a, u32 rank, State *state, u32 *mask, u32 *unfit) {
+    u32 guess = choose(state->sampled, rank).digit;  // 0 if there are fewer
+    if (guess > INFINITY_BITS >> 20) guess = INFINITY_BITS >> 20;  // what is not finite always has a bit
+    if (thread() == 0) state->guess = guess;
+    u32 *counts = begin_counts(state->first);
+    for (u64 start = TILE * worker(); start < a.count; start += TILE * workers()) {
+        Loaded loaded(a, start);
+        Bits bits = {}, broken = {};
         UNROLL for (u32 step = 0; step < STEPS; ++step) {
             u64 i = start + step * LANES + lane();
-            Sum sum = sum_of(a, x[step], before[step], u[step]);
-            bool finite = is_finite(sum.y);
-            if (i < a.count) {
-                if (SOURCE) a.after[i] = finite ? sum.y : before[step];
-                if (SOURCE == ACCUMULATED) a.u_after[i] = finite ? sum.u : u[step];
-                if (magnitude_of(sum.y)) count_digit(counts, magnitude_of(sum.y) >> 20);
-            }
-            if (SOURCE) broken.add(step, i < a.count && !finite);
+            Sum sum = loaded.sum(a, step);
+            u32 magnitude = magnitude_of(sum.y), digit = magnitude >> 20;
+            bool finite = is_finite(sum.y), there = i < a.count, asked = there && magnitude && digit >= guess;
+            if (SOURCE && there) a.after[i] = finite ? sum.y : loaded.before[step];
+            if (SOURCE == ACCUMULATED && there) a.u_after[i] = finite ? sum.u : loaded.u[step];
+            if (asked) count_digit(counts, digit);
+            bits.add(step, asked && (!SOURCE || finite));
+            if (SOURCE) broken.add(step, there && !finite);
         }
-        if (SOURCE) broken.write(mask, start, a.count);
+        bits.write(mask, start, a.count);
+        if (SOURCE) broken.write(unfit, start, a.count);
     }
-    end_counts(counts, state->tables[0]);
+    end_counts(counts, state->first);
 }
 KERNEL(total)
 
-// mask: afterwards the elements that may be chosen
-extern "C" __global__ void mark(Arrays a, u32 k, State *state, u32 *mask) {
-    Counted counted = count_all(state->tables[0], INFINITY_BITS >> 20);
-    u32 broken = counted.high, there = broken ? broken : counted.all, found = there < k ? there : k;
-    Choice first = found ? choose(state->tables[0], found) : Choice{DIGITS, 0};  // no magnitude has such a digit
-    if (thread() == 0) state->choices[0] = first, state->broken = broken, state->found = found;
-    u32 *counts = begin_counts(state->tables[1]);
+// Return how many are counted in `first`, and how many of them are not finite.
+__device__ inline Counted marked(const State *state) { return count_all(state->first, INFINITY_BITS >> 20); }
+
+// Return whether those that have a bit behind `total` are all that may be chosen.
+__device__ inline bool enough(const State *state, Counted counted, u32 k) {
+    return counted.high || counted.all >= k || !state->guess;
+}
+
+extern "C" __global__ void again(Arrays a, u32 k, State *state, u32 *mask) {
+    if (enough(state, marked(state), k)) return;
+    u32 *counts = begin_counts(state->again);
     for (u64 start = TILE * worker(); start < a.count; start += TILE * workers()) {
         float y[STEPS];
         UNROLL for (u32 step = 0; step < STEPS; ++step) {
             u64 i = start + step * LANES + lane();
-            bool asked = i < a.count && (!SOURCE || !broken || mask[i / 32] >> i % 32 & 1);
-            y[step] = asked ? total_of(a, i, broken) : 0;
+            y[step] = i < a.count ? a.after[i] : 0;  // all are finite
         }
         Bits bits = {};
         UNROLL for (u32 step = 0; step < STEPS; ++step) {
-            u32 magnitude = magnitude_of(y[step]), digit = magnitude >> 20;
-            bits.add(step, magnitude && digit >= first.digit);
-            if (magnitude && digit == first.digit) count_digit(counts, magnitude >> 10 & 0x3FF);
+            u32 magnitude = magnitude_of(y[step]);
+            bits.add(step, magnitude);
+            if (magnitude) count_digit(counts, magnitude >> 20);
         }
         bits.write(mask, start, a.count);
     }
-    end_counts(counts, state->tables[1]);
+    end_counts(counts, state->again);
 }
-KERNEL(mark)
+KERNEL(again)
+
+extern "C" __global__ void narrow(Arrays a, u32 k, State *state, u32 *mask, const u32 *unfit, u64 words) {
+    Counted counted = marked(state);
+    const u32 *table = enough(state, counted, k) ? state->first : state->again;
+    u32 broken = counted.high, there = broken ? broken : count_all(table, 0).all, found = there < k ? there : k;
+    Choice first = found ? choose(table, found) : Choice{DIGITS, 0};  // no magnitude has such a digit
+    if (thread() == 0) state->choices[0] = first, state->broken = broken, state->found = found;
+    u32 *counts = begin_counts(state->second);
+    for (u64 w = thread(); w < words; w += threads()) {
+        u32 kept = 0;
+        for (u32 word = SOURCE && broken ? unfit[w] : mask[w]; word; word &= word - 1) {
+            u32 magnitude = magnitude_of(total_of(a, 32 * w + lowest(word), broken)), digit = magnitude >> 20;
+            if (digit >= first.digit) kept |= word & (0 - word);
+            if (digit == first.digit) count_digit(counts, magnitude >> 10 & 0x3FF);
+        }
+        mask[w] = kept;
+    }
+    end_counts(counts, state->second);
+}
+KERNEL(narrow)
 
 extern "C" __global__ void refine(Arrays a, State *state, const u32 *mask, u64 words) {
-    Choice first = state->choices[0], second = choose(state->tables[1], first.rest);
+    Choice first = state->choices[0], second = choose(state->second, first.rest);
     second.digit |= first.digit << 10;
     if (thread() == 0) state->choices[1] = second;
     bool broken = state->broken;
-    u32 *counts = begin_counts(state->tables[2]);
+    u32 *counts = begin_counts(state->third);
     for (u64 w = thread(); w < words; w += threads()) {
         for (u32 word = mask[w]; word; word &= word - 1) {
             u32 magnitude = magnitude_of(total_of(a, 32 * w + lowest(word), broken));
             if (magnitude >> 10 == second.digit) count_digit(counts, magnitude & 0x3FF);
         }
     }
-    end_counts(counts, state->tables[2]);
+    end_counts(counts, state->third);
 }
 KERNEL(refine)
 
@@ -163,7 +222,7 @@ __device__ inline Compared compare(const Arrays &a, u64 w, u32 word, bool broken
 
 // span: words of a chunk
 extern "C" __global__ void tally(Arrays a, State *state, const u32 *mask, u64 words, u64 span, Pair *sums) {
-    Choice second = state->choices[1], third = choose(state->tables[2], second.rest);
+    Choice second = state->choices[1], third = choose(state->third, second.rest);
     third.digit |= second.digit << 10;
     if (thread() == 0) state->choices[2] = third;
     bool broken = state->broken;

@@ -10,6 +10,7 @@ a fault may be more than the host writes: all that lies inside.
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 import numpy as np
@@ -24,10 +25,12 @@ _KINDS: dict[Value, int] = {"float32": 0, "float16": 1, "bfloat16": 2}
 _PLAIN, _FED, _ACCUMULATED = range(3)
 _TILE = 256  # elements
 _PAIR, _SUPERS, _MOST_CHUNKS = 16, 128, 128 * 64
-_STATE = 4 * (3 * 2048 + 3 * 2 + 2)
-_FOUND = _STATE - 4  # where in the state it says how many are chosen
+_STATE = 4 * (5 * 2048 + 3 * 2 + 4)
+_FOUND = _STATE - 8  # where in the state it says how many are chosen
 _FAULTS = 12
 _ROUND = 32  # a chunk is a multiple of it: each lane has as many
+# Of tiles that are sampled one stands for so many at most, if there are enough of them.
+_STRIDE, _SAMPLED = 64, 64
 
 _ARRAYS = np.dtype(
     [(name, "u8") for name in ("x", "before", "u", "after", "u_after", "count")]
@@ -111,6 +114,8 @@ def _choose(launcher: Launcher, source: int, arrays: Any, k: int, value: Value, 
     chunks = _chunks(words)
     zeros = _zeros(launcher, _STATE + _sums(chunks) + _sums(_chunks(k)))
     mask, indices = launcher.scratch(4 * words), launcher.scratch(4 * k)
+    unfit = None if source == _PLAIN else launcher.scratch(4 * words)
+    stride = min(max(tiles // _SAMPLED, 1), _STRIDE)
     state, sums = at(zeros), at(zeros[_STATE:])
     by_word = at(mask), u64(words)
     by_chunk = *by_word, u64(_span(words)), sums
@@ -118,13 +123,21 @@ def _choose(launcher: Launcher, source: int, arrays: Any, k: int, value: Value, 
     def launch(kernel: str, workers: int, *args: Any) -> None:
         launcher.launch("select.cu", kernel, {"SOURCE": source}, workers, arrays, *args)
 
-    launch("total", tiles, state, at(mask))
-    launch("mark", tiles, u32(k), state, at(mask))
+    launch("sample", -(-tiles // stride), u64(stride), state)
+    launch("total", tiles, u32(_rank(k, stride)), state, at(mask), at(unfit))
+    launch("again", tiles, u32(k), state, at(mask))
+    launch("narrow", tiles, u32(k), state, at(mask), at(unfit), u64(words))
     launch("refine", tiles, state, *by_word)
     launch("tally", chunks, state, *by_chunk)
     launch("choose_marked", chunks, state, *by_chunk, at(indices), at(payload))
     found = u64(state + u64(_FOUND))
     return _write(launcher, at(indices), u64(0), found, k, value, zeros[_STATE + _sums(chunks) :], payload)
+
+
+def _rank(k: int, stride: int) -> int:
+    """Return how many of a sample are taken for the k largest of all: so many that these are hardly ever more."""
+    share = -(-k // stride)
+    return k if stride == 1 else share + 4 * math.isqrt(share) + 8
 
 
 def _write(

@@ -253,9 +253,32 @@ def test_read_what_another_codec_has_written():
             assert fault == ("" if other == value else "other kind")
 
 
+def misleading(factor: float) -> Any:
+    """Return numbers of which every ninth tile of 256, those that are sampled, is unlike the others, which are more."""
+    count = 9 * 64 * 256
+    x = values_of("normal", count)
+    sampled = np.arange(count) // 256 % 9 == 0
+    x[sampled] *= np.float32(factor)
+    x[::1000] = -3  # equal ones
+    if np.isnan(factor):
+        x[5::1000] = np.inf  # of which the first digit is less
+    return x
+
+
+@pytest.mark.parametrize("workers", WORKERS)
+@pytest.mark.parametrize("how", [WITHOUT, SEPARATE, SAME])
+@pytest.mark.parametrize("factor", [100.0, 0.0, 1e-40, 3e38, np.nan])
+def test_a_sample_that_misleads(factor, how, workers):
+    with np.errstate(over="ignore"):
+        x = misleading(factor)
+    for k in (1, 700, 40_000):
+        before = values_of("zeros", len(x))
+        check_largest(HostLauncher(workers), x, before, k, "float32", how)
+
+
 def test_launches_do_not_depend_on_the_data():
     """And what is waited for is the length alone."""
     for kind in ("normal", "zeros", "equal"):
         launcher = HostLauncher()
         sparse.largest(launcher, values_of(kind, 9000), None, None, 90, "float32", np.empty(900, np.uint8))
-        assert len(launcher.launches) == 8
+        assert len(launcher.launches) == 10
