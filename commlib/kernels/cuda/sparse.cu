@@ -2,6 +2,7 @@
 //
 // Where something lies depends on everything before it, so it is written, and read, in two kernels: the first one adds
 // up what is in each chunk, the second one knows where each chunk begins.
+#include "runs.cuh"
 #include "scan.cuh"
 #include "values.cuh"
 
@@ -116,11 +117,18 @@ struct Faults {
     u32 outside, too_short, other_kind;  // of zeros at first
 };
 
+struct Clearing {
+    float *out;
+
+    template <u32 N>
+    __device__ void run(u64 start) const {
+        write(out + start, Run<float, N>{});
+    }
+};
+
 // Add up the units of each chunk, and count the gaps that end in it; write zeros to `out` unless it is added to.
 extern "C" __global__ void add_up_gaps(Payload payload, Pair *sums, float *out, u64 count, u32 add) {
-    if (!add) {
-        for (u64 i = thread(); i < count; i += threads()) out[i] = 0;
-    }
+    if (!add) each_run<WIDE<float>>(out, count, Clearing{out});
     Told told = read_header(payload);
     for (u64 chunk = worker(); chunk * told.span < told.units; chunk += workers()) {
         u64 stop = (chunk + 1) * told.span < told.units ? (chunk + 1) * told.span : told.units;

@@ -1,28 +1,43 @@
-// Sum squares of ELEMENT, or (SQUARE is 0) numbers, in float64: each BLOCK elements become one number.
+// Sum squares of ELEMENT, or (SQUARE is 0) numbers, in float64: each `span` elements become one number.
 //
-// The host adds up 512 sums, which is too few for a GPU. The order here is another one, but fixed: a block is summed by
+// The host adds up 512 sums, which is too few for a GPU. The order here is another one, but fixed: a span is summed by
 // one worker, and a lane has the same of its elements wherever they lie in memory and however many workers there are.
 #include "elements.cuh"
 #include "runs.cuh"
 
-extern "C" __global__ void sum_blocks(const ELEMENT *x, u64 count, double *sums) {
-    constexpr u32 N = WIDE<ELEMENT>;
-    for (u64 block = worker(); block * BLOCK < count; block += workers()) {
-        u64 start = block * BLOCK, length = count - start < BLOCK ? count - start : BLOCK;
-        double sum = 0;
-        for (u32 at = lane() * N; at < length; at += LANES * N) {
-            Run<ELEMENT, N> run = {};
-            if (at + N <= length) run = read<ELEMENT, N>(x + start + at);
-            else
-                UNROLL for (u32 i = 0; i < N; ++i)
-                    if (at + i < length) run.set(i, x[start + at + i]);
-            UNROLL for (u32 i = 0; i < N; ++i) {
-                double value = widen(run.get(i));
-                sum += SQUARE ? value * value : value;
-            }
-        }
-        sum = all_sum(sum);
-        if (lane() == 0) sums[block] = sum;
+// Loads of a lane that are under way at once, each with a sum of its own: there are few workers, so that few sums are
+// left to add up.
+#define LOADS 4u
+
+template <u32 N>
+__device__ inline void add(double &sum, const Run<ELEMENT, N> &run) {
+    UNROLL for (u32 i = 0; i < N; ++i) {
+        double value = widen(run.get(i));
+        sum += SQUARE ? value * value : value;
     }
 }
-KERNEL(sum_blocks)
+
+extern "C" __global__ void sum_spans(const ELEMENT *x, u64 count, u64 span, double *sums) {
+    constexpr u32 N = WIDE<ELEMENT>;
+    const u64 step = LANES * N;
+    for (u64 number = worker(); number * span < count; number += workers()) {
+        u64 at = number * span + lane() * N, stop = count - number * span < span ? count : (number + 1) * span;
+        double own[LOADS] = {};
+        for (; at + (LOADS - 1) * step + N <= stop; at += LOADS * step) {
+            Run<ELEMENT, N> runs[LOADS];
+            UNROLL for (u32 k = 0; k < LOADS; ++k) runs[k] = read<ELEMENT, N>(x + at + k * step);
+            UNROLL for (u32 k = 0; k < LOADS; ++k) add(own[k], runs[k]);
+        }
+        for (; at < stop; at += step) {
+            Run<ELEMENT, N> run = {};
+            UNROLL for (u32 i = 0; i < N; ++i)
+                if (at + i < stop) run.set(i, x[at + i]);
+            add(own[0], run);
+        }
+        double sum = 0;
+        UNROLL for (u32 k = 0; k < LOADS; ++k) sum += own[k];
+        sum = all_sum(sum);
+        if (lane() == 0) sums[number] = sum;
+    }
+}
+KERNEL(sum_spans)

@@ -137,7 +137,7 @@ def test_pack_and_unpack(workers: int, count: int, launches: int) -> None:
 
 
 @pytest.mark.parametrize("dtype", FLOATS)
-@pytest.mark.parametrize("length", [0, 1, 2047, 2048, 2049, 300_001])
+@pytest.mark.parametrize("length", [0, 1, 2047, 2048, 2049, 300_001, 5_000_003])
 def test_squares(dtype: str, length: int) -> None:
     """As the host's, but for the order. Any order of that many additions errs by so many roundings at most."""
     x = np.random.default_rng(length).standard_normal(length).astype(NUMPY[dtype])
