@@ -1,19 +1,24 @@
 """Kernels on the GPU of one process: how fast each one goes through memory, beside a copy of as many bytes.
 
+Those that return a number are measured twice: as the host sees them, which waits for it, and "unread", as the GPU does.
+
 Their results are compared with the host's by tests/gpu/test_kernels.py.
 """
 
 from __future__ import annotations
 
 import statistics
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass
 from typing import Any
 
 import numpy as np
 
 from benchmarks.gpu_machine import Call, Machine, copy_rate
+from commlib.devices.cuda.launcher import CupyLauncher
 from commlib.dtypes import COMPLEX, DTYPES, NUMPY, kernel_operation
+from commlib.kernels.cuda.table import CudaKernels
+from commlib.kernels.protocol import Kernels
 
 NBYTES, TINY_BYTES = 256 << 20, 16 << 10  # of a float32 array
 BLOCKS = (256, 1024)  # one or the other is what codecs take if nothing is said
@@ -23,7 +28,7 @@ PIECES = 64  # arrays that are packed into one
 
 @dataclass(frozen=True, slots=True)
 class Case:
-    """A kernel on fixed arrays. moved: bytes that it must read and write. waits: it returns a number, and so blocks."""
+    """A kernel on fixed arrays. moved: bytes that it must read and write. waits: for a number, which it returns."""
 
     name: str
     moved: int
@@ -46,6 +51,20 @@ class Row:
         return self.moved / statistics.median(self.seconds) / 1e9
 
 
+class Unread(CupyLauncher):
+    """A launcher that waits for nothing: the numbers that kernels are to return are all zero."""
+
+    def read(self, memory: Any, dtype: Any) -> Any:
+        return np.zeros(memory.nbytes, np.uint8).view(dtype)
+
+
+def waiting(machine: Machine, name: str, moved: int, call: Callable[[Kernels], Any]) -> Iterator[Case]:
+    """Yield a kernel that returns a number, read and unread."""
+    unread = CudaKernels(Unread(machine.device, machine.cupy))
+    yield Case(name, moved, lambda: call(machine.device.kernels), waits=True)
+    yield Case(f"{name}, unread", moved, lambda: call(unread))
+
+
 def cases(machine: Machine, nbytes: int) -> Iterator[Case]:
     """Yield every kernel whose speed counts."""
     yield from _reductions(machine, nbytes)
@@ -58,8 +77,8 @@ def cases(machine: Machine, nbytes: int) -> Iterator[Case]:
     yield Case("cast float32 to float64", 6 * count, lambda: kernels.cast(x[: count // 2], wide))
     yield Case("fill float32", 4 * count, lambda: kernels.fill(out, 1))
     yield Case("scale float32", 8 * count, lambda: kernels.scale(out, 0.5))
-    yield Case("squares float32", 4 * count, lambda: kernels.squares(x), waits=True)
-    yield Case("is_finite", 4 * count, lambda: kernels.is_finite(x), waits=True)
+    yield from waiting(machine, "squares float32", 4 * count, lambda kernels: kernels.squares(x))
+    yield from waiting(machine, "is_finite", 4 * count, lambda kernels: kernels.is_finite(x))
     yield Case("add_momentum", 20 * count, lambda: kernels.add_momentum(out, before, before, 1.0, 0.9, False))
     packed = _array(machine, 4 * count, "uint8")
     pieces = [x[start : start + count // PIECES] for start in range(0, count, count // PIECES)]
@@ -95,10 +114,15 @@ def _codecs(machine: Machine, x: Any, before: Any, out: Any, payload: Any) -> It
         yield from _blocks(machine, x, before, out, payload, block)
     k = max(1, count // 1000)
     # Of what is chosen, and how long that is, nothing is counted: it is little.
-    yield Case("largest 0.1 %", 4 * count, lambda: kernels.largest(x, None, None, k, "float32", payload), waits=True)
-    used = kernels.largest(x, None, None, k, "float32", payload)
-    chosen = payload[:used]
-    yield Case("read_sparse 0.1 %", 4 * count, lambda: kernels.read_sparse(chosen, "float32", out, False), waits=True)
+
+    def largest(kernels: Kernels) -> int:
+        return kernels.largest(x, None, None, k, "float32", payload)
+
+    yield from waiting(machine, "largest 0.1 %", 4 * count, largest)
+    chosen = payload[: largest(kernels)]
+    yield from waiting(
+        machine, "read_sparse 0.1 %", 4 * count, lambda kernels: kernels.read_sparse(chosen, "float32", out, False)
+    )
 
 
 def _blocks(machine: Machine, x: Any, before: Any, out: Any, payload: Any, block: int) -> Iterator[Case]:
