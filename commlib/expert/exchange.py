@@ -20,6 +20,8 @@ class Exchange(Protocol):
     """How rows travel. All calls are collective, the same ones in the same order on all ranks.
 
     Rows are contiguous arrays [number, width] of a float dtype; a rank may have none. what: of which layer, for errors.
+    They are numpy's, and passages too; of a device rows, what travels with them but the gates that are given to
+    `dispatch`, and passages are the device's (see `commlib.expert.on_device`).
     """
 
     placement: Placement

@@ -3,12 +3,17 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from functools import partial
 
 from commlib.communicator import Communicator
 from commlib.compress.codec import Codec
+from commlib.devices.protocol import Device
 from commlib.expert.alone import Alone
+from commlib.expert.beside import Beside
+from commlib.expert.by_place import ByPlace
 from commlib.expert.chosen import Chosen
 from commlib.expert.exchange import Exchange
+from commlib.expert.on_device import OnDevice
 from commlib.expert.on_node import OnNode
 from commlib.expert.placement import Placement
 from commlib.expert.regions import Regions
@@ -20,6 +25,7 @@ class _Ways:
     comm: Communicator
     regions: Regions | None
     made: dict[tuple[Placement, str], Exchange] = field(default_factory=dict)
+    beside: dict[Device, Beside] = field(default_factory=dict)
 
 
 def exchange_over(axis: Axis, placement: Placement, codec: Codec | None = None) -> Exchange:
@@ -27,18 +33,36 @@ def exchange_over(axis: Axis, placement: Placement, codec: Codec | None = None) 
 
     codec: how floats travel between ranks that share no memory, of a fixed length.
     """
-    if axis.size == 1:
-        return Alone(placement, axis.empty)
-    ways = axis.exchanges
-    if ways is None:
-        comm = axis.comm.split(0, name=f"{axis.comm.name}.experts")
-        assert comm is not None
-        ways = axis.exchanges = _Ways(comm, Regions(comm) if comm.group.shares_memory else None)
+    ways = _ways(axis)
     key = placement, "" if codec is None else codec.name
     if key not in ways.made:
-        if ways.regions is not None:
-            ways.made[key] = OnNode(ways.comm, placement, axis.empty, regions=ways.regions)
+        comm = ways.comm
+        there = partial(OnDevice, comm, placement, codec=None if comm.group.shares_memory else codec)
+        host: Exchange
+        if axis.size == 1:
+            host = Alone(placement, axis.empty)
+        elif ways.regions is not None:
+            host = OnNode(comm, placement, axis.empty, regions=ways.regions)
         else:
-            ways.made[key] = Chosen(ways.comm, placement, axis.empty, codec=codec)
-    found: Exchange = ways.made[key]
+            host = Chosen(comm, placement, axis.empty, codec=codec)
+        ways.made[key] = ByPlace(comm, host, there)
+    return ways.made[key]
+
+
+def beside_on(axis: Axis, device: Device) -> Beside:
+    """Return what runs exchanges over an axis beside the caller's stream of a device."""
+    ways = _ways(axis)
+    if device not in ways.beside:
+        ways.beside[device] = Beside(device)
+    return ways.beside[device]
+
+
+def _ways(axis: Axis) -> _Ways:
+    if axis.exchanges is None:
+        comm, regions = axis.comm, None
+        if axis.size > 1:
+            comm = axis.comm.split(0, name=f"{axis.comm.name}.experts")  # type: ignore[assignment]  # all are in it
+            regions = Regions(comm) if comm.group.shares_memory else None
+        axis.exchanges = _Ways(comm, regions)
+    found: _Ways = axis.exchanges
     return found

@@ -17,7 +17,7 @@ Put = Callable[[Tensor], Tensor]
 TOLERANCE = 1e-4  # products in float32, which other libraries add up in another order
 
 
-def _both(place: Place, run: Callable[[str, Put], dict[str, Tensor]]) -> None:
+def _both(place: Place, run: Callable[[str, Put], dict[str, Tensor]], tolerance: float = TOLERANCE) -> None:
     """Compare what `run` returns on the host and on the device."""
     with place.host():
         expected = run("cpu", torch.Tensor.clone)
@@ -25,7 +25,7 @@ def _both(place: Place, run: Callable[[str, Put], dict[str, Tensor]]) -> None:
     assert found.keys() == expected.keys()
     for name, got in found.items():
         assert got.device.type == place.device
-        near(got.detach().cpu(), expected[name].detach(), name, TOLERANCE)
+        near(got.detach().cpu(), expected[name].detach(), name, tolerance)
 
 
 def _gradients(model: nn.Module) -> dict[str, Tensor]:
@@ -49,16 +49,46 @@ def divided_layers(comm: Any, place: Place) -> None:
 
 
 def experts(comm: Any, place: Place) -> None:
-    """Tokens to experts and back."""
+    """Tokens to experts and back, whose rows stay on the device."""
+    _experts(comm, place, chunks=1)
+
+
+def experts_in_parts(comm: Any, place: Place) -> None:
+    """The same, and a part of the tokens travels while experts compute another one."""
+    _experts(comm, place, chunks=3)
+
+
+def _experts(comm: Any, place: Place, chunks: int) -> None:
+    ranks = comm.split(0)  # with ways of its own between them
+    places: list[set[str]] = []
 
     def run(device: str, put: Put) -> dict[str, Tensor]:
-        options = ct.Experts(4, top_k=2, hidden=10, capacity_factor=1.25)
-        model = made(layer(options), comm).to(device)
+        options = ct.Experts(4, top_k=2, hidden=10, capacity_factor=1.25, chunks=chunks)
+        model: Any = made(layer(options), ranks).to(device)
         y, loss, of_x = step(model, put(tokens(comm)[comm.rank]))
         assert y.shape[-1] == WIDTH
+        places.append(set(model.mixture.exchange.places))
         return {"y": y, "loss": loss, "of x": of_x, **_gradients(model)}
 
     _both(place, run)
+    assert places == [{""}, {"", place.name}]  # layers of the same ranks share what is between these
+
+
+def experts_of_halves(comm: Any, place: Place) -> None:
+    """In bfloat16, under autocast: gates stay float32."""
+
+    def run(device: str, put: Put) -> dict[str, Tensor]:
+        torch.manual_seed(1)
+        model: Any = layer(ct.Experts(4, top_k=2, hidden=10))(comm).to(device)
+        x = put(tokens(comm)[comm.rank].bfloat16()).requires_grad_()
+        with torch.autocast(device, torch.bfloat16):
+            y = model(x)
+        y.float().square().sum().backward()
+        assert x.grad is not None
+        assert y.dtype == torch.bfloat16
+        return {"y": y, "of x": x.grad, **_gradients(model)}
+
+    _both(place, run, 2**-5)  # products in bfloat16
 
 
 def stages(comm: Any, place: Place) -> None:
@@ -77,4 +107,4 @@ def stages(comm: Any, place: Place) -> None:
     _both(place, run)
 
 
-BODIES = [divided_layers, experts, stages]
+BODIES = [divided_layers, experts, experts_in_parts, experts_of_halves, stages]

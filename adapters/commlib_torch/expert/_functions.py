@@ -1,10 +1,13 @@
-"""Autograd functions around the core's routing and exchange. What is on a GPU goes through the host."""
+"""Autograd functions around the core's routing and exchange.
+
+Rows stay where they are, on the host or on a GPU. The host waits for the logits of the router, and in backward for the
+gradients of gates.
+"""
 
 from __future__ import annotations
 
 from typing import Any
 
-import numpy as np
 import torch
 from torch import Tensor
 from torch.autograd import Function
@@ -12,8 +15,9 @@ from torch.autograd.function import once_differentiable
 
 from commlib.expert.exchange import Exchange
 from commlib.expert.routing import Routing
-from commlib.kernels.host.rows import multiply_rows
-from commlib_torch._bridge import back, host_array, packed
+from commlib.expert.scaled import scaled_back
+from commlib_torch._bridge import back, core_array, host_array, packed, read, to_tensor
+from commlib_torch.devices import in_order
 
 
 class Routed(Function):
@@ -33,22 +37,29 @@ class Routed(Function):
 
 
 class Dispatched(Function):
-    """Rows of tokens to experts: `rows, gates, passage, counts = Dispatched.apply(x, gates, exchange, ...)`."""
+    """Rows of tokens to experts: `rows, gates, passage, counts = Dispatched.apply(x, gates, exchange, ...)`.
+
+    gates: those of the routing, from whose arrays they travel.
+    """
 
     @staticmethod
     def forward(
         ctx: Any, x: Tensor, gates: Tensor, exchange: Exchange, what: str, routing: Routing
     ) -> tuple[Tensor, Tensor, Any, list[int]]:
-        passage, rows, came, counts = exchange.dispatch(what, routing, host_array(x), host_array(gates))
+        given = read(x)
+        with in_order():
+            passage, rows, came, counts = exchange.dispatch(what, routing, given, routing.gates)
         ctx.call = exchange, what, passage
-        return back(rows, x), back(came, gates), passage, counts.tolist()
+        return to_tensor(rows), to_tensor(came), passage, counts.tolist()
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, of_rows: Tensor, of_gates: Tensor, *_: Any) -> tuple[Tensor, Tensor, None, None, None]:
         exchange, what, passage = ctx.call
-        x, gates = exchange.dispatch_back(what, passage, host_array(of_rows), host_array(of_gates))
-        return back(x, of_rows), back(gates, of_gates), None, None, None
+        rows, numbers = read(of_rows), read(of_gates)
+        with in_order():
+            x, gates = exchange.dispatch_back(what, passage, rows, numbers)
+        return to_tensor(x), to_tensor(gates), None, None, None
 
 
 class Combined(Function):
@@ -59,15 +70,17 @@ class Combined(Function):
         rows = packed(rows)
         ctx.save_for_backward(rows, gates)
         ctx.call = exchange, what, passage
-        return back(exchange.combine(what, passage, host_array(rows), host_array(gates)), rows)
+        given, by = core_array(rows), read(gates)
+        with in_order():
+            return to_tensor(exchange.combine(what, passage, given, by))
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, Tensor, None, None, None]:
         exchange, what, passage = ctx.call
-        rows, gates = ctx.saved_tensors
-        came = exchange.combine_back(what, passage, host_array(gradient))
-        row_gates = host_array(gates)
-        of_gates = np.empty_like(row_gates)
-        multiply_rows(came, host_array(rows), row_gates, came, of_gates)
-        return back(came, rows), back(of_gates, gates), None, None, None
+        rows, gates = map(read, ctx.saved_tensors)
+        given = read(gradient)
+        with in_order():
+            came = exchange.combine_back(what, passage, given)
+            of_gates = scaled_back(came, rows, gates)
+        return to_tensor(came), to_tensor(of_gates), None, None, None

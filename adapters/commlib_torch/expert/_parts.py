@@ -15,8 +15,9 @@ from torch.autograd import Function
 from torch.autograd.function import once_differentiable
 
 from commlib.expert.flow import Flow
-from commlib.kernels.host.rows import multiply_rows
-from commlib_torch._bridge import array_of, packed, to_tensor
+from commlib.expert.scaled import scaled_back
+from commlib_torch._bridge import core_array, packed, read, to_tensor
+from commlib_torch.devices import in_order
 
 Compute = Callable[[Tensor, list[int]], Tensor]
 
@@ -25,10 +26,10 @@ def in_parts(flow: Flow, x: Tensor, gates: Tensor, compute: Compute) -> Tensor:
     """Return what experts make of tokens, times gates; compute: their outputs, of rows and how many each has."""
     pieces = _Opened.apply(x, gates, flow)  # type: ignore[no-untyped-call]
     count, results = len(flow.parts), []
-    flow.dispatch(0)
+    _ordered(flow.dispatch, 0)
     for part in range(count):
         if part + 1 < count:
-            flow.dispatch(part + 1)
+            _ordered(flow.dispatch, part + 1)
         own = pieces[2 * part], pieces[2 * part + 1]
         rows, row_gates, counts = _Dispatched.apply(*own, flow, part)  # type: ignore[no-untyped-call]
         results.append(_Combined.apply(compute(rows, counts), row_gates, flow, part))  # type: ignore[no-untyped-call]
@@ -36,12 +37,18 @@ def in_parts(flow: Flow, x: Tensor, gates: Tensor, compute: Compute) -> Tensor:
     return found
 
 
+def _ordered(call: Callable[..., Any], *args: Any) -> Any:
+    """Call with torch's current streams as those of the core's devices."""
+    with in_order():
+        return call(*args)
+
+
 class _Opened(Function):
     """Tokens and gates, cut into parts."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, gates: Tensor, flow: Flow) -> tuple[Tensor, ...]:
-        ctx.flow, ctx.like = flow, (x.new_empty(0), x.shape, gates.shape)
+        ctx.flow, ctx.like = flow, (x.new_empty(0), x.shape, gates.new_empty(0), gates.shape)
         found: list[Tensor] = []
         for part in flow.parts:
             found += x[part.first : part.last].clone(), gates[torch.from_numpy(part.places)]
@@ -50,10 +57,10 @@ class _Opened(Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, *_: Any) -> tuple[Tensor, Tensor, None]:
-        empty, shape, number = ctx.like
-        of_x, of_gates = empty.new_empty(shape), torch.empty(number)
+        empty, shape, no_gates, number = ctx.like
+        of_x, of_gates = empty.new_empty(shape), no_gates.new_empty(number)
         for place, part in enumerate(ctx.flow.parts):
-            x, gates = ctx.flow.dispatched_back(place)
+            x, gates = _ordered(ctx.flow.dispatched_back, place)
             of_x[part.first : part.last] = to_tensor(x)
             of_gates[torch.from_numpy(part.places)] = to_tensor(gates)
         return of_x, of_gates, None
@@ -63,17 +70,17 @@ class _Dispatched(Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, gates: Tensor, flow: Flow, part: int) -> tuple[Tensor, Tensor, list[int]]:
         ctx.call = flow, part
-        ctx.like = x.shape, x.dtype, gates.shape
-        rows, came, counts = flow.dispatched(part)
+        ctx.like = x.new_empty(0), x.shape, gates.new_empty(0), gates.shape
+        rows, came, counts = _ordered(flow.dispatched, part)
         return to_tensor(rows), to_tensor(came), counts
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, of_rows: Tensor, of_gates: Tensor, _: Any) -> tuple[Tensor, Tensor, None, None]:
         flow, part = ctx.call
-        shape, kind, number = ctx.like
-        flow.dispatch_back(part, array_of(packed(of_rows)), array_of(packed(of_gates)))
-        return torch.empty(shape, dtype=kind), torch.empty(number), None, None
+        empty, shape, no_gates, number = ctx.like
+        _ordered(flow.dispatch_back, part, read(of_rows), read(of_gates))
+        return empty.new_empty(shape), no_gates.new_empty(number), None, None
 
 
 class _Combined(Function):
@@ -82,7 +89,7 @@ class _Combined(Function):
         rows = packed(rows)
         ctx.save_for_backward(rows, gates)
         ctx.call = flow, part
-        flow.combine(part, array_of(rows), array_of(packed(gates)))
+        _ordered(flow.combine, part, core_array(rows), read(gates))
         own = flow.parts[part]
         return rows.new_empty(own.last - own.first, rows.shape[1])
 
@@ -90,11 +97,11 @@ class _Combined(Function):
     @once_differentiable
     def backward(ctx: Any, _: Tensor) -> tuple[Tensor, Tensor, None, None]:
         flow, part = ctx.call
-        rows, gates = ctx.saved_tensors
-        came = flow.combined_back(part)
-        of_gates = torch.empty_like(gates)
-        multiply_rows(came, array_of(packed(rows)), array_of(packed(gates)), came, array_of(of_gates))
-        return to_tensor(came), of_gates, None, None
+        rows, gates = map(read, ctx.saved_tensors)
+        with in_order():
+            came = flow.combined_back(part)
+            of_gates = scaled_back(came, rows, gates)
+        return to_tensor(came), to_tensor(of_gates), None, None
 
 
 class _Closed(Function):
@@ -103,7 +110,7 @@ class _Closed(Function):
     @staticmethod
     def forward(ctx: Any, flow: Flow, *results: Tensor) -> Tensor:
         ctx.flow = flow
-        return torch.cat([to_tensor(flow.combined(part)) for part in range(len(results))])
+        return torch.cat([to_tensor(_ordered(flow.combined, part)) for part in range(len(results))])
 
     @staticmethod
     @once_differentiable
@@ -111,5 +118,5 @@ class _Closed(Function):
         flow = ctx.flow
         parts = [packed(gradient[part.first : part.last]) for part in flow.parts]
         for place in reversed(range(len(parts))):  # as autograd goes back through them
-            flow.combine_back(place, array_of(parts[place]))
+            _ordered(flow.combine_back, place, core_array(parts[place]))
         return (None, *parts)

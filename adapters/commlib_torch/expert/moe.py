@@ -15,7 +15,7 @@ from commlib.expert.flow import Flow, parts_of
 from commlib.expert.mixture import Mixture, stats_of
 from commlib.expert.ranks import ExpertRanks, Ranks
 from commlib.expert.stats import Stats
-from commlib_torch._bridge import array_of, check_host, host_array, packed, to_tensor
+from commlib_torch._bridge import host_array, read, to_tensor
 from commlib_torch._uncompiled import uncompiled
 from commlib_torch.expert._after_step import call_after_step
 from commlib_torch.expert._functions import Combined, Dispatched, Routed
@@ -105,9 +105,7 @@ class MoE(KeepsLosses):
         if self.training and options.has_losses:
             self.keep(options.balance_weight * balance + options.z_weight * z)
         if options.chunks > 1 and mixture.ranks.axis.size > 1:
-            check_host(tokens)  # chunks are under way in memory that the host's threads fill
-            parts = parts_of(routing, options.chunks)
-            flow = Flow(mixture, parts, array_of(packed(tokens)), array_of(packed(gates)))
+            flow = Flow(mixture, parts_of(routing, options.chunks), read(tokens), routing.gates)
             return in_parts(flow, tokens, gates, self._computed)
         rows, row_gates, passage, counts = Dispatched.apply(  # type: ignore[no-untyped-call]
             tokens, gates, mixture.exchange, mixture.name, routing

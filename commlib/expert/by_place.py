@@ -1,0 +1,52 @@
+"""ByPlace: rows travel between the host's memories or between those of devices, wherever a layer's first rows are."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+from commlib.communicator import Communicator
+from commlib.data_parallel.parameter_check import check_agreement
+from commlib.devices.arrays import name_of_device
+from commlib.expert.device_passage import DevicePassage
+from commlib.expert.exchange import Exchange
+from commlib.expert.on_device import OnDevice
+from commlib.expert.passage import Assigned
+
+
+class ByPlace:
+    """See `commlib.expert.exchange.Exchange`.
+
+    host: the exchange of the host's rows. make: makes that of a device's. comm: of all ranks, which find out with the
+    first rows whether all of them have theirs in the same place; MismatchError if not.
+    """
+
+    def __init__(self, comm: Communicator, host: Exchange, make: Callable[[], OnDevice]) -> None:
+        self.placement, self._comm, self._host, self._make = host.placement, comm, host, make
+        self.places: set[str] = set()
+        """Where rows have been so far: the names of kinds of devices, "" for the host."""
+        self._there: OnDevice | None = None
+
+    def dispatch(self, what: str, assigned: Assigned, x: Any, gates: Any) -> tuple[Any, Any, Any, Any]:
+        name = name_of_device(x)
+        if name not in self.places:
+            check_agreement(self._comm, "experts", [what, f"rows on {name or 'the host'}"])
+            self.places.add(name)
+        return (self._on_device() if name else self._host).dispatch(what, assigned, x, gates)
+
+    def dispatch_back(self, what: str, passage: Any, rows: Any, numbers: Any) -> tuple[Any, Any]:
+        return self._way_of(passage).dispatch_back(what, passage, rows, numbers)
+
+    def combine(self, what: str, passage: Any, rows: Any, gates: Any) -> Any:
+        return self._way_of(passage).combine(what, passage, rows, gates)
+
+    def combine_back(self, what: str, passage: Any, x: Any) -> Any:
+        return self._way_of(passage).combine_back(what, passage, x)
+
+    def _way_of(self, passage: Any) -> Exchange:
+        return self._on_device() if type(passage) is DevicePassage else self._host
+
+    def _on_device(self) -> Exchange:
+        if self._there is None:
+            self._there = self._make()
+        return self._there

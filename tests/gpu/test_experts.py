@@ -1,0 +1,60 @@
+"""Rows of experts on GPUs, between their memories and by way of the host: bit for bit those of the host's exchange."""
+
+from __future__ import annotations
+
+import gc
+import resource
+from typing import Any
+
+import numpy as np
+import pytest
+
+from commlib.devices.arrays import readable
+from commlib.devices.cuda import peers
+from commlib.expert.placement import Placement
+from commlib.expert.ways import exchange_over
+from commlib.functional.axis import Axis
+from tests import experts_there
+from tests.experts_there import EXPERTS, fetch, table
+from tests.unit.expert.test_exchange import assign
+
+
+@pytest.mark.parametrize("dtype", ["float32", "float16", "bfloat16", "float64"])
+def test_there_and_back(comm: Any, gpu: Any, dtype: str) -> None:
+    experts_there.there_and_back(comm, gpu.put, dtype)
+
+
+@pytest.mark.parametrize("body", experts_there.BODIES, ids=lambda body: body.__name__)
+def test_body(comm: Any, gpu: Any, body: Any) -> None:
+    body(comm, gpu.put)
+
+
+@pytest.mark.ranks(min=2)
+def test_ranks_that_mean_something_else(comm: Any, gpu: Any) -> None:
+    experts_there.other_meanings(comm, gpu.put)
+
+
+@pytest.mark.parametrize("calls", [300, pytest.param(3000, marks=pytest.mark.long)])
+def test_nothing_grows(comm: Any, gpu: Any, calls: int) -> None:
+    exchange = exchange_over(Axis(comm), Placement.even(EXPERTS, comm.size))
+    x, chosen = readable(gpu.put(np.ones((40, 64), np.float32)), "x"), table(comm, [40], 2)
+    assigned, gates = assign(chosen), np.ones(80, np.float32)
+
+    def free() -> Any:
+        gc.collect()
+        peers.sweep()
+        fetch(x)
+        return gpu.cupy.cuda.runtime.memGetInfo()[0] + gpu.cupy.get_default_memory_pool().total_bytes()
+
+    before = pages = 0
+    for step in range(calls):
+        passage, rows, came, _ = exchange.dispatch("one", assigned, x, gates)
+        exchange.dispatch_back("one", passage, exchange.combine_back("one", passage, x), came)
+        y = exchange.combine("one", passage, rows, came)
+        if step == calls // 3:
+            before, pages = free(), resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+        if step % 20 == 0:
+            fetch(y)  # the host does not run ahead for ever
+    comm.barrier()
+    assert before - free() <= 0
+    assert resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - pages < 64 << 10  # KiB

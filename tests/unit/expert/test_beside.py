@@ -1,0 +1,52 @@
+"""Beside: work on a stream of its own is behind what the caller has queued, and the caller's goes on behind it."""
+
+from __future__ import annotations
+
+from functools import partial
+from typing import Any
+
+import numpy as np
+import pytest
+
+from commlib.expert.beside import Beside
+from commlib.expert.made import made_for
+from tests.late import LATE
+
+
+@pytest.fixture(autouse=True)
+def slow(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(LATE, "delay", 5e-3)
+
+
+def copied(x: Any) -> Any:
+    made = made_for(x, x.shape, x.dtype)
+    x.device.copy(made, x)
+    return made
+
+
+def test_in_order() -> None:
+    beside = Beside(LATE)
+    values = np.arange(1000, dtype=np.float32)
+    for _ in range(3):
+        x = LATE.wrap(LATE.put(values), "x")
+        started = beside.start(partial(copied, x), x)
+        del x
+        found = started.wait()
+        twice = copied(found)
+        del found  # memory of the caller's stream, on which it is read
+        np.testing.assert_array_equal(LATE.fetch(twice.owner), values)
+
+
+def test_results_are_memory_of_the_callers_stream() -> None:
+    x, own = LATE.wrap(LATE.put(np.zeros(10, np.float32)), "x"), LATE.current()
+    with LATE.using(LATE.stream()):
+        assert made_for(x, (3,), np.int32).stream == own
+    assert made_for(x, (3,), np.int32).stream == own
+
+
+def test_a_missing_wait_is_seen(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Else this file could not fail."""
+    monkeypatch.setattr("commlib.expert.beside.Started.wait", lambda self: self.value)
+    with pytest.raises(AssertionError):
+        test_in_order()
+    LATE.synchronise()
