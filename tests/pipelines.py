@@ -10,6 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 
+from commlib.devices.array import DeviceArray
 from commlib.errors import PeerError
 from commlib.pipeline.schedule import Action, Kind, Link, Schedule
 from commlib.pipeline.stage import Values
@@ -112,7 +113,12 @@ def ends(schedule: Schedule, links: tuple[Link, ...]) -> bool:
 class ArrayTensors:
     """Arrays are tensors that always want a gradient, if they are floats."""
 
+    device: Any = None
+
     def array(self, value: Any) -> Any:
+        return value
+
+    def read(self, value: Any) -> Any:
         return value
 
     def wants_gradient(self, value: Any) -> bool:
@@ -120,6 +126,23 @@ class ArrayTensors:
 
     def tensor(self, array: Any, *, wants_gradient: bool) -> Any:
         return array
+
+
+class ArraysThere(ArrayTensors):
+    """The same, of stages that compute on the host, and whose arrays go over a device. there: `put` and `fetch`."""
+
+    def __init__(self, there: Any, device: Any) -> None:
+        self._there, self.device = there, device
+
+    def read(self, value: Any) -> Any:
+        return self.device.wrap(self._there.put(value), "read")
+
+    def tensor(self, array: Any, *, wants_gradient: bool) -> Any:
+        if type(array) is not DeviceArray:
+            return array
+        values = self._there.fetch(self.device.at(array.address, array.shape, array.dtype, array.owner))
+        values.flags.writeable = False
+        return values
 
 
 class ArrayStage:

@@ -22,8 +22,15 @@ from commlib_tensorflow._values import Values as VariableValues
 class TensorflowTensors:
     """TensorFlow's tensors and the host's arrays."""
 
+    device = None
+    """Values go by way of the host."""
+
     def array(self, value: tf.Tensor) -> Array:
         """Return the elements of a tensor; from a GPU, a copy."""
+        return to_array(value)
+
+    def read(self, value: tf.Tensor) -> Array:
+        """Return the same as `array`."""
         return to_array(value)
 
     def wants_gradient(self, value: tf.Tensor) -> bool:

@@ -20,19 +20,22 @@ from commlib.errors import UsageError
 from commlib.pipeline.stage import ByStage, Values
 from commlib_torch._autograd import backward_passes
 from commlib_torch._batch_statistics import kept_buffers
-from commlib_torch._bridge import array_of, to_tensor
+from commlib_torch._bridge import array_of, read, to_tensor
 from commlib_torch._parts import INPUTS, OUTPUT
 from commlib_torch._weight_gradients import SplitBackward
+from commlib_torch.devices import device_of
 from commlib_torch.expert.losses import keepers_in, taken
 
 Loss = Callable[..., Tensor]
 
 
 class TorchTensors:
-    """Torch's tensors and the host's arrays. device: where the stages of this rank compute."""
+    """Torch's tensors and arrays of the core. like: one of this rank's stages, if there is one: where they compute."""
 
-    def __init__(self, device: torch.device) -> None:
-        self._device = None if device.type == "cpu" else device
+    def __init__(self, like: Tensor | None) -> None:
+        self._device = None if like is None or like.is_cpu else like.device
+        self.device = None if like is None else device_of(like)
+        """That of the core."""
 
     def array(self, value: Tensor) -> Array:
         """Return the elements of a tensor; from a GPU, copied to the host once what computes them is done."""
@@ -41,12 +44,16 @@ class TorchTensors:
             here = here.cpu()
         return array_of(here.resolve_conj().resolve_neg())
 
+    def read(self, value: Tensor) -> Any:
+        """Return the elements of a tensor where they are: on a GPU behind what its current stream still computes."""
+        return read(value)
+
     def wants_gradient(self, value: Tensor) -> bool:
         """Return whether autograd would need it."""
         return value.requires_grad
 
-    def tensor(self, array: Array, *, wants_gradient: bool) -> Tensor:
-        """Return a tensor over an array of the host, or a copy of it on the GPU."""
+    def tensor(self, array: Any, *, wants_gradient: bool) -> Tensor:
+        """Return a tensor over an array; of one of the host a copy on the GPU, where stages compute there."""
         tensor = to_tensor(array)
         if self._device is not None:
             tensor = tensor.to(self._device)

@@ -31,6 +31,7 @@ from commlib_torch._stages import Batch, Loss, StashedWeights, TorchStage, Torch
 from commlib_torch._tied import TiedWeights
 from commlib_torch._traced import Traced
 from commlib_torch.clip import squares_by_axis
+from commlib_torch.devices import in_order
 from commlib_torch.expert.losses import keepers_in
 from commlib_torch.tensor.checking import check_stages
 from commlib_torch.tensor.state import gather_optimizer_state, gather_state_dict, load_optimizer_state
@@ -170,7 +171,7 @@ class Pipeline(Staged):
             schedule,
             pieces.links,
             self._stages,
-            TorchTensors(self._device()),
+            TorchTensors(next(self.parameters(), None)),
             codec=codec,
             lines=lines,
         )
@@ -182,9 +183,6 @@ class Pipeline(Staged):
             self._update_by(optimizer)
         elif optimizer is not None:
             raise UsageError(f"pipeline: schedule {schedule.name} leaves updates to you: it takes no optimizer=")
-
-    def _device(self) -> torch.device:
-        return next((parameter.device for parameter in self.parameters()), torch.device("cpu"))
 
     def _order_shared(self) -> None:
         """Let weights that several stages of this rank share be complete with the last of these."""
@@ -218,7 +216,7 @@ class Pipeline(Staged):
         empty = self._begin(x, y, is_training=True, scale=scale)
         try:
             whole = nullcontext() if self.statistics is None else self.statistics.step()
-            with whole, self._tied.apart(), backward_passes.as_one():
+            with whole, self._tied.apart(), backward_passes.as_one(), in_order():
                 self._pipe.train(empty)
             self._tied.add_up()
             return self._loss()
@@ -230,7 +228,8 @@ class Pipeline(Staged):
         with in_mode(self.parts, training=False):
             empty = self._begin(x, y)
             try:
-                self._pipe.forward(empty)
+                with in_order():
+                    self._pipe.forward(empty)
                 return self._loss()
             finally:
                 self._end()
@@ -240,7 +239,8 @@ class Pipeline(Staged):
         with in_mode(self.parts, training=False):
             empty = self._begin(x, None, wants_outputs=True)
             try:
-                self._pipe.forward(empty)
+                with in_order():
+                    self._pipe.forward(empty)
                 return self._outputs()
             finally:
                 self._end()

@@ -11,9 +11,10 @@ from __future__ import annotations
 import json
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
 from commlib.compress.codec import Codec
-from commlib.dtypes import FLOATS, Array, name_of, numpy_dtype
+from commlib.dtypes import FLOATS, name_of, numpy_dtype
 
 NUMBER, TEXT_BYTES = 0, 1
 """Fields of the head, int64."""
@@ -43,10 +44,8 @@ class Terms:
     nbytes: int
 
     @classmethod
-    def of(
-        cls, arrays: Sequence[Array | None], gradients: Sequence[bool], note: str = "", codec: Codec | None = None
-    ) -> Terms:
-        """Lay out arrays in this order. Floats are encoded if there is a codec."""
+    def of(cls, arrays: Sequence[Any], gradients: Sequence[bool], note: str = "", codec: Codec | None = None) -> Terms:
+        """Lay out arrays, of the host or of a device, in this order. Floats are encoded if there is a codec."""
         pieces: list[Piece | None] = []
         end = HEAD
         for array, gradient in zip(arrays, gradients, strict=True):
@@ -60,7 +59,7 @@ class Terms:
             end += -(-nbytes // HEAD) * HEAD
         return cls(tuple(pieces), note, end)
 
-    def views(self, message: Array) -> list[Array | None]:
+    def views(self, message: Any) -> list[Any]:
         """Return the arrays in a message; a payload of bytes for one that is encoded."""
         return [None if piece is None else _view(message, piece) for piece in self.pieces]
 
@@ -77,6 +76,6 @@ class Terms:
         return cls(tuple(pieces), note, nbytes)
 
 
-def _view(message: Array, piece: Piece) -> Array:
+def _view(message: Any, piece: Piece) -> Any:
     payload = message[piece.start : piece.start + piece.nbytes]
     return payload if piece.coded else payload.view(numpy_dtype(piece.dtype)).reshape(piece.shape)

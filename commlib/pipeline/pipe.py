@@ -76,7 +76,10 @@ class Pipe:
         """A communicator of its own: several pipelines of the same ranks do not meet."""
         self.stages, self._tensors = stages, tensors
         self.lowered: Lowered = verify(schedule, links, reduce=True)
-        self.runner = Runner(own, self.lowered, stages, tensors, codecs=self._codecs)
+        # A stage without weights may be on the host among others on GPUs.
+        device = tensors.device
+        self._devices: list[str] = own.all_gather_object("" if device is None else device.name)
+        self.runner = Runner(own, self.lowered, stages, tensors, codecs=self._codecs, devices=self._devices)
         """What runs the schedule."""
         self._forward: Runner | None = None
 
@@ -104,7 +107,10 @@ class Pipe:
         if self._forward is None:
             alone = only_forward(self.schedule)
             lowered = verify(alone, self.lowered.links)
-            self._forward = Runner(self.comm, lowered, self.stages, self._tensors, name="forward", codecs=self._codecs)
+            self._forward = Runner(
+                self.comm, lowered, self.stages, self._tensors,
+                name="forward", codecs=self._codecs, devices=self._devices,
+            )  # fmt: skip
         self._forward.run(empty)
 
     def tell(self, numbers: Sequence[float], *, rows: int = -1, added: float = 0.0) -> list[float]:

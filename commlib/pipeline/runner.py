@@ -5,13 +5,15 @@ from __future__ import annotations
 import time
 import weakref
 from collections import defaultdict
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any
 
 from commlib.communicator import Communicator
 from commlib.compress.codec import Codec
-from commlib.dtypes import Array
 from commlib.errors import UsageError
+from commlib.p2p.channel import Channel
+from commlib.p2p.device_channel import DeviceChannel
+from commlib.pipeline.device_ways import DeviceReceiver, DeviceSender
 from commlib.pipeline.message import HEAD
 from commlib.pipeline.schedule.ir import RECVS, SENDS, Action, Kind, Weights
 from commlib.pipeline.schedule.lower import Lowered, Way, handed_back, released_by
@@ -41,9 +43,10 @@ class Runner:
     """One rank's part of a schedule, run again and again.
 
     stages: this rank's, by number. name: tells the channels of several pipelines of one communicator apart. codecs: how
-    values travel on a way that is named there, else as they are. Making it is not collective; the other ranks are met
-    when messages are. An exception in a stage ends the pipeline on all ranks: here with a note that says at which
-    action, there as PeerError.
+    values travel on a way that is named there, else as they are. devices: the kind that each rank's stages are on, ""
+    for the host: where it is the same at both ends of a way, values go from device to device. Making it is not
+    collective; the other ranks are met when messages are. An exception in a stage ends the pipeline on all ranks: here
+    with a note that says at which action, there as PeerError.
     """
 
     def __init__(
@@ -55,6 +58,7 @@ class Runner:
         *,
         name: str = "pipeline",
         codecs: Mapping[Way, Codec] | None = None,
+        devices: Sequence[str] = (),
     ) -> None:
         self._comm, self._lowered, self._stages = comm, lowered, stages
         schedule = lowered.schedule
@@ -64,10 +68,10 @@ class Runner:
         self._place = schedule.placement
         self._position = 0
         self._failure = ""
-        self._senders: dict[Way, Sender] = {}
-        self._receivers: dict[Way, Receiver] = {}
+        self._senders: dict[Way, Sender | DeviceSender] = {}
+        self._receivers: dict[Way, Receiver | DeviceReceiver] = {}
         self._channels: list[Any] = []
-        self._open(tensors, name, codecs or {})
+        self._open(tensors, name, codecs or {}, devices or [""] * comm.size)
         self._last = released_by(schedule)
         self._final = _final(self._program)
         self._uses = {} if schedule.weights is Weights.FLUSH else versions(schedule)
@@ -90,7 +94,7 @@ class Runner:
         """The most activations, of (stage, microbatch), that were held at once in the last run."""
         self._clear()
 
-    def _open(self, tensors: Tensors, name: str, codecs: Mapping[Way, Codec]) -> None:
+    def _open(self, tensors: Tensors, name: str, codecs: Mapping[Way, Codec], devices: Sequence[str]) -> None:
         """Open the channels of this rank: one for each link and direction that has another rank at its end."""
         rank, me = self._comm.rank, weakref.ref(self)
 
@@ -105,13 +109,22 @@ class Runner:
             if rank not in ends:
                 continue
             peer = receiver if rank == sender else sender
-            channel = self._comm.channel(peer, f"{name} {link} {kind}", HEAD, "uint8", depth)
+            edge, codec = f"{name} {link} {kind}", codecs.get(way)
+            channel: Channel | DeviceChannel
+            if devices[rank] and devices[rank] == devices[peer]:
+                channel = there = self._comm.channel(peer, edge, HEAD, "uint8", depth, device=tensors.device)
+                if rank == sender:
+                    self._senders[way] = DeviceSender(there, tensors, codec)
+                else:
+                    self._receivers[way] = DeviceReceiver(there, tensors, codec)
+            else:
+                channel = here = self._comm.channel(peer, edge, HEAD, "uint8", depth)
+                if rank == sender:
+                    self._senders[way] = Sender(here, tensors, codec)
+                else:
+                    self._receivers[way] = Receiver(here, tensors, codec)
             channel.purpose = purpose
             self._channels.append(channel)
-            if rank == sender:
-                self._senders[way] = Sender(channel, tensors, codecs.get(way))
-            else:
-                self._receivers[way] = Receiver(channel, tensors, codecs.get(way))
 
     @property
     def last_gradients(self) -> dict[int, int]:
@@ -174,7 +187,7 @@ class Runner:
         self._given: defaultdict[_Key, dict[int, Values | None]] = defaultdict(dict)
         self._gradients: defaultdict[_Key, dict[int, Values | None]] = defaultdict(dict)
         self._leaving: dict[tuple[int, int, int, bool], Values | None] = {}
-        self._held: defaultdict[_Key, list[tuple[Receiver, Array | None]]] = defaultdict(list)
+        self._held: defaultdict[_Key, list[tuple[Receiver | DeviceReceiver, Any]]] = defaultdict(list)
         self._empty: set[_Key] = set()
         self._alive = 0
 

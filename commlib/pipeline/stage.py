@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple, Protocol
 
+from commlib.devices.protocol import Device
 from commlib.dtypes import Array
 
 
@@ -61,16 +62,25 @@ class Stage(Protocol):
 
 
 class Tensors(Protocol):
-    """Turn a framework's tensors into arrays of the host and back, without a copy where they are there already."""
+    """Turn a framework's tensors into arrays and back, without a copy where they are there already."""
+
+    @property
+    def device(self) -> Device | None:
+        """The core's device of the tensors of this rank; None for the host."""
+        ...
 
     def array(self, value: Any) -> Array:
-        """Return the elements of a tensor, to be copied from."""
+        """Return the elements of a tensor on the host, to be copied from."""
+        ...
+
+    def read(self, value: Any) -> Any:
+        """Return the elements of a tensor where they are: a DeviceArray of `device`, or an array of the host."""
         ...
 
     def wants_gradient(self, value: Any) -> bool:
         """Return whether whoever gets this has to send back a gradient of it."""
         ...
 
-    def tensor(self, array: Array, *, wants_gradient: bool) -> Any:
+    def tensor(self, array: Any, *, wants_gradient: bool) -> Any:
         """Return a tensor over an array's memory, which stays until the microbatch is done."""
         ...

@@ -15,46 +15,23 @@ from commlib.p2p.channel import Channel
 from commlib.pipeline.message import HEAD, NUMBER, TEXT_BYTES, Terms
 from commlib.pipeline.stage import Tensors, Values
 
-_NOTHING = 0
+NOTHING = 0
 """The number, instead of that of terms, of a message for a microbatch that is empty."""
 
 _Views = tuple[Array, list[Array | None]]
 """A message's memory, kept so that it is no other's, and the arrays in it."""
 
 
-class Sender:
-    """The sending end of a way."""
+class Agreed:
+    """What the two ends of a way know of its messages: which terms have which number. Kept by the sending end."""
 
-    def __init__(self, channel: Channel, tensors: Tensors, codec: Codec | None) -> None:
-        self._channel, self._tensors, self._codec = channel, tensors, codec
+    def __init__(self, codec: Codec | None) -> None:
+        self._codec = codec
         self._known: dict[Hashable, tuple[int, Terms]] = {}
-        self._number, self._terms = 0, Terms((), "", HEAD)
-        self._last_sent = 0  # bytes of the last message
-        self._views: dict[int, _Views] = {}
-        self._seed = 0
+        self.number, self.terms = 0, Terms((), "", HEAD)
+        """Those of what is sent next."""
 
-    def send(self, values: Values | None) -> None:
-        """Send values, or None for a microbatch that has none."""
-        if values is None:
-            self._put(_head(np.zeros(HEAD, np.uint8), _NOTHING))
-            return
-        tensors = self._tensors
-        arrays = [None if value is None else tensors.array(value) for value in values.tensors]
-        gradients = [value is not None and tensors.wants_gradient(value) for value in values.tensors]
-        text = self._agree(arrays, gradients, values.note)
-        message, views = self._message(self._terms.nbytes + len(text))
-        _head(message, self._number, text)
-        for piece, view, array in zip(self._terms.pieces, views, arrays, strict=True):
-            if piece is None or view is None or array is None:
-                continue
-            if piece.coded and self._codec is not None:
-                self._seed += 1
-                view[:] = encode(self._codec, np.ascontiguousarray(array), seed=self._seed)
-            else:
-                np.copyto(view, array)
-        self._put(message)
-
-    def _agree(self, arrays: Sequence[Array | None], gradients: Sequence[bool], note: str) -> bytes:
+    def on(self, arrays: Sequence[Any], gradients: Sequence[bool], note: str) -> bytes:
         """Find the terms of what is sent next; return their text if the other side does not know them."""
         key = (
             tuple([array if array is None else (array.dtype, array.shape) for array in arrays]),
@@ -65,10 +42,44 @@ class Sender:
         if known is None:
             known = self._known[key] = len(self._known) + 1, Terms.of(arrays, gradients, note, self._codec)
             text = known[1].to_bytes()
-        if known[0] != self._number:
-            self._number, self._terms = known
-            self._views.clear()
+        self.number, self.terms = known
         return text
+
+
+class Sender:
+    """The sending end of a way."""
+
+    def __init__(self, channel: Channel, tensors: Tensors, codec: Codec | None) -> None:
+        self._channel, self._tensors, self._codec = channel, tensors, codec
+        self._agreed = Agreed(codec)
+        self._number = 0  # of the terms of `_views`
+        self._last_sent = 0  # bytes of the last message
+        self._views: dict[int, _Views] = {}
+        self._seed = 0
+
+    def send(self, values: Values | None) -> None:
+        """Send values, or None for a microbatch that has none."""
+        if values is None:
+            self._put(_head(np.zeros(HEAD, np.uint8), NOTHING))
+            return
+        tensors = self._tensors
+        arrays = [None if value is None else tensors.array(value) for value in values.tensors]
+        gradients = [value is not None and tensors.wants_gradient(value) for value in values.tensors]
+        text, terms = self._agreed.on(arrays, gradients, values.note), self._agreed.terms
+        if self._agreed.number != self._number:
+            self._number = self._agreed.number
+            self._views.clear()
+        message, views = self._message(terms.nbytes + len(text))
+        _head(message, self._number, text)
+        for piece, view, array in zip(terms.pieces, views, arrays, strict=True):
+            if piece is None or view is None or array is None:
+                continue
+            if piece.coded and self._codec is not None:
+                self._seed += 1
+                view[:] = encode(self._codec, np.ascontiguousarray(array), seed=self._seed)
+            else:
+                np.copyto(view, array)
+        self._put(message)
 
     def _message(self, nbytes: int) -> _Views:
         """Return memory for so many bytes, if possible that of the other side; and the arrays in it."""
@@ -77,7 +88,7 @@ class Sender:
         if found is None:
             if len(self._views) > self._channel.depth:  # memory that changes each time is not kept
                 self._views.clear()
-            found = self._views[id(message)] = message, self._terms.views(message)
+            found = self._views[id(message)] = message, self._agreed.terms.views(message)
         return found
 
     def _put(self, message: Array) -> None:
@@ -107,7 +118,7 @@ class Receiver:
         message = self._channel.recv()
         head = message[:HEAD].view(np.int64)
         number, text_bytes = int(head[NUMBER]), int(head[TEXT_BYTES])
-        if number == _NOTHING:
+        if number == NOTHING:
             self._channel.release(message)
             return None, None
         if text_bytes:

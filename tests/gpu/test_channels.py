@@ -7,7 +7,10 @@ import gc
 import pytest
 
 from commlib.p2p import given_up
+from commlib.pipeline.pipe import Pipe
+from commlib.pipeline.schedule import chain, make
 from tests import device_channels
+from tests.pipelines import ArrayStage, ArraysThere, batch_of, expected
 
 pytestmark = pytest.mark.ranks(min=2)
 
@@ -60,3 +63,18 @@ def test_a_failed_channel_lets_streams_go(comm, gpu, monkeypatch):
             device_channels.a_failed_channel_lets_streams_go(comm, 1 - comm.rank, gpu, gpu.device, monkeypatch)
     finally:
         comm.barrier()
+
+
+@pytest.mark.parametrize("name", ["1f1b", "zb_v"])
+def test_a_pipeline(comm, gpu, name):
+    schedule = make(name, comm.size, 6)
+    links = chain(schedule.stages)
+    stages = {stage: ArrayStage(stage, links, batch_of) for stage in schedule.stages_of(comm.rank)}
+    pipe = Pipe(comm, schedule, links, stages, ArraysThere(gpu, gpu.device))
+    for _ in range(3):
+        pipe.train()
+    losses, gradients = expected(links, schedule.stages, range(6))
+    for number, stage in stages.items():
+        assert stage.gradient == 3 * gradients[number]
+        assert stage.losses == (losses if number == schedule.stages - 1 else {})
+    pipe.close()
