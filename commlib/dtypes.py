@@ -19,6 +19,7 @@ BITWISE = ("and", "or")  # of integers, beside those
 
 NUMPY = {name: np.dtype(ml_dtypes.bfloat16 if name == "bfloat16" else name) for name in DTYPES}
 _NAMES = {dtype: name for name, dtype in NUMPY.items()}
+KNOWN = frozenset(_NAMES)
 
 # On truth values a sum is "any" and a product is "all".
 _LOGICAL = {"sum": "or", "max": "or", "prod": "and", "min": "and"}

@@ -7,12 +7,11 @@ from typing import Any
 from commlib.collectives import hierarchical_all_reduce as hierarchical
 from commlib.collectives import hierarchical_on_device
 from commlib.collectives.call import Call
-from commlib.collectives.operands import Result, apart, result, source
+from commlib.collectives.operands import apart, result, source
 from commlib.collectives.paths import Move, Verb
 from commlib.collectives.ready import Calls, Ready
 from commlib.collectives.scheduled import choose, own_program, persistent
-from commlib.devices.array import DeviceArray
-from commlib.devices.arrays import device_of, name_of_device, written
+from commlib.devices.arrays import device_of, name_of_device
 from commlib.dtypes import Array, kernel_operation, name_of
 from commlib.execution.accumulation import Accumulation, is_widened, wide_bytes
 from commlib.execution.persistent import PERSISTENT_BYTES, PersistentAllReduce
@@ -29,14 +28,16 @@ from commlib.signature import signature
 
 
 def all_reduce(calls: Calls, x: Any, op: str, out: Any, algorithm: str) -> Ready:
-    if out is x and type(array := written(x, "all_reduce")) is DeviceArray:
-        target = Result(array, array.reshape(-1), x)
-    else:
-        array = source(x, "all_reduce")
-        target = result(out, array.shape, array.dtype, "all_reduce", device_of(array))
-    kernel_operation(name_of(array.dtype), op)
-    call = Call("all_reduce", array.size, array.dtype, op, algorithm=algorithm, device=name_of_device(array))
-    compiled = calls.find_all_reduce(VERB, call, (array.dtype, array.size, op, algorithm))
+    array = source(x, "all_reduce")
+    target = result(out, array.shape, array.dtype, "all_reduce", device_of(array))
+    device = name_of_device(array)
+    kind = array.dtype, array.size, op, algorithm
+    key = (kind, device) if device else kind
+    compiled = calls.all_reduces.get(key)
+    if compiled is None:
+        kernel_operation(name_of(array.dtype), op)
+        call = Call("all_reduce", array.size, array.dtype, op, algorithm=algorithm, device=device)
+        compiled = calls.new_all_reduce(VERB, call, key)
     return Ready.into(compiled, apart(array.reshape(-1), target.flat), target, x)
 
 

@@ -22,7 +22,7 @@ from commlib.collectives.station import Station
 from commlib.devices.array import DeviceArray
 from commlib.devices.arrays import is_contiguous, overlap, viewed
 from commlib.devices.protocol import Device
-from commlib.devices.registry import named
+from commlib.devices.registry import lookup, named
 from commlib.dtypes import Array
 from commlib.errors import UsageError
 from commlib.group.group import Group
@@ -74,16 +74,22 @@ class Calls:
             table[key] = Known(compiled, shape)
         return compiled
 
-    def find_all_reduce(self, verb: Verb, call: Call, key: Hashable) -> Compiled:
-        """Return the same for an all-reduce, whose table `Communicator.all_reduce` looks into itself."""
-        key = (key, call.device) if call.device else key
-        compiled = self.all_reduces.get(key)
-        if compiled is None:
-            compiled = self._compile(verb, call)
-            if not isinstance(compiled, Opening):
-                if len(self.all_reduces) >= _MOST_KINDS:
-                    self.all_reduces.clear()
-                self.all_reduces[key] = compiled
+    def in_place(self, x: Any, op: str, algorithm: str) -> tuple[Compiled, DeviceArray] | None:
+        """Return an all-reduce of a device's array into itself that was compiled before, and the array, 1-D."""
+        device = lookup(x)
+        if device is None:
+            return None
+        array = device.wrap(x, "all_reduce", written=True)
+        found = self.all_reduces.get(((array.dtype, array.size, op, algorithm), device.name))
+        return None if found is None else (found, array.reshape(-1))
+
+    def new_all_reduce(self, verb: Verb, call: Call, key: Hashable) -> Compiled:
+        """Return a compiled all-reduce for a key that is not in its table, which its callers look into themselves."""
+        compiled = self._compile(verb, call)
+        if not isinstance(compiled, Opening):
+            if len(self.all_reduces) >= _MOST_KINDS:
+                self.all_reduces.clear()
+            self.all_reduces[key] = compiled
         return compiled
 
     def _compile(self, verb: Verb, call: Call) -> Compiled:

@@ -20,7 +20,7 @@ from commlib.devices.cuda.peers import Exported, Opened, PeerMemory, share
 from commlib.devices.cuda.signals import CudaSignals
 from commlib.devices.cuda.stream import CudaEvent, CudaStream
 from commlib.devices.cuda.tape import Tape
-from commlib.dtypes import Array, name_of
+from commlib.dtypes import KNOWN, Array, name_of
 from commlib.errors import TransportError, UsageError
 from commlib.kernels.protocol import Kernels
 from commlib.protocols import SharedMemory
@@ -110,6 +110,8 @@ class CudaDevice:
 
     def wrap(self, x: Any, verb: str, what: str = "x", *, written: bool = False) -> DeviceArray:
         if self.makes(x):
+            if x.dtype in KNOWN and x.flags.c_contiguous:
+                return DeviceArray(self, x.data.ptr, x.shape, x.dtype, x, self.current())
             there = foreign.Described(x.data.ptr, x.shape, x.dtype, x.flags.c_contiguous)
         else:
             there = self._described(x, verb, what, written)
