@@ -26,7 +26,22 @@ __device__ inline void end_counts(const u32 *counts, u32 *table) {
         if (counts[i]) atomicAdd(&table[place_of(i)], counts[i]);
     }
 }
+
+// Return what a block's first worker computes, to all its threads, of which every one must come: together they would
+// read a table as long as they read data.
+template <class Compute>
+__device__ inline auto once(Compute compute) {
+    __shared__ decltype(compute()) kept;
+    if (threadIdx.x < LANES) {
+        auto own = compute();
+        if (threadIdx.x == 0) kept = own;
+    }
+    __syncthreads();
+    return kept;
+}
 #else
+template <class Compute>
+inline auto once(Compute compute) { return compute(); }
 inline u32 *begin_counts(u32 *table) { return table; }
 inline void count_digit(u32 *table, u32 digit) { ++table[place_of(digit)]; }
 inline void end_counts(const u32 *, u32 *) {}

@@ -115,7 +115,7 @@ KERNEL(sample)
 // rank: of the sampled, which one's digit is the guess. mask: afterwards the elements that may be chosen, but for those
 // that are not finite if there is a residual: these are in `unfit`
 extern "C" __global__ RESIDENT(SOURCE ? 4 : 8) void total(Arrays a, u32 rank, State *state, u32 *mask, u32 *unfit) {
-    u32 guess = choose(state->sampled, rank).digit;  // 0 if there are fewer
+    u32 guess = once([&] { return choose(state->sampled, rank).digit; });  // 0 if there are fewer
     if (guess > INFINITY_BITS >> 20) guess = INFINITY_BITS >> 20;  // what is not finite always has a bit
     if (thread() == 0) state->guess = guess;
     u32 *counts = begin_counts(state->first);
@@ -149,7 +149,7 @@ __device__ inline bool enough(const State *state, Counted counted, u32 k) {
 }
 
 extern "C" __global__ void again(Arrays a, u32 k, State *state, u32 *mask) {
-    if (enough(state, marked(state), k)) return;
+    if (once([&] { return enough(state, marked(state), k); })) return;
     u32 *counts = begin_counts(state->again);
     for (u64 start = TILE * worker(); start < a.count; start += TILE * workers()) {
         float y[STEPS];
@@ -169,12 +169,23 @@ extern "C" __global__ void again(Arrays a, u32 k, State *state, u32 *mask) {
 }
 KERNEL(again)
 
-extern "C" __global__ void narrow(Arrays a, u32 k, State *state, u32 *mask, const u32 *unfit, u64 words) {
+struct Beginning {
+    Choice first;
+    u32 broken, found;
+};
+
+__device__ inline Beginning begin(const State *state, u32 k) {
     Counted counted = marked(state);
     const u32 *table = enough(state, counted, k) ? state->first : state->again;
     u32 broken = counted.high, there = broken ? broken : count_all(table, 0).all, found = there < k ? there : k;
-    Choice first = found ? choose(table, found) : Choice{DIGITS, 0};  // no magnitude has such a digit
-    if (thread() == 0) state->choices[0] = first, state->broken = broken, state->found = found;
+    return {found ? choose(table, found) : Choice{DIGITS, 0}, broken, found};  // no magnitude has such a digit
+}
+
+extern "C" __global__ void narrow(Arrays a, u32 k, State *state, u32 *mask, const u32 *unfit, u64 words) {
+    Beginning beginning = once([&] { return begin(state, k); });
+    Choice first = beginning.first;
+    u32 broken = beginning.broken;
+    if (thread() == 0) state->choices[0] = first, state->broken = broken, state->found = beginning.found;
     u32 *counts = begin_counts(state->second);
     for (u64 w = thread(); w < words; w += threads()) {
         u32 kept = 0;
@@ -190,7 +201,7 @@ extern "C" __global__ void narrow(Arrays a, u32 k, State *state, u32 *mask, cons
 KERNEL(narrow)
 
 extern "C" __global__ void refine(Arrays a, State *state, const u32 *mask, u64 words) {
-    Choice first = state->choices[0], second = choose(state->second, first.rest);
+    Choice first = state->choices[0], second = once([&] { return choose(state->second, first.rest); });
     second.digit |= first.digit << 10;
     if (thread() == 0) state->choices[1] = second;
     bool broken = state->broken;
@@ -222,7 +233,7 @@ __device__ inline Compared compare(const Arrays &a, u64 w, u32 word, bool broken
 
 // span: words of a chunk
 extern "C" __global__ void tally(Arrays a, State *state, const u32 *mask, u64 words, u64 span, Pair *sums) {
-    Choice second = state->choices[1], third = choose(state->third, second.rest);
+    Choice second = state->choices[1], third = once([&] { return choose(state->third, second.rest); });
     third.digit |= second.digit << 10;
     if (thread() == 0) state->choices[2] = third;
     bool broken = state->broken;
