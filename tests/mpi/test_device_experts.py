@@ -16,11 +16,12 @@ from tests import experts_there
 from tests.late import LATE
 
 
-@pytest.fixture(scope="module", params=["staged", "direct", "peers"])
+@pytest.fixture(scope="module", params=["staged", "direct", "peers", "apart"])
 def group(request: pytest.FixtureRequest) -> Iterator[Communicator]:
-    """All ranks: rows go through the host, as MPI takes them from the device, or between the devices."""
+    """All ranks: rows go through the host, as MPI takes them from the device, between the devices, or between nodes."""
     world = commlib.init()
-    settings = Config(timeout=20, device_slot_kib=64, device_peers=request.param == "peers")
+    peers, one_node = request.param == "peers", request.param != "apart"
+    settings = Config(timeout=20, device_slot_kib=64, device_peers=peers, node_path=one_node)
     runtime = Runtime(settings, world.runtime.ranks_on_node)
     devices = {"late"} if request.param == "direct" else set()
     made = Communicator(MpiTransport(world.native.Dup(), devices=devices), runtime, f"late {request.param}")
