@@ -37,11 +37,15 @@ __device__ inline u64 threads() { return (u64)gridDim.x * blockDim.x; }
 
 // Return the greatest of all lanes' values, to all of them.
 __device__ inline u32 all_max(u32 value) {
+#if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 800
+    return __reduce_max_sync(EVERY_LANE, value);
+#else
     for (u32 apart = LANES / 2; apart > 0; apart /= 2) {
         u32 other = __shfl_xor_sync(EVERY_LANE, value, apart);
         value = value > other ? value : other;
     }
     return value;
+#endif
 }
 
 // Return the sum of all lanes' values, to all of them; the order is fixed, though it is not that of the host.

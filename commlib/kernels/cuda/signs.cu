@@ -22,11 +22,11 @@ struct Scale {
 
 __device__ inline u32 bytes_of(u32 n) { return (n + 7) / 8; }
 
-// Return an element's sign bit, and leave what is lost of it.
-__device__ inline u32 sign_of(float &value, float magnitude) {
-    u32 bits = bits_of(value);
-    value = value - float_of(bits_of(magnitude) | (bits & SIGN));
-    return bits >> 31;
+__device__ inline u32 sign_of(float value) { return bits_of(value) >> 31; }
+
+// Return what is lost of an element.
+__device__ inline float loss(float value, float magnitude) {
+    return value - float_of(bits_of(magnitude) | (bits_of(value) & SIGN));
 }
 
 // Encode the elements whose signs are in the bytes `from` to `to` of a block with n elements.
@@ -36,8 +36,8 @@ __device__ inline void encode(Values v, float *after, u8 *signs, u32 n, float ma
         u32 byte = 0;
         for (u32 k = 0, at = i; k < 8 && at < n; ++k, at += bytes_of(n)) {
             float value = v[at];
-            byte |= sign_of(value, magnitude) << k;
-            if (after) after[at] = broken ? v.before[at] : value;
+            byte |= sign_of(value) << k;
+            if (after) after[at] = broken ? v.before[at] : loss(value, magnitude);
         }
         signs[i] = (u8)(broken ? 0 : byte);
     }
@@ -49,21 +49,26 @@ __device__ inline void encode(Values v, float *after, u8 *signs, u32 n, float ma
 
 // Encode a block that lanes hold. Four neighbours are a bit in each byte of a word; which bit it is, and which word,
 // says where they are. If there are fewer words than lanes several lanes have parts of the same word.
-__device__ inline void encode_held(Four (&v)[GROUPS], const Four *before, Four *after, u32 *signs, float magnitude) {
+__device__ inline void encode_held(const Four (&v)[GROUPS], const Four *before, Four *after, u32 *signs,
+                                   float magnitude) {
     const u32 own = WORDS > LANES ? WORDS / LANES : 1;
     bool broken = is_nan(magnitude);
     UNROLL for (u32 j = 0; j < own; ++j) {
         u32 word = 0;
         UNROLL for (u32 g = j; g < GROUPS; g += own) {
-            u32 bit = (lane() + LANES * g) / WORDS;
-            UNROLL for (u32 byte = 0; byte < 4; ++byte) word |= sign_of(v[g].at[byte], magnitude) << (8 * byte + bit);
+            u32 four = 0;
+            UNROLL for (u32 byte = 0; byte < 4; ++byte) four |= sign_of(v[g].at[byte]) << (8 * byte);
+            word |= four << (lane() + LANES * g) / WORDS;
         }
         word = bits_apart(word, WORDS);
         if (lane() < WORDS) signs[lane() + LANES * j] = broken ? 0 : word;
     }
     if (!after) return;
-    UNROLL for (u32 g = 0; g < GROUPS; ++g)
-        after[lane() + LANES * g] = broken ? before[lane() + LANES * g] : v[g];
+    UNROLL for (u32 g = 0; g < GROUPS; ++g) {
+        Four lost;
+        UNROLL for (u32 k = 0; k < 4; ++k) lost.at[k] = loss(v[g].at[k], magnitude);
+        after[lane() + LANES * g] = broken ? before[lane() + LANES * g] : lost;
+    }
 }
 
 __device__ inline void signs_held(const float *x, const float *before, float *after, float *magnitudes, u32 *signs,
