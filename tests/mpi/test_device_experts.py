@@ -5,15 +5,22 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Any
 
+import numpy as np
 import pytest
 
 import commlib
 from commlib.communicator import Communicator
 from commlib.config import Config
+from commlib.errors import StallError
+from commlib.expert.placement import Placement
+from commlib.expert.ways import exchange_over
+from commlib.functional.axis import Axis
 from commlib.runtime.process import Runtime
 from commlib.transport.mpi import MpiTransport
 from tests import experts_there
+from tests.experts_there import EXPERTS, fetch
 from tests.late import LATE
+from tests.unit.expert.test_exchange import assign
 
 
 @pytest.fixture(scope="module", params=["staged", "direct", "peers", "apart"])
@@ -47,3 +54,22 @@ def test_body(group: Any, body: Any) -> None:
 @pytest.mark.ranks(min=2)
 def test_ranks_that_mean_something_else(group: Any) -> None:
     experts_there.other_meanings(group, LATE.put)
+
+
+@pytest.mark.ranks(min=2)
+@pytest.mark.parametrize("peers", [False, True])
+def test_a_rank_that_does_not_come(peers: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It is named to the others, and their streams go on."""
+    monkeypatch.setattr(LATE, "has_signals", True)
+    world = commlib.init()
+    runtime = Runtime(Config(timeout=1, device_peers=peers), world.runtime.ranks_on_node)
+    comm = Communicator(MpiTransport(world.native.Dup()), runtime, "someone is missing")
+    exchange = exchange_over(Axis(comm), Placement.even(EXPERTS, comm.size))
+    x, gates = LATE.wrap(LATE.put(np.ones((3, 8), np.float32)), "x"), np.ones(3 * EXPERTS, np.float32)
+    passage, rows, came, _ = exchange.dispatch("one", assign(np.ones((3, EXPERTS), bool)), x, gates)
+    np.testing.assert_array_equal(fetch(rows), 1)
+    if comm.rank != 1:
+        with pytest.raises(StallError, match="rank 1"):
+            exchange.combine("one", passage, rows, came)
+    LATE.synchronise()
+    world.barrier()
