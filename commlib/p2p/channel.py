@@ -193,6 +193,8 @@ class Channel:
     def await_room(self, what: str, timeout: float | None = None) -> None:
         """Wait until `send` would return at once, at most `timeout` seconds: StallError. what: it is waited for."""
         end = self.ends.outgoing
+        if self.ends.is_connected and not self.ends.has_told and not self._queue and end.has_room():
+            return
         with self._guarded(what, end) as watch:
             on_wait = watch(timeout)
             self._connect(what, on_wait)
@@ -207,6 +209,8 @@ class Channel:
 
     def connect(self, what: str, timeout: float | None = None) -> None:
         """Wait until the other side has opened the channel, too, at most `timeout` seconds: StallError."""
+        if self.ends.is_connected and not self.ends.has_told:
+            return
         with self._guarded(what, self.ends.outgoing) as watch:
             self._connect(what, watch(timeout))
 

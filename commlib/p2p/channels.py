@@ -219,7 +219,7 @@ class _Meeting:
 
     def done(self) -> bool:
         group, ends = self._group(), self._ends()
-        if group is None or ends is None or ends.is_closed:
+        if group is None or ends is None or ends.has_told:
             return True
         try:
             if not ends.try_connect(group, self._text):

@@ -20,7 +20,7 @@ from commlib.devices.array import DeviceArray
 from commlib.devices.arrays import device_of
 from commlib.devices.protocol import Device
 from commlib.dtypes import Array, name_of
-from commlib.errors import CommlibError, PeerError, TransportError, UsageError
+from commlib.errors import CommlibError, PeerError, ShutdownError, TransportError, UsageError
 from commlib.group.group import Group
 from commlib.p2p.channel import Channel
 from commlib.p2p.device_edge import DeviceEdge
@@ -309,9 +309,12 @@ class DeviceChannel:
         return tag
 
     def _refuse(self, what: str) -> None:
-        """Raise an error if streams had to be let go: what they have read is worth nothing."""
+        """Raise an error if the channel has ended, or streams had to be let go: what they read is worth nothing."""
+        group = self._group
+        if self.ends.has_told and not self._edge.lost:
+            self._channel.connect(what)  # says why, if it knows
+            raise ShutdownError(f"{group.name}: {what}: rank {group.rank}: the channel has ended")
         if self._edge.lost:
-            group = self._group
             error = PeerError(f"{group.name}: {what}: rank {group.rank}: lost rank {self.peer}: {self._edge.lost}")
             error.missing = {self.peer: self._edge.lost}
             self._channel.give_up(what, error)

@@ -41,6 +41,8 @@ class DeviceEdge:
         self.incoming: DeviceIn | None = None
         self.lost = ""
         """Why nothing that was received may be trusted, once streams have been let go."""
+        self.is_broken = False
+        """Whether the device answers nothing any more."""
         self._failed_at = self._looked_at = 0.0
         self.is_watched = False
         if not refusal:
@@ -89,6 +91,7 @@ class DeviceEdge:
                 return True
         except Exception as error:  # each library of devices has its own
             self._let_go(f"the device of this rank is lost: {error}")
+            self.is_broken = True
             return True
         if self.peer.is_gone:
             self._let_go("the process of the other rank is gone")
@@ -140,6 +143,8 @@ class DeviceEdge:
     def _close_directions(self) -> None:
         outgoing, incoming = self.outgoing, self.incoming
         self.outgoing = self.incoming = None
+        if self.is_broken:  # nothing of it can be given back before the process ends
+            return
         if incoming is not None:
             incoming.close()
         if outgoing is not None:

@@ -47,7 +47,8 @@ class Ends:
         self._connecting = threading.RLock()
         self.is_connected = self._has_met = False
         self.unreachable = ""  # why nothing can be sent
-        self._has_told = self.is_closed = False
+        self.has_told = self.is_closed = False
+        """Whether this side takes part no more; whether it has given everything back."""
 
     @classmethod
     def make(
@@ -145,8 +146,8 @@ class Ends:
 
     def tell(self, reason: str, *, failed: bool = False) -> None:
         """Tell the other side why this one takes part no more; the first reason counts. failed: it should have."""
-        if not self._has_told and not forks.is_child():
-            self._has_told = True
+        if not self.has_told and not forks.is_child():
+            self.has_told = True
             self.mailbox.post(self.address, "bye", why=reason[:1000], sent=self.outgoing.count, failed=failed)
             if failed and self.device is not None:
                 self.device.fail()

@@ -1,0 +1,124 @@
+"""Channels between devices end with their jobs: a rank that dies, leaves early, or waits for ever."""
+
+from __future__ import annotations
+
+import re
+
+import pytest
+
+from tests.launch.test_failures import end, hydra, names_rank_1
+
+__all__ = ["hydra"]
+
+PATHS = pytest.mark.parametrize(
+    "env", [{}, {"COMMLIB_DEVICE_PEERS": "0"}, {"COMMLIB_NODE_PATH": "0"}], ids=["peers", "staged", "messages"]
+)
+
+OPEN = """
+from tests.late import LATE
+LATE.has_signals = True
+channel = comm.channel(1 - comm.rank, "stage", (1000,), "float64", 3, device=LATE)
+channel.send(LATE.put(np.ones(1000))); channel.recv(); channel.release()
+comm.barrier()
+"""
+
+
+@PATHS
+def test_a_rank_that_leaves_while_its_messages_are_under_way(mpirun, env):
+    """They arrive, as slow as its device is; who waits for another one is told who left."""
+    code, out, err = end(
+        mpirun,
+        2,
+        f"""{OPEN}
+if comm.rank == 1:
+    LATE.delay = 0.3
+    event()
+    for number in (7.0, 8.0, 9.0):
+        channel.send(LATE.put(np.full(20_000, number)))
+    commlib.shutdown()
+else:
+    print("got", [float(channel.recv().numpy()[-1]) for _ in range(3)], flush=True)
+    channel.release()
+    try:
+        channel.recv()
+    except commlib.PeerError as error:
+        print(type(error).__name__, error, flush=True)
+""",
+        env=env,
+    )
+    assert code == 0, err
+    assert "got [7.0, 8.0, 9.0]" in out
+    assert re.search(r"PeerError .*recv on channel 'stage' with rank 1: .*rank 1 has shut commlib down or left", out)
+
+
+@PATHS
+def test_a_rank_that_is_killed(mpirun, env):
+    """The other one's stream waits for a message of it, and its host for that stream."""
+    code, out, err = end(
+        mpirun,
+        2,
+        f"""{OPEN}
+if comm.rank == 1:
+    LATE.delay = 3
+    channel.send(LATE.put(np.ones(1000)))
+    event()
+    os.kill(os.getpid(), signal.SIGKILL)
+channel.recv().numpy()
+channel.recv()
+""",
+        env=env,
+    )
+    assert code != 0 and names_rank_1(out, err)
+
+
+@PATHS
+def test_a_rank_that_raises_ends_the_job(mpirun, env):
+    code, _, err = end(
+        mpirun,
+        2,
+        f"""{OPEN}
+if comm.rank == 1:
+    event()
+    raise ValueError("out of luck")
+channel.recv()
+""",
+        env=env,
+    )
+    assert code != 0 and "ValueError: out of luck" in err
+
+
+@PATHS
+def test_an_endless_wait_ends_with_the_timeout(mpirun, env):
+    code, _, err = end(
+        mpirun,
+        2,
+        f"""{OPEN}
+if comm.rank == 1:
+    event()
+    time.sleep(30)
+channel.recv()
+""",
+        env={**env, "COMMLIB_TIMEOUT": "2"},
+    )
+    assert code != 0
+    assert re.search(r"StallError: world: recv on channel 'stage' with rank 1: rank 0: gave up after 2", err)
+
+
+@PATHS
+def test_what_is_sent_after_the_end_is_refused(mpirun, env):
+    code, out, err = end(
+        mpirun,
+        2,
+        f"""{OPEN}
+event()
+commlib.shutdown()
+for call in (lambda: channel.send(LATE.put(np.ones(3))), channel.recv, channel.buffer, channel.ready):
+    try:
+        call()
+    except commlib.ShutdownError as error:
+        print(type(error).__name__, flush=True)
+""",
+        env=env,
+    )
+    assert code == 0, err
+    assert out.count("ShutdownError") == 8
