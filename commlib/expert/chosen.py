@@ -36,11 +36,13 @@ class Chosen:
 
     def combine(self, what: str, passage: Passage, rows: Array, gates: Array) -> Array:
         assert self._way is not None
-        return self._way.combine(what, passage, rows, gates)
+        sums: Array = self._way.combine(what, passage, rows, gates)
+        return sums
 
     def combine_back(self, what: str, passage: Passage, x: Array) -> Array:
         assert self._way is not None
-        return self._way.combine_back(what, passage, x)
+        rows: Array = self._way.combine_back(what, passage, x)
+        return rows
 
     def _choose(self, tokens: int, assignments: int, row_bytes: int) -> Exchange:
         comm, nodes = self._comm, self._comm.topology.nodes

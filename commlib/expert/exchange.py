@@ -12,21 +12,24 @@ from __future__ import annotations
 from typing import Any, Protocol
 
 from commlib.dtypes import Array
-from commlib.expert.passage import Assigned, Passage
+from commlib.expert.passage import Assigned
 from commlib.expert.placement import Placement
+
+Rows = Any
+"""An array of the host, or a `DeviceArray`."""
 
 
 class Exchange(Protocol):
     """How rows travel. All calls are collective, the same ones in the same order on all ranks.
 
     Rows are contiguous arrays [number, width] of a float dtype; a rank may have none. what: of which layer, for errors.
-    They are numpy's, and passages too; of a device rows, what travels with them but the gates that are given to
-    `dispatch`, and passages are the device's (see `commlib.expert.on_device`).
+    Where rows are a device's, so are gates and numbers, but for the gates given to `dispatch`. What a passage is, the
+    exchange knows that has made it.
     """
 
     placement: Placement
 
-    def dispatch(self, what: str, assigned: Assigned, x: Array, gates: Array) -> tuple[Passage, Array, Array, Array]:
+    def dispatch(self, what: str, assigned: Assigned, x: Rows, gates: Array) -> tuple[Any, Rows, Rows, Array]:
         """Send rows of `x` [tokens, width], and gates (float32, a number with each assignment).
 
         Returns the passage; the rows that came, expert by expert, within an expert by rank and then by token; their
@@ -35,15 +38,15 @@ class Exchange(Protocol):
         """
         ...
 
-    def dispatch_back(self, what: str, passage: Passage, rows: Array, numbers: Array) -> tuple[Array, Array]:
+    def dispatch_back(self, what: str, passage: Any, rows: Rows, numbers: Rows) -> tuple[Rows, Rows]:
         """Return for each token of this rank the sum of its rows, and the number of each assignment."""
         ...
 
-    def combine(self, what: str, passage: Passage, rows: Array, gates: Array) -> Array:
+    def combine(self, what: str, passage: Any, rows: Rows, gates: Rows) -> Rows:
         """Multiply rows by gates, and return for each token of this rank the sum of its rows."""
         ...
 
-    def combine_back(self, what: str, passage: Passage, x: Array) -> Array:
+    def combine_back(self, what: str, passage: Any, x: Rows) -> Rows:
         """Send rows of `x` [tokens, width]; return those that came, as `dispatch` does."""
         ...
 
