@@ -169,6 +169,35 @@ extern "C" __global__ void again(Arrays a, u32 k, State *state, u32 *mask) {
 }
 KERNEL(again)
 
+// Words of bits that a thread has at once, so that it waits for an element of each together.
+#define AHEAD 4u
+
+struct Words {
+    u32 at[AHEAD];
+
+    // Read those that are `step` apart, of `end` in all.
+    __device__ inline Words(const u32 *mask, u64 first, u64 step, u64 end) {
+        UNROLL for (u32 k = 0; k < AHEAD; ++k) at[k] = first + k * step < end ? mask[first + k * step] : 0;
+    }
+
+    // Call each(k, bit, magnitude) for the elements that have a bit in at[k].
+    template <class Each>
+    __device__ inline void each(const Arrays &a, u64 first, u64 step, bool broken, Each each) {
+        while (at[0] | at[1] | at[2] | at[3]) {
+            u32 magnitudes[AHEAD];
+            UNROLL for (u32 k = 0; k < AHEAD; ++k) {
+                u64 i = 32 * (first + k * step) + (at[k] ? lowest(at[k]) : 0);
+                magnitudes[k] = at[k] ? magnitude_of(total_of(a, i, broken)) : 0;
+            }
+            UNROLL for (u32 k = 0; k < AHEAD; ++k) {
+                u32 bit = at[k] & (0 - at[k]);
+                if (bit) each(k, bit, magnitudes[k]);
+                at[k] ^= bit;
+            }
+        }
+    }
+};
+
 struct Beginning {
     Choice first;
     u32 broken, found;
@@ -181,55 +210,56 @@ __device__ inline Beginning begin(const State *state, u32 k) {
     return {found ? choose(table, found) : Choice{DIGITS, 0}, broken, found};  // no magnitude has such a digit
 }
 
-extern "C" __global__ void narrow(Arrays a, u32 k, State *state, u32 *mask, const u32 *unfit, u64 words) {
+extern "C" __global__ RESIDENT(8) void narrow(Arrays a, u32 k, State *state, u32 *mask, const u32 *unfit, u64 words) {
     Beginning beginning = once([&] { return begin(state, k); });
     Choice first = beginning.first;
     u32 broken = beginning.broken;
     if (thread() == 0) state->choices[0] = first, state->broken = broken, state->found = beginning.found;
     u32 *counts = begin_counts(state->second);
-    for (u64 w = thread(); w < words; w += threads()) {
-        u32 kept = 0;
-        for (u32 word = SOURCE && broken ? unfit[w] : mask[w]; word; word &= word - 1) {
-            u32 magnitude = magnitude_of(total_of(a, 32 * w + lowest(word), broken)), digit = magnitude >> 20;
-            if (digit >= first.digit) kept |= word & (0 - word);
+    for (u64 w = thread(), step = threads(); w < words; w += AHEAD * step) {
+        u32 kept[AHEAD] = {};
+        Words some(SOURCE && broken ? unfit : mask, w, step, words);
+        some.each(a, w, step, broken, [&](u32 k, u32 bit, u32 magnitude) {
+            u32 digit = magnitude >> 20;
+            if (digit >= first.digit) kept[k] |= bit;
             if (digit == first.digit) count_digit(counts, magnitude >> 10 & 0x3FF);
-        }
-        mask[w] = kept;
+        });
+        UNROLL for (u32 k = 0; k < AHEAD; ++k)
+            if (w + k * step < words) mask[w + k * step] = kept[k];
     }
     end_counts(counts, state->second);
 }
 KERNEL(narrow)
 
-extern "C" __global__ void refine(Arrays a, State *state, const u32 *mask, u64 words) {
+extern "C" __global__ RESIDENT(8) void refine(Arrays a, State *state, const u32 *mask, u64 words) {
     Choice first = state->choices[0], second = once([&] { return choose(state->second, first.rest); });
     second.digit |= first.digit << 10;
     if (thread() == 0) state->choices[1] = second;
     bool broken = state->broken;
     u32 *counts = begin_counts(state->third);
-    for (u64 w = thread(); w < words; w += threads()) {
-        for (u32 word = mask[w]; word; word &= word - 1) {
-            u32 magnitude = magnitude_of(total_of(a, 32 * w + lowest(word), broken));
+    for (u64 w = thread(), step = threads(); w < words; w += AHEAD * step) {
+        Words some(mask, w, step, words);
+        some.each(a, w, step, broken, [&](u32, u32, u32 magnitude) {
             if (magnitude >> 10 == second.digit) count_digit(counts, magnitude & 0x3FF);
-        }
+        });
     }
     end_counts(counts, state->third);
 }
 KERNEL(refine)
 
-// Of the elements of a word, a bit for each that is larger than the k-th, and for each as large.
+// Of the elements of some words, LANES apart, a bit for each that is larger than the k-th, and for each as large.
 struct Compared {
-    u32 larger, equal;
-};
+    u32 larger[AHEAD], equal[AHEAD];
 
-__device__ inline Compared compare(const Arrays &a, u64 w, u32 word, bool broken, u32 magnitude) {
-    Compared found = {0, 0};
-    for (; word; word &= word - 1) {
-        u32 other = magnitude_of(total_of(a, 32 * w + lowest(word), broken)), bit = word & (0 - word);
-        if (other > magnitude) found.larger |= bit;
-        if (other == magnitude) found.equal |= bit;
+    __device__ inline Compared(const Arrays &a, const u32 *mask, u64 w, u64 stop, bool broken, u32 kth)
+        : larger(), equal() {
+        Words some(mask, w, LANES, stop);
+        some.each(a, w, LANES, broken, [&](u32 k, u32 bit, u32 magnitude) {
+            if (magnitude > kth) larger[k] |= bit;
+            if (magnitude == kth) equal[k] |= bit;
+        });
     }
-    return found;
-}
+};
 
 // span: words of a chunk
 extern "C" __global__ void tally(Arrays a, State *state, const u32 *mask, u64 words, u64 span, Pair *sums) {
@@ -240,10 +270,9 @@ extern "C" __global__ void tally(Arrays a, State *state, const u32 *mask, u64 wo
     for (u64 chunk = worker(); chunk * span < words; chunk += workers()) {
         u64 stop = (chunk + 1) * span < words ? (chunk + 1) * span : words;
         u32 larger = 0, equal = 0;
-        for (u64 w = chunk * span + lane(); w < stop; w += LANES) {
-            Compared found = compare(a, w, mask[w], broken, third.digit);
-            larger += ones(found.larger);
-            equal += ones(found.equal);
+        for (u64 w = chunk * span + lane(); w < stop; w += AHEAD * LANES) {
+            Compared found(a, mask, w, stop, broken, third.digit);
+            UNROLL for (u32 k = 0; k < AHEAD; ++k) larger += ones(found.larger[k]), equal += ones(found.equal[k]);
         }
         larger = all_sum(larger);
         equal = all_sum(equal);
@@ -260,25 +289,25 @@ extern "C" __global__ void choose_marked(
         u64 stop = (chunk + 1) * span < words ? (chunk + 1) * span : words;
         Pair before = sums_before(sums, chunk);
         u64 equals = before.second, at = before.first + (equals < last.rest ? equals : last.rest);
-        for (u64 start = chunk * span; start < stop; start += LANES) {
-            u64 w = start + lane();
-            Compared found = compare(a, w, w < stop ? mask[w] : 0, broken, last.digit);
-            u64 rank = equals + all_before(ones(found.equal));
-            equals += all_sum(ones(found.equal));
-            u32 chosen = found.larger;
-            for (; found.equal && rank < last.rest; ++rank, found.equal &= found.equal - 1) {
-                chosen |= found.equal & (0 - found.equal);
-            }
-            u64 own = at + all_before(ones(chosen));
-            at += all_sum(ones(chosen));
-            for (; chosen; chosen &= chosen - 1, ++own) {
-                u64 i = 32 * w + lowest(chosen);
-                float y = total_of(a, i, broken), lost = loss(a.kind, y);
-                indices[own] = (u32)i;
-                store_value(payload, a.kind, own, y);
-                if (SOURCE && is_finite(lost)) {
-                    a.after[i] = lost;
-                    if (SOURCE == ACCUMULATED) a.u_after[i] = 0;
+        for (u64 start = chunk * span; start < stop; start += AHEAD * LANES) {
+            u64 first = start + lane();
+            Compared found(a, mask, first, stop, broken, last.digit);
+            UNROLL for (u32 k = 0; k < AHEAD; ++k) {
+                u32 chosen = found.larger[k], equal = found.equal[k];
+                u64 rank = equals + all_before(ones(equal));
+                equals += all_sum(ones(equal));
+                for (; equal && rank < last.rest; ++rank, equal &= equal - 1) chosen |= equal & (0 - equal);
+                u64 own = at + all_before(ones(chosen));
+                at += all_sum(ones(chosen));
+                for (; chosen; chosen &= chosen - 1, ++own) {
+                    u64 i = 32 * (first + k * LANES) + lowest(chosen);
+                    float y = total_of(a, i, broken), lost = loss(a.kind, y);
+                    indices[own] = (u32)i;
+                    store_value(payload, a.kind, own, y);
+                    if (SOURCE && is_finite(lost)) {
+                        a.after[i] = lost;
+                        if (SOURCE == ACCUMULATED) a.u_after[i] = 0;
+                    }
                 }
             }
         }

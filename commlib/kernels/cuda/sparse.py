@@ -24,7 +24,8 @@ from commlib.kernels.protocol import Fault, Value
 _KINDS: dict[Value, int] = {"float32": 0, "float16": 1, "bfloat16": 2}
 _PLAIN, _FED, _ACCUMULATED = range(3)
 _TILE = 256  # elements
-_PAIR, _SUPERS, _MOST_CHUNKS = 16, 128, 128 * 64
+_PAIR, _SUPERS = 16, 128
+_MOST_CHUNKS = 64 * 64  # at most _SUPERS * 64; so few that their workers are all resident on a large GPU
 _STATE = 4 * (5 * 2048 + 3 * 2 + 4)
 _FOUND = _STATE - 8  # where in the state it says how many are chosen
 _FAULTS = 12
