@@ -273,7 +273,7 @@ class DeviceChannel:
         self._shape = array.shape
 
         def make() -> Array | None:
-            with _told():
+            with _told(), self.device.using(self.device.current()):  # on its GPU: see `DeviceEdge.is_over`
                 return message if event.done() else None
 
         return make

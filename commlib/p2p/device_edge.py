@@ -87,8 +87,10 @@ class DeviceEdge:
     def is_over(self) -> bool:
         """Whether nothing that is queued here uses memory of the channel. Lets streams go that wait in vain."""
         try:
-            if not any(direction.under_way.pending for direction in self._directions):
-                return True
+            # In a thread that has used no GPU, to ask would be to begin with the first one, whichever this process has.
+            with self.device.using(self.device.current()):
+                if not any(direction.under_way.pending for direction in self._directions):
+                    return True
         except Exception as error:  # each library of devices has its own
             self._let_go(f"the device of this rank is lost: {error}")
             self.is_broken = True
