@@ -2,15 +2,22 @@
 
 from __future__ import annotations
 
+import contextlib
+import random
+import re
+from typing import Any
+
 import numpy as np
 import pytest
 
 import commlib
 from commlib.communicator import Communicator
 from commlib.config import Config
+from commlib.errors import PeerError, ShutdownError
 from commlib.runtime.process import Runtime
 from commlib.transport.mpi import MpiTransport
 from tests import channels, device_channels
+from tests.alarm import Alarm, alarm
 from tests.late import LATE
 
 pytestmark = [pytest.mark.usefixtures("no_races"), pytest.mark.any_ranks, pytest.mark.ranks(min=2)]
@@ -70,4 +77,51 @@ def test_the_way(group):
                 assert channel.ends.outgoing.form.nbytes(channel.ends.outgoing.shape) < 200
             device_channels.same(LATE, channel.recv(), np.full(50_000, 1 - group.rank, np.float32))
             channels.meet(group, 1 - group.rank)
+    group.barrier()
+
+
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
+def test_alarms_at_any_time(group):
+    """Rank 0 is interrupted again and again: no message is lost, doubled or changed, or the channel says it failed."""
+    if group.rank < 2:
+        delay, peer, interrupted = random.Random(4), 1 - group.rank, 0
+        for round_number in range(8):
+            channel = group.channel(peer, f"alarms {round_number}", (200,), "int64", 2, device=LATE)
+            arrays = [LATE.put(np.full(200, step)) for step in range(150)] if group.rank == 0 else []
+            LATE.synchronise()
+            kept: list[Any] = []
+            step = 0
+            try:
+                while step < 150:
+                    try:
+                        with alarm(delay.random() * 3e-3, again=0) if group.rank == 0 else contextlib.nullcontext():
+                            while step < 150:
+                                if group.rank == 0:
+                                    channel.send(arrays[step])
+                                else:
+                                    kept.append(channel.recv())
+                                    channel.release(kept[-1])
+                                step += 1
+                    except Alarm:
+                        interrupted += 1
+                        if channel.is_direct and step < 150 and channel.ends.outgoing.count != step:
+                            assert channel.ends.outgoing.count == step + 1
+                            step += 1  # it was sent: Python was interrupted before it could count
+                        elif not channel.is_direct:
+                            break  # whether it was queued is not known
+                if group.rank == 0 and channel.is_direct:
+                    channel.recv(timeout=20)  # the other rank has all
+                elif channel.is_direct:
+                    channel.send(LATE.put(np.zeros(200, np.int64)))
+            except ShutdownError as error:
+                assert group.rank == 0 and re.search(r"ended half-way by (Alarm|an exception)", str(error))
+            except PeerError as error:
+                assert group.rank == 1 and re.search("has given up this channel|has closed this channel", str(error))
+            if group.rank == 0:
+                channel.close()
+            for number, view in enumerate(kept):
+                np.testing.assert_array_equal(view.numpy(), number)
+            channels.meet(group, peer)
+            channel.close()
+        assert interrupted >= 8 or group.rank == 1
     group.barrier()

@@ -1,0 +1,50 @@
+"""Memory of a GPU that one process exports and another opens, without a collective."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+
+from commlib.errors import TransportError
+
+
+def test_in_its_own_process_it_is_opened_as_it_is(gpu):
+    runtime = gpu.cupy.cuda.runtime
+    before = runtime.memGetInfo()[0]
+    made = gpu.device.export(100_000)
+    assert runtime.memGetInfo()[0] < before
+    opened = gpu.device.open(made.handle)
+    assert opened.address == made.address
+    x = gpu.device.at(opened.address, (1000,), "float32", opened)
+    gpu.fill(x, 3)
+    assert (gpu.fetch(x) == 3).all()
+    for _ in range(2):
+        opened.close()
+        made.free()
+    assert runtime.memGetInfo()[0] == before
+
+
+def test_what_cannot_be_made_is_told(gpu, monkeypatch):
+    runtime = gpu.cupy.cuda.runtime
+
+    def too_little(size):
+        raise runtime.CUDARuntimeError(2)
+
+    monkeypatch.setattr(runtime, "malloc", too_little)
+    with pytest.raises(TransportError, match="cannot make 4000 bytes on GPU 0 for another process"):
+        gpu.device.export(4000)
+
+
+def test_what_cannot_be_opened_is_told(gpu, monkeypatch):
+    runtime = gpu.cupy.cuda.runtime
+    made = gpu.device.export(4000)
+    process, *rest = json.loads(made.handle)
+
+    def refused(handle, *flags):
+        raise runtime.CUDARuntimeError(101)
+
+    monkeypatch.setattr(runtime, "ipcOpenMemHandle", refused)
+    with pytest.raises(TransportError, match=rf"cannot open memory of process {process + 1} on GPU 0"):
+        gpu.device.open(json.dumps([process + 1, *rest]))
+    made.free()
