@@ -1,7 +1,7 @@
 """Collectives, staging, kernels and training steps on GPUs, against peers and against what the memory can do.
 
     mpiexec -n 2 python benchmarks/gpu.py verbs [--sizes BYTES ...] [--peers gloo nccl mpi] [--out FILE.json]
-    COMMLIB_DEVICE_PEERS=0 mpiexec -n 2 python benchmarks/gpu.py staging
+    COMMLIB_DEVICE_IPC=0 mpiexec -n 2 python benchmarks/gpu.py staging
     python benchmarks/gpu.py kernels
     mpiexec -n 2 python benchmarks/gpu.py step
 
@@ -14,8 +14,9 @@ times as long as the first contender it takes. Contenders take turns, in rounds 
 verbs      "symmetric" is commlib on memory of comm.empty, "ordinary" on arrays of CuPy, as all peers are. The bound
            is the bytes that must be read and written, 2 P N for an all_reduce of P ranks that share a GPU, at the rate
            of a copy within its memory, which counts both. Between several GPUs there is no bound.
-staging    all_reduce by way of the host. The bound is the time in which all ranks at once copy as many bytes to pinned
-           memory, and on another stream as many back.
+staging    all_reduce through memory of the host, by the GPUs ("between", COMMLIB_DEVICE_IPC=0) or by the host's cores
+           ("staged", COMMLIB_DEVICE_PEERS=0). The bound is the time in which all ranks at once copy as many bytes to
+           pinned memory, and on another stream as many back.
 kernels    one process. GB/s counts the bytes that must be read and written, "of copy" compares with a copy of those.
 step       a perceptron of torch on the GPU; exposed communication is what a step takes longer than one without, in per
            cent of that.
@@ -86,10 +87,10 @@ def run_verbs(arguments: argparse.Namespace, machine: Machine, comm: Any, stack:
     ordinary = machine.empty(longest, "uint8"), machine.empty(longest, "uint8")
     rates: dict[str, float] = {}
     if arguments.part == "staging":
-        if comm.config.device_peers:
-            raise SystemExit("gpu.py staging: set COMMLIB_DEVICE_PEERS=0, else nothing goes by way of the host")
+        if comm.config.device_peers and comm.config.device_ipc:
+            raise SystemExit("gpu.py staging: set COMMLIB_DEVICE_IPC=0 or COMMLIB_DEVICE_PEERS=0; see --help")
         rates["pinned, both ways"] = pinned_rate(machine, world, longest)
-        own = {"staged": ordinary}
+        own = {"between" if comm.config.device_peers else "staged": ordinary}
         bound: Bound = lambda job: 2 * job.nbytes / rates["pinned, both ways"] / 1e9  # noqa: E731
     else:
         shares = len(set(world.allgather(machine.where()))) == 1

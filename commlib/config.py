@@ -63,7 +63,11 @@ class Config:
         2048, "KiB of each piece in which a large array of a device goes through host memory", least=1, most=1 << 20
     )
     device_peers: bool = _setting(
-        True, "let the devices of a node's ranks read and write each other's memory (CUDA IPC), where they can"
+        True, "let the devices of a node's ranks exchange data themselves, where they can; else the host's cores do"
+    )
+    device_ipc: bool = _setting(
+        True,
+        "let them read and write each other's memory (CUDA IPC), where they can; else memory of the host lies between",
     )
     device_slot_kib: int = _setting(
         16384,

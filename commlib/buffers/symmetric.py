@@ -37,6 +37,7 @@ class SymmetricMemory:
         self._segments: dict[int, _Segment] = {}
         self._starts: list[tuple[int, int]] = []  # (start, identity), sorted
         self._made = 0
+        self._unmade: set[int] = set()
         self._places, self._rows = np.zeros(2, np.int64), np.zeros(0, np.int64)
 
     @property
@@ -57,8 +58,12 @@ class SymmetricMemory:
     def allocate(self, nbytes: int) -> Any:
         """Return a zeroed uint8 array of `nbytes`. Collective."""
         self._release_dead()
-        memory = self._share(max(nbytes, 1))
         self._made += 1
+        try:
+            memory = self._share(max(nbytes, 1))
+        except BaseException:
+            self._unmade.add(self._made)  # on this node: others may have theirs, of this number
+            raise
         segment = _Segment(self._made, memory, self._rank)
         owner: Any = (ctypes.c_uint8 * nbytes).from_address(segment.start)
         owner.memory = memory  # an array may outlive the group
@@ -69,8 +74,11 @@ class SymmetricMemory:
         return np.frombuffer(owner, np.uint8) if nbytes else np.empty(0, np.uint8)
 
     def _release_dead(self) -> None:
-        dead = {identity for identity, segment in self._segments.items() if segment.owner() is None}
+        dead = {identity for identity, segment in self._segments.items() if segment.owner() is None} | self._unmade
         for identity in sorted(set.intersection(*map(set, self._agree(dead)))):
+            if identity in self._unmade:
+                self._unmade.remove(identity)
+                continue
             segment = self._segments.pop(identity)
             self._starts.remove((segment.start, identity))
             self._write_places()  # before the memory goes

@@ -65,7 +65,10 @@ class Peers:
         group, device, made, refusal = self._group, self._station.device, None, ""
         memory, gather = group.symmetric_on(device), group.gather_in_node
         try:
-            made = DeviceBoard.make(device, group.open().board, memory, group.hierarchy.node, gather, on_wait)
+            board, node = group.open().board, group.hierarchy.node
+            made = DeviceBoard.make(device, board, memory, node, gather, on_wait, ipc=group.config.device_ipc)
+            if made.by_host and not group.one_node:
+                refusal = "some node's devices cannot address each other's memory"
         except TransportError as error:
             refusal = str(error)
         refusals = [told for told in group.gather_objects(refusal) if told]
@@ -90,11 +93,20 @@ def _refusal(group: Group) -> str:
 
 
 def through_peers(
-    peers: Peers, station: Station, group: Group, verb: Verb, call: Call, otherwise: Callable[[], Run]
+    peers: Peers,
+    station: Station,
+    group: Group,
+    verb: Verb,
+    call: Call,
+    better: Callable[[Callable[[], Run]], Run] | None,
+    otherwise: Callable[[], Run],
 ) -> DeviceCall:
-    """Return a call between the ranks' devices, or else as what `otherwise` returns."""
+    """Return a call between the ranks' devices, or else as what `otherwise` returns.
+
+    better: makes of the other ways one that is to be tried before them, where devices are out of each other's reach.
+    """
     made: list[Move] = []
-    instead: list[Run] = []
+    chosen: list[Run] = []
     text = call.text
 
     def move(x: DeviceArray, target: DeviceArray, on_wait: OnWait) -> None:
@@ -102,15 +114,22 @@ def through_peers(
             made.append(_made(peers, group, verb, call))
         made[0](x, target, on_wait)
 
-    def run(x: DeviceArray, target: DeviceArray, on_wait: OnWait) -> Any:
-        if peers.open(text, on_wait) is None:
-            if not instead:
-                instead.append(otherwise())
-            return instead[0](x, target, on_wait)
+    def between(x: DeviceArray, target: DeviceArray, on_wait: OnWait) -> Any:
         return group.perform_call(text, move, x.reshape(-1), target.reshape(-1), on_wait)
 
+    def run(x: DeviceArray, target: DeviceArray, on_wait: OnWait) -> Any:
+        if not chosen:
+            board = peers.open(text, on_wait)
+            if board is None:
+                chosen.append(otherwise() if better is None else better(otherwise))
+            elif better is not None and board.by_host:
+                chosen.append(better(lambda: between))
+            else:
+                chosen.append(between)
+        return chosen[0](x, target, on_wait)
+
     def only_queues() -> bool:
-        return group.one_node and peers.board is not None
+        return chosen == [between] and group.one_node
 
     on_wait = group.on_wait(f"{text}: copies to and from {station.device.name}")
     return DeviceCall(group.progress, text, station, run, only_queues=only_queues, on_wait=on_wait)

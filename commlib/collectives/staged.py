@@ -39,13 +39,13 @@ def compile_on_device(
     NCCL; else of its memory where the transport takes that, by the path that `algorithm` names if it takes it too, or
     by messages; on the host's paths otherwise."""
     last = partial(_without_peers, paths, station, group, verb, call)
-    otherwise = partial(nccl.through, verb, call, last) if nccl.may_choose(verb, call) else last
+    better = partial(nccl.through, verb, call) if nccl.may_choose(verb, call) else None
     if call.algorithm == "nccl":
         run = nccl.through(verb, call)
+    elif peers.may_take(verb, call):
+        return through_peers(peers, station, group, verb, call, better, last)
     else:
-        if peers.may_take(verb, call):
-            return through_peers(peers, station, group, verb, call, otherwise)
-        run = otherwise()
+        run = last() if better is None else better(last)
     return DeviceCall(group.progress, call.text, station, run, blocks=call.algorithm == "native")
 
 

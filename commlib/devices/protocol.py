@@ -13,6 +13,7 @@ from typing import Any, Protocol
 
 from commlib.devices.array import DeviceArray
 from commlib.dtypes import Array
+from commlib.errors import TransportError
 from commlib.kernels.protocol import Kernels
 from commlib.protocols import SharedMemory
 
@@ -103,6 +104,10 @@ class Opened(Protocol):
         ...
 
 
+class OutOfReachError(TransportError):
+    """Devices of a node's ranks cannot address each other's memory."""
+
+
 class Device(Protocol):
     """Copy and compute on one kind of memory. One process uses one device of a kind at a time."""
 
@@ -161,7 +166,15 @@ class Device(Protocol):
     def share(self, nbytes: int, rank: int, gather: Callable[[Any], list[Any]]) -> SharedMemory:
         """Return zeroed memory of the device that all ranks of a node can address. Collective.
 
-        `gather` tells every rank's picklable value to all.
+        `gather` tells every rank's picklable value to all. Raises OutOfReachError on all ranks if that cannot be,
+        TransportError if some rank has no memory left.
+        """
+        ...
+
+    def reach(self, memory: SharedMemory) -> SharedMemory:
+        """Let the device address memory of the host that ranks share, and return that, which keeps it.
+
+        Raises TransportError if it cannot.
         """
         ...
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import math
 import sys
 from collections.abc import Sequence
@@ -11,11 +12,13 @@ from commlib.arguments import integer
 from commlib.buffers.views import address_of
 from commlib.devices.arrays import device_named
 from commlib.devices.host import HOST
-from commlib.devices.protocol import Device
+from commlib.devices.protocol import Device, OutOfReachError
 from commlib.dtypes import name_of, numpy_dtype
 from commlib.errors import UsageError
 from commlib.group.group import Group
 from commlib.group.operation import Operation
+
+log = logging.getLogger("commlib")
 
 
 def empty(group: Group, shape: int | Sequence[int], dtype: Any, device: Device | str) -> Operation:
@@ -34,8 +37,27 @@ def empty(group: Group, shape: int | Sequence[int], dtype: Any, device: Device |
     nbytes = math.prod(dimensions) * kind.itemsize
 
     def run() -> Any:
-        memory = group.symmetric_on(place).allocate(nbytes)
+        if place is not HOST and not group.config.device_ipc:
+            return None
+        try:
+            memory = group.symmetric_on(place).allocate(nbytes)
+        except OutOfReachError as error:
+            level = logging.WARNING if group.rank == 0 else logging.DEBUG
+            log.log(level, "%s: %s: each rank has memory of its own for that: %s", group.name, text, str(error))
+            return None
         return place.at(address_of(memory), dimensions, kind, memory)
 
+    def finish(found: Any) -> Any:
+        return _own(place, dimensions, kind) if found is None else found
+
     text = f"empty of shape {dimensions} {name_of(kind)}"
-    return Operation(text if place is HOST else f"{text} on {place.name}", run, meets=True)
+    if place is not HOST:
+        text += f" on {place.name}" + ", each rank's own" * (not group.config.device_ipc)
+    return Operation(text, run, finish=finish, meets=True)
+
+
+def _own(place: Device, shape: tuple[int, ...], kind: Any) -> Any:
+    """Return a zeroed array that this rank alone can address."""
+    made = place.empty(shape, kind)
+    place.kernels.fill(place.wrap(made, "empty").reshape(-1), 0)
+    return made

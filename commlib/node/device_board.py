@@ -6,18 +6,23 @@ The host of a rank only queues what its stream does: the streams wait for each o
 from __future__ import annotations
 
 import ctypes
+import logging
 import time
 from collections.abc import Callable
-from typing import Any
+from typing import Any, TypeVar
 
 from commlib.buffers.symmetric import SymmetricMemory
 from commlib.devices.array import DeviceArray
-from commlib.devices.protocol import Device, Signals
+from commlib.devices.protocol import Device, Event, OutOfReachError, Signals
 from commlib.devices.waiting import wait_for
 from commlib.errors import StallError, TransportError
 from commlib.node.board import NodeBoard
 from commlib.protocols import SharedMemory
 from commlib.transport.base import Gather, Transport, WaitHook
+
+log = logging.getLogger("commlib")
+
+Value = TypeVar("Value")
 
 # Words of different ranks are in cache lines of their own.
 _LINE = 64
@@ -39,10 +44,20 @@ class DeviceBoard:
     """
 
     def __init__(
-        self, device: Device, board: NodeBoard, memory: SymmetricMemory, words: SharedMemory, signals: Signals
+        self,
+        device: Device,
+        board: NodeBoard,
+        memory: SymmetricMemory,
+        share: Callable[[int, Gather], SharedMemory],
+        words: SharedMemory,
+        signals: Signals,
     ) -> None:
         self.device, self.rank, self.size = device, board.rank, board.size
         self._board, self._memory, self._words, self._signals = board, memory, words, signals
+        self._share = share
+        self.by_host = False
+        """Whether the slots are memory of the host, as the devices cannot address each other's."""
+        self._aside = device.stream()
         self._number = 0
         self._slots: SharedMemory | None = None
         self._slot_bytes, self._turn = 0, 0
@@ -56,8 +71,13 @@ class DeviceBoard:
         transport: Transport,
         gather: Gather,
         on_wait: WaitHook,
+        *,
+        ipc: bool = True,
     ) -> DeviceBoard:
-        """Return that of all ranks. Collective. Raises TransportError on all ranks if one of them cannot."""
+        """Return that of all ranks. Collective. Raises TransportError on all ranks if one of them cannot.
+
+        ipc: the devices may address each other's memory, if they can.
+        """
         size = board.size
         words = transport.share(-(-size * _LINE // _PAGE) * _PAGE, gather)
         tell = [words.bases[peer] + board.rank * _LINE for peer in range(size) if peer != board.rank]
@@ -65,7 +85,7 @@ class DeviceBoard:
         made: DeviceBoard | None = None
         refusal = ""
         try:
-            made = cls(device, board, memory, words, device.signals(words, tell, hear))
+            made = cls(device, board, memory, transport.share, words, device.signals(words, tell, hear))
         except TransportError as error:
             refusal = f"rank {board.members[board.rank]}: {error}"
         _agree(gather, refusal)
@@ -84,12 +104,32 @@ class DeviceBoard:
             refusal = f"rank {made.rank}: its stream did not meet the others within {FIRST_MEETING} s"
             made.release()
         _agree(gather, refusal)
+        made.by_host = not (all(gather(ipc)) and made._is_reached(gather))
         return made
+
+    def _is_reached(self, gather: Gather) -> bool:
+        """Return whether all devices can address each other's memory. Collective."""
+        try:
+            self.device.share(_PAGE, self.rank, gather).close()
+        except OutOfReachError as error:
+            level = logging.WARNING if self.rank == 0 else logging.DEBUG
+            log.log(level, "devices exchange data through memory of the host: %s", str(error))
+            return False
+        return True
 
     def meet(self) -> None:
         """Queue: what follows on this stream is behind what all ranks' streams had done when they came here."""
         self._number = (self._number + 1) % _NUMBERS  # it goes round as 32 bits do
         self._signals.meet(self._number)
+
+    def beside(self, run: Callable[[], Value]) -> tuple[Value, Event]:
+        """Let `run` queue beside this stream, behind what that has been told so far.
+
+        Returns its value, and the event behind what it has queued.
+        """
+        self._aside.wait(self.device.current().record())
+        with self.device.using(self._aside):
+            return run(), self._aside.record()
 
     def is_same(self, number: int, on_wait: WaitHook) -> bool:
         """Return whether all ranks have given the same number. The hosts meet. Collective."""
@@ -100,9 +140,24 @@ class DeviceBoard:
         return self._memory.find(array.address, array.nbytes) or (0, [])
 
     def open_slots(self, nbytes: int, gather: Callable[[Any], list[Any]]) -> None:
-        """Make two slots of so many bytes on each rank's device, unless they are there. Collective."""
+        """Make two slots of so many bytes for each rank, unless they are there. Collective."""
         if self._slots is None:
-            self._slots, self._slot_bytes = self.device.share(2 * nbytes, self.rank, gather), nbytes
+            self._slots, self._slot_bytes = self._make_slots(2 * nbytes, gather), nbytes
+
+    def _make_slots(self, nbytes: int, gather: Gather) -> SharedMemory:
+        if not self.by_host:
+            return self.device.share(nbytes, self.rank, gather)
+        made, refusal = self._share(nbytes, gather), ""
+        try:
+            made = self.device.reach(made)
+        except TransportError as error:
+            refusal = f"rank {self._board.members[self.rank]}: {error}"
+        try:
+            _agree(gather, refusal)
+        except TransportError:
+            made.close()
+            raise
+        return made
 
     def part_bytes(self, parts: int) -> int:
         """Return how long a part of a slot is that is cut into so many."""

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Hashable, Sequence
 from functools import partial
+from itertools import accumulate
 from typing import Any
 
 from commlib.devices.array import DeviceArray
@@ -63,6 +64,8 @@ def all_reduce(board: DeviceBoard, open_slots: Open, count: int, op: ReduceOp) -
     if nbytes <= SMALL_BYTES:
         return exchange(board, open_slots, everything, op)
     queue = Repeats(board.device).queue
+    # Who reads over the host's bus reads its share of all arrays, and the others' results, not all of all arrays.
+    halves = _by_shares(board, open_slots, count, op) if board.by_host and board.size > 2 else None
 
     def move(x: DeviceArray, target: DeviceArray, on_wait: WaitHook) -> None:
         place, bases = board.find(target)
@@ -70,6 +73,9 @@ def all_reduce(board: DeviceBoard, open_slots: Open, count: int, op: ReduceOp) -
             if x.address != target.address:
                 board.device.copy(target, x)
             _reduce_shares(board, bases, count, op, target.dtype, queue)
+            return
+        if halves is not None:
+            halves(x, target, on_wait)
             return
         open_slots()
         if board.size == 2:  # half of the other one's array is read in either case
@@ -85,6 +91,27 @@ def all_reduce(board: DeviceBoard, open_slots: Open, count: int, op: ReduceOp) -
             board.device.copy(target[start:stop], mine)
 
     return move
+
+
+def _by_shares(board: DeviceBoard, open_slots: Open, count: int, op: ReduceOp) -> Move:
+    """Return an all-reduce of two exchanges: each rank reduces its share, then all take all shares."""
+    size = board.size
+    ranges = _ranges([count // size + (rank < count % size) for rank in range(size)], op.item_bytes)
+    mine, longest = ranges[board.rank], ranges[0][1]
+    reduced = Exchange(ranges, [mine] * size, longest)
+    spread = Exchange([mine], ranges, longest)
+    first, second = exchange(board, open_slots, reduced, op), exchange(board, open_slots, spread, None)
+
+    def move(x: DeviceArray, target: DeviceArray, on_wait: WaitHook) -> None:
+        first(x, target, on_wait)
+        second(target, target, on_wait)
+
+    return move
+
+
+def _ranges(counts: Sequence[int], item_bytes: int) -> list[Range]:
+    ends = list(accumulate(count * item_bytes for count in counts))
+    return [(end - count * item_bytes, count * item_bytes) for end, count in zip(ends, counts, strict=True)]
 
 
 def _reduce_shares(
@@ -120,14 +147,32 @@ def _through_slots(
             if length and (parts == 1 or number != own):
                 _copy(board, slot + number * piece, x.address + sent[0] + start, length)
 
-    for start in range(0, what.longest, piece):
+    def give_next(start: int) -> tuple[list[int], tuple[int, int, int]]:
         slots = board.turn_slots()
         key = start, slots[board.rank], x.address
         queue(key, partial(give, start, key[1]))
-        board.meet()
+        return slots, key
+
+    def take(start: int, slots: list[int], key: tuple[int, int, int]) -> None:
         sources = [slot + own * piece - start for slot in slots]
         sources[board.rank] = mine
         queue((*key, target.address), partial(_take, board, sources, what.takes, start, piece, op, target))
+
+    given = give_next(0)
+    for start in range(0, what.longest, piece):
+        board.meet()
+        following, there = start + piece, given
+        if following >= what.longest:
+            take(start, *there)
+        elif board.by_host:
+            # The host's bus carries both ways at once. The slots take turns, and a target that is the source, too, is
+            # written in front of what is read of it.
+            given, event = board.beside(partial(give_next, following))
+            take(start, *there)
+            board.device.current().wait(event)
+        else:
+            take(start, *there)
+            given = give_next(following)
 
 
 def _take(

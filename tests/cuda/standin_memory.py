@@ -239,7 +239,15 @@ def _memset(ptr: int, value: int, size: int) -> None:
     ctypes.memset(ptr, value, size)
 
 
-registered: dict[int, int] = {}
+class _Registered:
+    """Memory of the host that the GPU addresses. Other processes may, too."""
+
+    def __init__(self, address: int, nbytes: int) -> None:
+        self.address, self.nbytes = address, nbytes
+        ENGINE.note_shared([self], nbytes)
+
+
+registered: dict[int, _Registered] = {}
 
 
 def _host_register(ptr: int, size: int, flags: int) -> None:
@@ -247,7 +255,7 @@ def _host_register(ptr: int, size: int, flags: int) -> None:
         raise CUDARuntimeError("cudaErrorInvalidValue: invalid argument")
     if ptr in registered:
         raise CUDARuntimeError("cudaErrorHostMemoryAlreadyRegistered: memory is registered")
-    registered[ptr] = size
+    registered[ptr] = _Registered(ptr, size)
 
 
 def _host_unregister(ptr: int) -> None:

@@ -28,9 +28,9 @@ def gpu() -> Gpu:
     return found
 
 
-@pytest.fixture(scope="module", params=["peers", "staged"])
+@pytest.fixture(scope="module", params=["peers", "between", "staged"])
 def comm(request: pytest.FixtureRequest, gpu: Gpu) -> Iterator[Communicator]:
-    """All ranks; their GPUs reach each other's memory, or all goes through the host."""
+    """All ranks; their GPUs reach each other's memory, or memory of the host between them, or all goes through that."""
     import commlib
     from commlib.communicator import Communicator
     from commlib.config import Config
@@ -38,7 +38,8 @@ def comm(request: pytest.FixtureRequest, gpu: Gpu) -> Iterator[Communicator]:
     from commlib.transport.mpi import MpiTransport
 
     world = commlib.init()
-    settings = Config(timeout=20, device_peers=request.param == "peers", nccl=False, device_slot_kib=256)
+    way = {"device_peers": request.param != "staged", "device_ipc": request.param == "peers"}
+    settings = Config(timeout=20, nccl=False, device_slot_kib=256, **way)
     runtime = Runtime(settings, world.runtime.ranks_on_node)
     group = Communicator(MpiTransport(world.native.Dup()), runtime, f"gpu {request.param}")
     yield group

@@ -15,13 +15,14 @@ import numpy as np
 from commlib.buffers import shared_memory
 from commlib.buffers.views import address_of
 from commlib.devices.array import DeviceArray
+from commlib.devices.protocol import OutOfReachError
 from commlib.devices.registry import register
 from commlib.dtypes import Array, name_of, numpy_dtype
 from commlib.errors import TransportError, UsageError
 from tests.late.engine import Engine
 from tests.late.exported import LateExported, LateOpened
 from tests.late.kernels import LateKernels
-from tests.late.memory import GiveUp, Owner, place_of, poison_of
+from tests.late.memory import GiveUp, Owner, Reached, place_of, poison_of
 from tests.late.signals import LateSignals
 from tests.late.stream import LateStream
 
@@ -56,7 +57,8 @@ class LateDevice:
 
     name = "late"
     kind = LateArray
-    has_signals = False  # as of a GPU whose memory other processes cannot map
+    has_signals = False  # as of a GPU whose streams cannot wait for other processes
+    has_reach = True  # False: as of one whose memory other processes cannot map
 
     def __init__(self, delay: float = 0.3e-3) -> None:
         self._engine, self._default, self._local = Engine(delay), LateStream(), threading.local()
@@ -141,6 +143,8 @@ class LateDevice:
         return np.full(nbytes, 0xA5, np.uint8)
 
     def share(self, nbytes: int, rank: int, gather: Callable[[Any], list[Any]]) -> Any:
+        if not all(gather(self.has_reach)):
+            raise OutOfReachError("late memory is not mapped by other ranks: has_reach is False on one of them")
         segment = shared_memory.share(rank, nbytes, gather)
         self._engine.note_shared(segment.mappings, nbytes)
         return segment
@@ -155,6 +159,11 @@ class LateDevice:
             raise TransportError("late memory is not opened by other ranks: has_signals is False")
         found = LateOpened(handle)
         self._engine.note_shared(found.mappings, found.nbytes)
+        return found
+
+    def reach(self, memory: Any) -> Any:
+        found = Reached(memory)
+        self._engine.note_shared(found.parts, memory.nbytes)
         return found
 
     def signals(self, memory: Any, tell: Sequence[int], hear: Sequence[int]) -> LateSignals:

@@ -25,6 +25,22 @@ def meet(a: Place, b: Place) -> bool:
     return a[0] < b[0] + b[1] and b[0] < a[0] + a[1]
 
 
+class _Part:
+    def __init__(self, address: int, memory: Any) -> None:
+        self.address, self.memory = address, memory
+
+
+class Reached:
+    """Memory of the host that the device addresses, and other ranks, too. `parts` are those of the ranks."""
+
+    def __init__(self, memory: Any) -> None:
+        self.bases, self.nbytes, self._memory = memory.bases, memory.nbytes, memory
+        self.parts = [_Part(base, memory) for base in memory.bases]
+
+    def close(self) -> None:
+        self._memory.close()
+
+
 class Owner:
     """Who holds memory; its end gives it up."""
 

@@ -17,6 +17,7 @@ from commlib.devices.array import DeviceArray
 from commlib.devices.cuda import foreign
 from commlib.devices.cuda.launcher import CupyLauncher
 from commlib.devices.cuda.peers import Exported, Opened, PeerMemory, share
+from commlib.devices.cuda.reached import Reached
 from commlib.devices.cuda.signals import CudaSignals
 from commlib.devices.cuda.stream import CudaEvent, CudaStream
 from commlib.devices.cuda.tape import Tape
@@ -205,6 +206,9 @@ class CudaDevice:
 
     def open(self, handle: str) -> Opened:
         return Opened(self._cuda, self.index, handle)
+
+    def reach(self, memory: SharedMemory) -> Reached:
+        return Reached(self._gpu, self._cuda, memory)
 
     def signals(self, memory: SharedMemory, tell: Sequence[int], hear: Sequence[int]) -> CudaSignals:
         return CudaSignals(self._gpu, self._cuda, memory, tell, hear)

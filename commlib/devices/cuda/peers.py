@@ -17,6 +17,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from commlib.buffers import shared_memory
+from commlib.devices.protocol import OutOfReachError
 from commlib.errors import TransportError
 from commlib.protocols import SharedMemory
 
@@ -110,7 +111,7 @@ def share(cuda: Any, gpu: int, nbytes: int, rank: int, gather: Gather) -> PeerMe
     sweep()
     runtime = cuda.runtime
 
-    def everywhere(what: str, step: Callable[[], Any]) -> list[Any]:
+    def everywhere(what: str, step: Callable[[], Any], kind: type[TransportError]) -> list[Any]:
         answer, error = None, ""
         try:
             with cuda.Device(gpu):
@@ -119,21 +120,21 @@ def share(cuda: Any, gpu: int, nbytes: int, rank: int, gather: Gather) -> PeerMe
             error = f"rank {rank} of the node, GPU {gpu}: {caught}"
         answers = gather((answer, error))
         if errors := [error for _, error in answers if error]:
-            raise TransportError(
+            raise kind(
                 f"cannot {what} {nbytes} bytes on the GPUs of {len(answers)} ranks ({'; '.join(errors)}): is there so "
                 "much, are all GPUs of the node visible to all of its ranks (CUDA_VISIBLE_DEVICES, containers: "
                 "--ipc=host), and can they reach each other (nvidia-smi topo -p2p r)?"
             )
         return [answer for answer, _ in answers]
 
-    def make() -> tuple[int, bytes, tuple[int, str]]:
+    def make() -> tuple[int, tuple[int, str]]:
         made.append(address := runtime.malloc(max(nbytes, 1)))
         runtime.memset(address, 0, max(nbytes, 1))
         cuda.Stream.null.synchronize()  # others will read it on streams of theirs
-        return address, runtime.ipcGetMemHandle(address), _identity()
+        return address, _identity()
 
     def open_all() -> None:
-        for place, (address, handle, process) in enumerate(parts):
+        for place, ((address, process), handle) in enumerate(zip(parts, handles, strict=True)):
             if place == rank or process == _identity():  # ranks may be threads, and a process cannot open its own
                 bases.append(address)
             else:
@@ -145,8 +146,9 @@ def share(cuda: Any, gpu: int, nbytes: int, rank: int, gather: Gather) -> PeerMe
     opened: list[int] = []
     closed = shared_memory.share(rank, _PAGE, gather)
     try:
-        parts = everywhere("make", make)
-        everywhere("open", open_all)
+        parts = everywhere("make", make, TransportError)
+        handles = everywhere("export", lambda: runtime.ipcGetMemHandle(made[0]), OutOfReachError)
+        everywhere("open", open_all, OutOfReachError)
     except TransportError:
         with cuda.Device(gpu):
             for address in opened:
@@ -156,7 +158,7 @@ def share(cuda: Any, gpu: int, nbytes: int, rank: int, gather: Gather) -> PeerMe
                 runtime.free(address)
         closed.close()
         raise
-    processes = [0 if closed.is_named else process for _, _, (process, _) in parts]
+    processes = [0 if closed.is_named else process for _, (process, _) in parts]
     return PeerMemory(bases, nbytes, _Opened(cuda, gpu, made[0], opened, closed, rank, processes))
 
 

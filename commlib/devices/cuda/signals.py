@@ -9,7 +9,6 @@ that its stream has done before, for everybody who sees it; a wait costs no mult
 from __future__ import annotations
 
 import ctypes
-import weakref
 from collections.abc import Sequence
 from functools import cache
 from typing import Any
@@ -17,6 +16,7 @@ from typing import Any
 import numpy as np
 
 from commlib.buffers.views import address_of
+from commlib.devices.cuda.reached import Reached
 from commlib.errors import TransportError
 from commlib.protocols import SharedMemory
 
@@ -32,8 +32,6 @@ OPERATION = np.dtype(
 WAIT_VALUE_32, WRITE_VALUE_32 = 1, 2  # CU_STREAM_MEM_OP_...
 _UNTIL_NOT_BEHIND = 0  # CU_STREAM_WAIT_VALUE_GEQ, which is cyclic
 
-_PORTABLE_AND_MAPPED = 3  # of cudaHostRegister
-
 
 @cache
 def driver() -> Any:
@@ -46,22 +44,11 @@ class CudaSignals:
 
     def __init__(self, gpu: Any, cuda: Any, memory: SharedMemory, tell: Sequence[int], hear: Sequence[int]) -> None:
         """gpu: a cupy.cuda.Device. Raises TransportError."""
-        self._cuda, self._memory = cuda, memory
-        runtime = cuda.runtime
-        registered: list[int] = []
-        # The memory must not be unmapped while it is registered.
-        self._end = weakref.finalize(self, _unregister, gpu, runtime, registered, memory)
-        self._end.atexit = False
+        self._cuda = cuda
         try:
+            self._memory = Reached(gpu, cuda, memory)
             self._queue = driver().cuStreamBatchMemOp_v2
-            if not runtime.deviceGetAttribute(runtime.cudaDevAttrCanUseHostPointerForRegisteredMem, gpu.id):
-                raise OSError("it addresses the host's memory by other numbers")
-            with gpu:
-                for base in memory.bases:
-                    runtime.hostRegister(base, memory.nbytes, _PORTABLE_AND_MAPPED)
-                    registered.append(base)
-        except (OSError, AttributeError, runtime.CUDARuntimeError) as error:
-            self._end()
+        except (OSError, AttributeError, TransportError) as error:
             raise TransportError(
                 f"streams of GPU {gpu.id} cannot wait for those of other processes: {error}"
             ) from error
@@ -79,11 +66,4 @@ class CudaSignals:
             raise TransportError(f"the driver refused to let a stream wait for other processes: CUresult {status}")
 
     def close(self) -> None:
-        self._end()
-
-
-def _unregister(gpu: Any, runtime: Any, registered: Sequence[int], memory: SharedMemory) -> None:
-    with gpu:
-        for base in registered:
-            runtime.hostUnregister(base)
-    memory.close()
+        self._memory.close()
