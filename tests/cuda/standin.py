@@ -127,6 +127,11 @@ class driver:
     """cupy.cuda.driver."""
 
     @staticmethod
+    def occupancyMaxActiveBlocksPerMultiprocessor(func: int, blockSize: int, dynamicSMemSize: int) -> int:
+        assert func in RawKernel.by_number and dynamicSMemSize == 0
+        return 2048 // blockSize
+
+    @staticmethod
     def launchKernel(
         f: int, grid_dim_x: int, grid_dim_y: int, grid_dim_z: int, block_dim_x: int, block_dim_y: int, block_dim_z: int,
         shared_mem_bytes: int, stream: int, kernel_params: int, extra: int,
@@ -144,7 +149,7 @@ class Driver:
         raw = (ctypes.c_uint8 * (OPERATION.itemsize * count.value)).from_address(operations.value)
         queued = np.frombuffer(raw, OPERATION).copy()  # the driver has read them when it returns
         for address in queued["address"]:
-            if not any(start <= address and address + 4 <= start + size for start, size in registered.items()):
+            if not any(at <= address and address + 4 <= at + each.nbytes for at, each in registered.items()):
                 return 1  # CUDA_ERROR_INVALID_VALUE
         late = Stream.known[stream.value or 0]
         for operation, address, value, _ in queued.tolist():

@@ -21,7 +21,7 @@ from commlib.kernels.cuda.sources import OPTIONS, whole
 _LANES = 32  # threads of a worker
 _WORKERS_OF_A_BLOCK = 8
 _THREADS = _WORKERS_OF_A_BLOCK * _LANES
-_WORKERS_OF_A_MULTIPROCESSOR = 64  # as many as may reside there: 2,048 threads
+_WORKERS_OF_A_MULTIPROCESSOR = 64  # as many as may reside there at most: 2,048 threads
 
 
 class Memory(Protocol):
@@ -46,31 +46,33 @@ class CupyLauncher:
         self._device, self._cupy = device, cupy
         runtime = cupy.cuda.runtime
         multiprocessors = runtime.deviceGetAttribute(runtime.cudaDevAttrMultiProcessorCount, device.index)
+        self._multiprocessors = multiprocessors
         self.most_workers: int = _WORKERS_OF_A_MULTIPROCESSOR * multiprocessors
         self._capability = int(cupy.cuda.Device(device.index).compute_capability)
-        self._functions: dict[tuple[Any, ...], Any] = {}
-        self._queue = cupy.cuda.driver.launchKernel
+        # And of how many blocks at most: more would begin when the first ones have ended, and find too little to do.
+        self._functions: dict[tuple[Any, ...], tuple[Any, int]] = {}
+        self._driver = cupy.cuda.driver
         self._compiling = threading.Lock()
 
     def launch(self, source: str, kernel: str, defines: Defines, workers: int, *args: Any) -> None:
         if workers == 0:
             return
         key = source, kernel, *defines.items()
-        function = self._functions.get(key)
-        if function is None:
-            function = self._compile(key, source, kernel, defines)
-        blocks = -(-min(workers, self.most_workers) // _WORKERS_OF_A_BLOCK)
+        function, most = self._functions.get(key) or self._compile(key, source, kernel, defines)
+        blocks = min(-(-workers // _WORKERS_OF_A_BLOCK), most)
         if self._device.tape.is_recording:
-            self._device.tape.add(_Launch(self._queue, function, blocks, args))
+            self._device.tape.add(_Launch(self._driver.launchKernel, function, blocks, args))
         else:
             function((blocks,), (_THREADS,), args)
 
-    def _compile(self, key: tuple[Any, ...], source: str, kernel: str, defines: Defines) -> Any:
+    def _compile(self, key: tuple[Any, ...], source: str, kernel: str, defines: Defines) -> tuple[Any, int]:
         with self._compiling:
             if key not in self._functions:
                 options = (*OPTIONS, *(f"-D{name}={value}" for name, value in sorted(defines.items())))
                 path = binary(self._cupy, whole(source), options, self._capability, source)
-                self._functions[key] = self._cupy.RawModule(path=path).get_function(kernel)
+                function = self._cupy.RawModule(path=path).get_function(kernel)
+                resident = self._driver.occupancyMaxActiveBlocksPerMultiprocessor(function.kernel.ptr, _THREADS, 0)
+                self._functions[key] = function, resident * self._multiprocessors
             return self._functions[key]
 
     def scratch(self, nbytes: int) -> Any:

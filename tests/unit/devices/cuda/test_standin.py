@@ -28,6 +28,7 @@ CLASSES = {
 NVRTC = (
     "createProgram", "compileProgram", "getCUBIN", "getPTX", "destroyProgram", "getVersion", "getSupportedArchs",
 )  # fmt: skip
+DRIVER = ("launchKernel", "occupancyMaxActiveBlocksPerMultiprocessor")
 FUNCTIONS = ("alloc", "alloc_pinned_memory", "get_current_stream")
 
 PROGRAM = """
@@ -45,7 +46,8 @@ for name, members in {classes}.items():
 found["ndarray"] = all(hasattr(cupy.ndarray, name) for name in ("data", "flags", "shape", "dtype", "get"))
 for name in {nvrtc}:
     found["nvrtc." + name] = getattr(cupy.cuda.nvrtc, name).__doc__
-found["driver.launchKernel"] = cupy.cuda.driver.launchKernel.__doc__
+for name in {driver}:
+    found["driver." + name] = getattr(cupy.cuda.driver, name).__doc__
 found["RawModule"] = cupy.RawModule.__doc__
 found["kernel"] = hasattr(cupy.RawKernel, "kernel") and hasattr(cupy.cuda.Function, "ptr")
 found["pool"] = all(
@@ -66,7 +68,7 @@ def real():
     if not python:
         pytest.skip("CuPy is not installed, and GPU_TEST_CUPY names no interpreter that has it")
     names = [name for name in vars(standin.runtime) if name != "CUDARuntimeError"]
-    program = PROGRAM.format(nvrtc=NVRTC, functions=FUNCTIONS, runtime=names, classes=CLASSES)
+    program = PROGRAM.format(nvrtc=NVRTC, driver=DRIVER, functions=FUNCTIONS, runtime=names, classes=CLASSES)
     done = subprocess.run([python, "-W", "ignore", "-c", program], capture_output=True, text=True, check=True)
     import json
 
