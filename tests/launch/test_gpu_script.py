@@ -48,20 +48,24 @@ def dry_run(folder, environment, parts):
     code, output, found = gpu(folder, environment, PARTS=" ".join(parts))
     assert code == 0, output
     assert output.strip() == (folder / "out/gpu.log").read_text().strip()
-    assert [part["name"] for part in found["parts"]] == parts
+    assert {part["name"] for part in found["parts"]} == set(parts) and len(found["parts"]) == len(parts)
     assert {part["verdict"] for part in found["parts"]} == {"ok"} and not found["failed"]
     return found
 
 
-TESTS = [["tests-1", "tests-2"], ["tests-4", "memcheck"]]
+TESTS = [["test-growth-2", "test-verbs-2", "test-others-1"], ["test-kernels-1", "test-verbs-4", "memcheck"]]
 VERBS = [["verbs-2"], ["verbs-4"]]
-PROBES, OTHERS = ["found", "compile", "probe-2", "probe-4"], ["kernels", "step-2", "staging-2", "verbs-2-again"]
+PROBES = ["found", "compile", "probe-2", "probe-4"]
+OTHERS = ["step-2", "between-2", "staged-2", "kernels", "turns-2"]
 
 
 def test_all_parts_are_run_dry():
     script = (ROOT / "ci/gpu").read_text()
     parts = re.findall(r"^ +(?:[A-Z_]+=0 )?(?:part|bench|tests) ([a-z0-9-]+) \d+ ", script, re.MULTILINE)
-    assert sorted(parts) == sorted(itertools.chain(*TESTS, *VERBS, PROBES, OTHERS))
+    assert sorted([*parts, "test-verbs-2"]) == sorted(itertools.chain(*TESTS, *VERBS, PROBES, OTHERS))
+    each = re.search(r"files=\(([a-z ]+)\)\n", script)
+    files = {path.stem.removeprefix("test_") for path in (ROOT / "tests/gpu").glob("test_*.py")}
+    assert each and {*each[1].split(), "growth", "kernels"} == files
 
 
 @pytest.mark.long  # so are most of these: many jobs
@@ -100,8 +104,9 @@ def test_a_dry_run_of_the_verbs(launch_environment, tmp_path, parts):
 @pytest.mark.long
 def test_a_dry_run_of_the_other_benchmarks(launch_environment, tmp_path):
     figures = dry_run(tmp_path, launch_environment, OTHERS)["benchmarks"]
-    assert {row["contender"] for row in figures["staging-2"]["rows"]} == {"staged", "gloo"}
-    assert {"reduce 4 bfloat16", "quantise int4", "signs"} <= {row["name"] for row in figures["kernels"]["kernels"]}
+    for way in ("between", "staged"):
+        assert {row["contender"] for row in figures[f"{way}-2"]["rows"]} == {way, "gloo"}
+    assert {"reduce 4 bfloat16", "quantise int4 256", "signs 1024"} <= {row["name"] for row in figures["kernels"]["kernels"]}
     assert set(figures["step-2"]["exposed_percent"]) == {"no communication", "commlib", "no overlap", "DDP, gloo"}
 
 
