@@ -383,6 +383,10 @@ def a_stream_that_waits_in_vain(comm, peer, there, device, monkeypatch):
     """The other process is gone, and its stream never told of a message: this one's goes on, and the rank is named."""
     channel = comm.channel(peer, "vain", (3,), device=device)
     assert channel.is_direct
+    channel.send(there.put(np.ones(3, np.float32)))
+    same(there, channel.recv(), np.ones(3, np.float32))
+    channel.release()
+    meet(comm, peer)
     out = channel.ends.device.outgoing
     if comm.rank > peer:
         with monkeypatch.context() as patch:
@@ -409,6 +413,10 @@ def a_failed_channel_lets_streams_go(comm, peer, there, device, monkeypatch):
     monkeypatch.setattr(device_edge, "PATIENCE", 0.2)
     channel = comm.channel(peer, "broken", (3,), device=device)
     assert channel.is_direct
+    channel.send(there.put(np.ones(3, np.float32)))
+    same(there, channel.recv(), np.ones(3, np.float32))
+    channel.release()
+    meet(comm, peer)
     if comm.rank > peer:
         with monkeypatch.context() as patch:
             patch.setattr(channel.ends.device.outgoing, "put", lambda x: "")

@@ -138,18 +138,21 @@ class Channels:
             refusal = "COMMLIB_DEVICE_PEERS=0"
         elif not group.config.node_path or peer not in group.hierarchy.ranks:
             refusal = "the ranks share no memory"
-        return DeviceEdge(device, terms.depth, terms.nbytes, refusal, is_named=group.named_memory)
+        ipc, is_named = group.config.device_ipc, group.named_memory
+        return DeviceEdge(device, terms.depth, terms.nbytes, refusal, ipc=ipc, is_named=is_named)
 
     def _say(self, group: Group, ends: Ends) -> None:
         """Say why channels of devices go by way of the host, once for each reason."""
         edge, peer = ends.device, ends.address.peer
-        if edge is None or not edge.refusal or edge.refusal in self._said or group.rank > peer:
+        why = "" if edge is None else edge.refusal or edge.apart
+        if edge is None or not why or why in self._said or group.rank > peer:
             return
-        self._said.add(edge.refusal)
-        level = logging.INFO if edge.is_expected else logging.WARNING
+        self._said.add(why)
+        how = "by way of the host" if edge.refusal else "through memory of the host"
         log.log(
-            level, "%s: channels of %s between ranks %d and %d go by way of the host: %s",
-            group.name, edge.device.name, group.rank, peer, edge.refusal,
+            logging.INFO if edge.is_expected else logging.WARNING,
+            "%s: channels of %s between ranks %d and %d go %s: %s",
+            group.name, edge.device.name, group.rank, peer, how, why,
         )  # fmt: skip
 
     def look(self, peer: int) -> None:

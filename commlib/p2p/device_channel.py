@@ -87,7 +87,7 @@ class DeviceChannel:
 
     @property
     def is_direct(self) -> bool:
-        """Whether data goes between the devices. Waits until the other side has opened the channel, too."""
+        """Whether data goes by what the devices do alone. Waits until the other side has opened the channel, too."""
         self._channel.connect(f"is_direct of {self.text}")
         return not self._edge.refusal
 
@@ -220,7 +220,7 @@ class DeviceChannel:
         with self._in_turn(what, self._sending, "_is_sending"):
             self._refuse(what)
             self._channel.await_room(what, timeout)
-            if (out := self._out) is None:
+            if (out := self._out) is None or out.by_host:  # nobody computes in memory of the host
                 return self.device.empty(lengths, self.dtype)
             nbytes = math.prod(lengths) * self.dtype.itemsize
             out.reserve(nbytes)

@@ -1,8 +1,9 @@
 """DeviceEdge: both directions of a channel between the devices of two ranks, or why there are none.
 
 Each side makes what it sends with, and tells the other, in its letter "hello". Having tried what the other one has
-told, it says in a letter "device" whether it can. So both know alike whether messages go between the devices or by way
-of the host, and no message is under way before that.
+told, it says in a letter "device" what it can. So both know alike which way messages go, and none is under way before
+that: between the devices; or, where their streams can meet but cannot address the other's memory, through memory of the
+host; or, where they cannot meet, in the host's messages.
 
 A stream waits only for what the other rank's host had queued before this rank's host queued the wait. So it ends by
 itself, whatever becomes of the channel, unless the other process ends before its device is done, or loses the device.
@@ -31,11 +32,13 @@ LOOK, PATIENCE = 0.05, 10.0
 class DeviceEdge:
     """See above. Ends makes it, and keeps it."""
 
-    def __init__(self, device: Device, depth: int, nbytes: int, refusal: str, *, is_named: bool) -> None:
-        """refusal: why messages go by way of the host, as far as both sides know."""
+    def __init__(self, device: Device, depth: int, nbytes: int, refusal: str, *, ipc: bool, is_named: bool) -> None:
+        """refusal: why messages go by way of the host, as far as both sides know. ipc: devices may share memory."""
         self.device, self._depth, self._is_named = device, depth, is_named
-        self.refusal, self.is_expected = refusal, bool(refusal)
+        self.refusal, self.is_expected = refusal, bool(refusal) or not ipc
         """Why messages go by way of the host, "" if they do not; and whether that was known before it was tried."""
+        self.apart = "" if ipc else "COMMLIB_DEVICE_IPC=0"
+        """Why slots are memory of the host, "" if devices address each other's memory."""
         self.peer = PeerProcess()
         self.outgoing: DeviceOut | None = None
         self.incoming: DeviceIn | None = None
@@ -47,15 +50,20 @@ class DeviceEdge:
         self.is_watched = False
         if not refusal:
             try:
-                self.outgoing = DeviceOut(device, depth, nbytes, self.peer, is_named=is_named)
+                self.outgoing = DeviceOut(device, depth, self.peer, is_named=is_named)
             except TransportError as error:
                 self.refusal = str(error)
+        if self.outgoing is not None and not self.apart:
+            try:
+                self.outgoing.make(nbytes)
+            except TransportError as error:
+                self.apart = str(error)
 
     # How the two sides meet
 
     def hello(self) -> dict[str, Any]:
         """Return what the other side must know."""
-        told: dict[str, Any] = {"refusal": self.refusal, "process": 0 if self._is_named else os.getpid()}
+        told: dict[str, Any] = self.verdict() | {"process": 0 if self._is_named else os.getpid()}
         return told if self.outgoing is None else told | self.outgoing.hello()
 
     def meet(self, hello: dict[str, Any]) -> None:
@@ -68,12 +76,25 @@ class DeviceEdge:
             self.incoming = DeviceIn(self.device, self._depth, hello)
         except TransportError as error:
             self.refusal = str(error)
+            return
+        self.apart = self.apart or hello["apart"]
+        if not self.apart:
+            try:
+                self.incoming.turn_to(hello["memory"])
+            except TransportError as error:
+                self.apart = str(error)
 
-    def settle(self, refusal: str) -> None:
+    def verdict(self) -> dict[str, str]:
+        """Return what is in the way on this side, as far as it is known."""
+        return {"refusal": self.refusal[:1000], "apart": self.apart[:1000]}
+
+    def settle(self, verdict: dict[str, str]) -> None:
         """Note what is in the way on the other side. From now on it is known which way messages go."""
-        self.refusal = self.refusal or refusal
+        self.refusal, self.apart = self.refusal or verdict["refusal"], self.apart or verdict["apart"]
         if self.outgoing is not None:
             self.outgoing.connect()
+            if self.apart:
+                self.outgoing.turn_to_host()
         if self.refusal and self.is_over:
             self._close_directions()
 

@@ -7,7 +7,7 @@ from typing import Any
 
 from commlib.devices.array import DeviceArray
 from commlib.devices.protocol import Device, Event, Opened
-from commlib.errors import TransportError
+from commlib.p2p.between import FoundBetween
 from commlib.p2p.under_way import UnderWay
 from commlib.p2p.words import NUMBERS, Words
 
@@ -22,30 +22,27 @@ class DeviceIn:
         self.count = 0
         """How many messages were received."""
         self.under_way = UnderWay(device)
-        self._before: deque[tuple[Opened, list[Event]]] = deque()  # memory of earlier messages, until these happen
-        self._closed = 0
+        # Memory of earlier messages with its number, until these happen.
+        self._before: deque[tuple[int, Opened, list[Event]]] = deque()
+        self._number, self._stride = 0, 0
+        self._memory: Opened | None = None
         self._signals = self.words.signals(device, self.words.freed, self.words.filled)
         self.under_way.add(self._signals.trial)
-        try:
-            self._open(hello["memory"])
-        except TransportError:
-            self._signals.close()
-            raise
-
-    def _open(self, news: str) -> None:
-        stride, _, handle = news.partition(" ")
-        self._stride, self._memory = int(stride), self._device.open(handle)
 
     def turn_to(self, news: str) -> None:
-        """Begin with new memory of the sender, of which `DeviceOut.put` has told. Raises TransportError."""
-        self._before.append((self._memory, self.under_way.pending))
-        self._open(news)
+        """Begin with memory of the sender, of which that has told. Raises TransportError."""
+        number, by_host, stride, handle = news.split(" ", 3)
+        memory = FoundBetween(self._device, handle) if int(by_host) else self._device.open(handle)
+        if self._memory is not None:
+            self._before.append((self._number, self._memory, self.under_way.pending))
+        self._number, self._stride, self._memory = int(number), int(stride), memory
 
     def take(self, into: DeviceArray) -> None:
         """Queue on the current stream: read the next message once it is there, and tell that its slot is free."""
         slot, number = self.count % self._depth, (self.count + 1) % NUMBERS
         self._signals.hear[slot].meet(number)
         if into.nbytes:
+            assert self._memory is not None
             start = self._memory.address + slot * self._stride
             source = DeviceArray(self._device, start, (into.nbytes,), "uint8", self._memory)
             self._device.copy(into.reshape(-1).view("uint8"), source)
@@ -57,10 +54,10 @@ class DeviceIn:
 
     def _close_before(self) -> None:
         """Close earlier memory that nothing reads any more."""
-        while self._before and all(event.done() for event in self._before[0][1]):
-            self._before.popleft()[0].close()
-            self._closed += 1
-            self.words.close_memories(self._closed)
+        while self._before and all(event.done() for event in self._before[0][2]):
+            number, memory, _ = self._before.popleft()
+            memory.close()
+            self.words.close_memories(number)
 
     def let_go(self) -> None:
         """Let go all streams, of both ranks, that wait for one another in this direction."""
@@ -68,9 +65,10 @@ class DeviceIn:
 
     def close(self) -> None:
         """Give everything back. Nothing queued here may still use it."""
-        for memory, _ in self._before:
+        for _, memory, _ in self._before:
             memory.close()
-        self._memory.close()
+        if self._memory is not None:
+            self._memory.close()
         self._before.clear()
         self._signals.close()
         self.words.close_memories()

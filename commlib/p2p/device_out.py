@@ -1,4 +1,7 @@
-"""DeviceOut: the sending direction of a channel between devices. Messages lie in slots on the sender's device."""
+"""DeviceOut: the sending direction of a channel between devices. Messages lie in slots on the sender's device.
+
+Where devices cannot address each other's memory slots are memory of the host, that both do.
+"""
 
 from __future__ import annotations
 
@@ -7,6 +10,7 @@ from typing import Any
 
 from commlib.devices.array import DeviceArray
 from commlib.devices.protocol import Device, Exported
+from commlib.p2p.between import MadeBetween
 from commlib.p2p.given_up import give_up, sweep
 from commlib.p2p.peer_process import PeerProcess
 from commlib.p2p.under_way import UnderWay
@@ -19,18 +23,19 @@ _GROWTH = 1.5  # by how much slots grow at least, so that they seldom do
 class DeviceOut:
     """See above. Calls are made one after another."""
 
-    def __init__(self, device: Device, depth: int, nbytes: int, peer: PeerProcess, *, is_named: bool) -> None:
-        """nbytes: what slots have room for at first. peer: who opens them. Raises TransportError."""
-        self.device, self._depth = device, depth
+    def __init__(self, device: Device, depth: int, peer: PeerProcess, *, is_named: bool) -> None:
+        """peer: who reads the slots. Raises TransportError if streams of two processes cannot meet."""
+        self.device, self._depth, self._peer, self._is_named = device, depth, peer, is_named
         self.words, self._made = Words.make(depth, is_named=is_named)
         self.count = 0
         """How many messages were sent."""
+        self.by_host = False
+        """Whether the slots are memory of the host, as devices cannot address each other's."""
         self.under_way = UnderWay(device)
-        self._peer = peer
         self._signals = self.words.signals(device, self.words.filled, self.words.freed)
         self.under_way.add(self._signals.trial)
+        self._slots: _Slots | None = None
         self._generation, self._news = 0, ""
-        self._make(nbytes)
 
     def hello(self) -> dict[str, Any]:
         """Return what the receiver must know."""
@@ -41,10 +46,17 @@ class DeviceOut:
         """Note that the receiver has found all that."""
         self._made.withdraw()
 
-    def _make(self, nbytes: int) -> None:
+    def make(self, nbytes: int) -> None:
+        """Make slots of so many bytes each. Raises TransportError."""
         sweep()
         stride = max(-(-nbytes // _ALIGNED) * _ALIGNED, _ALIGNED)
-        slots = _Slots(self.device.export(self._depth * stride), stride)
+        whole = self._depth * stride
+        made: Exported
+        if self.by_host:
+            made = MadeBetween(self.device, whole, is_named=self._is_named)
+        else:
+            made = self.device.export(whole)
+        slots = _Slots(made, stride)
         self._generation += 1
         words, number, peer = self.words, self._generation, self._peer
 
@@ -52,13 +64,14 @@ class DeviceOut:
             return words.closed >= number or peer.is_gone
 
         # Arrays that `lend` gave may outlive all else. At the process' end the driver may be gone before this.
-        weakref.finalize(slots, give_up, slots.exported.free, is_unused).atexit = False
-        self._slots, self._news = slots, f"{stride} {slots.exported.handle}"
+        weakref.finalize(slots, give_up, made.free, is_unused).atexit = False
+        self._slots, self._news = slots, f"{number} {int(self.by_host)} {stride} {made.handle}"
 
     def reserve(self, nbytes: int) -> None:
         """Make room for a message of so many bytes. Raises TransportError if there is none: nothing has changed."""
-        if nbytes > self._slots.stride:
-            self._make(max(nbytes, int(_GROWTH * self._slots.stride)))
+        stride = 0 if self._slots is None else self._slots.stride
+        if nbytes > stride or self._slots is None:
+            self.make(max(nbytes, int(_GROWTH * stride)))
 
     def lend(self, nbytes: int) -> DeviceArray:
         """Return the next slot's memory (uint8), if there is room; the current stream waits until it has been read."""
@@ -85,8 +98,13 @@ class DeviceOut:
             self._signals.hear[self.count % self._depth].meet((self.count + 1 - self._depth) % NUMBERS)
 
     def _slot(self, nbytes: int) -> DeviceArray:
+        assert self._slots is not None
         start = self._slots.exported.address + self.count % self._depth * self._slots.stride
         return DeviceArray(self.device, start, (nbytes,), "uint8", self._slots)
+
+    def turn_to_host(self) -> None:
+        """Let slots be memory of the host from now on: those of the first message, and later ones."""
+        self.by_host, self._slots, self._news = True, None, ""
 
     def let_go(self) -> None:
         """Let go all streams, of both ranks, that wait for one another in this direction."""
@@ -96,7 +114,7 @@ class DeviceOut:
         """Give everything back, memory as soon as the receiver has closed it. Nothing queued here may still use it."""
         self._signals.close()
         self._made.withdraw()
-        del self._slots
+        self._slots = None
         sweep()
 
 

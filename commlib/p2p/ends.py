@@ -97,7 +97,7 @@ class Ends:
             verdict = self.mailbox.letter(self.address, "device")
             if verdict is None:
                 return False
-            self.device.settle(verdict["refusal"])
+            self.device.settle(verdict)
         self.outgoing.halt(yes=bool(self.unreachable))
         self.incoming.halt(yes=False)
         self.is_connected = True
@@ -130,7 +130,7 @@ class Ends:
         self.incoming.connect()
         if self.device is not None:
             self.device.meet(hello["device"])
-            self.mailbox.post(self.address, "device", refusal=self.device.refusal[:1000])
+            self.mailbox.post(self.address, "device", **self.device.verdict())
             self.mailbox.expect(self.address, "device")
         self._has_met = True
         return True

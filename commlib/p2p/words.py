@@ -78,8 +78,10 @@ class SlotSignals:
     """Signals of each slot. Those that tell are apart from those that hear."""
 
     def __init__(self, device: Device, memory: Mapped, tell: Sequence[int], hear: Sequence[int]) -> None:
-        self._all = [device.signals(_Memory(memory, [memory.address]), [], [])]  # the device comes to know the memory
-        known: Any = _Memory(memory, [])
+        self._all = [
+            device.signals(HostMemory(memory, [memory.address]), [], [])
+        ]  # the device comes to know the memory
+        known: Any = HostMemory(memory, [])
         try:
             self.tell: list[Signals] = [device.signals(known, [word], []) for word in tell]
             self.hear: list[Signals] = [device.signals(known, [], [word]) for word in hear]
@@ -100,7 +102,7 @@ class SlotSignals:
             self._all.pop().close()
 
 
-class _Memory:
+class HostMemory:
     """See `protocols.SharedMemory`. bases: [] where the device knows the memory already."""
 
     def __init__(self, memory: Mapped, bases: list[int]) -> None:

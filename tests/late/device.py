@@ -155,8 +155,8 @@ class LateDevice:
         return made
 
     def open(self, handle: str) -> LateOpened:
-        if not self.has_signals:
-            raise TransportError("late memory is not opened by other ranks: has_signals is False")
+        if not self.has_reach:
+            raise TransportError("late memory is not opened by other ranks: has_reach is False")
         found = LateOpened(handle)
         self._engine.note_shared(found.mappings, found.nbytes)
         return found

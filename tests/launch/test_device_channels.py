@@ -11,7 +11,9 @@ from tests.launch.test_failures import end, hydra, names_rank_1
 __all__ = ["hydra"]
 
 PATHS = pytest.mark.parametrize(
-    "env", [{}, {"COMMLIB_DEVICE_PEERS": "0"}, {"COMMLIB_NODE_PATH": "0"}], ids=["peers", "staged", "messages"]
+    "env",
+    [{}, {"COMMLIB_DEVICE_IPC": "0"}, {"COMMLIB_DEVICE_PEERS": "0"}, {"COMMLIB_NODE_PATH": "0"}],
+    ids=["peers", "between", "staged", "messages"],
 )
 
 OPEN = """

@@ -23,15 +23,21 @@ from tests.late import LATE
 pytestmark = [pytest.mark.usefixtures("no_races"), pytest.mark.any_ranks, pytest.mark.ranks(min=2)]
 
 
-@pytest.fixture(scope="module", params=["peers", "refused", "off", "messages"])
+@pytest.fixture(scope="module", params=["peers", "between", "apart", "refused", "off", "messages"])
 def group(request):
-    """All ranks: devices reach each other; or cannot, which is found out; or may not; or as if between nodes."""
+    """All ranks: devices address each other's memory, may not, one cannot; streams cannot meet, may not; nodes."""
     world = commlib.init()
-    config = Config(timeout=20, node_path=request.param != "messages", device_peers=request.param != "off")
+    config = Config(
+        timeout=20,
+        node_path=request.param != "messages",
+        device_peers=request.param != "off",
+        device_ipc=request.param != "between",
+    )
     runtime = Runtime(config, world.runtime.ranks_on_node)
     with pytest.MonkeyPatch.context() as patch:
         # One rank that cannot is enough.
         patch.setattr(LATE, "has_signals", request.param != "refused" or world.rank == 0)
+        patch.setattr(LATE, "has_reach", request.param != "apart" or world.rank == 0)
         group = Communicator(MpiTransport(world.native.Dup()), runtime, f"device channels {request.param}")
         yield group
         assert runtime.drain(20) == ""
@@ -71,7 +77,8 @@ def test_the_way(group):
     """All that can goes between the devices, and the host carries no data then."""
     if group.rank < 2:
         with group.channel(1 - group.rank, "way", (50_000,), device=LATE) as channel:
-            assert channel.is_direct == group.name.endswith("peers")
+            assert channel.is_direct == group.name.endswith(("peers", "between", "apart"))
+            assert bool(channel.ends.device.apart) == (group.name.endswith(("between", "apart")))
             channel.send(LATE.put(np.full(50_000, group.rank, np.float32)))
             if channel.is_direct:
                 assert channel.ends.outgoing.form.nbytes(channel.ends.outgoing.shape) < 200
