@@ -17,8 +17,8 @@ from commlib.collectives import nccl
 from commlib.communicator import Communicator
 from commlib.config import Config
 from commlib.devices.cuda.nccl import DTYPES as KNOWN
-from commlib.devices.cuda.nccl import SHARES_GPUS, library, place
-from commlib.dtypes import DTYPES, accumulator_dtype
+from commlib.devices.cuda.nccl import SHARES_GPUS, NcclRanks, library, place, unique_id
+from commlib.dtypes import DTYPES, NUMPY, accumulator_dtype
 from commlib.errors import ShutdownError, StallError, TransportError, UsageError
 from commlib.runtime.process import Runtime
 from commlib.transport.mpi import MpiTransport
@@ -288,3 +288,27 @@ def test_a_stream_that_waits_for_ever_is_let_go(comm, gpu):
         work.wait(10, host=True)
     with pytest.raises(ShutdownError):
         alone.all_reduce(x, algorithm="nccl")
+
+
+def test_one_rank_among_itself(gpu):
+    """What a machine with one GPU can show of NCCL's own calls, whatever it lets its ranks share."""
+    found = NcclRanks.join(gpu.device, 1, unique_id(), 0, "alone", lambda: None, 60.0)
+    numbers = np.arange(70_001)
+    try:
+        for dtype in KNOWN:
+            values = (numbers % 100).astype(NUMPY[dtype])
+            x, y = gpu.put(values), gpu.put(values * 0)
+            source, target = (gpu.device.wrap(array, "x") for array in (x, y))
+            for move in (
+                lambda x=source, y=target: found.all_reduce(x, y, "sum"),
+                lambda x=source, y=target: found.reduce_scatter(x, y, "sum"),
+                lambda x=source, y=target: found.reduce(x, y, "sum", 0),
+                lambda x=source, y=target: found.all_gather(x, y),
+            ):
+                gpu.device.kernels.fill(target, 0)
+                move()
+                np.testing.assert_array_equal(gpu.fetch(y), values)
+            found.broadcast(source, 0)
+            np.testing.assert_array_equal(gpu.fetch(x), values)
+    finally:
+        found.close()
