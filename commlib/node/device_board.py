@@ -11,6 +11,8 @@ import time
 from collections.abc import Callable
 from typing import Any, TypeVar
 
+import numpy as np
+
 from commlib.buffers.symmetric import SymmetricMemory
 from commlib.devices.array import DeviceArray
 from commlib.devices.protocol import Device, Event, OutOfReachError, Signals
@@ -61,6 +63,7 @@ class DeviceBoard:
         self._number = 0
         self._slots: SharedMemory | None = None
         self._slot_bytes, self._turn = 0, 0
+        self._near: list[DeviceArray] = []
 
     @classmethod
     def make(
@@ -171,6 +174,14 @@ class DeviceBoard:
         assert self._slots is not None
         self._turn = 1 - self._turn
         return [base + self._turn * self._slot_bytes for base in self._slots.bases]
+
+    def near(self, nbytes: int) -> int:
+        """Return the address of memory of this rank's device for what follows until the next call asks for some."""
+        if not self._near or self._near[-1].nbytes < nbytes:
+            # What was made before stays: it may be in use on another stream than the one that would have it next.
+            made = self.device.empty((max(nbytes, self._slot_bytes),), np.uint8)
+            self._near.append(self.device.wrap(made, "memory of a board"))
+        return self._near[-1].address
 
     def at(self, address: int, count: int, dtype: Any) -> DeviceArray:
         """Return memory of any rank's device as an array."""

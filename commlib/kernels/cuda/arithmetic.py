@@ -23,9 +23,9 @@ _Near, _Addresses = np.dtype([("at", "u8", _NEAR)]), np.dtype([("at", "u8", _WRI
 _ARRAYS, _ITEM = 200, 4096
 _Arrays = np.dtype([("at", "u8", _ARRAYS), ("ends", "u8", _ARRAYS), ("items", "u4", _ARRAYS)])
 
-# A sum is kept of so many elements, or of a multiple of them such that there are at most so many sums, which one worker
-# adds up.
-_SPAN, _SUMS = 2048, 2048
+# A sum is kept of so many elements, or of a multiple of them such that there are at most so many sums; a worker adds up
+# so many of those, until one is left.
+_SPAN, _SUMS, _SUMS_OF_SUMS = 2048, 8192, 256
 
 
 def reduce(launcher: Launcher, dtype: str, operation: str, divisor: int, operands: Sequence[Any], target: Any) -> None:
@@ -97,16 +97,13 @@ def squares(launcher: Launcher, x: Any) -> float:
         raise UsageError(f"squares: expected an array of floats, got {name_of(x.dtype)}")
     if len(x) == 0:
         return 0.0
-    span = -(-len(x) // (_SPAN * _SUMS)) * _SPAN
-    count = -(-len(x) // span)
-    sums = launcher.scratch(8 * count).view(np.float64)
-    defines = {"ELEMENT": _element(x), "SQUARE": 1}
-    launcher.launch("squares.cu", "sum_spans", defines, count, at(x), u64(len(x)), u64(span), at(sums))
-    if count > 1:
-        several, sums = sums, launcher.scratch(8).view(np.float64)
-        defines = {"ELEMENT": "Float64", "SQUARE": 0}
-        launcher.launch("squares.cu", "sum_spans", defines, 1, at(several), u64(count), u64(_SUMS), at(sums))
-    return float(launcher.read(sums, np.float64)[0])
+    of, count, span, square = x, len(x), -(-len(x) // (_SPAN * _SUMS)) * _SPAN, 1
+    while square or count > 1:
+        sums = launcher.scratch(8 * -(-count // span)).view(np.float64)
+        defines = {"ELEMENT": _element(of), "SQUARE": square}
+        launcher.launch("squares.cu", "sum_spans", defines, len(sums), at(of), u64(count), u64(span), at(sums))
+        of, count, span, square = sums, len(sums), _SUMS_OF_SUMS, 0
+    return float(launcher.read(of, np.float64)[0])
 
 
 def is_finite(launcher: Launcher, x: Any) -> bool:
