@@ -164,10 +164,10 @@ class Communicator:
             known = self._all_reduces.get((x.dtype, x.size, op, algorithm))
             if known is not None and (x.flags.carray if out is x else are_plain(x, out)):
                 return known.now(x, empty(x.shape, x.dtype) if out is None else out)
-        elif out is x and (found := self._calls.in_place(x, op, algorithm)) is not None:
-            known, flat = found
-            known.now(flat, flat)
-            return x
+        elif out is not None and (found := self._calls.on_device(x, out, op, algorithm)) is not None:
+            known, source, target = found
+            known.now(source, target)
+            return out
         return all_reduce(self._calls, x, op, out, algorithm).run()
 
     def all_reduce_async(self, x: Any, op: str = "sum", *, out: Any = None, algorithm: str = "auto") -> Work:

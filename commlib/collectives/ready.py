@@ -74,14 +74,24 @@ class Calls:
             table[key] = Known(compiled, shape)
         return compiled
 
-    def in_place(self, x: Any, op: str, algorithm: str) -> tuple[Compiled, DeviceArray] | None:
-        """Return an all-reduce of a device's array into itself that was compiled before, and the array, 1-D."""
+    def on_device(self, x: Any, out: Any, op: str, algorithm: str) -> tuple[Compiled, DeviceArray, DeviceArray] | None:
+        """Return an all-reduce of a device's array that was compiled before, and what it reads and writes, 1-D.
+
+        None if there is none yet, or where somebody must look at the arrays first.
+        """
         device = lookup(x)
-        if device is None:
+        if device is None or not (out is x or lookup(out) is device):
             return None
-        array = device.wrap(x, "all_reduce", written=True)
-        found = self.all_reduces.get(((array.dtype, array.size, op, algorithm), device.name))
-        return None if found is None else (found, array.reshape(-1))
+        target = device.wrap(out, "all_reduce", "out", written=True)
+        source = target if out is x else device.wrap(x, "all_reduce")
+        found = self.all_reduces.get(((source.dtype, source.size, op, algorithm), device.name))
+        if found is None:
+            return None
+        if source is not target and (
+            source.dtype != target.dtype or source.shape != target.shape or overlap(source, target)
+        ):
+            return None
+        return found, source.reshape(-1), target.reshape(-1)
 
     def new_all_reduce(self, verb: Verb, call: Call, key: Hashable) -> Compiled:
         """Return a compiled all-reduce for a key that is not in its table, which its callers look into themselves."""
