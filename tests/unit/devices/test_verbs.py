@@ -292,7 +292,7 @@ class SilentStream(LateStream):
 
     stuck = False
 
-    def record(self):
+    def record(self, event=None):
         event = super().record()
         return StuckEvent() if self.stuck else event
 

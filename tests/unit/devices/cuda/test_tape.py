@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import threading
+from functools import partial
 
 import numpy as np
 import pytest
@@ -89,7 +90,7 @@ def test_what_the_host_reads_cannot_be_queued_again(gpu):
 def test_few_are_remembered(gpu):
     repeats, ran = Repeats(gpu.device), []
     for key in [*range(70), 69, 69]:
-        repeats.queue(key, lambda key=key: ran.append(key))
+        repeats.queue(key, partial(ran.append, key))
     assert ran == list(range(70))
-    repeats.queue(0, lambda: ran.append("again"))
+    repeats.queue(0, partial(ran.append, "again"))
     assert ran[-1] == "again"
