@@ -17,6 +17,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from benchmarks import gpu_tables
 from benchmarks import page_tables as tables
 from benchmarks.compare import SETTINGS
 from benchmarks.page_text import range_text
@@ -74,6 +75,17 @@ TOPICS = (
           {"tensor": tables.tensor, "tensor_keras": tables.tensor_keras}),
     Topic("moe", "Mixtures of experts", "Tokens to experts and back, and the step of a layer, beside peers.",
           {"moe": tables.moe, "moe_keras": tables.moe_keras}),
+    Topic(
+        "gpu",
+        "GPUs",
+        "Collectives, training steps and kernels on GPUs.",
+        {
+            "gpu verbs": gpu_tables.verbs,
+            "gpu staging": gpu_tables.verbs,
+            "gpu step": gpu_tables.steps,
+            "gpu kernels": gpu_tables.kernels,
+        },
+    ),
     Topic("compression", "Compressed gradients", "Training with codecs, and the codecs alone.",
           {"compression": tables.compression, "codecs": tables.codecs}),
 )  # fmt: skip

@@ -17,7 +17,8 @@ from commlib.bench.record import gather_facts
 
 # Not the names of hosts and of who built MPI, which say nothing elsewhere; nor what launchers tell their processes.
 _KEPT = ("date", "ranks", "cores", "cpu", "load", "mpi", "commit", "versions")
-_LAUNCHERS = tuple(f"OMPI_MCA_{name}" for name in ("PREFIXES", "cpu_type", "initial_wdir", "num_procs", "mpi_event"))
+_TOLD = ("PREFIXES", "cpu_type", "initial_wdir", "num_procs", "mpi_event", "orte_", "ess", "plm", "pmix", "shmem_")
+_LAUNCHERS = tuple(f"OMPI_MCA_{name}" for name in _TOLD)
 _OWN = {"--out": 1, "--plot": 1, "--worker": 0}  # options without a meaning for the figures, and their values
 
 

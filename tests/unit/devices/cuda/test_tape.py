@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 import threading
 from functools import partial
+from typing import Any
 
 import numpy as np
 import pytest
@@ -88,7 +89,7 @@ def test_what_the_host_reads_cannot_be_queued_again(gpu):
 
 
 def test_few_are_remembered(gpu):
-    repeats, ran = Repeats(gpu.device), []
+    repeats, ran = Repeats(gpu.device), list[Any]()
     for key in [*range(70), 69, 69]:
         repeats.queue(key, partial(ran.append, key))
     assert ran == list(range(70))
