@@ -182,6 +182,28 @@ def test_compression_and_codecs() -> None:
     assert "| int8 | 20.1 | 1.00 |" in text
 
 
+def test_gpus() -> None:
+    common = {"verb": "all_reduce", "dtype": "float32"}
+    rows = [
+        {**common, "size": size, "contender": name, "seconds": [time] * 3, "of_bound": share}
+        for size, name, time, share in (
+            (4096, "symmetric", 3e-5, 0.01),
+            (4096, "gloo", 3e-4, 0.0),
+            (1 << 28, "symmetric", 4e-4, 0.9),
+            (1 << 28, "ordinary", 8e-4, 0.45),
+        )
+    ]
+    text = written("gpu", {**record("gpu verbs", rows=rows), "where": "on a GPU"})
+    assert "## gpu verbs, 2 ranks, on a GPU, Some MPI 1" in text
+    assert "| verb | dtype | bytes | symmetric memory | other memory | gloo, times |" in text
+    assert "| all_reduce | float32 | 4 Ki | 30.0 us |  | 10.0 |" in text
+    assert "| all_reduce | float32 | 256 Mi | 400 us (90%) | 800 us (45%) |  |" in text
+    kernel = {"name": "fill", "moved": 1 << 20, "clock": "events", "seconds": [1e-6], "rate": 90.0, "copy": 100.0}
+    assert "| fill | 1 | 1.00 us | 90 | 90% | events |" in written("gpu", record("gpu kernels", kernels=[kernel]))
+    steps = {"seconds": {"commlib": [0.05, 0.06, 0.07]}, "exposed_percent": {"commlib": 3.21}}
+    assert "| commlib | 60.00 (50.00-70.00) | 3.2 |" in written("gpu", record("gpu step", **steps))
+
+
 def test_nothing_kept_is_told() -> None:
     assert "No file of figures is kept yet." in written("hosts")
 
@@ -189,7 +211,7 @@ def test_nothing_kept_is_told() -> None:
 def test_pages_of_a_folder(tmp_path: Path) -> None:
     (tmp_path / "a.json").write_text(json.dumps(record("codecs", figures={"int8": {"encode": 1.0}})))
     made = pages.pages(tmp_path)
-    names = ("node", "hosts", "named", "training", "pipeline", "tensor", "moe", "compression")
+    names = ("node", "hosts", "named", "training", "pipeline", "tensor", "moe", "gpu", "compression")
     assert set(made) == {f"{name}.md" for name in names}
     assert "int8" in made["compression.md"] and "int8" not in made["node.md"]
 
