@@ -200,7 +200,7 @@ def test_gpus() -> None:
     assert "| all_reduce | float32 | 256 Mi | 400 us (90%) | 800 us (45%) |  |" in text
     kernel = {"name": "fill", "moved": 1 << 20, "clock": "events", "seconds": [1e-6], "rate": 90.0, "copy": 100.0}
     assert "| fill | 1 | 1.00 us | 90 | 90% | events |" in written("gpu", record("gpu kernels", kernels=[kernel]))
-    steps = {"seconds": {"commlib": [0.05, 0.06, 0.07]}, "exposed_percent": {"commlib": 3.21}}
+    steps: dict[str, Any] = {"seconds": {"commlib": [0.05, 0.06, 0.07]}, "exposed_percent": {"commlib": 3.21}}
     assert "| commlib | 60.00 (50.00-70.00) | 3.2 |" in written("gpu", record("gpu step", **steps))
 
 
