@@ -40,7 +40,7 @@ class Peers:
             return False
         if self._group.one_node:
             has_form = verb.exchange is not None or verb.on_devices is not None
-            return has_form and call.algorithm in ("auto", "node")
+            return has_form and call.algorithm in ("auto", "node", "")
         return verb.hierarchical_on_devices is not None and call.algorithm in ("auto", "hierarchical")
 
     @property

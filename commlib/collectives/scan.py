@@ -19,7 +19,9 @@ from commlib.execution.accumulation import Accumulation
 from commlib.execution.reduce_op import ReduceOp
 from commlib.execution.streaming import Region
 from commlib.group.group import Group
+from commlib.node import device_collective
 from commlib.node.collective import NOTHING, Exchange, NodeCollective
+from commlib.node.device_board import DeviceBoard
 from commlib.schedule.layout import even
 from commlib.schedule.scan import scan_program
 
@@ -69,4 +71,9 @@ def _on_node(group: Group, call: Call, x: Array, target: Array) -> None:
         ReduceOp.of(call.dtype, call.op, 0).combine(list(inputs), target)
 
 
-VERBS = {verb: Verb(verb, _messages) for verb in ("scan", "exscan")}
+def _on_devices(board: DeviceBoard, open_slots: device_collective.Open, call: Call) -> device_collective.Move:
+    op = ReduceOp.of(call.dtype, call.op, 0)
+    return device_collective.scan(board, open_slots, call.count, op, inclusive=call.verb == "scan")
+
+
+VERBS = {verb: Verb(verb, _messages, on_devices=_on_devices) for verb in ("scan", "exscan")}

@@ -93,6 +93,22 @@ def all_reduce(board: DeviceBoard, open_slots: Open, count: int, op: ReduceOp) -
     return move
 
 
+def scan(board: DeviceBoard, open_slots: Open, count: int, op: ReduceOp, *, inclusive: bool) -> Move:
+    """Return a scan of `count` elements: each rank combines the arrays of those before it, and its own if `inclusive`.
+
+    A rank that combines none leaves its target as it is.
+    """
+    nbytes = count * op.item_bytes
+    everything, queue = Exchange([(0, nbytes)], [(0, nbytes)] * board.size, nbytes), Repeats(board.device).queue
+
+    def move(x: DeviceArray, target: DeviceArray, on_wait: WaitHook) -> None:
+        if count:
+            open_slots()
+            _through_slots(board, everything, op, x, target, queue, first=board.rank + inclusive)
+
+    return move
+
+
 def _by_shares(board: DeviceBoard, open_slots: Open, count: int, op: ReduceOp) -> Move:
     """Return an all-reduce of two exchanges: each rank reduces its share, then all take all shares."""
     size = board.size
@@ -133,9 +149,19 @@ def _reduce_shares(
 
 
 def _through_slots(
-    board: DeviceBoard, what: Exchange, op: ReduceOp | None, x: DeviceArray, target: DeviceArray, queue: Queue
+    board: DeviceBoard,
+    what: Exchange,
+    op: ReduceOp | None,
+    x: DeviceArray,
+    target: DeviceArray,
+    queue: Queue,
+    *,
+    first: int | None = None,
 ) -> None:
-    """Copy what others take of `x` to this rank's slot, and take from theirs, piece by piece."""
+    """Copy what others take of `x` to this rank's slot, and take from theirs, piece by piece.
+
+    first: of a reduction, only those of the first ranks, so many.
+    """
     parts = len(what.sends)
     piece = board.part_bytes(parts)
     own = 0 if parts == 1 else board.rank  # the number of the part that this rank takes, of everyone's
@@ -156,7 +182,8 @@ def _through_slots(
     def take(start: int, slots: list[int], key: tuple[int, int, int]) -> None:
         sources = [slot + own * piece - start for slot in slots]
         sources[board.rank] = mine
-        queue((*key, target.address), partial(_take, board, sources, what.takes, start, piece, op, target))
+        if first != 0:
+            queue((*key, target.address), partial(_take, board, sources[:first], what.takes, start, piece, op, target))
 
     given = give_next(0)
     for start in range(0, what.longest, piece):

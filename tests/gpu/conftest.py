@@ -8,6 +8,8 @@ from typing import TYPE_CHECKING
 
 import pytest
 
+from tests.gpu.ways import WAYS
+
 if TYPE_CHECKING:
     from commlib.communicator import Communicator
     from tests.cuda.gpu import Gpu
@@ -28,7 +30,7 @@ def gpu() -> Gpu:
     return found
 
 
-@pytest.fixture(scope="module", params=["peers", "between", "staged"])
+@pytest.fixture(scope="module", params=WAYS)
 def comm(request: pytest.FixtureRequest, gpu: Gpu) -> Iterator[Communicator]:
     """All ranks; their GPUs reach each other's memory, or memory of the host between them, or all goes through that."""
     import commlib

@@ -16,6 +16,7 @@ from commlib.expert.ways import exchange_over
 from commlib.functional.axis import Axis
 from tests import experts_there
 from tests.experts_there import EXPERTS, fetch, table
+from tests.gpu.ways import EACH_WAY
 from tests.unit.expert.test_exchange import assign
 
 
@@ -34,6 +35,7 @@ def test_ranks_that_mean_something_else(comm: Any, gpu: Any) -> None:
     experts_there.other_meanings(comm, gpu.put)
 
 
+@EACH_WAY
 @pytest.mark.parametrize("calls", [300, pytest.param(3000, marks=pytest.mark.long)])
 def test_nothing_grows(comm: Any, gpu: Any, calls: int) -> None:
     exchange = exchange_over(Axis(comm), Placement.even(EXPERTS, comm.size))

@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 
 from commlib.devices.cuda import peers
+from tests.gpu.ways import EACH_WAY
 
 
 def free(gpu):
@@ -18,6 +19,7 @@ def free(gpu):
     return gpu.cupy.cuda.runtime.memGetInfo()[0] + gpu.cupy.get_default_memory_pool().total_bytes()
 
 
+@EACH_WAY
 @pytest.mark.parametrize("calls", [300, pytest.param(10_000, marks=pytest.mark.long)])
 def test_calls(comm, gpu, calls):
     x, y = gpu.put(np.ones(1000, np.float32)), comm.empty((1000,), "float32", device=gpu.device)

@@ -12,7 +12,12 @@ __all__ = ["hydra"]
 
 PATHS = pytest.mark.parametrize(
     "env",
-    [{}, {"COMMLIB_DEVICE_IPC": "0"}, {"COMMLIB_DEVICE_PEERS": "0"}, {"COMMLIB_NODE_PATH": "0"}],
+    [
+        {},
+        pytest.param({"COMMLIB_DEVICE_IPC": "0"}, marks=pytest.mark.long),
+        pytest.param({"COMMLIB_DEVICE_PEERS": "0"}, marks=pytest.mark.long),
+        {"COMMLIB_NODE_PATH": "0"},
+    ],
     ids=["peers", "between", "staged", "messages"],
 )
 

@@ -53,7 +53,10 @@ def dry_run(folder, environment, parts):
     return found
 
 
-TESTS = [["test-growth-2", "test-verbs-2", "test-others-1"], ["test-kernels-1", "test-verbs-4", "memcheck"]]
+TESTS = [
+    ["test-growth-2", "test-verbs-2", "test-others-1"],
+    ["test-experts-4", "test-kernels-1", "test-verbs-4", "memcheck"],
+]
 VERBS = [["verbs-2"], ["verbs-4"]]
 PROBES = ["found", "compile", "probe-2", "probe-4"]
 OTHERS = ["step-2", "between-2", "staged-2", "kernels", "turns-2"]
@@ -65,7 +68,7 @@ def test_all_parts_are_run_dry():
     assert sorted([*parts, "test-verbs-2"]) == sorted(itertools.chain(*TESTS, *VERBS, PROBES, OTHERS))
     each = re.search(r"files=\(([a-z ]+)\)\n", script)
     files = {path.stem.removeprefix("test_") for path in (ROOT / "tests/gpu").glob("test_*.py")}
-    assert each and {*each[1].split(), "growth", "kernels"} == files
+    assert each and {*each[1].split(), "growth", "kernels", "tensorflow"} == files
 
 
 @pytest.mark.long  # so are most of these: many jobs
@@ -91,7 +94,8 @@ def test_a_dry_run_of_the_probes(launch_environment, tmp_path):
     assert found["benchmarks"]["probe-2"]["rows"][-1] == {"what": "NCCL among 2 ranks", "said": "works", "yes": 1.0}
 
 
-@pytest.mark.parametrize("parts", [VERBS[0], pytest.param(VERBS[1], marks=pytest.mark.long)])
+@pytest.mark.long
+@pytest.mark.parametrize("parts", VERBS)
 def test_a_dry_run_of_the_verbs(launch_environment, tmp_path, parts):
     (figures,) = dry_run(tmp_path, launch_environment, parts)["benchmarks"].values()
     rows = figures["rows"]

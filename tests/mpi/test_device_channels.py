@@ -23,7 +23,10 @@ from tests.late import LATE
 pytestmark = [pytest.mark.usefixtures("no_races"), pytest.mark.any_ranks, pytest.mark.ranks(min=2)]
 
 
-@pytest.fixture(scope="module", params=["peers", "between", "apart", "refused", "off", "messages"])
+LONG = [pytest.param(way, marks=pytest.mark.long) for way in ("apart", "refused", "messages")]
+
+
+@pytest.fixture(scope="module", params=["peers", "between", "off", *LONG])
 def group(request):
     """All ranks: devices address each other's memory, may not, one cannot; streams cannot meet, may not; nodes."""
     world = commlib.init()
@@ -45,7 +48,11 @@ def group(request):
         group.close()
 
 
-@pytest.mark.parametrize("check", device_channels.ALL, ids=lambda check: check.__name__)
+SLOW = device_channels.nothing_grows
+CHECKS = [pytest.param(check, marks=pytest.mark.long) if check is SLOW else check for check in device_channels.ALL]
+
+
+@pytest.mark.parametrize("check", CHECKS, ids=lambda check: check.__name__)
 def test_of_every_channel(group, check):
     try:
         if group.rank < 2:

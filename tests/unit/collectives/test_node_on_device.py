@@ -108,6 +108,34 @@ def test_movement(size):
 
 @ordered
 @ranks
+def test_scans(size, copies):
+    """Each rank reads what those before it have; in place too, where others still read what is overwritten."""
+
+    def check(comm):
+        there = OnDevice(comm)
+        for dtype, op in (("float32", "sum"), ("bfloat16", "prod"), ("int8", "max"), ("bool", "sum")):
+            for shape in SIZES:
+                checks.scan(there, dtype, shape, op)
+        x = filled(comm, 100_000, symmetric=True)
+        comm.barrier()
+        copies.clear()
+        comm.barrier()
+        for verb, own in (("scan", 1), ("exscan", 0)):
+            LATE.kernels.fill(LATE.wrap(x, "x"), comm.rank + 1)
+            getattr(comm, verb)(x, out=x)
+            comm.barrier()
+            assert not copies
+            comm.barrier()
+            expected = total(comm.rank + own) if comm.rank + own else 1  # rank 0 has nothing before it
+            np.testing.assert_array_equal(x.numpy(), np.full(100_000, expected, np.float32))
+            copies.clear()
+            comm.barrier()
+
+    run(size, check, config=CONFIG)
+
+
+@ordered
+@ranks
 @pytest.mark.parametrize("known", [False, True])
 @pytest.mark.parametrize("symmetric", [False, True])
 def test_uneven_rows(size, known, symmetric, copies):
