@@ -1,6 +1,7 @@
 """1-bit Adam and 1-bit LAMB: optimizers that average over the ranks by themselves, in one bit for each parameter.
 
-What they do is in `commlib.optim`. Here are torch's parameters, gradients and state.
+What they do is in `commlib.optim`, on the host. Here are torch's parameters, gradients and state; those of a model on a
+GPU are copied there and back in each step.
 """
 
 from __future__ import annotations
@@ -21,7 +22,7 @@ from commlib.horovod.nested import map_leaves
 from commlib.optim.one_bit_lamb import Limits
 from commlib.optim.one_bit_moments import Hyper, check_hyper
 from commlib.optim.one_bit_optimizer import OneBitOptimizer, OneBitSettings
-from commlib_torch._bridge import check, dtype_name, to_array, to_tensor
+from commlib_torch._bridge import check_dense, dtype_name, to_array, to_tensor
 from commlib_torch.horovod._start import ProcessSets
 
 _DTYPES = ("float32", "bfloat16", "float16")
@@ -50,7 +51,7 @@ class OneBit(torch.optim.Optimizer):
         self._core = OneBitOptimizer(settings)
         self._gradients: list[Tensor] = []  # where the core reads them
         self._values: list[Array] = []  # the parameters
-        self._copies: list[tuple[Tensor, Tensor]] = []  # of those that are not contiguous float32
+        self._copies: list[tuple[Tensor, Tensor]] = []  # of those that are not contiguous float32 of the host
         super().__init__(params, defaults)
         core.running()
         self.freeze_step = settings.freeze_step
@@ -65,12 +66,12 @@ class OneBit(torch.optim.Optimizer):
         check_hyper(settings.kind, _hyper(self.param_groups[-1]))
         for parameter in self.param_groups[-1]["params"]:
             label = f"shape {tuple(parameter.shape)}"
-            if parameter.device.type not in ("cpu", "meta"):
+            if parameter.device.type not in ("cpu", "cuda", "meta"):
                 raise UsageError(
-                    f"{settings.kind} updates parameters on the host, where the moments are, but one of {label} is on "
-                    f"{parameter.device}: call .cpu() on the model first"
+                    f"{settings.kind} updates parameters on the host, where the moments are, and knows those of the "
+                    f"CPU and of CUDA, but one of {label} is on {parameter.device}: call .cpu() on the model first"
                 )
-            check(parameter)
+            check_dense(parameter)
             settings.check_dtype(dtype_name(parameter.dtype), label, _DTYPES)
 
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
@@ -99,7 +100,7 @@ class OneBit(torch.optim.Optimizer):
                 raise UsageError(f"gradients must be dense, got {parameter.grad.layout}: use sparse=False")
             gradient.copy_(parameter.grad)
             if scale is not None:
-                gradient.div_(scale)
+                gradient.div_(scale.cpu())
             if found is not None and found > 0:
                 gradient.fill_(torch.nan)
         for copy, parameter in self._copies:
@@ -154,7 +155,7 @@ class OneBit(torch.optim.Optimizer):
         for parameter, gradient in zip(parameters, self._core.gradients, strict=True):
             self._gradients.append(to_tensor(gradient).view(parameter.shape))
             values = parameter.detach()
-            if parameter.dtype != torch.float32 or not parameter.is_contiguous():
+            if not parameter.is_cpu or parameter.dtype != torch.float32 or not parameter.is_contiguous():
                 values = torch.empty(parameter.shape, dtype=torch.float32)
                 self._copies.append((values, parameter))
             self._values.append(to_array(values.view(-1)))

@@ -13,6 +13,7 @@ import pytest
 
 torch = pytest.importorskip("torch")
 
+import commlib_torch  # noqa: E402
 from tests.cuda import standin  # noqa: E402
 from tests.torch_adapter import device_gradients, device_layers, device_training, device_verbs, values  # noqa: E402
 from tests.torch_adapter.late import HostStream, HostTensors  # noqa: E402
@@ -95,3 +96,18 @@ MODULES = device_verbs, device_training, device_gradients, device_layers
 @pytest.mark.parametrize("body", [body for module in MODULES for body in module.BODIES])
 def test_body(comm: Any, place: Place, body: Any) -> None:
     body(comm, place)
+
+
+def test_a_one_bit_optimizer(comm: Any, place: Place) -> None:
+    """It updates parameters of the host; those of a GPU become the same, to the last bit."""
+    host = torch.nn.Parameter(torch.arange(300.0))
+    there = torch.nn.Parameter(place.put(host.detach().clone()))
+    how = {"lr": 0.1, "freeze_step": 2, "comm": comm, "compress_within_node": True}
+    optimizers = [commlib_torch.OneBitAdam([parameter], **how) for parameter in (host, there)]
+    for step in range(4):
+        gradient = torch.randn(300, generator=torch.Generator().manual_seed(10 * step + comm.rank))
+        host.grad, there.grad = gradient.clone(), place.put(gradient)
+        for optimizer in optimizers:
+            optimizer.step()
+        assert torch.equal(there.detach().cpu(), host.detach())
+        assert there.device.type == place.device

@@ -251,11 +251,12 @@ def test_wrong_options(comm: Any, options: dict[str, Any], message: str) -> None
 
 
 @kinds
-def test_parameters_on_a_gpu_are_refused_with_the_reason(comm: Any, kind: Any) -> None:
+def test_parameters_on_other_devices_are_refused_with_the_reason(comm: Any, kind: Any) -> None:
     with FakeTensorMode():  # on a device that this machine need not have
-        parameter = nn.Parameter(torch.empty(2, 3, device="cuda"))
-        with pytest.raises(UsageError, match=rf"{kind.__name__} updates .* of shape \(2, 3\) is on cuda:0"):
+        parameter = nn.Parameter(torch.empty(2, 3, device="xpu"))
+        with pytest.raises(UsageError, match=rf"{kind.__name__} updates .* of shape \(2, 3\) is on xpu:0"):
             kind([parameter], freeze_step=1)
+        kind([nn.Parameter(torch.empty(2, 3, device="cuda"))], freeze_step=1)  # these it copies
 
 
 def test_wrong_parameters(comm: Any) -> None:
