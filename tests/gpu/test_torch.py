@@ -19,6 +19,9 @@ from tests.torch_adapter import device_gradients, device_layers, device_training
 from tests.torch_adapter.late import HostStream, HostTensors  # noqa: E402
 from tests.torch_adapter.place import Place  # noqa: E402
 
+# What lies between the GPUs is the core's.
+pytestmark = pytest.mark.parametrize("comm", ["peers", "staged"], indirect=True)
+
 
 class OnGpu:
     """See `tests.torch_adapter.place.Place`. What is put there comes late: products before the copy take their time."""

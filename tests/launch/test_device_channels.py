@@ -16,7 +16,7 @@ PATHS = pytest.mark.parametrize(
         {},
         pytest.param({"COMMLIB_DEVICE_IPC": "0"}, marks=pytest.mark.long),
         pytest.param({"COMMLIB_DEVICE_PEERS": "0"}, marks=pytest.mark.long),
-        {"COMMLIB_NODE_PATH": "0"},
+        pytest.param({"COMMLIB_NODE_PATH": "0"}, marks=pytest.mark.long),
     ],
     ids=["peers", "between", "staged", "messages"],
 )

@@ -12,6 +12,7 @@ pytestmark = pytest.mark.any_mpi
 QUIET = {"TF_CPP_MIN_LOG_LEVEL": "3", "CUDA_VISIBLE_DEVICES": "-1"}
 
 
+@pytest.mark.long
 def test_files_of_both_frameworks(mpirun, tmp_path):
     """What PyTorch has trained on two ranks goes on in Keras on one, and from there in both on two."""
     pytest.importorskip("tensorflow")

@@ -71,6 +71,7 @@ print("done")
 """
 
 
+@pytest.mark.long
 @pytest.mark.any_mpi
 def test_closed_groups_give_everything_back(mpirun):
     """Memory, descriptors and threads; communicators too: MPICH has fewer than these cycles."""
