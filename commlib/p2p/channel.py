@@ -14,14 +14,14 @@ from commlib import forks
 from commlib.buffers.views import as_host, contiguous
 from commlib.devices.array import DeviceArray
 from commlib.devices.arrays import viewed
-from commlib.dtypes import Array, name_of
+from commlib.dtypes import Array
 from commlib.errors import CommlibError, PeerError, ShutdownError, StallError, TransportError, UsageError
 from commlib.p2p.ends import Ends
 from commlib.p2p.form import Shape
 from commlib.p2p.on_device import fetched
-from commlib.p2p.posted import MOST_DIMENSIONS
 from commlib.p2p.pumps import Pumps
 from commlib.p2p.queued import Queued, Sending
+from commlib.p2p.sendable import check_sendable
 from commlib.p2p.taken import first, taken
 from commlib.runtime.work import Work
 from commlib.transport.base import WaitHook
@@ -259,13 +259,7 @@ class Channel:
 
     def _checked(self, x: Any) -> Array:
         array = viewed(x, "send")
-        if array.dtype != self.dtype:
-            raise UsageError(
-                f"send on {self.text}: x is {name_of(array.dtype)}, but the channel was opened for "
-                f"{name_of(self.dtype)}: convert it, or open another channel"
-            )
-        if array.ndim > MOST_DIMENSIONS:
-            raise UsageError(f"send on {self.text}: x has {array.ndim} dimensions, expected at most {MOST_DIMENSIONS}")
+        check_sendable(array, self.dtype, self.text)
         if type(array) is DeviceArray:
             return fetched(self._group, array, f"send on {self.text}")
         return contiguous(array, "send")

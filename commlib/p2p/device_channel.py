@@ -19,7 +19,7 @@ from commlib.arguments import integer
 from commlib.devices.array import DeviceArray
 from commlib.devices.arrays import device_of
 from commlib.devices.protocol import Device
-from commlib.dtypes import Array, name_of
+from commlib.dtypes import Array
 from commlib.errors import CommlibError, PeerError, ShutdownError, TransportError, UsageError
 from commlib.group.group import Group
 from commlib.p2p.channel import Channel
@@ -28,7 +28,7 @@ from commlib.p2p.device_head import DeviceHead
 from commlib.p2p.device_out import DeviceOut
 from commlib.p2p.ends import Ends
 from commlib.p2p.form import Shape
-from commlib.p2p.posted import MOST_DIMENSIONS
+from commlib.p2p.sendable import check_sendable
 from commlib.p2p.terms import Terms
 from commlib.runtime.work import Work
 
@@ -294,13 +294,7 @@ class DeviceChannel:
                 f"{self.device.name}: copy it there, or open a channel without device="
             )
         array = self.device.wrap(x, "send") if type(x) is not DeviceArray else x
-        if array.dtype != self.dtype:
-            raise UsageError(
-                f"send on {self.text}: x is {name_of(array.dtype)}, but the channel was opened for "
-                f"{name_of(self.dtype)}: convert it, or open another channel"
-            )
-        if array.ndim > MOST_DIMENSIONS:
-            raise UsageError(f"send on {self.text}: x has {array.ndim} dimensions, expected at most {MOST_DIMENSIONS}")
+        check_sendable(array, self.dtype, self.text)
         return array
 
     def _checked_tag(self, tag: int) -> int:

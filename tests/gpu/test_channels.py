@@ -49,18 +49,13 @@ def test_memory_is_given_back(comm, gpu):
         comm.barrier()
 
 
-def test_a_stream_that_waits_in_vain(comm, gpu, monkeypatch):
+@pytest.mark.parametrize(
+    "check", [device_channels.a_stream_that_waits_in_vain, device_channels.a_failed_channel_lets_streams_go]
+)
+def test_streams_that_wait_in_vain(comm, gpu, monkeypatch, check):
     try:
         if comm.rank < 2 and comm.config.device_peers:
-            device_channels.a_stream_that_waits_in_vain(comm, 1 - comm.rank, gpu, gpu.device, monkeypatch)
-    finally:
-        comm.barrier()
-
-
-def test_a_failed_channel_lets_streams_go(comm, gpu, monkeypatch):
-    try:
-        if comm.rank < 2 and comm.config.device_peers:
-            device_channels.a_failed_channel_lets_streams_go(comm, 1 - comm.rank, gpu, gpu.device, monkeypatch)
+            check(comm, 1 - comm.rank, gpu, gpu.device, monkeypatch)
     finally:
         comm.barrier()
 

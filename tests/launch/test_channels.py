@@ -18,6 +18,31 @@ channel.send(np.ones(1000)); channel.recv(); channel.release()
 comm.barrier()
 """
 
+# On the late device, whose arrays the calls here do not see.
+OPEN_THERE = """
+from tests.late import LATE
+LATE.has_signals = True
+channel = comm.channel(1 - comm.rank, "stage", (1000,), "float64", 3, device=LATE)
+channel.send(LATE.put(np.ones(1000))); channel.recv(); channel.release()
+comm.barrier()
+"""
+
+WAYS_THERE = {
+    "peers": {},
+    "between": {"COMMLIB_DEVICE_IPC": "0"},
+    "staged": {"COMMLIB_DEVICE_PEERS": "0"},
+    "messages": {"COMMLIB_NODE_PATH": "0"},
+}
+
+OPENINGS = pytest.mark.parametrize(
+    ("opening", "env"),
+    [
+        pytest.param(OPEN, {}, id="node"),
+        pytest.param(OPEN, {"COMMLIB_NODE_PATH": "0"}, id="messages"),
+        *(pytest.param(OPEN_THERE, env, id=f"device {way}", marks=pytest.mark.long) for way, env in WAYS_THERE.items()),
+    ],
+)
+
 
 def test_a_rank_that_is_killed(mpirun):
     code, out, err = end(
@@ -61,12 +86,12 @@ else:
     assert re.search(r"PeerError .*recv on channel 'stage' with rank 1: .*rank 1 has shut commlib down or left", out)
 
 
-@PATHS
-def test_a_rank_that_raises_ends_the_job(mpirun, env):
+@OPENINGS
+def test_a_rank_that_raises_ends_the_job(mpirun, env, opening):
     code, _, err = end(
         mpirun,
         2,
-        f"""{OPEN}
+        f"""{opening}
 if comm.rank == 1:
     event()
     raise ValueError("out of luck")
@@ -77,12 +102,12 @@ channel.recv()
     assert code != 0 and "ValueError: out of luck" in err
 
 
-@PATHS
-def test_an_endless_wait_ends_with_the_timeout(mpirun, env):
+@OPENINGS
+def test_an_endless_wait_ends_with_the_timeout(mpirun, env, opening):
     code, _, err = end(
         mpirun,
         2,
-        f"""{OPEN}
+        f"""{opening}
 if comm.rank == 1:
     event()
     time.sleep(30)

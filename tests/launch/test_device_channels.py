@@ -6,28 +6,16 @@ import re
 
 import pytest
 
+from tests.launch.test_channels import OPEN_THERE as OPEN
+from tests.launch.test_channels import WAYS_THERE
 from tests.launch.test_failures import end, hydra, names_rank_1
 
 __all__ = ["hydra"]
 
 PATHS = pytest.mark.parametrize(
     "env",
-    [
-        {},
-        pytest.param({"COMMLIB_DEVICE_IPC": "0"}, marks=pytest.mark.long),
-        pytest.param({"COMMLIB_DEVICE_PEERS": "0"}, marks=pytest.mark.long),
-        pytest.param({"COMMLIB_NODE_PATH": "0"}, marks=pytest.mark.long),
-    ],
-    ids=["peers", "between", "staged", "messages"],
+    [pytest.param(env, id=way, marks=[pytest.mark.long] * (way != "peers")) for way, env in WAYS_THERE.items()],
 )
-
-OPEN = """
-from tests.late import LATE
-LATE.has_signals = True
-channel = comm.channel(1 - comm.rank, "stage", (1000,), "float64", 3, device=LATE)
-channel.send(LATE.put(np.ones(1000))); channel.recv(); channel.release()
-comm.barrier()
-"""
 
 
 @PATHS
@@ -76,39 +64,6 @@ channel.recv()
         env=env,
     )
     assert code != 0 and names_rank_1(out, err)
-
-
-@PATHS
-def test_a_rank_that_raises_ends_the_job(mpirun, env):
-    code, _, err = end(
-        mpirun,
-        2,
-        f"""{OPEN}
-if comm.rank == 1:
-    event()
-    raise ValueError("out of luck")
-channel.recv()
-""",
-        env=env,
-    )
-    assert code != 0 and "ValueError: out of luck" in err
-
-
-@PATHS
-def test_an_endless_wait_ends_with_the_timeout(mpirun, env):
-    code, _, err = end(
-        mpirun,
-        2,
-        f"""{OPEN}
-if comm.rank == 1:
-    event()
-    time.sleep(30)
-channel.recv()
-""",
-        env={**env, "COMMLIB_TIMEOUT": "2"},
-    )
-    assert code != 0
-    assert re.search(r"StallError: world: recv on channel 'stage' with rank 1: rank 0: gave up after 2", err)
 
 
 @PATHS

@@ -21,7 +21,6 @@ from commlib.kernels.cuda.sources import OPTIONS, whole
 _LANES = 32  # threads of a worker
 _WORKERS_OF_A_BLOCK = 8
 _THREADS = _WORKERS_OF_A_BLOCK * _LANES
-_WORKERS_OF_A_MULTIPROCESSOR = 64  # as many as may reside there at most: 2,048 threads
 
 
 class Memory(Protocol):
@@ -45,9 +44,7 @@ class CupyLauncher:
     def __init__(self, device: Memory, cupy: Any) -> None:
         self._device, self._cupy = device, cupy
         runtime = cupy.cuda.runtime
-        multiprocessors = runtime.deviceGetAttribute(runtime.cudaDevAttrMultiProcessorCount, device.index)
-        self._multiprocessors = multiprocessors
-        self.most_workers: int = _WORKERS_OF_A_MULTIPROCESSOR * multiprocessors
+        self._multiprocessors: int = runtime.deviceGetAttribute(runtime.cudaDevAttrMultiProcessorCount, device.index)
         self._capability = int(cupy.cuda.Device(device.index).compute_capability)
         # And of how many blocks at most: more would begin when the first ones have ended, and find too little to do.
         self._functions: dict[tuple[Any, ...], tuple[Any, int]] = {}

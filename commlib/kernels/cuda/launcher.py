@@ -12,13 +12,9 @@ Defines = Mapping[str, object]
 class Launcher(Protocol):
     """Run kernels of the .cu files beside this one, queued on the current stream."""
 
-    @property
-    def most_workers(self) -> int:
-        """As many workers (warps) as fill the device; a kernel's loop does what is more."""
-        ...
-
     def launch(self, source: str, kernel: str, defines: Defines, workers: int, *args: Any) -> None:
-        """Queue `kernel` of the file `source` with at least `workers` workers, but no more than fill the device.
+        """Queue `kernel` of the file `source` with at least `workers` workers, but no more than fill the device:
+        a kernel's loop does what is more.
 
         args: numpy scalars (or 0-d structured arrays), each of exactly the type that the kernel declares; an address is
         a numpy.uint64. With no workers nothing is queued.

@@ -8,18 +8,8 @@ struct Arrays {
     u32 items[ARRAYS]; // how many items there are up to its end
 };
 
-struct Copying {
-    const u8 *source;
-    u8 *target;
-
-    template <u32 N>
-    __device__ void run(u64 start) const {
-        write(target + start, read<u8, N>(source + start));
-    }
-};
-
 __device__ inline void copy(u8 *target, const u8 *source, u64 nbytes) {
-    each_run<16>(target, nbytes, lane(), LANES, Copying{source, target});
+    each_run<16>(target, nbytes, lane(), LANES, Copying<u8>{source, target});
 }
 
 // Call body(address, place in the packed array, bytes) for each item of this worker.

@@ -19,20 +19,10 @@ struct Rows {
     __device__ float factor(i32 place) const { return place < 0 && factors ? factors[~place] : 1.0f; }
 };
 
-struct Copying {
-    const ELEMENT *row;
-    ELEMENT *target;
-
-    template <u32 N>
-    __device__ void run(u64 start) const {
-        write(target + start, read<ELEMENT, N>(row + start));
-    }
-};
-
 extern "C" __global__ void take_rows(Rows rows, const i32 *places, u64 count, ELEMENT *target) {
     for (u64 i = worker(); i < count; i += workers()) {
         ELEMENT *to = target + i * rows.width;
-        each_run<WIDE<ELEMENT>>(to, rows.width, lane(), LANES, Copying{rows.at(places[i]), to});
+        each_run<WIDE<ELEMENT>>(to, rows.width, lane(), LANES, Copying<ELEMENT>{rows.at(places[i]), to});
     }
 }
 KERNEL(take_rows)

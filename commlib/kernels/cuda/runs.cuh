@@ -110,6 +110,18 @@ __device__ inline void each_run(const T *aligned, u64 count, u64 first, u64 step
     }
 }
 
+// A body that copies.
+template <class T>
+struct Copying {
+    const T *source;
+    T *target;
+
+    template <u32 N>
+    __device__ void run(u64 start) const {
+        write(target + start, read<T, N>(source + start));
+    }
+};
+
 template <u32 N, class T, class Body>
 __device__ inline void each_run(const T *aligned, u64 count, const Body &body) {
     each_run<N>(aligned, count, thread(), threads(), body);

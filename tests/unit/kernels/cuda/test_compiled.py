@@ -31,8 +31,6 @@ Told = tuple[str, ...]
 class Recorder:
     """A Launcher that notes what would be compiled. What it reads is zero."""
 
-    most_workers = 1000
-
     def __init__(self) -> None:
         self.modules: dict[str, dict[Told, set[str]]] = {}  # of each source: the kernels that are launched
 
