@@ -182,9 +182,11 @@ class CudaDevice:
         runtime.memcpyAsync(target, source, nbytes, runtime.memcpyDefault, stream)
 
     def repeatable(self, run: Callable[[], None]) -> Callable[[], None]:
-        with self.tape.recording() as queued:
+        with self.tape.recording() as recording:
             run()
-        current, gpu, index = self._cuda.get_current_stream, self._gpu, self.index
+        if not recording.is_whole:
+            return run
+        current, gpu, index, queued = self._cuda.get_current_stream, self._gpu, self.index, recording.queued
 
         def again() -> None:
             stream = current(index).ptr

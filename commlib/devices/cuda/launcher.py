@@ -73,9 +73,8 @@ class CupyLauncher:
             return self._functions[key]
 
     def scratch(self, nbytes: int) -> Any:
-        memory = self._device.memory(nbytes, "a kernel's scratch memory")
-        self._device.tape.add(_keep, memory)  # what is queued again uses it again
-        return memory
+        self._device.tape.note_memory()
+        return self._device.memory(nbytes, "a kernel's scratch memory")
 
     def read(self, memory: Any, dtype: Any) -> Array:
         device = self._device
@@ -100,7 +99,3 @@ class _Launch:
 
     def __call__(self, stream: int) -> None:
         self._queue(self._handle, self._blocks, 1, 1, _THREADS, 1, 1, 0, stream, self._pointers, 0)
-
-
-def _keep(stream: int, memory: DeviceArray) -> None:
-    """Queue nothing."""

@@ -50,7 +50,7 @@ def test_it_goes_to_the_stream_that_is_current_then(gpu, slowly):
 
 
 def test_more_arrays_than_fit_among_the_arguments(gpu):
-    """Their addresses are in memory of the device, which what is queued again keeps."""
+    """Their addresses are in memory of the device, which is taken anew each time: nobody else uses it meanwhile."""
     arrays = [array(gpu, number + 1, count=33) for number in range(40)]
     x, target = array(gpu, 0, count=33)
     operands = [there for _, there in arrays]
