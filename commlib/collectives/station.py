@@ -37,11 +37,12 @@ class Station:
 
     def __init__(self, group: Group, device: Device) -> None:
         self._group, self.device = group, device
-        self._stream = self._last = device.stream()
-        self._done: Event | None = None  # behind what the last call has queued, on the stream `_last`
-        self._moved: Event | None = None
-        self.way_back = device.stream()
+        self._stream, self.way_back = device.stream(), device.stream()
         """The second one is for copies to the device, beside those from it; in order with the first where calls end."""
+        self._done: Event | None = None  # behind what the last call has queued
+        self._moved: Event | None = (
+            None  # the same, of calls on their callers' streams: one event, recorded anew each time
+        )
         self._blocks: dict[int, Array] = {}
         # The arrays of calls whose last work is under way: their memory must not be used for anything else.
         self._held: deque[tuple[Event, Any]] = deque()
@@ -54,7 +55,7 @@ class Station:
             self._held.popleft()
         with self.device.using(self._stream):
             self._stream.wait(ready)
-            self._go_on(self._stream)
+            self._await_last(self._stream)
             try:
                 value = run(x, target, self._group.watch(f"{text}: copies to and from {self.device.name}", ()))
             finally:
@@ -64,7 +65,7 @@ class Station:
 
     def run_there(self, stream: Stream, run: Run, x: Any, target: Any, on_wait: OnWait) -> Any:
         """Do a call, which only queues, on its caller's stream, where its arrays are ready; return its value."""
-        self._go_on(stream)
+        self._await_last(stream)
         try:
             if stream == self.device.current():
                 return run(x, target, on_wait)
@@ -73,12 +74,10 @@ class Station:
         finally:
             self._done = self._moved = stream.record(self._moved)
 
-    def _go_on(self, stream: Stream) -> None:
-        """Let a stream wait for the last call, if that is on another one."""
-        if stream != self._last:
-            if self._done is not None:
-                stream.wait(self._done)
-            self._last = stream
+    def _await_last(self, stream: Stream) -> None:
+        """Let a stream wait for the last call. On its own stream, too: another one may have its number by now."""
+        if self._done is not None:
+            stream.wait(self._done)
 
     def block(self, number: int, nbytes: int, on_wait: OnWait) -> Array:
         """Return host memory (uint8). The same number is the same memory, for whoever asks for no more than before."""
