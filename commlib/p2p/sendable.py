@@ -1,4 +1,4 @@
-"""What may be sent on a channel."""
+"""Check what is sent on a channel."""
 
 from __future__ import annotations
 
