@@ -149,6 +149,15 @@ class Communicator:
         """Return what to call again and again in a wait of this rank for itself: it raises to end the wait."""
         return self.group.watch(text, ())
 
+    def ways(self, device: Any = "cuda") -> tuple[str, ...]:
+        """Return the names of the ways on which the data of a device's arrays can go, the first choice first.
+
+        "node" or "hierarchical" (between the devices of a node), "nccl", "messages" (MPI on the devices' memory),
+        "host": each can be asked for as `algorithm=`. Makes what they need. Collective, with the same device, or kind
+        of device, on all ranks. Raises UsageError if this rank has no such device.
+        """
+        return self._calls.open_ways(device_named(device, "ways") if isinstance(device, str) else device)
+
     # Reductions
 
     def all_reduce(self, x: Any, op: str = "sum", *, out: Any = None, algorithm: str = "auto") -> Any:

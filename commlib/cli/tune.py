@@ -13,17 +13,20 @@ import typer
 
 from commlib import folders
 from commlib.cli.prediction import rate
+from commlib.config import ranks_text
 from commlib.console.progress import shown
 from commlib.console.text import bytes_text, columns, seconds_text
 from commlib.cost.chooser import Chooser
 from commlib.cost.hierarchical import RAIL_BYTES
-from commlib.cost.records import Entry
+from commlib.cost.model import DEFAULT
+from commlib.cost.records import Entry, Fitted
 from commlib.cost.table import Table, default_path
 from commlib.errors import CommlibError, UsageError
 from commlib.schedule import algorithms
 
 if TYPE_CHECKING:
     from commlib.communicator import Communicator
+    from commlib.devices.protocol import Device
 
 
 def tune(
@@ -31,8 +34,11 @@ def tune(
     out: Annotated[
         Path | None, typer.Option(help="File to write. [default: COMMLIB_TUNING_FILE, or in ~/.cache]")
     ] = None,
+    device: Annotated[
+        str, typer.Option(help="Measure the ways of arrays on such devices: cuda, one GPU for each rank.")
+    ] = "",
 ) -> None:
-    """Measure this cluster: mpirun -n 8 commlib tune.
+    """Measure this cluster: mpirun -n 8 commlib tune, and where there are GPUs commlib tune --device cuda, too.
 
     Run it on as many nodes and ranks as the programs that are to gain from it. What the file knows of other numbers
     of nodes and ranks, or of other MPI libraries, stays.
@@ -44,7 +50,7 @@ def tune(
     os.environ["COMMLIB_TUNING_FILE"] = "none"  # it need not exist yet, and must not decide what is measured
     os.environ.setdefault("COMMLIB_CHECK_FIRST", "0")  # comparing calls would be measured as well
     try:
-        _tune(named, seconds)
+        _tune(named, seconds, device)
     except CommlibError as error:
         if error.at_start:
             raise
@@ -52,11 +58,11 @@ def tune(
         raise typer.Exit(2 if isinstance(error, UsageError) else 1) from error
 
 
-def _tune(named: Path | None, seconds: float) -> None:
+def _tune(named: Path | None, seconds: float, device: str) -> None:
     import commlib
 
     comm = commlib.init()  # says what is wrong with MPI, where the next import would only fail
-    from commlib.tune.measure import measure
+    from commlib.tune.measure import measure, measure_on
 
     path, private = named or default_path(), named is None
     known = Table()
@@ -67,18 +73,44 @@ def _tune(named: Path | None, seconds: float) -> None:
 
     if not _on_first_rank(comm, load):
         raise typer.Exit(2)
+    on = _device(comm, device) if device else None
     if comm.rank == 0:
         nodes = len(comm.topology.nodes)
-        where = f"{comm.size} ranks on {nodes} node{'s' * (nodes > 1)}"
+        where = f"{comm.size} ranks on {nodes} node{'s' * (nodes > 1)}" + f", arrays on {device}" * bool(device)
         typer.echo(f"commlib tune: measuring {where} for {seconds:g} s", err=True)
     with shown("commlib tune", seconds, silent=comm.rank != 0) as progress:
-        table = measure(comm, seconds, progress)
+        table = measure(comm, seconds, progress) if on is None else measure_on(comm, on, seconds, progress)
     saved = _on_first_rank(comm, lambda: known.updated(table).save(path, private=private))
     if comm.rank == 0:
         typer.echo(summary(table) + (f"\n\nwritten to {path}" if saved else ""))
     commlib.shutdown()
     if not saved:
         raise typer.Exit(2)
+
+
+def _device(comm: Communicator, kind: str) -> Device:
+    """Return this rank's device. Raises Exit on all ranks if one of them has none; rank 0 says which."""
+    from commlib.devices.arrays import device_named
+
+    found: Device | None = None
+    refusal = ""
+    try:
+        if kind == "cuda":
+            from commlib.devices.cuda import process
+
+            nodes, rank = comm.topology.nodes, comm.rank
+            process.choose(nodes[comm.topology.node(rank)].index(rank))
+        found = device_named(kind, "tune")
+    except UsageError as error:
+        refusal = str(error)
+    told = comm.all_gather_object(refusal)
+    if found is None or any(told):
+        if comm.rank == 0:
+            for text in dict.fromkeys(filter(None, told)):
+                ranks = ranks_text([rank for rank, other in enumerate(told) if other == text])
+                typer.echo(f"commlib tune: {ranks}: {text}", err=True)
+        raise typer.Exit(2)
+    return found
 
 
 def _on_first_rank(comm: Communicator, do: Callable[[], None]) -> bool:
@@ -112,44 +144,68 @@ def _open(path: Path, private: bool) -> Table:
 
 def summary(table: Table) -> str:
     """Return what was measured, and what the model makes of the same machine."""
-    fitted = table.machines[0]
+    fitted = table.machines[0] if table.machines else None
+    parts = [] if fitted is None else [_links(fitted)]
+    chooser = Chooser(DEFAULT if fitted is None else fitted.machine)
+    for place in dict.fromkeys(map(_place, table.entries)):
+        parts.append(_place_text(*place))
+        for entry in table.entries:
+            if _place(entry) == place:
+                parts.append(columns(_way_rows(entry) if entry.device else _entry_rows(entry, chooser), left=2))
+    return "\n\n".join([*parts, *_left_out(table)])
+
+
+def _links(fitted: Fitted) -> str:
     rows = [["link", "alpha", "bandwidth"]]
     for name, link in (("node", fitted.node), ("network", fitted.network)):
         rows.append([name, *((seconds_text(link.alpha), rate(link.beta)) if link else ("not measured", ""))])
     rows.append(["combining", "", rate(fitted.gamma)])
-    parts = [f"measured with {fitted.library}\n\n{columns(rows)}"]
-    chooser = Chooser(fitted.machine)
-    for place in dict.fromkeys((entry.nodes, entry.ranks_per_node) for entry in table.entries):
-        parts.append(_place_text(*place))
-        entries = (entry for entry in table.entries if (entry.nodes, entry.ranks_per_node) == place)
-        parts += [columns(_entry_rows(entry, chooser), left=2) for entry in entries]
-    return "\n\n".join([*parts, *_left_out(table)])
+    return f"measured with {fitted.library}\n\n{columns(rows)}"
+
+
+def _place(entry: Entry) -> tuple[int, int, str]:
+    return entry.nodes, entry.ranks_per_node, entry.device
 
 
 def _left_out(table: Table) -> list[str]:
     """Say for which sizes there was no time."""
-    from commlib.tune.measure import SIZES
+    from commlib.tune.measure import DEVICE_SIZES, SIZES
 
     in_rails = {entry.nodes for entry in table.entries if entry.nodes > 1 and entry.ranks_per_node > 1}
-    reached: dict[tuple[int, int], int] = {}
+    reached: dict[tuple[int, int, str], int] = {}
     for entry in table.entries:
-        place = entry.nodes, entry.ranks_per_node
+        place = _place(entry)
         nbytes = max(time.up_to for time in entry.times) // 2
         # One rail carries small data only, where there are several.
-        whole = RAIL_BYTES if entry.ranks_per_node == 1 and entry.nodes in in_rails else SIZES[-1]
+        on_one_rail = not entry.device and entry.ranks_per_node == 1 and entry.nodes in in_rails
+        whole = RAIL_BYTES if on_one_rail else (DEVICE_SIZES if entry.device else SIZES)[-1]
         if nbytes < whole:
             reached[place] = min(nbytes, reached.get(place, nbytes))
     if not reached:
         return []
     lines = [f"{_place_text(*place)}: no time for all beyond {bytes_text(nbytes)}" for place, nbytes in reached.items()]
-    return ["\n".join([*lines, "the model decides there: more --seconds measure it"])]
+    instead = "the order of the ways" if any(device for *_, device in reached) else "the model"
+    return ["\n".join([*lines, f"{instead} decides there: more --seconds measure it"])]
 
 
-def _place_text(nodes: int, ranks_per_node: int) -> str:
+def _place_text(nodes: int, ranks_per_node: int, device: str = "") -> str:
+    if device:
+        where = "a node" if nodes == 1 else f"{nodes} nodes, up to {ranks_per_node} on each"
+        count = f"the {ranks_per_node}" if nodes == 1 else "all"
+        return f"arrays on {device}, among {count} ranks of {where}"
     if nodes == 1:
         return f"among the {ranks_per_node} ranks of a node"
     times = f", {ranks_per_node} times side by side" if ranks_per_node > 1 else ""
     return f"between {nodes} nodes, one rank of each{times}"
+
+
+def _way_rows(entry: Entry) -> list[list[str]]:
+    rows = [[entry.verb, "fastest", "took", "next", "took"]]
+    for up_to in dict.fromkeys(time.up_to for time in entry.times):
+        first, *others = entry.competitors(up_to)
+        second = [others[0].algorithm, seconds_text(others[0].seconds)] if others else ["-", ""]
+        rows.append([bytes_text(up_to // 2), first.algorithm, seconds_text(first.seconds), *second])
+    return rows
 
 
 def _entry_rows(entry: Entry, chooser: Chooser) -> list[list[str]]:

@@ -1,4 +1,4 @@
-"""NCCL path: collectives on arrays of GPUs by NVIDIA's library, where each rank has a GPU of its own.
+"""NCCL: the way of collectives on arrays of GPUs by NVIDIA's library, where each rank has a GPU of its own.
 
 It is made by a group's first call that goes this way. A result is the same to the last bit on all ranks, but NCCL adds
 up in an order of its own: floats are not the same bits as by other paths, nor in every run. What is promised of
@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import logging
 import os
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -74,31 +74,31 @@ class Told:
 
 
 class Nccl:
-    """Hold how the ranks of a group reach each other by NCCL, once that is made. refusal: why it cannot be."""
+    """See `ways.Way`: how the ranks of a group reach each other by NCCL, once that is made."""
+
+    name, only_queues = NAME, False
 
     def __init__(self, group: Group, device: Device) -> None:
         self._group, self._device = group, device
         self._ranks: NcclRanks | None = None
         self.refusal = ""
 
-    def may_choose(self, verb: Verb, call: Call) -> bool:
-        """Return whether "auto" may take it, as far as is known. The same on all ranks."""
+    @property
+    def is_open(self) -> bool:
+        return self._ranks is not None
+
+    def takes(self, verb: Verb, call: Call) -> bool:
+        if call.algorithm == NAME:
+            return True
         if call.algorithm != "auto" or self._group.size == 1 or self.refusal or refusal(self._group, verb, call):
             return False
         return not (call.op in ("min", "max") and name_of(call.dtype) in FLOATS)  # NaN: see above
 
-    def through(self, verb: Verb, call: Call, otherwise: Callable[[], Run] | None = None) -> Run:
-        """Return what does a call by NCCL, or else as what `otherwise` returns; None: it raises UsageError."""
-        group, move, instead = self._group, partial(self._move, verb, call), list[Run]()
+    def run(self, verb: Verb, call: Call) -> Run:
+        group, text, move = self._group, call.text, partial(self._move, verb, call)
 
         def run(x: DeviceArray, target: DeviceArray, on_wait: OnWait) -> Any:
-            if self._open(call.text) is not None:
-                return group.perform_call(call.text, move, x.reshape(-1), target.reshape(-1))
-            if otherwise is None:
-                raise UsageError(f"{verb.name}: algorithm {NAME!r}: {self.refusal}")
-            if not instead:
-                instead.append(otherwise())
-            return instead[0](x, target, on_wait)
+            return group.perform_call(text, move, x.reshape(-1), target.reshape(-1))
 
         return run
 
@@ -107,12 +107,11 @@ class Nccl:
         if call.count:
             MOVES[verb.name](self._ranks, call, self._group.size, x, target)
 
-    def _open(self, text: str) -> NcclRanks | None:
-        """Return the ranks' NCCL, made by the first call of all; None if there can be none."""
+    def open(self, text: str, on_wait: OnWait) -> bool:
         if self._ranks is None and not self.refusal:
             first = f"{text}, which first starts NCCL"
             self._group.perform_call(first, partial(self._make, first), meets=True)
-        return self._ranks
+        return self.is_open
 
     def _make(self, text: str) -> None:
         group = self._group

@@ -1,4 +1,4 @@
-"""Node path on devices: move data between the devices of a node's ranks; on several nodes, between those and in them.
+"""Node way on devices: move data between the devices of a node's ranks; on several nodes, between those and in them.
 
 A group's first call with arrays of a device finds out whether its ranks' streams can meet and their memory can be
 shared; where one of them cannot, the group's calls go through the host from then on.
@@ -7,12 +7,10 @@ shared; where one of them cannot, the group's calls go through the host from the
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable
 from functools import partial
 from typing import Any
 
 from commlib.collectives.call import Call
-from commlib.collectives.device_call import DeviceCall
 from commlib.collectives.paths import Verb
 from commlib.collectives.station import OnWait, Run, Station
 from commlib.devices.array import DeviceArray
@@ -30,7 +28,7 @@ class Peers:
     """Hold where the ranks of a group meet on one kind of device, once that is made."""
 
     def __init__(self, group: Group, station: Station) -> None:
-        self._group, self._station = group, station
+        self.group, self._station = group, station
         self.board: DeviceBoard | None = None
         self.refusal = _refusal(group)
 
@@ -38,7 +36,7 @@ class Peers:
         """Return whether a call may go between the devices, as far as is known. The same on all ranks."""
         if self.refusal:
             return False
-        if self._group.one_node:
+        if self.group.one_node:
             has_form = verb.exchange is not None or verb.on_devices is not None
             return has_form and call.algorithm in ("auto", "node", "")
         return verb.hierarchical_on_devices is not None and call.algorithm in ("auto", "hierarchical")
@@ -46,23 +44,23 @@ class Peers:
     @property
     def may_exchange(self) -> bool:
         """Return whether rows may go between the devices, as far as is known. The same on all ranks."""
-        return self._group.one_node and not self.refusal
+        return self.group.one_node and not self.refusal
 
     def opened(self) -> tuple[DeviceBoard, Open]:
         """Return the board, which is there, and what makes its slots."""
         assert self.board is not None
-        group = self._group
+        group = self.group
         return self.board, partial(self.board.open_slots, group.config.device_slot_kib * 1024, group.gather_in_node)
 
     def open(self, text: str, on_wait: OnWait) -> DeviceBoard | None:
         """Return the board of this node, made by the first call of all ranks; None if some node can have none."""
         if self.board is None and not self.refusal:
             first = f"{text}, which first lets streams of {self._station.device.name} meet"
-            self._group.perform_call(first, partial(self._make, on_wait), meets=True)
+            self.group.perform_call(first, partial(self._make, on_wait), meets=True)
         return self.board
 
     def _make(self, on_wait: OnWait) -> None:
-        group, device, made, refusal = self._group, self._station.device, None, ""
+        group, device, made, refusal = self.group, self._station.device, None, ""
         memory, gather = group.symmetric_on(device), group.gather_in_node
         try:
             board, node = group.open().board, group.hierarchy.node
@@ -92,51 +90,50 @@ def _refusal(group: Group) -> str:
     return "" if min(map(len, group.topology.nodes)) > 1 else "some node has one rank"
 
 
-def through_peers(
-    peers: Peers,
-    station: Station,
-    group: Group,
-    verb: Verb,
-    call: Call,
-    better: Callable[[Callable[[], Run]], Run] | None,
-    otherwise: Callable[[], Run],
-) -> DeviceCall:
-    """Return a call between the ranks' devices, or else as what `otherwise` returns.
+class Between:
+    """See `ways.Way`: between the devices of a node, in each other's memory; by_host: in the host's if need be."""
 
-    better: makes of the other ways one that is to be tried before them, where devices are out of each other's reach.
-    """
-    made: list[Move] = []
-    chosen: list[Run] = []
-    text = call.text
+    def __init__(self, peers: Peers, *, by_host: bool = False) -> None:
+        self._peers, self._by_host = peers, by_host
+        self.name = "node" if peers.group.one_node else "hierarchical"
 
-    def move(x: DeviceArray, target: DeviceArray, on_wait: OnWait) -> None:
-        if not made:
-            made.append(_made(peers, group, verb, call))
-        made[0](x, target, on_wait)
+    @property
+    def refusal(self) -> str:
+        return self._peers.refusal
 
-    def between(x: DeviceArray, target: DeviceArray, on_wait: OnWait) -> Any:
-        return group.perform_call(text, move, x.reshape(-1), target.reshape(-1), on_wait)
+    @property
+    def is_open(self) -> bool:
+        board = self._peers.board
+        return board is not None and (self._by_host or not board.by_host)
 
-    def run(x: DeviceArray, target: DeviceArray, on_wait: OnWait) -> Any:
-        if not chosen:
-            board = peers.open(text, on_wait)
-            if board is None:
-                chosen.append(otherwise() if better is None else better(otherwise))
-            elif better is not None and board.by_host:
-                chosen.append(better(lambda: between))
-            else:
-                chosen.append(between)
-        return chosen[0](x, target, on_wait)
+    @property
+    def only_queues(self) -> bool:
+        return self._peers.group.one_node
 
-    def only_queues() -> bool:
-        return chosen == [between] and group.one_node
+    def takes(self, verb: Verb, call: Call) -> bool:
+        return self._peers.may_take(verb, call)
 
-    on_wait = group.on_wait(f"{text}: copies to and from {station.device.name}")
-    return DeviceCall(group.progress, text, station, run, only_queues=only_queues, on_wait=on_wait)
+    def open(self, text: str, on_wait: OnWait) -> bool:
+        self._peers.open(text, on_wait)
+        return self.is_open
+
+    def run(self, verb: Verb, call: Call) -> Run:
+        group, text, peers = self._peers.group, call.text, self._peers
+        made: list[Move] = []
+
+        def move(x: DeviceArray, target: DeviceArray, on_wait: OnWait) -> None:
+            if not made:
+                made.append(_made(peers, verb, call))
+            made[0](x, target, on_wait)
+
+        def run(x: DeviceArray, target: DeviceArray, on_wait: OnWait) -> Any:
+            return group.perform_call(text, move, x.reshape(-1), target.reshape(-1), on_wait)
+
+        return run
 
 
-def _made(peers: Peers, group: Group, verb: Verb, call: Call) -> Move:
-    board, open_slots = peers.opened()
+def _made(peers: Peers, verb: Verb, call: Call) -> Move:
+    group, (board, open_slots) = peers.group, peers.opened()
     if not group.one_node:
         assert verb.hierarchical_on_devices is not None
         return verb.hierarchical_on_devices(board, open_slots, group, call)

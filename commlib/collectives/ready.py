@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from commlib.collectives.call import Call
+from commlib.collectives.device_call import DeviceCall
 from commlib.collectives.hierarchical import Hierarchical
 from commlib.collectives.native import Native
 from commlib.collectives.node import Node, Opening
@@ -17,7 +18,7 @@ from commlib.collectives.node_on_device import Peers
 from commlib.collectives.operands import Result
 from commlib.collectives.paths import Path, Verb, compile_call
 from commlib.collectives.scheduled import Scheduled
-from commlib.collectives.staged import compile_on_device, made_on_device
+from commlib.collectives.staged import made_on_device
 from commlib.collectives.station import Station
 from commlib.devices.array import DeviceArray
 from commlib.devices.arrays import is_contiguous, overlap, viewed
@@ -32,7 +33,7 @@ from commlib.runtime.compiled import Compiled, Plan
 from commlib.runtime.work import Work
 
 if TYPE_CHECKING:
-    from commlib.collectives.nccl import Nccl
+    from commlib.collectives.ways import Ways
 
 PATHS: tuple[Path, ...] = (Native(), Node(), Hierarchical(), Scheduled())
 
@@ -58,7 +59,7 @@ class Calls:
         self._tables: defaultdict[str, dict[Hashable, Known]] = defaultdict(dict)
         self._stations: dict[Any, Station] = {}
         self._peers: dict[Any, Peers] = {}
-        self._nccl: dict[Any, Nccl] = {}
+        self._ways: dict[Any, Ways] = {}
 
     def find(self, verb: Verb, call: Call, key: Hashable, shape: tuple[int, ...] = ()) -> Compiled:
         """Return the compiled call for `key`, made if need be, with which `plain` finds it from then on."""
@@ -106,14 +107,27 @@ class Calls:
         group = self.group
         if not call.device and call.algorithm != "nccl":
             return compile_call(PATHS, group, verb, call)
-        from commlib.collectives.nccl import Nccl, check  # not before somebody has a device
+        from commlib.collectives.nccl import check  # not before somebody has a device
 
         check(group, verb, call)
-        device = named(call.device)
-        nccl = self._nccl.get(device)
-        if nccl is None:
-            nccl = self._nccl[device] = Nccl(group, device)
-        return compile_on_device(PATHS, self.station(device), self.peers(device), nccl, group, verb, call)
+        return self.ways(named(call.device)).compile(verb, call)
+
+    def ways(self, device: Device) -> Ways:
+        """Return how the data of a device's arrays may go."""
+        ways = self._ways.get(device)
+        if ways is None:
+            from commlib.collectives.ways import Ways
+
+            ways = self._ways[device] = Ways(PATHS, self.group, self.station(device), self.peers(device))
+        return ways
+
+    def open_ways(self, device: Device) -> tuple[str, ...]:
+        """Return the names of the ways of a device that are there. Collective."""
+        text, ways = f"ways of {device.name}", self.ways(device)
+        call = DeviceCall(
+            self.group.progress, text, self.station(device), lambda x, _, on_wait: ways.open(text, on_wait)
+        )
+        return call.now(None, None)  # type: ignore[no-any-return]
 
     def peers(self, device: Device) -> Peers:
         """Return where the ranks of the group meet on a device."""
@@ -166,7 +180,7 @@ class Calls:
             station.close()
         self._stations.clear()
         self._peers.clear()
-        self._nccl.clear()
+        self._ways.clear()
         self.all_reduces.clear()
         self.uneven.clear()
         self._tables.clear()

@@ -1,4 +1,4 @@
-"""Staged: the path of device arrays through host memory. Any call can go this way, by any path of the host's.
+"""Staged: the way of device arrays through host memory. Any call can go this way, by any path of the host's.
 
 Large arrays go in pieces: while the host works on one, the next is on its way out and the last on its way back.
 """
@@ -6,13 +6,10 @@ Large arrays go in pieces: while the host works on one, the next is on its way o
 from __future__ import annotations
 
 from dataclasses import replace
-from functools import partial
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import Any, Protocol
 
-from commlib.collectives.by_messages import MessageCall
 from commlib.collectives.call import Call
 from commlib.collectives.device_call import DeviceCall
-from commlib.collectives.node_on_device import Peers, through_peers
 from commlib.collectives.paths import Path, Verb, compile_call
 from commlib.collectives.station import OnWait, Run, Station
 from commlib.devices.array import DeviceArray
@@ -22,9 +19,6 @@ from commlib.dtypes import Array
 from commlib.group.group import Group
 from commlib.runtime.compiled import Compiled
 
-if TYPE_CHECKING:
-    from commlib.collectives.nccl import Nccl
-
 
 class Stations(Protocol):
     """Keep a group's stations."""
@@ -32,41 +26,32 @@ class Stations(Protocol):
     def station(self, device: Device) -> Station: ...
 
 
-def compile_on_device(
-    paths: tuple[Path, ...], station: Station, peers: Peers, nccl: Nccl, group: Group, verb: Verb, call: Call
-) -> Compiled:
-    """Compile a call on arrays of a device: between the devices of a node, where they can reach each other; else by
-    NCCL; else of its memory where the transport takes that, by the path that `algorithm` names if it takes it too, or
-    by messages; on the host's paths otherwise."""
-    last = partial(_without_peers, paths, station, group, verb, call)
-    better = partial(nccl.through, verb, call) if nccl.may_choose(verb, call) else None
-    if call.algorithm == "nccl":
-        run = nccl.through(verb, call)
-    elif peers.may_take(verb, call):
-        return through_peers(peers, station, group, verb, call, better, last)
-    else:
-        run = last() if better is None else better(last)
-    return DeviceCall(group.progress, call.text, station, run, blocks=call.algorithm == "native")
+class Staged:
+    """See `ways.Way`. It is always there, and takes every call that names no way that the host has not."""
 
+    name, refusal, is_open, only_queues = "host", "", True, False
 
-def _without_peers(paths: tuple[Path, ...], station: Station, group: Group, verb: Verb, call: Call) -> Run:
-    named = next((path for path in paths if path.name and path.name == call.algorithm), None)
-    if group.transport.accepts(call.device) and (named is None or named.takes_devices):
-        if named is None:
-            direct: Compiled = MessageCall(group, call.text, verb.messages(group, call))
-        else:
-            direct = compile_call(paths, group, verb, call)
+    def __init__(self, paths: tuple[Path, ...], group: Group, station: Station) -> None:
+        self._paths, self._group, self._station = paths, group, station
 
-        def there(x: Any, target: Any, on_wait: OnWait) -> Any:
-            return direct.perform(x, target)
+    def takes(self, verb: Verb, call: Call) -> bool:
+        return call.algorithm not in ("nccl", "messages")
 
-        return there
-    if verb.elementwise:
-        count = max(1, group.config.staging_kib * 1024 // call.dtype.itemsize)
-        parts = cut(call, count)
-        made = {part: compile_call(paths, group, verb, part) for _, _, part in reversed(parts)}
-        return in_pieces(station, [(start, stop, made[part]) for start, stop, part in parts], group.rank, verb, call)
-    return through_host(station, compile_call(paths, group, verb, call), group.rank, verb, call)
+    def open(self, text: str, on_wait: OnWait) -> bool:
+        return True
+
+    def run(self, verb: Verb, call: Call) -> Run:
+        paths, group, station = self._paths, self._group, self._station
+        if call.algorithm == self.name:
+            call = replace(call, algorithm="auto")
+        if verb.elementwise:
+            count = max(1, group.config.staging_kib * 1024 // call.dtype.itemsize)
+            parts = cut(call, count)
+            made = {part: compile_call(paths, group, verb, part) for _, _, part in reversed(parts)}
+            return in_pieces(
+                station, [(start, stop, made[part]) for start, stop, part in parts], group.rank, verb, call
+            )
+        return through_host(station, compile_call(paths, group, verb, call), group.rank, verb, call)
 
 
 def made_on_device(group: Group, station: Station, compiled: Compiled, out: DeviceArray | None = None) -> DeviceCall:

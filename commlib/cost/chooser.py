@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any, Literal, Protocol
 
 from commlib.cost.model import DEFAULT, ETHERNET, Machine, best
+from commlib.cost.records import Measured
 from commlib.cost.table import Table, default_path, mpi_library
 from commlib.errors import UsageError
 from commlib.folders import NotPrivateError
@@ -58,6 +59,14 @@ class Chooser:
         UsageError for a bad argument.
         """
         return self._remembered(verb, size, nbytes, kind, sharing, among)
+
+    def measured(self, verb: str, nodes: int, ranks_per_node: int, nbytes: int, *, device: str) -> tuple[Measured, ...]:
+        """Return what was measured of calls on arrays of a kind of device, of this size, the fastest first.
+
+        Nothing where nothing was, and beyond the largest size that was. nbytes: as for `choose`.
+        """
+        entry = self.table.find(verb, nodes, ranks_per_node, device=device) if self.table is not None else None
+        return entry.competitors(nbytes) if entry is not None else ()
 
     def _choose(
         self, verb: str, size: int, nbytes: int, kind: Kind, sharing: int, among: tuple[str, ...] | None

@@ -10,8 +10,8 @@ from commlib.cost.model import DEFAULT, Machine
 from commlib.errors import UsageError
 from commlib.schedule import Link, algorithms
 
-BEYOND_SCHEDULES = ("node", "native", "nccl", "hierarchical")
-"""Names of algorithms that have no schedule."""
+BEYOND_SCHEDULES = ("node", "native", "nccl", "hierarchical", "host")
+"""Names of algorithms that have no schedule, and of ways of devices' arrays."""
 
 # What no cluster has, far beyond what is of use. A program of so many segments takes seconds to make; the number of a
 # rank is a C int in MPI.
@@ -35,7 +35,8 @@ class Measured:
 class Entry:
     """Hold measured times of one verb in one place, in ascending order of `up_to`, then of `seconds`.
 
-    library: the MPI library, as `mpi_library` writes it. item_size: bytes of an element, or "any".
+    library: the MPI library, as `mpi_library` writes it. item_size: bytes of an element, or "any". device: the kind of
+    device that has the arrays, "" for the host.
     """
 
     verb: str
@@ -44,10 +45,11 @@ class Entry:
     library: str
     item_size: int | str
     times: tuple[Measured, ...]
+    device: str = ""
 
     @property
-    def key(self) -> tuple[str, int, int, str, int | str]:
-        return self.verb, self.nodes, self.ranks_per_node, self.library, self.item_size
+    def key(self) -> tuple[str, int, int, str, int | str, str]:
+        return self.verb, self.nodes, self.ranks_per_node, self.library, self.item_size, self.device
 
     def competitors(self, nbytes: int) -> tuple[Measured, ...]:
         """Return what was measured for data of this size, the fastest first; nothing beyond what was measured."""
@@ -118,6 +120,7 @@ def read_entry(data: Any, where: str) -> Entry:
         _text(data, "library", where),
         "any" if size == "any" else _number(data, "item_size", where, least=1, most=_MOST_BYTES, kind=int),
         tuple(sorted(times, key=lambda time: (time.up_to, time.seconds))),
+        _text(data, "device", where) if "device" in data else "",
     )
 
 

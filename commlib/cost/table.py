@@ -7,8 +7,9 @@
                    "times": [{"up_to": 32768, "algorithm": "ring", "segments": 0, "seconds": 1.2e-05}, ...]}]}
 
 `nodes` are the ranks that exchange messages, one of each node, and `ranks_per_node` such groups side by side share its
-network card; on one node, `ranks_per_node` ranks exchange messages. All times of an entry that have the same `up_to`
-compete. segments: 0 leaves the number to the model.
+network card; on one node, `ranks_per_node` ranks exchange messages. An entry with a "device" is of arrays there, of
+whole calls among all ranks: on so many nodes, with so many on each, or on the largest. All times of an entry that have
+the same `up_to` compete. segments: 0 leaves the number to the model.
 """
 
 from __future__ import annotations
@@ -38,9 +39,12 @@ class Table:
     entries: tuple[Entry, ...] = ()
     machines: tuple[Fitted, ...] = ()
 
-    def find(self, verb: str, nodes: int, ranks_per_node: int, item_size: int | None = None) -> Entry | None:
-        """Return the entry of a place: that of the item size, else that of any."""
-        fits = [e for e in self.entries if (e.verb, e.nodes, e.ranks_per_node) == (verb, nodes, ranks_per_node)]
+    def find(
+        self, verb: str, nodes: int, ranks_per_node: int, item_size: int | None = None, *, device: str = ""
+    ) -> Entry | None:
+        """Return the entry of a place and a kind of device: that of the item size, else that of any."""
+        asked = verb, nodes, ranks_per_node, device
+        fits = [e for e in self.entries if (e.verb, e.nodes, e.ranks_per_node, e.device) == asked]
         return next((e for size in (item_size, "any") for e in fits if e.item_size == size), None)
 
     def of_library(self, library: str) -> Table:

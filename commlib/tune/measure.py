@@ -2,26 +2,30 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+import time
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from math import inf
 from statistics import median
+from typing import Any
 
 import numpy as np
 
 from commlib.communicator import Communicator
 from commlib.cost.records import BEYOND_SCHEDULES, Entry, Fitted, Measured
 from commlib.cost.table import Table, mpi_library
+from commlib.devices.protocol import Device
 from commlib.errors import UsageError
 from commlib.schedule import Link, algorithms
 from commlib.tune.probe import measure_gamma, measure_link
-from commlib.tune.scopes import Cluster, Place, survey
+from commlib.tune.scopes import Cluster, Place, on_device, survey
 from commlib.tune.stopwatch import Call, Stopwatch
 
 VERBS = ("all_reduce", "reduce_scatter", "all_gather", "broadcast", "all_to_all")
 STEP = 4  # from size to size
 SIZES = tuple(1024 * STEP**power for power in range(9))  # 1 KiB to 64 MiB
+DEVICE_SIZES = (*SIZES, 1024 * STEP**9)
 LINKS_SHARE = 0.1  # of the time
 
 Progress = Callable[[float, str], None]
@@ -50,29 +54,69 @@ def measure(comm: Communicator, seconds: float = 60.0, progress: Progress = lamb
     beyond the time; but the links and the smallest size are always measured. progress(done, what): called with the
     fraction of the time that is over, before each step.
     """
+    watch = _begin(comm, seconds, progress)
+    cluster = survey(comm)
+    contests = _contests(comm, cluster.places, lambda verb: (*BEYOND_SCHEDULES, *algorithms(verb)), watch, progress)
+    fitted = _measure_machine(comm, cluster, watch, progress)
+    return Table(_entries(contests, SIZES, watch, progress), (fitted,))
+
+
+def measure_on(
+    comm: Communicator, device: Device, seconds: float = 60.0, progress: Progress = lambda done, what: None
+) -> Table:
+    """Measure the ways of calls on arrays of a device in the same manner; of all ranks, which each have one.
+
+    An all-reduce is of symmetric memory, as gradients are, the other verbs of arrays in memory of their own. Each time
+    is that until the device is done.
+    """
+    watch = _begin(comm, seconds, progress)
+    ways = comm.ways(device)
+    beyond = [name for name in ways if name != "messages"]
+    names = partial(_of_ways, beyond, has_messages="messages" in ways)
+    contests = _contests(comm, [on_device(comm, device)], names, watch, progress)
+    return Table(_entries(contests, DEVICE_SIZES, watch, progress))
+
+
+def _of_ways(beyond: Sequence[str], verb: str, *, has_messages: bool) -> tuple[str, ...]:
+    return (*beyond, "native", *algorithms(verb)) if has_messages else tuple(beyond)
+
+
+def _begin(comm: Communicator, seconds: float, progress: Progress) -> Stopwatch:
     if not seconds > 0:
         raise UsageError(f"measure: seconds must be positive, got {seconds}")
     if comm.size == 1:
         raise UsageError("measure: one rank sends no messages: start more, as in 'mpirun -n 8 commlib tune'")
     watch = Stopwatch(comm, seconds)
     progress(0.0, "warming up")
-    cluster = survey(comm)
+    return watch
+
+
+def _contests(
+    comm: Communicator,
+    places: Sequence[Place],
+    names: Callable[[str], Sequence[str]],
+    watch: Stopwatch,
+    progress: Progress,
+) -> list[_Contest]:
     contests = []
-    for place in cluster.places:
+    for place in places:
         for verb in VERBS:
             progress(watch.done, f"warming up {verb}")
-            contests.append(_Contest(place, verb, _accepted(comm, place, verb)))
-    fitted = _measure_machine(comm, cluster, watch, progress)
-    for size, contest, name in _run(contests, watch):
+            contests.append(_Contest(place, verb, _accepted(comm, place, verb, names(verb))))
+    return contests
+
+
+def _entries(contests: list[_Contest], sizes: Sequence[int], watch: Stopwatch, progress: Progress) -> tuple[Entry, ...]:
+    for size, contest, name in _run(contests, sizes, watch):
         progress(watch.done, f"{contest.verb} {name} of {size} bytes")
     progress(1.0, "done")
-    return Table(tuple(_entry(contest) for contest in contests if contest.times), (fitted,))
+    return tuple(_entry(contest) for contest in contests if contest.times)
 
 
-def _accepted(comm: Communicator, place: Place, verb: str) -> tuple[str, ...]:
+def _accepted(comm: Communicator, place: Place, verb: str, names: Sequence[str]) -> tuple[str, ...]:
     """Return the algorithms that the place's groups do not refuse. Calls each once, which compiles and connects."""
     accepted = []
-    for name in (*BEYOND_SCHEDULES, *algorithms(verb)):
+    for name in names:
         try:
             if (call := _call(place, verb, name, SIZES[0])) is not None:
                 call()
@@ -94,11 +138,11 @@ def _measure_machine(comm: Communicator, cluster: Cluster, watch: Stopwatch, pro
     return Fitted(mpi_library(), link("in a node", cluster.neighbours), link("between nodes", cluster.across), gamma)
 
 
-def _run(contests: list[_Contest], watch: Stopwatch) -> Iterator[tuple[int, _Contest, str]]:
+def _run(contests: list[_Contest], sizes: Sequence[int], watch: Stopwatch) -> Iterator[tuple[int, _Contest, str]]:
     """Measure all contests, size by size, and say before each time what it is of."""
-    for index, nbytes in enumerate(SIZES):
+    for index, nbytes in enumerate(sizes):
         taking_part = [contest for contest in contests if contest.place.smallest <= nbytes <= contest.place.largest]
-        share = watch.left / (len(SIZES) - index) / sum(len(contest.names) for contest in taking_part)
+        share = watch.left / (len(sizes) - index) / sum(len(contest.names) for contest in taking_part)
         for contest in taking_part:
             if not index or watch.left > contest.forecast:
                 yield from _compete(contest, nbytes, watch, share, must=not index)
@@ -130,23 +174,44 @@ def _call(place: Place, verb: str, name: str, nbytes: int) -> Call | None:
     """
     if place.group is None:
         return None
+    zeros = partial(_zeros, place.device)
     part = max(1, nbytes // 4 // place.size)
-    whole = np.zeros(part * place.size, np.float32)
+    count = part * place.size
     do = getattr(place.group, verb)
     match verb:
         case "all_gather":
-            return partial(do, whole[:part].copy(), out=whole, algorithm=name)
+            call = partial(do, zeros(part), out=zeros(count), algorithm=name)
         case "reduce_scatter":
-            return partial(do, whole, out=np.zeros(part, np.float32), algorithm=name)
+            call = partial(do, zeros(count), out=zeros(part), algorithm=name)
         case "all_to_all":
-            return partial(do, whole, out=np.zeros_like(whole), algorithm=name)
+            call = partial(do, zeros(count), out=zeros(count), algorithm=name)
         case "all_reduce":
-            return partial(do, whole, out=whole, algorithm=name)
+            whole = zeros(count) if place.device is None else place.group.empty(count, "float32", place.device)
+            call = partial(do, whole, out=whole, algorithm=name)
         case _:
-            return partial(do, whole, algorithm=name)
+            call = partial(do, zeros(count), algorithm=name)
+    return call if place.device is None else partial(_to_the_end, place.device, place.group, call)
+
+
+def _zeros(device: Device | None, count: int) -> Any:
+    if device is None:
+        return np.zeros(count, np.float32)
+    made = device.empty((count,), np.dtype(np.float32))
+    device.kernels.fill(device.wrap(made, "measure"), 0)
+    return made
+
+
+def _to_the_end(device: Device, group: Communicator, call: Call) -> None:
+    """Make a call, and look until the device has done it: naps would be measured as well."""
+    call()
+    done, watch = device.current().record(), group.watch(f"the end of a call on {device.name}")
+    while not done.done():
+        watch()
+        time.sleep(0)
 
 
 def _entry(contest: _Contest) -> Entry:
     times = tuple(sorted(contest.times, key=lambda time: (time.up_to, time.seconds)))
     place = contest.place
-    return Entry(contest.verb, place.nodes, place.ranks_per_node, mpi_library(), "any", times)
+    device = "" if place.device is None else place.device.name
+    return Entry(contest.verb, place.nodes, place.ranks_per_node, mpi_library(), "any", times, device)

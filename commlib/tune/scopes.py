@@ -7,6 +7,7 @@ from math import inf
 
 from commlib.communicator import Communicator
 from commlib.cost.hierarchical import RAIL_BYTES
+from commlib.devices.protocol import Device
 
 
 @dataclass(frozen=True, slots=True)
@@ -15,7 +16,7 @@ class Place:
 
     On one node `nodes` is 1 and the group has `ranks_per_node` ranks; between nodes the group has one rank of each
     node, and `ranks_per_node` groups share the network cards. Data of `smallest` to `largest` bytes is what they are
-    used for.
+    used for. device: of the arrays, None for the host's; then one group of all ranks takes part.
     """
 
     nodes: int
@@ -23,10 +24,13 @@ class Place:
     group: Communicator | None
     smallest: float = 0
     largest: float = inf
+    device: Device | None = None
 
     @property
     def size(self) -> int:
         """Ranks in each group."""
+        if self.device is not None and self.group is not None:
+            return self.group.size
         return self.nodes if self.nodes > 1 else self.ranks_per_node
 
 
@@ -63,3 +67,9 @@ def survey(comm: Communicator) -> Cluster:
         (first[0], first[1]) if len(first) > 1 else None,
         (first[0], others[0][0]) if others else None,
     )
+
+
+def on_device(comm: Communicator, device: Device) -> Place:
+    """Return all ranks of a communicator, with arrays of a device."""
+    nodes = comm.topology.nodes
+    return Place(len(nodes), max(map(len, nodes)), comm, device=device)

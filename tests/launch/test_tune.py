@@ -6,6 +6,7 @@ import json
 import os
 import subprocess
 import sys
+from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
@@ -51,6 +52,29 @@ def test_tune_adds_to_what_a_file_knows(mpirun: MpiRun, tmp_path: Path) -> None:
     entries = Table.load(file).entries
     assert elsewhere in entries
     assert {(entry.nodes, entry.ranks_per_node) for entry in entries} == {(4, 8), (1, 3)}
+
+
+def test_tune_measures_the_ways_of_arrays_on_gpus(mpirun: MpiRun, tmp_path: Path) -> None:
+    """They are added to what a file knows of the host; a call goes by what is written there."""
+    file = tmp_path / "tuning.json"
+    of_host = Entry("all_reduce", 1, 2, "Some MPI 1.0", "any", (Measured(1024, "ring", 0, 1e-5),))
+    Table((of_host,)).save(file)
+    there = "from tests.cuda.gpu import gpu; gpu(); from commlib.cli import main; main()"
+    words = ["tune", "--device", "cuda", "--seconds", "0.1", "--out", str(file)]
+    done = mpirun(2, ["-c", there, *words], timeout=90, env=KERNELS)
+    assert done.returncode == 0, done.stderr
+    assert "arrays on cuda, among the 2 ranks of a node" in done.stdout
+    entries = Table.load(file).entries
+    assert of_host in entries
+    assert {entry.device for entry in entries} == {"", "cuda"}
+    assert {time.algorithm for entry in entries for time in entry.times if entry.device} >= {"node", "host"}
+
+
+@pytest.mark.skipif(find_spec("cupy") is not None, reason="CuPy is here")
+def test_tune_says_which_ranks_have_no_gpu(mpirun: MpiRun) -> None:
+    done = mpirun(2, [*COMMAND, "tune", "--device", "cuda"])
+    assert done.returncode == 2, (done.stdout, done.stderr)
+    assert done.stderr.count("commlib tune: ranks 0-1: arrays on a GPU need CuPy") == 1, done.stderr
 
 
 def test_tune_says_what_is_wrong_before_it_measures(mpirun: MpiRun, tmp_path: Path) -> None:

@@ -54,6 +54,18 @@ def device_of(x: Any) -> CudaDevice | None:
     return None if index is None else device(index)
 
 
+def choose(place: int) -> None:
+    """Let this process, the `place`-th one of its node, use the GPU that is its share of those that it sees.
+
+    Raises UsageError if there is none. What was used before stays.
+    """
+    cupy, runtime = _library()
+    try:
+        cupy.cuda.Device(place % runtime.getDeviceCount()).use()
+    except runtime.CUDARuntimeError as error:
+        raise UsageError(f"there is no GPU that this process can use: {error}") from error
+
+
 def refusal() -> str:
     """Return why this process has none."""
     try:
@@ -72,12 +84,17 @@ def device_or_none() -> CudaDevice | None:
 
 
 def _make(index: int) -> CudaDevice:
-    try:
-        import cupy
-    except ImportError as error:
-        raise UsageError(f"arrays on a GPU need CuPy ({error}): {install('cuda12', 'cuda13')}") from error
-    runtime = cupy.cuda.runtime
+    cupy, runtime = _library()
     try:
         return CudaDevice(cupy, runtime.getDevice() if index < 0 else index)
     except runtime.CUDARuntimeError as error:
         raise UsageError(f"there is no GPU that this process can use: {error}") from error
+
+
+def _library() -> tuple[Any, Any]:
+    """Return CuPy, and what it has of CUDA's runtime. Raises UsageError."""
+    try:
+        import cupy
+    except ImportError as error:
+        raise UsageError(f"arrays on a GPU need CuPy ({error}): {install('cuda12', 'cuda13')}") from error
+    return cupy, cupy.cuda.runtime

@@ -29,3 +29,22 @@ def test_nothing_is_said_of_a_complete_table() -> None:
     """One rail among several carries small data only: it is measured with no more."""
     whole = [("all_reduce", 1, 2, SIZES[-1]), ("all_reduce", 4, 1, RAIL_BYTES), ("all_reduce", 4, 2, SIZES[-1])]
     assert "no time" not in summary(table(*whole))
+
+
+def test_ways_of_devices_have_a_table_of_their_own() -> None:
+    times = (Measured(2048, "nccl", 0, 1e-5), Measured(2048, "host", 0, 3e-4), Measured(1 << 30, "host", 0, 1e-2))
+    text = summary(Table((Entry("all_reduce", 2, 4, "Some MPI", "any", times, "cuda"),)))
+    assert text.split("\n\n")[0] == "arrays on cuda, among all ranks of 2 nodes, up to 4 on each"
+    rows = [line.split() for line in text.split("\n\n")[1].splitlines()]
+    assert rows == [["all_reduce", "fastest", "took", "next", "took"],
+                    ["1K", "nccl", "10.0", "us", "host", "300", "us"],
+                    ["512M", "host", "10.0", "ms", "-"]]  # fmt: skip
+    assert "no time" not in text
+
+
+def test_ways_that_had_no_time_keep_their_order() -> None:
+    entry = Entry("all_reduce", 1, 4, "Some MPI", "any", (Measured(2048, "node", 0, 1e-5),), "cuda")
+    assert summary(Table((entry,))).split("\n\n")[-1].splitlines() == [
+        "arrays on cuda, among the 4 ranks of a node: no time for all beyond 1K",
+        "the order of the ways decides there: more --seconds measure it",
+    ]

@@ -224,3 +224,15 @@ def test_on_a_slow_link_messages_travel_at_once(verb, best):
         assert Chooser(DEFAULT).choose(verb, size, nbytes, kind="network", among=(best,)).segments == 1
     direct = Chooser(ETHERNET).choose("all_reduce", size, nbytes, kind="network", among=("direct",))
     assert nbytes / size / direct.segments <= 60 << 10
+
+
+def test_times_of_ways_of_devices() -> None:
+    """The fastest first; nothing for what was not measured, and nothing of it decides for the host."""
+    fast, slow = Measured(1024, "nccl", 0, 1e-5), Measured(1024, "host", 0, 2e-5)
+    chooser = Chooser(table=Table((Entry("all_reduce", 1, 4, "", "any", (fast, slow), "cuda"),)))
+    assert chooser.measured("all_reduce", 1, 4, 1000, device="cuda") == (fast, slow)
+    assert not chooser.measured("all_reduce", 1, 4, 1025, device="cuda")
+    assert not chooser.measured("all_reduce", 1, 4, 1000, device="")
+    assert not chooser.measured("broadcast", 1, 4, 1000, device="cuda")
+    assert not Chooser().measured("all_reduce", 1, 4, 1000, device="cuda")
+    assert chooser.choose("all_reduce", 4, 1000, kind="node").source == "model"

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import json
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -160,3 +161,22 @@ def test_a_private_table_is_for_this_user_alone(tmp_path: Path) -> None:
     with pytest.raises(UsageError, match=f"cannot write .*{file.parent} may be written by everyone"):
         TABLE.save(file, private=True)
     assert Table.load(file) == TABLE
+
+
+def test_arrays_of_devices_have_entries_of_their_own() -> None:
+    there = replace(ENTRY, device="cuda")
+    table = Table((ENTRY, there))
+    assert table.find("all_reduce", 4, 8) is ENTRY
+    assert table.find("all_reduce", 4, 8, device="cuda") is there
+    assert table.find("all_reduce", 4, 8, device="rocm") is None
+    assert Table.from_dict(table.to_dict()) == table
+    assert set(Table((ENTRY,)).updated(Table((there,))).entries) == {ENTRY, there}
+
+
+def test_a_table_of_before_there_were_devices_is_of_the_host() -> None:
+    data = Table((ENTRY,)).to_dict()
+    del data["entries"][0]["device"]
+    assert Table.from_dict(data).entries == (ENTRY,)
+    data["entries"][0]["device"] = 3
+    with pytest.raises(UsageError, match=r"entries\[0\]: device must be a string, got 3"):
+        Table.from_dict(data)
