@@ -42,8 +42,12 @@ class Attention:
         documents: Iterable[int] | None,
         method: str,
         dropout_p: float,
+        device: str = "",
     ) -> Attention:
-        """Return a call on tensors of these shapes and dtypes. Raises UsageError for what no rank may ask for."""
+        """Return a call on tensors of these shapes and dtypes, on a kind of device.
+
+        Raises UsageError for what no rank may ask for.
+        """
         if dropout_p:
             raise UsageError(f"attention: dropout_p is {dropout_p}, but weights are not dropped here: drop the results")
         if method not in METHODS:
@@ -54,7 +58,8 @@ class Attention:
         scale = q[3] ** -0.5 if scale is None else float(scale)
         alike = {
             "method": method, "causal": bool(causal), "scale": scale, "dtype": dtypes[0], "batch": q[0],
-            "heads of q": q[1], "heads of k and v": k[1], "head_dim of q and k": q[3], "head_dim of v": v[3],
+            "device": device, "heads of q": q[1], "heads of k and v": k[1], "head_dim of q and k": q[3],
+            "head_dim of v": v[3],
         }  # fmt: skip
         terms = Terms.of("attention", layout, length, documents, alike)
         return cls(axis, heads, terms, method, bool(causal), scale)

@@ -10,10 +10,14 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Protocol, TypeVar
+from typing import Any, Protocol, TypeVar
 
-from commlib.dtypes import Array
+import numpy as np
+
+from commlib.communicator import Communicator
+from commlib.devices.array import DeviceArray
 from commlib.functional.axis import Axis
+from commlib.p2p.device_channel import DeviceChannel
 from commlib.tensor.context import Step
 
 T = TypeVar("T")
@@ -114,13 +118,34 @@ class Ring:
         return blocks.pass_on(kv, self.counts[self.steps[number + 1].source], KEYS)
 
 
-def pass_on(axis: Axis, x: Array, tokens: int, tag: int) -> Callable[[], Array]:
+def pass_on(axis: Axis, x: Any, tokens: int, tag: int) -> Callable[[], Any]:
     """Give an array to the next rank of an axis; return what waits for that of the rank before.
 
     x: (..., tokens, head_dim), contiguous; it must not change until then. Where nothing overlaps, all is done then.
+    Arrays of devices go from device to device, on the current stream.
     """
     comm, after, before = axis.comm, (axis.rank + 1) % axis.size, (axis.rank - 1) % axis.size
-    out = axis.empty((*x.shape[:-2], tokens, x.shape[-1]), x.dtype)
+    shape = *x.shape[:-2], tokens, x.shape[-1]
+    if type(x) is DeviceArray:
+        leaving, arriving = (_channel(comm, peer, x, tag) for peer in (after, before))
+        leaving.send(x.reshape(-1).view(np.uint8))
+        return lambda: _received(arriving, shape, x.dtype)
+    out = axis.empty(shape, x.dtype)
     if axis.overlaps:
         return comm.send_recv_async(x, after, out, before, tag).wait
     return lambda: comm.send_recv(x, after, out, before, tag)
+
+
+def _channel(comm: Communicator, peer: int, x: DeviceArray, tag: int) -> DeviceChannel:
+    """Return the channel to a rank for arrays of a device, which stays open, and grows."""
+    key = "ring", peer, tag, x.device.name
+    channel: DeviceChannel | None = comm.kept.get(key)
+    if channel is None:
+        channel = comm.kept[key] = comm.channel(peer, f"ring {tag}", 1, "uint8", device=x.device)
+    return channel
+
+
+def _received(channel: DeviceChannel, shape: tuple[int, ...], dtype: Any) -> Any:
+    made = channel.recv()
+    channel.release(made)  # the array stays
+    return channel.device.wrap(made, "ring").view(dtype).reshape(shape)

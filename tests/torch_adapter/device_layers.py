@@ -10,6 +10,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import commlib_torch as ct
+from commlib.tensor.context import Layout
+from commlib_torch.tensor.context import attention
 from tests.torch_adapter.expert_oracle import WIDTH, layer, made, near, step, tokens
 from tests.torch_adapter.place import Place
 
@@ -107,4 +109,33 @@ def stages(comm: Any, place: Place) -> None:
     _both(place, run)
 
 
-BODIES = [divided_layers, experts, experts_in_parts, experts_of_halves, stages]
+def sequences_by_a_ring(comm: Any, place: Place) -> None:
+    """Attention over a divided sequence; keys and values, and their gradients, go from device to device."""
+    _sequences(comm, place, "ring")
+
+
+def sequences_by_heads(comm: Any, place: Place) -> None:
+    """The same by all-to-all."""
+    _sequences(comm, place, "all_to_all")
+
+
+def _sequences(comm: Any, place: Place, method: str) -> None:
+    lengths = Layout(4 * comm.size + 3, comm.size, "balanced").counts
+
+    def run(device: str, put: Put) -> dict[str, Tensor]:
+        found: dict[str, Tensor] = {}
+        for turn in range(3):  # each message has a slot that another one had
+            torch.manual_seed(10 * comm.rank + turn)
+            q, k, v = (put(torch.randn(2, heads, lengths[comm.rank], 6)).requires_grad_() for heads in (4, 2, 2))
+            out = attention(q, k, v, comm, causal=True, method=method)
+            out.square().sum().backward()
+            assert q.grad is not None and k.grad is not None and v.grad is not None
+            found |= {f"{turn}": out, f"{turn} of q": q.grad, f"{turn} of k": k.grad, f"{turn} of v": v.grad}
+        return found
+
+    _both(place, run)
+
+
+BODIES = [
+    divided_layers, experts, experts_in_parts, experts_of_halves, stages, sequences_by_a_ring, sequences_by_heads,
+]  # fmt: skip

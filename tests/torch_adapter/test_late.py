@@ -12,8 +12,10 @@ import commlib
 from commlib.communicator import Communicator
 from commlib.config import Config
 from commlib.devices.waiting import wait_for
+from commlib.errors import MismatchError
 from commlib.runtime.process import Runtime
 from commlib.transport.mpi import MpiTransport
+from commlib_torch.tensor.context import attention
 from tests.late import LATE
 from tests.torch_adapter import device_gradients, device_layers, device_training, device_verbs, values
 from tests.torch_adapter.late import HostStream, HostTensors, late
@@ -87,6 +89,17 @@ def test_compresses(group: Any, place: HostTensors, compression: str) -> None:
 def test_parameters_on_host_and_device(group: Any, place: HostTensors) -> None:
     place.is_there = lambda tensor: tensor.dtype != torch.float64
     device_training.host_and_device(group, place)
+
+
+@pytest.mark.ranks(min=2)
+def test_attention_is_on_one_kind_of_device(group: Any, place: HostTensors) -> None:
+    """A ring in which one rank sent messages of the host and the others waited on channels would not end."""
+    place.is_there = lambda tensor: group.rank == 0
+    q = torch.ones(1, 2, 4, 6)
+    with pytest.raises(MismatchError, match="device"):
+        attention(q, q, q, group)
+    place.is_there = lambda tensor: True
+    torch.testing.assert_close(attention(q, q, q, group), q)
 
 
 @pytest.mark.parametrize("body", [*device_verbs.BODIES, *device_training.BODIES, *device_gradients.BODIES])

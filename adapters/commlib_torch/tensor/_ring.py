@@ -13,12 +13,9 @@ from torch.nn.functional import pad
 from commlib.errors import UsageError
 from commlib.functional.attention import Attention
 from commlib.functional.ring import Ring, pass_on
-from commlib_torch._bridge import array_of, packed, to_tensor
-
-# What scaled_dot_product_attention itself runs on the CPU, in each dtype and for grouped queries. It is not public, but
-# nothing public returns the log-sum-exp, or takes that of all keys in the backward.
-_attend = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
-_gradients = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward
+from commlib_torch._bridge import read, to_tensor
+from commlib_torch.devices import in_order
+from commlib_torch.tensor.attending import attending
 
 
 def ring_attention(q: Tensor, k: Tensor, v: Tensor, call: Attention, ring: Ring) -> Tensor:
@@ -61,14 +58,14 @@ class _Blocks:
         return x[..., slice(*span), :]
 
     def attend(self, q: Tensor, kv: Tensor, causal: bool) -> tuple[Tensor, Tensor]:
-        out, lse = _attend(q, kv[0], kv[1], 0.0, causal, scale=self._scale)
+        out, lse = attending(q).forward(q, kv[0], kv[1], causal, self._scale)
         return out, lse.unsqueeze(-1)
 
     def gradients(
         self, gradient: Tensor, q: Tensor, kv: Tensor, out: Tensor, lse: Tensor, causal: bool
     ) -> tuple[Tensor, Tensor]:
-        of_q, of_k, of_v = _gradients(gradient, q, kv[0], kv[1], out, lse.squeeze(-1), 0.0, causal, scale=self._scale)
-        return of_q, torch.stack((of_k, of_v))
+        of_q, *of_kv = attending(q).backward(gradient, q, kv[0], kv[1], out, lse.squeeze(-1), causal, self._scale)
+        return of_q, torch.stack(of_kv)
 
     def nothing(self, q: Tensor) -> tuple[Tensor, Tensor]:
         out = self.zeros(q)
@@ -84,7 +81,7 @@ class _Blocks:
         return found
 
     def zeros(self, x: Tensor) -> Tensor:
-        return torch.zeros(x.shape, dtype=torch.promote_types(x.dtype, torch.float32))
+        return torch.zeros(x.shape, dtype=torch.promote_types(x.dtype, torch.float32), device=x.device)
 
     def add(self, total: Tensor, span: tuple[int, int], x: Tensor) -> Tensor:
         self.rows(total, span).add_(x)
@@ -94,5 +91,11 @@ class _Blocks:
         return x.add_(y)
 
     def pass_on(self, x: Tensor, tokens: int, tag: int) -> Callable[[], Tensor]:
-        wait = pass_on(self._axis, array_of(packed(x)), tokens, tag)
-        return lambda: to_tensor(wait())
+        with in_order():
+            wait = pass_on(self._axis, read(x), tokens, tag)
+
+        def arrived() -> Tensor:
+            with in_order():
+                return to_tensor(wait())
+
+        return arrived

@@ -18,7 +18,7 @@ from torch import Tensor
 
 from commlib.functional.attention import Attention
 from commlib.functional.axis import Axis
-from commlib_torch._bridge import check_host, dtype_name
+from commlib_torch._bridge import check, device_kind, dtype_name
 from commlib_torch._uncompiled import uncompiled
 from commlib_torch.tensor._by_heads import attention_by_heads
 from commlib_torch.tensor._ring import ring_attention
@@ -73,6 +73,7 @@ def attention(
         documents=documents,
         method=method,
         dropout_p=dropout_p,
+        device=device_kind((q, k, v)),
     )
     divided = call.agree(q.shape[2])
     if method == "all_to_all":
@@ -90,6 +91,7 @@ def _axis_of(axis: On) -> Axis:
 
 def _cast(x: Tensor) -> Tensor:
     """Return a tensor in the dtype in which scaled_dot_product_attention would take it."""
-    check_host(x)
-    lower = torch.is_autocast_enabled("cpu") and x.dtype is torch.float32
-    return x.to(torch.get_autocast_dtype("cpu")) if lower else x
+    check(x)
+    kind = x.device.type
+    lower = torch.is_autocast_enabled(kind) and x.dtype is torch.float32
+    return x.to(torch.get_autocast_dtype(kind)) if lower else x

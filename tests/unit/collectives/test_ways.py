@@ -95,7 +95,14 @@ def test_those_that_were_timed_change_places(names: list[str], times: list[str],
         (True, CONFIG, ("late",), [0, 1], ("messages", "host")),
     ],
 )
-def test_the_ways_that_are_there(monkeypatch, is_reached, config, devices, nodes, expected) -> None:  # type: ignore[no-untyped-def]
+def test_the_ways_that_are_there(
+    monkeypatch: pytest.MonkeyPatch,
+    is_reached: bool,
+    config: Config,
+    devices: Any,
+    nodes: Any,
+    expected: tuple[str, ...],
+) -> None:
     monkeypatch.setattr(LATE, "has_reach", is_reached)
     size = 2 if nodes is None else len(nodes)
     found = run(size, lambda comm: comm.ways(LATE), config=config, devices=devices, nodes=nodes)
@@ -151,7 +158,7 @@ def test_the_fastest_algorithm_of_messages_is_taken(copies: list[int]) -> None:
             executed.append(program.algorithm)
             return execute(program, *arguments, **options)
 
-        comm.group.execute = noting  # type: ignore[method-assign]
+        comm.group.execute = noting
         summed(comm)
         assert executed == ["ring"]
 
@@ -201,7 +208,7 @@ def test_ranks_that_name_different_ways_are_told() -> None:
     ("devices", "nodes", "ways"),
     [((), None, {"node", "host"}), (("late",), None, {"node", "ring", "host"}), ((), [0, 0, 1, 1], {"hierarchical"})],
 )
-def test_ways_are_measured(monkeypatch, devices, nodes, ways) -> None:  # type: ignore[no-untyped-def]
+def test_ways_are_measured(monkeypatch: pytest.MonkeyPatch, devices: Any, nodes: Any, ways: set[str]) -> None:
     """All ranks get the same table; each verb's winner of it is what a call takes."""
     monkeypatch.setattr(measure, "DEVICE_SIZES", (1024, 4096))
     monkeypatch.setattr(stopwatch, "MOST_REPETITIONS", 1)

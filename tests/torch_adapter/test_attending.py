@@ -1,0 +1,95 @@
+"""Attention of blocks with its log-sum-exp: products are the CPU's operators, and operators are tried before use."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from commlib_torch.tensor.attending import ByProducts, Efficient, Fused, attending, trial
+
+pytestmark = [pytest.mark.any_ranks]
+
+CPU = torch.device("cpu")
+
+
+def drawn(*shape: int, dtype: torch.dtype, seed: int) -> Tensor:
+    return torch.randn(*shape, dtype=torch.float64, generator=torch.Generator().manual_seed(seed)).to(dtype)
+
+
+@pytest.mark.parametrize("most_scores", [1, 200, 1 << 20])
+@pytest.mark.parametrize(("heads", "of_keys"), [(4, 4), (4, 2), (3, 1)])
+@pytest.mark.parametrize(("queries", "keys", "causal"), [(9, 9, True), (9, 5, False), (1, 7, False), (5, 9, True)])
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16, torch.float16], ids=str)
+def test_products_are_the_operators_of_the_cpu(
+    dtype: torch.dtype, queries: int, keys: int, causal: bool, heads: int, of_keys: int, most_scores: int
+) -> None:
+    """The log-sum-exp that the backward gets is that over more keys than these."""
+    q, gradient = (drawn(2, heads, queries, 6, dtype=dtype, seed=seed) for seed in (0, 1))
+    k, v = (drawn(2, of_keys, keys, 6, dtype=dtype, seed=seed) for seed in (2, 3))
+    products, operators = ByProducts(most_scores), Fused()
+    got, wanted = (list(way.forward(q, k, v, causal, 0.4)) for way in (products, operators))
+    out, lse = wanted[0], wanted[1] + 0.25
+    got += products.backward(gradient, q, k, v, out, lse, causal, 0.4)
+    wanted += operators.backward(gradient, q, k, v, out, lse, causal, 0.4)
+    # Products in float32 are rounded once at the end; operators round weights of halves, too.
+    near = 8 * torch.finfo(dtype).eps
+    for one, other in zip(got, wanted, strict=True):
+        assert one.shape == other.shape
+        assert one.dtype == other.dtype
+        assert float((one.double() - other.double()).abs().max()) <= near * max(1.0, float(other.double().abs().max()))
+
+
+def test_what_attends_where() -> None:
+    assert isinstance(attending(torch.zeros(1)), Fused)
+    assert isinstance(attending(torch.zeros(1, device="meta")), ByProducts)
+
+
+def test_operators_that_do_what_they_should_pass() -> None:
+    for dtype in (torch.float32, torch.bfloat16, torch.float16):
+        assert trial(Fused(), CPU, dtype) == ""
+        assert trial(ByProducts(100), CPU, dtype) == ""
+
+
+def test_operators_that_are_not_there_do_not_pass() -> None:
+    """On the CPU there are none of CUDA's."""
+    assert "aten::_scaled_dot_product_efficient_attention" in trial(Efficient(), CPU, torch.float32)
+
+
+class Changed(Fused):
+    """Operators of another version of PyTorch."""
+
+    def __init__(self, what: str) -> None:
+        self.what = what
+
+    def forward(self, *arguments: Any) -> tuple[Tensor, Tensor]:
+        out, lse = super().forward(*arguments)
+        if self.what == "of base 2":
+            lse = lse / torch.log(torch.tensor(2.0))
+        return out, torch.nn.functional.pad(lse, (0, 3)) if self.what == "padded" else lse
+
+    def backward(self, *arguments: Any) -> tuple[Tensor, Tensor, Tensor]:
+        of_q, of_k, of_v = super().backward(*arguments)
+        return of_q, of_k * (2 if self.what == "twice" else 1), of_v
+
+
+@pytest.mark.parametrize(
+    ("what", "why"),
+    [
+        ("of base 2", "log-sum-exp differ by"),
+        ("padded", r"log-sum-exp: shape \(2, 4, 40\), expected \(2, 4, 37\)"),
+        ("twice", "of k differ by"),
+    ],
+)
+def test_operators_that_have_changed_do_not_pass(what: str, why: str) -> None:
+    import re
+
+    assert re.match(why, trial(Changed(what), CPU, torch.float32))
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="PyTorch finds no GPU")
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
+def test_operators_of_a_gpu(dtype: torch.dtype) -> None:
+    assert trial(Efficient(), torch.device("cuda"), dtype) == ""
