@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 
 from commlib.buffers.views import address_of
-from commlib.collectives import hierarchical
+from commlib.collectives import all_gather_on_rails, hierarchical
 from commlib.collectives.by_messages import MessageCall
 from commlib.collectives.call import Call
 from commlib.collectives.operands import made_like, result, rows, source, stacked
@@ -64,7 +64,13 @@ def _messages(group: Group, call: Call) -> Move:
     return move
 
 
-VERB = Verb("all_gather", _messages, exchange=_exchange, hierarchical=hierarchical.all_gather)
+VERB = Verb(
+    "all_gather",
+    _messages,
+    exchange=_exchange,
+    hierarchical=hierarchical.all_gather,
+    hierarchical_on_devices=all_gather_on_rails.all_gather,
+)
 _IN_PLACE = replace(VERB, exchange=_exchange_in_place)
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from commlib.collectives import hierarchical
+from commlib.collectives import all_to_all_on_rails, hierarchical
 from commlib.collectives.call import Call
 from commlib.collectives.operands import apart_from, result, rows, source
 from commlib.collectives.paths import Move, Verb
@@ -57,4 +57,10 @@ def _messages(group: Group, call: Call) -> Move:
     return move
 
 
-VERB = Verb("all_to_all", _messages, exchange=_exchange, hierarchical=hierarchical.all_to_all)
+VERB = Verb(
+    "all_to_all",
+    _messages,
+    exchange=_exchange,
+    hierarchical=hierarchical.all_to_all,
+    hierarchical_on_devices=all_to_all_on_rails.all_to_all,
+)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from commlib.collectives import hierarchical
+from commlib.collectives import broadcast_on_rails, hierarchical
 from commlib.collectives.call import Call
 from commlib.collectives.operands import Result, source
 from commlib.collectives.paths import Move, Verb
@@ -56,5 +56,6 @@ VERB = Verb(
     exchange=_exchange,
     on_node=_on_node,
     hierarchical=hierarchical.broadcast,
+    hierarchical_on_devices=broadcast_on_rails.broadcast,
     elementwise=True,
 )

@@ -7,7 +7,7 @@ from collections.abc import Hashable, Sequence
 from typing import Any
 
 from commlib.arguments import integer
-from commlib.collectives import hierarchical
+from commlib.collectives import hierarchical, reduce_scatter_on_rails
 from commlib.collectives.all_reduce import choose_algorithm
 from commlib.collectives.call import Call
 from commlib.collectives.operands import result, rows, source
@@ -97,5 +97,11 @@ def _messages(group: Group, call: Call) -> Move:
     return move
 
 
-VERB = Verb("reduce_scatter", _messages, exchange=_exchange, hierarchical=hierarchical.reduce_scatter)
+VERB = Verb(
+    "reduce_scatter",
+    _messages,
+    exchange=_exchange,
+    hierarchical=hierarchical.reduce_scatter,
+    hierarchical_on_devices=reduce_scatter_on_rails.reduce_scatter,
+)
 _UNEVEN = Verb("reduce_scatter_v", _messages, exchange=_exchange)
