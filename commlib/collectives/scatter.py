@@ -12,7 +12,7 @@ from commlib.collectives.by_messages import MessageCall
 from commlib.collectives.objects import broadcast_bytes
 from commlib.collectives.operands import Result, apart_from, result, rows, source
 from commlib.collectives.ready import Calls, Ready
-from commlib.collectives.scatter_on_device import made_for, move_directly
+from commlib.collectives.scatter_on_device import made_for, move_between, move_directly
 from commlib.collectives.scheduled import own_program
 from commlib.collectives.staged import deliver, fetch
 from commlib.devices.array import DeviceArray
@@ -47,8 +47,8 @@ def scatter(calls: Calls, x: Any, root: int, out: Any, algorithm: str) -> Ready:
     def move(array: Any, _: Any) -> tuple[Any, UsageError | None]:
         # Only the root knows what it scatters, so that the others need not pass an array.
         meta = pickle.dumps((array.shape, array.dtype.name, name_of_device(array)) if at_root else None)
-        whole, dtype_name, device = pickle.loads(broadcast_bytes(group, meta, root, text))
-        shape, dtype = (whole[0] // group.size, *whole[1:]), numpy_dtype(dtype_name)
+        (length, *row), dtype_name, device = pickle.loads(broadcast_bytes(group, meta, root, text))
+        shape, dtype = (length // group.size, *row), numpy_dtype(dtype_name)
         given: Result | None = None
         refused = None
         try:
@@ -56,9 +56,11 @@ def scatter(calls: Calls, x: Any, root: int, out: Any, algorithm: str) -> Ready:
             given = make(out, shape, dtype, "scatter")
         except UsageError as error:  # the others do not know: take part, then say so
             refused = error
+        whole, part = array if at_root else None, None if given is None else given.flat
+        if device and on_node and move_between(calls, text, device, root, whole, part, (shape, dtype), current):
+            return given, refused
         if device and algorithm != "node" and group.transport.accepts(device):
-            part = None if given is None else given.flat
-            move_directly(calls, steps, text, array if at_root else None, part, (shape, dtype), current)
+            move_directly(calls, steps, text, whole, part, (shape, dtype), current)
             return given, refused
         target = result(None, shape, dtype, "scatter") if given is None or device else given
         array = fetch(calls, array, text) if type(array) is DeviceArray else array

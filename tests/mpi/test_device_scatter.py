@@ -5,17 +5,37 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
+import commlib
+from commlib.communicator import Communicator
+from commlib.config import Config
 from commlib.errors import UsageError
+from commlib.runtime.process import Runtime
+from commlib.transport.mpi import MpiTransport
 from tests import checks
+from tests.device_ways import count
 from tests.late import LATE, LateArray, OnDevice
 
 pytestmark = [pytest.mark.usefixtures("no_races"), pytest.mark.any_mpi, pytest.mark.any_ranks]
 ways = pytest.mark.parametrize("way", ["blocking", "async", "plan", "started plan"])
 
 
-@pytest.fixture(scope="module")
-def comm(both_ways):
-    return both_ways
+@pytest.fixture(scope="module", params=["staged", "direct", "peers", "between"])
+def comm(request):
+    """All ranks. It goes through the host, by messages of the device's memory, and between the devices of a node.
+
+    These read each other's memory, or memory of the host lies between them.
+    """
+    world, way = commlib.init(), request.param
+    settings = Config(
+        timeout=20, device_slot_kib=64, device_peers=way in ("peers", "between"), device_ipc=way == "peers"
+    )
+    devices = {"late"} if way == "direct" else set()
+    transport = MpiTransport(world.native.Dup(), longest=1 << 16, devices=devices)
+    made = Communicator(transport, Runtime(settings, world.runtime.ranks_on_node), f"scatter {way}")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(LATE, "has_signals", True)
+        yield made
+        made.close()
 
 
 def scattered(comm, way, x, **options):
@@ -122,3 +142,15 @@ def test_a_rank_without_the_device_is_told(comm, monkeypatch, when):
 
 def test_host_arrays_go_on_as_they_were(comm):
     checks.scatter(comm, "float32", (5, 3), root=comm.size - 1)
+
+
+@pytest.mark.ranks(min=2)
+@pytest.mark.parametrize("algorithm", ["auto", "node"])
+def test_its_way(comm, algorithm):
+    """Between devices nothing goes by the host, nor by messages of their memory."""
+    x, _ = parts(comm, 30_000)
+    comm.scatter(x, algorithm=algorithm)
+    found = count(comm, lambda: comm.scatter(x, algorithm=algorithm))
+    between = comm.group.config.device_peers
+    assert (found.copies > 0) == (not between and (algorithm == "node" or not comm.group.transport.accepts("late")))
+    assert (found.messages > 0) == (not between and found.copies == 0)
