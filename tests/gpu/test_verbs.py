@@ -41,6 +41,14 @@ def test_movement(there, dtype):
     checks.all_to_all_v(there, dtype, [[(a * b + 1) % 4 for b in range(size)] for a in range(size)], (2,))
 
 
+@pytest.mark.parametrize("dtype", ["float32", "int8"])
+def test_scatter(there, dtype):
+    """Longer than what a slot has for one rank."""
+    for root in range(there.size):
+        for part in ((0,), (3,), (100_001, 3)):
+            checks.scatter(there, dtype, part, root)
+
+
 def test_async_twins(comm, gpu):
     checks.every_verb(OnDevice(checks.Twins(comm), gpu))
 

@@ -31,6 +31,29 @@ def test_all_reduce(there, dtype, op):
     checks.all_reduce(there, dtype, (3000,), op, "hierarchical")
 
 
+@pytest.mark.parametrize("dtype, op", [("float32", "sum"), ("bfloat16", "mean"), ("int8", "mean"), ("bool", "max")])
+def test_reduce_scatter(there, dtype, op):
+    for shape in ((0, 3), (5, 3), (100_001, 3)):
+        checks.reduce_scatter(there, dtype, shape, op)
+    checks.reduce_scatter(there, dtype, (3000,), op, "hierarchical")
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16", "uint8", "complex128"])
+def test_movement(there, dtype):
+    for shape in ((), (0,), (5, 3), (100_001,)):
+        for root in range(there.size):
+            checks.broadcast(there, dtype, shape, root)
+        checks.all_gather(there, dtype, shape)
+    for part in ((0,), (5, 3), (20_001,)):
+        checks.all_to_all(there, dtype, part)
+    for verb in (checks.broadcast, checks.all_gather, checks.all_to_all):
+        verb(there, dtype, (3000,), algorithm="hierarchical")
+
+
+def test_async_twins(comm, gpu):
+    checks.every_verb(OnDevice(checks.Twins(comm), gpu))
+
+
 def test_the_bytes_that_leave_the_gpus(comm, gpu, monkeypatch):
     """Each rank of a node sends its share of what the node has combined, and no more."""
     copied, copy = [], gpu.device.copy

@@ -102,6 +102,7 @@ def test_movement(size):
                 checks.all_gather(there, dtype, shape)
                 checks.gather(there, dtype, shape, root=size - 1)
             checks.all_to_all(there, dtype, (size, 30_000))
+            checks.scatter(there, dtype, (30_000,), root=size - 1)
 
     run(size, check, config=CONFIG)
 
