@@ -11,6 +11,7 @@ from typing import Any
 
 import numpy as np
 
+from commlib.coordinator.between_devices import BetweenDevices
 from commlib.coordinator.compressed_buckets import MAKE, REDUCE, CompressedBuckets
 from commlib.coordinator.compressed_reductions import VERB as COMPRESSED
 from commlib.coordinator.compressed_reductions import CompressedReductions
@@ -30,6 +31,7 @@ class Execution:
         self._comm, self._members = comm, tuple(members)
         self.fusion = Fusion(comm, fusion_bytes)
         self.staging: Staging | None = None  # made when an array of a device comes
+        self._between_devices = BetweenDevices(comm)
         self.compressed = CompressedReductions(comm)
         self.buckets = CompressedBuckets(comm)
         self._verbs: dict[str, Callable[[Job], Any]] = {
@@ -53,7 +55,11 @@ class Execution:
         What it raises has left this rank out of step with the others.
         """
         if self.staging is not None:
-            jobs, done = self.staging.bring(jobs, done)
+            stays = [self._between_devices.takes(job) for job in jobs]
+            there = [job for job, is_there in zip(jobs, stays, strict=True) if is_there]
+            self._guarded(there, done, self._between_devices.all_reduce)
+            others = [job for job, is_there in zip(jobs, stays, strict=True) if not is_there]
+            jobs, done = self.staging.bring(others, done)
         reductions = [job for job in jobs if job.launch.request.verb == "allreduce"]
         self._guarded(reductions, done, self.fusion.all_reduce)
         for job in jobs:

@@ -1,4 +1,7 @@
-"""Stage named operations on arrays of devices: run them on copies in host memory, and bring their results back."""
+"""Named operations on arrays of devices: what they are given, and how they go through copies in host memory.
+
+Those that need not go there run `between_devices`.
+"""
 
 from __future__ import annotations
 
@@ -12,7 +15,7 @@ from commlib.collectives.staged import deliver, fetch
 from commlib.collectives.station import Station
 from commlib.devices.array import DeviceArray
 from commlib.devices.arrays import readable, written
-from commlib.devices.protocol import Device
+from commlib.devices.protocol import Device, Event
 from commlib.dtypes import Array
 from commlib.errors import UsageError
 from commlib.group.group import Group
@@ -31,11 +34,12 @@ class _Flags:
 class OnDevice:
     """An array of a device in a named operation: as much of numpy's as it takes to check and compare one.
 
-    given: the user's array.
+    given: the user's array. ready: what it is behind, of the time when the operation was asked for.
     """
 
     array: DeviceArray
     given: Any
+    ready: tuple[Event, ...]
     flags = _Flags()
 
     @property
@@ -56,7 +60,7 @@ class OnDevice:
 
     def __getitem__(self, key: slice) -> OnDevice:
         """Return rows that follow each other."""
-        return OnDevice(self.array[key], self.given)
+        return OnDevice(self.array[key], self.given, self.ready)
 
 
 def placed(
@@ -70,12 +74,18 @@ def placed(
     for take, arrays in ((written, outputs), (readable, inputs)):
         for x in arrays:
             array = x if type(x) is np.ndarray else take(x, verb)
-            ours.setdefault(id(x), OnDevice(array, x) if type(array) is DeviceArray else array)
+            ours.setdefault(id(x), OnDevice(array, x, _ready(array)) if type(array) is DeviceArray else array)
     kinds = {array.array.device.name if type(array) is OnDevice else device for array in ours.values()}
     if len(kinds) > 1:
         where = ", ".join(sorted(kinds))
         raise UsageError(f"{verb} {name or ''}: the arrays are on {where}: pass arrays of one device")
     return [ours[id(x)] for x in inputs], [ours[id(x)] for x in outputs], next(iter(kinds), device)
+
+
+def _ready(array: DeviceArray) -> tuple[Event, ...]:
+    """Return the events behind what an array may come to be by: on the stream that it names, and the current one."""
+    here, there = array.device.current(), array.stream
+    return (here.record(),) if there is None or there == here else (here.record(), there.record())
 
 
 @dataclass(frozen=True, slots=True)

@@ -90,7 +90,7 @@ def test_compressed(compression: str) -> None:
 
 
 def test_in_any_order_with_those_of_the_host() -> None:
-    """They are fused with each other; what the device still has to do is waited for when their turn has come."""
+    """What the device still has to do is waited for when their turn has come."""
     rank, size = hvd.rank(), hvd.size()
     pending = {}
     for number in range(12)[:: -1 if rank % 2 else 1]:
@@ -138,3 +138,38 @@ def test_a_missing_wait_is_seen(monkeypatch: Any) -> None:
     (result,) = hvd.start_allreduce([x], [LATE.empty(9)], op=hvd.Sum).wait()
     assert not np.array_equal(result.peek(), np.full(9, hvd.size()))
     LATE.synchronise()
+
+
+def test_all_reduces_do_not_go_through_the_coordinators_copies(monkeypatch: Any) -> None:
+    """They are the group's own collectives, if nothing is scaled and no rank has joined."""
+
+    def refuse(*arguments: Any) -> Any:
+        raise AssertionError("it was copied to the host")
+
+    monkeypatch.setattr("commlib.coordinator.on_device.fetch", refuse)
+    for op, expected in ((hvd.Sum, sum(range(hvd.size()))), (hvd.Max, hvd.size() - 1)):
+        arrays = [LATE.put(np.full(count, hvd.rank(), np.float32)) for count in (0, 1, 3000)]
+        for result in hvd.start_allreduce(arrays, arrays, op=op).wait():
+            np.testing.assert_array_equal(result.peek(), np.full(result.shape, expected))
+
+
+def test_what_other_streams_have_yet_to_do_comes_before(monkeypatch: Any) -> None:
+    monkeypatch.setattr(LATE, "delay", 0.01)
+    with LATE.using(LATE.stream()):
+        x = LATE.put(np.full(500, hvd.rank(), np.float32))
+        there = LATE.wrap(x, "a test")
+    (result,) = hvd.start_allreduce([there], [there], op=hvd.Sum).wait()
+    assert result is there
+    np.testing.assert_array_equal(x.peek(), np.full(500, sum(range(hvd.size()))))
+
+
+def test_a_missing_wait_for_what_stays_there_is_seen(monkeypatch: Any) -> None:
+    monkeypatch.setattr(LATE, "delay", 0.05)
+    monkeypatch.setattr("commlib.coordinator.between_devices.wait_for", lambda event, on_wait: None)
+    x = LATE.put(np.ones(9, np.float32))
+    (result,) = hvd.start_allreduce([x], [LATE.empty(9)], op=hvd.Sum).wait()
+    assert not np.array_equal(result.peek(), np.full(9, hvd.size()))
+    LATE.synchronise()
+    hvd.allgather_object(None)  # a stream of the coordinator's may still write
+    while not np.array_equal(result.peek(), np.full(9, hvd.size())):
+        pass
