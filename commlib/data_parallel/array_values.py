@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import numpy as np
@@ -11,27 +11,34 @@ from commlib.buffers.aligned import aligned_empty
 from commlib.data_parallel.engine import Engine
 from commlib.data_parallel.options import Gradient
 from commlib.data_parallel.slots import Slots
+from commlib.devices.array import DeviceArray
+from commlib.devices.waiting import wait_for
 from commlib.dtypes import Array
+
+
+def _unwatched(text: str) -> Callable[[], None]:
+    return lambda: None
 
 
 class ArrayValues:
     """Take gradients before each reduction, and give out results after it, as `Values`.
 
     An array that is given is only read, and must stay what it is until the reduction ends. A result is an array over
-    the gradient's slot, which is not written again while the result is referred to.
+    the gradient's slot, which is not written again while the result is referred to. Where slots are on a device,
+    results are DeviceArrays; what is given may be on the host all the same. watch: see `Ranks.watch`.
     """
 
     accumulates = False
     hint = "Give each gradient once."
 
-    def __init__(self, gradients: Sequence[Gradient]) -> None:
-        self._gradients = gradients
-        self._given: dict[int, Array] = {}
+    def __init__(self, gradients: Sequence[Gradient], watch: Callable[[str], Callable[[], None]] = _unwatched) -> None:
+        self._gradients, self._watch = gradients, watch
+        self._given: dict[int, Any] = {}
         self._rows: dict[int, tuple[Array, Array]] = {}
-        self._results: dict[int, Array] = {}
+        self._results: dict[int, Any] = {}
         self._slots = Slots(len(gradients), self._view)
 
-    def give(self, index: int, array: Array) -> None:
+    def give(self, index: int, array: Any) -> None:
         """Take the gradient of this step, in the dtype that travels."""
         self._given[index] = array
 
@@ -39,7 +46,7 @@ class ArrayValues:
         """Take the sparse gradient of this step."""
         self._rows[index] = numbers, rows
 
-    def result(self, index: int) -> Array | None:
+    def result(self, index: int) -> Any:
         """Return what was reduced, and forget it; None where no rank had a gradient."""
         return self._results.pop(index, None)
 
@@ -53,7 +60,7 @@ class ArrayValues:
         self._rows.clear()
         self._results.clear()
 
-    def _view(self, index: int, slot: Array) -> Array:
+    def _view(self, index: int, slot: Any) -> Any:
         return slot.reshape(self._gradients[index].shape)
 
     # What a GradientReducer asks for
@@ -74,7 +81,9 @@ class ArrayValues:
     def put(self, index: int) -> None:
         """Copy a gradient into its slot."""
         array, slot = self._given[index], self._engine.slot(index)
-        if array.dtype == slot.dtype and array.flags.c_contiguous:
+        if type(slot) is DeviceArray:
+            _put_there(array, slot)
+        elif array.dtype == slot.dtype and array.flags.c_contiguous:
             self._engine.write(index, array.ctypes.data)
         else:
             slot[...] = array.reshape(-1)
@@ -83,9 +92,7 @@ class ArrayValues:
         """Make what was reduced the result: the slot itself, or a copy where an earlier result was kept."""
         lent = self._slots.lent[index]
         if index in self._slots.copied:
-            copy = aligned_empty(lent.shape, lent.dtype)
-            copy[...] = lent
-            lent = copy
+            lent = _copied(lent)
         self._results[index] = lent
 
     def forget(self) -> None:
@@ -110,7 +117,15 @@ class ArrayValues:
         """Make rows of a gradient that was given as an array."""
         array = self._given.pop(index, None)
         if array is not None:
-            self._rows[index] = np.arange(len(array)), array
+            self._rows[index] = np.arange(len(array)), self._on_host(index, array)
+
+    def _on_host(self, index: int, array: Any) -> Array:
+        if not isinstance(array, DeviceArray):
+            return np.asarray(array)
+        here: Array = array.device.staging(array.nbytes).view(array.dtype)
+        array.device.copy(here, array)
+        wait_for(array.device.current().record(), self._watch(f"the gradient of {self._gradients[index].name}"))
+        return here.reshape(array.shape)
 
     def make_dense(self, index: int) -> None:
         """Make an array of a gradient that was given as rows, which are added up."""
@@ -134,3 +149,24 @@ class ArrayValues:
     def decompress(self, index: int, array: Array) -> Any:
         """Raise AssertionError: see `compress`."""
         raise AssertionError("a compressor of the user's works on tensors")
+
+
+def _put_there(array: Any, slot: DeviceArray) -> None:
+    """Queue a copy of a gradient, wherever it is, to its slot on a device."""
+    device = slot.device
+    if type(array) is not DeviceArray:
+        here = device.staging(slot.nbytes).view(slot.dtype)
+        here[...] = array.reshape(-1)
+        device.copy(slot, here)
+    elif array.dtype == slot.dtype:
+        device.copy(slot, array)
+    else:
+        device.kernels.cast(array.reshape(-1), slot)
+
+
+def _copied(lent: Any) -> Any:
+    if type(lent) is DeviceArray:
+        return lent.copy()
+    copy = aligned_empty(lent.shape, lent.dtype)
+    copy[...] = lent
+    return copy

@@ -115,7 +115,8 @@ class Gradient:
         if not self.is_known:
             return f"{self.name}: None"
         where = f" over {self.axis} times {self.scale}" if self.axis else ""
-        return f"{self.name}: {self.dtype}{list(self.shape)}{where}"
+        there = "" if self.device == "cpu" else f" on {self.device}"
+        return f"{self.name}: {self.dtype}{list(self.shape)}{there}{where}"
 
     @property
     def itemsize(self) -> int:

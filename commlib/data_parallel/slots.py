@@ -23,7 +23,7 @@ from commlib.dtypes import Array
 class Slots:
     """The slots of `count` gradients, numbered from 0. `view(number, slot)` gives a slot the shape of its gradient."""
 
-    def __init__(self, count: int, view: Callable[[int, Any], Array | None]) -> None:
+    def __init__(self, count: int, view: Callable[[int, Any], Any]) -> None:
         self._view = view
         self.lent: list[Array] = [np.empty(0) for _ in range(count)]
         """Slots as arrays, to be lent. Nothing refers to these very objects but gradients that were made of them."""

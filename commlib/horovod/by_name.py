@@ -15,7 +15,9 @@ from commlib.coordinator.compressed_buckets import making, reducing
 from commlib.coordinator.request import Request
 from commlib.data_parallel import Alone, cores_per_rank
 from commlib.data_parallel.buckets import Bucket
-from commlib.dtypes import Array
+from commlib.devices.host import HOST
+from commlib.devices.protocol import Device
+from commlib.dtypes import Array, numpy_dtype
 from commlib.errors import UsageError
 from commlib.horovod.basics import local_size, size
 from commlib.horovod.operations import allgather_object, start_allgather, start_allreduce
@@ -93,18 +95,14 @@ class ByName:
             raise UsageError(f"{self._name}: axis {axis!r} needs communicators: operations by name have one axis")
         return self
 
-    def empty(self, shape: Any, dtype: Any = "float32") -> Array:
+    def empty(self, shape: Any, dtype: Any = "float32", device: Device = HOST) -> Any:
         """Return symmetric memory; where a rank has joined memory of this rank alone, with the same results."""
-        request = Request(
-            "memory", f"{self._name}.memory.{self._memories}", (), (("shape", str(shape)),), repeats=False
-        )
+        options = (("shape", str(shape)), ("device", device.name))
+        request = Request("memory", f"{self._name}.memory.{self._memories}", (), options, repeats=False)
         self._memories += 1
-        made = self._coordinator.submit(request, extra=lambda comm: comm.empty(shape, dtype), blocking=True).wait()
-        if made is None:
-            made = aligned_empty(shape, dtype)
-            made[...] = 0
-        memory: Array = made
-        return memory
+        make = lambda comm: comm.empty(shape, dtype, device=device)  # noqa: E731
+        made = self._coordinator.submit(request, extra=make, blocking=True).wait()
+        return _own(shape, dtype, device) if made is None else made
 
     def watch(self, text: str) -> Callable[[], None]:
         """Return what to call in a wait for a device."""
@@ -128,7 +126,7 @@ class ByName:
     def compression(self, scheme: Scheme | None, *, within_node: bool, count: int, device: str = "cpu") -> Any:
         """Return how buckets are compressed: as `scheme_of` says for the scheme's name, since joined ranks ask it.
 
-        `device` is not used: what is reduced by name goes through the host.
+        `device` is not used: what is compressed by name goes through the host.
         """
         if scheme is not None:
             known = scheme_of(scheme.name)
@@ -141,6 +139,17 @@ class ByName:
         return NamedCompression(
             self._coordinator, request.name, self._coordinator.submit(request, blocking=True).wait()
         )
+
+
+def _own(shape: Any, dtype: Any, device: Device) -> Any:
+    """Return zeroed memory of this rank alone."""
+    if device is HOST:
+        made = aligned_empty(shape, dtype)
+        made[...] = 0
+        return made
+    there = device.empty(shape, numpy_dtype(dtype))
+    device.kernels.fill(device.wrap(there, "a bucket"), 0)
+    return there
 
 
 class NamedReduction:

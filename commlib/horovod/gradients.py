@@ -120,7 +120,8 @@ class NamedGradients:
                     return kept
                 self._kept.remove(kept)
                 break
-        ranks, values = ByName(self.process_set, self.name), ArrayValues(gradients)
+        ranks = ByName(self.process_set, self.name)
+        values = ArrayValues(gradients, ranks.watch)
         reducer = GradientReducer(
             ranks,
             gradients,
@@ -171,20 +172,24 @@ class NamedReduction:
             kept.values.forget_all()
             kept.reducer.begin(eager=eager)
 
-    def give(self, members: Sequence[int], arrays: Sequence[Array], begins: Gradients | None = None) -> None:
-        """Give gradients, in the dtypes that travel; complex ones as pairs. `begins`: begin with these kinds before."""
+    def give(self, members: Sequence[int], arrays: Sequence[Any], begins: Gradients | None = None) -> None:
+        """Give gradients, in the dtypes that travel. `begins`: begin with these kinds before.
+
+        Each is an array of the host, or a DeviceArray if its kind is on that device.
+        """
         with self._lock, self._gradients.statistics.exposing():
             if begins is not None:
                 self.begin(begins, eager=True)
             kept = self._begun()
             for index, array in zip(members, arrays, strict=True):
-                kept.values.give(index, array.view(array.real.dtype) if array.dtype.kind == "c" else array)
+                kept.values.give(index, array.view(f"f{array.itemsize // 2}") if array.dtype.kind == "c" else array)
                 kept.reducer.ready(index)
 
     def end(self, rows: Sequence[tuple[Array, Array]]) -> dict[int, Any]:
-        """Give the sparse gradients, as (numbers, rows), and return what was reduced, by number.
+        """Give the sparse gradients, as (numbers, rows) on the host, and return what was reduced, by number.
 
-        A sparse gradient is (numbers, rows) of all ranks. What is None here is there, too, if another rank had it.
+        A dense gradient is an array over a slot (see `ArrayValues`), of pairs where numbers are complex. A sparse one
+        is (numbers, rows) of all ranks. What is None here is there, too, if another rank had it.
         """
         kept, call, gradients = self._begun(), self._call, self._gradients
         reducer, values = kept.reducer, kept.values
