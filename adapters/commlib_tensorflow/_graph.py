@@ -1,6 +1,7 @@
 """One way to call a function of the host on tensors: at once if TensorFlow runs eagerly, else as one node of the graph.
 
 A node is one `tf.numpy_function`, however many tensors go in and out: a call costs about 30 us, a further tensor 8 us.
+For tensors of a GPU it is one `tf.py_function`, which has them where they are (see `_on_device`).
 It is stateful, so a traced function runs its nodes in the order in which they were made, the same on every rank. Where
 nothing orders them, as in graphs of TensorFlow 1, nodes keep no thread while they wait: see `_aside`.
 """
@@ -82,14 +83,37 @@ def call(host: Host, inputs: Sequence[Any], outputs: Sequence[Spec]) -> list[Any
     return _made(tf.numpy_function if ordered() else call_aside, host, inputs, outputs)
 
 
-def _made(make_node: Callable[..., Any], host: Host, inputs: Sequence[Any], outputs: Sequence[Spec]) -> list[Any]:
+def call_there(
+    where: str, host: Callable[..., Sequence[Any]], inputs: Sequence[Any], outputs: Sequence[Spec]
+) -> list[Any]:
+    """Return what `host` makes of eager tensors: of `inputs`, which a node has on TensorFlow's device `where`.
+
+    As `call` otherwise, in a graph that orders its nodes. No gradient flows through.
+    """
+    if tf.executing_eagerly():
+        return list(host(*inputs))
+
+    def node(*arguments: Any) -> list[Any]:
+        with tf.device(where):
+            results: list[Any] = tf.py_function(*arguments)
+        return [tf.stop_gradient(result) for result in results]
+
+    return _made(node, host, inputs, outputs, of=lambda tensor: tensor)
+
+
+def _made(
+    make_node: Callable[..., Any],
+    host: Callable[..., Sequence[Any]],
+    inputs: Sequence[Any],
+    outputs: Sequence[Spec],
+    of: Callable[[Any], Any] = np.asarray,  # TensorFlow gives a scalar of numpy for a tensor without dimensions
+) -> list[Any]:
     _refuse_xla()
 
-    def guarded(*arrays: Any) -> list[Array]:
+    def guarded(*given: Any) -> list[Any]:
         _running.node = True
         try:
-            # TensorFlow gives a scalar of numpy for a tensor without dimensions.
-            return list(host(*(np.asarray(array) for array in arrays)))
+            return list(host(*map(of, given)))
         except CommlibError as error:
             graph_errors.note(error)
             raise

@@ -2,7 +2,7 @@
 
 They take tensors, variables and whatever else `tf.convert_to_tensor` does, eagerly and in traced functions, where they
 run when those do, in the order in which they were traced; in graphs of TensorFlow 1 nothing orders them (UsageError).
-What is on a GPU stays there in eager use (see `devices`), and goes through the host in traced functions.
+What is on a GPU stays there (see `devices`); in a traced function if no tensor of the call is of int32.
 `recv` and `send_recv` take shape and dtype of what comes from a tensor `like` it. Every verb has an `_async` twin, for
 eager use only, that returns a `Work` at once. Errors are those of `commlib_tensorflow.errors`.
 """
@@ -15,6 +15,7 @@ from typing import Any, TypeVar
 import numpy as np
 import tensorflow as tf
 
+from commlib.dtypes import name_of
 from commlib.errors import CommlibError, UsageError
 from commlib.tensors import (
     NOTHING,
@@ -28,8 +29,9 @@ from commlib.tensors import (
     TensorWork,
     VerbMaker,
 )
-from commlib_tensorflow._bridge import Array, as_tensor, to_array, to_tensor
-from commlib_tensorflow._graph import Spec, call, no_autograph, ordered, result_empty
+from commlib_tensorflow._bridge import as_tensor, dtype_name, to_array, to_tensor
+from commlib_tensorflow._graph import Spec, no_autograph, ordered
+from commlib_tensorflow._on_device import call_on_device, room
 from commlib_tensorflow.devices import array_over, device_of, tensor_over
 from commlib_tensorflow.errors import as_tensorflows
 
@@ -80,17 +82,17 @@ def _trace(verb: Call[Any]) -> Any:
     inputs = [as_tensor(value) for value in verb.inputs]
     specs = _specs(verb, inputs)
 
-    def host(*arrays: Array) -> Sequence[Array]:
+    def host(*arrays: Any) -> Sequence[Any]:
         answer = verb.host(getattr(verb.comm, verb.verb), *arrays)
         if verb.result is NOTHING:
-            return [np.zeros((), np.int32)]
+            return [np.zeros((), np.int64)]
         results = list(answer) if verb.result is RECEIVED else [answer]
         for result, spec in zip(results, specs, strict=True):
-            if result.dtype != spec.dtype.as_numpy_dtype:
+            if name_of(result.dtype) != dtype_name(spec.dtype):
                 raise UsageError(f"{verb.verb}: got {result.dtype}, but the tensor given here is {spec.dtype.name}")
         return results
 
-    results = call(host, inputs, specs)
+    results = call_on_device(host, inputs, specs)
     if verb.result is NOTHING:
         return None
     return tuple(results) if verb.result is RECEIVED else results[0]
@@ -98,7 +100,7 @@ def _trace(verb: Call[Any]) -> Any:
 
 def _specs(verb: Call[Any], inputs: Sequence[Any]) -> list[Spec]:
     if verb.result is NOTHING:
-        return [Spec(tf.int32, ())]
+        return [Spec(tf.int64, ())]
     if not inputs:
         raise UsageError(f"{verb.verb}: in a traced function every rank gives a tensor, of the dtype of the result")
     if verb.result is SAME:
@@ -121,13 +123,7 @@ def _new(array: Any) -> tf.Tensor:
     return to_tensor(array) if type(array) is np.ndarray else tensor_over(array)
 
 
-def _room(array: Any) -> Any:
-    return (
-        result_empty(array.shape, array.dtype) if type(array) is np.ndarray else array.empty(array.shape, array.dtype)
-    )
-
-
-_BRIDGE: Bridge[Any] = Bridge(tf.Tensor, _read, _new, _room)
+_BRIDGE: Bridge[Any] = Bridge(tf.Tensor, _read, _new, room)
 verbs = OrderedVerbs(_BRIDGE)
 _returning = ReturningVerbs(_BRIDGE)
 _verb = VerbMaker(__name__, "tf.Tensor", run, _start, no_autograph)

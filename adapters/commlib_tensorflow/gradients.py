@@ -8,6 +8,9 @@ gradients as soon as they are there, while backward goes on:
 
 A traced function runs its stateful nodes in the order in which they were made: one whose gradients come late holds up
 those behind. So they are made in the order in which backward makes gradients, as the graph tells.
+
+Where variables are on a GPU, dense gradients stay there: buckets are memory of the GPU, and results are tensors over
+their slots. Sparse ones, and those that are compressed beyond a cast, go through the host.
 """
 
 from __future__ import annotations
@@ -27,9 +30,11 @@ from commlib.compress.choice import Choice
 from commlib.data_parallel import BUCKET_CAP_MIB, FIRST_BUCKET_MIB, Gradient, Options, cores_per_rank, read_groups
 from commlib.errors import UsageError
 from commlib.horovod.gradients import Call, NamedGradients, NamedReduction
-from commlib_tensorflow._bridge import Array, as_tensor, dtype_name
-from commlib_tensorflow._graph import Spec, call, no_autograph, ordered
+from commlib_tensorflow._bridge import Array, as_tensor, dtype_name, to_array, to_tensor
+from commlib_tensorflow._graph import Spec, call, call_there, no_autograph, ordered
+from commlib_tensorflow._placement import Place, fits, place_of
 from commlib_tensorflow.compression import Compression
+from commlib_tensorflow.devices import array_over, device_of, settle, tensors_over, working
 from commlib_tensorflow.horovod.operations import grouped_allreduce
 
 Groups = int | Sequence[Sequence[str]] | None
@@ -133,6 +138,8 @@ class _Reduction(NamedReduction):
         sparse = [index for index, gradient in enumerate(given) if isinstance(gradient, tf.IndexedSlices)]
         dense = [index for index, gradient in enumerate(given) if gradient is not None and index not in sparse]
         super().__init__(gradients, Call(names, dense, sparse, _order_of(given), threads(), strict))
+        self._place = _place_of(gradients, like)
+        """The device that has the dense gradients; None if that is the host."""
         self._dense, self._sparse, self._names = dense, sparse, names
         self._eager = tf.executing_eagerly()  # a function of the host is always, whoever calls it
         self._given, self._like = given, like
@@ -155,9 +162,10 @@ class _Reduction(NamedReduction):
             specs = [Spec(tf.int64, ())]
         nodes = self._nodes(sent)
         if len(nodes) > 1:
-            answers = call(self._end, [*slices, *self._gives(sent, nodes)], specs)
+            answers = self._called(self._end, 0, [*slices, *self._gives(sent, nodes)], specs)
         else:
-            answers = call(self._all_at_once, [*(sent[index] for index in self._dense), *slices], specs)
+            dense = [sent[index] for index in self._dense]
+            answers = self._called(self._all_at_once, len(dense), [*dense, *slices], specs)
         results: list[Any] = [None] * len(given)
         remaining = iter(answers)
         for index in self._dense:
@@ -171,6 +179,20 @@ class _Reduction(NamedReduction):
         return results
 
     # In the graph
+
+    def _called(
+        self, function: Callable[..., list[Any]], dense: int, inputs: Sequence[Any], specs: Sequence[Spec]
+    ) -> list[Any]:
+        """Call a function of the host where the gradients are. Only the first inputs, so many, are dense gradients."""
+        place = self._place
+        if place is None:
+            return call(function, inputs, specs)
+
+        def there(*tensors: Any) -> list[Any]:
+            with working(place.device):
+                return function(*map(_array_there, tensors[:dense]), *tensors[dense:])
+
+        return call_there(place.where, there, inputs, specs)
 
     def _to_send(self, index: int) -> Any:
         gradient = self._given[index]
@@ -201,8 +223,8 @@ class _Reduction(NamedReduction):
     def _gives(self, sent: Mapping[int, Any], nodes: Sequence[Sequence[int]]) -> list[Any]:
         """Make nodes that give gradients; return tensors that `end` takes, so as to come after."""
 
-        def giving(members: Sequence[int], begins: Any) -> Callable[..., list[Array]]:
-            def give(*arrays: Array) -> list[Array]:
+        def giving(members: Sequence[int], begins: Any) -> Callable[..., list[Any]]:
+            def give(*arrays: Any) -> list[Any]:
                 self.give(members, arrays[: len(members)], begins)
                 return [np.zeros((), np.int64)]
 
@@ -214,28 +236,36 @@ class _Reduction(NamedReduction):
         tokens: list[Any] = []
         for members in nodes:
             begins = self._kinds if not tokens and not first else None
-            tokens += call(giving(members, begins), [*(sent[index] for index in members), *first], token)
+            given = [sent[index] for index in members]
+            tokens += self._called(giving(members, begins), len(given), [*given, *first], token)
         return tokens
 
     def _describe(self, kinds: Mapping[int, tuple[Any, Any]]) -> tuple[Gradient, ...]:
         """Return what each gradient is, by dtypes and shapes of those that are sent."""
+        device = "cpu" if self._place is None else self._place.name
         described = []
         for index, name in enumerate(self._names):
             like = self._like[index].values if isinstance(self._like[index], tf.IndexedSlices) else self._like[index]
             dtype, shape = kinds.get(index, (None, None))
             if like is None and dtype is None:
-                described.append(Gradient(name, (0,), "float32", is_known=False))
+                described.append(Gradient(name, (0,), "float32", device, is_known=False))
                 continue
             if like is not None and (dtype is None or self._compressor is None):
                 dtype = like.dtype  # before it was cast for the way
             if shape is None or (index in self._sparse and like is not None):
                 shape = like.shape
-            described.append(gradient_of(name, dtype, shape))
+            described.append(gradient_of(name, dtype, shape, device))
         return tuple(described)
 
     # On the host
 
-    def _all_at_once(self, *arrays: Array) -> list[Array]:
+    def begin(self, kinds: Sequence[Gradient], *, eager: bool) -> None:
+        """Begin a run; slots that TensorFlow has given back are no longer read then."""
+        super().begin(tuple(kinds), eager=eager)
+        if self._place is not None:
+            settle(self._place.where)
+
+    def _all_at_once(self, *arrays: Any) -> list[Any]:
         count = len(self._dense)
         shapes = tuple(array.shape for array in arrays)
         if shapes != self._shapes or not self._kinds:
@@ -246,15 +276,22 @@ class _Reduction(NamedReduction):
         self.give(self._dense, arrays[:count])
         return self._end(*arrays[count:])
 
-    def _end(self, *slices: Array) -> list[Array]:
+    def _end(self, *slices: Any) -> list[Any]:
         count = 2 * len(self._sparse)  # what follows is of nodes before
-        results = self.end(list(zip(slices[:count:2], slices[1:count:2], strict=True)))
+        rows = slices[:count] if self._place is None else list(map(to_array, slices[:count]))
+        results = self.end(list(zip(rows[::2], rows[1::2], strict=True)))
         self._also = [index for index in results if self._given[index] is None]
-        answers = [own_array(results[index], self._dtype(index), eager=self._eager) for index in self._dense]
+        answers = self._own([(results[index], self._dtype(index)) for index in self._dense])
         for index in self._sparse:
-            answers += results[index]
-        answers += [own_array(results[index], self._dtype(index), eager=self._eager) for index in self._also]
+            answers += results[index] if self._place is None else map(to_tensor, results[index])
+        answers += self._own([(results[index], self._dtype(index)) for index in self._also])
         return answers or [np.zeros((), np.int64)]
+
+    def _own(self, results: Sequence[tuple[Any, Any]]) -> list[Any]:
+        """Return results, each with its dtype, as TensorFlow may have them."""
+        if self._place is None:
+            return [own_array(array, dtype, eager=self._eager) for array, dtype in results]
+        return tensors_over([array for array, _ in results], pairs=[dtype.is_complex for _, dtype in results])
 
 
 def scaled(gradient: Any, factor: float) -> Any:
@@ -281,11 +318,25 @@ def received(tensor: Any, dtype: Any, options: Options) -> Any:
     return tensor
 
 
-def gradient_of(name: str, dtype: Any, shape: Any) -> Gradient:
+def gradient_of(name: str, dtype: Any, shape: Any, device: str = "cpu") -> Gradient:
     """Return what a gradient of this dtype and shape is to a reducer, for which complex numbers are pairs."""
     kind = tf.as_dtype(dtype)
     pair = (2,) if kind.is_complex else ()
-    return Gradient(name, (*(n or 0 for n in shape), *pair), dtype_name(kind.real_dtype))
+    return Gradient(name, (*(n or 0 for n in shape), *pair), dtype_name(kind.real_dtype), device)
+
+
+def _place_of(gradients: Gradients, like: Sequence[Any]) -> Place | None:
+    """Return where dense gradients stay: where their variables are, if they are not to be compressed there."""
+    if gradients.options_here().scheme is not None or not ordered():
+        return None
+    dense = [value for value in like if value is not None and not isinstance(value, tf.IndexedSlices)]
+    return place_of(dense) if fits([value.dtype for value in dense]) else None
+
+
+def _array_there(tensor: Any) -> Any:
+    """Return a gradient as an array of the device that has it."""
+    device = device_of(tensor)
+    return to_array(tensor) if device is None else array_over(tensor, device)
 
 
 def _order_of(given: Sequence[Any]) -> list[int]:

@@ -1,4 +1,4 @@
-"""TensorFlow's tensors on a GPU: the bodies that tests/tensorflow_adapter/test_late.py runs on the late device.
+"""TensorFlow's tensors on a GPU: the bodies that tests/tensorflow_adapter/test_late*.py run on the late device.
 
 Where TensorFlow finds no GPU, its CPU tensors are on CuPy's stand-in: all runs but `commlib_tensorflow.devices.Cuda`.
 """
@@ -14,9 +14,12 @@ from commlib.dtypes import DTYPES
 
 tf = pytest.importorskip("tensorflow")
 
+from tests.tensorflow_adapter import device_gradients as gradients  # noqa: E402
 from tests.tensorflow_adapter import device_verbs  # noqa: E402
 from tests.tensorflow_adapter.late import HostTensors  # noqa: E402
+from tests.tensorflow_adapter.oracle import MODES  # noqa: E402
 
+both = pytest.mark.parametrize("mode", MODES)
 GPUS = tf.config.list_physical_devices("GPU")
 
 for found in GPUS:  # else it takes all memory
@@ -51,3 +54,51 @@ def test_verbs(comm: Any, place: Any, dtype: str) -> None:
 
 def test_results_in_use(comm: Any, place: Any) -> None:
     device_verbs.results_in_use(comm, place)
+
+
+@pytest.mark.ranks(max=3)
+def test_traced_verbs(comm: Any, place: Any) -> None:
+    gradients.traced_verbs(comm, place)
+
+
+@pytest.fixture
+def world() -> Any:
+    """All ranks, whose operations by name go whatever way they find."""
+    import commlib
+
+    return commlib.init()
+
+
+@both
+def test_training_equals_one_process(world: Any, place: Any, mode: str) -> None:
+    gradients.tape(world, mode, groups=3, overlap=True)
+
+
+@both
+@pytest.mark.parametrize("dtype", gradients.FLOATS)
+def test_gradients_of_every_dtype(world: Any, place: Any, mode: str, dtype: str) -> None:
+    gradients.dtypes(world, place, mode, dtype)
+
+
+@both
+def test_gradients_that_are_kept(world: Any, place: Any, mode: str) -> None:
+    gradients.kept(world, place, mode)
+
+
+@both
+def test_sparse_gradients(world: Any, place: Any, mode: str) -> None:
+    for as_dense in (False, True):
+        gradients.sparse(world, mode, as_dense)
+
+
+def test_gradients_that_only_some_ranks_have(world: Any, place: Any) -> None:
+    gradients.missing(world, place)
+
+
+def test_fit(world: Any, place: Any) -> None:
+    gradients.fit(world)
+
+
+@both
+def test_operations_by_name(world: Any, place: Any, mode: str) -> None:
+    gradients.by_name(world, place, mode)

@@ -1,7 +1,7 @@
 """Operations by name on tensors, with their gradients: operations by name themselves.
 
 What runs on gradients, and by what they are multiplied, `commlib.functional` says for both adapters. Tensors and names
-are taken as they are.
+are taken as they are. What is on a GPU stays there (see `_on_device`).
 """
 
 from __future__ import annotations
@@ -13,15 +13,15 @@ import tensorflow as tf
 
 from commlib import horovod as core
 from commlib.horovod import Reduction
-from commlib_tensorflow._bridge import Array
-from commlib_tensorflow._graph import Spec, call, gradient_name, records, result_empty
+from commlib_tensorflow._graph import Spec, gradient_name, records
+from commlib_tensorflow._on_device import call_on_device, copied, room
 
 
 def allreduce_tensors(tensors: Sequence[Any], how: Reduction) -> list[Any]:
     """Combine tensors element by element. Backward combines gradients in the same way."""
 
-    def host(*arrays: Array) -> Sequence[Array]:
-        outputs = [result_empty(array.shape, array.dtype) for array in arrays]
+    def host(*arrays: Any) -> Sequence[Any]:
+        outputs = [room(array) for array in arrays]
         core.start_allreduce(arrays, outputs, **how.options(), blocking=True).wait()
         return outputs
 
@@ -29,13 +29,13 @@ def allreduce_tensors(tensors: Sequence[Any], how: Reduction) -> list[Any]:
         how.check_linear(f"allreduce with op={how.op.name.capitalize()}")
         return allreduce_tensors(dys, how.called(gradient_name(how.name)))
 
-    return _differentiable(lambda xs: call(host, xs, [Spec.like(x) for x in xs]), backward, tensors)
+    return _differentiable(lambda xs: call_on_device(host, xs, [Spec.like(x) for x in xs]), backward, tensors)
 
 
 def allgather_tensors(tensors: Sequence[Any], name: str | None, group: Any) -> list[Any]:
     """Join tensors along dimension 0. Backward takes this rank's rows of the mean of the gradients."""
 
-    def host(*arrays: Array) -> Sequence[Array]:
+    def host(*arrays: Any) -> Sequence[Any]:
         return list(core.start_allgather(arrays, name, process_set=group, blocking=True).wait())
 
     def backward(xs: Sequence[Any], dys: Sequence[Any]) -> list[Any]:
@@ -46,13 +46,13 @@ def allgather_tensors(tensors: Sequence[Any], name: str | None, group: Any) -> l
         before = tf.reduce_sum(everyone[: group.rank()], axis=0)
         return [dy[before[i] : before[i] + rows[i]] for i, dy in enumerate(averaged)]
 
-    return _differentiable(lambda xs: call(host, xs, [Spec.rows_of(x) for x in xs]), backward, tensors)
+    return _differentiable(lambda xs: call_on_device(host, xs, [Spec.rows_of(x) for x in xs]), backward, tensors)
 
 
 def reducescatter_tensors(tensors: Sequence[Any], how: Reduction) -> list[Any]:
     """Combine tensors, and return this rank's part. Backward gathers the parts of the gradients."""
 
-    def host(*arrays: Array) -> Sequence[Array]:
+    def host(*arrays: Any) -> Sequence[Any]:
         return list(core.start_reducescatter(arrays, **how.options(), blocking=True).wait())
 
     def backward(xs: Sequence[Any], dys: Sequence[Any]) -> list[Any]:
@@ -61,20 +61,21 @@ def reducescatter_tensors(tensors: Sequence[Any], how: Reduction) -> list[Any]:
         factor = how.gathered_factor
         return [dy if factor == 1 else dy * tf.cast(factor, dy.dtype) for dy in gathered]
 
-    return _differentiable(lambda xs: call(host, xs, [Spec.rows_of(x) for x in xs]), backward, tensors)
+    return _differentiable(lambda xs: call_on_device(host, xs, [Spec.rows_of(x) for x in xs]), backward, tensors)
 
 
 def alltoall_tensor(tensor: Any, splits: Any, name: str | None, group: core.ProcessSet) -> tuple[Any, Any]:
     """Exchange rows; return them and how many came from each rank. Backward sends gradients back."""
 
-    def host(array: Array, *given: Array) -> Sequence[Array]:
+    def host(array: Any, *given: Any) -> Sequence[Any]:
         return list(
             core.start_alltoall(array, given[0] if given else None, name, process_set=group, blocking=True).wait()
         )
 
     def forward(x: Any) -> tuple[tuple[Any, Any], Callable[..., Any]]:
         inputs = [x] if splits is None else [x, splits]
-        output, received = call(host, inputs, [Spec.rows_of(x), Spec(tf.int64, (group.size(),))])
+        outputs = [Spec.rows_of(x), Spec(tf.int64, (group.size(),))]
+        output, received = call_on_device(host, inputs, outputs, host=1)
 
         def backward(dy: Any, _: Any = None) -> Any:
             back = alltoall_tensor(dy, received, gradient_name(name), group)[0]
@@ -102,14 +103,11 @@ def broadcast_tensor(tensor: Any, root_rank: int, name: str | None, group: core.
 def broadcast_tensors(tensors: Sequence[Any], root_rank: int, name: str | None, group: core.ProcessSet) -> list[Any]:
     """Return the values of rank `root_rank` for each tensor, in one operation. No gradient flows through."""
 
-    def host(*arrays: Array) -> Sequence[Array]:
-        copies = [result_empty(array.shape, array.dtype) for array in arrays]
-        if core.rank() == root_rank:
-            for copy, array in zip(copies, arrays, strict=True):
-                copy[...] = array
+    def host(*arrays: Any) -> Sequence[Any]:
+        copies = list(map(copied if core.rank() == root_rank else room, arrays))
         return list(core.start_broadcast(copies, root_rank, name, process_set=group, blocking=True).wait())
 
-    return call(host, tensors, [Spec.like(tensor) for tensor in tensors])
+    return call_on_device(host, tensors, [Spec.like(tensor) for tensor in tensors])
 
 
 def _differentiable(

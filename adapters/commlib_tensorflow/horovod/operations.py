@@ -3,7 +3,8 @@
 Every operation meets those of the same name on the other ranks of its process set, whatever else is called between,
 and takes tensors, variables and whatever else `tf.convert_to_tensor` does, of any dtype that the core has (bfloat16
 included). Where it is named here as differentiable, gradients flow through it. The `device_...` arguments are for
-Horovod's callers: data of a GPU travels through the memory of the host wherever the operation is placed.
+Horovod's callers: an operation runs where its tensors are, all of them on a GPU or all on the host, and there its
+results are; tensors of int32 go through the host in a traced function.
 
 All raise what the core raises: UsageError (a ValueError) for a call that is wrong on this rank, MismatchError on every
 rank where ranks ask for different things under one name. Each is one of tf.errors too, eagerly, in traced functions
