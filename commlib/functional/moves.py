@@ -4,23 +4,33 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
+from typing import Any
 
 import numpy as np
 
+from commlib.devices.array import DeviceArray
 from commlib.dtypes import Array
 from commlib.errors import UsageError
-from commlib.functional.agreement import told
 from commlib.functional.axis import Axis
-from commlib.schedule.layout import even, uneven
+from commlib.functional.lengths import around, asked, dimension, divided, with_length
+from commlib.functional.moves_on_device import run_on_device
+from commlib.p2p.on_device import fetched
+from commlib.schedule.layout import uneven
 from commlib.tensor.moves import Move
 
 
-def run(axis: Axis, move: Move, x: Array, *, may_write: bool = False) -> tuple[Array, Move]:
+def run(axis: Axis, move: Move, x: Any, *, may_write: bool = False) -> tuple[Any, Move]:
     """Return (the moved array, the move with the lengths of all shards: its conjugate needs them).
 
     Collective over the axis, but for "copy" and "scatter", which are this rank's own. The result is contiguous, and
     new unless nothing changes, or `may_write` to `x`. Raises UsageError for a dimension or lengths that do not fit.
+    x: numpy's, or a DeviceArray: then the result is one, too, and on the current stream.
     """
+    if type(x) is DeviceArray:
+        if move.name in ("copy", "scatter") or axis.wire(x.dtype).is_plain:
+            return run_on_device(axis, move, x, may_write=may_write)
+        result, known = run(axis, move, fetched(axis.comm.group, x, move.name))  # codecs of moves are the host's
+        return _there(x, result), known
     if move.name == "copy" or (axis.size == 1 and move.name != "all_to_all"):
         return np.ascontiguousarray(x), move
     if move.name == "reduce":
@@ -32,16 +42,17 @@ def run(axis: Axis, move: Move, x: Array, *, may_write: bool = False) -> tuple[A
 def start(axis: Axis, move: Move, x: Array) -> Callable[[], Array]:
     """Begin "reduce" or "reduce_scatter", the moves that gradients take; return what waits for the result.
 
-    What is encoded, or needs its dimensions in another order, is done here and now. `x` must not change meanwhile.
+    What is encoded, or needs its dimensions in another order, is done here and now. `x`, numpy's, must not change
+    meanwhile.
     """
     comm, is_plain = axis.comm, axis.wire(x.dtype).is_plain
     if move.name == "reduce" and is_plain:
         work = comm.all_reduce_async(np.ascontiguousarray(x), out=axis.empty(x.shape, x.dtype))
         return work.wait
-    if move.name == "reduce_scatter" and is_plain and _around(x.shape, dim := _dim(move, move.dim, x))[0] == 1:
-        lengths = _divided(axis, move, x, dim)
-        _, length, tail = _around(x.shape, dim)
-        shape, front = _with(x.shape, dim, lengths[axis.rank]), np.ascontiguousarray(x).reshape(length, tail)
+    if move.name == "reduce_scatter" and is_plain and around(x.shape, dim := dimension(move, move.dim, x))[0] == 1:
+        lengths = divided(axis, move, x, dim)
+        _, length, tail = around(x.shape, dim)
+        shape, front = with_length(x.shape, dim, lengths[axis.rank]), np.ascontiguousarray(x).reshape(length, tail)
         out = axis.empty((lengths[axis.rank], tail), x.dtype)
         work = comm.reduce_scatter_v_async(front, lengths, out=out)
         return lambda: work.wait().reshape(shape)
@@ -50,20 +61,20 @@ def start(axis: Axis, move: Move, x: Array) -> Callable[[], Array]:
 
 
 def _scatter(axis: Axis, move: Move, x: Array) -> tuple[Array, Move]:
-    dim = _dim(move, move.dim, x)
-    lengths = _divided(axis, move, x, dim)
+    dim = dimension(move, move.dim, x)
+    lengths = divided(axis, move, x, dim)
     start, stop = uneven(lengths).slice_of(axis.rank)
     shard = x[(slice(None),) * dim + (slice(start, stop),)]
     return _filled(axis, shard), move.known(lengths)
 
 
 def _gather(axis: Axis, move: Move, x: Array) -> tuple[Array, Move]:
-    dim = _dim(move, move.dim, x)
-    lengths = move.lengths or _asked(axis, move, x, dim)
+    dim = dimension(move, move.dim, x)
+    lengths = move.lengths or asked(axis, move, x, dim)
     if len(lengths) != axis.size or lengths[axis.rank] != x.shape[dim]:
         raise UsageError(f"{axis.comm.name}: {move.name}: shards of {lengths}, got {x.shape} on rank {axis.rank}")
-    lead, own, tail = _around(x.shape, dim)
-    shape = _with(x.shape, dim, sum(lengths))
+    lead, own, tail = around(x.shape, dim)
+    shape = with_length(x.shape, dim, sum(lengths))
     if len(set(lengths)) > 1:
         front = np.ascontiguousarray(np.moveaxis(x, dim, 0))
         gathered = axis.wire(x.dtype).all_gather_v(front, lengths)
@@ -78,22 +89,22 @@ def _gather(axis: Axis, move: Move, x: Array) -> tuple[Array, Move]:
 
 
 def _reduce_scatter(axis: Axis, move: Move, x: Array) -> tuple[Array, Move]:
-    dim = _dim(move, move.dim, x)
-    lengths = _divided(axis, move, x, dim)
-    lead, _, _ = _around(x.shape, dim)
+    dim = dimension(move, move.dim, x)
+    lengths = divided(axis, move, x, dim)
+    lead, _, _ = around(x.shape, dim)
     front = np.ascontiguousarray(np.moveaxis(x, dim, 0))
     out = axis.empty((lengths[axis.rank], *front.shape[1:]), x.dtype)
     axis.wire(x.dtype).reduce_scatter_v(front, lengths, out=out)
     shard = out if lead == 1 else _filled(axis, np.moveaxis(out, 0, dim))
-    return shard.reshape(_with(x.shape, dim, lengths[axis.rank])), move.known(lengths)
+    return shard.reshape(with_length(x.shape, dim, lengths[axis.rank])), move.known(lengths)
 
 
 def _all_to_all(axis: Axis, move: Move, x: Array) -> tuple[Array, Move]:
-    divide, join = _dim(move, move.dim, x), _dim(move, move.join, x)
+    divide, join = dimension(move, move.dim, x), dimension(move, move.join, x)
     if divide == join:
         raise UsageError(f"{axis.comm.name}: all_to_all: dimension {divide} cannot be divided and joined at once")
-    lengths = _divided(axis, move, x, divide)
-    joined = move.joined or _asked(axis, move, x, join)
+    lengths = divided(axis, move, x, divide)
+    joined = move.joined or asked(axis, move, x, join)
     if len(joined) != axis.size or joined[axis.rank] != x.shape[join]:
         raise UsageError(f"{axis.comm.name}: all_to_all: shards of {joined}, got {x.shape} on rank {axis.rank}")
     rest = math.prod(length for dim, length in enumerate(x.shape) if dim not in (divide, join))
@@ -107,7 +118,7 @@ def _all_to_all(axis: Axis, move: Move, x: Array) -> tuple[Array, Move]:
     splits = [length * x.shape[join] * rest for length in lengths]
     takes = [lengths[axis.rank] * length * rest for length in joined]
     came = axis.wire(x.dtype).all_to_all_v(packed, splits, takes)
-    out = axis.empty(_with(_with(x.shape, divide, lengths[axis.rank]), join, sum(joined)), x.dtype)
+    out = axis.empty(with_length(with_length(x.shape, divide, lengths[axis.rank]), join, sum(joined)), x.dtype)
     at, places = 0, uneven(joined)
     for peer, count in enumerate(takes):
         start, stop = places.slice_of(peer)
@@ -126,35 +137,13 @@ _RUN: dict[str, Callable[[Axis, Move, Array], tuple[Array, Move]]] = {
 }
 
 
-def _asked(axis: Axis, move: Move, x: Array, dim: int) -> tuple[int, ...]:
-    """Return how long the shards of all ranks are along a dimension: all else must agree."""
-    rest = [*x.shape[:dim], *x.shape[dim + 1 :]]
-    lines = [f"{move.name} along {move.dim}", f"dimension {dim}", f"other dimensions: {rest}", f"dtype: {x.dtype}"]
-    return told(axis.comm, f"{axis.comm.name}: {move.name}", lines, x.shape[dim])
-
-
-def _divided(axis: Axis, move: Move, x: Array, dim: int) -> tuple[int, ...]:
-    """Return how long the shards of what all ranks have will be."""
-    lengths = move.lengths or even(x.shape[dim], axis.size).counts
-    if len(lengths) != axis.size or sum(lengths) != x.shape[dim]:
-        raise UsageError(
-            f"{axis.comm.name}: {move.name}: shards of {lengths} along dimension {dim} of an array of shape {x.shape}"
-        )
-    return lengths
-
-
-def _dim(move: Move, dim: int, x: Array) -> int:
-    if not -x.ndim <= dim < x.ndim:
-        raise UsageError(f"{move.name}: an array of shape {x.shape} has no dimension {dim}")
-    return dim % x.ndim
-
-
-def _around(shape: tuple[int, ...], dim: int) -> tuple[int, int, int]:
-    return math.prod(shape[:dim]), shape[dim], math.prod(shape[dim + 1 :])
-
-
-def _with(shape: tuple[int, ...], dim: int, length: int) -> tuple[int, ...]:
-    return (*shape[:dim], length, *shape[dim + 1 :])
+def _there(x: DeviceArray, values: Array) -> DeviceArray:
+    """Return a copy of an array of the host on the device of x."""
+    block = x.device.staging(values.nbytes).view(values.dtype).reshape(values.shape)
+    block[...] = values
+    made = x.empty(values.shape, values.dtype)
+    x.device.copy(made, block)
+    return made
 
 
 def _filled(axis: Axis, values: Array) -> Array:

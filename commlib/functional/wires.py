@@ -59,9 +59,9 @@ class Plain:
     def all_gather_v(self, x: Array, lengths: Sequence[int]) -> Array:
         """Join arrays of some lengths along dimension 0."""
         found: Array = self._comm.all_gather_v(x)
-        if len(found) != sum(lengths):
+        if found.shape[0] != sum(lengths):
             raise MismatchError(
-                f"{self._comm.name}: all_gather: {len(found)} rows came from all ranks, but rank {self._comm.rank} "
+                f"{self._comm.name}: all_gather: {found.shape[0]} rows came from all ranks, but rank {self._comm.rank} "
                 f"expected {list(lengths)}"
             )
         return found

@@ -8,7 +8,7 @@ residuals of error feedback, None without; `after` may be `before`.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any, Literal, Protocol
+from typing import Any, Literal, NamedTuple, Protocol
 
 Code = Literal["int8", "int4", "e4m3", "e5m2"]
 """A quantised value: an integer of 8 or 4 bits, a float with 4 bits of exponent and 3 of mantissa, or 5 and 2."""
@@ -20,6 +20,18 @@ Fault = Literal["", "too short", "outside", "other kind"]
 """What is wrong with a sparse payload: nothing; it is cut off, of a longer array, or written by another codec."""
 
 SPARSE_HEADER = 8  # bytes that every sparse payload has
+
+
+class Blocks(NamedTuple):
+    """Say where rows x columns of runs lie in two arrays: how many elements apart, from either's first one on."""
+
+    rows: int
+    columns: int
+    run: int
+    from_row: int
+    from_column: int
+    to_row: int
+    to_column: int
 
 
 class Kernels(Protocol):
@@ -121,6 +133,10 @@ class Kernels(Protocol):
 
     def place(self, values: Any, places: Any, out: Any) -> None:
         """Write float32 values to the places."""
+        ...
+
+    def copy_blocks(self, source: Any, target: Any, blocks: Blocks) -> None:
+        """Copy blocks of elements of one dtype between arrays that do not overlap."""
         ...
 
     # Rows are of floats, and lie in two arrays: place p >= 0 (int32) is row p of `there`, another one row ~p of `here`,

@@ -14,6 +14,7 @@ from commlib.kernels.protocol import Code
 from tests.cuda.hard import values
 from tests.oracle import REDUCIBLE
 from tests.unit.kernels.cuda.test_arithmetic import CASTS, convertible
+from tests.unit.kernels.cuda.test_blocks import between_orders
 from tests.unit.kernels.cuda.test_codes import CASES as QUANTISED
 from tests.unit.kernels.cuda.test_codes import SIGNED, between_codes, hard
 from tests.unit.kernels.cuda.test_sparse import misleading, values_of
@@ -205,6 +206,14 @@ def make_orthonormalise():
         yield vectors.reshape(-1), rank, 1e-6
     yield np.array([3, 4, 0, 6, 8, 0, 0, 0, 0, 1, 0, 0], np.float32), 4, 1e-6
     yield np.full(30, np.inf, np.float32), 3, 1e-6
+
+
+def make_copy_blocks():
+    for dtype, run in itertools.product(DTYPES, (1, 31, 32, 33, 500)):
+        for shape in ((7, 5), (1, 30)):
+            blocks = between_orders(*shape, run)
+            x = values(dtype, shape[0] * shape[1] * run, 1)
+            yield x, np.zeros_like(x), blocks
 
 
 def rows_of(dtype: str, width: int) -> tuple[Any, Any, Any]:

@@ -50,6 +50,24 @@ def divided_layers(comm: Any, place: Place) -> None:
     _both(place, run)
 
 
+def divided_sequences(comm: Any, place: Place) -> None:
+    """Layers between which the sequence is divided, and not evenly: rows are gathered, and sums scattered."""
+    length = 2 * comm.size + 1
+
+    def run(device: str, put: Put) -> dict[str, Tensor]:
+        torch.manual_seed(3)
+        model = nn.Sequential(nn.Linear(12, 24), nn.GELU(), nn.Linear(24, 12)).to(device)
+        model = ct.parallelize(model, comm, {"0": ct.Column(sequence=1), "1": ct.Sequence(-1), "2": ct.Row(sequence=1)})
+        x = put(torch.arange(float(3 * length * 12)).view(3, length, 12).sin()).requires_grad_()
+        y = model(ct.tensor.scatter(x, comm, 1))
+        whole = ct.tensor.gather(y, comm, 1)
+        whole.square().sum().backward()
+        assert x.grad is not None
+        return {"y": y, "whole": whole, "of x": x.grad, **_gradients(model)}
+
+    _both(place, run)
+
+
 def experts(comm: Any, place: Place) -> None:
     """Tokens to experts and back, whose rows stay on the device."""
     _experts(comm, place, chunks=1)
@@ -137,5 +155,6 @@ def _sequences(comm: Any, place: Place, method: str) -> None:
 
 
 BODIES = [
-    divided_layers, experts, experts_in_parts, experts_of_halves, stages, sequences_by_a_ring, sequences_by_heads,
+    divided_layers, divided_sequences, experts, experts_in_parts, experts_of_halves, stages, sequences_by_a_ring,
+    sequences_by_heads,
 ]  # fmt: skip

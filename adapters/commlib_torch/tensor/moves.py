@@ -9,15 +9,13 @@ from torch import Tensor
 from torch.autograd import Function
 
 from commlib.communicator import Communicator
-from commlib.dtypes import numpy_dtype
 from commlib.functional.axis import Axis
 from commlib.functional.moves import run
 from commlib.tensor import moves
 from commlib.tensor.moves import COPY, REDUCE, Move
-from commlib_torch._bridge import array_of, back, dtype_name, host_array, packed, to_tensor
+from commlib_torch._bridge import array_of, core_array, packed, to_tensor
 from commlib_torch._uncompiled import uncompiled
-from commlib_torch.collectives import all_reduce
-from commlib_torch.devices import device_of
+from commlib_torch.devices import device_of, in_order
 
 On = Axis | Communicator
 """The ranks of an axis: `mesh["tp"]`, or an Axis."""
@@ -76,22 +74,16 @@ def _run(x: Tensor, axis: Axis, move: Move, may_write: bool) -> tuple[Tensor, Mo
     """Return the moved tensor, and the move as its conjugate needs it."""
     if move.name == "copy":
         return x, move
-    if device_of(x) is not None:
-        return _run_there(x, axis, move)
     given = packed(x)
+    if device_of(given) is not None:
+        with in_order():
+            result, known = run(axis, move, core_array(given))
+            return to_tensor(result), known
     if may_write and move is REDUCE and given.data_ptr() == x.data_ptr():
         run(axis, move, array_of(given), may_write=True)
         return x, move
     result, known = run(axis, move, array_of(given))
     return to_tensor(result), known
-
-
-def _run_there(x: Tensor, axis: Axis, move: Move) -> tuple[Tensor, Move]:
-    """Return the same of a tensor on a GPU: plain sums are made there, all else goes through the host."""
-    if move is REDUCE and axis.wire(numpy_dtype(dtype_name(x.dtype))).is_plain:
-        return all_reduce(x, comm=axis.comm), move
-    result, known = run(axis, move, host_array(x))
-    return back(result, x), known
 
 
 class _Moved(Function):

@@ -9,9 +9,9 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-from commlib.kernels.cuda import arithmetic, codes, low_rank, places, rows, sparse
+from commlib.kernels.cuda import arithmetic, blocks, codes, low_rank, places, rows, sparse
 from commlib.kernels.cuda.launcher import Launcher
-from commlib.kernels.protocol import Code, Fault, Value
+from commlib.kernels.protocol import Blocks, Code, Fault, Value
 
 
 class CudaKernels:
@@ -90,6 +90,9 @@ class CudaKernels:
 
     def place(self, values: Any, places_: Any, out: Any) -> None:
         places.place(self._launcher, values, places_, out)
+
+    def copy_blocks(self, source: Any, target: Any, blocks_: Blocks) -> None:
+        blocks.copy_blocks(self._launcher, source, target, blocks_)
 
     def take_rows(self, here: Any, there: Any, factors: Any, places_: Any, width: int, target: Any) -> None:
         rows.take_rows(self._launcher, here, there, factors, places_, width, target)

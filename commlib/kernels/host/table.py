@@ -12,7 +12,7 @@ from commlib.buffers.views import address_of
 from commlib.dtypes import Array
 from commlib.kernels.host import convert, draw, low_rank, norm, orthonormal, quantise, rows, signs, sparse, sparsify
 from commlib.kernels.host.reduce import reduce_function
-from commlib.kernels.protocol import Code, Fault, Value
+from commlib.kernels.protocol import Blocks, Code, Fault, Value
 
 # The compiled functions' numbers.
 _CODES: dict[Code, int] = {
@@ -148,6 +148,16 @@ class HostKernels:
 
     def place(self, values: Any, places: Any, out: Any) -> None:
         _numpy(out)[_numpy(places)] = _numpy(values)
+
+    def copy_blocks(self, source: Any, target: Any, blocks: Blocks) -> None:
+        item = source.itemsize
+
+        def lying(array: Any, row: int, column: int) -> Any:
+            shape = blocks.rows, blocks.columns, blocks.run
+            strides = row * item, column * item, item
+            return np.lib.stride_tricks.as_strided(_numpy(array), shape, strides)
+
+        lying(target, blocks.to_row, blocks.to_column)[...] = lying(source, blocks.from_row, blocks.from_column)
 
     def take_rows(self, here: Any, there: Any, factors: Any, places: Any, width: int, target: Any) -> None:
         starts = np.arange(len(places) + 1, dtype=np.int32)

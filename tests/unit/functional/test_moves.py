@@ -187,7 +187,7 @@ def test_a_rank_with_another_codec_or_dtype_is_told(move: Any, theirs: Any) -> N
 def test_every_rank_decodes_the_same_sum() -> None:
     def body(comm: Communicator) -> bytes:
         x = np.random.default_rng(comm.rank).standard_normal((5, 33)).astype(np.float32)
-        return move_on(Axis(comm, "int8"), REDUCE, x)[0].tobytes()
+        return bytes(move_on(Axis(comm, "int8"), REDUCE, x)[0].tobytes())
 
     assert len(set(run(3, body))) == 1
 
