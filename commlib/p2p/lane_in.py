@@ -88,7 +88,7 @@ class LaneIn:
         return _ask(self.at, number, lane_posts.STATE)
 
     def came(self, number: int) -> tuple[int, int]:
-        """Return how many bytes have come to a post, and the number of a message that comes another way."""
+        """Return how many bytes have come to a post, and of a message that comes another way how: see `announce`."""
         return _ask(self.at, number, lane_posts.CAME), _ask(self.at, number, lane_posts.NUMBER)
 
     def withdraw(self, number: int) -> bool:

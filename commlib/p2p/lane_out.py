@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Sequence
 
 import numpy as np
 
@@ -12,12 +13,13 @@ from commlib.kernels.host import arrays, lane_put
 from commlib.kernels.host import lane as kernels
 from commlib.kernels.host.node import entry_point
 from commlib.p2p.kept import Kept
+from commlib.p2p.leaving import Copied, LeavingPieces
 from commlib.p2p.node_end import waiting_fields
 from commlib.p2p.rings import Rings
 from commlib.transport.base import Request, Transport
 
 put, has_moved = entry_point(lane_put.put, 3), entry_point(kernels.has_moved, 2)
-_put_bytes, _announce = entry_point(lane_put.put_bytes, 4), entry_point(lane_put.announce, 3)
+_put_bytes, _announce = entry_point(lane_put.put_bytes, 4), entry_point(lane_put.announce, 4)
 go_on, halt = entry_point(kernels.go_on, 6), entry_point(kernels.halt, 2)
 
 # Units of the first ring, and of the largest.
@@ -70,9 +72,18 @@ class LaneOut:
                 self._grow()
             if status == kernels.DONE:
                 return Sent(nbytes)
-        while (number := _announce(self.at, tag, nbytes)) == kernels.FULL:
+        return self._transport.send(self._peer, self._announced(tag, nbytes, 0), data)
+
+    def send_in_pieces(self, tag: int, data: memoryview, pieces: Sequence[Copied]) -> Request:
+        """Send bytes in pieces, of which all but the last one are as long as the first. Never waits."""
+        own_tag = self._announced(tag, len(data), pieces[0].stop)
+        return LeavingPieces(self._transport, self._peer, own_tag, data, pieces)
+
+    def _announced(self, tag: int, nbytes: int, piece: int) -> int:
+        """Announce a message that goes another way, and return the tag that it has there."""
+        while (number := _announce(self.at, tag, nbytes, piece)) == kernels.FULL:
             self._grow()
-        return self._transport.send(self._peer, number % kernels.MOST_TAGS, data)
+        return int(number % kernels.MOST_TAGS)
 
     def _grow(self) -> None:
         """Go on in a larger ring, unless another thread has seen to that."""

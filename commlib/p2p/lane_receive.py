@@ -6,19 +6,24 @@ import numpy as np
 
 from commlib.kernels.host.lane import MOST_TAGS
 from commlib.kernels.host.lane_posts import COMES_ELSEWHERE, POSTED_HERE
+from commlib.p2p.arriving import ArrivingPieces, Landed
 from commlib.p2p.lane_in import LaneIn
 from commlib.transport.base import Request
 
 
 class LaneReceive:
-    """Post one receive of a message of unknown length: a `ProbedReceive`."""
+    """Post one receive of a message of unknown length: a `ProbedReceive`.
+
+    landed: told of what has come of a message that comes in pieces, if it has the length of `into`.
+    """
 
     by_lane = True
-    __slots__ = ("_array", "_has_ended", "_into", "_lane", "_number", "_other_way", "nbytes")
+    __slots__ = ("_array", "_has_ended", "_into", "_landed", "_lane", "_number", "_other_way", "nbytes")
 
-    def __init__(self, lane: LaneIn, tag: int, into: memoryview) -> None:
+    def __init__(self, lane: LaneIn, tag: int, into: memoryview, landed: Landed | None = None) -> None:
         self._lane, self._into, self._array = lane, into, np.asarray(into)
         self._other_way: Request | None = None
+        self._landed = landed
         self._has_ended = False
         self.nbytes = 0
         lane.posted.add(self)
@@ -43,7 +48,12 @@ class LaneReceive:
         if state != COMES_ELSEWHERE:
             return True
         into = memoryview(bytearray(nbytes)) if self.nbytes < 0 else self._into[:nbytes]
-        self._other_way = lane.transport.recv(lane.peer, number % MOST_TAGS, into)
+        piece, tag = divmod(number, MOST_TAGS)
+        if piece == 0:
+            self._other_way = lane.transport.recv(lane.peer, tag, into)
+        else:
+            landed = self._landed if nbytes == len(self._into) else None
+            self._other_way = ArrivingPieces(lane.transport, lane.peer, tag, into, piece, landed)
         return self._other_way.test()
 
     def _end(self) -> None:

@@ -17,8 +17,8 @@ from commlib.devices.arrays import overlap, viewed, written
 from commlib.devices.protocol import Event
 from commlib.errors import CommlibError, MismatchError, ShutdownError, StallError, UsageError
 from commlib.observe.recorder import MESSAGES, Record
-from commlib.p2p.on_device import memory_of
-from commlib.p2p.post import Post
+from commlib.p2p.on_device import Incoming, Outgoing, await_device
+from commlib.p2p.post import Post, have_moved
 from commlib.runtime.work import Work
 from commlib.transport.base import ProbedReceive, Request
 
@@ -32,7 +32,7 @@ _MOST_TAGS = 32767  # what every MPI allows
 class _Message:
     """One half of a call, checked and not yet posted. `array` is the user's, `flat` what is sent or filled.
 
-    staged: `array` is a device's, and `flat` the host's.
+    staged: what `flat` is on the host where `array` is a device's.
     """
 
     peer: int
@@ -40,12 +40,16 @@ class _Message:
     array: Any
     flat: Any
     incoming: bool
-    staged: bool = False
+    staged: Incoming | Outgoing | None = None
 
     def post(self, post: Post) -> Request:
         data = self.flat.view(np.uint8)
-        start = post.recv if self.incoming else post.send
-        return start(self.peer, self.tag, data if type(data) is DeviceArray else data.data)
+        memory = data if type(data) is DeviceArray else data.data
+        if type(self.staged) is Incoming:
+            return post.recv(self.peer, self.tag, memory, self.staged.land)
+        if type(self.staged) is Outgoing and self.staged.pieces:
+            return post.send_in_pieces(self.peer, self.tag, data.data, self.staged.pieces)
+        return post.recv(self.peer, self.tag, memory) if self.incoming else post.send(self.peer, self.tag, memory)
 
     def collect(self, comm: Group, request: Request) -> None:
         """Check what has arrived, and give it to the user."""
@@ -57,10 +61,8 @@ class _Message:
                 f"{comm.name}: recv from rank {self.peer}, tag {self.tag}, on rank {comm.rank}: "
                 f"expected {self.flat.nbytes} bytes, got {came}: send and receive the same count and dtype"
             )
-        if self.staged:
-            # The stream that was told to receive is in order with what its thread queues after it has waited.
-            with self.array.device.using(self.array.stream):
-                self.array[:] = self.flat
+        if type(self.staged) is Incoming:
+            self.staged.end()
         elif type(self.flat) is not DeviceArray and not np.may_share_memory(self.flat, self.array):
             self.array[...] = self.flat.reshape(self.array.shape)
 
@@ -186,10 +188,10 @@ class Messages(Work):
         return None
 
     def _advance(self) -> None:
-        if not super().done() and all(request.test() for request in self._requests):
+        if not super().done() and have_moved(self._requests):
             for message, request in zip(self._messages, self._requests, strict=True):
                 message.collect(self._comm, request)
-                if message.incoming and message.staged:
+                if message.incoming and message.staged is not None:
                     array = message.array
                     self._arrived.append((array.device, array.stream.record(), message.flat))
             self._end()
@@ -233,8 +235,15 @@ def _message(
         raise UsageError(f"{verb}: tag is {tag}, expected 0 to {_MOST_TAGS}")
     if type(array) is DeviceArray:
         whole = array.reshape(-1)
-        flat = memory_of(comm, post, whole, verb, peer, incoming=incoming)
-        return _Message(peer, tag, whole, flat, incoming, staged=type(flat) is not DeviceArray)
+        if post.takes(peer, whole.device.name):
+            await_device(comm, whole, verb)
+            return _Message(peer, tag, whole, whole, incoming)
+        if incoming:  # posted at once: messages of one peer and tag must be, in their order
+            staged: Incoming | Outgoing = Incoming(whole)
+        else:
+            piece = comm.config.staging_kib * 1024 if post.has_lane(peer) else 0
+            staged = Outgoing(comm, whole, verb, piece)
+        return _Message(peer, tag, whole, staged.memory, incoming, staged)
     return _Message(peer, tag, array, contiguous(array, verb).reshape(-1), incoming)
 
 

@@ -22,13 +22,23 @@ from commlib.transport.polling import poll
 
 if TYPE_CHECKING:
     from commlib.group.group import Group
+    from commlib.p2p.arriving import Landed
     from commlib.p2p.lane_in import LaneIn
     from commlib.p2p.lane_out import LaneOut
+    from commlib.p2p.leaving import Copied
 
 
 def is_by_lane(request: Request) -> bool:
     """Return whether a request is one of a lane's, whose memory MPI does not know."""
     return getattr(request, "by_lane", False)
+
+
+def have_moved(requests: Sequence[Request]) -> bool:
+    """Return whether all are complete. All are asked: one that leaves in pieces makes progress by that alone."""
+    complete = True
+    for request in requests:
+        complete &= request.test()
+    return complete
 
 
 class Post:
@@ -88,24 +98,31 @@ class Post:
 
     def takes(self, peer: int, device: str) -> bool:
         """Return whether `send` and `recv` take a device's memory as it is: not where lanes go, through the host's."""
-        return self._transport.accepts(device) and not self._has_lane(peer)
+        return self._transport.accepts(device) and not self.has_lane(peer)
 
     def send(self, peer: int, tag: int, data: Any) -> Request:
         """Post a send of bytes, which must stay unchanged until the request is complete.
 
         data: a memoryview, or a Buffer of a device that `takes` allows; nothing queued may still write it.
         """
-        if not self._has_lane(peer):
+        if not self.has_lane(peer):
             return self._transport.send(peer, tag, data)
         return self._lane_out(peer).send(int(tag), data)
 
-    def recv(self, peer: int, tag: int, into: Any) -> ProbedReceive:
-        """Post a receive of a message that may be longer: it is then dropped, and `nbytes` is -1."""
-        if not self._has_lane(peer):
+    def send_in_pieces(self, peer: int, tag: int, data: memoryview, pieces: Sequence[Copied]) -> Request:
+        """Post a send of bytes that come to be piece by piece, to a rank to which there is a lane."""
+        return self._lane_out(peer).send_in_pieces(int(tag), data, pieces)
+
+    def recv(self, peer: int, tag: int, into: Any, landed: Landed | None = None) -> ProbedReceive:
+        """Post a receive of a message that may be longer: it is then dropped, and `nbytes` is -1.
+
+        landed: told of what has come of a message of the right length, where it comes in pieces.
+        """
+        if not self.has_lane(peer):
             return self._transport.recv_probed(peer, tag, into)
         from commlib.p2p.lane_receive import LaneReceive
 
-        return LaneReceive(self._lane_in(peer), int(tag), into)
+        return LaneReceive(self._lane_in(peer), int(tag), into, landed)
 
     def wait(self, requests: Sequence[Request], on_wait: WaitHook) -> None:
         """Block until all are complete, calling `on_wait` now and then."""
@@ -115,7 +132,7 @@ class Post:
         lanes, progress = list(self._in.values()), self._transport.progress
 
         def done() -> bool:
-            if all(request.test() for request in requests):
+            if have_moved(requests):
                 return True
             progress()  # of what goes through MPI, of the user's own too
             return False
@@ -127,7 +144,8 @@ class Post:
 
         poll(done, look)
 
-    def _has_lane(self, peer: int) -> bool:
+    def has_lane(self, peer: int) -> bool:
+        """Return whether messages to and from a rank go by lanes: it is another one of this node."""
         group = self._group()
         assert group is not None
         return group.config.node_path and peer != group.rank and peer in group.hierarchy.ranks

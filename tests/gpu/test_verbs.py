@@ -49,6 +49,12 @@ def test_scatter(there, dtype):
             checks.scatter(there, dtype, part, root)
 
 
+def test_long_messages(there):
+    """In pieces: out of the GPU, to the other rank and into its GPU."""
+    checks.send_recv(there, "float32", (1_500_001,))
+    checks.send_and_recv(there, "float64", (700_001,), tag=7)
+
+
 def test_async_twins(comm, gpu):
     checks.every_verb(OnDevice(checks.Twins(comm), gpu))
 

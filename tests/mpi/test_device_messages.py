@@ -5,7 +5,9 @@ Where the node path is off, ranks of one node send each other messages as if the
 
 from __future__ import annotations
 
+import math
 import threading
+import time
 
 import numpy as np
 import pytest
@@ -27,12 +29,17 @@ pytestmark = [pytest.mark.usefixtures("no_races"), pytest.mark.any_ranks]
 pair = pytest.mark.ranks(min=2)
 
 
-@pytest.fixture(scope="module", params=["node", "staged", "direct"])
+@pytest.fixture(scope="module", params=["node", "pieces", "staged", "direct"])
 def comm(request):
-    """All ranks: on a node, where MPI would take the memory, and as if between nodes, where it does not, and does."""
+    """All ranks: on a node, where MPI would take the memory, and as if between nodes, where it does not, and does.
+
+    On a node also in pieces of 3 KiB.
+    """
     world = commlib.init()
     devices = set() if request.param == "staged" else {"late"}
-    runtime = Runtime(Config(timeout=20, node_path=request.param == "node"), world.runtime.ranks_on_node)
+    pieces = 3 if request.param == "pieces" else 2048
+    settings = Config(timeout=20, node_path=request.param in ("node", "pieces"), staging_kib=pieces)
+    runtime = Runtime(settings, world.runtime.ranks_on_node)
     transport = MpiTransport(world.native.Dup(), longest=1 << 16, devices=devices)
     group = Communicator(transport, runtime, f"messages {request.param}")  # no two of a name: MPICH mixes their letters
     yield group
@@ -70,7 +77,8 @@ def test_the_way_of_a_message(comm):
     x, out = LATE.put(np.full(5000, comm.rank + 1.0)), LATE.empty((5000,), "float64")
     right, left = (comm.rank + 1) % comm.size, (comm.rank - 1) % comm.size
     found = count(comm, lambda: comm.send_recv(x, right, out, left))
-    expected = (0, 2 * comm.size) if is_direct(comm, right) else (2 * comm.size, 0)
+    pieces = math.ceil(5000 * 8 / (comm.config.staging_kib * 1024)) if comm.config.node_path else 1
+    expected = (0, 2 * comm.size) if is_direct(comm, right) else (2 * comm.size * pieces, 0)
     assert (found.copies, found.messages) == expected
     assert is_direct(comm, right) == (comm.group.transport.accepts("late") and not comm.config.node_path)
 
@@ -88,6 +96,60 @@ def test_what_one_side_sends_from_the_host_the_other_may_receive_on_a_device(com
             np.testing.assert_array_equal(out, x)
         else:
             np.testing.assert_array_equal(comm.recv(LATE.empty((5000,), "float64"), 0).numpy(), x)
+
+    ping(comm, check)
+
+
+@pair
+def test_a_piece_moves_while_others_are_still_copied(comm, monkeypatch):
+    """Out of the device one by one, as the device is slow, and into the other one as they come."""
+    if comm.config.staging_kib > 3:
+        pytest.skip("it goes as a whole")
+    delay, pieces, moved, copy, send = 0.02, 10, [], LATE.copy, MpiTransport.send
+
+    def copying(target, source):
+        if isinstance(source, np.ndarray):
+            moved.append(time.monotonic())
+        copy(target, source)
+
+    def sending(transport, *message):
+        moved.append(time.monotonic())
+        return send(transport, *message)
+
+    def check(first):
+        x = np.arange(pieces * 3 * 1024 // 8, dtype=np.float64)
+        if first:
+            there = LATE.put(x)
+            LATE.synchronise()
+            with monkeypatch.context() as patch:
+                patch.setattr(LATE, "delay", delay)
+                patch.setattr(MpiTransport, "send", sending)
+                comm.send(there, 1)
+        else:
+            out = LATE.empty(x.shape, "float64")
+            with monkeypatch.context() as patch:
+                patch.setattr(LATE, "copy", copying)
+                comm.recv(out, 0)
+            np.testing.assert_array_equal(out.numpy(), x)
+        assert len(moved) == pieces and moved[-1] - moved[0] > (pieces - 2) * delay
+
+    ping(comm, check)
+
+
+@pair
+def test_what_leaves_in_pieces_waits_for_nobody(comm, slowly):
+    """Though the thread that has started it waits for something else, which comes after it."""
+
+    def check(first):
+        x, answer = np.arange(4000.0), np.zeros(1)
+        if first:
+            work = comm.send_async(LATE.put(x), 1)
+            comm.recv(answer, 1)
+            assert answer[0] == 5
+            work.wait()
+        else:
+            np.testing.assert_array_equal(comm.recv(LATE.empty(x.shape, "float64"), 0).numpy(), x)
+            comm.send(np.full(1, 5.0), 0)
 
     ping(comm, check)
 

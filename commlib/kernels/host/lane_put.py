@@ -130,14 +130,17 @@ def put_bytes(at: int, tag: int, source: int, nbytes: int) -> int:
 
 
 @kernel(nogil=True)
-def announce(at: int, tag: int, nbytes: int) -> int:
-    """Send the head of a message that goes another way, and return its number, from 0; or FULL. Never waits."""
+def announce(at: int, tag: int, nbytes: int, piece: int) -> int:
+    """Send the head of a message that goes another way, and return its number, from 0; or FULL. Never waits.
+
+    piece: bytes of each of its pieces but the last one, or 0 if it goes as a whole. The head has both in one number.
+    """
     end = table(at, END_FIELDS)
     claim(at)
     status, head = FULL, _reserve(end, 1)
     if head != 0:
         status = end[ELSEWHERE_SENT]
         end[ELSEWHERE_SENT] += 1
-        _write_head(head, ELSEWHERE, tag, nbytes, status)
+        _write_head(head, ELSEWHERE, tag, nbytes, piece * MOST_TAGS + status % MOST_TAGS)
     let_go(at)
     return status
