@@ -12,7 +12,7 @@ from commlib.data_parallel.engine import Engine
 from commlib.data_parallel.options import Gradient
 from commlib.data_parallel.slots import Slots
 from commlib.devices.array import DeviceArray
-from commlib.devices.waiting import wait_for
+from commlib.devices.fetched import fetched
 from commlib.dtypes import Array
 
 
@@ -117,15 +117,8 @@ class ArrayValues:
         """Make rows of a gradient that was given as an array."""
         array = self._given.pop(index, None)
         if array is not None:
-            self._rows[index] = np.arange(len(array)), self._on_host(index, array)
-
-    def _on_host(self, index: int, array: Any) -> Array:
-        if not isinstance(array, DeviceArray):
-            return np.asarray(array)
-        here: Array = array.device.staging(array.nbytes).view(array.dtype)
-        array.device.copy(here, array)
-        wait_for(array.device.current().record(), self._watch(f"the gradient of {self._gradients[index].name}"))
-        return here.reshape(array.shape)
+            on_wait = self._watch(f"the gradient of {self._gradients[index].name}")
+            self._rows[index] = np.arange(len(array)), fetched(array, on_wait)
 
     def make_dense(self, index: int) -> None:
         """Make an array of a gradient that was given as rows, which are added up."""
