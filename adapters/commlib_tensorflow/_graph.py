@@ -84,11 +84,12 @@ def call(host: Host, inputs: Sequence[Any], outputs: Sequence[Spec]) -> list[Any
 
 
 def call_there(
-    where: str, host: Callable[..., Sequence[Any]], inputs: Sequence[Any], outputs: Sequence[Spec]
+    where: str, host: Callable[..., Sequence[Any]], inputs: Sequence[Any], outputs: Sequence[Spec], what: str = ""
 ) -> list[Any]:
     """Return what `host` makes of eager tensors: of `inputs`, which a node has on TensorFlow's device `where`.
 
-    As `call` otherwise, in a graph that orders its nodes. No gradient flows through.
+    As `call` otherwise, in a graph that orders its nodes; with `what`, for errors, as `call_in_order`. No gradient
+    flows through.
     """
     if tf.executing_eagerly():
         return list(host(*inputs))
@@ -98,7 +99,8 @@ def call_there(
             results: list[Any] = tf.py_function(*arguments)
         return [tf.stop_gradient(result) for result in results]
 
-    return _made(node, host, inputs, outputs, of=lambda tensor: tensor)
+    make = functools.partial(_made, node, host, inputs, outputs, of=lambda tensor: tensor)
+    return _chained(what, make) if what and not ordered() else make()
 
 
 def _made(
@@ -152,6 +154,11 @@ def call_in_order(what: str, host: Host, inputs: Sequence[Any], outputs: Sequenc
     """
     if ordered():
         return call(host, inputs, outputs)
+    return _chained(what, lambda: _made(tf.numpy_function, host, inputs, outputs))
+
+
+def _chained(what: str, make: Callable[[], list[Any]]) -> list[Any]:
+    """Make a node that waits for the one before. Raises UsageError: see `call_in_order`."""
     graph = tf.compat.v1.get_default_graph()
     if not hasattr(graph, "outer_graph") or hasattr(graph.outer_graph, "outer_graph") or not _is_eager_outside():
         raise UsageError(
@@ -159,7 +166,7 @@ def call_in_order(what: str, host: Host, inputs: Sequence[Any], outputs: Sequenc
             "tf.function, and take gradients within the outermost one or outside of all"
         )
     with tf.control_dependencies(getattr(graph, _LAST, [])):
-        results = _made(tf.numpy_function, host, inputs, outputs)
+        results = make()
     setattr(graph, _LAST, [results[0].op])
     return results
 

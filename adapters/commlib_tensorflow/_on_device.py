@@ -5,7 +5,7 @@ A function gets DeviceArrays where all its tensors are on one device, else numpy
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Container, Sequence
 from typing import Any
 
 import numpy as np
@@ -13,8 +13,8 @@ import tensorflow as tf
 
 from commlib.devices.array import DeviceArray
 from commlib_tensorflow._bridge import to_array, to_tensor
-from commlib_tensorflow._graph import Spec, call, call_there, ordered, result_empty
-from commlib_tensorflow._placement import fits, place_of
+from commlib_tensorflow._graph import Spec, call, call_in_order, call_there, ordered, result_empty
+from commlib_tensorflow._placement import Place, fits, place_of
 from commlib_tensorflow.devices import array_over, device_of, tensors_over, types, working
 
 Function = Callable[..., Sequence[Any]]
@@ -49,6 +49,37 @@ def _run(function: Function, tensors: Sequence[Any], count: int) -> list[Any]:
     with working(device):
         arrays = [array_over(tensor, device) for tensor in tensors[:count]]
         return tensors_of(function(*arrays, *map(to_array, tensors[count:])))
+
+
+def call_at(
+    place: Place | None,
+    what: str,
+    function: Function,
+    inputs: Sequence[Any],
+    outputs: Sequence[Spec],
+    *,
+    host: Container[int] = (),
+) -> list[Any]:
+    """Return what `call_in_order` does, of a function that gets arrays of the device of a place.
+
+    place: None for the host. host: the numbers of inputs that it gets as the host's all the same. In a graph nothing
+    may be of int32 (see `fits`).
+    """
+    if place is None:
+        return call_in_order(what, function, inputs, outputs)
+
+    def there(*tensors: Any) -> list[Any]:
+        with working(place.device):
+            arrays = [to_array(x) if number in host else array_of(x) for number, x in enumerate(tensors)]
+            return tensors_of(function(*arrays))
+
+    return call_there(place.where, there, inputs, outputs, what)
+
+
+def array_of(tensor: Any) -> Any:
+    """Return an array over an eager tensor, of the device that has it."""
+    device = device_of(tensor)
+    return to_array(tensor) if device is None else array_over(tensor, device)
 
 
 def tensors_of(made: Sequence[Any]) -> list[Any]:

@@ -32,9 +32,10 @@ from commlib.errors import UsageError
 from commlib.horovod.gradients import Call, NamedGradients, NamedReduction
 from commlib_tensorflow._bridge import Array, as_tensor, dtype_name, to_array, to_tensor
 from commlib_tensorflow._graph import Spec, call, call_there, no_autograph, ordered
+from commlib_tensorflow._on_device import array_of
 from commlib_tensorflow._placement import Place, fits, place_of
 from commlib_tensorflow.compression import Compression
-from commlib_tensorflow.devices import array_over, device_of, settle, tensors_over, working
+from commlib_tensorflow.devices import settle, tensors_over, working
 from commlib_tensorflow.horovod.operations import grouped_allreduce
 
 Groups = int | Sequence[Sequence[str]] | None
@@ -190,7 +191,7 @@ class _Reduction(NamedReduction):
 
         def there(*tensors: Any) -> list[Any]:
             with working(place.device):
-                return function(*map(_array_there, tensors[:dense]), *tensors[dense:])
+                return function(*map(array_of, tensors[:dense]), *tensors[dense:])
 
         return call_there(place.where, there, inputs, specs)
 
@@ -331,12 +332,6 @@ def _place_of(gradients: Gradients, like: Sequence[Any]) -> Place | None:
         return None
     dense = [value for value in like if value is not None and not isinstance(value, tf.IndexedSlices)]
     return place_of(dense) if fits([value.dtype for value in dense]) else None
-
-
-def _array_there(tensor: Any) -> Any:
-    """Return a gradient as an array of the device that has it."""
-    device = device_of(tensor)
-    return to_array(tensor) if device is None else array_over(tensor, device)
 
 
 def _order_of(given: Sequence[Any]) -> list[int]:

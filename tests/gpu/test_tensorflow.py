@@ -11,11 +11,13 @@ from typing import Any
 import pytest
 
 from commlib.dtypes import DTYPES
+from commlib.expert import Experts
 
 tf = pytest.importorskip("tensorflow")
 
 from tests.tensorflow_adapter import device_gradients as gradients  # noqa: E402
 from tests.tensorflow_adapter import device_verbs  # noqa: E402
+from tests.tensorflow_adapter import test_moe as experts  # noqa: E402
 from tests.tensorflow_adapter.late import HostTensors  # noqa: E402
 from tests.tensorflow_adapter.oracle import MODES  # noqa: E402
 
@@ -24,6 +26,7 @@ GPUS = tf.config.list_physical_devices("GPU")
 
 for found in GPUS:  # else it takes all memory
     tf.config.experimental.set_memory_growth(found, True)
+    tf.config.experimental.enable_tensor_float_32_execution(False)  # which has 10 bits after the point
 
 
 class OnGpu:
@@ -59,6 +62,12 @@ def test_results_in_use(comm: Any, place: Any) -> None:
 @pytest.mark.ranks(max=3)
 def test_traced_verbs(comm: Any, place: Any) -> None:
     gradients.traced_verbs(comm, place)
+
+
+@pytest.mark.parametrize("name", ["top-2", "parts"])
+def test_experts(comm: Any, place: Any, name: str) -> None:
+    for compiled in (False, True):
+        experts.check(comm, Experts(6, hidden=10, **experts.OPTIONS[name]), compiled=compiled)
 
 
 @pytest.fixture

@@ -1,7 +1,8 @@
 """Nodes around the core's routing and exchange, with their gradients.
 
 Each is one call of the host. What a node must know of an earlier one comes to it as a tensor, so that it does not
-matter when a graph runs its nodes, or whether it runs the backward at all.
+matter when a graph runs its nodes, or whether it runs the backward at all. Rows on a GPU stay there, and so does the
+passage of a call; logits, and what was routed, go to the host.
 """
 
 from __future__ import annotations
@@ -13,21 +14,27 @@ from typing import Any, NamedTuple
 import numpy as np
 import tensorflow as tf
 
+from commlib.devices.array import DeviceArray
+from commlib.devices.fetched import fetched
 from commlib.dtypes import Array
 from commlib.errors import UsageError
+from commlib.expert.device_passage import DevicePassage
 from commlib.expert.flow import parts_of
 from commlib.expert.mixture import Mixture
+from commlib.expert.packed_passage import packed, unpacked
 from commlib.expert.routing import Routing
-from commlib.kernels.host.rows import multiply_rows
+from commlib.expert.scaled import scaled_back
 from commlib_tensorflow._bridge import as_tensor
 from commlib_tensorflow._graph import Spec, call_in_order
+from commlib_tensorflow._on_device import call_at
+from commlib_tensorflow._placement import Place, place_of
 from commlib_tensorflow.errors import as_tensorflows
 
 
 class Sent(NamedTuple):
     """What came to the experts of this rank: rows [number, width], their gates, and how many each has.
 
-    passage: for `combined`. losses: balance and z, where it was routed, too.
+    passage: for `combined`, bytes. losses: balance and z, where it was routed, too. place: of the rows.
     """
 
     rows: Any
@@ -35,6 +42,7 @@ class Sent(NamedTuple):
     counts: Any
     passage: Any
     losses: Any = None
+    place: Place | None = None
 
 
 def sent(x: Any, logits: Any, mixture: Mixture, route: Callable[..., Routing], more: Sequence[Any]) -> Sent:
@@ -42,35 +50,38 @@ def sent(x: Any, logits: Any, mixture: Mixture, route: Callable[..., Routing], m
 
     route: makes the routing of an array of logits, and of arrays of `more`.
     """
+    place = place_of([x])
     width = x.shape[-1]
     local = len(mixture.placement.of_rank(mixture.ranks.axis.rank))
+    given = [x, logits, *(_wide(tensor, place) for tensor in more)]
 
-    def forward(x: Array, logits: Array, *more: Array) -> Sequence[Array]:
+    def forward(x: Any, logits: Array, *more: Array) -> Sequence[Any]:
         routing = route(logits, *more)
         passage, rows, gates, counts = mixture.exchange.dispatch(mixture.name, routing, x, routing.gates)
         losses = np.array([routing.balance, routing.z], np.float32)
-        return [rows, gates.copy(), counts.astype(np.int32), passage, losses, _packed(routing)]
+        return [rows, gates.copy(), counts.astype(_NUMBERS), _closed(passage), losses, _packed(routing)]
 
-    def backward(passage: Array, state: Array, of_rows: Array, of_gates: Array, of_losses: Array) -> Sequence[Array]:
-        of_x, gates = mixture.exchange.dispatch_back(mixture.name, passage, of_rows, of_gates)
+    def backward(passage: Any, state: Array, of_rows: Any, of_gates: Any, of_losses: Array) -> Sequence[Any]:
+        of_x, gates = mixture.exchange.dispatch_back(mixture.name, _opened(passage, mixture), of_rows, of_gates)
         routing: Routing = pickle.loads(state.data)
-        return [of_x, routing.gradient(gates, float(of_losses[0]), float(of_losses[1]))]
+        on_host = fetched(gates, mixture.ranks.axis.comm.watch(f"gradients of gates of {mixture.name}"))
+        return [of_x, routing.gradient(on_host, float(of_losses[0]), float(of_losses[1]))]
 
     def sending(x: Any, logits: Any) -> tuple[tuple[Any, ...], Any]:
         specs = [
-            Spec(x.dtype, (None, width)), Spec(tf.float32, (None,)), Spec(tf.int32, (local,)), _PASSAGE,
+            Spec(x.dtype, (None, width)), Spec(tf.float32, (None,)), Spec(tf.int64, (local,)), _PASSAGE,
             Spec(tf.float32, (2,)), _STATE,
         ]  # fmt: skip
-        *found, state = call_in_order("experts", forward, [x, logits, *more], specs)
+        *found, state = call_at(place, "experts", forward, [x, logits, *given[2:]], specs, host=range(1, len(given)))
         passage = found[3]
 
         def gradient(of_rows: Any, of_gates: Any, of_counts: Any, of_passage: Any, of_losses: Any) -> Any:
             specs = [Spec.like(x), Spec.like(logits)]
-            return _once(backward, [passage, state], [of_rows, of_gates, of_losses], specs)
+            return _once(place, backward, [passage, state], [of_rows, of_gates, of_losses], specs, host=(1, 4))
 
         return tuple(found), gradient
 
-    return Sent(*tf.custom_gradient(sending)(x, logits))
+    return Sent(*tf.custom_gradient(sending)(x, logits))._replace(place=place)
 
 
 class Routed(NamedTuple):
@@ -111,7 +122,7 @@ def routed(logits: Any, parts: int, route: Callable[..., Routing], more: Sequenc
         found = call_in_order("experts", forward, [logits, *more], specs)
 
         def gradient(of_gates: Any, of_losses: Any, *_: Any) -> Any:
-            return _once(backward, [found[-1]], [of_gates, of_losses], [Spec.like(logits)])
+            return _once(None, backward, [found[-1]], [of_gates, of_losses], [Spec.like(logits)])
 
         return tuple(found), gradient
 
@@ -120,64 +131,72 @@ def routed(logits: Any, parts: int, route: Callable[..., Routing], more: Sequenc
 
 def dispatched(x: Any, gates: Any, mixture: Mixture, part: int, state: Any) -> Sent:
     """Send one part of what was routed: its tokens, and the gates of its assignments. Collective, as its gradient."""
+    place = place_of([x])
     width = x.shape[-1]
     local = len(mixture.placement.of_rank(mixture.ranks.axis.rank))
 
-    def forward(x: Array, gates: Array, state: Array) -> Sequence[Array]:
+    def forward(x: Any, gates: Array, state: Array) -> Sequence[Any]:
         own = pickle.loads(state.data)[1][part]
         passage, rows, came, counts = mixture.exchange.dispatch(mixture.name, own, x, gates)
-        return [rows, came.copy(), counts.astype(np.int32), passage]
+        return [rows, came.copy(), counts.astype(_NUMBERS), _closed(passage)]
 
-    def backward(passage: Array, of_rows: Array, of_gates: Array) -> Sequence[Array]:
-        return list(mixture.exchange.dispatch_back(mixture.name, passage, of_rows, of_gates))
+    def backward(passage: Any, of_rows: Any, of_gates: Any) -> Sequence[Any]:
+        return list(mixture.exchange.dispatch_back(mixture.name, _opened(passage, mixture), of_rows, of_gates))
 
     def sending(x: Any, gates: Any) -> tuple[tuple[Any, ...], Any]:
-        specs = [Spec(x.dtype, (None, width)), Spec(tf.float32, (None,)), Spec(tf.int32, (local,)), _PASSAGE]
-        found = call_in_order("experts", forward, [x, gates, state], specs)
+        specs = [Spec(x.dtype, (None, width)), Spec(tf.float32, (None,)), Spec(tf.int64, (local,)), _PASSAGE]
+        found = call_at(place, "experts", forward, [x, gates, state], specs, host=(1, 2))
 
         def gradient(of_rows: Any, of_gates: Any, *_: Any) -> Any:
-            return _once(backward, [found[-1]], [of_rows, of_gates], [Spec.like(x), Spec.like(gates)])
+            return _once(place, backward, [found[-1]], [of_rows, of_gates], [Spec.like(x), Spec.like(gates)])
 
         return tuple(found), gradient
 
-    return Sent(*tf.custom_gradient(sending)(x, gates))
+    return Sent(*tf.custom_gradient(sending)(x, gates))._replace(place=place)
 
 
-def combined(rows: Any, gates: Any, mixture: Mixture, passage: Any, tokens: Any) -> Any:
+def combined(rows: Any, mixture: Mixture, came: Sent, tokens: Any) -> Any:
     """Return for each token the sum of what experts made of it, times its gates. Collective, as its gradient is.
 
-    tokens: what was sent, whose shape the result has.
+    rows: what experts made of those that came. tokens: what was sent, whose shape the result has.
     """
+    place, passage = came.place, came.passage
 
-    def forward(rows: Array, gates: Array, passage: Array) -> Sequence[Array]:
-        return [mixture.exchange.combine(mixture.name, passage, rows, gates)]
+    def forward(rows: Any, gates: Any, passage: Any) -> Sequence[Any]:
+        return [mixture.exchange.combine(mixture.name, _opened(passage, mixture), rows, gates)]
 
-    def backward(passage: Array, gradient: Array, rows: Array, gates: Array) -> Sequence[Array]:
-        came = mixture.exchange.combine_back(mixture.name, passage, gradient)
-        of_gates = np.empty_like(gates)
-        multiply_rows(came, rows, gates, came, of_gates)
-        return [came, of_gates]
+    def backward(passage: Any, gradient: Any, rows: Any, gates: Any) -> Sequence[Any]:
+        came = mixture.exchange.combine_back(mixture.name, _opened(passage, mixture), gradient)
+        return [came, scaled_back(came, rows, gates)]
 
     def combining(rows: Any, gates: Any) -> tuple[Any, Any]:
-        (found,) = call_in_order("experts", forward, [rows, gates, passage], [Spec(rows.dtype, tokens.shape)])
+        (found,) = call_at(place, "experts", forward, [rows, gates, passage], [Spec(rows.dtype, tokens.shape)])
 
         def gradient(of_found: Any) -> Any:
             specs = [Spec.like(rows), Spec.like(gates)]
-            return _once(backward, [passage], [of_found, rows, gates], specs)
+            return _once(place, backward, [passage], [of_found, rows, gates], specs)
 
         return found, gradient
 
-    return tf.custom_gradient(combining)(rows, gates)
+    return tf.custom_gradient(combining)(rows, came.gates)
 
 
-def _once(host: Any, told: Sequence[Any], gradients: Sequence[Any], specs: Sequence[Spec]) -> Any:
-    """Return what `host` makes of gradients, and raise where somebody wants the gradient of that.
+def _once(
+    place: Place | None,
+    function: Any,
+    told: Sequence[Any],
+    gradients: Sequence[Any],
+    specs: Sequence[Spec],
+    *,
+    host: tuple[int, ...] = (),
+) -> Any:
+    """Return what a function makes of gradients (see `call_at`), and raise where somebody wants the gradient of that.
 
     What travels in it has no gradient that TensorFlow would know of, and it would leave it out without a word.
     """
 
     def node(*inputs: Any) -> tuple[Any, Any]:
-        found = call_in_order("experts", host, [*told, *inputs], specs)
+        found = call_at(place, "experts", function, [*told, *inputs], specs, host=host)
         return found[0] if len(found) == 1 else found, _refuse
 
     return tf.custom_gradient(node)(*map(as_tensor, gradients))
@@ -187,8 +206,26 @@ def _refuse(*gradients: Any) -> Any:
     raise as_tensorflows(UsageError("a mixture of experts has no gradients of gradients"))
 
 
+def _wide(tensor: Any, place: Place | None) -> Any:
+    """Return a tensor as a node at a place may have it: see `fits`."""
+    return tensor if place is None or tensor.dtype != tf.int32 else tf.cast(tensor, tf.int64)
+
+
+def _closed(passage: Any) -> Any:
+    """Return a passage as bytes, on the device where it is."""
+    return packed(passage) if type(passage) is DevicePassage else passage.view(np.uint8)
+
+
+def _opened(passage: Any, mixture: Mixture) -> Any:
+    """Undo `_closed`."""
+    if type(passage) is not DeviceArray:
+        return passage.view(np.int32)
+    comm = mixture.ranks.axis.comm
+    return unpacked(passage, comm.size, comm.watch(f"the passage of {mixture.name}"))
+
+
 def _packed(state: Any) -> Array:
     return np.frombuffer(pickle.dumps(state, pickle.HIGHEST_PROTOCOL), np.uint8).copy()
 
 
-_PASSAGE, _STATE = Spec(tf.int32, (None,)), Spec(tf.uint8, (None,))
+_PASSAGE, _STATE, _NUMBERS = Spec(tf.uint8, (None,)), Spec(tf.uint8, (None,)), np.int64

@@ -133,7 +133,7 @@ class MoE(InFiles, keras.layers.Layer):  # type: ignore[misc]  # Keras has no ty
         tensor = self.ranks.tensor if self._make is None else None
         local = len(self.mixture.placement.of_rank(self.ranks.axis.rank))
         out = computed(self._expert, self.stacks, came.rows, came.counts, local, tensor)
-        return combined(out, came.gates, self.mixture, came.passage, tokens)
+        return combined(out, self.mixture, came, tokens)
 
     def _in_parts(self, tokens: Any, logits: Any, route: Any, given: Any) -> tuple[Any, Any]:
         """Return that of tokens in several parts, and the losses: one part travels while experts compute another."""

@@ -1,0 +1,81 @@
+"""Experts whose rows are on a device: TensorFlow's, on the late device. There, too, a mixture is that of one rank."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import numpy as np
+import pytest
+import tensorflow as tf
+
+from commlib.communicator import Communicator
+from commlib.expert import Experts
+from commlib_tensorflow.expert import MoE
+from tests.late import LATE
+from tests.tensorflow_adapter import test_moe as experts
+from tests.tensorflow_adapter.late import HostTensors, late
+
+
+@pytest.fixture
+def group(comm: Any, monkeypatch: pytest.MonkeyPatch) -> Iterator[Communicator]:
+    """All ranks, in a group of their own, whose late streams wait for each other."""
+    monkeypatch.setattr(LATE, "has_signals", True)
+    made = comm.split(0)
+    yield made
+    made.close()
+
+
+@pytest.fixture
+def place(group: Any) -> Iterator[HostTensors]:
+    place, races, queued = late(), LATE.races, LATE.queued
+    yield place
+    place.close()
+    assert LATE.races == races
+    assert place.taken and LATE.queued > queued
+
+
+@pytest.mark.parametrize("name", ["top-2", "gated", "capacity", "parts", "expert choice"])
+def test_equals_one_rank(group: Any, place: HostTensors, name: str) -> None:
+    experts.check(group, Experts(6, hidden=10, **experts.OPTIONS[name]))
+
+
+@pytest.mark.parametrize("chunks", [1, 2])
+def test_eagerly_and_with_other_numbers_of_tokens(group: Any, place: HostTensors, chunks: int) -> None:
+    options = Experts(6, hidden=10, balance="none", chunks=chunks)
+    experts.check(group, options, rows=[4, 0, 1, 2], compiled=False)
+
+
+def test_gradients_outside_of_the_traced_function(group: Any, place: HostTensors) -> None:
+    """Where TensorFlow orders nothing, and the nodes wait for each other."""
+    layer = experts.made(Experts(6, hidden=10, balance="none"), group)
+    x = tf.constant(experts.tokens(group, None)[group.rank])
+    found = []
+    for call in (layer, tf.function(layer)):
+        with tf.GradientTape() as tape:
+            tape.watch(x)
+            y = tf.reduce_sum(tf.square(call(x, training=True)))
+        found.append(tape.gradient(y, [x, *(variable.value for variable in layer.trainable_variables)]))
+    for eager, traced in zip(*found, strict=True):
+        np.testing.assert_allclose(eager, traced, rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.ranks(min=2)
+def test_rows_do_not_pass_through_memory_of_the_host(
+    group: Any, place: HostTensors, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Their places do, and numbers with each of them."""
+    layer = MoE(Experts(6, hidden=10, balance="none"), group)
+    layer.build((None, 200))
+    x = np.ones((400, 200), np.float32)
+    experts.step(layer, x, 0.0, True)
+    staged: list[int] = []
+    original = LATE.staging
+
+    def staging(nbytes: int) -> Any:
+        staged.append(nbytes)
+        return original(nbytes)
+
+    monkeypatch.setattr(LATE, "staging", staging)
+    experts.step(layer, x, 0.0, True)
+    assert staged and max(staged) < x.nbytes / 10

@@ -1,0 +1,28 @@
+"""A device's passage as one array is the same passage again."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pytest
+
+from commlib.expert.device_passage import DevicePassage
+from commlib.expert.packed_passage import packed, unpacked
+from tests.late import LATE
+
+
+@pytest.mark.parametrize("lengths", [(3, 4, 5, 6, 7, 8), (0, 1, 0, 2, 0, 1), (0, 0, 0, 0, 0, 1)])
+def test_there_and_back(monkeypatch: pytest.MonkeyPatch, lengths: Any) -> None:
+    monkeypatch.setattr(LATE, "delay", 5e-3)
+    values = [np.arange(length, dtype=np.int32) + 100 * number for number, length in enumerate(lengths)]
+    sent, came, returned, found, members, starts = (LATE.wrap(LATE.put(each), "a test") for each in values)
+    passage = DevicePassage(sent, came, returned, found, members, starts, [1, 2, 3], [4, 5, 6])
+    block = packed(passage)
+    del passage, sent, came, returned, found, members, starts
+    again = unpacked(block, 3, lambda: None)
+    assert (again.sends, again.takes) == ([1, 2, 3], [4, 5, 6])
+    got = [again.sent, again.came, again.returned, again.found, again.members, again.starts]
+    for array, expected in zip(got, values, strict=True):
+        there = LATE.at(array.address, array.shape, array.dtype, array.owner)
+        np.testing.assert_array_equal(LATE.fetch(there), expected)
