@@ -29,7 +29,7 @@ def call_on_device(
     """
     count = len(inputs) if host is None else host
     if tf.executing_eagerly():
-        if not any(True for _ in types()):
+        if not types():
             return call(function, inputs, outputs)
         return _run(function, inputs, count)
     place = None

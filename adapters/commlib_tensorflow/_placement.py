@@ -36,7 +36,7 @@ def place_of(values: Iterable[Any]) -> Place | None:
     What is symbolic and says nothing is where TensorFlow puts things by default: where an enclosing `tf.device` says,
     or on the first GPU.
     """
-    if not any(True for _ in types()):
+    if not types():
         return None
     is_unknown = False
     for value in values:
@@ -69,5 +69,4 @@ def _default() -> Place | None:
         spec = tf.DeviceSpec.from_string(tf.no_op().device)
         if spec.device_type is not None:
             return _place(spec)
-    where = next(types())
-    return _place(tf.DeviceSpec(device_type=where, device_index=0))
+    return _place(tf.DeviceSpec(device_type=types()[0], device_index=0))

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
+from itertools import repeat
 from typing import Any
 
 import numpy as np
@@ -10,9 +12,10 @@ import tensorflow as tf
 
 from commlib.dtypes import FLOATS, name_of
 from commlib.errors import UsageError
-from commlib.optim.clipping import check_limit, clip_factor, norm_of_arrays
+from commlib.optim.clipping import check_limit, clip_factor, norm_of_arrays, sum_over_axes
 from commlib_tensorflow._bridge import Array, as_tensor
 from commlib_tensorflow._graph import Spec, call, no_autograph
+from commlib_tensorflow._placement import place_of
 from commlib_tensorflow._shards import shard_of
 
 
@@ -25,9 +28,10 @@ def clip_by_global_norm(
     For gradients that were reduced. They may be of different floating dtypes, tf.IndexedSlices, or None, which stays
     None; the norm is a scalar of float32, or of float64 if one of them is. The same gradients give the same bits on
     every CPU, so ranks' weights stay the same even where their CPUs differ, which tf.clip_by_global_norm does not
-    promise; else it does what that does: with a norm that is infinite or NaN everything becomes NaN. Eagerly or in a
-    traced function; no rank waits for another one here. But where some of `variables`, whose gradients these are, are
-    divided among ranks: these count as a whole, and their ranks call this together.
+    promise; else it does what that does: with a norm that is infinite or NaN everything becomes NaN. What is on a GPU
+    is squared there, with the same bits on GPUs of one kind. Eagerly or in a traced function; no rank waits for another
+    one here. But where some of `variables`, whose gradients these are, are divided among ranks: these count as a whole,
+    and their ranks call this together.
 
     Raises UsageError for a `clip_norm` that is negative or NaN, or for what is no tensor of floats.
     """
@@ -39,17 +43,31 @@ def clip_by_global_norm(
     shards = [shard_of(v) for v, value in zip(variables, values, strict=False) if value is not None]
     comms = [None if shard is None else shard.axis.comm for shard in shards] or None
 
-    def measure(*arrays: Array) -> list[Array]:
-        norm = norm_of_arrays(arrays, comms)
+    def measured(norm: float) -> list[Array]:
         return [np.array(norm), np.array(clip_factor(norm, limit, infinite_is_nan=True))]
 
+    def measure(*arrays: Array) -> list[Array]:
+        return measured(norm_of_arrays(arrays, comms))
+
+    def of_squares(squares: Array) -> list[Array]:
+        return measured(math.sqrt(sum_over_axes(zip(comms or repeat(None), squares.tolist(), strict=False))))
+
     scalar = Spec(tf.float64, ())
-    norm, factor = call(measure, given, [scalar, scalar])
+    if place_of(given) is None:
+        norm, factor = call(measure, given, [scalar, scalar])
+    else:
+        norm, factor = call(of_squares, [tf.stack(list(map(_square, given)))], [scalar, scalar])
     clipped = [
         None if v is None else with_values(g, v * tf.cast(factor, v.dtype)) for g, v in zip(t_list, values, strict=True)
     ]
     double = any(value.dtype == tf.float64 for value in given)
     return clipped, tf.cast(norm, tf.float64 if double else tf.float32)
+
+
+def _square(values: Any) -> Any:
+    """Return the sum of the squares of values, float64, without memory for the squares."""
+    wide = tf.cast(values, tf.float32) if values.dtype.size < 4 else values
+    return 2.0 * tf.cast(tf.nn.l2_loss(wide), tf.float64)
 
 
 def _values(gradient: Any) -> Any:

@@ -23,6 +23,7 @@ import weakref
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
+from functools import cache
 from typing import Any, Protocol
 
 import numpy as np
@@ -75,13 +76,21 @@ _KINDS: dict[str, Kind] = {}
 _BY_NAME: dict[str, Kind] = {}
 
 
+@cache
+def types() -> tuple[str, ...]:
+    """Return the types of TensorFlow's devices that are not the host's and of which this process has some."""
+    return tuple(where for where in _KINDS if tf.config.list_logical_devices(where))
+
+
 def register(where: str, kind: Kind) -> Callable[[], None]:
     """Let tensors on devices that TensorFlow calls `where` be on one of the core's; return what ends that."""
     before = _BY_NAME.get(kind.name)
     _KINDS[where] = _BY_NAME[kind.name] = kind
+    types.cache_clear()
 
     def end() -> None:
         del _KINDS[where], _BY_NAME[kind.name]
+        types.cache_clear()
         if before is not None:
             _BY_NAME[kind.name] = before
 
@@ -94,11 +103,6 @@ register("GPU", Cuda())
 def kind_of(where: str) -> Kind | None:
     """Return the kind of TensorFlow's devices of a type, such as "GPU"; None if they are the host's."""
     return _KINDS.get(where)
-
-
-def types() -> Iterator[str]:
-    """Yield the types of TensorFlow's devices that are not the host's and of which this process has some."""
-    yield from (where for where in _KINDS if tf.config.list_logical_devices(where))
 
 
 def device_of(tensor: Any) -> Device | None:
@@ -144,8 +148,13 @@ def array_over(tensor: Any, device: Device) -> DeviceArray:
 
 def settle(where: str) -> None:
     """Wait until TensorFlow's device of this name has done all that it was told: what it gave back may be written."""
+    _to_dlpack(_any_tensor(where))
+
+
+@cache
+def _any_tensor(where: str) -> Any:
     with tf.device(where):
-        _to_dlpack(tf.zeros([1]))
+        return tf.identity(tf.zeros([1]))
 
 
 def tensor_over(made: Any) -> Any:

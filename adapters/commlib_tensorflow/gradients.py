@@ -139,12 +139,12 @@ class _Reduction(NamedReduction):
         sparse = [index for index, gradient in enumerate(given) if isinstance(gradient, tf.IndexedSlices)]
         dense = [index for index, gradient in enumerate(given) if gradient is not None and index not in sparse]
         super().__init__(gradients, Call(names, dense, sparse, _order_of(given), threads(), strict))
-        self._place = _place_of(gradients, like)
+        self._compressor, self._options = gradients.compressor, gradients.options_here()
+        self._place = _place_of(like, self._options)
         """The device that has the dense gradients; None if that is the host."""
         self._dense, self._sparse, self._names = dense, sparse, names
         self._eager = tf.executing_eagerly()  # a function of the host is always, whoever calls it
         self._given, self._like = given, like
-        self._compressor, self._options = gradients.compressor, gradients.options_here()
         self._contexts: dict[int, Any] = {}
         self._also: list[int] = []  # gradients that are None here, but not on all ranks
         self._shapes: tuple[Any, ...] = ()
@@ -326,12 +326,13 @@ def gradient_of(name: str, dtype: Any, shape: Any, device: str = "cpu") -> Gradi
     return Gradient(name, (*(n or 0 for n in shape), *pair), dtype_name(kind.real_dtype), device)
 
 
-def _place_of(gradients: Gradients, like: Sequence[Any]) -> Place | None:
+def _place_of(like: Sequence[Any], options: Options) -> Place | None:
     """Return where dense gradients stay: where their variables are, if they are not to be compressed there."""
-    if gradients.options_here().scheme is not None or not ordered():
+    if options.scheme is not None or not ordered():
         return None
     dense = [value for value in like if value is not None and not isinstance(value, tf.IndexedSlices)]
-    return place_of(dense) if fits([value.dtype for value in dense]) else None
+    place = place_of(dense)
+    return place if place is not None and fits([value.dtype for value in dense]) else None
 
 
 def _order_of(given: Sequence[Any]) -> list[int]:
