@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import weakref
 from typing import Any
 
 from commlib.devices.protocol import Device
@@ -34,13 +33,9 @@ class Crossing:
         return self._device.wrap(self._device.empty((nbytes,), "uint8"), "memory of a crossing")
 
 
-# One for all calls of a board, which run one after another.
-_OF_BOARDS: weakref.WeakKeyDictionary[DeviceBoard, Crossing] = weakref.WeakKeyDictionary()
-
-
 def crossing_of(board: DeviceBoard, *, direct: bool) -> Crossing:
-    """Return that of a board, as long as the board is."""
-    found = _OF_BOARDS.get(board)
+    """Return that of a board: one for all its calls, which run one after another."""
+    found: Crossing | None = board.kept.get(Crossing)
     if found is None:
-        found = _OF_BOARDS[board] = Crossing(board.device, direct=direct)
+        found = board.kept[Crossing] = Crossing(board.device, direct=direct)
     return found

@@ -59,6 +59,8 @@ class DeviceBoard:
         self._share = share
         self.by_host = False
         """Whether the slots are memory of the host, as the devices cannot address each other's."""
+        self.kept: dict[Any, Any] = {}
+        """What collectives keep with it."""
         self._aside = device.stream()
         self._number = 0
         self._slots: SharedMemory | None = None
