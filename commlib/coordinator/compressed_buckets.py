@@ -7,6 +7,7 @@ on with what it remembers.
 from __future__ import annotations
 
 import json
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
@@ -14,15 +15,21 @@ import numpy as np
 from commlib.compress import GradientCompression, Part, scheme_of
 from commlib.compress.bucket import CompressedBucket
 from commlib.coordinator.request import Request
-from commlib.dtypes import Array
+from commlib.devices.arrays import device_named
+from commlib.devices.host import HOST
+from commlib.devices.protocol import Device, Event, Stream
+from commlib.devices.waiting import wait_for
 
 MAKE, REDUCE = "compression", "compressed_bucket"
 """The verbs: make the compression of a set of buckets; reduce one of them."""
 
 
-def making(family: str, scheme: str, *, within_node: bool, count: int) -> Request:
-    """Return the request for the compression of the buckets of a `family`: see `GradientCompression`."""
-    options = (("scheme", scheme), ("within_node", int(within_node)), ("count", count))
+def making(family: str, scheme: str, *, within_node: bool, count: int, device: str) -> Request:
+    """Return the request for the compression of the buckets of a `family`: see `GradientCompression`.
+
+    device: the kind of it that has them, "" for the host.
+    """
+    options = (("scheme", scheme), ("within_node", int(within_node)), ("count", count), ("device", device))
     return Request(MAKE, family, (), options, repeats=False)
 
 
@@ -38,19 +45,22 @@ class CompressedBuckets:
 
     def __init__(self, comm: Any) -> None:
         self._comm = comm
-        self._families: dict[str, GradientCompression] = {}
+        self._families: dict[str, tuple[GradientCompression, Device]] = {}
+        self._streams: dict[Device, Stream] = {}
         self._moves: dict[str, int] = {}
         self._made: dict[str, tuple[Request, CompressedBucket]] = {}
 
     def make(self, request: Request) -> GradientCompression:
         """Return how the buckets of a family are compressed. Collective."""
+        device = device_named(str(request.option("device")), str(request))
         made = GradientCompression(
             self._comm,
             scheme_of(str(request.option("scheme"))),
             within_node=bool(request.option("within_node")),
             count=int(request.option("count")),
+            device=device,
         )
-        self._families[request.name] = made
+        self._families[request.name] = made, device
         return made
 
     def reduction(self, name: str) -> CompressedBucket | None:
@@ -58,14 +68,30 @@ class CompressedBuckets:
         made = self._made.get(name)
         return None if made is None else made[1]
 
-    def run(self, request: Request, array: Array | None) -> None:
-        """Reduce a bucket in its array; None where this rank has joined, which adds nothing. Collective."""
+    def run(self, request: Request, array: Any, ready: Sequence[Event] = ()) -> None:
+        """Reduce a bucket in its array; None where this rank has joined, which adds nothing. Collective.
+
+        ready: what the array is behind, if it is a device's. Its work is done when this returns.
+        """
+        compression, device = self._families[str(request.option("family"))]
+        if device is HOST:
+            self._run(request, array, compression, device)
+            return
+        stream = self._streams.get(device)
+        if stream is None:
+            stream = self._streams[device] = device.stream()
+        with device.using(stream):
+            for event in ready:
+                stream.wait(event)
+            self._run(request, array, compression, device)
+            wait_for(stream.record(), self._comm.watch(str(request)))
+
+    def _run(self, request: Request, array: Any, compression: GradientCompression, device: Device) -> None:
         family, moves = str(request.option("family")), int(request.option("moves"))
-        compression = self._families[family]
         if array is None and moves != self._moves.get(family, moves):
             compression.move()  # the others have, and this rank was not there
         self._moves[family] = moves
-        mine: Array = np.zeros(request.tensors[0][1][0] or 0, np.float32) if array is None else array
+        mine = _zeros(device, request.tensors[0][1][0] or 0) if array is None else array
         known = self._made.get(request.name)
         if known is None or known[0] != request:
             parts = [Part(name, start, tuple(shape)) for name, start, shape in json.loads(str(request.option("parts")))]
@@ -76,3 +102,11 @@ class CompressedBuckets:
         reduction()
         if array is None:
             reduction.end_step()
+
+
+def _zeros(device: Device, count: int) -> Any:
+    if device is HOST:
+        return np.zeros(count, np.float32)
+    made = device.wrap(device.empty((count,), np.float32), "a bucket")
+    device.kernels.fill(made, 0)
+    return made

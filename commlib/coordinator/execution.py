@@ -46,7 +46,7 @@ class Execution:
             "process_set": self._split,
             "memory": self._memory,
             MAKE: lambda job: self.buckets.make(job.launch.request),
-            REDUCE: lambda job: self.buckets.run(job.launch.request, job.pending.inputs[0] if job.pending else None),
+            REDUCE: self._reduce_compressed,
         }
 
     def run(self, jobs: Sequence[Job], done: Callable[[Job, Any, BaseException | None], None]) -> None:
@@ -113,6 +113,12 @@ class Execution:
             return None
         self.compressed.run(request, pending.inputs, pending.outputs)
         return pending.outputs
+
+    def _reduce_compressed(self, job: Job) -> None:
+        if job.pending is None:
+            self.buckets.run(job.launch.request, None)
+        else:
+            self.buckets.run(job.launch.request, job.pending.inputs[0], job.pending.extra)
 
     # Movement
 

@@ -74,7 +74,7 @@ def placed(
     for take, arrays in ((written, outputs), (readable, inputs)):
         for x in arrays:
             array = x if type(x) is np.ndarray else take(x, verb)
-            ours.setdefault(id(x), OnDevice(array, x, _ready(array)) if type(array) is DeviceArray else array)
+            ours.setdefault(id(x), OnDevice(array, x, ready_of(array)) if type(array) is DeviceArray else array)
     kinds = {array.array.device.name if type(array) is OnDevice else device for array in ours.values()}
     if len(kinds) > 1:
         where = ", ".join(sorted(kinds))
@@ -82,7 +82,7 @@ def placed(
     return [ours[id(x)] for x in inputs], [ours[id(x)] for x in outputs], next(iter(kinds), device)
 
 
-def _ready(array: DeviceArray) -> tuple[Event, ...]:
+def ready_of(array: DeviceArray) -> tuple[Event, ...]:
     """Return the events behind what an array may come to be by: on the stream that it names, and the current one."""
     here, there = array.device.current(), array.stream
     return (here.record(),) if there is None or there == here else (here.record(), there.record())

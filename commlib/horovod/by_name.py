@@ -12,9 +12,11 @@ from commlib.buffers.aligned import aligned_empty
 from commlib.compress import GradientCompression, Part, Scheme, scheme_of
 from commlib.coordinator import Coordinator, Pending
 from commlib.coordinator.compressed_buckets import making, reducing
+from commlib.coordinator.on_device import ready_of
 from commlib.coordinator.request import Request
 from commlib.data_parallel import Alone, cores_per_rank
 from commlib.data_parallel.buckets import Bucket
+from commlib.devices.array import DeviceArray
 from commlib.devices.host import HOST
 from commlib.devices.protocol import Device
 from commlib.dtypes import Array, numpy_dtype
@@ -124,10 +126,7 @@ class ByName:
         reduce_by_name(self._process_set)(arrays, f"{self._name}.{name}", op=op, predivide=predivide)
 
     def compression(self, scheme: Scheme | None, *, within_node: bool, count: int, device: str = "cpu") -> Any:
-        """Return how buckets are compressed: as `scheme_of` says for the scheme's name, since joined ranks ask it.
-
-        `device` is not used: what is compressed by name goes through the host.
-        """
+        """Return how buckets are compressed: as `scheme_of` says for the scheme's name, since joined ranks ask it."""
         if scheme is not None:
             known = scheme_of(scheme.name)
             if type(known) is not type(scheme) or known.name != scheme.name:
@@ -135,7 +134,13 @@ class ByName:
         if scheme is None:
             alone: Any = Alone()
             return GradientCompression(alone, None)  # which compresses nothing
-        request = making(f"{self._name}.compressed", scheme.name, within_node=within_node, count=count)
+        request = making(
+            f"{self._name}.compressed",
+            scheme.name,
+            within_node=within_node,
+            count=count,
+            device="" if device == "cpu" else device,
+        )
         return NamedCompression(
             self._coordinator, request.name, self._coordinator.submit(request, blocking=True).wait()
         )
@@ -192,16 +197,18 @@ class NamedCompression:
 class NamedBucket:
     """A plan that reduces a bucket, compressed, by name."""
 
-    def __init__(self, coordinator: Coordinator, request: Request, array: Array) -> None:
+    def __init__(self, coordinator: Coordinator, request: Request, array: Any) -> None:
         self._coordinator, self._request, self._array = coordinator, request, array
 
-    def use(self, array: Array) -> None:
+    def use(self, array: Any) -> None:
         """Reduce in another array of the same length from now on."""
         self._array = array
 
     def start(self, awaited: bool = False) -> Pending:
         """Ask for it. `awaited`: this thread is about to wait."""
-        return self._coordinator.submit(self._request, [self._array], [self._array], blocking=awaited)
+        array = self._array
+        ready = ready_of(array) if isinstance(array, DeviceArray) else ()
+        return self._coordinator.submit(self._request, [array], [array], ready, blocking=awaited)
 
     def __call__(self) -> Any:
         """Ask for it, and wait."""
