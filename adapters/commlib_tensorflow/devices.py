@@ -84,15 +84,17 @@ def types() -> tuple[str, ...]:
 
 def register(where: str, kind: Kind) -> Callable[[], None]:
     """Let tensors on devices that TensorFlow calls `where` be on one of the core's; return what ends that."""
-    before = _BY_NAME.get(kind.name)
+    before = [(table, key, table.get(key)) for table, key in ((_KINDS, where), (_BY_NAME, kind.name))]
     _KINDS[where] = _BY_NAME[kind.name] = kind
     types.cache_clear()
 
     def end() -> None:
-        del _KINDS[where], _BY_NAME[kind.name]
+        for table, key, kept in before:
+            if kept is None:
+                del table[key]
+            else:
+                table[key] = kept
         types.cache_clear()
-        if before is not None:
-            _BY_NAME[kind.name] = before
 
     return end
 

@@ -10,7 +10,7 @@ A traced function runs its stateful nodes in the order in which they were made: 
 those behind. So they are made in the order in which backward makes gradients, as the graph tells.
 
 Where variables are on a GPU, dense gradients stay there: buckets are memory of the GPU, and results are tensors over
-their slots. Sparse ones, and those that are compressed beyond a cast, go through the host.
+their slots. Sparse ones go through the host.
 """
 
 from __future__ import annotations
@@ -140,7 +140,7 @@ class _Reduction(NamedReduction):
         dense = [index for index, gradient in enumerate(given) if gradient is not None and index not in sparse]
         super().__init__(gradients, Call(names, dense, sparse, _order_of(given), threads(), strict))
         self._compressor, self._options = gradients.compressor, gradients.options_here()
-        self._place = _place_of(like, self._options)
+        self._place = _place_of(like)
         """The device that has the dense gradients; None if that is the host."""
         self._dense, self._sparse, self._names = dense, sparse, names
         self._eager = tf.executing_eagerly()  # a function of the host is always, whoever calls it
@@ -326,9 +326,9 @@ def gradient_of(name: str, dtype: Any, shape: Any, device: str = "cpu") -> Gradi
     return Gradient(name, (*(n or 0 for n in shape), *pair), dtype_name(kind.real_dtype), device)
 
 
-def _place_of(like: Sequence[Any], options: Options) -> Place | None:
-    """Return where dense gradients stay: where their variables are, if they are not to be compressed there."""
-    if options.scheme is not None or not ordered():
+def _place_of(like: Sequence[Any]) -> Place | None:
+    """Return where dense gradients stay: where their variables are."""
+    if not ordered():
         return None
     dense = [value for value in like if value is not None and not isinstance(value, tf.IndexedSlices)]
     place = place_of(dense)

@@ -111,3 +111,11 @@ def test_fit(world: Any, place: Any) -> None:
 @both
 def test_operations_by_name(world: Any, place: Any, mode: str) -> None:
     gradients.by_name(world, place, mode)
+
+
+@both
+def test_compression(world: Any, place: Any, mode: str) -> None:
+    import commlib_tensorflow as ct
+
+    for compression in (ct.Compression.fp16, ct.Compression.bf16, "int8"):
+        gradients.compressed(world, place, mode, compression)

@@ -30,6 +30,10 @@ class HostTensors:
         self.taken: list[int] = []
         """Where results were that TensorFlow has taken."""
         self._core = core
+        self.open()
+
+    def open(self) -> None:
+        """Let CPU tensors be on the device, again."""
         self._end = devices.register("CPU", self)
 
     def close(self) -> None:

@@ -82,6 +82,11 @@ def test_gradients_that_only_some_ranks_have(comm: Any, place: HostTensors) -> N
     bodies.missing(comm, place)
 
 
+@pytest.mark.parametrize("options", [{}, {"compression": "int8", "compress_within_node": True}], ids=str)
+def test_ranks_that_have_joined(comm: Any, place: HostTensors, options: Any) -> None:
+    bodies.joined(comm, place, **options)
+
+
 @pytest.mark.parametrize("passes", [1, 2])
 def test_fit(comm: Any, place: HostTensors, passes: int) -> None:
     bodies.fit(comm, passes)
@@ -94,13 +99,14 @@ def test_compression(comm: Any, place: HostTensors, mode: str, compression: Any)
 
 
 @both
-def test_compression_beyond_a_cast_goes_through_the_host(comm: Any, mode: str) -> None:
-    place = late()
-    try:
-        bodies.compressed(comm, place, mode, "int8")
-    finally:
+@pytest.mark.parametrize("compression", ["int8", "powersgd:rank=2"])
+def test_compression_beyond_a_cast(comm: Any, place: HostTensors, mode: str, compression: str) -> None:
+    on_device = bodies.compressed(comm, place, mode, compression)
+    if compression == "int8":  # others draw numbers, by names
         place.close()
-    assert not place.taken
+        on_host = bodies.compressed(comm, place, mode, compression)
+        place.open()
+        np.testing.assert_array_equal(on_device, on_host)
 
 
 @both
