@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import tensorflow as tf
@@ -10,8 +11,10 @@ import tensorflow as tf
 from commlib.errors import UsageError
 from commlib.functional.attention import Attention
 from commlib.functional.ring import Ring, pass_on
-from commlib_tensorflow._bridge import to_array, to_tensor
-from commlib_tensorflow._graph import Spec, call_in_order
+from commlib_tensorflow._graph import Spec
+from commlib_tensorflow._on_device import array_of, call_at, tensors_of
+from commlib_tensorflow._placement import Place, place_of
+from commlib_tensorflow.devices import working
 from commlib_tensorflow.errors import as_tensorflows
 from commlib_tensorflow.tensor._agreed import agreed_backward
 from commlib_tensorflow.tensor._blocks import attend, gradients
@@ -85,15 +88,28 @@ class _Blocks:
         return x + y
 
     def pass_on(self, x: tf.Tensor, tokens: int, tag: int) -> Callable[[], tf.Tensor]:
+        place = place_of([x])
         if tf.executing_eagerly():
-            wait = pass_on(self._axis, to_array(x), tokens, tag)
-            return lambda: to_tensor(wait())
+            return self._passed_on(x, place, tokens, tag)
         spec = Spec(x.dtype, [*x.shape[:-2], tokens, x.shape[-1]])
         # In the order of the graph: messages of two calls have the same tags, and meet in the order in which they go.
-        (arrived,) = call_in_order(
-            "attention by a ring", lambda array: [pass_on(self._axis, array, tokens, tag)()], [x], [spec]
+        (arrived,) = call_at(
+            place, "attention by a ring", lambda array: [pass_on(self._axis, array, tokens, tag)()], [x], [spec]
         )
         return lambda: arrived
+
+    def _passed_on(self, x: tf.Tensor, place: Place | None, tokens: int, tag: int) -> Callable[[], tf.Tensor]:
+        def here() -> AbstractContextManager[None]:
+            return nullcontext() if place is None else working(place.device)
+
+        with here():
+            wait = pass_on(self._axis, array_of(x), tokens, tag)
+
+        def arrived() -> tf.Tensor:
+            with here():
+                return tensors_of([wait()])[0]
+
+        return arrived
 
 
 def _replaced(x: tf.Tensor, span: tuple[int, int], rows: tf.Tensor) -> tf.Tensor:

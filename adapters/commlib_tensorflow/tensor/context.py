@@ -21,6 +21,7 @@ import tensorflow as tf
 from commlib.functional.attention import Attention
 from commlib_tensorflow._bridge import as_tensor, dtype_name
 from commlib_tensorflow._graph import no_autograph
+from commlib_tensorflow._placement import place_of
 from commlib_tensorflow.tensor._agreed import agreed
 from commlib_tensorflow.tensor._by_heads import attention_by_heads
 from commlib_tensorflow.tensor._ring import ring_attention
@@ -69,6 +70,7 @@ def attention(
     """
     over = axis_of(axis)
     q, k, v = (as_tensor(x) for x in (q, k, v))
+    place = place_of((q, k, v))
     what = Attention.of(
         over,
         q.shape.as_list(),
@@ -82,6 +84,7 @@ def attention(
         documents=documents,
         method=method,
         dropout_p=dropout_p,
+        device="" if place is None else place.name,
     )
     divided, q = agreed(over, what.terms, q, 2)
     k, v = (tf.ensure_shape(x, [*x.shape[:2], q.shape[2], x.shape[3]]) for x in (k, v))

@@ -1,11 +1,12 @@
 """Moves of tensors over an axis, with their gradients: see `commlib.tensor.moves` for what each does.
 
-Each is one node of a graph, which calls the host. Nodes run in the order in which they are made, the same on all ranks.
+Each is one node of a graph, which calls the host, or moves tensors of a GPU there. Nodes run in the order in which they
+are made, the same on all ranks.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import numpy as np
@@ -19,7 +20,9 @@ from commlib.schedule.layout import even
 from commlib.tensor import moves
 from commlib.tensor.moves import COPY, REDUCE, Move
 from commlib_tensorflow._bridge import Array, as_tensor
-from commlib_tensorflow._graph import Spec, call_in_order, no_autograph, result_empty
+from commlib_tensorflow._graph import Spec, no_autograph, result_empty
+from commlib_tensorflow._on_device import call_at
+from commlib_tensorflow._placement import fits, place_of
 
 On = Axis | Communicator
 """The ranks of an axis: `mesh["tp"]`, or an Axis."""
@@ -81,7 +84,7 @@ def moved(x: tf.Tensor, axis: Axis, move: Move, lengths: Any = None) -> tf.Tenso
         if move.name == "copy":
             return tf.identity(x), lambda gradient: moved(as_tensor(gradient), axis, REDUCE)
         if move.name == "reduce":
-            (result,) = call_in_order(move.name, lambda array: [run(axis, move, array)[0]], [x], [Spec.like(x)])
+            (result,) = _call(move, lambda array: [run(axis, move, array)[0]], [x], [Spec.like(x)])
             return result, lambda gradient: moved(as_tensor(gradient), axis, COPY)
         result, found = _node(x, axis, move, lengths)
         return result, lambda gradient: moved(as_tensor(gradient), axis, move.conjugate, found)
@@ -93,18 +96,25 @@ def _node(x: tf.Tensor, axis: Axis, move: Move, lengths: Any) -> tuple[tf.Tensor
     """Return the result, and the lengths of the shards if they are not known before: of both dimensions, in a row."""
     spec = Spec(x.dtype, _shape(axis, move, x))
     if move.lengths and (move.joined or move.name != "all_to_all"):
-        (result,) = call_in_order(move.name, lambda array: [run(axis, move, array)[0]], [x], [spec])
+        (result,) = _call(move, lambda array: [run(axis, move, array)[0]], [x], [spec])
         return result, None
 
-    def host(array: Array, *given: Array) -> Sequence[Array]:
+    def host(array: Any, *given: Array) -> Sequence[Any]:
         result, known = run(axis, _told(move, given[0]) if given else move, array)
         return [result, np.array([*known.lengths, *known.joined], np.int64)]
 
     count = axis.size * (1 + (move.name == "all_to_all"))
-    result, found = call_in_order(
-        move.name, host, [x] if lengths is None else [x, lengths], [spec, Spec(tf.int64, (count,))]
-    )
+    inputs = [x] if lengths is None else [x, lengths]
+    result, found = _call(move, host, inputs, [spec, Spec(tf.int64, (count,))])
     return result, found
+
+
+def _call(move: Move, function: Callable[..., Sequence[Any]], inputs: list[Any], outputs: list[Spec]) -> list[Any]:
+    """Call a function on the array of the first tensor, where that is, and on those of the others on the host."""
+    place = place_of(inputs[:1])
+    if place is not None and not fits([*(tensor.dtype for tensor in inputs), *(spec.dtype for spec in outputs)]):
+        place = None
+    return call_at(place, move.name, function, inputs, outputs, host=range(1, len(inputs)))
 
 
 def _told(move: Move, lengths: Array) -> Move:

@@ -1,0 +1,127 @@
+"""Bodies of tests: moves and divided layers on TensorFlow's tensors of a device compute what they do on the host."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import keras
+import numpy as np
+import tensorflow as tf
+
+import commlib_tensorflow as ct
+from commlib.functional.axis import Axis
+from commlib.tensor.context import Layout
+from commlib_tensorflow.tensor.context import attention
+
+Found = dict[str, Any]
+TOLERANCE = 1e-5
+"""Of numbers near 1: products in float32 are added up in another order by another device, and another library."""
+
+
+def _both(place: Any, run: Callable[[Callable[[Any], Any]], Found]) -> None:
+    """Compare what `run` returns on the host and on the device."""
+    place.close()
+    expected = run(tf.constant)
+    place.open()
+    before = len(place.taken)
+    found = run(place.put)
+    assert found.keys() == expected.keys()
+    for name, got in found.items():
+        want = np.asarray(expected[name])
+        assert np.asarray(got).shape == want.shape, name
+        np.testing.assert_allclose(
+            np.asarray(got), want, TOLERANCE, TOLERANCE * max(1.0, float(np.abs(want).max(initial=0)))
+        )
+    assert len(place.taken) > before
+
+
+def _drawn(seed: int, *shape: int) -> Any:
+    return np.random.default_rng(seed).standard_normal(shape).astype(np.float32)
+
+
+def moves(comm: Any, place: Any, traced: bool) -> None:
+    """What layers of tensor parallelism are made of, forward and backward; lengths are even, and not."""
+    axis = Axis(comm)
+    shapes = {
+        "copy": (3, 4),
+        "reduce": (3, 4),
+        "scatter": (3, 2 * comm.size + 1),
+        "reduce_scatter": (2 * comm.size + 1, 3),
+    }
+    calls: dict[str, Callable[[Any], Any]] = {
+        "copy": lambda x: ct.tensor.copy(x, axis),
+        "reduce": lambda x: ct.tensor.reduce(x, axis),
+        "scatter": lambda x: ct.tensor.scatter(x, axis, 1),
+        "gather": lambda x: ct.tensor.gather(x, axis, 1),
+        "partial": lambda x: ct.tensor.gather(x, axis, 0, partial=True),
+        "reduce_scatter": lambda x: ct.tensor.reduce_scatter(x, axis),
+        "all_to_all": lambda x: ct.tensor.all_to_all(x, axis, 0, 1),
+    }
+
+    def run(put: Callable[[Any], Any]) -> Found:
+        found: Found = {}
+        for name, move in calls.items():
+
+            def both(x: Any, move: Callable[[Any], Any] = move) -> tuple[Any, Any]:
+                with tf.GradientTape() as tape:
+                    tape.watch(x)
+                    y = move(x)
+                    loss = tf.reduce_sum(y * y)
+                return y, tape.gradient(loss, x)
+
+            x = put(_drawn(comm.rank, *shapes.get(name, (4, 6))))
+            found[name], found[f"of {name}"] = (tf.function(both) if traced else both)(x)
+        return found
+
+    _both(place, run)
+
+
+def sequences(comm: Any, place: Any, method: str, traced: bool) -> None:
+    """Attention over a divided sequence: keys, values and their gradients go from device to device."""
+    counts = Layout(4 * comm.size + 3, comm.size, "balanced").counts
+    axis = Axis(comm)
+
+    def run(put: Callable[[Any], Any]) -> Found:
+        found: Found = {}
+
+        def both(q: Any, k: Any, v: Any) -> tuple[Any, Any]:
+            with tf.GradientTape() as tape:
+                tape.watch([q, k, v])
+                out = attention(q, k, v, axis, causal=True, method=method, length=sum(counts))
+                loss = tf.reduce_sum(out * out)
+            return out, tape.gradient(loss, [q, k, v])
+
+        call = tf.function(both) if traced else both
+        for turn in range(3):  # each message has a slot that another one had
+            seed = 10 * comm.rank + turn
+            inputs = [put(_drawn(seed + 100 * n, 2, heads, counts[comm.rank], 6)) for n, heads in enumerate((4, 2, 2))]
+            found[f"{turn}"], gradients = call(*inputs)
+            found |= {f"{turn} of {name}": x for name, x in zip("qkv", gradients, strict=True)}
+        return found
+
+    _both(place, run)
+
+
+def divided_layers(comm: Any, place: Any) -> None:
+    """A Keras model by a plan: the sequence is divided between its layers, and not evenly."""
+
+    def run(put: Callable[[Any], Any]) -> Found:
+        keras.utils.set_random_seed(3)
+        model = keras.Sequential(
+            [
+                keras.Input((2 * comm.size + 1, 12)),
+                keras.layers.Dense(24, "gelu", name="up"),
+                keras.layers.Dense(12, name="down"),
+            ]
+        )
+        model = ct.parallelize(model, comm, {"up": ct.Column(sequence=1), "down": ct.Row(sequence=1)})
+        x = put(_drawn(1, 3, 2 * comm.size + 1, 12))
+        with tf.GradientTape() as tape:
+            tape.watch(x)
+            y = ct.tensor.gather(model(ct.tensor.scatter(x, comm, 1)), comm, 1)
+            loss = tf.reduce_sum(y * y)
+        gradients = tape.gradient(loss, [x, *(weight.value for weight in model.trainable_variables)])
+        return {"y": y, **{str(number): gradient for number, gradient in enumerate(gradients)}}
+
+    _both(place, run)

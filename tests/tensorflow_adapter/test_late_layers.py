@@ -1,0 +1,39 @@
+"""Moves and divided layers on tensors of a device: TensorFlow's, on the late device."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+
+from tests.late import LATE
+from tests.tensorflow_adapter import device_layers
+from tests.tensorflow_adapter.late import HostTensors, late
+
+
+@pytest.fixture
+def place(monkeypatch: pytest.MonkeyPatch) -> Iterator[HostTensors]:
+    monkeypatch.setattr(LATE, "delay", 1e-3)
+    place, races = late(), LATE.races
+    yield place
+    place.close()
+    assert LATE.races == races
+
+
+@pytest.mark.ranks(min=2)
+@pytest.mark.parametrize("traced", [False, True], ids=["eager", "traced"])
+def test_moves(comm: Any, place: HostTensors, traced: bool) -> None:
+    device_layers.moves(comm, place, traced)
+
+
+@pytest.mark.ranks(min=2)
+@pytest.mark.parametrize("traced", [False, True], ids=["eager", "traced"])
+@pytest.mark.parametrize("method", ["ring", "all_to_all"])
+def test_sequences(comm: Any, place: HostTensors, method: str, traced: bool) -> None:
+    device_layers.sequences(comm, place, method, traced)
+
+
+@pytest.mark.ranks(min=2)
+def test_divided_layers(comm: Any, place: HostTensors) -> None:
+    device_layers.divided_layers(comm, place)
