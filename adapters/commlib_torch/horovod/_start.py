@@ -1,7 +1,7 @@
 """Operations by name, on tensors: what the core is given, and how its answer becomes tensors again.
 
-A list of tensors is one group: it runs as a whole, once every rank has submitted it. What is on GPUs goes through the
-host when its turn has come; it is back there when the operation is done.
+A list of tensors is one group: it runs as a whole, once every rank has submitted it. When its turn has come, what is on
+GPUs is reduced between them, or goes through the host; it is there when the operation is done.
 """
 
 from __future__ import annotations
