@@ -29,6 +29,22 @@ def divided(axis: Axis, move: Move, x: Any, dim: int) -> tuple[int, ...]:
     return lengths
 
 
+def joined_lengths(axis: Axis, move: Move, x: Any, dim: int, given: tuple[int, ...]) -> tuple[int, ...]:
+    """Return how long the shards to be joined along a dimension are: as given, or asked for. Raises UsageError."""
+    lengths = given or asked(axis, move, x, dim)
+    if len(lengths) != axis.size or lengths[axis.rank] != x.shape[dim]:
+        raise UsageError(f"{axis.comm.name}: {move.name}: shards of {lengths}, got {x.shape} on rank {axis.rank}")
+    return lengths
+
+
+def exchanged(axis: Axis, move: Move, x: Any) -> tuple[int, int, tuple[int, ...], tuple[int, ...]]:
+    """Return which dimension an all_to_all divides and which it joins, and the lengths of the shards along each."""
+    divide, join = dimension(move, move.dim, x), dimension(move, move.join, x)
+    if divide == join:
+        raise UsageError(f"{axis.comm.name}: all_to_all: dimension {divide} cannot be divided and joined at once")
+    return divide, join, divided(axis, move, x, divide), joined_lengths(axis, move, x, join, move.joined)
+
+
 def dimension(move: Move, dim: int, x: Any) -> int:
     """Return a dimension of an array, counted from the front. Raises UsageError if it has none."""
     if not -x.ndim <= dim < x.ndim:

@@ -10,9 +10,8 @@ import numpy as np
 
 from commlib.devices.array import DeviceArray
 from commlib.dtypes import Array
-from commlib.errors import UsageError
 from commlib.functional.axis import Axis
-from commlib.functional.lengths import around, asked, dimension, divided, with_length
+from commlib.functional.lengths import around, dimension, divided, exchanged, joined_lengths, with_length
 from commlib.functional.moves_on_device import run_on_device
 from commlib.p2p.on_device import fetched
 from commlib.schedule.layout import uneven
@@ -70,9 +69,7 @@ def _scatter(axis: Axis, move: Move, x: Array) -> tuple[Array, Move]:
 
 def _gather(axis: Axis, move: Move, x: Array) -> tuple[Array, Move]:
     dim = dimension(move, move.dim, x)
-    lengths = move.lengths or asked(axis, move, x, dim)
-    if len(lengths) != axis.size or lengths[axis.rank] != x.shape[dim]:
-        raise UsageError(f"{axis.comm.name}: {move.name}: shards of {lengths}, got {x.shape} on rank {axis.rank}")
+    lengths = joined_lengths(axis, move, x, dim, move.lengths)
     lead, own, tail = around(x.shape, dim)
     shape = with_length(x.shape, dim, sum(lengths))
     if len(set(lengths)) > 1:
@@ -100,13 +97,7 @@ def _reduce_scatter(axis: Axis, move: Move, x: Array) -> tuple[Array, Move]:
 
 
 def _all_to_all(axis: Axis, move: Move, x: Array) -> tuple[Array, Move]:
-    divide, join = dimension(move, move.dim, x), dimension(move, move.join, x)
-    if divide == join:
-        raise UsageError(f"{axis.comm.name}: all_to_all: dimension {divide} cannot be divided and joined at once")
-    lengths = divided(axis, move, x, divide)
-    joined = move.joined or asked(axis, move, x, join)
-    if len(joined) != axis.size or joined[axis.rank] != x.shape[join]:
-        raise UsageError(f"{axis.comm.name}: all_to_all: shards of {joined}, got {x.shape} on rank {axis.rank}")
+    divide, join, lengths, joined = exchanged(axis, move, x)
     rest = math.prod(length for dim, length in enumerate(x.shape) if dim not in (divide, join))
     packed = np.empty(x.size, x.dtype)
     at, cuts = 0, uneven(lengths)

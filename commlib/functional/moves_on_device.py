@@ -11,9 +11,8 @@ from itertools import accumulate
 from typing import Any
 
 from commlib.devices.array import DeviceArray
-from commlib.errors import UsageError
 from commlib.functional.axis import Axis
-from commlib.functional.lengths import around, asked, dimension, divided, with_length
+from commlib.functional.lengths import around, dimension, divided, exchanged, joined_lengths, with_length
 from commlib.kernels.protocol import Blocks
 from commlib.schedule.layout import uneven
 from commlib.tensor.moves import Move
@@ -41,8 +40,7 @@ def _scatter(axis: Axis, move: Move, x: DeviceArray) -> tuple[DeviceArray, Move]
 
 def _gather(axis: Axis, move: Move, x: DeviceArray) -> tuple[DeviceArray, Move]:
     dim = dimension(move, move.dim, x)
-    lengths = move.lengths or asked(axis, move, x, dim)
-    _check(axis, move, x, dim, lengths)
+    lengths = joined_lengths(axis, move, x, dim, move.lengths)
     lead, own, tail = around(x.shape, dim)
     shape = with_length(x.shape, dim, sum(lengths))
     front = _swapped(x, lead, own, tail).reshape(own, lead * tail)
@@ -65,12 +63,7 @@ def _reduce_scatter(axis: Axis, move: Move, x: DeviceArray) -> tuple[DeviceArray
 
 
 def _all_to_all(axis: Axis, move: Move, x: DeviceArray) -> tuple[DeviceArray, Move]:
-    divide, join = dimension(move, move.dim, x), dimension(move, move.join, x)
-    if divide == join:
-        raise UsageError(f"{axis.comm.name}: all_to_all: dimension {divide} cannot be divided and joined at once")
-    lengths = divided(axis, move, x, divide)
-    joined = move.joined or asked(axis, move, x, join)
-    _check(axis, move, x, join, joined)
+    divide, join, lengths, joined = exchanged(axis, move, x)
     own, of_each = lengths[axis.rank], [with_length(x.shape, divide, length) for length in lengths]
     packed = x.empty((x.size,), x.dtype)
     for part, shape, start in zip(_parts(packed, of_each), of_each, _starts(lengths), strict=True):
@@ -91,11 +84,6 @@ _RUN = {
     "reduce_scatter": _reduce_scatter,
     "all_to_all": _all_to_all,
 }
-
-
-def _check(axis: Axis, move: Move, x: DeviceArray, dim: int, lengths: tuple[int, ...]) -> None:
-    if len(lengths) != axis.size or lengths[axis.rank] != x.shape[dim]:
-        raise UsageError(f"{axis.comm.name}: {move.name}: shards of {lengths}, got {x.shape} on rank {axis.rank}")
 
 
 def _plain(axis: Axis, x: DeviceArray) -> Any:

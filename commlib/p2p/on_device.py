@@ -9,6 +9,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from commlib.devices.array import DeviceArray
+from commlib.devices.fetched import fetched as fetched_from
 from commlib.devices.waiting import wait_for
 from commlib.dtypes import Array
 from commlib.p2p.leaving import Copied
@@ -67,8 +68,4 @@ def await_device(comm: Group, array: DeviceArray, verb: str) -> None:
 
 def fetched(comm: Group, array: DeviceArray, what: str) -> Array:
     """Return host memory with the values of an array, which are there, in its shape."""
-    device = array.device
-    copy: Array = device.staging(array.nbytes).view(array.dtype).reshape(array.shape)
-    device.copy(copy, array)
-    wait_for(device.current().record(), comm.watch(f"{what}: a copy from {device.name}", ()))
-    return copy
+    return fetched_from(array, comm.watch(f"{what}: a copy from {array.device.name}", ()))
