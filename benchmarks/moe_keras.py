@@ -52,7 +52,7 @@ def chain(mixture: Mixture | None, experts: int) -> Callable[[Any], Any]:
                 x = x * tf.reduce_max(logits, 1, keepdims=True)  # so that logits have a gradient as well
                 continue
             came = sent(x, logits, mixture, lambda logits: mixture.route(logits, training=True), [])
-            x = combined(came.rows, came.gates, mixture, came.passage, x)
+            x = combined(came.rows, mixture, came, x)
         return x
 
     def function(x: Any) -> Any:

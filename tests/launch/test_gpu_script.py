@@ -59,7 +59,7 @@ TESTS = [
 ]
 VERBS = [["verbs-2"], ["verbs-4"]]
 PROBES = ["found", "compile", "probe-2", "probe-4"]
-OTHERS = ["step-2", "between-2", "staged-2", "kernels", "turns-2"]
+OTHERS = ["step-2", "ways-2", "between-2", "staged-2", "kernels", "turns-2"]
 
 
 def test_all_parts_are_run_dry():
@@ -110,6 +110,8 @@ def test_a_dry_run_of_the_other_benchmarks(launch_environment, tmp_path):
     figures = dry_run(tmp_path, launch_environment, OTHERS)["benchmarks"]
     for way in ("between", "staged"):
         assert {row["contender"] for row in figures[f"{way}-2"]["rows"]} == {way, "gloo"}
+    ways = {time["algorithm"] for entry in figures["ways-2"]["entries"] for time in entry["times"]}
+    assert {"node", "host"} <= ways
     kernels = {row["name"] for row in figures["kernels"]["kernels"]}
     assert {"reduce 4 bfloat16", "quantise int4 256", "signs 1024"} <= kernels
     assert set(figures["step-2"]["exposed_percent"]) == {"no communication", "commlib", "no overlap", "DDP, gloo"}

@@ -87,9 +87,3 @@ def test_operators_that_have_changed_do_not_pass(what: str, why: str) -> None:
     import re
 
     assert re.match(why, trial(Changed(what), CPU, torch.float32))
-
-
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="PyTorch finds no GPU")
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
-def test_operators_of_a_gpu(dtype: torch.dtype) -> None:
-    assert trial(Efficient(), torch.device("cuda"), dtype) == ""

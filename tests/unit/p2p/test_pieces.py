@@ -51,6 +51,10 @@ def leaving(wire):
     return LeavingPieces(wire, 1, 7, memoryview(b"0123456789"), pieces), events
 
 
+def arriving(wire, nbytes, landed):
+    return ArrivingPieces(wire, 1, 7, memoryview(bytearray(nbytes)), 4, landed)
+
+
 def test_pieces_leave_in_their_order_once_they_are_there():
     wire = Wire()
     request, events = leaving(wire)
@@ -81,7 +85,7 @@ def test_an_interrupted_piece_is_not_sent_again():
 
 def test_what_has_come_is_told_of_in_order():
     wire, told = Wire(), []
-    request = ArrivingPieces(wire, 1, 7, memoryview(bytearray(10)), 4, lambda start, stop: told.append((start, stop)))
+    request = arriving(wire, 10, lambda start, stop: told.append((start, stop)))
     assert wire.messages == [(1, 7, 4), (1, 7, 4), (1, 7, 2)]
     wire.requests[1].is_on = True
     assert not request.test() and told == []
@@ -100,7 +104,7 @@ def test_an_interrupt_loses_nothing_that_has_come():
             raise KeyboardInterrupt
 
     wire = Wire()
-    request = ArrivingPieces(wire, 1, 7, memoryview(bytearray(8)), 4, landed)
+    request = arriving(wire, 8, landed)
     wire.requests[0].is_on = wire.requests[1].is_on = True
     with pytest.raises(KeyboardInterrupt):
         request.test()
@@ -110,7 +114,7 @@ def test_an_interrupt_loses_nothing_that_has_come():
 @pytest.mark.parametrize("landed", [None, lambda start, stop: None])
 def test_giving_up_cancels_what_is_under_way(landed):
     wire = Wire()
-    request = ArrivingPieces(wire, 1, 7, memoryview(bytearray(8)), 4, landed)
+    request = arriving(wire, 8, landed)
     wire.requests[0].is_on = True
     assert not request.test()
     request.cancel()
