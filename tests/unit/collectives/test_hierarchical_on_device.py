@@ -57,7 +57,7 @@ def all_rails(monkeypatch):
     monkeypatch.setattr(rails, "RAIL_BYTES", 1)
 
 
-@pytest.fixture(params=["one rail", "all rails"])
+@pytest.fixture(params=["all rails", pytest.param("one rail", marks=pytest.mark.long)])
 def number_of_rails(request, monkeypatch):
     if request.param == "one rail":
         monkeypatch.setattr(rails, "RAIL_BYTES", 1 << 30)
