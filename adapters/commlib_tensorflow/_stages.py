@@ -9,37 +9,59 @@ from typing import Any
 import numpy as np
 import tensorflow as tf
 
+from commlib import horovod as core
+from commlib.devices.array import DeviceArray
+from commlib.devices.waiting import wait_for
 from commlib.dtypes import Array
 from commlib.pipeline.stage import ByStage, Values
 from commlib_tensorflow._batch_statistics import WholeBatchStatistics
 from commlib_tensorflow._bridge import to_array, to_tensor
 from commlib_tensorflow._functions import Loss, Named, Recorded, StageFunctions
+from commlib_tensorflow._on_device import array_of, tensors_of
 from commlib_tensorflow._parts import Part
+from commlib_tensorflow._placement import Place
 from commlib_tensorflow._replicas import StageReduction
 from commlib_tensorflow._values import Values as VariableValues
+from commlib_tensorflow.devices import device_of
 
 
 class TensorflowTensors:
-    """TensorFlow's tensors and the host's arrays."""
+    """TensorFlow's tensors and arrays of the core. place: where this rank's stages compute; None for the host."""
 
-    device = None
-    """Values go by way of the host."""
+    def __init__(self, place: Place | None) -> None:
+        self.device = None if place is None else place.device
+        """That of the core."""
+        self._read: list[Any] = []  # what the device may still copy: TensorFlow does not know that it does
 
     def array(self, value: tf.Tensor) -> Array:
         """Return the elements of a tensor; from a GPU, a copy."""
         return to_array(value)
 
-    def read(self, value: tf.Tensor) -> Array:
-        """Return the same as `array`."""
-        return to_array(value)
+    def read(self, value: tf.Tensor) -> Any:
+        """Return the elements of a tensor where they are; of one on a GPU the host waits for TensorFlow."""
+        if self.device is None:
+            return to_array(value)
+        array = array_of(value)
+        self._read.append(array)
+        return array
 
     def wants_gradient(self, value: tf.Tensor) -> bool:
         """Return whether a gradient may flow: whether it is of floats."""
         return bool(value.dtype.is_floating)
 
-    def tensor(self, array: Array, *, wants_gradient: bool) -> tf.Tensor:
-        """Return a tensor over an array of the host."""
-        return to_tensor(array)
+    def tensor(self, array: Any, *, wants_gradient: bool) -> tf.Tensor:
+        """Return a tensor over an array; on a device the host waits until it is there."""
+        if type(array) is not DeviceArray:
+            return to_tensor(array)
+        (tensor,) = tensors_of([array])
+        self._read.clear()  # the device has done all that it was told before, too
+        return tensor
+
+    def end(self) -> None:
+        """Wait until the device has read what it was given."""
+        if self.device is not None and self._read:
+            wait_for(self.device.current().record(), core.running().watch("the end of a batch"))
+        self._read.clear()
 
 
 @dataclass(slots=True)
@@ -94,7 +116,7 @@ class _Kept:
 
     def arrays(self) -> list[Array]:
         """Return the memory that is another microbatch's after the backward."""
-        return [to_array(tensor) for tensor in (*self.given.values(), *self.gradients.values())]
+        return _of_messages([*self.given.values(), *self.gradients.values()])
 
 
 class TensorflowStage:
@@ -185,7 +207,7 @@ class TensorflowStage:
         if extra is not None:
             batch.extras[self.number, microbatch] = extra
         # What came in a message lies in memory that the next one may use.
-        arrays = [to_array(tensor) for values in inputs.values() for tensor in values.tensors]
+        arrays = _of_messages([tensor for values in inputs.values() for tensor in values.tensors])
         if batch.keeps_outputs and self._outputs:
             batch.outputs[microbatch] = [_own(results[name], arrays) for name in (*self._outputs, *self._masks)]
         sent = {name: _own(results[name], arrays) for name in self._sent}
@@ -287,9 +309,14 @@ class TensorflowStage:
         return {source: Values([found.get(name) for name in names]) for source, names in self._takes.items()}
 
 
+def _of_messages(tensors: Sequence[tf.Tensor]) -> list[Array]:
+    """Return the memory of tensors that may be a message's, which the next one uses: that of a device is not."""
+    return [to_array(tensor) for tensor in tensors if device_of(tensor) is None]
+
+
 def _own(tensor: tf.Tensor, arrays: Sequence[Array]) -> tf.Tensor:
     """Return a tensor that has memory of its own: a copy, if it lies in one of `arrays`."""
-    if not arrays:
+    if not arrays or device_of(tensor) is not None:
         return tensor
     array = to_array(tensor)
     if any(np.may_share_memory(array, other) for other in arrays):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -19,10 +20,12 @@ from commlib_tensorflow._batch_statistics import WholeBatchStatistics
 from commlib_tensorflow._batches import as_tensors, digest, inputs_of, rows_in, taken
 from commlib_tensorflow._bridge import to_array, to_tensor
 from commlib_tensorflow._parts import MASK, Cut
+from commlib_tensorflow._placement import place_of
 from commlib_tensorflow._replicas import ByStages
 from commlib_tensorflow._stages import Batch, TensorflowStage, TensorflowTensors
 from commlib_tensorflow._tied import TiedWeights
 from commlib_tensorflow._values import Values
+from commlib_tensorflow.devices import working
 
 _NONE, _FAILED = -1, -2
 """Instead of a number of rows, or of a digest: nothing was given, and: what was given is wrong."""
@@ -82,7 +85,9 @@ class Steps:
         lines = [f"split {pieces.counts}", f"codec {codec}", f"checkpoint {checkpoint}", f"batch_norm {batch_norm}"]
         for number, part in enumerate(pieces.parts):
             lines += [f"stage {number}: {_kind_of(variable)}" for variable in part.variables]
-        self.pipe = Pipe(comm, schedule, pieces.links, self.stages, TensorflowTensors(), codec=codec, lines=lines)
+        self._place = place_of(self.variables.values())
+        self._tensors = TensorflowTensors(self._place)
+        self.pipe = Pipe(comm, schedule, pieces.links, self.stages, self._tensors, codec=codec, lines=lines)
         """What runs the schedule."""
         self.tied.spread()
 
@@ -164,10 +169,12 @@ class Steps:
             empty = {
                 number for number, part in enumerate(rows_of(rows, schedule.microbatches)) if part.start == part.stop
             }
-            if is_training:
-                self.pipe.train(empty)
-            else:
-                self.pipe.forward(empty)
+            with nullcontext() if self._place is None else working(self._place.device):
+                if is_training:
+                    self.pipe.train(empty)
+                else:
+                    self.pipe.forward(empty)
+                self._tensors.end()
             loss = self._end(batch, rows) if has_loss else 0.0
             result = Result(loss, rows, target=target, sample_weight=weight)
             if keeps_outputs and self.pipe.comm.rank == self.pipe.last:

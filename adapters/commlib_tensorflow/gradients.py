@@ -140,7 +140,7 @@ class _Reduction(NamedReduction):
         dense = [index for index, gradient in enumerate(given) if gradient is not None and index not in sparse]
         super().__init__(gradients, Call(names, dense, sparse, _order_of(given), threads(), strict))
         self._compressor, self._options = gradients.compressor, gradients.options_here()
-        self._place = _place_of(like)
+        self._place = place_of_gradients(like)
         """The device that has the dense gradients; None if that is the host."""
         self._dense, self._sparse, self._names = dense, sparse, names
         self._eager = tf.executing_eagerly()  # a function of the host is always, whoever calls it
@@ -326,7 +326,7 @@ def gradient_of(name: str, dtype: Any, shape: Any, device: str = "cpu") -> Gradi
     return Gradient(name, (*(n or 0 for n in shape), *pair), dtype_name(kind.real_dtype), device)
 
 
-def _place_of(like: Sequence[Any]) -> Place | None:
+def place_of_gradients(like: Sequence[Any]) -> Place | None:
     """Return where dense gradients stay: where their variables are."""
     if not ordered():
         return None

@@ -125,3 +125,22 @@ def divided_layers(comm: Any, place: Any) -> None:
         return {"y": y, **{str(number): gradient for number, gradient in enumerate(gradients)}}
 
     _both(place, run)
+
+
+def stages(comm: Any, place: Any) -> None:
+    """A pipeline whose values go from device to device, forward and backward; steps follow each other."""
+
+    def run(put: Callable[[Any], Any]) -> Found:
+        keras.utils.set_random_seed(4)
+        dense = [keras.layers.Dense(6, activation="tanh", name=f"d{number}") for number in range(2 * comm.size)]
+        model = keras.Sequential([keras.Input((6,)), *dense])
+        pipe = ct.pipeline(model, comm, schedule="1f1b", microbatches=4, loss="mse")
+        found: Found = {}
+        for turn in range(3):
+            x, y = put(_drawn(turn, 8, 6)), put(_drawn(10 + turn, 8, 6))
+            found[f"loss {turn}"] = pipe.step(x, y)
+            found |= {f"{turn} of {number}": gradient for number, gradient in enumerate(pipe.gradients)}
+        pipe.close()
+        return found
+
+    _both(place, run)

@@ -37,3 +37,11 @@ def test_sequences(comm: Any, place: HostTensors, method: str, traced: bool) -> 
 @pytest.mark.ranks(min=2)
 def test_divided_layers(comm: Any, place: HostTensors) -> None:
     device_layers.divided_layers(comm, place)
+
+
+@pytest.mark.ranks(min=2)
+@pytest.mark.parametrize("meet", [True, False], ids=["streams meet", "by the host"])
+def test_stages(comm: Any, place: HostTensors, meet: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(LATE, "has_signals", meet)
+    ranks = comm.split(0)  # what is found out about streams is kept
+    device_layers.stages(ranks, place)
