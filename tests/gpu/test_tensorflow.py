@@ -6,6 +6,7 @@ Where TensorFlow finds no GPU, its CPU tensors are on CuPy's stand-in: all runs 
 from __future__ import annotations
 
 from collections.abc import Iterator
+from contextlib import AbstractContextManager
 from typing import Any
 
 import pytest
@@ -15,7 +16,9 @@ from commlib.expert import Experts
 
 tf = pytest.importorskip("tensorflow")
 
+from tests.gpu.ways import EACH_WAY  # noqa: E402
 from tests.tensorflow_adapter import device_gradients as gradients  # noqa: E402
+from tests.tensorflow_adapter import device_layers as layers  # noqa: E402
 from tests.tensorflow_adapter import device_verbs  # noqa: E402
 from tests.tensorflow_adapter import test_moe as experts  # noqa: E402
 from tests.tensorflow_adapter.late import HostTensors  # noqa: E402
@@ -37,6 +40,11 @@ class OnGpu:
     def put(self, values: Any) -> Any:
         with tf.device("GPU:0"):
             return tf.identity(tf.constant(values))
+
+    def host(self) -> AbstractContextManager[Any]:
+        """Let what is made be on the host, within a `with`."""
+        scope: AbstractContextManager[Any] = tf.device("CPU:0")
+        return scope
 
 
 @pytest.fixture
@@ -68,6 +76,22 @@ def test_traced_verbs(comm: Any, place: Any) -> None:
 def test_experts(comm: Any, place: Any, name: str) -> None:
     for compiled in (False, True):
         experts.check(comm, Experts(6, hidden=10, **experts.OPTIONS[name]), compiled=compiled)
+
+
+@EACH_WAY
+@pytest.mark.ranks(min=2)
+@pytest.mark.parametrize("traced", [False, True], ids=["eager", "traced"])
+def test_moves_and_sequences(comm: Any, place: Any, traced: bool) -> None:
+    layers.moves(comm, place, traced)
+    for method in ("ring", "all_to_all"):
+        layers.sequences(comm, place, method, traced)
+
+
+@EACH_WAY
+@pytest.mark.ranks(min=2)
+def test_divided_layers_and_stages(comm: Any, place: Any) -> None:
+    layers.divided_layers(comm, place)
+    layers.stages(comm, place)
 
 
 @pytest.fixture

@@ -6,6 +6,8 @@ So whoever forgets to wait for commlib gives TensorFlow NaN, or other numbers.
 from __future__ import annotations
 
 import ctypes
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import numpy as np
@@ -39,6 +41,15 @@ class HostTensors:
     def close(self) -> None:
         """Let CPU tensors be the host's again."""
         self._end()
+
+    @contextmanager
+    def host(self) -> Iterator[None]:
+        """Let CPU tensors be the host's, within a `with`."""
+        self.close()
+        try:
+            yield
+        finally:
+            self.open()
 
     def put(self, values: Any) -> tf.Tensor:
         return tf.constant(values)

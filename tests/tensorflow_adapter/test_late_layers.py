@@ -19,6 +19,7 @@ def place(monkeypatch: pytest.MonkeyPatch) -> Iterator[HostTensors]:
     yield place
     place.close()
     assert LATE.races == races
+    assert place.taken  # results came from there
 
 
 @pytest.mark.ranks(min=2)
