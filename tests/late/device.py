@@ -82,6 +82,17 @@ class LateDevice:
         """How much changed so far while it was read."""
         return self._engine.races
 
+    @contextmanager
+    def careless(self, delay: float = 0.1) -> Iterator[None]:
+        """Let all take long within a `with`, and forget its races: for tests that leave out a wait on purpose."""
+        before, races = self.delay, self.races
+        self.delay = delay
+        try:
+            yield
+        finally:
+            self._engine.drain()
+            self.delay, self._engine.races = before, races
+
     def stream(self) -> LateStream:
         return LateStream()
 

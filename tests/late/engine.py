@@ -80,3 +80,8 @@ class Engine:
             held.clear()
 
         stream.queue.put(work)
+
+    def drain(self) -> None:
+        """Wait for all streams: for what was queued so far, and what others queue meanwhile."""
+        while self._pending:
+            time.sleep(1e-3)

@@ -59,7 +59,6 @@ def test_memory_that_came_back_is_kept_until_tensorflow_was_waited_for(comm: Any
 def test_a_missing_wait_is_seen(comm: Any, place: HostTensors, monkeypatch: pytest.MonkeyPatch) -> None:
     """The tests above can fail."""
     monkeypatch.setattr("commlib_tensorflow.devices.wait_for", lambda event, on_wait: None)
-    with pytest.raises(AssertionError):
+    with LATE.careless(), pytest.raises(AssertionError):
         device_verbs.results_in_use(comm, place)
-    LATE.synchronise()
     comm.barrier()

@@ -121,7 +121,7 @@ def test_layers(group: Any, body: Any) -> None:
 def test_a_missing_wait_is_seen(group: Any, place: HostTensors, monkeypatch: pytest.MonkeyPatch) -> None:
     """The tests above can fail."""
     monkeypatch.setattr(HostStream, "wait", lambda self, event: None)
-    with pytest.raises(AssertionError):
+    with LATE.careless(), pytest.raises(AssertionError):  # at the first result, on all ranks
         device_verbs.reductions(group, place, torch.float32)
     monkeypatch.undo()
     group.barrier()
