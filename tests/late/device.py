@@ -85,12 +85,12 @@ class LateDevice:
     @contextmanager
     def careless(self, delay: float = 0.1) -> Iterator[None]:
         """Let all take long within a `with`, and forget its races: for tests that leave out a wait on purpose."""
-        before, races = self.delay, self.races
+        before, races, mark = self.delay, self.races, self._engine.mark()
         self.delay = delay
         try:
             yield
         finally:
-            self._engine.drain()
+            self._engine.drain(mark)
             self.delay, self._engine.races = before, races
 
     def stream(self) -> LateStream:

@@ -81,7 +81,16 @@ class Engine:
 
         stream.queue.put(work)
 
-    def drain(self) -> None:
-        """Wait for all streams: for what was queued so far, and what others queue meanwhile."""
-        while self._pending:
+    def mark(self) -> int:
+        """Return what tells work that is queued from now on from work before."""
+        with self._lock:
+            return next(self._numbers)
+
+    def drain(self, mark: int) -> None:
+        """Wait for what was queued since `mark`. Other tests may have left some that never ends."""
+        while self._is_busy_since(mark):
             time.sleep(1e-3)
+
+    def _is_busy_since(self, mark: int) -> bool:
+        with self._lock:
+            return any(number > mark for number in self._pending)
