@@ -58,20 +58,24 @@ def place(gpu: Any) -> Iterator[Any]:
     assert there.taken
 
 
+@EACH_WAY
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_verbs(comm: Any, place: Any, dtype: str) -> None:
     device_verbs.verbs(comm, place, dtype)
 
 
+@EACH_WAY
 def test_results_in_use(comm: Any, place: Any) -> None:
     device_verbs.results_in_use(comm, place)
 
 
+@EACH_WAY
 @pytest.mark.ranks(max=3)
 def test_traced_verbs(comm: Any, place: Any) -> None:
     gradients.traced_verbs(comm, place)
 
 
+@EACH_WAY
 @pytest.mark.parametrize("name", ["top-2", "parts"])
 def test_experts(comm: Any, place: Any, name: str) -> None:
     for compiled in (False, True):
