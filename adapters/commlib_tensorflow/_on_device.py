@@ -21,11 +21,12 @@ Function = Callable[..., Sequence[Any]]
 
 
 def call_on_device(
-    function: Function, inputs: Sequence[Any], outputs: Sequence[Spec], *, host: int | None = None
+    function: Function, inputs: Sequence[Any], outputs: Sequence[Spec], *, host: int | None = None, what: str = ""
 ) -> list[Any]:
     """Return what `call` does, of a function that takes and returns arrays of the host or of a device.
 
-    host: the number of the first input that the function takes from the host in any case; None if there is none.
+    host: the number of the first input that the function takes from the host in any case; None if there is none. what:
+    for errors; then it does what `call_in_order` does.
     """
     count = len(inputs) if host is None else host
     if tf.executing_eagerly():
@@ -33,11 +34,11 @@ def call_on_device(
             return call(function, inputs, outputs)
         return _run(function, inputs, count)
     place = None
-    if ordered() and fits([*(tensor.dtype for tensor in inputs), *(spec.dtype for spec in outputs)]):
+    if (what or ordered()) and fits([*(tensor.dtype for tensor in inputs), *(spec.dtype for spec in outputs)]):
         place = place_of(inputs[:count])
     if place is None:
-        return call(function, inputs, outputs)
-    return call_there(place.where, lambda *tensors: _run(function, tensors, count), inputs, outputs)
+        return call_in_order(what, function, inputs, outputs) if what else call(function, inputs, outputs)
+    return call_there(place.where, lambda *tensors: _run(function, tensors, count), inputs, outputs, what)
 
 
 def _run(function: Function, tensors: Sequence[Any], count: int) -> list[Any]:

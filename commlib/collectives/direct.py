@@ -35,12 +35,8 @@ class Direct:
         return "" if self.is_open else f"{kind}: MPI takes no memory of such devices here (see COMMLIB_CUDA_AWARE)"
 
     def takes(self, verb: Verb, call: Call) -> bool:
-        if call.algorithm == self.name:
-            return True
-        if not self.is_open or call.algorithm in ("nccl", "host"):
-            return False
         named = self._named(call)
-        return named is None or named.takes_devices
+        return self.is_open and (named is None or named.takes_devices)
 
     def does(self, verb: Verb, call: Call) -> bool:
         """Return whether it can do a call by the very algorithm that this names."""

@@ -88,8 +88,6 @@ class Nccl:
         return self._ranks is not None
 
     def takes(self, verb: Verb, call: Call) -> bool:
-        if call.algorithm == NAME:
-            return True
         if call.algorithm != "auto" or self._group.size == 1 or self.refusal or refusal(self._group, verb, call):
             return False
         return not (call.op in ("min", "max") and name_of(call.dtype) in FLOATS)  # NaN: see above

@@ -47,7 +47,7 @@ class Way(Protocol):
         ...
 
     def takes(self, verb: Verb, call: Call) -> bool:
-        """Return whether it may take a call, as far as is known. The same on all ranks."""
+        """Return whether it may take a call that asks for no way alone, as far as is known. The same on all ranks."""
         ...
 
     def open(self, text: str, on_wait: OnWait) -> bool:
@@ -104,6 +104,8 @@ class Ways:
 
     def _order(self, verb: Verb, call: Call) -> list[tuple[Way, Call]]:
         """Return the ways that may take a call, each with what it is asked for, the first choice first."""
+        if call.algorithm in _ALONE:
+            return [(way, call) for way in self._table if way.name == call.algorithm]
         taking = [way for way in self._table if way.takes(verb, call)]
         times = self._measured(verb, call) if call.algorithm == "auto" and len(taking) > 1 else ()
         if not times:
@@ -122,6 +124,10 @@ class Ways:
             verb.name, len(nodes), max(map(len, nodes)), size * call.nbytes, device=call.device
         )
         return [time.algorithm for time in found]
+
+
+# Who asks for one of these by name wants no other. Between devices "node" and "hierarchical" are the host's, too.
+_ALONE = ("nccl", "messages", "host")
 
 
 def _chosen(verb: Verb, way: Way, call: Call) -> tuple[Way, Run]:

@@ -72,3 +72,12 @@ class HostTensors:
 def late() -> HostTensors:
     """Put CPU tensors on the late device."""
     return HostTensors(LATE)
+
+
+def watched(*, alone: bool = False) -> Iterator[HostTensors]:
+    """Put them there for one test, and see that all went that way, in order. alone: one rank may have nothing to do."""
+    place, races, queued = late(), LATE.races, LATE.queued
+    yield place
+    place.close()
+    assert LATE.races == races
+    assert (place.taken and LATE.queued > queued) or alone

@@ -14,17 +14,13 @@ import commlib_tensorflow as ct
 from commlib.dtypes import DTYPES
 from tests.late import LATE
 from tests.tensorflow_adapter import device_verbs
-from tests.tensorflow_adapter.late import HostTensors, late
+from tests.tensorflow_adapter.late import HostTensors, watched
 
 
 @pytest.fixture
 def place(monkeypatch: pytest.MonkeyPatch) -> Iterator[HostTensors]:
     monkeypatch.setattr(LATE, "delay", 1e-3)
-    place, races, queued = late(), LATE.races, LATE.queued
-    yield place
-    place.close()
-    assert LATE.races == races
-    assert place.taken and (LATE.queued > queued or ct.size() == 1)  # all went that way
+    yield from watched(alone=ct.size() == 1)
 
 
 @pytest.mark.parametrize("dtype", DTYPES)

@@ -14,7 +14,7 @@ from commlib.expert import Experts
 from commlib_tensorflow.expert import MoE
 from tests.late import LATE
 from tests.tensorflow_adapter import test_moe as experts
-from tests.tensorflow_adapter.late import HostTensors, late
+from tests.tensorflow_adapter.late import HostTensors, watched
 
 
 @pytest.fixture
@@ -28,11 +28,7 @@ def group(comm: Any, monkeypatch: pytest.MonkeyPatch) -> Iterator[Communicator]:
 
 @pytest.fixture
 def place(group: Any) -> Iterator[HostTensors]:
-    place, races, queued = late(), LATE.races, LATE.queued
-    yield place
-    place.close()
-    assert LATE.races == races
-    assert place.taken and LATE.queued > queued
+    yield from watched()
 
 
 @pytest.mark.parametrize("name", ["top-2", "gated", "capacity", "parts", "expert choice"])

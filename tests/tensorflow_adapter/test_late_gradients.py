@@ -16,7 +16,7 @@ from commlib.errors import MismatchError
 from commlib_tensorflow.devices import settle
 from tests.late import LATE
 from tests.tensorflow_adapter import device_gradients as bodies
-from tests.tensorflow_adapter.late import HostTensors, late
+from tests.tensorflow_adapter.late import HostTensors, late, watched
 from tests.tensorflow_adapter.oracle import MODES, in_mode
 
 both = pytest.mark.parametrize("mode", MODES)
@@ -39,11 +39,7 @@ def group(comm: Any) -> Iterator[Communicator]:
 
 @pytest.fixture
 def place(comm: Any) -> Iterator[HostTensors]:
-    place, races, queued = late(), LATE.races, LATE.queued
-    yield place
-    place.close()
-    assert LATE.races == races
-    assert (place.taken and LATE.queued > queued) or comm.size == 1  # all went that way
+    yield from watched(alone=comm.size == 1)
 
 
 @both

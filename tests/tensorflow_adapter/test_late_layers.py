@@ -9,17 +9,13 @@ import pytest
 
 from tests.late import LATE
 from tests.tensorflow_adapter import device_layers
-from tests.tensorflow_adapter.late import HostTensors, late
+from tests.tensorflow_adapter.late import HostTensors, watched
 
 
 @pytest.fixture
 def place(monkeypatch: pytest.MonkeyPatch) -> Iterator[HostTensors]:
     monkeypatch.setattr(LATE, "delay", 1e-3)
-    place, races = late(), LATE.races
-    yield place
-    place.close()
-    assert LATE.races == races
-    assert place.taken  # results came from there
+    yield from watched()
 
 
 @pytest.mark.ranks(min=2)

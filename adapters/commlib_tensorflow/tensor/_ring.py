@@ -12,7 +12,7 @@ from commlib.errors import UsageError
 from commlib.functional.attention import Attention
 from commlib.functional.ring import Ring, pass_on
 from commlib_tensorflow._graph import Spec
-from commlib_tensorflow._on_device import array_of, call_at, tensors_of
+from commlib_tensorflow._on_device import array_of, call_on_device, tensors_of
 from commlib_tensorflow._placement import Place, place_of
 from commlib_tensorflow.devices import working
 from commlib_tensorflow.errors import as_tensorflows
@@ -88,13 +88,12 @@ class _Blocks:
         return x + y
 
     def pass_on(self, x: tf.Tensor, tokens: int, tag: int) -> Callable[[], tf.Tensor]:
-        place = place_of([x])
         if tf.executing_eagerly():
-            return self._passed_on(x, place, tokens, tag)
+            return self._passed_on(x, place_of([x]), tokens, tag)
         spec = Spec(x.dtype, [*x.shape[:-2], tokens, x.shape[-1]])
         # In the order of the graph: messages of two calls have the same tags, and meet in the order in which they go.
-        (arrived,) = call_at(
-            place, "attention by a ring", lambda array: [pass_on(self._axis, array, tokens, tag)()], [x], [spec]
+        (arrived,) = call_on_device(
+            lambda array: [pass_on(self._axis, array, tokens, tag)()], [x], [spec], what="attention by a ring"
         )
         return lambda: arrived
 

@@ -6,7 +6,7 @@ are made, the same on all ranks.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
@@ -21,8 +21,7 @@ from commlib.tensor import moves
 from commlib.tensor.moves import COPY, REDUCE, Move
 from commlib_tensorflow._bridge import Array, as_tensor
 from commlib_tensorflow._graph import Spec, no_autograph, result_empty
-from commlib_tensorflow._on_device import call_at
-from commlib_tensorflow._placement import fits, place_of
+from commlib_tensorflow._on_device import call_on_device
 
 On = Axis | Communicator
 """The ranks of an axis: `mesh["tp"]`, or an Axis."""
@@ -84,7 +83,7 @@ def moved(x: tf.Tensor, axis: Axis, move: Move, lengths: Any = None) -> tf.Tenso
         if move.name == "copy":
             return tf.identity(x), lambda gradient: moved(as_tensor(gradient), axis, REDUCE)
         if move.name == "reduce":
-            (result,) = _call(move, lambda array: [run(axis, move, array)[0]], [x], [Spec.like(x)])
+            (result,) = call_on_device(lambda array: [run(axis, move, array)[0]], [x], [Spec.like(x)], what=move.name)
             return result, lambda gradient: moved(as_tensor(gradient), axis, COPY)
         result, found = _node(x, axis, move, lengths)
         return result, lambda gradient: moved(as_tensor(gradient), axis, move.conjugate, found)
@@ -96,7 +95,7 @@ def _node(x: tf.Tensor, axis: Axis, move: Move, lengths: Any) -> tuple[tf.Tensor
     """Return the result, and the lengths of the shards if they are not known before: of both dimensions, in a row."""
     spec = Spec(x.dtype, _shape(axis, move, x))
     if move.lengths and (move.joined or move.name != "all_to_all"):
-        (result,) = _call(move, lambda array: [run(axis, move, array)[0]], [x], [spec])
+        (result,) = call_on_device(lambda array: [run(axis, move, array)[0]], [x], [spec], what=move.name)
         return result, None
 
     def host(array: Any, *given: Array) -> Sequence[Any]:
@@ -105,16 +104,8 @@ def _node(x: tf.Tensor, axis: Axis, move: Move, lengths: Any) -> tuple[tf.Tensor
 
     count = axis.size * (1 + (move.name == "all_to_all"))
     inputs = [x] if lengths is None else [x, lengths]
-    result, found = _call(move, host, inputs, [spec, Spec(tf.int64, (count,))])
+    result, found = call_on_device(host, inputs, [spec, Spec(tf.int64, (count,))], host=1, what=move.name)
     return result, found
-
-
-def _call(move: Move, function: Callable[..., Sequence[Any]], inputs: list[Any], outputs: list[Spec]) -> list[Any]:
-    """Call a function on the array of the first tensor, where that is, and on those of the others on the host."""
-    place = place_of(inputs[:1])
-    if place is not None and not fits([*(tensor.dtype for tensor in inputs), *(spec.dtype for spec in outputs)]):
-        place = None
-    return call_at(place, move.name, function, inputs, outputs, host=range(1, len(inputs)))
 
 
 def _told(move: Move, lengths: Array) -> Move:

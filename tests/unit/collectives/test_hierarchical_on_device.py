@@ -40,14 +40,6 @@ def late_device(monkeypatch):
     monkeypatch.setattr(LATE, "has_signals", True)
 
 
-@pytest.fixture
-def no_races():
-    """Fail a test in which something was read before it was there, or written while it was read."""
-    races = LATE.races
-    yield
-    assert LATE.races == races
-
-
 ordered = pytest.mark.usefixtures("no_races")
 
 

@@ -31,14 +31,6 @@ def reach(request, monkeypatch):
     return request.param
 
 
-@pytest.fixture
-def no_races():
-    """Fail a test in which something was read before it was there, or written while it was read."""
-    races = LATE.races
-    yield
-    assert LATE.races == races
-
-
 ordered = pytest.mark.usefixtures("no_races")
 
 
