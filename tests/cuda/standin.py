@@ -36,6 +36,7 @@ from tests.cuda.standin_memory import (
     runtime,
 )
 from tests.cuda.standin_streams import ENGINE, POISON, Device, Event, Stream, get_current_stream, numbers
+from tests.late.engine import EVERYWHERE
 from tests.late.signals import hear, tell
 from tests.late.stream import LateStream
 
@@ -114,7 +115,10 @@ class RawKernel:
 
     def submit(self, stream: LateStream, blocks: int, block: int, values: list[np.ndarray]) -> None:
         assert block <= 1024 and 0 < blocks < 1 << 31
-        ENGINE.submit(stream, [], [], lambda: build.run(self._library, self.name, blocks * block, values))
+        # Its arguments may be addresses, of tables of addresses, too: what is queued after it waits for it.
+        ENGINE.submit(
+            stream, [], [], lambda: build.run(self._library, self.name, blocks * block, values), used=[EVERYWHERE]
+        )
 
     def values_at(self, pointers: int) -> list[np.ndarray]:
         """Return copies of a launch's arguments, from the addresses of where each of them is."""

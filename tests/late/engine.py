@@ -13,6 +13,9 @@ from typing import Any
 from tests.late.memory import Place, meet
 from tests.late.stream import LateStream
 
+EVERYWHERE: Place = (0, 1 << 64, 0)
+"""What work may use of which nobody knows what it uses."""
+
 
 class Engine:
     """See above. delay: seconds that every copy and kernel takes."""
@@ -38,12 +41,13 @@ class Engine:
         sources: Sequence[Place],
         run: Callable[[], Any],
         *,
+        used: Sequence[Place] = (),
         whole: bool = False,
         kept: Sequence[Any] = (),
     ) -> None:
         """Queue work. whole: it writes all of `targets` without reading it, unless that is in `sources` too.
 
-        kept: stays alive until it has run.
+        used: what it may read or write besides. kept: stays alive until it has run.
         """
         held = list(kept)
         with self._lock:
@@ -54,7 +58,7 @@ class Engine:
             if whole and not any(meet(target, other) for target in targets for other in [*busy, *sources]):
                 for target in targets:
                     ctypes.memset(target[0], target[2], target[1])
-            self._pending[number] = [*targets, *sources]
+            self._pending[number] = [*targets, *sources, *used]
             self.queued += 1
             held += [
                 mapping

@@ -28,6 +28,19 @@ def test_copies_are_late_and_in_order(gpu, slowly):
     np.testing.assert_array_equal(gpu.fetch(x), 5)
 
 
+def test_memory_stays_as_it_is_while_a_kernel_reads_it(gpu, slowly):
+    """Whoever writes it later, and however early that is queued."""
+    x, out = gpu.put(np.full(1000, 3, np.float32)), gpu.device.empty((1000,), "float32")
+    gpu.fetch(x)  # no copy to it is under way when the kernel is queued
+    block = gpu.device.staging(4000)
+    block.view(np.float32)[:] = 5
+    there, other = gpu.device.wrap(x, "x"), gpu.device.wrap(out, "out")
+    gpu.device.kernels.reduce("float32", "max", 1, [there, there], other)
+    gpu.device.copy(there, block)
+    np.testing.assert_array_equal(gpu.fetch(out), 3)
+    np.testing.assert_array_equal(gpu.fetch(x), 5)
+
+
 def test_pinned_memory_stays_while_a_copy_reads_it(gpu, slowly):
     x = gpu.device.empty((1000,), "float32")
     block = gpu.device.staging(4000)

@@ -1,0 +1,32 @@
+"""A pytest plugin that makes the host late at random before it queues work: `-p tests.late.late_host`.
+
+The host is mostly far ahead of its streams, so what it does to memory that they use comes before they use it. Where it
+falls behind, as on a loaded machine, that comes at any time. HOST_SEED: of the naps; each rank adds its number, or else
+its process'.
+"""
+
+from __future__ import annotations
+
+import os
+import random
+import time
+from typing import Any
+
+import pytest
+
+from tests.late.engine import Engine
+
+SHARE = 0.3  # of the copies and kernels that are queued behind a nap
+LONGEST = 2e-3  # seconds: some copies' time
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    seed = int(os.environ.get("HOST_SEED", "0")) + int(os.environ.get("OMPI_COMM_WORLD_RANK", os.getpid()))
+    naps, plain = random.Random(seed), Engine.submit
+
+    def submit(self: Engine, *args: Any, **options: Any) -> None:
+        if naps.random() < SHARE:
+            time.sleep(LONGEST * naps.random())
+        plain(self, *args, **options)
+
+    Engine.submit = submit  # type: ignore[method-assign]
