@@ -10,7 +10,8 @@ from numpy import empty, ndarray
 from commlib import forks
 from commlib.buffers.plain import are_plain
 from commlib.collectives import objects
-from commlib.collectives.all_gather import all_gather, all_gather_v
+from commlib.collectives.all_gather import all_gather
+from commlib.collectives.all_gather_v import all_gather_v
 from commlib.collectives.all_reduce import all_reduce
 from commlib.collectives.all_to_all import all_to_all
 from commlib.collectives.all_to_all_v import all_to_all_v, at_once

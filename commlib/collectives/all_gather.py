@@ -1,27 +1,21 @@
-"""all_gather and all_gather_v: every rank gets the arrays of all ranks, one after another."""
+"""all_gather: every rank gets the arrays of all ranks, one after another."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
-import numpy as np
-
-from commlib.buffers.views import address_of
 from commlib.collectives import all_gather_on_rails, hierarchical
-from commlib.collectives.by_messages import MessageCall
 from commlib.collectives.call import Call
-from commlib.collectives.operands import made_like, result, rows, source, stacked
+from commlib.collectives.operands import result, source, stacked
 from commlib.collectives.paths import Move, Verb
 from commlib.collectives.ready import Calls, Ready
-from commlib.collectives.scheduled import own_program, planned
-from commlib.devices.array import DeviceArray
+from commlib.collectives.scheduled import planned
 from commlib.devices.arrays import address, device_of, name_of_device, overlap
 from commlib.dtypes import Array
 from commlib.execution.streaming import Region
 from commlib.group.group import Group
-from commlib.node.collective import Exchange, NodeCollective, ranges
+from commlib.node.collective import Exchange, ranges
 from commlib.schedule.layout import cut, uneven
 
 
@@ -72,45 +66,3 @@ VERB = Verb(
     hierarchical_on_devices=all_gather_on_rails.all_gather,
 )
 _IN_PLACE = replace(VERB, exchange=_exchange_in_place)
-
-
-def all_gather_v(calls: Calls, x: Any) -> Ready:
-    group = calls.group
-    array = source(x, "all_gather_v")
-    _, row = rows(array, "all_gather_v")
-    # The length of dimension 0 may differ.
-    text = Call("all_gather_v", array[:0].shape, array.dtype, algorithm="", device=name_of_device(array)).text
-
-    def move(x: Any, _: Any) -> Any:
-        lengths = gather_counts(group, text, np.array([len(x)], np.int64))
-        gathered, given = made_like(x, (int(lengths.sum()), *x.shape[1:]))
-        gather_parts(group, text, x, gathered, [int(n) * row for n in lengths])
-        return given
-
-    return calls.whole(MessageCall(group, text, move, flat=False), array, x)
-
-
-def gather_parts(group: Group, text: str, x: Any, whole: Any, counts: Sequence[int]) -> None:
-    """Gather contiguous arrays of `counts[r]` elements of each rank r, within an operation."""
-    layout, flat = uneven(counts), whole.reshape(-1)
-    if group.shares_memory and type(whole) is not DeviceArray:
-        exchange = Exchange([(0, x.nbytes)], ranges(layout, x.itemsize), max(layout.counts) * x.itemsize)
-        NodeCollective.exchange(group.open(), text, exchange).run_at(address_of(x), address_of(flat))
-        return
-    start, stop = layout.slice_of(group.rank)
-    flat[start:stop] = x.reshape(-1)
-    group.execute(own_program(group, "all_gather", "ring"), [[Region(flat, layout)]], text, part=1)
-
-
-def gather_counts(group: Group, text: str, counts: Array) -> Array:
-    """Return int64 counts of all ranks, as many from each, one after another; within an operation."""
-    whole = np.empty(group.size * len(counts), np.int64)
-    layout = uneven([len(counts)] * group.size)
-    if group.shares_memory:
-        exchange = Exchange([(0, counts.nbytes)], ranges(layout, 8), counts.nbytes)
-        NodeCollective.exchange(group.open(), text, exchange).run_at(address_of(counts), address_of(whole))
-        return whole
-    start, stop = layout.slice_of(group.rank)
-    whole[start:stop] = counts
-    group.execute(own_program(group, "all_gather", "bruck"), [[Region(whole, layout)]], text)
-    return whole

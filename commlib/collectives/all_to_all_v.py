@@ -20,7 +20,7 @@ from commlib.collectives.scheduled import own_program
 from commlib.collectives.staged import made_on_device
 from commlib.collectives.station import OnWait, Station
 from commlib.collectives.uneven_messages import exchange
-from commlib.collectives.uneven_on_device import exchange_rows
+from commlib.collectives.uneven_on_device import between_devices, exchange_rows
 from commlib.devices.array import DeviceArray
 from commlib.devices.arrays import device_of, name_of_device, viewed
 from commlib.dtypes import Array
@@ -121,7 +121,7 @@ def all_to_all_v(calls: Calls, x: Any, splits: Any, takes: Any, out: Any) -> Une
         there = made_on_device(group, calls.station(array.device), whole, None if target is None else target.array)
         peers = calls.peers(array.device)
         if peers.may_exchange:
-            there = between_devices(peers, calls.station(array.device), group, call.text, deal, there)
+            there = _between_devices(peers, calls.station(array.device), call.text, deal, there)
         return Uneven(there, array, array, deal, x)
     compiled = _compiled(group, call.text, *kind, known)
     if isinstance(compiled, UnevenExchange):
@@ -218,19 +218,14 @@ class _Opening(Compiled):
         return told(self._made.perform(x, parts), parts)
 
 
-def between_devices(
-    peers: Peers, station: Station, group: Group, text: str, deal: Deal, otherwise: DeviceCall
-) -> DeviceCall:
-    """Return what does a deal between the devices of a node, or else as `otherwise` does."""
-    full_text = text + _COUNTED * (deal.takes is not None)
+def _between_devices(peers: Peers, station: Station, text: str, deal: Deal, otherwise: DeviceCall) -> DeviceCall:
+    group, full_text = peers.group, text + _COUNTED * (deal.takes is not None)
 
     def move(x: DeviceArray, on_wait: OnWait) -> Any:
         board, open_slots = peers.opened()
         return exchange_rows(board, open_slots, group, full_text, x, deal.splits, deal.takes, deal.result, on_wait)
 
-    def run(x: DeviceArray, target: DeviceArray, on_wait: OnWait) -> Any:
-        if peers.open(full_text, on_wait) is None:
-            return otherwise.run_in(x, target, on_wait)
+    def checked(x: DeviceArray, on_wait: OnWait) -> Any:
         made, received = group.perform_call(full_text, move, x, on_wait)
         came = received.tolist()
         if deal.takes is not None and came != deal.takes:
@@ -238,7 +233,7 @@ def between_devices(
         _check_fit(group, received, deal.result)
         return made, received
 
-    return DeviceCall(group.progress, full_text, station, run)
+    return between_devices(peers, station, full_text, checked, otherwise)
 
 
 class _Whole(Compiled):

@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 
 from commlib.buffers.views import address_of
-from commlib.collectives.all_gather import gather_counts, gather_parts
+from commlib.collectives.gathering import gather_counts, gather_parts
 from commlib.collectives.scheduled import own_program
 from commlib.dtypes import Array
 from commlib.execution.streaming import Region

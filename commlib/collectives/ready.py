@@ -18,7 +18,6 @@ from commlib.collectives.node_on_device import Peers
 from commlib.collectives.operands import Result
 from commlib.collectives.paths import Path, Verb, compile_call
 from commlib.collectives.scheduled import Scheduled
-from commlib.collectives.staged import made_on_device
 from commlib.collectives.station import Station
 from commlib.devices.array import DeviceArray
 from commlib.devices.arrays import is_contiguous, overlap, viewed
@@ -135,16 +134,6 @@ class Calls:
         if peers is None:
             peers = self._peers[device] = Peers(self.group, self.station(device))
         return peers
-
-    def whole(self, compiled: Compiled, array: Any, x: Any) -> Ready:
-        """Return what runs a call that makes its result itself: an array, or a tuple of it and what the host keeps.
-
-        It is compiled for the host; arrays of other devices go through there.
-        """
-        if type(array) is not DeviceArray:
-            return Ready(compiled, array, array, itself, x=x)
-        call = made_on_device(self.group, self.station(array.device), compiled)
-        return Ready(call, array, array, itself, x=x)
 
     def station(self, device: Device) -> Station:
         """Return where the group's calls meet a device."""

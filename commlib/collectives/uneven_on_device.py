@@ -1,15 +1,18 @@
-"""Rows of an all_to_all_v between the devices of a node's ranks: how many is told on the host, the rest is queued."""
+"""Uneven rows between the devices of a node's ranks: how many each has is told on the host, the rest is queued."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import numpy as np
 
-from commlib.collectives.all_gather import gather_counts
+from commlib.collectives.device_call import DeviceCall
+from commlib.collectives.gathering import gather_counts
+from commlib.collectives.node_on_device import Peers
 from commlib.collectives.operands import Result, made_like
+from commlib.collectives.station import OnWait, Station
 from commlib.devices.array import DeviceArray
 from commlib.dtypes import Array
 from commlib.group.group import Group
@@ -18,6 +21,33 @@ from commlib.node.device_board import DeviceBoard
 from commlib.node.device_collective import Open, exchange
 from commlib.schedule.layout import uneven
 from commlib.transport.base import WaitHook
+
+
+def between_devices(
+    peers: Peers, station: Station, text: str, move: Callable[[DeviceArray, OnWait], Any], otherwise: DeviceCall
+) -> DeviceCall:
+    """Return what runs `move`, between the devices of a node, where they meet, or else `otherwise`."""
+
+    def run(x: DeviceArray, target: DeviceArray, on_wait: OnWait) -> Any:
+        if peers.open(text, on_wait) is None:
+            return otherwise.run_in(x, target, on_wait)
+        return move(x, on_wait)
+
+    return DeviceCall(peers.group.progress, text, station, run)
+
+
+def gather_rows(
+    board: DeviceBoard, open_slots: Open, group: Group, text: str, x: DeviceArray, on_wait: WaitHook
+) -> Any:
+    """Gather the rows of all ranks within an operation; return the new array."""
+    lengths = gather_counts(group, text, np.array([len(x)], np.int64)).tolist()
+    gathered, given = made_like(x, (sum(lengths), *x.shape[1:]))
+    row = math.prod(x.shape[1:])
+    longest = max(lengths) * row * x.itemsize
+    takes = ranges(uneven(length * row for length in lengths), x.itemsize)
+    what = Exchange([(0, x.nbytes)], takes, longest, [0] * group.size, longest)
+    exchange(board, open_slots, what, None, again=False)(x.reshape(-1), gathered.reshape(-1), on_wait)
+    return given
 
 
 def exchange_rows(
