@@ -1,66 +1,104 @@
-"""BetweenDevices: run agreed all-reduces where their arrays are, by the group's own verb for arrays of a device.
+"""BetweenDevices: run agreed operations where their arrays are, by the group's own verbs for arrays of a device.
 
     asked for: an event of the caller's stream | agreed: all are queued, on a stream of their own | the host waits
 
-Other operations, and those that a rank takes part in which has joined, go through the host: see `Staging`.
+Those that scale, and those that a rank takes part in which has joined, go through the host: see `Staging`.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
+from commlib.collectives.operands import made_like
 from commlib.coordinator.job import Job
-from commlib.coordinator.kind import options_of
+from commlib.coordinator.kind import options_of, root_of
 from commlib.coordinator.on_device import OnDevice
+from commlib.coordinator.request import Request
 from commlib.devices.protocol import Device, Event, Stream
 from commlib.devices.waiting import wait_for
+from commlib.schedule.layout import even
 
 # Between nodes each collective costs latencies: what is smaller is fused on the host.
 _ALONE_BETWEEN_NODES = 1 << 20
 
 
 class BetweenDevices:
-    """Runs all-reduces of `comm` on its ranks' devices. Both copies and sums have happened when one has ended."""
+    """Runs operations of `comm`, whose ranks are `members`, on their devices. All has happened when one has ended."""
 
-    def __init__(self, comm: Any) -> None:
-        self._comm = comm
+    def __init__(self, comm: Any, members: Sequence[int]) -> None:
+        self._comm, self._members = comm, members
         self._least = 0 if comm.one_node else _ALONE_BETWEEN_NODES
         self._streams: dict[Device, Stream] = {}
+        self._verbs: dict[str, Callable[[Request, Sequence[OnDevice], Sequence[OnDevice], Any], Any]] = {
+            "allreduce": self._all_reduce,
+            "allgather": self._all_gather,
+            "broadcast": self._broadcast,
+            "alltoall": self._all_to_all,
+            "reducescatter": self._reduce_scatter,
+        }
 
     def takes(self, job: Job) -> bool:
         """Tell whether an operation goes this way; all ranks say the same of it."""
         request, pending = job.launch.request, job.pending
-        if request.verb != "allreduce" or pending is None or job.launch.joined:
+        if request.verb not in self._verbs or pending is None or job.launch.joined:
             return False
         op, *scales = options_of(request)
         if op == "adasum" or scales != [1.0, 1.0]:
             return False
-        return all(type(x) is OnDevice and x.nbytes >= self._least for x in pending.inputs)
+        least = self._least if request.verb == "allreduce" else 0  # others are not fused
+        return all(type(x) is OnDevice and x.nbytes >= least for x in pending.inputs)
 
-    def all_reduce(self, jobs: Sequence[Job]) -> Iterable[tuple[Job, Any]]:
+    def run(self, jobs: Sequence[Job]) -> Iterable[tuple[Job, Any]]:
         """Run operations, and yield each with its value. All ranks give the same ones, in the same order."""
         ends = [self._queue(job) for job in jobs]
-        for job, end in zip(jobs, ends, strict=True):
-            assert job.pending is not None, "`takes` has seen it"
-            if end is not None:
-                wait_for(end, self._comm.watch(str(job.launch.request)))
-            yield job, [x.given for x in job.pending.outputs]
+        for job, (value, end) in zip(jobs, ends, strict=True):
+            wait_for(end, self._comm.watch(str(job.launch.request)))
+            yield job, value
 
-    def _queue(self, job: Job) -> Event | None:
-        """Queue one; return the event behind it, None if there is nothing to do."""
-        assert job.pending is not None, "`takes` has seen it"
-        op = options_of(job.launch.request)[0]
-        pairs = [pair for pair in zip(job.pending.inputs, job.pending.outputs, strict=True) if pair[0].nbytes]
-        if not pairs:
-            return None
-        device: Device = pairs[0][0].array.device
+    def _queue(self, job: Job) -> tuple[Any, Event]:
+        """Queue one; return its value and the event behind it."""
+        request, pending = job.launch.request, job.pending
+        assert pending is not None, "`takes` has seen it"
+        device: Device = pending.inputs[0].array.device
         stream = self._streams.get(device)
         if stream is None:
             stream = self._streams[device] = device.stream()
         with device.using(stream):
-            for source, target in pairs:
-                for event in (*source.ready, *target.ready):
+            for x in (*pending.inputs, *pending.outputs):
+                for event in x.ready:
                     stream.wait(event)
+            value = self._verbs[request.verb](request, pending.inputs, pending.outputs, pending.extra)
+            return value, stream.record()
+
+    # Each takes the request, its arrays, where results go and what else a rank has for it. New arrays are memory of the
+    # caller's stream.
+
+    def _all_reduce(self, request: Request, inputs: Sequence[OnDevice], outputs: Sequence[OnDevice], _: Any) -> Any:
+        op = options_of(request)[0]
+        for source, target in zip(inputs, outputs, strict=True):
+            if source.nbytes:
                 self._comm.all_reduce(source.array, op, out=target.array)
-            return stream.record()
+        return [x.given for x in outputs]
+
+    def _broadcast(self, request: Request, inputs: Sequence[OnDevice], outputs: Sequence[OnDevice], _: Any) -> Any:
+        root = root_of(request, self._members)
+        for x in inputs:
+            if x.nbytes:
+                self._comm.broadcast(x.array, root)
+        return [x.given for x in outputs]
+
+    def _all_gather(self, request: Request, inputs: Sequence[OnDevice], *_: Any) -> Any:
+        return [self._comm.all_gather_v(x.array) for x in inputs]
+
+    def _all_to_all(self, request: Request, inputs: Sequence[OnDevice], outputs: Any, splits: Sequence[int]) -> Any:
+        return self._comm.all_to_all_v(inputs[0].array, splits)
+
+    def _reduce_scatter(self, request: Request, inputs: Sequence[OnDevice], *_: Any) -> Any:
+        return [self._part(x, options_of(request)[0]) for x in inputs]
+
+    def _part(self, x: OnDevice, op: str) -> Any:
+        rows = even(x.shape[0], self._comm.size).counts[self._comm.rank]
+        target, given = made_like(x.array, (rows, *x.shape[1:]))
+        self._comm.reduce_scatter(x.array, op, out=target)
+        return given

@@ -17,11 +17,14 @@ from commlib.coordinator.compressed_reductions import VERB as COMPRESSED
 from commlib.coordinator.compressed_reductions import CompressedReductions
 from commlib.coordinator.fusion import Fusion
 from commlib.coordinator.job import Job
-from commlib.coordinator.kind import Kind, options_of
+from commlib.coordinator.kind import Kind, options_of, root_of
 from commlib.coordinator.on_device import Staging
 from commlib.coordinator.scaling import neutral, scale
 from commlib.dtypes import NUMPY
 from commlib.errors import UsageError
+
+_Done = Callable[[Job, Any, BaseException | None], None]
+_Run = Callable[[Sequence[Job]], Iterable[tuple[Job, Any]]]
 
 
 class Execution:
@@ -31,7 +34,7 @@ class Execution:
         self._comm, self._members = comm, tuple(members)
         self.fusion = Fusion(comm, fusion_bytes)
         self.staging: Staging | None = None  # made when an array of a device comes
-        self._between_devices = BetweenDevices(comm)
+        self._between_devices = BetweenDevices(comm, self._members)
         self.compressed = CompressedReductions(comm)
         self.buckets = CompressedBuckets(comm)
         self._verbs: dict[str, Callable[[Job], Any]] = {
@@ -49,7 +52,7 @@ class Execution:
             REDUCE: self._reduce_compressed,
         }
 
-    def run(self, jobs: Sequence[Job], done: Callable[[Job, Any, BaseException | None], None]) -> None:
+    def run(self, jobs: Sequence[Job], done: _Done) -> None:
         """Run operations, telling how each has ended. Raises nothing that belongs to one of them alone.
 
         What it raises has left this rank out of step with the others.
@@ -57,21 +60,19 @@ class Execution:
         if self.staging is not None:
             stays = [self._between_devices.takes(job) for job in jobs]
             there = [job for job, is_there in zip(jobs, stays, strict=True) if is_there]
-            self._guarded(there, done, self._between_devices.all_reduce)
+            self._run_all(there, done, self._between_devices.run, self._between_devices.run)
             others = [job for job, is_there in zip(jobs, stays, strict=True) if not is_there]
             jobs, done = self.staging.bring(others, done)
-        reductions = [job for job in jobs if job.launch.request.verb == "allreduce"]
-        self._guarded(reductions, done, self.fusion.all_reduce)
+        self._run_all(jobs, done, self.fusion.all_reduce, self._run_one)
+
+    def _run_all(self, jobs: Sequence[Job], done: _Done, all_reduce: _Run, one: _Run) -> None:
+        """Run all-reduces together, then the others one by one."""
+        self._guarded([job for job in jobs if job.launch.request.verb == "allreduce"], done, all_reduce)
         for job in jobs:
             if job.launch.request.verb != "allreduce":
-                self._guarded([job], done, self._run_one)
+                self._guarded([job], done, one)
 
-    def _guarded(
-        self,
-        jobs: Sequence[Job],
-        done: Callable[[Job, Any, BaseException | None], None],
-        run: Callable[[Sequence[Job]], Iterable[tuple[Job, Any]]],
-    ) -> None:
+    def _guarded(self, jobs: Sequence[Job], done: _Done, run: _Run) -> None:
         ended = 0
         try:
             for job, value in run(jobs):  # in order
@@ -126,7 +127,7 @@ class Execution:
         return [self._comm.all_gather_v(array) for array in job.inputs()]
 
     def _broadcast(self, job: Job) -> Any:
-        root = self._root(job)
+        root = root_of(job.launch.request, self._members)
         for array in job.inputs():
             if array.size:
                 self._comm.broadcast(array, root)
@@ -138,10 +139,9 @@ class Execution:
         return self._comm.all_to_all_v(array, splits)
 
     def _broadcast_object(self, job: Job) -> Any:
-        return self._comm.broadcast_object(None if job.pending is None else job.pending.extra, self._root(job))
-
-    def _root(self, job: Job) -> int:
-        return self._members.index(int(job.launch.request.option("root", 0)))
+        return self._comm.broadcast_object(
+            None if job.pending is None else job.pending.extra, root_of(job.launch.request, self._members)
+        )
 
     def _all_gather_object(self, job: Job) -> Any:
         return self._comm.all_gather_object(None if job.pending is None else job.pending.extra)

@@ -1,7 +1,8 @@
-"""Kind: group tensors that can be reduced as one array."""
+"""Kind: group tensors that can be reduced as one array; and what operations are asked for with."""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from commlib.coordinator.request import Request
@@ -31,3 +32,8 @@ def options_of(request: Request) -> tuple[str, float, float]:
         float(request.option("prescale_factor", 1.0)),
         float(request.option("postscale_factor", 1.0)),
     )
+
+
+def root_of(request: Request, members: Sequence[int]) -> int:
+    """Return which of a group's `members` an operation comes from, by its number in the group."""
+    return members.index(int(request.option("root", 0)))

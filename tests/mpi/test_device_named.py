@@ -19,6 +19,14 @@ def started(comm: Any, no_races: None) -> None:
     hvd.init()
 
 
+@pytest.fixture
+def no_copies(monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(*arguments: Any) -> Any:
+        raise AssertionError("it was copied to the host")
+
+    monkeypatch.setattr("commlib.coordinator.on_device.fetch", refuse)
+
+
 def values(seed: int, shape: tuple[int, ...] = (5, 3), dtype: str = "float32") -> Any:
     return (np.random.default_rng(seed).standard_normal(shape) * 8).astype(dtype)
 
@@ -64,13 +72,21 @@ def test_allreduce() -> None:
     assert result is x
 
 
-def test_movement() -> None:
+def test_movement(no_copies: None) -> None:
+    """By the group's own collectives, where nothing is scaled."""
     rank, size = hvd.rank(), hvd.size()
     assert_both(lambda put: hvd.start_allgather([put(values(rank, (rank, 3))), put(values(rank))]))
     assert_both(lambda put: hvd.start_broadcast([put(values(rank)), put(values(rank, (2,), "int64"))], size - 1))
     splits = [rank + other for other in range(size)]
     assert_both(lambda put: hvd.start_alltoall(put(values(rank, (sum(splits) + 1, 2))), splits))
     assert_both(lambda put: hvd.start_reducescatter([put(values(rank, (7, 2))), put(values(rank))], op=hvd.Sum))
+    assert_both(lambda put: hvd.start_reducescatter([put(values(rank, (70_000,)))], op=hvd.Average))
+    assert_both(lambda put: hvd.start_allgather([put(values(rank, (30_000 * (rank % 2), 2)))]))
+
+
+def test_what_is_scaled() -> None:
+    rank = hvd.rank()
+    assert_both(lambda put: hvd.start_reducescatter([put(values(rank, (7, 2)))], op=hvd.Sum, prescale_factor=0.5))
 
 
 @pytest.mark.parametrize("compression", ["int8", "powersgd:rank=2"])
@@ -139,13 +155,8 @@ def test_a_missing_wait_is_seen(monkeypatch: Any) -> None:
         assert not np.array_equal(result.peek(), np.full(9, hvd.size()))
 
 
-def test_all_reduces_do_not_go_through_the_coordinators_copies(monkeypatch: Any) -> None:
+def test_all_reduces_do_not_go_through_the_coordinators_copies(no_copies: None) -> None:
     """They are the group's own collectives, if nothing is scaled and no rank has joined."""
-
-    def refuse(*arguments: Any) -> Any:
-        raise AssertionError("it was copied to the host")
-
-    monkeypatch.setattr("commlib.coordinator.on_device.fetch", refuse)
     for op, expected in ((hvd.Sum, sum(range(hvd.size()))), (hvd.Max, hvd.size() - 1)):
         arrays = [LATE.put(np.full(count, hvd.rank(), np.float32)) for count in (0, 1, 3000)]
         for result in hvd.start_allreduce(arrays, arrays, op=op).wait():

@@ -6,8 +6,18 @@ import pytest
 
 from tests.multihost.test_hosts import layout, run_tests
 
+# What was written for one host and holds for several, on the late device.
+SHARED = [
+    f"tests/mpi/test_device_{name}"
+    for name in (
+        "named.py::test_movement",
+        "named.py::test_in_any_order_with_those_of_the_host",
+        "rows.py::test_any_lengths",
+    )
+]
+
 
 @pytest.mark.any_mpi
 @pytest.mark.parametrize("ranks_per_host", [layout(2, 2), layout(3, 2, marks=pytest.mark.long)])
 def test_gpus(ranks_per_host):
-    run_tests(ranks_per_host, ["tests/multihost/gpus.py"])
+    run_tests(ranks_per_host, ["tests/multihost/gpus.py", *SHARED])
