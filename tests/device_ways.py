@@ -1,4 +1,4 @@
-"""Device ways: count how the data of calls went over MPI. Copies of the late device, or messages of its own memory."""
+"""Device ways: how the data of calls went. Copies of the late device, messages of its memory, the kinds of arrays."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 from mpi4py import MPI
 
+from commlib.communicator import Communicator
 from commlib.transport.mpi import MpiTransport
 from tests.late import LATE
 
@@ -51,3 +52,15 @@ def count(comm: Any, call: Callable[[], Any]) -> Counted:
         call()
         comm.barrier()
     return Counted(*(comm.native.allreduce(n, MPI.SUM) for n in (found.copies, found.messages, found.native)))
+
+
+def kinds_gathered(patch: pytest.MonkeyPatch) -> set[type]:
+    """Return a set of the types of all arrays that all_gather_v is given from now on."""
+    kinds, plain = set[type](), Communicator.all_gather_v
+
+    def gather(comm: Communicator, x: Any) -> Any:
+        kinds.add(type(x))
+        return plain(comm, x)
+
+    patch.setattr(Communicator, "all_gather_v", gather)
+    return kinds

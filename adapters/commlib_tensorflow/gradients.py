@@ -9,8 +9,8 @@ gradients as soon as they are there, while backward goes on:
 A traced function runs its stateful nodes in the order in which they were made: one whose gradients come late holds up
 those behind. So they are made in the order in which backward makes gradients, as the graph tells.
 
-Where variables are on a GPU, dense gradients stay there: buckets are memory of the GPU, and results are tensors over
-their slots. Sparse ones go through the host.
+Where variables are on a GPU, gradients stay there: buckets are memory of the GPU, and results are tensors over their
+slots, or of sparse ones over what was gathered.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from commlib.compress.choice import Choice
 from commlib.data_parallel import BUCKET_CAP_MIB, FIRST_BUCKET_MIB, Gradient, Options, cores_per_rank, read_groups
 from commlib.errors import UsageError
 from commlib.horovod.gradients import Call, NamedGradients, NamedReduction
-from commlib_tensorflow._bridge import Array, as_tensor, dtype_name, to_array, to_tensor
+from commlib_tensorflow._bridge import Array, as_tensor, dtype_name
 from commlib_tensorflow._graph import Spec, call, call_there, no_autograph, ordered
 from commlib_tensorflow._on_device import array_of
 from commlib_tensorflow._placement import Place, fits, place_of
@@ -141,7 +141,7 @@ class _Reduction(NamedReduction):
         super().__init__(gradients, Call(names, dense, sparse, _order_of(given), threads(), strict))
         self._compressor, self._options = gradients.compressor, gradients.options_here()
         self._place = place_of_gradients(like)
-        """The device that has the dense gradients; None if that is the host."""
+        """The device that has the gradients; None if that is the host."""
         self._dense, self._sparse, self._names = dense, sparse, names
         self._eager = tf.executing_eagerly()  # a function of the host is always, whoever calls it
         self._given, self._like = given, like
@@ -279,12 +279,12 @@ class _Reduction(NamedReduction):
 
     def _end(self, *slices: Any) -> list[Any]:
         count = 2 * len(self._sparse)  # what follows is of nodes before
-        rows = slices[:count] if self._place is None else list(map(to_array, slices[:count]))
+        rows = slices[:count] if self._place is None else list(map(array_of, slices[:count]))
         results = self.end(list(zip(rows[::2], rows[1::2], strict=True)))
         self._also = [index for index in results if self._given[index] is None]
         answers = self._own([(results[index], self._dtype(index)) for index in self._dense])
         for index in self._sparse:
-            answers += results[index] if self._place is None else map(to_tensor, results[index])
+            answers += results[index] if self._place is None else tensors_over(results[index])
         answers += self._own([(results[index], self._dtype(index)) for index in self._also])
         return answers or [np.zeros((), np.int64)]
 
@@ -327,12 +327,12 @@ def gradient_of(name: str, dtype: Any, shape: Any, device: str = "cpu") -> Gradi
 
 
 def place_of_gradients(like: Sequence[Any]) -> Place | None:
-    """Return where dense gradients stay: where their variables are."""
+    """Return where gradients stay: where their variables are."""
     if not ordered():
         return None
-    dense = [value for value in like if value is not None and not isinstance(value, tf.IndexedSlices)]
-    place = place_of(dense)
-    return place if place is not None and fits([value.dtype for value in dense]) else None
+    known = [value.values if isinstance(value, tf.IndexedSlices) else value for value in like if value is not None]
+    place = place_of(known)
+    return place if place is not None and fits([value.dtype for value in known]) else None
 
 
 def _order_of(given: Sequence[Any]) -> list[int]:

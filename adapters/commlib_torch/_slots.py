@@ -142,11 +142,11 @@ class ParameterValues:
         parameter = self._parameters[index]
         parameter.grad = _gradient(parameter).detach().to_dense()
 
-    def rows(self, index: int, wire: str) -> tuple[Array, Array]:
+    def rows(self, index: int, wire: str) -> tuple[Any, Any]:
         """Return (numbers of rows, their values as `wire`) of a sparse gradient, each row once."""
         return _unbucketed.rows_of(self._names[index], _gradient(self._parameters[index]), wire)
 
-    def take_rows(self, index: int, numbers: Array, rows: Array, divisor: int) -> None:
+    def take_rows(self, index: int, numbers: Any, rows: Any, divisor: int) -> None:
         """Make rows, added up and divided, the gradient."""
         parameter = self._parameters[index]
         parameter.grad = _unbucketed.sparse_of(parameter, numbers, rows) / divisor

@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from torch import Tensor
 
 from commlib.errors import UsageError
-from commlib_torch._bridge import Array, to_array, to_tensor
+from commlib_torch._bridge import read, to_tensor
 
 
-def rows_of(name: str, gradient: Tensor, wire: str) -> tuple[Array, Array]:
+def rows_of(name: str, gradient: Tensor, wire: str) -> tuple[Any, Any]:
     """Return (numbers of rows, their values in the dtype of this name) of a sparse gradient, each row once.
+
+    They are arrays of the core, where the gradient is.
 
     Raises UsageError for sparse gradients of other kinds than an embedding's.
     """
@@ -20,11 +24,10 @@ def rows_of(name: str, gradient: Tensor, wire: str) -> tuple[Array, Array]:
             "rows, as of an embedding, are supported: pass sparse_as_dense=True"
         )
     gradient = gradient.coalesce()
-    values = gradient.values().detach().cpu().to(getattr(torch, wire)).contiguous()
-    return to_array(gradient.indices()[0].cpu().contiguous()), to_array(values)
+    return read(gradient.indices()[0]), read(gradient.values().detach().to(getattr(torch, wire)))
 
 
-def sparse_of(parameter: Tensor, numbers: Array, rows: Array) -> Tensor:
+def sparse_of(parameter: Tensor, numbers: Any, rows: Any) -> Tensor:
     """Return a sparse gradient of `parameter` that has these rows; rows of one number are added up."""
     values = to_tensor(rows).to(parameter.device, parameter.dtype)
     indices = to_tensor(numbers).to(parameter.device).unsqueeze(0)

@@ -12,8 +12,9 @@ from commlib.data_parallel.engine import Engine
 from commlib.data_parallel.options import Gradient
 from commlib.data_parallel.slots import Slots
 from commlib.devices.array import DeviceArray
-from commlib.devices.fetched import fetched
+from commlib.devices.copies import brought, fetched
 from commlib.dtypes import Array
+from commlib.execution.reduce_op import ReduceOp
 
 
 def _unwatched(text: str) -> Callable[[], None]:
@@ -34,7 +35,7 @@ class ArrayValues:
     def __init__(self, gradients: Sequence[Gradient], watch: Callable[[str], Callable[[], None]] = _unwatched) -> None:
         self._gradients, self._watch = gradients, watch
         self._given: dict[int, Any] = {}
-        self._rows: dict[int, tuple[Array, Array]] = {}
+        self._rows: dict[int, tuple[Any, Any]] = {}
         self._results: dict[int, Any] = {}
         self._slots = Slots(len(gradients), self._view)
 
@@ -42,15 +43,15 @@ class ArrayValues:
         """Take the gradient of this step, in the dtype that travels."""
         self._given[index] = array
 
-    def give_rows(self, index: int, numbers: Array, rows: Array) -> None:
-        """Take the sparse gradient of this step."""
+    def give_rows(self, index: int, numbers: Any, rows: Any) -> None:
+        """Take the sparse gradient of this step, arrays of the host or of the device where its kind is."""
         self._rows[index] = numbers, rows
 
     def result(self, index: int) -> Any:
         """Return what was reduced, and forget it; None where no rank had a gradient."""
         return self._results.pop(index, None)
 
-    def rows_result(self, index: int) -> tuple[Array, Array]:
+    def rows_result(self, index: int) -> tuple[Any, Any]:
         """Return (numbers of rows, their values) of all ranks, and forget them."""
         return self._rows.pop(index)
 
@@ -122,18 +123,21 @@ class ArrayValues:
 
     def make_dense(self, index: int) -> None:
         """Make an array of a gradient that was given as rows, which are added up."""
-        numbers, rows = self._rows.pop(index)
+        on_wait = self._watch(f"the gradient of {self._gradients[index].name}")
+        numbers, rows = (fetched(array, on_wait) for array in self._rows.pop(index))
         dense = np.zeros(self._gradients[index].shape, rows.dtype)
         np.add.at(dense, numbers, rows)
         self._given[index] = dense
 
-    def rows(self, index: int, wire: str) -> tuple[Array, Array]:
-        """Return the rows that were given."""
-        return self._rows[index]
+    def rows(self, index: int, wire: str) -> tuple[Any, Any]:
+        """Return the rows that were given, where the gradient is to be."""
+        device = self._gradients[index].place
+        numbers, rows = self._rows[index]
+        return brought(numbers, device), brought(rows, device)
 
-    def take_rows(self, index: int, numbers: Array, rows: Array, divisor: int) -> None:
+    def take_rows(self, index: int, numbers: Any, rows: Any, divisor: int) -> None:
         """Make the rows of all ranks the result."""
-        self._rows[index] = numbers, rows if divisor == 1 else (rows / divisor).astype(rows.dtype)
+        self._rows[index] = numbers, _divided(rows, divisor)
 
     def compress(self, index: int) -> Array:
         """Raise AssertionError: compressors work on tensors, before they are given."""
@@ -155,6 +159,16 @@ def _put_there(array: Any, slot: DeviceArray) -> None:
         device.copy(slot, array)
     else:
         device.kernels.cast(array.reshape(-1), slot)
+
+
+def _divided(rows: Any, divisor: int) -> Any:
+    if divisor == 1:
+        return rows
+    if type(rows) is DeviceArray:
+        flat = rows.reshape(-1)
+        ReduceOp.of(rows.dtype, "mean", divisor).combine([flat], flat)
+        return rows
+    return (rows / divisor).astype(rows.dtype)
 
 
 def _copied(lent: Any) -> Any:

@@ -28,7 +28,7 @@ class BucketMemory:
 
     def __init__(self, bucket: Bucket, empty: Empty) -> None:
         self.bucket = bucket
-        self.device: Device = HOST if bucket.device == "cpu" else device_named(bucket.device, "a bucket")
+        self.device: Device = device_named(bucket.device, "a bucket")
         if self.device is HOST:
             self.symmetric = empty((bucket.count,), bucket.dtype)
         else:

@@ -10,6 +10,8 @@ from commlib.compress import AllToAll, Scheme, codec_of
 from commlib.compress.casts import narrowed
 from commlib.compress.choice import Choice, choose
 from commlib.data_parallel.buckets import BUCKET_CAP_MIB, FIRST_BUCKET_MIB
+from commlib.devices.arrays import device_named
+from commlib.devices.protocol import Device
 from commlib.dtypes import FLOATS, NUMPY
 from commlib.errors import UsageError
 
@@ -117,6 +119,12 @@ class Gradient:
         where = f" over {self.axis} times {self.scale}" if self.axis else ""
         there = "" if self.device == "cpu" else f" on {self.device}"
         return f"{self.name}: {self.dtype}{list(self.shape)}{there}{where}"
+
+    @property
+    def place(self) -> Device:
+        """The device of this process that it is on. Raises UsageError if there is none."""
+        found: Device = device_named(self.device, self.name)
+        return found
 
     @property
     def itemsize(self) -> int:

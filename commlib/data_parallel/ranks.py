@@ -77,7 +77,7 @@ class Ranks(Protocol):
         """Return what reduces a bucket in its array."""
         ...
 
-    def gather_rows(self, arrays: Sequence[Array]) -> list[Array]:
+    def gather_rows(self, arrays: Sequence[Any]) -> list[Any]:
         """Return each array of all ranks, one after another along dimension 0, whose lengths may differ."""
         ...
 
@@ -122,7 +122,7 @@ class InOrder:
         plan: Plan = self._axes[bucket.axis].plan_all_reduce(array, bucket.reduction, out=array)
         return plan
 
-    def gather_rows(self, arrays: Sequence[Array]) -> list[Array]:
+    def gather_rows(self, arrays: Sequence[Any]) -> list[Any]:
         """Return each array of all ranks, one after another along dimension 0. Collective."""
         return [self.comm.all_gather_v(array) for array in arrays]
 
@@ -136,5 +136,5 @@ class InOrder:
         self, scheme: Scheme | None, *, within_node: bool, count: int, device: str = "cpu"
     ) -> GradientCompression:
         """Return how buckets of about `count` elements on a device are compressed. Collective."""
-        there = device_named("" if device == "cpu" else device, "compression")
+        there = device_named(device, "compression")
         return GradientCompression(self.comm, scheme, within_node=within_node, count=count, device=there)

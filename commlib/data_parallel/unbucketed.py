@@ -5,7 +5,9 @@ They have a slot without elements, whose flag tells all ranks whether any of the
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Callable, Iterable, Sequence
+from typing import Any
 
 import numpy as np
 
@@ -13,7 +15,9 @@ from commlib.data_parallel.options import Gradient, Options
 from commlib.data_parallel.ranks import Ranks
 from commlib.data_parallel.report import Statistics, all_reduce_bytes
 from commlib.data_parallel.values import Values
-from commlib.dtypes import NUMPY, Array
+from commlib.devices.arrays import readable
+from commlib.devices.copies import brought
+from commlib.dtypes import NUMPY
 from commlib.errors import MismatchError
 
 
@@ -92,19 +96,23 @@ class Unbucketed:
         return bool(found)
 
     def _reduce_rows(self, indices: Sequence[int], statistics: Statistics, has_joined: bool) -> None:
-        if not indices:
-            return
-        arrays: list[Array] = []
+        of_device = defaultdict[str, list[int]](list)  # one exchange moves arrays of one device
+        for index in indices:
+            of_device[self._gradients[index].device].append(index)
+        for _, those in sorted(of_device.items()):
+            self._gather_rows(those, statistics, has_joined)
+
+    def _gather_rows(self, indices: Sequence[int], statistics: Statistics, has_joined: bool) -> None:
+        arrays: list[Any] = []
         for index in indices:
             wire = self._options.wire_dtype(self._gradients[index].dtype)
             if has_joined or not self._values.exists(index):
-                shape = self._gradients[index].shape
-                arrays += [np.empty(0, np.int64), np.empty((0, *shape[1:]), NUMPY[wire])]
+                arrays += _no_rows(self._gradients[index], wire)
             else:
                 arrays += self._values.rows(index, wire)
         nbytes = sum(array.nbytes for array in arrays) * (self._ranks.size - 1)
         statistics.count(nbytes, nbytes)
-        gathered = self._ranks.gather_rows(arrays)
+        gathered = [readable(array, "gradients") for array in self._ranks.gather_rows(arrays)]
         divisor = self._ranks.size if self._options.op == "mean" else 1
         for index, numbers, rows in zip(indices, gathered[::2], gathered[1::2], strict=True):
             if not has_joined:
@@ -153,3 +161,8 @@ class Unbucketed:
                     "pass sparse_as_dense=True"
                 )
         return found
+
+
+def _no_rows(gradient: Gradient, wire: str) -> list[Any]:
+    shape = (0, *gradient.shape[1:])
+    return [brought(array, gradient.place) for array in (np.empty(0, np.int64), np.empty(shape, NUMPY[wire]))]

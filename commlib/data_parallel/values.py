@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from typing import Protocol
+from typing import Any, Protocol
 
 from commlib.data_parallel.engine import Engine
 from commlib.dtypes import Array
@@ -67,11 +67,11 @@ class Values(Protocol):
         """Make a sparse gradient dense."""
         ...
 
-    def rows(self, index: int, wire: str) -> tuple[Array, Array]:
-        """Return (numbers of rows, int64; their values as `wire`) of a sparse gradient."""
+    def rows(self, index: int, wire: str) -> tuple[Any, Any]:
+        """Return (numbers of rows, int64; their values as `wire`) of a sparse gradient, on the gradient's device."""
         ...
 
-    def take_rows(self, index: int, numbers: Array, rows: Array, divisor: int) -> None:
+    def take_rows(self, index: int, numbers: Any, rows: Any, divisor: int) -> None:
         """Make rows, which may come several times and are then added up, divided by `divisor` the gradient."""
         ...
 

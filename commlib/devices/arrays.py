@@ -37,8 +37,8 @@ def viewed(x: Any, verb: str, what: str = "x") -> Any:
 
 
 def device_named(name: str, verb: str) -> Any:
-    """Return this process' device of a kind, the host for "". Raises UsageError if it has none."""
-    device = named(name) if name else HOST
+    """Return this process' device of a kind, the host for "" and "cpu". Raises UsageError if it has none."""
+    device = HOST if name in ("", "cpu") else named(name)
     if device is None:
         raise UsageError(f"{verb}: it wants a device of the kind {name!r}, which this rank has not: {refusal(name)}")
     return device

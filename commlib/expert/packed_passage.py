@@ -11,7 +11,7 @@ from itertools import accumulate, pairwise
 import numpy as np
 
 from commlib.devices.array import DeviceArray
-from commlib.devices.fetched import fetched
+from commlib.devices.copies import fetched
 from commlib.expert.device_passage import DevicePassage
 
 _ARRAYS = 6

@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 
 from commlib.devices.array import DeviceArray
+from commlib.devices.copies import brought
 from commlib.dtypes import Array
 from commlib.functional.axis import Axis
 from commlib.functional.lengths import around, dimension, divided, exchanged, joined_lengths, with_length
@@ -29,7 +30,7 @@ def run(axis: Axis, move: Move, x: Any, *, may_write: bool = False) -> tuple[Any
         if move.name in ("copy", "scatter") or axis.wire(x.dtype).is_plain:
             return run_on_device(axis, move, x, may_write=may_write)
         result, known = run(axis, move, fetched(axis.comm.group, x, move.name))  # codecs of moves are the host's
-        return _there(x, result), known
+        return brought(result, x.device), known
     if move.name == "copy" or (axis.size == 1 and move.name != "all_to_all"):
         return np.ascontiguousarray(x), move
     if move.name == "reduce":
@@ -126,15 +127,6 @@ _RUN: dict[str, Callable[[Axis, Move, Array], tuple[Array, Move]]] = {
     "reduce_scatter": _reduce_scatter,
     "all_to_all": _all_to_all,
 }
-
-
-def _there(x: DeviceArray, values: Array) -> DeviceArray:
-    """Return a copy of an array of the host on the device of x."""
-    block = x.device.staging(values.nbytes).view(values.dtype).reshape(values.shape)
-    block[...] = values
-    made = x.empty(values.shape, values.dtype)
-    x.device.copy(made, block)
-    return made
 
 
 def _filled(axis: Axis, values: Array) -> Array:

@@ -115,10 +115,10 @@ class ByName:
         """Return what reduces a bucket in its array."""
         return NamedReduction(f"{self._name}.{bucket.index}", array, bucket.reduction, self._process_set)
 
-    def gather_rows(self, arrays: Sequence[Array]) -> list[Array]:
+    def gather_rows(self, arrays: Sequence[Any]) -> list[Any]:
         """Return each array of all ranks, one after another along dimension 0, in one operation."""
         name = f"{self._name}.rows"
-        gathered: list[Array] = start_allgather(arrays, name, process_set=self._process_set, blocking=True).wait()
+        gathered: list[Any] = start_allgather(arrays, name, process_set=self._process_set, blocking=True).wait()
         return gathered
 
     def reduce_by_name(self, arrays: Sequence[Array], name: str, *, op: str, predivide: float) -> None:

@@ -29,7 +29,6 @@ from commlib.data_parallel import (
 )
 from commlib.data_parallel.array_values import ArrayValues
 from commlib.data_parallel.bucket_order import buckets_of
-from commlib.dtypes import Array
 from commlib.horovod.by_name import ByName, overlap_pays_here
 from commlib.horovod.process_sets import ProcessSet, process_set_of
 
@@ -185,8 +184,8 @@ class NamedReduction:
                 kept.values.give(index, array.view(f"f{array.itemsize // 2}") if array.dtype.kind == "c" else array)
                 kept.reducer.ready(index)
 
-    def end(self, rows: Sequence[tuple[Array, Array]]) -> dict[int, Any]:
-        """Give the sparse gradients, as (numbers, rows) on the host, and return what was reduced, by number.
+    def end(self, rows: Sequence[tuple[Any, Any]]) -> dict[int, Any]:
+        """Give the sparse gradients, as (numbers, rows), and return what was reduced, by number.
 
         A dense gradient is an array over a slot (see `ArrayValues`), of pairs where numbers are complex. A sparse one
         is (numbers, rows) of all ranks. What is None here is there, too, if another rank had it.

@@ -9,7 +9,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from commlib.devices.array import DeviceArray
-from commlib.devices.fetched import fetched as fetched_from
+from commlib.devices.copies import fetched as fetched_from
 from commlib.devices.waiting import wait_for
 from commlib.dtypes import Array
 from commlib.p2p.leaving import Copied

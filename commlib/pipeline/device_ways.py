@@ -13,6 +13,7 @@ import numpy as np
 from commlib.compress.activations import decode, encode
 from commlib.compress.codec import Codec
 from commlib.devices.array import DeviceArray
+from commlib.devices.copies import brought
 from commlib.dtypes import numpy_dtype
 from commlib.errors import TransportError
 from commlib.p2p.device_channel import DeviceChannel
@@ -51,14 +52,8 @@ class DeviceSender:
     def _encoded(self, array: Any) -> Any:
         assert self._codec is not None
         self._seed += 1
-        there = array if type(array) is DeviceArray else self._put(array)
+        there = brought(array, self._device)
         return encode(self._codec, there, seed=self._seed)
-
-    def _put(self, array: Any) -> DeviceArray:
-        """Return a copy on the device of an array of the host."""
-        made = self._device.wrap(self._device.empty(array.shape, array.dtype), "send")
-        self._device.copy(made.reshape(-1).view(np.uint8), self._bytes_of(array))
-        return made
 
     def _bytes_of(self, array: Any) -> Any:
         """Return the bytes of an array; of the host's, a copy that the device may read later."""

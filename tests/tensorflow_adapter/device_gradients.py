@@ -252,3 +252,22 @@ def traced_verbs(comm: Any, place: Any) -> None:
     oracle.check(counts, np.ones(size))
     nodes = [node.type for node in run.get_concrete_function(x).graph.get_operations()]
     assert nodes.count("EagerPyFunc") == 5 and "PyFunc" not in nodes
+
+
+def joined_rows(comm: Any) -> None:
+    """A rank that has joined gives no rows to those of the others."""
+    table = tf.Variable(np.zeros((6, 2)))
+
+    def reduced(row: int) -> Any:
+        with tf.GradientTape() as tape:
+            loss = tf.reduce_sum(tf.gather(table, [row, 5]))
+        return tf.convert_to_tensor(ct.DistributedGradientTape(tape, op=ct.Average).gradient(loss, table))
+
+    own = comm.rank % 4
+    for first in (0, 1):
+        if comm.rank >= first:
+            expected = np.zeros((6, 2))
+            for rank in range(first, comm.size):
+                expected[[rank % 4, 5]] += 1 / comm.size
+            oracle.assert_close(reduced(own), tf.constant(expected), CLOSE)
+    ct.join()

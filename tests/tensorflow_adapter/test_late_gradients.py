@@ -12,8 +12,10 @@ import tensorflow as tf
 
 import commlib_tensorflow as ct
 from commlib.communicator import Communicator
+from commlib.devices.array import DeviceArray
 from commlib.errors import MismatchError
 from commlib_tensorflow.devices import settle
+from tests.device_ways import kinds_gathered
 from tests.late import LATE
 from tests.tensorflow_adapter import device_gradients as bodies
 from tests.tensorflow_adapter.late import HostTensors, late, watched
@@ -72,6 +74,16 @@ def test_gradients_that_are_kept(comm: Any, place: HostTensors, mode: str) -> No
 @pytest.mark.parametrize("as_dense", [False, True])
 def test_sparse(comm: Any, place: HostTensors, mode: str, as_dense: bool) -> None:
     bodies.sparse(comm, mode, as_dense)
+
+
+def test_rows_stay_on_the_device(comm: Any, place: HostTensors, monkeypatch: pytest.MonkeyPatch) -> None:
+    gathered = kinds_gathered(monkeypatch)
+    bodies.sparse(comm, "graph", as_dense=False)
+    assert gathered <= {DeviceArray} and (gathered or comm.size == 1)
+
+
+def test_rows_beside_ranks_that_have_joined(comm: Any, place: HostTensors) -> None:
+    bodies.joined_rows(comm)
 
 
 def test_gradients_that_only_some_ranks_have(comm: Any, place: HostTensors) -> None:

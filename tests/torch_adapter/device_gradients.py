@@ -134,4 +134,21 @@ def gathers_rows(comm: Any, place: Place) -> None:
     torch.testing.assert_close(table.weight.detach().cpu(), start.cpu() - 2 * counts[:, None].expand(10, 3))
 
 
-BODIES = [clips, scales_losses, broadcasts, normalises, gathers_rows]
+def gathers_rows_of_some(comm: Any, place: Place) -> None:
+    """A rank without a gradient gives no rows, and gets those of the others; averages are divided by all ranks."""
+    table = nn.Embedding(7, 2, sparse=True).to(place.device)
+    with torch.no_grad():
+        table.weight.zero_()
+    sgd = torch.optim.SGD(table.parameters(), lr=1.0)
+    optimizer: Any = ct.DistributedOptimizer(sgd, table.named_parameters(), op="mean", comm=comm)
+    for step in range(3):
+        optimizer.zero_grad()
+        if step == 0 or comm.rank == 0:
+            table(place.put(torch.tensor([step, 6, 6]))).sum().backward()
+        optimizer.step()
+    share = 1 / comm.size
+    expected = torch.tensor([1, share, share, 0, 0, 0, 2 + 4 * share])
+    torch.testing.assert_close(-table.weight.detach().cpu(), expected[:, None].expand(7, 2))
+
+
+BODIES = [clips, scales_losses, broadcasts, normalises, gathers_rows, gathers_rows_of_some]

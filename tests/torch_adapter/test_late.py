@@ -11,11 +11,13 @@ import torch
 import commlib
 from commlib.communicator import Communicator
 from commlib.config import Config
+from commlib.devices.array import DeviceArray
 from commlib.devices.waiting import wait_for
 from commlib.errors import MismatchError
 from commlib.runtime.process import Runtime
 from commlib.transport.mpi import MpiTransport
 from commlib_torch.tensor.context import attention
+from tests.device_ways import kinds_gathered
 from tests.late import LATE
 from tests.torch_adapter import device_gradients, device_layers, device_training, device_verbs, values
 from tests.torch_adapter.late import HostStream, HostTensors, late
@@ -84,6 +86,13 @@ def test_the_host_waits_once_for_each_backward(group: Any, place: HostTensors, m
 @pytest.mark.parametrize("compression", ["fp16", "int8", "sign", "topk:ratio=0.1", "powersgd:rank=2"])
 def test_compresses(group: Any, place: HostTensors, compression: str) -> None:
     device_gradients.compresses(group, place, compression)
+
+
+@pytest.mark.ranks(min=2)
+def test_rows_stay_on_the_device(group: Any, place: HostTensors, monkeypatch: pytest.MonkeyPatch) -> None:
+    gathered = kinds_gathered(monkeypatch)
+    device_gradients.gathers_rows(group, place)
+    assert gathered == {DeviceArray}
 
 
 def test_parameters_on_host_and_device(group: Any, place: HostTensors) -> None:

@@ -15,7 +15,7 @@ import numpy as np
 import tensorflow as tf
 
 from commlib.devices.array import DeviceArray
-from commlib.devices.fetched import fetched
+from commlib.devices.copies import fetched
 from commlib.dtypes import Array
 from commlib.errors import UsageError
 from commlib.expert.device_passage import DevicePassage
