@@ -12,6 +12,7 @@ import pytest
 
 from commlib.dtypes import DTYPES, numpy_dtype
 from commlib.errors import MismatchError, PeerError, ShutdownError, StallError, UsageError
+from commlib.p2p.queued import Sending
 from tests.poison import poisoned
 
 
@@ -312,6 +313,47 @@ def closed_by_the_other_side(comm, peer):
         assert channel.recv().sum() == 3
 
 
+def closed_before_all_was_taken(comm, peer):
+    """Nobody waits for a message to leave that the other side does not want any more."""
+    with comm.channel(peer, "not taken", (3,)) as channel:
+        if comm.rank < peer:
+            channel.send(np.zeros(3000, np.float32))  # too long for the other side's memory: in memory of this side's
+            meet(comm, peer)
+            meet(comm, peer)
+            assert comm.runtime.drain(5) == ""
+        else:
+            meet(comm, peer)
+            channel.connect("a test")
+            channel.close()
+            meet(comm, peer)
+
+
+def interrupted_as_it_is_queued(comm, peer):
+    """Whether somebody will send it is not known: the channel fails, and nobody waits for that."""
+    with comm.channel(peer, "queued", (3,)) as channel:
+        channel.connect("a test")
+        if comm.rank < peer:
+            watch = comm.runtime.poller.watch
+
+            def interrupted(work, *arguments, **options):
+                if isinstance(work, Sending):
+                    raise KeyboardInterrupt
+                watch(work, *arguments, **options)
+
+            with pytest.MonkeyPatch.context() as patch, pytest.raises(KeyboardInterrupt):
+                patch.setattr(comm.runtime.poller, "watch", interrupted)
+                channel.send_later(lambda: np.zeros(3, np.float32))
+            began = time.monotonic()
+            channel.flush(10)
+            assert time.monotonic() - began < 5
+            with pytest.raises(ShutdownError, match="ended half-way by KeyboardInterrupt"):
+                channel.send(np.zeros(3, np.float32))
+        else:
+            with pytest.raises(PeerError, match="has given up this channel"):
+                channel.recv()
+        meet(comm, peer)
+
+
 def waits_that_end(comm, peer):
     with comm.channel(peer, "waits", (3,), "int64", 1) as channel:
         assert not channel.ready()
@@ -371,5 +413,6 @@ ALL = [
     every_dtype_and_shape, order_at_every_depth, both_directions_at_once, edges_opened_in_other_orders,
     shapes_that_change, views_stay_while_others_grow, sources_may_go_at_once, what_is_not_handed_back,
     written_in_place, seen_before_it_is_taken, sends_that_wait_for_room, sides_that_disagree, wrong_arguments, encoded,
-    closed_by_the_other_side, waits_that_end, threads_of_their_own,
+    closed_by_the_other_side, closed_before_all_was_taken, interrupted_as_it_is_queued,
+    waits_that_end, threads_of_their_own,
 ]  # fmt: skip

@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 from collections import deque
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from typing import TYPE_CHECKING, Any, NoReturn, Protocol
 
 from numpy import ndarray
@@ -175,9 +175,13 @@ class Channel:
         with self._guarded(what, end) as watch:
             self._refuse(what)
             work = Queued(what, make, watch(), self._move, self._await)
-            end.defer(yes=True)
-            self._queue.append(work)
-        self._group.runtime.poller.watch(Sending(work), self._group)
+            try:
+                end.defer(yes=True)
+                self._queue.append(work)
+                self._group.runtime.poller.watch(Sending(work), self._group)
+            except BaseException as error:  # a signal handler's: perhaps it is in the queue, and nobody would send it
+                self._abandon(what, error)
+                raise
         return work
 
     def has_room(self, what: str) -> bool:
@@ -421,7 +425,8 @@ class Channel:
                 if not end.has_room() or (array := work.made()) is None:
                     return False
                 end.send(array, work.description, _give_way)
-                if next(taken(queue), None) is work:  # or else another thread has let it fail
+                with suppress(ValueError):  # another thread has let it fail
+                    queue.remove(work)
                     work.finish()
             end.defer(yes=False)
             self._pumps.sent()

@@ -139,6 +139,11 @@ class Ends:
         """Return the other side's last letter, or None."""
         return self.mailbox.letter(self.address, "bye")
 
+    def may_be_taken(self) -> bool:
+        """Return whether the other side may still take what was sent, as far as it has told; ask for more of that."""
+        self.mailbox.ask(self.address.peer)
+        return not self.is_closed and self.bye() is None
+
     def halt(self) -> None:
         """Let nothing move any more."""
         self.outgoing.halt(yes=True)

@@ -67,7 +67,7 @@ def _ask(ends: Ends, *, sending: bool) -> bool:
     """Let messages move; return whether to go on. What goes wrong is found again by who waits."""
     try:
         if sending:
-            return ends.outgoing.is_under_way
+            return ends.outgoing.is_under_way and ends.may_be_taken()
         incoming = ends.incoming
         # Whoever holds it asks itself, or was interrupted for good.
         if isinstance(incoming, PostedReceives) and incoming.lock.acquire(blocking=False):

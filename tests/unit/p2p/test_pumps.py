@@ -31,6 +31,7 @@ def made():
 
     class Ends:
         outgoing, incoming, is_closed = Outgoing(), None, False
+        may_be_taken = staticmethod(lambda: True)
 
     group: Any = Group()
     ends: Any = Ends()
@@ -69,3 +70,12 @@ def test_a_message_that_is_sent_while_the_last_one_leaves_is_asked_for():
     assert not all(pump.done() for pump in watched)
     ends.outgoing.may_lag = False
     assert all(pump.done() for pump in watched)
+
+
+def test_what_nobody_takes_any_more_is_not_asked_for():
+    _group, ends, pumps, watched = made()
+    ends.outgoing.may_lag = True
+    pumps.sent()
+    assert not watched[0].done()
+    ends.may_be_taken = lambda: False
+    assert watched[0].done()
