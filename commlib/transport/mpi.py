@@ -27,7 +27,7 @@ from commlib.transport.base import (
     WaitHook,
 )
 from commlib.transport.mpi_persistent import MpiPersistent, MpiRound, functions
-from commlib.transport.mpi_requests import LEFT_BEHIND, MpiProbedReceive, MpiRequest, Unmatched
+from commlib.transport.mpi_requests import MpiProbedReceive, MpiRequest, Unmatched
 from commlib.transport.polling import poll
 
 # MPI counts are C ints before MPI 4: longer messages are cut, on both sides alike. The last piece is shorter than the
@@ -124,14 +124,13 @@ class MpiTransport:
         longest = self.longest
         memory = buffer if type(buffer) is memoryview else self.addressed(buffer)
         pieces, to, mpi_tag = range(0, len(memory) + 1, longest), self.peer(peer), self.tag(tag)
+        request = MpiRequest(buffer)
         try:
-            requests = [operation([memory[i : i + longest], MPI.BYTE], to, mpi_tag) for i in pieces]
+            for i in pieces:
+                request.add(operation([memory[i : i + longest], MPI.BYTE], to, mpi_tag))
         except MPI.Exception as error:
             raise TransportError(f"MPI: {error}") from error
-        except BaseException:  # a signal handler's: it may have been posted
-            LEFT_BEHIND.append(buffer)
-            raise
-        return MpiRequest(requests, buffer)
+        return request
 
     def addressed(self, buffer: Any) -> Any:
         """Return the memory of a device as mpi4py takes it; the buffer must be kept. Raises TransportError."""

@@ -14,12 +14,24 @@ from commlib.errors import TransportError
 LEFT_BEHIND: list[Any] = []
 
 
-class MpiRequest:
-    __slots__ = ("_buffer", "_requests", "_statuses", "nbytes")
+# What is under way keeps its memory, whoever knows of it: a signal handler's exception may end a call at any place, and
+# so between what posts a message and what would have kept its request.
+_UNDER_WAY: set[MpiRequest] = set()
 
-    def __init__(self, requests: list[Any], buffer: Any) -> None:
-        self._requests, self._buffer = requests, buffer
+
+class MpiRequest:
+    __slots__ = ("__weakref__", "_buffer", "_requests", "nbytes")
+
+    def __init__(self, buffer: Any) -> None:
+        """Made before its pieces are posted, each of which `add` gets."""
+        self._requests: list[Any] = []
+        self._buffer = buffer
         self.nbytes = 0
+        _UNDER_WAY.add(self)
+
+    def add(self, native: Any) -> None:
+        """Note a request of MPI for the next piece."""
+        self._requests.append(native)
 
     def test(self) -> bool:
         try:
@@ -41,17 +53,23 @@ class MpiRequest:
         """Note that this piece is complete; return whether it was the last one."""
         self.nbytes += status.Get_count(MPI.BYTE)
         self._requests.pop(0)
-        return not self._requests
+        if self._requests:
+            return False
+        _UNDER_WAY.discard(self)
+        return True
 
     def cancel(self) -> None:
-        for request in self._requests:
-            try:
-                request.Cancel()
-                ended = request.Test()
-            except MPI.Exception:
-                ended = False
-            if not ended:  # no send can be cancelled, nor a receive whose message is on its way
-                LEFT_BEHIND.append((request, self._buffer))
+        ended = [_is_cancelled(request) for request in self._requests]
+        if all(ended):  # no send can be cancelled, nor a receive whose message is on its way: these stay
+            _UNDER_WAY.discard(self)
+
+
+def _is_cancelled(request: Any) -> bool:
+    try:
+        request.Cancel()
+        return bool(request.Test())
+    except MPI.Exception:
+        return False
 
 
 class Unmatched:
@@ -104,8 +122,9 @@ class MpiProbedReceive:
                 start = len(self._pieces) * longest
                 room = self._buffer[start : start + longest]
                 into = room if length <= len(room) else memoryview(bytearray(length))
-                request = message.Irecv([into[:length], MPI.BYTE])
-                self._pieces.append((MpiRequest([request], (into, self._kept)), len(room)))
+                request = MpiRequest((into, self._kept))
+                request.add(message.Irecv([into[:length], MPI.BYTE]))
+                self._pieces.append((request, len(room)))
                 if length < longest:
                     return True
         except MPI.Exception as error:

@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 
+import commlib
 from commlib.dtypes import DTYPES
 from commlib.expert import Experts
 
@@ -55,7 +56,7 @@ def place(gpu: Any) -> Iterator[Any]:
     there = HostTensors(gpu.device)
     yield there
     there.close()
-    assert there.taken
+    assert there.taken or commlib.world().size == 1  # one rank may have nothing to do
 
 
 @EACH_WAY
