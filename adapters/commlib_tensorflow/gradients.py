@@ -283,8 +283,8 @@ class _Reduction(NamedReduction):
         results = self.end(list(zip(rows[::2], rows[1::2], strict=True)))
         self._also = [index for index in results if self._given[index] is None]
         answers = self._own([(results[index], self._dtype(index)) for index in self._dense])
-        for index in self._sparse:
-            answers += results[index] if self._place is None else tensors_over(results[index])
+        gathered = [array for index in self._sparse for array in results[index]]
+        answers += gathered if self._place is None else tensors_over(gathered)
         answers += self._own([(results[index], self._dtype(index)) for index in self._also])
         return answers or [np.zeros((), np.int64)]
 

@@ -2,7 +2,8 @@
 
     asked for: an event of the caller's stream | agreed: all are queued, on a stream of their own | the host waits
 
-Those that scale, and those that a rank takes part in which has joined, go through the host: see `Staging`.
+Those that scale, Adasum, those that a rank takes part in which has joined, and small all-reduces between nodes, which
+are fused there, go through the host: see `Staging`.
 """
 
 from __future__ import annotations
@@ -65,7 +66,7 @@ class BetweenDevices:
         if stream is None:
             stream = self._streams[device] = device.stream()
         with device.using(stream):
-            for x in (*pending.inputs, *pending.outputs):
+            for x in dict.fromkeys((*pending.inputs, *pending.outputs)):  # in place they are the same
                 for event in x.ready:
                     stream.wait(event)
             value = self._verbs[request.verb](request, pending.inputs, pending.outputs, pending.extra)

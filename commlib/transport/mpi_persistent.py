@@ -13,8 +13,10 @@ from commlib import forks
 from commlib.dtypes import Array
 from commlib.errors import TransportError
 from commlib.transport.base import MessageFunctions, WaitHook
-from commlib.transport.mpi_requests import LEFT_BEHIND
 from commlib.transport.polling import EAGER, poll
+
+# What was given up while MPI may still read or write its memory, which must stay.
+_LEFT_BEHIND: list[Any] = []
 
 _start_all, _test_all = MPI.Prequest.Startall, MPI.Request.Testall  # to look them up takes half as long as to call them
 
@@ -68,7 +70,7 @@ class MpiRound:
         requests, self._requests = self._requests, None
         if requests is None:
             return
-        LEFT_BEHIND.append((requests, self._memory))
+        _LEFT_BEHIND.append((requests, self._memory))
         for request in requests[: self._receives]:
             if not request.Test():
                 request.Cancel()
@@ -119,7 +121,7 @@ class MpiPersistent:
                 return
         except MPI.Exception:
             pass
-        LEFT_BEHIND.append((request, self._memory))  # a message is on its way
+        _LEFT_BEHIND.append((request, self._memory))  # a message is on its way
 
     def __del__(self) -> None:
         self.close()

@@ -10,17 +10,13 @@ from mpi4py import MPI
 
 from commlib.errors import TransportError
 
-# What was given up while MPI may still read or write its memory, which must stay.
-LEFT_BEHIND: list[Any] = []
-
-
 # What is under way keeps its memory, whoever knows of it: a signal handler's exception may end a call at any place, and
 # so between what posts a message and what would have kept its request.
 _UNDER_WAY: set[MpiRequest] = set()
 
 
 class MpiRequest:
-    __slots__ = ("__weakref__", "_buffer", "_requests", "nbytes")
+    __slots__ = ("_buffer", "_requests", "nbytes")
 
     def __init__(self, buffer: Any) -> None:
         """Made before its pieces are posted, each of which `add` gets."""

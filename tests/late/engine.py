@@ -8,7 +8,7 @@ import threading
 import time
 import weakref
 from collections.abc import Callable, Iterable, Sequence
-from typing import Any
+from typing import Any, ClassVar
 
 from tests.late.memory import Place, meet
 from tests.late.stream import LateStream
@@ -19,6 +19,9 @@ EVERYWHERE: Place = (0, 1 << 64, 0)
 
 class Engine:
     """See above. delay: seconds that every copy and kernel takes."""
+
+    before: ClassVar[Callable[[], None] | None] = None
+    """What whoever is about to queue work does first, in all engines."""
 
     def __init__(self, delay: float) -> None:
         self.delay = delay
@@ -49,6 +52,8 @@ class Engine:
 
         used: what it may read or write besides. kept: stays alive until it has run.
         """
+        if Engine.before is not None:
+            Engine.before()
         held = list(kept)
         with self._lock:
             number = next(self._numbers)
