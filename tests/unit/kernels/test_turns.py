@@ -150,6 +150,16 @@ def test_what_takes_long_is_said_once(
     assert str(shared) in record.getMessage()
 
 
+def test_the_only_kernel_is_said_too(
+    shared: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Nobody else compiles, so nothing is waited for, and no later kernel comes."""
+    monkeypatch.setattr(turns, "SILENT", 0.05)
+    with turns.turn("only", lambda: False):
+        time.sleep(0.1)
+    assert len(caplog.records) == 1
+
+
 def test_kernels_within_a_kernel_count_once(shared: Path) -> None:
     with turns.turn("outer", lambda: False), turns.turn("inner", lambda: False):
         time.sleep(0.2)
