@@ -10,6 +10,7 @@ from commlib import __version__
 from commlib.cli.bench import bench
 from commlib.cli.info import info
 from commlib.cli.show import show
+from commlib.cli.trace import trace_app
 from commlib.cli.tune import tune
 
 app = typer.Typer(
@@ -40,3 +41,4 @@ app.command(no_args_is_help=True)(bench)
 app.command()(info)
 app.command()(show)
 app.command()(tune)
+app.add_typer(trace_app, name="trace")
