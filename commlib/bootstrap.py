@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import secrets
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -32,10 +32,17 @@ class Agreement:
     told: Sequence[Any] = ()
 
 
-def agree(transport: Transport, settings: Config, bad: str = "", told: Any = None) -> Agreement:
+def agree(
+    transport: Transport,
+    settings: Config,
+    bad: str = "",
+    told: Any = None,
+    origins: Mapping[str, str] | None = None,
+) -> Agreement:
     """Compare the settings of all ranks. Collective.
 
-    bad: what is wrong with this rank's own, or "". told: what else, picklable, the others are to know of it.
+    bad: what is wrong with this rank's own, or "". told: what else, picklable, the others are to know of it. origins:
+    of its settings, as in `config.Settings`; None: it is not known.
     Raises UsageError for wrong settings and MismatchError for different ones, on all ranks alike.
     """
     tuning, error = b"", None
@@ -44,8 +51,10 @@ def agree(transport: Transport, settings: Config, bad: str = "", told: Any = Non
             tuning = Tuning.load(settings).to_bytes()
         except CommlibError as caught:
             error = caught
-    everyone = gather_objects((bad, compared(settings), (secrets.token_hex(4), tuning, error), told), transport)
-    compare([found[:2] for found in everyone])
+    mine = bad, compared(settings), (secrets.token_hex(4), tuning, error), told, origins
+    everyone = gather_objects(mine, transport)
+    known = [found[4] for found in everyone]
+    compare([found[:2] for found in everyone], () if None in known else known)
     token, tuning, error = everyone[0][2]
     if error is not None:
         raise error

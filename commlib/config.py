@@ -1,14 +1,14 @@
 """Every COMMLIB_* setting, in one table: name, type, default, meaning.
 
-Settings are read from the environment once, at `commlib.init`. `compare` says which of them the ranks do not share,
-except for those that may differ.
+Settings are read once, at `commlib.init`: from the environment here, and from a file by `settings_file`. `compare` says
+which of them the ranks do not share, except for those that may differ.
 """
 
 from __future__ import annotations
 
 import os
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field, fields
+from dataclasses import Field, dataclass, field, fields
 from typing import Any
 
 from commlib.errors import MismatchError, UsageError
@@ -129,38 +129,94 @@ class Config:
 _TRUE, _FALSE = ("1", "true", "yes", "on"), ("0", "false", "no", "off")
 
 
-def _parse(name: str, kind: str, limits: Mapping[str, Any], text: str) -> Any:
-    choices, least, most = limits["choices"], limits["least"], limits["most"]
-    try:
-        if kind == "bool":
-            return {**dict.fromkeys(_TRUE, True), **dict.fromkeys(_FALSE, False)}[text.lower()]
-        if kind in ("int", "float"):
-            value = {"int": int, "float": float}[kind](text)
-            if not least <= value <= most:
-                raise ValueError
-            return value
-    except (KeyError, ValueError):
-        bounds = "" if kind == "bool" else f" from {least} to {most}"
-        raise UsageError(f"environment variable {name}={text!r}: expected {kind}{bounds}") from None
+CONFIG_FILE = "COMMLIB_CONFIG"  # no setting: it names the file that the others can stand in
+
+
+@dataclass(frozen=True, slots=True)
+class Settings:
+    """Hold the settings and, by field of `Config`, where those come from that were given: "environment", "file ..."."""
+
+    config: Config
+    origins: Mapping[str, str]
+
+
+def from_text(setting: Field[Any], text: str) -> Any:
+    """Return a setting's value that is written as text. Raises ValueError that says what is expected."""
+    kind, choices = str(setting.type), setting.metadata["choices"]
     word = text.lower()
+    if kind == "bool":
+        if word not in _TRUE + _FALSE:
+            raise ValueError("expected bool (1 or 0)")
+        return word in _TRUE
+    if kind in ("int", "float"):
+        try:
+            return _within(setting, {"int": int, "float": float}[kind](text))
+        except ValueError:
+            raise ValueError(_bounds(setting)) from None
     if "yes" in choices and "no" in choices:
         word = "yes" if word in _TRUE else "no" if word in _FALSE else word
     if choices and word not in choices:
-        raise UsageError(f"environment variable {name}={text!r}: expected one of {', '.join(choices)}")
+        raise ValueError(f"expected one of {', '.join(choices)}")
     return word if choices else text
+
+
+def from_value(setting: Field[Any], value: Any) -> Any:
+    """Return a setting's value that has a type already, as in a TOML file. Raises ValueError as `from_text` does."""
+    kind, choices = str(setting.type), setting.metadata["choices"]
+    if kind == "bool":
+        if not isinstance(value, bool):
+            raise ValueError("expected true or false")
+        return value
+    if kind in ("int", "float"):
+        if isinstance(value, bool) or not isinstance(value, int if kind == "int" else (int, float)):
+            raise ValueError(_bounds(setting))
+        return _within(setting, value if kind == "int" else float(value))
+    if isinstance(value, bool) and "yes" in choices:
+        return "yes" if value else "no"
+    if not isinstance(value, str):
+        raise ValueError(f"expected {'one of ' + ', '.join(choices) if choices else 'text'} in quotation marks")
+    return from_text(setting, value)
+
+
+def _within(setting: Field[Any], value: float) -> float:
+    if not setting.metadata["least"] <= value <= setting.metadata["most"]:
+        raise ValueError(_bounds(setting))
+    return value
+
+
+def _bounds(setting: Field[Any]) -> str:
+    return f"expected {setting.type} from {setting.metadata['least']} to {setting.metadata['most']}"
 
 
 def load(environment: Mapping[str, str] = os.environ) -> Config:
     """Return the settings of `environment`. Raises UsageError for a bad value or an unknown COMMLIB_ name."""
-    known = {variable(f.name): f for f in fields(Config)}
-    given = {name: text for name, text in environment.items() if name.startswith("COMMLIB_")}
+    return Config(**read_environment(environment))
+
+
+def read_environment(environment: Mapping[str, str], where: str = "environment variable") -> dict[str, Any]:
+    """Return what `environment` gives, by field of `Config`; `where` is what an error calls it. Raises UsageError."""
+    known = {variable(setting.name): setting for setting in fields(Config)}
+    given = {name: text for name, text in environment.items() if name.startswith("COMMLIB_") and name != CONFIG_FILE}
     if unknown := sorted(given.keys() - known.keys()):
-        raise UsageError(f"unknown setting {', '.join(unknown)}; known are {', '.join(sorted(known))}")
-    values = {
-        known[name].name: _parse(name, str(known[name].type), known[name].metadata, text)
-        for name, text in given.items()
-    }
-    return Config(**values)
+        raise unknown_settings(unknown, sorted([*known, CONFIG_FILE]))
+    values = {}
+    for name, text in given.items():
+        try:
+            values[known[name].name] = from_text(known[name], text)
+        except ValueError as error:
+            raise UsageError(f"{where} {name}={text!r}: {error}") from None
+    return values
+
+
+def unknown_settings(unknown: Sequence[str], known: Sequence[str], where: str = "") -> UsageError:
+    """Return an error that names what is unknown, each with the nearest known name if one is near. where: a file."""
+    from difflib import get_close_matches  # brings `re`; errors are rare
+
+    written = {name: name.removeprefix("COMMLIB_").lower() if where else name for name in unknown}
+    near = {name: get_close_matches(text, known, 1, 0.7) for name, text in written.items()}
+    hints = "".join(f"; for {name}, did you mean {found[0]}?" for name, found in near.items() if found)
+    before = f"{where}: " if where else ""
+    return UsageError(f"{before}unknown setting {', '.join(unknown)}{hints}; known are {', '.join(known)}")
 
 
 def variable(name: str) -> str:
@@ -177,10 +233,11 @@ def compared(config: Config, environment: Mapping[str, str] = os.environ) -> dic
     return texts | {name: environment.get(name, "unset") for name in ALSO_COMPARED}
 
 
-def compare(everyone: Sequence[tuple[str, Mapping[str, str]]]) -> None:
+def compare(everyone: Sequence[tuple[str, Mapping[str, str]]], origins: Sequence[Mapping[str, str]] = ()) -> None:
     """Compare what the ranks, in their order, have found: what is wrong with their own settings or "", and `compared`.
 
-    Raises UsageError for wrong ones, MismatchError for those that differ; it names them all, with their ranks.
+    origins: each rank's, by field (`Settings.origins`). Raises UsageError for wrong ones, MismatchError for those that
+    differ; it names them all, with their ranks, and where they come from if that is not the environment of all.
     """
     wrong = _by_value(text for text, _ in everyone)
     wrong.pop("", None)
@@ -188,13 +245,18 @@ def compare(everyone: Sequence[tuple[str, Mapping[str, str]]]) -> None:
         raise UsageError("; ".join(f"{text} ({ranks_text(ranks)})" for text, ranks in wrong.items()))
     lines = []
     for name in everyone[0][1]:
-        values = _by_value(settings[name] for _, settings in everyone)
-        if len(values) > 1:
-            lines.append(f"  {name}: " + "; ".join(f"{value} on {ranks_text(on)}" for value, on in values.items()))
+        values = [settings[name] for _, settings in everyone]
+        if len(set(values)) == 1:
+            continue
+        found = [origin.get(name.removeprefix("COMMLIB_").lower(), "default") for origin in origins]
+        if set(found) - {"environment"}:
+            values = [f"{value} ({origin})" for value, origin in zip(values, found, strict=True)]
+        lines.append(f"  {name}: " + "; ".join(f"{v} on {ranks_text(on)}" for v, on in _by_value(values).items()))
     if lines:
         raise MismatchError(
             "commlib.init: these settings must be the same on all ranks:\n" + "\n".join(lines) + "\nGive the "
-            "environment variable to all of them (Open MPI: mpirun -x NAME=VALUE; MPICH: mpiexec -genv NAME VALUE)"
+            "environment variable to all of them (Open MPI: mpirun -x NAME=VALUE; MPICH: mpiexec -genv NAME VALUE), "
+            "and let a file of settings be the same on all hosts"
         )
 
 

@@ -27,10 +27,19 @@ class NotPrivateError(PermissionError):
 
 def user_cache(environment: Mapping[str, str] = os.environ) -> Path:
     """Return commlib's folder in the user's cache folder: in XDG_CACHE_HOME, else in ~/.cache. It need not exist."""
-    given = environment.get("XDG_CACHE_HOME", "")
+    return _user_folder(environment, "XDG_CACHE_HOME", ".cache")
+
+
+def user_config(environment: Mapping[str, str] = os.environ) -> Path:
+    """Return commlib's folder in the user's config folder: in XDG_CONFIG_HOME, else in ~/.config. It need not exist."""
+    return _user_folder(environment, "XDG_CONFIG_HOME", ".config")
+
+
+def _user_folder(environment: Mapping[str, str], variable: str, in_home: str) -> Path:
+    given = environment.get(variable, "")
     if not os.path.isabs(given):
         home = os.path.expanduser("~")
-        given = os.path.join("/" if home == "~" else home, ".cache")  # "~": a user whom this container does not know
+        given = os.path.join("/" if home == "~" else home, in_home)  # "~": a user whom this container does not know
     return Path(given) / "commlib"
 
 

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 from commlib import config, exits, forks, mpi_on_gpus
 from commlib.errors import CommlibError, UsageError
 from commlib.launch import check_launcher, interrupts_held_back, load_mpi
+from commlib.settings_file import find_settings
 
 if TYPE_CHECKING:
     from commlib.communicator import Communicator
@@ -28,10 +29,10 @@ def init(
 
     Collective. `comm` is an mpi4py communicator to use instead of MPI.COMM_WORLD; it is duplicated. `transport` is this
     rank's end of a group of processes that found each other otherwise (`commlib.transport.base.Transport`): MPI is then
-    left alone, and commlib owns it. Settings are read from the COMMLIB_* environment variables, and from `defaults`
-    where those are not set. Raises, on all ranks alike, UsageError for a bad setting on one of them and MismatchError
-    for settings that differ; TransportError if there is no usable MPI, or if its launcher is that of another MPI;
-    UsageError in a forked child.
+    left alone, and commlib owns it. Settings are read from the COMMLIB_* environment variables, where those are not set
+    from the file of settings (`commlib.settings_file`), and else from `defaults`. Raises, on all ranks alike,
+    UsageError for a bad setting on one of them and MismatchError for settings that differ; TransportError if there is
+    no usable MPI, or if its launcher is that of another MPI; UsageError in a forked child.
     """
     global _world, _joining
     forks.check("commlib.init")
@@ -56,9 +57,10 @@ def init(
 def _join(comm: Any, transport: Transport | None, defaults: Mapping[str, str]) -> Communicator:
     bad = ""
     try:
-        settings = config.load({**defaults, **os.environ})
+        found = find_settings(os.environ, defaults)
     except UsageError as error:
-        settings, bad = config.Config(), str(error)  # the others must be told, so MPI is started nevertheless
+        found, bad = config.Settings(config.Config(), {}), str(error)  # others must be told, so MPI is started anyway
+    settings = found.config
     _set_up_logging(settings.log_level)
     over_mpi = told = None
     if transport is None:
@@ -74,7 +76,7 @@ def _join(comm: Any, transport: Transport | None, defaults: Mapping[str, str]) -
     except UsageError as error:
         bad = bad or str(error)
     try:
-        agreement = bootstrap.agree(transport, settings, bad, told)
+        agreement = bootstrap.agree(transport, settings, bad, told, found.origins)
     except CommlibError:  # on all ranks
         recording.close()
         transport.close(met=False)

@@ -52,6 +52,7 @@ LAYERS = (
     ("commlib.errors", "commlib.config", "commlib.config_rows", "commlib.extras", "commlib.folders", "commlib.forks",
      "commlib.library_name", "commlib.signature", "commlib.protocols", "commlib.arguments", "commlib.dtypes",
      "commlib.topology"),
+    ("commlib.settings_file",),
     ("commlib.mesh",),
     ("commlib.schedule",),
     ("commlib.cost",),
