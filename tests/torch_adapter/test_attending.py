@@ -53,6 +53,12 @@ def test_operators_that_do_what_they_should_pass() -> None:
         assert trial(ByProducts(100), CPU, dtype) == ""
 
 
+def test_a_default_device_changes_nothing() -> None:
+    """The trial drew its numbers there with a generator of the CPU, which PyTorch refuses."""
+    with torch.device("meta"):
+        assert trial(Fused(), CPU, torch.float32) == ""
+
+
 def test_operators_that_are_not_there_do_not_pass() -> None:
     """On the CPU there are none of CUDA's."""
     assert "aten::_scaled_dot_product_efficient_attention" in trial(Efficient(), CPU, torch.float32)

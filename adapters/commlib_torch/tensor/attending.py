@@ -57,7 +57,9 @@ class Fused:
 class Efficient:
     """CUDA's operators of memory-efficient attention: of float32, float16 and bfloat16.
 
-    They want as many heads of keys as of queries, widths whose rows are aligned, and rows of the log-sum-exp padded.
+    They want as many heads of keys as of queries, widths whose rows are aligned, and rows of the log-sum-exp padded as
+    the forward pads them. In half precision the backward takes the output's strides from its shape: its memory must lie
+    as the forward leaves it, a token's heads one after another.
     """
 
     _forward = staticmethod(torch.ops.aten._scaled_dot_product_efficient_attention)
@@ -74,8 +76,8 @@ class Efficient:
     ) -> tuple[Tensor, Tensor, Tensor]:
         heads, served, width = k.shape[1], q.shape[1] // k.shape[1], q.shape[-1]
         q, k, v = self._taken(q, k, v)
-        gradient, out = self._aligned(gradient), self._aligned(out)
-        lse = pad(lse, (0, -lse.shape[-1] % self._ROWS)).contiguous()
+        gradient, out = self._aligned(gradient), self._aligned(out).transpose(1, 2).contiguous().transpose(1, 2)
+        lse = pad(lse, (0, -lse.shape[-1] % self._ROWS), value=torch.inf).contiguous()
         seed = torch.zeros((), dtype=torch.int64, device=q.device)  # of what is dropped: nothing is
         parts = self._backward(
             gradient, q, k, v, None, out, lse, seed, seed, 0.0, [True, True, True, False], causal, scale=scale
@@ -172,10 +174,10 @@ def trial(found: Attending, device: torch.device, dtype: torch.dtype) -> str:
 
     Not collective: ranks may compute by different means.
     """
-    generator, near = torch.Generator().manual_seed(0), 32 * torch.finfo(dtype).eps
+    generator, near = torch.Generator("cpu").manual_seed(0), 32 * torch.finfo(dtype).eps
 
     def drawn(heads: int, tokens: int) -> Tensor:
-        return torch.randn(2, heads, tokens, 20, generator=generator).to(device, dtype)
+        return torch.randn(2, heads, tokens, 20, generator=generator, device="cpu").to(device, dtype)
 
     for causal, keys in ((True, 37), (False, 70)):
         q, k, v, gradient = drawn(4, 37), drawn(2, keys), drawn(2, keys), drawn(4, 37)
