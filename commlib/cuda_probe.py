@@ -25,8 +25,8 @@ _MARK = "commlib.cuda_probe: "
 
 # What launchers tell the processes that they start, by the beginnings of names.
 _OF_LAUNCHERS = (
-    "ALPS_", "FLUX_", "HYDI_", "HYDRA_", "I_MPI_HYDRA_", "JSM_", "MPIRUN_", "MPI_LOCAL", "MV2_COMM_WORLD_", "OMPI_",
-    "ORTE_", "PALS_", "PMIX_", "PMI_", "PMI2_", "PRTE_", "SLURMD_", "SLURM_",
+    "ALPS_", "FLUX_", "HYDI_", "HYDRA_", "I_MPI_HYDRA_", "JSM_", "MPIRUN_", "MPISPAWN_", "MPI_LOCAL", "MV2_COMM_WORLD_",
+    "MVP_COMM_WORLD_", "OMPI_", "ORTE_", "PALS_", "PMIX_", "PMI_", "PMI2_", "PRTE_", "SLURMD_", "SLURM_",
 )  # fmt: skip
 # And what users say of how messages go, with which the probe must be tried.
 _PARTS = ("accelerator", "btl", "coll", "common", "mca_", "mpool", "mtl", "opal_", "osc", "pml", "rcache", "smsc")

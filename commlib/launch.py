@@ -1,27 +1,19 @@
-"""The start: MPI is found, loaded and started, and what the launcher says of the job compared with what MPI says."""
+"""The start: MPI is found, loaded and started, and what the launcher says of this process."""
 
 from __future__ import annotations
 
 import os
-import shlex
 import signal
 import sys
 import warnings
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from pathlib import Path
 from typing import Any
 
 from commlib.errors import TransportError
 from commlib.extras import install
-
-# What a launcher tells each process: how many there are, and which of them it is.
-_LAUNCHERS = (
-    ("Open MPI's launcher", "OMPI_COMM_WORLD_SIZE", "OMPI_COMM_WORLD_RANK"),
-    ("A launcher that speaks PMI (MPICH's mpiexec, srun --mpi=pmi2)", "PMI_SIZE", "PMI_RANK"),
-    ("MVAPICH's launcher", "MV2_COMM_WORLD_SIZE", "MV2_COMM_WORLD_RANK"),
-    ("A launcher that speaks PMIx", "", "PMIX_RANK"),
-)
+from commlib.launcher_match import check_before_start, library_name, mapped_libraries
+from commlib.launchers import find_launcher
 
 # Seconds that Open MPI waits before it aborts, be it told to or because another rank is gone: the first abort ends the
 # others meanwhile. Where aborts of several hosts cross, the launcher can wait for ever, with no rank left.
@@ -38,14 +30,14 @@ def load_mpi() -> Any:
         if MPI.Is_finalized():
             raise TransportError("MPI has been finalised in this process, and cannot be started again")
         if not MPI.Is_initialized():
-            _check_before_start(MPI, os.environ)
+            check_before_start(MPI, os.environ)
             _start(MPI)
     if (level := MPI.Query_thread()) < MPI.THREAD_MULTIPLE:
         levels = {MPI.THREAD_SINGLE: "SINGLE", MPI.THREAD_FUNNELED: "FUNNELED", MPI.THREAD_SERIALIZED: "SERIALIZED"}
         raise TransportError(
             f"this MPI runs at MPI_THREAD_{levels[level]}, but commlib's progress thread needs MPI_THREAD_MULTIPLE: "
             "leave mpi4py.rc.thread_level at 'multiple' and use an MPI library that is built with it "
-            f"({_library(MPI)})"
+            f"({library_name(MPI)})"
         )
     return MPI
 
@@ -66,10 +58,10 @@ def was_started() -> bool:
     return MPI is not None and bool(MPI.Is_initialized())
 
 
-def find_library() -> tuple[str, str]:
+def findlibrary_name() -> tuple[str, str]:
     """Return the name of the MPI library and its file, without starting MPI. Raises TransportError if there is none."""
-    name = _library(_import_mpi())
-    return name, ", ".join(map(str, _mapped("libmpi")))
+    name = library_name(_import_mpi())
+    return name, ", ".join(map(str, mapped_libraries("libmpi")))
 
 
 def started_mpi() -> Any:
@@ -159,78 +151,16 @@ def interrupts_held_back() -> Iterator[None]:
 
 def is_launched(environment: Mapping[str, str] = os.environ) -> bool:
     """Return whether a launcher of MPI has started this process."""
-    return any(rank in environment for _, _, rank in _LAUNCHERS)
+    launched = find_launcher(environment)
+    return launched is not None and launched.launcher.protocol != ""
 
 
 def launched_rank(environment: Mapping[str, str] = os.environ) -> int:
     """Return which process of its job this one is by its launcher's word; 0 if there is none."""
-    names = [rank for _, _, rank in _LAUNCHERS] + ["SLURM_PROCID"] * ("SLURM_STEP_ID" in environment)
-    return max((_number(environment, name) for name in names), default=0)
+    launched = find_launcher(environment)
+    return 0 if launched is None else launched.rank
 
 
 def ends_with_the_first(environment: Mapping[str, str] = os.environ) -> bool:
     """Return whether the launcher ends the job as soon as one process ends badly, even one that MPI does not know."""
     return "OMPI_COMM_WORLD_RANK" in environment
-
-
-def check_launcher(MPI: Any, environment: Mapping[str, str] = os.environ) -> None:
-    """Raise TransportError if a launcher has started several processes, but MPI's world is this one alone.
-
-    The launcher and the library speak different protocols then, and every process looks fine.
-    """
-    if MPI.COMM_WORLD.Get_size() > 1:
-        return
-    for launcher, size, rank in _LAUNCHERS:
-        count = max(_number(environment, size), _number(environment, rank) + 1)
-        if count > 1:
-            raise _foreign(MPI, f"{launcher} started {count} processes{'' if size else ' or more'}", count)
-    tasks = _number(environment, "SLURM_STEP_NUM_TASKS")
-    if "SLURM_STEP_ID" in environment and tasks > 1 and "SLURM_PTY_PORT" not in environment:  # else a shell of srun's
-        raise TransportError(
-            f"Slurm started {tasks} tasks, but MPI sees one process: srun and this MPI ({_library(MPI)}) do not speak "
-            "the same protocol. Type srun --mpi=pmix (Open MPI) or srun --mpi=pmi2 (MPICH); "
-            f"'srun --mpi=list' shows what there is ({_ALONE})"
-        )
-
-
-def _check_before_start(MPI: Any, environment: Mapping[str, str]) -> None:
-    """Raise TransportError if this library cannot know the launcher: some end the process when they are started."""
-    count = _number(environment, "OMPI_COMM_WORLD_SIZE")
-    if count > 1 and "Open MPI" not in _library(MPI) and not _mapped("libpmix"):
-        raise _foreign(MPI, f"{_LAUNCHERS[0][0]} started {count} processes", count)
-
-
-_ALONE = "a process that is meant to be alone: commlib.init(MPI.COMM_SELF)"
-
-
-def _foreign(MPI: Any, what: str, count: int) -> TransportError:
-    return TransportError(
-        f"{what}, but MPI sees one: the launcher and the library that Python loads ({_library(MPI)}) do not belong "
-        f"together. Type {_mpiexec()} -n {count} {shlex.join(sys.orig_argv)}, or make Python load the launcher's "
-        f"library with MPI4PY_LIBMPI=/path/to/libmpi.so ({_ALONE})"
-    )
-
-
-def _number(environment: Mapping[str, str], name: str) -> int:
-    text = environment.get(name, "")
-    return int(text) if text.isdecimal() else 0
-
-
-def _library(MPI: Any) -> str:
-    return " ".join(str(MPI.Get_library_version()).split("\n")[0].split(",")[0].replace(":", " ").split())
-
-
-def _mpiexec() -> str:
-    """Return the launcher beside the MPI library of this process."""
-    for library in _mapped("libmpi"):
-        for folder in library.parents[:4]:
-            for place in (folder / "mpiexec", folder / "bin" / "mpiexec"):
-                if place.is_file() and os.access(place, os.X_OK):
-                    return str(place)
-    return "the mpiexec of that library:"
-
-
-def _mapped(name: str) -> list[Path]:
-    """Return the files of the libraries in this process whose names begin so."""
-    lines = Path("/proc/self/maps").read_text().splitlines()
-    return sorted({Path(line.split(maxsplit=5)[5]) for line in lines if f"/{name}" in line})

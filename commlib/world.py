@@ -8,7 +8,8 @@ from typing import TYPE_CHECKING, Any
 
 from commlib import config, exits, forks, mpi_on_gpus
 from commlib.errors import CommlibError, UsageError
-from commlib.launch import check_launcher, interrupts_held_back, load_mpi
+from commlib.launch import interrupts_held_back, load_mpi
+from commlib.launcher_match import check_launcher
 from commlib.settings_file import find_settings
 
 if TYPE_CHECKING:
@@ -76,14 +77,18 @@ def _join(comm: Any, transport: Transport | None, defaults: Mapping[str, str]) -
     except UsageError as error:
         bad = bad or str(error)
     try:
-        agreement = bootstrap.agree(transport, settings, bad, told, found.origins)
+        agreement = bootstrap.agree(transport, settings, bad, (told, recording.clock_of_own(settings)), found.origins)
     except CommlibError:  # on all ranks
         recording.close()
         transport.close(met=False)
         raise
-    if over_mpi is not None and mpi_on_gpus.agree(agreement.told, transport):
+    if over_mpi is not None and mpi_on_gpus.agree([told for told, _ in agreement.told], transport):
         over_mpi.take("cuda")
-    return bootstrap.join(transport, settings, agreement, recording, None if _before is None else _before.retired)
+    retired = None if _before is None else _before.retired
+    made = bootstrap.join(transport, settings, agreement, recording, retired)
+    if clocks := {rank: clock for rank, (_, clock) in enumerate(agreement.told) if clock}:
+        recording.compare_clocks(made, clocks)
+    return made
 
 
 def _over_mpi(comm: Any, settings: config.Config) -> MpiTransport:

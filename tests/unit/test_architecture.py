@@ -50,8 +50,8 @@ IMPURE_STANDARD_LIBRARY = {
 # A module may import its own row and those above it, for type checkers too. The longest name that fits decides.
 LAYERS = (
     ("commlib.errors", "commlib.config", "commlib.config_rows", "commlib.extras", "commlib.folders", "commlib.forks",
-     "commlib.library_name", "commlib.signature", "commlib.protocols", "commlib.arguments", "commlib.dtypes",
-     "commlib.topology"),
+     "commlib.launchers", "commlib.library_name", "commlib.signature", "commlib.protocols", "commlib.arguments",
+     "commlib.dtypes", "commlib.topology"),
     ("commlib.settings_file",),
     ("commlib.mesh",),
     ("commlib.schedule",),
@@ -75,8 +75,8 @@ LAYERS = (
     ("commlib.subgroups",),
     ("commlib.communicator",),
     ("commlib.bootstrap",),
-    ("commlib.launch", "commlib.exits", "commlib.world", "commlib.observing", "commlib.cuda_probe",
-     "commlib.mpi_on_gpus", "commlib.mesh_groups"),
+    ("commlib.launch", "commlib.launcher_match", "commlib.exits", "commlib.world", "commlib.observing",
+     "commlib.cuda_probe", "commlib.mpi_on_gpus", "commlib.mesh_groups"),
     ("commlib",),  # the public names
     ("commlib.compress",),
     ("commlib.data_parallel",),

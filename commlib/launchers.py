@@ -1,0 +1,139 @@
+"""Launchers as a table: what each tells the processes that it starts, and what it is called.
+
+Inside an allocation of Slurm, mpirun and mpiexec start a daemon on each node by srun, and the processes inherit its
+SLURM_* variables: they count the daemons. So Slurm's are looked at last. Sources: Open MPI's documentation
+("Environment variables set for MPI applications"), Slurm's manual of srun and its plugin mpi/cray_shasta, Flux' RFC 13,
+and what MPICH, Intel MPI, MVAPICH, PALS and jsrun were seen to set.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+
+@dataclass(frozen=True, slots=True)
+class Launcher:
+    """Name the variables in which a launcher tells things; "" where it does not.
+
+    name: in an error, at the start of a sentence. command: what was typed. protocol: how MPI finds its peers: "PMIx",
+    "PMI", or "" if this launcher does not help it. where: variables that must be there, each with how it begins.
+    unless: variables that must not.
+    """
+
+    name: str
+    command: str
+    protocol: str
+    rank: str
+    size: str = ""
+    local_rank: str = ""
+    local_size: str = ""
+    node: str = ""
+    where: tuple[tuple[str, str], ...] = ()
+    unless: tuple[str, ...] = ()
+
+    @property
+    def is_srun(self) -> bool:
+        """Return whether it is Slurm's."""
+        return self.command.startswith("srun")
+
+
+def _srun(kind: str, protocol: str, rank: str, size: str = "SLURM_STEP_NUM_TASKS", **more: Any) -> Launcher:
+    """Return a row of srun's, which counts ranks in a node by variables of its own whatever speaks to MPI."""
+    command = f"srun --mpi={kind}" if kind else "srun"
+    step = (("SLURM_STEP_ID", ""), ("SLURM_PROCID", ""), *more.pop("where", ()))
+    local = "SLURM_LOCALID", "SLURM_STEP_TASKS_PER_NODE", "SLURM_NODEID"
+    return Launcher(f"Slurm's {command}", command, protocol, rank, size, *local, where=step, **more)
+
+
+# The first that fits counts: who sets another one's variables too stands before it.
+LAUNCHERS = (
+    Launcher(
+        "IBM's launcher (jsrun)", "jsrun", "PMIx",
+        "JSM_NAMESPACE_RANK", "JSM_NAMESPACE_SIZE", "JSM_NAMESPACE_LOCAL_RANK", "JSM_NAMESPACE_LOCAL_SIZE",
+    ),
+    Launcher(
+        "Open MPI's launcher", "mpirun", "PMIx",
+        "OMPI_COMM_WORLD_RANK", "OMPI_COMM_WORLD_SIZE", "OMPI_COMM_WORLD_LOCAL_RANK", "OMPI_COMM_WORLD_LOCAL_SIZE",
+    ),
+    Launcher(
+        "MVAPICH's launcher", "mpirun_rsh", "PMI",
+        "MV2_COMM_WORLD_RANK", "MV2_COMM_WORLD_SIZE", "MV2_COMM_WORLD_LOCAL_RANK", "MV2_COMM_WORLD_LOCAL_SIZE",
+    ),
+    Launcher(
+        "MVAPICH's launcher", "mpirun_rsh", "PMI",
+        "MVP_COMM_WORLD_RANK", "MVP_COMM_WORLD_SIZE", "MVP_COMM_WORLD_LOCAL_RANK", "MVP_COMM_WORLD_LOCAL_SIZE",
+    ),
+    _srun("cray_shasta", "PMI", "PALS_RANKID"),
+    Launcher(
+        "HPE's launcher (PALS)", "mpiexec", "PMI",
+        "PALS_RANKID", "PMI_SIZE", "PALS_LOCAL_RANKID", "PALS_LOCAL_SIZE", "PALS_NODEID",
+    ),
+    Launcher("Flux' launcher", "flux run", "PMI", "FLUX_TASK_RANK", "FLUX_JOB_SIZE", "FLUX_TASK_LOCAL_ID"),
+    _srun("pmi2", "PMI", "PMI_RANK", "PMI_SIZE", unless=("MPI_LOCALRANKID",)),
+    Launcher(
+        "The launcher of MPICH or Intel MPI (mpiexec)", "mpiexec", "PMI",
+        "PMI_RANK", "PMI_SIZE", "MPI_LOCALRANKID", "MPI_LOCALNRANKS",
+    ),
+    _srun("pmix", "PMIx", "PMIX_RANK", where=(("PMIX_NAMESPACE", "slurm."),)),
+    Launcher("A launcher that speaks PMIx", "prun", "PMIx", "PMIX_RANK"),
+    _srun("", "", "SLURM_PROCID"),
+)  # fmt: skip
+
+
+@dataclass(frozen=True, slots=True)
+class Launched:
+    """Hold what a launcher has told this process; None for what it has not."""
+
+    launcher: Launcher
+    rank: int
+    size: int | None = None
+    local_rank: int | None = None
+    local_size: int | None = None
+    node: int | None = None
+
+    @property
+    def processes(self) -> int:
+        """Return how many processes it has started, or how many at least."""
+        return self.size or self.rank + 1
+
+
+def find_launcher(environment: Mapping[str, str]) -> Launched | None:
+    """Return who has started this process by the environment's word, and as which; None: nobody who counts them."""
+    for launcher in LAUNCHERS:
+        rank = _number(environment, launcher.rank)
+        if rank is None or not _fits(launcher, environment):
+            continue
+        node = _number(environment, launcher.node)
+        return Launched(
+            launcher,
+            rank,
+            _number(environment, launcher.size),
+            _number(environment, launcher.local_rank),
+            _tasks_on(environment.get(launcher.local_size, ""), node or 0),
+            node,
+        )
+    return None
+
+
+def _fits(launcher: Launcher, environment: Mapping[str, str]) -> bool:
+    there = all(name in environment and environment[name].startswith(start) for name, start in launcher.where)
+    return there and not any(name in environment for name in launcher.unless)
+
+
+def _number(environment: Mapping[str, str], name: str) -> int | None:
+    text = environment.get(name, "")
+    return int(text) if text.isdecimal() else None
+
+
+def _tasks_on(text: str, node: int) -> int | None:
+    """Return a number, or of Slurm's "4(x2),1" what it says of that node."""
+    if text.isdecimal():
+        return int(text)
+    for count, times in re.findall(r"(\d+)(?:\(x(\d+)\))?", text):
+        node -= int(times or 1)
+        if node < 0:
+            return int(count)
+    return None
