@@ -8,13 +8,16 @@ import typer
 
 from commlib import __version__
 from commlib.cli.bench import bench
+from commlib.cli.bench_sweep import bench_sweep
 from commlib.cli.info import info
 from commlib.cli.show import show
 from commlib.cli.trace import trace_app
 from commlib.cli.tune import tune
+from commlib.cli.two_words import TwoWords
 
 app = typer.Typer(
     name="commlib",
+    cls=TwoWords,
     help="Collectives for training on clusters: measure them, look at them, choose among them.",
     no_args_is_help=True,
     add_completion=False,
@@ -38,6 +41,7 @@ def _commlib(
 
 
 app.command(no_args_is_help=True)(bench)
+app.command("bench sweep")(bench_sweep)
 app.command()(info)
 app.command()(show)
 app.command()(tune)

@@ -1,0 +1,61 @@
+"""Environment: where a sweep runs, and what differs from where it ran before."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping
+from typing import Any
+
+from commlib.bench.record import gather_facts
+from commlib.topology import Topology
+
+_LAUNCHERS = (  # a variable that only this launcher sets, the most particular one first
+    ("PALS_RANKID", "PALS"),
+    ("JSM_NAMESPACE_RANK", "jsrun"),
+    ("OMPI_COMM_WORLD_RANK", "mpirun of Open MPI"),
+    ("SLURM_STEP_ID", "srun"),
+    ("HYDI_CONTROL_FD", "mpiexec of MPICH"),
+    ("PMI_RANK", "mpiexec with PMI"),
+)
+_ALWAYS_OTHER = ("date", "load", "command", "slurm")  # from one start to the next
+
+
+def launcher_of(environment: Mapping[str, str]) -> str:
+    """Return what started this process, by its variables."""
+    return next((name for variable, name in _LAUNCHERS if variable in environment), "nothing: one process")
+
+
+def gather(comm: Any, world: Any) -> dict[str, Any]:
+    """Return the facts of a job, the same on all ranks. Collective."""
+    topology: Topology = comm.topology
+    facts = gather_facts(world, one_node=comm.one_node)
+    return {
+        **facts,
+        "launcher": world.bcast(launcher_of(os.environ)),
+        "ranks_of_nodes": [len(ranks) for ranks in topology.nodes],
+        "environment": world.bcast(facts["environment"]),
+    }
+
+
+def differences(before: Mapping[str, Any], now: Mapping[str, Any], prefix: str = "") -> list[str]:
+    """Return in words what differs between two sets of facts, but for what always does; of tables, each part."""
+    found: list[str] = []
+    for name in sorted({*before, *now} - set(_ALWAYS_OTHER)):
+        old, new = before.get(name), now.get(name)
+        if old == new:
+            continue
+        if isinstance(old, dict) and isinstance(new, dict):
+            found += differences(old, new, f"{prefix}{name}.")
+        elif name == "mpi_build":
+            found += [] if before.get("mpi") != now.get("mpi") else [f"{prefix}{name}: another build"]
+        else:
+            found.append(f"{prefix}{name}: {_text(old)} before, {_text(new)} now")
+    return found
+
+
+def _text(value: Any) -> str:
+    if value is None:
+        return "nothing"
+    if isinstance(value, list):
+        return ", ".join(map(str, dict.fromkeys(value)))
+    return str(value) or "nothing"

@@ -1,0 +1,105 @@
+"""One case of a sweep: measure it, and say how it ended. What goes wrong on all ranks alike is a result, too."""
+
+from __future__ import annotations
+
+import faulthandler
+import gc
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import asdict
+from datetime import UTC, datetime
+from typing import Any
+
+from commlib.bench import options
+from commlib.bench.options import Options, Refused
+from commlib.bench.rows import mistakes
+from commlib.bench.session import Session
+from commlib.bench.sweep.plan import Case, Plan
+from commlib.bench.sweep.results import Line
+from commlib.bench.sweep.worlds import World, asleep
+from commlib.errors import PeerError, ShutdownError, StallError
+
+PATIENCE = 30.0  # seconds in which the other ranks must have failed, too
+_HOPELESS = (PeerError, ShutdownError, StallError)  # a rank is gone, or this one's group
+
+
+def measure(world: World, case: Case, plan: Plan) -> Line:
+    """Return the line of a case. Collective over the world; the same line on all of its ranks.
+
+    status: "ok", "wrong" (an element of commlib's result), "refused" (it cannot be: the reason says why) or "failed"
+    (an error on every rank). An error on some ranks alone is raised there, and ends the job.
+    """
+    began = time.perf_counter()
+    row: dict[str, Any] | None = None
+    notes: list[str] = []
+    status, reason = "ok", ""
+    with _limited(plan.case_seconds):
+        try:
+            settings = options.check(_options(case, plan), world.comm.size)
+            session = Session(world.comm, world.world, settings)
+            session.probe()
+            notes = session.notes
+            found = session.row(session.case(case.dtype or "float32", case.op, case.nbytes))
+            row = found.figures()
+            status = "wrong" if mistakes([found]) else "ok"
+            asleep(world.control.Ibarrier())
+        except _HOPELESS:
+            raise
+        except Exception as error:
+            if not asleep(world.control.Ibarrier(), PATIENCE):
+                raise  # the others wait for this rank elsewhere: that cannot be mended here
+            is_refused = isinstance(error, Refused)
+            status = "refused" if is_refused else "failed"
+            reason = str(error) if is_refused else f"rank {world.comm.rank}: {_first_line(error)}"
+    gc.collect()  # symmetric memory is given back when nothing refers to it
+    endings = world.control.allgather((status, reason))
+    worst = next((ending for name in ("failed", "refused", "wrong") for ending in endings if ending[0] == name), None)
+    if worst is not None:
+        status, reason = worst
+    row = row if status in ("ok", "wrong") else None
+    return _line(case, status, reason, notes=notes, row=row, took=time.perf_counter() - began)
+
+
+def failed(case: Case, reason: str) -> Line:
+    """Return the line of a case that failed for a reason that others have seen."""
+    return _line(case, "failed", reason, notes=[], row=None, took=0.0)
+
+
+def _line(case: Case, status: str, reason: str, **more: Any) -> Line:
+    date = datetime.now(UTC).isoformat(timespec="seconds")
+    what = {"kind": "case", "key": case.key, "name": case.name, "case": asdict(case)}
+    return {**what, "status": status, "reason": reason, **more, "date": date}
+
+
+def _options(case: Case, plan: Plan) -> Options:
+    has_data = bool(case.nbytes)
+    return Options(
+        verb=case.verb,
+        sizes=(case.nbytes,) if has_data else None,
+        dtypes=(case.dtype,) if has_data else None,
+        ops=(case.op,) if case.op else None,
+        peers=case.peers,
+        in_place=case.in_place if has_data else None,
+        symmetric=case.symmetric if has_data else None,
+        algorithm=case.algorithm if case.algorithm != "auto" else None,
+        rounds=plan.rounds,
+        iters=plan.iters,
+        warmup_iters=plan.warmup_iters,
+        check=plan.check,
+    )
+
+
+def _first_line(error: Exception) -> str:
+    text = str(error).strip()
+    return f"{type(error).__name__}: {text.splitlines()[0]}" if text else type(error).__name__
+
+
+@contextmanager
+def _limited(seconds: float) -> Iterator[None]:
+    """End this process, with a traceback, if the block takes longer: MPI cannot be interrupted, and ends the job."""
+    faulthandler.dump_traceback_later(seconds, exit=True)
+    try:
+        yield
+    finally:
+        faulthandler.cancel_dump_traceback_later()

@@ -1,0 +1,233 @@
+"""Plan: what a sweep is to measure, as a TOML file or flags say it, and the cases that follow from it.
+
+A plan is a product: every verb with every size, dtype, operation, algorithm and place, on every world. A world is the
+first ranks of the first nodes of a job. What means nothing to a verb (an operation of a gather) makes no further case.
+"""
+
+from __future__ import annotations
+
+import difflib
+import tomllib
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass, field, fields, replace
+from pathlib import Path
+from typing import Any
+
+from commlib.bench.options import PEERS, Refused, parse_size
+from commlib.bench.verbs import VERBS, Verb
+from commlib.dtypes import DTYPES, NUMPY
+from commlib.schedule import registry
+
+ALL = 0  # as many nodes, or ranks of a node, as the job has
+EVERY = "every"  # each algorithm of a verb, and "auto"
+PLACES = ("usual", "in", "out")
+
+
+@dataclass(frozen=True, slots=True)
+class Plan:
+    """Hold what is to be measured.
+
+    nodes, ranks_per_node: each with each makes a world; 0 is all that the job has. places: "usual" (what the verb is
+    mostly called with), "in" (place) or "out" (of place). sizes: in bytes. case_seconds: a case that takes longer ends
+    the job; the sweep is started again to go on with the next one.
+    """
+
+    verbs: tuple[str, ...] = ("all_reduce",)
+    sizes: tuple[int, ...] = (4 << 10, 64 << 10, 1 << 20, 16 << 20)
+    dtypes: tuple[str, ...] = ("float32",)
+    ops: tuple[str, ...] = ("sum",)
+    algorithms: tuple[str, ...] = ("auto",)
+    nodes: tuple[int, ...] = (ALL,)
+    ranks_per_node: tuple[int, ...] = (ALL,)
+    peers: tuple[str, ...] = ()
+    places: tuple[str, ...] = ("usual",)
+    symmetric: bool = True
+    check: bool = True
+    rounds: int = 5
+    iters: int | None = None
+    warmup_iters: int | None = None
+    case_seconds: float = 600.0
+
+
+@dataclass(frozen=True, slots=True, order=True)
+class Case:
+    """One thing that is measured: what makes it another one. nbytes: as it was asked for. peers: in turn with it."""
+
+    nodes: int
+    ranks_per_node: int
+    verb: str
+    dtype: str
+    op: str
+    algorithm: str
+    in_place: bool
+    symmetric: bool
+    nbytes: int
+    peers: tuple[str, ...] = field(default=())
+
+    @property
+    def world(self) -> tuple[int, int]:
+        """Nodes, and ranks of each."""
+        return self.nodes, self.ranks_per_node
+
+    @property
+    def ranks(self) -> int:
+        return self.nodes * self.ranks_per_node
+
+    @property
+    def key(self) -> str:
+        """The case in one line, by which it is found again."""
+        return " ".join(filter(None, [self.name, "+".join(("", *self.peers))]))
+
+    @property
+    def name(self) -> str:
+        """The case without its peers, by which runs are compared."""
+        words = (
+            f"{self.nodes}x{self.ranks_per_node}",
+            self.verb,
+            self.dtype,
+            self.op,
+            self.algorithm,
+            "in-place" if self.in_place else "out-of-place",
+            "symmetric" if self.symmetric else "ordinary",
+            str(self.nbytes),
+        )
+        return " ".join(filter(None, words))
+
+
+def read(path: Path) -> Plan:
+    """Return the plan of a TOML file. Raises Refused, with its name, for what cannot be read or is no plan."""
+    try:
+        return of_table(tomllib.loads(path.read_text()))
+    except OSError as error:
+        raise Refused(f"plan {path}: cannot be read: {error.strerror}") from None
+    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
+        raise Refused(f"plan {path}: no TOML: {error}") from None
+    except Refused as error:
+        raise Refused(f"plan {path}: {error}") from None
+
+
+def of_table(table: Mapping[str, Any]) -> Plan:
+    """Return the plan of a table as TOML gives it: lists, or single values for lists of one. Raises Refused."""
+    known = {entry.name: entry for entry in fields(Plan)}
+    values: dict[str, Any] = {}
+    for name, value in table.items():
+        if name not in known:
+            near = difflib.get_close_matches(name, known, 1)
+            hint = f"did you mean {near[0]!r}?" if near else f"known are {', '.join(known)}"
+            raise Refused(f"{name!r} is no part of a plan; {hint}")
+        values[name] = _value(name, value, isinstance(getattr(Plan(), name), tuple))
+    return checked(replace(Plan(), **values))
+
+
+def _value(name: str, value: Any, is_list: bool) -> Any:
+    if is_list:
+        given = value if isinstance(value, list | tuple) else [value]
+        return tuple(_item(name, item) for item in given)
+    wanted: tuple[type, ...] = (bool,) if name in ("symmetric", "check") else (int,)
+    if name == "case_seconds":
+        wanted = (int, float)
+    if not isinstance(value, wanted) or (isinstance(value, bool) and bool not in wanted):
+        raise Refused(f"{name} is {value!r}: expected {'true or false' if bool in wanted else 'a number'}")
+    return value
+
+
+def _item(name: str, item: Any) -> Any:
+    if name == "sizes":
+        return parse_size(str(item))
+    if name in ("nodes", "ranks_per_node"):
+        if item == "all":
+            return ALL
+        if isinstance(item, bool) or not isinstance(item, int) or item < 0:
+            raise Refused(f"{name} has {item!r}: expected whole numbers, or 'all'")
+        return item
+    if not isinstance(item, str):
+        raise Refused(f"{name} has {item!r}: expected texts")
+    return item
+
+
+def checked(plan: Plan) -> Plan:
+    """Return the plan without repeats. Raises Refused for unknown names and for numbers that make no sense."""
+    known = {"verbs": VERBS, "dtypes": DTYPES, "peers": PEERS, "places": PLACES}
+    single: dict[str, Any] = {}
+    for entry in fields(plan):
+        value = getattr(plan, entry.name)
+        if not isinstance(value, tuple):
+            continue
+        for item in value:
+            if entry.name in known and item not in known[entry.name]:
+                near = difflib.get_close_matches(str(item), known[entry.name], 1)
+                hint = f"did you mean {near[0]!r}?" if near else f"known are {', '.join(known[entry.name])}"
+                raise Refused(f"{entry.name} has {item!r}; {hint}")
+        if not value and entry.name != "peers":
+            raise Refused(f"{entry.name} is empty: nothing would be measured")
+        single[entry.name] = tuple(dict.fromkeys(value))
+    for name, least in (("rounds", 1), ("iters", 1), ("warmup_iters", 0), ("case_seconds", 1)):
+        value = getattr(plan, name)
+        if value is not None and value < least:
+            raise Refused(f"{name} is {value}: expected at least {least}")
+    return replace(plan, **single)
+
+
+def table_of(plan: Plan) -> dict[str, Any]:
+    """Return the plan for JSON; `of_table` takes it."""
+    values = asdict(plan).items()
+    return {name: list(value) if isinstance(value, tuple) else value for name, value in values if value is not None}
+
+
+def cases(plan: Plan, ranks_of_nodes: Sequence[int]) -> tuple[list[Case], list[str]]:
+    """Return the cases in the order in which they run, and what the job is too small for, in words.
+
+    ranks_of_nodes: how many ranks each node of the job has.
+    """
+    found: dict[Case, None] = {}
+    unable: dict[str, None] = {}
+    for asked_nodes in plan.nodes:
+        nodes = asked_nodes or len(ranks_of_nodes)
+        if nodes > len(ranks_of_nodes):
+            unable[f"nodes = {nodes}: this job has {len(ranks_of_nodes)}"] = None
+            continue
+        most = min(ranks_of_nodes[:nodes])
+        for asked_ranks in plan.ranks_per_node:
+            ranks = asked_ranks or most
+            if ranks > most:
+                unable[f"ranks_per_node = {ranks} with nodes = {nodes}: the smallest of them has {most} here"] = None
+                continue
+            for verb in plan.verbs:
+                found.update(dict.fromkeys(_of_verb(plan, VERBS[verb], nodes, ranks)))
+    return list(found), list(unable)
+
+
+def _of_verb(plan: Plan, verb: Verb, nodes: int, ranks: int) -> Iterator[Case]:
+    has_data = verb.name != "barrier"
+    peers = tuple(peer for peer in plan.peers if peer != "pieces" or verb.name == "all_reduce")
+    for algorithm in _algorithms(plan, verb):
+        for dtype in plan.dtypes if has_data else ("",):
+            for op in plan.ops if verb.reduces else ("",):
+                for in_place in dict.fromkeys(_in_place(verb, place) for place in plan.places):
+                    sizes = _distinct(plan.sizes, verb, dtype, nodes * ranks) if has_data else (0,)
+                    for nbytes in sizes:
+                        symmetric = plan.symmetric and has_data
+                        yield Case(nodes, ranks, verb.name, dtype, op, algorithm, in_place, symmetric, nbytes, peers)
+
+
+def _algorithms(plan: Plan, verb: Verb) -> tuple[str, ...]:
+    if not verb.has_algorithms:
+        return ("auto",)
+    named = (("auto", *registry.algorithms(verb.name)) if name == EVERY else (name,) for name in plan.algorithms)
+    return tuple(dict.fromkeys(name for names in named for name in names))
+
+
+def _in_place(verb: Verb, place: str) -> bool:
+    """Return whether a verb is called in place, where it can be as it is asked for."""
+    if place == "usual" or verb.in_place in ("only", "not"):
+        return verb.in_place in ("usual", "only")
+    return place == "in"
+
+
+def _distinct(sizes: Sequence[int], verb: Verb, dtype: str, ranks: int) -> tuple[int, ...]:
+    """Return the sizes but for those that are one element for each rank again."""
+    counts: dict[int, int] = {}
+    for nbytes in sizes:
+        elements = nbytes // NUMPY[dtype].itemsize
+        counts.setdefault(max(1, elements // ranks if verb.split else elements), nbytes)
+    return tuple(counts.values())

@@ -1,0 +1,115 @@
+"""`commlib bench sweep`: many cases in one job, resumable, as JSON lines."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+import commlib
+
+
+def bench_sweep(
+    plan: Annotated[Path | None, typer.Argument(help="a TOML file; flags win over it")] = None,
+    out: Annotated[
+        Path | None, typer.Option("--out", "-o", help="file of JSON lines (default: the plan's name, or sweep.jsonl)")
+    ] = None,
+    verb: Annotated[list[str] | None, typer.Option(help="repeatable, as all lists here (default: all_reduce)")] = None,
+    size: Annotated[list[str] | None, typer.Option(help="bytes; K, M, G (default: 4K, 64K, 1M, 16M)")] = None,
+    begin: Annotated[str | None, typer.Option("--begin", "-b", help="smallest size, instead of --size")] = None,
+    end: Annotated[str | None, typer.Option("--end", "-e", help="largest size")] = None,
+    factor: Annotated[int | None, typer.Option("--factor", "-f", help="from one size to the next (default: 4)")] = None,
+    dtype: Annotated[list[str] | None, typer.Option(help="default: float32")] = None,
+    op: Annotated[list[str] | None, typer.Option(help="default: sum")] = None,
+    algorithm: Annotated[list[str] | None, typer.Option(help="default: auto; every: each one that a verb has")] = None,
+    nodes: Annotated[list[str] | None, typer.Option(help="the first so many; all (default)")] = None,
+    ranks_per_node: Annotated[list[str] | None, typer.Option(help="the first so many of each; all (default)")] = None,
+    peer: Annotated[list[str] | None, typer.Option(help="in turn with each case: mpi, pieces, gloo")] = None,
+    place: Annotated[list[str] | None, typer.Option(help="usual (default), in or out (of place)")] = None,
+    symmetric: Annotated[bool | None, typer.Option("--symmetric/--ordinary", help="arrays from comm.empty")] = None,
+    check: Annotated[bool | None, typer.Option("--check/--no-check", help="count wrong elements")] = None,
+    rounds: Annotated[int | None, typer.Option(help="bursts of each contender (default: 5)")] = None,
+    iters: Annotated[int | None, typer.Option("--iters", "-n", help="calls in each burst (default: 30 ms)")] = None,
+    warmup_iters: Annotated[int | None, typer.Option("--warmup-iters", "-w", help="before each burst")] = None,
+    case_seconds: Annotated[float | None, typer.Option(help="a longer case ends the job (default: 600)")] = None,
+    retry: Annotated[bool, typer.Option("--retry", help="again what was wrong, refused or failed")] = False,
+) -> None:
+    """Measure verbs x sizes x dtypes x algorithms x worlds in one job.
+
+        mpirun -n 8 commlib bench sweep plan.toml --out results.jsonl
+
+    A world is the first --ranks-per-node ranks of the first --nodes nodes;
+    the other ranks sleep meanwhile. Each case is one line of JSON, written
+    when it ends. Start it again after a kill, with the same file: what is
+    there is skipped. A case that ends the job twice counts as failed.
+
+    A plan has these flags' names as keys, lists in the plural:
+
+        verbs = ["all_reduce", "all_gather"]
+
+        sizes = ["4K", "1M"]
+
+        nodes = [1, 2]
+
+        ranks_per_node = [1, "all"]
+
+        peers = ["mpi"]
+
+    The exit code is 1 if a result was wrong or a case failed.
+    """
+    from commlib.bench.options import Refused
+    from commlib.bench.sweep.plan import Plan, checked, of_table, read
+
+    lists: dict[str, list[Any] | None] = {
+        "verbs": verb,
+        "sizes": size,
+        "dtypes": dtype,
+        "ops": op,
+        "algorithms": algorithm,
+        "nodes": _numbers(nodes),
+        "ranks_per_node": _numbers(ranks_per_node),
+        "peers": peer,
+        "places": place,
+    }
+    singles: dict[str, Any] = {
+        "symmetric": symmetric,
+        "check": check,
+        "rounds": rounds,
+        "iters": iters,
+        "warmup_iters": warmup_iters,
+        "case_seconds": case_seconds,
+    }
+    try:
+        table = {name: value for name, value in (lists | singles).items() if value is not None}
+        given = of_table(table)
+        chosen = replace(Plan() if plan is None else read(plan), **{name: getattr(given, name) for name in table})
+        sizes = _range(begin, end, factor, size)
+        chosen = checked(chosen if sizes is None else replace(chosen, sizes=sizes))
+        is_right = _run(chosen, out or (Path("sweep.jsonl") if plan is None else plan.with_suffix(".jsonl")), retry)
+    except Refused as error:  # on all ranks together
+        raise typer.BadParameter(str(error)) from None
+    raise typer.Exit(0 if is_right else 1)
+
+
+def _run(plan: Any, out: Path, retry: bool) -> bool:
+    commlib.init()  # says what is wrong with MPI, where the next import would only fail
+    from commlib.bench.sweep import run
+
+    return run.run(plan, out, retry=retry)
+
+
+def _numbers(values: list[str] | None) -> list[Any] | None:
+    return None if values is None else [int(value) if value.isdecimal() else value for value in values]
+
+
+def _range(begin: str | None, end: str | None, factor: int | None, size: list[str] | None) -> tuple[int, ...] | None:
+    """Return the sizes between two, or None if nothing was said of them. Raises Refused."""
+    from commlib.bench.options import Refused, parse_size, sizes_between
+
+    if begin is None and end is None and factor is None:
+        return None
+    if size:
+        raise Refused("give either --size, or --begin, --end and --factor")
+    return sizes_between(parse_size(begin or "4"), parse_size(end or "64M"), 4 if factor is None else factor)

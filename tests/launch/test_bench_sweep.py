@@ -1,0 +1,138 @@
+"""`commlib bench sweep` as a user starts it: worlds within one job, a kill, and going on."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+
+pytestmark = pytest.mark.any_mpi
+
+SWEEP = ("-m", "commlib", "bench", "sweep")
+PLAN = """
+verbs = ["all_reduce", "barrier"]
+sizes = ["4K", "64K"]
+algorithms = ["auto", "rnig"]
+ranks_per_node = [1, "all", 9]
+peers = ["mpi"]
+rounds = 1
+iters = 2
+"""
+CASES = 10
+# Kills the one rank that measures in the fourth case, while the other one sleeps.
+KILLED = """
+import os, signal, sys
+from commlib.bench.sweep import run
+
+measure, began = run.measure, 0
+
+def killed(world, case, plan):
+    global began
+    began += 1
+    if began == 4:
+        os.kill(os.getpid(), signal.SIGKILL)
+    return measure(world, case, plan)
+
+run.measure = killed
+sys.argv = ["commlib", "bench", "sweep", *sys.argv[1:]]
+from commlib.cli import main
+main()
+"""
+
+
+def lines_of(path, kind):
+    lines = [json.loads(line) for line in path.read_text().splitlines()]
+    return [line for line in lines if line["kind"] == kind]
+
+
+def test_a_sweep_goes_on_after_a_kill(mpirun, tmp_path):
+    plan, out, program = tmp_path / "plan.toml", tmp_path / "results" / "all.jsonl", tmp_path / "killed.py"
+    plan.write_text(PLAN)
+    program.write_text(KILLED)
+    arguments = [str(plan), "--out", str(out)]
+    done = mpirun(2, [str(program), *arguments], timeout=120)
+    assert done.returncode != 0
+    first = lines_of(out, "case")
+    assert len(first) == 3 and len(lines_of(out, "begun")) == 4
+    with out.open("a") as file:
+        file.write('{"kind": "ca')  # what a kill of the node leaves
+    done = mpirun(2, [*SWEEP, *arguments], timeout=120)
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert "half a line at its end is cut off, 12 bytes" in done.stdout
+    assert f"# {CASES} cases, 3 of them are in {out} already" in done.stdout
+    assert "# left out: ranks_per_node = 9 with nodes = 1" in done.stdout
+    assert "# measured: 3 refused, 4 ok" in done.stdout
+    cases = lines_of(out, "case")
+    assert cases[:3] == first and len({line["key"] for line in cases}) == len(cases) == CASES
+    by_status = {status: [line for line in cases if line["status"] == status] for status in ("ok", "refused")}
+    assert [len(lines) for lines in by_status.values()] == [6, 4]
+    assert all("has no algorithm 'rnig'" in line["reason"] for line in by_status["refused"])
+    for line in by_status["ok"]:
+        assert line["row"]["ranks"] == line["case"]["ranks_per_node"] * line["case"]["nodes"]
+        assert set(line["row"]["seconds"]) == {"commlib", "mpi"}
+    assert {line["row"]["ranks"] for line in by_status["ok"]} == {1, 2}
+    assert "the plan has changed" not in done.stdout
+
+
+def test_a_changed_plan_a_case_that_ends_jobs_and_a_wrong_result(mpirun, tmp_path):
+    out = tmp_path / "results.jsonl"
+    flags = ["--size", "4K", "--rounds", "1", "--iters", "2", "--out", str(out)]
+    assert mpirun(2, [*SWEEP, *flags, "--verb", "gather"], timeout=120).returncode == 0
+    bad = "1x2 all_reduce float32 sum auto in-place symmetric 4096"
+    with out.open("a") as file:
+        file.write(f'{{"kind": "begun", "key": "{bad}"}}\n' * 2)
+    program = tmp_path / "broken.py"
+    program.write_text(BROKEN)
+    both = ["--verb", "gather", "--verb", "all_reduce", "--verb", "broadcast", "--verb", "all_gather"]
+    done = mpirun(2, [str(program), *flags, *both], timeout=120)
+    assert done.returncode == 1, done.stdout + done.stderr
+    assert "# the plan has changed" in done.stdout
+    assert "#   verbs: gather before, gather, all_reduce, broadcast, all_gather now" in done.stdout
+    assert f"{bad}: ended the job 2 times" in done.stdout
+    assert "# measured: 1 wrong, 1 failed" in done.stdout
+    status = {line["case"]["verb"]: line for line in lines_of(out, "case")}
+    assert {verb: line["status"] for verb, line in status.items()} == {
+        "gather": "ok",
+        "all_reduce": "failed",
+        "broadcast": "wrong",
+        "all_gather": "failed",
+    }
+    assert "ValueError: no such luck" in status["all_gather"]["reason"]
+    assert [line["number"] for line in lines_of(out, "environment")] == [0, 1]
+
+
+# A broadcast that is wrong on one rank, and an all_gather that fails on all of them after the contenders are tried.
+BROKEN = """
+import sys
+from commlib.bench import ours
+from commlib.bench.session import Session
+
+right, contenders = ours.call, Session.contenders
+
+def broken(comm, case, **options):
+    call = right(comm, case, **options)
+    def run():
+        call()
+        if comm.rank == 1 and case.verb.name == "broadcast":
+            case.x[0] += 1
+    return run
+
+def unlucky(self, case):
+    if case.verb.name == "all_gather":
+        raise ValueError("no such luck")
+    return contenders(self, case)
+
+ours.call, Session.contenders = broken, unlucky
+sys.argv = ["commlib", "bench", "sweep", *sys.argv[1:]]
+from commlib.cli import main
+main()
+"""
+
+
+@pytest.mark.long  # the texts are seen in unit tests, and how they are said once in test_bench.py
+def test_wrong_usage_is_said_once_and_ends_with_2(mpirun, tmp_path):
+    out = tmp_path / "other.jsonl"
+    out.write_text("a song\n")
+    done = mpirun(2, [*SWEEP, "--out", str(out)])
+    assert done.returncode == 2, done.stdout + done.stderr
+    assert done.stderr.count("line 1: no line of a sweep's results") == 1 and "Traceback" not in done.stderr
