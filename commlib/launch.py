@@ -58,7 +58,7 @@ def was_started() -> bool:
     return MPI is not None and bool(MPI.Is_initialized())
 
 
-def findlibrary_name() -> tuple[str, str]:
+def find_library() -> tuple[str, str]:
     """Return the name of the MPI library and its file, without starting MPI. Raises TransportError if there is none."""
     name = library_name(_import_mpi())
     return name, ", ".join(map(str, mapped_libraries("libmpi")))
