@@ -14,7 +14,16 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 from commlib.errors import CommlibError, MismatchError, PeerError, ShutdownError, StallError, TransportError, UsageError
-from commlib.observing import recorded, start_recording, start_timeline, statistics, stop_recording, stop_timeline
+from commlib.observing import (
+    mark_step,
+    recorded,
+    start_recording,
+    start_timeline,
+    statistics,
+    stop_recording,
+    stop_timeline,
+    timeline,
+)
 from commlib.world import init, is_initialized, shutdown, world
 
 if TYPE_CHECKING:
@@ -45,6 +54,7 @@ __all__ = [
     "__version__",
     "init",
     "is_initialized",
+    "mark_step",
     "recorded",
     "shutdown",
     "start_recording",
@@ -52,6 +62,7 @@ __all__ = [
     "statistics",
     "stop_recording",
     "stop_timeline",
+    "timeline",
     "world",
 ]
 

@@ -16,6 +16,7 @@ from commlib.coordinator.request import Request
 from commlib.coordinator.scaling import scale
 from commlib.dtypes import Array
 from commlib.kernels.host.pack import pack, unpack
+from commlib.observe.journal import journal_of
 
 VERB = "compressed_allreduce"
 
@@ -54,7 +55,7 @@ class CompressedReductions:
     """Run the compressed reductions of one process set. Ranks call `run` for the same requests in the same order."""
 
     def __init__(self, comm: Any) -> None:
-        self._comm = comm
+        self._comm, self._journal = comm, journal_of(comm)
         self._compressions: dict[tuple[str, bool], GradientCompression] = {}
         self._buckets: dict[str, _Bucket] = {}
 
@@ -73,13 +74,15 @@ class CompressedReductions:
         bucket = self._buckets.get(request.name)
         if bucket is None or bucket.request != request:
             bucket = self._buckets[request.name] = self._make(request)
-        bucket.fill(sources)
+        with self._journal.span("pack", "pack", tensors=len(bucket.parts), bytes=bucket.array.nbytes):
+            bucket.fill(sources)
         scale(bucket.array, float(request.option("prescale_factor", 1.0)))
         bucket.reduction()
         bucket.reduction.end_step()
         if sources is not None:
             scale(bucket.array, float(request.option("postscale_factor", 1.0)))
-            bucket.hand_out(targets)
+            with self._journal.span("pack", "unpack", tensors=len(bucket.parts), bytes=bucket.array.nbytes):
+                bucket.hand_out(targets)
 
     def _make(self, request: Request) -> _Bucket:
         parts, start = [], 0

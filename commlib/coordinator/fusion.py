@@ -19,6 +19,7 @@ from commlib.coordinator.request import Request
 from commlib.coordinator.scaling import neutral, scale
 from commlib.dtypes import NUMPY, Array
 from commlib.kernels.host.pack import pack, unpack
+from commlib.observe.journal import journal_of
 
 # On a node packing pays for small arrays, in batches that stay in the caches until they are unpacked (1,000 arrays of
 # 4 KiB: 1.35 ms, in one batch 1.6); larger ones go through the node's slots as they are (8 MiB in arrays of 256 KiB and
@@ -35,7 +36,7 @@ class Fusion:
     """Runs the all-reduces of `comm`. fusion_bytes: how much is reduced as one array at most, between nodes."""
 
     def __init__(self, comm: Any, fusion_bytes: int) -> None:
-        self._comm = comm
+        self._comm, self._journal = comm, journal_of(comm)
         self._batch_bytes = min(fusion_bytes, _NODE_BATCH) if comm.one_node else fusion_bytes
         self._alone_bytes = _ALONE_ON_NODE if comm.one_node else _ALONE_BETWEEN
         self._buffer: Array = np.empty(0, np.uint8)
@@ -104,10 +105,12 @@ class Fusion:
         if joined:
             buffer[...] = neutral(kind.dtype, kind.op)
         else:
-            pack(sources, nbytes, address_of(buffer))
+            with self._journal.span("pack", "pack", tensors=len(batch), bytes=buffer.nbytes):
+                pack(sources, nbytes, address_of(buffer))
         self._reduce_in_place(kind, buffer)
         if not joined:
-            unpack(address_of(buffer), targets, nbytes)
+            with self._journal.span("pack", "unpack", tensors=len(batch), bytes=buffer.nbytes):
+                unpack(address_of(buffer), targets, nbytes)
 
     def _reduce_alone(self, kind: Kind, size: int, source: Array | None, target: Array | None) -> None:
         if size == 0:

@@ -8,7 +8,6 @@ from time import monotonic
 from typing import Any, Protocol
 
 from commlib.coordinator.request import Request
-from commlib.observe.recorder import Record
 from commlib.runtime.work import Work
 
 Array = Any
@@ -31,7 +30,7 @@ class Drives(Protocol):
 class Pending(Work):
     """Hold one named operation. Its arrays must not be touched until it is done."""
 
-    __slots__ = ("_coordinator", "extra", "inputs", "outputs", "record", "request", "since", "warned")
+    __slots__ = ("_coordinator", "extra", "inputs", "outputs", "request", "since", "warned")
 
     def __init__(
         self, coordinator: Drives, request: Request, inputs: Sequence[Array], outputs: Sequence[Array], extra: Any
@@ -45,7 +44,7 @@ class Pending(Work):
         self._coordinator, self.request = coordinator, request
         self.inputs, self.outputs, self.extra = inputs, outputs, extra
         self.since = monotonic()
-        self.record: Record | None = None  # of what it does, while somebody wants to know
+        self.record = None
 
     def wait(self, timeout: float | None = None) -> Any:
         """Block until it has ended, at most `timeout` seconds, and return its result; see `Work.wait`.
@@ -54,12 +53,18 @@ class Pending(Work):
         """
         if not self._done:
             if timeout is None:
+                record = self.record
+                if record is not None:
+                    record.waits()
                 try:
                     self._coordinator.drive(self.done)
                 except BaseException:
                     self.seen = self._done  # whoever waits has what ended it
                     self._forget_failure()
                     raise
+                finally:
+                    if record is not None:
+                        record.waited()
             else:
                 self._coordinator.wake()
         try:

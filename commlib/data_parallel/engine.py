@@ -23,6 +23,7 @@ from commlib.data_parallel.buckets import Bucket, Slot
 from commlib.data_parallel.memory import BucketMemory
 from commlib.data_parallel.parameter_check import Gathers
 from commlib.data_parallel.report import Statistics, all_reduce_bytes
+from commlib.data_parallel.traces import Traces
 from commlib.dtypes import Array
 from commlib.kernels.host.stream import stream_copy
 
@@ -86,6 +87,7 @@ class Engine:
         self.statistics = Statistics()
         comms = [_along(comm, bucket.axis) for bucket in self.buckets]
         self._comms = comms
+        self.traces = Traces(self.buckets, comms)
         self._memory = [BucketMemory(bucket, own.empty) for own, bucket in zip(comms, self.buckets, strict=True)]
         self._slots: dict[int, Any] = {}
         self._places: dict[int, tuple[int, int]] = {}  # address and bytes of each slot of the host's
@@ -172,6 +174,8 @@ class Engine:
             self._pending.clear()
             self._launched.clear()
             self.statistics.reductions += 1
+            if self.traces.wanted:
+                self.traces.ended()
             self.statistics.exposed_seconds += time.perf_counter() - started
 
     def used(self, parameter: int) -> bool:
@@ -229,6 +233,8 @@ class Engine:
             # Plans that are launched together are told whether this thread is about to wait for them.
             start: Callable[..., Pending] = plan.start
             self._pending.append(start(awaited) if self._together else start())
+            if self.traces.wanted:
+                self.traces.launched(index, self._pending[-1])
 
     def _reduce(self, remaining: Collection[int]) -> None:
         fetching = [work for work in self._fetching if work is not None]
@@ -242,6 +248,8 @@ class Engine:
         for index in remaining:
             plan = self._plans[index]
             if plan is not None:
+                if self.traces.wanted:
+                    self.traces.launched(index, None)
                 plan()
 
     def _wait(self, works: Sequence[Pending]) -> None:

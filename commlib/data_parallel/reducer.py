@@ -214,6 +214,8 @@ class GradientReducer:
             ) from error
         if not tracker.reducing or self._is_undecided:
             return  # it stays where it is until a pass that reduces, or until the buckets are known
+        if self._engine.traces.wanted and (full := tracker.completed(index)) is not None:
+            self._engine.traces.ready(full)
         started = time.perf_counter()
         self._put(index)
         self.statistics.exposed_seconds += time.perf_counter() - started

@@ -105,6 +105,11 @@ class Tracker:
                 self._next += 1
         return range(start, self._next)
 
+    def completed(self, parameter: int) -> int | None:
+        """Return the bucket of a gradient that has just become ready if it was the last one of it, else None."""
+        bucket = self._bucket_of[parameter]
+        return None if self._unready[bucket] else bucket
+
     def missing(self) -> list[int]:
         """Return the parameters whose gradient is not ready, in launch order."""
         return [parameter for bucket in self._members for parameter in bucket if parameter not in self._ready]

@@ -60,6 +60,7 @@ class ByName:
         self._process_set = process_set_of(process_set)
         self._coordinator = self._process_set.coordinator(name)
         comm = self._coordinator.comm
+        self.group = comm.group  # which knows whether a timeline is written
         self.rank, self.size = comm.rank, comm.size
         self.is_hierarchical = bool(comm.is_hierarchical)
         self._made_during = self._coordinator.joins

@@ -3,11 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
+from time import monotonic_ns
+from types import TracebackType
 from typing import Any, TypeVar
 
-from commlib.observe.recorder import Record, Recorder
+from commlib.observe.recorder import Mark, Record, Recorder
 
 T = TypeVar("T")
+
+
+_NOTHING = nullcontext()
 
 
 class Journal:
@@ -68,3 +74,45 @@ class Journal:
             self.current = before
         record.end()
         return value
+
+    def span(self, category: str, name: str, **facts: Any) -> AbstractContextManager[Any]:
+        """Return what writes, while a timeline is written, when the `with` block began and ended: see `Mark`."""
+        recorder = self.recorder
+        if recorder is None or recorder.trace is None:
+            return _NOTHING
+        return _Spanning(recorder, category, name, (self._key, category), {"calls": self._key, **facts})
+
+    def step(self, who: str) -> None:
+        """Write that a training step has ended, as seen by `who`."""
+        recorder = self.recorder
+        if recorder is not None and recorder.trace is not None:
+            recorder.trace(Mark(monotonic_ns(), "i", "step", "step", ("step", who), {"by": who}))
+
+
+class _Spanning:
+    """Mark where a `with` block begins and ends."""
+
+    __slots__ = ("_category", "_facts", "_name", "_recorder", "_row")
+
+    def __init__(
+        self, recorder: Recorder, category: str, name: str, row: tuple[str, str], facts: dict[str, Any]
+    ) -> None:
+        self._recorder, self._category, self._name, self._row, self._facts = recorder, category, name, row, facts
+
+    def __enter__(self) -> None:
+        self._mark("B", self._facts)
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._mark("E", {} if error is None else {"error": f"{type(error).__name__}: {error}"})
+
+    def _mark(self, phase: str, facts: dict[str, Any]) -> None:
+        if (trace := self._recorder.trace) is not None:  # else the timeline has ended meanwhile
+            trace(Mark(monotonic_ns(), phase, self._category, self._name, self._row, facts))
+
+
+def journal_of(comm: Any) -> Journal:
+    """Return the journal of a communicator; of what has no group, such as a rank alone, one that nobody reads."""
+    group = getattr(comm, "group", None)
+    return Journal() if group is None else group.journal

@@ -9,11 +9,11 @@ from __future__ import annotations
 import itertools
 import threading
 from collections import deque
-from collections.abc import Callable, Hashable, Iterable
+from collections.abc import Callable, Hashable, Iterable, Mapping
 from enum import Enum
 from functools import lru_cache
 from time import monotonic_ns
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 # Events that are kept unless the user wants another number.
 CAPACITY = 4096
@@ -101,6 +101,16 @@ class Record:
             self.ended = monotonic_ns()  # readers of the event look at it
             self._recorder.write(self, Phase.END, self.error)
 
+    def waits(self) -> None:
+        """Say that a thread of the user's waits for it from now on."""
+        if (trace := self._recorder.trace) is not None:
+            trace(Mark(monotonic_ns(), "b", "wait", self.verb, threading.get_ident(), self))
+
+    def waited(self) -> None:
+        """Say that it waits no more."""
+        if (trace := self._recorder.trace) is not None:
+            trace(Mark(monotonic_ns(), "e", "wait", self.verb, threading.get_ident(), {}))
+
 
 class Event(NamedTuple):  # no dataclass: several are made for each operation, and this takes half the time
     """One thing that happened. time: monotonic ns. thread: its identifier."""
@@ -127,6 +137,33 @@ class Event(NamedTuple):  # no dataclass: several are made for each operation, a
         return f"{self.time / 1e9:.6f} s {self.phase.value:6} {self.group}: {self.record!r} {self.detail}".rstrip()
 
 
+class Mark(NamedTuple):
+    """The begin or the end of something beside the operations, for a timeline. time: monotonic ns.
+
+    phase: as in Chrome's format, "B" and "E" (which nest in a row), "b" and "e" (which may overlap), "i" (no length).
+    category: "wait" (a thread, for an operation), "pack", "codec", "pipeline" (an action), "bucket" (from
+    its launch to its end), "step" (it has ended). row: the same for what is drawn in one line; of a wait its thread.
+    facts: what else is known; of a wait, the operation's record.
+    """
+
+    time: int
+    phase: str
+    category: str
+    name: str
+    row: Hashable
+    facts: Mapping[str, Any] | Record
+
+
+def of(record: Record) -> str:
+    """Return what numbers the calls of an operation: the same text on all ranks that take part in it.
+
+    A group's key, or the name of the group in which operations have names; "" for messages.
+    """
+    if record.row == MESSAGES:
+        return ""
+    return f"{record.group} by name" if record.name else str(record.row)
+
+
 Reader = Callable[[Event], None]
 
 
@@ -136,6 +173,7 @@ class Recorder:
     def __init__(self, capacity: int = CAPACITY) -> None:
         self.numbers = itertools.count(1)
         self.marks_cycles = False  # somebody wants to know when ranks negotiate
+        self.trace: Callable[[Mark], None] | None = None  # who wants marks: nobody but a timeline
         self._ring: deque[Event] = deque(maxlen=capacity)
         self._readers: tuple[Reader, ...] = ()
         self._changing = threading.Lock()  # of who reads

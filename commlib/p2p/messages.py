@@ -16,7 +16,7 @@ from commlib.devices.array import DeviceArray
 from commlib.devices.arrays import overlap, viewed, written
 from commlib.devices.protocol import Event
 from commlib.errors import CommlibError, MismatchError, ShutdownError, StallError, UsageError
-from commlib.observe.recorder import MESSAGES, Record
+from commlib.observe.recorder import MESSAGES
 from commlib.p2p.on_device import Incoming, Outgoing, await_device
 from commlib.p2p.post import Post, have_moved
 from commlib.runtime.work import Work
@@ -78,7 +78,7 @@ class Messages(Work):
     go while they are under way.
     """
 
-    __slots__ = ("_arrived", "_comm", "_lock", "_messages", "_peers", "_post", "_record", "_requests", "_value")
+    __slots__ = ("_arrived", "_comm", "_lock", "_messages", "_peers", "_post", "_requests", "_value")
 
     def __init__(self, comm: Group, post: Post, text: str, messages: list[_Message], value: Any) -> None:
         super().__init__(text)
@@ -87,7 +87,6 @@ class Messages(Work):
         self._arrived: list[tuple[Any, Event, Any]] = []  # what is on its way to a device: that, when, and from where
         self._lock = threading.Lock()  # MPI allows one thread at a time to ask for a request
         self._requests: list[Request] = []  # of those that are posted
-        self._record: Record | None = None
 
     def start(self) -> Messages:
         """Post them, and let the poller look after them."""
@@ -120,7 +119,7 @@ class Messages(Work):
         if comm.failure is not None:
             comm.raise_failure(text)
         if (record := comm.journal.open(text, self._messages[0].flat)) is not None:
-            self._record, record.row = record, MESSAGES
+            self.record, record.row = record, MESSAGES
             record.run()
         try:
             for message in self._messages:
@@ -159,16 +158,23 @@ class Messages(Work):
         late = StallError(f"{self.description}: not done after {timeout} s; it goes on, wait again to collect it")
         if not super().done():
             forks.check(self.description)
-            if timeout is None:
-                with self._lock:  # a signal handler may raise in here
-                    self._wait_for_requests(deadline, late)
-            elif self._lock.acquire(timeout=timeout):
-                try:
-                    self._wait_for_requests(deadline, late)
-                finally:
-                    self._lock.release()
-            else:
-                raise late
+            record = self.record
+            if record is not None:
+                record.waits()
+            try:
+                if timeout is None:
+                    with self._lock:  # a signal handler may raise in here
+                        self._wait_for_requests(deadline, late)
+                elif self._lock.acquire(timeout=timeout):
+                    try:
+                        self._wait_for_requests(deadline, late)
+                    finally:
+                        self._lock.release()
+                else:
+                    raise late
+            finally:
+                if record is not None:
+                    record.waited()
         value = super().wait(0)
         for device, event, _ in self._arrived:
             device.current().wait(event)
@@ -220,8 +226,8 @@ class Messages(Work):
                 request.cancel()
         value, self._value = self._value, None
         self._messages = []  # it no longer keeps the arrays alive
-        if self._record is not None:
-            self._record.end(error)
+        if self.record is not None:
+            self.record.end(error)
         self.finish(value, error)
 
 

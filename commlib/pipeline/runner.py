@@ -140,20 +140,24 @@ class Runner:
         if self._failure:
             raise UsageError(f"{self._lowered.schedule.title}: {self._failure}: make another pipeline, on all ranks")
         self._nothing, self.peak = set(empty), 0
-        spans = self.spans
+        spans, journal = self.spans, self._comm.group.journal
+        traced = journal.recorder is not None and journal.recorder.trace is not None
         if spans is not None:
             spans.clear()
         try:
             for position, (do, action, done) in enumerate(self._steps):
                 self._position = position
-                if spans is None:
+                if spans is None and not traced:
                     do(action)
                 else:
                     began = time.monotonic()
-                    do(action)
-                    spans.append((began, time.monotonic()))
+                    with journal.span("pipeline", str(action), **_facts(action)):
+                        do(action)
+                    if spans is not None:
+                        spans.append((began, time.monotonic()))
                 for key in done:
                     self._hand_back(key)
+            journal.step("pipeline")
         except BaseException as error:
             self._fail(error)
             raise
@@ -277,6 +281,11 @@ class Runner:
 def describe(action: Action) -> str:
     """Return an action and what it does, in words."""
     return f"{action} ({_WORDS[action.kind].format(action.microbatch, action.stage, action.peer)})"
+
+
+def _facts(action: Action) -> dict[str, Any]:
+    """Return what a timeline says of an action; `peer` is a stage, -1 where it sends nothing."""
+    return {"kind": str(action.kind), "stage": action.stage, "microbatch": action.microbatch, "peer": action.peer}
 
 
 def _line(error: BaseException) -> str:

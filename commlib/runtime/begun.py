@@ -38,7 +38,15 @@ class Begun(Work):
         """Block until it has ended; see `Work.wait`."""
         if not self._done:
             if timeout is None:
-                self._progress.finish_begun(self)
+                record = self.record
+                if record is None:
+                    self._progress.finish_begun(self)
+                else:
+                    record.waits()
+                    try:
+                        self._progress.finish_begun(self)
+                    finally:
+                        record.waited()
             else:
                 self._progress.hand_over()
         return super().wait(timeout)

@@ -167,7 +167,8 @@ class Progress:
                     raise ShutdownError(f"{description}: commlib has been shut down")
                 self._queue_begun()
                 self.pending += 1
-                self._queue.append(_Job(work, run, self.journal.queue(description, x)))
+                work.record = self.journal.queue(description, x)
+                self._queue.append(_Job(work, run, work.record))
                 self._start_thread()
                 self._changed.notify_all()
         except BaseException as error:
@@ -186,6 +187,7 @@ class Progress:
     def begun(self, description: str, finish: Run, record: Record | None = None) -> Work:
         """Return the work of an operation that has been begun in its caller's thread; `finish` does the rest of it."""
         work = Begun(description, self)
+        work.record = record
         with self._lock:
             self._begun = _Job(work, finish, record)
             self.pending += 1

@@ -5,9 +5,12 @@ from __future__ import annotations
 import logging
 import threading
 import weakref
+from collections.abc import Mapping
+from typing import Any
 
 from commlib.config import Config
 from commlib.errors import UsageError
+from commlib.observe.clocks import clock_id, note_clock
 from commlib.observe.counters import Counters
 from commlib.observe.last_words import LastWords
 from commlib.observe.recorder import CAPACITY, Event, Recorder
@@ -84,6 +87,7 @@ class Recording:
                 return
             if self.recorder is not None:
                 self.recorder.unsubscribe(timeline.read)
+                self.recorder.trace = None
                 self.recorder.marks_cycles = False
             if not self._asked_for:
                 self._turn_off()
@@ -95,6 +99,15 @@ class Recording:
             self.start(config.events)
         if config.timeline:
             self.start_timeline(config.timeline, rank)
+
+    def clock_of_own(self, config: Config) -> str:
+        """Return which clock times are of, if each rank writes a timeline as settings ask for; else ""."""
+        return clock_id() if self.timeline is not None and "{rank}" in config.timeline else ""
+
+    def compare_clocks(self, comm: Any, clocks: Mapping[int, str]) -> None:
+        """Write into the timeline how far the clocks of ranks are apart. Collective over the ranks in `clocks`."""
+        if comm.rank in clocks:
+            note_clock(self.timeline, comm, clocks)
 
     def events(self) -> list[Event]:
         """Return what was recorded last, oldest first; nothing if nothing ever was."""
@@ -151,4 +164,5 @@ class Recording:
     def _read_timeline(self, recorder: Recorder) -> None:
         if self.timeline is not None:
             recorder.subscribe(self.timeline.read)
+            recorder.trace = self.timeline.take
             recorder.marks_cycles = self.timeline.mark_cycles

@@ -7,6 +7,7 @@ from typing import Any
 
 from commlib import forks
 from commlib.errors import StallError
+from commlib.observe.recorder import Record
 
 
 class Work:
@@ -16,7 +17,7 @@ class Work:
     raises what it raised.
     """
 
-    __slots__ = ("_done", "_error", "_result", "_running", "_trace", "description", "seconds", "seen")
+    __slots__ = ("_done", "_error", "_result", "_running", "_trace", "description", "record", "seconds", "seen")
 
     def __init__(self, description: str) -> None:
         self.description = description
@@ -27,6 +28,7 @@ class Work:
         self._running.acquire()
         self._result: Any = None
         self._error: BaseException | None = None
+        self.record: Record | None = None  # of what it does, while somebody wants to know
 
     def __repr__(self) -> str:
         state = "pending" if not self._done else "failed" if self._error else "done"
@@ -43,15 +45,22 @@ class Work:
         """
         if not self._done:
             forks.check(self.description)
-            if timeout is None:
-                with self._running:  # others may wait too; a signal handler may raise in here
-                    pass
-            elif self._running.acquire(timeout=max(timeout, 0)):
-                self._running.release()
-            else:
-                raise StallError(
-                    f"{self.description}: not done after {timeout} s; it goes on, wait again to collect it"
-                )
+            record = self.record
+            if record is not None:
+                record.waits()
+            try:
+                if timeout is None:
+                    with self._running:  # others may wait too; a signal handler may raise in here
+                        pass
+                elif self._running.acquire(timeout=max(timeout, 0)):
+                    self._running.release()
+                else:
+                    raise StallError(
+                        f"{self.description}: not done after {timeout} s; it goes on, wait again to collect it"
+                    )
+            finally:
+                if record is not None:
+                    record.waited()
         self.seen = True
         if self._error is not None:
             raise self._error.with_traceback(self._trace)  # each wait would add its own to it

@@ -29,6 +29,7 @@ from commlib.compress.scheme import Comm, Part, State
 from commlib.devices.host import HOST
 from commlib.devices.protocol import Device
 from commlib.dtypes import Array
+from commlib.observe.journal import journal_of
 
 # Payloads start on a cache line.
 _ALIGNMENT = 64
@@ -65,6 +66,7 @@ class AllToAllReducer:
         self, comm: Comm, parts: Sequence[Part], codec: Codec, feedback: bool, key: str, memory: Memory
     ) -> None:
         self._comm, self._parts, self._codec, self._memory = comm, tuple(parts), codec, memory
+        self._journal = journal_of(comm)
         self._count = max((part.stop for part in parts), default=0)
         step = -(-self._count // comm.size)
         if step >= _WORTH * codec.align:
@@ -96,27 +98,30 @@ class AllToAllReducer:
         rows = self._buffers(len(flags))
         self._draws += 1
         seed = self._key << 24 ^ self._draws << 12 ^ comm.rank
-        worker = self._staged(self._worker, self._gaps[0])
-        bits = memory.here(pack_flags(memory.on_host(flags)[0]))
-        for rank, row in enumerate(self._parted(rows)):
-            start, stop = bounds[rank], bounds[rank + 1]
-            residual = None if worker is None else (worker[0][start:stop], worker[1][start:stop])
-            codec.encode(values[start:stop], row[:room], seed=seed + start, residual=residual)
-            row[room : room + len(bits)] = bits
+        with self._journal.span("codec", "encode", codec=codec.name, bytes=rows.nbytes):
+            worker = self._staged(self._worker, self._gaps[0])
+            bits = memory.here(pack_flags(memory.on_host(flags)[0]))
+            for rank, row in enumerate(self._parted(rows)):
+                start, stop = bounds[rank], bounds[rank + 1]
+                residual = None if worker is None else (worker[0][start:stop], worker[1][start:stop])
+                codec.encode(values[start:stop], row[:room], seed=seed + start, residual=residual)
+                row[room : room + len(bits)] = bits
         shape = comm.size, self._length
         comm.all_to_all(rows.reshape(shape), out=self._arrived.reshape(shape))
-        arrived = self._parted(self._arrived)
-        for rank, row in enumerate(arrived):
-            codec.decode(row[:room], self._total, add=rank > 0)
-        all_bits = memory.on_host(*(row[room : room + len(bits)] for row in arrived))
-        memory.put(flags, count_flags(all_bits, len(flags)))
-        own = rows[: self._length]
-        server = self._staged(self._server, self._gaps[1])
-        codec.encode(self._total, own[:room], seed=~(seed + bounds[comm.rank]), residual=server)
+        with self._journal.span("codec", "add up", codec=codec.name, bytes=rows.nbytes):
+            arrived = self._parted(self._arrived)
+            for rank, row in enumerate(arrived):
+                codec.decode(row[:room], self._total, add=rank > 0)
+            all_bits = memory.on_host(*(row[room : room + len(bits)] for row in arrived))
+            memory.put(flags, count_flags(all_bits, len(flags)))
+            own = rows[: self._length]
+            server = self._staged(self._server, self._gaps[1])
+            codec.encode(self._total, own[:room], seed=~(seed + bounds[comm.rank]), residual=server)
         comm.all_gather(own, out=self._gathered)
-        for rank, summed in enumerate(self._parted(self._gathered)):
-            codec.decode(summed[:room], values[bounds[rank] : bounds[rank + 1]])
-        memory.wait()
+        with self._journal.span("codec", "decode", codec=codec.name, bytes=rows.nbytes):
+            for rank, summed in enumerate(self._parted(self._gathered)):
+                codec.decode(summed[:room], values[bounds[rank] : bounds[rank + 1]])
+            memory.wait()
         return is_finite(values[: self._count])
 
     def _staged(self, residual: Residual | None, gaps: Gaps) -> tuple[Any, Any] | None:

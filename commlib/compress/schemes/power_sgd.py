@@ -27,6 +27,7 @@ from commlib.devices.host import HOST
 from commlib.devices.protocol import Device
 from commlib.dtypes import Array
 from commlib.errors import UsageError
+from commlib.observe.journal import journal_of
 
 
 @dataclass(frozen=True, slots=True)
@@ -92,6 +93,7 @@ class PowerReducer:
         self._scheme, self._comm, self._memory = scheme, comm, memory
         self._count = max((part.stop for part in parts), default=0)
         self._matrices: list[Matrix] = []
+        self._journal = journal_of(comm)
         self._others: list[Part] = []
         residual = left = right = 0
         for part in parts:
@@ -191,39 +193,43 @@ class PowerReducer:
         memory = self._memory
         before, after = self._residuals[self._current], self._residuals[1 - self._current]
         factors, own = self._factors[1 - self._current], self._own
-        if self._scheme.warm_start:
-            factors[:] = self._factors[self._current]
-        else:
-            memory.kernels.fill(factors, 0)
-        message = self._buffer(len(flags))
-        for matrix in self._matrices:
-            matrix.begin(memory, factors[matrix.right], self._steps)
-            matrix.project(memory.kernels, values, before, factors[matrix.right], message[matrix.left])
-        at = self._left_count
-        for part in self._others:
-            message[at : at + part.count] = values[part.start : part.stop]
-            at += part.count
-        message[at:] = flags
+        with self._journal.span("codec", "encode", bytes=values.nbytes):
+            if self._scheme.warm_start:
+                factors[:] = self._factors[self._current]
+            else:
+                memory.kernels.fill(factors, 0)
+            message = self._buffer(len(flags))
+            for matrix in self._matrices:
+                matrix.begin(memory, factors[matrix.right], self._steps)
+                matrix.project(memory.kernels, values, before, factors[matrix.right], message[matrix.left])
+            at = self._left_count
+            for part in self._others:
+                message[at : at + part.count] = values[part.start : part.stop]
+                at += part.count
+            message[at:] = flags
         self._all_reduce(message)
-        flags[:] = message[at:]
-        at = self._left_count
-        for part in self._others:
-            values[part.start : part.stop] = message[at : at + part.count]
-            at += part.count
-        finite = is_finite(message)
-        kernels = memory.kernels
-        sound = [
-            matrix.project_back(kernels, values, message[matrix.left], own[matrix.right]) for matrix in self._matrices
-        ]
-        factors[:] = own
+        with self._journal.span("codec", "project back", bytes=values.nbytes):
+            flags[:] = message[at:]
+            at = self._left_count
+            for part in self._others:
+                values[part.start : part.stop] = message[at : at + part.count]
+                at += part.count
+            finite = is_finite(message)
+            kernels = memory.kernels
+            sound = [
+                matrix.project_back(kernels, values, message[matrix.left], own[matrix.right])
+                for matrix in self._matrices
+            ]
+            factors[:] = own
         self._all_reduce(factors)
-        for matrix, is_sound in zip(self._matrices, sound, strict=True):
-            left, right = message[matrix.left], factors[matrix.right]
-            if not is_sound:
-                matrix.spoil(kernels, values)
-            elif not matrix.expand(kernels, values, after, left, right, own[matrix.right]):
-                finite = False
-        memory.wait()
+        with self._journal.span("codec", "decode", bytes=values.nbytes):
+            for matrix, is_sound in zip(self._matrices, sound, strict=True):
+                left, right = message[matrix.left], factors[matrix.right]
+                if not is_sound:
+                    matrix.spoil(kernels, values)
+                elif not matrix.expand(kernels, values, after, left, right, own[matrix.right]):
+                    finite = False
+            memory.wait()
         return finite
 
     def _buffer(self, flags: int) -> Any:

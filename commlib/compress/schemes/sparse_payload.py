@@ -17,6 +17,7 @@ from commlib.compress.flags import count_flags, pack_flags
 from commlib.compress.memory import Memory
 from commlib.compress.scheme import Comm, Part
 from commlib.devices.arrays import readable
+from commlib.observe.journal import journal_of
 
 
 class GatheredPayload:
@@ -37,6 +38,7 @@ class GatheredPayload:
         memory: Memory,
     ) -> None:
         self._comm, self._dense, self._sparse, self._decode, self._memory = comm, dense, sparse, decode, memory
+        self._journal = journal_of(comm)
         self._head = 8 * (1 + len(sparse))
         self._exact = self._head + 4 * sum(part.count for part in dense)
         self._room = sum(_up(most(part.count)) for part in sparse)
@@ -51,35 +53,37 @@ class GatheredPayload:
         if len(self._message) != first + self._room:
             self._message = memory.zeros(first + self._room, np.uint8)
         message, lengths = self._message, np.zeros(1 + len(self._sparse), np.int64)
-        _pack(values, self._dense, message[self._head : self._exact].view(np.float32))
-        memory.put(message[self._exact : bits], pack_flags(*memory.on_host(flags)))
-        at = first
-        for number, part in enumerate(self._sparse):
-            lengths[1 + number] = used = encode(number, values[part.start : part.stop], message[at:])
-            at += _up(used)
-        lengths[0] = at
-        memory.put(message[: self._head], lengths.view(np.uint8))
+        with self._journal.span("codec", "encode", bytes=message.nbytes):
+            _pack(values, self._dense, message[self._head : self._exact].view(np.float32))
+            memory.put(message[self._exact : bits], pack_flags(*memory.on_host(flags)))
+            at = first
+            for number, part in enumerate(self._sparse):
+                lengths[1 + number] = used = encode(number, values[part.start : part.stop], message[at:])
+                at += _up(used)
+            lengths[0] = at
+            memory.put(message[: self._head], lengths.view(np.uint8))
         arrived = readable(self._comm.all_gather_v(message[:at]), "compression")
         self.sent_bytes = (self._comm.size - 1) * at
-        kernels.fill(values, 0)
-        total, all_bits, start = memory.zeros((self._exact - self._head) // 4), [], 0
-        for _ in range(self._comm.size):
-            head, flag_bits = memory.on_host(
-                arrived[start : start + self._head], arrived[start + self._exact : start + bits]
-            )
-            lengths = head.view(np.int64)
-            if len(total):
-                exact = arrived[start + self._head : start + self._exact].view(np.float32)
-                kernels.reduce("float32", "sum", 0, [total, exact], total)
-            all_bits.append(flag_bits)
-            at = start + first
-            for part, length in zip(self._sparse, lengths[1:].tolist(), strict=True):
-                self._decode(arrived[at : at + length], values[part.start : part.stop], add=True)
-                at += _up(length)
-            start += int(lengths[0])
-        memory.put(flags, count_flags(all_bits, len(flags)))
-        _unpack(total, self._dense, values)
-        memory.wait()
+        with self._journal.span("codec", "decode", bytes=arrived.nbytes):
+            kernels.fill(values, 0)
+            total, all_bits, start = memory.zeros((self._exact - self._head) // 4), [], 0
+            for _ in range(self._comm.size):
+                head, flag_bits = memory.on_host(
+                    arrived[start : start + self._head], arrived[start + self._exact : start + bits]
+                )
+                lengths = head.view(np.int64)
+                if len(total):
+                    exact = arrived[start + self._head : start + self._exact].view(np.float32)
+                    kernels.reduce("float32", "sum", 0, [total, exact], total)
+                all_bits.append(flag_bits)
+                at = start + first
+                for part, length in zip(self._sparse, lengths[1:].tolist(), strict=True):
+                    self._decode(arrived[at : at + length], values[part.start : part.stop], add=True)
+                    at += _up(length)
+                start += int(lengths[0])
+            memory.put(flags, count_flags(all_bits, len(flags)))
+            _unpack(total, self._dense, values)
+            memory.wait()
         return is_finite(values)
 
 
@@ -90,6 +94,7 @@ class SharedIndices:
         self, comm: Comm, dense: Sequence[Part], sparse: Sequence[Part], codec: RandomK, memory: Memory
     ) -> None:
         self._comm, self._dense, self._sparse, self._codec, self._memory = comm, dense, sparse, codec, memory
+        self._journal = journal_of(comm)
         self._exact = sum(part.count for part in dense)
         self._chosen = sum(codec.sent(part.count) for part in sparse)
         self._buffer = memory.empty(0)  # made when the number of flags is known
@@ -107,22 +112,24 @@ class SharedIndices:
         if len(self._buffer) != exact + self._chosen:
             self._buffer = memory.empty(exact + self._chosen)
         buffer = self._buffer
-        memory.put(buffer[: len(flags)], memory.on_host(flags)[0] > 0)
-        _pack(values, self._dense, buffer[len(flags) : exact])
-        chosen, at = [], exact
-        for part, seed, residual in zip(self._sparse, seeds, residuals, strict=True):
-            indices = memory.here(self._codec.choose(part.count, seed))
-            piece = buffer[at : at + len(indices)]
-            self._codec.take(values[part.start : part.stop], indices, piece, residual)
-            chosen.append((part, indices, piece))
-            at += len(indices)
+        with self._journal.span("codec", "encode", bytes=buffer.nbytes):
+            memory.put(buffer[: len(flags)], memory.on_host(flags)[0] > 0)
+            _pack(values, self._dense, buffer[len(flags) : exact])
+            chosen, at = [], exact
+            for part, seed, residual in zip(self._sparse, seeds, residuals, strict=True):
+                indices = memory.here(self._codec.choose(part.count, seed))
+                piece = buffer[at : at + len(indices)]
+                self._codec.take(values[part.start : part.stop], indices, piece, residual)
+                chosen.append((part, indices, piece))
+                at += len(indices)
         self._comm.all_reduce(buffer, out=buffer)
-        kernels.fill(values, 0)
-        flags[:] = buffer[: len(flags)]
-        _unpack(buffer[len(flags) : exact], self._dense, values)
-        for part, indices, piece in chosen:
-            kernels.place(piece, indices, values[part.start : part.stop])
-        memory.wait()
+        with self._journal.span("codec", "decode", bytes=buffer.nbytes):
+            kernels.fill(values, 0)
+            flags[:] = buffer[: len(flags)]
+            _unpack(buffer[len(flags) : exact], self._dense, values)
+            for part, indices, piece in chosen:
+                kernels.place(piece, indices, values[part.start : part.stop])
+            memory.wait()
         return is_finite(buffer)
 
 
