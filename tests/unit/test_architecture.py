@@ -37,6 +37,9 @@ PURE = (
     "commlib.expert.planner",
     "commlib.expert.experts",
     "commlib.tune.fit",
+    "commlib.slurm.job",
+    "commlib.slurm.script",
+    "commlib.slurm.states",
     "commlib.cost.records",
     "commlib.folders",  # looks at folders, reads and writes files, and is otherwise as pure
     "commlib.cost.table",  # so does this
@@ -86,6 +89,7 @@ LAYERS = (
     ("commlib.horovod",),
     ("commlib.tensors",),
     ("commlib.tune",),
+    ("commlib.slurm",),
     ("commlib.console",),
     ("commlib.bench",),
     ("commlib.cli", "commlib.__main__"),

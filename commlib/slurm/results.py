@@ -1,0 +1,48 @@
+"""Results: keep what came of a job beside its output: its state, its exit code and the files that it has left."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+from commlib.slurm import states
+from commlib.slurm.states import Task
+
+
+def output_pattern(*, is_array: bool, is_named: bool) -> str:
+    """Return the name of a job's output as sbatch takes it; `output` gives the same afterwards, unless it is named."""
+    return "%x-" * is_named + ("%A_%a.out" if is_array else "%j.out")
+
+
+def output(folder: Path, task: Task) -> Path:
+    """Return the file with a task's output."""
+    return folder / f"{task.id}.out"
+
+
+def collect(folder: Path, job: str, tasks: Sequence[Task]) -> dict[str, Any]:
+    """Return what came of a job, and write it to JOB.json in the folder.
+
+    results: the files in the folder JOB there. Raises OSError if the folder cannot be written to.
+    """
+    found: dict[str, Any] = {
+        "job": job,
+        "exit_code": states.code(tasks),
+        "tasks": [{**asdict(task), "code": task.code, "output": str(output(folder, task))} for task in tasks],
+        "results": sorted(str(path) for path in (folder / job).glob("*") if path.is_file()),
+    }
+    (folder / f"{job}.json").write_text(json.dumps(found, indent=1) + "\n")
+    return found
+
+
+def tail(path: Path, lines: int) -> list[str]:
+    """Return the last lines of an output, of the last 64 KiB; none where there is no such file."""
+    try:
+        with path.open("rb") as file:
+            file.seek(max(0, path.stat().st_size - (1 << 16)))
+            text = file.read().decode(errors="replace")
+    except FileNotFoundError:
+        return []
+    return text.splitlines()[-lines:]

@@ -1,0 +1,101 @@
+"""States: read what Slurm says of a job, from its controller or its database. [pure]"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+# As the manual of squeue lists them; a job that is requeued is pending again.
+ENDED = frozenset({
+    "BOOT_FAIL", "CANCELLED", "COMPLETED", "DEADLINE", "FAILED", "NODE_FAIL", "OUT_OF_MEMORY", "PREEMPTED", "REVOKED",
+    "TIMEOUT",
+})  # fmt: skip
+
+
+@dataclass(frozen=True, slots=True)
+class Task:
+    """Hold what is known of a job, or of one task of an array."""
+
+    id: str
+    """As Slurm takes it: "12", or "12_3" of an array."""
+    state: str
+    exit_code: int = 0
+    """Of the batch script."""
+    signal: int = 0
+    """That ended the batch script; 0 if none did."""
+    reason: str = ""
+    """Why it waits, or failed."""
+    nodes: str = ""
+    """As Slurm writes it: "h[0-3]"."""
+    run_time: str = ""
+    """Days, hours, minutes and seconds: "1-02:03:04"."""
+    restarts: int = 0
+
+    @property
+    def ended(self) -> bool:
+        """Whether it will not run again by itself."""
+        return self.state in ENDED
+
+    @property
+    def code(self) -> int:
+        """What a shell would say of it: 0 if it is complete and all went well, 128 + n after signal n."""
+        if self.signal:
+            return 128 + self.signal
+        return self.exit_code or int(self.state != "COMPLETED")
+
+
+def from_controller(text: str) -> list[Task]:
+    """Return the tasks in what `scontrol --oneliner show job` prints, a line for each."""
+    return [_from_line(line) for line in text.splitlines() if line.strip()]
+
+
+def _from_line(line: str) -> Task:
+    def value(key: str, default: str = "") -> str:
+        found = re.search(rf"(?:^| ){key}=(\S*)", line)
+        return default if found is None or found[1] in ("(null)", "None", "N/A") else found[1]
+
+    code, _, signal = value("ExitCode", "0:0").partition(":")
+    number = value("ArrayTaskId")
+    return Task(
+        id=f"{value('ArrayJobId')}_{number}" if number else value("JobId"),
+        state=value("JobState", "UNKNOWN"),
+        exit_code=int(code),
+        signal=int(signal or 0),
+        reason=value("Reason"),
+        nodes=value("NodeList"),
+        run_time=value("RunTime"),
+        restarts=int(value("Restarts", "0")),
+    )
+
+
+DATABASE_FIELDS = "JobID,State,ExitCode,NodeList,Elapsed"
+
+
+def from_database(text: str) -> list[Task]:
+    """Return the tasks in what `sacct --allocations --noheader --parsable2` prints of DATABASE_FIELDS."""
+    tasks = []
+    for line in text.splitlines():
+        if line.count("|") == DATABASE_FIELDS.count(","):
+            number, state, exit_code, nodes, elapsed = line.split("|")
+            code, _, signal = exit_code.partition(":")
+            state = state.partition(" ")[0]  # "CANCELLED by 1000"
+            tasks.append(Task(number, state, int(code), int(signal or 0), nodes=nodes, run_time=elapsed))
+    return tasks
+
+
+def code(tasks: Sequence[Task]) -> int:
+    """Return the exit code of a job: the highest of its tasks'."""
+    return max((task.code for task in tasks), default=1)
+
+
+def summary(tasks: Sequence[Task]) -> str:
+    """Return one line about a job that has one task or several."""
+    if len(tasks) == 1:
+        [task] = tasks
+        details = [task.state, task.reason and f"({task.reason})", task.nodes and f"on {task.nodes}"]
+        ran = [] if task.state == "PENDING" else [task.run_time]
+        again = [f"restarted {task.restarts} times"] * bool(task.restarts)
+        return " ".join(filter(None, [*details, *ran, *again]))
+    counts = {state: [task.state for task in tasks].count(state) for state in sorted({task.state for task in tasks})}
+    return ", ".join(f"{count} {state}" for state, count in counts.items())

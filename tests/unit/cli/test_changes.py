@@ -1,0 +1,31 @@
+"""A long wait shows how things stand: a line for each change, or one that is redrawn on a terminal."""
+
+from __future__ import annotations
+
+import io
+
+import pytest
+
+from commlib.console import changes
+
+
+def test_a_line_for_each_change(capsys: pytest.CaptureFixture[str]) -> None:
+    with changes.shown("job 1") as tell:
+        for text in ("PENDING", "PENDING", "RUNNING", "RUNNING", "PENDING"):
+            tell(text)
+    assert capsys.readouterr().err.splitlines() == ["job 1: PENDING", "job 1: RUNNING", "job 1: PENDING"]
+
+
+def test_one_line_on_a_terminal(monkeypatch: pytest.MonkeyPatch) -> None:
+    class Terminal(io.StringIO):
+        def isatty(self) -> bool:
+            return True
+
+    terminal = Terminal()
+    monkeypatch.setattr("sys.stderr", terminal)
+    monkeypatch.setenv("TERM", "xterm")
+    with changes.shown("job 1") as tell:
+        tell("RUNNING on h[0-1]")  # no markup of rich
+    shown = terminal.getvalue()
+    assert "job 1: RUNNING on h[0-1]" in shown
+    assert "\x1b[?25l" in shown  # no cursor meanwhile

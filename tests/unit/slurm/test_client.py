@@ -1,0 +1,66 @@
+"""Slurm's commands are asked as they want it; they are stood in for by scripts here, and are real in tests/slurm."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from commlib.slurm.client import SlurmError, UnreachableError, look, submit
+
+
+@pytest.fixture
+def commands(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A folder that is all of PATH, but for the shell."""
+    monkeypatch.setenv("PATH", str(tmp_path))
+    return tmp_path
+
+
+def stand_in(folder: Path, name: str, text: str) -> None:
+    path = folder / name
+    path.write_text(f"#!/bin/sh\n{text}\n")
+    path.chmod(0o755)
+
+
+def test_the_number_of_a_job_on_one_of_several_clusters(commands: Path) -> None:
+    stand_in(commands, "sbatch", 'read line; test "$line $1" = "#!/bin/bash --parsable" && echo "12;cluster"')
+    assert submit("#!/bin/bash\n") == "12"
+
+
+def test_a_refusal_is_passed_on_in_one_line(commands: Path) -> None:
+    stand_in(
+        commands, "sbatch", "echo 'sbatch: error: invalid partition: x' >&2; echo 'sbatch: error: failed' >&2; exit 1"
+    )
+    with pytest.raises(SlurmError, match=r"^sbatch refuses the job: invalid partition: x; failed$"):
+        submit("")
+
+
+def test_no_slurm_at_all(commands: Path) -> None:
+    with pytest.raises(SlurmError, match="there is no sbatch here: submit on a login node"):
+        submit("")
+
+
+FORGOTTEN = "echo 'slurm_load_jobs error: Invalid job id specified' >&2; exit 1"
+
+
+def test_the_database_knows_what_the_controller_has_forgotten(commands: Path) -> None:
+    stand_in(commands, "scontrol", FORGOTTEN)
+    stand_in(commands, "sacct", 'test "$2" = 12 && echo "12|TIMEOUT|0:0|h0|01:00:00"')
+    [task] = look("12")
+    assert (task.state, task.code) == ("TIMEOUT", 1)
+
+
+def test_a_job_that_nobody_knows(commands: Path) -> None:
+    stand_in(commands, "scontrol", FORGOTTEN)
+    stand_in(commands, "sacct", "echo 'Slurm accounting storage is disabled' >&2; exit 1")
+    with pytest.raises(SlurmError, match="does not know job 12 any more: Slurm accounting storage is disabled"):
+        look("12")
+    stand_in(commands, "sacct", "exit 0")
+    with pytest.raises(SlurmError, match="it is not in its database"):
+        look("12")
+
+
+def test_a_controller_that_does_not_answer(commands: Path) -> None:
+    stand_in(commands, "scontrol", "echo 'slurm_load_jobs error: Unable to contact slurm controller' >&2; exit 1")
+    with pytest.raises(UnreachableError, match="Unable to contact slurm controller"):
+        look("12")
