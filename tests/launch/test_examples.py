@@ -22,7 +22,7 @@ def test_they_are_all_here():
 # TensorFlow takes long to start, experts to train, and what these call is called by the other examples and by the tests
 # of the adapters, too.
 LONG = (
-    *("horovod_tensorflow.py", "loop_tensorflow.py", "pipeline_keras.py", "gpt_keras.py"),
+    *("horovod_keras.py", "horovod_tensorflow.py", "loop_tensorflow.py", "pipeline_keras.py", "gpt_keras.py"),
     *("moe_torch.py", "moe_keras.py"),
 )
 

@@ -68,7 +68,7 @@ layer(torch.randn(5, 4)).sum().backward()
 """
 
 
-@pytest.mark.parametrize("when", ["forward", "backward"])
+@pytest.mark.parametrize("when", ["forward", pytest.param("backward", marks=pytest.mark.long)])
 def test_an_expert_that_fails_ends_the_job(mpirun, when):
     done = mpirun(3, f"WHEN = {when!r}\n{FAILS.replace('4, top_k', '6, top_k')}")
     assert done.returncode != 0

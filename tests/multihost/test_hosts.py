@@ -92,11 +92,12 @@ def test_training_experts():
 
 @pytest.mark.any_mpi
 @pytest.mark.parametrize("ranks_per_host", [layout(2, 2), layout(2, 1, marks=pytest.mark.long)])
-def test_axes_within_and_between_hosts(ranks_per_host):
-    """Of layers and of sequences, in PyTorch and in Keras."""
+@pytest.mark.parametrize("which", ["not keras", pytest.param("keras", marks=pytest.mark.long)])
+def test_axes_within_and_between_hosts(ranks_per_host, which):
+    """Of layers and of sequences."""
     pytest.importorskip("tensorflow")
     env = {"TF_CPP_MIN_LOG_LEVEL": "3", "CUDA_VISIBLE_DEVICES": "-1"}
-    run_tests(ranks_per_host, [DIVIDED], seconds=400, env=env)
+    run_tests(ranks_per_host, [DIVIDED, "-k", which], seconds=400, env=env)
 
 
 # How jobs end

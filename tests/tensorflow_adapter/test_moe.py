@@ -95,7 +95,12 @@ OPTIONS: dict[str, Any] = {
 }
 
 
-@pytest.mark.parametrize("name", OPTIONS)
+OFTEN = ("top-2", "shared", "capacity", "parts", "expert choice")  # PyTorch's tests run them all
+
+
+@pytest.mark.parametrize(
+    "name", [name if name in OFTEN else pytest.param(name, marks=pytest.mark.long) for name in OPTIONS]
+)
 def test_equals_one_rank(comm: Communicator, name: str) -> None:
     check(comm, Experts(6, hidden=10, **OPTIONS[name]))
 

@@ -149,7 +149,8 @@ def test_copies_compute_what_the_dense_model_did(comm: Communicator) -> None:
 
 
 @pytest.mark.ranks(min=2)
-@pytest.mark.parametrize("gated", [pytest.param(False, marks=pytest.mark.long), True])
+@pytest.mark.long  # what is divided how is the core's, and PyTorch's tests run it
+@pytest.mark.parametrize("gated", [False, True])
 def test_divided_experts(comm: Communicator, gated: bool) -> None:
     """Experts along one axis, each of them divided along another one, whose ranks have the same tokens."""
     if comm.size == 3:

@@ -79,6 +79,7 @@ def test_parts_are_neither_taken_nor_written_as_wholes(comm: Any, folder: Path) 
         divided.save_weights(folder / f"{comm.rank}.weights.h5")
 
 
+@pytest.mark.long
 def test_a_model_goes_on_from_a_file(comm: Any, folder: Path) -> None:
     """Trained divided, saved whole with its optimizer, and gone on with divided, in one process, and on other ranks."""
     divided = parallelize(make(), comm, PLAN)

@@ -111,7 +111,8 @@ def model() -> Any:
     return filled(keras.Model(given, L.Dense(VOCABULARY, name="head")(x)))
 
 
-@pytest.mark.parametrize("ignored", [pytest.param(None, marks=pytest.mark.long), 2])
+@pytest.mark.long
+@pytest.mark.parametrize("ignored", [None, 2])
 def test_fit(comm: Any, ignored: int | None) -> None:
     """fit, with weights of samples, has the losses and the weights of the plain model."""
     x, y = words(VOCABULARY, 12, 5), words(VOCABULARY, 12, 5, seed=1)
