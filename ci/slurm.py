@@ -13,6 +13,7 @@ srun --mpi=pmix is wrong then, for PMIx compares the names. Needs what ci/hosts.
 from __future__ import annotations
 
 import argparse
+import contextlib
 import glob
 import os
 import shutil
@@ -85,6 +86,7 @@ class Slurm:
         self._hosts = hosts
         self._cores = cores
         self._folder: Path | None = None
+        self._is_up = False
         self.nodes = {
             f"{host}n{number}" if several else host: host for host in hosts.names for number in range(nodes_per_host)
         }
@@ -106,24 +108,25 @@ class Slurm:
 
     def close(self) -> None:
         """Cancel all jobs, stop the daemons and remove the folder. Idempotent."""
-        folder = self._folder
+        folder, self._folder = self._folder, None
         if folder is None:
             return
-        try:
-            self._quietly(["scancel", "--user=root"])
-            pids = [text for file in folder.glob("*.pid") if (text := file.read_text().strip())]
-            if pids:
-                self._quietly(["kill", "-KILL", *pids])  # numbers in the hosts' namespace, which is theirs alone
-        except HostsError:
-            pass  # the hosts are gone, and all of it with them
-        self._folder = None
+        with contextlib.suppress(HostsError):  # else the hosts are gone, and all of it with them
+            if self._is_up:
+                self._ask(folder, 'scancel --user=root; until [ -z "$(squeue --noheader)" ]; do sleep 0.05; done')
+            if pids := [text for file in folder.glob("*.pid") if (text := file.read_text().strip())]:
+                self._ask(folder, f"kill -KILL {' '.join(pids)}")  # numbers in the hosts' namespace, which is theirs
+        self._is_up = False
         shutil.rmtree(folder, ignore_errors=True)
 
     def command(self, arguments: Sequence[str], host: str = "h0") -> list[str]:
         """Return the command that runs `arguments` on a host, in this working directory, with this Slurm."""
         if self._folder is None:
             raise SlurmError("this Slurm is not there: make it by `with`")
-        return self._hosts.command(["env", f"SLURM_CONF={self._folder}/slurm.conf", *arguments], host)
+        return self._command(self._folder, arguments, host)
+
+    def _command(self, folder: Path, arguments: Sequence[str], host: str) -> list[str]:
+        return self._hosts.command(["env", f"SLURM_CONF={folder}/slurm.conf", *arguments], host)
 
     def run(
         self, command: Sequence[str], *, timeout: float, env: Mapping[str, str] | None = None
@@ -162,6 +165,7 @@ class Slurm:
                     f"after {SECONDS:g} s {self._idle()} of {len(self.nodes)} nodes are there{self.logs()}"
                 )
             time.sleep(0.05)
+        self._is_up = True
 
     def _daemon(self, arguments: Sequence[str], host: str) -> None:
         """Run what goes on in the background, or is done at once."""
@@ -187,10 +191,10 @@ class Slurm:
         ends = (f"\n--- {log.name}:\n{log.read_text()[-1500:]}" for log in sorted(self._folder.glob("*.log")))
         return "".join(ends)
 
-    def _quietly(self, arguments: Sequence[str]) -> None:
-        subprocess.run(
-            self.command(arguments), stdin=subprocess.DEVNULL, capture_output=True, timeout=SECONDS, check=False
-        )
+    def _ask(self, folder: Path, text: str) -> None:
+        """Run a line of a shell, for some seconds at most, whatever comes of it."""
+        command = self._command(folder, ["timeout", "10", "sh", "-c", text], "h0")
+        subprocess.run(command, stdin=subprocess.DEVNULL, capture_output=True, check=False)
 
 
 def missing() -> str | None:
