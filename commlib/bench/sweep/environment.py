@@ -7,22 +7,16 @@ from collections.abc import Mapping
 from typing import Any
 
 from commlib.bench.record import gather_facts
+from commlib.launchers import find_launcher
 from commlib.topology import Topology
 
-_LAUNCHERS = (  # a variable that only this launcher sets, the most particular one first
-    ("PALS_RANKID", "PALS"),
-    ("JSM_NAMESPACE_RANK", "jsrun"),
-    ("OMPI_COMM_WORLD_RANK", "mpirun of Open MPI"),
-    ("SLURM_STEP_ID", "srun"),
-    ("HYDI_CONTROL_FD", "mpiexec of MPICH"),
-    ("PMI_RANK", "mpiexec with PMI"),
-)
 _ALWAYS_OTHER = ("date", "load", "command", "slurm")  # from one start to the next
 
 
 def launcher_of(environment: Mapping[str, str]) -> str:
-    """Return what started this process, by its variables."""
-    return next((name for variable, name in _LAUNCHERS if variable in environment), "nothing: one process")
+    """Return the command that started this process, by its variables."""
+    found = find_launcher(environment)
+    return "no launcher" if found is None else found.launcher.command
 
 
 def gather(comm: Any, world: Any) -> dict[str, Any]:

@@ -1,0 +1,79 @@
+"""The page: one HTML file that needs nothing else, with tables, charts, the environment and comparisons."""
+
+from __future__ import annotations
+
+import json
+import statistics
+from collections import Counter
+from collections.abc import Sequence
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any
+
+import commlib
+from commlib.bench.page import charts
+from commlib.bench.page.compare import compare
+from commlib.bench.page.runs import Entry, Run
+from commlib.bench.rows import OURS
+from commlib.console.text import bytes_text, seconds_text
+
+MOST_CHARTS = 24  # of a run; a page of more would be large and is not looked at
+_FOLDER = Path(__file__).parent
+
+
+def render(runs: Sequence[Run]) -> str:
+    """Return the HTML of one run, or of several, the later ones compared with the first."""
+    from jinja2 import Environment, FileSystemLoader, StrictUndefined
+
+    environment = Environment(
+        loader=FileSystemLoader(_FOLDER), autoescape=True, undefined=StrictUndefined, trim_blocks=True,
+        lstrip_blocks=True,
+    )  # fmt: skip
+    environment.filters |= {"size": _size, "seconds": seconds_text, "json": _json}
+    return environment.get_template("page.html").render(
+        title=f"commlib bench: {', '.join(run.name for run in runs)}",
+        made=datetime.now(UTC).strftime("%Y-%m-%d %H:%M UTC"),
+        version=commlib.__version__,
+        runs=[_shown(run) for run in runs],
+        comparisons=[compare(runs[0], run) for run in runs[1:]],
+        ours=OURS,
+    )
+
+
+def _shown(run: Run) -> dict[str, Any]:
+    found = charts.groups(run)
+    return {
+        "run": run,
+        "facts": run.facts,
+        "counts": Counter("wrong" if entry.is_wrong else "ok" for entry in run.entries)
+        + Counter(case.status for case in run.unmeasured),
+        "peers": [_beside(run, peer) for peer in run.peers],
+        "charts": [(group.title, charts.svg(group)) for group in found[:MOST_CHARTS]],
+        "more_charts": max(0, len(found) - MOST_CHARTS),
+        "rows": [_row(entry, run.peers) for entry in run.entries],
+    }
+
+
+def _beside(run: Run, peer: str) -> dict[str, Any]:
+    """Return how a run stands beside a peer: mean of the ratios, and of how many cases it is faster."""
+    ratios = [ratio for entry in run.entries if entry.case.ranks > 1 and (ratio := entry.ratio(peer)) is not None]
+    mean = statistics.geometric_mean(ratios) if ratios else None
+    return {"name": peer, "mean": mean, "faster": sum(ratio > 1 for ratio in ratios), "of": len(ratios)}
+
+
+def _row(entry: Entry, peers: Sequence[str]) -> dict[str, Any]:
+    low, high = entry.range()
+    return {
+        "entry": entry,
+        "case": entry.case,
+        "spread": (high - low) / entry.time(),
+        "ratios": [entry.ratio(peer) for peer in peers],
+    }
+
+
+def _size(nbytes: int) -> str:
+    return bytes_text(nbytes) if nbytes else ""
+
+
+def _json(value: Any) -> str:
+    return json.dumps(value, indent=1, sort_keys=True)

@@ -1,0 +1,141 @@
+"""Runs: the results of one file as a page shows them, each case an entry with its figures."""
+
+from __future__ import annotations
+
+import json
+import statistics
+from dataclasses import dataclass, fields
+from pathlib import Path
+from typing import Any
+
+from commlib.bench.options import Refused
+from commlib.bench.rows import OURS
+from commlib.bench.sweep import results
+from commlib.bench.sweep.plan import Case
+
+
+@dataclass(frozen=True, slots=True)
+class Entry:
+    """One case that was measured. seconds: of each contender, one figure per round. share: of the bound, or None."""
+
+    case: Case
+    seconds: dict[str, list[float]]
+    busbw: dict[str, float]
+    bound: float | None
+    share: float | None
+    is_wrong: bool
+    nbytes: int
+
+    def time(self, name: str = OURS) -> float:
+        """Return the median of the rounds, in seconds."""
+        return statistics.median(self.seconds[name])
+
+    def ratio(self, peer: str) -> float | None:
+        """Return how many times as long as commlib a peer takes, if it was measured."""
+        return self.time(peer) / self.time() if peer in self.seconds else None
+
+    def range(self, name: str = OURS) -> tuple[float, float]:
+        """Return between which times the middle 80 % of the rounds lie."""
+        times = sorted(self.seconds[name])
+        cut = round(0.1 * (len(times) - 1))
+        return times[cut], times[-1 - cut]
+
+
+@dataclass(frozen=True, slots=True)
+class Unmeasured:
+    """A case without figures, and why."""
+
+    case: Case
+    status: str
+    reason: str
+
+
+@dataclass(frozen=True, slots=True)
+class Run:
+    """One file. environments: as its lines say them; steps: lines of `commlib bench step`."""
+
+    name: str
+    environments: list[dict[str, Any]]
+    entries: list[Entry]
+    unmeasured: list[Unmeasured]
+    steps: list[dict[str, Any]]
+    notes: list[str]
+
+    @property
+    def facts(self) -> dict[str, Any]:
+        """Where most of it was measured: the last environment."""
+        found: dict[str, Any] = self.environments[-1]["facts"]
+        return found
+
+    @property
+    def peers(self) -> list[str]:
+        """Every peer that was measured with any case."""
+        return list(dict.fromkeys(name for entry in self.entries for name in entry.seconds if name != OURS))
+
+
+def read(path: Path) -> Run:
+    """Return the run of a file: JSON lines of a sweep, or the JSON of `commlib bench VERB --out`. Raises Refused."""
+    if path.suffix == ".json":
+        return _of_one_verb(path)
+    found = results.read(path)
+    lines = found.cases.values()
+    entries = [_entry(_case(line["case"]), line["row"]) for line in lines if line["row"] is not None]
+    unmeasured = [
+        Unmeasured(_case(line["case"]), line["status"], line["reason"]) for line in lines if line["row"] is None
+    ]
+    notes = list(dict.fromkeys(note for line in lines for note in line["notes"]))
+    if found.torn:
+        notes.append("The file ends with half a line, which is left out: the run was killed, or is still going on.")
+    return Run(_name(path), found.environments, entries, unmeasured, list(found.steps.values()), notes)
+
+
+def _name(path: Path) -> str:
+    return path.name.removesuffix(".jsonl").removesuffix(".json")
+
+
+def _case(values: dict[str, Any]) -> Case:
+    return Case(**{**{entry.name: values[entry.name] for entry in fields(Case)}, "peers": tuple(values["peers"])})
+
+
+def _entry(case: Case, row: dict[str, Any]) -> Entry:
+    wrong = row["wrong"] or {}
+    return Entry(
+        case=case,
+        seconds=row["seconds"],
+        busbw={name: figures["busbw"] for name, figures in row["figures"].items()},
+        bound=min(row["bound_seconds"]) if row["of_bound"] is not None else None,
+        share=row["of_bound"],
+        is_wrong=wrong.get(OURS, 0) > 0,
+        nbytes=row["size"],
+    )
+
+
+def _of_one_verb(path: Path) -> Run:
+    try:
+        content = json.loads(path.read_text())
+        facts, options, rows = content["facts"], content["options"], content["rows"]
+        nodes = len(dict.fromkeys(facts["hosts"]))
+        entries = [
+            _entry(
+                Case(
+                    nodes=nodes,
+                    ranks_per_node=facts["ranks"] // nodes,
+                    verb=row["verb"],
+                    dtype=row["dtype"],
+                    op=row["op"],
+                    algorithm=options["algorithm"],
+                    in_place=bool(row["in_place"]),
+                    symmetric=options["symmetric"],
+                    nbytes=row["size"],
+                    peers=tuple(options["peers"]),
+                ),
+                row,
+            )
+            for row in rows
+        ]
+    except OSError as error:
+        raise Refused(f"{path}: cannot be read: {error.strerror}") from None
+    except (ValueError, KeyError, TypeError) as error:
+        raise Refused(f"{path}: expected the JSON of `commlib bench VERB --out`: {error!r}") from None
+    environment = {"facts": facts, "plan": options}
+    return Run(_name(path), [environment], entries, [], [], content["notes"])

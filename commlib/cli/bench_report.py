@@ -1,0 +1,56 @@
+"""`commlib bench report`: one HTML page of the results of sweeps, or other formats of them."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+from commlib.extras import install
+
+
+def bench_report(
+    results: Annotated[list[Path], typer.Argument(help="files of `commlib bench sweep`, or of a verb's --out")],
+    out: Annotated[Path, typer.Option("--out", "-o", help="the page")] = Path("report.html"),
+    png: Annotated[Path | None, typer.Option(help="folder for each chart as a PNG, too")] = None,
+) -> None:
+    """Make one HTML page of results: tables, charts, the environment.
+
+        commlib bench report results.jsonl -o report.html
+
+    The page needs nothing else: no network, no other file. Of several files
+    the later ones are compared with the first: which cases are faster or
+    slower beyond the noise of their rounds.
+    """
+    from commlib.bench.options import Refused
+    from commlib.bench.page import runs
+
+    try:
+        found = [runs.read(path) for path in results]
+    except Refused as error:
+        raise typer.BadParameter(str(error)) from None
+    try:
+        _write(found, out, png)
+    except ModuleNotFoundError as error:
+        if error.name not in ("jinja2", "matplotlib"):
+            raise
+        raise typer.BadParameter(f"the page needs {error.name}: {install('report')}") from None
+    except OSError as error:
+        raise typer.BadParameter(f"cannot write {error.filename}: {error.strerror}") from None
+
+
+def _write(found: list[Any], out: Path, png: Path | None) -> None:
+    from commlib.bench.page import charts, page
+
+    out.parent.mkdir(parents=True, exist_ok=True)
+    out.write_text(page.render(found))
+    typer.echo(f"wrote {out}, {out.stat().st_size / 1e3:.0f} kB")
+    if png is None:
+        return
+    png.mkdir(parents=True, exist_ok=True)
+    for run in found:
+        for group in charts.groups(run):
+            path = png / f"{run.name}-{group.stem}.png"
+            charts.write_png(group, path)
+            typer.echo(f"wrote {path}")

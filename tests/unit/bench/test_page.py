@@ -1,0 +1,178 @@
+"""The page of a report, its tables, charts and comparisons, without a browser."""
+
+from __future__ import annotations
+
+import json
+import re
+import subprocess
+import sys
+from html.parser import HTMLParser
+
+import pytest
+from typer.testing import CliRunner
+
+from commlib.bench.options import Refused
+from commlib.bench.page import charts, compare, page, runs
+from commlib.cli.app import app
+from tests.unit.bench import sweeps
+from tests.unit.bench.figures import row
+
+
+class Page(HTMLParser):
+    """The cells of each table by its name, and what a page fetches from elsewhere."""
+
+    VOID = ("meta", "link", "input", "br")
+
+    def __init__(self, text: str) -> None:
+        super().__init__()
+        self.tables: dict[str, list[list[str]]] = {}
+        self.fetched: list[str] = []
+        self.ids: list[str] = []
+        self._rows: list[list[str]] = []
+        self._open: list[str] = []
+        self.feed(text)
+        assert not self._open, f"never closed: {self._open}"
+
+    def handle_starttag(self, tag, attrs):
+        given = dict(attrs)
+        if tag not in self.VOID:
+            self._open.append(tag)
+        self.ids += [given["id"]] if given.get("id") else []
+        for name in ("src", "href", "xlink:href"):
+            if (given.get(name) or "#").split(":")[0] in ("http", "https", "file") or tag in ("img", "iframe"):
+                self.fetched.append(str(given))
+        if tag == "table":
+            self._rows = self.tables.setdefault(given.get("data-name", ""), [])
+        elif tag == "tr":
+            self._rows.append([])
+        elif tag in ("td", "th"):
+            self._rows[-1].append("")
+
+    def handle_startendtag(self, tag, attrs):
+        self.handle_starttag(tag, attrs)
+        if tag not in self.VOID:
+            self.handle_endtag(tag)
+
+    def handle_endtag(self, tag):
+        if tag not in self.VOID:
+            assert self._open.pop() == tag
+
+    def handle_data(self, data):
+        if self._open and self._open[-1] in ("td", "th"):
+            self._rows[-1][-1] += data.strip()
+
+
+@pytest.fixture
+def sweep(tmp_path):
+    path = tmp_path / "monday.jsonl"
+    sweeps.write(path)
+    return path
+
+
+def test_the_page_has_all_cases_and_needs_nothing_else(sweep):
+    text = page.render([runs.read(sweep)])
+    found = Page(text)
+    assert found.fetched == [] and "http" not in re.sub(r'xmlns(:xlink)?="[^"]*"', "", text)
+    assert len(found.ids) == len(set(found.ids))
+    titles, *cases = found.tables["cases"]
+    assert titles[-2:] == ["mpi", "mpi / commlib"] and len(cases) == 8
+    assert cases[0] == [
+        *("1x2", "all_reduce", "float32", "sum", "auto", "in place", "4K"),
+        *("10.4 us", "2%", "0.39", "-", "20.8 us", "2.00"),
+    ]
+    assert cases[2][6:11] == ["1M", "115 us", "2%", "9.13", "91%"]
+    assert [cases[3][1], cases[3][7]] == ["barrier", "10.0 us"]
+    assert [line[-2:] for line in found.tables["unmeasured"][1:]] == [["refused", "it is <not> there"]] * 6
+    assert "A &lt;fast&gt; CPU" in text and "<fast>" not in text
+
+
+def test_charts_follow_the_page_style_and_are_small(sweep):
+    groups = charts.groups(runs.read(sweep))
+    assert [group.title.split(":")[0] for group in groups] == ["2 x 2 ranks", "1 x 2 ranks"]
+    picture = charts.svg(groups[0])
+    assert not re.findall(r"#[0-9a-f]{6}\b", picture) and "var(--c0)" in picture and "var(--c1)" in picture
+    for label in ("commlib", "mpi", "bound (memory)", "time, us", "bus bandwidth, GB/s", "4 Ki", "1 Mi"):
+        assert label in picture
+    assert picture.count("\n") > 50 and len(picture) < 30_000
+
+
+@pytest.mark.long
+def test_many_cases_make_a_page_below_a_megabyte(tmp_path):
+    path = tmp_path / "large.jsonl"
+    verbs = ["all_reduce", "all_gather", "reduce_scatter", "broadcast", "reduce", "all_to_all"]
+    plan = {
+        "verbs": verbs,
+        "dtypes": ["float32", "float16"],
+        "ranks_per_node": [1, 2],
+        "algorithms": ["auto", "direct"],
+    }
+    assert len(sweeps.write(path, plan=plan)) == 288
+    text = page.render([runs.read(path)])
+    assert len(text) < 1_000_000
+    assert text.count("<figure>") == page.MOST_CHARTS and "24 more charts are left out here" in text
+
+
+def test_two_runs_are_compared_beyond_their_noise(tmp_path):
+    before, after = tmp_path / "before.jsonl", tmp_path / "after.jsonl"
+    sweeps.write(before)
+    sweeps.write(after, slower=1.5, plan={"sizes": ["4K", "16K"]})
+    both = [runs.read(path) for path in (before, after)]
+    found = compare.compare(*both)
+    assert [pair.verdict for pair in found.pairs] == ["worse"] * 4  # 4K and the barrier, on two worlds
+    assert found.mean == pytest.approx(1 / 1.5) and found.alone == (4, 2)
+    table = Page(page.render(both)).tables["comparison"]
+    assert table[1][6:10] == ["4K", "10.4 us", "15.6 us", "0.67"] and table[1][11] == "slower"
+
+
+@pytest.mark.parametrize(
+    ("before", "after", "verdict"),
+    [
+        ([1.0, 1.1, 1.2], [0.8, 0.85, 0.9], "better"),
+        ([1.0, 1.1, 1.2], [1.3, 1.4, 1.5], "worse"),
+        ([1.0, 1.1, 1.2], [1.15, 1.2, 1.3], "same"),  # they overlap
+        ([1.0, 1.0, 1.0], [1.02, 1.02, 1.02], "same"),  # sure, but small
+        ([1.0, 1.1], [2.0, 2.1], "unknown"),
+    ],
+)
+def test_verdicts(tmp_path, before, after, verdict):
+    case = sweeps.write(tmp_path / "x.jsonl")[0]
+    path = tmp_path / "one.jsonl"
+    entries = []
+    for times in (before, after):
+        path.write_text(
+            "".join(json.dumps(one) + "\n" for one in (sweeps.header(), sweeps.line(case, {"commlib": times})))
+        )
+        entries += runs.read(path).entries
+    assert compare.verdict(*entries) == verdict
+
+
+def test_the_file_of_one_verb_is_read_as_well(tmp_path):
+    path = tmp_path / "all_reduce.json"
+    options = {"algorithm": "auto", "symmetric": True, "peers": ["mpi"]}
+    rows = [row(size=size, in_place=True).figures() for size in (1 << 20, 2 << 20)]
+    path.write_text(json.dumps({"facts": sweeps.FACTS, "options": options, "notes": ["a note"], "rows": rows}))
+    found = runs.read(path)
+    assert [entry.case.name for entry in found.entries] == [
+        f"2x4 all_reduce float32 sum auto in-place symmetric {size}" for size in (1 << 20, 2 << 20)
+    ]
+    assert found.entries[0].share == 0.8 and found.entries[0].ratio("mpi") == 2.5
+    assert "a note" in page.render([found])
+    path.write_text("{}")
+    with pytest.raises(Refused, match="expected the JSON of"):
+        runs.read(path)
+
+
+def test_the_command_writes_page_and_pictures_without_mpi(sweep, tmp_path):
+    out = tmp_path / "pages" / "r.html"
+    program = "import sys\nsys.modules['mpi4py.MPI'] = None\nfrom commlib.cli.app import app\napp(sys.argv[1:])\n"
+    command = ["bench", "report", str(sweep), "-o", str(out), "--png", str(tmp_path / "png")]
+    done = subprocess.run([sys.executable, "-c", program, *command], capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    assert f"wrote {out}" in done.stdout and out.read_text().startswith("<!doctype html>")
+    pictures = sorted((tmp_path / "png").iterdir())
+    assert len(pictures) == 2 and all(path.read_bytes().startswith(b"\x89PNG") for path in pictures)
+
+
+def test_what_is_no_result_is_named(tmp_path):
+    result = CliRunner().invoke(app, ["bench", "report", str(tmp_path / "none.jsonl")])
+    assert result.exit_code == 2 and "cannot be read: No such file" in " ".join(result.output.split())
