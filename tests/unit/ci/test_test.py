@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 CI = Path(__file__).parents[3] / "ci"
-FOLDERS = ("unit", "mpi", "torch_adapter", "tensorflow_adapter", "launch", "multihost", "gpu")
+FOLDERS = ("unit", "mpi", "torch_adapter", "tensorflow_adapter", "launch", "multihost", "slurm", "gpu")
 # What pytest says of each folder is in a file of that name; everything else is well.
 PYTHON = f"""#!/bin/sh
 case "$1$2" in
