@@ -30,7 +30,7 @@ def load_mpi() -> Any:
         if MPI.Is_finalized():
             raise TransportError("MPI has been finalised in this process, and cannot be started again")
         if not MPI.Is_initialized():
-            check_before_start(MPI, os.environ)
+            check_before_start(library_name(MPI))
             _start(MPI)
     if (level := MPI.Query_thread()) < MPI.THREAD_MULTIPLE:
         levels = {MPI.THREAD_SINGLE: "SINGLE", MPI.THREAD_FUNNELED: "FUNNELED", MPI.THREAD_SERIALIZED: "SERIALIZED"}

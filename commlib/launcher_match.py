@@ -40,14 +40,18 @@ def check_launcher(MPI: Any, environment: Mapping[str, str] = os.environ) -> Non
     raise TransportError(f"{_what(launched)}{explain(launched, library_name(MPI))} ({_ALONE})")
 
 
-def check_before_start(MPI: Any, environment: Mapping[str, str]) -> None:
-    """Raise TransportError if this library cannot know the launcher: some end the process when they are started."""
+def check_before_start(library: str, environment: Mapping[str, str] = os.environ) -> None:
+    """Raise TransportError if a library cannot know the launcher: some end the process when they are started.
+
+    library: what `library_name` says of the one that is loaded.
+    """
     launched = find_launcher(environment)
-    if launched is None or launched.processes == 1 or launched.launcher.protocol != "PMIx":
+    if launched is None or launched.processes == 1 or mapped_libraries("libpmix"):
         return
-    name = library_name(MPI)
-    if "MPICH" in name and "CRAY" not in name and not mapped_libraries("libpmix"):
-        raise TransportError(f"{_what(launched)}{explain(launched, name)} ({_ALONE})")
+    by_mpirun = launched.launcher.command == "mpirun" and "Open MPI" not in library
+    by_pmix = launched.launcher.protocol == "PMIx" and "MPICH" in library and "CRAY" not in library
+    if by_mpirun or by_pmix:
+        raise TransportError(f"{_what(launched)}{explain(launched, library)} ({_ALONE})")
 
 
 def explain(launched: Launched, library: str) -> str:

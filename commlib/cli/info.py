@@ -1,101 +1,90 @@
-"""`commlib info`: what is installed, which MPI is found, and every setting with its value. It starts no MPI itself."""
+"""`commlib info`: what is here, which MPI and launcher are found, what is wrong with them, and what to type."""
 
 from __future__ import annotations
 
 import json
-import os
-import platform
-from importlib.metadata import PackageNotFoundError, version
-from pathlib import Path
+from dataclasses import asdict
 from typing import Annotated, Any
 
 import typer
 
-import commlib
-from commlib import config, cuda_probe, launch, mpi_on_gpus
+from commlib import config, exits
 from commlib.config_rows import Row, rows, value_text
 from commlib.console.width import reader_width, wrapped
-from commlib.errors import TransportError, UsageError
-from commlib.folders import user_cache
+from commlib.diagnosis.checks import ERROR, Problem, problems
+from commlib.diagnosis.facts import Job
+from commlib.diagnosis.look import SECONDS, is_alone, look_alone, look_together
+from commlib.diagnosis.text import job_text, problems_text
+from commlib.errors import UsageError
+from commlib.settings_file import find_settings
 
-PACKAGES = ("numpy", "numba", "ml_dtypes", "mpi4py", "torch", "tensorflow", "tensorflow-cpu", "keras", "tf_keras")
 
+def info(
+    as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
+    show_all: Annotated[bool, typer.Option("--all", help="Show every setting, with default and meaning.")] = False,
+    seconds: Annotated[
+        float, typer.Option("--timeout", min=1, help="Seconds that each step of MPI may take.")
+    ] = SECONDS,
+) -> None:
+    """Show what is here: versions, MPI, launcher, cores, memory, links, settings; what is wrong, and what to type.
 
-def info(as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False) -> None:
-    """Show versions, the MPI library that Python finds, and every setting: its value here, default and meaning.
-
-    Under a launcher rank 0 alone prints.
+    Under a launcher (mpirun -n 2 commlib info) rank 0 tells it for all ranks, and the network is measured. The exit
+    code is 0 if there are warnings at most, 1 if there is an error, 2 if settings are wrong.
     """
-    if launch.launched_rank():
+    if is_alone():
+        job: Job | None = look_alone(seconds)
+    else:
+        job = look_together(lambda known: job_text(known, reader_width()), seconds)
+    if job is None:
         return
-    try:
-        settings = config.load()
-    except UsageError as error:
-        typer.echo(f"commlib: {error}", err=True)
-        raise typer.Exit(2) from None
-    facts = find_facts()
-    values = {row.field: getattr(settings, row.field) for row in rows()}
+    found = problems(job)
     if as_json:
-        own = {row.variable: values[row.field] for row in rows()}
-        typer.echo(json.dumps({**facts, "settings": own}, indent=1))
-        return
-    width = reader_width()
-    typer.echo(wrapped(facts_text(facts), width, indent=10))
-    typer.echo("\nSettings, read from the environment:\n")
-    for row in rows():
-        typer.echo(wrapped(setting_text(row, value_text(values[row.field])), width, indent=4))
+        typer.echo(json.dumps(_data(job, found), indent=1))
+    else:
+        width = reader_width()
+        typer.echo(job_text(job, width))
+        if show_all:
+            typer.echo("\nAll settings:\n")
+            typer.echo("\n".join(wrapped(text, width, indent=4) for text in _settings_texts()))
+        typer.echo("\n" + problems_text(found, width))
+    if job.first.no_mpi and not is_alone():
+        exits.give_up("commlib info: without an MPI library this rank cannot join the others")
+    if job.first.wrong_settings:
+        raise typer.Exit(2)
+    if any(problem.level == ERROR for problem in found):
+        raise typer.Exit(1)
 
 
-def find_facts() -> dict[str, Any]:
-    """Return what is installed and found on this machine."""
-    try:
-        mpi, library = launch.find_library()
-    except TransportError as error:
-        mpi, library = f"none: {error}", ""
+def _data(job: Job, found: list[Problem]) -> dict[str, Any]:
+    """Return all facts: those of the first rank, what differs in `ranks`, and all settings by their variables."""
+    settings = _settings()
     return {
-        "commlib": commlib.__version__,
-        "python": platform.python_version(),
-        "folder": str(Path(commlib.__file__).parent),
-        "packages": {name: found for name in PACKAGES if (found := _version(name))},
-        "mpi": mpi,
-        "mpi_library": library,
-        "gpus": _gpus(),
-        "cores": len(os.sched_getaffinity(0)),
-        "cache": str(user_cache()),
+        **asdict(job.first),
+        "settings": {row.variable: getattr(settings.config, row.field) for row in rows()},
+        "origins": {row.variable: settings.origins.get(row.field, "default") for row in rows()},
+        "gpus": job.gpus,
+        "network": None if job.network is None else asdict(job.network),
+        "ranks": [asdict(rank) for rank in job.ranks],
+        "problems": [asdict(problem) for problem in found],
     }
 
 
-def facts_text(facts: dict[str, Any]) -> str:
-    """Return the facts, a line each."""
-    packages = ", ".join(f"{name} {found}" for name, found in facts["packages"].items())
-    library = f" ({facts['mpi_library']})" if facts["mpi_library"] else ""
-    return "\n".join((
-        f"commlib   {facts['commlib']}, {facts['folder']}",
-        f"Python    {facts['python']}, {facts['cores']} cores",
-        f"packages  {packages}",
-        f"MPI       {facts['mpi']}{library}",
-        f"GPUs      {facts['gpus']}",
-        f"cache     {facts['cache']}",
-    ))  # fmt: skip
+def _settings() -> config.Settings:
+    try:
+        return find_settings()
+    except UsageError:  # it is one of the problems
+        return config.Settings(config.Config(), {})
 
 
-def setting_text(row: Row, value: str) -> str:
+def _settings_texts() -> list[str]:
+    settings = _settings()
+    return [
+        setting_text(row, value_text(getattr(settings.config, row.field)), settings.origins.get(row.field, ""))
+        for row in rows()
+    ]
+
+
+def setting_text(row: Row, value: str, origin: str) -> str:
     """Return two lines of a setting: its value, with the default if that is another one; its meaning."""
     default = "" if value == row.default else f"  (default: {row.default or 'empty'})"
-    return f"{row.variable}={value}{default}\n    {row.meaning}"
-
-
-def _gpus() -> str:
-    """Return whether MPI takes memory of a GPU, where there may be one: MPI is started for it, in another process."""
-    if not mpi_on_gpus.may_have_gpu():
-        return "none that CuPy could use"
-    found = cuda_probe.probe()
-    claim = found.claim or "MPI could not be asked"
-    return f"{claim}; MPI {'takes memory of a GPU' if not found.failure else f'took none: {found.failure}'}"
-
-
-def _version(package: str) -> str:
-    try:
-        return version(package)
-    except PackageNotFoundError:
-        return ""
+    return f"{row.variable}={value}{default}{f'  {origin}' if origin else ''}\n    {row.meaning}"

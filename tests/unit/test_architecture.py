@@ -91,6 +91,7 @@ LAYERS = (
     ("commlib.tune",),
     ("commlib.slurm",),
     ("commlib.console",),
+    ("commlib.diagnosis",),
     ("commlib.bench",),
     ("commlib.cli", "commlib.__main__"),
     ("commlib_torch", "commlib_tensorflow"),

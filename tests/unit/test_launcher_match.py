@@ -73,17 +73,22 @@ def test_a_world_of_one_that_is_meant(case):
 @pytest.mark.parametrize("name", ["Open MPI 5", "srun --mpi=pmix", "jsrun"])
 def test_a_library_that_would_end_the_process_is_told_before(monkeypatch, name):
     environment = CASES[name][0]
-    for mapped, is_foreign in (([], True), (["/lib/libpmix.so.2"], False)):
-        monkeypatch.setattr(launcher_match, "mapped_libraries", lambda part, mapped=mapped: mapped)
-        if is_foreign:
-            with pytest.raises(TransportError, match=r"MPICH Version 5\.0\.2"):
-                check_before_start(mpi(1, MPICH), environment)
-        else:
-            check_before_start(mpi(1, MPICH), environment)
-        for library in (OPEN_MPI, CRAY):
-            check_before_start(mpi(1, library), environment)
+    monkeypatch.setattr(launcher_match, "mapped_libraries", lambda part: [])
+    with pytest.raises(TransportError, match=r"MPICH 5\.0\.2"):
+        check_before_start("MPICH 5.0.2", environment)
+    check_before_start("Open MPI v5.0.11", environment)
+    monkeypatch.setattr(launcher_match, "mapped_libraries", lambda part: ["/lib/libpmix.so.2"])
+    check_before_start("MPICH 5.0.2", environment)
 
 
-def test_before_the_start_nothing_is_said_of_others():
+def test_a_library_that_nobody_knows_is_not_open_mpis(monkeypatch):
+    monkeypatch.setattr(launcher_match, "mapped_libraries", lambda part: [])
+    with pytest.raises(TransportError, match="Some MPI"):
+        check_before_start("Some MPI 1.2", CASES["Open MPI 4"][0])
+
+
+def test_before_the_start_nothing_is_said_of_others(monkeypatch):
+    monkeypatch.setattr(launcher_match, "mapped_libraries", lambda part: [])
     for environment in (CASES["MPICH"][0], CASES["srun --mpi=none"][0], {}):
-        check_before_start(mpi(1, MPICH), environment)
+        check_before_start("MPICH 5.0.2", environment)
+    check_before_start("CRAY MPICH version 8.1.29", CASES["srun --mpi=pmix"][0])

@@ -1,9 +1,10 @@
-"""`commlib info`: every setting with its value, the versions, and an MPI library or why there is none."""
+"""`commlib info`: the versions, an MPI library or why there is none, settings with their origin, and what is wrong."""
 
 from __future__ import annotations
 
 import json
 from dataclasses import fields
+from pathlib import Path
 
 import pytest
 from typer.testing import CliRunner
@@ -14,7 +15,12 @@ from commlib.cli.app import app
 from commlib.config import Config, variable
 from commlib.config_rows import rows
 from commlib.cuda_probe import Found
+from commlib.diagnosis import mpi
+from commlib.diagnosis.facts import Mpi
+from commlib.diagnosis.mpi import Tried
 from commlib.errors import TransportError
+
+STARTED = Mpi("", "", "MPICH", "mpich", "", "4.1", "MULTIPLE", "no (says 0)", 0.25)
 
 
 def info(*arguments: str, code: int = 0, **environment: str) -> str:
@@ -27,10 +33,11 @@ def info(*arguments: str, code: int = 0, **environment: str) -> str:
 def no_mpi(monkeypatch: pytest.MonkeyPatch) -> None:
     """Load no MPI into the process of the unit tests."""
     monkeypatch.setattr(launch, "find_library", lambda: ("Some MPI 1.2", "/lib/libmpi.so.12"))
+    monkeypatch.setattr(mpi, "try_alone", lambda seconds: Tried(STARTED, True))
 
 
 def test_every_setting_is_there_with_value_and_meaning() -> None:
-    text = info(COMMLIB_STALL_WARNING="2.5")
+    text = info("--all", COMMLIB_STALL_WARNING="2.5")
     for row in rows():
         assert row.variable + "=" in text and row.meaning in text
     assert "COMMLIB_STALL_WARNING=2.5  (default: 60)" in text
@@ -81,3 +88,47 @@ def test_rank_0_alone_prints() -> None:
 
 def test_it_is_as_wide_as_the_terminal() -> None:
     assert max(map(len, info(COLUMNS="60").splitlines())) <= 60
+
+
+def test_what_mpi_is_like() -> None:
+    text = info()
+    assert "MPI 4.1, ABI mpich, MPI_THREAD_MULTIPLE, started in 250 ms\n" in text
+    assert "takes memory of GPUs: no (says 0)\n" in text
+
+
+def test_settings_that_were_given_have_an_origin(tmp_path: Path) -> None:
+    file = tmp_path / "settings.toml"
+    file.write_text("timeout = 60\n")
+    assert "settings  all have their defaults" in info(COMMLIB_CONFIG="none")
+    text = info(COMMLIB_CONFIG=str(file), COMMLIB_SPINS="3")
+    assert f"settings  COMMLIB_TIMEOUT=60 (file {file}), COMMLIB_SPINS=3 (environment)\n" in text
+    told = json.loads(info("--json", COMMLIB_CONFIG=str(file)))
+    assert told["settings"]["COMMLIB_TIMEOUT"] == 60.0 and told["origins"]["COMMLIB_TIMEOUT"] == f"file {file}"
+    assert told["origins"]["COMMLIB_SPINS"] == "default"
+
+
+def test_it_ends_with_what_is_wrong_and_what_to_type(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert info().endswith("\nNothing is wrong, as far as can be seen.\n")
+    monkeypatch.setattr(mpi, "try_alone", lambda seconds: Tried(STARTED, False))
+    text = info(COLUMNS="200")
+    assert "\nWhat is wrong:\n- warning: rank 0: a process may not read another's memory" in text
+    assert text.rstrip().splitlines()[-1].startswith("    type: export MPIR_CVAR_CH4_CMA_ENABLE=0")
+    (problem,) = json.loads(info("--json"))["problems"]
+    assert problem["level"] == "warning" and problem["cure"]
+
+
+def test_an_error_is_an_exit_code(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(mpi, "try_alone", lambda seconds: Tried(failure=f"MPI did not start within {seconds:g} s"))
+    assert "- error: MPI did not start within 7 s" in info("--timeout", "7", code=1)
+
+
+def test_a_shell_of_srun_is_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    shell = {"SLURM_STEP_ID": "0", "SLURM_PROCID": "0", "SLURM_STEP_NUM_TASKS": "4", "SLURM_PTY_PORT": "4000"}
+    for name, value in shell.items():
+        monkeypatch.setenv(name, value)
+    text = info()
+    assert "launcher  srun (without PMI)" in text and "Nothing is wrong" in text
+
+
+def test_it_fits_a_screen() -> None:
+    assert len(info(COLUMNS="80", COMMLIB_CONFIG="none").splitlines()) <= 40

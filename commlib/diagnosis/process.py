@@ -1,0 +1,87 @@
+"""This process: versions, the cores that it may use, what its launcher and MPI were told, its settings."""
+
+from __future__ import annotations
+
+import os
+import platform
+from collections.abc import Mapping
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+
+import commlib
+from commlib.config import Config, Settings, variable
+from commlib.config_rows import value_text
+from commlib.diagnosis.facts import Rank, Start
+from commlib.diagnosis.machine import read_host, read_limits
+from commlib.errors import UsageError
+from commlib.folders import user_cache
+from commlib.launchers import find_launcher
+from commlib.settings_file import find_settings
+
+PACKAGES = ("numpy", "numba", "ml_dtypes", "mpi4py", "torch", "tensorflow", "tensorflow-cpu", "keras", "tf_keras")
+
+# What steers launchers, MPI and its transports, by the beginnings of names; and single names.
+_STEERING = ("OMPI_MCA_", "PRTE_MCA_", "PMIX_MCA_", "MPIR_CVAR_", "I_MPI_", "MPICH_", "MV2_", "MVP_", "UCX_", "FI_")
+_NAMES = (
+    "CUDA_VISIBLE_DEVICES", "MKL_NUM_THREADS", "MPI4PY_LIBMPI", "MPI4PY_MPIABI", "OMP_NUM_THREADS", "OPAL_PREFIX",
+    "PMIX_NAMESPACE", "SLURM_CPU_BIND", "SLURM_JOB_ID", "SLURM_KILL_BAD_EXIT", "SLURM_MPI_TYPE",
+)  # fmt: skip
+# What launchers set themselves, and what is set by commlib: noise.
+_NOISE = (
+    "OMPI_MCA_ess_", "OMPI_MCA_hwloc_base_report", "OMPI_MCA_opal_abort_delay", "OMPI_MCA_orte_", "OMPI_MCA_plm_",
+    "OMPI_MCA_PREFIXES", "OMPI_MCA_cpu_type", "OMPI_MCA_initial_wdir", "OMPI_MCA_num_procs", "I_MPI_HYDRA_UUID",
+    "MV2_COMM_WORLD_", "MVP_COMM_WORLD_", "PMIX_MCA_gds", "PMIX_MCA_psec", "PMIX_MCA_hwloc_base",
+)  # fmt: skip
+
+
+def read_rank(environment: Mapping[str, str] = os.environ) -> Rank:
+    """Return the facts of this process, without MPI. Starts nothing."""
+    found, wrong = Settings(Config(), {}), ""
+    try:
+        found = find_settings(environment)
+    except UsageError as error:
+        wrong = str(error)
+    start = read_start(environment)
+    return Rank(
+        rank=0 if start is None else start.rank,
+        host=read_host(),
+        commlib=commlib.__version__,
+        folder=str(Path(commlib.__file__).parent),
+        python=platform.python_version(),
+        packages={name: installed for name in PACKAGES if (installed := _version(name))},
+        cores=tuple(sorted(os.sched_getaffinity(0))),
+        limits=read_limits(),
+        cache=str(user_cache(environment)),
+        environment=steering(environment),
+        settings={variable(name): value_text(getattr(found.config, name)) for name in found.origins},
+        origins={variable(name): origin for name, origin in found.origins.items()},
+        start=start,
+        wrong_settings=wrong,
+    )
+
+
+def read_start(environment: Mapping[str, str]) -> Start | None:
+    """Return what the launcher tells; None if there is none."""
+    found = find_launcher(environment)
+    if found is None:
+        return None
+    launcher = found.launcher
+    return Start(
+        launcher.command, launcher.protocol, found.rank, found.size, found.local_rank, found.local_size, found.node
+    )
+
+
+def steering(environment: Mapping[str, str]) -> dict[str, str]:
+    """Return the variables that steer launchers, MPI and its transports."""
+    return {
+        name: text
+        for name, text in sorted(environment.items())
+        if name in _NAMES or (name.startswith(_STEERING) and not name.startswith(_NOISE))
+    }
+
+
+def _version(package: str) -> str:
+    try:
+        return version(package)
+    except PackageNotFoundError:
+        return ""

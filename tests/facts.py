@@ -1,0 +1,54 @@
+"""Made-up facts for the checks of `commlib info`: a job in which nothing is wrong, to be changed."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+
+from commlib.diagnosis.facts import Host, Job, Mpi, Rank, Start
+
+OPEN_MPI = Mpi(
+    "Open MPI v5.0.11", "/usr/lib/libmpi.so.40", "Open MPI", "openmpi", "", "3.1", "MULTIPLE", "no (says 0)", 0.2
+)
+MPICH = replace(OPEN_MPI, library="MPICH Version 5.0.2", file="/usr/lib/libmpi.so.12", vendor="MPICH", abi="mpich")
+
+
+def host(name: str = "a", cores: int = 8) -> Host:
+    return Host(name, "Linux 6", cores, 64 << 30, None, None, 32 << 30, 32 << 30, None, {"eth0": "10 Gbit/s"}, {}, ())
+
+
+def rank(number: int, size: int, *, at: Host | None = None, command: str = "mpirun", mpi: Mpi = OPEN_MPI) -> Rank:
+    at = at or host()
+    return Rank(
+        rank=number,
+        host=at,
+        commlib="1.0",
+        folder="/env/commlib",
+        python="3.12.1",
+        packages={"numpy": "2.0", "torch": "2.6"},
+        cores=tuple(range(at.cores)),
+        limits={"memlock": -1, "nofile": 65536, "nproc": -1, "core": 0},
+        cache="/home/me/.cache/commlib",
+        environment={},
+        settings={},
+        origins={},
+        start=Start(command, "PMIx", number, size),
+        mpi=mpi,
+        peer_reads=True,
+    )
+
+
+def job(
+    size: int = 2,
+    change: Callable[[Rank], Rank] = lambda rank: rank,
+    *,
+    command: str = "mpirun",
+    mpi: Mpi = OPEN_MPI,
+) -> Job:
+    """Return a job of a launcher on one host, each rank changed."""
+    return Job(tuple(change(rank(number, size, command=command, mpi=mpi)) for number in range(size)))
+
+
+def on_hosts(names: str, change: Callable[[Rank], Rank] = lambda rank: rank) -> Job:
+    """Return a job with a rank on each host; a letter is a host's name."""
+    return Job(tuple(change(rank(number, len(names), at=host(name))) for number, name in enumerate(names)))

@@ -1,0 +1,195 @@
+"""Every check over made-up facts: it finds its trap, names ranks or hosts and a cure, and is silent otherwise."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import pytest
+
+from commlib.diagnosis.checks import CHECKS, ERROR, WARNING, Problem, problems
+from commlib.diagnosis.facts import Job, Rank, Start
+from tests.facts import MPICH, OPEN_MPI, host, job, on_hosts, rank
+
+
+def with_(**changes: Any) -> Any:
+    return lambda rank: replace(rank, **changes)
+
+
+def at(**changes: Any) -> Any:
+    return lambda rank: replace(rank, host=replace(rank.host, **changes))
+
+
+def only(found: Job) -> Problem:
+    """Return what is wrong, which must be one thing."""
+    (problem,) = problems(found)
+    return problem
+
+
+@pytest.mark.parametrize(
+    "found", [job(1), job(2), job(8), job(4, mpi=MPICH), on_hosts("aabb", at(fabrics={"m:1": "200"}))]
+)
+def test_nothing_is_wrong(found):
+    assert problems(found) == []
+
+
+def test_bound_to_one_core():
+    for mpi, cure in ((OPEN_MPI, "mpirun --bind-to none"), (MPICH, "mpiexec -bind-to none")):
+        problem = only(job(2, lambda one: replace(one, cores=(one.rank,)), mpi=mpi))
+        assert problem.level == WARNING and problem.cure.startswith(cure)
+        assert problem.what == "ranks 0-1: bound to a single core, and all threads of torch with it"
+    slurm = only(job(1, lambda one: replace(one, cores=(0,)), command="srun --mpi=pmix"))
+    assert "--cpus-per-task" in slurm.cure and "--bind-to" not in slurm.cure
+
+
+def test_one_core_is_fine_without_a_framework_or_on_a_small_machine():
+    assert not problems(job(2, lambda one: replace(one, cores=(one.rank,), packages={"numpy": "2"})))
+    assert not problems(job(1, lambda one: replace(one, cores=(0,), host=host(cores=1))))
+
+
+def test_ranks_that_share_what_they_are_bound_to():
+    problem = only(job(4, with_(cores=(0, 1))))
+    assert problem.what == "ranks 0-3 on a share 2 of 8 cores" and "--bind-to none" in problem.cure
+    found = {one.what for one in problems(job(4, lambda one: replace(one, cores=(0,) if one.rank < 2 else (4, 5, 6))))}
+    assert "ranks 0-1 on a share 1 of 8 cores" in found
+
+
+def test_more_ranks_than_cores():
+    for mpi, name in ((OPEN_MPI, "OMPI_MCA_mpi_yield_when_idle"), (MPICH, "MPIR_CVAR_POLLS_BEFORE_YIELD")):
+        problem = only(job(9, mpi=mpi))
+        assert problem.what.startswith("9 ranks on a have 8 cores") and name.removeprefix("OMPI_MCA_") in problem.cure
+        assert not problems(job(9, with_(environment={name: "1"}), mpi=mpi))
+
+
+def test_more_threads_than_cores():
+    problem = only(job(4, with_(environment={"OMP_NUM_THREADS": "4"})))
+    assert problem.cure == "export OMP_NUM_THREADS=2"
+    assert not problems(job(4, with_(environment={"OMP_NUM_THREADS": "2"})))
+
+
+def test_peer_reads_refused():
+    refused = only(job(2, with_(peer_reads=False), mpi=MPICH))
+    assert refused.level == ERROR and refused.cure.startswith("export MPIR_CVAR_CH4_CMA_ENABLE=0")
+    assert not problems(job(2, with_(peer_reads=False, environment={"MPIR_CVAR_CH4_CMA_ENABLE": "0"}), mpi=MPICH))
+    assert only(job(1, with_(peer_reads=False, start=None), mpi=MPICH)).level == WARNING  # one process needs none
+    yama = only(job(2, lambda one: replace(at(yama=1)(one), peer_reads=False)))
+    assert yama.level == WARNING and "ptrace_scope is 1" in yama.what and "ptrace_scope=0" in yama.cure
+
+
+@pytest.mark.parametrize("mib, level", [(2, ERROR), (64, WARNING), (95, WARNING), (96, None)])
+def test_a_small_dev_shm(mib, level):
+    found = problems(job(2, at(shared_memory_free=mib << 20)))
+    assert [problem.level for problem in found] == [level] * (level is not None)
+    if found:
+        assert f"/dev/shm on a has {mib} MiB left for 2 ranks" in found[0].what and "--shm-size" in found[0].cure
+
+
+def test_locked_memory_matters_where_there_is_a_fabric():
+    def low(one: Rank) -> Rank:
+        return replace(one, limits={**one.limits, "memlock": 8 << 20})
+
+    assert not problems(job(2, low))
+    problem = only(job(2, lambda one: at(fabrics={"mlx5_0:1": "200 Gb/sec"})(low(one))))
+    assert "8192 KiB" in problem.what and problem.cure.startswith("ulimit -l unlimited")
+
+
+def test_few_files():
+    problem = only(job(2, lambda one: replace(one, limits={**one.limits, "nofile": 256})))
+    assert "256 open files" in problem.what and problem.cure == "ulimit -n 65536"
+
+
+def test_a_full_control_group():
+    problem = only(job(2, at(memory_limit=8 << 30, memory_used=8 << 30)))
+    assert "8192 of the 8192 MiB" in problem.what
+    assert not problems(job(2, at(memory_limit=8 << 30, memory_used=4 << 30)))
+
+
+def test_a_slow_start():
+    slow = replace(OPEN_MPI, seconds=1.5)
+    problem = only(job(2, mpi=slow))
+    assert "1.5 s" in problem.what and problem.cure.startswith("export OMPI_MCA_pml=ob1")
+    assert not problems(job(2, with_(environment={"OMPI_MCA_pml": "ob1"}), mpi=slow))
+    assert not problems(job(2, at(fabrics={"mlx5_0:1": "200 Gb/sec"}), mpi=slow))
+    assert not problems(job(2, mpi=replace(MPICH, seconds=1.5)))
+
+
+def test_open_mpi_over_tcp():
+    problem = only(on_hosts("aab"))
+    assert "5 ms" in problem.what and "mpi_event_tick_rate 1" in problem.cure
+    assert not problems(on_hosts("aab", with_(environment={"OMPI_MCA_mpi_event_tick_rate": "1"})))
+    assert not problems(on_hosts("aab", with_(mpi=MPICH)))
+
+
+def test_srun_without_kill_on_bad_exit():
+    problem = only(job(2, command="srun --mpi=pmix"))
+    assert "srun --kill-on-bad-exit=1" in problem.cure
+    assert not problems(job(2, with_(environment={"SLURM_KILL_BAD_EXIT": "1"}), command="srun --mpi=pmix"))
+
+
+def test_the_wheel_of_open_mpi_under_srun():
+    wheel = replace(OPEN_MPI, prefix="/home/me/venv")
+    told = {"SLURM_KILL_BAD_EXIT": "1"}
+    problem = only(job(2, with_(environment=told), command="srun --mpi=pmix", mpi=wheel))
+    assert problem.cure == "export OPAL_PREFIX=/home/me/venv"
+    there = told | {"OPAL_PREFIX": "/home/me/venv"}
+    assert not problems(job(2, with_(environment=there), command="srun --mpi=pmix", mpi=wheel))
+    assert not problems(job(2, mpi=wheel))  # mpirun sets it
+
+
+def test_ranks_of_one_host_that_mpi_sees_apart():
+    problem = only(job(2, with_(on_node=1)))
+    assert problem.what == "2 ranks have the host name a, but MPI sees 1 of them on a node"
+    assert not problems(job(2, with_(on_node=2)))
+
+
+@pytest.mark.parametrize(
+    "change, words",
+    [
+        ({"python": "3.11.2"}, "Python differs: 3.12.1 on ranks 0, 2; 3.11.2 on rank 1"),
+        ({"commlib": "0.9"}, "commlib differs: 1.0 in /env/commlib on ranks 0, 2; 0.9 in"),
+        ({"mpi": MPICH}, "the MPI library differs: Open MPI v5.0.11 (/usr/lib/libmpi.so.40) on ranks 0, 2; MPICH"),
+        (
+            {"packages": {"numpy": "1.26", "torch": "2.6"}},
+            "a package differs: numpy 2.0, torch 2.6 on ranks 0, 2; numpy 1.26",
+        ),
+        ({"cores": (0, 1)}, "the number of cores differs: 8 on ranks 0, 2; 2 on rank 1"),
+        ({"limits": {"nofile": 4096}}, "a limit differs: "),
+        ({"environment": {"UCX_TLS": "tcp"}}, "what MPI was told differs: none on ranks 0, 2; UCX_TLS=tcp on rank 1"),
+    ],
+)
+def test_a_rank_that_differs_is_named(change, words):
+    found = problems(job(3, lambda one: replace(one, **change) if one.rank == 1 else one))
+    assert any(problem.what.startswith(words) and "rank 1" in problem.what for problem in found)
+
+
+def test_visible_devices_may_differ():
+    assert not problems(job(2, lambda one: replace(one, environment={"CUDA_VISIBLE_DEVICES": str(one.rank)})))
+
+
+def test_no_mpi():
+    text = "mpi4py cannot load an MPI library (no file): make it visible"
+    alone = only(job(1, with_(mpi=None, no_mpi=text, start=None, peer_reads=None)))
+    assert (alone.level, alone.cure) == (WARNING, "make it visible")
+    assert only(job(1, with_(mpi=None, no_mpi=text))).level == ERROR
+
+
+def test_wrong_settings_of_some_ranks():
+    problem = only(job(3, lambda one: replace(one, wrong_settings="no number" if one.rank else "")))
+    assert (problem.level, problem.what) == (ERROR, "no number (ranks 1-2)")
+
+
+def test_failures_come_first_with_what_to_type():
+    text = "Slurm started 4 tasks, but MPI sees one process. Type srun --mpi=pmix"
+    found = problems(replace(job(9), failures=(text,)))
+    assert found[0] == Problem(ERROR, "Slurm started 4 tasks, but MPI sees one process", "srun --mpi=pmix")
+    assert [problem.level for problem in found] == [ERROR, WARNING]
+
+
+def test_many_of_a_kind_are_counted():
+    found = problems(on_hosts("abcdefgh", lambda one: replace(at(shared_memory_free=8 << 20)(one), mpi=MPICH)))
+    assert len(found) == 4 and found[-1].what == "5 more like the last"
+
+
+def test_checks_say_what_they_look_for():
+    assert all(one.__doc__ for one in CHECKS)
+    assert rank(0, 1).start == Start("mpirun", "PMIx", 0, 1)
