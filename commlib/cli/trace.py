@@ -2,7 +2,30 @@
 
 from __future__ import annotations
 
+import json
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Annotated
+
 import typer
+
+from commlib import launch
+from commlib.cli.trace_text import summary_text
+from commlib.console.width import reader_width
+from commlib.errors import UsageError
+from commlib.trace.align import Alignment, align
+from commlib.trace.files import COMMLIB, Trace, read_all
+from commlib.trace.meetings import meetings
+from commlib.trace.merge import merged, write
+from commlib.trace.operations import Story, story
+from commlib.trace.summary import summarise
+
+Files = Annotated[
+    list[str],
+    typer.Argument(
+        metavar="FILE...", help="The timelines of the ranks, and profiles of PyTorch or TensorFlow; 3=FILE is rank 3's."
+    ),
+]
 
 trace_app = typer.Typer(help="Read what a job wrote about its operations.", no_args_is_help=True)
 
@@ -10,3 +33,51 @@ trace_app = typer.Typer(help="Read what a job wrote about its operations.", no_a
 @trace_app.callback()
 def _trace() -> None:
     pass
+
+
+
+
+@trace_app.command(no_args_is_help=True)
+def merge(
+    files: Files,
+    out: Annotated[Path, typer.Option("--out", "-o", help="Where to write; compressed if it ends in .gz.")],
+    arrows: Annotated[bool, typer.Option(help="Draw arrows from the last rank of a collective to who waited.")] = True,
+) -> None:
+    """Merge the timelines of all ranks into one file for ui.perfetto.dev and chrome://tracing, on one clock."""
+    try:
+        traces, stories, alignment, notes = _read(files)
+        if out.resolve() in {Path(trace.path).resolve() for trace in traces}:
+            raise UsageError(f"trace merge: {out} is one of the files to be merged: write to another one")
+        events = merged(traces, stories, alignment, meetings(stories) if arrows else ())
+        write(events, str(out))
+    except UsageError as error:
+        raise typer.BadParameter(str(error)) from None
+    for note in notes:
+        typer.echo(f"note: {note}", err=True)
+    clocks = ", ".join(dict.fromkeys(clock.how for clock in alignment.clocks.values()))
+    typer.echo(f"{out}: {len(events)} events of {len(stories)} ranks ({clocks}); open it in ui.perfetto.dev")
+
+
+@trace_app.command(no_args_is_help=True)
+def summary(
+    files: Files,
+    as_json: Annotated[bool, typer.Option("--json", help="Print it as JSON.")] = False,
+) -> None:
+    """Say who waited for whom, how much communication was hidden, where a step's time went, and what to try."""
+    try:
+        _, stories, _, notes = _read(files)
+    except UsageError as error:
+        raise typer.BadParameter(str(error)) from None
+    found = summarise(stories, notes)
+    typer.echo(json.dumps(found.as_dict(), indent=1) if as_json else summary_text(found, reader_width()))
+
+
+def _read(files: Sequence[str]) -> tuple[list[Trace], list[Story], Alignment, list[str]]:
+    """Return the traces, what ranks did on the common clock, that clock, and notes. Ends all ranks but 0 of a job."""
+    if launch.launched_rank():
+        raise typer.Exit
+    traces, notes = read_all(files)
+    own = [story(trace) for trace in traces if trace.kind == COMMLIB]
+    alignment = align(traces, own)
+    moved = [one.moved(alignment.clocks[one.rank].move) for one in own]
+    return traces, moved, alignment, [*notes, *alignment.notes]

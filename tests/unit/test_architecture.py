@@ -90,6 +90,7 @@ LAYERS = (
     ("commlib.tensors",),
     ("commlib.tune",),
     ("commlib.slurm",),
+    ("commlib.trace",),
     ("commlib.console",),
     ("commlib.diagnosis",),
     ("commlib.bench",),

@@ -1,0 +1,78 @@
+"""What `commlib trace summary` prints."""
+
+from __future__ import annotations
+
+from commlib.console.text import bytes_text, columns, seconds_text
+from commlib.console.width import wrapped
+from commlib.trace.summary import StepFigures, Summary
+
+_VERBS, _PARTS = 8, 6  # the most of each that are shown
+
+
+def summary_text(found: Summary, width: int | None) -> str:
+    """Return a summary for people."""
+    parts = [*(wrapped(f"note: {note}", width, indent=6) for note in found.notes)]
+    if parts:
+        parts.append("")
+    parts += [_ranks(found, width), "", _waits(found, width), "", _verbs(found, width), "", _steps(found.steps, width)]
+    if found.advice:
+        parts += ["", "What to try:", *(wrapped(f"- {text}", width, indent=2) for text in found.advice)]
+    return "\n".join(parts)
+
+
+def _ranks(found: Summary, width: int | None) -> str:
+    rows = [("rank", "of", "communication", "hidden", "exposed", "lost waiting", "came last", "kept waiting")]
+    for rank in found.ranks:
+        share = f"{rank.hidden / rank.communication:.0%}" if rank.communication else "-"
+        rows.append((
+            str(rank.rank),
+            seconds_text(rank.span),
+            seconds_text(rank.communication),
+            share,
+            seconds_text(rank.exposed),
+            seconds_text(rank.lost),
+            str(rank.came_last),
+            seconds_text(rank.kept_waiting),
+        ))  # fmt: skip
+    return columns(rows, width=width)
+
+
+def _waits(found: Summary, width: int | None) -> str:
+    pairs = [(rank.rank, last, lost) for rank in found.ranks for last, lost in rank.lost_for.items()]
+    if not pairs:
+        return "No rank lost time waiting for another one."
+    longest = sorted(pairs, key=lambda pair: -pair[2])[:_PARTS]
+    texts = [f"rank {rank} for rank {last} {seconds_text(lost)}" for rank, last, lost in longest]
+    more = f", and {len(pairs) - len(texts)} pairs more" if len(pairs) > len(texts) else ""
+    return wrapped(f"Waited: {', '.join(texts)}{more}.", width)
+
+
+def _verbs(found: Summary, width: int | None) -> str:
+    rows = [("verb", "calls", "bytes", "time", "a call")]
+    for verb in found.verbs[:_VERBS]:
+        each = seconds_text(verb.seconds / verb.calls)
+        rows.append((verb.verb, str(verb.calls), bytes_text(verb.bytes), seconds_text(verb.seconds), each))
+    return columns(rows, width=width)
+
+
+def _steps(steps: StepFigures, width: int | None) -> str:
+    if steps.marked_by:
+        head = (
+            f"{steps.count} steps; step {steps.typical} took the median of {seconds_text(steps.seconds)}, on its way:"
+        )
+    else:
+        head = (
+            f"No steps are marked (commlib.mark_step() does it); all {seconds_text(steps.seconds)} as one, on its way:"
+        )
+    lines = [
+        f"  {part.share:4.0%}  {seconds_text(part.seconds):>8}  rank {part.rank} {_does(part.what)}"
+        for part in steps.path[:_PARTS]
+    ]
+    rest = 1 - sum(part.share for part in steps.path[:_PARTS])
+    if rest > 0.005:
+        lines.append(f"  {rest:4.0%}  others")
+    return "\n".join([wrapped(head, width), *lines])
+
+
+def _does(what: str) -> str:
+    return what if what == "computes" else f"in {what}"

@@ -1,0 +1,232 @@
+"""Summary: who waited for whom, how much communication was hidden, what a step's time went to, and what to try."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass
+from itertools import pairwise
+from typing import Any
+
+from commlib.trace.advice import advise
+from commlib.trace.critical import Paths
+from commlib.trace.intervals import Piece, length, union
+from commlib.trace.meetings import Meeting, meetings
+from commlib.trace.operations import Operation, Story
+from commlib.trace.standing import Stand, lost, stands
+
+_SMALL = 4096  # bytes
+
+
+@dataclass(frozen=True, slots=True)
+class RankFigures:
+    """One rank's time. Units: seconds, but for counts.
+
+    span: from its first to its last event. communication: in which operations ran, or messages were under way.
+    exposed: of that, in which its thread stood still; hidden: the rest of it. lost: in which it stood still because
+    another rank had not come. moving: the rest of the exposed. came_last: how often another rank lost time for it, and
+    kept_waiting: how much all of them did. codec, packing: encoding and decoding; packing for fusion.
+    """
+
+    rank: int
+    span: float
+    communication: float
+    exposed: float
+    hidden: float
+    lost: float
+    moving: float
+    lost_for: dict[int, float]
+    came_last: int
+    kept_waiting: float
+    codec: float
+    packing: float
+
+
+@dataclass(frozen=True, slots=True)
+class VerbFigures:
+    """All calls of a verb, on all ranks. bytes: of each rank's arrays. seconds: from a call's turn to its end."""
+
+    verb: str
+    calls: int
+    bytes: int
+    seconds: float
+
+
+@dataclass(frozen=True, slots=True)
+class PathPart:
+    """What a part of the critical path went to: `what` a rank did, and for how long, in seconds and as a share."""
+
+    rank: int
+    what: str
+    seconds: float
+    share: float
+
+
+@dataclass(frozen=True, slots=True)
+class StepFigures:
+    """Training steps. marked_by: who said that they end: "user", "pipeline", "gradients"; "" if nobody did.
+
+    Then the whole run counts as one. typical: the number of the step of median length, from 1; path: where its time
+    went, the most first.
+    """
+
+    marked_by: str
+    count: int
+    seconds: float
+    typical: int
+    path: tuple[PathPart, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Summary:
+    """What the timelines of some ranks say."""
+
+    ranks: tuple[RankFigures, ...]
+    verbs: tuple[VerbFigures, ...]
+    steps: StepFigures
+    collectives: int
+    advice: tuple[str, ...]
+    notes: tuple[str, ...]
+
+    def as_dict(self) -> dict[str, Any]:
+        """Return it as what JSON has."""
+        return asdict(self)
+
+
+def summarise(stories: Sequence[Story], notes: Sequence[str] = ()) -> Summary:
+    """Return the summary of what ranks did, all on one clock. notes: what is known about the files."""
+    met = meetings(stories)
+    stood = {story.rank: stands(story) for story in stories}
+    lost_for = {story.rank: lost(story.rank, stood[story.rank], met) for story in stories}
+    ranks = [_rank(story, stood[story.rank], lost_for) for story in stories]
+    verbs = _verbs([one for story in stories for one in story.operations])
+    steps = _steps(stories, stood, met)
+    notes = list(notes)
+    if len(stories) == 1:
+        notes.append("of one rank: give the files of all to see who waited for whom")
+    figures = _figures(stories, ranks, verbs)
+    return Summary(tuple(ranks), tuple(verbs), steps, len(met), tuple(advise(figures)), tuple(notes))
+
+
+def _seconds(pieces: Sequence[Piece]) -> float:
+    return length(pieces) / 1e9
+
+
+Lost = Mapping[int, tuple[Mapping[int, list[Piece]], dict[int, int]]]
+
+
+def _rank(story: Story, standing: Sequence[Stand], lost_for: Lost) -> RankFigures:
+    busy = [(one.began, one.ended) for one in story.operations]
+    still = union((one.began, one.ended) for one in standing)
+    communication = union([*busy, *still])
+    pieces, _ = lost_for[story.rank]
+    waited = union(piece for some in pieces.values() for piece in some)
+    others = [found for rank, found in lost_for.items() if rank != story.rank]
+    exposed, all_of_it, in_vain = _seconds(still), _seconds(communication), _seconds(waited)
+    return RankFigures(
+        rank=story.rank,
+        span=(story.end - story.start) / 1e9,
+        communication=all_of_it,
+        exposed=exposed,
+        hidden=all_of_it - exposed,
+        lost=in_vain,
+        moving=exposed - in_vain,
+        lost_for={last: _seconds(found) for last, found in sorted(pieces.items())},
+        came_last=sum(often.get(story.rank, 0) for _, often in others),
+        kept_waiting=sum(_seconds(found.get(story.rank, [])) for found, _ in others),
+        codec=_seconds(union((span.began, span.ended) for span in story.of("codec"))),
+        packing=_seconds(union((span.began, span.ended) for span in story.of("pack"))),
+    )
+
+
+def _verbs(operations: Sequence[Operation]) -> list[VerbFigures]:
+    found: dict[str, list[Operation]] = defaultdict(list)
+    for one in operations:
+        found[one.verb].append(one)
+    figures = [
+        VerbFigures(
+            verb, len(some), sum(max(one.nbytes, 0) for one in some), sum(one.ended - one.began for one in some) / 1e9
+        )
+        for verb, some in found.items()
+    ]
+    return sorted(figures, key=lambda verb: -verb.seconds)
+
+
+def _steps(stories: Sequence[Story], stood: Mapping[int, Sequence[Stand]], met: Sequence[Meeting]) -> StepFigures:
+    who, ends = _marks(stories)
+    paths = Paths(stood, met)
+    if ends:
+        limits = [max(at) for at in zip(*ends.values(), strict=True)]
+        lengths = [later - earlier for earlier, later in pairwise(limits)]
+    if not ends or not lengths:
+        who, start = "", min(story.start for story in stories)
+        last = max(stories, key=lambda story: story.end)
+        begin, end, rank, typical, count = start, last.end, last.rank, 1, 1
+        middle = end - begin
+    else:
+        middle = sorted(lengths)[len(lengths) // 2]
+        place = lengths.index(middle)
+        begin, end, typical, count = limits[place], limits[place + 1], place + 2, len(limits)
+        rank = max(ends, key=lambda one: ends[one][place + 1])
+    shares: dict[tuple[int, str], int] = defaultdict(int)
+    for segment in paths.back(rank, end, begin):
+        shares[segment.rank, segment.what] += segment.ended - segment.began
+    whole = max(1, end - begin)
+    parts = sorted(shares.items(), key=lambda item: -item[1])
+    path = tuple(PathPart(rank, what, took / 1e9, took / whole) for (rank, what), took in parts)
+    return StepFigures(who, count, middle / 1e9, typical, path)
+
+
+def _marks(stories: Sequence[Story]) -> tuple[str, dict[int, list[int]]]:
+    """Return who marked the ends of steps on all ranks, and when these were: as many on each as the least has."""
+    for who in ("user", "pipeline", "gradients"):
+        ends = {
+            story.rank: [span.ended for span in story.of("step") if span.facts.get("by") == who] for story in stories
+        }
+        least = min(map(len, ends.values()))
+        if least >= 2:
+            return who, {rank: at[:least] for rank, at in ends.items()}
+    return "", {}
+
+
+def _figures(
+    stories: Sequence[Story], ranks: Sequence[RankFigures], verbs: Sequence[VerbFigures]
+) -> dict[str, float | int | str]:
+    """Return what the rules of `advice` look at."""
+    operations = [one for story in stories for one in story.operations]
+    span = sum(rank.span for rank in ranks) or 1.0
+    busy = sum(one.ended - one.began for one in operations) or 1
+    inside = sum(rank.communication for rank in ranks) or 1.0
+    all_lost = sum(rank.lost for rank in ranks)
+    worst = max(ranks, key=lambda rank: rank.kept_waiting)
+    kept = sum(rank.kept_waiting for rank in ranks) or 1.0
+    named = [one for one in operations if "by name" in one.key[0]]
+    others = [one for one in operations if "by name" not in one.key[0]]
+    stage_waits = [s for story in stories for s in story.of("pipeline") if str(s.facts.get("kind")).startswith("RECV")]
+    of_stages = [story for story in stories if story.of("pipeline")]
+    figures: dict[str, float | int | str] = {
+        "lost_share": all_lost / span,
+        "lost_share_is_small": float(all_lost / span < 0.05),
+        "worst": worst.rank,
+        "worst_share": worst.kept_waiting / kept,
+        "moving_share": sum(rank.moving for rank in ranks) / span,
+        "exposed_share_is_small": float(sum(rank.exposed for rank in ranks) / span < 0.05),
+        "small_share": sum(one.ended - one.began for one in operations if 0 <= one.nbytes <= _SMALL) / busy,
+        "codec_share": sum(rank.codec for rank in ranks) / inside,
+        "queue_share": sum(one.began - one.queued for one in others)
+        / (sum(one.ended - one.queued for one in others) or 1),
+        "agreeing_share": sum(one.began - one.queued for one in named)
+        / (sum(one.ended - one.queued for one in named) or 1),
+        "stages_share": sum(s.ended - s.began for s in stage_waits)
+        / (sum(story.end - story.start for story in of_stages) or 1),
+    }
+    loads: dict[str, list[int]] = {}
+    for story in stories:
+        for layer, load in story.loads.items():
+            before = loads.setdefault(layer, [0] * len(load))
+            before[:] = [one + other for one, other in zip(before, load, strict=False)]
+    ratios = {layer: max(load) * len(load) / sum(load) for layer, load in loads.items() if sum(load)}
+    if ratios:
+        busiest = max(ratios, key=lambda layer: ratios[layer])
+        figures |= {"busiest": busiest, "imbalance": ratios[busiest]}
+    return figures

@@ -1,0 +1,103 @@
+"""XPlane: the profiles that TensorFlow writes (`*.xplane.pb`), as events of a trace.
+
+They are protocol buffers: fields, each a key (number << 3 | kind) and a value. The few that are needed are read here,
+so that no TensorFlow has to be loaded. Source: tsl/profiler/protobuf/xplane.proto; lines have times of day, events
+offsets from their line's.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+# XSpace.planes; XPlane.name, lines, event_metadata; XLine.name, timestamp_ns, events, display_name;
+# XEvent.metadata_id, offset_ps, duration_ps; XEventMetadata.name, display_name; of a map's entry: key, value.
+_PLANES = 1
+_NAME, _LINES, _METADATA = 2, 3, 4
+_LINE_NAME, _LINE_TIME, _LINE_EVENTS, _LINE_TITLE = 2, 3, 4, 11
+_EVENT_KIND, _EVENT_OFFSET, _EVENT_LENGTH = 1, 2, 3
+_KIND_NAME, _KIND_TITLE = 2, 4
+_KEY, _VALUE = 1, 2
+
+_VARINT, _FIXED64, _BYTES, _FIXED32 = 0, 1, 2, 5
+
+Field = tuple[int, Any]
+
+
+def read_xplane(data: bytes) -> list[dict[str, Any]]:
+    """Return the events of a profile: "X" with ts and dur (us since 1970), and the names of processes and threads.
+
+    Of a profile that ends early, those of the planes that are whole. Raises ValueError for other bytes.
+    """
+    events: list[dict[str, Any]] = []
+    planes = [value for number, value in _fields(data, whole=False) if number == _PLANES]
+    if not planes or not all(isinstance(plane, bytes) for plane in planes):
+        raise ValueError("no planes of a profile")
+    for pid, plane in enumerate(planes):
+        events += _plane(pid, list(_fields(plane)))
+    return events
+
+
+def _plane(pid: int, fields: list[Field]) -> Iterator[dict[str, Any]]:
+    name = next((_text(value) for number, value in fields if number == _NAME), "")
+    kinds: dict[int, str] = {}
+    for number, value in fields:
+        if number == _METADATA:
+            entry = dict(_fields(value))
+            about = dict(_fields(entry.get(_VALUE, b"")))
+            kinds[entry.get(_KEY, 0)] = _text(about.get(_KIND_TITLE) or about.get(_KIND_NAME, b""))
+    lines = [list(_fields(value)) for number, value in fields if number == _LINES]
+    if any(number == _LINE_EVENTS for line in lines for number, _ in line):
+        yield {"ph": "M", "name": "process_name", "pid": pid, "args": {"name": name}}
+    for tid, line in enumerate(lines):
+        facts = dict(line)
+        title = _text(facts.get(_LINE_TITLE) or facts.get(_LINE_NAME, b""))
+        yield {"ph": "M", "name": "thread_name", "pid": pid, "tid": tid, "args": {"name": title}}
+        for number, value in line:
+            if number == _LINE_EVENTS:
+                event = dict(_fields(value))
+                ts = (facts.get(_LINE_TIME, 0) + event.get(_EVENT_OFFSET, 0) / 1e3) / 1e3
+                kind = kinds.get(event.get(_EVENT_KIND, 0), "")
+                length = event.get(_EVENT_LENGTH, 0) / 1e6
+                yield {"ph": "X", "name": kind, "pid": pid, "tid": tid, "ts": ts, "dur": length}
+
+
+def _text(value: Any) -> str:
+    return value.decode("utf-8", "replace") if isinstance(value, bytes) else ""
+
+
+def _fields(data: bytes, *, whole: bool = True) -> Iterator[Field]:
+    """Return the fields of a message. whole: raise ValueError where the last one is cut off, rather than stop there."""
+    at = 0
+    try:
+        while at < len(data):
+            key, at = _varint(data, at)
+            kind = key & 7
+            value: Any = None
+            if kind == _VARINT:
+                value, at = _varint(data, at)
+            elif kind == _BYTES:
+                length, at = _varint(data, at)
+                value = data[at : at + length]
+                at += length
+            elif kind in (_FIXED64, _FIXED32):
+                at += 8 if kind == _FIXED64 else 4
+            else:
+                raise ValueError(f"a field of kind {kind}")
+            if at > len(data):
+                raise IndexError
+            yield key >> 3, value
+    except IndexError:
+        if whole:
+            raise ValueError("a message that ends early") from None
+
+
+def _varint(data: bytes, at: int) -> tuple[int, int]:
+    value = shift = 0
+    while True:
+        byte = data[at]
+        at += 1
+        value |= (byte & 127) << shift
+        if byte < 128:
+            return value, at
+        shift += 7
