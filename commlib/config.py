@@ -46,6 +46,14 @@ class Config:
     check_first: int = _setting(64, "calls of a group across nodes that 'auto' compares before any data is sent")
     stall_warning: float = _setting(60.0, "seconds of waiting after which the late ranks are named in the log")
     timeout: float = _setting(0.0, "seconds after which a wait raises StallError; 0 waits for ever")
+    hang_after: float = _setting(
+        300.0,
+        "seconds without progress after which every rank writes what it has done and where its code is, and one rank "
+        "says why; where a timeout is set, half of it at most; 0 never",
+    )
+    hang_folder: str = _setting(
+        "commlib-hangs", "folder that they write to, made when it is needed; all hosts must see it"
+    )
     exit_timeout: float = _setting(5.0, "seconds that shutdown and interpreter exit wait for work in flight")
     node_path: bool = _setting(True, "use shared memory between the ranks of a node")
     peer_reads: bool = _setting(

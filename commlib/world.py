@@ -69,6 +69,7 @@ def _join(comm: Any, transport: Transport | None, defaults: Mapping[str, str]) -
         told = mpi_on_gpus.tell(settings)
 
     from commlib import bootstrap
+    from commlib.runtime.hang_watch import Told, watch_for_hangs
     from commlib.runtime.recording import Recording
 
     recording = Recording()
@@ -77,17 +78,19 @@ def _join(comm: Any, transport: Transport | None, defaults: Mapping[str, str]) -
     except UsageError as error:
         bad = bad or str(error)
     try:
-        agreement = bootstrap.agree(transport, settings, bad, (told, recording.clock_of_own(settings)), found.origins)
+        about = told, recording.clock_of_own(settings), Told.of(settings)
+        agreement = bootstrap.agree(transport, settings, bad, about, found.origins)
     except CommlibError:  # on all ranks
         recording.close()
         transport.close(met=False)
         raise
-    if over_mpi is not None and mpi_on_gpus.agree([told for told, _ in agreement.told], transport):
+    if over_mpi is not None and mpi_on_gpus.agree([told for told, _, _ in agreement.told], transport):
         over_mpi.take("cuda")
     retired = None if _before is None else _before.retired
     made = bootstrap.join(transport, settings, agreement, recording, retired)
-    if clocks := {rank: clock for rank, (_, clock) in enumerate(agreement.told) if clock}:
+    if clocks := {rank: clock for rank, (_, clock, _) in enumerate(agreement.told) if clock}:
         recording.compare_clocks(made, clocks)
+    watch_for_hangs(made.runtime, made.rank, [told for _, _, told in agreement.told])
     return made
 
 

@@ -10,6 +10,7 @@ from typing import Annotated
 import typer
 
 from commlib import launch
+from commlib.cli.hang import hang
 from commlib.cli.trace_text import summary_text
 from commlib.console.width import reader_width
 from commlib.errors import UsageError
@@ -35,6 +36,7 @@ def _trace() -> None:
     pass
 
 
+trace_app.command()(hang)
 
 
 @trace_app.command(no_args_is_help=True)

@@ -130,6 +130,10 @@ class Coordinator:
                 self._driver.tell()
         return pending
 
+    def waiting(self) -> list[tuple[str, str, float]]:
+        """Return what is pending, for who looks on without the lock: names, texts and since when (`time.monotonic`)."""
+        return [(name, str(pending.request), pending.since) for name, pending in list(self._pending.items())]
+
     def _ask(self, pending: Pending) -> None:
         request = pending.request
         if request.name in self._pending:

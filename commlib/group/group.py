@@ -46,6 +46,7 @@ class Group:
     key: a name that no other group of the job has. topology: which of its ranks share a node; by default the ranks find
     out, collectively. parents: who sees whether processes of this group live, until it has a board of its own. within:
     the group whose operations this one's are parts of; it owns the transport, and answers for what they wait for.
+    ranks: its ranks' numbers in the world, by default the same.
     """
 
     def __init__(
@@ -58,12 +59,16 @@ class Group:
         topology: Topology | None = None,
         parents: Presence | None = None,
         within: Group | None = None,
+        ranks: Sequence[int] | None = None,
     ) -> None:
         self.rank, self.size, self.name = transport.rank, transport.size, name
         self.transport, self.runtime, self.config = transport, runtime, runtime.config
         self.explain: Callable[[float, list[int]], str] | None = None
         """Words the warning about a long wait, for a group whose calls are not its user's: see `speak_for`."""
         self.key = key or name
+        self.ranks: Sequence[int] = range(self.size) if ranks is None else ranks
+        self.part_of: str = "" if within is None else within.part_of or within.key
+        """The key of the group that its user knows, if this one runs parts of that one's operations."""
         self.topology = find_topology(transport) if topology is None else topology
         self.one_node = len(self.topology.nodes) == 1
         self.p2p = transport.space(Space.MESSAGES)
@@ -178,8 +183,10 @@ class Group:
         members = range(self.size) if transport is self.transport else transport.members
         topology = Topology.of([self.topology.node(member) for member in members])
         parents = None if self._presence is None else self._presence.among(members)
-        within = self if private else None
-        return Group(transport, self.runtime, name, key=key, topology=topology, parents=parents, within=within)
+        within, ranks = self if private else None, tuple(self.ranks[member] for member in members)
+        return Group(
+            transport, self.runtime, name, key=key, topology=topology, parents=parents, within=within, ranks=ranks
+        )
 
     def attach(self, part: Attached) -> None:
         """Let what has an end of its own, its channels for example, end with the group."""
@@ -213,6 +220,7 @@ class Group:
             stall_check,
             explain=self.explain,
             did_last=self.did_last,
+            group=self.key,
         )
 
     def did_last(self) -> str:

@@ -30,13 +30,14 @@ class Compiled:
     small call costs no more Python than is written in `now`.
     """
 
-    __slots__ = ("_acquire", "_address", "_progress", "_release", "_step", "can_begin", "text")
+    __slots__ = ("_acquire", "_address", "_note", "_progress", "_release", "_step", "can_begin", "text")
 
     def __init__(self, progress: Progress, text: str) -> None:
         self.text = text
         self.can_begin = False  # whether `begin` may be called
         self._progress = progress
         self._acquire, self._release = progress.running.acquire, progress.running.release
+        self._note = progress.flight.append
         self._step: Callable[[int, int, int], int] = leave_to_python
         self._address = 0
 
@@ -49,6 +50,7 @@ class Compiled:
         try:
             if self._acquire(False):
                 if not self._progress.pending:
+                    self._note(self.text)
                     value = target
                     if status := self._step(self._address, id(x), id(target)):
                         value = self._go_on(status, x, target)
@@ -80,6 +82,7 @@ class Compiled:
             try:
                 if self._acquire(False):
                     if not progress.pending:
+                        self._note(self.text)
                         ended = self.begin(x, target)
                         work = Work.ended(self.text, value) if ended else progress.begun(self.text, run)
                         self._release()
@@ -129,6 +132,7 @@ class Compiled:
 
     def _run_recorded(self, x: Any, target: Any) -> Any:
         """Run it in this thread, as `_step` and `_go_on` do together, and write when."""
+        self._note(self.text)
         journal = self._progress.journal
         try:
             with self._progress.set_aside():
@@ -139,6 +143,7 @@ class Compiled:
 
     def _begin_recorded(self, x: Any, target: Any, value: Any, run: Callable[[], Any]) -> Work:
         """Begin it in this thread, and write when."""
+        self._note(self.text)
         journal = self._progress.journal
         record, begin = journal.open(self.text, x), partial(self.begin, x, target)
         ended = begin() if record is None else journal.begin(record, begin)
@@ -151,7 +156,9 @@ class Plan:
     `plan()` runs it now and returns its result, `plan.start()` starts it and returns a Work.
     """
 
-    __slots__ = ("_acquire", "_address", "_bound", "_compiled", "_deliver", "_progress", "_release", "_step", "_value")
+    __slots__ = (
+        "_acquire", "_address", "_bound", "_compiled", "_deliver", "_note", "_progress", "_release", "_step", "_value",
+    )  # fmt: skip
 
     def __init__(
         self,
@@ -165,6 +172,7 @@ class Plan:
         """`step`, where it is given, is a compiled function that runs it, as `Compiled._step` is."""
         self._compiled, self._bound, self._value, self._deliver = compiled, (x, target), value, deliver
         self._progress, self._acquire, self._release = compiled._progress, compiled._acquire, compiled._release
+        self._note = compiled._note
         self._step, self._address = step, compiled._address
 
     def __repr__(self) -> str:
@@ -187,6 +195,7 @@ class Plan:
         try:
             if self._acquire(False):
                 if not self._progress.pending:
+                    self._note(self._compiled.text)
                     value = self._value
                     if status := step(self._address):
                         value = self._finish(self._compiled._go_on(status, *self._bound))

@@ -6,7 +6,7 @@ import os
 import time
 import weakref
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Protocol
 
 from commlib.config import Config
 from commlib.cost.chooser import Chooser
@@ -16,6 +16,14 @@ from commlib.runtime.retired import Retired
 
 # Seconds that a rank waits, in all, for the last words of ranks that leave with it.
 PARTING = 0.2
+
+
+class HangWatching(Protocol):
+    """Explains hangs: see `commlib.runtime.hang_watch`."""
+
+    def close(self) -> None:
+        """Watch no more."""
+        ...
 
 
 @dataclass(slots=True)
@@ -32,6 +40,9 @@ class Runtime:
     token: str = ""  # the same on all ranks, and another one after each `init`
     retired: Retired = field(default_factory=Retired)  # groups that are used no more
     groups: weakref.WeakSet[Any] = field(default_factory=weakref.WeakSet)  # all communicators, to be told of the end
+    waits: weakref.WeakValueDictionary[int, Any] = field(default_factory=weakref.WeakValueDictionary)
+    """The watchdogs of waits that last, each by its `id`: what this process waits for."""
+    hang_watch: HangWatching | None = None
 
     @property
     def spins(self) -> int:
@@ -53,6 +64,7 @@ class Runtime:
     def abandon(self) -> None:
         """Give everything up in a forked child, where no thread runs on and MPI is not to be touched: no call works."""
         self.closing = True
+        self.hang_watch = None
         self.recording.abandon()
         self.poller.abandon()
         if self.services is not None:
@@ -64,6 +76,8 @@ class Runtime:
     def end(self) -> str:
         """End all groups without ever hanging; return the first failure that was never asked for, or ""."""
         groups = list(self.groups)
+        if self.hang_watch is not None:
+            self.hang_watch.close()
         failure, threads = "", [self.poller, *(group.progress for group in groups)]
         if self.services is not None:
             threads += self.services.coordinators()

@@ -21,6 +21,7 @@ from typing import Any
 
 from commlib import forks
 from commlib.errors import CommlibError, ShutdownError, UsageError
+from commlib.observe.flight import new_flight
 from commlib.observe.journal import Journal
 from commlib.observe.recorder import Record, Recorder
 from commlib.runtime.begun import Begun
@@ -67,6 +68,7 @@ class Progress:
     def __init__(self, interrupted: Interrupted = _ignore, journal: Journal | None = None) -> None:
         self._interrupted = interrupted
         self.journal = Journal() if journal is None else journal
+        self.flight = new_flight()  # the calls that have come to their turn, by their texts
         self._queue: deque[_Job] = deque()
         self._begun: _Job | None = None
         self._failures = Failures()
@@ -134,6 +136,7 @@ class Progress:
         """Queue one operation, on the array `x`, wait for it and return its result."""
         self.refuse_nested(description)
         if self._broken:
+            self.flight.append(description)
             return self.journal.run(self.journal.open(description, x), run)
         work = self.start(description, run, x)
         try:
@@ -201,6 +204,11 @@ class Progress:
                 self._start_thread()
                 self._changed.notify_all()
 
+    def unfinished(self) -> tuple[str, list[str]]:
+        """Return what has been begun, or "", and what is queued: for who looks on, without the lock."""
+        begun = self._begun
+        return "" if begun is None else begun.work.description, [job.work.description for job in list(self._queue)]
+
     def _queue_begun(self) -> None:
         if self._begun is not None:  # then the queue is empty
             self._queue.append(self._begun)
@@ -223,6 +231,8 @@ class Progress:
         work, result, error = job.work, None, None
         try:
             claimed = self._await_turn()
+            if type(work) is not Begun:  # noted as it was begun
+                self.flight.append(work.description)
             self.in_background = in_background
             started = time.perf_counter()
             try:

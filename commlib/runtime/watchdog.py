@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import threading
 import time
 from collections.abc import Callable, Collection, Mapping
 from typing import Protocol
@@ -51,23 +52,30 @@ class Watchdog:
 
     `peers` are the ranks that are waited for (default: all). `stall_check` compares calls once a wait is long, where
     ranks do not share memory. `explain` words the warning about it: from seconds and late ranks; errors
-    carry who was missing. `did_last` says what this rank did before, or "".
+    carry who was missing. `did_last` says what this rank did before, or "". `group` is the key of the group that waits.
+
+    Whoever explains a hang finds it in `Runtime.waits` once the wait lasts, and reads: text, group, peers, thread (its
+    identifier), since and looked (`time.monotonic` of its begin and of its last look).
     """
 
     __slots__ = (
+        "__weakref__",
         "_absent_since",
         "_did_last",
         "_explain",
         "_long",
         "_next_look",
-        "_peers",
         "_presence",
         "_rank",
         "_runtime",
-        "_since",
         "_stall_check",
-        "_text",
         "_warned",
+        "group",
+        "looked",
+        "peers",
+        "since",
+        "text",
+        "thread",
     )
 
     def __init__(
@@ -81,15 +89,17 @@ class Watchdog:
         *,
         explain: Callable[[float, list[int]], str] | None = None,
         did_last: Callable[[], str] = str,
+        group: str = "",
     ) -> None:
-        self._runtime, self._presence, self._rank, self._text = runtime, presence, rank, text
-        self._peers, self._stall_check, self._explain = peers, stall_check, explain
-        self._did_last = did_last
+        self._runtime, self._presence, self._rank, self.text = runtime, presence, rank, text
+        self.peers, self._stall_check, self._explain = peers, stall_check, explain
+        self._did_last, self.group = did_last, group
         # Sooner where a message is due sooner: it names the ranks that have not come.
         limits = [runtime.config.timeout or _LONG, runtime.config.stall_warning or _LONG]
         self._long = min(_LONG, *(limit / 2 for limit in limits))
-        self._since = time.monotonic()
-        self._next_look = self._since + 0.05
+        self.since = self.looked = time.monotonic()
+        self._next_look = self.since + 0.05
+        self.thread = 0  # until it has looked
         self._absent_since = 0.0
         self._warned = False
 
@@ -97,17 +107,20 @@ class Watchdog:
         now = time.monotonic()
         if now < self._next_look:
             return
-        self._next_look = now + 0.1
-        waited = now - self._since
+        self._next_look, self.looked = now + 0.1, now
+        if not self.thread:
+            self.thread = threading.get_ident()
+            self._runtime.waits[id(self)] = self
+        waited = now - self.since
         if self._runtime.closing:
-            raise ShutdownError(f"{self._text}: rank {self._rank}: given up, because commlib is shutting down")
+            raise ShutdownError(f"{self.text}: rank {self._rank}: given up, because commlib is shutting down")
         if self._stall_check is not None and waited > self._long:
             self._stall_check.look()
         self._look_for_absent(now)
         if 0 < self._runtime.config.timeout < waited:
             late = self._late()
             error = StallError(
-                f"{self._text}: rank {self._rank}: gave up after {waited:.1f} s (COMMLIB_TIMEOUT){_named(late)}; "
+                f"{self.text}: rank {self._rank}: gave up after {waited:.1f} s (COMMLIB_TIMEOUT){_named(late)}; "
                 f"look at what the late ranks are doing{self._did_last()}"
             )
             error.missing = dict.fromkeys(late, "")
@@ -119,18 +132,18 @@ class Watchdog:
                 log.warning("%s%s", self._explain(waited, late), self._did_last())
             else:
                 said = f"{_named(late)}{self._did_last()}"
-                log.warning("%s: rank %d has waited %.0f s%s", self._text, self._rank, waited, said)
+                log.warning("%s: rank %d has waited %.0f s%s", self.text, self._rank, waited, said)
 
     def _look_for_absent(self, now: float) -> None:
         gone = {**_absent(self._stall_check), **_absent(self._presence)}
-        absent = {rank: reason for rank, reason in gone.items() if self._peers is None or rank in self._peers}
+        absent = {rank: reason for rank, reason in gone.items() if self.peers is None or rank in self.peers}
         if not absent:
             return
         if not self._absent_since:
             self._absent_since = now
         elif now - self._absent_since > _GRACE:
             who = "; ".join(f"rank {rank} {reason}" for rank, reason in absent.items())
-            error = PeerError(f"{self._text}: rank {self._rank}: waited for a rank that will not come: {who}")
+            error = PeerError(f"{self.text}: rank {self._rank}: waited for a rank that will not come: {who}")
             error.missing = absent
             raise error
 

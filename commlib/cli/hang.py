@@ -1,0 +1,61 @@
+"""`commlib trace hang`: read what the ranks of a job that hung have written, and say why it hung. Needs no MPI."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import asdict
+from typing import Annotated
+
+import typer
+
+from commlib.errors import UsageError
+from commlib.observe.diagnosis import diagnose
+from commlib.observe.dump import Dump
+from commlib.observe.hang_folder import HangFolder, find_hangs
+
+
+def hang(
+    folder: Annotated[str, typer.Argument(help="Folder of the hangs of jobs, of one job, or of one hang.")],
+    as_json: Annotated[bool, typer.Option("--json", help="Print it as JSON.")] = False,
+    rank: Annotated[int, typer.Option(help="Print also all that this rank has written.", min=-1)] = -1,
+) -> None:
+    """Say why a job hangs, from what its ranks have written: of several hangs the latest."""
+    try:
+        hangs = find_hangs(folder)
+        dumps = hangs[-1].read()
+        chosen = None if rank < 0 else _of_rank(rank, dumps, hangs[-1])
+    except UsageError as error:
+        raise typer.BadParameter(str(error)) from None
+    diagnosis = diagnose(dumps)
+    if as_json:
+        whole = {"folder": str(hangs[-1].path), **diagnosis.as_dict()}
+        typer.echo(json.dumps(whole | ({"dump": asdict(chosen)} if chosen else {}), indent=1))
+        return
+    typer.echo(str(diagnosis))
+    if chosen is not None:
+        typer.echo("\n".join(_lines(chosen)))
+    if len(hangs) > 1:
+        typer.echo(f"earlier hangs: {', '.join(str(earlier.path) for earlier in hangs[:-1])}")
+
+
+def _of_rank(rank: int, dumps: list[Dump], folder: HangFolder) -> Dump:
+    found = [dump for dump in dumps if dump.rank == rank]
+    if not found:
+        raise UsageError(f"{folder.path}: rank {rank} has written nothing")
+    return found[0]
+
+
+def _lines(dump: Dump) -> list[str]:
+    lines = [f"rank {dump.rank} of {dump.size}, process {dump.process} on {dump.host}"]
+    for group in dump.groups:
+        lines.append(
+            f"  {group.name}, {group.calls} calls" + (f", failed with {group.failure}" if group.failure else "")
+        )
+        for operation in group.operations:
+            number = f"call {operation.sequence}" if operation.sequence else "not numbered yet"
+            size = "" if operation.nbytes < 0 else f", {operation.nbytes} bytes"
+            lines.append(f"    {operation.state:7} {number}: {operation.text}{size}")
+    for thread in dump.threads:
+        lines.append(f"  thread {thread.name}")
+        lines += [f"    {frame}" for frame in thread.stack]
+    return lines

@@ -1,0 +1,200 @@
+"""A job that hangs says why, within twice the set time, and goes on if it was only slow."""
+
+from __future__ import annotations
+
+import json
+import re
+import subprocess
+import sys
+
+import pytest
+
+from commlib.observe.hang_folder import find_hangs
+
+AFTER = 1.5  # seconds; of the tests whose ranks have little to do before
+
+HEAD = """
+import os, signal, sys, threading, time
+from pathlib import Path
+import numpy as np
+import commlib
+
+x = np.ones(4, "float32")
+
+def until_told(*words):
+    while not any(all(word in told for word in words) for told in map(Path.read_text, Path().glob("hangs/*/*/d*.txt"))):
+        time.sleep(0.05)
+
+def tell(call, *arguments):
+    try:
+        call(*arguments)
+    except commlib.CommlibError as error:
+        print(f"{type(error).__name__}\\n", end="", flush=True)
+"""
+
+
+def environment(**more):
+    return {"COMMLIB_HANG_AFTER": str(AFTER), "COMMLIB_HANG_FOLDER": "hangs", **more}
+
+
+def diagnoses(folder):
+    """Return the diagnoses of the hangs in a folder. All ranks must have been told in twice the set time."""
+    found = []
+    for hang in find_hangs(folder):
+        path = hang.path / "diagnosis.txt"
+        dumps = hang.read()
+        lasted = max(wait.seconds for dump in dumps for wait in (*dump.waits, *dump.named))
+        began = min(dump.time for dump in dumps) - lasted
+        assert lasted > AFTER and path.stat().st_mtime - began < 2 * AFTER + 1e-3 * len(dumps)
+        found.append(path.read_text())
+    return found
+
+
+@pytest.mark.any_mpi
+def test_late_and_stopped_ranks_are_named_and_the_job_goes_on(mpirun, tmp_path):
+    """Rank 1 comes to a call once it has been told of, is stopped, and sends once rank 0 is told to wait for it.
+
+    Rank 0 waits for two things at last: a work that it has started, and a message.
+    """
+    done = mpirun(
+        2,
+        HEAD
+        + """
+comm = commlib.init()
+
+def load_data():
+    until_told("(call 3)")
+
+def evaluate():
+    until_told("recv on channel 'edge'", "all_reduce of 50000 x float32")
+
+comm.all_reduce(x)
+processes = comm.all_gather_object(os.getpid())
+if comm.rank == 1:
+    load_data()
+comm.all_reduce(x)
+
+if comm.rank == 0:
+    os.kill(processes[1], signal.SIGSTOP)
+    while Path(f"/proc/{processes[1]}/stat").read_text().rpartition(")")[2].split()[0] != "T":
+        time.sleep(0.01)
+
+    def revive():
+        until_told("rank 1 is stopped")
+        os.kill(processes[1], signal.SIGCONT)
+
+    threading.Thread(target=revive).start()
+else:
+    time.sleep(0.2)  # in which it is stopped
+comm.barrier()
+
+channel = comm.channel(1 - comm.rank, "edge", (4,))
+if comm.rank == 1:
+    evaluate()
+work = comm.all_reduce_async(np.ones(50000, "float32"))
+if comm.rank == 1:
+    channel.send(x)
+else:
+    channel.recv()
+work.wait()
+commlib.shutdown()
+print("well\\n", end="")
+""",
+        env=environment(),
+    )
+    assert done.returncode == 0 and done.stdout.count("well") == 2, done.stderr
+    late, stopped, two = diagnoses(tmp_path / "hangs")
+    call = r"all_reduce of 4 x float32, op=sum, algorithm=auto \(call 3\)"
+    assert re.search(
+        rf"rank 1 is missing in world: {call}, where rank 0 waits; it is at .*\d+ in until_told: ", late
+    ), late
+    assert re.search(
+        rf"rank 0: waits in world: {call}\n    at .*program_0.py:\d+ in <module>: comm.all_reduce\(x\)", late
+    )
+    assert re.search(r"rank 1 is stopped \(process \d+ on .*\): by SIGSTOP", stopped), stopped
+    assert re.search(r"rank 0: waits in world: barrier \(call 4\)\n    at .*: comm.barrier\(\)", stopped), stopped
+    assert re.search(r"rank 1 is missing in world: .*, where rank 0 waits", two), two
+    assert "recv on channel 'edge' with rank 1" in two and "all_reduce of 50000 x float32" in two
+    assert len(re.findall(r"goes on: what is called hang [123] has come to an end", done.stderr)) >= 2, done.stderr
+    dump = find_hangs(tmp_path / "hangs")[0].read()[1]
+    (world,) = dump.groups
+    assert [call.verb for call in world.operations] == ["all_reduce", "all_gather_object"] and world.calls == 2
+    assert [(call.sequence, call.nbytes, call.state) for call in world.operations[:1]] == [(1, 16, "ended")]
+    assert dump.threads[0].place.function == "until_told" and not dump.threads[0].inside
+
+
+def test_circles_and_calls_that_differ_are_named_though_nothing_is_compared(mpirun, tmp_path):
+    """By messages, so that no rank sees where the other one is."""
+    done = mpirun(
+        2,
+        HEAD
+        + """
+comm = commlib.init()
+first, second = comm.split(0, name="first"), comm.split(0, name="second")
+
+def both(one, other):
+    one.all_reduce(x)
+    other.all_reduce(x)
+
+tell(both, *((first, second) if comm.rank == 0 else (second, first)))
+comm.barrier()
+tell(comm.all_reduce, x if comm.rank == 0 else np.ones(5, "float32"))
+""",
+        env=environment(COMMLIB_CHECK="never", COMMLIB_NODE_PATH="0", COMMLIB_TIMEOUT="3.2"),
+    )
+    assert done.stdout.count("StallError") == 4, done.stdout + done.stderr
+    circle, sizes = diagnoses(tmp_path / "hangs")
+    assert "deadlock of ranks 0-1: each waits for the next one" in circle
+    for rank, group in enumerate(("first", "second")):
+        said = rf"rank {rank} waits for rank {1 - rank} in {group}: all_reduce .*\(call 1\)\n +at .* in both: one"
+        assert re.search(said, circle), circle
+    assert re.search(r"world: call \d+ is not the same on all ranks: one was skipped, or has other arguments", sizes)
+    for rank, count in enumerate((4, 5)):
+        assert f"    rank {rank}: all_reduce of {count} x float32" in sizes, sizes
+    printed = subprocess.run(
+        [sys.executable, "-m", "commlib", "trace", "hang", str(tmp_path / "hangs")], capture_output=True, text=True
+    )
+    assert printed.stdout.startswith(sizes) and "earlier hangs: " in printed.stdout, printed.stderr
+    assert sizes.splitlines()[1] in done.stderr and circle.splitlines()[1] in done.stderr
+    whole = [sys.executable, "-m", "commlib", "trace", "hang", str(tmp_path / "hangs"), "--json", "--rank", "1"]
+    told = json.loads(subprocess.run(whole, capture_output=True, text=True, check=True).stdout)
+    assert told["findings"][0]["kind"] == "mismatch" and told["dump"]["rank"] == 1
+
+
+@pytest.mark.any_mpi
+def test_operations_by_name_and_what_cannot_be_written(mpirun, tmp_path):
+    """Twice in a process; the second time the folder is a file, which is said, and the job goes on.
+
+    A forked child tells nobody anything.
+    """
+    done = mpirun(
+        2,
+        HEAD
+        + """
+from commlib import horovod as hvd
+
+hvd.init()
+if os.fork() == 0:
+    time.sleep(3.5)
+    os._exit(0)
+if hvd.rank() == 1:
+    until_told("allreduce 'w'")
+hvd.start_allreduce([x], [x.copy()], "w", op=hvd.Sum).wait()
+hvd.shutdown()
+
+os.environ["COMMLIB_HANG_FOLDER"] = __file__
+comm = commlib.init()
+if comm.rank == 1:
+    time.sleep(float(os.environ["COMMLIB_HANG_AFTER"]) * 1.5)
+comm.barrier()
+os.wait()
+print("well\\n", end="")
+""",
+        env=environment(),
+    )
+    assert done.returncode == 0 and done.stdout.count("well") == 2, done.stderr
+    (told,) = diagnoses(tmp_path / "hangs")
+    named = r"rank 1 is missing in process set 0: allreduce 'w', where rank 0 waits; it is at .* in until_told"
+    assert re.search(named, told) and "uint64" not in told, told
+    assert done.stderr.count("hangs are explained no more on rank") == 1, done.stderr
+    assert re.search(r"explained no more on rank 0: .*COMMLIB_HANG_FOLDER is .*program_0\.py", done.stderr), done.stderr
