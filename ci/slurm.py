@@ -34,13 +34,14 @@ PMIX = "/usr/lib/*/pmix2/lib/libpmix.so"  # where Slurm's plugin looks for it; i
 FIRST_PORT = 17000  # of the nodes' daemons
 SECONDS = 20.0  # until all nodes are there
 
-# Timers are short: users of a real one wait longer for the same. `cred_expire` is how long a job waits after a requeue.
+# Timers are short: elsewhere a job waits for two minutes after a requeue (cred_expire, 5 s at least), and has half a
+# minute from SIGTERM to SIGKILL (KillWait).
 CONFIGURATION = """
 ClusterName=emulated
 SlurmctldHost={controller}
 SlurmctldPort=16817
 AuthType=auth/none
-AuthInfo=cred_expire=2
+AuthInfo=cred_expire=5
 CredType=cred/none
 SlurmUser=root
 SlurmdUser=root

@@ -6,6 +6,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable
+from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
 
@@ -27,14 +28,20 @@ class Cluster:
         """Run a command there; whatever its exit code."""
         return self.slurm.run(command, timeout=SECONDS)
 
+    def on(self, host: str, text: str) -> str:
+        """Return what a line of a shell prints on a host."""
+        command = self.slurm.command(["sh", "-c", text], host)
+        return subprocess.run(command, capture_output=True, text=True, timeout=SECONDS).stdout
+
     def commlib(self, *arguments: str) -> subprocess.CompletedProcess[str]:
         """Run `commlib slurm`, whatever its exit code."""
         return self.run(sys.executable, "-m", "commlib", "slurm", *arguments)
 
     def program(self, text: str) -> str:
-        """Write a program for the ranks of a job, and return its name."""
-        (self.folder / "program.py").write_text(text)
-        return "program.py"
+        """Write a program for the ranks of a job, and return its name, which no other test's program has."""
+        path = self.folder / f"{self.folder.name}.py"
+        path.write_text(text)
+        return path.name
 
     def submit(self, *arguments: str) -> str:
         """Submit a job by `commlib slurm`, and return its number."""
@@ -76,6 +83,15 @@ class Cluster:
         while not done():
             assert time.monotonic() < deadline, f"{failure}: {self.tasks(job)}\n{self.output(job)}{self.slurm.logs()}"
             time.sleep(0.1)
+
+
+@dataclass(frozen=True)
+class LimitedJobs:
+    """Jobs that wait for Slurm's own clock, and the folder that they were submitted from."""
+
+    folder: Path
+    signalled: str
+    too_long: str
 
 
 @cache

@@ -6,13 +6,14 @@ import os
 import subprocess
 import sys
 from collections.abc import Iterator
+from datetime import datetime, timedelta
 from pathlib import Path
 
 import pytest
 
 from ci.hosts import Hosts
 from ci.slurm import Slurm, missing, missing_pmix
-from tests.slurm.cluster import Cluster, is_open_mpi
+from tests.slurm.cluster import Cluster, LimitedJobs, is_open_mpi
 
 ROOT = Path(__file__).parents[2]
 
@@ -45,8 +46,44 @@ def launch_environment(rights: None) -> Iterator[None]:
 
 @pytest.fixture(scope="session")
 def slurm(launch_environment: None) -> Iterator[Slurm]:
-    with Hosts(2) as hosts, Slurm(hosts) as started:
+    with Hosts(2) as hosts, Slurm(hosts, cores=8) as started:
         yield started
+
+
+# Ranks that end well when they are told to, and badly when nobody does.
+WAITS = """\
+import signal, sys, time
+
+def say(text):
+    print(text, flush=True)
+    sys.exit(0)
+
+signal.signal(signal.SIGUSR1, lambda *_: say("told"))
+signal.signal(signal.SIGTERM, lambda *_: say("ended"))
+time.sleep(200)
+sys.exit(9)
+"""
+
+
+@pytest.fixture(scope="session", autouse=True)
+def limited(
+    request: pytest.FixtureRequest, slurm: Slurm, tmp_path_factory: pytest.TempPathFactory
+) -> LimitedJobs | None:
+    """Jobs that Slurm signals and ends half a minute later, submitted first: other tests run meanwhile."""
+    if not any(item.path.name == "test_time_limit.py" for item in request.session.items):
+        return None
+    cluster = Cluster(slurm, tmp_path_factory.mktemp("limited"))
+    with pytest.MonkeyPatch.context() as patch:
+        patch.chdir(cluster.folder)
+        options = ("--ntasks-per-node", "2", "--mpi", "srun", "--time", "1")
+        command = ("--", "python", cluster.program(WAITS))
+        signalled = cluster.submit("run", *options, "--signal", "USR1@60", *command)
+        too_long = cluster.submit("run", *options, *command)
+    cluster.until_state(too_long, "RUNNING")
+    # A limit is a minute at least, but a job that runs may be told to end before.
+    soon = f"EndTime={datetime.now() + timedelta(seconds=2):%Y-%m-%dT%H:%M:%S}"
+    assert cluster.run("scontrol", "update", f"JobId={too_long}", soon).returncode == 0
+    return LimitedJobs(cluster.folder, signalled, too_long)
 
 
 @pytest.fixture

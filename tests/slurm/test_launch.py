@@ -46,16 +46,6 @@ def test_mpirun_in_a_batch_job(cluster: Cluster, mpirun: str) -> None:
     assert done.returncode != 0 and "FAILED" in done.stderr, done.stderr
 
 
-@pytest.mark.any_mpi
-def test_a_script_of_ones_own(cluster: Cluster, srun: str) -> None:
-    """What `commlib slurm` writes is not needed for anything: sbatch and srun by hand do as well."""
-    program = cluster.program(MEET)
-    (cluster.folder / "job.sh").write_text(f"#!/bin/bash\nsrun --mpi={srun} python {program}\n")
-    done = cluster.run("sbatch", "--wait", "--output=out", "-N2", "--ntasks-per-node=2", "job.sh")
-    assert done.returncode == 0, done.stderr
-    assert sorted((cluster.folder / "out").read_text().splitlines()) == FOUR
-
-
 @pytest.mark.parametrize("protocol", ["none", "another"])
 def test_a_wrong_protocol_is_named_and_ends_the_step(cluster: Cluster, protocol: str) -> None:
     """Each rank was rank 0 of 1, all looked fine, and the exit code was 0."""
