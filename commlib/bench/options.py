@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from commlib.bench.verbs import VERBS, Verb
@@ -12,6 +12,7 @@ from commlib.dtypes import DTYPES, kernel_operation
 from commlib.errors import UsageError
 
 PEERS = ("mpi", "pieces", "gloo")
+FORMATS = ("nccl", "osu")
 _UNITS = {"": 1, "K": 1 << 10, "M": 1 << 20, "G": 1 << 30}
 
 
@@ -63,6 +64,7 @@ class Options:
     percentiles: bool = False
     side_by_side: bool = False
     csv: bool = False
+    format: str | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -89,6 +91,7 @@ class Settings:
     percentiles: bool = False
     side_by_side: bool = False
     csv: bool = False
+    format: str | None = None
 
     @property
     def places(self) -> tuple[bool, ...]:
@@ -127,6 +130,7 @@ def check(options: Options, ranks: int) -> Settings:
         raise Refused(f"--warmup-iters is {options.warmup_iters}: expected at least 0")
     if options.side_by_side and options.in_place is not None:
         raise Refused("--side-by-side measures out of place and in place: leave out --in-place and --out-of-place")
+    options = _as_the_format_has_it(options, kind)
     sizes = (0,) if verb == "barrier" else tuple(dict.fromkeys(options.sizes or DEFAULT_SIZES))
     in_place = kind.in_place in ("usual", "only") if options.in_place is None else options.in_place
     return Settings(
@@ -150,7 +154,32 @@ def check(options: Options, ranks: int) -> Settings:
         percentiles=options.percentiles,
         side_by_side=options.side_by_side,
         csv=options.csv,
+        format=options.format,
     )
+
+
+def _as_the_format_has_it(options: Options, verb: Verb) -> Options:
+    """Return what is measured for another benchmark's format. Raises Refused for what that has no place for."""
+    if options.format is None:
+        return options
+    _known("--format", [options.format], FORMATS)
+    useless = {"--csv": options.csv, "--percentiles": options.percentiles, "--peer": bool(options.peers)}
+    for what, is_useless in useless.items():
+        if is_useless:
+            raise Refused(f"--format {options.format} has no place for {what}: leave one of them out")
+    if options.format == "nccl" and verb.name == "barrier":
+        raise Refused("--format nccl has no barrier: leave one of them out")
+    if options.format == "nccl":  # whose defaults stand in its heading
+        both = options.in_place is None and verb.in_place in ("usual", "able")
+        calls = 20 if options.iters is None else options.iters
+        before = 5 if options.warmup_iters is None else options.warmup_iters
+        return replace(options, side_by_side=options.side_by_side or both, iters=calls, warmup_iters=before)
+    if verb.name == "send_recv":
+        raise Refused("--format osu has no ring of send_recv: leave one of them out")
+    if options.side_by_side or len(options.ops or ()) > 1:
+        raise Refused("--format osu has one figure for a size: leave out --side-by-side, and give one --op")
+    is_out = options.in_place is None and verb.in_place == "usual"  # as OSU's own
+    return replace(options, in_place=False) if is_out else options
 
 
 def _known(what: str, given: Sequence[str], known: Sequence[str] | dict[str, Verb]) -> tuple[str, ...]:

@@ -9,7 +9,7 @@ from typing import Any
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
-from commlib.bench import comma, table
+from commlib.bench import comma, formats, table
 from commlib.bench.cases import Case
 from commlib.bench.options import Settings
 from commlib.bench.rows import Row, mistakes
@@ -25,7 +25,8 @@ class Report:
             settings.verb, settings.peers, bound=bound, percentiles=settings.percentiles, places=settings.places
         )
         self._console = self._rows_to = console or Console(quiet=True)
-        if settings.csv and console is not None:
+        self._format: formats.Format | None = None
+        if (settings.csv or settings.format) and console is not None:
             self._console = Console(stderr=True, force_terminal=console.is_terminal, highlight=False)
         self._has_title = False
         self._progress = Progress(
@@ -64,6 +65,12 @@ class Report:
             self.note(f"Slurm job {job.get('SLURM_JOB_ID')}, step {job.get('SLURM_STEP_ID', '-')}")
         self.note(describe(self._settings))
 
+    def write_as(self, chosen: formats.Format) -> None:
+        """Print rows, and what stands around them, in another benchmark's format."""
+        self._format = chosen
+        for text in chosen.head():
+            self._print_row(text, "")
+
     def note(self, text: str) -> None:
         """Say one thing on a line of its own."""
         self._print(f"# {text}", "dim")
@@ -76,6 +83,10 @@ class Report:
 
     def row(self, *rows: Row) -> None:
         """Print one line of the table, and its title before the first. rows: one for each place of the settings."""
+        if self._format is not None:
+            for text in self._format.line(*rows):
+                self._print_row(text, "")
+            return
         csv = self._settings.csv
         if not self._has_title:
             for title in [comma.TITLE] if csv else self._table.titles():
@@ -84,6 +95,11 @@ class Report:
         is_wrong = mistakes(rows) > 0
         for text in comma.lines(rows) if csv else [self._table.line(*rows)]:
             self._print_row(text, "red" if is_wrong else "")
+
+    def end(self) -> None:
+        """Print what stands below all rows."""
+        for text in self._format.foot() if self._format is not None else ():
+            self._print_row(text, "")
 
     def _print(self, text: str, style: str) -> None:
         self._console.print(text, style=style, markup=False, soft_wrap=True)

@@ -11,7 +11,7 @@ from typing import Any
 from mpi4py import MPI
 
 import commlib
-from commlib.bench import gloo_peer, plot, record
+from commlib.bench import formats, gloo_peer, plot, record
 from commlib.bench.options import Options, Settings, check
 from commlib.bench.report import Report
 from commlib.bench.rows import Row, mistakes
@@ -39,15 +39,31 @@ def run(options: Options) -> bool:
             report.facts(facts)
             for note in notes:
                 report.note(note)
+            if settings.format is not None:
+                report.write_as(formats.named(settings.format, _heading(settings, facts, world)))
             rows: list[Row] = []
             for beside in zip(*(session.rows(report.progress) for session in sessions), strict=True):
                 rows += beside
                 report.row(*beside)
+            report.end()
         report.note(f"wrong elements: {mistakes(rows)}" if settings.check else "results were not checked (--no-check)")
         if settings.out is not None and comm.rank == 0:
             for text in write_files(settings, facts, rows, notes):
                 report.note(text)
     return mistakes(rows) == 0
+
+
+def _heading(settings: Settings, facts: dict[str, Any], world: Any) -> formats.Heading:
+    """Return what stands above rows in another format. Collective."""
+    return formats.Heading(
+        verb=settings.verb.name,
+        sizes=settings.sizes,
+        iters=settings.iters or 0,
+        warmup_iters=settings.warmup_iters or 0,
+        is_checked=settings.check,
+        facts=facts,
+        pids=world.allgather(os.getpid()),
+    )
 
 
 def _problem(settings: Settings, rank: int) -> str | None:

@@ -64,6 +64,9 @@ def bench(
         bool, typer.Option("--side-by-side", help="out of place and in place in one line, as nccl-tests does")
     ] = False,
     csv: Annotated[bool, typer.Option("--csv", help="comma-separated values; remarks go to standard error")] = False,
+    format: Annotated[
+        str | None, typer.Option("--format", help="nccl or osu: print as nccl-tests or OSU's benchmarks do")
+    ] = None,
     check: Annotated[bool, typer.Option(help="count wrong elements, of every contender, before and after")] = True,
     fresh: Annotated[bool, typer.Option("--fresh", help="rewrite the data before each call")] = False,
     out: Annotated[Path | None, typer.Option(help="folder for a JSON file and a PNG (extra 'plot')")] = None,
@@ -121,6 +124,7 @@ def bench(
             percentiles=percentiles,
             side_by_side=side_by_side,
             csv=csv,
+            format=format,
         )
         is_right = _run(verb, options)
     except Refused as error:  # on all ranks together

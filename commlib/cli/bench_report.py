@@ -12,8 +12,11 @@ from commlib.extras import install
 
 def bench_report(
     results: Annotated[list[Path], typer.Argument(help="files of `commlib bench sweep`, or of a verb's --out")],
-    out: Annotated[Path, typer.Option("--out", "-o", help="the page")] = Path("report.html"),
+    out: Annotated[Path | None, typer.Option("--out", "-o", help="the page (default: report.html)")] = None,
     png: Annotated[Path | None, typer.Option(help="folder for each chart as a PNG, too")] = None,
+    format: Annotated[
+        str | None, typer.Option("--format", help="nccl or osu: print instead as nccl-tests or OSU's benchmarks do")
+    ] = None,
 ) -> None:
     """Make one HTML page of results: tables, charts, the environment.
 
@@ -31,7 +34,10 @@ def bench_report(
     except Refused as error:
         raise typer.BadParameter(str(error)) from None
     try:
-        _write(found, out, png)
+        if format is None:
+            _write_page(found, out or Path("report.html"), png)
+        else:
+            _write_lines(found, format, out)
     except ModuleNotFoundError as error:
         if error.name not in ("jinja2", "matplotlib"):
             raise
@@ -40,7 +46,7 @@ def bench_report(
         raise typer.BadParameter(f"cannot write {error.filename}: {error.strerror}") from None
 
 
-def _write(found: list[Any], out: Path, png: Path | None) -> None:
+def _write_page(found: list[Any], out: Path, png: Path | None) -> None:
     from commlib.bench.page import charts, page
 
     out.parent.mkdir(parents=True, exist_ok=True)
@@ -54,3 +60,18 @@ def _write(found: list[Any], out: Path, png: Path | None) -> None:
             path = png / f"{run.name}-{group.stem}.png"
             charts.write_png(group, path)
             typer.echo(f"wrote {path}")
+
+
+def _write_lines(found: list[Any], format: str, out: Path | None) -> None:
+    from commlib.bench.formats import of_run
+    from commlib.bench.options import FORMATS
+
+    if format not in FORMATS:
+        raise typer.BadParameter(f"--format {format!r} is unknown; known are {', '.join(FORMATS)}")
+    text = "\n".join(line for run in found for line in of_run.lines(run, format))
+    if out is None:
+        typer.echo(text)
+        return
+    out.parent.mkdir(parents=True, exist_ok=True)
+    out.write_text(text + "\n")
+    typer.echo(f"wrote {out}")

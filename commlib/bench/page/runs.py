@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from commlib.bench.options import Refused
-from commlib.bench.rows import OURS
+from commlib.bench.rows import OURS, Row
 from commlib.bench.sweep import results
 from commlib.bench.sweep.plan import Case
 
@@ -25,6 +25,7 @@ class Entry:
     share: float | None
     is_wrong: bool
     nbytes: int
+    row: Row
 
     def time(self, name: str = OURS) -> float:
         """Return the median of the rounds, in seconds."""
@@ -107,6 +108,7 @@ def _entry(case: Case, row: dict[str, Any]) -> Entry:
         share=row["of_bound"],
         is_wrong=wrong.get(OURS, 0) > 0,
         nbytes=row["size"],
+        row=Row(**{entry.name: row[entry.name] for entry in fields(Row)}),
     )
 
 

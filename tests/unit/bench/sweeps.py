@@ -21,7 +21,7 @@ FACTS: dict[str, Any] = {
     "load": 0.1,
     "mpi": "Open MPI v5.0.11",
     "commit": "0123456789",
-    "versions": {"numpy": "2.4"},
+    "versions": {"commlib": "0.1", "numpy": "2.4"},
     "environment": {"OMPI_MCA_pml": "ob1"},
     "slurm": None,
 }
