@@ -34,7 +34,7 @@ def info(
     if is_alone():
         job: Job | None = look_alone(seconds)
     else:
-        job = look_together(lambda known: job_text(known, reader_width()), seconds)
+        job = look_together(_so_far, seconds)
     if job is None:
         return
     found = problems(job)
@@ -53,6 +53,12 @@ def info(
         raise typer.Exit(2)
     if any(problem.level == ERROR for problem in found):
         raise typer.Exit(1)
+
+
+def _so_far(job: Job) -> str:
+    """Return what is known before MPI is started, for what ends there."""
+    width = reader_width()
+    return f"{job_text(job, width)}\n\n{problems_text(problems(job), width)}"
 
 
 def _data(job: Job, found: list[Problem]) -> dict[str, Any]:

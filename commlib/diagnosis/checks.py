@@ -1,7 +1,7 @@
 """Checks: rules over facts. Each is a function from a job to what is wrong with it, with what to type.
 
 They look at facts alone, so each is tested with made-up ones. An error means that a job cannot run so, or runs wrongly;
-a warning that it runs, but worse than it could.
+a warning that it runs, but worse than it could, a note what cannot be seen from here.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from commlib.config import ranks_text
 from commlib.diagnosis.facts import Job, Rank
 
-ERROR, WARNING = "error", "warning"
+LEVELS = ERROR, WARNING, NOTE = "error", "warning", "note"
 _THREADED = {"torch", "tensorflow", "tensorflow-cpu"}
 _MIB = 1 << 20
 
@@ -26,7 +26,7 @@ MOST_OF_A_KIND = 3  # problems that are told
 
 @dataclass(frozen=True, slots=True)
 class Problem:
-    """Say what is wrong, and what to type. level: ERROR or WARNING."""
+    """Say what is wrong, and what to type. level: one of LEVELS."""
 
     level: str
     what: str
@@ -51,7 +51,7 @@ def problems(job: Job) -> list[Problem]:
         found += kind[:MOST_OF_A_KIND]
         if len(kind) > MOST_OF_A_KIND:
             found.append(Problem(kind[-1].level, f"{len(kind) - MOST_OF_A_KIND} more like the last", ""))
-    return sorted(found, key=lambda problem: problem.level != ERROR)
+    return sorted(found, key=lambda problem: LEVELS.index(problem.level))
 
 
 def _named(ranks: Iterable[Rank]) -> str:
@@ -188,11 +188,14 @@ def shared_memory(job: Job) -> Iterator[Problem]:
     """A small /dev/shm, as containers have by default."""
     for host, ranks in job.by_host().items():
         free = ranks[0].host.shared_memory_free
-        if free is None or free >= LITTLE_SHARED[0] + LITTLE_SHARED[1] * len(ranks):
+        start = ranks[0].start
+        count = max(len(ranks), (start.local_size or 1) if start is not None else 1)  # before the others are known
+        if free is None or free >= LITTLE_SHARED[0] + LITTLE_SHARED[1] * count:
             continue
-        level = ERROR if free < LEAST_SHARED * len(ranks) else WARNING
+        level = ERROR if free < LEAST_SHARED * count else WARNING
         cure = "docker run --shm-size=4g or --ipc=host; leftovers of dead jobs: ls -l /dev/shm"
-        yield Problem(level, f"/dev/shm on {host} has {free // _MIB} MiB left for {len(ranks)} ranks", cure)
+        what = f"/dev/shm on {host} has {free // _MIB} MiB left for {count} rank{'s' * (count > 1)}"
+        yield Problem(level, what, cure)
 
 
 @check
@@ -238,7 +241,9 @@ def tcp_polling(job: Job) -> Iterator[Problem]:
     if len(job.by_host()) == 1 or not _is_open_mpi(job.first) or not _by_tcp(job):
         return
     if not _is_set(job.first, "OMPI_MCA_mpi_event_tick_rate", "OMPI_MCA_btl_tcp_links"):
-        what = "Open MPI over TCP: in some jobs a small message takes 5 ms, for the whole life of the job"
+        between = None if job.network is None else job.network.between
+        here = "" if between is None else f" (here and now {between.seconds * 1e3:.3g} ms)"
+        what = f"Open MPI over TCP: in some jobs a small message takes 5 ms, for the whole life of the job{here}"
         cure = "mpirun --mca mpi_event_tick_rate 1 (under srun: export OMPI_MCA_mpi_event_tick_rate=1)"
         yield Problem(WARNING, what, cure)
 
@@ -249,9 +254,10 @@ def kill_on_bad_exit(job: Job) -> Iterator[Problem]:
     start = job.first.start
     if start is None or not start.command.startswith("srun") or len(job.ranks) == 1:
         return
-    if job.first.environment.get("SLURM_KILL_BAD_EXIT") != "1":
-        what = "srun does not end the job when a rank dies, as far as can be seen: the others may wait for ever"
-        yield Problem(WARNING, what, "srun --kill-on-bad-exit=1, or export SLURM_KILL_BAD_EXIT=1")
+    if not start.ends_together and job.first.environment.get("SLURM_KILL_BAD_EXIT") != "1":
+        known = "here" if start.ends_together is False else "at most sites"
+        what = f"by default srun does not end the job {known} when a rank dies: the others may wait for ever"
+        yield Problem(NOTE, what, "srun --kill-on-bad-exit=1 (whether it was typed cannot be seen from here)")
 
 
 @check

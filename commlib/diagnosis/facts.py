@@ -45,7 +45,10 @@ class Mpi:
 
 @dataclass(frozen=True, slots=True)
 class Start:
-    """Describe the launcher by its own word; None where it says nothing. command: what was typed."""
+    """Describe the launcher by its own word; None where it says nothing. command: what was typed.
+
+    ends_together: whether it is known that it ends the job when a rank dies.
+    """
 
     command: str
     protocol: str
@@ -54,6 +57,7 @@ class Start:
     local_rank: int | None = None
     local_size: int | None = None
     node: int | None = None
+    ends_together: bool | None = None
 
 
 @dataclass(frozen=True, slots=True)

@@ -10,7 +10,7 @@ import commlib
 from commlib import cuda_probe, launch, mpi_on_gpus
 from commlib.diagnosis import mpi as mpi_library
 from commlib.diagnosis.facts import Job, Network, Rank
-from commlib.diagnosis.process import read_rank
+from commlib.diagnosis.process import ends_together, read_rank
 from commlib.diagnosis.watch import Watch
 from commlib.errors import CommlibError, TransportError
 from commlib.launcher_match import check_before_start, check_launcher
@@ -51,6 +51,8 @@ def look_together(so_far: Callable[[Job], str], seconds: float = SECONDS) -> Job
     """
     own = read_rank()
     speaks = own.rank == 0
+    if speaks and own.start is not None and own.start.command.startswith("srun"):
+        own = replace(own, start=replace(own.start, ends_together=ends_together()))
     with Watch(so_far(Job((own,))) if speaks else "") as watch:
         watch.step("load an MPI library", seconds)
         try:

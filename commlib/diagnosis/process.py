@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import os
 import platform
+import re
+import subprocess
 from collections.abc import Mapping
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
@@ -69,6 +71,18 @@ def read_start(environment: Mapping[str, str]) -> Start | None:
     return Start(
         launcher.command, launcher.protocol, found.rank, found.size, found.local_rank, found.local_size, found.node
     )
+
+
+def ends_together(seconds: float = 5.0) -> bool | None:
+    """Return whether Slurm ends a job when a rank dies, unless srun is told otherwise; None if it cannot be asked."""
+    try:
+        done = subprocess.run(
+            ["scontrol", "show", "config"], capture_output=True, text=True, timeout=seconds, stdin=subprocess.DEVNULL
+        )
+    except (OSError, subprocess.TimeoutExpired):
+        return None
+    found = re.search(r"^KillOnBadExit\s*=\s*(\d)", done.stdout, re.MULTILINE)
+    return None if found is None else found[1] == "1"
 
 
 def steering(environment: Mapping[str, str]) -> dict[str, str]:

@@ -42,7 +42,7 @@ def _lines(job: Job) -> Iterator[tuple[str, str]]:
     yield from _mpi(first)
     yield from _start(job)
     yield "cores", _cores(job)
-    yield "GPUs", "; ".join(filter(None, (", ".join(host.gpus), job.gpus)))
+    yield "GPUs", "; ".join(filter(None, (", ".join(host.gpus), job.gpus))) or "not looked for"
     yield "memory", _memory(first)
     yield "limits", ", ".join(f"{name} {_limit(name, value)}" for name, value in first.limits.items())
     yield "CMA", _peers(job)
@@ -62,7 +62,7 @@ def _settings(rank: Rank) -> str:
 
 def _mpi(rank: Rank) -> Iterator[tuple[str, str]]:
     if rank.mpi is None:
-        yield "MPI", f"none: {rank.no_mpi}"
+        yield "MPI", f"none: {rank.no_mpi}" if rank.no_mpi else "not looked for yet"
         return
     yield "MPI", f"{rank.mpi.library} ({rank.mpi.file})" if rank.mpi.file else rank.mpi.library
     if rank.mpi.seconds is not None:
@@ -83,6 +83,10 @@ def _start(job: Job) -> Iterator[tuple[str, str]]:
         return
     protocol = f" ({start.protocol})" if start.protocol else " (without PMI)"
     yield "launcher", f"{start.command}{protocol}{'; ' + told if told else ''}"
+    if (start.size or 1) > len(job.ranks) == 1:
+        alone = "" if job.first.mpi is None else "; MPI sees this one alone"
+        yield "ranks", f"{start.size} processes were started{alone}"
+        return
     hosts = job.by_host()
     where = "; ".join(f"{name}: {_ranks(ranks)}" for name, ranks in list(hosts.items())[:4])
     more = f"; and {len(hosts) - 4} more" if len(hosts) > 4 else ""

@@ -1,6 +1,6 @@
-"""Watch: a time limit for what may hang inside MPI, where no signal handler and no thread of Python runs.
+"""Watch: a time limit for what may hang or die inside MPI, where no signal handler and no thread of Python runs.
 
-A forked process keeps the time. Fork before MPI is started.
+A forked process keeps the time, and has the last word if this one dies. Fork before MPI is started.
 """
 
 from __future__ import annotations
@@ -13,10 +13,13 @@ import time
 from types import TracebackType
 
 _AFTER = 1.0  # seconds that the other ranks leave the first one to speak
+_DONE = "done"
 
 
 class Watch:
     """Ends this process if a step takes too long. text: what is printed before that, on standard error, if anything.
+
+    It is printed as well if the process is ended from outside, or by its own fault.
 
     with Watch("what is known so far") as watch:
         watch.step("start MPI", 30)
@@ -46,28 +49,35 @@ class Watch:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
+        os.write(self._pipe, f"{_DONE}\n".encode())
         os.close(self._pipe)
         os.waitpid(self._child, 0)
 
 
 def _keep_time(pipe: int, parent: int, text: str) -> None:
-    for number in (signal.SIGINT, signal.SIGTERM):
+    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
         signal.signal(number, signal.SIG_IGN)  # it ends with the process that it watches
-    what, end, limit = "begin", time.monotonic() + 60.0, 60.0
-    while True:
-        left = end - time.monotonic()
-        if left <= 0:
-            break
-        if select.select([pipe], [], [], left)[0]:
-            told = os.read(pipe, 1 << 16).decode()
-            if not told:
-                return
-            seconds, _, what = told.splitlines()[-1].partition(" ")
-            limit = float(seconds)
-            end = time.monotonic() + limit
-    if text:
-        os.write(2, f"{text}\n\nit did not {what} within {limit:g} s\n".encode())
-    else:
+    what, limit = "begin", 60.0
+    end = time.monotonic() + limit
+    while (left := end - time.monotonic()) > 0:
+        if not select.select([pipe], [], [], left)[0]:
+            continue
+        told = os.read(pipe, 1 << 16).decode().splitlines()
+        if not told:
+            _say(text, f"this process was ended while it was to {what}")
+            return
+        if told[-1] == _DONE:
+            return
+        seconds, _, what = told[-1].partition(" ")
+        limit = float(seconds)
+        end = time.monotonic() + limit
+    _say(text, f"this process did not {what} within {limit:g} s")
+    if not text:
         time.sleep(_AFTER)
     if os.getppid() == parent:
         os.kill(parent, signal.SIGKILL)
+
+
+def _say(text: str, why: str) -> None:
+    if text:
+        os.write(2, f"{text}\n- error: {why}\n".encode())

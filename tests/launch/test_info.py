@@ -117,5 +117,5 @@ runpy.run_module("commlib", run_name="__main__")
         text=True,
         timeout=60,
     )
-    assert done.returncode == -9 and "it did not start MPI within 1 s" in done.stderr
+    assert done.returncode == -9 and "this process did not start MPI within 1 s" in done.stderr
     assert "launcher  srun" in done.stderr

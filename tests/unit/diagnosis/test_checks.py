@@ -7,8 +7,8 @@ from typing import Any
 
 import pytest
 
-from commlib.diagnosis.checks import CHECKS, ERROR, WARNING, Problem, problems
-from commlib.diagnosis.facts import Job, Rank, Start
+from commlib.diagnosis.checks import CHECKS, ERROR, NOTE, WARNING, Problem, problems
+from commlib.diagnosis.facts import Job, Link, Network, Rank, Start
 from tests.facts import MPICH, OPEN_MPI, host, job, on_hosts, rank
 
 
@@ -84,6 +84,11 @@ def test_a_small_dev_shm(mib, level):
         assert f"/dev/shm on a has {mib} MiB left for 2 ranks" in found[0].what and "--shm-size" in found[0].cure
 
 
+def test_a_small_dev_shm_before_the_other_ranks_are_known():
+    alone = job(1, lambda one: replace(at(shared_memory_free=8 << 20)(one), start=Start("mpiexec", "PMI", 0, 4, 0, 4)))
+    assert only(alone).level == ERROR and "8 MiB left for 4 ranks" in only(alone).what
+
+
 def test_locked_memory_matters_where_there_is_a_fabric():
     def low(one: Rank) -> Rank:
         return replace(one, limits={**one.limits, "memlock": 8 << 20})
@@ -116,14 +121,18 @@ def test_a_slow_start():
 def test_open_mpi_over_tcp():
     problem = only(on_hosts("aab"))
     assert "5 ms" in problem.what and "mpi_event_tick_rate 1" in problem.cure
+    measured = replace(on_hosts("aab"), network=Network(None, Link((0, 2), 0.00312, 1e9, 4096), {}))
+    assert only(measured).what.endswith("(here and now 3.12 ms)")
     assert not problems(on_hosts("aab", with_(environment={"OMPI_MCA_mpi_event_tick_rate": "1"})))
     assert not problems(on_hosts("aab", with_(mpi=MPICH)))
 
 
 def test_srun_without_kill_on_bad_exit():
     problem = only(job(2, command="srun --mpi=pmix"))
-    assert "srun --kill-on-bad-exit=1" in problem.cure
+    assert problem.level == NOTE and "srun --kill-on-bad-exit=1" in problem.cure
     assert not problems(job(2, with_(environment={"SLURM_KILL_BAD_EXIT": "1"}), command="srun --mpi=pmix"))
+    assert not problems(job(2, with_(start=Start("srun", "", 0, 2, ends_together=True))))
+    assert not problems(job(1, command="srun --mpi=pmix"))
 
 
 def test_the_wheel_of_open_mpi_under_srun():

@@ -67,12 +67,19 @@ def watched(**values):
 def test_a_step_that_takes_too_long_ends_the_process_with_what_is_known():
     done = watched(text="what is known", limit=0.5, sleeps=60)
     assert done.returncode == -9 and not done.stdout
-    assert "what is known" in done.stderr and "it did not sleep in MPI within 0.5 s" in done.stderr
+    assert "what is known" in done.stderr and "this process did not sleep in MPI within 0.5 s" in done.stderr
 
 
 def test_who_is_not_the_first_ends_without_a_word():
     done = watched(text="", limit=0.5, sleeps=60)
     assert (done.returncode, done.stdout, done.stderr) == (-9, "", "")
+
+
+def test_a_process_that_dies_has_a_last_word():
+    """MPICH dies of a bus error where /dev/shm is full."""
+    done = watched(text="what is known", limit=20, sleeps="0); import os; os.kill(os.getpid(), 7")
+    assert done.returncode == -7
+    assert "what is known\n- error: this process was ended while it was to sleep in MPI" in done.stderr
 
 
 def test_in_time():
