@@ -29,7 +29,7 @@ from commlib.world import init, is_initialized, shutdown, world
 if TYPE_CHECKING:
     from commlib.communicator import Communicator
     from commlib.mesh_groups import Mesh
-    from commlib.observe.counters import Count
+    from commlib.observe.counters import Count, Stats
     from commlib.observe.recorder import Event, Phase
     from commlib.runtime.compiled import Plan
     from commlib.runtime.work import Work
@@ -50,6 +50,7 @@ __all__ = [
     "StallError",
     "TransportError",
     "UsageError",
+    "Stats",
     "Work",
     "__version__",
     "init",
@@ -72,6 +73,7 @@ _LAZY = {
     "Count": "commlib.observe.counters",
     "Event": "commlib.observe.recorder",
     "Mesh": "commlib.mesh_groups",
+    "Stats": "commlib.observe.counters",
     "Phase": "commlib.observe.recorder",
     "Plan": "commlib.runtime.compiled",
     "Work": "commlib.runtime.work",
@@ -82,3 +84,5 @@ def __getattr__(name: str) -> Any:
     if name in _LAZY:
         return getattr(import_module(_LAZY[name]), name)
     raise AttributeError(f"module 'commlib' has no attribute {name!r}")
+    if name == "metrics":
+        return import_module("commlib.metrics")

@@ -29,7 +29,7 @@ from commlib.devices.arrays import device_named
 from commlib.devices.host import HOST
 from commlib.group import symmetric_array
 from commlib.group.group import Group
-from commlib.observe.counters import Count
+from commlib.observe.counters import Stats
 from commlib.p2p import messages
 from commlib.p2p.channel import Channel
 from commlib.p2p.channels import Channels
@@ -509,13 +509,17 @@ class Communicator:
         """Start `all_gather_object`."""
         return self.group.start(objects.all_gather_object(self.group, value))
 
-    def statistics(self) -> dict[str, Count]:
-        """Return how often each verb was called in this group on this rank, since recording was started.
+    def stats(self) -> Stats:
+        """Return by verb what was called in this group on this rank, since calls are counted.
 
-        Raises UsageError if it never was: see `commlib.start_recording`.
+        Of each verb: calls, failed ones, bytes, seconds, seconds in the queue, and seconds in which the caller waited
+        (`commlib.Count`). Raises UsageError if they never were: `commlib.metrics.start` or `commlib.start_recording`.
         """
-        counts = self.runtime.recording.counters().counts()
-        return {verb: count for (group, verb), count in counts.items() if group == self.group.name}
+        return self.runtime.recording.counters().stats(self.group.name)
+
+    def statistics(self) -> Stats:
+        """Return the same as `stats`."""
+        return self.stats()
 
     def close(self) -> None:
         """Release everything. Collective, and only when no rank uses it any more."""

@@ -55,7 +55,7 @@ class Pending(Work):
             if timeout is None:
                 record = self.record
                 if record is not None:
-                    record.waits()
+                    since = record.waits()
                 try:
                     self._coordinator.drive(self.done)
                 except BaseException:
@@ -64,7 +64,7 @@ class Pending(Work):
                     raise
                 finally:
                     if record is not None:
-                        record.waited()
+                        record.waited(since)
             else:
                 self._coordinator.wake()
         try:

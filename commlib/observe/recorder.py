@@ -51,12 +51,13 @@ class Record:
     number: counts the operations of this process, from 1. sequence: the number of the call in its group, the same on
     all ranks; 0 before its turn, and for messages, which have no place in that order. nbytes: of this rank's array; -1
     if that is not known. name: what the user calls it, "" for most. row: the same for what cannot overlap. queued,
-    began, posted (its last round, of which `detail` tells), ended: monotonic ns, or 0.
+    began, posted (its last round, of which `detail` tells), ended: monotonic ns, or 0. in_call: whether all of it runs
+    in the call that started it, in its caller's thread.
     """
 
     __slots__ = (
-        "_recorder", "began", "detail", "ended", "error", "group", "name", "nbytes", "number", "posted", "queued",
-        "row", "sequence", "text",
+        "_recorder", "began", "detail", "ended", "error", "group", "in_call", "name", "nbytes", "number", "posted",
+        "queued", "row", "sequence", "text",
     )  # fmt: skip
 
     def __init__(
@@ -66,6 +67,7 @@ class Record:
         self.text, self.group, self.row, self.nbytes, self.name = text, group, row, nbytes, name
         self.sequence = self.queued = self.began = self.posted = self.ended = 0
         self.detail = self.error = ""
+        self.in_call = row != MESSAGES
 
     def __repr__(self) -> str:
         number = f" (call {self.sequence})" if self.sequence else ""
@@ -78,6 +80,7 @@ class Record:
 
     def queue(self) -> None:
         """Say that it waits."""
+        self.in_call = False
         self.queued = self._recorder.write(self, Phase.QUEUED)
 
     def begin(self) -> None:
@@ -87,6 +90,8 @@ class Record:
     def run(self) -> None:
         """Say that its turn has come."""
         time = self._recorder.write(self, Phase.RUN)
+        if self.began:  # in an earlier call
+            self.in_call = False
         self.began = self.began or time
 
     def round(self, detail: str) -> None:
@@ -101,15 +106,19 @@ class Record:
             self.ended = monotonic_ns()  # readers of the event look at it
             self._recorder.write(self, Phase.END, self.error)
 
-    def waits(self) -> None:
-        """Say that a thread of the user's waits for it from now on."""
+    def waits(self) -> int:
+        """Say that a thread of the user's waits for it from now on; return the time, for `waited`."""
+        now = monotonic_ns()
         if (trace := self._recorder.trace) is not None:
-            trace(Mark(monotonic_ns(), "b", "wait", self.verb, threading.get_ident(), self))
+            trace(Mark(now, "b", "wait", self.verb, threading.get_ident(), self))
+        return now
 
-    def waited(self) -> None:
+    def waited(self, since: int) -> None:
         """Say that it waits no more."""
+        now = monotonic_ns()
+        self._recorder.exposed(self, now - since)
         if (trace := self._recorder.trace) is not None:
-            trace(Mark(monotonic_ns(), "e", "wait", self.verb, threading.get_ident(), {}))
+            trace(Mark(now, "e", "wait", self.verb, threading.get_ident(), {}))
 
 
 class Event(NamedTuple):  # no dataclass: several are made for each operation, and this takes half the time
@@ -167,6 +176,10 @@ def of(record: Record) -> str:
 Reader = Callable[[Event], None]
 
 
+def _ignore_exposed(record: Record, nanoseconds: int) -> None:
+    pass
+
+
 class Recorder:
     """Hold the last `capacity` events of this process. Any thread may write without a wait: an append is atomic."""
 
@@ -174,6 +187,8 @@ class Recorder:
         self.numbers = itertools.count(1)
         self.marks_cycles = False  # somebody wants to know when ranks negotiate
         self.trace: Callable[[Mark], None] | None = None  # who wants marks: nobody but a timeline
+        self.exposed: Callable[[Record, int], None] = _ignore_exposed
+        """Who wants to know for how many ns a thread of the user's has waited for an operation."""
         self._ring: deque[Event] = deque(maxlen=capacity)
         self._readers: tuple[Reader, ...] = ()
         self._changing = threading.Lock()  # of who reads

@@ -160,7 +160,7 @@ class Messages(Work):
             forks.check(self.description)
             record = self.record
             if record is not None:
-                record.waits()
+                since = record.waits()
             try:
                 if timeout is None:
                     with self._lock:  # a signal handler may raise in here
@@ -174,7 +174,7 @@ class Messages(Work):
                     raise late
             finally:
                 if record is not None:
-                    record.waited()
+                    record.waited(since)
         value = super().wait(0)
         for device, event, _ in self._arrived:
             device.current().wait(event)

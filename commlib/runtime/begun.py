@@ -42,11 +42,11 @@ class Begun(Work):
                 if record is None:
                     self._progress.finish_begun(self)
                 else:
-                    record.waits()
+                    since = record.waits()
                     try:
                         self._progress.finish_begun(self)
                     finally:
-                        record.waited()
+                        record.waited(since)
             else:
                 self._progress.hand_over()
         return super().wait(timeout)

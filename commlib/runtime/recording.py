@@ -21,7 +21,9 @@ log = logging.getLogger("commlib")
 
 
 class Recording:
-    """On while the user has asked for it, or while a timeline is written; off, a call costs nothing more.
+    """On while the user has asked for it, or while a timeline is written, or while calls are counted.
+
+    Off, a call costs nothing more.
 
     recorder: where events go; None while it is off. What was recorded last can be asked for until it is on again.
     """
@@ -29,7 +31,7 @@ class Recording:
     def __init__(self) -> None:
         self.recorder: Recorder | None = None
         self.timeline: Timeline | None = None
-        self._asked_for = False
+        self._asked_for = self._counting = False
         self._last: tuple[Recorder, Counters] | None = None
         self._last_words = LastWords()
         self._groups: weakref.WeakSet[Progress] = weakref.WeakSet()
@@ -59,8 +61,15 @@ class Recording:
         """Record no more, unless a timeline is being written."""
         with self._lock:
             self._asked_for = False
-            if self.timeline is None:
+            if self.timeline is None and not self._counting:
                 self._turn_off()
+
+    def start_counting(self) -> None:
+        """Count operations from now on, to the end, whatever else is recorded meanwhile. Idempotent."""
+        with self._lock:
+            self._counting = True
+            if self.recorder is None:
+                self._turn_on(1)
 
     def start_timeline(self, path: str, rank: int, *, mark_cycles: bool = False) -> None:
         """Write a trace of all operations from now on, by rank 0, or by each rank where `{rank}` is in the path.
@@ -89,7 +98,7 @@ class Recording:
                 self.recorder.unsubscribe(timeline.read)
                 self.recorder.trace = None
                 self.recorder.marks_cycles = False
-            if not self._asked_for:
+            if not (self._asked_for or self._counting):
                 self._turn_off()
         timeline.close()
 
@@ -118,7 +127,7 @@ class Recording:
         if self._last is None:
             raise UsageError(
                 "statistics: nothing was recorded: set COMMLIB_EVENTS to how many events to keep, or call "
-                "commlib.start_recording() before"
+                "commlib.start_recording() or commlib.metrics.start() before"
             )
         return self._last[1]
 
@@ -135,6 +144,7 @@ class Recording:
 
     def close(self) -> None:
         """Record no more, and finish the trace."""
+        self._counting = False
         self.stop_timeline()
         self.stop()
 
@@ -147,14 +157,19 @@ class Recording:
             timeline.abandon()
 
     def _turn_on(self, events: int) -> None:
-        recorder, counters, self._last_words = Recorder(events), Counters(), LastWords()
+        recorder, counters, self._last_words = Recorder(events), self._kept_counters(), LastWords()
         recorder.subscribe(counters.read)
+        recorder.exposed = counters.expose
         recorder.subscribe(self._last_words.read)
         self._last = recorder, counters
         self._read_timeline(recorder)
         self.recorder = recorder
         for progress in list(self._groups):
             progress.record(recorder)
+
+    def _kept_counters(self) -> Counters:
+        """Return those that go on while calls are counted, else new ones."""
+        return self._last[1] if self._counting and self._last is not None else Counters()
 
     def _turn_off(self) -> None:
         self.recorder = None

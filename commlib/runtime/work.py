@@ -47,7 +47,7 @@ class Work:
             forks.check(self.description)
             record = self.record
             if record is not None:
-                record.waits()
+                since = record.waits()
             try:
                 if timeout is None:
                     with self._running:  # others may wait too; a signal handler may raise in here
@@ -60,7 +60,7 @@ class Work:
                     )
             finally:
                 if record is not None:
-                    record.waited()
+                    record.waited(since)
         self.seen = True
         if self._error is not None:
             raise self._error.with_traceback(self._trace)  # each wait would add its own to it

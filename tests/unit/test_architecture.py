@@ -78,7 +78,7 @@ LAYERS = (
     ("commlib.subgroups",),
     ("commlib.communicator",),
     ("commlib.bootstrap",),
-    ("commlib.launch", "commlib.launcher_match", "commlib.exits", "commlib.world", "commlib.observing",
+    ("commlib.launch", "commlib.launcher_match", "commlib.exits", "commlib.world", "commlib.metrics", "commlib.observing",
      "commlib.cuda_probe", "commlib.mpi_on_gpus", "commlib.mesh_groups"),
     ("commlib",),  # the public names
     ("commlib.compress",),

@@ -1,0 +1,192 @@
+"""Metrics: the counts of this rank's operations, as Prometheus reads them, and as experiment trackers do.
+
+    from commlib import metrics
+
+    metrics.start()                                      # count from now on
+    metrics.write_textfile("/var/lib/node_exporter/commlib-{rank}.prom")
+    server = metrics.serve(9464)                         # /metrics on 127.0.0.1, from now on
+    wandb.log(metrics.values(), step=step)               # a plain dict
+
+Counting costs some microseconds a call; without it none of this costs anything. `Communicator.stats` has the same
+counts. What speaks of Prometheus needs the extra 'metrics'.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+from collections.abc import Callable, Iterable
+from typing import TYPE_CHECKING, Any
+
+from commlib.errors import UsageError
+from commlib.extras import install
+from commlib.world import world
+
+if TYPE_CHECKING:
+    from prometheus_client import CollectorRegistry
+    from prometheus_client.core import CounterMetricFamily
+
+log = logging.getLogger("commlib")
+
+_LABELS = ("rank", "group", "verb")
+
+# Names as Prometheus wants them: base units, and "_total" is added to what only grows. Each with the field of a Count.
+_FAMILIES = (
+    ("commlib_calls", "calls", "Operations that have ended."),
+    ("commlib_failed_calls", "failed", "Operations that have ended in an error."),
+    ("commlib_bytes", "nbytes", "Bytes of this rank's arrays in them."),
+    ("commlib_seconds", "seconds", "Seconds from when their turn came to their end."),
+    ("commlib_queued_seconds", "waited", "Seconds in the queue before that."),
+    ("commlib_exposed_seconds", "exposed", "Seconds in which threads of the program waited for them."),
+)
+
+
+def start() -> None:
+    """Count the operations of this rank from now on, until `commlib.shutdown`. Idempotent; not collective."""
+    world().runtime.recording.start_counting()
+
+
+def values(prefix: str = "commlib/") -> dict[str, float]:
+    """Return the counts as one flat dict, for `wandb.log`, `mlflow.log_metrics` or TensorBoard's `add_scalar`.
+
+    Keys are `<prefix><group>/<verb>/<what>`, with calls, failed_calls, bytes, seconds, queued_seconds, exposed_seconds
+    for `what`; values only grow. Raises UsageError if nothing was counted: see `start`.
+    """
+    names = {field: family.removeprefix("commlib_") for family, field, _ in _FAMILIES}
+    return {
+        f"{prefix}{_tidy(group)}/{verb}/{names[field]}": float(value)
+        for (group, verb), count in world().runtime.recording.counters().counts().items()
+        for field, value in count.as_dict().items()
+    }
+
+
+def _tidy(group: str) -> str:
+    """Return a group's name without what MLflow refuses in names."""
+    return "".join(letter if letter.isalnum() or letter in "_-. " else "_" for letter in group)
+
+
+class Collector:
+    """What Prometheus' client asks for the counts of this rank: register it, `REGISTRY.register(Collector())`.
+
+    It has nothing before `start` and after `commlib.shutdown`. Families are counters with the labels rank, group, verb.
+    """
+
+    def collect(self) -> Iterable[CounterMetricFamily]:
+        """Yield one family for each field of a `commlib.Count`."""
+        client = _client()
+        counts, rank = _counts()
+        for name, field, about in _FAMILIES:
+            family = client.core.CounterMetricFamily(name, about, labels=_LABELS)
+            for (group, verb), count in counts.items():
+                family.add_metric((rank, group, verb), getattr(count, field))
+            yield family
+
+    def describe(self) -> Iterable[CounterMetricFamily]:
+        """Name the families, before there is anything to count."""
+        client = _client()
+        return [client.core.CounterMetricFamily(name, about, labels=_LABELS) for name, _, about in _FAMILIES]
+
+
+def _counts() -> tuple[dict[tuple[str, str], Any], str]:
+    try:
+        comm = world()
+        return comm.runtime.recording.counters().counts(), str(comm.rank)
+    except UsageError:  # a scrape may come at any time
+        return {}, ""
+
+
+def registry() -> CollectorRegistry:
+    """Return a registry of Prometheus' client with the counts of this rank, and nothing else."""
+    made = _client().CollectorRegistry()
+    made.register(Collector())
+    return made  # type: ignore[no-any-return]
+
+
+def write_textfile(path: str) -> None:
+    """Write the counts for node_exporter's textfile collector, whole or not at all.
+
+    `{rank}` in the path stands for this rank's number; ranks of one node need files of their own. Raises UsageError if
+    it cannot be written, or if nothing was counted.
+    """
+    comm = world()
+    comm.runtime.recording.counters()  # raises if there are none: an empty file would look like a rank without calls
+    path = path.replace("{rank}", str(comm.rank))
+    try:
+        _client().write_to_textfile(path, registry())
+    except OSError as error:
+        raise UsageError(f"metrics.write_textfile: rank {comm.rank}: cannot write {path}: {error}") from error
+
+
+class Server:
+    """Serves /metrics until `close`. port: where."""
+
+    def __init__(self, port: int, address: str) -> None:
+        try:
+            self._server, self._thread = _client().start_http_server(port, address, registry())
+        except OSError as error:
+            raise UsageError(f"metrics.serve: cannot listen on {address}:{port}: {error}") from error
+        self.port: int = self._server.server_port
+
+    def close(self) -> None:
+        """Serve no more. Idempotent."""
+        self._server.shutdown()
+        self._server.server_close()
+        self._thread.join()
+
+
+def serve(port: int = 0, address: str = "127.0.0.1") -> Server:
+    """Count from now on, and serve the counts of this rank at http://address:port/metrics; port 0 takes a free one.
+
+    Whoever reaches the address can read them: other addresses than this host's own are for networks that are trusted.
+    Each rank of a node needs a port of its own, `9464 + local_rank` for example. Raises UsageError if it is taken.
+    """
+    start()
+    return Server(port, address)
+
+
+class Reports:
+    """Calls back again and again until `close`."""
+
+    def __init__(self, callback: Callable[[dict[str, float]], Any], every: float) -> None:
+        self._callback, self._every = callback, every
+        self._closing = threading.Event()
+        self._thread = threading.Thread(target=self._loop, name="commlib-metrics", daemon=True)
+        self._thread.start()
+
+    def _loop(self) -> None:
+        while not self._closing.wait(self._every):
+            try:
+                found = values()
+            except UsageError:
+                return  # commlib was shut down
+            try:
+                self._callback(found)
+            except Exception as error:  # training must not end because a tracker cannot be reached
+                log.warning("metrics: the callback failed: %s: %s", type(error).__name__, error)
+
+    def close(self) -> None:
+        """Call back no more; what is under way ends first."""
+        self._closing.set()
+        if self._thread is not threading.current_thread():
+            self._thread.join()
+
+
+def on_metrics(callback: Callable[[dict[str, float]], Any], every: float = 60.0) -> Reports:
+    """Count from now on, and call `callback(values())` every so many seconds, in a thread of its own.
+
+    For trackers that take values at any time; to log by steps, call `values` in the training loop. What the callback
+    raises is logged. Ends with `close`, or with `commlib.shutdown`. Raises UsageError if `every` is not positive.
+    """
+    if not every > 0:
+        raise UsageError(f"on_metrics: every is {every}, expected seconds, more than 0")
+    start()
+    return Reports(callback, every)
+
+
+def _client() -> Any:
+    try:
+        import prometheus_client
+        import prometheus_client.core
+    except ModuleNotFoundError:
+        raise UsageError(f"metrics for Prometheus need prometheus-client: {install('metrics')}") from None
+    return prometheus_client
