@@ -1,0 +1,17 @@
+#!/bin/bash
+# A job of Slurm whose ranks srun starts: sbatch examples/slurm/srun.sh python train.py
+#SBATCH --job-name=train
+#SBATCH --output=%x-%j.out
+#SBATCH --nodes=2
+#SBATCH --ntasks-per-node=2
+#SBATCH --time=00:30:00
+
+set -e
+# module load openmpi                # whatever your site calls it
+# source ~/venv/bin/activate
+
+trap : TERM  # scancel and the time limit tell the ranks as well: let them end
+
+# pmix for Open MPI, pmi2 for MPICH and its relatives; commlib.init says if it is the wrong one.
+# Without --kill-on-bad-exit the others wait for ever for a rank that has died.
+srun --mpi="${MPI_TYPE:-pmix}" --kill-on-bad-exit=1 "$@"
