@@ -31,6 +31,7 @@ if TYPE_CHECKING:
     from commlib.mesh_groups import Mesh
     from commlib.observe.counters import Count, Stats
     from commlib.observe.recorder import Event, Phase
+    from commlib.preemption import Preemption
     from commlib.runtime.compiled import Plan
     from commlib.runtime.work import Work
 
@@ -46,6 +47,7 @@ __all__ = [
     "PeerError",
     "Phase",
     "Plan",
+    "Preemption",
     "ShutdownError",
     "StallError",
     "TransportError",
@@ -76,6 +78,7 @@ _LAZY = {
     "Stats": "commlib.observe.counters",
     "Phase": "commlib.observe.recorder",
     "Plan": "commlib.runtime.compiled",
+    "Preemption": "commlib.preemption",
     "Work": "commlib.runtime.work",
 }
 

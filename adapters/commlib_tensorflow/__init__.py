@@ -21,6 +21,7 @@ from commlib_tensorflow import broadcast as _broadcast
 from commlib_tensorflow import collectives as _collectives
 from commlib_tensorflow import tensor
 from commlib_tensorflow.broadcast import *
+from commlib_tensorflow.checkpoint import Checkpoint
 from commlib_tensorflow.clip import clip_by_global_norm
 from commlib_tensorflow.collectives import *
 from commlib_tensorflow.compression import Compression
@@ -48,6 +49,7 @@ from commlib_tensorflow.tensor import (
 
 __all__ = [
     "__version__",
+    "Checkpoint",
     "Column",
     "Compression",
     "DistributedGradientTape",

@@ -20,6 +20,7 @@ from commlib.tensor import Column, Replicate, Row, Sequence, Vocabulary
 from commlib_torch import collectives as _collectives
 from commlib_torch import tensor
 from commlib_torch.broadcast import broadcast_optimizer_state, broadcast_parameters
+from commlib_torch.checkpoint import Checkpoint
 from commlib_torch.clip import clip_grad_norm_
 from commlib_torch.collectives import *
 from commlib_torch.compression import Compression
@@ -59,6 +60,7 @@ from commlib_torch.tensor import (
 
 __all__ = [
     "__version__",
+    "Checkpoint",
     "Column",
     "Compression",
     "DataParallel",

@@ -14,6 +14,7 @@ from commlib_tensorflow._keras_optimizers import build, variables_of
 from commlib_tensorflow._keras_reduction import key_of
 from commlib_tensorflow._updates import kept_for_local
 from commlib_tensorflow.broadcast import broadcast_variables
+from commlib_tensorflow.keras._preemption import PreemptedFit
 
 
 class BroadcastGlobalVariables:
@@ -63,6 +64,7 @@ _BODIES: dict[str, tuple[type, str]] = {
     "CommitStateCallback": (bodies.CommitState, "Callback"),
     "UpdateBatchStateCallback": (bodies.UpdateBatchState, "Callback"),
     "UpdateEpochStateCallback": (bodies.UpdateEpochState, "Callback"),
+    "PreemptionCallback": (PreemptedFit, "Callback"),
 }
 
 

@@ -1,4 +1,6 @@
-"""Horovod's callbacks for `fit`, for the Keras that `tf.keras` is: TF_USE_LEGACY_KERAS=1 decides between the two.
+"""Callbacks for `fit`: Horovod's, and one that obeys signals, for the Keras that `tf.keras` is.
+
+TF_USE_LEGACY_KERAS=1 decides between the two.
 
 `of(tf_keras)` returns the callbacks for the other one, which may be used beside it.
 """
@@ -18,6 +20,7 @@ BestModelCheckpoint = _made.BestModelCheckpoint
 CommitStateCallback = _made.CommitStateCallback
 UpdateBatchStateCallback = _made.UpdateBatchStateCallback
 UpdateEpochStateCallback = _made.UpdateEpochStateCallback
+PreemptionCallback = _made.PreemptionCallback
 
 __all__ = [
     "BroadcastGlobalVariablesCallback",
@@ -25,5 +28,6 @@ __all__ = [
     "LearningRateScheduleCallback",
     "LearningRateWarmupCallback",
     "BestModelCheckpoint",
+    "PreemptionCallback",
     "of",
 ]

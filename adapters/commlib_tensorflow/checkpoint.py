@@ -1,0 +1,122 @@
+"""Checkpoint: models and optimizers of Keras, variables of your own, saved by all ranks and resumed exactly."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import tensorflow as tf
+
+from commlib import checkpoint as core
+from commlib.checkpoint import generators
+from commlib.checkpoint.checkpoint import Part
+from commlib.checkpoint.packed import Packed
+from commlib.communicator import Communicator
+from commlib.errors import UsageError
+from commlib_tensorflow._keras_optimizers import build, variables_of
+from commlib_tensorflow._keras_reduction import Distributed
+
+__all__ = ["Checkpoint"]
+
+RANDOM = "random"
+
+
+class Checkpoint(core.Checkpoint):
+    """Checkpoints in a folder that all ranks see: `Checkpoint("run", model=model)`.
+
+    Values are models of Keras 3 or tf_keras (with the optimizer they were compiled with), optimizers, variables, and
+    lists of variables. A model must be built. What a distributed optimizer's compression remembers is saved, too, and
+    so are states of the random generators of Python, numpy and Keras' layers. So training that is interrupted between
+    two steps and resumed on as many ranks computes the same bits; data must go on where it was, which the step says.
+
+    What ranks hold alike is written once, what they hold apart by each. `save(step)` and `resume()` are collective.
+    On another number of ranks a job resumes only what was alike on all. keep: how many checkpoints stay. comm: the
+    ranks that save together, by default all. Raises UsageError for other values.
+    """
+
+    def __init__(
+        self, folder: str | os.PathLike[str], *, keep: int = 2, comm: Communicator | None = None, **values: Any
+    ) -> None:
+        parts: dict[str, Part] = {}
+        for name, value in values.items():
+            if name == RANDOM:
+                raise UsageError(f"Checkpoint: '{RANDOM}' names the states of random generators: choose another name")
+            parts |= _parts(name, value)
+        if parts:
+            parts[RANDOM] = Part(generators.state, generators.load, is_needed=False)
+        super().__init__(folder, parts, keep=keep, comm=comm)
+
+
+def _parts(name: str, value: Any) -> dict[str, Part]:
+    if isinstance(value, list | tuple):
+        return {name: _of_variables(name, lambda: list(value))}
+    if hasattr(value, "assign"):
+        return {name: _of_variables(name, lambda: [value])}
+    if hasattr(value, "layers"):
+
+        def weights() -> list[Any]:
+            if not build(value):
+                raise UsageError(f"checkpoint: {name} is not built yet: call it on a batch, or give it an Input")
+            return list(value.variables)
+
+        parts = {name: _of_variables(name, weights)}
+        if getattr(value, "optimizer", None) is not None:
+            parts |= _of_optimizer(f"{name}.optimizer", lambda: value.optimizer, weights)
+        return parts
+    if hasattr(value, "apply_gradients"):
+        return _of_optimizer(name, lambda: value, list)
+    raise UsageError(
+        f"Checkpoint: {name}= is a {type(value).__name__}: expected a model, an optimizer, a variable or a list of them"
+    )
+
+
+def _of_optimizer(name: str, optimizer: Callable[[], Any], ready: Callable[[], list[Any]]) -> dict[str, Part]:
+    """Return the parts of an optimizer, once `ready()` was called. What compression remembers is each rank's own."""
+
+    def variables() -> list[Any]:
+        ready()
+        return variables_of(optimizer())
+
+    def reducing() -> Any:
+        found = getattr(optimizer(), "inner_optimizer", optimizer())
+        return found if isinstance(found, Distributed) else None
+
+    def state() -> Any:
+        return {} if (found := reducing()) is None else found.compression_state()
+
+    def load(saved: Any) -> None:
+        if (found := reducing()) is not None and saved:
+            found.load_compression_state(_arrays(saved))
+
+    return {name: _of_variables(name, variables), f"{name}.compression": Part(state, load, is_needed=False)}
+
+
+def _of_variables(name: str, variables: Callable[[], list[Any]]) -> Part:
+    """Return the part of a list of variables, by their places in it: names need not be unique, nor the same again."""
+
+    def state() -> list[Packed]:
+        return [Packed.of(np.asarray(tf.convert_to_tensor(variable))) for variable in variables()]
+
+    def load(saved: list[Packed]) -> None:
+        own = variables()
+        theirs = [(one.dtype, one.shape) for one in saved]
+        mine = [(tf.as_dtype(variable.dtype).name, tuple(variable.shape)) for variable in own]
+        if theirs != mine:
+            raise UsageError(f"{name} was saved with other variables: expected {mine}, got {theirs}")
+        for variable, one in zip(own, saved, strict=True):
+            variable.assign(one.array())
+
+    return Part(state, load)
+
+
+def _arrays(value: Any) -> Any:
+    """Return nested state with numpy's arrays in place of packed ones."""
+    if isinstance(value, Packed):
+        return value.array()
+    if isinstance(value, dict):
+        return {key: _arrays(one) for key, one in value.items()}
+    if isinstance(value, list):
+        return [_arrays(one) for one in value]
+    return value

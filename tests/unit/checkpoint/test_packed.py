@@ -1,0 +1,71 @@
+"""Nested state goes into a file and comes back, bit by bit, without code in it."""
+
+from __future__ import annotations
+
+import io
+import random
+from typing import Any
+
+import ml_dtypes
+import numpy as np
+import pytest
+
+from commlib.checkpoint import generators, packed
+from commlib.checkpoint.packed import Packed
+from commlib.errors import UsageError
+
+
+def there_and_back(state: Any) -> Any:
+    file = io.BytesIO()
+    packed.write(file, state, "state")
+    file.seek(0)
+    return packed.read(file)
+
+
+PLAIN = {
+    "a": [1, 2.5, None, True, "text"],
+    3: (-0.0, float("inf"), 10**30, ()),
+    "nested": {"empty": {}, "list": [[], [(1,)]]},
+}
+
+
+def test_plain_values_come_back() -> None:
+    back = there_and_back(PLAIN)
+    assert back == PLAIN
+    assert [type(key) for key in back] == [str, int, str]
+    assert str(back[3][0]) == "-0.0"
+
+
+@pytest.mark.parametrize("dtype", ["float32", "int8", "bool", "complex64", ml_dtypes.bfloat16, "float16"])
+@pytest.mark.parametrize("shape", [(), (0,), (3, 4), (2, 0, 5)])
+def test_arrays_come_back(dtype: Any, shape: tuple[int, ...]) -> None:
+    array = np.asarray(np.random.default_rng(0).normal(size=shape) * 9).astype(dtype)
+    for one in (array, array.T):
+        back = there_and_back({"x": one})["x"].array()
+        assert (back.dtype, back.shape, back.tobytes()) == (one.dtype, one.shape, one.tobytes())
+
+
+def test_digests_tell_states_apart() -> None:
+    states = [{"x": np.zeros(2)}, {"x": np.zeros(2, np.float32)}, {"x": np.zeros((2, 1))}, {"y": np.zeros(2)}, {"x": 0}]
+    states += [{"x": np.array([0, -0.0])}, {"x": [0]}, {"x": (0,)}, {"x": np.zeros(0)}]
+    digests = [packed.digest(state, "state") for state in states]
+    assert len(set(digests)) == len(states)
+    assert (
+        packed.digest({"x": np.zeros(2)}, "state")
+        == packed.digest({"x": Packed.of(np.zeros(2))}, "other")
+        == digests[0]
+    )
+
+
+def test_what_is_no_state_is_named() -> None:
+    with pytest.raises(UsageError, match=r"checkpoint: model\['a'\]\[1\] is a set: expected tensors"):
+        packed.digest({"a": [0, {1}]}, "model")
+    with pytest.raises(UsageError, match=r"model has the key \(1, 2\): expected strings and integers"):
+        packed.digest({(1, 2): 0}, "model")
+
+
+def test_generators_go_on_where_they_were() -> None:
+    state = there_and_back(generators.state())
+    drawn = random.random(), np.random.normal(), np.random.normal()
+    generators.load(state)
+    assert (random.random(), np.random.normal(), np.random.normal()) == drawn

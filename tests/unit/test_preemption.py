@@ -1,0 +1,130 @@
+"""Signals are noted, agreed upon, and answered by asking Slurm for another start."""
+
+from __future__ import annotations
+
+import os
+import signal
+import threading
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from commlib import Preemption
+from commlib.errors import UsageError
+from commlib.preemption import requeue, slurm_job
+from tests.loopback import run
+
+USR1, TERM = signal.SIGUSR1, signal.SIGTERM
+
+
+@pytest.fixture(autouse=True)
+def handlers() -> Any:
+    """What tests do to handlers does not last."""
+    before = {number: signal.getsignal(number) for number in (USR1, TERM)}
+    yield
+    for number, handler in before.items():
+        signal.signal(number, handler)
+
+
+def alone(preemption: Preemption) -> list[bool]:
+    """Ask a few times, as the only rank."""
+    asked: list[bool] = []
+
+    def rank(comm: Any) -> None:
+        preemption.comm = comm
+        asked.extend(preemption.requested() for _ in range(4))
+
+    run(1, rank)
+    return asked
+
+
+def test_a_signal_is_obeyed_at_the_next_question() -> None:
+    with Preemption() as preemption:
+        assert alone(preemption) == [False] * 4
+        os.kill(os.getpid(), USR1)
+        assert alone(preemption) == [True] * 4 and not preemption.stops
+
+
+def test_ranks_ask_in_every_so_manieth_call() -> None:
+    with Preemption(every=3) as preemption:
+        os.kill(os.getpid(), USR1)
+        assert alone(preemption) == [False, False, True, True]
+
+
+def test_who_is_asked_to_stop_does_not_come_back() -> None:
+    with Preemption((USR1, TERM)) as preemption:
+        os.kill(os.getpid(), TERM)
+        os.kill(os.getpid(), USR1)
+        assert alone(preemption)[0] and preemption.stops
+
+
+def test_handlers_are_put_back_unless_the_process_is_about_to_leave() -> None:
+    """A launcher that passed a signal on twice ended a process that was leaving."""
+    signal.signal(USR1, signal.SIG_DFL)
+    with Preemption() as preemption:
+        assert callable(signal.getsignal(USR1))
+    assert signal.getsignal(USR1) == signal.SIG_DFL
+    with preemption:
+        os.kill(os.getpid(), USR1)
+        assert alone(preemption)[0]
+    assert signal.getsignal(USR1) == signal.SIG_IGN
+
+
+def test_wrong_uses_are_named() -> None:
+    with pytest.raises(UsageError, match="expected some signals and every >= 1"):
+        Preemption(())
+    with pytest.raises(UsageError, match="expected some signals and every >= 1"):
+        Preemption(every=0)
+    signal.signal(USR1, signal.SIG_DFL)
+    with pytest.raises(UsageError, match="cannot handle SIGKILL here"):
+        Preemption((USR1, signal.SIGKILL)).__enter__()
+    assert signal.getsignal(USR1) == signal.SIG_DFL
+    problems: list[str] = []
+
+    def elsewhere() -> None:
+        try:
+            Preemption().__enter__()
+        except UsageError as error:
+            problems.append(str(error))
+
+    thread = threading.Thread(target=elsewhere)
+    thread.start()
+    thread.join()
+    assert len(problems) == 1 and "main thread" in problems[0]
+
+
+JOBS = {
+    "": {},
+    "7": {"SLURM_JOB_ID": "7"},
+    "7_2": {"SLURM_JOB_ID": "9", "SLURM_ARRAY_JOB_ID": "7", "SLURM_ARRAY_TASK_ID": "2"},
+}
+
+
+@pytest.mark.parametrize("job", JOBS)
+def test_the_job_as_scontrol_calls_it(job: str) -> None:
+    """The last element of an array has the array's number: requeueing that would start all of it again."""
+    assert slurm_job(JOBS[job]) == job
+
+
+@pytest.fixture
+def scontrol(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A scontrol that writes down how it was called, and does not like job 13."""
+    script = tmp_path / "scontrol"
+    script.write_text(f'#!/bin/sh\necho "$@" >>{tmp_path}/calls\n[ "$2" != 13 ] || {{ echo unlucky >&2; exit 1; }}\n')
+    script.chmod(0o755)
+    monkeypatch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")
+    return tmp_path / "calls"
+
+
+def test_slurm_is_asked(scontrol: Path, caplog: pytest.LogCaptureFixture) -> None:
+    assert requeue("7_2") and not caplog.records
+    assert scontrol.read_text() == "requeue 7_2\n"
+    assert not requeue("13")
+    assert "the job does not come back by itself: scontrol requeue 13 failed (unlucky)" in caplog.text
+
+
+def test_without_scontrol_that_is_said(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
+    monkeypatch.setenv("PATH", "/nowhere")
+    assert not requeue("7")
+    assert "scontrol requeue 7 failed (" in caplog.text
