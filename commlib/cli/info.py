@@ -14,7 +14,7 @@ from commlib.console.width import reader_width, wrapped
 from commlib.diagnosis.checks import ERROR, Problem, problems
 from commlib.diagnosis.facts import Job
 from commlib.diagnosis.look import SECONDS, is_alone, look_alone, look_together
-from commlib.diagnosis.text import job_text, problems_text
+from commlib.diagnosis.text import HEADING, job_text, problems_text
 from commlib.errors import UsageError
 from commlib.settings_file import find_settings
 
@@ -57,8 +57,8 @@ def info(
 
 def _so_far(job: Job) -> str:
     """Return what is known before MPI is started, for what ends there."""
-    width = reader_width()
-    return f"{job_text(job, width)}\n\n{problems_text(problems(job), width)}"
+    width, found = reader_width(), problems(job)
+    return f"{job_text(job, width)}\n\n{problems_text(found, width) if found else HEADING}"
 
 
 def _data(job: Job, found: list[Problem]) -> dict[str, Any]:

@@ -6,7 +6,8 @@ a warning that it runs, but worse than it could, a note what cannot be seen from
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+import re
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 
 from commlib.config import ranks_text
@@ -122,7 +123,7 @@ def binding(job: Job) -> Iterator[Problem]:
 def _unbind(rank: Rank) -> str:
     command = "" if rank.start is None else rank.start.command
     if command.startswith("srun"):
-        return "srun --cpus-per-task=CORES (and SLURM_CPUS_PER_TASK for steps), or srun --cpu-bind=none"
+        return "srun --cpus-per-task=CORES (in a batch script: export SRUN_CPUS_PER_TASK=CORES), or --cpu-bind=none"
     if _is_open_mpi(rank):
         return "mpirun --bind-to none, or --map-by ppr:RANKS:node:pe=CORES to give each rank its own"
     return "mpiexec -bind-to none, or -bind-to core:CORES to give each rank its own"
@@ -166,7 +167,7 @@ def split_nodes(job: Job) -> Iterator[Problem]:
 
 @check
 def peer_reads(job: Job) -> Iterator[Problem]:
-    """CMA refused: MPICH fails in the middle of a collective, Open MPI copies twice."""
+    """CMA refused: MPICH 5 fails in the middle of a collective, others copy twice."""
     refused = [rank for rank in job.ranks if rank.peer_reads is False]
     if not refused:
         return
@@ -174,13 +175,15 @@ def peer_reads(job: Job) -> Iterator[Problem]:
     yama = first.host.yama
     why = f"kernel.yama.ptrace_scope is {yama}" if yama else "a container's filter, or no CAP_SYS_PTRACE"
     what = f"{_named(refused)}: a process may not read another's memory (process_vm_readv; {why})"
-    allow = "sysctl kernel.yama.ptrace_scope=0, or docker run --cap-add=SYS_PTRACE"
-    if first.mpi is not None and first.mpi.vendor in ("MPICH", "MVAPICH"):
+    allow = "sysctl kernel.yama.ptrace_scope=0" if yama else "docker run --cap-add=SYS_PTRACE"
+    # MPICH uses it by default since 5, and looks at yama alone before.
+    if first.mpi is not None and re.match(r"MPICH Version ([5-9]|\d\d)", first.mpi.library) and not yama:
         if first.environment.get("MPIR_CVAR_CH4_CMA_ENABLE") != "0":
             level = ERROR if len(job.ranks) > 1 else WARNING
-            yield Problem(level, f"{what}: MPICH fails", f"export MPIR_CVAR_CH4_CMA_ENABLE=0; or {allow}")
-    else:
-        yield Problem(WARNING, f"{what}: large messages on a node are copied twice", allow)
+            cure = f"export MPIR_CVAR_CH4_CMA_ENABLE=0; or {allow}"
+            yield Problem(level, f"{what}: MPICH fails in large messages", cure)
+        return
+    yield Problem(WARNING, f"{what}: large messages on a node are copied twice", allow)
 
 
 @check
@@ -275,31 +278,35 @@ def opal_prefix(job: Job) -> Iterator[Problem]:
 @check
 def differences(job: Job) -> Iterator[Problem]:
     """Ranks that run something else than the others."""
-    for name, read, cure in _SAME:
-        values: dict[str, list[Rank]] = {}
-        for rank in job.ranks:
-            values.setdefault(read(rank), []).append(rank)
-        if len(values) > 1:
-            shown = "; ".join(f"{value or 'none'} on {_named(ranks)}" for value, ranks in values.items())
-            yield Problem(WARNING, f"{name} differs: {shown}", cure)
+    for name, cure in _SAME.items():
+        told = [_facts(rank)[name] for rank in job.ranks]
+        for key in sorted({key for facts in told for key in facts}):
+            values: dict[str, list[Rank]] = {}
+            for rank, facts in zip(job.ranks, told, strict=True):
+                values.setdefault(facts.get(key, "none"), []).append(rank)
+            if len(values) > 1:
+                shown = "; ".join(f"{value} on {_named(ranks)}" for value, ranks in values.items())
+                yield Problem(WARNING, f"{name}{key} differs: {shown}", cure)
 
 
-_OWN = ("CUDA_VISIBLE_DEVICES", "SLURM_CPU_BIND")  # may be each rank's own
 _ENVIRONMENT = "one virtual environment on a shared file system, or the same one on every host"
-_SAME: Sequence[tuple[str, Callable[[Rank], str], str]] = (
-    ("commlib", lambda rank: f"{rank.commlib} in {rank.folder}", _ENVIRONMENT),
-    ("Python", lambda rank: rank.python, _ENVIRONMENT),
-    ("the MPI library", lambda rank: f"{rank.mpi.library} ({rank.mpi.file})" if rank.mpi else "", _ENVIRONMENT),
-    ("a package", lambda rank: ", ".join(f"{name} {text}" for name, text in rank.packages.items()), _ENVIRONMENT),
-    ("the number of cores", lambda rank: str(len(rank.cores)), "the same binding for all ranks"),
-    (
-        "a limit",
-        lambda rank: ", ".join(f"{name} {text}" for name, text in rank.limits.items()),
-        "the same limits on every host (limits.conf, PropagateResourceLimits of Slurm)",
-    ),
-    (
-        "what MPI was told",
-        lambda rank: " ".join(f"{name}={text}" for name, text in rank.environment.items() if name not in _OWN),
-        "mpirun -x NAME, mpiexec -genv NAME VALUE or srun --export=ALL, for all hosts",
-    ),
-)
+_SAME = {  # what must be alike, and what to do
+    "": _ENVIRONMENT,
+    "the version of ": _ENVIRONMENT,
+    "the number of ": "the same binding for all ranks (mpirun --bind-to, srun --cpu-bind, --cpus-per-task)",
+    "the limit ": "the same limits on every host (limits.conf, PropagateResourceLimits of Slurm)",
+    "the variable ": "mpirun -x NAME, mpiexec -genv NAME VALUE or srun --export=ALL, for all hosts",
+}
+_OWN = ("CUDA_VISIBLE_DEVICES", "SLURM_CPU_BIND")  # variables that may be each rank's own
+
+
+def _facts(rank: Rank) -> dict[str, Mapping[str, str]]:
+    """Return what must be alike, by the keys of `_SAME` and names."""
+    library = "none" if rank.mpi is None else f"{rank.mpi.library} ({rank.mpi.file})"
+    return {
+        "": {"commlib": f"{rank.commlib} in {rank.folder}", "the MPI library": library},
+        "the version of ": {"Python": rank.python, **rank.packages},
+        "the number of ": {"cores": str(len(rank.cores))},
+        "the limit ": {limit: str(value) for limit, value in rank.limits.items()},
+        "the variable ": {name: text for name, text in rank.environment.items() if name not in _OWN},
+    }

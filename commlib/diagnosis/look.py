@@ -17,7 +17,7 @@ from commlib.launcher_match import check_before_start, check_launcher
 from commlib.launchers import find_launcher
 
 SECONDS = 30.0  # for each step of MPI
-MEASURING = 120.0  # seconds; kernels may have to be compiled
+MEASURING = 4  # times as long: kernels may have to be compiled
 NO_GPU = "none that CuPy could use"
 
 
@@ -84,7 +84,7 @@ def _gather(own: Rank, watch: Watch, seconds: float) -> Job | None:
     reads, on_node = mpi_library.try_neighbour(MPI), mpi_library.count_node(MPI)
     own = replace(own, rank=world.rank, peer_reads=reads, on_node=on_node)
     ranks = world.gather(own, 0)
-    watch.step("join the ranks and measure the network", MEASURING)
+    watch.step("join the ranks and measure the network", MEASURING * seconds)
     network, failure, direct = _measure()
     if ranks is None:
         return None

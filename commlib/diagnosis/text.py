@@ -10,6 +10,7 @@ from commlib.console.width import wrapped
 from commlib.diagnosis.checks import Problem
 from commlib.diagnosis.facts import Job, Link, Mpi, Rank
 
+HEADING = "What is wrong:"
 _LABEL = 10  # columns
 _OF_OPEN_MPI = ("OMPI_", "OPAL_", "PMIX_", "PRTE_")
 _OF_MPICH = ("I_MPI_", "MPICH_", "MPIR_", "MV2_", "MVP_")
@@ -25,7 +26,7 @@ def problems_text(problems: Sequence[Problem], width: int | None) -> str:
     """Return what is wrong, each with what to type."""
     if not problems:
         return "Nothing is wrong, as far as can be seen."
-    parts = ["What is wrong:"]
+    parts = [HEADING]
     for problem in problems:
         parts.append(wrapped(f"- {problem.level}: {problem.what}", width, indent=2))
         if problem.cure:

@@ -112,7 +112,7 @@ def test_it_ends_with_what_is_wrong_and_what_to_type(monkeypatch: pytest.MonkeyP
     monkeypatch.setattr(mpi, "try_alone", lambda seconds: Tried(STARTED, False))
     text = info(COLUMNS="200")
     assert "\nWhat is wrong:\n- warning: rank 0: a process may not read another's memory" in text
-    assert text.rstrip().splitlines()[-1].startswith("    type: export MPIR_CVAR_CH4_CMA_ENABLE=0")
+    assert text.rstrip().splitlines()[-1].startswith("    type: docker run --cap-add=SYS_PTRACE")
     (problem,) = json.loads(info("--json"))["problems"]
     assert problem["level"] == "warning" and problem["cure"]
 

@@ -74,6 +74,10 @@ def test_peer_reads_refused():
     assert only(job(1, with_(peer_reads=False, start=None), mpi=MPICH)).level == WARNING  # one process needs none
     yama = only(job(2, lambda one: replace(at(yama=1)(one), peer_reads=False)))
     assert yama.level == WARNING and "ptrace_scope is 1" in yama.what and "ptrace_scope=0" in yama.cure
+    for mpi, scope in ((replace(MPICH, library="MPICH Version 4.0.2"), 0), (MPICH, 1)):  # these do not use it then
+        refusing = [replace(at(yama=scope)(one), peer_reads=False) for one in job(2, mpi=mpi).ranks]
+        found = only(Job(tuple(refusing)))
+        assert found.level == WARNING and "copied twice" in found.what
 
 
 @pytest.mark.parametrize("mib, level", [(2, ERROR), (64, WARNING), (95, WARNING), (96, None)])
@@ -154,16 +158,14 @@ def test_ranks_of_one_host_that_mpi_sees_apart():
 @pytest.mark.parametrize(
     "change, words",
     [
-        ({"python": "3.11.2"}, "Python differs: 3.12.1 on ranks 0, 2; 3.11.2 on rank 1"),
-        ({"commlib": "0.9"}, "commlib differs: 1.0 in /env/commlib on ranks 0, 2; 0.9 in"),
+        ({"python": "3.11.2"}, "the version of Python differs: 3.12.1 on ranks 0, 2; 3.11.2 on rank 1"),
+        ({"commlib": "0.9"}, "commlib differs: 1.0 in /env/commlib on ranks 0, 2; 0.9 in /env/commlib on rank 1"),
         ({"mpi": MPICH}, "the MPI library differs: Open MPI v5.0.11 (/usr/lib/libmpi.so.40) on ranks 0, 2; MPICH"),
-        (
-            {"packages": {"numpy": "1.26", "torch": "2.6"}},
-            "a package differs: numpy 2.0, torch 2.6 on ranks 0, 2; numpy 1.26",
-        ),
+        ({"packages": {"numpy": "1.26"}}, "the version of numpy differs: 2.0 on ranks 0, 2; 1.26 on rank 1"),
+        ({"packages": {"numpy": "2.0"}}, "the version of torch differs: 2.6 on ranks 0, 2; none on rank 1"),
         ({"cores": (0, 1)}, "the number of cores differs: 8 on ranks 0, 2; 2 on rank 1"),
-        ({"limits": {"nofile": 4096}}, "a limit differs: "),
-        ({"environment": {"UCX_TLS": "tcp"}}, "what MPI was told differs: none on ranks 0, 2; UCX_TLS=tcp on rank 1"),
+        ({"limits": {"nofile": 4096}}, "the limit nofile differs: 65536 on ranks 0, 2; 4096 on rank 1"),
+        ({"environment": {"UCX_TLS": "tcp"}}, "the variable UCX_TLS differs: none on ranks 0, 2; tcp on rank 1"),
     ],
 )
 def test_a_rank_that_differs_is_named(change, words):
