@@ -8,6 +8,7 @@ from typing import Annotated, Any
 
 import typer
 
+from commlib import launch
 from commlib.errors import CommlibError, UsageError
 
 slurm = typer.Typer(help="Write batch scripts for Slurm, submit them, and wait for their jobs.", no_args_is_help=True)
@@ -62,6 +63,8 @@ def job(
     from commlib.slurm import request, table
     from commlib.slurm.script import script as script_of
 
+    if launch.launched_rank():
+        return  # under a launcher the first process does it
     kind = str(context.info_name)
     flags: dict[str, Any] = {
         "command": command,
@@ -191,9 +194,10 @@ def _wait(number: str, folder: Path) -> None:
     found = results.collect(folder, number, tasks)
     for task in tasks:
         path = results.output(folder, task)
-        if len(tasks) == 1:
-            typer.echo("\n".join(results.tail(path, SHOWN)))
-        typer.echo(f"job {task.id}: {summary([task])}, exit code {task.code}, output in {path}", err=True)
+        if len(tasks) == 1 and (lines := results.tail(path, SHOWN)):
+            typer.echo("\n".join(lines))
+        where = f"output in {path}" if path.exists() else "no output"
+        typer.echo(f"job {task.id}: {summary([task])}, exit code {task.code}, {where}", err=True)
     for name in found["results"]:
         typer.echo(f"results in {name}", err=True)
     raise typer.Exit(found["exit_code"])

@@ -19,6 +19,8 @@ def job(kind: str, given: Mapping[str, Any], folder: Path) -> Job:
     folder: of its output and results. Raises UsageError for values that are missing or cannot be right.
     """
     values = {"command": (), **given}
+    if "%" in str(folder):
+        raise UsageError(f"folder {folder}: expected a path without %, which Slurm replaces")
     is_array = values.get("array") is not None
     values["output"] = str(folder / results.output_pattern(is_array=is_array, is_named=folder == Path()))
     if values.get("venv") == NONE:

@@ -101,6 +101,8 @@ def test_flags_win_over_the_file(place: Path) -> None:
         (["run", "--config", "none.toml", "x"], "cannot read none.toml: No such file"),
         (["run", "--container", "x.sif", "x"], "mpi is not given, and nobody but you knows"),
         (["run", "--script", "no/job.sh", "x"], "cannot write no/job.sh: No such file or directory"),
+        (["run", "--folder", "a%j", "x"], "folder a%j: expected a path without %"),
+        (["run", "--folder", 'a"b', "x"], 'expected a path without "'),
         (["bench", "-N", "2"], "no benchmark: expected the arguments of `commlib bench`"),
         (["wait", "x"], "'x': expected the number of a job"),
         (["wait", "12"], "there is no folder slurm-jobs"),
@@ -157,6 +159,20 @@ def test_a_submitted_job_is_waited_for_and_collected(place: Path) -> None:
     found = json.loads((folder / "12.json").read_text())
     assert (found["exit_code"], found["results"], found["tasks"][0]["state"]) == (5, ["slurm-jobs/12/text"], "FAILED")
     assert "exit code 5" in slurm("wait", "12", code=5)
+
+
+def test_a_job_that_was_cancelled_before_it_began_has_no_output(place: Path) -> None:
+    (place / "slurm-jobs").mkdir()
+    stand_in(place / "bin", "scontrol", f'echo "{STATE.format("CANCELLED", "0:0")}"')
+    assert slurm("wait", "12", code=1) == "job 12: CANCELLED on h0 00:00:03, exit code 1, no output\n"
+
+
+def test_one_process_of_a_launcher_submits(place: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("OMPI_COMM_WORLD_SIZE", "2")
+    monkeypatch.setenv("OMPI_COMM_WORLD_RANK", "1")
+    assert slurm("run", "true") == ""
+    monkeypatch.setenv("OMPI_COMM_WORLD_RANK", "0")
+    assert slurm("run", "true").startswith("#!/bin/bash")
 
 
 def test_submitting_alone_says_the_number(place: Path) -> None:
