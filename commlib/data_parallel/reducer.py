@@ -214,7 +214,7 @@ class GradientReducer:
             ) from error
         if not tracker.reducing or self._is_undecided:
             return  # it stays where it is until a pass that reduces, or until the buckets are known
-        if self._engine.traces.wanted and (full := tracker.completed(index)) is not None:
+        if self._engine.traces.wanted and (full := tracker.completed(index)) is not None and full not in launches:
             self._engine.traces.ready(full)
         started = time.perf_counter()
         self._put(index)

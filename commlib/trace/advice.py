@@ -43,8 +43,8 @@ RULES = (
     Rule(
         "small_share",
         0.3,
-        "{small_share:.0%} of the time in collectives goes to arrays of 4 KiB or less: reduce several together (larger "
-        "buckets, one array, plan_* for the same memory again and again)",
+        "{small_share:.0%} of the time in which collectives move data goes to arrays of 4 KiB or less: reduce several "
+        "together (larger buckets, one array), or call plan_* once for the same memory again and again",
         "exposed_share_is_small",
         0,
     ),
@@ -59,6 +59,8 @@ RULES = (
         0.2,
         "operations wait {queue_share:.0%} of their time in the queue behind others of their group: use several groups "
         "for what is independent, or launch later what is needed later",
+        "lost_share",
+        0.05,
     ),
     Rule(
         "agreeing_share",

@@ -17,6 +17,8 @@ COMMLIB, TORCH, TENSORFLOW = "commlib", "PyTorch", "TensorFlow"
 
 _FORMAT = 1  # of `commlib.observe.timeline.FORMAT`
 
+_ON_THE_HOST = ("cpu_op", "user_annotation", "python_function")  # PyTorch's events with the number of its process
+
 _WHOSE = re.compile(r"(\d+)=(.+)", re.DOTALL)
 
 
@@ -95,7 +97,8 @@ def read(path: str) -> Trace | None:
     )
     try:
         if path.endswith((".xplane.pb", ".xplane.pb.gz")):
-            return Trace(path, TENSORFLOW, -1, read_xplane(unpacked(data)))
+            start, events = read_xplane(unpacked(data))
+            return Trace(path, TENSORFLOW, -1, events, start=start, wall=start)
         events, facts, whole = parse(data)
     except ValueError as error:
         raise UsageError(f"trace: {path}: {error}; {expected}") from error
@@ -149,7 +152,9 @@ def _of_torch(path: str, events: list[dict[str, Any]], facts: dict[str, Any], *,
     base = int(facts.get("baseTimeNanoseconds") or 0)
     told = facts.get("distributedInfo")
     rank = told.get("rank", -1) if isinstance(told, dict) else -1
-    processes = [event["pid"] for event in events if event.get("cat") == "cpu_op" and isinstance(event["pid"], int)]
+    processes = [
+        event["pid"] for event in events if event.get("cat") in _ON_THE_HOST and isinstance(event.get("pid"), int)
+    ]
     process = processes[0] if processes else 0
     host = str(facts.get("host_name", ""))
     return Trace(path, TORCH, int(rank), events, start=base, wall=base, host=host, process=process, whole=whole)

@@ -104,7 +104,7 @@ def summarise(stories: Sequence[Story], notes: Sequence[str] = ()) -> Summary:
     notes = list(notes)
     if len(stories) == 1:
         notes.append("of one rank: give the files of all to see who waited for whom")
-    figures = _figures(stories, ranks, verbs)
+    figures = _figures(stories, ranks, met)
     return Summary(tuple(ranks), tuple(verbs), steps, len(met), tuple(advise(figures)), tuple(notes))
 
 
@@ -189,13 +189,21 @@ def _marks(stories: Sequence[Story]) -> tuple[str, dict[int, list[int]]]:
     return "", {}
 
 
+def _moving(met: Sequence[Meeting]) -> int:
+    """Return how long ranks were in collectives after the last one had come, all ranks together."""
+    return sum(
+        max(0, part.ended - max(one.arrived for one in meeting.parts.values()))
+        for meeting in met
+        for part in meeting.parts.values()
+    )
+
+
 def _figures(
-    stories: Sequence[Story], ranks: Sequence[RankFigures], verbs: Sequence[VerbFigures]
+    stories: Sequence[Story], ranks: Sequence[RankFigures], met: Sequence[Meeting]
 ) -> dict[str, float | int | str]:
     """Return what the rules of `advice` look at."""
     operations = [one for story in stories for one in story.operations]
     span = sum(rank.span for rank in ranks) or 1.0
-    busy = sum(one.ended - one.began for one in operations) or 1
     inside = sum(rank.communication for rank in ranks) or 1.0
     all_lost = sum(rank.lost for rank in ranks)
     worst = max(ranks, key=lambda rank: rank.kept_waiting)
@@ -211,7 +219,7 @@ def _figures(
         "worst_share": worst.kept_waiting / kept,
         "moving_share": sum(rank.moving for rank in ranks) / span,
         "exposed_share_is_small": float(sum(rank.exposed for rank in ranks) / span < 0.05),
-        "small_share": sum(one.ended - one.began for one in operations if 0 <= one.nbytes <= _SMALL) / busy,
+        "small_share": _moving([one for one in met if 0 <= one.nbytes <= _SMALL]) / (_moving(met) or 1),
         "codec_share": sum(rank.codec for rank in ranks) / inside,
         "queue_share": sum(one.began - one.queued for one in others)
         / (sum(one.ended - one.queued for one in others) or 1),

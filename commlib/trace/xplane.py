@@ -24,8 +24,8 @@ _VARINT, _FIXED64, _BYTES, _FIXED32 = 0, 1, 2, 5
 Field = tuple[int, Any]
 
 
-def read_xplane(data: bytes) -> list[dict[str, Any]]:
-    """Return the events of a profile: "X" with ts and dur (us since 1970), and the names of processes and threads.
+def read_xplane(data: bytes) -> tuple[int, list[dict[str, Any]]]:
+    """Return when a profile began (ns since 1970), and its events: "X" with ts and dur (us), and "M" with names.
 
     Of a profile that ends early, those of the planes that are whole. Raises ValueError for other bytes.
     """
@@ -33,12 +33,15 @@ def read_xplane(data: bytes) -> list[dict[str, Any]]:
     planes = [value for number, value in _fields(data, whole=False) if number == _PLANES]
     if not planes or not all(isinstance(plane, bytes) for plane in planes):
         raise ValueError("no planes of a profile")
-    for pid, plane in enumerate(planes):
-        events += _plane(pid, list(_fields(plane)))
-    return events
+    found = [list(_fields(plane)) for plane in planes]
+    lines = [dict(_fields(value)) for plane in found for number, value in plane if number == _LINES]
+    start = min((line.get(_LINE_TIME, 0) for line in lines if _LINE_EVENTS in line), default=0)
+    for pid, fields in enumerate(found):
+        events += _plane(pid, fields, start)
+    return start, events
 
 
-def _plane(pid: int, fields: list[Field]) -> Iterator[dict[str, Any]]:
+def _plane(pid: int, fields: list[Field], start: int) -> Iterator[dict[str, Any]]:
     name = next((_text(value) for number, value in fields if number == _NAME), "")
     kinds: dict[int, str] = {}
     for number, value in fields:
@@ -56,7 +59,7 @@ def _plane(pid: int, fields: list[Field]) -> Iterator[dict[str, Any]]:
         for number, value in line:
             if number == _LINE_EVENTS:
                 event = dict(_fields(value))
-                ts = (facts.get(_LINE_TIME, 0) + event.get(_EVENT_OFFSET, 0) / 1e3) / 1e3
+                ts = (facts.get(_LINE_TIME, 0) - start + event.get(_EVENT_OFFSET, 0) / 1e3) / 1e3
                 kind = kinds.get(event.get(_EVENT_KIND, 0), "")
                 length = event.get(_EVENT_LENGTH, 0) / 1e6
                 yield {"ph": "X", "name": kind, "pid": pid, "tid": tid, "ts": ts, "dur": length}

@@ -1,0 +1,169 @@
+"""Files that a trace is read from: whole, cut off, empty, foreign, of several kinds."""
+
+from __future__ import annotations
+
+import gzip
+import json
+import random
+
+import pytest
+
+from commlib.errors import UsageError
+from commlib.trace.files import COMMLIB, TENSORFLOW, TORCH, read, read_all
+from commlib.trace.operations import story
+from commlib.trace.parse import parse
+from tests.timelines import MadeUp
+
+TORCH_FACTS = {"schemaVersion": 1, "host_name": "here", "baseTimeNanoseconds": 1_700_000_000_000_000_000}
+
+
+def timeline(path, rank=0, **options):
+    made = MadeUp(rank, **options)
+    for number in range(1, 6):
+        made.blocking("all_reduce", number, 10 * number, 10 * number + 1)
+    return made.write(path)
+
+
+def torch_trace(path, *, process=1000, rank=None, cut=None):
+    event = {
+        "ph": "X",
+        "cat": "cpu_op",
+        "name": "aten::add",
+        "pid": process,
+        "tid": process,
+        "ts": 10_500.0,
+        "dur": 5.0,
+    }
+    facts = TORCH_FACTS if rank is None else {**TORCH_FACTS, "distributedInfo": {"rank": rank}}
+    text = json.dumps({**facts, "traceEvents": [event] * 20}, indent=1)
+    path.write_text(text[:cut])
+    return str(path)
+
+
+def test_a_file_cut_off_anywhere_gives_what_is_there(tmp_path):
+    whole = (tmp_path / "t.json", timeline(tmp_path / "t.json"))[0].read_bytes()
+    events, _, complete = parse(whole)
+    assert complete
+    for cut in random.Random(0).sample(range(2, len(whole) - 2), 60):
+        some, _, is_whole = parse(whole[:cut])
+        assert not is_whole and some == events[: len(some)]
+        assert len(some) >= whole[:cut].count(b"},\n")
+    squeezed = gzip.compress(whole)
+    some, _, is_whole = parse(squeezed[: len(squeezed) // 2])
+    assert not is_whole and 0 < len(some) < len(events) and some == events[: len(some)]
+    assert parse(squeezed)[0] == events
+
+
+def test_what_had_not_ended_ends_with_the_file(tmp_path):
+    made = MadeUp(0)
+    made.blocking("barrier", 1, 10, 5000)
+    made.started("all_reduce", 2, 6000, 7000, 8000, waits=(6500, 8000))
+    text = (tmp_path / "t.json", made.write(tmp_path / "t.json", end=False))[0].read_text().splitlines()
+    (tmp_path / "t.json").write_text("\n".join(text[:-2]))  # without the end of the operation, and of the wait
+    (trace,), _ = read_all([str(tmp_path / "t.json")])
+    told = story(trace)
+    first, second = told.operations
+    assert (first.error, second.error) == ("", "unfinished") and second.ended == told.end == made.own(7000)
+    (wait,) = told.of("wait")
+    assert (wait.key, wait.ended) == (("world", 2), told.end)
+
+
+@pytest.mark.parametrize("text", ["", "\n", "[", "[\n"])
+def test_an_empty_file_is_left_out_and_said(tmp_path, text):
+    (tmp_path / "empty.json").write_text(text)
+    names = [timeline(tmp_path / "t.json"), str(tmp_path / "empty.json")]
+    traces, notes = read_all(names)
+    assert [trace.rank for trace in traces] == [0] and len(notes) == 1 and "empty.json: is empty" in notes[0]
+    with pytest.raises(UsageError, match="no timeline of commlib among these"):
+        read_all(names[1:])
+
+
+@pytest.mark.parametrize(
+    "data",
+    [b"hello", b"{}", b"[1, 2]", b'{"traceEvents": 3}', b'[{"ph": "X", "ts": 1, "name": "of another program"}]',
+     b"\0\1\2", b"\x1f\x8bnot gzip", b"\xff\xfe",
+     b'{"traceEvents": [{"ph": "X", "ts": 5, "name": "ThreadpoolListener"}]}'],
+)  # fmt: skip
+def test_a_foreign_file_is_refused_by_name(tmp_path, data):
+    (tmp_path / "foreign.json").write_bytes(data)
+    with pytest.raises(UsageError, match=r"foreign\.json.*expected a timeline of commlib"):
+        read_all([timeline(tmp_path / "t.json"), str(tmp_path / "foreign.json")])
+
+
+def test_files_that_are_not_there_or_do_not_belong_together(tmp_path):
+    mine, other = timeline(tmp_path / "a.json", 3), timeline(tmp_path / "b.json", 3)
+    with pytest.raises(UsageError, match=r"a\.json and .*b\.json are both of rank 3"):
+        read_all([mine, other])
+    with pytest.raises(UsageError, match=r"cannot read .*missing\.json: No such file"):
+        read_all([mine, str(tmp_path / "missing.json")])
+    with pytest.raises(UsageError, match="cannot read"):
+        read_all([str(tmp_path)])
+    both = json.loads((tmp_path / "a.json").read_text()) + [{**event, "pid": 4} for event in parse(b"[]")[0]]
+    both += [{"ph": "i", "pid": 4, "ts": 1, "name": "x"}]
+    (tmp_path / "merged.json").write_text(json.dumps(both))
+    with pytest.raises(UsageError, match="has 2 ranks: merged already"):
+        read_all([str(tmp_path / "merged.json")])
+    text = (tmp_path / "a.json").read_text().replace('"format": 1', '"format": 99')
+    (tmp_path / "new.json").write_text(text)
+    with pytest.raises(UsageError, match="is of format 99"):
+        read_all([str(tmp_path / "new.json")])
+
+
+def test_a_profile_is_of_its_process_of_whom_it_says_or_of_whom_it_is_said_to_be(tmp_path):
+    names = [timeline(tmp_path / f"t{rank}.json", rank) for rank in range(2)]
+    by_process = torch_trace(tmp_path / "a.json", process=1001)
+    by_itself = torch_trace(tmp_path / "b.json", process=7, rank=1)
+    unknown = torch_trace(tmp_path / "c.json", process=7)
+    traces, _ = read_all([by_process, by_itself, f"0={unknown}", *names])
+    assert [(trace.kind, trace.rank) for trace in traces] == [
+        (COMMLIB, 0), (COMMLIB, 1), (TORCH, 1), (TORCH, 1), (TORCH, 0)
+    ]  # fmt: skip
+    with pytest.raises(UsageError, match=r"c\.json: does not say whose it is: write its rank before it, 0="):
+        read_all([unknown, *names])
+    assert read_all([unknown, names[1]])[0][1].rank == 1
+    with pytest.raises(UsageError, match="is of rank 5, of which there is no timeline"):
+        read_all([f"5={unknown}", *names])
+    cut = torch_trace(tmp_path / "d.json", process=1000, cut=-40)
+    traces, notes = read_all([cut, *names])
+    assert traces[-1].start == TORCH_FACTS["baseTimeNanoseconds"] and 0 < len(traces[-1].events) < 20
+    assert any("d.json: ends early" in note for note in notes)
+
+
+def varint(value):
+    found = b""
+    while value > 127:
+        found, value = found + bytes([value & 127 | 128]), value >> 7
+    return found + bytes([value])
+
+
+def field(number, value):
+    if isinstance(value, int):
+        return varint(number << 3) + varint(value)
+    return varint(number << 3 | 2) + varint(len(value)) + value
+
+
+def xplane(events, *, start=1_700_000_000_000_000_000):
+    kind = field(1, 7) + field(2, field(1, 7) + field(2, b"MatMul") + field(5, b"more"))
+    line = field(1, 3) + field(2, b"main") + field(3, start)
+    for offset, length in events:
+        line += field(4, field(1, 7) + field(2, offset) + field(3, length))
+    return field(1, field(1, 1) + field(2, b"/host:CPU") + field(3, line) + field(4, kind) + field(6, b"")) + field(
+        4, b"h"
+    )
+
+
+def test_a_profile_of_tensorflow(tmp_path):
+    data = xplane([(2_000_000, 500_000), (10_000_000_000, 1_000_000)])
+    (tmp_path / "vm.xplane.pb").write_bytes(data)
+    trace = read(str(tmp_path / "vm.xplane.pb"))
+    assert trace is not None and trace.kind == TENSORFLOW
+    slices = [event for event in trace.events if event["ph"] == "X"]
+    assert trace.start == trace.wall == 1_700_000_000_000_000_000
+    assert [(event["name"], event["ts"], event["dur"]) for event in slices] == [
+        ("MatMul", 2.0, 0.5), ("MatMul", 10_000.0, 1.0)
+    ]  # fmt: skip
+    assert {event["args"]["name"] for event in trace.events if event["ph"] == "M"} == {"/host:CPU", "main"}
+    for bad in (b"hello", data[:40], b"\x13" * 30):
+        (tmp_path / "bad.xplane.pb").write_bytes(bad)
+        with pytest.raises(UsageError, match=r"bad\.xplane\.pb"):
+            read(str(tmp_path / "bad.xplane.pb"))
