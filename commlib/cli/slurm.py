@@ -197,7 +197,7 @@ def _wait(number: str, folder: Path) -> None:
         if len(tasks) == 1 and (lines := results.tail(path, SHOWN)):
             typer.echo("\n".join(lines))
         where = f"output in {path}" if path.exists() else "no output"
-        typer.echo(f"job {task.id}: {summary([task])}, exit code {task.code}, {where}", err=True)
+        typer.echo(f"job {task.id}: {summary([task])}, {task.run_time}, exit code {task.code}, {where}", err=True)
     for name in found["results"]:
         typer.echo(f"results in {name}", err=True)
     raise typer.Exit(found["exit_code"])

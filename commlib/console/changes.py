@@ -13,18 +13,18 @@ import typer
 
 
 @contextmanager
-def shown(title: str) -> Iterator[Callable[[str], None]]:
-    """Yield what is called with how it stands, as often as one likes."""
+def shown(title: str) -> Iterator[Callable[[str, str], None]]:
+    """Yield what is called with how it stands, and with what changes all the time and is for terminals only."""
     if sys.stderr.isatty():
         from rich.console import Console
         from rich.markup import escape
 
         with Console(stderr=True).status(escape(title)) as status:
-            yield lambda text: status.update(escape(f"{title}: {text}"))
+            yield lambda text, more: status.update(escape(f"{title}: {text} {more}"))
         return
     said = None
 
-    def tell(text: str) -> None:
+    def tell(text: str, more: str) -> None:
         nonlocal said
         if text != said:
             typer.echo(f"{title}: {text}", err=True)

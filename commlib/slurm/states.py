@@ -90,12 +90,18 @@ def code(tasks: Sequence[Task]) -> int:
 
 
 def summary(tasks: Sequence[Task]) -> str:
-    """Return one line about a job that has one task or several."""
+    """Return one line about a job that has one task or several. It changes when something happens."""
     if len(tasks) == 1:
         [task] = tasks
         details = [task.state, task.reason and f"({task.reason})", task.nodes and f"on {task.nodes}"]
-        ran = [] if task.state == "PENDING" else [task.run_time]
         again = [f"restarted {task.restarts} times"] * bool(task.restarts)
-        return " ".join(filter(None, [*details, *ran, *again]))
+        return " ".join(filter(None, [*details, *again]))
     counts = {state: [task.state for task in tasks].count(state) for state in sorted({task.state for task in tasks})}
     return ", ".join(f"{count} {state}" for state, count in counts.items())
+
+
+def elapsed(tasks: Sequence[Task]) -> str:
+    """Return the longest time that a task has run: "00:01:16". Empty if none has begun."""
+    return max(
+        (task.run_time for task in tasks if task.state != "PENDING"), key=lambda text: (len(text), text), default=""
+    )

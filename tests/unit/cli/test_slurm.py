@@ -6,6 +6,7 @@ import json
 import sys
 from dataclasses import fields
 from pathlib import Path
+from typing import NoReturn
 
 import pytest
 from typer.main import get_command
@@ -14,6 +15,7 @@ from typer.testing import CliRunner
 from commlib import launch
 from commlib.cli.app import app
 from commlib.errors import TransportError
+from commlib.slurm import waiting
 from commlib.slurm.job import Job
 
 
@@ -148,10 +150,10 @@ def test_a_submitted_job_is_waited_for_and_collected(place: Path) -> None:
     text = slurm("run", "--wait", "true", code=5)
     assert text.splitlines() == [
         "12",
-        "job 12: RUNNING on h0 00:00:03",
+        "job 12: RUNNING on h0",
         "a",
         "b",
-        "job 12: FAILED on h0 00:00:03, exit code 5, output in slurm-jobs/12.out",
+        "job 12: FAILED on h0, 00:00:03, exit code 5, output in slurm-jobs/12.out",
         "results in slurm-jobs/12/text",
     ]
     folder = place / "slurm-jobs"
@@ -164,7 +166,17 @@ def test_a_submitted_job_is_waited_for_and_collected(place: Path) -> None:
 def test_a_job_that_was_cancelled_before_it_began_has_no_output(place: Path) -> None:
     (place / "slurm-jobs").mkdir()
     stand_in(place / "bin", "scontrol", f'echo "{STATE.format("CANCELLED", "0:0")}"')
-    assert slurm("wait", "12", code=1) == "job 12: CANCELLED on h0 00:00:03, exit code 1, no output\n"
+    assert slurm("wait", "12", code=1) == "job 12: CANCELLED on h0, 00:00:03, exit code 1, no output\n"
+
+
+def test_an_interrupt_leaves_the_job_running(place: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def interrupted(*arguments: object) -> NoReturn:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(waiting, "wait", interrupted)
+    (place / "my jobs").mkdir()
+    told = "job 12 goes on: `commlib slurm wait 12 --folder 'my jobs'` waits for it, `scancel 12` ends it\n"
+    assert slurm("wait", "12", "--folder", "my jobs", code=130) == told
 
 
 def test_one_process_of_a_launcher_submits(place: Path, monkeypatch: pytest.MonkeyPatch) -> None:

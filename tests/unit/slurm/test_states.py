@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from commlib.slurm.states import Task, code, from_controller, from_database, summary
+from commlib.slurm.states import Task, code, elapsed, from_controller, from_database, summary
 
 RUNNING = (
     "JobId=8 JobName=wrap UserId=root(0) Priority=4294901752 QOS=(null) JobState=RUNNING Reason=None Dependency=(null) "
@@ -21,7 +21,8 @@ def test_a_job() -> None:
     task = Task("8", "RUNNING", nodes="h[0-1]", run_time="00:01:16", restarts=1)
     assert from_controller(RUNNING) == [task]
     assert not task.ended
-    assert summary([task]) == "RUNNING on h[0-1] 00:01:16 restarted 1 times"
+    assert summary([task]) == "RUNNING on h[0-1] restarted 1 times"
+    assert elapsed([task]) == "00:01:16"
 
 
 def test_an_array_has_tasks_of_its_own() -> None:
@@ -31,6 +32,11 @@ def test_an_array_has_tasks_of_its_own() -> None:
     assert code([failed, done]) == 2
     assert summary([waiting, failed, done]) == "1 COMPLETED, 1 FAILED, 1 PENDING"
     assert summary([waiting]) == "PENDING (Resources)"
+    assert elapsed([waiting]) == ""
+    assert (
+        elapsed([Task("1_1", "RUNNING", run_time="1-00:00:09"), Task("1_2", "RUNNING", run_time="23:00:00")])[:2]
+        == "1-"
+    )
 
 
 def test_the_database() -> None:

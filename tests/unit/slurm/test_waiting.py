@@ -29,13 +29,18 @@ def looking(*answers: list[Task] | Exception) -> Callable[[str], list[Task]]:
 def test_a_job_that_is_requeued_has_not_ended() -> None:
     told: list[str] = []
     look = looking([PENDING], [RUNNING], [PENDING], [RUNNING], [DONE])
-    assert wait("1", told.append, look=look, sleep=lambda seconds: None) == [DONE]
+    assert wait("1", lambda text, more: told.append(text), look=look, sleep=lambda seconds: None) == [DONE]
     assert told == ["PENDING", "RUNNING", "PENDING", "RUNNING"]
 
 
 def test_all_tasks_of_an_array_have_to_end() -> None:
     told: list[str] = []
-    assert wait("1", told.append, look=looking([DONE, RUNNING], [DONE, DONE]), sleep=lambda seconds: None) == [
+    assert wait(
+        "1",
+        lambda text, more: told.append(text),
+        look=looking([DONE, RUNNING], [DONE, DONE]),
+        sleep=lambda seconds: None,
+    ) == [
         DONE,
         DONE,
     ]
@@ -45,18 +50,18 @@ def test_all_tasks_of_an_array_have_to_end() -> None:
 def test_a_controller_that_does_not_answer_is_asked_again() -> None:
     told: list[str] = []
     look = looking(UnreachableError("no contact"), [RUNNING], [DONE])
-    assert wait("1", told.append, look=look, sleep=lambda seconds: None) == [DONE]
+    assert wait("1", lambda text, more: told.append(text), look=look, sleep=lambda seconds: None) == [DONE]
     assert told == ["no answer: no contact", "RUNNING"]
 
 
 def test_it_gives_up_in_the_end() -> None:
     slept: list[float] = []
     with pytest.raises(UnreachableError):
-        wait("1", lambda text: None, look=looking(UnreachableError("no contact")), sleep=slept.append)
+        wait("1", lambda text, more: None, look=looking(UnreachableError("no contact")), sleep=slept.append)
     assert PATIENCE <= sum(slept) <= PATIENCE + LONGEST
     assert slept == sorted(slept) and slept[-1] == LONGEST
 
 
 def test_a_job_that_nobody_knows_is_an_error_at_once() -> None:
     with pytest.raises(SlurmError, match="does not know"):
-        wait("1", lambda text: None, look=looking(SlurmError("does not know job 1")), sleep=lambda seconds: None)
+        wait("1", lambda text, more: None, look=looking(SlurmError("does not know job 1")), sleep=lambda seconds: None)
