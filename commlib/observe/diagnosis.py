@@ -122,8 +122,13 @@ class _Job:
         return str(found[0].place) if found else ""
 
     def _is_inside(self, rank: int) -> bool:
-        """Return whether the code of a rank's user has called commlib and is still there."""
-        return any(thread.inside for thread in self.dumps[rank].threads)
+        """Return whether the code of a rank's user has called commlib and is still there.
+
+        A framework's own thread counts, as in a graph; those of commlib only finish what has been started.
+        """
+        dump = self.dumps[rank]
+        ours = {thread.identifier for thread in dump.threads if thread.name.startswith("commlib-")}
+        return any(thread.inside for thread in dump.threads) or any(wait.thread not in ours for wait in dump.waits)
 
     # What is wrong
 

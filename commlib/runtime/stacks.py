@@ -56,16 +56,19 @@ def _thread(name: str, identifier: int, top: object) -> ThreadState:
         text = linecache.getline(code.co_filename, line, frame.f_globals).strip()
         stack.append(Frame(code.co_filename, line, code.co_name, text))
     stack.reverse()
-    user = _last_of_user(stack)
+    user = _last_of_user(stack, is_main=identifier == threading.main_thread().ident)
     inside = user >= 0 and any(is_ours(frame.file) for frame in stack[user + 1 :])
     return ThreadState(name, identifier, tuple(stack), user, inside)
 
 
-def _last_of_user(stack: list[Frame]) -> int:
-    """Return the index of the last frame of the user's, or of a library that is neither ours nor Python's; -1: none."""
+def _last_of_user(stack: list[Frame], *, is_main: bool) -> int:
+    """Return the index of the last frame of the user's; -1: none.
+
+    In the main thread else of the last that is neither ours nor Python's: the user's code may have been installed.
+    """
     files = [frame.file for frame in stack]
     last = max((index for index, file in enumerate(files) if is_users(file)), default=-1)
-    if last >= 0 or not files:
+    if last >= 0 or not is_main:
         return last
     standard = (sysconfig.get_paths()["stdlib"] + "/", "<frozen")
     own = [not (is_ours(file) or (file.startswith(standard) and "site-packages" not in file)) for file in files]

@@ -139,8 +139,10 @@ def test_a_circle_of_messages():
 
 def test_ranks_that_compute_while_works_of_theirs_are_queued_are_in_no_circle():
     """They will come to it."""
-    one = replace(in_call(0, "A", 1, ranks=(0, 1)), threads=(thread(5, inside=False),))
-    two = replace(in_call(1, "B", 1, ranks=(0, 1)), threads=(thread(6, inside=False),))
+    runs_works = ThreadState("commlib-progress", 7, (), -1, False)
+    computes = replace(thread(5, inside=False), identifier=1)
+    one = replace(in_call(0, "A", 1, ranks=(0, 1)), threads=(computes, runs_works))
+    two = replace(in_call(1, "B", 1, ranks=(0, 1)), threads=(computes, runs_works))
     assert [kind for kind, _ in kinds(diagnose([one, two, dump(2), dump(3)]))] == ["unknown"]
 
 

@@ -1,0 +1,53 @@
+"""A hang between hosts is explained: its folder is all that they share."""
+
+from __future__ import annotations
+
+import re
+import sys
+
+import pytest
+
+from ci.hosts import Hosts
+from commlib.observe.hang_folder import find_hangs
+
+pytestmark = pytest.mark.any_mpi
+
+PROGRAM = """
+import time
+from pathlib import Path
+import numpy as np
+import commlib
+
+comm = commlib.init()
+x = np.ones(100, "float32")
+comm.all_reduce(x)
+
+def skip():
+    while not list(Path(comm.config.hang_folder).glob("*/*/diagnosis.txt")):
+        time.sleep(0.05)
+
+if comm.rank == 3:
+    skip()
+comm.all_reduce(x)
+commlib.shutdown()
+print("well\\n", end="")
+"""
+
+
+def test_a_call_that_one_rank_has_not_made(tmp_path):
+    """Two ranks on each host; who waits for rank 3 by messages alone, or in parts of the call, says so of the call."""
+    script = tmp_path / "program.py"
+    script.write_text(PROGRAM)
+    settings = {"COMMLIB_HANG_AFTER": "2", "COMMLIB_HANG_FOLDER": str(tmp_path / "hangs")}
+    with Hosts(2) as hosts:
+        done = hosts.run([sys.executable, str(script)], 2, timeout=60, env=settings, capture=True)
+    assert done.returncode == 0 and done.stdout.count("well") == 4, done.stdout + done.stderr
+    (hang,) = find_hangs(tmp_path / "hangs")
+    assert hang.ranks() == {0, 1, 2, 3}
+    told = (hang.path / "diagnosis.txt").read_text()
+    assert re.search(r"rank 3 is missing in world.*: all_reduce of 100 x float32.*; it is at .* in skip: ", told), told
+    assert re.search(
+        r"ranks? .*: waits in world: all_reduce of 100 x float32, .* \(call 2\)\n    at .*program", told
+    ), told
+    assert {dump.host for dump in hang.read()} == {"h0", "h1"}
+    assert told.splitlines()[1] in done.stderr
