@@ -68,7 +68,7 @@ def _join(comm: Any, transport: Transport | None, defaults: Mapping[str, str]) -
         transport = over_mpi = _over_mpi(comm, settings)
         told = mpi_on_gpus.tell(settings)
 
-    from commlib import bootstrap
+    from commlib import bootstrap, mpi_memory
     from commlib.runtime.hang_watch import Told, watch_for_hangs
     from commlib.runtime.recording import Recording
 
@@ -84,6 +84,8 @@ def _join(comm: Any, transport: Transport | None, defaults: Mapping[str, str]) -
         recording.close()
         transport.close(met=False)
         raise
+    if over_mpi is not None:
+        mpi_memory.unname()  # all ranks have called MPI_Init
     if over_mpi is not None and mpi_on_gpus.agree([told for told, _, _ in agreement.told], transport):
         over_mpi.take("cuda")
     retired = None if _before is None else _before.retired
