@@ -59,8 +59,9 @@ def look_together(so_far: Callable[[Job], str], seconds: float = SECONDS) -> Job
             found = mpi_library.find_mpi()
         except TransportError as error:
             if not speaks:
-                error.at_start = True
-                raise
+                refusal = TransportError(f"rank {own.rank} on {own.host.name}: {error}")
+                refusal.at_start = True
+                raise refusal from None
             return Job((replace(own, no_mpi=str(error)),), NO_GPU)
         own = replace(own, mpi=found)
         try:
