@@ -97,6 +97,8 @@ def settings(job: Job) -> Iterator[Problem]:
         wrong.setdefault(rank.wrong_settings, []).append(rank)
     wrong.pop("", None)
     for text, ranks in wrong.items():
+        if any(text in failure for failure in job.failures):
+            continue  # `commlib.init` has told it
         yield Problem(ERROR, f"{text} ({_named(ranks)})", "commlib info --all, which lists them with their values")
 
 

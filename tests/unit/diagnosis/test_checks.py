@@ -187,6 +187,8 @@ def test_no_mpi():
 def test_wrong_settings_of_some_ranks():
     problem = only(job(3, lambda one: replace(one, wrong_settings="no number" if one.rank else "")))
     assert (problem.level, problem.what) == (ERROR, "no number (ranks 1-2)")
+    told = job(2, with_(wrong_settings="no number"))
+    assert only(replace(told, failures=("no number (ranks 0-1)",))).what == "no number (ranks 0-1)"
 
 
 def test_failures_come_first_with_what_to_type():
