@@ -11,9 +11,10 @@ import typer
 from commlib import config, exits
 from commlib.config_rows import Row, rows, value_text
 from commlib.console.width import reader_width, wrapped
-from commlib.diagnosis.checks import ERROR, Problem, problems
+from commlib.diagnosis.checks import problems
 from commlib.diagnosis.facts import Job
 from commlib.diagnosis.look import SECONDS, is_alone, look_alone, look_together
+from commlib.diagnosis.problem import ERROR, Problem
 from commlib.diagnosis.text import HEADING, job_text, problems_text
 from commlib.errors import UsageError
 from commlib.settings_file import find_settings

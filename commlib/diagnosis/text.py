@@ -7,8 +7,8 @@ from collections.abc import Iterator, Mapping, Sequence
 from commlib.config import ranks_text
 from commlib.console.text import bytes_text, seconds_text
 from commlib.console.width import wrapped
-from commlib.diagnosis.checks import Problem
 from commlib.diagnosis.facts import Job, Link, Mpi, Rank
+from commlib.diagnosis.problem import Problem
 
 HEADING = "What is wrong:"
 _LABEL = 10  # columns

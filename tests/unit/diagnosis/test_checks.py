@@ -7,8 +7,9 @@ from typing import Any
 
 import pytest
 
-from commlib.diagnosis.checks import CHECKS, ERROR, NOTE, WARNING, Problem, problems
+from commlib.diagnosis.checks import CHECKS, problems
 from commlib.diagnosis.facts import Job, Link, Network, Rank, Start
+from commlib.diagnosis.problem import ERROR, NOTE, WARNING, Problem
 from tests.facts import MPICH, OPEN_MPI, host, job, on_hosts, rank
 
 
