@@ -5,8 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from commlib.diagnosis.facts import Job
-from commlib.diagnosis.problem import NOTE, WARNING, Problem, is_by_srun,
-    is_by_tcp, is_open_mpi, is_set
+from commlib.diagnosis.problem import NOTE, WARNING, Problem, is_by_srun, is_by_tcp, is_open_mpi, is_set
 
 SLOW_START = 0.8  # seconds; without probing Open MPI takes 0.1 to 0.5
 
