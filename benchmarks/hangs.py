@@ -1,4 +1,4 @@
-"""What it costs to be able to explain a hang, in a job that does not.
+"""Cost of being able to explain a hang, in a job that does not hang.
 
     mpiexec -n 2 python benchmarks/hangs.py [--out result.json] [--rounds 40] [--calls 5000] [--steps 5] [--width 1152]
 

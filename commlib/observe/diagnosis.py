@@ -103,10 +103,12 @@ class _Job:
         group = self._groups[dump.rank].get(wait.group)
         if group is None:
             return []
-        return [member for member in group.ranks if member in self.dumps and self._calls(member, group) < wait.sequence]
+        return [member for member in group.ranks if self._calls(member, group) < wait.sequence]
 
     def _calls(self, rank: int, group: GroupState) -> int:
-        """Return how many calls of a group a rank has come to."""
+        """Return how many calls of a group a rank has come to; of one that has written nothing, -1."""
+        if rank not in self.dumps:
+            return -1
         found = self._groups[rank].get(group.key)
         return 0 if found is None else found.calls
 

@@ -175,17 +175,17 @@ from commlib import horovod as hvd
 
 hvd.init()
 if os.fork() == 0:
-    time.sleep(3.5)
+    time.sleep(2)
     os._exit(0)
 if hvd.rank() == 1:
     until_told("allreduce 'w'")
 hvd.start_allreduce([x], [x.copy()], "w", op=hvd.Sum).wait()
 hvd.shutdown()
 
-os.environ["COMMLIB_HANG_FOLDER"] = __file__
+os.environ.update(COMMLIB_HANG_FOLDER=__file__, COMMLIB_HANG_AFTER="0.5")
 comm = commlib.init()
 if comm.rank == 1:
-    time.sleep(float(os.environ["COMMLIB_HANG_AFTER"]) * 1.5)
+    time.sleep(1)
 comm.barrier()
 os.wait()
 print("well\\n", end="")

@@ -87,6 +87,18 @@ def test_a_rank_that_has_written_nothing(state, kind, words):
     assert words in found.findings[0].text and "102" in found.findings[0].text
 
 
+def test_who_waits_for_a_rank_that_is_stopped_is_not_missing_elsewhere():
+    """Ranks 1 and 3 wait for rank 2, and that one for rank 0, which cannot write."""
+    seen = ProcessState(0, "host", 100, "T")
+    behind = [group("world", 4, running=False)]
+    dumps = [
+        replace(in_call(1, "world", 5), neighbours=(seen,)),
+        in_call(2, "pair", 2, ranks=(0, 2), more=behind),
+        in_call(3, "world", 5),
+    ]
+    assert kinds(diagnose(dumps)) == [("stopped", (0,))]
+
+
 def test_ranks_of_which_nobody_knows_anything():
     found = diagnose([in_call(0, "world", 1)])
     assert kinds(found) == [("silent", (1, 2, 3))]
