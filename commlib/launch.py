@@ -87,14 +87,17 @@ def _import_mpi() -> Any:
                 mpi4py.rc.finalize, _finalizes = False, True
         try:
             from mpi4py import MPI
-        except RuntimeError:
-            if not _found_by_another_name():
+        except (ImportError, RuntimeError):
+            if not _found_by_another_name(os.environ):
                 raise
+            said = os.environ.pop("MPI4PY_MPIABI", None)
             os.environ["MPI4PY_MPIABI"] = "mpich"
             try:
                 from mpi4py import MPI
             finally:
                 del os.environ["MPI4PY_MPIABI"]
+                if said is not None:
+                    os.environ["MPI4PY_MPIABI"] = said
     except (ImportError, RuntimeError) as error:
         # mpi4py names every file that it has tried; one is enough, and its traceback says nothing.
         reason = "; ".join(str(error).splitlines()[:2])
@@ -105,14 +108,15 @@ def _import_mpi() -> Any:
     return MPI
 
 
-def _found_by_another_name() -> bool:
-    """Load Debian's MPICH, which mpi4py does not look for, if it is there. What the user says to load comes first."""
-    if {"MPI4PY_LIBMPI", "MPI4PY_MPIABI"} & os.environ.keys():
+def _found_by_another_name(environment: Mapping[str, str]) -> bool:
+    """Load Debian's MPICH, which mpi4py does not look for, if it is there, and the user does not say another one."""
+    library = environment.get("MPI4PY_LIBMPI") or "libmpich.so.12"
+    if environment.get("MPI4PY_MPIABI", "mpich") != "mpich" or not os.path.basename(library).startswith("libmpich.so"):
         return False
     from commlib.library_name import load_as
 
     try:
-        load_as("libmpi.so.12", "libmpich.so.12")  # another name than every other library of MPICH's ABI
+        load_as("libmpi.so.12", library)  # another name than every other library of MPICH's ABI
     except OSError:
         return False
     return True

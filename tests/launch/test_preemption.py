@@ -136,7 +136,7 @@ def test_a_job_that_is_killed_in_the_middle_of_a_checkpoint(
     assert again.stdout.count("from 0") == 2 and last_line(again.stdout) == expected(), again.stderr
 
 
-@pytest.mark.any_mpi
+@pytest.mark.long
 def test_who_is_asked_to_stop_saves_and_asks_slurm_for_nothing(
     script: Path, launch_environment: Mapping[str, str], tmp_path: Path, scontrol: dict[str, str]
 ) -> None:
