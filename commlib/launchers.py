@@ -68,7 +68,7 @@ LAUNCHERS = (
     ),
     _srun("cray_shasta", "PMI", "PALS_RANKID"),
     Launcher(
-        "HPE's launcher (PALS)", "mpiexec", "PMI",
+        "HPE's launcher (PALS)", "mpiexec of PALS", "PMI",
         "PALS_RANKID", "PMI_SIZE", "PALS_LOCAL_RANKID", "PALS_LOCAL_SIZE", "PALS_NODEID",
     ),
     Launcher("Flux' launcher", "flux run", "PMI", "FLUX_TASK_RANK", "FLUX_JOB_SIZE", "FLUX_TASK_LOCAL_ID"),

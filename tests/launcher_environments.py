@@ -61,11 +61,13 @@ CASES: dict[str, tuple[dict[str, str], tuple[Any, ...], bool]] = {
     "PALS": (
         {"PALS_RANKID": "3", "PALS_LOCAL_RANKID": "1", "PALS_LOCAL_SIZE": "2", "PALS_NODEID": "1", "PMI_SIZE": "4",
          "PMI_RANK": "3"},
-        ("mpiexec", 3, 4, 1, 2, 1),
+        ("mpiexec of PALS", 3, 4, 1, 2, 1),
         True,
     ),
     "PALS with PMIx": (
-        {"PALS_RANKID": "3", "PALS_LOCAL_RANKID": "1", "PMIX_RANK": "3"}, ("mpiexec", 3, None, 1, None, None), True,
+        {"PALS_RANKID": "3", "PALS_LOCAL_RANKID": "1", "PMIX_RANK": "3"},
+        ("mpiexec of PALS", 3, None, 1, None, None),
+        True,
     ),
     "jsrun": (
         OPEN_MPI | {"JSM_NAMESPACE_RANK": "3", "JSM_NAMESPACE_SIZE": "4", "JSM_NAMESPACE_LOCAL_RANK": "1",

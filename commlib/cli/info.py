@@ -19,6 +19,8 @@ from commlib.diagnosis.text import HEADING, job_text, problems_text
 from commlib.errors import UsageError
 from commlib.settings_file import find_settings
 
+THROUGH_A_LAUNCHER = 80  # columns
+
 
 def info(
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
@@ -42,7 +44,7 @@ def info(
     if as_json:
         typer.echo(json.dumps(_data(job, found), indent=1))
     else:
-        width = reader_width()
+        width = _width()
         typer.echo(job_text(job, width))
         if show_all:
             typer.echo("\nAll settings:\n")
@@ -56,9 +58,14 @@ def info(
         raise typer.Exit(1)
 
 
+def _width() -> int | None:
+    """Return the columns to fill. What a launcher passes on mostly comes to a terminal, which cannot be asked."""
+    return reader_width() or (None if is_alone() else THROUGH_A_LAUNCHER)
+
+
 def _so_far(job: Job) -> str:
     """Return what is known before MPI is started, for what ends there."""
-    width, found = reader_width(), problems(job)
+    width, found = _width(), problems(job)
     return f"{job_text(job, width)}\n\n{problems_text(found, width) if found else HEADING}"
 
 

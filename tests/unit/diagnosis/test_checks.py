@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import re
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -207,3 +209,26 @@ def test_many_of_a_kind_are_counted():
 def test_checks_say_what_they_look_for():
     assert all(one.__doc__ for one in CHECKS)
     assert rank(0, 1).start == Start("mpirun", "PMIx", 0, 1)
+
+
+TERRIBLE = (  # jobs with every trap
+    job(2, lambda one: replace(one, cores=(0,), on_node=1, limits={"nofile": 9}, python=f"3.{one.rank}")),
+    job(9),
+    job(4, with_(environment={"OMP_NUM_THREADS": "4"})),
+    job(9, with_(peer_reads=False), mpi=MPICH),
+    job(2, lambda one: replace(at(shared_memory_free=1, memory_limit=1, memory_used=1)(one), peer_reads=False)),
+    job(2, lambda one: replace(at(fabrics={"m:1": "200"})(one), limits={"memlock": 1})),
+    job(2, mpi=replace(OPEN_MPI, seconds=9.0)),
+    job(2, command="srun --mpi=pmix", mpi=replace(OPEN_MPI, prefix="/path/to/venv")),
+    on_hosts("ab"),
+)
+
+
+def test_every_cure_stands_on_the_page_of_traps():
+    page = (Path(__file__).parents[3] / "docs/pages/traps.md").read_text()
+    told = {problem for terrible in TERRIBLE for problem in problems(terrible)}
+    assert len(told) > 14
+    words = {
+        problem.cure: set(re.findall(r"[A-Z_]{5,}\w*|--?[a-z]+-[a-z-]+|\bulimit -n", problem.cure)) for problem in told
+    }
+    assert not {cure: found for cure, found in words.items() if found and not any(word in page for word in found)}
