@@ -53,7 +53,7 @@ AccountingStorageType=accounting_storage/none
 SelectType=select/cons_tres
 SelectTypeParameters=CR_CPU
 SlurmdParameters=config_overrides
-SchedulerParameters=bf_interval=1,sched_min_interval=100000
+SchedulerParameters=bf_interval=1,sched_interval=1,sched_min_interval=100000
 ReturnToService=2
 KillWait=3
 StateSaveLocation={folder}/state

@@ -82,7 +82,7 @@ class Cluster:
         deadline = time.monotonic() + SECONDS
         while not done():
             assert time.monotonic() < deadline, f"{failure}: {self.tasks(job)}\n{self.output(job)}{self.slurm.logs()}"
-            time.sleep(0.1)
+            time.sleep(0.3)
 
 
 @dataclass(frozen=True)

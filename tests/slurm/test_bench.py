@@ -8,7 +8,7 @@ import pytest
 
 from tests.slurm.cluster import Cluster
 
-pytestmark = pytest.mark.any_mpi
+pytestmark = [pytest.mark.any_mpi, pytest.mark.long]  # test_page.py has a job of each kind
 
 JOB = ("-N", "2", "--ntasks-per-node", "1", "--time", "5")
 QUICK = ("--rounds", "2", "--iters", "2")
@@ -35,7 +35,6 @@ def test_a_benchmark_of_a_verb(cluster: Cluster, srun: str) -> None:
     assert f"results in slurm-jobs/{number}/{record.name}\n" in done.stderr
 
 
-@pytest.mark.long
 def test_a_sweep_goes_on_in_the_next_job(cluster: Cluster, srun: str) -> None:
     (cluster.folder / "plan.toml").write_text(PLAN)
     results = cluster.folder / "slurm-jobs/plan.jsonl"

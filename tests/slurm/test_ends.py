@@ -45,7 +45,8 @@ with commlib.Preemption() as preemption:
     resumed = saved.exists()
     step = int(saved.read_text()) if resumed else 0
     print("rank", world.rank, "begins at step", step, flush=True)
-    while step < 400 if resumed else True:
+    last = step + 5 if resumed else None
+    while step != last:
         world.all_reduce(np.ones(4), "mean")
         step += 1
         Path(f"ready.{world.rank}").touch()
@@ -60,11 +61,11 @@ print("rank", world.rank, "ends after step", step, flush=True)
 def test_scancel_ends_all_ranks(cluster: Cluster, request: pytest.FixtureRequest, way: str) -> None:
     """Each rank gets SIGTERM in the middle of a collective; no process is left."""
     program = cluster.program(BUSY)
-    options = ("-N", "2", "--ntasks-per-node", "2", "--mpi", request.getfixturevalue(way))
+    options = ("-N", "2", "--ntasks-per-node", "1", "--mpi", request.getfixturevalue(way))
     job = cluster.submit("run", *options, "--", "python", program)
-    cluster.until_files(job, *(f"ready.{rank}" for rank in range(4)))
+    cluster.until_files(job, "ready.0", "ready.1")
     ranks = f"pgrep -xf '[^ ]*python {program}'"  # hosts have one namespace of processes
-    assert len(cluster.on("h0", ranks).split()) == 4
+    assert len(cluster.on("h0", ranks).split()) == 2
     cluster.run("scancel", job)
     assert cluster.ended(job).state == "CANCELLED"
     assert cluster.on("h0", ranks) == ""

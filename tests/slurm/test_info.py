@@ -18,7 +18,10 @@ def test_ranks_and_the_network(cluster: Cluster, srun: str) -> None:
     assert [rank["start"]["local_rank"] for rank in told["ranks"]] == [0, 1, 0, 1]
     assert [rank["start"]["node"] for rank in told["ranks"]] == [0, 0, 1, 1]
     assert [(rank["start"]["local_size"], rank["on_node"]) for rank in told["ranks"]] == [(2, 2)] * 4
-    assert told["start"]["command"] == f"srun --mpi={srun}" and told["start"]["ends_together"] is False
+    assert told["start"]["command"] == f"srun --mpi={srun}" and told["slurm"] == {
+        "KillOnBadExit": "0",
+        "MpiDefault": "none",
+    }
     assert told["network"]["node"]["ranks"] == [0, 1] and told["network"]["between"]["ranks"] == [0, 2]
     assert [problem["cure"] for problem in told["problems"] if "kill-on-bad-exit" in problem["cure"]]
 

@@ -28,9 +28,10 @@ def test_the_page(cluster: Cluster) -> None:
         assert done.returncode == 0, f"{command}\n{done.stdout}\n{done.stderr}"
         missing = set(printed.splitlines()) - set(done.stdout.splitlines())
         assert not missing, f"{command}\n{done.stdout}\n{done.stderr}"
+    assert len(list(cluster.folder.glob("slurm-jobs/*/*.json"))) == 1  # of the benchmark
 
 
-@pytest.mark.parametrize("name", ["srun", "mpirun"])
+@pytest.mark.parametrize("name", [pytest.param("srun", marks=pytest.mark.long), "mpirun"])
 def test_a_script_of_ones_own(cluster: Cluster, request: pytest.FixtureRequest, name: str) -> None:
     request.getfixturevalue(name)
     [hello] = [text for file, text in FILES if file == "hello.py"]
