@@ -62,13 +62,18 @@ def explain(launched: Launched, library: str) -> str:
             f", but MPI sees one: the launcher and the library that Python loads ({library}) do not belong together. "
             f"Type {command}, or make Python load the launcher's library with MPI4PY_LIBMPI=/path/to/libmpi.so"
         )
-    wanted = next(typed for part, typed in _SRUN if part in library)
+    wanted = srun_command(library)
     by_srun = "" if wanted == launched.launcher.command else f"{wanted}, or "
     return (
         f", but MPI sees one process: {launched.launcher.command} and this MPI ({library}) do not speak the same "
         f"protocol. Type {by_srun}{command} inside an allocation (salloc, sbatch); 'srun --mpi=list' shows what there "
         "is"
     )
+
+
+def srun_command(library: str) -> str:
+    """Return how srun is told to start the processes of a library, by its name."""
+    return next(typed for part, typed in _SRUN if part in library)
 
 
 def _what(launched: Launched) -> str:

@@ -45,10 +45,7 @@ class Mpi:
 
 @dataclass(frozen=True, slots=True)
 class Start:
-    """Describe the launcher by its own word; None where it says nothing. command: what was typed.
-
-    ends_together: whether it is known that it ends the job when a rank dies.
-    """
+    """Describe the launcher by its own word; None where it says nothing. command: what was typed."""
 
     command: str
     protocol: str
@@ -57,7 +54,6 @@ class Start:
     local_rank: int | None = None
     local_size: int | None = None
     node: int | None = None
-    ends_together: bool | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -78,6 +74,7 @@ class Rank:
     origins: Mapping[str, str]
     start: Start | None = None
     mpi: Mpi | None = None
+    slurm: Mapping[str, str] = field(default_factory=dict)  # settings of the cluster, by their names
     peer_reads: bool | None = None  # whether it can read the memory of another process (CMA); None: not tried
     on_node: int | None = None  # ranks that MPI sees on this rank's node
     wrong_settings: str = ""

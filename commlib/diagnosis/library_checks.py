@@ -6,6 +6,7 @@ from collections.abc import Iterator
 
 from commlib.diagnosis.facts import Job
 from commlib.diagnosis.problem import NOTE, WARNING, Problem, is_by_srun, is_by_tcp, is_open_mpi, is_set
+from commlib.launcher_match import srun_command
 
 SLOW_START = 0.8  # seconds; without probing Open MPI takes 0.1 to 0.5
 
@@ -36,13 +37,25 @@ def tcp_polling(job: Job) -> Iterator[Problem]:
 
 def kill_on_bad_exit(job: Job) -> Iterator[Problem]:
     """srun lets the others wait for a rank that has died, unless it is told otherwise."""
-    start = job.first.start
-    if start is None or not is_by_srun(job.first) or len(job.ranks) == 1:
+    if not is_by_srun(job.first) or len(job.ranks) == 1:
         return
-    if not start.ends_together and job.first.environment.get("SLURM_KILL_BAD_EXIT") != "1":
-        known = "here" if start.ends_together is False else "at most sites"
+    default = job.first.slurm.get("KillOnBadExit", "")
+    if default != "1" and job.first.environment.get("SLURM_KILL_BAD_EXIT") != "1":
+        known = "here" if default else "at most sites"
         what = f"by default srun does not end the job {known} when a rank dies: the others may wait for ever"
         yield Problem(NOTE, what, "srun --kill-on-bad-exit=1 (whether it was typed cannot be seen from here)")
+
+
+def slurm_default(job: Job) -> Iterator[Problem]:
+    """What srun speaks if it is not told, on a login node: a job begins with it."""
+    first = job.first
+    default = first.slurm.get("MpiDefault", "")
+    if first.start is not None or first.mpi is None or not first.mpi.vendor or not default:
+        return
+    wanted = srun_command(first.mpi.library)
+    if not default.startswith(wanted.rpartition("--mpi=")[2]):
+        what = f"Slurm is here, and srun speaks {default!r} by default, which {first.mpi.library} does not understand"
+        yield Problem(NOTE, what, wanted)
 
 
 def opal_prefix(job: Job) -> Iterator[Problem]:

@@ -10,7 +10,8 @@ import commlib
 from commlib import cuda_probe, launch, mpi_on_gpus
 from commlib.diagnosis import mpi as mpi_library
 from commlib.diagnosis.facts import Job, Network, Rank
-from commlib.diagnosis.process import ends_together, read_rank
+from commlib.diagnosis.problem import is_by_srun
+from commlib.diagnosis.process import read_rank, read_slurm
 from commlib.diagnosis.watch import Watch
 from commlib.errors import CommlibError, TransportError
 from commlib.launcher_match import check_before_start, check_launcher
@@ -31,7 +32,7 @@ def is_alone(environment: Mapping[str, str] = os.environ) -> bool:
 
 def look_alone(seconds: float = SECONDS) -> Job:
     """Return the facts of this process. MPI is started in another one, for at most so many seconds."""
-    own = read_rank()
+    own = replace(read_rank(), slurm=read_slurm())
     try:
         found = mpi_library.find_mpi()
     except TransportError as error:
@@ -51,8 +52,8 @@ def look_together(so_far: Callable[[Job], str], seconds: float = SECONDS) -> Job
     """
     own = read_rank()
     speaks = own.rank == 0
-    if speaks and own.start is not None and own.start.command.startswith("srun"):
-        own = replace(own, start=replace(own.start, ends_together=ends_together()))
+    if speaks and is_by_srun(own):
+        own = replace(own, slurm=read_slurm())
     with Watch(so_far(Job((own,))) if speaks else "") as watch:
         watch.step("load an MPI library", seconds)
         try:

@@ -110,16 +110,19 @@ def try_alone(seconds: float, environment: Mapping[str, str] = os.environ, comma
     from commlib.buffers.peer_reading import Probe
 
     probe = Probe()
-    child = subprocess.Popen(
-        command or (sys.executable, "-m", "commlib.diagnosis.mpi", *map(str, probe.place)),
-        stdin=subprocess.DEVNULL,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        text=True,
-        errors="replace",
-        env=alone(environment),
-        start_new_session=True,  # what it starts ends with it
-    )
+    try:
+        child = subprocess.Popen(
+            command or (sys.executable, "-m", "commlib.diagnosis.mpi", *map(str, probe.place)),
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+            errors="replace",
+            env=alone(environment),
+            start_new_session=True,  # what it starts ends with it
+        )
+    except OSError as error:
+        return Tried(failure=f"no process to start MPI in: {error}")
     try:
         output, errors = child.communicate(timeout=seconds)
     except subprocess.TimeoutExpired:

@@ -73,16 +73,15 @@ def read_start(environment: Mapping[str, str]) -> Start | None:
     )
 
 
-def ends_together(seconds: float = 5.0) -> bool | None:
-    """Return whether Slurm ends a job when a rank dies, unless srun is told otherwise; None if it cannot be asked."""
+def read_slurm(seconds: float = 5.0) -> dict[str, str]:
+    """Return what Slurm does by default, of those settings that matter to MPI; nothing where it cannot be asked."""
     try:
         done = subprocess.run(
             ["scontrol", "show", "config"], capture_output=True, text=True, timeout=seconds, stdin=subprocess.DEVNULL
         )
     except (OSError, subprocess.TimeoutExpired):
-        return None
-    found = re.search(r"^KillOnBadExit\s*=\s*(\d)", done.stdout, re.MULTILINE)
-    return None if found is None else found[1] == "1"
+        return {}
+    return dict(re.findall(r"^(KillOnBadExit|MpiDefault)\s*=\s*(\S+)", done.stdout, re.MULTILINE))
 
 
 def steering(environment: Mapping[str, str]) -> dict[str, str]:

@@ -138,8 +138,16 @@ def test_srun_without_kill_on_bad_exit():
     problem = only(job(2, command="srun --mpi=pmix"))
     assert problem.level == NOTE and "srun --kill-on-bad-exit=1" in problem.cure
     assert not problems(job(2, with_(environment={"SLURM_KILL_BAD_EXIT": "1"}), command="srun --mpi=pmix"))
-    assert not problems(job(2, with_(start=Start("srun", "", 0, 2, ends_together=True))))
+    assert not problems(job(2, with_(slurm={"KillOnBadExit": "1"}), command="srun"))
     assert not problems(job(1, command="srun --mpi=pmix"))
+
+
+def test_the_default_of_slurm_on_a_login_node():
+    for mpi, default, typed in ((OPEN_MPI, "none", "srun --mpi=pmix"), (MPICH, "pmix", "srun --mpi=pmi2")):
+        note = only(job(1, with_(start=None, slurm={"MpiDefault": default}), mpi=mpi))
+        assert note.level == NOTE and note.cure == typed and f"'{default}'" in note.what
+    assert not problems(job(1, with_(start=None, slurm={"MpiDefault": "pmix_v4"})))
+    assert not problems(job(2, with_(slurm={"MpiDefault": "none"})))  # it has been started, and meets
 
 
 def test_the_wheel_of_open_mpi_under_srun():

@@ -42,6 +42,10 @@ def test_what_goes_wrong(program, failure):
     assert found.mpi is None and found.failure.endswith(failure)
 
 
+def test_no_process_can_be_started():
+    assert try_alone(5.0, {}, ("/no/such/program",)).failure.startswith("no process to start MPI in: ")
+
+
 def test_it_hangs():
     began = time.monotonic()
     assert tried("time.sleep(60)", 1.0).failure == "MPI did not start within 1 s"
