@@ -52,9 +52,9 @@ def _lines(dump: Dump) -> list[str]:
             f"  {group.name}, {group.calls} calls" + (f", failed with {group.failure}" if group.failure else "")
         )
         for operation in group.operations:
-            number = f"call {operation.sequence}" if operation.sequence else "not numbered yet"
+            number = f"call {operation.sequence}: " if operation.sequence else ""
             size = "" if operation.nbytes < 0 else f", {operation.nbytes} bytes"
-            lines.append(f"    {operation.state:7} {number}: {operation.text}{size}")
+            lines.append(f"    {operation.state:7} {number}{operation.text}{size}")
     for thread in dump.threads:
         lines.append(f"  thread {thread.name}")
         lines += [f"    {frame}" for frame in thread.stack]

@@ -13,6 +13,7 @@ from __future__ import annotations
 import logging
 import threading
 import time
+from collections import deque
 from collections.abc import Hashable, Sequence
 from typing import Any
 
@@ -31,6 +32,7 @@ from commlib.coordinator.request import Request
 from commlib.coordinator.unnamed import Unnamed
 from commlib.coordinator.wording import Ended, Wording
 from commlib.errors import CommlibError, ShutdownError, StallError, UsageError
+from commlib.observe.flight import LAST
 from commlib.runtime.recording import Recording
 
 log = logging.getLogger("commlib")
@@ -69,6 +71,7 @@ class Coordinator:
         self._pending: dict[str, Pending] = {}
         self._unnamed = Unnamed()
         self._running: list[Job] = []  # agreed on, not ended
+        self._flight: deque[Request] = deque(maxlen=LAST)  # agreed on last
         self._ended: Ended | None = None
         self._driver = Driver(
             self._lock,
@@ -133,6 +136,13 @@ class Coordinator:
     def waiting(self) -> list[tuple[str, str, float]]:
         """Return what is pending, for who looks on without the lock: names, texts and since when (`time.monotonic`)."""
         return [(name, str(pending.request), pending.since) for name, pending in list(self._pending.items())]
+
+    def launched(self) -> list[tuple[str, str, bool]]:
+        """Return what was agreed on last, oldest first, for who looks on: verbs, texts, and whether it has ended."""
+        jobs, flight = list(self._running)[-LAST:], list(self._flight)
+        last = [job.pending is not None and job.pending.done() for job in jobs]
+        ended = [True] * (len(flight) - len(last)) + last
+        return [(request.verb, str(request), has) for request, has in zip(flight, ended, strict=False)]
 
     def _ask(self, pending: Pending) -> None:
         request = pending.request
@@ -200,6 +210,7 @@ class Coordinator:
             pending = find(name)
             if type(response) is Launch:
                 jobs.append(Job(response, pending))
+                self._flight.append(response.request)
             elif pending is None:
                 continue
             elif isinstance(response, Joined):

@@ -18,8 +18,8 @@ State = Literal["queued", "begun", "running", "ended"]
 class Operation:
     """One call of a group.
 
-    sequence: its number in the group, the same on all ranks; 0 while it is queued. nbytes: of this rank's array, -1
-    where its text does not tell.
+    sequence: its number in the group, the same on all ranks; 0 while it is queued, and for those that have names
+    instead. nbytes: of this rank's array, -1 where its text does not tell.
     """
 
     verb: str

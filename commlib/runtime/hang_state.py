@@ -84,8 +84,9 @@ def _wait(watch: Any, groups: Mapping[str, Any], now: float) -> Wait:
 
 def group_states(runtime: Runtime) -> tuple[GroupState, ...]:
     """Return the groups that have done anything, without those that run parts of another one's operations."""
-    groups = (group for group in groups_by_key(runtime).values() if not group.part_of)
-    states = (_group_state(group) for group in groups if group.size > 1)
+    by_name = {each.comm.group.key: each for each in _coordinators(runtime)}
+    groups = (group for group in groups_by_key(runtime).values() if not group.part_of and group.size > 1)
+    states = (_group_state(group) if group.key not in by_name else _set_state(by_name[group.key]) for group in groups)
     return tuple(sorted((state for state in states if state.operations), key=lambda state: state.key))
 
 
@@ -105,6 +106,18 @@ def _group_state(group: Any) -> GroupState:
     operations = tuple([*done, *waiting][-LAST:])
     failure = "" if group.failure is None else f"{type(group.failure).__name__}: {group.failure}"
     return GroupState(group.key, group.name, tuple(map(int, group.ranks)), calls, operations, failure)
+
+
+def _set_state(coordinator: Any) -> GroupState:
+    """Return that of a group in which operations have names. The calls in which its ranks agree are not its user's."""
+    group, comm = coordinator.comm.group, coordinator.comm
+    done = [
+        Operation(verb, text, 0, -1, "ended" if ended else "running") for verb, text, ended in coordinator.launched()
+    ]
+    waiting = [Operation(text.partition(" ")[0], text, 0, -1, "queued") for _, text, _ in coordinator.waiting()]
+    ranks, operations = tuple(map(int, group.ranks)), tuple([*done, *waiting][-LAST:])
+    failure = "" if group.failure is None else f"{type(group.failure).__name__}: {group.failure}"
+    return GroupState(group.key, comm.name, ranks, group.call_number, operations, failure)
 
 
 def _operation(text: str, sequence: int, state: State) -> Operation:
@@ -133,6 +146,9 @@ def named(runtime: Runtime) -> tuple[Named, ...]:
 
 def _by_name(runtime: Runtime) -> list[tuple[Any, str, str, float]]:
     """Return a communicator, a name, a text and since when, for each."""
+    return [(each.comm, *waiting) for each in _coordinators(runtime) for waiting in each.waiting()]
+
+
+def _coordinators(runtime: Runtime) -> list[Any]:
     services = runtime.services
-    coordinators = [] if services is None else _listed(services.coordinators)
-    return [(each.comm, *waiting) for each in coordinators for waiting in each.waiting()]
+    return [] if services is None else _listed(services.coordinators)

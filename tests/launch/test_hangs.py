@@ -174,6 +174,7 @@ def test_operations_by_name_and_what_cannot_be_written(mpirun, tmp_path):
 from commlib import horovod as hvd
 
 hvd.init()
+hvd.start_allreduce([x], [x.copy()], "v", op=hvd.Sum).wait()
 if os.fork() == 0:
     time.sleep(2)
     os._exit(0)
@@ -196,5 +197,9 @@ print("well\\n", end="")
     (told,) = diagnoses(tmp_path / "hangs")
     named = r"rank 1 is missing in process set 0: allreduce 'w', where rank 0 waits; it is at .* in until_told"
     assert re.search(named, told) and "uint64" not in told, told
+    (process_set,) = (group for group in find_hangs(tmp_path / "hangs")[0].read()[0].groups if group.name != "world")
+    assert process_set.name == "process set 0"
+    operations = [(operation.text, operation.state) for operation in process_set.operations]
+    assert operations == [("allreduce 'v'", "ended"), ("allreduce 'w'", "queued")]
     assert done.stderr.count("hangs are explained no more on rank") == 1, done.stderr
     assert re.search(r"explained no more on rank 0: .*COMMLIB_HANG_FOLDER is .*program_0\.py", done.stderr), done.stderr
