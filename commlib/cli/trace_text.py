@@ -26,13 +26,13 @@ def _ranks(found: Summary, width: int | None) -> str:
         share = f"{rank.hidden / rank.communication:.0%}" if rank.communication else "-"
         rows.append((
             str(rank.rank),
-            seconds_text(rank.span),
-            seconds_text(rank.communication),
+            _time(rank.span),
+            _time(rank.communication),
             share,
-            seconds_text(rank.exposed),
-            seconds_text(rank.lost),
+            _time(rank.exposed),
+            _time(rank.lost),
             str(rank.came_last),
-            seconds_text(rank.kept_waiting),
+            _time(rank.kept_waiting),
         ))  # fmt: skip
     return columns(rows, width=width)
 
@@ -76,3 +76,7 @@ def _steps(steps: StepFigures, width: int | None) -> str:
 
 def _does(what: str) -> str:
     return what if what == "computes" else f"in {what}"
+
+
+def _time(seconds: float) -> str:
+    return seconds_text(seconds) if seconds else "-"
