@@ -9,6 +9,7 @@ import typer
 from commlib import __version__
 from commlib.cli.bench import bench
 from commlib.cli.bench_report import bench_report
+from commlib.cli.bench_step import bench_step
 from commlib.cli.bench_sweep import bench_sweep
 from commlib.cli.info import info
 from commlib.cli.show import show
@@ -16,6 +17,7 @@ from commlib.cli.slurm import slurm
 from commlib.cli.trace import trace_app
 from commlib.cli.tune import tune
 from commlib.cli.two_words import TwoWords
+from commlib.cli.warm import warm
 
 app = typer.Typer(
     name="commlib",
@@ -45,8 +47,10 @@ def _commlib(
 app.command(no_args_is_help=True)(bench)
 app.command("bench sweep")(bench_sweep)
 app.command("bench report")(bench_report)
+app.command("bench step")(bench_step)
 app.command()(info)
 app.command()(show)
 app.command()(tune)
+app.command()(warm)
 app.add_typer(slurm, name="slurm")
 app.add_typer(trace_app, name="trace")

@@ -1,0 +1,139 @@
+"""The contenders of each kind of parallelism."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import keras
+import tensorflow as tf
+
+from commlib import Mesh
+from commlib.bench.steps.contract import Contenders, Sizes, Step, layers_of_stages
+from commlib.expert import Experts
+from commlib.tensor import Column, Row
+from commlib_tensorflow.bench_step.model import (
+    Embed,
+    batch_of,
+    block,
+    head,
+    joined,
+    loss_of,
+    plain_optimizer,
+    stepping,
+    transformer,
+)
+from commlib_tensorflow.expert import expertize
+from commlib_tensorflow.optimizer import DistributedOptimizer
+from commlib_tensorflow.pipeline import pipeline
+from commlib_tensorflow.tensor import parallelize
+
+
+def data_parallel(comm: Any, sizes: Sizes) -> Contenders:
+    """Each rank has a batch, gradients are averaged."""
+    mine, whole = batch_of(sizes, comm.rank), transformer(sizes)
+    return Contenders(
+        ours=stepping(transformer(sizes), DistributedOptimizer(plain_optimizer()), mine),
+        alone=stepping(transformer(sizes), plain_optimizer(), mine),
+        whole=stepping(whole, plain_optimizer(), joined(sizes, comm.size)),
+        tokens=comm.size * sizes.rows * sizes.context,
+        parameters=whole.count_params(),
+    )
+
+
+def tensor_parallel(comm: Any, sizes: Sizes) -> Contenders:
+    """All ranks have one batch, and a part of each layer."""
+    batch, whole = batch_of(sizes, 0), transformer(sizes)
+    units = Column(units=sizes.heads)
+    plan: dict[str, Column | Row] = {
+        "q*": units,
+        "k*": units,
+        "v*": units,
+        "out*": Row(units=sizes.heads),
+        "*_mlp/up*": Column(),
+        "*_mlp/down*": Row(),
+    }
+    return Contenders(
+        ours=stepping(parallelize(transformer(sizes), comm, plan), plain_optimizer(), batch),
+        alone=stepping(transformer(sizes, comm.size), plain_optimizer(), batch),
+        whole=stepping(whole, plain_optimizer(), batch),
+        tokens=sizes.rows * sizes.context,
+        parameters=whole.count_params(),
+    )
+
+
+def pipelined(comm: Any, sizes: Sizes) -> Contenders:
+    """Each rank has a stage, through which the microbatches of one batch go."""
+    batch, whole = batch_of(sizes, 0), transformer(sizes)
+    stages = layers_of_stages(sizes.layers, comm.size)
+    begins = [f"norm{sum(stages[:stage])}" for stage in range(1, comm.size)]
+    pipe = pipeline(transformer(sizes), comm, schedule="1f1b", microbatches=sizes.microbatches, split=begins)
+    return Contenders(
+        ours=stepping(pipe, plain_optimizer(), batch),
+        alone=_own_stage(comm, sizes, stages),
+        whole=stepping(whole, plain_optimizer(), batch),
+        tokens=sizes.rows * sizes.context,
+        parameters=whole.count_params(),
+    )
+
+
+def _own_stage(comm: Any, sizes: Sizes, stages: list[int]) -> Step:
+    """Return a step of what is on this rank of a pipeline, microbatch after microbatch, with nobody to wait for."""
+    is_first, is_last = comm.rank == 0, comm.rank == comm.size - 1
+    first = sum(stages[: comm.rank])
+    given = keras.Input((sizes.context,), dtype="int32") if is_first else keras.Input((sizes.context, sizes.width))
+    x = Embed(sizes, name="embed")(given) if is_first else given
+    for number in range(first, first + stages[comm.rank]):
+        x = block(x, sizes, number)
+    model = keras.Model(given, head(x, sizes) if is_last else x)
+    optimizer, loss = plain_optimizer(), loss_of()
+    optimizer.build(model.trainable_variables)
+    inputs, targets = (tf.constant(part) for part in batch_of(sizes, 0))
+    if not is_first:
+        inputs = tf.random.normal((sizes.rows, sizes.context, sizes.width))
+    parts = list(zip(tf.split(inputs, sizes.microbatches), tf.split(targets, sizes.microbatches), strict=True))
+
+    @tf.function(autograph=False)  # type: ignore[untyped-decorator]
+    def gradients(x: Any, y: Any) -> Any:
+        with tf.GradientTape() as tape:
+            if not is_first:
+                tape.watch(x)
+            found = model(x, training=True)
+            value = loss(y, found) / sizes.microbatches if is_last else tf.reduce_mean(found)
+        sources = [*model.trainable_variables, *([] if is_first else [x])]
+        return value, tape.gradient(value, sources)[: len(model.trainable_variables)]
+
+    @tf.function(autograph=False)  # type: ignore[untyped-decorator]
+    def update(sums: Any) -> None:
+        optimizer.apply(sums, model.trainable_variables)
+
+    def step() -> float:
+        total, sums = 0.0, None
+        for x, y in parts:
+            value, found = gradients(x, y)
+            found = [tf.convert_to_tensor(one) for one in found]
+            sums = found if sums is None else [one + other for one, other in zip(sums, found, strict=True)]
+            total += float(value)
+        update(sums)
+        return total
+
+    return step
+
+
+def experts(comm: Any, sizes: Sizes) -> Contenders:
+    """Each rank has a batch and some of the experts, to which all ranks' tokens go."""
+    single = comm.split(comm.rank, name="alone")
+    mesh, mine = Mesh(comm=comm, dp=-1), batch_of(sizes, comm.rank)
+    whole = _mixture(sizes, single, sizes.experts)
+    fewer = _mixture(sizes, single, sizes.experts // comm.size)  # as many experts as a rank has, and as many tokens
+    model = _mixture(sizes, mesh, sizes.experts)
+    return Contenders(
+        ours=stepping(model, DistributedOptimizer(plain_optimizer(), mesh=mesh), mine),
+        alone=stepping(fewer, plain_optimizer(), mine),
+        whole=stepping(whole, plain_optimizer(), joined(sizes, comm.size)),
+        tokens=comm.size * sizes.rows * sizes.context,
+        parameters=whole.count_params(),
+    )
+
+
+def _mixture(sizes: Sizes, ranks: Any, number: int) -> Any:
+    return expertize(transformer(sizes), ranks, {"*_mlp": Experts(number, top_k=sizes.top_k)})

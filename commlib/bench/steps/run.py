@@ -1,0 +1,147 @@
+"""One run of `commlib bench step` on all ranks: check, measure in turn, print, append to the results."""
+
+from __future__ import annotations
+
+import importlib
+import math
+import statistics
+from contextlib import ExitStack
+from dataclasses import asdict
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any
+
+from mpi4py import MPI
+
+import commlib
+from commlib.bench import gloo_peer
+from commlib.bench.measure import burst_of, rounds
+from commlib.bench.options import Refused
+from commlib.bench.session import agree
+from commlib.bench.steps import report
+from commlib.bench.steps.contract import Contenders, Sizes, check
+from commlib.bench.sweep import environment
+from commlib.bench.sweep.results import FORMAT, Line, Writer
+from commlib.extras import install
+
+TOLERANCE = 1e-3  # of a loss: sums are taken in another order, and one step has changed the weights
+_ALONE, _OURS, _PEER = "alone", "commlib", "peer"
+
+
+def run(kind: str, framework: str, sizes: Sizes, *, number: int, iters: int, peer: bool, out: Path | None) -> bool:
+    """Measure a step; return whether it trains as the undivided model does.
+
+    number: rounds; iters: steps in each. peer: measure torch's DistributedDataParallel over gloo, too (dp).
+    Collective: all ranks pass the same. Raises Refused on all of them for what makes no sense.
+    """
+    comm, world = commlib.init(), MPI.COMM_WORLD
+    check(kind, framework, sizes, comm.size)
+    if peer and (kind, framework) != ("dp", "torch"):
+        raise Refused("--peer gloo is torch's DistributedDataParallel: it is there for dp with --framework torch")
+    agree(world, gloo_peer.problem() if peer else None)
+    adapter, problem = _adapter(framework)
+    agree(world, problem)
+    facts = environment.gather(comm, world)
+    with ExitStack() as stack:
+        writer = _opened(stack, world, out)
+        if peer:
+            stack.enter_context(gloo_peer.joined(world, one_node=comm.one_node))
+        contenders: Contenders = adapter.contenders(kind, comm, sizes, peer=peer)
+        difference = _difference(comm, contenders)
+        seconds = _measured(world, contenders, number, iters)
+        line = _line(kind, framework, sizes, facts, contenders, difference, seconds)
+        if comm.rank == 0:
+            report.show(line, facts)
+        if writer is not None:
+            _head(writer, facts)
+            writer.add(line)
+    return bool(line["status"] == "ok")
+
+
+def _adapter(framework: str) -> tuple[Any, str | None]:
+    """Return the adapter's module, or what is wrong with it. The core knows it by its name alone."""
+    try:
+        return importlib.import_module(f"commlib_{framework}.bench_step"), None
+    except ModuleNotFoundError as error:
+        return None, f"--framework {framework} needs {error.name}: {install(framework)}"
+
+
+def _difference(comm: Any, contenders: Contenders) -> float:
+    """Return by how much losses differ from those of the undivided model, of two steps. Collective."""
+    ours, whole = [], []
+    for _ in range(2):
+        ours.append(statistics.fmean(comm.all_gather_object(contenders.ours())))
+        whole.append(contenders.whole())
+    return max(abs(one - other) / abs(other) for one, other in zip(ours, whole, strict=True))
+
+
+def _measured(world: Any, contenders: Contenders, number: int, iters: int) -> dict[str, list[float]]:
+    """Return the seconds of a step of each contender in each round, of the slowest rank. Collective."""
+    steps = {_OURS: contenders.ours, _ALONE: contenders.alone}
+    if contenders.peer is not None:
+        steps[_PEER] = contenders.peer
+    bursts = {name: burst_of(world, step, iters=iters, warm_up=1) for name, step in steps.items()}
+    found: dict[str, list[float]] = {name: [] for name in bursts}
+    for figures in rounds(bursts, number):
+        for name, value in figures.items():
+            found[name].append(value)
+    return found
+
+
+def _line(
+    kind: str,
+    framework: str,
+    sizes: Sizes,
+    facts: dict[str, Any],
+    contenders: Contenders,
+    difference: float,
+    seconds: dict[str, list[float]],
+) -> Line:
+    step = statistics.median(seconds[_OURS])
+    beside = seconds.get(_PEER)
+    is_right = math.isfinite(difference) and difference <= TOLERANCE
+    return {
+        "kind": "step",
+        "key": f"step {kind} {framework} {facts['ranks']} ranks {sizes.text(kind)}",
+        "kind_of_step": kind,
+        "framework": framework,
+        "ranks": facts["ranks"],
+        "sizes": asdict(sizes),
+        "model": sizes.text(kind),
+        "parameters": contenders.parameters,
+        "tokens": contenders.tokens,
+        "status": "ok" if is_right else "wrong",
+        "difference": difference if math.isfinite(difference) else None,
+        "seconds": seconds,
+        "step": step,
+        "tokens_per_second": contenders.tokens / step,
+        "alone": statistics.median(seconds[_ALONE]),
+        "exposed": statistics.median(a - b for a, b in zip(seconds[_OURS], seconds[_ALONE], strict=True)),
+        "peer": contenders.peer_name,
+        "peer_step": None if beside is None else statistics.median(beside),
+        "ratio": None
+        if beside is None
+        else statistics.median(b / a for a, b in zip(seconds[_OURS], beside, strict=True)),
+        "date": datetime.now(UTC).isoformat(timespec="seconds"),
+    }
+
+
+def _opened(stack: ExitStack, world: Any, out: Path | None) -> Writer | None:
+    """Return rank 0's writer, if results are to be kept. Raises Refused on all ranks. Collective."""
+    writer, problem = None, None
+    if world.rank == 0 and out is not None:
+        try:
+            writer = stack.enter_context(Writer(out))
+        except Refused as error:
+            problem = str(error)
+    agree(world, problem)
+    return writer
+
+
+def _head(writer: Writer, facts: dict[str, Any]) -> None:
+    """Write where this is measured, unless it is as the file says."""
+    known = writer.results.environments
+    if not known or environment.differences(known[-1]["facts"], facts):
+        plan = {"steps": True} if not known else known[-1]["plan"]
+        header = {"kind": "environment", "number": len(known), "format": FORMAT, "plan": plan, "facts": facts}
+        writer.add(header)

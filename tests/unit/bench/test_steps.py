@@ -1,0 +1,90 @@
+"""What steps refuse before anything is made, and how they look on a page and on a terminal."""
+
+from __future__ import annotations
+
+import json
+import re
+from dataclasses import replace
+
+import pytest
+
+from commlib.bench.options import Refused
+from commlib.bench.page import page, runs
+from commlib.bench.steps import report
+from commlib.bench.steps.contract import Sizes, check, layers_of_stages
+from tests.unit.bench import sweeps
+
+WRONG = {
+    "kind": (("ddp", "torch", Sizes(), 2), "step 'ddp' is unknown; known are dp, tp, pp, moe"),
+    "framework": (("dp", "jax", Sizes(), 2), "--framework 'jax' is unknown; known are torch, tensorflow"),
+    "nothing": (("dp", "torch", Sizes(rows=0), 2), "--rows is 0: expected at least 1"),
+    "top k": (("moe", "torch", Sizes(top_k=0), 2), "--top-k is 0"),
+    "heads": (("dp", "torch", Sizes(heads=7), 2), "--heads 7 does not divide --width 256"),
+    "shared heads": (("tp", "torch", Sizes(), 3), "3 ranks cannot share --heads 8 evenly: give a multiple of 3"),
+    "experts": (("moe", "torch", Sizes(), 3), "3 ranks cannot share --experts 8 evenly"),
+    "few experts": (("moe", "torch", Sizes(experts=2), 2), "at least --top-k 2 each"),
+    "layers": (("pp", "torch", Sizes(layers=1), 2), "--layers is 1, expected one for each of 2 ranks"),
+    "rows": (("pp", "torch", Sizes(rows=6), 2), "--microbatches 4 does not divide --rows 6"),
+}
+
+
+@pytest.mark.parametrize("case", WRONG)
+def test_what_cannot_be_is_refused(case):
+    given, message = WRONG[case]
+    with pytest.raises(Refused, match=re.escape(message)):
+        check(*given)
+
+
+@pytest.mark.parametrize("kind", ["dp", "tp", "pp", "moe"])
+def test_the_defaults_can_be(kind):
+    for ranks in (1, 2, 4):
+        check(kind, "torch", Sizes(), ranks)
+
+
+def test_layers_are_shared_evenly():
+    assert layers_of_stages(4, 4) == [1, 1, 1, 1]
+    assert sorted(layers_of_stages(7, 3)) == [2, 2, 3]
+    assert sum(layers_of_stages(5, 4)) == 5 and min(layers_of_stages(5, 4)) == 1
+
+
+LINE = {
+    "kind": "step",
+    "key": "step dp torch 2 ranks",
+    "kind_of_step": "dp",
+    "framework": "torch",
+    "ranks": 2,
+    "model": replace(Sizes(), rows=4).text("dp"),
+    "parameters": 3_310_000,
+    "status": "ok",
+    "difference": 1e-7,
+    "step": 0.010,
+    "tokens_per_second": 51200.0,
+    "alone": 0.008,
+    "exposed": 0.002,
+    "peer": "torch DDP over gloo",
+    "peer_step": 0.015,
+    "ratio": 1.5,
+}
+
+
+def test_steps_stand_on_the_page(tmp_path):
+    path = tmp_path / "steps.jsonl"
+    alone = {**LINE, "key": "other", "kind_of_step": "pp", "peer": "", "peer_step": None, "ratio": None}
+    path.write_text("".join(json.dumps(line) + "\n" for line in (sweeps.header(), LINE, alone)))
+    text = page.render([runs.read(path)])
+    cells = re.findall(r"<td[^>]*>([^<]*)</td>", text[text.index('data-name="steps"') :])
+    assert cells[:12] == [
+        *("dp", "torch", "2", "4 layers of 256, 8 heads, 4 x 64 tokens", "10.0 ms", "51,200", "8.00 ms", "2.00 ms"),
+        *("20%", "torch DDP over gloo", "15.0 ms", "1.50"),
+    ]
+    assert cells[12] == "pp" and cells[21:24] == ["-", "-", "-"]
+
+
+def test_steps_are_printed(capsys):
+    report.show(LINE, sweeps.FACTS)
+    printed = capsys.readouterr().out
+    assert "exposed  2.00 ms, 20% of the step" in printed and "1.50 times commlib's" in printed
+    assert "losses  as in one process: they differ by 1.0e-07" in printed
+    report.show({**LINE, "status": "wrong", "difference": None, "exposed": -0.001}, sweeps.FACTS)
+    printed = capsys.readouterr().out
+    assert "losses  NOT as in one process: they differ by not finite" in printed and "-1.00 ms, -10%" in printed
