@@ -1,36 +1,23 @@
-"""python -m tests.ahead: compile the kernels that tests run, before a test counts seconds or gives up after some.
-
-Processes that come to the same kernel wait for one of them, so each of these has work of its own.
-"""
+"""Ahead: what asks for most of the kernels, to see that `commlib warm` has compiled them."""
 
 from __future__ import annotations
 
-import multiprocessing
 from collections.abc import Callable
-from concurrent.futures import ProcessPoolExecutor
 from typing import Any
 
 import numpy as np
 
 from commlib.config import Config
-from commlib.dtypes import NUMPY, kernel_operation
+from commlib.dtypes import NUMPY
 from commlib.expert import Experts
 from commlib.expert.alone import Alone
 from commlib.expert.on_node import OnNode
 from commlib.expert.placement import Placement
 from commlib.expert.routing import route
-from commlib.kernels.host.reduce import reduce_function
 from commlib.kernels.host.rows import multiply_rows
 from tests import compressing
 from tests.every_verb import calls
 from tests.loopback import run
-from tests.oracle import REDUCIBLE
-
-
-def reductions(which: slice) -> None:
-    """Compile the arithmetic of a share of the pairs of dtype and operation."""
-    for dtype, op in REDUCIBLE[which]:
-        reduce_function(dtype, kernel_operation(dtype, op))
 
 
 def verbs() -> None:
@@ -73,16 +60,4 @@ def on_two_ranks(rank: Callable[[Any], None]) -> None:
         run(2, rank, nodes=nodes, config=Config(timeout=0))
 
 
-def share(work: Callable[[], None], pairs: slice) -> None:
-    work()
-    reductions(pairs)
-
-
-def main() -> None:
-    with ProcessPoolExecutor(2, multiprocessing.get_context("spawn")) as pool:
-        for _ in pool.map(share, (verbs, compression, experts), (slice(0, None, 2), slice(1, None, 2), slice(0, 0))):
-            pass  # raises what a process has raised
-
-
-if __name__ == "__main__":
-    main()
+WORK = (verbs, compression, experts)
