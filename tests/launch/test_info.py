@@ -34,6 +34,7 @@ def test_rank_0_tells_it_for_all(mpirun):
     assert told["network"]["between"] is None and set(told["network"]["all_reduce"]) == {"8", "1048576"}
 
 
+@pytest.mark.any_mpi
 def test_traps_of_a_job_are_all_told(mpirun):
     """Settings that do not fit, a low limit of one rank, and a core for each, as Open MPI binds up to two ranks."""
     program = """
@@ -118,6 +119,7 @@ runpy.run_module("commlib", run_name="__main__")
 
 
 @pytest.mark.any_mpi
+@pytest.mark.long  # tests/unit/diagnosis has the time limit by itself
 def test_a_rank_that_is_stopped(mpirun):
     """MPI waits for it for ever: rank 0 tells what it knows, and ends the job."""
     program = """
