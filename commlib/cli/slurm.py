@@ -170,8 +170,8 @@ def _submit(text: str, folder: Path) -> str:
     from commlib.slurm import client
 
     number = client.submit(text)
-    (folder / f"{number}.sh").write_text(text)
     typer.echo(number)
+    (folder / f"{number}.sh").write_text(text)
     return number
 
 
@@ -191,7 +191,7 @@ def _wait(number: str, folder: Path) -> None:
     except CommlibError as error:
         typer.echo(f"commlib slurm: {error}", err=True)
         raise typer.Exit(1) from None
-    found = results.collect(folder, number, tasks)
+    found = results.facts(folder, number, tasks)
     for task in tasks:
         path = results.output(folder, task)
         if len(tasks) == 1 and (lines := results.tail(path, SHOWN)):
@@ -200,4 +200,8 @@ def _wait(number: str, folder: Path) -> None:
         typer.echo(f"job {task.id}: {summary([task])}, {task.run_time}, exit code {task.code}, {where}", err=True)
     for name in found["results"]:
         typer.echo(f"results in {name}", err=True)
+    try:
+        results.keep(folder, found)
+    except OSError as error:
+        typer.echo(f"commlib slurm: cannot write {error.filename}: {error.strerror}", err=True)
     raise typer.Exit(found["exit_code"])

@@ -10,6 +10,7 @@ from commlib.errors import UsageError
 from commlib.slurm import here, results
 from commlib.slurm.job import Job, check
 
+_TO_A_FILE = ("sweep", "step")  # benchmarks that add to a file: the next job finds it, and goes on from there
 NONE = "none"  # as a virtual environment: activate none
 
 
@@ -43,12 +44,14 @@ def _bench(arguments: tuple[str, ...], folder: Path, *, is_array: bool) -> tuple
     """Return the command of a benchmark, with a place for its results."""
     if not arguments:
         raise UsageError("no benchmark: expected the arguments of `commlib bench` after --, such as: -- all_reduce")
+    if arguments[0] == "report":
+        raise UsageError("bench report reads results and needs no job: run `commlib bench report` here")
     command = ("python", "-m", "commlib", "bench", *arguments)
     if any(word == "-o" or word.partition("=")[0] == "--out" for word in arguments):
         return command
     where = folder / ("$SLURM_ARRAY_JOB_ID" if is_array else "$SLURM_JOB_ID")
-    if arguments[0] == "sweep":  # a file, and the same one for the next job, which goes on from there
-        plan = next((word for word in arguments if word.endswith(".toml")), "sweep.toml")
+    if arguments[0] in _TO_A_FILE:
+        plan = next((word for word in arguments if word.endswith(".toml")), arguments[0])
         where = folder / Path(plan).with_suffix(".jsonl").name
     return (*command, "--out", str(where))
 

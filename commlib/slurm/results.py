@@ -22,19 +22,19 @@ def output(folder: Path, task: Task) -> Path:
     return folder / f"{task.id}.out"
 
 
-def collect(folder: Path, job: str, tasks: Sequence[Task]) -> dict[str, Any]:
-    """Return what came of a job, and write it to JOB.json in the folder.
-
-    results: the files in the folder JOB there. Raises OSError if the folder cannot be written to.
-    """
-    found: dict[str, Any] = {
+def facts(folder: Path, job: str, tasks: Sequence[Task]) -> dict[str, Any]:
+    """Return what came of a job whose files are in this folder. results: the files in the folder JOB there."""
+    return {
         "job": job,
         "exit_code": states.code(tasks),
         "tasks": [{**asdict(task), "code": task.code, "output": str(output(folder, task))} for task in tasks],
         "results": sorted(str(path) for path in (folder / job).glob("*") if path.is_file()),
     }
-    (folder / f"{job}.json").write_text(json.dumps(found, indent=1) + "\n")
-    return found
+
+
+def keep(folder: Path, found: dict[str, Any]) -> None:
+    """Write what `facts` has returned to JOB.json in the folder. Raises OSError if that cannot be."""
+    (folder / f"{found['job']}.json").write_text(json.dumps(found, indent=1) + "\n")
 
 
 def tail(path: Path, lines: int) -> list[str]:

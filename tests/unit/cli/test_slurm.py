@@ -106,6 +106,7 @@ def test_flags_win_over_the_file(place: Path) -> None:
         (["run", "--folder", "a%j", "x"], "folder a%j: expected a path without %"),
         (["run", "--folder", 'a"b', "x"], 'expected a path without "'),
         (["bench", "-N", "2"], "no benchmark: expected the arguments of `commlib bench`"),
+        (["bench", "--", "report", "a.jsonl"], "bench report reads results and needs no job"),
         (["wait", "x"], "'x': expected the number of a job"),
         (["wait", "12"], "there is no folder slurm-jobs"),
     ],
@@ -122,6 +123,7 @@ def test_wrong_options_are_named(arguments: list[str], expected: str) -> None:
         (["all_reduce", "--out=here"], "all_reduce --out=here"),
         (["sweep", "plans/a.toml", "--retry"], "sweep plans/a.toml --retry --out there/a.jsonl"),
         (["sweep", "--verb", "barrier"], "sweep --verb barrier --out there/sweep.jsonl"),
+        (["step", "dp", "--peer", "gloo"], "step dp --peer gloo --out there/step.jsonl"),
         (["sweep", "a.toml", "-o", "b.jsonl"], "sweep a.toml -o b.jsonl"),
     ],
 )
