@@ -1,4 +1,4 @@
-"""What a timeline costs: training steps and small calls while one is written by every rank, and while none is.
+"""Price of a timeline: training steps and small calls while one is written by every rank, and while none is.
 
     mpiexec -n 2 python benchmarks/timeline.py [--out result.json] [--rounds 20] [--steps 5] [--calls 2000]
 

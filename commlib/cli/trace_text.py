@@ -1,4 +1,4 @@
-"""What `commlib trace summary` prints."""
+"""Text: show people what `commlib trace summary` found."""
 
 from __future__ import annotations
 

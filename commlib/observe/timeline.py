@@ -12,11 +12,10 @@ import os
 import threading
 from collections import deque
 from contextlib import suppress
-from time import monotonic_ns, time_ns
 
 from commlib.errors import UsageError
 from commlib.observe.chrome import Lines
-from commlib.observe.clocks import Offset, clock_id, host_name
+from commlib.observe.clocks import Offset, clock_id, host_name, now_on_both
 from commlib.observe.recorder import Event, Mark
 
 log = logging.getLogger("commlib")
@@ -43,7 +42,7 @@ class Timeline:
         self._path, self._rank = path, rank
         self._waiting: deque[Event | Mark | str] = deque()
         self._failed = False
-        self._start, self._wall = monotonic_ns(), time_ns()
+        self._start, self._wall = now_on_both()
         self._lines = Lines(rank, self._start)
         try:
             # Not buffered, so that a forked child has nothing of it to write again.

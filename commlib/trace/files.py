@@ -1,4 +1,4 @@
-"""Files: what a trace is of (a rank's timeline, or a framework's profile), and which clock its times are of."""
+"""Files: tell what a trace is of (the timeline of a rank, the profile of a framework), and of which clock."""
 
 from __future__ import annotations
 
