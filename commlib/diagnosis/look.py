@@ -48,7 +48,7 @@ def look_together(so_far: Callable[[Job], str], seconds: float = SECONDS) -> Job
 
     The first is that by the launcher's word: MPI's word may be wrong. so_far: words what is known, which is printed if
     a step takes longer than so many seconds; the process is killed then. Raises TransportError on another rank than
-    the first that has no MPI.
+    the first that has no MPI, or one that cannot know the launcher.
     """
     own = read_rank()
     speaks = own.rank == 0
@@ -60,9 +60,7 @@ def look_together(so_far: Callable[[Job], str], seconds: float = SECONDS) -> Job
             found = mpi_library.find_mpi()
         except TransportError as error:
             if not speaks:
-                refusal = TransportError(f"rank {own.rank} on {own.host.name}: {error}")
-                refusal.at_start = True
-                raise refusal from None
+                raise _refusal(own, error) from None
             return Job((replace(own, no_mpi=str(error)),), NO_GPU)
         own = replace(own, mpi=found)
         try:
@@ -71,12 +69,20 @@ def look_together(so_far: Callable[[Job], str], seconds: float = SECONDS) -> Job
             own = replace(own, mpi=mpi_library.start_mpi())
             check_launcher(launch.started_mpi())
         except TransportError as error:  # every process is alone, and the first speaks for all
+            if not speaks and not launch.was_started() and launch.ends_with_the_first():
+                raise _refusal(own, error) from None  # said if the first has not ended the job: it may have another MPI
             launch.finalize()
             return Job((own,), failures=(str(error),)) if speaks else None
         job = _gather(own, watch, seconds)
         watch.step("end MPI", seconds)
         launch.finalize()
     return job
+
+
+def _refusal(own: Rank, error: TransportError) -> TransportError:
+    refusal = TransportError(f"rank {own.rank} on {own.host.name}: {error}")
+    refusal.at_start = True
+    return refusal
 
 
 def _gather(own: Rank, watch: Watch, seconds: float) -> Job | None:
