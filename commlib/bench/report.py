@@ -9,8 +9,9 @@ from typing import Any
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
-from commlib.bench import comma, formats, table
+from commlib.bench import comma, table
 from commlib.bench.cases import Case
+from commlib.bench.formats.base import Format
 from commlib.bench.options import Settings
 from commlib.bench.rows import Row, mistakes
 
@@ -25,7 +26,7 @@ class Report:
             settings.verb, settings.peers, bound=bound, percentiles=settings.percentiles, places=settings.places
         )
         self._console = self._rows_to = console or Console(quiet=True)
-        self._format: formats.Format | None = None
+        self._format: Format | None = None
         if (settings.csv or settings.format) and console is not None:
             self._console = Console(stderr=True, force_terminal=console.is_terminal, highlight=False)
         self._has_title = False
@@ -65,7 +66,7 @@ class Report:
             self.note(f"Slurm job {job.get('SLURM_JOB_ID')}, step {job.get('SLURM_STEP_ID', '-')}")
         self.note(describe(self._settings))
 
-    def write_as(self, chosen: formats.Format) -> None:
+    def write_as(self, chosen: Format) -> None:
         """Print rows, and what stands around them, in another benchmark's format."""
         self._format = chosen
         for text in chosen.head():

@@ -11,7 +11,9 @@ from typing import Any
 from mpi4py import MPI
 
 import commlib
-from commlib.bench import formats, gloo_peer, plot, record
+from commlib.bench import gloo_peer, plot, record
+from commlib.bench.formats.base import Heading
+from commlib.bench.formats.choice import named
 from commlib.bench.options import Options, Settings, check
 from commlib.bench.report import Report
 from commlib.bench.rows import Row, mistakes
@@ -40,7 +42,7 @@ def run(options: Options) -> bool:
             for note in notes:
                 report.note(note)
             if settings.format is not None:
-                report.write_as(formats.named(settings.format, _heading(settings, facts, world)))
+                report.write_as(named(settings.format, _heading(settings, facts, world)))
             rows: list[Row] = []
             for beside in zip(*(session.rows(report.progress) for session in sessions), strict=True):
                 rows += beside
@@ -53,9 +55,9 @@ def run(options: Options) -> bool:
     return mistakes(rows) == 0
 
 
-def _heading(settings: Settings, facts: dict[str, Any], world: Any) -> formats.Heading:
+def _heading(settings: Settings, facts: dict[str, Any], world: Any) -> Heading:
     """Return what stands above rows in another format. Collective."""
-    return formats.Heading(
+    return Heading(
         verb=settings.verb.name,
         sizes=settings.sizes,
         iters=settings.iters or 0,

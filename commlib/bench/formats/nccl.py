@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import statistics
 
-from commlib.bench.formats import Heading
+from commlib.bench.formats.base import Heading
 from commlib.bench.rows import OURS, Row
 
 _PROGRAMS = {"all_to_all": "alltoall", "send_recv": "sendrecv"}

@@ -5,7 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterator
 from itertools import groupby
 
-from commlib.bench.formats import Heading, named
+from commlib.bench.formats.base import Heading
+from commlib.bench.formats.choice import named
 from commlib.bench.formats.osu import TITLES
 from commlib.bench.page.runs import Entry, Run
 

@@ -6,7 +6,7 @@ Times are of the slowest rank, where OSU has the mean over ranks. Source: output
 
 from __future__ import annotations
 
-from commlib.bench.formats import Heading
+from commlib.bench.formats.base import Heading
 from commlib.bench.rows import Row
 
 VERSION = "7.5"  # whose format this is

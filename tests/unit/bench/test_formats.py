@@ -8,7 +8,8 @@ from typing import Any
 import pytest
 from typer.testing import CliRunner
 
-from commlib.bench.formats import Heading, named
+from commlib.bench.formats.base import Heading
+from commlib.bench.formats.choice import named
 from commlib.bench.options import Options, Refused, check
 from commlib.cli.app import app
 from tests.unit.bench import sweeps

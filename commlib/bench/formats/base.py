@@ -1,0 +1,35 @@
+"""The words of another benchmark's format: what stands above a run's rows, and the Protocol of a format."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+from commlib.bench.rows import Row
+
+
+@dataclass(frozen=True, slots=True)
+class Heading:
+    """What a run measured. sizes: in bytes; iters, warmup_iters: calls of a burst and before it; pids: of the ranks."""
+
+    verb: str
+    sizes: tuple[int, ...]
+    iters: int
+    warmup_iters: int
+    is_checked: bool
+    facts: Mapping[str, Any]
+    pids: Sequence[int]
+
+
+class Format(Protocol):
+    """The lines of a run: before the rows, for each of them, and after them.
+
+    rows of a line: the same case out of place and in place, as far as they were measured.
+    """
+
+    def head(self) -> list[str]: ...
+
+    def line(self, *rows: Row) -> list[str]: ...
+
+    def foot(self) -> list[str]: ...
