@@ -1,8 +1,9 @@
 """XPlane: the profiles that TensorFlow writes (`*.xplane.pb`), as events of a trace.
 
 They are protocol buffers: fields, each a key (number << 3 | kind) and a value. The few that are needed are read here,
-so that no TensorFlow has to be loaded. Source: tsl/profiler/protobuf/xplane.proto; lines have times of day, events
-offsets from their line's.
+so that no TensorFlow has to be loaded. Source: tsl/profiler/protobuf/xplane.proto. Times of events are offsets from
+that of their line. This is a time of day, or (TensorFlow 2.21) counts from the start of the profile, which stands in
+the plane "Task Environment".
 """
 
 from __future__ import annotations
@@ -10,14 +11,20 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Any
 
-# XSpace.planes; XPlane.name, lines, event_metadata; XLine.name, timestamp_ns, events, display_name;
-# XEvent.metadata_id, offset_ps, duration_ps; XEventMetadata.name, display_name; of a map's entry: key, value.
+# XSpace.planes; XPlane.name, lines, event_metadata, stat_metadata, stats; XLine.name, timestamp_ns, events, display_name;
+# XEvent.metadata_id, offset_ps, duration_ps; XEventMetadata.name, display_name; XStatMetadata.name;
+# XStat.metadata_id, uint64_value, int64_value; of a map's entry: key, value.
 _PLANES = 1
-_NAME, _LINES, _METADATA = 2, 3, 4
+_NAME, _LINES, _METADATA, _STAT_METADATA, _STATS = 2, 3, 4, 5, 6
 _LINE_NAME, _LINE_TIME, _LINE_EVENTS, _LINE_TITLE = 2, 3, 4, 11
 _EVENT_KIND, _EVENT_OFFSET, _EVENT_LENGTH = 1, 2, 3
 _KIND_NAME, _KIND_TITLE = 2, 4
+_STAT_KIND, _STAT_VALUES = 1, (3, 4)
 _KEY, _VALUE = 1, 2
+
+_START = "profile_start_time"  # the statistic
+
+_YEAR_2000 = 946_684_800 * 10**9  # ns: a time of day is later
 
 _VARINT, _FIXED64, _BYTES, _FIXED32 = 0, 1, 2, 5
 
@@ -35,10 +42,27 @@ def read_xplane(data: bytes) -> tuple[int, list[dict[str, Any]]]:
         raise ValueError("no planes of a profile")
     found = [list(_fields(plane)) for plane in planes]
     lines = [dict(_fields(value)) for plane in found for number, value in plane if number == _LINES]
-    start = min((line.get(_LINE_TIME, 0) for line in lines if _LINE_EVENTS in line), default=0)
+    first = min((line.get(_LINE_TIME, 0) for line in lines if _LINE_EVENTS in line), default=0)
+    start = next((value for plane in found if (value := _start_of(plane))), first)
+    if start < _YEAR_2000:
+        raise ValueError("a profile that does not say when it was")
     for pid, fields in enumerate(found):
-        events += _plane(pid, fields, start)
+        events += _plane(pid, fields, start if first >= _YEAR_2000 else 0)
     return start, events
+
+
+def _start_of(plane: list[Field]) -> int:
+    """Return when the profile began, if this plane says so; else 0."""
+    names: dict[int, str] = {}
+    for number, value in plane:
+        if number == _STAT_METADATA:
+            entry = dict(_fields(value))
+            names[entry.get(_KEY, 0)] = _text(dict(_fields(entry.get(_VALUE, b""))).get(_NAME, b""))
+    for number, value in plane:
+        stat = dict(_fields(value)) if number == _STATS else {}
+        if names.get(stat.get(_STAT_KIND, 0)) == _START:
+            return int(next((stat[kind] for kind in _STAT_VALUES if kind in stat), 0))
+    return 0
 
 
 def _plane(pid: int, fields: list[Field], start: int) -> Iterator[dict[str, Any]]:
