@@ -11,7 +11,8 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Any
 
-# XSpace.planes; XPlane.name, lines, event_metadata, stat_metadata, stats; XLine.name, timestamp_ns, events, display_name;
+# XSpace.planes; XPlane.name, lines, event_metadata, stat_metadata, stats;
+# XLine.name, timestamp_ns, events, display_name;
 # XEvent.metadata_id, offset_ps, duration_ps; XEventMetadata.name, display_name; XStatMetadata.name;
 # XStat.metadata_id, uint64_value, int64_value; of a map's entry: key, value.
 _PLANES = 1

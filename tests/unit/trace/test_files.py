@@ -142,28 +142,35 @@ def field(number, value):
     return varint(number << 3 | 2) + varint(len(value)) + value
 
 
-def xplane(events, *, start=1_700_000_000_000_000_000):
+START = 1_700_000_000_000_000_000  # ns since 1970
+
+
+def xplane(events, *, line_start=START, told=0):
+    """Return a profile. line_start: what events count from; told: what the plane "Task Environment" says of the start."""
     kind = field(1, 7) + field(2, field(1, 7) + field(2, b"MatMul") + field(5, b"more"))
-    line = field(1, 3) + field(2, b"main") + field(3, start)
+    line = field(1, 3) + field(2, b"main") + field(3, line_start)
     for offset, length in events:
         line += field(4, field(1, 7) + field(2, offset) + field(3, length))
-    return field(1, field(1, 1) + field(2, b"/host:CPU") + field(3, line) + field(4, kind) + field(6, b"")) + field(
-        4, b"h"
-    )
+    planes = field(1, field(1, 1) + field(2, b"/host:CPU") + field(3, line) + field(4, kind) + field(6, b""))
+    if told:
+        stat = field(5, field(1, 2) + field(2, field(1, 2) + field(2, b"profile_start_time")))
+        planes += field(1, field(2, b"Task Environment") + stat + field(6, field(1, 2) + field(3, told)))
+    return planes + field(4, b"h")
 
 
-def test_a_profile_of_tensorflow(tmp_path):
-    data = xplane([(2_000_000, 500_000), (10_000_000_000, 1_000_000)])
+@pytest.mark.parametrize("times", [{}, {"line_start": 0, "told": START}, {"told": START}])
+def test_a_profile_of_tensorflow(tmp_path, times):
+    data = xplane([(2_000_000, 500_000), (10_000_000_000, 1_000_000)], **times)
     (tmp_path / "vm.xplane.pb").write_bytes(data)
     trace = read(str(tmp_path / "vm.xplane.pb"))
     assert trace is not None and trace.kind == TENSORFLOW
     slices = [event for event in trace.events if event["ph"] == "X"]
-    assert trace.start == trace.wall == 1_700_000_000_000_000_000
+    assert trace.start == trace.wall == START
     assert [(event["name"], event["ts"], event["dur"]) for event in slices] == [
         ("MatMul", 2.0, 0.5), ("MatMul", 10_000.0, 1.0)
     ]  # fmt: skip
     assert {event["args"]["name"] for event in trace.events if event["ph"] == "M"} == {"/host:CPU", "main"}
-    for bad in (b"hello", data[:40], b"\x13" * 30):
+    for bad in (b"hello", data[:40], b"\x13" * 30, xplane([(1, 1)], line_start=5)):
         (tmp_path / "bad.xplane.pb").write_bytes(bad)
         with pytest.raises(UsageError, match=r"bad\.xplane\.pb"):
             read(str(tmp_path / "bad.xplane.pb"))
