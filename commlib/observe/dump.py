@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import asdict, dataclass
 from typing import Any, Literal
 
@@ -11,7 +11,27 @@ from commlib.errors import UsageError
 
 VERSION = 1
 
+Ranges = tuple[tuple[int, int], ...]
+"""Ascending ranks as first and last ones: a dump of each of thousands of ranks names thousands."""
+
 State = Literal["queued", "begun", "running", "ended"]
+
+
+def ranges_of(ranks: Iterable[int]) -> Ranges:
+    """Return ranks as ranges."""
+    found: list[tuple[int, int]] = []
+    for rank in sorted(ranks):
+        if found and found[-1][1] == rank - 1:
+            found[-1] = found[-1][0], rank
+        else:
+            found.append((rank, rank))
+    return tuple(found)
+
+
+def members(ranges: Ranges) -> Iterator[int]:
+    """Yield the ranks of ranges."""
+    for first, last in ranges:
+        yield from range(first, last + 1)
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,7 +59,7 @@ class GroupState:
 
     key: str
     name: str
-    ranks: tuple[int, ...]
+    ranks: Ranges
     calls: int
     operations: tuple[Operation, ...]
     failure: str = ""
@@ -68,7 +88,7 @@ class Named:
     group: str
     name: str
     text: str
-    ranks: tuple[int, ...]
+    ranks: Ranges
     seconds: float
 
 
@@ -155,7 +175,7 @@ class Dump:
 
 def _dump(fields: dict[str, Any]) -> Dump:
     waits = tuple(Wait(**{**wait, "peers": _ranks(wait["peers"])}) for wait in fields.pop("waits"))
-    named = tuple(Named(**{**name, "ranks": tuple(name["ranks"])}) for name in fields.pop("named"))
+    named = tuple(Named(**{**name, "ranks": _ranges(name["ranks"])}) for name in fields.pop("named"))
     groups = tuple(map(_group, fields.pop("groups")))
     threads = tuple(map(_thread, fields.pop("threads")))
     neighbours = tuple(ProcessState(**process) for process in fields.pop("neighbours"))
@@ -166,9 +186,13 @@ def _ranks(given: list[int] | None) -> tuple[int, ...] | None:
     return None if given is None else tuple(given)
 
 
+def _ranges(given: list[list[int]]) -> Ranges:
+    return tuple((first, last) for first, last in given)
+
+
 def _group(fields: Mapping[str, Any]) -> GroupState:
     operations = tuple(Operation(**operation) for operation in fields["operations"])
-    return GroupState(**{**fields, "ranks": tuple(fields["ranks"]), "operations": operations})
+    return GroupState(**{**fields, "ranks": _ranges(fields["ranks"]), "operations": operations})
 
 
 def _thread(fields: Mapping[str, Any]) -> ThreadState:

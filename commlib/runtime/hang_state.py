@@ -11,7 +11,7 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 from commlib.dtypes import NUMPY
-from commlib.observe.dump import GroupState, Named, Operation, State, Wait
+from commlib.observe.dump import GroupState, Named, Operation, State, Wait, ranges_of
 from commlib.observe.flight import LAST
 from commlib.runtime.process import Runtime
 
@@ -105,7 +105,7 @@ def _group_state(group: Any) -> GroupState:
     waiting = [_operation(text, 0, "queued") for text in queued]
     operations = tuple([*done, *waiting][-LAST:])
     failure = "" if group.failure is None else f"{type(group.failure).__name__}: {group.failure}"
-    return GroupState(group.key, group.name, tuple(map(int, group.ranks)), calls, operations, failure)
+    return GroupState(group.key, group.name, ranges_of(group.ranks), calls, operations, failure)
 
 
 def _set_state(coordinator: Any) -> GroupState:
@@ -115,7 +115,7 @@ def _set_state(coordinator: Any) -> GroupState:
         Operation(verb, text, 0, -1, "ended" if ended else "running") for verb, text, ended in coordinator.launched()
     ]
     waiting = [Operation(text.partition(" ")[0], text, 0, -1, "queued") for _, text, _ in coordinator.waiting()]
-    ranks, operations = tuple(map(int, group.ranks)), tuple([*done, *waiting][-LAST:])
+    ranks, operations = ranges_of(group.ranks), tuple([*done, *waiting][-LAST:])
     failure = "" if group.failure is None else f"{type(group.failure).__name__}: {group.failure}"
     return GroupState(group.key, comm.name, ranks, group.call_number, operations, failure)
 
@@ -139,7 +139,7 @@ def named(runtime: Runtime) -> tuple[Named, ...]:
     """Return the operations that go by name and have not run yet."""
     now = time.monotonic()
     return tuple(
-        Named(comm.name, name, text, tuple(map(int, comm.group.ranks)), now - since)
+        Named(comm.name, name, text, ranges_of(comm.group.ranks), now - since)
         for comm, name, text, since in _by_name(runtime)
     )
 

@@ -32,6 +32,7 @@ MOST = 8
 
 # All in parts of the time after which a hang is one: how often a thread looks, and how long dumps are waited for.
 _LOOK, _GATHER = 1 / 16, 1 / 2
+_LEAST = 0.05  # seconds between two looks
 
 
 @dataclass(frozen=True, slots=True)
@@ -118,7 +119,7 @@ class HangWatch:
 
     def _loop(self) -> None:
         try:
-            while not self._closing.wait(self._job.after * _LOOK) and self._written < MOST:
+            while not self._closing.wait(max(_LEAST, self._job.after * _LOOK)) and self._written < MOST:
                 self._look()
         except Exception as error:  # whatever it is: the job must go on
             log.warning(
@@ -197,7 +198,7 @@ class HangWatch:
         """Wait until all ranks have written that can; return whether this one is the lowest of them."""
         rank, size = self._job.rank, len(self._job.processes)
         deadline = time.monotonic() + self._job.after * (_GATHER if rank == 0 else _GATHER + _LOOK)
-        while not self._closing.wait(min(0.2, self._job.after * _LOOK)) and time.monotonic() < deadline:
+        while not self._closing.wait(max(_LEAST, min(0.2, self._job.after * _LOOK))) and time.monotonic() < deadline:
             if folder.is_diagnosed:
                 return False
             if len(folder.ranks()) == size:

@@ -8,7 +8,19 @@ import pytest
 
 from commlib.errors import UsageError
 from commlib.observe.diagnosis import Diagnosis, diagnose
-from commlib.observe.dump import Dump, Frame, GroupState, Named, Operation, ProcessState, ThreadState, Wait
+from commlib.observe.dump import (
+    Dump,
+    Frame,
+    GroupState,
+    Named,
+    Operation,
+    ProcessState,
+    State,
+    ThreadState,
+    Wait,
+    members,
+    ranges_of,
+)
 from commlib.observe.hang_folder import HangFolder, find_hangs
 
 SIZE = 4
@@ -23,12 +35,14 @@ def thread(line, *, inside):
 def group(key, calls, texts=None, ranks=range(SIZE), running=True):
     texts = [CALL] * calls if texts is None else texts
     first = calls - len(texts) + 1
-    states = ["ended"] * (len(texts) - 1) + ["running" if running else "ended"]
+    states: list[State] = ["ended"] * len(texts)
+    if running and texts:
+        states[-1] = "running"
+    numbers = range(first, first + len(texts))
     operations = [
-        Operation("all_reduce", text, first + place, 16, state)
-        for place, (text, state) in enumerate(zip(texts, states, strict=True))
+        Operation("all_reduce", *call) for call in zip(texts, numbers, [16] * len(texts), states, strict=True)
     ]
-    return GroupState(key, key, tuple(ranks), calls, tuple(operations))
+    return GroupState(key, key, ranges_of(ranks), calls, tuple(operations))
 
 
 def dump(rank, *, groups=(), waits=(), named=(), line=None, inside=None, neighbours=()):
@@ -59,6 +73,14 @@ def test_a_rank_that_has_not_come():
     assert text.startswith(f"rank 2 is missing in world: {CALL} (call 3), where ranks 0-1, 3 wait;")
     assert text.endswith("it is at train.py:12 in step: work()")
     assert found.seconds == 6.0
+
+
+def test_ranks_that_are_missing_at_the_same_place_are_told_of_together():
+    late = [dump(rank, groups=[group("world", 2, running=False)], line=20) for rank in (2, 3)]
+    found = diagnose([*(in_call(rank, "world", 3) for rank in (0, 1)), *late])
+    assert kinds(found) == [("missing", (2, 3))]
+    text = found.findings[0].text
+    assert text.startswith("ranks 2-3 are missing in world: ") and "; they are at train.py:20" in text
 
 
 def test_a_rank_that_has_called_nothing_in_the_group():
@@ -160,11 +182,18 @@ def test_ranks_that_compute_while_works_of_theirs_are_queued_are_in_no_circle():
 
 def test_operations_by_name():
     """Ranks 0 and 2 have asked for one that the others have not."""
-    asked = Named("process set 0", "w", "allreduce 'w'", tuple(range(SIZE)), 8.0)
+    asked = Named("process set 0", "w", "allreduce 'w'", ((0, SIZE - 1),), 8.0)
     found = diagnose([dump(0, named=[asked]), dump(1), dump(2, named=[asked]), dump(3)])
     assert kinds(found) == [("missing", (1,)), ("missing", (3,))]
     text = "rank 1 is missing in process set 0: allreduce 'w', where ranks 0, 2 wait; it is at train.py:11"
     assert found.findings[0].text.startswith(text) and found.seconds == 8.0
+
+
+@pytest.mark.parametrize(
+    ("ranks", "ranges"), [((), ()), ((3,), ((3, 3),)), (range(9), ((0, 8),)), ((5, 0, 1, 7, 6), ((0, 1), (5, 7)))]
+)
+def test_ranks_are_kept_as_ranges(ranks, ranges):
+    assert ranges_of(ranks) == ranges and list(members(ranges)) == sorted(ranks)
 
 
 def test_nothing_is_made_up():
@@ -173,7 +202,7 @@ def test_nothing_is_made_up():
 
 
 def test_dumps_are_read_as_they_were_written(tmp_path):
-    asked = Named("process set 0", "w", "allreduce 'w'", (0, 1), 8.0)
+    asked = Named("process set 0", "w", "allreduce 'w'", ((0, 1),), 8.0)
     seen = ProcessState(2, "host", 102, "T")
     written = [
         replace(in_call(0, "world", 3), named=(asked,), neighbours=(seen,)),

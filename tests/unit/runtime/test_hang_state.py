@@ -56,7 +56,7 @@ def test_the_last_calls_of_each_group_are_known():
         return states
 
     world, row = run(2, body)[0]
-    assert (world.name, world.ranks, world.calls, len(world.operations)) == ("world", (0, 1), LAST + 7, LAST)
+    assert (world.name, world.ranks, world.calls, len(world.operations)) == ("world", ((0, 1),), LAST + 7, LAST)
     assert [operation.sequence for operation in world.operations] == list(range(8, LAST + 8))
     assert (world.operations[-1].verb, world.operations[-1].state) == ("split", "ended")
     assert [(operation.verb, operation.sequence, operation.state) for operation in row.operations] == [
