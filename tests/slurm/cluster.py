@@ -68,6 +68,10 @@ class Cluster:
         """Wait until a job has made these files in the folder."""
         self._until(lambda: all((self.folder / name).exists() for name in names), f"{names} did not come", job)
 
+    def until_printed(self, job: str, text: str) -> None:
+        """Wait until this stands in a job's output."""
+        self._until(lambda: text in self.output(job), f"{text!r} was not printed", job)
+
     def ended(self, job: str) -> Task:
         """Wait for the end of a job that is no array, and return it."""
         self._until(lambda: self.task(job).ended, f"job {job} did not end", job)

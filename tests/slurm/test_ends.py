@@ -57,7 +57,7 @@ print("rank", world.rank, "ends after step", step, flush=True)
 """
 
 
-@pytest.mark.parametrize("way", ["srun", "mpirun"])
+@pytest.mark.parametrize("way", [pytest.param("srun", marks=pytest.mark.long), "mpirun"])  # srun: test_preemption.py
 def test_scancel_ends_all_ranks(cluster: Cluster, request: pytest.FixtureRequest, way: str) -> None:
     """Each rank gets SIGTERM in the middle of a collective; no process is left."""
     program = cluster.program(BUSY)
