@@ -118,7 +118,10 @@ def packed(value: Any, at: str) -> Any:
 def unpacked(value: Any) -> Any:
     """Return nested state with tensors again, on the host."""
     if isinstance(value, Packed):
-        return torch.from_numpy(value.data).view(getattr(torch, value.dtype)).reshape(value.shape)
+        dtype = getattr(torch, value.dtype)
+        if not value.data.size:  # which has no stride that fits
+            return torch.empty(value.shape, dtype=dtype)
+        return torch.from_numpy(value.data).view(dtype).reshape(value.shape)
     if isinstance(value, dict):
         return {key: unpacked(one) for key, one in value.items()}
     if isinstance(value, list | tuple):
