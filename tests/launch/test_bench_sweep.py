@@ -99,6 +99,12 @@ def test_a_changed_plan_a_case_that_ends_jobs_and_a_wrong_result(mpirun, tmp_pat
     }
     assert "ValueError: no such luck" in status["all_gather"]["reason"]
     assert [line["number"] for line in lines_of(out, "environment")] == [0, 1]
+    assert {verb: line.get("environment") for verb, line in status.items()} == {
+        "gather": 0,
+        "all_reduce": None,  # it was not measured
+        "broadcast": 1,
+        "all_gather": 1,
+    }
 
 
 # A broadcast that is wrong on one rank, and an all_gather that fails on all of them after the contenders are tried.
@@ -136,3 +142,33 @@ def test_wrong_usage_is_said_once_and_ends_with_2(mpirun, tmp_path):
     done = mpirun(2, [*SWEEP, "--out", str(out)])
     assert done.returncode == 2, done.stdout + done.stderr
     assert done.stderr.count("line 1: no line of a sweep's results") == 1 and "Traceback" not in done.stderr
+
+
+# Two ranks that measure; of one case the second rank never comes.
+STUCK = """
+import sys, time
+from commlib.bench.sweep import run
+
+measure = run.measure
+
+def stuck(world, case, plan):
+    if world.comm.rank == 1:
+        time.sleep(1000)
+    return measure(world, case, plan)
+
+run.measure = stuck
+sys.argv = ["commlib", "bench", "sweep", *sys.argv[1:]]
+from commlib.cli import main
+main()
+"""
+
+
+@pytest.mark.long
+def test_a_case_that_does_not_end_ends_the_job(mpirun, tmp_path):
+    out, program = tmp_path / "results.jsonl", tmp_path / "stuck.py"
+    program.write_text(STUCK)
+    done = mpirun(2, [str(program), "--size", "4K", "--case-seconds", "2", "--out", str(out)], timeout=120)
+    assert done.returncode != 0
+    assert done.stderr.count("takes more than 2 s (--case-seconds), so the job ends") == 1
+    assert "measuring.py" in done.stderr  # where it stood
+    assert len(lines_of(out, "begun")) == 1 and not lines_of(out, "case")

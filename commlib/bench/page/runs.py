@@ -16,7 +16,10 @@ from commlib.bench.sweep.plan import Case
 
 @dataclass(frozen=True, slots=True)
 class Entry:
-    """One case that was measured. seconds: of each contender, one figure per round. share: of the bound, or None."""
+    """One case that was measured. seconds: of each contender, one figure per round. share: of the bound, or None.
+
+    environment: the number of that in which it was measured.
+    """
 
     case: Case
     seconds: dict[str, list[float]]
@@ -26,6 +29,7 @@ class Entry:
     is_wrong: bool
     nbytes: int
     row: Row
+    environment: int
 
     def time(self, name: str = OURS) -> float:
         """Return the median of the rounds, in seconds."""
@@ -80,7 +84,8 @@ def read(path: Path) -> Run:
         return _of_one_verb(path)
     found = results.read(path)
     lines = found.cases.values()
-    entries = [_entry(_case(line["case"]), line["row"]) for line in lines if line["row"] is not None]
+    measured = [line for line in lines if line["row"] is not None]
+    entries = [_entry(_case(line["case"]), line["row"], line["environment"]) for line in measured]
     unmeasured = [
         Unmeasured(_case(line["case"]), line["status"], line["reason"]) for line in lines if line["row"] is None
     ]
@@ -98,7 +103,7 @@ def _case(values: dict[str, Any]) -> Case:
     return Case(**{**{entry.name: values[entry.name] for entry in fields(Case)}, "peers": tuple(values["peers"])})
 
 
-def _entry(case: Case, row: dict[str, Any]) -> Entry:
+def _entry(case: Case, row: dict[str, Any], environment: int = 0) -> Entry:
     wrong = row["wrong"] or {}
     return Entry(
         case=case,
@@ -108,6 +113,7 @@ def _entry(case: Case, row: dict[str, Any]) -> Entry:
         share=row["of_bound"],
         is_wrong=wrong.get(OURS, 0) > 0,
         nbytes=row["size"],
+        environment=environment,
         row=Row(**{entry.name: row[entry.name] for entry in fields(Row)}),
     )
 

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import faulthandler
 import gc
+import sys
+import threading
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -20,6 +22,7 @@ from commlib.bench.sweep.results import Line
 from commlib.bench.sweep.worlds import World, asleep
 from commlib.errors import PeerError, ShutdownError, StallError
 
+MOST_BEGINNINGS = 2  # a case that has ended the job so often is left alone
 PATIENCE = 30.0  # seconds in which the other ranks must have failed, too
 _HOPELESS = (PeerError, ShutdownError, StallError)  # a rank is gone, or this one's group
 
@@ -34,7 +37,7 @@ def measure(world: World, case: Case, plan: Plan) -> Line:
     row: dict[str, Any] | None = None
     notes: list[str] = []
     status, reason = "ok", ""
-    with _limited(plan.case_seconds):
+    with _limited(plan.case_seconds, case.name if world.comm.rank == 0 else ""):
         try:
             settings = options.check(_options(case, plan), world.comm.size)
             session = Session(world.comm, world.world, settings)
@@ -96,10 +99,27 @@ def _first_line(error: Exception) -> str:
 
 
 @contextmanager
-def _limited(seconds: float) -> Iterator[None]:
-    """End this process, with a traceback, if the block takes longer: MPI cannot be interrupted, and ends the job."""
-    faulthandler.dump_traceback_later(seconds, exit=True)
+def _limited(seconds: float, what: str) -> Iterator[None]:
+    """End this process, with its stacks, if the block takes longer: MPI cannot be interrupted, and ends the job.
+
+    what: is said before, if it is not "".
+    """
+
+    def say() -> None:
+        sys.stderr.write(
+            f"commlib bench sweep: {what} takes more than {seconds:g} s (--case-seconds), so the job ends, with the "
+            f"stacks of its ranks. Start it again to go on; what ends it {MOST_BEGINNINGS} times counts as failed.\n"
+        )
+        sys.stderr.flush()
+
+    speaker = threading.Timer(seconds, say) if what else None
+    faulthandler.dump_traceback_later(seconds + 1, exit=True)  # also where a call holds the interpreter
+    if speaker is not None:
+        speaker.daemon = True
+        speaker.start()
     try:
         yield
     finally:
         faulthandler.cancel_dump_traceback_later()
+        if speaker is not None:
+            speaker.cancel()

@@ -2,7 +2,7 @@
 
     {"kind": "environment", "number": 0, "format": 1, "plan": {...}, "facts": {...}}     where what follows was measured
     {"kind": "begun", "key": "2x4 all_reduce ..."}                                       else nobody knows what ended it
-    {"kind": "case", "key": ..., "case": {...}, "status": "ok", "row": {...}, ...}
+    {"kind": "case", "key": ..., "case": {...}, "status": "ok", "row": {...}, "environment": 0, ...}
     {"kind": "step", ...}                                                                see `commlib bench step`
 
 A kill can leave half a line at the end: it is cut off. Half a line elsewhere is an error, since nobody knows of what.

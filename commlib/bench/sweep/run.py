@@ -15,12 +15,10 @@ from commlib.bench import gloo_peer
 from commlib.bench.options import Refused
 from commlib.bench.session import agree
 from commlib.bench.sweep import environment, report, worlds
-from commlib.bench.sweep.measuring import failed, measure
+from commlib.bench.sweep.measuring import MOST_BEGINNINGS, failed, measure
 from commlib.bench.sweep.plan import Case, Plan, cases, table_of
 from commlib.bench.sweep.results import FORMAT, Line, Writer
 from commlib.console.progress import shown
-
-MOST_BEGINNINGS = 2  # a case that has ended the job so often is left alone
 
 
 def run(plan: Plan, out: Path, *, retry: bool = False) -> bool:
@@ -113,6 +111,7 @@ def _measured(
                     writer.add({"kind": "begun", "key": case.key})
                 line = measure(part, case, plan)
                 if writer is not None:
+                    line["environment"] = writer.results.environments[-1]["number"]
                     writer.add(line)
                     yield line
     tell(1.0, "done")

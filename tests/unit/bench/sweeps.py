@@ -53,7 +53,7 @@ def line(case: Case, seconds: dict[str, list[float]] | None = None, **changes: A
         found["row"] = made.figures()
     else:
         found["row"] = None
-    return {**found, "took": 1.0, "date": FACTS["date"], **changes}
+    return {**found, "took": 1.0, "environment": 0, "date": FACTS["date"], **changes}
 
 
 def write(path: Path, *, slower: float = 1.0, plan: dict[str, Any] | None = None) -> list[Case]:
