@@ -78,7 +78,7 @@ def test_resumed_training_is_the_same(comm: Any, folder: Path, options: dict[str
     assert bits(resumed) == bits(straight)
 
 
-class Signal(keras.callbacks.Callback):
+class Signal(keras.callbacks.Callback):  # type: ignore[misc]
     """Send a signal to the last rank at the end of a batch."""
 
     def __init__(self, comm: Any, epoch: int, batch: int) -> None:

@@ -1,0 +1,105 @@
+"""Hosts that share a cache folder over a network compile into it at once: no file is ever half there.
+
+They share no lock. What tells hosts apart here is the folder of their locks: each has a TMPDIR of its own.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+HOSTS = 3
+
+# Writes every kernel again and again, whole or cut off by a kill, while others read.
+WRITER = """
+import os, sys
+from commlib.kernels.host import cache
+print(cache.folder(), flush=True)
+payload = os.urandom(16) * 20_000
+while True:
+    for name in ("a", "b"):
+        cache.write(name, name.encode() + payload)
+"""
+
+READER = """
+import sys
+from commlib.kernels.host import cache
+found = 0
+while found < 400:
+    for name in ("a", "b"):
+        data = cache.read(name)
+        if data is not None:
+            assert data[:1] == name.encode() and len(data) == 320_001 and data[1:17] * 20_000 == data[1:]
+            found += 1
+print("read", found)
+"""
+
+COMPILES = """
+import sys
+import numpy as np
+from commlib.execution.reduce_op import ReduceOp
+x = np.full(100, 2, "int32")
+ReduceOp("int32", "sum").combine([x, x], x)
+assert (x == 4).all()
+"""
+
+
+def host(number: int, tmp_path: Path) -> dict[str, str]:
+    """Return the environment of a host."""
+    (tmp_path / f"tmp-{number}").mkdir(exist_ok=True, mode=0o700)
+    (tmp_path / "home").mkdir(exist_ok=True, mode=0o700)
+    return {
+        **os.environ,
+        "XDG_CACHE_HOME": str(tmp_path / "home"),
+        "NUMBA_CACHE_DIR": "",
+        "TMPDIR": str(tmp_path / f"tmp-{number}"),
+    }
+
+
+def start(program: str, number: int, tmp_path: Path) -> subprocess.Popen[str]:
+    pipe = subprocess.PIPE
+    return subprocess.Popen(
+        [sys.executable, "-c", program], env=host(number, tmp_path), stdout=pipe, stderr=pipe, text=True
+    )
+
+
+def test_what_is_read_while_hosts_write_and_are_killed_is_whole(tmp_path: Path) -> None:
+    writers = [start(WRITER, number, tmp_path) for number in range(HOSTS)]
+    folders = set()
+    for writer in writers:
+        assert writer.stdout is not None
+        folders.add(writer.stdout.readline().strip())
+    assert len(folders) == 1
+    reader = start(READER, HOSTS, tmp_path)
+    deadline = time.monotonic() + 60
+    while reader.poll() is None and time.monotonic() < deadline:
+        time.sleep(0.1)
+        writers.pop(0).send_signal(signal.SIGKILL)
+        writers.append(start(WRITER, 0, tmp_path))
+    out, err = reader.communicate(timeout=30)
+    for writer in writers:
+        writer.kill()
+        writer.communicate()
+    assert (reader.returncode, err) == (0, ""), err  # no file was damaged: that would have been said
+    assert out.startswith("read ")
+    left = {path.name for path in Path(folders.pop()).iterdir() if not path.name.endswith(".new")}
+    assert left == {"a", "b", "in-use"}  # halves have names of their own, and go after a day
+
+
+@pytest.mark.long  # tests/unit/kernels/test_cache.py has processes of one host
+def test_hosts_that_compile_at_once_all_get_it(tmp_path: Path) -> None:
+    started = [start(COMPILES, number, tmp_path) for number in range(HOSTS)]
+    killed = start(COMPILES, 0, tmp_path)
+    time.sleep(1.5)
+    killed.kill()
+    killed.communicate()
+    for process in started:
+        assert process.wait(120) == 0, process.communicate()[1]
+    again = start(COMPILES, HOSTS, tmp_path)
+    assert again.communicate(timeout=60) == ("", "")
