@@ -7,7 +7,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import asdict, dataclass, field
 from types import MappingProxyType
 
-from commlib.observe.recorder import Event, Phase, Record
+from commlib.observe.recorder import MESSAGES, Event, Phase, Record
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,7 +73,8 @@ class Counters:
             sums[2] += max(record.nbytes, 0)
             sums[3] += record.ended - began
             sums[4] += began - record.queued if record.queued else 0
-            sums[5] += record.ended - began if record.in_call else 0
+            # Else whoever waits says so.
+            sums[5] += record.ended - began if record.in_call and record.row != MESSAGES else 0
 
     def expose(self, record: Record, nanoseconds: int) -> None:
         """Count that a thread of the user's has waited for an operation, which may not have ended yet."""

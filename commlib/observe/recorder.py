@@ -52,7 +52,7 @@ class Record:
     all ranks; 0 before its turn, and for messages, which have no place in that order. nbytes: of this rank's array; -1
     if that is not known. name: what the user calls it, "" for most. row: the same for what cannot overlap. queued,
     began, posted (its last round, of which `detail` tells), ended: monotonic ns, or 0. in_call: whether all of it runs
-    in the call that started it, in its caller's thread.
+    in the call that started it, in its caller's thread; of no meaning for messages.
     """
 
     __slots__ = (
@@ -67,7 +67,7 @@ class Record:
         self.text, self.group, self.row, self.nbytes, self.name = text, group, row, nbytes, name
         self.sequence = self.queued = self.began = self.posted = self.ended = 0
         self.detail = self.error = ""
-        self.in_call = row != MESSAGES
+        self.in_call = True  # until it is known better
 
     def __repr__(self) -> str:
         number = f" (call {self.sequence})" if self.sequence else ""
@@ -113,12 +113,15 @@ class Record:
             trace(Mark(now, "b", "wait", self.verb, threading.get_ident(), self))
         return now
 
+    def spent(self, since: int) -> None:
+        """Say that a thread of the user's was busy with it since then."""
+        self._recorder.exposed(self, monotonic_ns() - since)
+
     def waited(self, since: int) -> None:
         """Say that it waits no more."""
-        now = monotonic_ns()
-        self._recorder.exposed(self, now - since)
+        self.spent(since)
         if (trace := self._recorder.trace) is not None:
-            trace(Mark(now, "e", "wait", self.verb, threading.get_ident(), {}))
+            trace(Mark(monotonic_ns(), "e", "wait", self.verb, threading.get_ident(), {}))
 
 
 class Event(NamedTuple):  # no dataclass: several are made for each operation, and this takes half the time

@@ -127,6 +127,8 @@ class Messages(Work):
         except CommlibError as error:
             self._end(error)
             raise
+        if record is not None:
+            record.spent(record.began)
 
     def _interrupt(self, error: BaseException) -> None:
         """Take back a receive of which nothing has come, or let the group fail: nobody knows what has moved."""

@@ -16,6 +16,7 @@ import commlib
 from commlib import metrics
 from commlib.errors import UsageError
 from commlib.transport.loopback import transports
+from tests.loopback import run
 
 
 @pytest.fixture
@@ -64,6 +65,25 @@ def test_time_behind_other_work_is_not_exposed(comm):
     work.wait()
     (count,) = comm.stats().values()
     assert 0.04 < count.exposed < 0.15 and count.seconds > 0.2 and count.exposed < count.seconds - 0.1
+
+
+def test_a_message_is_exposed_once():
+    """A blocking one is posted, and then waited for."""
+
+    def body(comm):
+        comm.runtime.recording.start_counting()
+        array = np.ones(100_000, "float32")
+        if comm.rank == 0:
+            time.sleep(0.2)
+            comm.send(array, 1)
+        else:
+            comm.recv(array, 0)
+        return comm.stats()
+
+    sent, received = run(2, body)
+    assert (sent["send"].calls, sent["send"].nbytes) == (1, 400_000)
+    count = received["recv"]
+    assert 0.15 < count.exposed <= count.seconds + 0.05
 
 
 def test_counting_goes_on_whatever_else_is_recorded(comm):
