@@ -99,6 +99,9 @@ def bench(
     pairs: a matrix for each --size (8 and 4M by default), us up to 64 KiB
     and GB/s beyond, its extremes, and the slowest pair. One pair at a time,
     so 64 ranks take some minutes.
+
+    See also: bench sweep (many cases in one job), bench report (a page of
+    them), bench step (training).
     """
     from commlib.bench.options import Options, Refused
 

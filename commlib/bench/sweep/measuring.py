@@ -61,15 +61,16 @@ def measure(world: World, case: Case, plan: Plan) -> Line:
     if worst is not None:
         status, reason = worst
     row = row if status in ("ok", "wrong") else None
-    return _line(case, status, reason, notes=notes, row=row, took=time.perf_counter() - began)
+    return line(case, status, reason, notes=notes, row=row, took=time.perf_counter() - began)
 
 
 def failed(case: Case, reason: str) -> Line:
     """Return the line of a case that failed for a reason that others have seen."""
-    return _line(case, "failed", reason, notes=[], row=None, took=0.0)
+    return line(case, "failed", reason, notes=[], row=None, took=0.0)
 
 
-def _line(case: Case, status: str, reason: str, **more: Any) -> Line:
+def line(case: Case, status: str, reason: str, **more: Any) -> Line:
+    """Return the line of a case that ended now."""
     date = datetime.now(UTC).isoformat(timespec="seconds")
     what = {"kind": "case", "key": case.key, "name": case.name, "case": asdict(case)}
     return {**what, "status": status, "reason": reason, **more, "date": date}
