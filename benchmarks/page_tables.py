@@ -140,6 +140,21 @@ def steps(records: Sequence[Record]) -> str:
     return table(["contender", "ms a step", f"times {reference}", *(["hidden, ms"] if told else [])], rows)
 
 
+def timeline(records: Sequence[Record]) -> str:
+    """Timelines: a step or call without one, and how many times as long, and as much processor time, it takes with."""
+    rows = []
+    for name in records[0]["measured"]:
+        both = [record["measured"][name] for record in records]
+        off = statistics.median(wall for one in both for wall, _ in one["off"])
+        cells = []
+        for place in range(2):
+            starts = [[on[place] / off[place] for off, on in zip(one["off"], one["on"], strict=True)] for one in both]
+            some = inner(starts[0]) if len(starts) == 1 else [statistics.median(values) for values in starts]
+            cells.append(f"{statistics.median(some):.3f} ({min(some):.2f}-{max(some):.2f})")
+        rows.append([name, time_text(off), *cells])
+    return table(["", "without", "with one, times", "processor time, times"], rows)
+
+
 def pipeline(records: Sequence[Record]) -> str:
     """Pipelines: a step beside torch's, the time of stages that sleep beside the simulator's, and of each action."""
     peers, bubbles, overheads = (

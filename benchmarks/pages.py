@@ -86,6 +86,8 @@ TOPICS = (
             "gpu kernels": gpu_tables.kernels,
         },
     ),
+    Topic("timeline", "Timelines", "Training steps and calls while a timeline is written, beside the same without.",
+          {"timeline": tables.timeline}),
     Topic("compression", "Compressed gradients", "Training with codecs, and the codecs alone.",
           {"compression": tables.compression, "codecs": tables.codecs}),
 )  # fmt: skip

@@ -1,6 +1,6 @@
 """Price of a timeline: training steps and small calls while one is written by every rank, and while none is.
 
-    mpiexec -n 2 python benchmarks/timeline.py [--out result.json] [--rounds 20] [--steps 5] [--calls 2000]
+    mpiexec -n 2 python benchmarks/timeline.py [--out result.json] [--rounds 10] [--steps 20] [--calls 2000]
 
 The step is that of benchmarks/data_parallel.py, with a DistributedOptimizer that overlaps; the calls are all-reduces in
 place of a few sizes. Both take turns in one process per rank, with a timeline and without, in rounds whose order
@@ -38,9 +38,9 @@ def parse() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--width", type=int, default=1152, help="of the hidden layers")
     parser.add_argument("--rows", type=int, default=64, help="of a batch, per rank")
-    parser.add_argument("--rounds", type=int, default=20)
+    parser.add_argument("--rounds", type=int, default=10)
     parser.add_argument("--warm-up", type=int, default=2, help="rounds that are not counted")
-    parser.add_argument("--steps", type=int, default=5, help="per round")
+    parser.add_argument("--steps", type=int, default=20, help="per round")
     parser.add_argument("--calls", type=int, default=2000, help="of 4 bytes, per round; of larger sizes fewer")
     parser.add_argument("--out", type=Path, help="write raw figures as JSON")
     options = parser.parse_args()

@@ -20,8 +20,9 @@ from commlib.observe.recorder import Event, Mark
 
 log = logging.getLogger("commlib")
 
-# So often (seconds) what was recorded goes to the file. Whoever is recorded never waits for a disk.
-_INTERVAL = 0.05
+# So often (seconds) what was recorded goes to the file. Whoever is recorded never waits for a disk. What a timeline
+# costs a training step is mostly this thread's waking up between its operations, not what it writes.
+_INTERVAL = 0.25
 
 FORMAT = 1
 """What a reader must know of the file's own events changes with it."""

@@ -154,6 +154,7 @@ commlib.shutdown()
         assert any(event["ph"] == "B" and event["name"] == "barrier" for event in events), name
 
 
+@pytest.mark.long
 @pytest.mark.any_mpi
 def test_a_profile_of_pytorch_is_where_it_was(mpirun, tmp_path):
     """What PyTorch profiled around a barrier is around that barrier in the merged trace, on both ranks."""

@@ -109,6 +109,12 @@ def test_steps_are_multiples_of_those_without_communication() -> None:
     assert "hidden" not in written("training", record("keras_fit", seconds=seconds))
 
 
+def test_timelines_have_their_price() -> None:
+    measured = {"all-reduce of 4 bytes": {"off": [[1e-6, 2e-6]] * 3, "on": [[2e-6, 2.5e-6]] * 3}}
+    text = written("timeline", record("timeline", measured=measured))
+    assert "| all-reduce of 4 bytes | 1.00 us | 2.000 (2.00-2.00) | 1.250 (1.25-1.25) |" in text
+
+
 def test_pipelines() -> None:
     size = {"kind": "perceptron", "rows": 8, "width": 128, "nbytes": 4096, "schedule": "1f1b", "computes": 1e-3}
     peers = [{**size, "seconds": {"ours": [0.01] * 3, "torch": [0.02] * 3}}]

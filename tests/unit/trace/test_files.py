@@ -146,7 +146,7 @@ START = 1_700_000_000_000_000_000  # ns since 1970
 
 
 def xplane(events, *, line_start=START, told=0):
-    """Return a profile. line_start: what events count from; told: what the plane "Task Environment" says of the start."""
+    """Return a profile. line_start: what events count from; told: what another plane says of the start."""
     kind = field(1, 7) + field(2, field(1, 7) + field(2, b"MatMul") + field(5, b"more"))
     line = field(1, 3) + field(2, b"main") + field(3, line_start)
     for offset, length in events:
