@@ -26,3 +26,18 @@ def mpi() -> str:
             f"{', '.join(LAUNCHERS)}"
         ) from None
     return "pmix" if "Open MPI" in library else "pmi2"
+
+
+def environment(mpi: str, venv: str | None) -> dict[str, str]:
+    """Return what mpirun would tell ranks and srun does not: where a wheel of Open MPI has its files.
+
+    mpi: one of LAUNCHERS. venv: the job's; nothing is known of others than that of this Python.
+    """
+    if mpi != "pmix" or venv != sys.prefix:
+        return {}
+    try:
+        library, files = launch.find_library()
+    except TransportError:
+        return {}  # another MPI is there when the job runs
+    is_wheel = "Open MPI" in library and files.startswith(f"{sys.prefix}/lib/")
+    return {"OPAL_PREFIX": sys.prefix} if is_wheel else {}

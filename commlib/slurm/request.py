@@ -32,6 +32,7 @@ def job(kind: str, given: Mapping[str, Any], folder: Path) -> Job:
         if "container" in values:
             raise UsageError("mpi is not given, and nobody but you knows the MPI library in the container")
         values["mpi"] = here.mpi()
+    values["env"] = {**here.environment(values["mpi"], values.get("venv")), **values.get("env", {})}
     if kind == "bench":
         values.setdefault("job_name", "commlib-bench")
         values["command"] = _bench(values["command"], folder, is_array=is_array)

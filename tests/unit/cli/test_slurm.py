@@ -74,6 +74,15 @@ def test_mpi_is_that_of_this_python(monkeypatch: pytest.MonkeyPatch, library: st
     assert "\nmpirun " in slurm("run", "--mpi", "mpirun", "true")
 
 
+def test_a_wheel_of_open_mpi_is_told_where_its_files_are(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Under srun it had no texts of its errors: mpirun tells it where they are."""
+    monkeypatch.setattr(launch, "find_library", lambda: ("Open MPI v5", f"{sys.prefix}/lib/libmpi.so.40"))
+    assert f"\nexport OPAL_PREFIX={sys.prefix}\n" in slurm("run", "true")
+    assert "\nexport OPAL_PREFIX=/there\n" in slurm("run", "--env", "OPAL_PREFIX=/there", "true")
+    for options in (("--mpi", "mpirun"), ("--venv", "/another"), ("--venv", "none")):
+        assert "OPAL_PREFIX" not in slurm("run", *options, "true")
+
+
 def test_no_mpi_here(monkeypatch: pytest.MonkeyPatch) -> None:
     def none() -> tuple[str, str]:
         raise TransportError("mpi4py cannot load an MPI library")
