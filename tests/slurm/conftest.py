@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import faulthandler
 import os
 import subprocess
 import sys
@@ -42,6 +43,12 @@ def launch_environment(rights: None) -> Iterator[None]:
         patch.setenv("OMPI_MCA_mpi_event_tick_rate", "1")
         patch.setenv("COMMLIB_SPINS", "20")
         yield
+
+
+@pytest.fixture(autouse=True)
+def limits_of_their_own() -> None:
+    """Let a test run several jobs, each of which has a limit."""
+    faulthandler.cancel_dump_traceback_later()
 
 
 @pytest.fixture(scope="session")
