@@ -10,7 +10,7 @@ import pytest
 from ci.hosts import Hosts
 from commlib.observe.hang_folder import find_hangs
 
-pytestmark = pytest.mark.any_mpi
+pytestmark = [pytest.mark.any_mpi, pytest.mark.long]
 
 PROGRAM = """
 import time
