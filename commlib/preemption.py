@@ -107,6 +107,7 @@ class Preemption:
         comm.barrier()
         if comm.rank == 0 and not self._stops and (job := slurm_job()):
             requeue(job)
+        comm.barrier()  # a launcher ends the others when the first one leaves with such a code
         raise SystemExit(STOPPED if self._stops else TRY_AGAIN)
 
     def _note(self, number: int, frame: FrameType | None) -> None:

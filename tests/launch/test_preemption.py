@@ -160,9 +160,9 @@ def test_slurm_is_asked_once_by_the_job(
 
 @pytest.fixture
 def scontrol(tmp_path: Path) -> Iterator[dict[str, str]]:
-    """The environment of job 4711, with a scontrol that writes down how it is called."""
+    """The environment of job 4711, with a scontrol that takes its time and writes down how it is called."""
     folder = tmp_path / "slurm"
     folder.mkdir()
-    (folder / "scontrol").write_text(f'#!/bin/sh\necho "$@" >>{tmp_path}/calls\n')
+    (folder / "scontrol").write_text(f'#!/bin/sh\nsleep 1\necho "$@" >>{tmp_path}/calls\n')
     (folder / "scontrol").chmod(0o755)
     yield {"PATH": f"{folder}:{os.environ['PATH']}", "SLURM_JOB_ID": "4711"}
