@@ -12,6 +12,11 @@ from commlib.transport.base import WaitHook
 class Watching(Protocol):
     """Watches waits."""
 
+    @property
+    def call_number(self) -> int:
+        """The number of the last call."""
+        ...
+
     def watch(self, text: str) -> WaitHook:
         """Return the watchdog for one wait."""
         ...
@@ -23,6 +28,7 @@ class Waits:
     def __init__(self, group: Watching, text: str) -> None:
         self._group, self._text = weakref.ref(group), text
         self._watch: WaitHook | None = None
+        self._call = 0
         self._last = 0.0
 
     def __call__(self) -> None:
@@ -30,7 +36,9 @@ class Waits:
         group = self._group()
         if group is None:
             return
-        if self._watch is None or now - self._last > 1.0:  # in a wait it is called every 20 ms or so
+        call = group.call_number
+        # Within a wait this is called every 20 ms or so. The next call's may begin as soon.
+        if self._watch is None or call != self._call or now - self._last > 1.0:
             self._watch = group.watch(self._text)
-        self._last = now
+        self._last, self._call = now, call
         self._watch()
