@@ -129,6 +129,11 @@ class Config:
         "number",
         differs=_PER_RANK,
     )
+    kernels: str = _setting(
+        "",
+        "folder of compiled kernels ('commlib warm' fills it), before those of caches; it is read also where this user "
+        "cannot write to it, and only if nobody but this user and root can",
+    )
     log_level: str = _setting(
         "warning", "level of the 'commlib' logger", ("debug", "info", "warning", "error"), differs=_PER_RANK
     )

@@ -63,6 +63,8 @@ def _join(comm: Any, transport: Transport | None, defaults: Mapping[str, str]) -
         found, bad = config.Settings(config.Config(), {}), str(error)  # others must be told, so MPI is started anyway
     settings = found.config
     _set_up_logging(settings.log_level)
+    if settings.kernels:
+        os.environ["COMMLIB_KERNELS"] = settings.kernels  # may stand in a file, which kernels do not read
     over_mpi = told = None
     if transport is None:
         transport = over_mpi = _over_mpi(comm, settings)

@@ -58,7 +58,9 @@ def stamp() -> str:
 
 
 def candidates() -> Iterator[Path]:
-    """Give the folders to try: numba's setting, the user's cache, and what is there on every node."""
+    """Give the folders to try: those of the settings, the user's cache, and what is there on every node."""
+    if given := os.environ.get("COMMLIB_KERNELS"):
+        yield Path(given).absolute()
     if numba.config.CACHE_DIR:
         yield Path(numba.config.CACHE_DIR) / "commlib"
     yield folders.user_cache()
@@ -115,10 +117,27 @@ def _reason(path: Path, error: OSError) -> str:
     return f"{path}: {error}" if isinstance(error, folders.NotPrivateError) else f"{path}: {error.strerror}"
 
 
+@cache
+def ready_made() -> tuple[Path, ...]:
+    """Return the folders of kernels that this user can read, but not write to: a site's, or those of a container."""
+    found = []
+    for candidate in candidates():
+        path = candidate / f"{_PREFIX}{stamp()}"
+        if path != folder():
+            with suppress(OSError), folders.private(path) as here:
+                folders.read_private(MARK, here)
+                found.append(path)
+    return tuple(found)
+
+
 def read(name: str) -> bytes | None:
     """Return what was kept under a name, or None if nothing was, or nothing that is fit to be run."""
-    if (where := folder()) is None:
-        return None
+    if (where := folder()) is not None and (data := _read(name, where)) is not None:
+        return data
+    return next((data for place in ready_made() if (data := _read(name, place)) is not None), None)
+
+
+def _read(name: str, where: Path) -> bytes | None:
     try:
         with folders.private(where) as here:
             content = folders.read_private(name, here)
@@ -130,7 +149,10 @@ def read(name: str) -> bytes | None:
     checksum, data = content[:_CHECKSUM], content[_CHECKSUM:]
     if checksum == _checksum(name, data):
         return data
-    discard(name, "is damaged")
+    if where == folder():
+        discard(name, "is damaged")
+    else:
+        say_once(f"the compiled kernel {where / name} is damaged")
     return None
 
 

@@ -1,0 +1,93 @@
+"""Kernels that a site, or a container, brings along are read where this user cannot write."""
+
+from __future__ import annotations
+
+import logging
+import os
+import shutil
+from collections.abc import Iterator
+from pathlib import Path
+
+import numba
+import pytest
+
+from commlib import folders
+from commlib.kernels.host import cache
+
+
+def forget() -> None:
+    for cached in (cache.folder, cache.ready_made, cache.say_once):
+        cached.cache_clear()
+
+
+@pytest.fixture
+def home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
+    """This user's own cache folder. Nothing lies in the folders of the node."""
+    monkeypatch.setattr(folders, "user_cache", lambda: tmp_path / "home" / "commlib")
+    monkeypatch.setattr(cache, "node_folders", lambda: iter([]))
+    monkeypatch.setattr(numba.config, "CACHE_DIR", "")
+    monkeypatch.delenv("COMMLIB_KERNELS", raising=False)
+    forget()
+    yield tmp_path / "home" / "commlib"
+    forget()
+
+
+@pytest.fixture
+def site(home: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A site's kernels: "a" lies there, and only its administrator can write."""
+    place = tmp_path / "site"
+    monkeypatch.setenv("COMMLIB_KERNELS", str(place))
+    cache.write("a", b"code of a")
+    folder = cache.folder()
+    assert folder is not None and folder.parent == place
+    forget()
+    before = cache.open_own
+
+    def refusing(name: str, descriptor: int) -> int:
+        if os.path.realpath(f"/proc/self/fd/{descriptor}") == str(folder):
+            raise OSError(30, "Read-only file system")
+        return before(name, descriptor)
+
+    monkeypatch.setattr(cache, "open_own", refusing)  # root may write anywhere
+    return folder
+
+
+def test_the_settings_folder_comes_first(home: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("COMMLIB_KERNELS", str(tmp_path / "given"))
+    cache.write("a", b"code")
+    assert cache.read("a") == b"code"
+    assert (tmp_path / "given" / f"kernels-{cache.stamp()}" / "a").is_file() and not home.exists()
+
+
+def test_what_lies_there_is_read_and_what_does_not_is_kept_at_home(site: Path, home: Path) -> None:
+    assert cache.read("a") == b"code of a"
+    assert cache.read("b") is None
+    cache.write("b", b"code of b")
+    assert cache.read("b") == b"code of b"
+    assert cache.folder() == home / site.name and not (site / "b").exists()
+
+
+def test_it_is_read_where_nothing_can_be_kept(
+    site: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(cache, "candidates", lambda: iter([site.parent]))
+    caplog.set_level(logging.ERROR)
+    assert cache.folder() is None and cache.read("a") == b"code of a" and cache.read("b") is None
+
+
+def test_it_is_not_read_where_others_can_write(site: Path) -> None:
+    site.chmod(0o777)
+    assert cache.read("a") is None
+
+
+def test_what_is_damaged_there_is_said_and_stays(site: Path, caplog: pytest.LogCaptureFixture) -> None:
+    (site / "a").write_bytes(b"?")
+    assert cache.read("a") is cache.read("a") is None
+    (record,) = caplog.records
+    assert record.getMessage() == f"the compiled kernel {site / 'a'} is damaged"
+    assert (site / "a").is_file()
+
+
+def test_kernels_of_other_sources_are_not_read(site: Path) -> None:
+    shutil.move(site, site.with_name("kernels-0123456789abcdef"))
+    assert cache.ready_made() == () and cache.read("a") is None
