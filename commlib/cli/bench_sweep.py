@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
 import commlib
+
+if TYPE_CHECKING:
+    from commlib.bench.sweep.plan import Plan
 
 
 def bench_sweep(
@@ -84,20 +88,24 @@ def bench_sweep(
     try:
         table = {name: value for name, value in (lists | singles).items() if value is not None}
         given = of_table(table)
-        chosen = replace(Plan() if plan is None else read(plan), **{name: getattr(given, name) for name in table})
-        sizes = _range(begin, end, factor, size)
-        chosen = checked(chosen if sizes is None else replace(chosen, sizes=sizes))
-        is_right = _run(chosen, out or (Path("sweep.jsonl") if plan is None else plan.with_suffix(".jsonl")), retry)
+        flags = {name: getattr(given, name) for name in table}
+        if (sizes := _range(begin, end, factor, size)) is not None:
+            flags["sizes"] = sizes
+        is_right = _run(
+            lambda: checked(replace(Plan() if plan is None else read(plan), **flags)),
+            out or (Path("sweep.jsonl") if plan is None else plan.with_suffix(".jsonl")),
+            retry,
+        )
     except Refused as error:  # on all ranks together
         raise typer.BadParameter(str(error)) from None
     raise typer.Exit(0 if is_right else 1)
 
 
-def _run(plan: Any, out: Path, retry: bool) -> bool:
+def _run(read: Callable[[], Plan], out: Path, retry: bool) -> bool:
     commlib.init()  # says what is wrong with MPI, where the next import would only fail
     from commlib.bench.sweep import run
 
-    return run.run(plan, out, retry=retry)
+    return run.run(run.read_on_one(read), out, retry=retry)
 
 
 def _numbers(values: list[str] | None) -> list[Any] | None:

@@ -13,7 +13,7 @@ from typing import Any
 import commlib
 from commlib.bench.page import charts
 from commlib.bench.page.compare import compare
-from commlib.bench.page.runs import Entry, Run
+from commlib.bench.page.runs import Entry, Run, middle
 from commlib.bench.rows import OURS
 from commlib.console.text import bytes_text, seconds_text
 
@@ -62,7 +62,7 @@ def _beside(run: Run, peer: str) -> dict[str, Any]:
 
 
 def _row(entry: Entry, peers: Sequence[str]) -> dict[str, Any]:
-    low, high = entry.range()
+    low, high = middle(entry.seconds[OURS])
     return {
         "entry": entry,
         "case": entry.case,

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import statistics
+from collections.abc import Sequence
 from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any
@@ -39,11 +40,12 @@ class Entry:
         """Return how many times as long as commlib a peer takes, if it was measured."""
         return self.time(peer) / self.time() if peer in self.seconds else None
 
-    def range(self, name: str = OURS) -> tuple[float, float]:
-        """Return between which times the middle 80 % of the rounds lie."""
-        times = sorted(self.seconds[name])
-        cut = round(0.1 * (len(times) - 1))
-        return times[cut], times[-1 - cut]
+
+def middle(seconds: Sequence[float]) -> tuple[float, float]:
+    """Return between which times the middle 80 % of the rounds lie."""
+    times = sorted(seconds)
+    cut = round(0.1 * (len(times) - 1))
+    return times[cut], times[-1 - cut]
 
 
 @dataclass(frozen=True, slots=True)

@@ -21,6 +21,19 @@ from commlib.bench.sweep.results import FORMAT, Line, Writer
 from commlib.console.progress import shown
 
 
+def read_on_one(read: Callable[[], Plan]) -> Plan:
+    """Return the plan that rank 0 reads: its file may not be on every node. Raises Refused on all ranks. Collective."""
+    plan, problem = None, None
+    if MPI.COMM_WORLD.rank == 0:
+        try:
+            plan = read()
+        except Refused as error:
+            problem = str(error)
+    agree(MPI.COMM_WORLD, problem)
+    found: Plan = MPI.COMM_WORLD.bcast(plan)
+    return found
+
+
 def run(plan: Plan, out: Path, *, retry: bool = False) -> bool:
     """Measure what a file lacks of a plan; return whether all that was measured here is right.
 

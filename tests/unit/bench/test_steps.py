@@ -57,6 +57,7 @@ LINE = {
     "parameters": 3_310_000,
     "status": "ok",
     "difference": 1e-7,
+    "seconds": {"commlib": [0.010, 0.010, 0.010]},
     "step": 0.010,
     "tokens_per_second": 51200.0,
     "alone": 0.008,
@@ -78,6 +79,16 @@ def test_steps_stand_on_the_page(tmp_path):
         *("20%", "torch DDP over gloo", "15.0 ms", "1.50"),
     ]
     assert cells[12] == "pp" and cells[21:24] == ["-", "-", "-"]
+
+
+def test_steps_of_two_runs_are_compared(tmp_path):
+    slower = {**LINE, "step": 0.020, "seconds": {"commlib": [0.020, 0.020, 0.021]}}
+    for name, line in {"before": LINE, "after": slower}.items():
+        path = tmp_path / f"{name}.jsonl"
+        path.write_text("".join(json.dumps(one) + "\n" for one in (sweeps.header(), line)))
+    text = page.render([runs.read(tmp_path / f"{name}.jsonl") for name in ("before", "after")])
+    cells = re.findall(r"<td[^>]*>([^<]*)</td>", text[text.index('data-name="compared steps"') :])
+    assert cells[4:8] == ["10.0 ms", "20.0 ms", "0.50", "slower"]
 
 
 def test_steps_are_printed(capsys):
