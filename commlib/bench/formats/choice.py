@@ -1,4 +1,4 @@
-"""Which format: by the names that the command knows."""
+"""The choice of a format, by the names that the command knows."""
 
 from __future__ import annotations
 

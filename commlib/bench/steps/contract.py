@@ -1,4 +1,4 @@
-"""What the core measures of a step, and what an adapter gives for it: `commlib_torch.bench_step.contenders`."""
+"""Contract: the sizes of a step that the core measures, and the contenders that an adapter gives for it."""
 
 from __future__ import annotations
 

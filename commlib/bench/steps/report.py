@@ -1,4 +1,4 @@
-"""What rank 0 prints of a step."""
+"""Report: print, on rank 0, the figures of a step."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What rank 0 prints of a sweep: where and what, a line for each case as it ends, and the sum of it."""
+"""Report: print, on rank 0, where and what, a line for each case as it ends, and the sum of it."""
 
 from __future__ import annotations
 
