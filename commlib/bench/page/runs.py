@@ -85,6 +85,13 @@ def read(path: Path) -> Run:
     if path.suffix == ".json":
         return _of_one_verb(path)
     found = results.read(path)
+    try:
+        return _of_sweep(path, found)
+    except (KeyError, TypeError, ValueError) as error:
+        raise Refused(f"{path}: a case of it lacks what this version writes: {error!r}") from None
+
+
+def _of_sweep(path: Path, found: results.Results) -> Run:
     lines = found.cases.values()
     measured = [line for line in lines if line["row"] is not None]
     entries = [_entry(_case(line["case"]), line["row"], line["environment"]) for line in measured]

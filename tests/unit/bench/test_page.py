@@ -173,6 +173,13 @@ def test_the_command_writes_page_and_pictures_without_mpi(sweep, tmp_path):
     assert len(pictures) == 2 and all(path.read_bytes().startswith(b"\x89PNG") for path in pictures)
 
 
+def test_a_line_of_another_version_is_named(tmp_path):
+    path = tmp_path / "old.jsonl"
+    path.write_text("".join(json.dumps(one) + "\n" for one in (sweeps.header(), {"kind": "case", "key": "x"})))
+    with pytest.raises(Refused, match=r"old.jsonl: a case of it lacks what this version writes: KeyError\('row'\)"):
+        runs.read(path)
+
+
 def test_what_is_no_result_is_named(tmp_path):
     result = CliRunner().invoke(app, ["bench", "report", str(tmp_path / "none.jsonl")])
     assert result.exit_code == 2 and "cannot be read: No such file" in " ".join(result.output.split())
