@@ -43,7 +43,8 @@ def diagnoses(folder):
     for hang in find_hangs(folder):
         path = hang.path / "diagnosis.txt"
         dumps = hang.read()
-        lasted = max(wait.seconds for dump in dumps for wait in (*dump.waits, *dump.named))
+        waits = [wait.seconds for dump in dumps for wait in dump.waits]
+        lasted = max(waits + [name.seconds for dump in dumps for name in dump.named])
         began = min(dump.time for dump in dumps) - lasted
         assert lasted > AFTER and path.stat().st_mtime - began < 2 * AFTER + 1e-3 * len(dumps)
         found.append(path.read_text())
@@ -120,7 +121,8 @@ print("well\\n", end="")
     (world,) = dump.groups
     assert [call.verb for call in world.operations] == ["all_reduce", "all_gather_object"] and world.calls == 2
     assert [(call.sequence, call.nbytes, call.state) for call in world.operations[:1]] == [(1, 16, "ended")]
-    assert dump.threads[0].place.function == "until_told" and not dump.threads[0].inside
+    place = dump.threads[0].place
+    assert place is not None and place.function == "until_told" and not dump.threads[0].inside
 
 
 def test_circles_and_calls_that_differ_are_named_though_nothing_is_compared(mpirun, tmp_path):

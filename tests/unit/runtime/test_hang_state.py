@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 
 from commlib.config import Config
+from commlib.observe.dump import GroupState
 from commlib.observe.flight import LAST
 from commlib.runtime import hang_state
 from commlib.runtime.stacks import all_threads, is_ours, is_users
@@ -35,17 +36,18 @@ def test_the_last_calls_of_each_group_are_known():
     """By their numbers, with what waits behind them."""
     entered, leave = threading.Event(), threading.Event()
 
+    def wait_in_the_middle():
+        entered.set()
+        leave.wait(20)
+
     def body(comm):
         for _ in range(LAST + 6):
             comm.barrier()
         row = comm.split(0, name="row")
         row.all_reduce(np.ones(4, "float32"))
-        states = []
+        states: tuple[GroupState, ...] = ()
         if comm.rank == 0:
-            works = [
-                row.plan_program("a program", lambda: entered.set() or leave.wait(20)).start(),
-                row.barrier_async(),
-            ]
+            works = [row.plan_program("a program", wait_in_the_middle).start(), row.barrier_async()]
             assert entered.wait(20)
             states = hang_state.group_states(comm.runtime)
             leave.set()
@@ -110,7 +112,8 @@ def test_the_users_frame_is_the_last_that_is_no_librarys():
     finally:
         release.set()
         thread.join()
-    assert found["busy"].place.function == "wait_for_it" and found["busy"].place.code == "release.wait(20)"
+    place = found["busy"].place
+    assert place is not None and (place.function, place.code) == ("wait_for_it", "release.wait(20)")
     assert not found["busy"].inside and threading.main_thread().name not in found
     assert found["busy"].stack[0].function == "_bootstrap"
 
