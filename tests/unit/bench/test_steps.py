@@ -70,7 +70,15 @@ LINE = {
 
 def test_steps_stand_on_the_page(tmp_path):
     path = tmp_path / "steps.jsonl"
-    alone = {**LINE, "key": "other", "kind_of_step": "pp", "peer": "", "peer_step": None, "ratio": None}
+    alone = {
+        **LINE,
+        "key": "other",
+        "kind_of_step": "pp",
+        "status": "wrong",
+        "peer": "",
+        "peer_step": None,
+        "ratio": None,
+    }
     path.write_text("".join(json.dumps(line) + "\n" for line in (sweeps.header(), LINE, alone)))
     text = page.render([runs.read(path)])
     cells = re.findall(r"<td[^>]*>([^<]*)</td>", text[text.index('data-name="steps"') :])
@@ -78,7 +86,7 @@ def test_steps_stand_on_the_page(tmp_path):
         *("dp", "torch", "2", "4 layers of 256, 8 heads, 4 x 64 tokens", "10.0 ms", "51,200", "8.00 ms", "2.00 ms"),
         *("20%", "torch DDP over gloo", "15.0 ms", "1.50"),
     ]
-    assert cells[12] == "pp" and cells[21:24] == ["-", "-", "-"]
+    assert cells[12] == "pp WRONG" and cells[21:24] == ["-", "-", "-"]
 
 
 def test_steps_of_two_runs_are_compared(tmp_path):
