@@ -229,7 +229,7 @@ def unknown_settings(unknown: Sequence[str], known: Sequence[str], where: str = 
     near = {name: get_close_matches(text, known, 1, 0.7) for name, text in written.items()}
     hints = "".join(f"; for {name}, did you mean {found[0]}?" for name, found in near.items() if found)
     before = f"{where}: " if where else ""
-    return UsageError(f"{before}unknown setting {', '.join(unknown)}{hints}; known are {', '.join(known)}")
+    return UsageError(f"{before}unknown setting {', '.join(unknown)}; known are {', '.join(known)}{hints}")
 
 
 def variable(name: str) -> str:

@@ -43,7 +43,8 @@ class Launcher:
 def _srun(kind: str, protocol: str, rank: str, size: str = "SLURM_STEP_NUM_TASKS", **more: Any) -> Launcher:
     """Return a row of srun's, which counts ranks in a node by variables of its own whatever speaks to MPI."""
     command = f"srun --mpi={kind}" if kind else "srun"
-    step = (("SLURM_STEP_ID", ""), ("SLURM_PROCID", ""), *more.pop("where", ()))
+    counted = (("SLURM_PROCID", ""), (rank, "")) if kind else ()
+    step = (("SLURM_STEP_ID", ""), *counted, *more.pop("where", ()))
     local = "SLURM_LOCALID", "SLURM_STEP_TASKS_PER_NODE", "SLURM_NODEID"
     return Launcher(f"Slurm's {command}", command, protocol, rank, size, *local, where=step, **more)
 
@@ -103,13 +104,12 @@ class Launched:
 def find_launcher(environment: Mapping[str, str]) -> Launched | None:
     """Return who has started this process by the environment's word, and as which; None: nobody who counts them."""
     for launcher in LAUNCHERS:
-        rank = _number(environment, launcher.rank)
-        if rank is None or not _fits(launcher, environment):
+        rank, node = _number(environment, launcher.rank), _number(environment, launcher.node)
+        if not _fits(launcher, environment) or (rank is None and not launcher.where):
             continue
-        node = _number(environment, launcher.node)
         return Launched(
             launcher,
-            rank,
+            rank or 0,
             _number(environment, launcher.size),
             _number(environment, launcher.local_rank),
             _tasks_on(environment.get(launcher.local_size, ""), node or 0),

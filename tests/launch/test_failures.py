@@ -368,7 +368,6 @@ import commlib
 SETTINGS = {
     "unknown": ({"COMMLIB_TIMEOUTS": "3"}, r"UsageError: unknown setting COMMLIB_TIMEOUTS; known are .*_TIMEOUT\b"),
     "range": ({"COMMLIB_SLOT_KIB": "0"}, r"UsageError: .*COMMLIB_SLOT_KIB"),
-    "slurm": ({"SLURM_STEP_ID": "0", "SLURM_STEP_NUM_TASKS": "4"}, r"TransportError: Slurm started 4 tasks, but MPI"),
 }
 
 
