@@ -217,7 +217,7 @@ def test_nothing_kept_is_told() -> None:
 def test_pages_of_a_folder(tmp_path: Path) -> None:
     (tmp_path / "a.json").write_text(json.dumps(record("codecs", figures={"int8": {"encode": 1.0}})))
     made = pages.pages(tmp_path)
-    names = ("node", "hosts", "named", "training", "pipeline", "tensor", "moe", "gpu", "compression")
+    names = ("node", "hosts", "named", "training", "pipeline", "tensor", "moe", "gpu", "timeline", "compression")
     assert set(made) == {f"{name}.md" for name in names}
     assert "int8" in made["compression.md"] and "int8" not in made["node.md"]
 
