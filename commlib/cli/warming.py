@@ -1,4 +1,4 @@
-"""What each process of `commlib warm` does: it compiles some of the kernels, by their numbers in the list of all."""
+"""Warming: each process of `commlib warm` compiles some of the kernels, by their numbers in the list of all."""
 
 from __future__ import annotations
 
