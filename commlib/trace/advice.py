@@ -20,7 +20,7 @@ class Rule:
 RULES = (
     Rule(
         "worst_share",
-        0.5,
+        0.7,
         "rank {worst} keeps the others waiting: of the time that ranks lose for each other {worst_share:.0%} is lost "
         "for it. Look at its input pipeline, its node (frequency, other processes) and its share of the work",
         "lost_share_is_small",
@@ -32,7 +32,7 @@ RULES = (
         "ranks lose {lost_share:.0%} of their time waiting for one that comes later, and not always for the same: "
         "give all the same work, batch by batch (lengths of sequences, shuffling), and let data be loaded ahead",
         "worst_share",
-        0.5,
+        0.7,
     ),
     Rule(
         "moving_share",

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from bisect import bisect_left, bisect_right
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
@@ -50,6 +51,7 @@ def lost(
     Of what it did meanwhile in the background, nothing is lost.
     """
     still = union((one.began, one.ended) for one in standing)
+    begins, ends = [began for began, _ in still], [ended for _, ended in still]
     pieces: dict[int, list[Piece]] = {}
     often: dict[int, int] = {}
     for meeting in met:
@@ -57,7 +59,9 @@ def lost(
         if last == rank:
             continue
         part, late = meeting.parts[rank], meeting.parts[last].arrived
-        waited = common(still, union([(part.arrived, min(late, part.ended))]))
+        until = min(late, part.ended)
+        near = still[bisect_right(ends, part.arrived) : bisect_left(begins, until)]  # all of it would take hours
+        waited = common(near, union([(part.arrived, until)]))
         if length(waited) >= LATE:
             pieces.setdefault(last, []).extend(waited)
             often[last] = often.get(last, 0) + 1
