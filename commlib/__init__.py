@@ -50,9 +50,9 @@ __all__ = [
     "Preemption",
     "ShutdownError",
     "StallError",
+    "Stats",
     "TransportError",
     "UsageError",
-    "Stats",
     "Work",
     "__version__",
     "init",
@@ -73,9 +73,9 @@ __all__ = [
 _LAZY = {
     "Communicator": "commlib.communicator",
     "Count": "commlib.observe.counters",
+    "Stats": "commlib.observe.counters",
     "Event": "commlib.observe.recorder",
     "Mesh": "commlib.mesh_groups",
-    "Stats": "commlib.observe.counters",
     "Phase": "commlib.observe.recorder",
     "Plan": "commlib.runtime.compiled",
     "Preemption": "commlib.preemption",
@@ -84,8 +84,8 @@ _LAZY = {
 
 
 def __getattr__(name: str) -> Any:
+    if name == "metrics":
+        return import_module("commlib.metrics")
     if name in _LAZY:
         return getattr(import_module(_LAZY[name]), name)
     raise AttributeError(f"module 'commlib' has no attribute {name!r}")
-    if name == "metrics":
-        return import_module("commlib.metrics")

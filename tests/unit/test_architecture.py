@@ -78,8 +78,8 @@ LAYERS = (
     ("commlib.subgroups",),
     ("commlib.communicator",),
     ("commlib.bootstrap",),
-    ("commlib.launch", "commlib.launcher_match", "commlib.exits", "commlib.world", "commlib.metrics", "commlib.observing",
-     "commlib.cuda_probe", "commlib.mpi_on_gpus", "commlib.mesh_groups", "commlib.mpi_memory",
+    ("commlib.launch", "commlib.launcher_match", "commlib.exits", "commlib.world", "commlib.metrics",
+     "commlib.observing", "commlib.cuda_probe", "commlib.mpi_on_gpus", "commlib.mesh_groups", "commlib.mpi_memory",
      "commlib.preemption", "commlib.checkpoint"),
     ("commlib",),  # the public names
     ("commlib.compress",),
