@@ -37,7 +37,8 @@ assert not run.run("tp", framework, replace(sizes, rows=2), number=1, iters=1, p
 """
 
 
-@pytest.mark.parametrize("framework", ["torch", pytest.param("tensorflow", marks=pytest.mark.long)])
+@pytest.mark.long  # starts of frameworks; tests/unit/bench has what is measured and told
+@pytest.mark.parametrize("framework", ["torch", "tensorflow"])
 def test_every_kind(mpirun, tmp_path, framework):
     program, out = tmp_path / "steps.py", tmp_path / "steps.jsonl"
     program.write_text(PROGRAM)

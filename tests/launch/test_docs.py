@@ -64,7 +64,8 @@ def test_every_block_says_whether_a_test_runs_it() -> None:
     assert len(RUN) > 3
 
 
-LONG = ("docs/pages/quickstart.md", "docs/pages/bench.md")  # the same commands as the tour's, and more of them
+# The same commands as the tour's, and more of them.
+LONG = ("docs/pages/quickstart.md", "docs/pages/bench.md", "docs/pages/timeline.md")
 
 
 @pytest.mark.parametrize("page", [pytest.param(page, marks=pytest.mark.long) if page in LONG else page for page in RUN])

@@ -83,6 +83,7 @@ def test_a_script_for_keras_on_keras_2(mpirun):
     assert done.returncode == 0, done.stdout + done.stderr
 
 
+@pytest.mark.long
 def test_two_frameworks_train_one_model(launch_environment):
     beside = Path(sys.executable).parent / "mpiexec"
     mpiexec = str(beside) if beside.exists() else shutil.which("mpiexec")

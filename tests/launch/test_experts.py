@@ -34,6 +34,7 @@ commlib.stop_timeline()
 """
 
 
+@pytest.mark.long
 def test_the_timeline_shows_load(mpirun, tmp_path):
     done = mpirun(2, TIMELINE)
     assert done.returncode == 0, done.stdout + done.stderr

@@ -43,7 +43,7 @@ print("done")
 
 
 @pytest.mark.parametrize(
-    "program", [CYCLES, pytest.param(DROPPED, marks=pytest.mark.any_mpi)], ids=["init and shutdown", "dropped"]
+    "program", [CYCLES, pytest.param(DROPPED, marks=pytest.mark.long)], ids=["init and shutdown", "dropped"]
 )
 def test_groups_that_are_no_longer_used_are_freed(mpirun, program):
     """MPICH has some 2,000 communicators: with 300 cycles of init, split and shutdown there were 'Too many'."""

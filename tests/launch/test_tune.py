@@ -43,6 +43,7 @@ def test_tune_writes_a_table_that_init_and_show_read(mpirun: MpiRun, tmp_path: P
     assert json.loads(shown.stdout)["machine"]["gamma"] == machine.gamma
 
 
+@pytest.mark.long
 def test_tune_adds_to_what_a_file_knows(mpirun: MpiRun, tmp_path: Path) -> None:
     file = tmp_path / "tuning.json"
     elsewhere = Entry("all_reduce", 4, 8, "Some MPI 1.0", "any", (Measured(1024, "ring", 0, 1e-5),))
