@@ -12,6 +12,7 @@ import os
 import threading
 from collections import deque
 from contextlib import suppress
+from time import time
 
 from commlib.errors import UsageError
 from commlib.observe.chrome import Lines
@@ -20,8 +21,8 @@ from commlib.observe.recorder import Event, Mark
 
 log = logging.getLogger("commlib")
 
-# So often (seconds) what was recorded goes to the file. Whoever is recorded never waits for a disk. What a timeline
-# costs a training step is mostly this thread's waking up between its operations, not what it writes.
+# So often (seconds) what was recorded goes to the file. Whoever is recorded never waits for a disk. All ranks write at
+# the same moments: a rank whose core is taken makes the others wait, which then costs all of them nothing more.
 _INTERVAL = 0.25
 
 FORMAT = 1
@@ -90,7 +91,7 @@ class Timeline:
             self._append(f"[\n{self._lines.meta('commlib', facts | times)},\n")
             ended = False
             while not ended:
-                ended = self._closing.wait(_INTERVAL)
+                ended = self._closing.wait(_INTERVAL - time() % _INTERVAL)
                 self._write_waiting()
             self._append(f"{self._lines.meta('process_name', {'name': f'rank {self._rank}'})}\n]\n")
         except OSError as error:
