@@ -45,6 +45,7 @@ def lines_of(path, kind):
     return [line for line in lines if line["kind"] == kind]
 
 
+@pytest.mark.long  # tests/slurm resumes a sweep as well
 def test_a_sweep_goes_on_after_a_kill(mpirun, tmp_path):
     plan, out, program = tmp_path / "plan.toml", tmp_path / "results" / "all.jsonl", tmp_path / "killed.py"
     plan.write_text(PLAN)

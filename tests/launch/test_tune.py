@@ -78,6 +78,7 @@ def test_tune_says_which_ranks_have_no_gpu(mpirun: MpiRun) -> None:
     assert done.stderr.count("commlib tune: ranks 0-1: arrays on a GPU need CuPy") == 1, done.stderr
 
 
+@pytest.mark.long
 def test_tune_says_what_is_wrong_before_it_measures(mpirun: MpiRun, tmp_path: Path) -> None:
     broken = tmp_path / "broken.json"
     broken.write_text("{")
