@@ -7,30 +7,19 @@ there. MPI sends bytes to itself, from memory of the GPU and into it, by its way
 from __future__ import annotations
 
 import importlib
-import json
 import os
-import signal
-import subprocess
 import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from commlib.alone import Answer, ask, tell
 from commlib.launch import load_mpi
 from commlib.transport.cuda_aware import ask_loaded
 
 SIZES = (64, 64 << 10, 4 << 20)  # bytes
 SECONDS = 60.0
 _MARK = "commlib.cuda_probe: "
-
-# What launchers tell the processes that they start, by the beginnings of names.
-_OF_LAUNCHERS = (
-    "ALPS_", "FLUX_", "HYDI_", "HYDRA_", "I_MPI_HYDRA_", "JSM_", "MPIRUN_", "MPISPAWN_", "MPI_LOCAL", "MV2_COMM_WORLD_",
-    "MVP_COMM_WORLD_", "OMPI_", "ORTE_", "PALS_", "PMIX_", "PMI_", "PMI2_", "PRTE_", "SLURMD_", "SLURM_",
-)  # fmt: skip
-# And what users say of how messages go, with which the probe must be tried.
-_PARTS = ("accelerator", "btl", "coll", "common", "mca_", "mpool", "mtl", "opal_", "osc", "pml", "rcache", "smsc")
-_OF_USERS = tuple(f"OMPI_MCA_{part}" for part in _PARTS)
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,45 +33,19 @@ class Found:
 def probe(command: Sequence[str] = (), seconds: float = SECONDS, environment: Mapping[str, str] = os.environ) -> Found:
     """Try it. command: what does so, for tests; it prints as `main` does. seconds: after them it is ended."""
     try:
-        child = subprocess.Popen(
-            command or (sys.executable, "-m", "commlib.cuda_probe"),
-            stdin=subprocess.DEVNULL,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.PIPE,
-            text=True,
-            errors="replace",
-            env=alone(environment),
-            start_new_session=True,  # what it starts ends with it
-        )
+        answer = ask(command or (sys.executable, "-m", "commlib.cuda_probe"), _MARK, seconds, environment)
     except OSError as error:
         return Found("", f"no process to try it in: {error}")
-    try:
-        output, errors = child.communicate(timeout=seconds)
-        ended = _ending(child.returncode, errors)
-    except subprocess.TimeoutExpired:
-        os.killpg(child.pid, signal.SIGKILL)
-        output, _ = child.communicate()
-        ended = f"it did not end within {seconds:g} s"
-    told = [json.loads(line.removeprefix(_MARK)) for line in output.splitlines() if line.startswith(_MARK)]
-    return Found(told[0] if told else "", told[1] if len(told) > 1 else ended)
+    told = answer.told
+    return Found(told[0] if told else "", told[1] if len(told) > 1 else _ending(answer, seconds))
 
 
-def alone(environment: Mapping[str, str]) -> dict[str, str]:
-    """Return an environment for a process that no launcher has started; it finds the same modules as this one."""
-    kept = {
-        name: value
-        for name, value in environment.items()
-        if name.startswith(_OF_USERS) or not name.startswith(_OF_LAUNCHERS)
-    }
-    # Without the second one Open MPI up to 4 starts a daemon for it.
-    return {**kept, "PYTHONPATH": os.pathsep.join(filter(None, sys.path)), "OMPI_MCA_ess_singleton_isolated": "1"}
-
-
-def _ending(code: int, errors: str) -> str:
-    if code < 0:
-        return f"the process that tried it was ended by {signal.Signals(-code).name}"
-    last = next((line.strip() for line in reversed(errors.splitlines()) if line.strip()), "it said nothing")
-    return f"the process that tried it ended with code {code}: {last}"
+def _ending(answer: Answer, seconds: float) -> str:
+    if answer.code is None:
+        return f"it did not end within {seconds:g} s"
+    if answer.signal:
+        return f"the process that tried it was ended by {answer.signal}"
+    return f"the process that tried it ended with code {answer.code}: {answer.last}"
 
 
 def main() -> None:
@@ -91,8 +54,8 @@ def main() -> None:
 
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))  # that it dies is an answer
     MPI = load_mpi()
-    _tell(ask_loaded(MPI).how)
-    _tell(send_to_itself(MPI, importlib.import_module("cupy")))
+    tell(_MARK, ask_loaded(MPI).how)
+    tell(_MARK, send_to_itself(MPI, importlib.import_module("cupy")))
     os._exit(0)
 
 
@@ -119,10 +82,6 @@ def send_to_itself(MPI: Any, cupy: Any) -> str:
 
 def _memory(MPI: Any, array: Any) -> list[Any]:
     return [MPI.buffer.fromaddress(array.data.ptr, array.nbytes), MPI.BYTE]
-
-
-def _tell(text: str) -> None:
-    print(f"{_MARK}{json.dumps(text)}", flush=True)
 
 
 if __name__ == "__main__":

@@ -6,10 +6,7 @@ wrong there is an answer. Launched, it is started here, under the time limit of 
 
 from __future__ import annotations
 
-import json
 import os
-import signal
-import subprocess
 import sys
 import time
 from collections.abc import Mapping
@@ -18,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from commlib import launch
-from commlib.cuda_probe import alone
+from commlib.alone import ask, tell
 from commlib.diagnosis.facts import Mpi
 from commlib.errors import TransportError
 from commlib.transport.cuda_aware import ask_loaded
@@ -110,33 +107,19 @@ def try_alone(seconds: float, environment: Mapping[str, str] = os.environ, comma
     from commlib.buffers.peer_reading import Probe
 
     probe = Probe()
+    start = command or (sys.executable, "-m", "commlib.diagnosis.mpi", *map(str, probe.place))
     try:
-        child = subprocess.Popen(
-            command or (sys.executable, "-m", "commlib.diagnosis.mpi", *map(str, probe.place)),
-            stdin=subprocess.DEVNULL,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.PIPE,
-            text=True,
-            errors="replace",
-            env=alone(environment),
-            start_new_session=True,  # what it starts ends with it
-        )
+        answer = ask(start, _MARK, seconds, environment)
     except OSError as error:
         return Tried(failure=f"no process to start MPI in: {error}")
-    try:
-        output, errors = child.communicate(timeout=seconds)
-    except subprocess.TimeoutExpired:
-        os.killpg(child.pid, signal.SIGKILL)
-        child.communicate()
+    if answer.code is None:
         return Tried(failure=f"MPI did not start within {seconds:g} s")
-    for line in output.splitlines():
-        if line.startswith(_MARK):
-            told = json.loads(line.removeprefix(_MARK))
-            mpi = None if told["mpi"] is None else Mpi(**told["mpi"])
-            return Tried(mpi, told["peer_reads"], told["failure"])
-    last = next((line.strip() for line in reversed(errors.splitlines()) if line.strip()), "it said nothing")
-    ended = signal.Signals(-child.returncode).name if child.returncode < 0 else f"exit code {child.returncode}"
-    return Tried(failure=f"the process that started MPI ended with {ended}: {last}")
+    if answer.told:
+        told = answer.told[0]
+        mpi = None if told["mpi"] is None else Mpi(**told["mpi"])
+        return Tried(mpi, told["peer_reads"], told["failure"])
+    ended = answer.signal or f"exit code {answer.code}"
+    return Tried(failure=f"the process that started MPI ended with {ended}: {answer.last}")
 
 
 def main() -> None:
@@ -148,7 +131,7 @@ def main() -> None:
         tried = Tried(start_mpi(), can_read(os.getppid(), address, expected))
     except TransportError as error:
         tried = Tried(failure=str(error))
-    print(_MARK + json.dumps(asdict(tried)), flush=True)
+    tell(_MARK, asdict(tried))
     os._exit(0)  # without MPI's finalisation: the answer is there
 
 

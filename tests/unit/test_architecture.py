@@ -79,8 +79,8 @@ LAYERS = (
     ("commlib.communicator",),
     ("commlib.bootstrap",),
     ("commlib.launch", "commlib.launcher_match", "commlib.exits", "commlib.world", "commlib.metrics",
-     "commlib.observing", "commlib.cuda_probe", "commlib.mpi_on_gpus", "commlib.mesh_groups", "commlib.mpi_memory",
-     "commlib.preemption", "commlib.checkpoint"),
+     "commlib.observing", "commlib.alone", "commlib.cuda_probe", "commlib.mpi_on_gpus", "commlib.mesh_groups",
+     "commlib.mpi_memory", "commlib.preemption", "commlib.checkpoint"),
     ("commlib",),  # the public names
     ("commlib.compress",),
     ("commlib.data_parallel",),

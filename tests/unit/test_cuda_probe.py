@@ -7,7 +7,8 @@ import sys
 import time
 from pathlib import Path
 
-from commlib.cuda_probe import Found, alone, probe
+from commlib.alone import alone
+from commlib.cuda_probe import Found, probe
 
 SAY = "def say(text): print('commlib.cuda_probe: ' + __import__('json').dumps(text), flush=True)\n"
 

@@ -10,7 +10,7 @@ import pytest
 from typer.testing import CliRunner
 
 import commlib
-from commlib import cuda_probe, launch, mpi_on_gpus
+from commlib import cuda_probe, launch, launcher_match, mpi_on_gpus
 from commlib.cli.app import app
 from commlib.config import Config, variable
 from commlib.config_rows import rows
@@ -82,8 +82,17 @@ def test_a_wrong_setting_is_an_error() -> None:
     assert "COMMLIB_TIMEOUT='soon'" in info(code=2, COMMLIB_TIMEOUT="soon")
 
 
-def test_rank_0_alone_prints() -> None:
-    assert info(OMPI_COMM_WORLD_RANK="1", OMPI_COMM_WORLD_SIZE="2") == ""
+def test_rank_0_alone_prints(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also where the library is not the launcher's: another rank ends with that, as the first may have another library.
+
+    Whether this process has Open MPI's libraries depends on the tests before.
+    """
+    monkeypatch.setattr(launcher_match, "mapped_libraries", lambda name: [])
+    monkeypatch.setattr(launch, "was_started", lambda: False)
+    environment = {"OMPI_COMM_WORLD_RANK": "1", "OMPI_COMM_WORLD_SIZE": "2"}
+    result = CliRunner().invoke(app, ["info"], env=environment)
+    assert result.output == "" and isinstance(result.exception, TransportError)
+    assert str(result.exception).startswith("rank 1 on ")
 
 
 def test_it_is_as_wide_as_the_terminal() -> None:
