@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import re
+import shlex
+import subprocess
 from dataclasses import fields
 from pathlib import Path
 
@@ -73,3 +75,17 @@ def test_every_decision_has_a_date_and_a_status_that_names_decisions() -> None:
         assert status, f"{name}: {title}: expected a date and a status first"
         assert set(re.findall(r'"([^"]+)"', status[3])) <= titles, f"{name}: {title}: no decision of that title"
         assert len(body.strip().splitlines()) > 2, f"{name}: {title}: no reason"
+
+
+def test_a_warning_fails_the_part_of_ci_that_builds_the_documents(tmp_path: Path) -> None:
+    """mkdocs counts no warnings under --quiet: two pages without a place in the navigation were not noticed."""
+    (said,) = re.findall(r'^part "docs" (mkdocs build .*?)(?: #.*)?$', (ROOT / "ci/test").read_text(), re.MULTILINE)
+    (validation,) = re.findall(r"^validation:\n(?: .*\n)+", (ROOT / "docs/mkdocs.yml").read_text(), re.MULTILINE)
+    (tmp_path / "docs").mkdir()
+    (tmp_path / "docs/mkdocs.yml").write_text(f"site_name: x\ndocs_dir: pages\ntheme: mkdocs\n{validation}")
+    (tmp_path / "docs/pages").mkdir()
+    for link, code in (("#here", 0), ("#nowhere", 1)):
+        (tmp_path / "docs/pages/index.md").write_text(f"# Here\n\n[a]({link})\n")
+        built = subprocess.run(shlex.split(said), cwd=tmp_path, capture_output=True, text=True, timeout=120)
+        assert built.returncode == code, built.stderr
+        assert ("contains a link '#nowhere'" in built.stderr) == bool(code)
