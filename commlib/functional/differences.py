@@ -11,7 +11,9 @@ from commlib.errors import UsageError
 from commlib.functional.axis import Axis
 from commlib.functional.shards import Shard
 
-TOLERANCES = {"float64": 1e-9, "float32": 1e-4, "bfloat16": 5e-2, "float16": 5e-3}
+TOLERANCES = {
+    "float64": 1e-9, "complex128": 1e-9, "float32": 1e-4, "complex64": 1e-4, "bfloat16": 5e-2, "float16": 5e-3,
+}  # fmt: skip
 """By dtype, relative to the largest element of the whole; what is no float must be equal."""
 
 
@@ -69,19 +71,36 @@ def _difference(pair: Pair, start: int, tolerance: float) -> str:
         whole = pair.shard.own(whole)
     elif pair.dim is not None:
         whole = whole[(slice(None),) * pair.dim + (slice(start, start + own.shape[pair.dim]),)]
-    if own.shape != whole.shape:
-        return f"its shape is {list(own.shape)}, expected {list(whole.shape)}"
+    return difference(own, whole, tolerance, largest=_largest(pair.whole, pair.floor))
+
+
+def difference(own: Array, expected: Array, tolerance: float | None = None, *, largest: float | None = None) -> str:
+    """Return by how much an array differs from the one that is expected, in words; "" if it does not.
+
+    tolerance: relative to `largest`, by default the largest element that is expected; by default that of `TOLERANCES`
+    for the dtype. NaN equals NaN.
+    """
+    if own.shape != expected.shape:
+        return f"its shape is {list(own.shape)}, expected {list(expected.shape)}"
     if not own.size:
         return ""
-    limit = tolerance if own.dtype.name in TOLERANCES or own.dtype.kind == "c" else 0.0
+    if tolerance is None:
+        tolerance = max(TOLERANCES.get(array.dtype.name, 0.0) for array in (own, expected))
+    if largest is None:
+        largest = _largest(expected)
+    limit = tolerance if own.dtype.name in TOLERANCES else 0.0
     kind = np.complex128 if own.dtype.kind == "c" else np.float64
-    ours, theirs, every = own.astype(kind), whole.astype(kind), pair.whole.astype(kind)
+    ours, theirs = own.astype(kind), expected.astype(kind)
     same = (ours == theirs) | (np.isnan(ours) & np.isnan(theirs))
     with np.errstate(invalid="ignore"):
         apart = np.where(same, 0.0, np.abs(ours - theirs))
-    largest = float(np.max(np.abs(every), initial=pair.floor, where=np.isfinite(every)))
     worst = float(np.max(apart)) if not np.isnan(apart).any() else float("nan")
     if worst <= limit * largest:
         return ""
     relative = worst / largest if largest else float("inf")
     return f"by {worst:.3g} at most, {relative:.3g} of its largest element ({largest:.3g}; allowed is {limit:.3g})"
+
+
+def _largest(whole: Array, floor: float = 0.0) -> float:
+    every = np.abs(whole.astype(np.complex128 if whole.dtype.kind == "c" else np.float64))
+    return float(np.max(every, initial=floor, where=np.isfinite(every)))
