@@ -15,7 +15,18 @@ from commlib.errors import UsageError
 from commlib_tensorflow._keras_reduction import Distributed, DistributedKeras, Reduction, become, gradients_of
 
 
-class Aggregates(DistributedKeras):
+class DistributedKeras2(DistributedKeras):
+    """Refuse what Keras 2 does to an optimizer's attributes one by one: a communicator belongs to this process."""
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        """Raise UsageError."""
+        raise UsageError(
+            "a distributed optimizer of Keras 2 is neither copied nor pickled: make another one by "
+            "type(optimizer).from_config(optimizer.get_config())"
+        )
+
+
+class Aggregates(DistributedKeras2):
     """Reduces in `aggregate_gradients`, which new optimizers of Keras 2 call in each `apply_gradients`."""
 
     _commlib_passes: Passes | None
@@ -65,7 +76,7 @@ class Aggregates(DistributedKeras):
         return self_.iterations
 
 
-class AggregatesLegacy(DistributedKeras):
+class AggregatesLegacy(DistributedKeras2):
     """Reduces in `_aggregate_gradients`, which `tf_keras.optimizers.legacy` and others of that kind call."""
 
     def _aggregate_gradients(self, grads_and_vars: Any) -> list[tuple[Any, Any]]:
@@ -123,9 +134,12 @@ def distribute(optimizer: Any, reduction: Reduction, backward_passes_per_step: i
             f"backward_passes_per_step={backward_passes_per_step} is for optimizers of Keras 3 and for those of "
             f"tf_keras.optimizers, not for {type(inner).__module__}.{type(inner).__name__}"
         )
-    become(inner, mixin, reduction)
-    passes = Passes(backward_passes_per_step, average=average) if backward_passes_per_step > 1 else None
-    object.__setattr__(inner, "_commlib_passes", passes)
+
+    def prepare(one: Any) -> None:
+        passes = Passes(backward_passes_per_step, average=average) if backward_passes_per_step > 1 else None
+        object.__setattr__(one, "_commlib_passes", passes)
+
+    become(inner, mixin, reduction, prepare)
 
 
 def hook_of(optimizer: Any) -> type[Distributed]:

@@ -20,6 +20,7 @@ import keras
 import tensorflow as tf
 
 from commlib.errors import UsageError
+from commlib.horovod.wrapping import PicklesAsPlain
 from commlib_tensorflow._keras_reduction import (
     Distributed,
     DistributedKeras,
@@ -40,7 +41,23 @@ NO_XLA_DIVIDED = (
 )
 
 
-class ReducesBeforeClipping(DistributedKeras):
+class DistributedKeras3(PicklesAsPlain, DistributedKeras):
+    """Add what optimizers of Keras 3 have besides: a pickle of one is plain, a copy of one is not."""
+
+    def __copy__(self) -> Any:
+        """Return another distributed optimizer, with what Keras copies of one: its settings."""
+        function, arguments = self.__reduce_ex__(4)[:2]
+        made = function(*arguments)
+        made.__class__ = type(self)
+        made._commlib_begin()
+        return made
+
+    def __deepcopy__(self, memo: Any) -> Any:
+        """Return another distributed optimizer, with what Keras copies of one: its settings."""
+        return self.__copy__()
+
+
+class ReducesBeforeClipping(DistributedKeras3):
     """Reduces what `_clip_gradients` gets: once for each real update."""
 
     def apply(self, grads: Any, trainable_variables: Any = None) -> None:
@@ -78,7 +95,7 @@ class ReducesBeforeClipping(DistributedKeras):
         return [everything_reduced[place] for place in places]
 
 
-class ReducesBeforeApplying(DistributedKeras):
+class ReducesBeforeApplying(DistributedKeras3):
     """Reduces what `apply` gets, in every pass."""
 
     def apply(self, grads: Any, trainable_variables: Any = None) -> None:
@@ -95,9 +112,13 @@ def distribute(optimizer: Any, reduction: Reduction, backward_passes_per_step: i
     inner = getattr(optimizer, "inner_optimizer", optimizer)
     if isinstance(inner, Distributed):
         raise UsageError("this optimizer is a DistributedOptimizer already")
-    if backward_passes_per_step > 1:
-        _accumulate(inner, backward_passes_per_step)
-    become(inner, hook_of(type(inner)), reduction)
+
+    def prepare(one: Any) -> None:
+        if backward_passes_per_step > 1:
+            _accumulate(one, backward_passes_per_step)
+
+    prepare(inner)  # which may refuse, and then nothing has changed
+    become(inner, hook_of(type(inner)), reduction, prepare)
     _replace_in_keras()
 
 

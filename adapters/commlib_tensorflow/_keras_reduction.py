@@ -28,6 +28,21 @@ class Distributed(Reporting):
     """Mark optimizers that reduce their gradients. Not for direct use: see DistributedOptimizer."""
 
     _commlib: Reduction
+    _commlib_first: Reduction
+    """That of the optimizer that was made distributed: what is made of its type reduces in the same way."""
+    _commlib_prepare: Callable[[Any], None]
+
+    def __init__(self, *arguments: Any, **options: Any) -> None:
+        """Make another distributed optimizer: `type(optimizer)(...)`, and so `optimizer.from_config(config)`.
+
+        Raises UsageError where gradients of certain variables are reduced in ways of their own.
+        """
+        super().__init__(*arguments, **options)
+        self._commlib_begin()
+
+    def _commlib_begin(self) -> None:
+        object.__setattr__(self, "_commlib", self._commlib_first.anew())  # past Keras, which tracks what it is given
+        self._commlib_prepare(self)
 
     def register_local_var(self, variable: Any) -> None:
         """Leave the gradient of `variable` on this rank: it is not reduced, only scaled. Before the first step."""
@@ -77,6 +92,13 @@ class Reduction:
         local_layers: Sequence[Any],
         **settings: Any,
     ) -> None:
+        self._settings = {
+            "groups": groups,
+            "undo_division": undo_division,
+            "scale_local_gradients": scale_local_gradients,
+            "local_layers": local_layers,
+            **settings,
+        }
         self.name = name
         self.expected: list[Any] = []
         """The variables whose gradients the optimizer is about to hand over."""
@@ -93,6 +115,22 @@ class Reduction:
             groups = [[self._name_of(variable) for variable in group] for group in groups]
         self.reducer = Gradients(name, groups=groups, **settings)
         self._process_set = self.reducer.process_set
+
+    def anew(self) -> Reduction:
+        """Return one for another optimizer, with the same settings. Not collective.
+
+        Raises UsageError where these are about variables, which another optimizer has not.
+        """
+        for what, is_given in {
+            "groups of variables": isinstance(self._settings["groups"], list),
+            "variables or layers that stay on their rank": self._local or self._local_layers,
+        }.items():
+            if is_given:
+                raise UsageError(
+                    f"{self.name} has {what}, so no other optimizer can be made like it: make a plain one, of "
+                    "keras.optimizers, and wrap it with what is true of its own variables"
+                )
+        return Reduction(self.name, **self._settings)
 
     @property
     def size(self) -> int:
@@ -220,15 +258,17 @@ def key_of(variable: Any) -> Any:
     return (variable if hasattr(variable, "ref") else variable.value).ref()
 
 
-def become(optimizer: Any, mixin: type, reduction: Reduction) -> None:
+def become(optimizer: Any, mixin: type, reduction: Reduction, prepare: Callable[[Any], None]) -> None:
     """Make `optimizer` an instance of `mixin` and of its own class.
 
     For those who ask for its `__class__`, as Keras does when it saves, it is what it was: files need nothing of commlib
-    to be read.
+    to be read. `prepare` is called with it, and with each optimizer that is made of its type.
     """
     plain = type(optimizer)
-    change_class(optimizer, mixin, __class__=property(lambda self: plain))
+    own = {"_commlib_first": reduction, "_commlib_prepare": staticmethod(prepare)}
+    change_class(optimizer, mixin, __class__=property(lambda self: plain), **own)
     object.__setattr__(optimizer, "_commlib", reduction)  # past Keras, which keeps track of what it is given
+    prepare(optimizer)
 
 
 def replace(owner: Any, name: str, make: Callable[[Any], Any]) -> None:

@@ -72,6 +72,11 @@ def DistributedOptimizer(
     last step, `statistics`, `exposed_seconds` and `compression_choice` the rest. A `global_clipnorm` of Keras 3's
     optimizers has the same bits on all ranks.
 
+    What is made of the result's own type reduces as it does: `type(optimizer).from_config(config)`,
+    `type(optimizer)(...)`, and in Keras 3 `copy.deepcopy(optimizer)`. What Keras writes is plain, and so is what is
+    read of it: a pickle, a file, `keras.optimizers.serialize`, a copy of a model. Make that distributed again, or use
+    `commlib_tensorflow.keras.load_model`.
+
     Raises UsageError for what is no such optimizer, is distributed already, or cannot be reduced as told.
     """
     del use_locking, device_dense, device_sparse

@@ -26,4 +26,7 @@ class PicklesAsPlain:
         """Return what pickle asks for. Later protocols insist on the class that the object has."""
         reduced: Any = super().__reduce_ex__(0)
         arguments = tuple(self.plain_class if item is type(self) else item for item in reduced[1])
-        return (reduced[0], arguments, *reduced[2:])
+        function = reduced[0]
+        if getattr(function, "__self__", None) is type(self):  # a method of the class, as Keras has it
+            function = getattr(self.plain_class, function.__name__)
+        return (function, arguments, *reduced[2:])

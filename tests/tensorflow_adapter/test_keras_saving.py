@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import copy
 import json
+import pickle
 import zipfile
 from pathlib import Path
 from typing import Any
@@ -11,6 +13,7 @@ import keras
 import numpy as np
 import pytest
 import tensorflow as tf
+import tf_keras
 
 import commlib_tensorflow.keras as hvd
 from commlib.errors import UsageError
@@ -97,12 +100,68 @@ def test_a_model_that_xla_compiled_is_not_compiled_any_more(monkeypatch: Any, co
     assert loaded.train_function is None
 
 
-def test_copies_of_the_configuration_are_plain() -> None:
+COPIES: dict[str, Any] = {
+    "from_config": lambda optimizer: type(optimizer).from_config(optimizer.get_config()),
+    "type": lambda optimizer: type(optimizer)(0.5, momentum=0.25),
+    "copy": copy.copy,
+    "deepcopy": copy.deepcopy,
+}
+PLAIN: dict[str, Any] = {
+    "pickle": lambda optimizer: pickle.loads(pickle.dumps(optimizer)),
+    "serialize": lambda optimizer: keras.optimizers.deserialize(keras.optimizers.serialize(optimizer)),
+    "class": lambda optimizer: optimizer.__class__.from_config(optimizer.get_config()),
+}
+
+
+def after_four_steps(optimizer: Any, gradient: float, kind: Any = keras.Variable) -> float:
+    """Return what a weight of 0 is then."""
+    weight = kind(np.zeros(1), dtype="float32")
+    for _ in range(4):
+        optimizer.apply_gradients([(tf.constant([gradient]), weight)])
+    return float(np.asarray(weight)[0])
+
+
+@pytest.mark.parametrize("legacy", [False, True])
+@pytest.mark.parametrize("settings", [{}, {"op": hvd.Sum, "compression": "bf16"}, {"backward_passes_per_step": 2}])
+def test_what_is_made_of_a_distributed_type_reduces_as_it_does(
+    comm: Any, settings: dict[str, Any], legacy: bool
+) -> None:
+    """It failed at its first step; a deep copy trained alone, without a word."""
+    of, kind = (tf_keras, tf.Variable) if legacy else (keras, keras.Variable)
+    optimizer = hvd.DistributedOptimizer(of.optimizers.SGD(0.5, momentum=0.25), **settings)
+    total = comm.size * (comm.size + 1) / 2
+    gradient = total if "op" in settings else total / comm.size
+    passes = settings.get("backward_passes_per_step", 1)
+    weight = velocity = 0.0
+    for _ in range(4 // passes):
+        velocity = 0.25 * velocity - 0.5 * passes * gradient
+        weight += velocity
+    for name, make in COPIES.items():
+        if legacy and "copy" in name:
+            with pytest.raises(UsageError, match="from_config"):
+                make(optimizer)
+            continue
+        assert after_four_steps(make(optimizer), comm.rank + 1.0, kind) == pytest.approx(weight, rel=1e-6), name
+
+
+def test_what_keras_writes_of_a_distributed_optimizer_is_plain(comm: Any) -> None:
+    """It could not be pickled."""
     optimizer = hvd.DistributedOptimizer(keras.optimizers.SGD(0.5, momentum=0.25))
-    copy = keras.optimizers.deserialize(keras.optimizers.serialize(optimizer))
-    assert type(copy) is keras.optimizers.SGD
-    assert copy.momentum == 0.25
-    assert type(type(optimizer).from_config(optimizer.get_config())).__mro__[1] is not keras.optimizers.SGD
+    for name, make in PLAIN.items():
+        made = make(optimizer)
+        assert type(made) is keras.optimizers.SGD and made.momentum == 0.25, name
+        expected = after_four_steps(keras.optimizers.SGD(0.5, momentum=0.25), comm.rank + 1.0)
+        assert after_four_steps(made, comm.rank + 1.0) == expected, name
+        assert type(hvd.DistributedOptimizer(make(optimizer))) is not keras.optimizers.SGD
+
+
+def test_no_other_optimizer_is_made_like_one_that_knows_its_variables(comm: Any) -> None:
+    first = hvd.DistributedOptimizer(keras.optimizers.SGD(0.5))
+    first.register_local_var(keras.Variable(np.zeros(1)))
+    second = hvd.DistributedOptimizer(keras.optimizers.SGD(0.5), groups=[[keras.Variable(np.zeros(1))]])
+    for optimizer, what in ((first, "stay on their rank"), (second, "groups of variables")):
+        with pytest.raises(UsageError, match=what):
+            copy.deepcopy(optimizer)
 
 
 def test_checkpoints_of_tensorflow(comm: Any, tmp_path: Path) -> None:
