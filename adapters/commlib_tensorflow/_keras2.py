@@ -12,7 +12,7 @@ from typing import Any
 import tensorflow as tf
 
 from commlib.errors import UsageError
-from commlib_tensorflow._keras_reduction import Distributed, DistributedKeras, Reduction, become, gradients_of
+from commlib_tensorflow._keras_reduction import Distributed, DistributedKeras, Reduction, Wrapper, become, gradients_of
 
 
 class DistributedKeras2(DistributedKeras):
@@ -83,7 +83,7 @@ class AggregatesLegacy(DistributedKeras2):
         return _reduced(self._commlib, grads_and_vars)
 
 
-class Computes(Distributed):
+class Computes(Wrapper):
     """Reduces in `compute_gradients`: `tf.compat.v1.train.Optimizer`."""
 
     def compute_gradients(self, *args: Any, **kwargs: Any) -> list[tuple[Any, Any]]:

@@ -28,21 +28,6 @@ class Distributed(Reporting):
     """Mark optimizers that reduce their gradients. Not for direct use: see DistributedOptimizer."""
 
     _commlib: Reduction
-    _commlib_first: Reduction
-    """That of the optimizer that was made distributed: what is made of its type reduces in the same way."""
-    _commlib_prepare: Callable[[Any], None]
-
-    def __init__(self, *arguments: Any, **options: Any) -> None:
-        """Make another distributed optimizer: `type(optimizer)(...)`, and so `optimizer.from_config(config)`.
-
-        Raises UsageError where gradients of certain variables are reduced in ways of their own.
-        """
-        super().__init__(*arguments, **options)
-        self._commlib_begin()
-
-    def _commlib_begin(self) -> None:
-        object.__setattr__(self, "_commlib", self._commlib_first.anew())  # past Keras, which tracks what it is given
-        self._commlib_prepare(self)
 
     def register_local_var(self, variable: Any) -> None:
         """Leave the gradient of `variable` on this rank: it is not reduced, only scaled. Before the first step."""
@@ -62,7 +47,27 @@ class Distributed(Reporting):
         return self._commlib.reducer
 
 
-class DistributedKeras(Distributed):
+class Wrapper(Distributed):
+    """Mark optimizers of others that were made to reduce, and those that are made of their type."""
+
+    _commlib_first: Reduction
+    """That of the optimizer that was made distributed: what is made of its type reduces in the same way."""
+    _commlib_prepare: Callable[[Any], None]
+
+    def __init__(self, *arguments: Any, **options: Any) -> None:
+        """Make another distributed optimizer: `type(optimizer)(...)`, and so `optimizer.from_config(config)`.
+
+        Raises UsageError where gradients of certain variables are reduced in ways of their own.
+        """
+        super().__init__(*arguments, **options)
+        self._commlib_begin()
+
+    def _commlib_begin(self) -> None:
+        object.__setattr__(self, "_commlib", self._commlib_first.anew())  # past Keras, which tracks what it is given
+        self._commlib_prepare(self)
+
+
+class DistributedKeras(Wrapper):
     """Add what optimizers of Keras have besides."""
 
     def compute_gradients(self, loss: Any, var_list: Any, tape: Any = None) -> list[tuple[Any, Any]]:
