@@ -10,49 +10,103 @@ from torch import Tensor, nn
 
 from commlib.errors import UsageError
 
+_OWN = ("params", "param_names")
+"""Keys of a param group that say which parameters it has; the others are settings."""
+
 
 def named_state(optimizer: torch.optim.Optimizer, named: Iterable[tuple[str, nn.Parameter]]) -> dict[str, Any]:
-    """Return an optimizer's state with names of parameters in place of their numbers. Raises UsageError."""
-    names = {id(parameter): name for name, parameter in named}
+    """Return an optimizer's state with names of parameters in place of their numbers. Raises UsageError.
+
+    A parameter that has several names is there under all of them.
+    """
+    names = _names(named)
     order = [parameter for group in optimizer.param_groups for parameter in group["params"]]
     if unknown := [tuple(parameter.shape) for parameter in order if id(parameter) not in names]:
         raise UsageError(f"the optimizer has a parameter of shape {unknown[0]} that is none of this pipeline's")
     plain = optimizer.state_dict()
-    state = {names[id(order[number])]: value for number, value in plain["state"].items()}
+    state = {name: value for number, value in plain["state"].items() for name in names[id(order[number])]}
     groups = [
-        {**group, "params": [names[id(order[number])] for number in group["params"]]} for group in plain["param_groups"]
+        {**_settings(group), "params": [name for number in group["params"] for name in names[id(order[number])]]}
+        for group in plain["param_groups"]
     ]
     return {"state": state, "param_groups": groups}
 
 
 def merged(states: Iterable[Mapping[str, Any]]) -> dict[str, Any]:
-    """Return the states of all ranks as one. The settings of a group are those of the first rank."""
-    first, *others = states
-    state, groups = dict(first["state"]), [dict(group) for group in first["param_groups"]]
-    for other in others:
-        state |= other["state"]
-        for group, more in zip(groups, other["param_groups"], strict=True):
-            group["params"] = [*group["params"], *(name for name in more["params"] if name not in group["params"])]
-    return {"state": state, "param_groups": groups}
+    """Return the states of all ranks as one. Groups in the same place are one where all their settings are alike."""
+    state: dict[str, Any] = {}
+    found: list[tuple[int, dict[str, Any]]] = []
+    for own in states:
+        state |= own["state"]
+        for place, more in enumerate(own["param_groups"]):
+            like = next((group for number, group in found if number == place and _are_alike(group, more)), None)
+            if like is None:
+                found.append((place, dict(more)))
+            else:
+                like["params"] = [*like["params"], *(name for name in more["params"] if name not in like["params"])]
+    found.sort(key=lambda item: item[0])
+    return {"state": state, "param_groups": [group for _, group in found]}
 
 
 def load_named(
     optimizer: torch.optim.Optimizer, named: Iterable[tuple[str, nn.Parameter]], state: Mapping[str, Any]
 ) -> None:
-    """Load what `merged` made into an optimizer of some of the parameters. Raises UsageError if some are missing."""
-    names = {id(parameter): name for name, parameter in named}
-    own = optimizer.state_dict()
+    """Load what `merged` made into an optimizer of some of the parameters: each has the settings that it had.
+
+    A parameter with several names has the state of the first that is there. Raises UsageError if some are missing, or
+    if parameters of one group had different settings.
+    """
+    names, saved = _names(named), {name: group for group in state["param_groups"] for name in group["params"]}
     order = [names[id(parameter)] for group in optimizer.param_groups for parameter in group["params"]]
-    known = {name for group in state["param_groups"] for name in group["params"]}
-    if missing := [name for name in order if name not in known]:
+    if missing := [own[0] for own in order if not any(name in saved for name in own)]:
         raise UsageError(f"the state of an optimizer that is to be loaded lacks {', '.join(missing)}")
-    groups = [
-        {**saved, "params": mine["params"]}
-        for mine, saved in zip(own["param_groups"], state["param_groups"], strict=True)
-    ]
+    known = [next(name for name in own if name in saved) for own in order]
+    groups = []
+    for mine in optimizer.state_dict()["param_groups"]:
+        first, *others = [known[number] for number in mine["params"]] or [None]
+        if odd := [name for name in others if not _are_alike(saved[name], saved[first])]:
+            raise UsageError(
+                f"the optimizer has {first} and {odd[0]} in one group, but the state that is to be loaded has other "
+                f"settings for one than for the other ({_difference(saved[first], saved[odd[0]])}): put them into "
+                "groups as they were"
+            )
+        # A group without parameters has nothing to be known by.
+        settings = {} if first is None else _copied(_settings(saved[first]))
+        groups.append({**mine, **settings})
     # What is loaded must not be the memory that was saved: optimizers update it in place.
-    values = {n: _copied(state["state"][name]) for n, name in enumerate(order) if name in state["state"]}
+    values = {n: _copied(state["state"][name]) for n, name in enumerate(known) if name in state["state"]}
     optimizer.load_state_dict({"state": values, "param_groups": groups})
+
+
+def _names(named: Iterable[tuple[str, nn.Parameter]]) -> dict[int, list[str]]:
+    """Return all names of each parameter, by its id."""
+    names: dict[int, list[str]] = {}
+    for name, parameter in named:
+        own = names.setdefault(id(parameter), [])
+        if name not in own:
+            own.append(name)
+    return names
+
+
+def _settings(group: Mapping[str, Any]) -> dict[str, Any]:
+    return {key: value for key, value in group.items() if key not in _OWN}
+
+
+def _are_alike(group: Mapping[str, Any], other: Mapping[str, Any]) -> bool:
+    return not _difference(group, other)
+
+
+def _difference(group: Mapping[str, Any], other: Mapping[str, Any]) -> str:
+    """Return in words in what the settings of two groups differ; nothing if they do not."""
+    for key in {**_settings(group), **_settings(other)}:
+        one, two = group.get(key), other.get(key)
+        if isinstance(one, Tensor) or isinstance(two, Tensor):
+            same = isinstance(one, Tensor) and isinstance(two, Tensor) and torch.equal(one, two)
+        else:
+            same = bool(one == two)
+        if not same:
+            return f"{key} {one} and {two}"
+    return ""
 
 
 def _copied(value: Any) -> Any:

@@ -18,10 +18,12 @@ class Staged(nn.Module):
     def __init__(self, parts: Mapping[int, nn.Module], names: Collection[str]) -> None:
         super().__init__()
         self._numbers, self._whole_names = tuple(parts), frozenset(names)
+        self._loaded_at = ""
         for stage, part in parts.items():
             self.add_module(_prefix(stage)[:-1], part)
         self.register_state_dict_post_hook(_strip)  # type: ignore[no-untyped-call]
         self.register_load_state_dict_pre_hook(_place)  # type: ignore[no-untyped-call]
+        self.register_load_state_dict_post_hook(_tell)  # type: ignore[no-untyped-call]
 
     @property
     def parts(self) -> list[nn.Module]:
@@ -53,21 +55,36 @@ def _prefix(stage: int) -> str:
     return f"stage{stage}."
 
 
+def _plain(module: Staged, key: str, prefix: str) -> str:
+    """Return a name without the number of its stage: once, for a layer may be called as a stage is."""
+    inner = next((inner for stage in module._numbers if key.startswith(inner := prefix + _prefix(stage))), prefix)
+    return prefix + key[len(inner) :] if key.startswith(prefix) else key
+
+
 def _strip(module: Any, state: dict[str, Any], prefix: str, local_metadata: Any) -> None:
-    """Take away the number of the stage."""
-    for stage in module._numbers:
-        inner = prefix + _prefix(stage)
-        renamed = {prefix + key.removeprefix(inner) if key.startswith(inner) else key: state[key] for key in state}
-        state.clear()
-        state.update(renamed)
+    """Take away the numbers of the stages."""
+    renamed = {_plain(module, key, prefix): value for key, value in state.items()}
+    state.clear()
+    state.update(renamed)
 
 
-def _place(module: Any, state: dict[str, Any], prefix: str, *_: Any) -> None:
+def _place(
+    module: Any, state: dict[str, Any], prefix: str, metadata: Any, strict: bool, missing: Any, unexpected: list[str],
+    *_: Any,
+) -> None:  # fmt: skip
     """Give each of this rank's names the number of its stage, and drop those of other ranks."""
-    found = {key: value for key, value in state.items() if key.removeprefix(prefix) not in module._whole_names}
-    for stage, part in zip(module._numbers, module.parts, strict=True):
-        for name in part.state_dict():
-            if prefix + name in state:
-                found[prefix + _prefix(stage) + name] = state[prefix + name]
+    unexpected += [key for key in state if key.removeprefix(prefix) not in module._whole_names]
+    found = {
+        prefix + _prefix(stage) + name: state[prefix + name]
+        for stage, part in zip(module._numbers, module.parts, strict=True)
+        for name in part.state_dict()
+        if prefix + name in state
+    }
+    module._loaded_at = prefix
     state.clear()
     state.update(found)
+
+
+def _tell(module: Any, keys: Any) -> None:
+    """Name what is missing as in the whole model."""
+    keys.missing_keys[:] = [_plain(module, key, module._loaded_at) for key in keys.missing_keys]

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import replace
 from functools import partial
@@ -154,6 +154,7 @@ class Pipeline(Staged):
                 "itself, before the gradients of all are there: use another schedule"
             )
         self._tied = tied
+        self._names = _names_by_name(pieces.parts)
         last = schedule.stages - 1
         self._stages: dict[int, TorchStage] = {}
         for stage in own:
@@ -279,12 +280,16 @@ class Pipeline(Staged):
 
         `load_optimizer_state` takes it on any number of stages.
         """
-        own = gather_optimizer_state(optimizer, self.named_parameters(remove_duplicate=False))
+        own = gather_optimizer_state(optimizer, self._by_all_names())
         return merged(self._pipe.comm.all_gather_object(own))
 
     def load_optimizer_state(self, optimizer: torch.optim.Optimizer, state: Mapping[str, Any]) -> None:
-        """Load what is this rank's of a state that `gather_optimizer_state` returned. Not collective."""
-        load_optimizer_state(optimizer, self.named_parameters(remove_duplicate=False), state)
+        """Load what is this rank's of a state that `gather_optimizer_state` returned. Not collective.
+
+        Each parameter has the settings (learning rate, weight decay, ...) that it had. Raises UsageError if the state
+        lacks a parameter, or if those of one group had different settings.
+        """
+        load_optimizer_state(optimizer, self._by_all_names(), state)
 
     def close(self) -> None:
         """End this rank's part. The others are told."""
@@ -296,6 +301,12 @@ class Pipeline(Staged):
         return self._pipe
 
     # The rest
+
+    def _by_all_names(self) -> Iterator[tuple[str, nn.Parameter]]:
+        """Yield this rank's parameters, under each name that one has anywhere in the whole model."""
+        for name, parameter in self.named_parameters(remove_duplicate=False):
+            for other in self._names.get(name, [name]):
+                yield other, parameter
 
     def _begin(
         self,
@@ -368,3 +379,12 @@ class Pipeline(Staged):
         for stage in self._stages.values():
             stage.clear()
         self._batch = Batch()
+
+
+def _names_by_name(parts: Sequence[nn.Module]) -> dict[str, list[str]]:
+    """Return, by each name of a parameter, all that it has in any stage."""
+    names: dict[int, dict[str, None]] = {}
+    for part in parts:
+        for name, parameter in part.named_parameters(remove_duplicate=False):
+            names.setdefault(id(parameter), {})[name] = None
+    return {name: list(own) for own in names.values() for name in own}

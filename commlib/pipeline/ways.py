@@ -18,6 +18,9 @@ from commlib.pipeline.stage import Tensors, Values
 NOTHING = 0
 """The number, instead of that of terms, of a message for a microbatch that is empty."""
 
+MOST_TERMS = 64
+"""How many different terms the ends of a way remember: new ones take the place of those used longest ago."""
+
 _Views = tuple[Array, list[Array | None]]
 """A message's memory, kept so that it is no other's, and the arrays in it."""
 
@@ -27,7 +30,7 @@ class Agreed:
 
     def __init__(self, codec: Codec | None) -> None:
         self._codec = codec
-        self._known: dict[Hashable, tuple[int, Terms]] = {}
+        self._known: dict[Hashable, tuple[int, Terms]] = {}  # the last used at the end
         self.number, self.terms = 0, Terms((), "", HEAD)
         """Those of what is sent next."""
 
@@ -38,10 +41,14 @@ class Agreed:
             tuple(gradients),
             note,
         )
-        known, text = self._known.get(key), b""
+        known, text = self._known.pop(key, None), b""
         if known is None:
-            known = self._known[key] = len(self._known) + 1, Terms.of(arrays, gradients, note, self._codec)
+            number = len(self._known) + 1
+            if number > MOST_TERMS:
+                number = self._known.pop(next(iter(self._known)))[0]
+            known = number, Terms.of(arrays, gradients, note, self._codec)
             text = known[1].to_bytes()
+        self._known[key] = known
         self.number, self.terms = known
         return text
 
@@ -52,7 +59,7 @@ class Sender:
     def __init__(self, channel: Channel, tensors: Tensors, codec: Codec | None) -> None:
         self._channel, self._tensors, self._codec = channel, tensors, codec
         self._agreed = Agreed(codec)
-        self._number = 0  # of the terms of `_views`
+        self._terms: Terms | None = None  # those of `_views`
         self._last_sent = 0  # bytes of the last message
         self._views: dict[int, _Views] = {}
         self._seed = 0
@@ -66,11 +73,11 @@ class Sender:
         arrays = [None if value is None else tensors.array(value) for value in values.tensors]
         gradients = [value is not None and tensors.wants_gradient(value) for value in values.tensors]
         text, terms = self._agreed.on(arrays, gradients, values.note), self._agreed.terms
-        if self._agreed.number != self._number:
-            self._number = self._agreed.number
+        if terms is not self._terms:
+            self._terms = terms
             self._views.clear()
         message, views = self._message(terms.nbytes + len(text))
-        _head(message, self._number, text)
+        _head(message, self._agreed.number, text)
         for piece, view, array in zip(terms.pieces, views, arrays, strict=True):
             if piece is None or view is None or array is None:
                 continue
@@ -111,7 +118,7 @@ class Receiver:
     def __init__(self, channel: Channel, tensors: Tensors, codec: Codec | None) -> None:
         self._channel, self._tensors, self._codec = channel, tensors, codec
         self._known: dict[int, Terms] = {}
-        self._views: dict[int, tuple[int, _Views]] = {}
+        self._views: dict[int, tuple[Terms, _Views]] = {}
 
     def recv(self) -> tuple[Values | None, Array | None]:
         """Wait for the next values; return them, or None if there are none, and what `release` takes."""
@@ -135,10 +142,10 @@ class Receiver:
         if terms is None:
             raise TransportError(f"{self._channel.text}: a message of terms {number}, which were not sent before")
         known = self._views.get(id(message))
-        if known is None or known[0] != number or known[1][0] is not message:
+        if known is None or known[0] is not terms or known[1][0] is not message:
             if len(self._views) > 2 * self._channel.depth:
                 self._views.clear()
-            known = self._views[id(message)] = number, (message, terms.views(message))
+            known = self._views[id(message)] = terms, (message, terms.views(message))
         values: list[Any] = []
         for piece, view in zip(terms.pieces, known[1][1], strict=True):
             if piece is None or view is None:

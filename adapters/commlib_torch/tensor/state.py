@@ -54,13 +54,15 @@ def _by_parameter(
     state: Mapping[str, Any], named: Iterable[tuple[str, nn.Parameter]], change: Callable[[str, Tensor, Shard], Tensor]
 ) -> dict[str, Any]:
     shards = {name: shard for name, parameter in named if (shard := shard_of(parameter)) is not None}
-    values = {
-        name: {
-            key: change(f"{key} of {name}", value, shards[name]) if _is_divided(value, name, shards) else value
-            for key, value in kept.items()
-        }
-        for name, kept in state["state"].items()
-    }
+    values: dict[str, Any] = {}
+    changed: dict[int, Any] = {}  # tied weights have several names
+    for name, kept in state["state"].items():
+        if id(kept) not in changed:
+            changed[id(kept)] = {
+                key: change(f"{key} of {name}", value, shards[name]) if _is_divided(value, name, shards) else value
+                for key, value in kept.items()
+            }
+        values[name] = changed[id(kept)]
     return {**state, "state": values}
 
 
