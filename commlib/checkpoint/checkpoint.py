@@ -11,6 +11,7 @@ import json
 import logging
 import os
 from collections.abc import Callable, Mapping
+from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -55,6 +56,7 @@ class Checkpoint:
             raise UsageError(f"Checkpoint: expected something to save and keep >= 1, got {sorted(parts)} and {keep}")
         self.folder, self.parts, self.keep = Path(folder), dict(parts), keep
         self._comm = comm
+        self._damaged: set[int] = set()
 
     def save(self, step: int) -> Path:
         """Save all parts as the checkpoint of a step, and return its folder. Collective.
@@ -62,6 +64,10 @@ class Checkpoint:
         It is there as a whole, or not at all: a job that is killed meanwhile goes on from the one before. Raises
         CommlibError on all ranks, with the ranks that failed and why, UsageError for what cannot be saved.
         """
+        with ExitStack() as held:
+            return self._save(step, held)
+
+    def _save(self, step: int, held: ExitStack) -> Path:
         comm = self._ranks()
         what = f"checkpoint of step {step} in {self.folder}"
         states: dict[str, Any] = {}
@@ -69,7 +75,8 @@ class Checkpoint:
 
         def look() -> None:
             if comm.rank == 0:
-                folders.begin(self.folder, step)
+                held.enter_context(folders.making(self.folder, step))
+                self._warn_of_newer(step, what)
             for name, part in self.parts.items():
                 states[name] = part.state()
                 digests[name] = packed.digest(states[name], name)
@@ -77,7 +84,8 @@ class Checkpoint:
         told = _together(comm, what, look, lambda: (step, digests))
         if len(steps := sorted({their_step for their_step, _ in told})) > 1:
             raise UsageError(f"{what}: ranks save different steps, {', '.join(map(str, steps))}")
-        writers = first_with([theirs for _, theirs in told])
+        everyone = [theirs for _, theirs in told]
+        writers = first_with(everyone)
 
         def write() -> None:
             for name, state in states.items():
@@ -89,62 +97,113 @@ class Checkpoint:
 
         def finish() -> None:
             if comm.rank == 0:
-                index = {"step": step, "ranks": comm.size, "writers": writers}
+                by_file = {
+                    file_name(name, rank): theirs[name]
+                    for name, ranks in writers.items()
+                    for rank, theirs in enumerate(everyone)
+                    if ranks[rank] == rank
+                }
+                index = {"step": step, "ranks": comm.size, "writers": writers, "digests": by_file}
                 with folders.flushed(folders.unfinished(self.folder, step) / folders.INDEX) as file:
                     file.write(json.dumps(index).encode())
-                folders.finish(self.folder, step, self.keep)
+                folders.finish(self.folder, step, self.keep, self._damaged - {step})
 
         _together(comm, what, finish)
+        self._damaged.discard(step)
         return folders.place(self.folder, step)
 
+    def _warn_of_newer(self, step: int, what: str) -> None:
+        """Say that a job would resume from another checkpoint, which stays."""
+        newer = [one for one in folders.complete(self.folder) if one > step and one not in self._damaged]
+        if newer and self.keep > 1:
+            log.warning(
+                "%s: there is one of step %d, from which a job resumes: remove it, or use another folder",
+                what,
+                newer[-1],
+            )
+
     def newest(self) -> int | None:
-        """Return the step of the newest complete checkpoint, as rank 0 sees it, or None. Collective."""
+        """Return the step of the newest complete checkpoint, as rank 0 sees it, or None. Collective.
+
+        Its files are not read: one of them may be damaged all the same.
+        """
+        found = self._seen(folders.complete)
+        return found[-1] if found else None
+
+    def resume(self) -> int:
+        """Load the newest checkpoint that is whole, and return its step; 0 if there is none at all. Collective.
+
+        One that is cut short, mixed or damaged on any rank is left by all, with a warning of rank 0, for the one
+        before. Raises CommlibError on all ranks, with those that failed and why, if there are some, but none is whole;
+        UsageError if one holds other things than this job, or what ranks hold apart was saved by another number of
+        them. Then some parts may be loaded, some not.
+        """
+        comm = self._ranks()
+        problems: list[str] = []
+        for step in reversed(self._seen(folders.steps)):
+            what = f"checkpoint of step {step} in {self.folder}"
+            try:
+                loaded = self._read(step, what)
+            except UsageError:
+                raise
+            except CommlibError as error:
+                problems.append(str(error))
+                self._damaged.add(step)
+                continue
+            if comm.rank == 0:
+                for problem in problems:
+                    log.warning("%s; so it is not whole, and this job goes on from step %d", problem, step)
+                if left := sorted(self.parts.keys() - loaded.keys()):
+                    names = ", ".join(left)
+                    log.warning(
+                        "%s: saved by another number of ranks, each for itself, and not loaded: %s", what, names
+                    )
+
+            def load(loaded: dict[str, Any] = loaded) -> None:
+                for name, state in loaded.items():
+                    self.parts[name].load(state)
+
+            _together(comm, what, load)
+            return step
+        if problems:
+            raise CommlibError(f"no checkpoint is whole: {'; '.join(problems)}. Remove them to begin anew")
+        return 0
+
+    def _seen(self, find: Callable[[Path], list[int]]) -> list[int]:
+        """Return the steps that rank 0 finds in the folder. Collective."""
         comm = self._ranks()
         found: list[int] = []
 
         def look() -> None:
             if comm.rank == 0:
-                found.extend(folders.complete(self.folder))
+                folders.put_back(self.folder)
+                found.extend(find(self.folder))
 
-        everyone = _together(comm, f"checkpoints in {self.folder}", look, lambda: found)
-        return everyone[0][-1] if everyone[0] else None
+        seen: list[int] = _together(comm, f"checkpoints in {self.folder}", look, lambda: found)[0]
+        return seen
 
-    def resume(self) -> int:
-        """Load the newest complete checkpoint, and return its step; 0 if there is none. Collective.
-
-        Raises CommlibError on all ranks, with those that failed and why: a file is damaged, a rank does not see the
-        folder; or what ranks hold apart was saved by another number of them. Then some parts may be loaded, some not.
-        """
-        comm = self._ranks()
-        step = self.newest()
-        if step is None:
-            return 0
+    def _read(self, step: int, what: str) -> dict[str, Any]:
+        """Return the parts of a checkpoint for this rank. Collective; raises what it raises on all ranks."""
+        comm, folder = self._ranks(), folders.place(self.folder, step)
         loaded: dict[str, Any] = {}
 
         def read() -> None:
-            index = json.loads((folders.place(self.folder, step) / folders.INDEX).read_text())
+            index = json.loads((folder / folders.INDEX).read_text())
             for name, part in self.parts.items():
                 if (writer := writer_for(index, name, comm.rank, comm.size)) is not None:
-                    with open(folders.place(self.folder, step) / file_name(name, writer), "rb") as file:
+                    with open(folder / file_name(name, writer), "rb") as file:
                         loaded[name] = packed.read(file)
+                    expected = index.get("digests", {}).get(file_name(name, writer))
+                    if expected is not None and packed.digest(loaded[name], name) != expected:
+                        raise CommlibError(f"{file_name(name, writer)} is not what was saved with the others")
                 elif part.is_needed:
                     raise UsageError(
                         f"each of {index['ranks']} ranks has saved its own {name}, and these are {comm.size}: start "
                         f"the job on {index['ranks']} ranks"
                     )
 
-        def load() -> None:
-            for name, state in loaded.items():
-                self.parts[name].load(state)
-
-        what = f"checkpoint of step {step} in {self.folder}"
         _together(comm, what, read)
-        if comm.rank == 0 and (left := sorted(self.parts.keys() - loaded.keys())):
-            log.warning(
-                "%s: saved by another number of ranks, each for itself, and not loaded: %s", what, ", ".join(left)
-            )
-        _together(comm, what, load)
-        return step
+        return loaded
 
     def _ranks(self) -> Communicator:
         return world() if self._comm is None else self._comm
@@ -193,8 +252,8 @@ def _together(
     problem: tuple[str, bool] | None = None
     try:
         do()
-    except UsageError as error:
-        problem = str(error), True
+    except CommlibError as error:
+        problem = str(error), isinstance(error, UsageError)
     except Exception as error:
         problem = f"{type(error).__name__}: {error}", False
     everyone = comm.all_gather_object((problem, None if problem else tell()))

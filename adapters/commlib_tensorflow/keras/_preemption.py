@@ -18,7 +18,7 @@ class PreemptedFit:
             done = leaving.resume()
             model.fit(data.skip(done), initial_epoch=done // 100, steps_per_epoch=100, callbacks=[leaving, ...], ...)
 
-    `resume` loads the newest complete checkpoint of the folder, and returns how many batches had been trained on, 0 if
+    `resume` loads the folder's newest checkpoint that is whole, and returns how many batches had been trained on, 0 if
     there is none. `data` must not end, and have the same order in each run: `repeat()` it, and shuffle with a seed. A
     resumed epoch has the batches that are left; its logs are of those. Put it before the other callbacks, whose own
     state (such as the patience of EarlyStopping) is not saved. With `steps_per_execution` signals are obeyed after so
@@ -50,7 +50,7 @@ class PreemptedFit:
         self._cuts = False
 
     def resume(self) -> int:
-        """Load the newest complete checkpoint; return how many batches had been trained on. Collective."""
+        """Load the newest checkpoint that is whole; return how many batches had been trained on. Collective."""
         self._done = self._saved = self._checkpoint.resume()
         return self._done
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -66,8 +67,8 @@ def test_the_newest_stay_and_are_taken_up(tmp_path: Path) -> None:
 
 def test_what_a_killed_job_left_is_neither_seen_nor_kept(tmp_path: Path) -> None:
     saved(tmp_path, 2, 3)
-    folders.begin(tmp_path, 4)
-    (folders.unfinished(tmp_path, 4) / "own.0.npz").write_bytes(b"half")
+    with folders.making(tmp_path, 4):
+        (folders.unfinished(tmp_path, 4) / "own.0.npz").write_bytes(b"half")
     assert resumed(tmp_path, 2)[0][0] == 3
     saved(tmp_path, 2, 6)
     assert sorted(files(tmp_path)) == ["step-000000003", "step-000000006"]
@@ -155,3 +156,84 @@ def test_bits_are_the_same(tmp_path: Path) -> None:
         assert cell.value.array().tobytes() == x.tobytes()
 
     run(2, rank)
+
+
+def cut(path: Path) -> None:
+    path.write_bytes(path.read_bytes()[:-40])
+
+
+def flip(path: Path) -> None:
+    data = bytearray(path.read_bytes())
+    data[60] ^= 255
+    path.write_bytes(data)
+
+
+DAMAGE: dict[str, Any] = {
+    "cut": lambda folder: cut(folder / "own.1.npz"),
+    "flip": lambda folder: flip(folder / "own.1.npz"),
+    "missing": lambda folder: (folder / "own.1.npz").unlink(),
+    "garbage": lambda folder: (folder / "alike.0.npz").write_bytes(b"?" * 100),
+    "another's": lambda folder: shutil.copy(folder / "own.0.npz", folder / "own.1.npz"),
+    "index": lambda folder: cut(folder / "index.json"),
+    "empty": lambda folder: [file.unlink() for file in folder.iterdir()],
+}
+
+
+@pytest.mark.parametrize("kind", DAMAGE)
+def test_all_ranks_go_back_to_the_last_that_is_whole(
+    kind: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """A file that was cut short ended the job, each time it was started again; an empty folder was passed over."""
+    for step in (2, 4):
+        saved(tmp_path, 2, step, own=lambda rank, step=step: 10 * step + rank)
+    DAMAGE[kind](tmp_path / "step-000000004")
+    assert resumed(tmp_path, 2) == [(2, 7, 20), (2, 7, 21)]
+    (said,) = [record.getMessage() for record in caplog.records]
+    assert f"checkpoint of step 4 in {tmp_path}: " in said and "(rank" in said
+    assert said.endswith("so it is not whole, and this job goes on from step 2")
+    shutil.rmtree(tmp_path / "step-000000002")
+    with pytest.raises(CommlibError, match=r"no checkpoint is whole: checkpoint of step 4 .*Remove them"):
+        resumed(tmp_path, 2)
+
+
+def test_a_damaged_checkpoint_is_none_of_those_that_are_kept(tmp_path: Path) -> None:
+    for step in (2, 4):
+        saved(tmp_path, 1, step)
+    cut(tmp_path / "step-000000004" / "own.0.npz")
+
+    def rank(comm: Any) -> None:
+        checkpoint = Checkpoint(tmp_path, {"own": Cell(0).part()}, comm=comm)
+        assert checkpoint.resume() == 2
+        checkpoint.save(3)
+
+    run(1, rank)
+    assert sorted(files(tmp_path)) == [f"step-00000000{step}" for step in (2, 3, 4)]
+
+
+@pytest.mark.parametrize("is_written", [False, True])
+def test_a_job_that_is_killed_while_it_replaces_a_checkpoint_loses_none(tmp_path: Path, is_written: bool) -> None:
+    """The old one had no name any more, the new one had none yet, and the next save removed both."""
+    saved(tmp_path, 1, 5, own=lambda rank: "old")
+    (tmp_path / "step-000000005").rename(tmp_path / ".step-000000005.old")
+    if is_written:
+        saved(tmp_path / "elsewhere", 1, 5, own=lambda rank: "new")
+        (tmp_path / "elsewhere" / "step-000000005").rename(tmp_path / ".step-000000005.new")
+    else:
+        folders.unfinished(tmp_path, 5).mkdir()
+    assert resumed(tmp_path, 1) == [(5, 7, "new" if is_written else "old")]
+
+
+def test_two_jobs_do_not_save_into_one_folder_at_once(tmp_path: Path) -> None:
+    """One removed what the other was writing; with bad luck a checkpoint had parts of both."""
+    with folders.making(tmp_path, 5), pytest.raises(CommlibError, match=r"another job is saving .* of its own"):
+        saved(tmp_path, 2, 6)
+    saved(tmp_path, 2, 6)
+    assert resumed(tmp_path, 2)[0][0] == 6
+
+
+def test_a_job_that_saves_what_it_will_not_resume_is_warned(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    saved(tmp_path, 2, 50)
+    assert not caplog.records
+    saved(tmp_path, 2, 3)
+    assert f"checkpoint of step 3 in {tmp_path}: there is one of step 50, from which a job resumes" in caplog.text
+    assert resumed(tmp_path, 2)[0][0] == 50
