@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 import weakref
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any, Protocol
 
@@ -21,8 +21,8 @@ class Listener(Protocol):
     def before_gradient(self, index: int) -> None: ...
 
 
-def listen(listener: Listener, parameters: Sequence[Tensor], *, before: bool) -> list[Any]:
-    """Call `on_gradient` after each accumulation of a gradient, and `before_gradient` too if that is wanted.
+def listen(listener: Listener, parameters: Sequence[Tensor], *, before: Collection[int]) -> list[Any]:
+    """Call `on_gradient` after each accumulation of a gradient, and `before_gradient` too for the numbers in `before`.
 
     Returns handles to remove the hooks by. A parameter does not keep its listener alive.
     """
@@ -41,7 +41,7 @@ def listen(listener: Listener, parameters: Sequence[Tensor], *, before: bool) ->
     handles: list[Any] = []
     for index, parameter in enumerate(parameters):
         handles.append(parameter.register_post_accumulate_grad_hook(hook("on_gradient", index)))
-        if before:
+        if index in before:
             handles.append(parameter.register_hook(hook("before_gradient", index)))
     return handles
 

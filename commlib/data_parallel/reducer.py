@@ -11,7 +11,7 @@ fit into buckets travel in other ways (`Unbucketed`). No framework is known here
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 
@@ -70,9 +70,10 @@ class GradientReducer:
             len(gradients) + flag for flag in (ACTIVE, SPARSE_FOUND, OTHERS_MISSING)
         )
         self._agreed_missing: frozenset[int] = frozenset()
-        self._scale_before_adding = options.op == "sum" and ranks.size > 1 and values.accumulates
-        self._holds_sum = [False] * len(gradients)
-        """The gradient is a sum over ranks already. Each rank then adds to 1/size of it, so that it is counted once."""
+        self._gains = _gains(ranks, options, gradients) if values.accumulates else {}
+        self._reduced: set[int] = set()
+        """Gradients that are results, of those with a gain. Each rank then adds to the gain's part of it: it is reduced
+        again with what is added, and is counted once."""
         self._overlap = ranks.overlap_pays(threads) if options.overlap is None else options.overlap
         self._sync = True
         self._unbucketed = Unbucketed(ranks, options, gradients, values)
@@ -147,9 +148,9 @@ class GradientReducer:
         return self._overlap
 
     @property
-    def scales_before_adding(self) -> bool:
-        """`before` has to be called before a gradient is added to what is there."""
-        return self._scale_before_adding
+    def scales_before_adding(self) -> Collection[int]:
+        """Gradients for which `before` has to be called before something is added to what is there."""
+        return self._gains.keys()
 
     @property
     def course(self) -> Course | None:
@@ -195,10 +196,10 @@ class GradientReducer:
 
     def before(self, index: int) -> None:
         """Note that something is about to be added to a gradient."""
-        if self._holds_sum[index]:
-            self._holds_sum[index] = False
+        if index in self._reduced:
+            self._reduced.discard(index)
             if self._values.exists(index):
-                self._values.scale(index, 1 / self.ranks.along(self.gradients[index].axis).size)
+                self._values.scale(index, 1 / self._gains[index])
 
     def ready(self, index: int) -> None:
         """Note that a gradient is complete, and launch the buckets that are. Between `begin` and `end`."""
@@ -264,8 +265,7 @@ class GradientReducer:
             finally:
                 self._values.forget()
             self._finish_unbucketed(seen)
-        if self._scale_before_adding:
-            self._holds_sum = [True] * len(self.gradients)
+        self._reduced.update(index for index in self._gains if self._values.exists(index))
 
     def synchronize(self) -> None:
         """Reduce gradients now if the next step needs it: nothing to do after a backward that reduced.
@@ -299,6 +299,7 @@ class GradientReducer:
         """Note that gradients were cleared."""
         self._compression.rollback()  # unless a step has used them
         self._tracker.cleared()
+        self._reduced.clear()
 
     def gather(self) -> None:
         """Start to gather the parameters that ranks have updated in their `shards`: those of the last bucket first.
@@ -421,3 +422,15 @@ class GradientReducer:
         self._members = [[i for i in bucket.parameters if i in self._all and self._has_slot[i]] for bucket in buckets]
         self._values.use(engine, self._members)
         return engine
+
+
+def _gains(ranks: Ranks, options: Options, gradients: Sequence[Gradient]) -> dict[int, float]:
+    """Return by how much a reduction multiplies a gradient that is the same on all its ranks, where that is not 1."""
+    if ranks.size == 1:
+        return {}
+    found = {}
+    for index, gradient in enumerate(gradients):
+        gain = gradient.scale * (ranks.along(gradient.axis).size if options.op == "sum" else 1)
+        if gain != 1:
+            found[index] = gain
+    return found

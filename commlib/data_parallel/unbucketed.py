@@ -18,7 +18,7 @@ from commlib.data_parallel.values import Values
 from commlib.devices.arrays import readable
 from commlib.devices.copies import brought
 from commlib.dtypes import NUMPY
-from commlib.errors import MismatchError
+from commlib.errors import MismatchError, UsageError
 
 
 class Unbucketed:
@@ -27,6 +27,8 @@ class Unbucketed:
     def __init__(self, ranks: Ranks, options: Options, gradients: Sequence[Gradient], values: Values) -> None:
         self._ranks, self._options, self._gradients, self._values = ranks, options, gradients, values
         self._everything = options.compressor is not None
+        if self._everything:
+            self._check_reduced_together(range(len(gradients)), "leave compression out, or name one that comes with it")
         self._sparse: set[int] = set()
         self._sparse_again: dict[int, int] = {}
         """Those that all ranks know to have sparse gradients, which travel dense; with their sparse dimensions."""
@@ -153,6 +155,7 @@ class Unbucketed:
             self._sparse_again |= everyone
             return set()
         found = set(everyone)
+        self._check_reduced_together(sorted(found), "pass sparse_as_dense=True")
         self._sparse |= found
         for index in sorted(found):
             if used(index):
@@ -161,6 +164,15 @@ class Unbucketed:
                     "pass sparse_as_dense=True"
                 )
         return found
+
+    def _check_reduced_together(self, indices: Iterable[int], remedy: str) -> None:
+        """Raise UsageError, on every rank, for gradients that are reduced over some of the ranks only."""
+        for gradient in (self._gradients[index] for index in indices):
+            if gradient.axis:
+                raise UsageError(
+                    f"the gradient of {gradient.name} is reduced over some ranks only, those of {gradient.axis!r}, "
+                    f"which goes in buckets alone, and not as rows or by a compressor of your own: {remedy}"
+                )
 
 
 def _no_rows(gradient: Gradient, wire: str) -> list[Any]:

@@ -142,6 +142,47 @@ def test_accumulation_steps_change_nothing(comm: Communicator) -> None:
     compare(comm, gather_state_dict(own), whole)
 
 
+@pytest.mark.ranks(min=2)
+@pytest.mark.parametrize("way", ["plain", "sum", "predivide", "no_sync between", "never cleared", "pipeline", "copies"])
+def test_two_backwards_before_a_step_add_up(comm: Communicator, way: str) -> None:
+    """Experts' gradients were scaled again with each reduction: those of an earlier one then counted too little."""
+    if comm.size == 3:
+        pytest.skip("4 experts")
+    rows, passes = 2 * comm.size, 3 if way == "no_sync between" else 2
+    mesh = Mesh(pp=1, dp=comm.size)
+    if way == "copies":
+        mesh = Mesh(dp=comm.size).refactor({"dp": {"edp": comm.size // 2, "ep": 2}})
+    whole = model(single(comm))
+    own: Any = model(mesh)
+    if way == "pipeline":
+        own = pipeline(own, mesh["pp"], schedule="1f1b", microbatches=2, loss=F.mse_loss)
+    options: dict[str, Any] = {"op": "sum" if way == "sum" else "mean"}
+    if way == "predivide":
+        options["gradient_predivide_factor"] = 2.0
+    optimizer: Any = DistributedOptimizer(sgd(own), own.named_parameters(), mesh=mesh, **options)
+    plain = sgd(whole)
+    for step in range(2):
+        for number in range(passes):
+            data = batch(rows, 10 * step + number)
+            (loss_of(whole, *data) * (comm.size if way == "sum" else 1)).backward()
+            x, y = (own_rows(comm)(each) for each in data)
+            if way == "pipeline":
+                own.step(x, y)
+            elif way == "no_sync between" and number == 1:
+                with optimizer.no_sync():
+                    loss_of(own, x, y).backward()
+            else:
+                loss_of(own, x, y).backward()
+        for each in (plain, optimizer):
+            for group in each.param_groups:
+                group["lr"] = 0.1 / passes / (comm.size if way == "sum" else 1)
+            each.step()
+            if way != "never cleared":
+                each.zero_grad(set_to_none=step == 0)
+    compare(comm, own.gather_state_dict() if way == "pipeline" else gather_state_dict(own), whole)
+    mesh.close()
+
+
 def test_what_is_saved_goes_on_elsewhere(comm: Communicator) -> None:
     """State is of all experts, moments included: another number of ranks goes on with it."""
     if comm.size == 3:

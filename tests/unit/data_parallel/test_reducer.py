@@ -171,6 +171,85 @@ def test_an_axis_for_each_bucket() -> None:
     loopback.run(4, rank)
 
 
+class Accumulating(ArrayValues):
+    """Gradients to which each backward adds, as in PyTorch."""
+
+    accumulates = True
+
+    def add(self, reducer: Any, index: int, array: np.ndarray) -> None:
+        reducer.before(index)
+        self._given[index] = array + self._given.get(index, 0)
+
+    def take(self, index: int) -> None:
+        super().take(index)
+        self._results[index] = self._results[index].copy()
+
+    def forget(self) -> None:
+        self._given = dict(self._results)
+
+
+@pytest.mark.parametrize("op", ["mean", "sum"])
+@pytest.mark.parametrize("clears", [False, True])
+def test_what_was_reduced_counts_once_along_every_axis(op: str, clears: bool) -> None:
+    """A gradient that is reduced again with what was added to it was scaled again, where its ranks are not all."""
+    scale = 0.5 if op == "mean" else 1.0
+    gradients = [Gradient("dense", (3,), "float64"), Gradient("expert", (4,), "float64", axis="edp", scale=scale)]
+
+    def rank(comm: Communicator) -> None:
+        edp = comm.split(comm.rank % 2)
+        values = Accumulating(gradients)
+        reducer = GradientReducer(InOrder(comm, {"edp": edp}), gradients, values, Options(op=op))
+        same = [r for r in range(4) if r % 2 == comm.rank % 2]
+        since = 0
+        for step in range(4):
+            reducer.begin()
+            there = [0, 1] if step != 2 else [0]  # what earlier passes left is reduced again, too
+            for index in there:
+                values.add(reducer, index, np.full(gradients[index].shape, 8.0 * comm.rank + step))
+                reducer.ready(index)
+            reducer.end()
+            divisor = 4 if op == "mean" else 1
+            steps = range(since, step + 1)
+            dense = sum(8.0 * r + s for r in range(4) for s in steps) / divisor
+            expert = sum(8.0 * r + s for r in same for s in steps if s != 2) / divisor
+            assert [set(values._results[0]), set(values._results[1])] == [{dense}, {expert}]
+            if clears and step == 0:
+                reducer.cleared()
+                values.forget_all()
+                since = 1
+
+    loopback.run(4, rank)
+
+
+def test_gradients_of_some_ranks_go_in_buckets_alone() -> None:
+    """Rows were gathered from all ranks, those with other experts, too."""
+    gradients = [Gradient("dense", (3,), "float64"), Gradient("table", (6, 2), "float64", axis="edp", scale=0.5)]
+
+    def rank(comm: Communicator) -> None:
+        axes = {"edp": comm.split(comm.rank)}
+        with pytest.raises(UsageError, match=r"table.*'edp'.*leave compression out"):
+            reducer_of(comm, gradients, axes=axes, compression=Named())
+        reducer, values = reducer_of(comm, gradients, axes=axes)
+        reducer.begin()
+        if comm.rank == 0:
+            values.give_rows(1, np.array([0, 3]), np.ones((2, 2)))
+            reducer.ready(1)
+        with pytest.raises(UsageError, match=r"table.*'edp'.*sparse_as_dense"):  # on all ranks
+            reducer.end()
+
+    run(ONE_NODE, rank)
+
+
+class Named:
+    """A user's compressor."""
+
+    def compress(self, tensor: Any) -> Any:
+        return tensor, None
+
+    def decompress(self, tensor: Any, ctx: Any) -> Any:
+        return tensor
+
+
 @pytest.mark.parametrize("nodes", [[0], ONE_NODE, TWO_NODES, [0, 0, 0], [0, 0, 1, 1]])
 def test_sharded_training_is_training(nodes: Sequence[int]) -> None:
     """Each rank updates its parts by SGD with momentum, which it keeps for them alone; the parameters are those of one
