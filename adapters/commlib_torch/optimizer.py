@@ -31,6 +31,7 @@ from commlib.horovod.reductions import reduction_name
 from commlib.horovod.wrapping import PicklesAsPlain, change_class
 from commlib.mesh_groups import Mesh
 from commlib_torch._bridge import to_array
+from commlib_torch._shards import shard_of
 from commlib_torch._slots import Named
 from commlib_torch.adasum import AdasumDistributed
 from commlib_torch.clip import clip_grad_norm_
@@ -129,6 +130,9 @@ def DistributedOptimizer(
     if op == core.Adasum or op == "adasum":
         if gradient_predivide_factor != 1 or comm is not None:
             raise UsageError("op=Adasum takes neither gradient_predivide_factor nor comm=; give process_set=")
+        apart = [name for name, parameter in chosen if (shard := shard_of(parameter)) is not None and shard.is_local]
+        if apart:
+            raise UsageError(f"op=Adasum combines what all ranks have, and {apart[0]} has other experts on each")
         if not outside:
             core.process_set_of(process_set).coordinator("DistributedOptimizer")  # raises if it is not registered
         change_class(optimizer, AdasumDistributed)

@@ -11,15 +11,17 @@ import logging
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
-from commlib.errors import MismatchError, StallError
+from commlib.errors import CommlibError, PeerError, ShutdownError, TransportError, UsageError
 from commlib.horovod.exceptions import HostsUpdatedInterrupt
 from commlib.horovod.keepers import Keeper
 from commlib.horovod.operations import broadcast_object
+from commlib.horovod.process_sets import process_set_of
 
 log = logging.getLogger("commlib")
 
-# Errors after which the ranks are still in step: nothing was sent.
-RECOVERABLE = (MismatchError, StallError)
+FINAL = (PeerError, ShutdownError, TransportError, UsageError)
+"""Errors after which the ranks cannot come together again, or the next call would fail likewise. After others they do,
+as after a HorovodInternalError that the program raises."""
 
 
 class State:
@@ -138,21 +140,41 @@ class ObjectState(State):
 def run(func: Callable[..., Any], *, attempts: int = 3) -> Callable[..., Any]:
     """Decorate `func(state, ...)`: before it runs, the ranks take the state of rank 0.
 
-    When an operation fails in a way that leaves the ranks in step (MismatchError, StallError of one operation) the last
-    commit is restored and `func` called again, `attempts` times at most from one commit. Other errors, such as a rank
-    that died, end it.
+    When an operation fails in a way that leaves the ranks in step (MismatchError, StallError of one operation), or the
+    program raises a HorovodInternalError, the last commit is restored and `func` called again, `attempts` times at most
+    from one commit. A HostsUpdatedInterrupt calls it again with the state as it is. Other errors, such as a rank that
+    died, end it.
+
+        @elastic.run
+        def train(state):
+            for state.epoch in range(state.epoch, 10):
+                ...
+                state.commit()
+    """
+    return run_fn(func, _keep_ranks, attempts=attempts)
+
+
+def run_fn(func: Callable[..., Any], reset: Callable[[], Any], *, attempts: int = 3) -> Callable[..., Any]:
+    """Return `func(state, ...)` as `run` does; `reset()` is called before each other call of it, then `state.on_reset`.
+
+    The ranks come together before `state.sync`, in order: if one of them alone raises, those that wait for it in the
+    order of their calls, such as reductions of PyTorch's gradients, get a MismatchError and come, too.
     """
 
     @functools.wraps(func)
     def wrapper(state: State, *args: Any, **kwargs: Any) -> Any:
-        failures, commits = 0, state.commits
+        failures, commits, skips_sync = 0, state.commits, False
         while True:
-            state.sync()
             try:
+                if not skips_sync:
+                    process_set_of(None).communicator("elastic.run").all_gather_object("elastic.run")
+                    state.sync()
                 return func(state, *args, **kwargs)
-            except HostsUpdatedInterrupt:
-                state.on_reset()
-            except RECOVERABLE as error:
+            except HostsUpdatedInterrupt as interrupt:
+                skips_sync = interrupt.skip_sync
+            except CommlibError as error:
+                if isinstance(error, FINAL):
+                    raise
                 if state.commits > commits:
                     failures, commits = 0, state.commits
                 failures += 1
@@ -160,6 +182,12 @@ def run(func: Callable[..., Any], *, attempts: int = 3) -> Callable[..., Any]:
                     raise
                 log.warning("elastic: back to the last commit (attempt %d of %d): %s", failures + 1, attempts, error)
                 state.restore()
-                state.on_reset()
+                skips_sync = False
+            reset()
+            state.on_reset()
 
     return wrapper
+
+
+def _keep_ranks() -> None:
+    """Do nothing: a job keeps its ranks."""

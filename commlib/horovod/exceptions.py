@@ -9,7 +9,14 @@ HorovodInternalError = CommlibError
 
 
 class HostsUpdatedInterrupt(RuntimeError):
-    """The hosts of the job have changed. Never raised so far: a job keeps its ranks."""
+    """The hosts of the job have changed. Only a program raises it: a job keeps its ranks.
+
+    skip_sync: the state need not be taken from rank 0 before training goes on.
+    """
+
+    def __init__(self, skip_sync: bool = False) -> None:
+        super().__init__("the hosts of the job have changed")
+        self.skip_sync = skip_sync
 
 
 class HorovodVersionMismatchError(ImportError):

@@ -133,3 +133,23 @@ def test_elastic_run_restores_and_tries_again(comm: Any, mode: str) -> None:
     check(train(state), tf.ones(2) * comm.size)
     assert attempts == [0.0, 0.0]
     check(variable.read_value(), tf.constant([10.0]))
+
+
+def test_elastic_run_restores_what_an_error_of_the_program_ends(comm: Any) -> None:
+    """HorovodInternalError within `run` ended the job; HostsUpdatedInterrupt keeps the state."""
+    variable = tf.Variable([float(comm.rank)])
+    state = hvd.elastic.TensorFlowState([variable])
+    seen: list[float] = []
+    resets: list[int] = []
+
+    def train(state: Any) -> str:
+        seen.append(float(variable[0]))
+        variable.assign_add([10.0])
+        if len(seen) == 1:
+            raise hvd.HorovodInternalError("by hand")
+        if len(seen) == 2:
+            raise hvd.elastic.HostsUpdatedInterrupt
+        return "done"
+
+    assert hvd.elastic.run_fn(train, lambda: resets.append(1))(state) == "done"
+    assert seen == [0.0, 0.0, 10.0] and len(resets) == 2

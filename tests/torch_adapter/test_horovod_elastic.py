@@ -7,8 +7,8 @@ import torch
 from torch import nn
 
 import commlib_torch as hvd
-from commlib.errors import MismatchError
-from commlib_torch.horovod.elastic import ElasticSampler, TorchState, run
+from commlib.errors import MismatchError, UsageError
+from commlib_torch.horovod.elastic import ElasticSampler, HostsUpdatedInterrupt, TorchState, run, run_fn
 
 from .oracle import assert_close, assert_same_everywhere, batch, loss_of, mine, model, parameters_of
 
@@ -109,6 +109,77 @@ def test_run_restores_after_a_failed_operation(comm: Any) -> None:
     with pytest.raises(MismatchError):  # one that always fails ends it
         run(lambda state: hvd.allreduce(torch.ones(2 + comm.rank), name="always fails"))(state)
     optimizer.close()  # errors may keep it alive, and a join in another test would wait for it
+
+
+@pytest.mark.ranks(min=2)
+@pytest.mark.parametrize("who", ["all", "one"])
+def test_an_error_that_the_program_raises_restores_the_commit(comm: Any, who: str) -> None:
+    """HorovodInternalError within `run` ended the job. Ranks that do not raise it learn of it in their reduction."""
+    network, optimizer, scheduler = make(comm, seed=comm.rank)
+    state: Any = TorchState(model=network, optimizer=optimizer, scheduler=scheduler, step=0)
+    calls: list[int] = []
+
+    @run
+    def training(state: Any) -> str:
+        calls.append(state.step)
+        while state.step < 5:
+            optimizer.zero_grad()
+            loss_of(network, mine(comm, batch(comm, state.step))).backward()
+            if state.step == 3 and len(calls) == 1:
+                if who == "all" or comm.rank == comm.size - 1:
+                    raise hvd.HorovodInternalError("by hand")
+                comm.barrier()
+            optimizer.step()
+            scheduler.step()
+            state.step += 1
+            if state.step == 2:
+                state.commit()
+        return "done"
+
+    assert training(state) == "done"
+    assert calls == [0, 2]
+    alone = model()
+    plain: Any = torch.optim.Adam(alone.parameters(), lr=0.05)
+    schedule = torch.optim.lr_scheduler.StepLR(plain, 2, 0.5)
+    for step in range(5):
+        plain.zero_grad()
+        loss_of(alone, batch(comm, step)).backward()
+        plain.step()
+        schedule.step()
+    assert_close(parameters_of(network), parameters_of(alone), 1e-9)
+    with pytest.raises(hvd.HorovodInternalError, match="again and again"):
+        run_fn(_raise("again and again"), lambda: None)(state)
+    with pytest.raises(UsageError):  # the program's fault: to call it again would not help
+        run(lambda state: hvd.allreduce(torch.ones(2), op="no such"))(state)
+    optimizer.close()
+
+
+def _raise(text: str) -> Any:
+    def raising(state: Any) -> None:
+        raise hvd.HorovodInternalError(text)
+
+    return raising
+
+
+@pytest.mark.parametrize("skip_sync", [False, True])
+def test_hosts_that_change_keep_the_state(comm: Any, skip_sync: bool) -> None:
+    """As in Horovod: nothing is restored, what `run_fn` was given is called, and the state is taken from rank 0."""
+    state: Any = TorchState(mine=comm.rank)
+    calls: list[str] = []
+    state.register_reset_callbacks([lambda: calls.append("callback")])
+
+    def training(state: Any) -> int:
+        calls.append("called")
+        assert state.mine == (0 if len(calls) == 1 else 5 if not skip_sync else 5 + comm.rank)
+        if len(calls) == 1:
+            state.mine = 5 + comm.rank
+            raise HostsUpdatedInterrupt(skip_sync)
+        found: int = state.mine
+        return found
+
+    found = run_fn(training, lambda: calls.append("reset"))(state)
+    assert found == (5 + comm.rank if skip_sync else 5)
+    assert calls == ["called", "reset", "callback", "called"]
 
 
 @pytest.mark.parametrize("shuffle", [True, False])

@@ -11,11 +11,21 @@ import tensorflow as tf
 
 from commlib.horovod.elastic import ObjectState, State
 from commlib.horovod.elastic import run as run_core
+from commlib.horovod.elastic import run_fn as run_fn_core
+from commlib.horovod.exceptions import HostsUpdatedInterrupt
 from commlib_tensorflow._graph_errors import graph_errors
 from commlib_tensorflow._keras_optimizers import build, variables_of
 from commlib_tensorflow.broadcast import broadcast_object, broadcast_variables
 
-__all__ = ["ObjectState", "State", "TensorFlowKerasState", "TensorFlowState", "run"]
+__all__ = [
+    "HostsUpdatedInterrupt",
+    "ObjectState",
+    "State",
+    "TensorFlowKerasState",
+    "TensorFlowState",
+    "run",
+    "run_fn",
+]
 
 
 class _VariablesKeeper:
@@ -81,7 +91,15 @@ def run(func: Callable[..., Any]) -> Callable[..., Any]:
 
     An operation that fails within a traced function counts as what it raised there, not as TensorFlow's error for it.
     """
+    return run_core(_raising_originals(func))
 
+
+def run_fn(func: Callable[..., Any], reset: Callable[[], Any]) -> Callable[..., Any]:
+    """Return `func(state, ...)` as `run` does; `reset()` is called before each other call of it."""
+    return run_fn_core(_raising_originals(func), reset)
+
+
+def _raising_originals(func: Callable[..., Any]) -> Callable[..., Any]:
     @functools.wraps(func)
     def converted(*arguments: Any, **options: Any) -> Any:
         try:
@@ -92,4 +110,4 @@ def run(func: Callable[..., Any]) -> Callable[..., Any]:
                 raise
             raise original from error
 
-    return run_core(converted)
+    return converted

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from commlib_tensorflow.horovod.elastic import TensorFlowKerasState, run
+from commlib_tensorflow.horovod.elastic import HostsUpdatedInterrupt, TensorFlowKerasState, run, run_fn
 from commlib_tensorflow.keras.callbacks import _made
 
 CommitStateCallback = _made.CommitStateCallback
@@ -19,4 +19,12 @@ class KerasState(TensorFlowKerasState):
         super().__init__(model, optimizer=optimizer, **kwargs)
 
 
-__all__ = ["CommitStateCallback", "KerasState", "UpdateBatchStateCallback", "UpdateEpochStateCallback", "run"]
+__all__ = [
+    "CommitStateCallback",
+    "HostsUpdatedInterrupt",
+    "KerasState",
+    "UpdateBatchStateCallback",
+    "UpdateEpochStateCallback",
+    "run",
+    "run_fn",
+]

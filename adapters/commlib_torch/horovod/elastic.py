@@ -16,11 +16,12 @@ import torch
 from torch.utils.data import Sampler
 
 from commlib.horovod import sampler
-from commlib.horovod.elastic import ObjectState, State, run
+from commlib.horovod.elastic import ObjectState, State, run, run_fn
+from commlib.horovod.exceptions import HostsUpdatedInterrupt
 from commlib.horovod.keepers import Keeper, SamplerKeeper, StateKeeper
 from commlib_torch.broadcast import broadcast_optimizer_state, broadcast_parameters
 
-__all__ = ["ElasticSampler", "ObjectState", "State", "TorchState", "run"]
+__all__ = ["ElasticSampler", "HostsUpdatedInterrupt", "ObjectState", "State", "TorchState", "run", "run_fn"]
 
 
 class ElasticSampler(sampler.ElasticSampler, Sampler[int]):
@@ -57,5 +58,9 @@ class _ModelKeeper(StateKeeper):
 
 
 class _OptimizerKeeper(StateKeeper):
+    def restore(self) -> None:
+        super().restore()
+        self.value.zero_grad()  # what a pass that failed has left is no part of what was committed
+
     def give(self) -> None:
         broadcast_optimizer_state(self.value, 0)
