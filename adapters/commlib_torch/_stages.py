@@ -21,12 +21,11 @@ from commlib.pipeline.stage import ByStage, Values
 from commlib_torch._autograd import backward_passes
 from commlib_torch._batch_statistics import kept_buffers
 from commlib_torch._bridge import array_of, read, to_tensor
+from commlib_torch._losses import Losses, LossWeights
 from commlib_torch._parts import INPUTS, OUTPUT
 from commlib_torch._weight_gradients import SplitBackward
 from commlib_torch.devices import device_of
 from commlib_torch.expert.losses import keepers_in, taken
-
-Loss = Callable[..., Tensor]
 
 
 class TorchTensors:
@@ -64,22 +63,18 @@ class TorchTensors:
 class Batch:
     """What all stages of this rank know of the batch that is under way.
 
-    inputs: (args, kwargs) of each microbatch, where the first stage is. targets, shares: of each microbatch, where the
-    last one is; a share is what its loss counts in an update. terms: of how many each loss is the mean. rows,
+    inputs: (args, kwargs) of each microbatch, where the first stage is. losses: where the last one is. rows,
     row_shares: of each microbatch, and what they count in an update, everywhere, if layers have losses of their own.
-    losses and outputs are filled by the last stage, extras by all: the losses of their layers.
+    outputs are filled by the last stage, extras by all: the losses of their layers.
     """
 
     inputs: Sequence[tuple[Any, Any]] = ()
-    targets: Sequence[Any] = ()
-    shares: Sequence[float] = ()
-    terms: Sequence[float] = ()
+    losses: Losses | None = None
     rows: Sequence[int] = ()
     row_shares: Sequence[float] = ()
     scale: float = 1.0
     is_training: bool = False
     wants_outputs: bool = False
-    losses: dict[int, Tensor] = field(default_factory=dict)
     extras: dict[int, float] = field(default_factory=dict)
     outputs: dict[int, Any] = field(default_factory=dict)
 
@@ -106,7 +101,7 @@ class TorchStage:
         *,
         is_first: bool,
         is_last: bool,
-        loss: Loss | None,
+        loss: LossWeights,
         recompute: str,
     ) -> None:
         self.part, self._takes, self._gives = part, takes, gives
@@ -172,15 +167,10 @@ class TorchStage:
             # What a stage has passed on lies in memory that the next microbatch may use.
             batch.outputs[microbatch] = pytree.tree_map_only(Tensor, torch.clone, output)
             return None
-        if self._loss is None:
+        if self._loss.loss is None:
             raise UsageError("pipeline: there is no loss: give loss= to pipeline(), or call predict")
-        target = batch.targets[microbatch]
-        loss = self._loss(output) if target is None else self._loss(output, target)
-        if not isinstance(loss, Tensor) or loss.numel() != 1:
-            got = f"a tensor of shape {tuple(loss.shape)}" if isinstance(loss, Tensor) else type(loss).__name__
-            raise UsageError(f"pipeline: the loss is {got}, expected a tensor with one element")
-        batch.losses[microbatch] = loss.detach()
-        return loss
+        assert batch.losses is not None
+        return self._loss.call(batch.losses, microbatch, output)
 
     def backward(self, microbatch: int, gradients: ByStage, *, final: bool) -> ByStage:
         """See `commlib.pipeline.stage.Stage`."""
@@ -220,7 +210,8 @@ class TorchStage:
         """Return where a backward begins, and with what. A value that several stages took has several gradients."""
         found: dict[int, tuple[Tensor, Tensor]] = {}
         # What the microbatch's loss counts in that of the batch: so gradients are right as they are added up.
-        for loss, shares in ((kept.loss, self.batch.shares), (kept.extra, self.batch.row_shares)):
+        shares_of_losses = () if self.batch.losses is None else self.batch.losses.shares
+        for loss, shares in ((kept.loss, shares_of_losses), (kept.extra, self.batch.row_shares)):
             if loss is not None and loss.requires_grad:
                 found[id(loss)] = loss, torch.full_like(loss, shares[microbatch] * self.batch.scale)
         for target, values in gradients.items():

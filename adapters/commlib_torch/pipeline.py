@@ -15,19 +15,21 @@ from torch.utils import _pytree as pytree
 from commlib.communicator import Communicator
 from commlib.errors import UsageError
 from commlib.optim.clipping import check_limit, clip_factor, norm_of, sum_over_axes
-from commlib.pipeline.batch import rows_of, shares, shares_in_updates, terms
+from commlib.pipeline.batch import rows_of, shares, shares_in_updates
 from commlib.pipeline.choice import check_example, check_words, choose_stages
+from commlib.pipeline.losses import Weigh, Weigher
 from commlib.pipeline.pipe import AnySchedule, Codecs, Pipe
 from commlib.pipeline.schedule.auto import LayerCosts
 from commlib_torch._autograd import backward_passes
 from commlib_torch._batch_statistics import WholeBatchStatistics
 from commlib_torch._batches import arguments, rows_in, taken
 from commlib_torch._bridge import array_of
+from commlib_torch._losses import Loss, LossWeights
 from commlib_torch._measured import layer_costs
 from commlib_torch._optimizer_state import merged
 from commlib_torch._parts import INPUTS, Cut, Layers, Split, Units, counts_by
 from commlib_torch._staged import Staged
-from commlib_torch._stages import Batch, Loss, StashedWeights, TorchStage, TorchTensors, in_mode
+from commlib_torch._stages import Batch, StashedWeights, TorchStage, TorchTensors, in_mode
 from commlib_torch._tied import TiedWeights
 from commlib_torch._traced import Traced
 from commlib_torch.clip import squares_by_axis
@@ -49,7 +51,7 @@ def pipeline(
     checkpoint: str = "none",
     batch_norm: str = "microbatch",
     codec: Codecs = None,
-    weigh: Callable[[Any], float] | None = None,
+    weigh: Weigh = None,
     optimizer: Callable[[Sequence[tuple[str, nn.Parameter]]], torch.optim.Optimizer] | None = None,
     every: int | None = None,
     example: Any = None,
@@ -64,7 +66,7 @@ def pipeline(
     model: an nn.Sequential, a list of modules, or any module that torch.fx can trace; this rank keeps its stages, under
     the names that they have in the model. schedule: a name ("gpipe", "1f1b", "interleaved", "zb_h1", "zb_v",
     "dualpipev", "breadth_first", "pipedream", "pipedream_2bw"), the path of a CSV file, or a Schedule. microbatches:
-    into how many parts a batch is cut, along the first dimension. loss: of (output, target), the mean over the rows.
+    into how many parts a batch is cut, along the first dimension. loss: of (output, target).
     split: "auto" (even parameter bytes), "time" (even time, as measured), or how many layers each stage has, or the
     names of the submodules with which the later stages begin, or a function of the model that returns one of these.
     stages: in all, where a rank has several.
@@ -75,8 +77,9 @@ def pipeline(
     kept) or "full" (only a stage's inputs are). batch_norm: "microbatch" updates running statistics with each
     microbatch, "batch" once with those of the whole batch.
     codec: how activations and their gradients travel, such as "bf16" or "int8"; or a mapping by the stages between
-    which they do: {(0, 1): "bf16", (1, 0): "int8"}. weigh: of a microbatch's target, how
-    many terms its loss is the mean of, where that is not its rows. optimizer: makes the optimizer of named parameters,
+    which they do: {(0, 1): "bf16", (1, 0): "int8"}. weigh: how
+    many terms a microbatch's loss is the mean of, where torch's own losses do not say it: a function of its target and,
+    if it takes them, `inputs`; or "rows", or "sum" of a loss that is a sum. optimizer: makes the optimizer of named parameters,
     for schedules that update weights themselves; every: microbatches between their updates.
 
     Raises UsageError for what makes no sense on this rank, MismatchError on all ranks if they ask for different things,
@@ -136,7 +139,7 @@ class Pipeline(Staged):
         loss: Loss | None,
         checkpoint: str,
         codec: Codecs,
-        weigh: Callable[[Any], float] | None,
+        weigh: Weigh,
         optimizer: Callable[[Sequence[tuple[str, nn.Parameter]]], torch.optim.Optimizer] | None,
     ) -> None:
         own = schedule.stages_of(comm.rank)
@@ -146,7 +149,7 @@ class Pipeline(Staged):
         """Why this schedule was chosen, if it was."""
         self.statistics: WholeBatchStatistics | None = None
         """What makes running statistics those of whole batches, if that was asked for."""
-        self._weigh = weigh
+        self._losses = LossWeights(loss, Weigher(weigh))
         tied = TiedWeights.found(comm, pieces.parts, schedule.placement)
         if schedule.every and tied.exist:
             raise UsageError(
@@ -162,7 +165,7 @@ class Pipeline(Staged):
             takes = {link.source: names for link, names in pieces.values.items() if link.target == stage}
             gives = {link.target: names for link, names in pieces.values.items() if link.source == stage}
             self._stages[stage] = TorchStage(
-                part, takes, gives, is_first=stage == 0, is_last=stage == last, loss=loss, recompute=checkpoint
+                part, takes, gives, is_first=stage == 0, is_last=stage == last, loss=self._losses, recompute=checkpoint
             )
         lines = [f"split {pieces.counts}", f"codec {codec}", f"checkpoint {checkpoint}"]
         for stage, part in enumerate(pieces.parts):
@@ -209,7 +212,8 @@ class Pipeline(Staged):
     def step(self, x: Any = None, y: Any = None, *, scale: float = 1.0) -> Tensor:
         """Run forward and backward on a batch; return its mean loss, on every rank. Collective.
 
-        Losses that layers have of their own, such as those of routers, are part of it.
+        Losses that layers have of their own, such as those of routers, are part of it. Raises UsageError on all ranks
+        where the losses of microbatches do not come to that of the batch; gradients have been added then.
         Gradients are added to those that are there, as one process would with the whole batch. x: a tensor, a tuple of
         arguments or a dict of named ones, needed on the rank of the first stage; y: needed on that of the last. scale:
         what gradients, but not the loss, are multiplied by.
@@ -337,9 +341,11 @@ class Pipeline(Staged):
             if self._rows not in (-1, rows[-1].stop):
                 raise UsageError(f"pipeline: x has {self._rows} rows, and y {rows[-1].stop}: give those of one batch")
             self._rows = rows[-1].stop
-            batch.targets = [None if y is None else taken(y, part) for part in rows]
-            batch.terms = terms(batch.targets, [part.stop - part.start for part in rows], self._weigh)
-            batch.shares = shares_in_updates(batch.terms, schedule.every)
+            targets = [None if y is None else taken(y, part) for part in rows]
+            wants_inputs = x is not None and self._losses.weigher.wants_inputs
+            inputs = [taken(x, part) for part in rows] if wants_inputs else ()
+            counts = [part.stop - part.start for part in rows]
+            batch.losses = self._losses.begin(counts, targets, inputs, schedule.every)
         if self._has_extras and is_training:
             whole = rows_of(self._pipe.tell_rows(self._rows), schedule.microbatches)
             batch.rows = [part.stop - part.start for part in whole]
@@ -352,14 +358,20 @@ class Pipeline(Staged):
         return empty
 
     def _loss(self) -> Tensor:
-        """Return the loss of the batch, which the last stage has, on all ranks."""
-        batch = self._batch
-        counts = shares(batch.terms)
-        total = sum(float(loss) * counts[number] for number, loss in sorted(batch.losses.items()))
-        dtype = next((loss.dtype for loss in batch.losses.values()), torch.float32)
+        """Return the loss of the batch, which the last stage has, on all ranks. Raises UsageError if it is none."""
+        batch, pipe = self._batch, self._pipe
+        total, dtype, fault = 0.0, torch.float32, ""
+        if batch.losses is not None:
+            values = batch.losses.values
+            total = batch.losses.mean({number: float(loss) for number, loss in values.items()})
+            dtype = next((loss.dtype for loss in values.values()), dtype)
+            fault = self._losses.fault(batch.losses)
         weights = shares(batch.rows)
         extra = sum(loss * weights[number] for number, loss in sorted(batch.extras.items()))
-        (told, is_double) = self._pipe.tell([total, float(dtype is torch.float64)], rows=self._rows, added=extra)
+        numbers = [total, float(dtype is torch.float64), float(bool(fault))]
+        told, is_double, is_wrong = pipe.tell(numbers, rows=self._rows, added=extra)
+        if is_wrong:
+            raise UsageError(pipe.comm.broadcast_object(fault, pipe.last))
         return torch.tensor(told, dtype=torch.float64 if is_double else torch.float32)
 
     def _outputs(self) -> Any:

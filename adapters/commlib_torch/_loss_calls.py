@@ -1,0 +1,225 @@
+"""Loss calls: see which of torch's losses a function calls, and count the terms that each is the mean of."""
+
+from __future__ import annotations
+
+import inspect
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import cache
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from torch.nn import _reduction
+from torch.overrides import TorchFunctionMode
+from torch.utils import _pytree as pytree
+
+Count = float | Tensor
+"""A number of terms; a tensor where the host would have to wait for it."""
+
+
+@dataclass(frozen=True, slots=True)
+class LossCall:
+    """A call of one of torch's losses. count: of the terms, None if that is not known. target: None if it has none.
+
+    classes: (ignore_index, weight) where a class's terms may count less, else None.
+    """
+
+    reduction: str
+    result: Any
+    input: Tensor
+    target: Tensor | None
+    count: Count | None
+    classes: tuple[int, Tensor | None] | None
+
+
+class LossCalls(TorchFunctionMode):
+    """Notes the calls of torch's losses within: the outermost, such as that of a module."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._found: list[tuple[Any, tuple[Any, ...], dict[str, Any], Any]] = []
+
+    def __torch_function__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        """Call a function of torch, and note it if it is a loss."""
+        result = function(*args, **(kwargs or {}))
+        if function in _READ:
+            self._found.append((function, args, kwargs or {}, result))
+        return result
+
+    @property
+    def found(self) -> list[LossCall]:
+        """The calls, in order."""
+        return [_read(*call) for call in self._found]
+
+
+def count_of_classes(target: Tensor, ignore_index: int, weight: Tensor | None) -> Tensor:
+    """Return the sum of the weights of those classes that are not ignored, as cross entropy divides by it."""
+    counted = target != ignore_index
+    if weight is None:
+        return counted.sum()
+    places = torch.where(counted, target, 0).to(torch.int64)
+    return (weight.detach()[places] * counted).sum(dtype=torch.float64)
+
+
+def _read(function: Any, args: tuple[Any, ...], kwargs: dict[str, Any], result: Any) -> LossCall:
+    bound = _signature(function).bind(*args, **kwargs)
+    bound.apply_defaults()
+    given = bound.arguments
+    reduction = given["reduction"]
+    if given.get("size_average") is not None or given.get("reduce") is not None:
+        reduction = _reduction.legacy_get_string(given["size_average"], given["reduce"], emit_warning=False)
+    first, target = next(iter(given.values())), given.get("target", given.get("targets"))
+    try:
+        with torch.no_grad():
+            count, classes = _READ[function](given, first, target)
+    except (RuntimeError, IndexError):  # of shapes that only the loss itself understands
+        count, classes = None, None
+    return LossCall(reduction, result, first, target, count, classes)
+
+
+@cache
+def _signature(function: Any) -> inspect.Signature:
+    return inspect.signature(function)
+
+
+_Counted = tuple[Count | None, tuple[int, Tensor | None] | None]
+
+
+def _classes(given: dict[str, Any], value: Tensor, target: Tensor) -> _Counted:
+    """Of class numbers; of probabilities of classes the elements, whose number of classes is the same everywhere."""
+    if target.is_floating_point():
+        return float(target.numel()), None
+    classes = given["ignore_index"], given["weight"]
+    return count_of_classes(target, *classes), classes
+
+
+def _elements(given: dict[str, Any], value: Tensor, target: Tensor) -> _Counted:
+    shapes = [one.shape for one in given.values() if isinstance(one, Tensor)]
+    return float(math.prod(torch.broadcast_shapes(*shapes))), None
+
+
+def _weighted_elements(given: dict[str, Any], value: Tensor, target: Tensor) -> _Counted:
+    """Of those whose `weight`, if there is any, divides, too: that depends on the elements."""
+    return _elements(given, value, target) if given.get("weight") is None else (None, None)
+
+
+def _divergences(given: dict[str, Any], value: Tensor, target: Tensor) -> _Counted:
+    if given["reduction"] == "batchmean" and value.ndim:
+        return float(value.shape[0]), None
+    return _elements(given, value, target)
+
+
+def _rows(given: dict[str, Any], value: Tensor, target: Tensor | None) -> _Counted:
+    return float(value.shape[0] if value.ndim > 1 else 1), None
+
+
+def _sequences(given: dict[str, Any], value: Tensor, target: Tensor) -> _Counted:
+    return float(value.shape[1] if value.ndim > 2 else 1), None
+
+
+_READ: dict[Any, Callable[[dict[str, Any], Any, Any], _Counted]] = {
+    F.cross_entropy: _classes,
+    F.nll_loss: _classes,
+    F.kl_div: _divergences,
+    F.ctc_loss: _sequences,
+    **dict.fromkeys((F.mse_loss, F.l1_loss, F.smooth_l1_loss, F.huber_loss), _weighted_elements),
+    **dict.fromkeys(
+        (F.binary_cross_entropy, F.binary_cross_entropy_with_logits, F.poisson_nll_loss, F.gaussian_nll_loss), _elements
+    ),
+    **dict.fromkeys((F.soft_margin_loss, F.hinge_embedding_loss, F.margin_ranking_loss), _elements),
+    **dict.fromkeys(
+        (F.multi_margin_loss, F.multilabel_margin_loss, F.multilabel_soft_margin_loss, F.cosine_embedding_loss), _rows
+    ),
+    **dict.fromkeys((F.triplet_margin_loss, F.triplet_margin_with_distance_loss), _rows),
+}
+
+
+# What is known of all microbatches, once one's loss was seen
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Rule:
+    """How the terms of a microbatch are counted in its target, before its loss is there.
+
+    leaf: which of the target's tensors has them; shifted: without the first column of it, as the next words of a text
+    are. classes: as in `LossCall`; None: its elements count, or, by_rows, its rows. is_sum: the losses are sums.
+    """
+
+    leaf: int
+    shifted: bool
+    classes: tuple[int, Tensor | None] | None
+    by_rows: bool
+    is_sum: bool
+
+    def is_as(self, other: Rule | None) -> bool:
+        """Return whether another one counts the same."""
+        if other is None or self._simple() != other._simple():
+            return False
+        if self.classes is None or other.classes is None:
+            return self.classes is other.classes
+        return self.classes[0] == other.classes[0] and self.classes[1] is other.classes[1]
+
+    def _simple(self) -> tuple[int, bool, bool, bool]:
+        return self.leaf, self.shifted, self.by_rows, self.is_sum
+
+    def counts(self, targets: Sequence[Any]) -> list[float]:
+        """Return the terms of each microbatch."""
+        found: list[Count] = []
+        for target in targets:
+            tensor = _leaves(target)[self.leaf]
+            tensor = tensor[:, 1:] if self.shifted else tensor
+            if self.classes is not None:
+                found.append(count_of_classes(tensor, *self.classes))
+            else:
+                found.append(float(tensor.shape[0] if self.by_rows else tensor.numel()))
+        return as_numbers(found)
+
+
+def as_numbers(counts: Sequence[Count]) -> list[float]:
+    """Return numbers of terms on the host, which waits for a device once."""
+    tensors = [count.to(torch.float64) for count in counts if isinstance(count, Tensor)]
+    told = iter(torch.stack(tensors).tolist() if tensors else ())
+    return [next(told) if isinstance(count, Tensor) else count for count in counts]
+
+
+def rule_of(call: LossCall, target: Any) -> tuple[Rule | None, bool]:
+    """Return how the terms of a loss that was called are counted in the target, and whether that is certain.
+
+    It is where the loss was given a tensor of the target, or a view of all of it.
+    """
+    if call.target is None or call.count is None:
+        return None, False
+    is_sum, classes = call.reduction == "sum", call.classes
+    for place, leaf in enumerate(_leaves(target)):
+        if not leaf.ndim:
+            continue
+        for shifted in (False, True) if leaf.ndim > 1 else (False,):
+            tensor = leaf[:, 1:] if shifted else leaf
+            if tensor.numel() != call.target.numel() or not tensor.numel():
+                continue
+            by_rows = classes is None and float(call.count) != tensor.numel()
+            if by_rows and call.count != tensor.shape[0]:
+                continue  # such as of (8, 1) and (8), which are 64 terms
+            rule = Rule(place, shifted, classes, by_rows, is_sum)
+            if is_view(call.target, tensor):
+                return rule, True
+            if torch.equal(tensor.reshape(-1).to(call.target.dtype), call.target.reshape(-1)):
+                return rule, False
+    return None, False
+
+
+def is_view(one: Tensor, other: Tensor) -> bool:
+    """Return whether two tensors are the same elements in the same order."""
+    if one is other:
+        return True
+    same = one.dtype == other.dtype and one.numel() == other.numel() and one.data_ptr() == other.data_ptr()
+    return same and one.is_contiguous() and other.is_contiguous()
+
+
+def _leaves(target: Any) -> list[Tensor]:
+    if isinstance(target, Tensor):
+        return [target]
+    return [leaf for leaf in pytree.tree_leaves(target) if isinstance(leaf, Tensor)]

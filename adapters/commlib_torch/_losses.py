@@ -1,0 +1,288 @@
+"""Losses: call the loss of a pipeline's microbatches, and find out what each counts in that of the batch."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Hashable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils import _pytree as pytree
+
+from commlib.errors import UsageError
+from commlib.pipeline.apart import apart
+from commlib.pipeline.losses import Looks, Weigher, Weights, fault_in_sum, fault_in_terms, is_close, weights_of
+from commlib_torch._loss_calls import Count, LossCall, LossCalls, Rule, as_numbers, is_view, rule_of
+
+Loss = Callable[..., Any]
+"""Of (output, target): a loss, or (loss, metrics)."""
+
+KEPT = 256 << 20
+"""Bytes of outputs that are kept at most to look at the loss of several microbatches; two are kept in any case."""
+
+
+@dataclass(slots=True)
+class Losses:
+    """The losses of a batch's microbatches, where the last stage is.
+
+    rows: of each microbatch. weights: what they count; unknown until the first loss is there, if nobody says it.
+    """
+
+    rows: Sequence[int]
+    targets: Sequence[Any]
+    every: int
+    weights: Weights | None = None
+    values: dict[int, Tensor] = field(default_factory=dict)
+    metrics: dict[int, Mapping[str, Any]] = field(default_factory=dict)
+    calls: dict[int, list[Count | None]] = field(default_factory=dict)
+    """The terms of torch's losses that were called, where it is not certain what they count."""
+    outputs: dict[int, Any] = field(default_factory=dict)
+    """Of the first microbatches, where they are looked at."""
+    looks: bool = False
+
+    _shares: list[float] = field(default_factory=list)
+
+    @property
+    def is_single(self) -> bool:
+        """Whether at most one microbatch has rows: its loss is that of the batch."""
+        return sum(map(bool, self.rows)) < 2
+
+    @property
+    def shares(self) -> list[float]:
+        """What each loss counts in its update, once there is one."""
+        if not self._shares and self.weights is not None:
+            self._shares = self.weights.in_updates(self.every)
+        return self._shares
+
+    def mean(self, values: Mapping[int, Any]) -> Any:
+        """Return what is of each microbatch, weighted as its loss is in that of the batch; 0 of none."""
+        counts = self.weights.in_batch() if self.weights is not None else []
+        return sum(value * counts[number] for number, value in sorted(values.items()) if counts[number])
+
+
+class LossWeights:
+    """Finds out what microbatches' losses count, from batch to batch.
+
+    What a user says is taken. Else the first microbatch's call is watched: one of torch's losses, of a tensor of the
+    target, says how the terms of all are counted. For others it is their rows; then all calls of torch's losses are
+    watched, and the loss of several microbatches together is compared with their own in some batches.
+    """
+
+    def __init__(self, loss: Loss | None, weigher: Weigher) -> None:
+        self.loss, self.weigher = loss, weigher
+        self._looks = Looks()
+        self._rule: Rule | None = None
+        self._may_look, self._may_count = True, True
+        # A compiled function is not watched, but what it was made of is, once, beside it.
+        self._original: Loss | None = getattr(loss, "_orig_mod", getattr(loss, "_torchdynamo_orig_callable", None))
+
+    def begin(self, rows: Sequence[int], targets: Sequence[Any], inputs: Sequence[Any], every: int = 0) -> Losses:
+        """Begin a batch. inputs: if they are known here. every: microbatches between updates, as schedules say it."""
+        losses = Losses(rows, targets, every)
+        if self.weigher.says:
+            losses.weights = self.weigher.weights(rows, targets, inputs)
+        elif losses.is_single:
+            losses.weights = weights_of(rows, rows)
+        elif self._rule is not None:  # so that the host waits for a GPU before the first microbatch, and not behind it
+            try:
+                losses.weights = self._by_rule(losses, self._rule)
+            except Exception:  # of a target that is unlike the last one
+                self._rule = None
+        return losses
+
+    def call(self, losses: Losses, microbatch: int, output: Any) -> Tensor | None:
+        """Return the loss of a microbatch, None if it counts nothing."""
+        is_first = not losses.values
+        watches = not losses.is_single and not self.weigher.says and (is_first or bool(losses.calls))
+        if not watches:
+            loss = self._called(losses, microbatch, output)
+            if is_first and self.weigher.is_checked:
+                self._look(losses, microbatch, output)
+        elif self._original is None:
+            with LossCalls() as calls:
+                loss = self._called(losses, microbatch, output)
+            self._learn(losses, microbatch, output, calls.found, loss)
+        else:
+            if losses.weights is None:
+                self._learn_beside(self._original, losses, microbatch, output)
+            loss = self._called(losses, microbatch, output)
+        if losses.looks:
+            self._keep(losses, microbatch, output)
+        losses.values[microbatch] = loss.detach()
+        assert losses.weights is not None
+        return loss if losses.weights.terms[microbatch] else None
+
+    def _called(self, losses: Losses, microbatch: int, output: Any) -> Tensor:
+        assert self.loss is not None
+        target = losses.targets[microbatch]
+        loss = self.loss(output) if target is None else self.loss(output, target)
+        if isinstance(loss, tuple) and len(loss) == 2 and isinstance(loss[1], Mapping):
+            loss, losses.metrics[microbatch] = loss[0], pytree.tree_map_only(Tensor, Tensor.detach, loss[1])
+        if not isinstance(loss, Tensor) or loss.numel() != 1:
+            got = f"a tensor of shape {tuple(loss.shape)}" if isinstance(loss, Tensor) else type(loss).__name__
+            raise UsageError(
+                f"pipeline: the loss is {got}, expected a tensor with one element, or that and a dict of metrics"
+            )
+        return loss
+
+    # What losses count
+
+    def _learn(self, losses: Losses, microbatch: int, output: Any, calls: list[LossCall], loss: Tensor) -> None:
+        """Find out from the calls of torch's losses within a microbatch's what each counts."""
+        counts = [call.count if call.reduction not in ("sum", "none") else None for call in calls]
+        if losses.calls:  # it was not certain at the first one
+            losses.calls[microbatch] = counts
+            return
+        rule, is_certain = None, False
+        if calls:
+            call = calls[0]
+            is_whole = call.result is loss and len(calls) == 1
+            rule, is_certain = rule_of(call, losses.targets[microbatch])
+            is_certain = is_certain and is_whole and _is_of(call.input, output)
+            if call.reduction == "none" or (call.reduction == "sum" and not is_whole):
+                rule = None
+        if rule is None:
+            losses.weights, self._rule = weights_of(losses.rows, losses.rows), None
+        elif losses.weights is None or not rule.is_as(self._rule):
+            losses.weights, self._rule = self._by_rule(losses, rule), rule
+        if not is_certain:
+            if calls and self._may_count:
+                losses.calls[microbatch] = counts
+            self._look(losses, microbatch, output)
+
+    def _learn_beside(self, original: Loss, losses: Losses, microbatch: int, output: Any) -> None:
+        """Learn from what a compiled loss was made of."""
+        losses.weights = weights_of(losses.rows, losses.rows)
+        given, target = _copied(output), losses.targets[microbatch]
+        try:
+            original = apart(original, _parameters_of(original))
+            with LossCalls() as calls, torch.no_grad(), _same_random_numbers(given):
+                value = original(given) if target is None else original(given, target)
+        except Exception:  # it is not known then
+            return
+        self._learn(losses, microbatch, given, calls.found, value[0] if isinstance(value, tuple) else value)
+        losses.calls.clear()
+
+    def _by_rule(self, losses: Losses, rule: Rule) -> Weights:
+        return weights_of(rule.counts(losses.targets), losses.rows, is_sum=rule.is_sum)
+
+    # Whether they add up
+
+    def _look(self, losses: Losses, microbatch: int, output: Any) -> None:
+        """Say whether a batch is looked at, at its first microbatch."""
+        if self._may_look and not losses.is_single:
+            losses.looks = self._looks.is_due((_kind(output), _kind(losses.targets[microbatch])))
+
+    def _keep(self, losses: Losses, microbatch: int, output: Any) -> None:
+        kept = losses.outputs
+        if len(kept) < 2 or (len(kept) + 1) * _bytes(output) <= KEPT:
+            # What a stage has passed on lies in memory that the next microbatch may use, and a loss may work in place.
+            kept[microbatch] = _copied(output)
+
+    def fault(self, losses: Losses) -> str:
+        """Return what is wrong with the losses of a batch that was run; "" if nothing is, or nobody can tell."""
+        by = "what weigh= says" if self.weigher.says else "what its target says" if self._rule else "their rows"
+        fault, was_told = self._fault_together(losses, by) if losses.looks else ("", False)
+        if fault:
+            return fault
+        in_calls = self._fault_in_calls(losses, by)
+        if in_calls and was_told and len(losses.outputs) == len(losses.values):
+            self._may_count = False  # the whole batch says that these calls do not matter
+            return ""
+        return in_calls
+
+    def _fault_in_calls(self, losses: Losses, by: str) -> str:
+        if not losses.calls or not self._may_count or losses.weights is None:
+            return ""
+        weights = Weights(tuple(losses.weights.terms[number] for number in losses.calls), losses.weights.is_sum)
+        for counts in zip(*losses.calls.values(), strict=False):
+            known = [count for count in counts if count is not None]
+            if len(known) == len(counts) and (fault := fault_in_terms(as_numbers(known), weights, by=by)):
+                return fault
+        return ""
+
+    def _fault_together(self, losses: Losses, by: str) -> tuple[str, bool]:
+        """Compare the loss of some microbatches together with their own; return a fault, and whether it was told."""
+        numbers = list(losses.outputs)
+        if losses.weights is None or len(numbers) < 2:
+            return "", False
+        own = [float(losses.values[number]) for number in numbers]
+        epsilon = torch.finfo(losses.values[numbers[0]].dtype).eps
+        try:
+            outputs = _together([losses.outputs[number] for number in numbers], [losses.rows[n] for n in numbers])
+            targets = _together([losses.targets[number] for number in numbers], [losses.rows[n] for n in numbers])
+            first = losses.outputs[numbers[0]], losses.targets[numbers[0]]
+            again, whole = self._apart(first, (outputs, targets))
+        except Exception:  # a loss that cannot be had of several microbatches cannot be compared with it
+            return "", False
+        if math.isfinite(own[0]) and not is_close(again, own[0], abs(own[0]), epsilon):
+            self._may_look = False  # it is random, or changes from call to call
+            return "", False
+        weights = Weights(tuple(losses.weights.terms[number] for number in numbers), losses.weights.is_sum)
+        return fault_in_sum(whole, own, weights, epsilon, by=by), True
+
+    def _apart(self, *batches: tuple[Any, Any]) -> list[float]:
+        """Return the loss of each batch, as if it were not called: on a copy, and random numbers are drawn again."""
+        loss: Any = apart(self.loss, _parameters_of(self.loss))  # type: ignore[arg-type]
+        found = []
+        with torch.no_grad(), _same_random_numbers(batches[0]):
+            for output, target in batches:
+                value = loss(_copied(output)) if target is None else loss(_copied(output), target)
+                found.append(float(value[0] if isinstance(value, tuple) else value))
+        return found
+
+
+def _same_random_numbers(values: Any) -> Any:
+    """Return a context after which random numbers are those that would have been drawn without it."""
+    devices = {leaf.device for leaf in pytree.tree_leaves(values) if isinstance(leaf, Tensor) and leaf.is_cuda}
+    return torch.random.fork_rng(devices=list(devices))
+
+
+def _copied(value: Any) -> Any:
+    return pytree.tree_map_only(Tensor, lambda tensor: tensor.detach().clone(), value)
+
+
+def _is_of(one: Tensor, output: Any) -> bool:
+    """Return whether a tensor is an output, or a view of all of it."""
+    return any(is_view(one, leaf) for leaf in pytree.tree_leaves(output) if isinstance(leaf, Tensor))
+
+
+def _parameters_of(loss: Any) -> dict[int, Any]:
+    """Return what copies of a loss share with it: parameters, which a forward does not change."""
+    kept = [loss, *(cell.cell_contents for cell in getattr(loss, "__closure__", None) or () if _is_filled(cell))]
+    modules = [value for value in kept if isinstance(value, nn.Module)]
+    return {id(parameter): parameter for module in modules for parameter in module.parameters()}
+
+
+def _is_filled(cell: Any) -> bool:
+    try:
+        return cell.cell_contents is not None
+    except ValueError:
+        return False
+
+
+def _kind(value: Any) -> Hashable:
+    """Return what tells kinds of batches apart: not how large they are."""
+    if isinstance(value, Tensor):
+        return value.ndim, value.dtype
+    leaves, spec = pytree.tree_flatten(value)
+    return (str(spec), *((leaf.ndim, leaf.dtype) if isinstance(leaf, Tensor) else type(leaf) for leaf in leaves))
+
+
+def _bytes(value: Any) -> int:
+    return sum(leaf.numel() * leaf.element_size() for leaf in pytree.tree_leaves(value) if isinstance(leaf, Tensor))
+
+
+def _together(parts: Sequence[Any], rows: Sequence[int]) -> Any:
+    """Return values of several microbatches as those of one. Raises ValueError where a tensor has not its rows."""
+
+    def one(*leaves: Any) -> Any:
+        if not isinstance(leaves[0], Tensor):
+            return leaves[0]
+        if any(not leaf.ndim or leaf.shape[0] != count for leaf, count in zip(leaves, rows, strict=True)):
+            raise ValueError("no rows")
+        return torch.cat(leaves)
+
+    return None if parts[0] is None else pytree.tree_map(one, *parts)

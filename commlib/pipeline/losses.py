@@ -1,0 +1,175 @@
+"""Losses: what each microbatch's counts in that of its batch, and whether they add up to it."""
+
+from __future__ import annotations
+
+import inspect
+import math
+from collections.abc import Callable, Hashable, Mapping, Sequence
+from typing import Any, NamedTuple
+
+from commlib.errors import UsageError
+from commlib.pipeline.batch import shares, shares_in_updates
+
+Weigh = Callable[..., Any] | str | None
+"""How many terms a microbatch's loss is the mean of, as a user says it: a function, "rows", "sum", or None: find out.
+
+A function is called with the microbatch's target, and with its inputs and sample weights if it has parameters of these
+names (`inputs`, `sample_weight`), or two or three without defaults.
+"""
+
+REMEDY = (
+    "give weigh= to pipeline(): a function of a microbatch's target that returns how many terms its loss is the mean "
+    'of, such as lambda target: (target != -100).sum(); or weigh="sum" if it is a sum. A loss that mixes rows, such as '
+    'Dice, has no such number: use microbatches=1, or weigh="rows" to train with the mean of the microbatches\' own'
+)
+
+
+class Weights(NamedTuple):
+    """What the losses of microbatches count. terms: of how many each is the mean; of sums, whether it has any at all.
+
+    A microbatch without terms counts nothing, whatever its loss, which may be 0/0.
+    """
+
+    terms: tuple[float, ...]
+    is_sum: bool = False
+
+    def in_batch(self) -> list[float]:
+        """Return what each loss counts in that of the batch."""
+        return self._ones() if self.is_sum else shares(self.terms)
+
+    def in_updates(self, every: int) -> list[float]:
+        """Return what each loss counts in its update: one follows every so many microbatches; 0: one follows all."""
+        return self._ones() if self.is_sum else shares_in_updates(self.terms, every)
+
+    def _ones(self) -> list[float]:
+        return [1.0 if count else 0.0 for count in self.terms]
+
+
+def weights_of(terms: Sequence[float], rows: Sequence[int], *, is_sum: bool = False) -> Weights:
+    """Return what losses count that are means of so many terms: of rows, if no microbatch has any, as one process."""
+    found = tuple(float(count) if number else 0.0 for count, number in zip(terms, rows, strict=True))
+    return Weights(found if any(found) else tuple(map(float, rows)), is_sum)
+
+
+class Weigher:
+    """What a user says of microbatches with `weigh=`. Raises UsageError for what says nothing."""
+
+    def __init__(self, weigh: Weigh) -> None:
+        if not (weigh is None or weigh in ("rows", "sum") or callable(weigh)):
+            raise UsageError(f'pipeline: weigh is {weigh!r}, expected a function, "rows", "sum" or None')
+        self._weigh = weigh
+        self._extra: tuple[str, ...] = ()
+        self._named: tuple[str, ...] = ()
+        if callable(weigh):
+            self._extra, self._named = _wanted(weigh)
+        self.wants_inputs = "inputs" in (*self._extra, *self._named)
+        """Whether it is a function that takes the microbatch's inputs."""
+
+    @property
+    def says(self) -> bool:
+        """Whether it says anything."""
+        return self._weigh is not None
+
+    @property
+    def is_checked(self) -> bool:
+        """Whether what it says may be wrong: a word is taken as it is."""
+        return not isinstance(self._weigh, str)
+
+    def weights(
+        self, rows: Sequence[int], targets: Sequence[Any], inputs: Sequence[Any], sample_weights: Sequence[Any] = ()
+    ) -> Weights:
+        """Return what each microbatch counts, of so many rows each. Raises UsageError for numbers of no terms."""
+        if not callable(self._weigh):
+            return weights_of(rows, rows, is_sum=self._weigh == "sum")
+        if self.wants_inputs and not inputs:
+            raise UsageError("pipeline: weigh= takes inputs, so give x on the rank of the last stage, too")
+        terms = []
+        for number, count in enumerate(rows):
+            known = {
+                "inputs": inputs[number] if inputs else None,
+                "sample_weight": sample_weights[number] if sample_weights else None,
+            }
+            arguments = [known[name] for name in self._extra]
+            named = {name: known[name] for name in self._named}
+            terms.append(float(self._weigh(targets[number], *arguments, **named)) if count else 0.0)
+            if not 0 <= terms[-1] < math.inf:
+                raise UsageError(
+                    f"pipeline: weigh= says {terms[-1]} of microbatch {number}, expected a number of terms"
+                )
+        return weights_of(terms, rows)
+
+
+def _wanted(weigh: Callable[..., Any]) -> tuple[tuple[str, ...], tuple[str, ...]]:
+    """Return what a function is given beside the target: one after another, and by name."""
+    try:
+        parameters = inspect.signature(weigh).parameters.values()
+    except (TypeError, ValueError):  # of C
+        return (), ()
+    positional = [
+        parameter
+        for parameter in parameters
+        if parameter.kind in (parameter.POSITIONAL_ONLY, parameter.POSITIONAL_OR_KEYWORD)
+        and (parameter.default is parameter.empty or parameter.name in ("inputs", "sample_weight"))
+    ][1:]
+    named = [one.name for one in parameters if one.kind is one.KEYWORD_ONLY and one.name in ("inputs", "sample_weight")]
+    known = [one.name for one in positional if one.name in ("inputs", "sample_weight")]
+    if known:
+        return (), (*known, *named)
+    return ("inputs", "sample_weight")[: len(positional)], tuple(named)
+
+
+class Looks:
+    """Says which batches of a kind are looked at: the first two, the tenth, the hundredth and so on."""
+
+    def __init__(self) -> None:
+        self._seen: dict[Hashable, int] = {}
+
+    def is_due(self, kind: Hashable) -> bool:
+        """Count a batch of a kind, and return whether it is to be looked at."""
+        number = self._seen[kind] = self._seen.get(kind, 0) + 1
+        return number == 2 or str(number).strip("0") == "1"
+
+
+class Details(NamedTuple):
+    """What is known of a batch, on every rank.
+
+    losses: of each microbatch; NaN of one without rows. metrics: what the loss returned beside itself, weighted as
+    losses are. outputs: of the whole batch, if they were asked for, on the rank of the last stage.
+    """
+
+    loss: Any
+    losses: list[float]
+    metrics: Mapping[str, Any]
+    outputs: Any = None
+
+
+def is_close(one: float, other: float, size: float, epsilon: float) -> bool:
+    """Return whether two numbers are the same but for rounding. size: of what was added; epsilon: that of the dtype."""
+    return math.isfinite(one) and abs(one - other) <= max(size, abs(one), abs(other)) * epsilon**0.7
+
+
+def fault_in_sum(whole: float, losses: Sequence[float], weights: Weights, epsilon: float, *, by: str) -> str:
+    """Return what is wrong if losses of microbatches do not come to that of all of them together; "" if nothing is.
+
+    weights: of these microbatches alone. by: how they were weighted, in words. Only a finite whole tells anything.
+    """
+    parts = [loss * share for loss, share in zip(losses, weights.in_batch(), strict=True) if share]
+    if not math.isfinite(whole) or is_close(sum(parts), whole, sum(map(abs, parts)), epsilon):
+        return ""
+    hint = ': it is their sum, so give weigh="sum" to pipeline()'
+    if not is_close(sum(losses), whole, sum(map(abs, losses)), epsilon):
+        hint = f", so it is no mean over that: {REMEDY}"
+    return (
+        f"pipeline: the loss of {len(losses)} microbatches together is {whole:.6g}, but their own losses come to "
+        f"{sum(parts):.6g}, weighted by {by}{hint}"
+    )
+
+
+def fault_in_terms(terms: Sequence[float], weights: Weights, *, by: str) -> str:
+    """Return what is wrong if microbatches' losses are means of other numbers of terms than was assumed; else ""."""
+    if weights.is_sum or not sum(terms):
+        return ""
+    if all(abs(a - b) <= 1e-6 for a, b in zip(shares(terms), weights.in_batch(), strict=True)):
+        return ""
+    got = ", ".join(f"{count:g}" for count in terms)
+    return f"pipeline: the losses of microbatches are means of {got} terms, but were weighted by {by}: {REMEDY}"

@@ -1,0 +1,299 @@
+"""Losses of a pipeline are those of one process, whatever they are a mean of; or they are refused."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from commlib.errors import UsageError
+from commlib_torch import pipeline
+
+WIDTH = 6
+EXACT = 1e-11  # sums of microbatches are added in another order than in one process: some ulps of float64
+WEIGHTS = torch.arange(1.0, WIDTH + 1, dtype=torch.float64)
+IGNORED = -100
+
+
+def layers(*more: nn.Module) -> nn.Sequential:
+    torch.manual_seed(0)
+    own = [nn.Linear(WIDTH, WIDTH), nn.Tanh(), nn.Linear(WIDTH, WIDTH), nn.Tanh(), nn.Linear(WIDTH, WIDTH)]
+    return nn.Sequential(*own, *more).double()
+
+
+def inputs(rows: int, *shape: int, seed: int = 1) -> Tensor:
+    return torch.randn(rows, *shape, WIDTH, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
+
+
+def classes(rows: int, *shape: int, ignored: bool = True, seed: int = 2) -> Tensor:
+    """Return classes; of the last rows more and more are ignored."""
+    found = torch.randint(WIDTH, (rows, *shape), generator=torch.Generator().manual_seed(seed))
+    if ignored:
+        flat = found.reshape(rows, -1)
+        for row in range(rows // 2, rows):
+            flat[row, : row - rows // 2 + 1] = IGNORED
+    return found
+
+
+def floats(*shape: int, seed: int = 3) -> Tensor:
+    return torch.rand(*shape, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
+
+
+def words(loss: Callable[..., Tensor] = F.cross_entropy, **options: Any) -> Callable[[Tensor, Tensor], Tensor]:
+    return lambda output, target: loss(output.flatten(0, 1), target.flatten(), **options)
+
+
+def next_words(output: Tensor, target: Tensor) -> Tensor:
+    return F.cross_entropy(output[:, :-1].flatten(0, 1), target[:, 1:].flatten())
+
+
+def by_hand(output: Tensor, target: Tensor) -> Tensor:
+    losses, counts = F.cross_entropy(output, target, reduction="none"), target != IGNORED
+    return (losses * counts).sum() / counts.sum()
+
+
+def assert_is_that_of_one_process(comm: Any, loss: Any, *batches: Any, model: Any = layers, **options: Any) -> None:
+    """Compare losses and gradients of batches, which are added up, and what evaluate says."""
+    whole = model()
+    pipe = pipeline(model(), comm, loss=loss, microbatches=4, **options)
+    try:
+        for x, y in batches:
+            expected = loss(whole(x), y)
+            expected.backward()
+            with torch.no_grad():
+                evaluated = pipe.evaluate(x, y)
+            got = pipe.step(x if comm.rank == pipe.pipe.first else None, y if comm.rank == pipe.pipe.last else None)
+            torch.testing.assert_close(got, expected.detach(), rtol=EXACT, atol=EXACT)
+            torch.testing.assert_close(evaluated, expected.detach(), rtol=EXACT, atol=EXACT)
+        named = dict(whole.named_parameters())
+        for name, parameter in pipe.named_parameters():
+            torch.testing.assert_close(parameter.grad, named[name].grad, rtol=EXACT, atol=EXACT)
+    finally:
+        pipe.close()
+
+
+OF_CLASSES = {
+    "ignored": nn.CrossEntropyLoss(),
+    "function": F.cross_entropy,
+    "partial": partial(F.cross_entropy, label_smoothing=0.1),
+    "weights": nn.CrossEntropyLoss(weight=WEIGHTS),
+    "weights and smoothing": nn.CrossEntropyLoss(weight=WEIGHTS, label_smoothing=0.2),
+    "another index": nn.CrossEntropyLoss(ignore_index=2),
+    "sum": nn.CrossEntropyLoss(reduction="sum"),
+    "legacy sum": partial(F.cross_entropy, size_average=False),
+    "likelihood": lambda output, target: F.nll_loss(output.log_softmax(-1), target, weight=WEIGHTS),
+    "half of it": lambda output, target: 0.5 * F.cross_entropy(output, target),
+    "with metrics of nothing": lambda output, target: (F.cross_entropy(output, target), {})[0],
+}
+
+
+@pytest.mark.parametrize("name", OF_CLASSES)
+def test_classes_that_are_ignored_or_weighted(comm: Any, name: str) -> None:
+    """Microbatches counted by their rows, so that ignored targets and weights of classes gave another loss."""
+    ignored = 2 if "index" in name else IGNORED
+    some, few = ((rows := classes(count)).where(rows != IGNORED, ignored) for count in (9, 6))
+    some[7:] = ignored  # a microbatch without terms
+    batches = (inputs(9), classes(9, ignored=False, seed=7)), (inputs(9), some), (inputs(6), few)
+    assert_is_that_of_one_process(comm, OF_CLASSES[name], *batches)
+
+
+@pytest.mark.parametrize("name", ["zb_h1", "interleaved"])
+def test_a_microbatch_without_terms_counts_nothing(comm: Any, name: str) -> None:
+    """0/0 times a share of 0 was NaN, in the loss and in the weights."""
+    target = classes(8, ignored=False)
+    target[2:4] = IGNORED
+    target[6:] = IGNORED
+    for weigh in (lambda y: (y != IGNORED).sum(), lambda target, inputs: (target != IGNORED).sum() + 0 * len(inputs)):
+        pipe = pipeline(layers(), comm, loss=by_hand, microbatches=4, schedule=name, weigh=weigh)
+        whole = layers()
+        expected = by_hand(whole(inputs(8)), target)
+        expected.backward()
+        torch.testing.assert_close(pipe.step(inputs(8), target), expected.detach(), rtol=EXACT, atol=0)
+        torch.testing.assert_close(pipe.evaluate(inputs(8), target), expected.detach(), rtol=EXACT, atol=0)
+        named = dict(whole.named_parameters())
+        for key, parameter in pipe.named_parameters():
+            torch.testing.assert_close(parameter.grad, named[key].grad, rtol=EXACT, atol=EXACT)
+        pipe.close()
+
+
+OF_WORDS = {
+    "ignored": words(),
+    "sum": words(reduction="sum"),
+    "weights": words(weight=WEIGHTS),
+    "transposed": lambda output, target: F.cross_entropy(output.transpose(1, 2), target),
+    "next words": next_words,
+    "likelihood": lambda output, target: F.nll_loss(output.log_softmax(-1).flatten(0, 1), target.flatten()),
+}
+
+
+@pytest.mark.parametrize("name", OF_WORDS)
+def test_words_that_are_ignored(comm: Any, name: str) -> None:
+    """A function of the user's own that calls one of torch's losses is as good as that."""
+    batches = (inputs(8, 5), classes(8, 5, ignored=False)), (inputs(7, 5), classes(7, 5)), (inputs(7, 3), classes(7, 3))
+    assert_is_that_of_one_process(comm, OF_WORDS[name], *batches)
+
+
+OF_FLOATS: dict[str, Any] = {
+    "squares": nn.MSELoss(),
+    "sum of squares": nn.MSELoss(reduction="sum"),
+    "absolutes": nn.L1Loss(),
+    "smooth": nn.SmoothL1Loss(),
+    "sum of smooth": nn.SmoothL1Loss(reduction="sum"),
+    "huber": nn.HuberLoss(),
+    "logits": nn.BCEWithLogitsLoss(weight=WEIGHTS, pos_weight=WEIGHTS),
+    "divergence by rows": nn.KLDivLoss(reduction="batchmean"),
+    "divergence": nn.KLDivLoss(reduction="mean"),
+    "sum of divergence": nn.KLDivLoss(reduction="sum"),
+    "poisson": nn.PoissonNLLLoss(),
+    "margins": nn.MultiLabelSoftMarginLoss(),
+    "soft margins": lambda output, target: F.soft_margin_loss(output, target.round() * 2 - 1),
+    "gaussian": lambda output, target: F.gaussian_nll_loss(output, target, target + 1),
+    "probabilities": nn.CrossEntropyLoss(weight=WEIGHTS, label_smoothing=0.1),
+    "two": lambda output, target: F.mse_loss(output, target) + 0.1 * F.l1_loss(output, target),
+    "by hand": lambda output, target: ((output - target) ** 2).mean(),
+    "triplets": lambda output, target: F.triplet_margin_loss(output, target, target.flip(-1)),
+    "cosines": lambda output, target: F.cosine_embedding_loss(output, target, target[:, 0].round() * 2 - 1),
+    "of 5 classes": lambda output, target: F.multi_margin_loss(output, target[:, 0].round().long(), weight=WEIGHTS),
+}
+
+
+@pytest.mark.filterwarnings("ignore:reduction")
+@pytest.mark.parametrize("name", OF_FLOATS)
+def test_other_losses(comm: Any, name: str) -> None:
+    """Sums were divided by the number of microbatches."""
+    batches = [(inputs(rows), floats(rows, WIDTH, seed=rows)) for rows in (9, 8, 3)]
+    assert_is_that_of_one_process(comm, OF_FLOATS[name], *batches)
+
+
+def dice(output: Tensor, target: Tensor) -> Tensor:
+    chances = output.sigmoid()
+    return 1 - 2 * (chances * target).sum() / (chances.sum() + target.sum())
+
+
+def mixing(output: Tensor, target: Tensor) -> Tensor:
+    return F.mse_loss(output[:, :1], target[:, 0])  # (rows, 1) and (rows): all pairs
+
+
+class Contrastive(nn.Module):
+    def forward(self, output: Tensor, target: Tensor) -> Tensor:
+        return F.cross_entropy(output @ target.T, torch.arange(len(output)))
+
+
+REFUSED: dict[str, tuple[Any, Any, str]] = {
+    "dice": (dice, floats(8, WIDTH).round(), "weigh="),
+    "mixing": (mixing, floats(8, WIDTH), "weigh="),
+    "contrastive": (Contrastive(), floats(8, WIDTH), "weigh="),
+    "sum by hand": (lambda o, t: ((o - t) ** 2).sum(), floats(8, WIDTH), 'weigh="sum"'),
+    "mean of words by hand": (by_hand, classes(8), "weigh="),
+    "deviation": (lambda o, t: (o - t).std(), floats(8, WIDTH), "weigh="),
+    "two terms": (
+        lambda o, t: F.cross_entropy(o, t) + F.mse_loss(o, o.detach() * 0.5), classes(8), "weigh=",
+    ),
+    "scaled sum": (lambda o, t: F.mse_loss(o, t, reduction="sum") / 3, floats(8, WIDTH), 'weigh="sum"'),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_what_is_no_mean_over_rows_is_refused(comm: Any, name: str) -> None:
+    """Dice gave 0.0 instead of 205.6, and nobody said anything."""
+    loss, target, remedy = REFUSED[name]
+    pipe = pipeline(layers(), comm, loss=loss, microbatches=4)
+    with pytest.raises(UsageError, match=remedy):
+        pipe.step(inputs(8), target)
+    with pytest.raises(UsageError, match=remedy):
+        pipe.evaluate(inputs(8), target)
+    pipe.close()
+    pipe = pipeline(layers(), comm, loss=loss, microbatches=4, weigh="rows")  # taken at its word
+    pipe.step(inputs(8), target)
+    pipe.close()
+
+
+def test_words_come_to_be_ignored_later(comm: Any) -> None:
+    """Even if the first batches have none, and nobody can say beforehand how many words a microbatch has."""
+
+    def every_other(output: Tensor, target: Tensor) -> Tensor:
+        return F.cross_entropy(output[:, ::2].flatten(0, 1), target[:, ::2].flatten())
+
+    pipe = pipeline(layers(), comm, loss=every_other, microbatches=4)
+    whole = layers()
+    for seed in range(3):
+        x, y = inputs(8, 5, seed=seed), classes(8, 5, ignored=False, seed=seed)
+        torch.testing.assert_close(pipe.step(x, y), every_other(whole(x), y).detach(), rtol=EXACT, atol=0)
+    with pytest.raises(UsageError, match="means of 6, 6, 4, 2 terms, but were weighted by their rows: give weigh="):
+        pipe.step(inputs(8, 5), classes(8, 5))
+    pipe.close()
+
+
+def test_what_weigh_says_is_looked_at(comm: Any) -> None:
+    pipe = pipeline(layers(), comm, loss=F.cross_entropy, microbatches=4, weigh=len)
+    with pytest.raises(UsageError, match="weighted by what weigh= says"):
+        pipe.step(inputs(8), classes(8))
+    pipe.close()
+    pipe = pipeline(layers(), comm, loss=lambda o, t: (o - t).square().sum(), microbatches=4, weigh="sum")
+    x, y = inputs(8), floats(8, WIDTH)
+    torch.testing.assert_close(pipe.step(x, y), (layers()(x) - y).square().sum().detach(), rtol=EXACT, atol=0)
+    pipe.close()
+    with pytest.raises(UsageError, match="weigh is 'mean', expected a function"):
+        pipeline(layers(), comm, loss=F.cross_entropy, microbatches=4, weigh="mean")
+
+
+def test_nobody_notices_a_look(comm: Any) -> None:
+    """A look calls the loss once more: on a copy of what it keeps, with random numbers that are drawn again."""
+    seen: list[float] = []
+    keeps = nn.ModuleList([nn.BatchNorm1d(WIDTH, affine=False).double()])
+
+    def noisy(output: Tensor, target: Tensor) -> Tensor:
+        keeps[0](output)
+        value = F.mse_loss(F.dropout(output, 0.5), target, reduction="none").mean()
+        seen.append(float(value.detach()))
+        return value
+
+    whole, x, y = layers(), inputs(8), floats(8, WIDTH)
+    pipe = pipeline(layers(), comm, loss=noisy, microbatches=4)
+    torch.manual_seed(5)
+    got = pipe.step(x, y)
+    if comm.rank == pipe.pipe.last:
+        assert len(seen) == 4 and keeps[0].num_batches_tracked == 4
+        drawn = torch.rand(2)
+        torch.manual_seed(5)
+        with torch.no_grad():
+            expected = [noisy(whole(x[rows : rows + 2]), y[rows : rows + 2]) for rows in range(0, 8, 2)]
+        torch.testing.assert_close(got, torch.stack(expected).mean(), rtol=EXACT, atol=0)
+        assert torch.equal(drawn, torch.rand(2))
+    pipe.close()
+
+
+def test_a_compiled_loss_is_not_watched_but_what_it_was_made_of(comm: Any) -> None:
+    def compiled(function: Any) -> Any:
+        def call(*args: Any) -> Any:
+            return function(*args)
+
+        call._torchdynamo_orig_callable = function  # type: ignore[attr-defined]  # as torch.compile marks it
+        return call
+
+    batches = (inputs(8), classes(8, ignored=False)), (inputs(9), classes(9))
+    assert_is_that_of_one_process(comm, compiled(F.cross_entropy), *batches)
+
+
+def test_updates_within_a_batch_weigh_words(comm: Any) -> None:
+    """PipeDream updates after so many microbatches: what each counts is of these."""
+    x, y = inputs(8), classes(8)
+    one = copy.deepcopy(layers())
+    pipe = pipeline(
+        layers(), comm, loss=F.cross_entropy, microbatches=4, schedule="pipedream", every=4,
+        optimizer=lambda named: torch.optim.SGD([p for _, p in named], lr=0.1),
+    )  # fmt: skip
+    pipe.step(x, y)
+    loss = F.cross_entropy(one(x), y)
+    loss.backward()
+    torch.optim.SGD(one.parameters(), lr=0.1).step()
+    expected = one.state_dict()
+    for name, value in pipe.state_dict().items():
+        torch.testing.assert_close(value, expected[name], rtol=1e-10, atol=1e-10)
+    pipe.close()

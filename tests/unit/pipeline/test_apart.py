@@ -1,0 +1,74 @@
+"""A function that is called apart leaves nothing behind."""
+
+from __future__ import annotations
+
+from functools import partial
+from typing import Any
+
+from commlib.pipeline.apart import apart
+
+calls: list[int] = []
+number = 0
+
+
+def named(value: int, kept: list[int] = []) -> int:  # noqa: B006
+    global number
+    number += value
+    calls.append(value)
+    kept.append(value)
+    return number + len(calls) + len(kept)
+
+
+class Counter:
+    def __init__(self) -> None:
+        self.count = 0
+
+    def __call__(self, value: int) -> int:
+        self.count += value
+        return self.count
+
+    def method(self, value: int) -> int:
+        return self(value)
+
+
+def closure() -> tuple[Any, list[int]]:
+    kept: list[int] = []
+    count = 0
+
+    def call(value: int) -> int:
+        nonlocal count
+        count += 1
+        kept.append(value)
+        return len(kept) + count
+
+    return call, kept
+
+
+def test_variables_of_a_module_and_defaults_stay() -> None:
+    assert apart(named)(5) == 5 + 1 + 1
+    assert (number, calls, named.__defaults__) == (0, [], ([],))
+
+
+def test_closures_stay() -> None:
+    call, kept = closure()
+    copy = apart(call)
+    assert copy(1) == 2 and copy(1) == 4 and kept == [] and call(1) == 2
+
+
+def test_objects_methods_and_partial_functions_stay() -> None:
+    counter = Counter()
+    for function in (counter, counter.method, partial(Counter.method, counter)):
+        assert apart(function)(3) == 3
+    assert counter.count == 0
+
+
+def test_what_is_shared_or_cannot_be_copied_is_used_as_it_is() -> None:
+    counter = Counter()
+    assert apart(counter, {id(counter): counter})(2) == 2 and counter.count == 2
+    lines = (line for line in "ab")
+    assert apart(lambda: next(lines))() == "a"
+
+    def again(value: int) -> int:
+        return again(value - 1) if value else 0
+
+    assert apart(again)(3) == 0

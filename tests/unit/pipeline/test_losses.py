@@ -1,0 +1,82 @@
+"""What microbatches' losses count, what a user says of that, and how a look finds what is no mean."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import numpy as np
+import pytest
+
+from commlib.errors import UsageError
+from commlib.pipeline.losses import Looks, Weigher, Weights, fault_in_sum, fault_in_terms, weights_of
+
+
+def test_a_microbatch_without_terms_counts_nothing() -> None:
+    weights = weights_of([3, 0, 1], [2, 2, 2])
+    assert weights.in_batch() == [0.75, 0.0, 0.25]
+    assert weights.in_updates(2) == [1.0, 0.0, 1.0]
+    assert weights_of([4, 0, 0], [4, 4, 0], is_sum=True).in_batch() == [1.0, 0.0, 0.0]
+
+
+def test_a_batch_without_terms_is_as_in_one_process() -> None:
+    assert weights_of([0, 0], [3, 1]).in_batch() == [0.75, 0.25]
+    assert weights_of([0, 0], [0, 0]).in_batch() == [0.0, 0.0]
+
+
+FUNCTIONS: list[Any] = [
+    (lambda target: len(target), [2, 1]),
+    (lambda target, factor=3: len(target) * factor, [6, 3]),
+    (lambda target, x: len(target) + len(x), [12, 11]),
+    (lambda target, x, weights: len(target) + float(sum(weights)), [2.5, 1.5]),
+    (lambda target, sample_weight: float(sum(sample_weight)), [0.5, 0.5]),
+    (lambda target, *, inputs: len(inputs), [10, 10]),
+    (lambda target, sample_weight=None, inputs=None: len(inputs) + float(sum(sample_weight)), [10.5, 10.5]),
+    (np.size, [2, 1]),
+]
+
+
+@pytest.mark.parametrize("place", range(len(FUNCTIONS)))
+def test_weigh_is_given_what_it_takes(place: int) -> None:
+    function, expected = FUNCTIONS[place]
+    given = [[1, 1], [1]], ["x" * 10, "x" * 10], [[0.25, 0.25], [0.5]]
+    assert Weigher(function).weights([2, 1], *given).terms == tuple(expected)
+
+
+def test_weigh_says_what_makes_sense() -> None:
+    assert Weigher("rows").weights([2, 1], [], []) == Weights((2.0, 1.0))
+    assert Weigher("sum").weights([2, 1], [], []).in_batch() == [1.0, 1.0]
+    assert not Weigher("sum").is_checked and Weigher(len).is_checked
+    with pytest.raises(UsageError, match="weigh is 3"):
+        Weigher(3)  # type: ignore[arg-type]
+    with pytest.raises(UsageError, match=r"weigh= says -1\.0 of microbatch 1"):
+        Weigher(lambda target: target).weights([2, 1], [1, -1], [])
+    with pytest.raises(UsageError, match="says nan"):
+        Weigher(lambda target: math.nan).weights([2, 1], [1, 1], [])
+    with pytest.raises(UsageError, match="give x on the rank of the last stage"):
+        Weigher(lambda target, inputs: 1).weights([2, 1], [1, 1], [])
+
+
+def test_few_batches_are_looked_at() -> None:
+    looks = Looks()
+    assert [number for number in range(1, 1002) if looks.is_due("kind")] == [1, 2, 10, 100, 1000]
+    assert looks.is_due("another kind")
+
+
+def test_a_look_finds_what_is_no_mean() -> None:
+    weights, epsilon = Weights((3.0, 1.0)), 2.2e-16
+    assert not fault_in_sum(1.75, [2.0, 1.0], weights, epsilon, by="their rows")
+    assert not fault_in_sum(1.75 + 1e-13, [2.0, 1.0], weights, epsilon, by="their rows")
+    assert 'give weigh="sum"' in fault_in_sum(3.0, [2.0, 1.0], weights, epsilon, by="their rows")
+    fault = fault_in_sum(1.6, [2.0, 1.0], weights, epsilon, by="their rows")
+    assert "together is 1.6, but their own losses come to 1.75, weighted by their rows" in fault and "weigh=" in fault
+    assert fault_in_sum(1.6, [2.0, math.nan], weights, epsilon, by="their rows")
+    assert not fault_in_sum(2.0, [2.0, math.nan], Weights((3.0, 0.0)), epsilon, by="their rows")
+    assert not fault_in_sum(math.nan, [2.0, math.nan], weights, epsilon, by="their rows")
+    assert not fault_in_sum(1.751, [2.0, 1.0], weights, 7.8e-3, by="their rows")  # bfloat16
+
+
+def test_terms_that_are_others_than_was_assumed() -> None:
+    assert not fault_in_terms([6, 2], Weights((3.0, 1.0)), by="their rows")
+    assert not fault_in_terms([0, 0], Weights((3.0, 1.0)), by="their rows")
+    assert "means of 6, 1 terms" in fault_in_terms([6, 1], Weights((3.0, 1.0)), by="their rows")
