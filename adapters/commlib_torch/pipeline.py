@@ -79,8 +79,9 @@ def pipeline(
     codec: how activations and their gradients travel, such as "bf16" or "int8"; or a mapping by the stages between
     which they do: {(0, 1): "bf16", (1, 0): "int8"}. weigh: how
     many terms a microbatch's loss is the mean of, where torch's own losses do not say it: a function of its target and,
-    if it takes them, `inputs`; or "rows", or "sum" of a loss that is a sum. optimizer: makes the optimizer of named parameters,
-    for schedules that update weights themselves; every: microbatches between their updates.
+    if it takes them, `inputs`; or "rows", or "sum" of a loss that is a sum.
+    optimizer: makes the optimizer of named parameters, for schedules that update weights themselves; every:
+    microbatches between their updates.
 
     Raises UsageError for what makes no sense on this rank, MismatchError on all ranks if they ask for different things,
     ScheduleError for a schedule that cannot run.
