@@ -269,16 +269,11 @@ def test_nobody_notices_a_look(comm: Any) -> None:
     pipe.close()
 
 
-def test_a_compiled_loss_is_not_watched_but_what_it_was_made_of(comm: Any) -> None:
-    def compiled(function: Any) -> Any:
-        def call(*args: Any) -> Any:
-            return function(*args)
-
-        call._torchdynamo_orig_callable = function  # type: ignore[attr-defined]  # as torch.compile marks it
-        return call
-
+@pytest.mark.long
+@pytest.mark.parametrize("loss", [F.cross_entropy, nn.CrossEntropyLoss()], ids=["function", "module"])
+def test_a_compiled_loss_is_not_watched_but_what_it_was_made_of(comm: Any, loss: Any) -> None:
     batches = (inputs(8), classes(8, ignored=False)), (inputs(9), classes(9))
-    assert_is_that_of_one_process(comm, compiled(F.cross_entropy), *batches)
+    assert_is_that_of_one_process(comm, torch.compile(loss, backend="eager"), *batches)
 
 
 def test_updates_within_a_batch_weigh_words(comm: Any) -> None:
