@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import nullcontext
+from contextlib import contextmanager, nullcontext
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -219,37 +219,26 @@ class Pipeline(Staged):
         arguments or a dict of named ones, needed on the rank of the first stage; y: needed on that of the last. scale:
         what gradients, but not the loss, are multiplied by.
         """
-        empty = self._begin(x, y, is_training=True, scale=scale)
-        try:
+        with self._batch_of(x, y, is_training=True, scale=scale) as empty:
             whole = nullcontext() if self.statistics is None else self.statistics.step()
             with whole, self._tied.apart(), backward_passes.as_one(), in_order():
                 self._pipe.train(empty)
             self._tied.add_up()
             return self._loss()
-        finally:
-            self._end()
 
     def evaluate(self, x: Any = None, y: Any = None) -> Tensor:
         """Return the mean loss of a batch in evaluation mode, on every rank. Collective."""
-        with in_mode(self.parts, training=False):
-            empty = self._begin(x, y)
-            try:
-                with in_order():
-                    self._pipe.forward(empty)
-                return self._loss()
-            finally:
-                self._end()
+        with in_mode(self.parts, training=False), self._batch_of(x, y) as empty:
+            with in_order():
+                self._pipe.forward(empty)
+            return self._loss()
 
     def predict(self, x: Any = None) -> Any:
         """Return what the model gives for a batch in evaluation mode, on every rank. Collective."""
-        with in_mode(self.parts, training=False):
-            empty = self._begin(x, None, wants_outputs=True)
-            try:
-                with in_order():
-                    self._pipe.forward(empty)
-                return self._outputs()
-            finally:
-                self._end()
+        with in_mode(self.parts, training=False), self._batch_of(x, None, wants_outputs=True) as empty:
+            with in_order():
+                self._pipe.forward(empty)
+            return self._outputs()
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """Refuse to be called: a batch goes through all ranks."""
@@ -312,6 +301,17 @@ class Pipeline(Staged):
         for name, parameter in self.named_parameters(remove_duplicate=False):
             for other in self._names.get(name, [name]):
                 yield other, parameter
+
+    @contextmanager
+    def _batch_of(self, x: Any, y: Any, **options: Any) -> Iterator[set[int]]:
+        """Run a batch within. What goes wrong on a rank is told to all, and nothing of it is left."""
+        with self._pipe.together():
+            try:
+                yield self._begin(x, y, **options)
+            finally:
+                for stage in self._stages.values():
+                    stage.clear()
+                self._batch = Batch()
 
     def _begin(
         self,
@@ -387,11 +387,6 @@ class Pipeline(Staged):
         for leaf in leaves:
             comm.broadcast(array_of(leaf), last)
         return pytree.tree_unflatten(leaves, pytree.treespec_loads(shape))
-
-    def _end(self) -> None:
-        for stage in self._stages.values():
-            stage.clear()
-        self._batch = Batch()
 
 
 def _names_by_name(parts: Sequence[nn.Module]) -> dict[str, list[str]]:

@@ -303,6 +303,10 @@ class Group:
         """Mark the group as failed with what came out of a call half-way: see `Standing.abandon`."""
         self._standing.abandon(text, error)
 
+    def fail(self, error: CommlibError) -> None:
+        """Let the group run no more calls because of an error between them; the other ranks are told. Idempotent."""
+        self._standing.fail(error)
+
     def speak_for(self, explain: Callable[[float, list[int]], str]) -> None:
         """Let another speak for a group that makes calls which are not its user's.
 

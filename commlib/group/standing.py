@@ -81,6 +81,11 @@ class Standing:
                 "make a new one (commlib.shutdown and commlib.init, or split) on all ranks"
             )
 
+    def fail(self, error: CommlibError) -> None:
+        """Let the group fail with what came out of no call of it. Idempotent."""
+        if self.failure is None:
+            self._fail(error)
+
     def raise_failure(self, text: str) -> NoReturn:
         """Raise an error that says why the call `text` does not run: what the group failed with before."""
         failure = self.failure

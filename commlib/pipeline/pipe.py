@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import replace
 from os import PathLike
 from pathlib import Path
@@ -14,8 +15,8 @@ from commlib.communicator import Communicator
 from commlib.compress.codec import Codec
 from commlib.compress.registry import codec_of
 from commlib.data_parallel.parameter_check import check_agreement
-from commlib.errors import UsageError
-from commlib.pipeline.runner import Runner
+from commlib.errors import ShutdownError, UsageError
+from commlib.pipeline.runner import Runner, line
 from commlib.pipeline.schedule import Kind, Link, Lowered, Schedule, find, make, render, verify
 from commlib.pipeline.schedule.csv import read
 from commlib.pipeline.schedule.lower import Way
@@ -53,6 +54,9 @@ class Pipe:
     links: which stages take what from which. stages: this rank's. lines: what must be alike on all ranks, for
     MismatchError. codec: how floats travel between ranks. Raises ScheduleError on all ranks where a schedule
     is none.
+
+    An error that comes out of a batch on one rank is told to all: they raise PeerError, wherever they are in it. Where
+    all catch it, the next batch begins anew.
     """
 
     def __init__(
@@ -70,16 +74,21 @@ class Pipe:
         programs = [" ".join(map(str, program)) for program in schedule.programs]
         check_agreement(comm, "a pipeline", [text, *lines, *programs])
         self._codecs = _codecs(codec, links)
-        own = comm.split(0, name=f"{comm.name}.pipeline")
+        self.stages, self._tensors, self._parent = stages, tensors, comm
+        self.lowered: Lowered = verify(schedule, links, reduce=True)
+        self._is_within = self._has_failed = self._is_closed = False
+        self._open()
+
+    def _open(self) -> None:
+        """Let the ranks of this pipeline meet by themselves. Collective."""
+        own = self._parent.split(0, name=f"{self._parent.name}.pipeline")
         assert own is not None
         self.comm = own
         """A communicator of its own: several pipelines of the same ranks do not meet."""
-        self.stages, self._tensors = stages, tensors
-        self.lowered: Lowered = verify(schedule, links, reduce=True)
         # A stage without weights may be on the host among others on GPUs.
-        device = tensors.device
+        device = self._tensors.device
         self._devices: list[str] = own.all_gather_object("" if device is None else device.name)
-        self.runner = Runner(own, self.lowered, stages, tensors, codecs=self._codecs, devices=self._devices)
+        self.runner = Runner(own, self.lowered, self.stages, self._tensors, codecs=self._codecs, devices=self._devices)
         """What runs the schedule."""
         self._forward: Runner | None = None
 
@@ -98,20 +107,54 @@ class Pipe:
         """The rank of the last stage."""
         return self.schedule.placement[-1]
 
+    @contextmanager
+    def together(self) -> Iterator[None]:
+        """Run a batch within, from its beginning to its end: what comes out of it is told to the other ranks.
+
+        Collective after one that failed, else not.
+        """
+        if self._is_within:
+            yield
+            return
+        if self._is_closed:
+            raise UsageError(f"{self.schedule.title}: it is closed: make another pipeline, on all ranks")
+        if self._has_failed:
+            self._open()
+            self._has_failed = False
+        self._is_within = True
+        try:
+            yield
+        except BaseException as error:
+            self._fail(error)
+            raise
+        finally:
+            self._is_within = False
+
+    def _fail(self, error: BaseException) -> None:
+        """Let no rank wait for this one: neither for a message nor in a call of all."""
+        self._has_failed = True
+        for runner in (self.runner, self._forward):
+            if runner is not None:
+                runner.leave(error)
+        text = f"{self.comm.name}: rank {self.comm.rank} has left a batch of {self.schedule.title}: {line(error)}"
+        self.comm.group.fail(ShutdownError(text))
+
     def train(self, empty: Collection[int] = ()) -> None:
         """Run the schedule once. empty: microbatches without rows, on the rank of the first stage."""
-        self.runner.run(empty)
+        with self.together():
+            self.runner.run(empty)
 
     def forward(self, empty: Collection[int] = ()) -> None:
         """Run the forwards alone, in the schedule's order."""
-        if self._forward is None:
-            alone = only_forward(self.schedule)
-            lowered = verify(alone, self.lowered.links)
-            self._forward = Runner(
-                self.comm, lowered, self.stages, self._tensors,
-                name="forward", codecs=self._codecs, devices=self._devices,
-            )  # fmt: skip
-        self._forward.run(empty)
+        with self.together():
+            if self._forward is None:
+                alone = only_forward(self.schedule)
+                lowered = verify(alone, self.lowered.links)
+                self._forward = Runner(
+                    self.comm, lowered, self.stages, self._tensors,
+                    name="forward", codecs=self._codecs, devices=self._devices,
+                )  # fmt: skip
+            self._forward.run(empty)
 
     def tell(self, numbers: Sequence[float], *, rows: int = -1, added: float = 0.0) -> list[float]:
         """Return the last stage's numbers on all ranks; other ranks give as many, whatever they are. Collective.
@@ -140,6 +183,7 @@ class Pipe:
 
     def close(self) -> None:
         """End this rank's part: the others are told. Idempotent."""
+        self._is_closed = True
         self.runner.close()
         if self._forward is not None:
             self._forward.close()

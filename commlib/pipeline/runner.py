@@ -162,6 +162,13 @@ class Runner:
             self._fail(error)
             raise
 
+    def leave(self, error: BaseException) -> None:
+        """Close this rank's channels because of an error, of which they tell unless it was told. Not collective."""
+        self._failure = self._failure or f"rank {self._comm.rank} failed ({type(error).__name__})"
+        self._clear()
+        for channel in self._channels:
+            channel.close(f"has left the pipeline: it failed ({line(error)})")
+
     def close(self) -> None:
         """Close this rank's channels. Idempotent; not collective."""
         for channel in self._channels:
@@ -185,7 +192,7 @@ class Runner:
         error.add_note(f"commlib: in a pipeline, {schedule.title}: at {self.position}\n{drawn}")
         self._clear()
         for channel in self._channels:
-            channel.close(f"has left the pipeline: it failed at {self._program[self._position]} ({_line(error)})")
+            channel.close(f"has left the pipeline: it failed at {self._program[self._position]} ({line(error)})")
 
     def _clear(self) -> None:
         self._given: defaultdict[_Key, dict[int, Values | None]] = defaultdict(dict)
@@ -288,7 +295,7 @@ def _facts(action: Action) -> dict[str, Any]:
     return {"kind": str(action.kind), "stage": action.stage, "microbatch": action.microbatch, "peer": action.peer}
 
 
-def _line(error: BaseException) -> str:
+def line(error: BaseException) -> str:
     """Return an error in a line: its type, and how its text begins."""
     text = str(error).partition("\n")[0]
     return f"{type(error).__name__}: {text[:200]}" if text else type(error).__name__

@@ -1,0 +1,123 @@
+"""What goes wrong on one rank of a pipeline is told to all, wherever it was; those that catch it go on."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from commlib.errors import PeerError, UsageError
+from commlib_torch import pipeline
+
+WIDTH = 4
+
+
+def batch(seed: int = 1) -> tuple[Tensor, Tensor]:
+    x, y = torch.randn(2, 8, WIDTH, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
+    return x, y
+
+
+class Broken:
+    """Raises at the call of that number from now on: in a hook of a gradient, in the loss, or in a layer."""
+
+    def __init__(self) -> None:
+        self.left = -1
+
+    def __call__(self) -> None:
+        self.left -= 1
+        if self.left == 0:
+            raise ZeroDivisionError("on purpose")
+
+
+def in_a_gradient(pipe: Any, broken: Broken) -> None:
+    next(iter(pipe.parameters())).register_hook(lambda gradient: broken())
+
+
+def in_a_layer(pipe: Any, broken: Broken) -> None:
+    next(iter(pipe.parts[0].children())).register_forward_pre_hook(lambda layer, given: broken())
+
+
+PLACES = [
+    ("1f1b", in_a_gradient, 2),  # the last one: all messages have been sent
+    ("zb_h1", in_a_gradient, 1),
+    ("zb_v", in_a_layer, 2),
+]
+
+
+@pytest.mark.ranks(min=2)
+@pytest.mark.parametrize(("schedule", "place", "call"), PLACES)
+@pytest.mark.parametrize("culprit", [0, -1], ids=["first", "last"])
+def test_an_error_that_is_caught_everywhere(
+    comm: Any, schedule: str, place: Callable[[Any, Broken], None], call: int, culprit: int
+) -> None:
+    """After an error with the last gradients the others waited for ever; nobody could go on."""
+    torch.manual_seed(0)
+    model = nn.Sequential(*(nn.Linear(WIDTH, WIDTH, dtype=torch.float64) for _ in range(2 * comm.size)))
+    whole = copy.deepcopy(model)
+    pipe = pipeline(model, comm, schedule=schedule, microbatches=2, loss=F.mse_loss)
+    theirs, ours = (torch.optim.Adam(m.parameters(), lr=0.1) for m in (whole, pipe))
+    broken = Broken()
+    if comm.rank == culprit % comm.size:
+        place(pipe, broken)
+    for step in range(3):
+        x, y = batch(step)
+        if step == 1:
+            for _ in range(2):
+                broken.left = call
+                with pytest.raises((ZeroDivisionError, PeerError)) as caught:
+                    pipe.step(x, y)
+                is_culprit = comm.rank == culprit % comm.size
+                assert caught.type is (ZeroDivisionError if is_culprit else PeerError)
+                if not is_culprit and comm.size == 2:
+                    assert "ZeroDivisionError: on purpose" in str(caught.value)
+                broken.left = -1
+                ours.zero_grad()
+        loss = F.mse_loss(whole(x), y)
+        torch.testing.assert_close(pipe.step(x, y), loss.detach(), rtol=1e-12, atol=0)
+        torch.testing.assert_close(pipe.evaluate(x, y), loss.detach(), rtol=1e-12, atol=0)
+        loss.backward()
+        for optimizer in (ours, theirs):
+            optimizer.step()
+            optimizer.zero_grad()
+    for name, value in pipe.gather_state_dict().items():
+        torch.testing.assert_close(value, whole.state_dict()[name], rtol=1e-10, atol=1e-10)
+    pipe.close()
+
+
+@pytest.mark.ranks(min=2)
+def test_an_error_before_and_after_the_schedule(comm: Any) -> None:
+    """A rank that was given a batch that is wrong left the others waiting in the middle of the schedule."""
+    torch.manual_seed(0)
+    model = nn.Sequential(*(nn.Linear(WIDTH, WIDTH, dtype=torch.float64) for _ in range(comm.size)))
+    whole = copy.deepcopy(model)
+    x, y = batch()
+    asked: list[float] = []
+
+    def weigh(target: Tensor) -> float:
+        asked.append(1.0)
+        if len(asked) == 2:
+            raise ZeroDivisionError("on purpose")
+        return float(len(target))
+
+    pipe = pipeline(model, comm, microbatches=2, loss=F.mse_loss, weigh=weigh)
+    last = comm.rank == comm.size - 1
+    with pytest.raises(ZeroDivisionError if last else PeerError, match="on purpose"):
+        pipe.step(x, y)
+    pipe.zero_grad()
+    with pytest.raises(UsageError if comm.rank == 0 else PeerError, match="rank 0 has the first stage: give it x"):
+        pipe.predict(None if comm.rank == 0 else x)
+    expected = F.mse_loss(whole(x), y)
+    torch.testing.assert_close(pipe.step(x, y), expected.detach(), rtol=1e-12, atol=0)
+    torch.testing.assert_close(pipe.predict(x), whole(x).detach(), rtol=1e-12, atol=1e-12)
+    expected.backward()
+    theirs = dict(whole.named_parameters())
+    for name, parameter in pipe.named_parameters():
+        torch.testing.assert_close(parameter.grad, theirs[name].grad, rtol=1e-10, atol=1e-12)
+    pipe.close()
+    with pytest.raises(UsageError, match="it is closed: make another pipeline, on all ranks"):
+        pipe.step(x, y)
