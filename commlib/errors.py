@@ -29,7 +29,10 @@ class UsageError(CommlibError, ValueError):
 
 
 class MismatchError(CommlibError):
-    """The ranks of a group made different calls at the same place. Raised on all of them."""
+    """The ranks of a group made different calls at the same place. Raised on all of them.
+
+    Where all have compared their calls beforehand the error says so: the group goes on. Else it runs no more calls.
+    """
 
 
 class PeerError(CommlibError):

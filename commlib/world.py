@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
 from commlib import config, exits, forks, mpi_on_gpus
-from commlib.errors import CommlibError, UsageError
+from commlib.errors import CommlibError, MismatchError, UsageError
 from commlib.launch import interrupts_held_back, load_mpi
 from commlib.launcher_match import check_launcher
 from commlib.settings_file import find_settings
@@ -125,7 +125,8 @@ def shutdown() -> None:
     """Finish what is in flight and leave the other processes. Idempotent; `init` may be called again.
 
     Waits at most COMMLIB_EXIT_TIMEOUT seconds for work in flight. What has not ended by then raises ShutdownError
-    where it is waited for, and so does every later call.
+    where it is waited for, and so does every later call. Raises MismatchError, when all is ended, if ranks made
+    different calls that no error has come of: a broadcast from two roots, say.
     """
     global _world
     if _world is None:
@@ -138,6 +139,8 @@ def shutdown() -> None:
         import logging
 
         logging.getLogger("commlib").warning("shutdown: rank %d leaves behind %s", comm.rank, left_over)
+    if comm.runtime.difference:
+        raise MismatchError(comm.runtime.difference)
 
 
 def _close(comm: Communicator) -> str:
@@ -154,7 +157,7 @@ def _leave() -> str:
     global _world
     comm, _world = _world, None
     if comm is not None:
-        return _close(comm)
+        return _close(comm) or ("calls that differ from other ranks'" if comm.runtime.difference else "")
     return "commlib.init unfinished, in which the others may wait" if _joining else ""
 
 

@@ -27,9 +27,18 @@ _TEXT_BYTES = 1024
 
 
 def mismatch(
-    group: str, sequence: int, rank: int, texts: Sequence[str], members: Sequence[int] | None = None
+    group: str,
+    sequence: int,
+    rank: int,
+    texts: Sequence[str],
+    members: Sequence[int] | None = None,
+    *,
+    by_all: bool = True,
 ) -> MismatchError:
-    """Return the error that says who called what. `texts[i]` is that of rank `members[i]` (default: of rank i)."""
+    """Return the error that says who called what. `texts[i]` is that of rank `members[i]` (default: of rank i).
+
+    by_all: all ranks of the group have it, before they have sent anything.
+    """
     callers: dict[str, list[int]] = {}
     for caller, text in zip(members or range(len(texts)), texts, strict=True):
         callers.setdefault(text, []).append(caller)
@@ -39,7 +48,8 @@ def mismatch(
     return MismatchError(
         f"{group}: the ranks do not make the same call (call number {sequence}; this is rank {rank}):\n"
         + "\n".join(lines)
-        + "\nAll ranks of a group must make the same calls in the same order. Nothing was sent; the group stays usable."
+        + "\nAll ranks of a group must make the same calls in the same order. "
+        + ("Nothing was sent; the group stays usable." if by_all else "The group cannot be used any more.")
     )
 
 
@@ -153,8 +163,8 @@ class StallCheck:
     def part(self, deadline: float) -> str:
         """Wait for the last words of ranks that leave with this one, then let go of all messages.
 
-        deadline: at most until then (`time.monotonic`). Returns which ranks left as well after as many calls, but
-        others, as their histories show, or "".
+        deadline: at most until then (`time.monotonic`). Returns which ranks left as well after other calls, or more or
+        fewer, as their histories show, or "".
         """
         # Ranks that leave together take each other's word, so that no message is left behind, of which some MPI
         # libraries complain. And MPI may outlive this process's memory: it must not touch it any more.
@@ -244,8 +254,8 @@ class _Words:
     why: str
 
     def contradicts(self, other: _Words) -> bool:
-        """Return whether both ranks did as many calls, and not the same ones."""
-        return self.done == other.done and -1 != self.history != other.history != -1
+        """Return whether both ranks ended well, and did not do the same calls."""
+        return -1 not in (self.history, other.history) and (self.done, self.history) != (other.done, other.history)
 
     def written(self) -> str:
         return f"{self.done} {self.history} {self.why}"

@@ -72,7 +72,7 @@ class CallSequence:
         number = 1 + board.calls if board is not None and self._one_node else count
         # A group's first collective makes its board; what only sets up (split, empty) needs none.
         opening = self._needs_board and not meets
-        sending = False
+        agreed = False
         try:
             self._count = count
             if board is not None:
@@ -80,30 +80,35 @@ class CallSequence:
             if self._stall_check is not None:
                 self._stall_check.note(count, text)
             if meets or opening or count <= self._comparing:
-                self._compare(text, meets or opening)
-            sending = True
+                difference = self._compare(text, meets or opening)
+                if difference is not None:
+                    agreed = True  # all ranks have it, and nothing else was sent
+                    raise difference
             if opening:
                 self._open()
             self.history = follow(self.history, text)
             return run(*arguments)
         except BaseException as error:
-            standing.note(text, error, out_of_step=sending)  # else all ranks have it, and nothing was sent
+            standing.note(text, error, out_of_step=not agreed)
             raise
         finally:
             if standing.board is not None:
                 standing.board.calls = number  # whatever its parts have counted
 
-    def _compare(self, text: str, meets: bool) -> None:
+    def _compare(self, text: str, meets: bool) -> MismatchError | None:
+        """Return the error of ranks that have told each other different texts.
+
+        A mismatch that is raised here was found in the wait for a rank that did not compare its call: it is sending it.
+        """
         if self._transport.size == 1 or (self._check == "never" and not meets):
-            return
+            return None
         texts, board, watch = None, self._standing.board, Waits(self._group, text)
         if self._one_node and board is not None:
             if not board.meet(signature(text), watch):
                 texts = board.exchange_texts(text, watch)
         else:
             texts = compare_messages(self._transport, self._count, text, watch)
-        if texts is not None:
-            raise mismatch(self._name, self.number, self._transport.rank, texts)
+        return None if texts is None else mismatch(self._name, self.number, self._transport.rank, texts)
 
     def different(self, text: str) -> MismatchError:
         """Return the error of ranks whose calls so far were not the same, as a message with another history told."""

@@ -39,7 +39,8 @@ class Completion:
                 status = board.resume(kernel, argument, calls, status, watch)
                 if status == MISMATCH:
                     texts = board.exchange_texts(text, watch)
-                    raise mismatch(self.name, self.calls.number, self.rank, texts, board.members)
+                    number, by_all = self.calls.number, self.one_node
+                    raise mismatch(self.name, number, self.rank, texts, board.members, by_all=by_all)
         except BaseException as error:
             standing.note(text, error, out_of_step=not self.one_node)  # the other nodes do not know
             raise

@@ -317,12 +317,13 @@ class Group:
 
     # The end
 
-    def leave(self, reason: str = "", deadline: float | None = None) -> None:
+    def leave(self, reason: str = "", deadline: float | None = None) -> str:
         """Tell the other ranks that this one comes no more: it has left, or, with a reason, failed.
 
         deadline: how long (`time.monotonic`) those are waited for that leave with it: a moment, unless it is given.
+        Returns in words that some of them made other calls than this one, as far as is heard, or "".
         """
-        self._standing.leave(reason, deadline, history=self._calls.history)
+        return self._standing.leave(reason, deadline, history=self._calls.history)
 
     def announce(self, reason: str = "") -> None:
         """Tell the other ranks the same, without waiting."""

@@ -112,19 +112,20 @@ class Standing:
 
     # The end
 
-    def leave(self, reason: str = "", deadline: float | None = None, *, history: int = -1) -> None:
+    def leave(self, reason: str = "", deadline: float | None = None, *, history: int = -1) -> str:
         """Announce the end, and wait for those that leave with this rank: see `Group.leave`."""
         self.announce(reason, history=history)
         if self._stall_check is None:
-            return
-        if odd := self._stall_check.part(monotonic() + PARTING if deadline is None else deadline):
-            log.error(
-                "%s: rank %d and %s made different calls, which no later one brought to light: results may be wrong; "
-                "COMMLIB_CHECK=always finds the call that differs",
-                self._name,
-                self._rank,
-                odd,
-            )
+            return ""
+        odd = self._stall_check.part(monotonic() + PARTING if deadline is None else deadline)
+        if not odd:
+            return ""
+        said = (
+            f"{self._name}: rank {self._rank} and {odd} made different calls, which no later one brought to light: "
+            "results may be wrong; COMMLIB_CHECK=always finds the call that differs"
+        )
+        log.error("%s", said)
+        return said
 
     def announce(self, reason: str = "", *, history: int = -1) -> None:
         """Tell the other ranks that this one comes no more. history: a hash of its calls."""

@@ -81,7 +81,9 @@ class NodeBoard:
         bases = self._memory.bases
         self._status = [_as_array(base + status, 64).view(np.int64) for base in bases]
         self._texts = [_as_array(base + text, _TEXT_BYTES) for base in bases]
-        self._arrived = _as_array(bases[0], lines).view(np.int64)[:: kernels.LINE_BYTES // 8]
+        words = _as_array(bases[0], lines).view(np.int64).reshape(self.size, -1)
+        self._arrived, self._given_up = words[:, kernels.ARRIVED // 8], words[:, kernels.GIVEN_UP // 8]
+        self._given_up[self.rank] = kernels.NEVER
         self._slots = np.array([base + slots for base in bases], np.int64)
         self._control = np.zeros(kernels.CONTROL_FIELDS, np.int64)
         self._control[kernels.RANK] = self.rank
@@ -190,7 +192,14 @@ class NodeBoard:
         return bool(self._arrived.max() > self._control[kernels.EPOCH])
 
     def fail(self) -> None:
-        """Let every later kernel return BROKEN: this rank is out of step with the others."""
+        """Let every later kernel return BROKEN: this rank is out of step with the others.
+
+        Where all have come others may still end what this rank has done. Nobody takes from it what it has published for
+        those that have not come yet.
+        """
+        epoch = int(self._control[kernels.EPOCH])
+        counted = epoch + bool(self._arrived.min() >= epoch)
+        self._given_up[self.rank] = min(int(self._given_up[self.rank]), counted)
         self._control[kernels.FAILED] = 1
 
     def leave(self, reason: str = LEFT) -> None:
@@ -213,5 +222,5 @@ class NodeBoard:
     def close(self) -> None:
         """Release the memory. Collective."""
         self._status, self._texts = [], []
-        self._arrived = np.zeros(0, np.int64)
+        self._arrived = self._given_up = np.zeros(0, np.int64)
         self._memory.close()

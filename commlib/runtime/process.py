@@ -43,6 +43,7 @@ class Runtime:
     waits: weakref.WeakValueDictionary[int, Any] = field(default_factory=weakref.WeakValueDictionary)
     """The watchdogs of waits that last, each by its `id`: what this process waits for."""
     hang_watch: HangWatching | None = None
+    difference: str = ""  # after the end: in which group ranks made different calls that no error came of, in words
 
     @property
     def spins(self) -> int:
@@ -90,7 +91,7 @@ class Runtime:
             group.announce()
         parted = time.monotonic() + PARTING
         for group in groups:
-            group.leave(deadline=parted)
+            self.difference = group.leave(deadline=parted) or self.difference
             group.retire()
         self.closing = True
         deadline = time.monotonic() + 1.0  # waits look at `closing` every 0.1 s

@@ -428,3 +428,21 @@ print("shared", len(kept))
     )
     assert done.returncode == 0, done.stderr
     assert done.stdout.split("\n").count("shared 8") == 2
+
+
+@pytest.mark.parametrize("end_of_it", ["", "commlib.shutdown()"], ids=["exit", "shutdown"])
+def test_a_job_whose_last_broadcast_had_two_roots_does_not_end_well(mpirun, end_of_it):
+    """Each root sent its own data to the other and took none: both kept their own, and the job ended with code 0."""
+    code, _, err = end(
+        mpirun,
+        2,
+        f"""
+comm.broadcast(np.ones(8), root=comm.rank)
+time.sleep(comm.rank)  # the last one to leave hears of it in any case
+event()
+{end_of_it}
+""",
+        env={"COMMLIB_NODE_PATH": "0", "COMMLIB_CHECK_FIRST": "0"},
+    )
+    assert code != 0
+    assert re.search(r"world: rank 1 and rank 0 made different calls, which no later one brought to light", err), err

@@ -88,7 +88,7 @@ def test_an_interrupted_wait_fails_the_group_on_all_ranks(comm, name):
     else:
         comm.barrier()
         with pytest.raises(PeerError, match=r"rank 0 has given up this group .*ended half-way by Alarm"):
-            for _ in range(2):  # what the interrupted rank had sent may be enough for the first one
+            for _ in range(2):  # what the interrupted rank had sent, as a message, may be enough for the first one
                 CALLS[name](group)
     comm.barrier()
 

@@ -110,3 +110,33 @@ def test_a_late_rank_is_named_between_nodes_too(comm, verb):
         if isinstance(caught.value, StallError):
             assert f"not there yet: rank {comm.size - 1}" in str(caught.value)
     comm.barrier()
+
+
+@pytest.mark.parametrize("setting_up", ["split", "empty"])
+def test_a_group_is_dead_once_a_compared_call_has_met_one_that_sends(comm, setting_up):
+    """The rank that compares had sent nothing, and went on: its next sum was of the other ranks' earlier call."""
+    group = without_board(comm, check_first=2)
+    for _ in range(4):
+        group.all_reduce(X)
+    odd = comm.rank == comm.size - 1
+    with pytest.raises((MismatchError, PeerError)) as first:
+        if odd:
+            group.split(0) if setting_up == "split" else group.empty(5)
+        else:
+            group.all_reduce(np.full(8, 1000.0))
+    for call in (lambda: group.all_reduce(np.ones(8)), group.barrier, lambda: group.split(0), lambda: group.empty(5)):
+        with pytest.raises(type(first.value)) as later:
+            call()
+        assert str(later.value) == str(first.value) and "not run on rank" in "".join(later.value.__notes__)
+    comm.barrier()
+
+
+def test_ranks_that_leave_after_more_calls_than_others_say_so(comm, caplog):
+    """A root that only sends waits for nobody: its last broadcast reached no rank, without a word."""
+    group = without_board(comm, check_first=0)
+    group.all_reduce(X)
+    if comm.rank == 0:
+        group.broadcast(X.copy(), 0)
+    comm.barrier()
+    group.group.leave()
+    assert all("made different calls" in text for text in comm.all_gather_object(caplog.text)[:2])

@@ -10,6 +10,9 @@ their own before they touch any data, so a mismatch costs nothing to detect and 
 place of the call's arrays in symmetric memory, 0 for ordinary ones. If ranks call the same thing on memory that does
 not correspond, all of them see that (APART), and all of them fall back to the slots.
 
+A rank that gives up the group in the middle of a call may have arrived there before its peers. So its line also holds
+the epoch from which on its arrivals count for nothing: peers wait as if it had not come, until Python says why.
+
 Besides all_reduce, which has kernels of its own, every verb is an *exchange*: a rank publishes parts of its array, and
 takes from each peer, or combines, the part that is meant for it. Tables say where parts begin and how long they are.
 
@@ -38,7 +41,10 @@ DONE, WAITING, MISMATCH, BROKEN, APART = range(5)
 _PASSED = -1  # within a kernel: this rank has done its part
 
 # The board: one line per rank, two cache lines wide because CPUs prefetch in pairs. Byte offsets in a line:
-LINE_BYTES, ARRIVED, SIGNATURES, PLACES = 128, 0, 16, 32
+LINE_BYTES, ARRIVED, GIVEN_UP, SIGNATURES, PLACES = 128, 0, 8, 16, 32
+
+# What GIVEN_UP holds while a rank has not given up.
+NEVER = 1 << 62
 
 # How much of each buffer is reduced at once: far less than the L2 cache, far more than a call costs.
 TILE_BYTES = 1 << 16
@@ -141,7 +147,7 @@ def _await_peers(call: Any, control: Any) -> int:
     for step in range(1, size):
         peer = (control[RANK] + step) % size
         line = board + peer * LINE_BYTES
-        while ins.load_acquire(line + ARRIVED) < epoch:
+        while ins.load_acquire(line + ARRIVED) < epoch or ins.load_acquire(line + GIVEN_UP) <= epoch:
             polls = pause(polls, call[SPINS], call[YIELDS], call[NAPS], call[NAP_MICROSECONDS])
             if polls == ASK:
                 return WAITING

@@ -200,3 +200,37 @@ def test_texts_are_exchanged_whole_or_cut():
     assert got[0] == got[1] == got[2]
     assert got[0][:2] == texts[:2]
     assert set(got[0][2]) == {"x"} and len(got[0][2]) > 900
+
+
+class Asked(Exception):
+    """A wait has come back to Python."""
+
+
+def ask() -> None:
+    raise Asked
+
+
+def test_a_rank_that_gave_up_is_not_taken_for_one_that_came():
+    """It had arrived before the others, who then took what it had published for the data of their call."""
+    three = boards(3)
+    with pytest.raises(Asked):
+        three[0].meet(7, ask)
+    three[0].fail()
+    for board in three[1:]:
+        for _ in range(2):
+            with pytest.raises(Asked):
+                board.meet(7, ask)
+
+
+def test_a_meeting_to_which_all_have_come_ends_on_all():
+    """One that has ended it and then gives up must not hold up those that see the end of it later."""
+    three = boards(3)
+    for board in three[1:]:
+        with pytest.raises(Asked):
+            board.meet(7, ask)
+    assert three[0].meet(7, ask)
+    three[0].fail()
+    for board in three[1:]:
+        assert board._barrier(board._meeting_address) == kernels.DONE  # goes on with the wait
+        with pytest.raises(Asked):
+            board.meet(8, ask)
