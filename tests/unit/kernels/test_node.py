@@ -224,13 +224,24 @@ def test_a_rank_that_gave_up_is_not_taken_for_one_that_came():
 
 def test_a_meeting_to_which_all_have_come_ends_on_all():
     """One that has ended it and then gives up must not hold up those that see the end of it later."""
-    three = boards(3)
-    for board in three[1:]:
+    three, gave_up, waiting = boards(3), threading.Event(), threading.Semaphore(0)
+    ended = []
+
+    def sleep() -> None:
+        waiting.release()
+        gave_up.wait(10)
+
+    def use(rank: int) -> None:
+        if rank == 0:
+            for _ in range(2):
+                waiting.acquire()
+            ended.append(three[0].meet(7, lambda: None))
+            three[0].fail()
+            gave_up.set()
+            return
+        ended.append(three[rank].meet(7, sleep))
         with pytest.raises(Asked):
-            board.meet(7, ask)
-    assert three[0].meet(7, ask)
-    three[0].fail()
-    for board in three[1:]:
-        assert board._barrier(board._meeting_address) == kernels.DONE  # goes on with the wait
-        with pytest.raises(Asked):
-            board.meet(8, ask)
+            three[rank].meet(8, ask)
+
+    together(use, 3)
+    assert ended == [True] * 3
