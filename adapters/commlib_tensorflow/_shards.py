@@ -6,6 +6,7 @@ from collections.abc import Iterator
 from typing import Any
 
 import numpy as np
+import tensorflow as tf
 
 from commlib.dtypes import Array
 from commlib.errors import UsageError
@@ -22,6 +23,8 @@ def shard_of(variable: Any) -> Shard | None:
 def mark(variable: Any, shard: Shard) -> None:
     """Note what a variable holds."""
     setattr(variable, _MARK, shard)
+    if not isinstance(variable, tf.Variable):  # who differentiates by hand may give that of TensorFlow
+        setattr(variable.value, _MARK, shard)
 
 
 def whole_shape(variable: Any) -> tuple[int, ...]:

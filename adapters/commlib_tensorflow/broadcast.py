@@ -10,10 +10,12 @@ import tensorflow as tf
 from commlib import horovod as core
 from commlib.communicator import Communicator
 from commlib.errors import UsageError
+from commlib.functional.shards import check_apart
 from commlib.tensors import check_ordered, choose_root
 from commlib_tensorflow._bridge import as_tensor
 from commlib_tensorflow._graph import no_autograph, operation_name, ordered
 from commlib_tensorflow._local_shards import places_of
+from commlib_tensorflow._shards import shard_of
 from commlib_tensorflow.collectives import run, verbs
 from commlib_tensorflow.horovod._autograd import broadcast_tensors
 
@@ -33,14 +35,17 @@ def broadcast_variables(
     """Give variables, tf.Variable or keras.Variable, the values of rank `root_rank`'s. Collective.
 
     All travel in one operation; every rank gives variables of the same shapes and dtypes in the same order. Experts are
-    not the same on all ranks, and stay what they are. Returns
-    an operation in a graph of TensorFlow 1, None otherwise. `inplace` makes no difference: values are assigned.
+    not the same on all ranks, and stay what they are. Raises UsageError for divided variables of which some of the
+    ranks have other parts. Returns an operation in a graph of TensorFlow 1, None otherwise. `inplace` makes no
+    difference: values are assigned.
     """
     given = list(variables)
     local = set(places_of(given))
     found = [variable for place, variable in enumerate(given) if place not in local]
     if not found:
         return None
+    shards = ((getattr(variable, "path", ""), shard_of(variable)) for variable in found)
+    check_apart("broadcast_variables", shards, core.process_set_of(process_set).ranks or ())
     tensors = []
     for position, variable in enumerate(found):
         label = getattr(variable, "path", None) or getattr(variable, "name", None) or f"entry {position}"

@@ -29,11 +29,13 @@ from commlib.compress.casts import Compressing
 from commlib.compress.choice import Choice
 from commlib.data_parallel import BUCKET_CAP_MIB, FIRST_BUCKET_MIB, Gradient, Options, cores_per_rank, read_groups
 from commlib.errors import UsageError
+from commlib.functional.shards import check_apart
 from commlib.horovod.gradients import Call, NamedGradients, NamedReduction
 from commlib_tensorflow._bridge import Array, as_tensor, dtype_name
 from commlib_tensorflow._graph import Spec, call, call_there, no_autograph, ordered
 from commlib_tensorflow._on_device import array_of
 from commlib_tensorflow._placement import Place, fits, place_of
+from commlib_tensorflow._shards import shard_of
 from commlib_tensorflow.compression import Compression
 from commlib_tensorflow.devices import settle, tensors_over, working
 from commlib_tensorflow.horovod.operations import grouped_allreduce
@@ -105,6 +107,8 @@ class Gradients(NamedGradients):
         given = [self._checked(gradient, name) for gradient, name in zip(gradients, names, strict=True)]
         if self.alone:
             return given
+        named = zip(names, map(shard_of, like or ()), strict=False)
+        check_apart(self.name, named, self.process_set.ranks or ())
         if not self._in_buckets:
             return self._one_by_one(given)
         return _Reduction(self, given, names, like or given, strict=strict or not tf.executing_eagerly()).run()

@@ -19,6 +19,7 @@ import tensorflow as tf
 from commlib import horovod as core
 from commlib.buffers.pool import Pool
 from commlib.errors import UsageError
+from commlib.functional.shards import check_apart
 from commlib.optim.one_bit_lamb import Limits
 from commlib.optim.one_bit_moments import Hyper, check_hyper
 from commlib.optim.one_bit_optimizer import OneBitOptimizer, OneBitSettings
@@ -26,6 +27,7 @@ from commlib_tensorflow._bridge import Array
 from commlib_tensorflow._graph import Spec, call, no_autograph
 from commlib_tensorflow._keras3 import _replace_in_keras
 from commlib_tensorflow._keras_reduction import Distributed, Reduction
+from commlib_tensorflow._shards import shard_of
 
 
 def _saved(kind: type) -> type:
@@ -83,6 +85,12 @@ class OneBit(Distributed, keras.optimizers.Optimizer):  # type: ignore[misc]
             return
         super().build(variables)
         is_lamb = self._core.settings.limits is not None
+        check_apart(
+            self._core.settings.kind,
+            ((variable.path, shard_of(variable)) for variable in variables),
+            self._process_set.ranks or (),
+            local=True,
+        )
         for variable in variables:
             self._core.settings.check_dtype(variable.dtype, variable.path)
         kinds = ("momentum", "velocity", "fresh_velocity") if is_lamb else ("momentum", "velocity")

@@ -15,8 +15,10 @@ from torch import Tensor
 from commlib.communicator import Communicator
 from commlib.data_parallel import check_agreement
 from commlib.errors import UsageError
+from commlib.functional.shards import check_apart, world_ranks
 from commlib.horovod.broadcast import NamedRanks, Ranks, broadcast_pack, named, packs
 from commlib.horovod.nested import put_back, take_out
+from commlib.horovod.process_sets import process_set_of
 from commlib.tensors import check_ordered, choose_root
 from commlib_torch._bridge import array_of, check_dense, on_host
 from commlib_torch._call import InPlace
@@ -39,7 +41,7 @@ def broadcast_parameters(
     `params` is `model.state_dict()`, `model.named_parameters()`, or an iterable of tensors; any shapes and dtypes.
     Experts are not the same on all ranks: they are made equal among those ranks alone that have the same ones.
     Raises MismatchError on every rank if ranks give different names, shapes or dtypes; UsageError for what is no
-    tensor.
+    tensor, and for divided parameters of which some of the ranks have other parts.
     """
     ranks, source = _ranks("broadcast_parameters", root_rank, root, process_set, comm)
     pairs = named(params)
@@ -50,6 +52,8 @@ def broadcast_parameters(
             check_dense(tensor)
         except UsageError as error:
             raise UsageError(f"{name}: {error}") from error
+    everyone = _world_ranks(process_set, comm)
+    check_apart("broadcast_parameters", ((name, shard_of(tensor)) for name, tensor in pairs), everyone)
     lines = [f"{name}: {tensor.dtype}{list(tensor.shape)}" for name, tensor in pairs]
     check_agreement(ranks, "tensors to broadcast", [f"root {source}", *lines])
     _broadcast_tensors([tensor for _, tensor in pairs if not _is_local(tensor)], source, ranks)
@@ -82,6 +86,10 @@ def broadcast_optimizer_state(
         if _is_local(parameter)
     }
     ranks, source = _ranks("broadcast_optimizer_state", root_rank, root, process_set, comm)
+    everyone = _world_ranks(process_set, comm)
+    for number, group in enumerate(optimizer.param_groups):
+        shards = ((f"parameter {place} of group {number}", shard_of(one)) for place, one in enumerate(group["params"]))
+        check_apart("broadcast_optimizer_state", shards, everyone)
     groups = [str([str(list(p.shape)) for p in group["params"]]) for group in optimizer.param_groups]
     check_agreement(ranks, "optimizer parameter groups", [f"root {source}", *groups])
     structure, tensors = take_out(optimizer.state_dict() if ranks.rank == source else None, Tensor)
@@ -117,6 +125,10 @@ def _ranks(
         return NamedRanks(what, process_set), source
     check_ordered(None, process_set)
     return comm, source
+
+
+def _world_ranks(process_set: ProcessSets, comm: Communicator | None) -> Sequence[int]:
+    return process_set_of(process_set).ranks or () if comm is None else world_ranks(comm)
 
 
 def _broadcast_tensors(tensors: Sequence[Tensor], root: int, ranks: Ranks) -> None:

@@ -19,7 +19,7 @@ from torch import Tensor
 from commlib.buffers.freed_memory import keep_freed_memory
 from commlib.data_parallel import Gradient, GradientReducer, InOrder, Options, place_groups, read_groups
 from commlib.errors import UsageError
-from commlib.functional.shards import reduced_apart
+from commlib.functional.shards import check_apart, reduced_apart, world_ranks
 from commlib.horovod.join import join as core_join
 from commlib_torch._autograd import backward_passes, listen
 from commlib_torch._bridge import check, dtype_name
@@ -173,9 +173,12 @@ def _key(member: Any) -> int:
 def ranks_of(parameters: Iterable[Named], comm: Any, **options: Any) -> InOrder:
     """Return the ranks over which gradients are reduced: `comm`, and those that have the same part of a parameter.
 
-    Raises UsageError for parameters of which some ranks have a larger part.
+    Raises UsageError for parameters of which some ranks have a larger part, or of which some ranks of `comm` have
+    another part.
     """
-    return InOrder(comm, reduced_apart((name, shard_of(parameter)) for name, parameter in parameters), **options)
+    shards = [(name, shard_of(parameter)) for name, parameter in parameters]
+    check_apart("gradients", shards, world_ranks(comm))
+    return InOrder(comm, reduced_apart(shards), **options)
 
 
 def _gradient_of(name: str, parameter: Tensor, op: str, ranks: int) -> Gradient:

@@ -18,11 +18,13 @@ from commlib.communicator import Communicator
 from commlib.compress.scheme import Scheme
 from commlib.dtypes import Array
 from commlib.errors import UsageError
+from commlib.functional.shards import check_apart, world_ranks
 from commlib.horovod.nested import map_leaves
 from commlib.optim.one_bit_lamb import Limits
 from commlib.optim.one_bit_moments import Hyper, check_hyper
 from commlib.optim.one_bit_optimizer import OneBitOptimizer, OneBitSettings
 from commlib_torch._bridge import check_dense, dtype_name, to_array, to_tensor
+from commlib_torch._shards import shard_of
 from commlib_torch.horovod._start import ProcessSets
 
 _DTYPES = ("float32", "bfloat16", "float16")
@@ -151,6 +153,8 @@ class OneBit(torch.optim.Optimizer):
         return [parameter for group in self.param_groups for parameter in group["params"]]
 
     def _start(self, parameters: list[Tensor]) -> None:
+        named = ((f"parameter {place}", shard_of(one)) for place, one in enumerate(parameters))
+        check_apart(self._core.settings.kind, named, world_ranks(self.comm), local=True)
         self._core.start(self.comm, [parameter.numel() for parameter in parameters])
         for parameter, gradient in zip(parameters, self._core.gradients, strict=True):
             self._gradients.append(to_tensor(gradient).view(parameter.shape))

@@ -26,6 +26,7 @@ from commlib.data_parallel import (
 from commlib.data_parallel.mesh_axes import data_axes
 from commlib.data_parallel.naming import ids_in, name_all
 from commlib.errors import UsageError
+from commlib.functional.shards import check_apart
 from commlib.horovod.by_name import reduce_by_name
 from commlib.horovod.reductions import reduction_name
 from commlib.horovod.wrapping import PicklesAsPlain, change_class
@@ -135,6 +136,8 @@ def DistributedOptimizer(
             raise UsageError(f"op=Adasum combines what all ranks have, and {apart[0]} has other experts on each")
         if not outside:
             core.process_set_of(process_set).coordinator("DistributedOptimizer")  # raises if it is not registered
+        together = core.process_set_of(process_set).ranks or ()
+        check_apart("op=Adasum", ((name, shard_of(one)) for name, one in chosen), together, local=True)
         change_class(optimizer, AdasumDistributed)
         wrapped: Any = optimizer
         wrapped._start_adasum(chosen, compression, process_set)

@@ -46,6 +46,9 @@ class Shard:
             return 1.0
         return (1 if self.replicas is None else self.replicas.size) / ranks
 
+    def __deepcopy__(self, memo: Any) -> Shard:
+        return self
+
     def own(self, whole: Array) -> Array:
         """Return this rank's part of the whole array: a new one."""
         return part(whole, self.sharding, self.axis.rank, self.axis.size)
@@ -77,6 +80,31 @@ def reduced_apart(shards: Iterable[tuple[str, Shard | None]]) -> dict[str, Any]:
             )
         found[shard.reduced_over] = Alone() if shard.replicas is None else shard.replicas
     return found
+
+
+def check_apart(
+    what: str, shards: Iterable[tuple[str, Shard | None]], ranks: Sequence[int], *, local: bool = False
+) -> None:
+    """Raise UsageError if some of `ranks` hold other parts of what they would average, or give to one another.
+
+    shards: by names, for errors. ranks: as numbers of the world. local: they do so with parts that are local, too.
+    """
+    for name, shard in shards:
+        if shard is None or (shard.is_local and not local):
+            continue
+        axis = shard.axis
+        others = [rank for rank in axis.comm.group.ranks if rank in ranks and rank != axis.comm.group.ranks[axis.rank]]
+        if others:
+            raise UsageError(
+                f"{what}: {name} on rank {axis.rank} of {axis.comm.name} is a part of {list(shard.sharding.shape)}, of "
+                f"which ranks {others} of the world have other parts: these would be taken for one weight. Give the "
+                "mesh or the ranks that have the same part (mesh=mesh, or those along its axis dp)"
+            )
+
+
+def world_ranks(comm: Any) -> tuple[int, ...]:
+    """Return the ranks of a communicator, as numbers of the world; none for a rank that is alone."""
+    return tuple(comm.group.ranks) if isinstance(comm, Communicator) else ()
 
 
 def part(whole: Array, sharding: AnySharding, rank: int, size: int) -> Array:

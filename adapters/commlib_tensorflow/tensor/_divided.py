@@ -22,6 +22,16 @@ _ELEMENTWISE = frozenset((
 ))  # fmt: skip
 
 
+class OwnVariables:
+    """A divided layer of Keras: what would make other variables of its own does not know that they are parts."""
+
+    name: str
+
+    def enable_lora(self, *args: Any, **options: Any) -> None:
+        """Raise UsageError: of two factors one would be whole, and get a part of its gradient."""
+        raise UsageError(f"{self.name} is divided among ranks: leave a layer with LoRA out of the plan")
+
+
 def gathered(out: Any, axis: Axis, sharding: Sharding, dim: int = -1) -> Any:
     """Return the outputs of all ranks in the order of the whole, along a dimension."""
     lengths = sharding.lengths(axis.size)
@@ -69,7 +79,10 @@ def check_plain(what: str, layer: Any) -> None:
     if not layer.built:
         raise UsageError(f"plan: {what} is not built: call the model once, or give it an Input")
     if getattr(layer, "lora_enabled", False) or getattr(layer, "quantization_mode", None):
-        raise UsageError(f"plan: {what} has LoRA or is quantised: divide it before that")
+        raise UsageError(
+            f"plan: {what} has LoRA or is quantised, and its other variables know nothing of being divided: leave it "
+            "out of the plan, or train the whole of it"
+        )
 
 
 def check_inputs(layer: Any, x: Any, dim: int) -> None:

@@ -14,6 +14,7 @@ from commlib.tensor.sharding import Sharding, parts_of
 from commlib.tensor.styles import Column, Row
 from commlib_tensorflow._shards import whole_shape
 from commlib_tensorflow.tensor._divided import (
+    OwnVariables,
     added_up,
     check_elementwise,
     check_inputs,
@@ -25,7 +26,7 @@ from commlib_tensorflow.tensor._entering import entered
 from commlib_tensorflow.tensor.moves import moved
 
 
-class ColumnConv:
+class ColumnConv(OwnVariables):
     """A convolution of Keras whose output channels (filters) are divided: as `ColumnDense`, for any image."""
 
     def shardings(self: Any, what: str, style: Column) -> Shardings:
@@ -55,7 +56,7 @@ class ColumnConv:
         return x if self.activation is None else self.activation(x)
 
 
-class RowConv:
+class RowConv(OwnVariables):
     """A convolution of Keras whose input channels are divided; outputs are added up: as `RowDense`, for any image."""
 
     def shardings(self: Any, what: str, style: Row) -> Shardings:

@@ -13,6 +13,7 @@ from commlib.tensor.sharding import Sharding, parts_of
 from commlib.tensor.styles import Column, Row, Vocabulary
 from commlib_tensorflow._shards import whole_shape
 from commlib_tensorflow.tensor._divided import (
+    OwnVariables,
     added_up,
     check_elementwise,
     check_inputs,
@@ -26,7 +27,7 @@ from commlib_tensorflow.tensor._values import take_values_of_rank_0
 from commlib_tensorflow.tensor.moves import On, axis_of, moved
 
 
-class ColumnDense(keras.layers.Dense):  # type: ignore[misc]  # Keras has no types
+class ColumnDense(OwnVariables, keras.layers.Dense):  # type: ignore[misc]  # Keras has no types
     """A dense layer whose units are divided: each rank has some columns of the kernel.
 
     As `keras.layers.Dense(units)`, with the values that this has on rank 0. inputs: (..., features), whole on every
@@ -96,7 +97,7 @@ class VocabularyDense(ColumnDense):
         super().become(what, axis, Column(gather=style.gather, sequence=style.sequence))
 
 
-class RowDense(keras.layers.Dense):  # type: ignore[misc]  # Keras has no types
+class RowDense(OwnVariables, keras.layers.Dense):  # type: ignore[misc]  # Keras has no types
     """A dense layer whose inputs are divided: each rank has some rows of the kernel; outputs are added up.
 
     As `keras.layers.Dense(units)`, with the values that this has on rank 0. inputs: (..., this rank's features), or all

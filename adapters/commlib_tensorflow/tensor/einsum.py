@@ -15,6 +15,7 @@ from commlib.tensor.sharding import Sharding, parts_of
 from commlib.tensor.styles import Column, Row
 from commlib_tensorflow._shards import whole_shape
 from commlib_tensorflow.tensor._divided import (
+    OwnVariables,
     added_up,
     check_elementwise,
     check_inputs,
@@ -27,7 +28,7 @@ from commlib_tensorflow.tensor._masks import gathered_mask, scattered_mask
 from commlib_tensorflow.tensor.moves import copy, moved
 
 
-class ColumnEinsumDense(keras.layers.EinsumDense):  # type: ignore[misc]  # Keras has no types
+class ColumnEinsumDense(OwnVariables, keras.layers.EinsumDense):  # type: ignore[misc]  # Keras has no types
     """An einsum layer of which one output dimension is divided: the first of the kernel's, such as d of abc,cde->abde.
 
     inputs: whole on every rank, or divided along `sequence`. Returns this rank's part of the outputs, or all of them
@@ -80,7 +81,7 @@ class ColumnEinsumDense(keras.layers.EinsumDense):  # type: ignore[misc]  # Kera
         return gathered_mask(previous_mask, self.axis, self.style.sequence, len(inputs.shape))
 
 
-class RowEinsumDense(keras.layers.EinsumDense):  # type: ignore[misc]  # Keras has no types
+class RowEinsumDense(OwnVariables, keras.layers.EinsumDense):  # type: ignore[misc]  # Keras has no types
     """An einsum layer whose input is divided where products are added up, such as c of abcd,cde->abe: the first such.
 
     inputs: this rank's part, or the whole with `split`. Returns the outputs, whole on every rank or divided along

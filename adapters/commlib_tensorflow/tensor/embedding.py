@@ -14,14 +14,14 @@ from commlib.tensor.moves import REDUCE
 from commlib.tensor.sharding import Sharding, parts_of
 from commlib.tensor.styles import Column, Vocabulary
 from commlib.tensor.vocabulary import words_of
-from commlib_tensorflow.tensor._divided import check_plain, gathered
+from commlib_tensorflow.tensor._divided import OwnVariables, check_plain, gathered
 from commlib_tensorflow.tensor._dividing import Shardings, divide
 from commlib_tensorflow.tensor._masks import gathered_mask, scattered_mask
 from commlib_tensorflow.tensor._values import take_values_of_rank_0
 from commlib_tensorflow.tensor.moves import On, axis_of, moved
 
 
-class VocabularyEmbedding(keras.layers.Embedding):  # type: ignore[misc]  # Keras has no types
+class VocabularyEmbedding(OwnVariables, keras.layers.Embedding):  # type: ignore[misc]  # Keras has no types
     """An embedding whose words are divided: each rank has some rows of the table; outputs are added up.
 
     As `keras.layers.Embedding(input_dim, output_dim)`, with the values that this has on rank 0. inputs: integers, the
@@ -80,7 +80,7 @@ class VocabularyEmbedding(keras.layers.Embedding):  # type: ignore[misc]  # Kera
             raise UsageError(text)
 
 
-class ColumnEmbedding(keras.layers.Embedding):  # type: ignore[misc]  # Keras has no types
+class ColumnEmbedding(OwnVariables, keras.layers.Embedding):  # type: ignore[misc]  # Keras has no types
     """An embedding whose features are divided: each rank has some columns of the table.
 
     inputs: integers, the same on every rank, or divided along `sequence`. Returns (*inputs.shape, this rank's

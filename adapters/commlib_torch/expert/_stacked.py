@@ -16,7 +16,7 @@ from commlib.functional.shards import part
 from commlib.tensor.sharding import Nested, Sharding
 from commlib.tensor.streams import fold
 from commlib_torch._bridge import array_of, to_tensor
-from commlib_torch._shards import mark, mark_in_state
+from commlib_torch._shards import describe
 from commlib_torch.expert._grouped import grouped_linear
 from commlib_torch.tensor._dividing import take_own_when_loaded
 from commlib_torch.tensor.optimizing import watch_optimizers
@@ -53,10 +53,9 @@ def stacked(
             values = to_tensor(part(array_of(values), shard.sharding.inner, tensor.rank, tensor.size))
         stack = nn.Parameter(values, requires_grad=parameter.requires_grad)
         setattr(whole.get_submodule(inner), last, stack)
-        mark(stack, shard)
+        describe(whole.get_submodule(inner), last, shard)
     for module in whole.modules():
         take_own_when_loaded(module)
-        module.register_state_dict_post_hook(mark_in_state)
     watch_optimizers()
     return whole
 

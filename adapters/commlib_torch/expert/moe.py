@@ -16,6 +16,7 @@ from commlib.expert.mixture import Mixture, stats_of
 from commlib.expert.ranks import ExpertRanks, Ranks
 from commlib.expert.stats import Stats
 from commlib_torch._bridge import host_array, read, to_tensor
+from commlib_torch._shards import KeepsShards
 from commlib_torch._uncompiled import uncompiled
 from commlib_torch.expert._after_step import call_after_step
 from commlib_torch.expert._functions import Combined, Dispatched, Routed
@@ -25,7 +26,7 @@ from commlib_torch.expert.losses import KeepsLosses
 from commlib_torch.expert.mlp import MLP
 
 
-class MoE(KeepsLosses):
+class MoE(KeepsShards, KeepsLosses):
     """A mixture of experts: a router sends each token to a few of them, and adds up what they make of it.
 
     x: (..., width), other tokens on each rank; a rank may have none. Returns the same shape. experts: how many, and how

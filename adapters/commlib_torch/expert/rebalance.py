@@ -10,7 +10,7 @@ from torch import nn
 from commlib.expert.moving import moved
 from commlib.expert.ranks import placed
 from commlib_torch._bridge import array_of, on_host, to_tensor
-from commlib_torch._shards import mark, shard_of
+from commlib_torch._shards import change_shard, shards_of
 from commlib_torch.expert.moe import MoE
 
 
@@ -45,10 +45,10 @@ def _move(layer: MoE, optimizer: torch.optim.Optimizer | None, placement: Any) -
     arrays = moved([array_of(on_host(each)) for each in stacks], mixture.placement, placement, comm)
     for each, array in zip(stacks, arrays, strict=True):
         each.copy_(to_tensor(array))
+    for module in layer.experts.modules():
+        for name, shard in shards_of(module).items():
+            change_shard(module, name, placed(shard, placement.owners))
     for parameter in layer.experts.parameters():
-        shard = shard_of(parameter)
-        assert shard is not None
-        mark(parameter, placed(shard, placement.owners))
         parameter.grad = None
     mixture.place(placement)
 

@@ -14,7 +14,7 @@ from commlib.functional.shards import Shard
 from commlib.tensor.sharding import Sharding
 from commlib_torch._bridge import back, host_array, to_tensor
 from commlib_torch._fast_path import keep_unfused
-from commlib_torch._shards import mark, shard_of
+from commlib_torch._shards import before_loading, describe, shard_of, shards_of
 from commlib_torch.tensor.optimizing import watch_optimizers
 
 _TAKES = "commlib_takes_own"
@@ -39,12 +39,13 @@ def divide(what: str, module: nn.Module, axis: Axis, shardings: Mapping[str, Sha
     take_own_when_loaded(module)
     for name, sharding in shardings.items():
         parameter, shard = module.get_parameter(name), Shard(axis, sharding)
-        if shard_of(parameter) is not None:
-            continue  # tied
-        with torch.no_grad():
-            parameter.data = back(shard.own(host_array(parameter)), parameter)
-            parameter.grad = None
-        mark(parameter, shard)
+        tied = shard_of(parameter)
+        if tied is None:
+            with torch.no_grad():
+                parameter.data = back(shard.own(host_array(parameter)), parameter)
+                parameter.grad = None
+        inner, _, last = name.rpartition(".")
+        describe(module.get_submodule(inner), last, tied or shard)
 
 
 def take_own_when_loaded(module: nn.Module) -> None:
@@ -56,7 +57,8 @@ def take_own_when_loaded(module: nn.Module) -> None:
 
 def _take_own(module: nn.Module, state: dict[str, Any], prefix: str, *_: Any) -> None:
     """Take this rank's parts of what is loaded, where that is whole."""
-    for name, parameter in module.named_parameters(recurse=False):
-        shard, value = shard_of(parameter), state.get(prefix + name)
-        if shard is not None and isinstance(value, Tensor) and tuple(value.shape) == shard.sharding.shape:
+    for name, shard in shards_of(module).items():
+        value = state.get(prefix + name)
+        if isinstance(value, Tensor) and tuple(value.shape) == shard.sharding.shape:
             state[prefix + name] = to_tensor(shard.own(host_array(value)))
+    before_loading(module)

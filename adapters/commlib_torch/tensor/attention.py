@@ -15,6 +15,7 @@ from commlib.tensor import moves
 from commlib.tensor.moves import REDUCE
 from commlib.tensor.sharding import Sharding
 from commlib.tensor.styles import Column, Row
+from commlib_torch._shards import KeepsShards
 from commlib_torch.tensor._dividing import divide
 from commlib_torch.tensor._entry import product
 from commlib_torch.tensor._heads import attended, mask_of
@@ -23,7 +24,7 @@ from commlib_torch.tensor.moves import On, axis_of, moved
 from commlib_torch.tensor.streams import dropout
 
 
-class ColumnAttention(nn.MultiheadAttention):
+class ColumnAttention(KeepsShards, nn.MultiheadAttention):
     """An `nn.MultiheadAttention` whose heads are divided: each rank has some of them; their outputs are added up.
 
     Arguments and results are those of `nn.MultiheadAttention`, with the values that this has for the same seed. Inputs

@@ -13,13 +13,14 @@ from commlib.tensor import moves
 from commlib.tensor.moves import COPY, REDUCE
 from commlib.tensor.sharding import Sharding, parts_of
 from commlib.tensor.styles import Column, Row
+from commlib_torch._shards import KeepsShards
 from commlib_torch.tensor._dividing import divide
 from commlib_torch.tensor._entry import entered
 from commlib_torch.tensor.linear import check_inputs, gathered
 from commlib_torch.tensor.moves import On, axis_of, copy, moved
 
 
-class ColumnConv(_ConvNd):
+class ColumnConv(KeepsShards, _ConvNd):
     """A convolution whose output channels are divided: as `ColumnLinear`, for images of any number of dimensions.
 
     As `nn.Conv1d(...)`, `nn.Conv2d(...)` or `nn.Conv3d(...)`, with the values that these have for the same seed.
@@ -56,7 +57,7 @@ class ColumnConv(_ConvNd):
         return f"{plain}, {self.style}, {self.axis!r}"
 
 
-class RowConv(_ConvNd):
+class RowConv(KeepsShards, _ConvNd):
     """A convolution whose input channels are divided; outputs are added up: as `RowLinear`.
 
     As `nn.Conv1d(...)`, `nn.Conv2d(...)` or `nn.Conv3d(...)`, with the values that these have for the same seed.

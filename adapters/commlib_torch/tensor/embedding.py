@@ -15,12 +15,13 @@ from commlib.tensor.moves import REDUCE
 from commlib.tensor.sharding import Sharding, parts_of
 from commlib.tensor.styles import Column, Vocabulary
 from commlib.tensor.vocabulary import words_of
+from commlib_torch._shards import KeepsShards
 from commlib_torch.tensor._dividing import divide
 from commlib_torch.tensor.linear import gathered
 from commlib_torch.tensor.moves import On, axis_of, moved
 
 
-class VocabularyEmbedding(nn.Embedding):
+class VocabularyEmbedding(KeepsShards, nn.Embedding):
     """An embedding whose words are divided: each rank has some rows of the weight; outputs are added up.
 
     As `nn.Embedding(num_embeddings, embedding_dim)`, with the values that this has for the same seed. words: integers,
@@ -89,7 +90,7 @@ class VocabularyEmbedding(nn.Embedding):
         return f"{super().extra_repr()}, {self.style}, {self.axis!r}"
 
 
-class ColumnEmbedding(nn.Embedding):
+class ColumnEmbedding(KeepsShards, nn.Embedding):
     """An embedding whose features are divided: each rank has some columns of the weight.
 
     As `nn.Embedding(num_embeddings, embedding_dim)`, with the values that this has for the same seed. words: integers,

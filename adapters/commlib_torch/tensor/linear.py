@@ -14,12 +14,13 @@ from commlib.tensor import moves
 from commlib.tensor.moves import REDUCE
 from commlib.tensor.sharding import Sharding, parts_of
 from commlib.tensor.styles import Column, Row, Vocabulary
+from commlib_torch._shards import KeepsShards
 from commlib_torch.tensor._dividing import divide
 from commlib_torch.tensor._entry import product
 from commlib_torch.tensor.moves import On, axis_of, copy, moved
 
 
-class ColumnLinear(nn.Linear):
+class ColumnLinear(KeepsShards, nn.Linear):
     """A linear layer whose outputs are divided: each rank has some rows of the weight.
 
     As `nn.Linear(in_features, out_features)`, with the values that this has for the same seed. x: (..., in_features),
@@ -95,7 +96,7 @@ class VocabularyLinear(ColumnLinear):
         self.style = style
 
 
-class RowLinear(nn.Linear):
+class RowLinear(KeepsShards, nn.Linear):
     """A linear layer whose inputs are divided: each rank has some columns of the weight; outputs are added up.
 
     As `nn.Linear(in_features, out_features)`, with the values that this has for the same seed. x: (..., this rank's

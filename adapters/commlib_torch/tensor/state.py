@@ -12,7 +12,7 @@ from commlib.errors import UsageError
 from commlib.functional.shards import Shard
 from commlib_torch._bridge import array_of, on_host, to_tensor
 from commlib_torch._optimizer_state import load_named, named_state
-from commlib_torch._shards import shard_of
+from commlib_torch._shards import renew_all, shard_of
 
 Named = Iterable[tuple[str, nn.Parameter]]
 
@@ -23,6 +23,7 @@ def gather_state_dict(model: nn.Module) -> dict[str, Any]:
     Collective over the axes that its parameters are divided over. Values are copies, on the host where they are put
     together. `load_state_dict` takes it, of a plain model and of one that is divided among any number of ranks.
     """
+    renew_all(model)
     found: dict[str, Any] = {}
     wholes: dict[int, Tensor] = {}
     for name, value in model.state_dict(keep_vars=True).items():

@@ -1,0 +1,157 @@
+"""What is divided knows it wherever it goes: notes were lost, and parts of weights were taken for whole ones."""
+
+from __future__ import annotations
+
+import copy
+import io
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.nn.utils import parametrizations, prune
+
+from commlib import Mesh
+from commlib.errors import UsageError
+from commlib.expert.experts import Experts
+from commlib.tensor import Column, Row
+from commlib_torch import DataParallel, DistributedOptimizer, broadcast_optimizer_state, broadcast_parameters
+from commlib_torch.expert import MoE
+from commlib_torch.tensor import gather_state_dict, parallelize, shard_of
+
+PLAN: Any = {"0": Column(), "2": Row()}
+
+
+def whole() -> nn.Sequential:
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(6, 8), nn.Tanh(), nn.Linear(8, 6)).double()
+
+
+def assign(model: nn.Module) -> nn.Module:
+    model.load_state_dict(whole().state_dict(), assign=True)
+    return model
+
+
+def overwrite(model: nn.Module) -> nn.Module:
+    torch.__future__.set_overwrite_module_params_on_conversion(True)
+    return model.float().double()
+
+
+def swap(model: nn.Module) -> nn.Module:
+    torch.__future__.set_swap_module_params_on_conversion(True)
+    return model.float().double()
+
+
+def swap_loading(model: nn.Module) -> nn.Module:
+    torch.__future__.set_swap_module_params_on_conversion(True)
+    model.load_state_dict(whole().state_dict())
+    return model
+
+
+def replace(model: Any) -> Any:
+    model[0].weight = nn.Parameter(model[0].weight.detach().clone())
+    return model
+
+
+def empty(model: nn.Module) -> nn.Module:
+    state = gather_state_dict(model)
+    model = model.to("meta").to_empty(device="cpu")
+    model.load_state_dict(state)
+    return model
+
+
+WAYS: dict[str, Callable[[Any], Any]] = {
+    "assign": assign,
+    "overwrite": overwrite,
+    "swap": swap,
+    "swap when loading": swap_loading,
+    "replace": replace,
+    "to_empty": empty,
+    "deepcopy": copy.deepcopy,
+    "to": lambda model: model.float().double(),
+    "all": lambda model: copy.deepcopy(assign(swap(overwrite(copy.deepcopy(model))))),
+}
+
+
+@pytest.fixture(autouse=True)
+def as_before() -> Iterator[None]:
+    yield
+    torch.__future__.set_overwrite_module_params_on_conversion(False)
+    torch.__future__.set_swap_module_params_on_conversion(False)
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_a_divided_parameter_is_known_as_one(comm: Any, way: str) -> None:
+    """`gather_state_dict` wrote parts as if they were whole, and norms counted parts of one rank."""
+    model = WAYS[way](parallelize(whole(), comm, PLAN))
+    divided = [name for name, parameter in model.named_parameters() if shard_of(parameter) is not None]
+    assert divided == ["0.weight", "0.bias", "2.weight"]
+    expected = whole() if way != "to" and way != "overwrite" and way != "swap" and way != "all" else whole().float()
+    for name, value in gather_state_dict(model).items():
+        torch.testing.assert_close(value.double(), expected.state_dict()[name].double(), rtol=0, atol=1e-7)
+
+
+@pytest.mark.parametrize("way", ["overwrite", "swap", "deepcopy", "to_empty"])
+def test_experts_are_known_as_parts(comm: Any, way: str) -> None:
+    model = WAYS[way](MoE(6, Experts(2 * comm.size, hidden=4), comm).double())
+    shapes = {name: tuple(value.shape) for name, value in gather_state_dict(model).items()}
+    assert shapes["experts.up.weight"] == (2 * comm.size, 4, 6)
+    assert all(shard_of(parameter) is not None for parameter in model.experts.parameters())
+
+
+def test_a_whole_weight_in_the_place_of_a_part_is_refused(comm: Any) -> None:
+    model: Any = parallelize(whole(), comm, PLAN)
+    if comm.size > 1:
+        with pytest.raises(UsageError, match=r"weight .* is now of shape \[8, 6\], expected"):
+            model[0].weight = nn.Parameter(torch.zeros(8, 6, dtype=torch.float64))
+
+
+@pytest.mark.parametrize(
+    "look",
+    [
+        lambda layer: prune.l1_unstructured(layer, "weight", 0.5),
+        lambda layer: nn.utils.spectral_norm(layer),
+        lambda layer: parametrizations.weight_norm(layer),
+    ],
+)
+def test_what_looks_at_whole_weights_is_refused_on_parts(comm: Any, look: Callable[[Any], object]) -> None:
+    """Pruning took the smallest half of each rank's part."""
+    model: Any = parallelize(whole(), comm, PLAN)
+    with pytest.raises(UsageError, match="before the layer is divided"):
+        look(model[0])
+
+
+def test_a_state_with_parts_is_not_saved_as_if_it_were_whole(comm: Any) -> None:
+    model = parallelize(whole(), comm, PLAN)
+    with pytest.raises(UsageError, match="gather_state_dict"):
+        torch.save(model.state_dict(), io.BytesIO())
+
+
+def test_ranks_with_other_parts_are_never_averaged(comm: Any) -> None:
+    """Without mesh= the parts of different ranks were averaged, in silence; broadcast made all of them rank 0's."""
+    model = parallelize(whole(), comm, PLAN)
+    if comm.size == 1:
+        return
+    optimizer = torch.optim.SGD(model.parameters(), 0.1, momentum=0.9)
+    for call in (
+        lambda: DistributedOptimizer(optimizer, model.named_parameters()),
+        lambda: DistributedOptimizer(optimizer, model.named_parameters(), op="adasum"),
+        lambda: DistributedOptimizer(optimizer, model.named_parameters(), comm=comm),
+        lambda: DataParallel(model),
+        lambda: broadcast_parameters(model.state_dict(), 0),
+        lambda: broadcast_parameters(model.named_parameters(), comm=comm),
+        lambda: broadcast_optimizer_state(optimizer, 0),
+    ):
+        with pytest.raises(UsageError, match=r"of which ranks \[\d.*have other parts.*mesh"):
+            call()
+
+
+def test_ranks_with_the_same_part_are(comm: Any) -> None:
+    mesh = Mesh(dp=-1, tp=2 if comm.size % 2 == 0 else 1)
+    model = parallelize(whole(), mesh["tp"], PLAN)
+    broadcast_parameters(model.state_dict(), comm=mesh["dp"])
+    optimizer = DistributedOptimizer(torch.optim.SGD(model.parameters(), 0.1), model.named_parameters(), mesh=mesh)
+    model(torch.ones(2, 6, dtype=torch.float64)).sum().backward()
+    optimizer.step()
+    mesh.close()
