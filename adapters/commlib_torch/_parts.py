@@ -60,10 +60,17 @@ def counts_by(units: Units, stages: int, split: Any) -> tuple[int, ...]:
 
 
 class Layers:
-    """A sequence of named modules. What one returns is what the next is called with, a tuple as several arguments."""
+    """A sequence of named modules. What one returns is what the next is called with.
 
-    def __init__(self, layers: Iterable[tuple[str, nn.Module]]) -> None:
-        self._layers = list(layers)
+    spreads: a tuple that a layer returns is several arguments of the next, as in a list of layers; else it is one
+    argument, as in nn.Sequential. container: the module that has them, whose own parameters and buffers, which no
+    layer has, are the first stage's.
+    """
+
+    def __init__(
+        self, layers: Iterable[tuple[str, nn.Module]], *, spreads: bool, container: nn.Module | None = None
+    ) -> None:
+        self._layers, self._spreads, self._container = list(layers), spreads, container
 
     def sizes(self) -> list[float]:
         """See `Units`."""
@@ -81,32 +88,42 @@ class Layers:
                 self._layers[start:end],
                 INPUTS if stage == 0 else f"after {stage - 1}",
                 OUTPUT if stage == last else f"after {stage}",
+                spreads=self._spreads,
             )
             for stage, (start, end) in enumerate(pairwise((0, *accumulate(counts))))
         )
+        if self._container is not None:
+            _take_state(parts[0], self._container)
         return Cut(parts, {Link(s, s + 1): (f"after {s}",) for s in range(last)}, tuple(counts))
 
 
 class _Layers(nn.Module):
     """Some of the layers of a sequence, under the names that they have there."""
 
-    def __init__(self, layers: Iterable[tuple[str, nn.Module]], takes: str, gives: str) -> None:
+    def __init__(self, layers: Iterable[tuple[str, nn.Module]], takes: str, gives: str, *, spreads: bool) -> None:
         super().__init__()
-        for name, layer in layers:
-            self.add_module(name, layer)
-        self.takes, self.gives = takes, gives
+        self._modules.update(layers)  # whatever their names are
+        vars(self)["_commlib"] = takes, gives, spreads
 
     def forward(self, values: Named) -> Named:
         """Call the layers one after another."""
-        value = values[self.takes]
+        takes, gives, spreads = vars(self)["_commlib"]
+        value = values[takes]
         # children() leaves out a layer that comes again
         layers = (layer for layer in self._modules.values() if layer is not None)
-        if self.takes == INPUTS:
+        if takes == INPUTS:
             args, kwargs = value
             value = next(layers)(*args, **kwargs)
         for layer in layers:
-            value = layer(*value) if isinstance(value, tuple) else layer(value)
-        return {self.gives: value}
+            value = layer(*value) if spreads and isinstance(value, tuple) else layer(value)
+        return {gives: value}
+
+
+def _take_state(part: nn.Module, container: nn.Module) -> None:
+    """Give a part the parameters and buffers of a container itself."""
+    part._parameters.update(container._parameters)
+    for name, buffer in container._buffers.items():
+        part.register_buffer(name, buffer, persistent=name not in container._non_persistent_buffers_set)
 
 
 def parameter_bytes(module: nn.Module) -> int:

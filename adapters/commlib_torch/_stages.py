@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-import base64
-import pickle
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field
-from functools import lru_cache, partial
+from functools import partial
 from typing import Any
 
 import torch
@@ -22,7 +20,8 @@ from commlib_torch._autograd import backward_passes
 from commlib_torch._batch_statistics import kept_buffers
 from commlib_torch._bridge import array_of, read, to_tensor
 from commlib_torch._losses import Losses, LossWeights
-from commlib_torch._parts import INPUTS, OUTPUT
+from commlib_torch._notes import flat, nested
+from commlib_torch._parts import INPUTS, OUTPUT, Named
 from commlib_torch._weight_gradients import SplitBackward
 from commlib_torch.devices import device_of
 from commlib_torch.expert.losses import keepers_in, taken
@@ -106,7 +105,7 @@ class TorchStage:
     ) -> None:
         self.part, self._takes, self._gives = part, takes, gives
         self._is_first, self._is_last, self._loss = is_first, is_last, loss
-        self._call = _recomputing(part, recompute)
+        self._call = _recomputing(self._on_copies, recompute)
         # Buffers, such as running statistics, are changed by a forward, and not again when it is computed again.
         self._backward_context: Any = nullcontext if recompute == "none" else partial(kept_buffers, [part])
         self.batch = Batch()
@@ -115,8 +114,13 @@ class TorchStage:
         """Of schedules that update weights while the pipeline runs."""
         self.later: frozenset[int] = frozenset()
         """Ids of weights to whose gradients another stage of this rank adds, after this one's last microbatch."""
-        # A first layer that works in place, such as ReLU(inplace=True), must have inputs that nobody else has.
-        self._clones = _begins_in_place(part)
+        self._changes_inputs: dict[bool, bool] = {}
+        """Whether, in training or not, the stage works in place on what it is given: then it must have copies.
+
+        The first microbatch tells, which gets copies in any case.
+        """
+        self._copies: list[Tensor] = []
+        self._keeps_all = recompute == "none"
         self._keepers = keepers_in(part)
         self._leaves: list[Tensor] = []
         """The weights that get gradients in this batch: to go through a module takes as long as a small layer."""
@@ -139,13 +143,11 @@ class TorchStage:
             for source, values in inputs.items():
                 own = [tensor.detach().requires_grad_(tensor.requires_grad) for tensor in values.tensors]
                 leaves[source] = [tensor if tensor.requires_grad else None for tensor in own]
-                if self._clones:
-                    own = [tensor.clone() for tensor in own]
-                named.update(zip(self._takes[source], _nested(own, values.note), strict=True))
+                named.update(zip(self._takes[source], nested(own, values.note), strict=True))
             results = self._run(named)
             given: dict[int, Values] = {}
             for target, names in self._gives.items():
-                given[target] = Values(*_flat([results[name] for name in names]))
+                given[target] = Values(*flat([results[name] for name in names]))
             loss = self._finish(microbatch, results[OUTPUT]) if self._is_last else None
         if batch.is_training:
             outputs = {target: list(values.tensors) for target, values in given.items()}
@@ -156,9 +158,38 @@ class TorchStage:
         return given
 
     def _run(self, named: dict[str, Any]) -> dict[str, Any]:
-        if not self.batch.is_training:
-            return self.part(named)  # type: ignore[no-any-return]
-        return self._call(named) if self.weights is None else self.weights.call(named)
+        is_training = self.batch.is_training
+        if not is_training:
+            results = self._on_copies(named)
+        elif self.weights is None:
+            results = self._call(named)
+        else:
+            results = self.weights.call(self._own(named))
+        if is_training not in self._changes_inputs:
+            changed = any(not tensor.is_inference() and tensor._version for tensor in self._copies)
+            self._changes_inputs[is_training] = changed
+            self._copies = []
+        return results
+
+    def _on_copies(self, named: dict[str, Any]) -> dict[str, Any]:
+        """Call the part, where it works in place on copies; also when it computes again."""
+        return self.part(self._own(named))  # type: ignore[no-any-return]
+
+    def _own(self, named: dict[str, Any]) -> dict[str, Any]:
+        """Return values on which the part may work in place, if it does."""
+        if self._changes_inputs.get(self.batch.is_training, True) is False:
+            return named
+        given = dict(named)
+        inputs = given.pop(INPUTS, None)
+        tensors, note = flat(list(given.values()))
+        self._copies = [tensor.clone() for tensor in tensors]
+        own: dict[str, Any] = dict(zip(given, nested(self._copies, note), strict=True))
+        if inputs is not None:
+            if not self._keeps_all:  # a user's tensors may be changed as in one process, but not once more
+                inputs = pytree.tree_map_only(Tensor, torch.clone, inputs)
+                self._copies += [leaf for leaf in pytree.tree_leaves(inputs) if isinstance(leaf, Tensor)]
+            own[INPUTS] = inputs
+        return own
 
     def _finish(self, microbatch: int, output: Any) -> Tensor | None:
         """Note the output or the loss of the last stage, and return what its backward begins with."""
@@ -318,43 +349,10 @@ def _input_gradients(kept: _Kept) -> dict[int, Values]:
     }
 
 
-# Nested values as tensors and a note
-
-
-def _flat(values: list[Any]) -> tuple[list[Tensor], str]:
-    """Return the tensors in some values, and a note from which `_nested` makes the values again."""
-    if all(isinstance(value, Tensor) for value in values):
-        return values, ""
-    leaves, spec = pytree.tree_flatten(values)
-    tensors = [leaf for leaf in leaves if isinstance(leaf, Tensor)]
-    others = [None if isinstance(leaf, Tensor) else (leaf,) for leaf in leaves]
-    return tensors, base64.b64encode(pickle.dumps((pytree.treespec_dumps(spec), others))).decode()
-
-
-def _nested(tensors: list[Tensor], note: str) -> list[Any]:
-    if not note:
-        return tensors
-    spec, others = _read(note)
-    rest = iter(tensors)
-    leaves = [next(rest) if other is None else other[0] for other in others]
-    return pytree.tree_unflatten(leaves, spec)  # type: ignore[no-any-return]
-
-
-@lru_cache(maxsize=256)
-def _read(note: str) -> Any:
-    spec, others = pickle.loads(base64.b64decode(note))  # written by another rank of this job
-    return pytree.treespec_loads(spec), others
-
-
-def _begins_in_place(part: nn.Module) -> bool:
-    """Return whether any module of a part may change what it is given: only a copy can be given to it."""
-    return any(getattr(module, "inplace", False) for module in part.modules())
-
-
 # Recomputing activations
 
 
-def _recomputing(part: nn.Module, how: str) -> Callable[[dict[str, Any]], dict[str, Any]]:
+def _recomputing(part: Callable[[Named], Named], how: str) -> Callable[[Named], Named]:
     """Return what calls a part, and keeps of its activations "full": none, "selective": products, "none": all."""
     if how == "none":
         return part

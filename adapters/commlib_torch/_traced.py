@@ -12,50 +12,69 @@ from torch import fx, nn
 from commlib.errors import UsageError
 from commlib.pipeline.schedule import Link
 from commlib.pipeline.split import check_names, counts_between
-from commlib_torch._parts import INPUTS, OUTPUT, Cut, Named
+from commlib_torch._in_place import settle
+from commlib_torch._operations import Operations, state_names, without_gradients
+from commlib_torch._parts import OUTPUT, Cut
+from commlib_torch._tracer import GRADIENTS
+from commlib_torch._traces import ANYWHERE, Traces
 
 _SEVERAL = 4
 """How many times more units than stages there should be, so that these can be even."""
 
 
-class _Tracer(fx.Tracer):
-    def is_leaf_module(self, m: nn.Module, module_qualified_name: str) -> bool:
-        """Leave layers that are divided among ranks whole: they do more than torch.fx can see."""
-        return type(m).__module__.startswith("commlib_torch.") or super().is_leaf_module(m, module_qualified_name)
-
-
 class Traced:
-    """A model's operations, in units between which as few values as possible cross."""
+    """A model's operations, in units between which as few values as possible cross.
 
-    def __init__(self, model: nn.Module, stages: int) -> None:
+    example: with what it is called, as `commlib_torch._signature.described` tells it, or None.
+    """
+
+    def __init__(self, model: nn.Module, stages: int, example: Any = None) -> None:
         self._model = model
-        try:
-            self._graph = _Tracer().trace(model)
-        except Exception as error:
-            raise UsageError(
-                f"pipeline: {type(model).__name__} cannot be traced ({type(error).__name__}: {error}). Give its layers "
-                "as a list or an nn.Sequential, or keep what depends on values out of forward"
-            ) from error
-        self._nodes = [node for node in self._graph.nodes if node.op not in ("placeholder", "output", "get_attr")]
+        found = Traces(model).settled(example)
+        self._graph, self._constants, self._call = found.graph, found.constants, found.call
+        self._whole = found.whole
+        together = settle(self._graph, model, self._constants)
+        fixed = ("placeholder", "output", "get_attr")
+        self._nodes = [node for node in self._graph.nodes if node.op not in fixed and ANYWHERE not in node.meta]
         self._order = {node: number for number, node in enumerate(self._nodes)}
+        self._closed = {
+            place for first, last in together for place in range(self._order[first] + 1, self._order[last] + 1)
+        }
         self._places = self._find_places(stages)
 
     def _find_places(self, stages: int) -> list[int]:
         """Return where units begin, and the end: more of them where few values cross everywhere."""
-        crossing = [self._alive(number) for number in range(1, len(self._nodes))]
+        crossing = {
+            number: count
+            for number, count in enumerate(self._crossing_counts())
+            if number not in self._closed and number
+        }
         places = [0, len(self._nodes)]
-        for most in sorted(set(crossing)):
-            places = [0, *(number for number, count in enumerate(crossing, 1) if count <= most), len(self._nodes)]
+        for most in sorted(set(crossing.values())):
+            places = [0, *(number for number, count in crossing.items() if count <= most), len(self._nodes)]
             if len(places) > _SEVERAL * stages:
                 break
         if len(places) <= stages:
-            raise UsageError(f"pipeline: {len(self._nodes)} operations cannot be cut into {stages} stages")
+            raise UsageError(
+                f"pipeline: {len(self._nodes)} operations cannot be cut into {stages} stages{self._why_whole()}"
+            )
         return places
 
-    def _alive(self, number: int) -> int:
-        """Return how many values are made before an operation and used by it or later."""
-        made = (node for node in self._graph.nodes if self._order.get(node, -1) < number and node.op != "get_attr")
-        return sum(any(self._order.get(user, len(self._nodes)) >= number for user in node.users) for node in made)
+    def _why_whole(self) -> str:
+        whole = [f"{kind.__name__}, whose forward {why}" for kind, why in self._whole.items()]
+        return f"; some modules are left whole: {'; '.join(whole)}" if whole else ""
+
+    def _crossing_counts(self) -> list[int]:
+        """Return how many values are made before each operation and used by it or later."""
+        counts = [0] * (len(self._nodes) + 1)
+        for node in self._graph.nodes:
+            if node.op in ("get_attr", "output") or ANYWHERE in node.meta:
+                continue
+            uses = [self._order.get(user, len(self._nodes)) for user in node.users]
+            if uses:
+                counts[self._order.get(node, -1) + 1] += 1
+                counts[min(max(uses) + 1, len(self._nodes))] -= 1
+        return list(accumulate(counts))[: len(self._nodes)]
 
     def sizes(self) -> list[float]:
         """See `Units`. A parameter counts where it is used first."""
@@ -74,12 +93,20 @@ class Traced:
         return float(sum(parameter.numel() * parameter.element_size() for parameter in new))
 
     def _attribute(self, node: fx.Node) -> Any:
+        if node.target in self._constants:
+            return None
         return operator.attrgetter(str(node.target))(self._model)
 
     def count_of(self, split: Sequence[Any], stages: int) -> tuple[int, ...]:
         """Return the units between the first operations of the submodules that are named."""
         check_names(split, stages)
         starts = [self._first_of(name) for name in split]
+        for name, start in zip(split, starts, strict=True):
+            if start in self._closed:
+                raise UsageError(
+                    f"pipeline: split: the model cannot be cut before {name!r}: around it a value is changed in place "
+                    "which is used on both sides"
+                )
         self._places = sorted({*self._places, *starts})
         return counts_between([self._places.index(start) for start in starts], len(self._places) - 1, split)
 
@@ -89,7 +116,8 @@ class Traced:
             stack = [where for where, _ in node.meta.get("nn_module_stack", {}).values()]
             if any(place == name or place.startswith(f"{name}.") for place in [path, *stack]):
                 return number
-        raise UsageError(f"pipeline: split: forward does not use a submodule {name!r}")
+        inside = f" as an operation of its own{self._why_whole()}" if self._whole else ""
+        raise UsageError(f"pipeline: split: forward does not use a submodule {name!r}{inside}")
 
     def cut(self, counts: Sequence[int]) -> Cut:
         """See `Units`."""
@@ -98,12 +126,21 @@ class Traced:
         stage_of = {node: 0 for node in self._graph.nodes if node.op == "placeholder"}
         stage_of |= {node: sum(start <= number for start in starts) for node, number in self._order.items()}
         crossing = _crossing(stage_of, last)
-        parts = tuple(self._part(stage, last, stage_of, crossing) for stage in range(last + 1))
-        return Cut(parts, crossing, tuple(counts))
+        graphs = [self._stage(stage, last, stage_of, crossing) for stage in range(last + 1)]
+        parts = [self._part(graph, takes, stage) for stage, (graph, takes) in enumerate(graphs)]
+        used = {name for part in parts for name in state_names(part)}
+        if unused := [name for name in state_names(self._model) if name not in used]:
+            parts[0] = self._part(*graphs[0], 0, kept=unused)
+        return Cut(tuple(parts), crossing, tuple(counts))
 
-    def _part(
+    def _part(self, graph: fx.Graph, takes: Sequence[str], stage: int, kept: Sequence[str] = ()) -> Operations:
+        call = self._call if stage == 0 else None
+        return Operations(self._model, graph, takes, call=call, constants=self._constants, kept=kept)
+
+    def _stage(
         self, stage: int, last: int, stage_of: Mapping[fx.Node, int], crossing: Mapping[Link, tuple[str, ...]]
-    ) -> nn.Module:
+    ) -> tuple[fx.Graph, list[str]]:
+        """Return the graph of a stage, and the names of what it takes from others."""
         graph = fx.Graph()
         made: dict[fx.Node, fx.Node] = {}
         takes = [name for link, names in crossing.items() if link.target == stage for name in names]
@@ -117,20 +154,20 @@ class Traced:
                     made[node] = graph.node_copy(node)
 
         def value(node: fx.Node) -> fx.Node:
-            if node not in made and node.op == "get_attr":
-                made[node] = graph.node_copy(node)
+            if node not in made:  # what each stage reads or makes for itself
+                made[node] = graph.node_copy(node, value)
             return made[node]
 
-        for node in self._nodes:
-            if stage_of[node] == stage:
-                made[node] = graph.node_copy(node, value)
+        own = [node for node in self._nodes if stage_of[node] == stage]
+        for node in own:
+            made[node] = graph.node_copy(node, value)
+        without_gradients(graph, [(made[node], node.meta.get(GRADIENTS, True)) for node in own])
         results: Any = {name: made[by_name[name]] for name in gives}
         if stage == last:
             (output,) = (node for node in self._graph.nodes if node.op == "output")
             results[OUTPUT] = fx.map_arg(output.args[0], value)
         graph.output(results)
-        graph.lint()
-        return _Operations(fx.GraphModule(self._model, graph), takes, has_inputs=stage == 0)
+        return graph, takes
 
 
 def _crossing(stage_of: Mapping[fx.Node, int], last: int) -> dict[Link, tuple[str, ...]]:
@@ -144,25 +181,3 @@ def _crossing(stage_of: Mapping[fx.Node, int], last: int) -> dict[Link, tuple[st
                 if node.name not in names:
                     names.append(node.name)
     return {link: tuple(found[link]) for link in sorted(found)}
-
-
-class _Operations(nn.Module):
-    """Some of the operations of a model, over submodules and parameters under the names that they have there."""
-
-    def __init__(self, graph: fx.GraphModule, takes: Sequence[str], *, has_inputs: bool) -> None:
-        super().__init__()
-        for name, module in graph.named_children():
-            self.add_module(name, module)
-        for name, parameter in graph.named_parameters(recurse=False):
-            self.register_parameter(name, parameter)
-        for name, buffer in graph.named_buffers(recurse=False):
-            self.register_buffer(name, buffer)
-        self.__dict__["_graph"] = graph  # no child: its names would be there twice
-        self._takes, self._has_inputs = tuple(takes), has_inputs
-
-    def forward(self, values: Named) -> Named:
-        """Run the operations."""
-        args, kwargs = values[INPUTS] if self._has_inputs else ((), {})
-        taken = {name: values[name] for name in self._takes}
-        results: Named = self.__dict__["_graph"](*args, **kwargs, **taken)
-        return results

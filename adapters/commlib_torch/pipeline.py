@@ -24,10 +24,12 @@ from commlib_torch._autograd import backward_passes
 from commlib_torch._batch_statistics import WholeBatchStatistics
 from commlib_torch._batches import arguments, rows_in, taken
 from commlib_torch._bridge import array_of
+from commlib_torch._containers import is_container
 from commlib_torch._losses import Loss, LossWeights
 from commlib_torch._measured import layer_costs
 from commlib_torch._optimizer_state import merged
 from commlib_torch._parts import INPUTS, Cut, Layers, Split, Units, counts_by
+from commlib_torch._signature import described
 from commlib_torch._staged import Staged
 from commlib_torch._stages import Batch, StashedWeights, TorchStage, TorchTensors, in_mode
 from commlib_torch._tied import TiedWeights
@@ -63,16 +65,18 @@ def pipeline(
         optimizer = torch.optim.AdamW(pipe.parameters())
         loss = pipe.step(x, y); optimizer.step(); optimizer.zero_grad()
 
-    model: an nn.Sequential, a list of modules, or any module that torch.fx can trace; this rank keeps its stages, under
-    the names that they have in the model. schedule: a name ("gpipe", "1f1b", "interleaved", "zb_h1", "zb_v",
-    "dualpipev", "breadth_first", "pipedream", "pipedream_2bw"), the path of a CSV file, or a Schedule. microbatches:
-    into how many parts a batch is cut, along the first dimension. loss: of (output, target).
+    model: an nn.Sequential, a list of modules (a tuple that one of them returns is several arguments of the next), or
+    any module that torch.fx can trace; this rank keeps its stages, under the names that they have in the model.
+    Submodules that do what a trace cannot keep are not cut inside. schedule: a name ("gpipe", "1f1b", "interleaved",
+    "zb_h1", "zb_v", "dualpipev", "breadth_first", "pipedream", "pipedream_2bw"), the path of a CSV file, or a Schedule.
+    microbatches: into how many parts a batch is cut, along the first dimension. loss: of (output, target).
     split: "auto" (even parameter bytes), "time" (even time, as measured), or how many layers each stage has, or the
     names of the submodules with which the later stages begin, or a function of the model that returns one of these.
     stages: in all, where a rank has several.
     schedule="auto" chooses by simulated time, from what each layer is measured to cost, with at most `memory` bytes of
     activations on a rank: `pipe.why` says why. Both need example=, an x of as many rows as a microbatch has, on rank 0.
-    So does the check of a plan, where `parallelize` has divided the model and was given no example.
+    So does the check of a plan, where `parallelize` has divided the model and was given no example; and a model that
+    asks which of its arguments are there, or for the value of a number: it is cut for those of the example.
     checkpoint: what is kept of activations between forward and backward: "none" recomputed, "selective" (products are
     kept) or "full" (only a stage's inputs are). batch_norm: "microbatch" updates running statistics with each
     microbatch, "batch" once with those of the whole batch.
@@ -87,7 +91,8 @@ def pipeline(
     ScheduleError for a schedule that cannot run.
     """
     check_words(checkpoint=checkpoint, batch_norm=batch_norm)
-    units = _units(model, comm.size)
+    told = comm.broadcast_object(None if example is None else described(arguments(example)))
+    units = _units(model, comm.size, told)
     chosen = choose_stages(
         comm, schedule, microbatches, split=split(model) if callable(split) else split, stages=stages, every=every,
         memory=memory, measure=lambda: _measured(units, example, checkpoint), count=partial(counts_by, units),
@@ -106,17 +111,19 @@ def pipeline(
     return pipe
 
 
-def _units(model: Any, ranks: int) -> Units:
-    """Return a model as a sequence of units. Raises UsageError for what is none."""
-    if isinstance(model, nn.Sequential | nn.ModuleList):
-        return Layers(model._modules.items())  # named_children() leaves out a layer that comes again
+def _units(model: Any, ranks: int, example: Any) -> Units:
+    """Return a model as a sequence of units. example: as `described`. Raises UsageError for what is none."""
     if isinstance(model, nn.Module):
-        return Traced(model, ranks)
+        if is_container(model):
+            # named_children() leaves out a layer that comes again
+            layers = [(name, layer) for name, layer in model._modules.items() if layer is not None]
+            return Layers(layers, spreads=isinstance(model, nn.ModuleList), container=model)
+        return Traced(model, ranks, example)
     if not isinstance(model, list | tuple) or not all(isinstance(layer, nn.Module) for layer in model):
         kinds = sorted({type(layer).__name__ for layer in model}) if isinstance(model, list | tuple) else []
         got = f"a list of {', '.join(kinds)}" if kinds else type(model).__name__
         raise UsageError(f"pipeline: expected an nn.Module or a list of them, got {got}")
-    return Layers((str(number), layer) for number, layer in enumerate(model))
+    return Layers(((str(number), layer) for number, layer in enumerate(model)), spreads=True)
 
 
 def _measured(units: Units, example: Any, checkpoint: str) -> LayerCosts:

@@ -1,0 +1,146 @@
+"""Signature: with what a module is called, what of that may differ between calls, and what was fixed by a trace."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Collection
+from dataclasses import dataclass
+from typing import Any
+
+from torch import Tensor, nn
+from torch.utils import _pytree as pytree
+
+from commlib.errors import UsageError
+
+
+class _Given:
+    """Stands for a tensor."""
+
+    def __repr__(self) -> str:
+        return "a tensor"
+
+    def __reduce__(self) -> str:
+        return "GIVEN"
+
+
+GIVEN = _Given()
+
+
+def described(example: tuple[tuple[Any, ...], dict[str, Any]]) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """Return the arguments of a call with GIVEN instead of tensors: that can be told to other ranks."""
+    return pytree.tree_map_only(Tensor, lambda _: GIVEN, example)  # type: ignore[no-any-return]
+
+
+@dataclass(frozen=True, slots=True)
+class Call:
+    """A call of a module's forward: the values of its parameters by name, GIVEN where a tensor comes.
+
+    free: names of values that may differ from call to call. All others are fixed.
+    """
+
+    signature: inspect.Signature
+    values: dict[str, Any]
+    given: frozenset[str]
+    """The parameters that were given; all others have their defaults."""
+    free: frozenset[str]
+
+    @classmethod
+    def of(cls, model: nn.Module, example: tuple[Any, Any] | None) -> Call:
+        """Return how a module is called: as an example says (see `described`), or with its defaults."""
+        signature = inspect.signature(model.forward)
+        if example is None:
+            values = {
+                name: GIVEN if parameter.default is parameter.empty else parameter.default
+                for name, parameter in signature.parameters.items()
+                if parameter.kind not in (parameter.VAR_POSITIONAL, parameter.VAR_KEYWORD)
+            }
+            needed = frozenset(name for name, value in values.items() if value is GIVEN)
+            values |= {
+                name: () if parameter.kind is parameter.VAR_POSITIONAL else {}
+                for name, parameter in signature.parameters.items()
+                if name not in values
+            }
+            return cls(signature, values, needed, frozenset()).with_free(())
+        bound = _bound(signature, *example)
+        given = frozenset(bound.arguments)
+        bound.apply_defaults()
+        return cls(signature, dict(bound.arguments), given, frozenset()).with_free(())
+
+    def with_free(self, names: Collection[str]) -> Call:
+        """Return the same call, in which some of the values that are no tensors may differ, too."""
+        tensors = {name for name, value in self.leaves() if value is GIVEN}
+        return Call(self.signature, self.values, self.given, frozenset({*tensors, *names}))
+
+    def leaves(self) -> list[tuple[str, Any]]:
+        """Return the name of each value, and the value: those of containers one by one."""
+        found: list[tuple[str, Any]] = []
+        for name, value in self.values.items():
+            leaves = _leaves(value)
+            found += [(name, value)] if leaves is None else [(f"{name}_{n}", one) for n, one in enumerate(leaves)]
+        return found
+
+    def arguments(self, free: Callable[[str], Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        """Return the arguments, with what `free` makes of a name for values that may differ."""
+        values = {}
+        for name, value in self.values.items():
+            leaves = _leaves(value)
+            if leaves is None:
+                values[name] = free(PREFIX + name) if name in self.free else value
+                continue
+            named = [(f"{name}_{n}", one) for n, one in enumerate(leaves)]
+            made = [free(PREFIX + place) if place in self.free else one for place, one in named]
+            values[name] = pytree.tree_unflatten(made, pytree.tree_flatten(value)[1])
+        bound = inspect.BoundArguments(self.signature, values)
+        return bound.args, bound.kwargs
+
+    def taken(self, args: tuple[Any, ...], options: dict[str, Any]) -> dict[str, Any]:
+        """Return the values of a call that may differ, by their names in graphs. Raises UsageError if others do."""
+        bound = _bound(self.signature, args, options)
+        bound.apply_defaults()
+        found: dict[str, Any] = {}
+        for name, expected in self.values.items():
+            value = bound.arguments[name]
+            leaves = _leaves(expected)
+            if leaves is None:
+                self._take(found, name, value, expected)
+                continue
+            ours, spec = pytree.tree_flatten(value)
+            if spec != pytree.tree_flatten(expected)[1]:
+                raise self._other(name, f"a {type(value).__name__} of {len(ours)} values", f"{len(leaves)} in a nest")
+            for number, (one, other) in enumerate(zip(ours, leaves, strict=True)):
+                self._take(found, f"{name}_{number}", one, other)
+        return found
+
+    def _take(self, found: dict[str, Any], name: str, value: Any, expected: Any) -> None:
+        if name in self.free:
+            if expected is GIVEN and value is None:
+                raise self._other(name, "None", "a tensor")
+            found[PREFIX + name] = value
+        elif value is not expected and (type(value) is not type(expected) or value != expected):
+            got = "a tensor" if isinstance(value, Tensor) else repr(value)
+            raise self._other(name, got, repr(expected))
+
+    def _other(self, name: str, got: str, expected: str) -> UsageError:
+        return UsageError(
+            f"pipeline: forward's {name} is {got}; the model was cut for {name} = {expected}, on which what it does "
+            f"depends: give pipeline(example=) with the arguments of each step"
+        )
+
+
+PREFIX = "given_"
+"""Of the names that values have in graphs: those of parameters may be Python's own words."""
+
+
+def _leaves(value: Any) -> list[Any] | None:
+    """Return the values in a container with tensors; None for what is one value."""
+    if not isinstance(value, tuple | list | dict):
+        return None
+    leaves = pytree.tree_leaves(value)
+    return leaves if any(leaf is GIVEN for leaf in leaves) else None
+
+
+def _bound(signature: inspect.Signature, args: tuple[Any, ...], options: dict[str, Any]) -> inspect.BoundArguments:
+    try:
+        return signature.bind(*args, **options)
+    except TypeError as error:
+        raise UsageError(f"pipeline: x does not fit forward{signature}: {error}") from error

@@ -1,0 +1,406 @@
+"""Tracer: the operations of a module by torch.fx, and what tracing it would have fixed for ever."""
+
+from __future__ import annotations
+
+import gc
+import operator
+import random
+import weakref
+from collections import deque
+from collections.abc import Iterator, Mapping
+from contextlib import ExitStack, contextmanager
+from copy import copy
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor, fx, nn
+
+from commlib_torch._signature import Call
+
+WITHIN, GRADIENTS = "within", "gradients"
+"""What is noted of a node: the path of the module whose forward made it, and whether gradients were on."""
+
+
+@dataclass(frozen=True, slots=True)
+class Fault:
+    """What a trace cannot keep. path: of the module whose forward does it."""
+
+    path: str
+    why: str
+
+
+@dataclass(slots=True)
+class Trace:
+    """What a module does when it is called.
+
+    constants: tensors that forward makes itself, by their names in the graph. events: the nodes, and between them the
+    path of a module whose forward begins, "" where one ends. leaves: paths of modules left whole that torch.fx would
+    have looked into.
+    """
+
+    graph: fx.Graph
+    constants: dict[str, Any] = field(default_factory=dict)
+    faults: list[Fault] = field(default_factory=list)
+    leaves: list[str] = field(default_factory=list)
+    events: list[fx.Node | str] = field(default_factory=list)
+
+
+def traced(model: nn.Module, call: Call, whole: Mapping[type, str], *, training: bool) -> Trace:
+    """Trace a module in one mode. call: what stands for its arguments. whole: classes that are not looked into.
+
+    The module is as before afterwards: its attributes, lists and dictionaries, modes, and the states of random numbers.
+    """
+    tracer = _Tracer(model, call, whole)
+    trace = Trace(fx.Graph())
+    with _in_mode(model, training=training), _same_random_numbers(), torch.enable_grad(), ExitStack() as stack:
+        stack.enter_context(tracer.watching(model))
+        try:
+            trace.graph = tracer.trace(model)
+        except Exception as error:
+            where = tracer.raised_in if tracer.raised_in is not None else ""
+            said = str(error).strip().split("\n")[0]
+            tracer.faults.append(Fault(where, f"cannot be traced ({type(error).__name__}: {said})"))
+    trace.constants, trace.faults, trace.leaves = tracer.constants, tracer.faults, tracer.leaves
+    trace.events = tracer.events
+    if not trace.faults:
+        trace.faults += tracer.escaped()
+    return trace
+
+
+class _Tracer(fx.Tracer):
+    proxy_buffer_attributes = True
+    """Or what forward does with a buffer would be done once, now."""
+
+    def __init__(self, model: nn.Module, call: Call, whole: Mapping[type, str]) -> None:
+        super().__init__()
+        self._call, self._whole = call, whole
+        self._within = [""]
+        self._making_arguments = 0
+        self._proxies: list[tuple[weakref.ref[fx.Proxy], str, str]] = []
+        self._autocast = _autocast()
+        self._random = _random_state()
+        self.faults: list[Fault] = []
+        self.raised_in: str | None = None
+        self.constants: dict[str, Any] = {}
+        self.leaves: list[str] = []
+        self.events: list[fx.Node | str] = []
+
+    # What torch.fx asks
+
+    def create_args_for_root(self, root_fn: Any, is_module: bool, concrete_args: Any = None) -> Any:
+        """Return what is called, and with what: placeholders for what may differ between calls, values for the rest."""
+        args, options = self._call.arguments(lambda name: self.create_proxy("placeholder", name, (), {}))
+        forward = self.root.forward  # that of the module itself, if it has one of its own
+        return (lambda: forward(*args, **options)), []
+
+    def is_leaf_module(self, m: nn.Module, module_qualified_name: str) -> bool:
+        """Leave layers whole, those that are divided among ranks, and those that do more than torch.fx can see."""
+        if super().is_leaf_module(m, module_qualified_name) or type(m).__module__.startswith("commlib_torch."):
+            return True
+        if type(m) in self._whole or hooks_of(m) or has_state_of_its_own(m):
+            self.leaves.append(module_qualified_name)
+            return True
+        return False
+
+    def call_module(self, m: nn.Module, forward: Any, args: Any, kwargs: Any) -> Any:
+        """Note which module is within which."""
+        path = self.path_of_module(m)
+        if self.is_leaf_module(m, path):
+            return super().call_module(m, forward, args, kwargs)
+        self._look_at_random_numbers()
+        self._within.append(path)
+        self.events.append(path)
+        try:
+            result = super().call_module(m, forward, args, kwargs)
+        except Exception:
+            if self.raised_in is None:
+                self.raised_in = path
+            raise
+        self._look_at_random_numbers()
+        self._within.pop()
+        self.events.append("")
+        return result
+
+    def create_node(self, kind: str, target: Any, args: Any, kwargs: Any, *rest: Any, **options: Any) -> fx.Node:
+        """Note where a node comes from, and the modes in which it computes."""
+        node = super().create_node(kind, target, args, kwargs, *rest, **options)
+        if kind != "placeholder":
+            self.events.append(node)
+        node.meta[WITHIN] = self._within[-1]
+        node.meta[GRADIENTS] = torch.is_grad_enabled()
+        if _autocast() != self._autocast:
+            self._fault("changes autocast or inference mode")
+        if kind == "output":
+            self._look_at_random_numbers()
+        return node
+
+    def create_arg(self, a: Any) -> Any:
+        """Note the constants that the graph needs."""
+        self._making_arguments += 1
+        try:
+            return super().create_arg(a)
+        finally:
+            self._making_arguments -= 1
+
+    def proxy(self, node: fx.Node) -> fx.Proxy:
+        """Note all proxies, to see which ones are kept by somebody."""
+        made = _Proxy(node, self)
+        self._proxies.append((weakref.ref(made), self._within[-1], node.name))
+        return made
+
+    # What cannot be kept
+
+    def _fault(self, why: str, path: str | None = None) -> None:
+        found = Fault(self._within[-1] if path is None else path, why)
+        if found not in self.faults:
+            self.faults.append(found)
+
+    def _look_at_random_numbers(self) -> None:
+        state = _random_state()
+        if state != self._random:
+            self._random = state
+            self._fault("draws random numbers that do not depend on its inputs, and would be the same for ever")
+
+    def escaped(self) -> list[Fault]:
+        """Return a fault if somebody keeps a value after the trace, such as a list that is none of the model's."""
+        if all(ref() is None for ref, *_ in self._proxies):
+            return []
+        gc.collect()
+        kept = [(path, name) for ref, path, name in self._proxies if ref() is not None]
+        for ref, *_ in self._proxies:
+            _take_out(ref)
+        return [Fault(path, f"keeps a value ({name}) where only this call would leave it") for path, name in kept[:1]]
+
+    @contextmanager
+    def watching(self, model: nn.Module) -> Iterator[None]:
+        """See what forward sets, and undo that at the end."""
+        paths = {module: path for path, module in reversed(list(model.named_modules()))}
+        done: list[tuple[nn.Module, str, bool, Any]] = []
+        set_attribute = nn.Module.__setattr__
+
+        def setting(module: nn.Module, name: str, value: Any) -> None:
+            if module not in paths:  # a new one
+                set_attribute(module, name, value)
+                return
+            if self._making_arguments:
+                self.constants[name] = value
+            elif name in module._buffers and isinstance(value, fx.Proxy):
+                buffer = f"{paths[module]}.{name}".removeprefix(".")
+                if not _is_in_place_on(value.node, buffer):
+                    self._fault(f"assigns to the buffer {name!r}", paths[module])
+                return
+            else:
+                self._fault(f"sets self.{name}, which tracing it does once and calling it each time", paths[module])
+                if name in module._buffers or name in module._parameters or name in module._modules:
+                    return
+            done.append((module, name, name in vars(module), vars(module).get(name)))
+            set_attribute(module, name, value)
+
+        containers = [
+            (module, name, value, copy(value))
+            for module in paths
+            for name, value in vars(module).items()
+            if isinstance(value, list | dict | set | deque) and name not in _OF_MODULES
+        ]
+        called = {type(module) for module in paths if type(module).__call__ is not nn.Module.__call__}
+        with ExitStack() as stack:
+            for kind in called:
+                stack.enter_context(replaced(kind, "__call__", self._called_whole))
+            stack.enter_context(replaced(nn.Module, "__setattr__", setting))
+            try:
+                yield
+            finally:
+                for module, name, existed, before in reversed(done):
+                    if existed:
+                        vars(module)[name] = before
+                    else:
+                        vars(module).pop(name, None)
+                for module, name, value, before in containers:
+                    if not _is_same(value, before):
+                        _restore(value, before)
+                        self._fault(f"changes self.{name}, which tracing it does once", paths[module])
+
+    @property
+    def _called_whole(self) -> Any:
+        """A module with a `__call__` of its own is called as it is."""
+
+        def call(module: nn.Module, *args: Any, **options: Any) -> Any:
+            return self.create_proxy("call_module", self.path_of_module(module), args, options)
+
+        return call
+
+
+class _Proxy(fx.Proxy):
+    """A value of a trace on which `+=` and `[...] =` work in place, as on a tensor."""
+
+    def __setitem__(self, index: Any, value: Any) -> None:
+        self.tracer.create_proxy("call_function", operator.setitem, (self, index, value), {})
+
+
+def _in_place(name: str) -> Any:
+    out_of_place, in_place = getattr(operator, f"__{name}__"), getattr(operator, f"__i{name}__")
+
+    def method(self: _Proxy, other: Any) -> Any:
+        function = out_of_place if _is_number(self.node) else in_place
+        return self.tracer.create_proxy("call_function", function, (self, other), {})
+
+    return method
+
+
+for _name in "add sub mul truediv floordiv mod pow and or xor lshift rshift matmul".split():  # noqa: SIM905
+    setattr(_Proxy, f"__i{_name}__", _in_place(_name))
+
+_NUMBERS = frozenset({"size", "dim", "numel", "item", "tolist", "stride", "nelement", "ndimension", "element_size"})
+_NUMBER_ATTRIBUTES = frozenset({"shape", "ndim", "dtype", "device", "itemsize", "nbytes"})
+
+
+def _is_number(value: Any) -> bool:
+    """Return whether a value is a number, as far as its node tells, or made of such ones alone."""
+    if not isinstance(value, fx.Node):
+        return True
+    if value.op == "call_method":
+        return value.target in _NUMBERS
+    if value.op != "call_function":
+        return False
+    if value.target is getattr:
+        return value.args[1] in _NUMBER_ATTRIBUTES
+    is_plain = value.target in (len, int, float, bool) or getattr(value.target, "__module__", "") in (
+        "_operator",
+        "math",
+    )
+    return is_plain and all(map(_is_number, value.all_input_nodes))
+
+
+_OF_MODULES = frozenset(vars(nn.Module()))
+"""What every module has."""
+
+_HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
+
+
+def hooks_of(module: nn.Module) -> list[Any]:
+    """Return the hooks that a call of a module runs, but for our own."""
+    found = [hook for name in _HOOKS for hook in getattr(module, name, {}).values()]
+    return [hook for hook in found if not type(hook).__module__.startswith("commlib_torch.")]
+
+
+def has_state_of_its_own(module: nn.Module) -> bool:
+    """Return whether a module does something of its own when its state is saved or loaded."""
+    names = ("get_extra_state", "_save_to_state_dict", "_load_from_state_dict", "state_dict")
+    if any(getattr(type(module), name) is not getattr(nn.Module, name) for name in names):
+        return True
+    return bool(module._state_dict_hooks or module._load_state_dict_pre_hooks)
+
+
+def _is_in_place_on(node: fx.Node, buffer: str) -> bool:
+    """Return whether a node changes a buffer and returns it, as `self.count += 1` does."""
+    name = node.target if isinstance(node.target, str) else getattr(node.target, "__name__", "")
+    first = node.args[0] if node.args else None
+    is_in_place = name.endswith("_") if node.op == "call_method" else name.startswith("i") and name in _IN_PLACE
+    return is_in_place and isinstance(first, fx.Node) and first.op == "get_attr" and first.target == buffer
+
+
+_IN_PLACE = frozenset((
+    "iadd", "isub", "imul", "itruediv", "ifloordiv", "imod", "ipow", "iand", "ior", "ixor", "ilshift", "irshift",
+    "imatmul", "iconcat",
+))  # fmt: skip
+"""Names of functions of `operator`."""
+
+
+def is_operator_in_place(name: str) -> bool:
+    """Return whether a function of `operator` changes its first argument where that can be changed."""
+    return name in _IN_PLACE
+
+
+def _take_out(ref: weakref.ref[fx.Proxy]) -> None:
+    """Take a value of a trace out of the containers that have it."""
+    if (found := ref()) is None:
+        return
+    for holder in gc.get_referrers(found):
+        if isinstance(holder, list | deque):
+            kept = [one for one in holder if one is not found]
+            holder.clear()
+            holder.extend(kept)
+        elif isinstance(holder, set):
+            holder.discard(found)
+        elif isinstance(holder, dict):
+            for key in [key for key, one in holder.items() if one is found]:
+                del holder[key]
+
+
+def _is_same(value: Any, before: Any) -> bool:
+    if len(value) != len(before):
+        return False
+    if isinstance(value, dict):
+        return all(key in before and before[key] is one for key, one in value.items())
+    if isinstance(value, set):
+        return bool(value == before)
+    return all(one is other for one, other in zip(value, before, strict=True))
+
+
+def _restore(value: Any, before: Any) -> None:
+    value.clear()
+    (value.extend if isinstance(value, list | deque) else value.update)(before)
+
+
+def _autocast() -> tuple[bool, ...]:
+    kinds = ("cpu", "cuda") if torch.cuda.is_available() else ("cpu",)
+    return (*(torch.is_autocast_enabled(kind) for kind in kinds), torch.is_inference_mode_enabled())
+
+
+def _random_state() -> tuple[Any, ...]:
+    numbers = str(np.random.get_state(legacy=False))  # arrays as text are short, but they show the place
+    return random.getstate(), numbers, torch.get_rng_state().numpy().tobytes()
+
+
+@contextmanager
+def _same_random_numbers() -> Iterator[None]:
+    """Leave random numbers as they are, wherever they come from."""
+    before = random.getstate(), np.random.get_state(), torch.get_rng_state()
+    try:
+        yield
+    finally:
+        random.setstate(before[0])
+        np.random.set_state(before[1])
+        torch.set_rng_state(before[2])
+
+
+@contextmanager
+def _in_mode(model: nn.Module, *, training: bool) -> Iterator[None]:
+    """Let all modules be in a mode, whatever their `train` does."""
+    before = [(module, module.training) for module in model.modules()]
+    for module, _ in before:
+        vars(module)["training"] = training
+    try:
+        yield
+    finally:
+        for module, mode in before:
+            vars(module)["training"] = mode
+
+
+@contextmanager
+def replaced(owner: type, name: str, value: Any) -> Iterator[None]:
+    """Let a class have another attribute for a while."""
+    had, before = name in vars(owner), vars(owner).get(name)
+    setattr(owner, name, value)
+    try:
+        yield
+    finally:
+        if had:
+            setattr(owner, name, before)
+        else:
+            delattr(owner, name)
+
+
+def is_same_constant(one: Any, other: Any) -> bool:
+    """Return whether two constants of graphs are alike."""
+    if isinstance(one, Tensor) or isinstance(other, Tensor):
+        both = isinstance(one, Tensor) and isinstance(other, Tensor)
+        return one is other or (both and one.dtype == other.dtype and torch.equal(one, other))
+    if one is other:
+        return True
+    try:
+        return type(one) is type(other) and bool(one == other or (one != one and other != other))
+    except Exception:
+        return False

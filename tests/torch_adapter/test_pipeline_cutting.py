@@ -1,0 +1,546 @@
+"""A model is what it was before it was cut: what tracing would fix for ever is handled, or refused by name."""
+
+from __future__ import annotations
+
+import copy
+import dataclasses
+import random
+from collections import OrderedDict
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from commlib.errors import UsageError
+from commlib_torch import pipeline
+
+WIDTH = 6
+EXACT = 1e-12  # sums of microbatches' gradients are added in another order: some ulps of float64
+
+
+@pytest.fixture(autouse=True)
+def in_float64() -> Any:
+    torch.set_default_dtype(torch.float64)
+    yield
+    torch.set_default_dtype(torch.float32)
+
+
+def linear() -> nn.Linear:
+    return nn.Linear(WIDTH, WIDTH)
+
+
+def batch(rows: int = 8, seed: int = 1) -> tuple[Tensor, Tensor]:
+    generator = torch.Generator().manual_seed(seed)
+    return torch.randn(rows, WIDTH, generator=generator), torch.randn(rows, WIDTH, generator=generator)
+
+
+def made(make: Callable[[], nn.Module]) -> nn.Module:
+    torch.manual_seed(0)
+    return make()
+
+
+def assert_as_one_process(
+    comm: Any, make: Callable[[], nn.Module], x: Any = None, *, microbatches: int = 2, **options: Any
+) -> None:
+    """Train twice, evaluate, predict and train again: losses, gradients, outputs and state are those of one process."""
+    whole, model = made(make), made(make)
+    pipe = pipeline(model, comm, loss=F.mse_loss, microbatches=microbatches, **options)
+    given, y = batch()
+    x = given if x is None else x
+    args = x if isinstance(x, tuple) else (x,)
+    for is_training in (True, True, False, True):
+        if is_training:
+            loss = F.mse_loss(whole(*args), y)
+            loss.backward()
+            torch.testing.assert_close(pipe.step(x, y), loss.detach(), rtol=EXACT, atol=0)
+            continue
+        whole.eval()
+        with torch.no_grad():
+            torch.testing.assert_close(pipe.evaluate(x, y), F.mse_loss(whole(*args), y), rtol=EXACT, atol=0)
+            torch.testing.assert_close(pipe.predict(x), whole(*args), rtol=EXACT, atol=EXACT)
+        whole.train()
+    gradients = {name: weight.grad for name, weight in whole.named_parameters(remove_duplicate=False)}
+    for name, weight in pipe.named_parameters(remove_duplicate=False):
+        if gradients[name] is None:
+            assert weight.grad is None or not weight.grad.any(), name
+        else:
+            torch.testing.assert_close(weight.grad, gradients[name], rtol=EXACT, atol=EXACT, msg=name)
+    state = pipe.gather_state_dict()
+    assert set(state) == set(whole.state_dict())
+    if microbatches == 1:  # what counts forwards counts microbatches
+        for name, value in whole.state_dict().items():
+            torch.testing.assert_close(state[name], value, rtol=EXACT, atol=EXACT, msg=name)
+    pipe.close()
+
+
+class Two(nn.Module):
+    """Two layers, and a function between them."""
+
+    def __init__(self, between: Callable[[Any, Tensor], Any], **parts: Any) -> None:
+        super().__init__()
+        self.a, self.b, self.between = linear(), linear(), between
+        for name, part in parts.items():
+            if isinstance(part, Tensor):
+                self.register_buffer(name, part)
+            else:
+                setattr(self, name, part)
+
+    def forward(self, x: Tensor) -> Any:
+        return self.b(self.between(self, self.a(x)))
+
+
+class Twice(nn.Module):
+    """A submodule that does what `Two` does, twice."""
+
+    def __init__(self, make: Callable[[], nn.Module]) -> None:
+        super().__init__()
+        self.first, self.second = make(), make()
+
+    def forward(self, x: Tensor) -> Any:
+        return self.second(self.first(x))
+
+
+# What depends on the mode
+
+
+def test_what_the_mode_decides_is_decided_when_it_runs(comm: Any) -> None:
+    """`self.training` was a constant of the trace: dropout went on in evaluation."""
+
+    def between(self: Any, x: Tensor) -> Any:
+        x = F.dropout(x, 0.0 if self.training else 0.5, training=not self.training and x is None)
+        return x * (2.0 if self.training else 3.0)
+
+    assert_as_one_process(comm, lambda: Two(between))
+    x, y = batch()
+    model = made(lambda: Two(lambda self, x: F.dropout(x, 0.5, training=self.training)))
+    whole = copy.deepcopy(model).eval()
+    pipe = pipeline(model, comm, loss=F.mse_loss, microbatches=2)
+    torch.testing.assert_close(pipe.evaluate(x, y), F.mse_loss(whole(x), y).detach(), rtol=EXACT, atol=0)
+    torch.manual_seed(3)
+    assert pipe.step(x, y) != pipe.step(x, y)
+    pipe.close()
+
+
+def test_a_submodule_that_does_other_things_in_training_is_left_whole(comm: Any) -> None:
+    def between(self: Any, x: Tensor) -> Any:
+        if self.training:
+            x = torch.tanh(x)
+        return x
+
+    assert_as_one_process(comm, lambda: Twice(lambda: Two(between)))
+    with pytest.raises(UsageError, match="Two does other things in training than in evaluation"):
+        pipeline(Two(between), comm, microbatches=2)
+
+
+def test_a_model_that_is_traced_in_evaluation_mode_trains(comm: Any) -> None:
+    def make() -> nn.Module:
+        return Two(lambda self, x: x * (2.0 if self.training else 3.0)).eval()
+
+    x, y = batch()
+    whole, pipe = made(make), pipeline(made(make), comm, loss=F.mse_loss, microbatches=2)
+    torch.testing.assert_close(pipe.step(x, y), F.mse_loss(whole(x), y).detach(), rtol=EXACT, atol=0)
+    pipe.train()
+    torch.testing.assert_close(pipe.step(x, y), F.mse_loss(whole.train()(x), y).detach(), rtol=EXACT, atol=0)
+    pipe.close()
+
+
+# State
+
+
+def test_state_is_the_model_s(comm: Any) -> None:
+    """Constants and buffers that are no state were saved, unused weights were not; new buffers were not used."""
+
+    class Model(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.a, self.b, self.unused = linear(), linear(), nn.Sequential(linear(), nn.BatchNorm1d(WIDTH))
+            self.mask: Tensor
+            self.scale: Tensor
+            self.register_buffer("mask", torch.ones(WIDTH), persistent=False)
+            self.register_buffer("scale", torch.full((WIDTH,), 2.0))
+            self.register_buffer("unused_too", torch.ones(1))
+
+        def forward(self, x: Tensor) -> Any:
+            x = self.a(x) * self.mask + torch.ones(WIDTH) * self.scale
+            return self.b(x) * (self.scale / 2)
+
+    assert_as_one_process(comm, Model, microbatches=1)
+    model = made(Model)
+    names = set(vars(model))
+    whole = copy.deepcopy(model)
+    pipe = pipeline(model.float(), comm, loss=F.mse_loss, microbatches=2).double()
+    assert set(vars(model)) == names
+    state = {**whole.state_dict(), "scale": torch.full((WIDTH,), 3.0)}
+    whole.load_state_dict(state)
+    pipe.load_state_dict(state)
+    x, y = batch()
+    torch.testing.assert_close(pipe.step(x, y), F.mse_loss(whole(x), y).detach(), rtol=EXACT, atol=0)
+    pipe.close()
+
+
+def test_buffers_that_forward_changes(comm: Any) -> None:
+    """What a forward added to a buffer was added once, by the trace."""
+
+    def between(self: Any, x: Tensor) -> Any:
+        self.count += 1
+        self.mean.mul_(0.9).add_(x.detach().mean(0), alpha=0.1)
+        return x + self.mean
+
+    def make() -> nn.Module:
+        return Two(between, count=torch.zeros((), dtype=torch.int64), mean=torch.zeros(WIDTH))
+
+    assert_as_one_process(comm, make, microbatches=1)
+    assert_as_one_process(comm, lambda: Twice(make), microbatches=1)
+
+    def assigned(self: Any, x: Tensor) -> Any:
+        self.mean = 0.9 * self.mean + 0.1 * x.detach().mean(0)
+        return x + self.mean
+
+    assert_as_one_process(comm, lambda: Twice(lambda: Two(assigned, mean=torch.zeros(WIDTH))), microbatches=1)
+    with pytest.raises(UsageError, match="Two assigns to the buffer 'mean'"):
+        pipeline(Two(assigned, mean=torch.zeros(WIDTH)), comm, microbatches=1)
+
+
+def test_a_constant_that_forward_changes_is_made_anew(comm: Any) -> None:
+    def between(self: Any, x: Tensor) -> Any:
+        total = torch.zeros(WIDTH)
+        total += x.sum(0)
+        return x + total
+
+    assert_as_one_process(comm, lambda: Two(between), microbatches=1)
+
+
+LISTS: list[list[Any]] = []
+
+
+def counting(self: Any, x: Tensor) -> Any:
+    self.calls += 1
+    return x
+
+
+def keeping(self: Any, x: Tensor) -> Any:
+    LISTS[-1].append(x.detach())
+    return x
+
+
+@pytest.mark.parametrize(
+    ("between", "message"),
+    [
+        (lambda self, x: x + random.random(), "draws random numbers"),
+        (lambda self, x: x + torch.rand(WIDTH), "draws random numbers"),
+        (counting, "sets self.calls"),
+        (lambda self, x: self.cache.append(x) or x, "changes self.cache"),
+        (keeping, "keeps a value"),
+        (lambda self, x: x * 2 if x.sum() > 1e9 else x, "cannot be traced"),
+    ],
+)
+def test_what_a_trace_would_do_once_is_done_by_a_submodule_or_refused(comm: Any, between: Any, message: str) -> None:
+    """Counters counted the trace alone, random numbers were the same for ever, lists had proxies in them."""
+
+    def make() -> nn.Module:
+        return Two(between, calls=0, cache=[])
+
+    kept: list[Any] = []
+    LISTS.append(kept)
+    model: Any = made(lambda: Twice(make))
+    pipe = pipeline(model, comm, loss=F.mse_loss, microbatches=2)
+    assert not kept and all(part.calls == 0 and not part.cache for part in (model.first, model.second))
+    state = random.getstate(), torch.get_rng_state()
+    pipe.step(*batch())
+    if "random" in message:
+        assert random.getstate() != state[0] or not torch.equal(torch.get_rng_state(), state[1])
+    if "self.calls" in message:
+        own = [part for part in (model.first, model.second) if part.calls]
+        assert all(part.calls == 2 for part in own) and len(own) == (1 if comm.size > 1 else 2)
+    if "keeps" in message:
+        assert kept and all(isinstance(value, Tensor) for value in kept)
+    pipe.close()
+    alone: Any = make()
+    with pytest.raises(UsageError, match=f"Two {message}"):
+        pipeline(alone, comm, microbatches=2)
+    assert alone.calls == 0 and not alone.cache
+
+
+def test_gradients_that_are_off_stay_off(comm: Any) -> None:
+    def between(self: Any, x: Tensor) -> Any:
+        with torch.no_grad():
+            y = torch.tanh(x)
+        return y + self.b(x)
+
+    assert_as_one_process(comm, lambda: Two(between))
+    assert_as_one_process(comm, lambda: Two(torch.no_grad()(lambda self, x: x * 2)))
+
+
+# What a call gives
+
+
+class Masked(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = linear()
+
+    def forward(self, x: Tensor, mask: Tensor | None = None) -> Any:
+        x = self.layer(x)
+        return x if mask is None else x * mask
+
+
+class WithMask(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second = Masked(), Masked()
+
+    def forward(self, x: Tensor, mask: Tensor | None = None, scale: float = 1.0) -> Any:
+        return self.second(self.first(x, mask), mask) * scale
+
+
+def test_a_submodule_that_asks_for_none_is_left_whole(comm: Any) -> None:
+    """`mask is None` is never true of what torch.fx puts there."""
+    x, mask = batch(seed=5)
+    for given in ((x,), (x, mask), (x, mask, 3.0), (x, None, 2.0)):
+        assert_as_one_process(comm, WithMask, given)
+
+
+def test_a_model_that_asks_for_none_is_cut_for_one_answer(comm: Any) -> None:
+    class Model(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.a, self.b = linear(), linear()
+
+        def forward(self, x: Tensor, mask: Tensor | None = None, times: int = 1) -> Any:
+            x = self.a(x)
+            if mask is not None:
+                x = x * mask
+            for _ in range(times):
+                x = self.b(x)
+            return x
+
+    x, mask = batch(seed=5)
+    assert_as_one_process(comm, Model, (x,))
+    assert_as_one_process(comm, Model, (x, mask, 2), example=(x[:2], mask[:2], 2) if comm.rank == 0 else None)
+    pipe = pipeline(made(Model), comm, loss=F.mse_loss, microbatches=2)
+    if comm.rank == 0 and comm.size == 1:
+        with pytest.raises(UsageError, match="forward's mask is a tensor; the model was cut for mask = None"):
+            pipe.step((x, mask), x)
+        with pytest.raises(UsageError, match="forward's times is 2; the model was cut for times = 1"):
+            pipe.step((x, None, 2), x)
+    pipe.close()
+
+
+def test_arguments_in_containers(comm: Any) -> None:
+    class Model(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.a, self.b = linear(), linear()
+
+        def forward(self, inputs: dict[str, Any]) -> Any:
+            return sum(self.b(self.a(inputs["x"])) * one for one in inputs["by"])
+
+    x, by = batch(seed=5)
+    given = ({"x": x, "by": [by, by * 2]},)
+    example = ({"x": x[:2], "by": [by[:2], by[:2]]},)
+    assert_as_one_process(comm, Model, given, example=example)
+
+
+# In place
+
+
+def test_what_an_operation_changes_in_place_is_changed_for_all(comm: Any) -> None:
+    class Model(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.a, self.b, self.c, self.d = linear(), linear(), linear(), linear()
+            self.relu = nn.ReLU(inplace=True)
+
+        def forward(self, x: Tensor) -> Any:
+            h = self.a(x)
+            z = self.b(h * 2.0)
+            r = self.relu(h)
+            z = self.c(z) + r
+            z[:, 0] = 1.0
+            return self.d(z) + h + z
+
+    stages = 4 if comm.size in (1, 2, 4) else 3
+    split = ["b", "c", "d"][: stages - 1]
+    schedule = "interleaved" if stages > comm.size else "1f1b"
+    assert_as_one_process(comm, Model, schedule=schedule, split=split, stages=stages)
+
+
+def test_a_view_that_is_changed_in_place_stays_with_what_it_shows(comm: Any) -> None:
+    class Model(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.a, self.b, self.c = linear(), linear(), linear()
+
+        def forward(self, x: Tensor) -> Any:
+            h = self.a(x) * 1.0
+            first = h[:, :3]
+            z = self.b(x)
+            first.mul_(2.0)
+            return self.c(z + h)
+
+    assert_as_one_process(comm, Model)
+    if comm.size == 2:
+        with pytest.raises(UsageError, match="cannot be cut before 'b': around it a value is changed in place"):
+            pipeline(Model(), comm, microbatches=2, split=["b"])
+
+
+class Doubled(nn.Module):
+    """Begins with an operation in place."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = linear()
+
+    def forward(self, x: Tensor) -> Any:
+        return self.layer(x.mul_(2.0).add_(1.0))
+
+
+@pytest.mark.parametrize("checkpoint", ["none", "full"])
+@pytest.mark.parametrize("name", ["1f1b", "zb_v"])
+def test_a_stage_that_begins_in_place(comm: Any, name: str, checkpoint: str) -> None:
+    """It failed at a leaf of autograd; computed again, it changed its inputs twice."""
+    count = 2 * comm.size
+
+    def make() -> nn.Module:
+        return nn.Sequential(*(layer for _ in range(count) for layer in (linear(), Doubled())))
+
+    assert_as_one_process(comm, make, schedule=name, checkpoint=checkpoint)
+
+
+# What goes from stage to stage
+
+
+@dataclasses.dataclass
+class State:
+    hidden: Tensor
+    layer: int
+    more: dict[str, Any]
+
+
+class Steps(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = linear()
+
+    def forward(self, state: Any) -> State:
+        if isinstance(state, Tensor):
+            state = State(state, 0, {"last": [state.detach()]})
+        hidden = self.layer(state.hidden) + state.more["last"][0]
+        return State(hidden, state.layer + 1, {"last": [state.hidden]})
+
+
+class Output(nn.Module):
+    def forward(self, state: State) -> Any:
+        return state.hidden * state.layer
+
+
+def test_tensors_in_objects_have_gradients(comm: Any) -> None:
+    """A dataclass that torch does not know went as a whole: its gradient ended there."""
+    assert_as_one_process(comm, lambda: nn.Sequential(*(Steps() for _ in range(2 * comm.size)), Output()))
+
+
+@pytest.mark.ranks(min=2)
+def test_what_cannot_be_sent_is_named(comm: Any) -> None:
+    class Local(nn.Module):
+        def forward(self, x: Any) -> Any:
+            return lambda: x
+
+    pipe = pipeline([Local()] * comm.size, comm, microbatches=1, loss=F.mse_loss)
+    with pytest.raises(Exception, match=r"what one stage gives to another \(function\) cannot be pickled"):
+        pipe.step(*batch())
+    pipe.close()
+
+
+# Containers
+
+
+class Residual(nn.Sequential):
+    def forward(self, x: Tensor) -> Any:
+        return x + super().forward(x)
+
+
+class Called(nn.Sequential):
+    def __call__(self, x: Tensor) -> Any:
+        return x + super().__call__(x)
+
+
+class Looped(nn.ModuleList):
+    def forward(self, x: Tensor) -> Any:
+        for layer in self:
+            x = layer(x) + x
+        return x
+
+
+class Scaled(nn.Sequential):
+    """A sequence with state of its own, which nothing uses."""
+
+    def __init__(self, *layers: nn.Module) -> None:
+        super().__init__(*layers)
+        self.scale = nn.Parameter(torch.ones(1))
+        self.register_buffer("count", torch.zeros(1))
+
+
+class Pair(nn.Module):
+    def forward(self, x: Tensor) -> Any:
+        return x, x.tanh()
+
+
+class OfPair(nn.Module):
+    def forward(self, pair: Any, scale: float = 2.0) -> Any:
+        return pair[0] * scale + pair[1]
+
+
+@pytest.mark.parametrize(
+    "make",
+    [
+        lambda: Residual(linear(), linear()),
+        lambda: Looped([linear(), linear()]),
+        lambda: Scaled(linear(), linear()),
+        lambda: nn.Sequential(linear(), Pair(), OfPair(), linear()),
+        lambda: nn.Sequential(Residual(linear(), linear()), nn.Sequential(linear(), Residual(linear()))),
+        lambda: nn.Sequential(*[Called(linear()), Called(linear())]),
+        lambda: Twice(lambda: Called(linear(), linear())),
+        lambda: nn.Sequential(*[linear()] * 3),
+        lambda: nn.Sequential(OrderedDict(takes=linear(), gives=linear(), forward_=linear())),
+        lambda: Residual(*[nn.utils.parametrizations.weight_norm(linear()) for _ in range(2)]),
+    ],
+    ids=["forward", "list", "state", "tuple", "nested", "call", "call_within", "twice", "names", "parametrized"],
+)
+def test_containers(comm: Any, make: Any) -> None:
+    """A sequence with a forward of its own was cut between its layers; a tuple within one became several arguments."""
+    if comm.size > 2:
+        pytest.skip("two layers")
+    assert_as_one_process(comm, make)
+
+
+def test_a_forward_that_one_module_has_for_itself(comm: Any) -> None:
+    def make() -> nn.Module:
+        model = nn.Sequential(linear(), linear(), linear(), linear())
+        forward = model.forward
+        model.forward = lambda x: forward(x) + x  # type: ignore[method-assign]
+        return model
+
+    assert_as_one_process(comm, make)
+
+
+def test_hooks_of_layers_are_called_and_those_of_what_is_dissolved_refused(comm: Any) -> None:
+    def hook(module: nn.Module, args: Any, output: Tensor) -> Tensor:
+        return output * 2
+
+    def make() -> nn.Module:
+        model: Any = Twice(lambda: Two(lambda self, x: x))
+        model.first.register_forward_hook(hook)
+        model.second.a.register_forward_hook(hook)
+        return model  # type: ignore[no-any-return]
+
+    assert_as_one_process(comm, make)
+    model: nn.Module
+    for model in (nn.Sequential(linear(), linear()), Two(lambda self, x: x)):
+        model.register_forward_hook(hook)
+        with pytest.raises(UsageError, match=rf"{type(model).__name__} has a hook of its own \(hook\)"):
+            pipeline(model, comm, microbatches=2)
+    with pytest.raises(UsageError, match="Called has a __call__ of its own"):
+        pipeline(Called(linear(), linear()), comm, microbatches=2)
