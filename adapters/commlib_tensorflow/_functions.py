@@ -12,13 +12,13 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
-import keras
 import tensorflow as tf
 
 from commlib.errors import UsageError
 from commlib_tensorflow._parts import Part
 from commlib_tensorflow._selective import products_so_far, without_products
 from commlib_tensorflow._traced import check_state
+from commlib_tensorflow._written import WrittenScope
 
 Loss = Callable[[Any, list[Any], Any], Any]
 """Of targets, the model's outputs and sample weights: the mean over the rows."""
@@ -32,7 +32,8 @@ class StageFunctions:
     wanted: the names of the inputs whose gradients other stages need. outputs: the names of the model's outputs, on the
     last stage. regularized: the variables whose regularisers count in this stage. shared: variables that other ranks
     have, too. again: backwards compute their forward again. keeps_products: but for its products, which a forward
-    returns. eager: compile nothing; then products are computed again, too.
+    returns. eager: compile nothing; then products are computed again, too. versions: weights are updated while forwards
+    run, so these may not write them.
     """
 
     def __init__(
@@ -48,14 +49,17 @@ class StageFunctions:
         again: bool,
         keeps_products: bool = False,
         eager: bool = False,
+        versions: bool = False,
     ) -> None:
         self._stage, self._part, self._wanted, self._outputs = stage, part, wanted, outputs
-        self._loss, self._shared, self._again = loss, shared, again
+        self._loss, self._shared, self._again, self._versions = loss, shared, again, versions
         self._keeps_products = keeps_products and not eager
         self.trainable: list[Any] = list(part.trainable_variables)
         """The variables that get gradients."""
         self.state: list[Any] = list(part.non_trainable_variables)
         """The others, such as statistics and seeds."""
+        self.variables: list[Any] = [*self.trainable, *self.state]
+        """All that a forward may write."""
         self.regularized = list(regularized)
         """The variables whose regularisers count in this stage."""
         made = _as_it_is if eager else _compiled
@@ -81,7 +85,7 @@ class StageFunctions:
     def _forward(
         self, weights: Any, state: Any, given: Named, target: Any, sample_weight: Any, *, training: bool, has_loss: bool
     ) -> tuple[Named, Any, Any, list[Any], list[tf.Tensor]]:
-        """Return the results, the loss, what layers add to it, the new states, and the products, if these are kept.
+        """Return the results, the loss, what layers add to it, what they write, and the products, if these are kept.
 
         None where there is none.
         """
@@ -126,15 +130,18 @@ class StageFunctions:
         return tf.add_n([tf.cast(loss, tf.float64) for loss in losses]), tape.gradient(scaled, weights)
 
     def call(self, weights: Any, state: Any, given: Named, *, training: bool) -> tuple[Named, Any, list[Any]]:
-        """Return results, the sum of what layers added as losses, and their states; None for what did not change."""
-        variables = [*zip(self.trainable, weights, strict=True), *zip(self.state, state, strict=True)]
-        with keras.StatelessScope(variables, collect_losses=True) as scope:
-            before = dict(scope.state_mapping)
+        """Return results, the sum of what layers added as losses, and the new values of `variables`.
+
+        None for what did not change.
+        """
+        pairs = list(zip(self.trainable, weights, strict=True)), list(zip(self.state, state, strict=True))
+        with WrittenScope(*pairs) as scope:
             results = self._part(given, training=training)
             losses = [tf.cast(tf.reduce_sum(loss), tf.float64) for loss in scope.losses]
-        after = scope.state_mapping
-        check_state(self._stage, before, after, self.state if training else (), self._shared, again=self._again)
-        changed = [None if after[id(v)] is before[id(v)] else after[id(v)] for v in self.state]
+        before, after = scope.before, scope.after
+        fixed = self.trainable if self._versions else ()
+        check_state(self._stage, before, after, self.variables, self._shared, fixed, again=self._again)
+        changed = [None if after[id(v)] is before[id(v)] else after[id(v)] for v in self.variables]
         return results, tf.add_n(losses) if losses else None, changed
 
     def _loss_of(self, results: Named, target: Any, sample_weight: Any) -> Any:

@@ -125,7 +125,7 @@ class TensorflowStage:
     takes, gives: the names of the values of each link, by the other stage. outputs: the names of the model's outputs,
     on the last stage; masks: of the masks that some of them have. again: backwards compute their forward again, instead
     of keeping its activations; keeps_products: but not its products. statistics: what makes moving statistics those of
-    whole batches, if they are to be.
+    whole batches, if they are to be. versions: weights are updated while a batch is under way.
     """
 
     def __init__(
@@ -141,10 +141,11 @@ class TensorflowStage:
         again: bool,
         keeps_products: bool,
         statistics: WholeBatchStatistics | None,
+        versions: bool,
     ) -> None:
         self.number, self.part, self._takes, self._gives = number, part, takes, gives
         self._again, self._keeps_products, self._statistics = again, keeps_products, statistics
-        self._outputs, self._masks, self._values = outputs, masks, values
+        self._outputs, self._masks, self._values, self._versions = outputs, masks, values, versions
         self._sent = tuple(dict.fromkeys(name for names in gives.values() for name in names))
         self.batch = Batch()
         """Set before each run."""
@@ -169,6 +170,7 @@ class TensorflowStage:
         self.functions = StageFunctions(
             self.number, self.part, wanted=wanted, outputs=self._outputs, loss=loss, regularized=regularized,
             shared=shared, again=self._again, keeps_products=self._keeps_products, eager=eager,
+            versions=self._versions,
         )  # fmt: skip
         """What is computed."""
         self._update = update
@@ -199,15 +201,16 @@ class TensorflowStage:
         results, loss, extra, changed, products = made
         if batch.is_training:
             self._kept[microbatch] = _Kept(weights, state, given, products, recorded=recorded)
-            if statistics is not None:
-                changed = statistics.take(functions.state, changed, batch.rows[microbatch])
-            self._values.write(functions.state, changed)
-        if loss is not None:
-            batch.losses[microbatch] = loss
-        if extra is not None:
-            batch.extras[self.number, microbatch] = extra
         # What came in a message lies in memory that the next one may use.
         arrays = _of_messages([tensor for values in inputs.values() for tensor in values.tensors])
+        changed = [None if value is None else _own(value, arrays) for value in changed]
+        if statistics is not None:
+            changed = statistics.take(functions.variables, changed, batch.rows[microbatch])
+        self._values.write(functions.variables, changed)
+        if loss is not None:
+            batch.losses[microbatch] = _own(loss, arrays)
+        if extra is not None:
+            batch.extras[self.number, microbatch] = _own(extra, arrays)
         if batch.keeps_outputs and self._outputs:
             batch.outputs[microbatch] = [_own(results[name], arrays) for name in (*self._outputs, *self._masks)]
         sent = {name: _own(results[name], arrays) for name in self._sent}

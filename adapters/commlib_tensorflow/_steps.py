@@ -74,7 +74,7 @@ class Steps:
             raise UsageError(f"pipeline: schedule {schedule.name} updates stages one by one, so it takes no {what}")
         self.variables = {id(variable): variable for part in self.parts for variable in part.variables}
         """This rank's variables, by their id."""
-        self._values = Values(self.variables.values())
+        self._values, self._updates = Values(self.variables.values()), bool(schedule.every)
         last = schedule.stages - 1
         self.stages = {number: self._stage(number, pieces, is_last=number == last) for number in own}
         """This rank's stages, by number."""
@@ -103,6 +103,7 @@ class Steps:
             again=self._again,
             keeps_products=self._keeps_products,
             statistics=self._statistics,
+            versions=self._updates,
         )
 
     def prepare(self, loss: Any, *, eager: bool, update: Callable[[Sequence[Any], Sequence[Any]], None]) -> None:
@@ -176,6 +177,7 @@ class Steps:
                     self.pipe.forward(empty)
                 self._tensors.end()
             loss = self._end(batch, rows) if has_loss else 0.0
+            self._values.end()
             result = Result(loss, rows, target=target, sample_weight=weight)
             if keeps_outputs and self.pipe.comm.rank == self.pipe.last:
                 result.outputs, result.masks = self._outputs(batch)
@@ -242,10 +244,8 @@ class Steps:
         if batch.losses:
             of_terms = shares(batch.terms)
             own += sum(float(value) * of_terms[number] for number, value in sorted(batch.losses.items()))
-        if batch.is_training:
-            self._values.end()
-            if self._statistics is not None:
-                self._statistics.end()
+        if batch.is_training and self._statistics is not None:
+            self._statistics.end()
         if flushes:
             self.tied.add_up(batch.gradients)
             if batch.reduction is not None:

@@ -20,14 +20,14 @@ _ASSIGNING = frozenset(("AssignVariableOp", "AssignAddVariableOp", "AssignSubVar
 
 
 def check_state(
-    stage: int, before: Mapping[int, Any], after: Mapping[int, Any], state: Sequence[Any], shared: Sequence[Any],
-    *, again: bool,
+    stage: int, before: Mapping[int, Any], after: Mapping[int, Any], own: Sequence[Any], shared: Sequence[Any],
+    fixed: Sequence[Any], *, again: bool,
 ) -> None:  # fmt: skip
     """Check what a forward of a stage did, while it is traced or after it ran.
 
-    before, after: the values of variables, by their id, as Keras's StatelessScope has them. state: the variables of
-    layers that they may change; shared: the variables of this rank that other ranks have, too. again: it will be done
-    again. Raises UsageError.
+    before, after: the values of variables, by their id. own: the variables of the stage's layers, which they may write.
+    shared: the variables of this rank that other ranks have, too; fixed: those that have several values at a time.
+    again: it will be done again. Raises UsageError.
     """
     if set(after) - set(before):
         raise UsageError(
@@ -35,12 +35,19 @@ def check_state(
             "keras.random without seed=, which would not be kept: give the layer a keras.random.SeedGenerator, or the "
             "variable, as an attribute"
         )
-    ours = {id(variable) for variable in shared}
-    for variable in state:
-        if id(variable) in ours and after[id(variable)] is not before[id(variable)]:
+    ours, versions = {id(variable) for variable in shared}, {id(variable) for variable in fixed}
+    for variable in own:
+        if after[id(variable)] is before[id(variable)]:
+            continue
+        if id(variable) in ours:
             raise UsageError(
-                f"pipeline: stage {stage} changes {variable.path!r} in training, and so do those of other ranks that "
-                "share its layer: use a layer of its own for each, or a split that leaves both on one rank"
+                f"pipeline: a layer of stage {stage} writes {variable.path!r}, and so do those of other ranks that "
+                "share the layer: use a layer of its own for each, or a split that leaves both on one rank"
+            )
+        if id(variable) in versions:
+            raise UsageError(
+                f"pipeline: a layer of stage {stage} writes its weight {variable.path!r} in its forward, and the "
+                "schedule updates weights while forwards run: use a schedule that updates them when a batch is done"
             )
     if again and not tf.executing_eagerly():
         _check_operations(stage, tf.compat.v1.get_default_graph())

@@ -159,6 +159,11 @@ def kept_for_local(optimizer: Any) -> list[Any]:
     return [variable for variable in kept if variable is not None]
 
 
+def singles_of(optimizer: Any) -> dict[str, Any]:
+    """Return the attributes of an optimizer that are variables for all weights."""
+    return _found(optimizer)[0]
+
+
 def lists_of(optimizer: Any) -> dict[str, list[Any]]:
     """Return the attributes of an optimizer that are lists of variables, or None, one for each weight."""
     return _found(optimizer)[1]

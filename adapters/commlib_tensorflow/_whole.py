@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from copy import deepcopy
 from typing import Any
 
 import keras
@@ -14,8 +13,8 @@ from commlib.communicator import Communicator
 from commlib.dtypes import Array
 from commlib.errors import UsageError
 from commlib_tensorflow._bridge import to_array
+from commlib_tensorflow._optimizer_state import OptimizerState, put_states
 from commlib_tensorflow._shards import own_of, shard_of, whole_of, whole_shape
-from commlib_tensorflow._updates import put_state
 
 
 class WholeModel:
@@ -28,13 +27,7 @@ class WholeModel:
     def __init__(self, model: Any, parts: Sequence[Any], placement: Sequence[int]) -> None:
         self.name = model.name
         self._layers = {type(layer).__name__: type(layer) for layer in _layers_of(model)}
-        self._error: Exception | None = None
-        try:
-            self._config: Any = keras.saving.serialize_keras_object(model)
-        except Exception as error:
-            self._error = error
-        else:
-            self._config.pop("compile_config", None)
+        self._model = model
         owners: dict[int, int] = {}
         for part, rank in zip(parts, placement, strict=True):
             for variable in part.variables:
@@ -71,14 +64,15 @@ class WholeModel:
 
         Raises UsageError if the model cannot be made from its configuration.
         """
-        if self._error is not None:
+        try:
+            config: Any = keras.saving.serialize_keras_object(self._model)  # with what is trainable now
+        except Exception as error:
             raise UsageError(
-                f"pipeline: the configuration of {self.name!r} could not be had ({type(self._error).__name__}: "
-                f"{self._error}), so the whole model cannot be made again: give its layers a get_config()"
-            ) from self._error
-        model = keras.saving.deserialize_keras_object(
-            deepcopy(self._config), custom_objects=self._layers, safe_mode=False
-        )
+                f"pipeline: the configuration of {self.name!r} could not be had ({type(error).__name__}: "
+                f"{error}), so the whole model cannot be made again: give its layers a get_config()"
+            ) from error
+        config.pop("compile_config", None)
+        model = keras.saving.deserialize_keras_object(config, custom_objects=self._layers, safe_mode=False)
         specs = [(tuple(v.shape), tf.as_dtype(v.dtype).as_numpy_dtype) for v in model.variables]
         if specs != self._specs:
             raise UsageError(
@@ -120,24 +114,11 @@ class WholeModel:
         if text:
             raise UsageError(f"rank 0 could not write the whole model: {text}")
 
-    def put_optimizer_state(self, model: Any, states: Sequence[tuple[dict[str, Array], dict[str, Any]]]) -> None:
-        """Give the optimizer of a model like the unsplit one what those of all ranks had, by weight.
-
-        states: of each rank, see `state_of`; places are those among the model's variables.
-        """
-        singles = next((singles for singles, _ in states if singles), {})
-        places = {self._place_of(model, weight): number for number, weight in enumerate(model.trainable_variables)}
-        lists: dict[str, dict[int, Array | None]] = {}
-        for _, own in states:
-            for name, values in own.items():
-                lists.setdefault(name, {}).update({places[at]: v for at, v in values.items() if at in places})
-        if singles:
+    def put_optimizer_state(self, model: Any, states: Sequence[OptimizerState]) -> None:
+        """Give the optimizer of a model like the unsplit one what those of all ranks had, if they had anything."""
+        if states:
             model.optimizer.build(model.trainable_variables)
-            put_state(model.optimizer, singles, lists)
-
-    @staticmethod
-    def _place_of(model: Any, weight: Any) -> int:
-        return next(place for place, variable in enumerate(model.variables) if variable is weight)
+            put_states(model.optimizer, states, {id(v): place for place, v in enumerate(model.variables)})
 
 
 def _layers_of(model: Any) -> Iterator[Any]:

@@ -21,6 +21,7 @@ from commlib.pipeline.schedule.auto import LayerCosts
 from commlib_tensorflow._batches import are_arrays, inputs_of, shuffled, split_rows
 from commlib_tensorflow._logs import Logs
 from commlib_tensorflow._measured import layer_costs
+from commlib_tensorflow._optimizer_state import keep_only, made_anew, states_of, warn_of_saving
 from commlib_tensorflow._parts import cut, functional
 from commlib_tensorflow._replicas import Gradients, by_stages, check_replicas, note, reduced
 from commlib_tensorflow._shards import whole_of
@@ -33,7 +34,6 @@ from commlib_tensorflow._updates import (
     norm_over,
     scale_of,
     scaled,
-    state_of,
 )
 from commlib_tensorflow._whole import WholeModel
 from commlib_tensorflow.tensor.checking import check_stages
@@ -206,6 +206,8 @@ class Pipeline(keras.Model):  # type: ignore[misc]  # Keras has no types
         super().compile(optimizer=optimizer, loss=self.loss if loss is None else loss, jit_compile=False, **options)
         check_optimizer(self.optimizer, ranks=schedule.ranks, flushes=not schedule.every)
         check_replicas(self.optimizer, self.pipe.comm)
+        keep_only(self.optimizer, list(self._own.steps.variables.values()), self.trainable_variables)
+        warn_of_saving(self.optimizer, self.pipe.comm.rank)
         self._prepare()
 
     def fit(
@@ -308,24 +310,17 @@ class Pipeline(keras.Model):  # type: ignore[misc]  # Keras has no types
 
         It is compiled as this one, with the state of the optimizer. Rank 0 writes. Collective.
         """
-        singles, lists = state_of(self.optimizer)
-        places = [self._own.whole.order[id(variable)] for variable in self.trainable_variables]
-        own = {name: dict(zip(places, self._as_wholes(values), strict=True)) for name, values in lists.items()}
-        states = self._own.steps.pipe.comm.all_gather_object((singles, own))
+        own = states_of(self.optimizer, self._own.whole.order, whole_of)
+        states = [state for states in self.pipe.comm.all_gather_object(own) for state in states]
 
         def write(model: Any) -> None:
             if self.optimizer is not None:
                 # Of the same loss and metrics, which need not be known by a name; the optimizer is of this rank alone.
-                like = keras.optimizers.deserialize(keras.optimizers.serialize(self.optimizer))
-                model.compile(**{**self._compile_config.config, "optimizer": like})
+                model.compile(**{**self._compile_config.config, "optimizer": made_anew(self.optimizer)})
                 self._own.whole.put_optimizer_state(model, states)
             model.save(filepath, overwrite=overwrite, zipped=zipped, **options)
 
         self._own.whole.write(self.pipe.comm, write)
-
-    def _as_wholes(self, values: Sequence[Array | None]) -> list[Array | None]:
-        pairs = zip(self.trainable_variables, values, strict=True)
-        return [None if value is None else whole_of(variable, value) for variable, value in pairs]
 
     def save_weights(self, filepath: Any, overwrite: bool = True, **options: Any) -> None:
         """Write the whole model's weights, as `keras.Model.save_weights` does. Rank 0 writes. Collective."""

@@ -1,0 +1,199 @@
+"""What layers write in a forward, and what optimizers keep for each weight, is in a pipeline what it is without one."""
+
+from __future__ import annotations
+
+import warnings
+from typing import Any
+
+import keras
+import numpy as np
+import pytest
+import tensorflow as tf
+
+from commlib.errors import PeerError, UsageError
+from commlib_tensorflow import pipeline
+from tests.keras_pipelines import (
+    WIDTH,
+    Alone,
+    assert_gradients,
+    assert_weights,
+    batch,
+    filled,
+    in_float64,
+    layers,
+    near,
+)
+
+__all__ = ["in_float64"]  # which pytest uses
+
+
+class Writes(keras.layers.Layer):  # type: ignore[misc]  # Keras has no types
+    """Writes a count, its input and a seed whenever it is called, and a weight of its own in training."""
+
+    def build(self, shape: Any) -> None:
+        self.count = self.add_weight(shape=(), trainable=False, initializer="zeros", name="count")
+        self.mean = self.add_weight(shape=shape[1:], trainable=False, initializer="zeros", name="mean")
+        self.shift = self.add_weight(shape=shape[1:], name="shift")
+        self.seeds = keras.random.SeedGenerator(7)
+
+    def call(self, x: Any, training: bool = False) -> Any:
+        self.count.assign_add(1.0)
+        self.mean.assign(0.5 * self.mean + 0.5 * keras.ops.mean(x, 0))  # a gradient would flow to x
+        before = 0.1 * self.shift
+        if training:
+            self.shift.assign(self.shift / keras.ops.norm(self.shift))
+        return x - self.mean + self.count * before * self.shift + 0.1 * keras.random.normal((WIDTH,), seed=self.seeds)
+
+
+def writing() -> Any:
+    dense = [keras.layers.Dense(WIDTH, activation="tanh", name=f"d{number}") for number in range(4)]
+    normalized = keras.layers.SpectralNormalization(dense[2], name="n")
+    own = [dense[0], Writes(name="w0"), dense[1], normalized, Writes(name="w1"), dense[3]]
+    return filled(keras.Sequential([keras.Input((WIDTH,)), *own]))
+
+
+@pytest.mark.parametrize(
+    ("name", "checkpoint", "eager"),
+    [
+        ("1f1b", "none", False),
+        ("zb_h1", "selective", False),
+        pytest.param("1f1b", "full", False, marks=pytest.mark.long),
+        pytest.param("gpipe", "none", True, marks=pytest.mark.long),
+        pytest.param("interleaved", "full", True, marks=pytest.mark.long),
+    ],
+)
+def test_forwards_write_variables(comm: Any, name: str, checkpoint: str, eager: bool) -> None:
+    """SpectralNormalization's kernel stayed as it was, gradients flowed through what was written and read again, and
+
+    evaluate and predict changed nothing. As in one process that is given the microbatches one after the other.
+    """
+    alone = Alone(writing(), "sgd")
+    pipe = pipeline(writing(), comm, schedule=name, microbatches=3, checkpoint=checkpoint)
+    pipe.compile(optimizer="sgd", loss="mse", run_eagerly=eager)
+    for step in range(2):
+        x, y = batch(8, step)
+        near(pipe.step(x, y), alone.step(x, y, microbatches=3))
+        assert_gradients(pipe, alone.gradients)
+        assert_weights(pipe, alone.model)
+        pipe.apply_gradients()
+        alone.update()
+        parts = [part for part in np.array_split(x, 3) if len(part)]
+        near(pipe.predict_on_batch(x), np.concatenate([alone.model(part) for part in parts]))
+        outputs = np.concatenate([alone.model(part) for part in parts])
+        near(pipe.test_on_batch(x, y), np.mean((outputs - y) ** 2))
+        assert_weights(pipe, alone.model)
+    pipe.close()
+
+
+def test_a_weight_with_several_values_is_not_written(comm: Any) -> None:
+    pipe = pipeline(writing(), comm, schedule="pipedream", microbatches=2, loss="mse", optimizer="sgd")
+    with pytest.raises((UsageError, PeerError), match="" if comm.rank else r"writes its weight .* in its forward"):
+        pipe.train_on_batch(*batch(4))
+    pipe.close()
+
+
+class Passing(keras.layers.Layer):  # type: ignore[misc]  # Keras has no types
+    def build(self, shape: Any) -> None:
+        self.last = self.add_weight(shape=(2, WIDTH), trainable=False, initializer="zeros", name="last")
+
+    def call(self, x: Any) -> Any:
+        self.last.assign(x)
+        return x * 1.0
+
+
+@pytest.mark.ranks(min=2)
+def test_what_is_written_does_not_lie_in_messages(comm: Any) -> None:
+    """A variable that was given an activation took over the memory of its message, which the next one overwrote."""
+    model = keras.Sequential([keras.Input((WIDTH,)), *[Passing(name=f"p{n}") for n in range(comm.size)]])
+    pipe = pipeline(model, comm, microbatches=2)
+    x = np.random.default_rng(0).normal(size=(4, WIDTH))
+    pipe.predict_on_batch(x)
+    pipe.predict_on_batch(x * 0)
+    kept = tf.identity(pipe.variables[0])
+    pipe.predict_on_batch(x)
+    near(pipe.variables[0], x[2:])
+    near(kept, x[2:] * 0)
+    pipe.close()
+
+
+# Optimizers
+
+
+def several() -> Any:
+    """Three optimizers in one, of which one has averages of weights."""
+    small = {".*bias": keras.optimizers.SGD(0.05, momentum=0.9), "(.*/)?d3/kernel": keras.optimizers.RMSprop(0.01)}
+    average = keras.optimizers.Adam(0.01, use_ema=True, ema_momentum=0.5)
+    return keras.optimizers.MultiOptimizer(keras.optimizers.OptimizerMap(average, small))
+
+
+def averaging() -> Any:
+    rate = keras.optimizers.schedules.CosineDecay(0.1, 20)
+    return keras.optimizers.SGD(
+        rate, momentum=0.9, loss_scale_factor=8.0, use_ema=True, ema_momentum=0.5, ema_overwrite_frequency=3
+    )
+
+
+@pytest.mark.parametrize("make", [averaging, several])
+def test_training_goes_on_with_other_stages(comm: Any, make: Any, tmp_path: Any) -> None:
+    """Averages met the weights of other stages, a second save failed, and what is within a MultiOptimizer was lost."""
+    path = comm.broadcast_object(str(tmp_path), 0)
+    x, y = batch(16)
+    options: dict[str, Any] = {"batch_size": 8, "epochs": 2, "shuffle": False, "verbose": 0}
+    whole, pipe = layers(4), pipeline(layers(4), comm, microbatches=2)
+    for model in (whole, pipe):
+        model.compile(optimizer=make(), loss="mse", run_eagerly=True)
+        model.fit(x, y, **options)
+    for time in range(2):
+        pipe.save(f"{path}/{time}.keras")
+        pipe.close()
+        loaded = keras.models.load_model(f"{path}/{time}.keras")
+        for got, expected in zip(loaded.optimizer.variables, whole.optimizer.variables, strict=True):
+            near(got, expected, 1e-9)
+        split = [1, 3] if comm.size == 2 and not time else "auto"
+        pipe = pipeline(loaded, comm, microbatches=4, split=split)
+        pipe.compile(optimizer=loaded.optimizer, loss="mse", run_eagerly=True)
+        optimizer: Any = pipe.optimizer
+        kept = {variable.path for variable in optimizer.variables}
+        own = sum(f"d{n}_" in path for n in range(4) for path in kept)
+        assert comm.size == 1 or 0 < own < sum(f"d{n}_" in v.path for n in range(4) for v in whole.optimizer.variables)
+        got, expected = (model.fit(x, y, **options).history["loss"] for model in (pipe, whole))
+        near(got, expected, 1e-9)
+        assert_weights(pipe, whole, 1e-9)
+    pipe.close()
+
+
+class Unsaved(keras.optimizers.SGD):  # type: ignore[misc]  # Keras has no types
+    def __init__(self, what: int, **options: Any) -> None:
+        super().__init__(**options)
+
+
+def test_an_optimizer_of_other_weights_or_without_a_configuration(comm: Any, tmp_path: Any) -> None:
+    """The last save of a long training failed; now a warning says so when it begins. Own classes need no names."""
+    model = layers(comm.size)
+    pipe = pipeline(model, comm, microbatches=2)
+    other = keras.optimizers.SGD(momentum=0.9)
+    other.build(layers(2).trainable_variables)
+    with pytest.raises(UsageError, match=r"made for other weights than this rank's .*/kernel"):
+        pipe.compile(optimizer=other, loss="mse")
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        pipe.compile(optimizer=Unsaved(3, learning_rate=0.1), loss="mse")
+    texts = [str(one.message) for one in caught if "made anew" in str(one.message)]
+    assert len(texts) == (comm.rank == 0) and all("give it a get_config()" in text for text in texts)
+    with pytest.raises(UsageError, match="cannot be made anew from its configuration"):
+        pipe.save(f"{comm.broadcast_object(str(tmp_path), 0)}/never.keras")
+    pipe.close()
+
+
+def test_what_is_frozen_later_is_frozen_in_the_file(comm: Any, tmp_path: Any) -> None:
+    path = f"{comm.broadcast_object(str(tmp_path), 0)}/frozen.keras"
+    model = layers(4)
+    pipe = pipeline(model, comm, microbatches=2)
+    model.layers[1].trainable = model.layers[3].trainable = False
+    pipe.compile(optimizer="adam", loss="mse")
+    pipe.fit(*batch(8), verbose=0)
+    pipe.save(path)
+    loaded = keras.models.load_model(path)
+    assert [layer.trainable for layer in loaded.layers] == [True, False, True, False]
+    assert len(loaded.optimizer.variables) == 2 + 2 * 4
+    pipe.close()
