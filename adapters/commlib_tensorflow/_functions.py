@@ -15,6 +15,7 @@ from typing import Any
 import tensorflow as tf
 
 from commlib.errors import UsageError
+from commlib_tensorflow._again import Again
 from commlib_tensorflow._parts import Part
 from commlib_tensorflow._selective import products_so_far, without_products
 from commlib_tensorflow._traced import check_state
@@ -52,11 +53,13 @@ class StageFunctions:
         versions: bool = False,
     ) -> None:
         self._stage, self._part, self._wanted, self._outputs = stage, part, wanted, outputs
-        self._loss, self._shared, self._again, self._versions = loss, shared, again, versions
+        self._loss, self._shared, self._versions = loss, shared, versions
+        self.again = Again(stage) if again else None
+        """Compares forwards, if they are computed again."""
         self._keeps_products = keeps_products and not eager
         self.trainable: list[Any] = list(part.trainable_variables)
         """The variables that get gradients."""
-        self.state: list[Any] = list(part.non_trainable_variables)
+        self.state: list[Any] = [*part.non_trainable_variables, *part.recurrent_states]
         """The others, such as statistics and seeds."""
         self.variables: list[Any] = [*self.trainable, *self.state]
         """All that a forward may write."""
@@ -135,12 +138,19 @@ class StageFunctions:
         None for what did not change.
         """
         pairs = list(zip(self.trainable, weights, strict=True)), list(zip(self.state, state, strict=True))
+        graph = None if tf.executing_eagerly() else tf.compat.v1.get_default_graph()
+        count = 0 if graph is None else len(graph.get_operations())
         with WrittenScope(*pairs) as scope:
             results = self._part(given, training=training)
             losses = [tf.cast(tf.reduce_sum(loss), tf.float64) for loss in scope.losses]
         before, after = scope.before, scope.after
         fixed = self.trainable if self._versions else ()
-        check_state(self._stage, before, after, self.variables, self._shared, fixed, again=self._again)
+        check_state(self._stage, before, after, self.variables, self._shared, fixed, again=self.again is not None)
+        if self.again is not None and training:
+            if graph is None:
+                self.again.ran(results)
+            else:
+                self.again.traced(given, graph.get_operations()[count:])
         changed = [None if after[id(v)] is before[id(v)] else after[id(v)] for v in self.variables]
         return results, tf.add_n(losses) if losses else None, changed
 

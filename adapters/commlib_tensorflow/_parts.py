@@ -138,6 +138,12 @@ class Part(keras.layers.Layer):  # type: ignore[misc]  # Keras has no types
         """The calls, in their order."""
         return self._nodes.value  # type: ignore[no-any-return]
 
+    @property
+    def recurrent_states(self) -> list[Any]:
+        """What stateful layers go on with, which Keras does not count among their variables."""
+        layers = [layer for layer in self._flatten_layers() if isinstance(layer, keras.layers.RNN) and layer.stateful]
+        return [state for layer in layers for state in keras.tree.flatten(layer.states) if state is not None]
+
     def call(self, values: Named, training: bool | None = None) -> Named:
         """Call the operations on named values; return those that others need, with their masks."""
         named = dict(values)

@@ -14,6 +14,7 @@ from commlib.devices.array import DeviceArray
 from commlib.devices.waiting import wait_for
 from commlib.dtypes import Array
 from commlib.pipeline.stage import ByStage, Values
+from commlib_tensorflow._again import Mark
 from commlib_tensorflow._batch_statistics import WholeBatchStatistics
 from commlib_tensorflow._bridge import to_array, to_tensor
 from commlib_tensorflow._functions import Loss, Named, Recorded, StageFunctions
@@ -113,6 +114,7 @@ class _Kept:
     products: list[tf.Tensor]
     gradients: Named = field(default_factory=dict)
     recorded: Recorded | None = None
+    marks: Sequence[Mark] = ()
 
     def arrays(self) -> list[Array]:
         """Return the memory that is another microbatch's after the backward."""
@@ -173,7 +175,7 @@ class TensorflowStage:
             versions=self._versions,
         )  # fmt: skip
         """What is computed."""
-        self._update = update
+        self._update, self._eager = update, eager
 
     def clear(self) -> None:
         """Forget what is under way."""
@@ -187,7 +189,8 @@ class TensorflowStage:
         batch = self.batch
         given: Named = {} if self._takes else dict(batch.inputs[microbatch])
         for source, values in inputs.items():
-            given.update(zip(self._takes[source], values.tensors, strict=True))
+            tensors = [_copied(tensor) for tensor in values.tensors] if self._eager else values.tensors
+            given.update(zip(self._takes[source], tensors, strict=True))
         functions = self.functions
         weights, state = self._values.read(functions.trainable), self._values.read(functions.state)
         statistics = self._statistics if batch.is_training else None
@@ -200,7 +203,8 @@ class TensorflowStage:
             made = functions.forward(*arguments, training=batch.is_training, has_loss=batch.has_loss)
         results, loss, extra, changed, products = made
         if batch.is_training:
-            self._kept[microbatch] = _Kept(weights, state, given, products, recorded=recorded)
+            kept = self._kept[microbatch] = _Kept(weights, state, given, products, recorded=recorded)
+            kept.marks = () if functions.again is None else functions.again.marks
         # What came in a message lies in memory that the next one may use.
         arrays = _of_messages([tensor for values in inputs.values() for tensor in values.tensors])
         changed = [None if value is None else _own(value, arrays) for value in changed]
@@ -284,10 +288,13 @@ class TensorflowStage:
     def _differentiate(
         self, microbatch: int, kept: _Kept, *, weights: bool, inputs: bool
     ) -> tuple[list[tf.Tensor | None], Named]:
-        return self.functions.backward(  # type: ignore[no-any-return]
+        found: tuple[list[tf.Tensor | None], Named] = self.functions.backward(
             kept.weights, kept.state, kept.given, kept.gradients, *self._target(microbatch),
             self._shares(microbatch), kept.products, wants_weights=weights, wants_inputs=inputs,
         )  # fmt: skip
+        if kept.marks and self.functions.again is not None:
+            self.functions.again.check(kept.marks)
+        return found
 
     # Gradients to and from other stages
 
@@ -315,6 +322,11 @@ class TensorflowStage:
 def _of_messages(tensors: Sequence[tf.Tensor]) -> list[Array]:
     """Return the memory of tensors that may be a message's, which the next one uses: that of a device is not."""
     return [to_array(tensor) for tensor in tensors if device_of(tensor) is None]
+
+
+def _copied(tensor: tf.Tensor) -> tf.Tensor:
+    """Return a tensor with memory of its own: a layer that is not compiled may keep what it is given."""
+    return tensor if device_of(tensor) is not None else tf.convert_to_tensor(np.array(to_array(tensor)))
 
 
 def _own(tensor: tf.Tensor, arrays: Sequence[Array]) -> tf.Tensor:

@@ -15,15 +15,18 @@ from commlib.communicator import Communicator
 from commlib.errors import UsageError
 from commlib.pipeline.batch import rows_of, shares, shares_in_updates, terms
 from commlib.pipeline.pipe import Codecs, Pipe
-from commlib.pipeline.schedule import Kind, Schedule
+from commlib.pipeline.schedule import Kind as Action
+from commlib.pipeline.schedule import Schedule
 from commlib_tensorflow._batch_statistics import WholeBatchStatistics
 from commlib_tensorflow._batches import as_tensors, digest, inputs_of, rows_in, taken
 from commlib_tensorflow._bridge import to_array, to_tensor
+from commlib_tensorflow._kinds import Kind, agreed
 from commlib_tensorflow._parts import MASK, Cut
 from commlib_tensorflow._placement import place_of
 from commlib_tensorflow._replicas import ByStages
 from commlib_tensorflow._stages import Batch, TensorflowStage, TensorflowTensors
 from commlib_tensorflow._tied import TiedWeights
+from commlib_tensorflow._traced import check_layers
 from commlib_tensorflow._values import Values
 from commlib_tensorflow.devices import working
 
@@ -62,8 +65,9 @@ class Steps:
     ) -> None:
         self.graph, self._inputs, self._weigh = pieces.graph, pieces.inputs, weigh
         self._masked = [name + MASK in pieces.masks for name in pieces.outputs]
+        check_layers(pieces.parts, schedule.microbatches)
         own = schedule.stages_of(comm.rank)
-        splits = any(action.kind is Kind.I for program in schedule.programs for action in program)
+        splits = any(action.kind is Action.I for program in schedule.programs for action in program)
         self._again, self._keeps_products = checkpoint != "none" or splits, checkpoint == "selective"
         self.parts = [pieces.parts[number] for number in own]
         # Of all stages, so that all ranks refuse the same model.
@@ -191,6 +195,7 @@ class Steps:
         """Cut the batch, and agree on its rows. Raises UsageError on all ranks if one was given what is wrong."""
         comm, first, last = self.pipe.comm, self.pipe.first, self.pipe.last
         told, inputs, error = [_NONE, _NONE, _NONE], None, None
+        kind = Kind.TRAIN if batch.is_training else Kind.EVALUATE if batch.has_loss else Kind.PREDICT
         try:
             if comm.rank == first:
                 if x is None:
@@ -205,7 +210,7 @@ class Steps:
                     raise UsageError(f"pipeline: rank {comm.rank} has the last stage: give it y")
         except Exception as caught:
             error, told = caught, [_FAILED] * 3
-        every = comm.all_gather(np.array([told], np.int64))
+        every = agreed(comm, kind, told)
         if error is not None:
             raise error
         failed = [rank for rank, numbers in enumerate(every) if numbers[0] == _FAILED]
@@ -230,6 +235,10 @@ class Steps:
             batch.terms = terms(batch.targets, counts, self._weigh)
             batch.shares = shares_in_updates(batch.terms, self.pipe.schedule.every)
         return rows, y, sample_weight
+
+    def agree_to_stop(self, stops: bool) -> bool:
+        """Return whether any rank is to stop after an epoch. Collective."""
+        return bool(agreed(self.pipe.comm, Kind.END_EPOCH, [int(stops)] * 3).any())
 
     def _end(self, batch: Batch, rows: int) -> float:
         """Complete gradients and loss, and let the variables have the states of layers."""

@@ -1,10 +1,11 @@
-"""Traced: refuse layers whose forward cannot be computed again, because it reads or changes what nobody hands it."""
+"""Traced: refuse layers that cannot be given microbatches, or whose forward cannot be computed again."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+import keras
 import tensorflow as tf
 
 from commlib.errors import UsageError
@@ -17,6 +18,19 @@ _RANDOM = frozenset(
     )
 )  # fmt: skip
 _ASSIGNING = frozenset(("AssignVariableOp", "AssignAddVariableOp", "AssignSubVariableOp", "ResourceScatterUpdate"))
+
+
+def check_layers(parts: Sequence[Any], microbatches: int) -> None:
+    """Refuse layers that go on with the state of the rows before, where these are of other rows. Raises UsageError."""
+    if microbatches == 1:
+        return
+    for part in parts:
+        for layer in part._flatten_layers():
+            if isinstance(layer, keras.layers.RNN) and layer.stateful:
+                raise UsageError(
+                    f"pipeline: {layer.path!r} is stateful: it goes on with the states of a batch's rows, and would be "
+                    f"given {microbatches} microbatches, which are other rows: use microbatches=1, or stateful=False"
+                )
 
 
 def check_state(

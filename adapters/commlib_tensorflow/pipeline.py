@@ -19,9 +19,10 @@ from commlib.pipeline.choice import check_example, check_words, choose_stages
 from commlib.pipeline.pipe import AnySchedule, Codecs, Pipe
 from commlib.pipeline.schedule.auto import LayerCosts
 from commlib_tensorflow._batches import are_arrays, inputs_of, shuffled, split_rows
+from commlib_tensorflow._in_fit import together
 from commlib_tensorflow._logs import Logs
 from commlib_tensorflow._measured import layer_costs
-from commlib_tensorflow._optimizer_state import keep_only, made_anew, states_of, warn_of_saving
+from commlib_tensorflow._optimizer_state import keep_only, made_anew, put_states, states_of, warn_of_saving
 from commlib_tensorflow._parts import cut, functional
 from commlib_tensorflow._replicas import Gradients, by_stages, check_replicas, note, reduced
 from commlib_tensorflow._shards import whole_of
@@ -227,7 +228,8 @@ class Pipeline(keras.Model):  # type: ignore[misc]  # Keras has no types
     ) -> Any:
         """Train as `keras.Model.fit` does. Collective: the same arguments on every rank.
 
-        Arrays are shuffled alike on all ranks. What yields batches has to do so itself: a seed that is the same.
+        Arrays are shuffled alike on all ranks. What yields batches has to do so itself: a seed that is the same. All
+        ranks stop after an epoch if a callback of any of them sets `stop_training`; within one, all have to.
         """
         if validation_split and validation_data is None:
             (x, y, sample_weight), validation_data = split_rows((x, y, sample_weight), validation_split)
@@ -238,7 +240,8 @@ class Pipeline(keras.Model):  # type: ignore[misc]  # Keras has no types
                 options.setdefault("validation_batch_size", batch_size or 32)
             batch_size = None
         return super().fit(
-            x=x, y=y, batch_size=batch_size, epochs=epochs, verbose=self._verbose(verbose), callbacks=callbacks,
+            x=x, y=y, batch_size=batch_size, epochs=epochs, verbose=self._verbose(verbose),
+            callbacks=together(callbacks, self, self._own.steps.agree_to_stop),
             validation_data=validation_data, shuffle=False, class_weight=class_weight, sample_weight=sample_weight,
             **options,
         )  # fmt: skip
@@ -310,34 +313,46 @@ class Pipeline(keras.Model):  # type: ignore[misc]  # Keras has no types
 
         It is compiled as this one, with the state of the optimizer. Rank 0 writes. Collective.
         """
+        self._write(lambda model: model.save(filepath, overwrite=overwrite, zipped=zipped, **options))
+
+    def save_weights(self, filepath: Any, overwrite: bool = True, **options: Any) -> None:
+        """Write the whole model's weights, as `keras.Model.save_weights` does. Rank 0 writes. Collective."""
+        self._write(lambda model: model.save_weights(filepath, overwrite=overwrite, **options))
+
+    def _write(self, write: Callable[[Any], None]) -> None:
+        """Let rank 0 write a model like the whole one, compiled as this one, with the state of the optimizer."""
         own = states_of(self.optimizer, self._own.whole.order, whole_of)
         states = [state for states in self.pipe.comm.all_gather_object(own) for state in states]
 
-        def write(model: Any) -> None:
+        def compile_and_write(model: Any) -> None:
             if self.optimizer is not None:
                 # Of the same loss and metrics, which need not be known by a name; the optimizer is of this rank alone.
                 model.compile(**{**self._compile_config.config, "optimizer": made_anew(self.optimizer)})
                 self._own.whole.put_optimizer_state(model, states)
-            model.save(filepath, overwrite=overwrite, zipped=zipped, **options)
+            write(model)
 
-        self._own.whole.write(self.pipe.comm, write)
-
-    def save_weights(self, filepath: Any, overwrite: bool = True, **options: Any) -> None:
-        """Write the whole model's weights, as `keras.Model.save_weights` does. Rank 0 writes. Collective."""
-
-        def write(model: Any) -> None:
-            model.save_weights(filepath, overwrite=overwrite, **options)
-
-        self._own.whole.write(self.pipe.comm, write)
+        self._own.whole.write(self.pipe.comm, compile_and_write)
 
     def load_weights(self, filepath: Any, skip_mismatch: bool = False, **options: Any) -> None:
-        """Read a whole model's weights, and keep those of this rank's stages. Every rank reads the file."""
-        model = self._own.whole.built()
+        """Read a whole model's weights, and keep those of this rank's stages. Every rank reads the file.
+
+        As in Keras, an optimizer that is built takes what the file has of its state.
+        """
+        whole = self._own.whole
+        model = whole.built()
         if skip_mismatch:  # what is skipped stays as it is
-            for variable, value in zip(model.variables, self._own.whole.values(self.pipe.comm), strict=True):
+            for variable, value in zip(model.variables, whole.values(self.pipe.comm), strict=True):
                 variable.assign(value)
+        takes_state = self.optimizer is not None and self.optimizer.built
+        if takes_state:
+            model.compile(made_anew(self.optimizer), jit_compile=False)
+            model.optimizer.build(model.trainable_variables)
+            model.optimizer.iterations.assign(-1)  # it stays so if the file has no state
         model.load_weights(filepath, skip_mismatch=skip_mismatch, **options)
-        self._own.whole.take(model, self._own.steps.variables)
+        whole.take(model, self._own.steps.variables)
+        if takes_state and int(model.optimizer.iterations) >= 0:
+            places = {id(variable): place for place, variable in enumerate(model.variables)}
+            put_states(self.optimizer, states_of(model.optimizer, places, lambda _, value: value), whole.order)
 
     def gather_weights(self) -> list[Array]:
         """Return the weights of the whole model, in the order of its `weights`, on every rank. Collective."""
@@ -392,6 +407,10 @@ class Pipeline(keras.Model):  # type: ignore[misc]  # Keras has no types
         if self._compile_loss.metrics:  # those of several outputs
             self._compile_loss(target, output, sample_weight)
         if self._compile_metrics is not None:
+            if not self._compile_metrics.built:
+                self._compile_metrics.build(target, output)
+                with tf.init_scope():  # they may have seen something before, as Keras forgets when it builds a model
+                    self._compile_metrics.reset_state()
             self._compile_metrics.update_state(target, output, sample_weight)
         return super().get_metrics_result()  # type: ignore[no-any-return]
 

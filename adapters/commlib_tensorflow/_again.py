@@ -1,0 +1,71 @@
+"""Again: notice a forward that gives something else when a backward computes it again.
+
+What random numbers of keras.random are made of is handed to a forward each time. A layer may draw others, such as
+numpy's, or read a counter of Python's. TensorFlow traces a forward once for itself and once for its backward, so that
+each has constants of its own; where nothing is compiled, results are compared.
+"""
+
+from __future__ import annotations
+
+import zlib
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import numpy as np
+import tensorflow as tf
+
+from commlib.dtypes import Array
+from commlib.errors import UsageError
+from commlib_tensorflow._bridge import to_array
+
+Mark = tuple[str, str, float, float]
+"""Of a result: its name, its dtype, its norm, and a sum of its elements with weights that tell them apart."""
+
+_ALIKE = {
+    "float64": 1e-9,
+    "float32": 1e-4,
+}  # of the norm; shorter floats are rounded elsewhere when operations are fused
+
+
+class Again:
+    """Compares the forwards of a stage, in training."""
+
+    def __init__(self, stage: int) -> None:
+        self._stage = stage
+        self._constants: dict[tuple[Any, ...], list[int]] = {}
+        self.marks: Sequence[Mark] = ()
+        """Those of the last forward that was not compiled."""
+
+    def traced(self, given: Mapping[str, tf.Tensor], operations: Sequence[Any]) -> None:
+        """Compare the constants of a forward that is being traced with those of another one of the same shapes."""
+        key = tuple((name, tuple(tensor.shape), tensor.dtype) for name, tensor in given.items())
+        floats = [one for one in operations if one.type == "Const" and one.outputs[0].dtype.is_floating]
+        constants = sorted(zlib.crc32(one.get_attr("value").SerializeToString()) for one in floats)
+        if self._constants.setdefault(key, constants) != constants:
+            raise self._error("has other constants")
+
+    def ran(self, results: Mapping[str, tf.Tensor]) -> None:
+        """Mark the results of a forward that ran."""
+        self.marks = [_mark(name, result) for name, result in results.items()]
+
+    def check(self, before: Sequence[Mark]) -> None:
+        """Compare the forward that ran last with the one before."""
+        for (name, dtype, norm, mark), (_, _, _, other) in zip(before, self.marks, strict=True):
+            if abs(mark - other) > _ALIKE.get(dtype, 0.05) * norm:
+                raise self._error(f"has another result {name!r}")
+
+    def _error(self, what: str) -> UsageError:
+        return UsageError(
+            f"pipeline: the forward of stage {self._stage} {what} when a backward computes it again: a layer draws "
+            "random numbers (of tf.random, numpy or Python) or reads what changes, such as a counter: use keras.random "
+            "with a keras.random.SeedGenerator and variables that the layer has, or keep activations: "
+            "checkpoint='none', and a schedule that does not split backwards"
+        )
+
+
+def _mark(name: str, result: tf.Tensor) -> Mark:
+    if not result.dtype.is_floating:
+        return name, "float64", 1.0, 0.0
+    values: Array = np.nan_to_num(to_array(tf.cast(result, tf.float64)).reshape(-1))
+    weights = np.cos(np.arange(values.size))
+    return name, result.dtype.name, float(np.linalg.norm(values)), float(values @ weights)

@@ -1,0 +1,177 @@
+"""Callbacks, metrics and layers of a Keras pipeline that were wrong in silence, or ended it, unless ranks agree."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import keras
+import numpy as np
+import pytest
+import tensorflow as tf
+
+from commlib.errors import MismatchError, PeerError, UsageError
+from commlib_tensorflow import pipeline
+from tests.keras_pipelines import WIDTH, Alone, assert_weights, batch, filled, in_float64, layers, near
+
+__all__ = ["in_float64"]  # which pytest uses
+
+OPTIONS: dict[str, Any] = {"batch_size": 8, "shuffle": False, "verbose": 0}
+
+
+class Stop(keras.callbacks.Callback):  # type: ignore[misc]  # Keras has no types
+    """Sets stop_training on one rank alone."""
+
+    def __init__(self, rank: int, *, within: bool) -> None:
+        super().__init__()
+        self._rank, self._within = rank, within
+
+    def on_train_batch_end(self, batch: int, logs: Any = None) -> None:
+        if self._within and self.model.pipe.comm.rank == self._rank:
+            self.model.stop_training = True
+
+    def on_epoch_end(self, epoch: int, logs: Any = None) -> None:
+        if epoch == 1 and self.model.pipe.comm.rank == self._rank:
+            self.model.stop_training = True
+
+
+@pytest.mark.ranks(min=2)
+def test_ranks_stop_together(comm: Any) -> None:
+    """A training step of one rank met an evaluation of another, whose batch it took for its own."""
+    x, y = batch(16)
+    pipe = pipeline(layers(comm.size), comm, microbatches=2, loss="mse", optimizer="sgd")
+    history = pipe.fit(x, y, epochs=4, callbacks=Stop(comm.size - 1, within=False), **OPTIONS)
+    assert len(history.history["loss"]) == 2
+    callbacks = keras.callbacks.CallbackList([Stop(0, within=False)], model=pipe, add_history=True, epochs=4)
+    assert len(pipe.fit(x, y, epochs=4, callbacks=callbacks, **OPTIONS).history["loss"]) == 2
+    with pytest.raises(MismatchError, match=r"rank 0 has ended its epoch of fit, but rank 1 trains on a batch"):
+        pipe.fit(x, y, callbacks=[Stop(0, within=True)], **OPTIONS)
+    with pytest.raises(MismatchError, match=r"rank 0 evaluates a batch, but rank 1 predicts a batch"):
+        if comm.rank:
+            pipe.predict_on_batch(x)
+        else:
+            pipe.test_on_batch(x, y)
+    near(pipe.predict_on_batch(x).shape, x.shape)
+    pipe.close()
+
+
+class Interrupt(keras.callbacks.Callback):  # type: ignore[misc]  # Keras has no types
+    def on_epoch_begin(self, epoch: int, logs: Any = None) -> None:
+        if epoch == 2:
+            raise KeyboardInterrupt
+
+
+def test_one_backup_for_all_ranks(comm: Any, tmp_path: Any) -> None:
+    """Ranks made and deleted one folder at a time, and the optimizer's state was not in the file."""
+    folder = comm.broadcast_object(str(tmp_path), 0) + "/backup"
+    x, y = batch(16)
+    make = lambda: keras.optimizers.SGD(0.1, momentum=0.9, use_ema=True)  # noqa: E731
+    whole = layers(4)
+    whole.compile(optimizer=make(), loss="mse")
+    whole.fit(x, y, epochs=4, **OPTIONS)
+    for stopped in (True, False):
+        pipe = pipeline(layers(4, seed=0 if stopped else 3), comm, microbatches=2)
+        pipe.compile(optimizer=make(), loss="mse")
+        callbacks = [keras.callbacks.BackupAndRestore(folder)]
+        if stopped:
+            with pytest.raises(KeyboardInterrupt):
+                pipe.fit(x, y, epochs=4, callbacks=[*callbacks, Interrupt()], **OPTIONS)
+        else:
+            assert len(pipe.fit(x, y, epochs=4, callbacks=callbacks, **OPTIONS).history["loss"]) == 2
+            assert_weights(pipe, whole, 1e-9)
+        pipe.close()
+        comm.barrier()
+    assert not tf.io.gfile.exists(folder)
+
+
+def test_a_metric_that_has_seen_something_before(comm: Any) -> None:
+    """What it had seen was counted in the first epoch."""
+    metric = keras.metrics.MeanSquaredError(name="again")
+    metric.update_state([100.0], [0.0])
+    pipe = pipeline(layers(2), comm, microbatches=2)
+    pipe.compile(optimizer="sgd", loss="mse", metrics=[metric])
+    history = pipe.fit(*batch(16), **(OPTIONS | {"batch_size": 16, "epochs": 2})).history
+    near(history["again"], history["loss"])
+    pipe.close()
+
+
+def recurrent(rows: int) -> Any:
+    lstm = [keras.layers.LSTM(WIDTH, stateful=True, return_sequences=n == 0, name=f"l{n}") for n in range(2)]
+    return filled(keras.Sequential([keras.Input(batch_shape=(rows, 3, WIDTH)), *lstm]))
+
+
+def test_stateful_layers_take_whole_batches(comm: Any) -> None:
+    """Evaluate and predict left their states as they were; several microbatches failed within a step."""
+    x, y = np.random.default_rng(0).normal(size=(2, 4, 3, WIDTH)), np.ones((4, WIDTH))
+    with pytest.raises(UsageError, match=r"l0.* is stateful.* use microbatches=1"):
+        pipeline(recurrent(4), comm, microbatches=2)
+    alone, pipe = Alone(recurrent(4), "sgd"), pipeline(recurrent(4), comm, microbatches=1, loss="mse", optimizer="sgd")
+    for each in x:
+        near(pipe.step(each, y), alone.step(each, y))
+        near(pipe.predict_on_batch(each), alone.model(each))
+        near(pipe.test_on_batch(each, y), np.mean((alone.model(each) - y) ** 2))
+    pipe.close()
+
+
+class Draws(keras.layers.Layer):  # type: ignore[misc]  # Keras has no types
+    """Draws what nobody hands it, in training."""
+
+    def __init__(self, how: str) -> None:
+        super().__init__()
+        self._how, self._count = how, 0
+
+    def call(self, x: Any, training: bool = False) -> Any:
+        self._count += training
+        if not training:
+            return x
+        if self._how == "count":
+            return x * float(self._count)
+        return x * (tf.random.uniform(x.shape, dtype=x.dtype) if self._how == "tensorflow" else np.random.rand())
+
+
+@pytest.mark.parametrize(
+    ("how", "eager"),
+    [("tensorflow", True), ("count", False), ("numpy", True), ("count", True), ("numpy", False), ("tensorflow", False)],
+)
+def test_what_is_computed_again_is_the_same(comm: Any, how: str, eager: bool) -> None:
+    """Gradients were those of other random numbers, or of another constant, than the loss."""
+    dense = [keras.layers.Dense(WIDTH, name=f"d{n}") for n in range(comm.size)]
+    drawing = [layer for one in dense for layer in (one, Draws(how))]
+    options: dict[str, Any] = {"optimizer": "sgd", "loss": "mse", "run_eagerly": eager}
+    pipe = pipeline([keras.Input((WIDTH,)), *drawing], comm, microbatches=2, checkpoint="full")
+    pipe.compile(**options)
+    said = "again" if comm.rank == comm.size - 1 else None  # the others may hear of it first
+    with pytest.raises((UsageError, PeerError), match=said):
+        pipe.step(*batch(4))
+    pipe.close()
+    # Keras's own random numbers, and constants that are always the same, are.
+    fine = [layer for one in dense for layer in (one, keras.layers.Dropout(0.5), keras.layers.LayerNormalization())]
+    pipe = pipeline([keras.Input((WIDTH,)), *fine], comm, microbatches=2, checkpoint="full")
+    pipe.compile(**options)
+    for rows in (4, 4, 3):
+        pipe.step(*batch(rows))
+    pipe.close()
+
+
+class Keeps(keras.layers.Layer):  # type: ignore[misc]  # Keras has no types
+    def __init__(self) -> None:
+        super().__init__()
+        self.kept: list[Any] = []
+
+    def call(self, x: Any) -> Any:
+        self.kept.append(x)
+        return x * 1.0
+
+
+@pytest.mark.ranks(min=2)
+def test_what_a_layer_keeps_stays(comm: Any) -> None:
+    """The activation that a layer kept was in memory of a message, which the next one overwrote."""
+    keeping = [Keeps() for _ in range(comm.size)]
+    pipe = pipeline([keras.Input((WIDTH,)), *keeping], comm, microbatches=2)
+    pipe.compile(optimizer=None, loss="mse", run_eagerly=True)
+    own = keeping[comm.rank]
+    own.kept.clear()  # what was there when the model was made
+    x = np.arange(4.0 * 4 * WIDTH).reshape(4, 4, WIDTH)
+    for each in x:
+        pipe.step(each, each)
+    near(np.concatenate(own.kept), x.reshape(-1, WIDTH))
+    pipe.close()
