@@ -32,12 +32,8 @@ class WholeBatchStatistics:
     """
 
     def __init__(self, parts: Sequence[nn.Module]) -> None:
-        self._layers = [
-            layer
-            for part in parts
-            for layer in part.modules()
-            if isinstance(layer, _BatchNorm) and layer.track_running_stats
-        ]
+        modules = {id(layer): layer for part in parts for layer in part.modules()}.values()  # stages may share one
+        self._layers = [layer for layer in modules if isinstance(layer, _BatchNorm) and layer.track_running_stats]
         self._seen: dict[int, _Seen] = {}
         for layer in self._layers:
             layer.register_forward_pre_hook(self._note)

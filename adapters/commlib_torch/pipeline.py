@@ -29,6 +29,7 @@ from commlib_torch._losses import Loss, LossWeights
 from commlib_torch._measured import layer_costs
 from commlib_torch._optimizer_state import merged
 from commlib_torch._parts import INPUTS, Cut, Layers, Split, Units, counts_by
+from commlib_torch._shared_buffers import SharedBuffers
 from commlib_torch._signature import described
 from commlib_torch._staged import Staged
 from commlib_torch._stages import Batch, StashedWeights, TorchStage, TorchTensors, in_mode
@@ -165,6 +166,7 @@ class Pipeline(Staged):
                 "itself, before the gradients of all are there: use another schedule"
             )
         self._tied = tied
+        self._shared_buffers = SharedBuffers(pieces.parts, schedule.placement, comm.rank)
         self._names = _names_by_name(pieces.parts)
         last = schedule.stages - 1
         self._stages: dict[int, TorchStage] = {}
@@ -227,10 +229,12 @@ class Pipeline(Staged):
         what gradients, but not the loss, are multiplied by.
         """
         with self._batch_of(x, y, is_training=True, scale=scale) as empty:
+            comm = self._pipe.comm
+            self._tied.begin(comm)
             whole = nullcontext() if self.statistics is None else self.statistics.step()
-            with whole, self._tied.apart(), backward_passes.as_one(), in_order():
+            with self._shared_buffers.unchanged(), whole, self._tied.apart(), backward_passes.as_one(), in_order():
                 self._pipe.train(empty)
-            self._tied.add_up()
+            self._tied.add_up(comm)
             return self._loss()
 
     def evaluate(self, x: Any = None, y: Any = None) -> Tensor:

@@ -1,4 +1,4 @@
-"""Tied: find the weights that stages on several ranks share, and communicators of the ranks that have each."""
+"""Tied: find what stages on several ranks share, and communicators of the ranks that have each."""
 
 from __future__ import annotations
 
@@ -13,17 +13,33 @@ def find_tied(
 ) -> tuple[list[tuple[Any, Communicator]], bool]:
     """Return this rank's weights that other ranks have, too, each with the communicator of its owners; and if any is.
 
+    As `find_shared` has it.
+    """
+    shared = find_shared(comm, weights, placement)
+    return [(weight, group) for weight, group in shared if group is not None], bool(shared)
+
+
+def find_shared(
+    comm: Communicator, weights: Sequence[Iterable[Any]], placement: Sequence[int]
+) -> list[tuple[Any, Communicator | None]]:
+    """Return all weights that several ranks have, with the communicator of their owners; None where this is none.
+
     weights: of each stage, a shared one the same object in all of them; placement: the rank of each stage. Collective,
     with the same model on all ranks.
     """
-    owners: dict[int, tuple[Any, list[int]]] = {}
-    for own, rank in zip(weights, placement, strict=True):
-        for weight in own:
-            ranks = owners.setdefault(id(weight), (weight, []))[1]
-            if rank not in ranks:
-                ranks.append(rank)
-    shared = [(weight, tuple(sorted(ranks))) for weight, ranks in owners.values() if len(ranks) > 1]
+    shared = on_several(weights, placement)
     groups = list(dict.fromkeys(ranks for _, ranks in shared))
     requests = [(0 if comm.rank in ranks else -1, 0, f"{comm.name}.tied") for ranks in groups]
     made = dict(zip(groups, comm.split_all(requests) if requests else [], strict=True))
-    return [(weight, group) for weight, ranks in shared if (group := made[ranks]) is not None], bool(shared)
+    return [(weight, made[ranks]) for weight, ranks in shared]
+
+
+def on_several(values: Sequence[Iterable[Any]], placement: Sequence[int]) -> list[tuple[Any, tuple[int, ...]]]:
+    """Return what stages on several ranks have, of each stage's values, and these ranks."""
+    owners: dict[int, tuple[Any, list[int]]] = {}
+    for own, rank in zip(values, placement, strict=True):
+        for value in own:
+            ranks = owners.setdefault(id(value), (value, []))[1]
+            if rank not in ranks:
+                ranks.append(rank)
+    return [(value, tuple(sorted(ranks))) for value, ranks in owners.values() if len(ranks) > 1]
