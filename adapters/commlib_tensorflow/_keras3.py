@@ -14,6 +14,9 @@ Two things of Keras are replaced by what does the same for everybody else, and m
 from __future__ import annotations
 
 import functools
+import warnings
+from collections.abc import Callable, Mapping, Sequence
+from types import MappingProxyType
 from typing import Any
 
 import keras
@@ -27,8 +30,10 @@ from commlib_tensorflow._keras_reduction import (
     Reduction,
     become,
     check_variables,
+    key_of,
     replace,
 )
+from commlib_tensorflow.gradients import Maybe
 
 NO_XLA = (
     "jit_compile=True does not go with a DistributedOptimizer: a function that XLA compiles cannot call the host, "
@@ -58,41 +63,134 @@ class DistributedKeras3(PicklesAsPlain, DistributedKeras):
 
 
 class ReducesBeforeClipping(DistributedKeras3):
-    """Reduces what `_clip_gradients` gets: once for each real update."""
+    """Reduces what `_clip_gradients` gets, once for each real update; outside of graphs what `apply` gets, if it may.
+
+    So a gradient that is None here can be one that another rank has. Until that is known it is zeros, and if no rank
+    has it, its variable is left alone.
+    """
 
     def apply(self, grads: Any, trainable_variables: Any = None) -> None:
-        """Update variables with reduced gradients, as Keras does."""
+        """Update variables with reduced gradients, as Keras does. Where only other ranks have one, it is zeros here."""
+        self_: Any = self
         grads, reduction = list(grads), self._commlib
         if trainable_variables is not None:
             trainable_variables = list(trainable_variables)
-        reduction.expected = with_gradients(self, grads, trainable_variables)
-        if reduction.size > 1:
-            check_variables(reduction.expected)
         reduction.ran = reduction.given_reduced = reduction.are_reduced(grads)
-        super().apply(grads, trainable_variables)  # type: ignore[misc]
+        if reduction.size > 1:
+            check_variables(with_gradients(self, grads, trainable_variables))
+        if not (reduction.size == 1 or reduction.reducer.alone or reduction.ran):
+            known = self_._trainable_variables if trainable_variables is None else trainable_variables
+            if len(grads) == len(known) and self._knows(known):
+                if tf.executing_eagerly() and not _accumulates(self) and self_.loss_scale_factor is None:
+                    grads = self._reduced(grads, known)
+                    reduction.given_reduced, reduction.ran = True, False  # until Keras clips them
+                elif reduction.reducer.compressor is None:
+                    grads = self._filled(grads, known)
+        reduction.expected = with_gradients(self, grads, trainable_variables)
+        try:
+            super().apply(grads, trainable_variables)  # type: ignore[misc]
+        finally:
+            reduction.absent = {}
         if not reduction.ran and reduction.expected and not (_accumulates(self) and tf.executing_eagerly()):
             raise UsageError(
                 f"{type(self).__name__}.apply() updates variables without calling _clip_gradients(), so its gradients "
                 "were not reduced: leave this optimizer as it is and take the gradients from a DistributedGradientTape"
             )
 
+    def update_step(self, gradient: Any, variable: Any, learning_rate: Any) -> None:
+        """Update a variable, if any rank has a gradient of it."""
+        update = super().update_step  # type: ignore[misc]
+        self._if_any(variable, lambda: update(gradient, variable, learning_rate))
+
+    def _apply_weight_decay(self, variables: Any) -> None:
+        decay, absent = super()._apply_weight_decay, self._commlib.absent  # type: ignore[misc]
+        decay([variable for variable in variables if key_of(variable) not in absent] if absent else variables)
+        for variable in variables if absent else ():
+            if key_of(variable) in absent:
+                self._if_any(variable, functools.partial(decay, [variable]))
+
     def _clip_gradients(self, grads: Any) -> Any:
         self_: Any = self
-        reduced = grads if self._commlib.given_reduced else self._reduced(grads)
-        if self_.global_clipnorm and self._commlib.size > 1:
-            return self._commlib.clip(reduced, self._commlib.expected, self_.global_clipnorm)
+        reduction = self._commlib
+        reduced = grads if reduction.given_reduced else self._reduced_or_zeros(grads)
+        reduction.ran = True
+        if self_.global_clipnorm and reduction.size > 1:
+            return reduction.clip(reduced, reduction.expected, self_.global_clipnorm)
         return super()._clip_gradients(reduced)  # type: ignore[misc]
 
-    def _reduced(self, grads: Any) -> list[Any]:
+    def _knows(self, variables: Sequence[Any]) -> bool:
+        """Return whether Keras will take gradients of these."""
         self_: Any = self
-        everything = self_._trainable_variables
-        places = [self_._get_variable_index(variable) for variable in self._commlib.expected]
-        # With the variables that have no gradient: another rank may have one for them.
+        if not self_.built:
+            return True
+        known = set(map(key_of, self_._trainable_variables))
+        return all(key_of(variable) in known for variable in variables)
+
+    def _filled(self, grads: list[Any], variables: list[Any]) -> list[Any]:
+        """Return gradients with zeros for those that another rank may have; note of which variables they are."""
+        reduction, filled = self._commlib, list(grads)
+        places = [place for place in reduction.shared(variables) if grads[place] is None]
+        for place in places:
+            variable = variables[place]
+            reduction.absent[key_of(variable)] = None
+            filled[place] = tf.zeros(variable.shape, variable.dtype)
+        if places:
+            names = [getattr(variables[place], "path", None) or variables[place].name for place in places]
+            warnings.warn(
+                f"Gradients do not exist for variables {names} when minimizing the loss on this rank. They are zeros "
+                "here, where another rank has them.",
+                stacklevel=3,
+            )
+        return filled
+
+    def _reduced_or_zeros(self, grads: Sequence[Any]) -> list[Any]:
+        """Return the reduced gradients of the expected variables; note which of the absent ones another rank has."""
+        reduction, variables = self._commlib, self._commlib.expected
+        absent = [place for place, variable in enumerate(variables) if key_of(variable) in reduction.absent]
+        given, given_if = list(grads), {}
+        for place in absent:
+            was_there = _accumulates(self) and tf.reduce_any(tf.not_equal(grads[place], 0))  # in earlier passes
+            if was_there is False or (tf.executing_eagerly() and not was_there):
+                given[place] = None
+            elif not tf.executing_eagerly():
+                given_if[place] = was_there
+        reduced = self._reduced(given, variables, given_if)
+        for place in absent:
+            one = reduced[place]
+            if not isinstance(one, Maybe):
+                one = Maybe(tf.zeros_like(grads[place]) if one is None else one, one is not None)
+            reduced[place], reduction.absent[key_of(variables[place])] = one
+        return reduced
+
+    def _reduced(
+        self, grads: Sequence[Any], variables: Sequence[Any], given_if: Mapping[int, Any] = MappingProxyType({})
+    ) -> list[Any]:
+        self_: Any = self
+        # With the variables that are not asked for, which another rank must not either.
+        everything = self_._trainable_variables if self_.built else variables
+        places = [self_._get_variable_index(one) for one in variables] if self_.built else range(len(variables))
         gradients: list[Any] = [None] * len(everything)
         for place, gradient in zip(places, grads, strict=True):
             gradients[place] = gradient
-        everything_reduced = self._commlib.reduce(gradients, everything)
-        return [everything_reduced[place] for place in places]
+        others = set(range(len(everything))).difference(places)
+        given_if = {places[number]: condition for number, condition in given_if.items()}
+        found = self._commlib.reduce(gradients, everything, strict=others, given_if=given_if)
+        return [found[place] for place in places]
+
+    def _if_any(self, variable: Any, do: Callable[[], None]) -> None:
+        """Do something to a variable, if any rank has a gradient of it."""
+        absent = self._commlib.absent
+        exists = absent.get(key_of(variable), True) if absent else True
+
+        def done() -> Any:
+            do()
+            return tf.constant(0)
+
+        if isinstance(exists, bool):
+            if exists:
+                do()
+        else:
+            tf.cond(exists, done, lambda: tf.constant(0))
 
 
 class ReducesBeforeApplying(DistributedKeras3):

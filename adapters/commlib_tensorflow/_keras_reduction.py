@@ -6,7 +6,8 @@ scaled: variables of this rank alone are left out, and gradients that Keras aver
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from types import MappingProxyType
 from typing import Any
 
 import tensorflow as tf
@@ -110,6 +111,8 @@ class Reduction:
         self.ran = False
         self.given_reduced = False
         """They are reduced already."""
+        self.absent: dict[Any, Any] = {}
+        """The variables, by `key_of`, without a gradient on this rank; and whether another has one, if known."""
         self._computed = ComputedGradients()
         self._undo_division = undo_division
         self._scale_local = scale_local_gradients
@@ -147,28 +150,46 @@ class Reduction:
         """Leave the gradient of `variable` on this rank."""
         self._local.add(key_of(variable))
 
-    def reduce(self, gradients: Sequence[Any], variables: Sequence[Any]) -> list[Any]:
-        """Return the reduced gradients of `variables`. None stays None. In a graph or eagerly."""
+    def reduce(
+        self,
+        gradients: Sequence[Any],
+        variables: Sequence[Any],
+        *,
+        strict: Collection[int] | None = None,
+        given_if: Mapping[int, Any] = MappingProxyType({}),
+    ) -> list[Any]:
+        """Return the reduced gradients of `variables`, as `Gradients` does. In a graph or eagerly.
+
+        What is None here alone is zeros; but in a graph, and for the numbers in `strict`, it is a MismatchError.
+        """
         self.ran = True
-        local = self._local_keys()
-        apart = set(places_of(variables))
-        shared = [n for n, variable in enumerate(variables) if n not in apart and key_of(variable) not in local]
+        shared = self.shared(variables)
         # As if it were averaged with zeros of the others.
         factor = 1 / self.size if self._scale_local else 1.0
         results = [scaled(gradient, factor) for gradient in gradients]
         if shared:
             names = [self._name_of(variables[number]) for number in shared]
             own = [variables[number] for number in shared]
-            found = self.reducer([gradients[number] for number in shared], names, own, strict=True)
+            found = self.reducer(
+                [gradients[number] for number in shared],
+                names,
+                own,
+                strict=None if strict is None else [place for place, number in enumerate(shared) if number in strict],
+                given_if={place: given_if[number] for place, number in enumerate(shared) if number in given_if},
+            )
             for number, gradient in zip(shared, found, strict=True):
                 results[number] = gradient
-        if apart:
+        if apart := places_of(variables):
             op = "mean" if self.reducer.op == core.Average else "sum"
-            places = sorted(apart)
-            own, theirs = [gradients[place] for place in places], [variables[place] for place in places]
-            for place, gradient in zip(places, reduced_apart(own, theirs, op, self.size), strict=True):
+            own, theirs = [gradients[place] for place in apart], [variables[place] for place in apart]
+            for place, gradient in zip(apart, reduced_apart(own, theirs, op, self.size), strict=True):
                 results[place] = gradient
         return [scaled(gradient, float(self._undo_division)) for gradient in results]
+
+    def shared(self, variables: Sequence[Any]) -> list[int]:
+        """Return the numbers of the variables that all ranks of the set have."""
+        local, apart = self._local_keys(), set(places_of(variables))
+        return [n for n, variable in enumerate(variables) if n not in apart and key_of(variable) not in local]
 
     def compute(self, pairs: Sequence[tuple[Any, Any]]) -> list[tuple[Any, Any]]:
         """Return pairs of reduced gradients and variables, which are not reduced again when they are applied."""

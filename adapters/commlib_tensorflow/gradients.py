@@ -15,9 +15,10 @@ slots, or of sparse ones over what was gathered.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import replace
-from typing import Any
+from types import MappingProxyType
+from typing import Any, NamedTuple
 
 import numpy as np
 import tensorflow as tf
@@ -28,11 +29,12 @@ from commlib.buffers.aligned import aligned_empty
 from commlib.compress.casts import Compressing
 from commlib.compress.choice import Choice
 from commlib.data_parallel import BUCKET_CAP_MIB, FIRST_BUCKET_MIB, Gradient, Options, cores_per_rank, read_groups
+from commlib.devices.copies import brought
 from commlib.errors import UsageError
 from commlib.functional.shards import check_apart
 from commlib.horovod.gradients import Call, NamedGradients, NamedReduction
 from commlib_tensorflow._bridge import Array, as_tensor, dtype_name
-from commlib_tensorflow._graph import Spec, call, call_there, no_autograph, ordered
+from commlib_tensorflow._graph import Spec, call, call_there, no_autograph, ordered, result_empty
 from commlib_tensorflow._on_device import array_of
 from commlib_tensorflow._placement import Place, fits, place_of
 from commlib_tensorflow._shards import shard_of
@@ -41,6 +43,15 @@ from commlib_tensorflow.devices import settle, tensors_over, working
 from commlib_tensorflow.horovod.operations import grouped_allreduce
 
 Groups = int | Sequence[Sequence[str]] | None
+
+
+class Maybe(NamedTuple):
+    """A reduced gradient that this rank has none of, in a graph: whether another rank has is known when that runs."""
+
+    value: Any
+    """Zeros where no rank has one."""
+    exists: Any
+    """A bool, or a tensor of one."""
 
 
 class Gradients(NamedGradients):
@@ -93,14 +104,25 @@ class Gradients(NamedGradients):
 
     @no_autograph
     def __call__(
-        self, gradients: Sequence[Any], names: Sequence[str], like: Sequence[Any] = (), *, strict: bool = False
+        self,
+        gradients: Sequence[Any],
+        names: Sequence[str],
+        like: Sequence[Any] = (),
+        *,
+        strict: Collection[int] | None = None,
+        given_if: Mapping[int, Any] = MappingProxyType({}),
     ) -> list[Any]:
         """Return the gradients combined over all ranks, in the same order. Eagerly or in a traced function.
 
-        None stays None where no rank has a gradient. Where only some have one, it is zeros on the others, which get
-        the result too; but in a graph, or if this is `strict`, that is a MismatchError on every rank. `like` are the
-        variables, by which those without a gradient are known. Raises MismatchError on every rank where ranks have
-        different gradients; UsageError for what is no gradient.
+        `like` are the variables, by which those without a gradient are known. A gradient that is None here, but not on
+        all ranks, is zeros here, and this rank gets the result too; but it raises MismatchError on every rank if the
+        gradient is sparse, or its number is in `strict` (by default none eagerly and all in a graph, which cannot tell
+        before it runs whether a result will be None). In a graph the result is a `Maybe` where `strict` leaves it out.
+        None stays None where no rank has a gradient.
+
+        given_if: tensors of a bool for some of the gradients, which are None when it is False. In a graph alone.
+
+        Raises MismatchError on every rank where ranks have different gradients; UsageError for what is no gradient.
         """
         if len(gradients) != len(names):
             raise UsageError(f"{self.name}: {len(gradients)} gradients but {len(names)} names")
@@ -111,7 +133,11 @@ class Gradients(NamedGradients):
         check_apart(self.name, named, self.process_set.ranks or ())
         if not self._in_buckets:
             return self._one_by_one(given)
-        return _Reduction(self, given, names, like or given, strict=strict or not tf.executing_eagerly()).run()
+        if like and not tf.executing_eagerly():  # a slot has its variable's dtype, and so has what comes of it
+            given = [_as_variable(*pair) for pair in zip(given, like, strict=True)]
+        if strict is None or self.compressor is not None:  # of zeros that nobody has it would make nobody knows what
+            strict = () if tf.executing_eagerly() else range(len(given))
+        return _Reduction(self, given, names, like or given, strict, given_if).run()
 
     def _one_by_one(self, given: Sequence[Any]) -> list[Any]:
         """Combine gradients by an operation that is not for buckets, in which several are one vector."""
@@ -138,7 +164,13 @@ class _Reduction(NamedReduction):
     """One call of a `Gradients`; in a graph what each run of that call does."""
 
     def __init__(
-        self, gradients: Gradients, given: Sequence[Any], names: Sequence[str], like: Sequence[Any], *, strict: bool
+        self,
+        gradients: Gradients,
+        given: Sequence[Any],
+        names: Sequence[str],
+        like: Sequence[Any],
+        strict: Collection[int],
+        given_if: Mapping[int, Any],
     ) -> None:
         sparse = [index for index, gradient in enumerate(given) if isinstance(gradient, tf.IndexedSlices)]
         dense = [index for index, gradient in enumerate(given) if gradient is not None and index not in sparse]
@@ -151,6 +183,11 @@ class _Reduction(NamedReduction):
         self._given, self._like = given, like
         self._contexts: dict[int, Any] = {}
         self._also: list[int] = []  # gradients that are None here, but not on all ranks
+        self._given_if = dict(given_if)
+        self._maybe: list[int] = []
+        """Those of a graph whose results are there when any rank has them."""
+        if not self._eager:
+            self._maybe = [i for i, one in enumerate(given) if one is None and i not in strict] + list(given_if)
         self._shapes: tuple[Any, ...] = ()
         self._kinds: tuple[Gradient, ...] = ()
 
@@ -163,6 +200,10 @@ class _Reduction(NamedReduction):
         for index in self._sparse:
             slices += [tf.cast(given[index].indices, tf.int64), given[index].values]
             specs += map(Spec.rows_of, slices[-2:])
+        absent = [index for index in self._maybe if index not in self._given_if]
+        for index in absent:
+            specs.append(Spec(self._to_send_dtype(index), self._like[index].shape))
+        specs += [Spec(tf.bool, ())] * len(self._maybe)
         if not specs:  # nothing but None: TensorFlow wants an output all the same
             specs = [Spec(tf.int64, ())]
         nodes = self._nodes(sent)
@@ -170,7 +211,8 @@ class _Reduction(NamedReduction):
             answers = self._called(self._end, 0, [*slices, *self._gives(sent, nodes)], specs)
         else:
             dense = [sent[index] for index in self._dense]
-            answers = self._called(self._all_at_once, len(dense), [*dense, *slices], specs)
+            conditions = list(self._given_if.values())
+            answers = self._called(self._all_at_once, len(dense), [*dense, *conditions, *slices], specs)
         results: list[Any] = [None] * len(given)
         remaining = iter(answers)
         for index in self._dense:
@@ -179,8 +221,10 @@ class _Reduction(NamedReduction):
             indices, values = next(remaining), next(remaining)
             indices = tf.cast(indices, given[index].indices.dtype)
             results[index] = tf.IndexedSlices(values, indices, given[index].dense_shape)
-        for index in self._also:
+        for index in absent or self._also:
             results[index] = self._received(index, next(remaining))
+        for index in self._maybe:
+            results[index] = Maybe(results[index], next(remaining))
         return results
 
     # In the graph
@@ -206,6 +250,11 @@ class _Reduction(NamedReduction):
             return sent
         return to_send(gradient, self._options)
 
+    def _to_send_dtype(self, index: int) -> Any:
+        dtype = self._dtype(index)
+        wire = tf.as_dtype(self._options.wire_dtype(dtype_name(dtype.real_dtype)))
+        return dtype if dtype.is_complex else wire
+
     def _received(self, index: int, tensor: Any) -> Any:
         if self._compressor is not None:
             return self._compressor.decompress(tensor, self._contexts.get(index))
@@ -220,7 +269,11 @@ class _Reduction(NamedReduction):
 
     def _nodes(self, sent: Mapping[int, Any]) -> list[list[int]]:
         """Return the gradients for each node that gives some: one node where all are given at the end."""
-        if tf.executing_eagerly() or not all(tensor.shape.is_fully_defined() for tensor in sent.values()):
+        if (
+            self._given_if
+            or tf.executing_eagerly()
+            or not all(tensor.shape.is_fully_defined() for tensor in sent.values())
+        ):
             return [self._dense]
         self._kinds = self._describe({index: (tensor.dtype, tensor.shape) for index, tensor in sent.items()})
         return self._gradients.launches(self._kinds, self._call)
@@ -272,25 +325,41 @@ class _Reduction(NamedReduction):
 
     def _all_at_once(self, *arrays: Any) -> list[Any]:
         count = len(self._dense)
+        conditions = dict(zip(self._given_if, arrays[count:], strict=False))
+        arrays = (*arrays[:count], *arrays[count + len(conditions) :])
         shapes = tuple(array.shape for array in arrays)
         if shapes != self._shapes or not self._kinds:
             kinds = {i: (array.dtype, array.shape) for i, array in zip(self._dense, arrays[:count], strict=True)}
             kinds |= {i: (rows.dtype, rows.shape) for i, rows in zip(self._sparse, arrays[count + 1 :: 2], strict=True)}
             self._shapes, self._kinds = shapes, self._describe(kinds)
         self.begin(self._kinds, eager=False)
-        self.give(self._dense, arrays[:count])
+        there = [place for place, index in enumerate(self._dense) if bool(conditions.get(index, True))]
+        self.give([self._dense[place] for place in there], [arrays[place] for place in there])
         return self._end(*arrays[count:])
 
     def _end(self, *slices: Any) -> list[Any]:
         count = 2 * len(self._sparse)  # what follows is of nodes before
         rows = slices[:count] if self._place is None else list(map(array_of, slices[:count]))
         results = self.end(list(zip(rows[::2], rows[1::2], strict=True)))
-        self._also = [index for index in results if self._given[index] is None]
+        self._also = [index for index in results if self._given[index] is None] if not self._maybe else []
+        exist = [index in results for index in self._maybe]
+        for index in self._maybe:
+            if index not in results:
+                results[index] = self._zeros(index)
         answers = self._own([(results[index], self._dtype(index)) for index in self._dense])
         gathered = [array for index in self._sparse for array in results[index]]
         answers += gathered if self._place is None else tensors_over(gathered)
-        answers += self._own([(results[index], self._dtype(index)) for index in self._also])
+        absent = [index for index in self._maybe if index not in self._given_if]
+        answers += self._own([(results[index], self._dtype(index)) for index in absent or self._also])
+        answers += [np.asarray(one) for one in exist]
         return answers or [np.zeros((), np.int64)]
+
+    def _zeros(self, index: int) -> Any:
+        """Return what stands for a result that does not exist, as a reducer would give it."""
+        kind = self._begun().gradients[index]
+        zeros = result_empty(kind.shape, self._options.wire_dtype(kind.dtype))
+        zeros[...] = 0
+        return zeros if self._place is None else brought(zeros, kind.place)
 
     def _own(self, results: Sequence[tuple[Any, Any]]) -> list[Any]:
         """Return results, each with its dtype, as TensorFlow may have them."""
@@ -299,10 +368,19 @@ class _Reduction(NamedReduction):
         return tensors_over([array for array, _ in results], pairs=[dtype.is_complex for _, dtype in results])
 
 
+def _as_variable(gradient: Any, variable: Any) -> Any:
+    """Return a gradient, which may be None, in the dtype of its variable."""
+    if gradient is None or variable is None or gradient.dtype == tf.as_dtype(variable.dtype):
+        return gradient
+    return tf.cast(gradient, variable.dtype)
+
+
 def scaled(gradient: Any, factor: float) -> Any:
     """Return a gradient, which may be sparse or None, times `factor`."""
     if gradient is None or factor == 1.0:
         return gradient
+    if isinstance(gradient, Maybe):
+        return Maybe(scaled(gradient.value, factor), gradient.exists)
     if isinstance(gradient, tf.IndexedSlices):
         return tf.IndexedSlices(scaled(gradient.values, factor), gradient.indices, gradient.dense_shape)
     return gradient * tf.cast(factor, gradient.dtype)

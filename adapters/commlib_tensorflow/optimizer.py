@@ -72,6 +72,9 @@ def DistributedOptimizer(
     last step, `statistics`, `exposed_seconds` and `compression_choice` the rest. A `global_clipnorm` of Keras 3's
     optimizers has the same bits on all ranks.
 
+    A gradient that is None on some ranks only is zeros there; that of a sparse one, and with Keras 2 in a graph, raises
+    MismatchError on all ranks.
+
     What is made of the result's own type reduces as it does: `type(optimizer).from_config(config)`,
     `type(optimizer)(...)`, and in Keras 3 `copy.deepcopy(optimizer)`. What Keras writes is plain, and so is what is
     read of it: a pickle, a file, `keras.optimizers.serialize`, a copy of a model. Make that distributed again, or use

@@ -44,7 +44,7 @@ def check_missing(comm: Gathers, names: Sequence[str], mine: frozenset[int]) -> 
         if there:
             raise MismatchError(
                 f"the gradient of {names[index]} is None on ranks {without}, but not on ranks {there} (this is rank "
-                f"{comm.rank} of {comm.size}): give zeros where there is none"
+                f"{comm.rank} of {comm.size}): give zeros where there is none, or sparse_as_dense=True if it is sparse"
             )
 
 

@@ -133,6 +133,11 @@ class GradientReducer:
         return self._engine
 
     @property
+    def sparse(self) -> frozenset[int]:
+        """The gradients that all ranks know to be sparse, and that travel so."""
+        return self._unbucketed.sparse
+
+    @property
     def order_is_settled(self) -> bool:
         """Buckets change no more because of the order of gradients."""
         return self._order.is_settled
@@ -224,11 +229,11 @@ class GradientReducer:
             self._engine.launch(bucket)
             self._values.hide(self._members[bucket])
 
-    def end(self, *, strict: bool = False) -> None:
+    def end(self, *, strict: bool | Collection[int] = False) -> None:
         """Finish the backward in progress, if there is one: gradients are final afterwards.
 
         A gradient that some ranks lack is zeros there, and they get the result too. Where that cannot be, this is
-        `strict` on all ranks; then it raises MismatchError on all of them.
+        `strict`, or its number is in `strict`; then it raises MismatchError on all ranks.
         """
         if not self._tracker.active:
             return
@@ -243,10 +248,11 @@ class GradientReducer:
         with self.statistics.exposing():
             missing = [index for index in self._tracker.missing() if index in self._all]
             unused = {index for index in missing if not self._put_old(index)}
-            lacking = frozenset(unused)
+            watched = strict if isinstance(strict, Collection) else self._all if strict else ()
+            lacking = frozenset(index for index in unused if index in watched)
             if not self._unbucketed.has_found:
                 unused.add(self._sparse_found)
-            if not strict or lacking == self._agreed_missing:
+            if lacking == self._agreed_missing:
                 unused.add(self._others_missing)
             remaining = self._tracker.end()
             try:

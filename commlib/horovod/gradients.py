@@ -49,8 +49,9 @@ class Kept:
 class Call:
     """Describe a call before it runs: its dense and its sparse gradients. The others are None here.
 
-    `order` are the numbers of all as backward makes them. `threads` train on this rank. Where `strict`, a gradient that
-    only some ranks have is an error.
+    `order` are the numbers of all as backward makes them. `threads` train on this rank. A gradient that only some ranks
+    have is an error if this is `strict`, if its number is in `strict`, and if it is sparse: how it is to come out here
+    is not known.
     """
 
     names: Sequence[str]
@@ -58,7 +59,7 @@ class Call:
     sparse: Sequence[int]
     order: Sequence[int]
     threads: int
-    strict: bool
+    strict: bool | Collection[int]
 
 
 class NamedGradients:
@@ -196,7 +197,7 @@ class NamedReduction:
             for index, (numbers, those) in zip(call.sparse, rows, strict=True):
                 values.give_rows(index, numbers, those)
                 reducer.ready(index)
-            reducer.end(strict=call.strict)
+            reducer.end(strict={*call.strict, *reducer.sparse} if isinstance(call.strict, Collection) else call.strict)
         gradients.stepped(reducer)
         results: dict[int, Any] = {index: values.rows_result(index) for index in call.sparse}
         for index in range(len(call.names)):
