@@ -164,8 +164,9 @@ class Communicator:
     def all_reduce(self, x: Any, op: str = "sum", *, out: Any = None, algorithm: str = "auto") -> Any:
         """Combine `x` of all ranks element by element; every rank gets the result, the same to the last bit.
 
-        op: sum, mean, min, max or prod (bool: sum and max are "or", prod and min "and"). The mean of integers
-        truncates toward zero. float16 and bfloat16 are combined in float32 and rounded once, to nearest even.
+        op: sum, mean, min, max or prod (bool: sum and max are "or", prod and min "and"). Sums and products of integers
+        wrap around, as MPI's do. Their mean is exact, whatever their sum, and truncates toward zero. float16 and
+        bfloat16 are combined in float32 and rounded once, to nearest even.
         algorithm: "auto", "node" (shared memory), "native" (MPI's own), "nccl" (between GPUs), or a schedule ("ring",
         "double_tree", ...).
         """

@@ -21,6 +21,11 @@ NUMPY = {name: np.dtype(ml_dtypes.bfloat16 if name == "bfloat16" else name) for 
 _NAMES = {dtype: name for name, dtype in NUMPY.items()}
 KNOWN = frozenset(_NAMES)
 
+# Of sums of 64-bit integers that may need more: see `kernels.host.exact_mean`. Arrays of it are never the user's.
+HALVES = "halves"
+WORKING = {**NUMPY, HALVES: np.dtype([("high", np.int64), ("low", np.int64)])}
+"""The dtypes of partial results, too."""
+
 # On truth values a sum is "any" and a product is "all".
 _LOGICAL = {"sum": "or", "max": "or", "prod": "and", "min": "and"}
 
@@ -58,10 +63,13 @@ def kernel_operation(dtype: str, operation: str) -> str:
 def accumulator_dtype(dtype: str, operation: str) -> str:
     """Return the dtype in which `operation` on `dtype` is combined before it is rounded, once, to `dtype`.
 
-    Half precision accumulates in float32, the mean of integers in 64 bits (so that their sum cannot wrap around).
+    Half precision accumulates in float32, the mean of integers in 64 bits, or twice as many, so that their sum cannot
+    wrap around.
     """
     if dtype in ("float16", "bfloat16"):
         return "float32"
+    if operation == "mean" and dtype in ("int64", "uint64"):
+        return HALVES
     if operation == "mean" and "int" in dtype:
         return "uint64" if dtype.startswith("u") else "int64"
     return dtype

@@ -13,7 +13,7 @@ from commlib.collectives.ready import Calls, Ready
 from commlib.collectives.scheduled import choose, own_program, persistent
 from commlib.devices.arrays import device_of, name_of_device
 from commlib.dtypes import Array, kernel_operation, name_of
-from commlib.execution.accumulation import Accumulation, is_widened, wide_bytes
+from commlib.execution.accumulation import Accumulation, is_in_halves, is_widened, wide_bytes
 from commlib.execution.persistent import PERSISTENT_BYTES, PersistentAllReduce
 from commlib.execution.reduce_op import ReduceOp
 from commlib.execution.streaming import Region
@@ -69,7 +69,7 @@ def _messages(group: Group, call: Call) -> Move:
     steps = own_program(group, "all_reduce", name, segments=segments if pipelined else 1)
     text = call.text
 
-    if call.nbytes <= PERSISTENT_BYTES and not call.device:
+    if call.nbytes <= PERSISTENT_BYTES and not call.device and not is_in_halves(call.dtype, call.op):
 
         def prepare() -> PersistentAllReduce:
             small = PersistentAllReduce(ReduceOp.of(call.dtype, call.op, group.size), call.count)

@@ -15,7 +15,7 @@ from commlib.collectives.paths import Move
 from commlib.collectives.rails import Rails, on_rails
 from commlib.collectives.scheduled import choose, persistent
 from commlib.dtypes import Array
-from commlib.execution.accumulation import Accumulation, wide_bytes
+from commlib.execution.accumulation import Accumulation, is_in_halves, wide_bytes
 from commlib.execution.persistent import PERSISTENT_BYTES, PersistentAllReduce
 from commlib.execution.reduce_op import ReduceOp
 from commlib.execution.streaming import Region
@@ -31,7 +31,7 @@ PART_BYTES = 1 << 20
 
 def all_reduce(group: Group, call: Call) -> Move:
     """Reduce-scatter in the node, all-reduce in each rail, all-gather in the node, each of some part of the data."""
-    if call.nbytes <= PERSISTENT_BYTES:
+    if call.nbytes <= PERSISTENT_BYTES and not is_in_halves(call.dtype, call.op):
         return persistent(group, call.text, partial(_small_all_reduce, group, call))
     return on_rails(group, call, wide_bytes(call.count, call.dtype, call.op), _all_reduce)
 

@@ -19,7 +19,9 @@ from commlib.collectives.paths import Path, Verb
 from commlib.collectives.staged import Staged
 from commlib.collectives.station import OnWait, Run, Station
 from commlib.devices.array import DeviceArray
+from commlib.dtypes import name_of
 from commlib.errors import UsageError
+from commlib.execution.accumulation import is_in_halves
 from commlib.group.group import Group
 
 
@@ -64,13 +66,13 @@ class Ways:
 
     def __init__(self, paths: tuple[Path, ...], group: Group, station: Station, peers: Peers) -> None:
         self._group, self._station = group, station
-        self._direct = Direct(paths, group, station.device)
+        self._direct, self._host = Direct(paths, group, station.device), Staged(paths, group, station)
         self._table: tuple[Way, ...] = (
             Between(peers),
             Nccl(group, station.device),
             Between(peers, by_host=True),
             self._direct,
-            Staged(paths, group, station),
+            self._host,
         )
 
     def compile(self, verb: Verb, call: Call) -> DeviceCall:
@@ -104,6 +106,11 @@ class Ways:
 
     def _order(self, verb: Verb, call: Call) -> list[tuple[Way, Call]]:
         """Return the ways that may take a call, each with what it is asked for, the first choice first."""
+        if call.op and is_in_halves(call.dtype, call.op):
+            if call.algorithm in _ALONE and call.algorithm != self._host.name:
+                why = f"the mean of {name_of(call.dtype)}, whose sum may not fit it, is taken on the host"
+                raise UsageError(f"{verb.name}: algorithm {call.algorithm!r}: {why}")
+            return [(self._host, call)]
         if call.algorithm in _ALONE:
             return [(way, call) for way in self._table if way.name == call.algorithm]
         taking = [way for way in self._table if way.takes(verb, call)]

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from commlib.devices.array import DeviceArray
-from commlib.dtypes import NUMPY, kernel_operation, name_of
+from commlib.dtypes import WORKING, kernel_operation, name_of
 from commlib.execution.accumulation import wide_dtype
 from commlib.execution.reduce_op import ReduceOp
 
@@ -26,7 +26,7 @@ class Wide:
         wide, operation = wide_dtype(dtype, op), kernel_operation(name_of(dtype), op)
         is_mean = operation == "mean"
         finisher = ReduceOp(wide, operation, size) if is_mean else None
-        return cls(NUMPY[wide], ReduceOp(wide, "sum" if is_mean else operation), finisher)
+        return cls(WORKING[wide], ReduceOp(wide, "sum" if is_mean else operation), finisher)
 
     def combine(self, parts: Sequence[DeviceArray], target: DeviceArray) -> None:
         """Queue target = the first part (operation) the second ...; the target may be one of them."""

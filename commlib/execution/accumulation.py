@@ -6,10 +6,12 @@ from typing import Any
 
 import numpy as np
 
+from commlib.buffers.views import address_of
 from commlib.devices.array import DeviceArray
 from commlib.devices.arrays import address
-from commlib.dtypes import NUMPY, accumulator_dtype, kernel_operation, name_of
+from commlib.dtypes import HALVES, WORKING, accumulator_dtype, kernel_operation, name_of
 from commlib.execution.reduce_op import ReduceOp
+from commlib.kernels.host.exact_mean import join_halves, split_halves
 
 
 class Accumulation:
@@ -23,13 +25,14 @@ class Accumulation:
         operation = kernel_operation(dtype, op)
         wide = dtype if once else accumulator_dtype(dtype, operation)
         self.widened = wide != dtype
-        self.x = _cast(x, NUMPY[wide]) if self.widened else x
+        self._size, self._in_halves = size, wide == HALVES
+        self.x = _cast(x, wide) if self.widened else x
         self._finisher = None
         if once:
             self.reduce_op = ReduceOp(dtype, operation, size)
         else:
             self.reduce_op = ReduceOp(wide, "sum" if operation == "mean" else operation)
-            if operation == "mean" and size > 1:
+            if operation == "mean" and size > 1 and not self._in_halves:
                 self._finisher = ReduceOp(wide, operation, size)
 
     def work_in(self, target: Any) -> Any:
@@ -42,6 +45,9 @@ class Accumulation:
 
     def finish(self, part: Any, target: Any) -> None:
         """Write a reduced part of the working memory to `target`: divide, then round."""
+        if self._in_halves:
+            join_halves(address_of(part), address_of(target), len(part), self._size, target.dtype.kind == "i")
+            return
         if self._finisher is not None and len(part):
             self._finisher.combine([part], part)
         if address(part) != address(target):
@@ -55,11 +61,15 @@ class Accumulation:
                     target[:] = part.astype(target.dtype)
 
 
-def _cast(x: Any, dtype: Any) -> Any:
+def _cast(x: Any, dtype: str) -> Any:
     """Return a copy of an array in another dtype."""
+    if dtype == HALVES:
+        halves = np.empty(x.size, WORKING[HALVES])
+        split_halves(address_of(x), address_of(halves), x.size, x.dtype.kind == "i")
+        return halves
     if type(x) is not DeviceArray:
-        return x.astype(dtype)
-    wide = x.empty(x.shape, dtype)
+        return x.astype(WORKING[dtype])
+    wide = x.empty(x.shape, WORKING[dtype])
     x.device.kernels.cast(x, wide)
     return wide
 
@@ -67,6 +77,11 @@ def _cast(x: Any, dtype: Any) -> Any:
 def is_widened(dtype: Any, op: str) -> bool:
     """Return whether sums of this dtype are kept in a wider one."""
     return wide_dtype(dtype, op) != name_of(dtype)
+
+
+def is_in_halves(dtype: Any, op: str) -> bool:
+    """Return whether sums of this dtype are kept in halves, by the host alone: the mean of 64-bit integers."""
+    return wide_dtype(dtype, op) == HALVES
 
 
 def wide_dtype(dtype: Any, op: str) -> str:
@@ -77,4 +92,4 @@ def wide_dtype(dtype: Any, op: str) -> str:
 
 def wide_bytes(count: int, dtype: Any, op: str) -> int:
     """Return the bytes of so many partial results."""
-    return count * NUMPY[wide_dtype(dtype, op)].itemsize
+    return count * WORKING[wide_dtype(dtype, op)].itemsize

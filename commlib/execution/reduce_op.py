@@ -10,7 +10,7 @@ import numpy as np
 
 from commlib.buffers.views import address_of
 from commlib.devices.array import DeviceArray
-from commlib.dtypes import NUMPY, Array, kernel_operation, name_of
+from commlib.dtypes import WORKING, Array, kernel_operation, name_of
 from commlib.kernels.host.reduce import reduce_function
 
 
@@ -30,7 +30,7 @@ class ReduceOp:
 
     @property
     def item_bytes(self) -> int:
-        return NUMPY[self.dtype].itemsize
+        return WORKING[self.dtype].itemsize
 
     @property
     def address(self) -> int:

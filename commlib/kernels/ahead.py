@@ -15,7 +15,7 @@ from typing import Any
 
 from numba import types
 
-from commlib.dtypes import BITWISE, COMPLEX, DTYPES, FLOATS, INTEGERS, OPERATIONS, kernel_operation
+from commlib.dtypes import BITWISE, COMPLEX, DTYPES, FLOATS, HALVES, INTEGERS, OPERATIONS, kernel_operation
 from commlib.kernels import host
 from commlib.kernels.host import norm, rows
 from commlib.kernels.host.cache import folder as folder
@@ -88,6 +88,8 @@ def tasks(*, rare: bool = True) -> Iterator[Task]:
     for dtype in DTYPES if rare else USUAL:
         for operation in dict.fromkeys(_operations(dtype)) if rare else USUAL[dtype]:
             yield Task(f"reduce {dtype} {operation}", partial(_reduction, dtype, operation))
+    if rare:
+        yield Task(f"reduce {HALVES} sum", partial(_reduction, HALVES, "sum"))
     for name, dispatcher in dispatchers():
         for number, signature in enumerate(ARRAYS.get(name, _of_numbers(dispatcher))):
             yield Task(f"{name} {number}" if number else name, partial(_kernel, dispatcher, signature))

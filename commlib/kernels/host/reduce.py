@@ -5,7 +5,7 @@
 reads `count` elements at byte `offset` behind each of the `n_inputs` addresses in the table `inputs`, combines them in
 the order of the table, divides by `divisor` if the operation is a mean, and stores the result behind each address in
 `outputs`. An output may be one of the inputs. float16 and bfloat16 are combined in float32 and rounded once, at the
-end.
+end. The mean of 64-bit integers is another function: see `exact_mean`.
 
 The functions are C callbacks, so the node's collectives (`node`) and the executor call them by address: the protocols
 are compiled once, not once for each dtype.
@@ -22,9 +22,10 @@ import numpy as np
 from numba.core import types
 from numba.extending import overload
 
-from commlib.dtypes import accumulator_dtype
+from commlib.dtypes import HALVES, accumulator_dtype
 from commlib.kernels.host import intrinsics as ins
 from commlib.kernels.host.compiled import callback, kernel
+from commlib.kernels.host.exact_mean import mean_function, sum_of_halves
 
 # numba has no type for these; their bits are stored as integers.
 _STORED = {"float16": "uint16", "bfloat16": "uint16", "bool": "uint8"}
@@ -227,6 +228,10 @@ def reduce_function(dtype: str, operation: str) -> Any:
 
 @cache
 def _compile(dtype: str, operation: str) -> Any:
+    if dtype == HALVES:
+        return sum_of_halves()
+    if accumulator_dtype(dtype, operation) == HALVES:
+        return mean_function(dtype)
     kind = dtype
     stored = getattr(np, _STORED.get(dtype, dtype))
     combined = getattr(np, _STORED.get(accumulator := accumulator_dtype(dtype, operation), accumulator))
