@@ -29,11 +29,11 @@ class MadeUp:
         """Return the ns that this rank's clock shows at a time."""
         return 500_000_000_000 + round((time + float(self._ahead(time))) * 1e6)
 
-    def clock(self, time: float, *, error: float = 0.01, to: int = 0) -> None:
-        """Say what messages have found out about the clock at a time."""
+    def clock(self, time: float, *, error: float = 0.01, wrong: float = 0.0, to: int = 0) -> None:
+        """Say what messages have found out about the clock at a time; wrong: by how much that is, within the error."""
         facts = {
             "time_ns": self.own(time),
-            "offset_ns": round(-self._ahead(time) * 1e6),
+            "offset_ns": round((wrong - self._ahead(time)) * 1e6),
             "error_ns": round(error * 1e6),
         }
         self._say("commlib_clock", facts | {"to": to})

@@ -1,7 +1,8 @@
 """Ways: how the data of devices' arrays goes. A way is a class; this is the table of them, for a group and a device.
 
-A call takes the first one that takes it and that the ranks find to be there. The table's order is by what moves the
-fewest bytes; those that were measured here (`commlib tune --device`) change places by what they took.
+A call takes the first one that takes it and that the ranks find to be there. On a node the table's order is by what
+moves the fewest bytes. Between nodes NCCL comes first, which many have measured there. Those that were measured here
+(`commlib tune --device`) change places by what they took.
 """
 
 from __future__ import annotations
@@ -67,13 +68,9 @@ class Ways:
     def __init__(self, paths: tuple[Path, ...], group: Group, station: Station, peers: Peers) -> None:
         self._group, self._station = group, station
         self._direct, self._host = Direct(paths, group, station.device), Staged(paths, group, station)
-        self._table: tuple[Way, ...] = (
-            Between(peers),
-            Nccl(group, station.device),
-            Between(peers, by_host=True),
-            self._direct,
-            self._host,
-        )
+        between, nccl = Between(peers), Nccl(group, station.device)
+        first: tuple[Way, ...] = (between, nccl) if group.one_node else (nccl, between)
+        self._table: tuple[Way, ...] = (*first, Between(peers, by_host=True), self._direct, self._host)
 
     def compile(self, verb: Verb, call: Call) -> DeviceCall:
         """Return what runs a call by the first way that is there. Raises UsageError if it names one that cannot be."""

@@ -16,7 +16,7 @@ from itertools import pairwise
 from statistics import median
 
 from commlib.errors import UsageError
-from commlib.trace.files import COMMLIB, Trace
+from commlib.trace.files import COMMLIB, Sample, Trace
 from commlib.trace.meetings import TOGETHER
 from commlib.trace.operations import Key, Operation, Story
 
@@ -101,9 +101,8 @@ def _measured(groups: Mapping[str, list[int]], timelines: Mapping[int, Trace]) -
         return min(groups, key=lambda name: groups[name]), {}
     clocks = {}
     for name, found in samples.items():
-        points = tuple((one.time, float(one.offset)) for one in found if one.to == to)
-        if points and name != root:
-            clocks[name] = Clock(_extended(points), MEASURED, max(one.error for one in found))
+        if (said := [one for one in found if one.to == to]) and name != root:
+            clocks[name] = Clock(_extended(said), MEASURED, max(one.error for one in found))
     if not root:  # the timeline of the rank that all compared with is not here: one of them stands for its clock
         root = min(clocks, key=lambda name: groups[name])
         own = clocks.pop(root)
@@ -114,12 +113,17 @@ def _measured(groups: Mapping[str, list[int]], timelines: Mapping[int, Trace]) -
     return root, clocks
 
 
-def _extended(points: tuple[tuple[int, float], ...]) -> tuple[tuple[int, float], ...]:
-    """Return points, with the line of the first and the last one continued a day to both sides."""
+def _extended(said: Sequence[Sample]) -> tuple[tuple[int, float], ...]:
+    """Return what comparisons say as points, with the line of the first and the last one continued a day to both sides.
+
+    It is as steep as they prove: what they differ by within their errors is no drift.
+    """
+    points = tuple((one.time, float(one.offset)) for one in said)
     (first, low), (last, high) = points[0], points[-1]
     if last <= first:
         return points[:1]
-    slope, day = (high - low) / (last - first), 86_400 * 10**9
+    drift = max(0.0, abs(high - low) - said[0].error - said[-1].error)
+    slope, day = (drift if high > low else -drift) / (last - first), 86_400 * 10**9
     return ((first - day, low - slope * day), *points, (last + day, high + slope * day))
 
 

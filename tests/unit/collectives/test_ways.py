@@ -109,6 +109,58 @@ def test_the_ways_that_are_there(
     assert found == [expected] * size
 
 
+class StandIn:
+    """A way in the place of NCCL's, which is there, and leaves a note."""
+
+    name, refusal, is_open, only_queues = "nccl", "", True, False
+
+    def __init__(self, group: Any, device: Any) -> None:
+        self._size = group.size
+
+    def takes(self, verb: Any, call: Any) -> bool:
+        return True
+
+    def open(self, text: str, on_wait: Any) -> bool:
+        return True
+
+    def run(self, verb: Any, call: Any) -> Any:
+        def run(x: Any, target: Any, on_wait: Any) -> None:
+            LATE.kernels.fill(target, self._size)
+            taken.append(verb.name)
+
+        return run
+
+
+taken: list[str] = []
+
+
+@pytest.mark.parametrize(
+    ("nodes", "timed", "by_nccl"),
+    [
+        (None, False, False),
+        ([0, 0, 1, 1], False, True),
+        ([0, 1], False, True),
+        ([0, 0, 1, 1], True, False),
+    ],
+    ids=["a node", "nodes of several", "nodes of one", "measured"],
+)
+def test_between_nodes_nccl_comes_first_until_something_is_measured(
+    monkeypatch: pytest.MonkeyPatch, nodes: Any, timed: bool, by_nccl: bool
+) -> None:
+    """The ways on rails were preferred to it, which had never run on several GPUs."""
+    monkeypatch.setattr("commlib.collectives.ways.Nccl", StandIn)
+    taken.clear()
+
+    def rank(comm: Communicator) -> None:
+        if timed:
+            comm.runtime.chooser = chooser(time("hierarchical", 1e-6), time("nccl", 2e-6), nodes=2)
+        summed(comm)
+
+    size = 2 if nodes is None else len(nodes)
+    run(size, rank, nodes=nodes)
+    assert taken == ["all_reduce"] * size * by_nccl
+
+
 def test_what_was_measured_decides(copies: list[int]) -> None:
     """Small arrays by the host, large ones between the devices, and what is larger still as where nothing is known."""
     small, large = 1 << 12, 1 << 16

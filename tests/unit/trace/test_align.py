@@ -68,6 +68,26 @@ def test_a_clock_that_drifts_after_it_was_compared_is_corrected_and_that_is_said
     assert "rank 1: the clock ran away by" in note and COLLECTIVES in note
 
 
+@pytest.mark.parametrize("wrong", [0.9, -0.9])
+def test_two_inexact_comparisons_say_nothing_of_a_drift(tmp_path, wrong):
+    """On a busy machine two of them soon after each other made a line that ran away, and the clock was said to."""
+    ranks = [MadeUp(0), MadeUp(1, clock="b", ahead=40.0)]
+    ranks[1].clock(50, error=1.0, wrong=-wrong)
+    ranks[1].clock(52, error=1.0, wrong=wrong)
+    meet(ranks, range(100, 2000, 10))
+    found = aligned(tmp_path, ranks)
+    assert found.clocks[1].how == MEASURED and not found.notes
+    assert worst(found, ranks[1], ranks[0]) < 1
+
+
+def test_a_drift_that_exceeds_the_errors_is_continued(tmp_path):
+    ranks = [MadeUp(0), MadeUp(1, clock="b", ahead=lambda time: 40 + 100e-6 * time)]
+    ranks[1].clock(0, error=0.02, wrong=0.02)
+    ranks[1].clock(RUN / 2, error=0.02, wrong=-0.02)
+    meet(ranks, range(100, 1000, 10))
+    assert worst(aligned(tmp_path, ranks), ranks[1], ranks[0]) < 0.1  # of 10 ms
+
+
 @pytest.mark.parametrize("ahead", [0.0, -80_000.0, lambda time: 5e6 + 20e-6 * time])
 def test_without_a_comparison_collectives_say_it(tmp_path, ahead):
     ranks = [MadeUp(0), MadeUp(1, clock="b", ahead=ahead), MadeUp(2, clock="c", ahead=33)]
