@@ -6,12 +6,10 @@ from typing import Any
 
 import numpy as np
 
-from commlib.buffers.views import address_of
 from commlib.devices.array import DeviceArray
 from commlib.devices.arrays import address
 from commlib.dtypes import HALVES, WORKING, accumulator_dtype, kernel_operation, name_of
-from commlib.execution.reduce_op import ReduceOp
-from commlib.kernels.host.exact_mean import join_halves, split_halves
+from commlib.execution.reduce_op import ReduceOp, mean_of_halves, split_in_halves
 
 
 class Accumulation:
@@ -46,7 +44,7 @@ class Accumulation:
     def finish(self, part: Any, target: Any) -> None:
         """Write a reduced part of the working memory to `target`: divide, then round."""
         if self._in_halves:
-            join_halves(address_of(part), address_of(target), len(part), self._size, target.dtype.kind == "i")
+            mean_of_halves(part, target, self._size)
             return
         if self._finisher is not None and len(part):
             self._finisher.combine([part], part)
@@ -64,9 +62,7 @@ class Accumulation:
 def _cast(x: Any, dtype: str) -> Any:
     """Return a copy of an array in another dtype."""
     if dtype == HALVES:
-        halves = np.empty(x.size, WORKING[HALVES])
-        split_halves(address_of(x), address_of(halves), x.size, x.dtype.kind == "i")
-        return halves
+        return split_in_halves(x)
     if type(x) is not DeviceArray:
         return x.astype(WORKING[dtype])
     wide = x.empty(x.shape, WORKING[dtype])

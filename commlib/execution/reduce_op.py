@@ -10,7 +10,8 @@ import numpy as np
 
 from commlib.buffers.views import address_of
 from commlib.devices.array import DeviceArray
-from commlib.dtypes import WORKING, Array, kernel_operation, name_of
+from commlib.dtypes import HALVES, WORKING, Array, kernel_operation, name_of
+from commlib.kernels.host.exact_mean import join_halves, split_halves
 from commlib.kernels.host.reduce import reduce_function
 
 
@@ -64,3 +65,15 @@ class Combination:
         self._written = np.array([op.address, *arguments], np.int64)
         self.address = address_of(self._written)
         self._keep = operands, target, inputs, output
+
+
+def split_in_halves(x: Array) -> Array:
+    """Return contiguous 64-bit integers as halves, 1-D: see `kernels.host.exact_mean`."""
+    halves = np.empty(x.size, WORKING[HALVES])
+    split_halves(address_of(x), address_of(halves), x.size, x.dtype.kind == "i")
+    return halves
+
+
+def mean_of_halves(halves: Array, target: Array, size: int) -> None:
+    """Write sums of halves, divided by `size` and truncated toward zero, as 64-bit integers."""
+    join_halves(address_of(halves), address_of(target), len(halves), size, target.dtype.kind == "i")
