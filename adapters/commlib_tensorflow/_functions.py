@@ -74,14 +74,14 @@ class StageFunctions:
         """Of the regularised weights; see `_regularize`."""
 
     def record(
-        self, weights: Any, state: Any, given: Named, target: Any, sample_weight: Any, shares: Any
+        self, weights: Any, state: Any, given: Named, target: Any, sample_weight: Any, shares: Any, *, has_loss: bool
     ) -> tuple[tuple[Named, Any, Any, list[Any], list[tf.Tensor]], Recorded]:
         """Return what `forward` does in training, and its activations, for a backward that computes nothing again."""
         wanted = [name for name in self._wanted if given[name].dtype.is_floating]
         sources = [*weights, *(given[name] for name in wanted)]
         with tf.GradientTape(watch_accessed_variables=False) as tape:
             tape.watch(sources)
-            made = self.forward(weights, state, given, target, sample_weight, training=True, has_loss=True)
+            made = self.forward(weights, state, given, target, sample_weight, training=True, has_loss=has_loss)
             scaled = _scaled(made[1:3], shares)
         return made, Recorded(tape, made[0], scaled, sources, wanted)
 
@@ -99,25 +99,27 @@ class StageFunctions:
 
     def _backward(
         self, weights: Any, state: Any, given: Named, gradients: Named, target: Any, sample_weight: Any, shares: Any,
-        products: Sequence[tf.Tensor], *, wants_weights: bool, wants_inputs: bool,
+        products: Sequence[tf.Tensor], *, has_loss: bool, wants_weights: bool, wants_inputs: bool,
     ) -> tuple[list[Any], Named]:  # fmt: skip
         """Return the gradients of the weights and of the inputs. shares: of the loss, and of what layers add."""
         arguments = weights, state, given, gradients, target, sample_weight, shares
-        differentiate = partial(self._differentiate, wants_weights=wants_weights, wants_inputs=wants_inputs)
+        differentiate = partial(
+            self._differentiate, has_loss=has_loss, wants_weights=wants_weights, wants_inputs=wants_inputs
+        )
         if not products:
             return differentiate(*arguments)
         return without_products(differentiate, products, *arguments)  # type: ignore[no-any-return]
 
     def _differentiate(
         self, weights: Any, state: Any, given: Named, gradients: Named, target: Any, sample_weight: Any, shares: Any,
-        *, wants_weights: bool, wants_inputs: bool,
+        *, has_loss: bool, wants_weights: bool, wants_inputs: bool,
     ) -> tuple[list[Any], Named]:  # fmt: skip
         wanted = [name for name in self._wanted if given[name].dtype.is_floating] if wants_inputs else []
         sources = [*(weights if wants_weights else ()), *(given[name] for name in wanted)]
         with tf.GradientTape(watch_accessed_variables=False) as tape:
             tape.watch(sources)
             results, extra, _ = self.call(weights, state, given, training=True)
-            loss = self._loss_of(results, target, sample_weight) if self._outputs else None
+            loss = self._loss_of(results, target, sample_weight) if self._outputs and has_loss else None
             scaled = _scaled([loss, extra], shares)
         found = _gradients(tape, results, gradients, scaled, sources)
         count = len(weights) if wants_weights else 0

@@ -13,11 +13,13 @@ from commlib import horovod as core
 from commlib.devices.array import DeviceArray
 from commlib.devices.waiting import wait_for
 from commlib.dtypes import Array
+from commlib.pipeline.losses import Weights
 from commlib.pipeline.stage import ByStage, Values
 from commlib_tensorflow._again import Mark
 from commlib_tensorflow._batch_statistics import WholeBatchStatistics
 from commlib_tensorflow._bridge import to_array, to_tensor
 from commlib_tensorflow._functions import Loss, Named, Recorded, StageFunctions
+from commlib_tensorflow._losses import KEPT
 from commlib_tensorflow._on_device import array_of, tensors_of
 from commlib_tensorflow._parts import Part
 from commlib_tensorflow._placement import Place
@@ -70,10 +72,11 @@ class Batch:
     """What all stages of this rank know of the batch that is under way.
 
     inputs: named values of each microbatch, where the first stage is. targets, sample_weights: of each microbatch,
-    where the last one is; so are terms, of how many each loss is the mean, and shares, what each loss counts in an
-    update. rows: of each microbatch, everywhere, and row_shares: what they count in an update. scale: what gradients,
-    but not the loss, are multiplied by. losses, extras (what layers add, by stage and microbatch), penalties (what
-    regularisers add, by stage) and outputs are filled by stages; so are gradients, by the id of the variable.
+    where the last one is; so are weights, what each loss counts in that of the batch, and shares, what it counts in an
+    update; and looks, whether outputs of some microbatches are kept to look at their loss together. rows: of each
+    microbatch, everywhere, and row_shares: what they count in an update. scale: what gradients, but not the loss, are
+    multiplied by. losses, extras (what layers add, by stage and microbatch), penalties (what regularisers add, by
+    stage) and outputs are filled by stages; so are gradients, by the id of the variable.
     reduction: what reduces these over replicas, if that is done by stages.
     """
 
@@ -83,7 +86,8 @@ class Batch:
     rows: Sequence[int] = ()
     row_shares: Sequence[float] = ()
     shares: Sequence[float] = ()
-    terms: Sequence[float] = ()
+    weights: Weights | None = None
+    looks: bool = False
     scale: float = 1.0
     is_training: bool = False
     has_loss: bool = False
@@ -94,6 +98,10 @@ class Batch:
     penalties: dict[int, float] = field(default_factory=dict)
     gradients: dict[int, tf.Tensor] = field(default_factory=dict)
     reduction: StageReduction | None = None
+
+    def has_loss_of(self, microbatch: int) -> bool:
+        """Return whether a microbatch's loss is wanted, and counts."""
+        return self.has_loss and (self.weights is None or self.weights.terms[microbatch] > 0)
 
     def add(self, variables: Sequence[Any], gradients: Sequence[tf.Tensor | None]) -> None:
         """Add to the gradients of variables; where there is none, none comes to be."""
@@ -198,9 +206,10 @@ class TensorflowStage:
             state = statistics.hide(functions.state, state)
         arguments, recorded = (weights, state, given, *self._target(microbatch)), None
         if batch.is_training and not self._again:
-            made, recorded = functions.record(*arguments, self._shares(microbatch))
+            has_loss = batch.has_loss_of(microbatch)
+            made, recorded = functions.record(*arguments, self._shares(microbatch), has_loss=has_loss)
         else:
-            made = functions.forward(*arguments, training=batch.is_training, has_loss=batch.has_loss)
+            made = functions.forward(*arguments, training=batch.is_training, has_loss=batch.has_loss_of(microbatch))
         results, loss, extra, changed, products = made
         if batch.is_training:
             kept = self._kept[microbatch] = _Kept(weights, state, given, products, recorded=recorded)
@@ -215,7 +224,7 @@ class TensorflowStage:
             batch.losses[microbatch] = _own(loss, arrays)
         if extra is not None:
             batch.extras[self.number, microbatch] = _own(extra, arrays)
-        if batch.keeps_outputs and self._outputs:
+        if self._outputs and (batch.keeps_outputs or (batch.looks and self._is_looked_at(results))):
             batch.outputs[microbatch] = [_own(results[name], arrays) for name in (*self._outputs, *self._masks)]
         sent = {name: _own(results[name], arrays) for name in self._sent}
         return {target: Values([sent[name] for name in names]) for target, names in self._gives.items()}
@@ -273,6 +282,12 @@ class TensorflowStage:
             self.batch.add(functions.regularized, found)
         return float(loss)
 
+    def _is_looked_at(self, results: Named) -> bool:
+        """Return whether another microbatch's outputs are kept to look at: two, or as many as there is memory for."""
+        kept = len(self.batch.outputs)
+        size = sum(int(tf.size(results[name])) * results[name].dtype.size for name in self._outputs)
+        return kept < 2 or (kept + 1) * size <= KEPT
+
     def _target(self, microbatch: int) -> tuple[Any, Any]:
         batch = self.batch
         if not (self._outputs and batch.has_loss):
@@ -290,7 +305,8 @@ class TensorflowStage:
     ) -> tuple[list[tf.Tensor | None], Named]:
         found: tuple[list[tf.Tensor | None], Named] = self.functions.backward(
             kept.weights, kept.state, kept.given, kept.gradients, *self._target(microbatch),
-            self._shares(microbatch), kept.products, wants_weights=weights, wants_inputs=inputs,
+            self._shares(microbatch), kept.products, has_loss=self.batch.has_loss_of(microbatch),
+            wants_weights=weights, wants_inputs=inputs,
         )  # fmt: skip
         if kept.marks and self.functions.again is not None:
             self.functions.again.check(kept.marks)

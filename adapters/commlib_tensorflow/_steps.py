@@ -13,7 +13,8 @@ import tensorflow as tf
 
 from commlib.communicator import Communicator
 from commlib.errors import UsageError
-from commlib.pipeline.batch import rows_of, shares, shares_in_updates, terms
+from commlib.pipeline.batch import rows_of, shares, shares_in_updates
+from commlib.pipeline.losses import Weigh, Weigher, Weights
 from commlib.pipeline.pipe import Codecs, Pipe
 from commlib.pipeline.schedule import Kind as Action
 from commlib.pipeline.schedule import Schedule
@@ -21,6 +22,7 @@ from commlib_tensorflow._batch_statistics import WholeBatchStatistics
 from commlib_tensorflow._batches import as_tensors, digest, inputs_of, rows_in, taken
 from commlib_tensorflow._bridge import to_array, to_tensor
 from commlib_tensorflow._kinds import Kind, agreed
+from commlib_tensorflow._losses import LossWeights
 from commlib_tensorflow._parts import MASK, Cut
 from commlib_tensorflow._placement import place_of
 from commlib_tensorflow._replicas import ByStages
@@ -61,9 +63,10 @@ class Steps:
         checkpoint: str,
         batch_norm: str,
         codec: Codecs,
-        weigh: Callable[[Any], float] | None,
+        weigh: Weigh,
     ) -> None:
-        self.graph, self._inputs, self._weigh = pieces.graph, pieces.inputs, weigh
+        self.graph, self._inputs, self._weigher = pieces.graph, pieces.inputs, Weigher(weigh)
+        self._microbatches = schedule.microbatches
         self._masked = [name + MASK in pieces.masks for name in pieces.outputs]
         check_layers(pieces.parts, schedule.microbatches)
         own = schedule.stages_of(comm.rank)
@@ -91,6 +94,7 @@ class Steps:
             lines += [f"stage {number}: {_kind_of(variable)}" for variable in part.variables]
         self._place = place_of(self.variables.values())
         self._tensors = TensorflowTensors(self._place)
+        self._losses = self.losses_of(None)
         self.pipe = Pipe(comm, schedule, pieces.links, self.stages, self._tensors, codec=codec, lines=lines)
         """What runs the schedule."""
         self.tied.spread()
@@ -110,8 +114,15 @@ class Steps:
             versions=self._updates,
         )
 
-    def prepare(self, loss: Any, *, eager: bool, update: Callable[[Sequence[Any], Sequence[Any]], None]) -> None:
-        """Begin anew: with a loss, the variables that are trainable now, and what updates them."""
+    def losses_of(self, loss: Any) -> LossWeights:
+        """Return what a loss's microbatches count, given as compile() takes it. Raises UsageError for what is none."""
+        return LossWeights(loss, self.graph.output_names, self._weigher, microbatches=self._microbatches)
+
+    def prepare(
+        self, loss: Any, losses: LossWeights, *, eager: bool, update: Callable[[Sequence[Any], Sequence[Any]], None]
+    ) -> None:
+        """Begin anew: with a loss and what it counts, the variables that are trainable now, and what updates them."""
+        self._loss, self._losses = loss, losses
 
         def update_stage(stage: TensorflowStage) -> None:
             stage.regularization(gradients=True)
@@ -208,6 +219,8 @@ class Steps:
                     told[1:] = rows_in((y, sample_weight), "y"), digest(y) if first != last else _NONE
                 elif comm.rank == last:
                     raise UsageError(f"pipeline: rank {comm.rank} has the last stage: give it y")
+                if comm.rank == last:
+                    self._weigh(batch, x, y, sample_weight)
         except Exception as caught:
             error, told = caught, [_FAILED] * 3
         every = agreed(comm, kind, told)
@@ -229,16 +242,22 @@ class Steps:
         batch.rows, batch.row_shares = counts, shares_in_updates(counts, self.pipe.schedule.every)
         if inputs is not None:
             batch.inputs = [dict(zip(self._inputs, taken(inputs, part), strict=True)) for part in parts]
-        if comm.rank == last and batch.has_loss:
-            batch.targets = [taken(y, part) for part in parts]
-            batch.sample_weights = [taken(sample_weight, part) for part in parts]
-            batch.terms = terms(batch.targets, counts, self._weigh)
-            batch.shares = shares_in_updates(batch.terms, self.pipe.schedule.every)
         return rows, y, sample_weight
 
     def agree_to_stop(self, stops: bool) -> bool:
         """Return whether any rank is to stop after an epoch. Collective."""
         return bool(agreed(self.pipe.comm, Kind.END_EPOCH, [int(stops)] * 3).any())
+
+    def _weigh(self, batch: Batch, x: Any, y: Any, sample_weight: Any) -> None:
+        """Say what the losses of microbatches count, where the last stage is."""
+        losses, parts = self._losses, rows_of(rows_in(y, "y"), self.pipe.schedule.microbatches)
+        counts = [part.stop - part.start for part in parts]
+        batch.targets = [taken(y, part) for part in parts]
+        batch.sample_weights = [taken(sample_weight, part) for part in parts]
+        inputs = [taken(as_tensors(x), part) for part in parts] if losses.wants_inputs and x is not None else ()
+        batch.weights = losses.weights(counts, batch.targets, batch.sample_weights, inputs)
+        batch.shares = batch.weights.in_updates(self.pipe.schedule.every)
+        batch.looks = losses.wants_look(batch.targets, counts)
 
     def _end(self, batch: Batch, rows: int) -> float:
         """Complete gradients and loss, and let the variables have the states of layers."""
@@ -251,8 +270,9 @@ class Steps:
         of_rows = shares([part.stop - part.start for part in rows_of(rows, schedule.microbatches)])
         own += sum(float(value) * of_rows[number] for (_, number), value in sorted(batch.extras.items()))
         if batch.losses:
-            of_terms = shares(batch.terms)
-            own += sum(float(value) * of_terms[number] for number, value in sorted(batch.losses.items()))
+            assert batch.weights is not None
+            in_batch = batch.weights.in_batch()
+            own += sum(float(value) * in_batch[number] for number, value in sorted(batch.losses.items()))
         if batch.is_training and self._statistics is not None:
             self._statistics.end()
         if flushes:
@@ -261,11 +281,38 @@ class Steps:
                 batch.gradients = batch.reduction.finish(batch.gradients)
             for key, gradient in batch.gradients.items():
                 self.gradients[key] = self.gradients[key] + gradient if key in self.gradients else gradient
-        return float(sum(self.pipe.comm.all_gather(np.array([own]))))
+        fault = self._fault(batch) if batch.looks else ""
+        told = self.pipe.comm.all_gather(np.array([[own, float(bool(fault))]]))
+        if told[:, 1].any():
+            raise UsageError(self.pipe.comm.broadcast_object(fault, self.pipe.last))
+        return float(sum(told[:, 0]))
 
-    def _outputs(self, batch: Batch) -> tuple[list[tf.Tensor], list[tf.Tensor | None]]:
-        """Return the outputs of all microbatches together, and their masks."""
-        parts = [outputs for _, outputs in sorted(batch.outputs.items())]
+    def _fault(self, batch: Batch) -> str:
+        """Return what is wrong with the losses of microbatches, given that of some of them together; or ""."""
+        numbers = sorted(batch.outputs)
+        if len(numbers) < 2 or batch.weights is None:
+            return ""
+        weights = Weights(tuple(batch.weights.terms[number] for number in numbers), batch.weights.is_sum)
+        if numbers[0] not in batch.losses:
+            return ""
+        again, whole = (float(self._loss_together(batch, some)) for some in (numbers[:1], numbers))
+        losses = [batch.losses.get(number, tf.zeros((), tf.float64)) for number in numbers]
+        return self._losses.fault(again, whole, losses, weights)
+
+    def _loss_together(self, batch: Batch, numbers: Sequence[int]) -> Any:
+        """Return the loss of some microbatches as one."""
+        outputs, masks = self._outputs(batch, numbers)
+        for output, mask in zip(outputs, masks, strict=True):
+            if mask is not None:
+                output._keras_mask = mask  # where Keras looks for it
+        target, weight = (_together([own[n] for n in numbers]) for own in (batch.targets, batch.sample_weights))
+        return self._loss(target, outputs, weight)
+
+    def _outputs(
+        self, batch: Batch, numbers: Sequence[int] | None = None
+    ) -> tuple[list[tf.Tensor], list[tf.Tensor | None]]:
+        """Return the outputs of some microbatches together, or of all, and their masks."""
+        parts = [batch.outputs[number] for number in (sorted(batch.outputs) if numbers is None else numbers)]
         whole = [tf.concat(tensors, 0) for tensors in zip(*parts, strict=True)]
         count = len(self._masked)
         masks = iter(whole[count:])
@@ -285,17 +332,22 @@ class Steps:
     @property
     def weighs(self) -> bool:
         """Whether the user says how many terms a microbatch's loss is the mean of."""
-        return self._weigh is not None
+        return self._weigher.says
 
     @property
     def needs_terms(self) -> bool:
         """Whether the loss is the mean over something else than rows, and nobody says over how much of it."""
-        return any(self._masked) and self._weigh is None and self.pipe.schedule.microbatches > 1
+        return any(self._masked) and not self._weigher.says and self.pipe.schedule.microbatches > 1
 
     def nest(self, outputs: Sequence[Any]) -> Any:
         """Return outputs as the model does, which is the tensor itself where there is one."""
         nested = keras.tree.pack_sequence_as(self.graph.output, list(outputs))
         return nested[0] if isinstance(nested, list | tuple) and len(nested) == 1 else nested
+
+
+def _together(values: Sequence[Any]) -> Any:
+    """Return nested tensors of several microbatches as those of one."""
+    return keras.tree.map_structure(lambda *leaves: None if leaves[0] is None else tf.concat(leaves, 0), *values)
 
 
 def _kind_of(variable: Any) -> str:

@@ -38,18 +38,6 @@ def check_optimizer(optimizer: Any, *, ranks: int, flushes: bool) -> None:
             raise UsageError(f"pipeline: global_clipnorm needs the gradients of all stages, and {why}")
 
 
-def check_loss(loss: Any, *, weighs: bool) -> None:
-    """Refuse losses that are no mean over rows, which those of microbatches would not add up to. Raises UsageError."""
-    for leaf in keras.tree.flatten(loss):
-        reduction = getattr(leaf, "reduction", "sum_over_batch_size")
-        fitting = ("sum_over_batch_size", "mean", *(("mean_with_sample_weight",) if weighs else ()))
-        if reduction not in fitting:
-            raise UsageError(
-                f"pipeline: the reduction of {type(leaf).__name__} is {reduction!r}, expected 'sum_over_batch_size': "
-                "the losses of microbatches are weighted by their rows"
-            )
-
-
 class Updates:
     """Updates variables by a Keras optimizer, in a function that TensorFlow compiles, as `fit` does elsewhere.
 

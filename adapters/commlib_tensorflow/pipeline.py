@@ -16,6 +16,7 @@ from commlib.dtypes import Array
 from commlib.errors import UsageError
 from commlib.optim.clipping import check_limit, clip_factor
 from commlib.pipeline.choice import check_example, check_words, choose_stages
+from commlib.pipeline.losses import Weigh
 from commlib.pipeline.pipe import AnySchedule, Codecs, Pipe
 from commlib.pipeline.schedule.auto import LayerCosts
 from commlib_tensorflow._batches import are_arrays, inputs_of, shuffled, split_rows
@@ -30,7 +31,6 @@ from commlib_tensorflow._split import Nodes, Split, counts_of, of_units, units_t
 from commlib_tensorflow._steps import Result, Steps
 from commlib_tensorflow._updates import (
     Updates,
-    check_loss,
     check_optimizer,
     norm_over,
     scale_of,
@@ -52,7 +52,7 @@ def pipeline(
     checkpoint: str = "none",
     batch_norm: str = "microbatch",
     codec: Codecs = None,
-    weigh: Callable[[Any], float] | None = None,
+    weigh: Weigh = None,
     optimizer: Any = None,
     every: int | None = None,
     example: Any = None,
@@ -71,9 +71,9 @@ def pipeline(
     model: a keras.Sequential, a functional model, or a list of layers that begins with a keras.Input; the pipeline has
     its layers, not copies. schedule: a name ("gpipe", "1f1b", "interleaved", "zb_h1", "zb_v", "dualpipev",
     "breadth_first", "pipedream", "pipedream_2bw"), the path of a CSV file, or a Schedule. microbatches: into how many
-    parts a batch is cut, along the first dimension. loss: as compile() takes it, of (target, output), the mean over the
-    rows. split: "auto" (even bytes of weights), "time" (even time, as measured), or how many operations each stage has,
-    or the names of the layers with which the later stages begin, or a function of the model that returns one of these.
+    parts a batch is cut, along the first dimension. loss: as compile() takes it, of (target, output).
+    split: "auto" (even bytes of weights), "time" (even time, as measured), or how many operations each stage has, or
+    the names of the layers with which the later stages begin, or a function of the model that returns one of these.
     stages: in all, where a rank has several.
     schedule="auto" chooses by simulated time, from what each part of the model is measured to cost, with at most
     `memory` bytes of activations on a rank: `pipe.why` says why. Both need example=, an x of as many rows as a
@@ -83,8 +83,9 @@ def pipeline(
     backwards compute again whatever is not kept. batch_norm: "microbatch" updates moving statistics with each
     microbatch, "batch" once with those of the whole batch.
     codec: how activations and their gradients travel, such as "bf16" or "int8"; or a mapping by the stages between
-    which they do: {(0, 1): "bf16", (1, 0): "int8"}. weigh: of a microbatch's target, how many terms its loss is the
-    mean of, where that is not its rows.
+    which they do: {(0, 1): "bf16", (1, 0): "int8"}. weigh: how many terms a microbatch's loss is the mean of, where
+    Keras' own losses do not say it: a function of its target and, if it takes them, `inputs` and `sample_weight`; or
+    "rows", or "sum" of a loss that is a sum.
     optimizer: as compile() takes it; of replicas, a DistributedOptimizer(..., mesh=mesh). every: microbatches between
     updates, in schedules that update weights while they run; they use the compiled optimizer.
 
@@ -203,7 +204,7 @@ class Pipeline(keras.Model):  # type: ignore[misc]  # Keras has no types
         optimizer = keras.optimizers.get(optimizer)
         schedule = self._own.steps.pipe.schedule
         check_optimizer(optimizer, ranks=schedule.ranks, flushes=not schedule.every)
-        check_loss(loss, weighs=self._own.steps.weighs)
+        self._own.steps.losses_of(loss)  # raises UsageError
         super().compile(optimizer=optimizer, loss=self.loss if loss is None else loss, jit_compile=False, **options)
         check_optimizer(self.optimizer, ranks=schedule.ranks, flushes=not schedule.every)
         check_replicas(self.optimizer, self.pipe.comm)
@@ -389,7 +390,7 @@ class Pipeline(keras.Model):  # type: ignore[misc]  # Keras has no types
         own.logs = Logs(self._measured if has_losses or self._compile_metrics is not None else None)
         own.updates = Updates(self.optimizer, eager=bool(self.run_eagerly))
         loss = None if self._compile_loss is None else self._loss_of
-        own.steps.prepare(loss, eager=bool(self.run_eagerly), update=self._update)
+        own.steps.prepare(loss, own.steps.losses_of(self.loss), eager=bool(self.run_eagerly), update=self._update)
 
     def _loss_of(self, target: Any, outputs: list[Any], sample_weight: Any) -> Any:
         """Return the compiled loss. What it keeps of each output is not of microbatches: see `_measured`."""

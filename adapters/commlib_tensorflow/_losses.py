@@ -1,0 +1,165 @@
+"""Losses: say what those of microbatches count in that of the batch, from what Keras knows of its losses."""
+
+from __future__ import annotations
+
+from collections.abc import Hashable, Sequence
+from typing import Any
+
+import keras
+import numpy as np
+import tensorflow as tf
+
+from commlib.errors import UsageError
+from commlib.pipeline.losses import REMEDY, Looks, Weigher, Weights, fault_in_sum, is_close, weights_of
+from commlib_tensorflow._bridge import to_array
+
+KEPT = 256 << 20
+"""Bytes of outputs that are kept at most to look at the loss of several microbatches; two are kept in any case."""
+
+_MEANS = ("sum_over_batch_size", "mean")
+_REDUCTIONS = (*_MEANS, "sum", "mean_with_sample_weight")
+
+
+class LossWeights:
+    """What microbatches' losses count, as a user says it or as the reductions of Keras' losses do.
+
+    loss: as compile() takes it. outputs: the names of the model's. Raises UsageError for a loss that mixes rows.
+    Of other losses than Keras' own, the loss of several microbatches together is compared with their own in some
+    batches: see `Looks`.
+    """
+
+    def __init__(self, loss: Any, outputs: Sequence[str], weigher: Weigher, *, microbatches: int) -> None:
+        self._outputs, self._weigher, self._microbatches = list(outputs), weigher, microbatches
+        self._looks, self._may_look = Looks(), True
+        self._losses = [_Leaf(leaf) for leaf in self._by_output(loss)]
+        if microbatches > 1 and not weigher.says and (mixing := [leaf for leaf in self._losses if leaf.mixes_rows]):
+            raise UsageError(
+                f"pipeline: {mixing[0].name} is no mean over the rows of a batch, so the losses of microbatches do not "
+                f'come to it: use microbatches=1, or weigh="rows" to train with the mean of the microbatches\' own'
+            )
+
+    @property
+    def says(self) -> bool:
+        """Whether the user says how many terms a microbatch's loss is the mean of."""
+        return self._weigher.says
+
+    def weights(
+        self, rows: Sequence[int], targets: Sequence[Any], sample_weights: Sequence[Any], inputs: Sequence[Any]
+    ) -> Weights:
+        """Return what each microbatch counts. Raises UsageError where outputs' losses count differently."""
+        if self.says:
+            return self._weigher.weights(rows, targets, inputs, sample_weights)
+        if sum(map(bool, rows)) < 2:
+            return weights_of(rows, rows)
+        found: list[Weights] = []
+        for place, leaf in enumerate(self._losses):
+            if leaf.loss is None:
+                continue
+            own = [self._of_output(target, place) for target in targets] if leaf.reads_targets else [None] * len(rows)
+            weights = [self._of_output(weight, place) for weight in sample_weights] if leaf.reads_weights else own
+            terms = [leaf.terms(*given) if given[0] else 0.0 for given in zip(rows, own, weights, strict=True)]
+            found.append(weights_of(terms, rows, is_sum=leaf.reduction == "sum"))
+        if any(not np.allclose(one.in_batch(), found[0].in_batch(), rtol=1e-9, atol=0) for one in found[1:]):
+            raise UsageError(
+                "pipeline: the losses of the model's outputs are means over different numbers of terms, so a "
+                "microbatch counts differently in each: give all the same reduction, use microbatches=1, or give weigh="
+            )
+        return found[0] if found else weights_of(rows, rows)
+
+    def wants_look(self, targets: Sequence[Any], rows: Sequence[int]) -> bool:
+        """Count a batch, and return whether outputs are to be kept for a look at the loss of several microbatches."""
+        is_known = not self.says and all(leaf.is_known for leaf in self._losses)
+        if is_known or not self._may_look or not self._weigher.is_checked or sum(map(bool, rows)) < 2:
+            return False
+        return self._looks.is_due(_kind(targets[0]))
+
+    @property
+    def wants_inputs(self) -> bool:
+        """Whether what a user says needs the inputs."""
+        return self._weigher.wants_inputs
+
+    def fault(self, again: float, whole: float, losses: Sequence[tf.Tensor], weights: Weights) -> str:
+        """Return what is wrong with the losses of some microbatches; "" if nothing is, or nobody can tell.
+
+        again: the loss of the first, computed once more; whole: that of all of them together.
+        """
+        epsilon = float(np.finfo(losses[0].dtype.as_numpy_dtype).eps) if losses[0].dtype != tf.bfloat16 else 2.0**-7
+        own = [float(loss) for loss in losses]
+        if np.isfinite(own[0]) and not is_close(again, own[0], abs(own[0]), epsilon):
+            self._may_look = False  # it is random
+            return ""
+        by = "what weigh= says" if self.says else "their rows"
+        return fault_in_sum(whole, own, weights, epsilon, by=by)
+
+    def _by_output(self, loss: Any) -> list[Any]:
+        if not keras.tree.is_nested(loss):
+            return [loss] * len(self._outputs)
+        return self._flat(loss)
+
+    def _of_output(self, value: Any, place: int) -> Any:
+        flat = self._flat(value)
+        if len(flat) == 1 and not keras.tree.is_nested(value):
+            return flat[0]  # one for all outputs
+        if len(flat) != len(self._losses):
+            raise UsageError(
+                f"pipeline: {len(flat)} targets or sample weights for {len(self._losses)} losses: {REMEDY}"
+            )
+        return flat[place]
+
+    def _flat(self, value: Any) -> list[Any]:
+        if isinstance(value, dict) and set(value) <= set(self._outputs):
+            return [value.get(name) for name in self._outputs]
+        return list(value) if isinstance(value, list | tuple) else keras.tree.flatten(value)
+
+
+class _Leaf:
+    """The loss of an output."""
+
+    def __init__(self, loss: Any) -> None:
+        self.loss = loss = keras.losses.get(loss) if isinstance(loss, str | dict) else loss
+        self.reduction = getattr(loss, "reduction", None) or ("none" if hasattr(loss, "reduction") else _MEANS[0])
+        self.name = getattr(loss, "__name__", type(loss).__name__)
+        if self.reduction not in _REDUCTIONS:
+            raise UsageError(
+                f"pipeline: the reduction of {self.name} is {self.reduction!r}, expected one of "
+                f"{', '.join(map(repr, _REDUCTIONS))}: the loss of a microbatch is a number"
+            )
+        ignored = getattr(loss, "ignore_class", None)
+        if ignored is None:
+            ignored = getattr(loss, "_fn_kwargs", {}).get("ignore_class")
+        self._ignored: int | None = ignored
+        function = getattr(loss, "fn", loss)
+        axis = getattr(loss, "_fn_kwargs", {}).get("axis", getattr(loss, "axis", None))
+        axes = (axis,) if isinstance(axis, int) else axis
+        kind = getattr(function, "__name__", "")
+        is_keras = str(getattr(function, "__module__", "")).startswith(("keras.", "tf_keras."))
+        is_own_class = not type(loss).__module__.startswith(("keras.", "builtins", "tf_keras."))
+        self.mixes_rows = is_keras and (kind == "circle" or (kind in ("dice", "tversky") and (not axes or 0 in axes)))
+        self.is_known = loss is None or (is_keras and not is_own_class and not self.mixes_rows)
+        """Whether it is Keras' own, which says all that is needed."""
+
+    @property
+    def reads_weights(self) -> bool:
+        """Whether sample weights change of how much it is the mean."""
+        return self.reduction == "mean_with_sample_weight"
+
+    @property
+    def reads_targets(self) -> bool:
+        """Whether targets do."""
+        return self._ignored is not None
+
+    def terms(self, rows: int, target: Any, sample_weight: Any) -> float:
+        """Return how many terms the loss of a microbatch has."""
+        counted = None if self._ignored is None else to_array(target) != self._ignored
+        if not self.reads_weights or sample_weight is None:
+            return float(rows if counted is None else counted.sum())
+        weight = to_array(sample_weight).astype(np.float64)
+        if counted is None:
+            return float(weight.sum())
+        weight = weight.reshape(weight.shape + (1,) * (counted.ndim - weight.ndim))
+        return float((weight * counted).sum())
+
+
+def _kind(value: Any) -> Hashable:
+    leaves = [leaf for leaf in keras.tree.flatten(value) if leaf is not None]
+    return tuple((len(leaf.shape), leaf.dtype) for leaf in leaves)
