@@ -19,6 +19,7 @@ from commlib.pipeline.stage import ByStage, Values
 from commlib_torch._autograd import backward_passes
 from commlib_torch._batch_statistics import kept_buffers
 from commlib_torch._bridge import array_of, read, to_tensor
+from commlib_torch._hooks import have_hooks, registrations
 from commlib_torch._losses import Losses, LossWeights
 from commlib_torch._notes import flat, nested
 from commlib_torch._parts import INPUTS, OUTPUT, Named
@@ -87,6 +88,8 @@ class _Kept:
     loss: Tensor | None
     extra: Tensor | None
     """That of the stage's layers."""
+    hooks: int
+    """How many were registered when its forward began."""
 
 
 class TorchStage:
@@ -125,18 +128,19 @@ class TorchStage:
         self._leaves: list[Tensor] = []
         """The weights that get gradients in this batch: to go through a module takes as long as a small layer."""
         self._kept: dict[int, _Kept] = {}
-        self._split: dict[int, tuple[SplitBackward, list[Tensor | None]]] = {}
+        self._split: dict[int, tuple[SplitBackward | None, list[Tensor | None]]] = {}
+        self._has_hooks: bool | None = None
 
     def clear(self) -> None:
         """Forget what is under way."""
         self._kept.clear()
         self._split.clear()
-        self._leaves = []
+        self._leaves, self._has_hooks = [], None
         self.batch = Batch()
 
     def forward(self, microbatch: int, inputs: ByStage) -> ByStage:
         """See `commlib.pipeline.stage.Stage`."""
-        batch = self.batch
+        batch, hooks = self.batch, registrations.count
         named: dict[str, Any] = {INPUTS: batch.inputs[microbatch]} if self._is_first else {}
         leaves: dict[int, list[Tensor | None]] = {}
         with torch.set_grad_enabled(batch.is_training):
@@ -154,7 +158,7 @@ class TorchStage:
             extra = taken(self._keepers) if self._keepers else None
             if extra is not None:
                 batch.extras[microbatch] = batch.extras.get(microbatch, 0.0) + float(extra.detach())
-            self._kept[microbatch] = _Kept(leaves, outputs, loss, extra)
+            self._kept[microbatch] = _Kept(leaves, outputs, loss, extra, hooks)
         return given
 
     def _run(self, named: dict[str, Any]) -> dict[str, Any]:
@@ -207,13 +211,7 @@ class TorchStage:
         """See `commlib.pipeline.stage.Stage`."""
         kept = self._kept.pop(microbatch)
         roots, grads = self._roots(microbatch, kept, gradients)
-        if roots:
-            new = self._without_gradient(grads)
-            with backward_passes.part(final=final, later=self.later), self._backward_context():
-                torch.autograd.backward(roots, grads)
-            _own_memory(new, grads)
-        if self.weights is not None:
-            self.weights.collect()
+        self._whole_backward(roots, grads, final=final)
         return _input_gradients(kept)
 
     def backward_input(self, microbatch: int, gradients: ByStage) -> ByStage:
@@ -221,21 +219,41 @@ class TorchStage:
         kept = self._kept.pop(microbatch)
         roots, grads = self._roots(microbatch, kept, gradients)
         leaves = [tensor for own in kept.inputs.values() for tensor in own if tensor is not None]
-        split = SplitBackward(roots, grads, leaves)
-        with backward_passes.part(final=False), self._backward_context():
-            split.input_gradients()
+        split = SplitBackward.split(roots, grads, leaves, has_hooks=self._must_run_once(kept))
+        if split is None:
+            self._whole_backward(roots, grads, final=False)
+        else:
+            with backward_passes.part(final=False), self._backward_context():
+                split.input_gradients()
         self._split[microbatch] = split, grads
         return _input_gradients(kept)
 
     def backward_weight(self, microbatch: int, *, final: bool) -> None:
         """See `commlib.pipeline.stage.Stage`."""
         split, grads = self._split.pop(microbatch)
+        if split is None:
+            return
         new = self._without_gradient(grads)
         with backward_passes.part(final=final, later=self.later), self._backward_context():
             split.weight_gradients()
         _own_memory(new, grads)
         if self.weights is not None:
             self.weights.collect()
+
+    def _whole_backward(self, roots: list[Tensor], grads: list[Tensor | None], *, final: bool) -> None:
+        if roots:
+            new = self._without_gradient(grads)
+            with backward_passes.part(final=final, later=self.later), self._backward_context():
+                torch.autograd.backward(roots, grads)
+            _own_memory(new, grads)
+        if self.weights is not None:
+            self.weights.collect()
+
+    def _must_run_once(self, kept: _Kept) -> bool:
+        """Return whether a backward calls hooks, which both of its parts would."""
+        if self._has_hooks is None:
+            self._has_hooks = have_hooks(self.part.parameters(), but_of=backward_passes.__module__)
+        return self._has_hooks or registrations.count != kept.hooks
 
     def _roots(self, microbatch: int, kept: _Kept, gradients: ByStage) -> tuple[list[Tensor], list[Tensor | None]]:
         """Return where a backward begins, and with what. A value that several stages took has several gradients."""

@@ -3,7 +3,7 @@
 The graph of a stage has a trunk, all that leads to its inputs, and branches off it that lead to weights only. The first
 pass runs the trunk, and notes what comes to each node from which a branch goes. The second pass runs the branches from
 there. A weight at which several branches end would be reached from one of them along the trunk, and counted twice: such
-a graph is not split.
+a graph is not split. Nor is one with hooks, for a node from which a branch goes is run by both passes.
 """
 
 from __future__ import annotations
@@ -15,6 +15,8 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.autograd.graph import GradientEdge
+
+from commlib_torch._hooks import calls_backward, registrations
 
 Node = Any
 
@@ -29,19 +31,30 @@ class _Branches:
 
 
 class SplitBackward:
-    """The backward of one microbatch through one stage, in two parts."""
+    """The backward of one microbatch through one stage, in two parts. Made by `split`."""
 
-    def __init__(self, roots: Sequence[Tensor], gradients: Sequence[Tensor | None], inputs: Sequence[Tensor]) -> None:
+    def __init__(
+        self, roots: Sequence[Tensor], gradients: Sequence[Tensor | None], inputs: Sequence[Tensor], branches: Any
+    ) -> None:
         self._roots, self._gradients, self._inputs = list(roots), list(gradients), list(inputs)
-        self._branches: list[_Branches] | None = None
+        self._branches: list[_Branches] | None = branches
+
+    @classmethod
+    def split(
+        cls, roots: Sequence[Tensor], gradients: Sequence[Tensor | None], inputs: Sequence[Tensor], *, has_hooks: bool
+    ) -> SplitBackward | None:
+        """Return both parts; None if they cannot be told apart, or hooks would be called by both.
+
+        Where there are no inputs, or nothing to begin with, the second one does everything.
+        """
+        if not roots or not inputs:
+            return cls(roots, gradients, inputs, None)
+        branches = None if has_hooks else _find_branches(roots, inputs)
+        return None if branches is None else cls(roots, gradients, inputs, branches)
 
     def input_gradients(self) -> None:
         """Add to the gradients of the inputs."""
-        if not self._roots or not self._inputs:
-            return  # the other part does everything
-        self._branches = _find_branches(self._roots, self._inputs)
         if self._branches is None:
-            self._run()
             return
         hooks = [_listen(branches) for branches in self._branches]
         try:
@@ -61,24 +74,22 @@ class SplitBackward:
                     edges, gradients = zip(*arrived, strict=True)
                     torch.autograd.backward(edges, gradients, inputs=one.weights)
         elif self._roots:
-            self._run()
-
-    def _run(self) -> None:
-        roots, self._roots = self._roots, []
-        torch.autograd.backward(roots, self._gradients)
+            torch.autograd.backward(self._roots, self._gradients)
 
 
 def _listen(branches: _Branches) -> Any:
     def arrived(gradients: tuple[Tensor | None, ...]) -> None:
         branches.arrived = list(gradients)
 
-    return branches.node.register_prehook(arrived)
+    return registrations.register(branches.node.register_prehook, arrived)
 
 
 def _find_branches(roots: Sequence[Tensor], inputs: Sequence[Tensor]) -> list[_Branches] | None:
-    """Return the branches off the trunk; None if several of them end at one weight."""
+    """Return the branches off the trunk; None if several of them end at one weight, or the graph runs as a whole."""
     ends = {_accumulator(tensor) for tensor in inputs}
     order = _topological([root.grad_fn for root in roots if root.grad_fn is not None])
+    if any(calls_backward(node) for node in order):
+        return None
     trunk: set[Node] = set()
     for node in order:
         if node in ends or any(after in trunk for after, _ in node.next_functions if after is not None):

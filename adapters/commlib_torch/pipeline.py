@@ -19,12 +19,14 @@ from commlib.pipeline.batch import rows_of, shares, shares_in_updates
 from commlib.pipeline.choice import check_example, check_words, choose_stages
 from commlib.pipeline.losses import Weigh, Weigher
 from commlib.pipeline.pipe import AnySchedule, Codecs, Pipe
+from commlib.pipeline.schedule import Kind
 from commlib.pipeline.schedule.auto import LayerCosts
 from commlib_torch._autograd import backward_passes
 from commlib_torch._batch_statistics import WholeBatchStatistics
 from commlib_torch._batches import arguments, rows_in, taken
 from commlib_torch._bridge import array_of
 from commlib_torch._containers import is_container
+from commlib_torch._hooks import registrations
 from commlib_torch._losses import Loss, LossWeights
 from commlib_torch._measured import layer_costs
 from commlib_torch._optimizer_state import merged
@@ -168,6 +170,7 @@ class Pipeline(Staged):
         self._tied = tied
         self._shared_buffers = SharedBuffers(pieces.parts, schedule.placement, comm.rank)
         self._names = _names_by_name(pieces.parts)
+        self._splits = any(action.kind is Kind.I for program in schedule.programs for action in program)
         last = schedule.stages - 1
         self._stages: dict[int, TorchStage] = {}
         for stage in own:
@@ -232,7 +235,15 @@ class Pipeline(Staged):
             comm = self._pipe.comm
             self._tied.begin(comm)
             whole = nullcontext() if self.statistics is None else self.statistics.step()
-            with self._shared_buffers.unchanged(), whole, self._tied.apart(), backward_passes.as_one(), in_order():
+            counting = registrations.counting() if self._splits else nullcontext()
+            with (
+                counting,
+                self._shared_buffers.unchanged(),
+                whole,
+                self._tied.apart(),
+                backward_passes.as_one(),
+                in_order(),
+            ):
                 self._pipe.train(empty)
             self._tied.add_up(comm)
             return self._loss()
