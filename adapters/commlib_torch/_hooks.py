@@ -78,4 +78,4 @@ def have_hooks(parameters: Iterable[Tensor], *, but_of: str) -> bool:
 
 def calls_backward(node: Any) -> bool:
     """Return whether a node of a graph runs a backward of its own: re-entrant checkpointing, which takes no inputs=."""
-    return isinstance(node, torch.autograd.function.BackwardCFunction) and "CheckpointFunction" in node.name()
+    return isinstance(node, torch.autograd.function.BackwardCFunction) and "CheckpointFunction" in type(node).__name__

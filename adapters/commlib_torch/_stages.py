@@ -11,11 +11,12 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.utils import _pytree as pytree
-from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
+from torch.utils.checkpoint import checkpoint
 
 from commlib.dtypes import Array
 from commlib.errors import UsageError
 from commlib.pipeline.stage import ByStage, Values
+from commlib_torch import _selective as selective
 from commlib_torch._autograd import backward_passes
 from commlib_torch._batch_statistics import kept_buffers
 from commlib_torch._bridge import array_of, read, to_tensor
@@ -376,18 +377,7 @@ def _recomputing(part: Callable[[Named], Named], how: str) -> Callable[[Named], 
         return part
     if how == "full":
         return partial(checkpoint, part, use_reentrant=False)
-    contexts = partial(create_selective_checkpoint_contexts, _keep_products)
-    return partial(checkpoint, part, use_reentrant=False, context_fn=contexts)
-
-
-_PRODUCTS = frozenset(
-    getattr(torch.ops.aten, name).default
-    for name in ("mm", "bmm", "addmm", "baddbmm", "convolution", "_scaled_dot_product_flash_attention_for_cpu")
-)
-
-
-def _keep_products(context: Any, operation: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
-    return CheckpointPolicy.MUST_SAVE if operation in _PRODUCTS else CheckpointPolicy.PREFER_RECOMPUTE
+    return partial(checkpoint, part, use_reentrant=False, context_fn=selective.contexts)
 
 
 @contextmanager

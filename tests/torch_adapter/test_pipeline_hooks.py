@@ -105,6 +105,7 @@ def plain(h: Tensor) -> None:
 
 
 def of_the_layer(model: nn.Sequential) -> None:
+    layer: Any
     for layer in model:
         layer.a.register_full_backward_hook(count)
         layer.b.register_full_backward_pre_hook(count)
@@ -112,6 +113,7 @@ def of_the_layer(model: nn.Sequential) -> None:
 
 
 def of_its_weights(model: nn.Sequential) -> None:
+    layer: Any
     for layer in model:
         layer.a.weight.register_hook(halved)
         layer.b.weight.register_post_accumulate_grad_hook(count)
