@@ -87,12 +87,24 @@ def functional(model: Any) -> Any:
             f"pipeline: {type(model).__name__} has a {own[0]} of its own, which a pipeline would not call: give a "
             "plain keras.Sequential or keras.Model(inputs, outputs), and a loss and metrics to compile"
         )
+    if own := [name for name in ("__call__", "call") if not _of_keras(type(model), name)]:
+        raise UsageError(
+            f"pipeline: {type(model).__name__} has a {own[0]} of its own, so what it computes is not what its layers "
+            "do one after the other: give a plain keras.Sequential or keras.Model(inputs, outputs), in which such a "
+            "model may be a layer"
+        )
     if not is_functional and not (model.built and model.layers and _has_inputs(model)):
         raise UsageError(
             f"pipeline: {type(model).__name__} {model.name!r} is not built, so its weights are not known: let it begin "
             "with keras.Input(shape), or call build(input_shape)"
         )
     return model if is_functional else keras.Model(model.inputs, model.outputs, name=model.name)
+
+
+def _of_keras(kind: type, name: str) -> bool:
+    """Return whether a method of a class is one that Keras has written."""
+    owner = next(one for one in kind.__mro__ if name in vars(one))
+    return owner.__module__.partition(".")[0] == "keras"
 
 
 def _has_inputs(model: Any) -> bool:

@@ -46,8 +46,8 @@ def check_state(
     if set(after) - set(before):
         raise UsageError(
             f"pipeline: a layer of stage {stage} changes a variable that is not its own, such as the seeds of "
-            "keras.random without seed=, which would not be kept: give the layer a keras.random.SeedGenerator, or the "
-            "variable, as an attribute"
+            "keras.random without seed= or a metric's, which would not be kept: give the layer a "
+            "keras.random.SeedGenerator, or the variable, as an attribute, and metrics to compile()"
         )
     ours, versions = {id(variable) for variable in shared}, {id(variable) for variable in fixed}
     for variable in own:

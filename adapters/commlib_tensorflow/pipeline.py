@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
-from functools import partial
+from functools import partial, wraps
 from typing import Any
 
 import keras
@@ -116,6 +116,17 @@ def pipeline(
     return pipe
 
 
+def _together(method: Callable[..., Any]) -> Callable[..., Any]:
+    """Let an error that comes out of a method on one rank be told to all."""
+
+    @wraps(method)
+    def told(self: Any, *args: Any, **options: Any) -> Any:
+        with self.pipe.together():
+            return method(self, *args, **options)
+
+    return told
+
+
 @dataclass(slots=True)
 class _Own:
     """What a pipeline has beside its layers; Keras is not to look into it."""
@@ -146,6 +157,7 @@ class Pipeline(keras.Model):  # type: ignore[misc]  # Keras has no types
 
     # A step at a time
 
+    @_together
     def step(self, x: Any = None, y: Any = None, sample_weight: Any = None) -> tf.Tensor:
         """Run forward and backward on a batch; return its mean loss, on every rank. Collective.
 
@@ -166,6 +178,7 @@ class Pipeline(keras.Model):  # type: ignore[misc]  # Keras has no types
         pairs = zip(self.trainable_variables, gradients, strict=True)
         self._own.steps.gradients = {id(v): tf.convert_to_tensor(g) for v, g in pairs if g is not None}
 
+    @_together
     def apply_gradients(self) -> None:
         """Update this rank's weights with the gradients by the compiled optimizer, and forget the gradients."""
         if self.optimizer is None:
@@ -177,6 +190,7 @@ class Pipeline(keras.Model):  # type: ignore[misc]  # Keras has no types
         """Forget the gradients."""
         self._own.steps.gradients = {}
 
+    @_together
     def clip_grad_norm(self, max_norm: float) -> tf.Tensor:
         """Scale gradients so that the 2-norm of those of all stages is `max_norm` at most; return what it was.
 
@@ -242,7 +256,7 @@ class Pipeline(keras.Model):  # type: ignore[misc]  # Keras has no types
             batch_size = None
         return super().fit(
             x=x, y=y, batch_size=batch_size, epochs=epochs, verbose=self._verbose(verbose),
-            callbacks=together(callbacks, self, self._own.steps.agree_to_stop),
+            callbacks=together(callbacks, self, self._agree_to_stop),
             validation_data=validation_data, shuffle=False, class_weight=class_weight, sample_weight=sample_weight,
             **options,
         )  # fmt: skip
@@ -255,6 +269,7 @@ class Pipeline(keras.Model):  # type: ignore[misc]  # Keras has no types
         """Return what the model gives, as `keras.Model.predict` does, on every rank. Collective."""
         return super().predict(x, *args, verbose=self._verbose(verbose), **options)
 
+    @_together
     def train_step(self, data: Any) -> dict[str, float]:
         """Train on a batch; return the logs."""
         x, y, sample_weight = keras.utils.unpack_x_y_sample_weight(data)
@@ -264,12 +279,14 @@ class Pipeline(keras.Model):  # type: ignore[misc]  # Keras has no types
             self.apply_gradients()
         return self._own.logs.add(result, self.pipe)
 
+    @_together
     def test_step(self, data: Any) -> dict[str, float]:
         """Evaluate a batch; return the logs."""
         data = keras.utils.unpack_x_y_sample_weight(data)
         result = self._own.steps.run(*data, keeps_outputs=self._own.logs.has_metrics)
         return self._own.logs.add(result, self.pipe)
 
+    @_together
     def predict_step(self, data: Any) -> Any:
         """Return what the model gives for a batch."""
         steps = self._own.steps
@@ -320,6 +337,7 @@ class Pipeline(keras.Model):  # type: ignore[misc]  # Keras has no types
         """Write the whole model's weights, as `keras.Model.save_weights` does. Rank 0 writes. Collective."""
         self._write(lambda model: model.save_weights(filepath, overwrite=overwrite, **options))
 
+    @_together
     def _write(self, write: Callable[[Any], None]) -> None:
         """Let rank 0 write a model like the whole one, compiled as this one, with the state of the optimizer."""
         own = states_of(self.optimizer, self._own.whole.order, whole_of)
@@ -355,6 +373,7 @@ class Pipeline(keras.Model):  # type: ignore[misc]  # Keras has no types
             places = {id(variable): place for place, variable in enumerate(model.variables)}
             put_states(self.optimizer, states_of(model.optimizer, places, lambda _, value: value), whole.order)
 
+    @_together
     def gather_weights(self) -> list[Array]:
         """Return the weights of the whole model, in the order of its `weights`, on every rank. Collective."""
         return self._own.whole.weights(self.pipe.comm)
@@ -442,6 +461,10 @@ class Pipeline(keras.Model):  # type: ignore[misc]  # Keras has no types
             return logs
 
         return function
+
+    @_together
+    def _agree_to_stop(self, stops: bool) -> bool:
+        return self._own.steps.agree_to_stop(stops)
 
     def _verbose(self, verbose: Any) -> Any:
         """Let only one rank print, unless it is said otherwise."""

@@ -175,3 +175,88 @@ def test_what_a_layer_keeps_stays(comm: Any) -> None:
         pipe.step(each, each)
     near(np.concatenate(own.kept), x.reshape(-1, WIDTH))
     pipe.close()
+
+
+# Errors and models
+
+
+class Raises(keras.optimizers.SGD):  # type: ignore[misc]  # Keras has no types
+    now = False
+
+    def apply(self, *arguments: Any, **options: Any) -> None:
+        if self.now:
+            raise ValueError("late")
+        super().apply(*arguments, **options)
+
+
+@pytest.mark.ranks(min=2)
+def test_a_late_error_is_told(comm: Any) -> None:
+    """Others waited for the rank, where its program caught the error; now all go on where all catch it."""
+    alone, optimizer = Alone(layers(comm.size), "sgd"), Raises()
+    pipe = pipeline(layers(comm.size), comm, microbatches=2)
+    pipe.compile(optimizer=optimizer, loss="mse", metrics=["mae"], run_eagerly=True)
+    for late in range(2):
+        x, y = batch(8, late)
+        pipe.train_on_batch(x, y)
+        alone.step(x, y)
+        alone.update()
+        before = [variable.numpy() for variable in pipe.variables]
+        optimizer.now = comm.rank == late
+        with pytest.raises((ValueError, PeerError), match="late"):
+            pipe.train_on_batch(x, y)
+        comm.barrier()
+        optimizer.now = False
+        for variable, value in zip(pipe.variables, before, strict=True):
+            variable.assign(value)
+        pipe.zero_gradients()
+        assert_weights(pipe, alone.model)
+    near(pipe.predict_on_batch(x), alone.model(x))
+    pipe.close()
+
+
+class Doubled(keras.Sequential):  # type: ignore[misc]  # Keras has no types
+    def call(self, x: Any, training: Any = None, mask: Any = None) -> Any:
+        return 2.0 * super().call(x, training=training)
+
+
+class DoubledModel(keras.Model):  # type: ignore[misc]  # Keras has no types
+    def __call__(self, x: Any, *arguments: Any, **options: Any) -> Any:
+        return 2.0 * super().__call__(x, *arguments, **options)
+
+
+class Measures(keras.layers.Layer):  # type: ignore[misc]  # Keras has no types
+    def __init__(self) -> None:
+        super().__init__()
+        self.seen = keras.metrics.Mean()
+
+    def call(self, x: Any) -> Any:
+        self.seen.update_state(keras.ops.mean(x))
+        return x
+
+
+def test_models_that_call_their_layers_in_a_way_of_their_own(comm: Any) -> None:
+    """A subclass of Sequential or of a functional model was cut as if it had no call; within another model it is."""
+    inner = [keras.layers.Dense(WIDTH, name="inner")]
+    x = keras.Input((WIDTH,))
+    for model, name in (
+        (Doubled([keras.Input((WIDTH,)), *inner]), "call"),
+        (DoubledModel(x, keras.layers.Dense(WIDTH)(x)), "__call__"),
+    ):
+        with pytest.raises(UsageError, match=f"has a {name} of its own"):
+            pipeline(model, comm, microbatches=2)
+
+    def nested() -> Any:
+        ends = [keras.layers.Dense(WIDTH, name=f"d{n}") for n in range(2)]
+        doubled = Doubled([keras.Input((WIDTH,)), keras.layers.Dense(WIDTH, name="doubled")])
+        return filled(
+            keras.Sequential([keras.Input((WIDTH,)), ends[0], doubled, ends[1], *(() if comm.size < 4 else inner)])
+        )
+
+    alone, pipe = Alone(nested()), pipeline(nested(), comm, microbatches=2, loss="mse")
+    near(pipe.step(*batch(6)), alone.step(*batch(6)))
+    pipe.close()
+    measuring = [Measures() for _ in range(comm.size)]
+    pipe = pipeline([keras.Input((WIDTH,)), *measuring], comm, microbatches=2, loss="mse")
+    with pytest.raises((UsageError, PeerError), match="metrics to compile" if comm.rank == 0 else None):
+        pipe.step(*batch(4))
+    pipe.close()
