@@ -23,8 +23,9 @@ def init(comm: Any = None, process_sets: Iterable[ProcessSet] | str | None = Non
     comm: ranks of MPI's world that join each other (the others must not call this with these ranks), or an mpi4py
     communicator. process_sets: those to register, all or, if one is refused, none; of communicators that a split made
     each rank gives its own. "dynamic" is accepted, because they may always be added later. Sets whose ranks are
-    registered already stand for those. Raises UsageError for ranks that there are not, MismatchError where ranks give
-    different sets; commlib is then initialised nevertheless. Of the HOROVOD_* environment variables those are taken
+    registered already, by an earlier call, stand for those. Raises UsageError (a ValueError) for ranks that there are
+    not and where two sets have the same ranks or one has all, MismatchError where ranks give different sets; commlib is
+    then initialised nevertheless. Of the HOROVOD_* environment variables those are taken
     that have a meaning here, when commlib is initialised: see `environment`.
     """
     if commlib.is_initialized():
@@ -37,7 +38,7 @@ def init(comm: Any = None, process_sets: Iterable[ProcessSet] | str | None = Non
     if hasattr(comm, "Get_group"):
         global_process_set.mpi_comm = comm
     if process_sets is not None and not isinstance(process_sets, str):
-        registry().add_missing(list(process_sets), "init")
+        registry().add_missing(list(process_sets), "init", distinct=True)
     elif isinstance(process_sets, str) and process_sets != "dynamic":
         raise UsageError(f'init: process_sets is {process_sets!r}: expected "dynamic" or a list of ProcessSet')
     return world

@@ -11,8 +11,12 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from typing import TypeVar
 
+from commlib.config import load
 from commlib.errors import TransportError, UsageError
+
+Number = TypeVar("Number", int, float)
 
 _NEVER = "1e9"
 """Seconds: 31 years."""
@@ -59,11 +63,17 @@ _IS_SO = {
 
 
 def _mib(text: str) -> str:
-    return str(max(1, math.ceil(float(text) / 2**20)))  # 0 is no fusion in Horovod; here 1 MiB is the least
+    return str(max(1, math.ceil(_not_negative(float(text)) / 2**20)))  # 0 is no fusion in Horovod; 1 MiB is the least
 
 
 def _names(text: str) -> str:
-    return str(max(1, int(text)))  # 0 is no cache in Horovod
+    return str(max(1, _not_negative(int(text))))  # 0 is no cache in Horovod
+
+
+def _not_negative(number: Number) -> Number:
+    if number < 0:
+        raise ValueError
+    return number
 
 
 def _seconds(text: str) -> str:
@@ -106,7 +116,11 @@ def read(environment: Mapping[str, str]) -> Environment:
         try:
             settings[setting] = convert(given[name])
         except (KeyError, ValueError, OverflowError):
-            raise UsageError(f"environment variable {name}={given[name]!r}: expected {expected}") from None
+            raise _unexpected(name, given[name], expected) from None
+        try:
+            load({setting: settings[setting]})
+        except UsageError as error:  # it names a variable that the user has not set
+            raise _unexpected(name, given[name], f"{expected} ({str(error).rpartition('expected ')[2]})") from None
     if _is_on(given, "HOROVOD_STALL_CHECK_DISABLE"):  # then there is no shutdown either
         settings |= {"COMMLIB_STALL_WARNING": _NEVER, "COMMLIB_TIMEOUT": "0"}
     timeline = given.get("HOROVOD_TIMELINE", "")
@@ -129,9 +143,16 @@ def check_launcher(environment: Mapping[str, str], size: int) -> None:
 
 
 def _is_on(given: Mapping[str, str], name: str) -> bool:
-    """Tell whether a flag is a positive number, as Horovod reads them."""
+    """Tell whether a flag is a positive number, as Horovod reads them. Raises UsageError for what is no number."""
     text = given.get(name, "")
-    return text.isdecimal() and int(text) > 0
+    try:
+        return bool(text) and int(text) > 0
+    except ValueError:
+        raise _unexpected(name, text, "a number: 1 for on, 0 for off") from None
+
+
+def _unexpected(name: str, text: str, expected: str) -> UsageError:
+    return UsageError(f"environment variable {name}={text!r}: expected {expected}")
 
 
 def _means_something(name: str, text: str) -> bool:

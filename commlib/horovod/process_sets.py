@@ -137,11 +137,12 @@ class Registry:
         else:
             self._stand_for(process_set, known)
 
-    def add_missing(self, process_sets: Sequence[ProcessSet], what: str) -> None:
+    def add_missing(self, process_sets: Sequence[ProcessSet], what: str, *, distinct: bool = False) -> None:
         """Register sets, or let them stand for those that are registered with their ranks: all of them, or none.
 
-        Collective. Ranks must give the same sets, but of those made of communicators each only its own. Raises
-        UsageError for ranks that are none of the world's, MismatchError on every rank where ranks differ.
+        Collective. Ranks must give the same sets, but of those made of communicators each only its own. distinct: no
+        two of them have the same ranks, and none has all, as the global one has. Raises UsageError for ranks that are
+        none of the world's, or not distinct, MismatchError on every rank where ranks differ.
         """
         given: list[tuple[Ranks, ProcessSet]] = []
         refused = ""
@@ -150,12 +151,15 @@ class Registry:
             given = [(self._ranks_of(each, what), each) for each in process_sets if not each.is_nothing]
         except UsageError as error:
             refused = str(error)
-        mine = refused, [(members, each.mpi_comm is not None) for members, each in given]
+        twice = self._duplicate([members for members, _ in given], what) if distinct else ""
+        mine = refused, twice, [(members, each.mpi_comm is not None) for members, each in given]
 
         def run(comm: Any) -> Any:
-            refusals, everyone = zip(*comm.all_gather_object(mine), strict=True)
+            refusals, duplicates, everyone = zip(*comm.all_gather_object(mine), strict=True)
             refusal = next(filter(None, refusals), "")
-            wrong = refusal or who_differs(everyone)
+            wrong = "" if refusal else who_differs(everyone)
+            refusal = refusal or ("" if wrong else twice or next(filter(None, duplicates), ""))
+            wrong = wrong or refusal
             new = [] if wrong else [each for each in dict.fromkeys(all_sets(everyone)) if self._find(each) is None]
             return refusal, wrong, [(each, _split(comm, each)) for each in new]
 
@@ -250,6 +254,15 @@ class Registry:
         if ranks[-1] >= size or ranks[0] < 0:
             raise UsageError(f"{what}: ranks {list(ranks)}, but there are the ranks 0 to {size - 1}")
         return ranks
+
+    def _duplicate(self, given: Sequence[Ranks], what: str) -> str:
+        """Return in words which ranks another set of these has, too, or the global one; "" if there are none."""
+        for ranks in given:
+            if len(ranks) == self.world.size:
+                return f"{what}: the ranks {list(ranks)} are all there are: that is the global process set"
+            if given.count(ranks) > 1:
+                return f"{what}: the ranks {list(ranks)} are given twice: one process set has them"
+        return ""
 
     def _find(self, ranks: Ranks) -> ProcessSet | None:
         return next((known for known in self.sets.values() if tuple(known.ranks or ()) == ranks), None)

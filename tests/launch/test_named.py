@@ -211,10 +211,23 @@ if low.included():
     assert total("x", low) == 2
 
 # Equal sets again, of either kind, stand for those that there are.
-again, everybody = hvd.ProcessSet(half), hvd.ProcessSet([2, 1, 0])
-hvd.init(process_sets=[again, everybody, low, hvd.ProcessSet([1, 0])])
-assert everybody.process_set_id == 0 and total("y", everybody) == 3
+again = hvd.ProcessSet(half)
+hvd.init(process_sets=[again, low])
 assert again == mine and total("z", again) == mine.size()
+
+# Within one call they are refused, as in Horovod.
+for sets, words in (
+    ([low, hvd.ProcessSet([1, 0])], "the ranks [0, 1] are given twice"),
+    ([low, low], "the ranks [0, 1] are given twice"),
+    ([again, hvd.ProcessSet([2, 1, 0])], "the ranks [0, 1, 2] are all there are: that is the global process set"),
+):
+    try:
+        hvd.init(process_sets=sets)
+    except ValueError as error:
+        assert words in str(error), error
+    else:
+        sys.exit("not refused")
+assert commlib.is_initialized() and total("y", None) == 3
 
 # One that is refused, on one rank or on all, leaves nothing behind.
 fine, bad = hvd.ProcessSet([1, 2]), hvd.ProcessSet([0, 7] if comm.rank == 1 else [0])

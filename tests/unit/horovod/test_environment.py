@@ -46,6 +46,29 @@ def test_values_that_make_no_sense(name):
         read({f"HOROVOD_{name}": "much"})
 
 
+@pytest.mark.parametrize(
+    ("name", "text", "expected"),
+    [
+        ("STALL_CHECK_TIME_SECONDS", "nan", "a number of seconds"),
+        ("STALL_CHECK_TIME_SECONDS", "-5", "a number of seconds"),
+        ("STALL_SHUTDOWN_TIME_SECONDS", "inf", "a number of seconds"),
+        ("FUSION_THRESHOLD", "-3", "a number of bytes"),
+        ("FUSION_THRESHOLD", "64MB", "a number of bytes"),
+        ("FUSION_THRESHOLD", "1e300", "a number of bytes"),
+        ("CACHE_CAPACITY", "-4", "a number of names"),
+        ("CACHE_CAPACITY", "1024.5", "a number of names"),
+        ("CACHE_CAPACITY", "99999999999999999999", "a number of names"),
+        ("STALL_CHECK_DISABLE", "yes", "a number: 1 for on, 0 for off"),
+        ("TIMELINE_MARK_CYCLES", "true", "a number: 1 for on, 0 for off"),
+    ],
+)
+def test_values_out_of_range_are_named_as_they_were_given(name, text, expected):
+    """The error named a variable of commlib's, which nobody had set; or there was none."""
+    with pytest.raises(UsageError) as caught:
+        read({f"HOROVOD_{name}": text})
+    assert f"HOROVOD_{name}={text!r}: expected {expected}" in str(caught.value) and "COMMLIB" not in str(caught.value)
+
+
 def test_timeline():
     said = read({"HOROVOD_TIMELINE": "trace.json", "HOROVOD_TIMELINE_MARK_CYCLES": "1"})
     assert (said.timeline, said.mark_cycles, said.ignored) == ("trace.json", True, ())
