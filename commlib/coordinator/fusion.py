@@ -20,6 +20,7 @@ from commlib.coordinator.scaling import neutral, scale
 from commlib.dtypes import NUMPY, Array
 from commlib.kernels.host.pack import pack, unpack
 from commlib.observe.journal import journal_of
+from commlib.observe.recorder import Record
 
 # On a node packing pays for small arrays, in batches that stay in the caches until they are unpacked (1,000 arrays of
 # 4 KiB: 1.35 ms, in one batch 1.6); larger ones go through the node's slots as they are (8 MiB in arrays of 256 KiB and
@@ -28,8 +29,9 @@ _NODE_BATCH, _ALONE_ON_NODE, _ALONE_BETWEEN = 1 << 20, 128 << 10, 1 << 20
 
 _MOST_KEPT = 1 << 14  # what was worked out about requests
 
-Item = tuple[int, Array | None, Array | None]
-"""One tensor of an all-reduce: elements, source and target; both are None where this rank has joined."""
+Item = tuple[int, Array | None, Array | None, Record | None]
+"""One tensor of an all-reduce: elements, source and target, both None where this rank has joined, and what is written
+of it, if anything is."""
 
 
 class Fusion:
@@ -50,10 +52,10 @@ class Fusion:
             parts = self._parts_of(launch.request)
             if pending is None:
                 for kind, size in parts:
-                    kinds.setdefault(kind, []).append((size, None, None))
+                    kinds.setdefault(kind, []).append((size, None, None, None))
             else:
                 for (kind, size), source, target in zip(parts, pending.inputs, pending.outputs, strict=True):
-                    kinds.setdefault(kind, []).append((size, source, target))
+                    kinds.setdefault(kind, []).append((size, source, target, pending.record))
         for kind, items in kinds.items():
             self._reduce_kind(kind, items)
         return [(job, None if job.pending is None else job.pending.outputs) for job in jobs]
@@ -94,7 +96,7 @@ class Fusion:
             for item in batch:
                 self._reduce_alone(kind, *item)
             return
-        sizes, sources, targets = zip(*batch, strict=True)
+        sizes, sources, targets, _ = zip(*batch, strict=True)
         total = sum(sizes)
         if not total:
             return
@@ -105,14 +107,19 @@ class Fusion:
         if joined:
             buffer[...] = neutral(kind.dtype, kind.op)
         else:
+            _enter(batch, "MEMCPY_IN_FUSION_BUFFER")
             with self._journal.span("pack", "pack", tensors=len(batch), bytes=buffer.nbytes):
                 pack(sources, nbytes, address_of(buffer))
+        _enter(batch, "MPI_ALLREDUCE")
         self._reduce_in_place(kind, buffer)
         if not joined:
+            _enter(batch, "MEMCPY_OUT_FUSION_BUFFER")
             with self._journal.span("pack", "unpack", tensors=len(batch), bytes=buffer.nbytes):
                 unpack(address_of(buffer), targets, nbytes)
 
-    def _reduce_alone(self, kind: Kind, size: int, source: Array | None, target: Array | None) -> None:
+    def _reduce_alone(
+        self, kind: Kind, size: int, source: Array | None, target: Array | None, _: Record | None
+    ) -> None:
         if size == 0:
             return
         if source is None or target is None:
@@ -139,3 +146,12 @@ class Fusion:
             self._buffer = np.empty(0, np.uint8)  # may be released
             self._buffer = self._comm.empty(1 << max(16, (nbytes - 1).bit_length()), "uint8")
         return self._buffer[:nbytes]
+
+
+def _enter(batch: Sequence[Item], activity: str) -> None:
+    """Write what the operations of a batch do from now on, by Horovod's names."""
+    before = None
+    for *_, record in batch:
+        if record is not None and record is not before:  # of several tensors one operation
+            record.round(activity)
+        before = record

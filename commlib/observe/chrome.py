@@ -30,6 +30,7 @@ class Lines:
         self._rows: dict[Hashable, int] = {}
         self._open: dict[int, int] = {}  # what has begun in a row and not ended: how many, by operation
         self._blocking: set[int] = set()  # what runs in the thread that called it
+        self._doing: set[int] = set()  # named operations in the middle of what they do
         self._start = self._now = start
         self._found: list[str] = []
 
@@ -50,7 +51,10 @@ class Lines:
         return f'{self._meta}"{name}", {more}"args": {json.dumps(facts)}}}'
 
     def _named(self, event: Event, own_threads: Collection[int]) -> None:
-        """Within its row: the time in which ranks agree, then that of the operation. As Horovod has them."""
+        """Within its row: the time in which ranks agree, then that of the operation, and in it what that does.
+
+        As Horovod has them.
+        """
         record, phase = event.record, event.phase
         what = record.verb.upper()
         if phase is Phase.QUEUED:
@@ -58,8 +62,18 @@ class Lines:
         elif phase is Phase.RUN:
             self._end(record)
             self._begin(record, f'"name": "{what}", "args": {_facts(record)}')
+        elif phase is Phase.ROUND:
+            self._end_activity(record)
+            self._doing.add(record.number)
+            self._in_row(record.row, record.name, f'"ph": "B", "name": {_quoted(event.detail)}')
         elif phase is Phase.END:
+            self._end_activity(record)
             self._end(record)
+
+    def _end_activity(self, record: Record) -> None:
+        if record.number in self._doing:
+            self._doing.discard(record.number)
+            self._in_row(record.row, record.name, '"ph": "E"')
 
     def _unnamed(self, event: Event, own_threads: Collection[int]) -> None:
         record, phase = event.record, event.phase

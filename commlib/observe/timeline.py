@@ -88,7 +88,9 @@ class Timeline:
         try:
             facts = {"format": FORMAT, "host": host_name(), "clock": clock_id(), "process": os.getpid()}
             times = {"start_ns": self._start, "wall_ns": self._wall}
-            self._append(f"[\n{self._lines.meta('commlib', facts | times)},\n")
+            # By the last one tools for Horovod's timelines know the time of day.
+            told = facts | times | {"start_time_since_epoch_in_micros": self._wall // 1000}
+            self._append(f"[\n{self._lines.meta('commlib', told)},\n")
             ended = False
             while not ended:
                 ended = self._closing.wait(_INTERVAL - time() % _INTERVAL)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import random
+from time import time
 from typing import Any
 
 import numpy as np
@@ -379,6 +380,26 @@ def test_timeline(comm: Any, tmp_path: Any) -> None:
     assert times == sorted(times)
     assert any(event.get("name") == "CYCLE_START" for event in events)
     assert "not traced" not in rows.values()
+
+
+@pytest.mark.ranks(min=2)
+def test_a_timeline_has_horovods_names(comm: Any, tmp_path: Any) -> None:
+    """Tools look for them: what happens to each tensor, in a row that has its name, and when the file begins."""
+    path, before = tmp_path / "trace.json", time()
+    x = [np.full(4, float(number)) for number in range(3)]
+    hvd.start_timeline(str(path), mark_cycles=True)
+    hvd.start_allreduce(x, [np.empty(4) for _ in x], "fused", op=hvd.Sum).wait()
+    hvd.stop_timeline()
+    if comm.rank != 0:
+        return
+    events = json.loads(path.read_text())
+    assert abs(events[0]["args"]["start_time_since_epoch_in_micros"] / 1e6 - before) < 600
+    rows = {event["args"]["name"]: event["tid"] for event in events if event.get("name") == "thread_name"}
+    in_row = [event for event in events if event.get("tid") == rows["fused"] and event["ph"] in "BE"]
+    assert "".join(event["ph"] for event in in_row) == "BEBBEBEBEE"
+    names = [event["name"] for event in in_row if event["ph"] == "B"]
+    packed = ["MEMCPY_IN_FUSION_BUFFER", "MPI_ALLREDUCE", "MEMCPY_OUT_FUSION_BUFFER"]
+    assert names == ["NEGOTIATE_ALLREDUCE", "ALLREDUCE", *packed]
 
 
 def test_elastic_state(comm: Any) -> None:
