@@ -19,6 +19,7 @@ from commlib.horovod import *
 from commlib.tensor import Column, Replicate, Row, Sequence, Vocabulary
 from commlib_torch import collectives as _collectives
 from commlib_torch import tensor
+from commlib_torch._uncompiled import leave_uncompiled
 from commlib_torch.broadcast import broadcast_optimizer_state, broadcast_parameters
 from commlib_torch.checkpoint import Checkpoint
 from commlib_torch.clip import clip_grad_norm_
@@ -105,3 +106,17 @@ __all__ += _horovod.__all__
 __all__ += _collectives.__all__
 __all__ += _movement.__all__
 __all__ += _reductions.__all__
+
+# All but the layers, whose own computations a compiler may take into its graphs.
+leave_uncompiled(
+    [
+        "commlib", "numba", "llvmlite", "mpi4py", "ml_dtypes",
+        *(
+            f"{__name__}.{part}"
+            for part in (
+                "_autograd", "_bridge", "_call", "_slots", "adasum", "broadcast", "clip", "collectives", "devices",
+                "gradients", "horovod", "one_bit", "optimizer", "pipeline",
+            )
+        ),
+    ]
+)  # fmt: skip

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import sys
 import weakref
 from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import contextmanager
@@ -11,6 +12,8 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 from torch.autograd import Variable
+
+from commlib.errors import UsageError
 
 
 class Listener(Protocol):
@@ -89,6 +92,7 @@ class BackwardPasses:
         graph = torch._C._current_graph_task_id()
         if graph in self._armed:
             return
+        _refuse_compiled()
         self._armed.add(graph)
         Variable._execution_engine.queue_callback(self._end)
 
@@ -125,6 +129,16 @@ class BackwardPasses:
         self._armed.clear()
         for member in self.members:
             member.end_backward()
+
+
+def _refuse_compiled() -> None:
+    """Raise UsageError where the compiler runs the backward: it has no end that one could hear of."""
+    compiled: Any = sys.modules.get("torch._dynamo.compiled_autograd")
+    if compiled is not None and compiled.in_compiled_autograd_region:
+        raise UsageError(
+            "compiled autograd does not say when a backward ends, so gradients cannot be reduced: leave "
+            "torch._dynamo.config.compiled_autograd off; torch.compile of the model or of the whole step works"
+        )
 
 
 backward_passes = BackwardPasses()

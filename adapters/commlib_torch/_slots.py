@@ -22,6 +22,9 @@ from commlib_torch._bridge import Array, to_array, to_tensor
 
 Named = tuple[str, Tensor]
 
+_RESULT = "commlib_result"
+"""An attribute of gradients that were reduced elsewhere than where they are."""
+
 
 class ParameterValues:
     """The `Values` of named parameters. `compressor` is the user's own, if there is one.
@@ -31,14 +34,15 @@ class ParameterValues:
 
     accumulates = True
     hint = (
-        "Either the previous backward raised and was caught (then call synchronize() before the next one: the other "
-        "ranks wait for this one), or the parameter is used in two segments of re-entrant checkpointing (then pass "
-        "use_reentrant=False)"
+        "Either the previous backward raised and was caught (then call zero_grad() before the next one, or "
+        "synchronize() to use what it made: the other ranks wait for this one), or the parameter is used in two "
+        "segments of re-entrant checkpointing (then pass use_reentrant=False)"
     )
 
     def __init__(self, named: Sequence[Named], compressor: Any, predivide: float) -> None:
         self._names = [name for name, _ in named]
         self._parameters = [parameter for _, parameter in named]
+        self._kinds = [(parameter.dtype, parameter.device) for parameter in self._parameters]
         self._compressor, self._contexts, self._predivide = compressor, dict[int, Any](), predivide
         self._slots = Slots(len(named), self._fitting)
         self._becoming: dict[int, Tensor] = {}
@@ -74,12 +78,14 @@ class ParameterValues:
         if grad.layout != torch.strided:
             grad = parameter.grad = grad.detach().to_dense()
         if not self._in_place[index]:
-            self._becoming[index] = grad.detach()
-            view.copy_(grad.detach() / self._predivide if self._predivide != 1 else grad.detach())
+            self._check_kind(index, grad)
+            self._becoming[index] = grad = grad.detach()
+            view.copy_(_as_in(view, grad / self._predivide if self._predivide != 1 else grad))
             return
         address, plain = grad.data_ptr(), _is_plain(grad)
         if address != self._addresses[index] or not plain:
             # Autograd made a new tensor: zero_grad() dropped the old one, or somebody put another one in its place.
+            self._check_kind(index, grad)
             if plain and grad.dtype == view.dtype:
                 self._engine.write(index, address)
             else:
@@ -98,10 +104,18 @@ class ParameterValues:
             grad = self._lend(index) if grad is None else grad
         else:
             grad = torch.empty_like(parameter) if grad is None or not _is_plain(grad) else grad
-            grad.copy_(view)
+            _as_in(view, grad).copy_(view)
+            vars(grad)[_RESULT] = True
         parameter.grad = grad
         if self._predivide != 1:
             grad.mul_(self._predivide)
+
+    def is_result(self, index: int) -> bool:
+        """Tell whether a gradient is one that was taken, as far as one can see, or is not there."""
+        grad = self._parameters[index].grad
+        if grad is None or grad.layout != torch.strided:
+            return True
+        return grad.data_ptr() == self._addresses[index] or _RESULT in vars(grad)
 
     def forget(self) -> None:
         """Drop what was to become gradients."""
@@ -165,12 +179,23 @@ class ParameterValues:
         tensor = to_tensor(array).to(parameter.device)
         parameter.grad = self._compressor.decompress(tensor, self._contexts.pop(index))
 
+    def _check_kind(self, index: int, grad: Tensor) -> None:
+        """Raise UsageError for a gradient of another kind than its parameter had when slots were made."""
+        dtype, device = self._kinds[index]
+        if grad.dtype != dtype or grad.device != device:
+            raise UsageError(
+                f"the gradient of {self._names[index]} is {grad.dtype} on {grad.device}, but the parameter was {dtype} "
+                f"on {device} when it was wrapped: call .to(), .double() and the like first, and wrap the model after"
+            )
+
     def _find(self, index: int) -> None:
         """Find the slot of a parameter."""
         parameter = self._parameters[index]
         flat = to_tensor(self._engine.slot(index)[:])  # another object: only what is lent is counted
         if parameter.is_complex():
-            view = torch.view_as_complex(flat.view(*parameter.shape, 2))
+            view = flat.view(*parameter.shape, 2)  # pairs of real numbers, which is how they travel
+            if flat.dtype == parameter.real.dtype:
+                view = torch.view_as_complex(view)
         else:
             view = flat.view(parameter.shape)
         self._views[index], self._addresses[index] = view, view.data_ptr()
@@ -215,6 +240,11 @@ class ParameterValues:
 def _gradient(parameter: Tensor) -> Tensor:
     assert parameter.grad is not None, "it exists"
     return parameter.grad
+
+
+def _as_in(view: Tensor, grad: Tensor) -> Tensor:
+    """Return a gradient, as pairs of real numbers where its slot has such: a view where it is plain."""
+    return torch.view_as_real(grad.resolve_conj()) if grad.is_complex() and not view.is_complex() else grad
 
 
 def _is_plain(tensor: Tensor) -> bool:

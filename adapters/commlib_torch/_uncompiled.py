@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import functools
+import importlib.util
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from importlib.machinery import ModuleSpec
 from typing import Any, TypeVar, cast
 
 import torch
@@ -27,3 +29,45 @@ def uncompiled(function: _F) -> _F:
         return vars(called)["disabled"](*args, **kwargs)
 
     return cast(_F, called)
+
+
+def leave_uncompiled(names: Sequence[str]) -> None:
+    """Let graphs break around all that is in these modules and packages.
+
+    The compiler is told when it is loaded, which takes a second: nobody waits for that here, nor looks at each call.
+    """
+    if "torch._dynamo" in sys.modules:
+        _tell(names)
+    else:
+        sys.meta_path.insert(0, _Compiler(names))
+
+
+class _Compiler:
+    """A finder that sees to it that the compiler hears of names when it is imported."""
+
+    def __init__(self, names: Sequence[str]) -> None:
+        self._names = names
+
+    def find_spec(self, name: str, path: Any = None, target: Any = None) -> ModuleSpec | None:
+        """Return nothing, as for a module that it does not know, but for the compiler."""
+        if name != "torch._dynamo" or self not in sys.meta_path:
+            return None
+        sys.meta_path.remove(self)
+        spec = importlib.util.find_spec(name)
+        loader: Any = None if spec is None else spec.loader
+        if loader is not None:
+            load = loader.exec_module
+
+            def load_and_tell(module: Any) -> None:
+                load(module)
+                _tell(self._names)
+
+            loader.exec_module = load_and_tell
+        return spec
+
+
+def _tell(names: Sequence[str]) -> None:
+    from torch._dynamo import trace_rules
+
+    for name in names:
+        trace_rules.add(name)

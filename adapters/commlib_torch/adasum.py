@@ -26,7 +26,8 @@ class AdasumDistributed(PicklesAsPlain):
     _managed: list[tuple[str, Tensor]]
     _compression: Compressors
     _process_set: ProcessSets
-    _starts: list[Tensor]
+    _starts: list[tuple[str, Tensor, Tensor]]
+    """Names, parameters and what they were before the step."""
 
     def _start_adasum(
         self, named: Sequence[tuple[str, Tensor]], compression: Compressors, process_set: ProcessSets
@@ -56,26 +57,23 @@ class AdasumDistributed(PicklesAsPlain):
             known = {id(parameter) for _, parameter in self._managed}
             groups: list[dict[str, Any]] = self.param_groups  # type: ignore[attr-defined]
             for position, parameter in enumerate(groups[-1]["params"]):
-                if id(parameter) not in known and parameter.requires_grad:
+                if id(parameter) not in known:
                     self._managed.append((f"group {len(groups) - 1}, parameter {position}", parameter))
 
 
 def _remember(optimizer: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-    optimizer._starts = [parameter.detach().clone() for _, parameter in optimizer._managed]
+    # Parameters that are thawed move like others; frozen ones, in which there may be integers, do not.
+    optimizer._starts = [(name, p, p.detach().clone()) for name, p in optimizer._managed if p.requires_grad]
 
 
 @torch.no_grad()
 def _combine(optimizer: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-    named, starts = optimizer._managed, optimizer._starts
-    optimizer._starts = []
-    if not named:
+    starts, optimizer._starts = optimizer._starts, []
+    if not starts:
         return
-    packed = [
-        optimizer._compression.compress(parameter.detach() - start)
-        for (_, parameter), start in zip(named, starts, strict=True)
-    ]
-    name = f"steps of {named[0][0]} and {len(named) - 1} more"
+    packed = [optimizer._compression.compress(parameter.detach() - start) for _, parameter, start in starts]
+    name = f"steps of {starts[0][0]} and {len(starts) - 1} more"
     how = Reduction(core.Adasum, name, process_set=optimizer._process_set)
     moves = start_allreduce([tensor for tensor, _ in packed], how, in_place=True, blocking=True).wait()
-    for (_, parameter), start, move, (_, ctx) in zip(named, starts, moves, packed, strict=True):
+    for (_, parameter, start), move, (_, ctx) in zip(starts, moves, packed, strict=True):
         parameter.copy_(start + optimizer._compression.decompress(move, ctx))

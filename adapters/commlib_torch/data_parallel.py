@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
@@ -22,8 +23,11 @@ from commlib.data_parallel import (
     save_compression,
 )
 from commlib.data_parallel.naming import unique
+from commlib.errors import UsageError
 from commlib.horovod.reductions import reduction_name
+from commlib_torch._before_steps import before_steps, with_gradients
 from commlib_torch._bridge import to_array
+from commlib_torch._registrations import registrations
 from commlib_torch.broadcast import broadcast_parameters
 from commlib_torch.compression import Compression
 from commlib_torch.devices import in_order
@@ -38,7 +42,10 @@ class DataParallel(nn.Module, Reporting):
     Parameters and buffers are broadcast from rank 0 at construction; buffers (running statistics) are not kept equal
     afterwards: `broadcast_parameters(model.named_buffers())` does that where it matters. Any optimizer may be used on
     `parameters()`, but not a DistributedOptimizer, which does the same work. In a step in which a rank runs no
-    backward, it must call `synchronize()` instead.
+    backward, it must call `synchronize()` instead. The next forward takes in parameters that are new (a head that was
+    replaced, an adapter, `load_state_dict(assign=True)`), with the values of rank 0, or were frozen so far: then it is
+    collective. An exception in backward may be caught; the next forward then lets the others know, whose own backward
+    raises MismatchError, so that all leave this step out.
 
     Names are those of the wrapped module, in `state_dict()`, `load_state_dict()` and `named_parameters()`: checkpoints
     are interchangeable with those of a program that runs in one process. Attributes that this class lacks are looked
@@ -77,17 +84,74 @@ class DataParallel(nn.Module, Reporting):
             within_node=compress_within_node,
         )
         parameters = trained(unique(module.named_parameters()))
+        registrations.start()
         self._gradients: Gradients | None = Gradients(parameters, ranks_of(parameters, comm), options)
         broadcast_parameters([*module.named_parameters(), *module.named_buffers()], comm=comm)
+        self._look()
+        self._steps: weakref.WeakKeyDictionary[Any, int] = weakref.WeakKeyDictionary()
+        if comm.size > 1:
+            before_steps.join(self)
         self.register_state_dict_post_hook(_strip_prefix)  # type: ignore[no-untyped-call]
         self.register_load_state_dict_pre_hook(_add_prefix)  # type: ignore[no-untyped-call]
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        """Call the wrapped module."""
+        """Call the wrapped module. Collective where it has parameters that are new, or require gradients only now."""
+        if self._gradients is not None and torch.is_grad_enabled() and not torch.compiler.is_compiling():
+            self._prepare(self._gradients)
         return self.module(*args, **kwargs)
 
+    def _prepare(self, gradients: Gradients) -> None:
+        """Give up a backward that raised and was caught; take in parameters that are new, or were frozen so far."""
+        if gradients.reducer.active and torch._C._current_graph_task_id() == -1:
+            gradients.give_up()
+        if self._registered == registrations.count and not any(p.requires_grad for p in self._frozen):
+            return
+        if gradients.comm.size == 1 or not gradients.reducer.syncs or gradients.reducer.active:
+            return
+        named = unique(self.module.named_parameters())
+        if any(parameter.requires_grad and parameter not in gradients for _, parameter in named):
+            known = self._known
+            self._gradients = gradients.again(trained(named), ())
+            new = [(name, parameter) for name, parameter in named if id(parameter) not in known]
+            if new:
+                broadcast_parameters(new, comm=gradients.comm)
+        self._look()
+
+    def _look(self) -> None:
+        """Note which parameters there are."""
+        parameters = list(self.module.parameters())
+        self._registered = registrations.count
+        self._known = {id(parameter) for parameter in parameters}
+        self._frozen = [parameter for parameter in parameters if not parameter.requires_grad]
+
+    def before_step(self, optimizer: torch.optim.Optimizer) -> None:
+        """Raise UsageError for gradients that an optimizer is about to use and that were not reduced."""
+        gradients = self._gradients
+        if gradients is None:
+            return
+        given = [id(parameter) for parameter in with_gradients(optimizer)]
+        if not gradients.ids.issuperset(given):
+            if gradients.ids.isdisjoint(given):
+                return  # of another model
+            for name, parameter in self.module.named_parameters():
+                if id(parameter) in given and parameter not in gradients:
+                    raise UsageError(
+                        f"{name} has a gradient, but was no parameter of this DataParallel, or a frozen one, when its "
+                        "forward began, so the gradient is not reduced: add and unfreeze parameters before the forward"
+                    )
+        if self._steps.get(optimizer, 0) == gradients.passes and (strange := gradients.by_hand()) is not None:
+            raise UsageError(
+                f"the gradient of {strange} was put into .grad by hand (by torch.autograd.grad, say), and DataParallel "
+                "reduces what backward() makes: call its synchronize() before the step, on all ranks, or use a "
+                "DistributedOptimizer"
+            )
+        self._steps[optimizer] = gradients.passes
+
     def synchronize(self) -> None:
-        """Take part in the reduction of this step on a rank that runs no backward in it. Collective."""
+        """Take part in the reduction of this step on a rank that runs no backward in it. Collective.
+
+        It also reduces gradients that were put into `.grad` by hand.
+        """
         if self._gradients is not None:
             self._gradients.reducer.stepped()
             self._gradients.synchronize()
@@ -138,7 +202,8 @@ class DataParallel(nn.Module, Reporting):
             return getattr(self.module, name)
 
     def __getstate__(self) -> dict[str, Any]:
-        return {**self.__dict__, "_gradients": None}  # a communicator belongs to this process
+        # A communicator belongs to this process; what was noted of parameters to these.
+        return {**self.__dict__, "_gradients": None, "_steps": None, "_known": None, "_frozen": None}
 
 
 def _strip_prefix(module: nn.Module, state: dict[str, Any], prefix: str, local_metadata: Any) -> None:

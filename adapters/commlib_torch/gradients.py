@@ -49,8 +49,11 @@ class Gradients:
         _check_parameters(parameters)
         self.parameters = [parameter for _, parameter in parameters]
         """Those whose gradients are reduced, in module order."""
+        self.names = [name for name, _ in parameters]
+        self.passes = 0
+        """Backwards, and reductions without one."""
         self._ranks, self._groups = ranks, groups
-        self._ids = {id(parameter) for parameter in self.parameters}
+        self.ids = {id(parameter) for parameter in self.parameters}
         placed = place_groups(read_groups(groups, _key), [id(parameter) for parameter in self.parameters], known)
         self._values = ParameterValues(parameters, options.compressor, options.predivide)
         self._follow = Following()
@@ -76,7 +79,11 @@ class Gradients:
         return self._ranks.comm
 
     def __contains__(self, parameter: Tensor) -> bool:
-        return id(parameter) in self._ids
+        return id(parameter) in self.ids
+
+    def by_hand(self) -> str | None:
+        """Return the name of a parameter whose gradient is none that was reduced here; None if all were."""
+        return next((self.names[i] for i in range(len(self.names)) if not self._values.is_result(i)), None)
 
     def again(self, parameters: Sequence[Named], known: Collection[int]) -> Gradients:
         """Stop; return what reduces other parameters in the same way, and goes on with the statistics. Collective."""
@@ -95,6 +102,7 @@ class Gradients:
 
     def synchronize(self) -> None:
         """Reduce gradients now if the next step needs it: see `GradientReducer.synchronize`."""
+        self.passes += 1
         with self._between():
             self.reducer.synchronize()
 
@@ -102,6 +110,12 @@ class Gradients:
         """Reduce gradients now, whether or not that is needed. Collective."""
         with self._between():
             self.reducer.reduce()
+
+    def give_up(self) -> None:
+        """Give up a backward that raised and was caught, if there is one: see `GradientReducer.give_up`."""
+        if self.reducer.active:
+            with self._between():
+                self.reducer.give_up()
 
     def contribute_nothing(self) -> int | None:
         """Take part with nothing until all ranks do: see `GradientReducer.contribute_nothing`."""
@@ -111,6 +125,7 @@ class Gradients:
     def end_backward(self) -> None:
         """Finish the backward in progress, if there is one."""
         if self.reducer.active:
+            self.passes += 1
             with self._between():
                 self.reducer.end()
 

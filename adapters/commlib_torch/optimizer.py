@@ -104,7 +104,8 @@ def DistributedOptimizer(
     torch has threads.
 
     A closure given to `step` returns the loss reduced over the ranks, so that all of them take the same decisions.
-    `step()` takes part in the reduction even where no backward ran. `add_param_group` is collective.
+    `step()` takes part in the reduction even where no backward ran. `add_param_group` is collective, and so is the
+    first `zero_grad()` after a parameter was unfrozen. An exception in backward may be caught: see `zero_grad`.
 
     Raises UsageError, a ValueError, for parameters that cannot be managed, and for a process set that is not
     registered; MismatchError on every rank if ranks hold different ones.
@@ -126,7 +127,8 @@ def DistributedOptimizer(
         warnings.warn("num_groups is deprecated, in Horovod too: use groups", DeprecationWarning, stacklevel=2)
         groups = num_groups if groups is None else groups
     named = None if named_parameters is None else list(named_parameters)
-    chosen = trained(name_all(optimizer.param_groups, named))
+    everything = name_all(optimizer.param_groups, named)
+    chosen = trained(everything)
     outside = core.process_set_of(process_set).included() is False
     if op == core.Adasum or op == "adasum":
         if gradient_predivide_factor != 1 or comm is not None:
@@ -140,7 +142,7 @@ def DistributedOptimizer(
         check_apart("op=Adasum", ((name, shard_of(one)) for name, one in chosen), together, local=True)
         change_class(optimizer, AdasumDistributed)
         wrapped: Any = optimizer
-        wrapped._start_adasum(chosen, compression, process_set)
+        wrapped._start_adasum(everything, compression, process_set)
         return optimizer
     options = Options(
         op=reduction_name(op),
@@ -166,6 +168,7 @@ def DistributedOptimizer(
     distributed._gradients = gradients
     distributed._named = named
     distributed._skip = False
+    distributed._note_left_out()
     # Hooks, not an override of step(): a scheduler made earlier has replaced step on the instance.
     optimizer.register_step_pre_hook(_before_step)
     optimizer.register_step_post_hook(_after_step)
@@ -178,6 +181,8 @@ class Distributed(PicklesAsPlain, Reporting):
     _gradients: Gradients
     _named: list[Named] | None
     _skip: bool
+    _left_out: list[Tensor]
+    _count: int
 
     def synchronize(self) -> None:
         """Reduce gradients now if `step()` would have to. Nothing to do after a backward that reduced them.
@@ -242,7 +247,16 @@ class Distributed(PicklesAsPlain, Reporting):
                 load_compression(self.reducer, state_dict[KEY], to_array)
 
     def zero_grad(self, set_to_none: bool = True) -> None:
-        """Clear gradients, as torch does; what `no_sync` or earlier passes accumulated is given up."""
+        """Clear gradients, as torch does; what `no_sync` or earlier passes accumulated is given up.
+
+        So is a backward that raised and was caught. Where it reduces, that is collective: other ranks wait for its end,
+        and those that did not raise get a MismatchError there, so that all of them leave this step out. Parameters that
+        require gradients only now are reduced from now on, which is collective, too.
+        """
+        self._gradients.give_up()
+        groups: list[dict[str, Any]] = self.param_groups  # type: ignore[attr-defined]
+        if self._count != sum(len(g["params"]) for g in groups) or any(p.requires_grad for p in self._left_out):
+            self._take_in()
         super().zero_grad(set_to_none)  # type: ignore[misc]
         self.reducer.cleared()
 
@@ -250,9 +264,20 @@ class Distributed(PicklesAsPlain, Reporting):
         """Add parameters, as torch does. Collective; between a step and the next backward."""
         super().add_param_group(param_group)  # type: ignore[misc]
         if "_gradients" in self.__dict__:
-            groups: list[dict[str, Any]] = self.param_groups  # type: ignore[attr-defined]
-            named = trained(name_all(groups, self._named, strict=False))
-            self._gradients = self._gradients.again(named, ids_in(groups))
+            self._take_in()
+
+    def _take_in(self) -> None:
+        """Reduce the gradients of all parameters that require some by now. Collective."""
+        groups: list[dict[str, Any]] = self.param_groups  # type: ignore[attr-defined]
+        named = trained(name_all(groups, self._named, strict=False))
+        self._gradients = self._gradients.again(named, ids_in(groups))
+        self._note_left_out()
+
+    def _note_left_out(self) -> None:
+        """Note the parameters that require no gradients."""
+        everything = [parameter for group in self.param_groups for parameter in group["params"]]  # type: ignore[attr-defined]
+        self._count = len(everything)
+        self._left_out = [parameter for parameter in everything if not parameter.requires_grad]
 
 
 def _before_step(optimizer: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -299,6 +324,6 @@ def _refuse_unmanaged(optimizer: Any) -> None:
             if parameter.grad is not None and parameter not in gradients:
                 raise UsageError(
                     f"parameter {position} of group {number} has a gradient, but did not require one when the "
-                    "DistributedOptimizer was made, so its gradient is not reduced: unfreeze parameters first, or "
-                    "add them later by add_param_group"
+                    "DistributedOptimizer was made or zero_grad() was called last, so its gradient is not reduced: "
+                    "unfreeze parameters before zero_grad(), or add them by add_param_group"
                 )

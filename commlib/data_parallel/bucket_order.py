@@ -17,7 +17,7 @@ from commlib.errors import UsageError
 
 ACTIVE, SPARSE_FOUND, OTHERS_MISSING = 0, 1, 2
 """Flags: this rank has not joined; it found a sparse gradient that not all ranks know of; it lacks other gradients than
-those that ranks have agreed on, where all must lack the same."""
+those that ranks have agreed on, where all must lack the same, or has none, because its backward raised."""
 FLAGS = 3
 """What ranks tell each other in the last bucket. Flag i is number `len(gradients) + i`."""
 

@@ -35,17 +35,34 @@ def check_agreement(comm: Gathers, what: str, lines: Sequence[str]) -> None:
     raise MismatchError(f"{what}: {_first_difference(everyone)} (this is rank {comm.rank} of {comm.size})")
 
 
-def check_missing(comm: Gathers, names: Sequence[str], mine: frozenset[int]) -> None:
-    """Raise MismatchError unless all ranks that have not joined lack the same gradients, by number. Collective."""
-    everyone: list[tuple[int, frozenset[int]]] = comm.all_gather_object((comm.rank, mine))
-    for index in sorted(mine.union(*(theirs for _, theirs in everyone))):
-        without = [rank for rank, theirs in everyone if index in theirs]
-        there = [rank for rank, theirs in everyone if index not in theirs]
+def check_missing(comm: Gathers, names: Sequence[str], mine: frozenset[int] | None, *, gave_up: bool = False) -> bool:
+    """Hear what is wrong with gradients on some rank; return whether the backward counts all the same. Collective.
+
+    mine: the gradients that this rank lacks, by number; None if it has joined. gave_up: its own backward raised, and
+    what it gives are no gradients. Raises MismatchError, but on ranks that gave up or have joined, if any rank gave up,
+    or if some lack other gradients than others.
+    """
+    everyone: list[tuple[int, frozenset[int] | None, bool]] = comm.all_gather_object((comm.rank, mine, gave_up))
+    this = f"this is rank {comm.rank} of {comm.size}"
+    if away := [rank for rank, _, gone in everyone if gone]:
+        if gave_up or mine is None:
+            return False
+        raise MismatchError(
+            f"an exception ended the backward of ranks {away}, which caught it and went on, so gradients lack their "
+            f"part ({this}): catch this here, too, call zero_grad() and go on with the next step as they do"
+        )
+    lacking = [(rank, theirs) for rank, theirs, _ in everyone if theirs is not None]
+    for index in sorted(frozenset().union(*(theirs for _, theirs in lacking))):
+        without = [rank for rank, theirs in lacking if index in theirs]
+        there = [rank for rank, theirs in lacking if index not in theirs]
         if there:
+            if mine is None:
+                return False
             raise MismatchError(
-                f"the gradient of {names[index]} is None on ranks {without}, but not on ranks {there} (this is rank "
-                f"{comm.rank} of {comm.size}): give zeros where there is none, or sparse_as_dense=True if it is sparse"
+                f"the gradient of {names[index]} is None on ranks {without}, but not on ranks {there} ({this}): give "
+                "zeros where there is none, or sparse_as_dense=True if it is sparse"
             )
+    return True
 
 
 def _first_difference(everyone: Sequence[tuple[int, Sequence[str]]]) -> str:

@@ -74,6 +74,8 @@ class GradientReducer:
         self._reduced: set[int] = set()
         """Gradients that are results, of those with a gain. Each rank then adds to the gain's part of it: it is reduced
         again with what is added, and is counted once."""
+        self._gives_up = False
+        """The backward in progress raised: other ranks are told so where they wait for its end."""
         self._overlap = ranks.overlap_pays(threads) if options.overlap is None else options.overlap
         self._sync = True
         self._unbucketed = Unbucketed(ranks, options, gradients, values)
@@ -148,6 +150,11 @@ class GradientReducer:
         return self._tracker.active
 
     @property
+    def syncs(self) -> bool:
+        """Not within `no_sync`."""
+        return self._sync
+
+    @property
     def overlaps(self) -> bool:
         """Buckets are launched while backward runs."""
         return self._overlap
@@ -177,6 +184,8 @@ class GradientReducer:
         self._compression.load(before.compression.state())
         self._is_undecided = self._is_undecided and before._is_undecided
         self._clock, self.report = before._clock, before.report
+        reduced = {before.gradients[index].name for index in before._reduced}
+        self._reduced.update(index for index in self._gains if self.gradients[index].name in reduced)
 
     # What happens in a training step
 
@@ -252,7 +261,7 @@ class GradientReducer:
             lacking = frozenset(index for index in unused if index in watched)
             if not self._unbucketed.has_found:
                 unused.add(self._sparse_found)
-            if lacking == self._agreed_missing:
+            if not self._gives_up and lacking == self._agreed_missing:
                 unused.add(self._others_missing)
             remaining = self._tracker.end()
             try:
@@ -261,7 +270,8 @@ class GradientReducer:
                 if self.shards is not None:
                     self.shards.take(self._engine)
                 if self._engine.used(self._others_missing):
-                    check_missing(self.ranks, [gradient.name for gradient in self.gradients], lacking)
+                    if not self._check_missing(lacking):
+                        return
                     self._agreed_missing = lacking
                 take = self._values.take if self.shards is None else self._drop
                 for index in self._all:
@@ -272,6 +282,22 @@ class GradientReducer:
                 self._values.forget()
             self._finish_unbucketed(seen)
         self._reduced.update(index for index in self._gains if self._values.exists(index))
+
+    def give_up(self) -> None:
+        """End the backward in progress, if there is one: it raised, and what it made are no gradients.
+
+        If it reduces, other ranks may wait for its end. Those whose own has not raised get a MismatchError in it.
+        """
+        if not self._tracker.active:
+            return
+        if not self._tracker.reducing:
+            self._tracker.cleared()
+            return
+        self._gives_up = True
+        try:
+            self.end()
+        finally:
+            self._gives_up = False
 
     def synchronize(self) -> None:
         """Reduce gradients now if the next step needs it: nothing to do after a backward that reduced.
@@ -302,7 +328,8 @@ class GradientReducer:
         self.report = self._clock.step(self.statistics)
 
     def cleared(self) -> None:
-        """Note that gradients were cleared."""
+        """Note that gradients are cleared, before they are: a backward that raised and was caught is given up."""
+        self.give_up()
         self._compression.rollback()  # unless a step has used them
         self._tracker.cleared()
         self._reduced.clear()
@@ -343,7 +370,8 @@ class GradientReducer:
             self._engine.finish(range(len(self.buckets)), everything)
             if not self._engine.used(self._active):
                 return times
-            self._finish_unbucketed((), has_joined=True)
+            if not self._engine.used(self._others_missing) or self._check_missing(None):
+                self._finish_unbucketed((), has_joined=True)
             times += 1
 
     # How
@@ -354,6 +382,10 @@ class GradientReducer:
             self._values.put(index)
         else:
             self._unbucketed.prepare(index)
+
+    def _check_missing(self, lacking: frozenset[int] | None) -> bool:
+        names = [gradient.name for gradient in self.gradients]
+        return check_missing(self.ranks, names, lacking, gave_up=self._gives_up)
 
     def _drop(self, index: int) -> None:
         """Leave a parameter without a gradient: this rank has but a part of it."""

@@ -168,7 +168,7 @@ class NamedReduction:
         with self._gradients.statistics.exposing():
             kept = self._kept = self._gradients.find(kinds, self._call)
             if kept.reducer.active:
-                kept.reducer.end()  # of a run that failed: the others wait for this rank
+                kept.reducer.give_up()  # a run that failed: the others wait for this rank
             kept.values.forget_all()
             kept.reducer.begin(eager=eager)
 

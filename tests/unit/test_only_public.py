@@ -21,6 +21,7 @@ OF_ADAPTERS = re.compile(
 
 ALLOWED = {
     "os._exit": "Python's own: how a rank dies without a word",
+    "torch._dynamo": "PyTorch's own: where compiled autograd is switched on",
     "sys._current_frames": "Python's own: where a thread is that does not end",
 }
 

@@ -385,6 +385,34 @@ def test_a_rank_that_has_joined_adds_nothing() -> None:
     loopback.run(3, rank)
 
 
+@pytest.mark.parametrize("overlap", [True, False])
+def test_a_rank_that_gives_up_a_backward_tells_the_others(overlap: bool) -> None:
+    """They took what had been ready there for its gradients. One that has joined stands aside."""
+
+    def rank(comm: Communicator) -> None:
+        reducer, values = reducer_of(comm, overlap=overlap)
+        backward(reducer, values, {i: gradient(comm.rank, i) for i in range(4)})
+        if comm.rank == 2:
+            assert reducer.contribute_nothing() == 2
+            return
+        reducer.begin()
+        for index in (3, 2) if comm.rank else range(4):
+            values.give(index, gradient(comm.rank, index))
+            reducer.ready(index)
+        if comm.rank:
+            reducer.cleared()
+        else:
+            with pytest.raises(MismatchError, match=r"ended the backward of ranks \[1\].*this is rank 0 of 3"):
+                reducer.end()
+            reducer.cleared()
+        values.forget_all()
+        results = backward(reducer, values, {i: gradient(comm.rank, i, 1) for i in range(4)})
+        np.testing.assert_array_equal(results[3], mean(3, 3, 1, [0, 1]))
+        reducer.contribute_nothing()
+
+    loopback.run(3, rank)
+
+
 def test_accumulation_over_passes() -> None:
     """With `no_sync`, and with several passes for each step, a reduction has what was given last."""
 

@@ -1,0 +1,118 @@
+"""torch.compile of models, of verbs and of whole steps: graphs break around what travels between ranks."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+import commlib_torch as ct
+from commlib.errors import UsageError
+
+from .oracle import assert_close, batch, gradients_of, loss_of, mine, model, parameters_of
+
+
+def steps_alone(comm: Any, count: int) -> list[Tensor]:
+    alone = model()
+    plain = torch.optim.SGD(alone.parameters(), lr=0.1, momentum=0.9)
+    for step in range(count):
+        plain.zero_grad()
+        loss_of(alone, batch(comm, step)).backward()
+        plain.step()
+    return parameters_of(alone)
+
+
+@pytest.mark.parametrize("wrapper", ["optimizer", pytest.param("module", marks=pytest.mark.long)])
+def test_a_whole_step(comm: Any, wrapper: str) -> None:
+    """The compiler went on into the core, and traced what hands out shared memory."""
+    torch.compiler.reset()
+    network: Any = model()
+    called: Any = network
+    optimizer: Any = torch.optim.SGD(network.parameters(), lr=0.1, momentum=0.9)
+    if wrapper == "optimizer":
+        optimizer = ct.DistributedOptimizer(optimizer, network.named_parameters(), bucket_cap_mib=1e-4)
+    else:
+        called = ct.DataParallel(network, bucket_cap_mib=1e-4)
+
+    def step(inputs: Tensor, targets: Tensor) -> Tensor:
+        optimizer.zero_grad()
+        loss = loss_of(called, (inputs, targets))
+        loss.backward()
+        if wrapper == "optimizer":
+            optimizer.clip_grad_norm(1e9)
+        optimizer.step()
+        return loss.detach()
+
+    compiled = torch.compile(step, backend="eager")
+    for number in range(3):
+        compiled(*mine(comm, batch(comm, number)))
+    assert_close(parameters_of(network), steps_alone(comm, 3))
+
+
+def test_a_model_before_it_is_wrapped_and_after(comm: Any) -> None:
+    torch.compiler.reset()
+    for after in (False, True):
+        network: Any = model()
+        inner: Any = network if after else torch.compile(network, backend="eager")
+        called: Any = ct.DataParallel(inner)
+        if after:
+            called = torch.compile(called, backend="eager", fullgraph=True)
+        optimizer = torch.optim.SGD(network.parameters(), lr=0.1, momentum=0.9)
+        for number in range(2):
+            optimizer.zero_grad()
+            loss_of(called, mine(comm, batch(comm, number))).backward()
+            optimizer.step()
+        assert_close(parameters_of(network), steps_alone(comm, 2))
+
+
+def test_verbs_within_a_graph(comm: Any) -> None:
+    torch.compiler.reset()
+    size = comm.size
+
+    def verbs(x: Tensor) -> Tensor:
+        summed = ct.all_reduce(x * 2) + 1
+        gathered = ct.all_gather(x + 1)
+        return summed.sum() + gathered.sum() + ct.allreduce(x, name="in a graph", op=ct.Sum).sum()
+
+    x = torch.full((3,), comm.rank + 1.0)
+    total = size * (size + 1) / 2
+    for _ in range(2):
+        assert torch.compile(verbs, backend="eager")(x).item() == 6 * total + 3 + 3 * (total + size) + 3 * total
+
+
+@pytest.mark.ranks(min=2)
+@pytest.mark.parametrize("wrapper", ["optimizer", pytest.param("module", marks=pytest.mark.long)])
+def test_compiled_autograd_is_refused_by_name(comm: Any, wrapper: str) -> None:
+    """It never says that a backward has ended: gradients were this rank's own until the step, or for good."""
+    torch.compiler.reset()
+    network: Any = model()
+    called: Any = network
+    if wrapper == "optimizer":
+        made: Any = ct.DistributedOptimizer(torch.optim.SGD(network.parameters(), lr=0.1))
+    else:
+        made = called = ct.DataParallel(network)
+    with torch._dynamo.config.patch(compiled_autograd=True):
+        step = torch.compile(lambda *data: loss_of(called, data).backward(), backend="eager")
+        with pytest.raises(UsageError, match="compiled autograd"):
+            step(*mine(comm, batch(comm)))
+    network.zero_grad()
+    loss_of(called, mine(comm, batch(comm))).backward()
+    alone = model()
+    loss_of(alone, batch(comm)).backward()
+    assert_close(gradients_of(network), gradients_of(alone))
+    del made
+
+
+@pytest.mark.long
+def test_the_compiler_is_not_loaded_for_that() -> None:
+    """Nothing of it is loaded on import, and it hears of the core whenever it is."""
+    code = (
+        "import sys, commlib_torch; print('torch._dynamo' in sys.modules); import torch._dynamo, commlib; "
+        "print(torch._dynamo.trace_rules.check_file(commlib.__file__).skipped)"
+    )
+    run = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, timeout=300)
+    assert run.stdout.split() == ["False", "True"], run.stdout
