@@ -12,6 +12,7 @@ from torch.autograd.graph import saved_tensors_hooks
 from torch.utils import _pytree as pytree
 
 from commlib.pipeline.schedule.auto import LayerCosts
+from commlib_torch._copies import copy_of, same_random_numbers
 from commlib_torch._parts import INPUTS, Cut
 
 _TIMES = 3  # each unit is run; the fastest counts
@@ -20,23 +21,19 @@ _TIMES = 3  # each unit is run; the fastest counts
 def layer_costs(cut: Cut, example: tuple[tuple[Any, ...], dict[str, Any]]) -> LayerCosts:
     """Return what each part of a model costs for a microbatch like `example`, its (args, kwargs).
 
-    Weights and their gradients stay as they are, and so do random numbers and buffers such as running statistics.
+    Copies run: nothing of the model changes, nor of random numbers.
     """
     values: dict[str, Any] = {INPUTS: example}
     rows: list[tuple[float, float, float, int, int]] = []
-    buffers = [(buffer, buffer.clone()) for part in cut.parts for buffer in part.buffers()]
-    random = torch.get_rng_state()
-    for part in cut.parts:
-        given = pytree.tree_map_only(Tensor, _as_leaf, values)
-        best = min((_measure(part, given) for _ in range(_TIMES)), key=lambda row: row[0] + row[1] + row[2])
-        with torch.no_grad():
-            results = part(values)
-        rows.append((*best, sum(map(_nbytes, _tensors(results)))))
-        values |= results
-    torch.set_rng_state(random)
-    with torch.no_grad():
-        for buffer, before in buffers:
-            buffer.copy_(before)
+    with same_random_numbers():
+        for part in copy_of(list(cut.parts)):
+            best = min(
+                (_measure(part, _given(values)) for _ in range(_TIMES)), key=lambda row: row[0] + row[1] + row[2]
+            )
+            with torch.no_grad():
+                results = part(pytree.tree_map_only(Tensor, torch.clone, values))
+            rows.append((*best, sum(map(_nbytes, _tensors(results)))))
+            values |= results
     forward, inputs, weights, kept, outputs = zip(*rows, strict=True)
     return LayerCosts(forward, inputs, weights, kept, outputs)
 
@@ -73,8 +70,13 @@ def _seconds(roots: Sequence[Tensor], ends: Sequence[Tensor], gradients: Sequenc
     return time.perf_counter() - began
 
 
-def _as_leaf(tensor: Tensor) -> Tensor:
-    return tensor.detach().requires_grad_(tensor.is_floating_point() or tensor.is_complex())
+def _given(values: dict[str, Any]) -> dict[str, Any]:
+    """Return copies that want gradients and are no leaves: a part may change them in place."""
+
+    def copied(tensor: Tensor) -> Tensor:
+        return tensor.detach().requires_grad_(tensor.is_floating_point() or tensor.is_complex()).clone()
+
+    return pytree.tree_map_only(Tensor, copied, values)  # type: ignore[no-any-return]
 
 
 def _tensors(value: Any) -> list[Tensor]:

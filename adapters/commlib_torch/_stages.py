@@ -124,7 +124,6 @@ class TorchStage:
         The first microbatch tells, which gets copies in any case.
         """
         self._copies: list[Tensor] = []
-        self._keeps_all = recompute == "none"
         self._keepers = keepers_in(part)
         self._leaves: list[Tensor] = []
         """The weights that get gradients in this batch: to go through a module takes as long as a small layer."""
@@ -189,11 +188,9 @@ class TorchStage:
         tensors, note = flat(list(given.values()))
         self._copies = [tensor.clone() for tensor in tensors]
         own: dict[str, Any] = dict(zip(given, nested(self._copies, note), strict=True))
-        if inputs is not None:
-            if not self._keeps_all:  # a user's tensors may be changed as in one process, but not once more
-                inputs = pytree.tree_map_only(Tensor, torch.clone, inputs)
-                self._copies += [leaf for leaf in pytree.tree_leaves(inputs) if isinstance(leaf, Tensor)]
-            own[INPUTS] = inputs
+        if inputs is not None:  # parts of a batch, which share memory, and with that what autograd knows of changes
+            own[INPUTS] = pytree.tree_map_only(Tensor, torch.clone, inputs)
+            self._copies += [leaf for leaf in pytree.tree_leaves(own[INPUTS]) if isinstance(leaf, Tensor)]
         return own
 
     def _finish(self, microbatch: int, output: Any) -> Tensor | None:

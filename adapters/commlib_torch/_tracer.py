@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 import operator
 import random
+import sys
 import weakref
 from collections import deque
 from collections.abc import Iterator, Mapping
@@ -17,6 +18,7 @@ import numpy as np
 import torch
 from torch import Tensor, fx, nn
 
+from commlib_torch._copies import in_mode_of_all, same_random_numbers
 from commlib_torch._signature import Call
 
 WITHIN, GRADIENTS = "within", "gradients"
@@ -54,7 +56,12 @@ def traced(model: nn.Module, call: Call, whole: Mapping[type, str], *, training:
     """
     tracer = _Tracer(model, call, whole)
     trace = Trace(fx.Graph())
-    with _in_mode(model, training=training), _same_random_numbers(), torch.enable_grad(), ExitStack() as stack:
+    with (
+        in_mode_of_all(list(model.modules()), training=training),
+        same_random_numbers(),
+        torch.enable_grad(),
+        ExitStack() as stack,
+    ):
         stack.enter_context(tracer.watching(model))
         try:
             trace.graph = tracer.trace(model)
@@ -157,6 +164,10 @@ class _Tracer(fx.Tracer):
         if found not in self.faults:
             self.faults.append(found)
 
+    def note_question(self) -> None:
+        """Note that forward asks for the class of a value."""
+        self._fault("asks for the class of a value (isinstance), which is no tensor in a trace")
+
     def _look_at_random_numbers(self) -> None:
         state = _random_state()
         if state != self._random:
@@ -233,10 +244,27 @@ class _Tracer(fx.Tracer):
 
 
 class _Proxy(fx.Proxy):
-    """A value of a trace on which `+=` and `[...] =` work in place, as on a tensor."""
+    """A value of a trace on which `+=` and `[...] =` work in place, as on a tensor; it says who asks for its class."""
+
+    @property
+    def __class__(self) -> type:
+        """Return the class, and note whether it is forward that asks, by isinstance: of a tensor it is another one."""
+        frame = sys._getframe(1)
+        asker = str(frame.f_globals.get("__name__", "")).partition(".")[0]
+        if asker not in _OWN_CALLERS or frame.f_code.co_name == "is_tensor":
+            self.tracer.note_question()  # type: ignore[attr-defined]
+        return _Proxy
+
+    @__class__.setter
+    def __class__(self, value: Any) -> None:
+        raise TypeError("a value of a trace has one class")
 
     def __setitem__(self, index: Any, value: Any) -> None:
         self.tracer.create_proxy("call_function", operator.setitem, (self, index, value), {})
+
+
+_OWN_CALLERS = frozenset({"torch", "commlib_torch", "abc", "copy", "dataclasses", "functools", "inspect", "typing"})
+"""Packages that ask for classes to trace."""
 
 
 def _in_place(name: str) -> Any:
@@ -282,7 +310,11 @@ _HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_
 def hooks_of(module: nn.Module) -> list[Any]:
     """Return the hooks that a call of a module runs, but for our own."""
     found = [hook for name in _HOOKS for hook in getattr(module, name, {}).values()]
-    return [hook for hook in found if not type(hook).__module__.startswith("commlib_torch.")]
+    return [hook for hook in found if not _is_ours(hook)]
+
+
+def _is_ours(hook: Any) -> bool:
+    return (getattr(hook, "__module__", None) or type(hook).__module__).startswith("commlib_torch.")
 
 
 def has_state_of_its_own(module: nn.Module) -> bool:
@@ -290,7 +322,8 @@ def has_state_of_its_own(module: nn.Module) -> bool:
     names = ("get_extra_state", "_save_to_state_dict", "_load_from_state_dict", "state_dict")
     if any(getattr(type(module), name) is not getattr(nn.Module, name) for name in names):
         return True
-    return bool(module._state_dict_hooks or module._load_state_dict_pre_hooks)
+    hooks = (*module._state_dict_hooks.values(), *module._load_state_dict_pre_hooks.values())
+    return not all(_is_ours(getattr(hook, "hook", hook)) for hook in hooks)
 
 
 def _is_in_place_on(node: fx.Node, buffer: str) -> bool:
@@ -352,31 +385,6 @@ def _autocast() -> tuple[bool, ...]:
 def _random_state() -> tuple[Any, ...]:
     numbers = str(np.random.get_state(legacy=False))  # arrays as text are short, but they show the place
     return random.getstate(), numbers, torch.get_rng_state().numpy().tobytes()
-
-
-@contextmanager
-def _same_random_numbers() -> Iterator[None]:
-    """Leave random numbers as they are, wherever they come from."""
-    before = random.getstate(), np.random.get_state(), torch.get_rng_state()
-    try:
-        yield
-    finally:
-        random.setstate(before[0])
-        np.random.set_state(before[1])
-        torch.set_rng_state(before[2])
-
-
-@contextmanager
-def _in_mode(model: nn.Module, *, training: bool) -> Iterator[None]:
-    """Let all modules be in a mode, whatever their `train` does."""
-    before = [(module, module.training) for module in model.modules()]
-    for module, _ in before:
-        vars(module)["training"] = training
-    try:
-        yield
-    finally:
-        for module, mode in before:
-            vars(module)["training"] = mode
 
 
 @contextmanager

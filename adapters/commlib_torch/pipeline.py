@@ -26,6 +26,7 @@ from commlib_torch._batch_statistics import WholeBatchStatistics
 from commlib_torch._batches import arguments, rows_in, taken
 from commlib_torch._bridge import array_of
 from commlib_torch._containers import is_container
+from commlib_torch._copies import copy_of
 from commlib_torch._hooks import registrations
 from commlib_torch._losses import Loss, LossWeights
 from commlib_torch._measured import layer_costs
@@ -37,6 +38,7 @@ from commlib_torch._staged import Staged
 from commlib_torch._stages import Batch, StashedWeights, TorchStage, TorchTensors, in_mode
 from commlib_torch._tied import TiedWeights
 from commlib_torch._traced import Traced
+from commlib_torch._verify import check_with_example, given, verify_cut
 from commlib_torch.clip import squares_by_axis
 from commlib_torch.devices import in_order
 from commlib_torch.expert.losses import keepers_in
@@ -61,6 +63,7 @@ def pipeline(
     every: int | None = None,
     example: Any = None,
     memory: int | None = None,
+    verify: Any = None,
 ) -> Pipeline:
     """Put the stages of a model on the ranks of `comm`, such as `mesh["pp"]`. The same call on every rank; collective.
 
@@ -79,7 +82,11 @@ def pipeline(
     schedule="auto" chooses by simulated time, from what each layer is measured to cost, with at most `memory` bytes of
     activations on a rank: `pipe.why` says why. Both need example=, an x of as many rows as a microbatch has, on rank 0.
     So does the check of a plan, where `parallelize` has divided the model and was given no example; and a model that
-    asks which of its arguments are there, or for the value of a number: it is cut for those of the example.
+    asks which of its arguments are there, or for the value of a number: it is cut for those of the example. Where there
+    is an example, rank 0 compares outputs, gradients and buffers of the stages with those of the whole model, in both
+    modes. verify: a batch, the arguments of `step`, as (x, y), whole and the same on every rank: all ranks compare so,
+    and a step of the pipeline in evaluation mode with one of the whole model. Both run copies of the model, without the
+    hooks that users have put on it; nothing of it changes.
     checkpoint: what is kept of activations between forward and backward: "none" recomputed, "selective" (products are
     kept) or "full" (only a stage's inputs are). batch_norm: "microbatch" updates running statistics with each
     microbatch, "batch" once with those of the whole batch.
@@ -90,21 +97,32 @@ def pipeline(
     optimizer: makes the optimizer of named parameters, for schedules that update weights themselves; every:
     microbatches between their updates.
 
-    Raises UsageError for what makes no sense on this rank, MismatchError on all ranks if they ask for different things,
-    ScheduleError for a schedule that cannot run.
+    Raises UsageError for what makes no sense on this rank, or on all ranks if a check finds that anything differs,
+    MismatchError on all ranks if they ask for different things, ScheduleError for a schedule that cannot run.
     """
     check_words(checkpoint=checkpoint, batch_norm=batch_norm)
-    told = comm.broadcast_object(None if example is None else described(arguments(example)))
+    x = given(verify)[0] if example is None and verify is not None else example
+    told = comm.broadcast_object(None if x is None else described(arguments(x)))
     units = _units(model, comm.size, told)
     chosen = choose_stages(
         comm, schedule, microbatches, split=split(model) if callable(split) else split, stages=stages, every=every,
         memory=memory, measure=lambda: _measured(units, example, checkpoint), count=partial(counts_by, units),
     )  # fmt: skip
     check_stages(
-        comm, model, lambda: units.cut([len(units.sizes())]).parts[0],
+        comm, model, lambda: copy_of(units.cut([len(units.sizes())]).parts[0]),
         None if example is None else (({INPUTS: arguments(example)},), {}), calls_layers=isinstance(units, Layers),
     )  # fmt: skip
     pieces = units.cut(chosen.counts)
+    spreads = not isinstance(model, nn.Sequential)
+    if verify is not None:
+        verify_cut(
+            comm, model, pieces, verify, loss=loss, updates=bool(chosen.schedule.every), spreads=spreads,
+            make=lambda cut, loss: Pipeline(
+                comm, cut, chosen.schedule, loss=loss, checkpoint=checkpoint, codec=None, weigh=weigh, optimizer=None
+            ),
+        )  # fmt: skip
+    elif told is not None:
+        check_with_example(comm, model, pieces, example, spreads=spreads)
     pipe = Pipeline(
         comm, pieces, chosen.schedule, loss=loss, checkpoint=checkpoint, codec=codec, weigh=weigh, optimizer=optimizer
     )

@@ -1,0 +1,78 @@
+"""Copies: models that may be run without a trace of it in the ones that they are copies of."""
+
+from __future__ import annotations
+
+import copy
+import random
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any, TypeVar
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+
+_T = TypeVar("_T")
+
+_HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
+
+
+def copy_of(value: _T) -> _T:
+    """Return a copy of a module, or of a nest of them: weights, buffers, counters, lists, and all else that they have.
+
+    Hooks that users have put on modules or weights are no part of it: they may change what is no copy. Those by which
+    torch computes weights are. Gradients are not copied.
+    """
+    modules = _modules_in(value)
+    memo: dict[int, Any] = {}
+    for module in modules:
+        for one in (*vars(module).values(), *module._buffers.values()):
+            if isinstance(one, Tensor) and not isinstance(one, nn.Parameter) and one.grad_fn is not None:
+                memo[id(one)] = one.detach().clone().requires_grad_()  # torch copies leaves only
+    copied = copy.deepcopy(value, memo)
+    for module in _modules_in(copied):
+        for name in _HOOKS:
+            hooks: dict[int, Any] = getattr(module, name, {})
+            for key in [key for key, hook in hooks.items() if not _is_part_of_the_model(hook)]:
+                del hooks[key]
+    return copied
+
+
+def _modules_in(value: Any) -> list[nn.Module]:
+    if isinstance(value, nn.Module):
+        return list(value.modules())
+    if isinstance(value, tuple | list):
+        return list(dict.fromkeys(module for one in value for module in _modules_in(one)))
+    return []
+
+
+def _is_part_of_the_model(hook: Any) -> bool:
+    made_by = getattr(hook, "__module__", None) or type(hook).__module__
+    is_check = hasattr(hook, "divided_output")  # of a plan, made once
+    return made_by.startswith("torch.") or (made_by.startswith("commlib_torch.") and not is_check)
+
+
+@contextmanager
+def same_random_numbers() -> Iterator[None]:
+    """Leave the states of all random numbers as they are, wherever these come from."""
+    before = random.getstate(), np.random.get_state()
+    devices = list(range(torch.cuda.device_count())) if torch.cuda.is_initialized() else []
+    with torch.random.fork_rng(devices=devices):
+        try:
+            yield
+        finally:
+            random.setstate(before[0])
+            np.random.set_state(before[1])
+
+
+@contextmanager
+def in_mode_of_all(modules: list[nn.Module], *, training: bool) -> Iterator[None]:
+    """Let modules be in a mode, whatever their `train` does."""
+    before = [(module, module.training) for module in modules]
+    for module, _ in before:
+        vars(module)["training"] = training
+    try:
+        yield
+    finally:
+        for module, mode in before:
+            vars(module)["training"] = mode

@@ -1,0 +1,204 @@
+"""Whole: run a model, or its stages one after another, forward and backward, and write down what is computed."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+from torch.utils import _pytree as pytree
+
+from commlib.dtypes import Array
+from commlib.functional.differences import TOLERANCES
+from commlib.pipeline.whole import Run
+from commlib_torch._bridge import host_array
+from commlib_torch._copies import copy_of, in_mode_of_all, same_random_numbers
+from commlib_torch._notes import flat, nested
+from commlib_torch._operations import state_names
+from commlib_torch._parts import INPUTS, OUTPUT, Cut
+from commlib_torch.expert.losses import keepers_in, taken
+
+Call = tuple[tuple[Any, ...], dict[str, Any]]
+
+
+def whole_run(model: Any, call: Call, *, spreads: bool, training: bool) -> Run:
+    """Run a copy of a model as one process does. model: a module, or a list of them, as `called` calls them."""
+    copied = copy_of(model)
+    modules = named_modules(copied)
+    also = [copied] if isinstance(copied, nn.Module) else []
+    with _recording(modules, training=training, also=also) as values, _fresh(call) as (fresh, inputs):
+        output = called(copied, fresh, spreads=spreads)
+        _give_gradients(output, copied)
+    return _run(copied, values, output, inputs)
+
+
+def called(model: Any, call: Call, *, spreads: bool) -> Any:
+    """Call a model, or the modules of a list one after another: a tuple is several arguments of the next."""
+    args, options = call
+    if isinstance(model, nn.Module) and not isinstance(model, nn.ModuleList):
+        return model(*args, **options)
+    first, *rest = model
+    value = first(*args, **options)
+    for layer in rest:
+        value = layer(*value) if spreads and isinstance(value, tuple) else layer(value)
+    return value
+
+
+def cut_run(cut: Cut, names: Mapping[str, str], call: Call, *, training: bool) -> Run:
+    """Run copies of the stages of a model one after another. names: see `first_names`."""
+    parts = copy_of(list(cut.parts))
+    modules = {names.get(name, name): module for part in parts for name, module in part.named_modules() if name}
+    stages: dict[str, int] = {}
+    for stage, part in enumerate(parts):
+        stages |= {f"the output of {names.get(name, name)}": stage for name, _ in part.named_modules()}
+        stages |= dict.fromkeys(state_names(part), stage)
+    given: dict[int, list[tuple[Tensor, Tensor]]] = {stage: [] for stage in range(len(parts))}
+    along: dict[tuple[int, int], tuple[list[Tensor], str]] = {}
+    output: Any = None
+    with _recording(modules, training=training, also=parts) as values, _fresh(call) as (fresh, inputs):
+        for stage, part in enumerate(parts):
+            named: dict[str, Any] = {INPUTS: fresh} if stage == 0 else {}
+            for link, told in cut.values.items():
+                if link.target == stage:
+                    sent, note = along.pop((link.source, stage))
+                    leaves = [tensor.detach().requires_grad_(tensor.requires_grad) for tensor in sent]
+                    given[link.source] += zip(sent, leaves, strict=True)
+                    named.update(zip(told, nested([leaf.clone() for leaf in leaves], note), strict=True))
+            results = part(named)
+            for link, told in cut.values.items():
+                if link.source == stage:
+                    along[stage, link.target] = flat([results[name] for name in told])
+        output = results[OUTPUT]
+        _give_gradients(output, parts)
+        for both in reversed(given.values()):
+            pairs = [(one, leaf.grad) for one, leaf in both if one.requires_grad and leaf.grad is not None]
+            if pairs:
+                torch.autograd.backward([one for one, _ in pairs], [gradient for _, gradient in pairs])
+    found = _run(parts, values, output, inputs)
+    return Run(found.values, found.gradients, found.state, stages)
+
+
+def first_names(model: Any) -> dict[str, str]:
+    """Return the first name of each module by each of its names."""
+    first: dict[int, str] = {}
+    found: dict[str, str] = {}
+    for name, module in named_modules(model, remove_duplicate=False).items():
+        found[name] = first.setdefault(id(module), name)
+    return found
+
+
+def named_modules(model: Any, *, remove_duplicate: bool = True) -> dict[str, nn.Module]:
+    """Return the modules in a module or a list, by name."""
+    if isinstance(model, nn.Module):
+        return {name: one for name, one in model.named_modules(remove_duplicate=remove_duplicate) if name}
+    holder = nn.ModuleList(model)
+    return {name: one for name, one in holder.named_modules(remove_duplicate=remove_duplicate) if name}
+
+
+def named_values(model: Any, what: str) -> Iterator[tuple[str, Any]]:
+    """Yield the parameters or buffers of a module, of modules in a list, or of stages, by each name that one has."""
+    if isinstance(model, nn.Module):
+        yield from getattr(model, what)(remove_duplicate=False)
+    elif model and all(hasattr(part, "_commlib") for part in model):
+        for part in model:
+            yield from getattr(part, what)(remove_duplicate=False)
+    else:
+        yield from getattr(nn.ModuleList(model), what)(remove_duplicate=False)
+
+
+@contextmanager
+def _recording(
+    modules: Mapping[str, nn.Module], *, training: bool, also: Sequence[nn.Module] = ()
+) -> Iterator[dict[str, Any]]:
+    """Run models in a mode, with gradients and random numbers as they are now; yield what their modules give."""
+    values: dict[str, Any] = {}
+    calls: dict[str, int] = {}
+
+    def noting(name: str) -> Callable[..., None]:
+        def note(module: nn.Module, args: Any, result: Any) -> None:
+            calls[name] = calls.get(name, 0) + 1
+            again = f" in call {calls[name]}" if calls[name] > 1 else ""
+            for number, tensor in enumerate(_tensors(result)):
+                of = f", value {number}" if number else ""
+                values[f"the output of {name}{again}{of}"] = _array(tensor)
+
+        return note
+
+    everything = list(dict.fromkeys([*modules.values(), *(one for part in also for one in part.modules())]))
+    with ExitStack() as stack:
+        for name, module in modules.items():
+            stack.callback(module.register_forward_hook(noting(name)).remove)
+        stack.enter_context(in_mode_of_all(everything, training=training))
+        stack.enter_context(same_random_numbers())
+        stack.enter_context(torch.enable_grad())
+        yield values
+
+
+@contextmanager
+def _fresh(call: Call) -> Iterator[tuple[Call, list[Tensor]]]:
+    """Yield copies of arguments, and those of them that take gradients."""
+    inputs: list[Tensor] = []
+
+    def fresh(tensor: Tensor) -> Tensor:
+        copied = tensor.detach().clone()
+        if copied.is_floating_point() or copied.is_complex():
+            inputs.append(copied.requires_grad_())
+            return copied * 1  # no leaf: a model may work in place on it
+        return copied
+
+    yield pytree.tree_map_only(Tensor, fresh, call), inputs
+
+
+def _give_gradients(output: Any, model: Any) -> None:
+    """Go back from a sum of own losses and of the outputs, each element times a number, the same in every run."""
+    loss: Any = 0.0
+    for number, value in enumerate(_tensors(output)):
+        if value.requires_grad:
+            weights = torch.from_numpy(np.random.default_rng(number).standard_normal(tuple(value.shape)))
+            total = (value * weights.to(value)).sum()
+            loss = loss + (total.abs() if total.is_complex() else total)
+    keepers = [keeper for part in ([model] if isinstance(model, nn.Module) else model) for keeper in keepers_in(part)]
+    extra = taken(dict.fromkeys(keepers))
+    if extra is not None:
+        loss = loss + extra
+    if isinstance(loss, Tensor) and loss.requires_grad:
+        loss.backward()
+
+
+def _run(model: Any, values: dict[str, Any], output: Any, inputs: list[Tensor]) -> Run:
+    found: dict[str, Array | str] = dict(values)
+    found["the output"] = _structure(output)
+    for number, tensor in enumerate(_tensors(output)):
+        found[f"output {number}"] = _array(tensor)
+    gradients = {f"input {n}": None if one.grad is None else _array(one.grad) for n, one in enumerate(inputs)}
+    for name, weight in named_values(model, "named_parameters"):
+        gradients[name] = None if weight.grad is None else _array(weight.grad)
+    state = {name: _array(buffer) for name, buffer in named_values(model, "named_buffers")}
+    return Run(found, gradients, state)
+
+
+def _tensors(value: Any) -> list[Tensor]:
+    """Return the tensors in a value, those in objects, too."""
+    try:
+        return flat([value])[0]
+    except Exception:
+        return [leaf for leaf in pytree.tree_leaves(value) if isinstance(leaf, Tensor)]
+
+
+def _structure(value: Any) -> str:
+    leaves, spec = pytree.tree_flatten(value)
+    kinds = ["a tensor" if isinstance(leaf, Tensor) else type(leaf).__name__ for leaf in leaves]
+    return kinds[0] if spec.is_leaf() else f"{spec.type.__name__} of {', '.join(kinds)}"
+
+
+def _array(tensor: Tensor) -> Array:
+    return host_array(tensor.detach().clone().contiguous())
+
+
+def tolerance_of(model: Any) -> float:
+    """Return how exact a model is: as its coarsest floats are."""
+    names = {str(value.dtype).removeprefix("torch.") for _, value in named_values(model, "named_parameters")}
+    return max((TOLERANCES.get(name, 0.0) for name in names), default=TOLERANCES["float32"])
