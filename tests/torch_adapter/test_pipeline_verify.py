@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from commlib.errors import MismatchError, UsageError
 from commlib_torch import pipeline
-from commlib_torch._parts import _Layers
+from commlib_torch._parts import Layers
 
 WIDTH = 6
 
@@ -155,10 +155,18 @@ def test_what_differs_is_named_on_all_ranks(comm: Any) -> None:
 
 def test_a_gradient_that_is_lost_is_named(comm: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     """Whatever a stage does to its values."""
-    forward = _Layers.forward
-    monkeypatch.setattr(
-        _Layers, "forward", lambda self, values: {k: v.detach() for k, v in forward(self, values).items()}
-    )
+    cut = Layers.cut
+
+    def detached(forward: Any) -> Any:
+        return lambda values: {name: value.detach() for name, value in forward(values).items()}
+
+    def broken(self: Any, counts: Any) -> Any:
+        found = cut(self, counts)
+        for part in found.parts:
+            part.forward = detached(part.forward)
+        return found
+
+    monkeypatch.setattr(Layers, "cut", broken)
     x, y = batch()
     torch.manual_seed(0)
     model = nn.Sequential(*(nn.Linear(WIDTH, WIDTH) for _ in range(comm.size + 1)))
