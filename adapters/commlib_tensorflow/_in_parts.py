@@ -16,13 +16,14 @@ from commlib.horovod.gradients import Call, NamedReduction
 from commlib_tensorflow._bridge import to_array, to_tensor
 from commlib_tensorflow._on_device import array_of
 from commlib_tensorflow._shards import shard_of
-from commlib_tensorflow.devices import settle, tensors_over, working
+from commlib_tensorflow.devices import settle, working
 from commlib_tensorflow.gradients import (
     Gradients,
     gradient_of,
     own_array,
     place_of_gradients,
     received,
+    tensors_there,
     threads,
     to_send,
 )
@@ -63,7 +64,7 @@ class InParts(NamedReduction):
         """Return what was reduced as tensors."""
         dtypes = [self._dtypes[number] for number, _ in found]
         if self._place is not None:
-            return tensors_over([array for _, array in found], pairs=[dtype.is_complex for dtype in dtypes])
+            return tensors_there([(array, dtype) for (_, array), dtype in zip(found, dtypes, strict=True)])
         own = (own_array(array, dtype, eager=True) for (_, array), dtype in zip(found, dtypes, strict=True))
         return list(map(to_tensor, own))
 

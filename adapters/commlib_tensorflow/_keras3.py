@@ -210,6 +210,10 @@ def distribute(optimizer: Any, reduction: Reduction, backward_passes_per_step: i
     inner = getattr(optimizer, "inner_optimizer", optimizer)
     if isinstance(inner, Distributed):
         raise UsageError("this optimizer is a DistributedOptimizer already")
+    if hasattr(inner, "optimizers"):
+        raise UsageError(
+            f"{type(inner).__name__} leaves all updates to the optimizers in it: make each of those distributed instead"
+        )
 
     def prepare(one: Any) -> None:
         if backward_passes_per_step > 1:

@@ -29,7 +29,9 @@ from commlib.buffers.aligned import aligned_empty
 from commlib.compress.casts import Compressing
 from commlib.compress.choice import Choice
 from commlib.data_parallel import BUCKET_CAP_MIB, FIRST_BUCKET_MIB, Gradient, Options, cores_per_rank, read_groups
+from commlib.devices.array import DeviceArray
 from commlib.devices.copies import brought
+from commlib.dtypes import numpy_dtype
 from commlib.errors import UsageError
 from commlib.functional.shards import check_apart
 from commlib.horovod.gradients import Call, NamedGradients, NamedReduction
@@ -365,7 +367,7 @@ class _Reduction(NamedReduction):
         """Return results, each with its dtype, as TensorFlow may have them."""
         if self._place is None:
             return [own_array(array, dtype, eager=self._eager) for array, dtype in results]
-        return tensors_over([array for array, _ in results], pairs=[dtype.is_complex for _, dtype in results])
+        return tensors_there(results)
 
 
 def _as_variable(gradient: Any, variable: Any) -> Any:
@@ -439,13 +441,25 @@ def threads() -> int:
     return int(tf.config.threading.get_intra_op_parallelism_threads()) or cores_per_rank(commlib.world())
 
 
+def tensors_there(results: Sequence[tuple[DeviceArray, Any]]) -> list[tf.Tensor]:
+    """Return results of a device, each with its dtype, as tensors over them; pairs that travelled narrow are wide."""
+    arrays = []
+    for array, dtype in results:
+        if dtype.is_complex and array.dtype != (real := numpy_dtype(dtype_name(dtype.real_dtype))):
+            wide = array.device.wrap(array.device.empty(array.shape, real), "a gradient")
+            array.device.kernels.cast(array.reshape(-1), wide.reshape(-1))
+            array = wide
+        arrays.append(array)
+    return tensors_over(arrays, pairs=[dtype.is_complex for _, dtype in results])
+
+
 def own_array(array: Array, dtype: Any, *, eager: bool) -> Array:
     """Return a result of this dtype, as an array that TensorFlow may adopt.
 
     It has to adopt the very object, by which a slot is known to be in use; else it gets a copy.
     """
     if dtype.is_complex:
-        pairs = aligned_empty(array.shape, array.dtype)
+        pairs = aligned_empty(array.shape, dtype.real_dtype.as_numpy_dtype)  # it may have travelled in a narrow one
         pairs[...] = array
         whole: Array = pairs.view(dtype.as_numpy_dtype).reshape(array.shape[:-1])
         return whole

@@ -182,7 +182,9 @@ class NamedReduction:
                 self.begin(begins, eager=True)
             kept = self._begun()
             for index, array in zip(members, arrays, strict=True):
-                kept.values.give(index, array.view(f"f{array.itemsize // 2}") if array.dtype.kind == "c" else array)
+                if array.dtype.kind == "c":  # pairs, also of one number without dimensions
+                    array = array.reshape(-1).view(f"f{array.itemsize // 2}")
+                kept.values.give(index, array)
                 kept.reducer.ready(index)
 
     def end(self, rows: Sequence[tuple[Any, Any]]) -> dict[int, Any]:

@@ -25,6 +25,7 @@ from tests.tensorflow_adapter.oracle import (
 )
 
 both = pytest.mark.parametrize("mode", MODES)
+COMPLEX = (tf.complex64, tf.complex128)
 
 
 def train(comm: Any, mode: str, **options: Any) -> list[Any]:
@@ -388,3 +389,17 @@ def test_results_of_any_dtype_that_are_kept_stay_what_they_are(comm: Any, mode: 
     for number, (one, two) in enumerate(kept):
         check(one, tf.cast(tf.fill([5000], number * comm.size), dtype))
         check(two, tf.cast(tf.fill([5000], 2 * number * comm.size), dtype))
+
+
+@pytest.mark.parametrize("compression", ["none", "bf16", "fp16", "int8"])
+@both
+def test_complex_numbers_of_any_shape_and_on_any_way(comm: Any, mode: str, compression: str) -> None:
+    """One number without dimensions was no pair, and pairs that travelled narrow were taken for wide ones."""
+    reducer = Gradients(f"complex {mode} {compression}", compression=compression)
+    kinds = [tf.constant(3 - 2j, dtype) * tf.ones(shape, dtype) for dtype in COMPLEX for shape in ((), (0,), (3, 1))]
+    names = [str(number) for number in range(len(kinds))]
+    mean = (comm.size + 1) / 2
+    results = in_mode(mode, lambda *given: reducer(given, names))(*(one * (comm.rank + 1) for one in kinds))
+    for one, expected in zip(results, kinds, strict=True):
+        assert one.dtype == expected.dtype and one.shape == expected.shape
+        np.testing.assert_allclose(one, expected * mean, rtol=2e-2 if compression == "int8" else 1e-6)

@@ -334,6 +334,8 @@ def test_what_is_no_optimizer_is_refused() -> None:
         DistributedOptimizer(optimizer)
     with pytest.raises(UsageError, match="already"):
         DistributedOptimizer(keras.optimizers.LossScaleOptimizer(optimizer))
+    with pytest.raises(UsageError, match="make each of those distributed"):
+        DistributedOptimizer(keras.optimizers.MultiOptimizer(keras.optimizers.OptimizerMap(keras.optimizers.SGD())))
     with pytest.raises(UsageError, match="contradicts gradient_accumulation_steps=2"):
         DistributedOptimizer(keras.optimizers.SGD(0.1, gradient_accumulation_steps=2), backward_passes_per_step=3)
 
