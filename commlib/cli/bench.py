@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 import commlib
+from commlib.console.own_stdout import own_stdout
 
 if TYPE_CHECKING:
     from commlib.bench.options import Options
@@ -105,6 +106,8 @@ def bench(
     """
     from commlib.bench.options import Options, Refused
 
+    if csv or format:
+        own_stdout()
     try:
         options = Options(
             verb=verb,

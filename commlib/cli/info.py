@@ -10,6 +10,7 @@ import typer
 
 from commlib import config, exits
 from commlib.config_rows import Row, rows, value_text
+from commlib.console.own_stdout import own_stdout
 from commlib.console.width import reader_width, wrapped
 from commlib.diagnosis.checks import problems
 from commlib.diagnosis.facts import Job
@@ -37,6 +38,8 @@ def info(
     if is_alone():
         job: Job | None = look_alone(seconds)
     else:
+        if as_json:
+            own_stdout()  # libraries that MPI brings write there, too
         job = look_together(_so_far, seconds)
     if job is None:
         return

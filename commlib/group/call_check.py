@@ -169,10 +169,15 @@ class StallCheck:
         # Ranks that leave together take each other's word, so that no message is left behind, of which some MPI
         # libraries complain. And MPI may outlive this process's memory: it must not touch it any more.
         exchanges = [*self._parting, *itertools.chain.from_iterable(self._posted.values())]
+        said: set[int] = set()  # who has said its last words: what it said before them is there
         for exchange in exchanges:
-            for request in (exchange.send, exchange.receive):
+            awaited = [exchange.send] if exchange.peer in said else [exchange.send, exchange.receive]
+            for request in awaited:
                 while request is not None and not request.test() and time.monotonic() < deadline:
                     time.sleep(1e-4)
+            if exchange.receive is not None and exchange.receive.test():
+                said.add(exchange.peer)
+            for request in (exchange.send, exchange.receive):
                 self.has_spoken |= request is not None and not request.test()
         words = {exchange.peer: _Words.read(text) for exchange in self._parting if (text := exchange.text())}
         for exchange in exchanges:
@@ -180,6 +185,7 @@ class StallCheck:
                 exchange.receive.cancel()
         self._posted.clear()
         self._parting.clear()
+        self._transport.discard()  # what those said that waited long in calls in which this rank did not
         odd = [peer for peer, said in words.items() if self._said is not None and said.contradicts(self._said)]
         return f"rank {', '.join(map(str, odd))}" if odd else ""
 

@@ -14,8 +14,9 @@ from commlib.runtime.poller import MessagePoller
 from commlib.runtime.recording import Recording
 from commlib.runtime.retired import Retired
 
-# Seconds that a rank waits, in all, for the last words of ranks that leave with it.
-PARTING = 0.2
+# Seconds that a rank waits for the last words of others where a group has failed, and in all where the job ends. MPI's
+# own end waits for all ranks anyway, and libraries complain of words that come after those that take them have gone.
+PARTING, LEAVING = 0.2, 2.0
 
 
 class HangWatching(Protocol):
@@ -89,7 +90,7 @@ class Runtime:
         self.poller.close()
         for group in groups:
             group.announce()
-        parted = time.monotonic() + PARTING
+        parted = time.monotonic() + LEAVING
         for group in groups:
             self.difference = group.leave(deadline=parted) or self.difference
             group.retire()

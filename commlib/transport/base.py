@@ -174,6 +174,10 @@ class Transport(Protocol):
         """
         ...
 
+    def discard(self) -> None:
+        """Take what has come in this space and nobody receives any more, as this rank leaves. Never blocks."""
+        ...
+
     def space(self, space: Space) -> Transport:
         """Return the same group for messages of another space. Not collective; it is closed with this one."""
         ...

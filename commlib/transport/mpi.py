@@ -213,6 +213,15 @@ class MpiTransport:
         self._comm.Iprobe(tag=self._quiet_tag)
         return bool(self._comm.Iprobe())
 
+    def discard(self) -> None:
+        status = MPI.Status()
+        while self._comm.Iprobe(MPI.ANY_SOURCE, MPI.ANY_TAG, status):
+            if not self._first_tag <= status.Get_tag() < self._first_tag + self._tags:
+                return  # of another space, which somebody may still receive
+            message = self._comm.Improbe(status.Get_source(), status.Get_tag(), status)
+            if message is not None:
+                message.Recv([bytearray(status.Get_count(MPI.BYTE)), MPI.BYTE])
+
     def split(self, color: int, key: int) -> MpiTransport | None:
         return self._child(self._comm.Split(MPI.UNDEFINED if color < 0 else color, key))
 

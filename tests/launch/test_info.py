@@ -134,3 +134,23 @@ runpy.run_module("commlib", run_name="__main__")
     assert done.returncode != 0 and not done.stdout.startswith("commlib  ")
     assert "What is wrong:" in done.stderr
     assert "- error: this process did not gather what the ranks have found within 2 s" in done.stderr
+
+
+@pytest.mark.any_mpi
+def test_json_is_all_that_comes_to_standard_output(mpirun):
+    """A library's warning as MPI ended stood there, too (UCX's, of a message that nobody had received)."""
+    done = mpirun(
+        2,
+        """
+import os, sys
+from commlib import launch
+load, end = launch.load_mpi, launch.finalize
+launch.load_mpi = lambda: (os.write(1, b"a library begins\\n"), load())[1]
+launch.finalize = lambda: (os.write(1, b"a library ends\\n"), end())
+sys.argv = ["commlib", "info", "--json"]
+from commlib.cli.app import app
+app()
+""",
+    )
+    assert json.loads(done.stdout)["ranks"], done.stderr
+    assert "a library begins" in done.stderr and "a library ends" in done.stderr

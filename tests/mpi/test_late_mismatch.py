@@ -140,3 +140,17 @@ def test_ranks_that_leave_after_more_calls_than_others_say_so(comm, caplog):
     comm.barrier()
     group.group.leave()
     assert all("made different calls" in text for text in comm.all_gather_object(caplog.text)[:2])
+
+
+def test_nothing_is_left_of_what_a_long_wait_has_said(comm):
+    """A rank that waits long tells the others its calls. Those that did not wait left that to the end of MPI."""
+    config = Config(node_path=False, timeout=20, stall_warning=0.4)  # a wait is long after half of that
+    group = Communicator(MpiTransport(comm.native.Dup()), Runtime(config))
+    group.barrier()
+    if comm.rank == comm.size - 1:
+        time.sleep(1)
+    group.barrier()
+    group.group.leave(deadline=time.monotonic() + 20)
+    comm.barrier()
+    assert not group.native.Iprobe()
+    comm.barrier()
