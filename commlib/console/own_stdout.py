@@ -20,4 +20,4 @@ def own_stdout() -> None:
     sys.stdout.flush()
     own, encoding, errors = os.dup(1), sys.stdout.encoding, sys.stdout.errors
     os.dup2(2, 1)
-    sys.stdout = open(own, "w", buffering=1, encoding=encoding, errors=errors)
+    sys.stdout = os.fdopen(own, "w", buffering=1, encoding=encoding, errors=errors)
