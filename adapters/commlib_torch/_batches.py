@@ -1,14 +1,17 @@
-"""Batches: cut what a user gives a pipeline into microbatches."""
+"""Batches: cut what a user gives a pipeline into microbatches, and put together what comes out of it."""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
+import torch
 from torch import Tensor
 from torch.utils import _pytree as pytree
 
 from commlib.errors import UsageError
 from commlib.pipeline.batch import rows_of
+from commlib.pipeline.rows import REMEDY, WHOLE, each
 
 
 def arguments(x: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
@@ -18,21 +21,62 @@ def arguments(x: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
     return (tuple(x), {}) if isinstance(x, tuple | list) else ((x,), {})
 
 
-def rows_in(value: Any, microbatches: int, what: str) -> list[slice]:
-    """Return the rows of each microbatch. Raises UsageError if tensors have different numbers of rows, or none has."""
-    if isinstance(value, Tensor) and value.ndim:
-        return rows_of(value.shape[0], microbatches)
-    counts = {leaf.shape[0] for leaf in pytree.tree_leaves(value) if isinstance(leaf, Tensor) and leaf.ndim}
+def cut_by_rows(value: Any, microbatches: int, what: str, where: Any = 0) -> tuple[list[Any], list[int]]:
+    """Return the microbatches of a batch, and the rows of each. where: its rows are, as `Rows` says it.
+
+    Raises UsageError if tensors have different numbers of rows, or none has.
+    """
+    parts = rows_of(count_rows(value, what, where), microbatches)
+    return [taken(value, part, where) for part in parts], [part.stop - part.start for part in parts]
+
+
+def cut_by_user(parts: Any, microbatches: int, what: str, where: Any = 0) -> tuple[list[Any], list[int]]:
+    """Return microbatches that a user has cut, and the rows of each; those that are missing at the end have none.
+
+    Raises UsageError if they are no list, or too many.
+    """
+    if not isinstance(parts, list | tuple) or not 0 < len(parts) <= microbatches:
+        got = f"{len(parts)} of them" if isinstance(parts, list | tuple) else type(parts).__name__
+        raise UsageError(f"pipeline: {what}: expected a list of at most {microbatches} microbatches, got {got}")
+    missing = microbatches - len(parts)
+    counts = [count_rows(part, f"{what}[{number}]", where) for number, part in enumerate(parts)]
+    if 0 in counts[: len(counts) - counts[::-1].count(0)]:
+        raise UsageError(f"pipeline: {what}: microbatches without rows must be the last ones, got {counts} rows")
+    return [*parts, *[None] * missing], [*counts, *[0] * missing]
+
+
+def count_rows(value: Any, what: str, where: Any = 0) -> int:
+    """Return how many rows tensors have. Raises UsageError if they have different numbers, or none has any."""
+    if isinstance(value, Tensor) and value.ndim and where == 0:
+        return value.shape[0]
+    counts: set[int] = set()
+
+    def count(place: Any, leaf: Any) -> None:
+        if isinstance(leaf, Tensor) and leaf.ndim and place != WHOLE:
+            if place >= leaf.ndim:
+                raise UsageError(f"pipeline: {what}: rows says {place} of a tensor of shape {tuple(leaf.shape)}")
+            counts.add(leaf.shape[place])
+
+    if where == 0:
+        for leaf in pytree.tree_leaves(value):
+            count(0, leaf)
+    else:
+        each(count, where, value)
     if len(counts) != 1:
         got = (
             f"{len(counts)} different ones: {', '.join(map(str, sorted(counts)))}" if counts else "no tensor with rows"
         )
-        raise UsageError(f"pipeline: {what}: expected tensors of one number of rows (first dimension), got {got}")
-    return rows_of(counts.pop(), microbatches)
+        raise UsageError(
+            f"pipeline: {what}: expected tensors of one number of rows (first dimension), got {got}; where rows are in "
+            f"another dimension, or a tensor is for all microbatches, {REMEDY}"
+        )
+    return counts.pop()
 
 
-def taken(value: Any, rows: slice) -> Any:
+def taken(value: Any, rows: slice, where: Any = 0) -> Any:
     """Return the rows of a tensor, or of those in a nest of containers; what has no rows is for all."""
+    if where != 0:
+        return each(lambda place, leaf: _taken(place, leaf, rows), where, value)
     if isinstance(value, Tensor):
         return value[rows] if value.ndim else value
     if type(value) is tuple:
@@ -40,3 +84,31 @@ def taken(value: Any, rows: slice) -> Any:
     if not value:
         return value
     return pytree.tree_map(lambda leaf: leaf[rows] if isinstance(leaf, Tensor) and leaf.ndim else leaf, value)
+
+
+def _taken(place: Any, leaf: Any, rows: slice) -> Any:
+    if not isinstance(leaf, Tensor) or not leaf.ndim or place == WHOLE:
+        return leaf
+    return leaf.narrow(place, rows.start, rows.stop - rows.start)
+
+
+def together(parts: Sequence[Any], rows: Sequence[int], where: Any = 0, *, what: str = "output") -> Any:
+    """Return values of microbatches of so many rows as those of the batch. What is no tensor is that of the first.
+
+    Raises UsageError for a tensor that has other rows than its microbatch.
+    """
+
+    def one(place: Any, *leaves: Any) -> Any:
+        if not isinstance(leaves[0], Tensor) or place == WHOLE or (what == "y" and not leaves[0].ndim):
+            return leaves[0]
+        for leaf, count in zip(leaves, rows, strict=True):
+            if place >= leaf.ndim or leaf.shape[place] != count:
+                raise UsageError(
+                    f"pipeline: a microbatch of {count} rows has {what} of shape {tuple(leaf.shape)}, so its rows "
+                    f"are not in dimension {place}: {REMEDY}"
+                )
+        return torch.cat(leaves, place)
+
+    if where == 0:
+        return pytree.tree_map(lambda *leaves: one(0, *leaves), *parts)
+    return each(one, where, *parts)

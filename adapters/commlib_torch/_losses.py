@@ -13,7 +13,9 @@ from torch.utils import _pytree as pytree
 
 from commlib.errors import UsageError
 from commlib.pipeline.apart import apart
-from commlib.pipeline.losses import Looks, Weigher, Weights, fault_in_sum, fault_in_terms, is_close, weights_of
+from commlib.pipeline.losses import REMEDY, Looks, Weigher, Weights, fault_in_sum, fault_in_terms, is_close, weights_of
+from commlib.pipeline.rows import Rows
+from commlib_torch._batches import together
 from commlib_torch._loss_calls import Count, LossCall, LossCalls, Rule, as_numbers, is_view, rule_of
 
 Loss = Callable[..., Any]
@@ -70,8 +72,8 @@ class LossWeights:
     watched, and the loss of several microbatches together is compared with their own in some batches.
     """
 
-    def __init__(self, loss: Loss | None, weigher: Weigher) -> None:
-        self.loss, self.weigher = loss, weigher
+    def __init__(self, loss: Loss | None, weigher: Weigher, rows: Rows) -> None:
+        self.loss, self.weigher, self._where = loss, weigher, rows
         self._looks = Looks()
         self._rule: Rule | None = None
         self._may_look, self._may_count = True, True
@@ -166,7 +168,8 @@ class LossWeights:
         losses.calls.clear()
 
     def _by_rule(self, losses: Losses, rule: Rule) -> Weights:
-        return weights_of(rule.counts(losses.targets), losses.rows, is_sum=rule.is_sum)
+        found = iter(rule.counts([target for target, count in zip(losses.targets, losses.rows, strict=True) if count]))
+        return weights_of([next(found) if count else 0.0 for count in losses.rows], losses.rows, is_sum=rule.is_sum)
 
     # Whether they add up
 
@@ -211,12 +214,16 @@ class LossWeights:
         own = [float(losses.values[number]) for number in numbers]
         epsilon = torch.finfo(losses.values[numbers[0]].dtype).eps
         try:
-            outputs = _together([losses.outputs[number] for number in numbers], [losses.rows[n] for n in numbers])
-            targets = _together([losses.targets[number] for number in numbers], [losses.rows[n] for n in numbers])
+            rows, own_targets = [losses.rows[number] for number in numbers], [losses.targets[n] for n in numbers]
+            outputs = together([losses.outputs[number] for number in numbers], rows, self._where.output)
+            targets = together(own_targets, rows, self._where.y, what="y") if own_targets[0] is not None else None
             first = losses.outputs[numbers[0]], losses.targets[numbers[0]]
             again, whole = self._apart(first, (outputs, targets))
         except Exception:  # a loss that cannot be had of several microbatches cannot be compared with it
-            return "", False
+            kinds = {tuple(map(_trailing, pytree.tree_leaves(losses.outputs[number]))) for number in numbers}
+            if len(kinds) < 2 or self.weigher.says or self._rule is not None:
+                return "", False
+            return f"pipeline: microbatches have outputs of other lengths, and were weighted by {by}: {REMEDY}", True
         if math.isfinite(own[0]) and not is_close(again, own[0], abs(own[0]), epsilon):
             self._may_look = False  # it is random, or changes from call to call
             return "", False
@@ -271,18 +278,9 @@ def _kind(value: Any) -> Hashable:
     return (str(spec), *((leaf.ndim, leaf.dtype) if isinstance(leaf, Tensor) else type(leaf) for leaf in leaves))
 
 
+def _trailing(leaf: Any) -> tuple[int, ...]:
+    return tuple(leaf.shape[1:]) if isinstance(leaf, Tensor) else ()
+
+
 def _bytes(value: Any) -> int:
     return sum(leaf.numel() * leaf.element_size() for leaf in pytree.tree_leaves(value) if isinstance(leaf, Tensor))
-
-
-def _together(parts: Sequence[Any], rows: Sequence[int]) -> Any:
-    """Return values of several microbatches as those of one. Raises ValueError where a tensor has not its rows."""
-
-    def one(*leaves: Any) -> Any:
-        if not isinstance(leaves[0], Tensor):
-            return leaves[0]
-        if any(not leaf.ndim or leaf.shape[0] != count for leaf, count in zip(leaves, rows, strict=True)):
-            raise ValueError("no rows")
-        return torch.cat(leaves)
-
-    return None if parts[0] is None else pytree.tree_map(one, *parts)

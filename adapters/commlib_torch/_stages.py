@@ -66,7 +66,8 @@ class Batch:
 
     inputs: (args, kwargs) of each microbatch, where the first stage is. losses: where the last one is. rows,
     row_shares: of each microbatch, and what they count in an update, everywhere, if layers have losses of their own.
-    outputs are filled by the last stage, extras by all: the losses of their layers.
+    outputs are filled by the last stage, where they are wanted (instead of losses) or kept (beside them); extras by
+    all: the losses of their layers.
     """
 
     inputs: Sequence[tuple[Any, Any]] = ()
@@ -76,6 +77,7 @@ class Batch:
     scale: float = 1.0
     is_training: bool = False
     wants_outputs: bool = False
+    keeps_outputs: bool = False
     extras: dict[int, float] = field(default_factory=dict)
     outputs: dict[int, Any] = field(default_factory=dict)
 
@@ -196,9 +198,10 @@ class TorchStage:
     def _finish(self, microbatch: int, output: Any) -> Tensor | None:
         """Note the output or the loss of the last stage, and return what its backward begins with."""
         batch = self.batch
-        if batch.wants_outputs:
+        if batch.wants_outputs or batch.keeps_outputs:
             # What a stage has passed on lies in memory that the next microbatch may use.
-            batch.outputs[microbatch] = pytree.tree_map_only(Tensor, torch.clone, output)
+            batch.outputs[microbatch] = pytree.tree_map_only(Tensor, lambda tensor: tensor.detach().clone(), output)
+        if batch.wants_outputs:
             return None
         if self._loss.loss is None:
             raise UsageError("pipeline: there is no loss: give loss= to pipeline(), or call predict")

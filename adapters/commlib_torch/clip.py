@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Iterator, Sequence
 
 import torch
@@ -50,6 +51,26 @@ def squares_by_axis(parameters: Iterable[Tensor]) -> Iterator[tuple[Communicator
         shard = shard_of(parameter)
         comm = None if shard is None else shard.axis.comm
         yield comm, 0.0 if parameter.grad is None else next(squares)
+
+
+def powers_by_axis(parameters: Iterable[Tensor], norm_type: float) -> Iterator[tuple[Communicator | None, float]]:
+    """Yield the sum of powers of each gradient, or its largest element of the norm inf: as `squares_by_axis`."""
+    if norm_type == 2:
+        yield from squares_by_axis(parameters)
+        return
+    for parameter in parameters:
+        shard, power = shard_of(parameter), 0.0
+        if parameter.grad is not None and parameter.grad.numel():
+            norm = float(torch.linalg.vector_norm(_sizes(parameter.grad), norm_type, dtype=torch.float64))
+            power = norm if norm_type == math.inf else norm**norm_type
+        yield None if shard is None else shard.axis.comm, power
+
+
+def _sizes(gradient: Tensor) -> Tensor:
+    """Return the absolute values of a gradient's elements, which are those of complex numbers as wholes."""
+    if gradient.layout != torch.strided:
+        gradient = gradient.coalesce().values()
+    return gradient.detach().abs().reshape(-1)
 
 
 def values_of(gradient: Tensor) -> Tensor:

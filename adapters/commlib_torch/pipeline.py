@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import replace
@@ -14,16 +15,25 @@ from torch.utils import _pytree as pytree
 
 from commlib.communicator import Communicator
 from commlib.errors import UsageError
-from commlib.optim.clipping import check_limit, clip_factor, norm_of, sum_over_axes
-from commlib.pipeline.batch import rows_of, shares, shares_in_updates
+from commlib.optim.clipping import (
+    check_finite,
+    check_limit,
+    check_norm_type,
+    clip_factor,
+    largest_over_axes,
+    norm_of_powers,
+    sum_over_axes,
+)
+from commlib.pipeline.batch import shares, shares_in_updates
 from commlib.pipeline.choice import check_example, check_words, choose_stages
-from commlib.pipeline.losses import Weigh, Weigher
+from commlib.pipeline.losses import Details, Weigh, Weigher
 from commlib.pipeline.pipe import AnySchedule, Codecs, Pipe
+from commlib.pipeline.rows import Rows, rows_option
 from commlib.pipeline.schedule import Kind
 from commlib.pipeline.schedule.auto import LayerCosts
 from commlib_torch._autograd import backward_passes
 from commlib_torch._batch_statistics import WholeBatchStatistics
-from commlib_torch._batches import arguments, rows_in, taken
+from commlib_torch._batches import arguments, cut_by_rows, cut_by_user, together
 from commlib_torch._bridge import array_of
 from commlib_torch._containers import is_container
 from commlib_torch._copies import copy_of
@@ -39,7 +49,7 @@ from commlib_torch._stages import Batch, StashedWeights, TorchStage, TorchTensor
 from commlib_torch._tied import TiedWeights
 from commlib_torch._traced import Traced
 from commlib_torch._verify import check_with_example, given, verify_cut
-from commlib_torch.clip import squares_by_axis
+from commlib_torch.clip import powers_by_axis
 from commlib_torch.devices import in_order
 from commlib_torch.expert.losses import keepers_in
 from commlib_torch.tensor.checking import check_stages
@@ -59,6 +69,7 @@ def pipeline(
     batch_norm: str = "microbatch",
     codec: Codecs = None,
     weigh: Weigh = None,
+    rows: Mapping[str, Any] | None = None,
     optimizer: Callable[[Sequence[tuple[str, nn.Parameter]]], torch.optim.Optimizer] | None = None,
     every: int | None = None,
     example: Any = None,
@@ -94,6 +105,8 @@ def pipeline(
     which they do: {(0, 1): "bf16", (1, 0): "int8"}. weigh: how
     many terms a microbatch's loss is the mean of, where torch's own losses do not say it: a function of its target and,
     if it takes them, `inputs`; or "rows", or "sum" of a loss that is a sum.
+    rows: in which dimension of x, y and output they are, if not in the first: see `commlib.pipeline.rows`; such as
+    {"x": (0, "whole"), "output": 1}.
     optimizer: makes the optimizer of named parameters, for schedules that update weights themselves; every:
     microbatches between their updates.
 
@@ -118,13 +131,22 @@ def pipeline(
         verify_cut(
             comm, model, pieces, verify, loss=loss, updates=bool(chosen.schedule.every), spreads=spreads,
             make=lambda cut, loss: Pipeline(
-                comm, cut, chosen.schedule, loss=loss, checkpoint=checkpoint, codec=None, weigh=weigh, optimizer=None
+                comm, cut, chosen.schedule, loss=loss, checkpoint=checkpoint, codec=None, weigh=weigh,
+                rows=rows_option(rows), optimizer=None,
             ),
         )  # fmt: skip
     elif told is not None:
         check_with_example(comm, model, pieces, example, spreads=spreads)
     pipe = Pipeline(
-        comm, pieces, chosen.schedule, loss=loss, checkpoint=checkpoint, codec=codec, weigh=weigh, optimizer=optimizer
+        comm,
+        pieces,
+        chosen.schedule,
+        loss=loss,
+        checkpoint=checkpoint,
+        codec=codec,
+        weigh=weigh,
+        rows=rows_option(rows),
+        optimizer=optimizer,
     )
     if batch_norm == "batch":
         pipe.statistics = WholeBatchStatistics(list(pipe.parts))
@@ -169,6 +191,7 @@ class Pipeline(Staged):
         checkpoint: str,
         codec: Codecs,
         weigh: Weigh,
+        rows: Rows,
         optimizer: Callable[[Sequence[tuple[str, nn.Parameter]]], torch.optim.Optimizer] | None,
     ) -> None:
         own = schedule.stages_of(comm.rank)
@@ -178,7 +201,8 @@ class Pipeline(Staged):
         """Why this schedule was chosen, if it was."""
         self.statistics: WholeBatchStatistics | None = None
         """What makes running statistics those of whole batches, if that was asked for."""
-        self._losses = LossWeights(loss, Weigher(weigh))
+        self._where = rows
+        self._losses = LossWeights(loss, Weigher(weigh), rows)
         tied = TiedWeights.found(comm, pieces.parts, schedule.placement)
         if schedule.every and tied.exist:
             raise UsageError(
@@ -198,7 +222,7 @@ class Pipeline(Staged):
             self._stages[stage] = TorchStage(
                 part, takes, gives, is_first=stage == 0, is_last=stage == last, loss=self._losses, recompute=checkpoint
             )
-        lines = [f"split {pieces.counts}", f"codec {codec}", f"checkpoint {checkpoint}"]
+        lines = [f"split {pieces.counts}", f"codec {codec}", f"checkpoint {checkpoint}", str(rows)]
         for stage, part in enumerate(pieces.parts):
             lines += [f"stage {stage}: {name} {tuple(p.shape)} {p.dtype}" for name, p in part.named_parameters()]
         self._pipe = Pipe(
@@ -240,16 +264,32 @@ class Pipeline(Staged):
 
     # What users call
 
-    def step(self, x: Any = None, y: Any = None, *, scale: float = 1.0) -> Tensor:
-        """Run forward and backward on a batch; return its mean loss, on every rank. Collective.
+    def step(
+        self,
+        x: Any = None,
+        y: Any = None,
+        *,
+        scale: float = 1.0,
+        cut: bool = True,
+        details: bool = False,
+        outputs: bool = False,
+    ) -> Any:
+        """Run forward and backward on a batch; return its loss, a tensor, on every rank. Collective.
+
+            loss = pipe.step(x, y)
+            loss, losses, metrics, outputs = pipe.step(x, y, outputs=True)
+            loss = pipe.step([x1, x2], [y1, y2], cut=False)
 
         Losses that layers have of their own, such as those of routers, are part of it. Raises UsageError on all ranks
         where the losses of microbatches do not come to that of the batch; gradients have been added then.
         Gradients are added to those that are there, as one process would with the whole batch. x: a tensor, a tuple of
         arguments or a dict of named ones, needed on the rank of the first stage; y: needed on that of the last. scale:
-        what gradients, but not the loss, are multiplied by.
+        what gradients, but not the loss, are multiplied by. cut: False if x and y are lists of at most as many
+        microbatches as the schedule has, each of its own shapes. details, outputs: return `Details`, with the batch's
+        outputs if they are asked for.
         """
-        with self._batch_of(x, y, is_training=True, scale=scale) as empty:
+        options = {"scale": scale, "cut": cut, "keeps_outputs": outputs}
+        with self._batch_of(x, y, is_training=True, **options) as empty:
             comm = self._pipe.comm
             self._tied.begin(comm)
             whole = nullcontext() if self.statistics is None else self.statistics.step()
@@ -264,18 +304,26 @@ class Pipeline(Staged):
             ):
                 self._pipe.train(empty)
             self._tied.add_up(comm)
-            return self._loss()
+            loss = self._loss()
+            return self._details(loss) if details or outputs else loss
 
-    def evaluate(self, x: Any = None, y: Any = None) -> Tensor:
-        """Return the mean loss of a batch in evaluation mode, on every rank. Collective."""
-        with in_mode(self.parts, training=False), self._batch_of(x, y) as empty:
+    def evaluate(
+        self, x: Any = None, y: Any = None, *, cut: bool = True, details: bool = False, outputs: bool = False
+    ) -> Any:
+        """Return the loss of a batch in evaluation mode, on every rank. Arguments as those of `step`. Collective."""
+        options = {"cut": cut, "keeps_outputs": outputs}
+        with in_mode(self.parts, training=False), self._batch_of(x, y, **options) as empty:
             with in_order():
                 self._pipe.forward(empty)
-            return self._loss()
+            loss = self._loss()
+            return self._details(loss) if details or outputs else loss
 
-    def predict(self, x: Any = None) -> Any:
-        """Return what the model gives for a batch in evaluation mode, on every rank. Collective."""
-        with in_mode(self.parts, training=False), self._batch_of(x, None, wants_outputs=True) as empty:
+    def predict(self, x: Any = None, *, cut: bool = True) -> Any:
+        """Return what the model gives for a batch in evaluation mode, on every rank. Collective.
+
+        Raises UsageError for an output whose rows are not where `rows` of `pipeline` says.
+        """
+        with in_mode(self.parts, training=False), self._batch_of(x, None, cut=cut, wants_outputs=True) as empty:
             with in_order():
                 self._pipe.forward(empty)
             return self._outputs()
@@ -284,21 +332,29 @@ class Pipeline(Staged):
         """Refuse to be called: a batch goes through all ranks."""
         raise UsageError("a pipeline is not called: use step(x, y), evaluate(x, y) or predict(x), on every rank")
 
-    def clip_grad_norm(self, max_norm: float) -> Tensor:
-        """Scale gradients so that the 2-norm of those of all stages is `max_norm` at most; return what it was.
+    def clip_grad_norm(self, max_norm: float, norm_type: float = 2.0, *, error_if_nonfinite: bool = False) -> Tensor:
+        """Scale gradients so that the norm of those of all stages is `max_norm` at most; return what it was.
 
-        A weight that several stages share counts once. The same bits on all ranks. Collective.
+        norm_type: 2, any number above 0, or inf, as of torch.nn.utils.clip_grad_norm_. A weight that several stages
+        share counts once. The same bits on all ranks. Collective. Raises UsageError on all ranks for a norm that is
+        infinite or NaN, if that is an error; else it scales by 0 or NaN.
         """
         limit = check_limit("clip_grad_norm", "max_norm", max_norm)
+        norm_type = check_norm_type("clip_grad_norm", norm_type)
         counted = [parameter for parameter in self.parameters() if not self._tied.is_counted_elsewhere(parameter)]
-        squares = sum_over_axes(squares_by_axis(counted))
-        norm = norm_of(self._pipe.comm.all_gather_object(squares))
+        over_axes = largest_over_axes if norm_type == math.inf else sum_over_axes
+        powers = over_axes(powers_by_axis(counted, norm_type))
+        is_double = any(one.grad is not None and one.grad.dtype == torch.float64 for one in self.parameters())
+        told = self._pipe.comm.all_gather_object((powers, is_double))
+        norm = norm_of_powers([own for own, _ in told], norm_type)
+        if error_if_nonfinite:
+            check_finite("clip_grad_norm", norm)
         factor = clip_factor(norm, limit, epsilon=1e-6)
         if factor != 1:
             for parameter in self.parameters():
                 if parameter.grad is not None:
                     parameter.grad.mul_(factor)
-        return torch.tensor(norm, dtype=torch.float32)
+        return torch.tensor(norm, dtype=torch.float64 if any(double for _, double in told) else torch.float32)
 
     def picture(self, *, width: int | None = None) -> str:
         """Draw the schedule. Not collective."""
@@ -360,36 +416,35 @@ class Pipeline(Staged):
         *,
         is_training: bool = False,
         wants_outputs: bool = False,
+        keeps_outputs: bool = False,
         scale: float = 1.0,
+        cut: bool = True,
     ) -> set[int]:
         """Cut the batch; return which microbatches are empty, on the first stage's rank."""
         schedule, rank = self._pipe.schedule, self._pipe.comm.rank
-        batch = Batch(is_training=is_training, wants_outputs=wants_outputs, scale=scale)
+        batch = Batch(is_training=is_training, wants_outputs=wants_outputs, keeps_outputs=keeps_outputs, scale=scale)
+        parted = partial(cut_by_rows if cut else cut_by_user, microbatches=schedule.microbatches)
         empty: set[int] = set()
-        self._rows = -1
+        rows: list[int] = []
         if rank == self._pipe.first:
             if x is None:
                 raise UsageError(f"pipeline: rank {rank} has the first stage: give it x")
-            args, kwargs = arguments(x)
-            rows = rows_in((args, kwargs), schedule.microbatches, "x")
-            batch.inputs = [(taken(args, part), taken(kwargs, part)) for part in rows]
-            empty = {number for number, part in enumerate(rows) if part.start == part.stop}
-            self._rows = rows[-1].stop
+            parts, rows = parted(x, what="x", where=self._where.x)
+            batch.inputs = [arguments(part) for part in parts]
+            empty = {number for number, count in enumerate(rows) if not count}
         if rank == self._pipe.last and not wants_outputs:
             if y is None and x is None:
                 raise UsageError(f"pipeline: rank {rank} has the last stage: give it y, or x where the loss needs no y")
-            rows = rows_in(x if y is None else y, schedule.microbatches, "x" if y is None else "y")
-            if self._rows not in (-1, rows[-1].stop):
-                raise UsageError(f"pipeline: x has {self._rows} rows, and y {rows[-1].stop}: give those of one batch")
-            self._rows = rows[-1].stop
-            targets = [None if y is None else taken(y, part) for part in rows]
-            wants_inputs = x is not None and self._losses.weigher.wants_inputs
-            inputs = [taken(x, part) for part in rows] if wants_inputs else ()
-            counts = [part.stop - part.start for part in rows]
-            batch.losses = self._losses.begin(counts, targets, inputs, schedule.every)
+            inputs, of_x = parted(x, what="x", where=self._where.x) if x is not None else ((), [])
+            targets, of_y = parted(y, what="y", where=self._where.y) if y is not None else ([None] * len(of_x), of_x)
+            if of_x and of_x != of_y:
+                raise UsageError(f"pipeline: x has {sum(of_x)} rows, and y {sum(of_y)}: give those of one batch")
+            rows = of_y
+            batch.losses = self._losses.begin(rows, targets, inputs, schedule.every)
+        self._rows = sum(rows) if rows else -1
+        self._counts = rows
         if self._has_extras and is_training:
-            whole = rows_of(self._pipe.tell_rows(self._rows), schedule.microbatches)
-            batch.rows = [part.stop - part.start for part in whole]
+            batch.rows = self._pipe.tell_rows(rows)
             batch.row_shares = shares_in_updates(batch.rows, schedule.every)
         for stage in self._stages.values():
             stage.batch = batch
@@ -415,10 +470,30 @@ class Pipeline(Staged):
             raise UsageError(pipe.comm.broadcast_object(fault, pipe.last))
         return torch.tensor(told, dtype=torch.float64 if is_double else torch.float32)
 
+    def _details(self, loss: Tensor) -> Details:
+        """Return what is known of the batch beside its loss. Collective."""
+        batch, comm, last = self._batch, self._pipe.comm, self._pipe.last
+        found: tuple[list[float], dict[str, Any]] = [], {}
+        if batch.losses is not None:
+            own, metrics = batch.losses, batch.losses.metrics
+            found = [float(own.values.get(number, math.nan)) for number in range(len(own.rows))], {}
+            for name in next(iter(metrics.values()), {}):
+                found[1][name] = own.mean({number: values[name] for number, values in metrics.items()})
+        outputs = None
+        if batch.keeps_outputs and comm.rank == last:
+            outputs = self._together(self._counts)
+        losses, averages = comm.broadcast_object(pytree.tree_map_only(Tensor, Tensor.cpu, found), last)
+        return Details(loss, losses, averages, outputs)
+
+    def _together(self, rows: Sequence[int]) -> Any:
+        """Return the outputs of all microbatches as those of the batch, where the last stage is."""
+        outputs = self._batch.outputs
+        return together([outputs[n] for n in sorted(outputs)], [rows[n] for n in sorted(outputs)], self._where.output)
+
     def _outputs(self) -> Any:
         comm, last = self._pipe.comm, self._pipe.last
-        outputs = [output for _, output in sorted(self._batch.outputs.items())]
-        whole = pytree.tree_map(lambda *parts: torch.cat(parts), *outputs) if comm.rank == last else None
+        rows = self._pipe.tell_rows(self._counts)
+        whole = self._together(rows) if comm.rank == last else None
         leaves, spec = pytree.tree_flatten(pytree.tree_map_only(Tensor, Tensor.cpu, whole))
         kinds = [(leaf.shape, leaf.dtype) for leaf in leaves if leaf is not None]
         kinds, shape = comm.broadcast_object((kinds, pytree.treespec_dumps(spec)), last)

@@ -25,6 +25,26 @@ def check_limit(call: str, argument: str, limit: float) -> float:
     return float(limit)
 
 
+def check_norm_type(call: str, norm_type: float) -> float:
+    """Return which norm is meant, as a float; math.inf is the largest. Raises UsageError if there is no such norm."""
+    if not norm_type > 0:
+        raise UsageError(f"{call}: norm_type must be a number above 0, or inf, got {norm_type}")
+    return float(norm_type)
+
+
+def check_finite(call: str, norm: float) -> None:
+    """Raise UsageError for a norm that is not finite."""
+    if not math.isfinite(norm):
+        raise UsageError(f"{call}: the norm of the gradients of all stages is {norm}, and error_if_nonfinite is set")
+
+
+def norm_of_powers(powers: Iterable[float], norm_type: float) -> float:
+    """Return the norm of everything whose sums of powers are given, or, of the norm inf, whose largest ones are."""
+    if norm_type == math.inf:
+        return float(np.max([0.0, *powers]))  # NaN, if one is
+    return math.sqrt(sum(powers)) if norm_type == 2 else float(sum(powers)) ** (1 / norm_type)
+
+
 def norm_of(squares: Iterable[float]) -> float:
     """Return the 2-norm of everything whose sums of squares are given."""
     return math.sqrt(sum(squares))
@@ -47,6 +67,16 @@ def clip_factor(norm: float, limit: float, *, epsilon: float = 0.0, infinite_is_
     """
     divisor = math.nan if infinite_is_nan and math.isinf(norm) else norm + epsilon
     return 1.0 if divisor <= limit and math.isfinite(divisor) else limit / divisor
+
+
+def largest_over_axes(largest: Iterable[tuple[Communicator | None, float]]) -> float:
+    """Return the largest of everything, given as to `sum_over_axes`. Collective."""
+    given = list(largest)
+    comms = {id(comm): comm for comm, _ in given if comm is not None}
+    own = float(np.max([0.0, *(value for _, value in given)]))
+    for comm in comms.values():
+        own = float(np.max(comm.all_gather(np.array([own]))))
+    return own
 
 
 def sum_over_axes(squares: Iterable[tuple[Communicator | None, float]]) -> float:

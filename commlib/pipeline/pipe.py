@@ -173,9 +173,10 @@ class Pipe:
         first, *others = (float(value) for value in told[self.last, 1:-1])
         return [first + float(told[:, -1].sum()), *others]
 
-    def tell_rows(self, rows: int) -> int:
-        """Return on all ranks how many rows the batch has, which the first stage's rank knows. Collective."""
-        return int(self.comm.broadcast(np.array([rows], np.int64), self.first)[0])
+    def tell_rows(self, rows: Sequence[int]) -> list[int]:
+        """Return on all ranks how many rows each microbatch has, which the first stage's rank knows. Collective."""
+        own = list(rows) or [0] * self.schedule.microbatches
+        return [int(count) for count in self.comm.broadcast(np.array(own, np.int64), self.first)]
 
     def picture(self, *, width: int | None = None) -> str:
         """Draw the schedule."""

@@ -1,0 +1,206 @@
+"""What a step takes and gives: where rows are, microbatches of their own lengths, details; norms that clip."""
+
+from __future__ import annotations
+
+import copy
+import math
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from commlib.errors import CommlibError, UsageError
+from commlib_torch import pipeline
+
+WIDTH = 6
+EXACT = 1e-11  # sums of microbatches are added in another order than in one process: some ulps of float64
+
+
+def close(got: Any, expected: Any) -> None:
+    torch.testing.assert_close(got, expected, rtol=EXACT, atol=EXACT)
+
+
+def random(*shape: int, seed: int = 1) -> Tensor:
+    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
+
+
+def assert_gradients(pipe: Any, whole: nn.Module) -> None:
+    named = dict(whole.named_parameters())
+    for name, parameter in pipe.named_parameters():
+        close(parameter.grad, named[name].grad)
+
+
+class Places(nn.Module):
+    """Has an input that is of all rows."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second = nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, x: Tensor, places: Tensor) -> Tensor:
+        out: Tensor = self.second(torch.tanh(self.first(x) + places[:, None]))
+        return out
+
+
+class Recurrent(nn.Module):
+    """Has rows in the second dimension of an output, and of an input."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer, self.head = nn.GRU(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        out, state = self.layer(x)
+        return torch.tanh(self.head(out)), state
+
+
+def made(kind: type[nn.Module]) -> tuple[nn.Module, nn.Module]:
+    torch.manual_seed(0)
+    model = kind().double()
+    return model, copy.deepcopy(model)
+
+
+@pytest.mark.parametrize("named", [False, True])
+def test_an_input_that_is_for_all_microbatches(comm: Any, named: bool) -> None:
+    """It was cut, too, where it is as long as the batch: another loss, and nobody said anything."""
+    model, whole = made(Places)
+    x, places, y = random(8, 8, WIDTH), random(8), random(8, 8, WIDTH, seed=2)
+    where = {"places": "whole"} if named else (0, "whole")
+    pipe = pipeline(model, comm, loss=F.mse_loss, microbatches=4, rows={"x": where})
+    expected = F.mse_loss(whole(x, places), y)
+    expected.backward()
+    close(pipe.step({"x": x, "places": places} if named else (x, places), y), expected.detach())
+    assert_gradients(pipe, whole)
+    close(pipe.predict({"x": x, "places": places} if named else (x, places)), whole(x, places).detach())
+    pipe.close()
+    pipe = pipeline(made(Places)[0], comm, loss=F.mse_loss, microbatches=4)
+    with pytest.raises(
+        UsageError, match="got 2 different ones: 5, 8; where rows are in another dimension, or a tensor"
+    ):
+        pipe.step((x[:, :5], places[:5]), y[:, :5])
+    pipe.close()
+
+
+def test_rows_in_another_dimension(comm: Any) -> None:
+    """Outputs were put together along the first one: of (1, rows, width) came (microbatches, ...)."""
+    model, whole = made(Recurrent)
+    x, y = random(3, 7, WIDTH), random(3, 7, WIDTH, seed=2)
+    rows = {"x": 1, "y": 1, "output": (1, 1)}
+
+    def loss(output: tuple[Tensor, Tensor], target: Tensor) -> Tensor:
+        return F.mse_loss(output[0], target) + output[1].square().mean()
+
+    pipe = pipeline(model, comm, loss=loss, microbatches=4, rows=rows)
+    expected = loss(whole(x), y)
+    expected.backward()
+    for _ in range(2):
+        close(pipe.step(x, y), expected.detach())
+    for parameter in pipe.parameters():
+        parameter.grad = None if parameter.grad is None else parameter.grad / 2
+    assert_gradients(pipe, whole)
+    for got, output in zip(pipe.predict(x), whole(x), strict=True):
+        close(got, output.detach())
+    pipe.close()
+    pipe = pipeline(made(Recurrent)[0], comm, microbatches=4, rows={"x": 1, "output": (1, 0)})
+    with pytest.raises(CommlibError, match="a microbatch of 2 rows has output of shape"):
+        pipe.predict(x)
+    pipe.close()
+
+
+def test_rows_that_make_no_sense(comm: Any) -> None:
+    for rows, text in (
+        ({"z": 0}, "rows has 'z', expected x, y or output"),
+        ({"x": (0, "all")}, "rows says 'all' of x, expected a dimension"),
+        ({"y": -1}, "rows says -1 of y"),
+    ):
+        with pytest.raises(UsageError, match=text):
+            pipeline(made(Places)[0], comm, loss=F.mse_loss, microbatches=2, rows=rows)
+
+
+def layers() -> nn.Sequential:
+    torch.manual_seed(0)
+    return nn.Sequential(*(nn.Linear(WIDTH, WIDTH) for _ in range(4))).double()
+
+
+@pytest.mark.parametrize("name", ["1f1b", "zb_v"])
+def test_details_of_a_step(comm: Any, name: str) -> None:
+    def loss(output: Tensor, target: Tensor) -> Any:
+        value = F.cross_entropy(output, target)
+        return value, {"right": (output.argmax(-1) == target).double().mean(), "mean": output.mean(0)}
+
+    x, y, whole = random(8, WIDTH), torch.arange(8) % WIDTH, layers()
+    y[3:6] = -100  # a microbatch without terms, and one of one
+    pipe = pipeline(layers(), comm, loss=loss, microbatches=4, schedule=name)
+    output = whole(x)
+    expected, parts = F.cross_entropy(output, y), [slice(start, start + 2) for start in range(0, 8, 2)]
+    expected.backward()
+    for call in (pipe.step, pipe.evaluate):
+        found = call(x, y, outputs=True)
+        close(found.loss, expected.detach())
+        for got, part in zip(found.losses, parts, strict=True):
+            own = F.cross_entropy(output[part], y[part]).item()
+            assert got == pytest.approx(own, rel=1e-12, nan_ok=True)
+        weights = torch.tensor([0.4, 0.2, 0.0, 0.4], dtype=torch.float64)
+        close(
+            found.metrics["mean"],
+            sum(w * output[p].mean(0) for w, p in zip(weights, parts, strict=True)).detach(),
+        )
+        assert set(found.metrics) == {"right", "mean"}
+        if comm.rank == pipe.pipe.last:
+            close(found.outputs, output.detach())
+        else:
+            assert found.outputs is None
+    assert_gradients(pipe, whole)
+    assert pipe.step(x, y, details=True).outputs is None
+    assert isinstance(pipe.step(x, y), Tensor)
+    pipe.close()
+
+
+@pytest.mark.parametrize("loss", [nn.MSELoss(), nn.MSELoss(reduction="sum"), lambda o, t: ((o - t) ** 2).mean()])
+def test_microbatches_of_their_own_lengths(comm: Any, loss: Any) -> None:
+    """Texts of 3, 5 and 2 words: a mean over words weighs them by these, not by rows."""
+    shapes = [(2, 3), (1, 5), (3, 2)]
+    xs = [random(*shape, WIDTH, seed=number) for number, shape in enumerate(shapes)]
+    ys = [random(*shape, WIDTH, seed=number + 9) for number, shape in enumerate(shapes)]
+    by_hand = not isinstance(loss, nn.Module)
+    weigh = (lambda y: y.numel()) if by_hand else None
+    pipe = pipeline(layers(), comm, loss=loss, microbatches=4, weigh=weigh)
+    whole = layers()
+    outputs = torch.cat([whole(x).reshape(-1, WIDTH) for x in xs])
+    expected = loss(outputs, torch.cat([y.reshape(-1, WIDTH) for y in ys]))
+    expected.backward()
+    first, last = comm.rank == pipe.pipe.first, comm.rank == pipe.pipe.last
+    close(pipe.step(xs if first else None, ys if last else None, cut=False), expected.detach())
+    assert_gradients(pipe, whole)
+    close(pipe.evaluate(xs, ys, cut=False), expected.detach())
+    with pytest.raises(UsageError, match="expected a list of at most 4 microbatches, got 5 of them"):
+        pipe.step(xs[:1] * 5, ys[:1] * 5, cut=False)
+    pipe.close()
+    if by_hand:
+        pipe = pipeline(layers(), comm, loss=loss, microbatches=4)
+        with pytest.raises(UsageError, match="weigh="):
+            pipe.step(xs, ys, cut=False)
+        pipe.close()
+
+
+@pytest.mark.parametrize("norm_type", [2.0, 1.0, 3.5, math.inf])
+def test_norms_that_clip(comm: Any, norm_type: float) -> None:
+    x, y, whole = random(8, WIDTH), random(8, WIDTH, seed=2), layers()
+    pipe = pipeline(layers(), comm, loss=F.mse_loss, microbatches=2)
+    pipe.step(x, y)
+    F.mse_loss(whole(x), y).backward()
+    norm = torch.nn.utils.clip_grad_norm_(whole.parameters(), 0.01, norm_type=norm_type)
+    got = pipe.clip_grad_norm(0.01, norm_type=norm_type)
+    close(got.double(), norm)
+    assert_gradients(pipe, whole)
+    assert len(set(comm.all_gather_object(got.item()))) == 1
+    for parameter in pipe.parameters():
+        parameter.grad[0] = math.nan  # type: ignore[index]
+    with pytest.raises(RuntimeError, match="is nan"):
+        pipe.clip_grad_norm(1.0, norm_type=norm_type, error_if_nonfinite=True)
+    assert math.isnan(pipe.clip_grad_norm(1.0, norm_type=norm_type))
+    with pytest.raises(UsageError, match="norm_type"):
+        pipe.clip_grad_norm(1.0, norm_type=0)
+    pipe.close()
