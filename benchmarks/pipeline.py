@@ -153,6 +153,15 @@ class Arrays:
     def tensor(self, array: Any, *, wants_gradient: bool) -> Any:
         return array
 
+    def memory(self, value: Any) -> Any:
+        return None
+
+    def is_kept(self, memory: Any) -> bool:
+        return False
+
+    def move(self, memory: Any) -> None:
+        pass
+
 
 class Sleeping:
     """A stage that sleeps instead of computing."""

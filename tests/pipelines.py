@@ -127,6 +127,15 @@ class ArrayTensors:
     def tensor(self, array: Any, *, wants_gradient: bool) -> Any:
         return array
 
+    def memory(self, value: Any) -> Any:
+        return None
+
+    def is_kept(self, memory: Any) -> bool:
+        return False
+
+    def move(self, memory: Any) -> None:
+        pass
+
 
 class ArraysThere(ArrayTensors):
     """The same, of stages that compute on the host, and whose arrays go over a device. there: `put` and `fetch`."""

@@ -60,6 +60,16 @@ class TensorflowTensors:
         self._read.clear()  # the device has done all that it was told before, too
         return tensor
 
+    def memory(self, value: tf.Tensor) -> None:
+        """Return None: TensorFlow does not tell who has it."""
+
+    def is_kept(self, memory: Any) -> bool:
+        """Return False."""
+        return False
+
+    def move(self, memory: Any) -> None:
+        """Do nothing."""
+
     def end(self) -> None:
         """Wait until the device has read what it was given."""
         if self.device is not None and self._read:

@@ -59,6 +59,18 @@ class TorchTensors:
             tensor = tensor.to(self._device)
         return tensor.requires_grad_(wants_gradient)
 
+    def memory(self, value: Tensor) -> Any:
+        """Return its storage; None if it is a copy on a GPU."""
+        return None if self._device is not None else value.untyped_storage()
+
+    def is_kept(self, memory: Any) -> bool:
+        """Return whether anything but who asks has a storage: a tensor, or a graph."""
+        return memory.nbytes() > 0 and torch._C._storage_Use_Count(memory._cdata) > 1
+
+    def move(self, memory: Any) -> None:
+        """Give it other memory in place, as `share_memory_` does; arrays (`numpy()`) stay where they are."""
+        memory._share_fd_cpu_()
+
 
 @dataclass(slots=True)
 class Batch:

@@ -65,12 +65,20 @@ class DeviceSender:
 
 
 class DeviceReceiver:
-    """The receiving end of a way."""
+    """The receiving end of a way. Values have memory of their own: whoever keeps them may."""
+
+    copied = 0
 
     def __init__(self, channel: DeviceChannel, tensors: Tensors, codec: Codec | None) -> None:
         self._channel, self._tensors, self._codec = channel, tensors, codec
         self._device = channel.device
         self._known: dict[int, Terms] = {}
+
+    def begin(self) -> None:
+        """Begin a run."""
+
+    def end(self) -> None:
+        """End a run."""
 
     def recv(self) -> tuple[Values | None, Any]:
         """Wait for the next values; return them, or None if there are none, and what `release` takes."""

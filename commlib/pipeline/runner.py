@@ -140,6 +140,8 @@ class Runner:
         if self._failure:
             raise UsageError(f"{self._lowered.schedule.title}: {self._failure}: make another pipeline, on all ranks")
         self._nothing, self.peak = set(empty), 0
+        for receiver in self._receivers.values():
+            receiver.begin()
         spans, journal = self.spans, self._comm.group.journal
         traced = journal.recorder is not None and journal.recorder.trace is not None
         if spans is not None:
@@ -157,6 +159,8 @@ class Runner:
                         spans.append((began, time.monotonic()))
                 for key in done:
                     self._hand_back(key)
+            for receiver in self._receivers.values():
+                receiver.end()
             journal.step("pipeline")
         except BaseException as error:
             self._fail(error)
@@ -174,6 +178,11 @@ class Runner:
         for channel in self._channels:
             channel.close()
         self._failure = self._failure or "it is closed"
+
+    @property
+    def copied(self) -> int:
+        """How many messages of the last run were copied, for somebody kept some of them: in the first run all are."""
+        return sum(receiver.copied for receiver in self._receivers.values())
 
     @property
     def position(self) -> str:

@@ -84,3 +84,15 @@ class Tensors(Protocol):
     def tensor(self, array: Any, *, wants_gradient: bool) -> Any:
         """Return a tensor over an array's memory, which stays until the microbatch is done."""
         ...
+
+    def memory(self, value: Any) -> Any:
+        """Return the memory of a tensor that `tensor` made, for `is_kept` and `move`; None if that is its own."""
+        ...
+
+    def is_kept(self, memory: Any) -> bool:
+        """Return whether a tensor still has this memory, or part of it."""
+        ...
+
+    def move(self, memory: Any) -> None:
+        """Give the tensors that have it memory of their own, with the same values: it is about to be another's."""
+        ...

@@ -24,6 +24,9 @@ MOST_TERMS = 64
 _Views = tuple[Array, list[Array | None]]
 """A message's memory, kept so that it is no other's, and the arrays in it."""
 
+_Held = tuple[Array, Sequence[Any], bool]
+"""A message that was received, the memories of the tensors that were made of it, and whether these are copies."""
+
 
 class Agreed:
     """What the two ends of a way know of its messages: which terms have which number. Kept by the sending end."""
@@ -113,14 +116,29 @@ def _head(message: Array, number: int, text: bytes = b"") -> Array:
 
 
 class Receiver:
-    """The receiving end of a way."""
+    """The receiving end of a way.
+
+    Values lie in the memory of messages, unless somebody keeps them: a layer, a hook, a loss. The first run finds out,
+    on copies; where somebody begins later, that is seen when the memory is handed back.
+    """
 
     def __init__(self, channel: Channel, tensors: Tensors, codec: Codec | None) -> None:
         self._channel, self._tensors, self._codec = channel, tensors, codec
         self._known: dict[int, Terms] = {}
         self._views: dict[int, tuple[Terms, _Views]] = {}
+        self._copies, self._is_kept = True, False
+        self.copied = 0
+        """How many messages of this run were copied."""
 
-    def recv(self) -> tuple[Values | None, Array | None]:
+    def begin(self) -> None:
+        """Begin a run."""
+        self.copied = 0
+
+    def end(self) -> None:
+        """End a run: what was not kept in it need not be copied in the next one."""
+        self._copies = self._is_kept
+
+    def recv(self) -> tuple[Values | None, _Held | None]:
         """Wait for the next values; return them, or None if there are none, and what `release` takes."""
         message = self._channel.recv()
         head = message[:HEAD].view(np.int64)
@@ -130,12 +148,24 @@ class Receiver:
             return None, None
         if text_bytes:
             self._known[number] = Terms.read(message[-text_bytes:].tobytes())
-        return self._values(number, message), message
+        values = self._values(number, message)
+        if self._copies and self._is_kept:
+            return values, (message, (), True)
+        memories = [self._tensors.memory(value) for value in values.tensors if value is not None]
+        return values, (message, [memory for memory in memories if memory is not None], self._copies)
 
-    def release(self, message: Array | None) -> None:
+    def release(self, held: _Held | None) -> None:
         """Hand back the memory of values that are needed no more."""
-        if message is not None:
-            self._channel.release(message)
+        if held is None:
+            return
+        message, memories, is_copied = held
+        for memory in memories:
+            if self._tensors.is_kept(memory):
+                self._is_kept = True
+                if not is_copied:
+                    self._tensors.move(memory)
+        self._copies = self._copies or self._is_kept
+        self._channel.release(message)
 
     def _values(self, number: int, message: Array) -> Values:
         terms = self._known.get(number)
@@ -147,11 +177,14 @@ class Receiver:
                 self._views.clear()
             known = self._views[id(message)] = terms, (message, terms.views(message))
         values: list[Any] = []
+        self.copied += self._copies
         for piece, view in zip(terms.pieces, known[1][1], strict=True):
             if piece is None or view is None:
                 values.append(None)
                 continue
             if piece.coded and self._codec is not None:
                 view = decode(self._codec, view, np.empty(piece.shape, numpy_dtype(piece.dtype)))
+            elif self._copies:
+                view = view.copy()
             values.append(self._tensors.tensor(view, wants_gradient=piece.gradient))
         return Values(values, terms.note)
