@@ -7,6 +7,7 @@ what other ranks had, such as a gradient that became sparse, because what it doe
 
 from __future__ import annotations
 
+import functools
 import gc
 import threading
 from collections.abc import Collection, Iterable, Iterator, Sequence
@@ -21,6 +22,7 @@ from commlib.data_parallel import Gradient, GradientReducer, InOrder, Options, p
 from commlib.errors import UsageError
 from commlib.functional.shards import check_apart, reduced_apart, world_ranks
 from commlib.horovod.join import join as core_join
+from commlib.horovod.join import say_turn
 from commlib_torch._autograd import backward_passes, listen
 from commlib_torch._bridge import check, dtype_name
 from commlib_torch._shards import shard_of
@@ -67,11 +69,33 @@ class Gradients:
             self.reducer = GradientReducer(
                 ranks, gradients, self._values, options, groups=placed, threads=torch.get_num_threads()
             )
+        self._number_among_others()
         self.serial = backward_passes.join(self)
         self._hooks: list[Any] = []
         if ranks.size > 1:  # one rank: gradients are final as they are
             keep_freed_memory()
             self._hooks = listen(self, self.parameters, before=self.reducer.scales_before_adding)
+
+    def _number_among_others(self) -> None:
+        """Find a number that no other on this communicator has, the same on all ranks, and let them take turns.
+
+        Ranks may have dropped earlier ones at different times. Those that are still there on some are counted.
+        """
+        comm = self.comm
+        others = [member for member in backward_passes.members if member.comm is comm]
+        highest = max((member.number for member in others), default=0)
+        taken = max(comm.all_gather_object(highest)) if comm.size > 1 else 0
+        self.number, self.takes_turns = taken + 1, False
+        if taken:
+            for member in [*others, self]:
+                member.take_turns()
+
+    def take_turns(self) -> None:
+        """Say before each reduction that it is this one's: others are on its communicator, and ranks may join."""
+        if not self.takes_turns:
+            self.takes_turns = True
+            comm, number = self.comm, self.number
+            self._ranks.turn = functools.partial(say_turn, comm, number)
 
     @property
     def comm(self) -> Any:
@@ -88,6 +112,7 @@ class Gradients:
     def again(self, parameters: Sequence[Named], known: Collection[int]) -> Gradients:
         """Stop; return what reduces other parameters in the same way, and goes on with the statistics. Collective."""
         self.close()
+        self._ranks.turn = None
         new = Gradients(parameters, self._ranks, self.reducer.options, groups=self._groups, known=known)
         with in_order():
             new.reducer.take_over(self.reducer)
@@ -116,6 +141,11 @@ class Gradients:
         if self.reducer.active:
             with self._between():
                 self.reducer.give_up()
+
+    def stand_in(self) -> bool:
+        """Take part with nothing in the next reduction of the others: see `GradientReducer.stand_in`."""
+        with self._between():
+            return self.reducer.stand_in()
 
     def contribute_nothing(self) -> int | None:
         """Take part with nothing until all ranks do: see `GradientReducer.contribute_nothing`."""

@@ -65,6 +65,10 @@ class Ranks(Protocol):
 
     def all_gather_object(self, obj: Any) -> list[Any]: ...
 
+    def take_turn(self) -> None:
+        """Say which of several reducers reduces next, before anything else of a reduction. Collective where it is."""
+        ...
+
     def overlap_pays(self, threads: int) -> bool:
         """Tell whether buckets should be launched while `threads` train. Collective when first called."""
         ...
@@ -102,7 +106,14 @@ class InOrder:
         self.comm, self._axes = comm, {"": comm, **(axes or {})}
         self.rank, self.size = comm.rank, comm.size
         self._by_name = reduce_by_name
+        self.turn: Callable[[], object] | None = None
+        """Says which reducer it is that reduces next, where several do on this communicator."""
         self.all_gather_object: Callable[[Any], list[Any]] = comm.all_gather_object
+
+    def take_turn(self) -> None:
+        """Say which of several reducers reduces next."""
+        if self.turn is not None:
+            self.turn()
 
     @property
     def is_hierarchical(self) -> bool:

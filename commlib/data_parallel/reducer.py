@@ -74,6 +74,7 @@ class GradientReducer:
         self._reduced: set[int] = set()
         """Gradients that are results, of those with a gain. Each rank then adds to the gain's part of it: it is reduced
         again with what is added, and is counted once."""
+        self._has_turn = False
         self._gives_up = False
         """The backward in progress raised: other ranks are told so where they wait for its end."""
         self._overlap = ranks.overlap_pays(threads) if options.overlap is None else options.overlap
@@ -205,6 +206,7 @@ class GradientReducer:
 
     def begin(self, *, eager: bool = True) -> None:
         """Note that a backward begins. `eager`: buckets may be launched before it ends."""
+        self._has_turn = False
         if self._tracker.begin(sync=self._sync, eager=self._overlap and eager and not self._is_undecided):
             self._values.free()
 
@@ -235,6 +237,7 @@ class GradientReducer:
         self._put(index)
         self.statistics.exposed_seconds += time.perf_counter() - started
         for bucket in launches:
+            self._take_turn()
             self._engine.launch(bucket)
             self._values.hide(self._members[bucket])
 
@@ -250,6 +253,7 @@ class GradientReducer:
             self._tracker.end()
             return
         seen = self._tracker.order
+        self._take_turn()
         if self._is_undecided:
             self._tracker.end()
             self._decide()
@@ -312,6 +316,7 @@ class GradientReducer:
     def reduce(self) -> None:
         """Reduce gradients now, whether or not that is needed. Collective."""
         if self.ranks.size > 1:
+            self._has_turn = False
             self._tracker.begin_step()
             self._values.free()
             self.end()
@@ -358,23 +363,33 @@ class GradientReducer:
             self.end()
         if self.ranks.size == 1 or not self.buckets or not self.ranks.stands_in:
             return None
+        times = 0
+        while self.stand_in():
+            times += 1
+        return times
+
+    def stand_in(self) -> bool:
+        """Take part with nothing in the next reduction of the others; return whether there was one. Collective."""
         if self.shards is not None:
             raise UsageError("join: a rank whose part of the parameters others gather cannot leave them alone")
         self._values.detach()
         self._values.free()
         everything = {*self._all, *range(len(self._all), len(self._all) + FLAGS)}
-        times = 0
         if self._is_undecided:
             self._decide()
-        while True:
-            self._engine.finish(range(len(self.buckets)), everything)
-            if not self._engine.used(self._active):
-                return times
-            if not self._engine.used(self._others_missing) or self._check_missing(None):
-                self._finish_unbucketed((), has_joined=True)
-            times += 1
+        self._engine.finish(range(len(self.buckets)), everything)
+        if self.buckets and not self._engine.used(self._active):
+            return False
+        if not self.buckets or not self._engine.used(self._others_missing) or self._check_missing(None):
+            self._finish_unbucketed((), has_joined=True)
+        return True
 
     # How
+
+    def _take_turn(self) -> None:
+        if not self._has_turn:
+            self._has_turn = True
+            self.ranks.take_turn()
 
     def _put(self, index: int) -> None:
         """Bring a gradient to where it is reduced from."""

@@ -88,6 +88,9 @@ class ByName:
         """Return what each rank that has not joined says."""
         return allgather_object(obj, f"{self._name}.said", self._process_set)
 
+    def take_turn(self) -> None:
+        """Do nothing: operations say by their names what they are."""
+
     def overlap_pays(self, threads: int) -> bool:
         """Tell whether buckets should be launched while `threads` train."""
         return self.size > 1 and overlap_pays_here(threads)

@@ -11,6 +11,7 @@ import logging
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
+import commlib
 from commlib.errors import CommlibError, PeerError, ShutdownError, TransportError, UsageError
 from commlib.horovod.exceptions import HostsUpdatedInterrupt
 from commlib.horovod.keepers import Keeper
@@ -167,7 +168,7 @@ def run_fn(func: Callable[..., Any], reset: Callable[[], Any], *, attempts: int 
         while True:
             try:
                 if not skips_sync:
-                    process_set_of(None).communicator("elastic.run").all_gather_object("elastic.run")
+                    _meet()
                     state.sync()
                 return func(state, *args, **kwargs)
             except HostsUpdatedInterrupt as interrupt:
@@ -187,6 +188,12 @@ def run_fn(func: Callable[..., Any], reset: Callable[[], Any], *, attempts: int 
             state.on_reset()
 
     return wrapper
+
+
+def _meet() -> None:
+    """Wait for all ranks, in the order of calls. Collective."""
+    if commlib.is_initialized():
+        process_set_of(None).communicator("elastic.run").all_gather_object("elastic.run")
 
 
 def _keep_ranks() -> None:

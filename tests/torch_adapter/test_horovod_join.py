@@ -8,9 +8,9 @@ from torch import nn
 
 import commlib
 import commlib_torch as hvd
-from commlib.errors import MismatchError, UsageError
+from commlib.errors import MismatchError
 
-from .oracle import assert_close, assert_same_everywhere, batch, loss_of, mine, model, parameters_of
+from .oracle import assert_close, assert_same_everywhere, batch, loss_of, model, parameters_of
 from .values import check, of, share
 
 
@@ -138,21 +138,51 @@ def test_training_with_uneven_numbers_of_batches(comm: Any, kind: str, overlap: 
 
 
 @pytest.mark.ranks(min=2)
-def test_two_optimizers(comm: Any) -> None:
-    one, two = model(), model(seed=1)
-    first: Any = hvd.DistributedOptimizer(torch.optim.SGD(one.parameters(), lr=0.1))
-    second: Any = hvd.DistributedOptimizer(torch.optim.SGD(two.parameters(), lr=0.1))
-    with pytest.raises(UsageError, match="give each its own"):
-        hvd.join()
-    del second
-    group = commlib.world().split(0)
-    second = hvd.DistributedOptimizer(torch.optim.SGD(two.parameters(), lr=0.1), comm=group)
-    for step in range(comm.rank + 1):
-        for network, optimizer in ((one, first), (two, second)):
-            optimizer.zero_grad()
-            loss_of(network, mine(comm, batch(comm, step))).backward()
-            optimizer.step()
+@pytest.mark.parametrize("apart", [False, True])
+@pytest.mark.parametrize("overlap", [False, True])
+def test_two_optimizers(comm: Any, apart: bool, overlap: bool) -> None:
+    """One that joined could not tell which reduces next, and was refused while the others went on."""
+    group = commlib.world().split(0) if apart else None
+
+    def make(wrapped: bool) -> Any:
+        one, two = model(), nn.Linear(3, 3).double()
+        with torch.no_grad():
+            two.weight.copy_(torch.eye(3))
+            two.bias.fill_(0.5)
+        made: list[Any] = [torch.optim.SGD(each.parameters(), lr=0.1, momentum=0.9) for each in (one, two)]
+        if wrapped:
+            made[0] = hvd.DistributedOptimizer(made[0], overlap=overlap, bucket_cap_mib=1e-4)
+            made[1] = hvd.DistributedOptimizer(made[1], overlap=overlap, comm=group)
+        return one, two, *made
+
+    def step(parts: Any, losses: Any) -> None:
+        one, two, first, second = parts
+        for evaluate in (lambda data: loss_of(one, data), lambda data: loss_of(lambda x: two(one(x)), data)):
+            first.zero_grad()
+            second.zero_grad()
+            losses(evaluate).backward()
+            first.step()
+            if losses.through_both:
+                second.step()
+            losses.through_both = not losses.through_both
+
+    class Losses:
+        def __init__(self, ranks: Any, number: int, scale: float = 1.0) -> None:
+            self.ranks, self.number, self.scale, self.through_both = ranks, number, scale, False
+
+        def __call__(self, evaluate: Any) -> Any:
+            inputs, targets = batch(comm, self.number)
+            rows = [slice(4 * rank, 4 * rank + 4) for rank in self.ranks]
+            return torch.stack([evaluate((inputs[each], targets[each])) for each in rows]).sum() * self.scale
+
+    own, alone = make(True), make(False)
+    for number in range(comm.size):
+        if number <= comm.rank:
+            step(own, Losses([comm.rank], number))
+        step(alone, Losses(active(comm, number), number, 1 / comm.size))
     assert hvd.join() == comm.size - 1
-    for network in (one, two):
+    for network in own[:2]:
         hvd.broadcast_parameters(network.state_dict(), comm.size - 1)
-    assert comm.all_gather_object(first.statistics.reductions) == [comm.size + 1] * comm.size
+    for network, other in zip(own[:2], alone[:2], strict=True):
+        assert_close(parameters_of(network), parameters_of(other), 1e-11)
+    step(own, Losses([comm.rank], 9))  # and everybody goes on together
