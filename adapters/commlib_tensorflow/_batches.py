@@ -12,6 +12,7 @@ import numpy as np
 import tensorflow as tf
 
 from commlib.errors import UsageError
+from commlib.pipeline.rows import REMEDY, WHOLE, each
 from commlib_tensorflow._bridge import to_array
 
 
@@ -51,23 +52,71 @@ def _fitted(value: Any, spec: Any) -> tf.Tensor:
     return tensor
 
 
+def places_of(graph: Any, x: Any, where: Any) -> list[Any]:
+    """Return where the rows of each of the model's inputs are, given x and where they are in it: see `Rows`."""
+    specs = graph.inputs
+    if isinstance(where, dict) and isinstance(x, dict):
+        if unknown := [name for name in where if name not in x]:
+            raise UsageError(f"pipeline: rows names {unknown[0]!r}; x has {', '.join(map(str, x))}")
+        if isinstance(graph.input, dict):
+            return keras.tree.flatten({key: where.get(key, 0) for key in graph.input})  # type: ignore[no-any-return]
+        return [where.get(spec.name, 0) for spec in specs]
+    found = keras.tree.flatten(where) if isinstance(where, list | tuple) else [where] * len(specs)
+    if len(found) != len(specs) or isinstance(where, dict):
+        raise UsageError(f"pipeline: rows says {where} of x; the model has {len(specs)} inputs")
+    return found
+
+
 def as_tensors(value: Any) -> Any:
     """Return nested arrays as tensors; None stays."""
     return keras.tree.map_structure(lambda leaf: leaf if leaf is None else tf.convert_to_tensor(leaf), value)
 
 
-def rows_in(value: Any, what: str) -> int:
-    """Return how many rows nested tensors have. Raises UsageError if they have different numbers, or none."""
-    counts = {int(leaf.shape[0]) for leaf in keras.tree.flatten(value) if leaf is not None and len(leaf.shape)}
+def rows_in(value: Any, what: str, where: Any = 0) -> int:
+    """Return how many rows nested tensors have. Raises UsageError if they have different numbers, or none.
+
+    where: their rows are, as `Rows` says it.
+    """
+    counts: set[int] = set()
+
+    def count(place: Any, leaf: Any) -> None:
+        if leaf is not None and len(leaf.shape) and place != WHOLE:
+            if place >= len(leaf.shape):
+                raise UsageError(f"pipeline: {what}: rows says {place} of a tensor of shape {tuple(leaf.shape)}")
+            counts.add(int(leaf.shape[place]))
+
+    each(count, where, value)
     if len(counts) != 1:
         got = f"different ones: {', '.join(map(str, sorted(counts)))}" if counts else "no tensor with rows"
-        raise UsageError(f"pipeline: {what}: expected tensors of one number of rows (first dimension), got {got}")
+        raise UsageError(
+            f"pipeline: {what}: expected tensors of one number of rows (first dimension), got {got}; where rows are in "
+            f"another dimension, or a tensor is for all microbatches, {REMEDY}"
+        )
     return counts.pop()
 
 
-def taken(value: Any, rows: slice) -> Any:
+def taken(value: Any, rows: slice, where: Any = 0) -> Any:
     """Return some rows of nested tensors."""
-    return keras.tree.map_structure(lambda leaf: leaf if leaf is None or not len(leaf.shape) else leaf[rows], value)
+
+    def one(place: Any, leaf: Any) -> Any:
+        if leaf is None or not len(leaf.shape) or place == WHOLE:
+            return leaf
+        return leaf[(*[slice(None)] * place, rows)]
+
+    return each(one, where, value)
+
+
+def together(parts: Sequence[tf.Tensor], rows: Sequence[int], place: Any) -> tf.Tensor:
+    """Return an output of microbatches of so many rows as that of the batch. Raises UsageError if it has others."""
+    if place == WHOLE:
+        return parts[0]
+    for part, count in zip(parts, rows, strict=True):
+        if place >= len(part.shape) or int(part.shape[place]) != count:
+            raise UsageError(
+                f"pipeline: a microbatch of {count} rows has output of shape {tuple(part.shape)}, so its rows are not "
+                f"in dimension {place}: {REMEDY}"
+            )
+    return tf.concat(parts, place)
 
 
 def digest(value: Any) -> int:

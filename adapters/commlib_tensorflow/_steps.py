@@ -16,10 +16,11 @@ from commlib.errors import UsageError
 from commlib.pipeline.batch import rows_of, shares, shares_in_updates
 from commlib.pipeline.losses import Weigh, Weigher, Weights
 from commlib.pipeline.pipe import Codecs, Pipe
+from commlib.pipeline.rows import WHOLE, Rows, each
 from commlib.pipeline.schedule import Kind as Action
 from commlib.pipeline.schedule import Schedule
 from commlib_tensorflow._batch_statistics import WholeBatchStatistics
-from commlib_tensorflow._batches import as_tensors, digest, inputs_of, rows_in, taken
+from commlib_tensorflow._batches import as_tensors, digest, inputs_of, places_of, rows_in, taken, together
 from commlib_tensorflow._bridge import to_array, to_tensor
 from commlib_tensorflow._kinds import Kind, agreed
 from commlib_tensorflow._losses import LossWeights
@@ -40,11 +41,13 @@ _NONE, _FAILED = -1, -2
 class Result:
     """A batch that was run.
 
-    outputs (flat), their masks, target and sample_weight: on the last stage's rank, if they are wanted.
+    losses (of microbatches), outputs (flat), their masks, target and sample_weight: on the last stage's rank, if they
+    are wanted.
     """
 
     loss: float
     rows: int
+    losses: dict[int, float] = field(default_factory=dict)
     outputs: list[tf.Tensor] | None = None
     masks: list[tf.Tensor | None] = field(default_factory=list)
     target: Any = None
@@ -64,7 +67,9 @@ class Steps:
         batch_norm: str,
         codec: Codecs,
         weigh: Weigh,
+        rows: Rows,
     ) -> None:
+        self._where = rows
         self.graph, self._inputs, self._weigher = pieces.graph, pieces.inputs, Weigher(weigh)
         self._microbatches = schedule.microbatches
         self._masked = [name + MASK in pieces.masks for name in pieces.outputs]
@@ -89,7 +94,13 @@ class Steps:
         self._first_use = first_use
         self.gradients: dict[int, tf.Tensor] = {}
         """Of all steps so far, by the id of the variable."""
-        lines = [f"split {pieces.counts}", f"codec {codec}", f"checkpoint {checkpoint}", f"batch_norm {batch_norm}"]
+        lines = [
+            f"split {pieces.counts}",
+            f"codec {codec}",
+            f"checkpoint {checkpoint}",
+            f"batch_norm {batch_norm}",
+            str(rows),
+        ]
         for number, part in enumerate(pieces.parts):
             lines += [f"stage {number}: {_kind_of(variable)}" for variable in part.variables]
         self._place = place_of(self.variables.values())
@@ -164,6 +175,7 @@ class Steps:
         is_training: bool = False,
         has_loss: bool = True,
         keeps_outputs: bool = False,
+        keeps_losses: bool = False,
         scale: float = 1.0,
         by_stages: ByStages | None = None,
     ) -> Result:
@@ -194,6 +206,7 @@ class Steps:
             loss = self._end(batch, rows) if has_loss else 0.0
             self._values.end()
             result = Result(loss, rows, target=target, sample_weight=weight)
+            result.losses = {number: float(value) for number, value in batch.losses.items()} if keeps_losses else {}
             if keeps_outputs and self.pipe.comm.rank == self.pipe.last:
                 result.outputs, result.masks = self._outputs(batch)
             return result
@@ -205,18 +218,22 @@ class Steps:
     def _begin(self, batch: Batch, x: Any, y: Any, sample_weight: Any) -> tuple[int, Any, Any]:
         """Cut the batch, and agree on its rows. Raises UsageError on all ranks if one was given what is wrong."""
         comm, first, last = self.pipe.comm, self.pipe.first, self.pipe.last
-        told, inputs, error = [_NONE, _NONE, _NONE], None, None
+        told, inputs, error, places = [_NONE, _NONE, _NONE], None, None, [0]
         kind = Kind.TRAIN if batch.is_training else Kind.EVALUATE if batch.has_loss else Kind.PREDICT
         try:
             if comm.rank == first:
                 if x is None:
                     raise UsageError(f"pipeline: rank {comm.rank} has the first stage: give it x")
                 inputs = inputs_of(self.graph, x)
-                told[0] = rows_in(inputs, "x")
+                places = places_of(self.graph, x, self._where.x)
+                told[0] = rows_in(inputs, "x", places)
             if comm.rank in (first, last) and batch.has_loss:
                 y, sample_weight = as_tensors(y), as_tensors(sample_weight)
                 if y is not None:
-                    told[1:] = rows_in((y, sample_weight), "y"), digest(y) if first != last else _NONE
+                    told[1:] = (
+                        rows_in((y, sample_weight), "y", (self._where.y, 0)),
+                        digest(y) if first != last else _NONE,
+                    )
                 elif comm.rank == last:
                     raise UsageError(f"pipeline: rank {comm.rank} has the last stage: give it y")
                 if comm.rank == last:
@@ -241,7 +258,7 @@ class Steps:
         counts = [part.stop - part.start for part in parts]
         batch.rows, batch.row_shares = counts, shares_in_updates(counts, self.pipe.schedule.every)
         if inputs is not None:
-            batch.inputs = [dict(zip(self._inputs, taken(inputs, part), strict=True)) for part in parts]
+            batch.inputs = [dict(zip(self._inputs, taken(inputs, part, places), strict=True)) for part in parts]
         return rows, y, sample_weight
 
     def agree_to_stop(self, stops: bool) -> bool:
@@ -250,11 +267,15 @@ class Steps:
 
     def _weigh(self, batch: Batch, x: Any, y: Any, sample_weight: Any) -> None:
         """Say what the losses of microbatches count, where the last stage is."""
-        losses, parts = self._losses, rows_of(rows_in(y, "y"), self.pipe.schedule.microbatches)
+        losses, parts = self._losses, rows_of(rows_in(y, "y", self._where.y), self.pipe.schedule.microbatches)
         counts = [part.stop - part.start for part in parts]
-        batch.targets = [taken(y, part) for part in parts]
+        batch.targets = [taken(y, part, self._where.y) for part in parts]
         batch.sample_weights = [taken(sample_weight, part) for part in parts]
-        inputs = [taken(as_tensors(x), part) for part in parts] if losses.wants_inputs and x is not None else ()
+        inputs = (
+            [taken(as_tensors(x), part, self._where.x) for part in parts]
+            if losses.wants_inputs and x is not None
+            else ()
+        )
         batch.weights = losses.weights(counts, batch.targets, batch.sample_weights, inputs)
         batch.shares = batch.weights.in_updates(self.pipe.schedule.every)
         batch.looks = losses.wants_look(batch.targets, counts)
@@ -295,7 +316,10 @@ class Steps:
         weights = Weights(tuple(batch.weights.terms[number] for number in numbers), batch.weights.is_sum)
         if numbers[0] not in batch.losses:
             return ""
-        again, whole = (float(self._loss_together(batch, some)) for some in (numbers[:1], numbers))
+        try:
+            again, whole = (float(self._loss_together(batch, some)) for some in (numbers[:1], numbers))
+        except Exception:  # a loss that cannot be had of several microbatches cannot be compared with it
+            return ""
         losses = [batch.losses.get(number, tf.zeros((), tf.float64)) for number in numbers]
         return self._losses.fault(again, whole, losses, weights)
 
@@ -305,7 +329,8 @@ class Steps:
         for output, mask in zip(outputs, masks, strict=True):
             if mask is not None:
                 output._keras_mask = mask  # where Keras looks for it
-        target, weight = (_together([own[n] for n in numbers]) for own in (batch.targets, batch.sample_weights))
+        target = _together([batch.targets[n] for n in numbers], self._where.y)
+        weight = _together([batch.sample_weights[n] for n in numbers], 0)
         return self._loss(target, outputs, weight)
 
     def _outputs(
@@ -313,10 +338,23 @@ class Steps:
     ) -> tuple[list[tf.Tensor], list[tf.Tensor | None]]:
         """Return the outputs of some microbatches together, or of all, and their masks."""
         parts = [batch.outputs[number] for number in (sorted(batch.outputs) if numbers is None else numbers)]
-        whole = [tf.concat(tensors, 0) for tensors in zip(*parts, strict=True)]
-        count = len(self._masked)
+        rows = [batch.rows[number] for number in (sorted(batch.outputs) if numbers is None else numbers)]
+        count, places = len(self._masked), self.places_of_outputs
+        every = [*places, *(place for place, is_masked in zip(places, self._masked, strict=True) if is_masked)]
+        whole = [together(own, rows, place) for own, place in zip(zip(*parts, strict=True), every, strict=True)]
         masks = iter(whole[count:])
         return whole[:count], [next(masks) if is_masked else None for is_masked in self._masked]
+
+    @property
+    def places_of_outputs(self) -> list[Any]:
+        """Where the rows of each output are."""
+        where = self._where.output
+        if isinstance(where, dict):
+            where = {key: where.get(key, 0) for key in self.graph.output}
+        found = keras.tree.flatten(where) if isinstance(where, dict | list | tuple) else [where] * len(self._masked)
+        if len(found) != len(self._masked):
+            raise UsageError(f"pipeline: rows says {self._where.output} of {len(self._masked)} outputs")
+        return found
 
     def shared(self, outputs: list[tf.Tensor] | None) -> list[tf.Tensor]:
         """Return the last stage's outputs on every rank. Collective."""
@@ -345,9 +383,15 @@ class Steps:
         return nested[0] if isinstance(nested, list | tuple) and len(nested) == 1 else nested
 
 
-def _together(values: Sequence[Any]) -> Any:
+def _together(values: Sequence[Any], where: Any) -> Any:
     """Return nested tensors of several microbatches as those of one."""
-    return keras.tree.map_structure(lambda *leaves: None if leaves[0] is None else tf.concat(leaves, 0), *values)
+
+    def one(place: Any, *leaves: Any) -> Any:
+        return (
+            leaves[0] if leaves[0] is None or not len(leaves[0].shape) or place == WHOLE else tf.concat(leaves, place)
+        )
+
+    return each(one, where, *values)
 
 
 def _kind_of(variable: Any) -> str:

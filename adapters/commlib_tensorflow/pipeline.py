@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+import math
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial, wraps
 from typing import Any
@@ -16,8 +17,9 @@ from commlib.dtypes import Array
 from commlib.errors import UsageError
 from commlib.optim.clipping import check_limit, clip_factor
 from commlib.pipeline.choice import check_example, check_words, choose_stages
-from commlib.pipeline.losses import Weigh
+from commlib.pipeline.losses import Details, Weigh
 from commlib.pipeline.pipe import AnySchedule, Codecs, Pipe
+from commlib.pipeline.rows import WHOLE, rows_option
 from commlib.pipeline.schedule.auto import LayerCosts
 from commlib_tensorflow._batches import are_arrays, inputs_of, shuffled, split_rows
 from commlib_tensorflow._in_fit import together
@@ -53,6 +55,7 @@ def pipeline(
     batch_norm: str = "microbatch",
     codec: Codecs = None,
     weigh: Weigh = None,
+    rows: Mapping[str, Any] | None = None,
     optimizer: Any = None,
     every: int | None = None,
     example: Any = None,
@@ -86,6 +89,8 @@ def pipeline(
     which they do: {(0, 1): "bf16", (1, 0): "int8"}. weigh: how many terms a microbatch's loss is the mean of, where
     Keras' own losses do not say it: a function of its target and, if it takes them, `inputs` and `sample_weight`; or
     "rows", or "sum" of a loss that is a sum.
+    rows: in which dimension of x, y and output they are, if not in the first: see `commlib.pipeline.rows`; such as
+    {"x": (0, "whole"), "output": 1}.
     optimizer: as compile() takes it; of replicas, a DistributedOptimizer(..., mesh=mesh). every: microbatches between
     updates, in schedules that update weights while they run; they use the compiled optimizer.
 
@@ -109,7 +114,16 @@ def pipeline(
         memory=memory, measure=measure, count=partial(counts_of, nodes),
     )  # fmt: skip
     pieces = cut(graph, nodes, of_units(units, chosen.counts) if chosen.is_measured else chosen.counts)
-    steps = Steps(comm, pieces, chosen.schedule, checkpoint=checkpoint, batch_norm=batch_norm, codec=codec, weigh=weigh)
+    steps = Steps(
+        comm,
+        pieces,
+        chosen.schedule,
+        checkpoint=checkpoint,
+        batch_norm=batch_norm,
+        codec=codec,
+        weigh=weigh,
+        rows=rows_option(rows),
+    )
     pipe = Pipeline(model.name, steps, WholeModel(model, pieces.parts, chosen.schedule.placement), why=chosen.why)
     if loss is not None or optimizer is not None:
         pipe.compile(optimizer=optimizer, loss=loss)
@@ -158,15 +172,34 @@ class Pipeline(keras.Model):  # type: ignore[misc]  # Keras has no types
     # A step at a time
 
     @_together
-    def step(self, x: Any = None, y: Any = None, sample_weight: Any = None) -> tf.Tensor:
-        """Run forward and backward on a batch; return its mean loss, on every rank. Collective.
+    def step(
+        self,
+        x: Any = None,
+        y: Any = None,
+        sample_weight: Any = None,
+        *,
+        details: bool = False,
+        outputs: bool = False,
+    ) -> Any:
+        """Run forward and backward on a batch; return its loss, a tensor, on every rank. Collective.
+
+            loss = pipe.step(x, y)
+            loss, losses, metrics, outputs = pipe.step(x, y, outputs=True)
 
         Gradients are added to those that are in `gradients`, as one process would compute them on the whole batch; of
         an optimizer that scales losses, they are scaled. x: a tensor, a list of them or a dict by the names of the
-        inputs, needed on the rank of the first stage; y and sample_weight: needed on that of the last.
+        inputs, needed on the rank of the first stage; y and sample_weight: needed on that of the last. details,
+        outputs: return `Details`, with the batch's outputs if they are asked for, and no metrics: these are of `fit`.
+        Raises UsageError on all ranks where the losses of microbatches do not come to that of the batch.
         """
-        result = self._train(x, y, sample_weight)
-        return tf.constant(result.loss, keras.config.floatx())
+        wants = details or outputs
+        result = self._train(x, y, sample_weight, keeps_losses=wants, keeps_outputs=outputs)
+        loss = tf.constant(result.loss, keras.config.floatx())
+        if not wants:
+            return loss
+        own = [result.losses.get(number, math.nan) for number in range(self.pipe.schedule.microbatches)]
+        losses = self.pipe.comm.broadcast_object(own, self.pipe.last)
+        return Details(loss, losses, {}, None if result.outputs is None else self._own.steps.nest(result.outputs))
 
     @property
     def gradients(self) -> list[tf.Tensor | None]:
@@ -307,7 +340,10 @@ class Pipeline(keras.Model):  # type: ignore[misc]  # Keras has no types
 
         def function(batches: Iterable[Any]) -> Any:
             found = [self.predict_step(data) for data in batches]
-            return keras.tree.map_structure(lambda *parts: tf.concat(parts, 0), *found)
+            places = self._own.steps.nest(self._own.steps.places_of_outputs)
+            return keras.tree.map_structure(
+                lambda place, *parts: parts[0] if place == WHOLE else tf.concat(parts, place), places, *found
+            )
 
         self.predict_function = function
 

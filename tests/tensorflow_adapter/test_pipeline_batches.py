@@ -1,0 +1,81 @@
+"""What a step of a Keras pipeline takes and gives: where rows are, and details."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import keras
+import numpy as np
+import pytest
+import tensorflow as tf
+
+from commlib.errors import CommlibError, UsageError
+from commlib_tensorflow import pipeline
+from tests.keras_pipelines import WIDTH, assert_gradients, batch, filled, in_float64, key, layers, near
+
+__all__ = ["in_float64"]
+
+
+class Turn(keras.layers.Layer):  # type: ignore[misc]  # Keras has no types
+    """Exchange the first two dimensions."""
+
+    def call(self, x: Any) -> Any:
+        return tf.transpose(x, (1, 0, 2))
+
+
+class Place(keras.layers.Layer):  # type: ignore[misc]  # Keras has no types
+    """Add what is of all rows."""
+
+    def call(self, x: Any, places: Any) -> Any:
+        return tf.tanh(x + places[:, None])
+
+
+def model() -> Any:
+    x, places = keras.Input((8, WIDTH), name="x"), keras.Input(batch_shape=(8,), name="places")
+    hidden = Place()(keras.layers.Dense(WIDTH, name="first")(x), places)
+    return filled(keras.Model([x, places], [hidden, Turn()(keras.layers.Dense(WIDTH, name="second")(hidden))]))
+
+
+def test_rows_in_other_dimensions(comm: Any) -> None:
+    """An input that is none of rows was cut, and outputs were put together along the first dimension."""
+    generator = np.random.default_rng(0)
+    x, places = generator.normal(size=(8, 8, WIDTH)), generator.normal(size=8)
+    y = [generator.normal(size=(8, 8, WIDTH)), generator.normal(size=(8, 8, WIDTH))]
+    whole = model()
+    with tf.GradientTape() as tape:
+        outputs = whole([tf.constant(x), tf.constant(places)])
+        expected = sum(tf.reduce_mean(tf.square(output - target)) for output, target in zip(outputs, y, strict=True))
+    gradients = tape.gradient(expected, whole.trainable_variables)
+    rows = {"x": (0, "whole"), "y": [0, 1], "output": [0, 1]}
+    pipe = pipeline(model(), comm, microbatches=4, loss=["mse", "mse"], optimizer="sgd", rows=rows)
+    found = pipe.step([x, places], y, outputs=True)
+    near(found.loss, expected)
+    assert len(found.losses) == 4
+    near(np.mean(found.losses), expected)
+    if comm.rank == pipe.pipe.last:
+        for got, output in zip(found.outputs, outputs, strict=True):
+            near(got, output)
+    else:
+        assert found.outputs is None
+    named = zip(whole.trainable_variables, gradients, strict=True)
+    assert_gradients(pipe, {key(variable): gradient for variable, gradient in named})
+    for got, output in zip(pipe.predict_on_batch([x, places]), outputs, strict=True):
+        near(got, output)
+    pipe.close()
+    pipe = pipeline(model(), comm, microbatches=4, rows={"x": (0, "whole")})
+    with pytest.raises(CommlibError, match="a microbatch of 2 rows has output of shape"):
+        pipe.predict_on_batch([x, places])
+    pipe.close()
+
+
+def test_rows_that_make_no_sense(comm: Any) -> None:
+    with pytest.raises(UsageError, match="rows says 'all' of x"):
+        pipeline(layers(4), comm, microbatches=2, rows={"x": "all"})
+    pipe = pipeline(layers(4), comm, microbatches=2, loss="mse", rows={"x": (0, 0)})
+    if comm.rank == pipe.pipe.first:
+        with pytest.raises(UsageError, match="the model has 1 inputs"):
+            pipe.step(*batch(4))
+    else:
+        with pytest.raises(UsageError, match="was given a batch that is wrong"):
+            pipe.step(*batch(4))
+    pipe.close()
