@@ -305,7 +305,7 @@ class Steps:
         fault = self._fault(batch) if batch.looks else ""
         told = self.pipe.comm.all_gather(np.array([[own, float(bool(fault))]]))
         if told[:, 1].any():
-            raise UsageError(self.pipe.comm.broadcast_object(fault, self.pipe.last))
+            self.pipe.refuse(self.pipe.comm.broadcast_object(fault, self.pipe.last))
         return float(sum(told[:, 0]))
 
     def _fault(self, batch: Batch) -> str:

@@ -467,7 +467,7 @@ class Pipeline(Staged):
         numbers = [total, float(dtype is torch.float64), float(bool(fault))]
         told, is_double, is_wrong = pipe.tell(numbers, rows=self._rows, added=extra)
         if is_wrong:
-            raise UsageError(pipe.comm.broadcast_object(fault, pipe.last))
+            pipe.refuse(pipe.comm.broadcast_object(fault, pipe.last))
         return torch.tensor(told, dtype=torch.float64 if is_double else torch.float32)
 
     def _details(self, loss: Tensor) -> Details:

@@ -7,7 +7,7 @@ from contextlib import contextmanager
 from dataclasses import replace
 from os import PathLike
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 import numpy as np
 
@@ -77,6 +77,7 @@ class Pipe:
         self.stages, self._tensors, self._parent = stages, tensors, comm
         self.lowered: Lowered = verify(schedule, links, reduce=True)
         self._is_within = self._has_failed = self._is_closed = False
+        self._refusal: UsageError | None = None
         self._open()
 
     def _open(self) -> None:
@@ -125,10 +126,16 @@ class Pipe:
         try:
             yield
         except BaseException as error:
-            self._fail(error)
+            if error is not self._refusal:
+                self._fail(error)
             raise
         finally:
-            self._is_within = False
+            self._is_within, self._refusal = False, None
+
+    def refuse(self, text: str) -> NoReturn:
+        """Raise UsageError, as all ranks do at the same place: none waits for another, and the pipeline goes on."""
+        self._refusal = UsageError(text)
+        raise self._refusal
 
     def _fail(self, error: BaseException) -> None:
         """Let no rank wait for this one: neither for a message nor in a call of all."""
