@@ -12,11 +12,13 @@ from collections.abc import Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from copy import copy
 from dataclasses import dataclass, field
+from functools import wraps
 from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor, fx, nn
+from torch.utils import _pytree as pytree
 
 from commlib_torch._copies import in_mode_of_all, same_random_numbers
 from commlib_torch._signature import Call
@@ -68,7 +70,7 @@ def traced(model: nn.Module, call: Call, whole: Mapping[type, str], *, training:
         except Exception as error:
             where = tracer.raised_in if tracer.raised_in is not None else ""
             said = str(error).strip().split("\n")[0]
-            tracer.faults.append(Fault(where, f"cannot be traced ({type(error).__name__}: {said})"))
+            tracer.faults = [Fault(where, f"cannot be traced ({type(error).__name__}: {said})")]
     trace.constants, trace.faults, trace.leaves = tracer.constants, tracer.faults, tracer.leaves
     trace.events = tracer.events
     if not trace.faults:
@@ -176,9 +178,11 @@ class _Tracer(fx.Tracer):
 
     def escaped(self) -> list[Fault]:
         """Return a fault if somebody keeps a value after the trace, such as a list that is none of the model's."""
-        if all(ref() is None for ref, *_ in self._proxies):
-            return []
-        gc.collect()
+        for generation in (None, 1, 2):  # most are gone, or young; to look at everything takes long
+            if generation is not None:
+                gc.collect(generation)
+            if all(ref() is None for ref, *_ in self._proxies):
+                return []
         kept = [(path, name) for ref, path, name in self._proxies if ref() is not None]
         for ref, *_ in self._proxies:
             _take_out(ref)
@@ -220,6 +224,8 @@ class _Tracer(fx.Tracer):
             for kind in called:
                 stack.enter_context(replaced(kind, "__call__", self._called_whole))
             stack.enter_context(replaced(nn.Module, "__setattr__", setting))
+            for name in _MAKERS:
+                stack.enter_context(replaced(torch, name, self._making(getattr(torch, name))))
             try:
                 yield
             finally:
@@ -232,6 +238,18 @@ class _Tracer(fx.Tracer):
                     if not _is_same(value, before):
                         _restore(value, before)
                         self._fault(f"changes self.{name}, which tracing it does once", paths[module])
+
+    def _making(self, function: Any) -> Any:
+        """Return a function that makes tensors, which is an operation where its arguments are values of the trace."""
+
+        @wraps(function)
+        def make(*args: Any, **options: Any) -> Any:
+            given = pytree.tree_leaves((args, options))
+            if any(issubclass(type(one), fx.Proxy) for one in given):
+                return self.create_proxy("call_function", function, args, options)
+            return function(*args, **options)
+
+        return make
 
     @property
     def _called_whole(self) -> Any:
@@ -299,6 +317,13 @@ def _is_number(value: Any) -> bool:
         "math",
     )
     return is_plain and all(map(_is_number, value.all_input_nodes))
+
+
+_MAKERS = (
+    "arange", "empty", "eye", "full", "linspace", "logspace", "ones", "rand", "randint", "randn", "randperm", "range",
+    "tril_indices", "triu_indices", "zeros",
+)  # fmt: skip
+"""Functions of torch that make a tensor of numbers: torch.fx does not see them where these are a tensor's shape."""
 
 
 _OF_MODULES = frozenset(vars(nn.Module()))
@@ -383,13 +408,13 @@ def _autocast() -> tuple[bool, ...]:
 
 
 def _random_state() -> tuple[Any, ...]:
-    numbers = str(np.random.get_state(legacy=False))  # arrays as text are short, but they show the place
-    return random.getstate(), numbers, torch.get_rng_state().numpy().tobytes()
+    numbers: Any = np.random.get_state(legacy=True)
+    return random.getstate(), numbers[1].tobytes(), numbers[2:], torch.get_rng_state().numpy().tobytes()
 
 
 @contextmanager
-def replaced(owner: type, name: str, value: Any) -> Iterator[None]:
-    """Let a class have another attribute for a while."""
+def replaced(owner: Any, name: str, value: Any) -> Iterator[None]:
+    """Let a class or a module have another attribute for a while."""
     had, before = name in vars(owner), vars(owner).get(name)
     setattr(owner, name, value)
     try:

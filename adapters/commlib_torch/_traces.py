@@ -92,23 +92,26 @@ class Traces:
             for name, value in call.leaves()
             if value is None or (isinstance(value, int | float | complex) and not isinstance(value, bool))
         }
-        if not values or not self._depends(call, values):
+        if not values:
+            return [], []
+        known = [traced(self._model, call, self._whole, training=mode) for mode in (True, False)]
+        if not self._depends(known, call, values):
             return list(values), []
         free, faults = [], []
         for name, value in values.items():
             if keeps_open and name not in call.given:
                 continue
-            fault = self._depends(call, {name: value})
+            fault = self._depends(known, call, {name: value})
             if fault is None:
                 free.append(name)
             elif fault.path and value is None and not keeps_open:
                 faults.append(Fault(fault.path, f"depends on whether there is {name}"))
-        if len(free) > 1 and self._depends(call, {name: values[name] for name in free}):
+        if len(free) > 1 and self._depends(known, call, {name: values[name] for name in free}):
             free = free[:1]
         return free, faults
 
-    def _depends(self, call: Call, values: dict[str, Any]) -> Fault | None:
-        """Return where forward does other things if it does not know some values."""
+    def _depends(self, known: list[Trace], call: Call, values: dict[str, Any]) -> Fault | None:
+        """Return where forward does other things if it does not know some values. known: the traces if it does."""
         unknown = call.with_free(values)
 
         def join(node: fx.Node, one: Any, other: Any) -> Any:
@@ -118,11 +121,11 @@ class Traces:
                     return one
             raise _ApartError
 
-        for mode in (True, False):
-            known, other = (traced(self._model, one, self._whole, training=mode) for one in (call, unknown))
-            if faults := known.faults or other.faults:
-                return faults[0]
-            path = _joined(known, other, join)
+        for trace, mode in zip(known, (True, False), strict=True):
+            other = traced(self._model, unknown, self._whole, training=mode)
+            if other.faults:
+                return other.faults[0]
+            path = _joined(trace, other, join)
             if path is not None:
                 return Fault(path, "depends on a value")
         return None

@@ -208,6 +208,17 @@ def test_buffers_that_forward_changes(comm: Any) -> None:
         pipeline(Two(assigned, mean=torch.zeros(WIDTH)), comm, microbatches=1)
 
 
+def test_tensors_are_made_of_the_shape_that_is_given(comm: Any) -> None:
+    """torch.fx could not trace `torch.arange(x.shape[0])`."""
+
+    def between(self: Any, x: Tensor) -> Any:
+        rows, width = x.shape
+        noise = torch.rand(rows, width) * torch.zeros(width, dtype=x.dtype)
+        return x + torch.arange(width, device=x.device) + torch.ones(rows, 1) + noise
+
+    assert_as_one_process(comm, lambda: Two(between), microbatches=3)
+
+
 def test_a_constant_that_forward_changes_is_made_anew(comm: Any) -> None:
     def between(self: Any, x: Tensor) -> Any:
         total = torch.zeros(WIDTH)
