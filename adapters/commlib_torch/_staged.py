@@ -7,20 +7,24 @@ from typing import Any
 
 from torch import Tensor, nn
 
+from commlib_torch._loss_module import NAME
+
 
 class Staged(nn.Module):
-    """Stages of a model, by number. names: of everything in the state of the whole model.
+    """Stages of a model, by number. names: of everything in the state of the whole model. loss: if it has parameters.
 
     Parameters and buffers have the names of the whole model in `named_parameters()`, `named_buffers()`, `state_dict()`
     and `load_state_dict()`, which takes what is its own from a state of the whole model.
     """
 
-    def __init__(self, parts: Mapping[int, nn.Module], names: Collection[str]) -> None:
+    def __init__(self, parts: Mapping[int, nn.Module], names: Collection[str], loss: nn.Module | None = None) -> None:
         super().__init__()
         self._numbers, self._whole_names = tuple(parts), frozenset(names)
         self._loaded_at = ""
         for stage, part in parts.items():
             self.add_module(_prefix(stage)[:-1], part)
+        if loss is not None:
+            self.add_module(NAME, loss)
         self.register_state_dict_post_hook(_strip)  # type: ignore[no-untyped-call]
         self.register_load_state_dict_pre_hook(_place)  # type: ignore[no-untyped-call]
         self.register_load_state_dict_post_hook(_tell)  # type: ignore[no-untyped-call]
@@ -44,8 +48,10 @@ class Staged(nn.Module):
 
     def _named(self, what: str, prefix: str, **options: bool) -> Iterator[tuple[str, Any]]:
         seen: set[int] = set()
-        for part in self.parts:
-            for name, value in getattr(part, what)(prefix, **options):
+        loss = self._modules.get(NAME)
+        inner = f"{prefix}.{NAME}" if prefix else NAME
+        for part, at in [*((part, prefix) for part in self.parts), *([] if loss is None else [(loss, inner)])]:
+            for name, value in getattr(part, what)(at, **options):
                 if id(value) not in seen or not options["remove_duplicate"]:
                     seen.add(id(value))
                     yield name, value
@@ -80,6 +86,9 @@ def _place(
         for name in part.state_dict()
         if prefix + name in state
     }
+    if (loss := module._modules.get(NAME)) is not None:
+        own = [f"{prefix}{NAME}.{name}" for name in loss.state_dict()]
+        found |= {name: state[name] for name in own if name in state}
     module._loaded_at = prefix
     state.clear()
     state.update(found)

@@ -21,6 +21,7 @@ from commlib_torch._autograd import backward_passes
 from commlib_torch._batch_statistics import kept_buffers
 from commlib_torch._bridge import array_of, read, to_tensor
 from commlib_torch._hooks import have_hooks, registrations
+from commlib_torch._loss_module import UsedParameters
 from commlib_torch._losses import Losses, LossWeights
 from commlib_torch._notes import flat, nested
 from commlib_torch._parts import INPUTS, OUTPUT, Named
@@ -33,8 +34,13 @@ class TorchTensors:
     """Torch's tensors and arrays of the core. like: one of this rank's stages, if there is one: where they compute."""
 
     def __init__(self, like: Tensor | None) -> None:
-        self._device = None if like is None or like.is_cpu else like.device
-        self.device = None if like is None else device_of(like)
+        self.find(like)
+
+    def find(self, like: Tensor | None) -> None:
+        """Find out where stages compute; on the host, until one knows."""
+        is_here = like is None or like.is_cpu or like.is_meta
+        self._device = None if is_here else like.device  # type: ignore[union-attr]
+        self.device = None if is_here else device_of(like)  # type: ignore[arg-type]
         """That of the core."""
 
     def array(self, value: Tensor) -> Array:
@@ -144,6 +150,8 @@ class TorchStage:
         self._kept: dict[int, _Kept] = {}
         self._split: dict[int, tuple[SplitBackward | None, list[Tensor | None]]] = {}
         self._has_hooks: bool | None = None
+        self.used: UsedParameters | None = None
+        """Looks at the first loss of all."""
 
     def clear(self) -> None:
         """Forget what is under way."""
@@ -223,6 +231,8 @@ class TorchStage:
     def backward(self, microbatch: int, gradients: ByStage, *, final: bool) -> ByStage:
         """See `commlib.pipeline.stage.Stage`."""
         kept = self._kept.pop(microbatch)
+        if self.used is not None:
+            self._look(kept)
         roots, grads = self._roots(microbatch, kept, gradients)
         self._whole_backward(roots, grads, final=final)
         return _input_gradients(kept)
@@ -230,6 +240,8 @@ class TorchStage:
     def backward_input(self, microbatch: int, gradients: ByStage) -> ByStage:
         """See `commlib.pipeline.stage.Stage`."""
         kept = self._kept.pop(microbatch)
+        if self.used is not None:
+            self._look(kept)
         roots, grads = self._roots(microbatch, kept, gradients)
         leaves = [tensor for own in kept.inputs.values() for tensor in own if tensor is not None]
         split = SplitBackward.split(roots, grads, leaves, has_hooks=self._must_run_once(kept))
@@ -267,6 +279,12 @@ class TorchStage:
         if self._has_hooks is None:
             self._has_hooks = have_hooks(self.part.parameters(), but_of=backward_passes.__module__)
         return self._has_hooks or registrations.count != kept.hooks
+
+    def _look(self, kept: _Kept) -> None:
+        """Look at what the first loss of all depends on."""
+        if self.used is not None and kept.loss is not None and kept.loss.requires_grad:
+            used, self.used = self.used, None
+            used.check(kept.loss, [tensor for own in kept.inputs.values() for tensor in own if tensor is not None])
 
     def _roots(self, microbatch: int, kept: _Kept, gradients: ByStage) -> tuple[list[Tensor], list[Tensor | None]]:
         """Return where a backward begins, and with what. A value that several stages took has several gradients."""

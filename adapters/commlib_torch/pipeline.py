@@ -38,6 +38,8 @@ from commlib_torch._bridge import array_of
 from commlib_torch._containers import is_container
 from commlib_torch._copies import copy_of
 from commlib_torch._hooks import registrations
+from commlib_torch._loss_module import NAME as LOSS
+from commlib_torch._loss_module import UsedParameters, loss_module
 from commlib_torch._losses import Loss, LossWeights
 from commlib_torch._measured import layer_costs
 from commlib_torch._optimizer_state import merged
@@ -178,7 +180,8 @@ def _measured(units: Units, example: Any, checkpoint: str) -> LayerCosts:
 class Pipeline(Staged):
     """This rank's stages of a model. Made by `pipeline`.
 
-    It has the parameters and buffers of its stages, under the names of the whole model.
+    It has the parameters and buffers of its stages, under the names of the whole model; on the rank of the last stage
+    also those of a loss that has parameters, as `loss.NAME`.
     """
 
     def __init__(
@@ -195,25 +198,34 @@ class Pipeline(Staged):
         optimizer: Callable[[Sequence[tuple[str, nn.Parameter]]], torch.optim.Optimizer] | None,
     ) -> None:
         own = schedule.stages_of(comm.rank)
+        last = schedule.stages - 1
+        module = loss_module(loss, pieces.parts)
         names = {name for part in pieces.parts for name in part.state_dict()}
-        super().__init__({stage: pieces.parts[stage] for stage in own}, names)
+        names |= {f"{LOSS}.{name}" for name in (module.state_dict() if module is not None else ())}
+        super().__init__({stage: pieces.parts[stage] for stage in own}, names, module if last in own else None)
+        # The last stage is one with the loss, for all that concerns weights.
+        parts = [*pieces.parts[:-1], Staged({last: pieces.parts[-1]}, names, module)]
         self.why = ""
         """Why this schedule was chosen, if it was."""
         self.statistics: WholeBatchStatistics | None = None
         """What makes running statistics those of whole batches, if that was asked for."""
         self._where = rows
         self._losses = LossWeights(loss, Weigher(weigh), rows)
-        tied = TiedWeights.found(comm, pieces.parts, schedule.placement)
+        tied = TiedWeights.found(comm, parts, schedule.placement)
+        if schedule.every and module is not None:
+            raise UsageError(
+                f"pipeline: the loss has parameters, but schedule {schedule.name} updates each stage by itself: use "
+                "another schedule"
+            )
         if schedule.every and tied.exist:
             raise UsageError(
                 f"pipeline: stages on several ranks share a weight, but schedule {schedule.name} updates each stage by "
                 "itself, before the gradients of all are there: use another schedule"
             )
         self._tied = tied
-        self._shared_buffers = SharedBuffers(pieces.parts, schedule.placement, comm.rank)
-        self._names = _names_by_name(pieces.parts)
+        self._shared_buffers = SharedBuffers(parts, schedule.placement, comm.rank)
+        self._names = _names_by_name(parts)
         self._splits = any(action.kind is Kind.I for program in schedule.programs for action in program)
-        last = schedule.stages - 1
         self._stages: dict[int, TorchStage] = {}
         for stage in own:
             part = pieces.parts[stage]
@@ -223,17 +235,25 @@ class Pipeline(Staged):
                 part, takes, gives, is_first=stage == 0, is_last=stage == last, loss=self._losses, recompute=checkpoint
             )
         lines = [f"split {pieces.counts}", f"codec {codec}", f"checkpoint {checkpoint}", str(rows)]
-        for stage, part in enumerate(pieces.parts):
-            lines += [f"stage {stage}: {name} {tuple(p.shape)} {p.dtype}" for name, p in part.named_parameters()]
+        for stage, part in enumerate(parts):
+            lines += [
+                f"stage {stage}: {name} {tuple(p.shape)} {p.dtype}{' on meta' if p.is_meta else ''}"
+                for name, p in part.named_parameters()
+            ]
+        self._tensors = TorchTensors(next(self.parameters(), None))
+        self._was_meta = any(parameter.is_meta for part in parts for parameter in part.parameters())
         self._pipe = Pipe(
             comm,
             schedule,
             pieces.links,
             self._stages,
-            TorchTensors(next(self.parameters(), None)),
+            self._tensors,
             codec=codec,
             lines=lines,
         )
+        if last in own and not schedule.every:
+            of_others = {id(p): name for part in parts for name, p in part.named_parameters()}
+            self._stages[last].used = UsedParameters(self.parameters, of_others, comm.rank)
         self._has_extras = any(keepers_in(part) for part in pieces.parts)
         self._order_shared()
         tied.spread()
@@ -312,7 +332,7 @@ class Pipeline(Staged):
     ) -> Any:
         """Return the loss of a batch in evaluation mode, on every rank. Arguments as those of `step`. Collective."""
         options = {"cut": cut, "keeps_outputs": outputs}
-        with in_mode(self.parts, training=False), self._batch_of(x, y, **options) as empty:
+        with in_mode(list(self.children()), training=False), self._batch_of(x, y, **options) as empty:
             with in_order():
                 self._pipe.forward(empty)
             loss = self._loss()
@@ -323,7 +343,10 @@ class Pipeline(Staged):
 
         Raises UsageError for an output whose rows are not where `rows` of `pipeline` says.
         """
-        with in_mode(self.parts, training=False), self._batch_of(x, None, cut=cut, wants_outputs=True) as empty:
+        with (
+            in_mode(list(self.children()), training=False),
+            self._batch_of(x, None, cut=cut, wants_outputs=True) as empty,
+        ):
             with in_order():
                 self._pipe.forward(empty)
             return self._outputs()
@@ -392,6 +415,27 @@ class Pipeline(Staged):
 
     # The rest
 
+    def _refuse_meta(self) -> None:
+        """Raise UsageError, on all ranks, if weights are on the meta device still."""
+        found = [name for name, parameter in self.named_parameters() if parameter.is_meta]
+        if first := next((name for names in self._pipe.comm.all_gather_object(found[:1]) for name in names), ""):
+            raise UsageError(
+                f"pipeline: {first} is on device meta: call to_empty(device=...) and load_state_dict, or "
+                "load_state_dict(..., assign=True), on all ranks before the first batch"
+            )
+        self._was_meta = False
+
+    def _apply(self, fn: Any, recurse: bool = True) -> Any:
+        found = super()._apply(fn, recurse)  # type: ignore[no-untyped-call]
+        self._order_shared()  # parameters may be others now
+        return found
+
+    def load_state_dict(self, state_dict: Mapping[str, Any], strict: bool = True, assign: bool = False) -> Any:
+        """Load what is this rank's of a state of the whole model. Not collective."""
+        found = super().load_state_dict(state_dict, strict, assign)
+        self._order_shared()
+        return found
+
     def _by_all_names(self) -> Iterator[tuple[str, nn.Parameter]]:
         """Yield this rank's parameters, under each name that one has anywhere in the whole model."""
         for name, parameter in self.named_parameters(remove_duplicate=False):
@@ -401,8 +445,14 @@ class Pipeline(Staged):
     @contextmanager
     def _batch_of(self, x: Any, y: Any, **options: Any) -> Iterator[set[int]]:
         """Run a batch within. What goes wrong on a rank is told to all, and nothing of it is left."""
+        was_meta = self._was_meta
+        if was_meta:  # ranks agree anew on where values go
+            self._tensors.find(next(self.parameters(), None))
+            self._pipe.meet_anew()
         with self._pipe.together():
             try:
+                if was_meta:
+                    self._refuse_meta()
                 yield self._begin(x, y, **options)
             finally:
                 for stage in self._stages.values():
@@ -432,6 +482,8 @@ class Pipeline(Staged):
             parts, rows = parted(x, what="x", where=self._where.x)
             batch.inputs = [arguments(part) for part in parts]
             empty = {number for number, count in enumerate(rows) if not count}
+            if wants_outputs and len(empty) == len(rows):
+                empty.discard(0)  # outputs of no rows have a shape, too
         if rank == self._pipe.last and not wants_outputs:
             if y is None and x is None:
                 raise UsageError(f"pipeline: rank {rank} has the last stage: give it y, or x where the loss needs no y")
@@ -495,12 +547,14 @@ class Pipeline(Staged):
         rows = self._pipe.tell_rows(self._counts)
         whole = self._together(rows) if comm.rank == last else None
         leaves, spec = pytree.tree_flatten(pytree.tree_map_only(Tensor, Tensor.cpu, whole))
-        kinds = [(leaf.shape, leaf.dtype) for leaf in leaves if leaf is not None]
+        # Of a tensor its shape and dtype; None, a number or a string itself.
+        kinds = [(leaf.shape, leaf.dtype) if isinstance(leaf, Tensor) else (leaf,) for leaf in leaves]
         kinds, shape = comm.broadcast_object((kinds, pytree.treespec_dumps(spec)), last)
         if comm.rank != last:
-            leaves = [torch.empty(shape, dtype=dtype) for shape, dtype in kinds]
+            leaves = [torch.empty(kind[0], dtype=kind[1]) if len(kind) == 2 else kind[0] for kind in kinds]
         for leaf in leaves:
-            comm.broadcast(array_of(leaf), last)
+            if isinstance(leaf, Tensor):
+                comm.broadcast(array_of(leaf), last)
         return pytree.tree_unflatten(leaves, pytree.treespec_loads(shape))
 
 

@@ -137,6 +137,10 @@ class Pipe:
         self._refusal = UsageError(text)
         raise self._refusal
 
+    def meet_anew(self) -> None:
+        """Let the next batch begin as one after an error does: the ranks tell each other again where they compute."""
+        self._has_failed = True
+
     def _fail(self, error: BaseException) -> None:
         """Let no rank wait for this one: neither for a message nor in a call of all."""
         self._has_failed = True

@@ -121,3 +121,29 @@ def test_an_error_before_and_after_the_schedule(comm: Any) -> None:
     pipe.close()
     with pytest.raises(UsageError, match="it is closed: make another pipeline, on all ranks"):
         pipe.step(x, y)
+
+
+class Several(nn.Module):
+    """Gives what is no tensor, too."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(WIDTH, 3, dtype=torch.float64)
+
+    def forward(self, x: Tensor) -> Any:
+        return self.linear(x), None, {"name": "several", "sums": self.linear(x).sum(1)}
+
+
+@pytest.mark.parametrize("rows", [8, 1, 0])
+def test_predictions_of_no_rows_and_of_what_is_no_tensor(comm: Any, rows: int) -> None:
+    """None among the outputs ended in an AttributeError, a batch without rows in a TypeError."""
+    layers = [*(nn.Linear(WIDTH, WIDTH, dtype=torch.float64) for _ in range(comm.size)), Several()]
+    pipe = pipeline(layers, comm, microbatches=3)
+    x = batch()[0][:rows]
+    expected = nn.Sequential(*layers)(x) if comm.size == 1 else None
+    got, nothing, more = pipe.predict(x)
+    assert got.shape == (rows, 3) and nothing is None and more["name"] == "several" and more["sums"].shape == (rows,)
+    torch.testing.assert_close(got.sum(1), more["sums"])
+    if expected is not None:
+        torch.testing.assert_close(got, expected[0].detach())
+    pipe.close()

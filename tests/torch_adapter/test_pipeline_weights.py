@@ -1,0 +1,174 @@
+"""Which weights a pipeline has: those of a loss, too, and those that come from the meta device."""
+
+from __future__ import annotations
+
+import copy
+import warnings
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from commlib.errors import PeerError, UsageError
+from commlib_torch import pipeline
+
+WIDTH = 4
+
+
+def linear() -> nn.Linear:
+    return nn.Linear(WIDTH, WIDTH, dtype=torch.float64)
+
+
+def batch(seed: int = 1) -> tuple[Tensor, Tensor]:
+    generator = torch.Generator().manual_seed(seed)
+    return torch.randn(8, WIDTH, generator=generator, dtype=torch.float64), torch.arange(8) % WIDTH
+
+
+class Heated(nn.Module):
+    """A loss with a temperature, classes of its own, a buffer and a mode."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.temperature = nn.Parameter(torch.tensor(2.0, dtype=torch.float64))
+        self.head = linear()
+        self.calls: Tensor
+        self.register_buffer("calls", torch.zeros((), dtype=torch.float64))
+
+    def forward(self, output: Tensor, target: Tensor) -> Tensor:
+        smoothing = 0.1 if self.training else 0.0
+        return F.cross_entropy(self.head(output) / self.temperature, target, label_smoothing=smoothing)
+
+
+@pytest.mark.parametrize("schedule", ["1f1b", "zb_v"])
+def test_a_loss_with_parameters_is_trained_and_saved(comm: Any, schedule: str) -> None:
+    """They were in no state and no optimizer, and stayed what they were."""
+    torch.manual_seed(0)
+    model, loss = nn.Sequential(*(linear() for _ in range(2 * comm.size))), Heated()
+    whole, theirs = copy.deepcopy(model), copy.deepcopy(loss)
+    pipe = pipeline(model, comm, schedule=schedule, microbatches=2, loss=loss)
+    ours = torch.optim.AdamW(pipe.parameters(), lr=0.1)
+    optimizer = torch.optim.AdamW([*whole.parameters(), *theirs.parameters()], lr=0.1)
+    for step in range(3):
+        x, y = batch(step)
+        expected = theirs(whole(x), y)
+        torch.testing.assert_close(pipe.step(x, y), expected.detach(), rtol=1e-12, atol=0)
+        expected.backward()
+        norm = torch.nn.utils.clip_grad_norm_([*whole.parameters(), *theirs.parameters()], 0.1)
+        torch.testing.assert_close(pipe.clip_grad_norm(0.1).double(), norm, rtol=1e-6, atol=0)
+        for one in (ours, optimizer):
+            one.step()
+            one.zero_grad()
+    theirs.eval()
+    torch.testing.assert_close(pipe.evaluate(x, y), theirs(whole(x), y).detach(), rtol=1e-6, atol=0)
+    state = pipe.gather_state_dict()
+    expected_state = {**whole.state_dict(), **{f"loss.{name}": value for name, value in theirs.state_dict().items()}}
+    assert state.keys() == expected_state.keys()
+    for name, value in state.items():
+        torch.testing.assert_close(value, expected_state[name], rtol=1e-6, atol=1e-9)
+    doubled = {name: value * 2 for name, value in state.items()}
+    pipe.load_state_dict(doubled)
+    for name, value in pipe.gather_state_dict().items():
+        assert torch.equal(value, doubled[name])
+    moments = pipe.gather_optimizer_state(ours)
+    assert "loss.temperature" in moments["state"]
+    pipe.load_optimizer_state(ours, moments)
+    pipe.close()
+
+
+def test_a_loss_that_has_a_weight_of_the_model(comm: Any) -> None:
+    """It is one weight with the first layer's, wherever that is."""
+
+    class Other(nn.Module):
+        def __init__(self, weight: nn.Parameter) -> None:
+            super().__init__()
+            self.weight, self.scale = weight, nn.Parameter(torch.ones((), dtype=torch.float64))
+
+        def forward(self, output: Tensor, target: Tensor) -> Tensor:
+            return F.cross_entropy(output @ self.weight * self.scale, target)
+
+    torch.manual_seed(0)
+    model = nn.Sequential(*(linear() for _ in range(comm.size + 1)))
+    whole = copy.deepcopy(model)
+    pipe = pipeline(model, comm, microbatches=2, loss=Other(model[0].weight))  # type: ignore[arg-type]
+    x, y = batch()
+    expected = Other(whole[0].weight)(whole(x), y)  # type: ignore[arg-type]
+    expected.backward()
+    torch.testing.assert_close(pipe.step(x, y), expected.detach(), rtol=1e-12, atol=0)
+    theirs = dict(whole.named_parameters())
+    for name, parameter in pipe.named_parameters():
+        if not name.startswith("loss."):
+            torch.testing.assert_close(parameter.grad, theirs[name].grad, rtol=1e-10, atol=1e-12)
+    pipe.close()
+
+
+@pytest.mark.ranks(min=2)
+def test_a_loss_that_uses_what_nobody_trains(comm: Any) -> None:
+    """A function hides what it uses; the first loss of all shows it."""
+    hidden = nn.Parameter(torch.ones((), dtype=torch.float64))
+    x, y = batch()
+    is_last = comm.rank == comm.size - 1
+    pipe = pipeline([linear() for _ in range(comm.size)], comm, microbatches=2,
+                    loss=lambda output, target: F.cross_entropy(output * hidden, target))  # fmt: skip
+    with warnings.catch_warnings(record=True) as seen:
+        warnings.simplefilter("always")
+        for _ in range(2):
+            pipe.step(x, y)
+    texts = [str(one.message) for one in seen if "none of pipe.parameters()" in str(one.message)]
+    assert len(texts) == (1 if is_last else 0)
+    pipe.close()
+    layers = [linear() for _ in range(comm.size)]
+    first = layers[0].weight
+    pipe = pipeline(layers, comm, microbatches=2, loss=lambda output, target: F.cross_entropy(output @ first, target))
+    with pytest.raises(UsageError if is_last else PeerError, match=r"the loss uses 0\.weight, which stages on other"):
+        pipe.step(x, y)
+    pipe.close()
+    with pytest.raises(UsageError, match="names would begin with 'loss'"):
+        pipeline(Named(), comm, microbatches=2, loss=Heated())
+
+
+class Named(nn.Sequential):
+    def __init__(self) -> None:
+        super().__init__()
+        for name in ("loss", "b", "c", "d"):
+            self.add_module(name, linear())
+
+
+class Tied(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed = nn.Embedding(WIDTH, WIDTH)
+        self.layers = nn.ModuleList(nn.Linear(WIDTH, WIDTH) for _ in range(4))
+        self.head = nn.Linear(WIDTH, WIDTH, bias=False)
+        self.head.weight = self.embed.weight
+
+    def forward(self, words: Tensor) -> Tensor:
+        x: Tensor = self.embed(words)
+        for layer in self.layers:
+            x = torch.tanh(layer(x))
+        out: Tensor = self.head(x)
+        return out
+
+
+@pytest.mark.parametrize("assign", [False, True], ids=["to_empty", "assign"])
+def test_a_model_of_the_meta_device(comm: Any, assign: bool) -> None:
+    """It died in the middle of the first batch: where values go was found out while weights were nowhere."""
+    torch.manual_seed(0)
+    whole = Tied().double()
+    with torch.device("meta"):
+        model = Tied().double()
+    pipe = pipeline(model, comm, microbatches=2, loss=F.cross_entropy)
+    words = torch.arange(8) % WIDTH
+    with pytest.raises(UsageError, match="is on device meta: call to_empty"):
+        pipe.step(words, words)
+    if not assign:
+        pipe.to_empty(device="cpu")
+    pipe.load_state_dict(copy.deepcopy(whole.state_dict()), assign=assign)
+    expected = F.cross_entropy(whole(words), words)
+    expected.backward()
+    torch.testing.assert_close(pipe.step(words, words), expected.detach(), rtol=1e-12, atol=0)
+    theirs = dict(whole.named_parameters(remove_duplicate=False))
+    for name, parameter in pipe.named_parameters():
+        torch.testing.assert_close(parameter.grad, theirs[name].grad, rtol=1e-10, atol=1e-12)
+    pipe.close()
