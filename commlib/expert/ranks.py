@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from math import gcd
+from typing import Any
 
 import numpy as np
 
@@ -11,6 +13,7 @@ from commlib.communicator import Communicator
 from commlib.data_parallel.mesh_axes import data_axes
 from commlib.errors import UsageError
 from commlib.expert.exchange import Empty
+from commlib.functional.agreement import Agreement
 from commlib.functional.axis import Axis
 from commlib.functional.shards import Shard
 from commlib.mesh_groups import Mesh
@@ -56,6 +59,16 @@ class ExpertRanks:
             ranks.kept[key] = cls._found(ranks, key[1], empty)
         found: ExpertRanks = ranks.kept[key]
         return found
+
+    def agree(self, kind: str, name: str, options: Mapping[str, Any]) -> Agreement:
+        """Return the agreement on a layer among the ranks of the experts, compared among all that share it. Collective.
+
+        Raises MismatchError on all ranks.
+        """
+        Agreement(self.data, kind, name).settle("made", options)
+        if self.tensor is not None:
+            Agreement(self.tensor.comm, kind, name).settle("made", options)
+        return Agreement(self.axis.comm, kind, name)
 
     def first(self, seed: int) -> int:
         """Return the seed that the first rank gives, on all that train together or divide an expert. Collective."""

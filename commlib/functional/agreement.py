@@ -1,10 +1,14 @@
-"""Agreement: what one rank finds wrong is raised on all of them, so that none waits for the others."""
+"""Agreement: what ranks must say alike is compared; what one rank finds wrong is raised on all of them.
+
+So none waits for the others, or computes with what they mean otherwise.
+"""
 
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Callable, Sequence
-from typing import TypeVar
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import fields, is_dataclass
+from typing import Any, TypeVar
 
 import numpy as np
 
@@ -46,12 +50,80 @@ def _said(error: Exception) -> str:
     return str(error) if isinstance(error, UsageError) else f"{type(error).__name__}: {error}"
 
 
+class Agreement:
+    """What ranks must say alike of a layer that they share: compared where all make it, and once when it is used.
+
+    comm: the ranks. kind, name: of the layer. It is numbered in the order in which this process makes layers on `comm`.
+    """
+
+    def __init__(self, comm: Communicator, kind: str, name: str = "") -> None:
+        self._comm, self._name = comm, kind if name in ("", kind) else f"{name}, {kind}"
+        self._number = comm.kept["layers"] = comm.kept.get("layers", -1) + 1
+        self._settled: set[str] = set()
+
+    def settle(self, when: str, options: Mapping[str, Any]) -> None:
+        """Compare what ranks say, the first time that this happens. Collective: one small message, then none.
+
+        Raises MismatchError on all ranks, with the first option that differs.
+        """
+        if when not in self._settled and self._comm.size > 1:
+            self._settled.add(when)
+            layer = f"layer {self._number} of {self._comm.name}: {self._name}"
+            what = f"{self._name} on {self._comm.name}, {when}"
+            # No message of objects, which `together` sends: a rank that has failed meanwhile is not taken for one here.
+            told(self._comm, what, [layer, *(f"{name}: {said(value)}" for name, value in options.items())])
+
+    def is_settled(self, when: str) -> bool:
+        """Return whether this was compared already."""
+        return when in self._settled
+
+    def __deepcopy__(self, memo: Any) -> Agreement:
+        found = object.__new__(Agreement)
+        vars(found).update(vars(self), _settled=set(self._settled))
+        return found
+
+
+def agree_on_call(
+    comm: Communicator, what: str, *, plan: Any, verify: Any, example: Any, codec: Any = None, output: bool = False
+) -> None:
+    """Compare how ranks call what divides a model, before they go on in ways that do not meet. Collective.
+
+    Raises MismatchError on all ranks.
+    """
+    options = {
+        "plan": plan if isinstance(plan, str) else "styles", "verify": _is_given(verify),
+        "example": _is_given(example), "codec": codec, "divided_output": output,
+    }  # fmt: skip
+    if comm.size > 1:
+        told(comm, what, [f"{name}: {said(value)}" for name, value in options.items()])
+
+
+def _is_given(value: Any) -> str:
+    return "none" if value is None else "given"
+
+
+def options_of(value: Any) -> dict[str, Any]:
+    """Return the fields of a dataclass, as options."""
+    return {one.name: getattr(value, one.name) for one in fields(value)}
+
+
+def said(value: Any) -> str:
+    """Return a value as text that is the same on all ranks for the same value: functions by their names."""
+    if is_dataclass(value) and not isinstance(value, type):
+        inner = ", ".join(f"{name}={said(one)}" for name, one in options_of(value).items())
+        return f"{type(value).__name__}({inner})"
+    if callable(value) and hasattr(value, "__qualname__"):
+        return f"{value.__module__}.{value.__qualname__}"
+    text = repr(value)
+    return type(value).__qualname__ if " at 0x" in text else text
+
+
 def digest_of(lines: Sequence[str]) -> int:
     """Return 63 bits that tell texts apart."""
     return int.from_bytes(hashlib.sha256("\n".join(lines).encode()).digest()[:8]) >> 1
 
 
-def told(comm: Communicator, what: str, lines: Sequence[str], number: int) -> tuple[int, ...]:
+def told(comm: Communicator, what: str, lines: Sequence[str], number: int = 0) -> tuple[int, ...]:
     """Return the number that each rank gives. Collective: one small message.
 
     Raises MismatchError on all ranks if `lines`, what they are about to call, differ.

@@ -34,11 +34,13 @@ class Pair:
     floor: float = 0.0
 
 
-def compare(axis: Axis, pairs: list[Pair], tolerance: float | None = None) -> None:
+def compare(
+    axis: Axis, pairs: list[Pair], tolerance: float | None = None, *, against: str = "the undivided model's"
+) -> None:
     """Raise UsageError on all ranks if a value differs on any: the first one in order, by how much, on which ranks.
 
     Collective. Ranks must give the same pairs. tolerance: relative to the largest element of the whole; by default
-    that of `TOLERANCES` for the coarsest dtype among the values.
+    that of `TOLERANCES` for the coarsest dtype among the values. against: whose the wholes are, for the error.
     """
     if tolerance is None:
         tolerance = max((TOLERANCES.get(pair.own.dtype.name, 0.0) for pair in pairs), default=0.0)
@@ -59,7 +61,7 @@ def compare(axis: Axis, pairs: list[Pair], tolerance: float | None = None) -> No
         ranks = [rank for rank, one in enumerate(told) if one is not None and one[0] == first]
         said = next(one[1] for one in told if one is not None and one[0] == first)
         raise UsageError(
-            f"verify: {pairs[first].what} differs from the undivided model's, the first of {len(pairs)} in order: "
+            f"verify: {pairs[first].what} differs from {against}, the first of {len(pairs)} in order: "
             f"{said}, on rank{'s' * (len(ranks) > 1)} {', '.join(map(str, ranks))} of {axis.size}"
         )
 

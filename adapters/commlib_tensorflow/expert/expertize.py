@@ -12,15 +12,18 @@ from commlib.data_parallel.parameter_check import check_agreement
 from commlib.errors import UsageError
 from commlib.expert.experts import Experts
 from commlib.expert.ranks import ExpertRanks, Ranks
-from commlib.functional.agreement import together
+from commlib.functional.agreement import agree_on_call, together
 from commlib.mesh_groups import Mesh
 from commlib.tensor.plan import resolve
 from commlib_tensorflow._keras3 import NO_XLA_DIVIDED, never_compile
 from commlib_tensorflow.expert.moe import MoE
+from commlib_tensorflow.expert.verify import verify as verify_experts
 from commlib_tensorflow.tensor.names import layers_named, only
 
 
-def expertize(model: keras.Model, ranks: Ranks, plan: Mapping[str, Experts]) -> keras.Model:
+def expertize(
+    model: keras.Model, ranks: Ranks, plan: Mapping[str, Experts], *, verify: Any = None, example: Any = None
+) -> keras.Model:
     """Turn the MLPs that `plan` names into mixtures of experts among `ranks`, and return `model`.
 
     plan: experts by patterns of layers' names from the model down, `{"block_*/mlp": Experts(8, top_k=2)}`. ranks: a
@@ -29,19 +32,34 @@ def expertize(model: keras.Model, ranks: Ranks, plan: Mapping[str, Experts]) -> 
     with new values, or with copy=True its own values (upcycling: with a top_k above 1 the model computes at first what
     it did); with hidden= they are built-in MLPs instead.
 
+    verify: a batch with which the model is called, this rank's own, for one forward and backward beside those of a
+    dense mixture, all experts on each rank: see `commlib_tensorflow.expert.verify`. example: the same, but only outputs
+    and the gradient of the first router are compared.
+
     The model must be built, and not trained yet; it stays the same object, as do its other layers. Collective. Raises
-    UsageError on all ranks, before anything is changed, for a plan that does not fit, MismatchError if ranks have
-    different models or plans.
+    UsageError on all ranks, for a plan that does not fit or gives other numbers; the model is as it was then.
+    MismatchError if ranks have different models or plans.
     """
     comm = ranks.comm if isinstance(ranks, Mesh) else ExpertRanks.of(ranks, 1).data
+    agree_on_call(comm, "expertize", plan=plan, verify=verify, example=example)
     found = together(comm, lambda: _found(model, plan))
     lines = [f"layer {place}: {experts}" for place, _, experts in found]
     check_agreement(comm, "expertize", [*lines, *(f"{v.dtype}{list(v.shape)}" for v in model.variables)])
     made = {id(layer): _made(layer, experts, ranks) for _, layer, experts in found}
+    before = [(layer, type(layer), dict(vars(layer))) for _, layer, _ in found]
     for _, layer, _ in found:
         _become(layer, made[id(layer)])
     never_compile(model)
     model.train_function = model.test_function = model.predict_function = None
+    if verify is not None or example is not None:
+        try:
+            verify_experts(model, example if verify is None else verify, gradients=verify is not None)
+        except BaseException:
+            for layer, kind, own in before:
+                layer.__class__ = kind
+                vars(layer).clear()
+                vars(layer).update(own)
+            raise
     return model
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import keras
@@ -16,6 +16,7 @@ from commlib.expert.mixture import Mixture, stats_of
 from commlib.expert.ranks import ExpertRanks, Ranks
 from commlib.expert.routing import Routing
 from commlib.expert.stats import Stats
+from commlib.functional.agreement import options_of
 from commlib.tensor.streams import fold
 from commlib_tensorflow._graph import Spec, call_in_order, no_autograph, result_empty
 from commlib_tensorflow.expert._after_step import call_after_step
@@ -48,6 +49,9 @@ class MoE(InFiles, keras.layers.Layer):  # type: ignore[misc]  # Keras has no ty
         super().__init__(**kwargs)
         self.options, self._make = experts, expert
         self.ranks = ExpertRanks.of(ranks, experts.count, empty=result_empty)
+        # Before anything else meets: ranks that mean other experts would wait for each other, or mix what they send.
+        given = {**options_of(experts), "expert": expert and "a layer of its own", "dtype": self.dtype_policy.name}
+        self._agreement = self.ranks.agree("MoE", "", given)  # Keras' names count what a process has made before
         self.axis = self.ranks.axis if self.ranks.product is None else self.ranks.product
         self.mixture = Mixture(self.name, experts, self.ranks)
         self.supports_masking, self.supports_jit = True, False
@@ -97,6 +101,8 @@ class MoE(InFiles, keras.layers.Layer):  # type: ignore[misc]  # Keras has no ty
     def call(self, inputs: Any, training: Any = None, mask: Any = None) -> Any:
         """Return the outputs."""
         options, mixture = self.options, self.mixture
+        if not self._agreement.is_settled("first used"):
+            self._agreement.settle("first used", {"dtype": inputs.dtype.name, "training": bool(training)})
         tokens = tf.reshape(inputs, (-1, self.width))
         sequence = tf.shape(inputs)[-2] if len(inputs.shape) > 2 else tf.shape(tokens)[0]
         training = bool(training)
@@ -116,7 +122,7 @@ class MoE(InFiles, keras.layers.Layer):  # type: ignore[misc]  # Keras has no ty
                     given[name] = int(given[name])
             return mixture.route(logits, training=training, **given)
 
-        logits, given = self._logits(tokens, training), list(more.values())
+        logits, given = self.logits(tokens, training=training), list(more.values())
         if options.chunks > 1 and self.ranks.axis.size > 1:
             y, losses = self._in_parts(tokens, logits, route, given)
         else:
@@ -156,11 +162,15 @@ class MoE(InFiles, keras.layers.Layer):  # type: ignore[misc]  # Keras has no ty
         )
         bias.assign(moved)
 
+    def one_expert(self, weights: Sequence[Any], rows: Any) -> Any:
+        """Return what an expert with these weights makes of rows."""
+        return self._expert.call(weights, rows)
+
     def stats(self) -> Stats:
         """Return how experts were used since the last time, by tokens of all ranks. Collective."""
         return self.mixture.stats()
 
-    def _logits(self, tokens: Any, training: bool) -> Any:
+    def logits(self, tokens: Any, *, training: bool) -> Any:
         """Return the router's scores, in float32 whatever else is computed in."""
         x = tf.cast(tokens, tf.float32)
         if training and self.options.jitter:

@@ -8,6 +8,7 @@ import keras
 import tensorflow as tf
 
 from commlib.errors import UsageError
+from commlib.functional.agreement import Agreement
 from commlib.functional.axis import Axis
 from commlib.tensor import moves
 from commlib.tensor.moves import REDUCE
@@ -26,6 +27,29 @@ class OwnVariables:
     """A divided layer of Keras: what would make other variables of its own does not know that they are parts."""
 
     name: str
+    variables: list[Any]
+    style: Any
+    agreement: Agreement | None = None
+    """That of all ranks on this layer; None while it is whole."""
+
+    def keep(self, what: str, axis: Axis, style: Any, sharding: Sharding) -> None:
+        """Keep how the layer is divided."""
+        self.axis, self.style, self.sharding = axis, style, sharding
+        self.agreement = Agreement(axis.comm, type(self).__name__)  # Keras counts in names what a process has made
+
+    def compare(self, when: str, **more: object) -> None:
+        """Compare the layer with that of the other ranks. Collective; MismatchError on all ranks if it differs."""
+        if self.agreement is not None:
+            codec = None if self.axis.codec is None else self.axis.codec.name
+            dtypes = [variable.dtype for variable in self.variables]
+            options = {"style": self.style, "sharding": self.sharding, "codec": codec, "dtypes": dtypes, **more}
+            self.agreement.settle(when, options)
+
+    def __call__(self, *args: Any, **options: Any) -> Any:
+        """Call the layer; the first time, compare how ranks do that, but not while Keras asks for shapes alone."""
+        if self.agreement is not None and not self.agreement.is_settled("first used") and tf.is_tensor(args[0]):
+            self.compare("first used", input=f"{args[0].dtype.name}, {len(args[0].shape)} dimensions")
+        return super().__call__(*args, **options)  # type: ignore[misc]
 
     def enable_lora(self, *args: Any, **options: Any) -> None:
         """Raise UsageError: of two factors one would be whole, and get a part of its gradient."""

@@ -13,6 +13,7 @@ from commlib.dtypes import Array
 from commlib.functional.runs import Outputs, Run
 from commlib.tensor.sharding import Sharding
 from commlib_tensorflow._shards import shard_of
+from commlib_tensorflow._unnoticed import unnoticed
 from commlib_tensorflow.tensor.tracing import Layers, Recorder, graph_of, tensors_in
 
 
@@ -49,7 +50,8 @@ def ran(
         return {str(value): recorder.tensors[value] for value in made if _is_array(recorder.tensors[value])}, gradients
 
     tensors = keras.tree.map_structure(tf.convert_to_tensor, inputs)
-    values, gradients = graph_of(once, tensors)(tensors)
+    with unnoticed(model, inputs):
+        values, gradients = graph_of(once, tensors)(tensors)
     shardings = {name: getattr(layer, "sharding", None) for name, layer in layers.items()}
     return Run(
         trace=recorder.trace(),

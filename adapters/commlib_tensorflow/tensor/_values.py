@@ -10,17 +10,21 @@ import numpy as np
 import tensorflow as tf
 
 from commlib.communicator import Communicator
+from commlib.data_parallel.parameter_check import check_agreement
 from commlib.errors import UsageError
 
 
 def take_values_of_rank_0(what: str, variables: Iterable[Any], comm: Communicator) -> None:
     """Give variables of Keras the values that they have on rank 0. Collective.
 
-    Raises UsageError while a function or a model is traced: the variables have no values then.
+    Raises MismatchError on all ranks for other shapes, UsageError while a function or a model is traced: the variables
+    have no values then.
     """
     if not tf.executing_eagerly():
         raise UsageError(f"{what} is built while a function is traced: call the model once on some data before")
-    for variable in variables:
+    own = list(variables)
+    check_agreement(comm, what, [f"{variable.dtype}{tuple(variable.shape)}" for variable in own])
+    for variable in own:
         variable.assign(comm.broadcast(variable.numpy()))
 
 

@@ -9,6 +9,7 @@ import keras
 import tensorflow as tf
 
 from commlib.errors import UsageError
+from commlib.functional.agreement import Agreement
 from commlib.schedule.layout import even
 from commlib.tensor.styles import Column, Row
 from commlib_tensorflow.tensor._divided import is_elementwise
@@ -76,6 +77,8 @@ class ParallelAttention(keras.layers.Layer):  # type: ignore[misc]  # Keras has 
         _check_width(self, input_shape)
         self.qkv.build(input_shape)
         self.output_dense.build(input_shape)
+        options = {"causal": self.causal, "dropout": self.dropout, "groups": self.groups}
+        Agreement(self.divided_axis.comm, "ParallelAttention").settle("built", options)
 
     def call(self, inputs: Any, attention_mask: Any = None, training: Any = None) -> Any:
         """Return the output. attention_mask: booleans (batch, 1, sequence, sequence) or of such, True where to look."""
@@ -142,6 +145,8 @@ class ParallelMLP(keras.layers.Layer):  # type: ignore[misc]  # Keras has no typ
         _check_width(self, input_shape)
         self.up.build(input_shape)
         self.down.build(input_shape)
+        options = {"gated": self.gated, "activation": self.activation}
+        Agreement(self.up.axis.comm, "ParallelMLP").settle("built", options)
 
     def call(self, inputs: Any) -> Any:
         """Return the output."""

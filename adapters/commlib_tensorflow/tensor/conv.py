@@ -44,7 +44,7 @@ class ColumnConv(OwnVariables):
         shardings = self.shardings(what, style)
         divide(what, axis, shardings)
         self.supports_jit = False
-        self.axis, self.style, self.sharding = axis, style, shardings[0][1]
+        self.keep(what, axis, style, shardings[0][1])
 
     def call(self: Any, inputs: Any) -> Any:
         """Return this rank's channels, or all of them."""
@@ -70,7 +70,7 @@ class RowConv(OwnVariables):
         shardings = self.shardings(what, style)
         divide(what, axis, shardings)
         self.supports_jit = False
-        self.axis, self.style, self.sharding = axis, style, shardings[0][1]
+        self.keep(what, axis, style, shardings[0][1])
         self.input_spec = keras.layers.InputSpec(min_ndim=self.rank + 2)
 
     def call(self: Any, inputs: Any) -> Any:

@@ -8,7 +8,9 @@ import keras
 import numpy as np
 import tensorflow as tf
 
+from commlib.data_parallel.parameter_check import check_agreement
 from commlib.errors import UsageError
+from commlib.functional.agreement import digest_of
 from commlib.functional.axis import Axis
 from commlib.tensor.moves import REDUCE
 from commlib_tensorflow._bridge import Array, as_tensor
@@ -45,7 +47,11 @@ def vocabulary_cross_entropy(
     words = wide.shape[-1]
     x, rows = tf.reshape(wide, [-1, words]), tf.reshape(tf.cast(target, tf.int64), [-1])
     is_ignored = rows == ignore_index
-    most, start, total = _shared_maximum(x, rows, ignore_index, shared, vocabulary)
+    said = {
+        "dtype": logits.dtype.name, "ignore_index": ignore_index, "label_smoothing": label_smoothing,
+        "reduction": reduction, "vocabulary": vocabulary,
+    }  # fmt: skip
+    most, start, total = _shared_maximum(x, rows, ignore_index, shared, said)
     # Whatever is subtracted, the loss is the same: this has no gradient.
     x = x - tf.stop_gradient(most)[:, tf.newaxis]
     is_own = (rows >= start) & (rows < start + words) & ~is_ignored
@@ -105,19 +111,26 @@ class VocabularyCrossEntropy(keras.losses.Loss):  # type: ignore[misc]  # Keras 
         return losses
 
 
-def _shared_maximum(x: tf.Tensor, target: tf.Tensor, ignored: int, axis: Axis, vocabulary: int | None) -> Any:
-    """Return the largest logit of each row, this rank's first word, and how many there are."""
+def _shared_maximum(x: tf.Tensor, target: tf.Tensor, ignored: int, axis: Axis, options: dict[str, Any]) -> Any:
+    """Return the largest logit of each row, this rank's first word, and how many there are.
+
+    With digests of what ranks have asked for: MismatchError on all ranks if these differ.
+    """
+    lines = [f"{name}: {value}" for name, value in options.items()]
 
     def host(mine: Array, words: Array) -> list[Array]:
         if axis.size > 1:
             mine = axis.comm.all_reduce(mine, "max", out=axis.empty(mine.shape, mine.dtype))
-        counts = [int(count) for count in mine[-axis.size :]]
-        _check_words(axis, counts, vocabulary, words[words != ignored])
+        counts, digests = mine[-2 * axis.size :].reshape(2, axis.size).astype(np.int64).tolist()
+        if len(set(digests)) > 1:
+            check_agreement(axis.comm, f"vocabulary_cross_entropy on {axis.comm.name}", lines)
+        _check_words(axis, counts, options["vocabulary"], words[words != ignored])
         place = np.array([sum(counts[: axis.rank]), sum(counts)], np.int64)
-        return [np.ascontiguousarray(mine[: -axis.size]), place]
+        return [np.ascontiguousarray(mine[: -2 * axis.size]), place]
 
     # How many words each rank has goes along: in float32 exact up to 2^24.
-    counts = tf.scatter_nd([[axis.rank]], [tf.cast(tf.shape(x)[-1], x.dtype)], [axis.size])
+    own = [tf.cast(tf.shape(x)[-1], x.dtype), tf.constant(digest_of(lines) % 2**24, x.dtype)]
+    counts = tf.scatter_nd([[axis.rank], [axis.size + axis.rank]], own, [2 * axis.size])
     mine = tf.concat([tf.reduce_max(tf.stop_gradient(x), -1), counts], 0)
     most, place = call_in_order(
         "vocabulary_cross_entropy", host, [mine, target], [Spec(x.dtype, x.shape[:1]), Spec(tf.int64, (2,))]

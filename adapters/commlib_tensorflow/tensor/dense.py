@@ -44,6 +44,7 @@ class ColumnDense(OwnVariables, keras.layers.Dense):  # type: ignore[misc]  # Ke
         super().build(input_shape)
         take_values_of_rank_0(self.name, self.variables, self._given[0].comm)
         self.become(self.path or self.name, *self._given)
+        self.compare("built")
 
     def shardings(self, what: str, style: Column) -> Shardings:
         """Return how its variables are divided; `self` may be an ordinary layer. Raises UsageError if it cannot be."""
@@ -60,7 +61,7 @@ class ColumnDense(OwnVariables, keras.layers.Dense):  # type: ignore[misc]  # Ke
         shardings = ColumnDense.shardings(self, what, style)
         divide(what, axis, shardings)
         self.supports_jit = False
-        self.axis, self.style, self.sharding = axis, style, shardings[0][1]
+        self.keep(what, axis, style, shardings[0][1])
 
     def call(self, inputs: Any, training: Any = None) -> Any:
         """Return this rank's units, or all of them."""
@@ -116,6 +117,7 @@ class RowDense(OwnVariables, keras.layers.Dense):  # type: ignore[misc]  # Keras
         super().build((*input_shape[:-1], self._features or input_shape[-1]))
         take_values_of_rank_0(self.name, self.variables, self._given[0].comm)
         self.become(self.path or self.name, *self._given)
+        self.compare("built")
 
     def shardings(self, what: str, style: Row) -> Shardings:
         """Return how its variables are divided; `self` may be an ordinary layer. Raises UsageError if it cannot be."""
@@ -127,7 +129,7 @@ class RowDense(OwnVariables, keras.layers.Dense):  # type: ignore[misc]  # Keras
         shardings = self.shardings(what, style)
         divide(what, axis, shardings)
         self.supports_jit = False
-        self.axis, self.style, self.sharding = axis, style, shardings[0][1]
+        self.keep(what, axis, style, shardings[0][1])
         self.input_spec = keras.layers.InputSpec(min_ndim=2)  # what comes is smaller than Keras has been told
 
     def call(self, inputs: Any, training: Any = None) -> Any:

@@ -61,7 +61,7 @@ class ColumnEinsumDense(OwnVariables, keras.layers.EinsumDense):  # type: ignore
         shardings = self.shardings(what, style)
         divide(what, axis, shardings)
         self.supports_jit = False
-        self.axis, self.style, self.sharding = axis, style, shardings[0][1]
+        self.keep(what, axis, style, shardings[0][1])
         self.dim = Einsum.of(what, self.equation).columns[0].outside
         self.bias_dim = shardings[1][1].dim if len(shardings) > 1 else None
 
@@ -101,7 +101,7 @@ class RowEinsumDense(OwnVariables, keras.layers.EinsumDense):  # type: ignore[mi
         shardings = self.shardings(what, style)
         divide(what, axis, shardings)
         self.supports_jit = False
-        self.axis, self.style, self.sharding = axis, style, shardings[0][1]
+        self.keep(what, axis, style, shardings[0][1])
         self.dim = Einsum.of(what, self.equation).rows[0].outside
 
     def call(self, inputs: Any, training: Any = None) -> Any:

@@ -42,6 +42,7 @@ class VocabularyEmbedding(OwnVariables, keras.layers.Embedding):  # type: ignore
         super().build(input_shape)
         take_values_of_rank_0(self.name, self.variables, self._given[0].comm)
         self.become(self.path or self.name, *self._given)
+        self.compare("built")
 
     def shardings(self, what: str, style: Vocabulary) -> Shardings:
         """Return how its variables are divided; `self` may be an ordinary layer. Raises UsageError if it cannot be."""
@@ -55,7 +56,7 @@ class VocabularyEmbedding(OwnVariables, keras.layers.Embedding):  # type: ignore
         shardings = self.shardings(what, style)
         divide(what, axis, shardings)
         self.supports_jit = False
-        self.axis, self.style, self.sharding = axis, style, shardings[0][1]
+        self.keep(what, axis, style, shardings[0][1])
         self.first, self.last = words_of(self.sharding, axis.rank, axis.size)
 
     def call(self, inputs: Any) -> Any:
@@ -98,7 +99,7 @@ class ColumnEmbedding(OwnVariables, keras.layers.Embedding):  # type: ignore[mis
         shardings = self.shardings(what, style)
         divide(what, axis, shardings)
         self.supports_jit = False
-        self.axis, self.style, self.sharding = axis, style, shardings[0][1]
+        self.keep(what, axis, style, shardings[0][1])
 
     def call(self, inputs: Any) -> Any:
         """Return this rank's features of words, or all of them."""

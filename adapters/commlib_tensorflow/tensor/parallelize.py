@@ -10,7 +10,7 @@ import keras
 from commlib.communicator import Communicator
 from commlib.data_parallel.parameter_check import check_agreement
 from commlib.errors import UsageError
-from commlib.functional.agreement import together
+from commlib.functional.agreement import agree_on_call, together
 from commlib.functional.axis import Axis
 from commlib.functional.checks import Checks, found_plan
 from commlib.functional.division import Division
@@ -65,6 +65,7 @@ def parallelize(
     numbers (verify=, example=): that one has to be made anew.
     """
     shared = Axis(axis, codec, empty=result_empty)
+    agree_on_call(axis, "parallelize", plan=plan, verify=verify, example=example, codec=codec, output=divided_output)
     named = together(axis, lambda: layers_named(model))
     layers = {name: same[0] for name, same in named.items()}
     traced, call = Traced(model, layers), example if verify is None else verify

@@ -13,6 +13,7 @@ import tensorflow as tf
 from commlib.tensor.recording import Recording, replaced
 from commlib.tensor.styles import Style
 from commlib.tensor.trace import Trace
+from commlib_tensorflow._unnoticed import unnoticed
 from commlib_tensorflow.tensor import _leaves, context, moves
 from commlib_tensorflow.tensor._operations import SOURCES, described, shape_of
 
@@ -27,15 +28,16 @@ def attempted(model: Any, layers: Layers, inputs: Any, styles: Collection[str] =
     """Return a model's layers and the operations between them, in the order in which they are called.
 
     inputs: with what it is called, or `tf.TensorSpec`s of it. styles: layers that are taken as a whole because they
-    have one. A graph is made, and never run: nothing is computed, and a divided model communicates nothing. If the call
-    fails, its error is returned, and the trace up to the layer that did.
+    have one. A graph is made, and never run: nothing is computed, and a divided model communicates nothing but what its
+    ranks agree on at their first use. All is as before: see `unnoticed`. If the call fails, its error is returned, and
+    the trace up to the layer that did.
     """
     recorder = Recorder(model, layers, styles)
 
     def once(values: Any) -> None:
         recorder.run(values, training=False)
 
-    with tf.init_scope():
+    with tf.init_scope(), unnoticed(model):
         graph_of(once, inputs)
     return recorder.trace(), recorder.error
 

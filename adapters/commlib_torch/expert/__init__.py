@@ -6,6 +6,7 @@ from commlib_torch.expert.losses import auxiliary_loss
 from commlib_torch.expert.mlp import MLP
 from commlib_torch.expert.moe import MoE, expert_stats
 from commlib_torch.expert.rebalance import rebalance_experts
+from commlib_torch.expert.verify import verify
 
 __all__ = [
     "MLP",
@@ -16,4 +17,5 @@ __all__ = [
     "load_experts",
     "rebalance_experts",
     "save_experts",
+    "verify",
 ]

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable, Mapping
-from typing import TypeVar
+from typing import Any, TypeVar
 
 from torch import nn
 
@@ -12,15 +12,18 @@ from commlib.data_parallel.parameter_check import check_agreement
 from commlib.errors import UsageError
 from commlib.expert.experts import Experts
 from commlib.expert.ranks import ExpertRanks, Ranks
-from commlib.functional.agreement import together
+from commlib.functional.agreement import agree_on_call, together
 from commlib.mesh_groups import Mesh
 from commlib.tensor.plan import lines, resolve
 from commlib_torch.expert.moe import MoE
+from commlib_torch.expert.verify import verify as verify_experts
 
 ModelT = TypeVar("ModelT", bound=nn.Module)
 
 
-def expertize(model: ModelT, ranks: Ranks, plan: Mapping[str, Experts]) -> ModelT:
+def expertize(
+    model: ModelT, ranks: Ranks, plan: Mapping[str, Experts], *, verify: Any = None, example: Any = None
+) -> ModelT:
     """Turn the MLPs that `plan` names into mixtures of experts among `ranks`, and return `model`.
 
     plan: experts by patterns of names, `{"layers.*.mlp": Experts(8, top_k=2)}`. ranks: a mesh, along its axis ep or a
@@ -28,22 +31,37 @@ def expertize(model: ModelT, ranks: Ranks, plan: Mapping[str, Experts]) -> Model
     same; experts are modules like it, with new values, or with copy=True its own values (upcycling: with a top_k above
     1 the model computes at first what it did); with hidden= they are built-in MLPs instead.
 
-    Collective. Raises UsageError on all ranks, before anything is changed, for a plan that does not fit, MismatchError
-    if ranks have different models or plans.
+    verify: a batch (a tensor, or a tuple or dict of the model's arguments), this rank's own, for one forward and
+    backward beside those of a dense mixture, all experts on each rank: see `commlib_torch.expert.verify`. example: the
+    same, but only outputs and the gradient of the first router are compared.
+
+    Collective. Raises UsageError on all ranks, for a plan that does not fit or gives other numbers; the model is as it
+    was then. MismatchError if ranks have different models or plans.
     """
     comm = ranks.comm if isinstance(ranks, Mesh) else ExpertRanks.of(ranks, 1).data
+    agree_on_call(comm, "expertize", plan=plan, verify=verify, example=example)
     found = together(comm, lambda: _found(model, plan))
-    shapes = [f"{name}: {list(parameter.shape)}" for name, parameter in model.named_parameters()]
+    shapes = [f"{name}: {parameter.dtype}{list(parameter.shape)}" for name, parameter in model.named_parameters()]
     check_agreement(comm, "expertize", [*lines({name: experts for name, _, experts in found}), *shapes])
     made: dict[int, MoE] = {}
     for name, module, experts in found:
         if id(module) not in made:  # one module may have several names
             make = None if experts.hidden is not None else _maker(module, experts)
             made[id(module)] = _made(name, module, experts, ranks, make)
-    for name, module, _ in found:
-        parent, _, last = name.rpartition(".")
-        setattr(model.get_submodule(parent), last, made[id(module)])
+    _put(model, {name: made[id(module)] for name, module, _ in found})
+    if verify is not None or example is not None:
+        try:
+            verify_experts(model, example if verify is None else verify, gradients=verify is not None)
+        except BaseException:
+            _put(model, {name: module for name, module, _ in found})
+            raise
     return model
+
+
+def _put(model: nn.Module, modules: Mapping[str, nn.Module]) -> None:
+    for name, module in modules.items():
+        parent, _, last = name.rpartition(".")
+        setattr(model.get_submodule(parent), last, module)
 
 
 def _found(model: nn.Module, plan: Mapping[str, Experts]) -> list[tuple[str, nn.Module, Experts]]:

@@ -15,6 +15,7 @@ from commlib.expert.flow import Flow, parts_of
 from commlib.expert.mixture import Mixture, stats_of
 from commlib.expert.ranks import ExpertRanks, Ranks
 from commlib.expert.stats import Stats
+from commlib.functional.agreement import options_of
 from commlib_torch._bridge import host_array, read, to_tensor
 from commlib_torch._shards import KeepsShards
 from commlib_torch._uncompiled import uncompiled
@@ -53,6 +54,9 @@ class MoE(KeepsShards, KeepsLosses):
         super().__init__()
         found = ExpertRanks.of(ranks, experts.count)
         self.width, self.options = width, experts
+        # Before anything else meets: ranks that mean other experts would wait for each other, or mix what they send.
+        given = {"width": width, **options_of(experts), "expert": expert and "a module of its own", "name": name}
+        self._agreement = found.agree("MoE", name, {**given, "dtype": torch.get_default_dtype()})
         self.mixture = Mixture(name, experts, found)
         seed = found.first(int(torch.randint(1 << 62, (), device="cpu")))
         make = expert or (lambda: self._mlp(1))
@@ -82,15 +86,18 @@ class MoE(KeepsShards, KeepsLosses):
         if x.shape[-1] != self.width:
             raise UsageError(f"{self.mixture.name}: expected (..., {self.width}), got {tuple(x.shape)}")
         tokens = x.reshape(-1, self.width)
-        y = self._mixed(tokens, mask, x.shape[-2] if x.dim() > 2 else len(tokens))
+        y = self.mixed(tokens, mask, x.shape[-2] if x.dim() > 2 else len(tokens))
         if self.shared is not None:
             y = y + self.shared(tokens)
         return y.reshape(x.shape)
 
     @uncompiled
-    def _mixed(self, tokens: Tensor, mask: Tensor | None, sequence: int) -> Tensor:
+    def mixed(self, tokens: Tensor, mask: Tensor | None, sequence: int) -> Tensor:
+        """Return what the experts make of tokens: all but the shared ones."""
         options, mixture = self.options, self.mixture
-        logits = self._logits(tokens)
+        if not self._agreement.is_settled("first used"):
+            self._agreement.settle("first used", {"dtype": tokens.dtype, "training": self.training})
+        logits = self.logits(tokens)
         draws = self.training and options.draws
         if self.expert_bias is not None and self.training:
             call_after_step(self.router.weight, self._balance)
@@ -139,7 +146,7 @@ class MoE(KeepsShards, KeepsLosses):
             raise UsageError(f"{self.mixture.name}: experts made {tuple(found.shape)} of rows {tuple(rows.shape)}")
         return found
 
-    def _logits(self, tokens: Tensor) -> Tensor:
+    def logits(self, tokens: Tensor) -> Tensor:
         """Return the router's scores, in float32 whatever else is computed in."""
         jitter = self.options.jitter if self.training else 0.0
         with torch.autocast(tokens.device.type, enabled=False):

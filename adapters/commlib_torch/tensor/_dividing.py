@@ -6,8 +6,9 @@ from collections.abc import Mapping
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor, fx, nn
 
+from commlib.functional.agreement import Agreement
 from commlib.functional.axis import Axis
 from commlib.functional.division import Division
 from commlib.functional.shards import Shard
@@ -46,6 +47,36 @@ def divide(what: str, module: nn.Module, axis: Axis, shardings: Mapping[str, Sha
                 parameter.grad = None
         inner, _, last = name.rpartition(".")
         describe(module.get_submodule(inner), last, tied or shard)
+    compare_at_first_use(module, what, axis, shardings)
+
+
+def compare_at_first_use(module: nn.Module, what: str, axis: Axis, options: Mapping[str, Any]) -> None:
+    """Let ranks compare a layer, and how they call it, at its first call. what: its name."""
+    if axis.size > 1:
+        codec = None if axis.codec is None else axis.codec.name
+        hook = _FirstUse(Agreement(axis.comm, type(module).__name__, what), {"codec": codec, **options})
+        hook.handle = module.register_forward_pre_hook(hook)
+
+
+class _FirstUse:
+    """A hook that is there until the first call."""
+
+    def __init__(self, agreement: Agreement, options: Mapping[str, Any]) -> None:
+        self._agreement, self._options = agreement, options
+        self.handle: Any = None  # copied with the module and its hooks
+
+    def __call__(self, module: nn.Module, args: Any) -> None:
+        """Compare."""
+        if torch.compiler.is_compiling():
+            return  # the first call that is not compiled is compared
+        if any(isinstance(one, fx.Proxy) for one in args):
+            return
+        self.handle.remove()
+        tensors = [one for one in args if isinstance(one, Tensor)]
+        said = {"style": getattr(module, "style", None), **self._options}
+        said |= {f"dtype of {name}": one.dtype for name, one in module.named_parameters()}
+        said |= {f"input {at}": f"{one.dtype}, {one.dim()} dimensions" for at, one in enumerate(tensors)}
+        self._agreement.settle("first used", said)
 
 
 def take_own_when_loaded(module: nn.Module) -> None:

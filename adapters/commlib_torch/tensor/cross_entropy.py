@@ -8,7 +8,9 @@ import torch
 from torch import Tensor
 from torch.autograd import Function
 
+from commlib.data_parallel.parameter_check import check_agreement
 from commlib.errors import UsageError
+from commlib.functional.agreement import digest_of
 from commlib.functional.axis import Axis
 from commlib_torch._uncompiled import uncompiled
 from commlib_torch.collectives import writing
@@ -41,8 +43,12 @@ def vocabulary_cross_entropy(
     _check(logits, target, label_smoothing, reduction)
     rows, words = logits.reshape(-1, logits.shape[-1]), target.reshape(-1).long()
     is_ignored = words == ignore_index
+    said = {
+        "dtype": logits.dtype, "ignore_index": ignore_index, "label_smoothing": label_smoothing,
+        "reduction": reduction, "vocabulary": vocabulary,
+    }  # fmt: skip
     losses: Tensor = _Losses.apply(  # type: ignore[no-untyped-call]
-        rows, words, is_ignored, shared, label_smoothing, vocabulary
+        rows, words, is_ignored, shared, label_smoothing, vocabulary, said
     )
     if reduction == "none":
         return losses.reshape(target.shape)
@@ -54,11 +60,12 @@ class _Losses(Function):
 
     @staticmethod
     def forward(
-        ctx: Any, logits: Tensor, target: Tensor, is_ignored: Tensor, axis: Axis, smoothing: float, total: int | None
-    ) -> Tensor:
+        ctx: Any, logits: Tensor, target: Tensor, is_ignored: Tensor, axis: Axis, smoothing: float, total: int | None,
+        options: dict[str, Any],
+    ) -> Tensor:  # fmt: skip
         dtype = torch.promote_types(logits.dtype, torch.float32)
         x = logits.to(dtype, copy=True)
-        most, counts = _shared_maximum(x, axis)
+        most, counts = _shared_maximum(x, axis, options)
         _check_words(axis, counts, total, target, is_ignored)
         start, stop = sum(counts[: axis.rank]), sum(counts[: axis.rank + 1])
         is_own = (target >= start) & (target < stop) & ~is_ignored
@@ -91,16 +98,24 @@ class _Losses(Function):
         found.scatter_add_(-1, own, scale * is_own.unsqueeze(-1) * (ctx.smoothing - 1))
         if ctx.smoothing:
             found -= scale * (ctx.smoothing / ctx.total)
-        return found.to(ctx.dtype), None, None, None, None, None
+        return found.to(ctx.dtype), None, None, None, None, None, None
 
 
-def _shared_maximum(x: Tensor, axis: Axis) -> tuple[Tensor, list[int]]:
-    """Return the largest logit of each row, and how many words each rank has: both in one message."""
-    counts = x.new_zeros(axis.size)
-    counts[axis.rank] = x.shape[-1]  # exact up to 2^24 words on a rank
-    said = torch.cat((x.amax(-1), counts))
+def _shared_maximum(x: Tensor, axis: Axis, options: dict[str, Any]) -> tuple[Tensor, list[int]]:
+    """Return the largest logit of each row, and how many words each rank has: both in one message.
+
+    With digests of what ranks have asked for. Raises MismatchError on all ranks if these differ.
+    """
+    lines = [f"{name}: {value}" for name, value in options.items()]
+    own = torch.tensor([x.shape[-1], digest_of(lines) % 2**24], dtype=x.dtype)  # exact up to 2^24 words on a rank
+    told = x.new_zeros(2, axis.size)
+    told[:, axis.rank] = own.to(x.device)
+    said = torch.cat((x.amax(-1), told.reshape(-1)))
     _reduce(said, axis, "max")
-    return said[: len(x)], [int(count) for count in said[len(x) :]]
+    counts, digests = said[len(x) :].reshape(2, axis.size).tolist()
+    if len(set(digests)) > 1:
+        check_agreement(axis.comm, f"vocabulary_cross_entropy on {axis.comm.name}", lines)
+    return said[: len(x)], [int(count) for count in counts]
 
 
 def _reduce(x: Tensor, axis: Axis, op: str) -> None:

@@ -10,6 +10,7 @@ from torch import Tensor, nn
 
 from commlib.errors import UsageError
 from commlib.tensor.styles import Column, Row
+from commlib_torch.tensor._dividing import compare_at_first_use
 from commlib_torch.tensor.linear import ColumnLinear, RowLinear
 from commlib_torch.tensor.moves import On, axis_of
 
@@ -48,6 +49,7 @@ class ParallelMLP(nn.Module):
         columns = Column(parts=2 if gated else 1, sequence=sequence)
         self.up = ColumnLinear(width, (1 + gated) * hidden, self.axis, bias, style=columns, **kwargs)
         self.down = RowLinear(hidden, width, self.axis, bias, style=Row(sequence=sequence), **kwargs)
+        compare_at_first_use(self, "ParallelMLP", self.axis, {"gated": gated, "activation": activation})
 
     def forward(self, x: Tensor) -> Tensor:
         """Return the output."""

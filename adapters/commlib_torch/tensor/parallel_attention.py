@@ -8,6 +8,7 @@ from torch import Tensor, nn
 
 from commlib.errors import UsageError
 from commlib.tensor.styles import Column, Row
+from commlib_torch.tensor._dividing import compare_at_first_use
 from commlib_torch.tensor._heads import attended
 from commlib_torch.tensor.linear import ColumnLinear, RowLinear
 from commlib_torch.tensor.moves import On, axis_of, copy
@@ -50,6 +51,8 @@ class ParallelAttention(nn.Module):
         rows = Row(units=self.kv_heads, sequence=sequence)
         self.qkv = ColumnLinear(width, sum(parts), self.axis, bias, style=columns, **kwargs)
         self.out = RowLinear(width, width, self.axis, bias, style=rows, **kwargs)
+        options = {"heads": heads, "kv_heads": self.kv_heads, "causal": causal, "dropout": dropout}
+        compare_at_first_use(self, "ParallelAttention", self.axis, options)
 
     def forward(self, x: Tensor, mask: Tensor | None = None) -> Tensor:
         """Return the output. mask: as that of F.scaled_dot_product_attention, of whole sequences and all heads."""

@@ -11,7 +11,7 @@ from torch import nn
 
 from commlib.communicator import Communicator
 from commlib.data_parallel.parameter_check import check_agreement
-from commlib.functional.agreement import together
+from commlib.functional.agreement import agree_on_call, together
 from commlib.functional.axis import Axis
 from commlib.functional.checks import Checks, found_plan
 from commlib.functional.division import Division
@@ -54,12 +54,13 @@ def parallelize(
     divided before it showed that it fails or gives other numbers (verify=, example=): that one has to be made anew.
     """
     shared = Axis(axis, codec)
+    agree_on_call(axis, "parallelize", plan=plan, verify=verify, example=example, codec=codec, output=divided_output)
     traced, batch = Traced(model), example if verify is None else verify
     call = together(axis, lambda: None if batch is None else arguments_of(batch))
     wanted = found_plan(traced, shared, plan, call, report) if isinstance(plan, str) else plan
     found = together(axis, lambda: _layers(model, wanted))
     styles = {name: style for name, _, style, _ in found}
-    shapes = [f"{name}: {list(parameter.shape)}" for name, parameter in model.named_parameters()]
+    shapes = [f"{name}: {parameter.dtype}{list(parameter.shape)}" for name, parameter in model.named_parameters()]
     check_agreement(axis, "parallelize", [f"codec {codec}", *lines(styles), *shapes])
     together(axis, lambda: check_layers(found, Division(shared)))
     checks = None

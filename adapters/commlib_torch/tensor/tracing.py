@@ -15,6 +15,7 @@ from commlib.errors import UsageError
 from commlib.tensor.recording import Recording, replaced
 from commlib.tensor.styles import Style
 from commlib.tensor.trace import Trace
+from commlib_torch._unnoticed import fresh, unnoticed
 from commlib_torch.tensor import _leaves, moves
 from commlib_torch.tensor._operations import Called, described
 
@@ -26,12 +27,12 @@ def attempted(
 
     args, options: what it is called with. styles: layers that are taken as a whole because they have one. Any control
     flow works: what ran is what is recorded; if the model fails, with the error, and up to the step that did. No
-    gradients are computed; random states and buffers are as before. A model that is divided runs its collectives.
+    gradients are computed; all is as before: see `unnoticed`. A model that is divided runs its collectives.
     """
     recorder = Recorder(model, styles)
-    with torch.no_grad(), unchanged(model):
+    with torch.no_grad(), unnoticed(model, args, options):
         try:
-            return recorder.run(args, options)[0], None
+            return recorder.run(fresh(tuple(args)), fresh(dict(options)))[0], None
         except Exception as error:
             return recorder.trace_of(()), error
 
@@ -63,19 +64,6 @@ def tensors_in(value: Any) -> list[Tensor]:
         return [tensor for part in value for tensor in tensors_in(part)]
     fields = getattr(value, "__dataclass_fields__", ())
     return [tensor for name in fields for tensor in tensors_in(getattr(value, name))]
-
-
-@contextmanager
-def unchanged(model: nn.Module) -> Iterator[None]:
-    """Leave a model's buffers, and the states of random generators, as they were before."""
-    with torch.random.fork_rng():
-        before = [(buffer, buffer.detach().clone()) for buffer in model.buffers()]
-        try:
-            yield
-        finally:
-            with torch.no_grad():
-                for buffer, values in before:
-                    buffer.copy_(values)
 
 
 class Recorder(TorchFunctionMode):

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Collection, Iterator
 from contextlib import contextmanager
 from typing import Any
 
@@ -14,8 +14,9 @@ from commlib.functional.runs import WHOLE, Outputs, Run, compare_runs, outputs_o
 from commlib.tensor.sharding import Sharding
 from commlib_torch._bridge import host_array
 from commlib_torch._shards import shards_in
+from commlib_torch._unnoticed import mapped, unnoticed
 from commlib_torch.tensor.moves import On, axis_of
-from commlib_torch.tensor.tracing import Recorder, arguments_of, styles_in, tensors_in, unchanged
+from commlib_torch.tensor.tracing import Recorder, arguments_of, styles_in, tensors_in
 
 
 def verify(model: nn.Module, reference: nn.Module, axis: On, batch: Any, *, tolerance: float | None = None) -> None:
@@ -27,7 +28,7 @@ def verify(model: nn.Module, reference: nn.Module, axis: On, batch: Any, *, tole
     outputs. tolerance: relative to the largest element; by default 1e-9 in float64, 1e-4 in float32, 5e-2 in bfloat16.
 
     Collective over the axis. Raises UsageError on all ranks: the first that differs, by how much, on which ranks.
-    Gradients that parameters have, random states and buffers stay as they are.
+    All stays as it is: gradients that parameters have, random states, buffers, arguments, and what models keep.
     """
     on, styles, call = axis_of(axis), styles_in(model), arguments_of(batch)
     whole = ran(reference, call, styles, WHOLE)
@@ -37,10 +38,10 @@ def verify(model: nn.Module, reference: nn.Module, axis: On, batch: Any, *, tole
 
 def ran(model: nn.Module, call: Any, styles: Collection[str], outputs: Outputs) -> Run:
     """Run a model forward and backward in evaluation mode. call: its arguments, as `arguments_of` gives them."""
-    fresh = _Fresh()
+    fresh = Fresh()
     args, options = (fresh.of(part) for part in call)
     recorder = Recorder(model, styles)
-    with unchanged(model), evaluating(model), torch.enable_grad():
+    with unnoticed(model, call), evaluating(model), torch.enable_grad():
         trace, result = recorder.run(args, options)
         loss = torch.zeros((), dtype=torch.float64)
         for at, value in enumerate(tensors_in(result)):
@@ -65,7 +66,7 @@ def _array(tensor: Tensor) -> Array:
     return host_array(tensor)
 
 
-class _Fresh:
+class Fresh:
     """Copies of a batch's tensors, of which the floats take gradients."""
 
     def __init__(self) -> None:
@@ -76,12 +77,9 @@ class _Fresh:
             copied = value.detach().clone()
             if copied.is_floating_point():
                 self.inputs.append(copied.requires_grad_())
+                return copied.clone()  # which a model may write
             return copied
-        if isinstance(value, Mapping):
-            return {key: self.of(part) for key, part in value.items()}
-        if isinstance(value, tuple | list):
-            return type(value)(self.of(part) for part in value)
-        return value
+        return mapped(value, self.of)
 
 
 @contextmanager

@@ -1,0 +1,142 @@
+"""verify: run a model with experts among ranks beside one in which each rank has all experts, and compare."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import keras
+import numpy as np
+import tensorflow as tf
+
+from commlib.dtypes import Array
+from commlib.errors import UsageError
+from commlib.expert.verify import DenseRun, compare_dense, mask_of
+from commlib.functional.runs import WHOLE
+from commlib.tensor.recording import replaced
+from commlib_tensorflow._shards import shard_of
+from commlib_tensorflow._unnoticed import unnoticed
+from commlib_tensorflow.expert.moe import MoE
+
+Wholes = dict[str, list[Any]]
+"""The weights of all experts of each mixture, by its name, in the order of `stacks`."""
+
+
+def verify(model: Any, batch: Any, *, tolerance: float | None = None, gradients: bool = True) -> None:
+    """Compare one forward and backward of a model's mixtures of experts with those of dense ones, without exchange.
+
+    model: a `MoE`, or a model with some, built. batch: what it is called with: this rank's own. The reference has the
+    weights of all experts, which are gathered for it, on each rank: it computes for each token, as the routing says,
+    its experts, and their gates anew from the logits. Compared, in this order, are the outputs of mixtures and of the
+    model, the gradients of inputs, of other weights, routers among them, and of experts, for a loss that is a fixed
+    weighted sum of the outputs; without `gradients` of the first router alone. Both run as in evaluation. tolerance:
+    relative to the largest element; by default 1e-4, in which routers compute, or that of the dtype.
+
+    Collective. Raises UsageError on all ranks: the first that differs, by how much, on which ranks. All stays as it is:
+    variables, statistics, losses, random states, and what models keep.
+    """
+    layers = {layer.path or layer.name: layer for layer in model._flatten_layers() if isinstance(layer, MoE)}
+    if not layers:
+        raise UsageError("verify: the model has no mixture of experts")
+    first = next(iter(layers.values()))
+    wholes = {name: [_gathered(stack) for stack in layer.stacks] for name, layer in layers.items()}
+    wanted = None if gradients else first.router
+    own, dense = _ran(model, layers, batch, {}, wanted), _ran(model, layers, batch, wholes, wanted)
+    shards = {
+        _named(name, place, stack): (shard, layer.ranks)
+        for name, layer in layers.items()
+        for place, stack in enumerate(layer.stacks)
+        if (shard := shard_of(stack)) is not None
+    }
+    compare_dense(first.ranks, own, dense, shards, tolerance)
+
+
+def _gathered(stack: Any) -> Any:
+    shard = shard_of(stack)
+    assert shard is not None
+    return tf.constant(shard.whole(stack.numpy()))
+
+
+def _named(name: str, place: int, stack: Any) -> str:
+    return f"{name}, {stack.name}" if stack.name else f"{name}, stack {place}"
+
+
+def _ran(model: Any, layers: Mapping[str, MoE], batch: Any, wholes: Wholes, only: Any) -> DenseRun:
+    """Run a model, with dense mixtures if there are the weights of all experts. only: whose gradient is wanted."""
+    found, plain = DenseRun(), vars(MoE)["call"]
+    names = {id(layer): name for name, layer in layers.items()}
+
+    def call(layer: Any, inputs: Any, training: Any = None, mask: Any = None) -> Any:
+        name = names[id(layer)]
+        out = (
+            _dense(layer, wholes[name], inputs, mask) if wholes else plain(layer, inputs, training=training, mask=mask)
+        )
+        found.values.append((f"the output of {name}", _array(out)))
+        return out
+
+    given = keras.tree.map_structure(tf.convert_to_tensor, batch)
+    floats = {f"input {at}": one for at, one in enumerate(keras.tree.flatten(given)) if one.dtype.is_floating}
+    stacks = {
+        _named(name, place, stack): wholes[name][place] if wholes else stack.value
+        for name, layer in layers.items()
+        for place, stack in enumerate(layer.stacks)
+    }
+    own = {id(stack) for layer in layers.values() for stack in layer.stacks}
+    others = {
+        f"{variable.path} ({at})": variable.value
+        for at, variable in enumerate(model.trainable_variables)
+        if id(variable) not in own and (only is None or variable is only)
+    }
+    if only is not None:
+        floats, stacks = {}, {}
+    wanted = {**floats, **others, **stacks}
+    with unnoticed(model, batch), replaced(MoE, "call", call), tf.GradientTape() as tape:
+        tape.watch([*floats.values(), *(whole for each in wholes.values() for whole in each)])
+        with keras.StatelessScope():
+            outputs = keras.tree.flatten(model(given, training=False))
+        loss = tf.zeros((), tf.float64)
+        for at, value in enumerate(outputs):
+            found.values.append((f"output {at}", _array(value)))
+            if value.dtype.is_floating:
+                weights = tf.cast(WHOLE.weights(at, tuple(value.shape)), value.dtype)
+                loss += tf.cast(tf.reduce_sum(value * weights), tf.float64)
+    got = tape.gradient(loss, list(wanted.values()))
+    for (name, one), gradient in zip(wanted.items(), got, strict=True):
+        values = np.zeros(one.shape, one.dtype.as_numpy_dtype) if gradient is None else _array(gradient)
+        (found.experts if name in stacks else found.gradients)[name] = values
+    return found
+
+
+def _array(tensor: Any) -> Array:
+    found: Array = tf.convert_to_tensor(tensor).numpy()
+    return found
+
+
+def _dense(layer: Any, whole: Sequence[Any], inputs: Any, mask: Any) -> Any:
+    """Return the outputs of a mixture all of whose experts are here, of the same routing. The gates are made anew."""
+    options, bias = layer.options, layer.expert_bias
+    tokens = tf.reshape(inputs, (-1, layer.width))
+    logits = layer.logits(tokens, training=False)
+    routing = layer.mixture.route(
+        logits.numpy(),
+        training=False,
+        bias=None if bias is None else bias.numpy(),
+        mask=None if mask is None else tf.reshape(tf.cast(mask, tf.bool), (-1,)).numpy(),
+        sequence=int(inputs.shape[-2]) if len(inputs.shape) > 2 else len(tokens),
+    )
+    has = mask_of(routing, len(tokens))
+    scores = tf.cast(logits, tf.float64)
+    scores = tf.sigmoid(scores) if options.scores == "sigmoid" else tf.nn.softmax(scores)
+    gates = tf.where(has, scores, 0.0)
+    if options.normalises:
+        gates = gates / tf.where(has.any(-1, keepdims=True), tf.reduce_sum(gates, -1, keepdims=True), 1.0)
+    gates = gates * options.scale
+    y = tf.zeros_like(tokens)
+    for expert in range(options.count):
+        rows = np.flatnonzero(has[:, expert])[:, None]
+        out = layer.one_expert([stack[expert] for stack in whole], tf.gather_nd(tokens, rows))
+        gate = tf.gather_nd(gates[:, expert], rows)[:, None]
+        y = tf.tensor_scatter_nd_add(y, rows, tf.cast(out * tf.cast(gate, out.dtype), y.dtype))
+    if layer.shared is not None:
+        y = y + layer.shared(tokens)
+    return tf.reshape(y, tf.shape(inputs))

@@ -1,0 +1,74 @@
+"""Unnoticed: run a model of PyTorch once more, on copies of its arguments, and leave it as it was."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from commlib.expert.mixture import Mixture
+from commlib.expert.stats import Counted
+from commlib.functional.unnoticed import Held, attributes
+from commlib.functional.unnoticed import unnoticed as unnoticed_by
+
+
+@contextmanager
+def unnoticed(model: nn.Module, *given: Any) -> Iterator[None]:
+    """Leave a model, what it is called with, and the states of random generators as they were before.
+
+    Parameters are taken for what no forward writes.
+    """
+    with torch.random.fork_rng(), unnoticed_by((model, given), _hold):
+        yield
+
+
+def fresh(value: Any) -> Any:
+    """Return the same arguments with copies of their tensors, in nested tuples, lists and dicts."""
+    if isinstance(value, Tensor):
+        copied = value.detach().clone()
+        return copied.requires_grad_() if value.requires_grad else copied
+    return mapped(value, fresh)
+
+
+def mapped(value: Any, change: Any) -> Any:
+    """Return a nested structure with other leaves; what is no tuple, list or dict is left as it is."""
+    if type(value) is dict:
+        return {key: change(one) for key, one in value.items()}
+    if isinstance(value, tuple) and hasattr(value, "_fields"):
+        return type(value)(*map(change, value))
+    if type(value) in (tuple, list):
+        return type(value)(map(change, value))
+    return value
+
+
+def _hold(value: Any) -> Held | None:
+    if isinstance(value, nn.Module):
+        own = attributes(value)
+        return Held(own.restore, [*own.inside, type(value).forward])
+    if isinstance(value, nn.Parameter):
+        hooks = value._backward_hooks, getattr(value, "_post_accumulate_grad_hooks", None)
+        return Held(functools.partial(_put_back_gradient, value, value.grad), hooks)
+    if isinstance(value, Tensor):
+        return Held(functools.partial(_put_back, value, value.detach().clone()))
+    if isinstance(value, torch.Generator):
+        return Held(functools.partial(value.set_state, value.get_state()))
+    if isinstance(value, Mixture | Counted):
+        return attributes(value)
+    return None
+
+
+def _put_back_gradient(parameter: nn.Parameter, before: Tensor | None) -> None:
+    if parameter.grad is not before:
+        parameter.grad = before
+
+
+def _put_back(tensor: Tensor, before: Tensor) -> None:
+    with torch.no_grad():
+        if tensor.shape != before.shape:
+            tensor.data = before
+        elif not torch.equal(tensor, before):  # or it has what is no number
+            tensor.detach().copy_(before)

@@ -1,0 +1,126 @@
+"""Looking at a model has no side effects: caches had an entry more after the first call, and arguments were changed."""
+
+from __future__ import annotations
+
+import copy
+import random
+import warnings
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor, nn
+
+from commlib.tensor import Column, Row
+from commlib_torch.tensor import parallelize, verify
+
+PLAN: Any = {"up": Column(), "down": Row()}
+
+
+class Cache:
+    """As those of language models: an object with lists of tensors, and one that is written in place."""
+
+    def __init__(self) -> None:
+        self.keys: list[Tensor] = []
+        self.seen, self.last = 0, torch.zeros(8).double()
+
+
+class Hostile(nn.Module):
+    """Keeps whatever a model can keep, and writes its argument."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.up, self.down = nn.Linear(8, 12), nn.Linear(12, 8)
+        self.norm, self.drop = nn.BatchNorm1d(8), nn.Dropout(0.5)
+        self.calls, self.log, self.cache = 0, [], Cache()  # type: ignore[var-annotated]
+        self.draws = np.random.default_rng(3)
+        self.hooked = 0
+        self.double()
+
+    def forward(self, x: Tensor, cache: Cache | None = None, names: Any = None) -> Any:
+        self.calls += 1
+        self.log.append(self.calls)
+        self.draws.random()
+        np.random.rand()
+        random.random()
+        x.add_(1)
+        x = self.norm(x)
+        for one in (self.cache, cache):
+            if one is not None:
+                one.keys.append(x)
+                one.seen += len(one.keys)
+                one.last += x[0].detach()
+        if names is not None:
+            names["calls"] = self.calls
+        out = self.down(self.up(x).relu())
+        return self.drop(out)
+
+
+def hooked(model: Any) -> list[str]:
+    """Put hooks of each kind on a model; return what they say."""
+    said: list[str] = []
+
+    def count(*_: Any) -> None:
+        model.hooked += 1
+
+    model.register_forward_pre_hook(lambda *_: said.append("before"))
+    model.up.register_forward_hook(lambda *_: said.append("after"))
+    model.down.register_full_backward_pre_hook(lambda *_: said.append("backward before"))
+    model.down.register_full_backward_hook(lambda *_: said.append("backward"))
+    model.down.weight.register_hook(lambda *_: said.append("gradient"))
+    model.register_forward_hook(count)
+    return said
+
+
+def kept(model: Any, said: Any, x: Tensor, cache: Cache, names: Any) -> dict[str, Any]:
+    """Return all that may have changed."""
+    return {
+        "calls": (model.calls, list(model.log), model.hooked, list(said), dict(names)),
+        "caches": [(one.seen, len(one.keys), one.last.sum().item()) for one in (model.cache, cache)],
+        "x": x.sum().item(),
+        "statistics": (model.norm.running_mean.sum().item(), int(model.norm.num_batches_tracked)),
+        "random": (random.random(), np.random.rand(), torch.rand(()).item(), model.draws.random()),
+        "mode": [module.training for module in model.modules()],
+        "gradients": [None if one.grad is None else tuple(one.grad.shape) for one in model.parameters()],
+    }
+
+
+def seed() -> None:
+    torch.manual_seed(1)
+    np.random.seed(1)
+    random.seed(1)
+
+
+def run(comm: Any, look: str, divide: bool) -> dict[str, Any]:
+    torch.manual_seed(0)
+    model: Any = Hostile()
+    plain = copy.deepcopy(model)
+    said, x, cache, names = hooked(model), torch.ones(4, 8).double(), Cache(), dict[str, Any]()
+    seed()
+    if divide:
+        batch = (x, cache, names)
+        options = {look: batch} if look in ("verify", "example") else {}
+        plan = "auto" if look == "auto" else PLAN
+        if look == "auto":
+            options = {"example": batch, "report": lambda *_: None}  # type: ignore[dict-item]
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            parallelize(model, comm, plan, **options)  # type: ignore[arg-type]
+            if look == "function":
+                verify(model, plain, comm, batch)
+            if look == "first call" or look == "function":
+                model(x, cache, names)
+    elif look == "first call" or look == "function":
+        model(x, cache, names)
+    return kept(model, said, x, cache, names)
+
+
+@pytest.mark.parametrize("look", ["example", "verify", "auto", "first call", "function"])
+def test_a_look_is_not_noticed(comm: Any, look: str) -> None:
+    """As if nobody had looked, or as after one call."""
+    if look == "auto" and comm.size > 1:
+        pytest.skip("its plan is for other models")
+    expected, got = run(comm, look, divide=False), run(comm, look, divide=True)
+    for what, value in expected.items():
+        assert got[what] == pytest.approx(value) if what in ("x", "statistics") else got[what] == value, what

@@ -1,0 +1,87 @@
+"""A look at a user's model: whatever it keeps is as it was before, in place."""
+
+from __future__ import annotations
+
+import functools
+import random
+from collections import Counter, OrderedDict, deque
+from typing import Any
+
+import numpy as np
+
+from commlib.functional.unnoticed import Held, unnoticed
+
+calls: list[int] = []
+total = 0
+
+
+class Keeps:
+    """What a model may keep, of every kind."""
+
+    def __init__(self) -> None:
+        self.count, self.list, self.dict, self.set = 0, [1], {"a": [1]}, {1}
+        self.ordered, self.counter, self.deque = OrderedDict(a=1, b=2), Counter("ab"), deque([1, 2], 3)
+        self.array, self.numbers, self.own = np.zeros(3), np.random.default_rng(1), random.Random(2)
+        self.inner: Any = None
+
+    def __call__(self) -> None:
+        global total
+        self.count += 1
+        self.list.append(2)
+        self.dict["a"].append(2)
+        self.dict["b"] = [3]
+        self.set.add(2)
+        self.ordered.pop("a", None)
+        self.counter["a"] += 1
+        self.deque.extend([3, 4])
+        self.array += 1
+        self.new = self.numbers.random() + self.own.random() + random.random() + np.random.rand()
+        calls.append(1)
+        total += 1
+
+    def seen(self) -> str:
+        parts = {name: value for name, value in vars(self).items() if name not in ("numbers", "own", "inner")}
+        return f"{parts} {self.numbers.bit_generator.state} {self.own.getstate()} {calls} {total}"
+
+
+def nothing(_: object) -> Held | None:
+    return None
+
+
+def test_all_is_as_before() -> None:
+    """Counters were one too high after a check, caches had an entry more, and random numbers were others."""
+    keeps, outer = Keeps(), Keeps()
+    outer.inner = functools.partial(lambda kept: kept(), keeps)
+    number = 0
+
+    def hook() -> None:
+        nonlocal number
+        number += 1
+        keeps()
+
+    random.seed(1)
+    np.random.seed(1)
+    expected = random.random(), np.random.rand()
+    random.seed(1)
+    np.random.seed(1)
+    before, ordered = keeps.seen(), list(keeps.ordered)
+    same = keeps.list, keeps.dict, keeps.array
+    with unnoticed([outer, [hook]], nothing):
+        hook()
+        outer.inner()
+        assert number == 1 and keeps.count == 2 and len(calls) == 2
+    assert (number, before, ordered) == (0, keeps.seen(), list(keeps.ordered))
+    assert all(one is other for one, other in zip(same, (keeps.list, keeps.dict, keeps.array), strict=True))
+    assert (random.random(), np.random.rand()) == expected
+
+
+def test_what_failed_is_put_back_too() -> None:
+    keeps = Keeps()
+    before = keeps.seen()
+    try:
+        with unnoticed([keeps], nothing):
+            keeps()
+            raise KeyError
+    except KeyError:
+        pass
+    assert keeps.seen() == before
