@@ -17,6 +17,7 @@ from commlib.pipeline.losses import REMEDY, Looks, Weigher, Weights, fault_in_su
 from commlib.pipeline.rows import Rows
 from commlib_torch._batches import together
 from commlib_torch._loss_calls import Count, LossCall, LossCalls, Rule, as_numbers, is_view, rule_of
+from commlib_torch._parts import OUTPUT
 
 Loss = Callable[..., Any]
 """Of (output, target): a loss, or (loss, metrics)."""
@@ -40,6 +41,8 @@ class Losses:
     metrics: dict[int, Mapping[str, Any]] = field(default_factory=dict)
     calls: dict[int, list[Count | None]] = field(default_factory=dict)
     """The terms of torch's losses that were called, where it is not certain what they count."""
+    in_model: dict[int, list[Count | None]] = field(default_factory=dict)
+    """The same of those that the last stage calls."""
     outputs: dict[int, Any] = field(default_factory=dict)
     """Of the first microbatches, where they are looked at."""
     looks: bool = False
@@ -77,6 +80,7 @@ class LossWeights:
         self._looks = Looks()
         self._rule: Rule | None = None
         self._may_look, self._may_count = True, True
+        self._gives_number: bool | None = None
         # A compiled function is not watched, but what it was made of is, once, beside it.
         self._original: Loss | None = getattr(loss, "_orig_mod", getattr(loss, "_torchdynamo_orig_callable", None))
 
@@ -128,6 +132,27 @@ class LossWeights:
                 f"pipeline: the loss is {got}, expected a tensor with one element, or that and a dict of metrics"
             )
         return loss
+
+    # Losses that a model computes itself, so that the user's function takes them from its output
+
+    def is_in_model(self, losses: Losses) -> bool:
+        """Return whether the last stage may compute the loss itself: there is no target, and it gives a number."""
+        if self.weigher.says or losses.is_single or losses.targets[0] is not None:
+            return False
+        return self._gives_number is not False
+
+    def called_in_model(self, losses: Losses, microbatch: int, run: Callable[[], dict[str, Any]]) -> dict[str, Any]:
+        """Return what a stage gives, and count the terms of torch's losses that it calls."""
+        with LossCalls() as calls:
+            results = run()
+        if self._gives_number is None:
+            leaves = [leaf for leaf in pytree.tree_leaves(results[OUTPUT]) if isinstance(leaf, Tensor)]
+            self._gives_number = any(not leaf.ndim and leaf.is_floating_point() for leaf in leaves)
+        if self._gives_number:
+            losses.in_model[microbatch] = [
+                call.count if call.reduction not in ("sum", "none") else None for call in calls.found
+            ]
+        return results
 
     # What losses count
 
@@ -197,10 +222,13 @@ class LossWeights:
         return in_calls
 
     def _fault_in_calls(self, losses: Losses, by: str) -> str:
-        if not losses.calls or not self._may_count or losses.weights is None:
+        return self._fault_in(losses.calls, losses, by) or self._fault_in(losses.in_model, losses, by)
+
+    def _fault_in(self, calls: Mapping[int, list[Count | None]], losses: Losses, by: str) -> str:
+        if not calls or not self._may_count or losses.weights is None:
             return ""
-        weights = Weights(tuple(losses.weights.terms[number] for number in losses.calls), losses.weights.is_sum)
-        for counts in zip(*losses.calls.values(), strict=False):
+        weights = Weights(tuple(losses.weights.terms[number] for number in calls), losses.weights.is_sum)
+        for counts in zip(*calls.values(), strict=False):
             known = [count for count in counts if count is not None]
             if len(known) == len(counts) and (fault := fault_in_terms(as_numbers(known), weights, by=by)):
                 return fault

@@ -170,7 +170,10 @@ class TorchStage:
                 own = [tensor.detach().requires_grad_(tensor.requires_grad) for tensor in values.tensors]
                 leaves[source] = [tensor if tensor.requires_grad else None for tensor in own]
                 named.update(zip(self._takes[source], nested(own, values.note), strict=True))
-            results = self._run(named)
+            if self._is_last and batch.losses is not None and self._loss.is_in_model(batch.losses):
+                results = self._loss.called_in_model(batch.losses, microbatch, lambda: self._run(named))
+            else:
+                results = self._run(named)
             given: dict[int, Values] = {}
             for target, names in self._gives.items():
                 given[target] = Values(*flat([results[name] for name in names]))

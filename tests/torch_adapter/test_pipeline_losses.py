@@ -230,6 +230,44 @@ def test_words_come_to_be_ignored_later(comm: Any) -> None:
     pipe.close()
 
 
+class Labelled(nn.Module):
+    """Computes its loss itself, as models of libraries do, and gives it beside its output."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second = nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, x: Tensor, labels: Tensor) -> tuple[Tensor, Tensor]:
+        output = self.second(torch.tanh(self.first(x)))
+        return F.cross_entropy(output, labels), output
+
+
+def test_a_loss_within_the_model(comm: Any) -> None:
+    """Its ignored labels were no more seen than those of a function."""
+
+    def labelled() -> Labelled:
+        torch.manual_seed(0)
+        return Labelled().double()
+
+    def of_output(output: Any) -> Any:
+        return output[0]
+
+    def weigh(target: None, inputs: tuple[Tensor, Tensor]) -> Tensor:
+        return (inputs[1] != IGNORED).sum()
+
+    batches = [(inputs(8), classes(8, ignored=ignored)) for ignored in (False, True)]
+    for given in (None, weigh):
+        pipe = pipeline(labelled(), comm, loss=of_output, microbatches=4, weigh=given)
+        for x, y in batches[: 1 if given is None else 2]:
+            torch.testing.assert_close(pipe.step((x, y)), labelled()(x, y)[0].detach(), rtol=EXACT, atol=0)
+        if given is None:
+            with pytest.raises(
+                UsageError, match="means of 2, 2, 0, 0 terms, but were weighted by their rows: give weigh="
+            ):
+                pipe.step(batches[1])
+        pipe.close()
+
+
 def test_what_weigh_says_is_looked_at(comm: Any) -> None:
     pipe = pipeline(layers(), comm, loss=F.cross_entropy, microbatches=4, weigh=len)
     with pytest.raises(UsageError, match="weighted by what weigh= says"):
