@@ -9,6 +9,8 @@ from typing import Any, TypeVar
 import tensorflow as tf
 
 from commlib import horovod as core
+from commlib.compress import DGC
+from commlib.compress.choice import choose
 from commlib.data_parallel import BUCKET_CAP_MIB, FIRST_BUCKET_MIB
 from commlib.data_parallel.mesh_axes import data_axes
 from commlib.errors import UsageError
@@ -121,6 +123,12 @@ def distribute(
         raise UsageError(f"op must be Average or Sum for a DistributedOptimizer, got {op.name.capitalize()}")
     if backward_passes_per_step < 1:
         raise UsageError(f"backward_passes_per_step must be at least 1, got {backward_passes_per_step}")
+    inner: Any = getattr(optimizer, "inner_optimizer", optimizer)
+    if isinstance(choose(settings["compression"]).scheme, DGC) and getattr(inner, "momentum", None):
+        raise UsageError(
+            f"compression {settings['compression']!r} carries the momentum, and {type(inner).__name__} has momentum "
+            f"{inner.momentum}, too: leave it out there"
+        )
     if mesh is not None:
         if not (process_set is None or process_set is core.global_process_set):
             raise UsageError("mesh= says over which ranks to reduce by its axis dp, and cp: give no process_set=")
@@ -128,7 +136,7 @@ def distribute(
     settings["process_set"] = process_set
     keras2 = sys.modules.get("tf_keras")  # who has an optimizer of either Keras has imported that
     keras3 = sys.modules.get("keras")
-    name = name or f"Distributed{type(getattr(optimizer, 'inner_optimizer', optimizer)).__name__}"
+    name = name or f"Distributed{type(inner).__name__}"
     if keras3 is not None and isinstance(optimizer, keras3.optimizers.Optimizer):
         if keras3.backend.backend() != "tensorflow":
             raise UsageError(f"Keras runs on {keras3.backend.backend()} here: commlib_tensorflow needs TensorFlow")

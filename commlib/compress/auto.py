@@ -30,6 +30,8 @@ from commlib.errors import UsageError
 _SMALL, _LARGE, _SAMPLE, SAMPLE_ON_DEVICE = 1 << 10, 1 << 18, 1 << 16, 1 << 22
 """Elements: of the timed reductions, and of what a codec is timed on, more where starting a kernel takes long."""
 
+AUTO_OF = "auto of "
+
 _GAIN = 0.9
 """A codec must take less than this share of the time without: it loses digits, and predictions are rough."""
 
@@ -42,7 +44,7 @@ class Auto:
 
     @property
     def name(self) -> str:
-        return "auto of " + ", ".join(codec.name for codec in self.codecs)
+        return AUTO_OF + ", ".join(codec.name for codec in self.codecs)
 
     @property
     def divisible(self) -> bool:

@@ -10,7 +10,7 @@ from dataclasses import fields, is_dataclass
 from functools import partial
 from typing import Any
 
-from commlib.compress.auto import Auto
+from commlib.compress.auto import AUTO_OF, Auto
 from commlib.compress.codec import Codec
 from commlib.compress.codecs.cast import Cast, Float8
 from commlib.compress.codecs.quantise import QSGD, Blocks
@@ -63,6 +63,8 @@ def codec_of(given: str | Codec) -> Codec:
 def scheme_of(given: Compression) -> Scheme | None:
     """Return how to reduce gradients; None for "none". Raises UsageError for an unknown name or option."""
     if isinstance(given, str):
+        if given.startswith(AUTO_OF):  # the name of an Auto, by which ranks tell each other
+            return Auto(tuple(codec_of(one) for one in given.removeprefix(AUTO_OF).split(", ")))
         name, options = _parse(given)
         if name == "none" and not options:
             return None

@@ -136,3 +136,21 @@ def test_what_cannot_be_known_by_name_is_refused() -> None:
         DistributedOptimizer(keras.optimizers.SGD(0.05), compression="int3")
     with pytest.raises(UsageError, match="compression must be a name such as 'int8'"):
         DistributedOptimizer(keras.optimizers.SGD(0.05), compression=8)
+
+
+@pytest.mark.ranks(min=2)
+def test_auto_is_decided_by_ranks_that_reduce_by_name(comm: Any) -> None:
+    """It was refused in the first step, as unknown."""
+    model, alone = network(), network()
+    optimizer = DistributedOptimizer(
+        keras.optimizers.SGD(0.05), name="auto", compression="auto", compress_within_node=True
+    )
+    plain = DistributedOptimizer(keras.optimizers.SGD(0.05), name="not auto")
+    assert train(comm, model, optimizer, range(3)) == pytest.approx(train(comm, alone, plain, range(3)), rel=1e-2)
+    assert_equal_everywhere(comm, model)
+    assert "a rank sends" in optimizer.compression_choice
+
+
+def test_momentum_does_not_count_twice() -> None:
+    with pytest.raises(UsageError, match=r"'dgc:ratio=0.1' carries the momentum, and SGD has momentum 0.9"):
+        DistributedOptimizer(keras.optimizers.SGD(0.05, momentum=0.9), compression="dgc:ratio=0.1")

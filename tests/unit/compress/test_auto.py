@@ -6,6 +6,7 @@ import logging
 
 import pytest
 
+from commlib.compress import scheme_of
 from commlib.compress.auto import Auto, decide, measure_cost, measure_link
 from commlib.compress.codecs.quantise import Blocks
 from commlib.compress.gradients import GradientCompression
@@ -129,3 +130,9 @@ def test_what_is_named_is_taken_as_asked():
 def test_undecided_it_reduces_nothing():
     with pytest.raises(UsageError, match="must be decided"):
         run(1, lambda comm: Auto().reducer(comm, []))
+
+
+@pytest.mark.parametrize("auto", [Auto(), Auto((Blocks(4, block=64),))])
+def test_its_name_says_what_it_is(auto):
+    """Ranks that reduce by name, TensorFlow's, could not make it of its name, and refused "auto"."""
+    assert scheme_of(auto.name) == auto
