@@ -88,6 +88,8 @@ class DataParallel(nn.Module, Reporting):
         self._gradients: Gradients | None = Gradients(parameters, ranks_of(parameters, comm), options)
         broadcast_parameters([*module.named_parameters(), *module.named_buffers()], comm=comm)
         self._look()
+        self._others: weakref.WeakSet[Any] = weakref.WeakSet()
+        """Optimizers of other models."""
         self._steps: weakref.WeakKeyDictionary[Any, int] = weakref.WeakKeyDictionary()
         if comm.size > 1:
             before_steps.join(self)
@@ -104,7 +106,7 @@ class DataParallel(nn.Module, Reporting):
         """Give up a backward that raised and was caught; take in parameters that are new, or were frozen so far."""
         if gradients.reducer.active and torch._C._current_graph_task_id() == -1:
             gradients.give_up()
-        if self._registered == registrations.count and not any(p.requires_grad for p in self._frozen):
+        if not self._has_changed():
             return
         if gradients.comm.size == 1 or not gradients.reducer.syncs or gradients.reducer.active:
             return
@@ -117,11 +119,23 @@ class DataParallel(nn.Module, Reporting):
                 broadcast_parameters(new, comm=gradients.comm)
         self._look()
 
+    def _has_changed(self) -> bool:
+        """Tell whether there may be other parameters than when one looked last, or some are frozen no more."""
+        if self._registered != registrations.count or any(parameter.requires_grad for parameter in self._frozen):
+            return True
+        # Conversion of a model may replace all parameters without registering any.
+        place, name, parameter = self._first
+        return place.get(name) is not parameter
+
     def _look(self) -> None:
         """Note which parameters there are."""
+        places = (module._parameters for module in self.module.modules())
+        self._first: tuple[dict[str, Any], str, Any] = next(
+            ((place, name, parameter) for place in places for name, parameter in place.items()), ({}, "", None)
+        )
         parameters = list(self.module.parameters())
         self._registered = registrations.count
-        self._known = {id(parameter) for parameter in parameters}
+        self._known = {id(parameter): parameter for parameter in parameters}  # kept, so that no other has its id
         self._frozen = [parameter for parameter in parameters if not parameter.requires_grad]
 
     def before_step(self, optimizer: torch.optim.Optimizer) -> None:
@@ -131,14 +145,22 @@ class DataParallel(nn.Module, Reporting):
             return
         given = [id(parameter) for parameter in with_gradients(optimizer)]
         if not gradients.ids.issuperset(given):
-            if gradients.ids.isdisjoint(given):
-                return  # of another model
+            if optimizer in self._others:
+                return
             for name, parameter in self.module.named_parameters():
                 if id(parameter) in given and parameter not in gradients:
                     raise UsageError(
                         f"{name} has a gradient, but was no parameter of this DataParallel, or a frozen one, when its "
                         "forward began, so the gradient is not reduced: add and unfreeze parameters before the forward"
                     )
+            if gradients.ids.isdisjoint(given):
+                self._others.add(optimizer)
+                return
+        if gradients.reducer.active and torch._C._current_graph_task_id() != -1:
+            raise UsageError(
+                "an optimizer steps within backward, in a hook of its parameters say, before DataParallel has reduced "
+                "their gradients: step after backward()"
+            )
         if self._steps.get(optimizer, 0) == gradients.passes and (strange := gradients.by_hand()) is not None:
             raise UsageError(
                 f"the gradient of {strange} was put into .grad by hand (by torch.autograd.grad, say), and DataParallel "
@@ -203,7 +225,8 @@ class DataParallel(nn.Module, Reporting):
 
     def __getstate__(self) -> dict[str, Any]:
         # A communicator belongs to this process; what was noted of parameters to these.
-        return {**self.__dict__, "_gradients": None, "_steps": None, "_known": None, "_frozen": None}
+        of_this = ("_gradients", "_steps", "_others", "_known", "_frozen", "_first")
+        return {**self.__dict__, **dict.fromkeys(of_this)}
 
 
 def _strip_prefix(module: nn.Module, state: dict[str, Any], prefix: str, local_metadata: Any) -> None:

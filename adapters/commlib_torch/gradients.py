@@ -15,7 +15,7 @@ from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from commlib.buffers.freed_memory import keep_freed_memory
 from commlib.data_parallel import Gradient, GradientReducer, InOrder, Options, place_groups, read_groups
@@ -116,6 +116,7 @@ class Gradients:
         new = Gradients(parameters, self._ranks, self.reducer.options, groups=self._groups, known=known)
         with in_order():
             new.reducer.take_over(self.reducer)
+        new.passes = self.passes
         return new
 
     def close(self) -> None:
@@ -238,6 +239,8 @@ def _gradient_of(name: str, parameter: Tensor, op: str, ranks: int) -> Gradient:
 def _check_parameters(parameters: Sequence[Named]) -> None:
     """Raise UsageError unless all of them can be managed, and nobody else does already."""
     for name, parameter in parameters:
+        if nn.parameter.is_lazy(parameter):
+            raise UsageError(f"parameter {name} has no shape so far: run one forward of its lazy layer first")
         try:
             check(parameter)
         except UsageError as error:
