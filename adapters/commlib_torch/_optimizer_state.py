@@ -20,13 +20,14 @@ def named_state(optimizer: torch.optim.Optimizer, named: Iterable[tuple[str, nn.
     A parameter that has several names is there under all of them.
     """
     names = _names(named)
-    order = [parameter for group in optimizer.param_groups for parameter in group["params"]]
-    if unknown := [tuple(parameter.shape) for parameter in order if id(parameter) not in names]:
-        raise UsageError(f"the optimizer has a parameter of shape {unknown[0]} that is none of this pipeline's")
+    order = _order(optimizer, names)
     plain = optimizer.state_dict()
-    state = {name: value for number, value in plain["state"].items() for name in names[id(order[number])]}
+    state = {name: value for number, value in plain["state"].items() for name in order[number]}
     groups = [
-        {**_settings(group), "params": [name for number in group["params"] for name in names[id(order[number])]]}
+        {
+            **_settings(group),
+            "params": [name for number in group["params"] for name in names.get(id(order[number]), ())],
+        }
         for group in plain["param_groups"]
     ]
     return {"state": state, "param_groups": groups}
@@ -57,13 +58,13 @@ def load_named(
     if parameters of one group had different settings.
     """
     names, saved = _names(named), {name: group for group in state["param_groups"] for name in group["params"]}
-    order = [names[id(parameter)] for group in optimizer.param_groups for parameter in group["params"]]
-    if missing := [own[0] for own in order if not any(name in saved for name in own)]:
+    order = _order(optimizer, names)
+    if missing := [own[0] for own in order if own and not any(name in saved for name in own)]:
         raise UsageError(f"the state of an optimizer that is to be loaded lacks {', '.join(missing)}")
-    known = [next(name for name in own if name in saved) for own in order]
+    known = [next((name for name in own if name in saved), "") for own in order]  # a placeholder has no name
     groups = []
     for mine in optimizer.state_dict()["param_groups"]:
-        first, *others = [known[number] for number in mine["params"]] or [None]
+        first, *others = [known[number] for number in mine["params"] if known[number]] or [None]
         if odd := [name for name in others if not _are_alike(saved[name], saved[first])]:
             raise UsageError(
                 f"the optimizer has {first} and {odd[0]} in one group, but the state that is to be loaded has other "
@@ -76,6 +77,20 @@ def load_named(
     # What is loaded must not be the memory that was saved: optimizers update it in place.
     values = {n: _copied(state["state"][name]) for n, name in enumerate(known) if name in state["state"]}
     optimizer.load_state_dict({"state": values, "param_groups": groups})
+
+
+def _order(optimizer: torch.optim.Optimizer, names: Mapping[int, list[str]]) -> list[list[str]]:
+    """Return the names of an optimizer's parameters, by their numbers; none of what stands for a lack of parameters.
+
+    Raises UsageError for one that has no name.
+    """
+    order = [parameter for group in optimizer.param_groups for parameter in group["params"]]
+    for parameter in order:
+        if id(parameter) not in names and (parameter.numel() or parameter.requires_grad):
+            raise UsageError(
+                f"the optimizer has a parameter of shape {tuple(parameter.shape)} that is none of this pipeline's"
+            )
+    return [names.get(id(parameter), []) for parameter in order]
 
 
 def _names(named: Iterable[tuple[str, nn.Parameter]]) -> dict[int, list[str]]:

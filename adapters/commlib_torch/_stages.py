@@ -320,8 +320,8 @@ class TorchStage:
 
     def step(self) -> None:
         """Update the weights."""
-        assert self.weights is not None
-        self.weights.step()
+        if self.weights is not None:  # a stage may have none
+            self.weights.step()
 
     def use(self, version: int) -> None:
         """Compute with the weights after so many updates of this run."""

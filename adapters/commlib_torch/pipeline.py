@@ -205,6 +205,9 @@ class Pipeline(Staged):
         super().__init__({stage: pieces.parts[stage] for stage in own}, names, module if last in own else None)
         # The last stage is one with the loss, for all that concerns weights.
         parts = [*pieces.parts[:-1], Staged({last: pieces.parts[-1]}, names, module)]
+        self._placeholder = (
+            nn.Parameter(torch.empty(0), requires_grad=False),
+        )  # in a tuple: it is none of the model's
         self.why = ""
         """Why this schedule was chosen, if it was."""
         self.statistics: WholeBatchStatistics | None = None
@@ -240,7 +243,7 @@ class Pipeline(Staged):
                 f"stage {stage}: {name} {tuple(p.shape)} {p.dtype}{' on meta' if p.is_meta else ''}"
                 for name, p in part.named_parameters()
             ]
-        self._tensors = TorchTensors(next(self.parameters(), None))
+        self._tensors = TorchTensors(self._first())
         self._was_meta = any(parameter.is_meta for part in parts for parameter in part.parameters())
         self._pipe = Pipe(
             comm,
@@ -279,8 +282,8 @@ class Pipeline(Staged):
                 "makes the optimizer of named parameters, such as lambda named: torch.optim.SGD([p for _, p in named])"
             )
         for stage in self._stages.values():
-            optimizer = make(list(stage.part.named_parameters()))
-            stage.weights = StashedWeights(stage.part, optimizer)
+            if named := list(stage.part.named_parameters()):
+                stage.weights = StashedWeights(stage.part, make(named))
 
     # What users call
 
@@ -415,6 +418,15 @@ class Pipeline(Staged):
 
     # The rest
 
+    def parameters(self, recurse: bool = True) -> Iterator[nn.Parameter]:
+        """Yield the parameters of this rank's stages; an empty one where they have none, as torch's optimizers want."""
+        none = True
+        for _, parameter in self.named_parameters(recurse=recurse):
+            none = False
+            yield parameter
+        if none:
+            yield self._placeholder[0]
+
     def _refuse_meta(self) -> None:
         """Raise UsageError, on all ranks, if weights are on the meta device still."""
         found = [name for name, parameter in self.named_parameters() if parameter.is_meta]
@@ -436,6 +448,9 @@ class Pipeline(Staged):
         self._order_shared()
         return found
 
+    def _first(self) -> nn.Parameter | None:
+        return next((parameter for _, parameter in self.named_parameters()), None)
+
     def _by_all_names(self) -> Iterator[tuple[str, nn.Parameter]]:
         """Yield this rank's parameters, under each name that one has anywhere in the whole model."""
         for name, parameter in self.named_parameters(remove_duplicate=False):
@@ -447,7 +462,7 @@ class Pipeline(Staged):
         """Run a batch within. What goes wrong on a rank is told to all, and nothing of it is left."""
         was_meta = self._was_meta
         if was_meta:  # ranks agree anew on where values go
-            self._tensors.find(next(self.parameters(), None))
+            self._tensors.find(self._first())
             self._pipe.meet_anew()
         with self._pipe.together():
             try:

@@ -11,6 +11,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+import commlib
+import commlib_torch as ct
 from commlib.errors import PeerError, UsageError
 from commlib_torch import pipeline
 
@@ -171,4 +173,45 @@ def test_a_model_of_the_meta_device(comm: Any, assign: bool) -> None:
     theirs = dict(whole.named_parameters(remove_duplicate=False))
     for name, parameter in pipe.named_parameters():
         torch.testing.assert_close(parameter.grad, theirs[name].grad, rtol=1e-10, atol=1e-12)
+    pipe.close()
+
+
+@pytest.mark.ranks(min=2)
+def test_a_rank_without_parameters(comm: Any) -> None:
+    """torch's optimizers refuse an empty list, so the same program died on one rank."""
+    torch.manual_seed(0)
+    layers: list[nn.Module] = [linear(), *(nn.Tanh() for _ in range(comm.size - 1))]
+    whole = copy.deepcopy(nn.Sequential(*layers))
+    pipe = pipeline(layers, comm, microbatches=2, loss=F.cross_entropy, split=[1] * comm.size)
+    alone = commlib.Mesh(pp=comm.size, dp=1)
+    theirs = torch.optim.AdamW(whole.parameters(), lr=0.1)
+    plain = torch.optim.AdamW(pipe.parameters(), lr=0.1)
+    ours = ct.DistributedOptimizer(plain, pipe.named_parameters(), mesh=alone)
+    x, y = batch()
+    for _ in range(2):
+        expected = F.cross_entropy(whole(x), y)
+        expected.backward()
+        torch.testing.assert_close(pipe.step(x, y), expected.detach(), rtol=1e-10, atol=0)
+        pipe.clip_grad_norm(10.0)
+        for one in (ours, theirs):
+            one.step()
+            one.zero_grad()
+    state = pipe.gather_optimizer_state(ours)
+    pipe.load_optimizer_state(ours, state)
+    assert state["param_groups"][0]["params"] == ["0.weight", "0.bias"] and len(state["state"]) == 2
+    for name, value in pipe.gather_state_dict().items():
+        torch.testing.assert_close(value, whole.state_dict()[name], rtol=1e-10, atol=1e-12)
+    pipe.close()
+
+
+@pytest.mark.ranks(min=2)
+def test_a_stage_without_parameters_that_updates_itself(comm: Any) -> None:
+    layers: list[nn.Module] = [linear(), *(nn.Tanh() for _ in range(comm.size - 1))]
+    pipe = pipeline(
+        layers, comm, schedule="pipedream", microbatches=2, loss=F.cross_entropy, split=[1] * comm.size,
+        optimizer=lambda named: torch.optim.SGD([parameter for _, parameter in named], lr=0.1),
+    )  # fmt: skip
+    before = pipe.gather_state_dict()["0.weight"]
+    pipe.step(*batch())
+    assert not torch.equal(before, pipe.gather_state_dict()["0.weight"])
     pipe.close()
