@@ -24,10 +24,7 @@ def named_state(optimizer: torch.optim.Optimizer, named: Iterable[tuple[str, nn.
     plain = optimizer.state_dict()
     state = {name: value for number, value in plain["state"].items() for name in order[number]}
     groups = [
-        {
-            **_settings(group),
-            "params": [name for number in group["params"] for name in names.get(id(order[number]), ())],
-        }
+        {**_settings(group), "params": [name for number in group["params"] for name in order[number]]}
         for group in plain["param_groups"]
     ]
     return {"state": state, "param_groups": groups}

@@ -141,10 +141,6 @@ class Pipe:
         """Let the next batch begin as one after an error does: the ranks tell each other again where they compute."""
         self._has_failed = True
 
-    def meet_anew(self) -> None:
-        """Let the next batch begin as one after an error does: the ranks tell each other again where they compute."""
-        self._has_failed = True
-
     def _fail(self, error: BaseException) -> None:
         """Let no rank wait for this one: neither for a message nor in a call of all."""
         self._has_failed = True
