@@ -5,6 +5,10 @@
 Every rank draws the same calls from the seed (`script`), so each knows all inputs and what must come out (`calls`).
 Each thread plays a script of its own on communicators of its own (`player`), some or all of the ranks in each. What is
 no part of the contract differs from rank to rank: who calls and who starts, when, and in which order it waits.
+
+    mpiexec -n 2 python -m tests.soak.large
+
+Beside it: each verb once on more elements than 32 bits count (`large`), by whoever has 9 GiB to spare.
 """
 
 import os
