@@ -43,7 +43,7 @@ def _measure(number: int, part: Part, cut: Cut, values: Named, call: float) -> t
 
     def backward(*, inputs: bool) -> Callable[[], Any]:
         return lambda: functions.backward(
-            *arguments, gradients, None, None, shares, [], wants_weights=True, wants_inputs=inputs
+            *arguments, gradients, None, None, shares, [], has_loss=False, wants_weights=True, wants_inputs=inputs
         )
 
     alone = max(0.0, _seconds(backward(inputs=False)) - forward) if weights else 0.0

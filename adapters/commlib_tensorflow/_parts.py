@@ -146,6 +146,11 @@ class Part(keras.layers.Layer):  # type: ignore[misc]  # Keras has no types
         self.built = True
 
     @property
+    def gives(self) -> tuple[str, ...]:
+        """The names of what others need of it, with their masks."""
+        return self._gives
+
+    @property
     def nodes(self) -> Sequence[Any]:
         """The calls, in their order."""
         return self._nodes.value  # type: ignore[no-any-return]

@@ -42,6 +42,11 @@ class WholeModel:
         self._weights = [self.order[id(weight)] for weight in model.weights]
         self.is_weight = [place in set(self._weights) for place in range(len(self._own))]
 
+    @property
+    def variables(self) -> list[Any]:
+        """The variables of the unsplit model, of which only those of this rank's stages are kept as they should be."""
+        return list(self._model.variables)
+
     def values(self, comm: Communicator) -> Iterator[Array]:
         """Yield the values of all variables, on every rank, one at a time. Collective."""
         for variable, owner, (shape, dtype) in zip(self._own, self._owners, self._specs, strict=True):

@@ -31,6 +31,7 @@ from commlib_tensorflow._replicas import Gradients, by_stages, check_replicas, n
 from commlib_tensorflow._shards import whole_of
 from commlib_tensorflow._split import Nodes, Split, counts_of, of_units, units_to_measure
 from commlib_tensorflow._steps import Result, Steps
+from commlib_tensorflow._untouched import untouched
 from commlib_tensorflow._updates import (
     Updates,
     check_optimizer,
@@ -38,6 +39,7 @@ from commlib_tensorflow._updates import (
     scale_of,
     scaled,
 )
+from commlib_tensorflow._verify import check_alike, check_batch, check_cut, given
 from commlib_tensorflow._whole import WholeModel
 from commlib_tensorflow.tensor.checking import check_stages
 
@@ -60,6 +62,7 @@ def pipeline(
     every: int | None = None,
     example: Any = None,
     memory: int | None = None,
+    verify: Any = None,
 ) -> Pipeline:
     """Put the stages of a Keras model on the ranks of `comm`, such as `mesh["pp"]`. The same call on every rank.
 
@@ -80,7 +83,10 @@ def pipeline(
     stages: in all, where a rank has several.
     schedule="auto" chooses by simulated time, from what each part of the model is measured to cost, with at most
     `memory` bytes of activations on a rank: `pipe.why` says why. Both need example=, an x of as many rows as a
-    microbatch has, on rank 0.
+    microbatch has, on rank 0. Where there is an example, rank 0 compares the stages, one after another, with the whole
+    model: values, gradients and what layers write, in training and in evaluation. verify: a batch, x or (x, y), whole
+    and the same on every rank: all ranks compare so, and an evaluation by the pipeline, too. Nothing of the model
+    changes.
     checkpoint: what is kept of activations between forward and backward: "none" is computed again, "selective"
     (products are kept, but those within loops), or "full": only a stage's inputs are kept. Schedules that split
     backwards compute again whatever is not kept. batch_norm: "microbatch" updates moving statistics with each
@@ -94,8 +100,8 @@ def pipeline(
     optimizer: as compile() takes it; of replicas, a DistributedOptimizer(..., mesh=mesh). every: microbatches between
     updates, in schedules that update weights while they run; they use the compiled optimizer.
 
-    Collective. Raises UsageError for what makes no sense on this rank, MismatchError on all ranks if they ask for
-    different things, ScheduleError for a schedule that cannot run.
+    Collective. Raises UsageError for what makes no sense on this rank, or on all ranks if a check finds that anything
+    differs, MismatchError on all ranks if they ask for different things, ScheduleError for a schedule that cannot run.
     """
     check_words(checkpoint=checkpoint, batch_norm=batch_norm)
     graph = functional(model)
@@ -106,7 +112,9 @@ def pipeline(
     units = units_to_measure(nodes, comm.size)
 
     def measure() -> LayerCosts:
-        costs = layer_costs(cut(graph, nodes, units), inputs_of(graph, check_example(example)))
+        x = inputs_of(graph, check_example(example))
+        with untouched([graph], graph.variables):
+            costs = layer_costs(cut(graph, nodes, units), x)
         return replace(costs, keeps_inputs=checkpoint == "full")
 
     chosen = choose_stages(
@@ -114,6 +122,11 @@ def pipeline(
         memory=memory, measure=measure, count=partial(counts_of, nodes),
     )  # fmt: skip
     pieces = cut(graph, nodes, of_units(units, chosen.counts) if chosen.is_measured else chosen.counts)
+    if verify is not None:
+        check_alike(comm, verify)
+        check_cut(comm, nodes, pieces, given(verify)[0], everywhere=True)
+    elif comm.broadcast_object(example is not None):
+        check_cut(comm, nodes, pieces, example, everywhere=False)
     steps = Steps(
         comm,
         pieces,
@@ -127,6 +140,8 @@ def pipeline(
     pipe = Pipeline(model.name, steps, WholeModel(model, pieces.parts, chosen.schedule.placement), why=chosen.why)
     if loss is not None or optimizer is not None:
         pipe.compile(optimizer=optimizer, loss=loss)
+    if verify is not None and codec is None:
+        pipe.check(verify)
     return pipe
 
 
@@ -419,6 +434,12 @@ class Pipeline(keras.Model):  # type: ignore[misc]  # Keras has no types
         raise UsageError("a pipeline has no configuration of its own: save() writes the whole model's, on all ranks")
 
     # The rest
+
+    @_together
+    def check(self, batch: Any) -> None:
+        """Compare an evaluation of a batch with that of the whole model, without a trace. Collective."""
+        whole, loss = self._own.whole, None if self._compile_loss is None else self._loss_of
+        check_batch(self.pipe.comm, self._own.steps, whole.variables, whole.values(self.pipe.comm), batch, loss)
 
     def picture(self, *, width: int | None = None) -> str:
         """Draw the schedule. Not collective."""
