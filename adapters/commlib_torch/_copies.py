@@ -14,6 +14,8 @@ from torch import Tensor, nn
 
 _T = TypeVar("_T")
 
+_OF_MODULES = frozenset(vars(nn.Module()))
+
 _HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
 
 
@@ -24,18 +26,41 @@ def copy_of(value: _T) -> _T:
     torch computes weights are. Gradients are not copied.
     """
     modules = _modules_in(value)
-    memo: dict[int, Any] = {}
-    for module in modules:
-        for one in (*vars(module).values(), *module._buffers.values()):
-            if isinstance(one, Tensor) and not isinstance(one, nn.Parameter) and one.grad_fn is not None:
-                memo[id(one)] = one.detach().clone().requires_grad_()  # torch copies leaves only
-    copied = copy.deepcopy(value, memo)
+    try:
+        copied = copy.deepcopy(value, _memo(modules))
+    except Exception:
+        shared = {id(one): one for module in modules for one in _without_copy(module)}
+        copied = copy.deepcopy(value, _memo(modules) | shared)
     for module in _modules_in(copied):
         for name in _HOOKS:
             hooks: dict[int, Any] = getattr(module, name, {})
             for key in [key for key, hook in hooks.items() if not _is_part_of_the_model(hook)]:
                 del hooks[key]
     return copied
+
+
+def _memo(modules: list[nn.Module]) -> dict[int, Any]:
+    """Return what deepcopy takes for copied: hooks that are no part of the copy, and what it cannot copy."""
+    memo: dict[int, Any] = {}
+    for module in modules:
+        for one in (*vars(module).values(), *module._buffers.values()):
+            if isinstance(one, Tensor) and not isinstance(one, nn.Parameter) and one.grad_fn is not None:
+                memo[id(one)] = one.detach().clone().requires_grad_()  # torch copies leaves only
+        for name in _HOOKS:
+            memo |= {id(hook): hook for hook in getattr(module, name, {}).values() if not _is_part_of_the_model(hook)}
+    return memo
+
+
+def _without_copy(module: nn.Module) -> list[Any]:
+    """Return what a module has that cannot be copied, such as a lock or a file: a copy has the same."""
+    found = []
+    for name, one in vars(module).items():
+        if name not in _OF_MODULES:
+            try:
+                copy.deepcopy(one)
+            except Exception:
+                found.append(one)
+    return found
 
 
 def _modules_in(value: Any) -> list[nn.Module]:

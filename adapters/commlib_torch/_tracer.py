@@ -11,7 +11,7 @@ from collections import deque
 from collections.abc import Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from copy import copy
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields, is_dataclass
 from functools import wraps
 from typing import Any
 
@@ -149,9 +149,17 @@ class _Tracer(fx.Tracer):
         """Note the constants that the graph needs."""
         self._making_arguments += 1
         try:
-            return super().create_arg(a)
+            return self._made_again(a) if _is_own_container(type(a)) else super().create_arg(a)
         finally:
             self._making_arguments -= 1
+
+    def _made_again(self, value: Any) -> fx.Node:
+        """Make a container of a class of its own in the graph: torch.fx makes it a plain one."""
+        if is_dataclass(value) and not isinstance(value, type):  # such as the outputs of Hugging Face's models
+            given = {one.name: self.create_arg(getattr(value, one.name)) for one in fields(value) if one.init}
+            return self.create_node("call_function", type(value), (), given)
+        plain = dict(value) if isinstance(value, dict) else list(value)
+        return self.create_node("call_function", type(value), (self.create_arg(plain),), {})
 
     def proxy(self, node: fx.Node) -> fx.Proxy:
         """Note all proxies, to see which ones are kept by somebody."""
@@ -317,6 +325,11 @@ def _is_number(value: Any) -> bool:
         "math",
     )
     return is_plain and all(map(_is_number, value.all_input_nodes))
+
+
+def _is_own_container(kind: type) -> bool:
+    is_plain = kind.__module__ in ("builtins", "torch") or kind.__module__.startswith("torch.fx")
+    return issubclass(kind, dict | list | tuple) and not is_plain and not hasattr(kind, "_fields")
 
 
 _MAKERS = (

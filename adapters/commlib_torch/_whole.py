@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
 from commlib.dtypes import Array
+from commlib.errors import UsageError
 from commlib.functional.differences import TOLERANCES
 from commlib.pipeline.whole import Run
 from commlib_torch._bridge import host_array
@@ -28,6 +29,12 @@ def whole_run(model: Any, call: Call, *, spreads: bool, training: bool) -> Run:
     """Run a copy of a model as one process does. model: a module, or a list of them, as `called` calls them."""
     copied = copy_of(model)
     modules = named_modules(copied)
+    for name, module in [*([("", copied)] if isinstance(copied, nn.Module) else []), *modules.items()]:
+        own = vars(module).get("forward")
+        if own is not None and getattr(own, "__self__", None) is not module:
+            raise UsageError(
+                f"{name or type(module).__name__} has a forward of its own, which may call what is no copy"
+            )
     also = [copied] if isinstance(copied, nn.Module) else []
     with _recording(modules, training=training, also=also) as values, _fresh(call) as (fresh, inputs):
         output = called(copied, fresh, spreads=spreads)

@@ -465,6 +465,49 @@ def test_tensors_in_objects_have_gradients(comm: Any) -> None:
     assert_as_one_process(comm, lambda: nn.Sequential(*(Steps() for _ in range(2 * comm.size)), Output()))
 
 
+@dataclasses.dataclass
+class Outputs(OrderedDict[str, Any]):
+    """As the outputs of Hugging Face's models are."""
+
+    logits: Any = None
+    hidden: Any = None
+
+    def __post_init__(self) -> None:
+        self["logits"] = self.logits
+
+
+class Pairs(dict[str, Any]):
+    pass
+
+
+@pytest.mark.parametrize("kind", [Outputs, OrderedDict, Pairs])
+def test_a_model_s_output_is_of_its_class(comm: Any, kind: Any) -> None:
+    """A class of dictionaries became a dictionary."""
+    model = made(lambda: Two(lambda self, x: x))
+
+    class Wrapped(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.model = model
+
+        def forward(self, x: Tensor) -> Any:
+            return kind(logits=self.model(x))
+
+    whole = copy.deepcopy(Wrapped())
+    seen: list[Any] = []
+    x, y = batch()
+
+    def loss_of(output: Any, y: Tensor) -> Tensor:
+        seen.append(output)
+        return F.mse_loss(output["logits"], y)
+
+    pipe = pipeline(Wrapped(), comm, microbatches=2, example=x, loss=loss_of)
+    loss = F.mse_loss(whole(x)["logits"], y)
+    torch.testing.assert_close(pipe.step(x, y), loss.detach(), rtol=EXACT, atol=0)
+    assert all(type(output) is kind for output in seen)
+    pipe.close()
+
+
 @pytest.mark.ranks(min=2)
 def test_what_cannot_be_sent_is_named(comm: Any) -> None:
     class Local(nn.Module):

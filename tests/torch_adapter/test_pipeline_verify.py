@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import random
+import threading
 from typing import Any
 
 import numpy as np
@@ -214,3 +215,38 @@ def test_an_example_that_only_one_mode_can_run_is_enough(comm: Any) -> None:
             pipeline(model, comm, microbatches=8, loss=F.mse_loss, example=torch.ones(2, 2)).close()
     else:
         pipeline(model, comm, microbatches=8, loss=F.mse_loss, example=torch.ones(2, 2)).close()
+
+
+class Owner:
+    """Has a hook, and what cannot be copied."""
+
+    def __init__(self) -> None:
+        self.lock, self.calls = threading.Lock(), 0
+
+    def hook(self, module: nn.Module, args: Any, output: Any) -> None:
+        self.calls += 1
+
+
+def test_what_cannot_be_copied_is_shared(comm: Any) -> None:
+    """A lock in a module, or one in the owner of a hook, is no reason to measure or compare nothing."""
+    torch.manual_seed(0)
+    model = nn.Sequential(*(nn.Linear(WIDTH, WIDTH) for _ in range(comm.size + 1)))
+    vars(model[0])["lock"] = threading.Lock()
+    owner = Owner()
+    model[0].register_forward_hook(owner.hook)
+    x, y = batch()
+    pipeline(model, comm, microbatches=2, loss=F.mse_loss, example=x, split="time").close()
+    pipeline(model, comm, microbatches=2, loss=F.mse_loss, verify=(x, y)).close()
+    assert owner.calls == 0
+
+
+def test_a_forward_that_may_call_the_original_is_not_compared(comm: Any) -> None:
+    torch.manual_seed(0)
+    model = nn.Sequential(*(nn.Linear(WIDTH, WIDTH) for _ in range(comm.size + 1)))
+    forward = model.forward
+    model.forward = lambda x: forward(x) + x  # type: ignore[method-assign]
+    x, y = batch()
+    options: dict[str, Any] = {"microbatches": 2, "loss": F.mse_loss}
+    with pytest.raises(UsageError, match="Sequential has a forward of its own"):
+        pipeline(model, comm, verify=(x, y), **options)
+    assert all(weight.grad is None for weight in model.parameters())
