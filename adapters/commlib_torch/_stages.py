@@ -38,9 +38,10 @@ class TorchTensors:
 
     def find(self, like: Tensor | None) -> None:
         """Find out where stages compute; on the host, until one knows."""
-        is_here = like is None or like.is_cpu or like.is_meta
-        self._device = None if is_here else like.device  # type: ignore[union-attr]
-        self.device = None if is_here else device_of(like)  # type: ignore[arg-type]
+        if like is not None and like.is_meta:
+            like = None
+        self._device = None if like is None or like.is_cpu else like.device
+        self.device = None if like is None else device_of(like)
         """That of the core."""
 
     def array(self, value: Tensor) -> Array:
