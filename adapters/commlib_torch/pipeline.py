@@ -35,6 +35,7 @@ from commlib_torch._autograd import backward_passes
 from commlib_torch._batch_statistics import WholeBatchStatistics
 from commlib_torch._batches import arguments, cut_by_rows, cut_by_user, together
 from commlib_torch._bridge import array_of
+from commlib_torch._constructors import are_constructors, build, outline
 from commlib_torch._containers import is_container
 from commlib_torch._copies import copy_of
 from commlib_torch._hooks import registrations
@@ -84,8 +85,9 @@ def pipeline(
         optimizer = torch.optim.AdamW(pipe.parameters())
         loss = pipe.step(x, y); optimizer.step(); optimizer.zero_grad()
 
-    model: an nn.Sequential, a list of modules (a tuple that one of them returns is several arguments of the next), or
-    any module that torch.fx can trace; this rank keeps its stages, under the names that they have in the model.
+    model: an nn.Sequential, a list of modules (a tuple that one of them returns is several arguments of the next) or of
+    functions that return one each, of which a rank calls those of its stages, or any module that torch.fx can trace;
+    this rank keeps its stages, under the names that they have in the model.
     Submodules that do what a trace cannot keep are not cut inside. schedule: a name ("gpipe", "1f1b", "interleaved",
     "zb_h1", "zb_v", "dualpipev", "breadth_first", "pipedream", "pipedream_2bw"), the path of a CSV file, or a Schedule.
     microbatches: into how many parts a batch is cut, along the first dimension. loss: of (output, target).
@@ -116,6 +118,14 @@ def pipeline(
     MismatchError on all ranks if they ask for different things, ScheduleError for a schedule that cannot run.
     """
     check_words(checkpoint=checkpoint, batch_norm=batch_norm)
+    constructors = model if are_constructors(model) else ()
+    if constructors:
+        if verify is not None or example is not None or schedule == "auto" or split == "time":
+            raise UsageError(
+                "pipeline: no rank builds all layers of a list of constructors, so nothing can be measured or "
+                "compared: leave out verify= and example=, and say schedule= and split="
+            )
+        model = outline(constructors)
     x = given(verify)[0] if example is None and verify is not None else example
     told = comm.broadcast_object(None if x is None else described(arguments(x)))
     units = _units(model, comm.size, told)
@@ -139,6 +149,8 @@ def pipeline(
         )  # fmt: skip
     elif told is not None:
         check_with_example(comm, model, pieces, example, spreads=spreads)
+    if constructors:
+        build(constructors, pieces, chosen.schedule.stages_of(comm.rank), comm.broadcast_object(torch.initial_seed()))
     pipe = Pipeline(
         comm,
         pieces,
@@ -148,6 +160,7 @@ def pipeline(
         codec=codec,
         weigh=weigh,
         rows=rows_option(rows),
+        is_outline=bool(constructors),
         optimizer=optimizer,
     )
     if batch_norm == "batch":
@@ -195,6 +208,7 @@ class Pipeline(Staged):
         codec: Codecs,
         weigh: Weigh,
         rows: Rows,
+        is_outline: bool = False,
         optimizer: Callable[[Sequence[tuple[str, nn.Parameter]]], torch.optim.Optimizer] | None,
     ) -> None:
         own = schedule.stages_of(comm.rank)
@@ -240,11 +254,11 @@ class Pipeline(Staged):
         lines = [f"split {pieces.counts}", f"codec {codec}", f"checkpoint {checkpoint}", str(rows)]
         for stage, part in enumerate(parts):
             lines += [
-                f"stage {stage}: {name} {tuple(p.shape)} {p.dtype}{' on meta' if p.is_meta else ''}"
+                f"stage {stage}: {name} {tuple(p.shape)} {p.dtype}{' on meta' if p.is_meta and not is_outline else ''}"
                 for name, p in part.named_parameters()
             ]
         self._tensors = TorchTensors(self._first())
-        self._was_meta = any(parameter.is_meta for part in parts for parameter in part.parameters())
+        self._was_meta = not is_outline and any(p.is_meta for part in parts for p in part.parameters())
         self._pipe = Pipe(
             comm,
             schedule,

@@ -18,9 +18,10 @@ names (`inputs`, `sample_weight`), or two or three without defaults.
 """
 
 REMEDY = (
-    "give weigh= to pipeline(): a function of a microbatch's target that returns how many terms its loss is the mean "
-    'of, such as lambda target: (target != -100).sum(); or weigh="sum" if it is a sum. A loss that mixes rows, such as '
-    'Dice, has no such number: use microbatches=1, or weigh="rows" to train with the mean of the microbatches\' own'
+    "give weigh= to pipeline(): a function of a microbatch's target (and inputs) that returns how many terms its loss "
+    'is the mean of, such as lambda target: (target != -100).sum(); or weigh="sum" if it is a sum. A loss that mixes '
+    'rows, such as Dice, has no such number: use microbatches=1, or weigh="rows" to train with the mean of the '
+    "microbatches' own"
 )
 
 
