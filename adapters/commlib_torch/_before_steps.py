@@ -7,7 +7,6 @@ a parameter that came when nobody looked, would let ranks part without a word.
 from __future__ import annotations
 
 import weakref
-from collections.abc import Iterable
 from typing import Any, Protocol
 
 import torch
@@ -44,9 +43,7 @@ before_steps = BeforeSteps()
 """torch has one list of hooks of all optimizers, so this is one per process too."""
 
 
-def with_gradients(optimizer: torch.optim.Optimizer) -> Iterable[Tensor]:
-    """Yield the parameters that an optimizer is about to change."""
-    for group in optimizer.param_groups:
-        for parameter in group["params"]:
-            if parameter.grad is not None:
-                yield parameter
+def with_gradients(optimizer: torch.optim.Optimizer) -> list[Tensor]:
+    """Return the parameters that an optimizer is about to change."""
+    groups = optimizer.param_groups
+    return [parameter for group in groups for parameter in group["params"] if parameter.grad is not None]

@@ -78,14 +78,16 @@ class ParameterValues:
         if grad.layout != torch.strided:
             grad = parameter.grad = grad.detach().to_dense()
         if not self._in_place[index]:
-            self._check_kind(index, grad)
+            if (grad.dtype, grad.device) != self._kinds[index]:
+                self._refuse_kind(index, grad)
             self._becoming[index] = grad = grad.detach()
             view.copy_(_as_in(view, grad / self._predivide if self._predivide != 1 else grad))
             return
         address, plain = grad.data_ptr(), _is_plain(grad)
         if address != self._addresses[index] or not plain:
             # Autograd made a new tensor: zero_grad() dropped the old one, or somebody put another one in its place.
-            self._check_kind(index, grad)
+            if (grad.dtype, grad.device) != self._kinds[index]:
+                self._refuse_kind(index, grad)
             if plain and grad.dtype == view.dtype:
                 self._engine.write(index, address)
             else:
@@ -179,14 +181,13 @@ class ParameterValues:
         tensor = to_tensor(array).to(parameter.device)
         parameter.grad = self._compressor.decompress(tensor, self._contexts.pop(index))
 
-    def _check_kind(self, index: int, grad: Tensor) -> None:
-        """Raise UsageError for a gradient of another kind than its parameter had when slots were made."""
+    def _refuse_kind(self, index: int, grad: Tensor) -> None:
+        """Raise UsageError: a gradient is of another kind than its parameter was when slots were made."""
         dtype, device = self._kinds[index]
-        if grad.dtype != dtype or grad.device != device:
-            raise UsageError(
-                f"the gradient of {self._names[index]} is {grad.dtype} on {grad.device}, but the parameter was {dtype} "
-                f"on {device} when it was wrapped: call .to(), .double() and the like first, and wrap the model after"
-            )
+        raise UsageError(
+            f"the gradient of {self._names[index]} is {grad.dtype} on {grad.device}, but the parameter was {dtype} "
+            f"on {device} when it was wrapped: call .to(), .double() and the like first, and wrap the model after"
+        )
 
     def _find(self, index: int) -> None:
         """Find the slot of a parameter."""

@@ -143,7 +143,7 @@ class DataParallel(nn.Module, Reporting):
         gradients = self._gradients
         if gradients is None:
             return
-        given = [id(parameter) for parameter in with_gradients(optimizer)]
+        given = set(map(id, with_gradients(optimizer)))
         if not gradients.ids.issuperset(given):
             if optimizer in self._others:
                 return
