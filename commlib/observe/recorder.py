@@ -27,8 +27,8 @@ class Phase(Enum):
 
     QUEUED: waits for its turn, or a named one for the other ranks. BEGUN: its data is published, and nobody waits yet.
     RUN: its turn has come; a message: it is posted. ROUND: messages of its schedule are posted, or it waits on its
-    node; a named one is packed with others, reduced or unpacked. END: it has ended, well or not. MARK: something else happened. COUNT: numbers of something, such as the load
-    of experts, are in the event's detail.
+    node; a named one is packed with others, reduced or unpacked. END: it has ended, well or not. MARK: something else
+    happened. COUNT: numbers of something, such as the load of experts, are in the event's detail.
     """
 
     QUEUED = "queued"
