@@ -95,7 +95,7 @@ def compiled(graph: fx.Graph, title: str) -> Callable[..., Named]:
     code = graph.python_code("self")
     file = f"<a stage of {title}, {id(code):x}>"
     linecache.cache[file] = len(code.src), None, code.src.splitlines(keepends=True), file  # for tracebacks
-    found: dict[str, Any] = dict(code.globals)
+    found: dict[str, Any] = {**code.globals, "__name__": __name__}
     exec(compile(code.src, file, "exec"), found)
     return found["forward"]  # type: ignore[no-any-return]
 
