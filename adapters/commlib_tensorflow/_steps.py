@@ -368,11 +368,6 @@ class Steps:
         return outputs if outputs is not None else [to_tensor(array) for array in arrays]
 
     @property
-    def weighs(self) -> bool:
-        """Whether the user says how many terms a microbatch's loss is the mean of."""
-        return self._weigher.says
-
-    @property
     def needs_terms(self) -> bool:
         """Whether the loss is the mean over something else than rows, and nobody says over how much of it."""
         return any(self._masked) and not self._weigher.says and self.pipe.schedule.microbatches > 1

@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from itertools import pairwise
-from typing import Any
 
 
 def rows_of(rows: int, microbatches: int) -> list[slice]:
@@ -24,10 +23,3 @@ def shares_in_updates(counts: Sequence[float], every: int) -> list[float]:
     """Return what each microbatch's mean counts in its update: one follows every so many; 0: one follows them all."""
     step = every or len(counts)
     return [share for start in range(0, len(counts), step) for share in shares(counts[start : start + step])]
-
-
-def terms(targets: Sequence[Any], rows: Sequence[int], weigh: Callable[[Any], float] | None) -> list[float]:
-    """Return how many terms each microbatch's loss is the mean of: its rows, or what `weigh` says of its target."""
-    if weigh is None:
-        return [float(count) for count in rows]
-    return [float(weigh(target)) if count else 0.0 for target, count in zip(targets, rows, strict=True)]
