@@ -123,7 +123,8 @@ def test_a_loss_that_uses_what_nobody_trains(comm: Any) -> None:
     layers = [linear() for _ in range(comm.size)]
     first = layers[0].weight
     pipe = pipeline(layers, comm, microbatches=2, loss=lambda output, target: F.cross_entropy(output @ first, target))
-    with pytest.raises(UsageError if is_last else PeerError, match=r"the loss uses 0\.weight, which stages on other"):
+    text = r"the loss uses 0\.weight, which stages on other" if is_last else None
+    with pytest.raises(UsageError if is_last else PeerError, match=text):
         pipe.step(x, y)
     pipe.close()
     with pytest.raises(UsageError, match="names would begin with 'loss'"):
