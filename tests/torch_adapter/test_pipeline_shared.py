@@ -135,9 +135,8 @@ def test_a_buffer_that_two_ranks_change_is_refused(comm: Any, kind: Any) -> None
     pipe = pipeline(layers, comm, microbatches=2, loss=F.mse_loss)
     x = torch.randn(8, WIDTH)
     has = comm.rank in (0, comm.size - 1)
-    with pytest.raises(
-        UsageError if has else PeerError, match=rf"stages on ranks 0, {comm.size - 1} use the same layer"
-    ):
+    text = rf"stages on ranks 0, {comm.size - 1} use the same layer" if has else None
+    with pytest.raises(UsageError if has else PeerError, match=text):
         pipe.step(x, x)
     pipe.eval()
     torch.testing.assert_close(pipe.step(x, x), pipe.evaluate(x, x))  # nothing is changed: so it is right
