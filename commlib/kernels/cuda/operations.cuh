@@ -29,12 +29,25 @@ __device__ inline Complex<Part> times(Complex<Part> a, Complex<Part> b) {
     return {a.real * b.real - a.imaginary * b.imaginary, a.real * b.imaginary + a.imaginary * b.real};
 }
 
-// The mean of integers needs 64 bits, so that their sum does not wrap around before it is divided.
+// The sum of 64-bit integers, which need not fit 64 bits: that of their high halves, which have the sign, and that of the
+// low ones, as in kernels/host/exact_mean.py.
+template <bool SIGNED>
+struct Halves {
+    i64 high, low;
+};
+template <bool SIGNED>
+__device__ inline Halves<SIGNED> plus(Halves<SIGNED> a, Halves<SIGNED> b) {
+    return {a.high + b.high, a.low + b.low};
+}
+
+// The mean of integers needs 64 bits, or twice as many, so that their sum does not wrap around before it is divided.
 template <class T>
 __device__ inline auto to_64_bits(T x) {
     if constexpr ((T)-1 < (T)0) return (i64)x;
     else return (u64)x;
 }
+__device__ inline Halves<true> to_64_bits(i64 x) { return {x >> 32, x & 0xffffffff}; }
+__device__ inline Halves<false> to_64_bits(u64 x) { return {(i64)(x >> 32), (i64)(x & 0xffffffffu)}; }
 __device__ inline float to_64_bits(float x) { return x; }
 __device__ inline double to_64_bits(double x) { return x; }
 template <class Part>
@@ -47,6 +60,15 @@ __device__ inline i64 divide(i64 total, i64 divisor) {
     // Truncated toward zero. Magnitudes mostly fit 32 bits, which a GPU divides several times as fast.
     u64 quotient = (total < 0 ? 0 - (u64)total : (u64)total) / (u64)divisor;
     return (i64)(total < 0 ? 0 - quotient : quotient);
+}
+template <bool SIGNED>
+__device__ inline auto divide(Halves<SIGNED> total, i64 divisor) {
+    i64 first = total.high / divisor;
+    if (first * divisor > total.high) --first;  // rounded down
+    i64 rest = (i64)((u64)(total.high - first * divisor) << 32) + total.low, second = rest / divisor;
+    u64 mean = ((u64)first << 32) + (u64)second;
+    if constexpr (SIGNED) return (i64)mean + ((i64)mean < 0 && second * divisor != rest);
+    else return mean;
 }
 __device__ inline float divide(float total, i64 divisor) { return total / (float)divisor; }
 __device__ inline double divide(double total, i64 divisor) { return total / (double)divisor; }
@@ -78,7 +100,7 @@ struct Mean : Sum {
         return to_64_bits(::widen(x));
     }
     template <class Wide>
-    static __device__ Wide finish(Wide total, i64 divisor) {
+    static __device__ auto finish(Wide total, i64 divisor) {
         return divide(total, divisor);
     }
 };
