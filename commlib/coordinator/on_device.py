@@ -19,6 +19,7 @@ from commlib.devices.protocol import Device, Event
 from commlib.dtypes import Array
 from commlib.errors import UsageError
 from commlib.group.group import Group
+from commlib.observe.recorder import Record
 
 
 @dataclass(frozen=True, slots=True)
@@ -95,6 +96,7 @@ class _Copies:
     inputs: Sequence[Array]
     outputs: Sequence[Array]
     extra: Any
+    record: Record | None
 
 
 Done = Callable[[Any, Any, BaseException | None], None]
@@ -135,9 +137,8 @@ class Staging:
             text = str(job.launch.request)
             read = {id(x) for x in pending.inputs}
             copies = {id(x): self._copy(x, id(x) in read, text) for x in (*pending.inputs, *pending.outputs)}
-            here = _Copies(
-                [copies[id(x)] for x in pending.inputs], [copies[id(x)] for x in pending.outputs], pending.extra
-            )
+            inputs, outputs = ([copies[id(x)] for x in arrays] for arrays in (pending.inputs, pending.outputs))
+            here = _Copies(inputs, outputs, pending.extra, pending.record)
             made = job._replace(pending=here)
             changed[id(made)] = job, {id(copies[id(x)]): x for x in pending.outputs}
             ours.append(made)
