@@ -16,6 +16,7 @@ import tensorflow as tf
 from commlib.dtypes import Array
 from commlib.errors import UsageError
 from commlib_tensorflow._bridge import to_array
+from commlib_tensorflow._shards import own_of
 from commlib_tensorflow._updates import lists_of, singles_of
 
 
@@ -61,9 +62,13 @@ def _whole(whole: Callable[[Any, Array], Array], weight: Any, kept: Any) -> Arra
 
 
 def put_states(optimizer: Any, states: Sequence[OptimizerState], places: Mapping[int, int]) -> None:
-    """Give an optimizer that is built what others kept for the same weights. places: of them, by their id."""
+    """Give an optimizer that is built what others kept for the same whole weights: of a part, its part.
+
+    places: of its weights, by their id.
+    """
     for level, one in _optimizers(optimizer):
-        own = [places[id(weight)] for weight in one._trainable_variables]
+        weights = one._trainable_variables
+        own = [places[id(weight)] for weight in weights]
         same = [state for state in states if state.level == level and not set(own).isdisjoint(state.places)]
         for name, variable in singles_of(one).items():
             if value := [state.singles[name] for state in same if name in state.singles]:
@@ -75,9 +80,9 @@ def put_states(optimizer: Any, states: Sequence[OptimizerState], places: Mapping
                 if name in state.lists
                 for place, value in zip(state.places, state.lists[name], strict=True)
             }
-            for place, variable in zip(own, variables, strict=True):
+            for place, weight, variable in zip(own, weights, variables, strict=True):
                 if variable is not None and kept.get(place) is not None:
-                    variable.assign(kept[place])
+                    variable.assign(own_of(weight, kept[place]))
 
 
 def keep_only(optimizer: Any, own: Sequence[Any], trainable: Sequence[Any]) -> None:
