@@ -16,9 +16,10 @@ from commlib.communicator import Communicator
 from commlib.dtypes import Array
 from commlib.errors import UsageError
 from commlib.optim.clipping import check_limit, clip_factor
-from commlib.pipeline.choice import check_example, check_words, choose_stages
+from commlib.pipeline.choice import check_batch_norm, check_example, choose_stages
 from commlib.pipeline.losses import Details, Weigh
 from commlib.pipeline.pipe import AnySchedule, Codecs, Pipe
+from commlib.pipeline.recompute import CHECKPOINTS
 from commlib.pipeline.rows import WHOLE, rows_option
 from commlib.pipeline.schedule.auto import LayerCosts
 from commlib_tensorflow._batches import are_arrays, inputs_of, shuffled, split_rows
@@ -103,7 +104,12 @@ def pipeline(
     Collective. Raises UsageError for what makes no sense on this rank, or on all ranks if a check finds that anything
     differs, MismatchError on all ranks if they ask for different things, ScheduleError for a schedule that cannot run.
     """
-    check_words(checkpoint=checkpoint, batch_norm=batch_norm)
+    check_batch_norm(batch_norm)
+    if checkpoint not in CHECKPOINTS:
+        raise UsageError(
+            f"pipeline: checkpoint is {checkpoint!r}, expected one of {', '.join(CHECKPOINTS)}: in Keras whole stages "
+            "are computed again, no single layers: say one word; split= can put such layers into stages of their own"
+        )
     graph = functional(model)
     if isinstance(model, list | tuple):
         model = graph

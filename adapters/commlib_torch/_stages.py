@@ -2,21 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, nullcontext
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field
-from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.utils import _pytree as pytree
-from torch.utils.checkpoint import checkpoint
 
 from commlib.dtypes import Array
 from commlib.errors import UsageError
+from commlib.pipeline.recompute import Recompute
 from commlib.pipeline.stage import ByStage, Values
-from commlib_torch import _selective as selective
 from commlib_torch._autograd import backward_passes
 from commlib_torch._batch_statistics import kept_buffers
 from commlib_torch._bridge import array_of, read, to_tensor
@@ -24,7 +22,8 @@ from commlib_torch._hooks import have_hooks, registrations
 from commlib_torch._loss_module import UsedParameters
 from commlib_torch._losses import Losses, LossWeights
 from commlib_torch._notes import flat, nested
-from commlib_torch._parts import INPUTS, OUTPUT, Named
+from commlib_torch._parts import INPUTS, OUTPUT
+from commlib_torch._recompute import recomputed, recomputing
 from commlib_torch._weight_gradients import SplitBackward
 from commlib_torch.devices import device_of
 from commlib_torch.expert.losses import keepers_in, taken
@@ -126,13 +125,12 @@ class TorchStage:
         is_first: bool,
         is_last: bool,
         loss: LossWeights,
-        recompute: str,
+        recompute: Recompute,
     ) -> None:
         self.part, self._takes, self._gives = part, takes, gives
         self._is_first, self._is_last, self._loss = is_first, is_last, loss
-        self._call = _recomputing(self._on_copies, recompute)
-        # Buffers, such as running statistics, are changed by a forward, and not again when it is computed again.
-        self._backward_context: Any = nullcontext if recompute == "none" else partial(kept_buffers, [part])
+        self._call = recomputing(self._on_copies, part, recompute)
+        self._again = recomputed(part, recompute)
         self.batch = Batch()
         """Set before each run."""
         self.weights: StashedWeights | None = None
@@ -278,6 +276,10 @@ class TorchStage:
         if self.weights is not None:
             self.weights.collect()
 
+    def _backward_context(self) -> AbstractContextManager[None]:
+        """Buffers, such as running statistics, are changed by a forward, and not again when it is computed again."""
+        return kept_buffers(self._again) if self._again and self.weights is None else nullcontext()
+
     def _must_run_once(self, kept: _Kept) -> bool:
         """Return whether a backward calls hooks, which both of its parts would."""
         if self._has_hooks is None:
@@ -400,18 +402,6 @@ def _input_gradients(kept: _Kept) -> dict[int, Values]:
         source: Values([None if leaf is None else leaf.grad for leaf in leaves])
         for source, leaves in kept.inputs.items()
     }
-
-
-# Recomputing activations
-
-
-def _recomputing(part: Callable[[Named], Named], how: str) -> Callable[[Named], Named]:
-    """Return what calls a part, and keeps of its activations "full": none, "selective": products, "none": all."""
-    if how == "none":
-        return part
-    if how == "full":
-        return partial(checkpoint, part, use_reentrant=False)
-    return partial(checkpoint, part, use_reentrant=False, context_fn=selective.contexts)
 
 
 @contextmanager

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import operator
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from itertools import accumulate, pairwise
 from typing import Any
 
@@ -25,12 +25,13 @@ _SEVERAL = 4
 class Traced:
     """A model's operations, in units between which as few values as possible cross.
 
-    example: with what it is called, as `commlib_torch._signature.described` tells it, or None.
+    example: with what it is called, as `commlib_torch._signature.described` tells it, or None. leaves: names of
+    submodules that are not cut inside.
     """
 
-    def __init__(self, model: nn.Module, stages: int, example: Any = None) -> None:
-        self._model = model
-        found = Traces(model).settled(example)
+    def __init__(self, model: nn.Module, stages: int, example: Any = None, leaves: Collection[str] = ()) -> None:
+        self._model, self._leaves = model, leaves
+        found = Traces(model, leaves).settled(example)
         self._graph, self._constants, self._call = found.graph, found.constants, found.call
         self._whole = found.whole
         together = settle(self._graph, model, self._constants)
@@ -62,7 +63,8 @@ class Traced:
 
     def _why_whole(self) -> str:
         whole = [f"{kind.__name__}, whose forward {why}" for kind, why in self._whole.items()]
-        return f"; some modules are left whole: {'; '.join(whole)}" if whole else ""
+        text = f"; some modules are left whole: {'; '.join(whole)}" if whole else ""
+        return text + ("; what checkpoint= names is left whole, too" if self._leaves else "")
 
     def _crossing_counts(self) -> list[int]:
         """Return how many values are made before each operation and used by it or later."""
@@ -116,7 +118,7 @@ class Traced:
             stack = [where for where, _ in node.meta.get("nn_module_stack", {}).values()]
             if any(place == name or place.startswith(f"{name}.") for place in [path, *stack]):
                 return number
-        inside = f" as an operation of its own{self._why_whole()}" if self._whole else ""
+        inside = f" as an operation of its own{self._why_whole()}" if self._why_whole() else ""
         raise UsageError(f"pipeline: split: forward does not use a submodule {name!r}{inside}")
 
     def cut(self, counts: Sequence[int]) -> Cut:

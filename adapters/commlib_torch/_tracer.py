@@ -8,7 +8,7 @@ import random
 import sys
 import weakref
 from collections import deque
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from copy import copy
 from dataclasses import dataclass, field, fields, is_dataclass
@@ -51,12 +51,16 @@ class Trace:
     events: list[fx.Node | str] = field(default_factory=list)
 
 
-def traced(model: nn.Module, call: Call, whole: Mapping[type, str], *, training: bool) -> Trace:
-    """Trace a module in one mode. call: what stands for its arguments. whole: classes that are not looked into.
+def traced(
+    model: nn.Module, call: Call, whole: Mapping[type, str], leaves: Collection[str] = (), *, training: bool
+) -> Trace:
+    """Trace a module in one mode. call: what stands for its arguments.
+
+    whole: classes that are not looked into. leaves: names of submodules that are not, either.
 
     The module is as before afterwards: its attributes, lists and dictionaries, modes, and the states of random numbers.
     """
-    tracer = _Tracer(model, call, whole)
+    tracer = _Tracer(model, call, whole, leaves)
     trace = Trace(fx.Graph())
     with (
         in_mode_of_all(list(model.modules()), training=training),
@@ -82,9 +86,9 @@ class _Tracer(fx.Tracer):
     proxy_buffer_attributes = True
     """Or what forward does with a buffer would be done once, now."""
 
-    def __init__(self, model: nn.Module, call: Call, whole: Mapping[type, str]) -> None:
+    def __init__(self, model: nn.Module, call: Call, whole: Mapping[type, str], leaves: Collection[str]) -> None:
         super().__init__()
-        self._call, self._whole = call, whole
+        self._call, self._whole, self._kept = call, whole, leaves
         self._within = [""]
         self._making_arguments = 0
         self._proxies: list[tuple[weakref.ref[fx.Proxy], str, str]] = []
@@ -108,7 +112,7 @@ class _Tracer(fx.Tracer):
         """Leave layers whole, those that are divided among ranks, and those that do more than torch.fx can see."""
         if super().is_leaf_module(m, module_qualified_name) or type(m).__module__.startswith("commlib_torch."):
             return True
-        if type(m) in self._whole or hooks_of(m) or has_state_of_its_own(m):
+        if module_qualified_name in self._kept or type(m) in self._whole or hooks_of(m) or has_state_of_its_own(m):
             self.leaves.append(module_qualified_name)
             return True
         return False

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Collection, Iterable
 from dataclasses import dataclass
 from functools import partial
 from itertools import zip_longest
@@ -34,11 +34,11 @@ class Traces:
 
     What a trace cannot keep (see `commlib_torch._tracer.Fault`) is done by a module's forward. Is that a submodule, its
     class is left whole, and so is called as it is, in each mode and as often as in one process. The module itself
-    cannot be left whole: it is refused by name.
+    cannot be left whole: it is refused by name. leaves: names of submodules that are not looked into in any case.
     """
 
-    def __init__(self, model: nn.Module) -> None:
-        self._model, self._title = model, type(model).__name__
+    def __init__(self, model: nn.Module, leaves: Collection[str] = ()) -> None:
+        self._model, self._title, self._leaves = model, type(model).__name__, leaves
         self._whole: dict[type, str] = {}
 
     def settled(self, example: Any) -> Settled:
@@ -65,7 +65,7 @@ class Traces:
 
     def _in_both_modes(self, call: Call) -> tuple[Trace, list[Fault]]:
         """Trace in training and in evaluation; let what is decided by the mode be decided when it runs."""
-        first, second = (traced(self._model, call, self._whole, training=mode) for mode in (True, False))
+        first, second = (self._traced(call, training=mode) for mode in (True, False))
         if faults := first.faults or second.faults:
             return first, faults
 
@@ -82,6 +82,9 @@ class Traces:
         path = _joined(first, second, decide)
         return first, [] if path is None else [Fault(path, "does other things in training than in evaluation")]
 
+    def _traced(self, call: Call, *, training: bool) -> Trace:
+        return traced(self._model, call, self._whole, self._leaves, training=training)
+
     def _free(self, call: Call, *, keeps_open: bool) -> tuple[list[str], list[Fault]]:
         """Return which values of a call that are no tensors may differ: the graph is the same whatever they are.
 
@@ -94,7 +97,7 @@ class Traces:
         }
         if not values:
             return [], []
-        known = [traced(self._model, call, self._whole, training=mode) for mode in (True, False)]
+        known = [self._traced(call, training=mode) for mode in (True, False)]
         if not self._depends(known, call, values):
             return list(values), []
         free, faults = [], []
@@ -122,7 +125,7 @@ class Traces:
             raise _ApartError
 
         for trace, mode in zip(known, (True, False), strict=True):
-            other = traced(self._model, unknown, self._whole, training=mode)
+            other = self._traced(unknown, training=mode)
             if other.faults:
                 return other.faults[0]
             path = _joined(trace, other, join)

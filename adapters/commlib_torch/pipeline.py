@@ -25,9 +25,10 @@ from commlib.optim.clipping import (
     sum_over_axes,
 )
 from commlib.pipeline.batch import shares, shares_in_updates
-from commlib.pipeline.choice import check_example, check_words, choose_stages
+from commlib.pipeline.choice import check_batch_norm, check_example, choose_stages
 from commlib.pipeline.losses import Details, Weigh, Weigher
 from commlib.pipeline.pipe import AnySchedule, Codecs, Pipe
+from commlib.pipeline.recompute import Checkpoint, Recompute
 from commlib.pipeline.rows import Rows, rows_option
 from commlib.pipeline.schedule import Kind
 from commlib.pipeline.schedule.auto import LayerCosts
@@ -45,6 +46,7 @@ from commlib_torch._losses import Loss, LossWeights
 from commlib_torch._measured import layer_costs
 from commlib_torch._optimizer_state import merged
 from commlib_torch._parts import INPUTS, Cut, Layers, Split, Units, counts_by
+from commlib_torch._recompute import recompute_in
 from commlib_torch._shared_buffers import SharedBuffers
 from commlib_torch._signature import described
 from commlib_torch._staged import Staged
@@ -68,7 +70,7 @@ def pipeline(
     loss: Loss | None = None,
     split: Split = "auto",
     stages: int | None = None,
-    checkpoint: str = "none",
+    checkpoint: Checkpoint = "none",
     batch_norm: str = "microbatch",
     codec: Codecs = None,
     weigh: Weigh = None,
@@ -103,7 +105,9 @@ def pipeline(
     and a step of the pipeline in evaluation mode with one of the whole model. Both run copies of the model, without the
     hooks that users have put on it; nothing of it changes.
     checkpoint: what is kept of activations between forward and backward: "none" recomputed, "selective" (products are
-    kept) or "full" (only a stage's inputs are). batch_norm: "microbatch" updates running statistics with each
+    kept) or "full" (only a stage's inputs are); or these by patterns of layers' names, {"blocks.*": "full"}, or a
+    function of a layer's name and the layer that returns one: each is then computed again for itself, with all that is
+    within it, and is not cut. batch_norm: "microbatch" updates running statistics with each
     microbatch, "batch" once with those of the whole batch.
     codec: how activations and their gradients travel, such as "bf16" or "int8"; or a mapping by the stages between
     which they do: {(0, 1): "bf16", (1, 0): "int8"}. weigh: how
@@ -117,7 +121,7 @@ def pipeline(
     Raises UsageError for what makes no sense on this rank, or on all ranks if a check finds that anything differs,
     MismatchError on all ranks if they ask for different things, ScheduleError for a schedule that cannot run.
     """
-    check_words(checkpoint=checkpoint, batch_norm=batch_norm)
+    check_batch_norm(batch_norm)
     constructors = model if are_constructors(model) else ()
     if constructors:
         if verify is not None or example is not None or schedule == "auto" or split == "time":
@@ -126,12 +130,13 @@ def pipeline(
                 "compared: leave out verify= and example=, and say schedule= and split="
             )
         model = outline(constructors)
+    recompute = recompute_in(model if isinstance(model, nn.Module) else _layers_of(model), checkpoint)
     x = given(verify)[0] if example is None and verify is not None else example
     told = comm.broadcast_object(None if x is None else described(arguments(x)))
-    units = _units(model, comm.size, told)
+    units = _units(model, comm.size, told, recompute)
     chosen = choose_stages(
         comm, schedule, microbatches, split=split(model) if callable(split) else split, stages=stages, every=every,
-        memory=memory, measure=lambda: _measured(units, example, checkpoint), count=partial(counts_by, units),
+        memory=memory, measure=lambda: _measured(units, example, recompute), count=partial(counts_by, units),
     )  # fmt: skip
     check_stages(
         comm, model, lambda: copy_of(units.cut([len(units.sizes())]).parts[0]),
@@ -143,7 +148,7 @@ def pipeline(
         verify_cut(
             comm, model, pieces, verify, loss=loss, updates=bool(chosen.schedule.every), spreads=spreads,
             make=lambda cut, loss: Pipeline(
-                comm, cut, chosen.schedule, loss=loss, checkpoint=checkpoint, codec=None, weigh=weigh,
+                comm, cut, chosen.schedule, loss=loss, recompute=recompute, codec=None, weigh=weigh,
                 rows=rows_option(rows), optimizer=None,
             ),
         )  # fmt: skip
@@ -156,7 +161,7 @@ def pipeline(
         pieces,
         chosen.schedule,
         loss=loss,
-        checkpoint=checkpoint,
+        recompute=recompute,
         codec=codec,
         weigh=weigh,
         rows=rows_option(rows),
@@ -169,25 +174,30 @@ def pipeline(
     return pipe
 
 
-def _units(model: Any, ranks: int, example: Any) -> Units:
+def _units(model: Any, ranks: int, example: Any, recompute: Recompute) -> Units:
     """Return a model as a sequence of units. example: as `described`. Raises UsageError for what is none."""
-    if isinstance(model, nn.Module):
-        if is_container(model):
-            # named_children() leaves out a layer that comes again
-            layers = [(name, layer) for name, layer in model._modules.items() if layer is not None]
-            return Layers(layers, spreads=isinstance(model, nn.ModuleList), container=model)
-        return Traced(model, ranks, example)
+    if not isinstance(model, nn.Module):
+        return Layers(((str(number), layer) for number, layer in enumerate(model)), spreads=True)
+    if is_container(model):
+        # named_children() leaves out a layer that comes again
+        layers = [(name, layer) for name, layer in model._modules.items() if layer is not None]
+        return Layers(layers, spreads=isinstance(model, nn.ModuleList), container=model)
+    return Traced(model, ranks, example, () if isinstance(recompute, str) else recompute)
+
+
+def _layers_of(model: Any) -> Sequence[nn.Module]:
+    """Return a list of layers. Raises UsageError if it is none."""
     if not isinstance(model, list | tuple) or not all(isinstance(layer, nn.Module) for layer in model):
         kinds = sorted({type(layer).__name__ for layer in model}) if isinstance(model, list | tuple) else []
         got = f"a list of {', '.join(kinds)}" if kinds else type(model).__name__
         raise UsageError(f"pipeline: expected an nn.Module or a list of them, got {got}")
-    return Layers(((str(number), layer) for number, layer in enumerate(model)), spreads=True)
+    return model
 
 
-def _measured(units: Units, example: Any, checkpoint: str) -> LayerCosts:
+def _measured(units: Units, example: Any, recompute: Recompute) -> LayerCosts:
     """Return what each unit costs here."""
     costs = layer_costs(units.cut([1] * len(units.sizes())), arguments(check_example(example)))
-    return replace(costs, keeps_inputs=checkpoint == "full")
+    return replace(costs, keeps_inputs=recompute == "full")
 
 
 class Pipeline(Staged):
@@ -204,7 +214,7 @@ class Pipeline(Staged):
         schedule: Any,
         *,
         loss: Loss | None,
-        checkpoint: str,
+        recompute: Recompute,
         codec: Codecs,
         weigh: Weigh,
         rows: Rows,
@@ -249,9 +259,9 @@ class Pipeline(Staged):
             takes = {link.source: names for link, names in pieces.values.items() if link.target == stage}
             gives = {link.target: names for link, names in pieces.values.items() if link.source == stage}
             self._stages[stage] = TorchStage(
-                part, takes, gives, is_first=stage == 0, is_last=stage == last, loss=self._losses, recompute=checkpoint
+                part, takes, gives, is_first=stage == 0, is_last=stage == last, loss=self._losses, recompute=recompute
             )
-        lines = [f"split {pieces.counts}", f"codec {codec}", f"checkpoint {checkpoint}", str(rows)]
+        lines = [f"split {pieces.counts}", f"codec {codec}", f"checkpoint {recompute}", str(rows)]
         for stage, part in enumerate(parts):
             lines += [
                 f"stage {stage}: {name} {tuple(p.shape)} {p.dtype}{' on meta' if p.is_meta and not is_outline else ''}"

@@ -13,9 +13,6 @@ from commlib.pipeline.schedule import Schedule
 from commlib.pipeline.schedule.auto import LayerCosts, choose
 from commlib.pipeline.schedule.balance import balance
 
-CHECKPOINTS = ("none", "selective", "full")
-"""What is computed again of a stage in its backward: nothing, all but products, all."""
-
 BATCH_NORMS = ("microbatch", "batch")
 """Of what the statistics are that batch norm keeps for inference."""
 
@@ -61,11 +58,10 @@ def choose_stages(
     return Chosen(found, tuple(count(found.stages, split)))
 
 
-def check_words(*, checkpoint: str, batch_norm: str) -> None:
+def check_batch_norm(batch_norm: str) -> None:
     """Raise UsageError for a word that says nothing."""
-    for name, word, words in (("checkpoint", checkpoint, CHECKPOINTS), ("batch_norm", batch_norm, BATCH_NORMS)):
-        if word not in words:
-            raise UsageError(f"pipeline: {name} is {word!r}, expected one of {', '.join(words)}")
+    if batch_norm not in BATCH_NORMS:
+        raise UsageError(f"pipeline: batch_norm is {batch_norm!r}, expected one of {', '.join(BATCH_NORMS)}")
 
 
 def check_example(example: Any) -> Any:
