@@ -14,8 +14,10 @@ from torch.utils import _pytree as pytree
 from commlib.dtypes import Array
 from commlib.errors import UsageError
 from commlib.functional.differences import TOLERANCES
+from commlib.pipeline.schedule import Link
 from commlib.pipeline.whole import Run
 from commlib_torch._bridge import host_array
+from commlib_torch._containers import is_container
 from commlib_torch._copies import copy_of, in_mode_of_all, same_random_numbers
 from commlib_torch._notes import flat, nested
 from commlib_torch._operations import state_names
@@ -45,7 +47,7 @@ def whole_run(model: Any, call: Call, *, spreads: bool, training: bool) -> Run:
 def called(model: Any, call: Call, *, spreads: bool) -> Any:
     """Call a model, or the modules of a list one after another: a tuple is several arguments of the next."""
     args, options = call
-    if isinstance(model, nn.Module) and not isinstance(model, nn.ModuleList):
+    if isinstance(model, nn.Module) and not (isinstance(model, nn.ModuleList) and is_container(model)):
         return model(*args, **options)
     first, *rest = model
     value = first(*args, **options)
@@ -63,22 +65,8 @@ def cut_run(cut: Cut, names: Mapping[str, str], call: Call, *, training: bool) -
         stages |= {f"the output of {names.get(name, name)}": stage for name, _ in part.named_modules()}
         stages |= dict.fromkeys(state_names(part), stage)
     given: dict[int, list[tuple[Tensor, Tensor]]] = {stage: [] for stage in range(len(parts))}
-    along: dict[tuple[int, int], tuple[list[Tensor], str]] = {}
-    output: Any = None
     with _recording(modules, training=training, also=parts) as values, _fresh(call) as (fresh, inputs):
-        for stage, part in enumerate(parts):
-            named: dict[str, Any] = {INPUTS: fresh} if stage == 0 else {}
-            for link, told in cut.values.items():
-                if link.target == stage:
-                    sent, note = along.pop((link.source, stage))
-                    leaves = [tensor.detach().requires_grad_(tensor.requires_grad) for tensor in sent]
-                    given[link.source] += zip(sent, leaves, strict=True)
-                    named.update(zip(told, nested([leaf.clone() for leaf in leaves], note), strict=True))
-            results = part(named)
-            for link, told in cut.values.items():
-                if link.source == stage:
-                    along[stage, link.target] = flat([results[name] for name in told])
-        output = results[OUTPUT]
+        output = through(parts, cut.values, fresh, given)
         _give_gradients(output, parts)
         for both in reversed(given.values()):
             pairs = [(one, leaf.grad) for one, leaf in both if one.requires_grad and leaf.grad is not None]
@@ -86,6 +74,50 @@ def cut_run(cut: Cut, names: Mapping[str, str], call: Call, *, training: bool) -
                 torch.autograd.backward([one for one, _ in pairs], [gradient for _, gradient in pairs])
     found = _run(parts, values, output, inputs)
     return Run(found.values, found.gradients, found.state, stages)
+
+
+def through(
+    parts: Sequence[nn.Module],
+    links: Mapping[Link, tuple[str, ...]],
+    call: Call,
+    given: Mapping[int, list[tuple[Tensor, Tensor]]] | None = None,
+) -> Any:
+    """Return what stages give, called one after another, each with leaves of its own.
+
+    given: by stage, is filled with what it has passed on, and with the leaves that others were given for it.
+    """
+    along: dict[tuple[int, int], tuple[list[Tensor], str]] = {}
+    results: Any = None
+    for stage, part in enumerate(parts):
+        named: dict[str, Any] = {INPUTS: call} if stage == 0 else {}
+        for link, told in links.items():
+            if link.target == stage:
+                sent, note = along.pop((link.source, stage))
+                leaves = [tensor.detach().requires_grad_(tensor.requires_grad) for tensor in sent]
+                if given is not None:
+                    given[link.source].extend(zip(sent, leaves, strict=True))
+                named.update(zip(told, nested([leaf.clone() for leaf in leaves], note), strict=True))
+        results = part(named)
+        for link, told in links.items():
+            if link.source == stage:
+                along[stage, link.target] = flat([results[name] for name in told])
+    return results[OUTPUT]
+
+
+def forward_run(
+    model: Any, run: Callable[[Call], Any], call: Call, modules: Mapping[str, nn.Module], *, training: bool
+) -> Run:
+    """Run a copy of a model, or of its stages in a list, forward; the outputs of `modules` are recorded, too.
+
+    Nothing is kept for a backward: no weight wants a gradient, as none of a copy is needed.
+    """
+    roots: list[nn.Module] = [model] if isinstance(model, nn.Module) else list(model)
+    for root in roots:
+        root.requires_grad_(False)
+    fresh = pytree.tree_map_only(Tensor, lambda tensor: tensor.detach().clone(), call)
+    with _recording(modules, training=training, also=roots) as values, torch.set_grad_enabled(training):
+        output = run(fresh)
+    return _run(model, values, output, [])
 
 
 def first_names(model: Any) -> dict[str, str]:

@@ -39,6 +39,7 @@ from commlib_torch._bridge import array_of
 from commlib_torch._constructors import are_constructors, build, outline
 from commlib_torch._containers import is_container
 from commlib_torch._copies import copy_of
+from commlib_torch._first_batch import FirstBatch
 from commlib_torch._hooks import registrations
 from commlib_torch._loss_module import NAME as LOSS
 from commlib_torch._loss_module import UsedParameters, loss_module
@@ -171,6 +172,8 @@ def pipeline(
     if batch_norm == "batch":
         pipe.statistics = WholeBatchStatistics(list(pipe.parts))
     pipe.why = chosen.why
+    if isinstance(units, Traced) and told is None:
+        pipe.compare_first_batch(model, pieces)
     return pipe
 
 
@@ -236,6 +239,9 @@ class Pipeline(Staged):
         """Why this schedule was chosen, if it was."""
         self.statistics: WholeBatchStatistics | None = None
         """What makes running statistics those of whole batches, if that was asked for."""
+        self._waits = False
+        """Whether the first batch is still to be compared with what the whole model makes of it."""
+        self._first_batch: FirstBatch | None = None
         self._where = rows
         self._losses = LossWeights(loss, Weigher(weigh), rows)
         tied = TiedWeights.found(comm, parts, schedule.placement)
@@ -433,6 +439,7 @@ class Pipeline(Staged):
 
     def close(self) -> None:
         """End this rank's part. The others are told."""
+        self._first_batch = None
         self._pipe.close()
 
     @property
@@ -492,11 +499,34 @@ class Pipeline(Staged):
             try:
                 if was_meta:
                     self._refuse_meta()
-                yield self._begin(x, y, **options)
+                empty = self._begin(x, y, **options)
+                is_compared = self._waits and self._compare_first_batch()
+                yield empty
+                if is_compared:  # after a batch that fails, on all ranks, the next one is the first
+                    if self._first_batch is not None:
+                        self._first_batch.warn()
+                    self._waits, self._first_batch = False, None
             finally:
                 for stage in self._stages.values():
                     stage.clear()
                 self._batch = Batch()
+
+    def compare_first_batch(self, model: nn.Module, pieces: Cut) -> None:
+        """Compare the first batch with what the whole model makes of it, which is kept until then."""
+        self._waits = True
+        if self._pipe.comm.rank == self._pipe.first:
+            self._first_batch = FirstBatch(model, pieces, list(self._stages))
+
+    def _compare_first_batch(self) -> bool:
+        """Return whether there was anything to compare. Raises UsageError on all ranks for a difference. Collective."""
+        pipe, fault = self._pipe, ""
+        call = next((one for one, count in zip(self._batch.inputs, self._counts, strict=False) if count), None)
+        if self._first_batch is not None and call is not None:
+            fault = self._first_batch.fault(call)
+        has_any, fault = pipe.comm.all_gather_object((call is not None, fault))[pipe.first]
+        if fault:
+            pipe.refuse(fault)
+        return bool(has_any)
 
     def _begin(
         self,

@@ -250,3 +250,21 @@ def test_a_forward_that_may_call_the_original_is_not_compared(comm: Any) -> None
     with pytest.raises(UsageError, match="Sequential has a forward of its own"):
         pipeline(model, comm, verify=(x, y), **options)
     assert all(weight.grad is None for weight in model.parameters())
+
+
+def test_a_list_with_a_forward_of_its_own_is_compared_as_it_is(comm: Any) -> None:
+    """With an example its layers were called one after another, so that a right model was refused."""
+
+    class Looped(nn.ModuleList):
+        def forward(self, x: Tensor) -> Any:
+            for layer in self:
+                x = layer(x) + x
+            return x
+
+    x, y = batch()
+    model = Looped(nn.Linear(WIDTH, WIDTH) for _ in range(4))
+    for parameter in model.parameters():
+        nn.init.constant_(parameter, 0.25)
+    pipe = pipeline(model, comm, microbatches=2, loss=F.mse_loss, example=x[:4])
+    torch.testing.assert_close(pipe.evaluate(x, y), F.mse_loss(model(x), y).detach(), rtol=1e-10, atol=0)
+    pipe.close()

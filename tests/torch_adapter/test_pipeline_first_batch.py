@@ -1,0 +1,197 @@
+"""A traced model that was given no example is compared with the whole one on its first batch."""
+
+from __future__ import annotations
+
+import copy
+import gc
+import random
+import warnings
+import weakref
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from commlib.errors import UsageError
+from commlib_torch import pipeline
+
+WIDTH = 6
+
+
+@pytest.fixture(autouse=True)
+def in_float64() -> Any:
+    torch.set_default_dtype(torch.float64)
+    yield
+    torch.set_default_dtype(torch.float32)
+
+
+def batch(rows: int = 8) -> tuple[Tensor, Tensor]:
+    generator = torch.Generator().manual_seed(1)
+    return torch.randn(rows, WIDTH, generator=generator), torch.randn(rows, WIDTH, generator=generator)
+
+
+class Chain(nn.Module):
+    """Traced: two layers, and something between them."""
+
+    def __init__(self, between: nn.Module) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.first, self.between, self.last = nn.Linear(WIDTH, WIDTH), between, nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, x: Tensor) -> Any:
+        return self.last(self.between(self.first(x)))
+
+
+class Exact(nn.Module):
+    """Doubles what is a tensor and nothing else: no trace notices."""
+
+    def __init__(self, *, in_training: bool) -> None:
+        super().__init__()
+        self.in_training = in_training
+
+    def forward(self, x: Tensor) -> Any:
+        asks = not hasattr(x, "node")
+        if self.in_training:
+            return x * 2 if asks else x
+        return x.cos() if asks else x.sin()
+
+
+class Noted(nn.Module):
+    """Counts, draws and normalises."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm, self.generator = nn.BatchNorm1d(WIDTH), torch.Generator().manual_seed(3)
+        self.calls, self.seen = 0, list[Any]()
+
+    def forward(self, x: Tensor) -> Any:
+        self.calls += 1
+        self.seen.append(x)
+        noise = torch.rand(WIDTH, generator=self.generator) + random.random() + float(np.random.rand())
+        return F.dropout(self.norm(x) + noise, 0.5, self.training)
+
+
+@pytest.mark.parametrize("verb", ["step", "evaluate", "predict"])
+def test_a_difference_is_refused_on_all_ranks(comm: Any, verb: str) -> None:
+    """Without example= a forward that no trace can follow trained another model, in silence."""
+    x, y = batch()
+    pipe = pipeline(Chain(Exact(in_training=True)), comm, microbatches=2, loss=F.mse_loss)
+    before = copy.deepcopy(pipe.state_dict())
+    for _ in range(2):  # it stays refused
+        with pytest.raises(UsageError, match=r"the cut model is not the whole one, in training: the output of last"):
+            pipe.predict(x) if verb == "predict" else getattr(pipe, verb)(x, y)
+    assert all(torch.equal(value, before[name]) for name, value in pipe.state_dict().items())
+    assert all(parameter.grad is None for parameter in pipe.parameters())
+    pipe.close()
+
+
+class OnlyInEvaluation(nn.Module):
+    def forward(self, x: Tensor) -> Any:
+        return x if torch.is_grad_enabled() or hasattr(x, "node") else x * 2
+
+
+def test_the_other_mode_is_compared_too(comm: Any) -> None:
+    """A difference in evaluation would have come after hours of training."""
+    x, y = batch()
+    pipe = pipeline(Chain(OnlyInEvaluation()), comm, microbatches=2, loss=F.mse_loss)
+    with pytest.raises(UsageError, match="the cut model is not the whole one, in evaluation"):
+        pipe.step(x, y)
+    pipe.close()
+
+
+def test_nothing_changes(comm: Any) -> None:
+    """Buffers, counters, lists, random numbers and the mode are as in one process that trains the same microbatches."""
+    x, y = batch()
+    model, alone = Chain(Noted()), Chain(Noted())
+    called: list[str] = []
+    model.between.register_forward_hook(lambda *_: called.append("between"))
+    pipe = pipeline(model, comm, microbatches=2, loss=F.mse_loss)
+    for seed in (torch.manual_seed, random.seed, np.random.seed):
+        seed(5)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        loss = pipe.step(x, y)
+    for seed in (torch.manual_seed, random.seed, np.random.seed):
+        seed(5)
+    losses = [F.mse_loss(alone(x[part]), y[part]) / 2 for part in (slice(4), slice(4, 8))]
+    sum(losses).backward()
+    stage = [part for part in pipe.parts if any("between" in name for name, _ in part.named_modules())]
+    assert len(called) == (2 if stage else 0)
+    if stage:
+        between = stage[0].get_submodule("between")
+        assert between.calls == len(between.seen) == 2 and between.training
+        assert torch.equal(between.generator.get_state(), alone.between.generator.get_state())
+        torch.testing.assert_close(dict(between.named_buffers()), dict(alone.between.named_buffers()))
+    torch.testing.assert_close(loss, sum(losses).detach(), rtol=1e-10, atol=0)
+    pipe.close()
+
+
+def test_weights_that_came_later_are_those_that_are_compared(comm: Any) -> None:
+    """The stage's own weights are replaced, or of another dtype, when the first batch comes: that is no difference."""
+
+    class Rooted(Chain):
+        def __init__(self) -> None:
+            super().__init__(nn.Tanh())
+            self.scale, self.shift = nn.Parameter(torch.ones(WIDTH)), nn.Buffer(torch.ones(WIDTH))
+
+        def forward(self, x: Tensor) -> Any:
+            return super().forward(x * self.scale + self.shift) * self.scale
+
+    x, y = batch()
+    model, other = Rooted(), Rooted()
+    with torch.no_grad():
+        for value in (*other.parameters(), *other.buffers()):
+            value.mul_(1.5)
+    pipe = pipeline(model, comm, microbatches=2, loss=F.mse_loss)
+    pipe.load_state_dict(other.state_dict(), assign=True)
+    torch.testing.assert_close(pipe.evaluate(x, y), F.mse_loss(other(x), y).detach(), rtol=1e-10, atol=0)
+    pipe.close()
+    pipe = pipeline(Rooted(), comm, microbatches=2, loss=F.mse_loss)
+    pipe.to(torch.float32)
+    pipe.step(x.float(), y.float())
+    pipe.close()
+
+
+def test_the_whole_model_is_forgotten(comm: Any) -> None:
+    """The first stage's rank keeps it no longer than until the first batch has come."""
+    x, y = batch()
+    model = Chain(nn.Tanh())
+    kept = weakref.ref(model)
+    pipe = pipeline(model, comm, microbatches=2, loss=F.mse_loss)
+    del model
+    gc.collect()
+    assert (kept() is not None) == (comm.rank == 0)
+    pipe.step(x, y)
+    gc.collect()
+    assert kept() is None
+    pipe.close()
+
+
+def test_a_first_batch_that_fails_is_not_the_first(comm: Any) -> None:
+    """Ranks that raise before they meet must not be out of step afterwards."""
+    x, y = batch()
+    pipe = pipeline(Chain(nn.Tanh()), comm, microbatches=2, loss=F.mse_loss)
+    with pytest.raises(Exception):  # noqa: B017  UsageError there, PeerError elsewhere
+        pipe.step(x, y[:3] if comm.rank == comm.size - 1 else y)
+    model = Chain(nn.Tanh())
+    torch.testing.assert_close(pipe.step(x, y), F.mse_loss(model(x), y).detach(), rtol=1e-10, atol=0)
+    pipe.close()
+
+
+def test_what_cannot_be_compared_is_told(comm: Any) -> None:
+    """A copy of a model with a forward of its own may call what is no copy."""
+    x, y = batch()
+    model = Chain(nn.Tanh())
+    forward = model.first.forward
+    model.first.forward = lambda x: forward(x)  # type: ignore[method-assign]
+    pipe = pipeline(model, comm, microbatches=2, loss=F.mse_loss)
+    with warnings.catch_warnings(record=True) as found:
+        warnings.simplefilter("always")
+        pipe.step(x, y)
+        pipe.step(x, y)
+    said = [str(one.message) for one in found if "is not compared" in str(one.message)]
+    assert len(said) == (comm.rank == 0)
+    pipe.close()
