@@ -105,7 +105,8 @@ def test_the_other_mode_is_compared_too(comm: Any) -> None:
 def test_nothing_changes(comm: Any) -> None:
     """Buffers, counters, lists, random numbers and the mode are as in one process that trains the same microbatches."""
     x, y = batch()
-    model, alone = Chain(Noted()), Chain(Noted())
+    model = Chain(Noted())
+    alone: Any = Chain(Noted())
     called: list[str] = []
     model.between.register_forward_hook(lambda *_: called.append("between"))
     pipe = pipeline(model, comm, microbatches=2, loss=F.mse_loss)
@@ -117,15 +118,16 @@ def test_nothing_changes(comm: Any) -> None:
     for seed in (torch.manual_seed, random.seed, np.random.seed):
         seed(5)
     losses = [F.mse_loss(alone(x[part]), y[part]) / 2 for part in (slice(4), slice(4, 8))]
-    sum(losses).backward()
+    whole: Any = sum(losses)
+    whole.backward()
     stage = [part for part in pipe.parts if any("between" in name for name, _ in part.named_modules())]
     assert len(called) == (2 if stage else 0)
     if stage:
-        between = stage[0].get_submodule("between")
+        between: Any = stage[0].get_submodule("between")
         assert between.calls == len(between.seen) == 2 and between.training
         assert torch.equal(between.generator.get_state(), alone.between.generator.get_state())
         torch.testing.assert_close(dict(between.named_buffers()), dict(alone.between.named_buffers()))
-    torch.testing.assert_close(loss, sum(losses).detach(), rtol=1e-10, atol=0)
+    torch.testing.assert_close(loss, whole.detach(), rtol=1e-10, atol=0)
     pipe.close()
 
 
@@ -186,7 +188,7 @@ def test_what_cannot_be_compared_is_told(comm: Any) -> None:
     x, y = batch()
     model = Chain(nn.Tanh())
     forward = model.first.forward
-    model.first.forward = lambda x: forward(x)  # type: ignore[method-assign]
+    setattr(model.first, "forward", lambda x: forward(x))  # noqa: B010
     pipe = pipeline(model, comm, microbatches=2, loss=F.mse_loss)
     with warnings.catch_warnings(record=True) as found:
         warnings.simplefilter("always")
