@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import warnings
 from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -43,6 +44,8 @@ class Losses:
     """The terms of torch's losses that were called, where it is not certain what they count."""
     in_model: dict[int, list[Count | None]] = field(default_factory=dict)
     """The same of those that the last stage calls."""
+    sums: list[Tensor] = field(default_factory=list)
+    """Those of torch's losses in the first microbatch's call of the last stage that are sums."""
     outputs: dict[int, Any] = field(default_factory=dict)
     """Of the first microbatches, where they are looked at."""
     looks: bool = False
@@ -81,6 +84,7 @@ class LossWeights:
         self._rule: Rule | None = None
         self._may_look, self._may_count = True, True
         self._gives_number: bool | None = None
+        self._has_told = False
         # A compiled function is not watched, but what it was made of is, once, beside it.
         self._original: Loss | None = getattr(loss, "_orig_mod", getattr(loss, "_torchdynamo_orig_callable", None))
 
@@ -152,6 +156,8 @@ class LossWeights:
             losses.in_model[microbatch] = [
                 call.count if call.reduction not in ("sum", "none") else None for call in calls.found
             ]
+            if not losses.values:
+                losses.sums = [call.result for call in calls.found if call.reduction == "sum"]
         return results
 
     # What losses count
@@ -171,13 +177,27 @@ class LossWeights:
             if call.reduction == "none" or (call.reduction == "sum" and not is_whole):
                 rule = None
         if rule is None:
-            losses.weights, self._rule = weights_of(losses.rows, losses.rows), None
+            is_sum = any(loss is one for one in losses.sums)
+            losses.weights, self._rule = weights_of(losses.rows, losses.rows, is_sum=is_sum), None
+            if losses.sums and not is_sum:
+                self._tell_of_sums()
         elif losses.weights is None or not rule.is_as(self._rule):
             losses.weights, self._rule = self._by_rule(losses, rule), rule
         if not is_certain:
             if calls and self._may_count:
                 losses.calls[microbatch] = counts
             self._look(losses, microbatch, output)
+
+    def _tell_of_sums(self) -> None:
+        """Warn, once, of a loss that is made of a sum within the model: whether it is a sum itself cannot be seen."""
+        if not self._has_told:
+            self._has_told = True
+            warnings.warn(
+                'pipeline: the model computes a loss with reduction="sum", from which its own is made; microbatches\' '
+                'losses are weighted by their rows, as means are: give weigh="sum" to pipeline() if they are sums, '
+                'and weigh="rows" if they are not',
+                stacklevel=2,
+            )
 
     def _learn_beside(self, original: Loss, losses: Losses, microbatch: int, output: Any) -> None:
         """Learn from what a compiled loss was made of."""
@@ -249,7 +269,7 @@ class LossWeights:
             again, whole = self._apart(first, (outputs, targets))
         except Exception:  # a loss that cannot be had of several microbatches cannot be compared with it
             kinds = {tuple(map(_trailing, pytree.tree_leaves(losses.outputs[number]))) for number in numbers}
-            if len(kinds) < 2 or self.weigher.says or self._rule is not None:
+            if len(kinds) < 2 or self.weigher.says or self._rule is not None or losses.weights.is_sum:
                 return "", False
             return f"pipeline: microbatches have outputs of other lengths, and were weighted by {by}: {REMEDY}", True
         if math.isfinite(own[0]) and not is_close(again, own[0], abs(own[0]), epsilon):

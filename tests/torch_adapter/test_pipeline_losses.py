@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import warnings
 from collections.abc import Callable
 from functools import partial
 from typing import Any
@@ -265,6 +266,50 @@ def test_a_loss_within_the_model(comm: Any) -> None:
                 UsageError, match="means of 2, 2, 0, 0 terms, but were weighted by their rows: give weigh="
             ):
                 pipe.step(batches[1])
+        pipe.close()
+
+
+class Summed(Labelled):
+    """Its loss is a sum, or made of one."""
+
+    def __init__(self, scale: float) -> None:
+        super().__init__()
+        self.scale = scale
+
+    def forward(self, x: Tensor, labels: Tensor) -> Any:
+        loss = F.cross_entropy(self.second(torch.tanh(self.first(x))), labels, reduction="sum")
+        return loss if self.scale == 1 else loss * self.scale
+
+
+def test_a_sum_within_the_model(comm: Any) -> None:
+    """Its loss and gradients were divided by the number of microbatches, in silence."""
+
+    def summed(scale: float) -> Summed:
+        torch.manual_seed(0)
+        return Summed(scale).double()
+
+    x, y, whole = inputs(8), classes(8), summed(1)
+    pipe = pipeline(summed(1), comm, loss=lambda output: output, microbatches=4)
+    for _ in range(2):
+        whole.zero_grad()
+        pipe.zero_grad()
+        loss = whole(x, y)
+        loss.backward()
+        torch.testing.assert_close(pipe.step((x, y)), loss.detach(), rtol=EXACT, atol=0)
+        for name, parameter in pipe.named_parameters():
+            torch.testing.assert_close(parameter.grad, whole.get_parameter(name).grad, rtol=EXACT, atol=1e-14)
+    torch.testing.assert_close(pipe.evaluate((x, y)), loss.detach(), rtol=EXACT, atol=0)
+    pipe.close()
+    for weigh in (None, "sum"):
+        pipe = pipeline(summed(2), comm, loss=lambda output: output, microbatches=4, weigh=weigh)
+        with warnings.catch_warnings(record=True) as found:
+            warnings.simplefilter("always")
+            value = pipe.step((x, y))
+            pipe.step((x, y))
+        told = [str(one.message) for one in found if 'give weigh="sum"' in str(one.message)]
+        assert len(told) == (weigh is None and comm.rank == comm.size - 1)
+        if weigh:
+            torch.testing.assert_close(value, 2 * loss.detach(), rtol=EXACT, atol=0)
         pipe.close()
 
 
