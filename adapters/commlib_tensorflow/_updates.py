@@ -2,17 +2,19 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
 from typing import Any
 
 import keras
+import numpy as np
 import tensorflow as tf
 
 from commlib.communicator import Communicator
 from commlib.dtypes import Array
 from commlib.errors import UsageError
 from commlib.kernels.host.norm import sum_of_squares
-from commlib.optim.clipping import clip_factor, norm_of, sum_over_axes
+from commlib.optim.clipping import clip_factor, largest_over_axes, norm_of_powers, sum_over_axes
 from commlib_tensorflow._bridge import to_array
 from commlib_tensorflow._keras_reduction import Distributed
 from commlib_tensorflow._local_shards import places_of
@@ -86,17 +88,26 @@ def scale_of(optimizer: Any) -> float:
     return float(getattr(optimizer, "loss_scale_factor", None) or 1.0)
 
 
-def norm_over(comm: Communicator, gradients: Sequence[tuple[Any, tf.Tensor | None]]) -> float:
-    """Return the 2-norm of the gradients of all ranks, given with their variables. Collective.
+def norm_over(comm: Communicator, gradients: Sequence[tuple[Any, tf.Tensor | None]], norm_type: float = 2.0) -> float:
+    """Return the norm of the gradients of all ranks, given with their variables. Collective.
 
-    Gradients of a divided variable count as a whole.
+    norm_type: as `commlib.optim.clipping.check_norm_type` takes it. Gradients of a divided variable count as a whole.
     """
     shards = [shard_of(variable) for variable, _ in gradients]
-    squares = sum_over_axes(
-        (None if shard is None else shard.axis.comm, 0.0 if gradient is None else sum_of_squares(_flat(gradient)))
+    over_axes = largest_over_axes if norm_type == math.inf else sum_over_axes
+    powers = over_axes(
+        (None if shard is None else shard.axis.comm, 0.0 if gradient is None else _power(_flat(gradient), norm_type))
         for shard, (_, gradient) in zip(shards, gradients, strict=True)
     )
-    return norm_of(comm.all_gather_object(squares))
+    return norm_of_powers(comm.all_gather_object(powers), norm_type)
+
+
+def _power(values: Any, norm_type: float) -> float:
+    """Return the sum of the powers of values, or of the norm inf the largest of their sizes."""
+    if norm_type == 2:
+        return sum_of_squares(values)
+    sizes = np.abs(values.astype(np.float64))
+    return float(sizes.max(initial=0.0)) if norm_type == math.inf else float((sizes**norm_type).sum())
 
 
 def _flat(gradient: tf.Tensor) -> Array:

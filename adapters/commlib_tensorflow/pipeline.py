@@ -15,7 +15,7 @@ import tensorflow as tf
 from commlib.communicator import Communicator
 from commlib.dtypes import Array
 from commlib.errors import UsageError
-from commlib.optim.clipping import check_limit, clip_factor
+from commlib.optim.clipping import check_finite, check_limit, check_norm_type, clip_factor
 from commlib.pipeline.choice import check_batch_norm, check_example, choose_stages
 from commlib.pipeline.losses import Details, Weigh
 from commlib.pipeline.pipe import AnySchedule, Codecs, Pipe
@@ -245,16 +245,20 @@ class Pipeline(keras.Model):  # type: ignore[misc]  # Keras has no types
         self._own.steps.gradients = {}
 
     @_together
-    def clip_grad_norm(self, max_norm: float) -> tf.Tensor:
-        """Scale gradients so that the 2-norm of those of all stages is `max_norm` at most; return what it was.
+    def clip_grad_norm(self, max_norm: float, norm_type: float = 2.0, *, error_if_nonfinite: bool = False) -> tf.Tensor:
+        """Scale gradients so that the norm of those of all stages is `max_norm` at most; return what it was.
 
-        A weight that several stages share counts once. The same bits on all ranks. Collective: a DistributedOptimizer's
-        gradients are reduced first.
+        norm_type: 2, any number above 0, or inf. A weight that several stages share counts once. The same bits on all
+        ranks. Collective: a DistributedOptimizer's gradients are reduced first. Raises UsageError on all ranks for a
+        norm that is infinite or NaN, if that is an error; else all gradients become NaN, as tf.clip_by_global_norm's.
         """
         scale = scale_of(self.optimizer)
         limit = check_limit("clip_grad_norm", "max_norm", max_norm)
+        norm_type = check_norm_type("clip_grad_norm", norm_type)
         gradients = reduced(self.optimizer, self.trainable_variables, self.gradients)
-        norm = self._norm(gradients) / scale
+        norm = self._norm(gradients, norm_type) / scale
+        if error_if_nonfinite:
+            check_finite("clip_grad_norm", norm)
         self.gradients = scaled(gradients, clip_factor(norm, limit, infinite_is_nan=True))
         note(self.optimizer, self.gradients)
         return tf.constant(norm, tf.float64)
@@ -507,10 +511,10 @@ class Pipeline(keras.Model):  # type: ignore[misc]  # Keras has no types
     def _update(self, variables: Sequence[Any], gradients: Gradients) -> None:
         self._own.updates(variables, gradients, self._norm)
 
-    def _norm(self, gradients: Gradients) -> float:
+    def _norm(self, gradients: Gradients, norm_type: float = 2.0) -> float:
         tied = self._own.steps.tied
         pairs = zip(self.trainable_variables, gradients, strict=True)
-        return norm_over(self.pipe.comm, [(v, g) for v, g in pairs if not tied.is_counted_elsewhere(v)])
+        return norm_over(self.pipe.comm, [(v, g) for v, g in pairs if not tied.is_counted_elsewhere(v)], norm_type)
 
     def _each(self, step: Callable[[Any], dict[str, float]]) -> Callable[[Any], dict[str, float]]:
         """Return what takes as many steps as compile() says in an execution."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import time
 from typing import Any
 
@@ -316,4 +317,35 @@ def test_updates_are_compiled(comm: Any, eager: bool) -> None:
         assert_weights(pipe, alone.model)
     weights = len(pipe.trainable_variables)
     assert optimizer.said == (4 * weights if eager else 2 * weights), "once to make its variables, once to compile"
+    pipe.close()
+
+
+# clip_grad_norm
+
+
+def test_norms_that_clip(comm: Any) -> None:
+    """Only the 2-norm was there, and a norm that is NaN went on."""
+    whole, pipe = Alone(layers(4)), pipeline(layers(4), comm, microbatches=2, loss="mse", optimizer="sgd")
+    x, y = batch(6)
+    whole.step(x, y)
+    elements = np.abs(np.concatenate([np.ravel(gradient) for gradient in whole.gradients.values()]))
+    for norm_type in (2, 1.0, 3.5, math.inf):
+        pipe.zero_gradients()
+        pipe.step(x, y)
+        expected = elements.max() if norm_type == math.inf else (elements**norm_type).sum() ** (1 / norm_type)
+        got = pipe.clip_grad_norm(expected / 4, norm_type)
+        near(got, expected)
+        assert len(set(comm.all_gather_object(float(got)))) == 1
+        assert_gradients(pipe, {name: tf.convert_to_tensor(value) / 4 for name, value in whole.gradients.items()})
+    with pytest.raises(UsageError, match="norm_type must be a number above 0"):
+        pipe.clip_grad_norm(1.0, 0)
+    if comm.rank == comm.size - 1:
+        pipe.gradients = [tf.fill(gradient.shape, tf.constant(math.nan, tf.float64)) for gradient in pipe.gradients]
+    before = list(pipe.gradients)
+    for norm_type in (2, 1.0, math.inf):
+        with pytest.raises(UsageError, match="is nan, and error_if_nonfinite is set"):
+            pipe.clip_grad_norm(1.0, norm_type, error_if_nonfinite=True)
+        for gradient, other in zip(pipe.gradients, before, strict=True):
+            np.testing.assert_array_equal(gradient, other)
+    assert math.isnan(pipe.clip_grad_norm(1.0, math.inf))
     pipe.close()
