@@ -12,6 +12,7 @@ import numpy as np
 import tensorflow as tf
 
 from commlib.errors import UsageError
+from commlib.pipeline.batch import rows_of
 from commlib.pipeline.rows import REMEDY, WHOLE, each
 from commlib_tensorflow._bridge import to_array
 
@@ -93,6 +94,32 @@ def rows_in(value: Any, what: str, where: Any = 0) -> int:
             f"another dimension, or a tensor is for all microbatches, {REMEDY}"
         )
     return counts.pop()
+
+
+def cut_by_rows(value: Any, microbatches: int, what: str, where: Any = 0) -> tuple[list[Any], list[int]]:
+    """Return the microbatches of a batch, and the rows of each. Raises UsageError as `rows_in` does."""
+    parts = rows_of(rows_in(value, what, where), microbatches)
+    return [taken(value, part, where) for part in parts], [part.stop - part.start for part in parts]
+
+
+def cut_by_user(parts: Any, microbatches: int, what: str, where: Any = 0) -> tuple[list[Any], list[int]]:
+    """Return microbatches that a user has cut, and the rows of each; those that are missing at the end have none.
+
+    Raises UsageError if there are too many of them, or those without rows are not the last ones.
+    """
+    check_parts(parts, microbatches, what)
+    missing = microbatches - len(parts)
+    counts = [rows_in(part, f"{what}[{number}]", where) for number, part in enumerate(parts)]
+    if 0 in counts[: len(counts) - counts[::-1].count(0)]:
+        raise UsageError(f"pipeline: {what}: microbatches without rows must be the last ones, got {counts} rows")
+    return [*parts, *[None] * missing], [*counts, *[0] * missing]
+
+
+def check_parts(parts: Any, microbatches: int, what: str) -> None:
+    """Raise UsageError if microbatches are no list, or too many."""
+    if not isinstance(parts, list | tuple) or not 0 < len(parts) <= microbatches:
+        got = f"{len(parts)} of them" if isinstance(parts, list | tuple) else type(parts).__name__
+        raise UsageError(f"pipeline: {what}: expected a list of at most {microbatches} microbatches, got {got}")
 
 
 def taken(value: Any, rows: slice, where: Any = 0) -> Any:

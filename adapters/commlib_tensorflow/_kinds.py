@@ -19,9 +19,13 @@ class Kind(IntEnum):
     EVALUATE = 1
     PREDICT = 2
     END_EPOCH = 3
+    TRAIN_PARTS = 4
 
 
-_WORDS = ("trains on a batch", "evaluates a batch", "predicts a batch", "has ended its epoch of fit")
+_WORDS = (
+    "trains on a batch", "evaluates a batch", "predicts a batch", "has ended its epoch of fit",
+    "trains on microbatches that it is given (cut=False)",
+)  # fmt: skip
 
 
 def agreed(comm: Communicator, kind: Kind, numbers: Sequence[int]) -> Array:

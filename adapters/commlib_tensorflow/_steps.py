@@ -20,7 +20,16 @@ from commlib.pipeline.rows import WHOLE, Rows, each
 from commlib.pipeline.schedule import Kind as Action
 from commlib.pipeline.schedule import Schedule
 from commlib_tensorflow._batch_statistics import WholeBatchStatistics
-from commlib_tensorflow._batches import as_tensors, digest, inputs_of, places_of, rows_in, taken, together
+from commlib_tensorflow._batches import (
+    as_tensors,
+    check_parts,
+    cut_by_rows,
+    cut_by_user,
+    digest,
+    inputs_of,
+    places_of,
+    together,
+)
 from commlib_tensorflow._bridge import to_array, to_tensor
 from commlib_tensorflow._kinds import Kind, agreed
 from commlib_tensorflow._losses import LossWeights
@@ -176,16 +185,18 @@ class Steps:
         has_loss: bool = True,
         keeps_outputs: bool = False,
         keeps_losses: bool = False,
+        cut: bool = True,
         scale: float = 1.0,
         by_stages: ByStages | None = None,
     ) -> Result:
         """Run a batch; return its loss, on every rank. Gradients are added to `gradients`. Collective.
 
-        by_stages: what may reduce them over replicas while stages still compute, if an optimizer is given them next.
+        cut: False if x, y and sample_weight are lists of microbatches. by_stages: what may reduce gradients over
+        replicas while stages still compute, if an optimizer is given them next.
         """
         schedule = self.pipe.schedule
         batch = Batch(is_training=is_training, has_loss=has_loss, keeps_outputs=keeps_outputs, scale=scale)
-        rows, target, weight = self._begin(batch, x, y, sample_weight)
+        rows, target, weight = self._begin(batch, x, y, sample_weight, cut=cut)
         if by_stages is not None and not schedule.every and not self.gradients:
             batch.reduction = by_stages(self._complete)
         self._values.begin()
@@ -194,16 +205,14 @@ class Steps:
         for stage in self.stages.values():
             stage.batch = batch
         try:
-            empty = {
-                number for number, part in enumerate(rows_of(rows, schedule.microbatches)) if part.start == part.stop
-            }
+            empty = {number for number, count in enumerate(batch.rows) if not count}
             with nullcontext() if self._place is None else working(self._place.device):
                 if is_training:
                     self.pipe.train(empty)
                 else:
                     self.pipe.forward(empty)
                 self._tensors.end()
-            loss = self._end(batch, rows) if has_loss else 0.0
+            loss = self._end(batch) if has_loss else 0.0
             self._values.end()
             result = Result(loss, rows, target=target, sample_weight=weight)
             result.losses = {number: float(value) for number, value in batch.losses.items()} if keeps_losses else {}
@@ -215,29 +224,29 @@ class Steps:
                 stage.clear()
             self._values.begin()
 
-    def _begin(self, batch: Batch, x: Any, y: Any, sample_weight: Any) -> tuple[int, Any, Any]:
+    def _begin(self, batch: Batch, x: Any, y: Any, sample_weight: Any, *, cut: bool) -> tuple[int, Any, Any]:
         """Cut the batch, and agree on its rows. Raises UsageError on all ranks if one was given what is wrong."""
         comm, first, last = self.pipe.comm, self.pipe.first, self.pipe.last
-        told, inputs, error, places = [_NONE, _NONE, _NONE], None, None, [0]
+        told, inputs, error = [_NONE, _NONE, _NONE], None, None
+        of_x: list[int] = []
+        of_y: list[int] = []
         kind = Kind.TRAIN if batch.is_training else Kind.EVALUATE if batch.has_loss else Kind.PREDICT
+        kind = kind if cut else Kind.TRAIN_PARTS
         try:
             if comm.rank == first:
                 if x is None:
                     raise UsageError(f"pipeline: rank {comm.rank} has the first stage: give it x")
-                inputs = inputs_of(self.graph, x)
-                places = places_of(self.graph, x, self._where.x)
-                told[0] = rows_in(inputs, "x", places)
+                inputs, of_x = self._cut_x(x, cut=cut)
+                told[0] = sum(of_x)
             if comm.rank in (first, last) and batch.has_loss:
                 y, sample_weight = as_tensors(y), as_tensors(sample_weight)
                 if y is not None:
-                    told[1:] = (
-                        rows_in((y, sample_weight), "y", (self._where.y, 0)),
-                        digest(y) if first != last else _NONE,
-                    )
+                    pairs, of_y = self._cut_y(y, sample_weight, cut=cut)
+                    told[1:] = sum(of_y), digest(y) if first != last else _NONE
+                    if comm.rank == last:
+                        self._weigh(batch, x, pairs, of_y, cut=cut)
                 elif comm.rank == last:
                     raise UsageError(f"pipeline: rank {comm.rank} has the last stage: give it y")
-                if comm.rank == last:
-                    self._weigh(batch, x, y, sample_weight)
         except Exception as caught:
             error, told = caught, [_FAILED] * 3
         every = agreed(comm, kind, told)
@@ -254,33 +263,61 @@ class Steps:
                 f"pipeline: ranks {first} and {last} were given different y, so x and y are not of the same rows: give "
                 "all ranks the same batches, and shuffle with a seed that is the same on all of them"
             )
-        parts = rows_of(rows, self.pipe.schedule.microbatches)
-        counts = [part.stop - part.start for part in parts]
-        batch.rows, batch.row_shares = counts, shares_in_updates(counts, self.pipe.schedule.every)
+        batch.rows = self._counts(rows, of_x, of_y, cut=cut)
+        batch.row_shares = shares_in_updates(batch.rows, self.pipe.schedule.every)
         if inputs is not None:
-            batch.inputs = [dict(zip(self._inputs, taken(inputs, part, places), strict=True)) for part in parts]
+            batch.inputs = [{} if own is None else dict(zip(self._inputs, own, strict=True)) for own in inputs]
         return rows, y, sample_weight
+
+    def _cut_x(self, x: Any, *, cut: bool) -> tuple[list[Any], list[int]]:
+        """Return the inputs of each microbatch, and its rows."""
+        graph, count = self.graph, self._microbatches
+        if cut:
+            return cut_by_rows(inputs_of(graph, x), count, "x", places_of(graph, x, self._where.x))
+        check_parts(x, count, "x")
+        return cut_by_user([inputs_of(graph, part) for part in x], count, "x", places_of(graph, x[0], self._where.x))
+
+    def _cut_y(self, y: Any, sample_weight: Any, *, cut: bool) -> tuple[list[Any], list[int]]:
+        """Return target and sample weight of each microbatch, and its rows."""
+        where = self._where.y, 0
+        if cut:
+            return cut_by_rows((y, sample_weight), self._microbatches, "y", where)
+        check_parts(y, self._microbatches, "y")
+        weights = [None] * len(y) if sample_weight is None else sample_weight
+        if not isinstance(weights, list | tuple) or len(weights) != len(y):
+            raise UsageError(f"pipeline: sample_weight: expected a list of {len(y)} microbatches, as y has")
+        return cut_by_user(list(zip(y, weights, strict=True)), self._microbatches, "y", where)
+
+    def _counts(self, rows: int, of_x: list[int], of_y: list[int], *, cut: bool) -> list[int]:
+        """Return the rows of each microbatch, on all ranks. Raises UsageError on all if x and y have different ones."""
+        if cut:
+            return [part.stop - part.start for part in rows_of(rows, self._microbatches)]
+        told = self.pipe.comm.all_gather_object((of_x, of_y))
+        of_x, of_y = told[self.pipe.first][0], told[self.pipe.last][1]
+        if of_x != of_y:
+            raise UsageError(
+                f"pipeline: microbatches of x have {of_x} rows, those of y {of_y}: give those of one batch"
+            )
+        return of_x
 
     def agree_to_stop(self, stops: bool) -> bool:
         """Return whether any rank is to stop after an epoch. Collective."""
         return bool(agreed(self.pipe.comm, Kind.END_EPOCH, [int(stops)] * 3).any())
 
-    def _weigh(self, batch: Batch, x: Any, y: Any, sample_weight: Any) -> None:
+    def _weigh(self, batch: Batch, x: Any, pairs: Sequence[Any], counts: list[int], *, cut: bool) -> None:
         """Say what the losses of microbatches count, where the last stage is."""
-        losses, parts = self._losses, rows_of(rows_in(y, "y", self._where.y), self.pipe.schedule.microbatches)
-        counts = [part.stop - part.start for part in parts]
-        batch.targets = [taken(y, part, self._where.y) for part in parts]
-        batch.sample_weights = [taken(sample_weight, part) for part in parts]
-        inputs = (
-            [taken(as_tensors(x), part, self._where.x) for part in parts]
-            if losses.wants_inputs and x is not None
-            else ()
-        )
+        losses = self._losses
+        batch.targets = [None if pair is None else pair[0] for pair in pairs]
+        batch.sample_weights = [None if pair is None else pair[1] for pair in pairs]
+        inputs: Sequence[Any] = ()
+        if losses.wants_inputs and x is not None:
+            parted = cut_by_rows if cut else cut_by_user
+            inputs = parted(as_tensors(x), self._microbatches, "x", self._where.x)[0]
         batch.weights = losses.weights(counts, batch.targets, batch.sample_weights, inputs)
         batch.shares = batch.weights.in_updates(self.pipe.schedule.every)
         batch.looks = losses.wants_look(batch.targets, counts)
 
-    def _end(self, batch: Batch, rows: int) -> float:
+    def _end(self, batch: Batch) -> float:
         """Complete gradients and loss, and let the variables have the states of layers."""
         schedule = self.pipe.schedule
         flushes = batch.is_training and not schedule.every
@@ -288,7 +325,7 @@ class Steps:
             if number not in batch.penalties:
                 batch.penalties[number] = stage.regularization(gradients=flushes)
         own = sum(value for _, value in sorted(batch.penalties.items()))
-        of_rows = shares([part.stop - part.start for part in rows_of(rows, schedule.microbatches)])
+        of_rows = shares(batch.rows)
         own += sum(float(value) * of_rows[number] for (_, number), value in sorted(batch.extras.items()))
         if batch.losses:
             assert batch.weights is not None

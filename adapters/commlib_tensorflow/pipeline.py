@@ -199,6 +199,7 @@ class Pipeline(keras.Model):  # type: ignore[misc]  # Keras has no types
         y: Any = None,
         sample_weight: Any = None,
         *,
+        cut: bool = True,
         details: bool = False,
         outputs: bool = False,
     ) -> Any:
@@ -206,15 +207,17 @@ class Pipeline(keras.Model):  # type: ignore[misc]  # Keras has no types
 
             loss = pipe.step(x, y)
             loss, losses, metrics, outputs = pipe.step(x, y, outputs=True)
+            loss = pipe.step([x1, x2], [y1, y2], cut=False)
 
         Gradients are added to those that are in `gradients`, as one process would compute them on the whole batch; of
         an optimizer that scales losses, they are scaled. x: a tensor, a list of them or a dict by the names of the
-        inputs, needed on the rank of the first stage; y and sample_weight: needed on that of the last. details,
-        outputs: return `Details`, with the batch's outputs if they are asked for, and no metrics: these are of `fit`.
+        inputs, needed on the rank of the first stage; y and sample_weight: needed on that of the last. cut: False
+        if they are lists of at most as many microbatches as the schedule has, each of its own shapes. details, outputs:
+        return `Details`, with the batch's outputs if they are asked for, and no metrics: these are of `fit`.
         Raises UsageError on all ranks where the losses of microbatches do not come to that of the batch.
         """
         wants = details or outputs
-        result = self._train(x, y, sample_weight, keeps_losses=wants, keeps_outputs=outputs)
+        result = self._train(x, y, sample_weight, cut=cut, keeps_losses=wants, keeps_outputs=outputs)
         loss = tf.constant(result.loss, keras.config.floatx())
         if not wants:
             return loss

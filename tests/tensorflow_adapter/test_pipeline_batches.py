@@ -79,3 +79,51 @@ def test_rows_that_make_no_sense(comm: Any) -> None:
         with pytest.raises(UsageError, match="was given a batch that is wrong"):
             pipe.step(*batch(4))
     pipe.close()
+
+
+def of_any_length() -> Any:
+    dense = [keras.layers.Dense(WIDTH, activation="tanh", name=f"d{number}") for number in range(4)]
+    return filled(keras.Sequential([keras.Input((None, WIDTH)), *dense, keras.layers.GlobalAveragePooling1D()]))
+
+
+@pytest.mark.parametrize("weighted", [False, True])
+def test_microbatches_as_they_are(comm: Any, weighted: bool) -> None:
+    """Each with its own length, fewer of them than the schedule has; Keras' step cut all."""
+    generator = np.random.default_rng(0)
+    shapes = [(2, 5), (3, 2), (1, 7)]
+    xs = [generator.normal(size=(*shape, WIDTH)) for shape in shapes]
+    ys = [generator.normal(size=(rows, WIDTH)) for rows, _ in shapes]
+    weights = [generator.uniform(size=rows) for rows, _ in shapes] if weighted else None
+    whole = of_any_length()
+    with tf.GradientTape() as tape:
+        squares = [tf.reduce_mean((whole(tf.constant(x)) - y) ** 2, 1) for x, y in zip(xs, ys, strict=True)]
+        terms = squares if weights is None else [own * w for own, w in zip(squares, weights, strict=True)]
+        expected = tf.reduce_sum(tf.concat(terms, 0)) / 6
+    gradients = tape.gradient(expected, whole.trainable_variables)
+    pipe = pipeline(of_any_length(), comm, microbatches=4, loss="mse", optimizer="sgd")
+    first, last = comm.rank == pipe.pipe.first, comm.rank == pipe.pipe.last
+    given = (xs if first else None, ys if last else None, weights if last else None)
+    for _ in range(2):
+        pipe.zero_gradients()
+        found = pipe.step(*given, cut=False, details=True)
+        near(found.loss, expected)
+        near(found.losses[:3], [tf.reduce_mean(own) for own in terms])
+        named = zip(whole.trainable_variables, gradients, strict=True)
+        assert_gradients(pipe, {key(variable): gradient for variable, gradient in named})
+    pipe.close()
+
+
+def test_microbatches_that_make_no_sense(comm: Any) -> None:
+    """All ranks raise, before anything is sent, and go on."""
+    x, y = batch(4)
+    pipe = pipeline(layers(4), comm, microbatches=2, loss="mse", optimizer="sgd")
+    is_end = comm.rank in (pipe.pipe.first, pipe.pipe.last)
+    with pytest.raises(UsageError, match="expected a list of at most 2 microbatches, got 3 of" if is_end else "wrong"):
+        pipe.step([x] * 3, [y] * 3, cut=False)
+    with pytest.raises(UsageError, match=r"of x have \[4, 4\] rows, those of y \[3, 5\]"):
+        pipe.step([x, x], [y[:3], np.concatenate([y, y[:1]])], cut=False)
+    if comm.size > 1:
+        with pytest.raises(CommlibError, match="trains on microbatches that it is given"):
+            pipe.step([x, x], [y, y], cut=comm.rank == 0) if comm.rank else pipe.step(x, y)
+    near(pipe.step([x, x], [y, y], cut=False), pipe.step(x, y))
+    pipe.close()
