@@ -14,7 +14,7 @@ from commlib.communicator import Communicator
 from commlib.dtypes import Array
 from commlib.errors import UsageError
 from commlib.kernels.host.norm import sum_of_squares
-from commlib.optim.clipping import clip_factor, largest_over_axes, norm_of_powers, sum_over_axes
+from commlib.optim.clipping import clip_factor, norm_of_powers, power_over_axes
 from commlib_tensorflow._bridge import to_array
 from commlib_tensorflow._keras_reduction import Distributed
 from commlib_tensorflow._local_shards import places_of
@@ -94,12 +94,11 @@ def norm_over(comm: Communicator, gradients: Sequence[tuple[Any, tf.Tensor | Non
     norm_type: as `commlib.optim.clipping.check_norm_type` takes it. Gradients of a divided variable count as a whole.
     """
     shards = [shard_of(variable) for variable, _ in gradients]
-    over_axes = largest_over_axes if norm_type == math.inf else sum_over_axes
-    powers = over_axes(
+    powers = (
         (None if shard is None else shard.axis.comm, 0.0 if gradient is None else _power(_flat(gradient), norm_type))
         for shard, (_, gradient) in zip(shards, gradients, strict=True)
     )
-    return norm_of_powers(comm.all_gather_object(powers), norm_type)
+    return norm_of_powers(comm.all_gather_object(power_over_axes(powers, norm_type)), norm_type)
 
 
 def _power(values: Any, norm_type: float) -> float:

@@ -69,6 +69,11 @@ def clip_factor(norm: float, limit: float, *, epsilon: float = 0.0, infinite_is_
     return 1.0 if divisor <= limit and math.isfinite(divisor) else limit / divisor
 
 
+def power_over_axes(powers: Iterable[tuple[Communicator | None, float]], norm_type: float) -> float:
+    """Return the sum of powers of everything, or, of the norm inf, its largest, as `sum_over_axes` does. Collective."""
+    return largest_over_axes(powers) if norm_type == math.inf else sum_over_axes(powers)
+
+
 def largest_over_axes(largest: Iterable[tuple[Communicator | None, float]]) -> float:
     """Return the largest of everything, given as to `sum_over_axes`. Collective."""
     given = list(largest)
