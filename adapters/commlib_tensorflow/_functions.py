@@ -158,7 +158,7 @@ class StageFunctions:
 
     def _loss_of(self, results: Named, target: Any, sample_weight: Any) -> Any:
         if self._loss is None:
-            raise UsageError("pipeline: there is no loss: give loss= to pipeline() or to compile()")
+            return None  # there are those that layers add, or none
         loss = self._loss(target, [results[name] for name in self._outputs], sample_weight)
         shape = getattr(loss, "shape", None)
         if shape is None or shape.num_elements() not in (1, None):

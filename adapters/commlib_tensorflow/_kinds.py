@@ -29,7 +29,7 @@ _WORDS = (
 
 
 def agreed(comm: Communicator, kind: Kind, numbers: Sequence[int]) -> Array:
-    """Return the three numbers of each rank. Collective.
+    """Return the numbers of each rank, of which all have as many. Collective.
 
     Raises MismatchError on all ranks if they are about different things.
     """

@@ -23,12 +23,16 @@ _REDUCTIONS = (*_MEANS, "sum", "mean_with_sample_weight")
 class LossWeights:
     """What microbatches' losses count, as a user says it or as the reductions of Keras' losses do.
 
-    loss: as compile() takes it. outputs: the names of the model's. Raises UsageError for a loss that mixes rows.
+    loss: as compile() takes it. outputs: the names of the model's; masked: whether they have masks, by which Keras
+    divides. Raises UsageError for a loss that mixes rows, and for a mean over what is not masked, of which nobody says
+    how much that is.
     Of other losses than Keras' own, the loss of several microbatches together is compared with their own in some
     batches: see `Looks`.
     """
 
-    def __init__(self, loss: Any, outputs: Sequence[str], weigher: Weigher, *, microbatches: int) -> None:
+    def __init__(
+        self, loss: Any, outputs: Sequence[str], weigher: Weigher, *, microbatches: int, masked: Sequence[bool] = ()
+    ) -> None:
         self._outputs, self._weigher, self._microbatches = list(outputs), weigher, microbatches
         self._looks, self._may_look = Looks(), True
         self._losses = [_Leaf(leaf) for leaf in self._by_output(loss)]
@@ -37,6 +41,14 @@ class LossWeights:
                 f"pipeline: {mixing[0].name} is no mean over the rows of a batch, so the losses of microbatches do not "
                 f'come to it: use microbatches=1, or weigh="rows" to train with the mean of the microbatches\' own'
             )
+        for leaf, name, is_masked in zip(self._losses, self._outputs, masked, strict=False):
+            if microbatches > 1 and not weigher.says and is_masked and leaf.loss is not None and not leaf.is_sum:
+                raise UsageError(
+                    f"pipeline: the model's output {name!r} has a mask, so the loss of a microbatch is the mean over "
+                    "what is not masked: give weigh= to pipeline(), a function of a microbatch's target (and inputs) "
+                    "that returns how much that is, such as lambda target, inputs: (inputs != 0).sum(); or a loss of "
+                    'reduction="sum"; or let a layer without a mask come last'
+                )
 
     @property
     def says(self) -> bool:
@@ -58,7 +70,7 @@ class LossWeights:
             own = [self._of_output(target, place) for target in targets] if leaf.reads_targets else [None] * len(rows)
             weights = [self._of_output(weight, place) for weight in sample_weights] if leaf.reads_weights else own
             terms = [leaf.terms(*given) if given[0] else 0.0 for given in zip(rows, own, weights, strict=True)]
-            found.append(weights_of(terms, rows, is_sum=leaf.reduction == "sum"))
+            found.append(weights_of(terms, rows, is_sum=leaf.is_sum))
         if any(not np.allclose(one.in_batch(), found[0].in_batch(), rtol=1e-9, atol=0) for one in found[1:]):
             raise UsageError(
                 "pipeline: the losses of the model's outputs are means over different numbers of terms, so a "
@@ -137,6 +149,11 @@ class _Leaf:
         self.mixes_rows = is_keras and (kind == "circle" or (kind in ("dice", "tversky") and (not axes or 0 in axes)))
         self.is_known = loss is None or (is_keras and not is_own_class and not self.mixes_rows)
         """Whether it is Keras' own, which says all that is needed."""
+
+    @property
+    def is_sum(self) -> bool:
+        """Whether it is a sum."""
+        return bool(self.reduction == "sum")
 
     @property
     def reads_weights(self) -> bool:

@@ -300,14 +300,14 @@ class TensorflowStage:
 
     def _target(self, microbatch: int) -> tuple[Any, Any]:
         batch = self.batch
-        if not (self._outputs and batch.has_loss):
+        if not (self._outputs and batch.targets):
             return None, None
         return batch.targets[microbatch], batch.sample_weights[microbatch]
 
     def _shares(self, microbatch: int) -> tf.Tensor:
         """Return what the gradients of a microbatch's loss, and of what layers add to it, are multiplied by."""
         batch = self.batch
-        share = batch.shares[microbatch] if self._outputs else 0.0
+        share = batch.shares[microbatch] if batch.shares else 0.0
         return tf.constant([share * batch.scale, batch.row_shares[microbatch] * batch.scale], tf.float64)
 
     def _differentiate(

@@ -114,6 +114,7 @@ class Steps:
             lines += [f"stage {number}: {_kind_of(variable)}" for variable in part.variables]
         self._place = place_of(self.variables.values())
         self._tensors = TensorflowTensors(self._place)
+        self._loss: Any = None
         self._losses = self.losses_of(None)
         self.pipe = Pipe(comm, schedule, pieces.links, self.stages, self._tensors, codec=codec, lines=lines)
         """What runs the schedule."""
@@ -136,13 +137,18 @@ class Steps:
 
     def losses_of(self, loss: Any) -> LossWeights:
         """Return what a loss's microbatches count, given as compile() takes it. Raises UsageError for what is none."""
-        return LossWeights(loss, self.graph.output_names, self._weigher, microbatches=self._microbatches)
+        names, masked = self.graph.output_names, self._masked
+        return LossWeights(loss, names, self._weigher, microbatches=self._microbatches, masked=masked)
 
     def prepare(
         self, loss: Any, losses: LossWeights, *, eager: bool, update: Callable[[Sequence[Any], Sequence[Any]], None]
     ) -> None:
-        """Begin anew: with a loss and what it counts, the variables that are trainable now, and what updates them."""
+        """Begin anew: with a loss and what it counts, the variables that are trainable now, and what updates them.
+
+        Collective, where stages on several ranks share weights.
+        """
         self._loss, self._losses = loss, losses
+        self.tied.settle()
 
         def update_stage(stage: TensorflowStage) -> None:
             stage.regularization(gradients=True)
@@ -227,7 +233,7 @@ class Steps:
     def _begin(self, batch: Batch, x: Any, y: Any, sample_weight: Any, *, cut: bool) -> tuple[int, Any, Any]:
         """Cut the batch, and agree on its rows. Raises UsageError on all ranks if one was given what is wrong."""
         comm, first, last = self.pipe.comm, self.pipe.first, self.pipe.last
-        told, inputs, error = [_NONE, _NONE, _NONE], None, None
+        told, inputs, error = [_NONE] * 4, None, None
         of_x: list[int] = []
         of_y: list[int] = []
         kind = Kind.TRAIN if batch.is_training else Kind.EVALUATE if batch.has_loss else Kind.PREDICT
@@ -242,13 +248,15 @@ class Steps:
                 y, sample_weight = as_tensors(y), as_tensors(sample_weight)
                 if y is not None:
                     pairs, of_y = self._cut_y(y, sample_weight, cut=cut)
-                    told[1:] = sum(of_y), digest(y) if first != last else _NONE
+                    told[1] = sum(of_y)
+                    if first != last:
+                        told[2:] = digest(y), _NONE if sample_weight is None else digest(sample_weight)
                     if comm.rank == last:
                         self._weigh(batch, x, pairs, of_y, cut=cut)
-                elif comm.rank == last:
+                elif comm.rank == last and self._loss is not None:
                     raise UsageError(f"pipeline: rank {comm.rank} has the last stage: give it y")
         except Exception as caught:
-            error, told = caught, [_FAILED] * 3
+            error, told = caught, [_FAILED] * 4
         every = agreed(comm, kind, told)
         if error is not None:
             raise error
@@ -256,13 +264,15 @@ class Steps:
         if failed:
             raise UsageError(f"pipeline: rank {failed[0]} was given a batch that is wrong, as its own error says")
         rows = int(every[first][0])
-        if batch.has_loss and every[last][1] != rows:
+        if batch.has_loss and every[last][1] not in (rows, *([_NONE] if self._loss is None else [])):
             raise UsageError(f"pipeline: x has {rows} rows on rank {first}, y has {every[last][1]} on rank {last}")
-        if batch.has_loss and every[first][1] != _NONE and every[first][2] != every[last][2]:
-            raise UsageError(
-                f"pipeline: ranks {first} and {last} were given different y, so x and y are not of the same rows: give "
-                "all ranks the same batches, and shuffle with a seed that is the same on all of them"
-            )
+        for place, what in ((2, "y"), (3, "sample_weight")):
+            if batch.has_loss and every[first][place] not in (_NONE, every[last][place]):
+                raise UsageError(
+                    f"pipeline: ranks {first} and {last} were given different {what}, so x and {what} are not of the "
+                    "same rows: give all ranks the same batches, and shuffle with a seed that is the same on all of "
+                    "them"
+                )
         batch.rows = self._counts(rows, of_x, of_y, cut=cut)
         batch.row_shares = shares_in_updates(batch.rows, self.pipe.schedule.every)
         if inputs is not None:
@@ -302,7 +312,7 @@ class Steps:
 
     def agree_to_stop(self, stops: bool) -> bool:
         """Return whether any rank is to stop after an epoch. Collective."""
-        return bool(agreed(self.pipe.comm, Kind.END_EPOCH, [int(stops)] * 3).any())
+        return bool(agreed(self.pipe.comm, Kind.END_EPOCH, [int(stops)] * 4).any())
 
     def _weigh(self, batch: Batch, x: Any, pairs: Sequence[Any], counts: list[int], *, cut: bool) -> None:
         """Say what the losses of microbatches count, where the last stage is."""
@@ -340,9 +350,12 @@ class Steps:
             for key, gradient in batch.gradients.items():
                 self.gradients[key] = self.gradients[key] + gradient if key in self.gradients else gradient
         fault = self._fault(batch) if batch.looks else ""
-        told = self.pipe.comm.all_gather(np.array([[own, float(bool(fault))]]))
+        has_any = bool(batch.losses or batch.extras or any(one.functions.regularized for one in self.stages.values()))
+        told = self.pipe.comm.all_gather(np.array([[own, float(bool(fault)), float(has_any)]]))
         if told[:, 1].any():
-            self.pipe.refuse(self.pipe.comm.broadcast_object(fault, self.pipe.last))
+            self.pipe.refuse(self.pipe.comm.broadcast_object(fault, int(told[:, 1].argmax())))
+        if self._loss is None and not told[:, 2].any():
+            self.pipe.refuse("pipeline: there is no loss: give loss= to pipeline() or to compile()")
         return float(sum(told[:, 0]))
 
     def _fault(self, batch: Batch) -> str:
@@ -403,11 +416,6 @@ class Steps:
         for array in arrays:
             comm.broadcast(array, last)
         return outputs if outputs is not None else [to_tensor(array) for array in arrays]
-
-    @property
-    def needs_terms(self) -> bool:
-        """Whether the loss is the mean over something else than rows, and nobody says over how much of it."""
-        return any(self._masked) and not self._weigher.says and self.pipe.schedule.microbatches > 1
 
     def nest(self, outputs: Sequence[Any]) -> Any:
         """Return outputs as the model does, which is the tensor itself where there is one."""

@@ -10,6 +10,7 @@ import numpy as np
 import tensorflow as tf
 
 from commlib.communicator import Communicator
+from commlib.errors import MismatchError
 from commlib.pipeline.tied import find_tied
 from commlib_tensorflow._bridge import to_array, to_tensor
 
@@ -26,7 +27,7 @@ class TiedWeights:
     """The variables of this rank that other ranks have, too."""
 
     def __init__(self, tied: Sequence[_Tied], exist: bool) -> None:
-        self._tied = tied
+        self._tied = self._trained = tied
         self.exist = exist
         """Whether any rank has any."""
 
@@ -43,11 +44,28 @@ class TiedWeights:
             tied.comm.broadcast(array, 0)
             tied.variable.assign(array)
 
+    def settle(self) -> None:
+        """Agree on which of them are trainable from now on. Collective over the owners.
+
+        Raises MismatchError on all owners of one that only some of them train.
+        """
+        own = [
+            (tied, [bool(one) for one in tied.comm.all_gather(np.array([int(tied.variable.trainable)]))])
+            for tied in self._tied
+        ]
+        for tied, trained in own:
+            if len(set(trained)) > 1:
+                raise MismatchError(
+                    f"pipeline: {tied.variable.path} is a weight that stages on several ranks share: it is "
+                    f"{'trainable' if trained[tied.comm.rank] else 'frozen'} on this rank (rank {tied.comm.rank} of "
+                    f"{tied.comm.size} that have it), but frozen on rank {trained.index(False)} of them and trainable "
+                    f"on rank {trained.index(True)}: set trainable alike on all ranks, and compile again"
+                )
+        self._trained = [tied for tied, trained in own if trained[0]]
+
     def add_up(self, gradients: MutableMapping[int, tf.Tensor | None]) -> None:
         """Add the gradients of all owners, by the id of the variable. Collective over the owners."""
-        for tied in self._tied:
-            if not tied.variable.trainable:
-                continue
+        for tied in self._trained:
             own = gradients.get(id(tied.variable))
             value = tf.convert_to_tensor(tied.variable.value)
             array = np.zeros(value.shape, value.dtype.as_numpy_dtype) if own is None else np.array(to_array(own))

@@ -272,7 +272,9 @@ class Pipeline(keras.Model):  # type: ignore[misc]  # Keras has no types
         """Set optimizer, loss and metrics, as `keras.Model.compile` does. The same call on every rank.
 
         Raises UsageError for jit_compile=True, for an optimizer with a dynamic loss scale, for a global_clipnorm where
-        gradients are not complete when the optimizer is given them, and for one that reduces over different stages.
+        gradients are not complete when the optimizer is given them, for one that reduces over different stages, and for
+        a loss of which microbatches' own tell nothing; MismatchError on all ranks if a weight that stages on several
+        ranks share is trainable on some of them only.
         """
         if options.pop("jit_compile", "auto") is True:
             raise UsageError("pipeline: jit_compile=True: stages are compiled by TensorFlow alone; leave it out")
@@ -483,11 +485,6 @@ class Pipeline(keras.Model):  # type: ignore[misc]  # Keras has no types
 
     def _loss_of(self, target: Any, outputs: list[Any], sample_weight: Any) -> Any:
         """Return the compiled loss. What it keeps of each output is not of microbatches: see `_measured`."""
-        if self._own.steps.needs_terms:
-            raise UsageError(
-                "pipeline: the model's output has a mask, so the loss of a microbatch is the mean over what is not "
-                "masked: give weigh= to pipeline(), which says of a microbatch's target how much that is"
-            )
         with keras.StatelessScope():
             return self._compile_loss(target, self._own.steps.nest(outputs), sample_weight)
 

@@ -1,0 +1,125 @@
+"""What ranks have to agree on, and losses that layers add: those of one process, or refused on all ranks."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import keras
+import numpy as np
+import pytest
+
+from commlib.errors import CommlibError, MismatchError, UsageError
+from commlib_tensorflow import pipeline
+from tests.keras_pipelines import EXACT, WIDTH, batch, filled, in_float64, layers, near
+
+__all__ = ["in_float64"]
+
+
+class Adds(keras.layers.Layer):  # type: ignore[misc]  # Keras has no types
+    """Adds a loss of what it is given."""
+
+    def __init__(self, kind: str, *, in_training: bool = False) -> None:
+        super().__init__()
+        self.kind, self.in_training = kind, in_training
+
+    def call(self, x: Any, training: bool = False) -> Any:
+        ops = keras.ops
+        if training or not self.in_training:
+            square = ops.square(x)
+            made = {
+                "mean": lambda: ops.mean(square),
+                "sum": lambda: ops.sum(square),
+                "both": lambda: ops.mean(square) + ops.sum(square),
+                "positive": lambda: ops.sum(square * ops.cast(x > 0, x.dtype)) / ops.sum(ops.cast(x > 0, x.dtype)),
+            }
+            self.add_loss(0.1 * made[self.kind]())
+        return x
+
+
+def adding(*kinds: str, in_training: bool = False) -> Any:
+    """A model in which each kind of loss is added between two layers."""
+    own: list[Any] = [keras.Input((WIDTH,))]
+    for kind in kinds:
+        own += [keras.layers.Dense(WIDTH, "tanh"), Adds(kind, in_training=in_training)]
+    return filled(keras.Sequential([*own, keras.layers.Dense(WIDTH)]))
+
+
+def assert_is_that_of_one_process(comm: Any, make: Any, *given: Any, loss: Any, **options: Any) -> None:
+    whole = make()
+    whole.compile(keras.optimizers.SGD(0.1), loss, run_eagerly=True)
+    told: dict[str, Any] = {"batch_size": 7, "verbose": 0}
+    fitted: dict[str, Any] = {"epochs": 2, "shuffle": False, **told}
+    expected = whole.fit(*given, **fitted).history["loss"]
+    pipe = pipeline(make(), comm, microbatches=4, **options)
+    try:
+        pipe.compile(keras.optimizers.SGD(0.1), loss)
+        near(pipe.fit(*given, **fitted).history["loss"], expected)
+        for got, value in zip(pipe.gather_weights(), whole.get_weights(), strict=True):
+            near(got, value, EXACT)
+        near(pipe.evaluate(*given, **told), whole.evaluate(*given, **told))
+    finally:
+        pipe.close()
+
+
+def test_a_model_whose_layers_add_all_losses(comm: Any) -> None:
+    """A loss and y were wanted of a model that has losses of its own, such as a variational autoencoder."""
+    x, y = batch(13)
+    assert_is_that_of_one_process(comm, lambda: adding("mean", "mean"), x, loss=None)
+    pipe = pipeline(layers(4), comm, microbatches=2)
+    pipe.compile("sgd")
+    for _ in range(2):
+        with pytest.raises(UsageError, match="there is no loss"):
+            pipe.fit(x, y, verbose=0)
+    pipe.close()
+
+
+def test_a_mean_over_what_is_not_masked(comm: Any) -> None:
+    """It was refused in the first batch, where the last stage is; other ranks were told that a peer was gone."""
+
+    def make() -> Any:
+        x = keras.Input((5,), dtype="int32")
+        hidden = keras.layers.Embedding(WIDTH, WIDTH, mask_zero=True)(x)
+        return filled(keras.Model(x, keras.layers.Dense(WIDTH)(keras.layers.Dense(WIDTH, "tanh")(hidden))))
+
+    generator = np.random.default_rng(1)
+    x, y = generator.integers(0, WIDTH, (13, 5)), generator.normal(size=(13, 5, WIDTH))
+    pipe = pipeline(make(), comm, microbatches=4)
+    with pytest.raises(UsageError, match="has a mask"):
+        pipe.compile("sgd", "mse")
+    pipe.close()
+    assert_is_that_of_one_process(comm, make, x, y, loss=keras.losses.MeanSquaredError(reduction="sum"))
+
+    def weigh(target: Any, inputs: Any) -> Any:
+        return keras.ops.sum(keras.ops.cast(inputs != 0, "int32"))
+
+    assert_is_that_of_one_process(comm, make, x, y, loss="mse", weigh=weigh)
+
+
+def test_sample_weights_of_other_rows(comm: Any) -> None:
+    """Where y is the same in all rows, weights of one order were paired with x of another."""
+    pipe = pipeline(layers(4), comm, microbatches=2, loss="mse", optimizer="sgd")
+    x, y = batch(8)[0], np.zeros((8, WIDTH))
+    weights = np.arange(8.0) + comm.rank
+    if comm.size > 1:
+        with pytest.raises(UsageError, match="different sample_weight"):
+            pipe.step(x, y, weights)
+    pipe.step(x, y, weights if comm.rank == pipe.pipe.last else None)
+    pipe.close()
+
+
+def test_a_shared_weight_that_one_rank_freezes(comm: Any) -> None:
+    """The other waited for it in the first batch."""
+    shared = keras.layers.Dense(WIDTH, "tanh")
+    x = keras.Input((WIDTH,))
+    model = keras.Model(x, shared(keras.layers.Dense(WIDTH)(keras.layers.Dense(WIDTH)(shared(x)))))
+    pipe = pipeline(filled(model), comm, microbatches=2, loss="mse", optimizer="sgd")
+    if comm.size > 1:
+        shared.trainable = comm.rank > 0
+        with pytest.raises(CommlibError) as caught:
+            pipe.compile("sgd", "mse")
+        owners = comm.rank in (0, pipe.pipe.last)
+        assert isinstance(caught.value, MismatchError) == owners
+    shared.trainable = False
+    pipe.compile("sgd", "mse")
+    pipe.step(*batch(8))
+    pipe.close()
