@@ -107,6 +107,13 @@ def together(parts: Sequence[Any], rows: Sequence[int], where: Any = 0, *, what:
                     f"pipeline: a microbatch of {count} rows has {what} of shape {tuple(leaf.shape)}, so its rows "
                     f"are not in dimension {place}: {REMEDY}"
                 )
+        lengths = [[size for at, size in enumerate(leaf.shape) if at != place] for leaf in leaves]
+        if other := next((number for number, sizes in enumerate(lengths) if sizes != lengths[0]), 0):
+            raise UsageError(
+                f"pipeline: microbatches have {what}s of other lengths, {tuple(leaves[0].shape)} and "
+                f"{tuple(leaves[other].shape)}, which are no one batch: pad them to one length, or give each to a call "
+                "of its own"
+            )
         return torch.cat(leaves, place)
 
     if where == 0:

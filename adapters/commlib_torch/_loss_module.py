@@ -6,6 +6,7 @@ import warnings
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import partial
 from typing import Any
+from weakref import ref
 
 from torch import Tensor, nn
 
@@ -36,40 +37,61 @@ def loss_module(loss: Any, parts: Sequence[nn.Module]) -> nn.Module | None:
 
 
 class UsedParameters:
-    """Looks, once, which parameters the loss of the last stage depends on.
+    """Looks, once, which parameters a stage of this rank depends on, in what it passes on or in the loss.
 
-    own: returns those that this rank trains. others: the names of those that any stage of the model has, by id.
+    stage: its number. own: returns those that this rank trains. others: by name, those of all stages of the model.
     """
 
-    def __init__(self, own: Callable[[], Iterable[Tensor]], others: Mapping[int, str], rank: int) -> None:
-        self._own, self._others, self._rank = own, others, rank
+    def __init__(
+        self, stage: int, own: Callable[[], Iterable[Tensor]], others: Mapping[str, Tensor], rank: int
+    ) -> None:
+        self._stage, self._own, self._rank = stage, own, rank
+        # Whoever has no weight of theirs need not keep them; but an id alone may be another tensor's later.
+        self._others = {id(tensor): (name, ref(tensor)) for name, tensor in others.items()}
 
-    def check(self, loss: Tensor, inputs: Sequence[Tensor]) -> None:
-        """Warn of parameters that nobody trains. Raises UsageError for one that another stage has."""
+    def check(self, given: Sequence[Tensor], inputs: Sequence[Tensor], loss: Tensor | None) -> None:
+        """Look at what a stage gives, and at its loss, if it has one, which were computed of inputs.
+
+        Warns of parameters that nobody trains. Raises UsageError for one that another rank has.
+        """
         known = {id(tensor) for tensor in (*self._own(), *inputs)}
-        for leaf in _leaves(loss):
+        in_stage = _leaves(given)
+        for leaf in in_stage:
+            if id(leaf) not in known and (name := self._name_of(leaf)):
+                raise UsageError(
+                    f"pipeline: a layer of stage {self._stage} uses {name}, which stages on other ranks have, without "
+                    f"having it as a parameter: its copy on rank {self._rank} would not be trained. Let the layer have "
+                    "it as a parameter or a submodule (then stages share it), or let split= put both into one stage"
+                )
+        for leaf in in_stage if loss is None else [*in_stage, *_leaves([loss])]:
             if id(leaf) in known:
                 continue
-            if name := self._others.get(id(leaf)):
+            if name := self._name_of(leaf):
                 raise UsageError(
                     f"pipeline: the loss uses {name}, which stages on other ranks have, so that its copy on rank "
                     f"{self._rank} would not change: let the model compute what the loss needs of it, or give loss= as "
                     "an nn.Module that has it as a parameter"
                 )
             if isinstance(leaf, nn.Parameter):
+                who = f"a layer of stage {self._stage}" if loss is None else "the loss or a layer of the last stage"
+                how = "Let the layer have it" if loss is None else "Give loss= as an nn.Module that has it"
                 warnings.warn(
-                    f"commlib: the loss or a layer of the last stage uses a parameter of shape {tuple(leaf.shape)} "
-                    f"that is none of pipe.parameters(): its gradient is on rank {self._rank} alone. Give loss= as an "
-                    "nn.Module that has it, and it is trained and saved with the model",
+                    f"commlib: {who} uses a parameter of shape {tuple(leaf.shape)} that is none of pipe.parameters(): "
+                    f"its gradient is on rank {self._rank} alone. {how}, and it is trained and saved with the model",
                     stacklevel=2,
                 )
                 return
 
+    def _name_of(self, leaf: Tensor) -> str:
+        """Return the name of a weight of the model, "" if it is none."""
+        name, weight = self._others.get(id(leaf), ("", lambda: None))
+        return name if weight() is leaf else ""
 
-def _leaves(loss: Tensor) -> list[Tensor]:
-    """Return the tensors that a backward of a loss would give gradients to."""
+
+def _leaves(roots: Iterable[Tensor]) -> list[Tensor]:
+    """Return the tensors that a backward of some others would give gradients to."""
     found: list[Tensor] = []
-    todo: list[Any] = [loss.grad_fn]
+    todo: list[Any] = [root.grad_fn for root in roots]
     seen: set[Any] = set()
     while todo:
         node = todo.pop()

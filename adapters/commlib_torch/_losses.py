@@ -16,7 +16,7 @@ from commlib.errors import UsageError
 from commlib.pipeline.apart import apart
 from commlib.pipeline.losses import REMEDY, Looks, Weigher, Weights, fault_in_sum, fault_in_terms, is_close, weights_of
 from commlib.pipeline.rows import Rows
-from commlib_torch._batches import together
+from commlib_torch._batches import taken, together
 from commlib_torch._loss_calls import Count, LossCall, LossCalls, Rule, as_numbers, is_view, rule_of
 from commlib_torch._parts import OUTPUT
 
@@ -111,9 +111,14 @@ class LossWeights:
             if is_first and self.weigher.is_checked:
                 self._look(losses, microbatch, output)
         elif self._original is None:
+            target = losses.targets[microbatch]
+            before = _versions(target)
             with LossCalls() as calls:
                 loss = self._called(losses, microbatch, output)
-            self._learn(losses, microbatch, output, calls.found, loss)
+            if before == _versions(target):
+                self._learn(losses, microbatch, output, target, calls.found, loss)
+            else:
+                self._learn_of_marked(losses, microbatch, output, calls.found, loss)
         else:
             if losses.weights is None:
                 self._learn_beside(self._original, losses, microbatch, output)
@@ -162,7 +167,9 @@ class LossWeights:
 
     # What losses count
 
-    def _learn(self, losses: Losses, microbatch: int, output: Any, calls: list[LossCall], loss: Tensor) -> None:
+    def _learn(
+        self, losses: Losses, microbatch: int, output: Any, target: Any, calls: list[LossCall], loss: Tensor
+    ) -> None:
         """Find out from the calls of torch's losses within a microbatch's what each counts."""
         counts = [call.count if call.reduction not in ("sum", "none") else None for call in calls]
         if losses.calls:  # it was not certain at the first one
@@ -172,7 +179,7 @@ class LossWeights:
         if calls:
             call = calls[0]
             is_whole = call.result is loss and len(calls) == 1
-            rule, is_certain = rule_of(call, losses.targets[microbatch])
+            rule, is_certain = rule_of(call, target)
             is_certain = is_certain and is_whole and _is_of(call.input, output)
             if call.reduction == "none" or (call.reduction == "sum" and not is_whole):
                 rule = None
@@ -188,6 +195,58 @@ class LossWeights:
                 losses.calls[microbatch] = counts
             self._look(losses, microbatch, output)
 
+    def _learn_of_marked(
+        self, losses: Losses, microbatch: int, output: Any, calls: list[LossCall], loss: Tensor
+    ) -> None:
+        """Find out the same of a loss that works in place on its target, such as `y[y == pad] = -100`.
+
+        The targets of later microbatches are not marked yet, so nothing can be counted in them: the loss is called once
+        on a copy of each, with what the first microbatch gave, and all calls are held against that.
+        """
+        counts = [call.count if call.reduction not in ("sum", "none") else None for call in calls]
+        if losses.calls:  # it was not certain at the first one
+            losses.calls[microbatch] = counts
+            return
+        losses.weights, self._rule = weights_of(losses.rows, losses.rows), None
+        is_whole = len(calls) == 1 and calls[0].result is loss
+        if is_whole and calls[0].reduction == "sum":
+            losses.weights = weights_of(losses.rows, losses.rows, is_sum=True)
+        elif is_whole and counts[0] is not None:
+            found = {microbatch: counts[0]}
+            for number, rows in enumerate(losses.rows):
+                if rows and number not in found:
+                    found[number] = self._count_of_marked(losses, number, output, losses.rows[microbatch])
+            told = dict(zip(found, as_numbers(list(found.values())), strict=True))
+            losses.weights = weights_of([told.get(n, 0.0) for n in range(len(losses.rows))], losses.rows)
+        if calls and self._may_count:
+            losses.calls[microbatch] = counts
+        self._look(losses, microbatch, output)
+
+    def _count_of_marked(self, losses: Losses, number: int, output: Any, rows_of_output: int) -> Count:
+        """Return how many terms a microbatch's loss will be the mean of. Raises UsageError if nobody can tell."""
+        rows = losses.rows[number]
+        try:
+            if rows > rows_of_output:
+                raise UsageError("it has more rows than the first microbatch")
+            given = _copied(output if rows == rows_of_output else taken(output, slice(0, rows), self._where.output))
+            with LossCalls() as calls:
+                self._call_apart(given, losses.targets[number])
+            call: LossCall
+            (call,) = calls.found
+            if call.count is None:
+                raise UsageError("its terms are not known")
+            return call.count
+        except Exception as error:
+            raise UsageError(
+                f"pipeline: the loss changes its target in place, and what microbatch {number} counts cannot be told "
+                f"before its turn ({error}): mark targets before they are given to step, or {REMEDY}"
+            ) from error
+
+    def _call_apart(self, output: Any, target: Any) -> Any:
+        loss: Any = apart(self.loss, _parameters_of(self.loss))  # type: ignore[arg-type]
+        with torch.no_grad(), _same_random_numbers(output):
+            return loss(output) if target is None else loss(output, _copied(target))
+
     def _tell_of_sums(self) -> None:
         """Warn, once, of a loss that is made of a sum within the model: whether it is a sum itself cannot be seen."""
         if not self._has_told:
@@ -202,14 +261,19 @@ class LossWeights:
     def _learn_beside(self, original: Loss, losses: Losses, microbatch: int, output: Any) -> None:
         """Learn from what a compiled loss was made of."""
         losses.weights = weights_of(losses.rows, losses.rows)
-        given, target = _copied(output), losses.targets[microbatch]
+        given, target = _copied(output), _copied(losses.targets[microbatch])
+        before = _versions(target)
         try:
             original = apart(original, _parameters_of(original))
             with LossCalls() as calls, torch.no_grad(), _same_random_numbers(given):
                 value = original(given) if target is None else original(given, target)
         except Exception:  # it is not known then
             return
-        self._learn(losses, microbatch, given, calls.found, value[0] if isinstance(value, tuple) else value)
+        value = value[0] if isinstance(value, tuple) else value
+        if before == _versions(target):
+            self._learn(losses, microbatch, given, target, calls.found, value)
+        else:
+            self._learn_of_marked(losses, microbatch, given, calls.found, value)
         losses.calls.clear()
 
     def _by_rule(self, losses: Losses, rule: Rule) -> Weights:
@@ -297,6 +361,13 @@ def _same_random_numbers(values: Any) -> Any:
 
 def _copied(value: Any) -> Any:
     return pytree.tree_map_only(Tensor, lambda tensor: tensor.detach().clone(), value)
+
+
+def _versions(value: Any) -> list[int]:
+    """Return how often autograd has seen the tensors of a value change in place."""
+    if isinstance(value, Tensor):
+        return [] if value.is_inference() else [value._version]
+    return [one._version for one in pytree.tree_leaves(value) if isinstance(one, Tensor) and not one.is_inference()]
 
 
 def _is_of(one: Tensor, output: Any) -> bool:

@@ -63,10 +63,13 @@ def order_shared(stages: Mapping[int, TorchStage], last_gradients: Mapping[int, 
         seen |= own
 
 
-def look_at_loss(stage: TorchStage, own: Callable[[], Iterable[Tensor]], parts: Sequence[nn.Module], rank: int) -> None:
-    """Let the last stage look, once, which parameters the loss depends on. own: returns those of this rank."""
-    of_others = {id(p): name for part in parts for name, p in part.named_parameters()}
-    stage.used = UsedParameters(own, of_others, rank)
+def look_at_weights(
+    stages: Mapping[int, TorchStage], own: Callable[[], Iterable[Tensor]], parts: Sequence[nn.Module], rank: int
+) -> None:
+    """Let stages look, once, which weights they depend on, and the loss. own: returns those of this rank."""
+    all_of = {name: weight for part in parts for name, weight in part.named_parameters()}
+    for number, stage in stages.items():
+        stage.used = UsedParameters(number, own, all_of, rank)
 
 
 def give_optimizers(stages: Mapping[int, TorchStage], schedule: Schedule, make: MakeOptimizer | None) -> None:

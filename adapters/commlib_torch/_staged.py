@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Collection, Iterator, Mapping
 from typing import Any
 
@@ -20,7 +21,7 @@ class Staged(nn.Module):
     def __init__(self, parts: Mapping[int, nn.Module], names: Collection[str], loss: nn.Module | None = None) -> None:
         super().__init__()
         self._numbers, self._whole_names = tuple(parts), frozenset(names)
-        self._loaded_at = ""
+        self._loaded_at, self._load_errors = "", list[str]()
         for stage, part in parts.items():
             self.add_module(_prefix(stage)[:-1], part)
         if loss is not None:
@@ -76,7 +77,7 @@ def _strip(module: Any, state: dict[str, Any], prefix: str, local_metadata: Any)
 
 def _place(
     module: Any, state: dict[str, Any], prefix: str, metadata: Any, strict: bool, missing: Any, unexpected: list[str],
-    *_: Any,
+    errors: list[str],
 ) -> None:  # fmt: skip
     """Give each of this rank's names the number of its stage, and drop those of other ranks."""
     unexpected += [key for key in state if key.removeprefix(prefix) not in module._whole_names]
@@ -89,11 +90,16 @@ def _place(
     if (loss := module._modules.get(NAME)) is not None:
         own = [f"{prefix}{NAME}.{name}" for name in loss.state_dict()]
         found |= {name: state[name] for name in own if name in state}
-    module._loaded_at = prefix
+    module._loaded_at, module._load_errors = prefix, errors
     state.clear()
     state.update(found)
 
 
 def _tell(module: Any, keys: Any) -> None:
-    """Name what is missing as in the whole model."""
+    """Name what is missing, or does not fit, as in the whole model."""
     keys.missing_keys[:] = [_plain(module, key, module._loaded_at) for key in keys.missing_keys]
+    errors, module._load_errors = module._load_errors, []
+    for place, text in enumerate(errors):
+        for name in (f"{module._loaded_at}{_prefix(stage)}" for stage in module._numbers):
+            text = re.sub(rf'(?<=[ "]){re.escape(name)}', module._loaded_at, text, count=1)
+        errors[place] = text

@@ -150,7 +150,7 @@ class TorchStage:
         self._split: dict[int, tuple[SplitBackward | None, list[Tensor | None]]] = {}
         self._has_hooks: bool | None = None
         self.used: UsedParameters | None = None
-        """Looks at the first loss of all."""
+        """Looks at the first values that it gives, and at the first loss."""
 
     def clear(self) -> None:
         """Forget what is under way."""
@@ -177,6 +177,8 @@ class TorchStage:
             for target, names in self._gives.items():
                 given[target] = Values(*flat([results[name] for name in names]))
             loss = self._finish(microbatch, results[OUTPUT]) if self._is_last else None
+        if batch.is_training and self.used is not None:
+            self._look(results, leaves, loss)
         if batch.is_training:
             outputs = {target: list(values.tensors) for target, values in given.items()}
             extra = taken(self._keepers) if self._keepers else None
@@ -233,8 +235,6 @@ class TorchStage:
     def backward(self, microbatch: int, gradients: ByStage, *, final: bool) -> ByStage:
         """See `commlib.pipeline.stage.Stage`."""
         kept = self._kept.pop(microbatch)
-        if self.used is not None:
-            self._look(kept)
         roots, grads = self._roots(microbatch, kept, gradients)
         self._whole_backward(roots, grads, final=final)
         return _input_gradients(kept)
@@ -242,8 +242,6 @@ class TorchStage:
     def backward_input(self, microbatch: int, gradients: ByStage) -> ByStage:
         """See `commlib.pipeline.stage.Stage`."""
         kept = self._kept.pop(microbatch)
-        if self.used is not None:
-            self._look(kept)
         roots, grads = self._roots(microbatch, kept, gradients)
         leaves = [tensor for own in kept.inputs.values() for tensor in own if tensor is not None]
         split = SplitBackward.split(roots, grads, leaves, has_hooks=self._must_run_once(kept))
@@ -286,11 +284,14 @@ class TorchStage:
             self._has_hooks = have_hooks(self.part.parameters(), but_of=backward_passes.__module__)
         return self._has_hooks or registrations.count != kept.hooks
 
-    def _look(self, kept: _Kept) -> None:
-        """Look at what the first loss of all depends on."""
-        if self.used is not None and kept.loss is not None and kept.loss.requires_grad:
-            used, self.used = self.used, None
-            used.check(kept.loss, [tensor for own in kept.inputs.values() for tensor in own if tensor is not None])
+    def _look(self, results: Mapping[str, Any], leaves: Mapping[int, list[Tensor | None]], loss: Tensor | None) -> None:
+        """Look at what the first values that this stage gives depend on; of the last one at the first loss, too."""
+        if self.used is None or (self._is_last and loss is None):
+            return
+        used, self.used = self.used, None
+        given = [one for one in flat(list(results.values()))[0] if one.requires_grad]
+        inputs = [tensor for own in leaves.values() for tensor in own if tensor is not None]
+        used.check(given, inputs, loss)
 
     def _roots(self, microbatch: int, kept: _Kept, gradients: ByStage) -> tuple[list[Tensor], list[Tensor | None]]:
         """Return where a backward begins, and with what. A value that several stages took has several gradients."""

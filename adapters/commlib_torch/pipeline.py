@@ -38,7 +38,7 @@ from commlib_torch._own_stages import (
     check_updates,
     give_optimizers,
     lines_of,
-    look_at_loss,
+    look_at_weights,
     names_by_name,
     order_shared,
     stages_of,
@@ -218,8 +218,8 @@ class Pipeline(Staged):
         lines = [f"split {pieces.counts}", f"codec {codec}", f"checkpoint {recompute}", str(rows)]
         lines += lines_of(parts, is_outline=is_outline)
         self._pipe = Pipe(comm, schedule, pieces.links, self._stages, tensors, codec=codec, lines=lines)
-        if last in own and not schedule.every:
-            look_at_loss(self._stages[last], self.parameters, parts, comm.rank)
+        if not schedule.every:
+            look_at_weights(self._stages, self.parameters, parts, comm.rank)
         self._order_shared()
         tied.spread()
         give_optimizers(self._stages, schedule, optimizer)

@@ -11,7 +11,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from commlib.errors import CommlibError, UsageError
+from commlib.errors import CommlibError, PeerError, UsageError
 from commlib_torch import pipeline
 
 WIDTH = 6
@@ -203,4 +203,12 @@ def test_norms_that_clip(comm: Any, norm_type: float) -> None:
     assert math.isnan(pipe.clip_grad_norm(1.0, norm_type=norm_type))
     with pytest.raises(UsageError, match="norm_type"):
         pipe.clip_grad_norm(1.0, norm_type=0)
+    pipe.close()
+
+
+def test_outputs_of_other_lengths_are_no_batch(comm: Any) -> None:
+    """They ended in torch's own error of sizes that do not match."""
+    pipe = pipeline(nn.Sequential(*(nn.Linear(4, 4) for _ in range(comm.size))), comm, microbatches=2)
+    with pytest.raises((UsageError, PeerError), match="outputs of other lengths"):
+        pipe.predict([torch.ones(2, 3, 4), torch.ones(2, 5, 4)], cut=False)
     pipe.close()

@@ -375,3 +375,25 @@ def test_updates_within_a_batch_weigh_words(comm: Any) -> None:
     for name, value in pipe.state_dict().items():
         torch.testing.assert_close(value, expected[name], rtol=1e-10, atol=1e-10)
     pipe.close()
+
+
+def marking(output: Tensor, target: Tensor) -> Tensor:
+    target[target == 0] = IGNORED
+    return F.cross_entropy(output, target)
+
+
+@pytest.mark.parametrize("microbatches", [3, 4])
+def test_a_loss_that_marks_its_targets(comm: Any, microbatches: int) -> None:
+    """Terms were counted in targets that were not marked yet: a microbatch of marked ones alone made all NaN."""
+    model = layers()
+    whole = copy.deepcopy(model)
+    pipe = pipeline(model, comm, microbatches=microbatches, loss=marking)
+    for y in ([0, 0, 2, 5, 0, 3, 4, 1], [1, 0, 2, 0, 0, 0, 0, 0], [1, 2, 3, 4, 5, 1, 0, 1]):
+        x, target = inputs(8), torch.tensor(y)
+        expected = marking(whole(x), target.clone())
+        expected.backward()
+        torch.testing.assert_close(pipe.step(x, target.clone()), expected.detach(), rtol=EXACT, atol=EXACT)
+        torch.testing.assert_close(pipe.evaluate(x, target.clone()), expected.detach(), rtol=EXACT, atol=EXACT)
+    for name, weight in pipe.named_parameters():
+        torch.testing.assert_close(weight.grad, whole.get_parameter(name).grad, rtol=EXACT, atol=EXACT)
+    pipe.close()

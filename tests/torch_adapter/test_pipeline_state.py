@@ -168,3 +168,13 @@ def test_a_tied_weight_has_its_state_under_each_of_its_names(comm: Any, schedule
             pipe.close()
     for name, value in state.items():
         torch.testing.assert_close(value, whole.state_dict()[name], rtol=1e-10, atol=1e-10)
+
+
+def test_what_does_not_fit_is_called_as_in_the_model(comm: Any) -> None:
+    """The message had the number of the stage in the name: stage1.2.bias."""
+    model = nn.Sequential(*(nn.Linear(4, 4) for _ in range(comm.size)))
+    wrong = {name: torch.ones(5) if name.endswith("bias") else value for name, value in model.state_dict().items()}
+    pipe = pipeline(model, comm, microbatches=2, loss=F.mse_loss)
+    with pytest.raises(RuntimeError, match=rf"size mismatch for {comm.rank}\.bias: "):
+        pipe.load_state_dict(wrong)
+    pipe.close()

@@ -216,3 +216,27 @@ def test_a_stage_without_parameters_that_updates_itself(comm: Any) -> None:
     pipe.step(*batch())
     assert not torch.equal(before, pipe.gather_state_dict()["0.weight"])
     pipe.close()
+
+
+class Calls(nn.Module):
+    """Calls what is no submodule of it."""
+
+    def __init__(self, hidden: nn.Module) -> None:
+        super().__init__()
+        self.hidden = [hidden]
+
+    def forward(self, x: Tensor) -> Tensor:
+        found: Tensor = self.hidden[0](x)
+        return found
+
+
+@pytest.mark.ranks(2)
+@pytest.mark.parametrize("place", [0, 1])
+def test_a_layer_that_uses_a_weight_of_another_stage(comm: Any, place: int) -> None:
+    """In a first stage nobody saw it, and it was not trained; in a last one the loss was said to use it."""
+    own = linear()
+    pipe = pipeline([Calls(own), own] if place == 0 else [own, Calls(own)], comm, microbatches=2, loss=F.cross_entropy)
+    with pytest.raises((UsageError, PeerError)) as caught:
+        pipe.step(*batch())
+    assert f"a layer of stage {place} uses {1 - place}.weight, which stages on other ranks have" in str(caught.value)
+    pipe.close()
