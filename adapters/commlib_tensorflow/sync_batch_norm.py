@@ -10,7 +10,7 @@ import numpy as np
 import tensorflow as tf
 
 from commlib import horovod as core
-from commlib.horovod.batch_norm import gather_statistics
+from commlib.horovod.batch_norm import compare_layer, gather_statistics
 from commlib_tensorflow._bridge import Array
 from commlib_tensorflow._graph import Spec, call, gradient_name, no_autograph, operation_name, result_empty
 from commlib_tensorflow.horovod.operations import allreduce
@@ -23,12 +23,15 @@ class SyncBatchNormalization(keras.layers.BatchNormalization):  # type: ignore[m
     Ranks may have different numbers of examples. Outputs, moving statistics and gradients are those of the whole
     batch, the latter of the sum over ranks of their losses. Training is collective over `process_set`, by default all
     ranks: one message forward and one backward a layer. Inference is not. All other arguments are those of Keras.
+
+    Raises MismatchError on every rank if ranks have other arguments, when the layer is first used in training.
     """
 
     def __init__(self, *arguments: Any, process_set: core.ProcessSet | None = None, **options: Any) -> None:
         super().__init__(*arguments, **options)
         self.supports_jit = False  # XLA cannot call functions of the host; with this Keras does not choose it by itself
         self._process_set = process_set
+        self._is_compared = False
 
     def _moments(self, inputs: Any, mask: Any) -> tuple[Any, Any]:
         group = core.process_set_of(self._process_set)
@@ -38,12 +41,23 @@ class SyncBatchNormalization(keras.layers.BatchNormalization):  # type: ignore[m
         if mask is not None:
             weights = tf.cast(tf.cast(tf.expand_dims(mask, -1), tf.bool), inputs.dtype)
         weights = tf.broadcast_to(weights, tf.shape(inputs))
-        return _moments_of_all(inputs, weights, list(self._reduction_axes), group)
+        return _moments_of_all(inputs, weights, list(self._reduction_axes), group, self._compare)
+
+    def _compare(self, name: str, group: core.ProcessSet) -> None:
+        """Compare arguments with those of the other ranks. Collective, at the first use."""
+        if not self._is_compared:
+            names = ("axis", "momentum", "epsilon", "center", "scale")
+            compare_layer(name, group, {name: getattr(self, name) for name in names})
+            self._is_compared = True
 
 
 @no_autograph
 def _moments_of_all(
-    inputs: tf.Tensor, weights: tf.Tensor, axes: list[int], group: core.ProcessSet
+    inputs: tf.Tensor,
+    weights: tf.Tensor,
+    axes: list[int],
+    group: core.ProcessSet,
+    compare: Callable[[str, core.ProcessSet], None],
 ) -> tuple[tf.Tensor, tf.Tensor]:
     """Return mean and variance per channel, over `axes` and all ranks, of what has weight 1 rather than 0."""
     channels = tf.TensorShape([size for axis, size in enumerate(inputs.shape) if axis not in axes])
@@ -56,6 +70,7 @@ def _moments_of_all(
         squares = tf.reduce_sum(tf.square(centred), axes)
 
         def host(count: Array, mean: Array, squares: Array) -> list[Array]:
+            compare(name or "SyncBatchNorm", group)
             found = gather_statistics(np.concatenate([count, mean, squares]), len(mean), name, group)
             divisor = np.maximum(found.count, 1)
             return [_converted(array, mean.dtype) for array in (divisor, found.mean, found.variance)]

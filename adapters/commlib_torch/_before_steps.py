@@ -1,7 +1,8 @@
-"""Before any optimizer steps: refuse gradients that a DataParallel should have reduced, and could not.
+"""Before any optimizer steps: refuse gradients that should have been reduced, and were not.
 
-It has no part in the optimizer, and reduces what backward makes. A gradient that was put into `.grad` by hand, or is of
-a parameter that came when nobody looked, would let ranks part without a word.
+A DataParallel has no part in the optimizer, and reduces what backward makes. A gradient that was put into `.grad` by
+hand, or is of a parameter that came when nobody looked, would let ranks part without a word. So would an optimizer that
+steps in a hook, before a gradient is reduced.
 """
 
 from __future__ import annotations
@@ -33,6 +34,10 @@ class BeforeSteps:
             self._is_listening = True
             register_optimizer_step_pre_hook(self._look)
         self._members.add(member)
+
+    def leave(self, member: Stepped) -> None:
+        """Remove a member."""
+        self._members.discard(member)
 
     def _look(self, optimizer: Any, *_: Any) -> None:
         for member in list(self._members):

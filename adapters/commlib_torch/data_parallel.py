@@ -85,7 +85,9 @@ class DataParallel(nn.Module, Reporting):
         )
         parameters = trained(unique(module.named_parameters()))
         registrations.start()
-        self._gradients: Gradients | None = Gradients(parameters, ranks_of(parameters, comm), options)
+        self._gradients: Gradients | None = Gradients(
+            parameters, ranks_of(parameters, comm), options, wrapper=type(self).__name__
+        )
         broadcast_parameters([*module.named_parameters(), *module.named_buffers()], comm=comm)
         self._look()
         self._others: weakref.WeakSet[Any] = weakref.WeakSet()
@@ -143,6 +145,7 @@ class DataParallel(nn.Module, Reporting):
         gradients = self._gradients
         if gradients is None:
             return
+        gradients.before_step(optimizer)
         given = set(map(id, with_gradients(optimizer)))
         if not gradients.ids.issuperset(given):
             if optimizer in self._others:
@@ -156,11 +159,6 @@ class DataParallel(nn.Module, Reporting):
             if gradients.ids.isdisjoint(given):
                 self._others.add(optimizer)
                 return
-        if gradients.reducer.active and torch._C._current_graph_task_id() != -1:
-            raise UsageError(
-                "an optimizer steps within backward, in a hook of its parameters say, before DataParallel has reduced "
-                "their gradients: step after backward()"
-            )
         if self._steps.get(optimizer, 0) == gradients.passes and (strange := gradients.by_hand()) is not None:
             raise UsageError(
                 f"the gradient of {strange} was put into .grad by hand (by torch.autograd.grad, say), and DataParallel "
@@ -168,6 +166,17 @@ class DataParallel(nn.Module, Reporting):
                 "DistributedOptimizer"
             )
         self._steps[optimizer] = gradients.passes
+        if (strange := gradients.late(given)) is not None:
+            raise UsageError(
+                f"the gradient of {strange} was put into .grad by hand, after backward() had reduced those of this "
+                "step: call DataParallel's synchronize() before the step, on all ranks, or use a DistributedOptimizer"
+            )
+        if gradients.reducer.syncs and (strange := gradients.accumulated(given)) is not None:
+            raise UsageError(
+                f"the gradient of {strange} was accumulated under no_sync(), and no backward since has reduced it: "
+                "call DataParallel's synchronize() before the step, on all ranks; or step under no_sync(), too, if "
+                "each rank is to step by itself"
+            )
 
     def synchronize(self) -> None:
         """Take part in the reduction of this step on a rank that runs no backward in it. Collective.
@@ -179,7 +188,11 @@ class DataParallel(nn.Module, Reporting):
             self._gradients.synchronize()
 
     def no_sync(self) -> AbstractContextManager[None]:
-        """Let backward passes within this context accumulate gradients on this rank only."""
+        """Let backward passes within this context accumulate gradients on this rank only.
+
+        The next backward outside reduces what they made, or `synchronize()` does. Only within the context an optimizer
+        may step with it: then each rank steps by itself.
+        """
         return nullcontext() if self._gradients is None else self._gradients.reducer.no_sync()
 
     def compression_state(self) -> dict[str, Any]:

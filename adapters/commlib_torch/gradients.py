@@ -10,7 +10,7 @@ from __future__ import annotations
 import functools
 import gc
 import threading
-from collections.abc import Collection, Iterable, Iterator, Sequence
+from collections.abc import Collection, Container, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
 
@@ -24,6 +24,7 @@ from commlib.functional.shards import check_apart, reduced_apart, world_ranks
 from commlib.horovod.join import join as core_join
 from commlib.horovod.join import say_turn
 from commlib_torch._autograd import backward_passes, listen
+from commlib_torch._before_steps import before_steps
 from commlib_torch._bridge import check, dtype_name
 from commlib_torch._shards import shard_of
 from commlib_torch._slots import Named, ParameterValues
@@ -36,7 +37,8 @@ class Gradients:
     """Reduces the gradients of `parameters` over `ranks` in every backward. Collective to make.
 
     `parameters` are (name, parameter) pairs in module order, each parameter once; `known` are ids of others that
-    `groups` may name. Raises UsageError if they cannot be managed, or are already.
+    `groups` may name, `wrapper` what this is part of: ranks must have the same one. Raises
+    UsageError if they cannot be managed, or are already.
     """
 
     def __init__(
@@ -47,6 +49,7 @@ class Gradients:
         *,
         groups: Groups = None,
         known: Collection[int] = (),
+        wrapper: str = "",
     ) -> None:
         _check_parameters(parameters)
         self.parameters = [parameter for _, parameter in parameters]
@@ -54,7 +57,7 @@ class Gradients:
         self.names = [name for name, _ in parameters]
         self.passes = 0
         """Backwards, and reductions without one."""
-        self._ranks, self._groups = ranks, groups
+        self._ranks, self._groups, self._wrapper = ranks, groups, wrapper
         self.ids = {id(parameter) for parameter in self.parameters}
         placed = place_groups(read_groups(groups, _key), [id(parameter) for parameter in self.parameters], known)
         self._values = ParameterValues(parameters, options.compressor, options.predivide)
@@ -66,8 +69,9 @@ class Gradients:
         self._on_host = places <= {"cpu"}  # where a hook costs no more than it must
         self._alone: AbstractContextManager[Any] = threading.Lock() if several else nullcontext()
         with in_order():
+            threads = torch.get_num_threads()
             self.reducer = GradientReducer(
-                ranks, gradients, self._values, options, groups=placed, threads=torch.get_num_threads()
+                ranks, gradients, self._values, options, groups=placed, threads=threads, wrapper=wrapper
             )
         self._number_among_others()
         self.serial = backward_passes.join(self)
@@ -75,6 +79,7 @@ class Gradients:
         if ranks.size > 1:  # one rank: gradients are final as they are
             keep_freed_memory()
             self._hooks = listen(self, self.parameters, before=self.reducer.scales_before_adding)
+            before_steps.join(self)
 
     def _number_among_others(self) -> None:
         """Find a number that no other on this communicator has, the same on all ranks, and let them take turns.
@@ -105,15 +110,47 @@ class Gradients:
     def __contains__(self, parameter: Tensor) -> bool:
         return id(parameter) in self.ids
 
+    def before_step(self, optimizer: torch.optim.Optimizer) -> None:
+        """Raise UsageError for an optimizer that steps with gradients before they are reduced, within backward."""
+        if torch._C._current_graph_task_id() == -1 or not self.reducer.syncs:
+            return
+        if getattr(optimizer, "_gradients", None) is self:
+            return  # it reduces them itself
+        for parameter in (each for group in optimizer.param_groups for each in group["params"]):
+            if parameter in self:
+                raise UsageError(
+                    f"an optimizer steps within backward, in a hook of {self.names[self._index_of(parameter)]} say, "
+                    "before its gradient is reduced: step after backward(), or make each of the optimizers that step "
+                    "in hooks a DistributedOptimizer"
+                )
+
+    def _index_of(self, parameter: Tensor) -> int:
+        return next(i for i, one in enumerate(self.parameters) if one is parameter)
+
     def by_hand(self) -> str | None:
         """Return the name of a parameter whose gradient is none that was reduced here; None if all were."""
         return next((self.names[i] for i in range(len(self.names)) if not self._values.is_result(i)), None)
+
+    def late(self, given: Container[int]) -> str | None:
+        """Return the name of one of the `given`, by id, whose gradient came after those of its step were reduced.
+
+        Not of one that is zeros: some give those to optimizers that want a gradient of every parameter.
+        """
+        return self._first_of((i for i in self.reducer.late() if _is_nonzero(self.parameters[i].grad)), given)
+
+    def accumulated(self, given: Container[int]) -> str | None:
+        """Return the name of one of the `given`, by id, whose gradient has what no reduction has seen."""
+        return self._first_of(self.reducer.accumulated, given)
+
+    def _first_of(self, indices: Iterable[int], given: Container[int]) -> str | None:
+        return next((self.names[i] for i in sorted(indices) if id(self.parameters[i]) in given), None)
 
     def again(self, parameters: Sequence[Named], known: Collection[int]) -> Gradients:
         """Stop; return what reduces other parameters in the same way, and goes on with the statistics. Collective."""
         self.close()
         self._ranks.turn = None
-        new = Gradients(parameters, self._ranks, self.reducer.options, groups=self._groups, known=known)
+        options = self.reducer.options
+        new = Gradients(parameters, self._ranks, options, groups=self._groups, known=known, wrapper=self._wrapper)
         with in_order():
             new.reducer.take_over(self.reducer)
         new.passes = self.passes
@@ -125,6 +162,7 @@ class Gradients:
             hook.remove()
         self._hooks.clear()
         backward_passes.leave(self)
+        before_steps.leave(self)
 
     def synchronize(self) -> None:
         """Reduce gradients now if the next step needs it: see `GradientReducer.synchronize`."""
@@ -203,6 +241,10 @@ def join(device: int = -1) -> int:
     if backward_passes.members:
         gc.collect()  # optimizers that are no more, but in a cycle with their scheduler, must not wait for anybody
     return core_join(backward_passes.members)
+
+
+def _is_nonzero(gradient: Tensor | None) -> bool:
+    return gradient is not None and (gradient.layout != torch.strided or bool(gradient.any()))
 
 
 def trained(named: Iterable[Named]) -> list[Named]:

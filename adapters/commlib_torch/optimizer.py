@@ -162,7 +162,8 @@ def DistributedOptimizer(
     else:
         own: Any = Alone() if outside else core.process_set_of(process_set).communicator("DistributedOptimizer")
         ranks = ranks_of(chosen, own, reduce_by_name=reduce_by_name(process_set))
-    gradients = Gradients(chosen, ranks, options, groups=groups, known=ids_in(optimizer.param_groups))
+    known = ids_in(optimizer.param_groups)
+    gradients = Gradients(chosen, ranks, options, groups=groups, known=known, wrapper="DistributedOptimizer")
     change_class(optimizer, Distributed)
     distributed: Any = optimizer
     distributed._gradients = gradients
@@ -187,6 +188,8 @@ class Distributed(PicklesAsPlain, Reporting):
     def synchronize(self) -> None:
         """Reduce gradients now if `step()` would have to. Nothing to do after a backward that reduced them.
 
+        Gradients that were put into `.grad` by hand since are reduced, too: raises MismatchError, on all ranks, if only
+        some ranks have such. One that takes the place of a reduced one is taken for one that was made of it.
         Without any backward on this rank it contributes zeros, and takes the result of the others.
         """
         self._gradients.synchronize()
@@ -307,6 +310,8 @@ def _averaging(optimizer: Any, closure: Callable[[], Any]) -> Callable[[], Any]:
         loss = closure()
         if optimizer.statistics.reductions == before:
             optimizer._gradients.reduce()
+        else:
+            optimizer._gradients.synchronize()
         if optimizer.reducer.ranks.size == 1:
             return loss
         total = optimizer.reducer.combine(loss.item() if isinstance(loss, Tensor) else loss)

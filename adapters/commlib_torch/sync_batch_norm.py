@@ -14,8 +14,9 @@ from torch.autograd.function import once_differentiable
 from torch.nn.modules.batchnorm import _BatchNorm
 
 from commlib import horovod as core
-from commlib.horovod.batch_norm import check_several, gather_statistics, next_layer, running_factors
+from commlib.horovod.batch_norm import check_several, compare_layer, gather_statistics, next_layer, running_factors
 from commlib_torch._bridge import device_kind, host_array, to_tensor
+from commlib_torch._uncompiled import uncompiled
 from commlib_torch.horovod._start import ProcessSets, Reduction, first, start_allreduce
 
 
@@ -26,7 +27,8 @@ class SyncBatchNorm(_BatchNorm):
     ranks in all other dimensions, and be empty; every rank must call it, forward and backward. Operations are known by
     a number, so ranks must make their layers in the same order. `process_set` are the ranks that share a batch.
 
-    Raises ValueError on every rank if there is only one value per channel on all ranks together.
+    Raises MismatchError on every rank if ranks have other options, ValueError if there is only one value per
+    channel on all ranks together.
     """
 
     def __init__(
@@ -43,6 +45,7 @@ class SyncBatchNorm(_BatchNorm):
         super().__init__(num_features, eps, momentum, affine, track_running_stats, device=device, dtype=dtype)
         self._process_set = process_set
         self._number = next_layer(process_set)
+        self._is_compared = False
 
     def _check_input_dim(self, input: Tensor) -> None:
         if input.dim() < 2:
@@ -56,12 +59,21 @@ class SyncBatchNorm(_BatchNorm):
         self._check_input_dim(input)
         if input.size(1) != self.num_features:
             raise ValueError(f"expected {self.num_features} channels in dimension 1, got {input.size(1)}")
+        if not self._is_compared:
+            self._compare(process_set)
         output, mean, variance, count = _Normalise.apply(  # type: ignore[no-untyped-call]
             input, self.weight, self.bias, self.eps, f"SyncBatchNorm.{self._number}", process_set
         )
         if self.track_running_stats:
             self._track(mean, variance, int(count))
         return output  # type: ignore[no-any-return]
+
+    @uncompiled
+    def _compare(self, process_set: core.ProcessSet) -> None:
+        """Compare options with those of the other ranks. Collective, at the first use."""
+        names = ("num_features", "eps", "momentum", "affine", "track_running_stats")
+        compare_layer(f"SyncBatchNorm.{self._number}", process_set, {name: getattr(self, name) for name in names})
+        self._is_compared = True
 
     @torch.no_grad()
     def _track(self, mean: Tensor, variance: Tensor, count: int) -> None:

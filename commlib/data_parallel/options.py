@@ -83,17 +83,21 @@ class Options:
 
     def describe(self) -> str:
         """Return what all ranks must agree on."""
+        return " ".join(self.lines())
+
+    def lines(self) -> list[str]:
+        """Return what all ranks must agree on, one thing in each line."""
         if self.scheme is not None:
             wire = f"{self.scheme.name} within_node={self.within_node}"
         elif self.compressor is not None:
             wire = type(self.compressor).__name__
         else:
             wire = self.wire_dtype("float32")
-        return (
-            f"op={self.op} caps={self.first_bucket_mib}, {self.bucket_cap_mib} MiB passes={self.passes_per_step} "
-            f"overlap={self.overlap} float32 as {wire} predivide={self.predivide} "
-            f"sparse_as_dense={self.sparse_as_dense} shard={self.shard}"
-        )
+        return [
+            f"op={self.op}", f"caps={self.first_bucket_mib}, {self.bucket_cap_mib} MiB",
+            f"passes={self.passes_per_step}", f"overlap={self.overlap}", f"float32 as {wire}",
+            f"predivide={self.predivide}", f"sparse_as_dense={self.sparse_as_dense}", f"shard={self.shard}",
+        ]  # fmt: skip
 
 
 @dataclass(frozen=True, slots=True)

@@ -35,23 +35,37 @@ def check_agreement(comm: Gathers, what: str, lines: Sequence[str]) -> None:
     raise MismatchError(f"{what}: {_first_difference(everyone)} (this is rank {comm.rank} of {comm.size})")
 
 
-def check_missing(comm: Gathers, names: Sequence[str], mine: frozenset[int] | None, *, gave_up: bool = False) -> bool:
+def check_missing(
+    comm: Gathers, names: Sequence[str], mine: frozenset[int] | None, *, gave_up: bool = False, late: str = ""
+) -> bool:
     """Hear what is wrong with gradients on some rank; return whether the backward counts all the same. Collective.
 
     mine: the gradients that this rank lacks, by number; None if it has joined. gave_up: its own backward raised, and
-    what it gives are no gradients. Raises MismatchError, but on ranks that gave up or have joined, if any rank gave up,
-    or if some lack other gradients than others.
+    what it gives are no gradients. late: a gradient that this rank reduces once more for, because it came after those
+    of its backward. Raises MismatchError, but on ranks that gave up or have joined, if any rank gave up, if some reduce
+    once more and others do not, or if some lack other gradients than others.
     """
-    everyone: list[tuple[int, frozenset[int] | None, bool]] = comm.all_gather_object((comm.rank, mine, gave_up))
+    everyone: list[tuple[int, frozenset[int] | None, bool, str]] = comm.all_gather_object(
+        (comm.rank, mine, gave_up, late)
+    )
     this = f"this is rank {comm.rank} of {comm.size}"
-    if away := [rank for rank, _, gone in everyone if gone]:
+    if away := [rank for rank, _, gone, _ in everyone if gone]:
         if gave_up or mine is None:
             return False
         raise MismatchError(
             f"an exception ended the backward of ranks {away}, which caught it and went on, so gradients lack their "
             f"part ({this}): catch this here, too, call zero_grad() and go on with the next step as they do"
         )
-    lacking = [(rank, theirs) for rank, theirs, _ in everyone if theirs is not None]
+    again = {rank: name for rank, theirs, _, name in everyone if theirs is not None and name}
+    if again and (others := [rank for rank, theirs, _, name in everyone if theirs is not None and not name]):
+        if mine is None:
+            return False
+        raise MismatchError(
+            f"the gradient of {next(iter(again.values()))} was put into .grad by hand, after a backward had reduced "
+            f"those of its step, on ranks {list(again)}, but not on ranks {others} ({this}): put it in on all ranks, "
+            "zeros where there is none, or before the backward"
+        )
+    lacking = [(rank, theirs) for rank, theirs, _, _ in everyone if theirs is not None]
     for index in sorted(frozenset().union(*(theirs for _, theirs in lacking))):
         without = [rank for rank, theirs in lacking if index in theirs]
         there = [rank for rank, theirs in lacking if index not in theirs]

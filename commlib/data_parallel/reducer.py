@@ -37,8 +37,8 @@ class GradientReducer:
 
     `values` are where the framework has them. `groups` are numbers of gradients that share a bucket, `sparse` of those
     known to be sparse, `order` of all as they become ready, if that is known; `threads` train on this rank. `what` is
-    what errors call them. Raises MismatchError on every rank if ranks hold different ones, UsageError for caps of
-    buckets that make no sense.
+    what errors call them, `wrapper` what users made of them. Raises MismatchError on every rank if ranks
+    hold different ones, UsageError for caps of buckets that make no sense.
     """
 
     def __init__(
@@ -53,16 +53,16 @@ class GradientReducer:
         order: Sequence[int] | None = None,
         threads: int = 1,
         what: str = "data-parallel parameters",
+        wrapper: str = "",
     ) -> None:
         self.ranks, self.options = ranks, options.for_ranks_of(ranks)
         options = self.options
         self.gradients, self._values = tuple(gradients), values
         self.groups = tuple(tuple(group) for group in groups)
-        settings = f"{options.describe()} groups={self.groups}"
         lines = [
             f"{gradient}, sparse" if index in sparse else str(gradient) for index, gradient in enumerate(gradients)
         ]
-        check_agreement(ranks, what, [settings, *lines])
+        check_agreement(ranks, what, [wrapper, *options.lines(), f"groups={self.groups}", *lines])
         if order is not None:  # ranks may have seen different ones
             order = ranks.all_gather_object(order)[0]
         self._all = range(len(gradients))
@@ -74,6 +74,10 @@ class GradientReducer:
         self._reduced: set[int] = set()
         """Gradients that are results, of those with a gain. Each rank then adds to the gain's part of it: it is reduced
         again with what is added, and is counted once."""
+        self._absent: list[int] = []
+        """Gradients that no rank had when they were reduced last."""
+        self._late = ""
+        """The gradient that the reduction in progress is for, which came after the one of its step."""
         self._has_turn = False
         self._gives_up = False
         """The backward in progress raised: other ranks are told so where they wait for its end."""
@@ -154,6 +158,11 @@ class GradientReducer:
     def syncs(self) -> bool:
         """Not within `no_sync`."""
         return self._sync
+
+    @property
+    def accumulated(self) -> Collection[int]:
+        """Gradients that backward passes made, or added to, since gradients were reduced last."""
+        return self._tracker.accumulated
 
     @property
     def overlaps(self) -> bool:
@@ -265,7 +274,7 @@ class GradientReducer:
             lacking = frozenset(index for index in unused if index in watched)
             if not self._unbucketed.has_found:
                 unused.add(self._sparse_found)
-            if not self._gives_up and lacking == self._agreed_missing:
+            if not self._gives_up and not self._late and lacking == self._agreed_missing:
                 unused.add(self._others_missing)
             remaining = self._tracker.end()
             try:
@@ -285,6 +294,7 @@ class GradientReducer:
             finally:
                 self._values.forget()
             self._finish_unbucketed(seen)
+        self._absent = [index for index in unused if index in self._all and not self._values.exists(index)]
         self._reduced.update(index for index in self._gains if self._values.exists(index))
 
     def give_up(self) -> None:
@@ -306,12 +316,24 @@ class GradientReducer:
     def synchronize(self) -> None:
         """Reduce gradients now if the next step needs it: nothing to do after a backward that reduced.
 
-        A rank that ran no backward, for want of a loss, joins the reduction of the others here.
+        A rank that ran no backward, for want of a loss, joins the reduction of the others here. All gradients are
+        reduced again if some were put in by hand after those of backward: raises MismatchError, on all ranks, if only
+        some ranks did.
         """
         if self._tracker.active:  # a backward raised before its end, and was caught; the others wait for this rank
             self.end()
         if self._tracker.must_reduce:
             self.reduce()
+        elif late := self.late():
+            self._late = self.gradients[late[0]].name
+            try:
+                self.reduce()
+            finally:
+                self._late = ""
+
+    def late(self) -> list[int]:
+        """Return the gradients that are there now, but that no rank had when gradients were reduced last."""
+        return [index for index in self._absent if self._values.exists(index)]
 
     def reduce(self) -> None:
         """Reduce gradients now, whether or not that is needed. Collective."""
@@ -400,7 +422,7 @@ class GradientReducer:
 
     def _check_missing(self, lacking: frozenset[int] | None) -> bool:
         names = [gradient.name for gradient in self.gradients]
-        return check_missing(self.ranks, names, lacking, gave_up=self._gives_up)
+        return check_missing(self.ranks, names, lacking, gave_up=self._gives_up, late=self._late)
 
     def _drop(self, index: int) -> None:
         """Leave a parameter without a gradient: this rank has but a part of it."""

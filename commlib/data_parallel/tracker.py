@@ -30,6 +30,8 @@ class Tracker:
         """Gradients were accumulated that no reduction has seen."""
         self._reduced = False
         """At least one reduction since the last step."""
+        self.accumulated: set[int] = set()
+        """The parameters of passes that no reduction has seen."""
         self._reducing = False
         self._eager = True
         self._ready: dict[int, None] = {}  # a set that keeps its order
@@ -121,8 +123,10 @@ class Tracker:
         remaining = range(self._next, len(self._members)) if self._reducing else range(0)
         if self._reducing:
             self._passes, self._local, self._reduced = 0, False, True
+            self.accumulated.clear()
         else:
             self._local = True
+            self.accumulated.update(self._ready)
         self._active = self._reducing = False
         return remaining
 
@@ -137,6 +141,7 @@ class Tracker:
         """
         self._active = self._reducing
         self._passes, self._local, self._reduced = 0, False, False
+        self.accumulated.clear()
 
     def _start(self, *, reducing: bool, eager: bool) -> None:
         self._active, self._reducing, self._eager = True, reducing, eager

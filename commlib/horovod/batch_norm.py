@@ -10,12 +10,15 @@ from __future__ import annotations
 
 import itertools
 import weakref
+from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import SupportsFloat
+from typing import Any, SupportsFloat
 
 import numpy as np
 
+from commlib.data_parallel.parameter_check import check_agreement
 from commlib.dtypes import Array
+from commlib.horovod.broadcast import NamedRanks
 from commlib.horovod.operations import start_allgather
 from commlib.horovod.process_sets import ProcessSet, global_process_set
 
@@ -27,6 +30,14 @@ def next_layer(process_set: ProcessSet | None) -> int:
     """Return the number of a new layer of a process set; None is all ranks. Its operations are known by it."""
     everyone = global_process_set if process_set is None else process_set
     return next(_numbers.setdefault(everyone, itertools.count()))
+
+
+def compare_layer(name: str, process_set: ProcessSet | None, options: Mapping[str, Any]) -> None:
+    """Compare what ranks say of a layer that they share, before they use it first. Collective, by its name.
+
+    Raises MismatchError on all ranks, with the first option that differs.
+    """
+    check_agreement(NamedRanks(name, process_set), name, [f"{option}: {value}" for option, value in options.items()])
 
 
 @dataclass(frozen=True, slots=True)

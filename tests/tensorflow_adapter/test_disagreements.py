@@ -12,6 +12,7 @@ import pytest
 from commlib.errors import MismatchError
 from commlib.expert.experts import Experts
 from commlib.tensor import Column, Row
+from commlib_tensorflow import SyncBatchNormalization
 from commlib_tensorflow.expert import MoE
 from commlib_tensorflow.tensor import ColumnDense, ParallelMLP, VocabularyEmbedding, parallelize
 from commlib_tensorflow.tensor import vocabulary_cross_entropy as loss
@@ -41,6 +42,10 @@ def swapped(odd: bool, make: Callable[[], Any]) -> None:
     one(other(x()))
 
 
+def normalised(momentum: float) -> None:
+    SyncBatchNormalization(momentum=momentum)(x(), training=True)
+
+
 def crossed(comm: Any, **options: Any) -> None:
     loss(np.ones((3, 4), np.float32), np.array([0, 1, 2]), comm, **options)
 
@@ -57,6 +62,7 @@ CASES: dict[str, tuple[str, Callable[[Any, bool], object]]] = {
     "ignored": ("ignore_index: -100.*: 1", lambda c, odd: crossed(c, ignore_index=1 if odd else -100)),
     "top_k": ("top_k: 2.*top_k: 1", lambda c, odd: mixture(c, top_k=1 if odd else 2)),
     "capacity": ("capacity_over: 'rank'.*'all'", lambda c, odd: mixture(c, capacity_over="all" if odd else "rank")),
+    "batch norm": ("momentum: 0.5.*momentum: 1", lambda c, odd: normalised(0.5 + odd / 2)),
     "order of mixtures": ("layer .* but 'layer", lambda c, odd: swapped(odd, lambda: mixture(c))),
 }
 

@@ -141,20 +141,134 @@ def test_gradients_put_there_by_hand(comm: Any) -> None:
 
 
 @pytest.mark.ranks(min=2)
-def test_a_step_within_backward_is_refused(comm: Any) -> None:
-    """A hook that steps each parameter by itself came before the reduction, and ranks parted."""
+@pytest.mark.parametrize("op", ["mean", "sum"])
+@pytest.mark.parametrize("wrapper", ["optimizer", "closure", "module"])
+def test_a_gradient_put_there_by_hand_after_a_backward(comm: Any, wrapper: str, op: str) -> None:
+    """Where a backward had reduced others in the same step it stayed this rank's own, and ranks parted."""
+    network, alone = model(), model()
+    factor = comm.size if op == "sum" else 1
+    plain, other = torch.optim.SGD(network.parameters(), lr=0.1), torch.optim.SGD(alone.parameters(), lr=0.1)
+    called: Any = DataParallel(network, op=op) if wrapper == "module" else network
+    if wrapper != "module":
+        DistributedOptimizer(plain, network.named_parameters(), op=op)
+    for step in range(3):
+        for own, optimizer, rows in ((called, plain, mine(comm, batch(comm, step))), (alone, other, batch(comm, step))):
+            layers: Any = next(iter(own.children())) if wrapper == "module" and own is called else own
+            assert isinstance(layers, nn.Sequential)
+            scale = 1 if own is called else factor
+
+            def closure(
+                optimizer: Any = optimizer, layers: Any = layers, rows: Any = rows, scale: int = scale
+            ) -> Tensor:
+                optimizer.zero_grad()
+                aside = scale * layers[4](rows[1].repeat(1, 3)[:, :8]).square().mean()
+                gradients = torch.autograd.grad(aside, list(layers[4].parameters()))
+                loss: Tensor = scale * layers[:4](rows[0]).square().mean()
+                loss.backward()
+                for parameter, gradient in zip(layers[4].parameters(), gradients, strict=True):
+                    parameter.grad = gradient
+                return loss
+
+            if wrapper == "closure":
+                optimizer.step(closure)
+                continue
+            closure()
+            if optimizer is plain and wrapper == "module":
+                with pytest.raises(UsageError, match=r"4\.(weight|bias) was put into \.grad by hand, after backward"):
+                    optimizer.step()
+                called.synchronize()
+            optimizer.step()
+    assert_close(parameters_of(network), parameters_of(alone), 1e-11)
+    assert_same_everywhere(comm, parameters_of(network))
+
+
+@pytest.mark.ranks(min=2)
+def test_a_gradient_put_there_by_hand_on_one_rank_only(comm: Any) -> None:
+    """The others did not reduce it: it was this rank's alone. Now all are told, and go on with the next step."""
     network = model()
+    optimizer = DistributedOptimizer(torch.optim.SGD(network.parameters(), lr=0.1), network.named_parameters())
+    for step in range(2):
+        optimizer.zero_grad()
+        network[:4](mine(comm, batch(comm, step))[0]).square().mean().backward()
+        if comm.rank == 1:
+            network[4].bias.grad = torch.ones(3, dtype=torch.float64)
+            with pytest.raises(MismatchError, match=r"4\.bias was put into .* on ranks \[1\], but not on ranks \[0"):
+                optimizer.step()
+        else:
+            optimizer.step()
+            optimizer.zero_grad()
+            with pytest.raises(MismatchError, match=r"4\.bias was put into .* on ranks \[1\], but not on ranks \[0"):
+                loss_of(network, mine(comm, batch(comm, step))).backward()
+    optimizer.zero_grad()
+    loss_of(network, mine(comm, batch(comm))).backward()
+    assert_same_everywhere(comm, gradients_of(network))
+
+
+@pytest.mark.ranks(min=2)
+def test_a_step_with_what_no_sync_accumulated(comm: Any) -> None:
+    """With DataParallel each rank stepped by itself without a word. One that means it steps under no_sync, too."""
+    network, alone, head = model(), model(), nn.Linear(3, 1).double()
     called = DataParallel(network)
+    plain, other = (torch.optim.SGD(each.parameters(), lr=0.1) for each in (network, alone))
+    beside = torch.optim.SGD(head.parameters(), lr=0.1)
+    with called.no_sync():
+        head(called(mine(comm, batch(comm))[0])).mean().backward()
+    beside.step()
+    for parameter in network.parameters():
+        parameter.grad = None  # given up, which nobody hears of
+    plain.step()
+    with called.no_sync():
+        loss_of(called, mine(comm, batch(comm))).backward()
+    with pytest.raises(UsageError, match=r"0\.weight was accumulated under no_sync"):
+        plain.step()
+    called.synchronize()
+    plain.step()
+    loss_of(alone, batch(comm)).backward()
+    other.step()
+    assert_close(parameters_of(network), parameters_of(alone), 1e-11)
+    plain.zero_grad()
+    with called.no_sync():
+        loss_of(called, mine(comm, batch(comm, 1))).backward()
+        plain.step()  # local, and said so
+    plain.zero_grad()
+    loss_of(called, mine(comm, batch(comm, 1))).backward()
+    plain.step()
+
+
+@pytest.mark.ranks(min=2)
+@pytest.mark.parametrize("wrapper", ["optimizer", "module"])
+@pytest.mark.parametrize("first", ["hook", "wrapper"])
+def test_a_step_within_backward_is_refused(comm: Any, wrapper: str, first: str) -> None:
+    """A hook that steps each parameter by itself came before the reduction, and ranks parted."""
+    network = nn.Linear(6, 3, bias=False).double()  # the only one: nothing tells of it but its own step
     own = {parameter: torch.optim.SGD([parameter], lr=0.1) for parameter in network.parameters()}
+
+    def step(parameter: Any) -> None:
+        own[parameter].step()
+        parameter.grad = None
+
+    def hook() -> list[Any]:
+        return [p.register_post_accumulate_grad_hook(step) for p in network.parameters()]
+
+    hooks = hook() if first == "hook" else []
+    called: Any = network
+    if wrapper == "module":
+        called = DataParallel(network)
+    else:
+        distributed = DistributedOptimizer(torch.optim.SGD(network.parameters(), lr=0.1), network.named_parameters())
+    hooks = hooks or hook()
     local = nn.Linear(2, 2)
     beside = torch.optim.SGD(local.parameters(), lr=0.1)
     local(torch.ones(1, 2)).sum().backward()
     beside.step()  # of another model
-    hooks = [p.register_post_accumulate_grad_hook(lambda p: own[p].step()) for p in network.parameters()]
-    with pytest.raises(UsageError, match="within backward"):
+    before = parameters_of(network)
+    with pytest.raises(UsageError, match=r"within backward, in a hook of weight say"):
         loss_of(called, mine(comm, batch(comm))).backward()
-    for hook in hooks:
-        hook.remove()
+    assert_close(parameters_of(network), before, 0)
+    for one in hooks:
+        one.remove()
+    if wrapper == "optimizer":
+        distributed.zero_grad()
     network.zero_grad()
     loss_of(called, mine(comm, batch(comm))).backward()
     assert_same_everywhere(comm, gradients_of(network))

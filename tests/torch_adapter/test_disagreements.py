@@ -12,6 +12,7 @@ from torch import nn
 from commlib.errors import MismatchError
 from commlib.expert.experts import Experts
 from commlib.tensor import Column, Row
+from commlib_torch import DataParallel, DistributedOptimizer, SyncBatchNorm
 from commlib_torch.expert import MoE, expertize
 from commlib_torch.tensor import (
     ColumnLinear,
@@ -53,6 +54,13 @@ def divided(comm: Any, **options: Any) -> None:
     parallelize(model(), comm, PLAN, **options)
 
 
+def wrapped(network: nn.Module, odd: bool) -> None:
+    if odd:
+        DataParallel(network)
+    else:
+        DistributedOptimizer(torch.optim.SGD(network.parameters()), network.named_parameters())
+
+
 def column(comm: Any) -> nn.Module:
     return ColumnLinear(8, 8, comm, style=Column(gather=True))
 
@@ -91,6 +99,9 @@ CASES: dict[str, tuple[str, Callable[[Any, bool], object]]] = {
     "scores": ("scores", lambda c, odd: mixture(c, scores="sigmoid" if odd else "softmax")),
     "bias_rate": ("bias_rate", lambda c, odd: mixture(c, bias_rate=0.1 if odd else 0.0)),
     "order of mixtures": ("layer .* on rank 0 but 'layer", lambda c, odd: swapped(c, odd, lambda: mixture(c))),
+    "wrapper": ("'DistributedOptimizer' on rank 0 but 'DataParallel'", lambda c, odd: wrapped(model(), odd)),
+    "op": ("is 'op=mean' on rank 0 but 'op=sum'", lambda c, odd: DataParallel(model(), op="sum" if odd else "mean")),
+    "batch norm": ("momentum: 0.1.*momentum: 0.2", lambda c, odd: SyncBatchNorm(8, momentum=0.1 + odd / 10)(x()[0])),
     "expertize": ("z_weight", lambda c, odd: replaced(c, z_weight=0.1 if odd else 0.0)),
 }  # fmt: skip
 
