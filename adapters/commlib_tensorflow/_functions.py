@@ -7,7 +7,7 @@ where it is split: a tape has the gradients of inputs and weights at once.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -74,7 +74,7 @@ class StageFunctions:
         """Of the regularised weights; see `_regularize`."""
 
     def record(
-        self, weights: Any, state: Any, given: Named, target: Any, sample_weight: Any, shares: Any, *, has_loss: bool
+        self, weights: Any, state: Any, given: Named, target: Any, sample_weight: Any, *, has_loss: bool
     ) -> tuple[tuple[Named, Any, Any, list[Any], list[tf.Tensor]], Recorded]:
         """Return what `forward` does in training, and its activations, for a backward that computes nothing again."""
         wanted = [name for name in self._wanted if given[name].dtype.is_floating]
@@ -82,13 +82,12 @@ class StageFunctions:
         with tf.GradientTape(watch_accessed_variables=False) as tape:
             tape.watch(sources)
             made = self.forward(weights, state, given, target, sample_weight, training=True, has_loss=has_loss)
-            scaled = _scaled(made[1:3], shares)
-        return made, Recorded(tape, made[0], scaled, sources, wanted)
+        return made, Recorded(tape, made[0], made[1:3], sources, wanted)
 
     def _forward(
         self, weights: Any, state: Any, given: Named, target: Any, sample_weight: Any, *, training: bool, has_loss: bool
     ) -> tuple[Named, Any, Any, list[Any], list[tf.Tensor]]:
-        """Return the results, the loss, what layers add to it, what they write, and the products, if these are kept.
+        """Return the results, the loss, those that layers add, what they write, and the products, if these are kept.
 
         None where there is none.
         """
@@ -120,8 +119,7 @@ class StageFunctions:
             tape.watch(sources)
             results, extra, _ = self.call(weights, state, given, training=True)
             loss = self._loss_of(results, target, sample_weight) if self._outputs and has_loss else None
-            scaled = _scaled([loss, extra], shares)
-        found = _gradients(tape, results, gradients, scaled, sources)
+        found = _gradients(tape, results, gradients, [loss, extra], shares, sources)
         count = len(weights) if wants_weights else 0
         return found[:count], dict(zip(wanted, found[count:], strict=True))
 
@@ -135,7 +133,7 @@ class StageFunctions:
         return tf.add_n([tf.cast(loss, tf.float64) for loss in losses]), tape.gradient(scaled, weights)
 
     def call(self, weights: Any, state: Any, given: Named, *, training: bool) -> tuple[Named, Any, list[Any]]:
-        """Return results, the sum of what layers added as losses, and the new values of `variables`.
+        """Return results, the losses that layers added (a vector, or None), and the new values of `variables`.
 
         None for what did not change.
         """
@@ -154,7 +152,7 @@ class StageFunctions:
             else:
                 self.again.traced(given, graph.get_operations()[count:])
         changed = [None if after[id(v)] is before[id(v)] else after[id(v)] for v in self.variables]
-        return results, tf.add_n(losses) if losses else None, changed
+        return results, tf.stack(losses) if losses else None, changed
 
     def _loss_of(self, results: Named, target: Any, sample_weight: Any) -> Any:
         if self._loss is None:
@@ -173,29 +171,27 @@ class Recorded:
 
     tape: Any
     results: Named
-    scaled: list[tf.Tensor]
+    losses: Sequence[tf.Tensor | None]
     sources: list[tf.Tensor]
     wanted: list[str]
 
-    def backward(self, gradients: Named) -> tuple[list[Any], Named]:
-        """Return the gradients of the weights and of the inputs, given those of results."""
-        found = _gradients(self.tape, self.results, gradients, self.scaled, self.sources)
+    def backward(self, gradients: Named, shares: Any) -> tuple[list[Any], Named]:
+        """Return the gradients of the weights and of the inputs, given those of results and the shares of losses."""
+        found = _gradients(self.tape, self.results, gradients, self.losses, shares, self.sources)
         count = len(self.sources) - len(self.wanted)
         return found[:count], dict(zip(self.wanted, found[count:], strict=True))
 
 
-def _scaled(losses: Iterable[Any], shares: Any) -> list[tf.Tensor]:
-    """Return losses times their shares. They are scaled, and not the gradients: what is too small for them is kept."""
-    return [loss * tf.cast(shares[place], loss.dtype) for place, loss in enumerate(losses) if loss is not None]
-
-
 def _gradients(
-    tape: Any, results: Named, gradients: Named, losses: Sequence[tf.Tensor], sources: Sequence[tf.Tensor]
-) -> list[tf.Tensor | None]:
-    roots = [*(results[name] for name in gradients), *losses]
+    tape: Any, results: Named, gradients: Named, losses: Sequence[tf.Tensor | None], shares: Sequence[tf.Tensor],
+    sources: Sequence[tf.Tensor],
+) -> list[tf.Tensor | None]:  # fmt: skip
+    """Return gradients of results and of losses times their shares: what is too small for gradients alone is kept."""
+    pairs = [(loss, share) for loss, share in zip(losses, shares, strict=True) if loss is not None]
+    roots = [*(results[name] for name in gradients), *(loss for loss, _ in pairs)]
     if not roots:
         return [None] * len(sources)
-    starts = [*gradients.values(), *(tf.ones((), loss.dtype) for loss in losses)]
+    starts = [*gradients.values(), *(tf.cast(share, loss.dtype) for loss, share in pairs)]
     found = tape.gradient(roots, list(sources), output_gradients=starts)
     return [None if gradient is None else tf.convert_to_tensor(gradient) for gradient in found]
 

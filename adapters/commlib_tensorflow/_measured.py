@@ -36,10 +36,11 @@ def _measure(number: int, part: Part, cut: Cut, values: Named, call: float) -> t
     weights, state = ([tf.convert_to_tensor(v.value) for v in own] for own in (functions.trainable, functions.state))
     arguments: tuple[Any, ...] = (weights, state, given)
     forward = _seconds(lambda: functions.forward(*arguments, None, None, training=True, has_loss=False))
-    results: Named = functions.forward(*arguments, None, None, training=True, has_loss=False)[0]
+    made = functions.forward(*arguments, None, None, training=True, has_loss=False)
+    results: Named = made[0]
     values |= results
     gradients = {name: tf.ones_like(result) for name, result in results.items() if result.dtype.is_floating}
-    shares = tf.ones(2, tf.float64)
+    shares = tf.ones((), tf.float64), tf.ones(0 if made[2] is None else len(made[2]), tf.float64)
 
     def backward(*, inputs: bool) -> Callable[[], Any]:
         return lambda: functions.backward(

@@ -24,6 +24,7 @@ from commlib_tensorflow._on_device import array_of, tensors_of
 from commlib_tensorflow._parts import Part
 from commlib_tensorflow._placement import Place
 from commlib_tensorflow._replicas import StageReduction
+from commlib_tensorflow._rows_look import RowsLook
 from commlib_tensorflow._values import Values as VariableValues
 from commlib_tensorflow.devices import device_of
 
@@ -85,8 +86,8 @@ class Batch:
     where the last one is; so are weights, what each loss counts in that of the batch, and shares, what it counts in an
     update; and looks, whether outputs of some microbatches are kept to look at their loss together. rows: of each
     microbatch, everywhere, and row_shares: what they count in an update. scale: what gradients, but not the loss, are
-    multiplied by. losses, extras (what layers add, by stage and microbatch), penalties (what regularisers add, by
-    stage) and outputs are filled by stages; so are gradients, by the id of the variable.
+    multiplied by. losses, extras (those that layers add, and whether each is a sum, by stage and microbatch), penalties
+    (what regularisers add, by stage) and outputs are filled by stages; so are gradients, by the id of the variable.
     reduction: what reduces these over replicas, if that is done by stages.
     """
 
@@ -103,7 +104,7 @@ class Batch:
     has_loss: bool = False
     keeps_outputs: bool = False
     losses: dict[int, tf.Tensor] = field(default_factory=dict)
-    extras: dict[tuple[int, int], tf.Tensor] = field(default_factory=dict)
+    extras: dict[tuple[int, int], tuple[tf.Tensor, Sequence[bool]]] = field(default_factory=dict)
     outputs: dict[int, list[tf.Tensor]] = field(default_factory=dict)
     penalties: dict[int, float] = field(default_factory=dict)
     gradients: dict[int, tf.Tensor] = field(default_factory=dict)
@@ -145,7 +146,8 @@ class TensorflowStage:
     takes, gives: the names of the values of each link, by the other stage. outputs: the names of the model's outputs,
     on the last stage; masks: of the masks that some of them have. again: backwards compute their forward again, instead
     of keeping its activations; keeps_products: but not its products. statistics: what makes moving statistics those of
-    whole batches, if they are to be. versions: weights are updated while a batch is under way.
+    whole batches, if they are to be. versions: weights are updated while a batch is under way. checks_rows:
+    microbatches are to give what the batch would.
     """
 
     def __init__(
@@ -162,7 +164,9 @@ class TensorflowStage:
         keeps_products: bool,
         statistics: WholeBatchStatistics | None,
         versions: bool,
+        checks_rows: bool,
     ) -> None:
+        self._checks_rows = checks_rows
         self.number, self.part, self._takes, self._gives = number, part, takes, gives
         self._again, self._keeps_products, self._statistics = again, keeps_products, statistics
         self._outputs, self._masks, self._values, self._versions = outputs, masks, values, versions
@@ -194,10 +198,17 @@ class TensorflowStage:
         )  # fmt: skip
         """What is computed."""
         self._update, self._eager = update, eager
+        self._look = RowsLook(self.number, self.part, checks=self._checks_rows)
+
+    @property
+    def fault(self) -> str:
+        """What is wrong with taking microbatches instead of the batch, if that was seen; else ""."""
+        return self._look.fault
 
     def clear(self) -> None:
         """Forget what is under way."""
         self._kept.clear()
+        self._look.end()
         self.batch = Batch()
 
     # What the runner calls
@@ -211,19 +222,24 @@ class TensorflowStage:
             given.update(zip(self._takes[source], tensors, strict=True))
         functions = self.functions
         weights, state = self._values.read(functions.trainable), self._values.read(functions.state)
+        before = state
         statistics = self._statistics if batch.is_training else None
         if statistics is not None:
             state = statistics.hide(functions.state, state)
         arguments, recorded = (weights, state, given, *self._target(microbatch)), None
         if batch.is_training and not self._again:
             has_loss = batch.has_loss_of(microbatch)
-            made, recorded = functions.record(*arguments, self._shares(microbatch), has_loss=has_loss)
+            made, recorded = functions.record(*arguments, has_loss=has_loss)
         else:
             made = functions.forward(*arguments, training=batch.is_training, has_loss=batch.has_loss_of(microbatch))
         results, loss, extra, changed, products = made
         if batch.is_training:
             kept = self._kept[microbatch] = _Kept(weights, state, given, products, recorded=recorded)
             kept.marks = () if functions.again is None else functions.again.marks
+        if batch.has_loss:
+            count = batch.rows[microbatch]
+            now = [old if new is None else new for old, new in zip((*weights, *state), changed, strict=True)]
+            self._look.see(functions, count, given, (weights, before, now), extra, training=batch.is_training)
         # What came in a message lies in memory that the next one may use.
         arrays = _of_messages([tensor for values in inputs.values() for tensor in values.tensors])
         changed = [None if value is None else _own(value, arrays) for value in changed]
@@ -233,7 +249,7 @@ class TensorflowStage:
         if loss is not None:
             batch.losses[microbatch] = _own(loss, arrays)
         if extra is not None:
-            batch.extras[self.number, microbatch] = _own(extra, arrays)
+            batch.extras[self.number, microbatch] = _own(extra, arrays), self._look.sums(extra, batch.is_training)
         if self._outputs and (batch.keeps_outputs or (batch.looks and self._is_looked_at(results))):
             batch.outputs[microbatch] = [_own(results[name], arrays) for name in (*self._outputs, *self._masks)]
         sent = {name: _own(results[name], arrays) for name in self._sent}
@@ -244,7 +260,7 @@ class TensorflowStage:
         kept = self._kept.pop(microbatch)
         kept.gradients = self._summed(gradients)
         if kept.recorded is not None:
-            of_weights, of_inputs = kept.recorded.backward(kept.gradients)
+            of_weights, of_inputs = kept.recorded.backward(kept.gradients, self._shares(microbatch))
         else:
             of_weights, of_inputs = self._differentiate(microbatch, kept, weights=True, inputs=bool(self._takes))
         self._add(of_weights, kept)
@@ -304,11 +320,13 @@ class TensorflowStage:
             return None, None
         return batch.targets[microbatch], batch.sample_weights[microbatch]
 
-    def _shares(self, microbatch: int) -> tf.Tensor:
-        """Return what the gradients of a microbatch's loss, and of what layers add to it, are multiplied by."""
+    def _shares(self, microbatch: int) -> tuple[tf.Tensor, tf.Tensor]:
+        """Return what the gradients of a microbatch's loss, and of those that layers add, are multiplied by."""
         batch = self.batch
         share = batch.shares[microbatch] if batch.shares else 0.0
-        return tf.constant([share * batch.scale, batch.row_shares[microbatch] * batch.scale], tf.float64)
+        _, sums = batch.extras.get((self.number, microbatch), (None, ()))
+        of_added = np.where(np.array(sums, bool), 1.0, batch.row_shares[microbatch]) * batch.scale
+        return tf.constant(share * batch.scale, tf.float64), tf.constant(of_added, tf.float64)
 
     def _differentiate(
         self, microbatch: int, kept: _Kept, *, weights: bool, inputs: bool

@@ -133,6 +133,7 @@ class Steps:
             keeps_products=self._keeps_products,
             statistics=self._statistics,
             versions=self._updates,
+            checks_rows=self._weigher.is_checked,
         )
 
     def losses_of(self, loss: Any) -> LossWeights:
@@ -336,7 +337,8 @@ class Steps:
                 batch.penalties[number] = stage.regularization(gradients=flushes)
         own = sum(value for _, value in sorted(batch.penalties.items()))
         of_rows = shares(batch.rows)
-        own += sum(float(value) * of_rows[number] for (_, number), value in sorted(batch.extras.items()))
+        for (_, number), (values, sums) in sorted(batch.extras.items()):
+            own += float(np.where(np.array(sums, bool), 1.0, of_rows[number]) @ to_array(values))
         if batch.losses:
             assert batch.weights is not None
             in_batch = batch.weights.in_batch()
@@ -349,7 +351,8 @@ class Steps:
                 batch.gradients = batch.reduction.finish(batch.gradients)
             for key, gradient in batch.gradients.items():
                 self.gradients[key] = self.gradients[key] + gradient if key in self.gradients else gradient
-        fault = self._fault(batch) if batch.looks else ""
+        fault = next((stage.fault for stage in self.stages.values() if stage.fault), "")
+        fault = fault or (self._fault(batch) if batch.looks else "")
         has_any = bool(batch.losses or batch.extras or any(one.functions.regularized for one in self.stages.values()))
         told = self.pipe.comm.all_gather(np.array([[own, float(bool(fault)), float(has_any)]]))
         if told[:, 1].any():

@@ -201,8 +201,8 @@ def check_batch(
     """Compare what a pipeline predicts for a batch with what the whole model does of its microbatches. Collective.
 
     variables: of the whole model, to compute with; values: what they are in the pipeline. loss: as it was compiled, or
-    None; it is compared, too, where the batch has a target, and layers add nothing. Raises UsageError on all ranks
-    if anything differs.
+    None; it is compared, too, with what layers add, where the batch has a target. Raises UsageError on all ranks if
+    anything differs.
     """
     x, y = given(batch)
     graph, whole = steps.graph, dict[str, Array]()
@@ -215,10 +215,10 @@ def check_batch(
         made = [graph(nest(taken(inputs, part)), training=False) for part in parts if part.start < part.stop]
         outputs = [tf.concat(own, 0) for own in zip(*map(keras.tree.flatten, made), strict=True)]
         whole |= {f"the output {name}": to_array(one) for name, one in zip(graph.output_names, outputs, strict=True)}
-        has_loss = loss is not None and y is not None and not graph.losses
+        has_loss = loss is not None and y is not None
         if has_loss:
             value = loss(as_tensors(y), keras.tree.flatten(graph(nest(inputs), training=False)), None)
-            whole["the loss"] = np.array(float(value))
+            whole["the loss"] = np.array(float(value) + float(_sum(graph.losses)))
     with untouched([graph], list(steps.variables.values())):
         came = steps.shared(steps.run(x, None, None, has_loss=False, keeps_outputs=True).outputs)
     own = {f"the output {name}": to_array(one) for name, one in zip(graph.output_names, came, strict=True)}

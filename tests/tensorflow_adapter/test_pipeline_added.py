@@ -123,3 +123,43 @@ def test_a_shared_weight_that_one_rank_freezes(comm: Any) -> None:
     pipe.compile("sgd", "mse")
     pipe.step(*batch(8))
     pipe.close()
+
+
+@pytest.mark.parametrize("in_training", [False, True])
+def test_losses_that_layers_add(comm: Any, in_training: bool) -> None:
+    """A sum over rows counted 1 / microbatches: 2.16 instead of 4.95."""
+
+    def make() -> Any:
+        return adding("sum", "mean", "sum", in_training=in_training)
+
+    assert_is_that_of_one_process(comm, make, *batch(13), loss="mse", schedule="1f1b" if in_training else "zb_h1")
+
+
+@pytest.mark.parametrize("kind", ["both", "positive"])
+def test_added_losses_that_are_neither_mean_nor_sum(comm: Any, kind: str) -> None:
+    pipe = pipeline(adding("mean", kind), comm, microbatches=4, loss="mse", optimizer="sgd")
+    for _ in range(2):
+        with pytest.raises(UsageError, match="a loss that a layer of stage"):
+            pipe.fit(*batch(8), verbose=0)
+    pipe.close()
+    assert_is_that_of_one_process(comm, lambda: adding("sum", "mean"), *batch(13), loss="mse", weigh="rows")
+
+
+class Centred(keras.layers.Layer):  # type: ignore[misc]  # Keras has no types
+    """Subtracts the mean of all rows."""
+
+    def call(self, x: Any) -> Any:
+        return x - keras.ops.mean(x, 0, keepdims=True)
+
+
+def test_a_layer_that_mixes_rows(comm: Any) -> None:
+    """It saw a microbatch instead of the batch, without a word."""
+    own = [keras.Input((WIDTH,)), keras.layers.Dense(WIDTH, "tanh"), Centred(), keras.layers.Dense(WIDTH)]
+    pipe = pipeline(filled(keras.Sequential(own)), comm, microbatches=4, loss="mse", optimizer="sgd")
+    for _ in range(2):
+        with pytest.raises(UsageError, match="mixes the rows of a batch"):
+            pipe.fit(*batch(8), verbose=0)
+    pipe.close()
+    pipe = pipeline(filled(keras.Sequential(own)), comm, microbatches=4, loss="mse", optimizer="sgd", weigh="rows")
+    pipe.fit(*batch(8), verbose=0)
+    pipe.close()
