@@ -38,13 +38,13 @@ class FirstBatch:
 
     The outputs and buffers of both are compared on the first microbatch, in training and in evaluation mode, forward
     and without gradients, on copies, which have the weights that the pipeline has then. Nothing of the models changes,
-    nor of random numbers. A model that has weights on the meta device is not compared.
+    nor of random numbers. spreads: as `called` has it. A model that has weights on the meta device is not compared.
 
         fault = FirstBatch(model, cut, own=[0]).fault(((x,), {}))
     """
 
-    def __init__(self, model: nn.Module, cut: Cut, own: list[int]) -> None:
-        self._model, self._cut = model, cut
+    def __init__(self, model: nn.Module, cut: Cut, own: list[int], *, spreads: bool = False) -> None:
+        self._model, self._cut, self._spreads = model, cut, spreads
         self._own = [cut.parts[stage] for stage in own]
         self._dtypes = self._float_types()
         self.unable = ""
@@ -114,7 +114,7 @@ class FirstBatch:
                 )
         copied = self._copied([self._model])[0]
         names = named_modules(copied) if records else {}
-        run = partial(called, copied, spreads=False)
+        run = partial(called, copied, spreads=self._spreads)
         with _as_it_is(self._model):
             return forward_run(copied, run, self._moved(call), names, training=training)
 
@@ -128,9 +128,12 @@ class FirstBatch:
             run = partial(through, parts, self._cut.values)
             return forward_run(parts, run, self._moved(call), names, training=training)
 
+    def _copies(self, models: list[nn.Module]) -> list[nn.Module]:
+        return copy_of(models)
+
     def _copied(self, models: list[nn.Module]) -> list[nn.Module]:
         """Return copies that compute where the pipeline does, with the weights that it has now."""
-        copies = copy_of(models)
+        copies = self._copies(models)
         self._move(copies)
         begun, now = _state(self._model), dict[int, Tensor]()
         for part in self._own:  # weights may have been replaced there, and another stage may have the same ones

@@ -21,6 +21,7 @@ from commlib_torch._batches import arguments
 from commlib_torch._bridge import host_array
 from commlib_torch._copies import copy_of, in_mode_of_all, same_random_numbers
 from commlib_torch._parts import Cut
+from commlib_torch._shared_objects import SharedObjects
 from commlib_torch._whole import called, cut_run, first_names, named_modules, named_values, tolerance_of, whole_run
 from commlib_torch.expert.losses import keepers_in
 
@@ -48,7 +49,9 @@ class Alone:
         return [value]
 
 
-def check_with_example(comm: Communicator, model: Any, cut: Cut, example: Any, *, spreads: bool) -> None:
+def check_with_example(
+    comm: Communicator, model: Any, cut: Cut, example: Any, *, shared: SharedObjects, spreads: bool
+) -> None:
     """Compare stages with the whole model on an example, on rank 0, in training and in evaluation mode.
 
     Raises UsageError on all ranks if anything differs. Where a mode cannot run with the example, as batch norm cannot
@@ -57,7 +60,7 @@ def check_with_example(comm: Communicator, model: Any, cut: Cut, example: Any, *
 
     def check() -> None:
         if comm.rank == 0:
-            errors = [_checked(model, cut, example, spreads, training) for training in (True, False)]
+            errors = [_checked(model, cut, example, shared, spreads, training) for training in (True, False)]
             failed = [error for error in errors if error is not None]
             if len(failed) == 2:
                 warnings.warn(
@@ -69,26 +72,29 @@ def check_with_example(comm: Communicator, model: Any, cut: Cut, example: Any, *
     together(comm, check)
 
 
-def _checked(model: Any, cut: Cut, example: Any, spreads: bool, training: bool) -> Exception | None:
+def _checked(
+    model: Any, cut: Cut, example: Any, shared: SharedObjects, spreads: bool, training: bool
+) -> Exception | None:
     """Return why the whole model cannot run, if it cannot."""
     call = arguments(example)
     try:
         whole = whole_run(model, call, spreads=spreads, training=training)
     except Exception as error:
         return error
-    own = _run_of_cut(model, cut, call, training)
+    own = _run_of_cut(model, cut, call, shared, training)
     how = _how(training)
-    compare_with_whole(Alone(), whole, own, when=how, tolerance=tolerance_of(model), every=False)
+    compare_with_whole(Alone(), whole, own, when=how, tolerance=tolerance_of(model), every=False, hint=shared.hint)
     return None
 
 
-def _run_of_cut(model: Any, cut: Cut, call: Any, training: bool) -> Run:
+def _run_of_cut(model: Any, cut: Cut, call: Any, shared: SharedObjects, training: bool) -> Run:
+    parts = shared.copies(cut.parts) if shared.exist else copy_of(list(cut.parts))
     try:
-        return cut_run(cut, first_names(model), call, training=training)
+        return cut_run(parts, cut.values, first_names(model), call, training=training)
     except Exception as error:
         said = f"{type(error).__name__}: {error}"
         raise UsageError(
-            f"pipeline: the cut model fails {_how(training)}, and the whole one does not: {said}"
+            f"pipeline: the cut model fails {_how(training)}, and the whole one does not: {said}{shared.hint}"
         ) from error
 
 
@@ -105,6 +111,7 @@ def verify_cut(
     loss: Any,
     updates: bool,
     make: Callable[[Cut, Any], Steps],
+    shared: SharedObjects,
     spreads: bool,
 ) -> None:
     """Compare stages with the whole model on a batch: one after another in both modes, then in a step in evaluation.
@@ -118,8 +125,8 @@ def verify_cut(
     check_agreement(comm, "verify", _lines(batch, model))
     for training in (True, False):
         whole = together(comm, partial(whole_run, model, call, spreads=spreads, training=training))
-        own = together(comm, partial(_run_of_cut, model, cut, call, training))
-        compare_with_whole(comm, whole, own, when=_how(training), tolerance=tolerance, every=False)
+        own = together(comm, partial(_run_of_cut, model, cut, call, shared, training))
+        compare_with_whole(comm, whole, own, when=_how(training), tolerance=tolerance, every=False, hint=shared.hint)
     has_own_losses = any(keepers_in(part) for part in cut.parts)  # of microbatches, which are not that of the batch
     if loss is None or updates or has_own_losses:
         return

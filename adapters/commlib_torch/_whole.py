@@ -21,7 +21,7 @@ from commlib_torch._containers import is_container
 from commlib_torch._copies import copy_of, in_mode_of_all, same_random_numbers
 from commlib_torch._notes import flat, nested
 from commlib_torch._operations import state_names
-from commlib_torch._parts import INPUTS, OUTPUT, Cut
+from commlib_torch._parts import INPUTS, OUTPUT
 from commlib_torch.expert.losses import keepers_in, taken
 
 Call = tuple[tuple[Any, ...], dict[str, Any]]
@@ -56,9 +56,15 @@ def called(model: Any, call: Call, *, spreads: bool) -> Any:
     return value
 
 
-def cut_run(cut: Cut, names: Mapping[str, str], call: Call, *, training: bool) -> Run:
-    """Run copies of the stages of a model one after another. names: see `first_names`."""
-    parts = copy_of(list(cut.parts))
+def cut_run(
+    parts: Sequence[nn.Module],
+    links: Mapping[Link, tuple[str, ...]],
+    names: Mapping[str, str],
+    call: Call,
+    *,
+    training: bool,
+) -> Run:
+    """Run the stages of a model, which are copies, one after another. names: see `first_names`."""
     modules = {names.get(name, name): module for part in parts for name, module in part.named_modules() if name}
     stages: dict[str, int] = {}
     for stage, part in enumerate(parts):
@@ -66,7 +72,7 @@ def cut_run(cut: Cut, names: Mapping[str, str], call: Call, *, training: bool) -
         stages |= dict.fromkeys(state_names(part), stage)
     given: dict[int, list[tuple[Tensor, Tensor]]] = {stage: [] for stage in range(len(parts))}
     with _recording(modules, training=training, also=parts) as values, _fresh(call) as (fresh, inputs):
-        output = through(parts, cut.values, fresh, given)
+        output = through(parts, links, fresh, given)
         _give_gradients(output, parts)
         for both in reversed(given.values()):
             pairs = [(one, leaf.grad) for one, leaf in both if one.requires_grad and leaf.grad is not None]

@@ -46,6 +46,7 @@ from commlib_torch._own_stages import (
 from commlib_torch._parts import INPUTS, Cut, Layers, Split, counts_by
 from commlib_torch._recompute import recompute_in
 from commlib_torch._shared_buffers import SharedBuffers
+from commlib_torch._shared_objects import SharedObjects
 from commlib_torch._signature import described
 from commlib_torch._staged import Staged
 from commlib_torch._stages import TorchTensors
@@ -142,17 +143,19 @@ def pipeline(
         None if example is None else (({INPUTS: arguments(example)},), {}), calls_layers=isinstance(units, Layers),
     )  # fmt: skip
     pieces = units.cut(chosen.counts)
+    shared = SharedObjects(pieces.parts, chosen.schedule.placement)
     spreads = not isinstance(model, nn.Sequential)
     if verify is not None:
         verify_cut(
-            comm, model, pieces, verify, loss=loss, updates=bool(chosen.schedule.every), spreads=spreads,
+            comm, model, pieces, verify, loss=loss, updates=bool(chosen.schedule.every),
+            shared=shared, spreads=spreads,
             make=lambda cut, loss: Pipeline(
                 comm, cut, chosen.schedule, loss=loss, recompute=recompute, codec=None, weigh=weigh,
                 rows=rows_option(rows), optimizer=None,
             ),
         )  # fmt: skip
     elif told is not None:
-        check_with_example(comm, model, pieces, example, spreads=spreads)
+        check_with_example(comm, model, pieces, example, shared=shared, spreads=spreads)
     if constructors:
         build(constructors, pieces, chosen.schedule.stages_of(comm.rank), comm.broadcast_object(torch.initial_seed()))
     pipe = Pipeline(
@@ -170,8 +173,10 @@ def pipeline(
     if batch_norm == "batch":
         pipe._steps.statistics = WholeBatchStatistics(list(pipe.parts))
     pipe.why = chosen.why
-    if isinstance(units, Traced) and told is None:
-        pipe._steps.comparison = FirstComparison(pipe.pipe, model, pieces, chosen.schedule.stages_of(comm.rank))
+    is_traced = isinstance(units, Traced)
+    if told is None and not constructors and (is_traced or shared.exist):
+        own = chosen.schedule.stages_of(comm.rank)
+        pipe._steps.comparison = FirstComparison(pipe.pipe, model, pieces, own, shared=shared, warns=is_traced)
     return pipe
 
 

@@ -38,7 +38,14 @@ class Run:
 
 
 def compare_with_whole(
-    comm: Gathers, whole: Run, own: Run, *, when: str = "", tolerance: float | None = None, every: bool = True
+    comm: Gathers,
+    whole: Run,
+    own: Run,
+    *,
+    when: str = "",
+    tolerance: float | None = None,
+    every: bool = True,
+    hint: str = "",
 ) -> None:
     """Raise UsageError on all ranks if a cut model computed something else than the whole one on any. Collective.
 
@@ -46,7 +53,7 @@ def compare_with_whole(
     compared, in this order, are values, gradients and state; the first that differs is named, with its stage, by how
     much, and on which ranks. when: how they ran, such as "in training". tolerance: relative to the largest element; by
     default that of `commlib.functional.differences.TOLERANCES` for the dtype. every: raise, too, if some value of the
-    whole model is known to no rank.
+    whole model is known to no rank. hint: what may be the reason, in words, the same on all ranks.
     """
     found: tuple[int, str] | None = None
     for at, (what, said) in enumerate(_differences(whole, own, tolerance)):
@@ -60,7 +67,7 @@ def compare_with_whole(
         ranks = [rank for rank, (one, _) in enumerate(told) if one is not None and one[0] == first]
         said = next(one[1] for one, _ in told if one is not None and one[0] == first)
         on = "" if len(ranks) == comm.size else f" (on rank{'s' * (len(ranks) > 1)} {', '.join(map(str, ranks))})"
-        raise UsageError(f"pipeline: the cut model is not the whole one{how}: {said}{on}")
+        raise UsageError(f"pipeline: the cut model is not the whole one{how}: {said}{on}{hint}")
     known = {name for _, names in told for name in names}
     if every and (missing := [name for name in _names(whole) if name not in known]):
         raise UsageError(f"pipeline: the cut model is not the whole one{how}: no stage has {missing[0]}")

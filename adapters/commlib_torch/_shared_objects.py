@@ -1,0 +1,97 @@
+"""Shared objects: find what layers of stages on several ranks share in Python, of which each rank has its own."""
+
+from __future__ import annotations
+
+import random
+from collections import deque
+from collections.abc import Iterator, Mapping, Sequence, Set
+from types import BuiltinFunctionType, FunctionType, MethodType, ModuleType
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+
+from commlib.communicator import Communicator
+from commlib.pipeline.tied import on_several
+from commlib_torch._copies import copy_of
+
+_DEPTH = 4
+"""How deep objects are looked into: the attributes of a layer, what these have, and so on."""
+
+_OF_MODULES = frozenset((*vars(nn.Module()), "_commlib"))
+_IMMUTABLE = (
+    nn.Parameter, type, ModuleType, FunctionType, BuiltinFunctionType, MethodType, Communicator,
+    str, bytes, int, float, complex, frozenset, np.generic, torch.dtype, torch.device, torch.Size,
+    torch.Generator, random.Random, np.random.Generator, np.random.RandomState,  # random in any case
+)  # fmt: skip
+
+
+class SharedObjects:
+    """Dicts, lists and other objects that layers on several ranks share: what one writes there, no other rank reads.
+    Among them are layers with buffers that another layer has without their being its submodules.
+
+    They may do no harm, as a configuration and a cache do not; so stages that have some are compared with the whole
+    model, in copies that share nothing with those of other ranks. placement: the rank of each stage.
+    """
+
+    def __init__(self, parts: Sequence[nn.Module], placement: Sequence[int]) -> None:
+        found = [{id(value): (value, where) for value, where in _objects(part)} for part in parts]
+        hidden = {key for own in found for key in own}
+        for own, part in zip(found, parts, strict=True):  # what another stage has by a hidden reference
+            own |= {id(one): (one, name) for name, one in part.named_modules() if id(one) in hidden}
+        shared = on_several([[value for value, _ in own.values()] for own in found], placement)
+        self.exist = bool(shared)
+        """Whether there are any."""
+        self._placement = list(placement)
+        self.hint = ""
+        """What to say where the comparison finds a difference."""
+        if shared:
+            value, ranks = shared[0]
+            names = list(dict.fromkeys(own[id(value)][1] for own in found if id(value) in own))
+            self.hint = (
+                f". {names[0]} and {names[-1]}, of layers on ranks {', '.join(map(str, ranks))}, are one "
+                f"{type(value).__name__} in one process, but here each rank has its own, and what a layer writes there "
+                "is not seen by those of other ranks: let layers pass it on to the next one, or let split= put them "
+                "into one stage"
+            )
+
+    def copies(self, parts: Sequence[nn.Module]) -> list[nn.Module]:
+        """Return copies of the stages, where those of a rank share what they do, and nothing with those of others."""
+        found: dict[int, nn.Module] = {}
+        for rank in dict.fromkeys(self._placement):
+            numbers = [number for number, at in enumerate(self._placement) if at == rank]
+            found.update(zip(numbers, copy_of([parts[number] for number in numbers]), strict=True))
+        return [found[number] for number in range(len(parts))]
+
+
+def _objects(part: nn.Module) -> Iterator[tuple[Any, str]]:
+    """Yield the objects that layers of a stage have, each with where it was found first."""
+    seen: set[int] = set()
+    for name, module in part.named_modules():
+        for key, value in list(vars(module).items()):
+            if key not in _OF_MODULES:
+                for one in _within(value, seen, _DEPTH):
+                    yield one, f"{name}.{key}" if name else key
+
+
+def _within(value: Any, seen: set[int], depth: int) -> Iterator[Any]:
+    if value is None or isinstance(value, _IMMUTABLE) or id(value) in seen or not depth:
+        return
+    seen.add(id(value))
+    if isinstance(value, nn.Module):  # one that is no submodule; weights are looked at elsewhere
+        yield from (module for module in value.modules() if module._buffers)
+        return
+    inner: list[Any] = []
+    if isinstance(value, Mapping):
+        inner = list(value.values())
+    elif isinstance(value, tuple | list | Set | deque):
+        inner = list(value)
+    elif not isinstance(value, Tensor | np.ndarray):
+        inner = list(getattr(value, "__dict__", {}).values())
+        if not hasattr(value, "__dict__"):
+            return
+    if not isinstance(value, tuple):
+        yield value
+    for one in inner:
+        yield from _within(one, seen, depth - 1)

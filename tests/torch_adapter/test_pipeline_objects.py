@@ -1,0 +1,105 @@
+"""Objects that layers of stages on several ranks share in Python: harmless ones are, and what is written is refused."""
+
+from __future__ import annotations
+
+import copy
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from commlib.errors import UsageError
+from commlib_torch import pipeline
+
+WIDTH = 4
+
+
+class Writes(nn.Module):
+    def __init__(self, box: dict[str, Any]) -> None:
+        super().__init__()
+        self.layer, self.box = nn.Linear(WIDTH, WIDTH), box
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.box["skip"] = x
+        out: Tensor = self.layer(x)
+        return out
+
+
+class Reads(Writes):
+    def forward(self, x: Tensor) -> Tensor:
+        out: Tensor = self.layer(x) + self.box.get("skip", 0)
+        return out
+
+
+class Asks(nn.Module):
+    """Reads a configuration, and counts in a list: others do not read it."""
+
+    def __init__(self, config: SimpleNamespace) -> None:
+        super().__init__()
+        self.layer, self.config = nn.Linear(WIDTH, WIDTH), config
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.config.seen.append(1)
+        out: Tensor = self.layer(x) * self.config.scale
+        return out
+
+
+@pytest.mark.ranks(2)
+@pytest.mark.parametrize("options", [{}, {"example": torch.ones(2, WIDTH)}, {"verify": torch.ones(2, WIDTH)}])
+@pytest.mark.parametrize("kind", [list, nn.ModuleList, lambda layers: nn.Sequential(*layers)])
+def test_what_one_rank_writes_no_other_reads(comm: Any, kind: Any, options: dict[str, Any]) -> None:
+    """The loss was another one, without a word: copies that were compared shared what ranks do not."""
+    torch.manual_seed(0)
+    box: dict[str, Any] = {}
+    model = kind([Writes(box), nn.Tanh(), Reads(box)])
+    x = torch.ones(4, WIDTH)
+    with pytest.raises(UsageError, match=r"0\.box and 2\.box, of layers on ranks 0, 1, are one dict"):
+        pipeline(model, comm, microbatches=2, loss=F.mse_loss, **options).step(x, x)
+
+
+class Counts(nn.Module):
+    calls: Tensor
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(WIDTH, WIDTH)
+        self.register_buffer("calls", torch.zeros(()))
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.calls += 1
+        out: Tensor = self.layer(x)
+        return out
+
+
+class ReadsBuffer(nn.Module):
+    def __init__(self, counts: Counts) -> None:
+        super().__init__()
+        self.layer, self.hidden = nn.Linear(WIDTH, WIDTH), [counts]
+
+    def forward(self, x: Tensor) -> Tensor:
+        out: Tensor = self.layer(x) * self.hidden[0].calls
+        return out
+
+
+@pytest.mark.ranks(2)
+def test_a_buffer_that_is_read_by_a_hidden_reference(comm: Any) -> None:
+    """The last stage's rank read a buffer that only the first one's changes."""
+    counts, x = Counts(), torch.ones(4, WIDTH)
+    pipe = pipeline(nn.Sequential(counts, ReadsBuffer(counts)), comm, microbatches=1, loss=F.mse_loss)
+    with pytest.raises(UsageError, match=r"0 and 1\.hidden, of layers on ranks 0, 1, are one Counts"):
+        pipe.step(x, x)
+    pipe.close()
+
+
+def test_what_is_shared_and_harmless(comm: Any) -> None:
+    config = SimpleNamespace(scale=0.5, seen=[])
+    torch.manual_seed(0)
+    model = nn.Sequential(*(Asks(config) for _ in range(comm.size)))
+    whole, x = copy.deepcopy(model), torch.ones(4, WIDTH)
+    pipe = pipeline(model, comm, microbatches=2, loss=F.mse_loss)
+    torch.testing.assert_close(pipe.step(x, x), F.mse_loss(whole(x), x).detach())
+    assert len(config.seen) == 2, "comparing leaves no trace"
+    pipe.close()
