@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 from torch import nn
 
 from commlib_torch._tracer import hooks_of
@@ -11,6 +13,8 @@ def is_container(module: nn.Module) -> bool:
     """Return whether calling a module is calling its layers one after another, and nothing else."""
     if "forward" in vars(module) or type(module).__call__ is not nn.Module.__call__ or hooks_of(module):
         return False
-    if isinstance(module, nn.Sequential):
-        return type(module).forward is nn.Sequential.forward
-    return isinstance(module, nn.ModuleList) and type(module).forward is nn.ModuleList.forward
+    for kind in (nn.Sequential, nn.ModuleList):
+        if isinstance(module, kind):  # whose forward goes through its layers by iter
+            own: Any = type(module)
+            return own.forward is kind.forward and own.__iter__ is kind.__iter__
+    return False

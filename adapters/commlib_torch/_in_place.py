@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import operator
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from typing import Any
 
 from torch import fx, nn
@@ -58,6 +58,23 @@ def settle(graph: fx.Graph, model: nn.Module, constants: Mapping[str, Any]) -> l
 
 
 _GIVEN = ("placeholder", "get_attr")
+
+
+def changes_of_attributes(graph: fx.Graph, model: nn.Module, constants: Collection[str]) -> list[tuple[fx.Node, str]]:
+    """Return which nodes change in place a tensor that is neither a parameter nor a buffer, and the tensor's name.
+
+    constants: names of those that a forward makes itself.
+    """
+    families = _Families(graph, model)
+    kinds = (model.named_parameters, model.named_buffers)
+    known = {*constants, *(name for named in kinds for name, _ in named(remove_duplicate=False))}
+    return [
+        (node, str(one.target))
+        for node in graph.nodes
+        for value in changed_by(node, model)
+        for one in families.of(value)
+        if one.op == "get_attr" and one.target not in known
+    ]
 
 
 def _copied(graph: fx.Graph, constant: fx.Node, families: _Families) -> fx.Node:

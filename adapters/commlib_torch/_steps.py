@@ -21,6 +21,7 @@ from commlib_torch._batches import arguments, cut_by_rows, cut_by_user
 from commlib_torch._first_comparison import FirstComparison
 from commlib_torch._hooks import registrations
 from commlib_torch._losses import LossWeights
+from commlib_torch._readings import Readings
 from commlib_torch._results import details_of, loss_of, outputs_of
 from commlib_torch._shared_buffers import SharedBuffers
 from commlib_torch._staged import Staged
@@ -56,6 +57,8 @@ class Steps:
         self._batch, self._rows = Batch(), list[int]()
         self.statistics: WholeBatchStatistics | None = None
         """What makes running statistics those of whole batches, if that was asked for."""
+        self.readings = Readings()
+        """What forwards have read of the model that was traced, and which must not change."""
         self.comparison: FirstComparison | None = None
         """What the first batch is still to be compared with."""
 
@@ -106,6 +109,7 @@ class Steps:
             self._pipe.meet_anew()
         with self._pipe.together():
             try:
+                self.readings.check()
                 if was_meta:
                     self._refuse_meta()
                 empty = self._begin(x, y, **options)

@@ -34,6 +34,8 @@ class Traced:
         found = Traces(model, leaves).settled(example)
         self._graph, self._constants, self._call = found.graph, found.constants, found.call
         self._whole = found.whole
+        self.readings = found.readings
+        """What is fixed in the graph."""
         together = settle(self._graph, model, self._constants)
         fixed = ("placeholder", "output", "get_attr")
         self._nodes = [node for node in self._graph.nodes if node.op not in fixed and ANYWHERE not in node.meta]

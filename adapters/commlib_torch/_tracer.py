@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import builtins
+import dis
 import gc
 import operator
 import random
@@ -10,9 +12,9 @@ import weakref
 from collections import deque
 from collections.abc import Collection, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
-from copy import copy
 from dataclasses import dataclass, field, fields, is_dataclass
 from functools import wraps
+from types import FrameType
 from typing import Any
 
 import numpy as np
@@ -21,10 +23,16 @@ from torch import Tensor, fx, nn
 from torch.utils import _pytree as pytree
 
 from commlib_torch._copies import in_mode_of_all, same_random_numbers
-from commlib_torch._signature import Call
+from commlib_torch._readings import Readings
+from commlib_torch._reads import Reads, replaced
+from commlib_torch._signature import PREFIX, Call
+from commlib_torch._snapshot import Snapshot
 
 WITHIN, GRADIENTS = "within", "gradients"
 """What is noted of a node: the path of the module whose forward made it, and whether gradients were on."""
+
+ITERATED = "goes through"
+"""With this begins what is said of a forward that goes through an argument."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,7 +49,8 @@ class Trace:
 
     constants: tensors that forward makes itself, by their names in the graph. events: the nodes, and between them the
     path of a module whose forward begins, "" where one ends. leaves: paths of modules left whole that torch.fx would
-    have looked into.
+    have looked into. readings: what forwards read of attributes.
+    kept: the names of constants that are the model's, such as those in a list of it, and outlive a call.
     """
 
     graph: fx.Graph
@@ -49,6 +58,8 @@ class Trace:
     faults: list[Fault] = field(default_factory=list)
     leaves: list[str] = field(default_factory=list)
     events: list[fx.Node | str] = field(default_factory=list)
+    readings: Readings = field(default_factory=Readings)
+    kept: frozenset[str] = frozenset()
 
 
 def traced(
@@ -71,15 +82,22 @@ def traced(
         stack.enter_context(tracer.watching(model))
         try:
             trace.graph = tracer.trace(model)
+        except StoppedError:
+            assert tracer.faults
         except Exception as error:
             where = tracer.raised_in if tracer.raised_in is not None else ""
-            said = str(error).strip().split("\n")[0]
-            tracer.faults = [Fault(where, f"cannot be traced ({type(error).__name__}: {said})")]
+            tracer.faults = [Fault(where, f"cannot be traced ({_line(error)})")]
+        else:
+            tracer.faults += tracer.caught()
     trace.constants, trace.faults, trace.leaves = tracer.constants, tracer.faults, tracer.leaves
-    trace.events = tracer.events
+    trace.events, trace.readings, trace.kept = tracer.events, tracer.readings, frozenset(tracer.kept)
     if not trace.faults:
         trace.faults += tracer.escaped()
     return trace
+
+
+class StoppedError(Exception):
+    """A trace ends: it has found what it must not touch."""
 
 
 class _Tracer(fx.Tracer):
@@ -99,6 +117,10 @@ class _Tracer(fx.Tracer):
         self.constants: dict[str, Any] = {}
         self.leaves: list[str] = []
         self.events: list[fx.Node | str] = []
+        self.readings = Readings()
+        self.kept: list[str] = []
+        self._attributes: dict[str, fx.Proxy] = {}
+        self._errors: list[tuple[str, Exception]] = []
 
     # What torch.fx asks
 
@@ -106,6 +128,7 @@ class _Tracer(fx.Tracer):
         """Return what is called, and with what: placeholders for what may differ between calls, values for the rest."""
         args, options = self._call.arguments(lambda name: self.create_proxy("placeholder", name, (), {}))
         forward = self.root.forward  # that of the module itself, if it has one of its own
+        self._reads.note_globals(self.root)
         return (lambda: forward(*args, **options)), []
 
     def is_leaf_module(self, m: nn.Module, module_qualified_name: str) -> bool:
@@ -123,6 +146,7 @@ class _Tracer(fx.Tracer):
         if self.is_leaf_module(m, path):
             return super().call_module(m, forward, args, kwargs)
         self._look_at_random_numbers()
+        self._reads.note_globals(m)
         self._within.append(path)
         self.events.append(path)
         try:
@@ -171,6 +195,37 @@ class _Tracer(fx.Tracer):
         self._proxies.append((weakref.ref(made), self._within[-1], node.name))
         return made
 
+    def to_bool(self, obj: fx.Proxy) -> bool:
+        """Note that forward asks whether a value is true."""
+        with self.noting():
+            return super().to_bool(obj)
+
+    def iter(self, obj: fx.Proxy) -> Iterator[Any]:
+        """Note that forward goes through a value."""
+        with self.noting():
+            if obj.node.op == "placeholder":
+                name = str(obj.node.target).removeprefix(PREFIX)
+                raise fx.proxy.TraceError(f"{ITERATED} {name}, and a trace cannot tell how many values it has")
+            return super().iter(obj)
+
+    def keys(self, obj: fx.Proxy) -> Any:
+        """Note that forward takes a value for a dictionary."""
+        with self.noting():
+            return super().keys(obj)
+
+    @contextmanager
+    def noting(self) -> Iterator[None]:
+        """Note an error that a value of the trace raises: forward may catch it, and do something else."""
+        try:
+            yield
+        except Exception as error:
+            self._errors.append((self._within[-1], error))
+            raise
+
+    def caught(self) -> list[Fault]:
+        """Return a fault if there was an error that forward has caught, after a trace that came to its end."""
+        return [Fault(path, f"catches the error of a trace ({_line(error)})") for path, error in self._errors[:1]]
+
     # What cannot be kept
 
     def _fault(self, why: str, path: str | None = None) -> None:
@@ -200,10 +255,23 @@ class _Tracer(fx.Tracer):
             _take_out(ref)
         return [Fault(path, f"keeps a value ({name}) where only this call would leave it") for path, name in kept[:1]]
 
+    def _stop(self, why: str) -> None:
+        self._fault(why)
+        raise StoppedError
+
+    def _shown(self, name: str, value: Tensor) -> Any:
+        """Return what forward has for a tensor that is an attribute: what is done with it is done in each call."""
+        if name not in self._attributes:
+            self._attributes[name] = self.create_proxy("get_attr", name, (), {})
+        return self._attributes[name]
+
     @contextmanager
     def watching(self, model: nn.Module) -> Iterator[None]:
-        """See what forward sets, and undo that at the end."""
+        """See what forward reads, sets and changes, and undo that at the end."""
         paths = {module: path for path, module in reversed(list(model.named_modules()))}
+        title = type(model).__name__
+        snapshot = Snapshot(paths)
+        self._reads = Reads(paths, title, self.readings, shown=self._shown, refuse=self._stop)
         done: list[tuple[nn.Module, str, bool, Any]] = []
         set_attribute = nn.Module.__setattr__
 
@@ -225,17 +293,13 @@ class _Tracer(fx.Tracer):
             done.append((module, name, name in vars(module), vars(module).get(name)))
             set_attribute(module, name, value)
 
-        containers = [
-            (module, name, value, copy(value))
-            for module in paths
-            for name, value in vars(module).items()
-            if isinstance(value, list | dict | set | deque) and name not in _OF_MODULES
-        ]
         called = {type(module) for module in paths if type(module).__call__ is not nn.Module.__call__}
         with ExitStack() as stack:
             for kind in called:
                 stack.enter_context(replaced(kind, "__call__", self._called_whole))
             stack.enter_context(replaced(nn.Module, "__setattr__", setting))
+            stack.enter_context(replaced(builtins, "len", self._len(len)))
+            stack.enter_context(self._reads.watching())
             for name in _MAKERS:
                 stack.enter_context(replaced(torch, name, self._making(getattr(torch, name))))
             try:
@@ -246,10 +310,10 @@ class _Tracer(fx.Tracer):
                         vars(module)[name] = before
                     else:
                         vars(module).pop(name, None)
-                for module, name, value, before in containers:
-                    if not _is_same(value, before):
-                        _restore(value, before)
-                        self._fault(f"changes self.{name}, which tracing it does once", paths[module])
+                self._attributes.clear()
+                self.kept = [name for name, value in self.constants.items() if snapshot.knows(value)]
+                for path, title in snapshot.restore():
+                    self._fault(f"changes {title}, which tracing it does once", path)
 
     def _making(self, function: Any) -> Any:
         """Return a function that makes tensors, which is an operation where its arguments are values of the trace."""
@@ -262,6 +326,13 @@ class _Tracer(fx.Tracer):
             return function(*args, **options)
 
         return make
+
+    def _len(self, function: Any) -> Any:
+        def length(value: Any) -> Any:
+            of_trace = issubclass(type(value), fx.Proxy)
+            return self.create_proxy("call_function", function, (value,), {}) if of_trace else function(value)
+
+        return length
 
     @property
     def _called_whole(self) -> Any:
@@ -289,9 +360,46 @@ class _Proxy(fx.Proxy):
     def __class__(self, value: Any) -> None:
         raise TypeError("a value of a trace has one class")
 
+    def __bool__(self) -> bool:
+        if _is_asserted(sys._getframe(1)):
+            self.tracer.create_proxy("call_function", check, (self,), {})
+            return True
+        return self.tracer.to_bool(self)
+
     def __setitem__(self, index: Any, value: Any) -> None:
         self.tracer.create_proxy("call_function", operator.setitem, (self, index, value), {})
 
+
+def check(condition: Any) -> None:
+    """Raise AssertionError as the `assert` of a forward does."""
+    assert condition, "an assert in a forward that was cut"
+
+
+def _is_asserted(frame: FrameType) -> bool:
+    """Return whether it is an `assert` that asks if a value is true."""
+    steps = [one for one in dis.get_instructions(frame.f_code) if one.opname != "CACHE"]
+    at = next((number for number, one in enumerate(steps) if one.offset == frame.f_lasti), None)
+    if at is None:
+        return False
+    at += steps[at].opname == "TO_BOOL"
+    step, raises = steps[at], [one.offset for one in steps if one.opname == "LOAD_ASSERTION_ERROR"]
+    if "POP_JUMP" not in step.opname:
+        return False
+    if step.opname.endswith("IF_TRUE"):
+        return at + 1 < len(steps) and steps[at + 1].offset in raises
+    return step.opname.endswith("IF_FALSE") and step.argval in raises
+
+
+def _number(name: str) -> Any:
+    def method(self: _Proxy) -> Any:
+        with self.tracer.noting():  # type: ignore[attr-defined]
+            raise fx.proxy.TraceError(f"{name}() of a value that is not known before it is computed")
+
+    return method
+
+
+for _name in ("int", "float", "complex", "round", "floor", "ceil", "trunc", "array", "len"):
+    setattr(_Proxy, f"__{_name}__", _number(_name))
 
 _OWN_CALLERS = frozenset({"torch", "commlib_torch", "abc", "copy", "dataclasses", "functools", "inspect", "typing"})
 """Packages that ask for classes to trace."""
@@ -323,12 +431,15 @@ def _is_number(value: Any) -> bool:
     if value.op != "call_function":
         return False
     if value.target is getattr:
-        return value.args[1] in _NUMBER_ATTRIBUTES
-    is_plain = value.target in (len, int, float, bool) or getattr(value.target, "__module__", "") in (
+        return value.args[1] in _NUMBER_ATTRIBUTES or all(map(_is_number, value.all_input_nodes))
+    is_plain = value.target in _OF_NUMBERS or getattr(value.target, "__module__", "") in (
         "_operator",
         "math",
     )
     return is_plain and all(map(_is_number, value.all_input_nodes))
+
+
+_OF_NUMBERS = (len, int, float, bool, torch.finfo, torch.iinfo)
 
 
 def _is_own_container(kind: type) -> bool:
@@ -337,14 +448,10 @@ def _is_own_container(kind: type) -> bool:
 
 
 _MAKERS = (
-    "arange", "empty", "eye", "full", "linspace", "logspace", "ones", "rand", "randint", "randn", "randperm", "range",
-    "tril_indices", "triu_indices", "zeros",
+    "arange", "as_tensor", "empty", "eye", "finfo", "full", "iinfo", "linspace", "logspace", "ones", "rand", "randint",
+    "randn", "randperm", "range", "scalar_tensor", "tensor", "tril_indices", "triu_indices", "zeros",
 )  # fmt: skip
-"""Functions of torch that make a tensor of numbers: torch.fx does not see them where these are a tensor's shape."""
-
-
-_OF_MODULES = frozenset(vars(nn.Module()))
-"""What every module has."""
+"""Functions of torch of numbers, shapes and dtypes: torch.fx does not see them where these are a tensor's."""
 
 _HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
 
@@ -404,19 +511,8 @@ def _take_out(ref: weakref.ref[fx.Proxy]) -> None:
                 del holder[key]
 
 
-def _is_same(value: Any, before: Any) -> bool:
-    if len(value) != len(before):
-        return False
-    if isinstance(value, dict):
-        return all(key in before and before[key] is one for key, one in value.items())
-    if isinstance(value, set):
-        return bool(value == before)
-    return all(one is other for one, other in zip(value, before, strict=True))
-
-
-def _restore(value: Any, before: Any) -> None:
-    value.clear()
-    (value.extend if isinstance(value, list | deque) else value.update)(before)
+def _line(error: Exception) -> str:
+    return f"{type(error).__name__}: {str(error).strip().split(chr(10))[0]}"
 
 
 def _autocast() -> tuple[bool, ...]:
@@ -429,28 +525,20 @@ def _random_state() -> tuple[Any, ...]:
     return random.getstate(), numbers[1].tobytes(), numbers[2:], torch.get_rng_state().numpy().tobytes()
 
 
-@contextmanager
-def replaced(owner: Any, name: str, value: Any) -> Iterator[None]:
-    """Let a class or a module have another attribute for a while."""
-    had, before = name in vars(owner), vars(owner).get(name)
-    setattr(owner, name, value)
-    try:
-        yield
-    finally:
-        if had:
-            setattr(owner, name, before)
-        else:
-            delattr(owner, name)
-
-
 def is_same_constant(one: Any, other: Any) -> bool:
     """Return whether two constants of graphs are alike."""
     if isinstance(one, Tensor) or isinstance(other, Tensor):
         both = isinstance(one, Tensor) and isinstance(other, Tensor)
-        return one is other or (both and one.dtype == other.dtype and torch.equal(one, other))
+        return one is other or (both and one.dtype == other.dtype and _are_equal(one, other))
     if one is other:
         return True
     try:
         return type(one) is type(other) and bool(one == other or (one != one and other != other))
     except Exception:
         return False
+
+
+def _are_equal(one: Tensor, other: Tensor) -> bool:
+    return torch.equal(one, other) or (
+        one.shape == other.shape and bool(((one == other) | ((one != one) & (other != other))).all())
+    )

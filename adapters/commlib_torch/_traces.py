@@ -11,9 +11,11 @@ from typing import Any
 from torch import fx, nn
 
 from commlib.errors import UsageError
+from commlib_torch._in_place import changes_of_attributes
 from commlib_torch._operations import by_mode
+from commlib_torch._readings import Readings
 from commlib_torch._signature import PREFIX, Call
-from commlib_torch._tracer import WITHIN, Fault, Trace, hooks_of, is_same_constant, traced
+from commlib_torch._tracer import ITERATED, WITHIN, Fault, Trace, hooks_of, is_same_constant, traced
 
 ANYWHERE = "anywhere"
 """Noted of nodes that depend on no value: each stage that needs one makes it."""
@@ -27,6 +29,7 @@ class Settled:
     constants: dict[str, Any]
     call: Call
     whole: dict[type, str]
+    readings: Readings
 
 
 class Traces:
@@ -40,6 +43,7 @@ class Traces:
     def __init__(self, model: nn.Module, leaves: Collection[str] = ()) -> None:
         self._model, self._title, self._leaves = model, type(model).__name__, leaves
         self._whole: dict[type, str] = {}
+        self._example: Any = None
 
     def settled(self, example: Any) -> Settled:
         """Return the graph. Raises UsageError for a module that has none."""
@@ -49,6 +53,7 @@ class Traces:
         if hooks := hooks_of(model):
             name = getattr(hooks[0], "__name__", type(hooks[0]).__name__)
             raise self._refused(f"has a hook of its own ({name}), which no stage would call: put it on a submodule")
+        self._example = example
         call = Call.of(model, example)
         while True:
             trace, faults = self._in_both_modes(call)
@@ -61,13 +66,23 @@ class Traces:
             call = call.with_free(free)
             trace, faults = self._in_both_modes(call)
             assert not faults, faults
-        return Settled(trace.graph, trace.constants, call, dict(self._whole))
+        return Settled(trace.graph, trace.constants, call, dict(self._whole), trace.readings)
 
     def _in_both_modes(self, call: Call) -> tuple[Trace, list[Fault]]:
         """Trace in training and in evaluation; let what is decided by the mode be decided when it runs."""
         first, second = (self._traced(call, training=mode) for mode in (True, False))
         if faults := first.faults or second.faults:
             return first, faults
+        first.readings.add(second.readings)
+        for trace in (first, second):
+            own = trace.constants.keys() - trace.kept
+            for node, name in changes_of_attributes(trace.graph, self._model, own):
+                return first, [Fault(node.meta[WITHIN], f"changes the tensor {name} in place, which is no buffer")]
+        if _joined(first, self._traced(call, training=True), _never) is not None:
+            raise self._refused(
+                "does other things each time that it is called, and not by what its modules have: by a global value, "
+                f"the time, or an object of a library: {_ADVICE}"
+            )
 
         def decide(node: fx.Node, one: Any, other: Any) -> Any:
             if _has_nodes(one) or _has_nodes(other):
@@ -137,7 +152,8 @@ class Traces:
         for fault in faults:
             kind = type(self._model.get_submodule(fault.path))
             if not fault.path or kind in self._whole:
-                raise self._refused(f"{fault.why}: {_ADVICE}")
+                is_about_x = self._example is None and ITERATED in fault.why
+                raise self._refused(f"{fault.why}: {'give example=, an x; or ' if is_about_x else ''}{_ADVICE}")
         for fault in faults:
             self._whole.setdefault(type(self._model.get_submodule(fault.path)), fault.why)
 
@@ -190,6 +206,10 @@ def _joined(first: Trace, second: Trace, join: Callable[[fx.Node, Any, Any], Any
             return within[-1]
         node.args, node.kwargs = args, options
     return None
+
+
+def _never(node: fx.Node, one: Any, other: Any) -> Any:
+    raise _ApartError
 
 
 def _merged_leaf(

@@ -173,7 +173,8 @@ def pipeline(
     if batch_norm == "batch":
         pipe._steps.statistics = WholeBatchStatistics(list(pipe.parts))
     pipe.why = chosen.why
-    is_traced = isinstance(units, Traced)
+    if is_traced := isinstance(units, Traced):
+        pipe._steps.readings = units.readings
     if told is None and not constructors and (is_traced or shared.exist):
         own = chosen.schedule.stages_of(comm.rank)
         pipe._steps.comparison = FirstComparison(pipe.pipe, model, pieces, own, shared=shared, warns=is_traced)

@@ -1,0 +1,148 @@
+"""Readings: numbers, flags and other values that forwards read while a model was traced, to see if they change."""
+
+from __future__ import annotations
+
+import builtins
+import enum
+import reprlib
+import weakref
+from collections import deque
+from types import NoneType, SimpleNamespace
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from commlib.errors import UsageError
+
+MISSING = type("Missing", (), {"__repr__": lambda self: "missing", "__reduce__": lambda self: "MISSING"})()
+"""Of an attribute that is not there."""
+
+_PLAIN = frozenset((
+    NoneType, bool, int, float, complex, str, bytes, slice, range, type(Ellipsis), type(MISSING),
+    torch.dtype, torch.device, torch.layout, torch.memory_format,
+))  # fmt: skip
+_DEPTH = 8
+
+
+class Readings:
+    """What was read, by whose it is: nothing of the model is kept alive by that.
+
+    readings.note(model, "scale", "scale", 1.0); model.scale = 2.0; readings.check()
+    """
+
+    def __init__(self) -> None:
+        self._found: dict[tuple[int, str], _Reading] = {}
+
+    def note(self, owner: Any, name: str, title: str, value: Any, *, is_shown: bool = False) -> None:
+        """Note an attribute of an object, or an item of a dictionary of globals.
+
+        is_shown: of a tensor that operations of the graph take as it is then: it may change, but be no other one.
+        """
+        key = id(owner), name
+        if key not in self._found:
+            self._found[key] = _Reading(owner, name, title, value, is_shown)
+
+    def add(self, other: Readings) -> None:
+        """Add what another trace has read."""
+        self._found = other._found | self._found
+
+    def check(self) -> None:
+        """Raise UsageError, with both values, if something has changed since."""
+        for one in self._found.values():
+            if change := one.change():
+                raise UsageError(f"pipeline: {change}: {_ADVICE}")
+
+
+_ADVICE = (
+    "what a forward reads is fixed when the model is cut. Put it into a buffer (register_buffer) that forward computes "
+    "with; or give the layers as a list or an nn.Sequential, which are called as they are; or make the pipeline anew"
+)
+
+
+class _Reading:
+    __slots__ = ("_get_owner", "_is_dict", "_is_shown", "_kind", "_name", "_text", "_value", "title")
+
+    def __init__(self, owner: Any, name: str, title: str, value: Any, is_shown: bool) -> None:
+        self._get_owner = _reference(owner)
+        self._is_dict, self._name, self.title = isinstance(owner, dict), name, title
+        self._kind, self._is_shown = type(value), is_shown
+        self._value = _Same(value, is_shown) if is_shown else frozen(value)
+        self._text = _shown(value)
+
+    def change(self) -> str:
+        owner = self._get_owner()
+        if owner is None:  # nobody can change it
+            return ""
+        now = owner.get(self._name, MISSING) if self._is_dict else getattr(owner, self._name, MISSING)
+        if now is self._value:
+            return ""
+        found = _Same(now, self._is_shown) if self._is_shown else frozen(now)
+        if type(now) is self._kind and (found == self._value or (found != found and self._value != self._value)):
+            return ""
+        text = _shown(now)
+        other = f"is {text} now" if text != self._text else "is another one now, or has changed"
+        return f"{self.title} was {self._text} when the model was cut, and {other}"
+
+
+class _Same:
+    """Stands for an object that is equal to none but itself, as it is now."""
+
+    __slots__ = ("_get", "_version")
+
+    def __init__(self, value: Any, is_shown: bool = False) -> None:
+        self._get = _reference(value)
+        is_counted = isinstance(value, Tensor) and not is_shown and not value.is_inference()
+        self._version = value._version if is_counted else 0
+
+    def __eq__(self, other: object) -> bool:
+        if not isinstance(other, _Same):
+            return False
+        own = self._get()
+        return own is not None and own is other._get() and self._version == other._version
+
+    __hash__ = None  # type: ignore[assignment]
+
+
+def _reference(value: Any) -> Any:
+    """Return a function that returns an object, which keeps it alive only if it must."""
+    try:
+        return weakref.ref(value)
+    except TypeError:
+        return lambda: value
+
+
+def frozen(value: Any, depth: int = _DEPTH) -> Any:
+    """Return what is equal to the same of another value only if both are alike, and is not changed with it."""
+    kind = type(value)
+    if kind in _PLAIN or isinstance(value, enum.Enum):
+        return value
+    if isinstance(value, np.ndarray):
+        return kind, value.dtype.str, value.shape, value.tobytes()
+    if isinstance(value, np.generic):
+        return kind, value.tobytes()
+    if depth and not is_namespace(value):
+        if isinstance(value, list | tuple | deque):
+            return kind, tuple((type(one), frozen(one, depth - 1)) for one in value)
+        if isinstance(value, dict):
+            return kind, tuple((key, type(one), frozen(one, depth - 1)) for key, one in value.items())
+        if isinstance(value, set | frozenset):
+            return kind, frozenset(value if all(type(one) in _PLAIN for one in value) else map(id, value))
+        if isinstance(value, SimpleNamespace):
+            return kind, frozen(vars(value), depth - 1)
+    return _Same(value)
+
+
+def is_namespace(value: Any) -> bool:
+    """Return whether a dictionary has the global names of some code: a function says which of them count."""
+    return type(value) is dict and ("__builtins__" in value or value is vars(builtins))
+
+
+def _shown(value: Any) -> str:
+    if isinstance(value, Tensor):
+        return f"a tensor of shape {tuple(value.shape)}"
+    try:
+        return reprlib.repr(value)
+    except Exception:
+        return f"a {type(value).__name__}"

@@ -1,0 +1,329 @@
+"""Snapshot: the state of a model that torch knows nothing of, to see what a trace of it changes, and to undo that."""
+
+from __future__ import annotations
+
+import inspect
+import pickle
+import random
+import sys
+from argparse import Namespace
+from collections import OrderedDict, deque
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import suppress
+from types import CellType, CodeType, FunctionType, MethodType, ModuleType, SimpleNamespace
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+
+from commlib_torch._readings import MISSING, is_namespace
+
+OF_MODULES = frozenset(vars(nn.Module()))
+"""What every module has."""
+
+_REGISTRIES = ("_buffers", "_parameters", "_modules", "_non_persistent_buffers_set")
+_MOST = 200_000
+"""Objects that are looked at: a model may hold data of any size."""
+
+
+class Snapshot:
+    """What modules hold in attributes: lists, dictionaries, objects, arrays, tensors, generators, and what is in these.
+
+    And the attributes of their classes, and the global values that their forwards name. Parameters and buffers are not
+    looked into. paths: of the modules of a model.
+    """
+
+    def __init__(self, paths: Mapping[nn.Module, str]) -> None:
+        self._seen: set[int] = set()
+        self._kept: list[tuple[str, str, Callable[[], bool]]] = []
+        """The path of a module, what it is that was kept, and what puts it back and returns whether it had changed."""
+        for module, path in paths.items():
+            self._attributes(module, path)
+        for module, path in paths.items():
+            for kind in own_classes(type(module)):
+                self._class(kind, path)
+            for function in methods_of(type(module)):
+                self._walk(function, path, "")
+
+    def restore(self) -> list[tuple[str, str]]:
+        """Put all back as it was. Return what had changed: the path of a module, and what it is."""
+        return [(path, title) for path, title, put_back in reversed(self._kept) if put_back()]
+
+    def knows(self, value: Any) -> bool:
+        """Return whether it has seen an object."""
+        return id(value) in self._seen
+
+    def _attributes(self, module: nn.Module, path: str) -> None:
+        own = vars(module)
+        for name in _REGISTRIES:
+            self._keep(path, f"self.{name}", _container_restorer(own[name]))
+        before = {name: value for name, value in own.items() if name not in OF_MODULES}
+
+        def put_back() -> bool:
+            now = {name: value for name, value in own.items() if name not in OF_MODULES}
+            if _is_same(now, before):
+                return False
+            for name in now:
+                del own[name]
+            own.update(before)
+            return True
+
+        self._keep(path, "its attributes", put_back)
+        for name, value in before.items():
+            if not isinstance(value, Tensor):  # of these a trace has what forward does with them
+                self._walk(value, path, f"self.{name}")
+
+    def _class(self, kind: type, path: str) -> None:
+        if id(kind) in self._seen:
+            return
+        self._seen.add(id(kind))
+        for name, value in list(vars(kind).items()):
+            if not name.startswith("__") and not hasattr(value, "__get__"):
+                self._keep(path, f"{kind.__name__}.{name}", _attribute_restorer(kind, name, value))
+                self._walk(value, path, f"{kind.__name__}.{name}")
+
+    def _keep(self, path: str, title: str, put_back: Callable[[], bool]) -> None:
+        self._kept.append((path, title, put_back))
+
+    def _walk(self, value: Any, path: str, title: str) -> None:
+        """Keep a value and all that is in it."""
+        waiting = deque([(value, title)])
+        while waiting and len(self._seen) < _MOST:
+            one, name = waiting.popleft()
+            if id(one) in self._seen or isinstance(one, _NOT_LOOKED_INTO) or is_namespace(one):
+                continue
+            self._seen.add(id(one))
+            if isinstance(one, MethodType):
+                waiting.append((one.__func__, name))
+                one = one.__self__
+                if isinstance(one, _NOT_LOOKED_INTO):
+                    continue
+            if isinstance(one, FunctionType):
+                waiting.extend(self._function(one, path))
+                continue
+            if (put_back := _restorer(one)) is not None:
+                self._keep(path, name, put_back)
+            waiting.extend((inner, name) for inner in _inside(one))
+
+    def _function(self, function: FunctionType, path: str) -> list[tuple[Any, str]]:
+        """Keep what a function has from outside: global values, and those of the function around it."""
+        found = []
+        for name, value in globals_of(function):
+            title = f"the global {name}"
+            self._keep(path, title, _item_restorer(function.__globals__, name, value))
+            found.append((value, title))
+        for name, cell, value in cells_of(function):
+            self._keep(path, name, _cell_restorer(cell, value))
+            found.append((value, name))
+        return found
+
+
+_NOT_LOOKED_INTO = (nn.Module, nn.Parameter, type, ModuleType, str, bytes, int, float, complex, type(None), torch.dtype)
+
+
+def is_own(module: str | None) -> bool:
+    """Return whether what is defined in a module of Python, by its name, may have state that a forward changes."""
+    top = str(module).partition(".")[0]
+    return top not in _OTHERS and (top == "__main__" or top not in sys.stdlib_module_names)
+
+
+_OTHERS = frozenset({"torch", "numpy", "commlib", "commlib_torch"})
+
+
+def own_classes(kind: type) -> list[type]:
+    """Return the classes of a module that are not torch's."""
+    return [one for one in kind.__mro__ if is_own(one.__module__)]
+
+
+def named_in(code: CodeType) -> set[str]:
+    """Return the names that a function uses, and those that functions within it use."""
+    inner = (named_in(one) for one in code.co_consts if isinstance(one, CodeType))
+    return set(code.co_names).union(*inner)
+
+
+def methods_of(kind: type) -> list[FunctionType]:
+    """Return the functions of a class of modules that a call of one may run: forward, and those that it names."""
+    found: dict[str, FunctionType] = {}
+    waiting = ["forward"]
+    while waiting:
+        name = waiting.pop()
+        made = next((vars(one)[name] for one in own_classes(kind) if name in vars(one)), None)
+        made = getattr(made, "fget", None) or getattr(made, "__func__", made)  # of a property, a static method
+        if isinstance(made, FunctionType) and name not in found:
+            found[name] = made
+            waiting += named_in(inspect.unwrap(made).__code__)
+    return list(found.values())
+
+
+def globals_of(function: FunctionType) -> list[tuple[str, Any]]:
+    """Return the global values that a function names, but for modules and classes."""
+    if not is_own(function.__module__):
+        return []
+    named = ((name, function.__globals__.get(name, MISSING)) for name in sorted(named_in(function.__code__)))
+    return [
+        (name, one) for name, one in named if one is not MISSING and not isinstance(one, nn.Module | type | ModuleType)
+    ]
+
+
+def cells_of(function: FunctionType) -> Iterator[tuple[str, CellType, Any]]:
+    """Yield what a function has of the one around it: its name, the cell, and the value."""
+    if not is_own(function.__module__):
+        return
+    for name, cell in zip(function.__code__.co_freevars, function.__closure__ or (), strict=False):
+        with suppress(ValueError):  # it is empty
+            yield name, cell, cell.cell_contents
+
+
+def _attributes_of(value: Any) -> dict[str, Any] | None:
+    """Return the attributes of an object whose class is none of torch or of Python, such as a configuration."""
+    if not isinstance(value, SimpleNamespace | Namespace) and not is_own(type(value).__module__):
+        return None
+    own = getattr(value, "__dict__", None)
+    return own if type(own) is dict else None
+
+
+def _inside(value: Any) -> Iterator[Any]:
+    if isinstance(value, dict):
+        yield from dict.values(value)
+    elif isinstance(value, list | tuple | deque | set | frozenset):
+        yield from value
+    yield from (_attributes_of(value) or {}).values()
+
+
+def _restorer(value: Any) -> Callable[[], bool] | None:
+    """Return what puts a value back as it is now, and tells if it had changed; None for one that cannot change."""
+    if isinstance(value, Tensor):
+        return _tensor_restorer(value)
+    for kind, get, put in _STATES:
+        if isinstance(value, kind):
+            return _state_restorer(value, get, put)
+    if isinstance(value, np.ndarray):
+        return _array_restorer(value)
+    parts = [_container_restorer(value)] if isinstance(value, dict | list | set | deque) else []
+    if (own := _attributes_of(value)) is not None:
+        parts.append(_container_restorer(own))
+    return (lambda: sum(put_back() for put_back in parts) > 0) if parts else None
+
+
+def _set_state(generator: np.random.Generator, state: Any) -> None:
+    generator.bit_generator.state = state
+
+
+_STATES: tuple[tuple[type, Any, Any], ...] = (
+    (random.Random, random.Random.getstate, random.Random.setstate),
+    (np.random.RandomState, np.random.RandomState.get_state, np.random.RandomState.set_state),
+    (
+        np.random.Generator,
+        lambda one: one.bit_generator.state,
+        _set_state,
+    ),
+    (torch.Generator, torch.Generator.get_state, torch.Generator.set_state),
+)
+"""Kinds of generators of random numbers, and functions that return and set the state of one."""
+
+
+def _as_bytes(state: Any) -> bytes:
+    return pickle.dumps(state.numpy() if isinstance(state, Tensor) else state)
+
+
+def _state_restorer(value: Any, get: Any, put: Any) -> Callable[[], bool]:
+    before = get(value)
+    as_bytes = _as_bytes(before)
+
+    def put_back() -> bool:
+        if _as_bytes(get(value)) == as_bytes:
+            return False
+        put(value, before)
+        return True
+
+    return put_back
+
+
+def _array_restorer(value: Any) -> Callable[[], bool]:
+    before = value.copy()
+
+    def put_back() -> bool:
+        if value.dtype == object or value.tobytes() == before.tobytes():
+            return False
+        value[...] = before
+        return True
+
+    return put_back
+
+
+def _tensor_restorer(value: Tensor) -> Callable[[], bool]:
+    if value.is_inference() or value.is_meta:
+        return lambda: False
+    version, before = value._version, value.detach().clone()
+
+    def put_back() -> bool:
+        if value._version == version:
+            return False
+        with torch.no_grad():
+            value.copy_(before)
+        return True
+
+    return put_back
+
+
+def _container_restorer(value: Any) -> Callable[[], bool]:
+    kind = _kind_of(value)
+    before: Any = dict(dict.items(value)) if issubclass(kind, dict) else kind(value)
+
+    def put_back() -> bool:
+        if _is_same(value, before):
+            return False
+        if issubclass(kind, dict) and value.keys() == before.keys():
+            kind.update(value, before)
+        else:
+            kind.clear(value)
+            (kind.extend if kind in (list, deque) else kind.update)(value, before)
+        return True
+
+    return put_back
+
+
+def _kind_of(value: Any) -> Any:
+    return next(kind for kind in (OrderedDict, dict, list, set, deque) if isinstance(value, kind))
+
+
+def _attribute_restorer(owner: Any, name: str, before: Any) -> Callable[[], bool]:
+    def put_back() -> bool:
+        if vars(owner).get(name, MISSING) is before:
+            return False
+        type.__setattr__(owner, name, before)
+        return True
+
+    return put_back
+
+
+def _item_restorer(owner: dict[str, Any], name: str, before: Any) -> Callable[[], bool]:
+    def put_back() -> bool:
+        if owner.get(name, MISSING) is before:
+            return False
+        owner[name] = before
+        return True
+
+    return put_back
+
+
+def _cell_restorer(cell: CellType, before: Any) -> Callable[[], bool]:
+    def put_back() -> bool:
+        if cell.cell_contents is before:
+            return False
+        cell.cell_contents = before
+        return True
+
+    return put_back
+
+
+def _is_same(value: Any, before: Any) -> bool:
+    """Return whether a container has the same objects as another one."""
+    if len(value) != len(before):
+        return False
+    if isinstance(value, dict):
+        return all(key in before and before[key] is one for key, one in value.items())
+    if isinstance(value, set):
+        return bool(value == before)
+    return all(one is other for one, other in zip(value, before, strict=True))
