@@ -20,8 +20,9 @@ from torch.nn.modules.module import (
 
 from commlib.errors import UsageError
 from commlib.functional.shards import Shard
+from commlib_torch._saved_parts import MARK as _MARK
+from commlib_torch._saved_parts import Part
 
-_MARK = "commlib_shard"
 _SHARDS = "commlib_shards"
 _MADE_OF = ("_orig", "_g", "_v")
 """How pruning and normalisation of weights call the parameters that they make of one."""
@@ -29,7 +30,8 @@ _MADE_OF = ("_orig", "_g", "_v")
 
 def shard_of(parameter: Tensor) -> Shard | None:
     """Return what a parameter holds a part of; None if it is whole."""
-    return getattr(parameter, _MARK, None)
+    found = getattr(parameter, _MARK, None)
+    return found.shard if type(found) is Part else found if type(found) is Shard else None
 
 
 def shards_of(module: nn.Module) -> Mapping[str, Shard]:
@@ -131,8 +133,9 @@ def _loaded(module: nn.Module, _: Any) -> None:
 def mark_in_state(module: nn.Module, state: dict[str, Any], prefix: str, *_: Any) -> None:
     """Let tensors of a state dict know what they hold, as parameters do: a hook for `register_state_dict_post_hook`."""
     for name, shard in shards_of(module).items():
-        if prefix + name in state:
-            setattr(state[prefix + name], _MARK, shard)
+        value = state.get(prefix + name)
+        if value is not None and shard_of(value) is None:
+            setattr(value, _MARK, Part(shard))
 
 
 @functools.cache

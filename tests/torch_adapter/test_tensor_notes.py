@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import io
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -120,12 +119,6 @@ def test_what_looks_at_whole_weights_is_refused_on_parts(comm: Any, look: Callab
     model: Any = parallelize(whole(), comm, PLAN)
     with pytest.raises(UsageError, match="before the layer is divided"):
         look(model[0])
-
-
-def test_a_state_with_parts_is_not_saved_as_if_it_were_whole(comm: Any) -> None:
-    model = parallelize(whole(), comm, PLAN)
-    with pytest.raises(UsageError, match="gather_state_dict"):
-        torch.save(model.state_dict(), io.BytesIO())
 
 
 def test_ranks_with_other_parts_are_never_averaged(comm: Any) -> None:

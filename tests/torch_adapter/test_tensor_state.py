@@ -103,6 +103,34 @@ def test_own_parts_can_be_loaded_too(comm: Any) -> None:
 
 
 @pytest.mark.ranks(min=2)
+def test_each_rank_may_save_its_own_file(comm: Any, tmp_path: Any) -> None:
+    """torch.save of a state dict raised; and another rank's file, of the same shapes, was taken for one's own."""
+    divided = parallelize(MLP(), comm, PLAN)
+    before = {name: value.clone() for name, value in divided.state_dict().items()}
+    torch.save(divided.state_dict(), tmp_path / "own.pt")
+    folders = comm.all_gather_object(str(tmp_path))
+    train(divided, adam(divided))
+    for loaded in (torch.load(tmp_path / "own.pt"), torch.load(tmp_path / "own.pt", weights_only=False)):
+        train(divided, adam(divided), 1)
+        divided.load_state_dict(loaded)
+        close(dict(divided.state_dict()), before)
+        train(divided, adam(divided), 1)
+        divided.load_state_dict(loaded, assign=True)
+        close(gather_state_dict(divided), MLP().state_dict())
+    other = (comm.rank + 1) % comm.size
+    comm.barrier()
+    theirs = torch.load(f"{folders[other]}/own.pt")
+    theirs |= {name: value for name, value in before.items() if name == "up.weight"}
+    with pytest.raises(
+        UsageError, match=rf"up\.bias on rank {comm.rank} of .* the part of rank {other} of {comm.size}"
+    ):
+        divided.load_state_dict(theirs)
+    with pytest.raises(RuntimeError, match="size mismatch"):
+        MLP().load_state_dict(theirs)
+    comm.barrier()
+
+
+@pytest.mark.ranks(min=2)
 def test_other_shapes_are_refused(comm: Any) -> None:
     divided = parallelize(MLP(), comm, PLAN)
     state = gather_state_dict(divided)

@@ -15,6 +15,7 @@ from commlib.functional.shards import Shard
 from commlib.tensor.sharding import Sharding
 from commlib_torch._bridge import back, host_array, to_tensor
 from commlib_torch._fast_path import keep_unfused
+from commlib_torch._saved_parts import check_part
 from commlib_torch._shards import before_loading, describe, shard_of, shards_of
 from commlib_torch.tensor.optimizing import watch_optimizers
 
@@ -90,6 +91,8 @@ def _take_own(module: nn.Module, state: dict[str, Any], prefix: str, *_: Any) ->
     """Take this rank's parts of what is loaded, where that is whole."""
     for name, shard in shards_of(module).items():
         value = state.get(prefix + name)
+        if isinstance(value, Tensor):
+            check_part(prefix + name, value, shard)
         if isinstance(value, Tensor) and tuple(value.shape) == shard.sharding.shape:
             state[prefix + name] = to_tensor(shard.own(host_array(value)))
     before_loading(module)

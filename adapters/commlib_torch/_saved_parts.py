@@ -1,0 +1,52 @@
+"""Parts in state dicts: each knows of which weight it is, and in a file it still says so in words.
+
+No communicator goes into a file. What a rank saves by itself is for the same rank of as many: another one would take it
+for its own part, which is of the same shape.
+"""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from typing import Any
+
+from torch import Tensor
+
+from commlib.errors import UsageError
+from commlib.functional.shards import Shard
+
+MARK = "commlib_shard"
+"""The attribute of tensors that says what they are parts of."""
+
+
+class Part:
+    """What a tensor of a state dict is a part of. A file has words of it, that `torch.load` takes."""
+
+    def __init__(self, shard: Shard) -> None:
+        self.shard = shard
+
+    def __deepcopy__(self, memo: Any) -> Part:
+        return self
+
+    def __reduce__(self) -> Any:
+        return OrderedDict, (list(_words(self.shard).items()),)
+
+
+def check_part(name: str, value: Tensor, shard: Shard) -> None:
+    """Raise UsageError for a value that is loaded and says that it is another part than the one of `shard`."""
+    mark = getattr(value, MARK, None)
+    saved = _words(mark.shard) if isinstance(mark, Part) else mark if isinstance(mark, dict) else None
+    expected = _words(shard)
+    if saved is None or saved == expected or saved.get("size") == 1:
+        return
+    raise UsageError(
+        f"{name} on rank {shard.axis.rank} of {shard.axis.comm.name}: the state has {_text(saved)}, expected "
+        f"{_text(expected)}: load what this rank saved, or what gather_state_dict() returned, which any rank takes"
+    )
+
+
+def _words(shard: Shard) -> dict[str, Any]:
+    return {"rank": shard.axis.rank, "size": shard.axis.size, "sharding": repr(shard.sharding)}
+
+
+def _text(words: Any) -> str:
+    return f"the part of rank {words.get('rank')} of {words.get('size')} by {words.get('sharding')}"
