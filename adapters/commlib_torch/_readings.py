@@ -62,11 +62,11 @@ _ADVICE = (
 
 
 class _Reading:
-    __slots__ = ("_get_owner", "_is_dict", "_is_shown", "_kind", "_name", "_text", "_value", "title")
+    __slots__ = ("_get_owner", "_is_dict", "_is_shown", "_kind", "_name", "_text", "_title", "_value")
 
     def __init__(self, owner: Any, name: str, title: str, value: Any, is_shown: bool) -> None:
         self._get_owner = _reference(owner)
-        self._is_dict, self._name, self.title = isinstance(owner, dict), name, title
+        self._is_dict, self._name, self._title = isinstance(owner, dict), name, title
         self._kind, self._is_shown = type(value), is_shown
         self._value = _Same(value, is_shown) if is_shown else frozen(value)
         self._text = _shown(value)
@@ -76,14 +76,15 @@ class _Reading:
         if owner is None:  # nobody can change it
             return ""
         now = owner.get(self._name, MISSING) if self._is_dict else getattr(owner, self._name, MISSING)
-        if now is self._value:
+        value = self._value
+        if now is value or (type(value) is _Same and value.is_still(now)):
             return ""
         found = _Same(now, self._is_shown) if self._is_shown else frozen(now)
-        if type(now) is self._kind and (found == self._value or (found != found and self._value != self._value)):
+        if type(now) is self._kind and (found == value or (found != found and value != value)):
             return ""
         text = _shown(now)
         other = f"is {text} now" if text != self._text else "is another one now, or has changed"
-        return f"{self.title} was {self._text} when the model was cut, and {other}"
+        return f"{self._title} was {self._text} when the model was cut, and {other}"
 
 
 class _Same:
@@ -94,7 +95,10 @@ class _Same:
     def __init__(self, value: Any, is_shown: bool = False) -> None:
         self._get = _reference(value)
         is_counted = isinstance(value, Tensor) and not is_shown and not value.is_inference()
-        self._version = value._version if is_counted else 0
+        self._version = value._version if is_counted else None
+
+    def is_still(self, value: Any) -> bool:
+        return self._get() is value and (self._version is None or self._version == value._version)
 
     def __eq__(self, other: object) -> bool:
         if not isinstance(other, _Same):

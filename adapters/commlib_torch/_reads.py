@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import enum
 import random
+import sys
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
+from functools import cached_property
 from types import FunctionType, MethodType
 from typing import Any
 
@@ -123,7 +125,9 @@ class Reads:
             title = self._titles.get(id(one))
             if title is None or self._is_noting:
                 return value
-            if name == "__dict__":
+            if (
+                name == "__dict__" and sys._getframe(1).f_globals.get("__name__") != "functools"
+            ):  # for a cached property
                 for inner, inner_value in value.items():
                     self._value(one, inner, inner_value, f"{title}.{inner}")
             return value if name.startswith("__") else self._value(one, name, value, f"{title}.{name}")
@@ -134,7 +138,7 @@ class Reads:
         """Note an attribute, and return what forward is given for it."""
         kind = type(value)
         if issubclass(kind, nn.Module | fx.Proxy) or _is_computed(owner, name):
-            return value
+            return value  # what computes it reads other attributes
         if issubclass(kind, _GENERATORS):
             self._refuse(f"draws random numbers of its own ({title}), and they would be the same for ever")
         if hasattr(kind, "__next__"):
@@ -142,7 +146,8 @@ class Reads:
         if issubclass(kind, Tensor) and isinstance(owner, nn.Module):
             self._note(owner, name, title, value, is_shown=True)
             return self._shown(f"{self._paths[owner]}.{name}".removeprefix("."), value)
-        self._note(owner, name, title, value)
+        if value is None or issubclass(kind, _VALUES) or not _is_made_up(owner, name):
+            self._note(owner, name, title, value)
         if isinstance(value, FunctionType):
             self._note_function(value)
         self._look_into(value, title)
@@ -173,14 +178,24 @@ class Reads:
 
 def _is_computed(owner: Any, name: str) -> bool:
     """Return whether an attribute is a method, or what one returns."""
-    try:
-        own = object.__getattribute__(owner, "__dict__")
-    except AttributeError:
-        own = {}
-    if name in own:
+    made = next((vars(kind)[name] for kind in type(owner).__mro__ if name in vars(kind)), MISSING)
+    if isinstance(made, cached_property):
+        return True
+    if name in _own(owner):
         return False
-    made = next((vars(kind)[name] for kind in type(owner).__mro__ if name in vars(kind)), None)
     return hasattr(made, "__get__") and not hasattr(made, "__objclass__")  # which slots have
+
+
+def _is_made_up(owner: Any, name: str) -> bool:
+    """Return whether it is `__getattr__` or the like that gives an attribute, perhaps a new object each time."""
+    return name not in _own(owner) and not any(name in vars(kind) for kind in type(owner).__mro__)
+
+
+def _own(owner: Any) -> dict[str, Any]:
+    try:
+        return object.__getattribute__(owner, "__dict__")  # type: ignore[no-any-return]
+    except AttributeError:
+        return {}
 
 
 @contextmanager

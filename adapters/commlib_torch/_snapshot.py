@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dis
 import inspect
 import pickle
 import random
@@ -10,6 +11,7 @@ from argparse import Namespace
 from collections import OrderedDict, deque
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import suppress
+from functools import cached_property, lru_cache
 from types import CellType, CodeType, FunctionType, MethodType, ModuleType, SimpleNamespace
 from typing import Any
 
@@ -57,19 +59,10 @@ class Snapshot:
     def _attributes(self, module: nn.Module, path: str) -> None:
         own = vars(module)
         for name in _REGISTRIES:
-            self._keep(path, f"self.{name}", _container_restorer(own[name]))
+            if isinstance(own.get(name), dict | set):  # a module of TorchScript has others
+                self._keep(path, f"self.{name}", _container_restorer(own[name]))
         before = {name: value for name, value in own.items() if name not in OF_MODULES}
-
-        def put_back() -> bool:
-            now = {name: value for name, value in own.items() if name not in OF_MODULES}
-            if _is_same(now, before):
-                return False
-            for name in now:
-                del own[name]
-            own.update(before)
-            return True
-
-        self._keep(path, "its attributes", put_back)
+        self._keep(path, "its attributes", _attributes_restorer(module, own))
         for name, value in before.items():
             if not isinstance(value, Tensor):  # of these a trace has what forward does with them
                 self._walk(value, path, f"self.{name}")
@@ -136,6 +129,14 @@ def own_classes(kind: type) -> list[type]:
     return [one for one in kind.__mro__ if is_own(one.__module__)]
 
 
+@lru_cache(maxsize=4096)
+def _global_names(code: CodeType) -> frozenset[str]:
+    """Return the names of global values that a function uses, and those that functions within it use."""
+    own = (str(step.argval) for step in dis.get_instructions(code) if step.opname in ("LOAD_GLOBAL", "STORE_GLOBAL"))
+    inner = (_global_names(one) for one in code.co_consts if isinstance(one, CodeType))
+    return frozenset(own).union(*inner)
+
+
 def named_in(code: CodeType) -> set[str]:
     """Return the names that a function uses, and those that functions within it use."""
     inner = (named_in(one) for one in code.co_consts if isinstance(one, CodeType))
@@ -160,7 +161,8 @@ def globals_of(function: FunctionType) -> list[tuple[str, Any]]:
     """Return the global values that a function names, but for modules and classes."""
     if not is_own(function.__module__):
         return []
-    named = ((name, function.__globals__.get(name, MISSING)) for name in sorted(named_in(function.__code__)))
+    names = sorted(_global_names(function.__code__))
+    named = ((name, function.__globals__.get(name, MISSING)) for name in names)
     return [
         (name, one) for name, one in named if one is not MISSING and not isinstance(one, nn.Module | type | ModuleType)
     ]
@@ -202,7 +204,7 @@ def _restorer(value: Any) -> Callable[[], bool] | None:
         return _array_restorer(value)
     parts = [_container_restorer(value)] if isinstance(value, dict | list | set | deque) else []
     if (own := _attributes_of(value)) is not None:
-        parts.append(_container_restorer(own))
+        parts.append(_attributes_restorer(value, own))
     return (lambda: sum(put_back() for put_back in parts) > 0) if parts else None
 
 
@@ -286,6 +288,25 @@ def _container_restorer(value: Any) -> Callable[[], bool]:
 
 def _kind_of(value: Any) -> Any:
     return next(kind for kind in (OrderedDict, dict, list, set, deque) if isinstance(value, kind))
+
+
+def _attributes_restorer(owner: Any, own: dict[str, Any]) -> Callable[[], bool]:
+    """Put back the attributes of an object, but for those that its class computes once."""
+    kind = type(owner)
+    cached = {name for one in kind.__mro__ for name, value in vars(one).items() if isinstance(value, cached_property)}
+    apart = cached | OF_MODULES if isinstance(owner, nn.Module) else cached
+    before = {name: value for name, value in own.items() if name not in apart}
+
+    def put_back() -> bool:
+        now = {name: value for name, value in own.items() if name not in apart}
+        if _is_same(now, before):
+            return False
+        for name in now.keys() - before.keys():
+            del own[name]
+        own.update(before)
+        return True
+
+    return put_back
 
 
 def _attribute_restorer(owner: Any, name: str, before: Any) -> Callable[[], bool]:

@@ -133,7 +133,8 @@ class _Tracer(fx.Tracer):
 
     def is_leaf_module(self, m: nn.Module, module_qualified_name: str) -> bool:
         """Leave layers whole, those that are divided among ranks, and those that do more than torch.fx can see."""
-        if super().is_leaf_module(m, module_qualified_name) or type(m).__module__.startswith("commlib_torch."):
+        is_leaf = super().is_leaf_module(m, module_qualified_name) or isinstance(m, torch.jit.ScriptModule)
+        if is_leaf or type(m).__module__.startswith("commlib_torch."):
             return True
         if module_qualified_name in self._kept or type(m) in self._whole or hooks_of(m) or has_state_of_its_own(m):
             self.leaves.append(module_qualified_name)

@@ -77,7 +77,8 @@ class Traces:
         for trace in (first, second):
             own = trace.constants.keys() - trace.kept
             for node, name in changes_of_attributes(trace.graph, self._model, own):
-                return first, [Fault(node.meta[WITHIN], f"changes the tensor {name} in place, which is no buffer")]
+                what = "a tensor in an attribute" if name in trace.kept else f"the tensor {name}"
+                return first, [Fault(node.meta[WITHIN], f"changes {what} in place, which is no buffer")]
         if _joined(first, self._traced(call, training=True), _never) is not None:
             raise self._refused(
                 "does other things each time that it is called, and not by what its modules have: by a global value, "

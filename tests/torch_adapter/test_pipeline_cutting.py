@@ -5,8 +5,10 @@ from __future__ import annotations
 import copy
 import dataclasses
 import functools
+import gc
 import itertools
 import random
+import weakref
 from collections import OrderedDict
 from collections.abc import Callable
 from types import SimpleNamespace
@@ -646,6 +648,10 @@ class Configuration:
     scale: float = 1.0
     calls: int = 0
 
+    @functools.cached_property
+    def half(self) -> float:
+        return self.scale / 2
+
 
 class Kept(nn.Module):
     """Has state of all kinds."""
@@ -726,7 +732,7 @@ def trying(self: Any, x: Tensor) -> Any:
         (in_array, "changes self.array"),
         (in_vars, "changes its attributes"),
         (in_memory, "changes the tensor memory in place"),
-        (in_nested_memory, "changes the tensor _tensor_constant0 in place"),
+        (in_nested_memory, "changes a tensor in an attribute in place"),
         (lambda self, x: next(self.count), "takes from Kept.count"),
         (lambda self, x: self.numpy.random(), "draws random numbers of its own"),
         (lambda self, x: self.random.random(), "draws random numbers of its own"),
@@ -804,6 +810,28 @@ def test_what_forward_has_read_must_not_change(
     for call in (lambda: pipe.step(x, y), lambda: pipe.evaluate(x, y), lambda: pipe.predict(x)):
         with pytest.raises((UsageError, PeerError), match=message):
             call()
+    pipe.close()
+
+
+def test_what_forward_has_not_read_may_change(comm: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A global value called as an attribute is, is none that forward reads; a property may keep what it computes."""
+    monkeypatch.setitem(globals(), "calls", 1)
+
+    def use(self: Any, x: Tensor) -> Any:
+        return self.calls + self.configuration.half
+
+    model: Any = made(lambda: Kept(use))
+    whole = copy.deepcopy(model)
+    pipe = pipeline(model, comm, loss=F.mse_loss, microbatches=2)
+    monkeypatch.setitem(globals(), "calls", 2)
+    model.configuration.calls, model.more = 7, 3
+    x, y = batch()
+    torch.testing.assert_close(pipe.step(x, y), F.mse_loss(whole(x), y).detach(), rtol=EXACT, atol=0)
+    kept = weakref.ref(model)
+    del model
+    gc.collect()
+    assert kept() is None
+    pipe.evaluate(x, y)
     pipe.close()
 
 
