@@ -7,12 +7,14 @@ reduced when they compute gradients, as in `minimize`.
 
 from __future__ import annotations
 
+import sys
 from typing import Any
 
 import tensorflow as tf
 
 from commlib.errors import UsageError
 from commlib_tensorflow._keras_reduction import Distributed, DistributedKeras, Reduction, Wrapper, become, gradients_of
+from commlib_tensorflow._one_file import watch_checkpoints
 
 
 class DistributedKeras2(DistributedKeras):
@@ -140,6 +142,8 @@ def distribute(optimizer: Any, reduction: Reduction, backward_passes_per_step: i
         object.__setattr__(one, "_commlib_passes", passes)
 
     become(inner, mixin, reduction, prepare)
+    if (legacy := sys.modules.get("tf_keras")) is not None:
+        watch_checkpoints(legacy.callbacks.ModelCheckpoint)
 
 
 def hook_of(optimizer: Any) -> type[Distributed]:

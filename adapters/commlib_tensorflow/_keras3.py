@@ -4,11 +4,12 @@ Keras calls `_clip_gradients` once for each real update: after it has added up t
 it clips. That is private, so there is a second way, by `apply`, for a Keras that has it no more; it reduces in every
 pass.
 
-Two things of Keras are replaced by what does the same for everybody else, and more for distributed optimizers:
+Three things of Keras are replaced by what does the same for everybody else, and more for distributed optimizers:
 
 - `LossScaleOptimizer.check_finite` agrees among the ranks. It decides whether the step is taken at all, by gradients
   that were not reduced yet: an overflow on one rank alone would send the ranks different ways, and hang them.
 - `jit_compile` of models: a function that XLA compiles cannot call the host, so "auto" is False and True is refused.
+- `ModelCheckpoint` warns where ranks may write one file: see `_one_file`.
 """
 
 from __future__ import annotations
@@ -33,6 +34,7 @@ from commlib_tensorflow._keras_reduction import (
     key_of,
     replace,
 )
+from commlib_tensorflow._one_file import watch_checkpoints
 from commlib_tensorflow.gradients import Maybe
 
 NO_XLA = (
@@ -285,6 +287,7 @@ def _refusal(model: Any) -> str | None:
 
 def _replace_in_keras() -> None:
     replace(keras.optimizers.LossScaleOptimizer, "check_finite", _agreeing)
+    watch_checkpoints(keras.callbacks.ModelCheckpoint)
     for name, make in (("_resolve_auto_jit_compile", _resolving), ("jit_compile", _refusing)):
         # Private, and nothing is lost without: the function of the host refuses to be compiled, too, only later.
         owner = next((one for one in keras.Model.__mro__ if name in vars(one)), None)

@@ -242,6 +242,25 @@ class State(SimpleNamespace):
         self.commits += 1
 
 
+def test_one_file_of_several_ranks(comm: Any, tmp_path: Path, recwarn: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Keras' ModelCheckpoint on all ranks wrote one file at once, and destroyed it without a word."""
+    monkeypatch.chdir(tmp_path)
+
+    def save(path: str, optimizer: Any, kind: Any = keras.callbacks.ModelCheckpoint) -> list[str]:
+        recwarn.clear()
+        model = SimpleNamespace(optimizer=optimizer, save=lambda *_, **__: None)
+        attached(kind(filepath=path), model).on_epoch_end(0, {"val_loss": 1.0})
+        return [str(one.message) for one in recwarn if "ModelCheckpoint writes" in str(one.message)]
+
+    own = hvd.DistributedOptimizer(keras.optimizers.SGD())
+    found = save("best-{epoch:02d}.keras", own)
+    assert len(found) == (comm.rank > 0)
+    assert all(f"best-01.keras on rank {comm.rank}: if other ranks write" in one for one in found)
+    assert not save(f"best-{comm.rank}.keras", own)
+    assert not save("best.keras", own, hvd.callbacks.BestModelCheckpoint)
+    assert not save("alone.keras", keras.optimizers.SGD())
+
+
 def run(callbacks: list[Any], epochs: list[int], batches: int) -> list[tuple[int, int, int]]:
     """Do what `fit` does, and return the batch, the epoch and the commits of the state after each batch and epoch."""
     state, seen = callbacks[0].state, []
