@@ -813,6 +813,22 @@ def test_what_forward_has_read_must_not_change(
     pipe.close()
 
 
+class Elsewhere:
+    calls = 0
+
+
+def test_what_is_different_each_time_is_refused(comm: Any) -> None:
+    """Nobody can put back what is none of the model's: it was what it had been when the model was traced, for ever."""
+
+    def use(self: Any, x: Tensor) -> Any:
+        Elsewhere.calls += 1
+        return Elsewhere.calls
+
+    for make in (lambda: Kept(use), lambda: Chain(lambda: Kept(use))):
+        with pytest.raises(UsageError, match="does other things each time that it is called"):
+            pipeline(make(), comm, microbatches=2)
+
+
 def test_what_forward_has_not_read_may_change(comm: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     """A global value called as an attribute is, is none that forward reads; a property may keep what it computes."""
     monkeypatch.setitem(globals(), "calls", 1)
