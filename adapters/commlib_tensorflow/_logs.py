@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
+import numpy as np
 import tensorflow as tf
 
 from commlib.pipeline.pipe import Pipe
@@ -20,10 +21,10 @@ class Logs:
     def __init__(self, measure: Measure | None) -> None:
         self._measure = measure
         self._compiled = tf.function(self._of_outputs, autograph=False, jit_compile=False)
-        self._names: list[str] | None = None
+        self._names: list[tuple[str, tuple[int, ...]]] | None = None  # with their shapes
         self._mean, self._rows = 0.0, 0
-        self.latest: dict[str, float] = {}
-        """Those after the last batch."""
+        self.latest: dict[str, Any] = {}
+        """Those after the last batch: numbers, and arrays of metrics that have several."""
 
     @property
     def has_metrics(self) -> bool:
@@ -34,7 +35,7 @@ class Logs:
         """Forget the losses of the batches so far."""
         self._mean, self._rows = 0.0, 0
 
-    def add(self, result: Result, pipe: Pipe) -> dict[str, float]:
+    def add(self, result: Result, pipe: Pipe) -> dict[str, Any]:
         """Add a batch; return the logs. Collective."""
         self._rows += result.rows
         self._mean += (result.loss - self._mean) * result.rows / max(1, self._rows)
@@ -42,10 +43,20 @@ class Logs:
         if result.outputs is not None:
             logs = self._compiled(result.target, result.outputs, result.masks, result.sample_weight)
         if self._names is None:
-            self._names = pipe.comm.broadcast_object(list(logs), pipe.last) if self.has_metrics else []
-        told = pipe.tell([float(logs.get(name, 0.0)) for name in self._names]) if self._names else []
-        self.latest = {**dict(zip(self._names, told, strict=True)), "loss": self._mean}
+            own = [(name, np.shape(value)) for name, value in logs.items()]
+            self._names = pipe.comm.broadcast_object(own, pipe.last) if self.has_metrics else []
+        told = self._told(logs, pipe) if self._names else {}
+        self.latest = {**told, "loss": self._mean}
         return dict(self.latest)
+
+    def _told(self, logs: dict[str, Any], pipe: Pipe) -> dict[str, Any]:
+        """Return metrics, which the last stage's rank knows, on all ranks."""
+        names = self._names or []
+        own = [np.ravel(logs.get(name, np.zeros(shape))).astype(np.float64) for name, shape in names]
+        told = np.array(pipe.tell(np.concatenate(own).tolist()))
+        parts = np.split(told, np.cumsum([len(one) for one in own])[:-1])
+        pairs = zip(names, parts, strict=True)
+        return {name: part.reshape(shape) if shape else float(part[0]) for (name, shape), part in pairs}
 
     def _of_outputs(self, target: Any, outputs: list[Any], masks: list[Any], sample_weight: Any) -> dict[str, Any]:
         assert self._measure is not None

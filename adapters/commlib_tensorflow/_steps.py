@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import zlib
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, field
@@ -12,7 +13,8 @@ import numpy as np
 import tensorflow as tf
 
 from commlib.communicator import Communicator
-from commlib.errors import UsageError
+from commlib.data_parallel.parameter_check import check_agreement
+from commlib.errors import MismatchError, UsageError
 from commlib.pipeline.batch import rows_of, shares, shares_in_updates
 from commlib.pipeline.losses import Weigh, Weigher, Weights
 from commlib.pipeline.pipe import Codecs, Pipe
@@ -115,6 +117,7 @@ class Steps:
         self._place = place_of(self.variables.values())
         self._tensors = TensorflowTensors(self._place)
         self._loss: Any = None
+        self._compiled: Sequence[str] = ()
         self._losses = self.losses_of(None)
         self.pipe = Pipe(comm, schedule, pieces.links, self.stages, self._tensors, codec=codec, lines=lines)
         """What runs the schedule."""
@@ -142,13 +145,20 @@ class Steps:
         return LossWeights(loss, names, self._weigher, microbatches=self._microbatches, masked=masked)
 
     def prepare(
-        self, loss: Any, losses: LossWeights, *, eager: bool, update: Callable[[Sequence[Any], Sequence[Any]], None]
+        self,
+        loss: Any,
+        losses: LossWeights,
+        *,
+        eager: bool,
+        update: Callable[[Sequence[Any], Sequence[Any]], None],
+        compiled: Sequence[str],
     ) -> None:
         """Begin anew: with a loss and what it counts, the variables that are trainable now, and what updates them.
 
-        Collective, where stages on several ranks share weights.
+        compiled: lines that have to be the same on all ranks; they are compared when the next batch begins. Collective,
+        where stages on several ranks share weights.
         """
-        self._loss, self._losses = loss, losses
+        self._loss, self._losses, self._compiled = loss, losses, compiled
         self.tied.settle()
 
         def update_stage(stage: TensorflowStage) -> None:
@@ -235,6 +245,7 @@ class Steps:
         """Cut the batch, and agree on its rows. Raises UsageError on all ranks if one was given what is wrong."""
         comm, first, last = self.pipe.comm, self.pipe.first, self.pipe.last
         told, inputs, error = [_NONE] * 4, None, None
+        compiled = zlib.crc32("\n".join(self._compiled).encode())
         of_x: list[int] = []
         of_y: list[int] = []
         kind = Kind.TRAIN if batch.is_training else Kind.EVALUATE if batch.has_loss else Kind.PREDICT
@@ -258,9 +269,11 @@ class Steps:
                     raise UsageError(f"pipeline: rank {comm.rank} has the last stage: give it y")
         except Exception as caught:
             error, told = caught, [_FAILED] * 4
-        every = agreed(comm, kind, told)
+        every = agreed(comm, kind, [*told, compiled])
         if error is not None:
             raise error
+        if batch.has_loss and len(set(every[:, 4])) > 1:
+            check_agreement(comm, "pipeline: compile", self._compiled)
         failed = [rank for rank, numbers in enumerate(every) if numbers[0] == _FAILED]
         if failed:
             raise UsageError(f"pipeline: rank {failed[0]} was given a batch that is wrong, as its own error says")
@@ -311,9 +324,21 @@ class Steps:
             )
         return of_x
 
-    def agree_to_stop(self, stops: bool) -> bool:
-        """Return whether any rank is to stop after an epoch. Collective."""
-        return bool(agreed(self.pipe.comm, Kind.END_EPOCH, [int(stops)] * 4).any())
+    def agree_to_stop(self, stops: bool, rate: float | None) -> bool:
+        """Return whether any rank is to stop after an epoch. Collective.
+
+        rate: the learning rate; None where there is none. Raises MismatchError on all ranks if ranks have others.
+        """
+        own = [int(stops), rate is not None, int(np.float64(rate or 0.0).view(np.int64))]
+        every = agreed(self.pipe.comm, Kind.END_EPOCH, [*own, 0, 0])
+        rates = {rank: float(bits.view(np.float64)) for rank, bits in enumerate(every[:, 2]) if every[rank, 1]}
+        if len(set(rates.values())) > 1:
+            told = ", ".join(f"{value:g} on rank {rank}" for rank, value in rates.items())
+            raise MismatchError(
+                f"pipeline: ranks have different learning rates after an epoch of fit: {told} (this is rank "
+                f"{self.pipe.comm.rank} of {self.pipe.comm.size}): give all ranks the callbacks that set it"
+            )
+        return bool(every[:, 0].any())
 
     def _weigh(self, batch: Batch, x: Any, pairs: Sequence[Any], counts: list[int], *, cut: bool) -> None:
         """Say what the losses of microbatches count, where the last stage is."""

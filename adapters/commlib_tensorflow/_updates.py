@@ -30,6 +30,12 @@ def check_optimizer(optimizer: Any, *, ranks: int, flushes: bool) -> None:
             "the loss scale from this rank's gradients alone: use mixed_bfloat16, or give the optimizer a fixed "
             "loss_scale_factor and compile(auto_scale_loss=False)"
         )
+    within = getattr(optimizer, "_inner_optimizers", ())
+    if ranks > 1 and any(getattr(one, "global_clipnorm", None) for one in within):
+        raise UsageError(
+            f"pipeline: a {type(optimizer).__name__} has an optimizer with global_clipnorm, which would see this "
+            "rank's gradients alone: use clipnorm or clipvalue, or clip_grad_norm of the pipeline"
+        )
     if ranks > 1 and getattr(optimizer, "global_clipnorm", None):
         why = ""
         if not flushes:

@@ -23,6 +23,7 @@ from commlib.pipeline.recompute import CHECKPOINTS
 from commlib.pipeline.rows import WHOLE, rows_option
 from commlib.pipeline.schedule.auto import LayerCosts
 from commlib_tensorflow._batches import are_arrays, inputs_of, shuffled, split_rows
+from commlib_tensorflow._compiled import lines_of
 from commlib_tensorflow._in_fit import together
 from commlib_tensorflow._logs import Logs
 from commlib_tensorflow._measured import layer_costs
@@ -311,8 +312,10 @@ class Pipeline(keras.Model):  # type: ignore[misc]  # Keras has no types
         """
         if validation_split and validation_data is None:
             (x, y, sample_weight), validation_data = split_rows((x, y, sample_weight), validation_split)
-        if shuffle and are_arrays(x):
-            seed = self._own.steps.pipe.comm.broadcast_object(int(np.random.randint(2**31)), 0)
+        with self.pipe.together():  # the ranks meet again, if a batch failed
+            is_shuffled = shuffle and are_arrays(x)
+            seed = self.pipe.comm.broadcast_object(int(np.random.randint(2**31)), 0) if is_shuffled else 0
+        if is_shuffled:
             x, y, sample_weight = shuffled((x, y, sample_weight), batch_size or 32, seed), None, None
             if validation_data is not None:
                 options.setdefault("validation_batch_size", batch_size or 32)
@@ -481,7 +484,15 @@ class Pipeline(keras.Model):  # type: ignore[misc]  # Keras has no types
         own.logs = Logs(self._measured if has_losses or self._compile_metrics is not None else None)
         own.updates = Updates(self.optimizer, eager=bool(self.run_eagerly))
         loss = None if self._compile_loss is None else self._loss_of
-        own.steps.prepare(loss, own.steps.losses_of(self.loss), eager=bool(self.run_eagerly), update=self._update)
+        kept = self._compile_metrics  # which a compile without metrics leaves as they are
+        metrics = [getattr(kept, name, None) for name in ("_user_metrics", "_user_weighted_metrics")]
+        own.steps.prepare(
+            loss,
+            own.steps.losses_of(self.loss),
+            eager=bool(self.run_eagerly),
+            update=self._update,
+            compiled=lines_of(self.optimizer, self.loss, metrics),
+        )
 
     def _loss_of(self, target: Any, outputs: list[Any], sample_weight: Any) -> Any:
         """Return the compiled loss. What it keeps of each output is not of microbatches: see `_measured`."""
@@ -531,7 +542,9 @@ class Pipeline(keras.Model):  # type: ignore[misc]  # Keras has no types
 
     @_together
     def _agree_to_stop(self, stops: bool) -> bool:
-        return self._own.steps.agree_to_stop(stops)
+        rate = getattr(self.optimizer, "_learning_rate", None)  # a variable, unless it is a schedule
+        is_set = isinstance(rate, keras.Variable) and bool(self.trainable_variables)
+        return self._own.steps.agree_to_stop(stops, float(keras.ops.convert_to_numpy(rate)) if is_set else None)
 
     def _verbose(self, verbose: Any) -> Any:
         """Let only one rank print, unless it is said otherwise."""

@@ -163,3 +163,64 @@ def test_a_layer_that_mixes_rows(comm: Any) -> None:
     pipe = pipeline(filled(keras.Sequential(own)), comm, microbatches=4, loss="mse", optimizer="sgd", weigh="rows")
     pipe.fit(*batch(8), verbose=0)
     pipe.close()
+
+
+def test_what_compile_is_given(comm: Any) -> None:
+    """Another learning rate, or another optimizer, of the stages of one rank trained them in another way."""
+    if comm.size == 1:
+        return
+    pipe, last = pipeline(layers(4), comm, microbatches=2), comm.rank == comm.size - 1
+    sgd = keras.optimizers.SGD
+    for optimizer, metrics, what in (
+        (sgd(0.1 + last), None, "its learning_rate"),
+        (sgd(0.1, gradient_accumulation_steps=2 if last else None), None, "its gradient_accumulation_steps"),
+        (sgd(0.1, global_clipnorm=1.0 if last else None), None, "its global_clipnorm"),
+        (keras.optimizers.Adam() if last else sgd(), None, "optimizer"),
+        (sgd(), ["mae"] if last else ["mse"], "metric mae"),
+    ):
+        pipe.compile(optimizer, "mse", metrics=metrics)
+        with pytest.raises(MismatchError, match=what):
+            pipe.fit(*batch(8), verbose=0)
+    pipe.compile(sgd(0.1), "mse", metrics=["mae"])
+    halve = keras.callbacks.LearningRateScheduler(lambda epoch, rate: rate / 2)
+    with pytest.raises(MismatchError, match="different learning rates after an epoch of fit"):
+        pipe.fit(*batch(8), verbose=0, callbacks=[halve] if comm.rank == 1 else None)
+    pipe.close()
+
+
+def test_a_clipped_optimizer_of_several(comm: Any) -> None:
+    """It clipped by the norm of this rank's gradients."""
+    several = keras.optimizers.MultiOptimizer(
+        keras.optimizers.OptimizerMap(keras.optimizers.Adam(global_clipnorm=0.3), {".*d1.*": keras.optimizers.SGD(0.1)})
+    )
+    pipe = pipeline(layers(4), comm, microbatches=2)
+    if comm.size > 1:
+        with pytest.raises(UsageError, match="has an optimizer with global_clipnorm"):
+            pipe.compile(several, "mse")
+    pipe.close()
+
+
+def test_metrics_of_several_numbers(comm: Any) -> None:
+    """They were no number, and the last stage's rank gave up."""
+    whole, pipe = layers(4), pipeline(layers(4), comm, microbatches=2)
+    x, y = batch(8)[0], np.eye(WIDTH)[np.arange(8) % WIDTH]
+    said = []
+    for model in (whole, pipe):
+        model.compile("sgd", "mse", metrics=[keras.metrics.F1Score(threshold=0.1), "mae"], run_eagerly=model is whole)
+        history = model.fit(x, y, batch_size=4, epochs=2, shuffle=False, verbose=0).history
+        said.append((history, model.evaluate(x, y, verbose=0, return_dict=True)))
+    for got, expected in zip(said[1], said[0], strict=True):
+        assert got.keys() == expected.keys()
+        for name in got:
+            near(got[name], expected[name])
+    pipe.close()
+
+
+def test_an_evaluation_in_short_floats_is_compared(comm: Any) -> None:
+    """Its rounding was taken for a fault of the cut."""
+    keras.config.set_dtype_policy("mixed_bfloat16")
+    own = [keras.layers.Dense(WIDTH, "tanh"), keras.layers.LayerNormalization(), keras.layers.Dense(WIDTH)]
+    last = keras.layers.Dense(WIDTH, dtype="float32")
+    model = filled(keras.Sequential([keras.Input((WIDTH,)), *own, last]))
+    x, y = (np.asarray(one, np.float32) for one in batch(8))
+    pipeline(model, comm, microbatches=4, loss="mse", verify=(x, y)).close()

@@ -1,0 +1,58 @@
+"""Compiled: say in lines what ranks have been given by compile(), to compare it."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import keras
+import numpy as np
+
+from commlib_tensorflow._keras_reduction import Distributed
+
+
+def lines_of(optimizer: Any, loss: Any, metrics: Any) -> list[str]:
+    """Return what has to be the same on all ranks: an optimizer's settings, losses and metrics, as far as they tell.
+
+    Not their names, which count what a process has made before.
+    """
+    settings = {} if optimizer is None else _settings(optimizer)
+    kinds = [("loss", leaf) for leaf in keras.tree.flatten(loss)] + [("metric", leaf) for leaf in _leaves(metrics)]
+    return [
+        f"optimizer {'none' if optimizer is None else type(optimizer).__name__}",
+        *(f"its {name} {_plain(value)}" for name, value in sorted(settings.items()) if name != "name"),
+        *(f"{what} {_kind(leaf)}" for what, leaf in kinds),
+    ]
+
+
+def _leaves(metrics: Any) -> list[Any]:
+    return [leaf for leaf in keras.tree.flatten(metrics) if leaf is not None]
+
+
+def _kind(leaf: Any) -> str:
+    if leaf is None or isinstance(leaf, str):
+        return str(leaf)
+    name = getattr(leaf, "__name__", type(leaf).__name__)
+    return " ".join([str(name), *([str(leaf.reduction)] if hasattr(leaf, "reduction") else [])])
+
+
+def _settings(optimizer: Any) -> Mapping[str, Any]:
+    try:
+        config: Mapping[str, Any] = optimizer.get_config()
+    except Exception:  # it has none
+        return {}
+    if not isinstance(optimizer, Distributed):
+        return config
+    # Groups of ranks have names of their own in each stage.
+    return {name: value for name, value in config.items() if isinstance(value, bool | int | float | None)}
+
+
+def _plain(value: Any) -> Any:
+    """Return what ranks can compare: numbers and words; of other things, their kind."""
+    if isinstance(value, Mapping):
+        return {key: _plain(value[key]) for key in sorted(value, key=str) if key != "name"}
+    if isinstance(value, list | tuple):
+        return [_plain(one) for one in value]
+    if isinstance(value, np.generic | np.ndarray):
+        return value.tolist()
+    return value if isinstance(value, bool | int | float | str | None) else type(value).__name__
