@@ -52,7 +52,7 @@ class Checkpoint(core.Checkpoint):
 def _parts(name: str, value: Any) -> dict[str, Part]:
     if isinstance(value, list | tuple):
         return {name: _of_variables(name, lambda: list(value))}
-    if hasattr(value, "assign"):
+    if hasattr(value, "assign") and not hasattr(value, "apply_gradients"):  # optimizers of Keras 3 have both
         return {name: _of_variables(name, lambda: [value])}
     if hasattr(value, "layers"):
 
@@ -77,6 +77,11 @@ def _of_optimizer(name: str, optimizer: Callable[[], Any], ready: Callable[[], l
 
     def variables() -> list[Any]:
         ready()
+        if not getattr(optimizer(), "built", True):
+            raise UsageError(
+                f"checkpoint: {name} is not built yet: call its build(model.trainable_variables), or give the model "
+                "that was compiled with it"
+            )
         return variables_of(optimizer())
 
     def reducing() -> Any:
