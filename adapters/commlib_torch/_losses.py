@@ -14,6 +14,7 @@ from torch.utils import _pytree as pytree
 
 from commlib.errors import UsageError
 from commlib.pipeline.apart import apart
+from commlib.pipeline.batch import shares
 from commlib.pipeline.losses import REMEDY, Looks, Weigher, Weights, fault_in_sum, fault_in_terms, is_close, weights_of
 from commlib.pipeline.rows import Rows
 from commlib_torch._batches import taken, together
@@ -21,10 +22,16 @@ from commlib_torch._loss_calls import Count, LossCall, LossCalls, Rule, as_numbe
 from commlib_torch._parts import OUTPUT
 
 Loss = Callable[..., Any]
-"""Of (output, target): a loss, or (loss, metrics)."""
+"""Of (output, target): a loss, a dict of its summands, or (either, metrics)."""
 
 KEPT = 256 << 20
 """Bytes of outputs that are kept at most to look at the loss of several microbatches; two are kept in any case."""
+
+
+OF_SUMMANDS = (
+    "A loss of several summands that are means of different things returns a dict of them, and weigh= is one, too: "
+    'weigh={"words": lambda target: (target != -100).sum(), "penalty": "rows"}'
+)
 
 
 @dataclass(slots=True)
@@ -46,6 +53,10 @@ class Losses:
     """The same of those that the last stage calls."""
     sums: list[Tensor] = field(default_factory=list)
     """Those of torch's losses in the first microbatch's call of the last stage that are sums."""
+    summands: dict[str, Weights] = field(default_factory=dict)
+    """What each summand counts, of a loss that is a dict of them."""
+    of_summands: dict[str, dict[int, Tensor]] = field(default_factory=dict)
+    """Their values in microbatches."""
     outputs: dict[int, Any] = field(default_factory=dict)
     """Of the first microbatches, where they are looked at."""
     looks: bool = False
@@ -66,7 +77,14 @@ class Losses:
 
     def mean(self, values: Mapping[int, Any]) -> Any:
         """Return what is of each microbatch, weighted as its loss is in that of the batch; 0 of none."""
-        counts = self.weights.in_batch() if self.weights is not None else []
+        return self._weighted(values, self.weights)
+
+    def mean_metric(self, values: Mapping[int, Any]) -> Any:
+        """Return a metric of each microbatch, weighted as losses are; where these have summands, by rows."""
+        return self._weighted(values, weights_of(self.rows, self.rows) if self.summands else self.weights)
+
+    def _weighted(self, values: Mapping[int, Any], weights: Weights | None) -> Any:
+        counts = weights.in_batch() if weights is not None else []
         return sum(value * counts[number] for number, value in sorted(values.items()) if counts[number])
 
 
@@ -93,6 +111,7 @@ class LossWeights:
         losses = Losses(rows, targets, every)
         if self.weigher.says:
             losses.weights = self.weigher.weights(rows, targets, inputs)
+            losses.summands = {name: one.weights(rows, targets, inputs) for name, one in self.weigher.summands.items()}
         elif losses.is_single:
             losses.weights = weights_of(rows, rows)
         elif self._rule is not None:  # so that the host waits for a GPU before the first microbatch, and not behind it
@@ -125,7 +144,7 @@ class LossWeights:
             loss = self._called(losses, microbatch, output)
         if losses.looks:
             self._keep(losses, microbatch, output)
-        losses.values[microbatch] = loss.detach()
+        losses.values[microbatch] = self._value(losses, microbatch) if losses.summands else loss.detach()
         assert losses.weights is not None
         return loss if losses.weights.terms[microbatch] else None
 
@@ -135,12 +154,38 @@ class LossWeights:
         loss = self.loss(output) if target is None else self.loss(output, target)
         if isinstance(loss, tuple) and len(loss) == 2 and isinstance(loss[1], Mapping):
             loss, losses.metrics[microbatch] = loss[0], pytree.tree_map_only(Tensor, Tensor.detach, loss[1])
+        if isinstance(loss, Mapping) or losses.summands:
+            return self._of_summands(losses, microbatch, loss)
         if not isinstance(loss, Tensor) or loss.numel() != 1:
             got = f"a tensor of shape {tuple(loss.shape)}" if isinstance(loss, Tensor) else type(loss).__name__
             raise UsageError(
                 f"pipeline: the loss is {got}, expected a tensor with one element, or that and a dict of metrics"
             )
         return loss
+
+    def _of_summands(self, losses: Losses, microbatch: int, loss: Any) -> Tensor:
+        """Return what a microbatch's summands are together, each weighted by itself."""
+        if not isinstance(loss, Mapping) or set(loss) != set(losses.summands):
+            got = f"a dict of {', '.join(map(str, loss))}" if isinstance(loss, Mapping) else type(loss).__name__
+            said = f"a dict of {', '.join(losses.summands)}" if losses.summands else "nothing of summands"
+            raise UsageError(
+                f"pipeline: the loss is {got}, but weigh= says {said}: give a dict of what each counts, such as "
+                'weigh={"words": lambda target: (target != -100).sum(), "penalty": "rows"}'
+            )
+        parts: list[Tensor] = []
+        for name, value in loss.items():
+            if not isinstance(value, Tensor) or value.numel() != 1:
+                raise UsageError(f"pipeline: summand {name} of the loss is no tensor with one element")
+            losses.of_summands.setdefault(name, {})[microbatch] = value.detach()
+            if share := losses.summands[name].in_updates(losses.every)[microbatch]:  # else it may be 0/0
+                parts.append(value.reshape(()) * share)
+        return torch.stack(parts).sum() if parts else torch.zeros(())
+
+    def _value(self, losses: Losses, microbatch: int) -> Tensor:
+        """Return what a microbatch's summands are in the loss of the batch."""
+        shares = {name: weights.in_batch()[microbatch] for name, weights in losses.summands.items()}
+        parts = [values[microbatch].reshape(()) * shares[n] for n, values in losses.of_summands.items() if shares[n]]
+        return torch.stack(parts).sum() if parts else torch.zeros(())
 
     # Losses that a model computes itself, so that the user's function takes them from its output
 
@@ -285,7 +330,8 @@ class LossWeights:
     def _look(self, losses: Losses, microbatch: int, output: Any) -> None:
         """Say whether a batch is looked at, at its first microbatch."""
         if self._may_look and not losses.is_single:
-            losses.looks = self._looks.is_due((_kind(output), _kind(losses.targets[microbatch])))
+            is_even = losses.weights is None or _are_by_rows(losses)
+            losses.looks = self._looks.is_due((_kind(output), _kind(losses.targets[microbatch]), is_even))
 
     def _keep(self, losses: Losses, microbatch: int, output: Any) -> None:
         kept = losses.outputs
@@ -295,6 +341,10 @@ class LossWeights:
 
     def fault(self, losses: Losses) -> str:
         """Return what is wrong with the losses of a batch that was run; "" if nothing is, or nobody can tell."""
+        found = self._fault(losses)
+        return f"{found}. {OF_SUMMANDS}" if found and not losses.summands else found
+
+    def _fault(self, losses: Losses) -> str:
         by = "what weigh= says" if self.weigher.says else "what its target says" if self._rule else "their rows"
         fault, was_told = self._fault_together(losses, by) if losses.looks else ("", False)
         if fault:
@@ -323,7 +373,6 @@ class LossWeights:
         numbers = list(losses.outputs)
         if losses.weights is None or len(numbers) < 2:
             return "", False
-        own = [float(losses.values[number]) for number in numbers]
         epsilon = torch.finfo(losses.values[numbers[0]].dtype).eps
         try:
             rows, own_targets = [losses.rows[number] for number in numbers], [losses.targets[n] for n in numbers]
@@ -336,20 +385,25 @@ class LossWeights:
             if len(kinds) < 2 or self.weigher.says or self._rule is not None or losses.weights.is_sum:
                 return "", False
             return f"pipeline: microbatches have outputs of other lengths, and were weighted by {by}: {REMEDY}", True
-        if math.isfinite(own[0]) and not is_close(again, own[0], abs(own[0]), epsilon):
-            self._may_look = False  # it is random, or changes from call to call
-            return "", False
-        weights = Weights(tuple(losses.weights.terms[number] for number in numbers), losses.weights.is_sum)
-        return fault_in_sum(whole, own, weights, epsilon, by=by), True
+        found = {name: (losses.of_summands[name], one) for name, one in losses.summands.items()}
+        for name, (values, weights) in (found or {"": (losses.values, losses.weights)}).items():
+            own = [float(values[number]) for number in numbers]
+            if math.isfinite(own[0]) and not is_close(again[name], own[0], abs(own[0]), epsilon):
+                self._may_look = False  # it is random, or changes from call to call
+                return "", False
+            weights = Weights(tuple(weights.terms[number] for number in numbers), weights.is_sum)
+            of = f"{by} of {name}" if name else by
+            if fault := fault_in_sum(whole[name], own, weights, epsilon, by=of):
+                return fault, True
+        return "", True
 
-    def _apart(self, *batches: tuple[Any, Any]) -> list[float]:
+    def _apart(self, *batches: tuple[Any, Any]) -> list[dict[str, float]]:
         """Return the loss of each batch, as if it were not called: on a copy, and random numbers are drawn again."""
         loss: Any = apart(self.loss, _parameters_of(self.loss))  # type: ignore[arg-type]
         found = []
         with torch.no_grad(), _same_random_numbers(batches[0]):
             for output, target in batches:
-                value = loss(_copied(output)) if target is None else loss(_copied(output), target)
-                found.append(float(value[0] if isinstance(value, tuple) else value))
+                found.append(_numbers(loss(_copied(output)) if target is None else loss(_copied(output), target)))
         return found
 
 
@@ -361,6 +415,28 @@ def _same_random_numbers(values: Any) -> Any:
 
 def _copied(value: Any) -> Any:
     return pytree.tree_map_only(Tensor, lambda tensor: tensor.detach().clone(), value)
+
+
+def _are_by_rows(losses: Losses) -> bool:
+    """Return whether all counts by rows in a batch: others tell of a loss in which not all counts alike."""
+    by_rows = shares(losses.rows)
+    every = [losses.weights] if not losses.summands else losses.summands.values()
+    return all(
+        one is None or one.is_sum or all(abs(a - b) < 1e-9 for a, b in zip(one.in_batch(), by_rows, strict=True))
+        for one in every
+    )
+
+
+def total_of(loss: Any) -> Any:
+    """Return the loss that a function returns: beside metrics, or in summands."""
+    loss = loss[0] if isinstance(loss, tuple) else loss
+    return sum(loss.values()) if isinstance(loss, Mapping) else loss
+
+
+def _numbers(loss: Any) -> dict[str, float]:
+    """Return the summands of a loss that a function returns, or the one."""
+    loss = loss[0] if isinstance(loss, tuple) else loss
+    return {name: float(one) for name, one in (loss.items() if isinstance(loss, Mapping) else [("", loss)])}
 
 
 def _versions(value: Any) -> list[int]:

@@ -46,7 +46,7 @@ def details_of(pipe: Pipe, batch: Batch, rows: Sequence[int], where: Any, loss: 
         own, metrics = batch.losses, batch.losses.metrics
         found = [float(own.values.get(number, math.nan)) for number in range(len(own.rows))], {}
         for name in next(iter(metrics.values()), {}):
-            found[1][name] = own.mean({number: values[name] for number, values in metrics.items()})
+            found[1][name] = own.mean_metric({number: values[name] for number, values in metrics.items()})
     outputs = None
     if batch.keeps_outputs and pipe.comm.rank == pipe.last:
         outputs = _together(batch, rows, where)

@@ -20,6 +20,7 @@ from commlib.pipeline.whole import Run, compare_with_whole
 from commlib_torch._batches import arguments
 from commlib_torch._bridge import host_array
 from commlib_torch._copies import copy_of, in_mode_of_all, same_random_numbers
+from commlib_torch._losses import total_of
 from commlib_torch._parts import Cut
 from commlib_torch._shared_objects import SharedObjects
 from commlib_torch._whole import called, cut_run, first_names, named_modules, named_values, tolerance_of, whole_run
@@ -155,8 +156,7 @@ def _step_alone(model: Any, call: Any, y: Any, loss: Any, spreads: bool) -> Run:
     fresh = pytree.tree_map_only(Tensor, torch.clone, call)
     with in_mode_of_all(everything, training=False), same_random_numbers(), torch.enable_grad():
         output = called(copied, fresh, spreads=spreads)
-        value = own_loss(output) if y is None else own_loss(output, y)
-        value = value[0] if isinstance(value, tuple) else value
+        value = total_of(own_loss(output) if y is None else own_loss(output, y))
         value.backward()
     gradients = {
         name: None if weight.grad is None else host_array(weight.grad)

@@ -112,7 +112,8 @@ def pipeline(
     codec: how activations and their gradients travel, such as "bf16" or "int8"; or a mapping by the stages between
     which they do: {(0, 1): "bf16", (1, 0): "int8"}. weigh: how
     many terms a microbatch's loss is the mean of, where torch's own losses do not say it: a function of its target and,
-    if it takes them, `inputs`; or "rows", or "sum" of a loss that is a sum.
+    if it takes them, `inputs`; or "rows", or "sum" of a loss that is a sum; or, of a loss that returns a dict of its
+    summands, a dict of these: {"words": lambda y: (y != -100).sum(), "penalty": "rows"}.
     rows: in which dimension of x, y and output they are, if not in the first: see `commlib.pipeline.rows`; such as
     {"x": (0, "whole"), "output": 1}.
     optimizer: makes the optimizer of named parameters, for schedules that update weights themselves; every:
@@ -214,7 +215,7 @@ class Pipeline(Staged):
         )  # in a tuple: it is none of the model's
         self.why = ""
         """Why this schedule was chosen, if it was."""
-        losses = LossWeights(loss, Weigher(weigh), rows)
+        losses = LossWeights(loss, Weigher(weigh, takes_summands=True), rows)
         self._tied = tied = TiedWeights.found(comm, parts, schedule.placement)
         check_updates(schedule, loss_has_parameters=module is not None, shares_weights=tied.exist)
         shared_buffers = SharedBuffers(parts, schedule.placement, comm.rank)

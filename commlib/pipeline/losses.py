@@ -10,8 +10,10 @@ from typing import Any, NamedTuple
 from commlib.errors import UsageError
 from commlib.pipeline.batch import shares, shares_in_updates
 
-Weigh = Callable[..., Any] | str | None
+Weigh = Callable[..., Any] | str | Mapping[str, Callable[..., Any] | str] | None
 """How many terms a microbatch's loss is the mean of, as a user says it: a function, "rows", "sum", or None: find out.
+
+Of a loss that is a dict of summands, a dict of these, by name.
 
 A function is called with the microbatch's target, and with its inputs and sample weights if it has parameters of these
 names (`inputs`, `sample_weight`), or two or three without defaults.
@@ -55,15 +57,21 @@ def weights_of(terms: Sequence[float], rows: Sequence[int], *, is_sum: bool = Fa
 class Weigher:
     """What a user says of microbatches with `weigh=`. Raises UsageError for what says nothing."""
 
-    def __init__(self, weigh: Weigh) -> None:
-        if not (weigh is None or weigh in ("rows", "sum") or callable(weigh)):
+    def __init__(self, weigh: Weigh, *, takes_summands: bool = False) -> None:
+        self.summands: dict[str, Weigher] = {}
+        """What a user says of each summand, if the loss is a dict of them."""
+        if takes_summands and isinstance(weigh, Mapping) and weigh and None not in weigh.values():
+            self.summands = {name: Weigher(one) for name, one in weigh.items()}
+        elif not (weigh is None or weigh in ("rows", "sum") or callable(weigh)):
             raise UsageError(f'pipeline: weigh is {weigh!r}, expected a function, "rows", "sum" or None')
         self._weigh = weigh
         self._extra: tuple[str, ...] = ()
         self._named: tuple[str, ...] = ()
         if callable(weigh):
             self._extra, self._named = _wanted(weigh)
-        self.wants_inputs = "inputs" in (*self._extra, *self._named)
+        self.wants_inputs: bool = "inputs" in (*self._extra, *self._named) or any(
+            one.wants_inputs for one in self.summands.values()
+        )
         """Whether it is a function that takes the microbatch's inputs."""
 
     @property
@@ -74,14 +82,19 @@ class Weigher:
     @property
     def is_checked(self) -> bool:
         """Whether what it says may be wrong: a word is taken as it is."""
+        if self.summands:
+            return any(one.is_checked for one in self.summands.values())
         return not isinstance(self._weigh, str)
 
     def weights(
         self, rows: Sequence[int], targets: Sequence[Any], inputs: Sequence[Any], sample_weights: Sequence[Any] = ()
     ) -> Weights:
-        """Return what each microbatch counts, of so many rows each. Raises UsageError for numbers of no terms."""
+        """Return what each microbatch counts, of so many rows each. Raises UsageError for numbers of no terms.
+
+        Of summands, each of which counts by itself, microbatches' losses are sums.
+        """
         if not callable(self._weigh):
-            return weights_of(rows, rows, is_sum=self._weigh == "sum")
+            return weights_of(rows, rows, is_sum=self._weigh == "sum" or bool(self.summands))
         if self.wants_inputs and not inputs:
             raise UsageError("pipeline: weigh= takes inputs, so give x on the rank of the last stage, too")
         terms = []

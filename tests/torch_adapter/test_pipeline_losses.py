@@ -13,7 +13,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from commlib.errors import UsageError
+from commlib.errors import PeerError, UsageError
 from commlib_torch import pipeline
 
 WIDTH = 6
@@ -397,3 +397,43 @@ def test_a_loss_that_marks_its_targets(comm: Any, microbatches: int) -> None:
     for name, weight in pipe.named_parameters():
         torch.testing.assert_close(weight.grad, whole.get_parameter(name).grad, rtol=EXACT, atol=EXACT)
     pipe.close()
+
+
+def with_penalty(output: Tensor, target: Tensor) -> dict[str, Tensor]:
+    return {"words": F.cross_entropy(output, target), "penalty": 0.1 * output.square().mean()}
+
+
+def test_a_loss_of_several_summands(comm: Any) -> None:
+    """No weigh= said what a mean over words and one over rows are together; and a batch without ignored words hid it."""
+    model = layers()
+    whole, x, y = copy.deepcopy(model), inputs(8), classes(8)
+    weigh: dict[str, Any] = {"words": lambda target: (target != IGNORED).sum(), "penalty": "rows"}
+    pipe = pipeline(model, comm, microbatches=4, loss=with_penalty, weigh=weigh, verify=(x, y))
+    expected = torch.stack([*with_penalty(whole(x), y).values()]).sum()
+    expected.backward()
+    loss, own, _metrics, _ = pipe.step(x, y, details=True)
+    torch.testing.assert_close(loss, expected.detach(), rtol=EXACT, atol=EXACT)
+    torch.testing.assert_close(sum(own), loss.item(), rtol=EXACT, atol=EXACT)
+    for name, weight in pipe.named_parameters():
+        torch.testing.assert_close(weight.grad, whole.get_parameter(name).grad, rtol=EXACT, atol=EXACT)
+    pipe.close()
+    wrong = pipeline(model, comm, microbatches=4, loss=with_penalty, weigh={**weigh, "penalty": weigh["words"]})
+    with pytest.raises(UsageError, match="what weigh= says of penalty"):
+        wrong.step(x, y)
+    wrong.close()
+    pipe = pipeline(model, comm, microbatches=4, loss=lambda *given: sum(with_penalty(*given).values()))
+    pipe.step(x, classes(8, ignored=False))
+    pipe.step(x, classes(8, ignored=False))
+    pipe.step(x, classes(8, ignored=False))
+    with pytest.raises(UsageError, match="several summands"):  # the first batch that tells
+        pipe.step(x, y)
+    pipe.close()
+
+
+def test_summands_that_are_not_said(comm: Any) -> None:
+    pipe = pipeline(layers(), comm, microbatches=2, loss=with_penalty)
+    with pytest.raises((UsageError, PeerError), match="weigh= says nothing of summands"):
+        pipe.step(inputs(8), classes(8))
+    pipe.close()
+    with pytest.raises(UsageError, match="weigh is"):
+        pipeline(layers(), comm, microbatches=2, loss=with_penalty, weigh={"words": None})  # type: ignore[dict-item]
