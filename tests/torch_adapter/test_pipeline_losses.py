@@ -404,7 +404,7 @@ def with_penalty(output: Tensor, target: Tensor) -> dict[str, Tensor]:
 
 
 def test_a_loss_of_several_summands(comm: Any) -> None:
-    """No weigh= said what a mean over words and one over rows are together; and a batch without ignored words hid it."""
+    """No weigh= said what a mean over words and one over rows are together; a batch without ignored words hid it."""
     model = layers()
     whole, x, y = copy.deepcopy(model), inputs(8), classes(8)
     weigh: dict[str, Any] = {"words": lambda target: (target != IGNORED).sum(), "penalty": "rows"}
