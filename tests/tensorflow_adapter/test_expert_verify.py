@@ -39,11 +39,19 @@ OPTIONS: dict[str, dict[str, Any]] = {
     "plain": {},
     "hidden": {"hidden": 4, "gated": True, "shared": 1, "top_k": 3},
     "capacity": {"capacity_factor": 0.75, "capacity_over": "all", "hidden": 4},
-    "sigmoid": {"scores": "sigmoid", "scale": 2.5, "hidden": 4, "bias_rate": 0.1, "chunks": 2},
+    "sigmoid": {
+        "scores": "sigmoid",
+        "scale": 2.5,
+        "hidden": 4,
+        "gated": True,
+        "shared": 1,
+        "bias_rate": 0.1,
+        "chunks": 2,
+    },
 }
 
 
-@pytest.mark.parametrize("name", OPTIONS)
+@pytest.mark.parametrize("name", ["plain", "capacity", "sigmoid", pytest.param("hidden", marks=pytest.mark.long)])
 def test_what_is_right_passes(comm: Any, name: str) -> None:
     """And leaves no trace: statistics, losses and variables are as before."""
     options = {"count": 4 * comm.size, "top_k": 2, **OPTIONS[name]}

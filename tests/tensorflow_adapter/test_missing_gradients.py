@@ -47,9 +47,9 @@ def variables() -> list[Any]:
 @pytest.mark.parametrize(
     ("kind", "graph"),
     [
-        *((kind, graph) for kind in ("decay", "passes", "scale") for graph in (False, True)),
-        ("clip", True),
-        ("state", True),
+        ("decay", False),
+        *((kind, True) for kind in MAKERS),
+        *(pytest.param(kind, False, marks=pytest.mark.long) for kind in ("passes", "scale")),
     ],
 )
 def test_weights_are_those_of_one_process(comm: Any, kind: str, graph: bool) -> None:
@@ -80,7 +80,7 @@ def test_weights_are_those_of_one_process(comm: Any, kind: str, graph: bool) -> 
     assert (mine[2].numpy() == np.arange(3.0) + 1).all() and (mine[1].numpy() != np.arange(3.0) + 1).all()
 
 
-@pytest.mark.parametrize("eagerly", [False, True])
+@pytest.mark.parametrize("eagerly", [pytest.param(False, marks=pytest.mark.long), True])
 def test_fit_a_model_that_goes_other_ways_on_other_ranks(comm: Any, eagerly: bool) -> None:
     class Branches(keras.Model):  # type: ignore[misc]
         def __init__(self, way: int | None) -> None:

@@ -44,7 +44,9 @@ def adding(*kinds: str, in_training: bool = False) -> Any:
     return filled(keras.Sequential([*own, keras.layers.Dense(WIDTH)]))
 
 
-def assert_is_that_of_one_process(comm: Any, make: Any, *given: Any, loss: Any, **options: Any) -> None:
+def assert_is_that_of_one_process(
+    comm: Any, make: Any, *given: Any, loss: Any, eager: bool = True, **options: Any
+) -> None:
     whole = make()
     whole.compile(keras.optimizers.SGD(0.1), loss, run_eagerly=True)
     told: dict[str, Any] = {"batch_size": 7, "verbose": 0}
@@ -52,7 +54,7 @@ def assert_is_that_of_one_process(comm: Any, make: Any, *given: Any, loss: Any, 
     expected = whole.fit(*given, **fitted).history["loss"]
     pipe = pipeline(make(), comm, microbatches=4, **options)
     try:
-        pipe.compile(keras.optimizers.SGD(0.1), loss)
+        pipe.compile(keras.optimizers.SGD(0.1), loss, run_eagerly=eager)
         near(pipe.fit(*given, **fitted).history["loss"], expected)
         for got, value in zip(pipe.gather_weights(), whole.get_weights(), strict=True):
             near(got, value, EXACT)
@@ -125,17 +127,18 @@ def test_a_shared_weight_that_one_rank_freezes(comm: Any) -> None:
     pipe.close()
 
 
-@pytest.mark.parametrize("in_training", [False, True])
+@pytest.mark.parametrize("in_training", [False, pytest.param(True, marks=pytest.mark.long)])
 def test_losses_that_layers_add(comm: Any, in_training: bool) -> None:
     """A sum over rows counted 1 / microbatches: 2.16 instead of 4.95."""
 
     def make() -> Any:
         return adding("sum", "mean", "sum", in_training=in_training)
 
-    assert_is_that_of_one_process(comm, make, *batch(13), loss="mse", schedule="1f1b" if in_training else "zb_h1")
+    schedule = "1f1b" if in_training else "zb_h1"
+    assert_is_that_of_one_process(comm, make, *batch(13), loss="mse", eager=False, schedule=schedule)
 
 
-@pytest.mark.parametrize("kind", ["both", "positive"])
+@pytest.mark.parametrize("kind", [pytest.param("both", marks=pytest.mark.long), "positive"])
 def test_added_losses_that_are_neither_mean_nor_sum(comm: Any, kind: str) -> None:
     pipe = pipeline(adding("mean", kind), comm, microbatches=4, loss="mse", optimizer="sgd")
     for _ in range(2):
@@ -206,7 +209,7 @@ def test_metrics_of_several_numbers(comm: Any) -> None:
     x, y = batch(8)[0], np.eye(WIDTH)[np.arange(8) % WIDTH]
     said = []
     for model in (whole, pipe):
-        model.compile("sgd", "mse", metrics=[keras.metrics.F1Score(threshold=0.1), "mae"], run_eagerly=model is whole)
+        model.compile("sgd", "mse", metrics=[keras.metrics.F1Score(threshold=0.1), "mae"], run_eagerly=True)
         history = model.fit(x, y, batch_size=4, epochs=2, shuffle=False, verbose=0).history
         said.append((history, model.evaluate(x, y, verbose=0, return_dict=True)))
     for got, expected in zip(said[1], said[0], strict=True):

@@ -47,7 +47,9 @@ def summed(target: Any, output: Any) -> Any:
     return tf.reduce_sum(tf.square(target - output))
 
 
-def assert_is_that_of_one_process(comm: Any, make: Any, loss: Any, x: Any, y: Any, **options: Any) -> None:
+def assert_is_that_of_one_process(
+    comm: Any, make: Any, loss: Any, x: Any, y: Any, *, eager: bool = True, **options: Any
+) -> None:
     """Compare what fit and evaluate say, and weights, with one process."""
     given: dict[str, Any] = {"batch_size": 8, "shuffle": False, "verbose": 0}
     weighed = {key: options.pop(key) for key in ("sample_weight", "class_weight") if key in options}
@@ -56,7 +58,7 @@ def assert_is_that_of_one_process(comm: Any, make: Any, loss: Any, x: Any, y: An
     expected = whole.fit(x, y, epochs=1, **given, **weighed).history["loss"]
     pipe = pipeline(make(), comm, microbatches=4, **options)
     try:
-        pipe.compile(keras.optimizers.SGD(0.1), loss)
+        pipe.compile(keras.optimizers.SGD(0.1), loss, run_eagerly=eager)
         near(pipe.fit(x, y, epochs=1, **given, **weighed).history["loss"], expected)
         for got, value in zip(pipe.gather_weights(), whole.get_weights(), strict=True):
             near(got, value, EXACT)
@@ -92,7 +94,7 @@ def test_what_weigh_says(comm: Any, schedule: str) -> None:
         assert inputs.shape == target.shape and sample_weight is None
         return float(tf.reduce_sum(tf.cast(target >= 0, tf.float64)))
 
-    assert_is_that_of_one_process(comm, words, masked, *ignored(14), weigh=weigh, schedule=schedule)
+    assert_is_that_of_one_process(comm, words, masked, *ignored(14), weigh=weigh, schedule=schedule, eager=False)
 
 
 MEANS: dict[str, Any] = {
@@ -110,14 +112,20 @@ MEANS: dict[str, Any] = {
         ("sum", False),
         ("by weights", True),
         ("of rows, by hand", False),
-        *(pytest.param(name, weighed, marks=pytest.mark.long) for name in MEANS for weighed in (False, True)),
+        *(
+            pytest.param(name, weighed, marks=pytest.mark.long)
+            for name in ("mean", "dice of each row")
+            for weighed in (False, True)
+        ),
+        *(pytest.param(name, True, marks=pytest.mark.long) for name in ("sum", "of rows, by hand")),
+        pytest.param("by weights", False, marks=pytest.mark.long),
     ],
 )
 def test_reductions(comm: Any, name: str, weighed: bool) -> None:
     """A sum was refused, and a mean over weights without weigh=."""
     x, y = batch(13)
     weight = np.random.default_rng(3).random(13) if weighed else None
-    assert_is_that_of_one_process(comm, lambda: layers(4), MEANS[name](), x, y, sample_weight=weight)
+    assert_is_that_of_one_process(comm, lambda: layers(4), MEANS[name](), x, y, sample_weight=weight, eager=weighed)
 
 
 @pytest.mark.long

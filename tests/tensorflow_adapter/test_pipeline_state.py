@@ -133,7 +133,7 @@ def averaging() -> Any:
     )
 
 
-@pytest.mark.parametrize("make", [averaging, several])
+@pytest.mark.parametrize("make", [pytest.param(averaging, marks=pytest.mark.long), several])
 def test_training_goes_on_with_other_stages(comm: Any, make: Any, tmp_path: Any) -> None:
     """Averages met the weights of other stages, a second save failed, and what is within a MultiOptimizer was lost."""
     path = comm.broadcast_object(str(tmp_path), 0)

@@ -66,11 +66,11 @@ def test_one_backup_for_all_ranks(comm: Any, tmp_path: Any) -> None:
     x, y = batch(16)
     make = lambda: keras.optimizers.SGD(0.1, momentum=0.9, use_ema=True)  # noqa: E731
     whole = layers(4)
-    whole.compile(optimizer=make(), loss="mse")
+    whole.compile(optimizer=make(), loss="mse", run_eagerly=True)
     whole.fit(x, y, epochs=4, **OPTIONS)
     for stopped in (True, False):
         pipe = pipeline(layers(4, seed=0 if stopped else 3), comm, microbatches=2)
-        pipe.compile(optimizer=make(), loss="mse")
+        pipe.compile(optimizer=make(), loss="mse", run_eagerly=True)
         callbacks = [keras.callbacks.BackupAndRestore(folder)]
         if stopped:
             with pytest.raises(KeyboardInterrupt):
@@ -130,7 +130,14 @@ class Draws(keras.layers.Layer):  # type: ignore[misc]  # Keras has no types
 
 @pytest.mark.parametrize(
     ("how", "eager"),
-    [("tensorflow", True), ("count", False), ("numpy", True), ("count", True), ("numpy", False), ("tensorflow", False)],
+    [
+        ("tensorflow", True),
+        ("count", False),
+        ("numpy", True),
+        ("tensorflow", False),
+        pytest.param("count", True, marks=pytest.mark.long),
+        pytest.param("numpy", False, marks=pytest.mark.long),
+    ],
 )
 def test_what_is_computed_again_is_the_same(comm: Any, how: str, eager: bool) -> None:
     """Gradients were those of other random numbers, or of another constant, than the loss."""

@@ -109,10 +109,10 @@ def test_what_differs_is_named(comm: Any, wrong: str, text: str, monkeypatch: py
     traced = Traced()
     own = keras.Sequential([keras.Input((WIDTH,)), *dense, traced])
     before = traced.traces()
-    for options in ({"verify": batch(4)[0]}, {"example": batch(4)[0]}):
+    for option in ("verify", "example") if wrong == "value" else ("verify",):
         with pytest.raises(UsageError, match=f"the cut model is not the whole one, {text}"):
             pipeline(own, comm, microbatches=2, split=[2, *[1] * (comm.size - 2), len(dense) - comm.size + 1]
-                     if comm.size > 1 else "auto", **options)  # fmt: skip
+                     if comm.size > 1 else "auto", **{option: batch(4)[0]})  # fmt: skip
 
         assert traced.traces() == before, "looking has left a trace"
 
