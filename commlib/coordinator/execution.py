@@ -19,6 +19,7 @@ from commlib.coordinator.fusion import Fusion
 from commlib.coordinator.job import Job
 from commlib.coordinator.kind import Kind, options_of, root_of
 from commlib.coordinator.on_device import Staging
+from commlib.coordinator.records import ACTIVITIES
 from commlib.coordinator.scaling import neutral, scale
 from commlib.dtypes import NUMPY
 from commlib.errors import UsageError
@@ -83,7 +84,11 @@ class Execution:
                 done(job, None, error)
 
     def _run_one(self, jobs: Sequence[Job]) -> Iterable[tuple[Job, Any]]:
-        yield jobs[0], self._verbs[jobs[0].launch.request.verb](jobs[0])
+        (job,) = jobs
+        verb, record = job.launch.request.verb, None if job.pending is None else job.pending.record
+        if record is not None and verb in ACTIVITIES:
+            record.round(ACTIVITIES[verb])
+        yield job, self._verbs[verb](job)
 
     # Reductions
 

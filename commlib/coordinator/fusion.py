@@ -15,6 +15,7 @@ from commlib.buffers.views import address_of
 from commlib.coordinator.adasum import adasum
 from commlib.coordinator.job import Job
 from commlib.coordinator.kind import Kind, options_of
+from commlib.coordinator.records import ACTIVITIES
 from commlib.coordinator.request import Request
 from commlib.coordinator.scaling import neutral, scale
 from commlib.dtypes import NUMPY, Array
@@ -110,7 +111,7 @@ class Fusion:
             _enter(batch, "MEMCPY_IN_FUSION_BUFFER")
             with self._journal.span("pack", "pack", tensors=len(batch), bytes=buffer.nbytes):
                 pack(sources, nbytes, address_of(buffer))
-        _enter(batch, "MPI_ALLREDUCE")
+        _enter(batch, ACTIVITIES["allreduce"])
         self._reduce_in_place(kind, buffer)
         if not joined:
             _enter(batch, "MEMCPY_OUT_FUSION_BUFFER")
@@ -118,10 +119,12 @@ class Fusion:
                 unpack(address_of(buffer), targets, nbytes)
 
     def _reduce_alone(
-        self, kind: Kind, size: int, source: Array | None, target: Array | None, _: Record | None
+        self, kind: Kind, size: int, source: Array | None, target: Array | None, record: Record | None
     ) -> None:
         if size == 0:
             return
+        if record is not None:
+            record.round(ACTIVITIES["allreduce"])
         if source is None or target is None:
             source = target = np.full(size, neutral(kind.dtype, kind.op), NUMPY[kind.dtype])
         if kind.op != "adasum" and kind.prescale == kind.postscale == 1:

@@ -11,6 +11,15 @@ from commlib.coordinator.request import Request
 from commlib.observe.recorder import Record
 from commlib.runtime.recording import Recording
 
+ACTIVITIES = {
+    "allreduce": "MPI_ALLREDUCE",
+    "allgather": "MPI_ALLGATHER",
+    "broadcast": "MPI_BCAST",
+    "alltoall": "MPI_ALLTOALL",
+    "reducescatter": "MPI_REDUCESCATTER",
+}
+"""How Horovod calls, in a timeline, what an operation does once its turn has come, by its verb."""
+
 
 class Records:
     """Write the records of one group, `name`."""

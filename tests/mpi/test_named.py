@@ -66,6 +66,16 @@ def test_allreduce_other_operations(op: Any, dtype: str) -> None:
     same(reduced(values(hvd.rank(), dtype), op=op), expected.astype(NUMPY[dtype]))
 
 
+@pytest.mark.parametrize("dtype", ["int64", "uint64"])
+@pytest.mark.parametrize("count", [3, 40_000])
+def test_means_whose_sum_does_not_fit(dtype: str, count: int) -> None:
+    """It wrapped around, by name as in order."""
+    top = np.iinfo(dtype).max
+    parts = [np.full(count, top - rank, dtype) for rank in range(hvd.size())]
+    expected = sum(int(part[0]) for part in parts) // hvd.size()
+    same(reduced(parts[hvd.rank()], op=hvd.Average), np.full(count, expected, dtype))
+
+
 @pytest.mark.parametrize("dtype", [*FLOATS, "int32"])
 @pytest.mark.parametrize("grouped", [False, True])
 def test_scales(dtype: str, grouped: bool) -> None:
@@ -375,7 +385,8 @@ def test_timeline(comm: Any, tmp_path: Any) -> None:
     rows = {event["tid"]: event["args"]["name"] for event in events if event.get("name") == "thread_name"}
     row = next(number for number, name in rows.items() if name == "traced")
     phases = [(event["ph"], event.get("name")) for event in events if event.get("tid") == row and event["ph"] != "M"]
-    assert phases == [("B", "NEGOTIATE_ALLREDUCE"), ("E", None), ("B", "ALLREDUCE"), ("E", None)] * 2
+    negotiated, reduced_alone = ("B", "NEGOTIATE_ALLREDUCE"), ("B", "MPI_ALLREDUCE")
+    assert phases == [negotiated, ("E", None), ("B", "ALLREDUCE"), reduced_alone, ("E", None), ("E", None)] * 2
     times = [event["ts"] for event in events if "ts" in event]
     assert times == sorted(times)
     assert any(event.get("name") == "CYCLE_START" for event in events)
@@ -389,17 +400,25 @@ def test_a_timeline_has_horovods_names(comm: Any, tmp_path: Any) -> None:
     x = [np.full(4, float(number)) for number in range(3)]
     hvd.start_timeline(str(path), mark_cycles=True)
     hvd.start_allreduce(x, [np.empty(4) for _ in x], "fused", op=hvd.Sum).wait()
+    rows = np.zeros(comm.size)
+    hvd.start_allgather([rows], "allgather").wait()
+    hvd.start_broadcast([rows], 0, "broadcast").wait()
+    hvd.start_alltoall(rows, None, "alltoall").wait()
+    hvd.start_reducescatter([rows], "reducescatter").wait()
     hvd.stop_timeline()
     if comm.rank != 0:
         return
     events = json.loads(path.read_text())
     assert abs(events[0]["args"]["start_time_since_epoch_in_micros"] / 1e6 - before) < 600
-    rows = {event["args"]["name"]: event["tid"] for event in events if event.get("name") == "thread_name"}
-    in_row = [event for event in events if event.get("tid") == rows["fused"] and event["ph"] in "BE"]
+    tids = {event["args"]["name"]: event["tid"] for event in events if event.get("name") == "thread_name"}
+    in_row = [event for event in events if event.get("tid") == tids["fused"] and event["ph"] in "BE"]
     assert "".join(event["ph"] for event in in_row) == "BEBBEBEBEE"
     names = [event["name"] for event in in_row if event["ph"] == "B"]
     packed = ["MEMCPY_IN_FUSION_BUFFER", "MPI_ALLREDUCE", "MEMCPY_OUT_FUSION_BUFFER"]
     assert names == ["NEGOTIATE_ALLREDUCE", "ALLREDUCE", *packed]
+    for verb, what in (("allgather", "ALLGATHER"), ("broadcast", "BCAST"), ("alltoall", "ALLTOALL")):
+        began = [event["name"] for event in events if event.get("tid") == tids[verb] and event["ph"] == "B"]
+        assert began == [f"NEGOTIATE_{verb.upper()}", verb.upper(), f"MPI_{what}"]
 
 
 def test_elastic_state(comm: Any) -> None:
