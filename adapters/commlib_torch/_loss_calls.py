@@ -7,6 +7,7 @@ import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cache
+from types import FrameType
 from typing import Any
 
 import torch
@@ -24,7 +25,8 @@ Count = float | Tensor
 class LossCall:
     """A call of one of torch's losses. count: of the terms, None if that is not known. target: None if it has none.
 
-    classes: (ignore_index, weight) where a class's terms may count less, else None.
+    classes: (ignore_index, weight) where a class's terms may count less, else None. has_weights: the sum of a weight of
+    each element is the count, and target is these weights.
     """
 
     reduction: str
@@ -33,6 +35,7 @@ class LossCall:
     target: Tensor | None
     count: Count | None
     classes: tuple[int, Tensor | None] | None
+    has_weights: bool = False
 
 
 class LossCalls(TorchFunctionMode):
@@ -44,6 +47,8 @@ class LossCalls(TorchFunctionMode):
 
     def __torch_function__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         """Call a function of torch, and note it if it is a loss."""
+        if function is F.l1_loss:
+            kwargs = {**_weight_left_out(inspect.currentframe()), **(kwargs or {})}
         result = function(*args, **(kwargs or {}))
         if function in _READ:
             self._found.append((function, args, kwargs or {}, result))
@@ -72,12 +77,22 @@ def _read(function: Any, args: tuple[Any, ...], kwargs: dict[str, Any], result: 
     if given.get("size_average") is not None or given.get("reduce") is not None:
         reduction = _reduction.legacy_get_string(given["size_average"], given["reduce"], emit_warning=False)
     first, target = next(iter(given.values())), given.get("target", given.get("targets"))
+    given = {**given, "reduction": reduction}
     try:
         with torch.no_grad():
             count, classes = _READ[function](given, first, target)
     except (RuntimeError, IndexError):  # of shapes that only the loss itself understands
         count, classes = None, None
-    return LossCall(reduction, result, first, target, count, classes)
+    if has_weights := count is not None and _is_over_weights(function, given):
+        target = given["weight"]
+    return LossCall(reduction, result, first, target, count, classes, has_weights)
+
+
+def _weight_left_out(frame: FrameType | None) -> dict[str, Any]:
+    """Return the weight that F.l1_loss was called with, and which torch 2.13 leaves out where calls are watched."""
+    while frame is not None and frame.f_code is not F.l1_loss.__code__:
+        frame = frame.f_back
+    return {} if frame is None or frame.f_locals.get("weight") is None else {"weight": frame.f_locals["weight"]}
 
 
 @cache
@@ -102,8 +117,16 @@ def _elements(given: dict[str, Any], value: Tensor, target: Tensor) -> _Counted:
 
 
 def _weighted_elements(given: dict[str, Any], value: Tensor, target: Tensor) -> _Counted:
-    """Of those whose `weight`, if there is any, divides, too: that depends on the elements."""
-    return _elements(given, value, target) if given.get("weight") is None else (None, None)
+    """Of those whose mean is over the sum of `weight`, if there is any, as torch divides by it."""
+    weight = given["weight"]
+    if weight is None or given["reduction"] != "mean":
+        return _elements(given, value, target)
+    return (None if weight.requires_grad else weight.sum(dtype=torch.float64)), None
+
+
+def _is_over_weights(function: Any, given: dict[str, Any]) -> bool:
+    weighted = _READ[function] is _weighted_elements and given["weight"] is not None
+    return weighted and given["reduction"] == "mean"
 
 
 def _divergences(given: dict[str, Any], value: Tensor, target: Tensor) -> _Counted:
@@ -125,7 +148,8 @@ _READ: dict[Any, Callable[[dict[str, Any], Any, Any], _Counted]] = {
     F.nll_loss: _classes,
     F.kl_div: _divergences,
     F.ctc_loss: _sequences,
-    **dict.fromkeys((F.mse_loss, F.l1_loss, F.smooth_l1_loss, F.huber_loss), _weighted_elements),
+    **dict.fromkeys((F.mse_loss, F.l1_loss), _weighted_elements),
+    **dict.fromkeys((F.smooth_l1_loss, F.huber_loss), _elements),  # a weight of huber_loss is not divided by
     **dict.fromkeys(
         (F.binary_cross_entropy, F.binary_cross_entropy_with_logits, F.poisson_nll_loss, F.gaussian_nll_loss), _elements
     ),
@@ -145,7 +169,8 @@ class Rule:
     """How the terms of a microbatch are counted in its target, before its loss is there.
 
     leaf: which of the target's tensors has them; shifted: without the first column of it, as the next words of a text
-    are. classes: as in `LossCall`; None: its elements count, or, by_rows, its rows. is_sum: the losses are sums.
+    are. classes: as in `LossCall`; None: its elements count, or, by_rows, its rows, or, by_weights, their
+    sum. is_sum: the losses are sums.
     """
 
     leaf: int
@@ -153,6 +178,7 @@ class Rule:
     classes: tuple[int, Tensor | None] | None
     by_rows: bool
     is_sum: bool
+    by_weights: bool = False
 
     def is_as(self, other: Rule | None) -> bool:
         """Return whether another one counts the same."""
@@ -162,8 +188,8 @@ class Rule:
             return self.classes is other.classes
         return self.classes[0] == other.classes[0] and self.classes[1] is other.classes[1]
 
-    def _simple(self) -> tuple[int, bool, bool, bool]:
-        return self.leaf, self.shifted, self.by_rows, self.is_sum
+    def _simple(self) -> tuple[int, bool, bool, bool, bool]:
+        return self.leaf, self.shifted, self.by_rows, self.is_sum, self.by_weights
 
     def counts(self, targets: Sequence[Any]) -> list[float]:
         """Return the terms of each microbatch."""
@@ -173,6 +199,8 @@ class Rule:
             tensor = tensor[:, 1:] if self.shifted else tensor
             if self.classes is not None:
                 found.append(count_of_classes(tensor, *self.classes))
+            elif self.by_weights:
+                found.append(tensor.detach().sum(dtype=torch.float64))
             else:
                 found.append(float(tensor.shape[0] if self.by_rows else tensor.numel()))
         return as_numbers(found)
@@ -200,10 +228,10 @@ def rule_of(call: LossCall, target: Any) -> tuple[Rule | None, bool]:
             tensor = leaf[:, 1:] if shifted else leaf
             if tensor.numel() != call.target.numel() or not tensor.numel():
                 continue
-            by_rows = classes is None and float(call.count) != tensor.numel()
+            by_rows = classes is None and not call.has_weights and float(call.count) != tensor.numel()
             if by_rows and call.count != tensor.shape[0]:
                 continue  # such as of (8, 1) and (8), which are 64 terms
-            rule = Rule(place, shifted, classes, by_rows, is_sum)
+            rule = Rule(place, shifted, classes, by_rows, is_sum, call.has_weights)
             if is_view(call.target, tensor):
                 return rule, True
             if torch.equal(tensor.reshape(-1).to(call.target.dtype), call.target.reshape(-1)):

@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor, fx, nn
 
+from commlib_torch._options import options_of
 from commlib_torch._parts import INPUTS, Named
 from commlib_torch._signature import Call
 
@@ -40,11 +41,11 @@ class Operations(nn.Module):
         for path in [*named, *kept]:
             self._take_value(model, path, constants)
         # No attributes of a module: a layer of the model may have the same name.
-        vars(self)["_commlib"] = compiled(graph, type(model).__name__), tuple(takes), call
+        vars(self)["_commlib"] = compiled(graph, type(model).__name__), tuple(takes), call, *options_of(graph)
 
     def forward(self, values: Named) -> Named:
         """Run the operations."""
-        run, takes, call = vars(self)["_commlib"]
+        run, takes, call, *_ = vars(self)["_commlib"]
         taken = {name: values[name] for name in takes}
         if call is not None:
             taken |= call.taken(*values[INPUTS])

@@ -19,6 +19,9 @@ from commlib_torch._copies import copy_of
 _DEPTH = 4
 """How deep objects are looked into: the attributes of a layer, what these have, and so on."""
 
+_OWN = frozenset(("commlib", __package__))
+"""Where nothing is the state of a user's layers."""
+
 _OF_MODULES = frozenset((*vars(nn.Module()), "_commlib"))
 _IMMUTABLE = (
     nn.Parameter, type, ModuleType, FunctionType, BuiltinFunctionType, MethodType, Communicator,
@@ -81,6 +84,8 @@ def _within(value: Any, seen: set[int], depth: int) -> Iterator[Any]:
     seen.add(id(value))
     if isinstance(value, nn.Module):  # one that is no submodule; weights are looked at elsewhere
         yield from (module for module in value.modules() if module._buffers)
+        return
+    if type(value).__module__.partition(".")[0] in _OWN:  # such as what layers with experts exchange rows by
         return
     inner: list[Any] = []
     if isinstance(value, Mapping):

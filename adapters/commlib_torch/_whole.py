@@ -73,8 +73,8 @@ def cut_run(
     given: dict[int, list[tuple[Tensor, Tensor]]] = {stage: [] for stage in range(len(parts))}
     with _recording(modules, training=training, also=parts) as values, _fresh(call) as (fresh, inputs):
         output = through(parts, links, fresh, given)
-        _give_gradients(output, parts)
-        for both in reversed(given.values()):
+        _give_to(given[len(parts) - 1], _objective(output))
+        for both in reversed(given.values()):  # what a stage gives and its own losses go back at once
             pairs = [(one, leaf.grad) for one, leaf in both if one.requires_grad and leaf.grad is not None]
             if pairs:
                 torch.autograd.backward([one for one, _ in pairs], [gradient for _, gradient in pairs])
@@ -90,7 +90,8 @@ def through(
 ) -> Any:
     """Return what stages give, called one after another, each with leaves of its own.
 
-    given: by stage, is filled with what it has passed on, and with the leaves that others were given for it.
+    given: by stage, is filled with what it has passed on, and with the leaves that others were given for it; and with
+    its own losses, which go back from the number one.
     """
     along: dict[tuple[int, int], tuple[list[Tensor], str]] = {}
     results: Any = None
@@ -104,6 +105,8 @@ def through(
                     given[link.source].extend(zip(sent, leaves, strict=True))
                 named.update(zip(told, nested([leaf.clone() for leaf in leaves], note), strict=True))
         results = part(named)
+        if given is not None:
+            _give_to(given[stage], taken(keepers_in(part)))
         for link, told in links.items():
             if link.source == stage:
                 along[stage, link.target] = flat([results[name] for name in told])
@@ -198,19 +201,33 @@ def _fresh(call: Call) -> Iterator[tuple[Call, list[Tensor]]]:
 
 
 def _give_gradients(output: Any, model: Any) -> None:
-    """Go back from a sum of own losses and of the outputs, each element times a number, the same in every run."""
-    loss: Any = 0.0
-    for number, value in enumerate(_tensors(output)):
-        if value.requires_grad:
-            weights = torch.from_numpy(np.random.default_rng(number).standard_normal(tuple(value.shape)))
-            total = (value * weights.to(value)).sum()
-            loss = loss + (total.abs() if total.is_complex() else total)
+    """Go back from a sum of own losses and of the outputs."""
+    loss = _objective(output)
     keepers = [keeper for part in ([model] if isinstance(model, nn.Module) else model) for keeper in keepers_in(part)]
     extra = taken(dict.fromkeys(keepers))
     if extra is not None:
         loss = loss + extra
     if isinstance(loss, Tensor) and loss.requires_grad:
         loss.backward()
+
+
+def _give_to(given: list[tuple[Tensor, Tensor]], loss: Any) -> None:
+    """Let a stage go back from a loss, too."""
+    if isinstance(loss, Tensor) and loss.requires_grad:
+        end = torch.zeros_like(loss)
+        end.grad = torch.ones_like(loss)
+        given.append((loss, end))
+
+
+def _objective(output: Any) -> Any:
+    """Return a sum of the outputs, each element times a number, the same in every run; 0.0 if none has gradients."""
+    loss: Any = 0.0
+    for number, value in enumerate(_tensors(output)):
+        if value.requires_grad:
+            weights = torch.from_numpy(np.random.default_rng(number).standard_normal(tuple(value.shape)))
+            total = (value * weights.to(value)).sum()
+            loss = loss + (total.abs() if total.is_complex() else total)
+    return loss
 
 
 def _run(model: Any, values: dict[str, Any], output: Any, inputs: list[Tensor]) -> Run:

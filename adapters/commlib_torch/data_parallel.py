@@ -41,7 +41,8 @@ class DataParallel(nn.Module, Reporting):
 
     Parameters and buffers are broadcast from rank 0 at construction; buffers (running statistics) are not kept equal
     afterwards: `broadcast_parameters(model.named_buffers())` does that where it matters. Any optimizer may be used on
-    `parameters()`, but not a DistributedOptimizer, which does the same work. In a step in which a rank runs no
+    `parameters()`, but not a DistributedOptimizer, which does the same work, nor LBFGS, whose steps depend on the loss,
+    which is each rank's own here: a DistributedOptimizer reduces it. In a step in which a rank runs no
     backward, it must call `synchronize()` instead. The next forward takes in parameters that are new (a head that was
     replaced, an adapter, `load_state_dict(assign=True)`), with the values of rank 0, or were frozen so far: then it is
     collective. An exception in backward may be caught; the next forward then lets the others know, whose own backward
@@ -57,7 +58,8 @@ class DataParallel(nn.Module, Reporting):
     `DistributedOptimizer`; a compressor of your own is not for this class.
     `comm` is the group to reduce over, by default all ranks.
 
-    Raises UsageError for parameters that cannot be managed, MismatchError on every rank if ranks hold different ones.
+    Raises UsageError for parameters that cannot be managed, and in a step of LBFGS; MismatchError on every rank if
+    ranks hold different ones.
     """
 
     def __init__(
@@ -146,6 +148,12 @@ class DataParallel(nn.Module, Reporting):
         if gradients is None:
             return
         gradients.before_step(optimizer)
+        if isinstance(optimizer, torch.optim.LBFGS) and gradients.reducer.syncs and _is_of(optimizer, gradients):
+            raise UsageError(
+                "LBFGS decides by the loss how far to step, and how often to call its closure, and with DataParallel "
+                "each rank has a loss of its own: wrap the optimizer of the plain module in a DistributedOptimizer "
+                "instead, whose closures return the loss reduced over the ranks"
+            )
         given = set(map(id, with_gradients(optimizer)))
         if not gradients.ids.issuperset(given):
             if optimizer in self._others:
@@ -240,6 +248,10 @@ class DataParallel(nn.Module, Reporting):
         # A communicator belongs to this process; what was noted of parameters to these.
         of_this = ("_gradients", "_steps", "_others", "_known", "_frozen", "_first")
         return {**self.__dict__, **dict.fromkeys(of_this)}
+
+
+def _is_of(optimizer: torch.optim.Optimizer, gradients: Gradients) -> bool:
+    return any(id(one) in gradients.ids for group in optimizer.param_groups for one in group["params"])
 
 
 def _strip_prefix(module: nn.Module, state: dict[str, Any], prefix: str, local_metadata: Any) -> None:

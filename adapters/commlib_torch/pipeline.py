@@ -33,6 +33,7 @@ from commlib_torch._loss_module import NAME as LOSS
 from commlib_torch._loss_module import loss_module
 from commlib_torch._losses import Loss, LossWeights
 from commlib_torch._optimizer_state import merged
+from commlib_torch._options import options_of_loss, options_of_stages
 from commlib_torch._own_stages import (
     MakeOptimizer,
     check_updates,
@@ -223,7 +224,7 @@ class Pipeline(Staged):
         self._stages = stages_of(pieces, own, losses=losses, recompute=recompute)
         tensors = TorchTensors(next((parameter for _, parameter in self.named_parameters()), None))
         lines = [f"split {pieces.counts}", f"codec {codec}", f"checkpoint {recompute}", str(rows)]
-        lines += lines_of(parts, is_outline=is_outline)
+        lines += [*lines_of(parts, is_outline=is_outline), *options_of_stages(pieces.parts), *options_of_loss(loss)]
         self._pipe = Pipe(comm, schedule, pieces.links, self._stages, tensors, codec=codec, lines=lines)
         if not schedule.every:
             look_at_weights(self._stages, self.parameters, parts, comm.rank)

@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from commlib import Mesh
 from commlib.errors import UsageError
 from commlib.expert.experts import Experts
+from commlib_torch import pipeline
 from commlib_torch.expert import MoE, auxiliary_loss, expertize, verify
 
 WIDTH = 6
@@ -97,3 +98,18 @@ def test_what_is_wrong_is_named(comm: Any, spoil: str, said: str, monkeypatch: p
 def test_a_model_without_experts(comm: Any) -> None:
     with pytest.raises(UsageError, match="no mixture of experts"):
         verify(Model(), batch(comm))
+
+
+@pytest.mark.ranks(2)
+@pytest.mark.parametrize("option", ["verify", "example"])
+def test_a_pipeline_of_mixtures_is_compared(comm: Any, option: str) -> None:
+    """It was refused: stages went back twice, and what exchanges rows was taken for a state that layers share."""
+    torch.manual_seed(0)
+    mlps = [nn.Sequential(nn.Linear(WIDTH, 8), nn.GELU(), nn.Linear(8, WIDTH)) for _ in range(2)]
+    mesh = Mesh(pp=2, dp=-1)
+    model = expertize(nn.Sequential(*mlps).double(), mesh, {"[01]": Experts(count=2 * mesh["dp"].size)})
+    x = torch.randn(4, 5, WIDTH, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
+    given: Any = {option: {"verify": (x, x), "example": x[:2]}[option]}
+    pipe = pipeline(model, mesh["pp"], microbatches=2, loss=nn.MSELoss(), **given)
+    assert torch.isfinite(pipe.step(x, x))
+    pipe.close()

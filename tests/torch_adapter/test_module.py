@@ -8,6 +8,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from commlib.errors import UsageError
 from commlib_torch import DataParallel
 
 from .oracle import assert_close, assert_same_everywhere
@@ -106,3 +107,26 @@ def test_train_and_frozen_only(comm: Any) -> None:
     """A module without anything to train may be wrapped."""
     wrapped = DataParallel(nn.Linear(2, 2).requires_grad_(False))
     assert wrapped(torch.ones(1, 2)).shape == (1, 2)
+
+
+@pytest.mark.ranks(2)
+def test_steps_that_depend_on_the_loss_are_refused(comm: Any) -> None:
+    """LBFGS followed each rank's own loss, in silence, so that weights parted."""
+    net = nn.Linear(3, 1)
+    wrapped, other = DataParallel(net), nn.Linear(3, 1)
+    inputs = torch.randn(4, 3, generator=torch.Generator().manual_seed(comm.rank))
+
+    def step(module: nn.Module, optimizer: torch.optim.Optimizer) -> None:
+        def closure() -> float:
+            optimizer.zero_grad()
+            loss = module(inputs).square().mean()
+            loss.backward()
+            return float(loss)
+
+        optimizer.step(closure)
+
+    with pytest.raises(UsageError, match=r"LBFGS decides by the loss.*DistributedOptimizer"):
+        step(wrapped, torch.optim.LBFGS(wrapped.parameters(), line_search_fn="strong_wolfe"))
+    step(other, torch.optim.LBFGS(other.parameters()))  # of another model
+    step(wrapped, torch.optim.SGD(wrapped.parameters(), lr=0.1))
+    assert_same_everywhere(comm, [tensor.detach().reshape(-1) for tensor in net.parameters()])

@@ -11,7 +11,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from commlib.errors import PeerError, UsageError
+from commlib.errors import MismatchError, PeerError, UsageError
 from commlib_torch import pipeline
 
 WIDTH = 4
@@ -149,3 +149,50 @@ def test_predictions_of_no_rows_and_of_what_is_no_tensor(comm: Any, rows: int) -
     if expected is not None:
         torch.testing.assert_close(got, expected[0].detach())
     pipe.close()
+
+
+class Forward(nn.Module):
+    def __init__(self, function: Any, chance: float = 0.1) -> None:
+        super().__init__()
+        self.first, self.second = nn.Linear(4, 4), nn.Linear(4, 4)
+        self.function, self.chance = function, chance
+
+    def forward(self, x: Tensor) -> Any:
+        return self.second(F.dropout(self.function(self.first(x)), self.chance, self.training))
+
+
+def layers_with(layer: nn.Module) -> nn.Module:
+    return nn.Sequential(nn.Linear(4, 4), layer, nn.Linear(4, 4))
+
+
+OTHERS: dict[str, tuple[nn.Module, nn.Module, str]] = {
+    "option": (layers_with(nn.Dropout(0.1)), layers_with(nn.Dropout(0.9)), r"layer 1 of stage .: .*p=0\.1.*p=0\.9"),
+    "kind": (layers_with(nn.ReLU()), layers_with(nn.GELU()), r"layer 1 of stage .: ReLU\(.*: GELU\(approximate='none'"),
+    "function": (Forward(F.relu), Forward(F.gelu), "relu.*gelu"),
+    "number": (Forward(F.relu), Forward(F.relu, 0.9), r"dropout.*0\.1.*0\.9"),
+}
+
+
+@pytest.mark.ranks(2)
+@pytest.mark.parametrize("name", OTHERS)
+def test_layers_with_other_options(comm: Any, name: str) -> None:
+    """Each rank ran the stage of its own model, in silence."""
+    one, other, text = OTHERS[name]
+    with pytest.raises(MismatchError, match=text):
+        pipeline(copy.deepcopy(other if comm.rank else one), comm, microbatches=2, loss=F.mse_loss)
+
+
+LOSSES: dict[str, tuple[Any, Any, str]] = {
+    "kind": (nn.MSELoss(), nn.L1Loss(), "loss: MSELoss.*loss: L1Loss"),
+    "option": (nn.CrossEntropyLoss(), nn.CrossEntropyLoss(label_smoothing=0.1), r"smoothing=0\.0.*smoothing=0\.1"),
+    "function": (F.mse_loss, F.l1_loss, "loss: .*mse_loss.*loss: .*l1_loss"),
+}
+
+
+@pytest.mark.ranks(2)
+@pytest.mark.parametrize("name", LOSSES)
+def test_other_losses(comm: Any, name: str) -> None:
+    """That of the last stage's rank was taken, in silence."""
+    one, other, text = LOSSES[name]
+    with pytest.raises(MismatchError, match=text):
+        pipeline(layers_with(nn.ReLU()), comm, microbatches=2, loss=other if comm.rank else one)
