@@ -70,7 +70,9 @@ def DistributedOptimizer(
 
     The same object is returned, as an instance of a subclass of its own class, with everything it had: schedulers,
     GradScaler, `state_dict` and closures work as before. Gradients are final when `loss.backward()` returns; nothing
-    needs to be called before clipping them. It gains:
+    needs to be called before clipping them. Where ranks have parts of a model (experts, stages, parts of weights), an
+    infinity may be in the gradients of one of them alone: use `commlib_torch.GradScaler(mesh=mesh)` there, for with
+    torch's own that rank skips the step and others do not. The optimizer gains:
 
     - `synchronize()`: reduce now what `step()` would have to, e.g. on a rank that had no loss in this step and wants
       to clip like the others;
