@@ -61,6 +61,18 @@ def test_broadcast_before_the_first_batch(comm: Any) -> None:
     assert int(optimizer.iterations) == root + 1
 
 
+def test_broadcast_of_a_second_model(comm: Any) -> None:
+    """A callback used again, as for the folds of a cross-validation, did nothing: replicas stayed different."""
+    callback = hvd.callbacks.BroadcastGlobalVariablesCallback(0)
+    for _ in range(2):
+        model = different(network(), comm.rank)
+        attached(callback, model).on_train_begin()
+        assert_close(model, network())
+    different(model, comm.rank)
+    callback.on_train_begin()  # the same model: not again
+    assert_close(model, different(network(), comm.rank))
+
+
 @pytest.mark.ranks(min=2)
 def test_broadcast_after_the_first_batch(comm: Any) -> None:
     """One rank has made its variables, the others have not: all wait for the first batch."""

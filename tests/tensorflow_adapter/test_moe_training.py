@@ -281,3 +281,21 @@ def test_a_whole_file_is_read(comm: Communicator, tmp_path: Path) -> None:
         variable.assign(tf.zeros_like(variable))
     made.load_weights(path)
     compare(comm, made, whole)
+
+
+def test_floatx_of_float64(comm: Communicator) -> None:
+    """The router's loss was float32 beside losses of float64, which Keras does not add: `fit` raised TypeError."""
+    x = np.random.default_rng(comm.rank).standard_normal((4, WIDTH))
+    before = keras.config.floatx()
+    keras.config.set_floatx("float64")
+    try:
+        inputs = keras.Input((WIDTH,))
+        experts = Experts(2 * comm.size, hidden=6, balance_weight=0.1)
+        made = keras.Model(inputs, keras.layers.Dense(1)(MoE(experts, Mesh(dp=-1))(inputs)))
+        made.compile(keras.optimizers.SGD(0.0), "mse", run_eagerly=True)
+        out = made(x, training=True).numpy()
+        expected = np.mean((out - x[:, :1]) ** 2) + sum(float(loss) for loss in made.losses)
+        found = made.fit(x, x[:, :1], batch_size=4, shuffle=False, verbose=0).history["loss"][0]
+    finally:
+        keras.config.set_floatx(before)
+    assert abs(found - expected) < 1e-6

@@ -129,7 +129,8 @@ class MoE(InFiles, keras.layers.Layer):  # type: ignore[misc]  # Keras has no ty
             came = sent(tokens, logits, mixture, route, given)
             y, losses = self._computed(came, tokens), came.losses
         if training and options.has_losses:
-            self.add_loss(options.balance_weight * losses[0] + options.z_weight * losses[1])
+            loss = options.balance_weight * losses[0] + options.z_weight * losses[1]
+            self.add_loss(tf.cast(loss, keras.config.floatx()))  # Keras adds it to losses of that dtype
         if self.shared is not None:
             y = y + self.shared(tokens)
         return tf.reshape(y, tf.shape(inputs))

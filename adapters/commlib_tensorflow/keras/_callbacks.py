@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Iterable
 from types import SimpleNamespace
 from typing import Any
@@ -22,7 +23,8 @@ class BroadcastGlobalVariables:
 
     Before the first batch, if all ranks have made all variables by then (Keras 3 always has; Keras 2 where the model
     knows the shape of its input); else after the first batch. `local_variables` are left as they are, and so are seeds
-    and metrics. Collective; once in the life of the callback. `device` means nothing here.
+    and metrics. Collective; once for a model, and again when the callback is used for another one. `device` means
+    nothing here.
     """
 
     model: Any
@@ -30,8 +32,13 @@ class BroadcastGlobalVariables:
     def __init__(self, root_rank: int, device: str = "", local_variables: Iterable[Any] | None = None) -> None:
         super().__init__()
         self.root_rank = root_rank
-        self.broadcast_done = False
+        self._last: weakref.ref[Any] | None = None  # the model that was broadcast last
         self._local = {key_of(variable) for variable in local_variables or ()}
+
+    @property
+    def broadcast_done(self) -> bool:
+        """Whether the model that is trained has been broadcast."""
+        return self._last is not None and self._last() is self.model
 
     def register_local_var(self, variable: Any) -> None:
         """Leave `variable` as it is on each rank."""
@@ -52,7 +59,7 @@ class BroadcastGlobalVariables:
         variables = [*self.model.weights, *variables_of(optimizer)]
         local = self._local | set(map(key_of, kept_for_local(optimizer)))
         broadcast_variables([v for v in variables if key_of(v) not in local], root_rank=self.root_rank)
-        self.broadcast_done = True
+        self._last = weakref.ref(self.model)
 
 
 _BODIES: dict[str, tuple[type, str]] = {
