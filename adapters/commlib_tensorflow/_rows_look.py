@@ -14,7 +14,18 @@ import numpy as np
 import tensorflow as tf
 
 from commlib.dtypes import Array
-from commlib.pipeline.losses import ADD_REMEDY, Looks, is_close, is_sum_of_rows
+from commlib.pipeline.losses import Looks
+from commlib.pipeline.rows_look import (
+    AddedKinds,
+    adds_neither,
+    epsilon_of,
+    fault_in_added,
+    has_mixed,
+    is_near,
+    kind_of_added,
+    mixes,
+    untold,
+)
 from commlib_tensorflow._bridge import to_array
 from commlib_tensorflow._functions import Named, StageFunctions
 from commlib_tensorflow._parts import MASK, Part
@@ -27,25 +38,24 @@ _Values = tuple[Sequence[tf.Tensor], Sequence[tf.Tensor], Sequence[tf.Tensor]]
 class RowsLook:
     """Looks at a stage's forwards, beside the batch and without a trace.
 
-    checks: whether what mixes rows is a fault. A stage with layers that communicate is not looked at: other ranks
-    would have to do the same.
+    outputs: the names of the model's outputs that it gives. checks: whether what mixes rows is a fault. A stage with
+    layers that communicate is not looked at: other ranks would have to do the same.
     """
 
-    def __init__(self, stage: int, part: Part, *, checks: bool) -> None:
-        self._stage, self._part, self._checks = stage, part, checks
+    def __init__(self, stage: int, part: Part, *, outputs: Sequence[str], checks: bool) -> None:
+        self._stage, self._part, self._outputs, self._checks = stage, part, outputs, checks
         layers = [layer for layer in part._flatten_layers() if layer is not part]
         self._is_alone = not any(type(layer).__module__.startswith("commlib_tensorflow") for layer in layers)
-        self._epsilon = max((_epsilon(layer.compute_dtype) for layer in layers), default=_epsilon("float32"))
+        self._epsilon = max((epsilon_of(layer.compute_dtype) for layer in layers), default=epsilon_of("float32"))
         self._looks, self._has_compared, self._has_begun, self._has_warned = Looks(), False, False, False
         self._first: tuple[Named, int] | None = None
-        self._sums: dict[bool, list[bool | None]] = {}  # by whether it is training
+        self._kinds = AddedKinds()
         self.fault = ""
         """What is wrong with taking microbatches instead of the batch; "" if nothing is, or nobody can tell."""
 
     def sums(self, added: tf.Tensor, training: bool) -> list[bool]:
         """Return whether each of the losses that layers have added is a sum."""
-        known = self._sums.get(training, ())
-        return [bool(one) for one in known] if len(known) == len(added) else [False] * len(added)
+        return self._kinds.sums(len(added), training)
 
     def end(self) -> None:
         """End a batch."""
@@ -57,7 +67,7 @@ class RowsLook:
         """See a microbatch's forward: how many rows it had, what it was given, and the losses that layers added."""
         if not self._is_alone:
             return
-        if added is not None and self._is_unknown(added, training):
+        if added is not None and self._kinds.are_unknown(to_array(added).tolist(), training):
             self._learn(functions, rows, given, values, added, training)
         if not self._checks or self.fault:
             return
@@ -74,18 +84,12 @@ class RowsLook:
                     functions, [(first, count), (given, rows), (together, count + rows)], values, added, training
                 )
 
-    def _is_unknown(self, added: tf.Tensor, training: bool) -> bool:
-        known = self._sums.get(training)
-        if known is None or len(known) != len(added):
-            return True
-        return None in known and any(value for one, value in zip(known, to_array(added), strict=True) if one is None)
-
     def _learn(
         self, functions: StageFunctions, rows: int, given: Named, values: _Values, added: Any, training: bool
     ) -> None:
         """Find out which losses are sums. One that is 0 tells nothing."""
         why = "its inputs have no rows in their first dimension"
-        self._sums[training] = [False] * len(added)
+        self._kinds.learn([False] * len(added), training)
         twice = _together(given, given, rows, rows)
         for mode in (False, True) if training else (False,):
             if twice is None:
@@ -99,23 +103,14 @@ class RowsLook:
                 why = f"{type(error).__name__}: {str(error)[:200]}"
                 continue
             if len(once) == len(again) == len(double) == len(added):
-                found = [self._kind(*one) for one in zip(once, again, double, strict=True)]
-                self._sums[training] = [one is True if one != "none" else None for one in found]
+                found = [kind_of_added(*one, self._epsilon) for one in zip(once, again, double, strict=True)]
+                self._kinds.learn(found, training)
                 if None in found and self._checks:
-                    self.fault = self._said("is neither a mean over rows nor a sum")
+                    self.fault = adds_neither(self._where)
                 return
         if not self._has_warned:
             self._has_warned = True
-            warnings.warn(
-                f"pipeline: whether the losses that layers of stage {self._stage} add are means over rows or sums "
-                f"cannot be told ({why}): they count as means",
-                stacklevel=2,
-            )
-
-    def _kind(self, once: float, again: float, twice: float) -> bool | str | None:
-        if not once and not twice:
-            return "none"
-        return is_sum_of_rows(once, twice, abs(once - again), self._epsilon)
+            warnings.warn(untold(self._stage, why), stacklevel=2)
 
     def _compare(
         self, functions: StageFunctions, of: Sequence[tuple[Named, int]], values: _Values, added: Any, training: bool
@@ -134,38 +129,25 @@ class RowsLook:
         if not _alike(made[0][0], again[0]) or not np.allclose(made[0][1], again[1], rtol=1e-3, atol=0):
             return  # it is random
         (one, first), (other, second), _ = zip([results for results, _ in made], (rows for _, rows in of), strict=True)
+        rows = first, second
         for name, whole in made[2][0].items():
-            parts = [one[name], other[name]]
-            sizes = [part.shape[0] if part.ndim else 0 for part in parts]
-            is_of_rows = sizes == [first, second] and whole.shape[:1] == (first + second,) and _is_float(whole)
-            if is_of_rows and not _near(whole, np.concatenate(parts)):
-                self.fault = (
-                    f"pipeline: a layer of stage {self._stage} (of {self._names}) mixes the rows of a batch: two "
-                    f"microbatches together give another {name!r} than each of them, so that they do not come to what "
-                    'the batch gives: use microbatches=1, or weigh="rows" to train with microbatches as they are'
-                )
+            epsilon = epsilon_of(whole.dtype.name)
+            if _is_float(whole) and has_mixed(
+                one[name], other[name], whole, rows, epsilon, is_last=name in self._outputs
+            ):
+                self.fault = mixes(f"a layer of {self._where}", repr(name))
                 return
         if added is None or not losses or any(len(own) != len(added) for own in losses):
             return
         for a, b, whole, is_sum in zip(*losses, self.sums(added, training), strict=True):
-            expected = a + b if is_sum else (a * first + b * second) / (first + second)
-            if not is_close(whole, expected, abs(a) + abs(b), self._epsilon) and np.isfinite(whole):
-                kind = "sum" if is_sum else "mean"
-                self.fault = self._said(
-                    f"is no {kind} over rows: of two microbatches it is {whole:.6g}, not {expected:.6g}"
-                )
+            if said := fault_in_added(a, b, whole, rows, self._epsilon, is_sum=is_sum):
+                self.fault = adds_neither(self._where, said)
                 return
 
     @property
-    def _names(self) -> str:
+    def _where(self) -> str:
         names = [layer.name for layer in self._part.calls]
-        return ", ".join([*names[:8], *["..."] * (len(names) > 8)])
-
-    def _said(self, what: str) -> str:
-        return (
-            f"pipeline: a loss that a layer of stage {self._stage} (of {self._names}) adds {what}, so those of "
-            f"microbatches do not come to that of the batch: {ADD_REMEDY}"
-        )
+        return f"stage {self._stage} (of {', '.join([*names[:8], *['...'] * (len(names) > 8)])})"
 
     def _call(
         self, functions: StageFunctions, given: Named, values: _Values, *, training: bool, after: bool
@@ -194,23 +176,11 @@ def _together(first: Named, second: Named, rows: int, others: int) -> Named | No
     return found if is_more else None
 
 
-def _epsilon(dtype: str) -> float:
-    return {"bfloat16": 2.0**-7, "float16": 2.0**-10, "float64": 2.0**-52}.get(dtype, 2.0**-23)
-
-
 def _is_float(array: Array) -> bool:
     return bool(array.dtype.kind == "f" or array.dtype.name == "bfloat16")
 
 
-def _near(one: Array, other: Array) -> bool:
-    """Return whether values are the same but for rounding, of many operations. What is not finite tells nothing."""
-    epsilon = _epsilon(one.dtype.name)
-    one, other = one.astype(np.float64), other.astype(np.float64)
-    bound = max(float(np.abs(other).max(initial=0.0)), float(np.abs(one).max(initial=0.0)))
-    if not np.isfinite(bound):
-        return True
-    return bool(np.abs(one - other).max(initial=0.0) <= bound * epsilon**0.45)
-
-
 def _alike(one: dict[str, Array], other: dict[str, Array]) -> bool:
-    return all(not _is_float(value) or _near(value, other[name]) for name, value in one.items())
+    return all(
+        not _is_float(value) or is_near(value, other[name], epsilon_of(value.dtype.name)) for name, value in one.items()
+    )

@@ -198,7 +198,7 @@ class TensorflowStage:
         )  # fmt: skip
         """What is computed."""
         self._update, self._eager = update, eager
-        self._look = RowsLook(self.number, self.part, checks=self._checks_rows)
+        self._look = RowsLook(self.number, self.part, outputs=self._outputs, checks=self._checks_rows)
 
     @property
     def fault(self) -> str:

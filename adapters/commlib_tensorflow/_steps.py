@@ -136,7 +136,7 @@ class Steps:
             keeps_products=self._keeps_products,
             statistics=self._statistics,
             versions=self._updates,
-            checks_rows=self._weigher.is_checked,
+            checks_rows=self._weigher.checks_rows,
         )
 
     def losses_of(self, loss: Any) -> LossWeights:

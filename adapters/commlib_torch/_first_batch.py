@@ -29,6 +29,7 @@ from commlib_torch._whole import (
     through,
     tolerance_of,
 )
+from commlib_torch.expert.losses import KeepsLosses
 
 _Values = dict[str, Tensor]
 
@@ -64,7 +65,7 @@ class FirstBatch:
         self.unable = ""
         if any(value.is_meta for value in _state(self._model).values()):
             return ""
-        if found := _communicating(self._model):
+        if found := communicating(self._model):
             self.unable = f"on the first batch, because {found} communicates"
             return ""
         errors = []
@@ -115,7 +116,7 @@ class FirstBatch:
         copied = self._copied([self._model])[0]
         names = named_modules(copied) if records else {}
         run = partial(called, copied, spreads=self._spreads)
-        with _as_it_is(self._model):
+        with as_it_is(self._model):
             return forward_run(copied, run, self._moved(call), names, training=training)
 
     def _run_of_cut(self, call: Call, training: bool, *, records: bool = False) -> Run:
@@ -124,7 +125,7 @@ class FirstBatch:
         if records:
             first = first_names(self._model)
             names = {first.get(name, name): one for part in parts for name, one in part.named_modules() if name}
-        with _as_it_is(self._model):
+        with as_it_is(self._model):
             run = partial(through, parts, self._cut.values)
             return forward_run(parts, run, self._moved(call), names, training=training)
 
@@ -170,7 +171,7 @@ def _state(module: nn.Module) -> _Values:
     return {name: one for what in ("named_parameters", "named_buffers") for name, one in named_values(module, what)}
 
 
-def _communicating(model: nn.Module) -> str:
+def communicating(model: nn.Module) -> str:
     """Return the name of a submodule that other ranks must call, too, when this one does; "" if there is none."""
     for name, module in model.named_modules():
         kinds = [type(one) for one in (module, *vars(module).values())]
@@ -180,11 +181,12 @@ def _communicating(model: nn.Module) -> str:
 
 
 def _is_ours(kind: type) -> bool:
-    return kind.__module__.startswith(("commlib_torch.", "torch.distributed."))
+    is_of_losses = kind.__module__ == KeepsLosses.__module__  # of a user's layer that keeps them
+    return kind.__module__.startswith(("commlib_torch.", "torch.distributed.")) and not is_of_losses
 
 
 @contextmanager
-def _as_it_is(model: nn.Module) -> Iterator[None]:
+def as_it_is(model: nn.Module) -> Iterator[None]:
     """Let copies be called without a trace of it: the model's own generators, warnings, and what is compiled."""
     generators = {id(one): one for module in model.modules() for one in _generators(vars(module))}
     states = [(one, one.get_state()) for one in generators.values()]

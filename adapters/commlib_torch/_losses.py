@@ -97,7 +97,7 @@ class LossWeights:
     """
 
     def __init__(self, loss: Loss | None, weigher: Weigher, rows: Rows) -> None:
-        self.loss, self.weigher, self._where = loss, weigher, rows
+        self.loss, self.weigher, self.rows = loss, weigher, rows
         self._looks = Looks()
         self._rule: Rule | None = None
         self._may_look, self._may_count = True, True
@@ -273,7 +273,7 @@ class LossWeights:
         try:
             if rows > rows_of_output:
                 raise UsageError("it has more rows than the first microbatch")
-            given = _copied(output if rows == rows_of_output else taken(output, slice(0, rows), self._where.output))
+            given = _copied(output if rows == rows_of_output else taken(output, slice(0, rows), self.rows.output))
             with LossCalls() as calls:
                 self._call_apart(given, losses.targets[number])
             call: LossCall
@@ -376,8 +376,8 @@ class LossWeights:
         epsilon = torch.finfo(losses.values[numbers[0]].dtype).eps
         try:
             rows, own_targets = [losses.rows[number] for number in numbers], [losses.targets[n] for n in numbers]
-            outputs = together([losses.outputs[number] for number in numbers], rows, self._where.output)
-            targets = together(own_targets, rows, self._where.y, what="y") if own_targets[0] is not None else None
+            outputs = together([losses.outputs[number] for number in numbers], rows, self.rows.output)
+            targets = together(own_targets, rows, self.rows.y, what="y") if own_targets[0] is not None else None
             first = losses.outputs[numbers[0]], losses.targets[numbers[0]]
             again, whole = self._apart(first, (outputs, targets))
         except Exception:  # a loss that cannot be had of several microbatches cannot be compared with it

@@ -13,6 +13,7 @@ from commlib.pipeline.schedule import Schedule
 from commlib_torch._loss_module import UsedParameters
 from commlib_torch._losses import LossWeights
 from commlib_torch._parts import Cut
+from commlib_torch._rows_look import RowsLook
 from commlib_torch._stages import StashedWeights, TorchStage
 
 MakeOptimizer = Callable[[Sequence[tuple[str, nn.Parameter]]], torch.optim.Optimizer]
@@ -29,6 +30,7 @@ def stages_of(pieces: Cut, own: Sequence[int], *, losses: LossWeights, recompute
         found[stage] = TorchStage(
             pieces.parts[stage], takes, gives,
             is_first=stage == 0, is_last=stage == last, loss=losses, recompute=recompute,
+            look=RowsLook(stage, pieces.parts[stage], where=losses.rows.x, checks=losses.weigher.checks_rows),
         )  # fmt: skip
     return found
 

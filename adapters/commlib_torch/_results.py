@@ -10,7 +10,6 @@ import torch
 from torch import Tensor
 from torch.utils import _pytree as pytree
 
-from commlib.pipeline.batch import shares
 from commlib.pipeline.losses import Details
 from commlib.pipeline.pipe import Pipe
 from commlib_torch._batches import together
@@ -19,23 +18,20 @@ from commlib_torch._losses import LossWeights
 from commlib_torch._stages import Batch
 
 
-def loss_of(pipe: Pipe, batch: Batch, rows: Sequence[int], losses: LossWeights) -> Tensor:
+def loss_of(pipe: Pipe, batch: Batch, rows: Sequence[int], losses: LossWeights, fault: str) -> Tensor:
     """Return the loss of a batch, which the last stage has, on all ranks. Raises UsageError if it is none. Collective.
 
-    rows: of each microbatch, where they are known.
+    rows: of each microbatch, where they are known. fault: what is wrong with stages of this rank, if anything is.
     """
-    total, dtype, fault = 0.0, torch.float32, ""
+    total, dtype = 0.0, torch.float32
     if batch.losses is not None:
         values = batch.losses.values
         total = batch.losses.mean({number: float(loss) for number, loss in values.items()})
         dtype = next((loss.dtype for loss in values.values()), dtype)
-        fault = losses.fault(batch.losses)
-    weights = shares(batch.rows)
-    extra = sum(loss * weights[number] for number, loss in sorted(batch.extras.items()))
-    numbers = [total, float(dtype is torch.float64), float(bool(fault))]
-    told, is_double, is_wrong = pipe.tell(numbers, rows=sum(rows) if rows else -1, added=extra)
-    if is_wrong:
-        pipe.refuse(pipe.comm.broadcast_object(fault, pipe.last))
+        fault = fault or losses.fault(batch.losses)
+    extra = sum(loss for _, loss in sorted(batch.extras.items()))
+    numbers = [total, float(dtype is torch.float64)]
+    told, is_double = pipe.tell(numbers, rows=sum(rows) if rows else -1, added=extra, fault=fault)
     return torch.tensor(told, dtype=torch.float64 if is_double else torch.float32)
 
 
@@ -54,9 +50,10 @@ def details_of(pipe: Pipe, batch: Batch, rows: Sequence[int], where: Any, loss: 
     return Details(loss, losses, averages, outputs)
 
 
-def outputs_of(pipe: Pipe, batch: Batch, rows: Sequence[int], where: Any) -> Any:
-    """Return the outputs of a batch, which the last stage has, on all ranks. Collective."""
+def outputs_of(pipe: Pipe, batch: Batch, rows: Sequence[int], where: Any, fault: str) -> Any:
+    """Return the outputs of a batch, which the last stage has, on all ranks. fault: as of `loss_of`. Collective."""
     comm, last = pipe.comm, pipe.last
+    pipe.tell([0.0], fault=fault)
     rows = pipe.tell_rows(rows)
     whole = _together(batch, rows, where) if comm.rank == last else None
     leaves, spec = pytree.tree_flatten(pytree.tree_map_only(Tensor, Tensor.cpu, whole))

@@ -13,6 +13,7 @@ from torch.utils import _pytree as pytree
 
 from commlib.dtypes import Array
 from commlib.errors import UsageError
+from commlib.pipeline.batch import shares
 from commlib.pipeline.recompute import Recompute
 from commlib.pipeline.stage import ByStage, Values
 from commlib_torch._autograd import backward_passes
@@ -24,9 +25,10 @@ from commlib_torch._losses import Losses, LossWeights
 from commlib_torch._notes import flat, nested
 from commlib_torch._parts import INPUTS, OUTPUT
 from commlib_torch._recompute import recomputed, recomputing
+from commlib_torch._rows_look import RowsLook
 from commlib_torch._weight_gradients import SplitBackward
 from commlib_torch.devices import device_of
-from commlib_torch.expert.losses import keepers_in, taken
+from commlib_torch.expert.losses import each_taken, keepers_in
 
 
 class TorchTensors:
@@ -83,15 +85,16 @@ class Batch:
     """What all stages of this rank know of the batch that is under way.
 
     inputs: (args, kwargs) of each microbatch, where the first stage is. losses: where the last one is. rows,
-    row_shares: of each microbatch, and what they count in an update, everywhere, if layers have losses of their own.
-    outputs are filled by the last stage, where they are wanted (instead of losses) or kept (beside them); extras by
-    all: the losses of their layers.
+    row_shares: of each microbatch, and what they count in an update, everywhere, if layers have losses of their own, or
+    stages see whether they mix rows (looks_at_rows). outputs are filled by the last stage, where they are wanted
+    (instead of losses) or kept (beside them); extras by all: the losses of their layers, as they count in the batch.
     """
 
     inputs: Sequence[tuple[Any, Any]] = ()
     losses: Losses | None = None
     rows: Sequence[int] = ()
     row_shares: Sequence[float] = ()
+    looks_at_rows: bool = False
     scale: float = 1.0
     is_training: bool = False
     wants_outputs: bool = False
@@ -107,8 +110,8 @@ class _Kept:
     inputs: dict[int, list[Tensor | None]]
     outputs: dict[int, list[Tensor]]
     loss: Tensor | None
-    extra: Tensor | None
-    """That of the stage's layers."""
+    extras: list[tuple[Tensor, float]]
+    """Those of the stage's layers, means over rows and sums, and what they count in an update."""
     hooks: int
     """How many were registered when its forward began."""
 
@@ -126,7 +129,10 @@ class TorchStage:
         is_last: bool,
         loss: LossWeights,
         recompute: Recompute,
+        look: RowsLook,
     ) -> None:
+        self.look = look
+        """Sees whether it mixes rows."""
         self.part, self._takes, self._gives = part, takes, gives
         self._is_first, self._is_last, self._loss = is_first, is_last, loss
         self._call = recomputing(self._on_copies, part, recompute)
@@ -156,6 +162,7 @@ class TorchStage:
         """Forget what is under way."""
         self._kept.clear()
         self._split.clear()
+        self.look.end()
         self._leaves, self._has_hooks = [], None
         self.batch = Batch()
 
@@ -169,6 +176,8 @@ class TorchStage:
                 own = [tensor.detach().requires_grad_(tensor.requires_grad) for tensor in values.tensors]
                 leaves[source] = [tensor if tensor.requires_grad else None for tensor in own]
                 named.update(zip(self._takes[source], nested(own, values.note), strict=True))
+            if batch.looks_at_rows:
+                self.look.see(named, batch.rows[microbatch])
             if self._is_last and batch.losses is not None and self._loss.is_in_model(batch.losses):
                 results = self._loss.called_in_model(batch.losses, microbatch, lambda: self._run(named))
             else:
@@ -181,11 +190,24 @@ class TorchStage:
             self._look(results, leaves, loss)
         if batch.is_training:
             outputs = {target: list(values.tensors) for target, values in given.items()}
-            extra = taken(self._keepers) if self._keepers else None
-            if extra is not None:
-                batch.extras[microbatch] = batch.extras.get(microbatch, 0.0) + float(extra.detach())
-            self._kept[microbatch] = _Kept(leaves, outputs, loss, extra, hooks)
+            extras = self._added(microbatch, named) if self._keepers else []
+            self._kept[microbatch] = _Kept(leaves, outputs, loss, extras, hooks)
         return given
+
+    def _added(self, microbatch: int, named: dict[str, Any]) -> list[tuple[Tensor, float]]:
+        """Return the losses that layers have kept, means over rows and sums, and what they count in an update."""
+        batch, added = self.batch, each_taken(self._keepers)
+        if not added:
+            return []
+        are_sums = self.look.sums(added, named, batch.rows[microbatch])
+        found = []
+        for is_sum in (False, True):
+            if own := [loss for loss, one in zip(added, are_sums, strict=True) if one == is_sum]:
+                total = torch.stack(own).sum()
+                found.append((total, 1.0 if is_sum else batch.row_shares[microbatch]))
+                in_batch = 1.0 if is_sum else shares(batch.rows)[microbatch]
+                batch.extras[microbatch] = batch.extras.get(microbatch, 0.0) + float(total.detach()) * in_batch
+        return found
 
     def _run(self, named: dict[str, Any]) -> dict[str, Any]:
         is_training = self.batch.is_training
@@ -297,10 +319,12 @@ class TorchStage:
         """Return where a backward begins, and with what. A value that several stages took has several gradients."""
         found: dict[int, tuple[Tensor, Tensor]] = {}
         # What the microbatch's loss counts in that of the batch: so gradients are right as they are added up.
-        shares_of_losses = () if self.batch.losses is None else self.batch.losses.shares
-        for loss, shares in ((kept.loss, shares_of_losses), (kept.extra, self.batch.row_shares)):
-            if loss is not None and loss.requires_grad:
-                found[id(loss)] = loss, torch.full_like(loss, shares[microbatch] * self.batch.scale)
+        weighed = list(kept.extras)
+        if kept.loss is not None and self.batch.losses is not None:
+            weighed.append((kept.loss, self.batch.losses.shares[microbatch]))
+        for loss, share in weighed:
+            if loss.requires_grad:
+                found[id(loss)] = loss, torch.full_like(loss, share * self.batch.scale)
         for target, values in gradients.items():
             for tensor, gradient in zip(kept.outputs[target], values.tensors, strict=True):
                 if gradient is None or not tensor.requires_grad:

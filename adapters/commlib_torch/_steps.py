@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from commlib.errors import UsageError
 from commlib.pipeline.batch import shares_in_updates
-from commlib.pipeline.losses import Details
+from commlib.pipeline.losses import Details, Looks
 from commlib.pipeline.pipe import Pipe
 from commlib.pipeline.rows import Rows
 from commlib.pipeline.schedule import Kind
@@ -55,6 +55,7 @@ class Steps:
         self._where, self._has_extras, self._on_meta = rows, has_extras, on_meta
         self._splits = any(action.kind is Kind.I for program in pipe.schedule.programs for action in program)
         self._batch, self._rows = Batch(), list[int]()
+        self._looks, self._checks_rows = Looks(), losses.weigher.checks_rows
         self.statistics: WholeBatchStatistics | None = None
         """What makes running statistics those of whole batches, if that was asked for."""
         self.readings = Readings()
@@ -91,13 +92,17 @@ class Steps:
         with self._in_evaluation(), self._batch_of(x, None, cut=cut, wants_outputs=True) as empty:
             with in_order():
                 self._pipe.forward(empty)
-            return outputs_of(self._pipe, self._batch, self._rows, self._where.output)
+            return outputs_of(self._pipe, self._batch, self._rows, self._where.output, self._fault())
+
+    def _fault(self) -> str:
+        """Return what is wrong with microbatches instead of the batch in stages of this rank, if anything is."""
+        return next(filter(None, [stage.look.fault() for stage in self._stages.values()]), "")
 
     def _in_evaluation(self) -> Any:
         return in_mode(list(self._module.children()), training=False)
 
     def _result(self, *, details: bool) -> Tensor | Details:
-        loss = loss_of(self._pipe, self._batch, self._rows, self._losses)
+        loss = loss_of(self._pipe, self._batch, self._rows, self._losses, self._fault())
         return details_of(self._pipe, self._batch, self._rows, self._where.output, loss) if details else loss
 
     @contextmanager
@@ -159,7 +164,8 @@ class Steps:
             rows = of_y
             batch.losses = self._losses.begin(rows, targets, inputs, schedule.every)
         self._rows = rows
-        if self._has_extras and is_training:
+        batch.looks_at_rows = schedule.microbatches > 1 and self._checks_rows and self._looks.is_due(())
+        if batch.looks_at_rows or (self._has_extras and is_training):
             batch.rows = self._pipe.tell_rows(rows)
             batch.row_shares = shares_in_updates(batch.rows, schedule.every)
         for stage in self._stages.values():

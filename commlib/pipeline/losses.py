@@ -86,6 +86,13 @@ class Weigher:
             return any(one.is_checked for one in self.summands.values())
         return not isinstance(self._weigh, str)
 
+    @property
+    def checks_rows(self) -> bool:
+        """Whether what mixes rows is a fault: it is but with "rows"."""
+        if self.summands:
+            return any(one.checks_rows for one in self.summands.values())
+        return not (isinstance(self._weigh, str) and self._weigh == "rows")
+
     def weights(
         self, rows: Sequence[int], targets: Sequence[Any], inputs: Sequence[Any], sample_weights: Sequence[Any] = ()
     ) -> Weights:
@@ -177,25 +184,6 @@ def fault_in_sum(whole: float, losses: Sequence[float], weights: Weights, epsilo
         f"pipeline: the loss of {len(losses)} microbatches together is {whole:.6g}, but their own losses come to "
         f"{sum(parts):.6g}, weighted by {by}{hint}"
     )
-
-
-def is_sum_of_rows(once: float, twice: float, noise: float, epsilon: float) -> bool | None:
-    """Return whether a loss is a sum over rows, and not a mean, given those of some rows, and of these rows twice.
-
-    noise: by how much it differs from call to call. None if it is neither.
-    """
-    size = max(abs(once), abs(twice))
-    if noise > size * epsilon**0.7:  # it is random: what it is nearer to
-        return abs(twice - 2 * once) < abs(twice - once)
-    if is_close(twice, once, size, epsilon):
-        return False
-    return True if is_close(twice, 2 * once, size, epsilon) else None
-
-
-ADD_REMEDY = (
-    "let the layer add a mean over rows, or a sum, each by an add_loss of its own; or use microbatches=1, or "
-    'weigh="rows" to train with the mean of the microbatches\' own'
-)
 
 
 def fault_in_terms(terms: Sequence[float], weights: Weights, *, by: str) -> str:

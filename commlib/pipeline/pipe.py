@@ -167,13 +167,15 @@ class Pipe:
                 )  # fmt: skip
             self._forward.run(empty)
 
-    def tell(self, numbers: Sequence[float], *, rows: int = -1, added: float = 0.0) -> list[float]:
+    def tell(self, numbers: Sequence[float], *, rows: int = -1, added: float = 0.0, fault: str = "") -> list[float]:
         """Return the last stage's numbers on all ranks; other ranks give as many, whatever they are. Collective.
 
         added: what is added to the first number, from each rank. rows: how many the batch has, where that is known (-1:
-        it is not). Raises UsageError on all ranks if they differ: what was computed is of no batch then.
+        it is not). Raises UsageError on all ranks if they differ: what was computed is of no batch then; and for a
+        fault that any rank has found, the first of which is told.
         """
-        told = self.comm.all_gather(np.array([rows, *numbers, added], np.float64)).reshape(self.comm.size, -1)
+        own = [rows, float(bool(fault)), *numbers, added]
+        told = self.comm.all_gather(np.array(own, np.float64)).reshape(self.comm.size, -1)
         known = {rank: int(count) for rank, count in enumerate(told[:, 0]) if count >= 0}
         if len(set(known.values())) > 1:
             counts = ", ".join(f"{count} on rank {rank}" for rank, count in known.items())
@@ -181,7 +183,9 @@ class Pipe:
                 f"pipeline: the batch has different numbers of rows: {counts}; x of the first stage's rank and y of "
                 "the last one's must be of one batch"
             )
-        first, *others = (float(value) for value in told[self.last, 1:-1])
+        if told[:, 1].any():
+            self.refuse(self.comm.broadcast_object(fault, int(told[:, 1].argmax())))
+        first, *others = (float(value) for value in told[self.last, 2:-1])
         return [first + float(told[:, -1].sum()), *others]
 
     def tell_rows(self, rows: Sequence[int]) -> list[int]:

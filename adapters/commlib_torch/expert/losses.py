@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import torch
@@ -46,11 +46,17 @@ def keepers_in(model: nn.Module) -> list[KeepsLosses]:
     return [module for module in model.modules() if isinstance(module, KeepsLosses)]
 
 
-def taken(layers: Iterable[KeepsLosses]) -> Tensor | None:
-    """Return the sum of the losses that layers have kept, None if there are none; they keep them no more."""
+def each_taken(layers: Sequence[KeepsLosses]) -> list[Tensor]:
+    """Return the losses that layers have kept; they keep them no more."""
     found = [loss for layer in layers for loss in layer.losses]
     for layer in layers:
         layer.losses.clear()
+    return found
+
+
+def taken(layers: Iterable[KeepsLosses]) -> Tensor | None:
+    """Return the sum of the losses that layers have kept, None if there are none; they keep them no more."""
+    found = each_taken(list(layers))
     return torch.stack(found).sum() if found else None
 
 
