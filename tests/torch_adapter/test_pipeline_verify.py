@@ -146,7 +146,7 @@ def test_what_differs_is_named_on_all_ranks(comm: Any) -> None:
     torch.manual_seed(0)
     layers = [nn.Linear(WIDTH, WIDTH) for _ in range(comm.size)]
     with pytest.raises(UsageError, match="not the whole one, in a step in evaluation mode: the loss differs"):
-        pipeline([*layers, Centred()], comm, microbatches=2, loss=F.mse_loss, verify=(x, y))
+        pipeline([*layers, Centred()], comm, microbatches=2, loss=F.mse_loss, verify=(x, y), weigh="rows")
     with pytest.raises(MismatchError, match=r"verify.*a value of the batch"):
         pipeline(layers, comm, microbatches=2, loss=F.mse_loss, verify=(x + comm.rank, y))
     layers[1].weight.data += comm.rank
