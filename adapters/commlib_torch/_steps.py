@@ -113,11 +113,13 @@ class Steps:
             self._tensors.find(self._first())
             self._pipe.meet_anew()
         with self._pipe.together():
+            # Before anything that one rank alone may raise: all count the same batches.
+            looks = self._pipe.schedule.microbatches > 1 and self._checks_rows and self._looks.is_due(())
             try:
                 self.readings.check()
                 if was_meta:
                     self._refuse_meta()
-                empty = self._begin(x, y, **options)
+                empty = self._begin(x, y, looks_at_rows=looks, **options)
                 is_compared = self.comparison is not None and self.comparison.compare(self._batch.inputs, self._rows)
                 yield empty
                 if is_compared and self.comparison is not None:
@@ -134,6 +136,7 @@ class Steps:
         x: Any,
         y: Any,
         *,
+        looks_at_rows: bool,
         is_training: bool = False,
         wants_outputs: bool = False,
         keeps_outputs: bool = False,
@@ -164,8 +167,8 @@ class Steps:
             rows = of_y
             batch.losses = self._losses.begin(rows, targets, inputs, schedule.every)
         self._rows = rows
-        batch.looks_at_rows = schedule.microbatches > 1 and self._checks_rows and self._looks.is_due(())
-        if batch.looks_at_rows or (self._has_extras and is_training):
+        batch.looks_at_rows = looks_at_rows
+        if looks_at_rows or (self._has_extras and is_training):
             batch.rows = self._pipe.tell_rows(rows)
             batch.row_shares = shares_in_updates(batch.rows, schedule.every)
         for stage in self._stages.values():

@@ -11,6 +11,7 @@ from torch import Tensor, nn
 
 from commlib.communicator import Communicator
 from commlib.errors import UsageError
+from commlib.functional.agreement import said
 from commlib.optim.clipping import (
     check_finite,
     check_limit,
@@ -223,7 +224,13 @@ class Pipeline(Staged):
         self._names = names_by_name(parts)
         self._stages = stages_of(pieces, own, losses=losses, recompute=recompute)
         tensors = TorchTensors(next((parameter for _, parameter in self.named_parameters()), None))
-        lines = [f"split {pieces.counts}", f"codec {codec}", f"checkpoint {recompute}", str(rows)]
+        lines = [
+            f"split {pieces.counts}",
+            f"codec {codec}",
+            f"checkpoint {recompute}",
+            str(rows),
+            f"weigh {said(weigh)}",
+        ]
         lines += [*lines_of(parts, is_outline=is_outline), *options_of_stages(pieces.parts), *options_of_loss(loss)]
         self._pipe = Pipe(comm, schedule, pieces.links, self._stages, tensors, codec=codec, lines=lines)
         if not schedule.every:
