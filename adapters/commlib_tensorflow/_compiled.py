@@ -1,4 +1,4 @@
-"""Compiled: say in lines what ranks have been given by compile(), to compare it."""
+"""Compiled: say in lines what ranks have been given by compile(), and what layers they have, to compare it."""
 
 from __future__ import annotations
 
@@ -23,6 +23,28 @@ def lines_of(optimizer: Any, loss: Any, metrics: Any) -> list[str]:
         *(f"its {name} {_plain(value)}" for name, value in sorted(settings.items()) if name != "name"),
         *(f"{what} {_kind(leaf)}" for what, leaf in kinds),
     ]
+
+
+def options_of_layers(stage: int, part: Any) -> list[str]:
+    """Return a line for each layer of a stage, with its options: of layers without a configuration, their kind."""
+    found = [layer for layer in part._flatten_layers() if not isinstance(layer, keras.Model)]
+    return [f"a layer of stage {stage}: {_options(layer)}" for layer in found]
+
+
+def _options(layer: Any) -> str:
+    try:
+        config: Mapping[str, Any] = layer.get_config()
+    except Exception:  # it has none
+        config = {}
+    policy = getattr(getattr(layer, "dtype_policy", None), "name", "")
+    # What weights began as does not count any more; variables are compared by themselves.
+    said = {name: _plain(one) for name, one in config.items() if name not in _NOT_COMPARED and "_init" not in name}
+    options = ", ".join(f"{name}={one!r}" for name, one in sorted(said.items()))
+    return f"{type(layer).__name__} ({', '.join(filter(None, (policy, options)))})"
+
+
+_NOT_COMPARED = frozenset(("name", "dtype", "batch_shape", "seed"))
+"""Names count what a process has made before. Seeds may differ: each stage draws by its own."""
 
 
 def _leaves(metrics: Any) -> list[Any]:

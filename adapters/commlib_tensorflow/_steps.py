@@ -15,6 +15,7 @@ import tensorflow as tf
 from commlib.communicator import Communicator
 from commlib.data_parallel.parameter_check import check_agreement
 from commlib.errors import MismatchError, UsageError
+from commlib.functional.agreement import said
 from commlib.pipeline.batch import rows_of, shares, shares_in_updates
 from commlib.pipeline.losses import Weigh, Weigher, Weights
 from commlib.pipeline.pipe import Codecs, Pipe
@@ -33,6 +34,7 @@ from commlib_tensorflow._batches import (
     together,
 )
 from commlib_tensorflow._bridge import to_array, to_tensor
+from commlib_tensorflow._compiled import options_of_layers
 from commlib_tensorflow._kinds import Kind, agreed
 from commlib_tensorflow._losses import LossWeights
 from commlib_tensorflow._parts import MASK, Cut
@@ -111,9 +113,11 @@ class Steps:
             f"checkpoint {checkpoint}",
             f"batch_norm {batch_norm}",
             str(rows),
+            f"weigh {said(weigh)}",
         ]
         for number, part in enumerate(pieces.parts):
             lines += [f"stage {number}: {_kind_of(variable)}" for variable in part.variables]
+            lines += options_of_layers(number, part)
         self._place = place_of(self.variables.values())
         self._tensors = TensorflowTensors(self._place)
         self._loss: Any = None

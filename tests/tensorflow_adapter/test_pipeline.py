@@ -488,6 +488,26 @@ def test_ranks_that_ask_for_different_things(comm: Any) -> None:
     with pytest.raises(MismatchError, match=r"stage 0: .*kernel"):
         model = [keras.Input((2,)), *(keras.layers.Dense(2) for _ in range(4))]
         pipeline(layers(4) if comm.rank else model, comm, microbatches=2, split=[5 - comm.size] + [1] * (comm.size - 1))
+    with pytest.raises(MismatchError, match=r"weigh 'sum'.* on rank 0 but .*weigh None"):
+        pipeline(layers(4), comm, microbatches=2, weigh=None if comm.rank else "sum")
+
+
+@pytest.mark.ranks(min=2)
+@pytest.mark.parametrize("what", ["activation", "rate", "order"])
+def test_ranks_whose_layers_have_other_options(comm: Any, what: str) -> None:
+    """Each rank trained its own stages of its own model, and none said a word."""
+    is_odd = comm.rank == comm.size - 1
+    dense = [keras.layers.Dense(WIDTH, activation="relu" if is_odd and what == "activation" else "tanh")]
+    dense += [keras.layers.Dense(WIDTH) for _ in range(comm.size)]
+    middle = [
+        keras.layers.Activation("tanh"),
+        keras.layers.Dropout(0.9 if is_odd and what == "rate" else 0.1),
+        keras.layers.Rescaling(2.0),
+    ]
+    if is_odd and what == "order":
+        middle.reverse()
+    with pytest.raises(MismatchError, match="a layer of stage"):
+        pipeline(keras.Sequential([keras.Input((WIDTH,)), *dense, *middle]), comm, microbatches=2)
 
 
 @pytest.mark.ranks(min=2)
