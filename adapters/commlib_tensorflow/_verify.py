@@ -219,15 +219,15 @@ def check_batch(
         has_loss = loss is not None and y is not None
         if has_loss:
             value = loss(as_tensors(y), keras.tree.flatten(graph(nest(inputs), training=False)), None)
-            whole["the loss"] = np.array(float(value) + float(_sum(graph.losses)))
+            whole["the loss"] = np.array(float(value) + float(_sum(graph.losses)), keras.config.floatx())
     with untouched([graph], list(steps.variables.values())):
         came = steps.shared(steps.run(x, None, None, has_loss=False, keeps_outputs=True).outputs)
     own = {f"the output {name}": to_array(one) for name, one in zip(graph.output_names, came, strict=True)}
     if has_loss:
         with untouched([graph], list(steps.variables.values())):
-            own["the loss"] = np.array(steps.run(x, y, None).loss)
-    # What is computed in short floats is rounded elsewhere when operations are fused, whatever comes out of it.
-    kinds = {str(layer.compute_dtype) for layer in graph._flatten_layers()} & {"float16", "bfloat16"}
+            own["the loss"] = np.array(steps.run(x, y, None).loss, keras.config.floatx())
+    # What is computed in shorter floats is rounded elsewhere when operations are fused, whatever comes out of it.
+    kinds = {str(layer.compute_dtype) for layer in graph._flatten_layers()} & {"float16", "bfloat16", "float32"}
     tolerance = max((TOLERANCES[kind] for kind in kinds), default=None)
     compare_with_whole(comm, Run(whole), Run(own), when="in an evaluation", tolerance=tolerance)
 
