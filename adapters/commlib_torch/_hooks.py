@@ -12,6 +12,8 @@ from torch import Tensor
 from torch.autograd.graph import saved_tensors_hooks
 from torch.utils.hooks import RemovableHandle
 
+from commlib.tensor.recording import replaced
+
 
 class Registrations:
     """Counts what is registered with autograd's graphs within `counting`, but for what this package registers.
@@ -38,26 +40,19 @@ class Registrations:
     @contextmanager
     def counting(self) -> Iterator[None]:
         """Count what has no number, too."""
-        with self._counted(Tensor, "retain_grad"), self._counted(saved_tensors_hooks, "__enter__"):
+        with (
+            replaced(Tensor, "retain_grad", self._counted(Tensor.retain_grad)),
+            replaced(saved_tensors_hooks, "__enter__", self._counted(saved_tensors_hooks.__enter__)),
+        ):
             yield
 
-    @contextmanager
-    def _counted(self, kind: type, name: str) -> Iterator[None]:
-        method, is_own = getattr(kind, name), name in vars(kind)
-
+    def _counted(self, method: Callable[..., Any]) -> Callable[..., Any]:
         @wraps(method)
         def call(*args: Any) -> Any:
             self._others += 1
             return method(*args)
 
-        setattr(kind, name, call)
-        try:
-            yield
-        finally:
-            if is_own:
-                setattr(kind, name, method)
-            else:  # it was inherited
-                delattr(kind, name)
+        return call
 
 
 registrations = Registrations()

@@ -15,6 +15,7 @@ import numpy as np
 import torch
 from torch import Tensor, fx, nn
 
+from commlib.tensor.recording import replaced
 from commlib_torch._readings import MISSING, Readings
 from commlib_torch._snapshot import OF_MODULES, cells_of, globals_of, is_own, methods_of, named_in, own_classes
 
@@ -196,17 +197,3 @@ def _own(owner: Any) -> dict[str, Any]:
         return object.__getattribute__(owner, "__dict__")  # type: ignore[no-any-return]
     except AttributeError:
         return {}
-
-
-@contextmanager
-def replaced(owner: Any, name: str, value: Any) -> Iterator[None]:
-    """Let a class or a module have another attribute for a while."""
-    had, before = name in vars(owner), vars(owner).get(name)
-    setattr(owner, name, value)
-    try:
-        yield
-    finally:
-        if had:
-            setattr(owner, name, before)
-        else:
-            delattr(owner, name)

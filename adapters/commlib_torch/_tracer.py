@@ -22,9 +22,10 @@ import torch
 from torch import Tensor, fx, nn
 from torch.utils import _pytree as pytree
 
+from commlib.tensor.recording import replaced
 from commlib_torch._copies import in_mode_of_all, same_random_numbers
 from commlib_torch._readings import Readings
-from commlib_torch._reads import Reads, replaced
+from commlib_torch._reads import Reads
 from commlib_torch._signature import PREFIX, Call
 from commlib_torch._snapshot import Snapshot
 

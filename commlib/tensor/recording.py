@@ -59,10 +59,16 @@ class Recording:
 
 @contextmanager
 def replaced(owner: Any, name: str, value: Any) -> Iterator[None]:
-    """Let a name of a module or a class mean something else for a while: a framework's call that has no hook."""
-    before = vars(owner)[name]
+    """Let a name of a module or a class mean something else for a while: a framework's call that has no hook.
+
+    What a class has inherited is its own meanwhile.
+    """
+    is_own, before = name in vars(owner), vars(owner).get(name)
     setattr(owner, name, value)
     try:
         yield
     finally:
-        setattr(owner, name, before)
+        if is_own:
+            setattr(owner, name, before)
+        else:
+            delattr(owner, name)

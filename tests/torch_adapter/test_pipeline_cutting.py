@@ -22,25 +22,15 @@ from torch import Tensor, nn
 
 from commlib.errors import PeerError, UsageError
 from commlib_torch import pipeline
+from tests.torch_pipelines import WIDTH, batch, in_float64
 
-WIDTH = 6
+__all__ = ["in_float64"]  # which pytest uses
+
 EXACT = 1e-12  # sums of microbatches' gradients are added in another order: some ulps of float64
-
-
-@pytest.fixture(autouse=True)
-def in_float64() -> Any:
-    torch.set_default_dtype(torch.float64)
-    yield
-    torch.set_default_dtype(torch.float32)
 
 
 def linear() -> nn.Linear:
     return nn.Linear(WIDTH, WIDTH)
-
-
-def batch(rows: int = 8, seed: int = 1) -> tuple[Tensor, Tensor]:
-    generator = torch.Generator().manual_seed(seed)
-    return torch.randn(rows, WIDTH, generator=generator), torch.randn(rows, WIDTH, generator=generator)
 
 
 def made(make: Callable[[], nn.Module]) -> nn.Module:

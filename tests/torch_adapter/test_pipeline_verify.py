@@ -16,20 +16,9 @@ from torch import Tensor, nn
 from commlib.errors import MismatchError, UsageError
 from commlib_torch import pipeline
 from commlib_torch._parts import Layers
+from tests.torch_pipelines import WIDTH, batch, in_float64
 
-WIDTH = 6
-
-
-@pytest.fixture(autouse=True)
-def in_float64() -> Any:
-    torch.set_default_dtype(torch.float64)
-    yield
-    torch.set_default_dtype(torch.float32)
-
-
-def batch(rows: int = 8) -> tuple[Tensor, Tensor]:
-    generator = torch.Generator().manual_seed(1)
-    return torch.randn(rows, WIDTH, generator=generator), torch.randn(rows, WIDTH, generator=generator)
+__all__ = ["in_float64"]  # which pytest uses
 
 
 class Busy(nn.Module):
