@@ -27,6 +27,7 @@ from commlib.pipeline.recompute import Checkpoint, Recompute
 from commlib.pipeline.rows import Rows, rows_option
 from commlib_torch._batch_statistics import WholeBatchStatistics
 from commlib_torch._batches import arguments
+from commlib_torch._before_steps import before_steps
 from commlib_torch._constructors import are_constructors, build, outline
 from commlib_torch._copies import copy_of
 from commlib_torch._first_comparison import FirstComparison
@@ -244,6 +245,8 @@ class Pipeline(Staged):
             on_meta=not is_outline and any(p.is_meta for part in parts for p in part.parameters()),
         )  # fmt: skip
         """What runs batches."""
+        if comm.size > 1:
+            before_steps.join(self)
 
     # What users call
 
@@ -350,6 +353,16 @@ class Pipeline(Staged):
         return self._pipe
 
     # The rest
+
+    def before_step(self, optimizer: torch.optim.Optimizer) -> None:
+        """Raise UsageError for an optimizer that cannot be right with the weights of some stages alone."""
+        if isinstance(optimizer, torch.optim.LBFGS):
+            own = set(map(id, self.parameters()))
+            if any(id(parameter) in own for group in optimizer.param_groups for parameter in group["params"]):
+                raise UsageError(
+                    "pipeline: LBFGS searches by the gradients of all weights, of which each rank has those of its own "
+                    "stages: use an optimizer that updates each weight by itself, such as Adam"
+                )
 
     def parameters(self, recurse: bool = True) -> Iterator[nn.Parameter]:
         """Yield the parameters of this rank's stages; an empty one where they have none, as torch's optimizers want."""

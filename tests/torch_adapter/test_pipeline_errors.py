@@ -11,8 +11,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+import commlib
 from commlib.errors import MismatchError, PeerError, UsageError
-from commlib_torch import pipeline
+from commlib_torch import DistributedOptimizer, pipeline
 
 WIDTH = 4
 
@@ -196,3 +197,24 @@ def test_other_losses(comm: Any, name: str) -> None:
     one, other, text = LOSSES[name]
     with pytest.raises(MismatchError, match=text):
         pipeline(layers_with(nn.ReLU()), comm, microbatches=2, loss=other if comm.rank else one)
+
+
+@pytest.mark.ranks(min=2)
+@pytest.mark.parametrize("is_wrapped", [False, True])
+def test_an_optimizer_that_searches_is_refused(comm: Any, is_wrapped: bool) -> None:
+    """Each rank searched by the gradients of its own stages, and none said a word."""
+    model = nn.Sequential(*(nn.Linear(WIDTH, WIDTH, dtype=torch.float64) for _ in range(comm.size)))
+    pipe = pipeline(model, comm, microbatches=2, loss=F.mse_loss)
+    optimizer: Any = torch.optim.LBFGS(pipe.parameters(), line_search_fn="strong_wolfe")
+    if is_wrapped:
+        mesh = commlib.Mesh(pp=comm.size, dp=1)
+        optimizer = DistributedOptimizer(optimizer, pipe.named_parameters(), mesh=mesh)
+
+    def closure() -> Tensor:
+        raise AssertionError("it was called")
+
+    with pytest.raises(UsageError, match="LBFGS searches by the gradients of all weights"):
+        optimizer.step(closure)
+    other = nn.Linear(2, 2)
+    torch.optim.LBFGS(other.parameters(), max_iter=1).step(lambda: other(torch.ones(2)).sum())  # of another model
+    pipe.close()
