@@ -70,9 +70,9 @@ def count_of_classes(target: Tensor, ignore_index: int, weight: Tensor | None) -
 
 
 def _read(function: Any, args: tuple[Any, ...], kwargs: dict[str, Any], result: Any) -> LossCall:
-    bound = _signature(function).bind(*args, **kwargs)
-    bound.apply_defaults()
-    given = bound.arguments
+    given = dict(_defaults(function))
+    given.update(zip(given, args, strict=False))
+    given.update(kwargs)
     reduction = given["reduction"]
     if given.get("size_average") is not None or given.get("reduce") is not None:
         reduction = _reduction.legacy_get_string(given["size_average"], given["reduce"], emit_warning=False)
@@ -96,8 +96,9 @@ def _weight_left_out(frame: FrameType | None) -> dict[str, Any]:
 
 
 @cache
-def _signature(function: Any) -> inspect.Signature:
-    return inspect.signature(function)
+def _defaults(function: Any) -> dict[str, Any]:
+    """Return a function's parameters, in order, each with its default. The function has taken its arguments before."""
+    return {name: one.default for name, one in inspect.signature(function).parameters.items()}
 
 
 _Counted = tuple[Count | None, tuple[int, Tensor | None] | None]

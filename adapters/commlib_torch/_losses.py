@@ -60,13 +60,13 @@ class Losses:
     outputs: dict[int, Any] = field(default_factory=dict)
     """Of the first microbatches, where they are looked at."""
     looks: bool = False
+    is_single: bool = field(init=False)
+    """Whether at most one microbatch has rows: its loss is that of the batch."""
 
     _shares: list[float] = field(default_factory=list)
 
-    @property
-    def is_single(self) -> bool:
-        """Whether at most one microbatch has rows: its loss is that of the batch."""
-        return sum(map(bool, self.rows)) < 2
+    def __post_init__(self) -> None:
+        self.is_single = sum(map(bool, self.rows)) < 2
 
     @property
     def shares(self) -> list[float]:

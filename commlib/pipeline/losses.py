@@ -65,6 +65,8 @@ class Weigher:
         elif not (weigh is None or weigh in ("rows", "sum") or callable(weigh)):
             raise UsageError(f'pipeline: weigh is {weigh!r}, expected a function, "rows", "sum" or None')
         self._weigh = weigh
+        self.says = weigh is not None
+        """Whether it says anything."""
         self._extra: tuple[str, ...] = ()
         self._named: tuple[str, ...] = ()
         if callable(weigh):
@@ -73,11 +75,6 @@ class Weigher:
             one.wants_inputs for one in self.summands.values()
         )
         """Whether it is a function that takes the microbatch's inputs."""
-
-    @property
-    def says(self) -> bool:
-        """Whether it says anything."""
-        return self._weigh is not None
 
     @property
     def is_checked(self) -> bool:
