@@ -7,6 +7,7 @@ import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cache
+from operator import is_
 from types import FrameType
 from typing import Any
 
@@ -19,6 +20,9 @@ from torch.utils import _pytree as pytree
 
 Count = float | Tensor
 """A number of terms; a tensor where the host would have to wait for it."""
+
+Manner = tuple[Any, tuple[Any, ...], dict[str, Any], Any]
+"""How one of torch's losses is called: the function, what it is given beside the output and the target, their kinds."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,6 +63,16 @@ class LossCalls(TorchFunctionMode):
         """The calls, in order."""
         return [_read(*call) for call in self._found]
 
+    def alone(self, output: Any, target: Any, loss: Any) -> Manner | None:
+        """Return how the only call was made, if it was of the output and the target, and gave the loss; else None."""
+        if len(self._found) != 1:
+            return None
+        function, args, kwargs, result = self._found[0]
+        if result is not loss or len(args) < 2 or args[0] is not output or args[1] is not target:
+            return None
+        of, to = output.shape, target.shape
+        return function, args[2:], kwargs, (target.dtype, of[1:], to[1:], of[:1] == to[:1])
+
 
 def count_of_classes(target: Tensor, ignore_index: int, weight: Tensor | None) -> Tensor:
     """Return the sum of the weights of those classes that are not ignored, as cross entropy divides by it."""
@@ -67,6 +81,14 @@ def count_of_classes(target: Tensor, ignore_index: int, weight: Tensor | None) -
         return counted.sum()
     places = torch.where(counted, target, 0).to(torch.int64)
     return (weight.detach()[places] * counted).sum(dtype=torch.float64)
+
+
+def is_same(one: Manner | None, other: Manner | None) -> bool:
+    """Return whether two calls of torch's losses were made alike: with the very same options, of values of a kind."""
+    if one is None or other is None or one[0] is not other[0] or one[3] != other[3]:
+        return False
+    options, others = (*one[1], *one[2], *one[2].values()), (*other[1], *other[2], *other[2].values())
+    return len(options) == len(others) and all(map(is_, options, others))
 
 
 def _read(function: Any, args: tuple[Any, ...], kwargs: dict[str, Any], result: Any) -> LossCall:
@@ -113,8 +135,10 @@ def _classes(given: dict[str, Any], value: Tensor, target: Tensor) -> _Counted:
 
 
 def _elements(given: dict[str, Any], value: Tensor, target: Tensor) -> _Counted:
-    shapes = [one.shape for one in given.values() if isinstance(one, Tensor)]
-    return float(math.prod(torch.broadcast_shapes(*shapes))), None
+    shapes = {one.shape for one in given.values() if isinstance(one, Tensor)}
+    # torch's function for it takes as long as a small layer
+    shape = shapes.pop() if len(shapes) == 1 else torch.broadcast_shapes(*shapes)
+    return float(math.prod(shape)), None
 
 
 def _weighted_elements(given: dict[str, Any], value: Tensor, target: Tensor) -> _Counted:

@@ -18,7 +18,7 @@ from commlib.pipeline.batch import shares
 from commlib.pipeline.losses import REMEDY, Looks, Weigher, Weights, fault_in_sum, fault_in_terms, is_close, weights_of
 from commlib.pipeline.rows import Rows
 from commlib_torch._batches import taken, together
-from commlib_torch._loss_calls import Count, LossCall, LossCalls, Rule, as_numbers, is_view, rule_of
+from commlib_torch._loss_calls import Count, LossCall, LossCalls, Manner, Rule, as_numbers, is_same, is_view, rule_of
 from commlib_torch._parts import OUTPUT
 
 Loss = Callable[..., Any]
@@ -100,6 +100,8 @@ class LossWeights:
         self.loss, self.weigher, self.rows = loss, weigher, rows
         self._looks = Looks()
         self._rule: Rule | None = None
+        self._manner: Manner | None = None
+        """How the loss was called of which this is the rule: as long as it is called alike, the rule holds."""
         self._may_look, self._may_count = True, True
         self._gives_number: bool | None = None
         self._has_told = False
@@ -135,7 +137,10 @@ class LossWeights:
             with LossCalls() as calls:
                 loss = self._called(losses, microbatch, output)
             if before == _versions(target):
-                self._learn(losses, microbatch, output, target, calls.found, loss)
+                manner = calls.alone(output, target, loss)
+                if not is_first or losses.weights is None or not is_same(manner, self._manner):
+                    self._learn(losses, microbatch, output, target, calls.found, loss)
+                    self._manner = manner if self._rule is not None else None
             else:
                 self._learn_of_marked(losses, microbatch, output, calls.found, loss)
         else:

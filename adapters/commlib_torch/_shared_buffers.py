@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 
 from torch import Tensor, nn
 
@@ -26,9 +26,12 @@ class SharedBuffers:
             if id(buffer) in own
         ]
 
-    @contextmanager
-    def unchanged(self) -> Iterator[None]:
+    def unchanged(self) -> AbstractContextManager[None]:
         """Raise UsageError if one is changed within: what the stages of other ranks do to it is not in it."""
+        return self._unchanged() if self._places else nullcontext()
+
+    @contextmanager
+    def _unchanged(self) -> Iterator[None]:
         before = [(module._buffers[key], _version(module._buffers[key])) for module, key, *_ in self._places]
         yield
         changed = {

@@ -211,6 +211,8 @@ class TorchStage:
 
     def _run(self, named: dict[str, Any]) -> dict[str, Any]:
         is_training = self.batch.is_training
+        if self._changes_inputs.get(is_training) is False and not self._again and self.weights is None:
+            return self.part(named)  # type: ignore[no-any-return]
         if not is_training:
             results = self._on_copies(named)
         elif self.weights is None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from contextlib import ExitStack, contextmanager
+from contextlib import contextmanager, nullcontext
 from functools import partial
 from typing import Any
 
@@ -28,6 +28,8 @@ from commlib_torch._staged import Staged
 from commlib_torch._stages import Batch, TorchStage, TorchTensors, in_mode
 from commlib_torch._tied import TiedWeights
 from commlib_torch.devices import in_order
+
+_NOTHING = nullcontext()
 
 
 class Steps:
@@ -67,15 +69,14 @@ class Steps:
         """Run forward and backward on a batch, and return its loss, or details. Collective."""
         with self._batch_of(x, y, is_training=True, **options) as empty:
             self._tied.begin(self._pipe.comm)
-            with ExitStack() as around:
-                if self._splits:
-                    around.enter_context(registrations.counting())
-                around.enter_context(self._shared_buffers.unchanged())
-                if self.statistics is not None:
-                    around.enter_context(self.statistics.step())
-                around.enter_context(self._tied.apart())
-                around.enter_context(backward_passes.as_one())
-                around.enter_context(in_order())
+            with (
+                registrations.counting() if self._splits else _NOTHING,
+                self._shared_buffers.unchanged(),
+                self.statistics.step() if self.statistics is not None else _NOTHING,
+                self._tied.apart(),
+                backward_passes.as_one(),
+                in_order(),
+            ):
                 self._pipe.train(empty)
             self._tied.add_up(self._pipe.comm)
             return self._result(details=details)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 
 import numpy as np
@@ -96,9 +96,12 @@ class TiedWeights:
         if not self._are_spread:
             self.spread()
 
-    @contextmanager
-    def apart(self) -> Iterator[None]:
+    def apart(self) -> AbstractContextManager[None]:
         """Keep the gradients of this step apart from those that are there already: they are complete."""
+        return self._apart() if self._weights else nullcontext()
+
+    @contextmanager
+    def _apart(self) -> Iterator[None]:
         weights = [tied.weight for tied in self._weights]
         before = self._before = [None if weight.grad is None else weight.grad.clone() for weight in weights]
         for weight in weights:

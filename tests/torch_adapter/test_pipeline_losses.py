@@ -229,6 +229,37 @@ def test_what_is_no_mean_over_rows_is_refused(comm: Any, name: str) -> None:
     pipe.close()
 
 
+def test_the_loss_is_called_in_another_way_from_batch_to_batch(comm: Any) -> None:
+    """As long as it is called alike, its rule holds: another function, option or kind of targets has another one."""
+    chosen: dict[str, Any] = {}
+
+    def loss(output: Tensor, target: Tensor) -> Tensor:
+        found: Tensor = chosen["function"](output, target, **chosen["options"])
+        return found
+
+    whole, pipe = layers(), pipeline(layers(), comm, loss=loss, microbatches=4)
+    ways: list[tuple[Any, dict[str, Any], Tensor]] = [
+        (F.cross_entropy, {}, classes(8)),
+        (F.cross_entropy, {"weight": WEIGHTS}, classes(8)),
+        (F.cross_entropy, {"weight": WEIGHTS.flip(0)}, classes(8)),
+        (F.cross_entropy, {}, floats(8, WIDTH)),
+        (F.cross_entropy, {"ignore_index": 2}, classes(8, ignored=False)),
+        (F.cross_entropy, {"reduction": "sum"}, classes(8)),
+        (F.mse_loss, {}, floats(8, WIDTH)),
+        (F.multilabel_soft_margin_loss, {}, floats(8, WIDTH)),
+        (F.mse_loss, {"reduction": "sum"}, floats(8, WIDTH)),
+    ]
+    for function, options, target in [way for way in ways for _ in range(2)]:
+        chosen.update(function=function, options=options)
+        expected = loss(whole(inputs(8)), target)
+        expected.backward()
+        torch.testing.assert_close(pipe.step(inputs(8), target), expected.detach(), rtol=EXACT, atol=EXACT)
+    named = dict(whole.named_parameters())
+    for name, parameter in pipe.named_parameters():
+        torch.testing.assert_close(parameter.grad, named[name].grad, rtol=EXACT, atol=EXACT)
+    pipe.close()
+
+
 def test_words_come_to_be_ignored_later(comm: Any) -> None:
     """Even if the first batches have none, and nobody can say beforehand how many words a microbatch has."""
 
