@@ -15,6 +15,7 @@ import tensorflow as tf
 from commlib.communicator import Communicator
 from commlib.dtypes import Array
 from commlib.errors import UsageError
+from commlib.functional.shards import world_ranks
 from commlib.optim.clipping import check_finite, check_limit, check_norm_type, clip_factor
 from commlib.pipeline.choice import check_batch_norm, check_example, choose_stages
 from commlib.pipeline.losses import Details, Weigh
@@ -22,6 +23,7 @@ from commlib.pipeline.pipe import AnySchedule, Codecs, Pipe
 from commlib.pipeline.recompute import CHECKPOINTS
 from commlib.pipeline.rows import WHOLE, rows_option
 from commlib.pipeline.schedule.auto import LayerCosts
+from commlib.pipeline.synchronized import check_synchronized
 from commlib_tensorflow._batches import are_arrays, inputs_of, shuffled, split_rows
 from commlib_tensorflow._compiled import lines_of
 from commlib_tensorflow._in_fit import together
@@ -43,6 +45,7 @@ from commlib_tensorflow._updates import (
 )
 from commlib_tensorflow._verify import check_alike, check_batch, check_cut, given
 from commlib_tensorflow._whole import WholeModel
+from commlib_tensorflow.sync_batch_norm import SyncBatchNormalization
 from commlib_tensorflow.tensor.checking import check_stages
 
 
@@ -115,6 +118,10 @@ def pipeline(
     if isinstance(model, list | tuple):
         model = graph
     check_stages(comm, graph)
+    norms = [layer for layer in graph._flatten_layers() if isinstance(layer, SyncBatchNormalization)]
+    if norms:
+        named = {f"layer {layer.name!r} ({type(layer).__name__})": layer.ranks for layer in norms}
+        check_synchronized(comm, named, world_ranks(comm))
     nodes = Nodes(graph)
     units = units_to_measure(nodes, comm.size)
 
@@ -446,6 +453,17 @@ class Pipeline(keras.Model):  # type: ignore[misc]  # Keras has no types
     def gather_weights(self) -> list[Array]:
         """Return the weights of the whole model, in the order of its `weights`, on every rank. Collective."""
         return self._own.whole.weights(self.pipe.comm)
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        """Refuse to be copied or pickled: this rank has a part of the model only, and the other ranks make no copy."""
+        raise UsageError(
+            "a pipeline cannot be copied or pickled: it is a part that this rank has with others. Keep the values of "
+            "gather_weights() (or of save_weights(), a file), and give them to a pipeline made of another whole model"
+        )
+
+    def __deepcopy__(self, memo: Any) -> Any:
+        """Refuse, too."""
+        return self.__reduce_ex__(4)
 
     def get_config(self) -> Any:
         """Refuse: this rank has a part of the model only."""

@@ -33,6 +33,11 @@ class SyncBatchNormalization(keras.layers.BatchNormalization):  # type: ignore[m
         self._process_set = process_set
         self._is_compared = False
 
+    @property
+    def ranks(self) -> list[int]:
+        """The ranks whose batches are put together, as numbers of the world."""
+        return list(core.process_set_of(self._process_set).ranks or [])
+
     def _moments(self, inputs: Any, mask: Any) -> tuple[Any, Any]:
         group = core.process_set_of(self._process_set)
         if group.size() == 1:

@@ -11,8 +11,11 @@ from torch import fx, nn
 
 from commlib.functional.agreement import said
 
-_OF_RANK = re.compile(r"(?<=\bcuda):\d+|(?<=\bxpu):\d+|, index=\d+(?=\))|(?<=<Axis )[^>]*: rank \d+ (?=of)")
-"""The number of a device and the group of an axis, of which each rank has its own."""
+_OF_RANK = re.compile(
+    r"(?<=\bcuda):\d+|(?<=\bxpu):\d+|, index=\d+(?=\))"
+    r"|(?<=<Axis )[^>]*: rank \d+ (?=of)|(?<=ProcessSet\()[^)]*"
+)
+"""The number of a device, the group of an axis and a process set, of which each rank has its own."""
 
 
 def options_of_stages(parts: Sequence[nn.Module]) -> list[str]:

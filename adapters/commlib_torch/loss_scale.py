@@ -28,14 +28,15 @@ class GradScaler(torch.amp.GradScaler):
         if mesh is not None and comm is not None:
             raise UsageError("GradScaler: mesh and comm both say which ranks agree: give one of them")
         super().__init__(device, **options)
-        self._comm = comm or (mesh.comm if mesh is not None else core.running())
+        self.comm: Communicator = comm or (mesh.comm if mesh is not None else core.running())
+        """The ranks that agree."""
 
     def _unscale_grads_(self, *args: Any, **kwargs: Any) -> dict[torch.device, Tensor]:
         found: dict[torch.device, Tensor] = super()._unscale_grads_(*args, **kwargs)
         worst = torch.zeros(())
         for value in found.values():
             worst = torch.maximum(worst, value.detach().cpu().reshape(()))
-        self._comm.all_reduce(array_of(worst), "max", out=array_of(worst))
+        self.comm.all_reduce(array_of(worst), "max", out=array_of(worst))
         for value in found.values():
             value.fill_(worst.item())
         return found

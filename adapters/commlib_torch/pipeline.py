@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from commlib.communicator import Communicator
 from commlib.errors import UsageError
 from commlib.functional.agreement import said
+from commlib.functional.shards import world_ranks
 from commlib.optim.clipping import (
     check_finite,
     check_limit,
@@ -48,12 +49,14 @@ from commlib_torch._own_stages import (
 )
 from commlib_torch._parts import INPUTS, Cut, Layers, Split, counts_by
 from commlib_torch._recompute import recompute_in
+from commlib_torch._scaled_steps import check_scaler, scaler_of_step
 from commlib_torch._shared_buffers import SharedBuffers
 from commlib_torch._shared_objects import SharedObjects
 from commlib_torch._signature import described
 from commlib_torch._staged import Staged
 from commlib_torch._stages import TorchTensors
 from commlib_torch._steps import Steps
+from commlib_torch._synchronized import check_batch_norms
 from commlib_torch._tied import TiedWeights
 from commlib_torch._traced import Traced
 from commlib_torch._units import costs_of, layers_of, units_of
@@ -135,6 +138,7 @@ def pipeline(
             )
         model = outline(constructors)
     recompute = recompute_in(model if isinstance(model, nn.Module) else layers_of(model), checkpoint)
+    check_batch_norms(comm, model)
     x = given(verify)[0] if example is None and verify is not None else example
     told = comm.broadcast_object(None if x is None else described(arguments(x)))
     units = units_of(model, comm.size, told, recompute)
@@ -355,14 +359,21 @@ class Pipeline(Staged):
     # The rest
 
     def before_step(self, optimizer: torch.optim.Optimizer) -> None:
-        """Raise UsageError for an optimizer that cannot be right with the weights of some stages alone."""
-        if isinstance(optimizer, torch.optim.LBFGS):
-            own = set(map(id, self.parameters()))
-            if any(id(parameter) in own for group in optimizer.param_groups for parameter in group["params"]):
-                raise UsageError(
-                    "pipeline: LBFGS searches by the gradients of all weights, of which each rank has those of its own "
-                    "stages: use an optimizer that updates each weight by itself, such as Adam"
-                )
+        """Raise UsageError for what cannot be right with the weights of some stages alone."""
+        searches, scaler = isinstance(optimizer, torch.optim.LBFGS), scaler_of_step()
+        if not searches and scaler is None:
+            return
+        own = set(map(id, self.parameters()))
+        if all(id(parameter) not in own for group in optimizer.param_groups for parameter in group["params"]):
+            return
+        if searches:
+            raise UsageError(
+                "pipeline: LBFGS searches by the gradients of all weights, of which each rank has those of its own "
+                "stages: use an optimizer that updates each weight by itself, such as Adam"
+            )
+        if scaler is not None:
+            advice = 'commlib_torch.GradScaler(comm=mesh["pp"]), or mesh=mesh'
+            check_scaler(scaler, world_ranks(self._pipe.comm), "stages", advice)
 
     def parameters(self, recurse: bool = True) -> Iterator[nn.Parameter]:
         """Yield the parameters of this rank's stages; an empty one where they have none, as torch's optimizers want."""
@@ -372,6 +383,14 @@ class Pipeline(Staged):
             yield parameter
         if none:
             yield self._placeholder[0]
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        """Refuse to be copied or pickled: this rank has a part of the model only, and the other ranks make no copy."""
+        raise UsageError(
+            "a pipeline cannot be copied or pickled: it is a part that this rank has with others. Keep state_dict() "
+            "(this rank's stages) or gather_state_dict() (the whole model's), and load it into a pipeline made of "
+            "another whole model"
+        )
 
     def _order_shared(self) -> None:
         order_shared(self._stages, self._pipe.runner.last_gradients)

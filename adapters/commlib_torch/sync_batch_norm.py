@@ -84,6 +84,11 @@ class SyncBatchNorm(_BatchNorm):
         self.running_mean.lerp_(mean.to(self.running_mean.dtype), share)
         self.running_var.lerp_((variance * unbiasing).to(self.running_var.dtype), share)
 
+    @property
+    def ranks(self) -> list[int]:
+        """The ranks that share a batch, as numbers of the world."""
+        return list(core.process_set_of(self._process_set).ranks or [])
+
     def extra_repr(self) -> str:
         """Describe the layer, as torch does."""
         described: str = super().extra_repr()  # type: ignore[no-untyped-call]

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import copy
 import math
+import pickle
 import time
 from typing import Any
 
@@ -11,8 +13,9 @@ import numpy as np
 import pytest
 import tensorflow as tf
 
+import commlib_tensorflow
 from commlib.errors import UsageError
-from commlib_tensorflow import _functions, pipeline
+from commlib_tensorflow import SyncBatchNormalization, _functions, pipeline
 from commlib_tensorflow._selective import products_so_far, without_products
 from tests.keras_pipelines import (
     WIDTH,
@@ -351,4 +354,33 @@ def test_norms_that_clip(comm: Any) -> None:
         for gradient, other in zip(pipe.gradients, before, strict=True):
             np.testing.assert_array_equal(gradient, other)
     assert math.isnan(pipe.clip_grad_norm(1.0, math.inf))
+    pipe.close()
+
+
+# What is refused
+
+
+def normed(comm: Any, norm: Any) -> keras.Sequential:
+    blocks = [layer for _ in range(comm.size) for layer in (keras.layers.Dense(WIDTH), norm())]
+    return keras.Sequential([keras.Input((WIDTH,)), *blocks])
+
+
+@pytest.mark.ranks(min=2)
+def test_batch_norm_that_waits_for_other_stages_is_refused(comm: Any) -> None:
+    """With its default group, all ranks, the first step was waited in for ever."""
+    with pytest.raises(UsageError, match=r"\(SyncBatchNormalization\) takes .*over ranks \[0, 1.*process_set="):
+        pipeline(normed(comm, SyncBatchNormalization), comm, microbatches=2, loss="mse")
+    sets = [commlib_tensorflow.add_process_set([rank]) for rank in range(comm.size)]
+    model = normed(comm, lambda: SyncBatchNormalization(process_set=sets[comm.rank]))
+    pipeline(model, comm, microbatches=2, loss="mse").close()
+    for one in sets:
+        commlib_tensorflow.remove_process_set(one)
+
+
+def test_copies_are_refused_with_what_to_do(comm: Any) -> None:
+    """The error was mpi4py's, of a communicator that cannot be serialized."""
+    pipe = pipeline(normed(comm, keras.layers.ReLU), comm, microbatches=2, loss="mse")
+    for copied in (copy.copy, copy.deepcopy, pickle.dumps):
+        with pytest.raises(UsageError, match=r"cannot be copied or pickled.*gather_weights\(\)"):
+            copied(pipe)
     pipe.close()

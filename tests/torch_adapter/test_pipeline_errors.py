@@ -3,17 +3,21 @@
 from __future__ import annotations
 
 import copy
+import pickle
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
 
 import commlib
+import commlib_torch
 from commlib.errors import MismatchError, PeerError, UsageError
-from commlib_torch import DistributedOptimizer, pipeline
+from commlib_torch import DistributedOptimizer, GradScaler, SyncBatchNorm, pipeline
 
 WIDTH = 4
 
@@ -217,4 +221,110 @@ def test_an_optimizer_that_searches_is_refused(comm: Any, is_wrapped: bool) -> N
         optimizer.step(closure)
     other = nn.Linear(2, 2)
     torch.optim.LBFGS(other.parameters(), max_iter=1).step(lambda: other(torch.ones(2)).sum())  # of another model
+    pipe.close()
+
+
+@pytest.mark.ranks(min=2)
+def test_a_loss_scale_of_one_rank_is_refused(comm: Any) -> None:
+    """An infinity in one stage's gradients let that rank skip the step, and the others take it, in silence."""
+    model = nn.Sequential(*(nn.Linear(WIDTH, WIDTH, dtype=torch.float64) for _ in range(comm.size)))
+    pipe = pipeline(model, comm, microbatches=2, loss=F.mse_loss)
+    optimizer = torch.optim.SGD(pipe.parameters(), 0.1)
+    before = pipe.gather_state_dict()
+    first = next(pipe.parameters())
+    for overflows in (False, True):
+        scaler = torch.amp.GradScaler("cpu", init_scale=4.0)
+        scaler.scale(torch.zeros(()))
+        pipe.step(*batch(), scale=scaler.get_scale())
+        if overflows and comm.rank == 0:
+            first.grad[0, 0] = float("inf")  # type: ignore[index]
+            scaler.step(optimizer)
+        else:
+            with pytest.raises(UsageError, match=r"looks for infinities.*different stages.*GradScaler\(comm="):
+                scaler.step(optimizer)
+        optimizer.zero_grad()
+    pipe.step(*batch())
+    alone = GradScaler(comm=commlib.Mesh(pp=comm.size, dp=1)["dp"])
+    alone.scale(torch.zeros(()))
+    with pytest.raises(UsageError, match=r"it asks ranks \[\d\] .*ranks \[\d.*other stages.*comm="):
+        alone.step(optimizer)
+    for name, value in pipe.gather_state_dict().items():
+        assert torch.equal(value, before[name])
+    torch.amp.GradScaler("cpu", enabled=False).step(optimizer)
+    other = nn.Linear(2, 2)
+    scaler = torch.amp.GradScaler("cpu")
+    scaler.scale(other(torch.ones(2)).sum()).backward()
+    scaler.step(torch.optim.SGD(other.parameters(), 0.1))  # of another model
+    pipe.close()
+
+
+@pytest.mark.ranks(min=2)
+def test_a_loss_scale_of_all_stages_is_that_of_one_process(comm: Any) -> None:
+    torch.manual_seed(0)
+    model = nn.Sequential(*(nn.Linear(WIDTH, WIDTH, dtype=torch.float64) for _ in range(comm.size)))
+    whole = copy.deepcopy(model)
+    pipe = pipeline(model, comm, microbatches=2, loss=F.mse_loss)
+    optimizer, single = (torch.optim.SGD(one.parameters(), 0.1) for one in (pipe, whole))
+    ours, theirs = GradScaler(comm=comm, init_scale=4.0), torch.amp.GradScaler("cpu", init_scale=4.0)
+    for step in range(3):
+        x, y = batch(step)
+        pipe.step(x, y, scale=ours.get_scale())
+        ours.scale(torch.zeros(()))
+        theirs.scale(F.mse_loss(whole(x), y)).backward()
+        if step == 1:
+            next(whole.parameters()).grad[0, 0] = float("inf")  # type: ignore[index]
+            if comm.rank == 0:
+                pipe.get_parameter("stage0.0.weight").grad[0, 0] = float("inf")  # type: ignore[index]
+        for scaler, stepping in ((ours, optimizer), (theirs, single)):
+            scaler.step(stepping)
+            scaler.update()
+            stepping.zero_grad()
+        assert ours.get_scale() == theirs.get_scale()
+    for name, value in pipe.gather_state_dict().items():
+        torch.testing.assert_close(value, whole.state_dict()[name], rtol=1e-10, atol=1e-12)
+    pipe.close()
+
+
+def normed(comm: Any, norm: Callable[..., nn.Module]) -> nn.Sequential:
+    torch.manual_seed(0)
+    return nn.Sequential(*(nn.Sequential(nn.Linear(WIDTH, WIDTH), norm(WIDTH)) for _ in range(comm.size))).double()
+
+
+@pytest.mark.ranks(min=2)
+@pytest.mark.parametrize("kind", ["commlib", "torch"])
+def test_batch_norm_that_waits_for_other_stages_is_refused(comm: Any, kind: str, tmp_path: Path) -> None:
+    """With its default group, all ranks, the first step was waited in for ever."""
+    path = comm.broadcast_object(str(tmp_path / "store"))
+    if kind == "torch":
+        dist.init_process_group("gloo", init_method=f"file://{path}", rank=comm.rank, world_size=comm.size)
+    try:
+        model = normed(comm, SyncBatchNorm if kind == "commlib" else nn.SyncBatchNorm)
+        with pytest.raises(UsageError, match=r"layer '0\.1' \(SyncBatchNorm\) takes .*over ranks \[0, 1.*process_set="):
+            pipeline(model, comm, microbatches=2, loss=F.mse_loss)
+    finally:
+        if kind == "torch":
+            dist.destroy_process_group()
+
+
+@pytest.mark.ranks(min=2)
+def test_batch_norm_among_the_ranks_of_a_stage_is_not_refused(comm: Any) -> None:
+    sets = [commlib_torch.add_process_set([rank]) for rank in range(comm.size)]
+    losses = []
+    for norm in (lambda width: SyncBatchNorm(width, process_set=sets[comm.rank]), nn.BatchNorm1d, nn.SyncBatchNorm):
+        pipe = pipeline(normed(comm, norm), comm, microbatches=2, loss=F.mse_loss)
+        if norm is not nn.SyncBatchNorm:  # which has no kernel for the host
+            losses.append(pipe.step(*batch()))
+        pipe.close()
+    torch.testing.assert_close(losses[0], losses[1], rtol=1e-10, atol=0)
+    for one in sets:
+        commlib_torch.remove_process_set(one)
+
+
+@pytest.mark.parametrize("copied", [copy.copy, copy.deepcopy, pickle.dumps, torch.optim.swa_utils.AveragedModel])
+def test_copies_are_refused_with_what_to_do(comm: Any, copied: Callable[[Any], Any]) -> None:
+    """The error was mpi4py's, of a communicator that cannot be serialized."""
+    model = nn.Sequential(*(nn.Linear(WIDTH, WIDTH) for _ in range(comm.size)))
+    pipe = pipeline(model, comm, microbatches=2, loss=F.mse_loss)
+    with pytest.raises(UsageError, match=r"cannot be copied or pickled.*gather_state_dict\(\)"):
+        copied(pipe)
     pipe.close()

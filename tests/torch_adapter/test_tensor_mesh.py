@@ -14,9 +14,11 @@ from torch.utils.checkpoint import checkpoint
 
 from commlib import Mesh
 from commlib.errors import UsageError
+from commlib.expert import Experts
 from commlib.tensor import Column, Row
 from commlib_torch import DistributedOptimizer, GradScaler, pipeline
 from commlib_torch._traced import Traced
+from commlib_torch.expert import MoE
 from commlib_torch.tensor import gather_state_dict, parallelize
 
 WIDTH = 6
@@ -169,6 +171,22 @@ def test_ranks_agree_on_the_loss_scale(comm: Any) -> None:
         assert changed == (step != 1)
         scales.append(scaler.get_scale())
     assert comm.all_gather_object(scales) == [[16.0, 8.0, 16.0]] * comm.size
+
+
+@pytest.mark.ranks(min=2)
+@pytest.mark.parametrize("kind", ["parts", "experts"])
+def test_a_loss_scale_of_one_rank_is_refused(comm: Any, kind: str) -> None:
+    """An overflow in the part of one rank let it skip the step alone, in silence, with torch's own scaler."""
+    layer: Any = parallelize(model(), comm, PLAN) if kind == "parts" else MoE(8, Experts(2 * comm.size, hidden=4), comm)
+    optimizer = torch.optim.SGD(layer.parameters(), 0.01)
+    scaler = torch.amp.GradScaler("cpu", init_scale=8.0)
+    x = batch(4, 0)[0] if kind == "parts" else torch.ones(4, 8)
+    scaler.scale(layer(x).sum()).backward()
+    with pytest.raises(UsageError, match=r"looks for infinities.*different parts of weights.*GradScaler\(mesh=mesh\)"):
+        scaler.step(optimizer)
+    right = GradScaler(comm=comm, init_scale=8.0)
+    right.scale(torch.zeros(()))
+    right.step(optimizer)
 
 
 def test_a_mesh_without_data_axes_is_refused(comm: Any) -> None:
