@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import faulthandler
 import itertools
 import os
 import shutil
@@ -21,6 +22,12 @@ class MpiRun(Protocol):
     def __call__(
         self, n: int, program: str | Path | Sequence[str], *, env: Mapping[str, str] | None = None, timeout: float = 60
     ) -> subprocess.CompletedProcess[str]: ...
+
+
+@pytest.fixture(autouse=True)
+def limits_of_their_own() -> None:
+    """Let jobs take longer than one test may: each has a limit, and a slow machine is no hang."""
+    faulthandler.cancel_dump_traceback_later()
 
 
 @pytest.fixture(scope="session")

@@ -94,8 +94,8 @@ def scripts(text: str) -> list[tuple[str, str | None]]:
 
 
 def bash(script: str, folder: Path, environment: dict[str, str]) -> subprocess.CompletedProcess[str]:
-    """Run a script, and end its jobs, too, if it takes too long."""
-    command = ["timeout", "--kill-after=5", "100", "bash", "-euo", "pipefail", "-c", script]
+    """Run a script, and end its jobs, too, if it hangs."""
+    command = ["timeout", "--kill-after=5", "240", "bash", "-euo", "pipefail", "-c", script]
     return subprocess.run(
         command, cwd=folder, env=environment, stdin=subprocess.DEVNULL, capture_output=True, text=True
     )

@@ -40,7 +40,7 @@ def test_a_call_that_one_rank_has_not_made(tmp_path):
     script.write_text(PROGRAM)
     settings = {"COMMLIB_HANG_AFTER": "2", "COMMLIB_HANG_FOLDER": str(tmp_path / "hangs")}
     with Hosts(2) as hosts:
-        done = hosts.run([sys.executable, str(script)], 2, timeout=60, env=settings, capture=True)
+        done = hosts.run([sys.executable, str(script)], 2, timeout=240, env=settings, capture=True)
     assert done.returncode == 0 and done.stdout.count("well") == 4, done.stdout + done.stderr
     (hang,) = find_hangs(tmp_path / "hangs")
     assert hang.ranks() == {0, 1, 2, 3}

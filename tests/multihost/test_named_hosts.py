@@ -52,7 +52,7 @@ def test_a_rank_on_another_host_is_named(tmp_path, how, why):
     script = tmp_path / "program.py"
     script.write_text(PROGRAM)
     with Hosts(2) as hosts:
-        done = hosts.run([sys.executable, str(script), how], 2, timeout=60, env={"COMMLIB_TIMEOUT": "20"}, capture=True)
+        done = hosts.run([sys.executable, str(script), how], 2, timeout=240, env={"COMMLIB_TIMEOUT": "20"}, capture=True)
     assert done.returncode == 0, done.stderr
     for rank in range(3):
         said = rf"PeerError on {rank}: process set 0: allreduce 'a': rank {rank}: waited for a rank that will not come"
@@ -64,6 +64,6 @@ def test_gradients_by_name_between_hosts():
     """As on one host: joins, failures and compression, with two ranks on each of two hosts."""
     pytest_ = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "tests/mpi/test_by_name.py"]
     with Hosts(2) as hosts:
-        done = hosts.run(pytest_, 2, timeout=150, env={"COMMLIB_TIMEOUT": "60"}, capture=True)
+        done = hosts.run(pytest_, 2, timeout=240, env={"COMMLIB_TIMEOUT": "60"}, capture=True)
     assert done.returncode == 0, done.stdout + done.stderr
     assert " passed" in done.stdout

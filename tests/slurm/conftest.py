@@ -57,9 +57,10 @@ def slurm(launch_environment: None) -> Iterator[Slurm]:
         yield started
 
 
-# Ranks that end well when they are told to, and badly when nobody does.
+# Ranks that end well when they are told to, and badly when nobody does. They make a file when they can be told.
 WAITS = """\
-import signal, sys, time
+import os, signal, sys, time
+from pathlib import Path
 
 def say(text):
     print(text, flush=True)
@@ -67,6 +68,7 @@ def say(text):
 
 signal.signal(signal.SIGUSR1, lambda *_: say("told"))
 signal.signal(signal.SIGTERM, lambda *_: say("ended"))
+Path("ready-{SLURM_JOB_ID}-{SLURM_PROCID}".format(**os.environ)).touch()
 time.sleep(200)
 sys.exit(9)
 """
@@ -82,14 +84,15 @@ def limited(
     cluster = Cluster(slurm, tmp_path_factory.mktemp("limited"))
     with pytest.MonkeyPatch.context() as patch:
         patch.chdir(cluster.folder)
-        options = ("--ntasks-per-node", "2", "--mpi", "srun", "--time", "1")
+        options = ("--ntasks-per-node", "2", "--mpi", "srun", "--time", "10")
         command = ("--", "python", cluster.program(WAITS))
         signalled = cluster.submit("run", *options, "--signal", "USR1@60", *command)
         too_long = cluster.submit("run", *options, *command)
-    cluster.until_state(too_long, "RUNNING")
-    # A limit is a minute at least, but a job that runs may be told to end before.
-    soon = f"EndTime={datetime.now() + timedelta(seconds=2):%Y-%m-%dT%H:%M:%S}"
-    assert cluster.run("scontrol", "update", f"JobId={too_long}", soon).returncode == 0
+    # A limit is a minute at least, but a job that runs may be told to end before: as soon as its ranks can be told.
+    for job, seconds in (signalled, 60), (too_long, 2):
+        cluster.until_files(job, *(f"ready-{job}-{rank}" for rank in range(2)))
+        end = f"EndTime={datetime.now() + timedelta(seconds=seconds):%Y-%m-%dT%H:%M:%S}"
+        assert cluster.run("scontrol", "update", f"JobId={job}", end).returncode == 0
     return LimitedJobs(cluster.folder, signalled, too_long)
 
 

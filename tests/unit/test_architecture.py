@@ -7,6 +7,7 @@ import subprocess
 import sys
 from collections.abc import Iterator
 from dataclasses import dataclass
+from functools import cache
 from pathlib import Path
 
 import pytest
@@ -169,10 +170,14 @@ def find_imports(root: Path) -> Iterator[Import]:
     modules = find_modules(root)
     for name, path in modules.items():
         package = name if path.name == "__init__.py" else name.rpartition(".")[0]
-        tree = ast.parse(path.read_text(), str(path))
-        for node, lazy, for_types in walk(tree):
+        for node, lazy, for_types in statements(path.read_text()):
             for target in targets(node, package, modules):
                 yield Import(name, target, f"{path.relative_to(root)}:{node.lineno}", lazy, for_types)
+
+
+@cache  # whoever looks for breaches looks for circles, too
+def statements(text: str) -> tuple[tuple[ast.stmt, bool, bool], ...]:
+    return tuple(walk(ast.parse(text)))
 
 
 def walk(node: ast.AST, lazy: bool = False, for_types: bool = False) -> Iterator[tuple[ast.stmt, bool, bool]]:
@@ -204,6 +209,7 @@ def is_in(module: str, names: tuple[str, ...]) -> bool:
     return any(module == name or module.startswith(name + ".") for name in names)
 
 
+@cache
 def layer(module: str) -> int | None:
     """Return the row of LAYERS that the longest fitting name stands in."""
     fits = [(len(name), row) for row, names in enumerate(LAYERS) for name in names if is_in(module, (name,))]

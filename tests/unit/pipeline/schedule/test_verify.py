@@ -90,10 +90,10 @@ def test_messages_of_somebody_else() -> None:
 
 
 @pytest.mark.parametrize(
-    "first", [0, *(pytest.param(first, marks=pytest.mark.long) for first in range(500, 2000, 500))]
+    "first", [0, *(pytest.param(first, marks=pytest.mark.long) for first in range(200, 2000, 200))]
 )
 def test_random_legal_schedules_are_accepted(first: int) -> None:
-    for seed in range(first, first + 500):
+    for seed in range(first, first + 200):
         schedule, links = random_schedule(seed)
         assert ends(schedule, links)
         lowered = verify(schedule, links, reduce=seed % 2 == 0)
@@ -101,11 +101,11 @@ def test_random_legal_schedules_are_accepted(first: int) -> None:
 
 
 @pytest.mark.parametrize(
-    "first", [0, *(pytest.param(first, marks=pytest.mark.long) for first in range(1000, 4000, 1000))]
+    "first", [0, *(pytest.param(first, marks=pytest.mark.long) for first in range(400, 4000, 400))]
 )
 def test_disturbed_schedules_are_refused_exactly_if_they_do_not_end(first: int) -> None:
     refused = 0
-    for seed in range(first, first + 1000):
+    for seed in range(first, first + 400):
         schedule, links = random_schedule(seed)
         schedule = disturbed(schedule, seed)
         try:
@@ -115,7 +115,7 @@ def test_disturbed_schedules_are_refused_exactly_if_they_do_not_end(first: int) 
             assert not ends(schedule, links), error
         else:
             assert ends(schedule, links), schedule
-    assert 200 < refused < 980
+    assert 0.2 * 400 < refused < 0.98 * 400
 
 
 def test_lowering_lowered_programs_changes_nothing() -> None:
