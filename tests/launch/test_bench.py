@@ -73,7 +73,9 @@ WRONG = {
 }
 
 
-@pytest.mark.parametrize("case", WRONG)
+@pytest.mark.parametrize(
+    "case", [*[*WRONG][:2], *(pytest.param(case, marks=pytest.mark.long) for case in [*WRONG][2:])]
+)
 def test_wrong_usage_is_said_once_and_ends_with_2(mpirun, case):
     arguments, message = WRONG[case]
     start = time.monotonic()

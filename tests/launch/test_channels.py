@@ -119,6 +119,7 @@ channel.recv()
     assert re.search(r"StallError: world: recv on channel 'stage' with rank 1: rank 0: gave up after 2", err)
 
 
+@pytest.mark.any_mpi
 @PATHS
 def test_shutdown_ends_a_wait_in_another_thread(mpirun, env):
     code, out, err = end(
@@ -146,6 +147,7 @@ assert not thread.is_alive()
     assert re.findall(r"ShutdownError|PeerError", out)
 
 
+@pytest.mark.any_mpi
 @PATHS
 def test_a_forked_child_is_refused_and_disturbs_nothing(mpirun, env):
     code, out, err = end(

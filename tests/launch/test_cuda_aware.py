@@ -80,13 +80,17 @@ def test_the_libraries_of_wheels_say_no(mpirun, tmp_path):
     assert "opal_cuda_support is off" in logged or "MPIX_GPU_query_support says 0" in logged
 
 
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.any_mpi
+@pytest.mark.parametrize(
+    "kind", [kind if kind in ("works", "crashes") else pytest.param(kind, marks=pytest.mark.long) for kind in KINDS]
+)
 def test_a_library_that_says_yes_is_tried(mpirun, tmp_path, kind):
     said, logged = start(mpirun, gpus(tmp_path, kind), "True")
     assert said == [f"takes it: {kind == 'works'}"] * 2
     assert logged.startswith(f"commlib {'INFO' if kind == 'works' else 'WARNING'}: ") and FOUND[kind] in logged
 
 
+@pytest.mark.any_mpi
 def test_one_that_cannot_be_asked_is_tried(mpirun, tmp_path):
     assert start(mpirun, gpus(tmp_path, "works"), "None")[0] == ["takes it: True"] * 2
 
@@ -115,7 +119,8 @@ DIRECT = textwrap.dedent("""
 """)
 
 
-@pytest.mark.parametrize("aware", ["yes", "no", "auto"])
+@pytest.mark.any_mpi
+@pytest.mark.parametrize("aware", ["yes", pytest.param("no", marks=pytest.mark.long), "auto"])
 def test_memory_of_gpus_goes_by_mpi_where_the_user_says_so(mpirun, aware):
     """Messages of its own memory, which is the host's in truth; there is no other way here but copies."""
     env = {"COMMLIB_CUDA_AWARE": aware, "COMMLIB_DEVICE_PEERS": "0", "COMMLIB_NCCL": "0"}

@@ -18,6 +18,7 @@ PATHS = pytest.mark.parametrize(
 )
 
 
+@pytest.mark.any_mpi
 @PATHS
 def test_a_rank_that_leaves_while_its_messages_are_under_way(mpirun, env):
     """They arrive, as slow as its device is; who waits for another one is told who left."""
@@ -66,6 +67,7 @@ channel.recv()
     assert code != 0 and names_rank_1(out, err)
 
 
+@pytest.mark.any_mpi
 @PATHS
 def test_what_is_sent_after_the_end_is_refused(mpirun, env):
     code, out, err = end(

@@ -63,7 +63,7 @@ WAITS = {
 }
 
 
-@pytest.mark.parametrize("wait", ["node all_reduce", "recv", "group"])
+@pytest.mark.parametrize("wait", ["node all_reduce", "recv", pytest.param("group", marks=pytest.mark.long)])
 def test_an_uncaught_exception_ends_the_job(mpirun, wait):
     code, _, err = end(
         mpirun,
@@ -99,6 +99,7 @@ def test_aborts_do_not_cross(mpirun, hydra, env, seconds):
     assert re.findall(r"Delaying for (\d+) seconds? before aborting", err) == ([] if seconds is None else [seconds])
 
 
+@pytest.mark.any_mpi
 def test_last_words_are_not_lost_in_the_buffer_of_another_hook(mpirun):
     """torch.distributed installs such a hook; the job used to end without a word."""
     code, _, err = end(
@@ -143,7 +144,7 @@ if comm.rank == 1:
     assert names_rank_1(out, err), out + err
 
 
-@pytest.mark.parametrize("status", [0, 7])
+@pytest.mark.parametrize("status", [0, pytest.param(7, marks=pytest.mark.long)])
 def test_os_exit_ends_the_job(mpirun, status, hydra):
     code, out, err = end(mpirun, 2, f"\nif comm.rank == 1:\n    event()\n    os._exit({status})\ncomm.all_reduce(x)\n")
     if hydra:
@@ -159,7 +160,9 @@ def test_sys_exit_on_one_rank_ends_the_job(mpirun):
     assert "PeerError" in err and re.search(r"rank 1 has shut commlib down or left the program", err)
 
 
-@pytest.mark.parametrize("wait", WAITS)
+@pytest.mark.parametrize(
+    "wait", [pytest.param(wait, marks=pytest.mark.long) if wait in ("ring", "async") else wait for wait in WAITS]
+)
 def test_a_rank_that_ends_early_is_named_to_those_who_wait(mpirun, wait):
     code, out, err = end(
         mpirun,
@@ -184,6 +187,7 @@ else:
     assert "PeerError" in err
 
 
+@pytest.mark.any_mpi
 def test_a_rank_that_ends_early_across_nodes(mpirun):
     """Without shared memory nobody can look whether the other is still there."""
     code, _, err = end(
@@ -351,7 +355,7 @@ for count in (20_000, 600_000):
     assert out.count("expected 32 bytes") == 2
 
 
-@pytest.mark.parametrize("level", ["funneled", "serialized"])
+@pytest.mark.parametrize("level", [pytest.param("funneled", marks=pytest.mark.long), "serialized"])
 def test_a_low_thread_level_is_an_error(mpirun, level):
     head = f"""
 import sys, time
@@ -371,6 +375,7 @@ SETTINGS = {
 }
 
 
+@pytest.mark.any_mpi
 @pytest.mark.parametrize("case", SETTINGS)
 def test_a_wrong_environment_is_an_error(mpirun, case):
     env, message = SETTINGS[case]
@@ -401,6 +406,7 @@ def test_one_process_under_slurm_is_fine(mpirun):
     assert (code, out) == (0, "1\n"), err
 
 
+@pytest.mark.any_mpi
 def test_memory_that_was_shared_in_another_order_elsewhere_ends_with_the_job(mpirun):
     """Open MPI hung in MPI_Finalize: it freed the windows of one rank in another order than those of the others."""
     done = mpirun(
@@ -430,7 +436,9 @@ print("shared", len(kept))
     assert done.stdout.split("\n").count("shared 8") == 2
 
 
-@pytest.mark.parametrize("end_of_it", ["", "commlib.shutdown()"], ids=["exit", "shutdown"])
+@pytest.mark.parametrize(
+    "end_of_it", ["", pytest.param("commlib.shutdown()", marks=pytest.mark.long)], ids=["exit", "shutdown"]
+)
 def test_a_job_whose_last_broadcast_had_two_roots_does_not_end_well(mpirun, end_of_it):
     """Each root sent its own data to the other and took none: both kept their own, and the job ended with code 0."""
     code, _, err = end(

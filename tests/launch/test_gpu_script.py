@@ -117,7 +117,10 @@ def test_a_dry_run_of_the_other_benchmarks(launch_environment, tmp_path):
     assert set(figures["step-2"]["exposed_percent"]) == {"no communication", "commlib", "no overlap", "DDP, gloo"}
 
 
-@pytest.mark.parametrize(("sanitizer", "verdict"), [("exit 9\n", "failed with 9"), ("sleep 100\n", "ended after 2 s")])
+@pytest.mark.parametrize(
+    ("sanitizer", "verdict"),
+    [pytest.param("exit 9\n", "failed with 9", marks=pytest.mark.long), ("sleep 100\n", "ended after 2 s")],
+)
 def test_a_part_that_fails_or_hangs(launch_environment, tmp_path, sanitizer, verdict):
     began = time.monotonic()
     code, output, found = gpu(

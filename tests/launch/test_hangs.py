@@ -125,6 +125,7 @@ print("well\\n", end="")
     assert place is not None and place.function == "until_told" and not dump.threads[0].inside
 
 
+@pytest.mark.any_mpi
 def test_circles_and_calls_that_differ_are_named_though_nothing_is_compared(mpirun, tmp_path):
     """By messages, so that no rank sees where the other one is."""
     done = mpirun(

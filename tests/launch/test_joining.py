@@ -12,7 +12,15 @@ pytestmark = pytest.mark.any_mpi
 ALONE = {"SLURM_STEP_ID": "0", "SLURM_STEP_NUM_TASKS": "4"}  # what srun says; MPI sees one process
 
 
-@pytest.mark.parametrize("words", [("bench", "all_reduce", "--size", "8"), ("bench", "pairs"), ("tune",)], ids=" ".join)
+@pytest.mark.parametrize(
+    "words",
+    [
+        ("bench", "all_reduce", "--size", "8"),
+        pytest.param(("bench", "pairs"), marks=pytest.mark.long),
+        pytest.param(("tune",), marks=pytest.mark.long),
+    ],
+    ids=" ".join,
+)
 def test_it_is_said_in_one_line(launch_environment, tmp_path, words):
     """There was a traceback for each of the processes."""
     command = [sys.executable, "-m", "commlib", *words]

@@ -31,7 +31,9 @@ else:
 """
 
 
-@pytest.mark.parametrize("end", ["commlib.shutdown()", "sys.exit()"], ids=["shutdown", "exit"])
+@pytest.mark.parametrize(
+    "end", ["commlib.shutdown()", pytest.param("sys.exit()", marks=pytest.mark.any_mpi)], ids=["shutdown", "exit"]
+)
 def test_messages_of_a_rank_that_has_left(mpirun, end):
     """More than one ring of them, which nobody had looked for before they were left."""
     done = mpirun(2, HEAD + LEFT.format(end=end), timeout=60)
@@ -62,6 +64,7 @@ print("done")
 """
 
 
+@pytest.mark.any_mpi
 def test_closed_groups_give_back_what_nobody_has_received(mpirun):
     """MPICH gave a later group the letters of an earlier one, about memory that was gone."""
     done = mpirun(2, HEAD + GROUPS, timeout=110)

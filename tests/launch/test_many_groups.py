@@ -126,6 +126,7 @@ def test_a_group_without_a_board_sees_who_has_left(mpirun):
     prints(done, "told")
 
 
+@pytest.mark.any_mpi
 def test_leaving_many_groups_takes_one_moment(mpirun):
     """Between nodes each group took 0.15 s, one after the other, because ranks left them in different orders."""
     done = mpirun(

@@ -51,7 +51,7 @@ def test_all_pass_and_rank_0_alone_prints(run_suite):
     assert "ranks: 2" in done.stdout
 
 
-@pytest.mark.parametrize("ci", ["", "true"])
+@pytest.mark.parametrize("ci", ["", pytest.param("true", marks=pytest.mark.long)])
 def test_a_failure_on_rank_1_alone_is_shown_once(run_suite, ci):
     text = "def test_a():\n    print('seen', 'there')\n    assert rank == 0\ndef test_b(): pass\n"
     done = run_suite(text, ci=ci)
@@ -70,7 +70,7 @@ def test_a_failure_in_set_up_on_rank_1_keeps_rank_0_from_the_test(run_suite):
     assert "1 error" in last_line(done)
 
 
-@pytest.mark.parametrize("ci", ["", "true"])
+@pytest.mark.parametrize("ci", [pytest.param("", marks=pytest.mark.long), "true"])
 def test_the_same_failure_everywhere_is_shown_once(run_suite, ci):
     done = run_suite("def test_a(): assert 1 == 2\n", ci=ci)
     assert done.returncode != 0
@@ -93,7 +93,7 @@ def test_a_failure_that_makes_the_others_hang_is_shown(run_suite):
     assert done.stderr.count(">       assert rank == 0\n") == 1
 
 
-@pytest.mark.parametrize("death", ["os._exit(3)", "os.kill(os.getpid(), 9)"])
+@pytest.mark.parametrize("death", [pytest.param("os._exit(3)", marks=pytest.mark.long), "os.kill(os.getpid(), 9)"])
 def test_a_rank_that_dies_ends_the_job(run_suite, death):
     done = run_suite(f"def test_a():\n    if rank == 1:\n        {death}\n    MPI.COMM_WORLD.Barrier()\n")
     assert done.returncode != 0

@@ -58,6 +58,7 @@ print(f"\\nshares {idle:.4f} {waiting:.4f} {crossed:.4f}")
         assert crossed < 0.1
 
 
+@pytest.mark.any_mpi
 def test_a_rank_that_does_not_come_is_named_with_what_it_did_last(mpirun):
     """The late rank comes when the other has said so: a busy machine decides after how many seconds."""
     done = mpirun(
@@ -163,6 +164,7 @@ print("fine")
     assert done.stdout.count("fine") == 2
 
 
+@pytest.mark.any_mpi
 def test_worlds_of_some_ranks(mpirun):
     done = mpirun(
         3,
@@ -184,6 +186,7 @@ print("fine")
     assert done.stdout.count("fine") == 3
 
 
+@pytest.mark.any_mpi
 def test_process_sets_of_communicators_that_a_split_made(mpirun):
     """As Horovod's documents show it: each rank gives its own, which was a mismatch of [0, 2] and [1]."""
     done = mpirun(

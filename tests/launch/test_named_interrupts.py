@@ -106,7 +106,7 @@ print(f"\\nfine on {rank}", flush=True)
     assert "raised here" in done.stdout and done.stdout.count("fine on") == 2, done.stdout
 
 
-@pytest.mark.parametrize("node_path", ["1", "0"])
+@pytest.mark.parametrize("node_path", ["1", pytest.param("0", marks=pytest.mark.long)])
 def test_a_signal_at_any_moment(mpirun, node_path):
     """Every result is right, or the set has failed on all ranks and says so; nothing hangs."""
     done = mpirun(

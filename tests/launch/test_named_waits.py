@@ -34,7 +34,8 @@ INTERNAL = r"uint64|uint8|op=and|all_gather|all_reduce|call number|split\d"
 
 
 @pytest.mark.parametrize(
-    "ranks, node_path", [(2, "1"), pytest.param(3, "1", marks=pytest.mark.long), (3, "0"), (4, "0")]
+    "ranks, node_path",
+    [(2, "1"), pytest.param(3, "1", marks=pytest.mark.long), (3, "0"), pytest.param(4, "0", marks=pytest.mark.long)],
 )
 def test_a_rank_that_left(mpirun, ranks, node_path):
     """It was "all_reduce of 1 x uint64, op=and", of "world.split1(0)" between nodes."""

@@ -65,6 +65,7 @@ def soak(mpirun):
     return run
 
 
+@pytest.mark.long
 def test_without_a_defect_it_ends_well(soak):
     done = soak("")
     assert done.returncode == 0, done
@@ -95,7 +96,7 @@ def test_a_leak_is_found(soak):
     assert re.search(r"soak: rank \d, --seed 7: LEAKS: private grew from \d+ to \d+, 8 more are allowed", done.stderr)
 
 
-@pytest.mark.parametrize("node_path", ["1", "0"])
+@pytest.mark.parametrize("node_path", [pytest.param("1", marks=pytest.mark.long), "0"])
 def test_the_cases_of_large_arrays_are_right_on_small_ones(mpirun, node_path):
     """So that `python -m tests.soak.large`, which takes 9 GiB, can be relied on when somebody runs it."""
     done = mpirun(3, ["-m", "tests.soak.large", "--bytes", "70000"], env={"COMMLIB_NODE_PATH": node_path}, timeout=60)

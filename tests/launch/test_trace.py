@@ -42,6 +42,7 @@ def trace(*arguments, cwd):
     return done.stdout
 
 
+@pytest.mark.any_mpi
 def test_who_is_late_is_named(mpirun, tmp_path):
     done = mpirun(3, LATE)
     assert done.returncode == 0 and done.stdout.count("fine") == 3, done.stderr
@@ -88,6 +89,7 @@ comm.barrier()
     assert barriers.count(1) >= 10
 
 
+@pytest.mark.any_mpi
 def test_clocks_of_several_machines_are_compared_from_the_start_and_again(mpirun, tmp_path):
     """Ranks are told that they are on machines of their own; their clocks are one all the same."""
     done = mpirun(

@@ -125,6 +125,7 @@ def test_a_job_that_fails(world):
         assert_gone(mark)
 
 
+@pytest.mark.any_mpi
 def test_a_job_that_hangs_ignores_signals_and_has_left_its_session(world):
     program = "import os, signal; signal.signal(15, signal.SIG_IGN); os.fork() or os.setsid(); " + READY.format(60)
     with world.script("--timeout", "5", "--", sys.executable, "-c", program) as (it, mark):

@@ -15,7 +15,8 @@ ACROSS = "tests/multihost/across.py"
 BETWEEN = "tests/multihost/between.py"
 DIVIDED = "tests/multihost/divided.py"
 # What was written for one host and holds for several: order, groups, messages.
-SHARED = [f"tests/mpi/test_{name}.py" for name in ("async", "channel", "groups", "mesh", "messages", "pipeline")]
+SHARED = [f"tests/mpi/test_{name}.py" for name in ("groups", "messages")]
+MORE_SHARED = [f"tests/mpi/test_{name}.py" for name in ("async", "channel", "mesh", "pipeline")]
 # What does not, as it says itself.
 ONE_HOST = ["tests/mpi/test_groups.py::test_node"]
 
@@ -57,8 +58,14 @@ def test_every_layout(ranks_per_host):
 
 
 @pytest.mark.any_mpi
-def test_dtypes_order_groups_messages_and_waits():
+def test_dtypes_groups_and_messages():
     run_tests([2, 2], [BETWEEN, *SHARED])
+
+
+@pytest.mark.long
+@pytest.mark.any_mpi
+def test_order_meshes_pipelines_and_waits():
+    run_tests([2, 2], MORE_SHARED)
 
 
 def test_mismatches():
@@ -131,7 +138,10 @@ def end(tmp_path, program, env=None):
     return done
 
 
-@pytest.mark.parametrize("wait", ["comm.all_reduce(x)", "comm.all_reduce_async(x).wait()", "comm.recv(x, 3)"])
+@pytest.mark.parametrize(
+    "wait",
+    ["comm.all_reduce(x)", pytest.param("comm.all_reduce_async(x).wait()", marks=pytest.mark.long), "comm.recv(x, 3)"],
+)
 def test_a_rank_on_another_host_that_raises_ends_the_job(tmp_path, wait):
     done = end(tmp_path, f"if comm.rank == 3:\n    raise ValueError('out of luck')\n{wait}\n")
     assert done.returncode != 0

@@ -52,7 +52,9 @@ def test_a_rank_on_another_host_is_named(tmp_path, how, why):
     script = tmp_path / "program.py"
     script.write_text(PROGRAM)
     with Hosts(2) as hosts:
-        done = hosts.run([sys.executable, str(script), how], 2, timeout=240, env={"COMMLIB_TIMEOUT": "20"}, capture=True)
+        done = hosts.run(
+            [sys.executable, str(script), how], 2, timeout=240, env={"COMMLIB_TIMEOUT": "20"}, capture=True
+        )
     assert done.returncode == 0, done.stderr
     for rank in range(3):
         said = rf"PeerError on {rank}: process set 0: allreduce 'a': rank {rank}: waited for a rank that will not come"

@@ -38,7 +38,7 @@ def plain_step(model: Any, optimizer: Any, data: Any, scale: float = 1.0) -> lis
 
 @kinds
 @pytest.mark.parametrize("graph", [False, True])
-@pytest.mark.parametrize("op", ["Average", "Sum"])
+@pytest.mark.parametrize("op", [pytest.param("Average", marks=pytest.mark.long), "Sum"])
 def test_they_are_reduced_once(comm: Any, monkeypatch: Any, kind: str, op: str, graph: bool) -> None:
     """The gradients that are returned are those of all ranks, and a step with them is that of one process."""
     of, make = MAKERS[kind]

@@ -51,7 +51,9 @@ OPTIONS: dict[str, dict[str, Any]] = {
 }
 
 
-@pytest.mark.parametrize("name", ["plain", "capacity", "sigmoid", pytest.param("hidden", marks=pytest.mark.long)])
+@pytest.mark.parametrize(
+    "name", ["plain", "capacity", *(pytest.param(name, marks=pytest.mark.long) for name in ("sigmoid", "hidden"))]
+)
 def test_what_is_right_passes(comm: Any, name: str) -> None:
     """And leaves no trace: statistics, losses and variables are as before."""
     options = {"count": 4 * comm.size, "top_k": 2, **OPTIONS[name]}

@@ -31,7 +31,14 @@ def place(group: Any) -> Iterator[HostTensors]:
     yield from watched()
 
 
-@pytest.mark.parametrize("name", ["top-2", "gated", "capacity", "parts", "expert choice"])
+@pytest.mark.parametrize(
+    "name",
+    [
+        "top-2",
+        "capacity",
+        *(pytest.param(name, marks=pytest.mark.long) for name in ("gated", "parts", "expert choice")),
+    ],
+)
 def test_equals_one_rank(group: Any, place: HostTensors, name: str) -> None:
     experts.check(group, Experts(6, hidden=10, **experts.OPTIONS[name]))
 

@@ -105,7 +105,7 @@ def test_equals_one_rank(comm: Communicator, name: str) -> None:
     check(comm, Experts(6, hidden=10, **OPTIONS[name]))
 
 
-@pytest.mark.parametrize("compiled", [False, True])
+@pytest.mark.parametrize("compiled", [pytest.param(False, marks=pytest.mark.long), True])
 def test_other_numbers_of_tokens(comm: Communicator, compiled: bool) -> None:
     """A rank may have no tokens at all; it takes part all the same. Eagerly and in a graph."""
     for chunks in (1, 2):
@@ -123,7 +123,7 @@ def test_any_layer(comm: Communicator) -> None:
     check(comm, Experts(6, top_k=2), expert=own)
 
 
-@pytest.mark.parametrize("compiled", [False, True])
+@pytest.mark.parametrize("compiled", [pytest.param(False, marks=pytest.mark.long), True])
 def test_balance_without_a_loss(comm: Communicator, compiled: bool) -> None:
     """After each step what is added to scores for choosing moves towards even load, alike on all ranks."""
     keras.utils.set_random_seed(0)

@@ -91,7 +91,7 @@ def skipping() -> Any:
         pytest.param("1f1b", "auto", marks=pytest.mark.long),
         pytest.param("gpipe", "names", marks=pytest.mark.long),
         ("zb_h1", "names"),
-        ("interleaved", "auto"),
+        pytest.param("interleaved", "auto", marks=pytest.mark.long),
     ],
 )
 def test_skips_ties_masks_and_integers(comm: Any, name: str, split: str) -> None:
@@ -140,7 +140,7 @@ def stateful() -> Any:
 @pytest.mark.parametrize(
     ("name", "checkpoint"),
     [
-        ("1f1b", "none"),
+        pytest.param("1f1b", "none", marks=pytest.mark.long),
         pytest.param("1f1b", "full", marks=pytest.mark.long),
         pytest.param("1f1b", "selective", marks=pytest.mark.long),
         pytest.param("zb_h1", "none", marks=pytest.mark.long),

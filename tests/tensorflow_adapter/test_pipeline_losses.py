@@ -111,7 +111,7 @@ MEANS: dict[str, Any] = {
     [
         ("sum", False),
         ("by weights", True),
-        ("of rows, by hand", False),
+        pytest.param("of rows, by hand", False, marks=pytest.mark.long),
         *(
             pytest.param(name, weighed, marks=pytest.mark.long)
             for name in ("mean", "dice of each row")

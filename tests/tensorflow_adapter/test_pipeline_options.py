@@ -128,7 +128,7 @@ def normalized() -> Any:
         pytest.param("1f1b", "none", marks=pytest.mark.long),
         ("1f1b", "selective"),
         pytest.param("zb_h1", "none", marks=pytest.mark.long),
-        ("interleaved", "full"),
+        pytest.param("interleaved", "full", marks=pytest.mark.long),
         ("pipedream", "none"),
     ],
 )
@@ -208,6 +208,7 @@ def test_statistics_that_are_of_no_one_batch(comm: Any) -> None:
 # schedule="auto", split="time"
 
 
+@pytest.mark.long
 def test_chosen_by_measured_costs(comm: Any) -> None:
     """Any choice trains alike; nothing of the model is changed by measuring it."""
     x, y = batch(8)

@@ -55,7 +55,7 @@ def writing() -> Any:
 @pytest.mark.parametrize(
     ("name", "checkpoint", "eager"),
     [
-        ("1f1b", "none", False),
+        pytest.param("1f1b", "none", False, marks=pytest.mark.long),
         ("zb_h1", "selective", False),
         pytest.param("1f1b", "full", False, marks=pytest.mark.long),
         pytest.param("gpipe", "none", True, marks=pytest.mark.long),

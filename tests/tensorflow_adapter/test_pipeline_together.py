@@ -131,8 +131,8 @@ class Draws(keras.layers.Layer):  # type: ignore[misc]  # Keras has no types
 @pytest.mark.parametrize(
     ("how", "eager"),
     [
-        ("tensorflow", True),
-        ("count", False),
+        pytest.param("tensorflow", True, marks=pytest.mark.long),
+        pytest.param("count", False, marks=pytest.mark.long),
         ("numpy", True),
         ("tensorflow", False),
         pytest.param("count", True, marks=pytest.mark.long),

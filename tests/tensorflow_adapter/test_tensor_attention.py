@@ -44,11 +44,11 @@ def over(layer: Any, inputs: int = 1, masks: bool = False, **call: Any) -> Any:
     ("make", "inputs", "call"),
     [
         (attention, 1, {}),
-        (lambda: attention(value_dim=2, use_bias=False), 2, {}),
+        pytest.param(lambda: attention(value_dim=2, use_bias=False), 2, {}, marks=pytest.mark.long),
         (lambda: attention(use_gate=True), 1, {"use_causal_mask": True}),
         (lambda: attention(sliding_window=2, output_shape=4), 3, {}),
         (attention, 1, {"return_attention_scores": True, "use_causal_mask": True}),
-        (grouped, 1, {}),
+        pytest.param(grouped, 1, {}, marks=pytest.mark.long),
         (lambda: grouped(use_gate=True), 2, {}),
         (grouped, 1, {"return_attention_scores": True, "use_causal_mask": True}),
     ],
@@ -58,7 +58,7 @@ def test_attention(comm: Any, make: Any, inputs: int, call: Any, compiled: bool)
     same(lambda: over(make(), inputs, **call), {"a": Column()}, comm, *x, compiled=compiled)
 
 
-@pytest.mark.parametrize("make", [attention, grouped])
+@pytest.mark.parametrize("make", [pytest.param(attention, marks=pytest.mark.long), grouped])
 def test_attention_with_masks_that_come_along(comm: Any, make: Any) -> None:
     """Keras sends masks along with tensors: so does a copy of a tensor."""
     x = [values(2, LENGTH, WIDTH, seed=number) for number in range(2)]
@@ -67,7 +67,7 @@ def test_attention_with_masks_that_come_along(comm: Any, make: Any) -> None:
     same(lambda: over(make(), 2, masks=True), {"a": Column(sequence=1)}, comm, *x, sequence=1)
 
 
-@pytest.mark.parametrize("make", [attention, grouped])
+@pytest.mark.parametrize("make", [pytest.param(attention, marks=pytest.mark.long), grouped])
 def test_attention_with_a_mask(comm: Any, make: Any) -> None:
     class Masked(keras.Model):  # type: ignore[misc]
         def __init__(self) -> None:
@@ -86,7 +86,7 @@ def test_attention_with_a_mask(comm: Any, make: Any) -> None:
     same(made, {"a": Column()}, comm, values(2, LENGTH, WIDTH))
 
 
-@pytest.mark.parametrize("make", [attention, grouped])
+@pytest.mark.parametrize("make", [pytest.param(attention, marks=pytest.mark.long), grouped])
 def test_attention_on_a_sequence(comm: Any, make: Any) -> None:
     def model() -> Any:
         return over(make(), use_causal_mask=True)
@@ -139,15 +139,43 @@ def test_encoder(comm: Any, sequence: int | None) -> None:
     same(encoder, plan, comm, words(11, 2, LENGTH))
 
 
-@pytest.mark.parametrize("sequence", [None, 1])
-@pytest.mark.parametrize("options", [{}, {"kv_heads": 4, "causal": True}, {"bias": False}])
+@pytest.mark.parametrize(
+    ("options", "sequence"),
+    [
+        ({}, None),
+        ({"kv_heads": 4, "causal": True}, 1),
+        *(
+            pytest.param(options, sequence, marks=pytest.mark.long)
+            for options, sequence in [
+                ({}, 1),
+                ({"kv_heads": 4, "causal": True}, None),
+                ({"bias": False}, None),
+                ({"bias": False}, 1),
+            ]
+        ),
+    ],
+)
 def test_parallel_attention(comm: Any, options: Any, sequence: int | None) -> None:
     """On one rank it is the layer that is not divided, with the same weights."""
     _same_block(comm, lambda axis: ParallelAttention(24, 8, axis, sequence=sequence, **options), 24, sequence)
 
 
-@pytest.mark.parametrize("sequence", [None, 1])
-@pytest.mark.parametrize("options", [{}, {"gated": True, "activation": "silu"}, {"bias": False}])
+@pytest.mark.parametrize(
+    ("options", "sequence"),
+    [
+        ({}, None),
+        ({"gated": True, "activation": "silu"}, 1),
+        *(
+            pytest.param(options, sequence, marks=pytest.mark.long)
+            for options, sequence in [
+                ({}, 1),
+                ({"gated": True, "activation": "silu"}, None),
+                ({"bias": False}, None),
+                ({"bias": False}, 1),
+            ]
+        ),
+    ],
+)
 def test_parallel_mlp(comm: Any, options: Any, sequence: int | None) -> None:
     _same_block(comm, lambda axis: ParallelMLP(WIDTH, 7, axis, sequence=sequence, **options), WIDTH, sequence)
 

@@ -100,7 +100,13 @@ def compare(
 @pytest.mark.parametrize("method", METHODS)
 @pytest.mark.parametrize("layout", LAYOUTS)
 @pytest.mark.parametrize(
-    ("causal", "documents"), [(False, None), (True, None), (True, (0, 5, 6, 11)), (False, (0, 3, 3, 11))], ids=str
+    ("causal", "documents"),
+    [
+        *((pytest.param(*each, marks=pytest.mark.long)) for each in [(False, None), (True, (0, 5, 6, 11))]),
+        (True, None),
+        (False, (0, 3, 3, 11)),
+    ],
+    ids=str,
 )
 def test_attention_is_that_of_one_process(
     comm: Any, graph: bool, method: str, layout: str, causal: bool, documents: Any
@@ -111,7 +117,7 @@ def test_attention_is_that_of_one_process(
 
 @pytest.mark.parametrize("method", METHODS)
 @pytest.mark.parametrize("graph", [False, True], ids=["eager", "graph"])
-@pytest.mark.parametrize("tokens", [1, 3, 8])
+@pytest.mark.parametrize("tokens", [1, 3, pytest.param(8, marks=pytest.mark.long)])
 def test_sequences_of_any_length(comm: Any, method: str, graph: bool, tokens: int) -> None:
     """Shorter ones than there are ranks, too: then a rank has no token, and takes part."""
     compare(comm, [drawn(3, tokens, 5, seed) for seed in (1, 2, 3)], method=method, graph=graph, length=tokens)

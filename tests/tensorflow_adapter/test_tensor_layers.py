@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any
 
 import keras
@@ -143,8 +144,10 @@ def test_words_that_are_none(comm: Any) -> None:
     "norm",
     [
         lambda: L.LayerNormalization(name="norm"),
-        lambda: L.LayerNormalization(center=False, name="norm"),
-        lambda: L.LayerNormalization(scale=False, name="norm"),
+        *(
+            pytest.param(partial(L.LayerNormalization, name="norm", **without), marks=pytest.mark.long)
+            for without in ({"center": False}, {"scale": False})
+        ),
         lambda: L.RMSNormalization(name="norm"),
     ],
 )

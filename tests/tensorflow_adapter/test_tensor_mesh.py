@@ -86,7 +86,7 @@ def reference(comm: Any, options: Any) -> Any:
 
 OPTIONS: Any = [
     pytest.param({}, marks=pytest.mark.long),
-    {"global_clipnorm": 0.05},
+    pytest.param({"global_clipnorm": 0.05}, marks=pytest.mark.long),  # as replicas do
     pytest.param({"clipnorm": 0.02}, marks=pytest.mark.long),
     pytest.param({"clipvalue": 0.01}, marks=pytest.mark.long),
     {"gradient_accumulation_steps": 2},
@@ -141,7 +141,11 @@ def make_with_words() -> Any:
 @pytest.mark.parametrize(
     "style", [Vocabulary(), pytest.param(Column(gather=True), marks=pytest.mark.long)], ids=["words", "features"]
 )
-@pytest.mark.parametrize("options", [{"global_clipnorm": 0.05}, {"clipnorm": 0.02}], ids=["global", "each"])
+@pytest.mark.parametrize(
+    "options",
+    [{"global_clipnorm": 0.05}, pytest.param({"clipnorm": 0.02}, marks=pytest.mark.long)],
+    ids=["global", "each"],
+)
 def test_replicas_with_embeddings(comm: Any, float64: None, style: Any, options: Any) -> None:
     """Words come again and again: Keras squares each of their rows, in norms and in Adam's moments."""
     if comm.size % 2:

@@ -78,7 +78,10 @@ def test_fit(comm: Any, kind: str, optimizer: str) -> None:
     own.summary(print_fn=lambda *_, **__: None)
 
 
-@pytest.mark.parametrize("options", [{"run_eagerly": True}, {"steps_per_execution": 2}, {"jit_compile": "auto"}])
+@pytest.mark.parametrize(
+    "options",
+    [pytest.param({"run_eagerly": True}, marks=pytest.mark.long), {"steps_per_execution": 2}, {"jit_compile": "auto"}],
+)
 def test_ways_to_run(comm: Any, options: Any) -> None:
     whole, own = plain(), plain()
     parallelize(own, comm, PLAN)

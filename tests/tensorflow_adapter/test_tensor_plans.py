@@ -138,7 +138,11 @@ OF_BLOCK = {**OF_BLOCK, "m_h": Column(), "m_i": Row()}
 @pytest.mark.ranks(max=3)
 class TestPlans:
     @pytest.mark.parametrize(
-        "options", [{"way": "chunk"}, {"gated": True}, pytest.param({"way": "parts"}, marks=pytest.mark.long)]
+        "options",
+        [
+            {"way": "chunk"},
+            *(pytest.param(each, marks=pytest.mark.long) for each in ({"gated": True}, {"way": "parts"})),
+        ],
     )
     def test_auto(self, tp, options):
         model, plain, said = language_model(**options), language_model(**options), list[str]()
@@ -176,7 +180,7 @@ class TestPlans:
         ("kind", "way"),
         [
             (one_block, "verify"),
-            (one_block, "example"),
+            pytest.param(one_block, "example", marks=pytest.mark.long),
             (subclassed, "first call"),
             pytest.param(one_block, "first call", marks=pytest.mark.long),
             pytest.param(subclassed, "verify", marks=pytest.mark.long),

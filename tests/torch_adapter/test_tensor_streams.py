@@ -189,7 +189,8 @@ class Language(nn.Module):
 
 
 @pytest.mark.parametrize(
-    ("backend", "sequence"), [pytest.param("eager", None, marks=pytest.mark.long), ("aot_eager", 1)]
+    ("backend", "sequence"),
+    [("eager", 1), *(pytest.param(*each, marks=pytest.mark.long) for each in [("eager", None), ("aot_eager", 1)])],
 )
 def test_compiled_models(mesh, tp, backend, sequence):
     """Graphs break where data travels; values, gradients and random streams stay the same, batch after batch."""

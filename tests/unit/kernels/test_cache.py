@@ -90,6 +90,7 @@ def test_the_first_run_compiles_and_the_next_finds_it(package):
     assert kernels_in(kept) == files
 
 
+@pytest.mark.long
 def test_what_is_installed_stays_as_it_was(package):
     """Kernels lay beside the sources: `pip uninstall` left them, and `import commlib` went on succeeding."""
     before = sorted((package[0] / "commlib").rglob("*"))
@@ -123,6 +124,7 @@ def test_where_it_cannot_be_written_a_temporary_folder_is_used(package):
     assert package[0] / "tmp" in kept.parents
 
 
+@pytest.mark.long
 def test_where_others_may_write_a_temporary_folder_is_used(package):
     """Whoever can rename a folder above the kernels can put his own in their place, and they would be run."""
     (package[0] / "home").chmod(0o777)
