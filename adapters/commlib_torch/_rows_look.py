@@ -21,6 +21,7 @@ from commlib.communicator import Communicator
 from commlib.dtypes import Array
 from commlib.errors import UsageError
 from commlib.pipeline.losses import is_close
+from commlib.pipeline.rows import REMEDY
 from commlib.pipeline.rows_look import (
     AddedKinds,
     adds_neither,
@@ -30,6 +31,7 @@ from commlib.pipeline.rows_look import (
     is_near,
     kind_of_added,
     mixes,
+    unseen,
     untold,
 )
 from commlib_torch._batches import together
@@ -96,6 +98,10 @@ class RowsLook:
         self._seen = []
         return self._fault
 
+    @property
+    def _title(self) -> str:
+        return f"stage {self._stage} ({_layers_of(self._part)})"
+
     def _can_look(self) -> bool:
         if self._is_alone is None:
             self._is_alone = not any(map(_communicates, self._part.children()))
@@ -123,7 +129,7 @@ class RowsLook:
                 kinds = [kind_of_added(*one, self._epsilon) for one in zip(once, again, double, strict=True)]
                 self._kinds.learn(kinds, True)
                 if None in kinds and self._checks:
-                    self._fault = adds_neither(f"stage {self._stage} ({_layers_of(self._part)})")
+                    self._fault = adds_neither(self._title)
                 return
         if not self._has_warned:
             self._has_warned = True
@@ -134,20 +140,28 @@ class RowsLook:
     def _compare(self) -> str:
         """Return what differs if two microbatches are given together; "" too if no way of that can be run."""
         fault, has_run = "", False
+        refusal: Exception | None = None
         for dimension, shares in _WAYS:
             try:
                 given = [*(named for named, _ in self._seen), self._merged(self._seen, dimension, shares=shares)]
+            except Exception:  # it is not known where rows are
+                continue
+            try:
                 with self._copy() as copied:
                     found = self._difference(copied, given)
                 if found and self._is_of_rounding(given):
                     found = ""
-            except Exception:  # what does not run so cannot be looked at
+            except Exception as error:  # what does not run so cannot be looked at
+                refusal = refusal or error
                 continue
             self._has_compared = has_run = True
             if not found:
                 return ""
             fault = fault or found
-        return fault if has_run else ""
+        if refusal is not None and not has_run and INPUTS in self._seen[0][0]:  # their rows are where rows= says it
+            self._has_compared = True
+            warnings.warn(f"{unseen(self._title, refusal)}: {REMEDY}", stacklevel=2)
+        return fault
 
     def _is_of_rounding(self, given: Sequence[_Named]) -> bool:
         """Return whether nothing differs in float64. Where that does not run, only what is large is no rounding."""
@@ -194,13 +208,13 @@ class RowsLook:
                 if not is_close(a, again, abs(a), epsilon):
                     return ""
                 if said := fault_in_added(a, b, whole, rows, epsilon, is_sum=is_sum):
-                    return adds_neither(f"stage {self._stage} ({_layers_of(self._part)})", said)
+                    return adds_neither(self._title, said)
             break
         return ""
 
     def _first_of(self, copied: nn.Module, given: Sequence[_Named], rows: Sequence[int], epsilon: float) -> str:
         """Return, in words, the first layer that mixes rows, of a stage that does."""
-        stage = f"stage {self._stage} ({_layers_of(self._part)})"
+        stage = self._title
         calls = [_call(copied, named, records=True).layers for named in given]
         if [name for name, _, _ in calls[0]] != [name for name, _, _ in calls[2]]:
             return f"a layer of {stage}"

@@ -149,3 +149,12 @@ def untold(stage: int, why: str) -> str:
         f"pipeline: whether the losses that layers of stage {stage} add are means over rows or sums cannot be told "
         f"({why}): they count as means"
     )
+
+
+def unseen(where: str, error: BaseException) -> str:
+    """Return the warning that a first stage takes the rows of one microbatch alone. where: the stage."""
+    return (
+        f"pipeline: {where} takes a microbatch, but not the rows of two ({type(error).__name__}: {str(error)[:200]}), "
+        "so nobody has seen whether it makes of each row what it would in the whole batch. Does an input that looks as "
+        "if it had rows, because it is as long as the batch, have none? Microbatches get parts of it"
+    )

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from typing import Any
 
 import keras
@@ -230,3 +231,29 @@ def test_an_evaluation_in_short_floats_is_compared(comm: Any, policy: str) -> No
     for seed in range(3):
         x, y = (np.asarray(one, np.float32) for one in batch(7, seed))
         pipeline(model, comm, microbatches=3, loss="mse", verify=(x, y)).close()
+
+
+class Placed(keras.layers.Layer):  # type: ignore[misc]  # Keras has no types
+    """Adds what is as long as a batch may be, and belongs to no row."""
+
+    def call(self, values: Any) -> Any:
+        x, places = values
+        return x + places[:, None]
+
+
+def test_an_input_that_looks_as_if_it_had_rows(comm: Any) -> None:
+    """Single elements of it fit everything, so that microbatches gave something else without a word."""
+    x, places = keras.Input((8, WIDTH)), keras.Input(())
+    model = filled(
+        keras.Model([x, places], keras.layers.Dense(WIDTH)(Placed()([keras.layers.Dense(WIDTH)(x), places])))
+    )
+    pipe = pipeline(model, comm, microbatches=8)
+    pipe.compile(keras.optimizers.SGD(0.1), "mse", run_eagerly=True)
+    rows = np.ones((8, 8, WIDTH))
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        for _ in range(2):
+            pipe.train_on_batch([rows, np.linspace(0, 1, 8)], rows)
+    told = [str(one.message) for one in caught if "not the rows of two" in str(one.message)]
+    assert len(told) == (comm.rank == pipe.pipe.first)
+    pipe.close()

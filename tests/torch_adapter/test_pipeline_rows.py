@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import warnings
 from typing import Any
 
 import pytest
@@ -154,6 +155,37 @@ def test_what_does_not_mix_rows(comm: Any, make: Any, shape: Any, options: Any) 
     torch.testing.assert_close(pipe.evaluate(x, y), loss(whole(x), y).detach(), rtol=1e-10, atol=0)
     pipe.step(x, y)
     pipe.close()
+
+
+class Placed(nn.Module):
+    """Its second input is as long as a batch may be, and belongs to no row."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.first, self.second = nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, x: Tensor, places: Tensor) -> Tensor:
+        hidden = torch.tanh(self.first(x) + places[:, None])
+        found: Tensor = self.second(hidden)
+        return found
+
+
+def test_an_input_that_looks_as_if_it_had_rows(comm: Any) -> None:
+    """It was cut into single elements, which fit everything, without a word."""
+    x, places = inputs(8, 8), torch.linspace(0, 1, 8, dtype=torch.float64)
+    expected = mean_square(Placed().double()(x, places), x).detach()
+    for where in (0, "whole"):
+        pipe = pipeline(Placed().double(), comm, microbatches=8, loss=mean_square, rows={"x": (0, where)})
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always")
+            loss = pipe.step((x, places), x)
+            pipe.step((x, places), x)
+        told = [str(one.message) for one in caught if "not the rows of two" in str(one.message)]
+        assert len(told) == (where == 0 and pipe.pipe.first == comm.rank)
+        if where == "whole":
+            torch.testing.assert_close(loss, expected, rtol=1e-10, atol=0)
+        pipe.close()
 
 
 class Attends(nn.Module):
