@@ -11,6 +11,7 @@ import logging
 import threading
 import time
 import weakref
+from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -27,6 +28,9 @@ TAG = 0
 _MOST_BYTES = 8192
 _LOST = 0.1  # seconds after which a round is no more counted on
 _PARTING = 0.2  # seconds for letters that are still on their way when a group ends
+
+_left_behind: deque[list[tuple[Request, bytes]]] = deque()
+"""What mailboxes had posted that nobody has any more: a finalizer, which may run anywhere, must not call MPI."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,6 +56,8 @@ class Mailbox:
         self.transport, self._poller, self._owner, self._key = transport, poller, weakref.ref(owner), key
         self._awaited: dict[int, tuple[ProbedReceive, bytearray]] = {}  # by peer
         self._posted: list[tuple[Request, bytes]] = []
+        _look_after_left()
+        weakref.finalize(self, _left_behind.append, self._posted).atexit = False
         self._posting = threading.RLock()  # users' threads and the poller's write letters
         self._come: dict[tuple[Address, str], dict[str, Any]] = {}
         self._expected: dict[tuple[Address, str], None] = {}
@@ -64,7 +70,8 @@ class Mailbox:
         data = json.dumps([self._key, to.edge, to.instance, kind, content]).encode()
         assert len(data) <= _MOST_BYTES
         with self._posting:
-            self._posted = [pair for pair in self._posted if not pair[0].test()]
+            _look_after_left()
+            self._posted[:] = [pair for pair in self._posted if not pair[0].test()]
             self._posted.append((self.transport.send(to.peer, TAG, memoryview(data)), data))
 
     def letter(self, of: Address, kind: str) -> dict[str, Any] | None:
@@ -137,10 +144,25 @@ class Mailbox:
                     request.cancel()
             except CommlibError:  # what cannot be sent any more
                 pass
-        self._posted = []
+        self._posted.clear()
         for awaited, _ in self._awaited.values():
             awaited.cancel()
         self._awaited = {}
+
+
+def _look_after_left() -> None:
+    """Look whether letters have left whose mailbox is gone: until somebody has seen that, MPI and we keep them."""
+    for _ in range(len(_left_behind)):
+        try:
+            posted = _left_behind.popleft()
+        except IndexError:  # another thread looks after them
+            return
+        try:
+            left = [pair for pair in posted if not pair[0].test()]
+        except CommlibError:  # what cannot be sent any more
+            continue
+        if left:
+            _left_behind.append(left)
 
 
 class _Round:

@@ -15,6 +15,11 @@ from commlib.errors import TransportError
 _UNDER_WAY: set[MpiRequest] = set()
 
 
+def under_way() -> int:
+    """Return how many messages are not known to be complete."""
+    return len(_UNDER_WAY)
+
+
 class MpiRequest:
     __slots__ = ("_buffer", "_requests", "nbytes")
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import gc
 import random
 import re
 import time
@@ -15,6 +16,7 @@ from commlib.config import Config
 from commlib.errors import CommlibError, PeerError, ShutdownError
 from commlib.runtime.process import Runtime
 from commlib.transport.mpi import MpiTransport
+from commlib.transport.mpi_requests import under_way
 from tests import channels
 from tests.alarm import Alarm, alarm
 from tests.poison import poisoned
@@ -175,3 +177,18 @@ def test_between_all_ranks_with_large_messages(group):
     for channel in opened:
         channel.close()
     assert time.monotonic() - started < 20
+
+
+@pair
+def test_letters_of_a_dropped_group_do_not_stay(group):
+    """Each pipeline that was made and dropped left two requests of MPI behind, for ever."""
+    counts = []
+    for _ in range(8):
+        own = group.split(0, name="dropped")
+        if own.rank < 2:
+            own.channel(1 - own.rank, "edge", (4,), "float32", 1).close()
+        del own
+        gc.collect()
+        group.barrier()
+        counts.append(under_way())
+    assert max(counts[4:]) <= counts[1] + 2, counts
