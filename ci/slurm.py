@@ -35,7 +35,7 @@ FIRST_PORT = 17000  # of the nodes' daemons
 SECONDS = 20.0  # until all nodes are there
 
 # Timers are short: elsewhere a job waits for two minutes after a requeue (cred_expire, 5 s at least), and has half a
-# minute from SIGTERM to SIGKILL (KillWait).
+# minute from SIGTERM to SIGKILL (KillWait): ranks of a busy machine need some seconds to say their last words.
 CONFIGURATION = """
 ClusterName=emulated
 SlurmctldHost={controller}
@@ -55,7 +55,7 @@ SelectTypeParameters=CR_CPU
 SlurmdParameters=config_overrides
 SchedulerParameters=bf_interval=1,sched_interval=1,sched_min_interval=100000
 ReturnToService=2
-KillWait=3
+KillWait=20
 StateSaveLocation={folder}/state
 SlurmdSpoolDir={folder}/spool.%n
 TmpFS={folder}/tmp.%n

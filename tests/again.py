@@ -1,7 +1,7 @@
 """A pytest plugin that leaves out what a further run would only say again: `-p tests.again --again=ranks`, or mpi.
 
 The suites run on several numbers of ranks and under several MPIs. A test that learns nothing from another number is
-marked `any_ranks`, one from another MPI `any_mpi`. Both run on 2 ranks under the first, and all in `ci/test full`.
+marked `any_ranks`, one from another MPI `any_mpi`. Both run on 2 ranks under the first; `ci/test full` says where else.
 """
 
 from __future__ import annotations
