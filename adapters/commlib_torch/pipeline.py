@@ -32,6 +32,7 @@ from commlib_torch._before_steps import before_steps
 from commlib_torch._constructors import are_constructors, build, outline
 from commlib_torch._copies import copy_of
 from commlib_torch._first_comparison import FirstComparison
+from commlib_torch._loading import Loading
 from commlib_torch._loss_module import NAME as LOSS
 from commlib_torch._loss_module import loss_module
 from commlib_torch._losses import Loss, LossWeights
@@ -215,6 +216,7 @@ class Pipeline(Staged):
         names = {name for part in pieces.parts for name in part.state_dict()}
         names |= {f"{LOSS}.{name}" for name in (module.state_dict() if module is not None else ())}
         super().__init__({stage: pieces.parts[stage] for stage in own}, names, module if last in own else None)
+        self._loading = Loading(pieces.parts, schedule.placement, comm.rank, loss=module, prefix=f"{LOSS}.")
         # The last stage is one with the loss, for all that concerns weights.
         parts = [*pieces.parts[:-1], Staged({last: pieces.parts[-1]}, names, module)]
         self._placeholder = (
@@ -401,8 +403,15 @@ class Pipeline(Staged):
         return found
 
     def load_state_dict(self, state_dict: Mapping[str, Any], strict: bool = True, assign: bool = False) -> Any:
-        """Load what is this rank's of a state of the whole model. Not collective."""
+        """Load what is this rank's of a state of the whole model, or one of this rank's stages alone. Not collective.
+
+        A state of the whole model is held against all stages first: what is missing, unexpected or of another shape in
+        any of them is the same UsageError on all ranks that are given it, in torch's words, before a weight changes.
+        Not strict, what is missing in any is returned.
+        """
+        missing = self._loading.check(state_dict, self._whole_names, strict=strict)
         found = super().load_state_dict(state_dict, strict, assign)
+        found.missing_keys[:] = dict.fromkeys([*missing, *found.missing_keys])
         self._order_shared()
         return found
 

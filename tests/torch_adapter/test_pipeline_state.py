@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import re
 from collections import OrderedDict
 from typing import Any
 
@@ -178,3 +179,60 @@ def test_what_does_not_fit_is_called_as_in_the_model(comm: Any) -> None:
     with pytest.raises(RuntimeError, match=rf"size mismatch for {comm.rank}\.bias: "):
         pipe.load_state_dict(wrong)
     pipe.close()
+
+
+@pytest.mark.ranks(min=2)
+@pytest.mark.parametrize("is_traced", [False, True])
+def test_what_does_not_fit_one_stage_is_said_by_all_before_a_weight_changes(comm: Any, is_traced: bool) -> None:
+    """The rank of the stage raised; the others loaded, and went on to wait for it."""
+    torch.manual_seed(0)
+    layers = nn.Sequential(*(nn.Sequential(linear(), nn.BatchNorm1d(WIDTH).double()) for _ in range(comm.size)))
+    model = Skipping(layers) if is_traced else layers
+    loss = Scaled()
+    state = {**{name: value + 1 for name, value in model.state_dict().items()}, "loss.scale": torch.full((2,), 2.0)}
+    pipe = pipeline(model, comm, microbatches=2, loss=loss)
+    before = copy.deepcopy(pipe.state_dict())
+    last = f"{'layers.' if is_traced else ''}{comm.size - 1}"
+    of_last = rf"\(of stage {comm.size - 1}, on rank {comm.size - 1}\)"
+    lacking = {name: value for name, value in state.items() if name != f"{last}.0.bias"}
+    wrong = {**state, f"{last}.1.running_var": torch.zeros(3), "loss.scale": torch.zeros(5)}
+    sizes = rf"\[3\]\).*\[{WIDTH}\]\) {of_last}"
+    for strict, given, text in (
+        (True, lacking, rf"Missing key.*{last}\.0\.bias {of_last}"),
+        (True, {**state, "other": torch.zeros(1)}, r"Unexpected key.*other"),
+        (False, wrong, rf"(?s)size mismatch for {last}\.1\.running_var: .*{sizes}.*loss\.scale"),
+    ):
+        said = ""
+        try:
+            pipe.load_state_dict(given, strict=strict)
+        except UsageError as error:
+            said = str(error)
+        assert len(set(comm.all_gather_object(said))) == 1
+        assert re.search(text, said)
+        assert all(torch.equal(value, before[name]) for name, value in pipe.state_dict().items())
+    found = pipe.load_state_dict(lacking, strict=False)
+    assert (found.missing_keys, found.unexpected_keys) == ([f"{last}.0.bias"], [])
+    assert not any(pipe.load_state_dict(pipe.state_dict()))  # that of this rank's stages
+    pipe.load_state_dict(state)
+    for name, value in pipe.gather_state_dict().items():
+        assert torch.equal(value, state[name])
+    pipe.close()
+
+
+class Skipping(nn.Module):
+    def __init__(self, layers: nn.Module) -> None:
+        super().__init__()
+        self.layers = layers
+
+    def forward(self, x: Tensor) -> Tensor:
+        out: Tensor = self.layers(x) + x
+        return out
+
+
+class Scaled(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.scale = nn.Parameter(torch.ones(2))
+
+    def forward(self, output: Tensor, y: Tensor) -> Tensor:
+        return F.mse_loss(output, y) * self.scale.sum()
