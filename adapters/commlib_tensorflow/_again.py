@@ -28,10 +28,10 @@ _ALIKE = {
 
 
 class Again:
-    """Compares the forwards of a stage, in training."""
+    """Compares the forwards of a stage, or of a layer, in training. what: which one that is."""
 
-    def __init__(self, stage: int) -> None:
-        self._stage = stage
+    def __init__(self, what: str) -> None:
+        self._what = what
         self._constants: dict[tuple[Any, ...], list[int]] = {}
         self.marks: Sequence[Mark] = ()
         """Those of the last forward that was not compiled."""
@@ -56,7 +56,7 @@ class Again:
 
     def _error(self, what: str) -> UsageError:
         return UsageError(
-            f"pipeline: the forward of stage {self._stage} {what} when a backward computes it again: a layer draws "
+            f"pipeline: the forward of {self._what} {what} when a backward computes it again: a layer draws "
             "random numbers (of tf.random, numpy or Python) or reads what changes, such as a counter: use keras.random "
             "with a keras.random.SeedGenerator and variables that the layer has, or keep activations: "
             "checkpoint='none', and a schedule that does not split backwards"

@@ -8,6 +8,7 @@ where it is split: a tape has the gradients of inputs and weights at once.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -17,6 +18,7 @@ import tensorflow as tf
 from commlib.errors import UsageError
 from commlib_tensorflow._again import Again
 from commlib_tensorflow._parts import Part
+from commlib_tensorflow._recompute import LayerRecompute, RecomputedLayers
 from commlib_tensorflow._selective import products_so_far, without_products
 from commlib_tensorflow._traced import check_state
 from commlib_tensorflow._written import WrittenScope
@@ -32,7 +34,8 @@ class StageFunctions:
 
     wanted: the names of the inputs whose gradients other stages need. outputs: the names of the model's outputs, on the
     last stage. regularized: the variables whose regularisers count in this stage. shared: variables that other ranks
-    have, too. again: backwards compute their forward again. keeps_products: but for its products, which a forward
+    have, too. again: backwards compute their forward again; layers_again: or only these layers.
+    keeps_products: but for its products, which a forward
     returns. eager: compile nothing; then products are computed again, too. versions: weights are updated while forwards
     run, so these may not write them.
     """
@@ -48,13 +51,14 @@ class StageFunctions:
         regularized: Sequence[Any],
         shared: Sequence[Any],
         again: bool,
+        layers_again: Sequence[LayerRecompute] = (),
         keeps_products: bool = False,
         eager: bool = False,
         versions: bool = False,
     ) -> None:
         self._stage, self._part, self._wanted, self._outputs = stage, part, wanted, outputs
         self._loss, self._shared, self._versions = loss, shared, versions
-        self.again = Again(stage) if again else None
+        self.again = Again(f"stage {stage}") if again else None
         """Compares forwards, if they are computed again."""
         self._keeps_products = keeps_products and not eager
         self.trainable: list[Any] = list(part.trainable_variables)
@@ -63,6 +67,7 @@ class StageFunctions:
         """The others, such as statistics and seeds."""
         self.variables: list[Any] = [*self.trainable, *self.state]
         """All that a forward may write."""
+        self._layers = RecomputedLayers(layers_again, self.trainable, self.state) if layers_again else None
         self.regularized = list(regularized)
         """The variables whose regularisers count in this stage."""
         made = _as_it_is if eager else _compiled
@@ -141,7 +146,8 @@ class StageFunctions:
         graph = None if tf.executing_eagerly() else tf.compat.v1.get_default_graph()
         count = 0 if graph is None else len(graph.get_operations())
         with WrittenScope(*pairs) as scope:
-            results = self._part(given, training=training)
+            with self._layers.calls(scope) if self._layers is not None and training else nullcontext():
+                results = self._part(given, training=training)
             losses = [tf.cast(tf.reduce_sum(loss), tf.float64) for loss in scope.losses]
         before, after = scope.before, scope.after
         fixed = self.trainable if self._versions else ()

@@ -27,7 +27,12 @@ def products_so_far() -> list[tf.Tensor]:
 
     Those within loops and within functions that it calls are not among them.
     """
-    return [operation.outputs[0] for operation in _products(tf.compat.v1.get_default_graph())]
+    return products_of(tf.compat.v1.get_default_graph().get_operations())
+
+
+def products_of(operations: Sequence[Any]) -> list[tf.Tensor]:
+    """Return the results of those of TensorFlow's operations that are products."""
+    return [operation.outputs[0] for operation in operations if operation.type in _PRODUCTS]
 
 
 def without_products(function: Callable[..., Any], kept: Sequence[tf.Tensor], *arguments: Any) -> Any:

@@ -23,6 +23,7 @@ from commlib_tensorflow._losses import KEPT
 from commlib_tensorflow._on_device import array_of, tensors_of
 from commlib_tensorflow._parts import Part
 from commlib_tensorflow._placement import Place
+from commlib_tensorflow._recompute import LayerRecompute
 from commlib_tensorflow._replicas import StageReduction
 from commlib_tensorflow._rows_look import RowsLook
 from commlib_tensorflow._values import Values as VariableValues
@@ -145,7 +146,8 @@ class TensorflowStage:
 
     takes, gives: the names of the values of each link, by the other stage. outputs: the names of the model's outputs,
     on the last stage; masks: of the masks that some of them have. again: backwards compute their forward again, instead
-    of keeping its activations; keeps_products: but not its products. statistics: what makes moving statistics those of
+    of keeping its activations; keeps_products: but not its products; layers_again: or only these layers.
+    statistics: what makes moving statistics those of
     whole batches, if they are to be. versions: weights are updated while a batch is under way. checks_rows:
     microbatches are to give what the batch would.
     """
@@ -161,6 +163,7 @@ class TensorflowStage:
         masks: Sequence[str],
         values: VariableValues,
         again: bool,
+        layers_again: Sequence[LayerRecompute],
         keeps_products: bool,
         statistics: WholeBatchStatistics | None,
         versions: bool,
@@ -168,7 +171,8 @@ class TensorflowStage:
     ) -> None:
         self._checks_rows = checks_rows
         self.number, self.part, self._takes, self._gives = number, part, takes, gives
-        self._again, self._keeps_products, self._statistics = again, keeps_products, statistics
+        self._again, self._layers_again = again, layers_again
+        self._keeps_products, self._statistics = keeps_products, statistics
         self._outputs, self._masks, self._values, self._versions = outputs, masks, values, versions
         self._sent = tuple(dict.fromkeys(name for names in gives.values() for name in names))
         self.batch = Batch()
@@ -193,8 +197,8 @@ class TensorflowStage:
         wanted = [name for names in self._takes.values() for name in names]
         self.functions = StageFunctions(
             self.number, self.part, wanted=wanted, outputs=self._outputs, loss=loss, regularized=regularized,
-            shared=shared, again=self._again, keeps_products=self._keeps_products, eager=eager,
-            versions=self._versions,
+            shared=shared, again=self._again, layers_again=self._layers_again, keeps_products=self._keeps_products,
+            eager=eager, versions=self._versions,
         )  # fmt: skip
         """What is computed."""
         self._update, self._eager = update, eager

@@ -39,6 +39,7 @@ from commlib_tensorflow._kinds import Kind, agreed
 from commlib_tensorflow._losses import LossWeights
 from commlib_tensorflow._parts import MASK, Cut
 from commlib_tensorflow._placement import place_of
+from commlib_tensorflow._recompute import LayerRecompute, told_of
 from commlib_tensorflow._replicas import ByStages
 from commlib_tensorflow._stages import Batch, TensorflowStage, TensorflowTensors
 from commlib_tensorflow._tied import TiedWeights
@@ -76,7 +77,7 @@ class Steps:
         pieces: Cut,
         schedule: Schedule,
         *,
-        checkpoint: str,
+        checkpoint: str | Sequence[LayerRecompute],
         batch_norm: str,
         codec: Codecs,
         weigh: Weigh,
@@ -89,7 +90,9 @@ class Steps:
         check_layers(pieces.parts, schedule.microbatches)
         own = schedule.stages_of(comm.rank)
         splits = any(action.kind is Action.I for program in schedule.programs for action in program)
-        self._again, self._keeps_products = checkpoint != "none" or splits, checkpoint == "selective"
+        self._again = splits or (isinstance(checkpoint, str) and checkpoint != "none")
+        self._keeps_products = checkpoint == "selective"
+        layers_again = () if isinstance(checkpoint, str) or self._again else checkpoint
         self.parts = [pieces.parts[number] for number in own]
         # Of all stages, so that all ranks refuse the same model.
         self._statistics = WholeBatchStatistics(pieces.parts) if batch_norm == "batch" else None
@@ -101,7 +104,7 @@ class Steps:
         """This rank's variables, by their id."""
         self._values, self._updates = Values(self.variables.values()), bool(schedule.every)
         last = schedule.stages - 1
-        self.stages = {number: self._stage(number, pieces, is_last=number == last) for number in own}
+        self.stages = {number: self._stage(number, pieces, layers_again, is_last=number == last) for number in own}
         """This rank's stages, by number."""
         first_use = {id(v): number for number, part in reversed(list(enumerate(pieces.parts))) for v in part.variables}
         self._first_use = first_use
@@ -110,7 +113,7 @@ class Steps:
         lines = [
             f"split {pieces.counts}",
             f"codec {codec}",
-            f"checkpoint {checkpoint}",
+            f"checkpoint {told_of(checkpoint)}",
             f"batch_norm {batch_norm}",
             str(rows),
             f"weigh {said(weigh)}",
@@ -127,7 +130,10 @@ class Steps:
         """What runs the schedule."""
         self.tied.spread()
 
-    def _stage(self, number: int, pieces: Cut, *, is_last: bool) -> TensorflowStage:
+    def _stage(
+        self, number: int, pieces: Cut, layers_again: Sequence[LayerRecompute], *, is_last: bool
+    ) -> TensorflowStage:
+        own = {id(layer) for layer in pieces.parts[number]._flatten_layers()}
         return TensorflowStage(
             number,
             pieces.parts[number],
@@ -137,6 +143,7 @@ class Steps:
             masks=pieces.masks if is_last else (),
             values=self._values,
             again=self._again,
+            layers_again=[one for one in layers_again if id(one.layer) in own],
             keeps_products=self._keeps_products,
             statistics=self._statistics,
             versions=self._updates,

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import keras
@@ -43,12 +43,7 @@ def check_state(
     shared: the variables of this rank that other ranks have, too; fixed: those that have several values at a time.
     again: it will be done again. Raises UsageError.
     """
-    if set(after) - set(before):
-        raise UsageError(
-            f"pipeline: a layer of stage {stage} changes a variable that is not its own, such as the seeds of "
-            "keras.random without seed= or a metric's, which would not be kept: give the layer a "
-            "keras.random.SeedGenerator, or the variable, as an attribute, and metrics to compile()"
-        )
+    check_own(f"a layer of stage {stage}", before, after)
     ours, versions = {id(variable) for variable in shared}, {id(variable) for variable in fixed}
     for variable in own:
         if after[id(variable)] is before[id(variable)]:
@@ -64,23 +59,47 @@ def check_state(
                 "schedule updates weights while forwards run: use a schedule that updates them when a batch is done"
             )
     if again and not tf.executing_eagerly():
-        _check_operations(stage, tf.compat.v1.get_default_graph())
+        graph = tf.compat.v1.get_default_graph()
+        check_operations(f"a layer of stage {stage}", graph, graph.get_operations())
 
 
-def _check_operations(stage: int, graph: Any) -> None:
-    kinds = {operation.type for operation in graph.get_operations()}
-    if any("Function" in kind or kind in ("If", "While", "StatefulPartitionedCall") for kind in kinds):
-        library = graph.as_graph_def().library
-        kinds |= {node.op for function in library.function for node in function.node_def}
+def check_own(what: str, before: Mapping[int, Any], after: Mapping[int, Any]) -> None:
+    """Refuse that a forward has written other variables than were given to it. Raises UsageError."""
+    if set(after) - set(before):
+        raise UsageError(
+            f"pipeline: {what} changes a variable that is not its own, such as the seeds of "
+            "keras.random without seed= or a metric's, which would not be kept: give the layer a "
+            "keras.random.SeedGenerator, or the variable, as an attribute, and metrics to compile()"
+        )
+
+
+def check_operations(what: str, graph: Any, operations: Sequence[Any]) -> None:
+    """Refuse operations of a graph that give something else, or change something, each time. Raises UsageError."""
+    kinds = {operation.type for operation in operations}
+    called = {name for operation in operations for name in _functions_of(operation.node_def)}
+    if called:
+        library = {function.signature.name: function for function in graph.as_graph_def().library.function}
+        seen: set[str] = set()
+        while called:
+            seen |= called
+            nodes = [node for name in called if name in library for node in library[name].node_def]
+            kinds |= {node.op for node in nodes}
+            called = {name for node in nodes for name in _functions_of(node)} - seen
     random, assigning = sorted(kinds & _RANDOM), sorted(kinds & _ASSIGNING)
     if random:
         raise UsageError(
-            f"pipeline: a layer of stage {stage} uses {random[0]} of TensorFlow, which gives other numbers when a "
+            f"pipeline: {what} uses {random[0]} of TensorFlow, which gives other numbers when a "
             "backward computes the forward again: use keras.random with a keras.random.SeedGenerator that the layer "
             "has, or keep activations: checkpoint='none', and a schedule that does not split backwards"
         )
     if assigning:
         raise UsageError(
-            f"pipeline: a layer of stage {stage} changes a tf.Variable ({assigning[0]}), which a backward would do "
+            f"pipeline: {what} changes a tf.Variable ({assigning[0]}), which a backward would do "
             "again: make it a Keras variable, with add_weight(trainable=False)"
         )
+
+
+def _functions_of(node: Any) -> Iterator[str]:
+    """Yield the names of the functions that a node calls."""
+    for value in node.attr.values():
+        yield from (function.name for function in (value.func, *value.list.func) if function.name)

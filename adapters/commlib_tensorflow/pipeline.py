@@ -20,7 +20,7 @@ from commlib.optim.clipping import check_finite, check_limit, check_norm_type, c
 from commlib.pipeline.choice import check_batch_norm, check_example, choose_stages
 from commlib.pipeline.losses import Details, Weigh
 from commlib.pipeline.pipe import AnySchedule, Codecs, Pipe
-from commlib.pipeline.recompute import CHECKPOINTS
+from commlib.pipeline.recompute import Checkpoint
 from commlib.pipeline.rows import WHOLE, rows_option
 from commlib.pipeline.schedule.auto import LayerCosts
 from commlib.pipeline.synchronized import check_synchronized
@@ -31,6 +31,7 @@ from commlib_tensorflow._logs import Logs
 from commlib_tensorflow._measured import layer_costs
 from commlib_tensorflow._optimizer_state import keep_only, made_anew, put_states, states_of, warn_of_saving
 from commlib_tensorflow._parts import cut, functional
+from commlib_tensorflow._recompute import recompute_in
 from commlib_tensorflow._replicas import Gradients, by_stages, check_replicas, note, reduced
 from commlib_tensorflow._shards import whole_of
 from commlib_tensorflow._split import Nodes, Split, counts_of, of_units, units_to_measure
@@ -58,7 +59,7 @@ def pipeline(
     loss: Any = None,
     split: Split = "auto",
     stages: int | None = None,
-    checkpoint: str = "none",
+    checkpoint: Checkpoint = "none",
     batch_norm: str = "microbatch",
     codec: Codecs = None,
     weigh: Weigh = None,
@@ -93,7 +94,9 @@ def pipeline(
     and the same on every rank: all ranks compare so, and an evaluation by the pipeline, too. Nothing of the model
     changes.
     checkpoint: what is kept of activations between forward and backward: "none" is computed again, "selective"
-    (products are kept, but those within loops), or "full": only a stage's inputs are kept. Schedules that split
+    (products are kept, but those within loops), or "full": only a stage's inputs are kept; or one of these words for
+    each of some layers, by patterns of their names, {"block*": "full", "*.attention": "selective"}, or a function of a
+    layer's name and the layer: each such layer is computed again for itself. Schedules that split
     backwards compute again whatever is not kept. batch_norm: "microbatch" updates moving statistics with each
     microbatch, "batch" once with those of the whole batch.
     codec: how activations and their gradients travel, such as "bf16" or "int8"; or a mapping by the stages between
@@ -109,11 +112,6 @@ def pipeline(
     differs, MismatchError on all ranks if they ask for different things, ScheduleError for a schedule that cannot run.
     """
     check_batch_norm(batch_norm)
-    if checkpoint not in CHECKPOINTS:
-        raise UsageError(
-            f"pipeline: checkpoint is {checkpoint!r}, expected one of {', '.join(CHECKPOINTS)}: in Keras whole stages "
-            "are computed again, no single layers: say one word; split= can put such layers into stages of their own"
-        )
     graph = functional(model)
     if isinstance(model, list | tuple):
         model = graph
@@ -123,13 +121,14 @@ def pipeline(
         named = {f"layer {layer.name!r} ({type(layer).__name__})": layer.ranks for layer in norms}
         check_synchronized(comm, named, world_ranks(comm))
     nodes = Nodes(graph)
+    recompute = recompute_in([node.operation for node in nodes.all], checkpoint)
     units = units_to_measure(nodes, comm.size)
 
     def measure() -> LayerCosts:
         x = inputs_of(graph, check_example(example))
         with untouched([graph], graph.variables):
             costs = layer_costs(cut(graph, nodes, units), x)
-        return replace(costs, keeps_inputs=checkpoint == "full")
+        return replace(costs, keeps_inputs=recompute == "full")
 
     chosen = choose_stages(
         comm, schedule, microbatches, split=split(model) if callable(split) else split, stages=stages, every=every,
@@ -145,7 +144,7 @@ def pipeline(
         comm,
         pieces,
         chosen.schedule,
-        checkpoint=checkpoint,
+        checkpoint=recompute,
         batch_norm=batch_norm,
         codec=codec,
         weigh=weigh,
