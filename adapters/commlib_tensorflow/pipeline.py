@@ -112,6 +112,11 @@ def pipeline(
     differs, MismatchError on all ranks if they ask for different things, ScheduleError for a schedule that cannot run.
     """
     check_batch_norm(batch_norm)
+    if isinstance(weigh, Mapping):
+        raise UsageError(
+            f"pipeline: weigh is a dict, of {', '.join(map(str, weigh))}: a loss of Keras is one number and no dict of "
+            "summands: say what its microbatches count, and let a layer add any other summand by add_loss"
+        )
     graph = functional(model)
     if isinstance(model, list | tuple):
         model = graph

@@ -579,6 +579,7 @@ def test_what_makes_no_sense(comm: Any) -> None:
     refuse("there is no schedule 'f1b1'", schedule="f1b1")
     refuse("checkpoint is 'some', expected one of none, selective, full", checkpoint="some")
     refuse("split is 'even'", split="even")
+    refuse("weigh is a dict, of words: a loss of Keras is one number", weigh={"words": "rows"})
     refuse("split is .*; expected", split=[9])
     scaled = keras.optimizers.LossScaleOptimizer(keras.optimizers.SGD())
     refuse("a LossScaleOptimizer", optimizer=scaled)
