@@ -21,6 +21,7 @@ from commlib_torch._batches import arguments, cut_by_rows, cut_by_user
 from commlib_torch._first_comparison import FirstComparison
 from commlib_torch._hooks import registrations
 from commlib_torch._losses import LossWeights
+from commlib_torch._model_layers import ModelLayers
 from commlib_torch._readings import Readings
 from commlib_torch._results import details_of, loss_of, outputs_of
 from commlib_torch._shared_buffers import SharedBuffers
@@ -62,6 +63,8 @@ class Steps:
         """What makes running statistics those of whole batches, if that was asked for."""
         self.readings = Readings()
         """What forwards have read of the model that was traced, and which must not change."""
+        self.layers: ModelLayers | None = None
+        """Those that the model had when it was cut."""
         self.comparison: FirstComparison | None = None
         """What the first batch is still to be compared with."""
 
@@ -118,6 +121,8 @@ class Steps:
             looks = self._pipe.schedule.microbatches > 1 and self._checks_rows and self._looks.is_due(())
             try:
                 self.readings.check()
+                if self.layers is not None:
+                    self.layers.check()
                 if was_meta:
                     self._refuse_meta()
                 empty = self._begin(x, y, looks_at_rows=looks, **options)

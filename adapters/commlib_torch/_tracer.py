@@ -302,6 +302,9 @@ class _Tracer(fx.Tracer):
             stack.enter_context(replaced(nn.Module, "__setattr__", setting))
             stack.enter_context(replaced(builtins, "len", self._len(len)))
             stack.enter_context(self._reads.watching())
+            stack.enter_context(replaced(torch.autocast, "__enter__", self._changing_autocast()))
+            for name in _AUTOCAST:
+                stack.enter_context(replaced(torch, name, self._asking(getattr(torch, name))))
             for name in _MAKERS:
                 stack.enter_context(replaced(torch, name, self._making(getattr(torch, name))))
             try:
@@ -328,6 +331,27 @@ class _Tracer(fx.Tracer):
             return function(*args, **options)
 
         return make
+
+    def _changing_autocast(self) -> Any:
+        enter: Any = torch.autocast.__enter__
+
+        @wraps(enter)
+        def change(context: Any) -> Any:
+            self._fault("changes autocast or inference mode")
+            return enter(context)
+
+        return change
+
+    def _asking(self, function: Any) -> Any:
+        """Return a function that tells what autocast is, which is as it is now in a trace. Torch's own may ask."""
+
+        @wraps(function)
+        def ask(*args: Any) -> Any:
+            if not str(sys._getframe(1).f_globals.get("__name__")).startswith(("torch.", "commlib_torch.")):
+                self._fault(f"asks torch.{function.__name__}, which it may be told otherwise in another batch")
+            return function(*args)
+
+        return ask
 
     def _len(self, function: Any) -> Any:
         def length(value: Any) -> Any:
@@ -449,6 +473,7 @@ def _is_own_container(kind: type) -> bool:
     return issubclass(kind, dict | list | tuple) and not is_plain and not hasattr(kind, "_fields")
 
 
+_AUTOCAST = ("is_autocast_enabled", "is_autocast_cpu_enabled", "get_autocast_dtype", "get_autocast_gpu_dtype")
 _MAKERS = (
     "arange", "as_tensor", "empty", "eye", "finfo", "full", "iinfo", "linspace", "logspace", "ones", "rand", "randint",
     "randn", "randperm", "range", "scalar_tensor", "tensor", "tril_indices", "triu_indices", "zeros",

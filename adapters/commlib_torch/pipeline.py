@@ -26,6 +26,7 @@ from commlib.pipeline.losses import Weigh, Weigher
 from commlib.pipeline.pipe import AnySchedule, Codecs, Pipe
 from commlib.pipeline.recompute import Checkpoint, Recompute
 from commlib.pipeline.rows import Rows, rows_option
+from commlib.pipeline.schedule import Weights
 from commlib_torch._batch_statistics import WholeBatchStatistics
 from commlib_torch._batches import arguments
 from commlib_torch._before_steps import before_steps
@@ -36,6 +37,7 @@ from commlib_torch._loading import Loading
 from commlib_torch._loss_module import NAME as LOSS
 from commlib_torch._loss_module import loss_module
 from commlib_torch._losses import Loss, LossWeights
+from commlib_torch._model_layers import ModelLayers
 from commlib_torch._optimizer_state import merged
 from commlib_torch._options import options_of_loss, options_of_stages
 from commlib_torch._own_stages import (
@@ -184,6 +186,8 @@ def pipeline(
     pipe.why = chosen.why
     if is_traced := isinstance(units, Traced):
         pipe._steps.readings = units.readings
+    if isinstance(model, nn.Module) and not constructors:
+        pipe._steps.layers = ModelLayers(model, pieces.parts)
     if told is None and not constructors and (is_traced or shared.exist):
         own = chosen.schedule.stages_of(comm.rank)
         pipe._steps.comparison = FirstComparison(pipe.pipe, model, pieces, own, shared=shared, warns=is_traced)
@@ -363,11 +367,18 @@ class Pipeline(Staged):
     def before_step(self, optimizer: torch.optim.Optimizer) -> None:
         """Raise UsageError for what cannot be right with the weights of some stages alone."""
         searches, scaler = isinstance(optimizer, torch.optim.LBFGS), scaler_of_step()
-        if not searches and scaler is None:
+        is_early = self._pipe.is_running and self._pipe.schedule.weights is Weights.FLUSH
+        if not searches and scaler is None and not is_early:
             return
         own = set(map(id, self.parameters()))
         if all(id(parameter) not in own for group in optimizer.param_groups for parameter in group["params"]):
             return
+        if is_early:
+            raise UsageError(
+                "pipeline: an optimizer steps within a batch, as in a hook of a gradient: that would be once for each "
+                "microbatch, with a part of the gradient. Call it after pipe.step(), or use a schedule that updates "
+                "weights while the pipeline runs, such as pipedream"
+            )
         if searches:
             raise UsageError(
                 "pipeline: LBFGS searches by the gradients of all weights, of which each rank has those of its own "

@@ -132,6 +132,11 @@ class Pipe:
         finally:
             self._is_within, self._refusal = False, None
 
+    @property
+    def is_running(self) -> bool:
+        """Whether a batch is under way."""
+        return self._is_within
+
     def refuse(self, text: str) -> NoReturn:
         """Raise UsageError, as all ranks do at the same place: none waits for another, and the pipeline goes on."""
         self._refusal = UsageError(text)

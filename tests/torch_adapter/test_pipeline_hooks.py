@@ -13,6 +13,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
+from commlib.errors import PeerError, UsageError
 from commlib_torch import pipeline
 
 WIDTH, MICROBATCHES = 4, 4
@@ -190,4 +191,21 @@ def test_gradients_of_weights_are_no_messages(comm: Any) -> None:
     theirs = dict(whole.named_parameters())
     for name, parameter in pipe.named_parameters():
         torch.testing.assert_close(parameter.grad, theirs[name].grad, rtol=1e-10, atol=1e-12)
+    pipe.close()
+
+
+def test_an_optimizer_in_a_hook_is_refused(comm: Any) -> None:
+    """It stepped once for each microbatch, so that weights were others than in one process, without a word."""
+    model = nn.Sequential(*[linear() for _ in range(comm.size)])
+    for parameter in model.parameters():
+        optimizer = torch.optim.SGD([parameter], lr=0.1)
+
+        def step(weight: Tensor, optimizer: torch.optim.Optimizer = optimizer) -> None:
+            optimizer.step()
+
+        parameter.register_post_accumulate_grad_hook(step)
+    pipe = pipeline(model, comm, loss=F.mse_loss, microbatches=2)
+    x = torch.ones(4, WIDTH, dtype=torch.float64)
+    with pytest.raises((UsageError, PeerError), match=r"an optimizer steps within a batch|rank \d"):
+        pipe.step(x, x)
     pipe.close()
