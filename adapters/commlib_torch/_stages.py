@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
-from commlib.dtypes import Array
+from commlib.dtypes import DTYPES, Array
 from commlib.errors import UsageError
 from commlib.pipeline.batch import shares
 from commlib.pipeline.recompute import Recompute
@@ -29,6 +29,9 @@ from commlib_torch._rows_look import RowsLook
 from commlib_torch._weight_gradients import SplitBackward
 from commlib_torch.devices import device_of
 from commlib_torch.expert.losses import each_taken, keepers_in
+
+KNOWN_DTYPES = frozenset(getattr(torch, name) for name in DTYPES)
+"""Those of tensors that go from stage to stage."""
 
 
 class TorchTensors:
@@ -86,8 +89,9 @@ class Batch:
 
     inputs: (args, kwargs) of each microbatch, where the first stage is. losses: where the last one is. rows,
     row_shares: of each microbatch, and what they count in an update, everywhere, if layers have losses of their own, or
-    stages see whether they mix rows (looks_at_rows). outputs are filled by the last stage, where they are wanted
-    (instead of losses) or kept (beside them); extras by all: the losses of their layers, as they count in the batch.
+    stages see whether they mix rows (looks_at_rows). origins: those tensors of x and y that want gradients. outputs are
+    filled by the last stage, where they are wanted (instead of losses) or kept (beside them); extras by all: the losses
+    of their layers, as they count in the batch.
     """
 
     inputs: Sequence[tuple[Any, Any]] = ()
@@ -95,6 +99,7 @@ class Batch:
     rows: Sequence[int] = ()
     row_shares: Sequence[float] = ()
     looks_at_rows: bool = False
+    origins: Sequence[Tensor] = ()
     scale: float = 1.0
     is_training: bool = False
     wants_outputs: bool = False
@@ -184,7 +189,9 @@ class TorchStage:
                 results = self._run(named)
             given: dict[int, Values] = {}
             for target, names in self._gives.items():
-                given[target] = Values(*flat([results[name] for name in names]))
+                given[target] = values = Values(*flat([results[name] for name in names]))
+                if not KNOWN_DTYPES.issuperset(tensor.dtype for tensor in values.tensors if tensor is not None):
+                    self._refuse_dtypes(target, names, results)
             loss = self._finish(microbatch, results[OUTPUT]) if self._is_last else None
         if batch.is_training and self.used is not None:
             self._look(results, leaves, loss)
@@ -193,6 +200,17 @@ class TorchStage:
             extras = self._added(microbatch, named) if self._keepers else []
             self._kept[microbatch] = _Kept(leaves, outputs, loss, extras, hooks)
         return given
+
+    def _refuse_dtypes(self, target: int, names: Sequence[str], results: Mapping[str, Any]) -> None:
+        for name in names:
+            for dtype in {tensor.dtype for tensor in flat([results[name]])[0]} - KNOWN_DTYPES:
+                layers = [layer for layer, _ in self.part.named_children()]
+                what = f"layer {layers[-1]}" if name.startswith("after ") and layers else f"operation {name}"
+                raise UsageError(
+                    f"pipeline: {what} gives stage {target} a tensor of {dtype}, which stages cannot "
+                    "send: let it give .view(torch.uint8), or a value of another dtype, or let split= put both "
+                    "layers into one stage"
+                )
 
     def _added(self, microbatch: int, named: dict[str, Any]) -> list[tuple[Tensor, float]]:
         """Return the losses that layers have kept, means over rows and sums, and what they count in an update."""
@@ -251,8 +269,6 @@ class TorchStage:
             batch.outputs[microbatch] = pytree.tree_map_only(Tensor, lambda tensor: tensor.detach().clone(), output)
         if batch.wants_outputs:
             return None
-        if self._loss.loss is None:
-            raise UsageError("pipeline: there is no loss: give loss= to pipeline(), or call predict")
         assert batch.losses is not None
         return self._loss.call(batch.losses, microbatch, output)
 
@@ -315,6 +331,8 @@ class TorchStage:
         used, self.used = self.used, None
         given = [one for one in flat(list(results.values()))[0] if one.requires_grad]
         inputs = [tensor for own in leaves.values() for tensor in own if tensor is not None]
+        if self._is_first or self._is_last:
+            given += self.batch.origins
         used.check(given, inputs, loss)
 
     def _roots(self, microbatch: int, kept: _Kept, gradients: ByStage) -> tuple[list[Tensor], list[Tensor | None]]:
@@ -420,7 +438,10 @@ def _own_memory(leaves: Sequence[Tensor], received: Sequence[Tensor | None]) -> 
     """Copy gradients that autograd has made of a received one without a copy: its memory is the next message's."""
     messages = {gradient.untyped_storage().data_ptr() for gradient in received if gradient is not None}
     for leaf in leaves:
-        if leaf.grad is not None and leaf.grad.untyped_storage().data_ptr() in messages:
+        if leaf.grad is None:
+            continue
+        values = leaf.grad._values() if leaf.grad.is_sparse else leaf.grad  # those of rows, of an embedding
+        if values.untyped_storage().data_ptr() in messages:
             leaf.grad = leaf.grad.clone()
 
 

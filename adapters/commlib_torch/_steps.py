@@ -19,6 +19,7 @@ from commlib_torch._autograd import backward_passes
 from commlib_torch._batch_statistics import WholeBatchStatistics
 from commlib_torch._batches import arguments, cut_by_rows, cut_by_user
 from commlib_torch._first_comparison import FirstComparison
+from commlib_torch._graphs import Graphs
 from commlib_torch._hooks import registrations
 from commlib_torch._losses import LossWeights
 from commlib_torch._model_layers import ModelLayers
@@ -70,7 +71,14 @@ class Steps:
 
     def train(self, x: Any, y: Any, *, details: bool, **options: Any) -> Tensor | Details:
         """Run forward and backward on a batch, and return its loss, or details. Collective."""
+        self._check_loss()
+        graphs = Graphs()
+        if self._pipe.comm.rank == self._pipe.first:
+            x = graphs.apart(x)
+        if self._pipe.comm.rank == self._pipe.last:
+            y = graphs.apart(y)
         with self._batch_of(x, y, is_training=True, **options) as empty:
+            self._batch.origins = graphs.origins
             self._tied.begin(self._pipe.comm)
             with (
                 registrations.counting() if self._splits else _NOTHING,
@@ -81,11 +89,13 @@ class Steps:
                 in_order(),
             ):
                 self._pipe.train(empty)
+                graphs.go_on()
             self._tied.add_up(self._pipe.comm)
             return self._result(details=details)
 
     def evaluate(self, x: Any, y: Any, *, details: bool, **options: Any) -> Tensor | Details:
         """Return the loss of a batch in evaluation mode, or details. Collective."""
+        self._check_loss()
         with self._in_evaluation(), self._batch_of(x, y, **options) as empty:
             with in_order():
                 self._pipe.forward(empty)
@@ -101,6 +111,14 @@ class Steps:
     def _fault(self) -> str:
         """Return what is wrong with microbatches instead of the batch in stages of this rank, if anything is."""
         return next(filter(None, [stage.look.fault() for stage in self._stages.values()]), "")
+
+    def _check_loss(self) -> None:
+        """Raise UsageError, on all ranks alike, if there is no loss."""
+        if self._losses.loss is None:
+            raise UsageError(
+                "pipeline: there is no loss: give loss= to pipeline(), a function of (output, target), or of the "
+                "output alone where step is called without y, such as loss=lambda output: output.loss; or call predict"
+            )
 
     def _in_evaluation(self) -> Any:
         return in_mode(list(self._module.children()), training=False)

@@ -64,13 +64,17 @@ class TiedWeights:
 
     @classmethod
     def found(cls, comm: Communicator, parts: Sequence[nn.Module], placement: Sequence[int]) -> TiedWeights:
-        """Find the weights that several ranks have in a model that this rank still has as a whole. Collective."""
+        """Find the weights that several ranks have in a model that this rank still has as a whole. Collective.
+
+        Raises UsageError on all ranks for one of a layer that gives it sparse gradients.
+        """
         names = {id(weight): name for part in reversed(parts) for name, weight in part.named_parameters()}
         own = [part for part, rank in zip(parts, placement, strict=True) if rank == comm.rank]
         modules = {id(module): module for part in own for module in part.modules()}.values()
         weights = []
         for weight, group in find_shared(comm, [part.parameters() for part in parts], placement):
             places = [(module, key) for module in modules for key, one in module._parameters.items() if one is weight]
+            _refuse_sparse(parts, weight)
             weights.append(_Tied(names[id(weight)], group, places, trains=weight.requires_grad))
         return cls(weights)
 
@@ -146,3 +150,12 @@ class TiedWeights:
         said = [_ELSEWHERE if tied.comm is None else _YES if next(answers) else _NO for tied in self._all]
         table = comm.all_gather(np.array([said], np.int8))
         return [{bool(value) for value in column if value != _ELSEWHERE} for column in table.T]
+
+
+def _refuse_sparse(parts: Sequence[nn.Module], weight: Tensor) -> None:
+    for name, layer in (pair for part in parts for pair in part.named_modules()):
+        if getattr(layer, "sparse", False) is True and any(one is weight for one in layer._parameters.values()):
+            raise UsageError(
+                f"pipeline: layer {name} ({type(layer).__name__}) has sparse gradients, and stages on other ranks have "
+                "its weight, too: their gradients are added up as dense ones, so say sparse=False"
+            )

@@ -63,6 +63,7 @@ from commlib_torch._synchronized import check_batch_norms
 from commlib_torch._tied import TiedWeights
 from commlib_torch._traced import Traced
 from commlib_torch._units import costs_of, layers_of, units_of
+from commlib_torch._unready import check_ready
 from commlib_torch._verify import check_with_example, given, verify_cut
 from commlib_torch.clip import powers_by_axis
 from commlib_torch.expert.losses import keepers_in
@@ -140,6 +141,7 @@ def pipeline(
                 "compared: leave out verify= and example=, and say schedule= and split="
             )
         model = outline(constructors)
+    check_ready(model)
     recompute = recompute_in(model if isinstance(model, nn.Module) else layers_of(model), checkpoint)
     check_batch_norms(comm, model)
     x = given(verify)[0] if example is None and verify is not None else example

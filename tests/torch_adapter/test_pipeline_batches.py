@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import math
+import warnings
 from typing import Any
 
 import pytest
@@ -212,3 +213,59 @@ def test_outputs_of_other_lengths_are_no_batch(comm: Any) -> None:
     with pytest.raises((UsageError, PeerError), match="outputs of other lengths"):
         pipe.predict([torch.ones(2, 3, 4), torch.ones(2, 5, 4)], cut=False)
     pipe.close()
+
+
+class Outside(nn.Module):
+    """Computes what a pipeline is given, outside of it: x, beside an argument without gradients, and y."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embedding, self.of_target = nn.Embedding(8, WIDTH), nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, numbers: Tensor, target: Tensor) -> tuple[tuple[Tensor, Tensor], Tensor]:
+        x = self.embedding(numbers).tanh()
+        return (x, numbers), self.of_target(target).tanh() + x.mean()
+
+
+@pytest.mark.parametrize("schedule", ["1f1b", "zb_h1"])
+def test_gradients_go_on_into_what_x_and_y_were_computed_of(comm: Any, schedule: str) -> None:
+    """The second microbatch went back through a graph that the first one had freed."""
+    torch.manual_seed(0)
+    outside = Outside().double()
+    first = nn.Sequential(*(nn.Linear(WIDTH, WIDTH) for _ in range(2))).double()
+    layers = [Scaled(first), *(nn.Linear(WIDTH, WIDTH).double() for _ in range(comm.size))]
+    whole, theirs = copy.deepcopy((nn.ModuleList(layers), outside))
+    pipe = pipeline(layers, comm, microbatches=3, loss=F.mse_loss, schedule=schedule)
+    called: list[int] = []
+    for seed in range(2):
+        numbers, target = torch.arange(8) % 5, random(8, WIDTH, seed=seed)
+        x, y = theirs(numbers, target)
+        expected = F.mse_loss(through(whole, x), y)
+        expected.backward()
+        x, y = outside(numbers, target)
+        x[0].register_hook(lambda gradient: called.append(len(gradient)))
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # that ranks have gradients of their own
+            close(pipe.step(x, y), expected.detach())
+    assert_gradients(pipe, whole)
+    assert set(called) <= {8} and len(called) == (2 if comm.rank in (pipe.pipe.first, pipe.pipe.last) else 0)
+    for name, weight in outside.named_parameters():
+        own = torch.zeros_like(weight) if weight.grad is None else weight.grad
+        close(torch.from_numpy(comm.all_reduce(own.numpy())), theirs.get_parameter(name).grad)
+    pipe.close()
+
+
+class Scaled(nn.Module):
+    def __init__(self, layer: nn.Module) -> None:
+        super().__init__()
+        self.layer = layer
+
+    def forward(self, x: Tensor, numbers: Tensor) -> Tensor:
+        return self.layer(x) * numbers[:, None]  # type: ignore[no-any-return]
+
+
+def through(layers: Any, x: Any) -> Any:
+    value = layers[0](*x)
+    for layer in layers[1:]:
+        value = layer(value)
+    return value

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import pickle
+from collections import OrderedDict
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -327,4 +328,77 @@ def test_copies_are_refused_with_what_to_do(comm: Any, copied: Callable[[Any], A
     pipe = pipeline(model, comm, microbatches=2, loss=F.mse_loss)
     with pytest.raises(UsageError, match=r"cannot be copied or pickled.*gather_state_dict\(\)"):
         copied(pipe)
+    pipe.close()
+
+
+def refused(comm: Any, model: Any, text: str, *, loss: Any = F.mse_loss) -> None:
+    """See that all ranks raise the same, in pipeline() or at the first batch."""
+    with pytest.raises(UsageError, match=text):
+        pipe = pipeline(model, comm, microbatches=2, loss=loss)
+        try:
+            pipe.step(*batch())
+        finally:
+            pipe.close()
+
+
+class Twice(nn.Module):
+    """Uses the weight of an embedding with sparse gradients on the first and the last rank."""
+
+    def __init__(self, size: int) -> None:
+        super().__init__()
+        self.first, self.last = (nn.Embedding(8, WIDTH, sparse=True) for _ in range(2))
+        self.last.weight = self.first.weight
+        self.middle = nn.ModuleList(nn.Linear(WIDTH, WIDTH) for _ in range(2 * size))
+
+    def forward(self, x: Tensor) -> Tensor:
+        rows = torch.arange(x.shape[0], device=x.device)
+        value = self.first(rows)
+        for layer in self.middle:
+            value = layer(value).tanh()
+        product: Tensor = value * self.last(rows)
+        return product
+
+
+@pytest.mark.ranks(min=2)
+def test_models_that_are_not_ready_are_refused_with_what_to_do(comm: Any) -> None:
+    """Torch's words of uninitialised parameters named no layer, those of a compiled model a `__call__` of its own."""
+    layers = [nn.Linear(WIDTH, WIDTH) for _ in range(comm.size)]
+    text = r"layer 1\.lazy \(LazyLinear\) is lazy: its weight and bias .*run the model once"
+    refused(comm, [nn.Identity(), nn.Sequential(OrderedDict(lazy=nn.LazyLinear(WIDTH))), *layers], text)
+    refused(comm, nn.Sequential(*layers, nn.LazyBatchNorm1d()), rf"layer {comm.size} \(LazyBatchNorm1d\) is lazy")
+    text = r"the model is a compiled Sequential .*give the Sequential itself.*layer\.compile\(\)"
+    refused(comm, torch.compile(nn.Sequential(*layers), backend="eager"), text)
+    refused(comm, Twice(comm.size), r"layer first \(Embedding\) has sparse gradients.* say sparse=False")
+
+
+@pytest.mark.ranks(min=2)
+def test_a_step_without_a_loss_is_refused_on_all_ranks(comm: Any) -> None:
+    """All ranks but the last one heard of a channel, and that another rank had left."""
+    layers = [nn.Linear(WIDTH, WIDTH, dtype=torch.float64) for _ in range(comm.size)]
+    pipe = pipeline(nn.Sequential(*layers), comm, microbatches=2)
+    for call in (pipe.step, pipe.evaluate):
+        with pytest.raises(UsageError, match="there is no loss: give loss= to pipeline"):
+            call(*batch())
+    assert pipe.predict(batch()[0]).shape == (8, WIDTH)
+    pipe.close()
+
+
+class Narrow(nn.Module):
+    def forward(self, x: Tensor) -> Any:
+        return x, x.to(torch.float8_e5m2)
+
+
+class Wide(nn.Module):
+    def forward(self, x: Tensor, narrow: Tensor) -> Tensor:
+        total: Tensor = x + narrow.double()
+        return total
+
+
+@pytest.mark.ranks(2)
+def test_dtypes_that_stages_cannot_send_are_refused_by_the_layer(comm: Any) -> None:
+    """The error was one of an array over a tensor, and named no layer."""
+    pipe = pipeline([Narrow(), Wide()], comm, microbatches=2, loss=F.mse_loss, split=[1, 1])
+    text = r"layer 0 gives stage 1 a tensor of torch\.float8_e5m2"
+    with pytest.raises(UsageError if comm.rank == 0 else PeerError, match=text):
+        pipe.predict(batch()[0])
     pipe.close()

@@ -240,3 +240,24 @@ def test_a_layer_that_uses_a_weight_of_another_stage(comm: Any, place: int) -> N
         pipe.step(*batch())
     assert f"a layer of stage {place} uses {1 - place}.weight, which stages on other ranks have" in str(caught.value)
     pipe.close()
+
+
+@pytest.mark.parametrize("schedule", ["1f1b", "zb_h1"])
+def test_gradients_of_rows_stay_those_of_rows(comm: Any, schedule: str) -> None:
+    """An embedding with sparse gradients crashed in the first backward."""
+    torch.manual_seed(0)
+    embedding = nn.Embedding(WIDTH, WIDTH, sparse=True, dtype=torch.float64)
+    layers = nn.Sequential(embedding, *(linear() for _ in range(comm.size)))
+    whole = copy.deepcopy(layers)
+    pipe = pipeline(layers, comm, microbatches=2, loss=F.mse_loss, schedule=schedule, split=[1] * (comm.size - 1) + [2])
+    numbers = torch.arange(8) % 3
+    for seed in range(2):
+        target, _ = batch(seed)
+        expected = F.mse_loss(whole(numbers), target)
+        expected.backward()
+        torch.testing.assert_close(pipe.step(numbers, target), expected.detach(), rtol=1e-12, atol=0)
+    for name, parameter in pipe.named_parameters():
+        theirs = whole.get_parameter(name).grad
+        assert parameter.grad is not None and theirs is not None and parameter.grad.layout == theirs.layout
+        torch.testing.assert_close(parameter.grad.to_dense(), theirs.to_dense(), rtol=1e-10, atol=1e-14)
+    pipe.close()
