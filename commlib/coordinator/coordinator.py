@@ -23,7 +23,16 @@ from commlib.coordinator.cycle import Cycle
 from commlib.coordinator.driver import Driver
 from commlib.coordinator.execution import Execution
 from commlib.coordinator.job import Job
-from commlib.coordinator.negotiation import Failure, Joined, Launch, Negotiation, RequestList, Response
+from commlib.coordinator.negotiation import (
+    RESTART,
+    Failure,
+    Joined,
+    Launch,
+    Negotiation,
+    RequestList,
+    Response,
+    Restart,
+)
 from commlib.coordinator.on_device import Staging
 from commlib.coordinator.patience import Patience
 from commlib.coordinator.pending import Pending
@@ -55,6 +64,8 @@ class Coordinator:
         """How many exchanges there were."""
         self.joins = 0
         """How often all ranks had joined."""
+        self.restarts = 0
+        """How often all ranks had restarted."""
         self.serials: dict[str, int] = {}
         """How many sets of gradients were made under a name: see `commlib.horovod.by_name`."""
         config = comm.config
@@ -121,7 +132,7 @@ class Coordinator:
                 raise ShutdownError(f"{request}: commlib has been shut down")
             if self._ended is not None:
                 raise self._wording.after(self._ended, request)
-            if "join" in self._pending and request.verb != "join":
+            if "join" in self._pending and request.verb not in ("join", RESTART.verb):
                 raise UsageError(f"{request}: this rank has joined, and takes no further part until all have")
             if request.name in self._pending and self._unnamed.is_one(request.name):
                 self._unnamed.put_off(pending)
@@ -132,6 +143,14 @@ class Coordinator:
             if self._driver.napping or not blocking:
                 self._driver.tell()
         return pending
+
+    def restart(self) -> Pending:
+        """Give up, on all ranks, what was asked for and not agreed on; done when all ranks have called this.
+
+        Until then whatever a rank asks for ends with a MismatchError, unless all ask for it at the same time. Joins are
+        given up, too. Raises as `submit` does.
+        """
+        return self.submit(RESTART)
 
     def waiting(self) -> list[tuple[str, str, float]]:
         """Return what is pending, for who looks on without the lock: names, texts and since when (`time.monotonic`)."""
@@ -211,6 +230,9 @@ class Coordinator:
             if type(response) is Launch:
                 jobs.append(Job(response, pending))
                 self._flight.append(response.request)
+            elif isinstance(response, Restart):
+                self._restart(response)
+                continue
             elif pending is None:
                 continue
             elif isinstance(response, Joined):
@@ -227,6 +249,20 @@ class Coordinator:
         if jobs:
             self._wording.last, self._wording.when = jobs[-1].launch.request, time.monotonic()
         return jobs
+
+    def _restart(self, restart: Restart) -> None:
+        """Give up what is pending, but for a restart of this rank that others have not come to."""
+        own = self._pending.get(restart.request.name)
+        for pending in self._give_up([]):
+            if pending is not own:
+                pending.finish(error=self._wording.restarted(pending.request, restart.by))
+        if own is not None and not restart.complete:
+            self._pending[restart.request.name] = own
+        elif own is not None:
+            self._unnamed.count_anew()
+            self.restarts += 1
+            self.failed.clear()  # whoever restarts need not ask for them
+            own.finish()
 
     def _warn(self, pending: Pending, everyone: Sequence[RequestList]) -> None:
         reason = self._negotiation.explain(pending.request.name, everyone)

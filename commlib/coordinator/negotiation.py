@@ -8,6 +8,9 @@ the requests are gathered, and every rank puts the same answer through `agree`, 
 same order. An operation is launched in the cycle when the last rank has announced it.
 
 A rank that has joined has no data left. It counts as having announced everything, and takes part with nothing.
+
+A rank that restarts goes back to where all ranks can begin again. From the cycle in which it says so until all have,
+nothing is kept from one cycle to the next: whatever not all ranks ask for in one cycle is given up on every rank.
 """
 
 from __future__ import annotations
@@ -19,6 +22,7 @@ from commlib.coordinator.request import Request, describe_difference, few, ranks
 from commlib.coordinator.response_cache import ResponseCache
 
 JOIN = "join"
+RESTART = Request("restart", "elastic.run", repeats=False)
 
 
 class Launch(NamedTuple):
@@ -43,7 +47,18 @@ class Joined(NamedTuple):
     last: int
 
 
-Response = Launch | Failure | Joined
+class Restart(NamedTuple):
+    """Ranks `by` restart: what this rank has asked for, but for a restart of its own, will not run.
+
+    complete: all ranks do, so that what they ask for from now on will.
+    """
+
+    request: Request
+    by: tuple[int, ...]
+    complete: bool
+
+
+Response = Launch | Failure | Joined | Restart
 
 
 class RequestList(NamedTuple):
@@ -84,6 +99,7 @@ class Negotiation:
         self._has_new_bits = False
         self._told: dict[str, dict[int, Request]] = {}  # by name and rank
         self._joined: list[int] = []  # in the order in which they have
+        self._restarting: set[int] = set()
 
     @property
     def waiting(self) -> dict[str, Request]:
@@ -154,8 +170,15 @@ class Negotiation:
                 responses += launches
                 for launch in launches:
                     self._waiting.pop(launch.request.name, None)
-        if not everyone:
-            return responses
+        if everyone:
+            responses += self._take_up(everyone)
+        if self._restarting:
+            responses.append(self._restart())
+        return responses
+
+    def _take_up(self, everyone: Sequence[RequestList]) -> list[Response]:
+        """Take in what ranks told in words; return what follows."""
+        responses: list[Response] = []
         for name in self._take_in(everyone):
             if (response := self._response(name)) is not None:
                 responses.append(response)
@@ -174,6 +197,9 @@ class Negotiation:
         some_joined = False
         for rank, said in enumerate(everyone):
             for request in said.requests:
+                if request.verb == RESTART.verb:
+                    self._restarting.add(rank)
+                    continue
                 if request.verb == JOIN:
                     self._joined.append(rank)
                     some_joined = True
@@ -185,6 +211,22 @@ class Negotiation:
                 self._forget(name)
         # A rank that joins may be the last that others waited for.
         return list(self._told) if some_joined else list(changed)
+
+    def _restart(self) -> Restart:
+        """Forget what was asked for, but for a restart of this rank that is not complete, and all joins."""
+        name, by = RESTART.name, tuple(self._members[rank] for rank in sorted(self._restarting))
+        complete = len(by) == self._size
+        asked, untold = name in self._waiting and not complete, name in self._to_tell
+        for kept in (self._waiting, self._to_tell, self._told, self._joined):
+            kept.clear()
+        self._bits, self._has_new_bits = 0, False
+        if asked:
+            self._waiting[name] = RESTART
+        if untold:
+            self._to_tell[name] = RESTART
+        if complete:
+            self._restarting.clear()
+        return Restart(RESTART, by, complete)
 
     def _response(self, name: str) -> Response | None:
         told = self._told[name]
@@ -221,6 +263,8 @@ class Negotiation:
         request = self._waiting.pop(name, Request("operation", name))
         self._to_tell.pop(name, None)
         self._told.pop(name, None)
+        if name == RESTART.name:
+            self._restarting.clear()
         if name in self._cache:
             self._forget(name)
         return Failure(request, self._explain(late, everyone), late=True)

@@ -63,7 +63,7 @@ class ByName:
         self.group = comm.group  # which knows whether a timeline is written
         self.rank, self.size = comm.rank, comm.size
         self.is_hierarchical = bool(comm.is_hierarchical)
-        self._made_during = self._coordinator.joins
+        self._made_during, self._made_after = self._coordinator.joins, self._coordinator.restarts
         self._memories = 0
         self._name = name
         # What was made under this name before had names of its own, also on ranks that had joined then.
@@ -77,10 +77,13 @@ class ByName:
     def is_current(self) -> bool:
         """Whether it still stands for all ranks.
 
-        Not after a shutdown; nor when a rank is back that had joined, and knows of nothing, when this was made.
+        Not after a shutdown; nor when a rank is back that had joined, and knows of nothing, when this was made; nor
+        after ranks have restarted, maybe from different places: what they do next under these names may differ.
         """
         process_set = self._process_set
         if process_set.process_set_id is None or process_set.coordinator(self._name) is not self._coordinator:
+            return False
+        if self._coordinator.restarts != self._made_after:
             return False
         return self._was_complete or self._coordinator.joins == self._made_during
 

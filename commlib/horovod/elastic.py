@@ -12,11 +12,12 @@ from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
 import commlib
+from commlib.coordinator import Pending
 from commlib.errors import CommlibError, PeerError, ShutdownError, TransportError, UsageError
 from commlib.horovod.exceptions import HostsUpdatedInterrupt
 from commlib.horovod.keepers import Keeper
 from commlib.horovod.operations import broadcast_object
-from commlib.horovod.process_sets import process_set_of
+from commlib.horovod.process_sets import process_set_of, registry
 
 log = logging.getLogger("commlib")
 
@@ -144,7 +145,7 @@ def run(func: Callable[..., Any], *, attempts: int = 3) -> Callable[..., Any]:
     When an operation fails in a way that leaves the ranks in step (MismatchError, StallError of one operation), or the
     program raises a HorovodInternalError, the last commit is restored and `func` called again, `attempts` times at most
     from one commit. A HostsUpdatedInterrupt calls it again with the state as it is. Other errors, such as a rank that
-    died, end it.
+    died, end it. One rank alone may raise: see `run_fn`.
 
         @elastic.run
         def train(state):
@@ -158,17 +159,20 @@ def run(func: Callable[..., Any], *, attempts: int = 3) -> Callable[..., Any]:
 def run_fn(func: Callable[..., Any], reset: Callable[[], Any], *, attempts: int = 3) -> Callable[..., Any]:
     """Return `func(state, ...)` as `run` does; `reset()` is called before each other call of it, then `state.on_reset`.
 
-    The ranks come together before `state.sync`, in order: if one of them alone raises, those that wait for it in the
-    order of their calls, such as reductions of PyTorch's gradients, get a MismatchError and come, too.
+    The ranks come together before `state.sync`. If some of them alone raise, those that wait for them get a
+    MismatchError, restore their last commit and come, too: from operations by name, of any process set that a rank
+    which raises is in, and from what ranks call in order, such as reductions of PyTorch's gradients. Ranks that skip
+    the sync (`HostsUpdatedInterrupt(skip_sync=True)`) do not come together: all must.
     """
 
     @functools.wraps(func)
     def wrapper(state: State, *args: Any, **kwargs: Any) -> Any:
         failures, commits, skips_sync = 0, state.commits, False
+        meeting = _Meeting()
         while True:
             try:
                 if not skips_sync:
-                    _meet()
+                    meeting.hold()
                     state.sync()
                 return func(state, *args, **kwargs)
             except HostsUpdatedInterrupt as interrupt:
@@ -190,10 +194,29 @@ def run_fn(func: Callable[..., Any], reset: Callable[[], Any], *, attempts: int 
     return wrapper
 
 
-def _meet() -> None:
-    """Wait for all ranks, in the order of calls. Collective."""
-    if commlib.is_initialized():
-        process_set_of(None).communicator("elastic.run").all_gather_object("elastic.run")
+class _Meeting:
+    """Lets all ranks come to where they take the state of rank 0, also those that wait for this rank elsewhere."""
+
+    def __init__(self) -> None:
+        self._comes_back = False
+        self._restarts: list[Pending] = []  # under way: each rank has one for each meeting that it has come back to
+
+    def hold(self) -> None:
+        """Wait for all ranks. Collective. What others have in flight is given up if a rank comes back."""
+        if commlib.is_initialized():
+            if self._comes_back:
+                self._restart()
+            comm = process_set_of(None).communicator("elastic.run")
+            if any(comm.all_gather_object(self._comes_back)):  # in order, as others may wait for this rank
+                self._restart()
+                restarts, self._restarts = self._restarts, []
+                for restart in restarts:
+                    restart.wait()
+        self._comes_back = True
+
+    def _restart(self) -> None:
+        if not self._restarts:
+            self._restarts = [coordinator.restart() for coordinator in registry().coordinators()]
 
 
 def _keep_ranks() -> None:
