@@ -67,8 +67,8 @@ class Wording:
     def restarted(self, request: Request, by: Sequence[int]) -> CommlibError:
         """Return the error of an operation that was given up because the ranks `by` have restarted."""
         who = f"{ranks(list(by))} {'have' if len(by) > 1 else 'has'} gone back to the last commit (hvd.elastic.run)"
-        todo = "Let this error reach hvd.elastic.run here, too"
-        return MismatchError(f"{self.begin([request])}: {who}. Nothing of this was sent. {todo}; until then others fail")
+        todo = "Let this error reach hvd.elastic.run here, too: until then operations fail"
+        return MismatchError(f"{self.begin([request])}: {who}. Nothing of this was sent. {todo}")
 
     def of_one(self, request: Request, error: BaseException) -> CommlibError:
         """Return what one operation was refused with: an error for each, of those that ran as one."""

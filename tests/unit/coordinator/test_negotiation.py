@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from commlib.coordinator.negotiation import Failure, Joined, Launch, Negotiation, RequestList
+from commlib.coordinator.negotiation import RESTART, Failure, Joined, Launch, Negotiation, RequestList, Restart
 from commlib.coordinator.request import Request
 
 
@@ -235,6 +235,119 @@ def test_what_comes_at_the_last_moment_is_not_given_up():
     ranks.cycle()
     ranks.submit(1, request("x"))
     assert ranks.launched(expired={0: ["x"]}) == ["x"]
+
+
+def test_what_waits_for_a_rank_that_restarts_is_given_up():
+    """Ranks waited by name for one that had gone back to its last commit alone, in words and by bits."""
+    ranks = Ranks(3)
+    for rank in range(3):
+        ranks.submit(rank, request("known"))
+    ranks.cycle()
+    ranks.submit(0, request("known"))
+    ranks.submit(1, request("new"))
+    ranks.submit(2, request("abandoned"))
+    assert ranks.launched() == []
+    ranks.submit(2, request("not yet told"), RESTART)
+    assert ranks.cycle() == [Restart(RESTART, (2,), complete=False)]
+    assert [list(each.waiting) for each in ranks.ranks] == [[], [], ["elastic.run"]]
+    ranks.submit(0, request("known"))  # bits alone, again in each cycle until all restart
+    assert ranks.cycle() == [Restart(RESTART, (2,), complete=False)] and not ranks.gathered
+    assert not ranks.ranks[0].waiting
+    ranks.submit(0, JOIN)
+    ranks.submit(1, request("new", repeats=False))
+    ranks.cycle()
+    assert not ranks.ranks[0].waiting and not ranks.ranks[1].waiting and not ranks.ranks[0].told
+    for rank in range(3):  # what all ask for at once needs nobody who restarts
+        ranks.submit(rank, request("known"))
+    assert [type(response) for response in ranks.cycle()] == [Launch, Restart]
+    ranks.submit(0, request("known"), RESTART)
+    assert ranks.cycle() == [Restart(RESTART, (0, 2), complete=False)]
+    ranks.submit(2, request("known"))
+    ranks.submit(1, request("abandoned"), RESTART)
+    assert ranks.cycle() == [Restart(RESTART, (0, 1, 2), complete=True)]
+    assert not any(each.waiting or each.told or each.has_unannounced for each in ranks.ranks)
+    for name in ("known", "abandoned", "new"):  # as if nothing had been asked for
+        for rank in range(3):
+            assert ranks.launched() == []
+            ranks.submit(rank, request(name))
+        assert ranks.launched() == [name]
+
+
+def test_what_is_asked_for_while_ranks_agree_on_a_restart_is_given_up_too():
+    """Of a rank that does not know of the restart yet; a restart of its own is kept, and told in the next cycle."""
+    both = [Negotiation(rank, range(2)) for rank in range(2)]
+    for each in both:
+        each.submit(request("known"))
+    lists = [RequestList(each.announce().requests) for each in both]
+    for each in both:
+        each.agree([], lists)
+    both[1].submit(RESTART)
+    lists = [RequestList(each.announce().requests) for each in both]
+    for each in (request("known"), request("x"), RESTART):
+        both[0].submit(each)
+    assert [each.agree([], lists) for each in both] == [[Restart(RESTART, (1,), complete=False)]] * 2
+    assert list(both[0].waiting) == ["elastic.run"] and both[0].has_unannounced
+    said = [each.announce() for each in both]
+    assert [each.bits for each in said] == [0, 0] and said[0].requests == (RESTART,)
+    lists = [RequestList(each.requests) for each in said]
+    assert [each.agree([], lists) for each in both] == [[Restart(RESTART, (0, 1), complete=True)]] * 2
+
+
+def test_a_restart_gives_up_joins():
+    """A rank that had joined has data again."""
+    ranks = Ranks(3)
+    ranks.submit(0, JOIN)
+    assert ranks.cycle() == []
+    ranks.submit(1, RESTART)
+    ranks.cycle()
+    assert not ranks.ranks[0].waiting
+    for rank in (0, 2):
+        ranks.submit(rank, RESTART)
+    (response,) = ranks.cycle()
+    assert response.complete
+    ranks.submit(1, request("x"))
+    ranks.submit(2, request("x"))
+    assert ranks.launched() == []  # not without rank 0
+    ranks.submit(0, request("x"))
+    assert ranks.launched() == ["x"]
+
+
+def test_a_restart_that_is_given_up_fails_no_more_operations():
+    ranks = Ranks(2)
+    ranks.submit(1, RESTART)
+    ranks.cycle()
+    (response,) = ranks.cycle(expired={1: ["elastic.run"]})
+    assert response.late and response.reason == "not asked for by rank 0; rank 0 waits for nothing"
+    ranks.submit(0, request("x"))
+    assert ranks.launched() == []
+    ranks.submit(1, request("x"))
+    assert ranks.launched() == ["x"]
+
+
+@settings(max_examples=100, deadline=None)
+@given(seed=st.integers(0, 2**32), size=st.integers(1, 4), capacity=st.sampled_from([1, 3, 1000]))
+def test_restarts_at_any_time_leave_all_ranks_alike(seed, size, capacity):
+    """Ranks ask for what they like, each by itself, and restart; after that the same is launched everywhere."""
+    rng = random.Random(seed)
+    ranks = Ranks(size, capacity)
+    for _ in range(5):
+        left = set(range(size))
+        while left:
+            for rank in range(size):
+                waiting = ranks.ranks[rank].waiting
+                for name in "abcde":
+                    if rank in left and name not in waiting and rng.random() < 0.3:
+                        ranks.submit(rank, request(name, shape=(rng.choice([1, 1, 1, 2]),)))
+                if rank in left and rng.random() < 0.2:
+                    ranks.submit(rank, RESTART)
+                    left.discard(rank)
+            ranks.cycle()
+        assert not any(each.waiting or each.told or each.has_unannounced for each in ranks.ranks)
+        for name in "abc":
+            for rank in range(size):
+                ranks.submit(rank, request(name))
+        launched = ranks.launched() + ranks.launched()  # once more if a name had to be told in words
+        assert sorted(launched) == ["a", "b", "c"]
 
 
 @settings(max_examples=150, deadline=None)
