@@ -207,7 +207,13 @@ class _Meeting:
             if self._comes_back:
                 self._restart()
             comm = process_set_of(None).communicator("elastic.run")
-            if any(comm.all_gather_object(self._comes_back)):  # in order, as others may wait for this rank
+            try:
+                come_back = comm.all_gather_object(self._comes_back)  # in order, as others may wait for this rank so
+            except BaseException:
+                for restart in self._restarts:
+                    restart.seen = True  # if it fails, then as this has
+                raise
+            if any(come_back):
                 self._restart()
                 restarts, self._restarts = self._restarts, []
                 for restart in restarts:

@@ -119,6 +119,7 @@ class NamedGradients:
                 if kept.ranks.is_current:
                     return kept
                 self._kept.remove(kept)
+                self._loaded = None  # from before it
                 break
         ranks = ByName(self.process_set, self.name)
         values = ArrayValues(gradients, ranks.watch)

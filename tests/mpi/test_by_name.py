@@ -155,6 +155,32 @@ def test_a_run_that_failed_half_way_is_one_on_all_ranks(comm: Any, name: str) ->
 
 
 @pytest.mark.ranks(min=2)
+@pytest.mark.parametrize("where", ["before the first step", "between steps", "half-way"])
+def test_elastic_run_where_one_rank_alone_raises(comm: Any, name: str, where: str) -> None:
+    """The others waited for its gradients for ever. What it has begun must not meet what they begin anew."""
+    _, run = made(name)
+    state = hvd.elastic.ObjectState(step=0)
+    calls: list[int] = []
+
+    @hvd.elastic.run
+    def train(state: Any) -> str:
+        calls.append(state.step)
+        while state.step < 4:
+            if comm.rank == comm.size - 1 and len(calls) == 1 and (state.step == 2 or where == "before the first step"):
+                if where == "half-way":
+                    run.give([2], [gradient(comm.rank, 2, 100)], KINDS)
+                raise MismatchError("made up")
+            check(comm, reduce(comm, run, state.step), state.step)
+            state.step += 1
+            if state.step == 1:
+                state.commit()
+        return "done"
+
+    assert train(state) == "done"
+    assert calls == [0, 0 if where == "before the first step" else 1]
+
+
+@pytest.mark.ranks(min=2)
 def test_ranks_that_give_others_are_told(comm: Any, name: str) -> None:
     _, run = made(name)
     odd = (*KINDS[:2], Gradient("c", (comm.rank,), "float32"))

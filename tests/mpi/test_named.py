@@ -440,3 +440,48 @@ def test_elastic_state(comm: Any) -> None:
 
     assert train(state) == "done"
     assert (state.epoch, state.seen, resets) == (4, [0, 1, 2, 3, 4], [1])
+
+
+@pytest.mark.ranks(min=2)
+@pytest.mark.parametrize("others", ["by name", "many", "in a process set", "joined", "caught", "hosts"])
+def test_elastic_run_where_one_rank_alone_raises(comm: Any, others: str) -> None:
+    """The others waited for it by name until COMMLIB_TIMEOUT, or for ever, while it waited in the order of calls."""
+    last, expected = comm.size - 1, [float(sum(range(1, comm.size + 1)) + comm.size * step) for step in range(4)]
+    pair = hvd.add_process_set([0, last]) if others == "in a process set" and last > 1 else hvd.global_process_set
+    state = hvd.elastic.ObjectState(sums=[])
+    calls: list[int] = []
+
+    def wait() -> None:
+        if others == "many":  # known and new, waited for and not, more without a name than have one at once
+            names = ["elastic known", "new", *[None] * (100 if comm.rank else 3)]
+            works = [hvd.start_allreduce([np.ones(2)], [np.ones(2)], each) for each in names]
+            works[comm.rank % 2].wait()
+        if comm.rank == last:
+            raise hvd.elastic.HostsUpdatedInterrupt if others == "hosts" else MismatchError("made up")
+        if others == "in a process set" and comm.rank == 0:
+            reduced(np.ones(2), "elastic alone", process_set=pair)
+        elif others == "joined" and comm.rank == 0:
+            hvd.start_join(blocking=True).wait()
+        elif others == "caught":
+            for again in range(3):
+                with pytest.raises(MismatchError, match=rf"rank {last} has gone back to the last commit"):
+                    reduced(np.ones(2), f"elastic alone {again}")
+
+    @hvd.elastic.run
+    def train(state: Any) -> str:
+        calls.append(len(state.sums))
+        while len(state.sums) < 4:
+            if len(calls) == 1 and len(state.sums) == 2:
+                wait()
+            mine = np.full(2, comm.rank + 1.0 + len(state.sums))
+            found = reduced(mine, op=hvd.Sum)
+            np.testing.assert_array_equal(found, reduced(mine, "elastic known", op=hvd.Sum))
+            state.sums.append(float(found[0]))
+            if len(state.sums) == 1:
+                state.commit()
+        return "done"
+
+    assert train(state) == "done"
+    assert state.sums == expected
+    assert calls[0] == 0 and len(calls) == 2 and hvd.allgather_object(calls[1]) == [calls[1]] * comm.size
+    hvd.remove_process_set(pair)
