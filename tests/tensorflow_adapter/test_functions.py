@@ -153,3 +153,50 @@ def test_elastic_run_restores_what_an_error_of_the_program_ends(comm: Any) -> No
 
     assert hvd.elastic.run_fn(train, lambda: resets.append(1))(state) == "done"
     assert seen == [0.0, 0.0, 10.0] and len(resets) == 2
+
+
+@both
+@pytest.mark.ranks(min=2)
+def test_elastic_run_where_one_rank_alone_raises(comm: Any, mode: str) -> None:
+    """The others waited for its gradients by name until COMMLIB_TIMEOUT, or for ever."""
+    data = np.random.default_rng(1).standard_normal((4, 2 * comm.size, 3))
+
+    def made(distribute: Any) -> tuple[Any, Any, Any]:
+        keras.utils.set_random_seed(0)
+        model = keras.Sequential([keras.Input((3,)), keras.layers.Dense(1, dtype="float64")])
+        optimizer = distribute(keras.optimizers.SGD(0.1, momentum=0.5))
+        optimizer.build(model.trainable_variables)
+
+        def step(x: Any) -> None:
+            with tf.GradientTape() as tape:
+                loss = tf.reduce_mean(model(x) ** 2)
+            optimizer.apply_gradients(
+                zip(tape.gradient(loss, model.trainable_variables), model.trainable_variables, strict=True)
+            )
+
+        return model, optimizer, step
+
+    alone, _, step = made(lambda optimizer: optimizer)
+    for batch in data:
+        step(tf.constant(batch))
+    model, optimizer, step = made(hvd.DistributedOptimizer)
+    step = in_mode(mode, step)
+    state: Any = hvd.elastic.TensorFlowKerasState(model, optimizer, batch=0)
+    calls: list[int] = []
+
+    @hvd.elastic.run
+    def train(state: Any) -> str:
+        calls.append(state.batch)
+        while state.batch < 4:
+            if state.batch == 3 and len(calls) == 1 and comm.rank == comm.size - 1:
+                raise hvd.HorovodInternalError("by hand")
+            step(tf.constant(data[state.batch, comm.rank :: comm.size]))
+            state.batch += 1
+            if state.batch == 2:
+                state.commit()
+        return "done"
+
+    assert train(state) == "done"
+    assert calls == [0, 2]
+    for ours, expected in zip(model.get_weights(), alone.get_weights(), strict=True):
+        np.testing.assert_allclose(ours, expected, rtol=0, atol=1e-12)
