@@ -347,14 +347,17 @@ class FailsOnce(keras.callbacks.Callback):  # type: ignore[misc]
             raise MismatchError("they disagree")
 
 
-def test_training_goes_on_from_the_last_commit(comm: Any) -> None:
+@pytest.mark.parametrize(("who", "eagerly"), [("all", True), ("one", False)])
+def test_training_goes_on_from_the_last_commit(comm: Any, who: str, eagerly: bool) -> None:
+    """Where one rank alone failed, the others waited for its gradients until COMMLIB_TIMEOUT, or for ever."""
     model, alone = network(), network()
     loss = keras.losses.MeanSquaredError(dtype="float64")
-    model.compile(hvd.DistributedOptimizer(keras.optimizers.SGD(0.05, momentum=0.9)), loss, run_eagerly=True)
+    model.compile(hvd.DistributedOptimizer(keras.optimizers.SGD(0.05, momentum=0.9)), loss, run_eagerly=eagerly)
     state: Any = hvd.elastic.KerasState(model, batch=0, epoch=0)
     data = [batch(comm, number) for number in range(2)]
     x, y = (np.concatenate(parts) for parts in zip(*(mine(comm, one) for one in data), strict=True))
     failing, starts = FailsOnce(), []
+    failing.failed = who == "one" and comm.rank != comm.size - 1
 
     @hvd.elastic.run
     def train(state: Any) -> None:
