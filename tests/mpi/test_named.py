@@ -457,7 +457,7 @@ def test_elastic_run_where_one_rank_alone_raises(comm: Any, others: str) -> None
             works = [hvd.start_allreduce([np.ones(2)], [np.ones(2)], each) for each in names]
             works[comm.rank % 2].wait()
         if comm.rank == last:
-            raise hvd.elastic.HostsUpdatedInterrupt if others == "hosts" else MismatchError("made up")
+            raise hvd.HostsUpdatedInterrupt if others == "hosts" else MismatchError("made up")
         if others == "in a process set" and comm.rank == 0:
             reduced(np.ones(2), "elastic alone", process_set=pair)
         elif others == "joined" and comm.rank == 0:

@@ -283,8 +283,8 @@ def test_what_is_asked_for_while_ranks_agree_on_a_restart_is_given_up_too():
         each.agree([], lists)
     both[1].submit(RESTART)
     lists = [RequestList(each.announce().requests) for each in both]
-    for each in (request("known"), request("x"), RESTART):
-        both[0].submit(each)
+    for asked in (request("known"), request("x"), RESTART):
+        both[0].submit(asked)
     assert [each.agree([], lists) for each in both] == [[Restart(RESTART, (1,), complete=False)]] * 2
     assert list(both[0].waiting) == ["elastic.run"] and both[0].has_unannounced
     said = [each.announce() for each in both]
