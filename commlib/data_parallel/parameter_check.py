@@ -21,10 +21,11 @@ class Gathers(Protocol):
     def all_gather_object(self, obj: Any) -> list[Any]: ...
 
 
-def check_agreement(comm: Gathers, what: str, lines: Sequence[str]) -> None:
+def check_agreement(comm: Gathers, what: str, lines: Sequence[str], *, remedy: str = "") -> None:
     """Compare `lines` with those of the other ranks. Collective.
 
-    Only a digest travels while all is well. Raises MismatchError on every rank, with the first line that differs.
+    Only a digest travels while all is well. Raises MismatchError on every rank, with the first line that differs, and
+    the `remedy` where some ranks have a line and others have not.
     """
     if comm.size == 1:
         return
@@ -32,7 +33,9 @@ def check_agreement(comm: Gathers, what: str, lines: Sequence[str]) -> None:
     if len(set(comm.all_gather_object(digest))) == 1:
         return
     everyone: list[tuple[int, list[str]]] = comm.all_gather_object((comm.rank, list(lines)))
-    raise MismatchError(f"{what}: {_first_difference(everyone)} (this is rank {comm.rank} of {comm.size})")
+    difference, is_lacking = _first_difference(everyone)
+    after = f": {remedy}" if remedy and is_lacking else ""
+    raise MismatchError(f"{what}: {difference} (this is rank {comm.rank} of {comm.size}){after}")
 
 
 def check_missing(
@@ -79,12 +82,18 @@ def check_missing(
     return True
 
 
-def _first_difference(everyone: Sequence[tuple[int, Sequence[str]]]) -> str:
+def _first_difference(everyone: Sequence[tuple[int, Sequence[str]]]) -> tuple[str, bool]:
+    """Return what differs first, and whether it is a line that some ranks have, and others have not."""
     first, reference = everyone[0]
     other, lines = next((rank, lines) for rank, lines in everyone if lines != reference)
     for position, (expected, got) in enumerate(zip(reference, lines, strict=False)):
-        if expected != got:
-            return f"entry {position} is {expected!r} on rank {first} but {got!r} on rank {other}"
+        if expected == got:
+            continue
+        if len(alone := [line for line, others in ((expected, lines), (got, reference)) if line not in others]) == 1:
+            there = [rank for rank, own in everyone if alone[0] in own]
+            without = [rank for rank, own in everyone if alone[0] not in own]
+            return f"{alone[0]!r} is on ranks {there}, but not on ranks {without}", True
+        return f"entry {position} is {expected!r} on rank {first} but {got!r} on rank {other}", False
     longer, extra = (first, reference[len(lines)]) if len(reference) > len(lines) else (other, lines[len(reference)])
     counts = f"rank {first} has {len(reference)} entries and rank {other} has {len(lines)}"
-    return f"{counts}: {extra!r} is only on rank {longer}"
+    return f"{counts}: {extra!r} is only on rank {longer}", True

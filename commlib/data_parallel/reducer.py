@@ -31,6 +31,8 @@ from commlib.data_parallel.values import Values
 from commlib.dtypes import Array
 from commlib.errors import UsageError
 
+_REMEDY = "a weight that is frozen on one rank has to be so on all when the optimizer is made"
+
 
 class GradientReducer:
     """Reduces `gradients`, given in module order, over `ranks` in every backward. Construction is collective.
@@ -62,7 +64,8 @@ class GradientReducer:
         lines = [
             f"{gradient}, sparse" if index in sparse else str(gradient) for index, gradient in enumerate(gradients)
         ]
-        check_agreement(ranks, what, [wrapper, *options.lines(), f"groups={self.groups}", *lines])
+        lines = [wrapper, *options.lines(), f"groups={self.groups}", *lines]
+        check_agreement(ranks, what, lines, remedy=_REMEDY)
         if order is not None:  # ranks may have seen different ones
             order = ranks.all_gather_object(order)[0]
         self._all = range(len(gradients))

@@ -127,3 +127,16 @@ def test_what_ranks_agree_on_is_compared_once(comm: Any) -> None:
             layer(x())
         counts.append(comm.group.call_number - before)
     assert counts[1] == counts[2] and (comm.size == 1 or counts[0] > counts[1])
+
+
+@pytest.mark.ranks(min=2)
+@pytest.mark.parametrize("layer", [0, 2])
+def test_a_layer_that_is_frozen_on_one_rank(comm: Any, layer: int) -> None:
+    """The error was of entries by number, and named a weight of another layer."""
+    own = model()
+    own[layer].requires_grad_(comm.rank > 0)
+    text = rf"'{layer}\.weight: .*rank.*: a weight that is frozen on one rank has to be so on all"
+    with pytest.raises(MismatchError, match=text):
+        DistributedOptimizer(torch.optim.SGD(own.parameters(), 0.1), own.named_parameters(), comm=comm)
+    with pytest.raises(MismatchError, match=text):
+        DataParallel(own, comm=comm)

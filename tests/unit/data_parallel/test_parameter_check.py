@@ -17,6 +17,8 @@ def test_agreement(size: int) -> None:
     ("odd", "message"),
     [
         (["w (2, 3)", "b (4,)"], r"entry 1 is 'b \(3,\)' on rank 0 but 'b \(4,\)' on rank 2"),
+        (["b (3,)"], r"'w \(2, 3\)' is on ranks \[0, 1\], but not on ranks \[2\]"),
+        (["w (2, 3)", "v", "b (3,)"], r"'v' is on ranks \[2\], but not on ranks \[0, 1\]"),
         (["w (2, 3)"], r"rank 0 has 2 entries and rank 2 has 1: 'b \(3,\)' is only on rank 0"),
         (["w (2, 3)", "b (3,)", "v"], r"rank 0 has 2 entries and rank 2 has 3: 'v' is only on rank 2"),
     ],
