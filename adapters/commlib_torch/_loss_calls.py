@@ -251,7 +251,10 @@ def rule_of(call: LossCall, target: Any) -> tuple[Rule | None, bool]:
             continue
         for shifted in (False, True) if leaf.ndim > 1 else (False,):
             tensor = leaf[:, 1:] if shifted else leaf
-            if tensor.numel() != call.target.numel() or not tensor.numel():
+            if not tensor.numel():
+                continue
+            times, rest = divmod(call.target.numel(), tensor.numel())
+            if rest or not times or not (times == 1 or call.has_weights):  # weights of rows may have been expanded
                 continue
             by_rows = classes is None and not call.has_weights and float(call.count) != tensor.numel()
             if by_rows and call.count != tensor.shape[0]:
@@ -259,7 +262,8 @@ def rule_of(call: LossCall, target: Any) -> tuple[Rule | None, bool]:
             rule = Rule(place, shifted, classes, by_rows, is_sum, call.has_weights)
             if is_view(call.target, tensor):
                 return rule, True
-            if torch.equal(tensor.reshape(-1).to(call.target.dtype), call.target.reshape(-1)):
+            expanded = tensor.to(call.target.dtype).reshape(-1, 1).expand(-1, times)
+            if torch.equal(expanded, call.target.reshape(-1, times)):
                 return rule, False
     return None, False
 

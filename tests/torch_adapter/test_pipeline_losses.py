@@ -185,6 +185,21 @@ def test_weights_in_the_target(comm: Any) -> None:
     assert_is_that_of_one_process(comm, lambda output, y: functions.mse_loss(output, y[0], weight=y[1]), *batches)
 
 
+@pytest.mark.parametrize("is_column", [True, False])
+def test_weights_of_rows_in_the_target(comm: Any, is_column: bool) -> None:
+    """Those of elements were right; expanded from one of each row they were refused."""
+    weights = floats(9, seed=4)
+    weights[:3] = 0
+
+    def loss(output: Tensor, y: tuple[Tensor, Tensor]) -> Tensor:
+        weight = y[1] if is_column else y[1][:, None]
+        return functions.mse_loss(output, y[0], weight=weight.expand_as(output))  # type: ignore[no-any-return]
+
+    own = [weights, weights.flip(0)]
+    batches = [(inputs(9), (floats(9, WIDTH), one[:, None] if is_column else one)) for one in own]
+    assert_is_that_of_one_process(comm, loss, *batches)
+
+
 def dice(output: Tensor, target: Tensor) -> Tensor:
     chances = output.sigmoid()
     return 1 - 2 * (chances * target).sum() / (chances.sum() + target.sum())
