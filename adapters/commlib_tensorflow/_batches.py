@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-import zlib
 from collections.abc import Iterator, Sequence
 from typing import Any
 
@@ -12,7 +11,8 @@ import numpy as np
 import tensorflow as tf
 
 from commlib.errors import UsageError
-from commlib.pipeline.batch import rows_of
+from commlib.pipeline.batch import NONE, rows_of
+from commlib.pipeline.batch import digest as digest_of
 from commlib.pipeline.rows import REMEDY, WHOLE, each
 from commlib_tensorflow._bridge import to_array
 
@@ -147,13 +147,11 @@ def together(parts: Sequence[tf.Tensor], rows: Sequence[int], place: Any) -> tf.
 
 
 def digest(value: Any) -> int:
-    """Return a number that tells batches apart."""
-    number = 0
-    for leaf in keras.tree.flatten(value):
-        if leaf is not None and leaf.dtype != tf.string:
-            array: Any = to_array(leaf).reshape(-1).view(np.uint8)
-            number = zlib.crc32(array, number)
-    return number
+    """Return a number that tells nested tensors apart, but for those of strings; NONE for None."""
+    if value is None:
+        return NONE
+    leaves = keras.tree.flatten(value)
+    return digest_of(to_array(leaf) for leaf in leaves if leaf is not None and leaf.dtype != tf.string)
 
 
 # What `fit` is given

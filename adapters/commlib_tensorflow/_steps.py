@@ -16,7 +16,7 @@ from commlib.communicator import Communicator
 from commlib.data_parallel.parameter_check import check_agreement
 from commlib.errors import MismatchError, UsageError
 from commlib.functional.agreement import said
-from commlib.pipeline.batch import rows_of, shares, shares_in_updates
+from commlib.pipeline.batch import NONE, Given, difference, rows_of, shares, shares_in_updates, wants_x
 from commlib.pipeline.losses import Weigh, Weigher, Weights
 from commlib.pipeline.pipe import Codecs, Pipe
 from commlib.pipeline.rows import WHOLE, Rows, each
@@ -44,11 +44,12 @@ from commlib_tensorflow._replicas import ByStages
 from commlib_tensorflow._stages import Batch, TensorflowStage, TensorflowTensors
 from commlib_tensorflow._tied import TiedWeights
 from commlib_tensorflow._traced import check_layers
+from commlib_tensorflow._trainable import Trainable
 from commlib_tensorflow._values import Values
 from commlib_tensorflow.devices import working
 
-_NONE, _FAILED = -1, -2
-"""Instead of a number of rows, or of a digest: nothing was given, and: what was given is wrong."""
+_FAILED = -2
+"""Instead of a number of rows: what was given is wrong."""
 
 
 @dataclass(slots=True)
@@ -96,6 +97,7 @@ class Steps:
         self.parts = [pieces.parts[number] for number in own]
         # Of all stages, so that all ranks refuse the same model.
         self._statistics = WholeBatchStatistics(pieces.parts) if batch_norm == "batch" else None
+        self._trainable = Trainable(pieces.parts)
         self.tied = TiedWeights.found(comm, pieces.parts, schedule.placement)
         if schedule.every and (self.tied.exist or schedule.stages > schedule.ranks):
             what = "layers that stages on several ranks share" if self.tied.exist else "several stages on a rank"
@@ -169,6 +171,7 @@ class Steps:
         compiled: lines that have to be the same on all ranks; they are compared when the next batch begins. Collective,
         where stages on several ranks share weights.
         """
+        self._trainable.settle()
         self._loss, self._losses, self._compiled = loss, losses, compiled
         self.tied.settle()
 
@@ -223,6 +226,8 @@ class Steps:
         replicas while stages still compute, if an optimizer is given them next.
         """
         schedule = self.pipe.schedule
+        if is_training:
+            self._trainable.check()
         batch = Batch(is_training=is_training, has_loss=has_loss, keeps_outputs=keeps_outputs, scale=scale)
         rows, target, weight = self._begin(batch, x, y, sample_weight, cut=cut)
         if by_stages is not None and not schedule.every and not self.gradients:
@@ -255,7 +260,8 @@ class Steps:
     def _begin(self, batch: Batch, x: Any, y: Any, sample_weight: Any, *, cut: bool) -> tuple[int, Any, Any]:
         """Cut the batch, and agree on its rows. Raises UsageError on all ranks if one was given what is wrong."""
         comm, first, last = self.pipe.comm, self.pipe.first, self.pipe.last
-        told, inputs, error = [_NONE] * 4, None, None
+        told, inputs, error = [NONE] * 2, None, None
+        given = Given()
         compiled = zlib.crc32("\n".join(self._compiled).encode())
         of_x: list[int] = []
         of_y: list[int] = []
@@ -269,35 +275,35 @@ class Steps:
                 told[0] = sum(of_x)
             if comm.rank in (first, last) and batch.has_loss:
                 y, sample_weight = as_tensors(y), as_tensors(sample_weight)
+                if first != last:
+                    given = Given(y=digest(y), sample_weight=digest(sample_weight))
                 if y is not None:
                     pairs, of_y = self._cut_y(y, sample_weight, cut=cut)
                     told[1] = sum(of_y)
-                    if first != last:
-                        told[2:] = digest(y), _NONE if sample_weight is None else digest(sample_weight)
                     if comm.rank == last:
                         self._weigh(batch, x, pairs, of_y, cut=cut)
                 elif comm.rank == last and self._loss is not None:
                     raise UsageError(f"pipeline: rank {comm.rank} has the last stage: give it y")
         except Exception as caught:
-            error, told = caught, [_FAILED] * 4
-        every = agreed(comm, kind, [*told, compiled])
+            error, told = caught, [_FAILED] * 2
+        every = agreed(comm, kind, [*told, compiled, *given])
         if error is not None:
             raise error
-        if batch.has_loss and len(set(every[:, 4])) > 1:
+        if batch.has_loss and len(set(every[:, 2])) > 1:
             check_agreement(comm, "pipeline: compile", self._compiled)
         failed = [rank for rank, numbers in enumerate(every) if numbers[0] == _FAILED]
         if failed:
             raise UsageError(f"pipeline: rank {failed[0]} was given a batch that is wrong, as its own error says")
         rows = int(every[first][0])
-        if batch.has_loss and every[last][1] not in (rows, *([_NONE] if self._loss is None else [])):
+        if batch.has_loss and every[last][1] not in (rows, *([NONE] if self._loss is None else [])):
             raise UsageError(f"pipeline: x has {rows} rows on rank {first}, y has {every[last][1]} on rank {last}")
-        for place, what in ((2, "y"), (3, "sample_weight")):
-            if batch.has_loss and every[first][place] not in (_NONE, every[last][place]):
-                raise UsageError(
-                    f"pipeline: ranks {first} and {last} were given different {what}, so x and {what} are not of the "
-                    "same rows: give all ranks the same batches, and shuffle with a seed that is the same on all of "
-                    "them"
-                )
+        if batch.has_loss:
+            all_given = [Given(*map(int, numbers[3:])) for numbers in every]
+            if wants_x(first, last, all_given):
+                given = given._replace(x=digest(as_tensors(x)) if comm.rank in (first, last) else NONE)
+                all_given = [Given(*map(int, numbers)) for numbers in comm.all_gather(np.array([given]))]
+            if fault := difference(first, last, all_given):
+                raise UsageError(fault)
         batch.rows = self._counts(rows, of_x, of_y, cut=cut)
         batch.row_shares = shares_in_updates(batch.rows, self.pipe.schedule.every)
         if inputs is not None:
@@ -341,7 +347,7 @@ class Steps:
         rate: the learning rate; None where there is none. Raises MismatchError on all ranks if ranks have others.
         """
         own = [int(stops), rate is not None, int(np.float64(rate or 0.0).view(np.int64))]
-        every = agreed(self.pipe.comm, Kind.END_EPOCH, [*own, 0, 0])
+        every = agreed(self.pipe.comm, Kind.END_EPOCH, [*own, *Given()])
         rates = {rank: float(bits.view(np.float64)) for rank, bits in enumerate(every[:, 2]) if every[rank, 1]}
         if len(set(rates.values())) > 1:
             told = ", ".join(f"{value:g} on rank {rank}" for rank, value in rates.items())

@@ -17,7 +17,7 @@ from commlib.pipeline.rows import Rows
 from commlib.pipeline.schedule import Kind
 from commlib_torch._autograd import backward_passes
 from commlib_torch._batch_statistics import WholeBatchStatistics
-from commlib_torch._batches import arguments, cut_by_rows, cut_by_user
+from commlib_torch._batches import arguments, cut_by_rows, cut_by_user, digest
 from commlib_torch._first_comparison import FirstComparison
 from commlib_torch._graphs import Graphs
 from commlib_torch._hooks import registrations
@@ -136,7 +136,8 @@ class Steps:
             self._pipe.meet_anew()
         with self._pipe.together():
             # Before anything that one rank alone may raise: all count the same batches.
-            looks = self._pipe.schedule.microbatches > 1 and self._checks_rows and self._looks.is_due(())
+            is_due = self._looks.is_due(())
+            looks = self._pipe.schedule.microbatches > 1 and self._checks_rows and is_due
             try:
                 self.readings.check()
                 if self.layers is not None:
@@ -144,6 +145,8 @@ class Steps:
                 if was_meta:
                     self._refuse_meta()
                 empty = self._begin(x, y, looks_at_rows=looks, **options)
+                if is_due and not self._batch.wants_outputs:
+                    self._pipe.compare_batches(partial(digest, x), digest(y))
                 is_compared = self.comparison is not None and self.comparison.compare(self._batch.inputs, self._rows)
                 yield empty
                 if is_compared and self.comparison is not None:

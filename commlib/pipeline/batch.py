@@ -2,8 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import zlib
+from collections.abc import Iterable, Sequence
 from itertools import pairwise
+from typing import NamedTuple
+
+import numpy as np
+
+from commlib.dtypes import Array
+
+NONE = -1
+"""Instead of a digest, or of a number of rows: nothing was given."""
 
 
 def rows_of(rows: int, microbatches: int) -> list[slice]:
@@ -23,3 +32,41 @@ def shares_in_updates(counts: Sequence[float], every: int) -> list[float]:
     """Return what each microbatch's mean counts in its update: one follows every so many; 0: one follows them all."""
     step = every or len(counts)
     return [share for start in range(0, len(counts), step) for share in shares(counts[start : start + step])]
+
+
+class Given(NamedTuple):
+    """Digests of what a rank was given for a batch: NONE for nothing."""
+
+    x: int = NONE
+    y: int = NONE
+    sample_weight: int = NONE
+
+
+def digest(arrays: Iterable[Array]) -> int:
+    """Return a number that tells batches apart."""
+    number = 0
+    for array in arrays:
+        number = zlib.crc32(np.ascontiguousarray(array).reshape(-1).view(np.uint8), number)
+    return number
+
+
+def wants_x(first: int, last: int, given: Sequence[Given]) -> bool:
+    """Return whether the ranks of the first and the last stage are to compare x, too: the first has no targets."""
+    return given[first].y == NONE != given[last].y
+
+
+def difference(first: int, last: int, given: Sequence[Given]) -> str:
+    """Return what is wrong if the ranks of the first and the last stage were given different batches; else "".
+
+    given: by each rank, what it has. Of x the first stage's is used, of the others the last one's: so targets tell
+    whether both are of the same rows; see `wants_x`.
+    """
+    pairs = {name: (getattr(given[first], name), getattr(given[last], name)) for name in Given._fields}
+    different = next((name for name, both in pairs.items() if NONE not in both and both[0] != both[1]), "")
+    if not different:
+        return ""
+    return (
+        f"pipeline: ranks {first} and {last} were given different {different}, so x and "
+        f"{'y' if different == 'x' else different} are not of the same rows: give all ranks the same batches, and "
+        "shuffle with a seed that is the same on all of them"
+    )

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from os import PathLike
@@ -16,6 +16,7 @@ from commlib.compress.codec import Codec
 from commlib.compress.registry import codec_of
 from commlib.data_parallel.parameter_check import check_agreement
 from commlib.errors import ShutdownError, UsageError
+from commlib.pipeline.batch import NONE, Given, difference, wants_x
 from commlib.pipeline.runner import Runner, line
 from commlib.pipeline.schedule import Kind, Link, Lowered, Schedule, find, make, render, verify
 from commlib.pipeline.schedule.csv import read
@@ -197,6 +198,21 @@ class Pipe:
         """Return on all ranks how many rows each microbatch has, which the first stage's rank knows. Collective."""
         own = list(rows) or [0] * self.schedule.microbatches
         return [int(count) for count in self.comm.broadcast(np.array(own, np.int64), self.first)]
+
+    def compare_batches(self, digest_of_x: Callable[[], int], y: int) -> None:
+        """Compare what the ranks of the first and the last stage were given for a batch. Collective.
+
+        y: the digest of it; that of x is made where it is wanted. Raises UsageError on all ranks if they differ.
+        """
+        if self.first == self.last:
+            return
+        first, last = self.first, self.last
+        given = [Given(*map(int, told)) for told in self.comm.all_gather(np.array([Given(y=y)]))]
+        if wants_x(first, last, given):
+            x = digest_of_x() if self.comm.rank in (first, last) else NONE
+            given = [Given(*map(int, told)) for told in self.comm.all_gather(np.array([Given(x, y)]))]
+        if fault := difference(first, last, given):
+            self.refuse(fault)
 
     def picture(self, *, width: int | None = None) -> str:
         """Draw the schedule."""

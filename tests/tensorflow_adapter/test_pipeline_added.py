@@ -192,6 +192,54 @@ def test_what_compile_is_given(comm: Any) -> None:
     pipe.close()
 
 
+@pytest.mark.parametrize("what", ["layer", "weight"])
+def test_what_is_frozen_without_compile(comm: Any, what: str) -> None:
+    """One process goes on with what it has compiled, a pipeline took some of it in: weights were other ones."""
+    model, whole = layers(4), layers(4)
+    pipe = pipeline(model, comm, microbatches=2)
+    x, y = batch(8)
+    for one in (pipe, whole):
+        one.compile(keras.optimizers.SGD(0.1), "mse")
+        one.fit(x, y, batch_size=4, shuffle=False, verbose=0)
+    for one in (model, whole):
+        frozen = one.layers[2] if what == "layer" else one.layers[2].kernel
+        frozen.trainable = False
+    with pytest.raises(UsageError, match=r"trainable of .*d2.* was set to False after compile.*call compile\(\) again"):
+        pipe.fit(x, y, verbose=0)
+    pipe.evaluate(x, y, verbose=0)
+    for one in (pipe, whole):
+        one.compile(keras.optimizers.SGD(0.1), "mse")
+        one.fit(x, y, batch_size=4, shuffle=False, verbose=0)
+    for got, expected in zip(pipe.gather_weights(), whole.get_weights(), strict=True):
+        near(got, expected)
+    pipe.close()
+
+
+def test_weights_that_come_after_the_cut(comm: Any) -> None:
+    """No stage had them."""
+    keras.config.set_floatx("float32")
+    keras.config.set_dtype_policy("float32")
+    model = layers(4)
+    pipe = pipeline(model, comm, microbatches=2)
+    model.layers[1].enable_lora(2)
+    with pytest.raises(UsageError, match=r"new variable, .*lora_kernel_a.*come before pipeline"):
+        pipe.compile("sgd", "mse")
+    pipe.close()
+
+
+@pytest.mark.ranks(min=2)
+def test_x_of_other_rows_where_the_first_stage_has_no_y(comm: Any) -> None:
+    """Targets tell whether batches belong together, but where one rank has none."""
+    pipe = pipeline(layers(4), comm, microbatches=2, loss="mse", optimizer="sgd")
+    x, y = batch(8)
+    for _ in range(2):
+        with pytest.raises(UsageError, match="were given different x, so x and y are not of the same rows"):
+            pipe.step(x[::-1] if comm.rank else x, y if comm.rank else None)
+        pipe.step(x if comm.rank == 0 else None, y if comm.rank else None)
+        pipe.step(x + comm.rank, y)  # augmented anew on each rank, of the same rows
+    pipe.close()
+
+
 def test_a_clipped_optimizer_of_several(comm: Any) -> None:
     """It clipped by the norm of this rank's gradients."""
     several = keras.optimizers.MultiOptimizer(

@@ -269,3 +269,23 @@ def through(layers: Any, x: Any) -> Any:
     for layer in layers[1:]:
         value = layer(value)
     return value
+@pytest.mark.ranks(min=2)
+def test_batches_that_do_not_belong_together(comm: Any) -> None:
+    """Loaders that shuffle by seeds of their own paired x of one rank with y of another, without a word."""
+    torch.manual_seed(0)
+    model = nn.Sequential(*(nn.Linear(WIDTH, WIDTH).double() for _ in range(comm.size)))
+    whole = copy.deepcopy(model)
+    pipe = pipeline(model, comm, microbatches=2, loss=F.mse_loss)
+    x, y, is_first = random(8, WIDTH), random(8, WIDTH, seed=2), comm.rank == 0
+    with pytest.raises(UsageError, match="given different y, so x and y are not of the same rows"):
+        pipe.step(x, y if is_first else y.flip(0))
+    with pytest.raises(UsageError, match="given different x, so x and y are not of the same rows"):
+        pipe.step(x if is_first else x.flip(0), None if is_first else y)
+    pipe.zero_grad()
+    # x that is augmented anew on each rank is of the same rows
+    got = pipe.step(x if is_first else x + 1, y)
+    expected = F.mse_loss(whole(x), y)
+    expected.backward()
+    close(got, expected.detach())
+    assert_gradients(pipe, whole)
+    pipe.close()

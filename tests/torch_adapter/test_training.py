@@ -1,5 +1,6 @@
 """With equals without: P ranks train like one process that has the whole batch."""
 
+import warnings
 from collections.abc import Callable
 from typing import Any
 
@@ -241,6 +242,25 @@ def test_create_graph_and_grad_mode(comm: Any) -> None:
         loss.backward(create_graph=True)
     assert_close([p.grad.detach() for p in network.parameters()], [p.grad.detach() for p in alone.parameters()])  # type: ignore[union-attr]
     optimizer.step()
+
+
+@pytest.mark.filterwarnings("ignore:Using backward.. with create_graph")
+def test_a_graph_of_gradients_is_none_after_a_reduction(comm: Any) -> None:
+    """A penalty on .grad was left out without a word, where one process has it."""
+    network = model()
+    optimizer: Any = DistributedOptimizer(torch.optim.SGD(network.parameters(), lr=0.1))
+    with pytest.warns(UserWarning, match=r"create_graph=True.*no graph of their own.*torch.autograd.grad"):
+        loss_of(network, mine(comm, batch(comm))).backward(create_graph=True)
+    optimizer.step()
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")  # neither an ordinary backward, nor one of gradients that were asked for
+        optimizer.zero_grad()
+        loss = loss_of(network, mine(comm, batch(comm)))
+        penalty = sum(
+            g.square().sum() for g in torch.autograd.grad(loss, list(network.parameters()), create_graph=True)
+        )
+        (loss + penalty).backward()
+        optimizer.step()
 
 
 def test_two_optimizers_and_a_loss_through_both(comm: Any) -> None:
