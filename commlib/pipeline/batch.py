@@ -46,7 +46,7 @@ def digest(arrays: Iterable[Array]) -> int:
     """Return a number that tells batches apart."""
     number = 0
     for array in arrays:
-        number = zlib.crc32(np.ascontiguousarray(array).reshape(-1).view(np.uint8), number)
+        number = zlib.crc32(np.ascontiguousarray(array).reshape(-1).view(np.uint8).data, number)
     return number
 
 
