@@ -68,5 +68,6 @@ def difference(first: int, last: int, given: Sequence[Given]) -> str:
     return (
         f"pipeline: ranks {first} and {last} were given different {different}, so x and "
         f"{'y' if different == 'x' else different} are not of the same rows: give all ranks the same batches, and "
-        "shuffle with a seed that is the same on all of them"
+        f"shuffle with a seed that is the same on all of them; what differs by rounding alone give to rank "
+        f"{first if different == 'x' else last} only"
     )

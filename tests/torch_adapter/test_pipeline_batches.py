@@ -269,6 +269,8 @@ def through(layers: Any, x: Any) -> Any:
     for layer in layers[1:]:
         value = layer(value)
     return value
+
+
 @pytest.mark.ranks(min=2)
 def test_batches_that_do_not_belong_together(comm: Any) -> None:
     """Loaders that shuffle by seeds of their own paired x of one rank with y of another, without a word."""
