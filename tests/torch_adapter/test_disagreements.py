@@ -12,7 +12,7 @@ from torch import nn
 from commlib.errors import MismatchError
 from commlib.expert.experts import Experts
 from commlib.tensor import Column, Row
-from commlib_torch import DataParallel, DistributedOptimizer, SyncBatchNorm
+from commlib_torch import DataParallel, DistributedOptimizer, SyncBatchNorm, init
 from commlib_torch.expert import MoE, expertize
 from commlib_torch.tensor import (
     ColumnLinear,
@@ -55,6 +55,7 @@ def divided(comm: Any, **options: Any) -> None:
 
 
 def wrapped(network: nn.Module, odd: bool) -> None:
+    init()  # as users do: process sets are made there
     if odd:
         DataParallel(network)
     else:
