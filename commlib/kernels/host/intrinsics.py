@@ -13,6 +13,8 @@ from llvmlite import ir
 from numba.core import cgutils, types
 from numba.extending import intrinsic
 
+from commlib.kernels.host import half
+
 sched_yield = types.ExternalFunction("sched_yield", types.int32())
 usleep = types.ExternalFunction("usleep", types.int32(types.uint32))
 memcpy = types.ExternalFunction("memcpy", types.intp(types.intp, types.intp, types.intp))
@@ -111,7 +113,7 @@ def half_to_float(typingctx: Any, bits: Any) -> Any:
     """Widen float16 (as uint16 bits) to float32."""
 
     def codegen(context: Any, builder: Any, signature: Any, args: Any) -> Any:
-        return builder.fpext(builder.bitcast(args[0], ir.HalfType()), ir.FloatType())
+        return half.widen(context, builder, args[0])
 
     return types.float32(types.uint16), codegen
 
@@ -121,7 +123,7 @@ def float_to_half(typingctx: Any, value: Any) -> Any:
     """Round float32 to float16 (as uint16 bits), to nearest even."""
 
     def codegen(context: Any, builder: Any, signature: Any, args: Any) -> Any:
-        return builder.bitcast(builder.fptrunc(args[0], ir.HalfType()), ir.IntType(16))
+        return half.narrow(context, builder, args[0])
 
     return types.uint16(types.float32), codegen
 
@@ -143,9 +145,9 @@ def fuse_halves(typingctx: Any, operation: Any, a: Any, b: Any, target: Any, oth
     name = operation.literal_value
 
     def codegen(context: Any, builder: Any, signature: Any, args: Any) -> Any:
-        halves, floats = ir.VectorType(ir.HalfType(), HALVES), ir.VectorType(ir.FloatType(), HALVES)
+        halves, floats = ir.VectorType(ir.IntType(16), HALVES), ir.VectorType(ir.FloatType(), HALVES)
         addresses = [builder.inttoptr(address, halves.as_pointer()) for address in args[1:5]]
-        x, y = (builder.fpext(builder.load(address, align=2), floats) for address in addresses[:2])
+        x, y = (half.widen(context, builder, builder.load(address, align=2)) for address in addresses[:2])
         if name in ("min", "max"):  # NaN wins, on either side
             first = builder.fcmp_ordered("<=" if name == "min" else ">=", x, y)
             result = builder.select(builder.or_(first, builder.fcmp_unordered("uno", x, x)), x, y)
@@ -162,7 +164,7 @@ def fuse_halves(typingctx: Any, operation: Any, a: Any, b: Any, target: Any, oth
         fence = cgutils.get_or_insert_function(
             builder.module, ir.FunctionType(opaque, [opaque]), f"llvm.arithmetic.fence.v{HALVES // 2}f32"
         )
-        rounded = builder.call(fence, [builder.bitcast(builder.fptrunc(result, halves), opaque)])
+        rounded = builder.call(fence, [builder.bitcast(half.narrow(context, builder, result), opaque)])
         for address in addresses[2:]:
             builder.store(rounded, builder.bitcast(address, opaque.as_pointer()), align=2)
         return context.get_dummy_value()
