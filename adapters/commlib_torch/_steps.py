@@ -71,7 +71,7 @@ class Steps:
 
     def train(self, x: Any, y: Any, *, details: bool, **options: Any) -> Tensor | Details:
         """Run forward and backward on a batch, and return its loss, or details. Collective."""
-        self._check_loss()
+        self._check_loss(x)
         graphs = Graphs()
         if self._pipe.comm.rank == self._pipe.first:
             x = graphs.apart(x)
@@ -95,7 +95,7 @@ class Steps:
 
     def evaluate(self, x: Any, y: Any, *, details: bool, **options: Any) -> Tensor | Details:
         """Return the loss of a batch in evaluation mode, or details. Collective."""
-        self._check_loss()
+        self._check_loss(x)
         with self._in_evaluation(), self._batch_of(x, y, **options) as empty:
             with in_order():
                 self._pipe.forward(empty)
@@ -112,13 +112,19 @@ class Steps:
         """Return what is wrong with microbatches instead of the batch in stages of this rank, if anything is."""
         return next(filter(None, [stage.look.fault() for stage in self._stages.values()]), "")
 
-    def _check_loss(self) -> None:
-        """Raise UsageError, on all ranks alike, if there is no loss."""
+    def _check_loss(self, x: Any) -> None:
+        """Raise UsageError, on all ranks, if there is no loss; where x is missing, too, that is said."""
         if self._losses.loss is None:
+            self._check_x(x)
             raise UsageError(
                 "pipeline: there is no loss: give loss= to pipeline(), a function of (output, target), or of the "
                 "output alone where step is called without y, such as loss=lambda output: output.loss; or call predict"
             )
+
+    def _check_x(self, x: Any) -> None:
+        rank = self._pipe.comm.rank
+        if rank == self._pipe.first and x is None:
+            raise UsageError(f"pipeline: rank {rank} has the first stage: give it x")
 
     def _in_evaluation(self) -> Any:
         return in_mode(list(self._module.children()), training=False)
@@ -177,8 +183,7 @@ class Steps:
         empty: set[int] = set()
         rows: list[int] = []
         if rank == self._pipe.first:
-            if x is None:
-                raise UsageError(f"pipeline: rank {rank} has the first stage: give it x")
+            self._check_x(x)
             parts, rows = parted(x, what="x", where=self._where.x)
             batch.inputs = [arguments(part) for part in parts]
             empty = {number for number, count in enumerate(rows) if not count}
