@@ -48,7 +48,7 @@ WITHOUT_ROWS = {"all_reduce", "reduce", "broadcast", "all_gather", "gather", "me
 NATIVE = [
     (dtype, op)
     for dtype, op in REDUCIBLE
-    if dtype not in ("float16", "bfloat16") and (op != "mean" or dtype in ("float32", "float64", "int64", "uint64"))
+    if dtype not in ("float16", "bfloat16") and (op != "mean" or dtype in ("float32", "float64"))
 ]
 
 SYMMETRIC = (2, 3)  # these slots of each team are symmetric memory,

@@ -56,7 +56,7 @@ CASES: dict[str, tuple[str, Callable[[Any, bool], object]]] = {
     "Column": ("gather=False.*gather=True", lambda c, odd: ColumnDense(8, c, style=Column(gather=odd))(x())),
     "order": ("layer .* but 'layer", lambda c, odd: swapped(odd, lambda: ColumnDense(8, c, style=Column(gather=True)))),
     "activation": ("activation", lambda c, odd: ParallelMLP(8, 16, c, activation="relu" if odd else "gelu")(x())),
-    "units": ("units=2.*units=4", lambda c, odd: ColumnDense(8, c, style=Column(units=4 if odd else 2))(x())),
+    "units": ("units=4.*units=8", lambda c, odd: ColumnDense(8, c, style=Column(units=8 if odd else 4))(x())),
     "words": (r"\(12, 8\).*\(10, 8\)", lambda c, odd: VocabularyEmbedding(10 if odd else 12, 8, c).build()),
     "smoothing": ("label_smoothing: 0.2", lambda c, odd: crossed(c, label_smoothing=0.1 if odd else 0.2)),
     "ignored": ("ignore_index: -100.*: 1", lambda c, odd: crossed(c, ignore_index=1 if odd else -100)),

@@ -87,7 +87,7 @@ CASES: dict[str, tuple[str, Callable[[Any, bool], object]]] = {
     "dtype": ("float32.*float64", lambda c, odd: parallelize(model().double() if odd else model(), c, PLAN)),
     "model": ("16, 8.*8, 8", lambda c, odd: parallelize(model(8 if odd else 16), c, PLAN)),
     "Column": ("gather=False.*gather=True", lambda c, odd: ColumnLinear(8, 8, c, style=Column(gather=odd))(x())),
-    "Row": ("split=True.*units=2", lambda c, odd: row(c, 4 if odd else 2)),
+    "Row": ("split=True.*units=4", lambda c, odd: row(c, 8 if odd else 4)),
     "order": ("layer .* on rank 0 but 'layer", lambda c, odd: swapped(c, odd, lambda: column(c))),
     "activation": ("activation", lambda c, odd: ParallelMLP(8, 16, c, activation="relu" if odd else "gelu")(x())),
     "causal": ("causal", lambda c, odd: ParallelAttention(8, 4, c, causal=odd)(x())),
