@@ -47,8 +47,9 @@ def _broadcast(group: Group, array: Array, root: int, text: str, part: int) -> N
         group.execute(tree, [[Region(array, even(len(array), 1))]], text, part=part)
 
 
-def all_gather_object(group: Group, value: Any) -> Operation:
-    data, text = np.frombuffer(pickle.dumps(value), np.uint8), "all_gather_object"
+def all_gather_object(group: Group, value: Any, text: str = "all_gather_object") -> Operation:
+    """Return the operation. text: what it is called; one of another text is another call."""
+    data = np.frombuffer(pickle.dumps(value), np.uint8)
 
     def run() -> list[Array]:
         lengths = gather_counts(group, text, np.array([len(data)], np.int64))

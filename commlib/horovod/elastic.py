@@ -12,6 +12,7 @@ from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
 import commlib
+from commlib.collectives.objects import all_gather_object
 from commlib.coordinator import Pending
 from commlib.errors import CommlibError, PeerError, ShutdownError, TransportError, UsageError
 from commlib.horovod.exceptions import HostsUpdatedInterrupt
@@ -208,7 +209,8 @@ class _Meeting:
                 self._restart()
             comm = process_set_of(None).communicator("elastic.run")
             try:
-                come_back = comm.all_gather_object(self._comes_back)  # in order, as others may wait for this rank so
+                # In order, as others may wait for this rank so; but no call of theirs is to be taken for this one.
+                come_back = comm.group.run(all_gather_object(comm.group, self._comes_back, "meeting of elastic.run"))
             except BaseException:
                 for restart in self._restarts:
                     restart.seen = True  # if it fails, then as this has

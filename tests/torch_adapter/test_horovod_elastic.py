@@ -112,7 +112,7 @@ def test_run_restores_after_a_failed_operation(comm: Any) -> None:
 
 
 @pytest.mark.ranks(min=2)
-@pytest.mark.parametrize("who", ["all", "one", "one, by name"])
+@pytest.mark.parametrize("who", ["all", "one", "one, by name", "one, others gather"])
 def test_an_error_that_the_program_raises_restores_the_commit(comm: Any, who: str) -> None:
     """HorovodInternalError within `run` ended the job. Ranks that do not raise it learn of it where they wait.
 
@@ -133,6 +133,9 @@ def test_an_error_that_the_program_raises_restores_the_commit(comm: Any, who: st
                     raise hvd.HorovodInternalError("by hand")
                 if who == "one":
                     comm.barrier()
+                elif who == "one, others gather":  # the meeting was taken for that: they got what ranks say there
+                    got = comm.all_gather_object(comm.rank)
+                    raise AssertionError(f"gathered {got}")
                 else:
                     hvd.allreduce(torch.ones(2), name="metric")
             optimizer.step()
