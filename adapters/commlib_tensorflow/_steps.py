@@ -165,14 +165,17 @@ class Steps:
         eager: bool,
         update: Callable[[Sequence[Any], Sequence[Any]], None],
         compiled: Sequence[str],
+        roots: Sequence[Any],
     ) -> None:
         """Begin anew: with a loss and what it counts, the variables that are trainable now, and what updates them.
 
-        compiled: lines that have to be the same on all ranks; they are compared when the next batch begins. Collective,
-        where stages on several ranks share weights.
+        compiled: lines that have to be the same on all ranks; they are compared when the next batch begins. roots: the
+        models around the stages. Collective, where stages on several ranks share weights.
         """
         self._trainable.settle()
-        self._loss, self._losses, self._compiled = loss, losses, compiled
+        self._trainable.check_roots(roots)
+        self._loss, self._losses = loss, losses
+        self._compiled = [*compiled, *self._trainable.lines()]
         self.tied.settle()
 
         def update_stage(stage: TensorflowStage) -> None:

@@ -30,6 +30,23 @@ class Trainable:
             )
         self._then = self._now()
 
+    def check_roots(self, models: Sequence[Any]) -> None:
+        """Raise UsageError where a model around the stages is frozen, but not all of its layers are."""
+        thawed = next((variable for part in self._parts for variable in part.trainable_variables), None)
+        frozen = next((model for model in models if not model.trainable), None)
+        if thawed is not None and frozen is not None:
+            raise UsageError(
+                f"pipeline: trainable of model {frozen.name!r} is False, and that of {thawed.path} is True, so that "
+                "Keras would train nothing: set it on the model to True, and on the layers to what is meant"
+            )
+
+    def lines(self) -> list[str]:
+        """Return what is frozen, for ranks to compare: by number, as names count what a process has made before."""
+        layers, variables = self._then[: len(self._layers)], self._then[len(self._layers) :]
+        found = [f"layer {number} of the stages is frozen" for number, one in enumerate(layers) if not one]
+        found += [f"variable {number} of the stages is frozen" for number, one in enumerate(variables) if not one]
+        return found
+
     def check(self) -> None:
         """Raise UsageError if anything was frozen or thawed since."""
         now = self._now()

@@ -27,7 +27,8 @@ class WholeModel:
     def __init__(self, model: Any, parts: Sequence[Any], placement: Sequence[int]) -> None:
         self.name = model.name
         self._layers = {type(layer).__name__: type(layer) for layer in _layers_of(model)}
-        self._model = model
+        self.model = model
+        """It itself."""
         owners: dict[int, int] = {}
         for part, rank in zip(parts, placement, strict=True):
             for variable in part.variables:
@@ -45,7 +46,7 @@ class WholeModel:
     @property
     def variables(self) -> list[Any]:
         """The variables of the unsplit model, of which only those of this rank's stages are kept as they should be."""
-        return list(self._model.variables)
+        return list(self.model.variables)
 
     def values(self, comm: Communicator) -> Iterator[Array]:
         """Yield the values of all variables, on every rank, one at a time. Collective."""
@@ -70,7 +71,7 @@ class WholeModel:
         Raises UsageError if the model cannot be made from its configuration.
         """
         try:
-            config: Any = keras.saving.serialize_keras_object(self._model)  # with what is trainable now
+            config: Any = keras.saving.serialize_keras_object(self.model)  # with what is trainable now
         except Exception as error:
             raise UsageError(
                 f"pipeline: the configuration of {self.name!r} could not be had ({type(error).__name__}: "

@@ -514,6 +514,7 @@ class Pipeline(keras.Model):  # type: ignore[misc]  # Keras has no types
             eager=bool(self.run_eagerly),
             update=self._update,
             compiled=lines_of(self.optimizer, self.loss, metrics),
+            roots=[self, own.whole.model],
         )
 
     def _loss_of(self, target: Any, outputs: list[Any], sample_weight: Any) -> Any:

@@ -215,6 +215,35 @@ def test_what_is_frozen_without_compile(comm: Any, what: str) -> None:
     pipe.close()
 
 
+def test_what_one_rank_alone_freezes(comm: Any) -> None:
+    """Only the rank that has the layer's stage trained by its own setting: another one's was nothing."""
+    if comm.size == 1:
+        return
+    model = layers(4)
+    pipe = pipeline(model, comm, microbatches=2)
+    model.layers[3].trainable = comm.rank == 0
+    pipe.compile(keras.optimizers.SGD(0.1), "mse")
+    with pytest.raises(MismatchError, match=r"layer .* of the stages is frozen"):
+        pipe.fit(*batch(8), verbose=0)
+    pipe.close()
+
+
+def test_a_frozen_model_with_a_layer_that_is_not(comm: Any) -> None:
+    """Keras trains nothing of it, a pipeline trained the layer."""
+    model = layers(4)
+    pipe = pipeline(model, comm, microbatches=2)
+    model.trainable = False
+    pipe.compile(keras.optimizers.SGD(0.1), "mse")
+    before = pipe.gather_weights()
+    pipe.fit(*batch(8), verbose=0)
+    for got, expected in zip(pipe.gather_weights(), before, strict=True):
+        near(got, expected)
+    model.layers[-1].trainable = True
+    with pytest.raises(UsageError, match=r"trainable of model .* is False, and that of .* is True"):
+        pipe.compile(keras.optimizers.SGD(0.1), "mse")
+    pipe.close()
+
+
 def test_weights_that_come_after_the_cut(comm: Any) -> None:
     """No stage had them."""
     keras.config.set_floatx("float32")
