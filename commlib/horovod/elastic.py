@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import copy
 import functools
+import itertools
 import logging
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
@@ -16,11 +17,13 @@ from commlib.collectives.objects import all_gather_object
 from commlib.coordinator import Pending
 from commlib.errors import CommlibError, PeerError, ShutdownError, TransportError, UsageError
 from commlib.horovod.exceptions import HostsUpdatedInterrupt
-from commlib.horovod.keepers import Keeper
+from commlib.horovod.keepers import Keeper, SamplerKeeper
 from commlib.horovod.operations import broadcast_object
 from commlib.horovod.process_sets import process_set_of, registry
 
 log = logging.getLogger("commlib")
+
+_COUNT = itertools.count(1)
 
 FINAL = (PeerError, ShutdownError, TransportError, UsageError)
 """Errors after which the ranks cannot come together again, or the next call would fail likewise. After others they do,
@@ -111,8 +114,9 @@ class ObjectState(State):
         super().__setattr__(name, value)
 
     def save(self) -> None:
-        """Keep copies of everything. Collective if there are samplers."""
-        for keeper in self._keepers.values():
+        """Keep copies of everything, or of nothing if a rank gives it up. Collective if there are samplers."""
+        # Samplers first: nothing is kept yet where another rank does not come.
+        for keeper in sorted(self._keepers.values(), key=lambda keeper: not isinstance(keeper, SamplerKeeper)):
             keeper.save()
         self._saved = copy.deepcopy({name: getattr(self, name) for name in self._saved})
 
@@ -199,6 +203,8 @@ class _Meeting:
     """Lets all ranks come to where they take the state of rank 0, also those that wait for this rank elsewhere."""
 
     def __init__(self) -> None:
+        # Ranks that are in functions one after another must not meet.
+        self._name = f"meeting of elastic.run, function number {next(_COUNT)}"
         self._comes_back = False
         self._restarts: list[Pending] = []  # under way: each rank has one for each meeting that it has come back to
 
@@ -210,7 +216,7 @@ class _Meeting:
             comm = process_set_of(None).communicator("elastic.run")
             try:
                 # In order, as others may wait for this rank so; but no call of theirs is to be taken for this one.
-                come_back = comm.group.run(all_gather_object(comm.group, self._comes_back, "meeting of elastic.run"))
+                come_back = comm.group.run(all_gather_object(comm.group, self._comes_back, self._name))
             except BaseException:
                 for restart in self._restarts:
                     restart.seen = True  # if it fails, then as this has

@@ -307,3 +307,41 @@ def test_processes_that_horovods_launcher_started_without_mpi(mpirun):
     done = mpirun(1, HEAD + "\nhvd.init()\n", env={"HOROVOD_SIZE": "2", "HOROVOD_RANK": "1"})
     assert done.returncode != 0
     assert "started 2 processes (HOROVOD_SIZE), but MPI sees one" in done.stderr, done.stderr
+
+
+def test_elastic_functions_one_after_another(mpirun):
+    """A rank that came back to the first one met those that were in the second: both got sums of the other."""
+    done = mpirun(
+        2,
+        HEAD
+        + """
+from commlib.horovod import elastic
+
+hvd.init()
+calls = []
+
+def training(amount, raises):
+    @elastic.run
+    def run(state):
+        calls.append(1)
+        while state.step < 3:
+            x = np.full(1, amount)
+            hvd.start_allreduce([x], [x], "g", op=hvd.Sum).wait()
+            state.total, state.step = state.total + x[0], state.step + 1
+            state.commit()
+        if raises and hvd.rank() == 1 and len(calls) == 1:
+            raise hvd.HorovodInternalError("by hand")
+        return state.total
+    return run(elastic.ObjectState(step=0, total=0.0))
+
+try:
+    print("first", training(1.0, True), flush=True)
+    print("second", training(1000.0, False), flush=True)
+except commlib.CommlibError as error:
+    print("error", type(error).__name__, flush=True)
+""",
+        env={"COMMLIB_TIMEOUT": "20"},
+    )
+    said = [line for line in done.stdout.splitlines() if line]
+    assert said.count("first 6.0") >= 1 and not [line for line in said if line.startswith("second")], said
+    assert len([line for line in said if line.startswith("error")]) == 2, said

@@ -272,3 +272,29 @@ def test_sampler_in_a_loader(comm: Any) -> None:
     for number, _ in enumerate(loader):
         sampler.record_batch(number, 3)
     assert sampler.processed_indices == set(seen.tolist())
+
+
+@pytest.mark.ranks(min=2)
+def test_a_commit_that_one_rank_does_not_come_to_keeps_nothing(comm: Any) -> None:
+    """Others had kept the model when the sampler's part failed: it went on with new weights and the old sampler."""
+    weight = nn.Linear(1, 1, bias=False).double()
+    nn.init.zeros_(weight.weight)
+    sampler = ElasticSampler(list(range(6 * comm.size)), shuffle=False)
+    state: Any = TorchState(model=weight, sampler=sampler, batch=0)
+    raised: list[int] = []
+
+    @run
+    def training(state: Any) -> None:
+        for _ in list(state.sampler):
+            total = hvd.allreduce(torch.ones(1, 1, dtype=torch.float64), name="half a commit", op=hvd.Sum)
+            with torch.no_grad():
+                weight.weight += total
+            state.batch += 1
+            state.sampler.record_batch(0, 1)
+            if comm.rank == comm.size - 1 and state.batch == 3 and not raised:
+                raised.append(1)
+                raise hvd.HorovodInternalError("by hand")
+            state.commit()
+
+    training(state)
+    assert (weight.weight.item(), state.batch) == (6.0 * comm.size, 6)
