@@ -121,7 +121,7 @@ def test_rows_that_make_no_sense(comm: Any) -> None:
 
 def layers() -> nn.Sequential:
     torch.manual_seed(0)
-    return nn.Sequential(*(nn.Linear(WIDTH, WIDTH) for _ in range(4))).double()
+    return nn.Sequential(*(nn.Linear(WIDTH, WIDTH) for _ in range(8))).double()  # two stages on each of 4 ranks
 
 
 @pytest.mark.parametrize("name", ["1f1b", "zb_v"])
@@ -175,7 +175,7 @@ def test_microbatches_of_their_own_lengths(comm: Any, loss: Any) -> None:
     close(pipe.step(xs if first else None, ys if last else None, cut=False), expected.detach())
     assert_gradients(pipe, whole)
     close(pipe.evaluate(xs, ys, cut=False), expected.detach())
-    with pytest.raises(UsageError, match="expected a list of at most 4 microbatches, got 5 of them"):
+    with pytest.raises(UsageError if first or last else PeerError, match="at most 4 microbatches, got 5 of them"):
         pipe.step(xs[:1] * 5, ys[:1] * 5, cut=False)
     pipe.close()
     if by_hand:
