@@ -14,10 +14,11 @@ from commlib.errors import UsageError
 from commlib_torch import pipeline
 
 WIDTH = 6
+LAYERS = 7  # two stages on each of three ranks, and one of two
 EXACT = 1e-11  # sums of microbatches are added in another order than in one process: some ulps of float64
 
 
-def constructors(count: int = 5) -> tuple[list[Callable[[], nn.Module]], list[int]]:
+def constructors(count: int = LAYERS) -> tuple[list[Callable[[], nn.Module]], list[int]]:
     """Return what makes layers, and a list of those that were made with memory."""
     built: list[int] = []
 
@@ -41,9 +42,9 @@ def test_a_rank_builds_its_own_layers_alone(comm: Any) -> None:
     before = torch.get_rng_state()
     pipe = pipeline(make, comm, loss=F.mse_loss, microbatches=4)
     assert torch.equal(before, torch.get_rng_state())
-    assert sorted(place for own in comm.all_gather_object(built) for place in own) == list(range(5))
-    assert comm.size == 1 or len(built) < 5
-    whole = nn.Sequential(*(nn.Linear(WIDTH, WIDTH, dtype=torch.float64) for _ in range(5)))
+    assert sorted(place for own in comm.all_gather_object(built) for place in own) == list(range(LAYERS))
+    assert comm.size == 1 or len(built) < LAYERS
+    whole = nn.Sequential(*(nn.Linear(WIDTH, WIDTH, dtype=torch.float64) for _ in range(LAYERS)))
     state = pipe.gather_state_dict()
     whole.load_state_dict(state)
     x, y = data()
@@ -58,7 +59,7 @@ def test_a_rank_builds_its_own_layers_alone(comm: Any) -> None:
     other = pipeline(constructors()[0], comm, microbatches=2, schedule="interleaved", stages=2 * comm.size)
     for name, value in other.gather_state_dict().items():
         assert torch.equal(value, state[name]), "the same weights, however they are cut"
-    assert len({tuple(value.flatten().tolist()) for name, value in state.items() if "weight" in name}) == 5
+    assert len({tuple(value.flatten().tolist()) for name, value in state.items() if "weight" in name}) == LAYERS
     other.close()
 
 
