@@ -191,6 +191,7 @@ def shuffled(data: Sequence[Any], batch_size: int, seed: int) -> tf.data.Dataset
 
     given = tensors if tensors[2] is not None else tensors[:2]
     given = given if given[1] is not None or len(given) == 3 else given[:1]
+    given = keras.tree.lists_to_tuples(given)  # a list is one tensor to a dataset
     dataset = tf.data.Dataset.from_generator(orders, output_signature=tf.TensorSpec((None,), tf.int64))
     batches = dataset.apply(tf.data.experimental.assert_cardinality(-(-rows // batch_size)))
     return batches.map(gather).prefetch(1)

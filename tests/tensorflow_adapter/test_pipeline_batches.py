@@ -127,3 +127,23 @@ def test_microbatches_that_make_no_sense(comm: Any) -> None:
             pipe.step([x, x], [y, y], cut=comm.rank == 0) if comm.rank else pipe.step(x, y)
     near(pipe.step([x, x], [y, y], cut=False), pipe.step(x, y))
     pipe.close()
+
+
+def test_a_list_of_inputs_is_shuffled(comm: Any) -> None:
+    """A dataset took the list for one tensor, of which inputs of other dtypes are none."""
+
+    def model() -> Any:
+        inputs = [keras.Input((WIDTH,)), keras.Input((WIDTH,), dtype="int32")]
+        cast = keras.layers.Lambda(lambda x: keras.ops.cast(x, "float64"), output_shape=(WIDTH,))
+        hidden = keras.layers.Add()([keras.layers.Dense(WIDTH)(inputs[0]), keras.layers.Dense(WIDTH)(cast(inputs[1]))])
+        return filled(keras.Model(inputs, keras.layers.Dense(WIDTH)(keras.layers.Dense(WIDTH)(hidden))))
+
+    x, y = batch(8)
+    given = [x, (x * 3).astype("int32")]
+    whole, pipe = model(), pipeline(model(), comm, microbatches=2)
+    for one in (whole, pipe):
+        one.compile(keras.optimizers.SGD(0.1), "mse")
+        one.fit(given, y, batch_size=8, epochs=2, verbose=0)  # one batch: its order does not matter
+    for got, expected in zip(pipe.gather_weights(), whole.get_weights(), strict=True):
+        near(got, expected)
+    pipe.close()
