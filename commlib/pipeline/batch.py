@@ -61,8 +61,13 @@ def difference(first: int, last: int, given: Sequence[Given]) -> str:
     given: by each rank, what it has. Of x the first stage's is used, of the others the last one's: so targets tell
     whether both are of the same rows; see `wants_x`.
     """
-    pairs = {name: (getattr(given[first], name), getattr(given[last], name)) for name in Given._fields}
-    different = next((name for name, both in pairs.items() if NONE not in both and both[0] != both[1]), "")
+    one, other = given[first], given[last]
+    differs = {
+        "x": NONE not in (one.x, other.x) and one.x != other.x,
+        "y": one.y not in (NONE, other.y),
+        "sample_weight": one.sample_weight not in (NONE, other.sample_weight),  # the last one's would count
+    }
+    different = next((name for name, is_so in differs.items() if is_so), "")
     if not different:
         return ""
     return (

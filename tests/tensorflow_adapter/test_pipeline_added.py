@@ -106,6 +106,8 @@ def test_sample_weights_of_other_rows(comm: Any) -> None:
     if comm.size > 1:
         with pytest.raises(UsageError, match="different sample_weight"):
             pipe.step(x, y, weights)
+        with pytest.raises(UsageError, match="different sample_weight"):
+            pipe.step(x, y, weights if comm.rank == pipe.pipe.first else None)  # those of the last rank count
     pipe.step(x, y, weights if comm.rank == pipe.pipe.last else None)
     pipe.close()
 
