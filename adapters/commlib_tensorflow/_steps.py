@@ -16,7 +16,7 @@ from commlib.communicator import Communicator
 from commlib.data_parallel.parameter_check import check_agreement
 from commlib.errors import MismatchError, UsageError
 from commlib.functional.agreement import said
-from commlib.pipeline.batch import NONE, Given, difference, rows_of, shares, shares_in_updates, wants_x
+from commlib.pipeline.batch import NONE, Given, rows_of, shares, shares_in_updates
 from commlib.pipeline.losses import Weigh, Weigher, Weights
 from commlib.pipeline.pipe import Codecs, Pipe
 from commlib.pipeline.rows import WHOLE, Rows, each
@@ -302,10 +302,7 @@ class Steps:
             raise UsageError(f"pipeline: x has {rows} rows on rank {first}, y has {every[last][1]} on rank {last}")
         if batch.has_loss:
             all_given = [Given(*map(int, numbers[3:])) for numbers in every]
-            if wants_x(first, last, all_given):
-                given = given._replace(x=digest(as_tensors(x)) if comm.rank in (first, last) else NONE)
-                all_given = [Given(*map(int, numbers)) for numbers in comm.all_gather(np.array([given]))]
-            if fault := difference(first, last, all_given):
+            if fault := self.pipe.difference(all_given, lambda: digest(as_tensors(x))):
                 raise UsageError(fault)
         batch.rows = self._counts(rows, of_x, of_y, cut=cut)
         batch.row_shares = shares_in_updates(batch.rows, self.pipe.schedule.every)

@@ -152,7 +152,7 @@ class Steps:
                     self._refuse_meta()
                 empty = self._begin(x, y, looks_at_rows=looks, **options)
                 if is_due and not self._batch.wants_outputs:
-                    self._pipe.compare_batches(partial(digest, x), digest(y))
+                    self._pipe.compare_batches(partial(digest, x), partial(digest, y))
                 is_compared = self.comparison is not None and self.comparison.compare(self._batch.inputs, self._rows)
                 yield empty
                 if is_compared and self.comparison is not None:

@@ -199,20 +199,28 @@ class Pipe:
         own = list(rows) or [0] * self.schedule.microbatches
         return [int(count) for count in self.comm.broadcast(np.array(own, np.int64), self.first)]
 
-    def compare_batches(self, digest_of_x: Callable[[], int], y: int) -> None:
+    def compare_batches(self, digest_of_x: Callable[[], int], digest_of_y: Callable[[], int]) -> None:
         """Compare what the ranks of the first and the last stage were given for a batch. Collective.
 
-        y: the digest of it; that of x is made where it is wanted. Raises UsageError on all ranks if they differ.
+        Raises UsageError on all ranks if they differ.
         """
         if self.first == self.last:
             return
-        first, last = self.first, self.last
+        y = digest_of_y() if self.comm.rank in (self.first, self.last) else NONE
         given = [Given(*map(int, told)) for told in self.comm.all_gather(np.array([Given(y=y)]))]
-        if wants_x(first, last, given):
-            x = digest_of_x() if self.comm.rank in (first, last) else NONE
-            given = [Given(*map(int, told)) for told in self.comm.all_gather(np.array([Given(x, y)]))]
-        if fault := difference(first, last, given):
+        if fault := self.difference(given, digest_of_x):
             self.refuse(fault)
+
+    def difference(self, given: Sequence[Given], digest_of_x: Callable[[], int]) -> str:
+        """Return what is wrong with what ranks were given for a batch; "" if nothing is. Collective.
+
+        given: by all ranks, without x, of which digests travel where they are wanted.
+        """
+        if wants_x(self.first, self.last, given):
+            x = digest_of_x() if self.comm.rank in (self.first, self.last) else NONE
+            digests = self.comm.all_gather(np.array([x], np.int64))
+            given = [own._replace(x=int(one)) for own, one in zip(given, digests, strict=True)]
+        return difference(self.first, self.last, given)
 
     def picture(self, *, width: int | None = None) -> str:
         """Draw the schedule."""
