@@ -70,11 +70,12 @@ class Result:
 
 
 class Steps:
-    """This rank's stages, and what runs batches through them. Collective to make."""
+    """This rank's stages, and what runs batches through them. Collective to make. model: the whole one."""
 
     def __init__(
         self,
         comm: Communicator,
+        model: Any,
         pieces: Cut,
         schedule: Schedule,
         *,
@@ -97,7 +98,7 @@ class Steps:
         self.parts = [pieces.parts[number] for number in own]
         # Of all stages, so that all ranks refuse the same model.
         self._statistics = WholeBatchStatistics(pieces.parts) if batch_norm == "batch" else None
-        self._trainable = Trainable(pieces.parts)
+        self._trainable = Trainable(pieces.parts, model, f"rank {comm.rank} of {comm.size}")
         self.tied = TiedWeights.found(comm, pieces.parts, schedule.placement)
         if schedule.every and (self.tied.exist or schedule.stages > schedule.ranks):
             what = "layers that stages on several ranks share" if self.tied.exist else "several stages on a rank"
@@ -229,6 +230,7 @@ class Steps:
         replicas while stages still compute, if an optimizer is given them next.
         """
         schedule = self.pipe.schedule
+        self._trainable.check_variables()
         if is_training:
             self._trainable.check()
         batch = Batch(is_training=is_training, has_loss=has_loss, keeps_outputs=keeps_outputs, scale=scale)

@@ -1,34 +1,46 @@
-"""Trainable: notice layers and weights that are frozen, thawed or added after compile, when Keras takes them in."""
+"""Trainable: notice layers and weights that are frozen or thawed after compile, or others than when they were cut."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from typing import Any
 
+import keras
+
 from commlib.errors import UsageError
 
 
 class Trainable:
-    """What of a model is trainable, as it was when this was last settled.
+    """What of a model is trainable, as it was when this was last settled, and what its layers have, as when it was cut.
 
-    parts: all stages, so that all ranks see it.
+    parts: all stages, so that all ranks see it. model: the whole one, as its user has it. rank: whose words errors are.
     """
 
-    def __init__(self, parts: Sequence[Any]) -> None:
-        self._parts = parts
+    def __init__(self, parts: Sequence[Any], model: Any, rank: str) -> None:
+        self._parts, self._rank = parts, rank
         self._layers = list({id(layer): layer for part in parts for layer in part._flatten_layers()}.values())
         self._variables = self._variables_now()
+        layers = [*self._layers, *model._flatten_layers()]
+        self._owners = [_Owner(layer) for layer in {id(layer): layer for layer in layers}.values()]
+        self._ids = self._ids_now()
         self.settle()
 
     def settle(self) -> None:
-        """Take what is trainable now. Raises UsageError for a model that has got other variables since it was cut."""
-        known = set(map(id, self._variables))
-        if new := [variable for variable in self._variables_now() if id(variable) not in known]:
-            raise UsageError(
-                f"pipeline: the model has a new variable, {new[0].path}, of shape {tuple(new[0].shape)}, since it was "
-                "cut into stages: add_weight, enable_lora, quantize and the like come before pipeline()"
-            )
+        """Take what is trainable now. Raises UsageError as `check_variables` does."""
+        self.check_variables()
         self._then = self._now()
+
+    def check_variables(self) -> None:
+        """Raise UsageError for a model whose layers have other variables or layers since it was cut."""
+        if self._ids_now() == self._ids:
+            return
+        for owner in self._owners:
+            if fault := owner.fault():
+                raise UsageError(
+                    f"pipeline: {fault} since the model was cut into stages, which compute with those that it had "
+                    f"(this is {self._rank}): quantize, enable_lora, add_weight, add and the like come before "
+                    "pipeline()"
+                )
 
     def check_roots(self, models: Sequence[Any]) -> None:
         """Raise UsageError where a model around the stages is frozen, but not all of its layers are."""
@@ -61,8 +73,44 @@ class Trainable:
             "ranks, which is when Keras takes it in, too"
         )
 
+    def _ids_now(self) -> list[int]:
+        return [id(one) for owner in self._owners for store in _stores_of(owner.layer) for one in store]
+
     def _now(self) -> list[bool]:
         return [one.trainable for one in (*self._layers, *self._variables)]
 
     def _variables_now(self) -> list[Any]:
         return list({id(variable): variable for part in self._parts for variable in part.variables}.values())
+
+
+def _stores_of(layer: Any) -> tuple[Sequence[Any], ...]:
+    """Return where Keras keeps what a layer has itself: its `variables` and `layers` are made anew with each look."""
+    return layer._trainable_variables, layer._non_trainable_variables, layer._seed_generators, layer._layers
+
+
+class _Owner:
+    """A layer with what it had when the model was cut."""
+
+    def __init__(self, layer: Any) -> None:
+        self.layer = layer
+        self._then = [one for store in _stores_of(layer) for one in store]
+
+    def fault(self) -> str:
+        """Return what it has or lacks now; "" if nothing."""
+        now = [one for store in _stores_of(self.layer) for one in store]
+        new, lost = _without(now, self._then), _without(self._then, now)
+        if not new and not lost:
+            is_same = list(map(id, now)) == list(map(id, self._then))
+            return "" if is_same else f"{_said(self.layer)} has its variables or layers in another order"
+        return f"{_said(self.layer)} has {'a new' if new else 'lost its'} {_said((new or lost)[0])}"
+
+
+def _without(some: Sequence[Any], others: Sequence[Any]) -> list[Any]:
+    known = set(map(id, others))
+    return [one for one in some if id(one) not in known]
+
+
+def _said(one: Any) -> str:
+    if isinstance(one, keras.Variable):
+        return f"variable, {one.path}, of shape {tuple(one.shape)},"
+    return f"{'model' if isinstance(one, keras.Model) else 'layer'} {one.name!r}"

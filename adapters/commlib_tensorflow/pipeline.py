@@ -147,6 +147,7 @@ def pipeline(
         check_cut(comm, nodes, pieces, example, everywhere=False)
     steps = Steps(
         comm,
+        model,
         pieces,
         chosen.schedule,
         checkpoint=recompute,

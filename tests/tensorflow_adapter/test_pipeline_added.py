@@ -9,7 +9,7 @@ import keras
 import numpy as np
 import pytest
 
-from commlib.errors import CommlibError, MismatchError, UsageError
+from commlib.errors import CommlibError, MismatchError, PeerError, UsageError
 from commlib_tensorflow import pipeline
 from tests.keras_pipelines import EXACT, WIDTH, batch, filled, in_float64, layers, near
 
@@ -246,15 +246,59 @@ def test_a_frozen_model_with_a_layer_that_is_not(comm: Any) -> None:
     pipe.close()
 
 
-def test_weights_that_come_after_the_cut(comm: Any) -> None:
-    """No stage had them."""
+AFTER_THE_CUT = {
+    "quantize": (
+        lambda model: model.quantize("int8"),
+        r"layer 'd0' has a new variable, .*d0/kernel, of shape \(4, 4\)",
+    ),
+    "quantize one": (lambda model: model.layers[3].quantize("int8"), r"layer 'd3' has a new variable, .*d3/kernel"),
+    "lora": (lambda model: model.layers[1].enable_lora(2), r"layer 'd1' has a new variable, .*lora_kernel_a"),
+    "lost": (lambda model: delattr(model.layers[2], "bias"), r"layer 'd2' has lost its variable, .*d2/bias"),
+    "add": (lambda model: model.add(keras.layers.Dense(WIDTH, name="d4")), r"model '.*' has a new layer 'd4'"),
+    "pop": (lambda model: model.pop(), r"model '.*' has lost its layer 'd3'"),
+}
+
+
+@pytest.mark.parametrize(
+    "what",
+    [
+        "quantize",
+        "lora",
+        "add",
+        *(pytest.param(what, marks=pytest.mark.long) for what in ("quantize one", "lost", "pop")),
+    ],
+)
+def test_weights_that_come_after_the_cut(comm: Any, what: str) -> None:
+    """No stage had them, and where nobody called compile again pipelines trained what was no longer there."""
     keras.config.set_floatx("float32")
     keras.config.set_dtype_policy("float32")
-    model = layers(4)
+    change, text = AFTER_THE_CUT[what]
+    model, (x, y) = layers(4), batch(4)
     pipe = pipeline(model, comm, microbatches=2)
-    model.layers[1].enable_lora(2)
-    with pytest.raises(UsageError, match=r"new variable, .*lora_kernel_a.*come before pipeline"):
-        pipe.compile("sgd", "mse")
+    pipe.compile("sgd", "mse", run_eagerly=True)
+    pipe.fit(x, y, verbose=0)
+    change(model)
+    for call in (
+        lambda: pipe.fit(x, y, verbose=0),
+        lambda: pipe.step(x, y),
+        lambda: pipe.evaluate(x, y, verbose=0),
+        lambda: pipe.predict(x, verbose=0),
+        lambda: pipe.compile("sgd", "mse"),
+    ):
+        with pytest.raises(UsageError, match=f"{text}.*since the model was cut into stages.*come before pipeline"):
+            call()
+    pipe.close()
+
+
+@pytest.mark.ranks(min=2)
+def test_what_one_rank_alone_changes(comm: Any) -> None:
+    """The others are told which layer of which rank it is."""
+    model = layers(4)
+    pipe = pipeline(model, comm, microbatches=2, loss="mse")
+    if comm.rank == 0:
+        model.pop()
+    with pytest.raises((UsageError, PeerError), match=r"model '.*' has lost its layer 'd3' .*this is rank 0 of"):
+        pipe.step(*batch(4))
     pipe.close()
 
 
