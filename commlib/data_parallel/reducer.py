@@ -11,6 +11,7 @@ fit into buckets travel in other ways (`Unbucketed`). No framework is known here
 from __future__ import annotations
 
 import time
+import weakref
 from collections.abc import Collection, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
@@ -29,7 +30,9 @@ from commlib.data_parallel.tracker import Tracker
 from commlib.data_parallel.unbucketed import Unbucketed
 from commlib.data_parallel.values import Values
 from commlib.dtypes import Array
-from commlib.errors import UsageError
+from commlib.errors import CommlibError, UsageError
+
+_REDUCERS: weakref.WeakSet[GradientReducer] = weakref.WeakSet()
 
 _REMEDY = "a weight that is frozen on one rank has to be so on all when the optimizer is made"
 
@@ -111,6 +114,7 @@ class GradientReducer:
         self._clock = StepClock()
         self.report: StepReport | None = None
         """What the last step cost; None before there was one."""
+        _REDUCERS.add(self)
 
     @property
     def statistics(self) -> Statistics:
@@ -316,6 +320,19 @@ class GradientReducer:
         finally:
             self._gives_up = False
 
+    def abandon(self) -> None:
+        """Forget the backward in progress, if there is one, where no rank waits for its end any more. Sends nothing."""
+        if not self._tracker.active:
+            return
+        self._tracker.end()
+        self._tracker.cleared()
+        try:
+            self._engine.finish(())
+        except CommlibError:  # what this rank had launched met other calls
+            pass
+        finally:
+            self._values.forget()
+
     def synchronize(self) -> None:
         """Reduce gradients now if the next step needs it: nothing to do after a backward that reduced.
 
@@ -414,7 +431,11 @@ class GradientReducer:
     def _take_turn(self) -> None:
         if not self._has_turn:
             self._has_turn = True
-            self.ranks.take_turn()
+            try:
+                self.ranks.take_turn()
+            except CommlibError:
+                self._tracker.end()  # as after a failed reduction: no rank waits for its end
+                raise
 
     def _put(self, index: int) -> None:
         """Bring a gradient to where it is reduced from."""
@@ -500,6 +521,12 @@ class GradientReducer:
         self._members = [[i for i in bucket.parameters if i in self._all and self._has_slot[i]] for bucket in buckets]
         self._values.use(engine, self._members)
         return engine
+
+
+def abandon_all() -> None:
+    """Forget all backwards in progress on this rank. All ranks must be where none waits for the end of one."""
+    for reducer in list(_REDUCERS):
+        reducer.abandon()
 
 
 def _gains(ranks: Ranks, options: Options, gradients: Sequence[Gradient]) -> dict[int, float]:

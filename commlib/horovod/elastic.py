@@ -10,12 +10,13 @@ import functools
 import itertools
 import logging
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import commlib
 from commlib.collectives.objects import all_gather_object
 from commlib.coordinator import Pending
-from commlib.errors import CommlibError, PeerError, ShutdownError, TransportError, UsageError
+from commlib.data_parallel.reducer import abandon_all
+from commlib.errors import CommlibError, MismatchError, PeerError, ShutdownError, TransportError, UsageError
 from commlib.horovod.exceptions import HostsUpdatedInterrupt
 from commlib.horovod.keepers import Keeper, SamplerKeeper
 from commlib.horovod.operations import broadcast_object
@@ -28,6 +29,9 @@ _COUNT = itertools.count(1)
 FINAL = (PeerError, ShutdownError, TransportError, UsageError)
 """Errors after which the ranks cannot come together again, or the next call would fail likewise. After others they do,
 as after a HorovodInternalError that the program raises."""
+
+TOGETHER = """All ranks must be in the same call of elastic.run, with the same attempts. One that has returned from it
+cannot come back: end what may fail at its end with something that all ranks wait for, such as a barrier."""
 
 
 class State:
@@ -148,9 +152,9 @@ def run(func: Callable[..., Any], *, attempts: int = 3) -> Callable[..., Any]:
     """Decorate `func(state, ...)`: before it runs, the ranks take the state of rank 0.
 
     When an operation fails in a way that leaves the ranks in step (MismatchError, StallError of one operation), or the
-    program raises a HorovodInternalError, the last commit is restored and `func` called again, `attempts` times at most
-    from one commit. A HostsUpdatedInterrupt calls it again with the state as it is. Other errors, such as a rank that
-    died, end it. One rank alone may raise: see `run_fn`.
+    program raises a HorovodInternalError, on one rank or on several, all go back to their last commit and call `func`
+    again, `attempts` times at most from one commit of rank 0. A HostsUpdatedInterrupt, where no rank has failed, calls
+    it again with the state as it is. Other errors, such as a rank that died, end it.
 
         @elastic.run
         def train(state):
@@ -165,68 +169,109 @@ def run_fn(func: Callable[..., Any], reset: Callable[[], Any], *, attempts: int 
     """Return `func(state, ...)` as `run` does; `reset()` is called before each other call of it, then `state.on_reset`.
 
     The ranks come together before `state.sync`. If some of them alone raise, those that wait for them get a
-    MismatchError, restore their last commit and come, too: from operations by name, of any process set that a rank
-    which raises is in, and from what ranks call in order, such as reductions of PyTorch's gradients. Ranks that skip
-    the sync (`HostsUpdatedInterrupt(skip_sync=True)`) do not come together: all must.
+    MismatchError and come, too: from operations by name, of any process set that a rank which raises is in, and from
+    what ranks call in order, such as reductions of PyTorch's gradients. `state.restore` and `reset` run when all are
+    there, on all of them. Ranks that skip the sync (`HostsUpdatedInterrupt(skip_sync=True)`) do not come: all must.
+
+    Raises UsageError on all ranks if they come together from different elastic functions, or with other `attempts`.
     """
 
     @functools.wraps(func)
     def wrapper(state: State, *args: Any, **kwargs: Any) -> Any:
-        failures, commits, skips_sync = 0, state.commits, False
-        meeting = _Meeting()
+        meeting = _Meeting(attempts)
+        error: CommlibError | HostsUpdatedInterrupt | None = None  # what this rank comes back with
         while True:
+            comes_back = error is not None
+            syncs = not (isinstance(error, HostsUpdatedInterrupt) and error.skip_sync)
+            failed = syncs and meeting.hold(error, state.commits)
+            error = None  # it holds what the call has made
             try:
-                if not skips_sync:
-                    meeting.hold()
+                if failed:
+                    state.restore()
+                if comes_back:
+                    reset()
+                    state.on_reset()
+                if syncs:
                     state.sync()
                 return func(state, *args, **kwargs)
             except HostsUpdatedInterrupt as interrupt:
-                skips_sync = interrupt.skip_sync
-            except CommlibError as error:
-                if isinstance(error, FINAL):
+                error = interrupt
+            except CommlibError as failure:
+                if isinstance(failure, FINAL):
                     raise
-                if state.commits > commits:
-                    failures, commits = 0, state.commits
-                failures += 1
-                if failures >= attempts:
-                    raise
-                log.warning("elastic: back to the last commit (attempt %d of %d): %s", failures + 1, attempts, error)
-                state.restore()
-                skips_sync = False
-            reset()
-            state.on_reset()
+                error = failure
 
     return wrapper
+
+
+class _Rank(NamedTuple):
+    """What a rank says where all come together."""
+
+    what: str
+    comes_back: bool
+    failed: bool
+    commits: int
 
 
 class _Meeting:
     """Lets all ranks come to where they take the state of rank 0, also those that wait for this rank elsewhere."""
 
-    def __init__(self) -> None:
-        # Ranks that are in functions one after another must not meet.
-        self._name = f"meeting of elastic.run, function number {next(_COUNT)}"
-        self._comes_back = False
+    def __init__(self, attempts: int) -> None:
+        self._attempts = attempts
+        # Ranks that are in functions one after another must not go on together.
+        self._what = f"elastic function number {next(_COUNT)}, {attempts} attempts"
+        self._failures, self._commits = 0, 0  # since rank 0 has committed
         self._restarts: list[Pending] = []  # under way: each rank has one for each meeting that it has come back to
 
-    def hold(self) -> None:
-        """Wait for all ranks. Collective. What others have in flight is given up if a rank comes back."""
-        if commlib.is_initialized():
-            if self._comes_back:
-                self._restart()
-            comm = process_set_of(None).communicator("elastic.run")
+    def hold(self, error: CommlibError | HostsUpdatedInterrupt | None, commits: int) -> bool:
+        """Wait for all ranks, and return whether one has failed. Collective. Raises `error` after too many attempts.
+
+        What others have in flight is given up if a rank comes back.
+        """
+        mine = _Rank(self._what, error is not None, isinstance(error, CommlibError), commits)
+        ranks = self._gather(mine) if commlib.is_initialized() else [mine]
+        if any(rank.what != self._what for rank in ranks):
+            places = "".join(f"\n  rank {number}: {rank.what}" for number, rank in enumerate(ranks))
+            raise UsageError(f"elastic.run: the ranks come from different places:{places}\n{TOGETHER}")
+        if ranks[0].commits > self._commits:
+            self._failures, self._commits = 0, ranks[0].commits
+        by = [number for number, rank in enumerate(ranks) if rank.failed]
+        if not by:
+            return False
+        self._failures += 1
+        if self._failures >= self._attempts:
+            if isinstance(error, CommlibError):
+                raise error
+            raise MismatchError(f"elastic.run: ranks {by} have failed, {self._failures} times since the last commit")
+        why = error if mine.failed else f"ranks {by} have failed"
+        log.warning("elastic: back to the last commit (attempt %d of %d): %s", self._failures + 1, self._attempts, why)
+        return True
+
+    def _gather(self, mine: _Rank) -> list[_Rank]:
+        if mine.comes_back:
+            self._restart()
+        group = process_set_of(None).communicator("elastic.run").group
+        while True:
             try:
                 # In order, as others may wait for this rank so; but no call of theirs is to be taken for this one.
-                come_back = comm.group.run(all_gather_object(comm.group, self._comes_back, self._name))
+                ranks: list[_Rank] = group.run(all_gather_object(group, mine, "meeting of elastic.run"))
+            except MismatchError as other:
+                if not mine.comes_back or group.failure is not None:
+                    raise
+                log.debug("elastic: another rank has learned that this one comes back: %s", other)
             except BaseException:
                 for restart in self._restarts:
                     restart.seen = True  # if it fails, then as this has
                 raise
-            if any(come_back):
-                self._restart()
-                restarts, self._restarts = self._restarts, []
-                for restart in restarts:
-                    restart.wait()
-        self._comes_back = True
+            else:
+                break
+        if any(rank.comes_back for rank in ranks):
+            self._restart()
+            restarts, self._restarts = self._restarts, []
+            for restart in restarts:
+                restart.wait()
+            abandon_all()
+        return ranks
 
     def _restart(self) -> None:
         if not self._restarts:

@@ -112,15 +112,27 @@ def test_run_restores_after_a_failed_operation(comm: Any) -> None:
 
 
 @pytest.mark.ranks(min=2)
-@pytest.mark.parametrize("who", ["all", "one", "one, by name", "one, others gather"])
+@pytest.mark.parametrize(
+    "who", ["all", "one", "one, by name", "one, others gather", "one, half-way", "one of two optimizers", "hosts"]
+)
 def test_an_error_that_the_program_raises_restores_the_commit(comm: Any, who: str) -> None:
     """HorovodInternalError within `run` ended the job. Ranks that do not raise it learn of it where they wait.
 
-    By name they waited until COMMLIB_TIMEOUT, or for ever.
+    By name they waited until COMMLIB_TIMEOUT, or for ever. With two optimizers on one communicator, where others wait
+    for the turn, restoring was a collective that the rank which had raised did not come to.
     """
     network, optimizer, scheduler = make(comm, seed=comm.rank)
+    other = make(comm)[1] if who == "one of two optimizers" else None
     state: Any = TorchState(model=network, optimizer=optimizer, scheduler=scheduler, step=0)
     calls: list[int] = []
+
+    def half_way(loss: torch.Tensor) -> None:
+        first = next(network.parameters())
+        hook = first.register_hook(_raise("by hand") if comm.rank == comm.size - 1 else lambda gradient: None)
+        try:
+            loss.backward()
+        finally:
+            hook.remove()
 
     @run
     def training(state: Any) -> str:
@@ -129,9 +141,13 @@ def test_an_error_that_the_program_raises_restores_the_commit(comm: Any, who: st
             optimizer.zero_grad()
             loss_of(network, mine(comm, batch(comm, state.step))).backward()
             if state.step == 3 and len(calls) == 1:
-                if who == "all" or comm.rank == comm.size - 1:
-                    raise hvd.HorovodInternalError("by hand")
-                if who == "one":
+                if who == "one, half-way":
+                    half_way(loss_of(network, mine(comm, batch(comm, state.step))))
+                elif who == "all" or comm.rank == comm.size - 1:
+                    raise HostsUpdatedInterrupt if who == "hosts" else hvd.HorovodInternalError("by hand")
+                if who == "one of two optimizers":
+                    loss_of(network, mine(comm, batch(comm, state.step))).backward()
+                elif who in ("one", "hosts"):
                     comm.barrier()
                 elif who == "one, others gather":  # the meeting was taken for that: they got what ranks say there
                     got = comm.all_gather_object(comm.rank)
@@ -161,6 +177,28 @@ def test_an_error_that_the_program_raises_restores_the_commit(comm: Any, who: st
     with pytest.raises(UsageError):  # the program's fault: to call it again would not help
         run(lambda state: hvd.allreduce(torch.ones(2), op="no such"))(state)
     optimizer.close()
+    if other is not None:
+        other.close()
+
+
+@pytest.mark.ranks(min=2)
+@pytest.mark.parametrize("first", [True, False])
+def test_all_ranks_give_up_after_the_same_attempts(comm: Any, first: bool) -> None:
+    """Each counted alone, its way to the others as well: one gave up, and the others waited for it."""
+    raising = 0 if first else comm.size - 1
+    calls: list[int] = []
+
+    @run
+    def training(state: Any) -> None:
+        calls.append(1)
+        if comm.rank == raising:
+            raise hvd.HorovodInternalError("again and again")
+        hvd.allreduce(torch.ones(2), name="never") if len(calls) == 2 else comm.barrier()
+
+    with pytest.raises(hvd.HorovodInternalError, match="again and again" if comm.rank == raising else "rank"):
+        training(TorchState())
+    assert len(calls) == 3
+    assert hvd.allgather_object(comm.rank) == list(range(comm.size))
 
 
 def _raise(text: str) -> Any:
@@ -272,6 +310,36 @@ def test_sampler_in_a_loader(comm: Any) -> None:
     for number, _ in enumerate(loader):
         sampler.record_batch(number, 3)
     assert sampler.processed_indices == set(seen.tolist())
+
+
+@pytest.mark.ranks(min=2)
+@pytest.mark.parametrize("raising", [0, 1])
+def test_samples_where_hosts_change_on_one_rank_alone(comm: Any, raising: int) -> None:
+    """The others went back to their commit, and that rank did not: what it had noted since was left out for good."""
+    weight = nn.Linear(1, 24, bias=False).double()
+    nn.init.zeros_(weight.weight)
+    sampler = ElasticSampler(range(24), shuffle=False)
+    state: Any = TorchState(model=weight, sampler=sampler, batch=0)
+    raised: list[int] = []
+
+    @run
+    def training(state: Any) -> None:
+        for index in list(state.sampler):
+            if comm.rank == raising and state.batch == 1 and not raised:
+                raised.append(1)
+                raise HostsUpdatedInterrupt
+            seen = torch.zeros(24, 1, dtype=torch.float64)
+            seen[index] = 1
+            seen = hvd.allreduce(seen, name="seen", op=hvd.Sum)
+            with torch.no_grad():
+                weight.weight += seen
+            state.batch += 1
+            state.sampler.record_batch(0, 1)
+            if state.batch % 2 == 0:
+                state.commit()
+
+    training(state)
+    assert weight.weight.ravel().tolist() == [1.0] * 24
 
 
 @pytest.mark.ranks(min=2)
