@@ -101,6 +101,11 @@ class Passes:
         self._sums: dict[Any, tf.Variable] = {}
         self._passes: tf.Variable | None = None
 
+    @property
+    def under_way(self) -> bool:
+        """Gradients were added since the last step."""
+        return self._passes is not None and int(self._passes) % self._count != 0
+
     def add(self, pairs: list[tuple[Any, Any]], step: Any, no_step: Any) -> None:
         """Add gradients; call `step` with the sums if it was the last pass, else `no_step`."""
         with tf.init_scope():

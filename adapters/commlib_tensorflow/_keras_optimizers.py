@@ -34,6 +34,15 @@ def variables_of(optimizer: Any) -> list[Any]:
     return found
 
 
+def between_passes(optimizer: Any) -> bool:
+    """Tell whether an optimizer of either Keras has added up gradients since its last update."""
+    inner = getattr(optimizer, "inner_optimizer", optimizer)
+    if (passes := getattr(inner, "_commlib_passes", None)) is not None:  # Keras 2
+        return bool(passes.under_way)
+    steps = getattr(inner, "gradient_accumulation_steps", None)
+    return bool(steps) and int(tf.convert_to_tensor(inner._iterations)) % steps != 0
+
+
 def learning_rate_of(optimizer: Any) -> float:
     """Return the learning rate of an optimizer as a number."""
     return float(tf.convert_to_tensor(optimizer.learning_rate))

@@ -1,5 +1,6 @@
 """Variables and objects given to all ranks, and elastic state."""
 
+import warnings
 from typing import Any
 
 import keras
@@ -114,6 +115,18 @@ def test_elastic_state_of_a_model(comm: Any) -> None:
     state.restore()
     assert state.epoch == 1
     np.testing.assert_array_equal(model.variables[0].numpy(), trained)
+
+
+@pytest.mark.parametrize("wrap", [hvd.DistributedOptimizer, lambda optimizer, **options: optimizer])
+def test_a_commit_between_accumulating_passes_is_warned_of(comm: Any, wrap: Any) -> None:
+    model = small_model(seed=0)
+    model.compile(wrap(keras.optimizers.Adam(0.1, gradient_accumulation_steps=2)), loss="mse")
+    state: Any = hvd.elastic.TensorFlowKerasState(model)
+    for passes in (1, 2):
+        model.train_on_batch(np.ones((4, 3), np.float32), np.ones((4, 1), np.float32))
+        with pytest.warns(UserWarning, match="between the passes") if passes == 1 else warnings.catch_warnings():
+            warnings.simplefilter("error" if passes == 2 else "always")
+            state.commit()
 
 
 @both

@@ -1,5 +1,6 @@
 """State that is committed and restored, and samplers that know what was processed."""
 
+import warnings
 from typing import Any
 
 import pytest
@@ -310,6 +311,19 @@ def test_sampler_in_a_loader(comm: Any) -> None:
     for number, _ in enumerate(loader):
         sampler.record_batch(number, 3)
     assert sampler.processed_indices == set(seen.tolist())
+
+
+def test_a_commit_between_accumulating_passes_is_warned_of(comm: Any) -> None:
+    network = model()
+    optimizer: Any = hvd.DistributedOptimizer(torch.optim.SGD(network.parameters(), 0.1), backward_passes_per_step=2)
+    state: Any = TorchState(network, optimizer)
+    for passes in (1, 2):
+        loss_of(network, mine(comm, batch(comm, 0))).backward()
+        with pytest.warns(UserWarning, match="between the passes") if passes == 1 else warnings.catch_warnings():
+            warnings.simplefilter("error" if passes == 2 else "always")
+            state.commit()
+    optimizer.step()
+    optimizer.close()
 
 
 @pytest.mark.ranks(min=2)

@@ -13,8 +13,9 @@ from commlib.horovod.elastic import ObjectState, State
 from commlib.horovod.elastic import run as run_core
 from commlib.horovod.elastic import run_fn as run_fn_core
 from commlib.horovod.exceptions import HostsUpdatedInterrupt
+from commlib.horovod.keepers import warn_of_passes
 from commlib_tensorflow._graph_errors import graph_errors
-from commlib_tensorflow._keras_optimizers import build, variables_of
+from commlib_tensorflow._keras_optimizers import between_passes, build, variables_of
 from commlib_tensorflow.broadcast import broadcast_object, broadcast_variables
 
 __all__ = [
@@ -76,6 +77,12 @@ class TensorFlowKerasState(TensorFlowState):
         # Not the model's other variables: ranks need seeds and metrics of their own.
         return [*self.model.weights, *variables_of(self.optimizer)]
 
+    def save(self) -> None:
+        """Keep copies of the model, optimizer and attributes."""
+        if between_passes(self.optimizer):
+            warn_of_passes()
+        super().save()
+
     def restore(self) -> None:
         """Set the model, optimizer and attributes to what they were when they were saved."""
         if len(self._kept.values) != len(self._current()):
@@ -86,17 +93,17 @@ class TensorFlowKerasState(TensorFlowState):
         super().restore()
 
 
-def run(func: Callable[..., Any]) -> Callable[..., Any]:
+def run(func: Callable[..., Any], *, attempts: int = 3) -> Callable[..., Any]:
     """Decorate `func(state, ...)`: before it runs, the ranks take the state of rank 0; see `commlib.horovod.elastic`.
 
     An operation that fails within a traced function counts as what it raised there, not as TensorFlow's error for it.
     """
-    return run_core(_raising_originals(func))
+    return run_core(_raising_originals(func), attempts=attempts)
 
 
-def run_fn(func: Callable[..., Any], reset: Callable[[], Any]) -> Callable[..., Any]:
+def run_fn(func: Callable[..., Any], reset: Callable[[], Any], *, attempts: int = 3) -> Callable[..., Any]:
     """Return `func(state, ...)` as `run` does; `reset()` is called before each other call of it."""
-    return run_fn_core(_raising_originals(func), reset)
+    return run_fn_core(_raising_originals(func), reset, attempts=attempts)
 
 
 def _raising_originals(func: Callable[..., Any]) -> Callable[..., Any]:

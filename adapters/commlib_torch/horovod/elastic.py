@@ -18,7 +18,7 @@ from torch.utils.data import Sampler
 from commlib.horovod import sampler
 from commlib.horovod.elastic import ObjectState, State, run, run_fn
 from commlib.horovod.exceptions import HostsUpdatedInterrupt
-from commlib.horovod.keepers import Keeper, SamplerKeeper, StateKeeper
+from commlib.horovod.keepers import Keeper, SamplerKeeper, StateKeeper, warn_of_passes
 from commlib_torch.broadcast import broadcast_optimizer_state, broadcast_parameters
 
 __all__ = ["ElasticSampler", "HostsUpdatedInterrupt", "ObjectState", "State", "TorchState", "run", "run_fn"]
@@ -58,6 +58,12 @@ class _ModelKeeper(StateKeeper):
 
 
 class _OptimizerKeeper(StateKeeper):
+    def save(self) -> None:
+        reducer = getattr(self.value, "reducer", None)
+        if reducer is not None and reducer.accumulated:
+            warn_of_passes()
+        super().save()
+
     def restore(self) -> None:
         super().restore()
         self.value.zero_grad()  # what a pass that failed has left is no part of what was committed
