@@ -6,7 +6,7 @@ import itertools
 import sys
 import warnings
 import weakref
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any, Protocol
 
@@ -70,6 +70,8 @@ class BackwardPasses:
         self._serials = itertools.count()
         self._armed: set[int] = set()
         self._is_one = False  # within `as_one`
+        self.among = frozenset[int]()
+        """The ranks of the world, within `as_one`, that run one backward together."""
         self._is_final, self._later = True, frozenset[int]()
 
     def join(self, member: Member) -> int:
@@ -99,13 +101,16 @@ class BackwardPasses:
         Variable._execution_engine.queue_callback(self._end)
 
     @contextmanager
-    def as_one(self) -> Iterator[None]:
-        """Let all backwards within be one, as those of a pipeline's microbatches are: it ends with the context."""
-        self._is_one = True
+    def as_one(self, ranks: Iterable[int]) -> Iterator[None]:
+        """Let all backwards within be one, as those of a pipeline's microbatches are: it ends with the context.
+
+        ranks: of the world, those that run it together.
+        """
+        self._is_one, self.among = True, frozenset(ranks)
         try:
             yield
         finally:
-            self._is_one = False
+            self._is_one, self.among = False, frozenset()
         for member in self.members:
             member.end_backward()
 

@@ -10,6 +10,7 @@ from typing import Any
 from torch import Tensor, nn
 
 from commlib.errors import UsageError
+from commlib.functional.shards import world_ranks
 from commlib.pipeline.batch import shares_in_updates
 from commlib.pipeline.losses import Details, Looks
 from commlib.pipeline.pipe import Pipe
@@ -85,7 +86,7 @@ class Steps:
                 self._shared_buffers.unchanged(),
                 self.statistics.step() if self.statistics is not None else _NOTHING,
                 self._tied.apart(),
-                backward_passes.as_one(),
+                backward_passes.as_one(world_ranks(self._pipe.comm)),
                 in_order(),
             ):
                 self._pipe.train(empty)

@@ -37,8 +37,8 @@ class Gradients:
     """Reduces the gradients of `parameters` over `ranks` in every backward. Collective to make.
 
     `parameters` are (name, parameter) pairs in module order, each parameter once; `known` are ids of others that
-    `groups` may name, `wrapper` what this is part of: ranks must have the same one. Raises
-    UsageError if they cannot be managed, or are already.
+    `groups` may name, `wrapper` what this is part of: ranks must have the same one; `catches_up`: it reduces before a
+    step what backwards have not. Raises UsageError if they cannot be managed, or are already.
     """
 
     def __init__(
@@ -50,6 +50,7 @@ class Gradients:
         groups: Groups = None,
         known: Collection[int] = (),
         wrapper: str = "",
+        catches_up: bool = False,
     ) -> None:
         _check_parameters(parameters)
         self.parameters = [parameter for _, parameter in parameters]
@@ -58,6 +59,7 @@ class Gradients:
         self.passes = 0
         """Backwards, and reductions without one."""
         self._ranks, self._groups, self._wrapper = ranks, groups, wrapper
+        self._catches_up = catches_up
         self.ids = {id(parameter) for parameter in self.parameters}
         placed = place_groups(read_groups(groups, _key), [id(parameter) for parameter in self.parameters], known)
         self._values = ParameterValues(parameters, options.compressor, options.predivide)
@@ -150,7 +152,15 @@ class Gradients:
         self.close()
         self._ranks.turn = None
         options = self.reducer.options
-        new = Gradients(parameters, self._ranks, options, groups=self._groups, known=known, wrapper=self._wrapper)
+        new = Gradients(
+            parameters,
+            self._ranks,
+            options,
+            groups=self._groups,
+            known=known,
+            wrapper=self._wrapper,
+            catches_up=self._catches_up,
+        )
         with in_order():
             new.reducer.take_over(self.reducer)
         new.passes = self.passes
@@ -222,8 +232,24 @@ class Gradients:
         reducer = self.reducer
         if not reducer.active:
             # Several reducers at once: the order in which backward reaches them may differ among ranks.
-            reducer.begin(eager=len(backward_passes.members) == 1)
+            reducer.begin(eager=len(backward_passes.members) == 1, sync=self._reduces_now())
         reducer.ready(index)
+
+    def _reduces_now(self) -> bool:
+        """Tell whether this backward may reduce: not if others of these ranks run it together, and may have no part.
+
+        Raises UsageError where gradients are to be averaged then: each rank has a term of a sum.
+        """
+        if not backward_passes.among or len(backward_passes.among.intersection(world_ranks(self.comm))) < 2:
+            return True
+        if self.reducer.options.op == "sum" and self._catches_up:
+            return False
+        raise UsageError(
+            f"{self._wrapper}: the gradient of {self.names[0]} comes out of a step of the pipeline of ranks "
+            f"{sorted(backward_passes.among)}, which compute one loss together: each has a term of the gradient, or "
+            "none. Let a DistributedOptimizer with op=Sum add them up, or give it the communicator of the ranks that "
+            "have the same stage of other pipelines"
+        )
 
     @contextmanager
     def _between(self) -> Iterator[None]:

@@ -13,7 +13,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from commlib.errors import CommlibError, PeerError, UsageError
-from commlib_torch import pipeline
+from commlib_torch import DataParallel, DistributedOptimizer, pipeline
 
 WIDTH = 6
 EXACT = 1e-11  # sums of microbatches are added in another order than in one process: some ulps of float64
@@ -251,6 +251,44 @@ def test_gradients_go_on_into_what_x_and_y_were_computed_of(comm: Any, schedule:
     for name, weight in outside.named_parameters():
         own = torch.zeros_like(weight) if weight.grad is None else weight.grad
         close(torch.from_numpy(comm.all_reduce(own.numpy())), theirs.get_parameter(name).grad)
+    pipe.close()
+
+
+@pytest.mark.ranks(min=2)
+@pytest.mark.parametrize("op", ["sum", "mean"])
+@pytest.mark.parametrize("wrap", ["optimizer", "layer"])
+def test_layers_outside_whose_gradients_all_ranks_reduce(comm: Any, op: str, wrap: str) -> None:
+    """The rank that used them waited within `step` for those that do not, until COMMLIB_TIMEOUT."""
+    torch.manual_seed(0)
+    outside: Any = nn.Linear(WIDTH, WIDTH).double()
+    layers = [nn.Linear(WIDTH, WIDTH).double() for _ in range(comm.size)]
+    whole = copy.deepcopy((nn.Sequential(*layers), outside))
+    pipe = pipeline(layers, comm, microbatches=2, loss=F.mse_loss)
+    if wrap == "optimizer":
+        optimizer: Any = DistributedOptimizer(torch.optim.SGD(outside.parameters(), 0.1), op=op)
+    else:
+        outside = DataParallel(outside, op=op)
+        optimizer = torch.optim.SGD(outside.parameters(), 0.1)
+    theirs = torch.optim.SGD(whole[1].parameters(), 0.1)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # that ranks have gradients of their own
+        for seed in range(2):
+            optimizer.zero_grad()
+            theirs.zero_grad()
+            x, y = random(6, WIDTH, seed=seed), random(6, WIDTH, seed=9)
+            F.mse_loss(whole[0](whole[1](x)), y).backward()
+            if op == "mean" or wrap == "layer":
+                with pytest.raises(UsageError if comm.rank == pipe.pipe.first else PeerError, match="pipeline"):
+                    pipe.step(outside(x), y)
+                break
+            pipe.step(outside(x), y)
+            optimizer.step()
+            theirs.step()
+    if op == "sum" and wrap == "optimizer":
+        close(outside.weight.detach(), whole[1].weight.detach())
+    assert comm.all_gather_object(comm.rank) == list(range(comm.size))
+    if wrap == "optimizer":
+        optimizer.close()
     pipe.close()
 
 
