@@ -40,7 +40,7 @@ def between_passes(optimizer: Any) -> bool:
     if (passes := getattr(inner, "_commlib_passes", None)) is not None:  # Keras 2
         return bool(passes.under_way)
     steps = getattr(inner, "gradient_accumulation_steps", None)
-    return bool(steps) and int(tf.convert_to_tensor(inner._iterations)) % steps != 0
+    return steps is not None and int(tf.convert_to_tensor(inner._iterations)) % int(steps) != 0
 
 
 def learning_rate_of(optimizer: Any) -> float:
