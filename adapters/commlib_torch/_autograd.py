@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import itertools
 import sys
-import warnings
 import weakref
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from contextlib import contextmanager
@@ -96,7 +95,6 @@ class BackwardPasses:
         if graph in self._armed:
             return
         _refuse_compiled()
-        _warn_of_graph()
         self._armed.add(graph)
         Variable._execution_engine.queue_callback(self._end)
 
@@ -136,17 +134,6 @@ class BackwardPasses:
         self._armed.clear()
         for member in self.members:
             member.end_backward()
-
-
-def _warn_of_graph() -> None:
-    """Warn of gradients that are to have a graph of their own: what was reduced has none."""
-    if torch.is_grad_enabled():
-        warnings.warn(
-            "backward(create_graph=True): gradients that are reduced over ranks have no graph of their own, so a loss "
-            "that is made of .grad has no gradients: take those of torch.autograd.grad(loss, parameters, "
-            "create_graph=True), and call backward without it",
-            stacklevel=2,
-        )
 
 
 def _refuse_compiled() -> None:

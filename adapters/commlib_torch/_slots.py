@@ -7,6 +7,7 @@ keep such a gradient over `zero_grad()`: itself, a part of it, or its numpy arra
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Iterable, Sequence
 from typing import Any
 
@@ -75,6 +76,8 @@ class ParameterValues:
         grad = parameter.grad
         if grad is None:
             raise UsageError(f"{self._names[index]} has no gradient after accumulation: did a hook take it away?")
+        if grad.requires_grad:
+            _warn_of_graph()
         if grad.layout != torch.strided:
             grad = parameter.grad = grad.detach().to_dense()
         if not self._in_place[index]:
@@ -171,6 +174,8 @@ class ParameterValues:
         """Return what the user's compressor sends for a gradient; of zeros if there is none."""
         parameter = self._parameters[index]
         gradient = torch.zeros_like(parameter) if parameter.grad is None else parameter.grad.detach()
+        if parameter.grad is not None and parameter.grad.requires_grad:
+            _warn_of_graph()
         tensor, self._contexts[index] = self._compressor.compress(gradient)
         # What it returns may be the gradient itself, and a failed operation must not have changed that.
         return to_array((tensor.clone() if tensor is gradient else tensor.detach()).cpu().contiguous())
@@ -236,6 +241,16 @@ class ParameterValues:
         grad = self._parameters[index].grad
         # Where autograd builds a graph of gradients, it makes a new one instead.
         return grad is not None and grad.data_ptr() == self._addresses[index] and not torch.is_grad_enabled()
+
+
+def _warn_of_graph() -> None:
+    """Warn of a gradient that has a graph of its own: what is reduced has none."""
+    warnings.warn(
+        "backward(create_graph=True): gradients that are reduced over ranks have no graph of their own, so a loss "
+        "that is made of .grad has no gradients: take those of torch.autograd.grad(loss, parameters, "
+        "create_graph=True), and call backward without it",
+        stacklevel=2,
+    )
 
 
 def _gradient(parameter: Tensor) -> Tensor:

@@ -263,6 +263,32 @@ def test_a_graph_of_gradients_is_none_after_a_reduction(comm: Any) -> None:
         optimizer.step()
 
 
+@pytest.mark.filterwarnings("ignore:Using backward.. with create_graph")
+def test_a_graph_of_gradients_stays_where_nothing_is_reduced(comm: Any) -> None:
+    """The same warning came where it was not true: with gradients that have their graph, or never had one."""
+    network, alone, other = model(), model(), model()
+    optimizer: Any = DistributedOptimizer(torch.optim.SGD(network.parameters(), lr=0.1))
+    with warnings.catch_warnings():
+        warnings.filterwarnings("error", "backward.create_graph=True.: gradients that are reduced")
+        loss_of(other, mine(comm, batch(comm))).backward(create_graph=True)  # of parameters that it does not have
+        with optimizer.no_sync():
+            for someone in (network, alone):
+                loss_of(someone, mine(comm, batch(comm))).backward(create_graph=True)
+                sum(parameter.grad.square().sum() for parameter in someone.parameters()).backward()  # type: ignore[union-attr,misc]
+        grads = [[p.grad.detach().clone() for p in one.parameters()] for one in (network, alone)]  # type: ignore[union-attr]
+        assert_close(*grads)
+        optimizer.zero_grad()
+        sum(parameter.sum() for parameter in network.parameters()).backward(create_graph=True)  # type: ignore[misc]
+        optimizer.step()
+    lonely: Any = DistributedOptimizer(torch.optim.SGD(other.parameters(), lr=0.1), comm=comm.split(comm.rank))
+    with warnings.catch_warnings():
+        warnings.filterwarnings("error", "backward.create_graph=True.: gradients that are reduced")
+        lonely.zero_grad()
+        loss_of(other, mine(comm, batch(comm))).backward(create_graph=True)
+        lonely.step()
+        assert all(parameter.grad.requires_grad for parameter in other.parameters())  # type: ignore[union-attr]
+
+
 def test_two_optimizers_and_a_loss_through_both(comm: Any) -> None:
     """A generator and its critic: the order in which backward reaches two reducers does not matter."""
 
