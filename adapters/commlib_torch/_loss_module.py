@@ -49,38 +49,53 @@ class UsedParameters:
         # Whoever has no weight of theirs need not keep them; but an id alone may be another tensor's later.
         self._others = {id(tensor): (name, ref(tensor)) for name, tensor in others.items()}
 
-    def check(self, given: Sequence[Tensor], inputs: Sequence[Tensor], loss: Tensor | None) -> None:
-        """Look at what a stage gives, and at its loss, if it has one, which were computed of inputs.
+    def check(
+        self,
+        inputs: Sequence[Tensor],
+        *,
+        x: Sequence[Tensor],
+        given: Sequence[Tensor],
+        y: Sequence[Tensor],
+        loss: Sequence[Tensor],
+    ) -> None:
+        """Look at what a stage gives, computed of inputs, at its loss if it has one, and at what x and y came out of.
 
         Warns of parameters that nobody trains. Raises UsageError for one that another rank has.
         """
         known = {id(tensor) for tensor in (*self._own(), *inputs)}
-        in_stage = _leaves(given)
-        for leaf in in_stage:
-            if id(leaf) not in known and (name := self._name_of(leaf)):
-                raise UsageError(
-                    f"pipeline: a layer of stage {self._stage} uses {name}, which stages on other ranks have, without "
-                    f"having it as a parameter: its copy on rank {self._rank} would not be trained. Let the layer have "
-                    "it as a parameter or a submodule (then stages share it), or let split= put both into one stage"
-                )
-        for leaf in in_stage if loss is None else [*in_stage, *_leaves([loss])]:
-            if id(leaf) in known:
-                continue
-            if name := self._name_of(leaf):
-                raise UsageError(
-                    f"pipeline: the loss uses {name}, which stages on other ranks have, so that its copy on rank "
-                    f"{self._rank} would not change: let the model compute what the loss needs of it, or give loss= as "
-                    "an nn.Module that has it as a parameter"
-                )
-            if isinstance(leaf, nn.Parameter):
-                who = f"a layer of stage {self._stage}" if loss is None else "the loss or a layer of the last stage"
-                how = "Let the layer have it" if loss is None else "Give loss= as an nn.Module that has it"
-                warnings.warn(
-                    f"commlib: {who} uses a parameter of shape {tuple(leaf.shape)} that is none of pipe.parameters(): "
-                    f"its gradient is on rank {self._rank} alone. {how}, and it is trained and saved with the model",
-                    stacklevel=2,
-                )
-                return
+        layer = f"a layer of stage {self._stage} uses"
+        for roots, who, how in (
+            (x, "x was computed of", "let the model compute it of what x was computed of"),
+            (given, layer, "let the layer have it"),
+            (y, "y was computed of", "let the loss compute it of what y was computed of, as an nn.Module that has it"),
+            (loss, "the loss uses", "give loss= as an nn.Module that has it"),
+        ):
+            for leaf in _leaves(roots):
+                if id(leaf) in known:
+                    continue
+                if name := self._name_of(leaf):
+                    self._refuse(name, who, is_layer=who == layer)
+                if isinstance(leaf, nn.Parameter):
+                    warnings.warn(
+                        f"commlib: {who} a parameter of shape {tuple(leaf.shape)} that is none of pipe.parameters(): "
+                        f"its gradient is on rank {self._rank} alone. To train and save it with the model, {how}",
+                        stacklevel=2,
+                    )
+                    return
+
+    def _refuse(self, name: str, who: str, *, is_layer: bool) -> None:
+        """Raise UsageError: something depends on a weight of the model that another rank has."""
+        if is_layer:
+            raise UsageError(
+                f"pipeline: {who} {name}, which stages on other ranks have, without having it as a parameter: its copy "
+                f"on rank {self._rank} would not be trained. Let the layer have it as a parameter or a submodule (then "
+                "stages share it), or let split= put both into one stage"
+            )
+        raise UsageError(
+            f"pipeline: {who} {name}, which stages on other ranks have, so that its copy on rank {self._rank} would "
+            "not change: let the model compute what is needed of it, or give loss= as an nn.Module that has it as a "
+            "parameter"
+        )
 
     def _name_of(self, leaf: Tensor) -> str:
         """Return the name of a weight of the model, "" if it is none."""

@@ -89,9 +89,9 @@ class Batch:
 
     inputs: (args, kwargs) of each microbatch, where the first stage is. losses: where the last one is. rows,
     row_shares: of each microbatch, and what they count in an update, everywhere, if layers have losses of their own, or
-    stages see whether they mix rows (looks_at_rows). origins: those tensors of x and y that want gradients. outputs are
-    filled by the last stage, where they are wanted (instead of losses) or kept (beside them); extras by all: the losses
-    of their layers, as they count in the batch.
+    stages see whether they mix rows (looks_at_rows). of_x, of_y: those of their tensors that want gradients. outputs
+    are filled by the last stage, where they are wanted (instead of losses) or kept (beside them); extras by all: the
+    losses of their layers, as they count in the batch.
     """
 
     inputs: Sequence[tuple[Any, Any]] = ()
@@ -99,7 +99,8 @@ class Batch:
     rows: Sequence[int] = ()
     row_shares: Sequence[float] = ()
     looks_at_rows: bool = False
-    origins: Sequence[Tensor] = ()
+    of_x: Sequence[Tensor] = ()
+    of_y: Sequence[Tensor] = ()
     scale: float = 1.0
     is_training: bool = False
     wants_outputs: bool = False
@@ -331,9 +332,9 @@ class TorchStage:
         used, self.used = self.used, None
         given = [one for one in flat(list(results.values()))[0] if one.requires_grad]
         inputs = [tensor for own in leaves.values() for tensor in own if tensor is not None]
-        if self._is_first or self._is_last:
-            given += self.batch.origins
-        used.check(given, inputs, loss)
+        of_x = self.batch.of_x if self._is_first else ()
+        of_y = self.batch.of_y if self._is_last else ()
+        used.check(inputs, x=of_x, given=given, y=of_y, loss=() if loss is None else [loss])
 
     def _roots(self, microbatch: int, kept: _Kept, gradients: ByStage) -> tuple[list[Tensor], list[Tensor | None]]:
         """Return where a backward begins, and with what. A value that several stages took has several gradients."""

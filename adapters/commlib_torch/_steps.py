@@ -76,10 +76,11 @@ class Steps:
         graphs = Graphs()
         if self._pipe.comm.rank == self._pipe.first:
             x = graphs.apart(x)
+        of_x = len(graphs.origins)
         if self._pipe.comm.rank == self._pipe.last:
             y = graphs.apart(y)
         with self._batch_of(x, y, is_training=True, **options) as empty:
-            self._batch.origins = graphs.origins
+            self._batch.of_x, self._batch.of_y = graphs.origins[:of_x], graphs.origins[of_x:]
             self._tied.begin(self._pipe.comm)
             with (
                 registrations.counting() if self._splits else _NOTHING,

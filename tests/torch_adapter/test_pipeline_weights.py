@@ -131,6 +131,26 @@ def test_a_loss_that_uses_what_nobody_trains(comm: Any) -> None:
         pipeline(Named(), comm, microbatches=2, loss=Heated())
 
 
+@pytest.mark.ranks(min=2)
+@pytest.mark.parametrize("schedule", ["1f1b", "zb_v"])
+def test_x_and_y_that_were_computed_of_what_nobody_trains(comm: Any, schedule: str) -> None:
+    """A layer was said to use it; and the loss, too, where one rank has the first and the last stage, of x alone."""
+    torch.manual_seed(0)
+    x, y = torch.ones(8, WIDTH, dtype=torch.float64), torch.zeros(8, WIDTH, dtype=torch.float64)
+    encoder, texts = linear(), list[list[str]]()
+    layers = [linear() for _ in range(2 * comm.size)]
+    for given in ((encoder(x), y), (x, encoder(y))):
+        pipe = pipeline(layers, comm, microbatches=2, loss=F.mse_loss, schedule=schedule)
+        with warnings.catch_warnings(record=True) as seen:
+            warnings.simplefilter("always")
+            pipe.step(*given)
+        texts.append([str(one.message) for one in seen if "none of pipe.parameters()" in str(one.message)])
+        pipe.close()
+    assert [len(own) for own in texts] == [comm.rank == pipe.pipe.first, comm.rank == pipe.pipe.last], texts
+    assert all("x was computed of a parameter of shape" in text for text in texts[0])
+    assert all("y was computed of a parameter of shape" in text for text in texts[1])
+
+
 class Named(nn.Sequential):
     def __init__(self) -> None:
         super().__init__()

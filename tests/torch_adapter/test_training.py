@@ -274,11 +274,11 @@ def test_a_graph_of_gradients_stays_where_nothing_is_reduced(comm: Any) -> None:
         with optimizer.no_sync():
             for someone in (network, alone):
                 loss_of(someone, mine(comm, batch(comm))).backward(create_graph=True)
-                sum(parameter.grad.square().sum() for parameter in someone.parameters()).backward()  # type: ignore[union-attr,misc]
-        grads = [[p.grad.detach().clone() for p in one.parameters()] for one in (network, alone)]  # type: ignore[union-attr]
-        assert_close(*grads)
+                torch.stack([p.grad.square().sum() for p in someone.parameters()]).sum().backward()  # type: ignore[union-attr]
+        own, theirs = ([p.grad.detach() for p in one.parameters()] for one in (network, alone))  # type: ignore[union-attr]
+        assert_close(own, theirs)
         optimizer.zero_grad()
-        sum(parameter.sum() for parameter in network.parameters()).backward(create_graph=True)  # type: ignore[misc]
+        torch.stack([parameter.sum() for parameter in network.parameters()]).sum().backward(create_graph=True)
         optimizer.step()
     lonely: Any = DistributedOptimizer(torch.optim.SGD(other.parameters(), lr=0.1), comm=comm.split(comm.rank))
     with warnings.catch_warnings():
