@@ -10,7 +10,7 @@ from typing import Any
 
 from commlib.communicator import Communicator
 from commlib.compress.codec import Codec
-from commlib.errors import UsageError
+from commlib.errors import PeerError, UsageError
 from commlib.p2p.channel import Channel
 from commlib.p2p.device_channel import DeviceChannel
 from commlib.pipeline.device_ways import DeviceReceiver, DeviceSender
@@ -37,6 +37,9 @@ _WORDS = {
     Kind.REDUCE: "reduction of stage {1} over its replicas",
     Kind.STEP: "update of stage {1}",
 }
+
+_LEFT, _IN_VAIN = "has left the pipeline: it", " in vain, because "
+"""How a reason to leave begins, and what stands before another rank's."""
 
 
 class Runner:
@@ -171,7 +174,7 @@ class Runner:
         self._failure = self._failure or f"rank {self._comm.rank} failed ({type(error).__name__})"
         self._clear()
         for channel in self._channels:
-            channel.close(f"has left the pipeline: it failed ({line(error)})")
+            channel.close(_why_left(error))
 
     def close(self) -> None:
         """Close this rank's channels. Idempotent; not collective."""
@@ -201,7 +204,7 @@ class Runner:
         error.add_note(f"commlib: in a pipeline, {schedule.title}: at {self.position}\n{drawn}")
         self._clear()
         for channel in self._channels:
-            channel.close(f"has left the pipeline: it failed at {self._program[self._position]} ({line(error)})")
+            channel.close(_why_left(error, f" at {self._program[self._position]}"))
 
     def _clear(self) -> None:
         self._given: defaultdict[_Key, dict[int, Values | None]] = defaultdict(dict)
@@ -302,6 +305,15 @@ def describe(action: Action) -> str:
 def _facts(action: Action) -> dict[str, Any]:
     """Return what a timeline says of an action; `peer` is a stage, -1 where it sends nothing."""
     return {"kind": str(action.kind), "stage": action.stage, "microbatch": action.microbatch, "peer": action.peer}
+
+
+def _why_left(error: BaseException, place: str = "") -> str:
+    """Return why a rank leaves; if another one left it waiting, why the first one did, however far away that is."""
+    for peer, why in error.missing.items() if isinstance(error, PeerError) else ():
+        if why.startswith(_LEFT):
+            first = why.partition(_IN_VAIN)[2] or f"rank {peer} {why}"
+            return f"{_LEFT} waited{place}{_IN_VAIN}{first}"
+    return f"{_LEFT} failed{place} ({line(error)})"
 
 
 def line(error: BaseException) -> str:

@@ -179,7 +179,7 @@ OTHERS: dict[str, tuple[nn.Module, nn.Module, str]] = {
 }
 
 
-@pytest.mark.ranks(2)
+@pytest.mark.ranks(min=2)
 @pytest.mark.parametrize("name", OTHERS)
 def test_layers_with_other_options(comm: Any, name: str) -> None:
     """Each rank ran the stage of its own model, in silence."""
@@ -195,7 +195,7 @@ LOSSES: dict[str, tuple[Any, Any, str]] = {
 }
 
 
-@pytest.mark.ranks(2)
+@pytest.mark.ranks(min=2)
 @pytest.mark.parametrize("name", LOSSES)
 def test_other_losses(comm: Any, name: str) -> None:
     """That of the last stage's rank was taken, in silence."""
@@ -394,10 +394,11 @@ class Wide(nn.Module):
         return total
 
 
-@pytest.mark.ranks(2)
+@pytest.mark.ranks(min=2)
 def test_dtypes_that_stages_cannot_send_are_refused_by_the_layer(comm: Any) -> None:
     """The error was one of an array over a tensor, and named no layer."""
-    pipe = pipeline([Narrow(), Wide()], comm, microbatches=2, loss=F.mse_loss, split=[1, 1])
+    layers = [Narrow(), Wide(), *(nn.Tanh() for _ in range(comm.size - 2))]
+    pipe = pipeline(layers, comm, microbatches=2, loss=F.mse_loss, split=[1] * comm.size)
     text = r"layer 0 gives stage 1 a tensor of torch\.float8_e5m2"
     with pytest.raises(UsageError if comm.rank == 0 else PeerError, match=text):
         pipe.predict(batch()[0])

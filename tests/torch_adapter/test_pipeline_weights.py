@@ -250,15 +250,18 @@ class Calls(nn.Module):
         return found
 
 
-@pytest.mark.ranks(2)
+@pytest.mark.ranks(min=2)
 @pytest.mark.parametrize("place", [0, 1])
 def test_a_layer_that_uses_a_weight_of_another_stage(comm: Any, place: int) -> None:
     """In a first stage nobody saw it, and it was not trained; in a last one the loss was said to use it."""
-    own = linear()
-    pipe = pipeline([Calls(own), own] if place == 0 else [own, Calls(own)], comm, microbatches=2, loss=F.cross_entropy)
+    own, end = linear(), comm.size - 1
+    between = [nn.Tanh() for _ in range(end - 1)]
+    layers = [Calls(own), *between, own] if place == 0 else [own, *between, Calls(own)]
+    pipe = pipeline(layers, comm, microbatches=2, loss=F.cross_entropy)
     with pytest.raises((UsageError, PeerError)) as caught:
         pipe.step(*batch())
-    assert f"a layer of stage {place} uses {1 - place}.weight, which stages on other ranks have" in str(caught.value)
+    user, owner = (0, end) if place == 0 else (end, 0)
+    assert f"a layer of stage {user} uses {owner}.weight, which stages on other ranks have" in str(caught.value)
     pipe.close()
 
 
