@@ -126,9 +126,8 @@ class RowsLook:
                 calls = [self._call(functions, given, values, training=True, after=False)[1] for given, _ in of]
                 losses = calls if training and is_fixed else []
         except Exception as error:  # what does not run so cannot be looked at
-            if self._stage == 0:
-                remedy = "give it as a layer's constant or weight, or use microbatches=1"
-                warnings.warn(f"{unseen(self._where, error)}: {remedy}", stacklevel=2)
+            remedy = "give it as a layer's constant or weight, or use microbatches=1"
+            warnings.warn(f"{unseen(self._where, error)}: {remedy}", stacklevel=2)
             return
         if not _alike(made[0][0], again[0]) or not np.allclose(made[0][1], again[1], rtol=1e-3, atol=0):
             return  # it is random

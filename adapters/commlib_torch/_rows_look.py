@@ -158,10 +158,18 @@ class RowsLook:
             if not found:
                 return ""
             fault = fault or found
-        if refusal is not None and not has_run and INPUTS in self._seen[0][0]:  # their rows are where rows= says it
+        if refusal is not None and not has_run and self._has_known_rows():
             self._has_compared = True
             warnings.warn(f"{unseen(self._title, refusal)}: {REMEDY}", stacklevel=2)
         return fault
+
+    def _has_known_rows(self) -> bool:
+        """Return whether what a stage is given was merged as it would be in a larger microbatch, as far as is known.
+
+        Rows of inputs are where rows= says it; a number that another stage gives may be made of theirs in any way.
+        """
+        named, _ = self._seen[0]
+        return INPUTS in named or all(isinstance(leaf, Tensor) for leaf in pytree.tree_leaves(named))
 
     def _is_of_rounding(self, given: Sequence[_Named]) -> bool:
         """Return whether nothing differs in float64. Where that does not run, only what is large is no rounding."""
@@ -343,7 +351,13 @@ def _floats(value: Any) -> list[Array]:
 
 
 def _fresh(named: Mapping[str, Any]) -> _Named:
-    return pytree.tree_map_only(Tensor, lambda one: one.detach().clone(), dict(named))  # type: ignore[no-any-return]
+    """Return copies that want gradients where the values do: else a layer that begins a stage keeps no losses."""
+
+    def copied(one: Tensor) -> Tensor:
+        alone = one.detach()
+        return (alone.requires_grad_() if one.requires_grad else alone).clone()
+
+    return pytree.tree_map_only(Tensor, copied, dict(named))  # type: ignore[no-any-return]
 
 
 def _in_float64(named: _Named) -> _Named:

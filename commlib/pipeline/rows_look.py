@@ -152,7 +152,7 @@ def untold(stage: int, why: str) -> str:
 
 
 def unseen(where: str, error: BaseException) -> str:
-    """Return the warning that a first stage takes the rows of one microbatch alone. where: the stage."""
+    """Return the warning that a stage takes the rows of one microbatch alone. where: the stage."""
     return (
         f"pipeline: {where} takes a microbatch, but not the rows of two ({type(error).__name__}: {str(error)[:200]}), "
         "so nobody has seen whether it makes of each row what it would in the whole batch. Does an input that looks as "

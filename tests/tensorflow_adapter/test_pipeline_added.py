@@ -364,13 +364,20 @@ class Placed(keras.layers.Layer):  # type: ignore[misc]  # Keras has no types
         return x + places[:, None]
 
 
-def test_an_input_that_looks_as_if_it_had_rows(comm: Any) -> None:
-    """Single elements of it fit everything, so that microbatches gave something else without a word."""
+@pytest.mark.parametrize("stage", [0, 1])
+def test_an_input_that_looks_as_if_it_had_rows(comm: Any, stage: int) -> None:
+    """Single elements of it fit everything, so that microbatches gave something else without a word.
+
+    That was told where the first stage used it, and not of another one.
+    """
     x, places = keras.Input((8, WIDTH)), keras.Input(())
-    model = filled(
-        keras.Model([x, places], keras.layers.Dense(WIDTH)(Placed()([keras.layers.Dense(WIDTH)(x), places])))
-    )
-    pipe = pipeline(model, comm, microbatches=8)
+    output = x
+    for number in range(max(comm.size, 2)):
+        output = keras.layers.Dense(WIDTH, name=f"d{number}")(output)
+        if number == stage:
+            output = Placed()([output, places])
+    split = [f"d{number}" for number in range(1, comm.size)]
+    pipe = pipeline(filled(keras.Model([x, places], output)), comm, microbatches=8, split=split)
     pipe.compile(keras.optimizers.SGD(0.1), "mse", run_eagerly=True)
     rows = np.ones((8, 8, WIDTH))
     with warnings.catch_warnings(record=True) as caught:
@@ -378,5 +385,6 @@ def test_an_input_that_looks_as_if_it_had_rows(comm: Any) -> None:
         for _ in range(2):
             pipe.train_on_batch([rows, np.linspace(0, 1, 8)], rows)
     told = [str(one.message) for one in caught if "not the rows of two" in str(one.message)]
-    assert len(told) == (comm.rank == pipe.pipe.first)
+    assert len(told) == (comm.rank == min(stage, comm.size - 1))
+    assert not told or f"pipeline: stage {comm.rank} (of " in told[0]
     pipe.close()

@@ -158,31 +158,40 @@ def test_what_does_not_mix_rows(comm: Any, make: Any, shape: Any, options: Any) 
 
 
 class Placed(nn.Module):
-    """Its second input is as long as a batch may be, and belongs to no row."""
+    """Its second input is as long as a batch may be, and belongs to no row. It is used after so many layers."""
 
-    def __init__(self) -> None:
+    def __init__(self, after: int, number: int) -> None:
         super().__init__()
         torch.manual_seed(0)
-        self.first, self.second = nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH)
+        self.after, self.layers = after, nn.ModuleList(nn.Linear(WIDTH, WIDTH) for _ in range(number))
 
     def forward(self, x: Tensor, places: Tensor) -> Tensor:
-        hidden = torch.tanh(self.first(x) + places[:, None])
-        found: Tensor = self.second(hidden)
-        return found
+        places = places.cos()
+        for number, layer in enumerate(self.layers):
+            x = layer(x)
+            if number == self.after:
+                x = torch.tanh(x + places[:, None])
+        return x
 
 
-def test_an_input_that_looks_as_if_it_had_rows(comm: Any) -> None:
-    """It was cut into single elements, which fit everything, without a word."""
+@pytest.mark.parametrize("stage", [0, 1])
+def test_an_input_that_looks_as_if_it_had_rows(comm: Any, stage: int) -> None:
+    """It was cut into single elements, which fit everything, without a word; later, if another stage used it."""
     x, places = inputs(8, 8), torch.linspace(0, 1, 8, dtype=torch.float64)
-    expected = mean_square(Placed().double()(x, places), x).detach()
+
+    def model() -> nn.Module:
+        return Placed(stage, max(comm.size, 2)).double()
+
+    expected, split = mean_square(model()(x, places), x).detach(), [f"layers.{one}" for one in range(1, comm.size)]
     for where in (0, "whole"):
-        pipe = pipeline(Placed().double(), comm, microbatches=8, loss=mean_square, rows={"x": (0, where)})
+        pipe = pipeline(model(), comm, microbatches=8, loss=mean_square, rows={"x": (0, where)}, split=split)
         with warnings.catch_warnings(record=True) as caught:
             warnings.simplefilter("always")
             loss = pipe.step((x, places), x)
             pipe.step((x, places), x)
         told = [str(one.message) for one in caught if "not the rows of two" in str(one.message)]
-        assert len(told) == (where == 0 and pipe.pipe.first == comm.rank)
+        assert len(told) == (where == 0 and comm.rank == min(stage, comm.size - 1))
+        assert not told or f"pipeline: stage {comm.rank} (of " in told[0]
         if where == "whole":
             torch.testing.assert_close(loss, expected, rtol=1e-10, atol=0)
         pipe.close()
@@ -238,15 +247,17 @@ class Keeps(KeepsLosses):
         return x
 
 
+@pytest.mark.parametrize("begins", [False, True])
 @pytest.mark.parametrize("in_training", [False, True])
 @pytest.mark.parametrize("schedule", ["1f1b", "zb_h1"])
-def test_sums_that_layers_keep(comm: Any, schedule: str, in_training: bool) -> None:
-    """A sum over rows counted 1 / microbatches."""
+def test_sums_that_layers_keep(comm: Any, schedule: str, in_training: bool, begins: bool) -> None:
+    """A sum over rows counted 1 / microbatches; and still did where the layer that keeps it begins a stage."""
     first, second = Keeps("sum", "mean", in_training=in_training), Keeps("sum", in_training=in_training)
     model = layers(nn.Tanh(), first, nn.Linear(WIDTH, WIDTH), second)
     whole = copy.deepcopy(model)
     x, y = inputs(7), inputs(7, seed=2)
-    pipe = pipeline(model, comm, microbatches=3, loss=mean_square, schedule=schedule)
+    split = ["2", "4", "5"][: comm.size - 1] if begins else "auto"
+    pipe = pipeline(model, comm, microbatches=3, loss=mean_square, schedule=schedule, split=split)
     for _ in range(2):
         expected = mean_square(whole(x), y) + auxiliary_loss(whole)
         expected.backward()
@@ -257,9 +268,12 @@ def test_sums_that_layers_keep(comm: Any, schedule: str, in_training: bool) -> N
     pipe.close()
 
 
+@pytest.mark.parametrize("begins", [False, True])
 @pytest.mark.parametrize("kind", ["both", "positive"])
-def test_kept_losses_that_are_neither_mean_nor_sum(comm: Any, kind: str) -> None:
-    pipe = pipeline(layers(Keeps("mean", kind)), comm, microbatches=2, loss=mean_square)
+def test_kept_losses_that_are_neither_mean_nor_sum(comm: Any, kind: str, begins: bool) -> None:
+    model = layers(Keeps("mean", kind), *(nn.Tanh() for _ in range(comm.size - 2)))
+    split = [str(one) for one in range(1, comm.size)] if begins else "auto"
+    pipe = pipeline(model, comm, microbatches=2, loss=mean_square, split=split)
     for _ in range(2):
         with pytest.raises(UsageError, match="a loss that a layer of stage"):
             pipe.step(inputs(4, seed=4), inputs(4, seed=2))
