@@ -17,6 +17,15 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--again", default="", metavar="WHAT,...", help=f"what differs from an earlier run: {list(MARKS)}")
 
 
+def ranks_of(mark: pytest.Mark) -> tuple[int, int | None]:
+    """Return the least and the most ranks that `ranks(min=1, max=None)` asks for, with or without these names."""
+
+    def ranks(min: int = 1, max: int | None = None) -> tuple[int, int | None]:
+        return min, max
+
+    return ranks(*mark.args, **mark.kwargs)
+
+
 @pytest.hookimpl(trylast=True)  # a conftest may mark a whole folder
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     said = [what for what in config.getoption("again").split(",") if what]
@@ -43,6 +52,6 @@ def mark_adapter(
         if item.path.name not in every_mpi:
             item.add_marker(pytest.mark.any_mpi)
         needed = item.get_closest_marker("ranks")
-        least = 1 if needed is None else needed.kwargs.get("min", 1)
+        least = 1 if needed is None else ranks_of(needed)[0]
         if least < 3 and getattr(item, "originalname", "") not in every_number:
             item.add_marker(pytest.mark.any_ranks)

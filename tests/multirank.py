@@ -26,6 +26,8 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import pytest
 from mpi4py import MPI
 
+from tests.again import ranks_of
+
 if TYPE_CHECKING:
     from commlib import Communicator
 
@@ -160,9 +162,10 @@ class MultiRank:
     def pytest_collection_modifyitems(self, items: list[pytest.Item]) -> None:
         for item in items:
             for mark in item.iter_markers("ranks"):
-                least, most = mark.kwargs.get("min", 1), mark.kwargs.get("max") or self.size
-                if not least <= self.size <= most:
-                    item.add_marker(pytest.mark.skip(reason=f"wants {mark.kwargs}, there are {self.size} ranks"))
+                least, most = ranks_of(mark)
+                if not least <= self.size <= (most or self.size):
+                    wanted = f"{least} or more" if most is None else f"{least} to {most}"
+                    item.add_marker(pytest.mark.skip(reason=f"wants {wanted} ranks, there are {self.size}"))
 
     def pytest_collection_finish(self, session: pytest.Session) -> None:
         tests = "\n".join([*self.collection_errors, *(item.nodeid for item in session.items)])

@@ -135,7 +135,8 @@ def test_an_import_error_on_rank_1_is_shown(run_suite):
 
 
 def test_the_marker_ranks_skips_alike(run_suite):
+    """What was not named, as in ranks(3), was no mark at all."""
     text = "@pytest.mark.ranks(min=3)\ndef test_a(): pass\n@pytest.mark.ranks(min=2, max=2)\ndef test_b(): pass\n"
-    done = run_suite(text)
+    done = run_suite(text + "@pytest.mark.ranks(3)\ndef test_c(): pass\n")
     assert done.returncode == 0, done
-    assert "1 passed, 1 skipped" in last_line(done)
+    assert "1 passed, 2 skipped" in last_line(done)

@@ -109,7 +109,7 @@ def test_train_and_frozen_only(comm: Any) -> None:
     assert wrapped(torch.ones(1, 2)).shape == (1, 2)
 
 
-@pytest.mark.ranks(2)
+@pytest.mark.ranks(min=2)
 def test_steps_that_depend_on_the_loss_are_refused(comm: Any) -> None:
     """LBFGS followed each rank's own loss, in silence, so that weights parted."""
     net = nn.Linear(3, 1)

@@ -23,14 +23,17 @@ __all__ = ["in_float64"]  # which pytest uses
 
 
 class Chain(nn.Module):
-    """Traced: two layers, and something between them."""
+    """Traced: two layers or more, and something between them."""
 
-    def __init__(self, between: nn.Module) -> None:
+    def __init__(self, between: nn.Module, more: int = 0) -> None:
         super().__init__()
         torch.manual_seed(0)
         self.first, self.between, self.last = nn.Linear(WIDTH, WIDTH), between, nn.Linear(WIDTH, WIDTH)
+        self.more = nn.ModuleList(nn.Linear(WIDTH, WIDTH) for _ in range(more))
 
     def forward(self, x: Tensor) -> Any:
+        for layer in self.more:
+            x = layer(x)
         return self.last(self.between(self.first(x)))
 
 
@@ -67,7 +70,7 @@ class Noted(nn.Module):
 def test_a_difference_is_refused_on_all_ranks(comm: Any, verb: str) -> None:
     """Without example= a forward that no trace can follow trained another model, in silence."""
     x, y = batch()
-    pipe = pipeline(Chain(Exact(in_training=True)), comm, microbatches=2, loss=F.mse_loss)
+    pipe = pipeline(Chain(Exact(in_training=True), more=comm.size - 2), comm, microbatches=2, loss=F.mse_loss)
     before = copy.deepcopy(pipe.state_dict())
     for _ in range(2):  # it stays refused
         with pytest.raises(UsageError, match=r"the cut model is not the whole one, in training: the output of last"):
@@ -85,7 +88,7 @@ class OnlyInEvaluation(nn.Module):
 def test_the_other_mode_is_compared_too(comm: Any) -> None:
     """A difference in evaluation would have come after hours of training."""
     x, y = batch()
-    pipe = pipeline(Chain(OnlyInEvaluation()), comm, microbatches=2, loss=F.mse_loss)
+    pipe = pipeline(Chain(OnlyInEvaluation(), more=comm.size - 2), comm, microbatches=2, loss=F.mse_loss)
     with pytest.raises(UsageError, match="the cut model is not the whole one, in evaluation"):
         pipe.step(x, y)
     pipe.close()

@@ -47,16 +47,18 @@ class Asks(nn.Module):
         return out
 
 
-@pytest.mark.ranks(2)
+@pytest.mark.ranks(min=2)
 @pytest.mark.parametrize("options", [{}, {"example": torch.ones(2, WIDTH)}, {"verify": torch.ones(2, WIDTH)}])
 @pytest.mark.parametrize("kind", [list, nn.ModuleList, lambda layers: nn.Sequential(*layers)])
 def test_what_one_rank_writes_no_other_reads(comm: Any, kind: Any, options: dict[str, Any]) -> None:
     """The loss was another one, without a word: copies that were compared shared what ranks do not."""
     torch.manual_seed(0)
     box: dict[str, Any] = {}
-    model = kind([Writes(box), nn.Tanh(), Reads(box)])
+    between = [nn.Tanh() for _ in range(max(1, comm.size - 2))]
+    model, end = kind([Writes(box), *between, Reads(box)]), 1 + len(between)
     x = torch.ones(4, WIDTH)
-    with pytest.raises(UsageError, match=r"0\.box and 2\.box, of layers on ranks 0, 1, are one dict"):
+    text = rf"0\.box and {end}\.box, of layers on ranks 0, {comm.size - 1}, are one dict"
+    with pytest.raises(UsageError, match=text):
         pipeline(model, comm, microbatches=2, loss=F.mse_loss, **options).step(x, x)
 
 
@@ -84,12 +86,13 @@ class ReadsBuffer(nn.Module):
         return out
 
 
-@pytest.mark.ranks(2)
+@pytest.mark.ranks(min=2)
 def test_a_buffer_that_is_read_by_a_hidden_reference(comm: Any) -> None:
     """The last stage's rank read a buffer that only the first one's changes."""
-    counts, x = Counts(), torch.ones(4, WIDTH)
-    pipe = pipeline(nn.Sequential(counts, ReadsBuffer(counts)), comm, microbatches=1, loss=F.mse_loss)
-    with pytest.raises(UsageError, match=r"0 and 1\.hidden, of layers on ranks 0, 1, are one Counts"):
+    counts, x, end = Counts(), torch.ones(4, WIDTH), comm.size - 1
+    model = nn.Sequential(counts, *(nn.Tanh() for _ in range(end - 1)), ReadsBuffer(counts))
+    pipe = pipeline(model, comm, microbatches=1, loss=F.mse_loss)
+    with pytest.raises(UsageError, match=rf"0 and {end}\.hidden, of layers on ranks 0, {end}, are one Counts"):
         pipe.step(x, x)
     pipe.close()
 
