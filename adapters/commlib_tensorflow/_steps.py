@@ -171,7 +171,7 @@ class Steps:
         """Begin anew: with a loss and what it counts, the variables that are trainable now, and what updates them.
 
         compiled: lines that have to be the same on all ranks; they are compared when the next batch begins. roots: the
-        models around the stages. Collective, where stages on several ranks share weights.
+        models around the stages. Collective where stages on several ranks share weights.
         """
         self._trainable.settle()
         self._trainable.check_roots(roots)

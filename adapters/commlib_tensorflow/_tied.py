@@ -11,14 +11,15 @@ import tensorflow as tf
 
 from commlib.communicator import Communicator
 from commlib.errors import MismatchError
-from commlib.pipeline.tied import find_tied
+from commlib.pipeline.tied import find_shared
 from commlib_tensorflow._bridge import to_array, to_tensor
 
 
 @dataclass(frozen=True, slots=True)
 class _Tied:
-    """A variable of this rank, and the communicator of the ranks that have it."""
+    """A variable of this rank, and the communicator of the ranks that have it. number: of all that ranks share."""
 
+    number: int
     variable: Any
     comm: Communicator
 
@@ -26,16 +27,21 @@ class _Tied:
 class TiedWeights:
     """The variables of this rank that other ranks have, too."""
 
-    def __init__(self, tied: Sequence[_Tied], exist: bool) -> None:
+    def __init__(self, comm: Communicator, tied: Sequence[_Tied], everything: Sequence[Any]) -> None:
+        self._comm, self._everything = comm, everything
         self._tied = self._trained = tied
-        self.exist = exist
+
+    @property
+    def exist(self) -> bool:
         """Whether any rank has any."""
+        return bool(self._everything)
 
     @classmethod
     def found(cls, comm: Communicator, parts: Sequence[Any], placement: Sequence[int]) -> TiedWeights:
         """Find the variables that several ranks have in a model that this rank still has as a whole. Collective."""
-        own, exist = find_tied(comm, [part.variables for part in parts], placement)
-        return cls([_Tied(variable, group) for variable, group in own], exist)
+        shared = find_shared(comm, [part.variables for part in parts], placement)
+        own = [_Tied(number, one, group) for number, (one, group) in enumerate(shared) if group is not None]
+        return cls(comm, own, [variable for variable, _ in shared])
 
     def spread(self) -> None:
         """Give all owners the values of the first one. Collective over them."""
@@ -45,23 +51,22 @@ class TiedWeights:
             tied.variable.assign(array)
 
     def settle(self) -> None:
-        """Agree on which of them are trainable from now on. Collective over the owners.
+        """Agree on which of them are trainable from now on. Collective, if there are any.
 
-        Raises MismatchError on all owners of one that only some of them train.
+        Raises MismatchError on all ranks for one that only some of its owners train.
         """
-        own = [
-            (tied, [bool(one) for one in tied.comm.all_gather(np.array([int(tied.variable.trainable)]))])
-            for tied in self._tied
-        ]
-        for tied, trained in own:
-            if len(set(trained)) > 1:
+        if not self.exist:
+            return
+        told = self._comm.all_gather_object({tied.number: bool(tied.variable.trainable) for tied in self._tied})
+        for number, variable in enumerate(self._everything):
+            trained = {one[number]: rank for rank, one in reversed(list(enumerate(told))) if number in one}
+            if len(trained) > 1:
                 raise MismatchError(
-                    f"pipeline: {tied.variable.path} is a weight that stages on several ranks share: it is "
-                    f"{'trainable' if trained[tied.comm.rank] else 'frozen'} on this rank (rank {tied.comm.rank} of "
-                    f"{tied.comm.size} that have it), but frozen on rank {trained.index(False)} of them and trainable "
-                    f"on rank {trained.index(True)}: set trainable alike on all ranks, and compile again"
+                    f"pipeline: {variable.path} is a weight that stages on several ranks share: it is frozen on rank "
+                    f"{trained[False]} and trainable on rank {trained[True]}: set trainable alike on all ranks, and "
+                    "compile again"
                 )
-        self._trained = [tied for tied, trained in own if trained[0]]
+        self._trained = [tied for tied in self._tied if tied.variable.trainable]
 
     def add_up(self, gradients: MutableMapping[int, tf.Tensor | None]) -> None:
         """Add the gradients of all owners, by the id of the variable. Collective over the owners."""

@@ -8,17 +8,6 @@ from typing import Any
 from commlib.communicator import Communicator
 
 
-def find_tied(
-    comm: Communicator, weights: Sequence[Iterable[Any]], placement: Sequence[int]
-) -> tuple[list[tuple[Any, Communicator]], bool]:
-    """Return this rank's weights that other ranks have, too, each with the communicator of its owners; and if any is.
-
-    As `find_shared` has it.
-    """
-    shared = find_shared(comm, weights, placement)
-    return [(weight, group) for weight, group in shared if group is not None], bool(shared)
-
-
 def find_shared(
     comm: Communicator, weights: Sequence[Iterable[Any]], placement: Sequence[int]
 ) -> list[tuple[Any, Communicator | None]]:
