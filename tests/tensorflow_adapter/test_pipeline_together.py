@@ -87,24 +87,26 @@ def test_a_metric_that_has_seen_something_before(comm: Any) -> None:
     """What it had seen was counted in the first epoch."""
     metric = keras.metrics.MeanSquaredError(name="again")
     metric.update_state([100.0], [0.0])
-    pipe = pipeline(layers(2), comm, microbatches=2)
+    pipe = pipeline(layers(max(2, comm.size)), comm, microbatches=2)
     pipe.compile(optimizer="sgd", loss="mse", metrics=[metric])
     history = pipe.fit(*batch(16), **(OPTIONS | {"batch_size": 16, "epochs": 2})).history
     near(history["again"], history["loss"])
     pipe.close()
 
 
-def recurrent(rows: int) -> Any:
-    lstm = [keras.layers.LSTM(WIDTH, stateful=True, return_sequences=n == 0, name=f"l{n}") for n in range(2)]
+def recurrent(rows: int, count: int) -> Any:
+    names = [f"l{number}" for number in range(count)]
+    lstm = [keras.layers.LSTM(WIDTH, stateful=True, return_sequences=name != names[-1], name=name) for name in names]
     return filled(keras.Sequential([keras.Input(batch_shape=(rows, 3, WIDTH)), *lstm]))
 
 
 def test_stateful_layers_take_whole_batches(comm: Any) -> None:
     """Evaluate and predict left their states as they were; several microbatches failed within a step."""
     x, y = np.random.default_rng(0).normal(size=(2, 4, 3, WIDTH)), np.ones((4, WIDTH))
+    whole, cut = (recurrent(4, max(2, comm.size)) for _ in range(2))
     with pytest.raises(UsageError, match=r"l0.* is stateful.* use microbatches=1"):
-        pipeline(recurrent(4), comm, microbatches=2)
-    alone, pipe = Alone(recurrent(4), "sgd"), pipeline(recurrent(4), comm, microbatches=1, loss="mse", optimizer="sgd")
+        pipeline(recurrent(4, max(2, comm.size)), comm, microbatches=2)
+    alone, pipe = Alone(whole, "sgd"), pipeline(cut, comm, microbatches=1, loss="mse", optimizer="sgd")
     for each in x:
         near(pipe.step(each, y), alone.step(each, y))
         near(pipe.predict_on_batch(each), alone.model(each))
