@@ -238,14 +238,15 @@ def as_numbers(counts: Sequence[Count]) -> list[float]:
     return [next(told) if isinstance(count, Tensor) else count for count in counts]
 
 
-def rule_of(call: LossCall, target: Any) -> tuple[Rule | None, bool]:
+def rules_of(call: LossCall, target: Any) -> tuple[list[Rule], bool]:
     """Return how the terms of a loss that was called are counted in the target, and whether that is certain.
 
-    It is where the loss was given a tensor of the target, or a view of all of it.
+    It is where the loss was given a tensor of the target, or a view of all of it. Else those that have the same values,
+    of which one lies where these do if it was expanded.
     """
     if call.target is None or call.count is None:
-        return None, False
-    is_sum, classes = call.reduction == "sum", call.classes
+        return [], False
+    found: list[tuple[Rule, Tensor]] = []
     for place, leaf in enumerate(_leaves(target)):
         if not leaf.ndim:
             continue
@@ -256,16 +257,22 @@ def rule_of(call: LossCall, target: Any) -> tuple[Rule | None, bool]:
             times, rest = divmod(call.target.numel(), tensor.numel())
             if rest or not times or not (times == 1 or call.has_weights):  # weights of rows may have been expanded
                 continue
-            by_rows = classes is None and not call.has_weights and float(call.count) != tensor.numel()
+            by_rows = call.classes is None and not call.has_weights and float(call.count) != tensor.numel()
             if by_rows and call.count != tensor.shape[0]:
                 continue  # such as of (8, 1) and (8), which are 64 terms
-            rule = Rule(place, shifted, classes, by_rows, is_sum, call.has_weights)
+            rule = Rule(place, shifted, call.classes, by_rows, call.reduction == "sum", call.has_weights)
             if is_view(call.target, tensor):
-                return rule, True
-            expanded = tensor.to(call.target.dtype).reshape(-1, 1).expand(-1, times)
-            if torch.equal(expanded, call.target.reshape(-1, times)):
-                return rule, False
-    return None, False
+                return [rule], True
+            found.append((rule, tensor))
+    same = [(rule, tensor) for rule, tensor in found if _is_expanded(tensor, call.target)]
+    own = [rule for rule, tensor in same if tensor.data_ptr() == call.target.data_ptr()]
+    return own[:1] or [rule for rule, _ in same], False
+
+
+def _is_expanded(one: Tensor, other: Tensor) -> bool:
+    """Return whether a tensor has the elements of another, each as often."""
+    times = other.numel() // one.numel()
+    return torch.equal(one.to(other.dtype).reshape(-1, 1).expand(-1, times), other.reshape(-1, times))
 
 
 def is_view(one: Tensor, other: Tensor) -> bool:

@@ -6,6 +6,7 @@ import math
 import warnings
 from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 import torch
@@ -18,7 +19,7 @@ from commlib.pipeline.batch import shares
 from commlib.pipeline.losses import REMEDY, Looks, Weigher, Weights, fault_in_sum, fault_in_terms, is_close, weights_of
 from commlib.pipeline.rows import Rows
 from commlib_torch._batches import taken, together
-from commlib_torch._loss_calls import Count, LossCall, LossCalls, Manner, Rule, as_numbers, is_same, is_view, rule_of
+from commlib_torch._loss_calls import Count, LossCall, LossCalls, Manner, Rule, as_numbers, is_same, is_view, rules_of
 from commlib_torch._parts import OUTPUT
 
 Loss = Callable[..., Any]
@@ -225,25 +226,43 @@ class LossWeights:
         if losses.calls:  # it was not certain at the first one
             losses.calls[microbatch] = counts
             return
-        rule, is_certain = None, False
+        rules, is_certain = list[Rule](), False
         if calls:
             call = calls[0]
             is_whole = call.result is loss and len(calls) == 1
-            rule, is_certain = rule_of(call, target)
+            rules, is_certain = rules_of(call, target)
             is_certain = is_certain and is_whole and _is_of(call.input, output)
             if call.reduction == "none" or (call.reduction == "sum" and not is_whole):
-                rule = None
+                rules = []
+        rule = rules[0] if rules else None
         if rule is None:
             is_sum = any(loss is one for one in losses.sums)
             losses.weights, self._rule = weights_of(losses.rows, losses.rows, is_sum=is_sum), None
             if losses.sums and not is_sum:
                 self._tell_of_sums()
+        elif len(rules) > 1 and (told := self._weights_of_several(losses, microbatch, output, rules, counts)):
+            losses.weights, self._rule = told, None
         elif losses.weights is None or not rule.is_as(self._rule):
             losses.weights, self._rule = self._by_rule(losses, rule), rule
         if not is_certain:
             if calls and self._may_count:
                 losses.calls[microbatch] = counts
             self._look(losses, microbatch, output)
+
+    def _weights_of_several(
+        self, losses: Losses, microbatch: int, output: Any, rules: Sequence[Rule], counts: Sequence[Count | None]
+    ) -> Weights | None:
+        """Return what losses count by which the first one does not tell one of several tensors of the target.
+
+        Such as weights and a mask that are all ones there. None if it makes no difference, or cannot be told either.
+        """
+        found = [self._by_rule(losses, rule).in_batch() for rule in rules]
+        if len(counts) != 1 or counts[0] is None or all(map(partial(_are_close, found[0]), found[1:])):
+            return None
+        try:
+            return self._weights_apart(losses, microbatch, output, counts[0])
+        except UsageError:  # all calls are held against the first one's
+            return None
 
     def _learn_of_marked(
         self, losses: Losses, microbatch: int, output: Any, calls: list[LossCall], loss: Tensor
@@ -262,15 +281,19 @@ class LossWeights:
         if is_whole and calls[0].reduction == "sum":
             losses.weights = weights_of(losses.rows, losses.rows, is_sum=True)
         elif is_whole and counts[0] is not None:
-            found = {microbatch: counts[0]}
-            for number, rows in enumerate(losses.rows):
-                if rows and number not in found:
-                    found[number] = self._count_of_marked(losses, number, output, losses.rows[microbatch])
-            told = dict(zip(found, as_numbers(list(found.values())), strict=True))
-            losses.weights = weights_of([told.get(n, 0.0) for n in range(len(losses.rows))], losses.rows)
+            losses.weights = self._weights_apart(losses, microbatch, output, counts[0])
         if calls and self._may_count:
             losses.calls[microbatch] = counts
         self._look(losses, microbatch, output)
+
+    def _weights_apart(self, losses: Losses, microbatch: int, output: Any, count: Count) -> Weights:
+        """Return what losses count, each called on a copy of its target. Raises UsageError if nobody can tell."""
+        found = {microbatch: count}
+        for number, rows in enumerate(losses.rows):
+            if rows and number not in found:
+                found[number] = self._count_of_marked(losses, number, output, losses.rows[microbatch])
+        told = dict(zip(found, as_numbers(list(found.values())), strict=True))
+        return weights_of([told.get(n, 0.0) for n in range(len(losses.rows))], losses.rows)
 
     def _count_of_marked(self, losses: Losses, number: int, output: Any, rows_of_output: int) -> Count:
         """Return how many terms a microbatch's loss will be the mean of. Raises UsageError if nobody can tell."""
@@ -426,10 +449,11 @@ def _are_by_rows(losses: Losses) -> bool:
     """Return whether all counts by rows in a batch: others tell of a loss in which not all counts alike."""
     by_rows = shares(losses.rows)
     every = [losses.weights] if not losses.summands else losses.summands.values()
-    return all(
-        one is None or one.is_sum or all(abs(a - b) < 1e-9 for a, b in zip(one.in_batch(), by_rows, strict=True))
-        for one in every
-    )
+    return all(one is None or one.is_sum or _are_close(one.in_batch(), by_rows) for one in every)
+
+
+def _are_close(shares: Sequence[float], others: Sequence[float]) -> bool:
+    return all(abs(one - other) < 1e-9 for one, other in zip(shares, others, strict=True))
 
 
 def total_of(loss: Any) -> Any:

@@ -201,6 +201,21 @@ def test_weights_of_rows_in_the_target(comm: Any, is_column: bool) -> None:
     assert_is_that_of_one_process(comm, loss, *batches)
 
 
+@pytest.mark.parametrize("kind", ["expanded", "copied", "elements"])
+def test_weights_that_begin_like_a_mask(comm: Any, kind: str) -> None:
+    """Weights that were all ones at first were taken for the mask beside them, and refused once they were others."""
+    ones, later = torch.ones(8, dtype=torch.float64), torch.tensor([1, 1, 1, 1, 0.5, 0, 2, 1], dtype=torch.float64)
+    if kind == "elements":
+        ones, later = (one[:, None].repeat(1, WIDTH) for one in (ones, later))
+
+    def loss(output: Tensor, y: tuple[Tensor, Tensor, Tensor]) -> Tensor:
+        weight = y[2] if kind == "elements" else y[2][:, None].expand_as(output)
+        return functions.mse_loss(output, y[0], weight=weight.contiguous() if kind == "copied" else weight)  # type: ignore[no-any-return]
+
+    batches = [(inputs(8), (floats(8, WIDTH), ones.clone(), weights)) for weights in (ones, later, later.flip(0))]
+    assert_is_that_of_one_process(comm, loss, *batches)
+
+
 def dice(output: Tensor, target: Tensor) -> Tensor:
     chances = output.sigmoid()
     return 1 - 2 * (chances * target).sum() / (chances.sum() + target.sum())
