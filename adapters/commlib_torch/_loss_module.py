@@ -11,6 +11,7 @@ from weakref import ref
 from torch import Tensor, nn
 
 from commlib.errors import UsageError
+from commlib_torch._uncompiled import original
 
 NAME = "loss"
 """Where its parameters and buffers are: `loss.temperature`."""
@@ -21,7 +22,7 @@ def loss_module(loss: Any, parts: Sequence[nn.Module]) -> nn.Module | None:
     while isinstance(loss, partial):
         loss = loss.func
     is_method = hasattr(loss, "__self__")
-    owner = loss.__self__ if is_method else getattr(loss, "_orig_mod", loss)  # of a compiled one
+    owner = loss.__self__ if is_method else original(loss)
     if not isinstance(owner, nn.Module):
         return None
     own = {id(parameter) for parameter in owner.parameters()}

@@ -21,6 +21,7 @@ from commlib.pipeline.rows import Rows
 from commlib_torch._batches import taken, together
 from commlib_torch._loss_calls import Count, LossCall, LossCalls, Manner, Rule, as_numbers, is_same, is_view, rules_of
 from commlib_torch._parts import OUTPUT
+from commlib_torch._uncompiled import original
 
 Loss = Callable[..., Any]
 """Of (output, target): a loss, a dict of its summands, or (either, metrics)."""
@@ -107,7 +108,9 @@ class LossWeights:
         self._gives_number: bool | None = None
         self._has_told = False
         # A compiled function is not watched, but what it was made of is, once, beside it.
-        self._original: Loss | None = getattr(loss, "_orig_mod", getattr(loss, "_torchdynamo_orig_callable", None))
+        self._original: Loss | None = getattr(loss, "_torchdynamo_orig_callable", None)
+        if original(loss) is not loss:
+            self._original = original(loss)
 
     def begin(self, rows: Sequence[int], targets: Sequence[Any], inputs: Sequence[Any], every: int = 0) -> Losses:
         """Begin a batch. inputs: if they are known here. every: microbatches between updates, as schedules say it."""

@@ -31,6 +31,17 @@ def uncompiled(function: _F) -> _F:
     return cast(_F, called)
 
 
+def original(value: Any) -> Any:
+    """Return the module that another is a compiled one of, and what is none itself.
+
+    What others call `_orig_mod` is their own affair.
+    """
+    compiler = sys.modules.get("torch._dynamo.eval_frame")
+    while compiler is not None and isinstance(value, compiler.OptimizedModule):
+        value = value._orig_mod
+    return value
+
+
 def leave_uncompiled(names: Sequence[str]) -> None:
     """Let graphs break around all that is in these modules and packages.
 

@@ -1,32 +1,73 @@
-"""Unready: refuse models that no stage can be made of as they are, and say what makes them ready."""
+"""Unready: refuse models and losses that no stage can be made of as they are, and say what makes them ready."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
+from functools import partial
 from typing import Any
 
+import torch
 from torch import nn
 from torch.nn.parameter import is_lazy
 
 from commlib.errors import UsageError
+from commlib_torch._uncompiled import original
 
 
 def check_ready(model: Any) -> None:
-    """Raise UsageError for a model that was compiled as a whole, or whose weights have no shapes yet."""
-    if isinstance(model, nn.Module) and isinstance(getattr(model, "_orig_mod", None), nn.Module):
-        kind = type(model._orig_mod).__name__
+    """Raise UsageError for a model that was compiled as a whole, is a script, or whose weights have no shapes yet."""
+    if original(model) is not model:
+        kind = type(original(model)).__name__
         raise UsageError(
             f"pipeline: the model is a compiled {kind} (torch.compile), which no stage would call as a whole: give the "
             f"{kind} itself, and compile its layers, each by itself: layer.compile()"
         )
     for name, layer in _layers(model):
-        weights = [*layer._parameters.items(), *layer._buffers.items()]
-        if lazy := [own for own, weight in weights if weight is not None and is_lazy(weight)]:
+        what = f"layer {name}" if name else "the model"
+        if isinstance(layer, torch.jit.ScriptModule):
+            kind = getattr(layer, "original_name", type(layer).__name__)
             raise UsageError(
-                f"pipeline: layer {name} ({type(layer).__name__}) is lazy: its {' and '.join(lazy)} get their shapes "
+                f"pipeline: {what} is a script of a {kind} (torch.jit), of which a stage sees neither layers nor what "
+                f"they do: give the {kind} itself, and compile layers, each by itself: layer.compile()"
+            )
+        if lazy := _lazy(layer):
+            raise UsageError(
+                f"pipeline: {what} ({type(layer).__name__}) is lazy: its {lazy} get their shapes "
                 "from a first batch, which a pipeline needs before: run the model once, with the same seed on every "
                 "rank, such as with torch.no_grad(): model(x[:2])"
             )
+
+
+def check_loss(loss: Any) -> None:
+    """Raise UsageError for a loss that cannot be called, is a class of losses, or whose weights have no shapes yet."""
+    if loss is None:
+        return
+    such_as = "such as torch.nn.functional.mse_loss or torch.nn.MSELoss()"
+    if not callable(loss):
+        raise UsageError(
+            f"pipeline: loss= is {loss!r} ({type(loss).__name__}): give a function of (output, target), {such_as}"
+        )
+    if isinstance(loss, type):
+        raise UsageError(
+            f"pipeline: loss= is the class {loss.__name__}: give an instance of it, {loss.__name__}(...), or a "
+            f"function of (output, target), {such_as}"
+        )
+    while isinstance(loss, partial):
+        loss = loss.func
+    for name, layer in _layers(original(getattr(loss, "__self__", loss))):
+        if lazy := _lazy(layer):
+            what = f"layer {name} of the loss" if name else "the loss"
+            raise UsageError(
+                f"pipeline: {what} ({type(layer).__name__}) is lazy: its {lazy} get their shapes from a first batch, "
+                "which a pipeline needs before: call the loss once, with the same seed on every rank, such as with "
+                "torch.no_grad(): loss(output[:2], y[:2])"
+            )
+
+
+def _lazy(layer: nn.Module) -> str:
+    """Return the names of weights that have no shapes yet."""
+    weights = [*layer._parameters.items(), *layer._buffers.items()]
+    return " and ".join(own for own, weight in weights if weight is not None and is_lazy(weight))
 
 
 def _layers(model: Any) -> Iterator[tuple[str, nn.Module]]:

@@ -62,8 +62,9 @@ from commlib_torch._steps import Steps
 from commlib_torch._synchronized import check_batch_norms
 from commlib_torch._tied import TiedWeights
 from commlib_torch._traced import Traced
+from commlib_torch._uncompiled import uncompiled
 from commlib_torch._units import costs_of, layers_of, units_of
-from commlib_torch._unready import check_ready
+from commlib_torch._unready import check_loss, check_ready
 from commlib_torch._verify import check_with_example, given, verify_cut
 from commlib_torch.clip import powers_by_axis
 from commlib_torch.expert.losses import keepers_in
@@ -142,6 +143,7 @@ def pipeline(
             )
         model = outline(constructors)
     check_ready(model)
+    check_loss(loss)
     recompute = recompute_in(model if isinstance(model, nn.Module) else layers_of(model), checkpoint)
     check_batch_norms(comm, model)
     x = given(verify)[0] if example is None and verify is not None else example
@@ -262,6 +264,7 @@ class Pipeline(Staged):
 
     # What users call
 
+    @uncompiled
     def step(
         self,
         x: Any = None,
@@ -289,12 +292,14 @@ class Pipeline(Staged):
         details = details or outputs
         return self._steps.train(x, y, scale=scale, cut=cut, details=details, keeps_outputs=outputs)
 
+    @uncompiled
     def evaluate(
         self, x: Any = None, y: Any = None, *, cut: bool = True, details: bool = False, outputs: bool = False
     ) -> Any:
         """Return the loss of a batch in evaluation mode, on every rank. Arguments as those of `step`. Collective."""
         return self._steps.evaluate(x, y, cut=cut, details=details or outputs, keeps_outputs=outputs)
 
+    @uncompiled
     def predict(self, x: Any = None, *, cut: bool = True) -> Any:
         """Return what the model gives for a batch in evaluation mode, on every rank. Collective.
 

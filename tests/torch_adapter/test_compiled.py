@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import copy
 import subprocess
 import sys
 from typing import Any
 
 import pytest
 import torch
-from torch import Tensor
+import torch.nn.functional as F
+from torch import Tensor, nn
 
 import commlib_torch as ct
 from commlib.errors import UsageError
@@ -82,6 +84,31 @@ def test_verbs_within_a_graph(comm: Any) -> None:
     total = size * (size + 1) / 2
     for _ in range(2):
         assert torch.compile(verbs, backend="eager")(x).item() == 6 * total + 3 + 3 * (total + size) + 3 * total
+
+
+def test_a_step_of_a_pipeline(comm: Any) -> None:
+    """The compiler went on into the schedule, and made of a context that watches the loss none."""
+    torch.compiler.reset()
+    torch.manual_seed(0)
+    network = nn.Sequential(*(nn.Linear(4, 4, dtype=torch.float64) for _ in range(comm.size + 1)))
+    alone = copy.deepcopy(network)
+    pipe = ct.pipeline(network, comm, microbatches=2, loss=F.mse_loss)
+    x, y = torch.randn(2, 8, 4, dtype=torch.float64)
+
+    def step(x: Tensor, y: Tensor) -> Tensor:
+        return 2 * pipe.step(x * 1, y)  # type: ignore[no-any-return]
+
+    for _ in range(2):
+        expected = F.mse_loss(alone(x), y)
+        expected.backward()
+        assert_close([torch.compile(step, backend="eager")(x, y)], [2 * expected.detach()])
+    assert_close([torch.compile(pipe.step, backend="eager")(x, y)], [expected.detach()])
+    expected = F.mse_loss(alone(x), y)
+    expected.backward()
+    assert_close([torch.compile(pipe.evaluate, backend="eager")(x, y)], [expected.detach()])
+    theirs = dict(alone.named_parameters())
+    assert_close([p.grad for p in pipe.parameters()], [theirs[name].grad for name, _ in pipe.named_parameters()])
+    pipe.close()
 
 
 @pytest.mark.ranks(min=2)

@@ -368,7 +368,61 @@ def test_models_that_are_not_ready_are_refused_with_what_to_do(comm: Any) -> Non
     refused(comm, nn.Sequential(*layers, nn.LazyBatchNorm1d()), rf"layer {comm.size} \(LazyBatchNorm1d\) is lazy")
     text = r"the model is a compiled Sequential .*give the Sequential itself.*layer\.compile\(\)"
     refused(comm, torch.compile(nn.Sequential(*layers), backend="eager"), text)
+    script = torch.jit.script(nn.Linear(WIDTH, WIDTH))
+    refused(comm, torch.jit.script(nn.Sequential(*layers)), r"the model is a script of a Sequential .*give the Sequ")
+    refused(comm, nn.Sequential(*layers, nn.Sequential(script)), rf"layer {comm.size}\.0 is a script of a Linear")
+    refused(comm, [torch.jit.trace(layers[0], torch.ones(2, WIDTH)), *layers], r"layer 0 is a script of a Linear")
     refused(comm, Twice(comm.size), r"layer first \(Embedding\) has sparse gradients.* say sparse=False")
+
+
+class LazyLoss(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.head = nn.LazyLinear(1)
+
+    def forward(self, output: Tensor, target: Tensor) -> Tensor:
+        return F.mse_loss(self.head(output), target[:, :1])
+
+
+UNREADY: dict[str, tuple[Any, str]] = {
+    "name": ("mse", r"loss= is 'mse' \(str\): give a function of \(output, target\), such as torch\.nn\.func"),
+    "class": (nn.MSELoss, r"loss= is the class MSELoss: give an instance of it, MSELoss\(\.\.\.\)"),
+    "number": (0.5, r"loss= is 0\.5 \(float\)"),
+    "lazy": (LazyLoss(), r"layer head of the loss \(LazyLinear\) is lazy: its weight and bias .*call the loss once"),
+    "its method": (LazyLoss().forward, r"layer head of the loss \(LazyLinear\) is lazy"),
+}
+
+
+@pytest.mark.parametrize("name", UNREADY)
+def test_losses_that_are_not_ready_are_refused_with_what_to_do(comm: Any, name: str) -> None:
+    """A step failed within torch, on the last rank, where other ranks heard only that it had left."""
+    loss, text = UNREADY[name]
+    with pytest.raises(UsageError, match=text):
+        pipeline([nn.Linear(WIDTH, WIDTH) for _ in range(comm.size)], comm, microbatches=2, loss=loss)
+
+
+class Wrapper(nn.Module):
+    """Calls what it has by the name that torch.compile uses."""
+
+    def __init__(self, inner: nn.Module) -> None:
+        super().__init__()
+        self._orig_mod = inner
+
+    def forward(self, x: Tensor, *target: Tensor) -> Tensor:
+        found: Tensor = self._orig_mod(x, *target) * 2
+        return found
+
+
+@pytest.mark.ranks(min=2)
+def test_a_wrapper_is_not_compiled_for_the_name_of_what_it_has(comm: Any) -> None:
+    """It was refused as a compiled model, and of a loss what it has was called beside it."""
+    torch.manual_seed(0)
+    model = Wrapper(nn.Sequential(*(nn.Linear(WIDTH, WIDTH, dtype=torch.float64) for _ in range(comm.size))))
+    whole = copy.deepcopy(model)
+    x, y = batch()
+    pipe = pipeline(model, comm, microbatches=2, loss=Wrapper(nn.MSELoss()))
+    torch.testing.assert_close(pipe.step(x, y), 2 * F.mse_loss(whole(x), y).detach(), rtol=1e-12, atol=0)
+    pipe.close()
 
 
 @pytest.mark.ranks(min=2)
