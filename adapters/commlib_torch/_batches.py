@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 from torch.utils import _pytree as pytree
@@ -28,8 +29,45 @@ def cut_by_rows(value: Any, microbatches: int, what: str, where: Any = 0) -> tup
 
     Raises UsageError if tensors have different numbers of rows, or none has.
     """
+    if not isinstance(value, Tensor) or not _is_plain(value):
+        _refuse_uncut(value, what, where)
     parts = rows_of(count_rows(value, what, where), microbatches)
     return [taken(value, part, where) for part in parts], [part.stop - part.start for part in parts]
+
+
+def kind_of(tensor: Tensor) -> tuple[str, str] | None:
+    """Return what a tensor is whose elements do not lie in rows, and how it becomes one that has them so."""
+    if tensor.is_nested:
+        return "nested tensor", "tensor.to_padded_tensor(0.0)"
+    if tensor.layout is not torch.strided:
+        return f"tensor of layout {tensor.layout}", "tensor.to_dense()"
+    return None
+
+
+def _is_plain(tensor: Tensor) -> bool:
+    return tensor.layout is torch.strided and not tensor.is_nested
+
+
+def _refuse_uncut(value: Any, what: str, where: Any) -> None:
+    """Raise UsageError for arrays of numpy, which nobody would cut beside tensors, and for tensors without rows."""
+
+    def look(place: Any, leaf: Any) -> None:
+        found = None
+        if isinstance(leaf, np.ndarray) and leaf.ndim:
+            found = f"numpy array of shape {leaf.shape}", "torch.as_tensor(array)"
+        elif isinstance(leaf, Tensor):
+            found = kind_of(leaf)
+        if found is not None and place != WHOLE:
+            raise UsageError(
+                f"pipeline: {what} has a {found[0]}, of which microbatches would get no rows of their own: give "
+                f"{found[1]}; or, where it is for all microbatches, {REMEDY}"
+            )
+
+    if where == 0:
+        for leaf in pytree.tree_leaves(value):
+            look(0, leaf)
+    else:
+        each(look, where, value)
 
 
 def cut_by_user(parts: Any, microbatches: int, what: str, where: Any = 0) -> tuple[list[Any], list[int]]:

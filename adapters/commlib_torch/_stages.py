@@ -18,6 +18,7 @@ from commlib.pipeline.recompute import Recompute
 from commlib.pipeline.stage import ByStage, Values
 from commlib_torch._autograd import backward_passes
 from commlib_torch._batch_statistics import kept_buffers
+from commlib_torch._batches import kind_of
 from commlib_torch._bridge import array_of, read, to_tensor
 from commlib_torch._hooks import have_hooks, registrations
 from commlib_torch._loss_module import UsedParameters
@@ -191,8 +192,8 @@ class TorchStage:
             given: dict[int, Values] = {}
             for target, names in self._gives.items():
                 given[target] = values = Values(*flat([results[name] for name in names]))
-                if not KNOWN_DTYPES.issuperset(tensor.dtype for tensor in values.tensors if tensor is not None):
-                    self._refuse_dtypes(target, names, results)
+                if not all(map(_can_be_sent, values.tensors)):
+                    self._refuse_values(target, names, results)
             loss = self._finish(microbatch, results[OUTPUT]) if self._is_last else None
         if batch.is_training and self.used is not None:
             self._look(results, leaves, loss)
@@ -202,15 +203,17 @@ class TorchStage:
             self._kept[microbatch] = _Kept(leaves, outputs, loss, extras, hooks)
         return given
 
-    def _refuse_dtypes(self, target: int, names: Sequence[str], results: Mapping[str, Any]) -> None:
+    def _refuse_values(self, target: int, names: Sequence[str], results: Mapping[str, Any]) -> None:
         for name in names:
-            for dtype in {tensor.dtype for tensor in flat([results[name]])[0]} - KNOWN_DTYPES:
+            for tensor in flat([results[name]])[0]:
+                if _can_be_sent(tensor):
+                    continue
                 layers = [layer for layer, _ in self.part.named_children()]
                 what = f"layer {layers[-1]}" if name.startswith("after ") and layers else f"operation {name}"
+                kind, instead = kind_of(tensor) or (f"tensor of {tensor.dtype}", "tensor.view(torch.uint8)")
                 raise UsageError(
-                    f"pipeline: {what} gives stage {target} a tensor of {dtype}, which stages cannot "
-                    "send: let it give .view(torch.uint8), or a value of another dtype, or let split= put both "
-                    "layers into one stage"
+                    f"pipeline: {what} gives stage {target} a {kind}, which stages cannot send: let it give "
+                    f"{instead}, or another value, or let split= put both layers into one stage"
                 )
 
     def _added(self, microbatch: int, named: dict[str, Any]) -> list[tuple[Tensor, float]]:
@@ -444,6 +447,12 @@ def _own_memory(leaves: Sequence[Tensor], received: Sequence[Tensor | None]) -> 
         values = leaf.grad._values() if leaf.grad.is_sparse else leaf.grad  # those of rows, of an embedding
         if values.untyped_storage().data_ptr() in messages:
             leaf.grad = leaf.grad.clone()
+
+
+def _can_be_sent(tensor: Tensor | None) -> bool:
+    if tensor is None:
+        return True
+    return tensor.dtype in KNOWN_DTYPES and tensor.layout is torch.strided and not tensor.is_nested
 
 
 def _input_gradients(kept: _Kept) -> dict[int, Values]:

@@ -119,6 +119,35 @@ def test_rows_that_make_no_sense(comm: Any) -> None:
             pipeline(made(Places)[0], comm, loss=F.mse_loss, microbatches=2, rows=rows)
 
 
+@pytest.mark.ranks(min=2)
+@pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors")
+def test_values_of_whose_rows_nobody_could_give_a_microbatch_its_own(comm: Any) -> None:
+    """Each microbatch was given a whole array of numpy, and torch may have broadcast it; a number is for all."""
+    x, y = random(8, WIDTH), random(8, WIDTH, seed=2)
+    weights = torch.arange(WIDTH).numpy()
+
+    def loss(output: Tensor, y: tuple[Tensor, Any, float]) -> Tensor:
+        return ((output - y[0]).square() * torch.as_tensor(y[1])).mean() * y[2]
+
+    whole = copy.deepcopy(layers())
+    pipe = pipeline(layers(), comm, microbatches=2, loss=loss)
+    for x_given, y_given, what, text in (
+        (x, (y, weights, 0.5), "y", r"a numpy array of shape \(6,\), .*give torch\.as_tensor\(array\)"),
+        (x.numpy(), (y, 1, 0.5), "x", r"a numpy array of shape \(8, 6\)"),
+        (x.to_sparse(), (y, 1, 0.5), "x", r"a tensor of layout torch\.sparse_coo, .*give tensor\.to_dense\(\)"),
+        (torch.nested.nested_tensor(list(x)), (y, 1, 0.5), "x", "a nested tensor"),
+    ):
+        where = pipe.pipe.first if what == "x" else pipe.pipe.last
+        is_here = comm.rank == where
+        with pytest.raises(UsageError if is_here else CommlibError, match=f"{what} has {text}" if is_here else None):
+            pipe.step(x_given if what == "y" or is_here else None, y_given)
+    close(pipe.step(x, (y, torch.tensor(1), 0.5)), loss(whole(x), (y, 1, 0.5)).detach())
+    pipe.close()
+    pipe = pipeline(layers(), comm, microbatches=2, loss=loss, rows={"y": (0, "whole", "whole")})
+    close(pipe.step(x, (y, weights, 0.5)), loss(whole(x), (y, weights, 0.5)).detach())
+    pipe.close()
+
+
 def layers() -> nn.Sequential:
     torch.manual_seed(0)
     return nn.Sequential(*(nn.Linear(WIDTH, WIDTH) for _ in range(8))).double()  # two stages on each of 4 ranks

@@ -442,18 +442,32 @@ class Narrow(nn.Module):
         return x, x.to(torch.float8_e5m2)
 
 
-class Wide(nn.Module):
-    def forward(self, x: Tensor, narrow: Tensor) -> Tensor:
-        total: Tensor = x + narrow.double()
-        return total
+class Sparse(nn.Module):
+    def forward(self, x: Tensor) -> Any:
+        return {"rows": [x.to_sparse()]}
 
 
-@pytest.mark.ranks(min=2)
-def test_dtypes_that_stages_cannot_send_are_refused_by_the_layer(comm: Any) -> None:
+class Nested(nn.Module):
+    def forward(self, x: Tensor) -> Tensor:
+        return torch.nested.nested_tensor(list(x))
+
+
+UNSENT = [
+    (Narrow, r"a tensor of torch\.float8_e5m2, .*let it give tensor\.view\(torch\.uint8\)"),
+    (Sparse, r"a tensor of layout torch\.sparse_coo, .*let it give tensor\.to_dense\(\)"),
+    (Nested, r"a nested tensor, .*let it give tensor\.to_padded_tensor"),
+]
+
+
+@pytest.mark.ranks(2)
+@pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors")
+@pytest.mark.parametrize(("kind", "text"), UNSENT)
+def test_tensors_that_stages_cannot_send_are_refused_by_the_layer(comm: Any, kind: Any, text: str) -> None:
     """The error was one of an array over a tensor, and named no layer."""
-    layers = [Narrow(), Wide(), *(nn.Tanh() for _ in range(comm.size - 2))]
-    pipe = pipeline(layers, comm, microbatches=2, loss=F.mse_loss, split=[1] * comm.size)
-    text = r"layer 0 gives stage 1 a tensor of torch\.float8_e5m2"
-    with pytest.raises(UsageError if comm.rank == 0 else PeerError, match=text):
+    pipe = pipeline([kind(), nn.Identity()], comm, microbatches=2, loss=F.mse_loss, split=[1, 1])
+    is_first = comm.rank == 0
+    with pytest.raises(
+        UsageError if is_first else PeerError, match=f"layer 0 gives stage 1 {text if is_first else ''}"
+    ):
         pipe.predict(batch()[0])
     pipe.close()
