@@ -459,7 +459,7 @@ UNSENT = [
 ]
 
 
-@pytest.mark.ranks(2)
+@pytest.mark.ranks(min=2)
 @pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors")
 @pytest.mark.parametrize(("kind", "text"), UNSENT)
 def test_tensors_that_stages_cannot_send_are_refused_by_the_layer(comm: Any, kind: Any, text: str) -> None:
