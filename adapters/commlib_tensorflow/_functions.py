@@ -165,6 +165,8 @@ class StageFunctions:
             return None  # there are those that layers add, or none
         loss = self._loss(target, [results[name] for name in self._outputs], sample_weight)
         shape = getattr(loss, "shape", None)
+        if shape is not None and shape.num_elements() == 0:
+            return tf.reduce_sum(loss)  # Keras leaves that of no rows as it is
         if shape is None or shape.num_elements() not in (1, None):
             got = type(loss).__name__ if shape is None else f"a tensor of shape {tuple(shape)}"
             raise UsageError(f"pipeline: the loss is {got}, expected a tensor with one element")

@@ -38,7 +38,8 @@ class Logs:
     def add(self, result: Result, pipe: Pipe) -> dict[str, Any]:
         """Add a batch; return the logs. Collective."""
         self._rows += result.rows
-        self._mean += (result.loss - self._mean) * result.rows / max(1, self._rows)
+        if result.rows:  # else the loss may be 0/0
+            self._mean += (result.loss - self._mean) * result.rows / self._rows
         logs: dict[str, Any] = {}
         if result.outputs is not None:
             logs = self._compiled(result.target, result.outputs, result.masks, result.sample_weight)

@@ -112,8 +112,9 @@ class Batch:
     reduction: StageReduction | None = None
 
     def has_loss_of(self, microbatch: int) -> bool:
-        """Return whether a microbatch's loss is wanted, and counts."""
-        return self.has_loss and (self.weights is None or self.weights.terms[microbatch] > 0)
+        """Return whether a microbatch's loss is wanted, and counts; where none does, gradients are 0, not none."""
+        terms = () if self.weights is None else self.weights.terms
+        return self.has_loss and (not any(terms) or terms[microbatch] > 0)
 
     def add(self, variables: Sequence[Any], gradients: Sequence[tf.Tensor | None]) -> None:
         """Add to the gradients of variables; where there is none, none comes to be."""
@@ -240,8 +241,8 @@ class TensorflowStage:
         if batch.is_training:
             kept = self._kept[microbatch] = _Kept(weights, state, given, products, recorded=recorded)
             kept.marks = () if functions.again is None else functions.again.marks
-        if batch.has_loss:
-            count = batch.rows[microbatch]
+        count = batch.rows[microbatch]
+        if batch.has_loss and count:
             now = [old if new is None else new for old, new in zip((*weights, *state), changed, strict=True)]
             self._look.see(functions, count, given, (weights, before, now), extra, training=batch.is_training)
         # What came in a message lies in memory that the next one may use.

@@ -243,7 +243,8 @@ class Steps:
         for stage in self.stages.values():
             stage.batch = batch
         try:
-            empty = {number for number, count in enumerate(batch.rows) if not count}
+            # A batch without rows goes through as one process would have it do: in a microbatch of its own.
+            empty = {number for number, count in enumerate(batch.rows) if not count and (rows or number)}
             with nullcontext() if self._place is None else working(self._place.device):
                 if is_training:
                     self.pipe.train(empty)

@@ -147,3 +147,28 @@ def test_a_list_of_inputs_is_shuffled(comm: Any) -> None:
     for got, expected in zip(pipe.gather_weights(), whole.get_weights(), strict=True):
         near(got, expected)
     pipe.close()
+
+
+@pytest.mark.parametrize("schedule", ["1f1b", pytest.param("zb_h1", marks=pytest.mark.long)])
+def test_a_batch_without_rows(comm: Any, schedule: str) -> None:
+    """The last stage's rank had no output to put together, and gave up without words. Keras has a loss of 0, and
+
+    gradients of 0, so that momentum goes on.
+    """
+    (x, y), none, said = batch(8), np.zeros((0, WIDTH)), []
+    whole, pipe = layers(4), pipeline(layers(4), comm, schedule=schedule, microbatches=3)
+    for model in (whole, pipe):
+        model.compile(keras.optimizers.SGD(0.1, momentum=0.9), "mse", metrics=["mae"], run_eagerly=True)
+        said.append([model.train_on_batch(*given) for given in [(x, y), (none, none), (x, y), (none, none)]])
+        said[-1].append(model.test_on_batch(none, none))
+        assert model.predict_on_batch(none).shape == (0, WIDTH)
+    near(said[1], said[0])
+    for got, expected in zip(pipe.gather_weights(), whole.get_weights(), strict=True):
+        near(got, expected)
+    spec = tf.TensorSpec((None, WIDTH), tf.float64)
+    last = tf.data.Dataset.from_generator(lambda: iter([(x, y), (none, none)]), output_signature=(spec, spec))
+    near(pipe.evaluate(last, verbose=0), whole.evaluate(x, y, verbose=0))
+    near(pipe.predict(last, verbose=0), whole.predict_on_batch(x))
+    pipe.step(none, none)
+    assert all(not np.any(gradient) for gradient in pipe.gradients)
+    pipe.close()
