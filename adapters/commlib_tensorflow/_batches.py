@@ -34,13 +34,16 @@ def inputs_of(graph: Any, x: Any) -> list[tf.Tensor]:
     else:
         flat = keras.tree.flatten(x)
     if len(flat) != len(specs):
-        raise UsageError(f"pipeline: x has {len(flat)} tensors; the model has {len(specs)} inputs: {', '.join(names)}")
+        hint = f"; {_OF_NUMBERS}" if any(isinstance(leaf, int | float) for leaf in flat) else ""
+        raise UsageError(
+            f"pipeline: x has {len(flat)} tensors; the model has {len(specs)} inputs: {', '.join(names)}{hint}"
+        )
     return [_fitted(value, spec) for value, spec in zip(flat, specs, strict=True)]
 
 
 def _fitted(value: Any, spec: Any) -> tf.Tensor:
     """Return a value with an input's dtype, and with a last dimension of 1 more or less where that is what it has."""
-    tensor = tf.convert_to_tensor(value)
+    tensor = _tensor(value, f"x: input {spec.name!r}")
     if tensor.dtype != tf.as_dtype(spec.dtype):
         tensor = tf.cast(tensor, spec.dtype)
     rank, expected = len(tensor.shape), len(spec.shape)
@@ -68,9 +71,43 @@ def places_of(graph: Any, x: Any, where: Any) -> list[Any]:
     return found
 
 
-def as_tensors(value: Any) -> Any:
-    """Return nested arrays as tensors; None stays."""
-    return keras.tree.map_structure(lambda leaf: leaf if leaf is None else tf.convert_to_tensor(leaf), value)
+_OF_NUMBERS = "a list is one of tensors to Keras: of a list of numbers give numpy.asarray"
+
+
+def _tensor(leaf: Any, what: str) -> tf.Tensor:
+    """Return a tensor of what a user gives. Raises UsageError for what is none, and for what has rows of its own."""
+    for kind, remedy in _NOT_DENSE:
+        if isinstance(leaf, kind):
+            raise UsageError(
+                f"pipeline: {what}: got a {kind.__name__}, which cannot be cut into microbatches and sent between "
+                f"stages: give a dense tensor, such as {remedy}"
+            )
+    try:
+        return tf.convert_to_tensor(leaf)
+    except (TypeError, ValueError) as error:
+        text = str(error).partition("\n")[0][:200]
+        raise UsageError(
+            f"pipeline: {what}: expected a tensor or an array, got {type(leaf).__name__}: {text}"
+        ) from error
+
+
+_NOT_DENSE = (
+    (tf.RaggedTensor, "its to_tensor(), with a mask or the rows' lengths as another input where padding matters"),
+    (tf.SparseTensor, "tf.sparse.to_dense of it"),
+    (tf.IndexedSlices, "tf.convert_to_tensor of it"),
+)
+
+
+def as_tensors(value: Any, what: str) -> Any:
+    """Return nested arrays as tensors; None stays. what: they are, for UsageError where one is none."""
+    return keras.tree.map_structure(lambda leaf: leaf if leaf is None else _tensor(leaf, what), value)
+
+
+def weights_as_tensors(value: Any, outputs: int) -> Any:
+    """Return sample weights of a batch as tensors: of one output also a list of numbers, which Keras takes as well."""
+    if outputs == 1 and isinstance(value, list | tuple) and value and all(isinstance(n, int | float) for n in value):
+        value = np.asarray(value, keras.config.floatx())
+    return as_tensors(value, "sample_weight")
 
 
 def rows_in(value: Any, what: str, where: Any = 0) -> int:
@@ -81,6 +118,9 @@ def rows_in(value: Any, what: str, where: Any = 0) -> int:
     counts: set[int] = set()
 
     def count(place: Any, leaf: Any) -> None:
+        if leaf is not None and not hasattr(leaf, "shape"):
+            got = type(leaf).__name__
+            raise UsageError(f"pipeline: {what}: expected tensors or arrays, got {got}; {_OF_NUMBERS}")
         if leaf is not None and len(leaf.shape) and place != WHOLE:
             if place >= len(leaf.shape):
                 raise UsageError(f"pipeline: {what}: rows says {place} of a tensor of shape {tuple(leaf.shape)}")
@@ -89,6 +129,8 @@ def rows_in(value: Any, what: str, where: Any = 0) -> int:
     each(count, where, value)
     if len(counts) != 1:
         got = f"different ones: {', '.join(map(str, sorted(counts)))}" if counts else "no tensor with rows"
+        if not counts and len([leaf for leaf in keras.tree.flatten(value) if leaf is not None]) > 1:
+            got = f"single numbers ({_OF_NUMBERS})"
         raise UsageError(
             f"pipeline: {what}: expected tensors of one number of rows (first dimension), got {got}; where rows are in "
             f"another dimension, or a tensor is for all microbatches, {REMEDY}"
@@ -178,7 +220,9 @@ def shuffled(data: Sequence[Any], batch_size: int, seed: int) -> tf.data.Dataset
     The order is that of `seed` alone, so it is the same on all ranks.
     """
     rows = rows_in(data, "fit")
-    tensors = keras.tree.map_structure(lambda leaf: leaf if leaf is None else tf.convert_to_tensor(leaf), tuple(data))
+    tensors = tuple(as_tensors(one, name) for one, name in zip(data, ("x", "y", "sample_weight"), strict=True))
+    if any(leaf is not None and not leaf.shape.rank for leaf in keras.tree.flatten(tensors)):
+        raise UsageError("fit: expected arrays with rows, got a single number among them; give one for each row")
     generator = np.random.default_rng(seed)
 
     def orders() -> Iterator[Any]:

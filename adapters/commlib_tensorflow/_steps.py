@@ -32,6 +32,7 @@ from commlib_tensorflow._batches import (
     inputs_of,
     places_of,
     together,
+    weights_as_tensors,
 )
 from commlib_tensorflow._bridge import to_array, to_tensor
 from commlib_tensorflow._compiled import options_of_layers
@@ -280,7 +281,9 @@ class Steps:
                 inputs, of_x = self._cut_x(x, cut=cut)
                 told[0] = sum(of_x)
             if comm.rank in (first, last) and batch.has_loss:
-                y, sample_weight = as_tensors(y), as_tensors(sample_weight)
+                y = as_tensors(y, "y")
+                outputs = len(self._masked) if cut else 0  # else a list is one of microbatches
+                sample_weight = weights_as_tensors(sample_weight, outputs)
                 if first != last:
                     given = Given(y=digest(y), sample_weight=digest(sample_weight))
                 if y is not None:
@@ -305,7 +308,7 @@ class Steps:
             raise UsageError(f"pipeline: x has {rows} rows on rank {first}, y has {every[last][1]} on rank {last}")
         if batch.has_loss:
             all_given = [Given(*map(int, numbers[3:])) for numbers in every]
-            if fault := self.pipe.difference(all_given, lambda: digest(as_tensors(x))):
+            if fault := self.pipe.difference(all_given, lambda: digest(as_tensors(x, "x"))):
                 raise UsageError(fault)
         batch.rows = self._counts(rows, of_x, of_y, cut=cut)
         batch.row_shares = shares_in_updates(batch.rows, self.pipe.schedule.every)
@@ -368,7 +371,7 @@ class Steps:
         inputs: Sequence[Any] = ()
         if losses.wants_inputs and x is not None:
             parted = cut_by_rows if cut else cut_by_user
-            inputs = parted(as_tensors(x), self._microbatches, "x", self._where.x)[0]
+            inputs = parted(as_tensors(x, "x"), self._microbatches, "x", self._where.x)[0]
         batch.weights = losses.weights(counts, batch.targets, batch.sample_weights, inputs)
         batch.shares = batch.weights.in_updates(self.pipe.schedule.every)
         batch.looks = losses.wants_look(batch.targets, counts)

@@ -218,7 +218,7 @@ def check_batch(
         whole |= {f"the output {name}": to_array(one) for name, one in zip(graph.output_names, outputs, strict=True)}
         has_loss = loss is not None and y is not None
         if has_loss:
-            value = loss(as_tensors(y), keras.tree.flatten(graph(nest(inputs), training=False)), None)
+            value = loss(as_tensors(y, "y"), keras.tree.flatten(graph(nest(inputs), training=False)), None)
             whole["the loss"] = np.array(float(value) + float(_sum(graph.losses)), keras.config.floatx())
     with untouched([graph], list(steps.variables.values())):
         came = steps.shared(steps.run(x, None, None, has_loss=False, keeps_outputs=True).outputs)

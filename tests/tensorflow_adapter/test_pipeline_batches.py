@@ -11,7 +11,7 @@ import tensorflow as tf
 
 from commlib.errors import CommlibError, UsageError
 from commlib_tensorflow import pipeline
-from tests.keras_pipelines import WIDTH, assert_gradients, batch, filled, in_float64, key, layers, near
+from tests.keras_pipelines import WIDTH, Alone, assert_gradients, batch, filled, in_float64, key, layers, near
 
 __all__ = ["in_float64"]
 
@@ -171,4 +171,42 @@ def test_a_batch_without_rows(comm: Any, schedule: str) -> None:
     near(pipe.predict(last, verbose=0), whole.predict_on_batch(x))
     pipe.step(none, none)
     assert all(not np.any(gradient) for gradient in pipe.gradients)
+    pipe.close()
+
+
+def test_what_is_no_dense_tensor(comm: Any) -> None:
+    """Errors of TensorFlow came out that named neither the input nor what to do; a list of sample weights was not cut,
+
+    which Keras takes for an array.
+    """
+    x, y = batch(4)
+    ragged = tf.RaggedTensor.from_row_splits(np.arange(16.0), range(0, 17, 4))
+    weights, text = [1.0, 2.0, 3.0, 0.5], "a list is one of tensors to Keras: of a list of numbers give numpy.asarray"
+    pipe = pipeline(layers(4), comm, microbatches=2, loss="mse", optimizer="sgd")
+    name = pipe.pipe.first == comm.rank or comm.size == 1
+    for given, expected in (
+        ((ragged, y), r"x: input .*: got a RaggedTensor, .*such as its to_tensor\(\)"),
+        ((tf.sparse.from_dense(x), y), "x: input .*: got a SparseTensor, .*such as tf.sparse.to_dense"),
+        ((np.array([[None] * WIDTH] * 4), y), "x: input .*: expected a tensor or an array, got ndarray"),
+        ((x.tolist(), y), f"x has 16 tensors; the model has 1 inputs: .*{text}"),
+    ):
+        with pytest.raises(UsageError, match=expected if name else "rank 0 was given a batch that is wrong"):
+            pipe.step(*given)
+    for given, expected in (
+        ((x, ragged), "y: got a RaggedTensor"),
+        ((x, y.tolist()), f"y: .* got single numbers .{text}"),
+        ((x, 1.0), "y: .*got no tensor with rows"),
+        ((x, y, tf.sparse.from_dense(weights)), "sample_weight: got a SparseTensor"),
+    ):
+        is_end = comm.rank in (pipe.pipe.first, pipe.pipe.last)
+        with pytest.raises(UsageError, match=expected if is_end else "was given a batch that is wrong"):
+            pipe.step(*given)
+    for call, expected in (
+        (lambda: pipe.fit(ragged, y, verbose=0), "x: got a RaggedTensor"),
+        (lambda: pipe.fit(x, y, sample_weight=weights, verbose=0), f"fit: expected tensors or arrays, .*{text}"),
+        (lambda: pipe.fit(x, np.float64(1), verbose=0), "fit: expected arrays with rows"),
+    ):
+        with pytest.raises(UsageError, match=expected):
+            call()
+    near(pipe.step(x, y, weights), Alone(layers(4)).step(x, y, np.array(weights)))
     pipe.close()
