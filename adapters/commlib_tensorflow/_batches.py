@@ -11,7 +11,7 @@ import numpy as np
 import tensorflow as tf
 
 from commlib.errors import UsageError
-from commlib.pipeline.batch import NONE, rows_of
+from commlib.pipeline.batch import NONE, by_key, rows_of
 from commlib.pipeline.batch import digest as digest_of
 from commlib.pipeline.rows import REMEDY, WHOLE, each
 from commlib_tensorflow._bridge import to_array
@@ -192,7 +192,7 @@ def digest(value: Any) -> int:
     """Return a number that tells nested tensors apart, but for those of strings; NONE for None."""
     if value is None:
         return NONE
-    leaves = keras.tree.flatten(value)
+    leaves = keras.tree.flatten(by_key(value))
     return digest_of(to_array(leaf) for leaf in leaves if leaf is not None and leaf.dtype != tf.string)
 
 

@@ -11,7 +11,7 @@ from torch import Tensor
 from torch.utils import _pytree as pytree
 
 from commlib.errors import UsageError
-from commlib.pipeline.batch import NONE, rows_of
+from commlib.pipeline.batch import NONE, by_key, rows_of
 from commlib.pipeline.batch import digest as digest_of
 from commlib.pipeline.rows import REMEDY, WHOLE, each
 from commlib_torch._bridge import host_array
@@ -165,7 +165,7 @@ def digest(value: Any) -> int:
     """Return a number that tells nests of tensors apart, but for sparse and nested ones; NONE for None."""
     if value is None:
         return NONE
-    tensors = [leaf.detach() for leaf in pytree.tree_leaves(value) if isinstance(leaf, Tensor)]
+    tensors = [leaf.detach() for leaf in pytree.tree_leaves(by_key(value)) if isinstance(leaf, Tensor)]
     plain = [one for one in tensors if one.layout is torch.strided and not one.is_nested]
     flat = [one.resolve_conj().resolve_neg().reshape(-1) for one in plain]
     return digest_of(host_array(one.view(torch.uint8)) for one in flat)

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import zlib
+from collections import OrderedDict
 from collections.abc import Iterable, Sequence
 from itertools import pairwise
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -43,11 +44,18 @@ class Given(NamedTuple):
 
 
 def digest(arrays: Iterable[Array]) -> int:
-    """Return a number that tells batches apart."""
+    """Return a number that tells batches apart, by their bits: -0.0 is not 0.0."""
     number = 0
     for array in arrays:
         number = zlib.crc32(np.ascontiguousarray(array).reshape(-1).view(np.uint8).data, number)
     return number
+
+
+def by_key(value: Any) -> Any:
+    """Return a nest with lists for dicts, in the order of their keys: ranks may have filled them in others."""
+    if type(value) in (dict, OrderedDict):
+        return [by_key(value[key]) for key in sorted(value, key=str)]
+    return [by_key(one) for one in value] if type(value) in (list, tuple) else value
 
 
 def wants_x(first: int, last: int, given: Sequence[Given]) -> bool:

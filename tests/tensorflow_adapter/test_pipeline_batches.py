@@ -184,20 +184,22 @@ def test_what_is_no_dense_tensor(comm: Any) -> None:
     weights, text = [1.0, 2.0, 3.0, 0.5], "a list is one of tensors to Keras: of a list of numbers give numpy.asarray"
     pipe = pipeline(layers(4), comm, microbatches=2, loss="mse", optimizer="sgd")
     name = pipe.pipe.first == comm.rank or comm.size == 1
-    for given, expected in (
+    of_x: list[tuple[Any, str]] = [
         ((ragged, y), r"x: input .*: got a RaggedTensor, .*such as its to_tensor\(\)"),
         ((tf.sparse.from_dense(x), y), "x: input .*: got a SparseTensor, .*such as tf.sparse.to_dense"),
         ((np.array([[None] * WIDTH] * 4), y), "x: input .*: expected a tensor or an array, got ndarray"),
         ((x.tolist(), y), f"x has 16 tensors; the model has 1 inputs: .*{text}"),
-    ):
+    ]
+    for given, expected in of_x:
         with pytest.raises(UsageError, match=expected if name else "rank 0 was given a batch that is wrong"):
             pipe.step(*given)
-    for given, expected in (
+    others: list[tuple[Any, str]] = [
         ((x, ragged), "y: got a RaggedTensor"),
         ((x, y.tolist()), f"y: .* got single numbers .{text}"),
         ((x, 1.0), "y: .*got no tensor with rows"),
         ((x, y, tf.sparse.from_dense(weights)), "sample_weight: got a SparseTensor"),
-    ):
+    ]
+    for given, expected in others:
         is_end = comm.rank in (pipe.pipe.first, pipe.pipe.last)
         with pytest.raises(UsageError, match=expected if is_end else "was given a batch that is wrong"):
             pipe.step(*given)

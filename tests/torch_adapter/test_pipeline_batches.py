@@ -357,3 +357,22 @@ def test_batches_that_do_not_belong_together(comm: Any) -> None:
     close(got, expected.detach())
     assert_gradients(pipe, whole)
     pipe.close()
+
+
+@pytest.mark.ranks(min=2)
+def test_dicts_are_compared_by_their_keys(comm: Any) -> None:
+    """A rank that filled a dict of targets in another order was told that its batch was another one."""
+    torch.manual_seed(0)
+    model = nn.Sequential(*(nn.Linear(WIDTH, WIDTH).double() for _ in range(comm.size)))
+    whole = copy.deepcopy(model)
+
+    def loss(output: Tensor, target: dict[str, Tensor]) -> Tensor:
+        return F.mse_loss(output, target["near"]) + 0.5 * F.mse_loss(output, target["far"])
+
+    pipe = pipeline(model, comm, microbatches=2, loss=loss)
+    x, pairs = random(8, WIDTH), [("near", random(8, WIDTH, seed=2)), ("far", random(8, WIDTH, seed=3))]
+    close(pipe.step(x, dict(pairs[:: -1 if comm.rank else 1])), loss(whole(x), dict(pairs)).detach())
+    others = [("near", pairs[1][1]), ("far", pairs[0][1])]
+    with pytest.raises(UsageError, match="given different y"):
+        pipe.step(x, dict(others if comm.rank else pairs))
+    pipe.close()

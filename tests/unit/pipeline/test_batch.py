@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from commlib.pipeline.batch import NONE, Given, difference, digest, wants_x
+from commlib.pipeline.batch import NONE, Given, by_key, difference, digest, wants_x
 
 
 def test_a_digest_is_of_the_values() -> None:
@@ -40,3 +40,10 @@ def test_when_x_is_wanted() -> None:
     assert not any(
         wants_x(0, 1, both) for both in ([Given(y=1), Given(y=1)], [Given(), Given()], [Given(y=1), Given()])
     )
+
+
+def test_a_nest_by_its_keys() -> None:
+    """Ranks may have filled their dicts in other orders."""
+    one, other = {"b": [1, {"d": 2, "c": 3}], "a": 4}, {"a": 4, "b": [1, {"c": 3, "d": 2}]}
+    assert by_key(one) == by_key(other) == [4, [1, [3, 2]]]
+    assert by_key((1, "two", None)) == [1, "two", None]
