@@ -65,6 +65,21 @@ class WholeModel:
         found = list(self.values(comm))
         return [found[place] for place in self._weights]
 
+    @property
+    def count(self) -> int:
+        """How many weights the model has."""
+        return len(self._weights)
+
+    @property
+    def shapes(self) -> list[tuple[int, ...]]:
+        """The shapes of the model's weights, in its order, of divided ones those of the whole."""
+        return [self._specs[place][0] for place in self._weights]
+
+    def pairs(self, weights: Sequence[Any]) -> list[tuple[Any, Any]]:
+        """Return this rank's weights, each with its value, given those of all of the model's, in its order."""
+        own = ((self._own[place], value) for place, value in zip(self._weights, weights, strict=True))
+        return [(variable, own_of(variable, value)) for variable, value in own if variable is not None]
+
     def built(self) -> Any:
         """Return a model like the unsplit one, with weights that are initialised anew. Not collective.
 

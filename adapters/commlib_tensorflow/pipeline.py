@@ -175,6 +175,17 @@ def _together(method: Callable[..., Any]) -> Callable[..., Any]:
     return told
 
 
+def _telling(method: Callable[..., Any]) -> Callable[..., Any]:
+    """Let an error between batches, such as a callback's, be told to all ranks, too."""
+
+    @wraps(method)
+    def told(self: Any, *args: Any, **options: Any) -> Any:
+        with self.pipe.telling(method.__name__):
+            return method(self, *args, **options)
+
+    return told
+
+
 @dataclass(slots=True)
 class _Own:
     """What a pipeline has beside its layers; Keras is not to look into it."""
@@ -302,6 +313,7 @@ class Pipeline(keras.Model):  # type: ignore[misc]  # Keras has no types
         warn_of_saving(self.optimizer, self.pipe.comm.rank)
         self._prepare()
 
+    @_telling
     def fit(
         self,
         x: Any = None,
@@ -319,8 +331,10 @@ class Pipeline(keras.Model):  # type: ignore[misc]  # Keras has no types
     ) -> Any:
         """Train as `keras.Model.fit` does. Collective: the same arguments on every rank.
 
-        Arrays are shuffled alike on all ranks. What yields batches has to do so itself: a seed that is the same. All
-        ranks stop after an epoch if a callback of any of them sets `stop_training`; within one, all have to.
+        An error that comes out of it on one rank, such as a callback's or a generator's, is told to all ranks, which
+        raise PeerError. Arrays are shuffled alike on all ranks. What yields batches has to do so itself: a seed that is
+        the same. All ranks stop after an epoch if a callback of any of them sets `stop_training`; within one, all have
+        to.
         """
         if validation_split and validation_data is None:
             (x, y, sample_weight), validation_data = split_rows((x, y, sample_weight), validation_split)
@@ -339,10 +353,12 @@ class Pipeline(keras.Model):  # type: ignore[misc]  # Keras has no types
             **options,
         )  # fmt: skip
 
+    @_telling
     def evaluate(self, x: Any = None, y: Any = None, *args: Any, verbose: Any = "auto", **options: Any) -> Any:
         """Return loss and metrics, as `keras.Model.evaluate` does, on every rank. Collective."""
         return super().evaluate(x, y, *args, verbose=self._verbose(verbose), **options)
 
+    @_telling
     def predict(self, x: Any = None, *args: Any, verbose: Any = "auto", **options: Any) -> Any:
         """Return what the model gives, as `keras.Model.predict` does, on every rank. Collective."""
         return super().predict(x, *args, verbose=self._verbose(verbose), **options)
@@ -458,6 +474,47 @@ class Pipeline(keras.Model):  # type: ignore[misc]  # Keras has no types
     def gather_weights(self) -> list[Array]:
         """Return the weights of the whole model, in the order of its `weights`, on every rank. Collective."""
         return self._own.whole.weights(self.pipe.comm)
+
+    def set_weights(self, weights: Sequence[Any]) -> None:
+        """Set this rank's weights: to as many values as `get_weights` gives, or to those of the whole model.
+
+            pipe.set_weights(pipe.get_weights()); pipe.set_weights(pipe.gather_weights())
+
+        As many as this rank has are its own, in the order of its `weights`; else they are those of the whole model, in
+        the order of its own, of which each rank keeps what it has. Not collective. Raises UsageError for other numbers
+        of values or other shapes, before any weight changes.
+        """
+        own, whole = self.weights, self._own.whole
+        if len(weights) == len(own):
+            pairs = list(zip(own, weights, strict=True))
+            shapes = [tuple(variable.shape) for variable in own]
+        elif len(weights) == whole.count:
+            pairs, shapes = whole.pairs(weights), whole.shapes
+        else:
+            raise UsageError(
+                f"pipeline: set_weights: got {len(weights)} values; expected {len(own)}, those of this rank's stages "
+                f"(get_weights), or {whole.count}, those of the whole model (gather_weights); this is rank "
+                f"{self.pipe.comm.rank} of {self.pipe.comm.size}"
+            )
+        for number, (value, shape) in enumerate(zip(weights, shapes, strict=True)):
+            if np.shape(value) != shape:
+                raise UsageError(
+                    f"pipeline: set_weights: value {number} has shape {np.shape(value)}, expected {shape}; this is "
+                    f"rank {self.pipe.comm.rank} of {self.pipe.comm.size}"
+                )
+        for variable, value in pairs:
+            variable.assign(value)
+
+    def quantize(self, *args: Any, **options: Any) -> Any:
+        """Refuse: this rank has a part of the model only, which was cut as it was."""
+        raise UsageError("pipeline: quantize the whole model, before pipeline() cuts it into stages")
+
+    def export(self, *args: Any, **options: Any) -> Any:
+        """Refuse, too."""
+        raise UsageError(
+            "a pipeline cannot be exported, for this rank has a part of the model only: save() writes the whole one, "
+            "on all ranks; export what keras.models.load_model gives of that"
+        )
 
     def __reduce_ex__(self, protocol: Any) -> Any:
         """Refuse to be copied or pickled: this rank has a part of the model only, and the other ranks make no copy."""

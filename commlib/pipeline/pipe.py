@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
@@ -79,6 +80,7 @@ class Pipe:
         self.lowered: Lowered = verify(schedule, links, reduce=True)
         self._is_within = self._has_failed = self._is_closed = False
         self._refusal: UsageError | None = None
+        self._refused: weakref.ref[UsageError] | None = None
         self._open()
 
     def _open(self) -> None:
@@ -133,6 +135,20 @@ class Pipe:
         finally:
             self._is_within, self._refusal = False, None
 
+    @contextmanager
+    def telling(self, what: str) -> Iterator[None]:
+        """Run a loop of batches within: what comes out of it between them is told to the other ranks, too.
+
+        what: it is, in words. Not collective. An error that was told already, or that all ranks raise, stays as it is.
+        """
+        try:
+            yield
+        except BaseException as error:
+            is_refusal = self._refused is not None and self._refused() is error
+            if not (is_refusal or self._is_within or self._has_failed or self._is_closed):
+                self._fail(error, what)
+            raise
+
     @property
     def is_running(self) -> bool:
         """Whether a batch is under way."""
@@ -141,19 +157,20 @@ class Pipe:
     def refuse(self, text: str) -> NoReturn:
         """Raise UsageError, as all ranks do at the same place: none waits for another, and the pipeline goes on."""
         self._refusal = UsageError(text)
+        self._refused = weakref.ref(self._refusal)
         raise self._refusal
 
     def meet_anew(self) -> None:
         """Let the next batch begin as one after an error does: the ranks tell each other again where they compute."""
         self._has_failed = True
 
-    def _fail(self, error: BaseException) -> None:
-        """Let no rank wait for this one: neither for a message nor in a call of all."""
+    def _fail(self, error: BaseException, what: str = "a batch") -> None:
+        """Let no rank wait for this one: neither for a message nor in a call of all. what: it has left."""
         self._has_failed = True
         for runner in (self.runner, self._forward):
             if runner is not None:
                 runner.leave(error)
-        text = f"{self.comm.name}: rank {self.comm.rank} has left a batch of {self.schedule.title}: {line(error)}"
+        text = f"{self.comm.name}: rank {self.comm.rank} has left {what} of {self.schedule.title}: {line(error)}"
         self.comm.group.fail(ShutdownError(text))
 
     def train(self, empty: Collection[int] = ()) -> None:

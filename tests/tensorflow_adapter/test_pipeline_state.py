@@ -197,3 +197,33 @@ def test_what_is_frozen_later_is_frozen_in_the_file(comm: Any, tmp_path: Any) ->
     assert [layer.trainable for layer in loaded.layers] == [True, False, True, False]
     assert len(loaded.optimizer.variables) == 2 + 2 * 4
     pipe.close()
+
+
+def test_weights_of_a_rank_and_of_the_whole_model(comm: Any) -> None:
+    """Those that `gather_weights` gives were refused by `set_weights`, by an error of Keras that did not say so."""
+    pipe, other = pipeline(layers(4), comm, microbatches=2), layers(4, seed=1)
+    pipe.compile("sgd", "mse", run_eagerly=True)
+    own = pipe.get_weights()
+    pipe.set_weights(other.get_weights())
+    for got, expected in zip(pipe.gather_weights(), other.get_weights(), strict=True):
+        near(got, expected)
+    pipe.set_weights(own)
+    assert_weights(pipe, layers(4))
+    with pytest.raises(
+        UsageError, match=r"set_weights: got 3 values; expected .* \(get_weights\), or 8, .*gather_weights"
+    ):
+        pipe.set_weights(own[:1] * 3)
+    with pytest.raises(UsageError, match=r"value 0 has shape \(4,\), expected \(4, 4\)"):
+        pipe.set_weights(other.get_weights()[::-1])
+    assert_weights(pipe, layers(4))
+    x, y = batch(8)
+    stop = keras.callbacks.EarlyStopping("loss", patience=1, mode="max", restore_best_weights=True)
+    pipe.fit(x, y, batch_size=8, epochs=3, callbacks=[stop], verbose=0)
+    alone = Alone(layers(4), "sgd")
+    alone.step(x, y)
+    alone.update()
+    assert_weights(pipe, alone.model)
+    for call in (lambda: pipe.quantize("int8"), lambda: pipe.export("nowhere")):
+        with pytest.raises(UsageError, match=r"whole (model, before pipeline|one, on all ranks)"):
+            call()
+    pipe.close()

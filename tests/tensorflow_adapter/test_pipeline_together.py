@@ -223,6 +223,45 @@ def test_a_late_error_is_told(comm: Any) -> None:
     pipe.close()
 
 
+class Breaks(keras.callbacks.Callback):  # type: ignore[misc]  # Keras has no types
+    def __init__(self, hook: str, comm: Any) -> None:
+        super().__init__()
+        if comm.rank == comm.size - 1:
+            setattr(self, hook, self.raise_it)
+
+    def raise_it(self, *arguments: Any, **options: Any) -> None:
+        raise ValueError("of a callback")
+
+
+@pytest.mark.ranks(min=2)
+def test_errors_between_batches_are_told(comm: Any) -> None:
+    """Others trained on, and raised errors that did not name the first one."""
+    x, y = batch(16)
+    pipe = pipeline(layers(comm.size), comm, microbatches=2)
+    pipe.compile(optimizer="sgd", loss="mse", run_eagerly=True)
+
+    def breaks() -> Any:
+        yield x, y
+        if comm.rank == 0:
+            raise ValueError("of a generator")
+        yield x, y
+
+    last = comm.size - 1
+    for call, text, rank in (
+        (lambda: pipe.fit(x, y, callbacks=[Breaks("on_train_batch_end", comm)], **OPTIONS), "of a callback", last),
+        (lambda: pipe.fit(x, y, callbacks=[Breaks("on_epoch_end", comm)], **OPTIONS), "of a callback", last),
+        (lambda: pipe.predict(x, 8, callbacks=[Breaks("on_predict_batch_end", comm)], verbose=0), "of a callb", last),
+        (lambda: pipe.fit(breaks(), steps_per_epoch=2, verbose=0), "of a generator", 0),
+    ):
+        with pytest.raises(Exception, match=text) as caught:
+            call()
+        assert comm.rank == rank or (
+            isinstance(caught.value, PeerError) and f"rank {rank} has left" in str(caught.value)
+        )
+    near(pipe.evaluate(x, y, verbose=0), np.mean((pipe.predict(x, verbose=0) - y) ** 2))
+    pipe.close()
+
+
 class Doubled(keras.Sequential):  # type: ignore[misc]  # Keras has no types
     def call(self, x: Any, training: Any = None, mask: Any = None) -> Any:
         return 2.0 * super().call(x, training=training)
