@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from itertools import chain
+from operator import attrgetter
 from typing import Any
 
 import keras
@@ -22,6 +24,7 @@ class Trainable:
         self._variables = self._variables_now()
         layers = [*self._layers, *model._flatten_layers()]
         self._owners = [_Owner(layer) for layer in {id(layer): layer for layer in layers}.values()]
+        self._every = [owner.layer for owner in self._owners]
         self._ids = self._ids_now()
         self.settle()
 
@@ -74,7 +77,7 @@ class Trainable:
         )
 
     def _ids_now(self) -> list[int]:
-        return [id(one) for owner in self._owners for store in _stores_of(owner.layer) for one in store]
+        return list(map(id, chain.from_iterable(chain.from_iterable(map(_stores_of, self._every)))))
 
     def _now(self) -> list[bool]:
         return [one.trainable for one in (*self._layers, *self._variables)]
@@ -83,9 +86,8 @@ class Trainable:
         return list({id(variable): variable for part in self._parts for variable in part.variables}.values())
 
 
-def _stores_of(layer: Any) -> tuple[Sequence[Any], ...]:
-    """Return where Keras keeps what a layer has itself: its `variables` and `layers` are made anew with each look."""
-    return layer._trainable_variables, layer._non_trainable_variables, layer._seed_generators, layer._layers
+_stores_of = attrgetter("_trainable_variables", "_non_trainable_variables", "_seed_generators", "_layers")
+"""Where Keras keeps what a layer has itself: its `variables` and `layers` are made anew with each look."""
 
 
 class _Owner:

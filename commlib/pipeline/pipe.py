@@ -79,8 +79,7 @@ class Pipe:
         self.stages, self._tensors, self._parent = stages, tensors, comm
         self.lowered: Lowered = verify(schedule, links, reduce=True)
         self._is_within = self._has_failed = self._is_closed = False
-        self._refusal: UsageError | None = None
-        self._refused: weakref.ref[UsageError] | None = None
+        self._refusal: weakref.ref[UsageError] | None = None  # it has frames, and these what a batch computes
         self._open()
 
     def _open(self) -> None:
@@ -129,11 +128,11 @@ class Pipe:
         try:
             yield
         except BaseException as error:
-            if error is not self._refusal:
+            if not self._is_refusal(error):
                 self._fail(error)
             raise
         finally:
-            self._is_within, self._refusal = False, None
+            self._is_within = False
 
     @contextmanager
     def telling(self, what: str) -> Iterator[None]:
@@ -144,8 +143,7 @@ class Pipe:
         try:
             yield
         except BaseException as error:
-            is_refusal = self._refused is not None and self._refused() is error
-            if not (is_refusal or self._is_within or self._has_failed or self._is_closed):
+            if not (self._is_refusal(error) or self._is_within or self._has_failed or self._is_closed):
                 self._fail(error, what)
             raise
 
@@ -156,9 +154,12 @@ class Pipe:
 
     def refuse(self, text: str) -> NoReturn:
         """Raise UsageError, as all ranks do at the same place: none waits for another, and the pipeline goes on."""
-        self._refusal = UsageError(text)
-        self._refused = weakref.ref(self._refusal)
-        raise self._refusal
+        refusal = UsageError(text)
+        self._refusal = weakref.ref(refusal)
+        raise refusal
+
+    def _is_refusal(self, error: BaseException) -> bool:
+        return self._refusal is not None and self._refusal() is error
 
     def meet_anew(self) -> None:
         """Let the next batch begin as one after an error does: the ranks tell each other again where they compute."""
