@@ -6,8 +6,10 @@ import builtins
 import dis
 import gc
 import operator
+import os
 import random
 import sys
+import traceback
 import weakref
 from collections import deque
 from collections.abc import Collection, Iterator, Mapping
@@ -87,7 +89,7 @@ def traced(
             assert tracer.faults
         except Exception as error:
             where = tracer.raised_in if tracer.raised_in is not None else ""
-            tracer.faults = [Fault(where, f"cannot be traced ({_line(error)})")]
+            tracer.faults = [Fault(where, f"cannot be traced ({_line(error)}{_place(error)})")]
         else:
             tracer.faults += tracer.caught()
     trace.constants, trace.faults, trace.leaves = tracer.constants, tracer.faults, tracer.leaves
@@ -226,7 +228,10 @@ class _Tracer(fx.Tracer):
 
     def caught(self) -> list[Fault]:
         """Return a fault if there was an error that forward has caught, after a trace that came to its end."""
-        return [Fault(path, f"catches the error of a trace ({_line(error)})") for path, error in self._errors[:1]]
+        return [
+            Fault(path, f"catches the error of a trace ({_line(error)}{_place(error)})")
+            for path, error in self._errors[:1]
+        ]
 
     # What cannot be kept
 
@@ -540,6 +545,18 @@ def _take_out(ref: weakref.ref[fx.Proxy]) -> None:
 
 def _line(error: Exception) -> str:
     return f"{type(error).__name__}: {str(error).strip().split(chr(10))[0]}"
+
+
+def _place(error: Exception) -> str:
+    """Return the last line of a forward that an error came through, "" if it is none of a program's own."""
+    own = [frame for frame in traceback.extract_tb(error.__traceback__) if not frame.filename.startswith(_PACKAGES)]
+    if not own or own[-1].filename.startswith("<"):
+        return ""
+    return f", in {os.path.basename(own[-1].filename)}, line {own[-1].lineno}: {own[-1].line}"
+
+
+_PACKAGES = tuple(os.path.join(os.path.dirname(one), "") for one in (torch.__file__, __file__, operator.__file__))
+"""Folders of files that are no program's own: torch, this package, Python."""
 
 
 def _autocast() -> tuple[bool, ...]:

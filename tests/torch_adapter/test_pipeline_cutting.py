@@ -902,3 +902,27 @@ def test_going_through_an_argument_needs_an_example(comm: Any) -> None:
     with pytest.raises(UsageError, match=r"goes through pair, and .*: give example="):
         pipeline(Model(), comm, microbatches=2)
     assert_as_one_process(comm, Model, ((x, other),), example=((x[:2], other[:2]),))
+
+
+class Skipping(nn.Module):
+    """Compares shapes in its forward."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second = nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, x: Tensor) -> Tensor:
+        h: Tensor = self.first(x)
+        if h.shape != x.shape:
+            h = h[:, :1]
+        return h + x
+
+
+@pytest.mark.ranks(min=2)
+def test_what_cannot_be_traced_is_refused_with_its_line(comm: Any) -> None:
+    """Torch's words of control flow said nothing of where it is."""
+    text = (
+        r"Skipping cannot be traced \(.*, in test_pipeline_cutting\.py, line \d+: if h\.shape != x\.shape:\): do that"
+    )
+    with pytest.raises(UsageError, match=text):
+        pipeline(Skipping(), comm, microbatches=2)

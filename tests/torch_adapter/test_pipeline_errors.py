@@ -464,10 +464,10 @@ UNSENT = [
 @pytest.mark.parametrize(("kind", "text"), UNSENT)
 def test_tensors_that_stages_cannot_send_are_refused_by_the_layer(comm: Any, kind: Any, text: str) -> None:
     """The error was one of an array over a tensor, and named no layer."""
-    pipe = pipeline([kind(), nn.Identity()], comm, microbatches=2, loss=F.mse_loss, split=[1, 1])
+    layers = [kind(), *(nn.Identity() for _ in range(comm.size - 1))]
+    pipe = pipeline(layers, comm, microbatches=2, loss=F.mse_loss, split=[1] * comm.size)
     is_first = comm.rank == 0
-    with pytest.raises(
-        UsageError if is_first else PeerError, match=f"layer 0 gives stage 1 {text if is_first else ''}"
-    ):
+    match = f"layer 0 gives stage 1 {text}" if is_first else None
+    with pytest.raises(UsageError if is_first else PeerError, match=match):
         pipe.predict(batch()[0])
     pipe.close()
