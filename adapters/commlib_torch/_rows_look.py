@@ -351,11 +351,14 @@ def _floats(value: Any) -> list[Array]:
 
 
 def _fresh(named: Mapping[str, Any]) -> _Named:
-    """Return copies that want gradients where the values do: else a layer that begins a stage keeps no losses."""
+    """Return copies that want gradients where the values do: else a layer that begins a stage keeps no losses.
+
+    Copies may be changed in place, and their graphs know nothing of the values, which may lie in messages.
+    """
 
     def copied(one: Tensor) -> Tensor:
-        alone = one.detach()
-        return (alone.requires_grad_() if one.requires_grad else alone).clone()
+        own = one.detach().clone()
+        return own.requires_grad_().clone() if one.requires_grad else own
 
     return pytree.tree_map_only(Tensor, copied, dict(named))  # type: ignore[no-any-return]
 
