@@ -135,6 +135,8 @@ class TiedWeights:
             assert tied.comm is not None
             if weight.grad is None:
                 weight.grad = torch.zeros_like(weight)
+            elif weight.grad.layout is not torch.strided:
+                weight.grad = weight.grad.to_dense()
             writing.all_reduce_(weight.grad, comm=tied.comm).run()
             if before is not None:
                 weight.grad.add_(before)

@@ -92,6 +92,29 @@ def test_a_tied_weight_that_no_stage_has_used_has_no_gradient(comm: Any) -> None
     pipe.close()
 
 
+class SparseTied(Tied):
+    def forward(self, words: Tensor) -> Tensor:
+        x = F.embedding(words, self.embed.weight, sparse=True)
+        for layer in self.layers:
+            x = x + torch.tanh(layer(x))
+        return self.head(x)  # type: ignore[no-any-return]
+
+
+def test_a_tied_weight_with_sparse_gradients_of_one_of_its_uses(comm: Any) -> None:
+    """The rank of that use raised an error of its own, and the other one waited until COMMLIB_TIMEOUT."""
+    torch.manual_seed(0)
+    whole = SparseTied().double()
+    pipe = pipeline(copy.deepcopy(whole), comm, microbatches=2, loss=F.cross_entropy)
+    words = torch.arange(8) % 7
+    for _ in range(2):  # once more on top
+        torch.testing.assert_close(pipe.step(words, words), F.cross_entropy(whole(words), words), rtol=1e-12, atol=0)
+        F.cross_entropy(whole(words), words).backward()
+    others = dict(whole.named_parameters(remove_duplicate=False))
+    for name, parameter in pipe.named_parameters(remove_duplicate=False):
+        torch.testing.assert_close(parameter.grad, others[name].grad, rtol=1e-10, atol=1e-10)
+    pipe.close()
+
+
 def test_a_tied_weight_stays_tied_where_parameters_are_replaced(comm: Any) -> None:
     """`assign=True` makes new parameters, whose gradients were not added up."""
     torch.manual_seed(0)
