@@ -5,12 +5,12 @@ from __future__ import annotations
 import itertools
 import sys
 import weakref
-from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any, Protocol
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.autograd import Variable
 
 from commlib.errors import UsageError
@@ -69,8 +69,10 @@ class BackwardPasses:
         self._serials = itertools.count()
         self._armed: set[int] = set()
         self._is_one = False  # within `as_one`
-        self.among = frozenset[int]()
-        """The ranks of the world, within `as_one`, that run one backward together."""
+        self.pipeline: tuple[Any, nn.Module] | None = None
+        """The communicator and the stages of this rank, within `as_one`."""
+        self.begun: list[Any] = []
+        """Members that several ranks of the pipeline have, and whose gradients its step has made on this rank."""
         self._is_final, self._later = True, frozenset[int]()
 
     def join(self, member: Member) -> int:
@@ -99,18 +101,42 @@ class BackwardPasses:
         Variable._execution_engine.queue_callback(self._end)
 
     @contextmanager
-    def as_one(self, ranks: Iterable[int]) -> Iterator[None]:
+    def as_one(self, comm: Any, stages: nn.Module) -> Iterator[None]:
         """Let all backwards within be one, as those of a pipeline's microbatches are: it ends with the context.
 
-        ranks: of the world, those that run it together.
+        comm: of the ranks that run it together. stages: those of this rank. Members that several of these ranks have
+        go on to `end_shared`: maybe it made gradients of theirs on some ranks only.
         """
-        self._is_one, self.among = True, frozenset(ranks)
+        self._is_one, self.pipeline = True, (comm, stages)
         try:
             yield
         finally:
-            self._is_one, self.among = False, frozenset()
+            self._is_one, self.pipeline = False, None
         for member in self.members:
-            member.end_backward()
+            if member not in self.begun:
+                member.end_backward()
+
+    @contextmanager
+    def shared(self) -> Iterator[None]:
+        """Run a step of a pipeline within: if it fails, gradients of the members that have `begun` are given up."""
+        self.begun = []
+        try:
+            yield
+        except BaseException:
+            for member in self.begun:
+                member.reducer.abandon()
+            raise
+        finally:
+            self.begun = []
+
+    def end_shared(self, comm: Any) -> None:
+        """End the backward of all members that have `begun` on any rank of the pipeline, on all of them. Collective."""
+        begun = {member.label for member in self.begun}
+        begun.update(*comm.all_gather_object(begun))
+        for member in self.members:
+            if member.label in begun:
+                begun.discard(member.label)
+                member.end_together()
 
     @contextmanager
     def part(self, *, final: bool, later: frozenset[int] = frozenset()) -> Iterator[None]:

@@ -11,6 +11,7 @@ from weakref import ref
 from torch import Tensor, nn
 
 from commlib.errors import UsageError
+from commlib_torch._autograd import backward_passes
 from commlib_torch._uncompiled import original
 
 NAME = "loss"
@@ -61,7 +62,8 @@ class UsedParameters:
     ) -> None:
         """Look at what a stage gives, computed of inputs, at its loss if it has one, and at what x and y came out of.
 
-        Warns of parameters that nobody trains. Raises UsageError for one that another rank has.
+        Warns of parameters that nobody trains, nor reduces the gradients of. Raises UsageError for one that another
+        rank has.
         """
         known = {id(tensor) for tensor in (*self._own(), *inputs)}
         layer = f"a layer of stage {self._stage} uses"
@@ -76,7 +78,7 @@ class UsedParameters:
                     continue
                 if name := self._name_of(leaf):
                     self._refuse(name, who, is_layer=who == layer)
-                if isinstance(leaf, nn.Parameter):
+                if isinstance(leaf, nn.Parameter) and not any(leaf in member for member in backward_passes.members):
                     warnings.warn(
                         f"commlib: {who} a parameter of shape {tuple(leaf.shape)} that is none of pipe.parameters(): "
                         f"its gradient is on rank {self._rank} alone. To train and save it with the model, {how}",

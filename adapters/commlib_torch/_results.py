@@ -18,10 +18,13 @@ from commlib_torch._losses import LossWeights
 from commlib_torch._stages import Batch
 
 
-def loss_of(pipe: Pipe, batch: Batch, rows: Sequence[int], losses: LossWeights, fault: str) -> Tensor:
+def loss_of(
+    pipe: Pipe, batch: Batch, rows: Sequence[int], losses: LossWeights, fault: str, *, outside: int = 0
+) -> tuple[Tensor, bool]:
     """Return the loss of a batch, which the last stage has, on all ranks. Raises UsageError if it is none. Collective.
 
     rows: of each microbatch, where they are known. fault: what is wrong with stages of this rank, if anything is.
+    outside: how many reducers of layers outside have gradients of this batch here; also returned is if any rank has.
     """
     total, dtype = 0.0, torch.float32
     if batch.losses is not None:
@@ -30,9 +33,11 @@ def loss_of(pipe: Pipe, batch: Batch, rows: Sequence[int], losses: LossWeights, 
         dtype = next((loss.dtype for loss in values.values()), dtype)
         fault = fault or losses.fault(batch.losses)
     extra = sum(loss for _, loss in sorted(batch.extras.items()))
-    numbers = [total, float(dtype is torch.float64)]
-    told, is_double = pipe.tell(numbers, rows=sum(rows) if rows else -1, added=extra, fault=fault)
-    return torch.tensor(told, dtype=torch.float64 if is_double else torch.float32)
+    numbers = [total, 0.0, float(dtype is torch.float64)]
+    told, reducers, is_double = pipe.tell(
+        numbers, rows=sum(rows) if rows else -1, added=[extra, float(outside)], fault=fault
+    )
+    return torch.tensor(told, dtype=torch.float64 if is_double else torch.float32), reducers > 0
 
 
 def details_of(pipe: Pipe, batch: Batch, rows: Sequence[int], where: Any, loss: Tensor) -> Details:

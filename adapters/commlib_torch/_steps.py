@@ -10,7 +10,6 @@ from typing import Any
 from torch import Tensor, nn
 
 from commlib.errors import UsageError
-from commlib.functional.shards import world_ranks
 from commlib.pipeline.batch import shares_in_updates
 from commlib.pipeline.losses import Details, Looks
 from commlib.pipeline.pipe import Pipe
@@ -79,7 +78,7 @@ class Steps:
         of_x = len(graphs.origins)
         if self._pipe.comm.rank == self._pipe.last:
             y = graphs.apart(y)
-        with self._batch_of(x, y, is_training=True, **options) as empty:
+        with self._batch_of(x, y, is_training=True, **options) as empty, backward_passes.shared():
             self._batch.of_x, self._batch.of_y = graphs.origins[:of_x], graphs.origins[of_x:]
             self._tied.begin(self._pipe.comm)
             with (
@@ -87,13 +86,13 @@ class Steps:
                 self._shared_buffers.unchanged(),
                 self.statistics.step() if self.statistics is not None else _NOTHING,
                 self._tied.apart(),
-                backward_passes.as_one(world_ranks(self._pipe.comm)),
+                backward_passes.as_one(self._pipe.comm, self._module),
                 in_order(),
             ):
                 self._pipe.train(empty)
                 graphs.go_on()
             self._tied.add_up(self._pipe.comm)
-            return self._result(details=details)
+            return self._result(details=details, outside=len(backward_passes.begun))
 
     def evaluate(self, x: Any, y: Any, *, details: bool, **options: Any) -> Tensor | Details:
         """Return the loss of a batch in evaluation mode, or details. Collective."""
@@ -131,8 +130,10 @@ class Steps:
     def _in_evaluation(self) -> Any:
         return in_mode(list(self._module.children()), training=False)
 
-    def _result(self, *, details: bool) -> Tensor | Details:
-        loss = loss_of(self._pipe, self._batch, self._rows, self._losses, self._fault())
+    def _result(self, *, details: bool, outside: int = 0) -> Tensor | Details:
+        loss, reduces = loss_of(self._pipe, self._batch, self._rows, self._losses, self._fault(), outside=outside)
+        if reduces:
+            backward_passes.end_shared(self._pipe.comm)
         return details_of(self._pipe, self._batch, self._rows, self._where.output, loss) if details else loss
 
     @contextmanager

@@ -37,8 +37,8 @@ class Gradients:
     """Reduces the gradients of `parameters` over `ranks` in every backward. Collective to make.
 
     `parameters` are (name, parameter) pairs in module order, each parameter once; `known` are ids of others that
-    `groups` may name, `wrapper` what this is part of: ranks must have the same one; `catches_up`: it reduces before a
-    step what backwards have not. Raises UsageError if they cannot be managed, or are already.
+    `groups` may name, `wrapper` what this is part of: ranks must have the same one. Raises
+    UsageError if they cannot be managed, or are already.
     """
 
     def __init__(
@@ -50,7 +50,6 @@ class Gradients:
         groups: Groups = None,
         known: Collection[int] = (),
         wrapper: str = "",
-        catches_up: bool = False,
     ) -> None:
         _check_parameters(parameters)
         self.parameters = [parameter for _, parameter in parameters]
@@ -59,7 +58,6 @@ class Gradients:
         self.passes = 0
         """Backwards, and reductions without one."""
         self._ranks, self._groups, self._wrapper = ranks, groups, wrapper
-        self._catches_up = catches_up
         self.ids = {id(parameter) for parameter in self.parameters}
         placed = place_groups(read_groups(groups, _key), [id(parameter) for parameter in self.parameters], known)
         self._values = ParameterValues(parameters, options.compressor, options.predivide)
@@ -152,15 +150,7 @@ class Gradients:
         self.close()
         self._ranks.turn = None
         options = self.reducer.options
-        new = Gradients(
-            parameters,
-            self._ranks,
-            options,
-            groups=self._groups,
-            known=known,
-            wrapper=self._wrapper,
-            catches_up=self._catches_up,
-        )
+        new = Gradients(parameters, self._ranks, options, groups=self._groups, known=known, wrapper=self._wrapper)
         with in_order():
             new.reducer.take_over(self.reducer)
         new.passes = self.passes
@@ -231,25 +221,47 @@ class Gradients:
     def _ready(self, index: int) -> None:
         reducer = self.reducer
         if not reducer.active:
+            eager = len(backward_passes.members) == 1
+            if backward_passes.pipeline is not None and self._begins_together(index, *backward_passes.pipeline):
+                eager = False
             # Several reducers at once: the order in which backward reaches them may differ among ranks.
-            reducer.begin(eager=len(backward_passes.members) == 1, sync=self._reduces_now())
+            reducer.begin(eager=eager)
         reducer.ready(index)
 
-    def _reduces_now(self) -> bool:
-        """Tell whether this backward may reduce: not if others of these ranks run it together, and may have no part.
+    def _begins_together(self, index: int, comm: Any, stages: nn.Module) -> bool:
+        """Tell whether several ranks of a pipeline, whose step makes gradients now, have this: then all of them end it.
 
-        Raises UsageError where gradients are to be averaged then: each rank has a term of a sum.
+        Raises UsageError for parameters of stages, and where gradients are to be averaged: each rank has a term of a
+        sum, or nothing.
         """
-        if not backward_passes.among or len(backward_passes.among.intersection(world_ranks(self.comm))) < 2:
-            return True
-        if self.reducer.options.op == "sum" and self._catches_up:
+        ranks = set(world_ranks(comm))
+        if len(ranks.intersection(world_ranks(self.comm))) < 2:
             return False
-        raise UsageError(
-            f"{self._wrapper}: the gradient of {self.names[0]} comes out of a step of the pipeline of ranks "
-            f"{sorted(backward_passes.among)}, which compute one loss together: each has a term of the gradient, or "
-            "none. Let a DistributedOptimizer with op=Sum add them up, or give it the communicator of the ranks that "
-            "have the same stage of other pipelines"
-        )
+        what = f"{self._wrapper}: the gradient of {self.names[index]} is one of a step of the pipeline of ranks"
+        remedy = "give it the communicator of the ranks that have the same stage of other pipelines"
+        if any(self.parameters[index] is parameter for parameter in stages.parameters()):
+            raise UsageError(
+                f"{what} {sorted(ranks)}, several of which are to reduce it together, but they have different stages: "
+                f"{remedy}"
+            )
+        if self.reducer.options.op != "sum":
+            raise UsageError(
+                f"{what} {sorted(ranks)}, several of which are to average it, but they compute one loss together: each "
+                f"has a term of the gradient, or none. Pass op=Sum, or {remedy}"
+            )
+        backward_passes.begun.append(self)
+        return True
+
+    @property
+    def label(self) -> tuple[tuple[int, ...], str, int]:
+        """What this is on all its ranks."""
+        return world_ranks(self.comm), self.comm.name, self.number
+
+    def end_together(self) -> None:
+        """End a backward that has begun on another rank at least."""
+        if not self.reducer.active:
+            self.reducer.begin(eager=False)
+        self.end_backward()
 
     @contextmanager
     def _between(self) -> Iterator[None]:

@@ -165,9 +165,7 @@ def DistributedOptimizer(
         own: Any = Alone() if outside else core.process_set_of(process_set).communicator("DistributedOptimizer")
         ranks = ranks_of(chosen, own, reduce_by_name=reduce_by_name(process_set))
     known = ids_in(optimizer.param_groups)
-    gradients = Gradients(
-        chosen, ranks, options, groups=groups, known=known, wrapper="DistributedOptimizer", catches_up=True
-    )
+    gradients = Gradients(chosen, ranks, options, groups=groups, known=known, wrapper="DistributedOptimizer")
     change_class(optimizer, Distributed)
     distributed: Any = optimizer
     distributed._gradients = gradients

@@ -220,10 +220,10 @@ class GradientReducer:
         self.options = replace(self.options, passes_per_step=passes)
         self._tracker.passes_per_step = passes
 
-    def begin(self, *, eager: bool = True, sync: bool = True) -> None:
-        """Note that a backward begins. `eager`: buckets may be launched before it ends; `sync`: it may reduce."""
+    def begin(self, *, eager: bool = True) -> None:
+        """Note that a backward begins. `eager`: buckets may be launched before it ends."""
         self._has_turn = False
-        if self._tracker.begin(sync=self._sync and sync, eager=self._overlap and eager and not self._is_undecided):
+        if self._tracker.begin(sync=self._sync, eager=self._overlap and eager and not self._is_undecided):
             self._values.free()
 
     def before(self, index: int) -> None:

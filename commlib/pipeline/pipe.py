@@ -191,14 +191,16 @@ class Pipe:
                 )  # fmt: skip
             self._forward.run(empty)
 
-    def tell(self, numbers: Sequence[float], *, rows: int = -1, added: float = 0.0, fault: str = "") -> list[float]:
+    def tell(
+        self, numbers: Sequence[float], *, rows: int = -1, added: Sequence[float] = (), fault: str = ""
+    ) -> list[float]:
         """Return the last stage's numbers on all ranks; other ranks give as many, whatever they are. Collective.
 
-        added: what is added to the first number, from each rank. rows: how many the batch has, where that is known (-1:
-        it is not). Raises UsageError on all ranks if they differ: what was computed is of no batch then; and for a
+        added: what is added to the first numbers, from each rank. rows: how many the batch has, where that is known
+        (-1: it is not). Raises UsageError on all ranks if they differ: what was computed is of no batch then; and for a
         fault that any rank has found, the first of which is told.
         """
-        own = [rows, float(bool(fault)), *numbers, added]
+        own = [rows, float(bool(fault)), *numbers, *added]
         told = self.comm.all_gather(np.array(own, np.float64)).reshape(self.comm.size, -1)
         known = {rank: int(count) for rank, count in enumerate(told[:, 0]) if count >= 0}
         if len(set(known.values())) > 1:
@@ -209,8 +211,9 @@ class Pipe:
             )
         if told[:, 1].any():
             self.refuse(self.comm.broadcast_object(fault, int(told[:, 1].argmax())))
-        first, *others = (float(value) for value in told[self.last, 2:-1])
-        return [first + float(told[:, -1].sum()), *others]
+        found = told[self.last, 2 : 2 + len(numbers)].copy()
+        found[: len(added)] += told[:, 2 + len(numbers) :].sum(axis=0)
+        return [float(value) for value in found]
 
     def tell_rows(self, rows: Sequence[int]) -> list[int]:
         """Return on all ranks how many rows each microbatch has, which the first stage's rank knows. Collective."""

@@ -306,18 +306,36 @@ def test_layers_outside_whose_gradients_all_ranks_reduce(comm: Any, op: str, wra
             theirs.zero_grad()
             x, y = random(6, WIDTH, seed=seed), random(6, WIDTH, seed=9)
             F.mse_loss(whole[0](whole[1](x)), y).backward()
-            if op == "mean" or wrap == "layer":
+            if seed and op == "sum":  # all ranks run a backward of their own, too
+                for rank in range(comm.size):
+                    whole[1](x * rank).sum().backward()
+                outside(x * comm.rank).sum().backward()
+            if op == "mean":
                 with pytest.raises(UsageError if comm.rank == pipe.pipe.first else PeerError, match="pipeline"):
                     pipe.step(outside(x), y)
                 break
             pipe.step(outside(x), y)
+            for parameters in (outside.parameters(), whole[1].parameters()):
+                nn.utils.clip_grad_norm_(parameters, 0.01)  # gradients are final: each rank clipped its own term
             optimizer.step()
             theirs.step()
-    if op == "sum" and wrap == "optimizer":
-        close(outside.weight.detach(), whole[1].weight.detach())
+    if op == "sum":
+        for ours, other in zip(outside.parameters(), whole[1].parameters(), strict=True):
+            close(ours.detach(), other.detach())
     assert comm.all_gather_object(comm.rank) == list(range(comm.size))
     if wrap == "optimizer":
         optimizer.close()
+    pipe.close()
+
+
+@pytest.mark.ranks(min=2)
+def test_gradients_of_stages_are_not_those_of_others(comm: Any) -> None:
+    """Those of stages with equal shapes were added up, where parameters were given without names."""
+    pipe = pipeline([nn.Linear(WIDTH, WIDTH) for _ in range(comm.size)], comm, microbatches=2, loss=F.mse_loss)
+    optimizer: Any = DistributedOptimizer(torch.optim.SGD(pipe.parameters(), 0.1), op="sum")
+    with pytest.raises((UsageError, PeerError), match="they have different stages"):
+        pipe.step(torch.ones(4, WIDTH), torch.ones(4, WIDTH))
+    optimizer.close()
     pipe.close()
 
 
