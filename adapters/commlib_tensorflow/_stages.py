@@ -112,9 +112,8 @@ class Batch:
     reduction: StageReduction | None = None
 
     def has_loss_of(self, microbatch: int) -> bool:
-        """Return whether a microbatch's loss is wanted, and counts; where none does, gradients are 0, not none."""
-        terms = () if self.weights is None else self.weights.terms
-        return self.has_loss and (not any(terms) or terms[microbatch] > 0)
+        """Return whether a microbatch's loss is wanted, and counts."""
+        return self.has_loss and (self.weights is None or self.weights.terms[microbatch] > 0)
 
     def add(self, variables: Sequence[Any], gradients: Sequence[tf.Tensor | None]) -> None:
         """Add to the gradients of variables; where there is none, none comes to be."""

@@ -190,8 +190,8 @@ class Steps:
             parts, rows = parted(x, what="x", where=self._where.x)
             batch.inputs = [arguments(part) for part in parts]
             empty = {number for number, count in enumerate(rows) if not count}
-            if wants_outputs and len(empty) == len(rows):
-                empty.discard(0)  # outputs of no rows have a shape, too
+            if len(empty) == len(rows):
+                empty.discard(0)  # outputs of no rows have a shape, too, and a loss of none gives gradients of 0
         if rank == self._pipe.last and not wants_outputs:
             if y is None and x is None:
                 raise UsageError(f"pipeline: rank {rank} has the last stage: give it y, or x where the loss needs no y")

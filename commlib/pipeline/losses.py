@@ -49,9 +49,14 @@ class Weights(NamedTuple):
 
 
 def weights_of(terms: Sequence[float], rows: Sequence[int], *, is_sum: bool = False) -> Weights:
-    """Return what losses count that are means of so many terms: of rows, if no microbatch has any, as one process."""
+    """Return what losses count that are means of so many terms: of rows, if no microbatch has any, as one process.
+
+    In a batch without rows the first microbatch, which is the batch, counts.
+    """
     found = tuple(float(count) if number else 0.0 for count, number in zip(terms, rows, strict=True))
-    return Weights(found if any(found) else tuple(map(float, rows)), is_sum)
+    if not any(found):
+        found = tuple(map(float, rows)) if any(rows) else (1.0, *(0.0 for _ in rows[1:]))
+    return Weights(found, is_sum)
 
 
 class Weigher:

@@ -331,6 +331,25 @@ def test_layers_outside_whose_gradients_all_ranks_reduce(comm: Any, op: str, wra
     gc.collect()  # the error of a step keeps a DataParallel alive, whose gradients would take turns with others'
 
 
+@pytest.mark.parametrize("schedule", ["1f1b", "zb_h1", "interleaved"])
+@pytest.mark.parametrize("loss", [F.mse_loss, nn.MSELoss(reduction="sum"), lambda out, y: (out - y).square().mean()])
+def test_a_batch_without_rows(comm: Any, schedule: str, loss: Any) -> None:
+    """Its loss was 0 and it had no gradients. One process has 0/0, but gradients of 0, so that momentum goes on."""
+    layers = [nn.Linear(WIDTH, WIDTH).double() for _ in range(2 * comm.size)]
+    whole = copy.deepcopy(nn.Sequential(*layers))
+    pipe = pipeline(layers, comm, schedule=schedule, microbatches=2 * comm.size, loss=loss)
+    for rows in (8, 0):
+        x = torch.ones(rows, WIDTH, dtype=torch.float64)
+        expected = loss(whole(x), x)
+        expected.backward()
+        torch.testing.assert_close(pipe.step(x, x), expected.detach(), equal_nan=True, rtol=EXACT, atol=EXACT)
+        assert_gradients(pipe, whole)
+        for model in (whole, pipe):
+            model.zero_grad()
+    torch.testing.assert_close(pipe.evaluate(x, x), expected.detach(), equal_nan=True)
+    pipe.close()
+
+
 @pytest.mark.ranks(min=2)
 def test_gradients_of_stages_are_not_those_of_others(comm: Any) -> None:
     """Those of stages with equal shapes were added up, where parameters were given without names."""

@@ -21,7 +21,8 @@ def test_a_microbatch_without_terms_counts_nothing() -> None:
 
 def test_a_batch_without_terms_is_as_in_one_process() -> None:
     assert weights_of([0, 0], [3, 1]).in_batch() == [0.75, 0.25]
-    assert weights_of([0, 0], [0, 0]).in_batch() == [0.0, 0.0]
+    # One microbatch of no rows goes through, which is the batch: its loss may be 0/0, as in one process.
+    assert weights_of([0, 0], [0, 0]).in_batch() == [1.0, 0.0]
 
 
 FUNCTIONS: list[Any] = [
