@@ -106,6 +106,13 @@ class Passes:
         """Gradients were added since the last step."""
         return self._passes is not None and int(self._passes) % self._count != 0
 
+    def give_up(self) -> None:
+        """Forget what was added since the last step: the next pass is a first one."""
+        if self._passes is not None:
+            self._passes.assign(0)
+        for total in self._sums.values():
+            total.assign(tf.zeros_like(total))
+
     def add(self, pairs: list[tuple[Any, Any]], step: Any, no_step: Any) -> None:
         """Add gradients; call `step` with the sums if it was the last pass, else `no_step`."""
         with tf.init_scope():

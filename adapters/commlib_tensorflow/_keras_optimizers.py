@@ -43,6 +43,18 @@ def between_passes(optimizer: Any) -> bool:
     return steps is not None and int(tf.convert_to_tensor(inner._iterations)) % int(steps) != 0
 
 
+def give_up_passes(optimizer: Any) -> None:
+    """Forget gradients that an optimizer of either Keras has added up since its last update."""
+    inner = getattr(optimizer, "inner_optimizer", optimizer)
+    if (passes := getattr(inner, "_commlib_passes", None)) is not None:  # Keras 2
+        passes.give_up()
+    elif between_passes(optimizer):
+        iterations = tf.convert_to_tensor(inner._iterations)
+        inner._iterations.assign(iterations - iterations % int(inner.gradient_accumulation_steps))
+        for total in inner._accumulated_gradients:
+            total.assign(tf.zeros(total.shape, total.dtype))
+
+
 def learning_rate_of(optimizer: Any) -> float:
     """Return the learning rate of an optimizer as a number."""
     return float(tf.convert_to_tensor(optimizer.learning_rate))

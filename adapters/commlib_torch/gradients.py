@@ -142,6 +142,11 @@ class Gradients:
         """Return the name of one of the `given`, by id, whose gradient has what no reduction has seen."""
         return self._first_of(self.reducer.accumulated, given)
 
+    @property
+    def holds_passes(self) -> bool:
+        """Gradients are there that have what no reduction has seen."""
+        return any(_is_nonzero(self.parameters[index].grad) for index in self.reducer.accumulated)
+
     def _first_of(self, indices: Iterable[int], given: Container[int]) -> str | None:
         return next((self.names[i] for i in sorted(indices) if id(self.parameters[i]) in given), None)
 

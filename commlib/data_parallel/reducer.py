@@ -321,11 +321,16 @@ class GradientReducer:
             self._gives_up = False
 
     def abandon(self) -> None:
-        """Forget the backward in progress, if there is one, where no rank waits for its end any more. Sends nothing."""
-        if not self._tracker.active:
-            return
-        self._tracker.end()
+        """Forget the backward in progress, if there is one, where no rank waits for its end any more. Sends nothing.
+
+        Passes count from 0: ranks may have made different numbers of them.
+        """
+        was_active = self._tracker.active
+        if was_active:
+            self._tracker.end()
         self._tracker.cleared()
+        if not was_active:
+            return
         try:
             self._engine.finish(())
         except CommlibError:  # what this rank had launched met other calls
@@ -524,7 +529,10 @@ class GradientReducer:
 
 
 def abandon_all() -> None:
-    """Forget all backwards in progress on this rank. All ranks must be where none waits for the end of one."""
+    """Forget all backwards in progress on this rank, and passes before them: see `GradientReducer.abandon`.
+
+    All ranks must be where none waits for the end of a backward.
+    """
     for reducer in list(_REDUCERS):
         reducer.abandon()
 

@@ -7,10 +7,10 @@ from __future__ import annotations
 
 import copy
 import functools
-import itertools
 import logging
+import warnings
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple
 
 import commlib
 from commlib.collectives.objects import all_gather_object
@@ -24,14 +24,17 @@ from commlib.horovod.process_sets import process_set_of, registry
 
 log = logging.getLogger("commlib")
 
-_COUNT = itertools.count(1)
-
 FINAL = (PeerError, ShutdownError, TransportError, UsageError)
 """Errors after which the ranks cannot come together again, or the next call would fail likewise. After others they do,
 as after a HorovodInternalError that the program raises."""
 
 TOGETHER = """All ranks must be in the same call of elastic.run, with the same attempts. One that has returned from it
 cannot come back: end what may fail at its end with something that all ranks wait for, such as a barrier."""
+
+BETWEEN_PASSES = (
+    "elastic: state.commit() between the passes that accumulate gradients for one update. What has accumulated is each "
+    "rank's own, and is lost after a failure. Commit after an update"
+)
 
 
 class State:
@@ -57,6 +60,8 @@ class State:
 
     def commit(self) -> None:
         """Save this state, to come back to it when an operation fails."""
+        if self.between_passes():
+            warnings.warn(BETWEEN_PASSES, stacklevel=2)
         self.save()
         self.commits += 1
         self.check_host_updates()
@@ -66,6 +71,10 @@ class State:
 
     def reset(self) -> None:
         """Do what is needed before training starts again."""
+
+    def between_passes(self) -> bool:
+        """Tell whether gradients have accumulated that no update has used."""
+        return False
 
     def save(self) -> None:
         """Keep a copy in memory."""
@@ -211,15 +220,20 @@ class _Rank(NamedTuple):
     comes_back: bool
     failed: bool
     commits: int
+    calls: int
 
 
 class _Meeting:
     """Lets all ranks come to where they take the state of rank 0, also those that wait for this rank elsewhere."""
 
+    calls: ClassVar[int] = 0
+    """How many elastic functions this rank has called."""
+
     def __init__(self, attempts: int) -> None:
         self._attempts = attempts
         # Ranks that are in functions one after another must not go on together.
-        self._what = f"elastic function number {next(_COUNT)}, {attempts} attempts"
+        _Meeting.calls += 1
+        self._what = f"elastic function number {_Meeting.calls}, {attempts} attempts"
         self._failures, self._commits = 0, 0  # since rank 0 has committed
         self._restarts: list[Pending] = []  # under way: each rank has one for each meeting that it has come back to
 
@@ -228,9 +242,10 @@ class _Meeting:
 
         What others have in flight is given up if a rank comes back.
         """
-        mine = _Rank(self._what, error is not None, isinstance(error, CommlibError), commits)
+        mine = _Rank(self._what, error is not None, isinstance(error, CommlibError), commits, self.calls)
         ranks = self._gather(mine) if commlib.is_initialized() else [mine]
         if any(rank.what != self._what for rank in ranks):
+            _Meeting.calls = max(rank.calls for rank in ranks)  # what they call next is the same again
             places = "".join(f"\n  rank {number}: {rank.what}" for number, rank in enumerate(ranks))
             raise UsageError(f"elastic.run: the ranks come from different places:{places}\n{TOGETHER}")
         if ranks[0].commits > self._commits:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import warnings
 from typing import Any, Protocol
 
 from commlib.horovod.operations import broadcast_object
@@ -28,15 +27,6 @@ class Keeper(Protocol):
     def reset(self) -> None:
         """Do what is needed before training starts again."""
         ...
-
-
-def warn_of_passes() -> None:
-    """Warn of a commit between the passes that accumulate gradients for one update."""
-    warnings.warn(
-        "elastic: state.commit() between the passes that accumulate gradients for one update. What has accumulated is "
-        "each rank's own: after a failure it is lost, or is that of rank 0 everywhere. Commit after an update",
-        stacklevel=2,
-    )
 
 
 class StateKeeper:

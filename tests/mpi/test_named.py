@@ -443,6 +443,25 @@ def test_elastic_state(comm: Any) -> None:
 
 
 @pytest.mark.ranks(min=2)
+def test_elastic_functions_after_ranks_have_parted(comm: Any) -> None:
+    """A rank had called one function more: each later one was refused, too, though all ranks called it."""
+    state = hvd.elastic.ObjectState(made=1)
+    inner = hvd.elastic.run(lambda state: "fine")
+    raised: list[int] = []
+
+    @hvd.elastic.run
+    def outer(state: Any) -> str:
+        if comm.rank == comm.size - 1 and not raised:
+            raised.append(1)
+            raise MismatchError("before the inner one")
+        return str(inner(hvd.elastic.ObjectState(made=1)))
+
+    with pytest.raises(UsageError, match="from different places"):
+        outer(state)
+    assert outer(state) == inner(state) == "fine"
+
+
+@pytest.mark.ranks(min=2)
 @pytest.mark.parametrize("others", ["by name", "many", "in a process set", "joined", "caught", "hosts"])
 def test_elastic_run_where_one_rank_alone_raises(comm: Any, others: str) -> None:
     """The others waited for it by name until COMMLIB_TIMEOUT, or for ever, while it waited in the order of calls."""

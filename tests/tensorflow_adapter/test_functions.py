@@ -129,6 +129,50 @@ def test_a_commit_between_accumulating_passes_is_warned_of(comm: Any, wrap: Any)
             state.commit()
 
 
+def test_passes_begin_anew_where_hosts_change(comm: Any) -> None:
+    """What rank 0 had accumulated went to all ranks, and updates came after the first of two passes from then on."""
+    data = np.random.default_rng(1).standard_normal((6, 4 * comm.size, 3))
+
+    def made(distribute: Any) -> tuple[Any, Any]:
+        model = small_model(seed=0)
+        optimizer = distribute(keras.optimizers.SGD(0.1))
+        optimizer.build(model.trainable_variables)
+        return model, optimizer
+
+    def step(model: Any, optimizer: Any, x: Any) -> None:
+        with tf.GradientTape() as tape:
+            loss = tf.reduce_mean(model(tf.constant(x)) ** 2)
+        gradients = tape.gradient(loss, model.trainable_variables)
+        optimizer.apply_gradients(zip(gradients, model.trainable_variables, strict=True))
+
+    model, optimizer = made(lambda plain: hvd.DistributedOptimizer(plain, backward_passes_per_step=2))
+    state: Any = hvd.elastic.TensorFlowKerasState(model, optimizer, step=0)
+    raised: list[int] = []
+
+    @hvd.elastic.run
+    def train(state: Any) -> None:
+        while state.step < 3:
+            for number in range(2):
+                step(model, optimizer, data[2 * state.step + number, comm.rank :: comm.size])
+                if state.step == 1 and not raised:
+                    raised.append(number)
+                    raise hvd.elastic.HostsUpdatedInterrupt
+            state.step += 1
+            state.commit()
+
+    train(state)
+    alone, plain = made(lambda plain: plain)
+    for number in range(3):  # the sum of two means over equal numbers of rows
+        with tf.GradientTape() as tape:
+            loss = sum(tf.reduce_mean(alone(tf.constant(x)) ** 2) for x in data[2 * number : 2 * number + 2])
+        plain.apply_gradients(
+            zip(tape.gradient(loss, alone.trainable_variables), alone.trainable_variables, strict=True)
+        )
+    assert raised == [0]
+    for ours, expected in zip(model.get_weights(), alone.get_weights(), strict=True):
+        np.testing.assert_allclose(ours, expected, rtol=0, atol=1e-5)
+
+
 @both
 @pytest.mark.ranks(min=2)
 def test_elastic_run_restores_and_tries_again(comm: Any, mode: str) -> None:

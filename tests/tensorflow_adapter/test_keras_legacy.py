@@ -231,3 +231,50 @@ def test_elastic_state(comm: Any, optimizer: str) -> None:
     state.restore()
     for got, expected in zip(model.get_weights(), saved, strict=True):
         np.testing.assert_array_equal(got, expected)
+
+
+@pytest.mark.parametrize("mode", ["eager", "graph", "fit"])
+@pytest.mark.parametrize("kind", [hvd.HorovodInternalError, keras_elastic.HostsUpdatedInterrupt])
+def test_passes_begin_anew_after_a_restart(comm: Any, mode: str, kind: type[Exception]) -> None:
+    """The restored model moved by what the passes before a failure had added up, and each update came a pass early."""
+    model, alone = network(tf_keras), network(tf_keras)
+    optimizer = DistributedOptimizer(tf_keras.optimizers.SGD(0.1), backward_passes_per_step=2)
+    model.compile(optimizer, mse)
+    state: Any = keras_elastic.KerasState(model, step=0)
+    data = [batch(comm, number) for number in range(6)]
+    raised: list[int] = []
+    one_pass = tf.function(lambda x, y: step(model, optimizer, (x, y)))
+
+    def reach(number: int) -> None:
+        if state.step == 1 and number == 0 and not raised:
+            raised.append(number)
+            raise kind("on all ranks")
+
+    class Fail(tf_keras.callbacks.Callback):
+        def on_train_batch_end(self, batch: int, logs: Any = None) -> None:
+            reach(batch)
+
+    @keras_elastic.run
+    def train(state: Any) -> None:
+        while state.step < 3:
+            shares = [mine(comm, one) for one in data[2 * state.step : 2 * state.step + 2]]
+            if mode == "fit":
+                x, y = (np.concatenate(parts) for parts in zip(*shares, strict=True))
+                model.fit(x, y, batch_size=ROWS, shuffle=False, verbose=0, callbacks=[Fail()])
+            else:
+                for number, share in enumerate(shares):
+                    one_pass(*map(tf.constant, share)) if mode == "graph" else step(model, optimizer, share)
+                    reach(number)
+            state.step += 1
+            state.commit()
+
+    train(state)
+    plain = tf_keras.optimizers.SGD(0.1)
+    for number in range(3):
+        with tf.GradientTape() as tape:
+            loss = sum(error(alone(x, training=True), y) for x, y in data[2 * number : 2 * number + 2])
+        plain.apply_gradients(
+            zip(tape.gradient(loss, alone.trainable_variables), alone.trainable_variables, strict=True)
+        )
+    assert raised == [0]
+    assert_close(model, alone)

@@ -327,6 +327,103 @@ def test_a_commit_between_accumulating_passes_is_warned_of(comm: Any) -> None:
 
 
 @pytest.mark.ranks(min=2)
+def test_a_commit_after_no_sync_is_warned_of(comm: Any) -> None:
+    """Only optimizers were asked, but not `DataParallel`. The warning named a line of this library."""
+    network = model()
+    wrapped = hvd.DataParallel(network)
+    optimizer = torch.optim.SGD(network.parameters(), 0.1)
+    state: Any = TorchState(network, optimizer)
+    data = mine(comm, batch(comm, 0))
+    with wrapped.no_sync():
+        loss_of(wrapped, data).backward()
+    with pytest.warns(UserWarning, match="between the passes") as caught:
+        state.commit()
+    assert [warning.filename for warning in caught] == [__file__]
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        network.zero_grad()  # nothing is there any more
+        state.commit()
+        loss_of(wrapped, data).backward()
+        state.commit()
+
+
+@pytest.mark.parametrize("make_scaler", [torch.amp.GradScaler, hvd.GradScaler])
+@pytest.mark.parametrize("where", ["in the step", "after unscale_", "after the step", "hosts"])
+def test_a_scaler_begins_anew_after_a_step_that_failed(comm: Any, make_scaler: Any, where: str) -> None:
+    """It took the next gradients for unscaled, and the model moved by the scale times as far; or it refused them."""
+    network, alone = model(), model()
+    optimizer: Any = hvd.DistributedOptimizer(torch.optim.SGD(network.parameters(), lr=0.05))
+    scaler = make_scaler("cpu", init_scale=64.0)
+    state: Any = TorchState(network, optimizer, scaler=scaler, step=0)
+    raised: list[str] = []
+
+    def reach(place: str) -> None:
+        at = "after unscale_" if where == "hosts" else where
+        if place == at and state.step == 1 and not raised:
+            raised.append(place)
+            raise HostsUpdatedInterrupt if where == "hosts" else hvd.HorovodInternalError("by hand")
+
+    optimizer.register_step_pre_hook(lambda *_: reach("in the step"))
+
+    @run
+    def training(state: Any) -> None:
+        while state.step < 3:
+            optimizer.zero_grad()
+            scaler.scale(loss_of(network, mine(comm, batch(comm, state.step)))).backward()
+            if where in ("after unscale_", "hosts"):
+                scaler.unscale_(optimizer)
+                reach("after unscale_")
+            scaler.step(optimizer)
+            reach("after the step")
+            scaler.update()
+            state.step += 1
+            state.commit()
+
+    training(state)
+    plain = torch.optim.SGD(alone.parameters(), lr=0.05)
+    for step in range(3):
+        plain.zero_grad()
+        loss_of(alone, batch(comm, step)).backward()
+        plain.step()
+    assert raised
+    assert_close(parameters_of(network), parameters_of(alone), 1e-9)
+    optimizer.close()
+
+
+@pytest.mark.ranks(min=2)
+def test_passes_of_what_is_not_in_the_state_count_from_0_after_a_restart(comm: Any) -> None:
+    """A rank that had made one pass counted on from it: it reduced where others did not, and they parted."""
+    network, alone = model(), model()
+    optimizer: Any = hvd.DistributedOptimizer(torch.optim.SGD(network.parameters(), 0.1), backward_passes_per_step=2)
+    state: Any = TorchState(network, step=0)
+    calls: list[int] = []
+
+    @run
+    def training(state: Any) -> None:
+        calls.append(state.step)
+        while state.step < 3:
+            network.zero_grad()  # of which the optimizer does not learn
+            for number in range(2):
+                loss_of(network, mine(comm, batch(comm, 2 * state.step + number))).backward()
+                if (state.step, number, len(calls), comm.rank) == (1, 0, 1, comm.size - 1):
+                    raise hvd.HorovodInternalError("by hand")
+            optimizer.step()
+            state.step += 1
+            state.commit()
+
+    training(state)
+    plain = torch.optim.SGD(alone.parameters(), 0.1)
+    for step in range(3):
+        plain.zero_grad()
+        for number in range(2):
+            loss_of(alone, batch(comm, 2 * step + number)).backward()
+        plain.step()
+    assert calls == [0, 1]
+    assert_close(parameters_of(network), parameters_of(alone), 1e-9)
+    optimizer.close()
+
+
+@pytest.mark.ranks(min=2)
 @pytest.mark.parametrize("raising", [0, 1])
 def test_samples_where_hosts_change_on_one_rank_alone(comm: Any, raising: int) -> None:
     """The others went back to their commit, and that rank did not: what it had noted since was left out for good."""

@@ -13,9 +13,8 @@ from commlib.horovod.elastic import ObjectState, State
 from commlib.horovod.elastic import run as run_core
 from commlib.horovod.elastic import run_fn as run_fn_core
 from commlib.horovod.exceptions import HostsUpdatedInterrupt
-from commlib.horovod.keepers import warn_of_passes
 from commlib_tensorflow._graph_errors import graph_errors
-from commlib_tensorflow._keras_optimizers import between_passes, build, variables_of
+from commlib_tensorflow._keras_optimizers import between_passes, build, give_up_passes, variables_of
 from commlib_tensorflow.broadcast import broadcast_object, broadcast_variables
 
 __all__ = [
@@ -77,20 +76,27 @@ class TensorFlowKerasState(TensorFlowState):
         # Not the model's other variables: ranks need seeds and metrics of their own.
         return [*self.model.weights, *variables_of(self.optimizer)]
 
-    def save(self) -> None:
-        """Keep copies of the model, optimizer and attributes."""
-        if between_passes(self.optimizer):
-            warn_of_passes()
-        super().save()
+    def between_passes(self) -> bool:
+        """Tell whether the optimizer has added up gradients since its last update."""
+        return between_passes(self.optimizer)
 
     def restore(self) -> None:
-        """Set the model, optimizer and attributes to what they were when they were saved."""
+        """Set the model, optimizer and attributes to what they were when they were saved. The next pass is a first one.
+
+        Raises RuntimeError if there are other variables than then.
+        """
         if len(self._kept.values) != len(self._current()):
             raise RuntimeError(
                 f"the model and optimizer have {len(self._current())} variables but had {len(self._kept.values)} when "
                 "they were saved: build the model before the state, and commit after adding variables"
             )
         super().restore()
+        give_up_passes(self.optimizer)
+
+    def reset(self) -> None:
+        """Prepare for a restart: what passes have accumulated is each rank's own, and is given up."""
+        super().reset()
+        give_up_passes(self.optimizer)
 
 
 def run(func: Callable[..., Any], *, attempts: int = 3) -> Callable[..., Any]:

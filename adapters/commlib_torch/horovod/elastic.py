@@ -18,7 +18,8 @@ from torch.utils.data import Sampler
 from commlib.horovod import sampler
 from commlib.horovod.elastic import ObjectState, State, run, run_fn
 from commlib.horovod.exceptions import HostsUpdatedInterrupt
-from commlib.horovod.keepers import Keeper, SamplerKeeper, StateKeeper, warn_of_passes
+from commlib.horovod.keepers import Keeper, SamplerKeeper, StateKeeper
+from commlib_torch._autograd import backward_passes
 from commlib_torch.broadcast import broadcast_optimizer_state, broadcast_parameters
 
 __all__ = ["ElasticSampler", "HostsUpdatedInterrupt", "ObjectState", "State", "TorchState", "run", "run_fn"]
@@ -47,9 +48,15 @@ class TorchState(ObjectState):
             return _OptimizerKeeper(value)
         if isinstance(value, sampler.ElasticSampler):
             return SamplerKeeper(value)
-        if isinstance(value, torch.optim.lr_scheduler.LRScheduler | torch.amp.GradScaler):
+        if isinstance(value, torch.optim.lr_scheduler.LRScheduler):
             return StateKeeper(value)
+        if isinstance(value, torch.amp.GradScaler):
+            return _ScalerKeeper(value)
         return None
+
+    def between_passes(self) -> bool:
+        """Tell whether gradients have accumulated that no reduction has seen, also of what is not in the state."""
+        return any(member.holds_passes for member in backward_passes.members)
 
 
 class _ModelKeeper(StateKeeper):
@@ -58,15 +65,20 @@ class _ModelKeeper(StateKeeper):
 
 
 class _OptimizerKeeper(StateKeeper):
-    def save(self) -> None:
-        reducer = getattr(self.value, "reducer", None)
-        if reducer is not None and reducer.accumulated:
-            warn_of_passes()
-        super().save()
-
     def restore(self) -> None:
         super().restore()
         self.value.zero_grad()  # what a pass that failed has left is no part of what was committed
 
     def give(self) -> None:
         broadcast_optimizer_state(self.value, 0)
+
+
+class _ScalerKeeper(StateKeeper):
+    def restore(self) -> None:
+        super().restore()
+        self.reset()
+
+    def reset(self) -> None:
+        # Which optimizers it has unscaled, or let step, since its last update: a step that failed has left that, and
+        # `load_state_dict` leaves it. The gradients of the next step would be taken for unscaled.
+        self.value._per_optimizer_states.clear()
