@@ -10,16 +10,20 @@ have the name of the exception's class before what it says.
 
 from __future__ import annotations
 
+import re
 import threading
 from collections import deque
 from typing import Any
 
 import tensorflow as tf
 
+from commlib import errors
 from commlib.errors import CommlibError
 from commlib_tensorflow.errors import class_of
 
 _MOST_KEPT = 16
+
+_RAISED = re.compile(r"(?:^|\s)(\w+Error): ((?:(?!\nTraceback ).)*)\nTraceback \(most recent call last\):", re.DOTALL)
 
 
 class GraphErrors:
@@ -61,6 +65,15 @@ class GraphErrors:
             return base.__new__(cls)
 
         return __new__
+
+
+def raised_by_program(error: BaseException) -> CommlibError | None:
+    """Return the error of ours that a tf.py_function of the program raised, None if `error` comes from another one."""
+    for name, text in _RAISED.findall(str(error)) if isinstance(error, tf.errors.OpError) else ():
+        kind = getattr(errors, name, None)
+        if isinstance(kind, type) and issubclass(kind, CommlibError):
+            return kind(text)
+    return None
 
 
 graph_errors = GraphErrors()

@@ -129,6 +129,33 @@ def test_a_commit_between_accumulating_passes_is_warned_of(comm: Any, wrap: Any)
             state.commit()
 
 
+@both
+@pytest.mark.ranks(min=2)
+@pytest.mark.parametrize("where", [tf.py_function, tf.numpy_function])
+def test_elastic_run_restores_what_a_function_of_python_ends(comm: Any, mode: str, where: Any) -> None:
+    """TensorFlow made an UnknownError of a HorovodInternalError that the program raised in it: the job ended."""
+    variable = tf.Variable([float(comm.rank)])
+    seen: list[float] = []
+
+    def look() -> Any:
+        if comm.rank == comm.size - 1 and len(seen) == 1:
+            raise hvd.HorovodInternalError("two\nlines: of it")
+        return np.float32(1)
+
+    reduce = in_mode(mode, lambda: hvd.allreduce(where(look, [], tf.float32), op=hvd.Sum, name="after look"))
+
+    @hvd.elastic.run
+    def train(state: Any) -> tf.Tensor:
+        seen.append(float(variable[0]))
+        variable.assign_add([10.0])
+        return reduce()
+
+    check(train(hvd.elastic.TensorFlowState([variable])), tf.constant(float(comm.size)))
+    assert seen == [0.0, 0.0]
+    with pytest.raises(tf.errors.UnknownError, match="ZeroDivisionError"):  # none of ours
+        hvd.elastic.run(lambda state: tf.py_function(lambda: 1 / 0, [], tf.float32))(hvd.elastic.ObjectState())
+
+
 def test_passes_begin_anew_where_hosts_change(comm: Any) -> None:
     """What rank 0 had accumulated went to all ranks, and updates came after the first of two passes from then on."""
     data = np.random.default_rng(1).standard_normal((6, 4 * comm.size, 3))

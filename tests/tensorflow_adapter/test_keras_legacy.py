@@ -250,7 +250,7 @@ def test_passes_begin_anew_after_a_restart(comm: Any, mode: str, kind: type[Exce
             raised.append(number)
             raise kind("on all ranks")
 
-    class Fail(tf_keras.callbacks.Callback):
+    class Fail(tf_keras.callbacks.Callback):  # type: ignore[misc]
         def on_train_batch_end(self, batch: int, logs: Any = None) -> None:
             reach(batch)
 

@@ -13,7 +13,7 @@ from commlib.horovod.elastic import ObjectState, State
 from commlib.horovod.elastic import run as run_core
 from commlib.horovod.elastic import run_fn as run_fn_core
 from commlib.horovod.exceptions import HostsUpdatedInterrupt
-from commlib_tensorflow._graph_errors import graph_errors
+from commlib_tensorflow._graph_errors import graph_errors, raised_by_program
 from commlib_tensorflow._keras_optimizers import between_passes, build, give_up_passes, variables_of
 from commlib_tensorflow.broadcast import broadcast_object, broadcast_variables
 
@@ -103,6 +103,7 @@ def run(func: Callable[..., Any], *, attempts: int = 3) -> Callable[..., Any]:
     """Decorate `func(state, ...)`: before it runs, the ranks take the state of rank 0; see `commlib.horovod.elastic`.
 
     An operation that fails within a traced function counts as what it raised there, not as TensorFlow's error for it.
+    So does a HorovodInternalError, or another error of commlib, that the program raises in a `tf.py_function`.
     """
     return run_core(_raising_originals(func), attempts=attempts)
 
@@ -118,7 +119,7 @@ def _raising_originals(func: Callable[..., Any]) -> Callable[..., Any]:
         try:
             return func(*arguments, **options)
         except tf.errors.OpError as error:
-            original = graph_errors.original(error)
+            original = graph_errors.original(error) or raised_by_program(error)
             if original is None:
                 raise
             raise original from error
