@@ -117,14 +117,15 @@ class BackwardPasses:
                 member.end_backward()
 
     @contextmanager
-    def shared(self) -> Iterator[None]:
-        """Run a step of a pipeline within: if it fails, gradients of the members that have `begun` are given up."""
+    def shared(self, comm: Any) -> Iterator[None]:
+        """Run a step of a pipeline within: if it fails, members that several of its ranks have give up their passes."""
         self.begun = []
         try:
             yield
         except BaseException:
-            for member in self.begun:
-                member.reducer.abandon()
+            for member in self.members:
+                if member.is_shared(comm):  # on all ranks, whether it has begun there or not: passes count alike
+                    member.reducer.abandon()
             raise
         finally:
             self.begun = []

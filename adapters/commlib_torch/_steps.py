@@ -78,7 +78,7 @@ class Steps:
         of_x = len(graphs.origins)
         if self._pipe.comm.rank == self._pipe.last:
             y = graphs.apart(y)
-        with self._batch_of(x, y, is_training=True, **options) as empty, backward_passes.shared():
+        with self._batch_of(x, y, is_training=True, **options) as empty, backward_passes.shared(self._pipe.comm):
             self._batch.of_x, self._batch.of_y = graphs.origins[:of_x], graphs.origins[of_x:]
             self._tied.begin(self._pipe.comm)
             with (

@@ -239,23 +239,27 @@ class Gradients:
         Raises UsageError for parameters of stages, and where gradients are to be averaged: each rank has a term of a
         sum, or nothing.
         """
-        ranks = set(world_ranks(comm))
-        if len(ranks.intersection(world_ranks(self.comm))) < 2:
+        if not self.is_shared(comm):
             return False
+        ranks = world_ranks(comm)
         what = f"{self._wrapper}: the gradient of {self.names[index]} is one of a step of the pipeline of ranks"
         remedy = "give it the communicator of the ranks that have the same stage of other pipelines"
         if any(self.parameters[index] is parameter for parameter in stages.parameters()):
             raise UsageError(
-                f"{what} {sorted(ranks)}, several of which are to reduce it together, but they have different stages: "
+                f"{what} {list(ranks)}, several of which are to reduce it together, but they have different stages: "
                 f"{remedy}"
             )
         if self.reducer.options.op != "sum":
             raise UsageError(
-                f"{what} {sorted(ranks)}, several of which are to average it, but they compute one loss together: each "
+                f"{what} {list(ranks)}, several of which are to average it, but they compute one loss together: each "
                 f"has a term of the gradient, or none. Pass op=Sum, or {remedy}"
             )
         backward_passes.begun.append(self)
         return True
+
+    def is_shared(self, comm: Any) -> bool:
+        """Tell whether several ranks of a communicator have this."""
+        return len(set(world_ranks(comm)).intersection(world_ranks(self.comm))) > 1
 
     @property
     def label(self) -> tuple[tuple[int, ...], str, int]:
