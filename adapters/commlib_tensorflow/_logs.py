@@ -16,10 +16,14 @@ Measure = Callable[[Any, list[Any], Any], dict[str, Any]]
 
 
 class Logs:
-    """What callbacks see. measure: None without metrics; it is called on the rank of the last stage."""
+    """What callbacks see. measure: None without metrics; it is called on the rank of the last stage.
 
-    def __init__(self, measure: Measure | None) -> None:
-        self._measure = measure
+    in_order: Keras' list of the values of logs, in the order of metrics, which are known where the last stage is.
+    """
+
+    def __init__(self, measure: Measure | None, in_order: Callable[[dict[str, Any]], Any]) -> None:
+        self._measure, self._in_order = measure, in_order
+        self._order: list[str] = []
         self._compiled = tf.function(self._of_outputs, autograph=False, jit_compile=False)
         self._names: list[tuple[str, tuple[int, ...]]] | None = None  # with their shapes
         self._mean, self._rows = 0.0, 0
@@ -45,10 +49,22 @@ class Logs:
             logs = self._compiled(result.target, result.outputs, result.masks, result.sample_weight)
         if self._names is None:
             own = [(name, np.shape(value)) for name, value in logs.items()]
-            self._names = pipe.comm.broadcast_object(own, pipe.last) if self.has_metrics else []
+            order = self._in_order({name: name for name in ("loss", *logs)}) if logs else []
+            own, self._order = pipe.comm.broadcast_object((own, order), pipe.last) if self.has_metrics else ([], [])
+            self._names = own
         told = self._told(logs, pipe) if self._names else {}
         self.latest = {**told, "loss": self._mean}
         return dict(self.latest)
+
+    def listed(self, logs: dict[str, Any]) -> Any:
+        """Return the values of logs as Keras does, in one order on all ranks: alone, or in a list."""
+        if not self._order:
+            return self._in_order(logs)
+        known = [
+            name for name in self._order if name in logs
+        ]  # some twice: metrics and weighted_metrics may share them
+        names = [*known, *sorted(logs.keys() - set(known))]
+        return [logs[name] for name in names] if len(names) > 1 else logs[names[0]]
 
     def _told(self, logs: dict[str, Any], pipe: Pipe) -> dict[str, Any]:
         """Return metrics, which the last stage's rank knows, on all ranks."""

@@ -207,7 +207,7 @@ class Pipeline(keras.Model):  # type: ignore[misc]  # Keras has no types
 
     def __init__(self, name: str, steps: Steps, whole: WholeModel, *, why: str = "") -> None:
         super().__init__(name=name)
-        self._own = _Own(steps, whole, Logs(None), Updates(None, eager=False), why)
+        self._own = _Own(steps, whole, Logs(None, super()._flatten_metrics_in_order), Updates(None, eager=False), why)
         self.optimizer = None
         self.parts = steps.parts
         self.output_names = list(steps.graph.output_names)
@@ -475,6 +475,9 @@ class Pipeline(keras.Model):  # type: ignore[misc]  # Keras has no types
         """Return the weights of the whole model, in the order of its `weights`, on every rank. Collective."""
         return self._own.whole.weights(self.pipe.comm)
 
+    def _flatten_metrics_in_order(self, logs: dict[str, Any]) -> Any:
+        return self._own.logs.listed(logs)
+
     def set_weights(self, weights: Sequence[Any]) -> None:
         """Set this rank's weights: to as many values as `get_weights` gives, or to those of the whole model.
 
@@ -561,7 +564,8 @@ class Pipeline(keras.Model):  # type: ignore[misc]  # Keras has no types
         """Begin anew, after compile."""
         own = self._own
         has_losses = self._compile_loss is not None and len(self.output_names) > 1
-        own.logs = Logs(self._measured if has_losses or self._compile_metrics is not None else None)
+        measure = self._measured if has_losses or self._compile_metrics is not None else None
+        own.logs = Logs(measure, super()._flatten_metrics_in_order)
         own.updates = Updates(self.optimizer, eager=bool(self.run_eagerly))
         loss = None if self._compile_loss is None else self._loss_of
         kept = self._compile_metrics  # which a compile without metrics leaves as they are

@@ -174,6 +174,37 @@ def test_a_batch_without_rows(comm: Any, schedule: str) -> None:
     pipe.close()
 
 
+@pytest.mark.parametrize("outputs", [1, 2])
+def test_numbers_come_in_the_order_of_keras_on_all_ranks(comm: Any, outputs: int) -> None:
+    """Ranks without the last stage gave them sorted by their names: mae was taken for mse."""
+    x, y = batch(8)
+    given = y if outputs == 1 else [y, 2 * y]
+    losses: Any = "mse" if outputs == 1 else {"z": "mse", "a": "mae"}
+    metrics: Any = ["mse", "mae"] if outputs == 1 else {"z": ["mse", "mae"], "a": ["mae"]}
+
+    def made() -> Any:
+        keras.utils.set_random_seed(0)
+        begin = hidden = keras.Input((WIDTH,))
+        for _ in range(4):
+            hidden = keras.layers.Dense(WIDTH)(hidden)
+        ends = [keras.layers.Dense(WIDTH, name=name)(hidden) for name in ("z", "a")[:outputs]]
+        return keras.Model(begin, ends[0] if outputs == 1 else ends)
+
+    whole, pipe = made(), pipeline(made(), comm, microbatches=2)
+    said = []
+    for model in (whole, pipe):
+        model.compile(keras.optimizers.SGD(0.01), losses, metrics=metrics, weighted_metrics=["mse"] * (outputs == 1))
+        said.append(
+            [model.train_on_batch(x, given), model.test_on_batch(x, given), model.evaluate(x, given, verbose=0)]
+        )
+    near(said[1], said[0])
+    assert (
+        pipe.evaluate(x, given, verbose=0, return_dict=True).keys()
+        == whole.evaluate(x, given, verbose=0, return_dict=True).keys()
+    )
+    pipe.close()
+
+
 def test_what_is_no_dense_tensor(comm: Any) -> None:
     """Errors of TensorFlow came out that named neither the input nor what to do; a list of sample weights was not cut,
 
