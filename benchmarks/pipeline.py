@@ -59,8 +59,10 @@ def layers(kind: str, count: int, width: int) -> nn.Sequential:
 
 
 def batch(kind: str, rows: int, width: int) -> tuple[Tensor, Tensor]:
+    """Return x and y, the same on all ranks."""
     shape = (rows, width) if kind == "perceptron" else (rows, width, SIDE, SIDE)
-    return torch.randn(shape), torch.randn(shape)
+    generator = torch.Generator().manual_seed(0)
+    return torch.randn(shape, generator=generator), torch.randn(shape, generator=generator)
 
 
 def ours(comm: Any, model: nn.Sequential, name: str, microbatches: int, x: Tensor, y: Tensor) -> Step:
