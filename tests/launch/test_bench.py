@@ -137,3 +137,13 @@ def test_the_all_reduce_benchmark_and_its_comparison(mpirun, launch_environment,
     read = json.loads((tmp_path / "raw.json").read_text())
     assert read["ranks"] == 2 and set(read["rows"][1]["seconds"]) == {"commlib", "mpi", "pieces"}
     assert [len(times) for times in read["rows"][1]["seconds"].values()] == [2, 2, 2]
+
+
+@pytest.mark.long
+def test_the_benchmark_of_pipelines_runs(mpirun):
+    """Its ranks drew batches of their own, which have been refused since batches are compared; nobody ran it."""
+    from tests.launch.conftest import ROOT
+
+    script = str(ROOT / "benchmarks/pipeline.py")
+    done = mpirun(2, [script, "--parts", "peers", "--rounds", "1", "--schedules", "1f1b"], timeout=120)
+    assert "convolutions 16 x 16" in done.stdout and done.returncode == 0, done.stdout + done.stderr
