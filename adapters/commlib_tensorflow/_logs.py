@@ -60,9 +60,8 @@ class Logs:
         """Return the values of logs as Keras does, in one order on all ranks: alone, or in a list."""
         if not self._order:
             return self._in_order(logs)
-        known = [
-            name for name in self._order if name in logs
-        ]  # some twice: metrics and weighted_metrics may share them
+        # Some twice: metrics and weighted_metrics may share a name.
+        known = [name for name in self._order if name in logs]
         names = [*known, *sorted(logs.keys() - set(known))]
         return [logs[name] for name in names] if len(names) > 1 else logs[names[0]]
 

@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from torch.autograd import Variable
 
 from commlib.errors import UsageError
+from commlib.functional.shards import world_ranks
 
 
 class Listener(Protocol):
@@ -131,13 +132,22 @@ class BackwardPasses:
             self.begun = []
 
     def end_shared(self, comm: Any) -> None:
-        """End the backward of all members that have `begun` on any rank of the pipeline, on all of them. Collective."""
+        """End the backward of all members that have `begun` on any rank of the pipeline, on all of them. Collective.
+
+        Raises UsageError on all ranks of the pipeline if one of them has closed such a member.
+        """
         begun = {member.label for member in self.begun}
-        begun.update(*comm.all_gather_object(begun))
-        for member in self.members:
-            if member.label in begun:
-                begun.discard(member.label)
-                member.end_together()
+        own = {member.label: member for member in self.members if member.is_shared(comm)}
+        told = comm.all_gather_object((begun, set(own)))
+        for label in sorted(set().union(*(theirs for theirs, _ in told))):
+            places = zip(world_ranks(comm), told, strict=True)
+            if lacking := [rank for rank, (_, has) in places if rank in label[0] and label not in has]:
+                raise UsageError(
+                    f"a step of a pipeline has made gradients that ranks {list(label[0])} reduce together, but ranks "
+                    f"{lacking} have closed the optimizer of their layers: close it on all ranks, or on none"
+                )
+            if label in own:
+                own[label].end_together()
 
     @contextmanager
     def part(self, *, final: bool, later: frozenset[int] = frozenset()) -> Iterator[None]:

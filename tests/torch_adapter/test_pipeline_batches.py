@@ -351,6 +351,21 @@ def test_a_batch_without_rows(comm: Any, schedule: str, loss: Any) -> None:
 
 
 @pytest.mark.ranks(min=2)
+def test_an_optimizer_of_layers_outside_that_one_rank_has_closed(comm: Any) -> None:
+    """The others would wait for its part until COMMLIB_TIMEOUT."""
+    outside = nn.Linear(WIDTH, WIDTH)
+    pipe = pipeline([nn.Linear(WIDTH, WIDTH) for _ in range(comm.size)], comm, microbatches=2, loss=F.mse_loss)
+    optimizer: Any = DistributedOptimizer(torch.optim.SGD(outside.parameters(), 0.1), op="sum")
+    if comm.rank == comm.size - 1:
+        optimizer.close()
+    with pytest.raises(UsageError, match=rf"but ranks \[{comm.size - 1}\] have closed"):
+        pipe.step(outside(torch.ones(4, WIDTH)), torch.ones(4, WIDTH))
+    assert comm.all_gather_object(comm.rank) == list(range(comm.size))
+    optimizer.close()
+    pipe.close()
+
+
+@pytest.mark.ranks(min=2)
 def test_gradients_of_stages_are_not_those_of_others(comm: Any) -> None:
     """Those of stages with equal shapes were added up, where parameters were given without names."""
     pipe = pipeline([nn.Linear(WIDTH, WIDTH) for _ in range(comm.size)], comm, microbatches=2, loss=F.mse_loss)
