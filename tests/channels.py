@@ -332,6 +332,7 @@ def interrupted_as_it_is_queued(comm, peer):
     """Whether somebody will send it is not known: the channel fails, and nobody waits for that."""
     with comm.channel(peer, "queued", (3,)) as channel:
         channel.connect("a test")
+        meet(comm, peer)  # both are connected: else one may hear in connect already that the other has given up
         if comm.rank < peer:
             watch = comm.runtime.poller.watch
 
