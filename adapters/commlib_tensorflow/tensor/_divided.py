@@ -14,6 +14,9 @@ from commlib.tensor import moves
 from commlib.tensor.moves import REDUCE
 from commlib.tensor.sharding import Sharding
 from commlib.tensor.styles import Column
+from commlib_tensorflow.tensor._dividing import as_whole, divide
+from commlib_tensorflow.tensor._lora import divided_factors, factors, kernel_of, with_lora
+from commlib_tensorflow.tensor._values import take_values_of_rank_0
 from commlib_tensorflow.tensor.moves import copy, moved
 
 _ELEMENTWISE = frozenset((
@@ -27,7 +30,11 @@ class OwnVariables:
     """A divided layer of Keras: what would make other variables of its own does not know that they are parts."""
 
     name: str
+    path: str
     variables: list[Any]
+    lora_enabled: bool
+    lora_rank: int
+    lora_alpha: float
     style: Any
     agreement: Agreement | None = None
     """That of all ranks on this layer; None while it is whole."""
@@ -51,9 +58,39 @@ class OwnVariables:
             self.compare("first used", input=f"{args[0].dtype.name}, {len(args[0].shape)} dimensions")
         return super().__call__(*args, **options)  # type: ignore[misc]
 
+    @property
+    def kernel(self) -> Any:
+        """This rank's part of the kernel, with what LoRA adds to it."""
+        return with_lora(self, self.axis) if self.has_own_lora else super().kernel  # type: ignore[misc]
+
+    @property
+    def embeddings(self) -> Any:
+        """This rank's part of the table of an embedding, with what LoRA adds to it."""
+        return with_lora(self, self.axis) if self.has_own_lora else super().embeddings  # type: ignore[misc]
+
+    @property
+    def has_own_lora(self) -> bool:
+        """Whether it has LoRA, of which one factor is this rank's part."""
+        return self.agreement is not None and self.lora_enabled
+
     def enable_lora(self, *args: Any, **options: Any) -> None:
-        """Raise UsageError: of two factors one would be whole, and get a part of its gradient."""
-        raise UsageError(f"{self.name} is divided among ranks: leave a layer with LoRA out of the plan")
+        """Give the layer LoRA as Keras does; the factor that is divided is this rank's part. Collective.
+
+        Arguments are Keras', the same on all ranks; both factors begin with rank 0's values. Raises MismatchError.
+        """
+        if self.agreement is None:  # its factors are divided with it
+            return super().enable_lora(*args, **options)  # type: ignore[misc, no-any-return]
+        with as_whole(kernel_of(self)):
+            super().enable_lora(*args, **options)  # type: ignore[misc]
+        self.compare("given LoRA", rank=self.lora_rank, alpha=self.lora_alpha)
+        take_values_of_rank_0(f"{self.name}, LoRA", factors(self), self.axis.comm)
+        return divide(self.path, self.axis, divided_factors(self, self.sharding))
+
+    def _check_quantize_args(self, mode: Any, compute_dtype: Any) -> None:
+        """Raise UsageError, before Keras quantises: its scales would be those of this rank's part."""
+        if self.agreement is not None:
+            raise UsageError(f"{self.name} is divided among ranks: quantise gather_model(model) instead")
+        super()._check_quantize_args(mode, compute_dtype)  # type: ignore[misc]
 
 
 def gathered(out: Any, axis: Axis, sharding: Sharding, dim: int = -1) -> Any:
@@ -102,10 +139,9 @@ def check_plain(what: str, layer: Any) -> None:
     """Raise UsageError for a layer that is not built, or is changed in ways that do not go with being divided."""
     if not layer.built:
         raise UsageError(f"plan: {what} is not built: call the model once, or give it an Input")
-    if getattr(layer, "lora_enabled", False) or getattr(layer, "quantization_mode", None):
+    if getattr(layer, "quantization_mode", None):
         raise UsageError(
-            f"plan: {what} has LoRA or is quantised, and its other variables know nothing of being divided: leave it "
-            "out of the plan, or train the whole of it"
+            f"plan: {what} is quantised, and its scales know nothing of being divided: leave it out of the plan"
         )
 
 

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 from commlib.errors import UsageError
@@ -10,7 +11,7 @@ from commlib.functional.axis import Axis
 from commlib.functional.division import Division
 from commlib.functional.shards import Shard
 from commlib.tensor.sharding import Sharding
-from commlib_tensorflow._shards import mark, shard_of
+from commlib_tensorflow._shards import mark, shard_of, whole_shape
 from commlib_tensorflow.tensor.optimizing import watch_optimizers
 
 Shardings = Sequence[tuple[Any, Sharding]]
@@ -25,6 +26,16 @@ def check_division(what: str, shardings: Shardings, division: Division) -> None:
             raise UsageError(
                 f"{what}: {variable.path} has a constraint, which would see this rank's part alone: remove it"
             )
+
+
+@contextmanager
+def as_whole(variable: Any) -> Iterator[None]:
+    """Let a variable that is divided tell its whole shape, for a while, to what only asks for that."""
+    own, variable._shape = variable._shape, whole_shape(variable)
+    try:
+        yield
+    finally:
+        variable._shape = own
 
 
 def divide(what: str, axis: Axis, shardings: Shardings) -> None:

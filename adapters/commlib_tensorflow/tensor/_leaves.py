@@ -12,6 +12,7 @@ from commlib.tensor import equations
 from commlib.tensor.einsum import Einsum
 from commlib.tensor.equations import Equation
 from commlib.tensor.styles import Style
+from commlib_tensorflow._shards import whole_shape
 from commlib_tensorflow.tensor._operations import shape_of
 
 _CONVOLUTIONS = (layers.Conv1D, layers.Conv2D, layers.Conv3D)
@@ -40,12 +41,12 @@ def described(layer: Any, x: Any) -> dict[str, Any]:
     every = tuple(range(len(shape)))
     match layer:
         case layers.Dense():
-            return {"kind": "product", "size": _whole(layer, "kernel")}
+            return {"kind": "product", "size": _whole(layer)}
         case layers.EinsumDense():
             return _einsum(layer)
         case keras.layers.Conv1D() | keras.layers.Conv2D() | keras.layers.Conv3D():
             dim = -1 if layer.data_format == "channels_last" else 1
-            return {"kind": "product", "dims": (dim, dim), "size": _whole(layer, "kernel")[-2:]}
+            return {"kind": "product", "dims": (dim, dim), "size": _whole(layer)[-2:]}
         case layers.Embedding():
             return {"kind": "table", "size": (layer.input_dim, layer.output_dim)}
         case layers.GroupQueryAttention():
@@ -70,14 +71,13 @@ def _einsum(layer: Any) -> dict[str, Any]:
     found = Einsum.of(layer.name, layer.equation)
     if not (found.rows and found.columns):
         return {"kind": "unknown"}
-    row, column, whole = found.rows[0], found.columns[0], _whole(layer, "kernel")
+    row, column, whole = found.rows[0], found.columns[0], _whole(layer)
     return {"kind": "product", "dims": (row.outside, column.outside), "size": (whole[row.kernel], whole[column.kernel])}
 
 
-def _whole(layer: Any, name: str) -> tuple[int, ...]:
-    """Return the shape of a layer's weight in the whole."""
-    sharding = getattr(layer, "sharding", None)
-    return tuple(getattr(layer, name).shape) if sharding is None else tuple(sharding.shape)
+def _whole(layer: Any) -> tuple[int, ...]:
+    """Return the shape of a layer's kernel in the whole, without computing what LoRA adds to it."""
+    return tuple(layer.kernel.shape) if layer.quantization_mode else whole_shape(layer._kernel)
 
 
 def _equation(equation: Equation, layer: Any) -> dict[str, Any]:

@@ -23,6 +23,7 @@ from commlib_tensorflow.tensor._divided import (
 )
 from commlib_tensorflow.tensor._dividing import Shardings, divide
 from commlib_tensorflow.tensor._entering import entered
+from commlib_tensorflow.tensor._lora import divided_factors
 from commlib_tensorflow.tensor.moves import moved
 
 
@@ -37,7 +38,7 @@ class ColumnConv(OwnVariables):
         found = [(self._kernel, Sharding(shape, len(shape) - 1, parts, style.units))]
         if self.bias is not None:
             found.append((self.bias, Sharding(shape[-1:], 0, parts, style.units)))
-        return found
+        return [*found, *divided_factors(self, found[0][1])]
 
     def become(self: Any, what: str, axis: Axis, style: Column) -> None:
         """Divide what is an ordinary convolution so far."""
@@ -63,7 +64,8 @@ class RowConv(OwnVariables):
         """Return how its variables are divided; `self` may be an ordinary layer. Raises UsageError if it cannot be."""
         _check(what, self)
         shape = whole_shape(self._kernel)
-        return [(self._kernel, Sharding(shape, len(shape) - 2, (), style.units))]
+        found = Sharding(shape, len(shape) - 2, (), style.units)
+        return [(self._kernel, found), *divided_factors(self, found)]
 
     def become(self: Any, what: str, axis: Axis, style: Row) -> None:
         """Divide what is an ordinary convolution so far."""

@@ -22,6 +22,7 @@ from commlib_tensorflow.tensor._divided import (
 )
 from commlib_tensorflow.tensor._dividing import Shardings, divide
 from commlib_tensorflow.tensor._entering import entered
+from commlib_tensorflow.tensor._lora import divided_factors
 from commlib_tensorflow.tensor._masks import gathered_mask, scattered_mask
 from commlib_tensorflow.tensor._values import take_values_of_rank_0
 from commlib_tensorflow.tensor.moves import On, axis_of, moved
@@ -54,7 +55,7 @@ class ColumnDense(OwnVariables, keras.layers.Dense):  # type: ignore[misc]  # Ke
         found = [(self._kernel, Sharding(shape, 1, parts, style.units))]
         if self.bias is not None:
             found.append((self.bias, Sharding(shape[1:], 0, parts, style.units)))
-        return found
+        return [*found, *divided_factors(self, found[0][1])]
 
     def become(self, what: str, axis: Axis, style: Column) -> None:
         """Divide what is an ordinary layer so far."""
@@ -122,7 +123,8 @@ class RowDense(OwnVariables, keras.layers.Dense):  # type: ignore[misc]  # Keras
     def shardings(self, what: str, style: Row) -> Shardings:
         """Return how its variables are divided; `self` may be an ordinary layer. Raises UsageError if it cannot be."""
         check_plain(what, self)
-        return [(self._kernel, Sharding(whole_shape(self._kernel), 0, (), style.units))]
+        found = Sharding(whole_shape(self._kernel), 0, (), style.units)
+        return [(self._kernel, found), *divided_factors(self, found)]
 
     def become(self, what: str, axis: Axis, style: Row) -> None:
         """Divide what is an ordinary layer so far."""

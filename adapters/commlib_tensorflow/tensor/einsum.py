@@ -24,6 +24,7 @@ from commlib_tensorflow.tensor._divided import (
 )
 from commlib_tensorflow.tensor._dividing import Shardings, divide
 from commlib_tensorflow.tensor._entering import entered
+from commlib_tensorflow.tensor._lora import divided_factors
 from commlib_tensorflow.tensor._masks import gathered_mask, scattered_mask
 from commlib_tensorflow.tensor.moves import copy, moved
 
@@ -54,7 +55,7 @@ class ColumnEinsumDense(OwnVariables, keras.layers.EinsumDense):  # type: ignore
         found = [(self._kernel, Sharding(shape, place.kernel, parts, style.units))]
         if self.bias is not None and (dim := equation.bias(place.letter, self.bias_axes)) is not None:
             found.append((self.bias, Sharding(whole_shape(self.bias), dim, parts, style.units)))
-        return found
+        return [*found, *divided_factors(self, found[0][1])]
 
     def become(self, what: str, axis: Axis, style: Column) -> None:
         """Divide what is an ordinary layer so far."""
@@ -63,7 +64,7 @@ class ColumnEinsumDense(OwnVariables, keras.layers.EinsumDense):  # type: ignore
         self.supports_jit = False
         self.keep(what, axis, style, shardings[0][1])
         self.dim = Einsum.of(what, self.equation).columns[0].outside
-        self.bias_dim = shardings[1][1].dim if len(shardings) > 1 else None
+        self.bias_dim = next((sharding.dim for variable, sharding in shardings if variable is self.bias), None)
 
     def call(self, inputs: Any, training: Any = None) -> Any:
         """Return this rank's outputs, or all of them."""
@@ -94,7 +95,8 @@ class RowEinsumDense(OwnVariables, keras.layers.EinsumDense):  # type: ignore[mi
         rows = Einsum.of(what, self.equation).rows
         if not rows:
             raise UsageError(f"plan: {what}: {self.equation!r} adds up no dimension of its kernel: leave it whole")
-        return [(self._kernel, Sharding(whole_shape(self._kernel), rows[0].kernel, (), style.units))]
+        found = Sharding(whole_shape(self._kernel), rows[0].kernel, (), style.units)
+        return [(self._kernel, found), *divided_factors(self, found)]
 
     def become(self, what: str, axis: Axis, style: Row) -> None:
         """Divide what is an ordinary layer so far."""

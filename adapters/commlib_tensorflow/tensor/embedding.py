@@ -16,6 +16,7 @@ from commlib.tensor.styles import Column, Vocabulary
 from commlib.tensor.vocabulary import words_of
 from commlib_tensorflow.tensor._divided import OwnVariables, check_plain, gathered
 from commlib_tensorflow.tensor._dividing import Shardings, divide
+from commlib_tensorflow.tensor._lora import divided_factors
 from commlib_tensorflow.tensor._masks import gathered_mask, scattered_mask
 from commlib_tensorflow.tensor._values import take_values_of_rank_0
 from commlib_tensorflow.tensor.moves import On, axis_of, moved
@@ -49,7 +50,8 @@ class VocabularyEmbedding(OwnVariables, keras.layers.Embedding):  # type: ignore
         check_plain(what, self)
         if style.gather:
             raise UsageError(f"plan: {what}: an embedding's output is whole: Vocabulary(gather=True) is for logits")
-        return [(self._embeddings, Sharding((self.input_dim, self.output_dim), 0))]
+        found = Sharding((self.input_dim, self.output_dim), 0)
+        return [(self._embeddings, found), *divided_factors(self, found)]
 
     def become(self, what: str, axis: Axis, style: Vocabulary) -> None:
         """Divide what is an ordinary embedding so far."""
@@ -92,7 +94,8 @@ class ColumnEmbedding(OwnVariables, keras.layers.Embedding):  # type: ignore[mis
         """Return how its variables are divided; `self` may be an ordinary layer. Raises UsageError if it cannot be."""
         check_plain(what, self)
         parts = parts_of(what, style.parts, self.output_dim)
-        return [(self._embeddings, Sharding((self.input_dim, self.output_dim), 1, parts, style.units))]
+        found = Sharding((self.input_dim, self.output_dim), 1, parts, style.units)
+        return [(self._embeddings, found), *divided_factors(self, found)]
 
     def become(self, what: str, axis: Axis, style: Column) -> None:
         """Divide what is an ordinary embedding so far."""

@@ -52,6 +52,9 @@ def gather_model(model: keras.Model) -> keras.Model:
     weights = gather_weights(model)
     if not whole.built:
         raise UsageError(f"gather_model: {model.name!r} is not built by its configuration: use gather_weights(model)")
+    for layer, made in zip(model._flatten_layers(), whole._flatten_layers(), strict=True):
+        if getattr(made, "lora_enabled", False):
+            made.lora_alpha = layer.lora_alpha  # not all of Keras' layers take it from a configuration
     whole.set_weights(weights)
     if model.compiled:
         whole.compile_from_config(model.get_compile_config())

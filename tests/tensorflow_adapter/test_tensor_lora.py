@@ -1,0 +1,87 @@
+"""LoRA of divided layers of Keras, enabled before they are divided or after that: as in one process."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import keras
+import pytest
+
+from commlib.errors import MismatchError
+from commlib.tensor import Column, Row, Vocabulary
+from commlib_tensorflow._shards import shard_of
+from commlib_tensorflow.tensor import gather_model, gather_weights, parallelize
+from tests.keras_pipelines import filled
+from tests.tensorflow_adapter.tensor_oracle import in_float64, near, near_shard, run, sequential, values, words
+
+__all__ = ["in_float64"]
+
+L = keras.layers
+FLOAT32 = 1e-5
+"""Keras keeps both factors, and so their gradients, in float32: some ten roundings of 6e-8, of the largest element."""
+
+
+def dense() -> Any:
+    return sequential(L.Dense(7, "tanh", name="up"), L.Dense(3, name="down"), shape=(5,))
+
+
+def table() -> Any:
+    layers = L.Embedding(9, 6, name="words"), L.Embedding(9, 5, name="features")
+    given = keras.Input((4,), dtype="int64")
+    return filled(keras.Model(given, L.Concatenate()([layer(given) for layer in layers])))
+
+
+def einsums() -> Any:
+    up = L.EinsumDense("abc,cde->abde", (None, 4, 3), bias_axes="de", name="up")
+    out = L.EinsumDense("abde,dec->abc", (None, 5), bias_axes="c", name="down")
+    return sequential(up, out, shape=(3, 5))
+
+
+def convolutions() -> Any:
+    return sequential(L.Conv1D(6, 2, name="up"), L.Conv1D(3, 1, name="down"), shape=(5, 2))
+
+
+PAIR = {"up": Column(), "down": Row()}
+KINDS: dict[str, tuple[Callable[[], Any], Any, Any]] = {
+    "dense": (dense, PAIR, values(4, 5)),
+    "embeddings": (table, {"words": Vocabulary(), "features": Column(gather=True)}, words(9, 2, 4)),
+    "einsum": (einsums, PAIR, values(2, 3, 5)),
+    "convolutions": (convolutions, PAIR, values(2, 5, 2)),
+}
+
+
+def enable(model: Any, plan: Any, **options: Any) -> Any:
+    keras.utils.set_random_seed(3)
+    for name in plan:
+        model.get_layer(name).enable_lora(2, lora_alpha=3.0, b_initializer="he_uniform", **options)
+    return model
+
+
+@pytest.mark.parametrize("kind", list(KINDS))
+@pytest.mark.parametrize("when", ["before", "after"])
+def test_gradients_and_weights_are_those_of_one_process(comm: Any, kind: str, when: str) -> None:
+    """The factor that is whole got a part of its gradient, and the other one did not know that it is a part."""
+    make, plan, x = KINDS[kind]
+    whole = enable(make(), plan)
+    own = enable(make(), plan) if when == "before" else make()
+    parallelize(own, comm, plan)
+    if when == "after":
+        enable(own, plan)
+    shapes = [tuple(whole(x).shape)]
+    results = [run(model, model.trainable_variables, [x], shapes, compiled=when == "after") for model in (own, whole)]
+    near(results[0][0][0], results[1][0][0], FLOAT32)
+    for variable, got, expected in zip(own.trainable_variables, results[0][2], results[1][2], strict=True):
+        near_shard(got, expected, variable, FLOAT32)
+    for got, expected in zip(gather_weights(own), whole.get_weights(), strict=True):
+        near(got, expected, 0.0)
+    near(gather_model(own)(x), whole(x), FLOAT32)
+    factors = [variable for variable in own.trainable_variables if "lora" in variable.path]
+    assert sum(shard_of(variable) is not None for variable in factors) == len(factors) // 2 == len(plan)
+
+
+@pytest.mark.ranks(min=2)
+def test_ranks_that_enable_another_one(comm: Any) -> None:
+    model = parallelize(dense(), comm, PAIR)
+    with pytest.raises(MismatchError, match="given LoRA"):
+        model.get_layer("up").enable_lora(2 + comm.rank)
