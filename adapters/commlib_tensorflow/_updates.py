@@ -174,16 +174,19 @@ def lists_of(optimizer: Any) -> dict[str, list[Any]]:
 
 
 def _found(optimizer: Any) -> tuple[dict[str, Any], dict[str, list[Any]]]:
-    """Return the attributes of an optimizer that are variables, and those that are lists of one for each weight."""
+    """Return the attributes of an optimizer that are variables, and those that are lists of one for each weight.
+
+    Lists of the weights themselves, as some are noted there, are none of these.
+    """
     if optimizer is None or not optimizer.built:
         return {}, {}
-    count = len(optimizer._trainable_variables)
+    count, weights = len(optimizer._trainable_variables), set(map(id, optimizer._trainable_variables))
     singles = {name: value for name, value in vars(optimizer).items() if isinstance(value, keras.Variable)}
     lists: dict[str, list[Any]] = {}
     for name, value in vars(optimizer).items():
         if name in ("_variables", "_trainable_variables") or not isinstance(value, list) or len(value) != count:
             continue
-        own = [one if isinstance(one, keras.Variable) else None for one in value]
+        own = [one if isinstance(one, keras.Variable) and id(one) not in weights else None for one in value]
         if any(one is not None for one in own):
             lists[name] = own
     return singles, lists

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
+from functools import partial
 from typing import Any
 
 import keras
@@ -11,58 +12,80 @@ import numpy as np
 from commlib.dtypes import Array
 from commlib.errors import UsageError
 from commlib.expert import checkpoint
-from commlib_tensorflow._shards import own_of, whole_of, whole_shape
-from commlib_tensorflow._updates import lists_of
+from commlib.expert.checkpoint import STEP
+from commlib_tensorflow._shards import own_of, shard_of, whole_of, whole_shape
+from commlib_tensorflow.expert._states import States
 from commlib_tensorflow.expert.moe import MoE
 from commlib_tensorflow.pipeline import Pipeline
 
-_MOMENTS = {"_momentums": "first", "_velocities": "second", "momentums": "momentum"}
-
 
 def save_experts(path: checkpoint.Path, model: keras.Model, optimizer: Any = None) -> None:
-    """Write the mixtures of experts of a model to a file, with what an optimizer (Adam, AdamW, SGD) keeps for them.
+    """Write the mixtures of experts of a model to a file, with all that an optimizer keeps for them.
 
-    Experts are in it by their global numbers. Collective; the first rank writes.
+    Experts are in it by their global numbers. Collective; the first rank writes. Raises UsageError on all ranks for an
+    optimizer that is not built, has added up gradients that it has not applied yet, or keeps what belongs to no weight;
+    MismatchError if ranks give different ones.
+
+        ct.save_experts("run/experts", model, model.optimizer)
     """
     layers = _layers(model)
+    if not layers:
+        return
+    ranks = layers[0].mixture.ranks
+    parts = checkpoint.agreed(ranks, "save_experts", lambda: _parts(layers, States("save_experts", optimizer)))
+    checkpoint.write(ranks, path, [{name: part() for name, part in layer.items()} for layer in parts])
+
+
+def _parts(layers: Sequence[MoE], states: States) -> list[dict[str, Callable[[], Array]]]:
+    """Return what makes the arrays of each layer, by their names; most are collective to make."""
     found = []
     for layer in layers:
-        arrays: dict[str, Array] = {}
+        parts: dict[str, Callable[[], Array]] = {}
         for name, variable, is_kernel in _named(layer):
-            arrays[name] = _turned(whole_of(variable, variable.numpy()), is_kernel)
-            for own, moment, factor in _moments(optimizer, variable):
-                arrays[f"{name}/{own}"] = _turned(whole_of(variable, moment.numpy()), is_kernel) / factor
-                arrays[f"{name}/step"] = np.array(_plain(optimizer).iterations.numpy(), np.float32)
-        found.append(arrays)
-    if layers:
-        checkpoint.write(layers[0].mixture.ranks, path, found)
+            parts[name] = partial(_whole, variable, variable, is_kernel)
+            for key, kept in states.of(variable).items():
+                _check_shape(variable, key, kept)
+                parts[f"{name}/{key}"] = partial(_whole, variable, kept, is_kernel)
+            if (step := states.step(variable)) is not None:
+                parts[f"{name}/{STEP}"] = step.copy
+        found.append(parts)
+    return found
 
 
 def load_experts(path: checkpoint.Path, model: keras.Model, optimizer: Any = None) -> None:
     """Load what `save_experts` of either framework has written: each rank takes its part. Collective.
 
-    An optimizer must have been built, and goes on from the step of the file. Raises UsageError on all ranks for another
-    model.
+    An optimizer must have been built, and goes on from the step of the file. Of PyTorch's files it takes what Adam,
+    AdamW and SGD keep. Raises UsageError on all ranks for another model, or for what another optimizer kept; all is as
+    it was then.
+
+        ct.load_experts("run/experts", model, model.optimizer)
     """
     layers = _layers(model)
+    if not layers:
+        return
 
-    def put(found: list[dict[str, Array]]) -> None:
-        shapes = [
-            {name: _shape(variable, is_kernel) for name, variable, is_kernel in _named(layer)} for layer in layers
-        ]
-        checkpoint.check(found, shapes)
-        for layer, arrays in zip(layers, found, strict=True):
-            for name, variable, is_kernel in _named(layer):
-                variable.assign(own_of(variable, _turned(arrays[name], is_kernel)))
-                for own, moment, factor in _moments(optimizer, variable):
-                    key = f"{name}/{own}"
-                    if key in arrays:
-                        moment.assign(own_of(variable, _turned(arrays[key], is_kernel)) * factor)
-                    if f"{name}/step" in arrays:
-                        _plain(optimizer).iterations.assign(int(arrays[f"{name}/step"]))
+    def find(read: list[dict[str, Array]]) -> list[tuple[Any, Any]]:
+        named, states = [list(_named(layer)) for layer in layers], States("load_experts", optimizer)
+        checkpoint.check(read, [{name: _shape(variable, kernel) for name, variable, kernel in own} for own in named])
+        found: list[tuple[Any, Any]] = []
+        steps: set[int] = set()
+        if states.is_there:
+            kept = [{name: tuple(states.of(variable)) for name, variable, _ in own} for own in named]
+            checkpoint.check_states(read, kept, states.name)
+            steps = {int(array) for arrays in read for key, array in arrays.items() if key.endswith(f"/{STEP}")}
+            found += states.going_on(steps)
+        for arrays, own in zip(read, named, strict=True):
+            for name, variable, is_kernel in own:
+                found.append((variable, _own(variable, variable, arrays[name], is_kernel)))
+                for key, to in states.of(variable).items():
+                    _check_shape(variable, key, to)
+                    value = states.value(arrays, name, key, variable, steps)
+                    found.append((to, _own(variable, to, value, is_kernel)))
+        return found
 
-    if layers:
-        checkpoint.load_together(layers[0].mixture.ranks, path, put)
+    for variable, value in checkpoint.load_together(layers[0].mixture.ranks, path, find):
+        variable.assign(value)
 
 
 def _layers(model: Any) -> list[MoE]:
@@ -81,29 +104,32 @@ def _named(layer: Any) -> Iterator[tuple[str, Any, bool]]:
         yield "expert_bias", layer.expert_bias, False
 
 
-def _turned(array: Array, is_kernel: bool) -> Array:
-    return np.ascontiguousarray(np.swapaxes(array, -1, -2)) if is_kernel else array
-
-
 def _shape(variable: Any, is_kernel: bool) -> tuple[int, ...]:
     shape = whole_shape(variable)
     return (*shape[:-2], shape[-1], shape[-2]) if is_kernel else shape
 
 
-def _plain(optimizer: Any) -> Any:
-    return getattr(optimizer, "inner_optimizer", optimizer)
+def _whole(weight: Any, kept: Any, is_kernel: bool) -> Array:
+    """Return what a file has of a weight, or of what is kept for one."""
+    if kept.shape != weight.shape:
+        found: Array = kept.numpy()
+        return found
+    return _turned(whole_of(weight, kept.numpy()), is_kernel)
 
 
-def _moments(optimizer: Any, variable: Any) -> Iterator[tuple[str, Any, float]]:
-    """Yield (name, variable, factor) of what an optimizer keeps for a variable: its values are those of a file by it.
+def _own(weight: Any, kept: Any, value: Array, is_kernel: bool) -> Any:
+    """Undo `_whole`, for this rank's part."""
+    return value if kept.shape != weight.shape else own_of(weight, _turned(value, is_kernel))
 
-    Keras' SGD keeps updates, which have the learning rate in them.
-    """
-    plain = _plain(optimizer)
-    if plain is None or not plain.built or not variable.trainable:
-        return
-    place = plain._get_variable_index(variable)
-    for name, variables in lists_of(plain).items():
-        if name in _MOMENTS and variables[place] is not None:
-            factor = -float(plain.learning_rate.numpy()) if name == "momentums" else 1.0
-            yield _MOMENTS[name], variables[place], factor
+
+def _turned(array: Array, is_kernel: bool) -> Array:
+    return np.ascontiguousarray(np.swapaxes(array, -1, -2)) if is_kernel else array
+
+
+def _check_shape(weight: Any, key: str, kept: Any) -> None:
+    """Refuse what is kept for a part of a weight, and is no part of that for the whole."""
+    if shard_of(weight) is not None and tuple(kept.shape) not in ((), tuple(weight.shape)):
+        raise UsageError(
+            f"save_experts: {key} of {weight.path} has shape {tuple(kept.shape)}, and this rank's experts "
+            f"{tuple(weight.shape)}: it is not known what of it belongs to which expert: give no optimizer"
+        )

@@ -16,7 +16,7 @@ from commlib_torch._shards import shard_of
 from commlib_torch._staged import Staged
 from commlib_torch.expert.moe import MoE
 
-_MOMENTS = {"exp_avg": "first", "exp_avg_sq": "second", "momentum_buffer": "momentum"}
+_MOMENTS = {"exp_avg": "first", "exp_avg_sq": "second", "max_exp_avg_sq": "largest", "momentum_buffer": "momentum"}
 _STEP = "step"
 
 
@@ -68,6 +68,10 @@ def _put_state(optimizer: torch.optim.Optimizer, parameter: nn.Parameter, name: 
         for key, own in _MOMENTS.items()
         if f"{name}/{own}" in arrays
     }
+    if f"{name}/{checkpoint.UPDATE}" in arrays:  # as Keras' SGD keeps it
+        group = next(one for one in optimizer.param_groups if any(each is parameter for each in one["params"]))
+        found = checkpoint.momentum(arrays, name, checkpoint.MOMENTUM, float(group["lr"]))
+        state["momentum_buffer"] = _own(found, parameter).to(parameter.dtype)
     if "exp_avg" in state:
         state[_STEP] = torch.tensor(float(arrays[f"{name}/{_STEP}"]))
     if state:

@@ -1,0 +1,135 @@
+"""Files of experts have what an optimizer keeps, whichever it is: who loads one goes on as if nothing had happened."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import keras
+import numpy as np
+import pytest
+
+from commlib import Communicator
+from commlib.errors import MismatchError, UsageError
+from commlib.expert import Experts
+from commlib_tensorflow.expert import MoE, load_experts, save_experts
+
+O = keras.optimizers  # noqa: E741
+WIDTH = 4
+
+MAKERS: dict[str, Callable[[], Any]] = {
+    "momentum under a schedule": lambda: O.SGD(O.schedules.CosineDecay(0.1, 10), momentum=0.9),
+    "warm-up from 0": lambda: O.SGD(O.schedules.PolynomialDecay(0.0, 10, 0.1), momentum=0.9, nesterov=True),
+    "a schedule that has ended at 0": lambda: O.SGD(O.schedules.CosineDecay(0.1, 3), momentum=0.9),
+    "passes": lambda: O.SGD(O.schedules.CosineDecay(0.1, 20), momentum=0.9, gradient_accumulation_steps=2),
+    "amsgrad": lambda: O.AdamW(0.01, amsgrad=True),
+    "RMSprop": lambda: O.RMSprop(0.01, momentum=0.9, centered=True),
+    "Nadam": lambda: O.Nadam(0.01),
+    "Adamax": lambda: O.Adamax(0.01),
+    "Adagrad": lambda: O.Adagrad(0.01),
+    "Adadelta": lambda: O.Adadelta(0.01),
+    "Ftrl": lambda: O.Ftrl(0.01),
+    "Lion": lambda: O.Lion(0.01),
+    "averages": lambda: O.Adam(0.01, use_ema=True, ema_momentum=0.9),
+    "loss scale": lambda: O.LossScaleOptimizer(O.Adam(0.01)),
+    "two": lambda: O.MultiOptimizer(O.OptimizerMap(O.Adam(0.01), {".*router": O.SGD(0.05, momentum=0.9)})),
+}
+
+
+def made(comm: Communicator, make: Callable[[], Any] | None = None) -> Any:
+    layer = MoE(Experts(4, hidden=3, shared=1, bias_rate=0.1), comm, name="mixture")
+    model = keras.Sequential([keras.Input((WIDTH,)), layer])
+    optimizer = None if make is None else make()
+    if optimizer is not None:
+        optimizer.build(model.trainable_variables)
+    return model, optimizer
+
+
+def step(model: Any, optimizer: Any, numbers: Any) -> None:
+    """Update by gradients that are drawn: those of experts are others on each rank, as their values are."""
+    layer = model.layers[0]
+    for number in numbers:
+        draw, own = np.random.default_rng(number), np.random.default_rng([number, layer.ranks.axis.rank])
+        stacks = set(map(id, layer.stacks))
+        variables = model.trainable_variables
+        gradients = [(own if id(v) in stacks else draw).normal(size=v.shape).astype(np.float32) for v in variables]
+        optimizer.apply([keras.ops.convert_to_tensor(one) for one in gradients], variables)
+
+
+def kept(optimizer: Any) -> dict[str, Any]:
+    left_out = ("learning_rate", "step_counter", "dynamic_scale")
+    return {
+        f"{place} {variable.path}": variable.numpy()
+        for place, variable in enumerate(optimizer.variables)
+        if variable.name not in left_out
+    }
+
+
+def same(comm: Communicator, path: Path) -> str:
+    return str(comm.broadcast_object(str(path)))
+
+
+OFTEN = ("warm-up from 0", "a schedule that has ended at 0", "passes", "RMSprop")
+
+
+@pytest.mark.parametrize(
+    "name", [name if name in OFTEN else pytest.param(name, marks=pytest.mark.long) for name in MAKERS]
+)
+def test_who_loads_goes_on(comm: Communicator, tmp_path: Path, name: str) -> None:
+    """The first weight's momentum came back with the rate of step 0; at a rate of 0 it was NaN; most was lost."""
+    if comm.size == 3:
+        pytest.skip("4 experts")
+    make, path = MAKERS[name], same(comm, tmp_path / "experts")
+    model, optimizer = made(comm, make)
+    step(model, optimizer, range(6))
+    save_experts(path, model, optimizer)
+    comm.barrier()
+    other, loaded = made(comm, make)
+    step(other, loaded, [100])  # what it has kept so far is forgotten
+    load_experts(path, other, loaded)
+    for one, got in zip(kept(optimizer).items(), kept(loaded).values(), strict=True):
+        np.testing.assert_array_equal(got, one[1], err_msg=one[0])
+    for each in ((model, optimizer), (other, loaded)):
+        step(*each, range(6, 10))
+    for expected, weight in zip(model.weights, other.weights, strict=True):
+        np.testing.assert_array_equal(weight, expected, err_msg=expected.path)
+
+
+def test_what_another_optimizer_kept_is_refused(comm: Communicator, tmp_path: Path) -> None:
+    """It was left out, or taken for something else: RMSprop's squares for Adam's second moments."""
+    if comm.size == 3:
+        pytest.skip("4 experts")
+    path = same(comm, tmp_path / "experts")
+    model, optimizer = made(comm, lambda: O.RMSprop(0.01, momentum=0.9))
+    step(model, optimizer, range(1))
+    save_experts(path, model, optimizer)
+    comm.barrier()
+    other, adam = made(comm, lambda: O.Adam(0.01))
+    before = [weight.numpy() for weight in (*other.weights, *adam.variables)]
+    with pytest.raises(
+        UsageError, match=r"for router the file has keras.RMSprop.momentums.* Adam keeps first, second: .* none"
+    ):
+        load_experts(path, other, adam)
+    with pytest.raises(UsageError, match="has not been built"):
+        load_experts(path, other, O.RMSprop(0.01, momentum=0.9))
+    for weight, value in zip((*other.weights, *adam.variables), before, strict=True):
+        np.testing.assert_array_equal(weight, value, err_msg=weight.path)
+    load_experts(path, other)
+    np.testing.assert_array_equal(other.layers[0].stacks[0], model.layers[0].stacks[0])
+
+
+def test_between_passes_nothing_is_saved(comm: Communicator, tmp_path: Path) -> None:
+    """What was added up so far is each rank's own, and none of it was in the file."""
+    model, optimizer = made(comm, MAKERS["passes"])
+    step(model, optimizer, range(3))
+    with pytest.raises(UsageError, match=r"has added up 1 of 2 passes .* save after the last pass of a step"):
+        save_experts(same(comm, tmp_path / "experts"), model, optimizer)
+
+
+@pytest.mark.ranks(min=2)
+def test_other_optimizers_on_ranks(comm: Communicator, tmp_path: Path) -> None:
+    """Ranks gathered one's momentum and the other's first moments into one array."""
+    model, optimizer = made(comm, (lambda: O.Adam(0.01)) if comm.rank else (lambda: O.SGD(0.1, momentum=0.9)))
+    with pytest.raises(MismatchError, match=r"save_experts: .*router/update"):
+        save_experts(same(comm, tmp_path / "experts"), model, optimizer)

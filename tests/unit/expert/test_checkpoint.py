@@ -1,0 +1,41 @@
+"""Files of experts: what another optimizer kept is refused, and momentum goes over between frameworks by the rate."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+from commlib.errors import UsageError
+from commlib.expert.checkpoint import MOMENTUM, UPDATE, check_states, momentum
+
+GRADIENTS = np.array([1.0, -2.0])
+
+
+def test_momentum_in_the_form_it_has_is_as_it_is() -> None:
+    """It was divided by the rate in files, and multiplied by another one behind that: NaN at 0."""
+    for form in (MOMENTUM, UPDATE):
+        np.testing.assert_array_equal(momentum({f"router/{form}": GRADIENTS}, "router", form, 0.0), GRADIENTS)
+
+
+def test_the_next_step_is_that_of_the_other_framework() -> None:
+    """PyTorch's is -rate * 0.9 * momentum, Keras' 0.9 * update, for the rate of that step."""
+    rate = 0.25
+    update = momentum({"router/momentum": GRADIENTS}, "router", UPDATE, rate)
+    np.testing.assert_array_equal(0.9 * update, -rate * 0.9 * GRADIENTS)
+    np.testing.assert_array_equal(momentum({"router/update": update}, "router", MOMENTUM, rate), GRADIENTS)
+
+
+@pytest.mark.parametrize(("has", "wanted"), [(MOMENTUM, UPDATE), (UPDATE, MOMENTUM)])
+def test_at_a_rate_of_0_none_of_it_would_be_left(has: str, wanted: str) -> None:
+    with pytest.raises(UsageError, match="the learning rate, which is 0 now"):
+        momentum({f"router/{has}": GRADIENTS}, "router", wanted, 0.0)
+
+
+def test_what_another_optimizer_kept_is_refused() -> None:
+    file = [{"router": GRADIENTS, "router/first": GRADIENTS, "router/second": GRADIENTS, "router/step": GRADIENTS}]
+    check_states(file, [{"router": ("first", "second")}], "Adam")
+    with pytest.raises(UsageError, match="layer 0: for router the file has first, second of an optimizer, and SGD"):
+        check_states(file, [{"router": ("update",)}], "SGD")
+    with pytest.raises(UsageError, match="for router the file has nothing of an optimizer, and Adam keeps first"):
+        check_states([{"router": GRADIENTS}], [{"router": ("first", "second")}], "Adam")
+    check_states([{"router/momentum": GRADIENTS}], [{"router": ("update",)}], "SGD")
