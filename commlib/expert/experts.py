@@ -42,10 +42,11 @@ class Experts:
 
     Balance:
     balance: over what the load-balancing loss (Switch) is taken: "sequence" (the same whatever microbatches, ranks,
-    stages and accumulation steps there are), "microbatch" (this rank's tokens of one call) or "global" (all ranks'
-    tokens of one call). balance_weight, z_weight: what that loss, and the router's z-loss (ST-MoE), count. bias_rate:
-    balance without a loss: after each step, what is added to scores for choosing alone moves by so much towards even
-    load (DeepSeek-V3). force_balanced: tokens go round robin, for benchmarks.
+    stages and accumulation steps there are; rows that are no sequences have the global one), "microbatch" (this rank's
+    tokens of one call) or "global" (all ranks' tokens of one call). balance_weight, z_weight: what that loss, and the
+    router's z-loss (ST-MoE), count. bias_rate: balance without a loss: after each step, what is added to scores for
+    choosing alone moves by so much towards even load (DeepSeek-V3). force_balanced: tokens go round robin, for
+    benchmarks.
 
     The built-in expert is an MLP with `hidden` features, an activation, gated or not, with or without biases. shared:
     so many more experts, as one MLP that all tokens go to. copy: of a dense MLP that becomes experts, all begin as

@@ -44,8 +44,12 @@ class Mixture:
         bias: Array | None = None,
         mask: Array | None = None,
         sequence: int = 0,
+        again: bool = False,
     ) -> Routing:
-        """Return where the tokens of this rank go: see `commlib.expert.routing.route`. Collective if options say so."""
+        """Return where the tokens of this rank go: see `commlib.expert.routing.route`. Collective if options say so.
+
+        again: this was computed before, and is again for a backward that needs it: it does not count.
+        """
         found = route(
             self.experts,
             logits,
@@ -56,6 +60,8 @@ class Mixture:
             sequence=sequence,
             comm=self.ranks.data,
         )
+        if again:
+            return found
         if training:
             self.load += found.load
         self.counted.add(found, len(logits) if mask is None else int(mask.sum()))

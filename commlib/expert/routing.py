@@ -28,9 +28,11 @@ class Routing:
     without their weights.
 
     balance is experts / top_k * sum over experts of f P: f is how often an expert was chosen per token, before
-    dropping, and P its mean share in the scores; 1 where both are even. "sequence": the mean of that of each sequence,
-    by its tokens. "global": f is of all ranks' tokens; the mean over ranks is the loss of all of them together. z is
-    the mean over tokens of the square of the logarithm of the sum of exponentials. Masked tokens count nowhere.
+    dropping, and P its mean share in the scores; 1 where both are even. z is the mean over tokens of the square of the
+    logarithm of the sum of exponentials. Masked tokens count nowhere in these. "sequence": each is the mean of that of
+    the sequences, which count alike, however many of their tokens are masked; one without tokens has 0. "global": they
+    are of all ranks' tokens; the mean over ranks is the loss of all of them together. So are those of rows that are no
+    sequences.
     """
 
     tokens: Array
@@ -67,7 +69,7 @@ class Routing:
             of_gates,
             kept.of_shares * of_balance,
             kept.length,
-            of_z * kept.of_log_sums,
+            of_z * kept.weights,
             out,
         )
         return out
@@ -75,7 +77,11 @@ class Routing:
 
 @dataclass(frozen=True, slots=True)
 class _Kept:
-    """What the gradient needs. of_shares: of each share in scores, for a gradient of 1 of the balance loss."""
+    """What the gradient needs.
+
+    of_shares: of each share in scores, for a gradient of 1 of the balance loss, [sequences, experts]. weights: what a
+    token of each sequence counts in losses.
+    """
 
     clean: Array
     scores: Array
@@ -86,7 +92,7 @@ class _Kept:
     scale: float
     of_shares: Array
     length: int
-    of_log_sums: float
+    weights: Array
 
 
 def route(
@@ -103,8 +109,9 @@ def route(
     """Return where tokens go, by their logits, float32 [tokens, experts].
 
     seed: all that is drawn follows from it, and from the rank. bias: added to scores for choosing, float32 [experts].
-    mask: False for tokens that go nowhere, bool [tokens]. sequence: tokens of each, one after another; 0: all are one.
-    comm: the ranks whose tokens share the capacity of experts, if that is over all, and count in the global loss.
+    mask: False for tokens that go nowhere, bool [tokens]. sequence: tokens of each, one after another; 0: rows are no
+    sequences, and losses of a sequence are those of all ranks' tokens instead. comm: the ranks whose tokens share the
+    capacity of experts, if that is over all, and count in the global loss.
     Collective where options say so. Raises UsageError for other shapes.
     """
     tokens = len(logits)
@@ -127,7 +134,7 @@ def route(
     k = experts.top_k
     scores, chosen = np.empty(logits.shape, np.float32), np.empty((tokens, k), np.int32)
     chosen_in, shares = np.empty((sequences, experts.count), np.int64), np.empty((sequences, experts.count))
-    lengths, totals = np.empty(sequences, np.int64), np.empty(2)
+    lengths, sums_of = np.empty(sequences, np.int64), np.empty((sequences, 2))
     choose(
         logits,
         clean,
@@ -144,7 +151,7 @@ def route(
         chosen_in,
         shares,
         lengths,
-        totals,
+        sums_of,
     )
     if experts.choice == "expert":
         chosen = dropping.chosen_by_experts(experts, scores, given, training, comm)
@@ -161,8 +168,8 @@ def route(
     found, starts, slots = block[:number], block[number : number + tokens + 1], block[number + tokens + 1 :]
     gates, counts, sums = np.empty(number, np.float32), np.empty(experts.count, np.int64), np.empty(tokens)
     assign(scores, chosen, experts.normalises, experts.scale, found, gates, counts, starts, slots, sums)
-    balance, of_shares = _balance(experts, chosen_in, shares, lengths, comm)
-    here = max(int(lengths.sum()), 1)
+    balance, of_shares, weights = _balance(experts, chosen_in, shares, lengths, bool(sequence), comm)
+    entropy, z = float(sums_of[:, 0].sum()) / max(int(lengths.sum()), 1), float(weights @ sums_of[:, 1])
     kept = _Kept(
         clean,
         scores,
@@ -173,9 +180,8 @@ def route(
         experts.scale,
         of_shares,
         length,
-        1 / here,
+        weights,
     )
-    entropy, z = float(totals[0]) / here, float(totals[1]) / here
     return Routing(found, gates, counts, starts, slots, load, dropped, entropy, balance, z, kept)
 
 
@@ -186,26 +192,30 @@ def updated_bias(experts: Experts, bias: Array, load: Array) -> Array:
 
 
 def _balance(
-    experts: Experts, chosen: Array, shares: Array, lengths: Array, comm: Communicator | None
-) -> tuple[float, Array]:
-    """Return the loss, and the gradient of each token's share, by sequence.
+    experts: Experts, chosen: Array, shares: Array, lengths: Array, are_sequences: bool, comm: Communicator | None
+) -> tuple[float, Array, Array]:
+    """Return the loss, the gradient of each token's share, and what a token counts in losses, by sequence.
 
     chosen: how often, [sequences, experts]. shares: summed over tokens, [sequences, experts]. lengths: in tokens.
     """
-    if experts.balance == "none":
-        return 0.0, np.zeros(shares.shape)
-    factor = experts.count / experts.top_k
-    here = max(int(lengths.sum()), 1)
-    if experts.balance == "sequence":
-        # Of a sequence of n tokens: factor * sum(chosen / n * shares / n), which counts n / here.
-        of_shares = factor * chosen / np.maximum(lengths, 1)[:, None] / here
+    over = experts.balance
+    if over in ("sequence", "none"):
+        over = "sequence" if are_sequences else "global"
+    if over == "sequence":
+        each = np.maximum(lengths, 1)[:, None]
+        weights = 1 / (each[:, 0] * len(lengths))
+        often = chosen / each
     else:
-        counts, all_tokens, ranks = chosen.sum(0), here, 1
-        if experts.balance == "global" and comm is not None:
-            told: Any = comm.all_reduce(np.array([*counts, int(lengths.sum())], np.int64))
-            counts, all_tokens, ranks = told[:-1], max(int(told[-1]), 1), comm.size
-        of_shares = np.broadcast_to(factor * counts / all_tokens / all_tokens * ranks, shares.shape)
-    return float((of_shares * shares).sum()), np.ascontiguousarray(of_shares, np.float64)
+        counts, tokens, ranks = chosen.sum(0), int(lengths.sum()), 1
+        if over == "global" and comm is not None and experts.has_losses:
+            told: Any = comm.all_reduce(np.array([*counts, tokens], np.int64))
+            counts, tokens, ranks = told[:-1], int(told[-1]), comm.size
+        weights = np.full(len(lengths), ranks / max(tokens, 1))
+        often = counts / max(tokens, 1)
+    if experts.balance == "none":
+        return 0.0, np.zeros(shares.shape), weights
+    of_shares = experts.count / experts.top_k * often * weights[:, None]
+    return float((of_shares * shares).sum()), np.ascontiguousarray(of_shares, np.float64), weights
 
 
 def _counted(chosen: Array, length: int, sequences: int, experts: int) -> Array:

@@ -82,21 +82,33 @@ class MoE(KeepsShards, KeepsLosses):
         )
 
     def forward(self, x: Tensor, mask: Tensor | None = None) -> Tensor:
-        """Return the outputs. mask: False for tokens, of shape (...), that are padding: zeros come for them."""
+        """Return the outputs. mask: bool (...), False for padding, whatever it has: zeros come for it."""
         if x.shape[-1] != self.width:
             raise UsageError(f"{self.mixture.name}: expected (..., {self.width}), got {tuple(x.shape)}")
-        tokens = x.reshape(-1, self.width)
-        y = self.mixed(tokens, mask, x.shape[-2] if x.dim() > 2 else len(tokens))
+        padding = None if mask is None else self._padding(x, mask)
+        given = x if padding is None else x.masked_fill(padding, 0)  # what is no number would reach the router's weight
+        tokens = given.reshape(-1, self.width)
+        y = self.mixed(tokens, mask, max(x.shape[-2], 1) if x.dim() > 2 else 0).reshape(x.shape)
         if self.shared is not None:
-            y = y + self.shared(tokens)
-        return y.reshape(x.shape)
+            shared = self.shared(given)
+            y = y + (shared if padding is None else shared.masked_fill(padding, 0))
+        return y
+
+    def _padding(self, x: Tensor, mask: Tensor) -> Tensor:
+        if mask.dtype != torch.bool or mask.shape != x.shape[:-1]:
+            raise UsageError(
+                f"{self.mixture.name}: a mask {mask.dtype}{list(mask.shape)} for {tuple(x.shape)}, expected "
+                f"torch.bool{list(x.shape[:-1])}, False for padding"
+            )
+        return ~mask.to(x.device).unsqueeze(-1)
 
     @uncompiled
     def mixed(self, tokens: Tensor, mask: Tensor | None, sequence: int) -> Tensor:
         """Return what the experts make of tokens: all but the shared ones."""
         options, mixture = self.options, self.mixture
         if not self._agreement.is_settled("first used"):
-            self._agreement.settle("first used", {"dtype": tokens.dtype, "training": self.training})
+            used = {"dtype": tokens.dtype, "training": self.training, "sequences": "no" if sequence == 0 else "rows"}
+            self._agreement.settle("first used", used)
         logits = self.logits(tokens)
         draws = self.training and options.draws
         if self.expert_bias is not None and self.training:

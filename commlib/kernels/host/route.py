@@ -84,7 +84,7 @@ def choose(
     clean: logits without noise; noisy: if they are others. balanced: the first of all experts, which then follow one
     another, or -1. mask, bias: empty for none. length: of a sequence. counts, means: how often each expert was chosen,
     and the sum of its share in scores, [sequences, experts]. tokens: of each sequence. sums: of entropy, and of squares
-    of the logarithm of the sum of exponentials.
+    of the logarithm of the sum of exponentials, [sequences, 2].
     """
     experts, k = logits.shape[1], chosen.shape[1]
     wide, keys, best = np.empty(experts), np.empty(experts), np.empty(groups)
@@ -101,7 +101,7 @@ def choose(
         sequence = t // length
         tokens[sequence] += 1
         log_sum, entropy = _softmax(clean[t], wide)
-        sums[1] += log_sum * log_sum
+        sums[sequence, 1] += log_sum * log_sum
         if kind == SIGMOID:
             total = entropy = 0.0
             for e in range(experts):
@@ -116,7 +116,7 @@ def choose(
                 _, entropy = _softmax(logits[t], wide)
             for e in range(experts):
                 scores[t, e] = wide[e]
-        sums[0] += entropy
+        sums[sequence, 0] += entropy
         for e in range(experts):
             means[sequence, e] += wide[e]
             keys[e] = scores[t, e] + bias[e] if len(bias) > 0 else scores[t, e]
@@ -231,13 +231,13 @@ def gradient(
     of_gates: Any,
     of_shares: Any,
     length: int,
-    of_log_sums: float,
+    of_log_sums: Any,
     out: Any,
 ) -> None:
     """Write the gradient of logits.
 
     experts_of: of each assignment. of_shares: of each expert's share in the scores of a token, [sequences, experts].
-    of_log_sums: of the squares of logarithms of sums of exponentials.
+    of_log_sums: of a token's square of the logarithm of the sum of exponentials, [sequences].
     """
     experts = scores.shape[1]
     of_scores, shares, wide = np.empty(experts), np.empty(experts), np.empty(experts)
@@ -276,7 +276,7 @@ def gradient(
                 inner += of_scores[e] * scores[t, e]
             for e in range(experts):
                 out[t, e] = scores[t, e] * (of_scores[e] - inner)
-        if of_log_sums != 0:
+        if of_log_sums[sequence] != 0:
             log_sum, _ = _softmax(clean[t], wide)
             for e in range(experts):
-                out[t, e] += of_log_sums * 2 * log_sum * wide[e]
+                out[t, e] += of_log_sums[sequence] * 2 * log_sum * wide[e]

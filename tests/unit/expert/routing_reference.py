@@ -79,27 +79,33 @@ def gates_of(experts: Experts, logits: Any, kept: set[tuple[int, int]]) -> dict[
 
 
 def balance_of(experts: Experts, logits: Any, chosen: Chosen, mask: Any, sequence: int) -> float:
-    """The loss of all tokens: of each sequence, weighted by its tokens, or of all together."""
+    """The loss of all tokens: the mean of that of each sequence, or of all together."""
     scores = scores_of(experts, logits)
     shares = scores / scores.sum(1, keepdims=True) if scores.size else scores
-    length = sequence if experts.balance == "sequence" and sequence else max(len(scores), 1)
-    total, weights = 0.0, 0
-    for start in range(0, len(scores), length):
-        tokens = [t for t in range(start, start + length) if mask is None or mask[t]]
-        if not tokens:
-            continue
+    losses = []
+    for tokens in _sequences(experts, scores, mask, sequence):
         loss = 0.0
-        for expert in range(experts.count):
+        for expert in range(experts.count if tokens else 0):
             f = sum((token, expert) in chosen for token in tokens) / len(tokens) / experts.top_k
             loss += experts.count * f * float(np.mean([shares[token, expert] for token in tokens]))
-        total, weights = total + loss * len(tokens), weights + len(tokens)
-    return total / weights if weights else 0.0
+        losses.append(loss)
+    return float(np.mean(losses)) if losses else 0.0
 
 
-def z_of(logits: Any, mask: Any) -> float:
-    rows = [row for token, row in enumerate(np.asarray(logits, np.float64)) if mask is None or mask[token]]
+def z_of(experts: Experts, logits: Any, mask: Any, sequence: int) -> float:
+    rows = np.asarray(logits, np.float64)
     logs = [max(row) + math.log(sum(math.exp(one - max(row)) for one in row)) for row in rows]
-    return float(np.mean(np.square(logs))) if rows else 0.0
+    means = [np.mean([logs[token] ** 2 for token in tokens]) if tokens else 0.0
+             for tokens in _sequences(experts, rows, mask, sequence)]  # fmt: skip
+    return float(np.mean(means)) if means else 0.0
+
+
+def _sequences(experts: Experts, rows: Any, mask: Any, sequence: int) -> list[list[int]]:
+    """The tokens of each sequence that are not masked: a sequence counts, even if all of it is."""
+    by_sequence = experts.balance in ("sequence", "none") and sequence
+    length = sequence if by_sequence else max(len(rows), 1)
+    starts = range(0, len(rows), length)
+    return [[t for t in range(start, start + length) if mask is None or mask[t]] for start in starts]
 
 
 def entropy_of(experts: Experts, logits: Any, mask: Any) -> float:

@@ -90,7 +90,7 @@ def test_as_the_reference(options: dict[str, Any]) -> None:
         assert found.dropped == len(wanted.chosen) - len(wanted.kept)
         balance = 0.0 if own.balance == "none" else balance_of(own, logits, wanted.chosen, mask, length)
         assert found.balance == pytest.approx(balance, rel=1e-6, abs=1e-9)
-        assert found.z == pytest.approx(z_of(logits, mask), rel=1e-6, abs=1e-9)
+        assert found.z == pytest.approx(z_of(own, logits, mask, length), rel=1e-6, abs=1e-9)
         assert found.entropy == pytest.approx(entropy_of(own, logits, mask), rel=1e-6, abs=1e-9)
 
     as_the_reference()
@@ -113,7 +113,7 @@ def test_gradient(options: dict[str, Any]) -> None:
         gates = gates_of(own, at, wanted.kept)
         total = sum(float(weight) * gates[pair] for weight, pair in zip(of_gates, pairs, strict=True))
         balance = 0.0 if own.balance == "none" else balance_of(own, at, wanted.chosen, mask, 4)
-        return total + of_balance * balance + of_z * z_of(at, mask)
+        return total + of_balance * balance + of_z * z_of(own, at, mask, 4)
 
     got = found.gradient(of_gates, of_balance, of_z)
     for place in np.ndindex(*logits.shape):
@@ -157,6 +157,34 @@ def test_ranks_together(options: dict[str, Any], lengths: Sequence[int]) -> None
         whole = every.gradient(np.zeros(len(every.gates), np.float32), 1.0, 0.0)
         gradients = np.concatenate([gradient for _, gradient in told]) / len(lengths)
         np.testing.assert_allclose(gradients, whole, rtol=1e-5, atol=1e-8)
+
+
+@pytest.mark.parametrize("balance", ["sequence", "none", "global"])
+@pytest.mark.parametrize("length", [3, 0])
+def test_losses_are_those_of_all_rows_however_they_are_divided(balance: str, length: int) -> None:
+    """Sequences were weighted by their tokens, of this rank alone; rows without sequences were one, of each rank."""
+    own = experts(top_k=2, balance=balance, z_weight=0.1)
+    random = np.random.default_rng(1)
+    logits = random.normal(size=(12, 6)).astype(np.float32)
+    mask = np.array([1, 1, 1, 1, 1, 0, 0, 0, 0, 1, 0, 0], np.bool_)  # 5 tokens, and 1
+    chosen = select(own, logits, mask).chosen
+
+    def value(at: Any) -> tuple[float, float]:
+        return 0.0 if balance == "none" else balance_of(own, at, chosen, mask, length), z_of(own, at, mask, length)
+
+    def rank_main(comm: Communicator) -> tuple[tuple[float, float], Any]:
+        mine = slice(6 * comm.rank, 6 * comm.rank + 6)
+        found = route(own, logits[mine], training=True, mask=mask[mine], sequence=length, comm=comm)
+        return (found.balance, found.z), found.gradient(np.zeros(len(found.gates), np.float32), 1.0, 1.0)
+
+    told = run(2, rank_main)
+    assert np.mean([losses for losses, _ in told], axis=0) == pytest.approx(value(logits), rel=1e-6)
+    got = np.concatenate([gradient for _, gradient in told]) / 2
+    for place in np.ndindex(*logits.shape):
+        step = np.zeros(logits.shape)
+        step[place] = 1e-5
+        expected = (sum(value(logits + step)) - sum(value(logits - step))) / 2e-5
+        assert got[place] == pytest.approx(expected, rel=1e-4, abs=2e-6), place
 
 
 def test_forced_balance_is_that_of_all_tokens_on_one_rank() -> None:
