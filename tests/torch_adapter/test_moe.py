@@ -172,6 +172,36 @@ def test_half_precision(comm: Communicator) -> None:
         near(z.float(), expected, "outputs", 0.06)
 
 
+def test_the_bias_for_choosing_stays_exact(comm: Communicator) -> None:
+    """In bfloat16 a step of 0.001 was lost as soon as it was above 0.25; casts of the model rounded what it was."""
+    model: Any = made(layer(Experts(6, hidden=4, bias_rate=0.001)), comm).float()
+    exact = torch.linspace(-0.5, 0.5, 6) / 3
+    with torch.no_grad():
+        model.expert_bias.copy_(exact)
+    for cast in (nn.Module.bfloat16, nn.Module.half, lambda one: one.to(torch.bfloat16), nn.Module.float):
+        around: Any = nn.Sequential(copy.deepcopy(model))
+        for _ in range(2):
+            cast(around)
+        assert around[0].expert_bias.dtype == torch.float32
+        assert around[0].router.weight.dtype == around[0].experts.up.weight.dtype
+        assert torch.equal(around[0].expert_bias, exact)
+        assert torch.equal(copy.deepcopy(around).state_dict()["0.expert_bias"], exact)
+    half = copy.deepcopy(model).bfloat16()
+    state = {name: value.bfloat16() for name, value in model.state_dict().items() if name == "expert_bias"}
+    for assign in (False, True):
+        half.load_state_dict(state, strict=False, assign=assign)
+        assert half.expert_bias.dtype == torch.float32
+        near(half.expert_bias, exact, "bias", 0.01)
+    half.load_state_dict(model.state_dict())
+    assert torch.equal(half.expert_bias, exact)
+    x = tokens(comm)[comm.rank].bfloat16()
+    half(x).float().sum().backward()
+    load = comm.all_reduce(half.mixture.load.copy())
+    torch.optim.SGD(half.parameters(), 0.0).step()
+    near(half.expert_bias, exact + 0.001 * torch.from_numpy(np.sign(load.mean() - load)).float(), "bias", 1e-7)
+    assert model.double().expert_bias is not None
+
+
 def test_masked_tokens_go_nowhere(comm: Communicator) -> None:
     model: Any = made(layer(Experts(6, hidden=4)), comm)
     x = tokens(comm)[comm.rank]

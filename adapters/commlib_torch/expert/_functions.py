@@ -18,22 +18,31 @@ from commlib.expert.routing import Routing
 from commlib.expert.scaled import scaled_back
 from commlib_torch._bridge import back, core_array, host_array, packed, read, to_tensor
 from commlib_torch.devices import in_order
+from commlib_torch.expert._waiting import Waiting
 
 
 class Routed(Function):
-    """Logits to gates and losses: `gates, balance, z = Routed.apply(logits, routing)`."""
+    """Logits to gates and the weighted loss: `gates, loss = Routed.apply(logits, routing, weights, waiting)`.
+
+    weights: of the balance loss and the z-loss. waiting: has the gradient of the loss, if that was kept before.
+    """
 
     @staticmethod
-    def forward(ctx: Any, logits: Tensor, routing: Routing) -> tuple[Tensor, Tensor, Tensor]:
-        ctx.routing = routing
-        balance, z = (torch.tensor(loss, device=logits.device) for loss in (routing.balance, routing.z))
-        return back(routing.gates, logits), balance, z
+    def forward(
+        ctx: Any, logits: Tensor, routing: Routing, weights: tuple[float, float], waiting: Waiting | None
+    ) -> tuple[Tensor, Tensor]:
+        ctx.call = routing, weights, waiting
+        loss = weights[0] * routing.balance + weights[1] * routing.z
+        return back(routing.gates, logits), torch.tensor(loss, device=logits.device)
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, of_gates: Tensor, of_balance: Tensor, of_z: Tensor) -> tuple[Tensor, None]:
-        gradient = ctx.routing.gradient(host_array(of_gates), float(of_balance), float(of_z))
-        return back(gradient, of_gates), None
+    def backward(ctx: Any, of_gates: Tensor, of_loss: Tensor) -> tuple[Tensor, None, None, None]:
+        ctx.is_spent = not torch._C._autograd._get_current_graph_task_keep_graph()
+        routing, (balance, z), waiting = ctx.call
+        by = float(of_loss) + (0.0 if waiting is None else waiting.take())
+        gradient = routing.gradient(host_array(of_gates), balance * by, z * by)
+        return back(gradient, of_gates), None, None, None
 
 
 class Dispatched(Function):

@@ -9,7 +9,10 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-_MANY = 16
+from commlib.errors import UsageError
+from commlib_torch.expert._waiting import Waiting, checkpoints, is_again, recalled, waiting_of, within_checkpoint
+
+_MANY = 256
 
 
 class _Losses(list[Tensor]):
@@ -26,19 +29,85 @@ class KeepsLosses(nn.Module):
         super().__init__()
         self.losses = _Losses()
         """Of the forwards since they were taken."""
+        self._has_skipped = False
+        """Whether a forward in training had no gradients, and its loss was not kept."""
 
     def keep(self, loss: Tensor) -> None:
-        """Keep the loss of a forward. One that is computed again, in a backward, was kept the first time."""
-        if not loss.requires_grad or torch._C._current_graph_task_id() != -1:
+        """Keep the loss of a forward. One that is computed again, in a backward, was kept the first time.
+
+        Raises UsageError within a re-entrant checkpoint, where it has no gradient.
+        """
+        if is_again():
+            self._look_at_recomputation()
+        elif loss.requires_grad:
+            self._add(loss)
+        elif self.training and checkpoints()[1] is not None:
+            raise UsageError(
+                f"{self._title}: a loss that a layer keeps has no gradient within "
+                "torch.utils.checkpoint(use_reentrant=True): give use_reentrant=False"
+            )
+
+    def keep_or_wait(self, value: Tensor, waiting: Waiting | None) -> None:
+        """Keep the loss of a forward, whichever checkpoint it is in. waiting: what `recalled` returned before it."""
+        later = checkpoints()[1]
+        if later is None:
+            if waiting is not None and not value.requires_grad:
+                waiting.take()  # what would use it has no gradient
+            if not value.requires_grad and not is_again():
+                self._has_skipped = True
+            self.keep(value)
             return
+        if waiting is None:
+            waiting = Waiting(self._title)
+            self._add(waiting.loss(value))
+        recalled(later, self).add(waiting)
+
+    def recalled(self) -> Waiting | None:
+        """Return what the loss of this forward has been waiting with, if re-entrant checkpointing computes it again."""
+        again = checkpoints()[0]
+        return None if again is None else recalled(again, self).next()
+
+    @property
+    def _title(self) -> str:
+        return type(self).__name__
+
+    def _add(self, loss: Tensor) -> None:
+        spent = 0
+        while spent < len(self.losses) and _is_spent(self.losses[spent]):
+            spent += 1
+        lost = self.losses[:spent]
+        if any(one.requires_grad for one in lost):
+            warnings.warn(
+                f"{self._title}: a backward went through forwards without the losses of their routers, which have no "
+                "effect then: add auxiliary_loss(model) to the loss before its backward, or give "
+                "Experts(balance='none', z_weight=0)",
+                stacklevel=4,
+            )
+            self.losses[:spent] = [torch.stack([one.detach() for one in lost]).sum()]
         self.losses.append(loss)
         if len(self.losses) == _MANY:
             warnings.warn(
-                f"the losses of {_MANY} forwards of a router were not taken: add auxiliary_loss(model) to the loss, or "
-                "give Experts(balance='none', z_weight=0)",
-                stacklevel=3,
+                f"{self._title}: the losses of {_MANY} forwards wait for auxiliary_loss(model), and each keeps what "
+                "its gradient needs: take them, or call model.eval() if this is no training",
+                stacklevel=4,
             )
-            self.losses.clear()  # with what their gradients need
+
+    def _look_at_recomputation(self) -> None:
+        if self._has_skipped and not within_checkpoint():
+            self._has_skipped = False
+            warnings.warn(
+                f"{self._title}: a forward without gradients is computed again in the backward, by other means than "
+                "torch.utils.checkpoint: the loss of its router was not kept, and has no effect",
+                stacklevel=4,
+            )
+
+
+def _is_spent(loss: Tensor) -> bool:
+    """Return whether a loss has no gradient, or can have none any more: what that needs is freed."""
+    waiting = waiting_of(loss)
+    if waiting is not None:
+        return waiting.is_spent
+    return not loss.requires_grad or getattr(loss.grad_fn, "is_spent", False)
 
 
 def keepers_in(model: nn.Module) -> list[KeepsLosses]:

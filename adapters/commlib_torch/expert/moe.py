@@ -23,6 +23,7 @@ from commlib_torch.expert._after_step import call_after_step
 from commlib_torch.expert._functions import Combined, Dispatched, Routed
 from commlib_torch.expert._parts import in_parts
 from commlib_torch.expert._stacked import computed, seeded, stacked
+from commlib_torch.expert._waiting import is_again
 from commlib_torch.expert.losses import KeepsLosses
 from commlib_torch.expert.mlp import MLP
 
@@ -67,7 +68,10 @@ class MoE(KeepsShards, KeepsLosses):
             self.shared = self._mlp(experts.shared) if experts.shared else None
         self.experts = stacked(name, make, seed, self.mixture.placement, found, divided)
         self._tensor = found.tensor if divided else None
-        self.register_buffer("expert_bias", torch.zeros(experts.count) if experts.bias_rate else None)
+        self.register_buffer("expert_bias", None)
+        if experts.bias_rate:
+            self.expert_bias = _exact(torch.zeros(experts.count))
+            self.register_load_state_dict_post_hook(_keep_bias_exact)  # type: ignore[no-untyped-call]
 
     def _mlp(self, times: int) -> MLP:
         options = self.options
@@ -120,10 +124,14 @@ class MoE(KeepsShards, KeepsLosses):
             bias=None if self.expert_bias is None else host_array(self.expert_bias.float()),
             mask=None if mask is None else host_array(mask.reshape(-1)),
             sequence=sequence,
+            again=is_again(),
         )
-        gates, balance, z = Routed.apply(logits, routing)  # type: ignore[no-untyped-call]
-        if self.training and options.has_losses:
-            self.keep(options.balance_weight * balance + options.z_weight * z)
+        has_loss = self.training and options.has_losses
+        waiting = self.recalled() if has_loss else None
+        weights = (options.balance_weight, options.z_weight) if has_loss else (0.0, 0.0)
+        gates, loss = Routed.apply(logits, routing, weights, waiting)  # type: ignore[no-untyped-call]
+        if has_loss:
+            self.keep_or_wait(loss, waiting)
         if options.chunks > 1 and mixture.ranks.axis.size > 1:
             flow = Flow(mixture, parts_of(routing, options.chunks), read(tokens), routing.gates)
             return in_parts(flow, tokens, gates, self._computed)
@@ -135,6 +143,18 @@ class MoE(KeepsShards, KeepsLosses):
             out, row_gates, mixture.exchange, mixture.name, passage
         )
         return y
+
+    @property
+    def _title(self) -> str:
+        return self.mixture.name
+
+    def _apply(self, fn: Callable[..., Any], recurse: bool = True) -> Any:
+        before = self.expert_bias
+        found = super()._apply(fn, recurse)
+        after = self.expert_bias
+        if before is not None and after is not None and _exact(after) is not after:
+            self.expert_bias = _exact(before).to(after.device)
+        return found
 
     @torch.no_grad()
     def _balance(self) -> None:
@@ -170,6 +190,16 @@ class MoE(KeepsShards, KeepsLosses):
     def extra_repr(self) -> str:
         """Say how many experts there are, and where."""
         return f"{self.width}, {self.options.count} experts, {self.mixture.ranks.axis!r}"
+
+
+def _exact(bias: Tensor) -> Tensor:
+    """Return a bias for choosing in float32 at least: steps of 0.001 are lost in half precision."""
+    return bias if bias.dtype in (torch.float32, torch.float64) else bias.float()
+
+
+def _keep_bias_exact(layer: MoE, _: Any) -> None:
+    if layer.expert_bias is not None:  # one of the state dict, if that was assigned
+        layer.expert_bias = _exact(layer.expert_bias)
 
 
 def expert_stats(model: nn.Module) -> dict[str, Stats]:
